@@ -1,0 +1,131 @@
+"""The polynomials that Newton-Schulz composes: derived once, tabulated by name, each with its source.
+
+A schedule is a tuple of rows ``(a, b, c)``. Row t maps every singular value by the odd quintic
+``p_t(s) = a s + b s^3 + c s^5``; the composition ``p_T(... p_2(p_1(s)))`` should be close to 1 on all of
+``(0, 1]``.
+"""
+
+import functools
+import math
+from typing import TypeAlias
+
+import numpy as np
+
+Coefficients: TypeAlias = tuple[tuple[float, float, float], ...]
+
+JORDAN: Coefficients = ((3.4445, -4.7750, 2.0315),)
+"""Keller Jordan's one quintic, repeated: the original Muon's, and Optax's default. It never converges
+(its fixed ripple is 0.318); it was tuned for the slope at zero.
+Source: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024."""
+
+YOU: Coefficients = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+"""You Jiacheng's five steps, found by gradient descent. Optax calls them "dion".
+Source: modded-nanogpt and Dion's code, 2025."""
+
+NEWTON_SCHULZ: Coefficients = ((15 / 8, -10 / 8, 3 / 8),)
+"""The classical quintic: the only one of its degree that converges with order three at 1, and the limit of
+every Polar Express schedule. Slow far from 1 (its slope at zero is 1.875)."""
+
+# From here on the interval is so short that the minimax system loses all of its digits (condition number
+# 4.5e11), while its solution agrees with the classical quintic to double precision.
+_CONVERGED = 1 - 5e-6
+
+
+def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float]:
+    """The odd quintic closest to 1 on [lower, upper], by the Remez exchange of seed article eq. (9)."""
+    if lower / upper > _CONVERGED:
+        return 15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5
+    q, r = (3 * lower + upper) / 4, (lower + 3 * upper) / 4  # exact in the limit lower -> upper
+    error, previous = math.inf, math.nan
+    while not abs(error - previous) <= 1e-15:
+        previous = error
+        nodes = np.array([lower, q, r, upper])
+        system = np.stack([nodes, nodes**3, nodes**5, np.array([1.0, -1.0, 1.0, -1.0])], axis=1)
+        a, b, c, error = np.linalg.solve(system, np.ones(4)).tolist()
+        root = math.sqrt(9 * b * b - 20 * a * c)
+        q, r = math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))
+    return a, b, c
+
+
+@functools.lru_cache
+def polar_express(
+    num_steps: int,
+    *,
+    lower: float = 1e-3,
+    cushion: float = 0.02407327424182761,
+    safety: float = 1.01,
+) -> Coefficients:
+    r"""The Polar Express schedule: the composition of `num_steps` quintics that is closest to 1 on [`lower`,
+    1].
+
+    Each step is the minimax quintic of the interval that the steps before it leave, and this greedy choice
+    is the global optimum. The first polynomials of a longer schedule are those of a shorter one.
+
+    Args:
+      num_steps: How many polynomials; at least 1.
+      lower: The smallest singular value (the largest is 1) that the schedule cares for; in (0, 1).
+      cushion: Never fit an interval wider than [`cushion` * upper, upper]; then rescale so that the ends of
+        the true interval lie evenly about 1. Keeps a polynomial from throwing large singular values close to
+        zero, where half precision loses them. In [0, 1).
+      safety: Every step but the last is evaluated at s / `safety`, so that rounding that lifts a singular
+        value above the interval can't grow without bound; at least 1. The last step stays plain: nothing
+        follows it, and dividing it would keep the whole schedule from converging.
+
+    Returns:
+      `num_steps` rows (a, b, c).
+
+    Raises:
+      ValueError: If an argument is outside of its range.
+
+    Example:
+      >>> import muonjax
+      >>> [tuple(round(v, 4) for v in row) for row in muonjax.polar_express(2, safety=1.0)]
+      [(8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448)]
+
+    Source: Amsel, Persson, Musco, Gower, "The Polar Express", 2025 (arXiv:2505.16932), Algorithm 1 and
+    Theorem 3.1; J. Su, kexue.fm/archives/10996. Both of Su's articles print b = +1.268 at t = 6; it is
+    negative.
+    """
+    if not isinstance(num_steps, int) or num_steps < 1:
+        raise ValueError(f"polar_express(num_steps={num_steps!r}) needs a whole number of steps, at least 1.")
+    if not 0 < lower < 1:
+        raise ValueError(
+            f"polar_express(lower={lower!r}) must lie in (0, 1): the largest singular value is 1."
+        )
+    if not 0 <= cushion < 1:
+        raise ValueError(f"polar_express(cushion={cushion!r}) must lie in [0, 1); 0 turns it off.")
+    if not safety >= 1:
+        raise ValueError(f"polar_express(safety={safety!r}) must be at least 1; 1 turns it off.")
+    rows = []
+    upper = 1.0
+    for step in range(num_steps):
+        a, b, c = _minimax_quintic(max(lower, cushion * upper), upper)
+        at_lower = a * lower + b * lower**3 + c * lower**5
+        at_upper = a * upper + b * upper**3 + c * upper**5
+        recenter = 2 / (at_lower + at_upper)
+        a, b, c = a * recenter, b * recenter, c * recenter
+        lower = recenter * at_lower
+        upper = 2 - lower
+        s = safety if step < num_steps - 1 else 1.0
+        rows.append((a / s, b / s**3, c / s**5))
+    return tuple(rows)
+
+
+def take_steps(coefficients: Coefficients, num_steps: int) -> Coefficients:
+    """The first `num_steps` rows; a table that is too short repeats its last row."""
+    if num_steps < 1:
+        raise ValueError(f"take_steps(num_steps={num_steps!r}) needs at least 1 step.")
+    return coefficients[:num_steps] + coefficients[-1:] * (num_steps - len(coefficients))
+
+
+def evaluate(coefficients: Coefficients, s):
+    """The composition at the singular values `s` (NumPy or JAX; any shape)."""
+    for a, b, c in coefficients:
+        s = s * (a + s * s * (b + s * s * c))
+    return s

@@ -1,0 +1,62 @@
+"""Float64 NumPy: what the mathematics says, slowly and plainly."""
+
+import numpy as np
+
+
+def polar(x):
+    """U V^H of x [..., m, n] by singular value decomposition; directions with a zero singular value stay
+    zero."""
+    u, s, vh = np.linalg.svd(
+        np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64), full_matrices=False
+    )
+    keep = s > 1e-13 * s.max(axis=-1, keepdims=True)
+    return (u * keep[..., None, :]) @ vh
+
+
+def polar_error(y, x):
+    """||y - polar(x)||_F / sqrt(min(m, n)), the largest over the batch."""
+    difference = np.asarray(y).astype(np.complex128) - polar(x)
+    return float(np.max(np.linalg.norm(difference, axis=(-2, -1))) / np.sqrt(min(x.shape[-2:])))
+
+
+def on_singular_values(f, x):
+    """U f(S) V^H."""
+    u, s, vh = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
+    return (u * f(s)[..., None, :]) @ vh
+
+
+def with_spectrum(s, n, seed=0, tall=False):
+    """A float64 matrix [len(s), n] (transposed if tall) with singular values s and random singular
+    vectors."""
+    rng = np.random.default_rng(seed)
+    m = len(s)
+    u = np.linalg.qr(rng.standard_normal((m, m)))[0]
+    v = np.linalg.qr(rng.standard_normal((n, m)))[0]
+    x = (u * np.asarray(s)) @ v.T
+    return x.T if tall else x
+
+
+def newton_schulz(x, rows):
+    """The plain iteration with Frobenius normalization, as Jordan wrote it."""
+    x = np.asarray(x, np.float64)
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / np.linalg.norm(x)
+    for a, b, c in rows:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def muon_steps(
+    weight, gradients, *, rows, learning_rate, decay=0.95, nesterov=True, weight_decay=0.1, rms=0.2
+):
+    """Muon on one matrix, straight from the papers: the weights after each gradient."""
+    momentum, history = np.zeros_like(weight), []
+    for g in gradients:
+        momentum = decay * momentum + g
+        direction = g + decay * momentum if nesterov else momentum
+        update = rms * np.sqrt(max(weight.shape)) * newton_schulz(direction, rows)
+        weight = weight - learning_rate * (update + weight_decay * weight)
+        history.append(weight)
+    return history
