@@ -1,0 +1,87 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muonjax._matrix_view import MuonDimensionNumbers, matrix_view, resolve_dimension_numbers
+
+
+@st.composite
+def leaf_and_numbers(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=5)))
+    axes = draw(st.permutations(range(len(shape))))
+    cut = draw(st.integers(1, len(shape) - 1))
+    stop = draw(st.integers(cut + 1, len(shape)))
+    signed = [a - len(shape) if draw(st.booleans()) else a for a in axes]
+    return shape, MuonDimensionNumbers(tuple(signed[:cut]), tuple(signed[cut:stop]))
+
+
+@given(leaf_and_numbers())
+@settings(max_examples=60, deadline=None)
+def test_to_leaf_inverts_to_matrices(case):
+    shape, numbers = case
+    leaf = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    view = matrix_view(leaf, numbers, call="test")
+    matrices = view.to_matrices(jnp.asarray(leaf))
+    assert matrices.shape == (view.batch, view.fan_in, view.fan_out)
+    np.testing.assert_array_equal(view.to_leaf(matrices), leaf)
+
+
+def test_rows_are_what_the_layer_sums_over():
+    leaf = (
+        np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
+    )  # (heads, head_dim, features)
+    view = matrix_view(leaf, MuonDimensionNumbers((0, 1), 2), call="test")
+    np.testing.assert_array_equal(view.to_matrices(jnp.asarray(leaf))[0], leaf.reshape(12, 5))
+    stacked = matrix_view(leaf, MuonDimensionNumbers(1, 2), call="test")
+    assert (stacked.batch, stacked.fan_in, stacked.fan_out) == (3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "numbers", "error", "message"),
+    [
+        ((4,), np.float32, MuonDimensionNumbers(), ValueError, r"shape \(4,\); give it to Adam"),
+        ((4, 4), np.float32, MuonDimensionNumbers(0, 2), ValueError, "output_axis=2 names axis 2"),
+        ((4, 4), np.float32, MuonDimensionNumbers(0, -2), ValueError, "twice"),
+        ((4, 4, 4), np.float32, MuonDimensionNumbers((0, 1), (1, 2)), ValueError, "disjoint"),
+        ((4, 4), np.float32, MuonDimensionNumbers((), 1), ValueError, "without an axis"),
+        ((4, 0), np.float32, MuonDimensionNumbers(), ValueError, "empty dimension"),
+        ((4, 4), np.int32, MuonDimensionNumbers(), TypeError, "int32"),
+    ],
+)
+def test_bad_leaves(shape, dtype, numbers, error, message):
+    with pytest.raises(error, match=message):
+        matrix_view(jax.ShapeDtypeStruct(shape, dtype), numbers, call="orthogonalize")
+
+
+TREE = {"a": {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, "c": jnp.ones((2, 2))}
+
+
+def test_a_prefix_spreads_over_its_subtree():
+    wide = MuonDimensionNumbers(1, 0)
+    assert resolve_dimension_numbers({"a": None, "c": wide}, TREE, call="t") == [None, None, wide]
+    assert resolve_dimension_numbers(None, TREE, call="t") == [MuonDimensionNumbers()] * 3
+    assert resolve_dimension_numbers(lambda tree: {"a": None, "c": wide}, TREE, call="t") == [
+        None,
+        None,
+        wide,
+    ]
+
+
+def test_masked_nodes_are_no_leaves():
+    masked = {"a": optax.MaskedNode(), "c": TREE["c"]}
+    assert resolve_dimension_numbers({"a": None, "c": MuonDimensionNumbers()}, masked, call="t") == [
+        MuonDimensionNumbers()
+    ]
+    numbers = {"a": optax.MaskedNode(), "c": MuonDimensionNumbers()}
+    assert resolve_dimension_numbers(numbers, masked, call="t") == [MuonDimensionNumbers()]
+
+
+def test_a_tree_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="neither the tree of the updates nor a prefix"):
+        resolve_dimension_numbers({"a": None, "d": None}, TREE, call="muon")
+    with pytest.raises(TypeError, match="expected MuonDimensionNumbers or None"):
+        resolve_dimension_numbers({"a": None, "c": 3}, TREE, call="muon")
