@@ -1,0 +1,312 @@
+r"""The iteration: matrix -> nearly orthogonal matrix, by products alone. The only caller of pallas_kernels.
+
+Everything happens on the small side: x is [m, n] with m <= n (else its transpose). With A = X X^H,
+
+1. scale x by a power of two, so that no product over- or underflows (exact);
+2. shrink the dominant directions of A (see _deflation);
+3. divide by an upper bound of the largest singular value that the products give for free;
+4. run the polynomials on R = A / s^2, gathering their product in Q; x <- Q x at each restart and at the end.
+
+The *standard* form restarts after every step: R is made anew from x, at 2 m^2 n multiply-adds more each
+time. The *Gram* form restarts seldom or never and works on m x m matrices throughout: cheaper where n > 1.5
+m, but rounding makes R slightly indefinite, which the polynomials amplify until the next restart. Both are
+one piece of code here.
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from muonjax._coefficients import Coefficients, polar_express, take_steps
+from muonjax._deflation import shrink_dominant
+from pallas_kernels import symmetric_product
+
+Form = Literal["auto", "standard", "gram"]
+Normalization = Literal["schatten", "frobenius", "aol", "spectral"]
+
+
+# The lower ends measured best on momentum whose dominant directions are shrunk (benchmarks/newton_schulz.py).
+_FAST = polar_express(3, lower=1.5e-2)
+_BALANCED = polar_express(4, lower=7e-3)
+_ACCURATE = polar_express(8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewtonSchulz:
+    """How to orthogonalize: a value, hashable, never part of an optimizer's state.
+
+    Args:
+      coefficients: Rows (a, b, c), one a step: `polar_express(...)`, `JORDAN`, `YOU`, or your own.
+      num_steps: Steps to run; None runs each row once. A shorter table repeats its last row, a longer one is
+        cut.
+      deflation: Share of the m directions (m: the matrix's shorter side) to shrink first, in [0, 0.5]; 0
+        turns it off.
+      form: "standard", "gram", or "auto", which takes the Gram form in float32 and float64 for n > 1.5 m,
+        and the standard form everywhere else (in half precision the Gram form can go wrong).
+      restarts: Steps after which the Gram form makes its Gram matrix anew, such as (2,); None looks the
+        choice up in `gram_restarts`.
+      normalization: The bound of the largest singular value: "schatten" (Schatten-8, free), "frobenius" (as
+        most implementations; wastes a step or more), "aol" (rescales rows; changes the polar factor),
+        "spectral" (exact; an eigenvalue problem).
+      compute_dtype: Of the operands of the products; None is the input's own precision on a CPU (half types
+        are widened to float32) and bfloat16 on accelerators. float32 means true float32 everywhere, never
+        TF32.
+      implementation: Of the symmetric products; see `pallas_kernels.symmetric_product`.
+
+    Raises:
+      ValueError, TypeError: On construction, naming the setting.
+    """
+
+    coefficients: Coefficients = _BALANCED
+    num_steps: int | None = None
+    deflation: float = 0.125
+    form: Form = "auto"
+    restarts: tuple[int, ...] | None = None
+    normalization: Normalization = "schatten"
+    compute_dtype: jax.typing.DTypeLike | None = None
+    implementation: str | None = None
+
+    def __post_init__(self):
+        call = "NewtonSchulz"
+        rows = _rows(call, self.coefficients)
+        object.__setattr__(self, "coefficients", rows)
+        if self.num_steps is not None and (not isinstance(self.num_steps, int) or self.num_steps < 1):
+            raise ValueError(
+                f"{call}(num_steps={self.num_steps!r}) needs a whole number of steps, at least 1."
+            )
+        if not 0 <= self.deflation <= 0.5:
+            raise ValueError(
+                f"{call}(deflation={self.deflation!r}) is a share of the directions in [0, 0.5]."
+            )
+        for name, kind in (("form", Form), ("normalization", Normalization)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(
+                    f"{call}({name}={getattr(self, name)!r}) is unknown; choose of {get_args(kind)}."
+                )
+        if self.restarts is not None:
+            restarts = tuple(self.restarts)
+            if sorted(set(restarts)) != list(restarts) or not all(0 < r < len(self.steps) for r in restarts):
+                raise ValueError(
+                    f"{call}(restarts={self.restarts!r}) must rise and lie between the first and the last of "
+                    f"{len(self.steps)} steps."
+                )
+            object.__setattr__(self, "restarts", restarts)
+        if self.compute_dtype is not None:
+            dtype = jnp.dtype(self.compute_dtype)
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise TypeError(f"{call}(compute_dtype={dtype.name}) must be a float type.")
+            object.__setattr__(self, "compute_dtype", dtype)
+
+    @property
+    def steps(self) -> Coefficients:
+        """The rows that run, one a step."""
+        return take_steps(self.coefficients, self.num_steps or len(self.coefficients))
+
+    @classmethod
+    def fast(cls) -> "NewtonSchulz":
+        """Three steps: the cheapest, with about the error of Optax's five or less."""
+        return cls(coefficients=_FAST)
+
+    @classmethod
+    def balanced(cls) -> "NewtonSchulz":
+        """Four steps, the default."""
+        return cls()
+
+    @classmethod
+    def accurate(cls) -> "NewtonSchulz":
+        """The polar factor to float32 precision, for condition numbers up to 1e3; computes in float32
+        everywhere."""
+        return cls(coefficients=_ACCURATE, deflation=0.0, form="standard", compute_dtype=jnp.float32)
+
+
+def _rows(call: str, coefficients) -> Coefficients:
+    if isinstance(coefficients, str):
+        raise ValueError(
+            f"{call}(coefficients={coefficients!r}): there are no presets by that kind of name; use a table such as "
+            "muonjax.JORDAN or muonjax.polar_express(5), or a preset such as NewtonSchulz.fast()."
+        )
+    try:
+        rows = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{call}(coefficients={coefficients!r}) needs rows of three numbers (a, b, c)."
+        ) from error
+    if not rows or not all(math.isfinite(v) for row in rows for v in row):
+        raise ValueError(f"{call}(coefficients={coefficients!r}) needs at least one row, all of it finite.")
+    return rows
+
+
+def gram_restarts(num_steps: int) -> tuple[int, ...]:
+    """Where the float32 Gram form restarts by default: after every fourth step."""
+    return tuple(range(4, num_steps, 4))
+
+
+def newton_schulz(x: jax.Array, settings: NewtonSchulz | None = None) -> jax.Array:
+    """The polar factor U V^H of x = U S V^H, approximately: every singular value is moved close to 1.
+
+    Args:
+      x: [*batch, m, n], float or complex, wide or tall, at any scale (1e-30 and 1e30 give the same).
+      settings: Which polynomials, in which form and precision; `NewtonSchulz()` if None.
+
+    Returns:
+      Same shape and dtype. A zero matrix gives zeros; a matrix with NaN or inf gives NaN in that matrix only.
+
+    Raises:
+      ValueError: If x is no matrix, or has an empty dimension.
+      TypeError: If x holds integers.
+
+    Example:
+      >>> import jax, muonjax
+      >>> x = jax.random.normal(jax.random.key(0), (32, 128))
+      >>> y = muonjax.newton_schulz(x, muonjax.NewtonSchulz.accurate())
+      >>> bool(abs(y @ y.T - jax.numpy.eye(32)).max() < 1e-5)
+      True
+
+    Source: Bernstein & Newhouse, "Old optimizer, new norm", 2024; Amsel et al., "The Polar Express", 2025.
+    """
+    settings = NewtonSchulz() if settings is None else settings
+    if x.ndim < 2:
+        raise ValueError(
+            f"newton_schulz(x) needs a matrix, got shape {x.shape}; give a bias to Adam instead."
+        )
+    if 0 in x.shape:
+        raise ValueError(f"newton_schulz(x) got shape {x.shape}: an empty matrix has no polar factor.")
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}.")
+    tall = x.shape[-2] > x.shape[-1]
+    y = _iterate(x.mT if tall else x, settings)
+    return (y.mT if tall else y).astype(x.dtype)
+
+
+def _compute_dtype(x: jax.Array, settings: NewtonSchulz) -> jnp.dtype:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) or x.dtype == jnp.float64:
+        return x.dtype
+    if settings.compute_dtype is not None:
+        return jnp.dtype(settings.compute_dtype)
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def _segments(settings: NewtonSchulz, shape: tuple[int, ...], dtype: jnp.dtype) -> list[Coefficients]:
+    """The steps, cut where the Gram matrix is made anew. This is the one rule behind form="auto"."""
+    steps = settings.steps
+    m, n = shape[-2:]
+    wide = n > 1.5 * m
+    exact_enough = jnp.finfo(dtype).eps <= jnp.finfo(jnp.float32).eps
+    gram = settings.form == "gram" or (settings.form == "auto" and wide and exact_enough)
+    if gram:
+        cuts = gram_restarts(len(steps)) if settings.restarts is None else settings.restarts
+    else:
+        cuts = tuple(range(1, len(steps)))
+    ends = [0, *cuts, len(steps)]
+    return [steps[i:j] for i, j in itertools.pairwise(ends)]
+
+
+def _power_of_two_scale(x: jax.Array) -> jax.Array:
+    """x times a power of two a matrix, so that its largest entry is in [0.5, 1): exact, whatever the exponent."""
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+    _, exponent = jnp.frexp(largest)
+    # A subnormal largest entry counts as zero, as it does in every product.
+    exponent = jnp.where(largest >= jnp.finfo(largest.dtype).tiny, exponent, 0)
+    # Two factors, for 2^-exponent itself can overflow.
+    half = exponent // 2
+    one = jnp.ones((), largest.dtype)
+    return x * jnp.ldexp(one, -half) * jnp.ldexp(one, half - exponent)
+
+
+def _iterate(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
+    """x [*batch, m, n] with m <= n -> its orthogonalization, in the dtype of the sums."""
+    dtype = _compute_dtype(x, settings)
+    sum_dtype = jnp.promote_types(dtype, jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if sum_dtype == dtype else None
+
+    def product(r, y=None, c=None, alpha=1.0, beta=0.0):
+        """alpha R Y^H + beta C, Hermitian: Y is R, or commutes with it."""
+        r, y, c = (None if a is None else a.astype(dtype) for a in (r, y, c))
+        return symmetric_product(r, y=y, c=c, alpha=alpha, beta=beta, implementation=settings.implementation)
+
+    def apply(q, x):
+        return jnp.matmul(
+            q.astype(dtype), x.astype(dtype), precision=precision, preferred_element_type=sum_dtype
+        )
+
+    x = _power_of_two_scale(x.astype(sum_dtype))
+    gram = product(x) if dtype == sum_dtype else apply(x, x.mT)  # deflation wants all digits of the sums
+    segments = _segments(settings, x.shape, dtype)
+    if rank := round(settings.deflation * x.shape[-2]):
+        # x stays in sum_dtype until now: rounded, its error is as large as the tail that is to be lifted.
+        x, gram = shrink_dominant(x, gram, rank)
+        if len(segments[0]) > 1:
+            # W A W inherits the rounding of A, which is small against A and not against W A W; the Gram form, which
+            # never looks at x again before the end, needs better.
+            gram = product(x)
+
+    x, r, r2, root = _normalize(x, gram, settings.normalization, product)
+    for index, rows in enumerate(segments):
+        if index > 0:
+            r, r2 = product(x), None
+        a, q = _polynomials(rows, r, r2, product)
+        if index == 0:
+            a, q = a * root, q * root  # x itself is divided by the bound only here, for free
+        x = a * x + apply(q, x)
+    return x
+
+
+def _polynomials(rows: Coefficients, r: jax.Array, r2: jax.Array | None, product):
+    """The composition of `rows` as a map on x: the scalar a and the matrix Q of x -> a x + Q x.
+
+    Args:
+      r: X X^H, normalized.
+      r2: Its square, where that is already made.
+    """
+    q = None
+    for step, (a, b, c) in enumerate(rows):
+        # p_t(X) = (a I + Z) X, with Z = b R + c R^2.
+        z = product(r, c=r, alpha=c, beta=b) if r2 is None else b * r + c * r2
+        if len(rows) == 1:
+            return a, z
+        # Q (a I + Z) without forming the sum, whose large diagonal would cost Z its digits.
+        q = z + a * jnp.eye(z.shape[-1], dtype=z.dtype) if q is None else product(q, z, c=q, beta=a)
+        if step < len(rows) - 1:
+            # X X^H after the step is (a I + Z) R (a I + Z).
+            half = product(r, z, c=r, beta=a)
+            r, r2 = product(half, z, c=half, beta=a), None
+    return 0.0, q
+
+
+def _normalize(x, gram, normalization, product):
+    """Divide the Gram matrix by an upper bound of its largest eigenvalue.
+
+    Returns x (which only "aol" touches), the normalized Gram matrix, its square where that is already made, and the
+    factor that x itself still awaits, [*batch, 1, 1].
+    """
+
+    def or_one(norm):  # for the zero matrix
+        return jnp.where(norm == 0, 1, norm)
+
+    def frobenius(a):
+        return or_one(jnp.sqrt(jnp.sum(jnp.abs(a) ** 2, axis=(-2, -1), keepdims=True)))
+
+    gram2 = None
+    if normalization == "schatten":
+        # ||A||_F first, for a half type can't hold the square of an unscaled A; then ||A^2||_F of what is left.
+        schatten4 = frobenius(gram)
+        gram = gram / schatten4
+        gram2 = product(gram)
+        schatten8 = jnp.sqrt(frobenius(gram2))
+        gram, gram2 = gram / schatten8, gram2 / schatten8**2
+        bound = schatten4 * schatten8
+    elif normalization == "aol":
+        rows = jax.lax.rsqrt(or_one(jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)))
+        x, gram = x * rows, gram * rows * rows.mT
+        bound = jnp.ones_like(rows[..., :1, :])
+    elif normalization == "frobenius":
+        bound = or_one(jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None])
+        gram = gram / bound
+    else:
+        bound = or_one(jnp.linalg.eigvalsh(gram)[..., -1:, None])
+        gram = gram / bound
+    return x, gram, gram2, jax.lax.rsqrt(bound)
