@@ -1,0 +1,72 @@
+"""Inside `orthogonalize`: equal shapes run through one compiled loop, so that a model compiles a handful of
+iterations.
+
+A group is a list of arrays [batch_i, m, n] of one dtype whose matrices have the same m <= n (tall ones arrive
+transposed). Its matrices are stacked once, and a loop walks over the stack in chunks and writes each chunk's
+result over its input: the extra memory is the stack and one chunk's iteration, never a second stack.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+# Elements a chunk. On a CPU a batched product runs slower than the same products one after the other as soon
+# as one matrix fills the caches (measured: benchmarks/grouping.py); an accelerator wants a few large
+# launches.
+_CHUNK_ELEMENTS = {"cpu": 1 << 16}
+_CHUNK_ELEMENTS_ACCELERATOR = 1 << 26
+
+
+def group_by_shape(matrices: Sequence[jax.Array]) -> list[list[int]]:
+    """Indices of the arrays [batch, m, n] that can share a loop: same (short side, long side, dtype), in
+    first-seen order."""
+    groups: dict[tuple, list[int]] = {}
+    for index, x in enumerate(matrices):
+        groups.setdefault((*sorted(x.shape[-2:]), x.dtype), []).append(index)
+    return list(groups.values())
+
+
+def chunk_size(count: int, shape: tuple[int, int], platform: str) -> int:
+    """How many matrices of `shape` run as one batch: the largest divisor of `count` whose batch is small
+    enough."""
+    elements = _CHUNK_ELEMENTS.get(platform, _CHUNK_ELEMENTS_ACCELERATOR)
+    largest = max(1, elements // math.prod(shape))
+    return max(size for size in range(1, count + 1) if count % size == 0 and size <= largest)
+
+
+def map_groups(f: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array]) -> list[jax.Array]:
+    """f on each matrix, compiled once a group.
+
+    Args:
+      f: [batch, m, n] -> [batch, m, n], each matrix on its own; f(x.mT) = f(x).mT.
+      matrices: Arrays [batch, m, n], any shapes.
+
+    Returns:
+      One array for each input, of the same shape and dtype.
+    """
+    results: list[jax.Array | None] = [None] * len(matrices)
+    for indices in group_by_shape(matrices):
+        tall = [matrices[i].shape[-2] > matrices[i].shape[-1] for i in indices]
+        parts = [matrices[i].mT if t else matrices[i] for i, t in zip(indices, tall, strict=True)]
+        stack = _map_stack(f, jnp.concatenate(parts) if len(parts) > 1 else parts[0])
+        start = 0
+        for i, t in zip(indices, tall, strict=True):
+            stop = start + matrices[i].shape[0]
+            results[i] = stack[start:stop].mT if t else stack[start:stop]
+            start = stop
+    return results  # pyright: ignore[reportReturnType]  # every index is in one group
+
+
+def _map_stack(f, stack: jax.Array) -> jax.Array:
+    count, *shape = stack.shape
+    size = chunk_size(count, (shape[0], shape[1]), jax.default_backend())
+    if size == count:
+        return f(stack)
+
+    def body(step, stack):
+        chunk = jax.lax.dynamic_slice_in_dim(stack, step * size, size)
+        return jax.lax.dynamic_update_slice_in_dim(stack, f(chunk), step * size, 0)
+
+    return jax.lax.fori_loop(0, count // size, body, stack)

@@ -1,0 +1,72 @@
+"""After `orthogonalize`: a scale a leaf, by shape alone, so that one learning rate fits all shapes."""
+
+import math
+from typing import Any, Literal, get_args
+
+import jax
+import optax
+
+from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_view, resolve_dimension_numbers
+
+Rule = Literal["rms", "width", "spectral"]
+
+
+def match_rms(
+    rms: float = 0.2,
+    *,
+    dimension_numbers: DimensionNumbersTree | None = None,
+    rule: Rule = "rms",
+) -> optax.GradientTransformation:
+    r"""Scale orthogonalized updates by their shape.
+
+    An orthogonal m x n matrix has root mean square 1 / sqrt(max(m, n)). With `rule`
+
+    - "rms": times `rms` sqrt(max(m, n)): every update has the root mean square `rms`. AdamW's is usually 0.2
+      to 0.4, so 0.2 lets Muon take AdamW's learning rate and weight decay (Moonlight).
+    - "width": times sqrt(max(1, fan_out / fan_in)), Jordan's; `rms` is not used.
+    - "spectral": times sqrt(fan_out / fan_in): spectral norm at the scale of the layer (Bernstein); `rms` is
+    not used.
+
+    Args:
+      rms: The root mean square of the update; > 0.
+      dimension_numbers: As in `orthogonalize`.
+      rule: Which of the three.
+
+    Returns:
+      A stateless `optax.GradientTransformation`.
+
+    Raises:
+      ValueError: If `rms` is not positive, the rule is unknown, or the dimension numbers do not fit the tree.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> tx = muonjax.match_rms(0.2)
+      >>> updates, _ = tx.update({"w": jnp.eye(4)}, tx.init(None))
+      >>> round(float(jnp.sqrt(jnp.mean(updates["w"] ** 2))), 6)
+      0.2
+
+    Source: Liu et al., "Muon is scalable for LLM training" (Moonlight), 2025, eq. (4); Jordan et al.,
+    "Muon", 2024; Bernstein & Newhouse, "Modular duality in deep learning", 2024.
+    """
+    if not rms > 0:
+        raise ValueError(f"match_rms(rms={rms!r}) must be positive; 0.2 is AdamW's usual update.")
+    if rule not in get_args(Rule):
+        raise ValueError(f"match_rms(rule={rule!r}) is unknown; choose of {get_args(Rule)}.")
+
+    def scale(view: MatrixView) -> float:
+        if rule == "rms":
+            return rms * math.sqrt(max(view.fan_in, view.fan_out))
+        ratio = view.fan_out / view.fan_in
+        return math.sqrt(max(1.0, ratio) if rule == "width" else ratio)
+
+    def update(updates: optax.Updates, state: optax.EmptyState, params: Any = None):
+        del params
+        leaves, treedef = jax.tree.flatten(updates)
+        numbers = resolve_dimension_numbers(dimension_numbers, updates, call="match_rms")
+        scaled = [
+            x if n is None else x * scale(matrix_view(x, n, call="match_rms"))
+            for x, n in zip(leaves, numbers, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, scaled), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -1,0 +1,43 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import muonjax
+from muonjax import MuonDimensionNumbers
+
+
+def scale(shape, numbers=None, **settings):
+    tx = muonjax.match_rms(**settings, dimension_numbers=numbers)
+    x = jnp.ones(shape)
+    return float(tx.update({"w": x}, tx.init(None))[0]["w"].ravel()[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, 0.2 * 8**0.5), ({"rms": 1.0}, 8**0.5), ({"rule": "width"}, 1.0), ({"rule": "spectral"}, 0.5**0.5)],
+)
+def test_rules(settings, expected):
+    assert scale((8, 4), **settings) == pytest.approx(expected)
+    # The same matrix, seen through an attention kernel's axes.
+    assert scale((2, 4, 4), MuonDimensionNumbers((0, 1), 2), **settings) == pytest.approx(expected)
+
+
+def test_width_widens_only():
+    assert scale((4, 8), rule="width") == pytest.approx(2**0.5)
+
+
+def test_update_has_the_rms_it_says():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((24, 60)), jnp.float32)
+    y = muonjax.newton_schulz(x, muonjax.NewtonSchulz.accurate())
+    tx = muonjax.match_rms(0.2)
+    matched = tx.update({"w": y}, tx.init(None))[0]["w"]
+    assert float(jnp.sqrt(jnp.mean(matched**2))) == pytest.approx(0.2, rel=1e-5)
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match=r"rms=0\) must be positive"):
+        muonjax.match_rms(0)
+    with pytest.raises(ValueError, match=r"rule=.rows.\) is unknown"):
+        muonjax.match_rms(rule="rows")
+    with pytest.raises(ValueError, match="match_rms needs matrices"):
+        scale((3,))

@@ -1,0 +1,138 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+
+import muonjax
+from muonjax import MuonDimensionNumbers, NewtonSchulz
+from muonjax._grouping import chunk_size, group_by_shape, map_groups
+
+EXACT = NewtonSchulz.accurate()
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def update(tree, **settings):
+    tx = muonjax.orthogonalize(**settings)
+    return tx.update(tree, tx.init(tree))[0]
+
+
+def test_every_axis_order_gives_the_same_matrix():
+    x = normal(8, 3, 5)  # (features, heads, size)
+    expected = oracles.polar(np.asarray(x).reshape(8, 15)).reshape(8, 3, 5)
+    y = update({"w": x}, dimension_numbers={"w": MuonDimensionNumbers(0, (1, 2))}, newton_schulz=EXACT)["w"]
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    out = jnp.transpose(x, (1, 2, 0))
+    y = update({"w": out}, dimension_numbers={"w": MuonDimensionNumbers((0, 1), -1)}, newton_schulz=EXACT)[
+        "w"
+    ]
+    np.testing.assert_allclose(y, np.transpose(expected, (1, 2, 0)), atol=1e-5)
+
+
+def test_batch_axes_are_matrices_of_their_own():
+    x = normal(4, 8, 3, 6)
+    y = update({"w": x}, dimension_numbers=MuonDimensionNumbers(1, 3), newton_schulz=EXACT)["w"]
+    np.testing.assert_allclose(
+        np.swapaxes(y, 1, 2), oracles.polar(np.swapaxes(np.asarray(x), 1, 2)), atol=1e-5
+    )
+
+
+def test_leaves_without_dimension_numbers_pass_through():
+    tree = {"w": normal(4, 6), "b": normal(6)}
+    y = update(tree, dimension_numbers={"w": MuonDimensionNumbers(), "b": None})
+    np.testing.assert_array_equal(y["b"], tree["b"])
+    assert not np.array_equal(y["w"], tree["w"])
+
+
+def test_adaptive_scales_each_matrix_by_its_own_dual_norm():
+    x = normal(3, 6, 9) * jnp.asarray([1.0, 10.0, 0.1])[:, None, None]
+    numbers = MuonDimensionNumbers(1, 2)
+    y = update(x, dimension_numbers=numbers, newton_schulz=EXACT, adaptive=True)
+    nuclear = np.linalg.svd(np.asarray(x, np.float64), compute_uv=False).sum(-1)
+    np.testing.assert_allclose(y, nuclear[:, None, None] * oracles.polar(x), rtol=1e-4, atol=1e-4)
+
+
+def test_groups_are_shapes_up_to_transposition():
+    arrays = [normal(1, 4, 8), normal(2, 8, 4), normal(1, 4, 4), normal(3, 4, 8).astype(jnp.bfloat16)]
+    assert group_by_shape(arrays) == [[0, 1], [2], [3]]
+
+
+def test_map_groups_gives_every_array_its_own_result():
+    arrays = [normal(2, 4, 8), normal(3, 8, 4, seed=1), normal(1, 5, 5, seed=2), normal(7, 4, 8, seed=3)]
+    results = map_groups(lambda x: x * jnp.sum(x * x, axis=(-2, -1), keepdims=True), arrays)
+    for x, y in zip(arrays, results, strict=True):
+        np.testing.assert_allclose(y, x * jnp.sum(x * x, axis=(-2, -1), keepdims=True), rtol=1e-6)
+
+
+def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
+    x = normal(6, 4, 8)
+    once = map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x])[0]
+    monkeypatch.setattr("muonjax._grouping._CHUNK_ELEMENTS", {"cpu": 2 * 32})
+    np.testing.assert_allclose(map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x])[0], once, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("count", "shape", "size"), [(12, (768, 768), 1), (7, (8, 8), 7), (12, (128, 128), 4)]
+)
+def test_chunks_divide_the_stack(count, shape, size):
+    assert chunk_size(count, shape, "cpu") == size
+    assert chunk_size(count, shape, "gpu") == count
+
+
+def products(tree, **settings):
+    """Symmetric and plain products in the traced update, those inside of a loop's body counted once."""
+    text = str(jax.make_jaxpr(lambda t: update(t, **settings))(tree))
+    return text.count("dot_general[")
+
+
+def test_equal_leaves_share_one_compiled_loop():
+    one = {"0": normal(32, 64)}
+    many = {str(i): normal(*((32, 64) if i % 2 else (64, 32)), seed=i) for i in range(24)}
+    two_shapes = {**many, "x": normal(48, 48)}
+    assert products(many) == products(one)
+    assert products(two_shapes) <= 2 * products(one)
+
+
+def test_no_retrace_over_steps():
+    traces = []
+    tx = muonjax.orthogonalize()
+
+    @jax.jit
+    def step(x):
+        traces.append(1)
+        return tx.update(x, optax.EmptyState())[0]
+
+    for seed in range(4):
+        step({"w": normal(8, 12, seed=seed)})
+    assert len(traces) == 1
+
+
+def test_nan_stays_in_its_matrix_of_the_group():
+    tree = {"a": normal(8, 12), "b": normal(12, 8).at[0, 0].set(jnp.nan), "c": normal(8, 12, seed=2)}
+    y = update(tree)
+    assert np.isnan(y["b"]).any()
+    assert np.isfinite(y["a"]).all()
+    assert np.isfinite(y["c"]).all()
+
+
+@pytest.mark.parametrize(
+    ("tree", "numbers", "error", "message"),
+    [
+        ({"b": jnp.ones(3)}, None, ValueError, r"orthogonalize needs matrices.*\(3,\)"),
+        ({"w": jnp.ones((3, 3), jnp.int32)}, None, TypeError, "int32"),
+        ({"w": jnp.ones((3, 3))}, {"v": None}, ValueError, "neither the tree"),
+        ({"w": jnp.ones((3, 3))}, {"w": MuonDimensionNumbers(0, 0)}, ValueError, "disjoint"),
+    ],
+)
+def test_bad_trees(tree, numbers, error, message):
+    with pytest.raises(error, match=message):
+        update(tree, dimension_numbers=numbers)
+
+
+def test_settings_must_be_a_value():
+    with pytest.raises(TypeError, match="must be a NewtonSchulz"):
+        muonjax.orthogonalize(newton_schulz="fast")
