@@ -1,4 +1,4 @@
-"""Before the first step: what a parameter's path says about it (a bias, an attention kernel, a convolution, …).
+"""Before the first step: what a parameter's path says that it is: a bias, an attention kernel, a convolution.
 
 Names only. The shapes have their say in `_stacks` (which axes enumerate layers) and `_routing` (which axes
 make the matrix). The conventions read here are those of Flax's own layers, of MaxText and T5X, of Hugging
@@ -7,7 +7,7 @@ Face's Flax models, of Gemma, of nanoGPT and of the common adapters.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
@@ -15,7 +15,7 @@ from optax.contrib import MuonDimensionNumbers
 class Layout(NamedTuple):
     """The matrices in one layer's parameter: every head folded into one matrix, or a matrix a head."""
 
-    whole: MuonDimensionNumbers
+    whole: Any  # MuonDimensionNumbers, or FusedDimensionNumbers
     heads: MuonDimensionNumbers | None = None  # None: not an attention kernel, or its heads are folded away
 
 
@@ -72,8 +72,8 @@ def fused(name: str, parts: int) -> Role:
     return Role(name, parts=parts)
 
 
-# Each pattern is matched against the whole of "module/leaf", in snake case without numbers: "layer_norm/scale".
-# A leaf with a weight's name is known by its module, "query/kernel"; any other by its own, "attention/wq".
+# Matched against the whole of "module/leaf", in snake case without numbers: "layer_norm/scale". Below, a leaf
+# with a weight's name is known by its module, "query/kernel", and any other by its own, "attention/wq".
 _WEIGHT = r"(?:kernel|w|weight|weights)"
 
 _NOT_MUON = (
@@ -96,13 +96,22 @@ _NOT_MUON = (
 
 _GEMMA = {
     "q_einsum": Role(
-        "attention query", True, (3,), {3: Layout(MuonDimensionNumbers(1, (0, 2)), MuonDimensionNumbers(1, 2))}
+        "attention query",
+        True,
+        (3,),
+        {3: Layout(MuonDimensionNumbers(1, (0, 2)), MuonDimensionNumbers(1, 2))},
     ),
     "kv_einsum": Role(
-        "attention key, value", True, (4,), {4: Layout(MuonDimensionNumbers(2, (1, 3)), MuonDimensionNumbers(2, 3))}
+        "attention key, value",
+        True,
+        (4,),
+        {4: Layout(MuonDimensionNumbers(2, (1, 3)), MuonDimensionNumbers(2, 3))},
     ),
     "qkv_einsum": Role(
-        "attention q, k, v", True, (4,), {4: Layout(MuonDimensionNumbers(2, (1, 3)), MuonDimensionNumbers(2, 3))}
+        "attention q, k, v",
+        True,
+        (4,),
+        {4: Layout(MuonDimensionNumbers(2, (1, 3)), MuonDimensionNumbers(2, 3))},
     ),
     "attn_vec_einsum": Role("attention output", True, (3,), {3: _HEADS_IN}),
     "gating_einsum": Role("gate and up", True, (3,), {3: Layout(MuonDimensionNumbers(1, 2))}),
@@ -161,12 +170,16 @@ def unit(path: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
 
 def is_head_scope(path: tuple[str, ...]) -> bool:
     """Whether a module on the way is an output head, though the leaf's own name does not say so."""
-    return any(re.fullmatch(r"(?!multi_)(\w+_)?heads?|cls|predictions|classifier|decoder", _snake(n)) for n in path)
+    return any(
+        re.fullmatch(r"(?!multi_)(\w+_)?heads?|cls|predictions|classifier|decoder", _snake(n)) for n in path
+    )
 
 
 def is_position(path: tuple[str, ...]) -> bool:
     """Whether an embedding counts positions or token types, not a vocabulary."""
-    return any(re.search(r"(^|_)(pos|position\w*|rel|relative|wpe|type|time\w*)(_|$)", _snake(n)) for n in path[-2:])
+    return any(
+        re.search(r"(^|_)(pos|position\w*|rel|relative|wpe|type|time\w*)(_|$)", _snake(n)) for n in path[-2:]
+    )
 
 
 def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]]) -> Role:
@@ -185,7 +198,9 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]]) -> Role:
     return _weight_role(path, name, scope, attentions)
 
 
-def _weight_role(path: tuple[str, ...], name: str, scope: tuple[str, ...], attentions: set[tuple[str, ...]]) -> Role:
+def _weight_role(
+    path: tuple[str, ...], name: str, scope: tuple[str, ...], attentions: set[tuple[str, ...]]
+) -> Role:
     if name in _GEMMA:
         return _GEMMA[name]
     if projection := _projection(name):

@@ -1,4 +1,4 @@
-"""Before the first step: which parameters go to Muon, and as which matrices. Knows names and shapes, not Flax."""
+"""Before the first step: which parameters go to Muon, as which matrices. Knows names and shapes, not Flax."""
 
 import math
 import re
@@ -10,15 +10,24 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from muonjax._layer_names import INTERLEAVED, UNKNOWN, Role, is_head_scope, is_position, roles, unit
+from muonjax._layer_names import (
+    CONVOLUTION,
+    INTERLEAVED,
+    UNKNOWN,
+    Role,
+    is_head_scope,
+    is_position,
+    roles,
+    unit,
+)
 from muonjax._stacks import Parameter, unstack
 
 
 class FusedDimensionNumbers(NamedTuple):
     """Several matrices side by side along one axis of a leaf: query, key and value in one (d, 3·d) kernel.
 
-    Optax's `MuonDimensionNumbers` can group axes but not cut one. Here `axis`, one of the reduction or output axes,
-    is cut into `parts` consecutive pieces of equal size, and each piece is a matrix of its own.
+    Optax's `MuonDimensionNumbers` can group axes but not cut one. Here `axis`, one of the reduction or output
+    axes, is cut into `parts` consecutive pieces of equal size, and each piece is a matrix of its own.
 
     Attributes:
       reduction_axis: as in `MuonDimensionNumbers`.
@@ -60,25 +69,27 @@ def dimension_numbers(
     A weight that maps `reduction_axis` to `output_axis` is a matrix; every other axis is a batch of matrices:
 
       - a dense kernel [in, out], an adapter's factor: one matrix;
-      - an attention's query, key and value [d, heads, size] and output [heads, size, d]: one matrix d × (heads·size),
-        or with `attention="heads"` a matrix a head;
+      - an attention's query, key and value [d, heads, size] and output [heads, size, d]: one matrix d ×
+        (heads·size), or with `attention="heads"` a matrix a head;
       - a convolution [*window, in, out]: one matrix (window·in) × out;
-      - query, key and value in one kernel: three matrices; experts: a matrix each; a scanned stack: a matrix a layer.
+      - query, key and value in one kernel: three matrices; experts: a matrix each; a scanned stack: a matrix
+        a layer.
 
-    Biases, scales, embeddings, positions, output heads, state-space parameters, depthwise convolutions, vectors and
-    integers are None: they belong to Adam. So is a kernel from d to the vocabulary in the module that holds the embedding.
+    Biases, scales, embeddings, positions, output heads, state-space parameters, depthwise convolutions,
+    vectors and integers are None: they belong to Adam. So is a kernel from d to the vocabulary in the module
+    that holds the embedding.
 
-    Whole matrices are the default because Moonlight, whose learning rates and update RMS muonjax follows, orthogonalizes
-    its query, key and value projections so. A matrix a head is GLM-5's "Muon Split" (there without the output).
+    Whole matrices are the default because Moonlight, whose learning rates and update RMS muonjax follows,
+    orthogonalizes its query, key and value projections so. A matrix a head is GLM-5's "Muon Split" (there
+    without the output).
 
-    Args:
-      params: a tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's metadata boxes,
-        `nnx.State`. `optax.MaskedNode`s stay what they are. Pass the whole tree: neighbours tell what a leaf is.
-      rules: pairs (regular expression, dimension numbers or None), the first match decides. The expression is searched
-        (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the leaf's own axes.
-      attention: "whole" or "heads".
-      scan_axis: the axis of layers in stacked leaves (negative: from the leaf's end); None: found from the shapes.
-      known: path to role, from those who know more than names (`muonjax.nnx.dimension_numbers` of a module).
+    Args: params: a tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
+      metadata boxes, `nnx.State`. `optax.MaskedNode`s stay what they are. Pass the whole tree: neighbours
+      tell what a leaf is. rules: pairs (regular expression, dimension numbers or None), the first match
+      decides. The expression is searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel";
+      the numbers count the leaf's own axes. attention: "whole" or "heads". scan_axis: the axis of layers in
+      stacked leaves (negative: from the leaf's end); None: found from the shapes. known: path to role, from
+      those who know more than names (`muonjax.nnx.dimension_numbers` of a module).
 
     Returns:
       The tree with `MuonDimensionNumbers`, `FusedDimensionNumbers` or None in place of the leaves.
@@ -88,14 +99,14 @@ def dimension_numbers(
       TypeError: a rule that gives an integer leaf to Muon.
 
     Example:
-      >>> import jax, muonjax
-      >>> kernel, bias = jax.ShapeDtypeStruct((768, 12, 64), "float32"), jax.ShapeDtypeStruct((12, 64), "float32")
-      >>> dimension_numbers({"query": {"bias": bias, "kernel": kernel}})
+      >>> import jax
+      >>> leaf = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+      >>> dimension_numbers({"query": {"bias": leaf(12, 64), "kernel": leaf(768, 12, 64)}})
       {'query': {'bias': None, 'kernel': MuonDimensionNumbers(reduction_axis=0, output_axis=(1, 2))}}
 
-    Sources: Liu et al., "Muon is Scalable for LLM Training" (2025), §2 and the published code, which gives Muon every
-    matrix but the embedding and the head; GLM-5 team, "GLM-5" (2026), on Muon Split; Jordan, "Muon" (2024), on
-    convolutions and on query, key and value apart.
+    Sources: Liu et al., "Muon is Scalable for LLM Training" (2025), §2 and the published code, which gives
+    Muon every matrix but the embedding and the head; GLM-5 team, "GLM-5" (2026), on Muon Split; Jordan,
+    "Muon" (2024), on convolutions and on query, key and value apart.
     """
     found, treedef = routes(params, rules=rules, attention=attention, scan_axis=scan_axis, known=known)
     return jax.tree.unflatten(treedef, [r.numbers if isinstance(r, Route) else r for r in found])
@@ -117,7 +128,7 @@ def routes(
     ruled = _apply_rules(["/".join(path) for path in paths], rules)
 
     known = known or {}
-    read = [known.get("/".join(path), role) for path, role in zip(paths, roles(paths), strict=True)]
+    read = [_better(role, known.get("/".join(path))) for path, role in zip(paths, roles(paths), strict=True)]
     parameters = unstack(
         [
             Parameter(path, role, jnp.shape(leaf), tuple(range(jnp.ndim(leaf))), jnp.shape(leaf))
@@ -128,7 +139,9 @@ def routes(
     )
     layer = {p.path: p for p in parameters}
     biases = {unit(p.path): p.shape for p in parameters if p.role.name == "bias"}
-    tables = [p for p in parameters if p.role.name == "embedding" and len(p.shape) == 2 and not is_position(p.path)]
+    tables = [
+        p for p in parameters if p.role.name == "embedding" and len(p.shape) == 2 and not is_position(p.path)
+    ]
 
     result: list[Route | optax.MaskedNode] = []
     for path, (_, leaf) in zip(paths, leaves, strict=True):
@@ -177,8 +190,20 @@ def matrix_shape(shape: tuple[int, ...], numbers: DimensionNumbers) -> tuple[int
     return count, m, n
 
 
+def _better(named: Role, known: Role | None) -> Role:
+    """A layer's type tells its axes; only names tell heads, fused parts and the vocabulary."""
+    if known is None or (known.muon and not named.muon):
+        return named
+    heads = any(layout.heads for layout in named.layouts.values())
+    return named if known.muon and (heads or named.parts > 1 or named is INTERLEAVED) else known
+
+
 def _decide(
-    p: Parameter, bias: tuple[int, ...] | None, attention: str, tables: Sequence[Parameter], scan_axis: int | None
+    p: Parameter,
+    bias: tuple[int, ...] | None,
+    attention: str,
+    tables: Sequence[Parameter],
+    scan_axis: int | None,
 ) -> tuple[DimensionNumbers | None, str]:
     """One leaf, as one layer sees it."""
     role, rank = p.role, len(p.shape)
@@ -189,6 +214,8 @@ def _decide(
     if role is UNKNOWN and rank == 3 and scan_axis is not None and p.stacked is None and not bias:
         i = scan_axis % 3
         return MuonDimensionNumbers(*(j for j in range(3) if j != i)), f"{role.name}, stacked"
+    if (role is CONVOLUTION or role is UNKNOWN) and rank > 2 and p.shape[-2] == 1:
+        return None, "one input channel: depthwise"
     numbers = None if p.stacked else _matrices(p, bias, attention)
     if numbers is None:
         raise ValueError(_undecided(p, attention))
@@ -262,7 +289,7 @@ def _undecided(p: Parameter, attention: str) -> str:
     elif attention == "heads" and (p.role.kind or p.role.parts > 1) and len(p.shape) < 4:
         text += " with attention='heads', because its heads lie folded in one axis"
         rule = "FusedDimensionNumbers(0, 1, parts=number_of_heads, axis=1)"
-    cure = f"add a rule, rules=[(r'{re.escape(name)}', {rule})], with None in place of the numbers to give it to Adam"
+    cure = f"add a rule, rules=[(r'{re.escape(name)}', {rule})], or None as its numbers to give it to Adam"
     if p.stacked or len(p.shape) == 3:
         cure += "; if it is a stack of layers, give scan_axis"
     return f"{text}; {cure}."
@@ -293,16 +320,22 @@ def _check_ruled(name: str, shape: tuple[int, ...], dtype: Any, numbers: Dimensi
     if numbers is None:
         return
     rank = len(shape)
-    where = f"dimension_numbers(rules=...) gives the leaf {name!r} of shape {shape} and dtype {dtype} {numbers}"
+    where = (
+        f"dimension_numbers(rules=...) gives the leaf {name!r} of shape {shape} and dtype {dtype} {numbers}"
+    )
     if dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(f"{where}, but Muon takes floating-point leaves only; give it None.")
     both = [i for axes in numbers[:2] for i in ((axes,) if isinstance(axes, int) else axes)]
     if rank < 2 or not all(-rank <= i < rank for i in both) or len({i % rank for i in both}) < len(both):
-        raise ValueError(f"{where}, which need distinct axes of a leaf of rank two or more; correct them or give None.")
+        raise ValueError(
+            f"{where}, which need distinct axes of a leaf of rank two or more; correct them or give None."
+        )
     if isinstance(numbers, FusedDimensionNumbers):
         axis = numbers.axis % rank
         if axis not in {i % rank for i in both} or numbers.parts < 1 or shape[axis] % numbers.parts:
-            raise ValueError(f"{where}, whose parts must divide a reduction or output axis; correct parts or axis.")
+            raise ValueError(
+                f"{where}, whose parts must divide a reduction or output axis; correct parts or axis."
+            )
 
 
 def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> DimensionNumbers | None:
@@ -323,7 +356,8 @@ def _one(axes: tuple[int, ...]) -> tuple[int, ...] | int:
     return axes[0] if len(axes) == 1 else axes
 
 
-def _dtype(leaf: Any) -> Any:
+def dtype_of(leaf: Any) -> Any:
+    """The dtype of an array, a tracer, a shape or a Python number."""
     # A typed random key has a dtype that NumPy does not know; a Python number has none.
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 

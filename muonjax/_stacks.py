@@ -1,8 +1,9 @@
-"""Before the first step: which axis of a parameter enumerates layers (`nn.scan`, `nnx.vmap`), from all shapes together.
+"""Before the first step: which axis of a parameter enumerates layers, as `nn.scan` and `nnx.vmap` stack them.
 
 A stack of layers has one axis more than a layer, in every parameter below the scanned module, at the same
-place and of the same size. A norm's scale (L, d), a bias that isn't the tail of its kernel's shape, or a Dense kernel
-of three axes gives it away; the place is the only one at which all of the module's parameters agree.
+place and of the same size. A norm's scale (L, d), a bias that isn't the tail of its kernel's shape, or a
+Dense kernel of three axes gives it away; the place is the only one at which all of the module's parameters
+agree.
 """
 
 from collections.abc import Callable, Sequence
@@ -127,8 +128,8 @@ def _place(parameters: Sequence[Parameter], scan_axis: int | None) -> Callable[[
     if len(best) > 1 and best[0][0] == best[1][0]:
         p = max(parameters, key=lambda p: len(p.shape))
         raise ValueError(
-            f"dimension_numbers(params) finds stacked layers, but not their axis: more than one axis of size {best[0][0]} "
-            f"fits {'/'.join(p.path)!r} of shape {p.leaf_shape} and its neighbours; give scan_axis=0 (or another axis), or rules."
+            f"dimension_numbers(params) finds stacked layers, but not their axis: several of size {best[0][0]} fit "
+            f"{'/'.join(p.path)!r} of shape {p.leaf_shape} and its neighbours; give scan_axis=0 (or another), or rules."
         )
     return best[0][1]
 

@@ -17,9 +17,8 @@ _HEADER = ("leaf", "shape", "dtype", "optimizer", "matrices", "why")
 def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None = None) -> str:
     """Says of every leaf which optimizer takes it, as how many matrices of which size, and why.
 
-    Args:
-      params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`.
-      dimension_numbers: the tree to show, a prefix of it, or a function from `params` to it; None: the default routing.
+    Args: params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`. dimension_numbers:
+      the tree to show, a prefix of it, or a function from `params` to it; None: the default routing.
 
     Returns:
       The table as text, at most 100 columns wide where the names allow it, with parameter counts at its end.
@@ -30,23 +29,27 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     Example:
       >>> import jax
       >>> leaf = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
-      >>> params = {"embed": {"embedding": leaf(256, 64)}, "query": {"bias": leaf(4, 16), "kernel": leaf(64, 4, 16)}}
+      >>> query = {"bias": leaf(4, 16), "kernel": leaf(64, 4, 16)}
+      >>> params = {"embed": {"embedding": leaf(256, 64)}, "query": query}
       >>> print(tabulate(params))
-      leaf             shape      dtype    optimizer  matrices  why
-      ───────────────  ─────────  ───────  ─────────  ────────  ───────────────
-      embed/embedding  256×64     float32  Adam                 embedding
-      query/bias       4×16       float32  Adam                 bias
-      query/kernel     64×4×16    float32  Muon       64×64     attention query
-      ───────────────  ─────────  ───────  ─────────  ────────  ───────────────
+      leaf             shape    dtype    optimizer  matrices  why
+      ───────────────  ───────  ───────  ─────────  ────────  ───────────────
+      embed/embedding  256×64   float32  Adam                 embedding
+      query/bias       4×16     float32  Adam                 bias
+      query/kernel     64×4×16  float32  Muon       64×64     attention query
+      ───────────────  ───────  ───────  ─────────  ────────  ───────────────
       Muon: 4,096 parameters (19.9 %), 1 matrix in 1 leaf
-      Adam: 16,448 parameters (80.1 %) in 2 leaves
+      Adam: 16,448 parameters (80.1 %), 2 leaves
     """
     found, treedef = routes(params) if dimension_numbers is None else _given(params, dimension_numbers)
     del treedef
     rows = [_row(route) for route in found if isinstance(route, Route)]
     widths = [max(len(row[i]) for row in [_HEADER, *rows]) for i in range(len(_HEADER))]
     rule = "  ".join("─" * width for width in widths)
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [_HEADER, *rows]]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in [_HEADER, *rows]
+    ]
     table = [lines[0], rule, *lines[1:], rule]
     return "\n".join(line.rstrip() for line in [*table, *_totals([r for r in found if isinstance(r, Route)])])
 
@@ -57,7 +60,9 @@ def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.Mask
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_masked)
     try:
         # None is a leaf here, and one value may stand for a whole branch.
-        numbers = jax.tree.broadcast(tree, jax.tree.unflatten(treedef, [0] * len(leaves)), is_leaf=_is_numbers)
+        numbers = jax.tree.broadcast(
+            tree, jax.tree.unflatten(treedef, [0] * len(leaves)), is_leaf=_is_numbers
+        )
     except ValueError as error:
         raise ValueError(
             f"tabulate(params, dimension_numbers) got a tree that does not fit params: {error} "
@@ -65,7 +70,9 @@ def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.Mask
         ) from error
     flat = jax.tree.leaves(numbers, is_leaf=_is_numbers)
     return [
-        leaf if _is_masked(leaf) else Route("/".join(names(path)), jnp.shape(leaf), dtype_of(leaf), number, "given")
+        leaf
+        if _is_masked(leaf)
+        else Route("/".join(names(path)), jnp.shape(leaf), dtype_of(leaf), number, "given")
         for (path, leaf), number in zip(leaves, flat, strict=True)
     ], treedef
 
@@ -85,9 +92,15 @@ def _totals(found: list[Route]) -> list[str]:
     for optimizer in ("Muon", "Adam"):
         mine = [route for route in found if (route.numbers is not None) == (optimizer == "Muon")]
         size = sum(math.prod(route.shape) for route in mine)
-        matrices = sum(matrix_shape(route.shape, route.numbers)[0] for route in mine if route.numbers is not None)
+        matrices = sum(
+            matrix_shape(route.shape, route.numbers)[0] for route in mine if route.numbers is not None
+        )
         leaves = f"{len(mine)} " + ("leaf" if len(mine) == 1 else "leaves")
-        held = f"{matrices} " + ("matrix" if matrices == 1 else "matrices") + f" in {leaves}" if matrices else leaves
+        held = (
+            f"{matrices} " + ("matrix" if matrices == 1 else "matrices") + f" in {leaves}"
+            if matrices
+            else leaves
+        )
         lines.append(f"{optimizer}: {size:,} parameters ({100 * size / total:.1f} %), {held}")
     return lines
 
