@@ -59,6 +59,7 @@ CONVOLUTION = Role(
     {rank: Layout(MuonDimensionNumbers(tuple(range(rank - 1)), rank - 1)) for rank in (3, 4, 5)},
 )
 DENSE = _dense("dense")
+ROUTER = _dense("router")
 ADAPTER = _dense("adapter factor")
 INTERLEAVED = Role("query, key and value, interleaved by head")
 UNKNOWN = Role("matrix")
@@ -69,7 +70,7 @@ HEAD = Role("output head", muon=False, ranks=(2,))
 
 def fused(name: str, parts: int) -> Role:
     """A kernel that holds `parts` matrices of equal size side by side."""
-    return Role(name, parts=parts)
+    return Role(name, ranks=(2, 3, 4), parts=parts)
 
 
 # Matched against the whole of "module/leaf", in snake case without numbers: "layer_norm/scale". Below, a leaf
@@ -90,6 +91,7 @@ _NOT_MUON = (
     (HEAD, r".*/(lm_head|head|(\w+_)?unembed(ding)?|to_logits|logits)"),
     (Role("state-space parameter", False), r".*/(a|d|\w+_log|a_param|d_skip|log_\w+|lambda\w*|dt|delta)"),
     (Role("time mixing", False), r".*/time_(decay|first|mix|faaaa|maa)\w*"),
+    (Role("gain", False, (1,)), r".*/\w*magnitude"),
     (Role("gain", False), r".*/(alpha|temperature|tau|layer_?scale\w*|ls\d?|slopes?)"),
     (Role("depthwise convolution", False), rf"(\w+_)?(depthwise|dw_?conv|conv_?dw)\w*/{_WEIGHT}"),
 )
@@ -130,7 +132,7 @@ _PROJECTIONS = (
 _OUT = rf"(w_?|to_|attn_|c_)?(o|out|output|proj){_SIDE}"
 
 _OTHERS = (
-    (ADAPTER, r"(\w+_)?(lora|hada|loha|lokr|dora)_\w+|w[12]_?[ab]"),
+    (ADAPTER, r"(\w+_)?(lora|dora|hada|loha|lokr)_([ab](_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"),
     (fused("gate and up", 2), r"(gate_up|up_gate|gate_and_up)(_proj)?|wi_fused"),
     (CONVOLUTION, r"\w*conv\w*"),
     (
@@ -190,8 +192,8 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]]) -> Role:
     last_two = "/".join(names[-2:] if len(names) > 1 else ["", names[0]])
     for role, pattern in _NOT_MUON:
         if re.fullmatch(pattern, last_two):
-            if role is BIAS and _projection(name):
-                return role._replace(ranks=(1, 2))
+            if role is BIAS and (projection := _projection(name)):
+                return role._replace(ranks=(1, 2) if projection.parts == 1 else (1, 2, 3))
             if role is BIAS and _weight_role(path, name, scope, attentions) is UNKNOWN:
                 return role._replace(ranks=(1, 2, 3))  # DenseGeneral's may have the rank of its output
             return role
@@ -213,6 +215,8 @@ def _weight_role(
     for role, pattern in _OTHERS[1:3]:
         if re.fullmatch(pattern, name):
             return role
+    if name != _snake(path[-1]) and re.fullmatch(r"(\w+_)?(router|gate|gating)", name):
+        return ROUTER
     if any(re.search(r"(^|_)(experts?|moe)(_|$)", _snake(n)) for n in path):
         return EXPERTS
     if name == _snake(path[-1]) and re.fullmatch(_RAW_EXPERTS, name):

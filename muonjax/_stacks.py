@@ -76,19 +76,21 @@ def _verdicts(parameters: Sequence[Parameter]) -> list[bool | None]:
         if bias and len(bias) == 1:
             return False
         if p.role.kind and rank == 3:
-            return not _heads_agree(attentions[unit(p.path)[0]])
+            agree = _heads_agree(attentions[unit(p.path)[0]])
+            return None if agree is None else not agree
         return None
 
     return [verdict(p) for p in parameters]
 
 
-def _heads_agree(attention: dict[str, tuple[int, ...]]) -> bool:
-    """Whether (d, heads, size) and (heads, size, d) fit together, so far as both sides are there."""
-    query, out = attention.get("attention query"), attention.get("attention output")
-    value = attention.get("attention value", query)
-    if not (query and out and value and len(query) == len(out) == len(value) == 3):
-        return True
-    return out[0] == query[1] and out[1] == value[2]
+def _heads_agree(attention: dict[str, tuple[int, ...]]) -> bool | None:
+    """Whether (d, heads, size) and (heads, size, d) fit together; None where one side is missing or flat."""
+    query, out = attention.get("attention query", ()), attention.get("attention output", ())
+    value = attention.get("attention value", ())
+    if not len(query) == len(out) == 3:
+        return None
+    # A value's heads may be of another size than the query's, and fewer.
+    return out[0] == query[1] and (len(value) != 3 or out[1] == value[2])
 
 
 def _peel(parameters: Sequence[Parameter], depth: int, scan_axis: int | None) -> list[Parameter]:
@@ -128,8 +130,9 @@ def _place(parameters: Sequence[Parameter], scan_axis: int | None) -> Callable[[
     if len(best) > 1 and best[0][0] == best[1][0]:
         p = max(parameters, key=lambda p: len(p.shape))
         raise ValueError(
-            f"dimension_numbers(params) finds stacked layers, but not their axis: several of size {best[0][0]} fit "
-            f"{'/'.join(p.path)!r} of shape {p.leaf_shape} and its neighbours; give scan_axis=0 (or another), or rules."
+            f"dimension_numbers(params) finds stacked layers, but not their axis: several "
+            f"of size {best[0][0]} fit {'/'.join(p.path)!r} of shape {p.leaf_shape} and its neighbours; "
+            "give scan_axis=0 (or another axis), or rules."
         )
     return best[0][1]
 
@@ -146,7 +149,7 @@ def _is_layer(parameters: Sequence[Parameter]) -> bool:
             return False
         if p.role.kind:
             attentions.setdefault(unit(p.path)[0], {})[p.role.name] = p.shape
-    return all(_heads_agree(attention) for attention in attentions.values())
+    return all(_heads_agree(attention) is not False for attention in attentions.values())
 
 
 def _without(p: Parameter, i: int) -> Parameter:

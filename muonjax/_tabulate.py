@@ -11,7 +11,8 @@ from optax.contrib import MuonDimensionNumbers
 
 from muonjax._routing import FusedDimensionNumbers, Route, dtype_of, matrix_shape, names, routes
 
-_HEADER = ("leaf", "shape", "dtype", "optimizer", "matrices", "why")
+_HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
+_WIDTH = 100
 
 
 def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None = None) -> str:
@@ -32,26 +33,42 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
       >>> query = {"bias": leaf(4, 16), "kernel": leaf(64, 4, 16)}
       >>> params = {"embed": {"embedding": leaf(256, 64)}, "query": query}
       >>> print(tabulate(params))
-      leaf             shape    dtype    optimizer  matrices  why
-      ───────────────  ───────  ───────  ─────────  ────────  ───────────────
-      embed/embedding  256×64   float32  Adam                 embedding
-      query/bias       4×16     float32  Adam                 bias
-      query/kernel     64×4×16  float32  Muon       64×64     attention query
-      ───────────────  ───────  ───────  ─────────  ────────  ───────────────
+      leaf             shape    goes to  matrices  why
+      ───────────────  ───────  ───────  ────────  ───────────────
+      embed/embedding  256×64   Adam               embedding
+      query/bias       4×16     Adam               bias
+      query/kernel     64×4×16  Muon     64×64     attention query
+      ───────────────  ───────  ───────  ────────  ───────────────
       Muon: 4,096 parameters (19.9 %), 1 matrix in 1 leaf
-      Adam: 16,448 parameters (80.1 %), 2 leaves
+      Adam: 16,448 parameters (80.1 %), 2 leaves, all float32
     """
-    found, treedef = routes(params) if dimension_numbers is None else _given(params, dimension_numbers)
-    del treedef
-    rows = [_row(route) for route in found if isinstance(route, Route)]
-    widths = [max(len(row[i]) for row in [_HEADER, *rows]) for i in range(len(_HEADER))]
+    found, _ = routes(params) if dimension_numbers is None else _given(params, dimension_numbers)
+    leaves = [route for route in found if isinstance(route, Route)]
+    dtypes = sorted({str(route.dtype) for route in leaves})
+    rows = [_HEADER, *map(_row, leaves)]
+    if len(dtypes) == 1:  # a column that says the same in every line says it once, below
+        rows = [row[:2] + row[3:] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = max(20, _WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
+    rows = [(_fit(row[0], room), *row[1:]) for row in rows]
+    widths[0] = max(len(row[0]) for row in rows)
+
     rule = "  ".join("─" * width for width in widths)
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [_HEADER, *rows]
-    ]
-    table = [lines[0], rule, *lines[1:], rule]
-    return "\n".join(line.rstrip() for line in [*table, *_totals([r for r in found if isinstance(r, Route)])])
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [lines[0], rule, *lines[1:], rule, *_totals(leaves)]
+    return "\n".join(line.rstrip() for line in lines) + (f", all {dtypes[0]}" if len(dtypes) == 1 else "")
+
+
+def _fit(path: str, room: int) -> str:
+    """Shortens long names in their middle, no more than needed: `MultiHea…ention_0/query/kernel`."""
+    names, longest = path.split("/"), 40
+    while len("/".join(names)) > room and longest > 8:
+        longest -= 1
+        head, tail = longest // 2, longest - longest // 2 - 1
+        names = [
+            name if len(name) <= longest else f"{name[:head]}…{name[-tail:]}" for name in path.split("/")
+        ]
+    return "/".join(names)
 
 
 def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.MaskedNode], Any]:
