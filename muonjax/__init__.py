@@ -1,11 +1,33 @@
 """Muon and MuonClip for JAX: Optax gradient transformations for people who train Flax models."""
 
+import importlib
+
 from muonjax._coefficients import JORDAN as JORDAN
 from muonjax._coefficients import NEWTON_SCHULZ as NEWTON_SCHULZ
 from muonjax._coefficients import YOU as YOU
 from muonjax._coefficients import polar_express as polar_express
 from muonjax._match_rms import match_rms as match_rms
+from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
+from muonjax._max_logits import max_logits as max_logits
+from muonjax._muon import adamclip as adamclip
+from muonjax._muon import muon as muon
+from muonjax._muon import muonclip as muonclip
 from muonjax._newton_schulz import NewtonSchulz as NewtonSchulz
 from muonjax._newton_schulz import newton_schulz as newton_schulz
 from muonjax._orthogonalize import orthogonalize as orthogonalize
+from muonjax._signal_clip import QKClipState as QKClipState
+from muonjax._signal_clip import apply_qk_clip as apply_qk_clip
+from muonjax._signal_clip import qk_clip as qk_clip
+from muonjax._sites import Site as Site
+from muonjax._sites import mha_site as mha_site
+from muonjax._tabulate import tabulate as tabulate
+
+__version__ = "0.1.0.dev0"
+
+
+def __getattr__(name: str):
+    # The two doors import Flax; whoever does not open them does not need it loaded.
+    if name in ("linen", "nnx"):
+        return importlib.import_module(f"muonjax.{name}")
+    raise AttributeError(f"module 'muonjax' has no attribute {name!r}")

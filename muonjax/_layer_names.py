@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from optax.contrib import MuonDimensionNumbers
+from muonjax._matrix_view import MuonDimensionNumbers
 
 
 class Layout(NamedTuple):

@@ -1,7 +1,7 @@
 """First step inside `orthogonalize`: a leaf is seen as a stack of matrices, leaf <-> [batch, m, n]."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -9,15 +9,38 @@ import optax
 
 MuonDimensionNumbers = optax.contrib.MuonDimensionNumbers
 
+
+class FusedDimensionNumbers(NamedTuple):
+    """Several matrices side by side along one axis of a leaf: query, key and value in one (d, 3·d) kernel.
+
+    Optax's `MuonDimensionNumbers` can group axes but not cut one. Here `axis`, one of the reduction or output
+    axes, is cut into `parts` consecutive pieces of equal size, and each piece is a matrix of its own.
+
+    Attributes:
+      reduction_axis: as in `MuonDimensionNumbers`.
+      output_axis: as in `MuonDimensionNumbers`.
+      parts: how many matrices; must divide the size of `axis`.
+      axis: the axis that is cut.
+    """
+
+    reduction_axis: Sequence[int] | int = 0
+    output_axis: Sequence[int] | int = 1
+    parts: int = 3
+    axis: int = 1
+
+
+DimensionNumbers: TypeAlias = MuonDimensionNumbers | FusedDimensionNumbers
+
 DimensionNumbersTree: TypeAlias = Any
-"""A tree of `MuonDimensionNumbers` or None, a prefix of the parameters' tree, or a function of the
+"""A tree of `DimensionNumbers` or None, a prefix of the parameters' tree, or a function of the
 parameters that returns one. None marks a leaf that is no matrix."""
 
 
 class MatrixView(NamedTuple):
     """How one leaf becomes matrices: which axes are rows, which are columns, which only count."""
 
-    shape: tuple[int, ...]
+    leaf_shape: tuple[int, ...]
+    shape: tuple[int, ...]  # with a fused axis cut in two; all axes below count on this one
     batch_axes: tuple[int, ...]
     reduction_axes: tuple[int, ...]
     output_axes: tuple[int, ...]
@@ -46,18 +69,12 @@ class MatrixView(NamedTuple):
 
     def to_matrices(self, leaf: jax.Array) -> jax.Array:
         """`leaf` -> [batch, fan_in, fan_out]."""
-        return leaf.transpose(self._order).reshape(self.batch, self.fan_in, self.fan_out)
+        return leaf.reshape(self.shape).transpose(self._order).reshape(self.batch, self.fan_in, self.fan_out)
 
     def to_leaf(self, matrices: jax.Array) -> jax.Array:
         """[batch, fan_in, fan_out] -> the leaf's own shape; the inverse of `to_matrices`."""
         inverse = sorted(range(len(self.shape)), key=self._order.__getitem__)
-        return matrices.reshape(self._sizes(self._order)).transpose(inverse)
-
-    def per_matrix(self, scalars: jax.Array) -> jax.Array:
-        """[batch] -> something that broadcasts against the leaf, one scalar a matrix."""
-        ones = (1,) * (len(self.shape) - len(self.batch_axes))
-        inverse = sorted(range(len(self.shape)), key=self._order.__getitem__)
-        return scalars.reshape(self._sizes(self.batch_axes) + ones).transpose(inverse)
+        return matrices.reshape(self._sizes(self._order)).transpose(inverse).reshape(self.leaf_shape)
 
 
 def _axes(call: str, name: str, value: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -68,7 +85,7 @@ def _axes(call: str, name: str, value: Any, shape: tuple[int, ...]) -> tuple[int
     return tuple(axis % len(shape) for axis in axes)
 
 
-def matrix_view(leaf: Any, numbers: MuonDimensionNumbers, *, call: str) -> MatrixView:
+def matrix_view(leaf: Any, numbers: DimensionNumbers, *, call: str) -> MatrixView:
     """The view of a leaf (anything with shape and dtype) under `numbers`; `call` names the caller in
     errors."""
     shape = tuple(leaf.shape)
@@ -97,13 +114,24 @@ def matrix_view(leaf: Any, numbers: MuonDimensionNumbers, *, call: str) -> Matri
         raise ValueError(
             f"{call}: a leaf of shape {shape} has an empty dimension, so there is nothing to update."
         )
-    batch = tuple(axis for axis in range(len(shape)) if axis not in reduction + output)
-    return MatrixView(shape, batch, reduction, output)
+    cut_shape = shape
+    if isinstance(numbers, FusedDimensionNumbers):
+        (cut,) = _axes(call, "axis", numbers.axis, shape)
+        if cut not in reduction + output or numbers.parts < 1 or shape[cut] % numbers.parts:
+            raise ValueError(
+                f"{call}: {numbers} can't cut the leaf of shape {shape}: `axis` must be one of the reduction or "
+                "output axes, and `parts` must divide its size."
+            )
+        # (..., parts * size, ...) -> (..., parts, size, ...): the parts become a batch axis.
+        cut_shape = (*shape[:cut], numbers.parts, shape[cut] // numbers.parts, *shape[cut + 1 :])
+        reduction, output = (tuple(axis + (axis >= cut) for axis in axes) for axes in (reduction, output))
+    batch = tuple(axis for axis in range(len(cut_shape)) if axis not in reduction + output)
+    return MatrixView(shape, cut_shape, batch, reduction, output)
 
 
 def resolve_dimension_numbers(
     numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
-) -> list[MuonDimensionNumbers | None]:
+) -> list[DimensionNumbers | None]:
     """One entry a leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree, a function, or None.
 
     None for the whole of it means that every leaf is one plain matrix (fan_in, fan_out).
@@ -113,11 +141,11 @@ def resolve_dimension_numbers(
     resolved: Any = numbers(tree) if callable(numbers) else numbers
 
     def is_entry(x):
-        return x is None or isinstance(x, (MuonDimensionNumbers, optax.MaskedNode))
+        return x is None or isinstance(x, (MuonDimensionNumbers, FusedDimensionNumbers, optax.MaskedNode))
 
     def spread(entry, subtree):
         entry = None if isinstance(entry, optax.MaskedNode) else entry
-        if entry is not None and not isinstance(entry, MuonDimensionNumbers):
+        if entry is not None and not isinstance(entry, DimensionNumbers):
             raise TypeError(
                 f"{call}: dimension numbers hold {entry!r}; expected MuonDimensionNumbers or None."
             )
@@ -137,5 +165,5 @@ def resolve_dimension_numbers(
 class _Entry:
     """Holds dimension numbers as an opaque leaf: MuonDimensionNumbers is itself a tuple, thus a tree."""
 
-    def __init__(self, numbers: MuonDimensionNumbers | None):
+    def __init__(self, numbers: DimensionNumbers | None):
         self.numbers = numbers

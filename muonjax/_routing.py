@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers
 
 from muonjax._layer_names import (
     CONVOLUTION,
@@ -20,27 +19,8 @@ from muonjax._layer_names import (
     roles,
     unit,
 )
+from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
 from muonjax._stacks import Parameter, unstack
-
-
-class FusedDimensionNumbers(NamedTuple):
-    """Several matrices side by side along one axis of a leaf: query, key and value in one (d, 3·d) kernel.
-
-    Optax's `MuonDimensionNumbers` can group axes but not cut one. Here `axis`, one of the reduction or output
-    axes, is cut into `parts` consecutive pieces of equal size, and each piece is a matrix of its own.
-
-    Attributes:
-      reduction_axis: as in `MuonDimensionNumbers`.
-      output_axis: as in `MuonDimensionNumbers`.
-      parts: how many matrices; must divide the size of `axis`.
-      axis: the axis that is cut.
-    """
-
-    reduction_axis: Sequence[int] | int = 0
-    output_axis: Sequence[int] | int = 1
-    parts: int = 3
-    axis: int = 1
-
 
 DimensionNumbers = MuonDimensionNumbers | FusedDimensionNumbers
 Rules = Sequence[tuple[str, DimensionNumbers | None]]
@@ -83,13 +63,17 @@ def dimension_numbers(
     orthogonalizes its query, key and value projections so. A matrix a head is GLM-5's "Muon Split" (there
     without the output).
 
-    Args: params: a tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
-      metadata boxes, `nnx.State`. `optax.MaskedNode`s stay what they are. Pass the whole tree: neighbours
-      tell what a leaf is. rules: pairs (regular expression, dimension numbers or None), the first match
-      decides. The expression is searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel";
-      the numbers count the leaf's own axes. attention: "whole" or "heads". scan_axis: the axis of layers in
-      stacked leaves (negative: from the leaf's end); None: found from the shapes. known: path to role, from
-      those who know more than names (`muonjax.nnx.dimension_numbers` of a module).
+    Args:
+      params: a tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
+        metadata boxes, `nnx.State`. `optax.MaskedNode`s stay what they are. Pass the whole tree: neighbours
+        tell what a leaf is.
+      rules: pairs (regular expression, dimension numbers or None), the first match decides. The expression
+        is searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the
+        leaf's own axes.
+      attention: "whole" or "heads".
+      scan_axis: the axis of layers in stacked leaves (negative: from the leaf's end); None: found from the
+        shapes.
+      known: path to role, from those who know more than names (`muonjax.nnx.dimension_numbers` of a module).
 
     Returns:
       The tree with `MuonDimensionNumbers`, `FusedDimensionNumbers` or None in place of the leaves.
@@ -110,6 +94,21 @@ def dimension_numbers(
     """
     found, treedef = routes(params, rules=rules, attention=attention, scan_axis=scan_axis, known=known)
     return jax.tree.unflatten(treedef, [r.numbers if isinstance(r, Route) else r for r in found])
+
+
+def decays(params: Any) -> Any:
+    """Which leaves weight decay is for: a tree of booleans, False for biases, scales and other vectors.
+
+    >>> import jax.numpy as jnp
+    >>> decays({"embedding": jnp.ones((9, 4)), "query": {"bias": jnp.ones((2, 4))}, "scale": jnp.ones(4)})
+    {'embedding': True, 'query': {'bias': False}, 'scale': False}
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    named = roles([names(path) for path, _ in leaves])
+    vectors = ("bias", "scale")
+    return treedef.unflatten(
+        role.name not in vectors and jnp.ndim(leaf) > 1 for role, (_, leaf) in zip(named, leaves, strict=True)
+    )
 
 
 def routes(

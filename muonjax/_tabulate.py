@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers
 
-from muonjax._routing import FusedDimensionNumbers, Route, dtype_of, matrix_shape, names, routes
+from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
+from muonjax._routing import Route, dtype_of, matrix_shape, names, routes
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
 _WIDTH = 100

@@ -1,13 +1,17 @@
-"""The door to Flax NNX: which parameters of an NNX model go to Muon."""
+"""The door to Flax NNX: which parameters go to Muon, and attention that reports its largest logits."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
-from optax.contrib import MuonDimensionNumbers
 
 from muonjax import _routing
 from muonjax._layer_names import BIAS, DENSE, EMBEDDING, Layout, Role
-from muonjax._routing import FusedDimensionNumbers, Rules
+from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
+from muonjax._max_logits import max_logits
+from muonjax._routing import Rules
 
 # Routing
 
@@ -32,9 +36,10 @@ def dimension_numbers(
       attention: "whole" folds the heads into one matrix, "heads" makes each head a matrix of its own.
       scan_axis: the axis of layers in an `nnx.vmap` stack, its `out_axes`; None: found from the shapes.
 
-    Returns: A tree of `MuonDimensionNumbers`, `FusedDimensionNumbers` or None: like `params` for a state; for
-      a module an `nnx.State` with one value a parameter, a prefix of the states that `nnx.Optimizer`
-      initialises and updates with.
+    Returns:
+      A tree of `MuonDimensionNumbers`, `FusedDimensionNumbers` or None: like `params` for a state; for a
+      module an `nnx.State` with one value a parameter, a prefix of the states that `nnx.Optimizer` initialises
+      and updates with.
 
     Raises:
       ValueError: a leaf that can't be decided, a rule that matches no leaf, another `attention`.
@@ -57,6 +62,81 @@ def dimension_numbers(
     return _routing.dimension_numbers(
         state, rules=rules, attention=attention, scan_axis=scan_axis, known=known
     )
+
+
+# Attention
+
+
+def attention_fn(
+    base: Callable[..., jax.Array] = nnx.dot_product_attention, *, block_q: int = 512, block_k: int = 512
+) -> Callable[..., jax.Array]:
+    """An `attention_fn` for `nnx.MultiHeadAttention` that sows each head's largest logit for QK-Clip.
+
+    Call the attention with `sow_weights=True`, wrap the forward pass in `nnx.capture(..., nnx.Intermediate)`, and
+    pass what it captured to `tx.update(..., max_logits=...)`. A module that is called several times reports the
+    largest of all calls.
+
+    Args:
+      base: The attention itself, with NNX's signature.
+      block_q: Query positions that are held at a time (see `max_logits`).
+      block_k: Key positions that are held at a time.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> from flax import nnx
+      >>> attention = nnx.MultiHeadAttention(
+      ...     2, 8, decode=False, attention_fn=muonjax.nnx.attention_fn(), rngs=nnx.Rngs(0)
+      ... )
+      >>> forward = nnx.capture(lambda module, x: module(x, sow_weights=True), nnx.Intermediate)
+      >>> y, sown = forward(attention, jnp.ones((1, 3, 8)))
+      >>> sown["max_logits"].shape
+      (2,)
+    """
+
+    def attention(
+        query,
+        key,
+        value,
+        bias=None,
+        mask=None,
+        broadcast_dropout=True,
+        dropout_rng=None,
+        dropout_rate=0.0,
+        deterministic=False,
+        dtype=None,
+        precision=None,
+        module=None,
+        promote_dtype=None,
+        is_causal=False,
+    ):
+        if module is not None:
+            largest = max_logits(query, key, mask=mask, is_causal=is_causal, block_q=block_q, block_k=block_k)
+            # The base gets no module: it would sow the full attention weights.
+            module.sow(
+                nnx.Intermediate,
+                "max_logits",
+                largest,
+                reduce_fn=jnp.maximum,
+                init_fn=lambda: jnp.full(largest.shape, -jnp.inf, largest.dtype),
+            )
+        settings = {} if promote_dtype is None else {"promote_dtype": promote_dtype}
+        return base(
+            query,
+            key,
+            value,
+            bias=bias,
+            mask=mask,
+            broadcast_dropout=broadcast_dropout,
+            dropout_rng=dropout_rng,
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+            dtype=dtype,
+            precision=precision,
+            is_causal=is_causal,
+            **settings,
+        )
+
+    return attention
 
 
 def _layer(module: Any) -> dict[str, Role]:

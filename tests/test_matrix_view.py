@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muonjax._matrix_view import MuonDimensionNumbers, matrix_view, resolve_dimension_numbers
+from muonjax._matrix_view import (
+    FusedDimensionNumbers,
+    MuonDimensionNumbers,
+    matrix_view,
+    resolve_dimension_numbers,
+)
 
 
 @st.composite
@@ -40,6 +45,16 @@ def test_rows_are_what_the_layer_sums_over():
     assert (stacked.batch, stacked.fan_in, stacked.fan_out) == (3, 4, 5)
 
 
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_fused_leaf_is_its_parts(cut):
+    parts = np.random.default_rng(0).standard_normal((3, 4, 4)).astype(np.float32)
+    leaf = np.concatenate(parts, axis=cut)
+    view = matrix_view(leaf, FusedDimensionNumbers(0, 1, parts=3, axis=cut), call="test")
+    assert (view.batch, view.fan_in, view.fan_out) == (3, 4, 4)
+    np.testing.assert_array_equal(view.to_matrices(jnp.asarray(leaf)), parts)
+    np.testing.assert_array_equal(view.to_leaf(jnp.asarray(parts)), leaf)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "numbers", "error", "message"),
     [
@@ -49,6 +64,8 @@ def test_rows_are_what_the_layer_sums_over():
         ((4, 4, 4), np.float32, MuonDimensionNumbers((0, 1), (1, 2)), ValueError, "disjoint"),
         ((4, 4), np.float32, MuonDimensionNumbers((), 1), ValueError, "without an axis"),
         ((4, 0), np.float32, MuonDimensionNumbers(), ValueError, "empty dimension"),
+        ((4, 4), np.float32, FusedDimensionNumbers(0, 1, parts=3), ValueError, "must divide its size"),
+        ((4, 4, 9), np.float32, FusedDimensionNumbers(0, 1, 3, 2), ValueError, "one of the reduction"),
         ((4, 4), np.int32, MuonDimensionNumbers(), TypeError, "int32"),
     ],
 )

@@ -1,0 +1,158 @@
+"""The optimizers: compositions only. Each line is a member of `optax.chain` that can be had on its own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from muonjax._match_rms import match_rms
+from muonjax._matrix_view import DimensionNumbersTree, resolve_dimension_numbers
+from muonjax._newton_schulz import NewtonSchulz
+from muonjax._orthogonalize import orthogonalize
+from muonjax._routing import decays, dimension_numbers
+from muonjax._signal_clip import qk_clip
+from muonjax._sites import Site
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    decay: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    weight_decay_mask: Any = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    rms: float | None = 0.2,
+    muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
+    newton_schulz: NewtonSchulz | None = None,
+    adam: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Muon, as Moonlight trains with it: orthogonalized momentum for matrices, AdamW for the rest.
+
+    A matrix W with gradient G moves by
+
+        M <- decay M + G
+        W <- W - learning_rate (rms sqrt(max(m, n)) msign(G + decay M) + weight_decay W)
+
+    Args:
+      learning_rate: A number or an Optax schedule; with `rms=0.2` a good one for AdamW is a good start.
+      decay: Of the momentum, in [0, 1).
+      nesterov: Look one step ahead, as above; False takes M itself.
+      weight_decay: Decoupled, times the learning rate; for the matrices, and for AdamW's own leaves too.
+      weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the parameters.
+        None: all matrices, embeddings and heads; no biases, no norms.
+      mu_dtype: Of the momentum; None is the parameter's.
+      rms: Root mean square of an update before the learning rate (see `match_rms`). None scales by
+        sqrt(max(1, fan_out / fan_in)) instead, as optax.contrib.muon does by default.
+      muon_weight_dimension_numbers: Which leaves are matrices, and how: a tree of `MuonDimensionNumbers` or
+        None, a prefix, or a function of the parameters. None reads it off paths and shapes
+        (`muonjax.tabulate` shows how).
+      newton_schulz: How to orthogonalize; `NewtonSchulz.balanced()` if None.
+      adam: What the other leaves get, learning rate included; None is `optax.adamw` at the same learning
+        rate with
+        b2 = 0.95.
+
+    Returns:
+      A `optax.GradientTransformationExtraArgs`; `update` needs `params` if anything decays.
+
+    Raises:
+      ValueError, TypeError: While tracing, naming the leaf that can't be routed or viewed as matrices.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"dense": {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}}
+      >>> tx = muonjax.muon(1e-3)
+      >>> updates, state = tx.update(params, tx.init(params), params)
+
+    Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
+    (arXiv:2502.16982).
+    """
+    if adam is None:
+        mask = decays if weight_decay_mask is None else weight_decay_mask
+        adam = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay, mask=mask)
+
+    def members(tree: Any) -> optax.GradientTransformationExtraArgs:
+        """The two chains for this very tree: routing looks at a leaf's neighbours, which partitioning
+        hides."""
+        numbers, labels = _route(muon_weight_dimension_numbers, tree)
+        matrices = optax.chain(
+            optax.trace(decay, nesterov, accumulator_dtype=mu_dtype),
+            orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz),
+            match_rms(dimension_numbers=numbers, rule="width")
+            if rms is None
+            else match_rms(rms, dimension_numbers=numbers),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+        return optax.partition({"muon": matrices, "adam": adam}, labels)
+
+    def init(params: optax.Params):
+        return members(params).init(params)
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+        return members(updates).update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _route(numbers: DimensionNumbersTree | None, tree: Any) -> tuple[Any, Any]:
+    """Dimension numbers and the label "muon" or "adam" for every leaf of `tree`."""
+    source = dimension_numbers if numbers is None else numbers
+    leaves, treedef = jax.tree.flatten(tree)
+    # Optax initializes with a placeholder that has no leaves when it looks for parameter-like state.
+    flat = resolve_dimension_numbers(source, tree, call="muon") if leaves else []
+    return treedef.unflatten(flat), treedef.unflatten("adam" if n is None else "muon" for n in flat)
+
+
+def muonclip(
+    learning_rate: optax.ScalarOrSchedule,
+    sites: Sequence[Site],
+    *,
+    threshold: optax.ScalarOrSchedule = 100.0,
+    **settings: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """MuonClip, the optimizer of Kimi K2: `muon`, then `qk_clip`.
+
+    Args:
+      learning_rate: As in `muon`.
+      sites: The attention modules to watch, such as `[mha_site()]`.
+      threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
+      **settings: Everything that `muon` takes.
+
+    Returns:
+      A `optax.GradientTransformationExtraArgs`: `update(grads, state, params, max_logits=statistics)`.
+
+    Raises:
+      ValueError: While tracing, if a site matches no parameter or `max_logits` is missing or does not fit
+      the sites.
+
+    Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
+    """
+    return optax.chain(muon(learning_rate, **settings), qk_clip(threshold, sites))
+
+
+def adamclip(
+    learning_rate: optax.ScalarOrSchedule,
+    sites: Sequence[Site],
+    *,
+    threshold: optax.ScalarOrSchedule = 100.0,
+    **settings: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW, then `qk_clip`: Adam's attention logits can run away too.
+
+    Args:
+      learning_rate: As in `optax.adamw`.
+      sites: As in `muonclip`.
+      threshold: As in `muonclip`.
+      **settings: Everything that `optax.adamw` takes.
+
+    Returns:
+      A `optax.GradientTransformationExtraArgs`: `update(grads, state, params, max_logits=statistics)`.
+
+    Raises:
+      ValueError: As `muonclip`.
+
+    Source: J. Su, kexue.fm/archives/11126.
+    """
+    return optax.chain(optax.adamw(learning_rate, **settings), qk_clip(threshold, sites))
