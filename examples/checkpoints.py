@@ -1,0 +1,71 @@
+"""Checkpoints that a killed run resumes from, bit for bit; anything else is refused and left as it is."""
+
+import hashlib
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+
+def digest(tree: Any) -> str:
+    """A hash of all leaves, bit by bit."""
+    total = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        total.update(np.asarray(leaf).tobytes())
+    return total.hexdigest()[:16]
+
+
+class Checkpoints:
+    """The last two states of a run, written to a temporary folder first and then renamed."""
+
+    def __init__(self, folder: pathlib.Path, settings: dict[str, Any]):
+        self._settings = settings
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+    def save(self, step: int, state: Any) -> None:
+        """Write the state after `step` steps."""
+        run = {"settings": self._settings, "digest": digest(state)}
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
+        self._manager.save(step, args=items, force=True)
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._manager.close()
+
+
+def restore(folder: pathlib.Path, settings: dict[str, Any], like: Any) -> tuple[int, Any]:
+    """The newest state in `folder` and the number of steps it has seen.
+
+    Raises SystemExit, and writes nothing, if there is none, if it is not whole, or if another run made it.
+    """
+    steps = sorted(int(p.name) for p in folder.glob("*") if p.is_dir() and p.name.isdigit())
+    if not steps:
+        raise SystemExit(f"--resume: {folder} holds no checkpoint; start a run with --out first.")
+    step = steps[-1]
+    refuse = f"--resume: the checkpoint {folder / str(step)} "
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    try:
+        with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+            run = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+            found = run["settings"]
+    except Exception as error:
+        raise SystemExit(
+            refuse + f"was not written by this program, or is damaged ({type(error).__name__})."
+        ) from None
+    different = [f"{k}: {found.get(k)!r} there, {v!r} here" for k, v in settings.items() if found.get(k) != v]
+    if different:
+        raise SystemExit(refuse + "belongs to another run (" + "; ".join(different) + ").")
+    try:
+        with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+            items = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+            state = manager.restore(step, args=items)["state"]
+        whole = digest(state) == run["digest"]
+    except Exception as error:
+        raise SystemExit(refuse + f"is damaged ({type(error).__name__}).") from None
+    if not whole:
+        raise SystemExit(refuse + "is damaged: its contents do not match their digest.")
+    return step, state

@@ -1,0 +1,321 @@
+"""Train a byte-level transformer (Flax NNX) with MuonClip, on the text of Python's own documentation.
+
+    python examples/train_transformer.py                      # about three minutes on two CPU cores
+    python examples/train_transformer.py --compare            # MuonClip and AdamW, one picture
+    python examples/train_transformer.py --resume runs/muonclip   # goes on where a killed run stopped, bit for bit
+
+Read it from `Transformer` downwards: the model, the optimizer, one step, the loop.
+"""
+
+import argparse
+import csv
+import functools
+import pathlib
+import time
+from typing import Any
+
+import checkpoints
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import plots
+from flax import nnx
+from text_data import Text
+from tqdm import tqdm
+
+import muonjax
+
+OPTIMIZERS = ("muonclip", "muon", "adamw", "adamclip")
+# The best of a sweep at 400 steps (benchmarks/training_sweep.py).
+LEARNING_RATES = {"muonclip": 8e-3, "muon": 8e-3, "adamw": 2e-3, "adamclip": 2e-3}
+
+
+class Block(nnx.Module):
+    """Attention and a perceptron, each on a normalized copy of the stream."""
+
+    def __init__(self, width: int, heads: int, depth: int, *, rngs: nnx.Rngs):
+        small = nnx.initializers.variance_scaling(0.1 / depth, "fan_in", "truncated_normal")
+        self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            heads,
+            width,
+            use_bias=False,
+            decode=False,
+            out_kernel_init=small,
+            attention_fn=muonjax.nnx.attention_fn(),  # reports each head's largest logit
+            rngs=rngs,
+        )
+        self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, use_bias=False, kernel_init=small, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mask = nnx.make_causal_mask(x[..., 0])
+        x = x + self.attention(self.attention_norm(x), mask=mask, sow_weights=True)
+        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
+
+
+class Transformer(nnx.Module):
+    """A decoder over bytes: [batch, time] -> logits [batch, time, 256]."""
+
+    def __init__(self, layers: int, width: int, heads: int, context: int, *, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(0.02)
+        self.embedding = nnx.Embed(256, width, embedding_init=normal, rngs=rngs)
+        self.position_embedding = nnx.Embed(context, width, embedding_init=normal, rngs=rngs)
+        self.blocks = nnx.List([Block(width, heads, layers, rngs=rngs) for _ in range(layers)])
+        self.final_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.head = nnx.Linear(width, 256, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embedding(tokens) + self.position_embedding(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.final_norm(x))
+
+
+def make_schedule(args: argparse.Namespace) -> optax.Schedule:
+    """Warm up over a tenth of the steps, then a cosine to a tenth of the rate."""
+    rate = args.learning_rate
+    return optax.warmup_cosine_decay_schedule(0.0, rate, max(1, args.steps // 10), args.steps, 0.1 * rate)
+
+
+def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+    """All with weight decay 0.1 on the matrices, and b2 = 0.95 where Adam is in it."""
+    schedule = make_schedule(args)
+    adam = {
+        "b2": 0.95,
+        "weight_decay": 0.1,
+        "mask": lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+    }
+    sites = [muonjax.mha_site("blocks/.*/attention")]
+    match args.optimizer:
+        case "muonclip":
+            return muonjax.muonclip(schedule, sites, threshold=args.threshold)
+        case "muon":
+            return muonjax.muon(schedule)
+        case "adamw":
+            return optax.adamw(schedule, **adam)
+        case "adamclip":
+            return muonjax.adamclip(schedule, sites, threshold=args.threshold, **adam)
+    raise SystemExit(f"--optimizer {args.optimizer} is unknown; choose of {', '.join(OPTIMIZERS)}.")
+
+
+def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Mean loss in nats a byte of predicting tokens[:, 1:]."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+class Trainer:
+    """The model's structure, the optimizer, and the three compiled functions that a run needs."""
+
+    def __init__(self, args: argparse.Namespace):
+        model = Transformer(args.layers, args.width, args.heads, args.context, rngs=nnx.Rngs(args.seed))
+        self.graph, params = nnx.split(model, nnx.Param)
+        self.params = nnx.to_pure_dict(params)
+        self.optimizer = optax.with_extra_args_support(make_optimizer(args))
+        self.opt_state = jax.jit(self.optimizer.init)(self.params)
+        self.layers = args.layers
+        self.step = jax.jit(self._step, donate_argnums=(0, 1))
+        self.evaluate = jax.jit(
+            lambda params, tokens: cross_entropy(self.forward(params, tokens[:, :-1])[0], tokens)
+        )
+        self.next_logits = jax.jit(lambda params, tokens, last: self.forward(params, tokens)[0][0, last])
+
+    def forward(self, params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        """Logits, and the largest attention logits that the layers sowed."""
+        model = nnx.merge(self.graph, nnx.State(params))
+        return nnx.capture(lambda model, tokens: model(tokens), nnx.Intermediate)(model, tokens)
+
+    def _step(self, params: Any, opt_state: Any, tokens: jax.Array):
+        def loss_fn(params):
+            logits, sown = self.forward(params, tokens[:, :-1])
+            return cross_entropy(logits, tokens), sown
+
+        (loss, max_logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        updates, opt_state = self.optimizer.update(grads, opt_state, params, max_logits=max_logits)
+        by_layer = [max_logits["blocks"][i]["attention"]["max_logits"].max() for i in range(self.layers)]
+        return optax.apply_updates(params, updates), opt_state, loss, jnp.stack(by_layer)
+
+    def sample(self, params: Any, prompt: bytes, length: int, context: int, seed: int) -> str:
+        """Text after `prompt`, drawn at temperature 0.8."""
+        tokens = list(prompt)
+        for i in range(length):
+            window = tokens[-context:]
+            padded = np.zeros((1, context), np.int32)
+            padded[0, : len(window)] = window
+            logits = self.next_logits(params, padded, len(window) - 1)
+            key = jax.random.fold_in(jax.random.key(seed), i)
+            tokens.append(int(jax.random.categorical(key, logits / 0.8)))
+        return bytes(tokens).decode(errors="replace")
+
+
+class Metrics:
+    """metrics.csv: a row a step, flushed at once; a resumed run first drops the rows past its checkpoint."""
+
+    def __init__(self, path: pathlib.Path, layers: int, step: int):
+        header = [
+            "step",
+            "loss",
+            "learning_rate",
+            "seconds",
+            "held_out",
+            *(f"max_logit_{i}" for i in range(layers)),
+        ]
+        rows = []
+        if step and path.exists():
+            with path.open() as file:
+                rows = [row for row in list(csv.reader(file))[1:] if int(row[0]) <= step]
+        self._file = path.open("w", newline="")
+        self._writer = csv.writer(self._file)
+        self._writer.writerows([header, *rows])
+
+    def write(self, *row: Any) -> None:
+        """One step."""
+        self._writer.writerow(row)
+        self._file.flush()
+
+    def close(self) -> None:
+        """No more steps."""
+        self._file.close()
+
+
+def train(args: argparse.Namespace) -> float:
+    """One run: returns the final held-out loss. Everything else is in `args.out`."""
+    text = Text(args.data)
+    trainer = Trainer(args)
+    params, opt_state, start = trainer.params, trainer.opt_state, 0
+    identity = (
+        "optimizer",
+        "learning_rate",
+        "threshold",
+        "steps",
+        "seed",
+        "layers",
+        "width",
+        "heads",
+        "context",
+        "batch",
+    )
+    settings = {name: getattr(args, name) for name in identity} | {"text": text.fingerprint}
+    folder = args.out / "checkpoints"
+    if args.resume:
+        start, state = checkpoints.restore(folder, settings, {"params": params, "opt_state": opt_state})
+        params, opt_state = state["params"], state["opt_state"]
+        print(f"Resuming {args.out} after step {start}.")
+    elif folder.exists() and any(folder.iterdir()):
+        raise SystemExit(
+            f"{args.out} holds a run already: go on with --resume {args.out}, or choose another --out."
+        )
+    args.out.mkdir(parents=True, exist_ok=True)
+    saver = checkpoints.Checkpoints(folder, settings)
+    metrics = Metrics(args.out / "metrics.csv", args.layers, start)
+    schedule = make_schedule(args)
+    held_out_tokens = text.held_out_windows(args.context)
+    held_out, step = float("nan"), start
+    bar = tqdm(
+        range(start, args.steps), initial=start, total=args.steps, desc=args.optimizer, disable=args.quiet
+    )
+    try:
+        for step in bar:
+            began = time.perf_counter()
+            tokens = text.batch(args.seed, step, args.batch, args.context)
+            params, opt_state, loss, max_logits = trainer.step(params, opt_state, tokens)
+            loss, max_logits = float(loss), np.asarray(max_logits)
+            seconds = time.perf_counter() - began
+            done = step + 1
+            due = done % args.eval_every == 0 or done == args.steps
+            if due:
+                held_out = float(trainer.evaluate(params, held_out_tokens))
+            rate = float(schedule(step))
+            cell = f"{held_out:.6f}" if due else ""
+            metrics.write(
+                done, f"{loss:.6f}", f"{rate:.3e}", f"{seconds:.4f}", cell, *(f"{m:.4f}" for m in max_logits)
+            )
+            bar.set_postfix_str(
+                f"loss {loss:.3f}, held out {held_out:.3f}, lr {rate:.1e}, {seconds:.2f} s/step, max logit {max_logits.max():.1f}"
+            )
+            if done % args.checkpoint_every == 0 or done == args.steps:
+                saver.save(done, {"params": params, "opt_state": opt_state})
+    except KeyboardInterrupt:
+        print(f"\nStopped. Go on from the last checkpoint with --resume {args.out}")
+        raise SystemExit(130) from None
+    finally:
+        metrics.close()
+        saver.close()
+    if start == args.steps:
+        held_out = float(trainer.evaluate(params, held_out_tokens))
+    clips = args.threshold if args.optimizer.endswith("clip") else None
+    plots.draw({args.optimizer: args.out / "metrics.csv"}, args.out / "metrics.png", clips)
+    print(
+        f"{args.optimizer}: held-out loss {held_out:.4f} after {args.steps} steps; parameters {checkpoints.digest(params)}"
+    )
+    if args.sample:
+        print(f"--- a sample\n{trainer.sample(params, b'The ', args.sample, args.context, args.seed)}\n---")
+    print(f"Metrics, picture and checkpoints are in {args.out}")
+    return held_out
+
+
+def compare(args: argparse.Namespace) -> None:
+    """MuonClip and AdamW, each at its own rate, in one picture."""
+    for optimizer in ("muonclip", "adamw"):
+        run = argparse.Namespace(**vars(args))
+        run.optimizer, run.out = optimizer, args.out / optimizer
+        run.learning_rate = args.learning_rate or LEARNING_RATES[optimizer]
+        train(run)
+    runs = {name: args.out / name / "metrics.csv" for name in ("muonclip", "adamw")}
+    plots.draw(runs, args.out / "compare.png", args.threshold)
+    print(f"Both runs are drawn in {args.out / 'compare.png'}")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--optimizer", choices=OPTIMIZERS, default="muonclip", help="what trains the model")
+    add("--compare", action="store_true", help="train with muonclip, then with adamw, and draw both")
+    add("--learning-rate", type=float, help="peak rate; None: the tuned one of the optimizer")
+    add("--threshold", type=float, default=100.0, help="largest attention logit that QK-Clip allows")
+    add("--steps", type=int, default=400, help="length of the run and of its schedule")
+    add("--data", help="a file to train on; None: the text of Python's documentation")
+    add("--layers", type=int, default=4, help="transformer blocks")
+    add("--width", type=int, default=192, help="size of the residual stream")
+    add("--heads", type=int, default=6, help="attention heads")
+    add("--context", type=int, default=128, help="bytes that the model sees")
+    add("--batch", type=int, default=16, help="windows a step")
+    add("--seed", type=int, default=0, help="of initialization, data and sample")
+    add("--out", type=pathlib.Path, help="folder of the run; None: runs/<optimizer>")
+    add("--resume", type=pathlib.Path, metavar="OUT", help="go on with the run in this folder")
+    add("--checkpoint-every", type=int, default=100, help="steps between checkpoints")
+    add("--eval-every", type=int, default=50, help="steps between held-out losses")
+    add("--sample", type=int, default=300, help="bytes of text to write at the end; 0 for none")
+    add("--quiet", action="store_true", help="no progress bar")
+    args = parser.parse_args(argv)
+    for name in ("steps", "layers", "width", "heads", "context", "batch", "checkpoint_every", "eval_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.width % args.heads:
+        parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
+    if args.resume and args.compare:
+        parser.error("--resume goes on with one run; --compare starts two")
+    args.out = (
+        args.resume or args.out or pathlib.Path("runs") / ("compare" if args.compare else args.optimizer)
+    )
+    if not args.compare:
+        args.learning_rate = args.learning_rate or LEARNING_RATES[args.optimizer]
+    return args
+
+
+def main() -> None:
+    """The command."""
+    args = parse()
+    if args.compare:
+        compare(args)
+    else:
+        train(args)
+
+
+if __name__ == "__main__":
+    main()
