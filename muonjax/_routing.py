@@ -17,6 +17,7 @@ from muonjax._layer_names import (
     Role,
     is_head_scope,
     is_position,
+    module,
     roles,
     unit,
 )
@@ -138,7 +139,7 @@ def routes(
         scan_axis,
     )
     layer = {p.path: p for p in parameters}
-    biases = {unit(p.path): p.shape for p in parameters if p.role.name == "bias"}
+    biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
     tables = [
         p for p in parameters if p.role.name == "embedding" and len(p.shape) == 2 and not is_position(p.path)
     ]
@@ -156,7 +157,7 @@ def routes(
             numbers, why = None, "not a floating-point leaf"
         else:
             p = layer[path]
-            numbers, why = _decide(p, biases.get(unit(path)), attention, tables, scan_axis)
+            numbers, why = _decide(p, biases.get(module(path)), attention, tables, scan_axis)
             numbers = _on_leaf(numbers, p.axes)
         result.append(Route(name, shape, dtype, numbers, why))
     return result, treedef
