@@ -87,7 +87,7 @@ _NOT_MUON = (
     (EMBEDDING._replace(ranks=()), rf"((\w+_)?embed\w*/(w|weights?|value|table)|(wte|wpe)/{_WEIGHT})"),
     (Role("position", False), r".*/(pos|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?"),
     (Role("learned tokens", False), r".*/(cls|(\w+_)?tokens?|latents?|registers?|queries|prompts?)"),
-    (HEAD, rf"(?!multi_)((\w+_)?heads?|classifier|readout|score|qa_outputs)/{_WEIGHT}"),
+    (HEAD, rf"((\w+_)?heads?|classifier|readout|score|qa_outputs)/{_WEIGHT}"),
     (HEAD, rf"((\w+_)?(logits|unembed|unembedding)(_\w+)?|vocab_proj\w*|to_logits)/{_WEIGHT}"),
     (HEAD, r".*/(lm_head|head|(\w+_)?unembed(ding)?|to_logits|logits)"),
     (STATE_SPACE, r".*/(\w+_log|a_param|d_skip|log_\w+|lambda\w*|dt|delta)"),
@@ -182,9 +182,7 @@ def module(path: tuple[str, ...]) -> tuple[str, ...]:
 
 def is_head_scope(path: tuple[str, ...]) -> bool:
     """Whether a module on the way is an output head, though the leaf's own name does not say so."""
-    return any(
-        re.fullmatch(r"(?!multi_)(\w+_)?heads?|cls|predictions|classifier|decoder", _snake(n)) for n in path
-    )
+    return any(re.fullmatch(r"(\w+_)?heads?|cls|predictions|classifier|decoder", _snake(n)) for n in path)
 
 
 def is_position(path: tuple[str, ...]) -> bool:

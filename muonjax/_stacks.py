@@ -74,8 +74,6 @@ def _verdicts(parameters: Sequence[Parameter]) -> list[bool | None]:
             return False
         if bias and rank > len(bias) > 1 and p.shape[-len(bias) :] != bias:
             return True
-        if bias and len(bias) == 1:
-            return False
         if p.role.kind and rank == 3:
             agree = _heads_agree(attentions[unit(p.path)[0]])
             return None if agree is None else not agree

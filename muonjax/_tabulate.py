@@ -18,8 +18,10 @@ _WIDTH = 100
 def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None = None) -> str:
     """Says of every leaf which optimizer takes it, as how many matrices of which size, and why.
 
-    Args: params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`. dimension_numbers:
-      the tree to show, a prefix of it, or a function from `params` to it; None: the default routing.
+    Args:
+      params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`.
+      dimension_numbers: the tree to show, a prefix of it, or a function from `params` to it; None: the default
+        routing, with its reasons.
 
     Returns:
       The table as text, at most 100 columns wide where the names allow it, with parameter counts at its end.

@@ -21,11 +21,13 @@ def dimension_numbers(
     biases, norms, embeddings and output heads are None. `muonjax.tabulate(params)` prints the result with its
     reasons.
 
-    Args: params: `model.init(...)["params"]`, boxed by `nn.with_partitioning` or not, or its shapes from
-      `jax.eval_shape`. rules: pairs (regular expression searched in "block_0/attn/query/kernel", dimension
-      numbers or None). attention: "whole" folds the heads into one matrix, "heads" makes each head a matrix
-      of its own. scan_axis: the axis of layers, `variable_axes={"params": scan_axis}` of `nn.scan`; None:
-      found from the shapes.
+    Args:
+      params: `model.init(...)["params"]`, boxed by `nn.with_partitioning` or not, or its shapes from
+        `jax.eval_shape`.
+      rules: pairs (regular expression searched in "block_0/attn/query/kernel", dimension numbers or None).
+      attention: "whole" folds the heads into one matrix, "heads" makes each head a matrix of its own.
+      scan_axis: the axis of layers, `variable_axes={"params": scan_axis}` of `nn.scan`; None: found from the
+        shapes.
 
     Returns:
       A tree like `params` of `MuonDimensionNumbers`, `FusedDimensionNumbers` or None.

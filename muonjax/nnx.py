@@ -32,9 +32,10 @@ def dimension_numbers(
       attention: "whole" folds the heads into one matrix, "heads" makes each head a matrix of its own.
       scan_axis: the axis of layers in an `nnx.vmap` stack, its `out_axes`; None: found from the shapes.
 
-    Returns: A tree of `MuonDimensionNumbers`, `FusedDimensionNumbers` or None: like `params` for a state; for
-      a module an `nnx.State` with one value a parameter, a prefix of the states that `nnx.Optimizer`
-      initialises and updates with.
+    Returns:
+      A tree of `MuonDimensionNumbers`, `FusedDimensionNumbers` or None: like `params` for a state; for a module
+      an `nnx.State` with one value a parameter, a prefix of the states that `nnx.Optimizer` initialises and
+      updates with.
 
     Raises:
       ValueError: a leaf that can't be decided, a rule that matches no leaf, another `attention`.

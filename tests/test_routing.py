@@ -262,6 +262,12 @@ def test_convolutions_and_general_dense():
     }
 
 
+def test_a_square_window_needs_no_name():
+    assert matrices({"stage": {"kernel": leaf(7, 7, 3, 64)}}) == {"stage/kernel": (1, 147, 64)}
+    with pytest.raises(ValueError, match="stage/kernel"):
+        dimension_numbers({"stage": {"kernel": leaf(7, 5, 3, 64)}})
+
+
 def test_scanned_convolutions():
     """(3, 3, 3, in, out) of three layers and a window of three: the norm tells how deep the stack is."""
     params = {"Conv_0": {"kernel": leaf(3, 3, 3, 16, 24)}, "BatchNorm_0": {"scale": leaf(3, 24)}}
@@ -313,6 +319,9 @@ def test_experts():
     params["moe"]["experts"]["wi"]["bias"] = leaf(5, MLP)
     params["norm"] = {"scale": leaf(D)}
     assert matrices(params) == {"moe/experts/wi/kernel": (5, D, MLP), "moe/router/kernel": (1, D, 5)}
+    assert {r.path: r.why for r in routes(params)[0]}["moe/router/kernel"] == "router"
+    stacked = {"layers": jax.tree.map(lambda x: leaf(6, *x.shape), params)}
+    assert matrices(stacked)["layers/moe/experts/wi/kernel"] == (30, D, MLP)
     maxtext = {
         "MoeBlock_0": {
             "gate": dense(D, 6, 5, bias=False),
@@ -360,6 +369,9 @@ def test_names_of_other_libraries():
     t5x = {"attention": t5x, "mlp": {"wo": {"kernel": leaf(MLP, 6, D)}}, "norm": {"scale": leaf(D, 6)}}
     assert matrices(t5x)["attention/out/kernel"] == (6, D, D)
     assert matrices(t5x)["mlp/wo/kernel"] == (6, MLP, D)
+    last = {k: {"kernel": leaf(D, D, 6)} for k in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    last = {"attention": last, "up_proj": {"kernel": leaf(D, MLP, 6)}, "norm": {"scale": leaf(D, 6)}}
+    assert numbers_of(last)["attention/o_proj/kernel"] == MuonDimensionNumbers(0, 1)
     gpt = {"wte": {"embedding": leaf(VOCAB, D)}, "wpe": {"embedding": leaf(4 * D, D)}}
     gpt["h"] = {"0": {"mlp": {"c_fc": dense(D, 4 * D), "c_proj": dense(4 * D, D)}}}
     assert set(matrices(gpt)) == {"h/0/mlp/c_fc/kernel", "h/0/mlp/c_proj/kernel"}
@@ -467,6 +479,10 @@ def test_vocabulary_only_beside_the_embedding():
         "Block_0": {"Dense_0": dense(64, 256)},
     }
     assert set(matrices(params)) == {"Block_0/Dense_0/kernel"}
+    square = {"Embed_0": {"embedding": leaf(64, 64)}, "Dense_0": dense(64, 64)}
+    assert set(matrices(square)) == {"Dense_0/kernel"}
+    positions = {"position_embed": {"embedding": leaf(256, 64)}, "Dense_0": dense(64, 256)}
+    assert set(matrices(positions)) == {"Dense_0/kernel"}
     tied = {"Embed_0": {"embedding": leaf(256, 64)}, "Block_0": {"Dense_0": dense(64, 256)}}
     assert set(matrices(tied)) == {"Block_0/Dense_0/kernel"}
 
