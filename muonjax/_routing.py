@@ -85,8 +85,8 @@ def dimension_numbers(
     Split", there for the upper halves of MLA; here the output projection is split too.
 
     Args:
-      params: a tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's metadata
-        boxes, `nnx.State`. `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked where you
+      params: a tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
+        metadata boxes, `nnx.State`. `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked where you
         can: its neighbours tell what a leaf is.
       rules: pairs (regular expression, dimension numbers or None); the first match decides. The expression is
         searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the

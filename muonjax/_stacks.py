@@ -150,12 +150,10 @@ def _peel_together(
 
 
 def _is_layer(parameters: Sequence[Parameter]) -> bool:
-    """Whether these could be the parameters of one layer: ranks, biases and heads fit."""
+    """Whether these could be the parameters of one layer: biases and heads fit."""
     biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
     attentions: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}
     for p in parameters:
-        if p.role.ranks and len(p.shape) < min(p.role.ranks):
-            return False
         bias = biases.get(module(p.path)) if p.role.muon else None
         if bias and bias not in (p.shape[-len(bias) :], p.shape[:-2] + p.shape[-1:]):
             return False

@@ -20,8 +20,8 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
 
     Args:
       params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`.
-      dimension_numbers: the tree to show, a prefix of it, or a function from `params` to it; None: the default
-        routing, with its reasons.
+      dimension_numbers: the tree to show, a prefix of it, or a function from `params` to it; None: the
+        default routing, with its reasons.
 
     Returns:
       The table as text, at most 100 columns wide where the names allow it, with parameter counts at its end.

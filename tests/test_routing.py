@@ -200,6 +200,7 @@ class NnxZoo(nnx.Module):
         self.fourth = nnx.LinearGeneral(D, MLP, batch_axis={0: 5}, axis=-1, rngs=rngs)
         self.stem = nnx.Conv(1, 16, (3, 3), rngs=rngs)
         self.mixer = nnx.Conv(16, 16, (3, 3), feature_group_count=16, rngs=rngs)
+        self.doubler = nnx.Conv(16, 32, (3, 3), feature_group_count=16, rngs=rngs)
         self.groups = nnx.Conv(16, 32, (3,), feature_group_count=4, use_bias=False, rngs=rngs)
         self.upward = nnx.ConvTranspose(8, 12, (3,), transpose_kernel=True, rngs=rngs)
         self.adapter = nnx.LoRA(D, 2, MLP, rngs=rngs)
@@ -320,8 +321,11 @@ def test_experts():
     params["norm"] = {"scale": leaf(D)}
     assert matrices(params) == {"moe/experts/wi/kernel": (5, D, MLP), "moe/router/kernel": (1, D, 5)}
     assert {r.path: r.why for r in routes(params)[0]}["moe/router/kernel"] == "router"
-    stacked = {"layers": jax.tree.map(lambda x: leaf(6, *x.shape), params)}
+    stacked = {
+        "layers": jax.tree.map(lambda x: leaf(6, *x.shape), params | {"query": {"kernel": leaf(D, H, S)}})
+    }
     assert matrices(stacked)["layers/moe/experts/wi/kernel"] == (30, D, MLP)
+    assert matrices(stacked)["layers/query/kernel"] == (6, D, D)
     maxtext = {
         "MoeBlock_0": {
             "gate": dense(D, 6, 5, bias=False),
