@@ -86,8 +86,8 @@ def dimension_numbers(
 
     Args:
       params: a tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
-        metadata boxes, `nnx.State`. `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked where you
-        can: its neighbours tell what a leaf is.
+        metadata boxes, `nnx.State`. `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked
+        where you can: its neighbours tell what a leaf is.
       rules: pairs (regular expression, dimension numbers or None); the first match decides. The expression is
         searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the
         leaf's own axes.
