@@ -65,6 +65,7 @@ INTERLEAVED = Role("query, key and value, interleaved by head")
 UNKNOWN = Role("matrix")
 BIAS = Role("bias", muon=False, ranks=(1,))
 EMBEDDING = Role("embedding", muon=False, ranks=(2,))
+STATE_SPACE = Role("state-space parameter", muon=False)
 HEAD = Role("output head", muon=False, ranks=(2,))
 
 
@@ -86,10 +87,10 @@ _NOT_MUON = (
     (EMBEDDING._replace(ranks=()), rf"((\w+_)?embed\w*/(w|weights?|value|table)|(wte|wpe)/{_WEIGHT})"),
     (Role("position", False), r".*/(pos|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?"),
     (Role("learned tokens", False), r".*/(cls|(\w+_)?tokens?|latents?|registers?|queries|prompts?)"),
-    (HEAD, rf"(?!multi_)((\w+_)?heads?|classifier|readout|score|qa_outputs)/{_WEIGHT}"),
+    (HEAD, rf"((\w+_)?heads?|classifier|readout|score|qa_outputs)/{_WEIGHT}"),
     (HEAD, rf"((\w+_)?(logits|unembed|unembedding)(_\w+)?|vocab_proj\w*|to_logits)/{_WEIGHT}"),
     (HEAD, r".*/(lm_head|head|(\w+_)?unembed(ding)?|to_logits|logits)"),
-    (Role("state-space parameter", False), r".*/(a|d|\w+_log|a_param|d_skip|log_\w+|lambda\w*|dt|delta)"),
+    (STATE_SPACE, r".*/(\w+_log|a_param|d_skip|log_\w+|lambda\w*|dt|delta)"),
     (Role("time mixing", False), r".*/time_(decay|first|mix|faaaa|maa)\w*"),
     (Role("gain", False, (1,)), r".*/\w*magnitude"),
     (Role("gain", False), r".*/(alpha|temperature|tau|layer_?scale\w*|ls\d?|slopes?)"),
@@ -131,8 +132,8 @@ _PROJECTIONS = (
 )
 _OUT = rf"(w_?|to_|attn_|c_)?(o|out|output|proj){_SIDE}"
 
+_ADAPTER = r"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
 _OTHERS = (
-    (ADAPTER, r"(\w+_)?(lora|dora|hada|loha|lokr)_([ab](_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"),
     (fused("gate and up", 2), r"(gate_up|up_gate|gate_and_up)(_proj)?|wi_fused"),
     (CONVOLUTION, r"\w*conv\w*"),
     (
@@ -170,11 +171,18 @@ def unit(path: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
     return path[:index], name
 
 
+def module(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The path of the module whose kernel or bias this is; a bare array is its own.
+
+    >>> module(("Dense_0", "bias")) == module(("Dense_0", "kernel")) != module(("Dense_1", "kernel"))
+    True
+    """
+    return path[:-1] if path and re.fullmatch(_WEIGHT + "|bias|b", _snake(path[-1])) else path
+
+
 def is_head_scope(path: tuple[str, ...]) -> bool:
     """Whether a module on the way is an output head, though the leaf's own name does not say so."""
-    return any(
-        re.fullmatch(r"(?!multi_)(\w+_)?heads?|cls|predictions|classifier|decoder", _snake(n)) for n in path
-    )
+    return any(re.fullmatch(r"(\w+_)?heads?|cls|predictions|classifier|decoder", _snake(n)) for n in path)
 
 
 def is_position(path: tuple[str, ...]) -> bool:
@@ -187,9 +195,11 @@ def is_position(path: tuple[str, ...]) -> bool:
 def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]]) -> Role:
     names = [name for name in map(_snake, path) if name] or [""]
     scope, name = unit(path)
-    if any(re.fullmatch(_OTHERS[0][1], n) for n in (name, names[-1])):
-        return ADAPTER
     last_two = "/".join(names[-2:] if len(names) > 1 else ["", names[0]])
+    if re.fullmatch(_ADAPTER, name) or re.fullmatch(rf".*/({_ADAPTER})|(\w+_)?lora(_\w+)?/[ab]", last_two):
+        return ADAPTER
+    if path[-1:] in (("A",), ("D",)):
+        return STATE_SPACE
     for role, pattern in _NOT_MUON:
         if re.fullmatch(pattern, last_two):
             if role is BIAS and (projection := _projection(name)):
@@ -212,7 +222,7 @@ def _weight_role(
         return OUT
     if is_attention and name == "in_proj":
         return fused("attention q, k, v", 3)
-    for role, pattern in _OTHERS[1:3]:
+    for role, pattern in _OTHERS[:2]:
         if re.fullmatch(pattern, name):
             return role
     if name != _snake(path[-1]) and re.fullmatch(r"(\w+_)?(router|gate|gating)", name):
@@ -221,7 +231,7 @@ def _weight_role(
         return EXPERTS
     if name == _snake(path[-1]) and re.fullmatch(_RAW_EXPERTS, name):
         return EXPERTS  # a bare array, not a Dense: experts when it has three axes
-    return DENSE if re.fullmatch(_OTHERS[3][1], name) else UNKNOWN
+    return DENSE if re.fullmatch(_OTHERS[2][1], name) else UNKNOWN
 
 
 def _projection(name: str) -> Role | None:

@@ -16,6 +16,7 @@ from muonjax._layer_names import (
     Role,
     is_head_scope,
     is_position,
+    module,
     roles,
     unit,
 )
@@ -59,20 +60,20 @@ def dimension_numbers(
     vectors and integers are None: they belong to Adam. So is a kernel from d to the vocabulary in the module
     that holds the embedding.
 
-    Whole matrices are the default because Moonlight, whose learning rates and update RMS muonjax follows,
-    orthogonalizes its query, key and value projections so. A matrix a head is GLM-5's "Muon Split" (there
-    without the output).
+    Whole matrices are the default because Moonlight, whose update RMS muonjax follows, orthogonalizes its
+    query, key and value projections so, every head of a layer in one matrix. A matrix a head is GLM-5's "Muon
+    Split", there for the upper halves of MLA; here the output projection is split too.
 
     Args:
       params: a tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
-        metadata boxes, `nnx.State`. `optax.MaskedNode`s stay what they are. Pass the whole tree: neighbours
-        tell what a leaf is.
-      rules: pairs (regular expression, dimension numbers or None), the first match decides. The expression
-        is searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the
+        metadata boxes, `nnx.State`. `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked
+        where you can: its neighbours tell what a leaf is.
+      rules: pairs (regular expression, dimension numbers or None); the first match decides. The expression is
+        searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the
         leaf's own axes.
       attention: "whole" or "heads".
       scan_axis: the axis of layers in stacked leaves (negative: from the leaf's end); None: found from the
-        shapes.
+        shapes, where all parameters of a stack agree, and the shorter axis if they agree on several.
       known: path to role, from those who know more than names (`muonjax.nnx.dimension_numbers` of a module).
 
     Returns:
@@ -88,9 +89,10 @@ def dimension_numbers(
       >>> dimension_numbers({"query": {"bias": leaf(12, 64), "kernel": leaf(768, 12, 64)}})
       {'query': {'bias': None, 'kernel': MuonDimensionNumbers(reduction_axis=0, output_axis=(1, 2))}}
 
-    Sources: Liu et al., "Muon is Scalable for LLM Training" (2025), §2 and the published code, which gives
-    Muon every matrix but the embedding and the head; GLM-5 team, "GLM-5" (2026), on Muon Split; Jordan,
-    "Muon" (2024), on convolutions and on query, key and value apart.
+    Sources: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982), whose published example gives
+    Muon every matrix but the embedding and the head; GLM-5 team, "GLM-5" (2026), on Muon Split; Zhang et al.
+    (arXiv 2605.08933) compare whole matrices, groups of heads and single heads; Jordan, "Muon" (2024), on
+    convolutions, and on query, key and value apart.
     """
     found, treedef = routes(params, rules=rules, attention=attention, scan_axis=scan_axis, known=known)
     return jax.tree.unflatten(treedef, [r.numbers if isinstance(r, Route) else r for r in found])
@@ -137,7 +139,7 @@ def routes(
         scan_axis,
     )
     layer = {p.path: p for p in parameters}
-    biases = {unit(p.path): p.shape for p in parameters if p.role.name == "bias"}
+    biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
     tables = [
         p for p in parameters if p.role.name == "embedding" and len(p.shape) == 2 and not is_position(p.path)
     ]
@@ -155,7 +157,7 @@ def routes(
             numbers, why = None, "not a floating-point leaf"
         else:
             p = layer[path]
-            numbers, why = _decide(p, biases.get(unit(path)), attention, tables, scan_axis)
+            numbers, why = _decide(p, biases.get(module(path)), attention, tables, scan_axis)
             numbers = _on_leaf(numbers, p.axes)
         result.append(Route(name, shape, dtype, numbers, why))
     return result, treedef

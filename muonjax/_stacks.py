@@ -6,10 +6,11 @@ Dense kernel of three axes gives it away; the place is the only one at which all
 agree.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from muonjax._layer_names import Role, unit
+from muonjax._layer_names import Role, module, unit
 
 
 class Parameter(NamedTuple):
@@ -58,7 +59,7 @@ def unstack(parameters: Sequence[Parameter], scan_axis: int | None = None) -> li
 
 def _verdicts(parameters: Sequence[Parameter]) -> list[bool | None]:
     """For each leaf: True, it is a stack; False, it is one layer's; None, it can't tell by itself."""
-    biases = {unit(p.path): p.shape for p in parameters if p.role.name == "bias"}
+    biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
     attentions: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}
     for p in parameters:
         if p.role.kind:
@@ -66,15 +67,13 @@ def _verdicts(parameters: Sequence[Parameter]) -> list[bool | None]:
 
     def verdict(p: Parameter) -> bool | None:
         ranks, rank = p.role.ranks, len(p.shape)
-        bias = biases.get(unit(p.path)) if p.role.muon else None
+        bias = biases.get(module(p.path)) if p.role.muon else None
         if ranks and rank > max(ranks):
             return True
         if ranks and rank == min(ranks):
             return False
         if bias and rank > len(bias) > 1 and p.shape[-len(bias) :] != bias:
             return True
-        if bias and len(bias) == 1:
-            return False
         if p.role.kind and rank == 3:
             agree = _heads_agree(attentions[unit(p.path)[0]])
             return None if agree is None else not agree
@@ -96,55 +95,66 @@ def _heads_agree(attention: dict[str, tuple[int, ...]]) -> bool | None:
 def _peel(parameters: Sequence[Parameter], depth: int, scan_axis: int | None) -> list[Parameter]:
     """Takes one stack axis off the outermost modules in which every witness speaks for a stack."""
     verdicts = {p.stacked for p in parameters}
+    whole, likely = None, False
     if True in verdicts and False not in verdicts:
-        place = _place(parameters, scan_axis)
-        if place is not None:
-            return [_without(p, place(len(p.shape))) for p in parameters]
+        whole, likely = _peel_together(parameters, scan_axis)
+    if whole is not None and (likely or len(parameters) == 1):
+        return whole
     if len(parameters) == 1:
         return list(parameters)
     children: dict[str, list[Parameter]] = {}
     for p in parameters:
         children.setdefault(p.path[depth] if depth < len(p.path) else "", []).append(p)
-    return [p for child in children.values() for p in _peel(child, depth + 1, scan_axis)]
+    apart = {q.path: q for child in children.values() for q in _peel(child, depth + 1, scan_axis)}
+    if whole is not None:
+        # 768 layers of width 12? Rather 12 layers beside another stack of 6, if both agree on the axis.
+        taken = {min(set(p.axes) - set(apart[p.path].axes), default=-1) for p in parameters}
+        if len(taken) > 1 or -1 in taken:
+            return whole
+    return [apart[p.path] for p in parameters]
 
 
-def _place(parameters: Sequence[Parameter], scan_axis: int | None) -> Callable[[int], int] | None:
-    """The one axis, as a function of the rank, at which all of these leaves can have their layers."""
+def _peel_together(
+    parameters: Sequence[Parameter], scan_axis: int | None
+) -> tuple[list[Parameter] | None, bool]:
+    """All of these without the one axis at which they can have their layers, and whether that is likely."""
     if len(parameters) == 1 and parameters[0].role.kind and scan_axis is None:
-        return None  # (d, groups, heads, size)? One attention kernel of rank four alone proves no stack.
+        return (
+            None,
+            False,
+        )  # (d, groups, heads, size)? One attention kernel of rank four alone proves no stack.
     ranks = [len(p.shape) for p in parameters]
     deepest = max(ranks)
-    fits: dict[tuple[int, ...], tuple[int, Callable[[int], int]]] = {}
+    fits: dict[tuple[int, ...], tuple[int, list[Parameter]]] = {}
     for axis in [*range(deepest), *range(-deepest, 0)] if scan_axis is None else [scan_axis]:
-        place = (lambda rank, axis=axis: axis) if axis >= 0 else (lambda rank, axis=axis: rank + axis)
-        where = tuple(place(rank) for rank in ranks)
+        where = tuple(axis if axis >= 0 else rank + axis for rank in ranks)
         if not all(0 <= i < rank for i, rank in zip(where, ranks, strict=True)):
             continue
         sizes = {p.shape[i] for p, i in zip(parameters, where, strict=True)}
-        if len(sizes) == 1 and _is_layer([_without(p, i) for p, i in zip(parameters, where, strict=True)]):
-            fits.setdefault(where, (sizes.pop(), place))
+        layer = [_without(p, i) for p, i in zip(parameters, where, strict=True)]
+        if len(sizes) == 1 and _is_layer(layer):
+            fits.setdefault(where, (sizes.pop(), layer))
     if not fits:
-        return None
+        return None, False
     # Square layers fit in more than one way; there are fewer layers than features.
     best = sorted(fits.values(), key=lambda fit: fit[0])
-    if len(best) > 1 and best[0][0] == best[1][0]:
+    count, layer = best[0]
+    if len(best) > 1 and count == best[1][0]:
         p = max(parameters, key=lambda p: len(p.shape))
         raise ValueError(
-            f"dimension_numbers(params) finds stacked layers, but not their axis: several "
-            f"of size {best[0][0]} fit {'/'.join(p.path)!r} of shape {p.leaf_shape} and its neighbours; "
+            "dimension_numbers(params) finds stacked layers, but not their axis: several "
+            f"of size {count} fit {'/'.join(p.path)!r} of shape {p.leaf_shape} and its neighbours; "
             "give scan_axis=0 (or another axis), or rules."
         )
-    return best[0][1]
+    return layer, scan_axis is not None or all(count <= math.prod(p.shape) for p in layer if p.shape)
 
 
 def _is_layer(parameters: Sequence[Parameter]) -> bool:
-    """Whether these could be the parameters of one layer: ranks, biases and heads fit."""
-    biases = {unit(p.path): p.shape for p in parameters if p.role.name == "bias"}
+    """Whether these could be the parameters of one layer: biases and heads fit."""
+    biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
     attentions: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}
     for p in parameters:
-        if p.role.ranks and len(p.shape) < min(p.role.ranks):
-            return False
-        bias = biases.get(unit(p.path)) if p.role.muon else None
+        bias = biases.get(module(p.path)) if p.role.muon else None
         if bias and bias not in (p.shape[-len(bias) :], p.shape[:-2] + p.shape[-1:]):
             return False
         if p.role.kind:

@@ -18,8 +18,10 @@ _WIDTH = 100
 def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None = None) -> str:
     """Says of every leaf which optimizer takes it, as how many matrices of which size, and why.
 
-    Args: params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`. dimension_numbers:
-      the tree to show, a prefix of it, or a function from `params` to it; None: the default routing.
+    Args:
+      params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`.
+      dimension_numbers: the tree to show, a prefix of it, or a function from `params` to it; None: the
+        default routing, with its reasons.
 
     Returns:
       The table as text, at most 100 columns wide where the names allow it, with parameter counts at its end.
@@ -40,7 +42,8 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
       query/kernel     64×4×16  Muon     64×64     attention query
       ───────────────  ───────  ───────  ────────  ───────────────
       Muon: 4,096 parameters (19.9 %), 1 matrix in 1 leaf
-      Adam: 16,448 parameters (80.1 %), 2 leaves, all float32
+      Adam: 16,448 parameters (80.1 %), 2 leaves
+      Every leaf is float32.
     """
     found, _ = routes(params) if dimension_numbers is None else _given(params, dimension_numbers)
     leaves = [route for route in found if isinstance(route, Route)]
@@ -56,7 +59,9 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     rule = "  ".join("─" * width for width in widths)
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines = [lines[0], rule, *lines[1:], rule, *_totals(leaves)]
-    return "\n".join(line.rstrip() for line in lines) + (f", all {dtypes[0]}" if len(dtypes) == 1 else "")
+    if len(dtypes) == 1:
+        lines.append(f"Every leaf is {dtypes[0]}.")
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _fit(path: str, room: int) -> str:
@@ -77,15 +82,13 @@ def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.Mask
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_masked)
     try:
         # None is a leaf here, and one value may stand for a whole branch.
-        numbers = jax.tree.broadcast(
-            tree, jax.tree.unflatten(treedef, [0] * len(leaves)), is_leaf=_is_numbers
-        )
+        numbers = jax.tree.broadcast(tree, jax.tree.unflatten(treedef, [0] * len(leaves)), is_leaf=_is_given)
     except ValueError as error:
         raise ValueError(
             f"tabulate(params, dimension_numbers) got a tree that does not fit params: {error} "
             "Give the same structure, a prefix of it, or a function of params."
         ) from error
-    flat = jax.tree.leaves(numbers, is_leaf=_is_numbers)
+    flat = jax.tree.leaves(numbers, is_leaf=_is_given)
     return [
         leaf
         if _is_masked(leaf)
@@ -126,5 +129,5 @@ def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def _is_numbers(node: Any) -> bool:
-    return node is None or isinstance(node, MuonDimensionNumbers | FusedDimensionNumbers)
+def _is_given(node: Any) -> bool:
+    return node is None or isinstance(node, MuonDimensionNumbers | FusedDimensionNumbers | optax.MaskedNode)

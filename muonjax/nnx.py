@@ -38,8 +38,8 @@ def dimension_numbers(
 
     Returns:
       A tree of `MuonDimensionNumbers`, `FusedDimensionNumbers` or None: like `params` for a state; for a
-      module an `nnx.State` with one value a parameter, a prefix of the states that `nnx.Optimizer` initialises
-      and updates with.
+      module an `nnx.State` with one value a parameter, a prefix of the states that `nnx.Optimizer`
+      initialises and updates with.
 
     Raises:
       ValueError: a leaf that can't be decided, a rule that matches no leaf, another `attention`.
