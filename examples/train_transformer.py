@@ -9,7 +9,6 @@ Read it from `Transformer` downwards: the model, the optimizer, one step, the lo
 
 import argparse
 import csv
-import functools
 import pathlib
 import time
 from typing import Any

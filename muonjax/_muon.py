@@ -7,7 +7,7 @@ import jax
 import optax
 
 from muonjax._match_rms import match_rms
-from muonjax._matrix_view import DimensionNumbersTree, resolve_dimension_numbers
+from muonjax._matrix_view import DimensionNumbersTree, matrix_view, resolve_dimension_numbers
 from muonjax._newton_schulz import NewtonSchulz
 from muonjax._orthogonalize import orthogonalize
 from muonjax._routing import decays, dimension_numbers
@@ -102,6 +102,9 @@ def _route(numbers: DimensionNumbersTree | None, tree: Any) -> tuple[Any, Any]:
     leaves, treedef = jax.tree.flatten(tree)
     # Optax initializes with a placeholder that has no leaves when it looks for parameter-like state.
     flat = resolve_dimension_numbers(source, tree, call="muon") if leaves else []
+    for leaf, entry in zip(leaves, flat, strict=True):
+        if entry is not None:
+            matrix_view(leaf, entry, call="muon")  # momentum would turn an integer leaf into a float one
     return treedef.unflatten(flat), treedef.unflatten("adam" if n is None else "muon" for n in flat)
 
 
