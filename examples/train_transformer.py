@@ -232,7 +232,8 @@ def train(args: argparse.Namespace) -> float:
                 done, f"{loss:.6f}", f"{rate:.3e}", f"{seconds:.4f}", cell, *(f"{m:.4f}" for m in max_logits)
             )
             bar.set_postfix_str(
-                f"loss {loss:.3f}, held out {held_out:.3f}, lr {rate:.1e}, {seconds:.2f} s/step, max logit {max_logits.max():.1f}"
+                f"loss {loss:.3f}, held out {held_out:.3f}, lr {rate:.1e}, {seconds:.2f} s/step, "
+                f"max logit {max_logits.max():.1f}"
             )
             if done % args.checkpoint_every == 0 or done == args.steps:
                 saver.save(done, {"params": params, "opt_state": opt_state})
@@ -246,9 +247,8 @@ def train(args: argparse.Namespace) -> float:
         held_out = float(trainer.evaluate(params, held_out_tokens))
     clips = args.threshold if args.optimizer.endswith("clip") else None
     plots.draw({args.optimizer: args.out / "metrics.csv"}, args.out / "metrics.png", clips)
-    print(
-        f"{args.optimizer}: held-out loss {held_out:.4f} after {args.steps} steps; parameters {checkpoints.digest(params)}"
-    )
+    print(f"{args.optimizer}: held-out loss {held_out:.4f} after {args.steps} steps", end="; ")
+    print(f"parameters {checkpoints.digest(params)}")
     if args.sample:
         print(f"--- a sample\n{trainer.sample(params, b'The ', args.sample, args.context, args.seed)}\n---")
     print(f"Metrics, picture and checkpoints are in {args.out}")

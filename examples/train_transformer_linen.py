@@ -1,0 +1,105 @@
+"""The same training in Flax Linen, with the layers in one `nn.scan`: the shortest way from a model to MuonClip.
+
+    python examples/train_transformer_linen.py
+
+Everything around the loop (checkpoints, pictures, resuming) is in train_transformer.py.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from text_data import Text
+
+import muonjax
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each on a normalized copy of the stream."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        attention = nn.MultiHeadDotProductAttention(
+            self.heads, use_bias=False, attention_fn=muonjax.linen.attention_fn(), name="attention"
+        )
+        y = nn.RMSNorm()(x)
+        x = x + attention(y, mask=nn.make_causal_mask(x[..., 0]), sow_weights=True)
+        y = nn.gelu(nn.Dense(4 * x.shape[-1], use_bias=False, name="up")(nn.RMSNorm()(x)))
+        return x + nn.Dense(x.shape[-1], use_bias=False, name="down")(y), None
+
+
+class Transformer(nn.Module):
+    """A decoder over bytes: [batch, time] -> logits [batch, time, 256]."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(256, self.width, name="embedding")(tokens)
+        x = x + nn.Embed(self.context, self.width, name="position_embedding")(jnp.arange(tokens.shape[1]))
+        blocks = nn.scan(
+            Block,
+            variable_axes={
+                "params": 0,
+                "intermediates": 0,
+            },  # kernels (layers, ...), statistics (layers, heads)
+            split_rngs={"params": True},
+            length=self.layers,
+        )
+        x, _ = blocks(self.heads, name="blocks")(x)
+        return nn.Dense(256, use_bias=False, name="head")(nn.RMSNorm()(x))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    for name, default in {
+        "steps": 200,
+        "layers": 4,
+        "width": 192,
+        "heads": 6,
+        "context": 128,
+        "batch": 16,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--learning-rate", type=float, default=8e-3)
+    parser.add_argument("--threshold", type=float, default=100.0)
+    args = parser.parse_args()
+
+    text = Text()
+    model = Transformer(args.layers, args.width, args.heads, args.context)
+    held_out = text.held_out_windows(args.context)
+    params = jax.jit(model.init)(jax.random.key(0), held_out[:1, :-1])["params"]
+    print(muonjax.tabulate(params))
+
+    rate = args.learning_rate
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, args.steps // 10), args.steps, 0.1 * rate)
+    tx = muonjax.muonclip(schedule, [muonjax.mha_site()], threshold=args.threshold)
+    state = tx.init(params)
+
+    def loss_fn(params, tokens):
+        logits, sown = model.apply({"params": params}, tokens[:, :-1], mutable=["intermediates"])
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        return loss, sown["intermediates"]
+
+    @jax.jit
+    def step(params, state, tokens):
+        (loss, max_logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, tokens)
+        updates, state = tx.update(grads, state, params, max_logits=max_logits)
+        return optax.apply_updates(params, updates), state, loss
+
+    evaluate = jax.jit(lambda params: loss_fn(params, held_out)[0])
+    for count in range(args.steps):
+        params, state, loss = step(params, state, text.batch(0, count, args.batch, args.context))
+        if (count + 1) % 20 == 0 or count + 1 == args.steps:
+            print(f"step {count + 1}: loss {loss:.3f}, held out {evaluate(params):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The examples as a person runs them: in a process of their own, tiny."""
+
+import csv
+import hashlib
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--sample", "0"]
+TINY += ["--steps", "12", "--checkpoint-every", "4", "--eval-every", "6", "--quiet"]
+
+
+def command(*arguments, script="train_transformer.py"):
+    return [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+
+
+def run(*arguments, fails=False, **settings):
+    done = subprocess.run(command(*arguments, **settings), capture_output=True, text=True, check=False)
+    assert bool(done.returncode) is fails, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def parameters(output):
+    return re.search(r"parameters (\w+)", output).group(1)
+
+
+def contents(folder):
+    """A hash of every file's name and bytes below `folder`."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        total.update(str(path.relative_to(folder)).encode())
+        total.update(path.read_bytes() if path.is_file() else b"")
+    return total.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole run, its folder and what it printed."""
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    return out, run(*TINY, "--out", out)
+
+
+def test_a_run_leaves_metrics_and_a_picture(finished):
+    out, output = finished
+    with (out / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, 13))
+    assert [row["step"] for row in rows if row["held_out"]] == ["6", "12"]
+    assert all(float(row["max_logit_0"]) for row in rows)
+    assert (out / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    assert "held-out loss" in output
+
+
+def test_killed_and_resumed_ends_in_the_same_bits(finished, tmp_path):
+    _, whole = finished
+    out = tmp_path / "killed"
+    process = subprocess.Popen(
+        command(*TINY, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 300
+    while not list((out / "checkpoints").glob("[0-9]*")) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    resumed = run(*TINY, "--resume", out)
+    assert "Resuming" in resumed
+    assert parameters(resumed) == parameters(whole)
+    with (out / "metrics.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 13))
+
+
+def damage(folder, kind):
+    newest = max((folder / "checkpoints").glob("[0-9]*"), key=lambda p: int(p.name))
+    if kind == "foreign":
+        shutil.rmtree(newest)
+        newest.mkdir()
+        (newest / "weights.bin").write_bytes(b"not ours")
+        return
+    files = [
+        p
+        for p in newest.rglob("*")
+        if p.is_file() and p.stat().st_size > 500 and "metadata" not in p.name.lower()
+    ]
+    largest = max(files, key=lambda p: p.stat().st_size)
+    data = largest.read_bytes()
+    largest.write_bytes(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("kind", ["foreign", "truncated"])
+def test_a_damaged_checkpoint_is_refused_and_left_alone(finished, tmp_path, kind):
+    out = tmp_path / kind
+    shutil.copytree(finished[0], out)
+    damage(out, kind)
+    before = contents(out)
+    message = run(*TINY, "--resume", out, fails=True)
+    assert "--resume: the checkpoint" in message
+    assert "damaged" in message
+    assert contents(out) == before
+
+
+def test_another_run_and_no_run_are_refused(finished, tmp_path):
+    before = contents(finished[0])
+    assert "width: 16 there, 8 here" in run(*TINY, "--width", "8", "--resume", finished[0], fails=True)
+    assert "holds no checkpoint" in run(*TINY, "--resume", tmp_path, fails=True)
+    assert "holds a run already" in run(*TINY, "--out", finished[0], fails=True)
+    assert contents(finished[0]) == before
+
+
+def test_bad_flags():
+    assert "--steps must be at least 1" in run("--steps", "0", fails=True)
+    assert "multiple of --heads" in run("--width", "10", "--heads", "3", fails=True)
+
+
+def test_linen_twin():
+    tiny = [
+        "--steps",
+        "3",
+        "--layers",
+        "2",
+        "--width",
+        "16",
+        "--heads",
+        "2",
+        "--context",
+        "16",
+        "--batch",
+        "2",
+    ]
+    output = run(*tiny, script="train_transformer_linen.py")
+    assert "step 3: loss" in output
+    assert "Muon" in output
