@@ -42,7 +42,8 @@ def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float]:
     if lower / upper > _CONVERGED:
         return 15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5
     q, r = (3 * lower + upper) / 4, (lower + 3 * upper) / 4  # exact in the limit lower -> upper
-    error, previous = math.inf, math.nan
+    a = b = c = error = math.inf
+    previous = math.nan
     while not abs(error - previous) <= 1e-15:
         previous = error
         nodes = np.array([lower, q, r, upper])

@@ -60,7 +60,7 @@ def match_rms(
         ratio = view.fan_out / view.fan_in
         return math.sqrt(max(1.0, ratio) if rule == "width" else ratio)
 
-    def update(updates: optax.Updates, state: optax.EmptyState, params: Any = None):
+    def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
         numbers = resolve_dimension_numbers(dimension_numbers, updates, call="match_rms")

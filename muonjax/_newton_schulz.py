@@ -16,7 +16,7 @@ one piece of code here.
 import dataclasses
 import itertools
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -225,8 +225,10 @@ def _iterate(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
 
     def product(r, y=None, c=None, alpha=1.0, beta=0.0):
         """alpha R Y^H + beta C, Hermitian: Y is R, or commutes with it."""
-        r, y, c = (None if a is None else a.astype(dtype) for a in (r, y, c))
-        return symmetric_product(r, y=y, c=c, alpha=alpha, beta=beta, implementation=settings.implementation)
+        y, c = (None if a is None else a.astype(dtype) for a in (y, c))
+        return symmetric_product(
+            r.astype(dtype), y=y, c=c, alpha=alpha, beta=beta, implementation=settings.implementation
+        )
 
     def apply(q, x):
         return jnp.matmul(
@@ -255,14 +257,14 @@ def _iterate(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
     return x
 
 
-def _polynomials(rows: Coefficients, r: jax.Array, r2: jax.Array | None, product):
+def _polynomials(rows: Coefficients, r: Any, r2: Any, product: Any) -> tuple[float, jax.Array]:
     """The composition of `rows` as a map on x: the scalar a and the matrix Q of x -> a x + Q x.
 
     Args:
       r: X X^H, normalized.
       r2: Its square, where that is already made.
     """
-    q = None
+    q: Any = None
     for step, (a, b, c) in enumerate(rows):
         # p_t(X) = (a I + Z) X, with Z = b R + c R^2.
         z = product(r, c=r, alpha=c, beta=b) if r2 is None else b * r + c * r2

@@ -53,7 +53,7 @@ def orthogonalize(
             f"orthogonalize(newton_schulz={settings!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
         )
 
-    def update(updates: optax.Updates, state: optax.EmptyState, params: Any = None):
+    def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
         numbers = resolve_dimension_numbers(dimension_numbers, updates, call="orthogonalize")

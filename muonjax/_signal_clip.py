@@ -158,7 +158,7 @@ def qk_clip(
         count, clipped, total = (jnp.zeros([], jnp.int32) for _ in range(3))
         return QKClipState(count, lowest(), lowest(), clipped, total)
 
-    def update(updates, state: QKClipState, params=None, *, max_logits: Any = None, **extra_args: Any):
+    def update(updates, state: Any, params: Any = None, *, max_logits: Any = None, **extra_args: Any):
         del extra_args
         if params is None:
             raise ValueError("qk_clip scales weights: call tx.update(grads, state, params, max_logits=...).")
@@ -180,7 +180,7 @@ def qk_clip(
             (jnp.sum(gamma < 1, dtype=jnp.int32) for gamma in gammas.values()), jnp.zeros([], jnp.int32)
         )
         new = QKClipState(
-            count=optax.safe_increment(state.count),
+            count=jnp.asarray(optax.safe_increment(state.count)),
             running_max={name: jnp.where(due, -jnp.inf, largest) for name, largest in running.items()},
             max_logits={
                 name: jnp.where(due, largest, state.max_logits[name]) for name, largest in running.items()

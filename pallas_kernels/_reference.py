@@ -22,7 +22,10 @@ def precision(dtype: jnp.dtype) -> lax.Precision | None:
     one bfloat16 pass on a TPU); whoever wants speed gets more of it by passing bfloat16. Where a user has set
     `jax.default_matmul_precision`, that decides.
     """
-    if jnp.dtype(dtype).itemsize <= 2 or jax.config.jax_default_matmul_precision is not None:
+    if (
+        jnp.dtype(dtype).itemsize <= 2
+        or getattr(jax.config, "jax_default_matmul_precision", None) is not None
+    ):
         return None
     return lax.Precision.HIGHEST
 

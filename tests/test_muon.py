@@ -102,11 +102,7 @@ def test_ten_steps_equal_optax():
 def test_ten_nesterov_steps_equal_optax_given_its_momentum():
     def optax_momentum(decay=0.95):
         def init(tree):
-            return (
-                optax.ScaleByMomentumState
-                if False
-                else (jnp.zeros([], jnp.int32), optax.tree.zeros_like(tree))
-            )
+            return (jnp.zeros([], jnp.int32), optax.tree.zeros_like(tree))
 
         def update(updates, state, _=None):
             count, mu = state

@@ -1,0 +1,99 @@
+"""Write the numbers of README.md: every block between `<!-- results: NAME -->` and `<!-- end -->` comes from its JSON.
+
+python benchmarks/report.py            # rewrite
+python benchmarks/report.py --check    # fail if a block is out of date
+"""
+
+import json
+import pathlib
+import re
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def _markdown(heads: list[str], rows: list[list[Any]]) -> str:
+    lines = [heads, ["---"] * len(heads), *([str(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _born(content: dict[str, Any]) -> str:
+    born = content["born"]
+    return f"{born['device']}; jax {born['versions']['jax']}, optax {born['versions']['optax']}."
+
+
+def training_sweep(content: dict[str, Any]) -> str:
+    """Held-out loss by rate, and the sentence that it supports."""
+    runs = content["runs"]
+    rates = sorted({run["learning_rate"] for run in runs})
+    lengths = sorted({(run["optimizer"], run["steps"]) for run in runs}, key=lambda key: (key[0], -key[1]))
+    loss = {(r["optimizer"], r["steps"], r["learning_rate"]): r["held_out"] for r in runs}
+    rows = []
+    for optimizer, steps in lengths:
+        cells = [loss.get((optimizer, steps, rate)) for rate in rates]
+        least = min(cell for cell in cells if cell is not None)
+        shown = ["" if c is None else f"**{c:.3f}**" if c == least else f"{c:.3f}" for c in cells]
+        rows.append([f"{optimizer}, {steps} steps", *shown])
+    adamw = min((b for b in content["best"] if b["optimizer"] == "adamw"), key=lambda b: b["held_out"])
+    enough = [
+        b for b in content["best"] if b["optimizer"] == "muonclip" and b["held_out"] <= adamw["held_out"]
+    ]
+    first = min(enough, key=lambda b: b["steps"])
+    sentence = (
+        f"MuonClip reaches {first['held_out']:.3f} in {first['steps']} steps, AdamW {adamw['held_out']:.3f} in "
+        f"{adamw['steps']}: {first['steps'] / adamw['steps']:.2f} of the steps (one seed, each at its best rate)."
+    )
+    table = _markdown(["held-out loss at rate", *(f"{rate:g}" for rate in rates)], rows)
+    return f"{sentence}\n\n{table}\n\n{_born(content)}"
+
+
+def muon_step(content: dict[str, Any]) -> str:
+    """One optimizer step against Optax's."""
+    rows = [
+        [
+            name,
+            f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})",
+            f"{row['temporary_ratio']:.2f}",
+            f"{row['polar_error_mean']:.2f}",
+            f"{row['cosine_worst']:.2f}",
+        ]
+        for name, row in content["optimizers"].items()
+    ]
+    heads = [
+        "",
+        "time of a step",
+        "temporary memory",
+        "polar error, mean",
+        "cosine to the polar factor, worst",
+    ]
+    return f"{_markdown(heads, rows)}\n\n{_born(content)} Time and memory in units of Optax's."
+
+
+BLOCKS = {"training_sweep": training_sweep, "muon_step": muon_step}
+
+
+def render(text: str) -> str:
+    """`text` with every block made anew."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match.group(1)
+        content = json.loads((RESULTS / f"{name}.json").read_text())
+        return f"<!-- results: {name} -->\n{BLOCKS[name](content)}\n<!-- end -->"
+
+    return re.sub(r"<!-- results: (\w+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    """The command."""
+    path = ROOT / "README.md"
+    text = path.read_text()
+    new = render(text)
+    if "--check" in sys.argv and new != text:
+        raise SystemExit("README.md is out of date: python benchmarks/report.py")
+    path.write_text(new)
+
+
+if __name__ == "__main__":
+    main()
