@@ -37,15 +37,19 @@ class Checkpoints:
         self._manager.close()
 
 
+def steps(folder: pathlib.Path) -> list[int]:
+    """The steps whose checkpoints were written to the end, in order."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.is_dir() and path.name.isdigit())
+
+
 def restore(folder: pathlib.Path, settings: dict[str, Any], like: Any) -> tuple[int, Any]:
     """The newest state in `folder` and the number of steps it has seen.
 
     Raises SystemExit, and writes nothing, if there is none, if it is not whole, or if another run made it.
     """
-    steps = sorted(int(p.name) for p in folder.glob("*") if p.is_dir() and p.name.isdigit())
-    if not steps:
-        raise SystemExit(f"--resume: {folder} holds no checkpoint; start a run with --out first.")
-    step = steps[-1]
+    if not steps(folder):
+        raise SystemExit(f"--resume: {folder} holds no whole checkpoint; start a run there with --out.")
+    step = steps(folder)[-1]
     refuse = f"--resume: the checkpoint {folder / str(step)} "
     options = ocp.CheckpointManagerOptions(read_only=True)
     try:

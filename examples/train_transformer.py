@@ -202,7 +202,7 @@ def train(args: argparse.Namespace) -> float:
         start, state = checkpoints.restore(folder, settings, {"params": params, "opt_state": opt_state})
         params, opt_state = state["params"], state["opt_state"]
         print(f"Resuming {args.out} after step {start}.")
-    elif folder.exists() and any(folder.iterdir()):
+    elif checkpoints.steps(folder):
         raise SystemExit(
             f"{args.out} holds a run already: go on with --resume {args.out}, or choose another --out."
         )

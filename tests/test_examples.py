@@ -65,7 +65,7 @@ def test_killed_and_resumed_ends_in_the_same_bits(finished, tmp_path):
         command(*TINY, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 300
-    while not list((out / "checkpoints").glob("[0-9]*")) and process.poll() is None:
+    while process.poll() is None and not any(p.name.isdigit() for p in (out / "checkpoints").glob("*")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -75,6 +75,14 @@ def test_killed_and_resumed_ends_in_the_same_bits(finished, tmp_path):
     assert parameters(resumed) == parameters(whole)
     with (out / "metrics.csv").open() as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 13))
+
+
+def test_killed_in_its_first_checkpoint_starts_again(finished, tmp_path):
+    """A temporary folder is no checkpoint: --resume says so, and --out may start over."""
+    out = tmp_path / "killed"
+    (out / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert "holds no whole checkpoint" in run(*TINY, "--resume", out, fails=True)
+    assert parameters(run(*TINY, "--out", out)) == parameters(finished[1])
 
 
 def damage(folder, kind):
@@ -109,7 +117,7 @@ def test_a_damaged_checkpoint_is_refused_and_left_alone(finished, tmp_path, kind
 def test_another_run_and_no_run_are_refused(finished, tmp_path):
     before = contents(finished[0])
     assert "width: 16 there, 8 here" in run(*TINY, "--width", "8", "--resume", finished[0], fails=True)
-    assert "holds no checkpoint" in run(*TINY, "--resume", tmp_path, fails=True)
+    assert "holds no whole checkpoint" in run(*TINY, "--resume", tmp_path, fails=True)
     assert "holds a run already" in run(*TINY, "--out", finished[0], fails=True)
     assert contents(finished[0]) == before
 
