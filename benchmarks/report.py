@@ -71,7 +71,17 @@ def muon_step(content: dict[str, Any]) -> str:
     return f"{_markdown(heads, rows)}\n\n{_born(content)} Time and memory in units of Optax's."
 
 
-BLOCKS = {"training_sweep": training_sweep, "muon_step": muon_step}
+def clip_holds(content: dict[str, Any]) -> str:
+    """What the clip does to a run that blows up."""
+    without, clipped = (content["runs"][name] for name in ("muon", "muonclip"))
+    return (
+        f"Made to blow up (learning rate {content['learning_rate']:g}, threshold {content['threshold']:g}, "
+        f"{content['steps']} steps), Muon alone reaches a logit of {without['largest_logit']:.0f}; with the clip the "
+        f"largest is {clipped['largest_logit']:.0f}, for the statistic lags a step behind the weights."
+    )
+
+
+BLOCKS = {"clip_holds": clip_holds, "training_sweep": training_sweep, "muon_step": muon_step}
 
 
 def render(text: str) -> str:
