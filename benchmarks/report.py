@@ -1,4 +1,4 @@
-"""Write the numbers of README.md: every block between `<!-- results: NAME -->` and `<!-- end -->` comes from its JSON.
+"""Write the numbers of README.md and docs: a block `<!-- results: NAME -->` … `<!-- end -->` comes from NAME's JSON.
 
 python benchmarks/report.py            # rewrite
 python benchmarks/report.py --check    # fail if a block is out of date
@@ -89,20 +89,26 @@ def render(text: str) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match.group(1)
-        content = json.loads((RESULTS / f"{name}.json").read_text())
+        # `msign.memory` is one of several views of msign.json.
+        source = name.partition(".")[0]
+        content = json.loads((RESULTS / f"{source}.json").read_text())
         return f"<!-- results: {name} -->\n{BLOCKS[name](content)}\n<!-- end -->"
 
-    return re.sub(r"<!-- results: (\w+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+    return re.sub(r"<!-- results: ([\w.]+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
 
 
 def main() -> None:
     """The command."""
-    path = ROOT / "README.md"
-    text = path.read_text()
-    new = render(text)
-    if "--check" in sys.argv and new != text:
-        raise SystemExit("README.md is out of date: python benchmarks/report.py")
-    path.write_text(new)
+    stale = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = path.read_text()
+        new = render(text)
+        if new != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if "--check" not in sys.argv:
+                path.write_text(new)
+    if "--check" in sys.argv and stale:
+        raise SystemExit(f"out of date: {', '.join(stale)}; run python benchmarks/report.py")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every line of code in the README runs, and every number in it is its JSON's."""
+"""Every line of code in the README runs, and every number in it and in the docs is its JSON's."""
 
 import pathlib
 import re
