@@ -1,8 +1,8 @@
 """The polynomials that Newton-Schulz composes: derived once, tabulated by name, each with its source.
 
 A schedule is a tuple of rows ``(a, b, c)``. Row t maps every singular value by the odd quintic
-``p_t(s) = a s + b s^3 + c s^5``; the composition ``p_T(... p_2(p_1(s)))`` should be close to 1 on all of
-``(0, 1]``.
+``p_t(s) = a s + b s^3 + c s^5``, or by a cubic where c = 0; the composition ``p_T(... p_2(p_1(s)))`` should be
+close to 1 on all of ``(0, 1]``.
 """
 
 import functools
@@ -37,10 +37,11 @@ every Polar Express schedule. Slow far from 1 (its slope at zero is 1.875)."""
 _CONVERGED = 1 - 5e-6
 
 
-def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float]:
-    """The odd quintic closest to 1 on [lower, upper], by the Remez exchange of seed article eq. (9)."""
+def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float, float]:
+    """The odd quintic closest to 1 on [lower, upper], and its error, by the Remez exchange of seed article eq.
+    (9)."""
     if lower / upper > _CONVERGED:
-        return 15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5
+        return 15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5, 0.0
     q, r = (3 * lower + upper) / 4, (lower + 3 * upper) / 4  # exact in the limit lower -> upper
     a = b = c = error = math.inf
     previous = math.nan
@@ -51,7 +52,19 @@ def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float]:
         a, b, c, error = np.linalg.solve(system, np.ones(4)).tolist()
         root = math.sqrt(9 * b * b - 20 * a * c)
         q, r = math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))
-    return a, b, c
+    return a, b, c, error
+
+
+def _minimax_cubic(lower: float, upper: float) -> tuple[float, float, float, float]:
+    """The odd cubic closest to 1 on [lower, upper], and its error: a multiple of a s - s^3, whose values at both
+    ends are equal, and as far below 1 as its largest is above."""
+    a = lower * lower + lower * upper + upper * upper
+    ends, top = lower * upper * (lower + upper), 2 * (a / 3) ** 1.5
+    scale = 2 / (ends + top)
+    return scale * a, -scale, 0.0, (top - ends) / (top + ends)
+
+
+_MINIMAX = {3: _minimax_cubic, 5: _minimax_quintic}
 
 
 @functools.lru_cache
@@ -61,11 +74,12 @@ def polar_express(
     lower: float = 1e-3,
     cushion: float = 0.02407327424182761,
     safety: float = 1.01,
+    degrees: tuple[int, ...] | None = None,
 ) -> Coefficients:
     r"""The Polar Express schedule: the composition of `num_steps` quintics that is closest to 1 on [`lower`,
     1].
 
-    Each step is the minimax quintic of the interval that the steps before it leave, and this greedy choice
+    Each step is the minimax polynomial of the interval that the steps before it leave, and this greedy choice
     is the global optimum. The first polynomials of a longer schedule are those of a shorter one.
 
     Args:
@@ -77,6 +91,8 @@ def polar_express(
       safety: Every step but the last is evaluated at s / `safety`, so that rounding that lifts a singular
         value above the interval can't grow without bound; at least 1. The last step stays plain: nothing
         follows it, and dividing it would keep the whole schedule from converging.
+      degrees: Of each step's polynomial, 3 or 5; None: all quintics. A cubic saves a product and gains half as
+        many digits: it comes between two numbers of quintics.
 
     Returns:
       `num_steps` rows (a, b, c).
@@ -103,13 +119,17 @@ def polar_express(
         raise ValueError(f"polar_express(cushion={cushion!r}) must lie in [0, 1); 0 turns it off.")
     if not safety >= 1:
         raise ValueError(f"polar_express(safety={safety!r}) must be at least 1; 1 turns it off.")
+    degrees = (5,) * num_steps if degrees is None else degrees
+    if len(degrees) != num_steps or not set(degrees) <= set(_MINIMAX):
+        raise ValueError(
+            f"polar_express(degrees={degrees!r}) needs a 3 or a 5 for each of {num_steps} steps."
+        )
     rows = []
     upper = 1.0
-    for step in range(num_steps):
-        a, b, c = _minimax_quintic(max(lower, cushion * upper), upper)
+    for step, degree in enumerate(degrees):
+        a, b, c, error = _MINIMAX[degree](max(lower, cushion * upper), upper)
         at_lower = a * lower + b * lower**3 + c * lower**5
-        at_upper = a * upper + b * upper**3 + c * upper**5
-        recenter = 2 / (at_lower + at_upper)
+        recenter = 2 / (at_lower + 1 + error)
         a, b, c = a * recenter, b * recenter, c * recenter
         lower = recenter * at_lower
         upper = 2 - lower

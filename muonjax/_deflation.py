@@ -2,7 +2,7 @@ r"""Before Newton-Schulz: shrink the few dominant directions, so that the long t
 
 The momentum of a transformer has a few dominant directions and a long tail (median sigma/sigma_1 about 1e-2).
 Dividing by the largest singular value therefore leaves nearly all of them tiny, and Newton-Schulz spends its
-first steps on lifting them. With A = X X^H in hand, a thin basis V of the dominant subspace costs one or two
+first steps on lifting them. With A = X X^H in hand, a thin basis V of the dominant subspace costs two
 products with A, and
 
     W = I - V D V^H,    D = I - g(V^H A V),    g(h) ~ shrink * h^(-1/2)
@@ -11,95 +11,78 @@ flattens the top k singular values of W X. Where V spans an invariant subspace o
 function of A; it commutes with A, and W X has exactly X's polar factor. Where V does not, the polar factor
 moves by about ||sin(theta) D||, theta being the angles between V and the true subspace; that is estimated
 from the residual A V - V (V^H A V), and D is shrunk until the estimate is below `_TOLERANCE`.
+
+All of it is products: a factorization would leave the matrix units, and on a CPU start threads of its own.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from muonjax._coefficients import polar_express
-
-# g comes from the Gram iteration on the k x k matrix, in float32. Six steps reach all ratios sigma_k/sigma_1
-# >= 1e-3 within 0.5 %, and g needs no more: any positive g keeps the polar factor.
-_INVERSE_ROOT = polar_express(6)
-
-# Added to the k x k matrix in units of its norm: the shrunk directions never fall below 1e-3 of the largest,
-# which is where the rounding of A = X X^H in float32 begins.
-_RIDGE = 1e-6
-
-# The root mean square polar error that an inexact subspace may cause.
-_TOLERANCE = 0.05
+from muonjax._coefficients import Coefficients, evaluate, polar_express
+from pallas_kernels import symmetric_product
 
 # Products with A on the random start. One leaves angles that cost up to 0.05 of polar error on real
 # momentum; two, none.
 _SUBSPACE_STEPS = 2
 
-_HIGHEST = jax.lax.Precision.HIGHEST
+# Orthonormalizations after each, for Y^H Y has the squared condition of Y, and its rounding swallows what is
+# below 1e-3 of the largest.
+_ORTHONORMALIZATIONS = 2
+
+# Added to the k x k matrices in units of their norm: directions never fall below 1e-3 of the largest, which is
+# where the rounding of A = X X^H in float32 begins.
+_RIDGE = 1e-6
+
+# The root mean square polar error that an inexact subspace may cause.
+_TOLERANCE = 0.05
 
 
-def _adjoint(a: jax.Array) -> jax.Array:
-    return a.conj().mT
+def _never_above_one(rows: Coefficients) -> Coefficients:
+    top = float(evaluate(rows, np.linspace(0, 1.001, 10_001)).max())
+    return (*rows[:-1], tuple(c / top for c in rows[-1]))  # pyright: ignore[reportReturnType]
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(
-        a, b, precision=_HIGHEST, preferred_element_type=jnp.promote_types(b.dtype, jnp.float32)
-    )
+# For the inverse roots of k x k matrices. What is smaller than its lower end comes out short, not as noise.
+_INVERSE_ROOT = _never_above_one(polar_express(5, lower=1e-2))
 
 
-def _hermitian(a: jax.Array) -> jax.Array:
-    return (a + _adjoint(a)) / 2
+class Deflation(NamedTuple):
+    """W = I - P V^H, and what it makes of A.
 
-
-def _inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """About h^(-1/2) for positive semidefinite h [*batch, k, k], times the root of its size: Q and the size.
-
-    By products alone: a factorization would leave the matrix units, and on a CPU start threads of its own.
+    Attributes:
+      p, v: [*batch, m, k].
+      gram: W A W, [*batch, m, m].
+      others: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` but the largest,
+        [*batch, 1, 1].
     """
-    eye = jnp.eye(h.shape[-1], dtype=h.dtype)
-    size = _frobenius(h) + jnp.finfo(h.dtype).tiny
-    r = h / size + _RIDGE * eye
 
-    def step(row, carry):
-        r, q = carry
-        a, b, c = row[0], row[1], row[2]
-        p = a * eye + b * r + c * _dot(r, r)
-        return _hermitian(_dot(_dot(p, r), p)), _hermitian(_dot(q, p))
+    p: jax.Array
+    v: jax.Array
+    gram: jax.Array
+    others: jax.Array
 
-    rows = jnp.asarray(_INVERSE_ROOT, jnp.finfo(h.dtype).dtype)
-    _, q = jax.lax.fori_loop(0, len(_INVERSE_ROOT), lambda i, carry: step(rows[i], carry), (r, r * 0 + eye))
-    return q, size
+    def apply(self, x: jax.Array) -> jax.Array:
+        """W x, for x [*batch, m, n]."""
+        return x - _dot(self.p, _dot(_adjoint(self.v), x))
 
-
-def _orthonormal(y: jax.Array) -> jax.Array:
-    """Nearly orthonormal columns that span those of y [*batch, m, k].
-
-    Twice, for y^H y has the squared condition of y, and its rounding swallows what is below 1e-3 of the
-    largest. A column that depends on the others comes out short, not as noise; short columns are harmless.
-    """
-    for _ in range(2):
-        inverse_root, size = _inverse_root(_dot(_adjoint(y), y))
-        y = _dot(y, inverse_root) * jax.lax.rsqrt(size)
-    return y
+    def apply_right(self, q: jax.Array) -> jax.Array:
+        """q W, for q [*batch, m, m]."""
+        return q - _dot(_dot(q, self.p), _adjoint(self.v))
 
 
-def _frobenius(a: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(jnp.abs(a) ** 2, axis=(-2, -1), keepdims=True))
-
-
-def shrink_dominant(x: jax.Array, gram: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
-    """W x and W gram W, for the map W that shrinks the `rank` dominant directions of `gram`.
+def shrink_dominant(gram: jax.Array, rank: int) -> Deflation:
+    """The map W that shrinks the `rank` dominant directions of A to about the size of the rank-th.
 
     Args:
-      x: [*batch, m, n], with entries of moderate size.
-      gram: A = X X^H, [*batch, m, m], in float32 or wider.
+      gram: A = X X^H, [*batch, m, m], in float32 or wider, with entries of moderate size.
       rank: k, in 1..m.
     """
     m = gram.shape[-1]
-    v = jax.random.normal(jax.random.key(0), (m, rank), jnp.float32).astype(gram.dtype)
-    for _ in range(_SUBSPACE_STEPS):
-        v = _orthonormal(_dot(gram, v))
+    v = _dominant_subspace(gram, rank)
     av = _dot(gram, v)
     h = _hermitian(_dot(_adjoint(v), av))
 
@@ -116,5 +99,97 @@ def shrink_dominant(x: jax.Array, gram: jax.Array, rank: int) -> tuple[jax.Array
     # W A W = A - P S^H - S P^H with P = V D and S = A V - P (V^H A V) / 2.
     p = _dot(v, d)
     s = av - _dot(p, h) / 2
-    update = _dot(jnp.concatenate([p, s], axis=-1), _adjoint(jnp.concatenate([s, p], axis=-1)))
-    return x - _dot(p, _dot(_adjoint(v), x)), _hermitian(gram - update)
+    both = jnp.concatenate
+    shrunk = symmetric_product(
+        both([p, s], axis=-1), y=both([s, p], axis=-1), c=_above_rounding(gram), alpha=-1.0, beta=1.0
+    )
+    w = jnp.eye(rank, dtype=h.dtype) - _dot(_dot(_adjoint(v), v), d)  # V^H W = w V^H
+    return Deflation(p, v, shrunk, _fourth_powers_of_others(_dot(_dot(w, h), _adjoint(w))))
+
+
+def _dominant_subspace(gram: jax.Array, rank: int) -> jax.Array:
+    """Nearly orthonormal columns V [*batch, m, k], none longer than 1."""
+
+    def orthonormalize(_, y):
+        inverse_root, size = _inverse_root(_dot(_adjoint(y), y))
+        return _dot(y, inverse_root) * jax.lax.rsqrt(size)
+
+    def subspace_step(_, v):
+        return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, _dot(gram, v))
+
+    start = _like(gram[..., :rank], _signs(gram.shape[-1], rank))
+    return jax.lax.fori_loop(0, _SUBSPACE_STEPS, subspace_step, start)
+
+
+def _signs(m: int, k: int) -> jax.Array:
+    """Fixed random signs, [m, k]: the start of the subspace iteration, the same on every device."""
+    # The finalizer of MurmurHash3 on a counter: jax.random's generators take longer to compile than all the rest.
+    h = jax.lax.iota(jnp.uint32, m * k) + jnp.uint32(1)
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.where(h >> 31, jnp.float32(1), jnp.float32(-1)).reshape(m, k)
+
+
+def _inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Q and the size of positive semidefinite h [*batch, k, k], with Q = (h / size)^(-1/2) where that is well
+    conditioned, and less where it is not: Q h Q never has an eigenvalue above the size."""
+    eye = jnp.eye(h.shape[-1], dtype=h.dtype)
+    size = _frobenius(h) + jnp.finfo(h.dtype).tiny
+    r = h / size + _RIDGE * eye
+    rows = jnp.asarray(_INVERSE_ROOT, jnp.finfo(h.dtype).dtype)
+
+    def step(t, carry):
+        r, q = carry
+        a, b, c = rows[t]
+        p = a * eye + b * r + c * _dot(r, r)
+        return _hermitian(_dot(_dot(p, r), p)), _hermitian(_dot(q, p))
+
+    _, q = jax.lax.fori_loop(0, len(rows), step, (r, _like(r, eye)))
+    return q, size
+
+
+def _above_rounding(gram: jax.Array) -> jax.Array:
+    """A + delta I, with delta about the error that rounding left in A.
+
+    What stays after the dominant part is taken away inherits the absolute error of A, and where that makes an
+    eigenvalue negative, polynomials can amplify it without bound. The entries' errors are eps sqrt(a_ii a_jj),
+    of random sign; the norm of such a matrix is at most 2 eps sqrt(max a_ii * tr A).
+    """
+    diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1).real
+    delta = jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1))
+    return gram + delta[..., None, None] * jnp.eye(gram.shape[-1], dtype=gram.dtype)
+
+
+def _fourth_powers_of_others(a: jax.Array) -> jax.Array:
+    """A lower bound of the sum of the fourth powers of all but one eigenvalue of M, where a = V^H M V.
+
+    No combination of V's columns [*batch, m, k] is longer than its coefficients, so by interlacing the i-th
+    eigenvalue of M is at least the i-th of a [*batch, k, k], and the sum over i >= 2 is at least
+    ||a^2||_F^2 - ||a^2||_2^2, where ||a^2||_2 <= ||a^8||_F^(1/4).
+    """
+    size = _frobenius(a) + jnp.finfo(a.dtype).tiny
+    a2 = _dot(a / size, a / size)
+    a4 = _dot(a2, a2)
+    a8 = _dot(a4, a4)
+    return jnp.maximum(_frobenius(a2) ** 2 - jnp.sqrt(_frobenius(a8)), 0) * size**4
+
+
+def _like(a: jax.Array, value: jax.Array) -> jax.Array:
+    """`value` with the shape, the dtype and, inside `jax.shard_map`, the varying axes of a: a loop's carry."""
+    return a * 0 + value
+
+
+def _adjoint(a: jax.Array) -> jax.Array:
+    return a.conj().mT
+
+
+def _hermitian(a: jax.Array) -> jax.Array:
+    return (a + _adjoint(a)) / 2
+
+
+def _frobenius(a: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(jnp.abs(a) ** 2, axis=(-2, -1), keepdims=True))
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -40,7 +40,7 @@ def map_groups(f: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array
     """f on each matrix, compiled once a group.
 
     Args:
-      f: [batch, m, n] -> [batch, m, n], each matrix on its own; f(x.mT) = f(x).mT.
+      f: [*batch, m, n] -> [*batch, m, n], each matrix on its own; f(x.mT) = f(x).mT.
       matrices: Arrays [batch, m, n], any shapes.
 
     Returns:
@@ -62,11 +62,13 @@ def map_groups(f: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array
 def _map_stack(f, stack: jax.Array) -> jax.Array:
     count, *shape = stack.shape
     size = chunk_size(count, (shape[0], shape[1]), jax.default_backend())
-    if size == count:
-        return f(stack)
+    # One matrix goes without a batch axis: products of batches of one take a slower way through XLA on a CPU.
+    chunks = stack if size == 1 else stack.reshape(-1, size, *shape)
+    if len(chunks) == 1:
+        return f(chunks[0]).reshape(stack.shape)
 
-    def body(step, stack):
-        chunk = jax.lax.dynamic_slice_in_dim(stack, step * size, size)
-        return jax.lax.dynamic_update_slice_in_dim(stack, f(chunk), step * size, 0)
+    def body(step, chunks):
+        chunk = jax.lax.dynamic_index_in_dim(chunks, step, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(chunks, f(chunk), step, 0)
 
-    return jax.lax.fori_loop(0, count // size, body, stack)
+    return jax.lax.fori_loop(0, len(chunks), body, chunks).reshape(stack.shape)

@@ -30,8 +30,8 @@ Normalization = Literal["schatten", "frobenius", "aol", "spectral"]
 
 
 # The lower ends measured best on momentum whose dominant directions are shrunk (benchmarks/newton_schulz.py).
-_FAST = polar_express(3, lower=1.5e-2)
-_BALANCED = polar_express(4, lower=7e-3)
+_FAST = polar_express(3, lower=2e-2)
+_BALANCED = polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3))
 _ACCURATE = polar_express(8)
 
 
@@ -43,8 +43,8 @@ class NewtonSchulz:
       coefficients: Rows (a, b, c), one a step: `polar_express(...)`, `JORDAN`, `YOU`, or your own.
       num_steps: Steps to run; None runs each row once. A shorter table repeats its last row, a longer one is
         cut.
-      deflation: Share of the m directions (m: the matrix's shorter side) to shrink first, in [0, 0.5]; 0
-        turns it off.
+      deflation: How many dominant directions to shrink first, at most; never more than m / 8 (m: the matrix's
+        shorter side). 0 turns it off.
       form: "standard", "gram", or "auto", which takes the Gram form in float32 and float64 for n > 1.5 m,
         and the standard form everywhere else (in half precision the Gram form can go wrong).
       restarts: Steps after which the Gram form makes its Gram matrix anew, such as (2,); None looks the
@@ -63,7 +63,7 @@ class NewtonSchulz:
 
     coefficients: Coefficients = _BALANCED
     num_steps: int | None = None
-    deflation: float = 0.125
+    deflation: int = 64
     form: Form = "auto"
     restarts: tuple[int, ...] | None = None
     normalization: Normalization = "schatten"
@@ -78,9 +78,9 @@ class NewtonSchulz:
             raise ValueError(
                 f"{call}(num_steps={self.num_steps!r}) needs a whole number of steps, at least 1."
             )
-        if not 0 <= self.deflation <= 0.5:
+        if not isinstance(self.deflation, int) or self.deflation < 0:
             raise ValueError(
-                f"{call}(deflation={self.deflation!r}) is a share of the directions in [0, 0.5]."
+                f"{call}(deflation={self.deflation!r}) needs a whole number of directions; 0 turns it off."
             )
         for name, kind in (("form", Form), ("normalization", Normalization)):
             if getattr(self, name) not in get_args(kind):
@@ -113,14 +113,14 @@ class NewtonSchulz:
 
     @classmethod
     def balanced(cls) -> "NewtonSchulz":
-        """Four steps, the default."""
+        """Three steps and a cubic, the default."""
         return cls()
 
     @classmethod
     def accurate(cls) -> "NewtonSchulz":
         """The polar factor to float32 precision, for condition numbers up to 1e3; computes in float32
         everywhere."""
-        return cls(coefficients=_ACCURATE, deflation=0.0, form="standard", compute_dtype=jnp.float32)
+        return cls(coefficients=_ACCURATE, deflation=0, form="standard", compute_dtype=jnp.float32)
 
 
 def _rows(call: str, coefficients) -> Coefficients:
@@ -221,11 +221,13 @@ def _iterate(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
     """x [*batch, m, n] with m <= n -> its orthogonalization, in the dtype of the sums."""
     dtype = _compute_dtype(x, settings)
     sum_dtype = jnp.promote_types(dtype, jnp.float32)
-    precision = jax.lax.Precision.HIGHEST if sum_dtype == dtype else None
+    half = dtype != sum_dtype
+    precision = None if half else jax.lax.Precision.HIGHEST
 
     def product(r, y=None, c=None, alpha=1.0, beta=0.0):
         """alpha R Y^H + beta C, Hermitian: Y is R, or commutes with it."""
         y, c = (None if a is None else a.astype(dtype) for a in (y, c))
+        alpha, beta = (a[..., 0, 0] if isinstance(a, jax.Array) else a for a in (alpha, beta))
         return symmetric_product(
             r.astype(dtype), y=y, c=c, alpha=alpha, beta=beta, implementation=settings.implementation
         )
@@ -236,70 +238,98 @@ def _iterate(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
         )
 
     x = _power_of_two_scale(x.astype(sum_dtype))
-    gram = product(x) if dtype == sum_dtype else apply(x, x.mT)  # deflation wants all digits of the sums
+    gram = apply(x, x.mT) if half else product(x)  # deflation wants all digits of the sums
     segments = _segments(settings, x.shape, dtype)
-    if rank := round(settings.deflation * x.shape[-2]):
-        # x stays in sum_dtype until now: rounded, its error is as large as the tail that is to be lifted.
-        x, gram = shrink_dominant(x, gram, rank)
-        if len(segments[0]) > 1:
-            # W A W inherits the rounding of A, which is small against A and not against W A W; the Gram form, which
-            # never looks at x again before the end, needs better.
-            gram = product(x)
+    deflation, others = None, 0.0
+    if rank := min(settings.deflation, x.shape[-2] // 8):
+        deflation = shrink_dominant(gram, rank)
+        gram, others = deflation.gram, deflation.others
+        if half:
+            # x is rounded to half precision only now: before, the error would be as large as the tail.
+            x = deflation.apply(x)
+            if len(segments[0]) > 1:
+                gram = product(x)  # the Gram form won't look at x again: begin with what was rounded
 
-    x, r, r2, root = _normalize(x, gram, settings.normalization, product)
+    x, r, r2, root = _normalize(x, gram, others, settings.normalization, product)
     for index, rows in enumerate(segments):
         if index > 0:
-            r, r2 = product(x), None
-        a, q = _polynomials(rows, r, r2, product)
-        if index == 0:
-            a, q = a * root, q * root  # x itself is divided by the bound only here, for free
-        x = a * x + apply(q, x)
+            r, r2, root = product(x), None, 1.0
+        # x itself is divided by the bound and, in full precision, deflated only here, on the small side.
+        a, q = _polynomials(rows, r, r2, root, product, split=half)
+        if index == 0 and deflation is not None and not half:
+            q = deflation.apply_right(q)
+        x = apply(q, x) if a is None else a * x + apply(q, x)
     return x
 
 
-def _polynomials(rows: Coefficients, r: Any, r2: Any, product: Any) -> tuple[float, jax.Array]:
-    """The composition of `rows` as a map on x: the scalar a and the matrix Q of x -> a x + Q x.
+def _polynomials(rows: Coefficients, r: Any, r2: Any, scale: Any, product: Any, *, split: bool) -> Any:
+    """The composition of `rows`, times `scale`, as a map on x: None and Q for x -> Q x, or a and Q for a x + Q x.
 
     Args:
       r: X X^H, normalized.
       r2: Its square, where that is already made.
+      split: Keep the identity's share of each polynomial apart; in half precision it would cost the rest its digits.
     """
+    eye = jnp.eye(r.shape[-1], dtype=r.dtype)
+
+    def quadratic(a, b, c):
+        """P = a I + b R + c R^2; without a I if `split`."""
+        linear = b * r if split else a * eye + b * r
+        if isinstance(c, float) and c == 0:
+            return linear
+        return product(r, c=linear, alpha=c, beta=1.0) if r2 is None else linear + c * r2
+
+    def times(y, p, a, alpha=1.0):
+        """alpha Y P, for Y that commutes with P = a I + b R + c R^2."""
+        return product(y, p, c=y, alpha=alpha, beta=alpha * a) if split else product(y, p, alpha=alpha)
+
+    if len(rows) == 1:
+        a, b, c = (scale * number if number else 0.0 for number in rows[0])
+        return (a if split else None), quadratic(a, b, c)
     q: Any = None
     for step, (a, b, c) in enumerate(rows):
-        # p_t(X) = (a I + Z) X, with Z = b R + c R^2.
-        z = product(r, c=r, alpha=c, beta=b) if r2 is None else b * r + c * r2
-        if len(rows) == 1:
-            return a, z
-        # Q (a I + Z) without forming the sum, whose large diagonal would cost Z its digits.
-        q = z + a * jnp.eye(z.shape[-1], dtype=z.dtype) if q is None else product(q, z, c=q, beta=a)
-        if step < len(rows) - 1:
-            # X X^H after the step is (a I + Z) R (a I + Z).
-            half = product(r, z, c=r, beta=a)
-            r, r2 = product(half, z, c=half, beta=a), None
-    return 0.0, q
+        last = step == len(rows) - 1
+        p = quadratic(a, b, c)
+        first = p + a * eye if split else p
+        q = first if step == 0 else times(q, p, a, scale if last else 1.0)
+        if not last:
+            r, r2 = times(times(r, p, a), p, a), None
+    return None, q
 
 
-def _normalize(x, gram, normalization, product):
+def _normalize(x, gram, others, normalization, product):
     """Divide the Gram matrix by an upper bound of its largest eigenvalue.
 
-    Returns x (which only "aol" touches), the normalized Gram matrix, its square where that is already made, and the
-    factor that x itself still awaits, [*batch, 1, 1].
+    Args:
+      others: At most the sum of the fourth powers of all eigenvalues of `gram` but the largest, which "schatten"
+        takes off.
+
+    Returns:
+      x (which only "aol" touches), the normalized Gram matrix, its square where that is already made, and the
+      factor that x itself still awaits, [*batch, 1, 1].
     """
 
     def or_one(norm):  # for the zero matrix
         return jnp.where(norm == 0, 1, norm)
 
-    def frobenius(a):
-        return or_one(jnp.sqrt(jnp.sum(jnp.abs(a) ** 2, axis=(-2, -1), keepdims=True)))
+    def square_norm(a):
+        return jnp.sum(
+            jnp.abs(a.astype(jnp.promote_types(a.dtype, jnp.float32))) ** 2, (-2, -1), keepdims=True
+        )
+
+    def divide(a, bound):
+        return (a / bound).astype(a.dtype)
 
     gram2 = None
     if normalization == "schatten":
         # ||A||_F first, for a half type can't hold the square of an unscaled A; then ||A^2||_F of what is left.
-        schatten4 = frobenius(gram)
-        gram = gram / schatten4
+        schatten4 = or_one(jnp.sqrt(square_norm(gram)))
+        gram = divide(gram, schatten4)
         gram2 = product(gram)
-        schatten8 = jnp.sqrt(frobenius(gram2))
-        gram, gram2 = gram / schatten8, gram2 / schatten8**2
+        fourth = square_norm(gram2)
+        fourth = jnp.maximum(fourth - others / schatten4**4, fourth / gram.shape[-1])
+        schatten8 = or_one(fourth) ** 0.25
+        gram, gram2 = divide(gram, schatten8), divide(gram2, schatten8**2)
         bound = schatten4 * schatten8
     elif normalization == "aol":
         rows = jax.lax.rsqrt(or_one(jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)))
@@ -307,8 +337,8 @@ def _normalize(x, gram, normalization, product):
         bound = jnp.ones_like(rows[..., :1, :])
     elif normalization == "frobenius":
         bound = or_one(jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None])
-        gram = gram / bound
+        gram = divide(gram, bound)
     else:
         bound = or_one(jnp.linalg.eigvalsh(gram)[..., -1:, None])
-        gram = gram / bound
+        gram = divide(gram, bound)
     return x, gram, gram2, jax.lax.rsqrt(bound)

@@ -66,6 +66,26 @@ def test_no_schedule_leaves_the_interval_it_promises(lower):
     assert errors[0] < 1
 
 
+@pytest.mark.parametrize("lower", [1e-6, 1e-3, 0.1, 0.9])
+def test_a_cubic_is_minimax_too(lower):
+    """No odd cubic is closer to 1: its error is met at three points with changing signs (Chebyshev)."""
+    ((a, b, c),) = muonjax.polar_express(1, lower=lower, cushion=0.0, safety=1.0, degrees=(3,))
+    assert c == 0
+    error = worst([(a, b, c)], lower)
+    at = np.array([lower, np.sqrt(-a / (3 * b)), 1.0])
+    np.testing.assert_allclose(evaluate([(a, b, c)], at) - 1, error * np.array([-1, 1, -1]), rtol=1e-7)
+
+
+def test_cubics_come_between_quintics():
+    errors = [
+        worst(muonjax.polar_express(len(degrees), lower=1e-2, safety=1.0, degrees=degrees), 1e-2)
+        for degrees in ((5, 5, 5), (5, 5, 5, 3), (5, 5, 3, 5), (5, 5, 5, 5))
+    ]
+    assert errors[0] > 1.5 * errors[1]
+    assert errors[1] == pytest.approx(errors[2], rel=0.5)
+    assert errors[2] > 1.5 * errors[3]
+
+
 def test_a_longer_schedule_begins_like_a_shorter_one():
     assert muonjax.polar_express(6, safety=1.0)[:4] == muonjax.polar_express(4, safety=1.0)
 
@@ -106,6 +126,8 @@ def test_a_short_table_repeats_its_last_row_and_a_long_one_is_cut():
         ({"num_steps": 3, "lower": 1.0}, "lower=1.0"),
         ({"num_steps": 3, "cushion": -0.1}, "cushion=-0.1"),
         ({"num_steps": 3, "safety": 0.9}, "safety=0.9"),
+        ({"num_steps": 3, "degrees": (5, 5)}, r"degrees=\(5, 5\)\) needs a 3 or a 5 for each of 3"),
+        ({"num_steps": 1, "degrees": (4,)}, r"degrees=\(4,\)"),
     ],
 )
 def test_bad_settings(arguments, message):

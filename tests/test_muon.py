@@ -13,7 +13,7 @@ import muonjax
 from muonjax import MuonDimensionNumbers, NewtonSchulz
 from muonjax._coefficients import take_steps
 
-JORDAN5 = NewtonSchulz(coefficients=muonjax.JORDAN, num_steps=5, normalization="frobenius", deflation=0.0)
+JORDAN5 = NewtonSchulz(coefficients=muonjax.JORDAN, num_steps=5, normalization="frobenius", deflation=0)
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):

@@ -18,7 +18,7 @@ PRESETS = {
     "accurate": NewtonSchulz.accurate(),
 }
 # Largest |f(s) - 1| that each preset's polynomials allow for normalized singular values in [lower, 1.01].
-LOWER = {"fast": 1.5e-2, "balanced": 7e-3, "accurate": 1e-3}
+LOWER = {"fast": 2e-2, "balanced": 1e-2, "accurate": 1e-3}
 
 
 def minimax_error(preset):
@@ -75,7 +75,7 @@ def test_polar_error_is_within_the_minimax_bound(preset, name, shape):
 def test_deflation_is_never_worse(preset, name):
     x = oracles.with_spectrum(spectrum(name, 64), 96)
     with_it = PRESETS[preset]
-    without = NewtonSchulz(coefficients=with_it.coefficients, deflation=0.0)
+    without = NewtonSchulz(coefficients=with_it.coefficients, deflation=0)
     errors = [
         oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), s), x) for s in (with_it, without)
     ]
@@ -87,7 +87,7 @@ def test_deflation_finds_a_long_tail():
     it."""
     x = oracles.with_spectrum(np.r_[1.0, np.full(63, 1e-3)], 96)
     fast = NewtonSchulz.fast()
-    plain = NewtonSchulz(coefficients=fast.coefficients, deflation=0.0)
+    plain = NewtonSchulz(coefficients=fast.coefficients, deflation=0)
     assert oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), plain), x) > 0.6
     assert oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), fast), x) < 0.35
 
@@ -117,7 +117,7 @@ def test_every_normalization_bounds_the_largest_singular_value(normalization):
     """f rises without bound above 1, so a bound that fails shows at once: adversarial for each norm, over
     dtypes."""
     settings = NewtonSchulz(
-        coefficients=muonjax.polar_express(6), normalization=normalization, deflation=0.0, form="standard"
+        coefficients=muonjax.polar_express(6), normalization=normalization, deflation=0, form="standard"
     )
     for m, n in ((1, 1), (1, 9), (64, 64), (33, 200)):
         for s in (np.r_[1.0, np.zeros(m - 1)], np.ones(m), np.geomspace(1, 1e-3, m)):
@@ -133,7 +133,7 @@ def test_jordan_with_frobenius_is_the_textbook_iteration():
     expected = oracles.newton_schulz(x, rows)
     for form in ("standard", "gram"):
         textbook = NewtonSchulz(
-            coefficients=muonjax.JORDAN, num_steps=5, normalization="frobenius", deflation=0.0, form=form
+            coefficients=muonjax.JORDAN, num_steps=5, normalization="frobenius", deflation=0, form=form
         )
         np.testing.assert_allclose(orthogonalize(jnp.asarray(x, jnp.float32), textbook), expected, atol=2e-5)
 
@@ -213,7 +213,7 @@ def test_complex_matrices():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 12, 30)) + 1j * rng.standard_normal((2, 12, 30))
     for form in ("standard", "gram"):
-        value = NewtonSchulz(coefficients=muonjax.polar_express(8), form=form, deflation=0.0)
+        value = NewtonSchulz(coefficients=muonjax.polar_express(8), form=form, deflation=0)
         assert oracles.polar_error(muonjax.newton_schulz(jnp.asarray(x, jnp.complex64), value), x) < 1e-4
     assert (
         oracles.polar_error(
@@ -227,7 +227,7 @@ def test_float64_is_computed_in_float64():
     with jax.enable_x64(True):
         x = oracles.with_spectrum(np.geomspace(1, 1e-3, 24), 60)
         y = muonjax.newton_schulz(
-            jnp.asarray(x), NewtonSchulz(coefficients=muonjax.polar_express(10), deflation=0.0)
+            jnp.asarray(x), NewtonSchulz(coefficients=muonjax.polar_express(10), deflation=0)
         )
         assert y.dtype == jnp.float64
         assert oracles.polar_error(y, x) < 1e-9
@@ -235,7 +235,7 @@ def test_float64_is_computed_in_float64():
 
 def test_auto_form_is_gram_only_where_wide_and_exact():
     def products(shape, dtype):
-        value = NewtonSchulz(compute_dtype=dtype, deflation=0.0)
+        value = NewtonSchulz(compute_dtype=dtype, deflation=0)
         text = str(jax.make_jaxpr(lambda x: muonjax.newton_schulz(x, value))(jnp.zeros(shape, jnp.float32)))
         long = [
             line
@@ -260,7 +260,7 @@ def test_auto_form_is_gram_only_where_wide_and_exact():
         ({"coefficients": ((1.0, float("nan"), 2.0),)}, ValueError, "finite"),
         ({"num_steps": 0}, ValueError, "num_steps=0"),
         ({"num_steps": -3}, ValueError, "num_steps=-3"),
-        ({"deflation": 0.7}, ValueError, "deflation=0.7"),
+        ({"deflation": 0.125}, ValueError, "deflation=0.125.*whole number"),
         ({"form": "gramm"}, ValueError, "form='gramm'.*'gram'"),
         ({"normalization": "l2"}, ValueError, "normalization='l2'"),
         ({"restarts": (4,)}, ValueError, r"restarts=\(4,\)"),
