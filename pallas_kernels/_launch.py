@@ -1,5 +1,6 @@
-"""Between the public op and the Hopper kernel: can it run here, padding, one launch for any batch."""
+"""Between the public op and the Hopper kernel: can it run here, padding, one launch for the batch of a device."""
 
+import functools
 import math
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jax.extend import backend
 
 from pallas_kernels import _tiles
+from pallas_kernels._by_batch import by_batch
 
 # Below this version Pallas's Mosaic GPU lowering lacks the transposed store that the mirror image needs.
 NEEDS_JAX = (0, 11)
@@ -29,17 +31,9 @@ def symmetric_product(
     return _folded(cores, flat(x), flat(y), flat(c), scale).reshape(*batch, m, m)
 
 
-def _folded(cores, *arguments):
+def _folded(cores: int, *arguments: jax.Array | None) -> jax.Array:
     """The kernel on [batch, m, k]; another `vmap` makes the batch longer and stays one launch."""
-
-    @jax.custom_batching.custom_vmap
-    def run(x, y, c, scale):
-        from pallas_kernels import _hopper  # only here: JAX 0.10 can't run it
-
-        size, m, _ = x.shape
-        tiles = _tiles.pick(m, size, cores)
-        operands = _aligned(x), None if y is None else _aligned(y), None if c is None else _aligned(c)
-        return _hopper.launch(*operands, scale, tiles=tiles, cores=cores)[:, :m, :m]
+    run = jax.custom_batching.custom_vmap(by_batch(functools.partial(launched, cores)))
 
     @run.def_vmap
     def _(size, batched, *arguments):
@@ -54,6 +48,18 @@ def _folded(cores, *arguments):
         return out.reshape(size, -1, *out.shape[1:]), True
 
     return run(*arguments)
+
+
+def launched(
+    cores: int, x: jax.Array, y: jax.Array | None, c: jax.Array | None, scale: jax.Array
+) -> jax.Array:
+    """The launch on one device, which has its own part of the batch: padded, and cut again."""
+    from pallas_kernels import _hopper  # only here: JAX 0.10 can't run it
+
+    size, m, _ = x.shape
+    y, c = (None if a is None else _aligned(a) for a in (y, c))
+    out = _hopper.launch(_aligned(x), y, c, scale, tiles=_tiles.pick(m, size, cores), cores=cores)
+    return out[:, :m, :m]
 
 
 def _aligned(x: jax.Array) -> jax.Array:
