@@ -101,7 +101,9 @@ def test_the_race_detector_sees_a_missing_wait(monkeypatch):
     )
     x = draw((1, 384, 64), jnp.float16)
     tiles = Tiles(stages=2, slots=1)
-    with pytest.raises(AssertionError, match="races_found"), interpreter(races=True):
+    # JAX 0.11 notes a race, 0.12 raises where it happens.
+    races = pytest.raises((AssertionError, RuntimeError), match=r"races_found|RACE DETECTED")
+    with races, interpreter(races=True):
         _hopper.launch(x, None, None, jnp.ones((1, 2)), tiles=tiles, cores=1).block_until_ready()
 
 
