@@ -81,7 +81,82 @@ def clip_holds(content: dict[str, Any]) -> str:
     )
 
 
-BLOCKS = {"clip_holds": clip_holds, "training_sweep": training_sweep, "muon_step": muon_step}
+def symmetric_product(content: dict[str, Any]) -> str:
+    """What blocks save on a CPU, and where the rule takes them."""
+    rows = []
+    for result in content["results"]:
+        plain, blocked, reference = (result["variants"][name] for name in ("plain", "blocked", "reference"))
+        rows.append(
+            [
+                f"{' × '.join(map(str, result['shape']))}, {result['dtype']}",
+                f"{1e3 * plain['seconds']:.2f} ms",
+                f"{reference['ratio']:.2f} ({reference['ratio_low']:.2f} to {reference['ratio_high']:.2f})",
+                f"{blocked['ratio']:.2f} ({blocked['ratio_low']:.2f} to {blocked['ratio_high']:.2f})",
+                f'"{result["rule"]}"',
+            ]
+        )
+    heads = ["X", "XLA's X Xᵀ, not mirrored", '"reference"', '"blocked"', "`None` takes"]
+    return (
+        f"{_markdown(heads, rows)}\n\nMedians, and quartiles, of the ratios to XLA's own product in the same "
+        f"round. {_born(content)}"
+    )
+
+
+def aot_hopper(content: dict[str, Any]) -> str:
+    """What each choice of tiles compiled to."""
+    cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in content["results"]:
+        tiles = row["tiles"]
+        key = (tiles["rows"] * tiles["block"], tiles["block"], tiles["stages"], tiles["slots"], row["addend"])
+        cases.setdefault(key, []).append(row)
+    rows = [
+        [
+            f"{height}×{width}",
+            stages,
+            slots,
+            "yes" if addend else "no",
+            height // 2 * width // 128,
+            max(row["registers"] for row in same),
+            max(row["spilled_bytes"] for row in same),
+        ]
+        for (height, width, stages, slots, addend), same in sorted(cases.items())
+    ]
+    heads = [
+        "tile",
+        "stages",
+        "squares waiting",
+        "with C",
+        "accumulators a thread",
+        "registers a thread",
+        "bytes spilled",
+    ]
+    born = content["born"]
+    return (
+        f"{_markdown(heads, rows)}\n\n{len(content['results'])} cases, {born['device']}; jax "
+        f"{born['versions']['jax']}, ptxas {born['versions']['ptxas']}. A thread holds its accumulators after "
+        "`setmaxnreg`, beyond the registers that ptxas counts for the launch."
+    )
+
+
+def aot_hopper_mesh(content: dict[str, Any]) -> str:
+    """What a bare `jit` on a mesh compiled to."""
+    mesh = content["mesh"]
+    sent = ", ".join(mesh["collectives"]) or "no collective"
+    return (
+        f"Compiled ahead of time for {mesh['devices']} GPUs that share out the batch of "
+        f"{' × '.join(map(str, mesh['shape']))} under a bare `jit`: each launches "
+        f"{', '.join(mesh['launched_on_each'])}, with {sent}."
+    )
+
+
+BLOCKS = {
+    "aot_hopper": aot_hopper,
+    "aot_hopper.mesh": aot_hopper_mesh,
+    "clip_holds": clip_holds,
+    "muon_step": muon_step,
+    "symmetric_product": symmetric_product,
+    "training_sweep": training_sweep,
+}
 
 
 def render(text: str) -> str:

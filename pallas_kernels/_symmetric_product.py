@@ -1,13 +1,13 @@
 """The public op: what it accepts, which implementation runs, how it differentiates."""
 
-import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels import _blocked, _reference
+from pallas_kernels import _blocked, _launch, _reference
 
 IMPLEMENTATIONS = ("reference", "blocked", "hopper")
 
@@ -44,7 +44,7 @@ def symmetric_product(
       alpha: real; a number, or one for each matrix (broadcast against ``batch``). May be traced.
       beta: as `alpha`; counts only where `c` is given.
       implementation: `None` for the rule in `_choose`; ``"reference"``: one full product of XLA's;
-        ``"blocked"``: the lower triangle by panels, in plain XLA, any platform; ``"hopper"``: a Pallas
+        ``"blocked"``: the lower triangle by halves, in plain XLA, any platform; ``"hopper"``: a Pallas
         kernel for NVIDIA's H100 and H200. One that is named runs, or raises.
 
     Returns:
@@ -76,13 +76,14 @@ def symmetric_product(
 def _choose(platform: str, dtype: jnp.dtype, shape: tuple[int, ...]) -> str:
     """The one rule that `implementation=None` follows: what was measured faster, and nothing else.
 
-    On a CPU, "blocked" from m = 512 on, as long as the matrices are of an ordinary kind; everywhere else
-    "reference". "hopper" is never chosen: no GPU has run it yet.
+    "blocked" on a CPU, for m >= 512 and at least 2²⁸ multiply-adds in the full product; "reference"
+    everywhere else, where no gain has been measured. "hopper" is never chosen: no GPU has run it yet. The
+    figures are in `benchmarks/results/symmetric_product.json`.
     """
-    m = shape[-2]
-    if platform == "cpu" and m >= 512 and jnp.dtype(dtype).itemsize >= 4:
-        return "blocked"
-    return "reference"
+    del dtype  # the gain was about the same in each
+    *batch, m, k = shape
+    worthwhile = m >= 512 and math.prod(batch) * m * m * k >= 2**28
+    return "blocked" if platform == "cpu" and worthwhile else "reference"
 
 
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> tuple:
@@ -120,17 +121,14 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> tuple:
     return x, y, c, *scalars
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
-def _product(x, y, c, alpha, beta, implementation):
-    if implementation == "hopper":
-        raise NotImplementedError(
-            'symmetric_product(implementation="hopper") is not there yet; use "blocked".'
-        )
-    run = _blocked if implementation == "blocked" else _reference
-    return run.symmetric_product(x, y, c, alpha, beta)
+def _run(x, y, c, alpha, beta, implementation):
+    module = {"reference": _reference, "blocked": _blocked, "hopper": _launch}[implementation]
+    return module.symmetric_product(x, y, c, alpha, beta)
 
 
-@functools.partial(_product.defjvp, symbolic_zeros=True)
+_product = jax.custom_jvp(_run, nondiff_argnums=(5,))
+
+
 def _product_jvp(implementation, primals, tangents):
     """Forward mode; every term is linear in its tangent, so JAX transposes it for reverse mode.
 
@@ -169,3 +167,6 @@ def _product_jvp(implementation, primals, tangents):
     out = _product(x, y, c, alpha, beta, implementation)
     tangent = sum(terms[1:], terms[0]) if terms else jnp.zeros(out.shape, wide)
     return out, tangent.astype(out.dtype)
+
+
+_product.defjvp(_product_jvp, symbolic_zeros=True)

@@ -1,0 +1,93 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from symmetric_product_suite import SymmetricProductSuite, draw, oracle
+
+from pallas_kernels import symmetric_product
+from pallas_kernels._symmetric_product import IMPLEMENTATIONS, _choose
+
+MATRIX = jnp.ones((4, 3))
+
+
+class TestReference(SymmetricProductSuite):
+    implementation = "reference"
+
+
+def test_small_products_are_the_reference_by_default():
+    x = draw((70, 20), jnp.float32)
+    want = symmetric_product(x, implementation="reference")
+    np.testing.assert_array_equal(np.asarray(symmetric_product(x)), np.asarray(want))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocked"])
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_64_bits(implementation, dtype):
+    with jax.enable_x64(True):
+        x, y = draw((130, 20), dtype), draw((130, 20), dtype, 1)
+        out = symmetric_product(x, y=y, alpha=0.7, implementation=implementation)
+        assert out.dtype == dtype
+        np.testing.assert_allclose(np.asarray(out), oracle(x, y, alpha=0.7), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        ([jnp.ones(3)], {}, r"\[\*batch, m, k\], got shape \(3,\)"),
+        ([jnp.ones((4, 3), jnp.int32)], {}, "got int32; cast it first"),
+        ([MATRIX], {"y": jnp.ones((3, 3))}, r"y=.*shape \(4, 3\).*got \(3, 3\)"),
+        ([MATRIX], {"y": MATRIX.astype(jnp.bfloat16)}, "y=.*float32.*bfloat16"),
+        ([MATRIX], {"c": jnp.ones((3, 3))}, r"c=.*shape \(4, 4\).*got \(3, 3\)"),
+        ([MATRIX], {"alpha": 1j}, "alpha=.*real"),
+        ([MATRIX], {"beta": jnp.ones(2)}, r"beta=.*batch \(\), got shape \(2,\)"),
+        ([jnp.ones((2, 4, 3))], {"alpha": jnp.ones(3)}, r"alpha=.*batch \(2,\), got shape \(3,\)"),
+        ([MATRIX], {"implementation": "triton"}, "'triton'.*'reference', 'blocked', 'hopper'"),
+    ],
+)
+def test_bad_input_says_what_to_do(arguments, settings, message):
+    with pytest.raises(ValueError, match=message):
+        symmetric_product(*arguments, **settings)
+
+
+def test_the_rule_never_takes_a_kernel_that_no_gpu_has_run():
+    for platform in ("cpu", "gpu", "cuda", "rocm", "tpu"):
+        for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+            for m in (64, 512, 4096, 8192):
+                for batch in ((), (8,)):
+                    assert _choose(platform, jnp.dtype(dtype), (*batch, m, m)) in ("reference", "blocked")
+
+
+def test_the_rule_takes_blocked_only_on_a_cpu():
+    shape = (2048, 2048)
+    assert _choose("cpu", jnp.dtype(jnp.float32), shape) == "blocked"
+    assert _choose("cpu", jnp.dtype(jnp.float32), (2, 512, 512)) == "blocked"
+    assert _choose("cpu", jnp.dtype(jnp.float32), (512, 512)) == "reference"
+    assert _choose("cpu", jnp.dtype(jnp.float32), (256, 2**20)) == "reference"
+    assert _choose("gpu", jnp.dtype(jnp.float32), shape) == "reference"
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the device may be able to run it")
+def test_hopper_is_refused_with_the_reason():
+    with pytest.raises(NotImplementedError, match=re.escape('implementation="hopper") needs')):
+        symmetric_product(MATRIX.astype(jnp.bfloat16), implementation="hopper")
+
+
+def _precisions(dtype, implementation):
+    jaxpr = jax.make_jaxpr(lambda x: symmetric_product(x, implementation=implementation))(
+        jnp.ones((8, 4), dtype)
+    )
+    return set(re.findall(r"precision=(\S+)", str(jaxpr)))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocked"])
+def test_float32_is_float32_unless_the_user_says_otherwise(implementation):
+    assert "HIGHEST" in str(_precisions(jnp.float32, implementation))
+    assert "HIGHEST" not in str(_precisions(jnp.bfloat16, implementation))
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert "HIGHEST" not in str(_precisions(jnp.float32, implementation))
+
+
+def test_the_suite_covers_every_implementation():
+    assert set(IMPLEMENTATIONS) == {"reference", "blocked", "hopper"}
