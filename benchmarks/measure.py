@@ -20,7 +20,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 def certificate() -> dict[str, Any]:
     """Device, versions and commit: where a number was born."""
     device = jax.devices()[0]
-    name = device.device_kind if device.platform != "cpu" else f"CPU, {_cores()} cores"
+    cores = _cores()
+    name = device.device_kind if device.platform != "cpu" else f"CPU, {cores} core{'s' * (cores > 1)}"
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude=*"],
         cwd=pathlib.Path(__file__).parent,

@@ -149,11 +149,63 @@ def aot_hopper_mesh(content: dict[str, Any]) -> str:
     )
 
 
+def qk_clip_drift(content: dict[str, Any]) -> str:
+    """What happens to the neighbours of a head that is clipped at every step."""
+    heads = [
+        "`shared_keys`",
+        "hot head's logit",
+        "calm heads' logits (20 at first)",
+        "key weights",
+        "calm query weights",
+    ]
+    rows = [
+        [
+            f'`"{row["shared_keys"]}"`',
+            f"{row['hot_logit']:.0f}",
+            f"{row['calm_logit']:.2g}",
+            f"×{row['key_weight']:.2g}",
+            f"×{row['calm_query_weight']:.3g}",
+        ]
+        for row in content["rows"]
+    ]
+    return f"{_markdown(heads, rows)}\n\n{_born(content)}"
+
+
+def max_logits(content: dict[str, Any]) -> str:
+    """What measuring the logits costs beside attention."""
+    heads = ["program", "time against attention alone (quartiles)", "temporary memory, MiB"]
+    rows = [
+        [
+            row["program"],
+            f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})",
+            f"{row['temporary_mib']:.0f}",
+        ]
+        for row in content["rows"]
+    ]
+    shape = f"batch {content['batch']}, {content['length']} positions, {content['heads']} heads of {content['size']}"
+    return f"{_markdown(heads, rows)}\n\nCausal, {shape}, {content['dtype']}; {_born(content)}"
+
+
+def mla_clip_holds(content: dict[str, Any]) -> str:
+    """Latent attention that blows up, with and without the clip."""
+    without, clipped = content["rows"]
+    return (
+        f"In {content['steps']} steps at a rate of {content['learning_rate']:g}, Muon alone reaches a logit of "
+        f"{without['largest_logit']:,.0f}, and its loss stalls at {without['loss_last_20']:.2f}. With the clip at "
+        f"{content['threshold']:g} the largest logit is {clipped['largest_logit']:.0f}, for the statistic lags a step "
+        f"behind the weights, and the loss falls to {clipped['loss_last_20']:.2f}. Of all heads at all steps the clip "
+        f"scaled {clipped['share_above_threshold']:.0%}.\n\n{_born(content)}"
+    )
+
+
 BLOCKS = {
     "aot_hopper": aot_hopper,
     "aot_hopper.mesh": aot_hopper_mesh,
     "clip_holds": clip_holds,
+    "max_logits": max_logits,
+    "mla_clip_holds": mla_clip_holds,
     "muon_step": muon_step,
+    "qk_clip_drift": qk_clip_drift,
     "symmetric_product": symmetric_product,
     "training_sweep": training_sweep,
 }

@@ -2,6 +2,7 @@
 
 import importlib
 
+from muonjax._clip import QKClipState as QKClipState
 from muonjax._coefficients import JORDAN as JORDAN
 from muonjax._coefficients import NEWTON_SCHULZ as NEWTON_SCHULZ
 from muonjax._coefficients import YOU as YOU
@@ -10,17 +11,23 @@ from muonjax._match_rms import match_rms as match_rms
 from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
 from muonjax._max_logits import max_logits as max_logits
+from muonjax._max_logits import max_logits_bound as max_logits_bound
 from muonjax._muon import adamclip as adamclip
 from muonjax._muon import muon as muon
 from muonjax._muon import muonclip as muonclip
 from muonjax._newton_schulz import NewtonSchulz as NewtonSchulz
 from muonjax._newton_schulz import newton_schulz as newton_schulz
 from muonjax._orthogonalize import orthogonalize as orthogonalize
-from muonjax._signal_clip import QKClipState as QKClipState
-from muonjax._signal_clip import apply_qk_clip as apply_qk_clip
-from muonjax._signal_clip import qk_clip as qk_clip
+from muonjax._qk_clip import apply_qk_clip as apply_qk_clip
+from muonjax._qk_clip import qk_clip as qk_clip
+from muonjax._scales import Scale as Scale
+from muonjax._signal_clip import SignalRule as SignalRule
+from muonjax._signal_clip import signal_clip as signal_clip
 from muonjax._sites import Site as Site
+from muonjax._sites import fused_qkv_site as fused_qkv_site
 from muonjax._sites import mha_site as mha_site
+from muonjax._sites import mla_site as mla_site
+from muonjax._sites_from import sites_from as sites_from
 from muonjax._tabulate import tabulate as tabulate
 
 __version__ = "0.1.0.dev0"

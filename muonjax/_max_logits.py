@@ -1,109 +1,218 @@
-"""The signal of QK-Clip: each head's largest attention logit, block by block, never an S x S matrix."""
+"""Beside the forward pass: the largest attention logit of each head, the statistic that QK-Clip acts on."""
 
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 
 def max_logits(
-    query: jax.Array,
-    key: jax.Array,
+    query: jax.Array,  # [*batch, T, heads, D]
+    key: jax.Array,  # [*batch, S, key_heads, D]
     *,
-    mask: jax.Array | None = None,
+    mask: jax.Array | None = None,  # broadcastable to [*batch, heads, T, S]
     is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
     scale: float | None = None,
+    precision: lax.PrecisionLike = None,
     block_q: int = 512,
     block_k: int = 512,
-) -> jax.Array:
-    r"""The largest pre-softmax logit of each head, over batch and positions: max_{b,t,s} scale <q_t, k_s>.
+) -> jax.Array:  # [heads]
+    r"""Largest scaled, masked attention logit of each head, without an S×S matrix.
 
-    Signed, after the scale and the mask, before any bias; no gradient flows through it.
+    .. math:: S_h = \max_{b,\,(i,j)\ \text{visible}} \mathrm{scale}\; q_{b,i,h} \cdot k_{b,j,h}
+
+    The maximum is signed and runs over all leading axes (they are batch) and all visible pairs of positions:
+    after the scale and the mask, before an attention bias, a soft-cap and the softmax. Logits are made block
+    by block, and a block that `is_causal` or `local_window_size` hides whole is never made, so that the
+    memory is that of one block: batch × heads × block_q × block_k. No gradient flows back. Under `vmap` or
+    `scan` the layers' axis comes first.
 
     Args:
-      query: [*batch, T, H, D], Flax's layout.
-      key: [*batch, S, K, D], H a multiple of K: query head h reads key head h // (H / K).
-      mask: Boolean (nonzero: attend), broadcastable to [*batch, H, T, S].
-      is_causal: Position t attends to s <= t + S - T only; blocks that are masked altogether are skipped.
-      scale: Multiplies the dot product; 1 / sqrt(D) if None.
-      block_q: Query positions that are held at a time; at least 1.
-      block_k: Key positions that are held at a time; at least 1.
+      query: `[*batch, T, heads, D]`, Flax's and `jax.nn.dot_product_attention`'s layout.
+      key: `[*batch, S, key_heads, D]`; `key_heads` divides `heads` (grouped and multi-query attention).
+      mask: true (or non-zero) where a query sees a key; any shape that broadcasts to `[*batch, heads, T, S]`.
+      is_causal: query i sees keys j ≤ i. As in JAX and Flax both count from 0, also where T ≠ S.
+      local_window_size: query i sees keys i − left … i + right; one number means both. As in JAX.
+      scale: factor on the dot products; default 1/√D.
+      precision: of the products; by default JAX's own, the one that attention uses too.
+      block_q: queries a block, ≥ 1. Need not divide T.
+      block_k: keys a block, ≥ 1. Need not divide S.
 
     Returns:
-      float32 [H]; -inf for a head that is masked everywhere.
+      `[heads]`, float32 (float64 for float64 input). −inf for a head whose every pair is masked.
 
     Raises:
-      ValueError: If the shapes do not fit, or a block size is not positive.
+      ValueError: shapes that do not fit together, or a block or window size out of range.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
-      >>> q = jnp.ones((1, 4, 2, 16)) * jnp.array([1.0, -1.0])[:, None]
-      >>> muonjax.max_logits(q, jnp.ones((1, 4, 2, 16)))
-      Array([ 4., -4.], dtype=float32)
+      >>> query = jnp.array([1.0, 2.0]).reshape(1, 2, 1, 1)  # one batch, two positions, one head, depth one
+      >>> key = jnp.array([3.0, 5.0]).reshape(1, 2, 1, 1)
+      >>> muonjax.max_logits(query, key)
+      Array([10.], dtype=float32)
+      >>> muonjax.max_logits(query, -key, is_causal=True)  # the pair (0, 1) is hidden
+      Array([-3.], dtype=float32)
 
-    Source: Kimi Team, "Kimi K2", 2025, section 2.1 (S_max); J. Su, kexue.fm/archives/11126.
+    Source: Kimi K2 (arXiv 2507.20534), section 2.1: :math:`S^h_{\max}`.
     """
-    *lead, length, heads, size = query.shape
-    *key_lead, key_length, key_heads, key_size = key.shape
-    if lead != key_lead or size != key_size or heads % key_heads:
+    _check(query, key, block_q, block_k)
+    query, key = lax.stop_gradient((query, key))
+    *batch, T, heads, depth = query.shape
+    S, key_heads = key.shape[-3:-1]
+    dtype = jnp.promote_types(jnp.promote_types(query.dtype, key.dtype), jnp.float32)
+    if mask is not None:
+        mask = _normal_mask(mask, tuple(batch), T, S, heads, key_heads)
+    query = query.reshape(math.prod(batch), T, key_heads, heads // key_heads, depth)
+    key = key.reshape(math.prod(batch), S, key_heads, depth)
+    factor = depth**-0.5 if scale is None else scale
+    block_q, block_k = min(block_q, T), min(block_k, S)
+    left, right = _window(is_causal, local_window_size)
+
+    def block(start: jax.Array | np.ndarray) -> jax.Array:
+        """Maximum over one block, [batch, key_heads, group]."""
+        q = lax.dynamic_slice_in_dim(query, start[0], block_q, 1)
+        k = lax.dynamic_slice_in_dim(key, start[1], block_k, 1)
+        logits = (
+            jnp.einsum("btkgd,bskd->bkgts", q, k, precision=precision, preferred_element_type=dtype) * factor
+        )
+        if left is not None or right is not None:
+            ahead = (start[1] + jnp.arange(block_k)) - (start[0] + jnp.arange(block_q))[:, None]  # j − i
+            visible = jnp.ones((block_q, block_k), bool)
+            visible = visible if right is None else visible & (ahead <= right)
+            visible = visible if left is None else visible & (-ahead <= left)
+            logits = jnp.where(visible, logits, -jnp.inf)
+        if mask is not None:
+            m = mask if mask.shape[-2] == 1 else lax.dynamic_slice_in_dim(mask, start[0], block_q, -2)
+            m = m if mask.shape[-1] == 1 else lax.dynamic_slice_in_dim(m, start[1], block_k, -1)
+            logits = jnp.where(m, logits, -jnp.inf)
+        return logits.max((-2, -1))
+
+    starts = _visible_blocks(T, S, block_q, block_k, left, right)
+    if not starts.size or not math.prod(batch):
+        return jnp.full((heads,), -jnp.inf, dtype)
+    # The first block starts the running maximum: in shard_map a constant has another type than the data.
+    best = block(starts[0])
+    if len(starts) > 1:
+        best, _ = lax.scan(lambda best, start: (jnp.maximum(best, block(start)), None), best, starts[1:])
+    # Over the batch last, so that a batch on several devices costs one all-reduce and not one a block.
+    return best.max(0).reshape(heads)
+
+
+def max_logits_bound(lse: jax.Array, *, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    r"""Upper bound of each head's largest logit, from the log-sum-exp that flash attention has anyway.
+
+    .. math:: \max_j s_{ij} \;\le\; \log \sum_j e^{s_{ij}} \;\le\; \max_j s_{ij} + \log S
+
+    It costs one pass over `[*batch, T, heads]`. Clipping on a bound is safe, never exact: the factor is
+    smaller than needed by at most 1 − τ/(τ + log S), and a head within log S below the threshold may be
+    clipped early. A soft-cap or an attention bias inside the softmax makes it a bound of something else.
+
+    Args:
+      lse: `[*batch, T, heads]`, as `jax.nn.dot_product_attention(..., return_residual=True)` returns it.
+      dtype: the least precise dtype that `lse` went through, whose rounding is added; default: `lse.dtype`
+        (JAX returns it in the queries' dtype, bfloat16 as a rule).
+
+    Returns:
+      `[heads]`, float32; −inf, +inf and NaN are passed on.
+
+    Raises:
+      ValueError: `lse` has fewer than two axes, or is not floating point.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, muonjax
+      >>> q, k = jax.random.normal(jax.random.key(0), (2, 1, 16, 4, 8))
+      >>> _, lse = jax.nn.dot_product_attention(q, k, k, return_residual=True)
+      >>> bool((muonjax.max_logits(q, k) <= muonjax.max_logits_bound(lse)).all())
+      True
+    """
+    if lse.ndim < 2 or not jnp.issubdtype(lse.dtype, jnp.floating):
         raise ValueError(
-            f"max_logits(query, key) got shapes {query.shape} and {key.shape}; they must share batch and head "
-            "size, and the query's heads must be a multiple of the key's."
+            f"max_logits_bound(lse) needs floating [*batch, T, heads], got {lse.dtype}{list(lse.shape)}; "
+            f"pass the residual of jax.nn.dot_product_attention(..., return_residual=True)."
+        )
+    cast = float(jnp.finfo(lse.dtype if dtype is None else dtype).eps) / 2
+    # Of the float32 sum and logarithm; absolute too, because near 0 a relative margin is none.
+    inside = 4 * float(jnp.finfo(jnp.float32).eps)
+    top = lax.stop_gradient(lse).astype(jnp.float32).max(tuple(range(lse.ndim - 1)))
+    return jnp.where(jnp.isfinite(top), top + cast * jnp.abs(top) + inside * (1 + jnp.abs(top)), top)
+
+
+def _check(query: jax.Array, key: jax.Array, block_q: int, block_k: int) -> None:
+    if query.ndim < 3 or key.ndim != query.ndim:
+        raise ValueError(
+            f"max_logits(query, key) needs [*batch, T, heads, D] and [*batch, S, key_heads, D], got "
+            f"{list(query.shape)} and {list(key.shape)}; reshape the projections to heads first."
+        )
+    if query.shape[:-3] != key.shape[:-3] or query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"max_logits(query, key): batch and depth must agree, got {list(query.shape)} and "
+            f"{list(key.shape)}."
+        )
+    if not key.shape[-2] or query.shape[-2] % key.shape[-2]:
+        raise ValueError(
+            f"max_logits(query, key): {query.shape[-2]} query heads are not a multiple of {key.shape[-2]} "
+            f"key heads."
         )
     if block_q < 1 or block_k < 1:
-        raise ValueError(f"max_logits(block_q={block_q}, block_k={block_k}) needs positive block sizes.")
-    scale = size**-0.5 if scale is None else scale
-    group = heads // key_heads
-    query, key = jax.lax.stop_gradient((query, key))
-    block_q, block_k = min(block_q, length), min(block_k, key_length)
-    batch = math.prod(lead)
-    q = _pad(query.reshape(batch, length, key_heads, group, size), 1, block_q)
-    k = _pad(key.reshape(batch, key_length, key_heads, size), 1, block_k)
-    if mask is not None:
-        full = jnp.broadcast_shapes(mask.shape, (*[1] * len(lead), 1, 1, 1))
-        if len(full) != len(lead) + 3:
+        raise ValueError(
+            f"max_logits(block_q={block_q}, block_k={block_k}): blocks have at least one position."
+        )
+
+
+def _window(
+    is_causal: bool, local_window_size: int | tuple[int, int] | None
+) -> tuple[int | None, int | None]:
+    """How far a query sees to the left and to the right; None is without end."""
+    left = right = None
+    if local_window_size is not None:
+        pair = (local_window_size,) * 2 if isinstance(local_window_size, int) else tuple(local_window_size)
+        if len(pair) != 2 or min(pair) < 0:
             raise ValueError(
-                f"max_logits(mask=...) of shape {mask.shape} has too many axes for {query.shape}."
+                f"max_logits(local_window_size={local_window_size}): give one number or (left, right), none "
+                f"negative."
             )
-        mask = mask.reshape((1,) * (len(full) - mask.ndim) + mask.shape).astype(bool)
-        mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).reshape(batch, *mask.shape[-3:])
-
-    def block(i, j):
-        qs = jax.lax.dynamic_slice_in_dim(q, i * block_q, block_q, 1)
-        ks = jax.lax.dynamic_slice_in_dim(k, j * block_k, block_k, 1)
-        logits = jnp.einsum("btkgd,bskd->bkgts", qs, ks, preferred_element_type=jnp.float32)
-        t = i * block_q + jnp.arange(block_q)[:, None]
-        s = j * block_k + jnp.arange(block_k)
-        keep = (t < length) & (s < key_length)
-        if is_causal:
-            keep &= s <= t + key_length - length
-        if mask is not None:
-            keep = keep & _mask_block(mask, i * block_q, block_q, j * block_k, block_k, group)
-        return jnp.max(logits, axis=(0, 3, 4), initial=-jnp.inf, where=jnp.broadcast_to(keep, logits.shape))
-
-    def row(i, largest):
-        stop = k.shape[1] // block_k
-        if is_causal:
-            last = (i + 1) * block_q - 1 + key_length - length  # the last key that this block of queries sees
-            stop = jnp.clip((last + block_k) // block_k, 0, stop)
-        return jax.lax.fori_loop(0, stop, lambda j, best: jnp.maximum(best, block(i, j)), largest)
-
-    start = jnp.full((key_heads, group), -jnp.inf, jnp.float32) + 0 * q[0, 0, :, :, 0].astype(jnp.float32)
-    largest = jax.lax.fori_loop(0, q.shape[1] // block_q, row, start)
-    return jax.lax.stop_gradient(scale * largest).reshape(heads)
+        left, right = pair
+    return left, 0 if is_causal else right
 
 
-def _pad(x: jax.Array, axis: int, block: int) -> jax.Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % block)
-    return jnp.pad(x, widths)
+def _normal_mask(
+    mask: jax.Array, batch: tuple[int, ...], T: int, S: int, heads: int, key_heads: int
+) -> jax.Array:
+    """Mask as bool [1 | batch, 1 | key_heads, 1 | group, 1 | T, 1 | S]; only batch axes are ever enlarged."""
+    try:
+        fits = np.broadcast_shapes(mask.shape, (*batch, heads, T, S)) == (*batch, heads, T, S)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"max_logits(mask=...) has shape {list(mask.shape)}, which does not broadcast to [*batch, heads, "
+            f"T, S] = {[*batch, heads, T, S]}."
+        )
+    mask = lax.stop_gradient(mask).astype(bool)
+    mask = mask.reshape((1,) * (len(batch) + 3 - mask.ndim) + mask.shape)
+    *lead, mask_heads, mask_T, mask_S = mask.shape
+    if any(n != 1 for n in lead):
+        mask = jnp.broadcast_to(mask, (*batch, mask_heads, mask_T, mask_S))
+    split = (1, 1) if mask_heads == 1 else (key_heads, heads // key_heads)
+    return mask.reshape(-1, *split, mask_T, mask_S)
 
 
-def _mask_block(mask, start_q, block_q, start_k, block_k, group):
-    """[batch, K or 1, group or 1, block_q or 1, block_k or 1] of a mask [batch, H or 1, T or 1, S or 1]."""
-    for axis, start, block in ((2, start_q, block_q), (3, start_k, block_k)):
-        if mask.shape[axis] > 1:
-            mask = jax.lax.dynamic_slice_in_dim(_pad(mask, axis, block), start, block, axis)
-    if mask.shape[1] == 1:
-        return mask[:, :, None]
-    return mask.reshape(mask.shape[0], -1, group, *mask.shape[2:])
+def _visible_blocks(
+    T: int, S: int, block_q: int, block_k: int, left: int | None, right: int | None
+) -> np.ndarray:  # [blocks, 2], int32
+    """First query and first key of every block that is not wholly hidden; static, so that no work is wasted."""
+    if not T or not S:
+        return np.zeros((0, 2), np.int32)
+    # A last block that would stick out starts earlier: a maximum doesn't mind an overlap.
+    q_starts = [min(i, T - block_q) for i in range(0, T, block_q)]
+    k_starts = [min(j, S - block_k) for j in range(0, S, block_k)]
+    pairs = [
+        (i, j)
+        for i in q_starts
+        for j in k_starts
+        if (right is None or j <= i + block_q - 1 + right) and (left is None or j + block_k - 1 >= i - left)
+    ]
+    return np.asarray(pairs, np.int32).reshape(-1, 2)

@@ -10,8 +10,8 @@ from muonjax._match_rms import match_rms
 from muonjax._matrix_view import DimensionNumbersTree, matrix_view, resolve_dimension_numbers
 from muonjax._newton_schulz import NewtonSchulz
 from muonjax._orthogonalize import orthogonalize
+from muonjax._qk_clip import qk_clip
 from muonjax._routing import decays, dimension_numbers
-from muonjax._signal_clip import qk_clip
 from muonjax._sites import Site
 
 
@@ -110,7 +110,7 @@ def _route(numbers: DimensionNumbersTree | None, tree: Any) -> tuple[Any, Any]:
 
 def muonclip(
     learning_rate: optax.ScalarOrSchedule,
-    sites: Sequence[Site],
+    sites: Site | Sequence[Site],
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     **settings: Any,
@@ -137,7 +137,7 @@ def muonclip(
 
 def adamclip(
     learning_rate: optax.ScalarOrSchedule,
-    sites: Sequence[Site],
+    sites: Site | Sequence[Site],
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     **settings: Any,

@@ -1,193 +1,131 @@
-"""After everything, the learning rate included: clip where it is unstable. p + u is the new weight already."""
+"""After everything, for any signal: clip where it is unstable. QK-Clip is its main use, and stands beside it."""
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
-from muonjax._routing import names
-from muonjax._sites import Found, Site, broadcast_heads, find_sites, match_statistics
-
-SharedKeys = Literal["query"]
-
-
-class QKClipState(NamedTuple):
-    """What `qk_clip` remembers; all of it is worth a dashboard."""
-
-    count: jax.Array  # int32 []: updates seen
-    running_max: dict[str, jax.Array]  # float32 [*stack, heads] a module: since the last clip
-    max_logits: dict[str, jax.Array]  # float32 [*stack, heads] a module: at the last clip
-    num_clipped: jax.Array  # int32 []: heads above the threshold at the last clip
-    total_clipped: jax.Array  # int32 []: the sum of all of them
+from muonjax._clip import Watched, check_threshold, clip
+from muonjax._sites import Site
+from muonjax._targets import find_targets
 
 
-def clip_factor(largest: jax.Array, threshold: jax.typing.ArrayLike) -> jax.Array:
-    """gamma = min(1, threshold / S), exactly 1 where S is not a finite number above the threshold."""
-    hot = (largest > threshold) & jnp.isfinite(largest)
-    return jnp.where(hot, threshold / jnp.where(hot, largest, 1.0), 1.0)
+@dataclasses.dataclass(frozen=True)
+class SignalRule:
+    r"""A signal, the weights behind it, and the most that it may be.
 
+    The signal S must be a maximum of sums of products, each linear in its factors (a factor is a kernel with its
+    bias). If along every product the powers sum to one, scaling by the powers of γ = min(1, threshold / S) scales the
+    signal by γ, exactly. That sum is checked here; the linearity is the caller's to know.
 
-def _scales(found: Found, gamma: jax.Array, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The factor of each parameter of a module, such that the query's times the key's is gamma, head by head."""
-    shared = found.heads["key"] != found.heads["query"]
-    # Keys that several heads share stay as they are: scaling them would clip the innocent heads as well.
-    query = gamma if shared else jnp.sqrt(gamma)
-    return {
-        path: broadcast_heads(query, found, path, leaves[path])
-        for path, factor in found.factors.items()
-        if factor.side == "query" or not shared
-    }
-
-
-def apply_qk_clip(
-    params: Any, max_logits: Any, sites: Sequence[Site], threshold: jax.typing.ArrayLike = 100.0
-) -> Any:
-    """Scale query and key parameters so that the statistics, measured on these very parameters, obey the threshold.
-
-    Args:
-      params: Parameters, with arrays as leaves.
-      max_logits: What `attention_fn` sowed, or a dict from module path to [*stack, heads].
-      sites: As in `qk_clip`.
-      threshold: The largest logit allowed; > 0.
-
-    Returns:
-      The parameters; heads at or below the threshold are bit for bit what they were.
+    Attributes:
+      site: where; its scales' powers count, `power` for an entry's own γ and `group_power` for its group's smallest.
+      threshold: the most that the signal may be, > 0, or a schedule of the number of clips.
+      products: names of the factors along each product; None: every factor is one by itself. A factor that is not
+        scaled at all, as a shared key, is left out.
 
     Raises:
-      ValueError: As `qk_clip`.
+      ValueError: powers that do not sum to one along a product, or that differ within a factor.
 
     Example:
-      >>> import jax.numpy as jnp, muonjax
-      >>> attention = {"query": {"kernel": jnp.ones((8, 2, 4))}, "key": {"kernel": jnp.ones((8, 2, 4))}}
-      >>> statistics = {"attention": jnp.array([400.0, 50.0])}
-      >>> params = {"attention": attention}
-      >>> clipped = muonjax.apply_qk_clip(params, statistics, [muonjax.mha_site()], 100.0)
-      >>> clipped["attention"]["query"]["kernel"][0, :, 0]
-      Array([0.5, 1. ], dtype=float32)
+      >>> import muonjax
+      >>> kernel = muonjax.Scale(path="kernel", rank=2, entries=1)  # entries=1: the layer as a whole
+      >>> site = muonjax.Site(path="layers/.*/out", scales=(kernel,), signal="max_output")
+      >>> muonjax.SignalRule(site, threshold=30.0).threshold
+      30.0
     """
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    found = find_sites(params, sites, call="apply_qk_clip")
-    statistics = match_statistics(max_logits, found, call="apply_qk_clip")
-    updates = _clip(zeros, params, found, {k: clip_factor(s, threshold) for k, s in statistics.items()})
-    return optax.apply_updates(params, updates)
 
+    site: Site
+    threshold: optax.ScalarOrSchedule
+    products: tuple[tuple[str, ...], ...] | None = None
 
-def _clip(updates: Any, params: Any, found: dict[str, Found], gammas: dict[str, jax.Array]) -> Any:
-    """u' = f u + (f - 1) p, so that p + u' = f (p + u); where f is 1, u' is u to the bit."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(updates)
-    leaves = {"/".join(names(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    scales: dict[str, jax.Array] = {}
-    for name, module in found.items():
-        scales |= _scales(module, gammas[name], leaves)
-
-    def clipped(path, u):
-        f = scales.get(path)
-        if f is None:
-            return u
-        p = leaves[path].astype(jnp.float32)
-        return jnp.where(f == 1, u, (f * u.astype(jnp.float32) + (f - 1) * p).astype(u.dtype))
-
-    return jax.tree.unflatten(treedef, [clipped("/".join(names(path)), u) for path, u in flat])
-
-
-def qk_clip(
-    threshold: optax.ScalarOrSchedule,
-    sites: Sequence[Site],
-    *,
-    shared_keys: SharedKeys = "query",
-    every_k: int = 1,
-    axis_name: Any = None,
-) -> optax.GradientTransformationExtraArgs:
-    r"""QK-Clip: after the update, scale down the queries and keys of every head whose logits ran away.
-
-    With S the largest logit of a head in the forward pass and gamma = min(1, threshold / S), the new query and key
-    weights of that head, biases included, are multiplied by sqrt(gamma) each. It stands last in the chain. The
-    bound is exact for the weights and inputs that S was measured on; with a learning rate the statistic lags one
-    step behind.
-
-    Args:
-      threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask: > 0, or a schedule.
-      sites: The attention modules: `[mha_site()]`.
-      shared_keys: What happens where several query heads share a key head; "query" puts all of gamma on the
-        query and leaves the key alone.
-      every_k: Clip on every k-th update with the largest logits since the last clip, for gradient accumulation:
-        `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(..., every_k=k))`.
-      axis_name: Mesh axes to take the maximum over, inside of `shard_map` or `pmap`.
-
-    Returns:
-      A transformation whose `update` needs `params` and `max_logits`.
-
-    Raises:
-      ValueError: While tracing: a site that matches nothing, a statistic without a site or the reverse, shapes that
-        do not fit, a module that normalizes its queries and keys, missing `params` or `max_logits`.
-
-    Example:
-      >>> import jax.numpy as jnp, muonjax
-      >>> params = {"attention": {"query": {"kernel": jnp.ones((8, 2, 4))}, "key": {"kernel": jnp.ones((8, 2, 4))}}}
-      >>> tx = muonjax.qk_clip(100.0, [muonjax.mha_site()])
-      >>> state = tx.init(params)
-      >>> zeros = {"attention": {"query": {"kernel": jnp.zeros((8, 2, 4))}, "key": {"kernel": jnp.zeros((8, 2, 4))}}}
-      >>> updates, state = tx.update(zeros, state, params, max_logits={"attention": jnp.array([400.0, 50.0])})
-      >>> int(state.num_clipped)
-      1
-
-    Source: Kimi Team, "Kimi K2", 2025, section 2.1, Algorithm 1; J. Su, kexue.fm/archives/11126 (whose
-    translation in circulation prints Q gamma, K gamma: that clips twice).
-    """
-    sites = tuple(sites)
-    if not callable(threshold) and isinstance(threshold, (int, float)) and not threshold > 0:
-        raise ValueError(f"qk_clip(threshold={threshold!r}) must be positive.")
-    if not sites:
-        raise ValueError("qk_clip(sites=[]) clips nothing; name the attention modules, such as [mha_site()].")
-    if shared_keys != "query":
-        raise ValueError(f"qk_clip(shared_keys={shared_keys!r}) is unknown; use 'query'.")
-    if not isinstance(every_k, int) or every_k < 1:
-        raise ValueError(f"qk_clip(every_k={every_k!r}) must be a whole number, at least 1.")
-
-    def init(params: optax.Params) -> QKClipState:
-        found = find_sites(params, sites, call="qk_clip") if jax.tree.leaves(params) else {}
-
-        def lowest():  # made anew for each field: one buffer in two places can't be donated
-            return {
-                name: jnp.full((*m.stack, m.heads["query"]), -jnp.inf, jnp.float32)
-                for name, m in found.items()
-            }
-
-        count, clipped, total = (jnp.zeros([], jnp.int32) for _ in range(3))
-        return QKClipState(count, lowest(), lowest(), clipped, total)
-
-    def update(updates, state: Any, params: Any = None, *, max_logits: Any = None, **extra_args: Any):
-        del extra_args
-        if params is None:
-            raise ValueError("qk_clip scales weights: call tx.update(grads, state, params, max_logits=...).")
-        if max_logits is None:
+    def __post_init__(self):
+        check_threshold("SignalRule", self.threshold)
+        powers = {s.factor: (s.power, s.group_power) for s in self.site.scales}
+        uneven = [s.path for s in self.site.scales if powers[s.factor] != (s.power, s.group_power)]
+        if uneven:
             raise ValueError(
-                "qk_clip needs this step's statistics: tx.update(grads, state, params, max_logits=...), as sown by "
-                "muonjax.linen.attention_fn or muonjax.nnx.attention_fn."
+                f"SignalRule: {uneven} have another power than the rest of their factor; a kernel and its bias "
+                f"scale alike."
             )
-        found = find_sites(params, sites, call="qk_clip")
-        running = match_statistics(max_logits, found, call="qk_clip")
-        for name, largest in running.items():
-            # pmax first: replicas that clip by their own maxima would drift apart.
-            largest = largest if axis_name is None else jax.lax.pmax(largest, axis_name)
-            running[name] = jnp.maximum(largest, state.running_max[name])
-        due = (state.count + 1) % every_k == 0
-        limit = threshold(state.count) if callable(threshold) else threshold
-        gammas = {name: jnp.where(due, clip_factor(largest, limit), 1.0) for name, largest in running.items()}
-        hot = sum(
-            (jnp.sum(gamma < 1, dtype=jnp.int32) for gamma in gammas.values()), jnp.zeros([], jnp.int32)
-        )
-        new = QKClipState(
-            count=jnp.asarray(optax.safe_increment(state.count)),
-            running_max={name: jnp.where(due, -jnp.inf, largest) for name, largest in running.items()},
-            max_logits={
-                name: jnp.where(due, largest, state.max_logits[name]) for name, largest in running.items()
-            },
-            num_clipped=jnp.where(due, hot, state.num_clipped),
-            total_clipped=state.total_clipped + hot,
-        )
-        return _clip(updates, params, found, gammas), new
+        products = [(f,) for f in powers] if self.products is None else self.products
+        strangers = set(itertools.chain(*products)) ^ set(powers)
+        if strangers:
+            raise ValueError(
+                f"SignalRule(products={self.products}): {sorted(strangers)} are not both in a product and in the site."
+            )
+        for product in products:
+            own, group = (sum(powers[f][i] for f in product) for i in (0, 1))
+            if abs(own + group - 1) > 1e-6 or group < 0:
+                raise ValueError(
+                    f"SignalRule: along the product {product} the powers sum to {own} and the group powers to {group}; "
+                    "together they must be 1, and the group's not negative, or the signal is not scaled by γ."
+                )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+
+def signal_clip(
+    rules: SignalRule | Sequence[SignalRule],
+    *,
+    every_k: int = 1,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Clip where it is unstable: scale down weights whose measured signal passed its threshold.
+
+    `qk_clip` is this with attention logits for the signal; another is the largest output of a layer ("MaxOutput"), an
+    output dimension, a group of them, or a whole layer at a time.
+
+    Args:
+      rules: what is measured, which weights make it, and the most that it may be.
+      every_k: as in `qk_clip`.
+      axis_name: as in `qk_clip`.
+
+    Returns:
+      A transformation whose `update` needs `params` and `signals`, a tree of statistics as `qk_clip` takes
+      it. Its state is a `QKClipState`, with dictionaries by the statistics' paths.
+
+    Raises:
+      ValueError: as `qk_clip`.
+      TypeError: `rules` are not `SignalRule`s.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> scales = (
+      ...     muonjax.Scale(path="kernel", rank=2),
+      ...     muonjax.Scale(path="bias", rank=1, optional=True),
+      ... )
+      >>> site = muonjax.Site(path="head", scales=scales, signal="max_output")
+      >>> tx = muonjax.signal_clip(muonjax.SignalRule(site, threshold=10.0))
+      >>> params = {"head": {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)}}
+      >>> zeros = {"head": {"kernel": jnp.zeros((4, 2)), "bias": jnp.zeros(2)}}
+      >>> updates, _ = tx.update(zeros, tx.init(params), params, signals={"head": jnp.array([5.0, 20.0])})
+      >>> updates["head"]["bias"]  # the second output dimension is halved
+      Array([ 0. , -0.5], dtype=float32)
+
+    Source: J. Su, kexue.fm/archives/11126, last part.
+    """
+    rules = (rules,) if isinstance(rules, SignalRule) else tuple(rules)
+    if not rules or not all(isinstance(rule, SignalRule) for rule in rules):
+        raise TypeError(f"signal_clip(rules={rules!r}) needs a SignalRule or several.")
+
+    def find(params: Any) -> list[Watched]:
+        watched = [
+            Watched(t.signal, t, rule.threshold)
+            for rule in rules
+            for t in find_targets("signal_clip", params, rule.site)
+        ]
+        seen = [w.name for w in watched]
+        twice = sorted({name for name in seen if seen.count(name) > 1})
+        if twice:
+            raise ValueError(f"signal_clip: two rules go by the same signal {twice}; merge their scales.")
+        for name, target, _ in watched:
+            shared = [s.path for s in target.scales if s.power and s.entries != target.entries]
+            if shared:
+                raise ValueError(
+                    f"signal_clip: several entries of {name!r} share {shared}, which can't take the γ of one of "
+                    f"them; give it a group_power, or power=0."
+                )
+        return watched
+
+    return clip("signal_clip", find, "signals", every_k, axis_name)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from muonjax import _routing
-from muonjax._max_logits import max_logits
+from muonjax._attention_fn import reporting
 from muonjax._routing import Rules
 
 # Routing
@@ -56,69 +56,59 @@ def dimension_numbers(
 
 
 def attention_fn(
-    base: Callable[..., jax.Array] = nn.dot_product_attention, *, block_q: int = 512, block_k: int = 512
+    base: Callable[..., jax.Array] = nn.dot_product_attention,
+    *,
+    rotate: Callable[[jax.Array], jax.Array] | None = None,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    block_q: int = 512,
+    block_k: int = 512,
 ) -> Callable[..., jax.Array]:
-    """An `attention_fn` for `nn.MultiHeadDotProductAttention` that sows each head's largest logit for QK-Clip.
+    """Attention for `nn.MultiHeadDotProductAttention` that also sows each head's largest logit, for QK-Clip.
 
-    Call the attention with `sow_weights=True` and the model with `mutable=["intermediates"]`; then pass
-    `variables["intermediates"]` to `tx.update(..., max_logits=...)`. Works under `nn.scan` and `nn.remat`; a module
-    that is called several times reports the largest of all calls.
+    Call the attention with `sow_weights=True` and the model with `mutable=["intermediates"]`, and pass what comes
+    back to `tx.update(..., max_logits=...)`. Without them nothing is sown. The module sows `max_logits`, `[heads]`,
+    and not the attention weights; if it is called several times, the largest of all calls. Everything that Flax
+    passes (mask, dropout, cache, precision) reaches `base` as it was. Works under `nn.scan` and `nn.remat`.
 
     Args:
-      base: The attention itself, with Linen's signature.
-      block_q: Query positions that are held at a time (see `max_logits`).
-      block_k: Key positions that are held at a time.
+      base: the attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What a
+        `functools.partial` fixes of `scale`, `local_window_size` and `is_causal` is measured so.
+      rotate: rotary embedding, or another linear map of `[*batch, T, heads, D]`, applied to queries and keys
+        before they are measured and handed to `base`.
+      scale: the scale that `base` uses, if it isn't 1/√D.
+      local_window_size: the window that `base` uses, as in `max_logits`.
+      block_q: queries that are held at a time, as in `max_logits`.
+      block_k: keys that are held at a time.
+
+    Returns:
+      A function for Flax's `attention_fn`.
+
+    Raises:
+      ValueError: `base` rotates or caps the logits itself, or has another scale or window.
+      TypeError: when called, if `base` cannot take an argument that Flax passes.
 
     Example:
-      >>> import jax, jax.numpy as jnp, muonjax
-      >>> from flax import linen as nn
-      >>> attention = nn.MultiHeadDotProductAttention(2, attention_fn=muonjax.linen.attention_fn())
-      >>> x = jnp.ones((1, 3, 8))
-      >>> params = {"params": attention.init(jax.random.key(0), x)["params"]}
-      >>> y, sown = attention.apply(params, x, sow_weights=True, mutable=["intermediates"])
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, muonjax
+      >>> attention = nn.MultiHeadDotProductAttention(4, attention_fn=muonjax.linen.attention_fn())
+      >>> x = jnp.ones((2, 6, 8))
+      >>> params = attention.init(jax.random.key(0), x)["params"]
+      >>> y, sown = attention.apply({"params": params}, x, sow_weights=True, mutable=["intermediates"])
       >>> sown["intermediates"]["max_logits"].shape
-      (2,)
+      (4,)
     """
 
-    # Spelled out: Linen passes only the arguments that it finds in the signature, so **kwargs would lose the mask.
-    def attention(
-        query,
-        key,
-        value,
-        bias=None,
-        mask=None,
-        broadcast_dropout=True,
-        dropout_rng=None,
-        dropout_rate=0.0,
-        deterministic=False,
-        dtype=None,
-        precision=None,
-        module=None,
-        force_fp32_for_softmax=False,
-    ):
-        if module is not None:
-            largest = max_logits(query, key, mask=mask, block_q=block_q, block_k=block_k)
-            # The base gets no module: it would sow the full attention weights.
-            module.sow(
-                "intermediates",
-                "max_logits",
-                largest,
-                reduce_fn=jnp.maximum,
-                init_fn=lambda: jnp.full(largest.shape, -jnp.inf, largest.dtype),
-            )
-        return base(
-            query,
-            key,
-            value,
-            bias=bias,
-            mask=mask,
-            broadcast_dropout=broadcast_dropout,
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate,
-            deterministic=deterministic,
-            dtype=dtype,
-            precision=precision,
-            force_fp32_for_softmax=force_fp32_for_softmax,
-        )
+    def sow(module: nn.Module, maxima: jax.Array) -> None:
+        lowest = jnp.full(maxima.shape, -jnp.inf, maxima.dtype)
+        module.sow("intermediates", "max_logits", maxima, reduce_fn=jnp.maximum, init_fn=lambda: lowest)
 
-    return attention
+    return reporting(
+        "muonjax.linen.attention_fn",
+        base,
+        sow,
+        rotate=rotate,
+        scale=scale,
+        local_window_size=local_window_size,
+        block_q=block_q,
+        block_k=block_k,
+    )

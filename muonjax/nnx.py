@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from muonjax import _routing
+from muonjax._attention_fn import reporting
 from muonjax._layer_names import BIAS, DENSE, EMBEDDING, Layout, Role
 from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
-from muonjax._max_logits import max_logits
 from muonjax._routing import Rules
 
 # Routing
@@ -68,75 +68,65 @@ def dimension_numbers(
 
 
 def attention_fn(
-    base: Callable[..., jax.Array] = nnx.dot_product_attention, *, block_q: int = 512, block_k: int = 512
+    base: Callable[..., jax.Array] = nnx.dot_product_attention,
+    *,
+    rotate: Callable[[jax.Array], jax.Array] | None = None,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    block_q: int = 512,
+    block_k: int = 512,
 ) -> Callable[..., jax.Array]:
-    """An `attention_fn` for `nnx.MultiHeadAttention` that sows each head's largest logit for QK-Clip.
+    """Attention for `nnx.MultiHeadAttention` that also sows each head's largest logit, for QK-Clip.
 
-    Call the attention with `sow_weights=True`, wrap the forward pass in `nnx.capture(..., nnx.Intermediate)`, and
-    pass what it captured to `tx.update(..., max_logits=...)`. A module that is called several times reports the
-    largest of all calls.
+    Call the attention with `sow_weights=True`, the model through `nnx.capture(model, nnx.Intermediate)`, and pass
+    what comes back to `tx.update(..., max_logits=...)`. Without `sow_weights` nothing is sown. The module sows
+    `max_logits`, `[heads]`, and not the attention weights; if it is called several times, the largest of all calls.
+    Everything that Flax passes (mask, `is_causal`, dropout, cache, precision) reaches `base` as it was, except the
+    module, so that NNX keeps its fused attention.
 
     Args:
-      base: The attention itself, with NNX's signature.
-      block_q: Query positions that are held at a time (see `max_logits`).
-      block_k: Key positions that are held at a time.
+      base: the attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What a
+        `functools.partial` fixes of `scale`, `local_window_size` and `is_causal` is measured so.
+      rotate: rotary embedding, or another linear map of `[*batch, T, heads, D]`, applied to queries and keys
+        before they are measured and handed to `base`.
+      scale: the scale that `base` uses, if it isn't 1/√D.
+      local_window_size: the window that `base` uses, as in `max_logits`.
+      block_q: queries that are held at a time, as in `max_logits`.
+      block_k: keys that are held at a time.
+
+    Returns:
+      A function for Flax's `attention_fn`.
+
+    Raises:
+      ValueError: `base` rotates or caps the logits itself, or has another scale or window.
+      TypeError: when called, if `base` cannot take an argument that Flax passes.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
       >>> from flax import nnx
       >>> attention = nnx.MultiHeadAttention(
-      ...     2, 8, decode=False, attention_fn=muonjax.nnx.attention_fn(), rngs=nnx.Rngs(0)
+      ...     4, 8, attention_fn=muonjax.nnx.attention_fn(), decode=False, rngs=nnx.Rngs(0)
       ... )
-      >>> forward = nnx.capture(lambda module, x: module(x, sow_weights=True), nnx.Intermediate)
-      >>> y, sown = forward(attention, jnp.ones((1, 3, 8)))
-      >>> sown["max_logits"].shape
-      (2,)
+      >>> forward = nnx.capture(lambda attention, x: attention(x, sow_weights=True), nnx.Intermediate)
+      >>> y, sown = forward(attention, jnp.ones((2, 6, 8)))
+      >>> sown["max_logits"][...].shape
+      (4,)
     """
 
-    def attention(
-        query,
-        key,
-        value,
-        bias=None,
-        mask=None,
-        broadcast_dropout=True,
-        dropout_rng=None,
-        dropout_rate=0.0,
-        deterministic=False,
-        dtype=None,
-        precision=None,
-        module=None,
-        promote_dtype=None,
-        is_causal=False,
-    ):
-        if module is not None:
-            largest = max_logits(query, key, mask=mask, is_causal=is_causal, block_q=block_q, block_k=block_k)
-            # The base gets no module: it would sow the full attention weights.
-            module.sow(
-                nnx.Intermediate,
-                "max_logits",
-                largest,
-                reduce_fn=jnp.maximum,
-                init_fn=lambda: jnp.full(largest.shape, -jnp.inf, largest.dtype),
-            )
-        settings = {} if promote_dtype is None else {"promote_dtype": promote_dtype}
-        return base(
-            query,
-            key,
-            value,
-            bias=bias,
-            mask=mask,
-            broadcast_dropout=broadcast_dropout,
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate,
-            deterministic=deterministic,
-            dtype=dtype,
-            precision=precision,
-            is_causal=is_causal,
-            **settings,
-        )
+    def sow(module: nnx.Module, maxima: jax.Array) -> None:
+        lowest = jnp.full(maxima.shape, -jnp.inf, maxima.dtype)
+        module.sow(nnx.Intermediate, "max_logits", maxima, reduce_fn=jnp.maximum, init_fn=lambda: lowest)
 
-    return attention
+    return reporting(
+        "muonjax.nnx.attention_fn",
+        base,
+        sow,
+        rotate=rotate,
+        scale=scale,
+        local_window_size=local_window_size,
+        block_q=block_q,
+        block_k=block_k,
+    )
 
 
 def _layer(module: Any) -> dict[str, Role]:

@@ -145,3 +145,12 @@ def test_linen_twin():
     output = run(*tiny, script="train_transformer_linen.py")
     assert "step 3: loss" in output
     assert "Muon" in output
+
+
+def test_latent_attention_with_and_without_the_clip(tmp_path):
+    """At a threshold below the first logits the clip must act from the second step on."""
+    tiny = ["--steps", 6, "--layers", 1, "--width", 16, "--heads", 2, "--context", 16, "--batch", 2]
+    output = run(*tiny, "--threshold", 0.5, "--out", tmp_path, script="mla_qk_clip.py")
+    last = {name: float(at) for name, at in re.findall(r"(Muon|MuonClip) +step 6: .*logit ([\d.]+)", output)}
+    assert last["MuonClip"] < last["Muon"]
+    assert (tmp_path / "mla_qk_clip.png").read_bytes().startswith(b"\x89PNG")

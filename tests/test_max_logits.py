@@ -1,25 +1,32 @@
+"""The largest logit a head: against a float64 oracle, against JAX's own attention, and by what it costs."""
+
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
 
 import muonjax
 
 
-def dense(q, k, mask=None, causal=False, scale=None):
-    q, k = (
-        np.asarray(q, np.float64),
-        np.repeat(np.asarray(k, np.float64), q.shape[-2] // k.shape[-2], axis=-2),
-    )
+def dense(q, k, *, mask=None, causal=False, window=None, scale=None):
+    """[heads], from the whole matrix in float64."""
+    q = np.asarray(q, np.float64)
+    k = np.repeat(np.asarray(k, np.float64), q.shape[-2] // k.shape[-2], axis=-2)
     logits = np.einsum("...thd,...shd->...hts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    t, s = np.arange(logits.shape[-2])[:, None], np.arange(logits.shape[-1])
     keep = np.ones(logits.shape, bool)
     if causal:
-        t, s = logits.shape[-2:]
-        keep &= np.arange(s) <= np.arange(t)[:, None] + s - t
+        keep &= s <= t
+    if window is not None:
+        keep &= (t - window[0] <= s) & (s <= t + window[1])
     if mask is not None:
         keep &= np.asarray(mask, bool)
     logits = np.where(keep, logits, -np.inf)
-    return np.moveaxis(logits, -3, 0).reshape(logits.shape[-3], -1).max(1)
+    return np.moveaxis(logits, -3, 0).reshape(logits.shape[-3], -1).max(1, initial=-np.inf)
 
 
 def inputs(batch=(2,), t=13, s=13, heads=4, key_heads=4, size=8, seed=0):
@@ -29,59 +36,188 @@ def inputs(batch=(2,), t=13, s=13, heads=4, key_heads=4, size=8, seed=0):
     return jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32)
 
 
-@pytest.mark.parametrize("blocks", [(512, 512), (4, 4), (5, 3), (1, 13)])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("blocks", [(512, 512), (5, 3)])
+@pytest.mark.parametrize(
+    "hidden", [{}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "window": (3, 3)}]
+)
 @pytest.mark.parametrize(
     ("t", "s", "key_heads", "batch"), [(13, 13, 4, (2,)), (6, 17, 2, ()), (17, 6, 1, (2, 3))]
 )
-def test_equals_the_dense_maximum(blocks, causal, t, s, key_heads, batch):
+def test_equals_the_dense_maximum(blocks, hidden, t, s, key_heads, batch):
     q, k = inputs(batch, t, s, key_heads=key_heads)
-    largest = muonjax.max_logits(q, k, is_causal=causal, block_q=blocks[0], block_k=blocks[1])
-    np.testing.assert_allclose(largest, dense(q, k, causal=causal), rtol=1e-5)
+    largest = muonjax.max_logits(
+        q,
+        k,
+        is_causal=hidden.get("causal", False),
+        local_window_size=hidden.get("window"),
+        block_q=blocks[0],
+        block_k=blocks[1],
+    )
+    np.testing.assert_allclose(largest, dense(q, k, **hidden), rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 13, 13), (1, 1, 13, 13), (2, 1, 1, 13), (13, 13), (1, 4, 13, 1)])
-def test_masks_of_every_shape(shape):
-    q, k = inputs()
+MASKS = [(2, 4, 13, 13), (1, 1, 13, 13), (2, 1, 1, 13), (13, 13), (4, 1, 13), (1, 4, 13, 1), (13,), (1,)]
+
+
+@pytest.mark.parametrize("shape", MASKS)
+@pytest.mark.parametrize("blocks", [(512, 512), (4, 5)])
+def test_masks_of_every_shape(shape, blocks):
+    q, k = inputs(key_heads=2)
     mask = np.random.default_rng(3).random(shape) < 0.3
-    largest = muonjax.max_logits(q, k, mask=jnp.asarray(mask), block_q=4, block_k=5)
-    np.testing.assert_allclose(largest, dense(q, k, mask), rtol=1e-5)
+    largest = muonjax.max_logits(q, k, mask=jnp.asarray(mask), block_q=blocks[0], block_k=blocks[1])
+    np.testing.assert_allclose(largest, dense(q, k, mask=mask), rtol=1e-5)
+
+
+def test_masks_on_one_of_two_batch_axes():
+    q, k = inputs((3, 2))
+    mask = np.random.default_rng(4).random((3, 1, 4, 13, 13)) < 0.1
+    np.testing.assert_allclose(
+        muonjax.max_logits(q, k, mask=mask, block_k=4), dense(q, k, mask=mask), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "mask", [nn.make_causal_mask(jnp.ones((2, 13))), nnx.make_causal_mask(jnp.ones((2, 13)))]
+)
+def test_flax_masks_hold_floats(mask):
+    q, k = inputs()
+    assert mask.dtype == jnp.float32
+    np.testing.assert_allclose(muonjax.max_logits(q, k, mask=mask), dense(q, k, causal=True), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("t", "s"), [(5, 11), (11, 5)])
+@pytest.mark.parametrize(
+    "hidden", [{"is_causal": True}, {"local_window_size": (2, 1)}, {"local_window_size": 1}]
+)
+def test_hides_the_pairs_that_jax_hides(t, s, hidden):
+    """At a large scale the log-sum-exp of JAX's own attention is the maximum."""
+    q, k = inputs((1,), t, s)
+    attention = functools.partial(jax.nn.dot_product_attention, scale=1e3, return_residual=True, **hidden)
+    _, lse = jax.jit(attention)(q, k, k)
+    np.testing.assert_allclose(muonjax.max_logits(q, k, scale=1e3, **hidden), lse.max((0, 1)), rtol=1e-4)
 
 
 def test_a_head_that_is_masked_everywhere_is_minus_infinity():
     q, k = inputs()
     mask = jnp.ones((1, 4, 13, 13)).at[:, 2].set(0)
-    largest = muonjax.max_logits(q, k, mask=mask)
-    assert largest[2] == -jnp.inf
-    assert np.isfinite(np.delete(largest, 2)).all()
+    for blocks in (4, 512):
+        largest = muonjax.max_logits(q, k, mask=mask, block_q=blocks)
+        assert largest[2] == -jnp.inf
+        assert np.isfinite(np.delete(largest, 2)).all()
 
 
-def test_signed_scaled_and_without_gradient():
-    q, k = jnp.ones((3, 1, 4)), -jnp.ones((3, 1, 4))
-    np.testing.assert_allclose(muonjax.max_logits(q, k, scale=0.5), [-2.0])
-    gradient = jax.grad(lambda q: muonjax.max_logits(q, k).sum())(q)
-    np.testing.assert_array_equal(gradient, 0)
+@pytest.mark.parametrize("shape", [{"t": 0}, {"s": 0}, {"batch": (0,)}])
+def test_no_pair_at_all_is_minus_infinity(shape):
+    np.testing.assert_array_equal(muonjax.max_logits(*inputs(**shape)), -np.inf)
 
 
-def test_half_precision_is_summed_in_float32():
-    q, k = inputs(size=64)
-    half = muonjax.max_logits(q.astype(jnp.bfloat16), k.astype(jnp.bfloat16))
+@pytest.mark.parametrize("scale", [0.5, -0.5])
+def test_signed_scaled_and_without_gradient(scale):
+    q, k = inputs()
+    np.testing.assert_allclose(muonjax.max_logits(q, k, scale=scale), dense(q, k, scale=scale), rtol=1e-5)
+    np.testing.assert_allclose(
+        muonjax.max_logits(jnp.ones((3, 1, 4)), -jnp.ones((3, 1, 4)), scale=0.5), [-2.0]
+    )
+    gradients = jax.grad(lambda q, k: muonjax.max_logits(q, k).sum(), (0, 1))(q, k)
+    for gradient in gradients:
+        np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_summed_in_float32(dtype):
+    q, k = (x.astype(dtype) for x in inputs(size=64))
+    half = muonjax.max_logits(q, k)
     assert half.dtype == jnp.float32
-    rounded = [np.asarray(x.astype(jnp.bfloat16), np.float32) for x in (q, k)]
-    np.testing.assert_allclose(half, dense(*rounded), rtol=1e-5)
+    np.testing.assert_allclose(half, dense(np.asarray(q, np.float32), np.asarray(k, np.float32)), rtol=1e-5)
+
+
+def test_nan_is_not_hidden():
+    q, k = inputs()
+    largest = muonjax.max_logits(q.at[0, 3, 1, 0].set(jnp.nan), k, block_q=4, block_k=4)
+    np.testing.assert_array_equal(np.isnan(largest), [False, True, False, False])
+
+
+@pytest.mark.parametrize(
+    ("hidden", "blocks"),
+    [
+        ({}, 64),
+        ({"is_causal": True}, 36),  # 8 · 9 / 2 on and below the diagonal
+        ({"is_causal": True, "local_window_size": (8, 0)}, 15),  # the diagonal and the one below
+        ({"local_window_size": 1}, 22),
+    ],
+)
+def test_blocks_that_are_hidden_whole_are_not_made(hidden, blocks):
+    q, k = inputs(t=64, s=64)
+    jaxpr = jax.make_jaxpr(functools.partial(muonjax.max_logits, block_q=8, block_k=8, **hidden))(q, k)
+    (loop,) = (e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scan")
+    assert loop.params["length"] + 1 == blocks  # the first block stands before the loop
 
 
 def test_memory_is_blocks_and_no_square():
     q = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.float32)
-    compiled = jax.jit(lambda q, k: muonjax.max_logits(q, k, is_causal=True)).lower(q, q).compile()
+    compiled = jax.jit(functools.partial(muonjax.max_logits, is_causal=True)).lower(q, q).compile()
     assert compiled.memory_analysis().temp_size_in_bytes <= 32 * 2**20
 
 
-def test_bad_shapes():
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"key": jnp.ones((2, 13, 4, 4))}, "batch and depth must agree"),
+    ({"key": jnp.ones((3, 13, 4, 8))}, "batch and depth must agree"),
+    ({"key": jnp.ones((2, 13, 3, 8))}, "not a multiple of 3 key heads"),
+    ({"query": jnp.ones((4, 8)), "key": jnp.ones((4, 8))}, r"needs \[\*batch, T, heads, D\]"),
+    ({"block_q": 0}, "block_q=0"),
+    ({"block_k": -1}, "block_k=-1"),
+    ({"mask": jnp.ones((2, 4, 13, 12))}, r"mask=.*\[2, 4, 13, 12\]"),
+    ({"mask": jnp.ones((5, 2, 4, 13, 13))}, "does not broadcast"),
+    ({"local_window_size": (-1, 2)}, "none negative"),
+    ({"local_window_size": (1, 2, 3)}, "local_window_size"),
+])  # fmt: skip
+def test_bad_input(arguments, message):
     q, k = inputs()
-    with pytest.raises(ValueError, match="share batch and head size"):
-        muonjax.max_logits(q, k[..., :4])
-    with pytest.raises(ValueError, match="multiple of the key's"):
-        muonjax.max_logits(q, k[..., :3, :])
-    with pytest.raises(ValueError, match="block_q=0"):
-        muonjax.max_logits(q, k, block_q=0)
+    arguments = {"query": q, "key": k} | arguments
+    with pytest.raises(ValueError, match=message):
+        muonjax.max_logits(arguments.pop("query"), arguments.pop("key"), **arguments)
+
+
+# The bound from the log-sum-exp.
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])  # JAX's attention takes no float16 on a CPU
+@pytest.mark.parametrize("size", [0.1, 4.0])
+@pytest.mark.parametrize("hidden", [{}, {"is_causal": True}])
+def test_the_bound_is_sound_and_near(dtype, size, hidden):
+    q, k = (size * x for x in inputs((3,), 64, 64, size=32))
+    q, k = q.astype(dtype), k.astype(dtype)
+    _, lse = jax.jit(functools.partial(jax.nn.dot_product_attention, return_residual=True, **hidden))(q, k, k)
+    assert lse.dtype == dtype
+    largest, bound = muonjax.max_logits(q, k, **hidden), muonjax.max_logits_bound(lse)
+    assert bound.dtype == jnp.float32
+    assert (bound >= largest).all()
+    assert (bound <= largest + np.log(64) + 2 * jnp.finfo(dtype).eps * jnp.abs(bound) + 1e-5).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_bound_covers_the_rounding_of_its_dtype(dtype):
+    """bfloat16 rounds 100.2 down to 100: the bound has to be above what was rounded."""
+    exact = np.linspace(90, 300, 997, dtype=np.float32)
+    for sign in (1, -1):
+        rounded = jnp.asarray(sign * exact).astype(dtype)[None]
+        assert (np.asarray(rounded, np.float32)[0] < sign * exact).any()
+        assert (np.asarray(muonjax.max_logits_bound(rounded)) >= sign * exact).all()
+        upcast = rounded.astype(jnp.float32)
+        assert (np.asarray(muonjax.max_logits_bound(upcast, dtype=dtype)) >= sign * exact).all()
+
+
+def test_the_bound_of_nothing_is_minus_infinity():
+    lse = jnp.full((2, 5, 3), -jnp.inf).at[0, 0, 1].set(jnp.inf).at[1, 1, 2].set(jnp.nan)
+    np.testing.assert_array_equal(muonjax.max_logits_bound(lse), [-np.inf, np.inf, np.nan])
+
+
+def test_the_bound_of_one_key_near_zero():
+    """With one key the log-sum-exp is the maximum itself, and a relative margin of nearly 0 would be none."""
+    assert float(muonjax.max_logits_bound(jnp.full((1, 1, 1), 1e-8))[0]) > 1e-7
+
+
+@pytest.mark.parametrize("lse", [jnp.ones(4), jnp.ones((2, 4), jnp.int32)])
+def test_bad_bounds(lse):
+    with pytest.raises(ValueError, match="max_logits_bound"):
+        muonjax.max_logits_bound(lse)

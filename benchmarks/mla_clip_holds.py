@@ -1,0 +1,38 @@
+"""Does QK-Clip hold the logits of latent attention that is made to blow up, and does the model learn then?
+
+`examples/mla_qk_clip.py` at its default size; draws docs/images/mla_qk_clip.png.
+"""
+
+import pathlib
+import sys
+
+import measure
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
+import mla_qk_clip as example
+
+IMAGES = pathlib.Path(__file__).parent.parent / "docs" / "images"
+
+
+def main() -> None:
+    args = example.parse()
+    runs = {"Muon": example.train(args, clip=False), "MuonClip": example.train(args, clip=True)}
+    example.draw(runs, args.threshold, IMAGES / "mla_qk_clip.png")
+    rows = [
+        {
+            "optimizer": name,
+            "loss_last_20": round(float(run["loss"][-20:].mean()), 4),
+            "largest_logit": round(float(run["maxima"].max()), 2),
+            "share_above_threshold": round(float((run["maxima"] > args.threshold).mean()), 4),
+            "share_above_twice_threshold": round(float((run["maxima"] > 2 * args.threshold).mean()), 4),
+        }
+        for name, run in runs.items()
+    ]
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    path = measure.write("mla_clip_holds", {**settings, "rows": rows})
+    print(measure.table(rows))
+    print(f"Written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Multi-head latent attention that is made to blow up: Muon alone, then MuonClip, in one picture.
+
+    python examples/mla_qk_clip.py
+
+A small byte-level transformer with DeepSeek's attention, trained at a rate at which its logits run away. The picture
+has the loss of both runs, each head's largest logit, and the steps at which QK-Clip scaled each head.
+"""
+
+import argparse
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from flax import linen as nn
+from text_data import Text
+
+import muonjax
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def rotate(x: jax.Array, base: float = 1000.0) -> jax.Array:
+    """Rotary position embedding of [batch, time, heads, size]."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None, None] * base ** (-jnp.arange(half) / half)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate(
+        [a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1
+    )
+
+
+class LatentAttention(nn.Module):
+    """Queries and keys of a part without position, a head's own, and a rotary part whose key all heads share."""
+
+    heads: int
+    nope: int = 16
+    rotary: int = 8
+    query_rank: int = 48
+    latent_rank: int = 32
+
+    @nn.compact
+    def __call__(self, x):
+        def dense(features, name):
+            return nn.DenseGeneral(features, use_bias=False, name=name)
+
+        q = nn.RMSNorm(name="q_norm")(dense(self.query_rank, "wq_a")(x))
+        q = dense((self.heads, self.nope + self.rotary), "wq_b")(q)
+        q = jnp.concatenate([q[..., : self.nope], rotate(q[..., self.nope :])], -1)
+
+        latent, shared = jnp.split(dense(self.latent_rank + self.rotary, "wkv_a")(x), [self.latent_rank], -1)
+        size = self.nope + self.rotary  # of a value, too
+        kv = dense((self.heads, self.nope + size), "wkv_b")(nn.RMSNorm(name="kv_norm")(latent))
+        k, v = jnp.split(kv, [self.nope], -1)
+        shared = jnp.broadcast_to(rotate(shared[..., None, :]), (*k.shape[:-1], self.rotary))
+        k = jnp.concatenate([k, shared], -1)
+
+        self.sow("intermediates", "max_logits", muonjax.max_logits(q, k, is_causal=True))  # for QK-Clip
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=False, name="out")(y)
+
+
+class Transformer(nn.Module):
+    """A decoder over bytes: [batch, time] -> logits [batch, time, 256]."""
+
+    layers: int
+    width: int
+    heads: int
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(256, self.width, name="embedding")(tokens)
+        for i in range(self.layers):
+            x = x + LatentAttention(self.heads, name=f"attention_{i}")(nn.RMSNorm()(x))
+            y = nn.gelu(nn.Dense(4 * self.width, use_bias=False, name=f"up_{i}")(nn.RMSNorm()(x)))
+            x = x + nn.Dense(self.width, use_bias=False, name=f"down_{i}")(y)
+        return nn.Dense(256, use_bias=False, name="head")(nn.RMSNorm()(x))
+
+
+def train(args: argparse.Namespace, clip: bool) -> dict[str, np.ndarray]:
+    """Losses [steps], each head's largest logit [steps, layers, heads], and whether it was clipped."""
+    text, model = Text(), Transformer(args.layers, args.width, args.heads)
+    params = jax.jit(model.init)(jax.random.key(args.seed), text.batch(0, 0, 1, args.context)[:, :-1])[
+        "params"
+    ]
+    rate = optax.warmup_constant_schedule(0.0, args.learning_rate, max(1, args.steps // 10))
+    site = muonjax.mla_site("attention_.*", nope=16)
+    inner = muonjax.muon(rate, weight_decay=0.0)
+    tx = optax.chain(inner, muonjax.qk_clip(args.threshold, site)) if clip else inner
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, tokens):
+        def loss_fn(params):
+            logits, sown = model.apply({"params": params}, tokens[:, :-1], mutable=["intermediates"])
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+            return loss, sown["intermediates"]
+
+        (loss, sown), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        updates, state = tx.update(grads, state, params, max_logits=sown)
+        maxima = jnp.stack([sown[f"attention_{i}"]["max_logits"][0] for i in range(args.layers)])
+        return optax.apply_updates(params, updates), state, loss, maxima
+
+    name = "MuonClip" if clip else "Muon"
+    losses, maxima = [], []
+    for count in range(args.steps):
+        tokens = text.batch(args.seed, count, args.batch, args.context)
+        params, state, loss, largest = step(params, state, tokens)
+        losses.append(float(loss))
+        maxima.append(np.asarray(largest))
+        if (count + 1) % max(1, args.steps // 10) == 0:
+            print(f"{name:9} step {count + 1}: loss {losses[-1]:.3f}, largest logit {largest.max():.1f}")
+    return {"loss": np.array(losses), "maxima": np.array(maxima)}
+
+
+def draw(runs: dict[str, dict[str, np.ndarray]], threshold: float, to: pathlib.Path) -> None:
+    """Loss on the left; each head's largest logit with Muon and with MuonClip; below that, the heads that it scaled."""
+    figure, axes = plt.subplot_mosaic(
+        [["loss", "Muon", "MuonClip"], ["loss", "Muon", "clipped"]],
+        figsize=(14, 4.8),
+        height_ratios=(3.2, 1),
+        layout="constrained",
+    )
+    for name, run in runs.items():
+        label = f"{name}: {run['loss'][-20:].mean():.2f} over the last 20 steps"
+        axes["loss"].plot(run["loss"], linewidth=1, label=label)
+        for layer, head in np.ndindex(run["maxima"].shape[1:]):
+            label = f"layer {layer}" if head == 0 else None
+            axes[name].plot(
+                run["maxima"][:, layer, head], color=f"C{layer}", alpha=0.6, linewidth=0.8, label=label
+            )
+        axes[name].axhline(threshold, color="black", linestyle="--", linewidth=1, label="threshold")
+        axes[name].set(yscale="log", ylim=(0.5, 1.5 * max(r["maxima"].max() for r in runs.values())))
+        axes[name].set(ylabel="largest logit", title=f"{name}: each head's largest logit")
+    hot = (runs["MuonClip"]["maxima"] > threshold).reshape(len(runs["MuonClip"]["loss"]), -1)
+    axes["clipped"].imshow(hot.T, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0, vmax=1)
+    axes["clipped"].set(
+        xlim=axes["MuonClip"].get_xlim(), xlabel="step", ylabel="head", title="black: clipped"
+    )
+    axes["Muon"].set(xlabel="step")
+    axes["loss"].set(xlabel="step", ylabel="loss (nats a byte)", title="Training loss")
+    for panel in ("loss", "Muon", "MuonClip"):
+        axes[panel].grid(alpha=0.3)
+        axes[panel].legend(fontsize=8, frameon=False)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(to, dpi=120)
+    plt.close(figure)
+
+
+def parse(flags: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    sizes = {"steps": 300, "layers": 3, "width": 96, "heads": 4, "context": 64, "batch": 8, "seed": 0}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--learning-rate", type=float, default=0.05)
+    parser.add_argument("--threshold", type=float, default=30.0)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/mla_qk_clip"))
+    return parser.parse_args(flags)
+
+
+def main() -> None:
+    args = parse()
+    runs = {"Muon": train(args, clip=False), "MuonClip": train(args, clip=True)}
+    draw(runs, args.threshold, args.out / "mla_qk_clip.png")
+    for name, run in runs.items():
+        print(f"{name}: last loss {run['loss'][-20:].mean():.3f}, largest logit {run['maxima'].max():.1f}")
+    print(f"Drawn in {args.out / 'mla_qk_clip.png'}")
+
+
+if __name__ == "__main__":
+    main()

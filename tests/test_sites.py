@@ -1,0 +1,356 @@
+"""What each site scales: every layout against an index written out by hand, and what it refuses."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.core import freeze
+
+import muonjax
+
+D, H, K, DH = 6, 4, 2, 3  # input, query heads, key heads, features of a head
+GAMMA = np.array([0.25, 1.0, 0.04, 1.0])  # of each query head; exact square roots
+THRESHOLD = 100.0
+
+
+def clip(params, site, gamma=GAMMA, name="attention", **settings):
+    """What each parameter was multiplied by, if `gamma` is what the logits ask for."""
+    ones = jax.tree.map(jnp.ones_like, params)
+    statistics = {name: jnp.asarray(THRESHOLD / gamma)}
+    return muonjax.apply_qk_clip({name: ones}, statistics, site, THRESHOLD, **settings)[name]
+
+
+def weights(**shapes):
+    """{"query.kernel": shape} as a tree of ones."""
+    tree = {}
+    for path, shape in shapes.items():
+        module, leaf = path.split("__")
+        tree.setdefault(module, {})[leaf] = jnp.ones(shape)
+    return tree
+
+
+ROOT = np.sqrt(GAMMA)
+WORST = GAMMA.reshape(K, -1).min(1)  # of each group
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "bias"),
+    [
+        ("i h d", lambda h: (D, h, DH), lambda h: (h, DH)),
+        ("i (h d)", lambda h: (D, h * DH), lambda h: (h * DH,)),
+        ("(h d) i", lambda h: (h * DH, D), lambda h: (h * DH,)),
+        ("h d i", lambda h: (h, DH, D), lambda h: (h, DH)),
+    ],
+)
+@pytest.mark.parametrize("shared", [None, "query", "balanced", "group"])
+def test_multi_head_layouts(layout, shape, bias, shared):
+    key_heads = H if shared is None else K
+    params = weights(
+        query__kernel=shape(H), query__bias=bias(H), key__kernel=shape(key_heads), key__bias=bias(key_heads)
+    )
+    flat = {"num_heads": H, "num_kv_heads": key_heads} if "(" in layout else {}
+    site = muonjax.mha_site(layout=layout, **flat)
+    scaled = clip(params, site, shared_keys=shared or "query")
+    query, key = {
+        None: (ROOT, ROOT),
+        "query": (GAMMA, np.ones(K)),
+        "balanced": (GAMMA / np.repeat(np.sqrt(WORST), H // K), np.sqrt(WORST)),
+        "group": (np.repeat(np.sqrt(WORST), H // K), np.sqrt(WORST)),
+    }[shared]
+    for name, factors in (("query", query), ("key", key)):
+        for leaf in ("kernel", "bias"):
+            got = np.asarray(scaled[name][leaf])
+            if leaf == "kernel":
+                got = np.moveaxis(got, layout.replace("(h d)", "h").split().index("i"), 0)
+                assert (got == got[0]).all()
+                got = got[0]
+            np.testing.assert_allclose(got.reshape(-1, DH), np.repeat(factors[:, None], DH, 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("query_name", ["wq_b", "wq"])
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [("i h d", lambda n: (D, H, n)), ("i (h d)", lambda n: (D, H * n)), ("(h d) i", lambda n: (H * n, D))],
+)
+def test_latent_attention_layouts(query_name, layout, shape):
+    nope, rotary, value = 2, 3, 4
+    params = weights(
+        wkv_a__kernel=(D, 5 + rotary), wkv_b__kernel=shape(nope + value), kv_norm__scale=(5,), q_norm__scale=(5,),
+        **{f"{query_name}__kernel": shape(nope + rotary)},
+    )  # fmt: skip
+    num_heads = H if "(" in layout else None
+    scaled = clip(params, muonjax.mla_site(nope=nope, query=query_name, layout=layout, num_heads=num_heads))
+
+    def heads(leaf):
+        leaf = np.moveaxis(np.asarray(leaf), layout.replace("(h d)", "h").split().index("i"), 0)
+        return leaf[0].reshape(H, -1)
+
+    want = np.concatenate([np.repeat(ROOT[:, None], nope, 1), np.repeat(GAMMA[:, None], rotary, 1)], 1)
+    np.testing.assert_allclose(heads(scaled[query_name]["kernel"]), want, rtol=1e-6)
+    want = np.concatenate([np.repeat(ROOT[:, None], nope, 1), np.ones((H, value))], 1)
+    np.testing.assert_allclose(heads(scaled["wkv_b"]["kernel"]), want, rtol=1e-6)
+    np.testing.assert_array_equal(scaled["wkv_a"]["kernel"], 1)
+
+
+@pytest.mark.parametrize(
+    "layout", ["i (3 h d)", "i 3 h d", "i 3 (h d)", "i (3 h) d", "i (h 3 d)", "i h (3 d)", "i h 3 d"]
+)
+def test_fused_layouts(layout):
+    sizes = {"i": D, "3": 3, "h": H, "d": DH}
+    parts = [p.split() for p in re.findall(r"[^() ]+(?= |$)(?![^(]*\))|(?<=\()[^()]*(?=\))", layout)]
+    shape = tuple(int(np.prod([sizes[x] for x in p])) for p in parts)
+    params = weights(qkv__kernel=shape, qkv__bias=shape[1:])
+    scaled = clip(params, muonjax.fused_qkv_site(num_heads=H, head_dim=DH, layout=layout))
+    order = [x for p in parts for x in p if x != "i"]
+    for leaf in (scaled["qkv"]["kernel"][0], scaled["qkv"]["bias"]):
+        got = np.asarray(leaf).reshape([sizes[x] for x in order])
+        got = np.moveaxis(got, [order.index(x) for x in "3hd"], [0, 1, 2])  # [3, heads, head_dim]
+        np.testing.assert_allclose(
+            got, np.stack([ROOT, ROOT, np.ones(H)])[..., None] * np.ones(DH), rtol=1e-6
+        )
+
+
+@pytest.mark.parametrize("layout", ["i (3 h d)", "i (3 h) d"])
+def test_fused_grouped_keys(layout):
+    shape = (D, (H + 2 * K) * DH) if layout == "i (3 h d)" else (D, H + 2 * K, DH)
+    site = muonjax.fused_qkv_site(num_heads=H, num_kv_heads=K, head_dim=DH, layout=layout)
+    got = np.asarray(clip(weights(qkv__kernel=shape), site, shared_keys="balanced")["qkv"]["kernel"][0])
+    query = GAMMA / np.repeat(np.sqrt(WORST), H // K)
+    want = np.concatenate([query, np.sqrt(WORST), np.ones(K)])
+    np.testing.assert_allclose(got.reshape(-1, DH), np.repeat(want[:, None], DH, 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [0, 1, 2, -1, (0, 1), (1, 0)])
+def test_stacked_layers_on_any_axis(axes):
+    """The axis is one of the stacked parameter; a bias then has its heads elsewhere than its kernel."""
+    depths = (2, 5)[: len(axes)] if isinstance(axes, tuple) else (2,)
+    gamma = np.random.default_rng(0).uniform(0.1, 0.9, (*depths, H))
+    shapes = {"kernel": (D, H, DH), "bias": (H, DH)}
+    where = axes if isinstance(axes, tuple) else (axes,)
+
+    def stack(shape):
+        x = jnp.ones((*depths, *shape))
+        return jnp.moveaxis(x, range(len(depths)), where)
+
+    params = {n: {leaf: stack(shape) for leaf, shape in shapes.items()} for n in ("query", "key")}
+    scaled = clip(params, muonjax.mha_site(scan_axis=axes), gamma)
+    for leaf in shapes:
+        got = np.moveaxis(np.asarray(scaled["query"][leaf]), where, range(len(depths)))
+        got = got if leaf == "bias" else got[..., 0, :, :]
+        np.testing.assert_allclose(got, np.sqrt(gamma)[..., None] * np.ones(DH), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_stacked_latent_attention(axis):
+    """MaxText stacks layers on axis 1: (rank, layers, heads, features)."""
+    gamma = np.array([[0.25, 1.0, 0.04, 1.0], [1.0, 1.0, 0.09, 0.16]])
+    nope, rotary, value, layers = 2, 3, 4, 2
+    shapes = {"wq_b": (D, H, nope + rotary), "wkv_b": (D, H, nope + value)}
+    params = {n: {"kernel": jnp.ones((*s[:axis], layers, *s[axis:]))} for n, s in shapes.items()}
+    scaled = clip(params, muonjax.mla_site(nope=nope, scan_axis=axis), gamma)
+    query, key = (np.moveaxis(np.asarray(scaled[n]["kernel"]), axis, 0) for n in shapes)
+    root = np.sqrt(gamma)[:, None, :, None]
+    np.testing.assert_allclose(query[..., :nope], np.broadcast_to(root, query[..., :nope].shape), rtol=1e-6)
+    np.testing.assert_allclose(
+        query[..., nope:], np.broadcast_to(root**2, query[..., nope:].shape), rtol=1e-6
+    )
+    np.testing.assert_allclose(key[..., :nope], np.broadcast_to(root, key[..., :nope].shape), rtol=1e-6)
+    np.testing.assert_array_equal(key[..., nope:], 1)
+
+
+def test_a_name_is_a_regular_expression_for_the_whole_path():
+    params = {"encoder": {"attention": weights(query__kernel=(D, H, DH), key__kernel=(D, H, DH))}}
+    params = params | {"decoder": params["encoder"]}
+    statistics = {"decoder/attention": jnp.full(H, 400.0)}
+    scaled = muonjax.apply_qk_clip(params, statistics, muonjax.mha_site("decoder/.*"), THRESHOLD)
+    np.testing.assert_array_equal(scaled["decoder"]["attention"]["query"]["kernel"], 0.5)
+    np.testing.assert_array_equal(scaled["encoder"]["attention"]["query"]["kernel"], 1)
+    with pytest.raises(
+        ValueError, match=r"'coder' matches no module.*\['decoder/attention', 'encoder/attention'\]"
+    ):
+        muonjax.apply_qk_clip(params, statistics, muonjax.mha_site("coder"), THRESHOLD)
+
+
+def test_parameter_trees_of_every_kind():
+    linen = nn.MultiHeadDotProductAttention(
+        H, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "heads", None))
+    )
+    boxed = {"attention": linen.init(jax.random.key(0), jnp.ones((1, 2, 8)))["params"]}
+    model = nnx.Dict(attention=nnx.MultiHeadAttention(H, 8, decode=False, rngs=nnx.Rngs(0)))
+    state = nnx.state(model, nnx.Param)
+    for tree in (boxed, freeze(boxed), state, nnx.to_pure_dict(state), jax.tree.map(lambda x: x, state)):
+        for seen in (tree, jax.eval_shape(lambda tree=tree: tree)):
+            assert set(muonjax.qk_clip(1.0, muonjax.mha_site()).init(seen).factors) == {"attention"}
+        scaled = muonjax.apply_qk_clip(tree, {"attention": jnp.full(H, 400.0)}, muonjax.mha_site(), THRESHOLD)
+        assert jax.tree.structure(scaled) == jax.tree.structure(tree)
+        halves = [
+            np.allclose(a, 0.5 * b) and np.any(b)
+            for a, b in zip(*map(jax.tree.leaves, (scaled, tree)), strict=True)
+        ]
+        assert sum(halves) == 2  # two kernels; the biases are zero
+
+
+# Found by themselves.
+
+
+def linen_stack(scan_axis, heads=2, layers=3):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _=None):
+            x = x + nn.MultiHeadDotProductAttention(heads, name="attention")(x)
+            return nn.Dense(8, name="query")(x), None
+
+    axes = {"params": scan_axis, "intermediates": 0}
+    return nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=layers)(name="layers")
+
+
+@pytest.mark.parametrize("scan_axis", [0, 1])
+def test_sites_from_a_scanned_linen_model(scan_axis):
+    params = jax.eval_shape(linen_stack(scan_axis).init, jax.random.key(0), jnp.ones((1, 2, 8)))["params"]
+    (site,) = muonjax.sites_from(params)
+    assert (site.path, site.scan_axis) == ("attention", (scan_axis,))
+    assert muonjax.qk_clip(1.0, site).init(params).maxima["attention"].shape == (3, 2)
+
+
+def test_sites_from_an_nnx_model():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List(
+                [nnx.MultiHeadAttention(4, 8, num_kv_heads=2, decode=False, rngs=rngs) for _ in range(2)]
+            )
+            self.query = nnx.Linear(8, 8, rngs=rngs)
+
+    params = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
+    sites = muonjax.sites_from(params)
+    assert [site.path for site in sites] == ["blocks/0", "blocks/1"]
+    assert muonjax.qk_clip(1.0, sites).init(params).maxima["blocks/1"].shape == (4,)
+
+
+FLAX = weights(query__kernel=(8, 2, 4), key__kernel=(8, 2, 4), value__kernel=(8, 2, 4), out__kernel=(2, 4, 8))
+
+
+def test_sites_from_escapes_names():
+    params = {"a.b": FLAX}
+    (site,) = muonjax.sites_from(params | {"axb": params["a.b"] | {"out": {"kernel": jnp.ones((8, 8))}}})
+    assert site.path == r"a\.b"
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"dense": {"kernel": jnp.ones((2, 2))}}, "none of Flax's attention modules"),
+        ({"a": FLAX | weights(query_ln__scale=(4,))}, r"'a' normalizes its queries and keys \(query_ln\)"),
+        (
+            {"a": {n: {"kernel": jnp.ones((4, 4, 4, 4))} for n in ("query", "key", "value", "out")}},
+            "axis of layers of 'a' can't be told",
+        ),
+    ],
+)  # fmt: skip
+def test_sites_from_refuses(params, message):
+    with pytest.raises(ValueError, match=message):
+        muonjax.sites_from(params)
+
+
+# Refusals.
+
+
+def attention(**more):
+    return weights(**({"query__kernel": (D, H, DH), "key__kernel": (D, H, DH)} | more))
+
+
+@pytest.mark.parametrize(
+    ("tree", "site", "message"),
+    [
+        ({}, {"path": "decoder/.*"}, "'decoder/.*' matches no module with 'query'"),
+        ({"query_ln__scale": (DH,)}, {}, r"normalizes its queries and keys \(query_ln\)"),
+        ({"k_norm__scale": (DH,)}, {}, "k_norm"),
+        ({"query__lora_a": (D, 2)}, {}, r"attention/query/lora_a.* feed the queries or keys"),
+        ({"query__kernel": (D, H * DH)}, {}, "layout"),
+        ({"query__kernel": (2, D, H, DH)}, {}, "disagree on the stack"),
+        ({"query__kernel": (2, 2, D, H, DH)}, {"scan_axis": 0}, "scan_axis"),
+        ({"query__kernel": (D, 3, DH)}, {}, "head counts"),
+        ({"query__bias": (2 * H, DH)}, {}, "head counts"),
+        ({"query__kernel": (D, H * DH)}, {"layout": "i (h d)", "num_heads": 5}, "does not hold 5 heads"),
+    ],
+)
+def test_refusals(tree, site, message):
+    with pytest.raises(ValueError, match=message):
+        muonjax.qk_clip(1.0, muonjax.mha_site(**site)).init({"attention": attention(**tree)})
+
+
+def test_flax_names_its_norms_as_we_do():
+    linen = nn.MultiHeadDotProductAttention(2, normalize_qk=True)
+    linen = linen.init(jax.random.key(0), jnp.ones((1, 2, 8)))["params"]
+    module = nnx.MultiHeadAttention(2, 8, normalize_qk=True, decode=False, rngs=nnx.Rngs(0))
+    for params in (linen, nnx.state(module, nnx.Param)):
+        with pytest.raises(ValueError, match=r"normalizes its queries and keys \(query_ln, key_ln\)"):
+            muonjax.qk_clip(1.0, muonjax.mha_site()).init(params)
+        with pytest.raises(ValueError, match=r"normalizes its queries and keys \(query_ln, key_ln\)"):
+            muonjax.sites_from(params)
+
+
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_frozen_and_adapter_only_attention(side):
+    site = muonjax.mha_site()
+    frozen = {"attention": attention() | {side: {"kernel": optax.MaskedNode()}}}
+    with pytest.raises(ValueError, match=f"'attention/{side}/kernel' is masked out"):
+        muonjax.qk_clip(1.0, site).init(frozen)
+    mask = jax.tree_util.tree_map_with_path(
+        lambda path, _: side not in jax.tree_util.keystr(path), {"attention": attention()}
+    )
+    with pytest.raises(ValueError, match="masked out"):
+        optax.masked(muonjax.qk_clip(1.0, site), mask).init({"attention": attention()})
+    adapter = {"attention": attention() | {side: {"lora_a": jnp.ones((D, 2))}}}
+    with pytest.raises(ValueError, match=f"no parameter 'attention/{side}/kernel'.*adapter"):
+        muonjax.qk_clip(1.0, site).init(adapter)
+
+
+def test_two_sites_for_one_module():
+    sites = [muonjax.mha_site(), muonjax.mha_site("attention")]
+    with pytest.raises(ValueError, match="two sites match 'attention'"):
+        muonjax.qk_clip(1.0, sites).init({"attention": attention()})
+
+
+def test_integer_kernels():
+    params = {"attention": jax.tree.map(lambda x: x.astype(jnp.int8), attention())}
+    with pytest.raises(TypeError, match="int8"):
+        muonjax.qk_clip(1.0, muonjax.mha_site()).init(params)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: muonjax.mha_site("("), "no regular expression"),
+        (lambda: muonjax.mha_site(layout="d h"), "can't be read"),
+        (lambda: muonjax.mha_site(layout="h i d"), "can't be read"),
+        (lambda: muonjax.mha_site(layout="i (h d)"), "give num_heads"),
+        (lambda: muonjax.mha_site(num_kv_heads=2), "give num_heads too"),
+        (lambda: muonjax.mha_site(num_heads=4, num_kv_heads=3), "must be a multiple"),
+        (lambda: muonjax.mla_site(nope=0), "nope=0"),
+        (lambda: muonjax.mla_site(nope=2, layout="i (3 h d)", num_heads=2), "can't be read"),
+        (lambda: muonjax.fused_qkv_site(num_heads=4, head_dim=2, layout="i (h d)"), "can't be read"),
+        (
+            lambda: muonjax.fused_qkv_site(num_heads=4, head_dim=2, num_kv_heads=2, layout="i (h 3 d)"),
+            "grouped keys",
+        ),
+        (
+            lambda: muonjax.fused_qkv_site(num_heads=4, head_dim=2, num_kv_heads=2, layout="i 3 h d"),
+            "grouped keys",
+        ),
+        (lambda: muonjax.Site(path="a", scales=()), "scales nothing"),
+    ],
+)
+def test_bad_settings(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("sites", [[], "attention", [None]])
+def test_no_sites(sites):
+    with pytest.raises(TypeError, match="make one with mha_site"):
+        muonjax.qk_clip(1.0, sites).init({"attention": attention()})
