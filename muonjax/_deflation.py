@@ -12,10 +12,15 @@ function of A; it commutes with A, and W X has exactly X's polar factor. Where V
 moves by about ||sin(theta) D||, theta being the angles between V and the true subspace; that is estimated
 from the residual A V - V (V^H A V), and D is shrunk until the estimate is below `_TOLERANCE`.
 
+Where A is all that the iteration will see (the Gram form), its rounding counts: what is small beside the
+largest eigenvalue's rounding is lost, and can even come out negative. There a few directions are shaved off X
+before A is made, at the cost of some passes over X, and what rounding may still leave is added as a ridge.
+
 All of it is products: a factorization would leave the matrix units, and on a CPU start threads of its own.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -36,6 +41,9 @@ _ORTHONORMALIZATIONS = 2
 # Added to the k x k matrices in units of their norm: directions never fall below 1e-3 of the largest, which is
 # where the rounding of A = X X^H in float32 begins.
 _RIDGE = 1e-6
+
+# Rounding errors of A's entries in units of the least possible: sums of many terms lose more.
+_ROUNDING = 4
 
 # The root mean square polar error that an inexact subspace may cause.
 _TOLERANCE = 0.05
@@ -74,6 +82,19 @@ class Deflation(NamedTuple):
         return q - _dot(_dot(q, self.p), _adjoint(self.v))
 
 
+def shave(x: jax.Array, rank: int) -> jax.Array:
+    """x [*batch, m, n] with its `rank` dominant directions shrunk, roughly, before its Gram matrix is made."""
+
+    def multiply(v):
+        b = _dot(_adjoint(v), x)
+        # Not X (X^H V): it would transpose X, which takes longer than the rest.
+        return jnp.einsum("...in,...kn->...ik", x, b.conj(), precision=jax.lax.Precision.HIGHEST)
+
+    v = _dominant_subspace(multiply, _like(x[..., :rank], _signs(x.shape[-2], rank)), num_steps=1)
+    _, d = _shrinking(v, multiply(v))
+    return x - _dot(_dot(v, d), _dot(_adjoint(v), x))
+
+
 def shrink_dominant(gram: jax.Array, rank: int) -> Deflation:
     """The map W that shrinks the `rank` dominant directions of A to about the size of the rank-th.
 
@@ -81,20 +102,10 @@ def shrink_dominant(gram: jax.Array, rank: int) -> Deflation:
       gram: A = X X^H, [*batch, m, m], in float32 or wider, with entries of moderate size.
       rank: k, in 1..m.
     """
-    m = gram.shape[-1]
-    v = _dominant_subspace(gram, rank)
+    start = _like(gram[..., :rank], _signs(gram.shape[-1], rank))
+    v = _dominant_subspace(lambda v: _dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
     av = _dot(gram, v)
-    h = _hermitian(_dot(_adjoint(v), av))
-
-    inverse_root, size = _inverse_root(h)
-    inverse = _dot(inverse_root, inverse_root)
-    # The common target of the k directions, between the least of their singular values and the mean.
-    target = jnp.sqrt(math.sqrt(rank) / _frobenius(inverse))
-    d = jnp.eye(rank, dtype=h.dtype) - target * inverse_root
-
-    residual = _dot(av - _dot(v, h), _dot(d, inverse)) / size
-    polar_error = math.sqrt(2 / m) * _frobenius(residual)
-    d = d * jnp.minimum(1, _TOLERANCE / (polar_error + jnp.finfo(polar_error.dtype).tiny))
+    h, d = _shrinking(v, av)
 
     # W A W = A - P S^H - S P^H with P = V D and S = A V - P (V^H A V) / 2.
     p = _dot(v, d)
@@ -107,18 +118,38 @@ def shrink_dominant(gram: jax.Array, rank: int) -> Deflation:
     return Deflation(p, v, shrunk, _fourth_powers_of_others(_dot(_dot(w, h), _adjoint(w))))
 
 
-def _dominant_subspace(gram: jax.Array, rank: int) -> jax.Array:
-    """Nearly orthonormal columns V [*batch, m, k], none longer than 1."""
+def _shrinking(v: jax.Array, av: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """V^H A V and D, [*batch, k, k], from V and A V [*batch, m, k]."""
+    m, rank = v.shape[-2:]
+    h = _hermitian(_dot(_adjoint(v), av))
+    inverse_root, size = _inverse_root(h)
+    inverse = _dot(inverse_root, inverse_root)
+    # The common target of the k directions, between the least of their singular values and the mean.
+    target = jnp.sqrt(math.sqrt(rank) / _frobenius(inverse))
+    d = jnp.eye(rank, dtype=h.dtype) - target * inverse_root
+
+    residual = _dot(av - _dot(v, h), _dot(d, inverse)) / size
+    polar_error = math.sqrt(2 / m) * _frobenius(residual)
+    return h, d * jnp.minimum(1, _TOLERANCE / (polar_error + jnp.finfo(polar_error.dtype).tiny))
+
+
+def _dominant_subspace(
+    multiply: Callable[[jax.Array], jax.Array], start: jax.Array, num_steps: int
+) -> jax.Array:
+    """Nearly orthonormal columns V [*batch, m, k], no combination of them longer than 1.
+
+    Args:
+      multiply: v -> A v.
+    """
 
     def orthonormalize(_, y):
         inverse_root, size = _inverse_root(_dot(_adjoint(y), y))
         return _dot(y, inverse_root) * jax.lax.rsqrt(size)
 
     def subspace_step(_, v):
-        return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, _dot(gram, v))
+        return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, multiply(v))
 
-    start = _like(gram[..., :rank], _signs(gram.shape[-1], rank))
-    return jax.lax.fori_loop(0, _SUBSPACE_STEPS, subspace_step, start)
+    return jax.lax.fori_loop(0, num_steps, subspace_step, start)
 
 
 def _signs(m: int, k: int) -> jax.Array:
@@ -149,14 +180,14 @@ def _inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _above_rounding(gram: jax.Array) -> jax.Array:
-    """A + delta I, with delta about the error that rounding left in A.
+    """A + delta I, with delta somewhat above the error that rounding left in A.
 
     What stays after the dominant part is taken away inherits the absolute error of A, and where that makes an
-    eigenvalue negative, polynomials can amplify it without bound. The entries' errors are eps sqrt(a_ii a_jj),
-    of random sign; the norm of such a matrix is at most 2 eps sqrt(max a_ii * tr A).
+    eigenvalue negative, polynomials can amplify it without bound. The entries' errors are of random sign and
+    about eps / 2 sqrt(a_ii a_jj) at least; the norm of such a matrix is eps sqrt(max a_ii * tr A).
     """
     diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1).real
-    delta = jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1))
+    delta = _ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1))
     return gram + delta[..., None, None] * jnp.eye(gram.shape[-1], dtype=gram.dtype)
 
 
