@@ -198,15 +198,117 @@ def mla_clip_holds(content: dict[str, Any]) -> str:
     )
 
 
+def msign_accuracy(content: dict[str, Any]) -> str:
+    """Relative error of each gradient, by shape and condition number."""
+    columns = [
+        f"{mode}, {dtype}" for mode in ("polynomial", "polar") for dtype in ("float64", "float32", "bfloat16")
+    ]
+    columns.append("article, float64")
+    rows = [
+        [f"{row['shape']}, {row['condition']:g}", *(f"{row[column]:.1e}" for column in columns)]
+        for row in content["accuracy"]
+    ]
+    return f"{_markdown(['shape, condition', *columns], rows)}\n\n{_born(content)}"
+
+
+def msign_value(content: dict[str, Any]) -> str:
+    """Polar error of the value in float32 beside that of an SVD."""
+    columns = {"msign": "value, float32", "SVD": "value, float32 SVD"}
+    rows = [
+        [f"{row['shape']}, {row['condition']:g}", *(f"{row[column]:.1e}" for column in columns.values())]
+        for row in content["accuracy"]
+    ]
+    return _markdown(["shape, condition", *columns], rows)
+
+
+def msign_truncated(content: dict[str, Any]) -> str:
+    """Distance of a truncated schedule's gradients from the polar factor's."""
+    columns = ["polynomial", "polar", "polar, polish=3"]
+    rows = [[f"{row['condition']:g}", *(f"{row[c]:.1e}" for c in columns)] for row in content["truncated"]]
+    return _markdown(["condition", *columns], rows)
+
+
+def msign_deficient(content: dict[str, Any]) -> str:
+    """What the polynomial's slope at zero does to a rank-deficient gradient."""
+    rows = [
+        [
+            row["steps"],
+            f"{row['slope at zero']:,.0f}",
+            f"{row['polynomial, float64']:.1e}",
+            f"{row['polynomial, float32']:.1e}",
+            format(row["gradient's size"], ",.0f"),
+        ]
+        for row in content["deficient"]
+    ]
+    heads = [
+        "steps",
+        "slope at zero",
+        "error, float64",
+        "error, float32",
+        "gradient's norm × that of x / that of the cotangent",
+    ]
+    return _markdown(heads, rows)
+
+
+def msign_memory(content: dict[str, Any]) -> str:
+    """Temporary memory of each way to differentiate."""
+    columns = [name for name in content["memory"][0] if name != "case"]
+    rows = [[row["case"], *(f"{row[name]:.1f}" for name in columns)] for row in content["memory"]]
+    return f"{_markdown(['float32', *columns], rows)}\n\n{_born(content)}"
+
+
+def msign_time(content: dict[str, Any]) -> str:
+    """Time of each way to differentiate, against automatic differentiation in the same process."""
+    rows = [
+        [
+            row["case"],
+            row["variant"],
+            f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})",
+        ]
+        for row in content["time"]
+        if row["variant"] != "plain autodiff, unrolled"
+    ]
+    heads = ["float32", "", "time against plain autodiff (quartiles)"]
+    return f"{_markdown(heads, rows)}\n\n{_born(content)}"
+
+
+def test_time_training(content: dict[str, Any]) -> str:
+    """Loss of the two memories, and what each derivative costs in training."""
+    names = {"msign": "msign", "linear": "linear attention"}
+    rows = [
+        [names[run["memory"]], run["gradient"] or "", f"{run['learning_rate']:g}", f"{run['fresh_loss']:.3f}"]
+        for run in content["runs"]
+    ]
+    table = _markdown(["memory", "derivative of msign", "rate", "loss on fresh sequences"], rows)
+    costs = [
+        [row["gradient"], f"{row['temporary_mib']:.0f}", f"{row['milliseconds']:.0f}"]
+        for row in content["gradients"]
+    ]
+    cost = _markdown(["derivative", "temporary memory of a training step, MiB", "ms"], costs)
+    count = content["runs"][0]["parameters"]
+    return (
+        f"{count:,} parameters each, {content['steps']} steps, one seed; 1 is the loss of knowing nothing."
+        f"\n\n{table}\n\n"
+        f"A training step of a wider model, `{' '.join(content['wide'])}`:\n\n{cost}\n\n{_born(content)}"
+    )
+
+
 BLOCKS = {
     "aot_hopper": aot_hopper,
     "aot_hopper.mesh": aot_hopper_mesh,
     "clip_holds": clip_holds,
     "max_logits": max_logits,
     "mla_clip_holds": mla_clip_holds,
+    "msign.accuracy": msign_accuracy,
+    "msign.deficient": msign_deficient,
+    "msign.memory": msign_memory,
+    "msign.time": msign_time,
+    "msign.truncated": msign_truncated,
+    "msign.value": msign_value,
     "muon_step": muon_step,
     "qk_clip_drift": qk_clip_drift,
     "symmetric_product": symmetric_product,
+    "test_time_training": test_time_training,
     "training_sweep": training_sweep,
 }
 

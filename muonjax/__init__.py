@@ -12,6 +12,9 @@ from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
 from muonjax._max_logits import max_logits as max_logits
 from muonjax._max_logits import max_logits_bound as max_logits_bound
+from muonjax._mcsgn import mcsgn as mcsgn
+from muonjax._mcsgn import sylvester as sylvester
+from muonjax._msign import msign as msign
 from muonjax._muon import adamclip as adamclip
 from muonjax._muon import muon as muon
 from muonjax._muon import muonclip as muonclip

@@ -1,0 +1,296 @@
+"""Test-time training: a layer whose weights are learnt while it reads, by Muon inside of the forward pass.
+
+    python examples/test_time_training.py                   # both memories, one picture; a few minutes on two cores
+    python examples/test_time_training.py --gradient polar  # another derivative of msign
+
+The task is associative recall of vectors: pairs of a key and a value are told, then new keys are asked for. In every
+sequence the values are the keys, turned by another rotation, and a little noise; the keys crowd into a few directions.
+Attention sees one chunk of tokens, so a memory has to carry what was told to the questions:
+
+- "msign": a fast weight W per head that maps keys to values. A chunk of tokens gives the gradient G of
+  -|W k - v|^2 / 2, and Muon takes a step, S <- momentum S + G, W <- W + rate msign(S). The training loss is
+  differentiated through all of it, msign included.
+- "linear": linear attention, W <- decay W + rate v k^T. The same parameters, number for number.
+
+It is a task for msign: the sum of v k^T is the rotation times a positive matrix, so that the rotation is its polar
+factor. Where keys are symbols, to be told apart and looked up, linear attention learns faster and recalls more.
+
+Read it from `Memory` downwards.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import optax
+from flax import nnx
+
+import muonjax
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+MEMORIES = {"msign": 0.0, "linear": 3.0}
+"""And the logit of what each keeps at first: a momentum of 1/2, a decay of 0.95."""
+GRADIENTS = ("polynomial", "polar", "autodiff")
+
+
+def recall_batch(
+    key: jax.Array, size: int, pairs: int, questions: int, dimension: int
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens [size, pairs + questions, 2 * dimension + 1], and the values asked for [size, questions, dimension].
+
+    A token is a key, its value and a 1; in a question the last two are 0.
+    """
+    rotation_key, basis_key, key_key, noise_key, question_key = jax.random.split(key, 5)
+    rotation, basis = (jax.random.orthogonal(k, dimension, (size,)) for k in (rotation_key, basis_key))
+    spread = jnp.geomspace(1, 0.1, dimension)
+    keys = jax.random.normal(key_key, (size, pairs, dimension)) * spread @ basis
+    noise = 0.05 * jax.random.normal(noise_key, keys.shape)
+    asked = unit(jax.random.normal(question_key, (size, questions, dimension)))
+    told = jnp.concatenate([keys, keys @ rotation + noise, jnp.ones((size, pairs, 1))], axis=-1)
+    question = jnp.concatenate([asked, jnp.zeros((size, questions, dimension + 1))], axis=-1)
+    return jnp.concatenate([told, question], axis=1), asked @ rotation
+
+
+def unit(x: jax.Array) -> jax.Array:
+    """Vectors of length one."""
+    return x / (jnp.linalg.norm(x, axis=-1, keepdims=True) + 1e-6)
+
+
+class Memory(nnx.Module):
+    """Fast weights, one matrix a head, that a chunk of tokens reads and then rewrites."""
+
+    def __init__(self, width: int, heads: int, chunk: int, kind: str, gradient: str, *, rngs: nnx.Rngs):
+        size = width // heads
+        project = functools.partial(nnx.LinearGeneral, width, (heads, size), use_bias=False, rngs=rngs)
+        self.key, self.value = project(), project()
+        self.out = nnx.LinearGeneral((heads, size), width, axis=(-2, -1), use_bias=False, rngs=rngs)
+        self.keep = nnx.Param(jnp.full(heads, MEMORIES[kind]))  # a logit: momentum or decay
+        self.rate = nnx.Param(jnp.zeros(heads))  # a logarithm
+        # Five steps, as Muon takes them. The polar derivative asks for an orthogonal factor: three more, for it alone.
+        options = {"polish": 3} if gradient == "polar" else {}
+        self.orthogonalize = functools.partial(muonjax.msign, steps=5, gradient=gradient, **options)
+        self.kind, self.chunk = kind, chunk
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, length, _ = x.shape
+        key, value = (
+            jnp.reshape(p(x), (batch, length // self.chunk, self.chunk, *p.out_features))
+            for p in (self.key, self.value)
+        )
+        key = unit(key)
+        keep = jax.nn.sigmoid(self.keep[...])[:, None, None]
+        rate = jnp.exp(self.rate[...])[:, None, None]
+
+        def read_and_learn(carry, chunk):
+            fast, momentum = carry  # [batch, heads, size, size]
+            k, v = chunk  # [batch, chunk, heads, size]
+            answer = jnp.einsum("bhij,bchj->bchi", fast, k)
+            if self.kind == "msign":
+                surprise = v - jnp.einsum("bhij,bchj->bchi", fast, k)
+                momentum = keep * momentum + jnp.einsum("bchi,bchj->bhij", surprise, k)
+                fast = fast + rate * self.orthogonalize(momentum)
+            else:
+                fast = keep * fast + rate * jnp.einsum("bchi,bchj->bhij", v, k)
+            return (fast, momentum), answer
+
+        heads, size = key.shape[-2:]
+        blank = jnp.zeros((batch, heads, size, size))
+        chunks = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (key, value))
+        _, answers = jax.lax.scan(read_and_learn, (blank, blank), chunks)
+        answers = jnp.swapaxes(answers, 0, 1).reshape(batch, length, heads, size)
+        return self.out(answers)
+
+
+class Model(nnx.Module):
+    """Embeddings, attention within a chunk, the memory, a perceptron: [batch, time, 2] -> logits."""
+
+    def __init__(self, args: argparse.Namespace, kind: str, gradient: str, *, rngs: nnx.Rngs):
+        width = args.width
+        dimension = width // args.heads
+        self.embedding = nnx.Linear(2 * dimension + 1, width, use_bias=False, rngs=rngs)
+        self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            args.heads,
+            width,
+            use_bias=False,
+            decode=False,
+            attention_fn=muonjax.nnx.attention_fn(),
+            rngs=rngs,
+        )
+        self.memory_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.memory = Memory(width, args.heads, args.chunk, kind, gradient, rngs=rngs)
+        self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
+        self.final_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.head = nnx.Linear(width, dimension, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embedding(tokens)
+        time = jnp.arange(tokens.shape[1])
+        chunk = time // self.memory.chunk
+        mask = (time[:, None] >= time) & (chunk[:, None] == chunk)
+        x = x + self.attention(self.attention_norm(x), mask=mask, sow_weights=True)
+        x = x + self.memory(self.memory_norm(x))
+        x = x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
+        return self.head(self.final_norm(x))
+
+
+class Trainer:
+    """A model's structure, its optimizer, and the compiled step and evaluation."""
+
+    def __init__(self, args: argparse.Namespace, kind: str, gradient: str):
+        self.graph, params = nnx.split(Model(args, kind, gradient, rngs=nnx.Rngs(args.seed)), nnx.Param)
+        self.params = nnx.to_pure_dict(params)
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, args.learning_rate, max(1, args.steps // 10), args.steps, 0.05 * args.learning_rate
+        )
+        self.optimizer = muonjax.muonclip(rate, [muonjax.mha_site("attention")], weight_decay=0.01)
+        self.opt_state = self.optimizer.init(self.params)
+        self.questions = args.chunk
+        self.batch = functools.partial(
+            recall_batch, pairs=args.pairs, questions=args.chunk, dimension=args.width // args.heads
+        )
+        self.size, self.key = args.batch, jax.random.key(args.seed)
+        self.step = jax.jit(self._step)
+        self.evaluate = jax.jit(lambda params, tokens, values: self.loss(params, tokens, values)[0])
+
+    def loss(self, params, tokens, values):
+        """Squared distance from the values asked for, which have length 1; and the largest attention logits."""
+        model = nnx.merge(self.graph, nnx.State(params))
+        answers, max_logits = nnx.capture(lambda model, x: model(x), nnx.Intermediate)(model, tokens)
+        return jnp.mean(jnp.sum((answers[:, -self.questions :] - values) ** 2, axis=-1)), max_logits
+
+    def _step(self, params, opt_state, step):
+        tokens, values = self.batch(jax.random.fold_in(self.key, step), self.size)
+        (loss, max_logits), grads = jax.value_and_grad(self.loss, has_aux=True)(params, tokens, values)
+        updates, opt_state = self.optimizer.update(grads, opt_state, params, max_logits=max_logits)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    def fresh_loss(self, params) -> float:
+        """The loss on sequences that no step has seen, sixteen batches of them."""
+        return float(self.evaluate(params, *self.batch(jax.random.fold_in(self.key, 2**30), 16 * self.size)))
+
+
+def train(args: argparse.Namespace, kind: str) -> dict:
+    """One run: its number of parameters, the loss at every step, and the loss on fresh sequences."""
+    trainer = Trainer(args, kind, args.gradient)
+    params, opt_state, losses = trainer.params, trainer.opt_state, []
+    for step in range(1, args.steps + 1):
+        params, opt_state, loss = trainer.step(params, opt_state, step)
+        losses.append(float(loss))
+        if step % max(1, args.steps // 10) == 0:
+            print(f"{kind:7s} step {step:5d}  loss {losses[-1]:.3f}", flush=True)
+    count, fresh = sum(p.size for p in jax.tree.leaves(params)), trainer.fresh_loss(params)
+    print(f"{kind}: {count} parameters, loss on fresh sequences {fresh:.3f}")
+    return {"memory": kind, "parameters": count, "fresh_loss": fresh, "losses": losses}
+
+
+def measure_gradients(args: argparse.Namespace) -> list[dict]:
+    """Temporary memory and interleaved time of one training step with each derivative."""
+    compiled, seconds = {}, {}
+    for gradient in GRADIENTS:
+        trainer = Trainer(args, "msign", gradient)
+        arguments = (trainer.params, trainer.opt_state, 1)
+        compiled[gradient] = (trainer.step.lower(*arguments).compile(), arguments)
+        seconds[gradient] = []
+    for _ in range(args.timing_rounds + 1):
+        for gradient, (step, arguments) in compiled.items():
+            start = time.perf_counter()
+            jax.block_until_ready(step(*arguments))
+            seconds[gradient].append(time.perf_counter() - start)
+    return [
+        {
+            "gradient": gradient,
+            "temporary_mib": step.memory_analysis().temp_size_in_bytes / 2**20,
+            "milliseconds": 1e3 * statistics.median(seconds[gradient][1:]),
+        }
+        for gradient, (step, _) in compiled.items()
+    ]
+
+
+def draw(runs: list[dict], gradients: list[dict], path: pathlib.Path) -> None:
+    """The loss of the two memories, and what each derivative costs."""
+    figure, (losses, costs) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for run in runs:
+        label = {"msign": "msign (test-time Muon)", "linear": "linear attention"}[run["memory"]]
+        losses.plot(
+            range(1, len(run["losses"]) + 1),
+            run["losses"],
+            linewidth=1,
+            label=f"{label}: {run['fresh_loss']:.3f} on fresh sequences",
+        )
+    losses.set(
+        xlabel="step",
+        ylabel="squared distance from the value",
+        title="Loss (1: knows nothing)",
+        ylim=(0, 1.5),
+    )
+    losses.grid(alpha=0.3)
+    losses.legend(fontsize=8, frameon=False)
+    costs.bar([row["gradient"] for row in gradients], [row["temporary_mib"] for row in gradients], width=0.5)
+    for i, row in enumerate(gradients):
+        text = f"{row['temporary_mib']:.0f} MiB\n{row['milliseconds']:.0f} ms"
+        costs.text(i, row["temporary_mib"], text, ha="center", va="bottom", fontsize=8)
+    costs.set(ylabel="temporary memory of a step, MiB", title="What each derivative of msign costs")
+    costs.margins(y=0.2)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--gradient", choices=GRADIENTS, default="polynomial", help="derivative of msign")
+    add("--steps", type=int, default=600)
+    add("--pairs", type=int, default=32, help="told before the questions; whole chunks of them")
+    add(
+        "--chunk",
+        type=int,
+        default=16,
+        help="tokens that the memory reads at once; and the number of questions",
+    )
+    add("--batch", type=int, default=32)
+    add("--width", type=int, default=64)
+    add("--heads", type=int, default=4, help="of attention and memory; width / heads is the size of a key")
+    add("--learning-rate", type=float, default=1e-2)
+    add("--seed", type=int, default=0)
+    add("--timing-rounds", type=int, default=9)
+    add("--out", type=pathlib.Path, default=pathlib.Path("runs/test_time_training"))
+    args = parser.parse_args(argv)
+    for name in ("steps", "pairs", "chunk", "batch", "width", "heads", "timing_rounds"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.width % args.heads:
+        parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
+    if args.pairs % args.chunk:
+        parser.error(f"--pairs {args.pairs} must be a multiple of --chunk {args.chunk}")
+    return args
+
+
+def main() -> None:
+    """The command."""
+    args = parse()
+    args.out.mkdir(parents=True, exist_ok=True)
+    runs = [train(args, kind) for kind in MEMORIES]
+    gradients = measure_gradients(args)
+    for row in gradients:
+        print(f"{row['gradient']:11s} {row['temporary_mib']:7.1f} MiB  {row['milliseconds']:6.1f} ms a step")
+    (args.out / "results.json").write_text(json.dumps({"runs": runs, "gradients": gradients}))
+    draw(runs, gradients, args.out / "test_time_training.png")
+    print("picture:", args.out / "test_time_training.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Beside the way, for models that orthogonalize: Newton-Schulz with the derivative of the polynomial that
+ran.
+
+The iteration maps X = U diag(s) V^T to U diag(f(s)) V^T for an odd polynomial f. That map is the gradient of
+the spectral function sum_i F(s_i), F' = f, so its Jacobian is a Hessian: symmetric. The vector-Jacobian
+product is therefore the Jacobian-vector product in the direction of the cotangent, which needs X and no
+intermediate.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from muonjax._coefficients import Coefficients
+
+
+class Arithmetic(NamedTuple):
+    """How products are taken: hashable, so that it can ride along as a static argument."""
+
+    operands: str
+    """Dtype that the factors are rounded to; sums stay in the dtype of the arrays."""
+    precision: str | None
+    """`precision` of `jax.lax.dot_general`."""
+
+    @classmethod
+    def of(cls, x: jax.Array, precision: str | None) -> "Arithmetic":
+        """That of x's own dtype; but float32 for float16, whose range can't hold the derivative's 1 / s."""
+        return cls("float32" if x.dtype == jnp.float16 else x.dtype.name, precision)
+
+    def __call__(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """a @ b over leading batch axes."""
+        return self._contract("...ik,...kj->...ij", a, b)
+
+    def with_transpose(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """a @ b^T, contracting last axes: XLA would materialise a swapped copy of a batch."""
+        return self._contract("...ik,...jk->...ij", a, b)
+
+    def _contract(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        rounded = a.astype(self.operands), b.astype(self.operands)
+        return jnp.einsum(subscripts, *rounded, precision=self.precision, preferred_element_type=a.dtype)
+
+
+def transpose(x: jax.Array) -> jax.Array:
+    """Swaps the last two axes."""
+    return jnp.swapaxes(x, -1, -2)
+
+
+def twice_symmetric(x: jax.Array) -> jax.Array:
+    """x + x^T."""
+    return x + transpose(x)
+
+
+def add_identity(x: jax.Array, a: jax.Array) -> jax.Array:
+    """x + a I."""
+    return x + a * jnp.eye(x.shape[-1], dtype=x.dtype)
+
+
+def inner(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Frobenius inner product of each matrix, as [*batch, 1, 1]."""
+    return jnp.sum(x * y, axis=(-2, -1), keepdims=True)
+
+
+def power_of_two_scale(x: jax.Array) -> jax.Array:
+    """The power of two that brings the largest entry of each matrix to about 1, as [*batch, 1, 1].
+
+    Multiplying by it is exact, so that 1e-30 and 1e30 take the same way as 1. Zero, inf and NaN give 1. It is
+    a constant for differentiation: what follows is invariant to positive scaling.
+
+    Args:
+      x: [*batch, m, n], float32 or float64.
+    """
+    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), axis=(-2, -1), keepdims=True)
+    largest = jnp.where((largest > 0) & (largest < jnp.inf), largest, jnp.ones_like(largest))
+    info = jnp.finfo(x.dtype)
+    bits = lax.bitcast_convert_type(largest, jnp.int32 if info.bits == 32 else jnp.int64)
+    bias = info.maxexp - 1
+    # 2^-k has the biased exponent bias - k; a biased exponent of 0 would be a subnormal, which backends flush.
+    exponent = jnp.maximum(2 * bias - (bits >> info.nmant), 1)
+    return lax.bitcast_convert_type(exponent << info.nmant, x.dtype)
+
+
+@jax.custom_jvp
+def unit_norm(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x / |x|_F and 1 / |x|_F, both 0 where x is 0, so that value and gradient are 0 there."""
+    square = inner(x, x)
+    # Not `square > 0`: a NaN must take the branch that keeps it.
+    inverse = jnp.where(square == 0, jnp.zeros_like(square), lax.rsqrt(jnp.where(square == 0, 1.0, square)))
+    return x * inverse, inverse
+
+
+@unit_norm.defjvp
+def _unit_norm_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    unit, inverse = unit_norm(x)
+    radial = inner(unit, dx)
+    # In terms of `unit` alone, so that x itself is no residual.
+    return (unit, inverse), (inverse * (dx - unit * radial), -inverse * inverse * radial)
+
+
+def linear_map_with_known_transpose(
+    apply: Callable[[jax.Array, jax.Array], jax.Array],
+    apply_transpose: Callable[[jax.Array, jax.Array], jax.Array],
+    at: jax.Array,
+    direction: jax.Array,
+) -> jax.Array:
+    r"""The linear map `direction -> apply(at, direction)`, whose transpose is `apply_transpose(at, .)` as
+    told.
+
+    `jax.custom_derivatives.linear_call` would say this, but has no batching rule and no derivative in `at`;
+    `jax.custom_vjp` loses forward mode. A linear solve has all of them, and with J the map,
+
+    $$\begin{bmatrix} 0 & I \\ I & -J \end{bmatrix}^{-1} \binom{v}{0} = \binom{J v}{v}$$
+
+    is one whose "solver" is `apply`, always invertible whatever J is. Differentiating the solve in `at` gives
+    J' v + J v', the product rule.
+
+    Args:
+      apply: (at, v) -> J v, differentiable in `at`; the same shape in and out.
+      apply_transpose: (at, v) -> J^T v.
+      at: Where the map is taken.
+      direction: v.
+    """
+
+    # Packed in one array: transposing the solve asserts that every leaf of its right-hand side is linear, and
+    # the zero block of a pair is not.
+    def system(packed):
+        return jnp.stack([packed[1], packed[0] - apply(at, packed[1])])
+
+    def solver(f):
+        def solve(_, packed):
+            # Where layers are unrolled, XLA would merge this recomputation with the forward pass and keep the
+            # intermediates alive. The barrier stops it on accelerators, rolled loops do on every backend.
+            point, v = lax.optimization_barrier((at, packed[0]))
+            return jnp.stack([f(point, v) + packed[1], v])
+
+        return solve
+
+    right_hand_side = jnp.stack([direction, jnp.zeros_like(direction)])
+    solution = lax.custom_linear_solve(
+        system, right_hand_side, solver(apply), transpose_solve=solver(apply_transpose)
+    )
+    return solution[0]
+
+
+def iterate(x: jax.Array, coefficients: Coefficients, arithmetic: Arithmetic) -> jax.Array:
+    """X <- a X + (b A + c A^2) X with A = X X^T, once a row of `coefficients`, as a rolled loop.
+
+    Args:
+      x: [*batch, m, n], m <= n for speed; singular values inside the coefficients' interval.
+      coefficients: Rows (a, b, c).
+      arithmetic: How products are taken.
+
+    Returns:
+      [*batch, m, n]: U diag(f(s)) V^T, f the composition of the odd quintics.
+    """
+
+    def step(x, row):
+        a, b, c = row
+        gram = arithmetic.with_transpose(x, x)
+        return a * x + arithmetic(b * gram + c * arithmetic(gram, gram), x), None
+
+    return lax.scan(step, x, jnp.asarray(coefficients, x.dtype))[0]
+
+
+def directional_derivative(
+    x: jax.Array, direction: jax.Array, coefficients: Coefficients, arithmetic: Arithmetic
+) -> jax.Array:
+    """The derivative of `iterate` at x in `direction`; symmetric as a map of `direction`.
+
+    Five products of m^2 n and two of m^3 a step, in a rolled loop: nothing is kept from one step to the next.
+    """
+
+    def derivative_step(x, dx, row):
+        a, b, c = row
+        gram = arithmetic.with_transpose(x, x)
+        dgram = twice_symmetric(arithmetic.with_transpose(dx, x))
+        factor = b * gram + c * arithmetic(gram, gram)
+        dfactor = b * dgram + c * twice_symmetric(arithmetic(dgram, gram))
+        return factor, a * dx + arithmetic(dfactor, x) + arithmetic(factor, dx)
+
+    def step(carry, row):
+        x, dx = carry
+        factor, dx = derivative_step(x, dx, row)
+        return (row[0] * x + arithmetic(factor, x), dx), None
+
+    rows = jnp.asarray(coefficients, x.dtype)
+    (x, dx), _ = lax.scan(step, (x, direction), rows[:-1])
+    return derivative_step(x, dx, rows[-1])[1]  # nobody needs the last x
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """x as wide matrices, in float32 or wider."""
+    wide = transpose(x) if x.shape[-2] > x.shape[-1] else x
+    return wide.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def normalized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`widened` x over its Frobenius norm, and the inverse of that norm."""
+    wide = widened(x)
+    scale = power_of_two_scale(wide)
+    unit, inverse = unit_norm(wide * scale)
+    return unit, scale * inverse
+
+
+def oriented_like(wide: jax.Array, x: jax.Array) -> jax.Array:
+    """Undoes `widened`: `wide` in the orientation and dtype of x."""
+    return (wide if wide.shape == x.shape else transpose(wide)).astype(x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def polynomial_msign(x: jax.Array, coefficients: Coefficients, arithmetic: Arithmetic) -> jax.Array:
+    """msign whose derivative is that of the polynomial on x / |x|_F; the only residual is x.
+
+    With u = x / |x|_F and J the symmetric Jacobian of the iteration at u, the derivative is J (I - u u^T) /
+    |x|_F and its transpose (I - u u^T) J / |x|_F, u as a vector.
+    """
+    return oriented_like(iterate(normalized(x)[0], coefficients, arithmetic), x)
+
+
+@polynomial_msign.defjvp
+def _polynomial_msign_jvp(coefficients, arithmetic, primals, tangents):
+    (x,), (dx,) = primals, tangents
+
+    def tangential(unit, v):
+        return v - unit * inner(unit, v)
+
+    def jacobian(x, v):
+        unit, inverse = normalized(x)
+        v = inverse * tangential(unit, widened(v))
+        return oriented_like(directional_derivative(unit, v, coefficients, arithmetic), x)
+
+    def jacobian_transpose(x, v):
+        unit, inverse = normalized(x)
+        v = directional_derivative(unit, widened(v), coefficients, arithmetic)
+        return oriented_like(inverse * tangential(unit, v), x)
+
+    value = polynomial_msign(x, coefficients, arithmetic)
+    return value, linear_map_with_known_transpose(jacobian, jacobian_transpose, x, dx)

@@ -1,0 +1,45 @@
+"""The test-time-training example, tiny, as a person runs it."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parent.parent / "examples" / "test_time_training.py"
+TINY = ["--steps", "3", "--pairs", "4", "--chunk", "2", "--batch", "2", "--width", "8", "--heads", "2"]
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("gradient", ["polynomial", pytest.param("polar", marks=pytest.mark.slow)])
+def test_it_trains_measures_and_draws(tmp_path, gradient):
+    done = run(*TINY, "--timing-rounds", "1", "--gradient", gradient, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [trained["memory"] for trained in results["runs"]] == ["msign", "linear"]
+    assert len({trained["parameters"] for trained in results["runs"]}) == 1
+    for trained in results["runs"]:
+        assert len(trained["losses"]) == 3
+        assert all(0 < loss < 100 for loss in [*trained["losses"], trained["fresh_loss"]])
+    assert {row["gradient"] for row in results["gradients"]} == {"polynomial", "polar", "autodiff"}
+    assert (tmp_path / "test_time_training.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--width", 9, "multiple of --heads"),
+        ("--pairs", 5, "multiple of --chunk"),
+        ("--steps", 0, "at least 1"),
+    ],
+)
+def test_bad_flags(tmp_path, flag, value, message):
+    done = run(*TINY, flag, value, "--out", tmp_path)
+    assert done.returncode
+    assert message in done.stderr
