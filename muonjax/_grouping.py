@@ -49,14 +49,21 @@ def map_groups(f: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array
     results: list[jax.Array | None] = [None] * len(matrices)
     for indices in group_by_shape(matrices):
         tall = [matrices[i].shape[-2] > matrices[i].shape[-1] for i in indices]
-        parts = [matrices[i].mT if t else matrices[i] for i, t in zip(indices, tall, strict=True)]
+        parts = [_transpose(matrices[i]) if t else matrices[i] for i, t in zip(indices, tall, strict=True)]
         stack = _map_stack(f, jnp.concatenate(parts) if len(parts) > 1 else parts[0])
         start = 0
         for i, t in zip(indices, tall, strict=True):
             stop = start + matrices[i].shape[0]
-            results[i] = stack[start:stop].mT if t else stack[start:stop]
+            results[i] = _transpose(stack[start:stop]) if t else stack[start:stop]
             start = stop
     return results  # pyright: ignore[reportReturnType]  # every index is in one group
+
+
+def _transpose(x: jax.Array) -> jax.Array:
+    if jax.default_backend() != "cpu":
+        return x.mT
+    # Fused into its neighbours, a transpose runs element by element; alone, it has a kernel ten times faster.
+    return jax.lax.optimization_barrier(jax.lax.optimization_barrier(x).mT)
 
 
 def _map_stack(f, stack: jax.Array) -> jax.Array:

@@ -1,6 +1,5 @@
 """The public op: what it accepts, which implementation runs, how it differentiates."""
 
-import math
 from typing import Any
 
 import jax
@@ -76,14 +75,11 @@ def symmetric_product(
 def _choose(platform: str, dtype: jnp.dtype, shape: tuple[int, ...]) -> str:
     """The one rule that `implementation=None` follows: what was measured faster, and nothing else.
 
-    "blocked" on a CPU, for m >= 512 and at least 2²⁸ multiply-adds in the full product; "reference"
-    everywhere else, where no gain has been measured. "hopper" is never chosen: no GPU has run it yet. The
-    figures are in `benchmarks/results/symmetric_product.json`.
+    "blocked" on a CPU for m >= 256, "reference" everywhere else, where no gain has been measured. "hopper" is
+    never chosen: no GPU has run it yet. The figures are in `benchmarks/results/symmetric_product.json`.
     """
     del dtype  # the gain was about the same in each
-    *batch, m, k = shape
-    worthwhile = m >= 512 and math.prod(batch) * m * m * k >= 2**28
-    return "blocked" if platform == "cpu" and worthwhile else "reference"
+    return "blocked" if platform == "cpu" and shape[-2] >= 256 else "reference"
 
 
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> tuple:

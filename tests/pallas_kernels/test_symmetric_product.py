@@ -60,12 +60,10 @@ def test_the_rule_never_takes_a_kernel_that_no_gpu_has_run():
 
 
 def test_the_rule_takes_blocked_only_on_a_cpu():
-    shape = (2048, 2048)
-    assert _choose("cpu", jnp.dtype(jnp.float32), shape) == "blocked"
-    assert _choose("cpu", jnp.dtype(jnp.float32), (2, 512, 512)) == "blocked"
-    assert _choose("cpu", jnp.dtype(jnp.float32), (512, 512)) == "reference"
-    assert _choose("cpu", jnp.dtype(jnp.float32), (256, 2**20)) == "reference"
-    assert _choose("gpu", jnp.dtype(jnp.float32), shape) == "reference"
+    for shape in ((256, 64), (2048, 2048), (8, 512, 512)):
+        assert _choose("cpu", jnp.dtype(jnp.float32), shape) == "blocked"
+        assert _choose("gpu", jnp.dtype(jnp.float32), shape) == "reference"
+    assert _choose("cpu", jnp.dtype(jnp.float32), (255, 2**20)) == "reference"
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the device may be able to run it")
