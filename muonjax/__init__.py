@@ -2,6 +2,7 @@
 
 import importlib
 
+from muonjax._adapter_names import adapter_mask as adapter_mask
 from muonjax._clip import QKClipState as QKClipState
 from muonjax._coefficients import JORDAN as JORDAN
 from muonjax._coefficients import NEWTON_SCHULZ as NEWTON_SCHULZ
