@@ -293,10 +293,95 @@ def test_time_training(content: dict[str, Any]) -> str:
     )
 
 
+def hadamard_memory(content: dict[str, Any]) -> str:
+    """Temporary memory of a gradient with LoHa adapters."""
+    names = ["plain", "jax.checkpoint", "hadamard_weight", "hadamard_linear, auto"]
+    rows = [
+        [row["layers"], row["tokens"], *(f"{row[name]:.0f}" for name in names)]
+        for row in content["memory"]
+        if row["tokens"] in (64, 1024, 4096)
+    ]
+    heads = ["layers", "tokens", *(name.removesuffix(", auto") for name in names)]
+    return f"{_markdown(heads, rows)}\n\nTemporary memory in MiB. {_born(content)}"
+
+
+def hadamard_time(content: dict[str, Any]) -> str:
+    """Time of the same gradients in units of plain differentiation's."""
+    names = ["jax.checkpoint", "hadamard_weight", "hadamard_linear, rows", "hadamard_linear, kronecker"]
+    found = {(row["layers"], row["tokens"], row["variant"]): row for row in content["time"]}
+    rows = []
+    for layers, tokens in dict.fromkeys(key[:2] for key in found):
+        cells = [found[layers, tokens, name] for name in names]
+        rows.append(
+            [
+                layers,
+                tokens,
+                *(f"{c['ratio']:.2f} ({c['ratio_low']:.2f} to {c['ratio_high']:.2f})" for c in cells),
+            ]
+        )
+    return f"{_markdown(['layers', 'tokens', *names], rows)}\n\nTime (quartiles) in units of plain. {_born(content)}"
+
+
+def hadamard_accuracy(content: dict[str, Any]) -> str:
+    """The worst error of any gradient."""
+    worst = {
+        row["variant"]: max(v for v in row.values() if v != row["variant"]) for row in content["accuracy"]
+    }
+    plain = worst.pop("plain")
+    return (
+        f"The gradients of every variant, form and argument lie within {max(worst.values()):.1e} (relative) of the "
+        f"same in float64; plain differentiation's within {plain:.1e}."
+    )
+
+
+def loha_finetune(content: dict[str, Any]) -> str:
+    """Adapters by two optimizers, each at its best rate of those tried."""
+    best = {}
+    for run in content["runs"]:
+        name = run["optimizer"]
+        best[name] = min(best.get(name, run), run, key=lambda r: r["held_out"])
+    heads = [
+        "",
+        "held-out loss by rate",
+        "merged, at the best",
+        "trainable parameters",
+        "optimizer state, MiB",
+        "peak temporary memory, MiB",
+    ]
+    rows = []
+    for name, run in best.items():
+        runs = [r for r in content["runs"] if r["optimizer"] == name]
+        losses = ", ".join(
+            f"**{r['held_out']:.3f}** ({r['learning_rate']:g})"
+            if r is run
+            else f"{r['held_out']:.3f} ({r['learning_rate']:g})"
+            for r in runs
+        )
+        rows.append(
+            [
+                name,
+                losses,
+                f"{run['held_out_merged']:.3f}",
+                f"{run['trainable']:,} of {content['parameters']:,}",
+                f"{run['state_mib']:.2f}",
+                f"{run['temporary_mib']:.0f}",
+            ]
+        )
+    apart = max(run["merged_difference"] for run in content["runs"])
+    return (
+        f"{_markdown(heads, rows)}\n\nBefore: {content['before']:.3f}. {content['steps']} steps, rank "
+        f"{content['rank']}, one seed; merged and unmerged logits differ by at most {apart:.1e}. {_born(content)}"
+    )
+
+
 BLOCKS = {
     "aot_hopper": aot_hopper,
     "aot_hopper.mesh": aot_hopper_mesh,
     "clip_holds": clip_holds,
+    "hadamard.accuracy": hadamard_accuracy,
+    "hadamard.memory": hadamard_memory,
+    "hadamard.time": hadamard_time,
+    "loha_finetune": loha_finetune,
     "max_logits": max_logits,
     "mla_clip_holds": mla_clip_holds,
     "msign.accuracy": msign_accuracy,

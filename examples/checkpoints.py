@@ -42,6 +42,13 @@ def steps(folder: pathlib.Path) -> list[int]:
     return sorted(int(path.name) for path in folder.glob("*") if path.is_dir() and path.name.isdigit())
 
 
+def read_run(folder: pathlib.Path) -> dict[str, Any]:
+    """The settings of the run that wrote the newest checkpoint in `folder`, and that checkpoint's digest."""
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+        return manager.restore(steps(folder)[-1], args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+
+
 def restore(folder: pathlib.Path, settings: dict[str, Any], like: Any) -> tuple[int, Any]:
     """The newest state in `folder` and the number of steps it has seen.
 
@@ -51,11 +58,9 @@ def restore(folder: pathlib.Path, settings: dict[str, Any], like: Any) -> tuple[
         raise SystemExit(f"--resume: {folder} holds no whole checkpoint; start a run there with --out.")
     step = steps(folder)[-1]
     refuse = f"--resume: the checkpoint {folder / str(step)} "
-    options = ocp.CheckpointManagerOptions(read_only=True)
     try:
-        with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
-            run = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-            found = run["settings"]
+        run = read_run(folder)
+        found = run["settings"]
     except Exception as error:
         raise SystemExit(
             refuse + f"was not written by this program, or is damaged ({type(error).__name__})."
@@ -64,6 +69,7 @@ def restore(folder: pathlib.Path, settings: dict[str, Any], like: Any) -> tuple[
     if different:
         raise SystemExit(refuse + "belongs to another run (" + "; ".join(different) + ").")
     try:
+        options = ocp.CheckpointManagerOptions(read_only=True)
         with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
             items = ocp.args.Composite(state=ocp.args.StandardRestore(like))
             state = manager.restore(step, args=items)["state"]

@@ -2,11 +2,15 @@
 
 import importlib
 
+from muonjax._adapter_names import adapter_mask as adapter_mask
 from muonjax._clip import QKClipState as QKClipState
 from muonjax._coefficients import JORDAN as JORDAN
 from muonjax._coefficients import NEWTON_SCHULZ as NEWTON_SCHULZ
 from muonjax._coefficients import YOU as YOU
 from muonjax._coefficients import polar_express as polar_express
+from muonjax._hadamard import hadamard_weight as hadamard_weight
+from muonjax._hadamard_dot import hadamard_dot as hadamard_dot
+from muonjax._hadamard_dot import hadamard_linear as hadamard_linear
 from muonjax._match_rms import match_rms as match_rms
 from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrix_view import MuonDimensionNumbers as MuonDimensionNumbers

@@ -58,6 +58,7 @@ CONVOLUTION = Role(
     (3, 4, 5),
     {rank: Layout(MuonDimensionNumbers(tuple(range(rank - 1)), rank - 1)) for rank in (3, 4, 5)},
 )
+ADAPTER_CORE = CONVOLUTION._replace(name="adapter core")  # the Tucker form's [*window, rank, rank]
 DENSE = _dense("dense")
 ROUTER = _dense("router")
 ADAPTER = _dense("adapter factor")
@@ -80,6 +81,7 @@ _WEIGHT = r"(?:kernel|w|weight|weights)"
 
 _NOT_MUON = (
     (BIAS, r".*/(bias|biases|b|beta|\w+_bias|bias_\w+|b_\w+)"),
+    (Role("scale", False, (0,)), r".*/hada_scale"),  # of an adapter: one number, unless stacked
     (Role("scale", False, (1,)), r".*/(scale|gamma|gain|\w+_scale|\w+_gamma|\w*norm\w*)"),
     (Role("scale", False, (1,)), r"(\w+_)?(\w*norm|ln)(_\w+)?/(weight|w|g)"),
     (EMBEDDING, r".*/embedding"),  # flax.linen.Embed and flax.nnx.Embed
@@ -133,6 +135,7 @@ _PROJECTIONS = (
 _OUT = rf"(w_?|to_|attn_|c_)?(o|out|output|proj){_SIDE}"
 
 _ADAPTER = r"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
+_ADAPTER_CORE = r"hada_t[12]"
 _OTHERS = (
     (fused("gate and up", 2), r"(gate_up|up_gate|gate_and_up)(_proj)?|wi_fused"),
     (CONVOLUTION, r"\w*conv\w*"),
@@ -198,6 +201,8 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]]) -> Role:
     last_two = "/".join(names[-2:] if len(names) > 1 else ["", names[0]])
     if re.fullmatch(_ADAPTER, name) or re.fullmatch(rf".*/({_ADAPTER})|(\w+_)?lora(_\w+)?/[ab]", last_two):
         return ADAPTER
+    if re.fullmatch(_ADAPTER_CORE, name):
+        return ADAPTER_CORE
     if path[-1:] in (("A",), ("D",)):
         return STATE_SPACE
     for role, pattern in _NOT_MUON:

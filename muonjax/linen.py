@@ -1,4 +1,4 @@
-"""The door to Flax Linen: which parameters go to Muon, and attention that reports its largest logits."""
+"""The door to Flax Linen: which parameters go to Muon, attention that reports its largest logits, adapters."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -9,6 +9,16 @@ from flax import linen as nn
 
 from muonjax import _routing
 from muonjax._attention_fn import reporting
+from muonjax._linen_adapters import adopt as adopt
+from muonjax._linen_adapters import join_adapters as join_adapters
+from muonjax._linen_adapters import load_lycoris as load_lycoris
+from muonjax._linen_adapters import merge as merge
+from muonjax._linen_adapters import save_lycoris as save_lycoris
+from muonjax._linen_adapters import split_adapters as split_adapters
+from muonjax._linen_adapters import unmerge as unmerge
+from muonjax._linen_loha import LoHaConv as LoHaConv
+from muonjax._linen_loha import LoHaDense as LoHaDense
+from muonjax._linen_loha import loha as loha
 from muonjax._routing import Rules
 
 # Routing

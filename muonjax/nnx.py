@@ -1,4 +1,4 @@
-"""The door to Flax NNX: which parameters go to Muon, and attention that reports its largest logits."""
+"""The door to Flax NNX: which parameters go to Muon, attention that reports its largest logits, adapters."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -11,6 +11,17 @@ from muonjax import _routing
 from muonjax._attention_fn import reporting
 from muonjax._layer_names import BIAS, DENSE, EMBEDDING, Layout, Role
 from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
+from muonjax._nnx_adapters import adapters as adapters
+from muonjax._nnx_adapters import add_loha as add_loha
+from muonjax._nnx_adapters import load_lycoris as load_lycoris
+from muonjax._nnx_adapters import merge as merge
+from muonjax._nnx_adapters import remove_loha as remove_loha
+from muonjax._nnx_adapters import save_lycoris as save_lycoris
+from muonjax._nnx_adapters import unmerge as unmerge
+from muonjax._nnx_loha import LoHa as LoHa
+from muonjax._nnx_loha import LoHaConv as LoHaConv
+from muonjax._nnx_loha import LoHaLinear as LoHaLinear
+from muonjax._nnx_loha import LoHaParam as LoHaParam
 from muonjax._routing import Rules
 
 # Routing

@@ -6,7 +6,7 @@ import re
 import pytest
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
-PAGES = ["qk_clip.md"]
+PAGES = ["loha.md", "qk_clip.md"]
 
 
 @pytest.mark.parametrize(

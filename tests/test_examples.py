@@ -154,3 +154,13 @@ def test_latent_attention_with_and_without_the_clip(tmp_path):
     last = {name: float(at) for name, at in re.findall(r"(Muon|MuonClip) +step 6: .*logit ([\d.]+)", output)}
     assert last["MuonClip"] < last["Muon"]
     assert (tmp_path / "mla_qk_clip.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_loha_adapters_on_a_finished_run(finished, tmp_path):
+    flags = ["--steps", "3", "--batch", "2", "--rank", "2", "--quiet", "--out", tmp_path / "loha"]
+    output = run("--start", finished[0], *flags, script="loha_finetune.py")
+    before, muon, adamw = re.findall(r"held-out loss ([\d.]+)", output)
+    assert muon != before != adamw
+    assert "trainable parameters" in output
+    missing = run("--start", tmp_path, *flags, fails=True, script="loha_finetune.py")
+    assert "holds no checkpoint; first: python examples/train_transformer.py" in missing

@@ -1,0 +1,180 @@
+"""Beside the way of the gradient: low-rank Hadamard products (LoHa), whose large matrices are never kept.
+
+ΔW = scale · (w1a·w1b) ∘ (w2a·w2b) has rank up to r² from four thin factors. Its derivative needs both
+products, each as large as the weight; autodiff would keep them from the forward to the backward pass. Here
+ΔW is made in blocks, and a block is computed again when its derivative is due, so that what lives between the
+passes is the thin factors.
+
+Nothing must undo the recomputation: a compiler that sees the same product in both passes keeps the first. A
+barrier before the second (`jax.checkpoint`'s own) forbids it, but XLA's CPU compiler drops the barrier in some
+versions; two loops are never merged. So each recomputation is a loop and has the barrier.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Blocks are a quarter of the rows: the four or so temporaries of a block together are as large as one weight,
+# while the products stay large enough to run at full speed. Well under 128 rows they would not.
+_BLOCKS = 4
+_ROWS = 128
+
+
+def hadamard_weight(
+    w1a: jax.Array,
+    w1b: jax.Array,
+    w2a: jax.Array,
+    w2b: jax.Array,
+    *,
+    scale: jax.Array | float = 1.0,
+    tucker: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """A weight of rank up to r² from four factors of rank r:
+
+        ΔW = scale · (w1a · w1b) ∘ (w2a · w2b)
+
+    The derivative keeps the factors alone: neither product survives the forward pass, whatever the compiler
+    shares. Forward mode, reverse mode, `vmap` and higher orders work.
+
+    The Tucker form, for the kernel of a convolution, gives each side a core t [*window, r, r] in the middle:
+
+        ΔK[window, i, o] = scale · ∏ₛ Σ_jl wₛa[i, j] · tₛ[window, j, l] · wₛb[l, o],  s = 1, 2
+
+    Args:
+      w1a: [*batch, m, r], the first pair's left factor.
+      w1b: [*batch, r, n], its right factor.
+      w2a: [*batch, m, r], the second pair's left factor.
+      w2b: [*batch, r, n], its right factor.
+      scale: usually alpha / r; a number or an array [*batch]; differentiable.
+      tucker: the two cores [*window, r, r]; the factors then have no batch.
+
+    Returns:
+      [*batch, m, n], or [*window, m, n] in the Tucker form.
+
+    Raises:
+      ValueError: factors that do not fit, an empty rank, integers.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> a, b = jnp.ones((2, 1)), jnp.array([[1.0, 2.0, 3.0]])
+      >>> hadamard_weight(a, b, a, b, scale=0.5)
+      Array([[0.5, 2. , 4.5],
+             [0.5, 2. , 4.5]], dtype=float32)
+
+    Source: Hyeon-Woo et al., "FedPara: Low-Rank Hadamard Product for Communication-Efficient Federated
+    Learning" (2022), proposition 1, and proposition 3 for the Tucker form; Yeh et al., "Navigating
+    Text-To-Image Customization: From LyCORIS Fine-Tuning to Model Evaluation" (2024), as LoHa.
+    """
+    check_factors("hadamard_weight", w1a, w1b, w2a, w2b)
+    dtype = jnp.result_type(w1a, w1b, w2a, w2b)
+    if tucker is not None:
+        return _tucker_weight(w1a, w1b, w2a, w2b, *tucker, scale=scale).astype(dtype)
+    batch = w1a.shape[:-2]
+    if batch:
+        scales = jnp.broadcast_to(jnp.asarray(scale, jnp.result_type(dtype, scale)), batch)
+        return jax.vmap(lambda a, b, c, d, s: hadamard_weight(a, b, c, d, scale=s))(
+            w1a, w1b, w2a, w2b, scales
+        )
+
+    def rows(start: jax.Array | int, count: int) -> jax.Array:
+        a1, a2 = (lax.dynamic_slice_in_dim(a, start, count) for a in (w1a, w2a))
+        return product(a1, w1b, a2, w2b, scale).astype(dtype)
+
+    rows = jax.checkpoint(rows, static_argnums=1)
+    m, n = w1a.shape[0], w1b.shape[1]
+    count = rows_per_block(m)
+    _, blocks = lax.scan(lambda _, start: (None, rows(start, count)), None, starts(m, count))
+    weight = blocks.reshape(-1, n)
+    return weight if len(weight) == m else jnp.concatenate([weight, rows(len(weight), m - len(weight))])
+
+
+def column_norms(w: jax.Array) -> jax.Array:
+    """The Euclidean norm of each column of w [..., n], over all other axes, in float32 at least: [n]."""
+    squares = jnp.sum(jnp.square(w.astype(accumulator(w))), axis=tuple(range(w.ndim - 1)))
+    return jnp.sqrt(squares)
+
+
+def accumulator(*arrays: jax.Array) -> jnp.dtype:
+    """The dtype to multiply and sum in: at least float32."""
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+def product(
+    a1: jax.Array,
+    b1: jax.Array,
+    a2: jax.Array,
+    b2: jax.Array,
+    scale: jax.Array | float,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """scale · (a1·b1) ∘ (a2·b2), as plainly as it can be said, in float32 at least."""
+    # Half precision: the two products are multiplied with each other, so their rounding would be too.
+    dtype = accumulator(a1, b1, a2, b2)
+    first = jnp.matmul(a1, b1, precision=precision, preferred_element_type=dtype)
+    return scale * first * jnp.matmul(a2, b2, precision=precision, preferred_element_type=dtype)
+
+
+def _tucker_weight(
+    w1a: jax.Array,
+    w1b: jax.Array,
+    w2a: jax.Array,
+    w2b: jax.Array,
+    t1: jax.Array,
+    t2: jax.Array,
+    *,
+    scale: jax.Array | float,
+) -> jax.Array:
+    r, window = w1a.shape[-1], t1.shape[:-2]
+    if w1a.ndim != 2 or t1.shape != t2.shape or t1.shape[-2:] != (r, r):
+        raise ValueError(
+            f"hadamard_weight(…, tucker=…) needs two cores [*window, {r}, {r}] and factors without a batch, got "
+            f"{t1.shape}, {t2.shape} and {w1a.shape}."
+        )
+    # t·b first: [*window, r, n] is thin, and then each position in the window is a plain LoHa weight.
+    b1, b2 = jnp.matmul(t1, w1b), jnp.matmul(t2, w2b)
+    b1, b2 = (b.reshape(-1, *b.shape[-2:]) for b in (b1, b2))
+    if math.prod(window) == 1:
+        kernel = hadamard_weight(w1a, b1[0], w2a, b2[0], scale=scale)
+    else:
+        position = jax.checkpoint(lambda bs: product(w1a, bs[0], w2a, bs[1], scale))
+        kernel = lax.map(position, (b1, b2))
+    return kernel.reshape(*window, w1a.shape[0], w1b.shape[1])
+
+
+def rows_per_block(m: int) -> int:
+    """How many of ΔW's m rows are made at a time."""
+    return block_length(m, max(_ROWS, -(-m // _BLOCKS)))
+
+
+def block_length(length: int, most: int) -> int:
+    """The length of equal blocks of at most `most`; at the end, fewer elements remain than there are blocks.
+
+    At least two blocks: to XLA a loop of one turn is no loop, and what stands after the loop is not in one.
+    """
+    return max(1, length // max(2, -(-length // most)))
+
+
+def starts(length: int, count: int) -> jax.Array:
+    """Where each whole block of `count` begins."""
+    return jnp.arange(length // count) * count
+
+
+def check_factors(call: str, w1a: jax.Array, w1b: jax.Array, w2a: jax.Array, w2b: jax.Array) -> None:
+    """Raises ValueError unless the four are factors of one weight, or of a stack of them."""
+    shapes = w1a.shape, w1b.shape, w2a.shape, w2b.shape
+    fits = all(len(shape) >= 2 and shape[:-2] == w1a.shape[:-2] for shape in shapes)
+    fits = fits and w1a.shape == w2a.shape and w1b.shape == w2b.shape and w1a.shape[-1] == w1b.shape[-2]
+    if not fits:
+        raise ValueError(
+            f"{call} needs w1a and w2a [m, r], w1b and w2b [r, n], got {', '.join(map(str, shapes))}; "
+            "are w1a and w1b exchanged?"
+        )
+    if 0 in w1a.shape + w1b.shape:
+        raise ValueError(
+            f"{call}: factors of shape {w1a.shape} and {w1b.shape} are empty; the rank must be > 0."
+        )
+    dtype = jnp.result_type(w1a, w1b, w2a, w2b)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{call} multiplies and differentiates floating-point factors, got {dtype}.")
