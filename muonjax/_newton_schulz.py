@@ -256,33 +256,37 @@ def _iterate(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
             if len(segments[0]) > 1:
                 gram = product(x)  # of what was rounded
 
-    x, r, r2, root = _normalize(x, gram, others, settings.normalization, product)
+    x, r, r2, unit, root = _normalize(x, gram, others, settings.normalization, product)
     for index, rows in enumerate(segments):
         if index > 0:
-            r, r2, root = product(x), None, 1.0
+            r, r2, unit, root = product(x), None, 1.0, 1.0
         # x itself is divided by the bound and, in full precision, deflated only here, on the small side.
-        a, q = _polynomials(rows, r, r2, root, product, split=half)
+        a, q = _polynomials(rows, r, r2, unit, root, product, split=half)
         if index == 0 and deflation is not None and not half:
             q = deflation.apply_right(q)
         x = apply(q, x) if a is None else a * x + apply(q, x)
     return x
 
 
-def _polynomials(rows: Coefficients, r: Any, r2: Any, scale: Any, product: Any, *, split: bool) -> Any:
+def _polynomials(
+    rows: Coefficients, r: Any, r2: Any, unit: Any, scale: Any, product: Any, *, split: bool
+) -> Any:
     """The composition of `rows`, times `scale`, as a map on x: None and Q for x -> Q x, or a and Q for a x + Q x.
 
     Args:
-      r: X X^H, normalized.
+      r: X X^H, normalized and divided by `unit`.
       r2: Its square, where that is already made.
       split: Keep the identity's share of each polynomial apart; in half precision it would cost the rest its digits.
     """
     eye = jnp.eye(r.shape[-1], dtype=r.dtype)
 
-    def quadratic(a, b, c):
-        """P = a I + b R + c R^2; without a I if `split`."""
-        linear = b * r if split else a * eye + b * r
-        if isinstance(c, float) and c == 0:
+    def quadratic(row, unit, scale=1.0):
+        """P = a I + b R + c R^2, times `scale`; without a I if `split`."""
+        a, b, c = row
+        linear = scale * b * unit * r if split else scale * a * eye + scale * b * unit * r
+        if c == 0:
             return linear
+        c = scale * c * unit**2
         return product(r, c=linear, alpha=c, beta=1.0) if r2 is None else linear + c * r2
 
     def times(y, p, a, alpha=1.0):
@@ -290,16 +294,15 @@ def _polynomials(rows: Coefficients, r: Any, r2: Any, scale: Any, product: Any, 
         return product(y, p, c=y, alpha=alpha, beta=alpha * a) if split else product(y, p, alpha=alpha)
 
     if len(rows) == 1:
-        a, b, c = (scale * number if number else 0.0 for number in rows[0])
-        return (a if split else None), quadratic(a, b, c)
+        return (scale * rows[0][0] if split else None), quadratic(rows[0], unit, scale)
     q: Any = None
-    for step, (a, b, c) in enumerate(rows):
-        last = step == len(rows) - 1
-        p = quadratic(a, b, c)
+    for step, row in enumerate(rows):
+        a, last = row[0], step == len(rows) - 1
+        p = quadratic(row, unit)
         first = p + a * eye if split else p
         q = first if step == 0 else times(q, p, a, scale if last else 1.0)
         if not last:
-            r, r2 = times(times(r, p, a), p, a), None
+            r, r2, unit = times(times(r, p, a, unit), p, a), None, 1.0
     return None, q
 
 
@@ -311,8 +314,8 @@ def _normalize(x, gram, others, normalization, product):
         takes off.
 
     Returns:
-      x (which only "aol" touches), the normalized Gram matrix, its square where that is already made, and the
-      factor that x itself still awaits, [*batch, 1, 1].
+      x (which only "aol" touches), R, its square where that is already made, the factor by which R is still to be
+      multiplied, and the factor that x itself still awaits, [*batch, 1, 1].
     """
 
     def or_one(norm):  # for the zero matrix
@@ -326,7 +329,7 @@ def _normalize(x, gram, others, normalization, product):
     def divide(a, bound):
         return (a / bound).astype(a.dtype)
 
-    gram2 = None
+    gram2, unit = None, 1.0
     if normalization == "schatten":
         # ||A||_F first, for a half type can't hold the square of an unscaled A; then ||A^2||_F of what is left.
         schatten4 = or_one(jnp.sqrt(square_norm(gram)))
@@ -335,8 +338,7 @@ def _normalize(x, gram, others, normalization, product):
         fourth = square_norm(gram2)
         fourth = jnp.maximum(fourth - others / schatten4**4, fourth / gram.shape[-1])
         schatten8 = or_one(fourth) ** 0.25
-        gram, gram2 = divide(gram, schatten8), divide(gram2, schatten8**2)
-        bound = schatten4 * schatten8
+        unit, bound = 1 / schatten8, schatten4 * schatten8
     elif normalization == "aol":
         rows = jax.lax.rsqrt(or_one(jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)))
         x, gram = x * rows, gram * rows * rows.mT
@@ -347,4 +349,4 @@ def _normalize(x, gram, others, normalization, product):
     else:
         bound = or_one(jnp.linalg.eigvalsh(gram)[..., -1:, None])
         gram = divide(gram, bound)
-    return x, gram, gram2, jax.lax.rsqrt(bound)
+    return x, gram, gram2, unit, jax.lax.rsqrt(bound)

@@ -109,7 +109,10 @@ def test_half_precision_loses_little(dtype, form):
     for name in ("log to 1e-3", "one dominant", "gaussian"):
         x = oracles.with_spectrum(spectrum(name, 64), 160)
         single = oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), NewtonSchulz()), x)
-        assert oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), half), x) <= single + 0.03
+        # Errors of truncation and of rounding are independent; 0.06 is what rounding costs the Gram form in float16,
+        # the worst of the three.
+        error = oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), half), x)
+        assert error <= np.hypot(single, 0.06)
 
 
 @pytest.mark.parametrize("normalization", ["schatten", "frobenius", "aol", "spectral"])
