@@ -36,17 +36,28 @@ def training_sweep(content: dict[str, Any]) -> str:
         least = min(cell for cell in cells if cell is not None)
         shown = ["" if c is None else f"**{c:.3f}**" if c == least else f"{c:.3f}" for c in cells]
         rows.append([f"{optimizer}, {steps} steps", *shown])
+    table = _markdown(["held-out loss at rate", *(f"{rate:g}" for rate in rates)], rows)
+    return f"{training_sweep_steps(content)}\n\n{table}\n\n{_born(content)}"
+
+
+def training_sweep_steps(content: dict[str, Any]) -> str:
+    """How many steps less MuonClip takes to AdamW's loss."""
     adamw = min((b for b in content["best"] if b["optimizer"] == "adamw"), key=lambda b: b["held_out"])
     enough = [
         b for b in content["best"] if b["optimizer"] == "muonclip" and b["held_out"] <= adamw["held_out"]
     ]
     first = min(enough, key=lambda b: b["steps"])
-    sentence = (
+    return (
         f"MuonClip reaches {first['held_out']:.3f} in {first['steps']} steps, AdamW {adamw['held_out']:.3f} in "
         f"{adamw['steps']}: {first['steps'] / adamw['steps']:.2f} of the steps (one seed, each at its best rate)."
     )
-    table = _markdown(["held-out loss at rate", *(f"{rate:g}" for rate in rates)], rows)
-    return f"{sentence}\n\n{table}\n\n{_born(content)}"
+
+
+def training_sweep_rates(content: dict[str, Any]) -> str:
+    """Whether AdamW's learning rate carries over."""
+    names = {"adamw": "AdamW", "muonclip": "MuonClip"}
+    best = [f"{names[b['optimizer']]} in {b['steps']} steps: {b['learning_rate']:g}" for b in content["best"]]
+    return f"Learning rate with the least held-out loss. {'; '.join(best)} (one seed)."
 
 
 def muon_step(content: dict[str, Any]) -> str:
@@ -395,6 +406,8 @@ BLOCKS = {
     "symmetric_product": symmetric_product,
     "test_time_training": test_time_training,
     "training_sweep": training_sweep,
+    "training_sweep.rates": training_sweep_rates,
+    "training_sweep.steps": training_sweep_steps,
 }
 
 

@@ -23,6 +23,12 @@ def adapter_mask(params: Any) -> Any:
     frozen kernels then get no gradient: differentiate the adapters alone (`muonjax.linen.split_adapters`; in
     NNX, `nnx.DiffState(0, LoHaParam)`).
 
+    Args:
+      params: a tree of parameters, Linen's or the pure state of an NNX model; leaves of any shape.
+
+    Returns:
+      A tree of bools like `params`.
+
     Example:
       >>> import optax
       >>> params = {"kernel": 1.0, "loha": {"hada_w1_a": 2.0, "hada_scale": 0.5}}

@@ -19,13 +19,27 @@ class QKClipState(NamedTuple):
 
     Dictionaries go by the path of the module (`qk_clip`) or of the signal (`signal_clip`); their arrays are
     [*layers, heads].
+
+    Attributes:
+      count: int32 [], updates seen.
+      running_max: float32, maxima since the last clip; no entries if `every_k` is 1.
+      maxima: float32, the maxima that the last clip went by; -inf before the first.
+      factors: float32 in (0, 1], γ at the last clip; 1 where nothing was scaled.
+      clips: int32, how often each head was scaled.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> state = muonjax.qk_clip(100.0, muonjax.mha_site()).init(params)
+      >>> state.maxima["attention"], int(state.total_clipped)
+      (Array([-inf, -inf], dtype=float32), 0)
     """
 
-    count: jax.Array  # int32 []: updates seen
-    running_max: dict[str, jax.Array]  # float32: maxima since the last clip; no entries if every_k is 1
-    maxima: dict[str, jax.Array]  # float32: the maxima that the last clip went by; -inf before the first
-    factors: dict[str, jax.Array]  # float32: γ at the last clip, 1 where nothing was scaled
-    clips: dict[str, jax.Array]  # int32: how often each head was scaled
+    count: jax.Array
+    running_max: dict[str, jax.Array]
+    maxima: dict[str, jax.Array]
+    factors: dict[str, jax.Array]
+    clips: dict[str, jax.Array]
 
     # Sums over heads are made when somebody asks: in the state, they would cost a mesh an all-reduce a step.
 

@@ -16,6 +16,12 @@ Coefficients: TypeAlias = tuple[tuple[float, float, float], ...]
 JORDAN: Coefficients = ((3.4445, -4.7750, 2.0315),)
 """Keller Jordan's one quintic, repeated: the original Muon's, and Optax's default. It never converges
 (its fixed ripple is 0.318); it was tuned for the slope at zero.
+
+Example:
+  >>> import muonjax
+  >>> muonjax.NewtonSchulz(coefficients=muonjax.JORDAN, num_steps=5).steps == 5 * muonjax.JORDAN
+  True
+
 Source: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024."""
 
 YOU: Coefficients = (
@@ -26,11 +32,24 @@ YOU: Coefficients = (
     (2.8366, -3.0525, 1.2012),
 )
 """You Jiacheng's five steps, found by gradient descent. Optax calls them "dion".
+
+Example:
+  >>> import muonjax
+  >>> len(muonjax.NewtonSchulz(coefficients=muonjax.YOU).steps)
+  5
+
 Source: modded-nanogpt and Dion's code, 2025."""
 
 NEWTON_SCHULZ: Coefficients = ((15 / 8, -10 / 8, 3 / 8),)
 """The classical quintic: the only one of its degree that converges with order three at 1, and the limit of
-every Polar Express schedule. Slow far from 1 (its slope at zero is 1.875)."""
+every Polar Express schedule. Slow far from 1 (its slope at zero is 1.875).
+
+Example:
+  >>> import muonjax
+  >>> sum(muonjax.NEWTON_SCHULZ[0])  # 1 stays 1
+  1.0
+
+Source: N. Higham, "Functions of Matrices", 2008, table 5.1 for the Padé family's [2/0]."""
 
 # From here on the interval is so short that the minimax system loses all of its digits (condition number
 # 4.5e11), while its solution agrees with the classical quintic to double precision.

@@ -40,7 +40,10 @@ def hadamard_dot(
 
     Args:
       x: [..., m].
-      w1a: [m, r]. w1b: [r, n]. w2a: [m, r]. w2b: [r, n]. As in `hadamard_weight`.
+      w1a: [m, r], as in `hadamard_weight`.
+      w1b: [r, n], as in `hadamard_weight`.
+      w2a: [m, r], as in `hadamard_weight`.
+      w2b: [r, n], as in `hadamard_weight`.
       scale: usually alpha / r; differentiable.
       form: "auto", "rows" or "kronecker".
       precision: of the products, as in `jax.lax.dot_general`.
@@ -98,7 +101,10 @@ def hadamard_linear(
     Args:
       x: [..., m].
       w: [m, n], usually frozen; if it is differentiated, its gradient is an m × n matrix of course.
-      w1a: [m, r]. w1b: [r, n]. w2a: [m, r]. w2b: [r, n]. As in `hadamard_weight`.
+      w1a: [m, r], as in `hadamard_weight`.
+      w1b: [r, n], as in `hadamard_weight`.
+      w2a: [m, r], as in `hadamard_weight`.
+      w2b: [r, n], as in `hadamard_weight`.
       scale: usually alpha / r; differentiable.
       magnitude: [n] or None; see `column_norms` for the value that changes nothing at the start.
       form: "auto", "rows" or "kronecker".

@@ -37,6 +37,15 @@ def adopt(params: Any, trained: Any) -> Any:
 
     Raises:
       ValueError: a parameter that only one of the two has, or of another shape; all are named.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, muonjax
+      >>> x = jnp.ones((1, 6))
+      >>> trained = nn.Dense(4).init(jax.random.key(0), x)["params"]
+      >>> adapted = muonjax.linen.LoHaDense(4, rank=2)
+      >>> params = muonjax.linen.adopt(adapted.init(jax.random.key(1), x)["params"], trained)
+      >>> bool((params["kernel"] == trained["kernel"]).all())
+      True
     """
     flat, found = _flat(params), _flat(trained)
     plain = {path for path in flat if path[-1] not in (*TRAINED, SCALE)}
@@ -59,6 +68,20 @@ def split_adapters(params: Any) -> tuple[Any, Any]:
     """(adapters, frozen): what trains, and everything else, kernels and scales; `join_adapters` undoes it.
 
     Differentiate with respect to the first alone, and no kernel gets a gradient.
+
+    Args:
+      params: the adapted model's.
+
+    Returns:
+      Two trees, with the leaves of `params` between them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, muonjax
+      >>> x = jnp.ones((1, 6))
+      >>> params = muonjax.linen.LoHaDense(4, rank=2).init(jax.random.key(0), x)["params"]
+      >>> adapters, frozen = muonjax.linen.split_adapters(params)
+      >>> len(jax.tree.leaves(adapters)), sorted(frozen)
+      (4, ['bias', 'kernel', 'loha'])
     """
     flat = _flat(params)
     trained = {path: value for path, value in flat.items() if path[-1] in TRAINED}
@@ -68,15 +91,44 @@ def split_adapters(params: Any) -> tuple[Any, Any]:
 
 
 def join_adapters(adapters: Any, frozen: Any) -> Any:
-    """The parameters that `split_adapters` took apart."""
+    """The parameters that `split_adapters` took apart.
+
+    Args:
+      adapters: the first tree that it returned.
+      frozen: the second.
+
+    Returns:
+      The parameters, as before.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, muonjax
+      >>> x = jnp.ones((1, 6))
+      >>> params = muonjax.linen.LoHaDense(4, rank=2).init(jax.random.key(0), x)["params"]
+      >>> joined = muonjax.linen.join_adapters(*muonjax.linen.split_adapters(params))
+      >>> jax.tree.structure(joined) == jax.tree.structure(params)
+      True
+    """
     return unflatten_dict({**_flat(frozen), **_flat(adapters)})
 
 
 def merge(params: Any) -> Any:
     """The parameters of the plain model that does what the adapted one did: kernels with ΔW, no adapters.
 
+    Args:
+      params: the adapted model's.
+
+    Returns:
+      A tree as the plain model's.
+
     Raises:
       ValueError: no adapter in `params`; merging twice ends so.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, muonjax
+      >>> x = jnp.ones((1, 6))
+      >>> params = muonjax.linen.LoHaDense(4, rank=2).init(jax.random.key(0), x)["params"]
+      >>> sorted(muonjax.linen.merge(params))
+      ['bias', 'kernel']
     """
     flat = _flat(params)
     adapters = _adapters(flat)
@@ -95,9 +147,20 @@ def unmerge(merged: Any, params: Any) -> Any:
       merged: what `merge` returned.
       params: a tree that holds the adapters; its kernels, if any, are not read.
 
+    Returns:
+      A tree like the adapted model's parameters.
+
     Raises:
       ValueError: no adapter in `params`, adapters in `merged`, or an adapter with a magnitude, whose norms
         `merge` dropped: keep the unmerged parameters instead.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, muonjax
+      >>> x = jnp.ones((1, 6))
+      >>> params = muonjax.linen.LoHaDense(4, rank=2).init(jax.random.key(0), x)["params"]
+      >>> again = muonjax.linen.unmerge(muonjax.linen.merge(params), params)
+      >>> bool(jnp.allclose(again["kernel"], params["kernel"]))
+      True
     """
     flat, given = _flat(merged), _flat(params)
     adapters = _adapters(given)
@@ -154,7 +217,12 @@ def load_lycoris(
 
     Args:
       params: the adapted model's, made with the file's rank, `decompose` and `tucker`.
-      file, name_of, convolutions: as in `save_lycoris`.
+      file: as in `save_lycoris`.
+      name_of: as in `save_lycoris`.
+      convolutions: as in `save_lycoris`.
+
+    Returns:
+      A tree like `params`.
 
     Raises:
       ValueError: a tensor that is missing, misshapen, unknown or of no adapted layer, or an adapter of another

@@ -86,11 +86,16 @@ def loha(
     Returns:
       A class, so to speak: called without arguments in the layer, it makes the layer's adapter.
 
+    Raises:
+      ValueError: when the layer is initialised, a rank that does not fit its kernel, or is below 1.
+
     Example:
       >>> attention = nn.MultiHeadAttention(num_heads=2, qkv_dot_general_cls=loha(2))
       >>> params = attention.init(jax.random.key(0), jnp.ones((1, 3, 8)))["params"]
       >>> sorted(params["query"]["loha"])
       ['hada_scale', 'hada_w1_a', 'hada_w1_b', 'hada_w2_a', 'hada_w2_b']
+
+    Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
     return functools.partial(
         LoHa,
@@ -120,13 +125,25 @@ def LoHaDense(
 
     Args:
       features: size of y's last axis.
-      rank, alpha, rank_stabilized, rank_dropout, decompose: as in `loha`.
+      rank: as in `loha`.
+      alpha: as in `loha`.
+      rank_stabilized: as in `loha`.
+      rank_dropout: as in `loha`.
+      decompose: as in `loha`.
       **dense: `nn.Dense`'s own settings.
+
+    Returns:
+      The module.
+
+    Raises:
+      ValueError: when called, a rank that does not fit the kernel, or is below 1.
 
     Example:
       >>> params = LoHaDense(4, rank=2).init(jax.random.key(0), jnp.ones((1, 6)))["params"]
       >>> params["kernel"].shape, params["loha"]["hada_w1_a"].shape, params["loha"]["hada_w1_b"].shape
       ((6, 4), (6, 2), (2, 4))
+
+    Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
     adapter = loha(
         rank,
@@ -156,9 +173,28 @@ def LoHaConv(
     Args:
       features: channels of y.
       kernel_size: the window.
-      rank, alpha, rank_stabilized, rank_dropout, decompose: as in `loha`.
+      rank: as in `loha`.
+      alpha: as in `loha`.
+      rank_stabilized: as in `loha`.
+      rank_dropout: as in `loha`.
+      decompose: as in `loha`.
       tucker: a core [*window, rank, rank] between factors [in, rank] and [rank, out]: fewer parameters.
       **conv: `nn.Conv`'s own settings.
+
+    Returns:
+      The module: an `nn.Conv`, under the name that an `nn.Conv` would get.
+
+    Raises:
+      ValueError: when called, a rank that does not fit the kernel, or is below 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, muonjax
+      >>> conv = muonjax.linen.LoHaConv(4, (3, 3), rank=2)
+      >>> params = conv.init(jax.random.key(0), jnp.ones((1, 8, 8, 6)))["params"]
+      >>> params["kernel"].shape, params["loha"]["hada_w1_a"].shape
+      ((3, 3, 6, 4), (54, 2))
+
+    Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
     if conv.get("mask") is not None:
         raise ValueError(

@@ -24,8 +24,8 @@ def match_rms(
     - "rms": times `rms` sqrt(max(m, n)): every update has the root mean square `rms`. AdamW's is usually 0.2
       to 0.4, so 0.2 lets Muon take AdamW's learning rate and weight decay (Moonlight).
     - "width": times sqrt(max(1, fan_out / fan_in)), Jordan's; `rms` is not used.
-    - "spectral": times sqrt(fan_out / fan_in): spectral norm at the scale of the layer (Bernstein); `rms` is
-    not used.
+    - "spectral": times sqrt(fan_out / fan_in), the spectral norm at the scale of the layer (Bernstein); `rms`
+      is not used.
 
     Args:
       rms: The root mean square of the update; > 0.

@@ -8,6 +8,15 @@ import jax
 import optax
 
 MuonDimensionNumbers = optax.contrib.MuonDimensionNumbers
+"""Optax's own class, `MuonDimensionNumbers(reduction_axis=0, output_axis=1)`: the axes of a leaf, one or several,
+that are the matrix's rows (what the layer sums over) and its columns. All other axes count matrices.
+
+Example:
+  >>> import muonjax
+  >>> query = muonjax.MuonDimensionNumbers(reduction_axis=0, output_axis=(1, 2))  # (d, heads, size): one matrix
+  >>> a_matrix_a_head = muonjax.MuonDimensionNumbers(reduction_axis=0, output_axis=2)
+
+Source: `optax.contrib.MuonDimensionNumbers`."""
 
 
 class FusedDimensionNumbers(NamedTuple):
@@ -19,8 +28,19 @@ class FusedDimensionNumbers(NamedTuple):
     Attributes:
       reduction_axis: as in `MuonDimensionNumbers`.
       output_axis: as in `MuonDimensionNumbers`.
-      parts: how many matrices; must divide the size of `axis`.
-      axis: the axis that is cut.
+      parts: how many matrices, >= 1; must divide the size of `axis`.
+      axis: the axis that is cut; one of the two above.
+
+    Raises:
+      ValueError: while tracing, if the parts do not fit a leaf; naming its shape.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> qkv = muonjax.FusedDimensionNumbers(reduction_axis=0, output_axis=1, parts=3, axis=1)
+      >>> print(muonjax.tabulate({"w": jnp.ones((8, 24))}, {"w": qkv}).splitlines()[2])
+      w     8×24   Muon     3 of 8×8  given
+
+    Source: K. Jordan, "Muon", 2024: query, key and value apart.
     """
 
     reduction_axis: Sequence[int] | int = 0

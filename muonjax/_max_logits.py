@@ -22,7 +22,7 @@ def max_logits(
 ) -> jax.Array:  # [heads]
     r"""Largest scaled, masked attention logit of each head, without an S×S matrix.
 
-    .. math:: S_h = \max_{b,\,(i,j)\ \text{visible}} \mathrm{scale}\; q_{b,i,h} \cdot k_{b,j,h}
+    $$S_h = \max_{b,\,(i,j)\ \text{visible}} \mathrm{scale}\; q_{b,i,h} \cdot k_{b,j,h}$$
 
     The maximum is signed and runs over all leading axes (they are batch) and all visible pairs of positions:
     after the scale and the mask, before an attention bias, a soft-cap and the softmax. Logits are made block
@@ -56,7 +56,7 @@ def max_logits(
       >>> muonjax.max_logits(query, -key, is_causal=True)  # the pair (0, 1) is hidden
       Array([-3.], dtype=float32)
 
-    Source: Kimi K2 (arXiv 2507.20534), section 2.1: :math:`S^h_{\max}`.
+    Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
     _check(query, key, block_q, block_k)
     query, key = lax.stop_gradient((query, key))
@@ -104,7 +104,7 @@ def max_logits(
 def max_logits_bound(lse: jax.Array, *, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     r"""Upper bound of each head's largest logit, from the log-sum-exp that flash attention has anyway.
 
-    .. math:: \max_j s_{ij} \;\le\; \log \sum_j e^{s_{ij}} \;\le\; \max_j s_{ij} + \log S
+    $$\max_j s_{ij} \;\le\; \log \sum_j e^{s_{ij}} \;\le\; \max_j s_{ij} + \log S$$
 
     It costs one pass over `[*batch, T, heads]`. Clipping on a bound is safe, never exact: the factor is
     smaller than needed by at most 1 − τ/(τ + log S), and a head within log S below the threshold may be
@@ -127,6 +127,8 @@ def max_logits_bound(lse: jax.Array, *, dtype: jax.typing.DTypeLike | None = Non
       >>> _, lse = jax.nn.dot_product_attention(q, k, k, return_residual=True)
       >>> bool((muonjax.max_logits(q, k) <= muonjax.max_logits_bound(lse)).all())
       True
+
+    Source: the inequality between maximum and log-sum-exp; Dao et al., "FlashAttention", 2022, which keeps the latter.
     """
     if lse.ndim < 2 or not jnp.issubdtype(lse.dtype, jnp.floating):
         raise ValueError(

@@ -36,10 +36,10 @@ def muon(
         W <- W - learning_rate (rms sqrt(max(m, n)) msign(G + decay M) + weight_decay W)
 
     Args:
-      learning_rate: A number or an Optax schedule; with `rms=0.2` a good one for AdamW is a good start.
+      learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` a good one for AdamW is a good start.
       decay: Of the momentum, in [0, 1).
       nesterov: Look one step ahead, as above; False takes M itself.
-      weight_decay: Decoupled, times the learning rate; for the matrices, and for AdamW's own leaves too.
+      weight_decay: Decoupled, times the learning rate, >= 0; for the matrices, and for AdamW's leaves too.
       weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the parameters.
         None: all matrices, embeddings and heads; no biases, no norms.
       mu_dtype: Of the momentum; None is the parameter's.
@@ -50,11 +50,10 @@ def muon(
         (`muonjax.tabulate` shows how).
       newton_schulz: How to orthogonalize; `NewtonSchulz.balanced()` if None.
       adam: What the other leaves get, learning rate included; None is `optax.adamw` at the same learning
-        rate with
-        b2 = 0.95.
+        rate and weight decay, with b2 = 0.95.
 
     Returns:
-      A `optax.GradientTransformationExtraArgs`; `update` needs `params` if anything decays.
+      An `optax.GradientTransformationExtraArgs`; `update` needs `params` if anything decays.
 
     Raises:
       ValueError, TypeError: While tracing, naming the leaf that can't be routed or viewed as matrices.
@@ -117,18 +116,32 @@ def muonclip(
 ) -> optax.GradientTransformationExtraArgs:
     """MuonClip, the optimizer of Kimi K2: `muon`, then `qk_clip`.
 
+    With S the largest attention logit of a head and W the weights that `muon` arrives at, its queries and keys
+    become sqrt(min(1, threshold / S)) W.
+
     Args:
       learning_rate: As in `muon`.
       sites: The attention modules to watch, such as `[mha_site()]`.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
-      **settings: Everything that `muon` takes.
+      **settings: Everything else that `muon` takes, by name.
 
     Returns:
-      A `optax.GradientTransformationExtraArgs`: `update(grads, state, params, max_logits=statistics)`.
+      An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`; the
+      statistics, [*layers, heads] for each module, are those of `qk_clip`. The last entry of its state is a
+      `QKClipState`.
 
     Raises:
-      ValueError: While tracing, if a site matches no parameter or `max_logits` is missing or does not fit
-      the sites.
+      ValueError: While tracing, if a site matches no parameter or `max_logits` is missing or does not fit the
+        sites; otherwise as `muon` and `qk_clip`.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> tx = muonjax.muonclip(1e-3, muonjax.mha_site(), threshold=100.0)
+      >>> statistics = {"attention": jnp.array([400.0, 50.0])}  # one logit a head
+      >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
+      >>> state[-1].factors["attention"]
+      Array([0.25, 1.  ], dtype=float32)
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
     """
@@ -142,19 +155,28 @@ def adamclip(
     threshold: optax.ScalarOrSchedule = 100.0,
     **settings: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW, then `qk_clip`: Adam's attention logits can run away too.
+    """AdamW, then `qk_clip`, for Adam's attention logits can run away too.
 
     Args:
       learning_rate: As in `optax.adamw`.
       sites: As in `muonclip`.
       threshold: As in `muonclip`.
-      **settings: Everything that `optax.adamw` takes.
+      **settings: Everything else that `optax.adamw` takes, by name.
 
     Returns:
-      A `optax.GradientTransformationExtraArgs`: `update(grads, state, params, max_logits=statistics)`.
+      An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`.
 
     Raises:
-      ValueError: As `muonclip`.
+      ValueError: As `qk_clip`.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> tx = muonjax.adamclip(1e-3, muonjax.mha_site(), threshold=100.0, b2=0.95)
+      >>> statistics = {"attention": jnp.array([50.0, 25.0])}
+      >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
+      >>> int(state[-1].num_clipped)
+      0
 
     Source: J. Su, kexue.fm/archives/11126.
     """

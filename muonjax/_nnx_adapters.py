@@ -34,8 +34,13 @@ def add_loha(
       model: any NNX module.
       path_rule: a regular expression searched in the layer's path, "blocks/0/attention/query", or a function
         of that path.
-      rank, alpha, rank_stabilized, rank_dropout, decompose, rngs: as in `LoHaLinear`.
+      rank: as in `LoHaLinear`.
+      alpha: as in `LoHaLinear`.
+      rank_stabilized: as in `LoHaLinear`.
+      rank_dropout: as in `LoHaLinear`.
+      decompose: as in `LoHaLinear`.
       tucker: the Tucker form for the convolutions with a window larger than 1.
+      rngs: as in `LoHaLinear`.
 
     Returns:
       The paths of the adapted layers.
@@ -48,6 +53,8 @@ def add_loha(
       >>> model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False)
       >>> add_loha(model, "query|value", rank=2, rngs=nnx.Rngs(1))
       ['query', 'value']
+
+    Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
     takes = (lambda path: bool(re.search(path_rule, path))) if isinstance(path_rule, str) else path_rule
     adapters = []
@@ -89,11 +96,22 @@ def remove_loha(model: nnx.Module) -> list[str]:
 
     After `merge` this leaves a plain model that does the same; without it, the model before `add_loha`.
 
+    Args:
+      model: any NNX module with adapters.
+
     Returns:
       The paths of the layers that had one.
 
     Raises:
       ValueError: no adapter in the model.
+
+    Example:
+      >>> import muonjax
+      >>> from flax import nnx
+      >>> model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False)
+      >>> paths = muonjax.nnx.add_loha(model, "query|value", rank=2, rngs=nnx.Rngs(1))
+      >>> muonjax.nnx.remove_loha(model)
+      ['query', 'value']
     """
     found = [(path, layer) for path, layer in _layers(model) if _holder(layer) is not None]
     if not found:
@@ -106,8 +124,23 @@ def remove_loha(model: nnx.Module) -> list[str]:
 def merge(model: nnx.Module) -> None:
     """Adds every adapter's ΔW to its kernel, in place; the adapters rest until `unmerge`.
 
+    Args:
+      model: any NNX module with adapters.
+
+    Returns:
+      None; the model is changed.
+
     Raises:
       ValueError: no adapter in the model, or one that is merged already; the model is then as it was.
+
+    Example:
+      >>> import muonjax
+      >>> from flax import nnx
+      >>> model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False)
+      >>> paths = muonjax.nnx.add_loha(model, "query|value", rank=2, rngs=nnx.Rngs(1))
+      >>> muonjax.nnx.merge(model)
+      >>> muonjax.nnx.adapters(model)["query"].merged
+      True
     """
     for layer, adapter in _adapted(model, "merge", merged=True):
         layer.kernel[...], norms = adapter.adapter().merge(layer.kernel[...])
@@ -119,8 +152,24 @@ def merge(model: nnx.Module) -> None:
 def unmerge(model: nnx.Module) -> None:
     """Takes every adapter's ΔW out of its kernel again, to rounding.
 
+    Args:
+      model: any NNX module with merged adapters.
+
+    Returns:
+      None; the model is changed.
+
     Raises:
       ValueError: no adapter in the model, or one that is not merged.
+
+    Example:
+      >>> import muonjax
+      >>> from flax import nnx
+      >>> model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False)
+      >>> paths = muonjax.nnx.add_loha(model, "query|value", rank=2, rngs=nnx.Rngs(1))
+      >>> muonjax.nnx.merge(model)
+      >>> muonjax.nnx.unmerge(model)
+      >>> muonjax.nnx.adapters(model)["query"].merged
+      False
     """
     for layer, adapter in _adapted(model, "unmerge", merged=False):
         norms = None if adapter.norms is None else adapter.norms[...]
@@ -129,7 +178,22 @@ def unmerge(model: nnx.Module) -> None:
 
 
 def adapters(model: nnx.Module) -> dict[str, LoHa]:
-    """The adapters of a model by the path of their layer."""
+    """The adapters of a model by the path of their layer.
+
+    Args:
+      model: any NNX module.
+
+    Returns:
+      A dict from the layer's path, "blocks/0/query", to its `LoHa`.
+
+    Example:
+      >>> import muonjax
+      >>> from flax import nnx
+      >>> model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False)
+      >>> paths = muonjax.nnx.add_loha(model, "query|value", rank=2, rngs=nnx.Rngs(1))
+      >>> sorted(muonjax.nnx.adapters(model))
+      ['query', 'value']
+    """
     found = {path: _holder(layer) for path, layer in _layers(model)}
     return {path: adapter for path, adapter in found.items() if adapter is not None}
 
@@ -171,7 +235,8 @@ def load_lycoris(
       model: any NNX module.
       file: a safetensors file of LoHa tensors, with DoRA's magnitudes on the output side if any.
       name_of: from a layer's path to its name in the file.
-      rank_dropout, rngs: as in `LoHaLinear`.
+      rank_dropout: as in `LoHaLinear`.
+      rngs: as in `LoHaLinear`.
 
     Returns:
       The paths of the adapted layers.

@@ -15,18 +15,41 @@ from muonjax._adapter_names import CORES, FACTORS
 
 
 class LoHaParam(nnx.Param):
-    """A parameter of an adapter, so that `wrt=LoHaParam` trains adapters and nothing else."""
+    """A parameter of an adapter, so that `wrt=LoHaParam` trains adapters and nothing else.
+
+    Example:
+      >>> import muonjax
+      >>> from flax import nnx
+      >>> model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False)
+      >>> paths = muonjax.nnx.add_loha(model, "query|value", rank=2, rngs=nnx.Rngs(1))
+      >>> len(nnx.to_flat_state(nnx.state(model, muonjax.nnx.LoHaParam)))
+      8
+    """
 
 
 class LoHa(nnx.Module):
     """The adapter of one layer, in place of its `dot_general` or `conv_general_dilated`.
 
     Attributes:
-      hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b: the factors [in, rank], [rank, out], twice.
-      hada_t1, hada_t2: the cores [*window, rank, rank] of the Tucker form, or None.
+      hada_w1_a: a factor [in, rank].
+      hada_w1_b: a factor [rank, out].
+      hada_w2_a: a factor [in, rank].
+      hada_w2_b: a factor [rank, out].
+      hada_t1: a core [*window, rank, rank] of the Tucker form, or None.
+      hada_t2: the other core, or None.
       dora_scale: DoRA's magnitude [out], or None.
       scale: alpha / rank, or alpha / √rank.
       merged: whether the kernel holds ΔW already; the adapter then multiplies plainly.
+
+    Example:
+      >>> import muonjax
+      >>> from flax import nnx
+      >>> model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False)
+      >>> paths = muonjax.nnx.add_loha(model, "query|value", rank=2, rngs=nnx.Rngs(1))
+      >>> muonjax.nnx.adapters(model)["query"].scale
+      1.0
+
+    Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
 
     def __init__(
@@ -100,6 +123,8 @@ class LoHaLinear(nnx.Linear):
       (1, 4)
       >>> sorted(nnx.state(layer, LoHaParam)["dot_general"])
       ['hada_w1_a', 'hada_w1_b', 'hada_w2_a', 'hada_w2_b']
+
+    Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
 
     def __init__(
@@ -136,9 +161,22 @@ class LoHaConv(nnx.Conv):
       out_features: channels of y.
       kernel_size: the window.
       rank: of each of the two products.
-      alpha, rank_stabilized, rank_dropout, decompose, rngs: as in `LoHaLinear`.
+      alpha: as in `LoHaLinear`.
+      rank_stabilized: as in `LoHaLinear`.
+      rank_dropout: as in `LoHaLinear`.
+      decompose: as in `LoHaLinear`.
       tucker: a core [*window, rank, rank] between factors [in, rank] and [rank, out]: fewer parameters.
+      rngs: as in `LoHaLinear`.
       **conv: `nnx.Conv`'s own settings.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> from flax import nnx
+      >>> layer = muonjax.nnx.LoHaConv(6, 4, (3, 3), rank=2, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((1, 8, 8, 6))).shape
+      (1, 8, 8, 4)
+
+    Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ def orthogonalize(
         index is a matrix of its own. None in the tree leaves that leaf as it is; None for the whole tree
         says that every leaf is a plain [fan_in, fan_out] matrix.
       newton_schulz: How; `NewtonSchulz()` if None.
-      adaptive: Multiply each matrix by its dual norm <G, orthogonalize(G)> (about the sum of its singular
+      adaptive: Multiply each matrix by its dual norm `<G, orthogonalize(G)>` (about the sum of its singular
         values): steepest descent with its length, as derived. Each matrix of a stacked leaf has its own norm.
 
     Returns:

@@ -36,8 +36,7 @@ def qk_clip(
 
     With S the largest logit of a head in the forward pass,
 
-    .. math:: \gamma = \min(1, \tau / S), \qquad W_q \leftarrow \sqrt\gamma\, W_q, \qquad
-       W_k \leftarrow \sqrt\gamma\, W_k
+    $$\gamma = \min(1, \tau / S), \qquad W_q \leftarrow \sqrt\gamma\, W_q, \qquad W_k \leftarrow \sqrt\gamma\, W_k$$
 
     a layer and a head at a time, kernels and biases alike. What is scaled is the new weight: u' = f·u + (f − 1)·p, so
     that p + u' = f·(p + u); where f = 1 the update passes bit for bit. γ is exactly 1 for a maximum that is
@@ -59,8 +58,8 @@ def qk_clip(
       axis_name: mesh axes to take the maximum over, inside `shard_map` or `pmap`. `jit` on a mesh needs none.
 
     Returns:
-      A transformation whose `update` needs `params` and `max_logits`: Linen's "intermediates", the State of
-      `nnx.capture`, or a dict {module path: [*layers, heads]}. Its state is a `QKClipState`.
+      A transformation whose `update` needs `params` and `max_logits`, which are Linen's "intermediates", the State of
+      `nnx.capture`, or a dict `{module path: [*layers, heads]}`. Its state is a `QKClipState`.
 
     Raises:
       ValueError: settings out of range; while tracing: a site that matches nothing, or a module that is frozen, adapted
@@ -122,6 +121,8 @@ def apply_qk_clip(
       >>> clipped = muonjax.apply_qk_clip(params, statistics, muonjax.mha_site(), 100.0)
       >>> clipped["attention"]["key"]["kernel"][0, :, 0]
       Array([0.5, 1. ], dtype=float32)
+
+    Source: as `qk_clip`.
     """
     check_threshold("apply_qk_clip", threshold)
     _check_shared_keys("apply_qk_clip", shared_keys)

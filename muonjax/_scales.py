@@ -29,6 +29,15 @@ class Scale:
       group_power: b.
       factor: name of the linear factor that the parameter belongs to; a kernel and its bias share one.
       optional: whether the parameter may be missing, as a bias may.
+
+    Raises:
+      ValueError: while tracing, if the parameter's shape does not fit; naming both.
+
+    Example:
+      >>> import muonjax
+      >>> keys = muonjax.Scale(path="kv/kernel", rank=2, entries=4, size=32, power=0.5, factor="key")  # (d, 2·32)
+      >>> keys.span  # all eight features of each of the four heads
+      (0, None)
     """
 
     path: str

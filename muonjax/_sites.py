@@ -24,6 +24,15 @@ class Site:
       signal: name of the statistic below the module.
       scan_axis: the axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
       norms: children of the module that forbid the clip, because they undo it.
+
+    Raises:
+      ValueError: no scales, or a path that is no regular expression.
+
+    Example:
+      >>> import muonjax
+      >>> query = muonjax.Scale(path="q", rank=3, axes=(-2, -1), factor="query")  # a bare array (d, heads, size)
+      >>> key = muonjax.Scale(path="k", rank=3, axes=(-2, -1), factor="key")
+      >>> site = muonjax.Site(path="blocks/.*/attention", scales=(query, key))
     """
 
     path: str

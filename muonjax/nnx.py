@@ -48,8 +48,8 @@ def dimension_numbers(
       scan_axis: the axis of layers in an `nnx.vmap` stack, its `out_axes`; None: found from the shapes.
 
     Returns:
-      A tree of `MuonDimensionNumbers`, `FusedDimensionNumbers` or None: like `params` for a state; for a
-      module an `nnx.State` with one value a parameter, a prefix of the states that `nnx.Optimizer`
+      A tree of `MuonDimensionNumbers`, `FusedDimensionNumbers` or None. It is like `params` for a state; for a
+      module it is an `nnx.State` with one value a parameter, a prefix of the states that `nnx.Optimizer`
       initialises and updates with.
 
     Raises:
