@@ -92,6 +92,79 @@ def clip_holds(content: dict[str, Any]) -> str:
     )
 
 
+def sharding(content: dict[str, Any]) -> str:
+    """What eight devices send and compute, against Optax's."""
+    heads = ["24 matrices 512 × 2048, 8 devices", "", "MiB sent", "collectives", "flops ÷ an even share"]
+    rows = []
+    for row in content["rows"].values():
+        for name, key in (("Optax", "optax"), ("muonjax", "muonjax_auto")):
+            own = row[key]
+            rows.append(
+                [
+                    row["title"] if name == "Optax" else "",
+                    name,
+                    f"{own['mebibytes']:.1f}",
+                    own["collectives"],
+                    f"{own['redundancy']:.2f}",
+                ]
+            )
+    return (
+        f"{_markdown(heads, rows)}\n\nPer device and step, counted in the compiled program; an even share is the same "
+        f"optimizer's work on one device, divided by eight. {_born(content)}"
+    )
+
+
+def sharding_explicit(content: dict[str, Any]) -> str:
+    """The same table under explicit axis types."""
+    rows = content["rows"].values()
+    counted = ("mebibytes", "collectives", "flops")
+    same = all(row["muonjax_explicit"][key] == row["muonjax_auto"][key] for row in rows for key in counted)
+    fails = sorted({row["optax_explicit"] for row in rows if row["optax_explicit"] != "runs"})
+    count = sum(row["optax_explicit"] != "runs" for row in rows)
+    equal = "the same numbers" if same else "other numbers (see the JSON)"
+    return (
+        f"With explicit axis types and no Distribution: {equal}. Optax's raises {' and '.join(fails)} in {count} of "
+        f"the {len(rows)} layouts."
+    )
+
+
+def sharding_four(content: dict[str, Any]) -> str:
+    """Fewer matrices than devices."""
+    row = content["rows"]["four"]
+    own = row["muonjax_auto"]
+    return (
+        f"Four matrices on eight devices: a device alone with a matrix would do 2.00 of an even share and leave four "
+        f"idle; in pairs it is {own['redundancy']:.2f} of an even share of our own iteration, "
+        f"{own['flops'] / row['even_share_of_the_standard_form']:.2f} of one of the standard form, and "
+        f"{own['flops'] / row['optax']['flops']:.2f} of the flops that Optax's does there."
+    )
+
+
+def sharding_llama(content: dict[str, Any]) -> str:
+    """A whole model."""
+    rows = [
+        [
+            row["title"],
+            f"{row['imbalance']:.2f}",
+            f"{row['plan_seconds']:.1f}",
+            f"{row['compile_seconds']:.0f}",
+        ]
+        for row in content["llama"]
+    ]
+    heads = ["224 matrices", "busiest device ÷ mean", "seconds to plan", "seconds to compile"]
+    return f"{_markdown(heads, rows)}\n\n{_born(content)}"
+
+
+def sharding_memory(content: dict[str, Any]) -> str:
+    """Temporary memory of `orthogonalize`."""
+    rows = []
+    for row in content["memory"]:
+        temporary, needed = row["temporary_mebibytes"], row["share_and_group_mebibytes"]
+        rows.append([row["title"], f"{temporary:.1f}", f"{needed:.1f}", f"{temporary / needed:.2f}"])
+    heads = ["a device", "temporary MiB", "its share of the momentum + its largest group, MiB", "ratio"]
+    return f"{_markdown(heads, rows)}\n\n{_born(content)}"
+
+
 def symmetric_product(content: dict[str, Any]) -> str:
     """What blocks save on a CPU, and where the rule takes them."""
     rows = []
@@ -403,6 +476,11 @@ BLOCKS = {
     "msign.value": msign_value,
     "muon_step": muon_step,
     "qk_clip_drift": qk_clip_drift,
+    "sharding": sharding,
+    "sharding.explicit": sharding_explicit,
+    "sharding.four": sharding_four,
+    "sharding.llama": sharding_llama,
+    "sharding.memory": sharding_memory,
     "symmetric_product": symmetric_product,
     "test_time_training": test_time_training,
     "training_sweep": training_sweep,

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from meshes import whole
 
 
 def digest(tree: Any) -> str:
     """A hash of all leaves, bit by bit."""
     total = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
+    for leaf in jax.tree.leaves(whole(tree)):
         total.update(np.asarray(leaf).tobytes())
     return total.hexdigest()[:16]
 

@@ -3,12 +3,14 @@
     python examples/train_transformer.py                      # about three minutes on two CPU cores
     python examples/train_transformer.py --compare            # MuonClip and AdamW, one picture
     python examples/train_transformer.py --resume runs/muonclip   # goes on where a killed run stopped, bit for bit
+    python examples/train_transformer.py --mesh fsdp=4,tensor=2   # on eight devices, virtual ones on a CPU
 
 Read it from `Transformer` downwards: the model, the optimizer, one step, the loop.
 """
 
 import argparse
 import csv
+import os
 import pathlib
 import time
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import checkpoints
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
 import plots
@@ -79,7 +82,9 @@ def make_schedule(args: argparse.Namespace) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(0.0, rate, max(1, args.steps // 10), args.steps, 0.1 * rate)
 
 
-def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+def make_optimizer(
+    args: argparse.Namespace, distribution: muonjax.Distribution | None = None
+) -> optax.GradientTransformation:
     """All with weight decay 0.1 on the matrices, and b2 = 0.95 where Adam is in it."""
     schedule = make_schedule(args)
     adam = {
@@ -90,9 +95,9 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     sites = [muonjax.mha_site("blocks/.*/attention")]
     match args.optimizer:
         case "muonclip":
-            return muonjax.muonclip(schedule, sites, threshold=args.threshold)
+            return muonjax.muonclip(schedule, sites, threshold=args.threshold, distribution=distribution)
         case "muon":
-            return muonjax.muon(schedule)
+            return muonjax.muon(schedule, distribution=distribution)
         case "adamw":
             return optax.adamw(schedule, **adam)
         case "adamclip":
@@ -111,11 +116,17 @@ class Trainer:
     def __init__(self, args: argparse.Namespace):
         model = Transformer(args.layers, args.width, args.heads, args.context, rngs=nnx.Rngs(args.seed))
         self.graph, params = nnx.split(model, nnx.Param)
-        self.params = nnx.to_pure_dict(params)
-        self.optimizer = optax.with_extra_args_support(make_optimizer(args))
-        self.opt_state = jax.jit(self.optimizer.init)(self.params)
+        params = nnx.to_pure_dict(params)
+        self.layout = meshes.Layout(args.mesh, params)
+        self.params = self.layout.params(params)
+        self.optimizer = optax.with_extra_args_support(make_optimizer(args, self.layout.distribution))
+        self.opt_state = self.layout.init(self.optimizer, self.params)
         self.layers = args.layers
-        self.step = jax.jit(self._step, donate_argnums=(0, 1))
+        out = None
+        if self.layout.mesh:  # everything comes back where it was
+            here, there = jax.tree.map(lambda x: x.sharding, (self.params, self.opt_state)), None
+            out = (*here, there, there)
+        self.step = jax.jit(self._step, donate_argnums=(0, 1), out_shardings=out)
         self.evaluate = jax.jit(
             lambda params, tokens: cross_entropy(self.forward(params, tokens[:, :-1])[0], tokens)
         )
@@ -206,21 +217,27 @@ def train(args: argparse.Namespace) -> float:
         raise SystemExit(
             f"{args.out} holds a run already: go on with --resume {args.out}, or choose another --out."
         )
+    first = jax.process_index() == 0  # of several processes, one speaks and writes
     args.out.mkdir(parents=True, exist_ok=True)
     saver = checkpoints.Checkpoints(folder, settings)
-    metrics = Metrics(args.out / "metrics.csv", args.layers, start)
+    metrics = Metrics(args.out / "metrics.csv" if first else pathlib.Path(os.devnull), args.layers, start)
     schedule = make_schedule(args)
     held_out_tokens = text.held_out_windows(args.context)
     held_out, step = float("nan"), start
     bar = tqdm(
-        range(start, args.steps), initial=start, total=args.steps, desc=args.optimizer, disable=args.quiet
+        range(start, args.steps),
+        initial=start,
+        total=args.steps,
+        desc=args.optimizer,
+        disable=args.quiet or not first,
     )
     try:
         for step in bar:
             began = time.perf_counter()
             tokens = text.batch(args.seed, step, args.batch, args.context)
+            tokens = trainer.layout.batch(tokens)
             params, opt_state, loss, max_logits = trainer.step(params, opt_state, tokens)
-            loss, max_logits = float(loss), np.asarray(max_logits)
+            loss, max_logits = float(loss), np.asarray(meshes.whole(max_logits))
             seconds = time.perf_counter() - began
             done = step + 1
             due = done % args.eval_every == 0 or done == args.steps
@@ -245,11 +262,14 @@ def train(args: argparse.Namespace) -> float:
         saver.close()
     if start == args.steps:
         held_out = float(trainer.evaluate(params, held_out_tokens))
+    fingerprint = checkpoints.digest(params)
+    if not first:
+        return held_out
     clips = args.threshold if args.optimizer.endswith("clip") else None
     plots.draw({args.optimizer: args.out / "metrics.csv"}, args.out / "metrics.png", clips)
     print(f"{args.optimizer}: held-out loss {held_out:.4f} after {args.steps} steps", end="; ")
-    print(f"parameters {checkpoints.digest(params)}")
-    if args.sample:
+    print(f"parameters {fingerprint}")
+    if args.sample and jax.process_count() == 1:
         print(f"--- a sample\n{trainer.sample(params, b'The ', args.sample, args.context, args.seed)}\n---")
     print(f"Metrics, picture and checkpoints are in {args.out}")
     return held_out
@@ -291,6 +311,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval-every", type=int, default=50, help="steps between held-out losses")
     add("--sample", type=int, default=300, help="bytes of text to write at the end; 0 for none")
     add("--quiet", action="store_true", help="no progress bar")
+    add(
+        "--mesh",
+        type=meshes.parse,
+        help="how the devices are laid out, such as fsdp=4,tensor=2; None: one device",
+    )
+    add("--coordinator", help="host:port of process 0 of several; 'auto' under Slurm and on TPU pods")
+    add("--processes", type=int, default=1, help="how many there are, if not 'auto'")
+    add("--process", type=int, default=0, help="which of them this is")
     args = parser.parse_args(argv)
     for name in ("steps", "layers", "width", "heads", "context", "batch", "checkpoint_every", "eval_every"):
         if getattr(args, name) < 1:
@@ -299,6 +327,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
     if args.resume and args.compare:
         parser.error("--resume goes on with one run; --compare starts two")
+    if args.coordinator and not args.mesh:
+        parser.error("--coordinator needs --mesh: several processes share one mesh")
+    if args.mesh and (args.batch % args.mesh["fsdp"] or args.heads % args.mesh["tensor"]):
+        parser.error("--mesh: fsdp must divide --batch, and tensor --heads")
     args.out = (
         args.resume or args.out or pathlib.Path("runs") / ("compare" if args.compare else args.optimizer)
     )
@@ -310,6 +342,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """The command."""
     args = parse()
+    meshes.start(args)
     if args.compare:
         compare(args)
     else:

@@ -8,6 +8,7 @@ from muonjax._coefficients import JORDAN as JORDAN
 from muonjax._coefficients import NEWTON_SCHULZ as NEWTON_SCHULZ
 from muonjax._coefficients import YOU as YOU
 from muonjax._coefficients import polar_express as polar_express
+from muonjax._distribution import Distribution as Distribution
 from muonjax._hadamard import hadamard_weight as hadamard_weight
 from muonjax._hadamard_dot import hadamard_dot as hadamard_dot
 from muonjax._hadamard_dot import hadamard_linear as hadamard_linear
@@ -25,6 +26,9 @@ from muonjax._muon import muonclip as muonclip
 from muonjax._newton_schulz import NewtonSchulz as NewtonSchulz
 from muonjax._newton_schulz import newton_schulz as newton_schulz
 from muonjax._orthogonalize import orthogonalize as orthogonalize
+from muonjax._plan import MeshPlan as MeshPlan
+from muonjax._plan import ModeCost as ModeCost
+from muonjax._plan import plan as plan
 from muonjax._qk_clip import apply_qk_clip as apply_qk_clip
 from muonjax._qk_clip import qk_clip as qk_clip
 from muonjax._scales import Scale as Scale
@@ -35,6 +39,7 @@ from muonjax._sites import fused_qkv_site as fused_qkv_site
 from muonjax._sites import mha_site as mha_site
 from muonjax._sites import mla_site as mla_site
 from muonjax._sites_from import sites_from as sites_from
+from muonjax._state_shardings import state_shardings as state_shardings
 from muonjax._tabulate import tabulate as tabulate
 
 __version__ = "0.1.0.dev0"

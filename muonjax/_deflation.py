@@ -82,15 +82,22 @@ class Deflation(NamedTuple):
         return q - _dot(_dot(q, self.p), _adjoint(self.v))
 
 
-def shave(x: jax.Array, rank: int) -> jax.Array:
-    """x [*batch, m, n] with its `rank` dominant directions shrunk, roughly, before its Gram matrix is made."""
+def shave(
+    x: jax.Array, rank: int, over_columns: Callable[[jax.Array], jax.Array] = lambda products: products
+) -> jax.Array:
+    """x [*batch, m, n] with its `rank` dominant directions shrunk, roughly, before its Gram matrix is made.
+
+    `over_columns` sums products over the devices that share the columns.
+    """
 
     def multiply(v):
         b = _dot(_adjoint(v), x)
         # Not X (X^H V): it would transpose X, which takes longer than the rest.
-        return jnp.einsum("...in,...kn->...ik", x, b.conj(), precision=jax.lax.Precision.HIGHEST)
+        return over_columns(
+            jnp.einsum("...in,...kn->...ik", x, b.conj(), precision=jax.lax.Precision.HIGHEST)
+        )
 
-    v = _dominant_subspace(multiply, _like(x[..., :rank], _signs(x.shape[-2], rank)), num_steps=1)
+    v = _dominant_subspace(multiply, _like(x[..., :1], _signs(x.shape[-2], rank)), num_steps=1)
     _, d = _shrinking(v, multiply(v))
     return x - _dot(_dot(v, d), _dot(_adjoint(v), x))
 

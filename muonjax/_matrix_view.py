@@ -64,6 +64,7 @@ class MatrixView(NamedTuple):
     batch_axes: tuple[int, ...]
     reduction_axes: tuple[int, ...]
     output_axes: tuple[int, ...]
+    cut: int | None = None  # the axis of `leaf_shape` that is two of `shape`'s: cut and cut + 1
 
     def _sizes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self.shape[axis] for axis in axes)
@@ -134,7 +135,7 @@ def matrix_view(leaf: Any, numbers: DimensionNumbers, *, call: str) -> MatrixVie
         raise ValueError(
             f"{call}: a leaf of shape {shape} has an empty dimension, so there is nothing to update."
         )
-    cut_shape = shape
+    cut, cut_shape = None, shape
     if isinstance(numbers, FusedDimensionNumbers):
         (cut,) = _axes(call, "axis", numbers.axis, shape)
         if cut not in reduction + output or numbers.parts < 1 or shape[cut] % numbers.parts:
@@ -146,7 +147,7 @@ def matrix_view(leaf: Any, numbers: DimensionNumbers, *, call: str) -> MatrixVie
         cut_shape = (*shape[:cut], numbers.parts, shape[cut] // numbers.parts, *shape[cut + 1 :])
         reduction, output = (tuple(axis + (axis >= cut) for axis in axes) for axes in (reduction, output))
     batch = tuple(axis for axis in range(len(cut_shape)) if axis not in reduction + output)
-    return MatrixView(shape, cut_shape, batch, reduction, output)
+    return MatrixView(shape, cut_shape, batch, reduction, output, cut)
 
 
 def resolve_dimension_numbers(

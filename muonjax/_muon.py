@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import optax
 
+from muonjax._distribution import Distribution
 from muonjax._match_rms import match_rms
 from muonjax._matrix_view import DimensionNumbersTree, matrix_view, resolve_dimension_numbers
 from muonjax._newton_schulz import NewtonSchulz
@@ -27,6 +28,7 @@ def muon(
     muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
     newton_schulz: NewtonSchulz | None = None,
     adam: optax.GradientTransformation | None = None,
+    distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon, as Moonlight trains with it: orthogonalized momentum for matrices, AdamW for the rest.
 
@@ -51,6 +53,7 @@ def muon(
       newton_schulz: How to orthogonalize; `NewtonSchulz.balanced()` if None.
       adam: What the other leaves get, learning rate included; None is `optax.adamw` at the same learning
         rate and weight decay, with b2 = 0.95.
+      distribution: How the parameters lie on a mesh (see `orthogonalize`).
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` needs `params` if anything decays.
@@ -77,7 +80,7 @@ def muon(
         numbers, labels = _route(muon_weight_dimension_numbers, tree)
         matrices = optax.chain(
             optax.trace(decay, nesterov, accumulator_dtype=mu_dtype),
-            orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz),
+            orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
             match_rms(dimension_numbers=numbers, rule="width")
             if rms is None
             else match_rms(rms, dimension_numbers=numbers),

@@ -62,6 +62,12 @@ class NewtonSchulz:
 
     Raises:
       ValueError, TypeError: On construction, naming the setting.
+
+    Example:
+      >>> import muonjax
+      >>> six = muonjax.NewtonSchulz(coefficients=muonjax.polar_express(6, lower=3e-3))
+      >>> len(six.steps), six.deflation, muonjax.NewtonSchulz() == muonjax.NewtonSchulz.balanced()
+      (6, 64, True)
     """
 
     coefficients: Coefficients = _BALANCED
@@ -148,12 +154,16 @@ def gram_restarts(num_steps: int) -> tuple[int, ...]:
     return tuple(range(4, num_steps, 4))
 
 
-def newton_schulz(x: jax.Array, settings: NewtonSchulz | None = None) -> jax.Array:
+def newton_schulz(
+    x: jax.Array, settings: NewtonSchulz | None = None, *, axis_name: tuple[str, ...] = ()
+) -> jax.Array:
     """The polar factor U V^H of x = U S V^H, approximately: every singular value is moved close to 1.
 
     Args:
       x: [*batch, m, n], float or complex, wide or tall, at any scale (1e-30 and 1e30 give the same).
       settings: Which polynomials, in which form and precision; `NewtonSchulz()` if None.
+      axis_name: Mesh axes, inside of `jax.shard_map`, over which the columns of one matrix are cut: x is then
+        this device's share of a wide matrix, and Gram matrices are summed over the axes.
 
     Returns:
       Same shape and dtype. A zero matrix gives zeros; a matrix with NaN or inf gives NaN in that matrix only.
@@ -180,12 +190,13 @@ def newton_schulz(x: jax.Array, settings: NewtonSchulz | None = None) -> jax.Arr
         raise ValueError(f"newton_schulz(x) got shape {x.shape}: an empty matrix has no polar factor.")
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}.")
-    tall = x.shape[-2] > x.shape[-1]
-    y = _iterate(x.mT if tall else x, settings)
+    tall = not axis_name and x.shape[-2] > x.shape[-1]
+    y = _iterate(x.mT if tall else x, settings, axis_name)
     return (y.mT if tall else y).astype(x.dtype)
 
 
-def _compute_dtype(x: jax.Array, settings: NewtonSchulz) -> jnp.dtype:
+def compute_dtype(x: Any, settings: NewtonSchulz) -> jnp.dtype:
+    """Of the operands of the products."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating) or x.dtype == jnp.float64:
         return x.dtype
     if settings.compute_dtype is not None:
@@ -208,9 +219,10 @@ def _segments(settings: NewtonSchulz, shape: tuple[int, ...], dtype: jnp.dtype) 
     return [steps[i:j] for i, j in itertools.pairwise(ends)]
 
 
-def _power_of_two_scale(x: jax.Array) -> jax.Array:
+def _power_of_two_scale(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
     """x times a power of two a matrix, so that its largest entry is in [0.5, 1): exact, whatever the exponent."""
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+    largest = jax.lax.pmax(largest, axis_name) if axis_name else largest
     _, exponent = jnp.frexp(largest)
     # A subnormal largest entry counts as zero, as it does in every product.
     exponent = jnp.where(largest >= jnp.finfo(largest.dtype).tiny, exponent, 0)
@@ -220,9 +232,9 @@ def _power_of_two_scale(x: jax.Array) -> jax.Array:
     return x * jnp.ldexp(one, -half) * jnp.ldexp(one, half - exponent)
 
 
-def _iterate(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
-    """x [*batch, m, n] with m <= n -> its orthogonalization, in the dtype of the sums."""
-    dtype = _compute_dtype(x, settings)
+def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = ()) -> jax.Array:
+    """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in the dtype of the sums."""
+    dtype = compute_dtype(x, settings)
     sum_dtype = jnp.promote_types(dtype, jnp.float32)
     half = dtype != sum_dtype
     precision = None if half else jax.lax.Precision.HIGHEST
@@ -240,12 +252,17 @@ def _iterate(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
             q.astype(dtype), x.astype(dtype), precision=precision, preferred_element_type=sum_dtype
         )
 
-    x = _power_of_two_scale(x.astype(sum_dtype))
-    segments = _segments(settings, x.shape, dtype)
+    def over_columns(gram):
+        return jax.lax.psum(gram, axis_name) if axis_name else gram
+
+    x = _power_of_two_scale(x.astype(sum_dtype), axis_name)
+    columns = x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
+    segments = _segments(settings, (*x.shape[:-1], columns), dtype)
     rank = min(settings.deflation, x.shape[-2] // 8)
     if rank and not half and len(segments[0]) > 1:
-        x = shave(x, min(_SHAVED, rank))  # the Gram form won't look at x again before the end
-    gram = apply(x, x.mT) if half else product(x)  # deflation wants all digits of the sums
+        # The Gram form won't look at x again before the end.
+        x = shave(x, min(_SHAVED, rank), over_columns)
+    gram = over_columns(apply(x, x.mT) if half else product(x))  # deflation wants all digits of the sums
     deflation, others = None, 0.0
     if rank:
         deflation = shrink_dominant(gram, rank)
@@ -254,12 +271,12 @@ def _iterate(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
             # x is rounded to half precision only now: before, the error would be as large as the tail.
             x = deflation.apply(x)
             if len(segments[0]) > 1:
-                gram = product(x)  # of what was rounded
+                gram = over_columns(product(x))  # of what was rounded
 
     x, r, r2, unit, root = _normalize(x, gram, others, settings.normalization, product)
     for index, rows in enumerate(segments):
         if index > 0:
-            r, r2, unit, root = product(x), None, 1.0, 1.0
+            r, r2, unit, root = over_columns(product(x)), None, 1.0, 1.0
         # x itself is divided by the bound and, in full precision, deflated only here, on the small side.
         a, q = _polynomials(rows, r, r2, unit, root, product, split=half)
         if index == 0 and deflation is not None and not half:

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._distribution import Distribution
+from muonjax._exchange import Function
 from muonjax._grouping import map_groups
 from muonjax._matrix_view import DimensionNumbersTree, matrix_view, resolve_dimension_numbers
-from muonjax._newton_schulz import NewtonSchulz, newton_schulz
+from muonjax._newton_schulz import NewtonSchulz, compute_dtype, newton_schulz
+from muonjax._on_mesh import find_mesh
 
 
 def orthogonalize(
@@ -16,6 +19,7 @@ def orthogonalize(
     dimension_numbers: DimensionNumbersTree | None = None,
     newton_schulz: NewtonSchulz | None = None,
     adaptive: bool = False,
+    distribution: Distribution | None = None,
 ) -> optax.GradientTransformation:
     r"""Replace every matrix of the updates by its polar factor: U S V^H -> U V^H, nearly.
 
@@ -29,6 +33,8 @@ def orthogonalize(
       newton_schulz: How; `NewtonSchulz()` if None.
       adaptive: Multiply each matrix by its dual norm `<G, orthogonalize(G)>` (about the sum of its singular
         values): steepest descent with its length, as derived. Each matrix of a stacked leaf has its own norm.
+      distribution: How the leaves lie on a mesh, so that each matrix is orthogonalized once and not on every
+        device. Needless on one device, and with explicit axis types, where the arrays themselves say it.
 
     Returns:
       A stateless `optax.GradientTransformation`.
@@ -53,33 +59,52 @@ def orthogonalize(
             f"orthogonalize(newton_schulz={settings!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
         )
 
+    polar = polar_function(settings, adaptive=adaptive)
+
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
         numbers = resolve_dimension_numbers(dimension_numbers, updates, call="orthogonalize")
+        chosen = [i for i, n in enumerate(numbers) if n is not None]
         views = [
-            None if n is None else matrix_view(x, n, call="orthogonalize")
-            for x, n in zip(leaves, numbers, strict=True)
+            matrix_view(leaves[i], n, call="orthogonalize") for i, n in enumerate(numbers) if n is not None
         ]
-        matrices = [v.to_matrices(x) for x, v in zip(leaves, views, strict=True) if v is not None]
-        results = iter(map_groups(lambda x: _newton_schulz(x, settings), matrices))
-        for i, view in enumerate(views):
-            if view is not None:
-                y = next(results)
-                if adaptive:
-                    y = y * _dual_norm(view.to_matrices(leaves[i]), y)
-                leaves[i] = view.to_leaf(y)
+        on_mesh = find_mesh(distribution, updates, chosen, call="orthogonalize")
+        if on_mesh is None:
+            matrices = map_groups(
+                polar, [v.to_matrices(leaves[i]) for i, v in zip(chosen, views, strict=True)]
+            )
+            results = [v.to_leaf(y) for v, y in zip(views, matrices, strict=True)]
+        else:
+            wire = [wire_dtype(leaves[i], settings) for i in chosen]
+            results = on_mesh.map(polar, [leaves[i] for i in chosen], views, wire, call="orthogonalize")
+        for i, y in zip(chosen, results, strict=True):
+            leaves[i] = y
         return jax.tree.unflatten(treedef, leaves), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-_newton_schulz = newton_schulz  # the setting of the same name hides it inside `orthogonalize`
+def polar_function(settings: NewtonSchulz, *, adaptive: bool = False) -> Function:
+    """The map of each matrix, also where its columns are cut over mesh axes."""
+
+    def polar(x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
+        y = newton_schulz(x, settings, axis_name=axis_name)
+        return y * _dual_norm(x, y, axis_name) if adaptive else y
+
+    return polar
 
 
-def _dual_norm(g: jax.Array, y: jax.Array) -> jax.Array:
+def wire_dtype(x: Any, settings: NewtonSchulz) -> jnp.dtype:
+    """What travels on a mesh: bfloat16 where the iteration rounds to a half type anyway; it has float32's range."""
+    half = jnp.finfo(compute_dtype(x, settings)).bits == 16 and jnp.finfo(x.dtype).bits > 16
+    return jnp.dtype(jnp.bfloat16) if half else x.dtype
+
+
+def _dual_norm(g: jax.Array, y: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
     """<g, y> a matrix, [batch, 1, 1]: the dual of the spectral norm, where y is g's polar factor."""
     product = jnp.sum(
         g.conj() * y, axis=(-2, -1), keepdims=True, dtype=jnp.promote_types(g.dtype, jnp.float32)
     )
+    product = jax.lax.psum(product, axis_name) if axis_name else product
     return product.real.astype(y.real.dtype)

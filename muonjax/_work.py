@@ -1,0 +1,71 @@
+"""What a function of one matrix costs, read off its jaxpr: the plan of a mesh weighs matrices by it."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+
+class Work(NamedTuple):
+    """Costs on one device.
+
+    Attributes:
+      flops: two a multiply-add, of matrix products alone.
+      sent: bytes a device sends, in sums over mesh axes.
+      collectives: how many of these there are.
+    """
+
+    flops: float = 0.0
+    sent: float = 0.0
+    collectives: int = 0
+
+    def __add__(self, other: tuple) -> "Work":
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, count: int) -> "Work":
+        """`count` times as much."""
+        return Work(self.flops * count, self.sent * count, self.collectives * count)
+
+
+def count_work(f: Callable[..., Any], *arrays: Any, axis_sizes: dict[str, int] | None = None) -> Work:
+    """The work of f(*arrays), without running it.
+
+    Args:
+      f: Any traceable function. Loops must have a static length.
+      arrays: Arrays or `jax.ShapeDtypeStruct`s.
+      axis_sizes: Mesh axes that f may sum over, and how many devices each has.
+    """
+    sizes = axis_sizes or {}
+    return _count(jax.make_jaxpr(f, axis_env=list(sizes.items()))(*arrays).jaxpr, sizes)
+
+
+def _count(jaxpr: Jaxpr, sizes: dict[str, int]) -> Work:
+    total = Work()
+    for equation in jaxpr.eqns:
+        name, parameters = equation.primitive.name, equation.params
+        given: list[Any] = [v.aval for v in equation.invars]
+        made: list[Any] = [v.aval for v in equation.outvars]
+        if name == "dot_general":
+            (contracted, _), _ = parameters["dimension_numbers"]
+            depth = math.prod(given[0].shape[i] for i in contracted)
+            total += Work(flops=2.0 * math.prod(made[0].shape) * depth)
+        elif name in ("psum", "psum_invariant", "pmax"):
+            devices = math.prod(sizes[axis] for axis in parameters["axes"])
+            held = sum(x.size * x.dtype.itemsize for x in given)
+            total += Work(sent=2.0 * held * (devices - 1) / devices, collectives=1)
+        elif name == "cond":
+            total += max((_count(_open(branch), sizes) for branch in parameters["branches"]), default=Work())
+        else:
+            length = parameters["length"] if name == "scan" else 1
+            for inner in jax.tree.leaves(
+                list(parameters.values()), is_leaf=lambda x: isinstance(x, (ClosedJaxpr, Jaxpr))
+            ):
+                if isinstance(inner, (ClosedJaxpr, Jaxpr)):
+                    total += _count(_open(inner), sizes).times(length)
+    return total
+
+
+def _open(jaxpr: Any) -> Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr

@@ -1,0 +1,96 @@
+"""Trees whose leaves lie in every way that training shards them, for the tests of this folder."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import muonjax
+from muonjax import FusedDimensionNumbers, MuonDimensionNumbers, NewtonSchulz
+
+PLAIN = MuonDimensionNumbers(-2, -1)
+
+# name -> (shape, dimension numbers, spec on a mesh with axes "fsdp" and "tensor")
+LAYOUTS = {
+    "rows": ((16, 64), PLAIN, P("fsdp", None)),
+    "columns": ((16, 64), PLAIN, P(None, "fsdp")),
+    "tall": ((64, 16), PLAIN, P("fsdp", None)),
+    "both": ((16, 64), PLAIN, P("fsdp", "tensor")),
+    "both_turned": ((64, 16), PLAIN, P("tensor", "fsdp")),
+    "one_axis_twice": ((16, 64), PLAIN, P(None, ("fsdp", "tensor"))),
+    "one_axis_twice_turned": ((16, 64), PLAIN, P(("tensor", "fsdp"))),
+    "tensor_alone": ((64, 16), PLAIN, P(None, "tensor")),
+    "replicated": ((16, 64), PLAIN, P()),
+    "experts": ((8, 16, 64), PLAIN, P("fsdp", None, "tensor")),
+    "scanned": ((3, 16, 64), PLAIN, P(None, "fsdp", "tensor")),
+    "scanned_last": ((16, 64, 3), MuonDimensionNumbers(0, 1), P("fsdp", "tensor", None)),
+    "query": ((16, 8, 8), MuonDimensionNumbers(0, (1, 2)), P("fsdp", "tensor", None)),
+    "attention_out": ((8, 8, 16), MuonDimensionNumbers((0, 1), 2), P("tensor", None, "fsdp")),
+    "head_by_head": ((16, 8, 64), MuonDimensionNumbers(0, 2), P("fsdp", "tensor", None)),
+    "fused": ((16, 192), FusedDimensionNumbers(), P("fsdp", "tensor")),
+    "remainder": ((15, 64), PLAIN, P("fsdp", None)),
+}
+SPECS = {name: spec for name, (_, _, spec) in LAYOUTS.items()}
+NUMBERS = {name: numbers for name, (_, numbers, _) in LAYOUTS.items()}
+
+QUICK = NewtonSchulz(num_steps=2, deflation=0)  # compiles faster; how a matrix travels is the same
+
+
+def tree(names=tuple(LAYOUTS)):
+    rng = np.random.default_rng(0)
+    values = {name: rng.standard_normal(LAYOUTS[name][0]).astype(np.float32) for name in LAYOUTS}
+    return {name: jnp.asarray(values[name]) for name in names}
+
+
+def make_mesh(axis_type=AxisType.Auto, **sizes):
+    count = int(np.prod(list(sizes.values())))
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(axis_type,) * len(sizes),
+        devices=jax.devices()[:count],
+    )
+
+
+def put(values, specs, mesh):
+    """On the mesh; where a cut would leave a remainder, JAX stores the whole."""
+    return {
+        name: jax.device_put(
+            x, NamedSharding(mesh, P() if name == "remainder" and mesh.size > 1 else specs[name])
+        )
+        for name, x in values.items()
+    }
+
+
+def under(mesh):
+    """The context in which an explicit mesh computes."""
+    explicit = AxisType.Explicit in mesh.axis_types
+    return jax.set_mesh(mesh) if explicit else contextlib.nullcontext()
+
+
+def orthogonalize(values, numbers, newton_schulz=QUICK, **settings):
+    tx = muonjax.orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, **settings)
+    return jax.jit(lambda x: tx.update(x, tx.init(x))[0])(values)
+
+
+@functools.cache
+def on_one_device(newton_schulz=QUICK):
+    """What every mesh must give."""
+    return jax.tree.map(np.asarray, orthogonalize(tree(), NUMBERS, newton_schulz))
+
+
+def on_mesh(mesh, names=tuple(LAYOUTS), newton_schulz=QUICK, **settings):
+    """The layouts' leaves, orthogonalized where they lie."""
+    values = put(tree(names), SPECS, mesh)
+    explicit = AxisType.Explicit in mesh.axis_types
+    own = {name: SPECS[name] for name in names}
+    distribution = None if explicit else muonjax.Distribution(mesh, own, **settings)
+    with under(mesh):
+        results = orthogonalize(
+            values, {n: NUMBERS[n] for n in names}, newton_schulz, distribution=distribution
+        )
+    return values, results

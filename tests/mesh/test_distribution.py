@@ -1,0 +1,160 @@
+"""What the user says of a mesh, and what is said to a user who says it wrong, or not at all."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import QUICK, make_mesh
+
+import muonjax
+from muonjax import Distribution
+from muonjax._distribution import spread_specs
+from muonjax._on_mesh import _warn_of
+
+X = jax.random.normal(jax.random.key(0), (16, 64))
+
+
+def update(tree, **settings):
+    tx = muonjax.orthogonalize(newton_schulz=QUICK, **settings)
+    return jax.jit(lambda x: tx.update(x, tx.init(x))[0])(tree)
+
+
+def test_a_distribution_is_a_value():
+    mesh = make_mesh(fsdp=8)
+    one, same = (Distribution(mesh, {"a": P("fsdp"), "b": None}) for _ in range(2))
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one == Distribution(mesh, {"a": NamedSharding(mesh, P("fsdp")), "b": P()})
+    assert one != Distribution(mesh, {"a": P(None, "fsdp"), "b": None})
+    assert one != Distribution(mesh, {"a": P("fsdp"), "b": None}, mode="owner")
+    assert one != "owner"
+
+
+def test_one_trace_serves_equal_distributions():
+    mesh = make_mesh(fsdp=8)
+    traces = []
+
+    def f(x, distribution):
+        traces.append(distribution)
+        return x
+
+    jitted = jax.jit(f, static_argnames="distribution")
+    for _ in range(2):
+        jitted(X, distribution=Distribution(mesh, {"a": P("fsdp")}))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"mode": "owners"}, "mode='owners'.*unknown; choose of"),
+        ({"axes": ("data",)}, "no axis 'data', only"),
+        ({"chunks": 0}, "chunks=0.*at least 1"),
+        ({"param_specs": {"a": P("data")}}, r"at \['a'\] names the axis 'data', but the mesh has only"),
+        ({"param_specs": {"a": P(None, ("fsdp", "data"))}}, "names the axis 'data'"),
+    ],
+)
+def test_settings_that_do_not_exist(settings, says):
+    with pytest.raises(ValueError, match=says):
+        Distribution(make_mesh(fsdp=8), settings.pop("param_specs", {"a": P("fsdp")}), **settings)
+
+
+def test_what_is_no_mesh_and_no_spec():
+    with pytest.raises(TypeError, match=r"needs a jax.sharding.Mesh"):
+        Distribution(jax.devices(), P())  # pyright: ignore
+    with pytest.raises(TypeError, match=r"at \['a'\] holds 'fsdp'; expected a PartitionSpec"):
+        Distribution(make_mesh(fsdp=8), {"a": "fsdp"})
+
+
+def test_one_axis_may_be_named_without_a_tuple():
+    assert Distribution(make_mesh(fsdp=8), P(), axes="fsdp").axes == ("fsdp",)  # pyright: ignore
+
+
+def test_specs_that_do_not_fit_the_tree():
+    mesh = make_mesh(fsdp=8)
+    with pytest.raises(ValueError, match=r"orthogonalize: the Distribution's param_specs.*neither the tree"):
+        update({"a": X}, distribution=Distribution(mesh, {"b": P("fsdp")}))
+    with pytest.raises(ValueError, match=r"at \['a'\] cuts more axes than the leaf of shape \(16, 64\)"):
+        update({"a": X}, distribution=Distribution(mesh, {"a": P(None, None, "fsdp")}))
+
+
+def test_a_prefix_of_specs_is_spread():
+    tree = {"a": {"b": X, "c": X}, "d": X, "e": optax.MaskedNode()}
+    specs = {"a": P("fsdp"), "d": None, "e": P("fsdp")}
+    assert spread_specs(specs, tree, call="") == [P("fsdp"), P("fsdp"), None]
+
+
+def test_a_plan_for_devices_that_are_not_here():
+    distribution = Distribution(AbstractMesh((64,), ("fsdp",)), {"a": P("fsdp")})
+    with pytest.raises(ValueError, match=r"a plan for 64 devices, and here are 8.*jax.set_mesh"):
+        update({"a": X}, distribution=distribution)
+
+
+def test_arrays_on_another_mesh():
+    few = make_mesh(fsdp=4)
+    there = jax.device_put(X, NamedSharding(make_mesh(fsdp=8), P("fsdp")))
+    with pytest.raises(
+        ValueError, match=r"has 4 devices, but the arrays lie on 8.*make the Distribution with"
+    ):
+        update({"a": there}, distribution=Distribution(few, {"a": P("fsdp")}))
+
+
+def test_inside_of_another_shard_map():
+    mesh = make_mesh(fsdp=8)
+    distribution = Distribution(mesh, {"a": P("fsdp")})
+    inside = jax.shard_map(
+        lambda x: update({"a": x}, distribution=distribution)["a"],
+        mesh=mesh,
+        in_specs=P("fsdp"),
+        out_specs=P("fsdp"),
+    )
+    with pytest.raises(ValueError, match="can't run inside of another; call it outside"):
+        inside(X)
+
+
+def test_an_auto_mesh_without_a_distribution_warns_once_and_runs_locally():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "tensor")))
+    _warn_of.cache_clear()
+    with pytest.warns(UserWarning, match=r"can't see how they lie.*Pass distribution=muonjax.Distribution"):
+        y = update({"a": x})["a"]
+    assert jnp.allclose(y, update({"a": X})["a"], atol=2e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        update({"b": x})
+
+
+def test_one_device_never_warns():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _warn_of.cache_clear()
+        update({"a": X})
+        update({"a": jax.device_put(X, NamedSharding(make_mesh(fsdp=1), P("fsdp")))})
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        muonjax.muon(1e-3),
+        optax.masked(optax.adam(1e-3), {"dense": {"kernel": True, "bias": False}}),
+        optax.contrib.muon(1e-3),
+    ],
+)
+def test_momentum_is_born_where_its_parameter_lies(tx):
+    mesh = make_mesh(fsdp=8)
+    params = {"dense": {"kernel": jnp.ones((16, 64)), "bias": jnp.ones(64)}}
+    distribution = Distribution(mesh, {"dense": {"kernel": P("fsdp"), "bias": P()}})
+    shardings = muonjax.state_shardings(tx, params, distribution)
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    matrices = [x for x in jax.tree.leaves(state) if x.shape == (16, 64)]
+    assert matrices
+    assert all(x.sharding.spec == P("fsdp", None) for x in matrices)
+    rest = [x for x in jax.tree.leaves(state) if x.shape != (16, 64)]
+    assert all(x.sharding.is_fully_replicated for x in rest)
+    # Without them every device would hold the whole.
+    alone = jax.tree.leaves(jax.jit(tx.init)(params))
+    assert all(len(x.sharding.device_set) == 1 for x in alone)

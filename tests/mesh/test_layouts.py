@@ -1,0 +1,214 @@
+"""However the leaves lie, the matrices are the same: those of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from layouts import (
+    LAYOUTS,
+    NUMBERS,
+    QUICK,
+    SPECS,
+    make_mesh,
+    on_mesh,
+    on_one_device,
+    orthogonalize,
+    put,
+    tree,
+)
+
+import muonjax
+from muonjax import NewtonSchulz
+from muonjax._exchange import exchange
+
+MESHES = [{"fsdp": 1, "tensor": 1}, {"fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}]
+MESHES += [{"fsdp": 2, "tensor": 4}, {"fsdp": 8, "tensor": 1}]
+THREE = {"replica": 2, "fsdp": 2, "tensor": 2}
+MATRICES = ("rows", "both", "tall", "experts")
+
+
+def check(results, names=tuple(LAYOUTS), newton_schulz=QUICK, atol=2e-6):
+    # Of entries of about 0.3: float32's own rounding, in another order.
+    expected = on_one_device(newton_schulz)
+    for name in names:
+        np.testing.assert_allclose(results[name], expected[name], atol=atol, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("names", "newton_schulz"), [(tuple(LAYOUTS), QUICK), (("rows", "tall", "both", "fused"), NewtonSchulz())]
+)
+def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz):
+    found = []
+    for sizes in MESHES:
+        values, results = on_mesh(make_mesh(**sizes), names, newton_schulz, mode="owner")
+        check(results, names, newton_schulz)
+        for name, x in values.items():
+            assert results[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
+        found.append(jax.tree.map(np.asarray, results))
+    for other in found[1:]:
+        for name in names:
+            np.testing.assert_array_equal(found[0][name], other[name], err_msg=name)
+
+
+@pytest.mark.parametrize("mode", ["tensor_parallel", "hybrid", "auto"])
+def test_the_other_modes(mode):
+    # All of the iteration, for here it sums over the mesh.
+    names = ("rows", "both", "tall", "experts", "query", "one_axis_twice_turned", "fused")
+    _, results = on_mesh(make_mesh(fsdp=4, tensor=2), names, newton_schulz=NewtonSchulz(), mode=mode)
+    check(results, names, newton_schulz=NewtonSchulz(), atol=5e-6)
+
+
+@pytest.mark.parametrize("axes", [None, ("fsdp", "tensor"), ()])
+def test_replicas_share_the_work_or_repeat_it(axes):
+    _, results = on_mesh(make_mesh(**THREE), mode="owner", axes=axes)
+    check(results)
+
+
+def test_explicit_axes_say_it_themselves():
+    names = [name for name in LAYOUTS if name != "remainder"]  # can't be cut, and JAX says so
+    values, results = on_mesh(make_mesh(AxisType.Explicit, fsdp=4, tensor=2), names)
+    check(results, names)
+    for name, x in values.items():
+        assert results[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
+
+
+def test_a_distribution_over_explicit_axes():
+    mesh = make_mesh(AxisType.Explicit, fsdp=4, tensor=2)
+    values = put(tree(MATRICES), SPECS, mesh)
+    other = {name: P(*reversed(SPECS[name])) for name in ("rows", "both", "tall")} | {"experts": P()}
+    with jax.set_mesh(mesh):
+        results = orthogonalize(
+            values,
+            {n: NUMBERS[n] for n in MATRICES},
+            distribution=muonjax.Distribution(mesh, other, mode="owner"),
+        )
+    check(results, MATRICES)
+    for name, x in values.items():
+        assert results[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
+
+
+@pytest.mark.parametrize("mode", ["owner", "tensor_parallel"])
+def test_chunks_change_nothing_but_the_number_of_trips(mode):
+    _, whole = on_mesh(make_mesh(fsdp=4, tensor=2), mode=mode, names=MATRICES)
+    _, parts = on_mesh(make_mesh(fsdp=4, tensor=2), mode=mode, names=MATRICES, chunks=3)
+    for name in MATRICES:
+        np.testing.assert_array_equal(whole[name], parts[name], err_msg=name)
+
+
+def test_accelerators_take_their_matrices_in_batches(monkeypatch):
+    sizes = []
+
+    def on_gpu(f, blocks, plan, platform):
+        def counted(x, axis_name=()):
+            sizes.append(x.shape[0])
+            return f(x, axis_name)
+
+        return exchange(counted, blocks, plan, "gpu")
+
+    monkeypatch.setattr("muonjax._on_mesh.exchange", on_gpu)
+    for mode in ("owner", "tensor_parallel"):
+        _, results = on_mesh(make_mesh(fsdp=4, tensor=2), mode=mode)
+        check(results)
+    _, results = on_mesh(make_mesh(fsdp=1, tensor=1), ("experts",), mode="owner")
+    check(results, ("experts",))
+    assert sizes[-1] == 8  # all of them at once
+
+
+def test_specs_that_lie_cost_a_reshard_and_nothing_else():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    values = put(tree(MATRICES), SPECS, mesh)
+    lie = {
+        "rows": P("tensor", "fsdp"),
+        "both": P(),
+        "tall": P(None, ("fsdp", "tensor")),
+        "experts": P("tensor"),
+    }
+    results = orthogonalize(
+        values, {n: NUMBERS[n] for n in MATRICES}, distribution=muonjax.Distribution(mesh, lie, mode="owner")
+    )
+    check(results, MATRICES)
+
+
+def test_numpy_arrays_and_a_mesh_set_outside():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    values = {name: np.asarray(x) for name, x in tree(MATRICES).items()}
+    distribution = muonjax.Distribution(mesh.abstract_mesh, {name: SPECS[name] for name in MATRICES})
+    with jax.set_mesh(mesh):
+        results = orthogonalize(values, {n: NUMBERS[n] for n in MATRICES}, distribution=distribution)
+    check(results, MATRICES)
+
+
+def test_dtypes_travel_apart_and_zeros_and_nan_stay_where_they_are():
+    mesh = make_mesh(fsdp=8)
+    rng = np.random.default_rng(1)
+    x = {f"{i}": jnp.asarray(rng.standard_normal((16, 64)), jnp.float32) for i in range(4)}
+    x["1"] = jnp.zeros_like(x["1"])
+    x["2"] = x["2"].at[3, 5].set(jnp.nan)
+    x["half"] = x["0"].astype(jnp.bfloat16)
+    specs = dict.fromkeys(x, P("fsdp"))
+    distribution = muonjax.Distribution(mesh, specs, mode="owner")
+    results = orthogonalize(put(x, specs, mesh), None, distribution=distribution)
+    expected = orthogonalize(x, None)
+    for name in x:
+        assert results[name].dtype == x[name].dtype
+        np.testing.assert_allclose(
+            results[name].astype(jnp.float32), expected[name].astype(jnp.float32), atol=2e-6, err_msg=name
+        )
+    assert not np.asarray(results["1"]).any()
+    assert np.isnan(results["2"]).all()
+
+
+@pytest.mark.parametrize("mode", ["owner", "tensor_parallel"])
+def test_adaptive_has_the_norm_of_the_whole_matrix(mode):
+    mesh = make_mesh(fsdp=4, tensor=2)
+    values, names = put(tree(MATRICES), SPECS, mesh), {n: NUMBERS[n] for n in MATRICES}
+    distribution = muonjax.Distribution(mesh, {n: SPECS[n] for n in MATRICES}, mode=mode)
+    results = orthogonalize(values, names, adaptive=True, distribution=distribution)
+    expected = orthogonalize(tree(MATRICES), names, adaptive=True)
+    for name in MATRICES:
+        np.testing.assert_allclose(
+            results[name], expected[name], rtol=0, atol=1e-5 * np.abs(expected[name]).max(), err_msg=name
+        )
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_twenty_steps_of_muon_drift_less_than_a_millionth(axis_type):
+    mesh = make_mesh(axis_type, fsdp=4, tensor=2)
+    specs = {name: SPECS[name] for name in MATRICES} | {"bias": P()}
+    start = tree(MATRICES) | {"bias": jnp.ones(16)}
+    start = jax.tree.map(lambda x: 0.1 * x, start)
+
+    def train(params, distribution=None):
+        numbers = {n: NUMBERS[n] for n in MATRICES} | {"bias": None}
+        tx = muonjax.muon(1e-3, muon_weight_dimension_numbers=numbers, distribution=distribution)
+
+        def loss(params):
+            return sum(jnp.sum(jnp.sin(3 * p) ** 2) for p in params.values())
+
+        traces = []
+
+        @jax.jit
+        def step(params, state):
+            traces.append(1)
+            updates, state = tx.update(jax.grad(loss)(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        shardings = distribution and muonjax.state_shardings(tx, params, distribution)
+        state = jax.jit(tx.init, out_shardings=shardings)(params)
+        for _ in range(20):
+            params, state = step(params, state)
+        assert len(traces) == 1
+        return params
+
+    expected = train(start)
+    sharded = put(start, specs, mesh)
+    if axis_type == AxisType.Auto:
+        found = train(sharded, muonjax.Distribution(mesh, specs))
+    else:
+        with jax.set_mesh(mesh):
+            found = train(sharded)
+    for name in start:
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-6, rtol=0, err_msg=name)
