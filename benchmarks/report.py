@@ -65,8 +65,9 @@ def muon_step(content: dict[str, Any]) -> str:
     rows = [
         [
             name,
-            f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})",
+            _ratio(row),
             f"{row['temporary_ratio']:.2f}",
+            f"{row['compile_ratio']:.2f}",
             f"{row['polar_error_mean']:.2f}",
             f"{row['cosine_worst']:.2f}",
         ]
@@ -76,10 +77,57 @@ def muon_step(content: dict[str, Any]) -> str:
         "",
         "time of a step",
         "temporary memory",
+        "trace and compile",
         "polar error, mean",
         "cosine to the polar factor, worst",
     ]
-    return f"{_markdown(heads, rows)}\n\n{_born(content)} Time and memory in units of Optax's."
+    return f"{_markdown(heads, rows)}\n\n{_born(content)} Times and memory in units of Optax's."
+
+
+def newton_schulz(content: dict[str, Any]) -> str:
+    """Error and time of each method, for three shapes."""
+    width, shapes = content["width"], content["shapes"]
+    rows = [
+        [name, *(f"{shapes[aspect][name]['ratio']:.2f}; {_error(shapes[aspect][name])}" for aspect in shapes)]
+        for name in next(iter(shapes.values()))
+    ]
+    heads = ["time ÷ Optax's; polar error (worst cosine)"]
+    heads += [f"{width} × {int(aspect) * width}" for aspect in shapes]
+    return f"{_markdown(heads, rows)}\n\n{_born(content)}"
+
+
+def newton_schulz_exact(content: dict[str, Any]) -> str:
+    """An ill-conditioned matrix, beside exact factorizations."""
+    rows = [[name, f"{row['polar_error']:.1e}", _ratio(row)] for name, row in content["exact"].items()]
+    width = content["width"]
+    return (
+        f"{_markdown(['', 'polar error', 'time'], rows)}\n\n{width} × {width}, condition number 1000; times in "
+        f"units of the faster factorization's. {_born(content)}"
+    )
+
+
+def spectra(content: dict[str, Any]) -> str:
+    """What deflation leaves to do, by width."""
+    widths = content["widths"]
+    ranks = sorted({int(key.split(" = ")[1]) for row in widths for key in row if key.startswith("fast")})
+    rows = []
+    for row in widths:
+        cells = [row.get(f"fast, k = {k}") for k in ranks]
+        shown = [
+            "" if c is None else f"{c:.2f} / {row[f'balanced, k = {k}']:.2f}"
+            for k, c in zip(ranks, cells, strict=True)
+        ]
+        rows.append([row["width"], f"{row['stable_rank']:.1f}", f"{row['median']:.1e}", *shown])
+    heads = ["width", "stable rank", "median σ ÷ σ₁", *(f"k = {k}" for k in ranks)]
+    return f"{_markdown(heads, rows)}\n\n{_born(content)}"
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    return f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
+
+
+def _error(row: dict[str, Any]) -> str:
+    return f"{row['polar_error']:.2f} ({row['cosine_worst']:.2f})"
 
 
 def clip_holds(content: dict[str, Any]) -> str:
@@ -475,12 +523,15 @@ BLOCKS = {
     "msign.truncated": msign_truncated,
     "msign.value": msign_value,
     "muon_step": muon_step,
+    "newton_schulz": newton_schulz,
+    "newton_schulz.exact": newton_schulz_exact,
     "qk_clip_drift": qk_clip_drift,
     "sharding": sharding,
     "sharding.explicit": sharding_explicit,
     "sharding.four": sharding_four,
     "sharding.llama": sharding_llama,
     "sharding.memory": sharding_memory,
+    "spectra": spectra,
     "symmetric_product": symmetric_product,
     "test_time_training": test_time_training,
     "training_sweep": training_sweep,

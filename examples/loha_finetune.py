@@ -37,7 +37,7 @@ def load(folder: pathlib.Path) -> tuple[Transformer, int]:
     if not checkpoints.steps(saved):
         raise SystemExit(f"--start {folder} holds no checkpoint; first: python examples/train_transformer.py")
     settings = checkpoints.read_run(saved)["settings"]
-    args = argparse.Namespace(**settings)
+    args = argparse.Namespace(**settings, mesh=None)  # whatever mesh it was trained on
     trainer = Trainer(args)
     _, state = checkpoints.restore(
         saved, settings, {"params": trainer.params, "opt_state": trainer.opt_state}

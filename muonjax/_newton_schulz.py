@@ -34,6 +34,10 @@ _FAST = polar_express(3, lower=2e-2)
 _BALANCED = polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3))
 _ACCURATE = polar_express(8)
 
+# In the Gram form: rounding errors of R in units of its dtype's eps, and how large they may grow.
+_ROUNDING = 4
+_TOLERATED = 1e-2
+
 # Directions that the Gram form shaves off x before A is made. Four do nearly as well on recorded momentum.
 _SHAVED = 8
 
@@ -50,8 +54,8 @@ class NewtonSchulz:
         shorter side). 0 turns it off.
       form: "standard", "gram", or "auto", which takes the Gram form in float32 and float64 for n > 1.5 m,
         and the standard form everywhere else (in half precision the Gram form can go wrong).
-      restarts: Steps after which the Gram form makes its Gram matrix anew, such as (2,); None looks the
-        choice up in `gram_restarts`.
+      restarts: Steps after which the Gram form makes its Gram matrix anew, such as (2,); None: before rounding
+        can grow to 1 % (see `gram_restarts` in the source), in half precision after every step.
       normalization: The bound of the largest singular value: "schatten" (Schatten-8, free), "frobenius" (as
         most implementations; wastes a step or more), "aol" (rescales rows; changes the polar factor),
         "spectral" (exact; an eigenvalue problem).
@@ -149,9 +153,20 @@ def _rows(call: str, coefficients) -> Coefficients:
     return rows
 
 
-def gram_restarts(num_steps: int) -> tuple[int, ...]:
-    """Where the float32 Gram form restarts by default: after every fourth step."""
-    return tuple(range(4, num_steps, 4))
+def gram_restarts(steps: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int, ...]:
+    """Where the Gram form restarts by default: before rounding can have grown to `_TOLERATED`.
+
+    An error in R of the size of its rounding, on a direction where R is next to nothing, is multiplied by p(0)^2 = a^2
+    at each update of R. In half precision that allows no step at all: there the Gram form becomes the standard one.
+    """
+    cuts, error = [], _ROUNDING * float(jnp.finfo(dtype).eps)
+    grown = error
+    for t in range(1, len(steps)):
+        grown *= steps[t - 1][0] ** 2
+        if grown > _TOLERATED:
+            cuts.append(t)
+            grown = error
+    return tuple(cuts)
 
 
 def newton_schulz(
@@ -212,7 +227,7 @@ def _segments(settings: NewtonSchulz, shape: tuple[int, ...], dtype: jnp.dtype) 
     exact_enough = jnp.finfo(dtype).eps <= jnp.finfo(jnp.float32).eps
     gram = settings.form == "gram" or (settings.form == "auto" and wide and exact_enough)
     if gram:
-        cuts = gram_restarts(len(steps)) if settings.restarts is None else settings.restarts
+        cuts = gram_restarts(steps, dtype) if settings.restarts is None else settings.restarts
     else:
         cuts = tuple(range(1, len(steps)))
     ends = [0, *cuts, len(steps)]

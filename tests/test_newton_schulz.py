@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 import muonjax
 from muonjax import NewtonSchulz
 from muonjax._coefficients import evaluate, take_steps
+from muonjax._newton_schulz import gram_restarts
 
 PRESETS = {
     "fast": NewtonSchulz.fast(),
@@ -234,6 +236,60 @@ def test_float64_is_computed_in_float64():
         )
         assert y.dtype == jnp.float64
         assert oracles.polar_error(y, x) < 1e-9
+
+
+SCHEDULES = {
+    "fast": NewtonSchulz.fast().steps,
+    "balanced": NewtonSchulz().steps,
+    "Jordan": take_steps(muonjax.JORDAN, 10),
+    "You": muonjax.YOU,
+    **{f"polar express {t}": muonjax.polar_express(t) for t in (4, 6, 8, 12)},
+}
+
+
+def test_where_the_gram_form_restarts():
+    tables = {name: gram_restarts(rows, jnp.float32) for name, rows in SCHEDULES.items()}
+    assert tables == {
+        "fast": (),
+        "balanced": (),
+        "Jordan": (5,),
+        "You": (4,),
+        "polar express 4": (),
+        "polar express 6": (4,),
+        "polar express 8": (4,),
+        "polar express 12": (4,),
+    }
+    assert gram_restarts(muonjax.polar_express(8), jnp.float64) == ()
+    assert gram_restarts(muonjax.polar_express(4), jnp.float16) == (1, 2, 3)
+
+
+def largest_error(rows, restarts, rng):
+    """What rounding of R does to one singular value after another, relative to the schedule without rounding."""
+    s = np.repeat(np.geomspace(1e-7, 1.0, 400), 20)
+
+    def rounding():
+        return 4 * np.finfo(np.float32).eps * rng.uniform(-1, 1, s.shape)
+
+    x = s
+    for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
+        r, q = x * x + rounding(), np.ones_like(s)
+        for a, b, c in rows[start:stop]:
+            p = a + b * r + c * r * r
+            q, r = q * p, r * p * p + rounding()
+        x = q * x
+    exact = evaluate(rows, s)
+    return np.abs(x / exact - 1)[exact < 0.5].max(initial=0.0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_restarts_hold_rounding_down(name):
+    """Simulated for each singular value alone, with the worst rounding that the rule reckons with."""
+    rows = SCHEDULES[name]
+    restarts = gram_restarts(rows, jnp.float32)
+    rng = np.random.default_rng(0)
+    assert largest_error(rows, restarts, rng) < 0.05
+    if len(restarts) > 0 and len(rows) > 6:
+        assert not largest_error(rows, (), rng) < 0.5
 
 
 def test_auto_form_is_gram_only_where_wide_and_exact():
