@@ -330,6 +330,87 @@ def mla_clip_holds(content: dict[str, Any]) -> str:
     )
 
 
+def hostile_input(content: dict[str, Any]) -> str:
+    """What was tried, and how often it went wrong."""
+    rows = [[row["input"], f"{row['passed']:,}", row["failed"]] for row in content["rows"]]
+    passed, failed = (sum(row[kind] for row in content["rows"]) for kind in ("passed", "failed"))
+    rows.append(["**all**", f"**{passed:,}**", f"**{failed}**"])
+    return f"{_markdown(['input', 'examples passed', 'failed'], rows)}\n\n{_born(content)}"
+
+
+def long_runs(content: dict[str, Any]) -> str:
+    """Where the weights went, and what the analysis says."""
+    heads = [
+        "gradients",
+        "precision",
+        "fixed point",
+        "RMS at the end",
+        "largest of all steps",
+        "bound",
+        "finite",
+    ]
+    rows = [
+        [
+            row["gradients"],
+            row["precision"],
+            f"{row['fixed_point']:.4f}",
+            f"{row['final_rms']:.4f}",
+            f"{row['largest_rms']:.4f}",
+            f"{row['bound']:.4f}",
+            "yes" if row["finite"] else "**no**",
+        ]
+        for row in content["weights"]
+    ]
+    settings = f"η = {content['rate']:g}, λ = {content['weight_decay']:g}, r = {content['rms']:g}"
+    return f"{_markdown(heads, rows)}\n\n{content['steps']:,} steps, {settings}. {_born(content)}"
+
+
+def long_runs_logits(content: dict[str, Any]) -> str:
+    """The largest attention logit of all steps."""
+    heads = ["", "precision", "largest logit", "bound", "finite"]
+    rows = [
+        [
+            "muonclip" if row["clip"] else "muon",
+            row["precision"],
+            f"{row['largest_logit']:.3f}",
+            f"{row['bound']:.3f}" if row["clip"] else "",
+            "yes" if row["finite"] else "**no**",
+        ]
+        for row in content["logits"]
+    ]
+    threshold = content["logits"][0]["threshold"]
+    return (
+        f"{_markdown(heads, rows)}\n\nThreshold {threshold:g}, {content['steps']:,} steps. {_born(content)}"
+    )
+
+
+def killed_runs(content: dict[str, Any]) -> str:
+    """What became of runs and of checkpoints."""
+    killed = content["killed"]
+    sentence = (
+        f"{killed['kills']} kills of {killed['runs']} runs of {killed['steps']} steps, {killed['while_writing']} of "
+        f"them while a checkpoint was being written: {killed['runs_with_the_same_bits']} of {killed['runs']} runs "
+        "ended with the parameters of an uninterrupted one, bit for bit, and with its losses at every step."
+    )
+    outcomes = ("refused", "same bits", "other bits", "crashed")
+    rows = [[row["damage"], *(row[outcome] for outcome in outcomes)] for row in content["damaged"]]
+    heads = [
+        "a file of the newest checkpoint",
+        "refused",
+        "restored the same bits",
+        "restored others",
+        "crashed",
+    ]
+    return f"{sentence}\n\n{_markdown(heads, rows)}\n\n{_born(content)}"
+
+
+def versions(content: dict[str, Any]) -> str:
+    """Which versions pass."""
+    heads = ["python", "jax", "flax", "optax", "passed", "failed", "skipped"]
+    rows = [[row[head] for head in heads] for row in content["rows"]]
+    return _markdown(heads, rows)
+
+
 def msign_accuracy(content: dict[str, Any]) -> str:
     """Relative error of each gradient, by shape and condition number."""
     columns = [
@@ -510,6 +591,10 @@ BLOCKS = {
     "aot_hopper": aot_hopper,
     "aot_hopper.mesh": aot_hopper_mesh,
     "clip_holds": clip_holds,
+    "hostile_input": hostile_input,
+    "killed_runs": killed_runs,
+    "long_runs": long_runs,
+    "long_runs.logits": long_runs_logits,
     "hadamard.accuracy": hadamard_accuracy,
     "hadamard.memory": hadamard_memory,
     "hadamard.time": hadamard_time,
@@ -537,6 +622,7 @@ BLOCKS = {
     "training_sweep": training_sweep,
     "training_sweep.rates": training_sweep_rates,
     "training_sweep.steps": training_sweep_steps,
+    "versions": versions,
 }
 
 

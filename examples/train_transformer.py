@@ -190,24 +190,19 @@ class Metrics:
         self._file.close()
 
 
+def identify(args: argparse.Namespace, text: Text) -> dict[str, Any]:
+    """What makes a run this run: a checkpoint with other settings is refused."""
+    names = ("optimizer", "learning_rate", "threshold", "steps", "seed")
+    names += ("layers", "width", "heads", "context", "batch")
+    return {name: getattr(args, name) for name in names} | {"text": text.fingerprint}
+
+
 def train(args: argparse.Namespace) -> float:
     """One run: returns the final held-out loss. Everything else is in `args.out`."""
     text = Text(args.data)
     trainer = Trainer(args)
     params, opt_state, start = trainer.params, trainer.opt_state, 0
-    identity = (
-        "optimizer",
-        "learning_rate",
-        "threshold",
-        "steps",
-        "seed",
-        "layers",
-        "width",
-        "heads",
-        "context",
-        "batch",
-    )
-    settings = {name: getattr(args, name) for name in identity} | {"text": text.fingerprint}
+    settings = identify(args, text)
     folder = args.out / "checkpoints"
     if args.resume:
         start, state = checkpoints.restore(folder, settings, {"params": params, "opt_state": opt_state})

@@ -109,6 +109,7 @@ def clip(
                 f"call tx.update yourself."
             )
         watched = find(params)
+        _check_state(call, state, watched, every_k)
         leaves = flatten_paths(params)
         largest = match_statistics(call, argument, statistics, [w.target for w in watched])
         maxima = {w.name: s for w, s in zip(watched, largest, strict=True)}
@@ -145,10 +146,29 @@ def clip(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _check_state(call: str, state: QKClipState, watched: Sequence[Watched], every_k: int) -> None:
+    """A restored state may meet another threshold, but not other modules, heads or accumulation."""
+    here = {w.name: (*w.target.layers, w.target.entries) for w in watched}
+    there = {name: tuple(f.shape) for name, f in state.factors.items()}
+    if here != there:
+        raise ValueError(
+            f"{call}: this state was made for {there} (shapes of [*layers, heads]), but sites and parameters say "
+            f"{here}. Take the sites that it was made with, or start the clip anew with init."
+        )
+    if bool(state.running_max) != (every_k > 1):
+        made = "every_k=1" if every_k > 1 else "every_k > 1"
+        raise ValueError(
+            f"{call}(every_k={every_k}): this state was made with {made}; keep that, or start the clip anew with init."
+        )
+
+
 def clip_factor(signal: jax.Array, threshold: jax.typing.ArrayLike) -> jax.Array:
-    """γ = min(1, threshold / S); exactly 1 where S is not a finite number above the threshold."""
-    hot = (signal > threshold) & jnp.isfinite(signal)
-    return jnp.where(hot, threshold / jnp.where(hot, signal, 1.0), 1.0).astype(jnp.float32)
+    """γ = min(1, threshold / S); exactly 1 where S is not a finite number above the threshold, and the threshold not
+    positive (a schedule's can't be checked)."""
+    hot = (signal > threshold) & jnp.isfinite(signal) & (jnp.asarray(threshold) > 0)
+    gamma = jnp.where(hot, threshold / jnp.where(hot, signal, 1.0), 1.0).astype(jnp.float32)
+    # Never zero: a head would be dead for ever, and γ·γ^(-1/2) NaN.
+    return jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny)
 
 
 def parameter_factors(

@@ -108,7 +108,7 @@ def polar_express(
         the true interval lie evenly about 1. Keeps a polynomial from throwing large singular values close to
         zero, where half precision loses them. In [0, 1).
       safety: Every step but the last is evaluated at s / `safety`, so that rounding that lifts a singular
-        value above the interval can't grow without bound; at least 1. The last step stays plain: nothing
+        value above the interval can't grow without bound; in [1, 2]. The last step stays plain: nothing
         follows it, and dividing it would keep the whole schedule from converging.
       degrees: Of each step's polynomial, 3 or 5; None: all quintics. A cubic saves a product and gains half as
         many digits: it comes between two numbers of quintics.
@@ -136,8 +136,10 @@ def polar_express(
         )
     if not 0 <= cushion < 1:
         raise ValueError(f"polar_express(cushion={cushion!r}) must lie in [0, 1); 0 turns it off.")
-    if not safety >= 1:
-        raise ValueError(f"polar_express(safety={safety!r}) must be at least 1; 1 turns it off.")
+    if not 1 <= safety <= 2:
+        raise ValueError(
+            f"polar_express(safety={safety!r}) must be at least 1, which turns it off, and at most 2."
+        )
     degrees = (5,) * num_steps if degrees is None else degrees
     if len(degrees) != num_steps or not set(degrees) <= set(_MINIMAX):
         raise ValueError(

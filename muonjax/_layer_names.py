@@ -230,11 +230,12 @@ def _weight_role(
     for role, pattern in _OTHERS[:2]:
         if re.fullmatch(pattern, name):
             return role
-    if name != _snake(path[-1]) and re.fullmatch(r"(\w+_)?(router|gate|gating)", name):
+    last = _snake(path[-1]) if path else ""  # the tree may be one array
+    if name != last and re.fullmatch(r"(\w+_)?(router|gate|gating)", name):
         return ROUTER
     if any(re.search(r"(^|_)(experts?|moe)(_|$)", _snake(n)) for n in path):
         return EXPERTS
-    if name == _snake(path[-1]) and re.fullmatch(_RAW_EXPERTS, name):
+    if name == last and re.fullmatch(_RAW_EXPERTS, name):
         return EXPERTS  # a bare array, not a Dense: experts when it has three axes
     return DENSE if re.fullmatch(_OTHERS[2][1], name) else UNKNOWN
 

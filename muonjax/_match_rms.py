@@ -49,8 +49,8 @@ def match_rms(
     "Muon", 2024; Bernstein & Newhouse, "Modular duality in deep learning", 2024.
     """
     # A traced number (optax.inject_hyperparams) can't be looked at.
-    if isinstance(rms, (int, float)) and not rms > 0:
-        raise ValueError(f"match_rms(rms={rms!r}) must be positive; 0.2 is AdamW's usual update.")
+    if isinstance(rms, (int, float)) and not 0 < rms < math.inf:
+        raise ValueError(f"match_rms(rms={rms!r}) must be positive and finite; 0.2 is AdamW's usual update.")
     if rule not in get_args(Rule):
         raise ValueError(f"match_rms(rule={rule!r}) is unknown; choose of {get_args(Rule)}.")
 

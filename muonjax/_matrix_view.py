@@ -1,6 +1,7 @@
 """First step inside `orthogonalize`: a leaf is seen as a stack of matrices, leaf <-> [batch, m, n]."""
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -99,7 +100,10 @@ class MatrixView(NamedTuple):
 
 
 def _axes(call: str, name: str, value: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    axes = (value,) if isinstance(value, int) else tuple(value)
+    try:
+        axes = tuple(map(operator.index, value if isinstance(value, Sequence) else (value,)))
+    except TypeError:
+        raise TypeError(f"{call}: {name}={value!r} must be an axis, a whole number, or several.") from None
     for axis in axes:
         if not -len(shape) <= axis < len(shape):
             raise ValueError(f"{call}: {name}={value!r} names axis {axis}, but the leaf has shape {shape}.")

@@ -153,6 +153,10 @@ def _check(query: jax.Array, key: jax.Array, block_q: int, block_k: int) -> None
             f"max_logits(query, key): batch and depth must agree, got {list(query.shape)} and "
             f"{list(key.shape)}."
         )
+    if not query.shape[-1]:
+        raise ValueError(
+            f"max_logits(query, key): heads of depth zero have no logits, got {list(query.shape)}."
+        )
     if not key.shape[-2] or query.shape[-2] % key.shape[-2]:
         raise ValueError(
             f"max_logits(query, key): {query.shape[-2]} query heads are not a multiple of {key.shape[-2]} "

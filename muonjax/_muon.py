@@ -1,5 +1,6 @@
 """The optimizers: compositions only. Each line is a member of `optax.chain` that can be had on its own."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +60,8 @@ def muon(
       An `optax.GradientTransformationExtraArgs`; `update` needs `params` if anything decays.
 
     Raises:
-      ValueError, TypeError: While tracing, naming the leaf that can't be routed or viewed as matrices.
+      ValueError, TypeError: A setting out of its range; while tracing, the leaf that can't be routed or viewed as
+        matrices, or a state of other parameters.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -70,6 +72,15 @@ def muon(
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
     (arXiv:2502.16982).
     """
+    # Traced numbers (optax.inject_hyperparams) can't be looked at.
+    if isinstance(decay, (int, float)) and not 0 <= decay < 1:
+        raise ValueError(
+            f"muon(decay={decay!r}) must lie in [0, 1): momentum would grow without end; 0.95 is usual."
+        )
+    if isinstance(weight_decay, (int, float)) and not 0 <= weight_decay < math.inf:
+        raise ValueError(
+            f"muon(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
+        )
     if adam is None:
         mask = decays if weight_decay_mask is None else weight_decay_mask
         adam = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay, mask=mask)
@@ -93,7 +104,9 @@ def muon(
         return members(params).init(params)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
-        return members(updates).update(updates, state, params, **extra_args)
+        tx = members(updates)
+        _check_state(state, jax.eval_shape(tx.init, updates))
+        return tx.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -108,6 +121,26 @@ def _route(numbers: DimensionNumbersTree | None, tree: Any) -> tuple[Any, Any]:
         if entry is not None:
             matrix_view(leaf, entry, call="muon")  # momentum would turn an integer leaf into a float one
     return treedef.unflatten(flat), treedef.unflatten("adam" if n is None else "muon" for n in flat)
+
+
+def _check_state(state: Any, expected: Any) -> None:
+    """A restored state may have other dtypes, and meet other settings, but its arrays are those of these parameters.
+
+    Otherwise momentum of another shape would broadcast, or Optax would speak of trees.
+    """
+    paths = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree.leaves_with_path(expected)]
+    found = [jax.numpy.shape(leaf) for leaf in jax.tree.leaves(state)]
+    if found != [shape for _, shape in paths]:
+        differing = (
+            f"{p} {list(want)} is {list(got)}"
+            for (p, want), got in zip(paths, found, strict=False)
+            if want != got
+        )
+        raise ValueError(
+            f"muon: this state was made for other parameters, another routing or another `adam`: it has {len(found)} "
+            f"arrays and not {len(paths)}, or of other shapes ({next(differing, 'the first ones agree')}). Restore it "
+            f"under the settings that it was made with, or start anew with init."
+        )
 
 
 def muonclip(

@@ -1,0 +1,25 @@
+"""A run that is killed and resumed ends in the same bits, and goes on from no checkpoint that is damaged."""
+
+import killed_runs
+import pytest
+
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+def test_killed_twice_and_resumed_ends_in_the_same_bits(folder):
+    found = killed_runs.kill_and_resume(folder, kills=2, steps=STEPS, longest=0.2)
+    assert found["kills"] == 2
+    assert found["runs_with_the_same_bits"] == found["runs"]
+
+
+def test_a_damaged_checkpoint_never_gives_other_bits(folder):
+    found = killed_runs.damage_and_resume(folder / "whole", damages=12, steps=STEPS)
+    assert sum(sum(outcomes.values()) for outcomes in found.values()) == 12
+    for outcomes in found.values():
+        assert outcomes["other bits"] == outcomes["crashed"] == 0
+    assert sum(outcomes["refused"] for outcomes in found.values()) >= 6

@@ -1,0 +1,35 @@
+"""20,000 steps: weights stay where weight decay and RMS matching hold them, logits below the clip, all of it finite."""
+
+import long_runs
+import numpy as np
+import pytest
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16 momentum", "bfloat16"])
+@pytest.mark.parametrize("gradients", ["constant", "random", "adversarial"])
+def test_weights_never_pass_the_analytic_bound(precision, gradients):
+    row = long_runs.weight_norms(gradients, precision, steps=4_000)
+    assert row["finite"]
+    assert row["largest_rms"] <= row["bound"]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16 momentum"])
+def test_a_constant_gradient_ends_at_the_fixed_point(precision):
+    """W = -(rms / weight_decay) sqrt(max(m, n)) U V^H: no step moves it any more."""
+    row = long_runs.weight_norms("constant", precision, steps=20_000)
+    np.testing.assert_allclose(row["final_rms"], row["fixed_point"], rtol=0.01)
+    assert row["largest_rms"] <= row["bound"]
+
+
+def test_random_gradients_end_at_their_fixed_point():
+    """Independent directions add in squares: RMS = rms sqrt(rate / (weight_decay (2 - rate weight_decay)))."""
+    row = long_runs.weight_norms("random", "float32", steps=20_000)
+    np.testing.assert_allclose(row["final_rms"], row["fixed_point"], rtol=0.05)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_clip_bounds_logits_that_gradients_only_raise(precision):
+    clipped, free = (long_runs.logits(clip, precision, steps=4_000) for clip in (True, False))
+    assert clipped["finite"]
+    assert clipped["largest_logit"] <= clipped["bound"]
+    assert free["largest_logit"] > 3 * clipped["bound"]
