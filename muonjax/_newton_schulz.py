@@ -16,6 +16,7 @@ one piece of code here.
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -87,11 +88,11 @@ class NewtonSchulz:
         call = "NewtonSchulz"
         rows = _rows(call, self.coefficients)
         object.__setattr__(self, "coefficients", rows)
-        if self.num_steps is not None and (not isinstance(self.num_steps, int) or self.num_steps < 1):
+        if self.num_steps is not None and (not _is_whole(self.num_steps) or self.num_steps < 1):
             raise ValueError(
                 f"{call}(num_steps={self.num_steps!r}) needs a whole number of steps, at least 1."
             )
-        if not isinstance(self.deflation, int) or self.deflation < 0:
+        if not _is_whole(self.deflation) or self.deflation < 0:
             raise ValueError(
                 f"{call}(deflation={self.deflation!r}) needs a whole number of directions; 0 turns it off."
             )
@@ -101,17 +102,21 @@ class NewtonSchulz:
                     f"{call}({name}={getattr(self, name)!r}) is unknown; choose of {get_args(kind)}."
                 )
         if self.restarts is not None:
-            restarts = tuple(self.restarts)
-            if sorted(set(restarts)) != list(restarts) or not all(0 < r < len(self.steps) for r in restarts):
+            restarts = tuple(self.restarts) if isinstance(self.restarts, Sequence) else (self.restarts,)
+            inside = all(_is_whole(r) and 0 < r < len(self.steps) for r in restarts)
+            if not inside or sorted(set(restarts)) != list(restarts):
                 raise ValueError(
-                    f"{call}(restarts={self.restarts!r}) must rise and lie between the first and the last of "
-                    f"{len(self.steps)} steps."
+                    f"{call}(restarts={self.restarts!r}) must be whole numbers that rise and lie between the first and "
+                    f"the last of {len(self.steps)} steps."
                 )
             object.__setattr__(self, "restarts", restarts)
         if self.compute_dtype is not None:
-            dtype = jnp.dtype(self.compute_dtype)
-            if not jnp.issubdtype(dtype, jnp.floating):
-                raise TypeError(f"{call}(compute_dtype={dtype.name}) must be a float type.")
+            try:
+                dtype = jnp.dtype(self.compute_dtype)
+            except TypeError:
+                dtype = None
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+                raise TypeError(f"{call}(compute_dtype={self.compute_dtype!r}) must be a float type.")
             object.__setattr__(self, "compute_dtype", dtype)
 
     @property
@@ -134,6 +139,10 @@ class NewtonSchulz:
         """The polar factor to float32 precision, for condition numbers up to 1e3; computes in float32
         everywhere."""
         return cls(coefficients=_ACCURATE, deflation=0, form="standard", compute_dtype=jnp.float32)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _rows(call: str, coefficients) -> Coefficients:
@@ -236,7 +245,9 @@ def _segments(settings: NewtonSchulz, shape: tuple[int, ...], dtype: jnp.dtype) 
 
 def _power_of_two_scale(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
     """x times a power of two a matrix, so that its largest entry is in [0.5, 1): exact, whatever the exponent."""
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+    # Of a complex entry the larger part, for its absolute value can overflow.
+    entries = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if jnp.iscomplexobj(x) else jnp.abs(x)
+    largest = jnp.max(entries, axis=(-2, -1), keepdims=True)
     largest = jax.lax.pmax(largest, axis_name) if axis_name else largest
     _, exponent = jnp.frexp(largest)
     # A subnormal largest entry counts as zero, as it does in every product.

@@ -228,6 +228,12 @@ def test_complex_matrices():
     )
 
 
+def test_complex_entries_whose_absolute_value_overflows():
+    x = jnp.full((1, 2), 3e38 + 3e38j, jnp.complex64)
+    y = muonjax.newton_schulz(x, NewtonSchulz.accurate())
+    np.testing.assert_allclose(y, np.full((1, 2), (1 + 1j) / 2), atol=1e-5)
+
+
 def test_float64_is_computed_in_float64():
     with jax.enable_x64(True):
         x = oracles.with_spectrum(np.geomspace(1, 1e-3, 24), 60)
@@ -323,8 +329,12 @@ def test_auto_form_is_gram_only_where_wide_and_exact():
         ({"form": "gramm"}, ValueError, "form='gramm'.*'gram'"),
         ({"normalization": "l2"}, ValueError, "normalization='l2'"),
         ({"restarts": (4,)}, ValueError, r"restarts=\(4,\)"),
-        ({"restarts": (2, 1)}, ValueError, "must rise"),
-        ({"compute_dtype": jnp.int32}, TypeError, "compute_dtype=int32"),
+        ({"restarts": (2, 1)}, ValueError, "that rise"),
+        ({"restarts": 4}, ValueError, "restarts=4"),
+        ({"restarts": (1, "a")}, ValueError, "whole numbers"),
+        ({"num_steps": True}, ValueError, "num_steps=True"),
+        ({"compute_dtype": jnp.int32}, TypeError, "compute_dtype=.*int32"),
+        ({"compute_dtype": "float33"}, TypeError, "float33"),
     ],
 )
 def test_bad_settings(arguments, error, message):
