@@ -127,8 +127,7 @@ def draw(content: dict[str, Any]) -> None:
                 axes.plot(*at, marker, color=color)
                 axes.annotate(name, at, xytext=(4, 3), textcoords="offset points", fontsize=7, color=color)
         width = content["width"]
-        axes.set(title=f"{width} × {aspect * width}", xlabel="time ÷ Optax's", xlim=(0, None), yscale="log")
-        axes.margins(x=0.25)
+        axes.set(title=f"{width} × {aspect * width}", xlabel="time ÷ Optax's", xlim=(0, 1.4), yscale="log")
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("polar error on real spectra, mean")
     figure.savefig(IMAGE, dpi=120)
