@@ -222,8 +222,8 @@ def symmetric_product(content: dict[str, Any]) -> str:
             [
                 f"{' × '.join(map(str, result['shape']))}, {result['dtype']}",
                 f"{1e3 * plain['seconds']:.2f} ms",
-                f"{reference['ratio']:.2f} ({reference['ratio_low']:.2f} to {reference['ratio_high']:.2f})",
-                f"{blocked['ratio']:.2f} ({blocked['ratio_low']:.2f} to {blocked['ratio_high']:.2f})",
+                _ratio(reference),
+                _ratio(blocked),
                 f'"{result["rule"]}"',
             ]
         )
@@ -309,7 +309,7 @@ def max_logits(content: dict[str, Any]) -> str:
     rows = [
         [
             row["program"],
-            f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})",
+            _ratio(row),
             f"{row['temporary_mib']:.0f}",
         ]
         for row in content["rows"]
@@ -476,7 +476,7 @@ def msign_time(content: dict[str, Any]) -> str:
         [
             row["case"],
             row["variant"],
-            f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})",
+            _ratio(row),
         ]
         for row in content["time"]
         if row["variant"] != "plain autodiff, unrolled"
@@ -529,7 +529,7 @@ def hadamard_time(content: dict[str, Any]) -> str:
             [
                 layers,
                 tokens,
-                *(f"{c['ratio']:.2f} ({c['ratio_low']:.2f} to {c['ratio_high']:.2f})" for c in cells),
+                *(_ratio(c) for c in cells),
             ]
         )
     return f"{_markdown(['layers', 'tokens', *names], rows)}\n\nTime (quartiles) in units of plain. {_born(content)}"
