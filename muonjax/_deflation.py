@@ -42,8 +42,8 @@ _ORTHONORMALIZATIONS = 2
 # where the rounding of A = X X^H in float32 begins.
 _RIDGE = 1e-6
 
-# Rounding errors of A's entries in units of the least possible: sums of many terms lose more.
-_ROUNDING = 4
+# Rounding errors of a Gram matrix's entries in units of the least possible: sums of many terms lose more.
+ROUNDING = 4
 
 # The root mean square polar error that an inexact subspace may cause.
 _TOLERANCE = 0.05
@@ -90,16 +90,20 @@ def shave(
     `over_columns` sums products over the devices that share the columns.
     """
 
-    def multiply(v):
-        b = _dot(_adjoint(v), x)
-        # Not X (X^H V): it would transpose X, which takes longer than the rest.
+    def project(v):
+        return _dot(_adjoint(v), x)
+
+    def lift(b):
+        """X B^H. Not X (X^H V) as a whole: it would transpose X, which takes longer than the rest."""
         return over_columns(
             jnp.einsum("...in,...kn->...ik", x, b.conj(), precision=jax.lax.Precision.HIGHEST)
         )
 
-    v = _dominant_subspace(multiply, _like(x[..., :1], _signs(x.shape[-2], rank)), num_steps=1)
-    _, d = _shrinking(v, multiply(v))
-    return x - _dot(_dot(v, d), _dot(_adjoint(v), x))
+    start = _like(x[..., :1], _signs(x.shape[-2], rank))
+    v = _dominant_subspace(lambda v: lift(project(v)), start, num_steps=1)
+    b = project(v)
+    _, d = _shrinking(v, lift(b))
+    return x - _dot(_dot(v, d), b)
 
 
 def shrink_dominant(gram: jax.Array, rank: int) -> Deflation:
@@ -194,7 +198,7 @@ def _above_rounding(gram: jax.Array) -> jax.Array:
     about eps / 2 sqrt(a_ii a_jj) at least; the norm of such a matrix is eps sqrt(max a_ii * tr A).
     """
     diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1).real
-    delta = _ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1))
+    delta = ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1))
     return gram + delta[..., None, None] * jnp.eye(gram.shape[-1], dtype=gram.dtype)
 
 

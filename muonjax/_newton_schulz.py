@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._coefficients import Coefficients, polar_express, take_steps
-from muonjax._deflation import shave, shrink_dominant
+from muonjax._deflation import ROUNDING, shave, shrink_dominant
 from pallas_kernels import symmetric_product
 
 Form = Literal["auto", "standard", "gram"]
@@ -35,8 +35,7 @@ _FAST = polar_express(3, lower=2e-2)
 _BALANCED = polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3))
 _ACCURATE = polar_express(8)
 
-# In the Gram form: rounding errors of R in units of its dtype's eps, and how large they may grow.
-_ROUNDING = 4
+# How large the rounding errors of R may grow in the Gram form.
 _TOLERATED = 1e-2
 
 # Directions that the Gram form shaves off x before A is made. Four do nearly as well on recorded momentum.
@@ -168,7 +167,7 @@ def gram_restarts(steps: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int
     An error in R of the size of its rounding, on a direction where R is next to nothing, is multiplied by p(0)^2 = a^2
     at each update of R. In half precision that allows no step at all: there the Gram form becomes the standard one.
     """
-    cuts, error = [], _ROUNDING * float(jnp.finfo(dtype).eps)
+    cuts, error = [], ROUNDING * float(jnp.finfo(dtype).eps)
     grown = error
     for t in range(1, len(steps)):
         grown *= steps[t - 1][0] ** 2
