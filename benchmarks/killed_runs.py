@@ -104,7 +104,11 @@ def damage(path: pathlib.Path, kind: str, rng: random.Random) -> None:
 
 
 def damage_and_resume(out: pathlib.Path, *, damages: int, steps: int, seed: int = 0) -> dict[str, Any]:
-    """`damages` copies of the run in `out`, each with one file of its newest checkpoint damaged."""
+    """`damages` copies of the run in `out`, each with one file of its newest checkpoint damaged.
+
+    The first damage of each kind hits the largest file, which holds parameters; the others any file: Orbax names its
+    files by chance, and half of them are not needed to restore.
+    """
     import checkpoints
     import train_transformer as example
     from text_data import Text
@@ -123,7 +127,8 @@ def damage_and_resume(out: pathlib.Path, *, damages: int, steps: int, seed: int 
             folder = pathlib.Path(copy) / "checkpoints"
             shutil.copytree(out / "checkpoints", folder)
             newest = folder / str(checkpoints.steps(folder)[-1])
-            damage(rng.choice(sorted(path for path in newest.rglob("*") if path.is_file())), kind, rng)
+            files = sorted((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+            damage(files[-1] if index < len(DAMAGES) else rng.choice(files), kind, rng)
             try:
                 _, state = checkpoints.restore(folder, settings, like)
                 outcome = "same bits" if checkpoints.digest(state) == whole else "other bits"

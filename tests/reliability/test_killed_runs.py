@@ -22,4 +22,4 @@ def test_a_damaged_checkpoint_never_gives_other_bits(folder):
     assert sum(sum(outcomes.values()) for outcomes in found.values()) == 12
     for outcomes in found.values():
         assert outcomes["other bits"] == outcomes["crashed"] == 0
-    assert sum(outcomes["refused"] for outcomes in found.values()) >= 6
+        assert outcomes["refused"] >= 1
