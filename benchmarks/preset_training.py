@@ -32,7 +32,7 @@ RATES = (4e-3, 8e-3, 1.6e-2)
 def run(preset: str, rate: float, steps: int, seed: int, extra: list[str]) -> dict[str, Any]:
     """One run of the example with the preset in place of its own."""
     settings = PRESETS[preset]
-    train_transformer.make_optimizer = lambda args: muonjax.muon(
+    train_transformer.make_optimizer = lambda args, distribution=None: muonjax.muon(
         train_transformer.make_schedule(args), newton_schulz=settings
     )
     return {"preset": preset, **one_run("muon", rate, steps, seed, extra)}
