@@ -6,11 +6,14 @@ transposed). Its matrices are stacked once, and a loop walks over the stack in c
 result over its input: the extra memory is the stack and one chunk's iteration, never a second stack.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels._unknown_to_xla import unknown_to_xla
 
 # Elements a chunk. On a CPU a batched product runs slower than the same products one after the other as soon
 # as one matrix fills the caches (measured: benchmarks/grouping.py); an accelerator wants a few large
@@ -51,11 +54,10 @@ def map_groups(f: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array
         tall = [matrices[i].shape[-2] > matrices[i].shape[-1] for i in indices]
         parts = [_transpose(matrices[i]) if t else matrices[i] for i, t in zip(indices, tall, strict=True)]
         stack = _map_stack(f, jnp.concatenate(parts) if len(parts) > 1 else parts[0])
-        start = 0
-        for i, t in zip(indices, tall, strict=True):
-            stop = start + matrices[i].shape[0]
-            results[i] = _transpose(stack[start:stop]) if t else stack[start:stop]
-            start = stop
+        starts = [0, *itertools.accumulate(part.shape[0] for part in parts[:-1])]
+        for i, t, part, start in zip(indices, tall, parts, unknown_to_xla(starts), strict=True):
+            result = stack if len(parts) == 1 else jax.lax.dynamic_slice_in_dim(stack, start, part.shape[0])
+            results[i] = _transpose(result) if t else result
     return results  # pyright: ignore[reportReturnType]  # every index is in one group
 
 
