@@ -8,12 +8,12 @@ from jax import lax
 
 from muonjax._coefficients import Coefficients
 from muonjax._msign import checked, schedule
+from muonjax._power_of_two import power_of_two_scale
 from muonjax._singular_polynomial import (
     Arithmetic,
     add_identity,
     inner,
     linear_map_with_known_transpose,
-    power_of_two_scale,
     transpose,
 )
 

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from muonjax._coefficients import NEWTON_SCHULZ, Coefficients
+from muonjax._power_of_two import power_of_two_scale
 from muonjax._singular_polynomial import (
     Arithmetic,
     add_identity,
     iterate,
     oriented_like,
-    power_of_two_scale,
     transpose,
     twice_symmetric,
     unit_norm,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from muonjax._coefficients import Coefficients
+from muonjax._power_of_two import power_of_two_scale
 
 
 class Arithmetic(NamedTuple):
@@ -62,25 +63,6 @@ def add_identity(x: jax.Array, a: jax.Array) -> jax.Array:
 def inner(x: jax.Array, y: jax.Array) -> jax.Array:
     """Frobenius inner product of each matrix, as [*batch, 1, 1]."""
     return jnp.sum(x * y, axis=(-2, -1), keepdims=True)
-
-
-def power_of_two_scale(x: jax.Array) -> jax.Array:
-    """The power of two that brings the largest entry of each matrix to about 1, as [*batch, 1, 1].
-
-    Multiplying by it is exact, so that 1e-30 and 1e30 take the same way as 1. Zero, inf and NaN give 1. It is
-    a constant for differentiation: what follows is invariant to positive scaling.
-
-    Args:
-      x: [*batch, m, n], float32 or float64.
-    """
-    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), axis=(-2, -1), keepdims=True)
-    largest = jnp.where((largest > 0) & (largest < jnp.inf), largest, jnp.ones_like(largest))
-    info = jnp.finfo(x.dtype)
-    bits = lax.bitcast_convert_type(largest, jnp.int32 if info.bits == 32 else jnp.int64)
-    bias = info.maxexp - 1
-    # 2^-k has the biased exponent bias - k; a biased exponent of 0 would be a subnormal, which backends flush.
-    exponent = jnp.maximum(2 * bias - (bits >> info.nmant), 1)
-    return lax.bitcast_convert_type(exponent << info.nmant, x.dtype)
 
 
 @jax.custom_jvp

@@ -1,0 +1,30 @@
+"""Before any product: an exact change of scale, so that 1e-30 and 1e30 take the same way as 1."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def power_of_two_scale(x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
+    """The power of two that brings the largest entry of each matrix into [0.5, 1), as [*batch, 1, 1].
+
+    Multiplying by it is exact. Zero (and what counts as zero in every product: subnormal numbers), inf and NaN take
+    the scale of 1. The two largest binades of the dtype end below 4, for what would bring them lower is no normal
+    number. A constant for differentiation: what follows is invariant to positive scaling.
+
+    Args:
+      x: [*batch, m, n], float32, float64 or complex.
+      axis_name: Mesh axes over which each matrix is cut.
+    """
+    x = lax.stop_gradient(x)
+    # Of a complex entry the larger part, for its absolute value can overflow.
+    entries = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if jnp.iscomplexobj(x) else jnp.abs(x)
+    largest = jnp.max(entries, axis=(-2, -1), keepdims=True)
+    largest = lax.pmax(largest, axis_name) if axis_name else largest
+    info = jnp.finfo(largest.dtype)
+    largest = jnp.where((largest >= info.tiny) & (largest < jnp.inf), largest, jnp.ones_like(largest))
+    bits = lax.bitcast_convert_type(largest, jnp.int32 if info.bits == 32 else jnp.int64)
+    # Of bits alone: `ldexp` and `frexp` are a page of code, compiled into everything that reads x.
+    bias = info.maxexp - 1
+    exponent = jnp.maximum(2 * bias - 1 - (bits >> info.nmant), 1)
+    return lax.bitcast_convert_type(exponent << info.nmant, largest.dtype)
