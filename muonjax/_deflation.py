@@ -132,16 +132,17 @@ def shrink_dominant(gram: jax.Array, rank: int) -> Deflation:
 def _shrinking(v: jax.Array, av: jax.Array) -> tuple[jax.Array, jax.Array]:
     """V^H A V and D, [*batch, k, k], from V and A V [*batch, m, k]."""
     m, rank = v.shape[-2:]
-    h = _hermitian(_dot(_adjoint(v), av))
-    inverse_root, size = _inverse_root(h)
+    h = _dot(_adjoint(v), av)
+    inverse_root, unit = _inverse_root(h)
     inverse = _dot(inverse_root, inverse_root)
     # The common target of the k directions, between the least of their singular values and the mean.
-    target = jnp.sqrt(math.sqrt(rank) / _frobenius(inverse))
+    target = jnp.sqrt(math.sqrt(rank) * jax.lax.rsqrt(_square_norm(inverse)))
     d = jnp.eye(rank, dtype=h.dtype) - target * inverse_root
 
-    residual = _dot(av - _dot(v, h), _dot(d, inverse)) / size
-    polar_error = math.sqrt(2 / m) * _frobenius(residual)
-    return h, d * jnp.minimum(1, _TOLERANCE / (polar_error + jnp.finfo(polar_error.dtype).tiny))
+    residual = _dot(av - _dot(v, h), _dot(d, inverse)) * unit
+    square_error = 2 / m * _square_norm(residual)
+    tiny = jnp.finfo(square_error.dtype).tiny
+    return h, d * jnp.minimum(1, _TOLERANCE * jax.lax.rsqrt(square_error + tiny))
 
 
 def _dominant_subspace(
@@ -154,8 +155,8 @@ def _dominant_subspace(
     """
 
     def orthonormalize(_, y):
-        inverse_root, size = _inverse_root(_dot(_adjoint(y), y))
-        return _dot(y, inverse_root) * jax.lax.rsqrt(size)
+        inverse_root, unit = _inverse_root(_dot(_adjoint(y), y))
+        return _dot(y, inverse_root) * jnp.sqrt(unit)
 
     def subspace_step(_, v):
         return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, multiply(v))
@@ -173,11 +174,11 @@ def _signs(m: int, k: int) -> jax.Array:
 
 
 def _inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Q and the size of positive semidefinite h [*batch, k, k], with Q = (h / size)^(-1/2) where that is well
-    conditioned, and less where it is not: Q h Q never has an eigenvalue above the size."""
+    """Q and 1 / |h|_F of positive semidefinite h [*batch, k, k], with Q = (h / |h|_F)^(-1/2) where that is well
+    conditioned, and less where it is not: Q h Q never has an eigenvalue above |h|_F."""
     eye = jnp.eye(h.shape[-1], dtype=h.dtype)
-    size = _frobenius(h) + jnp.finfo(h.dtype).tiny
-    r = h / size + _RIDGE * eye
+    unit = jax.lax.rsqrt(_square_norm(h) + jnp.finfo(h.dtype).tiny)
+    r = h * unit + _RIDGE * eye
     rows = jnp.asarray(_INVERSE_ROOT, jnp.finfo(h.dtype).dtype)
 
     def step(t, carry):
@@ -187,7 +188,7 @@ def _inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _hermitian(_dot(_dot(p, r), p)), _hermitian(_dot(q, p))
 
     _, q = jax.lax.fori_loop(0, len(rows), step, (r, _like(r, eye)))
-    return q, size
+    return q, unit
 
 
 def _above_rounding(gram: jax.Array) -> jax.Array:
@@ -197,9 +198,10 @@ def _above_rounding(gram: jax.Array) -> jax.Array:
     eigenvalue negative, polynomials can amplify it without bound. The entries' errors are of random sign and
     about eps / 2 sqrt(a_ii a_jj) at least; the norm of such a matrix is eps sqrt(max a_ii * tr A).
     """
-    diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1).real
+    m = gram.shape[-1]
+    diagonal = gram.reshape(*gram.shape[:-2], m * m)[..., :: m + 1].real
     delta = ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1))
-    return gram + delta[..., None, None] * jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    return gram + delta[..., None, None] * jnp.eye(m, dtype=gram.dtype)
 
 
 def _fourth_powers_of_others(a: jax.Array) -> jax.Array:
@@ -209,16 +211,17 @@ def _fourth_powers_of_others(a: jax.Array) -> jax.Array:
     eigenvalue of M is at least the i-th of a [*batch, k, k], and the sum over i >= 2 is at least
     ||a^2||_F^2 - ||a^2||_2^2, where ||a^2||_2 <= ||a^8||_F^(1/4).
     """
-    size = _frobenius(a) + jnp.finfo(a.dtype).tiny
-    a2 = _dot(a / size, a / size)
+    square = _square_norm(a) + jnp.finfo(a.dtype).tiny
+    a = a * jax.lax.rsqrt(square)
+    a2 = _dot(a, a)
     a4 = _dot(a2, a2)
     a8 = _dot(a4, a4)
-    return jnp.maximum(_frobenius(a2) ** 2 - jnp.sqrt(_frobenius(a8)), 0) * size**4
+    return jnp.maximum(_square_norm(a2) - jnp.sqrt(jnp.sqrt(_square_norm(a8))), 0) * square**2
 
 
 def _like(a: jax.Array, value: jax.Array) -> jax.Array:
     """`value` with the shape, the dtype and, inside `jax.shard_map`, the varying axes of a: a loop's carry."""
-    return a * 0 + value
+    return jnp.zeros_like(a) + value
 
 
 def _adjoint(a: jax.Array) -> jax.Array:
@@ -229,8 +232,9 @@ def _hermitian(a: jax.Array) -> jax.Array:
     return (a + _adjoint(a)) / 2
 
 
-def _frobenius(a: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(jnp.abs(a) ** 2, axis=(-2, -1), keepdims=True))
+def _square_norm(a: jax.Array) -> jax.Array:
+    """|a|_F^2."""
+    return jnp.sum(jnp.abs(a) ** 2, axis=(-2, -1), keepdims=True)
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
