@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from muonjax._coefficients import Coefficients, polar_express, take_steps
 from muonjax._deflation import ROUNDING, shave, shrink_dominant
+from muonjax._power_of_two import power_of_two_scale
 from pallas_kernels import symmetric_product
 
 Form = Literal["auto", "standard", "gram"]
@@ -33,7 +34,7 @@ Normalization = Literal["schatten", "frobenius", "aol", "spectral"]
 # The lower ends measured best on momentum whose dominant directions are shrunk (benchmarks/newton_schulz.py).
 _FAST = polar_express(3, lower=2e-2)
 _BALANCED = polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3))
-_ACCURATE = polar_express(8)
+_ACCURATE = polar_express(12, lower=1e-5)
 
 # How large the rounding errors of R may grow in the Gram form.
 _TOLERATED = 1e-2
@@ -135,7 +136,7 @@ class NewtonSchulz:
 
     @classmethod
     def accurate(cls) -> "NewtonSchulz":
-        """The polar factor to float32 precision, for condition numbers up to 1e3; computes in float32
+        """The polar factor to float32 precision, for condition numbers up to 1e5; computes in float32
         everywhere."""
         return cls(coefficients=_ACCURATE, deflation=0, form="standard", compute_dtype=jnp.float32)
 
@@ -242,21 +243,6 @@ def _segments(settings: NewtonSchulz, shape: tuple[int, ...], dtype: jnp.dtype) 
     return [steps[i:j] for i, j in itertools.pairwise(ends)]
 
 
-def _power_of_two_scale(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
-    """x times a power of two a matrix, so that its largest entry is in [0.5, 1): exact, whatever the exponent."""
-    # Of a complex entry the larger part, for its absolute value can overflow.
-    entries = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if jnp.iscomplexobj(x) else jnp.abs(x)
-    largest = jnp.max(entries, axis=(-2, -1), keepdims=True)
-    largest = jax.lax.pmax(largest, axis_name) if axis_name else largest
-    _, exponent = jnp.frexp(largest)
-    # A subnormal largest entry counts as zero, as it does in every product.
-    exponent = jnp.where(largest >= jnp.finfo(largest.dtype).tiny, exponent, 0)
-    # Two factors, for 2^-exponent itself can overflow.
-    half = exponent // 2
-    one = jnp.ones((), largest.dtype)
-    return x * jnp.ldexp(one, -half) * jnp.ldexp(one, half - exponent)
-
-
 def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = ()) -> jax.Array:
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in the dtype of the sums."""
     dtype = compute_dtype(x, settings)
@@ -280,7 +266,8 @@ def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = 
     def over_columns(gram):
         return jax.lax.psum(gram, axis_name) if axis_name else gram
 
-    x = _power_of_two_scale(x.astype(sum_dtype), axis_name)
+    x = x.astype(sum_dtype)
+    x = x * power_of_two_scale(x, axis_name)
     columns = x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
     segments = _segments(settings, (*x.shape[:-1], columns), dtype)
     rank = min(settings.deflation, x.shape[-2] // 8)
@@ -379,7 +366,7 @@ def _normalize(x, gram, others, normalization, product):
         gram2 = product(gram)
         fourth = square_norm(gram2)
         fourth = jnp.maximum(fourth - others / schatten4**4, fourth / gram.shape[-1])
-        schatten8 = or_one(fourth) ** 0.25
+        schatten8 = jnp.sqrt(jnp.sqrt(or_one(fourth)))
         unit, bound = 1 / schatten8, schatten4 * schatten8
     elif normalization == "aol":
         rows = jax.lax.rsqrt(or_one(jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)))
