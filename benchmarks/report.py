@@ -281,6 +281,18 @@ def aot_hopper_mesh(content: dict[str, Any]) -> str:
     )
 
 
+def preset_training(content: dict[str, Any]) -> str:
+    """What a better polar factor is worth in training."""
+    rows = [
+        [row["preset"], f"{row['learning_rate']:g}", f"{row['held_out']:.3f}", f"{row['ratio']:.3f}"]
+        + [f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}"]
+        for row in content["presets"]
+    ]
+    heads = ["iteration", "best learning rate", "held-out loss, mean", "÷ Optax's", "over the seeds"]
+    seeds = content["presets"][0]["seeds"]
+    return f"{_markdown(heads, rows)}\n\n{content['steps']} steps, {seeds} seeds. {_born(content)}"
+
+
 def qk_clip_drift(content: dict[str, Any]) -> str:
     """What happens to the neighbours of a head that is clipped at every step."""
     heads = [
@@ -610,6 +622,7 @@ BLOCKS = {
     "muon_step": muon_step,
     "newton_schulz": newton_schulz,
     "newton_schulz.exact": newton_schulz_exact,
+    "preset_training": preset_training,
     "qk_clip_drift": qk_clip_drift,
     "sharding": sharding,
     "sharding.explicit": sharding_explicit,
