@@ -284,8 +284,13 @@ def aot_hopper_mesh(content: dict[str, Any]) -> str:
 def preset_training(content: dict[str, Any]) -> str:
     """What a better polar factor is worth in training."""
     rows = [
-        [row["preset"], f"{row['learning_rate']:g}", f"{row['held_out']:.3f}", f"{row['ratio']:.3f}"]
-        + [f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}"]
+        [
+            row["preset"],
+            f"{row['learning_rate']:g}",
+            f"{row['held_out']:.3f}",
+            f"{row['ratio']:.3f}",
+            f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}",
+        ]
         for row in content["presets"]
     ]
     heads = ["iteration", "best learning rate", "held-out loss, mean", "÷ Optax's", "over the seeds"]

@@ -81,6 +81,8 @@ def muon(
         raise ValueError(
             f"muon(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
         )
+    if isinstance(rms, (int, float)) and not 0 < rms < math.inf:
+        raise ValueError(f"muon(rms={rms!r}) must be positive and finite; 0.2 is AdamW's usual update.")
     if adam is None:
         mask = decays if weight_decay_mask is None else weight_decay_mask
         adam = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay, mask=mask)

@@ -365,7 +365,9 @@ def _normalize(x, gram, others, normalization, product):
         gram = divide(gram, schatten4)
         gram2 = product(gram)
         fourth = square_norm(gram2)
-        fourth = jnp.maximum(fourth - others / schatten4**4, fourth / gram.shape[-1])
+        # Divided twice by the square: of a matrix of rank one, deflation leaves less than the fourth root of tiny.
+        others = others / schatten4**2 / schatten4**2
+        fourth = jnp.maximum(fourth - others, fourth / gram.shape[-1])
         schatten8 = jnp.sqrt(jnp.sqrt(or_one(fourth)))
         unit, bound = 1 / schatten8, schatten4 * schatten8
     elif normalization == "aol":

@@ -17,6 +17,7 @@ from muonjax._matrix_view import matrix_view
         (lambda: muonjax.muon(1e-3, decay=1.0), "decay=1.0"),
         (lambda: muonjax.muon(1e-3, decay=float("nan")), "decay=nan"),
         (lambda: muonjax.muon(1e-3, weight_decay=-0.1), "weight_decay=-0.1"),
+        (lambda: muonjax.muon(1e-3, rms=0.0), "rms=0.0"),
         (lambda: muonjax.match_rms(float("inf")), "rms=inf"),
         (lambda: muonjax.polar_express(10, safety=1e300), "safety=1e\\+300"),
         (lambda: muonjax.max_logits(jnp.ones((1, 2, 1, 0)), jnp.ones((1, 2, 1, 0))), "depth zero"),
@@ -25,6 +26,14 @@ from muonjax._matrix_view import matrix_view
 def test_values_out_of_range_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (40, 64)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_single_entry_is_its_own_polar_factor(shape, dtype):
+    x = jnp.zeros(shape, dtype).at[3, 5].set(7)
+    y = muonjax.newton_schulz(x)
+    np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(x / 7, np.float32), atol=0.1)
 
 
 def test_an_axis_is_a_whole_number_of_any_kind():
