@@ -84,6 +84,35 @@ def muon_step(content: dict[str, Any]) -> str:
     return f"{_markdown(heads, rows)}\n\n{_born(content)} Times and memory in units of Optax's."
 
 
+def grouping(content: dict[str, Any]) -> str:
+    """Several matrices at once, or one after the other."""
+    sizes = list(content["shapes"][0]["chunks"])
+    rows = [
+        [
+            " × ".join(map(str, row["shape"])),
+            *(f"{row['chunks'][size]['ratio']:.2f}" for size in sizes),
+            row["rule"],
+        ]
+        for row in content["shapes"]
+    ]
+    heads = ["matrices", *(f"{size} at once" for size in sizes), "the rule takes"]
+    count = content["shapes"][0]["count"]
+    return f"{_markdown(heads, rows)}\n\n{count} matrices; times in units of one after the other. {_born(content)}"
+
+
+def grouping_compile(content: dict[str, Any]) -> str:
+    """Compiling many equal leaves."""
+    compiled = content["compile"]
+    ratios = ", ".join(
+        f"{name} {_ratio(row)}" for name, row in compiled["optimizers"].items() if name != "optax"
+    )
+    width = compiled["width"]
+    return (
+        f"Orthogonalizing {compiled['leaves']} leaves of {width} × {width}, to trace and compile, in units of Optax's "
+        f"{compiled['optimizers']['optax']['seconds']:.1f} s: {ratios}. {_born(content)}"
+    )
+
+
 def newton_schulz(content: dict[str, Any]) -> str:
     """Error and time of each method, for three shapes."""
     width, shapes = content["width"], content["shapes"]
@@ -610,6 +639,8 @@ BLOCKS = {
     "clip_holds": clip_holds,
     "hostile_input": hostile_input,
     "killed_runs": killed_runs,
+    "grouping": grouping,
+    "grouping.compile": grouping_compile,
     "long_runs": long_runs,
     "long_runs.logits": long_runs_logits,
     "hadamard.accuracy": hadamard_accuracy,
