@@ -353,7 +353,7 @@ def temporary_bytes(f, *arguments):
     ("shape", "mode", "most"),
     [
         ((512, 512), "polynomial", 8),
-        ((512, 512), "polar", 7.01),  # 6 on jax 0.10.2, 7 on 0.11.2
+        ((512, 512), "polar", 6.01),
         ((512, 2048), "polynomial", 7.5),
         ((512, 2048), "polar", 2.5),
         ((2048, 512), "polynomial", 8.5),
