@@ -59,6 +59,14 @@ def gradient(x, c, dtype, **settings):
         return tuple(np.asarray(v, np.float64) for v in (x, c, g))
 
 
+def half_an_ulp(x):
+    """How far the polar factor moves where each entry of float32 x moves by up to half of its last digit."""
+    moved = np.asarray(x, np.float64)
+    moved = moved + np.random.default_rng(1).uniform(-0.5, 0.5, x.shape) * np.spacing(np.abs(np.asarray(x)))
+    u, _, vt = np.linalg.svd(moved, full_matrices=False)
+    return oracles.polar_error(u @ vt, np.asarray(x, np.float64))
+
+
 def accuracy():
     """Relative error against the SVD's derivative: of the polynomial that ran, or of the polar factor."""
     rows = []
@@ -81,6 +89,7 @@ def accuracy():
             row["value, float32 SVD"] = oracles.polar_error(
                 np.asarray(u, np.float64) @ np.asarray(vt, np.float64), np.asarray(single, np.float64)
             )
+            row["value, half an ulp of x"] = half_an_ulp(single)
             rows.append(row)
     return rows
 

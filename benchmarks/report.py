@@ -471,8 +471,12 @@ def msign_accuracy(content: dict[str, Any]) -> str:
 
 
 def msign_value(content: dict[str, Any]) -> str:
-    """Polar error of the value in float32 beside that of an SVD."""
-    columns = {"msign": "value, float32", "SVD": "value, float32 SVD"}
+    """Polar error of the value in float32 beside that of an SVD, and what rounding x alone would do."""
+    columns = {
+        "msign": "value, float32",
+        "SVD": "value, float32 SVD",
+        "half an ulp of x": "value, half an ulp of x",
+    }
     rows = [
         [f"{row['shape']}, {row['condition']:g}", *(f"{row[column]:.1e}" for column in columns.values())]
         for row in content["accuracy"]

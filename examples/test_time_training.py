@@ -72,7 +72,7 @@ class Memory(nnx.Module):
         project = functools.partial(nnx.LinearGeneral, width, (heads, size), use_bias=False, rngs=rngs)
         self.key, self.value = project(), project()
         self.out = nnx.LinearGeneral((heads, size), width, axis=(-2, -1), use_bias=False, rngs=rngs)
-        self.keep = nnx.Param(jnp.full(heads, MEMORIES[kind]))  # a logit: momentum or decay
+        self.keep = nnx.Param(jnp.full(heads, MEMORIES[kind], jnp.float32))  # a logit: momentum or decay
         self.rate = nnx.Param(jnp.zeros(heads))  # a logarithm
         # Five steps, as Muon takes them. The polar derivative asks for an orthogonal factor: three more, for it alone.
         options = {"polish": 3} if gradient == "polar" else {}

@@ -7,7 +7,7 @@ close to 1 on all of ``(0, 1]``.
 
 import functools
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -157,6 +157,24 @@ def polar_express(
         s = safety if step < num_steps - 1 else 1.0
         rows.append((a / s, b / s**3, c / s**5))
     return tuple(rows)
+
+
+def checked_rows(call: str, coefficients: Any) -> Coefficients:
+    """`coefficients` as rows of floats, or an error in the name of `call`."""
+    if isinstance(coefficients, str):
+        raise ValueError(
+            f"{call}(coefficients={coefficients!r}): tables have no names; give one, such as muonjax.JORDAN or "
+            "muonjax.polar_express(5)."
+        )
+    try:
+        rows = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{call}(coefficients={coefficients!r}) needs rows of three numbers (a, b, c)."
+        ) from error
+    if not rows or not all(math.isfinite(v) for row in rows for v in row):
+        raise ValueError(f"{call}(coefficients={coefficients!r}) needs at least one row, all of it finite.")
+    return rows
 
 
 def take_steps(coefficients: Coefficients, num_steps: int) -> Coefficients:

@@ -11,7 +11,7 @@ from muonjax._msign import checked, schedule
 from muonjax._power_of_two import power_of_two_scale
 from muonjax._singular_polynomial import (
     Arithmetic,
-    add_identity,
+    about_mean,
     inner,
     linear_map_with_known_transpose,
     transpose,
@@ -86,9 +86,8 @@ def _iterate(x: jax.Array, coefficients: Coefficients, arithmetic: Arithmetic) -
     """X <- X (a I + b X^2 + c X^4), once a row, as a rolled loop."""
 
     def step(x, row):
-        a, b, c = row
-        square = arithmetic(x, x)
-        return arithmetic(x, add_identity(b * square + c * arithmetic(square, square), a)), None
+        share, rest, _, _ = about_mean(arithmetic(x, x), row, arithmetic)
+        return share * x + arithmetic(x, rest), None
 
     return lax.scan(step, x, jnp.asarray(coefficients, x.dtype))[0]
 
@@ -100,12 +99,11 @@ def _directional_derivative(
 
     def step(carry, row):
         x, dx = carry
-        a, b, c = row
-        square = arithmetic(x, x)
+        share, rest, slope, distance = about_mean(arithmetic(x, x), row, arithmetic)
         dsquare = arithmetic(x, dx) + arithmetic(dx, x)
-        factor = add_identity(b * square + c * arithmetic(square, square), a)
-        dfactor = b * dsquare + c * (arithmetic(square, dsquare) + arithmetic(dsquare, square))
-        return (arithmetic(x, factor), arithmetic(dx, factor) + arithmetic(x, dfactor)), None
+        drest = slope * dsquare + row[2] * (arithmetic(distance, dsquare) + arithmetic(dsquare, distance))
+        dx = share * dx + arithmetic(dx, rest) + arithmetic(x, drest)
+        return (share * x + arithmetic(x, rest), dx), None
 
     return lax.scan(step, (x, direction), jnp.asarray(coefficients, x.dtype))[0][1]
 

@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from muonjax._coefficients import Coefficients, polar_express, take_steps
+from muonjax._coefficients import Coefficients, checked_rows, polar_express, take_steps
 from muonjax._polar_derivative import polar_msign
 from muonjax._singular_polynomial import Arithmetic, iterate, normalized, oriented_like, polynomial_msign
 
@@ -24,12 +24,7 @@ def schedule(name: str, coefficients: Coefficients | None, steps: int | None) ->
         )
     if coefficients is None:
         return CONVERGED if steps is None else polar_express(steps)
-    if not coefficients or any(len(row) != 3 for row in coefficients):
-        raise ValueError(
-            f"{name}(coefficients={coefficients!r}) needs rows (a, b, c), at least one; "
-            "muonjax.polar_express(8) makes eight."
-        )
-    rows = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+    rows = checked_rows(name, coefficients)
     return take_steps(rows, len(rows) if steps is None else steps)
 
 

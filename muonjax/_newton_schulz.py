@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from muonjax._coefficients import Coefficients, polar_express, take_steps
+from muonjax._coefficients import Coefficients, checked_rows, polar_express, take_steps
 from muonjax._deflation import ROUNDING, shave, shrink_dominant
 from muonjax._power_of_two import power_of_two_scale
 from pallas_kernels import symmetric_product
@@ -86,7 +86,7 @@ class NewtonSchulz:
 
     def __post_init__(self):
         call = "NewtonSchulz"
-        rows = _rows(call, self.coefficients)
+        rows = checked_rows(call, self.coefficients)
         object.__setattr__(self, "coefficients", rows)
         if self.num_steps is not None and (not _is_whole(self.num_steps) or self.num_steps < 1):
             raise ValueError(
@@ -143,23 +143,6 @@ class NewtonSchulz:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _rows(call: str, coefficients) -> Coefficients:
-    if isinstance(coefficients, str):
-        raise ValueError(
-            f"{call}(coefficients={coefficients!r}): there are no presets by that kind of name; use a table such as "
-            "muonjax.JORDAN or muonjax.polar_express(5), or a preset such as NewtonSchulz.fast()."
-        )
-    try:
-        rows = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{call}(coefficients={coefficients!r}) needs rows of three numbers (a, b, c)."
-        ) from error
-    if not rows or not all(math.isfinite(v) for row in rows for v in row):
-        raise ValueError(f"{call}(coefficients={coefficients!r}) needs at least one row, all of it finite.")
-    return rows
 
 
 def gram_restarts(steps: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int, ...]:

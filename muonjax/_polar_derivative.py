@@ -18,7 +18,7 @@ from muonjax._coefficients import NEWTON_SCHULZ, Coefficients
 from muonjax._power_of_two import power_of_two_scale
 from muonjax._singular_polynomial import (
     Arithmetic,
-    add_identity,
+    about_mean,
     iterate,
     oriented_like,
     transpose,
@@ -46,8 +46,13 @@ def lyapunov(
     $$\operatorname{sign}\begin{bmatrix} P & K \\ 0 & -P \end{bmatrix}
       = \begin{bmatrix} I & 2Z \\ 0 & -I \end{bmatrix}$$
 
-    by the same odd polynomials, on blocks: with E skew and P symmetric both diagonal blocks are P up to sign,
-    so the 2m x 2m matrix is never formed. Eight products of m^3 a step (seven without the inverse).
+    by the same odd polynomials, on blocks: E skew beside P symmetric, so that the 2m x 2m matrix is never formed.
+    Its square is [[S, F], [0, S]] with S = P^2 and F = P E - E P; and since the next E is skew, so that any other
+    part of it is rounding, all that it takes of F is W = P F - F P:
+
+    $$E \leftarrow \operatorname{skew}(E\,(aI + bS + cS^2) + \tfrac b2 W + cSW).$$
+
+    Eight products of m^3 a step (seven without the inverse).
 
     Args:
       p: [*batch, m, m], symmetric, eigenvalues in the coefficients' interval.
@@ -63,15 +68,12 @@ def lyapunov(
 
     def step(carry, row):
         p, e, q = carry
-        a, b, c = row
         square = arithmetic(p, p)
-        # The square's off-diagonal block is P E - E P = P E + (P E)^T, the fourth power's P^2 F + F P^2.
-        f = twice_symmetric(arithmetic(p, e))
-        off_diagonal = b * f + c * twice_symmetric(arithmetic(square, f))
-        factor = add_identity(b * square + c * arithmetic(square, square), a)
-        e = _skew(arithmetic(p, off_diagonal) + arithmetic(e, factor))
-        q = arithmetic(q, factor) if with_inverse else None
-        p = 0.5 * twice_symmetric(arithmetic(p, factor))
+        share, rest, slope, distance = about_mean(square, row, arithmetic)
+        w = 2 * _skew(arithmetic(p, twice_symmetric(arithmetic(p, e))))
+        e = share * e + 0.5 * slope * w + _skew(arithmetic(e, rest) + row[2] * arithmetic(distance, w))
+        q = share * q + arithmetic(q, rest) if with_inverse else None
+        p = share * p + 0.5 * twice_symmetric(arithmetic(p, rest))
         return (p, e, q), None
 
     identity = jnp.broadcast_to(jnp.eye(p.shape[-1], dtype=p.dtype), p.shape) if with_inverse else None

@@ -108,9 +108,8 @@ def test_check_grads():
             (x,),
             order=2,
             modes=("fwd", "rev"),
-            atol=1e-5,
-            rtol=1e-5,
-            eps=1e-4,
+            atol=1e-6,
+            rtol=1e-6,
         )
 
 
@@ -156,7 +155,13 @@ def test_sylvester():
         a, b, c = jnp.asarray(a), jnp.asarray(b), jnp.asarray(c)
         assert relative(sylvester(a, b, c), exact) < 1e-12
         check_grads(
-            jax.jit(sylvester), (a + jnp.eye(6), b, c), order=2, modes=("fwd", "rev"), atol=1e-5, rtol=1e-5
+            jax.jit(sylvester),
+            (a + jnp.eye(6), b, c),
+            order=2,
+            modes=("fwd", "rev"),
+            atol=1e-6,
+            rtol=1e-6,
+            eps=2e-5,
         )
         stacked = jax.vmap(sylvester, in_axes=(None, None, 0))(a, b, jnp.stack([c, 2 * c]))
         np.testing.assert_allclose(stacked[1], 2 * exact, atol=1e-10)

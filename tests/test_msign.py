@@ -43,9 +43,9 @@ def test_the_default_is_converged_in_float32_at_condition_1e3(shape):
     x = jnp.asarray(matrix(*shape, 1e3), jnp.float32)
     for mode in MODES:
         error = oracles.polar_error(msign(x, gradient=mode), np.asarray(x, np.float64))
-        # Float32 rounds the polar factor of such a matrix to a few 1e-6, by whatever way: LAPACK's SVD is the measure.
+        # Rounding x itself moves the polar factor of such a matrix by 1e-6: LAPACK's SVD in float32 is the measure.
         u, _, vt = (np.asarray(v, np.float64) for v in jnp.linalg.svd(x, full_matrices=False))
-        assert error < min(1e-5, 2 * oracles.polar_error(u @ vt, np.asarray(x, np.float64)))
+        assert error < min(1e-5, oracles.polar_error(u @ vt, np.asarray(x, np.float64)))
         with jax.enable_x64(True):
             assert (
                 oracles.polar_error(
@@ -53,6 +53,15 @@ def test_the_default_is_converged_in_float32_at_condition_1e3(shape):
                 )
                 < 1e-11
             )
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (128, 512)])
+@pytest.mark.parametrize(("dtype", "most"), [(jnp.float32, 2e-6), (jnp.bfloat16, 5e-3)])
+def test_little_is_rounded_where_singular_values_are_alike(shape, dtype, most):
+    """Products of the Gram matrix itself, not of its distance from its mean, lose two to seven times as much."""
+    x = jnp.asarray(matrix(*shape, 3), dtype)
+    y = msign(x.astype(jnp.float32), steps=8) if dtype == jnp.float32 else msign(x, steps=8)
+    assert oracles.polar_error(np.asarray(y, np.float64), np.asarray(x, np.float64)) < most
 
 
 def test_the_default_schedule_reaches_1e_5():
@@ -103,14 +112,13 @@ def test_scale_batch_and_orientation_do_not_matter(mode):
 def test_a_zero_matrix_has_value_zero_and_gradient_zero(mode, dtype):
     f = functools.partial(msign, gradient=mode)
     x = jnp.stack([jnp.zeros((4, 6)), jnp.asarray(random((4, 6)))]).astype(dtype)
-    y, back = jax.vjp(f, x)
-    (g,) = back(jnp.ones_like(x))
+    y, g = jax.jit(f)(x), vjp(f, x, jnp.ones_like(x))
     assert y.dtype == g.dtype == dtype
     np.testing.assert_array_equal(np.asarray(y[0], np.float32), 0)
     np.testing.assert_array_equal(np.asarray(g[0], np.float32), 0)
     assert jnp.all(jnp.isfinite(g))
     assert jnp.any(g[1] != 0)
-    _, tangent = jax.jvp(f, (x,), (jnp.ones_like(x),))
+    tangent = jax.jit(lambda x, dx: jax.jvp(f, (x,), (dx,))[1])(x, jnp.ones_like(x))
     np.testing.assert_array_equal(np.asarray(tangent[0], np.float32), 0)
 
 
@@ -119,8 +127,8 @@ def test_a_zero_matrix_has_value_zero_and_gradient_zero(mode, dtype):
 def test_nan_and_infinity_stay_in_their_matrix_and_are_not_hidden(mode, bad):
     x = random((2, 3, 5)).astype(np.float32)
     x[0, 1, 1] = bad
-    y, back = jax.vjp(functools.partial(msign, gradient=mode), jnp.asarray(x))
-    (g,) = back(jnp.ones_like(y))
+    f = functools.partial(msign, gradient=mode)
+    y, g = jax.jit(f)(x), vjp(f, x, jnp.ones_like(x))
     assert np.all(np.isnan(y[0]))
     assert np.any(np.isnan(g[0]))
     assert np.all(np.isfinite(y[1]))
@@ -135,7 +143,7 @@ def test_an_empty_matrix_is_itself():
 
 
 # Five rows are truncated: what is exact is the derivative of what ran, ripple and all.
-@pytest.mark.parametrize("rows", [polar_express(8), polar_express(5), JORDAN * 5])
+@pytest.mark.parametrize("rows", [polar_express(8), JORDAN * 5])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_polynomial_gradient(rows, shape):
     for condition, seed in ((3, 0), (1e3, 1)):
@@ -145,6 +153,15 @@ def test_polynomial_gradient(rows, shape):
         assert relative(vjp(f, jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32)), expected) < 5e-5
         with jax.enable_x64(True):
             assert relative(vjp(f, jnp.asarray(x), jnp.asarray(c)), expected) < 1e-12
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_polynomial_gradient_of_few_steps(steps):
+    """A last turn alone, of one or two steps; and an odd step before it."""
+    x, c = random((6, 20)), random((6, 20), 2)
+    with jax.enable_x64(True):
+        g = vjp(functools.partial(msign, coefficients=JORDAN, steps=steps), jnp.asarray(x), jnp.asarray(c))
+    assert relative(g, msign_oracles.svd_derivative(x, c, JORDAN * steps)) < 1e-12
 
 
 @pytest.mark.parametrize("options", [{}, {"steps": 8}, {"steps": 5, "polish": 3}])
@@ -248,7 +265,9 @@ def higher_derivatives_by_autodiff(shape):
 
 
 @pytest.mark.parametrize("mode", ["polynomial", "polar"])
-@pytest.mark.parametrize("shape", [(2, 4), pytest.param((3, 3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "shape", [(3, 4), *(pytest.param(s, marks=pytest.mark.slow) for s in ((2, 4), (3, 3)))]
+)
 def test_second_and_third_derivatives(mode, shape):
     loss = scalar(functools.partial(msign, coefficients=ROWS, gradient=mode), shape)
     x, second, third = higher_derivatives_by_autodiff(shape)
@@ -268,10 +287,18 @@ def test_third_derivative_in_reverse(mode, shape):
         assert relative(jax.jit(jax.jacrev(jax.jacrev(jax.jacrev(loss))))(x), third) < 1e-9
 
 
-@pytest.mark.parametrize("mode", ["polynomial", "polar"])
-@pytest.mark.parametrize("shape", [(4, 4), pytest.param((5, 3), marks=pytest.mark.slow)])
-def test_check_grads(mode, shape):
-    f = functools.partial(msign, coefficients=ROWS, gradient=mode)
+@pytest.mark.parametrize(
+    ("mode", "shape", "rows"),
+    [
+        ("polynomial", (4, 4), ROWS),
+        ("polynomial", (3, 5), NEWTON_SCHULZ * 2),  # one turn of two steps
+        ("polar", (4, 4), ROWS),
+        pytest.param("polynomial", (5, 3), ROWS, marks=pytest.mark.slow),
+        pytest.param("polar", (5, 3), ROWS, marks=pytest.mark.slow),
+    ],
+)
+def test_check_grads(mode, shape, rows):
+    f = functools.partial(msign, coefficients=rows, gradient=mode)
     with jax.enable_x64(True):
         x = jnp.asarray(matrix(*shape, 4))
         check_grads(jax.jit(f), (x,), order=2, modes=("fwd", "rev"), atol=1e-6, rtol=1e-6)
@@ -315,7 +342,7 @@ def temporary_bytes(f, *arguments):
     ("shape", "mode", "most"),
     [
         ((512, 512), "polynomial", 8),
-        ((512, 512), "polar", 7.01),  # 6 on jax 0.10.2, 7 on 0.11.2
+        ((512, 512), "polar", 6.01),
         ((512, 2048), "polynomial", 7.5),
         ((512, 2048), "polar", 2.5),
         ((2048, 512), "polynomial", 8.5),
@@ -358,12 +385,28 @@ def test_the_loops_are_rolled_and_stack_nothing(mode):
         compiled_vjp(functools.partial(msign, steps=t, gradient=mode), jnp.ones((3, 5))) for t in (7, 23)
     )
     assert few.count(" dot(") == many.count(" dot(") > 0
-    assert "f32[23,3]" in many or "f32[22,3]" in many  # the coefficients
-    for stacked in ("[23,3,5]", "[23,3,3]", "[22,3,5]", "[22,3,3]"):
-        assert stacked not in many
+    assert "f32[23,3]" in many or "f32[10,2,3]" in many  # the coefficients, one or two rows a turn
+    for turns in (10, 20, 21, 22, 23):
+        assert f"[{turns},3,5]" not in many
+        assert f"[{turns},3,3]" not in many
     assert "[23,3,5]" in compiled_vjp(
         functools.partial(msign, steps=23, gradient="autodiff"), jnp.ones((3, 5))
     )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "turns"),
+    [
+        ((4, 64), jnp.float32, "[3,2,3]"),
+        ((64, 4), jnp.float32, "[3,2,3]"),
+        ((4, 64), jnp.bfloat16, "[7,1,3]"),
+        ((16, 16), jnp.float32, "[7,1,3]"),
+    ],
+)
+def test_wide_matrices_take_two_steps_a_turn(shape, dtype, turns):
+    """Of eight steps the last turn stands alone; and in half precision each step makes its Gram matrix anew."""
+    text = compiled_vjp(functools.partial(msign, steps=8), jnp.ones(shape, dtype))
+    assert f"f32{turns}" in text
 
 
 # Mistakes
@@ -378,8 +421,14 @@ def test_the_loops_are_rolled_and_stack_nothing(mode):
         (lambda: msign(jnp.ones((2, 2)), gradient="svd"), ValueError, r"gradient='svd'"),
         (lambda: msign(jnp.ones((2, 2)), steps=0), ValueError, r"steps=0"),
         (lambda: msign(jnp.ones((2, 2)), steps=2.5), ValueError, r"steps=2.5"),
-        (lambda: msign(jnp.ones((2, 2)), coefficients=()), ValueError, r"rows \(a, b, c\)"),
-        (lambda: msign(jnp.ones((2, 2)), coefficients=((1.0, 2.0),)), ValueError, r"rows \(a, b, c\)"),
+        (
+            lambda: msign(jnp.ones((2, 2)), coefficients=()),
+            ValueError,
+            r"msign\(coefficients=\(\)\) .* one row",
+        ),
+        (lambda: msign(jnp.ones((2, 2)), coefficients=((1.0, 2.0),)), ValueError, r"rows of three numbers"),
+        (lambda: msign(jnp.ones((2, 2)), coefficients="jordan"), ValueError, r"tables have no names"),
+        (lambda: msign(jnp.ones((2, 2)), coefficients=((1.0, np.nan, 2.0),)), ValueError, r"finite"),
         (lambda: msign(jnp.ones((2, 2)), gradient="polar", polish=-1), ValueError, r"polish=-1"),
         (lambda: msign(jnp.ones((2, 2)), polish=1), ValueError, r"belongs to gradient='polar'"),
     ],
