@@ -59,8 +59,9 @@ def test_any_queries_and_keys(data):
     with np.errstate(all="ignore"):
         q, k = query.astype(np.float64), np.repeat(key.astype(np.float64), heads // key_heads, axis=2)
         logits = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(8)
-        sizes = np.einsum("bthd,bshd->bhts", np.abs(q), np.abs(k))
-        sizes = np.where(seen & np.isfinite(sizes), sizes, 0)  # beside rounding, where no infinity decides
+        # What rounding and overflow go by, beside any infinity.
+        sizes = np.einsum("bthd,bshd->bhts", *(np.where(np.isfinite(x), np.abs(x), 0) for x in (q, k)))
+        sizes = np.where(seen, sizes, 0)
     for head in range(heads):
         visible = logits[:, head][np.broadcast_to(seen[:, 0], logits[:, head].shape)]
         size = sizes[:, head].max()
