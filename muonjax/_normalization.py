@@ -1,0 +1,63 @@
+"""Before the polynomials: an upper bound of the largest singular value, out of products that are needed anyway."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Normalization = Literal["schatten", "frobenius", "aol", "spectral"]
+
+
+def normalize(
+    x: jax.Array,
+    gram: jax.Array,
+    others: Any,
+    normalization: Normalization,
+    product: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array | None, Any, jax.Array]:
+    """Divide the Gram matrix by an upper bound of its largest eigenvalue.
+
+    Args:
+      others: At most the sum of the fourth powers of all eigenvalues of `gram` but the largest, which "schatten"
+        takes off.
+
+    Returns:
+      x (which only "aol" touches), R, its square where that is already made, the factor by which R is still to be
+      multiplied, and the factor that x itself still awaits, [*batch, 1, 1].
+    """
+
+    def or_one(norm):  # for the zero matrix
+        return jnp.where(norm == 0, 1, norm)
+
+    def square_norm(a):
+        return jnp.sum(
+            jnp.abs(a.astype(jnp.promote_types(a.dtype, jnp.float32))) ** 2, (-2, -1), keepdims=True
+        )
+
+    def divide(a, bound):
+        return (a / bound).astype(a.dtype)
+
+    gram2, unit = None, 1.0
+    if normalization == "schatten":
+        # ||A||_F first, for a half type can't hold the square of an unscaled A; then ||A^2||_F of what is left.
+        schatten4 = or_one(jnp.sqrt(square_norm(gram)))
+        gram = divide(gram, schatten4)
+        gram2 = product(gram)
+        fourth = square_norm(gram2)
+        # Divided twice by the square: of a matrix of rank one, deflation leaves less than the fourth root of tiny.
+        others = others / schatten4**2 / schatten4**2
+        fourth = jnp.maximum(fourth - others, fourth / gram.shape[-1])
+        schatten8 = jnp.sqrt(jnp.sqrt(or_one(fourth)))
+        unit, bound = 1 / schatten8, schatten4 * schatten8
+    elif normalization == "aol":
+        rows = jax.lax.rsqrt(or_one(jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)))
+        x, gram = x * rows, gram * rows * rows.mT
+        bound = jnp.ones_like(rows[..., :1, :])
+    elif normalization == "frobenius":
+        bound = or_one(jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None])
+        gram = divide(gram, bound)
+    else:
+        bound = or_one(jnp.linalg.eigvalsh(gram)[..., -1:, None])
+        gram = divide(gram, bound)
+    return x, gram, gram2, unit, jax.lax.rsqrt(bound)
