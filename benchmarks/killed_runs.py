@@ -127,7 +127,9 @@ def damage_and_resume(out: pathlib.Path, *, damages: int, steps: int, seed: int 
             folder = pathlib.Path(copy) / "checkpoints"
             shutil.copytree(out / "checkpoints", folder)
             newest = folder / str(checkpoints.steps(folder)[-1])
-            files = sorted((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+            files = sorted(
+                (path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+            )
             damage(files[-1] if index < len(DAMAGES) else rng.choice(files), kind, rng)
             try:
                 _, state = checkpoints.restore(folder, settings, like)
