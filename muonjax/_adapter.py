@@ -148,10 +148,12 @@ class Adapter(NamedTuple):
             )
 
         outputs = jax.checkpoint(outputs, static_argnums=1)
-        count = max(_LEAST_CHANNELS, -(-channels // _BLOCKS))
-        if feature_group_count > 1 or channels % count or count == channels:
+        most = min(_BLOCKS, max(1, channels // _LEAST_CHANNELS))
+        blocks = next(blocks for blocks in range(most, 0, -1) if channels % blocks == 0)
+        if feature_group_count > 1 or blocks == 1:
             return outputs(0, channels)
-        y = lax.map(lambda start: outputs(start, count), jnp.arange(channels // count) * count)
+        count = channels // blocks
+        y = lax.map(lambda start: outputs(start, count), jnp.arange(blocks) * count)
         return jnp.moveaxis(y, 0, -2).reshape(*y.shape[1:-1], channels)
 
 

@@ -2,13 +2,20 @@
 
 Two forms: "rows" makes ΔW a few rows at a time, "kronecker" never makes it. Both are loops whose every block is
 computed again when its derivative is due, so that the arguments are all that lives between the passes.
+
+The cotangent of a loop's constant is gathered from zeros on, and XLA's CPU compiler writes these zeros, as large as
+x, for every layer before the first layer runs. So x enters a loop twice: as a constant, which the derivative keeps,
+and carried from turn to turn, which it differentiates. A carried cotangent starts from what comes after the loop,
+and `_starts_here` makes that wait for the cotangent of y.
 """
 
+import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from muonjax._hadamard import accumulator, block_length, check_factors, product, rows_per_block, starts
 
@@ -162,23 +169,24 @@ def _dot_by_rows(
     m, n = w1a.shape[0], w1b.shape[1]
     dtype = accumulator(x, *factors)
 
-    def add(total: tuple[jax.Array, jax.Array], start: jax.Array | int, count: int):
-        y, squares = total
+    def add(total: tuple[jax.Array, jax.Array, jax.Array], start: jax.Array | int, count: int):
+        y, squares, carried = total
         a1, a2 = (lax.dynamic_slice_in_dim(a, start, count) for a in (w1a, w2a))
         block = product(a1, w1b, a2, w2b, scale, precision)
         if w is not None:
             block += lax.dynamic_slice_in_dim(w, start, count)
         if magnitude is not None:
             squares += jnp.sum(jnp.square(block), axis=0).astype(dtype)
-        columns = lax.dynamic_slice_in_dim(x, start, count, axis=1)
-        return y + _multiply(columns, block, dtype, precision), squares
+        columns = [lax.dynamic_slice_in_dim(each, start, count, axis=1) for each in (x, carried)]
+        return y + _multiply_kept(*columns, block, dtype, precision), squares, carried
 
     add = jax.checkpoint(add, static_argnums=2)
     count = rows_per_block(m)
-    total = (jnp.zeros((x.shape[0], n), dtype), jnp.zeros(n, dtype))
+    total = (jnp.zeros((x.shape[0], n), dtype), jnp.zeros(n, dtype), x)
     total, _ = lax.scan(lambda total, start: (add(total, start, count), None), total, starts(m, count))
     rest = m % count
-    y, squares = add(total, m - rest, rest) if rest else total
+    y, squares, carried = add(total, m - rest, rest) if rest else total
+    y = _starts_here(y, carried)
     # A column of zeros has no direction: LyCORIS's epsilon keeps it finite.
     return y if magnitude is None else y * (magnitude / (jnp.sqrt(squares) + jnp.finfo(dtype).eps))
 
@@ -195,20 +203,22 @@ def _dot_by_kronecker(
     r = w1a.shape[1]
     dtype = accumulator(x, *factors)
 
-    def add(y: jax.Array, start: jax.Array | int, count: int) -> jax.Array:
+    def add(total: tuple[jax.Array, jax.Array], start: jax.Array | int, count: int):
+        y, carried = total
         a = lax.dynamic_slice_in_dim(w1a, start, count, axis=1)
         b = lax.dynamic_slice_in_dim(w1b, start, count)
         left = (a[:, :, None] * w2a[:, None, :]).reshape(len(a), -1)
         right = (b[:, None, :] * w2b[None, :, :]).reshape(-1, b.shape[1])
-        inner = _multiply(x, left, dtype, precision).astype(x.dtype)
-        return y + _multiply(inner, right, dtype, precision)
+        inner = _multiply_kept(x, carried, left, dtype, precision).astype(x.dtype)
+        return y + _multiply(inner, right, dtype, precision), carried
 
     add = jax.checkpoint(add, static_argnums=2)
     count = block_length(r, max(1, _KRONECKER_COLUMNS // r))
-    y = jnp.zeros((x.shape[0], w1b.shape[1]), dtype)
-    y, _ = lax.scan(lambda y, start: (add(y, start, count), None), y, starts(r, count))
+    total = (jnp.zeros((x.shape[0], w1b.shape[1]), dtype), x)
+    total, _ = lax.scan(lambda total, start: (add(total, start, count), None), total, starts(r, count))
     rest = r % count
-    y = scale * (add(y, r - rest, rest) if rest else y)
+    y, carried = add(total, r - rest, rest) if rest else total
+    y = scale * _starts_here(y, carried)
     return y if w is None else y + _multiply(x, w, dtype, precision)
 
 
@@ -216,6 +226,38 @@ def _multiply(x: jax.Array, w: jax.Array, dtype: Any, precision: lax.PrecisionLi
     """x · w in the precision of x, summed in that of `dtype`."""
     y = jnp.matmul(x, w.astype(x.dtype), precision=precision, preferred_element_type=dtype)
     return y.astype(dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _multiply_kept(
+    x: jax.Array, carried: jax.Array, w: jax.Array, dtype: Any, precision: lax.PrecisionLike
+) -> jax.Array:
+    """`_multiply(x, w, …)`, whose derivative keeps x, and gives its cotangent to `carried`, which equals x."""
+    return _multiply(x, w, dtype, precision)
+
+
+@functools.partial(_multiply_kept.defjvp, symbolic_zeros=True)
+def _(dtype: Any, precision: lax.PrecisionLike, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    x, _, w = primals
+    _, dx, dw = tangents
+    dy = jnp.zeros((x.shape[0], w.shape[1]), dtype)
+    if not isinstance(dx, SymbolicZero):
+        dy += _multiply(dx, w, dtype, precision)
+    if not isinstance(dw, SymbolicZero):
+        dy += _multiply(x, dw, dtype, precision)
+    return _multiply_kept(*primals, dtype, precision), dy
+
+
+@jax.custom_jvp
+def _starts_here(y: jax.Array, carried: jax.Array) -> jax.Array:
+    """y; the cotangent of `carried` becomes a zero, but one computed from the cotangent of y."""
+    return y
+
+
+@_starts_here.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    dy, dx = tangents
+    return primals[0], dy.at[:1, :1].add(0 * dx[:1, :1].astype(dy.dtype))
 
 
 def _check_form(call: str, form: str) -> None:

@@ -6,7 +6,6 @@ the parameters of a trained model fit beside the adapters.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,7 +70,7 @@ def loha(
     rank_dropout: float = 0.0,
     decompose: bool = False,
     param_dtype: Any = jnp.float32,
-) -> Callable[[], LoHa]:
+) -> functools.partial[LoHa]:
     """For `dot_general_cls` of `nn.Dense` and `nn.DenseGeneral`, or `qkv_dot_general_cls` of an attention.
 
     Args:
@@ -99,11 +98,11 @@ def loha(
     """
     return functools.partial(
         LoHa,
-        rank,
-        alpha,
-        rank_stabilized,
-        rank_dropout,
-        decompose,
+        rank=rank,
+        alpha=alpha,
+        rank_stabilized=rank_stabilized,
+        rank_dropout=rank_dropout,
+        decompose=decompose,
         param_dtype=param_dtype,
         name=HOLDER,
     )
@@ -200,16 +199,13 @@ def LoHaConv(
         raise ValueError(
             "A LoHa adapter of a masked convolution would fill the mask's holes; remove the mask."
         )
-    adapter = functools.partial(
-        LoHa,
+    adapter = loha(
         rank,
-        alpha,
-        rank_stabilized,
-        rank_dropout,
-        decompose,
-        tucker,
-        is_convolution=True,
+        alpha=alpha,
+        rank_stabilized=rank_stabilized,
+        rank_dropout=rank_dropout,
+        decompose=decompose,
         param_dtype=conv.get("param_dtype", jnp.float32),
-        name=HOLDER,
     )
+    adapter = functools.partial(adapter, is_convolution=True, tucker=tucker)
     return nn.Conv(features, kernel_size, conv_general_dilated_cls=adapter, **conv)

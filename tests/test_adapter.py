@@ -22,8 +22,10 @@ def test_drop_ranks_drops_whole_ranks():
     assert 0.5 < (kept[0] > 0).mean() < 0.95
 
 
-def test_unrolled_convolutions_keep_no_kernel():
-    channels, layers = 256, 6
+# 160 is no multiple of the least size of a block.
+@pytest.mark.parametrize("channels", [160, 256])
+def test_unrolled_convolutions_keep_no_kernel(channels):
+    layers = 6
     kernel = jax.ShapeDtypeStruct((3, 3, channels, channels), jnp.float32)
     f = [jax.ShapeDtypeStruct(s, jnp.float32) for s in [(9 * channels, 4), (4, channels)] * 2]
 
@@ -48,7 +50,7 @@ def test_unrolled_convolutions_keep_no_kernel():
         return jax.lax.conv_general_dilated(x, kernel + delta.reshape(kernel.shape), **settings)
 
     ours = temporary(lambda f, kernel, x: Adapter(tuple(f)).convolution(x, kernel, **settings))
-    assert ours < 0.6 * temporary(plain)
+    assert ours < 0.2 * temporary(plain)
 
 
 def test_an_adapter_of_another_kernel_is_refused():

@@ -185,6 +185,35 @@ def test_second_derivative_is_that_of_the_plain_product(call):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_mixed_second_derivative_is_that_of_the_plain_product(form):
+    f, rng = as_float32(factors(m=6, n=4, r=2)), np.random.default_rng(10)
+    x, w = as_float32([rng.standard_normal((2, 6)), rng.standard_normal((6, 4))])
+
+    def plain(x, w, a, b, c, d):
+        return x @ (w + (a @ b) * (c @ d))
+
+    def mixed(call):
+        value = lambda x, w, *f: jnp.sum(jnp.tanh(call(x, w, *f)))  # noqa: E731
+        forward = jax.jacfwd(jax.grad(value, argnums=(1, 2)))(x, w, *f)
+        return *forward, jax.jacrev(jax.grad(value), argnums=(0, 1, 2))(x, w, *f)
+
+    got, want = mixed(functools.partial(hadamard_linear, form=form)), mixed(plain)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_vmap_of_the_gradient(form):
+    f = as_float32(factors(m=9, n=6, r=2, batch=(3,)))
+    x = jax.random.normal(jax.random.key(0), (3, T, 9))
+    grad = jax.grad(lambda x, a, *f: jnp.sum(hadamard_dot(x, a, *f, form=form) ** 2), argnums=(0, 1))
+    for got, *each in zip(
+        jax.vmap(grad)(x, *f), *(grad(x[i], *(a[i] for a in f)) for i in range(3)), strict=True
+    ):
+        np.testing.assert_allclose(got, jnp.stack(each), rtol=1e-4, atol=1e-4)
+
+
 def test_vmap_over_examples_and_over_adapters():
     f = as_float32(factors(m=9, n=6, r=2, batch=(3,)))
     x = jax.random.normal(jax.random.key(0), (3, T, 9))
@@ -235,7 +264,7 @@ def test_a_double_precision_scale_of_single_precision_factors():
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def unrolled(layers, width, linear):
+def unrolled(layers, width, linear, tokens=16):
     """The compiled gradient of a deep network with respect to its adapters alone."""
     leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
     adapters = [(leaf(width, 8), leaf(8, width)) * 2] * layers
@@ -246,7 +275,7 @@ def unrolled(layers, width, linear):
             x = jnp.tanh(linear(x, w, *f))
         return jnp.sum(x**2)
 
-    return jax.jit(jax.grad(loss)).lower(adapters, kernels, leaf(16, width)).compile()
+    return jax.jit(jax.grad(loss)).lower(adapters, kernels, leaf(tokens, width)).compile()
 
 
 FUNCTIONS = {
@@ -269,6 +298,15 @@ def test_unrolled_layers_hold_no_matrix_between_the_passes(width):
         # W + ΔW itself is an ordinary value beside `hadamard_weight`, which x · (W + ΔW) keeps.
         kept = layers if name == "weight" else 0
         assert ours < (kept + 2.5) * weight + thin, name
+
+
+@pytest.mark.parametrize("name", ["rows", "kronecker", "dot"])
+def test_unrolled_layers_hold_one_input_each_between_the_passes(name):
+    layers, width, tokens = 8, 128, 1024
+    x = 4 * tokens * width
+    # Three more at work, and the rest for blocks and factors; with zeros written ahead it would be twice `layers`.
+    compiled = unrolled(layers, width, FUNCTIONS[name], tokens)
+    assert compiled.memory_analysis().temp_size_in_bytes < (layers + 4) * x
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
