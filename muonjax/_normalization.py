@@ -45,8 +45,8 @@ def normalize(
         gram = divide(gram, schatten4)
         gram2 = product(gram)
         fourth = square_norm(gram2)
-        # Divided twice by the square: of a matrix of rank one, deflation leaves less than the fourth root of tiny.
-        others = others / schatten4**2 / schatten4**2
+        # Of a matrix of rank one deflation leaves so little that the fourth power of its norm is no number.
+        others = (jnp.sqrt(jnp.sqrt(others)) / schatten4) ** 4
         fourth = jnp.maximum(fourth - others, fourth / gram.shape[-1])
         schatten8 = jnp.sqrt(jnp.sqrt(or_one(fourth)))
         unit, bound = 1 / schatten8, schatten4 * schatten8
