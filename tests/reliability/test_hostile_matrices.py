@@ -90,11 +90,14 @@ def expected(x, settings):
     the normalized singular values S / bound."""
     if not x.any():
         return x, np.ones(1)
-    x = x / np.abs(x).max()
+    x = x / 2.0 ** np.frexp(np.abs(x).max())[1]
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     if settings.normalization == "aol":
-        rows = np.abs(x @ x.T).sum(-1, keepdims=True)
+        products = np.abs(x @ x.T)
+        rows = np.where(products < TINY, 0, products).sum(
+            -1, keepdims=True
+        )  # subnormal numbers count as zero
         x = x / np.sqrt(np.where(rows == 0, 1, rows))
     u, s, vh = np.linalg.svd(x, full_matrices=False)
     order = {"schatten": 8, "frobenius": 2, "spectral": np.inf, "aol": None}[settings.normalization]
