@@ -120,14 +120,26 @@ def draw(content: dict[str, Any]) -> None:
     figure, panels = plt.subplots(1, len(ASPECTS), figsize=(13, 4.4), sharey=True, layout="constrained")
     for axes, aspect in zip(panels, ASPECTS, strict=True):
         rows = content["shapes"][str(aspect)]
-        kinds = ((OURS, "C0", "o"), (STEPS, "C7", "."), ({"optax": None, **PEERS}, "C3", "x"))
-        for names, color, marker in kinds:
+        # Labels of the presets to the left below their marks, all others to the right: many lie close together.
+        peers = {"optax": None, **PEERS}
+        kinds = (
+            (OURS, "C0", "o", (-5, -9), "right"),
+            (STEPS, "C7", ".", (4, -8), "left"),
+            (peers, "C3", "x", (4, 3), "left"),
+        )
+        for names, color, marker, aside, align in kinds:
             for name in names:
                 at = rows[name]["ratio"], rows[name]["polar_error"]
                 axes.plot(*at, marker, color=color)
-                axes.annotate(name, at, xytext=(4, 3), textcoords="offset points", fontsize=7, color=color)
+                label = name.removesuffix(", 5 steps") if names is peers else name
+                axes.annotate(label, at, aside, textcoords="offset points", fontsize=7, color=color, ha=align)
         width = content["width"]
-        axes.set(title=f"{width} × {aspect * width}", xlabel="time ÷ Optax's", xlim=(0, 1.4), yscale="log")
+        axes.set(
+            title=f"{width} × {aspect * width}",
+            xlabel="time ÷ Optax's",
+            xlim=(0, 1.2 * max(row["ratio"] for row in rows.values())),
+            yscale="log",
+        )
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("polar error on real spectra, mean")
     figure.savefig(IMAGE, dpi=120)
