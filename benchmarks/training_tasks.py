@@ -109,9 +109,11 @@ class Run:
     """One model, one optimizer: `step()` moves `params`, `measure()` looks at the held-out data."""
 
     def __init__(self, task: Task, optimizer: Callable[..., optax.GradientTransformation], seed: int):
-        self.graph, state = nnx.split(task.model(seed), nnx.Param)
+        model = task.model(seed)
+        self.graph, state = nnx.split(model, nnx.Param)
         self.params = nnx.to_pure_dict(state)
-        numbers = muonjax.nnx.dimension_numbers(self.params)
+        # From the model, not its names alone: a kernel with one input channel could be a depthwise one.
+        numbers = nnx.to_pure_dict(muonjax.nnx.dimension_numbers(model))
         self.optimizer = optax.with_extra_args_support(optimizer(numbers, task.sites))
         self.opt_state = self.optimizer.init(self.params)
         self.task, self.seed, self.steps_done = task, seed, 0

@@ -11,6 +11,7 @@ import measure
 import training
 import training_answers
 import training_tasks
+from flax import nnx
 
 import muonjax
 
@@ -82,10 +83,9 @@ def test_a_tiny_run_is_gone_on_with(tmp_path, monkeypatch):
 
 
 def test_the_convolutions_are_matrices():
-    from flax import nnx
-
-    params = nnx.to_pure_dict(nnx.state(training_tasks.ConvNet(4, rngs=nnx.Rngs(0)), nnx.Param))
-    table = muonjax.tabulate(params, muonjax.nnx.dimension_numbers)
+    model = training_tasks.ConvNet(4, rngs=nnx.Rngs(0))
+    numbers = nnx.to_pure_dict(muonjax.nnx.dimension_numbers(model))
+    table = muonjax.tabulate(nnx.to_pure_dict(nnx.state(model, nnx.Param)), numbers)
     goes = {line.split()[0]: line for line in table.splitlines() if "/" in line}
     assert "9×4" in goes["first/kernel"]
     assert "36×8" in goes["second/kernel"]
