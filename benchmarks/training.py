@@ -240,6 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
                 if rate not in book.losses(task, optimizer, seed):
                     book.run(task, optimizer, rate, seed)
     if book.rows:
+        book.write()
         best = training_answers.summary(book.rows, book.costs)
         draw(best, book.rows, args.picture)
         hidden = ("losses", "curve")

@@ -58,8 +58,14 @@ def _gap(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float] | None:
     return {"mean": statistics.mean(gaps), "low": min(gaps), "high": max(gaps)} if gaps else None
 
 
-def _first_step_below(curve: list[list[float]], loss: float) -> float | None:
-    return next((step for step, value in curve if value <= loss), None)
+def _stays_below_from(curve: list[list[float]], loss: float) -> float | None:
+    """The step from which on the held-out loss is never above `loss`."""
+    step = None
+    for at, value in reversed(curve):
+        if value > loss:
+            break
+        step = at
+    return step
 
 
 def answers(best: Rows) -> Rows:
@@ -81,7 +87,7 @@ def answers(best: Rows) -> Rows:
         compare("orthogonalization", "balanced", "Optax's Muon")
         for muon in ("balanced", "MuonClip"):
             if answer := compare("gain", muon, "AdamW"):
-                step = _first_step_below(table[muon]["curve"], table["AdamW"]["held_out"])
+                step = _stays_below_from(table[muon]["curve"], table["AdamW"]["held_out"])
                 answer["steps"] = step / table["AdamW"]["curve"][-1][0] if step else None
                 if step and "seconds" in table[muon] and "seconds" in table["AdamW"]:
                     answer["time"] = answer["steps"] * table[muon]["seconds"] / table["AdamW"]["seconds"]

@@ -66,6 +66,12 @@ def test_the_answers_are_read_off_the_rows():
     assert found["clip", "MuonClip"]["within_spread"]
 
 
+def test_a_loss_that_comes_back_is_not_reached():
+    curve = [[1, 0.5], [2, 0.2], [3, 0.4], [4, 0.3], [5, 0.1]]
+    assert training_answers._stays_below_from(curve, 0.35) == 4
+    assert training_answers._stays_below_from(curve, 0.05) is None
+
+
 def test_a_tiny_run_is_gone_on_with(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(training, "step_costs", lambda task, optimizers, rounds: [])
