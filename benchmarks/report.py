@@ -327,6 +327,71 @@ def preset_training(content: dict[str, Any]) -> str:
     return f"{_markdown(heads, rows)}\n\n{content['steps']} steps, {seeds} seeds. {_born(content)}"
 
 
+def _whole_tasks(content: dict[str, Any]) -> list[str]:
+    """The tasks of which every optimizer's best rate is bracketed, and which several seeds have run."""
+    tasks = dict.fromkeys(row["task"] for row in content["best"])
+    return [
+        task
+        for task in tasks
+        if all(row["bracketed"] and row["seeds"] > 1 for row in content["best"] if row["task"] == task)
+    ]
+
+
+def training(content: dict[str, Any]) -> str:
+    """Every optimizer at its best rate."""
+    heads = ["", "", "best rate", "held-out loss", "accuracy", "a step ÷ AdamW's"]
+    rows = [
+        [
+            row["task"],
+            row["optimizer"],
+            f"{row['learning_rate']:.2g}",
+            f"{row['held_out']:.3f} ± {row['spread']:.3f}",
+            f"{row['accuracy']:.3f}",
+            f"{row['ratio']:.2f}",
+        ]
+        for row in content["best"]
+        if row["task"] in _whole_tasks(content)
+    ]
+    seeds = min(row["seeds"] for row in content["best"] if row["task"] in _whole_tasks(content))
+    return (
+        f"{_markdown(heads, rows)}\n\n{content['steps']} steps; mean and standard deviation of {seeds} seeds. "
+        f"{_born(content)}"
+    )
+
+
+def training_answers(content: dict[str, Any]) -> str:
+    """The questions, answered task by task."""
+    whole = _whole_tasks(content)
+    lines = []
+    for answer in (a for a in content["answers"] if a["task"] in whole):
+        gap = answer["gap"]
+        pair = f"{answer['task']}, {answer['of']} less {answer['against']}"
+        span = f"{gap['mean']:+.4f} nats ({gap['low']:+.4f} to {gap['high']:+.4f} over the seeds)"
+        match answer["question"]:
+            case "orthogonalization":
+                lines.append(f"Better orthogonalization: {pair}: {span}.")
+            case "gain":
+                steps = answer["steps"]
+                reached = f"{steps:.2f} of AdamW's steps" if steps else "not reached for good"
+                time = f", {answer['time']:.2f} of its time" if steps and "time" in answer else ""
+                lines.append(f"Gain: {pair}: {span}; AdamW's last loss: {reached}{time}.")
+            case "rate":
+                off = answer["factors_of_two"]
+                verdict = "carries over" if answer["within_one"] else "does not carry over"
+                apart = f"2^{off:.0f} times AdamW's" if off else "the same"
+                lines.append(f"AdamW's rate {verdict}: {answer['task']}, {answer['of']}'s best is {apart}.")
+            case "clip":
+                verdict = (
+                    "not worse with any seed"
+                    if answer["never_worse"]
+                    else "within the spread"
+                    if answer["within_spread"]
+                    else "worse"
+                )
+                lines.append(f"The clip: {pair}: {span}: {verdict}.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
 def qk_clip_drift(content: dict[str, Any]) -> str:
     """What happens to the neighbours of a head that is clipped at every step."""
     heads = [
@@ -672,6 +737,8 @@ BLOCKS = {
     "spectra": spectra,
     "symmetric_product": symmetric_product,
     "test_time_training": test_time_training,
+    "training": training,
+    "training.answers": training_answers,
     "training_sweep": training_sweep,
     "training_sweep.rates": training_sweep_rates,
     "training_sweep.steps": training_sweep_steps,
