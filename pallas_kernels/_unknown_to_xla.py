@@ -13,7 +13,8 @@ def unknown_to_xla(numbers: Sequence[int]) -> Sequence[jax.typing.ArrayLike]:
     XLA compiles equal kernels once, but a slice at a constant of its own is a kernel of its own: with 96 layers of
     one shape, slicing was more than half of the time that their compilation took.
     """
-    if jax.default_backend() != "cpu":  # there each pass of the loop would be a launch
+    # Elsewhere each pass of the loop would be a launch; and a single slice is a single kernel either way.
+    if jax.default_backend() != "cpu" or len(numbers) < 2:
         return numbers
     table = jnp.asarray(numbers, jnp.int32)
     none = (jnp.int32(0),) * len(numbers)
