@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import measure
+import newton_schulz as methods
 import numpy as np
 import optax
-from optax.contrib import _muon as optax_muon
 
 import muonjax
-from muonjax import NewtonSchulz, _grouping, newton_schulz
+from muonjax import NewtonSchulz, _grouping
 
 SHAPES = ((64, 64), (64, 256), (128, 128), (128, 512), (256, 256), (512, 512), (768, 768))
 CHUNKS = (1, 2, 4, 8)
@@ -30,7 +30,7 @@ def chunked(size: int) -> Any:
         usual = _grouping.chunk_size
         _grouping.chunk_size = lambda count, shape, platform: size
         try:
-            return _grouping.map_groups(newton_schulz, [stack])[0]
+            return _grouping.map_groups(muonjax.newton_schulz, [stack])[0]
         finally:
             _grouping.chunk_size = usual
 
@@ -47,14 +47,9 @@ def times(shape: tuple[int, int], count: int, rounds: int) -> dict[str, Any]:
     return {"shape": shape, "count": count, "rule": rule, "chunks": rows}
 
 
-def optax_orthogonalize(updates: Any) -> Any:
+def theirs(updates: Any) -> Any:
     """As Optax's Muon does it: a loop a leaf."""
-    numbers = optax_muon.MuonDimensionNumbers(0, 1)
-    coefficients = jnp.asarray(muonjax.JORDAN[0])
-    return jax.tree.map(
-        lambda x: optax_muon.orthogonalize_via_newton_schulz(x, coefficients, dimension_numbers=numbers),
-        updates,
-    )
+    return jax.tree.map(methods.optax, updates)
 
 
 def ours(settings: NewtonSchulz, updates: Any) -> Any:
@@ -66,7 +61,7 @@ def compile_times(leaves: int, width: int, rounds: int) -> dict[str, Any]:
     """Seconds to trace and compile, in units of Optax's."""
     updates = {f"layer_{i}": jax.ShapeDtypeStruct((width, width), jnp.float32) for i in range(leaves)}
     functions = {
-        "optax": optax_orthogonalize,
+        "optax": theirs,
         "fast": functools.partial(ours, NewtonSchulz.fast()),
         "balanced": functools.partial(ours, NewtonSchulz.balanced()),
     }
