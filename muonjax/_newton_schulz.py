@@ -27,6 +27,7 @@ from muonjax._deflation import ROUNDING, shave, shrink_dominant
 from muonjax._normalization import Normalization, normalize
 from muonjax._power_of_two import power_of_two_scale
 from pallas_kernels import symmetric_product
+from pallas_kernels._unknown_to_xla import materialize
 
 Form = Literal["auto", "standard", "gram"]
 
@@ -256,7 +257,7 @@ def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = 
     rank = min(settings.deflation, x.shape[-2] // 8)
     if rank and not half and len(segments[0]) > 1:
         # The Gram form won't look at x again before the end.
-        x = shave(x, min(_SHAVED, rank), over_columns)
+        x = materialize(lambda x: shave(x, min(_SHAVED, rank), over_columns), x)
     gram = over_columns(apply(x, x.mT) if half else product(x))  # deflation wants all digits of the sums
     deflation, others = None, 0.0
     if rank:
@@ -290,12 +291,17 @@ def _polynomials(
       r2: Its square, where that is already made.
       split: Keep the identity's share of each polynomial apart; in half precision it would cost the rest its digits.
     """
-    eye = jnp.eye(r.shape[-1], dtype=r.dtype)
+    diagonal = jnp.eye(r.shape[-1], dtype=bool)
+
+    def plus_identity(r, a):
+        """R + a I, by a mask: XLA would compute a I outside of a loop over matrices, and keep one for each a."""
+        return jnp.where(diagonal, r + a, r)
 
     def quadratic(row, unit, scale=1.0):
         """P = a I + b R + c R^2, times `scale`; without a I if `split`."""
         a, b, c = row
-        linear = scale * b * unit * r if split else scale * a * eye + scale * b * unit * r
+        linear = scale * b * unit * r
+        linear = linear if split else plus_identity(linear, scale * a)
         if c == 0:
             return linear
         c = scale * c * unit**2
@@ -311,7 +317,7 @@ def _polynomials(
     for step, row in enumerate(rows):
         a, last = row[0], step == len(rows) - 1
         p = quadratic(row, unit)
-        first = p + a * eye if split else p
+        first = plus_identity(p, a) if split else p
         q = first if step == 0 else times(q, p, a, scale if last else 1.0)
         if not last:
             r, r2, unit = times(times(r, p, a, unit), p, a), None, 1.0

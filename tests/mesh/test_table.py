@@ -51,7 +51,9 @@ def test_four_matrices_are_shared_by_pairs_of_devices():
     assert counts.flops <= 1.15 * sharding.even_share(standard, case)
 
 
-@pytest.mark.parametrize("case", [sharding.fsdp(24), sharding.CASES["hsdp"], sharding.CASES["replicated"]])
+@pytest.mark.parametrize(
+    "case", [sharding.fsdp(12), sharding.fsdp(24), sharding.CASES["hsdp"], sharding.CASES["replicated"]]
+)
 def test_memory_is_the_buffers_and_one_iteration(case):
     row = sharding.memory("", case)
     assert row["temporary_mebibytes"] <= 1.25 * row["share_and_group_mebibytes"]
