@@ -24,7 +24,7 @@ class Distribution:
       axes: The mesh axes along which replicas share the work; None: all. Along an axis that is not named here,
         devices that store the same do the same, and nothing is gathered.
       mode: "owner" gives each matrix to one device; "tensor_parallel" leaves it on all devices that store it,
-        which sum its Gram matrices; "hybrid" does one along some mesh axes and the other along the rest; "auto"
+        which share its work; "hybrid" does one along some mesh axes and the other along the rest; "auto"
         takes the one that `muonjax.plan` finds cheapest, separately for leaves that different mesh axes cut.
       chunks: How many trips the matrices travel in; with two or more, XLA can let one travel while another is
         worked on.

@@ -14,6 +14,7 @@ one piece of code here.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from muonjax._coefficients import Coefficients, checked_rows, polar_express, tak
 from muonjax._deflation import ROUNDING, shave, shrink_dominant
 from muonjax._normalization import Normalization, normalize
 from muonjax._power_of_two import power_of_two_scale
+from muonjax._work import flops_a_byte
 from pallas_kernels import symmetric_product
 from pallas_kernels._unknown_to_xla import materialize
 
@@ -227,6 +229,14 @@ def _segments(settings: NewtonSchulz, shape: tuple[int, ...], dtype: jnp.dtype) 
     return [steps[i:j] for i, j in itertools.pairwise(ends)]
 
 
+def _worth_sharing(settings: NewtonSchulz, m: int, dtype: jnp.dtype) -> bool:
+    """Whether devices that hold the same m x m matrices save time by each making a part of their products.
+
+    Of p devices each saves (1 - 1/p) m^3 flops, and sends (1 - 1/p) m^2 / 2 numbers.
+    """
+    return settings.implementation is None and 2 * m >= flops_a_byte(dtype) * dtype.itemsize
+
+
 def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = ()) -> jax.Array:
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in the dtype of the sums."""
     dtype = compute_dtype(x, settings)
@@ -234,12 +244,18 @@ def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = 
     half = dtype != sum_dtype
     precision = None if half else jax.lax.Precision.HIGHEST
 
-    def product(r, y=None, c=None, alpha=1.0, beta=0.0):
-        """alpha R Y^H + beta C, Hermitian: Y is R, or commutes with it."""
+    def product(r, y=None, c=None, alpha=1.0, beta=0.0, axis_name=()):
+        """alpha R Y^H + beta C, Hermitian: Y is R, or commutes with it. The devices of `axis_name` share the work."""
         y, c = (None if a is None else a.astype(dtype) for a in (y, c))
         alpha, beta = (a[..., 0, 0] if isinstance(a, jax.Array) else a for a in (alpha, beta))
         return symmetric_product(
-            r.astype(dtype), y=y, c=c, alpha=alpha, beta=beta, implementation=settings.implementation
+            r.astype(dtype),
+            y=y,
+            c=c,
+            alpha=alpha,
+            beta=beta,
+            implementation=settings.implementation,
+            axis_name=axis_name,
         )
 
     def apply(q, x):
@@ -254,6 +270,8 @@ def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = 
     x = x * power_of_two_scale(x, axis_name)
     columns = x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
     segments = _segments(settings, (*x.shape[:-1], columns), dtype)
+    together = axis_name if _worth_sharing(settings, x.shape[-2], dtype) else ()
+    small_product = functools.partial(product, axis_name=together)
     rank = min(settings.deflation, x.shape[-2] // 8)
     if rank and not half and len(segments[0]) > 1:
         # The Gram form won't look at x again before the end.
@@ -269,12 +287,12 @@ def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = 
             if len(segments[0]) > 1:
                 gram = over_columns(product(x))  # of what was rounded
 
-    x, r, r2, unit, root = normalize(x, gram, others, settings.normalization, product)
+    x, r, r2, unit, root = normalize(x, gram, others, settings.normalization, small_product)
     for index, rows in enumerate(segments):
         if index > 0:
             r, r2, unit, root = over_columns(product(x)), None, 1.0, 1.0
         # x itself is divided by the bound and, in full precision, deflated only here, on the small side.
-        a, q = _polynomials(rows, r, r2, unit, root, product, split=half)
+        a, q = _polynomials(rows, r, r2, unit, root, small_product, split=half)
         if index == 0 and deflation is not None and not half:
             q = deflation.apply_right(q)
         x = apply(q, x) if a is None else a * x + apply(q, x)

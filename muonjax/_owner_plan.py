@@ -14,14 +14,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from muonjax._placement import Axes, Kind, Lane, Leaf, Placement, place
-from muonjax._work import Work
+from muonjax._work import Work, flops_a_byte
 
 Mode = Literal["owner", "tensor_parallel", "hybrid", "auto"]
 MODES = get_args(Mode)
-
-# What "auto" counts a byte on the wire as, in flops: an H100's 4e14 useful flops a second over its 200 GB/s to
-# the devices of the same node. Slower links only strengthen the choice of the mode that sends less.
-FLOPS_A_BYTE = 2000.0
 
 # (dtype, m, columns on this device, devices that share the columns) -> the work of that device on one matrix.
 Cost = Callable[[Any, int, int, int], Work]
@@ -56,6 +52,7 @@ class OwnerPlan(NamedTuple):
       placements: of each leaf.
       shipments: the trips of each lane.
       work: of the busiest device: flops, bytes sent, and collectives, the exchange included.
+      cost: what "auto" makes least: these flops, and the bytes in flops' worth.
       ideal_flops: the one-device work of all matrices over the number of devices.
       mean_flops: of what the devices do.
       held: bytes of the largest trip's buffer.
@@ -66,6 +63,7 @@ class OwnerPlan(NamedTuple):
     placements: tuple[Placement, ...]
     shipments: Mapping[Lane, tuple[Shipment, ...]]
     work: Work
+    cost: float
     ideal_flops: float
     mean_flops: float
     held: float
@@ -79,11 +77,6 @@ class OwnerPlan(NamedTuple):
     def redundancy(self) -> float:
         """The busiest device's flops over an even share of the one-device work: 1 is perfect."""
         return self.work.flops / self.ideal_flops if self.ideal_flops else 1.0
-
-    @property
-    def cost(self) -> float:
-        """What "auto" makes least: flops, and bytes in flops' worth."""
-        return self.work.flops + FLOPS_A_BYTE * self.work.sent
 
 
 def size_of(mesh_shape: Mapping[str, int], axes: Axes) -> int:
@@ -106,9 +99,9 @@ def make_plan(
       leaves: All of them.
       mesh_shape: Sizes of the mesh's axes.
       axes: Mesh axes over which replicas share the work.
-      mode: "owner": one device a matrix. "tensor_parallel": all devices that store a matrix work on it together,
-        by sums of Gram matrices. "hybrid": homes along some axes, sums along the others. "auto": whichever of
-        these costs least by `OwnerPlan.cost`, for the leaves cut over the same mesh axes at a time.
+      mode: "owner": one device a matrix. "tensor_parallel": all devices that store a matrix work on it together.
+        "hybrid": homes along some axes, together along the others. "auto": whichever of these costs least by
+        `OwnerPlan.cost`, for the leaves cut over the same mesh axes at a time.
       chunks: Trips a lane makes.
       cost: The work on a matrix.
     """
@@ -163,16 +156,19 @@ def _plan(
     shipments = _ship(placements, dealt, chunks)
 
     total, held = Work(flops=float(load.max(initial=0.0))), 0.0
+    sent = dict.fromkeys(shipments, Work())
     for lane, trips in shipments.items():
         copies, exchanged = size_of(mesh_shape, lane.replicas), size_of(mesh_shape, lane.exchange)
         for trip in trips:
             size = exchanged * trip.elements * lane.dtype.itemsize
             both_ways = Work(0.0, 2.0 * size * (exchanged - 1) / exchanged, 2 * (exchanged > 1))
-            total += both_ways + Work(0.0, 1.0 * size * (copies - 1), int(copies > 1))
+            sent[lane] += both_ways + Work(0.0, 1.0 * size * (copies - 1), int(copies > 1))
             held = max(held, size * copies)
     for (lane, kind), counts in dealt.items():
         most = int(counts.max())
-        total += works[lane, kind]._replace(flops=0.0).times(most)
+        sent[lane] += works[lane, kind]._replace(flops=0.0).times(most)
+    total = sum(sent.values(), total)
+    worth = sum(flops_a_byte(lane.dtype) * work.sent for lane, work in sent.items())
     devices = math.prod(mesh_shape.values())
     return OwnerPlan(
         mesh_shape,
@@ -180,6 +176,7 @@ def _plan(
         tuple(placements),
         shipments,
         total,
+        total.flops + worth,
         ideal / devices,
         float(load.mean()),
         held,

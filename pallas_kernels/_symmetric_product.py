@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels import _blocked, _launch, _reference
+from pallas_kernels import _blocked, _launch, _reference, _shared
 
 IMPLEMENTATIONS = ("reference", "blocked", "hopper")
 
@@ -21,6 +21,7 @@ def symmetric_product(
     alpha: jax.typing.ArrayLike = 1.0,
     beta: jax.typing.ArrayLike = 0.0,
     implementation: str | None = None,
+    axis_name: tuple[str, ...] = (),
 ) -> jax.Array:
     """Multiply where the result is known to be symmetric, and return it exactly symmetric.
 
@@ -45,6 +46,8 @@ def symmetric_product(
       implementation: `None` for the rule in `_choose`; ``"reference"``: one full product of XLA's;
         ``"blocked"``: the lower triangle by halves, in plain XLA, any platform; ``"hopper"``: a Pallas
         kernel for NVIDIA's H100 and H200. One that is named runs, or raises.
+      axis_name: mesh axes, inside of `jax.shard_map`, whose devices all hold these same arguments. Each then
+        computes a part of the triangle, as plain products, and one all-gather completes it on all of them.
 
     Returns:
       [*batch, m, m], in X's dtype.
@@ -62,6 +65,12 @@ def symmetric_product(
              [12., 19.]], dtype=float32)
     """
     x, y, c, alpha, beta = _checked(x, y, c, alpha, beta)
+    axis_name = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if axis_name and implementation is not None:
+        raise ValueError(
+            f"symmetric_product(implementation={implementation!r}, axis_name={axis_name!r}): the parts that devices "
+            "share out are plain products; leave one of the two out."
+        )
     if implementation is None:
         implementation = _choose(jax.default_backend(), x.dtype, x.shape)
     elif implementation not in IMPLEMENTATIONS:
@@ -69,7 +78,7 @@ def symmetric_product(
             f"symmetric_product(implementation={implementation!r}): no such implementation; "
             f"choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None for the rule."
         )
-    return _product(x, y, c, alpha, beta, implementation)
+    return _product(x, y, c, alpha, beta, implementation, axis_name)
 
 
 def _choose(platform: str, dtype: jnp.dtype, shape: tuple[int, ...]) -> str:
@@ -117,15 +126,17 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> tuple:
     return x, y, c, *scalars
 
 
-def _run(x, y, c, alpha, beta, implementation):
+def _run(x, y, c, alpha, beta, implementation, axis_name):
+    if axis_name:
+        return _shared.symmetric_product(x, y, c, alpha, beta, axis_name=axis_name)
     module = {"reference": _reference, "blocked": _blocked, "hopper": _launch}[implementation]
     return module.symmetric_product(x, y, c, alpha, beta)
 
 
-_product = jax.custom_jvp(_run, nondiff_argnums=(5,))
+_product = jax.custom_jvp(_run, nondiff_argnums=(5, 6))
 
 
-def _product_jvp(implementation, primals, tangents):
+def _product_jvp(implementation, axis_name, primals, tangents):
     """Forward mode; every term is linear in its tangent, so JAX transposes it for reverse mode.
 
     ``dS = alpha·(dX Yᴴ + X dYᴴ) + dalpha·X Yᴴ + beta·dC + dbeta·C``, where dS is symmetric as S is: its
@@ -154,13 +165,13 @@ def _product_jvp(implementation, primals, tangents):
             terms.append(_reference.mirror(scale(alpha, half(x, dy))))
     if not isinstance(dalpha, SymbolicZero):
         one, zero = jnp.ones((), alpha.dtype), jnp.zeros((), beta.dtype)
-        terms.append(scale(dalpha, _product(x, y, None, one, zero, implementation)))
+        terms.append(scale(dalpha, _product(x, y, None, one, zero, implementation, axis_name)))
     if c is not None:
         if not isinstance(dc, SymbolicZero):
             terms.append(_reference.mirror(scale(beta, dc)))
         if not isinstance(dbeta, SymbolicZero):
             terms.append(_reference.mirror(scale(dbeta, c)))
-    out = _product(x, y, c, alpha, beta, implementation)
+    out = _product(x, y, c, alpha, beta, implementation, axis_name)
     tangent = sum(terms[1:], terms[0]) if terms else jnp.zeros(out.shape, wide)
     return out, tangent.astype(out.dtype)
 

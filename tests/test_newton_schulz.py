@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import muonjax
 from muonjax import NewtonSchulz
 from muonjax._coefficients import evaluate, take_steps
-from muonjax._newton_schulz import gram_restarts
+from muonjax._newton_schulz import _worth_sharing, gram_restarts
 
 PRESETS = {
     "fast": NewtonSchulz.fast(),
@@ -314,6 +314,28 @@ def test_auto_form_is_gram_only_where_wide_and_exact():
     assert products((64, 256), None) == 1
     assert products((64, 80), None) == 4
     assert products((64, 256), jnp.bfloat16) == 4
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "worth"),
+    [(256, "float32", False), (512, "float32", True), (1024, "bfloat16", False), (4096, "bfloat16", True)],
+)
+def test_devices_share_products_only_where_that_saves_more_than_it_sends(m, dtype, worth):
+    assert _worth_sharing(NewtonSchulz(), m, jnp.dtype(dtype)) == worth
+    # A named implementation is used, and the shares are none.
+    assert not _worth_sharing(NewtonSchulz(implementation="reference"), m, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_reverse_mode_agrees_with_forward_mode(form):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((32, 64)), jnp.float32)
+    dx, ct = x[::-1], x[:, ::-1]
+    f = functools.partial(muonjax.newton_schulz, settings=NewtonSchulz(form=form))
+    _, tangent = jax.jvp(f, (x,), (dx,))
+    _, pullback = jax.vjp(f, x)
+    forward, backward = jnp.vdot(ct, tangent), jnp.vdot(pullback(ct)[0], dx)
+    assert abs(forward) > 0.1
+    np.testing.assert_allclose(forward, backward, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

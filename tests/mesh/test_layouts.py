@@ -1,5 +1,7 @@
 """However the leaves lie, the matrices are the same: those of one device."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +23,9 @@ from layouts import (
 )
 
 import muonjax
-from muonjax import NewtonSchulz
+from muonjax import NewtonSchulz, _newton_schulz
 from muonjax._exchange import exchange
+from pallas_kernels import _shared
 
 MESHES = [{"fsdp": 1, "tensor": 1}, {"fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}]
 MESHES += [{"fsdp": 2, "tensor": 4}, {"fsdp": 8, "tensor": 1}]
@@ -59,6 +62,28 @@ def test_the_other_modes(mode):
     names = ("rows", "both", "tall", "experts", "query", "one_axis_twice_turned", "fused")
     _, results = on_mesh(make_mesh(fsdp=4, tensor=2), names, newton_schulz=NewtonSchulz(), mode=mode)
     check(results, names, newton_schulz=NewtonSchulz(), atol=5e-6)
+
+
+@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
+def test_small_products_that_devices_share_out(compute_dtype, monkeypatch):
+    names, settings = MATRICES, NewtonSchulz(compute_dtype=compute_dtype)
+    products, found = [], []
+
+    def counted(x, *arguments, **settings):
+        products.append(x.shape)
+        return shared_product(x, *arguments, **settings)
+
+    shared_product = _shared.symmetric_product
+    monkeypatch.setattr(_shared, "symmetric_product", counted)
+    for flops_a_byte in (math.inf, 0.0):
+        monkeypatch.setattr(_newton_schulz, "flops_a_byte", lambda dtype, worth=flops_a_byte: worth)
+        products.clear()
+        found.append(on_mesh(make_mesh(fsdp=4, tensor=2), names, settings, mode="tensor_parallel")[1])
+        assert bool(products) == (flops_a_byte == 0.0)
+    each, shared = found
+    for name in names:
+        tolerance = 5e-6 if compute_dtype is None else 0.02
+        np.testing.assert_allclose(shared[name], each[name], atol=tolerance, err_msg=name)
 
 
 @pytest.mark.parametrize("axes", [None, ("fsdp", "tensor"), ()])

@@ -1,0 +1,70 @@
+import hlo_counts
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from symmetric_product_suite import SymmetricProductSuite, draw, oracle
+
+from pallas_kernels import symmetric_product
+
+
+def on_devices(function, devices, check_vma=False):
+    """`function` on so many devices that hold the same arguments; [device, *result]."""
+    names = ("a", "b") if devices > 2 else ("a",)
+    sizes = (devices // 2, 2) if devices > 2 else (devices,)
+    mesh = jax.make_mesh(
+        sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[:devices]
+    )
+    return jax.jit(
+        jax.shard_map(
+            lambda *arguments: function(names, *arguments)[None],
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P(names),
+            check_vma=check_vma,
+        )
+    )
+
+
+class TestShared(SymmetricProductSuite):
+    """By four devices, so that blocks have a row or a few."""
+
+    def product(self, x, **settings):
+        def shared(names, x, settings):
+            return symmetric_product(x, **settings, axis_name=names)
+
+        return on_devices(shared, 4)(x, settings)[0]
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_every_device_gets_the_same(devices, check_vma):
+    x, c = draw((3, 50, 20), jnp.float32), draw((3, 50, 50), jnp.float32, 1)
+
+    def shared(names, x, c):
+        return symmetric_product(x, c=c, alpha=0.7, beta=-1.3, axis_name=names)
+
+    out = np.asarray(on_devices(shared, devices, check_vma)(x, c))
+    assert len(out) == devices
+    np.testing.assert_allclose(out[0], oracle(x, None, c, 0.7, -1.3), atol=2e-5)
+    for other in out[1:]:
+        np.testing.assert_array_equal(other, out[0])
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_each_device_computes_its_part_and_sends_half_the_result(devices):
+    m = 256
+    x = jax.ShapeDtypeStruct((m, m), jnp.float32)
+    f = on_devices(lambda names, x: symmetric_product(x, axis_name=names), devices)
+    counts = hlo_counts.count(f.lower(x).compile(), devices=devices)
+    part = (1 + 1 / (2 * devices)) / (2 * devices)
+    assert counts.flops == part * 2 * m**3
+    assert counts.collectives == {"all-gather": 1}
+    assert counts.sent == {"all-gather": part * m**2 * 4 * (devices - 1)}
+
+
+def test_a_named_implementation_is_refused():
+    with pytest.raises(ValueError, match=r"implementation='blocked', axis_name=\('a',\).*plain products"):
+        symmetric_product(jnp.ones((4, 3)), implementation="blocked", axis_name="a")
