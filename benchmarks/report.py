@@ -205,16 +205,22 @@ def sharding_explicit(content: dict[str, Any]) -> str:
     )
 
 
-def sharding_four(content: dict[str, Any]) -> str:
+def sharding_modes(content: dict[str, Any]) -> str:
     """Fewer matrices than devices."""
-    row = content["rows"]["four"]
-    own = row["muonjax_auto"]
-    return (
-        f"Four matrices on eight devices: a device alone with a matrix would do 2.00 of an even share and leave four "
-        f"idle; in pairs it is {own['redundancy']:.2f} of an even share of our own iteration, "
-        f"{own['flops'] / row['even_share_of_the_standard_form']:.2f} of one of the standard form, and "
-        f"{own['flops'] / row['optax']['flops']:.2f} of the flops that Optax's does there."
-    )
+    rows = []
+    for row in content["modes"]:
+        for number, (mode, cost) in enumerate(row["modes"].items()):
+            rows.append(
+                [
+                    "" if number else f"{row['title']} ({row['matrices']} matrices)",
+                    f'"{mode}"{" (auto)" * cost["auto"]}',
+                    f"{cost['redundancy']:.2f}",
+                    f"{cost['mebibytes']:.0f}",
+                    cost["collectives"],
+                ]
+            )
+    heads = ["matrices and mesh", "mode", "flops ÷ an even share", "MiB sent", "collectives"]
+    return f"{_markdown(heads, rows)}\n\nOf the busiest device, as `plan` says, in float32. {_born(content)}"
 
 
 def sharding_llama(content: dict[str, Any]) -> str:
@@ -731,9 +737,9 @@ BLOCKS = {
     "qk_clip_drift": qk_clip_drift,
     "sharding": sharding,
     "sharding.explicit": sharding_explicit,
-    "sharding.four": sharding_four,
     "sharding.llama": sharding_llama,
     "sharding.memory": sharding_memory,
+    "sharding.modes": sharding_modes,
     "spectra": spectra,
     "symmetric_product": symmetric_product,
     "test_time_training": test_time_training,

@@ -183,11 +183,9 @@ def measured(compiled: Any, even_share: float, case: Case) -> dict[str, Any]:
 def run_case(case: Case) -> dict[str, Any]:
     """Every column of one row."""
     ours, theirs = even_share(muon(case, None), case), even_share(optax_muon(case), case)
-    standard = muon(case, None, newton_schulz=muonjax.NewtonSchulz(form="standard"))
     row: dict[str, Any] = {
         "title": case.title,
         "even_share": ours,
-        "even_share_of_the_standard_form": even_share(standard, case),
         "optax_even_share": theirs,
     }
     row["optax"] = measured(compile_step(optax_muon(case), case, AxisType.Auto), theirs, case)
@@ -217,8 +215,8 @@ def fsdp(count: int) -> Case:
     return Case("FSDP 8", {"fsdp": 8}, both_ways(P("fsdp", None), P("fsdp", None), count))
 
 
-def llama_8b(spec: P) -> dict[str, tuple[tuple[int, ...], P]]:
-    """The 224 matrices of Llama-3-8B, unscanned."""
+def llama_8b(spec: P, layers: int = 32) -> dict[str, tuple[tuple[int, ...], P]]:
+    """The matrices of Llama-3-8B, seven a layer, unscanned."""
     shapes = {
         "query": (4096, 4096),
         "key": (4096, 1024),
@@ -228,7 +226,7 @@ def llama_8b(spec: P) -> dict[str, tuple[tuple[int, ...], P]]:
         "up": (4096, 14336),
         "down": (14336, 4096),
     }
-    return {f"{name}_{i}": (shape, spec) for i in range(32) for name, shape in shapes.items()}
+    return {f"{name}_{i}": (shape, spec) for i in range(layers) for name, shape in shapes.items()}
 
 
 def llama(devices: int) -> dict[str, Any]:
@@ -248,6 +246,28 @@ def llama(devices: int) -> dict[str, Any]:
     }
 
 
+def modes(case: Case) -> dict[str, Any]:
+    """What every mode would cost the busiest device, as planned."""
+    mesh = AbstractMesh(tuple(case.mesh_shape.values()), tuple(case.mesh_shape))
+    plan = muonjax.plan(
+        case.params(None), muonjax.Distribution(mesh, case.specs), dimension_numbers=NUMBERS
+    ).modes
+    return {
+        "title": case.title,
+        "matrices": case.matrices,
+        "modes": {
+            mode: {
+                "redundancy": cost.redundancy,
+                "mebibytes": cost.sent / 2**20,
+                "collectives": cost.collectives,
+                "auto": cost == plan["auto"],
+            }
+            for mode, cost in plan.items()
+            if mode != "auto"
+        },
+    }
+
+
 def main() -> None:
     """The command."""
     jax.config.update("jax_num_cpu_devices", 64)
@@ -260,7 +280,25 @@ def main() -> None:
     print(measure.table([*deeper, *wider]))
     large = [llama(devices) for devices in (8, 64)]
     print(measure.table(large))
-    print(measure.write("sharding", {"rows": rows, "memory": [*deeper, *wider], "llama": large}))
+    layer_by_8 = Case("one layer of Llama-3-8B, FSDP 8", {"fsdp": 8}, llama_8b(P("fsdp", None), 1))
+    layer_by_64 = Case(
+        "one layer of Llama-3-8B, FSDP × tensor 8 × 8",
+        {"fsdp": 8, "tensor": 8},
+        llama_8b(P("fsdp", "tensor"), 1),
+    )
+    few = [modes(case) for case in (CASES["four"], layer_by_8, layer_by_64)]
+    print(
+        measure.table(
+            [
+                {"case": row["title"], "mode": mode, **cost}
+                for row in few
+                for mode, cost in row["modes"].items()
+            ]
+        )
+    )
+    print(
+        measure.write("sharding", {"rows": rows, "memory": [*deeper, *wider], "llama": large, "modes": few})
+    )
 
 
 if __name__ == "__main__":
