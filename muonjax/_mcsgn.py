@@ -7,15 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from muonjax._coefficients import Coefficients
+from muonjax._known_transpose import linear_map_with_known_transpose
+from muonjax._matrix_arithmetic import Arithmetic, inner, transpose
 from muonjax._msign import checked, schedule
 from muonjax._power_of_two import power_of_two_scale
-from muonjax._singular_polynomial import (
-    Arithmetic,
-    about_mean,
-    inner,
-    linear_map_with_known_transpose,
-    transpose,
-)
+from muonjax._singular_polynomial import about_mean
 
 
 def mcsgn(

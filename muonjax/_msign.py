@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._coefficients import Coefficients, checked_rows, polar_express, take_steps
+from muonjax._matrix_arithmetic import Arithmetic, normalized, oriented_like
 from muonjax._polar_derivative import polar_msign
-from muonjax._singular_polynomial import Arithmetic, iterate, normalized, oriented_like, polynomial_msign
+from muonjax._singular_polynomial import iterate, polynomial_msign
 
 Gradient: TypeAlias = Literal["polynomial", "polar", "autodiff"]
 

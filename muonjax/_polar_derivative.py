@@ -15,17 +15,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from muonjax._coefficients import NEWTON_SCHULZ, Coefficients
-from muonjax._power_of_two import power_of_two_scale
-from muonjax._singular_polynomial import (
+from muonjax._matrix_arithmetic import (
     Arithmetic,
-    about_mean,
-    iterate,
     oriented_like,
     transpose,
     twice_symmetric,
     unit_norm,
     widened,
 )
+from muonjax._power_of_two import power_of_two_scale
+from muonjax._singular_polynomial import about_mean, iterate
 
 
 def _skew(x: jax.Array) -> jax.Array:

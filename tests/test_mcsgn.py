@@ -10,8 +10,8 @@ import pytest
 from jax.test_util import check_grads
 
 from muonjax import JORDAN, NEWTON_SCHULZ, mcsgn, msign, polar_express, sylvester
+from muonjax._matrix_arithmetic import Arithmetic
 from muonjax._mcsgn import _iterate, _normalized
-from muonjax._singular_polynomial import Arithmetic
 
 relative = msign_oracles.relative
 
