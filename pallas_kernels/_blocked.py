@@ -1,19 +1,21 @@
-"""The lower triangle by recursive halves, in plain XLA: fewer multiply-adds on any platform.
+"""The lower triangle in equal blocks, in plain XLA: fewer multiply-adds on any platform.
 
 ```
-[ S₁₁  S₂₁ᴴ ]      S₂₁ = alpha·X₂ Y₁ᴴ + beta·C₂₁,
-[ S₂₁  S₂₂  ]      S₁₁ and S₂₂ in the same way.
+[ S₁₁           ]      S_ij = alpha·X_i Y_jᴴ + beta·C_ij for i >= j,
+[ S₂₁ S₂₂       ]      and S_ji = S_ijᴴ
+[ S₃₁ S₃₂ S₃₃   ]
 ```
 
-One level costs 3/4 of the full product's multiply-adds, two 5/8. A block off the diagonal is
-copied twice into the result, the few on the diagonal are mirrored: on a CPU much cheaper than mirroring the
-whole matrix, where a transposed pass misses the cache on every element.
+r rows of blocks cost (1 + 1/r)/2 of the full product's multiply-adds, four of them 5/8. A block off the diagonal is
+copied twice into the result, the few on the diagonal are mirrored: on a CPU much cheaper than mirroring the whole
+matrix, where a transposed pass misses the cache on every element.
 
-A loop over equal blocks would do less work still and compile faster, but runs them one after the other: on two
-cores a whole iteration takes longer than with these halves, of which XLA runs several at once.
+Blocks of one size are the same few kernels all over an iteration, and XLA compiles each of them once. A loop over them
+would compile faster still, but run them one after the other: on two cores a whole iteration takes longer so.
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -24,9 +26,9 @@ from pallas_kernels import _reference
 from pallas_kernels._reference import epilogue, product
 from pallas_kernels._unknown_to_xla import unknown_to_xla
 
-# Rows of the smallest block, and the deepest recursion: benchmarks/symmetric_product.py compares others.
-LEAF = 128
-DEPTH = 2
+# Rows of blocks, at most, and of the smallest block: benchmarks/symmetric_product.py compares others.
+ROWS = 4
+SMALLEST = 128
 
 
 def symmetric_product(
@@ -36,48 +38,43 @@ def symmetric_product(
     alpha: jax.Array,
     beta: jax.Array,
     *,
-    leaf: int = LEAF,
-    depth: int = DEPTH,
+    rows: int = ROWS,
+    smallest: int = SMALLEST,
 ) -> jax.Array:
-    """``alpha·X Yᴴ + beta·C`` by halves; the arguments are checked by the public op."""
+    """``alpha·X Yᴴ + beta·C`` in blocks; the arguments are checked by the public op."""
     *batch, m, _ = x.shape
-    if m <= leaf or depth == 0:
+    rows = min(rows, m // smallest)
+    if rows < 2:
         return _reference.symmetric_product(x, y, c, alpha, beta)
-    one = functools.partial(_by_halves, leaf=leaf, depth=depth)
+    one = functools.partial(_in_blocks, rows=rows)
     if math.prod(batch) <= 1 or jax.default_backend() != "cpu":
         return one(x, y, c, alpha, beta)
-    # One matrix after the other: blocks of a whole batch would be copied through main memory at each level.
+    # One matrix after the other: blocks of a whole batch would be copied through main memory.
     each = x, y, c, jnp.broadcast_to(alpha, batch), jnp.broadcast_to(beta, batch)
     each = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), each)
     return lax.map(lambda arguments: one(*arguments), each).reshape(*batch, m, m)
 
 
-def _by_halves(x, y, c, alpha, beta, *, leaf, depth):
-    y = x if y is None else y
-    starts = _starts(0, x.shape[-2], leaf, depth)
-    at = dict(zip(starts, unknown_to_xla(starts), strict=True))
+def _in_blocks(x, y, c, alpha, beta, *, rows):
+    bounds = [x.shape[-2] * i // rows for i in range(rows + 1)]
+    sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+    starts = unknown_to_xla(bounds[:-1])
 
-    def cut(a, start, size, axis=-2):
-        return lax.dynamic_slice_in_dim(a, at[start], size, axis, allow_negative_indices=False)
+    def cut(a, i, axis=-2):
+        return lax.dynamic_slice_in_dim(a, starts[i], sizes[i], axis, allow_negative_indices=False)
 
-    def square(start, size, depth):
-        """S_ii, whose first row is `start`."""
-        if size <= leaf or depth == 0:
-            addend = None if c is None else cut(cut(c, start, size), start, size, axis=-1)
-            return _reference.symmetric_product(cut(x, start, size), cut(y, start, size), addend, alpha, beta)
-        half = size // 2
-        second = start + half, size - half
-        addend = None if c is None else cut(cut(c, *second), start, half, axis=-1)
-        low = epilogue(product(cut(x, *second), cut(y, start, half)), addend, alpha, beta).astype(x.dtype)
-        top = jnp.concatenate([square(start, half, depth - 1), low.mT.conj()], axis=-1)
-        return jnp.concatenate([top, jnp.concatenate([low, square(*second, depth - 1)], axis=-1)], axis=-2)
-
-    return square(0, x.shape[-2], depth)
-
-
-def _starts(start, size, leaf, depth):
-    """The first rows of all blocks."""
-    if size <= leaf or depth == 0:
-        return [start]
-    half = size // 2
-    return _starts(start, half, leaf, depth - 1) + _starts(start + half, size - half, leaf, depth - 1)
+    blocks = {}
+    for i in range(rows):
+        x_i = cut(x, i)
+        c_i = None if c is None else cut(c, i)
+        for j in range(i + 1):
+            y_j = cut(x if y is None else y, j)
+            c_ij = None if c_i is None else cut(c_i, j, axis=-1)
+            if i == j:
+                blocks[i, i] = _reference.symmetric_product(x_i, y_j, c_ij, alpha, beta)
+            else:
+                blocks[i, j] = epilogue(product(x_i, y_j), c_ij, alpha, beta).astype(x.dtype)
+                blocks[j, i] = blocks[i, j].mT.conj()
+    return jnp.concatenate(
+        [jnp.concatenate([blocks[i, j] for j in range(rows)], axis=-1) for i in range(rows)], axis=-2
+    )

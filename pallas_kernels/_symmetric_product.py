@@ -44,7 +44,7 @@ def symmetric_product(
       alpha: real; a number, or one for each matrix (broadcast against ``batch``). May be traced.
       beta: as `alpha`; counts only where `c` is given.
       implementation: `None` for the rule in `_choose`; ``"reference"``: one full product of XLA's;
-        ``"blocked"``: the lower triangle by halves, in plain XLA, any platform; ``"hopper"``: a Pallas
+        ``"blocked"``: the lower triangle in blocks, in plain XLA, any platform; ``"hopper"``: a Pallas
         kernel for NVIDIA's H100 and H200. One that is named runs, or raises.
       axis_name: mesh axes, inside of `jax.shard_map`, whose devices all hold these same arguments. Each then
         computes a part of the triangle, as plain products, and one all-gather completes it on all of them.

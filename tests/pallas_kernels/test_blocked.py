@@ -8,13 +8,13 @@ from pallas_kernels import _blocked, symmetric_product
 
 
 class TestBlocked(SymmetricProductSuite):
-    """With blocks of 16 rows, so that small matrices have several levels."""
+    """With blocks of 16 rows, so that small matrices have several."""
 
     implementation = "blocked"
 
     @pytest.fixture(autouse=True)
     def _small_blocks(self, monkeypatch):
-        monkeypatch.setitem(_blocked.symmetric_product.__kwdefaults__, "leaf", 16)
+        monkeypatch.setitem(_blocked.symmetric_product.__kwdefaults__, "smallest", 16)
 
 
 def _flops(implementation):
@@ -24,4 +24,4 @@ def _flops(implementation):
 
 
 def test_saves_the_multiply_adds_it_promises():
-    assert _flops("blocked") == 5 / 8 * _flops("reference")  # two levels
+    assert _flops("blocked") == 5 / 8 * _flops("reference")  # four rows of blocks
