@@ -55,6 +55,7 @@ def symmetric_product(
     return lax.map(lambda arguments: one(*arguments), each).reshape(*batch, m, m)
 
 
+@functools.partial(jax.jit, static_argnames="rows")  # one trace for all products of a shape
 def _in_blocks(x, y, c, alpha, beta, *, rows):
     bounds = [x.shape[-2] * i // rows for i in range(rows + 1)]
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
