@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -91,20 +92,32 @@ def _name(fn: Callable) -> str:
 
 
 def _fixed(call: str, base: Callable) -> dict[str, Any]:
-    """The settings that a `functools.partial` fixes, unless the softmax sees other logits than can be measured."""
+    """What `base` does when it is not told: its own defaults, and what a `functools.partial` fixes.
+
+    Refuses a base whose softmax sees other logits than can be measured.
+    """
+    parameters = inspect.signature(base).parameters.values()
+    settings = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
     keywords = {}
     while isinstance(base, functools.partial):
         keywords = {**base.keywords, **keywords}
         base = base.func
+    settings |= keywords  # those that **kwargs take stand in no signature
     if "rope" in _name(base):
         raise ValueError(
             f"{call}(base={_name(base)}) rotates queries and keys after they are measured; pass the rotation "
             f"as rotate=fn instead, a function of one array [*batch, T, heads, D]."
         )
-    caps = [k for k, v in keywords.items() if "cap" in k and v is not None]
+    caps = [name for name in settings if re.search(r"cap(ped|ping)?(_|$)", name) and _given(settings[name])]
     if caps:
         raise ValueError(
-            f"{call}: {caps[0]}={keywords[caps[0]]} caps the logits, and QK-Clip acts on uncapped ones; use "
-            f"one or the other."
+            f"{call}(base={_name(base)}): {caps[0]}={settings[caps[0]]} caps the logits that the softmax sees, which "
+            f"QK-Clip neither measures nor scales. Leave the cap out; or keep it, for it bounds the logits itself: use "
+            f"this attention unwrapped, and take it out of the clip's sites."
         )
-    return keywords
+    return settings
+
+
+def _given(setting: Any) -> bool:
+    """Whether a cap is one: None and 0 turn it off."""
+    return setting is not None and not (isinstance(setting, (int, float)) and setting == 0)

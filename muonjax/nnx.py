@@ -96,8 +96,8 @@ def attention_fn(
     module, so that NNX keeps its fused attention.
 
     Args:
-      base: the attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What a
-        `functools.partial` fixes of `scale`, `local_window_size` and `is_causal` is measured so.
+      base: the attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What its
+        own defaults or a `functools.partial` say of `scale`, `local_window_size` and `is_causal` is measured so.
       rotate: rotary embedding, or another linear map of `[*batch, T, heads, D]`, applied to queries and keys
         before they are measured and handed to `base`.
       scale: the scale that `base` uses, if it isn't 1/√D.

@@ -350,11 +350,40 @@ def capped_attention(query, key, value, *, logits_soft_cap=None, **kwargs):
 def test_bases_that_are_refused(door):
     with pytest.raises(ValueError, match=r"rotates queries and keys after.*rotate=fn"):
         door(functools.partial(dot_product_attention_with_rope, rope=turn))
-    with pytest.raises(ValueError, match=r"logits_soft_cap=50\.0 caps the logits"):
-        door(functools.partial(capped_attention, logits_soft_cap=50.0))
-    door(functools.partial(capped_attention, logits_soft_cap=None))
     with pytest.raises(ValueError, match=r"attention_fn\(scale=0\.2\) contradicts.*has 0\.1"):
         door(functools.partial(jax.nn.dot_product_attention, scale=0.1), scale=0.2)
+
+
+def always_capped_attention(query, key, value, *, attn_logit_softcapping=50.0):
+    """With its cap as a default, that nobody passes."""
+
+
+@pytest.mark.parametrize("door", [muonjax.linen.attention_fn, muonjax.nnx.attention_fn])
+def test_capped_logits_are_refused(door):
+    for base, cap in (
+        (functools.partial(capped_attention, logits_soft_cap=50.0), "logits_soft_cap"),
+        (functools.partial(functools.partial(lambda q, k, v, **kwargs: v, softcap=50.0)), "softcap"),
+        (always_capped_attention, "attn_logit_softcapping"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"attention_fn\(base=.*\): {cap}=50\.0 caps.*Leave the cap out"
+        ):
+            door(base)
+    door(functools.partial(capped_attention, logits_soft_cap=None))
+    door(functools.partial(always_capped_attention, attn_logit_softcapping=0.0))  # off, as in FlashAttention
+    door(lambda query, key, value, capture=True, capacity=2: value)
+
+
+def test_defaults_of_the_base_are_measured():
+    def base(query, key, value, scale=0.1, local_window_size=(2, 0)):
+        return jax.nn.dot_product_attention(
+            query, key, value, scale=scale, local_window_size=local_window_size
+        )
+
+    ours = nnx_attention(attention_fn=muonjax.nnx.attention_fn(base))
+    _, sown = nnx.capture(lambda m: m(X, sow_weights=True), nnx.Intermediate)(ours)
+    expected = want(nnx.state(ours, nnx.Param), scale=0.1, local_window_size=(2, 0))
+    np.testing.assert_allclose(sown["max_logits"][...], expected, rtol=1e-6)
 
 
 def test_a_base_that_would_lose_an_argument():
