@@ -80,7 +80,7 @@ def clip(
     def init(params: optax.Params) -> QKClipState:
         # Optax looks for parameter-like state with a placeholder that has no leaves. Nothing here is like a
         # parameter, and one array in the place of each dictionary says so.
-        placeholder = not jax.tree.leaves(params)
+        placeholder = not jax.tree.leaves(params, is_leaf=is_masked)
         watched = [] if placeholder else find(params)
         _warn_of_low_precision(call, [w.target for w in watched], params)
 

@@ -11,7 +11,7 @@ import optax
 from muonjax._clip import Watched, check_threshold, clip, clip_factor, parameter_factors
 from muonjax._sites import Site
 from muonjax._statistics import match_statistics
-from muonjax._targets import Target, find_targets, flatten_paths, is_masked
+from muonjax._targets import Target, as_sites, find_targets, flatten_paths, is_masked
 
 SharedKeys = Literal["query", "balanced", "group"]
 
@@ -80,7 +80,7 @@ def qk_clip(
     """
     check_threshold("qk_clip", threshold)
     _check_shared_keys("qk_clip", shared_keys)
-    sites = (sites,) if isinstance(sites, Site) else tuple(sites)
+    sites = as_sites("qk_clip", sites)
 
     def find(params: Any) -> list[Watched]:
         targets = _find("qk_clip", params, sites, shared_keys)

@@ -39,19 +39,13 @@ class Target(NamedTuple):
 
 def find_targets(call: str, params: Any, sites: Site | Iterable[Site]) -> list[Target]:
     """Every module that the sites match, checked against the parameters."""
-    sites = (sites,) if isinstance(sites, Site) else tuple(sites)
-    if not sites or not all(isinstance(site, Site) for site in sites):
-        raise TypeError(
-            f"{call}(sites={sites!r}) needs a Site or several, and clips nothing without; make one with mha_site(path)."
-        )
     leaves = flatten_paths(params)
     targets: dict[tuple[str, str], Target] = {}
-    for site in sites:
+    for site in as_sites(call, sites):
         roots = _roots(site, leaves)
         if not any(re.fullmatch(site.path, root) for root in roots):
             raise ValueError(
-                f"{call}: the site {site.path!r} matches no module with {_anchor(site)!r}; it must match a "
-                f"whole path. The parameters have {roots or 'no such module'}."
+                f"{call}: the site {site.path!r} matches no module{_instead(site, roots, leaves)}"
             )
         for root in roots:
             if not re.fullmatch(site.path, root):
@@ -63,6 +57,34 @@ def find_targets(call: str, params: Any, sites: Site | Iterable[Site]) -> list[T
                 )
             targets[root, target.signal] = target
     return list(targets.values())
+
+
+def as_sites(call: str, sites: Any) -> tuple[Site, ...]:
+    """One site or several, as a tuple."""
+    # A string is several strings, too.
+    iterable = isinstance(sites, Iterable) and not isinstance(sites, str)
+    several: tuple[Any, ...] = (sites,) if isinstance(sites, Site) else tuple(sites) if iterable else ()
+    if not several or not all(isinstance(site, Site) for site in several):
+        raise TypeError(
+            f"{call}(sites={sites!r}) needs a Site or several, and clips nothing without; make one with mha_site(path)."
+        )
+    return several
+
+
+def _instead(site: Site, roots: Sequence[str], leaves: Iterable[str]) -> str:
+    """The rest of the sentence: what a site that matches no module could have matched."""
+    anchor = _anchor(site)
+    if roots:
+        return f" with {anchor!r}: it has to match a whole path, one of {_some(roots)}."
+    modules = sorted({path.rpartition("/")[0] for path in leaves})
+    return (
+        f": none has {anchor!r} among the parameters of {_some(modules)}. Give the site the projections' own names; a "
+        "frozen one that is not among the parameters can't be clipped."
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{list(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _anchor(site: Site) -> str:
@@ -82,7 +104,8 @@ def _target(call: str, site: Site, root: str, leaves: Mapping[str, Any]) -> Targ
     if norms:
         raise ValueError(
             f"{call}: {root!r} normalizes its queries and keys ({', '.join(norms)}), so scaling their "
-            f"kernels can't change the logits. Take it out of the sites: the norm bounds them already."
+            f"kernels can't change the logits. Take it out of the sites, by a path that matches only the others: the "
+            f"norm bounds them already."
         )
     scales, layers = [], {}
     for scale in site.scales:
@@ -97,8 +120,9 @@ def _target(call: str, site: Site, root: str, leaves: Mapping[str, Any]) -> Targ
             )
         if is_masked(leaf):
             raise ValueError(
-                f"{call}: {path!r} is masked out of this transformation (frozen?), so it can't be scaled. "
-                f"Put the clip after optax.masked or optax.partition, not inside, or take {root!r} out of the sites."
+                f"{call}: {path!r} is masked out of this transformation, so it can't be scaled. If it is frozen, "
+                f"take {root!r} out of the sites; if another optimizer has it, put the clip after optax.masked or "
+                f"optax.partition, not inside."
             )
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(f"{call}: {path!r} is {leaf.dtype}; only floating-point weights can be scaled.")
@@ -117,7 +141,10 @@ def _target(call: str, site: Site, root: str, leaves: Mapping[str, Any]) -> Targ
     entries, groups = max(sizes), min(sizes)
     if len(counts) > len({s.factor for s in scales}) or entries % groups or {*sizes} - {entries, groups}:
         shown = {scale.path: scale.entries for scale in scales}
-        raise ValueError(f"{call}: the head counts of {root!r} do not fit each other: {shown}.")
+        raise ValueError(
+            f"{call}: the head counts of {root!r} do not fit each other: {shown}. Query heads have to be a multiple of "
+            f"key heads, and a bias has its kernel's; see the site's layout and num_heads."
+        )
     return Target(
         path=root,
         signal=_below(root, site.signal),

@@ -266,14 +266,23 @@ def attention(**more):
 @pytest.mark.parametrize(
     ("tree", "site", "message"),
     [
-        ({}, {"path": "decoder/.*"}, "'decoder/.*' matches no module with 'query'"),
+        (
+            {},
+            {"path": "decoder/.*"},
+            r"'decoder/.*' matches no module with 'query'.* whole path, one of \['attention'\]",
+        ),
+        ({}, {"query": "q"}, r"none has 'q' among the parameters of \['attention/key', 'attention/query'\]"),
         ({"query_ln__scale": (DH,)}, {}, r"normalizes its queries and keys \(query_ln\)"),
         ({"k_norm__scale": (DH,)}, {}, "k_norm"),
         ({"query__lora_a": (D, 2)}, {}, r"attention/query/lora_a.* feed the queries or keys"),
         ({"query__kernel": (D, H * DH)}, {}, "layout"),
         ({"query__kernel": (2, D, H, DH)}, {}, "disagree on the stack"),
         ({"query__kernel": (2, 2, D, H, DH)}, {"scan_axis": 0}, "scan_axis"),
-        ({"query__kernel": (D, 3, DH)}, {}, "head counts"),
+        (
+            {"query__kernel": (D, 3, DH)},
+            {},
+            r"head counts of .*query/kernel': 3, .*key/kernel': 4.* a multiple",
+        ),
         ({"query__bias": (2 * H, DH)}, {}, "head counts"),
         ({"query__kernel": (D, H * DH)}, {"layout": "i (h d)", "num_heads": 5}, "does not hold 5 heads"),
     ],
@@ -303,11 +312,43 @@ def test_frozen_and_adapter_only_attention(side):
     mask = jax.tree_util.tree_map_with_path(
         lambda path, _: side not in jax.tree_util.keystr(path), {"attention": attention()}
     )
-    with pytest.raises(ValueError, match="masked out"):
+    with pytest.raises(ValueError, match=r"masked out.*If it is frozen, take 'attention' out of the sites"):
         optax.masked(muonjax.qk_clip(1.0, site), mask).init({"attention": attention()})
     adapter = {"attention": attention() | {side: {"lora_a": jnp.ones((D, 2))}}}
     with pytest.raises(ValueError, match=f"no parameter 'attention/{side}/kernel'.*adapter"):
         muonjax.qk_clip(1.0, site).init(adapter)
+
+
+def test_an_attention_that_is_frozen_whole():
+    """Nothing but masked leaves is left of it, which is not Optax's placeholder without leaves."""
+    clip = optax.masked(
+        muonjax.qk_clip(1.0, muonjax.mha_site()), lambda params: jax.tree.map(lambda _: False, params)
+    )
+    with pytest.raises(ValueError, match="masked out"):
+        clip.init({"attention": attention()})
+
+
+def test_attention_that_an_nnx_filter_freezes():
+    model = nnx.Dict(attention=nnx.MultiHeadAttention(H, 8, decode=False, rngs=nnx.Rngs(0)))
+    tx = muonjax.muonclip(0.1, [muonjax.mha_site()])
+    trained = nnx.All(nnx.Param, nnx.Not(nnx.PathContains("query")))
+    with pytest.raises(ValueError, match=r"none has 'query' .*a frozen one .* can't be clipped"):
+        nnx.Optimizer(model, tx, wrt=trained)
+    model.attention.query = nnx.LoRA(8, 2, 8, base_module=model.attention.query, rngs=nnx.Rngs(0))
+    for wrt in (nnx.LoRAParam, nnx.Param):
+        with pytest.raises(ValueError, match=r"no parameter 'attention/query/kernel'.*adapter"):
+            nnx.Optimizer(model, tx, wrt=wrt)
+
+
+def test_a_frozen_attention_before_the_clip_is_scaled():
+    """It stands among the parameters with updates of zero, as at learning rate zero: its logits are held."""
+    params = {"attention": attention()}
+    frozen = optax.partition({"frozen": optax.set_to_zero()}, jax.tree.map(lambda _: "frozen", params))
+    tx = optax.chain(frozen, muonjax.qk_clip(THRESHOLD, muonjax.mha_site()))
+    updates, _ = tx.update(
+        params, tx.init(params), params, max_logits={"attention": jnp.full(H, 4 * THRESHOLD)}
+    )
+    np.testing.assert_array_equal(updates["attention"]["query"]["kernel"], -0.5)
 
 
 def test_two_sites_for_one_module():
@@ -350,7 +391,15 @@ def test_bad_settings(make, message):
         make()
 
 
-@pytest.mark.parametrize("sites", [[], "attention", [None]])
+def test_sites_may_come_from_a_generator():
+    tx = muonjax.qk_clip(1.0, (muonjax.mha_site(name) for name in ("a", "b")))
+    params = {"a": attention(), "b": attention()}
+    assert set(tx.init(params).factors) == set(tx.init(params).factors) == {"a", "b"}
+
+
+@pytest.mark.parametrize("sites", [[], "attention", [None], None])
 def test_no_sites(sites):
-    with pytest.raises(TypeError, match="make one with mha_site"):
-        muonjax.qk_clip(1.0, sites).init({"attention": attention()})
+    with pytest.raises(TypeError, match=re.escape(f"qk_clip(sites={sites!r})") + ".*make one with mha_site"):
+        muonjax.qk_clip(1.0, sites)
+    with pytest.raises(TypeError, match=re.escape(f"apply_qk_clip(sites={sites!r})")):
+        muonjax.apply_qk_clip({"attention": attention()}, {"attention": jnp.ones(H)}, sites)
