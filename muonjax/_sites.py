@@ -7,8 +7,13 @@ from typing import Any
 
 from muonjax._scales import Scale
 
-# Children of an attention module that normalise its queries and keys after their projections.
-QK_NORMS = ("query_ln", "key_ln", "query_norm", "key_norm", "q_norm", "k_norm", "qk_norm")
+# Children of an attention module that normalise its queries and keys after their projections: "query_ln" in Flax,
+# "query_norm" in MaxText, "_query_norm" in Gemma's library, "q_norm" and "q_layernorm" in Transformers, "norm_q" in
+# Diffusers.
+_QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "q_ln", "norm_q")
+_KEY_NORMS = tuple(name.replace("q", "k") for name in _QUERY_NORMS)
+QK_NORMS = ("query_ln", "key_ln", "query_norm", "key_norm", "_query_norm", "_key_norm", "query_layernorm")
+QK_NORMS += ("key_layernorm", "qk_norm", "qk_layernorm", *_QUERY_NORMS, *_KEY_NORMS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,8 +169,9 @@ def mla_site(
         ),
         signal=signal,
         scan_axis=_tuple(scan_axis),
-        # Its q_norm and kv_norm stand before these projections, on the latents, and undo nothing.
-        norms=tuple(n for n in QK_NORMS if n != "q_norm"),
+        # Its q_norm (q_layernorm in Megatron) and kv_norm stand before these projections, on the latents: they undo
+        # nothing.
+        norms=tuple(n for n in QK_NORMS if n not in _QUERY_NORMS),
     )
 
 

@@ -303,6 +303,32 @@ def test_flax_names_its_norms_as_we_do():
             muonjax.sites_from(params)
 
 
+@pytest.mark.parametrize("norm", [
+    "query_norm", "_key_norm", "q_norm", "k_norm", "q_layernorm", "k_layernorm", "norm_q", "norm_k",
+])  # fmt: skip
+def test_norms_of_other_libraries(norm):
+    """Clipped, such a module would not change its logits, and its weights would shrink at every step."""
+    params = {"attention": attention(**{f"{norm}__scale": (DH,)})}
+    with pytest.raises(
+        ValueError, match=f"normalizes its queries and keys \\({norm}\\).*by a path that matches only"
+    ):
+        muonjax.qk_clip(1.0, muonjax.mha_site()).init(params)
+    fused = {"attention": weights(qkv__kernel=(D, 3 * H * DH), **{f"{norm}__scale": (DH,)})}
+    with pytest.raises(ValueError, match=norm):
+        muonjax.qk_clip(1.0, muonjax.fused_qkv_site(num_heads=H, head_dim=DH)).init(fused)
+
+
+@pytest.mark.parametrize("names", [("q_norm", "kv_norm"), ("q_layernorm", "kv_layernorm")])
+def test_norms_of_latents_are_no_norms_of_queries(names):
+    latents = {f"{name}__scale": (5,) for name in names}
+    params = {"mla": weights(wq_b__kernel=(5, H, 5), wkv_b__kernel=(5, H, 6), **latents)}
+    muonjax.qk_clip(1.0, muonjax.mla_site(nope=2)).init(params)
+    with pytest.raises(ValueError, match="k_norm"):
+        muonjax.qk_clip(1.0, muonjax.mla_site(nope=2)).init(
+            {"mla": params["mla"] | weights(k_norm__scale=(2,))}
+        )
+
+
 @pytest.mark.parametrize("side", ["query", "key"])
 def test_frozen_and_adapter_only_attention(side):
     site = muonjax.mha_site()
