@@ -64,6 +64,21 @@ assert int(state.num_clipped) == int((want > 5).sum()), state
 assert p["query"]["kernel"].sharding.spec[1] == "axis", p["query"]["kernel"].sharding
 check(p)
 
+# Heads and batch on two axes, and three layers: still one, of all maxima together.
+square = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(getattr(jax.sharding.AxisType, AXIS_TYPE),) * 2)
+place = lambda x, *spec: jax.device_put(x, NamedSharding(square, P(*spec)))
+layers = {f"layer_{i}": {n: {"kernel": kernel()} for n in params} for i in range(3)}
+def deep(p, s, x):
+    m = {name: {"max_logits": maxima(layer, x)} for name, layer in p.items()}
+    updates, state = tx.update(jax.tree.map(jnp.zeros_like, p), s, p, max_logits=m)
+    return optax.apply_updates(p, updates), state
+sharded = jax.tree.map(lambda p: place(p, None, "tensor"), layers)
+state = jax.tree.map(lambda s: place(s, *("tensor",) * s.ndim), tx.init(layers))
+both = jax.jit(deep).lower(sharded, state, place(x, "data")).compile()
+assert collectives(both) == ["all-reduce"], collectives(both)
+for layer in both(sharded, state, place(x, "data"))[0].values():
+    check(layer)
+
 # shard_map: with an axis name the replicas agree; without, JAX itself would have to be told not to look.
 run = lambda axis_name, **kw: jax.jit(jax.shard_map(
     stepper(axis_name), mesh=mesh, in_specs=(P(), P("axis")), out_specs=(P(), P()), **kw))
