@@ -84,6 +84,35 @@ def test_heads_below_the_threshold_are_bit_identical_to_muon_alone():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-8), cold, alone)
 
 
+def test_ten_steps_leave_the_weights_of_calm_heads_bit_identical_to_muon_alone():
+    """Each optimizer in one program with `apply_updates`, as people train: weights, momentum and all."""
+    params, maxima, site = multi_head()
+    before = maxima(params)
+    threshold = float(np.median(before))
+    calm = np.asarray(before) <= threshold
+
+    def trained(tx):
+        @jax.jit
+        def step(params, state, grads, largest):
+            updates, state = tx.update(grads, state, params, max_logits=largest)
+            return optax.apply_updates(params, updates), state
+
+        p, state = params, tx.init(params)
+        for i in range(10):
+            grads = jax.tree.map(lambda p: normal(*p.shape, seed=i), params)  # noqa: B023
+            largest = {"max_logits": jnp.where(calm, threshold, (1 + i) * threshold)}
+            p, state = step(p, state, grads, largest)
+        return p
+
+    alone, clipped = trained(muonjax.muon(0.01)), trained(muonjax.muonclip(0.01, [site], threshold=threshold))
+    for name in ("query", "key"):
+        for leaf in ("kernel", "bias"):
+            a, b = (np.asarray(tree[name][leaf]) for tree in (alone, clipped))
+            np.testing.assert_array_equal(a[..., calm, :], b[..., calm, :])
+            assert (a[..., ~calm, :] != b[..., ~calm, :]).any()
+    jax.tree.map(np.testing.assert_array_equal, alone["value"], clipped["value"])
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_updates_of_calm_heads_pass_bit_by_bit(dtype):
     """Also −0, which f·u + (f − 1)·p would turn into 0, and beside infinite weights, which would give NaN."""
@@ -107,6 +136,20 @@ def test_half_precision_updates_of_float32_weights_keep_the_bound():
     updates = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
     updates, _ = tx.update(updates, tx.init(params), params, max_logits={"max_logits": before})
     np.testing.assert_allclose(maxima(optax.apply_updates(params, updates)), 5.0, rtol=3e-6)
+
+
+def test_far_above_the_threshold_the_old_weights_round_and_the_next_step_mends_it():
+    """An update is added: p + (f − 1)·p is off by the rounding of p, which is much beside f·p where f is tiny."""
+    params, maxima, site = latent(True, "i h d")
+    before = maxima(params)
+    threshold = float(before.min()) / 1000
+    tx = muonjax.qk_clip(threshold, site)
+    once, _ = zero_update(tx, params, {"max_logits": before})
+    assert maxima(once).max() <= threshold * (1 + 1e-3)
+    twice, _ = zero_update(tx, once, {"max_logits": maxima(once)})
+    assert maxima(twice).max() <= threshold * EXACT
+    direct = muonjax.apply_qk_clip(params, {"max_logits": before}, site, threshold)  # multiplies
+    np.testing.assert_allclose(maxima(direct), threshold, rtol=3e-6)
 
 
 # The bugs of others, one test each.
@@ -256,12 +299,36 @@ def test_scanned_rematerialised_and_donated(scan_axis):
             statistics["intermediates"]["attention"]["max_logits"],
         )
 
-    clipped, state, before = step(jax.tree.map(jnp.copy, params), tx.init(params))
+    donated = jax.tree.map(jnp.copy, params), tx.init(params)
+    clipped, state, before = step(*donated)
+    assert all(p.is_deleted() for p in jax.tree.leaves(donated[0]))
     assert before.shape == (3, 4)
     assert (before[0] > 5).all()
     after = loss_fn(clipped)[1]["intermediates"]["attention"]["max_logits"]
     np.testing.assert_allclose(after[0], 5.0, rtol=3e-6)  # deeper layers see other inputs now
     np.testing.assert_allclose(state[1].factors["attention"], jnp.minimum(1, 5 / before), rtol=1e-6)
+
+
+def test_a_deep_model_is_exact_after_as_many_clips_as_layers():
+    """Each clip of a layer changes the inputs of the next: one clip makes one more layer exact."""
+    axes = {"params": 0, "intermediates": 0}
+    model = nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=3)()
+    params = model.init(jax.random.key(0), X)["params"]
+    sites = muonjax.sites_from(params)
+
+    @jax.jit
+    def measured(params):
+        return model.apply({"params": params}, X, mutable=["intermediates"])[1]
+
+    # Outputs large beside the residual stream, so that a clip is felt above.
+    params["attention"]["out"]["kernel"] *= 100
+    worst = []
+    for _ in range(3):
+        params = muonjax.apply_qk_clip(params, measured(params), sites, 5.0)
+        worst.append(measured(params)["intermediates"]["attention"]["max_logits"].max(1))
+    assert worst[0][1:].max() > 5.1
+    for clips, largest in enumerate(worst, start=1):
+        assert largest[:clips].max() <= 5 * EXACT
 
 
 def test_nnx_optimizer_end_to_end():
@@ -398,6 +465,63 @@ def test_tug_of_war(shared_keys):
         assert norms["key"] < 1e-3
     else:
         assert (history[-1, 1:] < 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    "kind", ["multi-head with biases", "grouped 8:2 with RoPE", "latent, low-rank query", "fused, flat"]
+)
+def test_tug_of_war_in_every_attention(kind):
+    """Every factor of one head's logit is pushed up, together by 1 % a step, for 3,000 steps."""
+    params, maxima, site = ATTENTIONS[kind]()
+    before = maxima(params)
+    start = muonjax.apply_qk_clip(params, {"max_logits": before}, site, 4.0)
+    tx = muonjax.qk_clip(5.0, site)
+    hot = jnp.where(jnp.arange(before.size) == 0, 5.0 * 1.01, 0.0)
+    # What the clip would scale down, and by how much, is what is pushed up.
+    ones = jax.tree.map(jnp.ones_like, params)
+    push = jax.tree.map(lambda f: 1 / f - 1, muonjax.apply_qk_clip(ones, {"max_logits": hot}, site, 5.0))
+
+    def step(carry, _):
+        params, state = carry
+        largest = maxima(params)
+        updates, state = tx.update(
+            jax.tree.map(jnp.multiply, push, params), state, params, max_logits={"max_logits": largest}
+        )
+        return (optax.apply_updates(params, updates), state), largest
+
+    (end, state), history = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=3000))(
+        (start, tx.init(start))
+    )
+    assert 5.0 * 0.9999 <= history[100:, 0].min() <= history[100:, 0].max() <= 5.0 * 1.0102
+    np.testing.assert_array_equal(history[:, 1:], np.broadcast_to(history[0, 1:], history[:, 1:].shape))
+    np.testing.assert_array_equal(state.clips[""] > 2900, jnp.arange(before.size) == 0)
+    for old, new, pushed in zip(*map(jax.tree.leaves, (start, end, push)), strict=True):
+        np.testing.assert_array_equal(np.where(pushed > 0, 0, new), np.where(pushed > 0, 0, old))
+        ratio = np.asarray(new / old)[np.asarray(pushed) > 0]
+        assert ((ratio > 1) & (ratio < 5.1 / 4)).all()  # from 4 to 5.05, between the factors
+
+
+def test_a_query_that_is_pushed_alone_drains_its_key():
+    """The clip holds their product, and takes half of it from each: an optimizer that pushes one side makes the other
+    side pay. Shared keys don't."""
+    params, maxima, site = multi_head()
+    start = muonjax.apply_qk_clip(params, {"max_logits": maxima(params)}, site, 4.0)
+    tx = muonjax.qk_clip(5.0, site)
+
+    def step(carry, _):
+        params, state = carry
+        updates = jax.tree.map(jnp.zeros_like, params)
+        updates["query"] = jax.tree.map(lambda p: 0.01 * p, params["query"])
+        updates, state = tx.update(updates, state, params, max_logits={"max_logits": maxima(params)})
+        return (optax.apply_updates(params, updates), state), None
+
+    (end, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=500))((start, tx.init(start)))
+    np.testing.assert_allclose(maxima(end), 5.05, rtol=1e-3)
+    grown, drained = (
+        np.linalg.norm(end[n]["kernel"]) / np.linalg.norm(start[n]["kernel"]) for n in ("query", "key")
+    )
+    assert grown > 10
+    assert drained < 0.1
 
 
 # Refusals.
