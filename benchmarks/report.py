@@ -440,7 +440,8 @@ def mla_clip_holds(content: dict[str, Any]) -> str:
     without, clipped = content["rows"]
     return (
         f"In {content['steps']} steps at a rate of {content['learning_rate']:g}, Muon alone reaches a logit of "
-        f"{without['largest_logit']:,.0f}, and its loss stalls at {without['loss_last_20']:.2f}. With the clip at "
+        f"{without['largest_logit']:,.0f}, and its loss, {without['loss_lowest_20']:.2f} at its lowest mean over 20 "
+        f"steps, climbs back to {without['loss_last_20']:.2f}. With the clip at "
         f"{content['threshold']:g} the largest logit is {clipped['largest_logit']:.0f}, for the statistic lags a step "
         f"behind the weights, and the loss falls to {clipped['loss_last_20']:.2f}. Of all heads at all steps the clip "
         f"scaled {clipped['share_above_threshold']:.0%}.\n\n{_born(content)}"

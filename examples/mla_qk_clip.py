@@ -3,7 +3,8 @@
     python examples/mla_qk_clip.py
 
 A small byte-level transformer with DeepSeek's attention, trained at a rate at which its logits run away. The picture
-has the loss of both runs, each head's largest logit, and the steps at which QK-Clip scaled each head.
+has the loss of both runs (thick: its mean over 20 steps), each head's largest logit, and the steps at which QK-Clip
+scaled each head.
 """
 
 import argparse
@@ -124,9 +125,14 @@ def draw(runs: dict[str, dict[str, np.ndarray]], threshold: float, to: pathlib.P
         height_ratios=(3.2, 1),
         layout="constrained",
     )
-    for name, run in runs.items():
-        label = f"{name}: {run['loss'][-20:].mean():.2f} over the last 20 steps"
-        axes["loss"].plot(run["loss"], linewidth=1, label=label)
+    for color, (name, run) in zip(("C3", "C0"), runs.items(), strict=True):
+        window = min(20, len(run["loss"]))
+        mean = np.convolve(run["loss"], np.full(window, 1 / window), "valid")
+        label = f"{name}: {mean[-1]:.2f} over the last {window} steps"
+        axes["loss"].plot(run["loss"], color=color, linewidth=0.6, alpha=0.4)
+        axes["loss"].plot(
+            np.arange(window - 1, len(run["loss"])), mean, color=color, linewidth=2, label=label
+        )
         for layer, head in np.ndindex(run["maxima"].shape[1:]):
             label = f"layer {layer}" if head == 0 else None
             axes[name].plot(
@@ -135,10 +141,15 @@ def draw(runs: dict[str, dict[str, np.ndarray]], threshold: float, to: pathlib.P
         axes[name].axhline(threshold, color="black", linestyle="--", linewidth=1, label="threshold")
         axes[name].set(yscale="log", ylim=(0.5, 1.5 * max(r["maxima"].max() for r in runs.values())))
         axes[name].set(ylabel="largest logit", title=f"{name}: each head's largest logit")
-    hot = (runs["MuonClip"]["maxima"] > threshold).reshape(len(runs["MuonClip"]["loss"]), -1)
+    maxima = runs["MuonClip"]["maxima"]
+    steps, layers, heads = maxima.shape
+    hot = (maxima > threshold).reshape(steps, layers * heads)
     axes["clipped"].imshow(hot.T, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0, vmax=1)
+    for layer in range(1, layers):
+        axes["clipped"].axhline(layer * heads - 0.5, color="C1", linewidth=1)
+    axes["clipped"].set_yticks((np.arange(layers) + 0.5) * heads - 0.5, [f"layer {i}" for i in range(layers)])
     axes["clipped"].set(
-        xlim=axes["MuonClip"].get_xlim(), xlabel="step", ylabel="head", title="black: clipped"
+        xlim=axes["MuonClip"].get_xlim(), xlabel="step", title="a row a head; black where it was clipped"
     )
     axes["Muon"].set(xlabel="step")
     axes["loss"].set(xlabel="step", ylabel="loss (nats a byte)", title="Training loss")
@@ -155,7 +166,7 @@ def parse(flags: list[str] | None = None) -> argparse.Namespace:
     sizes = {"steps": 300, "layers": 3, "width": 96, "heads": 4, "context": 64, "batch": 8, "seed": 0}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--learning-rate", type=float, default=0.05)
+    parser.add_argument("--learning-rate", type=float, default=0.07)
     parser.add_argument("--threshold", type=float, default=30.0)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/mla_qk_clip"))
     return parser.parse_args(flags)

@@ -156,6 +156,17 @@ def test_latent_attention_with_and_without_the_clip(tmp_path):
     assert (tmp_path / "mla_qk_clip.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_latent_attention_blows_up_without_the_clip_and_trains_with_it(tmp_path):
+    """At the size that the page shows."""
+    output = run("--out", tmp_path, script="mla_qk_clip.py")
+    lines = re.findall(r"(Muon|MuonClip): last loss ([\d.]+), largest logit ([\d.]+)", output)
+    (_, loss, largest), (_, clipped_loss, clipped_largest) = lines
+    assert float(largest) > 100 * 30
+    assert float(clipped_largest) < 2.5 * 30
+    assert float(clipped_loss) < float(loss) - 0.3
+
+
 def test_loha_adapters_on_a_finished_run(finished, tmp_path):
     flags = ["--steps", "3", "--batch", "2", "--rank", "2", "--quiet", "--out", tmp_path / "loha"]
     output = run("--start", finished[0], *flags, script="loha_finetune.py")
