@@ -159,7 +159,8 @@ def _dominant_subspace(
         return _dot(y, inverse_root) * jnp.sqrt(unit)
 
     def subspace_step(_, v):
-        return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, multiply(v))
+        # Sums over mesh axes no longer vary over them, and the carry must stay as it was.
+        return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, _like(v, multiply(v)))
 
     return jax.lax.fori_loop(0, num_steps, subspace_step, start)
 

@@ -8,6 +8,8 @@ import oracles
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import muonjax
 from muonjax import NewtonSchulz
@@ -324,6 +326,18 @@ def test_devices_share_products_only_where_that_saves_more_than_it_sends(m, dtyp
     assert _worth_sharing(NewtonSchulz(), m, jnp.dtype(dtype)) == worth
     # A named implementation is used, and the shares are none.
     assert not _worth_sharing(NewtonSchulz(implementation="reference"), m, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_columns_cut_over_a_mesh_under_the_checks_of_shard_map(form):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 64)), jnp.float32)
+    f = functools.partial(muonjax.newton_schulz, settings=NewtonSchulz(form=form))
+    columns = P(None, "columns")
+    mesh = jax.make_mesh((4,), ("columns",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    cut = jax.shard_map(
+        functools.partial(f, axis_name=("columns",)), mesh=mesh, in_specs=columns, out_specs=columns
+    )
+    np.testing.assert_allclose(jax.jit(cut)(x), f(x), atol=5e-6)
 
 
 @pytest.mark.parametrize("form", ["standard", "gram"])
