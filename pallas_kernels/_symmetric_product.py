@@ -172,7 +172,8 @@ def _product_jvp(implementation, axis_name, primals, tangents):
         if not isinstance(dbeta, SymbolicZero):
             terms.append(_reference.mirror(scale(dbeta, c)))
     out = _product(x, y, c, alpha, beta, implementation, axis_name)
-    tangent = sum(terms[1:], terms[0]) if terms else jnp.zeros(out.shape, wide)
+    # From zeros that are like S: inside of `jax.shard_map`, a tangent varies over the mesh axes over which S does.
+    tangent = sum(terms, jnp.zeros_like(out, wide))
     return out, tangent.astype(out.dtype)
 
 

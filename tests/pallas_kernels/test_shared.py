@@ -53,6 +53,30 @@ def test_every_device_gets_the_same(devices, check_vma):
         np.testing.assert_array_equal(other, out[0])
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_derivatives_inside_of_shard_map(check_vma):
+    x, dx, cotangent = (
+        draw((24, 8), jnp.float32),
+        draw((24, 8), jnp.float32, 1),
+        draw((24, 24), jnp.float32, 2),
+    )
+
+    def both(names, x, dx, cotangent):
+        def shared(x):
+            # A mean of equal things: it says that they are.
+            return jax.lax.pmean(symmetric_product(x, alpha=0.7, axis_name=names), names)
+
+        _, tangent = jax.jvp(shared, (x,), (dx,))
+        _, pullback = jax.vjp(shared, x)
+        return jnp.concatenate([tangent, pullback(cotangent)[0]], axis=-1)
+
+    out = np.asarray(on_devices(both, 8, check_vma)(x, dx, cotangent), np.float64)
+    forward = 0.7 * (oracle(x + dx) - oracle(x - dx)) / 2
+    backward = 0.7 * np.asarray(cotangent + cotangent.T, np.float64) @ np.asarray(x, np.float64)
+    for device in out:
+        np.testing.assert_allclose(device, np.concatenate([forward, backward], axis=-1), atol=2e-5)
+
+
 @pytest.mark.parametrize("devices", [2, 8])
 def test_each_device_computes_its_part_and_sends_half_the_result(devices):
     m = 256

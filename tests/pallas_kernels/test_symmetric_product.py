@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from symmetric_product_suite import SymmetricProductSuite, draw, oracle
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from symmetric_product_suite import SymmetricProductSuite, draw, mirrored, oracle
 
 from pallas_kernels import symmetric_product
 from pallas_kernels._symmetric_product import IMPLEMENTATIONS, _choose
@@ -20,6 +22,17 @@ def test_small_products_are_the_reference_by_default():
     x = draw((70, 20), jnp.float32)
     want = symmetric_product(x, implementation="reference")
     np.testing.assert_array_equal(np.asarray(symmetric_product(x)), np.asarray(want))
+
+
+def test_a_derivative_where_only_the_constants_vary_over_a_mesh():
+    x, c = draw((4, 6, 3), jnp.float32), draw((6, 6), jnp.float32)
+
+    def tangent(x, c):
+        return jax.jvp(lambda c: symmetric_product(x[0], c=c, beta=2.0), (c,), (c,))[1][None]
+
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    out = jax.jit(jax.shard_map(tangent, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a")))(x, c)
+    np.testing.assert_array_equal(out, np.broadcast_to(mirrored(2 * np.asarray(c)), out.shape))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blocked"])
