@@ -66,7 +66,8 @@ class NewtonSchulz:
       compute_dtype: Of the operands of the products; None is the input's own precision on a CPU (half types
         are widened to float32) and bfloat16 on accelerators. float32 means true float32 everywhere, never
         TF32.
-      implementation: Of the symmetric products; see `pallas_kernels.symmetric_product`.
+      implementation: Of the symmetric products; see `pallas_kernels.symmetric_product`. One that is named makes whole
+        products: devices that share a matrix don't share these.
 
     Raises:
       ValueError, TypeError: On construction, naming the setting.
@@ -232,7 +233,8 @@ def _segments(settings: NewtonSchulz, shape: tuple[int, ...], dtype: jnp.dtype) 
 def _worth_sharing(settings: NewtonSchulz, m: int, dtype: jnp.dtype) -> bool:
     """Whether devices that hold the same m x m matrices save time by each making a part of their products.
 
-    Of p devices each saves (1 - 1/p) m^3 flops, and sends (1 - 1/p) m^2 / 2 numbers.
+    Of p devices each saves (1 - 1/p) m^3 flops at least (where "reference" makes both triangles, m^3 more), and sends
+    (1 - 1/p) m^2 / 2 numbers. No latency is counted, so the larger saving is no reason to share smaller matrices.
     """
     return settings.implementation is None and 2 * m >= flops_a_byte(dtype) * dtype.itemsize
 
@@ -244,8 +246,8 @@ def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = 
     half = dtype != sum_dtype
     precision = None if half else jax.lax.Precision.HIGHEST
 
-    def product(r, y=None, c=None, alpha=1.0, beta=0.0, axis_name=()):
-        """alpha R Y^H + beta C, Hermitian: Y is R, or commutes with it. The devices of `axis_name` share the work."""
+    def product(r, y=None, c=None, alpha=1.0, beta=0.0, together=()):
+        """alpha R Y^H + beta C, Hermitian: Y is R, or commutes with it. The devices of `together` share the work."""
         y, c = (None if a is None else a.astype(dtype) for a in (y, c))
         alpha, beta = (a[..., 0, 0] if isinstance(a, jax.Array) else a for a in (alpha, beta))
         return symmetric_product(
@@ -255,7 +257,7 @@ def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = 
             alpha=alpha,
             beta=beta,
             implementation=settings.implementation,
-            axis_name=axis_name,
+            axis_name=together,
         )
 
     def apply(q, x):
@@ -271,7 +273,7 @@ def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = 
     columns = x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
     segments = _segments(settings, (*x.shape[:-1], columns), dtype)
     together = axis_name if _worth_sharing(settings, x.shape[-2], dtype) else ()
-    small_product = functools.partial(product, axis_name=together)
+    small_product = functools.partial(product, together=together)
     rank = min(settings.deflation, x.shape[-2] // 8)
     if rank and not half and len(segments[0]) > 1:
         # The Gram form won't look at x again before the end.
