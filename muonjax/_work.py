@@ -13,7 +13,7 @@ def flops_a_byte(dtype: jax.typing.DTypeLike) -> float:
     """What a byte on the wire counts as, in flops of products of this dtype: an H100's useful 4e14 flops a second in
     half precision and 5e13 in float32, over its 200 GB/s to the devices of the same node.
 
-    Slower links only strengthen the choice of the way that sends less.
+    Over slower links a byte is worth more, and what is chosen by this sends too much.
     """
     return 2000.0 if jnp.dtype(dtype).itemsize <= 2 else 250.0
 
