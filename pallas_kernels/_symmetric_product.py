@@ -47,7 +47,8 @@ def symmetric_product(
         ``"blocked"``: the lower triangle in blocks, in plain XLA, any platform; ``"hopper"``: a Pallas
         kernel for NVIDIA's H100 and H200. One that is named runs, or raises.
       axis_name: mesh axes, inside of `jax.shard_map`, whose devices all hold these same arguments. Each then
-        computes a part of the triangle, as plain products, and one all-gather completes it on all of them.
+        computes a part of the triangle, as plain products, and one all-gather completes it on all of them. Under
+        ``check_vma=True`` the result counts as varying over these axes, though it is the same.
 
     Returns:
       [*batch, m, m], in X's dtype.
