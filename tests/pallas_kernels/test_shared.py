@@ -31,6 +31,9 @@ def on_devices(function, devices, check_vma=False):
 class TestShared(SymmetricProductSuite):
     """By four devices, so that blocks have a row or a few."""
 
+    # XLA's CPU compiler crashes over products of k = 0 on several devices (jaxlib 0.11.2; not 0.10.2 nor 0.12.0).
+    shapes = tuple(shape for shape in SymmetricProductSuite.shapes if shape[-1] > 0)
+
     def product(self, x, **settings):
         def shared(names, x, settings):
             return symmetric_product(x, **settings, axis_name=names)
