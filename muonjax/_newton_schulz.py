@@ -27,7 +27,7 @@ from muonjax._coefficients import Coefficients, checked_rows, polar_express, tak
 from muonjax._deflation import ROUNDING, shave, shrink_dominant
 from muonjax._normalization import Normalization, normalize
 from muonjax._power_of_two import power_of_two_scale
-from muonjax._work import flops_a_byte
+from muonjax._work import BYTES_A_SECOND, flops_a_second
 from pallas_kernels import symmetric_product
 from pallas_kernels._unknown_to_xla import materialize
 
@@ -236,7 +236,9 @@ def _worth_sharing(settings: NewtonSchulz, m: int, dtype: jnp.dtype) -> bool:
     Of p devices each saves (1 - 1/p) m^3 flops at least (where "reference" makes both triangles, m^3 more), and sends
     (1 - 1/p) m^2 / 2 numbers. No latency is counted, so the larger saving is no reason to share smaller matrices.
     """
-    return settings.implementation is None and 2 * m >= flops_a_byte(dtype) * dtype.itemsize
+    return (
+        settings.implementation is None and 2 * m * BYTES_A_SECOND >= flops_a_second(dtype) * dtype.itemsize
+    )
 
 
 def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = ()) -> jax.Array:

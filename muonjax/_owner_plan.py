@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from muonjax._placement import Axes, Kind, Lane, Leaf, Placement, place
-from muonjax._work import Work, flops_a_byte
+from muonjax._work import BYTES_A_SECOND, Work
 
 Mode = Literal["owner", "tensor_parallel", "hybrid", "auto"]
 MODES = get_args(Mode)
@@ -51,8 +51,7 @@ class OwnerPlan(NamedTuple):
       leaves: all of them.
       placements: of each leaf.
       shipments: the trips of each lane.
-      work: of the busiest device: flops, bytes sent, and collectives, the exchange included.
-      cost: what "auto" makes least: these flops, and the bytes in flops' worth.
+      work: of the busiest device: flops, their seconds, bytes sent, and collectives, the exchange included.
       ideal_flops: the one-device work of all matrices over the number of devices.
       mean_flops: of what the devices do.
       held: bytes of the largest trip's buffer.
@@ -63,7 +62,6 @@ class OwnerPlan(NamedTuple):
     placements: tuple[Placement, ...]
     shipments: Mapping[Lane, tuple[Shipment, ...]]
     work: Work
-    cost: float
     ideal_flops: float
     mean_flops: float
     held: float
@@ -77,6 +75,11 @@ class OwnerPlan(NamedTuple):
     def redundancy(self) -> float:
         """The busiest device's flops over an even share of the one-device work: 1 is perfect."""
         return self.work.flops / self.ideal_flops if self.ideal_flops else 1.0
+
+    @property
+    def cost(self) -> float:
+        """What "auto" makes least: seconds of products and of sending."""
+        return self.work.seconds + self.work.sent / BYTES_A_SECOND
 
 
 def size_of(mesh_shape: Mapping[str, int], axes: Axes) -> int:
@@ -152,23 +155,20 @@ def _plan(
         matrices, m, columns = kind.shape
         works[lane, kind] = cost(lane.dtype, m, columns, tensor).times(matrices)
         ideal += leaf.view.batch * cost(lane.dtype, m, columns * tensor, 1).flops
-    load, dealt = _deal(placements, works, mesh_shape)
+    load, seconds, dealt = _deal(placements, works, mesh_shape)
     shipments = _ship(placements, dealt, chunks)
 
-    total, held = Work(flops=float(load.max(initial=0.0))), 0.0
-    sent = dict.fromkeys(shipments, Work())
+    total, held = Work(flops=float(load.max(initial=0.0)), seconds=float(seconds.max(initial=0.0))), 0.0
     for lane, trips in shipments.items():
         copies, exchanged = size_of(mesh_shape, lane.replicas), size_of(mesh_shape, lane.exchange)
         for trip in trips:
             size = exchanged * trip.elements * lane.dtype.itemsize
-            both_ways = Work(0.0, 2.0 * size * (exchanged - 1) / exchanged, 2 * (exchanged > 1))
-            sent[lane] += both_ways + Work(0.0, 1.0 * size * (copies - 1), int(copies > 1))
+            total += Work(0.0, 2.0 * size * (exchanged - 1) / exchanged, 2 * (exchanged > 1))
+            total += Work(0.0, 1.0 * size * (copies - 1), int(copies > 1))
             held = max(held, size * copies)
     for (lane, kind), counts in dealt.items():
         most = int(counts.max())
-        sent[lane] += works[lane, kind]._replace(flops=0.0).times(most)
-    total = sum(sent.values(), total)
-    worth = sum(flops_a_byte(lane.dtype) * work.sent for lane, work in sent.items())
+        total += works[lane, kind]._replace(flops=0.0, seconds=0.0).times(most)
     devices = math.prod(mesh_shape.values())
     return OwnerPlan(
         mesh_shape,
@@ -176,7 +176,6 @@ def _plan(
         tuple(placements),
         shipments,
         total,
-        total.flops + worth,
         ideal / devices,
         float(load.mean()),
         held,
@@ -185,11 +184,11 @@ def _plan(
 
 def _deal(
     placements: Sequence[Placement], works: Mapping[tuple[Lane, Kind], Work], mesh_shape: Mapping[str, int]
-) -> tuple[np.ndarray, dict[tuple[Lane, Kind], np.ndarray]]:
-    """The flops of each device, and how many units of each kind each home gets."""
+) -> tuple[np.ndarray, np.ndarray, dict[tuple[Lane, Kind], np.ndarray]]:
+    """The flops and the seconds of each device, and how many units of each kind each home gets."""
     names = list(mesh_shape)
     devices = np.arange(math.prod(mesh_shape.values())).reshape(tuple(mesh_shape.values()))
-    load = np.zeros(devices.size)
+    load, seconds = np.zeros(devices.size), np.zeros(devices.size)
     units: dict[tuple[Lane, Kind], int] = collections.defaultdict(int)
     for lane, kind, count in placements:
         units[lane, kind] += count
@@ -215,9 +214,10 @@ def _deal(
                 np.argmin(held[lane][least])
             ]  # of equally busy ones, the one with the least to store
             load[where[home]] += works[lane, kind].flops
+            seconds[where[home]] += works[lane, kind].seconds
             held[lane][home] += kind.elements
             dealt[lane, kind][home] += 1
-    return load, dealt
+    return load, seconds, dealt
 
 
 def _ship(

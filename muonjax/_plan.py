@@ -139,8 +139,8 @@ def plan(
 
 
 def _cost(plan: OwnerPlan) -> ModeCost:
-    flops, sent, collectives = plan.work
-    return ModeCost(flops, plan.redundancy, plan.imbalance, sent, plan.held, collectives)
+    work = plan.work
+    return ModeCost(work.flops, plan.redundancy, plan.imbalance, work.sent, plan.held, work.collectives)
 
 
 def _read_off(params: Any) -> Distribution:

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
-def flops_a_byte(dtype: jax.typing.DTypeLike) -> float:
-    """What a byte on the wire counts as, in flops of products of this dtype: an H100's useful 4e14 flops a second in
-    half precision and 5e13 in float32, over its 200 GB/s to the devices of the same node.
+# What a device sends in a second: an H100's 200 GB/s to the others of its node. Over slower links a byte is worth
+# more, and what is chosen by this sends too much.
+BYTES_A_SECOND = 2e11
 
-    Over slower links a byte is worth more, and what is chosen by this sends too much.
-    """
-    return 2000.0 if jnp.dtype(dtype).itemsize <= 2 else 250.0
+
+def flops_a_second(dtype: jax.typing.DTypeLike) -> float:
+    """The useful speed of an H100 in products of this dtype."""
+    return 4e14 if jnp.dtype(dtype).itemsize <= 2 else 5e13
 
 
 class Work(NamedTuple):
@@ -25,18 +26,20 @@ class Work(NamedTuple):
       flops: two a multiply-add, of matrix products alone.
       sent: bytes a device sends, in sums and gathers over mesh axes.
       collectives: how many of these there are.
+      seconds: that the products take, at `flops_a_second`.
     """
 
     flops: float = 0.0
     sent: float = 0.0
     collectives: int = 0
+    seconds: float = 0.0
 
     def __add__(self, other: tuple) -> "Work":
         return Work(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, count: int) -> "Work":
         """`count` times as much."""
-        return Work(self.flops * count, self.sent * count, self.collectives * count)
+        return Work(*(one * count for one in self))
 
 
 def count_work(f: Callable[..., Any], *arrays: Any, axis_sizes: dict[str, int] | None = None) -> Work:
@@ -60,7 +63,8 @@ def _count(jaxpr: Jaxpr, sizes: dict[str, int]) -> Work:
         if name == "dot_general":
             (contracted, _), _ = parameters["dimension_numbers"]
             depth = math.prod(given[0].shape[i] for i in contracted)
-            total += Work(flops=2.0 * math.prod(made[0].shape) * depth)
+            flops = 2.0 * math.prod(made[0].shape) * depth
+            total += Work(flops=flops, seconds=flops / flops_a_second(given[0].dtype))
         elif name in ("psum", "psum_invariant", "pmax"):
             devices = math.prod(sizes[axis] for axis in parameters["axes"])
             held = sum(x.size * x.dtype.itemsize for x in given)

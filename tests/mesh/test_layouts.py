@@ -1,7 +1,5 @@
 """However the leaves lie, the matrices are the same: those of one device."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,11 +73,11 @@ def test_small_products_that_devices_share_out(compute_dtype, monkeypatch):
 
     shared_product = _shared.symmetric_product
     monkeypatch.setattr(_shared, "symmetric_product", counted)
-    for flops_a_byte in (math.inf, 0.0):
-        monkeypatch.setattr(_newton_schulz, "flops_a_byte", lambda dtype, worth=flops_a_byte: worth)
+    for worth in (False, True):
+        monkeypatch.setattr(_newton_schulz, "_worth_sharing", lambda *arguments, worth=worth: worth)
         products.clear()
         found.append(on_mesh(make_mesh(fsdp=4, tensor=2), names, settings, mode="tensor_parallel")[1])
-        assert bool(products) == (flops_a_byte == 0.0)
+        assert bool(products) == worth
     each, shared = found
     for name in names:
         tolerance = 5e-6 if compute_dtype is None else 0.02

@@ -143,6 +143,18 @@ def test_a_plan_of_arrays_reads_their_layout_off_them():
         muonjax.plan({"kernel": np.asarray(1) + jax.numpy.ones((16, 64))}, dimension_numbers=numbers)
 
 
+def test_products_are_weighed_by_what_they_are_computed_in():
+    """Not by what the leaves are stored in, which is what travels."""
+    distribution = muonjax.Distribution(AbstractMesh((8, 8), ("fsdp", "tensor")), P("fsdp", "tensor"))
+    costs = {}
+    for dtype in ("float32", "bfloat16"):
+        leaves = {f"w_{i}": jax.ShapeDtypeStruct((1024, 4096), dtype) for i in range(4)}
+        costs[dtype] = muonjax.plan(leaves, distribution, dimension_numbers=MuonDimensionNumbers(-2, -1)).cost
+    assert (
+        costs["bfloat16"].redundancy == costs["float32"].redundancy < 3
+    )  # on a CPU both are computed in float32
+
+
 @pytest.mark.parametrize("mode", ["owner", "hybrid", "tensor_parallel", "auto"])
 def test_the_plan_is_what_the_compiler_makes_of_it(mode):
     import hlo_counts
