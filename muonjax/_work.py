@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-
 # What a device sends in a second: an H100's 200 GB/s to the others of its node. Over slower links a byte is worth
 # more, and what is chosen by this sends too much.
 BYTES_A_SECOND = 2e11
