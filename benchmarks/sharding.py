@@ -275,7 +275,7 @@ def main() -> None:
     for name, case in CASES.items():
         rows[name] = run_case(case)
         print(name, rows[name], flush=True)
-    deeper = [memory(f"FSDP 8, {2 * count} matrices", fsdp(count)) for count in (12, 24, 48)]
+    deeper = [memory(f"FSDP 8, {2 * count} matrices", fsdp(count)) for count in (4, 12, 24, 48)]
     wider = [memory(f"{CASES[name].title}, 24 matrices", CASES[name]) for name in ("hsdp", "replicated")]
     print(measure.table([*deeper, *wider]))
     large = [llama(devices) for devices in (8, 64)]
