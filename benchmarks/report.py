@@ -212,7 +212,7 @@ def sharding_modes(content: dict[str, Any]) -> str:
         for number, (mode, cost) in enumerate(row["modes"].items()):
             rows.append(
                 [
-                    "" if number else f"{row['title']} ({row['matrices']} matrices)",
+                    "" if number else row["title"],
                     f'"{mode}"{" (auto)" * cost["auto"]}',
                     f"{cost['redundancy']:.2f}",
                     f"{cost['mebibytes']:.0f}",
