@@ -66,11 +66,9 @@ def _count(jaxpr: Jaxpr, sizes: dict[str, int]) -> Work:
             total += Work(flops=flops, seconds=flops / flops_a_second(given[0].dtype))
         elif name in ("psum", "psum_invariant", "pmax"):
             devices = math.prod(sizes[axis] for axis in parameters["axes"])
-            held = sum(x.size * x.dtype.itemsize for x in given)
-            total += Work(sent=2.0 * held * (devices - 1) / devices, collectives=1)
+            total += Work(sent=2.0 * _bytes(given) * (devices - 1) / devices, collectives=1)
         elif name == "all_gather":
-            held = sum(x.size * x.dtype.itemsize for x in given)
-            total += Work(sent=1.0 * held * (parameters["axis_size"] - 1), collectives=1)
+            total += Work(sent=1.0 * _bytes(given) * (parameters["axis_size"] - 1), collectives=1)
         elif name == "cond":
             total += max((_count(_open(branch), sizes) for branch in parameters["branches"]), default=Work())
         else:
@@ -85,3 +83,7 @@ def _count(jaxpr: Jaxpr, sizes: dict[str, int]) -> Work:
 
 def _open(jaxpr: Any) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def _bytes(arrays: list[Any]) -> int:
+    return sum(x.size * x.dtype.itemsize for x in arrays)

@@ -46,7 +46,7 @@ def symmetric_product(
         return jnp.pad(a, [(0, rows * size - m if axis - a.ndim in axes else 0) for axis in range(a.ndim)])
 
     def cut(a, i, axis):
-        return lax.dynamic_slice_in_dim(a, i * size, size, axis)
+        return lax.dynamic_slice_in_dim(a, i * size, size, axis, allow_negative_indices=False)
 
     def of_own(f, *indices):
         """f of each index, [*batch, blocks, size, ...]."""

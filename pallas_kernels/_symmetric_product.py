@@ -21,7 +21,7 @@ def symmetric_product(
     alpha: jax.typing.ArrayLike = 1.0,
     beta: jax.typing.ArrayLike = 0.0,
     implementation: str | None = None,
-    axis_name: tuple[str, ...] = (),
+    axis_name: str | tuple[str, ...] = (),
 ) -> jax.Array:
     """Multiply where the result is known to be symmetric, and return it exactly symmetric.
 
