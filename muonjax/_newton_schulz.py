@@ -327,7 +327,9 @@ def _polynomials(
         if c == 0:
             return linear
         c = scale * c * unit**2
-        return product(r, c=linear, alpha=c, beta=1.0) if r2 is None else linear + c * r2
+        if split and r2 is None:
+            return product(r, c=linear, alpha=c, beta=1.0)  # added before the sum is rounded
+        return linear + (product(r, alpha=c) if r2 is None else c * r2)
 
     def times(y, p, a, alpha=1.0):
         """alpha Y P, for Y that commutes with P = a I + b R + c R^2."""

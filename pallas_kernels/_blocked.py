@@ -10,8 +10,10 @@ r rows of blocks cost (1 + 1/r)/2 of the full product's multiply-adds, four of t
 copied twice into the result, the few on the diagonal are mirrored: on a CPU much cheaper than mirroring the whole
 matrix, where a transposed pass misses the cache on every element.
 
-Blocks of one size are the same few kernels all over an iteration, and XLA compiles each of them once. A loop over them
-would compile faster still, but run them one after the other: on two cores a whole iteration takes longer so.
+Blocks of one size are the same few kernels all over an iteration, and XLA compiles each of them once. For the same
+reason the result is put together column by column, which takes the mirroring along, and scaled as a whole: what differs
+from product to product comes last. A loop over the blocks would compile faster still, but run them one after the other:
+on two cores a whole iteration takes longer so.
 """
 
 import functools
@@ -23,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _reference
-from pallas_kernels._reference import epilogue, product
+from pallas_kernels._reference import epilogue, mirror, product
 from pallas_kernels._unknown_to_xla import unknown_to_xla
 
 # Rows of blocks, at most, and of the smallest block: benchmarks/symmetric_product.py compares others.
@@ -55,7 +57,6 @@ def symmetric_product(
     return lax.map(lambda arguments: one(*arguments), each).reshape(*batch, m, m)
 
 
-@functools.partial(jax.jit, static_argnames="rows")  # one trace for all products of a shape
 def _in_blocks(x, y, c, alpha, beta, *, rows):
     bounds = [x.shape[-2] * i // rows for i in range(rows + 1)]
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
@@ -69,13 +70,10 @@ def _in_blocks(x, y, c, alpha, beta, *, rows):
         x_i = cut(x, i)
         c_i = None if c is None else cut(c, i)
         for j in range(i + 1):
-            y_j = cut(x if y is None else y, j)
-            c_ij = None if c_i is None else cut(c_i, j, axis=-1)
-            if i == j:
-                blocks[i, i] = _reference.symmetric_product(x_i, y_j, c_ij, alpha, beta)
-            else:
-                blocks[i, j] = epilogue(product(x_i, y_j), c_ij, alpha, beta).astype(x.dtype)
-                blocks[j, i] = blocks[i, j].mT.conj()
-    return jnp.concatenate(
-        [jnp.concatenate([blocks[i, j] for j in range(rows)], axis=-1) for i in range(rows)], axis=-2
-    )
+            block = product(x_i, cut(x if y is None else y, j))
+            if c_i is not None:
+                block = epilogue(block, cut(c_i, j, axis=-1), alpha, beta)
+            blocks[i, j], blocks[j, i] = (block, block.mT.conj()) if i > j else (mirror(block),) * 2
+    columns = [jnp.concatenate([blocks[i, j] for i in range(rows)], axis=-2) for j in range(rows)]
+    s = jnp.concatenate(columns, axis=-1)
+    return (epilogue(s, None, alpha, beta) if c is None else s).astype(x.dtype)

@@ -79,7 +79,7 @@ def symmetric_product(
             f"symmetric_product(implementation={implementation!r}): no such implementation; "
             f"choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None for the rule."
         )
-    return _product(x, y, c, alpha, beta, implementation, axis_name)
+    return _traced_once(x, y, c, alpha, beta, implementation, axis_name)
 
 
 def _choose(platform: str, dtype: jnp.dtype, shape: tuple[int, ...]) -> str:
@@ -179,3 +179,6 @@ def _product_jvp(implementation, axis_name, primals, tangents):
 
 
 _product.defjvp(_product_jvp, symbolic_zeros=True)
+
+# One trace for all products of a shape: an iteration makes a dozen of them.
+_traced_once = jax.jit(_product, static_argnums=(5, 6))
