@@ -19,6 +19,7 @@ before A is made, at the cost of some passes over X, and what rounding may still
 All of it is products: a factorization would leave the matrix units, and on a CPU start threads of its own.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -106,8 +107,9 @@ def shave(
     return x - _dot(_dot(v, d), b)
 
 
+@functools.partial(jax.jit, static_argnames="rank")  # one trace, whatever the longer side of X
 def shrink_dominant(gram: jax.Array, rank: int) -> Deflation:
-    """The map W that shrinks the `rank` dominant directions of A to about the size of the rank-th.
+    """The map W that shrinks the `rank` dominant directions of A to the size of the rank-th, or a little less.
 
     Args:
       gram: A = X X^H, [*batch, m, m], in float32 or wider, with entries of moderate size.
@@ -122,9 +124,7 @@ def shrink_dominant(gram: jax.Array, rank: int) -> Deflation:
     p = _dot(v, d)
     s = av - _dot(p, h) / 2
     both = jnp.concatenate
-    shrunk = symmetric_product(
-        both([p, s], axis=-1), y=both([s, p], axis=-1), c=_above_rounding(gram), alpha=-1.0, beta=1.0
-    )
+    shrunk = _above_rounding(gram) - symmetric_product(both([p, s], axis=-1), y=both([s, p], axis=-1))
     w = jnp.eye(rank, dtype=h.dtype) - _dot(_dot(_adjoint(v), v), d)  # V^H W = w V^H
     return Deflation(p, v, shrunk, _fourth_powers_of_others(_dot(_dot(w, h), _adjoint(w))))
 
@@ -133,16 +133,15 @@ def _shrinking(v: jax.Array, av: jax.Array) -> tuple[jax.Array, jax.Array]:
     """V^H A V and D, [*batch, k, k], from V and A V [*batch, m, k]."""
     m, rank = v.shape[-2:]
     h = _dot(_adjoint(v), av)
-    inverse_root, unit = _inverse_root(h)
-    inverse = _dot(inverse_root, inverse_root)
-    # The common target of the k directions, between the least of their singular values and the mean.
-    target = jnp.sqrt(math.sqrt(rank) * jax.lax.rsqrt(_square_norm(inverse)))
-    d = jnp.eye(rank, dtype=h.dtype) - target * inverse_root
+    root = _inverse_root(h)
+    inverse = _dot(root, root)
+    # The common target of the k directions: below the least of their singular values, by k^(1/4) at most. At the mean
+    # they would still stand out of the tail.
+    target = jnp.sqrt(_inverse_norm(inverse))
+    d = jnp.eye(rank, dtype=h.dtype) - target * root
 
-    residual = _dot(av - _dot(v, h), _dot(d, inverse)) * unit
-    square_error = 2 / m * _square_norm(residual)
-    tiny = jnp.finfo(square_error.dtype).tiny
-    return h, d * jnp.minimum(1, _TOLERANCE * jax.lax.rsqrt(square_error + tiny))
+    residual = _dot(av - _dot(v, h), _dot(d, inverse))
+    return h, d * jnp.minimum(1, _TOLERANCE * math.sqrt(m / 2) * _inverse_norm(residual))
 
 
 def _dominant_subspace(
@@ -155,8 +154,7 @@ def _dominant_subspace(
     """
 
     def orthonormalize(_, y):
-        inverse_root, unit = _inverse_root(_dot(_adjoint(y), y))
-        return _dot(y, inverse_root) * jnp.sqrt(unit)
+        return _dot(y, _inverse_root(_dot(_adjoint(y), y)))
 
     def subspace_step(_, v):
         # Sums over mesh axes no longer vary over them, and the carry must stay as it was.
@@ -174,13 +172,13 @@ def _signs(m: int, k: int) -> jax.Array:
     return jnp.where(h >> 31, jnp.float32(1), jnp.float32(-1)).reshape(m, k)
 
 
-def _inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Q and 1 / |h|_F of positive semidefinite h [*batch, k, k], with Q = (h / |h|_F)^(-1/2) where that is well
-    conditioned, and less where it is not: Q h Q never has an eigenvalue above |h|_F."""
+@jax.jit  # one trace for its three uses
+def _inverse_root(h: jax.Array) -> jax.Array:
+    """Q = h^(-1/2) of positive semidefinite h [*batch, k, k] where that is well conditioned, and less where it is not:
+    Q h Q never has an eigenvalue above 1."""
     eye = jnp.eye(h.shape[-1], dtype=h.dtype)
-    unit = jax.lax.rsqrt(_square_norm(h) + jnp.finfo(h.dtype).tiny)
-    r = h * unit + _RIDGE * eye
-    rows = jnp.asarray(_INVERSE_ROOT, jnp.finfo(h.dtype).dtype)
+    unit = _inverse_norm(h)
+    rows = jnp.asarray(_INVERSE_ROOT, unit.dtype)
 
     def step(t, carry):
         r, q = carry
@@ -188,8 +186,8 @@ def _inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:
         p = a * eye + b * r + c * _dot(r, r)
         return _hermitian(_dot(_dot(p, r), p)), _hermitian(_dot(q, p))
 
-    _, q = jax.lax.fori_loop(0, len(rows), step, (r, _like(r, eye)))
-    return q, unit
+    start = unit * h + _RIDGE * eye, jnp.sqrt(unit) * eye
+    return jax.lax.fori_loop(0, len(rows), step, start)[1]
 
 
 def _above_rounding(gram: jax.Array) -> jax.Array:
@@ -236,6 +234,12 @@ def _hermitian(a: jax.Array) -> jax.Array:
 def _square_norm(a: jax.Array) -> jax.Array:
     """|a|_F^2."""
     return jnp.sum(jnp.abs(a) ** 2, axis=(-2, -1), keepdims=True)
+
+
+def _inverse_norm(a: jax.Array) -> jax.Array:
+    """1 / |a|_F, and large but finite for zeros."""
+    square = _square_norm(a)
+    return jax.lax.rsqrt(square + jnp.finfo(square.dtype).tiny)
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
