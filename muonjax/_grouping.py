@@ -18,7 +18,7 @@ from pallas_kernels._unknown_to_xla import unknown_to_xla
 # Elements a chunk. On a CPU a batched product runs slower than the same products one after the other as soon
 # as one matrix fills the caches (measured: benchmarks/grouping.py); an accelerator wants a few large
 # launches.
-_CHUNK_ELEMENTS = {"cpu": 1 << 16}
+_CHUNK_ELEMENTS = {"cpu": 1 << 18}
 _CHUNK_ELEMENTS_ACCELERATOR = 1 << 26
 
 
