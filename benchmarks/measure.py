@@ -22,16 +22,9 @@ def certificate() -> dict[str, Any]:
     device = jax.devices()[0]
     cores = _cores()
     name = device.device_kind if device.platform != "cpu" else f"CPU, {cores} core{'s' * (cores > 1)}"
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        cwd=pathlib.Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     return {
         "device": name,
-        "commit": commit or "unknown",
+        "commit": _commit(),
         "date": time.strftime("%Y-%m-%d"),
         "versions": {
             "python": platform.python_version(),
@@ -40,6 +33,18 @@ def certificate() -> dict[str, Any]:
             "flax": flax.__version__,
         },
     }
+
+
+def _commit() -> str:
+    """The commit; "-dirty" where code differs from it (results that a benchmark has just written are no code)."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        here = pathlib.Path(__file__).parent
+        return subprocess.run(command, cwd=here, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)*.py")
+    return git("describe", "--always", "--exclude=*") + "-dirty" * bool(changed) or "unknown"
 
 
 def _cores() -> int:
