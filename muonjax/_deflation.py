@@ -2,15 +2,15 @@ r"""Before Newton-Schulz: shrink the few dominant directions, so that the long t
 
 The momentum of a transformer has a few dominant directions and a long tail (median sigma/sigma_1 about 1e-2).
 Dividing by the largest singular value therefore leaves nearly all of them tiny, and Newton-Schulz spends its
-first steps on lifting them. With A = X X^H in hand, a thin basis V of the dominant subspace costs two
-products with A, and
+first steps on lifting them. With A = X X^H in hand, a thin basis V of the dominant subspace costs three
+thin products with A, and
 
-    W = I - V D V^H,    D = I - g(V^H A V),    g(h) ~ shrink * h^(-1/2)
+    W = I - V D V^H,    D = I - g(V^H A V),    g(h) ~ target * h^(-1/2)
 
-flattens the top k singular values of W X. Where V spans an invariant subspace of A, W is a positive definite
-function of A; it commutes with A, and W X has exactly X's polar factor. Where V does not, the polar factor
-moves by about ||sin(theta) D||, theta being the angles between V and the true subspace; that is estimated
-from the residual A V - V (V^H A V), and D is shrunk until the estimate is below `_TOLERANCE`.
+brings the top k singular values of W X to one target. Where V spans an invariant subspace of A, W is a
+positive definite function of A; it commutes with A, and W X has exactly X's polar factor. Where V does not,
+the polar factor moves by about ||sin(theta) D||, theta being the angles between V and the true subspace; that
+is estimated from the residual A V - V (V^H A V), and D is shrunk until the estimate is below `_TOLERANCE`.
 
 Where A is all that the iteration will see (the Gram form), its rounding counts: what is small beside the
 largest eigenvalue's rounding is lost, and can even come out negative. There a few directions are shaved off X
@@ -46,8 +46,8 @@ _RIDGE = 1e-6
 # Rounding errors of a Gram matrix's entries in units of the least possible: sums of many terms lose more.
 ROUNDING = 4
 
-# The root mean square polar error that an inexact subspace may cause.
-_TOLERANCE = 0.05
+# The root mean square polar error that an inexact subspace may cause each time that it is shrunk, as estimated.
+_TOLERANCE = 0.025
 
 
 def _never_above_one(rows: Coefficients) -> Coefficients:
@@ -109,7 +109,7 @@ def shave(
 
 @functools.partial(jax.jit, static_argnames="rank")  # one trace, whatever the longer side of X
 def shrink_dominant(gram: jax.Array, rank: int) -> Deflation:
-    """The map W that shrinks the `rank` dominant directions of A to the size of the rank-th, or a little less.
+    """The map W that shrinks the `rank` dominant directions of A to about the size of the rank-th.
 
     Args:
       gram: A = X X^H, [*batch, m, m], in float32 or wider, with entries of moderate size.
@@ -133,15 +133,26 @@ def _shrinking(v: jax.Array, av: jax.Array) -> tuple[jax.Array, jax.Array]:
     """V^H A V and D, [*batch, k, k], from V and A V [*batch, m, k]."""
     m, rank = v.shape[-2:]
     h = _dot(_adjoint(v), av)
-    root = _inverse_root(h)
+    unit = _inverse_norm(h)
+    root = _inverse_root(unit * h)
     inverse = _dot(root, root)
-    # The common target of the k directions: below the least of their singular values, by k^(1/4) at most. At the mean
-    # they would still stand out of the tail.
-    target = jnp.sqrt(_inverse_norm(inverse))
+    # The common target of the k directions: near the least of their singular values, lest they stand out of the tail.
+    target = jax.lax.rsqrt(_largest_eigenvalue(inverse))
     d = jnp.eye(rank, dtype=h.dtype) - target * root
 
-    residual = _dot(av - _dot(v, h), _dot(d, inverse))
+    residual = _dot(unit * (av - _dot(v, h)), _dot(d, inverse))
     return h, d * jnp.minimum(1, _TOLERANCE * math.sqrt(m / 2) * _inverse_norm(residual))
+
+
+def _largest_eigenvalue(a: jax.Array) -> jax.Array:
+    """Of positive semidefinite a [*batch, k, k], as [*batch, 1, 1]: a mean that weights each with its 16th power."""
+
+    def square(_, power):
+        power = _dot(power, power)
+        return power * _inverse_norm(power)
+
+    power = jax.lax.fori_loop(0, 3, square, a * _inverse_norm(a))
+    return jnp.sqrt(_square_norm(_dot(power, a)))
 
 
 def _dominant_subspace(
@@ -237,9 +248,9 @@ def _square_norm(a: jax.Array) -> jax.Array:
 
 
 def _inverse_norm(a: jax.Array) -> jax.Array:
-    """1 / |a|_F, and large but finite for zeros."""
+    """1 / |a|_F, and for zeros so little more than any that counts that powers of it stay finite."""
     square = _square_norm(a)
-    return jax.lax.rsqrt(square + jnp.finfo(square.dtype).tiny)
+    return jax.lax.rsqrt(square + jnp.finfo(square.dtype).eps ** 3)
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:

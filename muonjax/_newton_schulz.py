@@ -1,4 +1,4 @@
-r"""The iteration: matrix -> nearly orthogonal matrix, by products alone. The only caller of pallas_kernels.
+r"""The iteration: matrix -> nearly orthogonal matrix, by products alone.
 
 Everything happens on the small side: x is [m, n] with m <= n (else its transpose). With A = X X^H,
 
@@ -34,7 +34,7 @@ from pallas_kernels._unknown_to_xla import materialize
 Form = Literal["auto", "standard", "gram"]
 
 
-# The lower ends measured best on momentum whose dominant directions are shrunk (benchmarks/newton_schulz.py).
+# The lower ends measured best on recorded momentum whose dominant directions are shrunk.
 _FAST = polar_express(3, lower=2e-2)
 _BALANCED = polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3))
 _ACCURATE = polar_express(12, lower=1e-5)
@@ -58,16 +58,16 @@ class NewtonSchulz:
         shorter side). 0 turns it off.
       form: "standard", "gram", or "auto", which takes the Gram form in float32 and float64 for n > 1.5 m,
         and the standard form everywhere else (in half precision the Gram form can go wrong).
-      restarts: Steps after which the Gram form makes its Gram matrix anew, such as (2,); None: before rounding
-        can grow to 1 % (see `gram_restarts` in the source), in half precision after every step.
+      restarts: Steps after which the Gram form, where it runs, makes its Gram matrix anew, such as (2,); None: before
+        rounding can grow to 1 % (see `gram_restarts` in the source), in half precision after every step.
       normalization: The bound of the largest singular value: "schatten" (Schatten-8, free), "frobenius" (as
         most implementations; wastes a step or more), "aol" (rescales rows; changes the polar factor),
         "spectral" (exact; an eigenvalue problem).
-      compute_dtype: Of the operands of the products; None is the input's own precision on a CPU (half types
+      compute_dtype: Dtype of the products' operands; None is the input's own precision on a CPU (half types
         are widened to float32) and bfloat16 on accelerators. float32 means true float32 everywhere, never
-        TF32.
-      implementation: Of the symmetric products; see `pallas_kernels.symmetric_product`. One that is named makes whole
-        products: devices that share a matrix don't share these.
+        TF32. float64 and complex inputs keep their own.
+      implementation: Which symmetric products to run; see `pallas_kernels.symmetric_product`. One that is named
+        makes whole products: devices that share a matrix don't share these.
 
     Raises:
       ValueError, TypeError: On construction, naming the setting.
@@ -103,7 +103,7 @@ class NewtonSchulz:
         for name, kind in (("form", Form), ("normalization", Normalization)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(
-                    f"{call}({name}={getattr(self, name)!r}) is unknown; choose of {get_args(kind)}."
+                    f"{call}({name}={getattr(self, name)!r}) is unknown; choose one of {get_args(kind)}."
                 )
         if self.restarts is not None:
             restarts = tuple(self.restarts) if isinstance(self.restarts, Sequence) else (self.restarts,)
@@ -112,6 +112,11 @@ class NewtonSchulz:
                 raise ValueError(
                     f"{call}(restarts={self.restarts!r}) must be whole numbers that rise and lie between the first and "
                     f"the last of {len(self.steps)} steps."
+                )
+            if self.form == "standard":
+                raise ValueError(
+                    f"{call}(restarts={self.restarts!r}, form='standard'): the standard form restarts after every "
+                    f"step; leave restarts out, or give form='gram'."
                 )
             object.__setattr__(self, "restarts", restarts)
         if self.compute_dtype is not None:
@@ -285,19 +290,20 @@ def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = 
     if rank:
         deflation = shrink_dominant(gram, rank)
         gram, others = deflation.gram, deflation.others
-        if half:
-            # x is rounded to half precision only now: before, the error would be as large as the tail.
-            x = deflation.apply(x)
-            if len(segments[0]) > 1:
-                gram = over_columns(product(x))  # of what was rounded
+    if deflation is not None and (half or settings.normalization == "aol"):
+        # x is rounded to half precision only now: before, the error would be as large as the tail. And once its rows
+        # are rescaled, its dominant directions are no longer those of the Gram matrix.
+        x, deflation = deflation.apply(x), None
+        if half and len(segments[0]) > 1:
+            gram = over_columns(product(x))  # of what was rounded
 
     x, r, r2, unit, root = normalize(x, gram, others, settings.normalization, small_product)
     for index, rows in enumerate(segments):
         if index > 0:
             r, r2, unit, root = over_columns(product(x)), None, 1.0, 1.0
-        # x itself is divided by the bound and, in full precision, deflated only here, on the small side.
+        # x itself is divided by the bound and, where that was left to do, deflated only here, on the small side.
         a, q = _polynomials(rows, r, r2, unit, root, small_product, split=half)
-        if index == 0 and deflation is not None and not half:
+        if index == 0 and deflation is not None:
             q = deflation.apply_right(q)
         x = apply(q, x) if a is None else a * x + apply(q, x)
     return x

@@ -7,7 +7,7 @@ import pytest
 import muonjax
 from muonjax import NewtonSchulz
 from muonjax._coefficients import evaluate
-from muonjax._deflation import _fourth_powers_of_others, shave, shrink_dominant
+from muonjax._deflation import _fourth_powers_of_others, _inverse_root, shave, shrink_dominant
 
 
 def powers(m, ratio):
@@ -45,6 +45,34 @@ def test_the_dominant_directions_come_down_to_the_others():
     before, after = (np.linalg.svd(np.asarray(a, np.float64), compute_uv=False) for a in (x, y))
     assert after[0] < 0.1 * before[0]
     np.testing.assert_allclose(after[-40:], before[-40:], rtol=0.05)
+
+
+def test_the_dominant_directions_come_down_to_the_least_of_them():
+    """Not to a mean, from where they would stand out of the tail; and equal ones stay where they are."""
+    for largest in (0.3, 1.0):
+        s = np.r_[np.geomspace(largest, 0.3, 8), np.full(56, 1e-3)]
+        x = oracles.with_spectrum(s, 96)
+        y = shrink_dominant(gram(x), 8).apply(jnp.asarray(x, jnp.float32))
+        after = np.linalg.svd(np.asarray(y, np.float64), compute_uv=False)[:8]
+        np.testing.assert_allclose(after, 0.3, rtol=0.1)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-15, 1.0, 1e15, 1e19])
+def test_directions_of_any_size_are_shrunk_and_not_deleted(scale):
+    """P = V D, and D = I would delete."""
+    a = jnp.asarray(scale * np.diag(np.r_[np.geomspace(1, 1e-2, 8), np.zeros(8)]), jnp.float32)
+    assert np.linalg.norm(np.asarray(shrink_dominant(a, 8).p, np.float64), 2) < 0.95
+
+
+def test_the_inverse_root_is_one_and_never_more():
+    h = np.diag(np.geomspace(3.0, 0.03, 8))
+    np.testing.assert_allclose(
+        _inverse_root(jnp.asarray(h, jnp.float32)), np.diag(np.diag(h) ** -0.5), rtol=0.02, atol=1e-4
+    )
+    for low in (1e-4, 1e-8, 0.0):
+        h = np.diag(np.r_[np.ones(7), low])
+        q = np.asarray(_inverse_root(jnp.asarray(h, jnp.float32)), np.float64)
+        assert np.linalg.norm(q @ h @ q, 2) < 1 + 1e-5
 
 
 def test_shaving_takes_the_largest_off_and_keeps_the_polar_factor():
