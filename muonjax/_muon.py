@@ -12,7 +12,7 @@ from muonjax._match_rms import match_rms
 from muonjax._matrix_view import DimensionNumbersTree, matrix_view, resolve_dimension_numbers
 from muonjax._newton_schulz import NewtonSchulz
 from muonjax._orthogonalize import orthogonalize
-from muonjax._qk_clip import qk_clip
+from muonjax._qk_clip import SharedKeys, qk_clip
 from muonjax._routing import decays, dimension_numbers
 from muonjax._sites import Site
 
@@ -40,24 +40,24 @@ def muon(
 
     Args:
       learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` a good one for AdamW is a good start.
-      decay: Of the momentum, in [0, 1).
+      decay: Coefficient of the momentum, in [0, 1).
       nesterov: Look one step ahead, as above; False takes M itself.
       weight_decay: Decoupled, times the learning rate, >= 0; for the matrices, and for AdamW's leaves too.
       weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the parameters.
         None: all matrices, embeddings and heads; no biases, no norms.
-      mu_dtype: Of the momentum; None is the parameter's.
+      mu_dtype: Dtype of the momentum; None is the parameter's.
       rms: Root mean square of an update before the learning rate (see `match_rms`). None scales by
         sqrt(max(1, fan_out / fan_in)) instead, as optax.contrib.muon does by default.
       muon_weight_dimension_numbers: Which leaves are matrices, and how: a tree of `MuonDimensionNumbers` or
         None, a prefix, or a function of the parameters. None reads it off paths and shapes
         (`muonjax.tabulate` shows how).
-      newton_schulz: How to orthogonalize; `NewtonSchulz.balanced()` if None.
-      adam: What the other leaves get, learning rate included; None is `optax.adamw` at the same learning
+      newton_schulz: Settings of the orthogonalization; None is `NewtonSchulz.balanced()`.
+      adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` at the same learning
         rate and weight decay, with b2 = 0.95.
       distribution: How the parameters lie on a mesh (see `orthogonalize`).
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`; `update` needs `params` if anything decays.
+      An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
 
     Raises:
       ValueError, TypeError: A setting out of its range; while tracing, the leaf that can't be routed or viewed as
@@ -82,7 +82,7 @@ def muon(
             f"muon(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
         )
     if isinstance(rms, (int, float)) and not 0 < rms < math.inf:
-        raise ValueError(f"muon(rms={rms!r}) must be positive and finite; 0.2 is AdamW's usual update.")
+        raise ValueError(f"muon(rms={rms!r}) must be positive and finite; 0.2 is the usual RMS of AdamW's.")
     if adam is None:
         mask = decays if weight_decay_mask is None else weight_decay_mask
         adam = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay, mask=mask)
@@ -150,18 +150,43 @@ def muonclip(
     sites: Site | Sequence[Site],
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
-    **settings: Any,
+    shared_keys: SharedKeys = "query",
+    every_k: int = 1,
+    axis_name: str | tuple[str, ...] | None = None,
+    decay: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    weight_decay_mask: Any = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    rms: float | None = 0.2,
+    muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
+    newton_schulz: NewtonSchulz | None = None,
+    adam: optax.GradientTransformation | None = None,
+    distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonClip, the optimizer of Kimi K2: `muon`, then `qk_clip`.
 
-    With S the largest attention logit of a head and W the weights that `muon` arrives at, its queries and keys
-    become sqrt(min(1, threshold / S)) W.
+    With S the largest attention logit of a head and gamma = min(1, threshold / S), the head's query and key that `muon`
+    arrives at are scaled so that the same inputs give at most `threshold`: each by sqrt(gamma) where the head has a key
+    of its own, otherwise as `qk_clip` says.
 
     Args:
       learning_rate: As in `muon`.
       sites: The attention modules to watch, such as `[mha_site()]`.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
-      **settings: Everything else that `muon` takes, by name.
+      shared_keys: As in `qk_clip`.
+      every_k: As in `qk_clip`; in `optax.inject_hyperparams` make it a static_args.
+      axis_name: As in `qk_clip`.
+      decay: As in `muon`.
+      nesterov: As in `muon`.
+      weight_decay: As in `muon`.
+      weight_decay_mask: As in `muon`.
+      mu_dtype: As in `muon`.
+      rms: As in `muon`.
+      muon_weight_dimension_numbers: As in `muon`.
+      newton_schulz: As in `muon`.
+      adam: As in `muon`.
+      distribution: As in `muon`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`; the
@@ -183,7 +208,22 @@ def muonclip(
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
     """
-    return optax.chain(muon(learning_rate, **settings), qk_clip(threshold, sites))
+    return optax.chain(
+        muon(
+            learning_rate,
+            decay=decay,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+            weight_decay_mask=weight_decay_mask,
+            mu_dtype=mu_dtype,
+            rms=rms,
+            muon_weight_dimension_numbers=muon_weight_dimension_numbers,
+            newton_schulz=newton_schulz,
+            adam=adam,
+            distribution=distribution,
+        ),
+        qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name),
+    )
 
 
 def adamclip(
@@ -191,7 +231,17 @@ def adamclip(
     sites: Site | Sequence[Site],
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
-    **settings: Any,
+    shared_keys: SharedKeys = "query",
+    every_k: int = 1,
+    axis_name: str | tuple[str, ...] | None = None,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    weight_decay: float = 1e-4,
+    mask: Any = None,
+    nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, then `qk_clip`, for Adam's attention logits can run away too.
 
@@ -199,7 +249,17 @@ def adamclip(
       learning_rate: As in `optax.adamw`.
       sites: As in `muonclip`.
       threshold: As in `muonclip`.
-      **settings: Everything else that `optax.adamw` takes, by name.
+      shared_keys: As in `qk_clip`.
+      every_k: As in `qk_clip`; in `optax.inject_hyperparams` make it a static_args.
+      axis_name: As in `qk_clip`.
+      b1: As in `optax.adamw`.
+      b2: As in `optax.adamw`.
+      eps: As in `optax.adamw`.
+      eps_root: As in `optax.adamw`.
+      mu_dtype: As in `optax.adamw`.
+      weight_decay: As in `optax.adamw`.
+      mask: As in `optax.adamw`.
+      nesterov: As in `optax.adamw`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`.
@@ -218,4 +278,17 @@ def adamclip(
 
     Source: J. Su, kexue.fm/archives/11126.
     """
-    return optax.chain(optax.adamw(learning_rate, **settings), qk_clip(threshold, sites))
+    adam = optax.adamw(
+        learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        mu_dtype=mu_dtype,
+        weight_decay=weight_decay,
+        mask=mask,
+        nesterov=nesterov,
+    )
+    return optax.chain(
+        adam, qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
+    )

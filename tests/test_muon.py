@@ -1,5 +1,7 @@
 import dataclasses
+import inspect
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -253,7 +255,15 @@ def test_x64_changes_nothing_but_digits():
 
 
 def test_extra_arguments_pass_through():
-    run(muonjax.muon(0.01), params(), max_logits=jnp.ones(3), value=1.0)
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append(extra)
+        return updates, state
+
+    adam = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    run(muonjax.muon(0.01, adam=adam), params(), steps=1, jit=False, value=1.0)
+    assert seen == [{"value": 1.0}]
 
 
 def test_one_trace_over_many_steps():
@@ -315,6 +325,35 @@ def test_inject_hyperparams():
     state.hyperparams["learning_rate"] = jnp.asarray(0.0)
     updates, _ = tx.update(gradients(5), state, tree)
     assert not any(np.any(u) for u in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("optimizer", [muonjax.muonclip, muonjax.adamclip])
+def test_inject_hyperparams_into_the_clipped(optimizer):
+    tree = {"attention": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}
+    logits = {"attention": jnp.array([400.0, 50.0])}
+    injected = optax.inject_hyperparams(optimizer, static_args="every_k")
+    tx, plain = (f(learning_rate=0.01, sites=muonjax.mha_site()) for f in (injected, optimizer))
+    updates, state = tx.update(tree, tx.init(tree), tree, max_logits=logits)
+    expected, _ = plain.update(tree, plain.init(tree), tree, max_logits=logits)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
+    state.hyperparams["threshold"] = jnp.asarray(1e3)
+    _, state = tx.update(tree, state, tree, max_logits=logits)
+    assert state.inner_state[-1].num_clipped == 0
+
+
+def test_every_setting_of_the_parts_reaches_the_clipped():
+    """By name: what `muon`, `optax.adamw` and `qk_clip` take, with the same defaults."""
+
+    def settings(f):
+        return {n: p.default for n, p in inspect.signature(f).parameters.items()}
+
+    clip = {n: v for n, v in settings(muonjax.qk_clip).items() if n not in ("threshold", "sites")}
+    own = {"learning_rate", "sites", "threshold", *clip}
+    for clipped, part in ((muonjax.muonclip, muonjax.muon), (muonjax.adamclip, optax.adamw)):
+        found = settings(clipped)
+        assert {n: found[n] for n in clip} == clip
+        given = {n: v for n, v in settings(part).items() if n != "learning_rate"}
+        assert {n: v for n, v in found.items() if n not in own} == given
 
 
 def test_apply_if_finite_holds_back_a_nan():
