@@ -66,7 +66,7 @@ def case(shape, dtype, budget):
         }
         for name, times in seconds.items()
     }
-    rule = _choose(jax.default_backend(), jnp.dtype(dtype), shape)
+    rule = _choose(jax.default_backend(), shape)
     return {"shape": shape, "dtype": dtype, "rounds": rounds, "rule": rule, "variants": rows}
 
 

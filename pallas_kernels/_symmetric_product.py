@@ -73,7 +73,7 @@ def symmetric_product(
             "share out are plain products; leave one of the two out."
         )
     if implementation is None:
-        implementation = _choose(jax.default_backend(), x.dtype, x.shape)
+        implementation = _choose(jax.default_backend(), x.shape)
     elif implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"symmetric_product(implementation={implementation!r}): no such implementation; "
@@ -82,13 +82,12 @@ def symmetric_product(
     return _traced_once(x, y, c, alpha, beta, implementation, axis_name)
 
 
-def _choose(platform: str, dtype: jnp.dtype, shape: tuple[int, ...]) -> str:
+def _choose(platform: str, shape: tuple[int, ...]) -> str:
     """The one rule that `implementation=None` follows: what was measured faster, and nothing else.
 
     "blocked" on a CPU for m >= 256, "reference" everywhere else, where no gain has been measured. "hopper" is
     never chosen: no GPU has run it yet. The figures are in `benchmarks/results/symmetric_product.json`.
     """
-    del dtype  # the gain was about the same in each
     return "blocked" if platform == "cpu" and shape[-2] >= 256 else "reference"
 
 

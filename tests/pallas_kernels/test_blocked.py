@@ -8,13 +8,13 @@ from pallas_kernels import _blocked, symmetric_product
 
 
 class TestBlocked(SymmetricProductSuite):
-    """With blocks of 16 rows, so that small matrices have several."""
+    """With blocks of 4 rows, so that small matrices have several."""
 
     implementation = "blocked"
 
     @pytest.fixture(autouse=True)
     def _small_blocks(self, monkeypatch):
-        monkeypatch.setitem(_blocked.symmetric_product.__kwdefaults__, "smallest", 16)
+        monkeypatch.setitem(_blocked.symmetric_product.__kwdefaults__, "smallest", 4)
 
 
 def _flops(implementation):

@@ -66,17 +66,16 @@ def test_bad_input_says_what_to_do(arguments, settings, message):
 
 def test_the_rule_never_takes_a_kernel_that_no_gpu_has_run():
     for platform in ("cpu", "gpu", "cuda", "rocm", "tpu"):
-        for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-            for m in (64, 512, 4096, 8192):
-                for batch in ((), (8,)):
-                    assert _choose(platform, jnp.dtype(dtype), (*batch, m, m)) in ("reference", "blocked")
+        for m in (64, 512, 4096, 8192):
+            for batch in ((), (8,)):
+                assert _choose(platform, (*batch, m, m)) in ("reference", "blocked")
 
 
 def test_the_rule_takes_blocked_only_on_a_cpu():
     for shape in ((256, 64), (2048, 2048), (8, 512, 512)):
-        assert _choose("cpu", jnp.dtype(jnp.float32), shape) == "blocked"
-        assert _choose("gpu", jnp.dtype(jnp.float32), shape) == "reference"
-    assert _choose("cpu", jnp.dtype(jnp.float32), (255, 2**20)) == "reference"
+        assert _choose("cpu", shape) == "blocked"
+        assert _choose("gpu", shape) == "reference"
+    assert _choose("cpu", (255, 2**20)) == "reference"
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the device may be able to run it")
