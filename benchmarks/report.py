@@ -368,34 +368,28 @@ def training(content: dict[str, Any]) -> str:
 def training_answers(content: dict[str, Any]) -> str:
     """The questions, answered task by task."""
     whole = _whole_tasks(content)
-    lines = []
+    rows, rates = [], []
     for answer in (a for a in content["answers"] if a["task"] in whole):
+        if answer["question"] == "rate":
+            rates.append(f"{2 ** answer['factors_of_two']:g} ({answer['task']}, {answer['of']})")
+            continue
         gap = answer["gap"]
-        pair = f"{answer['task']}, {answer['of']} less {answer['against']}"
-        span = f"{gap['mean']:+.4f} nats ({gap['low']:+.4f} to {gap['high']:+.4f} over the seeds)"
-        match answer["question"]:
-            case "orthogonalization":
-                lines.append(f"Better orthogonalization: {pair}: {span}.")
-            case "gain":
-                steps = answer["steps"]
-                reached = f"{steps:.2f} of AdamW's steps" if steps else "not reached for good"
-                time = f", {answer['time']:.2f} of its time" if steps and "time" in answer else ""
-                lines.append(f"Gain: {pair}: {span}; AdamW's last loss: {reached}{time}.")
-            case "rate":
-                off = answer["factors_of_two"]
-                verdict = "carries over" if answer["within_one"] else "does not carry over"
-                apart = f"2^{off:.0f} times AdamW's" if off else "the same"
-                lines.append(f"AdamW's rate {verdict}: {answer['task']}, {answer['of']}'s best is {apart}.")
-            case "clip":
-                verdict = (
-                    "not worse with any seed"
-                    if answer["never_worse"]
-                    else "within the spread"
-                    if answer["within_spread"]
-                    else "worse"
-                )
-                lines.append(f"The clip: {pair}: {span}: {verdict}.")
-    return "\n".join(f"- {line}" for line in lines)
+        shares = [answer.get("steps"), answer.get("time") if answer.get("steps") else None]
+        rows.append(
+            [
+                answer["task"],
+                answer["of"],
+                answer["against"],
+                f"{gap['mean']:+.4f} ({gap['low']:+.4f} to {gap['high']:+.4f})",
+                *("" if share is None else f"{share:.2f}" for share in shares),
+            ]
+        )
+    heads = ["", "", "against", "held-out loss, nats (over the seeds)", "its steps", "its time"]
+    return (
+        f"{_markdown(heads, rows)}\n\n"
+        "The loss is the first one's minus the other's. Steps and time: what it takes to stay below AdamW's final "
+        f"loss, in units of AdamW's. Best learning rates, in units of AdamW's: {', '.join(rates)}."
+    )
 
 
 def qk_clip_drift(content: dict[str, Any]) -> str:
@@ -534,12 +528,15 @@ def msign_accuracy(content: dict[str, Any]) -> str:
     columns = [
         f"{mode}, {dtype}" for mode in ("polynomial", "polar") for dtype in ("float64", "float32", "bfloat16")
     ]
-    columns.append("article, float64")
     rows = [
-        [f"{row['shape']}, {row['condition']:g}", *(f"{row[column]:.1e}" for column in columns)]
+        [
+            f"{row['shape']}, {row['condition']:g}",
+            *(f"{row[column]:.1e}" for column in (*columns, "article, float64")),
+        ]
         for row in content["accuracy"]
     ]
-    return f"{_markdown(['shape, condition', *columns], rows)}\n\n{_born(content)}"
+    heads = ["shape, condition", *columns, "Su's, float64"]
+    return f"{_markdown(heads, rows)}\n\n{_born(content)}"
 
 
 def msign_value(content: dict[str, Any]) -> str:

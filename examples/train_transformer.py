@@ -102,7 +102,7 @@ def make_optimizer(
             return optax.adamw(schedule, **adam)
         case "adamclip":
             return muonjax.adamclip(schedule, sites, threshold=args.threshold, **adam)
-    raise SystemExit(f"--optimizer {args.optimizer} is unknown; choose of {', '.join(OPTIMIZERS)}.")
+    raise SystemExit(f"--optimizer {args.optimizer} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
 
 
 def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:

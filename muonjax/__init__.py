@@ -50,3 +50,7 @@ def __getattr__(name: str):
     if name in ("linen", "nnx"):
         return importlib.import_module(f"muonjax.{name}")
     raise AttributeError(f"module 'muonjax' has no attribute {name!r}")
+
+
+def __dir__():
+    return [*globals(), "linen", "nnx"]

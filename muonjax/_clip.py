@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from muonjax._matrix_view import is_masked
 from muonjax._scales import spread
 from muonjax._statistics import match_statistics
-from muonjax._targets import Target, flatten_paths, is_masked
+from muonjax._targets import Target, flatten_paths
 
 
 class QKClipState(NamedTuple):

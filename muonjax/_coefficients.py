@@ -57,8 +57,8 @@ _CONVERGED = 1 - 5e-6
 
 
 def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float, float]:
-    """The odd quintic closest to 1 on [lower, upper], and its error, by the Remez exchange of seed article eq.
-    (9)."""
+    """The odd quintic closest to 1 on [lower, upper], and its error, by a Remez exchange
+    (Amsel et al., 2025, Algorithm 1; J. Su, kexue.fm/archives/10996)."""
     if lower / upper > _CONVERGED:
         return 15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5, 0.0
     q, r = (3 * lower + upper) / 4, (lower + 3 * upper) / 4  # exact in the limit lower -> upper

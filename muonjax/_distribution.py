@@ -59,7 +59,7 @@ class Distribution:
             if unknown := [axis for axis in axes if axis not in names]:
                 raise ValueError(f"{call}(axes={axes!r}): the mesh has no axis {unknown[0]!r}, only {names}.")
         if self.mode not in MODES:
-            raise ValueError(f"{call}(mode={self.mode!r}) is unknown; choose of {MODES}.")
+            raise ValueError(f"{call}(mode={self.mode!r}) is unknown; choose one of {MODES}.")
         if not isinstance(self.chunks, int) or self.chunks < 1:
             raise ValueError(f"{call}(chunks={self.chunks!r}) needs a whole number, at least 1.")
         for path, spec in jax.tree_util.tree_leaves_with_path(self.param_specs, is_leaf=_is_spec):

@@ -50,9 +50,11 @@ def match_rms(
     """
     # A traced number (optax.inject_hyperparams) can't be looked at.
     if isinstance(rms, (int, float)) and not 0 < rms < math.inf:
-        raise ValueError(f"match_rms(rms={rms!r}) must be positive and finite; 0.2 is AdamW's usual update.")
+        raise ValueError(
+            f"match_rms(rms={rms!r}) must be positive and finite; 0.2 is the usual RMS of AdamW's."
+        )
     if rule not in get_args(Rule):
-        raise ValueError(f"match_rms(rule={rule!r}) is unknown; choose of {get_args(Rule)}.")
+        raise ValueError(f"match_rms(rule={rule!r}) is unknown; choose one of {get_args(Rule)}.")
 
     def scale(view: MatrixView) -> float:
         if rule == "rms":

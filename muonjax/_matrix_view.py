@@ -57,6 +57,11 @@ DimensionNumbersTree: TypeAlias = Any
 parameters that returns one. None marks a leaf that is no matrix."""
 
 
+def is_masked(node: Any) -> bool:
+    """Whether Optax has hidden a leaf here."""
+    return isinstance(node, optax.MaskedNode)
+
+
 class MatrixView(NamedTuple):
     """How one leaf becomes matrices: which axes are rows, which are columns, which only count."""
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._clip import Watched, check_threshold, clip, clip_factor, parameter_factors
+from muonjax._matrix_view import is_masked
 from muonjax._sites import Site
 from muonjax._statistics import match_statistics
-from muonjax._targets import Target, as_sites, find_targets, flatten_paths, is_masked
+from muonjax._targets import Target, as_sites, find_targets, flatten_paths
 
 SharedKeys = Literal["query", "balanced", "group"]
 

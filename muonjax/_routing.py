@@ -20,10 +20,14 @@ from muonjax._layer_names import (
     roles,
     unit,
 )
-from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
+from muonjax._matrix_view import (
+    DimensionNumbers,
+    FusedDimensionNumbers,
+    MuonDimensionNumbers,
+    is_masked,
+)
 from muonjax._stacks import Parameter, unstack
 
-DimensionNumbers = MuonDimensionNumbers | FusedDimensionNumbers
 Rules = Sequence[tuple[str, DimensionNumbers | None]]
 
 
@@ -124,7 +128,7 @@ def routes(
     """The routes of all leaves in order, masked nodes among them, and the tree's structure."""
     if attention not in ("whole", "heads"):
         raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_masked)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_masked)
     paths = [names(path) for path, _ in leaves]
     ruled = _apply_rules(["/".join(path) for path in paths], rules)
 
@@ -134,7 +138,7 @@ def routes(
         [
             Parameter(path, role, jnp.shape(leaf), tuple(range(jnp.ndim(leaf))), jnp.shape(leaf))
             for path, role, (_, leaf) in zip(paths, read, leaves, strict=True)
-            if not _is_masked(leaf)
+            if not is_masked(leaf)
         ],
         scan_axis,
     )
@@ -146,7 +150,7 @@ def routes(
 
     result: list[Route | optax.MaskedNode] = []
     for path, (_, leaf) in zip(paths, leaves, strict=True):
-        if _is_masked(leaf):
+        if is_masked(leaf):
             result.append(leaf)
             continue
         name, shape, dtype = "/".join(path), jnp.shape(leaf), dtype_of(leaf)
@@ -293,7 +297,8 @@ def _undecided(p: Parameter, attention: str) -> str:
     cure = f"add a rule, rules=[(r'{re.escape(name)}', {rule})], or None as its numbers to give it to Adam"
     if p.stacked or len(p.shape) == 3:
         cure += "; if it is a stack of layers, give scan_axis"
-    return f"{text}; {cure}."
+    in_muon = "muon_weight_dimension_numbers=lambda params: dimension_numbers(params, rules=...)"
+    return f"{text}; {cure}. In muon: {in_muon}."
 
 
 def _apply_rules(paths: Sequence[str], rules: Rules) -> dict[str, DimensionNumbers | None]:
@@ -361,7 +366,3 @@ def dtype_of(leaf: Any) -> Any:
     """The dtype of an array, a tracer, a shape or a Python number."""
     # A typed random key has a dtype that NumPy does not know; a Python number has none.
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)

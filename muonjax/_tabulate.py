@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
+from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers, is_masked
 from muonjax._routing import Route, dtype_of, matrix_shape, names, routes
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
@@ -79,7 +79,7 @@ def _fit(path: str, room: int) -> str:
 def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.MaskedNode], Any]:
     """Routes by a tree of the caller's own."""
     tree = dimension_numbers(params) if callable(dimension_numbers) else dimension_numbers
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_masked)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_masked)
     try:
         # None is a leaf here, and one value may stand for a whole branch.
         numbers = jax.tree.broadcast(tree, jax.tree.unflatten(treedef, [0] * len(leaves)), is_leaf=_is_given)
@@ -91,7 +91,7 @@ def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.Mask
     flat = jax.tree.leaves(numbers, is_leaf=_is_given)
     return [
         leaf
-        if _is_masked(leaf)
+        if is_masked(leaf)
         else Route("/".join(names(path)), jnp.shape(leaf), dtype_of(leaf), number, "given")
         for (path, leaf), number in zip(leaves, flat, strict=True)
     ], treedef
@@ -123,10 +123,6 @@ def _totals(found: list[Route]) -> list[str]:
         )
         lines.append(f"{optimizer}: {size:,} parameters ({100 * size / total:.1f} %), {held}")
     return lines
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 def _is_given(node: Any) -> bool:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
+from muonjax._matrix_view import is_masked
 from muonjax._routing import names
 from muonjax._scales import Scale, count_entries, stack_sizes
 from muonjax._sites import Site
@@ -18,11 +18,6 @@ def flatten_paths(tree: Any) -> dict[str, Any]:
     """Leaves by "/"-joined path; masked ones are kept, so that a frozen parameter can be told from a missing one."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
     return {"/".join(names(path)): leaf for path, leaf in leaves}
-
-
-def is_masked(node: Any) -> bool:
-    """Whether Optax has hidden a leaf here."""
-    return isinstance(node, optax.MaskedNode)
 
 
 class Target(NamedTuple):

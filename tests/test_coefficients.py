@@ -6,8 +6,8 @@ import pytest
 import muonjax
 from muonjax._coefficients import evaluate, take_steps
 
-# EVIDENCE: lower = 1e-3, cushion 0.02407..., before the safety division. Row 6's b is negative; two articles
-# print +.
+# As J. Su published them (kexue.fm/archives/10996): lower = 1e-3, cushion 0.02407..., before the safety division. Row
+# 6's b is negative; two articles print +.
 TABLE = [
     (8.287212, -23.595887, 17.300387),
     (4.107059, -2.947850, 0.544843),

@@ -134,7 +134,11 @@ def test_gradient_picture_names_what_is_there():
     page = (DOCS / "way_of_a_gradient.md").read_text()
     picture = re.search(r"```text\n(.*?)```", page, flags=re.DOTALL)
     assert picture is not None
-    for module in re.findall(r"(_\w+)\.py", picture[1]):
+    modules = re.findall(r"(_\w+)\.py", picture[1])
+    names = re.findall(r"muonjax\.(\w+)", picture[1])
+    assert len(modules) > 5
+    assert len(names) > 1
+    for module in modules:
         importlib.import_module(f"muonjax.{module}")
-    for name in re.findall(r"muonjax\.(\w+)", picture[1]):
+    for name in names:
         assert hasattr(muonjax, name)

@@ -77,7 +77,8 @@ def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("count", "shape", "size"), [(12, (768, 768), 1), (7, (8, 8), 7), (12, (128, 512), 4), (12, (512, 512), 1)]
+    ("count", "shape", "size"),
+    [(12, (768, 768), 1), (7, (8, 8), 7), (12, (128, 512), 4), (12, (512, 512), 1)],
 )
 def test_chunks_divide_the_stack(count, shape, size):
     assert chunk_size(count, shape, "cpu") == size

@@ -51,7 +51,7 @@ def test_one_trace_serves_equal_distributions():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"mode": "owners"}, "mode='owners'.*unknown; choose of"),
+        ({"mode": "owners"}, "mode='owners'.*unknown; choose one of"),
         ({"axes": ("data",)}, "no axis 'data', only"),
         ({"chunks": 0}, "chunks=0.*at least 1"),
         ({"param_specs": {"a": P("data")}}, r"at \['a'\] names the axis 'data', but the mesh has only"),
