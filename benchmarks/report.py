@@ -518,7 +518,7 @@ def killed_runs(content: dict[str, Any]) -> str:
 
 def versions(content: dict[str, Any]) -> str:
     """Which versions pass."""
-    heads = ["python", "jax", "flax", "optax", "passed", "failed", "skipped"]
+    heads = ["python", "jax", "flax", "optax", "commit", "passed", "failed", "skipped"]
     rows = [[row[head] for head in heads] for row in content["rows"]]
     return _markdown(heads, rows)
 

@@ -191,4 +191,4 @@ def _safetensors() -> Any:
     try:
         return importlib.import_module("safetensors.flax")
     except ImportError:
-        raise ImportError("LyCORIS files need safetensors: pip install 'muonjax[lycoris]'.") from None
+        raise ImportError("LyCORIS files need safetensors: pip install safetensors.") from None

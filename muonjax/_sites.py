@@ -75,8 +75,8 @@ def mha_site(
     The defaults fit `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`.
 
     Args:
-      path: regular expression for the whole "/"-joined path of the modules, such as "decoder/.*/attention"; by
-        default every module with a child `query`.
+      path: regular expression that matches the whole "/"-joined path of the modules (`re.fullmatch`; the rules of
+        `dimension_numbers` search), such as "decoder/.*/attention"; by default every module with a child `query`.
       query: name of the query projection, which has a `kernel` and perhaps a `bias`.
       key: name of the key projection.
       layout: axes of a kernel: i for the input, h for heads, d within a head; brackets for a merged axis. Flax's
