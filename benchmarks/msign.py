@@ -107,7 +107,7 @@ def truncated():
             ("polar", {"gradient": "polar"}),
             ("polar, polish=3", {"gradient": "polar", "polish": 3}),
         ):
-            row[name] = msign_oracles.relative(gradient(x, c, "float64", steps=5, **settings)[2], exact)
+            row[name] = msign_oracles.relative(gradient(x, c, "float64", num_steps=5, **settings)[2], exact)
         rows.append(row)
     return rows
 

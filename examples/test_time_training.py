@@ -76,7 +76,7 @@ class Memory(nnx.Module):
         self.rate = nnx.Param(jnp.zeros(heads))  # a logarithm
         # Five steps, as Muon takes them. The polar derivative asks for an orthogonal factor: three more, for it alone.
         options = {"polish": 3} if gradient == "polar" else {}
-        self.orthogonalize = functools.partial(muonjax.msign, steps=5, gradient=gradient, **options)
+        self.orthogonalize = functools.partial(muonjax.msign, num_steps=5, gradient=gradient, **options)
         self.kind, self.chunk = kind, chunk
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ def mcsgn(
     x: jax.Array,
     *,
     coefficients: Coefficients | None = None,
-    steps: int | None = None,
+    num_steps: int | None = None,
     precision: str | None = "highest",
 ) -> jax.Array:
     r"""The sign of each square matrix with a real spectrum, as a function of its eigenvalues.
@@ -35,7 +35,7 @@ def mcsgn(
         $\sqrt{\operatorname{tr}(X^2)}$ in size for the default schedule. Complex ones diverge or converge to
         something else, and are not detected unless they make the trace negative.
       coefficients: Rows (a, b, c), one a step. Default: converged, as in `msign`.
-      steps: How many rows to run, as in `msign`.
+      num_steps: How many rows to run, as in `msign`.
       precision: Of the products, as in `jax.numpy.matmul`.
 
     Returns:
@@ -60,7 +60,7 @@ def mcsgn(
         raise ValueError(
             f"mcsgn(x) needs square matrices, got shape {x.shape}; msign takes rectangular ones."
         )
-    rows = schedule("mcsgn", coefficients, steps)
+    rows = schedule("mcsgn", coefficients, num_steps)
     if x.size == 0:
         return x
     return _polynomial_mcsgn(x, rows, Arithmetic.of(x, precision))

@@ -17,16 +17,16 @@ CONVERGED: Coefficients = polar_express(11, lower=1e-5)
 value at 1e-3 / sqrt(m) of its Frobenius norm or above: inside for every m up to 10,000."""
 
 
-def schedule(name: str, coefficients: Coefficients | None, steps: int | None) -> Coefficients:
-    """The rows that will run: the converged default, `steps` of Polar Express, or of the given table."""
-    if steps is not None and (not isinstance(steps, int) or steps < 1):
+def schedule(name: str, coefficients: Coefficients | None, num_steps: int | None) -> Coefficients:
+    """The rows that will run: the converged default, `num_steps` of Polar Express, or of the given table."""
+    if num_steps is not None and (not isinstance(num_steps, int) or num_steps < 1):
         raise ValueError(
-            f"{name}(steps={steps!r}) needs a whole number of steps, at least 1, or None for all."
+            f"{name}(num_steps={num_steps!r}) needs a whole number of steps, at least 1, or None for all."
         )
     if coefficients is None:
-        return CONVERGED if steps is None else polar_express(steps)
+        return CONVERGED if num_steps is None else polar_express(num_steps)
     rows = checked_rows(name, coefficients)
-    return take_steps(rows, len(rows) if steps is None else steps)
+    return take_steps(rows, len(rows) if num_steps is None else num_steps)
 
 
 def checked(name: str, x: jax.Array) -> jax.Array:
@@ -46,7 +46,7 @@ def msign(
     x: jax.Array,
     *,
     coefficients: Coefficients | None = None,
-    steps: int | None = None,
+    num_steps: int | None = None,
     gradient: Gradient = "polynomial",
     polish: int = 0,
     precision: str | None = "highest",
@@ -72,7 +72,7 @@ def msign(
         they are, with float32 sums; float16 is computed in float32.
       coefficients: Rows (a, b, c), one a step. Default: converged, for singular values down to 1e-5 of the
         Frobenius norm.
-      steps: How many rows to run; a table that is too short repeats its last row. Without `coefficients`:
+      num_steps: How many rows to run; a table that is too short repeats its last row. Without `coefficients`:
         that many steps of `polar_express`. Default: all rows.
       gradient: Which derivative; see above.
       polish: Steps of (15/8, -5/4, 3/8) that the polar mode adds to a truncated value, for its derivative
@@ -103,7 +103,7 @@ def msign(
     kexue.fm/archives/11025; docs/differentiating_msign.md derives what is used here.
     """
     x = checked("msign", x)
-    rows = schedule("msign", coefficients, steps)
+    rows = schedule("msign", coefficients, num_steps)
     if gradient not in ("polynomial", "polar", "autodiff"):
         raise ValueError(f"msign(gradient={gradient!r}) must be 'polynomial', 'polar' or 'autodiff'.")
     if not isinstance(polish, int) or polish < 0:

@@ -104,7 +104,7 @@ def test_check_grads():
     with jax.enable_x64(True):
         x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0])
         check_grads(
-            jax.jit(functools.partial(mcsgn, steps=8)),
+            jax.jit(functools.partial(mcsgn, num_steps=8)),
             (x,),
             order=2,
             modes=("fwd", "rev"),
@@ -173,7 +173,7 @@ def test_sylvester():
     [
         (lambda: mcsgn(jnp.ones((2, 2), jnp.complex64)), TypeError, r"mcsgn\(x\) needs a real"),
         (lambda: mcsgn(jnp.ones((2, 3))), ValueError, r"square matrices, got shape \(2, 3\)"),
-        (lambda: mcsgn(jnp.ones((2, 2)), steps=0), ValueError, r"mcsgn\(steps=0\)"),
+        (lambda: mcsgn(jnp.ones((2, 2)), num_steps=0), ValueError, r"mcsgn\(num_steps=0\)"),
         (lambda: sylvester(jnp.eye(2), jnp.eye(3), jnp.ones((3, 2))), ValueError, r"swap a and b"),
     ],
 )
