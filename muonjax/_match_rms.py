@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 import optax
 
-from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_view, resolve_dimension_numbers
+from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_views
 
 Rule = Literal["rms", "width", "spectral"]
 
@@ -65,11 +65,8 @@ def match_rms(
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        numbers = resolve_dimension_numbers(dimension_numbers, updates, call="match_rms")
-        scaled = [
-            x if n is None else x * scale(matrix_view(x, n, call="match_rms"))
-            for x, n in zip(leaves, numbers, strict=True)
-        ]
+        views = matrix_views(dimension_numbers, updates, call="match_rms")
+        scaled = [x if v is None else x * scale(v) for x, v in zip(leaves, views, strict=True)]
         return jax.tree.unflatten(treedef, scaled), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

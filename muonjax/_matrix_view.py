@@ -104,52 +104,58 @@ class MatrixView(NamedTuple):
         return matrices.reshape(self._sizes(self._order)).transpose(inverse).reshape(self.leaf_shape)
 
 
-def _axes(call: str, name: str, value: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _axes(call: str, leaf: str, name: str, value: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     try:
         axes = tuple(map(operator.index, value if isinstance(value, Sequence) else (value,)))
     except TypeError:
         raise TypeError(f"{call}: {name}={value!r} must be an axis, a whole number, or several.") from None
     for axis in axes:
         if not -len(shape) <= axis < len(shape):
-            raise ValueError(f"{call}: {name}={value!r} names axis {axis}, but the leaf has shape {shape}.")
+            raise ValueError(f"{call}: {name}={value!r} names axis {axis}, but {leaf} has shape {shape}.")
     return tuple(axis % len(shape) for axis in axes)
 
 
-def matrix_view(leaf: Any, numbers: DimensionNumbers, *, call: str) -> MatrixView:
-    """The view of a leaf (anything with shape and dtype) under `numbers`; `call` names the caller in
-    errors."""
+def matrix_view(leaf: Any, numbers: DimensionNumbers, *, call: str, path: Any = ()) -> MatrixView:
+    """The view of a leaf (anything with shape and dtype) under `numbers`.
+
+    Args:
+      call: Names the caller in errors.
+      path: The leaf's key path, which errors name too.
+    """
     shape = tuple(leaf.shape)
+    named = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+    named = f"the leaf {named!r}" if named else "the leaf"
     if len(shape) < 2:
         raise ValueError(
-            f"{call} needs matrices, but this leaf has shape {shape}; give it to Adam instead: None in its "
-            "place in the dimension numbers."
+            f"{call} needs matrices, but {named} has shape {shape}; give it to Adam instead: None in its place in the "
+            "dimension numbers."
         )
     if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
         raise TypeError(
-            f"{call} needs a float or complex leaf, got {leaf.dtype} of shape {shape}; keep integers out of the "
-            "optimizer (optax.masked) or cast them."
+            f"{call} needs float or complex leaves, but {named} of shape {shape} is {leaf.dtype}; keep integers out of "
+            "the optimizer (optax.masked) or cast them."
         )
-    reduction = _axes(call, "reduction_axis", numbers.reduction_axis, shape)
-    output = _axes(call, "output_axis", numbers.output_axis, shape)
+    reduction = _axes(call, named, "reduction_axis", numbers.reduction_axis, shape)
+    output = _axes(call, named, "output_axis", numbers.output_axis, shape)
     if not reduction or not output:
         raise ValueError(
-            f"{call}: {numbers} leaves one side of the matrix without an axis (leaf shape {shape})."
+            f"{call}: {numbers} leaves one side of the matrix without an axis ({named} has shape {shape})."
         )
     if len(set(reduction + output)) != len(reduction + output):
         raise ValueError(
-            f"{call}: {numbers} uses an axis of the leaf of shape {shape} twice; reduction and output axes must be "
+            f"{call}: {numbers} uses an axis of {named} of shape {shape} twice; reduction and output axes must be "
             "disjoint."
         )
     if 0 in shape:
         raise ValueError(
-            f"{call}: a leaf of shape {shape} has an empty dimension, so there is nothing to update."
+            f"{call}: {named} of shape {shape} has an empty dimension, so there is nothing to update."
         )
     cut, cut_shape = None, shape
     if isinstance(numbers, FusedDimensionNumbers):
-        (cut,) = _axes(call, "axis", numbers.axis, shape)
+        (cut,) = _axes(call, named, "axis", numbers.axis, shape)
         if cut not in reduction + output or numbers.parts < 1 or shape[cut] % numbers.parts:
             raise ValueError(
-                f"{call}: {numbers} can't cut the leaf of shape {shape}: `axis` must be one of the reduction or "
+                f"{call}: {numbers} can't cut {named} of shape {shape}: `axis` must be one of the reduction or "
                 "output axes, and `parts` must divide its size."
             )
         # (..., parts * size, ...) -> (..., parts, size, ...): the parts become a batch axis.
@@ -190,6 +196,18 @@ def resolve_dimension_numbers(
             f"the updates nor a prefix of it, {jax.tree.structure(tree)}."
         ) from error
     return [e.numbers for e in jax.tree.leaves(entries, is_leaf=lambda x: isinstance(x, _Entry))]
+
+
+def matrix_views(
+    numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
+) -> list[MatrixView | None]:
+    """One view a leaf of `tree`, None where its numbers are None (taken as by `resolve_dimension_numbers`)."""
+    entries = resolve_dimension_numbers(numbers, tree, call=call)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [
+        None if entry is None else matrix_view(leaf, entry, call=call, path=path)
+        for (path, leaf), entry in zip(leaves, entries, strict=True)
+    ]
 
 
 class _Entry:

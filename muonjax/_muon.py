@@ -116,12 +116,13 @@ def muon(
 def _route(numbers: DimensionNumbersTree | None, tree: Any) -> tuple[Any, Any]:
     """Dimension numbers and the label "muon" or "adam" for every leaf of `tree`."""
     source = dimension_numbers if numbers is None else numbers
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     # Optax initializes with a placeholder that has no leaves when it looks for parameter-like state.
     flat = resolve_dimension_numbers(source, tree, call="muon") if leaves else []
-    for leaf, entry in zip(leaves, flat, strict=True):
+    for (path, leaf), entry in zip(leaves, flat, strict=True):
         if entry is not None:
-            matrix_view(leaf, entry, call="muon")  # momentum would turn an integer leaf into a float one
+            # Here and not in the chain only: momentum would turn an integer leaf into a float one.
+            matrix_view(leaf, entry, call="muon", path=path)
     return treedef.unflatten(flat), treedef.unflatten("adam" if n is None else "muon" for n in flat)
 
 

@@ -9,7 +9,7 @@ import optax
 from muonjax._distribution import Distribution
 from muonjax._exchange import Function
 from muonjax._grouping import map_groups
-from muonjax._matrix_view import DimensionNumbersTree, matrix_view, resolve_dimension_numbers
+from muonjax._matrix_view import DimensionNumbersTree, matrix_views
 from muonjax._newton_schulz import NewtonSchulz, compute_dtype, newton_schulz
 from muonjax._on_mesh import find_mesh
 
@@ -64,11 +64,8 @@ def orthogonalize(
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        numbers = resolve_dimension_numbers(dimension_numbers, updates, call="orthogonalize")
-        chosen = [i for i, n in enumerate(numbers) if n is not None]
-        views = [
-            matrix_view(leaves[i], n, call="orthogonalize") for i, n in enumerate(numbers) if n is not None
-        ]
+        found = matrix_views(dimension_numbers, updates, call="orthogonalize")
+        chosen, views = [i for i, v in enumerate(found) if v is not None], [v for v in found if v is not None]
         on_mesh = find_mesh(distribution, updates, chosen, call="orthogonalize")
         if on_mesh is None:
             matrices = map_groups(

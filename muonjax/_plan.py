@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from muonjax._distribution import Distribution
-from muonjax._matrix_view import DimensionNumbersTree, matrix_view, resolve_dimension_numbers
+from muonjax._matrix_view import DimensionNumbersTree, matrix_views
 from muonjax._newton_schulz import NewtonSchulz
 from muonjax._on_mesh import find_mesh
 from muonjax._orthogonalize import polar_function, wire_dtype
@@ -118,11 +118,8 @@ def plan(
     settings = NewtonSchulz() if newton_schulz is None else newton_schulz
     distribution = _read_off(params) if distribution is None else distribution
     leaves = jax.tree.leaves(params)
-    numbers = resolve_dimension_numbers(
-        route if dimension_numbers is None else dimension_numbers, params, call="plan"
-    )
-    chosen = [i for i, entry in enumerate(numbers) if entry is not None]
-    views = [matrix_view(leaves[i], numbers[i], call="plan") for i in chosen]  # pyright: ignore[reportArgumentType]
+    found = matrix_views(route if dimension_numbers is None else dimension_numbers, params, call="plan")
+    chosen, views = [i for i, v in enumerate(found) if v is not None], [v for v in found if v is not None]
     wire = [wire_dtype(leaves[i], settings) for i in chosen]
 
     def in_mode(mode: Any) -> OwnerPlan:
