@@ -20,7 +20,7 @@ import muonjax
 from muonjax import NewtonSchulz, _grouping
 
 SHAPES = ((64, 64), (64, 256), (128, 128), (128, 512), (256, 256), (512, 512), (768, 768))
-CHUNKS = (1, 2, 4, 8)
+CHUNKS = (1, 2, 4, 8, 16)
 
 
 def chunked(size: int) -> Any:
