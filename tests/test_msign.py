@@ -166,7 +166,7 @@ def test_polynomial_gradient_of_few_steps(steps):
     assert relative(g, msign_oracles.svd_derivative(x, c, JORDAN * steps)) < 1e-12
 
 
-@pytest.mark.parametrize("options", [{}, {"steps": 8}, {"steps": 5, "polish": 3}])
+@pytest.mark.parametrize("options", [{}, {"num_steps": 8}, {"num_steps": 5, "polish": 3}])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_polar_gradient(options, shape):
     for condition, exact, single in ((1e2, 1e-12, 5e-5), (1e3, 1e-12, 1e-4)):
