@@ -1,7 +1,7 @@
 """Write the numbers of README.md and docs: a block `<!-- results: NAME -->` … `<!-- end -->` comes from NAME's JSON.
 
-python benchmarks/report.py            # rewrite
-python benchmarks/report.py --check    # fail if a block is out of date
+python -m benchmarks.report            # rewrite
+python -m benchmarks.report --check    # fail if a block is out of date
 """
 
 import json
@@ -774,7 +774,7 @@ def main() -> None:
             if "--check" not in sys.argv:
                 path.write_text(new)
     if "--check" in sys.argv and stale:
-        raise SystemExit(f"out of date: {', '.join(stale)}; run python benchmarks/report.py")
+        raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks.report")
 
 
 if __name__ == "__main__":

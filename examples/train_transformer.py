@@ -29,7 +29,7 @@ from tqdm import tqdm
 import muonjax
 
 OPTIMIZERS = ("muonclip", "muon", "adamw", "adamclip")
-# The best rates of a sweep (benchmarks/training_sweep.py).
+# The best rates of a sweep (benchmarks/training/sweep.py).
 LEARNING_RATES = {"muonclip": 8e-3, "muon": 8e-3, "adamw": 2e-3, "adamclip": 2e-3}
 
 

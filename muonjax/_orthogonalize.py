@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._distribution import Distribution
-from muonjax._exchange import Function
-from muonjax._grouping import map_groups
+from muonjax._batching import map_groups
 from muonjax._matrix_view import DimensionNumbersTree, matrix_views
-from muonjax._newton_schulz import NewtonSchulz, compute_dtype, newton_schulz
-from muonjax._on_mesh import find_mesh
+from muonjax._mesh.distribution import Distribution
+from muonjax._mesh.exchange import Function
+from muonjax._mesh.sharded_map import find_mesh
+from muonjax._newton_schulz.iteration import NewtonSchulz, compute_dtype, newton_schulz
 
 
 def orthogonalize(

@@ -26,9 +26,9 @@ from jax import lax
 
 from pallas_kernels import _reference
 from pallas_kernels._reference import epilogue, mirror, product
-from pallas_kernels._unknown_to_xla import unknown_to_xla
+from pallas_kernels._xla_workarounds import unknown_to_xla
 
-# Rows of blocks, at most, and of the smallest block: benchmarks/symmetric_product.py compares others.
+# Rows of blocks, at most, and of the smallest block: benchmarks/optimizer/symmetric_product.py compares others.
 ROWS = 4
 SMALLEST = 128
 

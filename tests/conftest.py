@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from pallas_kernels import _symmetric_product
+from pallas_kernels import _api
 
 # Before anything asks for a device. Not XLA_FLAGS: the examples' processes would inherit them.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -12,4 +12,4 @@ jax.config.update("jax_num_cpu_devices", 8)
 @pytest.fixture(autouse=True)
 def _products_are_traced_anew():
     """A test that puts something in an implementation's place neither meets nor leaves traces of the other."""
-    _symmetric_product._traced_once.clear_cache()
+    _api._traced_once.clear_cache()

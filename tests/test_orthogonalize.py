@@ -2,13 +2,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracles
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import muonjax
 from muonjax import MuonDimensionNumbers, NewtonSchulz
-from muonjax._grouping import chunk_size, group_by_shape, map_groups
+from muonjax._batching import chunk_size, group_by_shape, map_groups
+from tests import oracles
 
 EXACT = NewtonSchulz.accurate()
 
@@ -72,7 +72,7 @@ def test_map_groups_gives_every_array_its_own_result():
 def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
     x = normal(6, 4, 8)
     once = map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x])[0]
-    monkeypatch.setattr("muonjax._grouping._CHUNK_ELEMENTS", {"cpu": 2 * 32})
+    monkeypatch.setattr("muonjax._batching._CHUNK_ELEMENTS", {"cpu": 2 * 32})
     np.testing.assert_allclose(map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x])[0], once, atol=1e-6)
 
 

@@ -1,14 +1,14 @@
 """The counters that everything here trusts: flops and bytes of programs that one can count by hand."""
 
-import hlo_counts
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import make_mesh
 
-from muonjax._work import Work, count_work
+from benchmarks.common import hlo_counts
+from muonjax._cost_model import Work, count_work
+from tests.mesh.layouts import make_mesh
 
 X = jax.ShapeDtypeStruct((8, 16), "float32")
 PRODUCT = 2 * 8 * 8 * 16  # x @ x.T

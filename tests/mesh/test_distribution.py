@@ -8,12 +8,12 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import QUICK, make_mesh
 
 import muonjax
 from muonjax import Distribution
-from muonjax._distribution import spread_specs
-from muonjax._on_mesh import _warn_of
+from muonjax._mesh.distribution import spread_specs
+from muonjax._mesh.sharded_map import _warn_of
+from tests.mesh.layouts import QUICK, make_mesh
 
 X = jax.random.normal(jax.random.key(0), (16, 64))
 

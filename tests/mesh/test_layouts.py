@@ -7,7 +7,13 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from layouts import (
+
+import muonjax
+from muonjax import NewtonSchulz
+from muonjax._mesh.exchange import exchange
+from muonjax._newton_schulz import iteration
+from pallas_kernels import _sharded
+from tests.mesh.layouts import (
     LAYOUTS,
     NUMBERS,
     QUICK,
@@ -19,11 +25,6 @@ from layouts import (
     put,
     tree,
 )
-
-import muonjax
-from muonjax import NewtonSchulz, _newton_schulz
-from muonjax._exchange import exchange
-from pallas_kernels import _shared
 
 MESHES = [{"fsdp": 1, "tensor": 1}, {"fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}]
 MESHES += [{"fsdp": 2, "tensor": 4}, {"fsdp": 8, "tensor": 1}]
@@ -71,10 +72,10 @@ def test_small_products_that_devices_share_out(compute_dtype, monkeypatch):
         products.append(x.shape)
         return shared_product(x, *arguments, **settings)
 
-    shared_product = _shared.symmetric_product
-    monkeypatch.setattr(_shared, "symmetric_product", counted)
+    shared_product = _sharded.symmetric_product
+    monkeypatch.setattr(_sharded, "symmetric_product", counted)
     for worth in (False, True):
-        monkeypatch.setattr(_newton_schulz, "_worth_sharing", lambda *arguments, worth=worth: worth)
+        monkeypatch.setattr(iteration, "_worth_sharing", lambda *arguments, worth=worth: worth)
         products.clear()
         found.append(on_mesh(make_mesh(fsdp=4, tensor=2), names, settings, mode="tensor_parallel")[1])
         assert bool(products) == worth
@@ -131,7 +132,7 @@ def test_accelerators_take_their_matrices_in_batches(monkeypatch):
 
         return exchange(counted, blocks, plan, "gpu")
 
-    monkeypatch.setattr("muonjax._on_mesh.exchange", on_gpu)
+    monkeypatch.setattr("muonjax._mesh.sharded_map.exchange", on_gpu)
     for mode in ("owner", "tensor_parallel"):
         _, results = on_mesh(make_mesh(fsdp=4, tensor=2), mode=mode)
         check(results)

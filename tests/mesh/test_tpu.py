@@ -1,15 +1,15 @@
 """What the TPU's own compiler makes of the exchange: ahead of time, on a CPU. `pip install -e ".[tpu]"` first."""
 
-import hlo_counts
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sharding
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import muonjax
+from benchmarks.common import hlo_counts
+from benchmarks.optimizer import sharding
 
 pytest.importorskip("libtpu")
 

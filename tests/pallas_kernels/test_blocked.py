@@ -1,10 +1,10 @@
-import hlo_counts
 import jax
 import jax.numpy as jnp
 import pytest
-from symmetric_product_suite import SymmetricProductSuite
 
+from benchmarks.common import hlo_counts
 from pallas_kernels import _blocked, symmetric_product
+from tests.pallas_kernels.symmetric_product_suite import SymmetricProductSuite
 
 
 class TestBlocked(SymmetricProductSuite):

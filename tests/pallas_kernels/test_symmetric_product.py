@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from symmetric_product_suite import SymmetricProductSuite, draw, mirrored, oracle
 
 from pallas_kernels import symmetric_product
-from pallas_kernels._symmetric_product import IMPLEMENTATIONS, _choose
+from pallas_kernels._api import IMPLEMENTATIONS, _choose
+from tests.pallas_kernels.symmetric_product_suite import SymmetricProductSuite, draw, mirrored, oracle
 
 MATRIX = jnp.ones((4, 3))
 

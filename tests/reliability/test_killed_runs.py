@@ -1,7 +1,8 @@
 """A run that is killed and resumed ends in the same bits, and goes on from no checkpoint that is damaged."""
 
-import killed_runs
 import pytest
+
+from benchmarks.reliability import killed_runs
 
 STEPS = 16
 

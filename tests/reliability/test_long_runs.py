@@ -1,8 +1,9 @@
 """20,000 steps: weights stay where weight decay and RMS matching hold them, logits below the clip, all of it finite."""
 
-import long_runs
 import numpy as np
 import pytest
+
+from benchmarks.reliability import long_runs
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16 momentum", "bfloat16"])

@@ -1,0 +1,1 @@
+"""LoHa adapters: time, memory, and a fine-tuning run."""

@@ -1,0 +1,1 @@
+"""QK-Clip: what it holds, and what it costs."""

@@ -1,0 +1,52 @@
+"""Does QK-Clip hold the attention logits of a run that is made to blow up?
+
+The example's model at many times its best learning rate, with Muon alone and with MuonClip; draws both.
+"""
+
+import argparse
+import pathlib
+import tempfile
+
+import plots
+import train_transformer
+
+from benchmarks.common import measure
+
+IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--learning-rate", type=float, default=0.06)
+    parser.add_argument("--threshold", type=float, default=20.0)
+    args, extra = parser.parse_known_args()
+    results, paths = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for optimizer in ("muon", "muonclip"):
+            out = pathlib.Path(folder) / optimizer
+            flags = ["--optimizer", optimizer, "--out", str(out), "--quiet", "--sample", "0", *extra]
+            flags += [f"--{k.replace('_', '-')}={v}" for k, v in vars(args).items()]
+            held_out = train_transformer.train(train_transformer.parse(flags))
+            paths[optimizer] = out / "metrics.csv"
+            columns = plots.read(paths[optimizer])
+            logits = [
+                max(c)
+                for c in zip(*(v for k, v in columns.items() if k.startswith("max_logit")), strict=True)
+            ]
+            late = logits[len(logits) // 3 :]
+            results[optimizer] = {
+                "held_out": round(held_out, 4),
+                "largest_logit": round(max(logits), 2),
+                "largest_logit_of_the_last_two_thirds": round(max(late), 2),
+                "steps_above_1.5_thresholds": sum(value > 1.5 * args.threshold for value in logits),
+            }
+        IMAGES.mkdir(parents=True, exist_ok=True)
+        plots.draw(paths, IMAGES / "clip_holds.png", args.threshold)
+    path = measure.write("clip_holds", {**vars(args), "runs": results})
+    print(measure.table([{"optimizer": name, **row} for name, row in results.items()]))
+    print(f"Written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What several benchmarks share: timing, provenance, HLO counts, recorded momentum."""

@@ -1,0 +1,1 @@
+"""GPUs: measured on one, or compiled for one without it."""

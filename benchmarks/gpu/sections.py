@@ -1,0 +1,430 @@
+"""What benchmarks/gpu/run.py asks of a GPU, section by section. Each result is one line of JSON on standard output.
+
+python -m benchmarks.gpu.sections SECTION [--dry-run]
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+
+# Standard output belongs to the results; whatever else prints goes to the log.
+OUT = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+KERNEL = "hopper"
+
+# Stacks of a transformer of 1.3 billion parameters (24 layers, d = 2048): attention and feed-forward.
+MODEL = [(96, 2048, 2048), (48, 2048, 8192)]
+# What time cuts off is last.
+CHECKS = [(64, 64), (200, 136), (130, 67), (3, 320, 192), (1000, 1000), (4096, 4096), (4, 2048, 2048)]
+CHECKS += [(8, 1024, 1024), (2048, 512), (8192, 1024), (1024, 4096), (2, 37, 5)]
+PRODUCTS = [(8192, 8192), (4096, 4096), (8, 4096, 4096), (8, 2048, 2048), (4096, 16384), (2048, 8192)]
+PRODUCTS += [(2048, 2048), (8, 1024, 1024), (1024, 1024), *MODEL]
+ITERATIONS = [(4096, 16384), (4096, 4096), (8, 2048, 2048), *MODEL, (8192, 8192), (2048, 8192)]
+ITERATIONS += [(8, 4096, 4096), (8, 1024, 1024), (2048, 2048), (1024, 1024)]
+FUSIONS = [(4096, 4096), (8, 2048, 2048)]
+TILES = [(1, 4096, 4096), (8, 2048, 2048), (1, 8192, 8192), (1, 2048, 8192), (8, 1024, 1024)]
+
+
+def dry_run():
+    """Sizes for a CPU, and an implementation that runs there."""
+    global KERNEL
+    KERNEL = "blocked"
+    for shapes in (CHECKS, PRODUCTS, ITERATIONS, FUSIONS, TILES):
+        small = {(*(min(n, 2) for n in batch), max(8, m // 64), max(8, k // 64)) for *batch, m, k in shapes}
+        shapes[:] = sorted(small, key=len)[:4]
+
+
+def record(**row):
+    print(json.dumps(row, default=str), file=OUT, flush=True)
+
+
+def measured(**case):
+    """Runs a function now and records what it returns, or its error."""
+
+    def run(function):
+        print("begins:", case, file=sys.stderr, flush=True)  # a case that hangs is the log's last
+        try:
+            result = function()
+        except Exception as error:
+            result = {
+                "error": f"{type(error).__name__}: {error}"[:2000],
+                "where": traceback.format_exc()[-1500:],
+            }
+        record(**case, **result)
+
+    return run
+
+
+def draw(shape, dtype, seed):
+    import jax
+
+    # On the device, where it is fast. Normal, never constant: a product of zeros takes less time.
+    return jax.random.normal(jax.random.key(seed), shape, "float32").astype(dtype)
+
+
+def op(implementation, **settings):
+    """The compiled symmetric product of X, and of Y and C where they are given."""
+    import jax
+
+    from pallas_kernels import symmetric_product
+
+    return jax.jit(
+        lambda x, y=None, c=None: symmetric_product(x, y=y, c=c, implementation=implementation, **settings)
+    )
+
+
+def timed(calls, *, rounds=5, iterations=5):
+    """Milliseconds of each (compiled function, *arguments), in turn; the first is the others' baseline.
+
+    By two clocks: the device's own, the sum of its kernels' times (CUPTI), and the host's around calls back to
+    back, which counts launches and gaps too and works anywhere.
+    """
+    import jax
+    from jax.experimental.mosaic.gpu import profiler
+
+    def device(function, *arguments):
+        _, times = profiler.measure(function, iterations=iterations)(*arguments)
+        return statistics.median(times)
+
+    def host(function, *arguments):
+        begin = time.perf_counter()
+        for _ in range(iterations):
+            out = function(*arguments)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - begin) / iterations * 1e3
+
+    clocks = {"device": device, "host": host}
+    seen = {(name, clock): [] for name in calls for clock in clocks}
+    errors = {}
+    for name, (function, *arguments) in calls.items():
+        try:
+            jax.block_until_ready(function(*arguments))
+        except Exception as error:
+            errors |= dict.fromkeys(
+                [(name, clock) for clock in clocks], f"{type(error).__name__}: {error}"[:500]
+            )
+    for _ in range(rounds):
+        for name, call in calls.items():
+            for clock, measure in clocks.items():
+                if (name, clock) in errors:
+                    continue
+                try:
+                    seen[name, clock].append(measure(*call))
+                except Exception as error:
+                    errors[name, clock] = f"{type(error).__name__}: {error}"[:500]
+    baseline = next(iter(calls))
+    times = {name: {} for name in calls}
+    for (name, clock), own in seen.items():
+        if (name, clock) in errors:
+            times[name][f"{clock}_error"] = errors[name, clock]
+        elif (baseline, clock) in errors:
+            times[name][f"{clock}_ms"] = own
+        else:
+            ratios = sorted(a / b for a, b in zip(own, seen[baseline, clock], strict=True))
+            times[name][clock] = {
+                "median_ms": statistics.median(own),
+                "ratio": statistics.median(ratios),
+                "ratio_range": [ratios[0], ratios[-1]],
+            }
+    return {"baseline": baseline, "times": times}
+
+
+def device():
+    import jax
+
+    first = jax.devices()[0]
+    names = "compute_capability", "core_count", "platform"
+    record(
+        device=first.device_kind,
+        versions={"jax": jax.__version__, "python": platform.python_version()},
+        **{name: getattr(first, name, None) for name in names},
+    )
+
+    @measured(what="target description")
+    def _():
+        from jax._src.lib import xla_client
+
+        return {"target_config": str(xla_client.get_topology_for_devices(jax.devices()).target_config)}
+
+
+def check():
+    """Against float64, with fresh random inputs, outputs poisoned with NaN, and every launch repeated."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    def exact(x):
+        return np.asarray(x.astype("float32"), np.float64)
+
+    def case(shape, dtype, implementation, *, y, c, seed):
+        *batch, m, _ = shape
+        x = draw(shape, dtype, seed)
+        second = draw(shape, dtype, seed + 1) if y else None
+        addend = draw((*batch, m, m), dtype, seed + 2) if c else None
+        alpha, beta = 0.7, -1.3
+        run, reference = (op(name, alpha=alpha, beta=beta) for name in (implementation, "reference"))
+        outs = []
+        for _ in range(4):
+            # Leaves NaN in the memory that the next output of this size is likely to get.
+            jnp.full((*batch, m, m), jnp.nan, dtype).block_until_ready()
+            outs.append(run(x, second, addend))
+        plain = reference(x, second, addend)
+        # A sample of rows in float64; symmetry and repeatability of every entry.
+        rows = np.unique(np.random.default_rng(seed).integers(0, m, 64))
+        below = rows[:, None] >= np.arange(m)  # above the diagonal the result is the mirror image
+        left, right = x, x if second is None else second
+        want = alpha * exact(left[..., rows, :]) @ exact(right).swapaxes(-1, -2)
+        if second is not None:
+            mirror = alpha * exact(left) @ exact(right[..., rows, :]).swapaxes(-1, -2)
+            want = np.where(below, want, mirror.swapaxes(-1, -2))
+        if addend is not None:
+            mirror = exact(addend[..., :, rows]).swapaxes(-1, -2)
+            want = want + beta * np.where(below, exact(addend[..., rows, :]), mirror)
+        error, plain_error = (
+            float(np.linalg.norm(exact(out[..., rows, :]) - want) / np.linalg.norm(want))
+            for out in (outs[0], plain)
+        )
+        same = all(bool((out == outs[0]).all()) for out in outs)
+        symmetric = bool((outs[0] == outs[0].mT).all())
+        return {
+            "relative_error": error,
+            "reference_error": plain_error,
+            "repeats_bit_for_bit": same,
+            "symmetric": symmetric,
+            "ok": error <= 2 * plain_error + 1e-6 and same and symmetric,
+        }
+
+    cases = [("bfloat16", False, False), ("bfloat16", True, True), ("float16", False, True)]
+    for index, shape in enumerate(CHECKS):
+        for offset, (dtype, y, c) in enumerate(cases):
+            settings = {"y": y, "c": c, "seed": 100 * index + 10 * offset}
+            run = functools.partial(case, shape, dtype, KERNEL, **settings)
+            measured(implementation=KERNEL, shape=shape, dtype=dtype, **settings)(run)
+
+    @measured(what="every candidate of tiles", shape=(2, 1096, 640))
+    def _():
+        import jax
+
+        from pallas_kernels import _mosaic_gpu_sm90
+        from pallas_kernels._mosaic_gpu_tiles import candidates
+
+        x, c = draw((2, 1096, 640), "bfloat16", 1), draw((2, 1096, 1152), "bfloat16", 2)
+        scale = jnp.asarray([[0.7, -1.3], [2.0, 0.5]])
+        want = op("reference", alpha=scale[:, 0], beta=scale[:, 1])(x, None, c[..., :1096]).astype("float32")
+        worst = {}
+        for tiles in candidates():
+            try:
+                cores = jax.devices()[0].core_count
+                out = _mosaic_gpu_sm90.launch(x, None, c, scale, tiles=tiles, cores=cores)[..., :1096]
+                worst[str(tiles)] = float(jnp.abs(out.astype("float32") - want).max() / jnp.abs(want).max())
+            except Exception as error:
+                worst[str(tiles)] = f"{type(error).__name__}: {error}"[:300]
+        return {"largest_relative_difference": worst}
+
+
+def product():
+    """X Xᵀ: what the op costs against XLA's plain product, which is not mirrored."""
+    import jax
+    import jax.numpy as jnp
+
+    @jax.jit
+    def plain(x):
+        return jnp.einsum("...ik,...jk->...ij", x, x, preferred_element_type="float32").astype(x.dtype)
+
+    for shape in PRODUCTS:
+        for dtype in ("bfloat16", "float16") if shape == (4096, 4096) else ("bfloat16",):
+
+            @measured(shape=shape, dtype=dtype)
+            def _(shape=shape, dtype=dtype):
+                x = draw(shape, dtype, 0)
+                calls = {name: (op(name), x) for name in (KERNEL, "reference", "blocked")}
+                return timed({"plain": (plain, x), **calls})
+
+
+def iteration():
+    """muonjax's iteration, with each symmetric product, against Optax's."""
+    import jax
+    import jax.numpy as jnp
+    from optax.contrib import MuonDimensionNumbers
+    from optax.contrib._muon import orthogonalize_via_newton_schulz
+
+    import muonjax
+
+    @jax.jit
+    def optax_five_steps(x):
+        def one(x):
+            dimensions = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+            return orthogonalize_via_newton_schulz(
+                x, jnp.asarray(muonjax.JORDAN[0]), 5, dimension_numbers=dimensions
+            )
+
+        return jax.vmap(one)(x) if x.ndim == 3 else one(x)
+
+    def ours(x, settings, **changes):
+        settings = dataclasses.replace(settings, **changes)
+        return jax.jit(functools.partial(muonjax.newton_schulz, settings=settings)), x
+
+    jordan = muonjax.NewtonSchulz(
+        coefficients=muonjax.JORDAN, num_steps=5, deflation=0.0, normalization="frobenius", form="standard"
+    )
+    balanced, fast = muonjax.NewtonSchulz.balanced(), muonjax.NewtonSchulz.fast()
+    for shape in ITERATIONS:
+
+        @measured(shape=shape)
+        def _(shape=shape):
+            x32 = draw(shape, "float32", 0)
+            x16 = x32.astype("bfloat16")
+            calls = {
+                "Optax, bfloat16": (optax_five_steps, x16),
+                f"Optax's steps, {KERNEL}": ours(x16, jordan, implementation=KERNEL),
+                f"balanced, {KERNEL}": ours(x16, balanced, implementation=KERNEL),
+                f"balanced, Gram form in float16, {KERNEL}": ours(
+                    x16, balanced, form="gram", restarts=(2,), compute_dtype="float16", implementation=KERNEL
+                ),
+                "balanced, reference": ours(x16, balanced, implementation="reference"),
+                f"fast, {KERNEL}": ours(x16, fast, implementation=KERNEL),
+                "Optax, float32": (optax_five_steps, x32),
+            }
+            if x32.size > 2**28:  # too much memory, and nobody stacks so much in float32
+                del calls["Optax, float32"]
+            return timed(calls, rounds=3, iterations=3)
+
+
+def fusion():
+    """Does plain XLA fuse the additions, and what does the kernel's own addition cost?"""
+    import jax
+    import jax.numpy as jnp
+
+    def matmul(a, b):
+        return jnp.matmul(a, b, preferred_element_type="float32")
+
+    for shape in FUSIONS:
+
+        @measured(what="b·A + c·A·A", shape=shape)
+        def _(shape=shape):
+            a = draw(shape, "bfloat16", 0) * 0.01
+            a = (a + a.mT).astype("bfloat16")
+            plain = jax.jit(lambda a: (-2.0 * a.astype("float32") + 1.5 * matmul(a, a)).astype(a.dtype))
+            fused = {name: (op(name, alpha=1.5, beta=-2.0), a, None, a) for name in (KERNEL, "reference")}
+            return timed({"plain": (plain, a), **fused, f"{KERNEL} without C": (op(KERNEL), a)})
+
+        @measured(what="a·X + B·X in plain XLA", shape=shape)
+        def _(shape=shape):
+            x, b = draw(shape, "bfloat16", 0), draw((*shape[:-1], shape[-2]), "bfloat16", 1)
+            product = jax.jit(lambda b, x: matmul(b, x).astype(x.dtype))
+            both = jax.jit(lambda b, x: (3.0 * x.astype("float32") + matmul(b, x)).astype(x.dtype))
+            text = both.lower(b, x).compile().as_text()
+            result = timed({"B·X": (product, b, x), "a·X + B·X": (both, b, x)})
+            return {**result, "custom_calls": text.count("custom-call("), "fusions": text.count(" fusion(")}
+
+
+def tiles():
+    """Every candidate of tiles, at the shapes that a table of winners is for."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import _mosaic_gpu_sm90
+    from pallas_kernels._mosaic_gpu_tiles import CORES, candidates
+
+    cores = getattr(jax.devices()[0], "core_count", None) or CORES
+    plain = jax.jit(lambda x: jnp.einsum("bik,bjk->bij", x, x))
+
+    def with_tiles(tiles):
+        return jax.jit(
+            lambda x, scale: _mosaic_gpu_sm90.launch(x, None, None, scale, tiles=tiles, cores=cores)
+        )
+
+    for shape in TILES:
+
+        @measured(shape=shape)
+        def _(shape=shape):
+            x, scale = draw(shape, "bfloat16", 0), jnp.ones((shape[0], 2), "float32")
+            calls = {str(tiles): (with_tiles(tiles), x, scale) for tiles in candidates()}
+            return timed({"plain": (plain, x), **calls}, rounds=2)
+
+
+def torch():
+    """PyTorch where it is at hand: its product and a compiled iteration, by CUDA's own events."""
+    try:
+        import torch
+    except ImportError:
+        record(what="torch", skipped="not installed")
+        return
+    import muonjax
+
+    a, b, c = muonjax.JORDAN[0]
+
+    def five_steps(x):
+        x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+        for _ in range(5):
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x
+
+    def events(function, x, repeats=10):
+        for _ in range(3):
+            function(x)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(repeats):
+            function(x)
+        end.record()
+        torch.cuda.synchronize()
+        return {"milliseconds": start.elapsed_time(end) / repeats, "version": torch.__version__}
+
+    def case(function, shape):
+        return events(function, torch.randn(shape, device="cuda", dtype=torch.bfloat16))
+
+    compiled = torch.compile(five_steps)
+    for shape in PRODUCTS:
+        measured(what="torch.matmul", shape=shape)(
+            functools.partial(case, lambda x: torch.matmul(x, x.mT), shape)
+        )
+    for shape in ITERATIONS:
+        measured(what="compiled five steps", shape=shape)(functools.partial(case, compiled, shape))
+
+
+def tests():
+    """The kernels' tests, which take the GPU where there is one."""
+    root = pathlib.Path(__file__).parents[2]
+    # Not the project's own options: they need plugins that a GPU machine may lack.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-o",
+        "addopts=",
+        "--maxfail=20",
+        "-p",
+        "no:cacheprovider",
+    ]
+    path = "tests/pallas_kernels" + ("/test_tiles.py" if KERNEL != "hopper" else "")
+    result = subprocess.run([*command, path], cwd=root, capture_output=True, text=True, check=False)
+    record(returncode=result.returncode, tail=result.stdout[-4000:], log=result.stderr[-1000:])
+
+
+SECTIONS = {
+    function.__name__: function
+    for function in (device, check, product, iteration, fusion, tiles, torch, tests)
+}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("section", choices=SECTIONS)
+    parser.add_argument("--dry-run", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.dry_run:
+        dry_run()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")
+    SECTIONS[arguments.section]()

@@ -1,0 +1,1 @@
+"""The matrix sign function and its derivatives."""

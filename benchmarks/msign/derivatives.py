@@ -1,0 +1,199 @@
+"""What does a gradient through msign cost, and how exact is it?
+
+Accuracy against an SVD in float64, for truncated schedules and deficient ranks too; temporary memory from the compiler;
+time interleaved with plain automatic differentiation of the same steps.
+
+    python -m benchmarks.msign.derivatives                 # all of it, a few minutes on two cores
+    python -m benchmarks.msign.derivatives --only memory
+"""
+
+import argparse
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.common import measure
+from muonjax import msign, polar_express
+from muonjax._msign.msign import CONVERGED
+from tests import oracles
+from tests.msign import oracles as msign_oracles
+
+ROWS = polar_express(8)
+MODES = ("autodiff", "polynomial", "polar")
+
+
+def plainly(x):
+    """Eight steps as anyone writes them, unrolled, left to automatic differentiation: the baseline."""
+    x = x / jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True))
+    for a, b, c in ROWS:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x
+
+
+VARIANTS = {
+    "plain autodiff, unrolled": plainly,
+    **{f"msign, {mode}": functools.partial(msign, coefficients=ROWS, gradient=mode) for mode in MODES},
+}
+
+
+def value_and_vjp(f):
+    def run(x, cotangent):
+        y, back = jax.vjp(f, x)
+        return y, back(cotangent)[0]
+
+    return run
+
+
+def gradient(x, c, dtype, **settings):
+    """x and c rounded to dtype, and the gradient there: the rounding of x is the input's, not the method's."""
+    with jax.enable_x64(dtype == "float64"):
+        x, c = jnp.asarray(x, dtype), jnp.asarray(c, dtype)
+        g = jax.jit(value_and_vjp(functools.partial(msign, **settings)))(x, c)[1]
+        return tuple(np.asarray(v, np.float64) for v in (x, c, g))
+
+
+def half_an_ulp(x):
+    """How far the polar factor moves where each entry of float32 x moves by up to half of its last digit."""
+    moved = np.asarray(x, np.float64)
+    moved = moved + np.random.default_rng(1).uniform(-0.5, 0.5, x.shape) * np.spacing(np.abs(np.asarray(x)))
+    u, _, vt = np.linalg.svd(moved, full_matrices=False)
+    return oracles.polar_error(u @ vt, np.asarray(x, np.float64))
+
+
+def accuracy():
+    """Relative error against the SVD's derivative: of the polynomial that ran, or of the polar factor."""
+    rows = []
+    rng = np.random.default_rng(0)
+    for m, n in ((128, 128), (128, 512), (512, 128)):
+        for condition in (1e2, 1e3):
+            x = oracles.with_spectrum(np.geomspace(1, 1 / condition, min(m, n)), max(m, n), tall=m > n)
+            c = rng.standard_normal((m, n))
+            row = {"shape": f"{m}x{n}", "condition": condition}
+            for mode, truth in (("polynomial", CONVERGED), ("polar", None)):
+                for dtype in ("float64", "float32", "bfloat16"):
+                    *low, g = gradient(x, c, dtype, gradient=mode)
+                    expected = msign_oracles.svd_derivative(*low, truth)
+                    row[f"{mode}, {dtype}"] = msign_oracles.relative(g, expected)
+            exact = msign_oracles.svd_derivative(x, c)
+            row["article, float64"] = msign_oracles.relative(msign_oracles.article_vjp(x, c), exact)
+            single = jnp.asarray(x, jnp.float32)
+            u, _, vt = jnp.linalg.svd(single, full_matrices=False)
+            row["value, float32"] = oracles.polar_error(msign(single), np.asarray(single, np.float64))
+            row["value, float32 SVD"] = oracles.polar_error(
+                np.asarray(u, np.float64) @ np.asarray(vt, np.float64), np.asarray(single, np.float64)
+            )
+            row["value, half an ulp of x"] = half_an_ulp(single)
+            rows.append(row)
+    return rows
+
+
+def truncated():
+    """Five steps: how far each derivative is from that of the exact polar factor."""
+    rows = []
+    c = np.random.default_rng(0).standard_normal((128, 512))
+    for condition in (3.0, 1e2):
+        x = oracles.with_spectrum(np.geomspace(1, 1 / condition, 128), 512)
+        exact = msign_oracles.svd_derivative(x, c)
+        row = {"condition": condition}
+        for name, settings in (
+            ("polynomial", {"gradient": "polynomial"}),
+            ("polar", {"gradient": "polar"}),
+            ("polar, polish=3", {"gradient": "polar", "polish": 3}),
+        ):
+            row[name] = msign_oracles.relative(gradient(x, c, "float64", num_steps=5, **settings)[2], exact)
+        rows.append(row)
+    return rows
+
+
+def deficient():
+    """Rank 64 of 128: the polynomial's error against itself by SVD, and the sizes of both modes' gradients."""
+    c = np.random.default_rng(0).standard_normal((128, 128))
+    x = oracles.with_spectrum(np.r_[np.linspace(1, 0.3, 64), np.zeros(64)], 128)
+    rows = []
+    for steps in (3, 5, 8):
+        table = polar_express(steps)
+        expected = msign_oracles.svd_derivative(x, c, table)
+        row = {"steps": steps, "slope at zero": float(np.prod([a for a, _, _ in table]))}
+        for dtype in ("float64", "float32"):
+            *low, g = gradient(x, c, dtype, coefficients=table)
+            row[f"polynomial, {dtype}"] = msign_oracles.relative(
+                g, msign_oracles.svd_derivative(*low, table) if dtype == "float32" else expected
+            )
+        row["gradient's size"] = float(np.linalg.norm(expected) * np.linalg.norm(x) / np.linalg.norm(c))
+        rows.append(row)
+    return rows
+
+
+def temporary(f, *arguments):
+    return jax.jit(f).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+
+def memory():
+    rows = []
+    for m, n in ((512, 512), (512, 2048)):
+        x = jax.ShapeDtypeStruct((8, m, n), jnp.float32)
+        unit = 8 * m * n * 4
+        rows.append(
+            {"case": f"8 x {m}x{n}, in units of x"}
+            | {name: temporary(value_and_vjp(f), x, x) / unit for name, f in VARIANTS.items()}
+        )
+    n = 256
+
+    def network(f):
+        def loss(weights, x):
+            for w in weights:
+                x = jnp.tanh(f(w) @ x)
+            return jnp.sum(x**2)
+
+        return jax.grad(loss)
+
+    weights = [jax.ShapeDtypeStruct((n, n), jnp.float32)] * 8
+    x = jax.ShapeDtypeStruct((n, 16), jnp.float32)
+    rows.append(
+        {"case": "8 layers of 256x256 unrolled, in units of one"}
+        | {name: temporary(network(f), weights, x) / (n * n * 4) for name, f in VARIANTS.items()}
+    )
+    return rows
+
+
+def times(batch, rounds):
+    rows = []
+    for m, n in ((512, 512), (512, 2048)):
+        x, c = np.random.default_rng(0).standard_normal((2, batch, m, n)).astype(np.float32)
+        compiled = {name: jax.jit(value_and_vjp(f)).lower(x, c).compile() for name, f in VARIANTS.items()}
+        seconds = measure.interleave(
+            {name: functools.partial(run, x, c) for name, run in compiled.items()}, rounds=rounds
+        )
+        baseline = seconds["plain autodiff, unrolled"]
+        for name, measured in seconds.items():
+            rows.append({"case": f"{batch} x {m}x{n}", "variant": name} | measure.summary(measured, baseline))
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=["accuracy", "truncated", "deficient", "memory", "time"])
+    parser.add_argument("--batch", type=int, default=8, help="matrices in the timed stack")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    parts = {
+        "accuracy": accuracy,
+        "truncated": truncated,
+        "deficient": deficient,
+        "memory": memory,
+        "time": functools.partial(times, args.batch, args.rounds),
+    }
+    results = {name: part() for name, part in parts.items() if args.only in (None, name)}
+    for name, rows in results.items():
+        print(f"\n{name}\n{measure.table(rows)}")
+    if args.only is None:
+        print("\nwritten to", measure.write("msign", results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What does a memory that learns by msign recall, against linear attention of equal size, and what does each
+derivative of msign cost in it?
+
+The example's model and task. Each memory at its best rate of a small sweep, and the one by msign with the polar
+derivative besides; a training step with 64 x 64 fast weights for memory and time.
+"""
+
+import argparse
+import pathlib
+
+import test_time_training as example
+
+from benchmarks.common import measure
+
+IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
+RATES = (1e-2, 2e-2)
+WIDE = ["--width", "256", "--heads", "4", "--pairs", "128", "--chunk", "64", "--batch", "8"]
+
+
+def run(kind: str, rate: float, steps: int, gradient: str = "polynomial") -> dict:
+    flags = ["--learning-rate", str(rate), "--steps", str(steps), "--gradient", gradient]
+    print(f"{kind}, rate {rate:g}, gradient {gradient}")
+    return {
+        "learning_rate": rate,
+        "gradient": gradient if kind == "msign" else None,
+        **example.train(example.parse(flags), kind),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=600)
+    steps = parser.parse_args().steps
+    runs = [run(kind, rate, steps) for kind in example.MEMORIES for rate in RATES]
+    best = [
+        min((r for r in runs if r["memory"] == kind), key=lambda r: r["fresh_loss"])
+        for kind in example.MEMORIES
+    ]
+    runs.append(run("msign", best[0]["learning_rate"], steps, "polar"))
+    gradients = example.measure_gradients(example.parse(WIDE))
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    example.draw(best, gradients, IMAGES / "test_time_training.png")
+    final = [{name: value for name, value in r.items() if name != "losses"} for r in runs]
+    path = measure.write(
+        "test_time_training", {"steps": steps, "runs": final, "wide": WIDE, "gradients": gradients}
+    )
+    print(f"{measure.table(final)}\n\n{measure.table(gradients)}\nwritten to {path}")
+
+
+if __name__ == "__main__":
+    main()

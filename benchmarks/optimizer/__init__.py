@@ -1,0 +1,1 @@
+"""The optimizer step: time, memory, compilation, polar error, communication."""

@@ -1,0 +1,96 @@
+"""Equal matrices: one after the other or several at once, and what does compiling many of them cost?
+
+Times the default iteration on a stack of equal matrices, in chunks of 1, 2, 4 and 8, interleaved in one process; then
+traces and compiles the orthogonalization of 96 equal leaves, ours and Optax's, in turns.
+"""
+
+import argparse
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import muonjax
+from benchmarks.common import measure
+from benchmarks.optimizer import newton_schulz as methods
+from muonjax import NewtonSchulz, _batching
+
+SHAPES = ((64, 64), (64, 256), (128, 128), (128, 512), (256, 256), (512, 512), (768, 768))
+CHUNKS = (1, 2, 4, 8, 16)
+
+
+def chunked(size: int) -> Any:
+    """A function of a list of one stack, whose matrices run `size` at once."""
+
+    def run(stack: jax.Array) -> jax.Array:
+        usual = _batching.chunk_size
+        _batching.chunk_size = lambda count, shape, platform: size
+        try:
+            return _batching.map_groups(muonjax.newton_schulz, [stack])[0]
+        finally:
+            _batching.chunk_size = usual
+
+    return run
+
+
+def times(shape: tuple[int, int], count: int, rounds: int) -> dict[str, Any]:
+    """Seconds by chunk, in units of one after the other."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((count, *shape)), jnp.float32)
+    calls = {str(size): functools.partial(jax.jit(chunked(size)), x) for size in CHUNKS}
+    seconds = measure.interleave(calls, rounds=rounds)
+    rule = _batching.chunk_size(count, shape, jax.default_backend())
+    rows = {size: measure.summary(seconds[size], seconds["1"]) for size in calls}
+    return {"shape": shape, "count": count, "rule": rule, "chunks": rows}
+
+
+def theirs(updates: Any) -> Any:
+    """As Optax's Muon does it: a loop a leaf."""
+    return jax.tree.map(methods.optax, updates)
+
+
+def ours(settings: NewtonSchulz, updates: Any) -> Any:
+    """The transformation alone."""
+    return muonjax.orthogonalize(newton_schulz=settings).update(updates, optax.EmptyState())[0]
+
+
+def compile_times(leaves: int, width: int, rounds: int) -> dict[str, Any]:
+    """Seconds to trace and compile, in units of Optax's."""
+    updates = {f"layer_{i}": jax.ShapeDtypeStruct((width, width), jnp.float32) for i in range(leaves)}
+    functions = {
+        "optax": theirs,
+        "fast": functools.partial(ours, NewtonSchulz.fast()),
+        "balanced": functools.partial(ours, NewtonSchulz.balanced()),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds + 1):
+        for name, function in functions.items():
+            jax.clear_caches()
+            start = time.perf_counter()
+            jax.jit(function).lower(updates).compile()
+            seconds[name].append(time.perf_counter() - start)
+    # The first round also fills caches of Python's and of the compiler's own.
+    seconds = {name: values[1:] for name, values in seconds.items()}
+    rows = {name: measure.summary(values, seconds["optax"]) for name, values in seconds.items()}
+    return {"leaves": leaves, "width": width, "optimizers": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--name", default="grouping", help="of the JSON under benchmarks/results")
+    args = parser.parse_args()
+    shapes = [times(shape, 16, args.rounds) for shape in SHAPES]
+    for row in shapes:
+        ratios = {f"{size} at once": entry["ratio"] for size, entry in row["chunks"].items()}
+        print(measure.table([{"shape": row["shape"], "rule": row["rule"], **ratios}]))
+    compiled = compile_times(96, 768, 7)
+    print(measure.table([{"optimizer": name, **row} for name, row in compiled["optimizers"].items()]))
+    print(f"Written to {measure.write(args.name, {'shapes': shapes, 'compile': compiled})}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""How close to the polar factor does each method come, and for how much time? The Pareto picture.
+
+Errors are measured on matrices with the recorded singular values of a transformer's momentum (`momentum.py`)
+and random singular vectors, at the width at which they were recorded; times at --width, against Optax's function in
+the same process. Three shapes: square, 1:4 and 1:16.
+
+Peers are emulated by settings, so that all run on the same products: Jordan's and You's tables, Polar Express as Dion
+has it, the Gram form as in Gram Newton-Schulz.
+"""
+
+import argparse
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+from optax.contrib import _muon as optax_muon
+
+import muonjax
+from benchmarks.common import measure, momentum
+from muonjax import NewtonSchulz, newton_schulz, polar_express
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+IMAGE = pathlib.Path(__file__).parents[2] / "docs" / "images" / "newton_schulz.png"
+ASPECTS = (1, 4, 16)
+
+plain = functools.partial(NewtonSchulz, deflation=0, normalization="frobenius")
+OURS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced(), "accurate": NewtonSchulz.accurate()}
+PEERS = {
+    "Jordan, 5 steps": plain(coefficients=muonjax.JORDAN, num_steps=5, form="standard"),
+    "You, 5 steps": plain(coefficients=muonjax.YOU, form="standard"),
+    "Polar Express, 5 steps": plain(coefficients=polar_express(5, safety=1.02), form="standard"),
+    "Gram, 5 steps": plain(coefficients=polar_express(5, safety=1.05), form="gram", restarts=(2,)),
+}
+# What deflation, and the number of steps, do by themselves.
+STEPS = {
+    **{f"{t} steps": NewtonSchulz(coefficients=polar_express(t), deflation=0) for t in (4, 5, 6, 7)},
+    "5 steps, deflated": NewtonSchulz(coefficients=polar_express(5, lower=3e-3)),
+}
+
+
+def optax(x: jax.Array) -> jax.Array:
+    """Optax's own function, as its Muon calls it."""
+    numbers = optax_muon.MuonDimensionNumbers(0, 1)
+    return optax_muon.orthogonalize_via_newton_schulz(
+        x, jnp.asarray(muonjax.JORDAN[0]), dimension_numbers=numbers
+    )
+
+
+def methods() -> dict[str, Any]:
+    """Functions of one matrix, by name."""
+    ours = {**OURS, **STEPS, **PEERS}
+    return {"optax": optax} | {k: functools.partial(newton_schulz, settings=v) for k, v in ours.items()}
+
+
+def real_errors(method: Any, aspect: int) -> dict[str, float]:
+    """Polar error and cosine over all recorded spectra."""
+    rng = np.random.default_rng(0)
+    run, errors, cosines = jax.jit(method), [], []
+    for spectrum in momentum.spectra():
+        x, polar = momentum.matrix(spectrum, len(spectrum), aspect * len(spectrum), rng)
+        y = run(x)
+        errors.append(momentum.polar_error(y, polar))
+        cosines.append(momentum.cosine(y, polar))
+    return {
+        "polar_error": float(np.mean(errors)),
+        "polar_error_worst": max(errors),
+        "cosine_worst": min(cosines),
+    }
+
+
+def sigma_error(method: Any, m: int, n: int) -> float:
+    """Root mean square of sigma - 1 of a Gaussian matrix's result."""
+    x = np.random.default_rng(0).standard_normal((m, n)).astype(np.float32)
+    sigma = np.linalg.svd(np.asarray(jax.jit(method)(x), np.float64), compute_uv=False)
+    return float(np.sqrt(np.mean((sigma - 1) ** 2)))
+
+
+def against_exact(m: int, rounds: int) -> dict[str, Any]:
+    """Ill conditioned (log-spaced to 1e-3): errors, and the time to 0.01 beside an exact factorization's."""
+    rng = np.random.default_rng(0)
+    x, polar = momentum.matrix(np.geomspace(1, 1e-3, m), m, m, rng)
+
+    def svd(x):
+        u, _, vt = jnp.linalg.svd(x, full_matrices=False)
+        return u @ vt
+
+    functions = {
+        "svd": svd,
+        "qdwh": lambda x: jax.lax.linalg.qdwh(x)[0],
+        "6 steps": functools.partial(newton_schulz, settings=STEPS["6 steps"]),
+        "accurate": functools.partial(newton_schulz, settings=OURS["accurate"]),
+    }
+    calls = {name: functools.partial(jax.jit(f), jnp.asarray(x)) for name, f in functions.items()}
+    seconds = measure.interleave(calls, rounds=rounds)
+    fastest = min(("svd", "qdwh"), key=lambda name: np.median(seconds[name]))
+    return {
+        name: {"polar_error": momentum.polar_error(calls[name](), polar)}
+        | measure.summary(seconds[name], seconds[fastest])
+        for name in functions
+    }
+
+
+def times(width: int, aspect: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds of one matrix [width, aspect * width], and in units of Optax's."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((width, aspect * width)), jnp.float32)
+    calls = {name: functools.partial(jax.jit(f), x) for name, f in methods().items()}
+    seconds = measure.interleave(calls, rounds=rounds)
+    return {name: measure.summary(seconds[name], seconds["optax"]) for name in calls}
+
+
+def draw(content: dict[str, Any]) -> None:
+    """Error against time, a panel a shape; what lies to the lower left of all others is worth having."""
+    figure, panels = plt.subplots(1, len(ASPECTS), figsize=(13, 4.4), sharey=True, layout="constrained")
+    for axes, aspect in zip(panels, ASPECTS, strict=True):
+        rows = content["shapes"][str(aspect)]
+        # Labels of the presets to the left below their marks, all others to the right: many lie close together.
+        peers = {"optax": None, **PEERS}
+        kinds = (
+            (OURS, "C0", "o", (-5, -9), "right"),
+            (STEPS, "C7", ".", (4, -8), "left"),
+            (peers, "C3", "x", (4, 3), "left"),
+        )
+        for names, color, marker, aside, align in kinds:
+            for name in names:
+                at = rows[name]["ratio"], rows[name]["polar_error"]
+                axes.plot(*at, marker, color=color)
+                label = name.removesuffix(", 5 steps") if names is peers else name
+                axes.annotate(label, at, aside, textcoords="offset points", fontsize=7, color=color, ha=align)
+        width = content["width"]
+        axes.set(
+            title=f"{width} × {aspect * width}",
+            xlabel="time ÷ Optax's",
+            xlim=(0, 1.2 * max(row["ratio"] for row in rows.values())),
+            yscale="log",
+        )
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("polar error on real spectra, mean")
+    figure.savefig(IMAGE, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--width", type=int, default=768, help="short side of the matrices that are timed")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--name", default="newton_schulz", help="of the JSON under benchmarks/results")
+    args = parser.parse_args()
+    shapes: dict[str, Any] = {}
+    for aspect in ASPECTS:
+        timed = times(args.width, aspect, args.rounds)
+        shapes[str(aspect)] = {name: timed[name] | real_errors(f, aspect) for name, f in methods().items()}
+        print(
+            measure.table(
+                [{"shape": f"1:{aspect}", "method": k, **v} for k, v in shapes[str(aspect)].items()]
+            )
+        )
+    gaussian = {
+        name: {str(aspect): sigma_error(f, args.width, aspect * args.width) for aspect in (1, 4)}
+        for name, f in methods().items()
+    }
+    content = {
+        "width": args.width,
+        "rounds": args.rounds,
+        "shapes": shapes,
+        "gaussian": gaussian,
+        "exact": against_exact(args.width, args.rounds),
+    }
+    print(measure.table([{"method": k, **v} for k, v in content["exact"].items()]))
+    print(measure.table([{"method": k, **v} for k, v in gaussian.items()]))
+    path = measure.write(args.name, content)
+    draw(content)
+    print(f"Written to {path} and {IMAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""What one optimizer step sends and computes on eight devices, counted in its compiled program.
+
+    python -m benchmarks.optimizer.sharding            # a few minutes; prints a table, writes results/sharding.json
+
+Nothing is timed but the compiler: the counts are exact, and the same on every machine. Both optimizers get the same
+parameters, with momentum sharded like them, and the step is `update` and `apply_updates`. An even share is the same
+optimizer's work on one device, divided by the number of devices.
+"""
+
+import contextlib
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import muonjax
+from benchmarks.common import hlo_counts, measure
+
+ROWS, COLUMNS = 512, 2048
+
+
+class Case(NamedTuple):
+    """A layout.
+
+    Attributes:
+      title: for a person.
+      mesh_shape: sizes of the mesh's axes.
+      leaves: name -> shape and spec; the last two axes are a matrix.
+    """
+
+    title: str
+    mesh_shape: dict[str, int]
+    leaves: dict[str, tuple[tuple[int, ...], P]]
+
+    def mesh(self, axis_type: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+        names, sizes = tuple(self.mesh_shape), tuple(self.mesh_shape.values())
+        devices = jax.devices()[: self.devices]
+        return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(names), devices=devices)
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh_shape.values())
+
+    @property
+    def matrices(self) -> int:
+        return sum(math.prod(shape[:-2]) for shape, _ in self.leaves.values())
+
+    @property
+    def specs(self) -> dict[str, P]:
+        return {name: spec for name, (_, spec) in self.leaves.items()}
+
+    def params(self, mesh: jax.sharding.Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
+        """Without a mesh: on one device."""
+        return {
+            name: jax.ShapeDtypeStruct(
+                shape, jnp.float32, sharding=None if mesh is None else NamedSharding(mesh, spec)
+            )
+            for name, (shape, spec) in self.leaves.items()
+        }
+
+
+def both_ways(wide: P, tall: P, count: int = 12) -> dict[str, tuple[tuple[int, ...], P]]:
+    """`count` wide and `count` tall matrices."""
+    return {
+        **{f"wide_{i}": ((ROWS, COLUMNS), wide) for i in range(count)},
+        **{f"tall_{i}": ((COLUMNS, ROWS), tall) for i in range(count)},
+    }
+
+
+CASES = {
+    "fsdp": Case("FSDP 8", {"fsdp": 8}, both_ways(P("fsdp", None), P("fsdp", None))),
+    "fsdp_tp": Case(
+        "FSDP × tensor 4 × 2",
+        {"fsdp": 4, "tensor": 2},
+        both_ways(P("fsdp", "tensor"), P("tensor", "fsdp")),
+    ),
+    "hsdp": Case("HSDP 2 × 4", {"replica": 2, "fsdp": 4}, both_ways(P("fsdp", None), P("fsdp", None))),
+    "replicated": Case("replicated (data parallel)", {"data": 8}, both_ways(P(), P())),
+    "experts": Case(
+        "experts P('ep', None, 'fsdp')",
+        {"ep": 2, "fsdp": 4},
+        {f"experts_{i}": ((8, ROWS, COLUMNS), P("ep", None, "fsdp")) for i in range(3)},
+    ),
+    "four": Case(
+        "four matrices on 4 × 2",
+        {"fsdp": 4, "tensor": 2},
+        {f"wide_{i}": ((ROWS, COLUMNS), P("fsdp", "tensor")) for i in range(4)},
+    ),
+}
+
+NUMBERS = muonjax.MuonDimensionNumbers(-2, -1)
+
+
+def compile_step(tx: optax.GradientTransformation, case: Case, axis_type: AxisType | None) -> Any:
+    """`update` and `apply_updates`; `axis_type` None: on one device."""
+    mesh = None if axis_type is None else case.mesh(axis_type)
+    params = case.params(mesh)
+    state = jax.eval_shape(tx.init, case.params(None))
+    if mesh is not None:
+        shardings = muonjax.state_shardings(tx, params, muonjax.Distribution(mesh, case.specs))
+        state = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
+        )
+
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    out = None if mesh is None else jax.tree.map(lambda x: x.sharding, (params, state))
+    under = jax.set_mesh(mesh) if axis_type == AxisType.Explicit else contextlib.nullcontext()
+    with under:
+        return jax.jit(step, out_shardings=out, donate_argnums=(1, 2)).lower(params, state, params).compile()
+
+
+def compile_orthogonalize(case: Case) -> Any:
+    """The matrices' part alone, for its memory."""
+    mesh = case.mesh()
+    distribution = muonjax.Distribution(mesh, case.specs)
+    tx = muonjax.orthogonalize(dimension_numbers=NUMBERS, distribution=distribution)
+    params = case.params(mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    return jax.jit(lambda x: tx.update(x, tx.init(x))[0], out_shardings=shardings).lower(params).compile()
+
+
+def needed_mebibytes(case: Case) -> float:
+    """A device's share of the momentum, and its largest group."""
+    held = {name: math.prod(shape) * 4 / 2**20 for name, (shape, _) in case.leaves.items()}
+    shares = {
+        name: held[name]
+        / math.prod(
+            case.mesh_shape[axis] for cut in spec if cut for axis in ([cut] if isinstance(cut, str) else cut)
+        )
+        for name, spec in case.specs.items()
+    }
+    group = math.ceil(case.matrices / case.devices) * ROWS * COLUMNS * 4 / 2**20
+    return sum(shares.values()) + group
+
+
+def muon(
+    case: Case,
+    axis_type: AxisType | None,
+    *,
+    newton_schulz: muonjax.NewtonSchulz | None = None,
+    **settings: Any,
+) -> optax.GradientTransformation:
+    """Ours, with a Distribution only where the types don't say it."""
+    auto = axis_type == AxisType.Auto
+    return muonjax.muon(
+        1e-3,
+        muon_weight_dimension_numbers=NUMBERS,
+        newton_schulz=newton_schulz,
+        distribution=muonjax.Distribution(case.mesh(), case.specs, **settings) if auto else None,
+    )
+
+
+def optax_muon(case: Case) -> optax.GradientTransformation:
+    numbers = jax.tree.map(lambda _: NUMBERS, case.params(None))
+    return optax.contrib.muon(1e-3, muon_weight_dimension_numbers=numbers)
+
+
+def even_share(tx: optax.GradientTransformation, case: Case) -> float:
+    """Flops of one device alone, divided by the devices."""
+    return hlo_counts.count(compile_step(tx, case, None), devices=1).flops / case.devices
+
+
+def measured(compiled: Any, even_share: float, case: Case) -> dict[str, Any]:
+    counts = hlo_counts.count(compiled, devices=case.devices)
+    return {
+        "mebibytes": counts.mebibytes,
+        "collectives": counts.total_collectives,
+        "flops": counts.flops,
+        "redundancy": counts.flops / even_share,
+        "temporary_mebibytes": compiled.memory_analysis().temp_size_in_bytes / 2**20,
+    }
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Every column of one row."""
+    ours, theirs = even_share(muon(case, None), case), even_share(optax_muon(case), case)
+    row: dict[str, Any] = {
+        "title": case.title,
+        "even_share": ours,
+        "optax_even_share": theirs,
+    }
+    row["optax"] = measured(compile_step(optax_muon(case), case, AxisType.Auto), theirs, case)
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        compiled = compile_step(muon(case, axis_type), case, axis_type)
+        row[f"muonjax_{axis_type.name.lower()}"] = measured(compiled, ours, case)
+    try:
+        compile_step(optax_muon(case), case, AxisType.Explicit)
+        row["optax_explicit"] = "runs"
+    except Exception as error:
+        row["optax_explicit"] = type(error).__name__
+    return row
+
+
+def memory(title: str, case: Case) -> dict[str, Any]:
+    """Temporary memory of `orthogonalize` alone."""
+    temporary = compile_orthogonalize(case).memory_analysis().temp_size_in_bytes / 2**20
+    return {
+        "title": title,
+        "temporary_mebibytes": temporary,
+        "share_and_group_mebibytes": needed_mebibytes(case),
+    }
+
+
+def fsdp(count: int) -> Case:
+    """`count` wide and `count` tall matrices."""
+    return Case("FSDP 8", {"fsdp": 8}, both_ways(P("fsdp", None), P("fsdp", None), count))
+
+
+def llama_8b(spec: P, layers: int = 32) -> dict[str, tuple[tuple[int, ...], P]]:
+    """The matrices of Llama-3-8B, seven a layer, unscanned."""
+    shapes = {
+        "query": (4096, 4096),
+        "key": (4096, 1024),
+        "value": (4096, 1024),
+        "out": (4096, 4096),
+        "gate": (4096, 14336),
+        "up": (4096, 14336),
+        "down": (14336, 4096),
+    }
+    return {f"{name}_{i}": (shape, spec) for i in range(layers) for name, shape in shapes.items()}
+
+
+def llama(devices: int) -> dict[str, Any]:
+    """Imbalance of the owners, and how long the compiler takes."""
+    case = Case(f"Llama-3-8B, {devices} devices", {"fsdp": devices}, llama_8b(P("fsdp", None)))
+    mesh = AbstractMesh((devices,), ("fsdp",))
+    began = time.perf_counter()
+    distribution = muonjax.Distribution(mesh, case.specs, mode="owner")
+    cost = muonjax.plan(case.params(None), distribution, dimension_numbers=NUMBERS).cost
+    planned = time.perf_counter()
+    compile_step(muon(case, AxisType.Auto, mode="owner"), case, AxisType.Auto)
+    return {
+        "title": case.title,
+        "imbalance": cost.imbalance,
+        "plan_seconds": planned - began,
+        "compile_seconds": time.perf_counter() - planned,
+    }
+
+
+def modes(case: Case) -> dict[str, Any]:
+    """What every mode would cost the busiest device, as planned."""
+    mesh = AbstractMesh(tuple(case.mesh_shape.values()), tuple(case.mesh_shape))
+    plan = muonjax.plan(
+        case.params(None), muonjax.Distribution(mesh, case.specs), dimension_numbers=NUMBERS
+    ).modes
+    return {
+        "title": case.title,
+        "matrices": case.matrices,
+        "modes": {
+            mode: {
+                "redundancy": cost.redundancy,
+                "mebibytes": cost.sent / 2**20,
+                "collectives": cost.collectives,
+                "auto": cost == plan["auto"],
+            }
+            for mode, cost in plan.items()
+            if mode != "auto"
+        },
+    }
+
+
+def main() -> None:
+    """The command."""
+    jax.config.update("jax_num_cpu_devices", 64)
+    rows = {}
+    for name, case in CASES.items():
+        rows[name] = run_case(case)
+        print(name, rows[name], flush=True)
+    deeper = [memory(f"FSDP 8, {2 * count} matrices", fsdp(count)) for count in (4, 12, 24, 48)]
+    wider = [memory(f"{CASES[name].title}, 24 matrices", CASES[name]) for name in ("hsdp", "replicated")]
+    print(measure.table([*deeper, *wider]))
+    large = [llama(devices) for devices in (8, 64)]
+    print(measure.table(large))
+    layer_by_8 = Case("one layer of Llama-3-8B, FSDP 8", {"fsdp": 8}, llama_8b(P("fsdp", None), 1))
+    layer_by_64 = Case(
+        "one layer of Llama-3-8B, FSDP × tensor 8 × 8",
+        {"fsdp": 8, "tensor": 8},
+        llama_8b(P("fsdp", "tensor"), 1),
+    )
+    few = [modes(case) for case in (CASES["four"], layer_by_8, layer_by_64)]
+    print(
+        measure.table(
+            [
+                {"case": row["title"], "mode": mode, **cost}
+                for row in few
+                for mode, cost in row["modes"].items()
+            ]
+        )
+    )
+    print(
+        measure.write("sharding", {"rows": rows, "memory": [*deeper, *wider], "llama": large, "modes": few})
+    )
+
+
+if __name__ == "__main__":
+    main()

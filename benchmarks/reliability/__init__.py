@@ -1,0 +1,1 @@
+"""Adversarial inputs, killed processes, long runs."""

@@ -1,0 +1,1 @@
+"""Training runs: optimizers beside each other at their best rates."""

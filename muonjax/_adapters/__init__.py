@@ -1,0 +1,1 @@
+"""Low-rank Hadamard adapters (LoHa), whatever library the model is written in."""

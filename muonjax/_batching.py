@@ -1,0 +1,83 @@
+"""Inside `orthogonalize`: equal shapes run through one compiled loop, so that a model compiles a handful of
+iterations.
+
+A group is a list of arrays [batch_i, m, n] of one dtype whose matrices have the same m <= n (tall ones arrive
+transposed). Its matrices are stacked once, and a loop walks over the stack in chunks and writes each chunk's
+result over its input: the extra memory is the stack and one chunk's iteration, never a second stack.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._xla_workarounds import unknown_to_xla
+
+# Elements a chunk. On a CPU a batched product runs slower than the same products one after the other as soon
+# as one matrix fills the caches (measured: benchmarks/optimizer/batching.py); an accelerator wants a few large
+# launches.
+_CHUNK_ELEMENTS = {"cpu": 1 << 18}
+_CHUNK_ELEMENTS_ACCELERATOR = 1 << 26
+
+
+def group_by_shape(matrices: Sequence[jax.Array]) -> list[list[int]]:
+    """Indices of the arrays [batch, m, n] that can share a loop: same (short side, long side, dtype), in
+    first-seen order."""
+    groups: dict[tuple, list[int]] = {}
+    for index, x in enumerate(matrices):
+        groups.setdefault((*sorted(x.shape[-2:]), x.dtype), []).append(index)
+    return list(groups.values())
+
+
+def chunk_size(count: int, shape: tuple[int, int], platform: str) -> int:
+    """How many matrices of `shape` run as one batch: the largest divisor of `count` whose batch is small
+    enough."""
+    elements = _CHUNK_ELEMENTS.get(platform, _CHUNK_ELEMENTS_ACCELERATOR)
+    largest = max(1, elements // math.prod(shape))
+    return max(size for size in range(1, count + 1) if count % size == 0 and size <= largest)
+
+
+def map_groups(f: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array]) -> list[jax.Array]:
+    """f on each matrix, compiled once a group.
+
+    Args:
+      f: [*batch, m, n] -> [*batch, m, n], each matrix on its own; f(x.mT) = f(x).mT.
+      matrices: Arrays [batch, m, n], any shapes.
+
+    Returns:
+      One array for each input, of the same shape and dtype.
+    """
+    results: list[jax.Array | None] = [None] * len(matrices)
+    for indices in group_by_shape(matrices):
+        tall = [matrices[i].shape[-2] > matrices[i].shape[-1] for i in indices]
+        parts = [_transpose(matrices[i]) if t else matrices[i] for i, t in zip(indices, tall, strict=True)]
+        stack = _map_stack(f, jnp.concatenate(parts) if len(parts) > 1 else parts[0])
+        starts = [0, *itertools.accumulate(part.shape[0] for part in parts[:-1])]
+        for i, t, part, start in zip(indices, tall, parts, unknown_to_xla(starts), strict=True):
+            result = stack if len(parts) == 1 else jax.lax.dynamic_slice_in_dim(stack, start, part.shape[0])
+            results[i] = _transpose(result) if t else result
+    return results  # pyright: ignore[reportReturnType]  # every index is in one group
+
+
+def _transpose(x: jax.Array) -> jax.Array:
+    if jax.default_backend() != "cpu":
+        return x.mT
+    # Fused into its neighbours, a transpose runs element by element; alone, it has a kernel ten times faster.
+    return jax.lax.optimization_barrier(jax.lax.optimization_barrier(x).mT)
+
+
+def _map_stack(f, stack: jax.Array) -> jax.Array:
+    count, *shape = stack.shape
+    size = chunk_size(count, (shape[0], shape[1]), jax.default_backend())
+    # One matrix goes without a batch axis: products of batches of one take a slower way through XLA on a CPU.
+    chunks = stack if size == 1 else stack.reshape(-1, size, *shape)
+    if len(chunks) == 1:
+        return f(chunks[0]).reshape(stack.shape)
+
+    def body(step, chunks):
+        chunk = jax.lax.dynamic_index_in_dim(chunks, step, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(chunks, f(chunk), step, 0)
+
+    return jax.lax.fori_loop(0, len(chunks), body, chunks).reshape(stack.shape)

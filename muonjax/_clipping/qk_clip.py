@@ -1,0 +1,176 @@
+"""After everything, for attention: QK-Clip, the clip whose signal is each head's largest logit."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muonjax._clipping.matching import Target, as_sites, find_targets, flatten_paths
+from muonjax._clipping.sites import Site
+from muonjax._clipping.statistics import match_statistics
+from muonjax._clipping.transform import Watched, check_threshold, clip, clip_factor, parameter_factors
+from muonjax._matrix_view import is_masked
+
+SharedKeys = Literal["query", "balanced", "group"]
+
+# For each factor of the logit: (power of γ, power of the group's smallest γ). Along a product they sum to one.
+OWN_KEYS = {"query": (0.5, 0.0), "key": (0.5, 0.0), "rotary": (1.0, 0.0)}
+SHARED_KEYS = {
+    "query": {"query": (1.0, 0.0), "key": (0.0, 0.0), "rotary": (1.0, 0.0)},
+    "balanced": {"query": (1.0, -0.5), "key": (0.0, 0.5), "rotary": (1.0, 0.0)},
+    "group": {"query": (0.0, 0.5), "key": (0.0, 0.5), "rotary": (0.0, 1.0)},
+}
+
+
+def qk_clip(
+    threshold: optax.ScalarOrSchedule,
+    sites: Site | Sequence[Site],
+    *,
+    shared_keys: SharedKeys = "query",
+    every_k: int = 1,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""QK-Clip: scale down the queries and keys of every head whose attention logits ran away.
+
+    With S the largest logit of a head in the forward pass,
+
+    $$\gamma = \min(1, \tau / S), \qquad W_q \leftarrow \sqrt\gamma\, W_q, \qquad W_k \leftarrow \sqrt\gamma\, W_k$$
+
+    a layer and a head at a time, kernels and biases alike. What is scaled is the new weight: u' = f·u + (f − 1)·p, so
+    that p + u' = f·(p + u); where f = 1 the update passes bit for bit. γ is exactly 1 for a maximum that is
+    negative, zero, infinite or NaN.
+
+    It stands last in the chain, outside of everything that changes the update; only `optax.MultiSteps` has
+    to go inside: `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(..., every_k=k))`. The bound
+    is exact for the weights and inputs that S was measured on: with a learning rate, the statistic lags one
+    step. bfloat16 parameters round factors near 1 away (`init` warns): keep float32 master weights.
+
+    Args:
+      threshold: τ, the largest pre-softmax logit allowed, after the 1/√d scale and the mask; > 0 (Kimi K2: 100). Or a
+        schedule, a function of the number of clips.
+      sites: the attention modules, from `mha_site`, `mla_site`, `fused_qkv_site` or `sites_from`.
+      shared_keys: where several query heads share a key head, "query" puts γ on the query and leaves the key alone;
+        "balanced" gives the key √ of the group's smallest γ and the queries the rest; "group" scales the whole group
+        as its hottest head. Only the first leaves the calm heads of a group alone (docs/qk_clip.md).
+      every_k: clip at every k-th update, on the largest logits since the last clip; for gradient accumulation.
+      axis_name: mesh axes to take the maximum over, inside `shard_map` or `pmap`. `jit` on a mesh needs none.
+
+    Returns:
+      A transformation whose `update` needs `params` and `max_logits`, which are Linen's "intermediates", the State of
+      `nnx.capture`, or a dict `{module path: [*layers, heads]}`. Its state is a `QKClipState`.
+
+    Raises:
+      ValueError: settings out of range; while tracing: a site that matches nothing, or a module that is frozen, adapted
+        or normalised; statistics without a site or the reverse; shapes that do not fit; missing arguments.
+      TypeError: `sites` or `every_k` of another type.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax, optax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(100.0, muonjax.mha_site()))
+      >>> statistics = {"attention": {"max_logits": jnp.array([400.0, 50.0])}}
+      >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
+      >>> optax.apply_updates(params, updates)["attention"]["query"]["kernel"][0, :, 0]
+      Array([0.5, 1. ], dtype=float32)
+
+    Source: Kimi Team, "Kimi K2", 2025, section 2.1, Algorithm 1; J. Su, kexue.fm/archives/11126 (whose
+    translation in circulation prints Q·γ and K·γ: that clips twice).
+    """
+    check_threshold("qk_clip", threshold)
+    _check_shared_keys("qk_clip", shared_keys)
+    sites = as_sites("qk_clip", sites)
+
+    def find(params: Any) -> list[Watched]:
+        targets = _find("qk_clip", params, sites, shared_keys)
+        paths = [t.path for t in targets]
+        # By module; by signal where a module has several, as one with self- and cross-attention.
+        return [Watched(t.path if paths.count(t.path) == 1 else t.signal, t, threshold) for t in targets]
+
+    return clip("qk_clip", find, "max_logits", every_k, axis_name)
+
+
+def apply_qk_clip(
+    params: optax.Params,
+    max_logits: Any,
+    sites: Site | Sequence[Site],
+    threshold: jax.typing.ArrayLike = 100.0,
+    *,
+    shared_keys: SharedKeys = "query",
+) -> optax.Params:
+    """QK-Clip of parameters by statistics that were measured on these very parameters: exact, layer by layer.
+
+    Args:
+      params: parameters, with arrays as leaves.
+      max_logits: as `qk_clip` takes them.
+      sites: as in `qk_clip`.
+      threshold: the largest logit allowed; > 0.
+      shared_keys: as in `qk_clip`.
+
+    Returns:
+      The parameters; heads at or below the threshold are bit for bit what they were.
+
+    Raises:
+      ValueError: as `qk_clip`.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> statistics = {"attention": jnp.array([400.0, 50.0])}
+      >>> clipped = muonjax.apply_qk_clip(params, statistics, muonjax.mha_site(), 100.0)
+      >>> clipped["attention"]["key"]["kernel"][0, :, 0]
+      Array([0.5, 1. ], dtype=float32)
+
+    Source: as `qk_clip`.
+    """
+    check_threshold("apply_qk_clip", threshold)
+    _check_shared_keys("apply_qk_clip", shared_keys)
+    targets = _find("apply_qk_clip", params, sites, shared_keys)
+    statistics = match_statistics("apply_qk_clip", "max_logits", max_logits, targets)
+    leaves = flatten_paths(params)
+    factors = parameter_factors(targets, [clip_factor(s, threshold) for s in statistics], leaves)
+    treedef = jax.tree.structure(params, is_leaf=is_masked)
+    return treedef.unflatten(
+        jnp.where(factors[path] == 1, p, factors[path] * p).astype(p.dtype) if path in factors else p
+        for path, p in leaves.items()
+    )
+
+
+def _find(call: str, params: Any, sites: Site | Sequence[Site], shared_keys: SharedKeys) -> list[Target]:
+    """The attention modules, with the powers that this clip gives to their queries and keys."""
+    targets = find_targets(call, params, sites)
+    owners: dict[str, Target] = {}
+    for target in targets:
+        for path in {scale.path for scale in target.scales}:
+            if path in owners:
+                raise ValueError(
+                    f"{call}: two sites of {target.path!r} scale {path!r}, which would be clipped twice; let their "
+                    f"attentions sow one statistic, the larger of both."
+                )
+            owners[path] = target
+    return [_with_powers(call, target, shared_keys) for target in targets]
+
+
+def _with_powers(call: str, target: Target, shared_keys: SharedKeys) -> Target:
+    table = OWN_KEYS if target.groups == target.entries else SHARED_KEYS[shared_keys]
+    unknown = {scale.factor for scale in target.scales} - set(table)
+    if unknown:
+        raise ValueError(
+            f"{call}: the site of {target.path!r} has factors {sorted(unknown)}; it knows query, key and "
+            f"rotary. For other signals use signal_clip."
+        )
+    powers = [table[scale.factor] for scale in target.scales]
+    scales = [
+        dataclasses.replace(scale, power=a, group_power=b)
+        for scale, (a, b) in zip(target.scales, powers, strict=True)
+    ]
+    return target._replace(scales=tuple(scales))
+
+
+def _check_shared_keys(call: str, shared_keys: str) -> None:
+    if shared_keys not in SHARED_KEYS:
+        raise ValueError(
+            f"{call}(shared_keys={shared_keys!r}) is unknown; use one of {', '.join(SHARED_KEYS)}."
+        )

@@ -1,0 +1,272 @@
+"""Before the clip, second of four: a site names attention modules and says what of theirs is scaled."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from muonjax._clipping.factors import Scale
+
+# Children of an attention module that normalise its queries and keys after their projections: "query_ln" in Flax,
+# "query_norm" in MaxText, "_query_norm" in Gemma's library, "q_norm" and "q_layernorm" in Transformers, "norm_q" in
+# Diffusers.
+_QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "q_ln", "norm_q")
+_KEY_NORMS = tuple(name.replace("q", "k") for name in _QUERY_NORMS)
+QK_NORMS = ("query_ln", "key_ln", "query_norm", "key_norm", "_query_norm", "_key_norm", "query_layernorm")
+QK_NORMS += ("key_layernorm", "qk_norm", "qk_layernorm", *_QUERY_NORMS, *_KEY_NORMS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Site:
+    """Modules whose weights a clip scales, the parameters that it scales there, and the signal that it goes by.
+
+    Make one with `mha_site`, `mla_site`, `fused_qkv_site` or `sites_from`; by hand for an attention of another kind.
+
+    Attributes:
+      path: regular expression that matches the whole "/"-joined path of the modules.
+      scales: the parameters. For `qk_clip` each `factor` is "query", "key", or "rotary" (a part of the query whose
+        counterpart is shared by all heads), and the powers are set by `qk_clip`.
+      signal: name of the statistic below the module.
+      scan_axis: the axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
+      norms: children of the module that forbid the clip, because they undo it.
+
+    Raises:
+      ValueError: no scales, or a path that is no regular expression.
+
+    Example:
+      >>> import muonjax
+      >>> query = muonjax.Scale(path="q", rank=3, axes=(-2, -1), factor="query")  # a bare array (d, heads, size)
+      >>> key = muonjax.Scale(path="k", rank=3, axes=(-2, -1), factor="key")
+      >>> site = muonjax.Site(path="blocks/.*/attention", scales=(query, key))
+    """
+
+    path: str
+    scales: tuple[Scale, ...]
+    signal: str = "max_logits"
+    scan_axis: tuple[int, ...] | None = None
+    norms: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if not self.scales:
+            raise ValueError(
+                f"Site(path={self.path!r}, scales=()) scales nothing; name at least one parameter."
+            )
+        try:
+            re.compile(self.path)
+        except (re.error, TypeError) as e:
+            raise ValueError(
+                f"Site(path={self.path!r}) is no regular expression ({e}); give one that matches whole paths."
+            ) from None
+
+
+def mha_site(
+    path: str = ".*",
+    *,
+    query: str = "query",
+    key: str = "key",
+    layout: str = "i h d",
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    scan_axis: int | Sequence[int] | None = None,
+    signal: str = "max_logits",
+) -> Site:
+    """Multi-head, grouped-query and multi-query attention with one projection for queries and one for keys.
+
+    The defaults fit `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`.
+
+    Args:
+      path: regular expression that matches the whole "/"-joined path of the modules (`re.fullmatch`; the rules of
+        `dimension_numbers` search), such as "decoder/.*/attention"; by default every module with a child `query`.
+      query: name of the query projection, which has a `kernel` and perhaps a `bias`.
+      key: name of the key projection.
+      layout: axes of a kernel: i for the input, h for heads, d within a head; brackets for a merged axis. Flax's
+        attention has "i h d", `nn.Dense` "i (h d)", PyTorch's weights "(h d) i".
+      num_heads: number of query heads; needed where h is in brackets.
+      num_kv_heads: number of key heads; None: as many.
+      scan_axis: the axis of layers in stacked parameters, `variable_axes={"params": scan_axis}` of `nn.scan`, one for
+        each level of stacking; None: the leading axes.
+      signal: name of the statistic below the module.
+
+    Returns:
+      A `Site` for `qk_clip`.
+
+    Raises:
+      ValueError: a path that is no regular expression, a layout that can't be read, head counts that don't divide.
+
+    Example:
+      >>> import muonjax
+      >>> site = muonjax.mha_site("decoder/.*/attention")
+      >>> [scale.path for scale in site.scales]
+      ['query/kernel', 'query/bias', 'key/kernel', 'key/bias']
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    rank, axes = _kernel("mha_site", layout, ("hd",), num_heads, num_kv_heads)
+    return Site(
+        path=path,
+        scales=(
+            *_projection(query, rank, axes, entries=num_heads, factor="query"),
+            *_projection(key, rank, axes, entries=num_kv_heads, factor="key"),
+        ),
+        signal=signal,
+        scan_axis=_tuple(scan_axis),
+        norms=QK_NORMS,
+    )
+
+
+def mla_site(
+    path: str = ".*",
+    *,
+    nope: int,
+    query: str = "wq_b",
+    key_value: str = "wkv_b",
+    layout: str = "i h d",
+    num_heads: int | None = None,
+    scan_axis: int | Sequence[int] | None = None,
+    signal: str = "max_logits",
+) -> Site:
+    """Multi-head latent attention (DeepSeek, Kimi): a part without position a head, and a rotary key that all share.
+
+    √γ goes to the query's first `nope` features and to the key's, γ to the query's rotary features, and nothing to
+    the shared rotary key, the values and the latent projections: √γ·√γ·(nope part) + γ·1·(rotary part) = γ·logit.
+
+    Args:
+      path: regular expression for the whole "/"-joined path of the modules.
+      nope: number of a head's features without position, first in both kernels: 128 in DeepSeek-V3.
+      query: name of the projection to a head's nope + rotary features: the second of a low-rank pair ("wq_b"), or a
+        direct one ("wq" in DeepSeek, "query" in MaxText).
+      key_value: name of the projection from the latent to a head's nope + value features.
+      layout: axes of both kernels, as in `mha_site`: MaxText has "i h d", DeepSeek's flat kernels are "i (h d)" here
+        and "(h d) i" in PyTorch.
+      num_heads: number of heads; needed where h is in brackets.
+      scan_axis: as in `mha_site`.
+      signal: name of the statistic below the module.
+
+    Returns:
+      A `Site` for `qk_clip`.
+
+    Raises:
+      ValueError: as `mha_site`, and `nope` < 1.
+
+    Example:
+      >>> import muonjax
+      >>> site = muonjax.mla_site("layers/.*/mla", nope=128)
+      >>> [(s.path, s.span, s.factor) for s in site.scales if not s.optional]
+      [('wq_b/kernel', (0, 128), 'query'), ('wq_b/kernel', (128, None), 'rotary'), ('wkv_b/kernel', (0, 128), 'key')]
+
+    Source: Kimi K2 (arXiv 2507.20534), section 2.1.
+    """
+    if nope < 1:
+        raise ValueError(
+            f"mla_site(nope={nope}) must be at least 1: the number of a head's features without position."
+        )
+    rank, axes = _kernel("mla_site", layout, ("hd",), num_heads, num_heads)
+    return Site(
+        path=path,
+        scales=(
+            *_projection(query, rank, axes, entries=num_heads, span=(0, nope), factor="query"),
+            *_projection(query, rank, axes, entries=num_heads, span=(nope, None), factor="rotary"),
+            *_projection(key_value, rank, axes, entries=num_heads, span=(0, nope), factor="key"),
+        ),
+        signal=signal,
+        scan_axis=_tuple(scan_axis),
+        # Its q_norm (q_layernorm in Megatron) and kv_norm stand before these projections, on the latents: they undo
+        # nothing.
+        norms=tuple(n for n in QK_NORMS if n not in _QUERY_NORMS),
+    )
+
+
+def fused_qkv_site(
+    path: str = ".*",
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int | None = None,
+    name: str = "qkv",
+    layout: str = "i (3 h d)",
+    scan_axis: int | Sequence[int] | None = None,
+    signal: str = "max_logits",
+) -> Site:
+    """Attention whose queries, keys and values come from one projection.
+
+    Args:
+      path: regular expression for the whole "/"-joined path of the modules.
+      num_heads: number of query heads.
+      head_dim: features of a head.
+      num_kv_heads: number of key heads, and of value heads; None: as many.
+      name: name of the projection.
+      layout: axes of the kernel, as in `mha_site`, with 3 for queries, keys, values. "i (3 h d)": all queries, then all
+        keys, then all values; "i 3 h d": the same from `DenseGeneral((3, heads, head_dim))`; "i (3 h) d" for grouped
+        keys; "i (h 3 d)", "i h (3 d)" or "i h 3 d": head after head (GPT-NeoX).
+      scan_axis: as in `mha_site`.
+      signal: name of the statistic below the module.
+
+    Returns:
+      A `Site` for `qk_clip`.
+
+    Raises:
+      ValueError: as `mha_site`; a layout by heads, or with an axis of 3, for grouped keys.
+
+    Example:
+      >>> import muonjax
+      >>> site = muonjax.fused_qkv_site(num_heads=8, head_dim=64, num_kv_heads=2)
+      >>> [(s.path, s.start, s.size, s.entries) for s in site.scales if not s.optional]
+      [('qkv/kernel', 0, 512, 8), ('qkv/kernel', 512, 128, 2)]
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    rank, axes = _kernel("fused_qkv_site", layout, ("3hd", "h3d"), num_heads, num_kv_heads)
+    by_head = layout.index("h") < layout.index("3")
+    if num_kv_heads != num_heads and (by_head or "(3 h" not in layout):
+        raise ValueError(
+            f"fused_qkv_site(layout={layout!r}, num_heads={num_heads}, num_kv_heads={num_kv_heads}): grouped keys need "
+            "all queries first, '(3 h d)' or '(3 h) d'; for another order write a Site by hand."
+        )
+    if by_head:
+        query = {"entries": num_heads, "span": (0, head_dim)}
+        key = {"entries": num_heads, "span": (head_dim, 2 * head_dim)}
+    else:
+        query = {"entries": num_heads, "size": num_heads * head_dim}
+        key = {"entries": num_kv_heads, "start": num_heads * head_dim, "size": num_kv_heads * head_dim}
+    return Site(
+        path=path,
+        scales=(
+            *_projection(name, rank, axes, factor="query", **query),
+            *_projection(name, rank, axes, factor="key", **key),
+        ),
+        signal=signal,
+        scan_axis=_tuple(scan_axis),
+        norms=QK_NORMS,
+    )
+
+
+def _projection(name: str, rank: int, axes: tuple[int, ...], **part: Any) -> tuple[Scale, Scale]:
+    """Kernel and bias of one projection. The bias has the kernel's axes but the input's."""
+    kernel = Scale(path=f"{name}/kernel", rank=rank, axes=axes, **part)
+    bias = dataclasses.replace(
+        kernel, path=f"{name}/bias", rank=len(axes), axes=tuple(range(-len(axes), 0)), optional=True
+    )
+    return kernel, bias
+
+
+def _kernel(call: str, layout: str, orders: Sequence[str], heads: int | None, kv_heads: int | None):
+    """Rank of a kernel of this layout, and its axes that are not the input's."""
+    groups = re.findall(r"\(([^()]*)\)|(\S+)", layout)
+    parts = [(merged or single).split() for merged, single in groups]
+    order = "".join("".join(p) for p in parts if p != ["i"])
+    if order not in orders or parts.count(["i"]) != 1 or parts.index(["i"]) not in (0, len(parts) - 1):
+        raise ValueError(
+            f"{call}(layout={layout!r}) can't be read: write i for the input, first or last, and "
+            f"{' or '.join(' '.join(o) for o in orders)}, merged axes in brackets: 'i (h d)'."
+        )
+    if heads is None and ["h"] not in parts:
+        raise ValueError(f"{call}(layout={layout!r}) has its heads in a merged axis: give num_heads.")
+    if heads is not None and (kv_heads is None or kv_heads < 1 or heads % kv_heads):
+        raise ValueError(f"{call}(num_heads={heads}, num_kv_heads={kv_heads}): the first must be a multiple.")
+    if heads is None and kv_heads is not None:
+        raise ValueError(f"{call}(num_kv_heads={kv_heads}): give num_heads too, or neither.")
+    return len(parts), tuple(i - len(parts) for i, p in enumerate(parts) if p != ["i"])
+
+
+def _tuple(scan_axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    return (
+        (scan_axis,) if isinstance(scan_axis, int) else scan_axis if scan_axis is None else tuple(scan_axis)
+    )

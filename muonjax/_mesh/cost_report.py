@@ -1,0 +1,154 @@
+"""Beside the way: what an update will cost on a mesh, for a person to read before renting it. Needs no devices."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from muonjax._matrix_view import DimensionNumbersTree, matrix_views
+from muonjax._mesh.assignment import MODES, OwnerPlan
+from muonjax._mesh.distribution import Distribution
+from muonjax._mesh.sharded_map import find_mesh
+from muonjax._newton_schulz.iteration import NewtonSchulz
+from muonjax._orthogonalize import polar_function, wire_dtype
+from muonjax._routing.dimension_numbers import dimension_numbers as route
+
+
+class ModeCost(NamedTuple):
+    """What one update asks of the busiest device in one mode.
+
+    Attributes:
+      flops: of matrix products, two a multiply-add.
+      redundancy: these flops over an even share of the work of one device alone; 1 is perfect.
+      imbalance: these flops over the mean of the devices.
+      sent: bytes.
+      held: bytes of the largest buffer that is sent.
+      collectives: how many.
+    """
+
+    flops: float
+    redundancy: float
+    imbalance: float
+    sent: float
+    held: float
+    collectives: int
+
+
+class MeshPlan(NamedTuple):
+    """What one update costs on a mesh; print it for a table.
+
+    Attributes:
+      mesh_shape: sizes of the mesh's axes.
+      matrices: how many there are.
+      mode: the Distribution's.
+      modes: the cost of each mode, "auto" included.
+    """
+
+    mesh_shape: dict[str, int]
+    matrices: int
+    mode: str
+    modes: dict[str, ModeCost]
+
+    @property
+    def cost(self) -> ModeCost:
+        """Of the Distribution's own mode."""
+        return self.modes[self.mode]
+
+    def __str__(self) -> str:
+        heads = ("mode", "GFLOP", "÷ even share", "imbalance", "MiB sent", "MiB held", "collectives")
+        rows = [
+            (
+                name + " *" * (name == self.mode),
+                f"{c.flops / 1e9:.3g}",
+                f"{c.redundancy:.2f}",
+                f"{c.imbalance:.2f}",
+                f"{c.sent / 2**20:.1f}",
+                f"{c.held / 2**20:.1f}",
+                str(c.collectives),
+            )
+            for name, c in self.modes.items()
+        ]
+        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+        lines = [
+            "  ".join((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])))
+            for row in (heads, *rows)
+        ]
+        axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh_shape.items())
+        title = (
+            f"{self.matrices} matrices on {math.prod(self.mesh_shape.values())} devices ({axes}); * is chosen"
+        )
+        return "\n".join((title, *lines))
+
+
+def plan(
+    params: Any,
+    distribution: Distribution | None = None,
+    *,
+    dimension_numbers: DimensionNumbersTree | None = None,
+    newton_schulz: NewtonSchulz | None = None,
+) -> MeshPlan:
+    """What one update will cost the busiest device of a mesh, in each mode.
+
+    Args:
+      params: Arrays or `jax.ShapeDtypeStruct`s.
+      distribution: How they lie; over an `AbstractMesh` it needs no devices. None reads it off the arrays.
+      dimension_numbers: As in `orthogonalize`; None: what `muon` reads off paths and shapes.
+      newton_schulz: How to orthogonalize; give `compute_dtype` to plan on a CPU for devices that compute in half
+        precision.
+
+    Returns:
+      A `MeshPlan`.
+
+    Raises:
+      ValueError: If specs or dimension numbers do not fit the parameters, or nothing says how they lie.
+
+    Example:
+      >>> import jax, muonjax
+      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+      >>> layers = {f"layer_{i}": {"kernel": jax.ShapeDtypeStruct((256, 1024), "float32")} for i in range(24)}
+      >>> distribution = muonjax.Distribution(AbstractMesh((8,), ("fsdp",)), P("fsdp", None))
+      >>> plan = muonjax.plan(layers, distribution)
+      >>> plan.cost.collectives, plan.cost.imbalance, plan.cost.sent / 2**20
+      (2, 1.0, 5.25)
+
+    Source: the assignment is Graham's, "Bounds on multiprocessing timing anomalies", 1969.
+    """
+    settings = NewtonSchulz() if newton_schulz is None else newton_schulz
+    distribution = _read_off(params) if distribution is None else distribution
+    leaves = jax.tree.leaves(params)
+    found = matrix_views(route if dimension_numbers is None else dimension_numbers, params, call="plan")
+    chosen, views = [i for i, v in enumerate(found) if v is not None], [v for v in found if v is not None]
+    wire = [wire_dtype(leaves[i], settings) for i in chosen]
+
+    def in_mode(mode: Any) -> OwnerPlan:
+        on_mesh = find_mesh(dataclasses.replace(distribution, mode=mode), params, chosen, call="plan")
+        assert on_mesh is not None  # a distribution was given
+        return on_mesh.plan(polar_function(settings), [leaves[i] for i in chosen], views, wire)
+
+    return MeshPlan(
+        dict(distribution.mesh.shape),
+        sum(view.batch for view in views),
+        distribution.mode,
+        {mode: _cost(in_mode(mode)) for mode in MODES},
+    )
+
+
+def _cost(plan: OwnerPlan) -> ModeCost:
+    work = plan.work
+    return ModeCost(work.flops, plan.redundancy, plan.imbalance, work.sent, plan.held, work.collectives)
+
+
+def _read_off(params: Any) -> Distribution:
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    meshes = {s.mesh for s in jax.tree.leaves(shardings) if isinstance(s, NamedSharding)}
+    if len(meshes) != 1:
+        raise ValueError(
+            f"plan(params) finds {len(meshes)} meshes under the parameters; give it the distribution."
+        )
+    return Distribution(meshes.pop(), jax.tree.map(_named, shardings))
+
+
+def _named(sharding: Any) -> NamedSharding | None:
+    return sharding if isinstance(sharding, NamedSharding) else None

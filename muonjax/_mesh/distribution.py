@@ -1,0 +1,133 @@
+"""On a mesh, what the user says: how the parameters lie. A value; nothing here moves or computes."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from muonjax._mesh.assignment import MODES, Mode
+from muonjax._mesh.layout import Axes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Distribution:
+    """How parameters lie on a mesh: a value, hashable, never part of an optimizer's state.
+
+    Args:
+      mesh: A `jax.sharding.Mesh`, or an `AbstractMesh`, which can be planned for without its devices.
+      param_specs: A tree of `PartitionSpec`s, or of `NamedSharding`s, like the parameters or a prefix of them;
+        None in it is a replicated leaf.
+      axes: The mesh axes along which replicas share the work; None: all. Along an axis that is not named here,
+        devices that store the same do the same, and nothing is gathered.
+      mode: "owner" gives each matrix to one device; "tensor_parallel" leaves it on all devices that store it,
+        which share its work; "hybrid" does one along some mesh axes and the other along the rest; "auto"
+        takes the one that `muonjax.plan` finds cheapest, separately for leaves that different mesh axes cut.
+      chunks: How many trips the matrices travel in; with two or more, XLA can let one travel while another is
+        worked on.
+
+    Raises:
+      ValueError, TypeError: On construction: a mode or an axis that does not exist, a spec that is none.
+
+    Example:
+      >>> import jax, muonjax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("fsdp",))
+      >>> distribution = muonjax.Distribution(mesh, {"dense": {"kernel": P("fsdp", None), "bias": P()}})
+      >>> tx = muonjax.muon(1e-3, distribution=distribution)
+    """
+
+    mesh: Mesh | AbstractMesh
+    param_specs: Any
+    axes: Axes | None = dataclasses.field(default=None, kw_only=True)
+    mode: Mode = dataclasses.field(default="auto", kw_only=True)
+    chunks: int = dataclasses.field(default=1, kw_only=True)
+
+    def __post_init__(self):
+        call = "Distribution"
+        if not isinstance(self.mesh, (Mesh, AbstractMesh)):
+            raise TypeError(
+                f"{call}(mesh={self.mesh!r}) needs a jax.sharding.Mesh, such as jax.make_mesh(...)."
+            )
+        names = tuple(self.mesh.axis_names)
+        if self.axes is not None:
+            axes = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
+            object.__setattr__(self, "axes", axes)
+            if unknown := [axis for axis in axes if axis not in names]:
+                raise ValueError(f"{call}(axes={axes!r}): the mesh has no axis {unknown[0]!r}, only {names}.")
+        if self.mode not in MODES:
+            raise ValueError(f"{call}(mode={self.mode!r}) is unknown; choose one of {MODES}.")
+        if not isinstance(self.chunks, int) or self.chunks < 1:
+            raise ValueError(f"{call}(chunks={self.chunks!r}) needs a whole number, at least 1.")
+        for path, spec in jax.tree_util.tree_leaves_with_path(self.param_specs, is_leaf=_is_spec):
+            where = f"{call}(param_specs=...) at {jax.tree_util.keystr(path) or 'its root'}"
+            if not _is_spec(spec):
+                raise TypeError(f"{where} holds {spec!r}; expected a PartitionSpec, a NamedSharding or None.")
+            if unknown := [axis for cut in _cuts(spec) for axis in cut if axis not in names]:
+                raise ValueError(
+                    f"{where} names the axis {unknown[0]!r}, but the mesh has only {names}; correct the spec or "
+                    "the mesh."
+                )
+
+    @functools.cached_property
+    def _value(self) -> tuple:
+        specs, treedef = jax.tree.flatten(self.param_specs, is_leaf=_is_spec)
+        return self.mesh, tuple(map(_cuts, specs)), treedef, self.axes, self.mode, self.chunks
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Distribution) and self._value == other._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, (PartitionSpec, NamedSharding))
+
+
+def _cuts(spec: PartitionSpec | NamedSharding | None, ndim: int = 0) -> tuple[Axes, ...]:
+    """For each axis of an array, the mesh axes that cut it."""
+    spec = spec.spec if isinstance(spec, NamedSharding) else spec
+    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec or ()]
+    return (*entries, *[()] * (ndim - len(entries)))
+
+
+def cuts_of(shape: tuple[int, ...], spec: Any, mesh_shape: Mapping[str, int]) -> tuple[Axes, ...]:
+    """For each axis of an array of `shape`, the mesh axes that cut it, but for cuts that leave a remainder: an
+    array can't enter or leave `jit` cut like that."""
+    return tuple(
+        cut if size % math.prod(mesh_shape[axis] for axis in cut) == 0 else ()
+        for size, cut in zip(shape, _cuts(spec, len(shape)), strict=True)
+    )
+
+
+def spec_of(cuts: tuple[Axes, ...]) -> PartitionSpec:
+    """The inverse of `cuts_of`."""
+    return PartitionSpec(*(cut or None for cut in cuts))
+
+
+def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
+    """One spec a leaf of `tree`, from a tree or a prefix of it. Masked nodes are no leaves."""
+    entries: list[Any] = []
+    try:
+        jax.tree.map(
+            lambda spec, subtree: entries.extend([spec] * len(jax.tree.leaves(subtree))),
+            specs,
+            tree,
+            is_leaf=_is_spec,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{call}: the Distribution's param_specs, {jax.tree.structure(specs, is_leaf=_is_spec)}, are neither the "
+            f"tree of the leaves nor a prefix of it, {jax.tree.structure(tree)}."
+        ) from error
+    for spec, (path, leaf) in zip(entries, jax.tree_util.tree_leaves_with_path(tree), strict=True):
+        if len(_cuts(spec)) > leaf.ndim:
+            raise ValueError(
+                f"{call}: the Distribution's {spec} at {jax.tree_util.keystr(path)} cuts more axes than the leaf of "
+                f"shape {leaf.shape} has."
+            )
+    return entries

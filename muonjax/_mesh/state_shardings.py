@@ -1,0 +1,53 @@
+"""On a mesh, before training: where the optimizer's state is to be born."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from muonjax._mesh.distribution import Distribution, cuts_of, spec_of, spread_specs
+
+
+def state_shardings(tx: optax.GradientTransformation, params: Any, distribution: Distribution) -> Any:
+    """Shardings for the optimizer's state, so that momentum is born where its parameter lies.
+
+    Without them `jax.jit(tx.init)` returns a whole copy of the momentum on every device of an Auto mesh.
+
+    Args:
+      tx: Any Optax transformation.
+      params: Arrays or `jax.ShapeDtypeStruct`s.
+      distribution: How the parameters lie.
+
+    Returns:
+      A tree of `NamedSharding`s like `tx.init(params)`: a leaf whose path ends in a parameter's path, and which has its
+      shape, lies as the parameter does; all else is replicated.
+
+    Raises:
+      ValueError: If the specs do not fit the parameters.
+
+    Example:
+      >>> import jax, muonjax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> params = {"kernel": jax.numpy.ones((4, 8))}
+      >>> distribution = muonjax.Distribution(jax.make_mesh((1,), ("fsdp",)), {"kernel": P("fsdp")})
+      >>> tx = muonjax.muon(1e-3, distribution=distribution)
+      >>> shardings = muonjax.state_shardings(tx, params, distribution)
+      >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
+    """
+    specs = spread_specs(distribution.param_specs, params, call="state_shardings")
+    mesh, mesh_shape = distribution.mesh, dict(distribution.mesh.shape)
+    lying = {
+        path: (leaf.shape, NamedSharding(mesh, spec_of(cuts_of(leaf.shape, spec, mesh_shape))))
+        for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True)
+    }
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        # Not optax.tree.map_params: it fails where a tree of labels or a mask is fixed.
+        for start in range(len(path) + 1):
+            shape, found = lying.get(path[start:], (None, None))
+            if found is not None and shape == leaf.shape:
+                return found
+        return NamedSharding(mesh, PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(tx.init, params))

@@ -1,0 +1,1 @@
+"""The matrix sign functions msign and mcsgn, with exact derivatives."""

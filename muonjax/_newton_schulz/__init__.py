@@ -1,0 +1,1 @@
+"""Newton-Schulz orthogonalization: scaling, deflation, normalization, and the polynomials."""

@@ -1,0 +1,257 @@
+r"""Before Newton-Schulz: shrink the few dominant directions, so that the long tail starts closer to 1.
+
+The momentum of a transformer has a few dominant directions and a long tail (median sigma/sigma_1 about 1e-2).
+Dividing by the largest singular value therefore leaves nearly all of them tiny, and Newton-Schulz spends its
+first steps on lifting them. With A = X X^H in hand, a thin basis V of the dominant subspace costs three
+thin products with A, and
+
+    W = I - V D V^H,    D = I - g(V^H A V),    g(h) ~ target * h^(-1/2)
+
+brings the top k singular values of W X to one target. Where V spans an invariant subspace of A, W is a
+positive definite function of A; it commutes with A, and W X has exactly X's polar factor. Where V does not,
+the polar factor moves by about ||sin(theta) D||, theta being the angles between V and the true subspace; that
+is estimated from the residual A V - V (V^H A V), and D is shrunk until the estimate is below `_TOLERANCE`.
+
+Where A is all that the iteration will see (the Gram form), its rounding counts: what is small beside the
+largest eigenvalue's rounding is lost, and can even come out negative. There a few directions are shaved off X
+before A is made, at the cost of some passes over X, and what rounding may still leave is added as a ridge.
+
+All of it is products: a factorization would leave the matrix units, and on a CPU start threads of its own.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express
+from pallas_kernels import symmetric_product
+
+# Products with A on the random start. One leaves angles that cost up to 0.05 of polar error on real
+# momentum; two, none.
+_SUBSPACE_STEPS = 2
+
+# Orthonormalizations after each, for Y^H Y has the squared condition of Y, and its rounding swallows what is
+# below 1e-3 of the largest.
+_ORTHONORMALIZATIONS = 2
+
+# Added to the k x k matrices in units of their norm: directions never fall below 1e-3 of the largest, which is
+# where the rounding of A = X X^H in float32 begins.
+_RIDGE = 1e-6
+
+# Rounding errors of a Gram matrix's entries in units of the least possible: sums of many terms lose more.
+ROUNDING = 4
+
+# The root mean square polar error that an inexact subspace may cause each time that it is shrunk, as estimated.
+_TOLERANCE = 0.025
+
+
+def _never_above_one(rows: Coefficients) -> Coefficients:
+    top = float(evaluate(rows, np.linspace(0, 1.001, 10_001)).max())
+    return (*rows[:-1], tuple(c / top for c in rows[-1]))  # pyright: ignore[reportReturnType]
+
+
+# For the inverse roots of k x k matrices. What is smaller than its lower end comes out short, not as noise.
+_INVERSE_ROOT = _never_above_one(polar_express(5, lower=1e-2))
+
+
+class Deflation(NamedTuple):
+    """W = I - P V^H, and what it makes of A.
+
+    Attributes:
+      p, v: [*batch, m, k].
+      gram: W A W, [*batch, m, m].
+      others: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` but the largest,
+        [*batch, 1, 1].
+    """
+
+    p: jax.Array
+    v: jax.Array
+    gram: jax.Array
+    others: jax.Array
+
+    def apply(self, x: jax.Array) -> jax.Array:
+        """W x, for x [*batch, m, n]."""
+        return x - _dot(self.p, _dot(_adjoint(self.v), x))
+
+    def apply_right(self, q: jax.Array) -> jax.Array:
+        """q W, for q [*batch, m, m]."""
+        return q - _dot(_dot(q, self.p), _adjoint(self.v))
+
+
+def shave(
+    x: jax.Array, rank: int, over_columns: Callable[[jax.Array], jax.Array] = lambda products: products
+) -> jax.Array:
+    """x [*batch, m, n] with its `rank` dominant directions shrunk, roughly, before its Gram matrix is made.
+
+    `over_columns` sums products over the devices that share the columns.
+    """
+
+    def project(v):
+        return _dot(_adjoint(v), x)
+
+    def lift(b):
+        """X B^H. Not X (X^H V) as a whole: it would transpose X, which takes longer than the rest."""
+        return over_columns(
+            jnp.einsum("...in,...kn->...ik", x, b.conj(), precision=jax.lax.Precision.HIGHEST)
+        )
+
+    start = _like(x[..., :1], _signs(x.shape[-2], rank))
+    v = _dominant_subspace(lambda v: lift(project(v)), start, num_steps=1)
+    b = project(v)
+    _, d = _shrinking(v, lift(b))
+    return x - _dot(_dot(v, d), b)
+
+
+@functools.partial(jax.jit, static_argnames="rank")  # one trace, whatever the longer side of X
+def shrink_dominant(gram: jax.Array, rank: int) -> Deflation:
+    """The map W that shrinks the `rank` dominant directions of A to about the size of the rank-th.
+
+    Args:
+      gram: A = X X^H, [*batch, m, m], in float32 or wider, with entries of moderate size.
+      rank: k, in 1..m.
+    """
+    start = _like(gram[..., :rank], _signs(gram.shape[-1], rank))
+    v = _dominant_subspace(lambda v: _dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
+    av = _dot(gram, v)
+    h, d = _shrinking(v, av)
+
+    # W A W = A - P S^H - S P^H with P = V D and S = A V - P (V^H A V) / 2.
+    p = _dot(v, d)
+    s = av - _dot(p, h) / 2
+    both = jnp.concatenate
+    shrunk = _above_rounding(gram) - symmetric_product(both([p, s], axis=-1), y=both([s, p], axis=-1))
+    w = jnp.eye(rank, dtype=h.dtype) - _dot(_dot(_adjoint(v), v), d)  # V^H W = w V^H
+    return Deflation(p, v, shrunk, _fourth_powers_of_others(_dot(_dot(w, h), _adjoint(w))))
+
+
+def _shrinking(v: jax.Array, av: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """V^H A V and D, [*batch, k, k], from V and A V [*batch, m, k]."""
+    m, rank = v.shape[-2:]
+    h = _dot(_adjoint(v), av)
+    unit = _inverse_norm(h)
+    root = _inverse_root(unit * h)
+    inverse = _dot(root, root)
+    # The common target of the k directions: near the least of their singular values, lest they stand out of the tail.
+    target = jax.lax.rsqrt(_largest_eigenvalue(inverse))
+    d = jnp.eye(rank, dtype=h.dtype) - target * root
+
+    residual = _dot(unit * (av - _dot(v, h)), _dot(d, inverse))
+    return h, d * jnp.minimum(1, _TOLERANCE * math.sqrt(m / 2) * _inverse_norm(residual))
+
+
+def _largest_eigenvalue(a: jax.Array) -> jax.Array:
+    """Of positive semidefinite a [*batch, k, k], as [*batch, 1, 1]: a mean that weights each with its 16th power."""
+
+    def square(_, power):
+        power = _dot(power, power)
+        return power * _inverse_norm(power)
+
+    power = jax.lax.fori_loop(0, 3, square, a * _inverse_norm(a))
+    return jnp.sqrt(_square_norm(_dot(power, a)))
+
+
+def _dominant_subspace(
+    multiply: Callable[[jax.Array], jax.Array], start: jax.Array, num_steps: int
+) -> jax.Array:
+    """Nearly orthonormal columns V [*batch, m, k], no combination of them longer than 1.
+
+    Args:
+      multiply: v -> A v.
+    """
+
+    def orthonormalize(_, y):
+        return _dot(y, _inverse_root(_dot(_adjoint(y), y)))
+
+    def subspace_step(_, v):
+        # Sums over mesh axes no longer vary over them, and the carry must stay as it was.
+        return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, _like(v, multiply(v)))
+
+    return jax.lax.fori_loop(0, num_steps, subspace_step, start)
+
+
+def _signs(m: int, k: int) -> jax.Array:
+    """Fixed random signs, [m, k]: the start of the subspace iteration, the same on every device."""
+    # The finalizer of MurmurHash3 on a counter: jax.random's generators take longer to compile than all the rest.
+    h = jax.lax.iota(jnp.uint32, m * k) + jnp.uint32(1)
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.where(h >> 31, jnp.float32(1), jnp.float32(-1)).reshape(m, k)
+
+
+@jax.jit  # one trace for its three uses
+def _inverse_root(h: jax.Array) -> jax.Array:
+    """Q = h^(-1/2) of positive semidefinite h [*batch, k, k] where that is well conditioned, and less where it is not:
+    Q h Q never has an eigenvalue above 1."""
+    eye = jnp.eye(h.shape[-1], dtype=h.dtype)
+    unit = _inverse_norm(h)
+    rows = jnp.asarray(_INVERSE_ROOT, unit.dtype)
+
+    def step(t, carry):
+        r, q = carry
+        a, b, c = rows[t]
+        p = a * eye + b * r + c * _dot(r, r)
+        return _hermitian(_dot(_dot(p, r), p)), _hermitian(_dot(q, p))
+
+    start = unit * h + _RIDGE * eye, jnp.sqrt(unit) * eye
+    return jax.lax.fori_loop(0, len(rows), step, start)[1]
+
+
+def _above_rounding(gram: jax.Array) -> jax.Array:
+    """A + delta I, with delta somewhat above the error that rounding left in A.
+
+    What stays after the dominant part is taken away inherits the absolute error of A, and where that makes an
+    eigenvalue negative, polynomials can amplify it without bound. The entries' errors are of random sign and
+    about eps / 2 sqrt(a_ii a_jj) at least; the norm of such a matrix is eps sqrt(max a_ii * tr A).
+    """
+    m = gram.shape[-1]
+    diagonal = gram.reshape(*gram.shape[:-2], m * m)[..., :: m + 1].real
+    delta = ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1))
+    return gram + delta[..., None, None] * jnp.eye(m, dtype=gram.dtype)
+
+
+def _fourth_powers_of_others(a: jax.Array) -> jax.Array:
+    """A lower bound of the sum of the fourth powers of all but one eigenvalue of M, where a = V^H M V.
+
+    No combination of V's columns [*batch, m, k] is longer than its coefficients, so by interlacing the i-th
+    eigenvalue of M is at least the i-th of a [*batch, k, k], and the sum over i >= 2 is at least
+    ||a^2||_F^2 - ||a^2||_2^2, where ||a^2||_2 <= ||a^8||_F^(1/4).
+    """
+    square = _square_norm(a) + jnp.finfo(a.dtype).tiny
+    a = a * jax.lax.rsqrt(square)
+    a2 = _dot(a, a)
+    a4 = _dot(a2, a2)
+    a8 = _dot(a4, a4)
+    return jnp.maximum(_square_norm(a2) - jnp.sqrt(jnp.sqrt(_square_norm(a8))), 0) * square**2
+
+
+def _like(a: jax.Array, value: jax.Array) -> jax.Array:
+    """`value` with the shape, the dtype and, inside `jax.shard_map`, the varying axes of a: a loop's carry."""
+    return jnp.zeros_like(a) + value
+
+
+def _adjoint(a: jax.Array) -> jax.Array:
+    return a.conj().mT
+
+
+def _hermitian(a: jax.Array) -> jax.Array:
+    return (a + _adjoint(a)) / 2
+
+
+def _square_norm(a: jax.Array) -> jax.Array:
+    """|a|_F^2."""
+    return jnp.sum(jnp.abs(a) ** 2, axis=(-2, -1), keepdims=True)
+
+
+def _inverse_norm(a: jax.Array) -> jax.Array:
+    """1 / |a|_F, and for zeros so little more than any that counts that powers of it stay finite."""
+    square = _square_norm(a)
+    return jax.lax.rsqrt(square + jnp.finfo(square.dtype).eps ** 3)
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -1,0 +1,295 @@
+"""The optimizers: compositions only. Each line is a member of `optax.chain` that can be had on its own."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from muonjax._clipping.qk_clip import SharedKeys, qk_clip
+from muonjax._clipping.sites import Site
+from muonjax._match_rms import match_rms
+from muonjax._matrix_view import DimensionNumbersTree, matrix_view, resolve_dimension_numbers
+from muonjax._mesh.distribution import Distribution
+from muonjax._newton_schulz.iteration import NewtonSchulz
+from muonjax._orthogonalize import orthogonalize
+from muonjax._routing.dimension_numbers import decays, dimension_numbers
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    decay: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    weight_decay_mask: Any = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    rms: float | None = 0.2,
+    muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
+    newton_schulz: NewtonSchulz | None = None,
+    adam: optax.GradientTransformation | None = None,
+    distribution: Distribution | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Muon, as Moonlight trains with it: orthogonalized momentum for matrices, AdamW for the rest.
+
+    A matrix W with gradient G moves by
+
+        M <- decay M + G
+        W <- W - learning_rate (rms sqrt(max(m, n)) msign(G + decay M) + weight_decay W)
+
+    Args:
+      learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` a good one for AdamW is a good start.
+      decay: Coefficient of the momentum, in [0, 1).
+      nesterov: Look one step ahead, as above; False takes M itself.
+      weight_decay: Decoupled, times the learning rate, >= 0; for the matrices, and for AdamW's leaves too.
+      weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the parameters.
+        None: all matrices, embeddings and heads; no biases, no norms.
+      mu_dtype: Dtype of the momentum; None is the parameter's.
+      rms: Root mean square of an update before the learning rate (see `match_rms`). None scales by
+        sqrt(max(1, fan_out / fan_in)) instead, as optax.contrib.muon does by default.
+      muon_weight_dimension_numbers: Which leaves are matrices, and how: a tree of `MuonDimensionNumbers` or
+        None, a prefix, or a function of the parameters. None reads it off paths and shapes
+        (`muonjax.tabulate` shows how).
+      newton_schulz: Settings of the orthogonalization; None is `NewtonSchulz.balanced()`.
+      adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` at the same learning
+        rate and weight decay, with b2 = 0.95.
+      distribution: How the parameters lie on a mesh (see `orthogonalize`).
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
+
+    Raises:
+      ValueError, TypeError: A setting out of its range; while tracing, the leaf that can't be routed or viewed as
+        matrices, or a state of other parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"dense": {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}}
+      >>> tx = muonjax.muon(1e-3)
+      >>> updates, state = tx.update(params, tx.init(params), params)
+
+    Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
+    (arXiv:2502.16982).
+    """
+    # Traced numbers (optax.inject_hyperparams) can't be looked at.
+    if isinstance(decay, (int, float)) and not 0 <= decay < 1:
+        raise ValueError(
+            f"muon(decay={decay!r}) must lie in [0, 1): momentum would grow without end; 0.95 is usual."
+        )
+    if isinstance(weight_decay, (int, float)) and not 0 <= weight_decay < math.inf:
+        raise ValueError(
+            f"muon(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
+        )
+    if isinstance(rms, (int, float)) and not 0 < rms < math.inf:
+        raise ValueError(f"muon(rms={rms!r}) must be positive and finite; 0.2 is the usual RMS of AdamW's.")
+    if adam is None:
+        mask = decays if weight_decay_mask is None else weight_decay_mask
+        adam = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay, mask=mask)
+
+    def members(tree: Any) -> optax.GradientTransformationExtraArgs:
+        """The two chains for this very tree: routing looks at a leaf's neighbours, which partitioning
+        hides."""
+        numbers, labels = _route(muon_weight_dimension_numbers, tree)
+        matrices = optax.chain(
+            optax.trace(decay, nesterov, accumulator_dtype=mu_dtype),
+            orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
+            match_rms(dimension_numbers=numbers, rule="width")
+            if rms is None
+            else match_rms(rms, dimension_numbers=numbers),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+        return optax.partition({"muon": matrices, "adam": adam}, labels)
+
+    def init(params: optax.Params):
+        return members(params).init(params)
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+        tx = members(updates)
+        _check_state(state, jax.eval_shape(tx.init, updates))
+        return tx.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _route(numbers: DimensionNumbersTree | None, tree: Any) -> tuple[Any, Any]:
+    """Dimension numbers and the label "muon" or "adam" for every leaf of `tree`."""
+    source = dimension_numbers if numbers is None else numbers
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    # Optax initializes with a placeholder that has no leaves when it looks for parameter-like state.
+    flat = resolve_dimension_numbers(source, tree, call="muon") if leaves else []
+    for (path, leaf), entry in zip(leaves, flat, strict=True):
+        if entry is not None:
+            # Here and not in the chain only: momentum would turn an integer leaf into a float one.
+            matrix_view(leaf, entry, call="muon", path=path)
+    return treedef.unflatten(flat), treedef.unflatten("adam" if n is None else "muon" for n in flat)
+
+
+def _check_state(state: Any, expected: Any) -> None:
+    """A restored state may have other dtypes, and meet other settings, but its arrays are those of these parameters.
+
+    Otherwise momentum of another shape would broadcast, or Optax would speak of trees.
+    """
+    paths = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree.leaves_with_path(expected)]
+    found = [jax.numpy.shape(leaf) for leaf in jax.tree.leaves(state)]
+    if found != [shape for _, shape in paths]:
+        differing = (
+            f"{p} {list(want)} is {list(got)}"
+            for (p, want), got in zip(paths, found, strict=False)
+            if want != got
+        )
+        raise ValueError(
+            f"muon: this state was made for other parameters, another routing or another `adam`: it has {len(found)} "
+            f"arrays and not {len(paths)}, or of other shapes ({next(differing, 'the first ones agree')}). Restore it "
+            f"under the settings that it was made with, or start anew with init."
+        )
+
+
+def muonclip(
+    learning_rate: optax.ScalarOrSchedule,
+    sites: Site | Sequence[Site],
+    *,
+    threshold: optax.ScalarOrSchedule = 100.0,
+    shared_keys: SharedKeys = "query",
+    every_k: int = 1,
+    axis_name: str | tuple[str, ...] | None = None,
+    decay: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    weight_decay_mask: Any = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    rms: float | None = 0.2,
+    muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
+    newton_schulz: NewtonSchulz | None = None,
+    adam: optax.GradientTransformation | None = None,
+    distribution: Distribution | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """MuonClip, the optimizer of Kimi K2: `muon`, then `qk_clip`.
+
+    With S the largest attention logit of a head and gamma = min(1, threshold / S), the head's query and key that `muon`
+    arrives at are scaled so that the same inputs give at most `threshold`: each by sqrt(gamma) where the head has a key
+    of its own, otherwise as `qk_clip` says.
+
+    Args:
+      learning_rate: As in `muon`.
+      sites: The attention modules to watch, such as `[mha_site()]`.
+      threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
+      shared_keys: As in `qk_clip`.
+      every_k: As in `qk_clip`; in `optax.inject_hyperparams` make it a static_args.
+      axis_name: As in `qk_clip`.
+      decay: As in `muon`.
+      nesterov: As in `muon`.
+      weight_decay: As in `muon`.
+      weight_decay_mask: As in `muon`.
+      mu_dtype: As in `muon`.
+      rms: As in `muon`.
+      muon_weight_dimension_numbers: As in `muon`.
+      newton_schulz: As in `muon`.
+      adam: As in `muon`.
+      distribution: As in `muon`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`; the
+      statistics, [*layers, heads] for each module, are those of `qk_clip`. The last entry of its state is a
+      `QKClipState`.
+
+    Raises:
+      ValueError: While tracing, if a site matches no parameter or `max_logits` is missing or does not fit the
+        sites; otherwise as `muon` and `qk_clip`.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> tx = muonjax.muonclip(1e-3, muonjax.mha_site(), threshold=100.0)
+      >>> statistics = {"attention": jnp.array([400.0, 50.0])}  # one logit a head
+      >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
+      >>> state[-1].factors["attention"]
+      Array([0.25, 1.  ], dtype=float32)
+
+    Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
+    """
+    return optax.chain(
+        muon(
+            learning_rate,
+            decay=decay,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+            weight_decay_mask=weight_decay_mask,
+            mu_dtype=mu_dtype,
+            rms=rms,
+            muon_weight_dimension_numbers=muon_weight_dimension_numbers,
+            newton_schulz=newton_schulz,
+            adam=adam,
+            distribution=distribution,
+        ),
+        qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name),
+    )
+
+
+def adamclip(
+    learning_rate: optax.ScalarOrSchedule,
+    sites: Site | Sequence[Site],
+    *,
+    threshold: optax.ScalarOrSchedule = 100.0,
+    shared_keys: SharedKeys = "query",
+    every_k: int = 1,
+    axis_name: str | tuple[str, ...] | None = None,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    weight_decay: float = 1e-4,
+    mask: Any = None,
+    nesterov: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW, then `qk_clip`, for Adam's attention logits can run away too.
+
+    Args:
+      learning_rate: As in `optax.adamw`.
+      sites: As in `muonclip`.
+      threshold: As in `muonclip`.
+      shared_keys: As in `qk_clip`.
+      every_k: As in `qk_clip`; in `optax.inject_hyperparams` make it a static_args.
+      axis_name: As in `qk_clip`.
+      b1: As in `optax.adamw`.
+      b2: As in `optax.adamw`.
+      eps: As in `optax.adamw`.
+      eps_root: As in `optax.adamw`.
+      mu_dtype: As in `optax.adamw`.
+      weight_decay: As in `optax.adamw`.
+      mask: As in `optax.adamw`.
+      nesterov: As in `optax.adamw`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`.
+
+    Raises:
+      ValueError: As `qk_clip`.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> tx = muonjax.adamclip(1e-3, muonjax.mha_site(), threshold=100.0, b2=0.95)
+      >>> statistics = {"attention": jnp.array([50.0, 25.0])}
+      >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
+      >>> int(state[-1].num_clipped)
+      0
+
+    Source: J. Su, kexue.fm/archives/11126.
+    """
+    adam = optax.adamw(
+        learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        mu_dtype=mu_dtype,
+        weight_decay=weight_decay,
+        mask=mask,
+        nesterov=nesterov,
+    )
+    return optax.chain(
+        adam, qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
+    )

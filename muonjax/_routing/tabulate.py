@@ -1,0 +1,129 @@
+"""Beside the way: what goes where, one line a leaf, for a person to read before a long run."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers, is_masked
+from muonjax._routing.dimension_numbers import Route, dtype_of, matrix_shape, names, routes
+
+_HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
+_WIDTH = 100
+
+
+def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None = None) -> str:
+    """Says of every leaf which optimizer takes it, as how many matrices of which size, and why.
+
+    Args:
+      params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`.
+      dimension_numbers: the tree to show, a prefix of it, or a function from `params` to it; None: the
+        default routing, with its reasons.
+
+    Returns:
+      The table as text, at most 100 columns wide where the names allow it, with parameter counts at its end.
+
+    Raises:
+      ValueError: a leaf can't be decided, or `dimension_numbers` does not fit `params`.
+
+    Example:
+      >>> import jax
+      >>> leaf = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+      >>> query = {"bias": leaf(4, 16), "kernel": leaf(64, 4, 16)}
+      >>> params = {"embed": {"embedding": leaf(256, 64)}, "query": query}
+      >>> print(tabulate(params))
+      leaf             shape    goes to  matrices  why
+      ───────────────  ───────  ───────  ────────  ───────────────
+      embed/embedding  256×64   Adam               embedding
+      query/bias       4×16     Adam               bias
+      query/kernel     64×4×16  Muon     64×64     attention query
+      ───────────────  ───────  ───────  ────────  ───────────────
+      Muon: 4,096 parameters (19.9 %), 1 matrix in 1 leaf
+      Adam: 16,448 parameters (80.1 %), 2 leaves
+      Every leaf is float32.
+    """
+    found, _ = routes(params) if dimension_numbers is None else _given(params, dimension_numbers)
+    leaves = [route for route in found if isinstance(route, Route)]
+    dtypes = sorted({str(route.dtype) for route in leaves})
+    rows = [_HEADER, *map(_row, leaves)]
+    if len(dtypes) == 1:  # a column that says the same in every line says it once, below
+        rows = [row[:2] + row[3:] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = max(20, _WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
+    rows = [(_fit(row[0], room), *row[1:]) for row in rows]
+    widths[0] = max(len(row[0]) for row in rows)
+
+    rule = "  ".join("─" * width for width in widths)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [lines[0], rule, *lines[1:], rule, *_totals(leaves)]
+    if len(dtypes) == 1:
+        lines.append(f"Every leaf is {dtypes[0]}.")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _fit(path: str, room: int) -> str:
+    """Shortens long names in their middle, no more than needed: `MultiHea…ention_0/query/kernel`."""
+    names, longest = path.split("/"), 40
+    while len("/".join(names)) > room and longest > 8:
+        longest -= 1
+        head, tail = longest // 2, longest - longest // 2 - 1
+        names = [
+            name if len(name) <= longest else f"{name[:head]}…{name[-tail:]}" for name in path.split("/")
+        ]
+    return "/".join(names)
+
+
+def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.MaskedNode], Any]:
+    """Routes by a tree of the caller's own."""
+    tree = dimension_numbers(params) if callable(dimension_numbers) else dimension_numbers
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_masked)
+    try:
+        # None is a leaf here, and one value may stand for a whole branch.
+        numbers = jax.tree.broadcast(tree, jax.tree.unflatten(treedef, [0] * len(leaves)), is_leaf=_is_given)
+    except ValueError as error:
+        raise ValueError(
+            f"tabulate(params, dimension_numbers) got a tree that does not fit params: {error} "
+            "Give the same structure, a prefix of it, or a function of params."
+        ) from error
+    flat = jax.tree.leaves(numbers, is_leaf=_is_given)
+    return [
+        leaf
+        if is_masked(leaf)
+        else Route("/".join(names(path)), jnp.shape(leaf), dtype_of(leaf), number, "given")
+        for (path, leaf), number in zip(leaves, flat, strict=True)
+    ], treedef
+
+
+def _row(route: Route) -> tuple[str, ...]:
+    shape = "×".join(map(str, route.shape)) or "scalar"
+    if route.numbers is None:
+        return route.path, shape, str(route.dtype), "Adam", "", route.why
+    count, m, n = matrix_shape(route.shape, route.numbers)
+    matrices = f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}"
+    return route.path, shape, str(route.dtype), "Muon", matrices, route.why
+
+
+def _totals(found: list[Route]) -> list[str]:
+    total = max(1, sum(math.prod(route.shape) for route in found))
+    lines = []
+    for optimizer in ("Muon", "Adam"):
+        mine = [route for route in found if (route.numbers is not None) == (optimizer == "Muon")]
+        size = sum(math.prod(route.shape) for route in mine)
+        matrices = sum(
+            matrix_shape(route.shape, route.numbers)[0] for route in mine if route.numbers is not None
+        )
+        leaves = f"{len(mine)} " + ("leaf" if len(mine) == 1 else "leaves")
+        held = (
+            f"{matrices} " + ("matrix" if matrices == 1 else "matrices") + f" in {leaves}"
+            if matrices
+            else leaves
+        )
+        lines.append(f"{optimizer}: {size:,} parameters ({100 * size / total:.1f} %), {held}")
+    return lines
+
+
+def _is_given(node: Any) -> bool:
+    return node is None or isinstance(node, MuonDimensionNumbers | FusedDimensionNumbers | optax.MaskedNode)

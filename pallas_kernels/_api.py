@@ -1,0 +1,183 @@
+"""The public op: what it accepts, which implementation runs, how it differentiates."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from pallas_kernels import _blocked, _mosaic_gpu, _reference, _sharded
+
+IMPLEMENTATIONS = ("reference", "blocked", "hopper")
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
+
+
+def symmetric_product(
+    x: jax.Array,
+    *,
+    y: jax.Array | None = None,
+    c: jax.Array | None = None,
+    alpha: jax.typing.ArrayLike = 1.0,
+    beta: jax.typing.ArrayLike = 0.0,
+    implementation: str | None = None,
+    axis_name: str | tuple[str, ...] = (),
+) -> jax.Array:
+    """Multiply where the result is known to be symmetric, and return it exactly symmetric.
+
+    ```
+    S = alpha·X Yᵀ + beta·C
+    ```
+
+    Only the lower triangle of ``X Yᵀ`` and of C counts; the upper one is its mirror image, so that
+    ``S == S.mT`` holds bit for bit. Products are accumulated in float32 for half types, C is added before
+    the one rounding to the result's dtype, and float32 is true float32 (TF32 and bfloat16 passes are used
+    only where `jax.default_matmul_precision` asks for them). Complex arrays give ``X Yᴴ``, Hermitian.
+
+    Differentiable both ways and under `jax.vmap`. On a mesh, call it inside `jax.shard_map`.
+
+    Args:
+      x: [*batch, m, k], floating or complex.
+      y: the same shape and dtype, where the product is symmetric for a reason the caller knows (A·B of
+        commuting symmetric matrices). Default: X itself.
+      c: [*batch, m, m], symmetric, in X's dtype. Default: nothing is added.
+      alpha: real; a number, or one for each matrix (broadcast against ``batch``). May be traced.
+      beta: as `alpha`; counts only where `c` is given.
+      implementation: `None` for the rule in `_choose`; ``"reference"``: one full product of XLA's;
+        ``"blocked"``: the lower triangle in blocks, in plain XLA, any platform; ``"hopper"``: a Pallas
+        kernel for NVIDIA's H100 and H200. One that is named runs, or raises.
+      axis_name: mesh axes, inside of `jax.shard_map`, whose devices all hold these same arguments. Each then
+        computes a part of the triangle, as plain products, and one all-gather completes it on all of them. Under
+        ``check_vma=True`` the result counts as varying over these axes, though it is the same.
+
+    Returns:
+      [*batch, m, m], in X's dtype.
+
+    Raises:
+      ValueError: shapes, dtypes or an `implementation` that don't fit.
+      NotImplementedError: a named implementation that can't run here, with the reason.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import symmetric_product
+      >>> x = jnp.array([[1.0, 2.0], [0.0, 3.0]])
+      >>> symmetric_product(x, c=jnp.eye(2), alpha=2.0, beta=1.0)
+      Array([[11., 12.],
+             [12., 19.]], dtype=float32)
+    """
+    x, y, c, alpha, beta = _checked(x, y, c, alpha, beta)
+    axis_name = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if axis_name and implementation is not None:
+        raise ValueError(
+            f"symmetric_product(implementation={implementation!r}, axis_name={axis_name!r}): the parts that devices "
+            "share out are plain products; leave one of the two out."
+        )
+    if implementation is None:
+        implementation = _choose(jax.default_backend(), x.shape)
+    elif implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"symmetric_product(implementation={implementation!r}): no such implementation; "
+            f"choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None for the rule."
+        )
+    return _traced_once(x, y, c, alpha, beta, implementation, axis_name)
+
+
+def _choose(platform: str, shape: tuple[int, ...]) -> str:
+    """The one rule that `implementation=None` follows: what was measured faster, and nothing else.
+
+    "blocked" on a CPU for m >= 256, "reference" everywhere else, where no gain has been measured. "hopper" is
+    never chosen: no GPU has run it yet. The figures are in `benchmarks/results/symmetric_product.json`.
+    """
+    return "blocked" if platform == "cpu" and shape[-2] >= 256 else "reference"
+
+
+def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> tuple:
+    x = jnp.asarray(x)
+    if x.ndim < 2:
+        raise ValueError(f"symmetric_product(x) needs a matrix [*batch, m, k], got shape {x.shape}.")
+    if x.dtype.name not in _DTYPES:
+        raise ValueError(
+            f"symmetric_product(x) needs one of {', '.join(_DTYPES)}, got {x.dtype.name}; cast it first."
+        )
+    *batch, m, _ = x.shape
+    for name, value, shape in (("y", y, x.shape), ("c", c, (*batch, m, m))):
+        if value is not None and (value.shape != shape or value.dtype != x.dtype):
+            raise ValueError(
+                f"symmetric_product({name}=...) needs shape {tuple(shape)} and dtype {x.dtype.name} "
+                f"to go with x of shape {x.shape}, got {value.shape} and {value.dtype.name}."
+            )
+    real = jnp.finfo(_reference.accumulator(x.dtype)).dtype
+    scalars = []
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        value = jnp.asarray(value)
+        if jnp.iscomplexobj(value):
+            raise ValueError(f"symmetric_product({name}=...) needs real numbers, got {value.dtype.name}.")
+        try:
+            jnp.broadcast_shapes(value.shape, tuple(batch))
+            fits = value.ndim <= len(batch)
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"symmetric_product({name}=...) needs a scalar or one number for each matrix of the batch "
+                f"{tuple(batch)}, got shape {value.shape}."
+            )
+        scalars.append(value.astype(real))
+    return x, y, c, *scalars
+
+
+def _run(x, y, c, alpha, beta, implementation, axis_name):
+    if axis_name:
+        return _sharded.symmetric_product(x, y, c, alpha, beta, axis_name=axis_name)
+    module = {"reference": _reference, "blocked": _blocked, "hopper": _mosaic_gpu}[implementation]
+    return module.symmetric_product(x, y, c, alpha, beta)
+
+
+_product = jax.custom_jvp(_run, nondiff_argnums=(5, 6))
+
+
+def _product_jvp(implementation, axis_name, primals, tangents):
+    """Forward mode; every term is linear in its tangent, so JAX transposes it for reverse mode.
+
+    ``dS = alpha·(dX Yᴴ + X dYᴴ) + dalpha·X Yᴴ + beta·dC + dbeta·C``, where dS is symmetric as S is: its
+    lower triangle, mirrored. For Y = X that is ``alpha·(M + Mᴴ)`` with the one product ``M = dX Xᴴ``.
+    """
+    x, y, c, alpha, beta = primals
+    dx, dy, dc, dalpha, dbeta = tangents
+    wide = _reference.accumulator(x.dtype)
+
+    def scale(number, matrix):
+        return number[..., None, None] * matrix.astype(wide)
+
+    def half(a, b):
+        # In X's dtype: the transposed product then has two operands of X's dtype as well.
+        return jnp.einsum("...ik,...jk->...ij", a, b.conj(), precision=_reference.precision(x.dtype))
+
+    terms = []
+    if y is None:
+        if not isinstance(dx, SymbolicZero):
+            m = half(dx, x).astype(wide)
+            terms.append(scale(alpha, m + m.mT.conj()))
+    else:
+        if not isinstance(dx, SymbolicZero):
+            terms.append(_reference.mirror(scale(alpha, half(dx, y))))
+        if not isinstance(dy, SymbolicZero):
+            terms.append(_reference.mirror(scale(alpha, half(x, dy))))
+    if not isinstance(dalpha, SymbolicZero):
+        one, zero = jnp.ones((), alpha.dtype), jnp.zeros((), beta.dtype)
+        terms.append(scale(dalpha, _product(x, y, None, one, zero, implementation, axis_name)))
+    if c is not None:
+        if not isinstance(dc, SymbolicZero):
+            terms.append(_reference.mirror(scale(beta, dc)))
+        if not isinstance(dbeta, SymbolicZero):
+            terms.append(_reference.mirror(scale(dbeta, c)))
+    out = _product(x, y, c, alpha, beta, implementation, axis_name)
+    # From zeros that are like S: inside of `jax.shard_map`, a tangent varies over the mesh axes over which S does.
+    tangent = sum(terms, jnp.zeros_like(out, wide))
+    return out, tangent.astype(out.dtype)
+
+
+_product.defjvp(_product_jvp, symbolic_zeros=True)
+
+# One trace for all products of a shape: an iteration makes a dozen of them.
+_traced_once = jax.jit(_product, static_argnums=(5, 6))

@@ -1,0 +1,239 @@
+"""The kernel: a symmetric product on Hopper, in Pallas on Mosaic GPU. Not yet run on a GPU.
+
+One persistent CTA on each multiprocessor walks over the tiles of the lower triangle. In it one warpgroup
+loads (TMA), two multiply (wgmma) and store each 64-square twice: as it is, and transposed to where its mirror
+image belongs. docs/kernels.md has the drawings.
+
+The structure of the pipeline follows `jax/experimental/pallas/ops/gpu/hopper_matmul_mgpu.py`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._mosaic_gpu_tiles import DEPTH, SQUARE, Tiles
+
+# Registers of a thread: 512 are shared by the three threads of the same rank, one of each warpgroup. The one
+# that loads gives up what it doesn't need (`setmaxnreg`) to the two that hold the accumulators.
+LOAD_REGISTERS = 40
+MULTIPLY_REGISTERS = 232
+
+
+def triangle(step: jax.Array, t: int, group: int) -> tuple[jax.Array, jax.Array]:
+    """The `step`-th block (i, j) with ``0 <= j <= i < t``, in an order that reuses what the L2 cache holds.
+
+    Folding the triangle's lower right corner up gives a rectangle without a remainder, ``t × (t+1)/2`` blocks
+    for odd t and ``(t+1) × t/2`` for even, so integer arithmetic finds the block. `planar_snake` runs through
+    the rectangle in stripes of `group` columns, back and forth.
+    """
+    odd = t % 2
+    height, width = (t, (t + 1) // 2) if odd else (t + 1, t // 2)
+    r, c = plgpu.planar_snake(step, (height, width), 1, min(group, width))
+    lower = r >= c if odd else r > c
+    i = jnp.where(lower, r if odd else r - 1, width + c - (1 if odd else 0))
+    j = jnp.where(lower, c, width + r)
+    return i, j
+
+
+def _transforms(minor: int, dtype: jnp.dtype) -> tuple:
+    """The tiled, swizzled layout in shared memory that TMA writes and wgmma reads without conflicts."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(minor * size * 8)
+    tiling = plgpu.TilingTransform((8, swizzle // size))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+
+
+def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
+    *c_gmem, out_gmem = refs
+    batch, m, k = x_gmem.shape
+    dtype = x_gmem.dtype
+    block = tiles.block
+    height = tiles.rows * block  # rows of a CTA's tile
+    part = height // 2  # rows of a warpgroup's part
+    steps = k // DEPTH
+    stages = min(tiles.stages, steps * tiles.count(m) * batch)
+    slots = min(tiles.slots, tiles.squares)
+    c_slots = min(2, tiles.squares)
+
+    def shared(number, rows, columns):
+        return plgpu.SMEM((number, rows, columns), dtype, transforms=_transforms(columns, dtype))
+
+    @functools.partial(
+        pl.run_scoped,
+        x_smem=shared(stages, height, DEPTH),
+        y_smem=shared(stages, block, DEPTH),
+        # A stage is full when both copies have arrived, and free when both warpgroups have multiplied.
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        direct_smem=shared(2 * slots, SQUARE, SQUARE),
+        mirror_smem=shared(2 * slots, SQUARE, SQUARE),
+        c_smem=shared(2 * c_slots, SQUARE, SQUARE) if addend else None,
+        c_full=plgpu.Barrier(num_barriers=2 * c_slots) if addend else None,
+        collective_axes="wg",
+    )
+    def _(x_smem, y_smem, full, free, direct_smem, mirror_smem, c_smem, c_full):
+        wg = lax.axis_index("wg")
+
+        def each_tile(body):
+            """Calls ``stage = body(b, i, j, stage)`` for each tile of this CTA; the stages go round."""
+            count = tiles.count(m)
+
+            @plgpu.nd_loop((batch * count,), collective_axes="cta", init_carry=jnp.int32(0))
+            def _(loop, carry):
+                (step,) = loop.index
+                b, step = lax.div(step, jnp.int32(count)), lax.rem(step, jnp.int32(count))
+                i, j = triangle(lax.div(step, jnp.int32(tiles.rows)), pl.cdiv(m, height), tiles.group)
+                return body(b, i, j * tiles.rows + lax.rem(step, jnp.int32(tiles.rows)), carry)
+
+        def following(stage):
+            return lax.select(stage == stages - 1, jnp.int32(0), stage + 1)
+
+        @pl.when(wg == 2)
+        def _load():
+            plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+
+            @each_tile
+            def _(b, i, j, stage):
+                def step(s, stage):
+                    columns = pl.ds(s * DEPTH, DEPTH)
+                    plgpu.barrier_wait(free.at[stage])
+                    for operand, first, rows, smem in (
+                        (x_gmem, i * height, height, x_smem),
+                        (y_gmem, j * block, block, y_smem),
+                    ):
+                        source = operand.at[b, pl.ds(first, rows), columns]
+                        plgpu.copy_gmem_to_smem(source, smem.at[stage], full.at[stage])
+                    return following(stage)
+
+                return lax.fori_loop(0, steps, step, stage)
+
+            for stage in range(stages):  # every stage is handed back once more than it is filled
+                plgpu.barrier_wait(free.at[stage])
+
+        @pl.when(wg < 2)
+        def _multiply_and_store():
+            plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
+            for stage in range(stages):
+                plgpu.barrier_arrive(free.at[stage])
+
+            @each_tile
+            def _(b, i, j, stage):
+                top, left = i * height + wg * part, j * block
+
+                def place(square):
+                    """First row and column of a square; those above the diagonal are never stored."""
+                    down, across = divmod(square, block // SQUARE)
+                    return top + down * SQUARE, left + across * SQUARE
+
+                def load_c(square):
+                    """Starts the copy of C's square; it is awaited where it is added."""
+                    row, column = place(square)
+                    slot = wg * c_slots + square % c_slots
+
+                    @pl.when(column <= row)
+                    def _():
+                        source = c_gmem[0].at[b, pl.ds(row, SQUARE), pl.ds(column, SQUARE)]
+                        plgpu.copy_gmem_to_smem(source, c_smem.at[slot], c_full.at[slot])
+
+                def store(square, value):
+                    row, column = place(square)
+                    rows, columns = pl.ds(row, SQUARE), pl.ds(column, SQUARE)
+                    slot = wg * slots + square % slots
+                    direct, mirror = direct_smem.at[slot], mirror_smem.at[slot]
+
+                    @pl.when(column > row)
+                    def _():
+                        # Nothing to store, and no group of copies to count: the slots are drained instead.
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                    @pl.when(column <= row)
+                    def _():
+                        # Each stored square is one group of copies: this slot's last one is done.
+                        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                        result = value * scale_gmem[b, 0]
+                        if addend:
+                            c_slot = wg * c_slots + square % c_slots
+                            plgpu.barrier_wait(c_full.at[c_slot])
+                            result = result + scale_gmem[b, 1] * c_smem[c_slot].astype(jnp.float32)
+                        result = result.astype(dtype)
+                        mirror.transpose((1, 0))[...] = result
+
+                        @pl.when(column < row)
+                        def _():
+                            direct[...] = result
+                            plgpu.commit_smem()
+                            plgpu.copy_smem_to_gmem(mirror, out_gmem.at[b, columns, rows], commit_group=False)
+
+                        @pl.when(column == row)
+                        def _():
+                            # Rounding may differ above and below the diagonal: below counts.
+                            plgpu.commit_smem()
+                            row_of, column_of = (
+                                lax.broadcasted_iota(jnp.int32, (SQUARE, SQUARE), axis) for axis in (0, 1)
+                            )
+                            direct[...] = jnp.where(row_of >= column_of, result, mirror[...])
+                            plgpu.commit_smem()
+
+                        plgpu.copy_smem_to_gmem(direct, out_gmem.at[b, rows, columns])
+
+                    if addend and square + c_slots < tiles.squares:
+                        load_c(square + c_slots)
+
+                if addend:
+                    for square in range(c_slots):
+                        load_c(square)
+
+                @functools.partial(
+                    pl.run_scoped, accumulator=plgpu.WGMMAAccumulatorRef((part, block), jnp.float32)
+                )
+                def product(accumulator):
+                    def step(s, carry):
+                        stage, last = carry
+                        plgpu.barrier_wait(full.at[stage])
+                        mine = x_smem.at[stage, pl.ds(wg * part, part)]
+                        plgpu.wgmma(accumulator, mine, y_smem.at[stage].transpose((1, 0)))
+                        # This product stays in flight; the one before is done, and so is its stage.
+                        plgpu.wgmma_wait(1)
+
+                        @pl.when(s > 0)
+                        def _():
+                            plgpu.barrier_arrive(free.at[last])
+
+                        return following(stage), stage
+
+                    _, last = lax.fori_loop(0, steps, step, (stage, stage))
+                    value = accumulator[...]
+                    plgpu.barrier_arrive(free.at[last])
+                    return value
+
+                for square in range(tiles.squares):
+                    down, across = (SQUARE * n for n in divmod(square, block // SQUARE))
+                    store(square, product[down : down + SQUARE, across : across + SQUARE])
+                return lax.rem(stage + steps, jnp.int32(stages))
+
+            plgpu.wait_smem_to_gmem(0)
+
+
+def launch(x, y, c, scale, *, tiles: Tiles, cores: int) -> jax.Array:
+    """One launch: [batch, m, k] gives [batch, m, n], n the next multiple of 64; columns from m on are junk.
+
+    m must be a multiple of 8, k of 64, C of the result's shape; `scale` is [batch, 2], alpha and beta.
+    """
+    batch, m, _ = x.shape
+    addend = c is not None
+    if addend:
+        tiles = tiles.with_addend()
+    run = plgpu.kernel(
+        functools.partial(_kernel, tiles=tiles, addend=addend),
+        out_type=jax.ShapeDtypeStruct((batch, m, pl.cdiv(m, SQUARE) * SQUARE), x.dtype),
+        grid=(min(cores, batch * tiles.count(m)),),
+        grid_names=("cta",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return run(x, x if y is None else y, scale, *([c] if addend else []))

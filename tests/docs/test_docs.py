@@ -1,0 +1,144 @@
+"""What the pages say is so: their code runs and prints what they show, and their links lead somewhere."""
+
+import ast
+import contextlib
+import importlib
+import inspect
+import io
+import pathlib
+import re
+import unicodedata
+
+import optax
+import pytest
+
+import muonjax
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(DOCS / p for p in PAGES)]
+
+# A block of code, up to the next one.
+BLOCK = re.compile(r"```python\n(?P<code>.*?)```(?P<after>.*?)(?=```python|\Z)", flags=re.DOTALL)
+
+
+# Code
+
+
+@pytest.mark.parametrize(
+    ("code", "after"),
+    [
+        pytest.param(block["code"], block["after"], id=f"{page}-{count}")
+        for page in PAGES
+        for count, block in enumerate(BLOCK.finditer((DOCS / page).read_text()))
+    ],
+)
+def test_code_runs_and_prints_what_the_page_shows(code, after):
+    """Each block is a program of its own. What one prints stands in the next block of text."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "docs", "exec"), {"__name__": "page"})
+    if printed.getvalue():
+        shown = re.search(r"```text\n(.*?)```", after, flags=re.DOTALL)
+        assert shown is not None, "the page does not show what its code prints"
+        assert shown[1] == printed.getvalue()
+
+
+# Links
+
+
+def prose(path: pathlib.Path) -> str:
+    """A document without its code."""
+    text = re.sub(r"^( *)```.*?^\1```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def links(path: pathlib.Path) -> list[str]:
+    """The targets of all links and pictures of a document, references resolved."""
+    text = prose(path)
+    references = dict(re.findall(r"^\[([^\]]+)\]: *(\S+)", text, flags=re.MULTILINE))
+    used = re.findall(r"\]\[([^\]]+)\]", text)
+    assert set(used) == set(references), f"{path.name}: references {set(used) ^ set(references)}"
+    return [*re.findall(r"\]\(([^)\s]+)[^)]*\)", text), *references.values()]
+
+
+def anchors(path: pathlib.Path) -> set[str]:
+    """The anchors of a document's headings that a repository site and MkDocs agree on."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = set()
+    for heading in re.findall(r"^#+ +(.*?) *$", text, flags=re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        kept = re.sub(r"[^\w\s-]", "", plain.lower())
+        ascii_only = unicodedata.normalize("NFKD", kept).encode("ascii", "ignore").decode().strip()
+        if kept.replace(" ", "-") == re.sub(r"[-\s]+", "-", ascii_only):
+            found.add(kept.replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    for link in links(document):
+        if re.match(r"https?://", link):
+            continue  # the network is not asked
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        assert target.exists(), link
+        assert DOCS not in document.parents or DOCS in target.parents, f"{link} leaves the site"
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = re.findall(r"^  - .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert sorted(navigation) == PAGES
+
+
+# Settings of others
+
+
+def table(name: str) -> list[list[str]]:
+    """The rows of the table that coming_from.md has for `name`."""
+    text = (DOCS / "coming_from.md").read_text().split(f"<!-- signature: {name} -->\n\n")[1]
+    lines = text.split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def check_table(name: str, signature: inspect.Signature):
+    """Its first column has every argument of theirs, with its default where one is given, and its second ours."""
+    theirs = {name: p.default for name, p in signature.parameters.items() if name != "self"}
+    seen = set()
+    for first, second, *_ in table(name):
+        for argument, default in re.findall(r"`(\w+)(?:=([^`]*))?`", first):
+            assert argument in theirs
+            if default and argument not in seen:
+                assert theirs[argument] == ast.literal_eval(default), argument
+            seen.add(argument)
+        for argument in re.findall(r"`(\w+)(?:=[^`]*)?`", second):
+            assert argument in inspect.signature(muonjax.muon).parameters
+    assert seen == set(theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"), [("optax.adamw", optax.adamw), ("optax.contrib.muon", optax.contrib.muon)]
+)
+def test_settings_of_optax(name, call):
+    check_table(name, inspect.signature(call))
+
+
+@pytest.mark.interop
+def test_settings_of_torch():
+    torch = pytest.importorskip("torch", reason="torch.optim.Muon: pip install -e '.[interop]'")
+    check_table("torch.optim.Muon", inspect.signature(torch.optim.Muon))
+
+
+def test_gradient_picture_names_what_is_there():
+    page = (DOCS / "way_of_a_gradient.md").read_text()
+    picture = re.search(r"```text\n(.*?)```", page, flags=re.DOTALL)
+    assert picture is not None
+    modules = re.findall(r"(_\w+)\.py", picture[1])
+    names = re.findall(r"muonjax\.(\w+)", picture[1])
+    assert len(modules) > 5
+    assert len(names) > 1
+    for module in modules:
+        importlib.import_module(f"muonjax.{module}")
+    for name in names:
+        assert hasattr(muonjax, name)

@@ -1,0 +1,166 @@
+"""Every public name is described: arguments, results, errors, an example, and where it comes from."""
+
+import ast
+import dataclasses
+import doctest
+import importlib
+import inspect
+import itertools
+import pathlib
+import re
+import types
+
+import pytest
+
+import muonjax
+import pallas_kernels
+
+API = (pathlib.Path(__file__).parents[2] / "docs" / "api.md").read_text()
+
+# Invented here: their own text is the source.
+OURS = {
+    "muonjax.Distribution",
+    "muonjax.MeshPlan",
+    "muonjax.ModeCost",
+    "muonjax.state_shardings",
+    "muonjax.NewtonSchulz",
+    "muonjax.QKClipState",
+    "muonjax.Scale",
+    "muonjax.SignalRule",
+    "muonjax.Site",
+    "muonjax.adapter_mask",
+    "muonjax.fused_qkv_site",
+    "muonjax.linen.adopt",
+    "muonjax.linen.attention_fn",
+    "muonjax.linen.dimension_numbers",
+    "muonjax.linen.join_adapters",
+    "muonjax.linen.load_lycoris",
+    "muonjax.linen.merge",
+    "muonjax.linen.save_lycoris",
+    "muonjax.linen.split_adapters",
+    "muonjax.linen.unmerge",
+    "muonjax.mha_site",
+    "muonjax.nnx.LoHaParam",
+    "muonjax.nnx.adapters",
+    "muonjax.nnx.attention_fn",
+    "muonjax.nnx.dimension_numbers",
+    "muonjax.nnx.load_lycoris",
+    "muonjax.nnx.merge",
+    "muonjax.nnx.remove_loha",
+    "muonjax.nnx.save_lycoris",
+    "muonjax.nnx.unmerge",
+    "muonjax.sites_from",
+    "muonjax.tabulate",
+    "pallas_kernels.symmetric_product",
+}
+
+# The sections that a docstring has no use for, or still lacks. The test refuses an entry that is not true.
+WITHOUT = {
+    "muonjax.MeshPlan": {"Example"},
+    "muonjax.ModeCost": {"Example"},
+    "muonjax.adapter_mask": {"Raises"},
+    "muonjax.linen.join_adapters": {"Raises"},
+    "muonjax.linen.split_adapters": {"Raises"},
+    "muonjax.nnx.adapters": {"Raises"},
+    # They need a file, and a package that the tests do not.
+    "muonjax.linen.load_lycoris": {"Example"},
+    "muonjax.linen.save_lycoris": {"Example", "Returns"},
+    "muonjax.nnx.load_lycoris": {"Example"},
+    "muonjax.nnx.save_lycoris": {"Example", "Returns"},
+}
+
+
+def public_names():
+    """Name to object, for whatever a user may import."""
+    names = {}
+    for module in (muonjax, muonjax.linen, muonjax.nnx, pallas_kernels):
+        own = ast.parse(inspect.getsource(module)).body
+        exported = {
+            a.asname for n in own if isinstance(n, ast.ImportFrom) for a in n.names if a.asname == a.name
+        }
+        defined = {n.name for n in own if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        for name in sorted(exported | defined):
+            if not name.startswith("_") and not isinstance(getattr(module, name), types.ModuleType):
+                names[f"{module.__name__}.{name}"] = getattr(module, name)
+    return names
+
+
+PUBLIC = public_names()
+
+
+def is_value(name: str) -> bool:
+    """Whether it is a constant, or a name for somebody else's class: Python keeps no docstring for those."""
+    return not callable(PUBLIC[name]) or not PUBLIC[name].__module__.startswith(name.split(".")[0])
+
+
+def docstring(name: str) -> str:
+    if not is_value(name):
+        return inspect.getdoc(PUBLIC[name]) or ""
+    for node in ast.parse(inspect.getsource(importlib.import_module(name.split(".")[0]))).body:
+        if isinstance(node, ast.ImportFrom) and name.split(".")[-1] in [a.name for a in node.names]:
+            body = ast.parse(inspect.getsource(importlib.import_module(str(node.module)))).body
+            for assignment, text in itertools.pairwise(body):
+                targets = getattr(assignment, "targets", [getattr(assignment, "target", None)])
+                if name.split(".")[-1] in [getattr(target, "id", None) for target in targets]:
+                    return (
+                        inspect.cleandoc(ast.literal_eval(text.value)) if isinstance(text, ast.Expr) else ""
+                    )
+    return ""
+
+
+def sections(name: str) -> dict[str, str]:
+    """The docstring's sections by their titles."""
+    parts = re.split(r"^(Args|Attributes|Returns|Raises|Example):\n", docstring(name), flags=re.MULTILINE)
+    return {
+        title: re.split(r"\n(?=\S)", body)[0] for title, body in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def arguments(public) -> list[str]:
+    """The names in its signature."""
+    names = list(inspect.signature(public).parameters)
+    if names == ["args", "kwargs"]:  # a metaclass is in the way, as for NNX's modules
+        names = list(inspect.signature(public.__init__).parameters)[1:]
+    return names
+
+
+def is_record(public) -> bool:
+    """Whether the attributes of a class are what its constructor takes."""
+    return dataclasses.is_dataclass(public) or hasattr(public, "_fields")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_has_a_place_on_the_page_of_the_api(name):
+    assert re.search(rf"^::: {re.escape(name)}$", API, flags=re.MULTILINE)
+
+
+def test_page_of_the_api_names_nothing_else():
+    assert set(re.findall(r"^::: (\S+)$", API, flags=re.MULTILINE)) == set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_says_what_a_user_asks(name):
+    found = sections(name)
+    wanted = {"Args", "Returns", "Raises", "Example"} if inspect.isfunction(PUBLIC[name]) else {"Example"}
+    assert docstring(name).partition("\n")[0].strip()
+    assert wanted - set(found) == WITHOUT.get(name, set())
+    assert ">>>" in found.get("Example", ">>>")
+    assert (name in OURS) != bool(re.search(r"^Sources?: ", docstring(name), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if not is_value(name)])
+def test_documents_its_arguments_and_no_others(name):
+    found = sections(name)
+    public = PUBLIC[name]
+    if inspect.isclass(public) and "Args" not in found and not is_record(public):
+        return  # not for users to construct
+    text = found.get("Args") or found.get("Attributes") or ""
+    assert re.findall(r"^  \*{0,2}(\w+): ", text, flags=re.MULTILINE) == arguments(public)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if is_value(name)])
+def test_examples_of_values(name):
+    """Pytest runs the docstrings that Python keeps, and not these."""
+    example = doctest.DocTestParser().get_doctest(docstring(name), {}, name, None, None)
+    assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0

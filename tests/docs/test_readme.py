@@ -1,0 +1,38 @@
+"""Every line of code in the README runs, and every number in it and in the docs is its JSON's."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
+def test_code_runs(code):
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_numbers_are_the_benchmarks():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "report.py"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_commands_and_links_exist():
+    for path in re.findall(r"python (\S+\.py)", README) + re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / path).exists(), path
+    extras = re.findall(r'pip install -e "\.\[(\w+)\]"', README)
+    assert extras == ["examples", "test"]
+
+
+def test_importing_muonjax_does_not_import_flax():
+    code = "import sys, muonjax; assert 'flax' not in sys.modules; muonjax.nnx; assert 'flax' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

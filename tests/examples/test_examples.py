@@ -1,0 +1,177 @@
+"""The examples as a person runs them: in a process of their own, tiny."""
+
+import csv
+import hashlib
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--sample", "0"]
+TINY += ["--steps", "12", "--checkpoint-every", "4", "--eval-every", "6", "--quiet"]
+
+
+def command(*arguments, script="train_transformer.py"):
+    return [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+
+
+def run(*arguments, fails=False, **settings):
+    done = subprocess.run(command(*arguments, **settings), capture_output=True, text=True, check=False)
+    assert bool(done.returncode) is fails, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def parameters(output):
+    return re.search(r"parameters (\w+)", output).group(1)
+
+
+def contents(folder):
+    """A hash of every file's name and bytes below `folder`."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        total.update(str(path.relative_to(folder)).encode())
+        total.update(path.read_bytes() if path.is_file() else b"")
+    return total.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole run, its folder and what it printed."""
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    return out, run(*TINY, "--out", out)
+
+
+def test_a_run_leaves_metrics_and_a_picture(finished):
+    out, output = finished
+    with (out / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, 13))
+    assert [row["step"] for row in rows if row["held_out"]] == ["6", "12"]
+    assert all(float(row["max_logit_0"]) for row in rows)
+    assert (out / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    assert "held-out loss" in output
+
+
+def test_killed_and_resumed_ends_in_the_same_bits(finished, tmp_path):
+    _, whole = finished
+    out = tmp_path / "killed"
+    process = subprocess.Popen(
+        command(*TINY, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 300
+    while process.poll() is None and not any(p.name.isdigit() for p in (out / "checkpoints").glob("*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    resumed = run(*TINY, "--resume", out)
+    assert "Resuming" in resumed
+    assert parameters(resumed) == parameters(whole)
+    with (out / "metrics.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 13))
+
+
+def test_killed_in_its_first_checkpoint_starts_again(finished, tmp_path):
+    """A temporary folder is no checkpoint: --resume says so, and --out may start over."""
+    out = tmp_path / "killed"
+    (out / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert "holds no whole checkpoint" in run(*TINY, "--resume", out, fails=True)
+    assert parameters(run(*TINY, "--out", out)) == parameters(finished[1])
+
+
+def damage(folder, kind):
+    newest = max((folder / "checkpoints").glob("[0-9]*"), key=lambda p: int(p.name))
+    if kind == "foreign":
+        shutil.rmtree(newest)
+        newest.mkdir()
+        (newest / "weights.bin").write_bytes(b"not ours")
+        return
+    files = [
+        p
+        for p in newest.rglob("*")
+        if p.is_file() and p.stat().st_size > 500 and "metadata" not in p.name.lower()
+    ]
+    largest = max(files, key=lambda p: p.stat().st_size)
+    data = largest.read_bytes()
+    largest.write_bytes(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("kind", ["foreign", "truncated"])
+def test_a_damaged_checkpoint_is_refused_and_left_alone(finished, tmp_path, kind):
+    out = tmp_path / kind
+    shutil.copytree(finished[0], out)
+    damage(out, kind)
+    before = contents(out)
+    message = run(*TINY, "--resume", out, fails=True)
+    assert "--resume: the checkpoint" in message
+    assert "damaged" in message
+    assert contents(out) == before
+
+
+def test_another_run_and_no_run_are_refused(finished, tmp_path):
+    before = contents(finished[0])
+    assert "width: 16 there, 8 here" in run(*TINY, "--width", "8", "--resume", finished[0], fails=True)
+    assert "holds no whole checkpoint" in run(*TINY, "--resume", tmp_path, fails=True)
+    assert "holds a run already" in run(*TINY, "--out", finished[0], fails=True)
+    assert contents(finished[0]) == before
+
+
+def test_bad_flags():
+    assert "--steps must be at least 1" in run("--steps", "0", fails=True)
+    assert "multiple of --heads" in run("--width", "10", "--heads", "3", fails=True)
+
+
+def test_linen_twin():
+    tiny = [
+        "--steps",
+        "3",
+        "--layers",
+        "2",
+        "--width",
+        "16",
+        "--heads",
+        "2",
+        "--context",
+        "16",
+        "--batch",
+        "2",
+    ]
+    output = run(*tiny, script="train_transformer_linen.py")
+    assert "step 3: loss" in output
+    assert "Muon" in output
+
+
+def test_latent_attention_with_and_without_the_clip(tmp_path):
+    """At a threshold below the first logits the clip must act from the second step on."""
+    tiny = ["--steps", 6, "--layers", 1, "--width", 16, "--heads", 2, "--context", 16, "--batch", 2]
+    output = run(*tiny, "--threshold", 0.5, "--out", tmp_path, script="mla_qk_clip.py")
+    last = {name: float(at) for name, at in re.findall(r"(Muon|MuonClip) +step 6: .*logit ([\d.]+)", output)}
+    assert last["MuonClip"] < last["Muon"]
+    assert (tmp_path / "mla_qk_clip.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_latent_attention_blows_up_without_the_clip_and_trains_with_it(tmp_path):
+    """At the size that the page shows."""
+    output = run("--out", tmp_path, script="mla_qk_clip.py")
+    lines = re.findall(r"(Muon|MuonClip): last loss ([\d.]+), largest logit ([\d.]+)", output)
+    (_, loss, largest), (_, clipped_loss, clipped_largest) = lines
+    assert float(largest) > 100 * 30
+    assert float(clipped_largest) < 2.5 * 30
+    assert float(clipped_loss) < float(loss) - 0.3
+
+
+def test_loha_adapters_on_a_finished_run(finished, tmp_path):
+    flags = ["--steps", "3", "--batch", "2", "--rank", "2", "--quiet", "--out", tmp_path / "loha"]
+    output = run("--start", finished[0], *flags, script="loha_finetune.py")
+    before, muon, adamw = re.findall(r"held-out loss ([\d.]+)", output)
+    assert muon != before != adamw
+    assert "trainable parameters" in output
+    missing = run("--start", tmp_path, *flags, fails=True, script="loha_finetune.py")
+    assert "holds no checkpoint; first: python examples/train_transformer.py" in missing

@@ -1,0 +1,55 @@
+"""The test-time-training example, tiny, as a person runs it."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "test_time_training.py"
+TINY = ["--steps", "3", "--pairs", "4", "--chunk", "2", "--batch", "2", "--width", "8", "--heads", "2"]
+# Compiling is nearly all of the work: half of it is left out, and what is left is counted.
+FLAGS = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        env={**os.environ, "XLA_FLAGS": FLAGS, "JAX_LOG_COMPILES": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("gradient", ["polynomial", pytest.param("polar", marks=pytest.mark.slow)])
+def test_it_trains_measures_and_draws(tmp_path, gradient):
+    done = run(*TINY, "--timing-rounds", "1", "--gradient", gradient, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [trained["memory"] for trained in results["runs"]] == ["msign", "linear"]
+    assert len({trained["parameters"] for trained in results["runs"]}) == 1
+    for trained in results["runs"]:
+        assert len(trained["losses"]) == 3
+        assert all(0 < loss < 100 for loss in [*trained["losses"], trained["fresh_loss"]])
+    assert {row["gradient"] for row in results["gradients"]} == {"polynomial", "polar", "autodiff"}
+    assert (tmp_path / "test_time_training.png").read_bytes().startswith(b"\x89PNG")
+    # Once for each memory, however many steps it trains, and once for each derivative's cost.
+    assert len(re.findall(r"Finished XLA compilation of jit\(_step\)", done.stderr)) == 2 + 3
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--width", 9, "multiple of --heads"),
+        ("--pairs", 5, "multiple of --chunk"),
+        ("--steps", 0, "at least 1"),
+    ],
+)
+def test_bad_flags(tmp_path, flag, value, message):
+    done = run(*TINY, flag, value, "--out", tmp_path)
+    assert done.returncode
+    assert message in done.stderr

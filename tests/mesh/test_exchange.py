@@ -1,0 +1,102 @@
+"""What travels: half the bytes where the iteration computes in half precision, and one maximum for the clip."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import muonjax
+from benchmarks.common import hlo_counts
+from muonjax import NewtonSchulz
+from tests.mesh.layouts import make_mesh
+
+HALF = NewtonSchulz(num_steps=2, deflation=0, compute_dtype=jnp.bfloat16)
+
+
+def test_half_precision_travels_in_half_the_bytes():
+    mesh = make_mesh(fsdp=8)
+    x = jax.ShapeDtypeStruct((16, 16, 64), "float32", sharding=NamedSharding(mesh, P(None, "fsdp")))
+    numbers = muonjax.MuonDimensionNumbers(1, 2)
+    params = {"w": x}
+    planned = []
+    for settings in (HALF, NewtonSchulz(num_steps=2, deflation=0, compute_dtype=jnp.float32)):
+        distribution = muonjax.Distribution(mesh, {"w": P(None, "fsdp")}, mode="owner")
+        cost = muonjax.plan(params, distribution, dimension_numbers=numbers, newton_schulz=settings).cost
+        planned.append(cost.sent)
+        tx = muonjax.orthogonalize(
+            dimension_numbers=numbers, newton_schulz=settings, distribution=distribution
+        )
+        # What is handed to the compiler: on a CPU it may well widen what it is given.
+        text = jax.jit(lambda x, tx=tx: tx.update(x, tx.init(x))[0]).lower(params).as_text()
+        sent = [line for line in text.splitlines() if "stablehlo.all_to_all" in line]
+        kind = "bf16" if settings is HALF else "f32"
+        assert len(sent) == 2
+        assert all(f"x{kind}>" in line.rpartition("->")[2] for line in sent)
+    assert planned[0] == planned[1] / 2
+
+
+def test_what_is_rounded_on_the_wire_stays_near():
+    mesh = make_mesh(fsdp=8)
+    x = jax.random.normal(jax.random.key(0), (16, 64))
+    tx = [
+        muonjax.orthogonalize(newton_schulz=HALF, distribution=d)
+        for d in (None, muonjax.Distribution(mesh, P("fsdp"), mode="owner"))
+    ]
+    here, there = (jax.jit(lambda x, t=t: t.update(x, t.init(x))[0])({"w": x})["w"] for t in tx)
+    assert there.dtype == jnp.float32
+    assert 0 < float(jnp.abs(here - there).max()) < 2e-2
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_the_clip_adds_one_maximum(clip):
+    """Heads on a tensor axis, the batch on a data axis."""
+    mesh = make_mesh(data=4, tensor=2)
+    heads, size, width = 4, 8, 16
+    kernel = NamedSharding(mesh, P("data", "tensor", None))
+    leaf = jax.ShapeDtypeStruct((width, heads, size), "float32", sharding=kernel)
+    params = {"attention": {"query": {"kernel": leaf}, "key": {"kernel": leaf}}}
+    x = jax.ShapeDtypeStruct((8, 12, width), "float32", sharding=NamedSharding(mesh, P("data")))
+    tx = muonjax.qk_clip(1.0, [muonjax.mha_site()])
+
+    def step(params, updates, x):
+        attention = params["attention"]
+        query, key = (jnp.einsum("btd,dhk->bthk", x, attention[name]["kernel"]) for name in ("query", "key"))
+        largest = muonjax.max_logits(query, key, block_q=4, block_k=6)
+        if not clip:
+            return updates, query
+        return tx.update(updates, tx.init(params), params, max_logits={"attention": largest})[0], query
+
+    out = (jax.tree.map(lambda p: p.sharding, params), NamedSharding(mesh, P("data", None, "tensor")))
+    counts = hlo_counts.count(jax.jit(step, out_shardings=out).lower(params, params, x).compile(), devices=8)
+    gathers = {"all-gather": counts.collectives.get("all-gather", 0)}
+    assert gathers["all-gather"] <= 2  # the forward pass's own, of two kernels
+    assert counts.collectives == gathers | ({"all-reduce": 1} if clip else {})
+    if clip:
+        # One float32 a head on this device; and nothing else.
+        assert counts.sent["all-reduce"] == heads / 2 * 4 * 2 * 3 / 4
+
+
+def test_the_clip_on_a_mesh_is_the_clip():
+    mesh = make_mesh(data=4, tensor=2)
+    rng = np.random.default_rng(0)
+    params = {
+        "attention": {
+            name: {"kernel": jnp.asarray(rng.standard_normal((16, 4, 8)), jnp.float32)}
+            for name in ("query", "key")
+        }
+    }
+    largest = {"attention": jnp.asarray([0.5, 2.0, 7.0, -1.0])}
+    tx = muonjax.muonclip(1e-2, [muonjax.mha_site()], threshold=1.0)
+
+    def step(params, tx=tx):
+        return tx.update(params, tx.init(params), params, max_logits=largest)[0]
+
+    expected = jax.jit(step)(params)
+    specs = {"attention": {n: {"kernel": P("data", "tensor")} for n in ("query", "key")}}
+    distribution = muonjax.Distribution(mesh, specs)
+    there = jax.tree.map(lambda p: jax.device_put(p, NamedSharding(mesh, P("data", "tensor"))), params)
+    on_mesh = muonjax.muonclip(1e-2, [muonjax.mha_site()], threshold=1.0, distribution=distribution)
+    found = jax.jit(lambda p: step(p, on_mesh))(there)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)

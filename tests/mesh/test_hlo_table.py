@@ -1,0 +1,56 @@
+"""The table of `benchmarks.optimizer.sharding`, held to: MiB, collectives and flops, from compiled HLO."""
+
+import functools
+
+import pytest
+from jax.sharding import AxisType
+
+from benchmarks.common import hlo_counts
+from benchmarks.optimizer import sharding
+
+# name -> MiB sent a device, collectives, flops over an even share: at most.
+LIMITS = {
+    "fsdp": (22.1, 2, 1.01),
+    "fsdp_tp": (22.1, 2, 1.01),
+    "hsdp": (31.5, 3, 1.01),
+    "replicated": (88.2, 1, 1.01),
+    "experts": (19.0, 2, 1.01),
+}
+
+
+@functools.cache
+def even_share():
+    """Of 24 matrices: the same in every layout."""
+    case = sharding.CASES["fsdp"]
+    return sharding.even_share(sharding.muon(case, None), case)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_table(name, axis_type, capfd):
+    case = sharding.CASES[name]
+    assert case.matrices == 24
+    mebibytes, collectives, redundancy = LIMITS[name]
+    compiled = sharding.compile_step(sharding.muon(case, axis_type), case, axis_type)
+    counts = hlo_counts.count(compiled, devices=8)
+    assert counts.mebibytes <= mebibytes
+    assert counts.total_collectives <= collectives
+    assert counts.flops <= redundancy * even_share()
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+def test_four_matrices_are_shared_by_pairs_of_devices():
+    case = sharding.CASES["four"]
+    compiled = sharding.compile_step(sharding.muon(case, AxisType.Auto), case, AxisType.Auto)
+    counts = hlo_counts.count(compiled, devices=8)
+    # With a home each, four devices would do twice an even share, and four nothing.
+    assert counts.flops <= 1.15 * sharding.even_share(sharding.muon(case, None), case)
+    assert counts.mebibytes <= 8.0
+
+
+@pytest.mark.parametrize(
+    "case", [sharding.fsdp(12), sharding.fsdp(24), sharding.CASES["hsdp"], sharding.CASES["replicated"]]
+)
+def test_memory_is_the_buffers_and_one_iteration(case):
+    row = sharding.memory("", case)
+    assert row["temporary_mebibytes"] <= 1.25 * row["share_and_group_mebibytes"]

@@ -1,0 +1,182 @@
+"""mcsgn and sylvester: values, every derivative, and the edge of their domain."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from muonjax import JORDAN, NEWTON_SCHULZ, mcsgn, msign, polar_express, sylvester
+from muonjax._msign.mcsgn import _iterate, _normalized
+from muonjax._msign.products import Arithmetic
+from tests.msign import oracles as msign_oracles
+
+relative = msign_oracles.relative
+
+
+def with_eigenvalues(eigenvalues, seed=0, skewness=0.3):
+    """P L P^-1 and its sign P sign(L) P^-1. Built, not computed: general sign functions lose small eigenvalues."""
+    n = len(eigenvalues)
+    p = np.eye(n) + skewness * np.random.default_rng(seed).standard_normal((n, n)) / np.sqrt(n)
+    inverse = np.linalg.inv(p)
+    return (p * eigenvalues) @ inverse, (p * np.sign(eigenvalues)) @ inverse
+
+
+EIGENVALUES = np.array([1.0, -0.8, 0.6, -0.4, 0.3])
+
+
+def test_value():
+    x, sign = with_eigenvalues(np.r_[np.geomspace(1, 1e-2, 20), -np.geomspace(1, 1e-2, 12)])
+    assert relative(mcsgn(jnp.asarray(x, jnp.float32)), sign) < 1e-4
+    with jax.enable_x64(True):
+        assert relative(mcsgn(jnp.asarray(x)), sign) < 1e-11
+
+
+def test_it_is_msign_on_symmetric_matrices_in_value_and_derivatives():
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).standard_normal((2, 6, 6))
+        x = jnp.asarray(x + np.swapaxes(x, -1, -2))
+        c = jnp.asarray(np.random.default_rng(1).standard_normal(x.shape))
+        c = c + c.mT
+        y, back = jax.vjp(mcsgn, x)
+        z, other = jax.vjp(msign, x)
+        np.testing.assert_allclose(y, z, atol=1e-11)
+        np.testing.assert_allclose(back(c)[0], other(c)[0], atol=1e-9)
+
+
+@pytest.mark.parametrize("rows", [polar_express(8) + NEWTON_SCHULZ * 2, JORDAN * 5])
+def test_all_derivatives_are_those_of_the_steps(rows):
+    f = functools.partial(mcsgn, coefficients=rows)
+
+    def plain(x):
+        return _iterate(_normalized(x)[0], rows, Arithmetic("float64", "highest"))
+
+    with jax.enable_x64(True):
+        x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0])
+        c = jnp.asarray(np.random.default_rng(3).standard_normal(x.shape))
+
+        def loss(g):
+            return lambda x: jnp.sum(jnp.sin(g(x)) * c)
+
+        assert relative(f(x), plain(x)) < 1e-14
+        gradient, exact = jax.jit(jax.grad(loss(f))), jax.jit(jax.grad(loss(plain)))(x)
+        assert relative(gradient(x), exact) < 1e-12
+        assert relative(jax.jit(jax.jacfwd(loss(f)))(x), exact) < 1e-12
+        batch = jnp.stack([x, 2 * x.T])
+        np.testing.assert_allclose(
+            jax.jit(jax.vmap(gradient))(batch), jnp.stack([gradient(v) for v in batch]), atol=1e-10
+        )
+
+
+def test_second_derivatives():
+    rows = polar_express(8) + NEWTON_SCHULZ * 2
+    with jax.enable_x64(True):
+        x = jnp.asarray(with_eigenvalues(EIGENVALUES[:3])[0])
+
+        def loss(g):
+            return lambda x: jnp.sum(jnp.sin(g(x)) * x)
+
+        def plain(x):
+            return _iterate(_normalized(x)[0], rows, Arithmetic("float64", "highest"))
+
+        second = jax.jit(jax.hessian(loss(plain)))(x)
+        for outer, inner in ((jax.jacfwd, jax.jacrev), (jax.jacrev, jax.jacrev)):
+            f = outer(inner(loss(functools.partial(mcsgn, coefficients=rows))))
+            assert relative(jax.jit(f)(x), second) < 1e-11
+
+
+@pytest.mark.slow
+def test_third_derivatives():
+    rows = polar_express(8) + NEWTON_SCHULZ * 2
+    with jax.enable_x64(True):
+        x = jnp.asarray(with_eigenvalues(EIGENVALUES[:3])[0])
+
+        def third(g):
+            return jax.jit(jax.jacfwd(jax.hessian(lambda x: jnp.sum(jnp.sin(g(x)) * x))))(x)
+
+        plain = third(lambda x: _iterate(_normalized(x)[0], rows, Arithmetic("float64", "highest")))
+        assert relative(third(functools.partial(mcsgn, coefficients=rows)), plain) < 1e-9
+
+
+def test_check_grads():
+    with jax.enable_x64(True):
+        x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0])
+        check_grads(
+            jax.jit(functools.partial(mcsgn, num_steps=8)),
+            (x,),
+            order=2,
+            modes=("fwd", "rev"),
+            atol=1e-6,
+            rtol=1e-6,
+        )
+
+
+def test_the_adjoint_is_the_derivative_at_the_transpose():
+    with jax.enable_x64(True):
+        x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0])
+        v = jnp.asarray(np.random.default_rng(3).standard_normal(x.shape))
+        np.testing.assert_allclose(jax.vjp(mcsgn, x)[1](v)[0], jax.jvp(mcsgn, (x.T,), (v,))[1], atol=1e-9)
+
+
+def test_scale_zero_and_the_edge_of_the_domain():
+    x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0], jnp.float32)
+    y = mcsgn(x)
+    np.testing.assert_array_equal(mcsgn(x * 2.0**90), y)
+    np.testing.assert_array_equal(mcsgn(x * 2.0**-90), y)
+    rotation = jnp.array([[0.0, -1.0], [1.0, 0.0]])  # eigenvalues ±i, trace of the square -2
+    nilpotent = jnp.array([[0.0, 1.0], [0.0, 0.0]])
+    batch = jnp.stack([rotation, nilpotent, jnp.zeros((2, 2)), jnp.eye(2), jnp.full((2, 2), jnp.nan)])
+    y, back = jax.vjp(mcsgn, batch)
+    (g,) = back(jnp.ones_like(batch))
+    assert np.all(np.isnan(y[:2]))
+    assert np.all(np.isnan(y[4]))
+    np.testing.assert_array_equal(y[2], 0)
+    np.testing.assert_array_equal(g[2], 0)
+    np.testing.assert_allclose(y[3], np.eye(2), atol=1e-6)
+    assert np.all(np.isfinite(g[3]))
+    assert mcsgn(jnp.zeros((3, 0, 0))).shape == (3, 0, 0)
+
+
+def definite(n, condition, seed):
+    q = np.linalg.qr(np.random.default_rng(seed).standard_normal((n, n)))[0]
+    return (q * np.geomspace(1, 1 / condition, n)) @ q.T
+
+
+def test_sylvester():
+    a, b = definite(6, 30, 0), definite(4, 30, 1)
+    c = np.random.default_rng(2).standard_normal((6, 4))
+    exact = np.linalg.solve(np.kron(a, np.eye(4)) + np.kron(np.eye(6), b), c.ravel()).reshape(6, 4)
+    assert relative(sylvester(*(jnp.asarray(v, jnp.float32) for v in (a, b, c))), exact) < 1e-4
+    small = sylvester(*(jnp.asarray(v, jnp.float32) for v in (a * 1e-3, b * 1e-3, c * 1e25)))
+    assert relative(np.asarray(small, np.float64), exact * 1e28) < 1e-4
+    with jax.enable_x64(True):
+        a, b, c = jnp.asarray(a), jnp.asarray(b), jnp.asarray(c)
+        assert relative(sylvester(a, b, c), exact) < 1e-12
+        check_grads(
+            jax.jit(sylvester),
+            (a + jnp.eye(6), b, c),
+            order=2,
+            modes=("fwd", "rev"),
+            atol=1e-6,
+            rtol=1e-6,
+            eps=2e-5,
+        )
+        stacked = jax.vmap(sylvester, in_axes=(None, None, 0))(a, b, jnp.stack([c, 2 * c]))
+        np.testing.assert_allclose(stacked[1], 2 * exact, atol=1e-10)
+        np.testing.assert_allclose(sylvester(a, b, jnp.stack([c, 2 * c])), stacked, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: mcsgn(jnp.ones((2, 2), jnp.complex64)), TypeError, r"mcsgn\(x\) needs a real"),
+        (lambda: mcsgn(jnp.ones((2, 3))), ValueError, r"square matrices, got shape \(2, 3\)"),
+        (lambda: mcsgn(jnp.ones((2, 2)), num_steps=0), ValueError, r"mcsgn\(num_steps=0\)"),
+        (lambda: sylvester(jnp.eye(2), jnp.eye(3), jnp.ones((3, 2))), ValueError, r"swap a and b"),
+    ],
+)
+def test_mistakes(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,440 @@
+"""msign: values, every derivative, and what the backward pass keeps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from muonjax import JORDAN, NEWTON_SCHULZ, msign, polar_express
+from muonjax._msign.msign import CONVERGED
+from tests import oracles
+from tests.msign import oracles as msign_oracles
+
+MODES = ("polynomial", "polar", "autodiff")
+relative = msign_oracles.relative
+
+
+def matrix(m, n, condition, seed=0):
+    """Log-spaced singular values from 1 to 1 / condition."""
+    short = min(m, n)
+    return oracles.with_spectrum(np.geomspace(1, 1 / condition, short), max(m, n), seed, tall=m > n)
+
+
+def random(shape, seed=1):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def vjp(f, x, cotangent):
+    return jax.vjp(f, x)[1](cotangent)[0]
+
+
+SHAPES = [(48, 48), (32, 80), (80, 32)]
+
+
+# Values
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (64, 256), (256, 64)])
+def test_the_default_is_converged_in_float32_at_condition_1e3(shape):
+    x = jnp.asarray(matrix(*shape, 1e3), jnp.float32)
+    for mode in MODES:
+        error = oracles.polar_error(msign(x, gradient=mode), np.asarray(x, np.float64))
+        # Rounding x itself moves the polar factor of such a matrix by 1e-6: LAPACK's SVD in float32 is the measure.
+        u, _, vt = (np.asarray(v, np.float64) for v in jnp.linalg.svd(x, full_matrices=False))
+        assert error < min(1e-5, oracles.polar_error(u @ vt, np.asarray(x, np.float64)))
+        with jax.enable_x64(True):
+            assert (
+                oracles.polar_error(
+                    msign(jnp.asarray(x, jnp.float64), gradient=mode), np.asarray(x, np.float64)
+                )
+                < 1e-11
+            )
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (128, 512)])
+@pytest.mark.parametrize(("dtype", "most"), [(jnp.float32, 2e-6), (jnp.bfloat16, 5e-3)])
+def test_little_is_rounded_where_singular_values_are_alike(shape, dtype, most):
+    """Products of the Gram matrix itself, not of its distance from its mean, lose two to seven times as much."""
+    x = jnp.asarray(matrix(*shape, 3), dtype)
+    y = msign(x.astype(jnp.float32), num_steps=8) if dtype == jnp.float32 else msign(x, num_steps=8)
+    assert oracles.polar_error(np.asarray(y, np.float64), np.asarray(x, np.float64)) < most
+
+
+def test_the_default_schedule_reaches_1e_5():
+    s = np.geomspace(1e-5, 1, 20001)
+    for a, b, c in CONVERGED:
+        s = a * s + b * s**3 + c * s**5
+    assert np.max(np.abs(s - 1)) < 2e-12
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("coefficients", "steps", "ran"),
+    [
+        (None, 5, polar_express(5)),
+        (JORDAN, 5, JORDAN * 5),
+        (JORDAN, None, JORDAN),
+        (polar_express(8), 3, polar_express(8)[:3]),
+    ],
+)
+def test_the_rows_that_run(mode, coefficients, steps, ran):
+    x = random((2, 6, 9))
+    y = msign(jnp.asarray(x, jnp.float32), coefficients=coefficients, num_steps=steps, gradient=mode)
+    expected = np.stack([oracles.newton_schulz(v, ran) for v in x])
+    np.testing.assert_allclose(y, expected, atol=2e-5)
+
+
+def test_the_sixth_polar_express_row_maps_one_to_about_one():
+    # The article prints b = +1.268 in this row, which maps 1 to 3.54.
+    assert abs(sum(polar_express(8, safety=1.0)[5]) - 1) < 2e-3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_scale_batch_and_orientation_do_not_matter(mode):
+    f = functools.partial(msign, gradient=mode)
+    x = jnp.asarray(random((2, 3, 5, 8)), jnp.float32)
+    y = f(x)
+    assert y.shape == x.shape
+    np.testing.assert_array_equal(f(x * 2.0**-90), y)
+    np.testing.assert_array_equal(f(x * 2.0**90), y)
+    np.testing.assert_allclose(f(x * 1e-30), y, atol=1e-5)
+    np.testing.assert_allclose(f(x * 1e30), y, atol=1e-5)
+    np.testing.assert_allclose(f(x[1, 2]), y[1, 2], atol=1e-6)
+    np.testing.assert_allclose(f(x.mT), y.mT, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_zero_matrix_has_value_zero_and_gradient_zero(mode, dtype):
+    f = functools.partial(msign, gradient=mode)
+    x = jnp.stack([jnp.zeros((4, 6)), jnp.asarray(random((4, 6)))]).astype(dtype)
+    y, g = jax.jit(f)(x), vjp(f, x, jnp.ones_like(x))
+    assert y.dtype == g.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(y[0], np.float32), 0)
+    np.testing.assert_array_equal(np.asarray(g[0], np.float32), 0)
+    assert jnp.all(jnp.isfinite(g))
+    assert jnp.any(g[1] != 0)
+    tangent = jax.jit(lambda x, dx: jax.jvp(f, (x,), (dx,))[1])(x, jnp.ones_like(x))
+    np.testing.assert_array_equal(np.asarray(tangent[0], np.float32), 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_stay_in_their_matrix_and_are_not_hidden(mode, bad):
+    x = random((2, 3, 5)).astype(np.float32)
+    x[0, 1, 1] = bad
+    f = functools.partial(msign, gradient=mode)
+    y, g = jax.jit(f)(x), vjp(f, x, jnp.ones_like(x))
+    assert np.all(np.isnan(y[0]))
+    assert np.any(np.isnan(g[0]))
+    assert np.all(np.isfinite(y[1]))
+    assert np.all(np.isfinite(g[1]))
+
+
+def test_an_empty_matrix_is_itself():
+    assert msign(jnp.zeros((2, 0, 3))).shape == (2, 0, 3)
+
+
+# First derivatives against the SVD
+
+
+# Five rows are truncated: what is exact is the derivative of what ran, ripple and all.
+@pytest.mark.parametrize("rows", [polar_express(8), JORDAN * 5])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_polynomial_gradient(rows, shape):
+    for condition, seed in ((3, 0), (1e3, 1)):
+        x, c = matrix(*shape, condition, seed), random(shape)
+        expected = msign_oracles.svd_derivative(x, c, rows)
+        f = functools.partial(msign, coefficients=rows, gradient="polynomial")
+        assert relative(vjp(f, jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32)), expected) < 5e-5
+        with jax.enable_x64(True):
+            assert relative(vjp(f, jnp.asarray(x), jnp.asarray(c)), expected) < 1e-12
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_polynomial_gradient_of_few_steps(steps):
+    """A last turn alone, of one or two steps; and an odd step before it."""
+    x, c = random((6, 20)), random((6, 20), 2)
+    with jax.enable_x64(True):
+        g = vjp(
+            functools.partial(msign, coefficients=JORDAN, num_steps=steps), jnp.asarray(x), jnp.asarray(c)
+        )
+    assert relative(g, msign_oracles.svd_derivative(x, c, JORDAN * steps)) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{}, {"num_steps": 8}, {"num_steps": 5, "polish": 3}])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_polar_gradient(options, shape):
+    for condition, exact, single in ((1e2, 1e-12, 5e-5), (1e3, 1e-12, 1e-4)):
+        if condition == 1e3 and options:
+            continue  # a smallest singular value below 1e-3 of the norm: not what eight or five steps are for
+        x, c = matrix(*shape, condition), random(shape)
+        expected = msign_oracles.svd_derivative(x, c)
+        f = functools.partial(msign, gradient="polar", **options)
+        assert relative(vjp(f, jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32)), expected) < single
+        with jax.enable_x64(True):
+            assert relative(vjp(f, jnp.asarray(x), jnp.asarray(c)), expected) < exact
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_polar_gradient_of_bfloat16_operands(shape):
+    x, c = jnp.asarray(matrix(*shape, 1e2), jnp.bfloat16), jnp.asarray(random(shape), jnp.bfloat16)
+    g = vjp(functools.partial(msign, gradient="polar", num_steps=8), x, c)
+    expected = msign_oracles.svd_derivative(np.asarray(x, np.float64), np.asarray(c, np.float64))
+    assert relative(g, expected) < 6e-2
+
+
+def test_the_modes_agree_where_the_polynomial_has_converged_and_the_article_does_not():
+    x, c = matrix(32, 32, 1e2), random((32, 32))
+    exact = msign_oracles.svd_derivative(x, c)
+    with jax.enable_x64(True):
+        for mode in MODES:
+            assert (
+                relative(vjp(functools.partial(msign, gradient=mode), jnp.asarray(x), jnp.asarray(c)), exact)
+                < 1e-9
+            )
+    assert 1e-2 < relative(msign_oracles.article_vjp(x, c), exact) < 1
+    assert relative(msign_oracles.article_vjp(x, c, eps=1e-12), exact) < 1e-8
+
+
+# The derivative's properties
+
+
+@pytest.mark.parametrize("mode", ["polynomial", "polar"])
+@pytest.mark.parametrize("shape", [(6, 6), (5, 9)])
+def test_the_gradient_is_orthogonal_to_x_and_inverse_in_its_scale(mode, shape):
+    x, c = jnp.asarray(matrix(*shape, 30), jnp.float32), jnp.asarray(random(shape), jnp.float32)
+    f = functools.partial(msign, gradient=mode)
+    g = vjp(f, x, c)
+    assert abs(jnp.vdot(g, x)) < 1e-5 * jnp.linalg.norm(g) * jnp.linalg.norm(x)
+    for scale in (1e-30, 1e-3, 7.0, 1e30):
+        np.testing.assert_allclose(vjp(f, scale * x, c) * scale, g, atol=3e-4 * float(jnp.max(jnp.abs(g))))
+    np.testing.assert_allclose(vjp(f, x.mT, c.mT).T, g, atol=1e-4 * float(jnp.max(jnp.abs(g))))
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (5, 3)])
+def test_the_polar_jacobian_is_symmetric_and_positive_semidefinite(shape):
+    with jax.enable_x64(True):
+        x = jnp.asarray(matrix(*shape, 10))
+        jacobian = jax.jacfwd(functools.partial(msign, gradient="polar"))(x).reshape(x.size, x.size)
+        np.testing.assert_allclose(jacobian, jacobian.T, atol=1e-12)
+        assert np.min(np.linalg.eigvalsh(jacobian)) > -1e-12
+        reverse = jax.jacrev(functools.partial(msign, gradient="polar"))(x).reshape(x.size, x.size)
+        np.testing.assert_allclose(jacobian, reverse, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (10, 20)])
+def test_rank_deficiency(shape):
+    """The polynomial mode is exact at any rank; the polar mode is finite, and right only inside of the range."""
+    s = np.r_[np.linspace(1, 0.3, 5), np.zeros(shape[0] - 5)]
+    x, c = oracles.with_spectrum(s, shape[1]), random(shape)
+    with jax.enable_x64(True):
+        rows = polar_express(8)
+        g = vjp(functools.partial(msign, coefficients=rows), jnp.asarray(x), jnp.asarray(c))
+        assert relative(g, msign_oracles.svd_derivative(x, c, rows)) < 1e-10
+        u, _, vt = np.linalg.svd(x)
+        left, right = u[:, :5], vt[:5].T
+        inside = left @ left.T @ c @ right @ right.T
+        g = vjp(functools.partial(msign, gradient="polar"), jnp.asarray(x), jnp.asarray(inside))
+        compressed = msign_oracles.svd_derivative(left.T @ x @ right, left.T @ c @ right)
+        assert relative(g, left @ compressed @ right.T) < 1e-10
+        g = vjp(functools.partial(msign, gradient="polar"), jnp.asarray(x), jnp.asarray(c))
+        assert np.all(np.isfinite(g))
+
+
+# All orders
+
+
+def scalar(f, shape):
+    weights = random(shape, 7)
+    return lambda x: jnp.sum(jnp.sin(f(x)) * weights)
+
+
+# Two plain steps more, so that the second and third derivatives of the polynomial have converged too.
+ROWS = polar_express(8) + NEWTON_SCHULZ * 2
+
+
+@functools.cache
+def higher_derivatives_by_autodiff(shape):
+    with jax.enable_x64(True):
+        x = jnp.asarray(matrix(*shape, 4))
+        loss = scalar(functools.partial(msign, coefficients=ROWS, gradient="autodiff"), shape)
+        return x, jax.jit(jax.hessian(loss))(x), jax.jit(jax.jacfwd(jax.hessian(loss)))(x)
+
+
+@pytest.mark.parametrize("mode", ["polynomial", "polar"])
+@pytest.mark.parametrize(
+    "shape", [(3, 4), *(pytest.param(s, marks=pytest.mark.slow) for s in ((2, 4), (3, 3)))]
+)
+def test_second_and_third_derivatives(mode, shape):
+    loss = scalar(functools.partial(msign, coefficients=ROWS, gradient=mode), shape)
+    x, second, third = higher_derivatives_by_autodiff(shape)
+    with jax.enable_x64(True):
+        for outer, inner in ((jax.jacfwd, jax.jacrev), (jax.jacrev, jax.jacrev), (jax.jacrev, jax.jacfwd)):
+            assert relative(jax.jit(outer(inner(loss)))(x), second) < 1e-11
+        assert relative(jax.jit(jax.jacfwd(jax.hessian(loss)))(x), third) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["polynomial", "polar"])
+@pytest.mark.parametrize("shape", [(3, 3), (2, 4)])
+def test_third_derivative_in_reverse(mode, shape):
+    loss = scalar(functools.partial(msign, coefficients=ROWS, gradient=mode), shape)
+    x, _, third = higher_derivatives_by_autodiff(shape)
+    with jax.enable_x64(True):
+        assert relative(jax.jit(jax.jacrev(jax.jacrev(jax.jacrev(loss))))(x), third) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape", "rows"),
+    [
+        ("polynomial", (4, 4), ROWS),
+        ("polynomial", (3, 5), NEWTON_SCHULZ * 2),  # one turn of two steps
+        ("polar", (4, 4), ROWS),
+        pytest.param("polynomial", (5, 3), ROWS, marks=pytest.mark.slow),
+        pytest.param("polar", (5, 3), ROWS, marks=pytest.mark.slow),
+    ],
+)
+def test_check_grads(mode, shape, rows):
+    f = functools.partial(msign, coefficients=rows, gradient=mode)
+    with jax.enable_x64(True):
+        x = jnp.asarray(matrix(*shape, 4))
+        check_grads(jax.jit(f), (x,), order=2, modes=("fwd", "rev"), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["polynomial", "polar"])
+@pytest.mark.parametrize("shape", [(3, 5)])
+def test_vmap_scan_and_remat(mode, shape):
+    f = functools.partial(msign, gradient=mode, num_steps=8)
+    x = jnp.asarray(random((3, *shape)), jnp.float32)
+    loss = scalar(f, shape)
+    gradient = jax.jit(jax.grad(loss))
+    one_by_one = jnp.stack([gradient(v) for v in x])
+    np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(loss)))(x), one_by_one, atol=1e-4)
+    of_the_sum = jax.jit(jax.grad(lambda x: jnp.sum(jax.vmap(loss)(x))))
+    np.testing.assert_allclose(of_the_sum(x), one_by_one, atol=1e-4)
+    directions = jnp.asarray(random((2, *shape), 3), jnp.float32)
+    forwards = jax.jit(lambda d: jax.jvp(f, (x[0],), (d,))[1])
+    np.testing.assert_allclose(
+        jax.vmap(forwards)(directions), jnp.stack([forwards(d) for d in directions]), atol=1e-4
+    )
+
+    def recurrent(x0, f):
+        return jnp.sum(jax.lax.scan(lambda w, v: (w + 0.3 * f(w + v), jnp.sum(jnp.sin(w))), x0, x)[1])
+
+    plain = functools.partial(msign, gradient="autodiff", num_steps=8)
+    expected = jax.jit(jax.grad(recurrent), static_argnums=1)(x[0], plain)
+    g = f if mode == "polynomial" else jax.checkpoint(f)
+    # Eight steps' polynomial and the polar factor differ by no more than float32 here.
+    np.testing.assert_allclose(jax.jit(jax.grad(recurrent), static_argnums=1)(x[0], g), expected, atol=2e-3)
+
+
+# What it costs
+
+
+def temporary_bytes(f, *arguments):
+    return jax.jit(f).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "mode", "most"),
+    [
+        ((512, 512), "polynomial", 8),
+        ((512, 512), "polar", 6.01),
+        ((512, 2048), "polynomial", 7.5),
+        ((512, 2048), "polar", 2.5),
+        ((2048, 512), "polynomial", 8.5),
+        ((2048, 512), "polar", 3.5),
+    ],
+)
+def test_temporary_memory_of_a_gradient(shape, mode, most):
+    x = jax.ShapeDtypeStruct((8, *shape), jnp.float32)
+    f = functools.partial(msign, num_steps=8, gradient=mode)
+
+    def value_and_vjp(x, c):
+        y, back = jax.vjp(f, x)
+        return y, back(c)[0]
+
+    assert temporary_bytes(value_and_vjp, x, x) / (8 * shape[0] * shape[1] * 4) <= most
+
+
+@pytest.mark.parametrize(("mode", "most"), [("polynomial", 30), ("polar", 17)])
+def test_unrolled_layers_do_not_keep_the_steps(mode, most):
+    """XLA merges an unrolled recomputation with the forward pass and then keeps everything: 199 n² for autodiff."""
+    n = 256
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(msign(w, num_steps=8, gradient=mode) @ x)
+        return jnp.sum(x**2)
+
+    weights = [jax.ShapeDtypeStruct((n, n), jnp.float32)] * 8
+    x = jax.ShapeDtypeStruct((n, 16), jnp.float32)
+    assert temporary_bytes(jax.grad(loss), weights, x) / (n * n * 4) <= most
+
+
+def compiled_vjp(f, x):
+    return jax.jit(lambda x, c: jax.vjp(f, x)[1](c)[0]).lower(x, x).compile().as_text()
+
+
+@pytest.mark.parametrize("mode", ["polynomial", "polar"])
+def test_the_loops_are_rolled_and_stack_nothing(mode):
+    few, many = (
+        compiled_vjp(functools.partial(msign, num_steps=t, gradient=mode), jnp.ones((3, 5))) for t in (7, 23)
+    )
+    assert few.count(" dot(") == many.count(" dot(") > 0
+    assert "f32[23,3]" in many or "f32[10,2,3]" in many  # the coefficients, one or two rows a turn
+    for turns in (10, 20, 21, 22, 23):
+        assert f"[{turns},3,5]" not in many
+        assert f"[{turns},3,3]" not in many
+    assert "[23,3,5]" in compiled_vjp(
+        functools.partial(msign, num_steps=23, gradient="autodiff"), jnp.ones((3, 5))
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "turns"),
+    [
+        ((4, 64), jnp.float32, "[3,2,3]"),
+        ((64, 4), jnp.float32, "[3,2,3]"),
+        ((4, 64), jnp.bfloat16, "[7,1,3]"),
+        ((16, 16), jnp.float32, "[7,1,3]"),
+    ],
+)
+def test_wide_matrices_take_two_steps_a_turn(shape, dtype, turns):
+    """Of eight steps the last turn stands alone; and in half precision each step makes its Gram matrix anew."""
+    text = compiled_vjp(functools.partial(msign, num_steps=8), jnp.ones(shape, dtype))
+    assert f"f32{turns}" in text
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: msign(jnp.ones((2, 2), jnp.complex64)), TypeError, r"real form"),
+        (lambda: msign(jnp.ones((2, 2), jnp.int32)), TypeError, r"int32"),
+        (lambda: msign(jnp.ones(3)), ValueError, r"needs a matrix .* got shape \(3,\)"),
+        (lambda: msign(jnp.ones((2, 2)), gradient="svd"), ValueError, r"gradient='svd'"),
+        (lambda: msign(jnp.ones((2, 2)), num_steps=0), ValueError, r"num_steps=0"),
+        (lambda: msign(jnp.ones((2, 2)), num_steps=2.5), ValueError, r"num_steps=2.5"),
+        (
+            lambda: msign(jnp.ones((2, 2)), coefficients=()),
+            ValueError,
+            r"msign\(coefficients=\(\)\) .* one row",
+        ),
+        (lambda: msign(jnp.ones((2, 2)), coefficients=((1.0, 2.0),)), ValueError, r"rows of three numbers"),
+        (lambda: msign(jnp.ones((2, 2)), coefficients="jordan"), ValueError, r"tables have no names"),
+        (lambda: msign(jnp.ones((2, 2)), coefficients=((1.0, np.nan, 2.0),)), ValueError, r"finite"),
+        (lambda: msign(jnp.ones((2, 2)), gradient="polar", polish=-1), ValueError, r"polish=-1"),
+        (lambda: msign(jnp.ones((2, 2)), polish=1), ValueError, r"belongs to gradient='polar'"),
+    ],
+)
+def test_mistakes(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,135 @@
+import itertools
+
+import numpy as np
+import pytest
+
+import muonjax
+from muonjax._newton_schulz.coefficients import evaluate, take_steps
+
+# As J. Su published them (kexue.fm/archives/10996): lower = 1e-3, cushion 0.02407..., before the safety division. Row
+# 6's b is negative; two articles print +.
+TABLE = [
+    (8.287212, -23.595887, 17.300387),
+    (4.107059, -2.947850, 0.544843),
+    (3.948691, -2.908902, 0.551819),
+    (3.318420, -2.488488, 0.510049),
+    (2.300652, -1.668904, 0.418807),
+    (1.891301, -1.267996, 0.376804),
+    (1.875001, -1.250002, 0.375000),
+    (1.875000, -1.250000, 0.375000),
+]
+
+# max over [1e-3, 1] of |f - 1| after T steps: without cushion, with cushion, safety 1.01 with a plain last
+# step.
+MINIMAX = {
+    1: (0.991530, 0.991713, 0.991713),
+    2: (0.964572, 0.965966, 0.966303),
+    3: (0.859771, 0.865724, 0.868365),
+    4: (0.545893, 0.560417, 0.572988),
+    5: (0.113449, 0.123559, 0.147627),
+    6: (9.1647e-4, 1.1849e-3, 4.4084e-3),
+}
+
+
+def worst(rows, lower=1e-3, upper=1.0):
+    s = np.concatenate([np.geomspace(lower, upper, 200_001), np.linspace(lower, upper, 200_001)])
+    return np.abs(evaluate(rows, s) - 1).max()
+
+
+def test_the_schedule_is_the_published_one():
+    np.testing.assert_allclose(muonjax.polar_express(8, safety=1.0), TABLE, atol=6e-7)
+
+
+def test_first_polynomial_is_the_optimal_quintic():
+    rows = muonjax.polar_express(1, cushion=0.0, safety=1.0)
+    np.testing.assert_allclose(rows, [(8.470329, -25.108075, 18.629276)], atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", MINIMAX)
+def test_minimax_errors(steps):
+    settings = [{"cushion": 0.0, "safety": 1.0}, {"safety": 1.0}, {}]
+    errors = [worst(muonjax.polar_express(steps, **s)) for s in settings]
+    np.testing.assert_allclose(errors, MINIMAX[steps], rtol=2e-5, atol=2e-6)
+
+
+def test_long_schedules_converge_to_one_exactly():
+    assert worst(muonjax.polar_express(7)) < 4.3e-7
+    assert worst(muonjax.polar_express(8)) < 3e-15
+    assert worst(muonjax.polar_express(12)) < 3e-15
+
+
+@pytest.mark.parametrize("lower", [1e-6, 1e-4, 1e-2, 0.1, 0.5, 0.99])
+def test_no_schedule_leaves_the_interval_it_promises(lower):
+    """Each error bounds the next interval; a wrong exchange or recentring would break the chain."""
+    errors = [worst(muonjax.polar_express(t, lower=lower, safety=1.0), lower) for t in range(1, 12)]
+    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(errors))
+    assert errors[0] < 1
+
+
+@pytest.mark.parametrize("lower", [1e-6, 1e-3, 0.1, 0.9])
+def test_a_cubic_is_minimax_too(lower):
+    """No odd cubic is closer to 1: its error is met at three points with changing signs (Chebyshev)."""
+    ((a, b, c),) = muonjax.polar_express(1, lower=lower, cushion=0.0, safety=1.0, degrees=(3,))
+    assert c == 0
+    error = worst([(a, b, c)], lower)
+    at = np.array([lower, np.sqrt(-a / (3 * b)), 1.0])
+    np.testing.assert_allclose(evaluate([(a, b, c)], at) - 1, error * np.array([-1, 1, -1]), rtol=1e-7)
+
+
+def test_cubics_come_between_quintics():
+    errors = [
+        worst(muonjax.polar_express(len(degrees), lower=1e-2, safety=1.0, degrees=degrees), 1e-2)
+        for degrees in ((5, 5, 5), (5, 5, 5, 3), (5, 5, 3, 5), (5, 5, 5, 5))
+    ]
+    assert errors[0] > 1.5 * errors[1]
+    assert errors[1] == pytest.approx(errors[2], rel=0.5)
+    assert errors[2] > 1.5 * errors[3]
+
+
+def test_a_longer_schedule_begins_like_a_shorter_one():
+    assert muonjax.polar_express(6, safety=1.0)[:4] == muonjax.polar_express(4, safety=1.0)
+
+
+def test_safety_divides_every_step_but_the_last():
+    plain, safe = muonjax.polar_express(3, safety=1.0), muonjax.polar_express(3, safety=1.05)
+    assert safe[2] == plain[2]
+    np.testing.assert_allclose(safe[1], np.array(plain[1]) / 1.05 ** np.array([1, 3, 5]), rtol=1e-14)
+
+
+def test_safety_lets_rounding_pass_above_one():
+    """The largest input that five steps survive is about the safety factor."""
+    assert abs(evaluate(muonjax.polar_express(5, safety=1.02), 1.0215)) < 2.5
+    assert abs(evaluate(muonjax.polar_express(5, safety=1.0), 1.0215)) > 10
+
+
+def test_published_tables():
+    assert worst(take_steps(muonjax.JORDAN, 5)) == pytest.approx(0.529456, abs=2e-6)
+    assert worst(take_steps(muonjax.JORDAN, 30), lower=0.01) == pytest.approx(0.318185, abs=2e-4)
+    assert worst(take_steps(muonjax.NEWTON_SCHULZ, 30)) < 1e-14
+    assert len(muonjax.YOU) == 5
+
+
+def test_a_short_table_repeats_its_last_row_and_a_long_one_is_cut():
+    rows = ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+    assert take_steps(rows, 4) == (rows[0], rows[1], rows[1], rows[1])
+    assert take_steps(muonjax.YOU, 3) == muonjax.YOU[:3]
+    with pytest.raises(ValueError, match="at least 1"):
+        take_steps(rows, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_steps": 0}, "whole number of steps"),
+        ({"num_steps": 2.5}, "whole number of steps"),
+        ({"num_steps": 3, "lower": 0.0}, r"lower=0.0.*\(0, 1\)"),
+        ({"num_steps": 3, "lower": 1.0}, "lower=1.0"),
+        ({"num_steps": 3, "cushion": -0.1}, "cushion=-0.1"),
+        ({"num_steps": 3, "safety": 0.9}, "safety=0.9"),
+        ({"num_steps": 3, "degrees": (5, 5)}, r"degrees=\(5, 5\)\) needs a 3 or a 5 for each of 3"),
+        ({"num_steps": 1, "degrees": (4,)}, r"degrees=\(4,\)"),
+    ],
+)
+def test_bad_settings(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        muonjax.polar_express(arguments.pop("num_steps"), **arguments)

@@ -1,0 +1,399 @@
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import muonjax
+from muonjax import NewtonSchulz
+from muonjax._newton_schulz.coefficients import evaluate, take_steps
+from muonjax._newton_schulz.iteration import _worth_sharing, gram_restarts
+from tests import oracles
+
+PRESETS = {
+    "fast": NewtonSchulz.fast(),
+    "balanced": NewtonSchulz.balanced(),
+    "accurate": NewtonSchulz.accurate(),
+}
+# Largest |f(s) - 1| that each preset's polynomials allow for normalized singular values in [lower, 1.01].
+LOWER = {"fast": 2e-2, "balanced": 1e-2, "accurate": 1e-5}
+
+
+def minimax_error(preset):
+    s = np.concatenate([np.geomspace(LOWER[preset], 1.0, 20_000), np.linspace(0.5, 1.0, 20_000)])
+    return np.abs(evaluate(PRESETS[preset].steps, s) - 1).max()
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def orthogonalize(x, settings):
+    return muonjax.newton_schulz(x, settings)
+
+
+def spectrum(name, m):
+    return {
+        "gaussian": np.linalg.svd(np.random.default_rng(7).standard_normal((m, 2 * m)), compute_uv=False),
+        "log to 1e-3": np.geomspace(1, 1e-3, m),
+        "log to 1e-6": np.geomspace(1, 1e-6, m),
+        "one dominant": np.r_[1.0, np.full(m - 1, 3e-3)],
+        "repeated": np.ones(m),
+        "two levels": np.r_[np.ones(m // 2), np.full(m - m // 2, 0.05)],
+        "hilbert": 1 / (1 + np.arange(m)),
+        "rank deficient": np.r_[np.linspace(1, 0.5, m // 2), np.zeros(m - m // 2)],
+        # The subspace of a random start is worst where many directions lie just below the dominant ones.
+        "plateau below": np.r_[np.ones(m // 10), np.full(m - m // 10, 0.3)],
+    }[name]
+
+
+SPECTRA = ["gaussian", "log to 1e-3", "log to 1e-6", "one dominant", "repeated", "two levels", "hilbert"]
+SPECTRA += ["rank deficient", "plateau below"]
+SHAPES = [(48, 48), (37, 101), (16, 256)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_polar_error_is_within_the_minimax_bound(preset, name, shape):
+    """Directions inside of the schedule's interval are off by its minimax error at most, the ones below it
+    by 1."""
+    m, n = shape
+    s = spectrum(name, m)
+    x = oracles.with_spectrum(s, n)
+    y = np.asarray(orthogonalize(jnp.asarray(x, jnp.float32), PRESETS[preset]), np.float64)
+    s = s[s > 0] / np.linalg.norm(s, 8)
+    # Deflation only raises the normalized values of the tail; what it may cost is its stated tolerance of
+    # 0.05.
+    inside = s >= LOWER[preset]
+    bound = np.sqrt((inside * (minimax_error(preset) + 1e-3) ** 2 + ~inside).sum() / m) + 0.05
+    assert oracles.polar_error(y, x) <= bound
+    assert np.linalg.norm(y, 2) <= 1 + max(0.06, minimax_error(preset) + 1e-3)
+
+
+@pytest.mark.parametrize("n", [96, 256])
+@pytest.mark.parametrize("name", [*SPECTRA, "as many equal as are shrunk"])
+@pytest.mark.parametrize("preset", ["fast", "balanced"])
+def test_deflation_is_never_worse(preset, name, n):
+    s = np.r_[np.ones(8), np.full(56, 0.3)] if name not in SPECTRA else spectrum(name, 64)
+    x = oracles.with_spectrum(s, n)
+    with_it = PRESETS[preset]
+    without = NewtonSchulz(coefficients=with_it.coefficients, deflation=0)
+    errors = [
+        oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), s), x) for s in (with_it, without)
+    ]
+    assert errors[0] <= errors[1] + 0.05
+
+
+def test_deflation_finds_a_long_tail():
+    """One direction a thousand times the rest: three steps alone leave the tail at a tenth, deflation lifts
+    it."""
+    x = oracles.with_spectrum(np.r_[1.0, np.full(63, 1e-3)], 96)
+    fast = NewtonSchulz.fast()
+    plain = NewtonSchulz(coefficients=fast.coefficients, deflation=0)
+    assert oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), plain), x) > 0.6
+    assert oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), fast), x) < 0.35
+
+
+@pytest.mark.parametrize("condition", [1e3, 1e5])
+@pytest.mark.parametrize(("n", "tall"), [(64, False), (256, False), (256, True)])
+def test_accurate_is_as_exact_as_the_condition_allows(condition, n, tall):
+    x = oracles.with_spectrum(np.geomspace(1, 1 / condition, 64), n, tall=tall).astype(np.float32)
+    y = orthogonalize(jnp.asarray(x), NewtonSchulz.accurate())
+    assert oracles.polar_error(y, x.astype(np.float64)) < np.finfo(np.float32).eps * condition
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form"), [(jnp.bfloat16, "standard"), (jnp.float16, "standard"), (jnp.float16, "gram")]
+)
+def test_half_precision_loses_little(dtype, form):
+    restarts = (2,) if form == "gram" else None
+    half = NewtonSchulz(compute_dtype=dtype, form=form, restarts=restarts)
+    for name in ("log to 1e-3", "one dominant", "gaussian"):
+        x = oracles.with_spectrum(spectrum(name, 64), 160)
+        # Nothing is shaved off x in half precision, and so neither here.
+        plain = NewtonSchulz(form="standard")
+        single = oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), plain), x)
+        # Errors of truncation and of rounding are independent; 0.06 is what rounding costs the Gram form in float16,
+        # the worst of the three.
+        error = oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), half), x)
+        assert error <= np.hypot(single, 0.06)
+
+
+@pytest.mark.parametrize(("deflation", "form"), [(0, "standard"), (64, "standard"), (64, "auto")])
+@pytest.mark.parametrize("normalization", ["schatten", "frobenius", "aol", "spectral"])
+def test_every_normalization_bounds_the_largest_singular_value(normalization, deflation, form):
+    """f rises without bound above 1, so a bound that fails shows at once: adversarial for each norm, over
+    dtypes."""
+    settings = NewtonSchulz(
+        coefficients=muonjax.polar_express(6), normalization=normalization, deflation=deflation, form=form
+    )
+    for m, n in ((1, 1), (1, 9), (64, 64), (33, 200)):
+        one = np.r_[1.0, np.zeros(m - 1)]
+        for s in (one, np.ones(m), np.geomspace(1, 1e-3, m), one + 1e-2, 1 / np.arange(1, m + 1) ** 2):
+            for dtype in (None, jnp.bfloat16, jnp.float16):
+                value = NewtonSchulz(**{**settings.__dict__, "compute_dtype": dtype})
+                x = jnp.asarray(oracles.with_spectrum(s, n), jnp.float32)
+                assert np.linalg.norm(np.asarray(orthogonalize(x, value), np.float64), 2) < 1.05
+
+
+def test_jordan_with_frobenius_is_the_textbook_iteration():
+    x = np.random.default_rng(0).standard_normal((24, 60))
+    rows = take_steps(muonjax.JORDAN, 5)
+    expected = oracles.newton_schulz(x, rows)
+    for form in ("standard", "gram"):
+        textbook = NewtonSchulz(
+            coefficients=muonjax.JORDAN, num_steps=5, normalization="frobenius", deflation=0, form=form
+        )
+        np.testing.assert_allclose(orthogonalize(jnp.asarray(x, jnp.float32), textbook), expected, atol=2e-5)
+
+
+@given(
+    m=st.integers(1, 9),
+    n=st.integers(1, 9),
+    batch=st.integers(0, 3),
+    seed=st.integers(0, 99),
+    exponent=st.floats(-30, 30),
+    preset=st.sampled_from(sorted(PRESETS)),
+)
+@settings(max_examples=40, deadline=None)
+def test_invariances(m, n, batch, seed, exponent, preset):
+    rng = np.random.default_rng(seed)
+    value = PRESETS[preset]
+    x = rng.standard_normal((*[2] * batch, m, n)).astype(np.float32)
+    y = np.asarray(muonjax.newton_schulz(jnp.asarray(x), value))
+    assert y.shape == x.shape
+    assert y.dtype == x.dtype
+    tight = {"rtol": 0, "atol": 3e-4 * np.abs(y).max()}
+    # A power of two changes no bit; any other positive scale only rounding.
+    power = float(2.0 ** round(exponent))
+    np.testing.assert_array_equal(muonjax.newton_schulz(jnp.asarray(x * np.float32(power)), value), y)
+    if min(m, n) < max(m, n):  # square Gaussian matrices can be as ill conditioned as they like
+        scaled = x * np.float32(10.0**exponent)
+        np.testing.assert_allclose(muonjax.newton_schulz(jnp.asarray(scaled), value), y, rtol=0, atol=0.02)
+    np.testing.assert_array_equal(muonjax.newton_schulz(-jnp.asarray(x), value), -y)
+    if m != n:
+        np.testing.assert_array_equal(muonjax.newton_schulz(jnp.asarray(x).mT, value), np.swapaxes(y, -1, -2))
+    if batch:
+        np.testing.assert_allclose(muonjax.newton_schulz(jnp.asarray(x[::-1]), value), y[::-1], **tight)
+
+
+def test_orthogonal_equivariance():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((20, 50))
+    q, r = (np.linalg.qr(rng.standard_normal((k, k)))[0] for k in (20, 50))
+    for value in PRESETS.values():
+        turned = orthogonalize(jnp.asarray(q @ x @ r, jnp.float32), value)
+        y = np.asarray(orthogonalize(jnp.asarray(x, jnp.float32), value), np.float64)
+        # The random start of the subspace does not turn along: deflation agrees within its tolerance, once a
+        # side.
+        difference = np.linalg.norm(turned - q @ y @ r) / np.sqrt(20)
+        assert difference < (1e-4 if value.deflation == 0 else 0.1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.complex64])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_zero_gives_zero(dtype, preset):
+    y = muonjax.newton_schulz(jnp.zeros((3, 16, 40), dtype), PRESETS[preset])
+    np.testing.assert_array_equal(np.asarray(y, np.complex64), 0)
+    assert y.dtype == dtype
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_stays_in_its_matrix(bad):
+    x = np.random.default_rng(0).standard_normal((3, 16, 40)).astype(np.float32)
+    x[1, 2, 3] = bad
+    y = np.asarray(muonjax.newton_schulz(jnp.asarray(x)))
+    assert np.isnan(y[1]).any()
+    assert np.isfinite(y[[0, 2]]).all()
+    np.testing.assert_allclose(y[0], muonjax.newton_schulz(jnp.asarray(x[0])), atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [3e-38, 1e-30, 1e-12, 1e12, 1e30, 1e38])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_extreme_scales(scale, dtype):
+    x = np.random.default_rng(0).uniform(0.5, 2, (16, 40)) * np.sign(
+        np.random.default_rng(1).standard_normal((16, 40))
+    )
+    y = muonjax.newton_schulz(jnp.asarray(x * scale, dtype), NewtonSchulz.accurate())
+    assert oracles.polar_error(np.asarray(y, np.float64), x) < (1e-5 if dtype == jnp.float32 else 0.02)
+
+
+def test_complex_matrices():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 12, 30)) + 1j * rng.standard_normal((2, 12, 30))
+    for form in ("standard", "gram"):
+        value = NewtonSchulz(coefficients=muonjax.polar_express(8), form=form, deflation=0)
+        assert oracles.polar_error(muonjax.newton_schulz(jnp.asarray(x, jnp.complex64), value), x) < 1e-4
+    assert (
+        oracles.polar_error(
+            muonjax.newton_schulz(jnp.asarray(x, jnp.complex64).mT, value), np.swapaxes(x, 1, 2)
+        )
+        < 1e-4
+    )
+
+
+def test_complex_entries_whose_absolute_value_overflows():
+    x = jnp.full((1, 2), 3e38 + 3e38j, jnp.complex64)
+    y = muonjax.newton_schulz(x, NewtonSchulz.accurate())
+    np.testing.assert_allclose(y, np.full((1, 2), (1 + 1j) / 2), atol=1e-5)
+
+
+def test_float64_is_computed_in_float64():
+    with jax.enable_x64(True):
+        x = oracles.with_spectrum(np.geomspace(1, 1e-3, 24), 60)
+        y = muonjax.newton_schulz(
+            jnp.asarray(x), NewtonSchulz(coefficients=muonjax.polar_express(10), deflation=0)
+        )
+        assert y.dtype == jnp.float64
+        assert oracles.polar_error(y, x) < 1e-9
+
+
+SCHEDULES = {
+    "fast": NewtonSchulz.fast().steps,
+    "balanced": NewtonSchulz().steps,
+    "Jordan": take_steps(muonjax.JORDAN, 10),
+    "You": muonjax.YOU,
+    **{f"polar express {t}": muonjax.polar_express(t) for t in (4, 6, 8, 12)},
+}
+
+
+def test_where_the_gram_form_restarts():
+    tables = {name: gram_restarts(rows, jnp.float32) for name, rows in SCHEDULES.items()}
+    assert tables == {
+        "fast": (),
+        "balanced": (),
+        "Jordan": (5,),
+        "You": (4,),
+        "polar express 4": (),
+        "polar express 6": (4,),
+        "polar express 8": (4,),
+        "polar express 12": (4,),
+    }
+    assert gram_restarts(muonjax.polar_express(8), jnp.float64) == ()
+    assert gram_restarts(muonjax.polar_express(4), jnp.float16) == (1, 2, 3)
+
+
+def largest_error(rows, restarts, rng):
+    """What rounding of R does to one singular value after another, relative to the schedule without rounding."""
+    s = np.repeat(np.geomspace(1e-7, 1.0, 400), 20)
+
+    def rounding():
+        return 4 * np.finfo(np.float32).eps * rng.uniform(-1, 1, s.shape)
+
+    x = s
+    for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
+        r, q = x * x + rounding(), np.ones_like(s)
+        for a, b, c in rows[start:stop]:
+            p = a + b * r + c * r * r
+            q, r = q * p, r * p * p + rounding()
+        x = q * x
+    exact = evaluate(rows, s)
+    return np.abs(x / exact - 1)[exact < 0.5].max(initial=0.0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_restarts_hold_rounding_down(name):
+    """Simulated for each singular value alone, with the worst rounding that the rule reckons with."""
+    rows = SCHEDULES[name]
+    restarts = gram_restarts(rows, jnp.float32)
+    rng = np.random.default_rng(0)
+    assert largest_error(rows, restarts, rng) < 0.05
+    if len(restarts) > 0 and len(rows) > 6:
+        assert not largest_error(rows, (), rng) < 0.5
+
+
+def test_auto_form_is_gram_only_where_wide_and_exact():
+    def products(shape, dtype):
+        value = NewtonSchulz(compute_dtype=dtype, deflation=0)
+        text = str(jax.make_jaxpr(lambda x: muonjax.newton_schulz(x, value))(jnp.zeros(shape, jnp.float32)))
+        long = [
+            line
+            for line in text.splitlines()
+            if "dot_general" in line and f",{shape[1]}]" in line.split("=")[0]
+        ]
+        return len(
+            long
+        )  # products that yield an m x n matrix: one in the Gram form, one a step in the standard form
+
+    assert products((64, 256), None) == 1
+    assert products((64, 80), None) == 4
+    assert products((64, 256), jnp.bfloat16) == 4
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "worth"),
+    [(256, "float32", False), (512, "float32", True), (1024, "bfloat16", False), (4096, "bfloat16", True)],
+)
+def test_devices_share_products_only_where_that_saves_more_than_it_sends(m, dtype, worth):
+    assert _worth_sharing(NewtonSchulz(), m, jnp.dtype(dtype)) == worth
+    # A named implementation is used, and the shares are none.
+    assert not _worth_sharing(NewtonSchulz(implementation="reference"), m, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_columns_cut_over_a_mesh_under_the_checks_of_shard_map(form):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 64)), jnp.float32)
+    f = functools.partial(muonjax.newton_schulz, settings=NewtonSchulz(form=form))
+    columns = P(None, "columns")
+    mesh = jax.make_mesh((4,), ("columns",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    cut = jax.shard_map(
+        functools.partial(f, axis_name=("columns",)), mesh=mesh, in_specs=columns, out_specs=columns
+    )
+    np.testing.assert_allclose(jax.jit(cut)(x), f(x), atol=5e-6)
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_reverse_mode_agrees_with_forward_mode(form):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((32, 64)), jnp.float32)
+    dx, ct = x[::-1], x[:, ::-1]
+    f = functools.partial(muonjax.newton_schulz, settings=NewtonSchulz(form=form))
+    _, tangent = jax.jvp(f, (x,), (dx,))
+    _, pullback = jax.vjp(f, x)
+    forward, backward = jnp.vdot(ct, tangent), jnp.vdot(pullback(ct)[0], dx)
+    assert abs(forward) > 0.1
+    np.testing.assert_allclose(forward, backward, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"coefficients": "dion"}, ValueError, "coefficients='dion'"),
+        ({"coefficients": ()}, ValueError, "at least one row"),
+        ({"coefficients": ((1.0, 2.0),)}, ValueError, "rows of three"),
+        ({"coefficients": ((1.0, float("nan"), 2.0),)}, ValueError, "finite"),
+        ({"num_steps": 0}, ValueError, "num_steps=0"),
+        ({"num_steps": -3}, ValueError, "num_steps=-3"),
+        ({"deflation": 0.125}, ValueError, "deflation=0.125.*whole number"),
+        ({"form": "gramm"}, ValueError, "form='gramm'.*'gram'"),
+        ({"normalization": "l2"}, ValueError, "normalization='l2'"),
+        ({"restarts": (4,)}, ValueError, r"restarts=\(4,\)"),
+        ({"restarts": (2, 1)}, ValueError, "that rise"),
+        ({"restarts": 4}, ValueError, "restarts=4"),
+        ({"restarts": (1, "a")}, ValueError, "whole numbers"),
+        ({"num_steps": True}, ValueError, "num_steps=True"),
+        ({"compute_dtype": jnp.int32}, TypeError, "compute_dtype=.*int32"),
+        ({"compute_dtype": "float33"}, TypeError, "float33"),
+    ],
+)
+def test_bad_settings(arguments, error, message):
+    with pytest.raises(error, match=message):
+        NewtonSchulz(**arguments)
+
+
+def test_bad_matrices():
+    with pytest.raises(ValueError, match=r"shape \(3,\); give a bias to Adam"):
+        muonjax.newton_schulz(jnp.ones(3))
+    with pytest.raises(ValueError, match=r"shape \(3, 0\): an empty matrix"):
+        muonjax.newton_schulz(jnp.ones((3, 0)))
+    with pytest.raises(TypeError, match="int32"):
+        muonjax.newton_schulz(jnp.ones((3, 3), jnp.int32))
+
+
+def test_settings_are_values():
+    assert NewtonSchulz() == NewtonSchulz.balanced()
+    assert hash(NewtonSchulz(coefficients=[[1, 2, 3]])) == hash(NewtonSchulz(coefficients=((1.0, 2.0, 3.0),)))
+    assert NewtonSchulz(coefficients=muonjax.JORDAN, num_steps=5).steps == muonjax.JORDAN * 5

@@ -1,0 +1,225 @@
+"""Any tree, any axes, any settings: a right answer or an error of ours, found before anything runs."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from hypothesis import given
+from hypothesis import strategies as st
+
+import muonjax
+from muonjax import FusedDimensionNumbers, MuonDimensionNumbers, NewtonSchulz
+from muonjax._matrix_view import matrix_view
+from tests.reliability.adversarial import BAD, names_its_call, numbers, share
+
+AXIS = st.one_of(st.integers(-6, 6), st.integers(-3, 3).map(np.int64), st.sampled_from([None, 1.0, "rows"]))
+AXES = st.one_of(AXIS, st.lists(AXIS, max_size=4).map(tuple), st.lists(AXIS, max_size=3))
+DIMENSION_NUMBERS = st.one_of(
+    st.builds(MuonDimensionNumbers, AXES, AXES),
+    st.builds(FusedDimensionNumbers, AXES, AXES, st.integers(-1, 4), st.integers(-4, 4)),
+)
+
+
+def attempt(call):
+    """What `call` returns, or None where it raised an error that names a call of ours."""
+    try:
+        return call()
+    except Exception as error:
+        if not names_its_call(error):
+            raise
+        return None
+
+
+def matrices_of(x, numbers):
+    """[batch, fan_in, fan_out], index by index: the slow and plain meaning of dimension numbers."""
+    if isinstance(numbers, FusedDimensionNumbers):
+        pieces = np.split(x, numbers.parts, axis=numbers.axis)
+        plain = MuonDimensionNumbers(numbers.reduction_axis, numbers.output_axis)
+        return np.concatenate([matrices_of(piece, plain) for piece in pieces])
+    reduction, output = (np.atleast_1d(axes).astype(int) % x.ndim for axes in numbers)
+    sizes = [math.prod(x.shape[axis] for axis in axes) for axes in (reduction, output)]
+    batch = [axis for axis in range(x.ndim) if axis not in [*reduction, *output]]
+    found = []
+    for index in np.ndindex(*(x.shape[axis] for axis in batch)):
+        matrix = np.empty(sizes, x.dtype)
+        for i, row in enumerate(np.ndindex(*(x.shape[axis] for axis in reduction))):
+            for j, column in enumerate(np.ndindex(*(x.shape[axis] for axis in output))):
+                place = dict(zip([*batch, *reduction, *output], [*index, *row, *column], strict=True))
+                matrix[i, j] = x[tuple(place[axis] for axis in range(x.ndim))]
+        found.append(matrix)
+    return np.stack(found)
+
+
+@share(15)
+@given(shape=st.lists(st.integers(0, 4), max_size=5), numbers=DIMENSION_NUMBERS)
+def test_any_axes_make_the_matrices_that_they_say(shape, numbers):
+    x = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    view = attempt(lambda: matrix_view(x, numbers, call="orthogonalize"))
+    if view is not None:
+        y = view.to_matrices(x)
+        np.testing.assert_array_equal(view.to_leaf(y), x)
+        assert sorted(map(np.ndarray.tobytes, y)) == sorted(map(np.ndarray.tobytes, matrices_of(x, numbers)))
+
+
+WHOLE = st.integers(-2, 8)
+
+
+def settings_of(draw):
+    """One of the functions that take settings, and arguments of the right types but any value."""
+    number = numbers(64)
+    return draw(
+        st.one_of(
+            st.tuples(
+                st.just(NewtonSchulz),
+                st.fixed_dictionaries(
+                    {},
+                    optional={
+                        "coefficients": st.lists(st.tuples(number, number, number), max_size=3),
+                        "num_steps": WHOLE,
+                        "deflation": WHOLE,
+                        "form": st.sampled_from(["auto", "standard", "gram", "fast"]),
+                        "restarts": st.lists(WHOLE, max_size=3).map(tuple),
+                        "normalization": st.sampled_from(["schatten", "aol", "trace"]),
+                        "compute_dtype": st.sampled_from(["float32", "bfloat16", "int8", "complex64"]),
+                    },
+                ),
+            ),
+            st.tuples(
+                st.just(lambda num_steps, **settings: muonjax.polar_express(num_steps, **settings)),
+                st.fixed_dictionaries(
+                    {"num_steps": WHOLE},
+                    optional={
+                        "lower": number,
+                        "cushion": number,
+                        "safety": number,
+                        "degrees": st.lists(st.integers(2, 6), max_size=4).map(tuple),
+                    },
+                ),
+            ),
+            st.tuples(
+                st.just(muonjax.match_rms),
+                st.fixed_dictionaries({"rms": number, "rule": st.sampled_from(["rms", "width", "height"])}),
+            ),
+            st.tuples(
+                st.just(muonjax.muon),
+                st.fixed_dictionaries(
+                    {"learning_rate": st.just(1e-3)},
+                    optional={"decay": number, "weight_decay": number, "rms": number},
+                ),
+            ),
+            st.tuples(
+                st.just(muonjax.qk_clip),
+                st.fixed_dictionaries(
+                    {"threshold": number, "sites": st.just(muonjax.mha_site())},
+                    optional={"every_k": WHOLE, "shared_keys": st.sampled_from(["query", "group", "key"])},
+                ),
+            ),
+        )
+    )
+
+
+@share(10)
+@given(data=st.data())
+def test_any_settings_are_taken_or_refused_by_name(data):
+    function, arguments = settings_of(data.draw)
+    made = attempt(lambda: function(**arguments))
+    if function is NewtonSchulz and made is not None:
+        assert hash(made) == hash(NewtonSchulz(**arguments))
+        assert all(map(math.isfinite, np.ravel(made.steps)))
+    if isinstance(made, tuple) and not isinstance(made, optax.GradientTransformation):  # a schedule
+        assert np.isfinite(made).all()
+        assert len(made) == arguments["num_steps"]
+    if function is muonjax.muon and made is not None:
+        assert 0 <= arguments.get("decay", 0) < 1
+        assert 0 <= arguments.get("weight_decay", 0) < math.inf
+        assert 0 < arguments.get("rms", 1) < math.inf
+    if function is muonjax.match_rms and made is not None:
+        assert 0 < arguments["rms"] < math.inf
+
+
+NAMES = [
+    "attention",
+    "query",
+    "key",
+    "out",
+    "mlp",
+    "kernel",
+    "bias",
+    "scale",
+    "embedding",
+    "w",
+    "blocks",
+    "head",
+]
+LEAVES = st.builds(
+    jax.ShapeDtypeStruct,
+    st.lists(st.sampled_from([0, 1, 2, 3, 8]), max_size=4).map(tuple),
+    st.sampled_from([jnp.float32] * 4 + [jnp.bfloat16, jnp.float16, jnp.int32, jnp.complex64]),
+)
+TREES = st.recursive(
+    LEAVES, lambda node: st.dictionaries(st.sampled_from(NAMES), node, min_size=1, max_size=3), max_leaves=5
+)
+
+
+@share(3)
+@given(params=TREES, numbers=st.one_of(st.none(), DIMENSION_NUMBERS))
+def test_any_tree_is_optimized_or_refused_by_name(params, numbers):
+    tx = muonjax.muon(1e-3, muon_weight_dimension_numbers=numbers)
+
+    def step(params):
+        updates, state = tx.update(params, tx.init(params), params)
+        return optax.apply_updates(params, updates), state
+
+    shapes = attempt(lambda: jax.eval_shape(step, params))
+    if shapes is not None:
+        assert jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), shapes[0], params)
+        assert shapes[0] == params
+
+
+RATE, RMS, DECAY = 0.01, 0.2, 0.1
+PARAMS = {"wide": (8, 24), "tall": (24, 8), "stack": (3, 8, 8), "bias": (8,)}
+NUMBERS = {n: MuonDimensionNumbers(-2, -1) if len(s) > 1 else None for n, s in PARAMS.items()}
+
+
+@jax.jit
+def three_steps(params, gradients):
+    """Parameters and the last update of every leaf, after `gradients` [3, ...]."""
+    tx = muonjax.muon(RATE, rms=RMS, weight_decay=DECAY, muon_weight_dimension_numbers=NUMBERS)
+    state = tx.init(params)
+    updates = None
+    for i in range(3):
+        updates, state = tx.update(jax.tree.map(lambda g: g[i], gradients), state, params)  # noqa: B023
+        params = optax.apply_updates(params, updates)
+    return params, updates
+
+
+@share(7)
+@given(
+    seed=st.integers(0, 2**32),
+    exponent=st.floats(-30, 30),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    bad=st.sampled_from([None, *BAD]),
+    at=st.sampled_from(sorted(PARAMS)),
+)
+def test_an_update_is_as_long_as_it_should_be_at_any_scale(seed, exponent, dtype, bad, at):
+    """Whatever the gradients' scale; and a NaN in one leaf changes no bit of any other."""
+    rng = np.random.default_rng(seed)
+    params = {n: jnp.asarray(rng.standard_normal(s), dtype) for n, s in PARAMS.items()}
+    gradients = {n: rng.standard_normal((3, *s)) * 10.0**exponent for n, s in PARAMS.items()}
+    gradients = {n: jnp.asarray(g, dtype) for n, g in gradients.items()}
+    new, updates = three_steps(params, gradients)
+    for name, view in NUMBERS.items():
+        assert np.isfinite(np.asarray(new[name], np.float64)).all()
+        if view is not None:
+            step = np.asarray(updates[name], np.float64) / -RATE
+            step -= DECAY * np.asarray(params[name], np.float64)  # moved by two small steps since
+            # The RMS of an orthogonal matrix is exact; the polynomials are within 0.15 of one.
+            assert 0.8 * RMS < np.sqrt(np.mean(step**2)) < 1.1 * RMS
+    if bad is not None:
+        poisoned = {**gradients, at: gradients[at].at[(1, *[0] * len(PARAMS[at]))].set(bad)}
+        poisoned_new, _ = three_steps(params, poisoned)
+        assert not np.isfinite(np.asarray(poisoned_new[at], np.float64)).all()
+        for name in set(PARAMS) - {at}:
+            np.testing.assert_array_equal(poisoned_new[name], new[name])

@@ -1,0 +1,70 @@
+"""What the hostile examples found, each mistake once and small."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import muonjax
+from muonjax import MuonDimensionNumbers
+from muonjax._clipping.transform import clip_factor
+from muonjax._matrix_view import matrix_view
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: muonjax.muon(1e-3, decay=1.0), "decay=1.0"),
+        (lambda: muonjax.muon(1e-3, decay=float("nan")), "decay=nan"),
+        (lambda: muonjax.muon(1e-3, weight_decay=-0.1), "weight_decay=-0.1"),
+        (lambda: muonjax.muon(1e-3, rms=0.0), "rms=0.0"),
+        (lambda: muonjax.match_rms(float("inf")), "rms=inf"),
+        (lambda: muonjax.polar_express(10, safety=1e300), "safety=1e\\+300"),
+        (lambda: muonjax.max_logits(jnp.ones((1, 2, 1, 0)), jnp.ones((1, 2, 1, 0))), "depth zero"),
+    ],
+)
+def test_values_out_of_range_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (40, 64)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_single_entry_is_its_own_polar_factor(shape, dtype):
+    x = jnp.zeros(shape, dtype).at[3, 5].set(7)
+    y = jax.jit(muonjax.newton_schulz)(x)  # XLA turns a / b / b into a / (b * b)
+    np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(x / 7, np.float32), atol=0.1)
+
+
+def test_an_axis_is_a_whole_number_of_any_kind():
+    x = jnp.ones((2, 3, 4))
+    numpys = matrix_view(x, MuonDimensionNumbers(np.int64(1), np.int32(2)), call="orthogonalize")
+    assert numpys == matrix_view(x, MuonDimensionNumbers(1, 2), call="orthogonalize")
+    with pytest.raises(TypeError, match=r"orthogonalize: output_axis=1\.5 must be an axis"):
+        matrix_view(x, MuonDimensionNumbers(0, 1.5), call="orthogonalize")
+
+
+@pytest.mark.parametrize("shape", [(), (8,)])
+def test_a_tree_may_be_one_array(shape):
+    tx = muonjax.muon(1e-3)
+    params = jnp.ones(shape)
+    assert tx.update(params, tx.init(params), params)[0].shape == shape
+
+
+def test_a_factor_is_never_zero():
+    """γ = 1e-2 / 1e38 underflows: the head would be dead for ever, and the "balanced" rule's γ·γ^(-1/2) NaN."""
+    gamma = clip_factor(jnp.asarray([1e38]), 1e-2)
+    assert gamma[0] > 0
+    params = {"a": {"query": {"kernel": jnp.ones((4, 2, 4))}, "key": {"kernel": jnp.ones((4, 1, 4))}}}
+    statistics = {"a": jnp.asarray([1e38, 1.0])}
+    clipped = muonjax.apply_qk_clip(params, statistics, muonjax.mha_site(), 1e-2, shared_keys="balanced")
+    assert np.isfinite(clipped["a"]["query"]["kernel"]).all()
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0])
+def test_a_schedule_without_a_positive_threshold_clips_nothing(limit):
+    params = {"a": {name: {"kernel": jnp.ones((4, 2, 4))} for name in ("query", "key")}}
+    tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(lambda _: limit, muonjax.mha_site()))
+    updates, _ = tx.update(params, tx.init(params), params, max_logits={"a": jnp.asarray([-0.5, 7.0])})
+    np.testing.assert_array_equal(optax.apply_updates(params, updates)["a"]["key"]["kernel"], 1)

@@ -1,0 +1,88 @@
+"""The table says what the routing does, fits a terminal, and adds up."""
+
+import jax
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+from muonjax._routing.dimension_numbers import FusedDimensionNumbers, dimension_numbers
+from muonjax._routing.tabulate import tabulate
+
+
+def leaf(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+PARAMS = {
+    "Embed_0": {"embedding": leaf(100, 8)},
+    "block": {"query": {"kernel": leaf(3, 8, 2, 4), "bias": leaf(3, 2, 4)}, "norm": {"scale": leaf(3, 8)}},
+    "c_attn": {"kernel": leaf(8, 24)},
+}
+
+
+def test_default_routing():
+    assert tabulate(PARAMS).splitlines() == [
+        "leaf                shape    goes to  matrices  why",
+        "──────────────────  ───────  ───────  ────────  ────────────────────────",
+        "Embed_0/embedding   100×8    Adam               embedding",
+        "block/norm/scale    3×8      Adam               scale",
+        "block/query/bias    3×2×4    Adam               bias",
+        "block/query/kernel  3×8×2×4  Muon     3 of 8×8  attention query, stacked",
+        "c_attn/kernel       8×24     Muon     3 of 8×8  attention q, k, v",
+        "──────────────────  ───────  ───────  ────────  ────────────────────────",
+        "Muon: 384 parameters (31.2 %), 6 matrices in 2 leaves",
+        "Adam: 848 parameters (68.8 %), 3 leaves",
+        "Every leaf is float32.",
+    ]
+
+
+def test_given_tree_function_and_prefix():
+    by_tree = tabulate(PARAMS, dimension_numbers(PARAMS))
+    assert by_tree == tabulate(PARAMS, dimension_numbers)
+    assert "given" in by_tree
+    assert by_tree.splitlines()[-3:] == tabulate(PARAMS).splitlines()[-3:]
+    prefix = {
+        "Embed_0": MuonDimensionNumbers(0, 1),
+        "block": None,
+        "c_attn": FusedDimensionNumbers(0, 1, 2, 1),
+    }
+    table = tabulate(PARAMS, prefix)
+    assert "100×8" in table
+    assert "2 of 8×12" in table
+    assert "Muon: 992 parameters" in table
+
+
+def test_given_tree_must_fit():
+    with pytest.raises(ValueError, match=r"tabulate\(params, dimension_numbers\).*does not fit"):
+        tabulate(PARAMS, {"Embed_0": None})
+
+
+def test_several_dtypes_get_a_column_and_scalars_a_word():
+    table = tabulate({"a": leaf(4, 5, dtype="bfloat16"), "b": leaf(), "step": leaf(dtype="int32")})
+    assert "bfloat16  Muon     4×5" in table
+    assert "scalar" in table
+    assert "not a floating-point leaf" in table
+    assert "Every leaf" not in table
+
+
+def test_masked_and_empty_trees():
+    assert tabulate({"a": optax.MaskedNode(), "w": leaf(2, 3)}).splitlines()[2].startswith("w ")
+    assert (
+        tabulate({"a": optax.MaskedNode(), "w": leaf(2, 3)}, dimension_numbers)
+        .splitlines()[2]
+        .startswith("w ")
+    )
+    assert tabulate({}).splitlines()[-1] == "Adam: 0 parameters (0.0 %), 0 leaves"
+
+
+def test_fits_a_hundred_columns():
+    """Long names are shortened in the middle; numbers at their ends stay, so that leaves stay apart."""
+    block = {
+        "MultiHeadDotProductAttention_0": {"query": {"kernel": leaf(24, 768, 12, 64)}},
+        "norm": {"scale": leaf(24, 768)},
+    }
+    tree = {"decoder_of_the_model_7": {"block": block}}
+    lines = tabulate(tree).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "_0/query/kernel" in lines[2]
+    assert "24 of 768×768" in lines[2]

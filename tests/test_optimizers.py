@@ -1,0 +1,456 @@
+import dataclasses
+import inspect
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import muonjax
+from muonjax import MuonDimensionNumbers, NewtonSchulz
+from muonjax._newton_schulz.coefficients import take_steps
+from tests import oracles
+
+JORDAN5 = NewtonSchulz(coefficients=muonjax.JORDAN, num_steps=5, normalization="frobenius", deflation=0)
+
+
+def normal(*shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def params(dtype=jnp.float32):
+    return {
+        "embed": {"embedding": normal(11, 8, dtype=dtype)},
+        "attention": {
+            "query": {
+                "kernel": normal(8, 2, 4, seed=1, dtype=dtype),
+                "bias": normal(2, 4, seed=2, dtype=dtype),
+            },
+            "key": {
+                "kernel": normal(8, 2, 4, seed=3, dtype=dtype),
+                "bias": normal(2, 4, seed=4, dtype=dtype),
+            },
+            "out": {"kernel": normal(2, 4, 8, seed=5, dtype=dtype)},
+        },
+        "mlp": {"kernel": normal(8, 32, seed=6, dtype=dtype), "bias": normal(32, seed=7, dtype=dtype)},
+    }
+
+
+def gradients(step, dtype=jnp.float32):
+    rng = np.random.default_rng(100 + step)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), dtype), params())
+
+
+def run(tx, tree, steps=3, jit=True, **extra):
+    state = tx.init(tree)
+    update = jax.jit(tx.update) if jit else tx.update
+    for step in range(steps):
+        updates, state = update(gradients(step), state, tree, **extra)
+        tree = optax.apply_updates(tree, updates)
+    return tree, state
+
+
+def matrices(rng=0):
+    gen = np.random.default_rng(rng)
+    return {
+        k: gen.standard_normal(s) for k, s in {"wide": (12, 40), "tall": (40, 12), "square": (16, 16)}.items()
+    }
+
+
+def trajectory(tx, start, steps=10):
+    tree = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), start)
+    state = tx.init(tree)
+    for step in range(steps):
+        grads = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), matrices(step + 1))
+        updates, state = tx.update(grads, state, tree)
+        tree = optax.apply_updates(tree, updates)
+    return tree
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_ten_steps_equal_the_float64_oracle(nesterov):
+    start = matrices()
+    ours = trajectory(muonjax.muon(0.01, nesterov=nesterov, newton_schulz=JORDAN5), start)
+    for name, weight in start.items():
+        expected = oracles.muon_steps(
+            weight,
+            [matrices(step + 1)[name] for step in range(10)],
+            rows=take_steps(muonjax.JORDAN, 5),
+            learning_rate=0.01,
+            nesterov=nesterov,
+        )[-1]
+        np.testing.assert_allclose(ours[name], expected, atol=2e-5)
+
+
+def test_ten_steps_equal_optax():
+    """Optax averages its momentum and corrects the bias; without Nesterov that is a factor, which msign discards.
+
+    With Nesterov it corrects the two terms of its look-ahead by different powers, so the first directions differ: the
+    chain below says so in Optax's own parts.
+    """
+    start = matrices()
+    theirs = optax.contrib.muon(0.01, weight_decay=0.1, nesterov=False, consistent_rms=0.2)
+    ours = muonjax.muon(0.01, nesterov=False, newton_schulz=JORDAN5)
+    for a, b in zip(
+        jax.tree.leaves(trajectory(ours, start)), jax.tree.leaves(trajectory(theirs, start)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_ten_nesterov_steps_equal_optax_given_its_momentum():
+    def optax_momentum(decay=0.95):
+        def init(tree):
+            return (jnp.zeros([], jnp.int32), optax.tree.zeros_like(tree))
+
+        def update(updates, state, _=None):
+            count, mu = state
+            mu = optax.tree.update_moment(updates, mu, decay, 1)
+            ahead = optax.tree.bias_correction(mu, decay, count + 2)
+            now = optax.tree.bias_correction(updates, decay, count + 1)
+            return jax.tree.map(lambda m, g: decay * m + (1 - decay) * g, ahead, now), (count + 1, mu)
+
+        return optax.GradientTransformation(init, update)
+
+    ours = optax.chain(
+        optax_momentum(),
+        muonjax.orthogonalize(newton_schulz=JORDAN5),
+        muonjax.match_rms(0.2),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(0.01),
+    )
+    theirs = optax.contrib.muon(0.01, weight_decay=0.1, consistent_rms=0.2)
+    start = matrices()
+    for a, b in zip(
+        jax.tree.leaves(trajectory(ours, start)), jax.tree.leaves(trajectory(theirs, start)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_golden_values():
+    """Two steps on a fixed matrix, so that a change of any default shows."""
+    w = jnp.asarray([[1.0, 2.0, 0.5], [0.0, 1.0, -1.0]])
+    tx = muonjax.muon(0.1)
+    state = tx.init({"kernel": w})
+    tree = {"kernel": w}
+    for sign in (1.0, -0.5):
+        updates, state = tx.update({"kernel": sign * w[:, ::-1]}, state, tree)
+        tree = optax.apply_updates(tree, updates)
+    u, _, vh = np.linalg.svd(np.asarray(w[:, ::-1], np.float64), full_matrices=False)
+    # First direction 1.95 G, second (0.95 (0.95 - 0.5) - 0.5) G < 0: the polar factor turns its sign.
+    step = 0.2 * 3**0.5 * (u @ vh)
+    first = np.asarray(w) - 0.1 * (step + 0.1 * np.asarray(w))
+    second = first - 0.1 * (-step + 0.1 * first)
+    np.testing.assert_allclose(tree["kernel"], second, atol=0.1 * 0.2 * 3**0.5 * 0.25)
+    np.testing.assert_allclose(
+        trajectory(muonjax.muon(0.1, newton_schulz=NewtonSchulz.accurate()), {"kernel": np.asarray(w)}, 0)[
+            "kernel"
+        ],
+        w,
+    )
+
+
+@pytest.mark.interop
+def test_ten_steps_equal_torch():
+    torch = pytest.importorskip("torch", reason="torch.optim.Muon: pip install -e '.[interop]'")
+    start = matrices()
+    weights = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in start.items()}
+    # PyTorch averages (lerp) its momentum: a factor again. It rounds to bfloat16 inside, hence the tolerance.
+    theirs = torch.optim.Muon(
+        list(weights.values()),
+        lr=0.01,
+        weight_decay=0.1,
+        momentum=0.95,
+        nesterov=True,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    for step in range(10):
+        for name, gradient in matrices(step + 1).items():
+            weights[name].grad = torch.tensor(gradient)
+        theirs.step()
+    ours = trajectory(muonjax.muon(0.01, newton_schulz=JORDAN5), start)
+    for name, weight in weights.items():
+        np.testing.assert_allclose(ours[name], weight.detach().numpy(), atol=0.03)
+
+
+def test_adamw_and_not_nadamw_takes_the_rest():
+    tree, _ = run(muonjax.muon(0.01), params())
+    adamw = optax.adamw(
+        0.01, b2=0.95, weight_decay=0.1, mask={"embed": True, "attention": False, "mlp": False}
+    )
+    expected, _ = run(adamw, params())
+    np.testing.assert_allclose(tree["embed"]["embedding"], expected["embed"]["embedding"], rtol=1e-5)
+    np.testing.assert_allclose(
+        tree["attention"]["query"]["bias"], expected["attention"]["query"]["bias"], rtol=1e-5
+    )
+    assert not np.allclose(tree["mlp"]["kernel"], expected["mlp"]["kernel"], atol=1e-3)
+
+
+def test_a_given_adam_is_used_as_it_is():
+    tree, _ = run(muonjax.muon(0.01, adam=optax.sgd(0.5)), params(), steps=1)
+    np.testing.assert_allclose(
+        tree["mlp"]["bias"], params()["mlp"]["bias"] - 0.5 * gradients(0)["mlp"]["bias"]
+    )
+
+
+def test_rms_none_is_the_width_rule():
+    for rms, scale in ((None, 1.0), (0.2, 0.2 * 32**0.5)):
+        tx = muonjax.muon(1.0, rms=rms, weight_decay=0.0, newton_schulz=NewtonSchulz.accurate())
+        tree = {"kernel": normal(32, 8)}
+        updates, _ = tx.update({"kernel": normal(32, 8, seed=1)}, tx.init(tree), tree)
+        np.testing.assert_allclose(np.linalg.norm(updates["kernel"], 2), scale, rtol=1e-4)
+
+
+def test_weight_decay_mask_covers_both_halves():
+    mask = {"embed": False, "attention": False, "mlp": False}
+    zero = jax.tree.map(jnp.zeros_like, params())
+    for given, moves in ((mask, False), (None, True)):
+        tx = muonjax.muon(0.1, weight_decay_mask=given)
+        updates, _ = tx.update(zero, tx.init(params()), params())
+        for leaf in (updates["embed"]["embedding"], updates["mlp"]["kernel"]):
+            assert bool(jnp.any(leaf != 0)) is moves
+        assert not np.any(updates["mlp"]["bias"])
+
+
+def test_only_arrays_that_change_are_state():
+    _, before = run(muonjax.muon(0.01), params(), steps=1)
+    _, after = run(muonjax.muon(0.01), params(), steps=2)
+    same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), before, after)
+    assert not any(jax.tree.leaves(same))
+
+
+def test_momentum_takes_its_dtype():
+    tx = muonjax.muon(0.01, mu_dtype=jnp.bfloat16)
+    state = tx.init(params())
+    kernels = [x for x in jax.tree.leaves(state.inner_states["muon"]) if x.ndim > 1]
+    assert kernels
+    assert {x.dtype for x in kernels} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_parameters_keep_their_dtype(dtype):
+    tree = params(dtype)
+    tx = muonjax.muon(0.01)
+    updates, _ = jax.jit(tx.update)(gradients(0, dtype), tx.init(tree), tree)
+    assert all(u.dtype == dtype for u in jax.tree.leaves(updates))
+    assert all(np.isfinite(np.asarray(u, np.float32)).all() for u in jax.tree.leaves(updates))
+    single, _ = jax.jit(tx.update)(gradients(0), tx.init(params()), params())
+    error = np.linalg.norm(np.asarray(updates["mlp"]["kernel"], np.float32) - single["mlp"]["kernel"])
+    assert error < 0.05 * np.linalg.norm(single["mlp"]["kernel"])
+
+
+def test_x64_changes_nothing_but_digits():
+    single, _ = run(muonjax.muon(0.01), params())
+    with jax.enable_x64(True):
+        double, _ = run(muonjax.muon(0.01), jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params()))
+    assert double["mlp"]["kernel"].dtype == jnp.float64
+    # Gradients are float32 in both; deflation's random start is the same.
+    np.testing.assert_allclose(double["mlp"]["kernel"], single["mlp"]["kernel"], atol=2e-3)
+
+
+# Where an optimizer lives.
+
+
+def test_extra_arguments_pass_through():
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append(extra)
+        return updates, state
+
+    adam = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    run(muonjax.muon(0.01, adam=adam), params(), steps=1, jit=False, value=1.0)
+    assert seen == [{"value": 1.0}]
+
+
+def test_one_trace_over_many_steps():
+    traces, tx = [], muonjax.muon(optax.linear_schedule(0.1, 0.0, 10))
+
+    @jax.jit
+    def step(tree, state, grads):
+        traces.append(1)
+        updates, state = tx.update(grads, state, tree)
+        return optax.apply_updates(tree, updates), state
+
+    tree = params()
+    state = tx.init(tree)
+    for i in range(4):
+        tree, state = step(tree, state, gradients(i))
+    assert len(traces) == 1
+
+
+def test_tree_map_params():
+    tx = muonjax.muon(0.01)
+    state = tx.init(params())
+    marked = optax.tree.map_params(tx, lambda p: "parameter", state, transform_non_params=lambda p: "other")
+    leaves = jax.tree.leaves(marked)
+    # Adam's two moments for 4 leaves, Muon's momentum for 4.
+    assert leaves.count("parameter") == 2 * 4 + 4
+    assert "other" in leaves
+
+
+def test_chain_multi_steps_masked_partition_and_if_finite():
+    muon = muonjax.muon(0.01)
+    only_mlp = {"embed": False, "attention": False, "mlp": True}
+    labels = {"embed": "frozen", "attention": "muon", "mlp": "muon"}
+    for tx in (
+        optax.chain(optax.clip_by_global_norm(1.0), muon),
+        optax.MultiSteps(muon, 2),
+        optax.masked(muon, only_mlp),
+        optax.partition({"muon": muon, "frozen": optax.set_to_zero()}, labels),
+        optax.apply_if_finite(muon, 3),
+    ):
+        tree, _ = run(tx, params(), steps=2)
+        assert np.isfinite(tree["mlp"]["kernel"]).all()
+        assert not np.array_equal(tree["mlp"]["kernel"], params()["mlp"]["kernel"])
+
+
+def test_multi_steps_is_the_mean_gradient():
+    many, _ = run(optax.MultiSteps(muonjax.muon(0.01), 2), params(), steps=2)
+    tx = muonjax.muon(0.01)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, gradients(0), gradients(1))
+    updates, _ = tx.update(mean, tx.init(params()), params())
+    once = optax.apply_updates(params(), updates)
+    np.testing.assert_allclose(many["mlp"]["kernel"], once["mlp"]["kernel"], atol=1e-5)
+
+
+def test_inject_hyperparams():
+    tx = optax.inject_hyperparams(muonjax.muon)(learning_rate=0.01)
+    tree, state = run(tx, params(), steps=2)
+    plain, _ = run(muonjax.muon(0.01), params(), steps=2)
+    np.testing.assert_allclose(tree["mlp"]["kernel"], plain["mlp"]["kernel"], rtol=1e-5, atol=1e-6)
+    state.hyperparams["learning_rate"] = jnp.asarray(0.0)
+    updates, _ = tx.update(gradients(5), state, tree)
+    assert not any(np.any(u) for u in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("optimizer", [muonjax.muonclip, muonjax.adamclip])
+def test_inject_hyperparams_into_the_clipped(optimizer):
+    tree = {"attention": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}
+    logits = {"attention": jnp.array([400.0, 50.0])}
+    injected = optax.inject_hyperparams(optimizer, static_args="every_k")
+    tx, plain = (f(learning_rate=0.01, sites=muonjax.mha_site()) for f in (injected, optimizer))
+    updates, state = tx.update(tree, tx.init(tree), tree, max_logits=logits)
+    expected, _ = plain.update(tree, plain.init(tree), tree, max_logits=logits)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
+    state.hyperparams["threshold"] = jnp.asarray(1e3)
+    _, state = tx.update(tree, state, tree, max_logits=logits)
+    assert state.inner_state[-1].num_clipped == 0
+
+
+def test_every_setting_of_the_parts_reaches_the_clipped():
+    """By name: what `muon`, `optax.adamw` and `qk_clip` take, with the same defaults."""
+
+    def settings(f):
+        return {n: p.default for n, p in inspect.signature(f).parameters.items()}
+
+    clip = {n: v for n, v in settings(muonjax.qk_clip).items() if n not in ("threshold", "sites")}
+    own = {"learning_rate", "sites", "threshold", *clip}
+    for clipped, part in ((muonjax.muonclip, muonjax.muon), (muonjax.adamclip, optax.adamw)):
+        found = settings(clipped)
+        assert {n: found[n] for n in clip} == clip
+        given = {n: v for n, v in settings(part).items() if n != "learning_rate"}
+        assert {n: v for n, v in found.items() if n not in own} == given
+
+
+def test_apply_if_finite_holds_back_a_nan():
+    tx = optax.apply_if_finite(muonjax.muon(0.01), 3)
+    bad = gradients(0) | {"mlp": jax.tree.map(lambda g: g * jnp.nan, gradients(0)["mlp"])}
+    updates, _ = tx.update(bad, tx.init(params()), params())
+    assert not any(np.any(u) for u in jax.tree.leaves(updates))
+
+
+def test_flax_train_state_and_donation():
+    state = TrainState.create(apply_fn=lambda: None, params=params(), tx=muonjax.muon(0.01))
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0)
+    state = step(step(state, gradients(0)), gradients(1))
+    expected, _ = run(muonjax.muon(0.01), params(), steps=2)
+    np.testing.assert_allclose(state.params["mlp"]["kernel"], expected["mlp"]["kernel"], atol=1e-6)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(11, 8, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            2, 8, decode=False, attention_fn=muonjax.nnx.attention_fn(), rngs=rngs
+        )
+        self.mlp = nnx.Linear(8, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.mlp(x + self.attention(x, sow_weights=True))
+
+
+def test_nnx_optimizer_with_muonclip():
+    model = Model(nnx.Rngs(0))
+    tx = muonjax.muonclip(0.01, [muonjax.mha_site()], threshold=0.001)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    tokens = jnp.arange(10).reshape(2, 5)
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss_fn(model):
+            y, sown = nnx.capture(lambda m, t: m(t), nnx.Intermediate)(model, tokens)
+            return jnp.mean(y**2), sown
+
+        (loss, sown), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
+        optimizer.update(model, grads, max_logits=sown)
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("tree", "settings", "error", "message"),
+    [
+        (
+            {"b": jnp.ones(3)},
+            {"muon_weight_dimension_numbers": MuonDimensionNumbers()},
+            ValueError,
+            "shape \\(3,\\)",
+        ),
+        (
+            {"w": jnp.ones((3, 3))},
+            {"muon_weight_dimension_numbers": {"v": None}},
+            ValueError,
+            "muon: the dimension numbers",
+        ),
+        (
+            {"w": jnp.ones((3, 3), jnp.int32)},
+            {"muon_weight_dimension_numbers": MuonDimensionNumbers()},
+            TypeError,
+            "int32",
+        ),
+        ({"w": jnp.ones((3, 3))}, {"rms": -1.0}, ValueError, "rms=-1.0"),
+        ({"strange": {"kernel": jnp.ones((3, 4, 5))}}, {}, ValueError, "strange/kernel"),
+    ],
+)
+def test_bad_trees(tree, settings, error, message):
+    with pytest.raises(error, match=message):
+        muonjax.muon(0.1, **settings).init(tree)
+
+
+def test_muonclip_needs_its_statistics():
+    tx = muonjax.muonclip(0.1, [muonjax.mha_site()])
+    with pytest.raises(ValueError, match=r"qk_clip needs this step's statistics.*attention_fn"):
+        tx.update(gradients(0), tx.init(params()), params())
+
+
+def test_adamclip_is_adamw_then_the_clip():
+    statistics = {"attention": jnp.asarray([400.0, 1.0])}
+    tree, _ = run(muonjax.adamclip(0.01, [muonjax.mha_site()]), params(), steps=1, max_logits=statistics)
+    plain, _ = run(optax.adamw(0.01), params(), steps=1)
+    query = np.asarray(plain["attention"]["query"]["kernel"])
+    np.testing.assert_allclose(tree["attention"]["query"]["kernel"][:, 0], query[:, 0] / 2, rtol=1e-5)
+    np.testing.assert_array_equal(tree["attention"]["query"]["kernel"][:, 1], query[:, 1])
+
+
+def test_settings_are_plain_values():
+    assert dataclasses.replace(JORDAN5, num_steps=3).num_steps == 3
