@@ -3,15 +3,14 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from muonjax._batching import map_groups
 from muonjax._matrix_view import DimensionNumbersTree, matrix_views
 from muonjax._mesh.distribution import Distribution
-from muonjax._mesh.exchange import Function
 from muonjax._mesh.sharded_map import find_mesh
-from muonjax._newton_schulz.iteration import NewtonSchulz, compute_dtype, newton_schulz
+from muonjax._newton_schulz.iteration import NewtonSchulz
+from muonjax._newton_schulz.polar_function import exchange_dtype, polar_function
 
 
 def orthogonalize(
@@ -73,35 +72,10 @@ def orthogonalize(
             )
             results = [v.to_leaf(y) for v, y in zip(views, matrices, strict=True)]
         else:
-            wire = [wire_dtype(leaves[i], settings) for i in chosen]
-            results = on_mesh.map(polar, [leaves[i] for i in chosen], views, wire, call="orthogonalize")
+            dtypes = [exchange_dtype(leaves[i], settings) for i in chosen]
+            results = on_mesh.map(polar, [leaves[i] for i in chosen], views, dtypes, call="orthogonalize")
         for i, y in zip(chosen, results, strict=True):
             leaves[i] = y
         return jax.tree.unflatten(treedef, leaves), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def polar_function(settings: NewtonSchulz, *, adaptive: bool = False) -> Function:
-    """The map of each matrix, also where its columns are cut over mesh axes."""
-
-    def polar(x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
-        y = newton_schulz(x, settings, axis_name=axis_name)
-        return y * _dual_norm(x, y, axis_name) if adaptive else y
-
-    return polar
-
-
-def wire_dtype(x: Any, settings: NewtonSchulz) -> jnp.dtype:
-    """What travels on a mesh: bfloat16 where the iteration rounds to a half type anyway; it has float32's range."""
-    half = jnp.finfo(compute_dtype(x, settings)).bits == 16 and jnp.finfo(x.dtype).bits > 16
-    return jnp.dtype(jnp.bfloat16) if half else x.dtype
-
-
-def _dual_norm(g: jax.Array, y: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
-    """<g, y> a matrix, [batch, 1, 1]: the dual of the spectral norm, where y is g's polar factor."""
-    product = jnp.sum(
-        g.conj() * y, axis=(-2, -1), keepdims=True, dtype=jnp.promote_types(g.dtype, jnp.float32)
-    )
-    product = jax.lax.psum(product, axis_name) if axis_name else product
-    return product.real.astype(y.real.dtype)

@@ -1,0 +1,35 @@
+"""The function of one matrix that a NewtonSchulz value stands for, as grouping and the mesh call it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from muonjax._newton_schulz.iteration import NewtonSchulz, compute_dtype, newton_schulz
+
+
+def polar_function(settings: NewtonSchulz, *, adaptive: bool = False) -> Callable[..., jax.Array]:
+    """x [*batch, m, n] -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`."""
+
+    def polar(x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
+        y = newton_schulz(x, settings, axis_name=axis_name)
+        return y * _dual_norm(x, y, axis_name) if adaptive else y
+
+    return polar
+
+
+def exchange_dtype(x: Any, settings: NewtonSchulz) -> jnp.dtype:
+    """Dtype in which a mesh exchanges x: bfloat16 where the iteration rounds to a half type anyway (it has float32's
+    range)."""
+    half = jnp.finfo(compute_dtype(x, settings)).bits == 16 and jnp.finfo(x.dtype).bits > 16
+    return jnp.dtype(jnp.bfloat16) if half else x.dtype
+
+
+def _dual_norm(g: jax.Array, y: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
+    """<g, y> of each matrix, [batch, 1, 1]: the dual of the spectral norm, where y is g's polar factor."""
+    product = jnp.sum(
+        g.conj() * y, axis=(-2, -1), keepdims=True, dtype=jnp.promote_types(g.dtype, jnp.float32)
+    )
+    product = jax.lax.psum(product, axis_name) if axis_name else product
+    return product.real.astype(y.real.dtype)
