@@ -1,0 +1,68 @@
+"""Flax Linen's attention function with each head's largest logit sown beside it."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from muonjax._clipping.attention_fn import reporting
+
+
+def attention_fn(
+    base: Callable[..., jax.Array] = nn.dot_product_attention,
+    *,
+    rotate: Callable[[jax.Array], jax.Array] | None = None,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    block_q: int = 512,
+    block_k: int = 512,
+) -> Callable[..., jax.Array]:
+    """Attention for `nn.MultiHeadDotProductAttention` that also sows each head's largest logit, for QK-Clip.
+
+    Call the attention with `sow_weights=True` and the model with `mutable=["intermediates"]`, and pass what comes
+    back to `tx.update(..., max_logits=...)`. Without them nothing is sown. The module sows `max_logits`, `[heads]`,
+    and not the attention weights; if it is called several times, the largest of all calls. Everything that Flax
+    passes (mask, dropout, cache, precision) reaches `base` as it was. Works under `nn.scan` and `nn.remat`.
+
+    Args:
+      base: the attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What its
+        own defaults or a `functools.partial` say of `scale`, `local_window_size` and `is_causal` is measured so.
+      rotate: rotary embedding, or another linear map of `[*batch, T, heads, D]`, applied to queries and keys
+        before they are measured and handed to `base`.
+      scale: the scale that `base` uses, if it isn't 1/√D.
+      local_window_size: the window that `base` uses, as in `max_logits`.
+      block_q: queries that are held at a time, as in `max_logits`.
+      block_k: keys that are held at a time.
+
+    Returns:
+      A function for Flax's `attention_fn`.
+
+    Raises:
+      ValueError: `base` rotates or caps the logits itself, or has another scale or window.
+      TypeError: when called, if `base` cannot take an argument that Flax passes.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, muonjax
+      >>> attention = nn.MultiHeadDotProductAttention(4, attention_fn=muonjax.linen.attention_fn())
+      >>> x = jnp.ones((2, 6, 8))
+      >>> params = attention.init(jax.random.key(0), x)["params"]
+      >>> y, sown = attention.apply({"params": params}, x, sow_weights=True, mutable=["intermediates"])
+      >>> sown["intermediates"]["max_logits"].shape
+      (4,)
+    """
+
+    def sow(module: nn.Module, maxima: jax.Array) -> None:
+        lowest = jnp.full(maxima.shape, -jnp.inf, maxima.dtype)
+        module.sow("intermediates", "max_logits", maxima, reduce_fn=jnp.maximum, init_fn=lambda: lowest)
+
+    return reporting(
+        "muonjax.linen.attention_fn",
+        base,
+        sow,
+        rotate=rotate,
+        scale=scale,
+        local_window_size=local_window_size,
+        block_q=block_q,
+        block_k=block_k,
+    )
