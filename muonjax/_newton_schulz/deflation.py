@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from muonjax._linalg import adjoint, dot, hermitian_part, inverse_norm, square_norm
 from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express
 from pallas_kernels import symmetric_product
 
@@ -76,11 +77,11 @@ class Deflation(NamedTuple):
 
     def apply(self, x: jax.Array) -> jax.Array:
         """W x, for x [*batch, m, n]."""
-        return x - _dot(self.p, _dot(_adjoint(self.v), x))
+        return x - dot(self.p, dot(adjoint(self.v), x))
 
     def apply_right(self, q: jax.Array) -> jax.Array:
         """q W, for q [*batch, m, m]."""
-        return q - _dot(_dot(q, self.p), _adjoint(self.v))
+        return q - dot(dot(q, self.p), adjoint(self.v))
 
 
 def shave(
@@ -92,19 +93,17 @@ def shave(
     """
 
     def project(v):
-        return _dot(_adjoint(v), x)
+        return dot(adjoint(v), x)
 
     def lift(b):
         """X B^H. Not X (X^H V) as a whole: it would transpose X, which takes longer than the rest."""
-        return over_columns(
-            jnp.einsum("...in,...kn->...ik", x, b.conj(), precision=jax.lax.Precision.HIGHEST)
-        )
+        return over_columns(dot.with_adjoint(x, b))
 
     start = _like(x[..., :1], _signs(x.shape[-2], rank))
     v = _dominant_subspace(lambda v: lift(project(v)), start, num_steps=1)
     b = project(v)
     _, d = _shrinking(v, lift(b))
-    return x - _dot(_dot(v, d), b)
+    return x - dot(dot(v, d), b)
 
 
 @functools.partial(jax.jit, static_argnames="rank")  # one trace, whatever the longer side of X
@@ -116,43 +115,43 @@ def shrink_dominant(gram: jax.Array, rank: int) -> Deflation:
       rank: k, in 1..m.
     """
     start = _like(gram[..., :rank], _signs(gram.shape[-1], rank))
-    v = _dominant_subspace(lambda v: _dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
-    av = _dot(gram, v)
+    v = _dominant_subspace(lambda v: dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
+    av = dot(gram, v)
     h, d = _shrinking(v, av)
 
     # W A W = A - P S^H - S P^H with P = V D and S = A V - P (V^H A V) / 2.
-    p = _dot(v, d)
-    s = av - _dot(p, h) / 2
+    p = dot(v, d)
+    s = av - dot(p, h) / 2
     both = jnp.concatenate
     shrunk = _above_rounding(gram) - symmetric_product(both([p, s], axis=-1), y=both([s, p], axis=-1))
-    w = jnp.eye(rank, dtype=h.dtype) - _dot(_dot(_adjoint(v), v), d)  # V^H W = w V^H
-    return Deflation(p, v, shrunk, _fourth_powers_of_others(_dot(_dot(w, h), _adjoint(w))))
+    w = jnp.eye(rank, dtype=h.dtype) - dot(dot(adjoint(v), v), d)  # V^H W = w V^H
+    return Deflation(p, v, shrunk, _fourth_powers_of_others(dot(dot(w, h), adjoint(w))))
 
 
 def _shrinking(v: jax.Array, av: jax.Array) -> tuple[jax.Array, jax.Array]:
     """V^H A V and D, [*batch, k, k], from V and A V [*batch, m, k]."""
     m, rank = v.shape[-2:]
-    h = _dot(_adjoint(v), av)
-    unit = _inverse_norm(h)
+    h = dot(adjoint(v), av)
+    unit = inverse_norm(h)
     root = _inverse_root(unit * h)
-    inverse = _dot(root, root)
+    inverse = dot(root, root)
     # The common target of the k directions: near the least of their singular values, lest they stand out of the tail.
     target = jax.lax.rsqrt(_largest_eigenvalue(inverse))
     d = jnp.eye(rank, dtype=h.dtype) - target * root
 
-    residual = _dot(unit * (av - _dot(v, h)), _dot(d, inverse))
-    return h, d * jnp.minimum(1, _TOLERANCE * math.sqrt(m / 2) * _inverse_norm(residual))
+    residual = dot(unit * (av - dot(v, h)), dot(d, inverse))
+    return h, d * jnp.minimum(1, _TOLERANCE * math.sqrt(m / 2) * inverse_norm(residual))
 
 
 def _largest_eigenvalue(a: jax.Array) -> jax.Array:
     """Of positive semidefinite a [*batch, k, k], as [*batch, 1, 1]: a mean that weights each with its 16th power."""
 
     def square(_, power):
-        power = _dot(power, power)
-        return power * _inverse_norm(power)
+        power = dot(power, power)
+        return power * inverse_norm(power)
 
-    power = jax.lax.fori_loop(0, 3, square, a * _inverse_norm(a))
-    return jnp.sqrt(_square_norm(_dot(power, a)))
+    power = jax.lax.fori_loop(0, 3, square, a * inverse_norm(a))
+    return jnp.sqrt(square_norm(dot(power, a)))
 
 
 def _dominant_subspace(
@@ -165,7 +164,7 @@ def _dominant_subspace(
     """
 
     def orthonormalize(_, y):
-        return _dot(y, _inverse_root(_dot(_adjoint(y), y)))
+        return dot(y, _inverse_root(dot(adjoint(y), y)))
 
     def subspace_step(_, v):
         # Sums over mesh axes no longer vary over them, and the carry must stay as it was.
@@ -188,14 +187,14 @@ def _inverse_root(h: jax.Array) -> jax.Array:
     """Q = h^(-1/2) of positive semidefinite h [*batch, k, k] where that is well conditioned, and less where it is not:
     Q h Q never has an eigenvalue above 1."""
     eye = jnp.eye(h.shape[-1], dtype=h.dtype)
-    unit = _inverse_norm(h)
+    unit = inverse_norm(h)
     rows = jnp.asarray(_INVERSE_ROOT, unit.dtype)
 
     def step(t, carry):
         r, q = carry
         a, b, c = rows[t]
-        p = a * eye + b * r + c * _dot(r, r)
-        return _hermitian(_dot(_dot(p, r), p)), _hermitian(_dot(q, p))
+        p = a * eye + b * r + c * dot(r, r)
+        return hermitian_part(dot(dot(p, r), p)), hermitian_part(dot(q, p))
 
     start = unit * h + _RIDGE * eye, jnp.sqrt(unit) * eye
     return jax.lax.fori_loop(0, len(rows), step, start)[1]
@@ -221,37 +220,14 @@ def _fourth_powers_of_others(a: jax.Array) -> jax.Array:
     eigenvalue of M is at least the i-th of a [*batch, k, k], and the sum over i >= 2 is at least
     ||a^2||_F^2 - ||a^2||_2^2, where ||a^2||_2 <= ||a^8||_F^(1/4).
     """
-    square = _square_norm(a) + jnp.finfo(a.dtype).tiny
+    square = square_norm(a) + jnp.finfo(a.dtype).tiny
     a = a * jax.lax.rsqrt(square)
-    a2 = _dot(a, a)
-    a4 = _dot(a2, a2)
-    a8 = _dot(a4, a4)
-    return jnp.maximum(_square_norm(a2) - jnp.sqrt(jnp.sqrt(_square_norm(a8))), 0) * square**2
+    a2 = dot(a, a)
+    a4 = dot(a2, a2)
+    a8 = dot(a4, a4)
+    return jnp.maximum(square_norm(a2) - jnp.sqrt(jnp.sqrt(square_norm(a8))), 0) * square**2
 
 
 def _like(a: jax.Array, value: jax.Array) -> jax.Array:
     """`value` with the shape, the dtype and, inside `jax.shard_map`, the varying axes of a: a loop's carry."""
     return jnp.zeros_like(a) + value
-
-
-def _adjoint(a: jax.Array) -> jax.Array:
-    return a.conj().mT
-
-
-def _hermitian(a: jax.Array) -> jax.Array:
-    return (a + _adjoint(a)) / 2
-
-
-def _square_norm(a: jax.Array) -> jax.Array:
-    """|a|_F^2."""
-    return jnp.sum(jnp.abs(a) ** 2, axis=(-2, -1), keepdims=True)
-
-
-def _inverse_norm(a: jax.Array) -> jax.Array:
-    """1 / |a|_F, and for zeros so little more than any that counts that powers of it stay finite."""
-    square = _square_norm(a)
-    return jax.lax.rsqrt(square + jnp.finfo(square.dtype).eps ** 3)
-
-
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._cost_model import BYTES_A_SECOND, flops_a_second
+from muonjax._linalg import MatrixProduct
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
 from muonjax._newton_schulz.deflation import ROUNDING, shave, shrink_dominant
 from muonjax._newton_schulz.normalization import Normalization, normalize
@@ -251,7 +252,7 @@ def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = 
     dtype = compute_dtype(x, settings)
     sum_dtype = jnp.promote_types(dtype, jnp.float32)
     half = dtype != sum_dtype
-    precision = None if half else jax.lax.Precision.HIGHEST
+    apply = MatrixProduct(dtype.name, None if half else "highest")
 
     def product(r, y=None, c=None, alpha=1.0, beta=0.0, together=()):
         """alpha R Y^H + beta C, Hermitian: Y is R, or commutes with it. The devices of `together` share the work."""
@@ -265,11 +266,6 @@ def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = 
             beta=beta,
             implementation=settings.implementation,
             axis_name=together,
-        )
-
-    def apply(q, x):
-        return jnp.matmul(
-            q.astype(dtype), x.astype(dtype), precision=precision, preferred_element_type=sum_dtype
         )
 
     def over_columns(gram):

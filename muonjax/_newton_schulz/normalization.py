@@ -6,6 +6,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from muonjax._linalg import square_norm
+
 Normalization = Literal["schatten", "frobenius", "aol", "spectral"]
 
 
@@ -29,11 +31,6 @@ def normalize(
 
     def or_one(norm):  # for the zero matrix
         return jnp.where(norm == 0, 1, norm)
-
-    def square_norm(a):
-        return jnp.sum(
-            jnp.abs(a.astype(jnp.promote_types(a.dtype, jnp.float32))) ** 2, (-2, -1), keepdims=True
-        )
 
     def divide(a, bound):
         return (a / bound).astype(a.dtype)

@@ -1,0 +1,62 @@
+"""Adjoints, Frobenius norms, Hermitian parts, and matrix products at a stated precision."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class MatrixProduct(NamedTuple):
+    """A matrix product at a stated precision, over leading batch axes. Hashable: it can be a static argument.
+
+    Attributes:
+      operands: Dtype that the factors are rounded to; sums are taken and returned in float32 or wider. None: the
+        factors' own dtype, for factors and sums.
+      precision: `precision` of `jax.lax.dot_general`.
+    """
+
+    operands: str | None = None
+    precision: str | None = "highest"
+
+    def __call__(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """A B."""
+        return jnp.matmul(*self._rounded(a, b), precision=self.precision, preferred_element_type=self._sums)
+
+    def with_adjoint(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """A B^H by contracting the last axes: a product with an adjoint would first copy a batch transposed."""
+        a, b = self._rounded(a, b)
+        return jnp.einsum(
+            "...ik,...jk->...ij", a, b.conj(), precision=self.precision, preferred_element_type=self._sums
+        )
+
+    @property
+    def _sums(self) -> jnp.dtype | None:
+        return None if self.operands is None else jnp.promote_types(self.operands, jnp.float32)
+
+    def _rounded(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (a, b) if self.operands is None else (a.astype(self.operands), b.astype(self.operands))
+
+
+dot = MatrixProduct()  # in the arrays' own dtype, where float32 means true float32
+
+
+def adjoint(a: jax.Array) -> jax.Array:
+    """A^H."""
+    return a.conj().mT
+
+
+def hermitian_part(a: jax.Array) -> jax.Array:
+    """(A + A^H) / 2."""
+    return (a + adjoint(a)) / 2
+
+
+def square_norm(a: jax.Array) -> jax.Array:
+    """|A|_F^2 of each matrix, [*batch, 1, 1], in float32 or wider."""
+    a = a.astype(jnp.promote_types(a.dtype, jnp.float32))
+    return jnp.sum(jnp.abs(a) ** 2, axis=(-2, -1), keepdims=True)
+
+
+def inverse_norm(a: jax.Array) -> jax.Array:
+    """1 / |A|_F, [*batch, 1, 1]; of a zero matrix a large number whose square and cube are finite."""
+    square = square_norm(a)
+    return jax.lax.rsqrt(square + jnp.finfo(square.dtype).eps ** 3)
