@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import optax
 
+from muonjax._trees import broadcast_prefix, is_masked, tree_of
+
 MuonDimensionNumbers = optax.contrib.MuonDimensionNumbers
 """Optax's own class, `MuonDimensionNumbers(reduction_axis=0, output_axis=1)`: the axes of a leaf, one or several,
 that are the matrix's rows (what the layer sums over) and its columns. All other axes count matrices.
@@ -55,11 +57,6 @@ DimensionNumbers: TypeAlias = MuonDimensionNumbers | FusedDimensionNumbers
 DimensionNumbersTree: TypeAlias = Any
 """A tree of `DimensionNumbers` or None, a prefix of the parameters' tree, or a function of the
 parameters that returns one. None marks a leaf that is no matrix."""
-
-
-def is_masked(node: Any) -> bool:
-    """Whether Optax has hidden a leaf here."""
-    return isinstance(node, optax.MaskedNode)
 
 
 class MatrixView(NamedTuple):
@@ -172,30 +169,18 @@ def resolve_dimension_numbers(
 
     None for the whole of it means that every leaf is one plain matrix (fan_in, fan_out).
     """
-    if numbers is None:
-        numbers = MuonDimensionNumbers()
-    resolved: Any = numbers(tree) if callable(numbers) else numbers
-
-    def is_entry(x):
-        return x is None or isinstance(x, (MuonDimensionNumbers, FusedDimensionNumbers, optax.MaskedNode))
-
-    def spread(entry, subtree):
-        entry = None if isinstance(entry, optax.MaskedNode) else entry
-        if entry is not None and not isinstance(entry, DimensionNumbers):
+    given = tree_of(MuonDimensionNumbers() if numbers is None else numbers, tree)
+    entries = broadcast_prefix(given, tree, is_leaf=_is_entry, call=call, what="the dimension numbers")
+    for entry in entries:
+        if not _is_entry(entry):
             raise TypeError(
                 f"{call}: dimension numbers hold {entry!r}; expected MuonDimensionNumbers or None."
             )
-        # A one-element tuple, for None is no leaf.
-        return jax.tree.map(lambda _: _Entry(entry), subtree)
+    return [None if is_masked(entry) else entry for entry in entries]
 
-    try:
-        entries = jax.tree.map(spread, resolved, tree, is_leaf=is_entry)
-    except ValueError as error:
-        raise ValueError(
-            f"{call}: the dimension numbers {jax.tree.structure(resolved, is_leaf=is_entry)} are neither the tree of "
-            f"the updates nor a prefix of it, {jax.tree.structure(tree)}."
-        ) from error
-    return [e.numbers for e in jax.tree.leaves(entries, is_leaf=lambda x: isinstance(x, _Entry))]
+
+def _is_entry(x: Any) -> bool:
+    return x is None or isinstance(x, (MuonDimensionNumbers, FusedDimensionNumbers, optax.MaskedNode))
 
 
 def matrix_views(
@@ -208,10 +193,3 @@ def matrix_views(
         None if entry is None else matrix_view(leaf, entry, call=call, path=path)
         for (path, leaf), entry in zip(leaves, entries, strict=True)
     ]
-
-
-class _Entry:
-    """Holds dimension numbers as an opaque leaf: MuonDimensionNumbers is itself a tuple, thus a tree."""
-
-    def __init__(self, numbers: DimensionNumbers | None):
-        self.numbers = numbers

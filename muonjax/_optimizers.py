@@ -114,7 +114,7 @@ def muon(
 
 
 def _route(numbers: DimensionNumbersTree | None, tree: Any) -> tuple[Any, Any]:
-    """Dimension numbers and the label "muon" or "adam" for every leaf of `tree`."""
+    """Dimension numbers, and a function that returns the label "muon" or "adam", for every leaf of `tree`."""
     source = dimension_numbers if numbers is None else numbers
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     # Optax initializes with a placeholder that has no leaves when it looks for parameter-like state.
@@ -123,7 +123,9 @@ def _route(numbers: DimensionNumbersTree | None, tree: Any) -> tuple[Any, Any]:
         if entry is not None:
             # Here and not in the chain only: momentum would turn an integer leaf into a float one.
             matrix_view(leaf, entry, call="muon", path=path)
-    return treedef.unflatten(flat), treedef.unflatten("adam" if n is None else "muon" for n in flat)
+    labels = treedef.unflatten("adam" if n is None else "muon" for n in flat)
+    # A function, for Optax would call a tree that is callable, as an Equinox module is.
+    return treedef.unflatten(flat), lambda _: labels
 
 
 def _check_state(state: Any, expected: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from muonjax._routing.dimension_numbers import names
+from muonjax._trees import names
 
 FACTORS: tuple[str, str, str, str] = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 CORES: tuple[str, str] = ("hada_t1", "hada_t2")

@@ -5,19 +5,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from muonjax._clipping.factors import Scale, count_entries, stack_sizes
 from muonjax._clipping.sites import Site
-from muonjax._matrix_view import is_masked
-from muonjax._routing.dimension_numbers import names
-
-
-def flatten_paths(tree: Any) -> dict[str, Any]:
-    """Leaves by "/"-joined path; masked ones are kept, so that a frozen parameter can be told from a missing one."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
-    return {"/".join(names(path)): leaf for path, leaf in leaves}
+from muonjax._trees import flatten_paths, is_masked
 
 
 class Target(NamedTuple):

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._clipping.matching import Target, as_sites, find_targets, flatten_paths
+from muonjax._clipping.matching import Target, as_sites, find_targets
 from muonjax._clipping.sites import Site
 from muonjax._clipping.statistics import match_statistics
 from muonjax._clipping.transform import Watched, check_threshold, clip, clip_factor, parameter_factors
-from muonjax._matrix_view import is_masked
+from muonjax._trees import flatten_paths, is_masked
 
 SharedKeys = Literal["query", "balanced", "group"]
 

@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
-from muonjax._clipping.matching import flatten_paths
 from muonjax._clipping.sites import QK_NORMS, Site, mha_site
+from muonjax._trees import flatten_paths
 
 PROJECTIONS = ("query", "key", "value", "out")  # of Flax's attention, Linen's and NNX's
 

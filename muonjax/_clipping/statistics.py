@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muonjax._clipping.matching import Target, flatten_paths
+from muonjax._clipping.matching import Target
+from muonjax._trees import flatten_paths
 
 
 def match_statistics(call: str, argument: str, tree: Any, targets: Sequence[Target]) -> list[jax.Array]:

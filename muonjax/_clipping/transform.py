@@ -10,9 +10,9 @@ import optax
 from jax import lax
 
 from muonjax._clipping.factors import spread
-from muonjax._clipping.matching import Target, flatten_paths
+from muonjax._clipping.matching import Target
 from muonjax._clipping.statistics import match_statistics
-from muonjax._matrix_view import is_masked
+from muonjax._trees import flatten_paths, is_masked
 
 
 class QKClipState(NamedTuple):

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from muonjax._mesh.assignment import MODES, Mode
 from muonjax._mesh.layout import Axes
+from muonjax._trees import broadcast_prefix
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,19 +112,9 @@ def spec_of(cuts: tuple[Axes, ...]) -> PartitionSpec:
 
 def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
     """One spec a leaf of `tree`, from a tree or a prefix of it. Masked nodes are no leaves."""
-    entries: list[Any] = []
-    try:
-        jax.tree.map(
-            lambda spec, subtree: entries.extend([spec] * len(jax.tree.leaves(subtree))),
-            specs,
-            tree,
-            is_leaf=_is_spec,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"{call}: the Distribution's param_specs, {jax.tree.structure(specs, is_leaf=_is_spec)}, are neither the "
-            f"tree of the leaves nor a prefix of it, {jax.tree.structure(tree)}."
-        ) from error
+    entries = broadcast_prefix(
+        specs, tree, is_leaf=_is_spec, call=call, what="the Distribution's param_specs"
+    )
     for spec, (path, leaf) in zip(entries, jax.tree_util.tree_leaves_with_path(tree), strict=True):
         if len(_cuts(spec)) > leaf.ndim:
             raise ValueError(

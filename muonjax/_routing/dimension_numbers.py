@@ -13,7 +13,6 @@ from muonjax._matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
     MuonDimensionNumbers,
-    is_masked,
 )
 from muonjax._routing.roles import (
     CONVOLUTION,
@@ -27,6 +26,7 @@ from muonjax._routing.roles import (
     unit,
 )
 from muonjax._routing.stacked_layers import Parameter, unstack
+from muonjax._trees import dtype_of, flatten_with_names, is_masked
 
 Rules = Sequence[tuple[str, DimensionNumbers | None]]
 
@@ -109,11 +109,11 @@ def decays(params: Any) -> Any:
     >>> decays({"embedding": jnp.ones((9, 4)), "query": {"bias": jnp.ones((2, 4))}, "scale": jnp.ones(4)})
     {'embedding': True, 'query': {'bias': False}, 'scale': False}
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    named = roles([names(path) for path, _ in leaves])
+    paths, leaves, treedef = flatten_with_names(params)
     vectors = ("bias", "scale")
     return treedef.unflatten(
-        role.name not in vectors and jnp.ndim(leaf) > 1 for role, (_, leaf) in zip(named, leaves, strict=True)
+        leaf if is_masked(leaf) else role.name not in vectors and jnp.ndim(leaf) > 1
+        for role, leaf in zip(roles(paths), leaves, strict=True)
     )
 
 
@@ -128,8 +128,7 @@ def routes(
     """The routes of all leaves in order, masked nodes among them, and the tree's structure."""
     if attention not in ("whole", "heads"):
         raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_masked)
-    paths = [names(path) for path, _ in leaves]
+    paths, leaves, treedef = flatten_with_names(params)
     ruled = _apply_rules(["/".join(path) for path in paths], rules)
 
     known = known or {}
@@ -137,7 +136,7 @@ def routes(
     parameters = unstack(
         [
             Parameter(path, role, jnp.shape(leaf), tuple(range(jnp.ndim(leaf))), jnp.shape(leaf))
-            for path, role, (_, leaf) in zip(paths, read, leaves, strict=True)
+            for path, role, leaf in zip(paths, read, leaves, strict=True)
             if not is_masked(leaf)
         ],
         scan_axis,
@@ -149,7 +148,7 @@ def routes(
     ]
 
     result: list[Route | optax.MaskedNode] = []
-    for path, (_, leaf) in zip(paths, leaves, strict=True):
+    for path, leaf in zip(paths, leaves, strict=True):
         if is_masked(leaf):
             result.append(leaf)
             continue
@@ -165,16 +164,6 @@ def routes(
             numbers = _on_leaf(numbers, p.axes)
         result.append(Route(name, shape, dtype, numbers, why))
     return result, treedef
-
-
-def names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """A key path as names. The boxes of Flax are no names: `.value` at the end goes.
-
-    NNX initialises an optimizer with `kernel.value` and updates it with `kernel`: both must read alike.
-    """
-    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in ("value", "raw_value"):
-        path = path[:-1]
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def matrix_shape(shape: tuple[int, ...], numbers: DimensionNumbers) -> tuple[int, int, int]:
@@ -360,9 +349,3 @@ def _axes(axes: Sequence[int] | int, rank: int) -> tuple[int, ...]:
 
 def _one(axes: tuple[int, ...]) -> tuple[int, ...] | int:
     return axes[0] if len(axes) == 1 else axes
-
-
-def dtype_of(leaf: Any) -> Any:
-    """The dtype of an array, a tracer, a shape or a Python number."""
-    # A typed random key has a dtype that NumPy does not know; a Python number has none.
-    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)

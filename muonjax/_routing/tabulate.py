@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers, is_masked
-from muonjax._routing.dimension_numbers import Route, dtype_of, matrix_shape, names, routes
+from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
+from muonjax._routing.dimension_numbers import Route, matrix_shape, routes
+from muonjax._trees import broadcast_prefix, dtype_of, flatten_with_names, is_masked, tree_of
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
 _WIDTH = 100
@@ -78,22 +79,19 @@ def _fit(path: str, room: int) -> str:
 
 def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.MaskedNode], Any]:
     """Routes by a tree of the caller's own."""
-    tree = dimension_numbers(params) if callable(dimension_numbers) else dimension_numbers
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_masked)
-    try:
-        # None is a leaf here, and one value may stand for a whole branch.
-        numbers = jax.tree.broadcast(tree, jax.tree.unflatten(treedef, [0] * len(leaves)), is_leaf=_is_given)
-    except ValueError as error:
-        raise ValueError(
-            f"tabulate(params, dimension_numbers) got a tree that does not fit params: {error} "
-            "Give the same structure, a prefix of it, or a function of params."
-        ) from error
-    flat = jax.tree.leaves(numbers, is_leaf=_is_given)
+    paths, leaves, treedef = flatten_with_names(params)
+    # Masked leaves too get an entry here, which is then ignored.
+    indices = jax.tree.unflatten(treedef, range(len(leaves)))
+    numbers = broadcast_prefix(
+        tree_of(dimension_numbers, params),
+        indices,
+        is_leaf=_is_given,
+        call="tabulate(params, dimension_numbers)",
+        what="the dimension numbers",
+    )
     return [
-        leaf
-        if is_masked(leaf)
-        else Route("/".join(names(path)), jnp.shape(leaf), dtype_of(leaf), number, "given")
-        for (path, leaf), number in zip(leaves, flat, strict=True)
+        leaf if is_masked(leaf) else Route("/".join(path), jnp.shape(leaf), dtype_of(leaf), number, "given")
+        for path, leaf, number in zip(paths, leaves, numbers, strict=True)
     ], treedef
 
 

@@ -53,7 +53,7 @@ def test_given_tree_function_and_prefix():
 
 
 def test_given_tree_must_fit():
-    with pytest.raises(ValueError, match=r"tabulate\(params, dimension_numbers\).*does not fit"):
+    with pytest.raises(ValueError, match=r"tabulate\(params, dimension_numbers\).*neither the tree"):
         tabulate(PARAMS, {"Embed_0": None})
 
 

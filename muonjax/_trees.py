@@ -1,0 +1,115 @@
+"""Flatten parameter trees by path, broadcast prefix trees, and read the dtype of any leaf."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def is_masked(node: Any) -> bool:
+    """Whether Optax has masked a leaf here (`optax.MaskedNode`)."""
+    return isinstance(node, optax.MaskedNode)
+
+
+def names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """A key path as names, without the box of Flax at its end: `.value` of a metadata box or of an NNX variable.
+
+    NNX initializes an optimizer with `kernel.value` and updates it with `kernel`: both must read alike.
+    """
+    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in ("value", "raw_value"):
+        path = path[:-1]
+    return _all_names(path)
+
+
+def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
+    """Names of the path of each leaf, the leaves, and the structure. Masked leaves are kept, None has no leaf.
+
+    Two leaves never have the same "/"-joined names: where {"a/b": x, "a": {"b": y}} would give both "a/b", the name
+    that contains the slash is quoted, "'a/b'". An attribute called `value` beside others, as an attention module of
+    dataclasses has it, is a name and not a box.
+    """
+    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
+    below = Counter(path[:-1] for path, _ in found)  # a box holds one leaf
+    plain = [names(path) if below[path[:-1]] == 1 else _all_names(path) for path, _ in found]
+    counts = Counter(map("/".join, plain))
+    unique = [
+        path if counts["/".join(path)] == 1 else tuple(repr(name) if "/" in name else name for name in path)
+        for path in plain
+    ]
+    return unique, [leaf for _, leaf in found], treedef
+
+
+def flatten_paths(tree: Any) -> dict[str, Any]:
+    """Leaves by "/"-joined path, in the order of the tree; masked leaves are kept (see `flatten_with_names`)."""
+    paths, leaves, _ = flatten_with_names(tree)
+    return dict(zip(map("/".join, paths), leaves, strict=True))
+
+
+def dtype_of(leaf: Any) -> Any:
+    """The dtype of an array, a tracer, a shape or a Python number."""
+    # A typed random key has a dtype that NumPy does not know; a Python number has none.
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def tree_of(tree_or_function: Any, params: Any) -> Any:
+    """The tree itself, or what the function returns for `params`.
+
+    A tree may be callable too (an Equinox module, an `nnx.Module`): only what has no structure is a function.
+    """
+    is_function = isinstance(tree_or_function, jax.tree_util.Partial) or (
+        callable(tree_or_function) and jax.tree_util.all_leaves([tree_or_function])
+    )
+    return tree_or_function(params) if is_function else tree_or_function
+
+
+def broadcast_prefix(
+    prefix: Any, tree: Any, *, is_leaf: Callable[[Any], bool] | None = None, call: str, what: str
+) -> list[Any]:
+    """One entry of `prefix`, the tree or a prefix of it, for each leaf of `tree` (a masked leaf is none).
+
+    Args:
+      prefix: The tree of entries.
+      tree: The tree that it is for.
+      is_leaf: What counts as an entry, as in `jax.tree.map`; None, for instance.
+      call: Names the caller in the error.
+      what: Names the entries in the error, "the dimension numbers".
+
+    Raises:
+      ValueError: `prefix` is no prefix of `tree`; names the first leaf without an entry, or entry without a leaf.
+    """
+    try:
+        # Wrapped, for an entry may be a tree itself, as a named tuple or None is.
+        boxed = jax.tree.map(_Entry, prefix, is_leaf=is_leaf)
+        return [entry.value for entry in jax.tree.leaves(jax.tree.broadcast(boxed, tree))]
+    except ValueError as error:
+        difference = (
+            _difference(prefix, tree, is_leaf) or f"the containers differ. {' '.join(str(error).split())}"
+        )
+        raise ValueError(
+            f"{call}: {what} are neither the tree of the parameters nor a prefix of it: {difference}."
+        ) from None
+
+
+def _difference(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None) -> str:
+    """The first leaf without an entry, or entry without a leaf; nothing where the paths agree."""
+    entries = [names(path) for path, _ in jax.tree_util.tree_leaves_with_path(prefix, is_leaf=is_leaf)]
+    leaves = [names(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    lone = [path for path in leaves if not any(path[: len(entry)] == entry for entry in entries)]
+    if lone:
+        return f"the leaf {'/'.join(lone[0])!r} has no entry"
+    lone = [entry for entry in entries if not any(path[: len(entry)] == entry for path in leaves)]
+    return f"the entry {'/'.join(lone[0])!r} has no leaf" if lone else ""
+
+
+class _Entry:
+    """An opaque leaf."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def _all_names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

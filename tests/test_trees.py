@@ -1,0 +1,115 @@
+"""Paths, prefixes and dtypes of trees."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import muonjax
+from muonjax._trees import broadcast_prefix, dtype_of, flatten_paths, flatten_with_names, tree_of
+
+
+def test_paths():
+    """Boxes of Flax are no names, masked leaves are leaves, None is none, integers and attributes are names."""
+    tree = {"a": [1.0, None, optax.MaskedNode()], "b": nn.Partitioned(2.0, ("x",)), 3: ()}
+    tree = {"t": tree["a"], "b": tree["b"], "n": nnx.State({"k": nnx.Param(jnp.ones(2))})}
+    assert list(flatten_paths(tree)) == ["b", "n/k", "t/0", "t/2"]
+    paths, leaves, treedef = flatten_with_names(tree)
+    assert len(paths) == len(leaves) == treedef.num_leaves
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Attention:
+    query: float
+    key: float
+    value: float
+
+
+def test_an_attribute_called_value_is_a_name():
+    assert list(flatten_paths({"attention": Attention(1.0, 2.0, 3.0)})) == [
+        "attention/query",
+        "attention/key",
+        "attention/value",
+    ]
+
+
+def test_two_leaves_never_have_one_path():
+    """A name with a slash, as Haiku's have, is left as it is unless it meets another path."""
+    assert list(flatten_paths({"mlp/~/linear": {"w": 1.0}})) == ["mlp/~/linear/w"]
+    both = {"a/b": {"w": 1.0}, "a": {"b": {"w": 2.0}}}
+    assert flatten_paths(both) == {"'a/b'/w": 1.0, "a/b/w": 2.0}
+
+
+def test_qk_clip_tells_modules_with_slashes_apart():
+    kernels = {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}
+    params = {"x/y": {"attn": kernels}, "x": {"y": {"attn": jax.tree.map(lambda x: 2 * x, kernels)}}}
+    hot = {"attn": jnp.array([400.0, 50.0])}
+    clipped = muonjax.apply_qk_clip(
+        params, {"x/y": hot, "x": {"y": hot}}, muonjax.mha_site(".*attn"), threshold=100.0
+    )
+    assert clipped["x/y"]["attn"]["key"]["kernel"][0, :, 0].tolist() == [0.5, 1.0]
+    assert clipped["x"]["y"]["attn"]["key"]["kernel"][0, :, 0].tolist() == [1.0, 2.0]
+
+
+def is_leaf(x):
+    return x is None or isinstance(x, str)
+
+
+def broadcast(prefix, tree):
+    return broadcast_prefix(prefix, tree, is_leaf=is_leaf, call="f(x=...)", what="the labels")
+
+
+def test_prefix_broadcasting():
+    tree = {"a": {"b": 1, "c": (2, 3)}, "d": optax.MaskedNode(), "e": 4}
+    assert broadcast("x", tree) == ["x"] * 4
+    assert broadcast({"a": None, "d": "y", "e": "z"}, tree) == [None, None, None, "z"]
+    assert broadcast({"a": {"b": "x", "c": None}, "d": None, "e": "z"}, tree) == ["x", None, None, "z"]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "message"),
+    [
+        ({"a": "x"}, r"^f\(x=...\): the labels are neither .*: the leaf 'b/c' has no entry\.$"),
+        ({"a": "x", "b": {"c": "y", "d": "z"}}, r"the entry 'b/d' has no leaf\.$"),
+        ([], "the leaf 'a' has no entry"),
+        ({"a": "x", "b": nnx.State({"c": "y"})}, "the containers differ.*State"),
+    ],
+)
+def test_no_prefix(prefix, message):
+    """The message names one leaf and never prints the trees."""
+    with pytest.raises(ValueError, match=message):
+        broadcast(prefix, {"a": jnp.ones(3), "b": {"c": jnp.ones(3)}})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Callable:
+    w: jax.Array
+    b: jax.Array
+
+    def __call__(self, x):
+        return x @ self.w + self.b
+
+
+def test_trees_that_can_be_called():
+    """An Equinox module is a tree, though it can be called; a function and a partial are functions."""
+    tree = Callable(jnp.ones((4, 8)), jnp.ones(8))
+    assert tree_of(tree, None) is tree
+    assert tree_of(lambda params: params + 1, 1) == 2
+    assert tree_of(jax.tree_util.Partial(lambda params: params + 1), 1) == 2
+    for numbers in (None, Callable(muonjax.MuonDimensionNumbers(), None)):
+        tx = muonjax.muon(1e-2, muon_weight_dimension_numbers=numbers)
+        updates, _ = tx.update(tree, tx.init(tree), tree)
+        assert isinstance(updates, Callable)
+        assert updates.w.shape == (4, 8)
+
+
+def test_dtypes():
+    assert dtype_of(1.0) == jnp.float32
+    assert dtype_of(jax.ShapeDtypeStruct((2,), "bfloat16")) == jnp.bfloat16
+    assert jnp.issubdtype(dtype_of(jax.random.key(0)), jax.dtypes.prng_key)
