@@ -1,5 +1,4 @@
-"""What every benchmark shares: interleaved timing, a birth certificate for its numbers, a table, a JSON
-file."""
+"""Time calls in turn, record device and versions, print a table, write a JSON file."""
 
 import json
 import pathlib
@@ -17,8 +16,8 @@ import optax
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 
 
-def certificate() -> dict[str, Any]:
-    """Device, versions and commit: where a number was born."""
+def provenance() -> dict[str, Any]:
+    """Device, commit, date and versions of a measurement."""
     device = jax.devices()[0]
     cores = _cores()
     name = device.device_kind if device.platform != "cpu" else f"CPU, {cores} core{'s' * (cores > 1)}"
@@ -88,8 +87,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def write(name: str, content: dict[str, Any]) -> pathlib.Path:
-    """`content` with its certificate, to benchmarks/results/<name>.json."""
+    """Write `content` and its provenance to benchmarks/results/<name>.json."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"born": certificate(), **content}, indent=1) + "\n")
+    path.write_text(json.dumps({"provenance": provenance(), **content}, indent=1) + "\n")
     return path

@@ -172,7 +172,7 @@ def main():
     ptxas = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, check=False)
     report = {
         "question": "registers, spills and instructions of the Hopper kernel, compiled without a GPU",
-        "born": {
+        "provenance": {
             "device": f"compiled ahead of time for {topology.devices[0].device_kind}; not run",
             "commit": commit.stdout.strip(),
             "date": time.strftime("%Y-%m-%d"),

@@ -120,11 +120,15 @@ def main():
 
     start = time.monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    born = {"device": "unknown", "commit": commit(), "date": time.strftime("%Y-%m-%d")}
-    report = {"question": "is the Hopper kernel right, and how fast", "born": born, "sections": {}}
+    provenance = {"device": "unknown", "commit": commit(), "date": time.strftime("%Y-%m-%d")}
+    report = {
+        "question": "is the Hopper kernel right, and how fast",
+        "provenance": provenance,
+        "sections": {},
+    }
 
     def path():
-        name = born["device"].lower().replace(" ", "_")
+        name = provenance["device"].lower().replace(" ", "_")
         return arguments.out / f"gpu_{'dry_run' if arguments.dry_run else name}.json"
 
     def write():
@@ -135,13 +139,13 @@ def main():
     def keep_device(section):
         report["sections"]["device"] = section
         for row in section["results"]:
-            born.update({key: row[key] for key in ("device", "versions") if key in row})
+            provenance.update({key: row[key] for key in ("device", "versions") if key in row})
             if target := row.pop("target_config", None):
                 path().with_suffix(".txtpb").write_text(target)
         if section["ended"] != "not yet":
             if path().exists():  # sections that an earlier run of the same code has measured
                 earlier = json.loads(path().read_text())
-                if earlier["born"] == born:
+                if earlier["provenance"] == provenance:
                     report["sections"] = {**earlier["sections"], **report["sections"]}
             write()
 

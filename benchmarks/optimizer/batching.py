@@ -81,7 +81,7 @@ def compile_times(leaves: int, width: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--name", default="grouping", help="of the JSON under benchmarks/results")
+    parser.add_argument("--name", default="batching", help="of the JSON under benchmarks/results")
     args = parser.parse_args()
     shapes = [times(shape, 16, args.rounds) for shape in SHAPES]
     for row in shapes:

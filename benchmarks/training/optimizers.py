@@ -97,7 +97,7 @@ def train(task: training_tasks.Task, optimizer: str, rate: float, seed: int, ste
         "accuracy": curve[-1][2],
         "curve": curve,
         "whole_seconds": round(time.perf_counter() - began, 1),
-        "born": measure.certificate(),
+        "provenance": measure.provenance(),
     }
 
 

@@ -34,7 +34,7 @@ def one_run(optimizer: str, rate: float, steps: int, seed: int, extra: list[str]
         "seed": seed,
         "held_out": round(loss, 5),
     }
-    return {**row, "seconds": round(seconds, 1), "born": measure.certificate()}
+    return {**row, "seconds": round(seconds, 1), "provenance": measure.provenance()}
 
 
 def best(rows, optimizer, steps):
@@ -74,7 +74,7 @@ def main() -> None:
         rows.append(one_run(*run, extra))
         winners = [best(rows, name, steps) for name in lengths for steps in lengths[name]]
         measure.write(args.name, {"best": [w for w in winners if w], "runs": rows})
-    table = [{k: v for k, v in row.items() if k != "born"} for row in rows]
+    table = [{k: v for k, v in row.items() if k != "provenance"} for row in rows]
     print(measure.table(table), "", measure.table([w for w in winners if w]), sep="\n")
 
 

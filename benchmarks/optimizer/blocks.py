@@ -1,0 +1,153 @@
+"""Result blocks of the optimizer benchmarks."""
+
+from benchmarks.common.blocks import Block, Cell, Row
+
+
+def _chunk_columns(content: Row) -> dict[str, Cell]:
+    chunks = {f"{size} at once": f"{{chunks[{size}][ratio]:.2f}}" for size in content["shapes"][0]["chunks"]}
+    return {"matrices": "{shape}", **chunks, "the rule takes": "{rule}"}
+
+
+def _aspect_columns(content: Row) -> dict[str, Cell]:
+    cell = "{%s[ratio]:.2f}; {%s[polar_error]:.2f} ({%s[cosine_worst]:.2f})"
+    shapes = {
+        f"{content['width']} × {int(a) * content['width']}": cell % (a, a, a) for a in content["shapes"]
+    }
+    return {"time ÷ Optax's; polar error (worst cosine)": "{name}", **shapes}
+
+
+def _methods(content: Row) -> dict[str, Row]:
+    names = next(iter(content["shapes"].values()))
+    return {name: {aspect: rows[name] for aspect, rows in content["shapes"].items()} for name in names}
+
+
+def _rank_columns(content: Row) -> dict[str, Cell]:
+    def errors(k: int) -> Cell:
+        fast, balanced = f"fast, k = {k}", f"balanced, k = {k}"
+        return lambda row: f"{row[fast]:.2f} / {row[balanced]:.2f}" if fast in row else None
+
+    ranks = sorted(
+        {int(key.split(" = ")[1]) for row in content["widths"] for key in row if key.startswith("fast")}
+    )
+    heads = {"width": "{width}", "stable rank": "{stable_rank:.1f}", "median σ ÷ σ₁": "{median:.1e}"}
+    return {**heads, **{f"k = {k}": errors(k) for k in ranks}}
+
+
+def _beside_optax(content: Row) -> list[Row]:
+    return [
+        {"title": row["title"] if name == "Optax" else "", "name": name, **row[key]}
+        for row in content["rows"].values()
+        for name, key in (("Optax", "optax"), ("muonjax", "muonjax_auto"))
+    ]
+
+
+def _explicit(content: Row) -> Row:
+    rows = content["rows"].values()
+    counted = ("mebibytes", "collectives", "flops")
+    same = all(row["muonjax_explicit"][key] == row["muonjax_auto"][key] for row in rows for key in counted)
+    errors = [row["optax_explicit"] for row in rows if row["optax_explicit"] != "runs"]
+    return {
+        "equal": "the same numbers" if same else "other numbers (see the JSON)",
+        "errors": " and ".join(sorted(set(errors))),
+        "failing": len(errors),
+        "layouts": len(rows),
+    }
+
+
+def _modes(content: Row) -> list[Row]:
+    return [
+        {"title": "" if number else row["title"], "mode": f'"{mode}"{" (auto)" * cost["auto"]}', **cost}
+        for row in content["modes"]
+        for number, (mode, cost) in enumerate(row["modes"].items())
+    ]
+
+
+BLOCKS = {
+    "muon_step": Block(
+        rows="optimizers",
+        columns={
+            "": "{name}",
+            "time of a step": "{row:quartiles}",
+            "temporary memory": "{temporary_ratio:.2f}",
+            "trace and compile": "{compile_ratio:.2f}",
+            "polar error, mean": "{polar_error_mean:.2f}",
+            "cosine to the polar factor, worst": "{cosine_worst:.2f}",
+        },
+        text="{table}\n\n{machine} Times and memory in units of Optax's.",
+    ),
+    "batching": Block(
+        rows="shapes",
+        columns=_chunk_columns,
+        text="{table}\n\n{shapes[0][count]} matrices; times in units of one after the other. {machine}",
+    ),
+    "batching.compile": Block(
+        text="Orthogonalizing {compile[leaves]} leaves of {compile[width]} × {compile[width]}, to trace and compile, "
+        "in units of Optax's {compile[optimizers][optax][seconds]:.1f} s: fast {compile[optimizers][fast]:quartiles}, "
+        "balanced {compile[optimizers][balanced]:quartiles}. {machine}"
+    ),
+    "newton_schulz": Block(rows=_methods, columns=_aspect_columns),
+    "newton_schulz.exact": Block(
+        rows="exact",
+        columns={"": "{name}", "polar error": "{polar_error:.1e}", "time": "{row:quartiles}"},
+        text="{table}\n\n{width} × {width}, condition number 1000; times in units of the faster factorization's. "
+        "{machine}",
+    ),
+    "spectra": Block(rows="widths", columns=_rank_columns),
+    "sharding": Block(
+        rows=_beside_optax,
+        columns={
+            "24 matrices 512 × 2048, 8 devices": "{title}",
+            "": "{name}",
+            "MiB sent": "{mebibytes:.1f}",
+            "collectives": "{collectives}",
+            "flops ÷ an even share": "{redundancy:.2f}",
+        },
+        text="{table}\n\nPer device and step, counted in the compiled program; an even share is the same optimizer's "
+        "work on one device, divided by eight. {machine}",
+    ),
+    "sharding.explicit": Block(
+        text="With explicit axis types and no Distribution: {equal}. Optax's raises {errors} in {failing} of the "
+        "{layouts} layouts.",
+        values=_explicit,
+    ),
+    "sharding.modes": Block(
+        rows=_modes,
+        columns={
+            "matrices and mesh": "{title}",
+            "mode": "{mode}",
+            "flops ÷ an even share": "{redundancy:.2f}",
+            "MiB sent": "{mebibytes:.0f}",
+            "collectives": "{collectives}",
+        },
+        text="{table}\n\nOf the busiest device, as `plan` says, in float32. {machine}",
+    ),
+    "sharding.llama": Block(
+        rows="llama",
+        columns={
+            "224 matrices": "{title}",
+            "busiest device ÷ mean": "{imbalance:.2f}",
+            "seconds to plan": "{plan_seconds:.1f}",
+            "seconds to compile": "{compile_seconds:.0f}",
+        },
+    ),
+    "sharding.memory": Block(
+        rows="memory",
+        columns={
+            "per device": "{title}",
+            "temporary MiB": "{temporary_mebibytes:.1f}",
+            "its share of the momentum + its largest group, MiB": "{share_and_group_mebibytes:.1f}",
+            "ratio": lambda row: f"{row['temporary_mebibytes'] / row['share_and_group_mebibytes']:.2f}",
+        },
+    ),
+    "symmetric_product": Block(
+        rows="results",
+        columns={
+            "X": "{shape}, {dtype}",
+            "XLA's X Xᵀ, not mirrored": lambda row: f"{1e3 * row['variants']['plain']['seconds']:.2f} ms",
+            '"reference"': "{variants[reference]:quartiles}",
+            '"blocked"': "{variants[blocked]:quartiles}",
+            "`None` takes": '"{rule}"',
+        },
+        text="{table}\n\nMedians, and quartiles, of the ratios to XLA's own product in the same round. {machine}",
+    ),
+}

@@ -1,0 +1,59 @@
+"""Result blocks of the reliability runs."""
+
+from benchmarks.common.blocks import Block, Row
+
+
+def _with_sum(content: Row) -> list[Row]:
+    passed, failed = (sum(row[kind] for row in content["rows"]) for kind in ("passed", "failed"))
+    cells = [{**row, "passed": f"{row['passed']:,}"} for row in content["rows"]]
+    return [*cells, {"input": "**all**", "passed": f"**{passed:,}**", "failed": f"**{failed}**"}]
+
+
+VERSIONS = ("python", "jax", "flax", "optax", "commit", "passed", "failed", "skipped")
+
+BLOCKS = {
+    "adversarial_input": Block(
+        rows=_with_sum, columns={"input": "{input}", "examples passed": "{passed}", "failed": "{failed}"}
+    ),
+    "long_runs": Block(
+        rows="weights",
+        columns={
+            "gradients": "{gradients}",
+            "precision": "{precision}",
+            "fixed point": "{fixed_point:.4f}",
+            "RMS at the end": "{final_rms:.4f}",
+            "largest of all steps": "{largest_rms:.4f}",
+            "bound": "{bound:.4f}",
+            "finite": "{finite}",
+        },
+        text="{table}\n\n{steps:,} steps, η = {rate:g}, λ = {weight_decay:g}, r = {rms:g}. {machine}",
+    ),
+    "long_runs.logits": Block(
+        rows="logits",
+        columns={
+            "": lambda row: "muonclip" if row["clip"] else "muon",
+            "precision": "{precision}",
+            "largest logit": "{largest_logit:.3f}",
+            "bound": lambda row: f"{row['bound']:.3f}" if row["clip"] else None,
+            "finite": "{finite}",
+        },
+        text="{table}\n\nThreshold {logits[0][threshold]:g}, {steps:,} steps. {machine}",
+    ),
+    "killed_runs": Block(
+        rows="damaged",
+        columns={
+            "a file of the newest checkpoint": "{damage}",
+            "refused": "{refused}",
+            "restored the same bits": "{same bits}",
+            "restored others": "{other bits}",
+            "crashed": "{crashed}",
+        },
+        text="{killed[kills]} kills of {killed[runs]} runs of {killed[steps]} steps, {killed[while_writing]} of them "
+        "while a checkpoint was being written: {killed[runs_with_the_same_bits]} of {killed[runs]} runs ended with the "
+        "parameters of an uninterrupted one, bit for bit, and with its losses at every step.\n\n{table}\n\n{machine}",
+    ),
+    "versions": Block(
+        columns={head: f"{{{head}}}" for head in VERSIONS},
+        text="{table}",
+    ),
+}

@@ -1,0 +1,129 @@
+"""Result blocks of the training benchmarks."""
+
+from typing import Any
+
+from benchmarks.common.blocks import Block, Cell, Row
+
+NAMES = {"adamw": "AdamW", "muonclip": "MuonClip"}
+
+
+def _sweep(content: Row) -> list[dict[str, Any]]:
+    """A row for each optimizer and length: its losses by rate, the least in bold."""
+    keys = sorted({(run["optimizer"], -run["steps"]) for run in content["runs"]})
+    rows = []
+    for optimizer, steps in keys:
+        losses = {
+            run["learning_rate"]: run["held_out"]
+            for run in content["runs"]
+            if (run["optimizer"], run["steps"]) == (optimizer, -steps)
+        }
+        least = min(losses.values())
+        cells = {rate: f"**{loss:.3f}**" if loss == least else f"{loss:.3f}" for rate, loss in losses.items()}
+        rows.append({"name": f"{NAMES[optimizer]}, {-steps} steps", "losses": cells})
+    return rows
+
+
+def _rate_columns(content: Row) -> dict[str, Cell]:
+    def loss(rate: float) -> Cell:
+        return lambda row: row["losses"].get(rate)
+
+    rates = sorted({run["learning_rate"] for run in content["runs"]})
+    return {"held-out loss (nats per byte) at rate": "{name}", **{f"{rate:g}": loss(rate) for rate in rates}}
+
+
+def _steps(content: Row) -> Row:
+    """The shortest MuonClip run that reaches AdamW's loss, each at its best rate."""
+    adamw = min((b for b in content["best"] if b["optimizer"] == "adamw"), key=lambda b: b["held_out"])
+    enough = [
+        b for b in content["best"] if b["optimizer"] == "muonclip" and b["held_out"] <= adamw["held_out"]
+    ]
+    muonclip = min(enough, key=lambda b: b["steps"])
+    return {"adamw": adamw, "muonclip": muonclip, "share": muonclip["steps"] / adamw["steps"]}
+
+
+def _best_rates(content: Row) -> Row:
+    cells = [
+        f"{NAMES[b['optimizer']]} in {b['steps']} steps: {b['learning_rate']:g}" for b in content["best"]
+    ]
+    return {"rates": "; ".join(cells)}
+
+
+def _complete(content: Row, key: str) -> list[Row]:
+    """Rows of the tasks where every optimizer's best rate is between two worse ones and has run with several seeds."""
+    lacking = {row["task"] for row in content["best"] if not row["bracketed"] or row["seeds"] == 1}
+    return [row for row in content[key] if row["task"] not in lacking]
+
+
+def _answers(content: Row) -> list[Row]:
+    return [row for row in _complete(content, "answers") if row["question"] != "rate"]
+
+
+def _share(key: str) -> Cell:
+    """Steps and time are given where AdamW's loss was reached for good."""
+    return lambda row: f"{row[key]:.2f}" if row.get("steps") and row.get(key) is not None else None
+
+
+def _rates_beside_adamw(content: Row) -> Row:
+    rows = [row for row in _complete(content, "answers") if row["question"] == "rate"]
+    return {
+        "rates": ", ".join(f"{2 ** row['factors_of_two']:g} ({row['task']}, {row['of']})" for row in rows)
+    }
+
+
+STEPS = (
+    "MuonClip reaches a held-out loss of {muonclip[held_out]:.3f} nats per byte in {muonclip[steps]} steps; AdamW has "
+    "{adamw[held_out]:.3f} after {adamw[steps]}: MuonClip needs {share:.0%} of AdamW's steps (one seed, each optimizer "
+    "at the best learning rate of those in the table)."
+)
+GAP = "{gap[mean]:+.4f} ({gap[low]:+.4f} to {gap[high]:+.4f})"
+
+BLOCKS = {
+    "training_sweep": Block(
+        rows=_sweep, columns=_rate_columns, text=STEPS + "\n\n{table}\n\n{machine}", values=_steps
+    ),
+    "training_sweep.steps": Block(
+        text=STEPS.replace(" of those in the table", " that was tried"), values=_steps
+    ),
+    "training_sweep.rates": Block(
+        text="Learning rate with the least held-out loss. {rates} (one seed).", values=_best_rates
+    ),
+    "preset_training": Block(
+        rows="presets",
+        columns={
+            "iteration": "{preset}",
+            "best learning rate": "{learning_rate:g}",
+            "held-out loss, mean": "{held_out:.3f}",
+            "÷ Optax's": "{ratio:.3f}",
+            "over the seeds": "{ratio_low:.3f} to {ratio_high:.3f}",
+        },
+        text="{table}\n\n{steps} steps, {presets[0][seeds]} seeds. {machine}",
+    ),
+    "training": Block(
+        rows=lambda content: _complete(content, "best"),
+        columns={
+            "task": "{task}",
+            "optimizer": "{optimizer}",
+            "best rate": "{learning_rate:.2g}",
+            "held-out loss": "{held_out:.3f} ± {spread:.3f}",
+            "accuracy": "{accuracy:.3f}",
+            "a step ÷ AdamW's": "{ratio:.2f}",
+        },
+        text="{table}\n\n{steps} steps; mean and standard deviation of {seeds} seeds. {machine}",
+        values=lambda content: {"seeds": min(row["seeds"] for row in _complete(content, "best"))},
+    ),
+    "training.answers": Block(
+        rows=_answers,
+        columns={
+            "task": "{task}",
+            "optimizer": "{of}",
+            "compared with": "{against}",
+            "difference of held-out loss, nats (over the seeds)": GAP,
+            "steps": _share("steps"),
+            "time": _share("time"),
+        },
+        text="{table}\n\nThe difference is the first optimizer's loss minus the other's: negative is better. Steps and "
+        "time: what the first needs to stay below AdamW's final loss, in units of AdamW's. Best learning rates, in "
+        "units of AdamW's: {rates}.",
+        values=_rates_beside_adamw,
+    ),
+}
