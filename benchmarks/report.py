@@ -442,7 +442,7 @@ def mla_clip_holds(content: dict[str, Any]) -> str:
     )
 
 
-def hostile_input(content: dict[str, Any]) -> str:
+def adversarial_input(content: dict[str, Any]) -> str:
     """What was tried, and how often it went wrong."""
     rows = [[row["input"], f"{row['passed']:,}", row["failed"]] for row in content["rows"]]
     passed, failed = (sum(row[kind] for row in content["rows"]) for kind in ("passed", "failed"))
@@ -710,7 +710,7 @@ BLOCKS = {
     "aot_hopper": aot_hopper,
     "aot_hopper.mesh": aot_hopper_mesh,
     "clip_holds": clip_holds,
-    "hostile_input": hostile_input,
+    "adversarial_input": adversarial_input,
     "killed_runs": killed_runs,
     "grouping": grouping,
     "grouping.compile": grouping_compile,

@@ -1,4 +1,4 @@
-"""How many hostile examples does muonjax stand? Runs tests/reliability with 20,000 of them and counts.
+"""How many adversarial examples pass? Runs tests/reliability with 20,000 and counts.
 
 python -m benchmarks.reliability.adversarial_input               # all at once
 python -m benchmarks.reliability.adversarial_input any_matrix    # one test; the counts of the others stay in the file
@@ -39,11 +39,11 @@ def count(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    path = measure.RESULTS / "hostile_input.json"
+    path = measure.RESULTS / "adversarial_input.json"
     rows = {row["test"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
     for name in sys.argv[1:] or TESTS:
         rows[name] = count(name)
-        measure.write("hostile_input", {"rows": [rows[test] for test in TESTS if test in rows]})
+        measure.write("adversarial_input", {"rows": [rows[test] for test in TESTS if test in rows]})
         print(measure.table([rows[name]]))
 
 
