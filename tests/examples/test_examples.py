@@ -156,7 +156,7 @@ def test_latent_attention_with_and_without_the_clip(tmp_path):
     assert (tmp_path / "mla_qk_clip.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_latent_attention_blows_up_without_the_clip_and_trains_with_it(tmp_path):
     """At the size that the page shows."""
     output = run("--out", tmp_path, script="mla_qk_clip.py")

@@ -25,7 +25,7 @@ def run(*arguments):
     )
 
 
-@pytest.mark.parametrize("gradient", ["polynomial", pytest.param("polar", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gradient", ["polynomial", pytest.param("polar", marks=pytest.mark.nightly)])
 def test_it_trains_measures_and_draws(tmp_path, gradient):
     done = run(*TINY, "--timing-rounds", "1", "--gradient", gradient, "--out", tmp_path)
     assert done.returncode == 0, done.stderr

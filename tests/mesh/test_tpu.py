@@ -14,7 +14,7 @@ from benchmarks.optimizer import sharding
 pytest.importorskip("libtpu")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("dtype", "mebibytes"), [(jnp.float32, 21.0), (jnp.bfloat16, 10.5)])
 def test_a_v5e_sends_half_the_bytes_in_half_precision(dtype, mebibytes):
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices

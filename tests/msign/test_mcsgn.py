@@ -87,7 +87,7 @@ def test_second_derivatives():
             assert relative(jax.jit(f)(x), second) < 1e-11
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_third_derivatives():
     rows = polar_express(8) + NEWTON_SCHULZ * 2
     with jax.enable_x64(True):

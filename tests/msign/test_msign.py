@@ -268,7 +268,7 @@ def higher_derivatives_by_autodiff(shape):
 
 @pytest.mark.parametrize("mode", ["polynomial", "polar"])
 @pytest.mark.parametrize(
-    "shape", [(3, 4), *(pytest.param(s, marks=pytest.mark.slow) for s in ((2, 4), (3, 3)))]
+    "shape", [(3, 4), *(pytest.param(s, marks=pytest.mark.nightly) for s in ((2, 4), (3, 3)))]
 )
 def test_second_and_third_derivatives(mode, shape):
     loss = scalar(functools.partial(msign, coefficients=ROWS, gradient=mode), shape)
@@ -279,7 +279,7 @@ def test_second_and_third_derivatives(mode, shape):
         assert relative(jax.jit(jax.jacfwd(jax.hessian(loss)))(x), third) < 1e-9
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["polynomial", "polar"])
 @pytest.mark.parametrize("shape", [(3, 3), (2, 4)])
 def test_third_derivative_in_reverse(mode, shape):
@@ -295,8 +295,8 @@ def test_third_derivative_in_reverse(mode, shape):
         ("polynomial", (4, 4), ROWS),
         ("polynomial", (3, 5), NEWTON_SCHULZ * 2),  # one turn of two steps
         ("polar", (4, 4), ROWS),
-        pytest.param("polynomial", (5, 3), ROWS, marks=pytest.mark.slow),
-        pytest.param("polar", (5, 3), ROWS, marks=pytest.mark.slow),
+        pytest.param("polynomial", (5, 3), ROWS, marks=pytest.mark.nightly),
+        pytest.param("polar", (5, 3), ROWS, marks=pytest.mark.nightly),
     ],
 )
 def test_check_grads(mode, shape, rows):

@@ -1,4 +1,4 @@
-"""What the hostile tests share: how many examples each gets, whose an error is, and numbers that hurt."""
+"""What the adversarial tests share: the number of examples, the check of an error's text, and unusual numbers."""
 
 import re
 
@@ -15,7 +15,7 @@ BAD = [np.nan, np.inf, -np.inf]
 
 
 def share(percent):
-    """`percent` of all hostile examples; the shares of all tests in this folder add up to 100."""
+    """`percent` of all adversarial examples; the shares of all tests in this folder add up to 100."""
     return settings(_PROFILE, max_examples=_PROFILE.max_examples * percent // 100)
 
 

@@ -1,4 +1,4 @@
-"""Hostile examples: 300 in every run, 20,000 with `pytest --hypothesis-profile=nightly tests/reliability`."""
+"""Adversarial examples: 300 in every run, 20,000 with `pytest --hypothesis-profile=nightly tests/reliability`."""
 
 from hypothesis import HealthCheck, settings
 

@@ -1,4 +1,4 @@
-"""What the hostile examples found, each mistake once and small."""
+"""What the adversarial examples found, each mistake once and small."""
 
 import jax
 import jax.numpy as jnp
