@@ -439,7 +439,7 @@ def test_bad_trees(tree, settings, error, message):
 
 def test_muonclip_needs_its_statistics():
     tx = muonjax.muonclip(0.1, [muonjax.mha_site()])
-    with pytest.raises(ValueError, match=r"qk_clip needs this step's statistics.*attention_fn"):
+    with pytest.raises(ValueError, match=r"qk_clip: needs this step's statistics.*attention_fn"):
         tx.update(gradients(0), tx.init(params()), params())
 
 

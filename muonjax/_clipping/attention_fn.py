@@ -1,4 +1,4 @@
-"""In the forward pass: wrap an attention function so that it also reports each head's largest logit."""
+"""Wrap an attention function so that it also reports each head's largest logit."""
 
 import functools
 import inspect
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from muonjax._clipping.errors import errors_of
 from muonjax._clipping.max_logits import max_logits
 
 
@@ -20,14 +21,9 @@ def reporting(
     **settings: Any,  # of max_logits
 ) -> Callable[..., jax.Array]:
     """An attention function with Flax's arguments that calls `report(module, maxima)` before `base`."""
-    fixed = _fixed(call, base)
-    for name in ("scale", "local_window_size"):
-        if fixed.get(name) is not None:
-            if settings[name] not in (None, fixed[name]):
-                raise ValueError(
-                    f"{call}({name}={settings[name]}) contradicts the attention function, which has {fixed[name]}."
-                )
-            settings[name] = fixed[name]
+    with errors_of(call):
+        fixed = _settings_of(base)
+        settings = _agreed(settings, fixed)
     accepted = inspect.signature(base).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
 
@@ -91,7 +87,7 @@ def _name(fn: Callable) -> str:
     return getattr(fn, "__name__", None) or repr(fn)
 
 
-def _fixed(call: str, base: Callable) -> dict[str, Any]:
+def _settings_of(base: Callable) -> dict[str, Any]:
     """What `base` does when it is not told: its own defaults, and what a `functools.partial` fixes.
 
     Refuses a base whose softmax sees other logits than can be measured.
@@ -105,19 +101,30 @@ def _fixed(call: str, base: Callable) -> dict[str, Any]:
     settings |= keywords  # those that **kwargs take stand in no signature
     if "rope" in _name(base):
         raise ValueError(
-            f"{call}(base={_name(base)}) rotates queries and keys after they are measured; pass the rotation "
-            f"as rotate=fn instead, a function of one array [*batch, T, heads, D]."
+            f"base={_name(base)} rotates queries and keys after they are measured; pass the rotation as rotate=fn "
+            f"instead, a function of one array [*batch, T, heads, D]."
         )
-    caps = [name for name in settings if re.search(r"cap(ped|ping)?(_|$)", name) and _given(settings[name])]
+    caps = [name for name in settings if re.search(r"cap(ped|ping)?(_|$)", name) and _is_on(settings[name])]
     if caps:
         raise ValueError(
-            f"{call}(base={_name(base)}): {caps[0]}={settings[caps[0]]} caps the logits that the softmax sees, which "
-            f"QK-Clip neither measures nor scales. Leave the cap out; or keep it, for it bounds the logits itself: use "
-            f"this attention unwrapped, and take it out of the clip's sites."
+            f"base={_name(base)}: {caps[0]}={settings[caps[0]]} caps the logits that the softmax sees, which QK-Clip "
+            f"neither measures nor scales. Leave the cap out; or keep it, for it bounds the logits itself: use this "
+            f"attention unwrapped, and take it out of the clip's sites."
         )
     return settings
 
 
-def _given(setting: Any) -> bool:
+def _agreed(settings: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
+    """Settings of `max_logits`, with the scale and the window that the base has."""
+    own = {name: fixed[name] for name in ("scale", "local_window_size") if fixed.get(name) is not None}
+    for name, value in own.items():
+        if settings[name] not in (None, value):
+            raise ValueError(
+                f"{name}={settings[name]} contradicts the attention function, which has {value}."
+            )
+    return settings | own
+
+
+def _is_on(cap: Any) -> bool:
     """Whether a cap is one: None and 0 turn it off."""
-    return setting is not None and not (isinstance(setting, (int, float)) and setting == 0)
+    return cap is not None and not (isinstance(cap, (int, float)) and cap == 0)

@@ -1,7 +1,9 @@
-"""Before the clip, first of four: which part of a parameter feeds a signal, and how factors land on that part."""
+"""The factor of each signal, and how it is spread over the part of a parameter that feeds the signal."""
 
 import dataclasses
 import math
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +20,20 @@ class Scale:
     `axes=(-1,)`, `start=heads·head_dim`, `size=heads·head_dim`, `entries=heads`.
 
     Attributes:
-      path: the parameter's path below the site's module: "query/kernel".
-      rank: number of axes of one layer's parameter; the further ones of a stacked parameter count layers.
-      axes: the axes of one layer's parameter, negative, that hold the entries.
-      entries: how many; None: as many as the first of the axes is long. 1 for a signal of one number a layer.
-      start: first position on the flattened axes.
-      size: how many positions; None: all from `start`.
-      span: (first, end) within each entry's run; an end of None is the run's own.
-      power: a in γ**a · g**b, where g is the smallest γ of the entries that share a key head.
-      group_power: b.
-      factor: name of the linear factor that the parameter belongs to; a kernel and its bias share one.
-      optional: whether the parameter may be missing, as a bias may.
+      path: The parameter's path below the site's module: "query/kernel".
+      rank: Number of axes of one layer's parameter; the further ones of a stacked parameter count layers.
+      axes: The axes of one layer's parameter, negative, that hold the entries.
+      entries: How many; None: as many as the first of the axes is long. 1 for a signal of one number per layer.
+      start: First position on the flattened axes.
+      size: How many positions; None: all from `start`.
+      span: (first, end) within the run of each entry; an end of None is the run's own.
+      power: The exponent a in γ**a · g**b, where g is the smallest γ of the entries that share a key head.
+      group_power: The exponent b.
+      factor: Name of the linear factor that the parameter belongs to; a kernel and its bias share one.
+      optional: Whether the parameter may be missing, as a bias may.
 
     Raises:
-      ValueError: while tracing, if the parameter's shape does not fit; naming both.
+      ValueError: While tracing, if the parameter's shape does not fit; naming both.
 
     Example:
       >>> import muonjax
@@ -53,63 +55,124 @@ class Scale:
     optional: bool = False
 
 
-def stack_sizes(
-    call: str, scale: Scale, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None
-) -> tuple[int, ...]:
+class Part(NamedTuple):
+    """What a `Scale` means for one parameter of known shape, layers stacked."""
+
+    path: str  # of the parameter, from the root of the tree
+    shape: tuple[int, ...]
+    stack: tuple[int, ...]  # axes that count layers
+    held: tuple[int, ...]  # axes that hold the entries
+    entries: int
+    start: int
+    size: int
+    span: tuple[int, int | None]
+    factor: str
+    power: float
+    group_power: float
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self.shape[axis] for axis in self.stack)
+
+    @property
+    def total(self) -> int:
+        """Positions on the axes that hold the entries."""
+        return math.prod(self.shape[axis] for axis in self.held)
+
+    @property
+    def inside(self) -> np.ndarray:
+        """Which positions of the run of an entry are scaled."""
+        inside = np.zeros(self.size // self.entries, bool)
+        inside[slice(*self.span)] = True
+        return inside
+
+
+def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None) -> Part:
+    """The part of the parameter of this shape that `scale` scales; raises ValueError where it does not fit."""
     count = len(shape) - scale.rank
-    if count < 0 or (count > 0 and scan_axis is not None and len(scan_axis) != count):
+    bad = scan_axis is not None and (
+        len(scan_axis) != count or not all(-len(shape) <= axis < len(shape) for axis in scan_axis)
+    )
+    if count < 0 or (count > 0 and bad):
         raise ValueError(
-            f"{call}: {scale.path!r} has shape {shape}; its site expects {scale.rank} axes a layer, and layers on "
+            f"{path!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and layers on "
             f"{'leading axes' if scan_axis is None else f'axes {scan_axis}'}. See the site's layout and scan_axis."
         )
-    return tuple(shape[axis] for axis in _stack(scale, shape, scan_axis))
-
-
-def _stack(scale: Scale, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Axes of the stacked parameter that count layers."""
-    count = len(shape) - scale.rank
-    return tuple(range(count)) if scan_axis is None or not count else tuple(a % len(shape) for a in scan_axis)
-
-
-def _held(scale: Scale, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Axes of the stacked parameter that hold the entries. A scale names them for one layer: `nn.scan` on axis 1 makes
-    a kernel (d, L, heads, head_dim) but a bias (heads, L, head_dim), and no count from either end fits both."""
-    stack = _stack(scale, shape, scan_axis)
+    leading = scan_axis is None or not count
+    stack = tuple(range(count)) if leading else tuple(axis % len(shape) for axis in scan_axis)
+    # A scale names the axes of one layer: `nn.scan` on axis 1 makes a kernel (d, L, heads, head_dim) but a bias
+    # (heads, L, head_dim), and no count from either end fits both.
     own = [axis for axis in range(len(shape)) if axis not in stack]
-    return tuple(own[axis] for axis in scale.axes)
-
-
-def count_entries(call: str, scale: Scale, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None) -> int:
-    held = [shape[axis] for axis in _held(scale, shape, scan_axis)]
-    total = math.prod(held)
-    entries = held[0] if scale.entries is None else scale.entries
-    size = total - scale.start if scale.size is None else scale.size
-    run = size // entries if entries > 0 else 0
-    if run < 1 or size % entries or scale.start + size > total or not len(range(run)[slice(*scale.span)]):
-        raise ValueError(
-            f"{call}: {scale.path!r} of shape {shape} does not hold {entries} heads, features {scale.span} "
-            f"of each, in positions {scale.start}:{scale.start + size} of {total}. See the site's layout and sizes."
-        )
-    return entries
-
-
-def spread(
-    factors: jax.Array, scale: Scale, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None
-) -> jax.Array:
-    """Factors [*layers, entries] on the axes of the parameter that hold them, broadcastable to it; 1 outside."""
-    *layers, entries = factors.shape
-    held = _held(scale, shape, scan_axis)
+    held = tuple(own[axis] for axis in scale.axes)
     total = math.prod(shape[axis] for axis in held)
-    size = total - scale.start if scale.size is None else scale.size
-    inside = np.zeros(size // entries, bool)
-    inside[slice(*scale.span)] = True
-    # A broadcast and no gather: with the heads on several devices it needs no exchange.
-    f = jnp.where(inside, factors[..., None], 1.0).reshape(*layers, size)
-    if size != total:
-        f = jnp.pad(
-            f, [(0, 0)] * len(layers) + [(scale.start, total - scale.start - size)], constant_values=1.0
+    part = Part(
+        path=path,
+        shape=tuple(shape),
+        stack=stack,
+        held=held,
+        entries=shape[held[0]] if scale.entries is None else scale.entries,
+        start=scale.start,
+        size=total - scale.start if scale.size is None else scale.size,
+        span=scale.span,
+        factor=scale.factor,
+        power=scale.power,
+        group_power=scale.group_power,
+    )
+    divides = part.entries > 0 and part.size >= part.entries and part.size % part.entries == 0
+    if not divides or part.start + part.size > total or not part.inside.any():
+        raise ValueError(
+            f"{path!r} of shape {part.shape} does not hold {part.entries} heads, features {part.span} of each, in "
+            f"positions {part.start}:{part.start + part.size} of {total}. See the site's layout and sizes."
         )
-    f = f.reshape(*layers, *(shape[axis] for axis in held))
-    order = (*_stack(scale, shape, scan_axis), *held)  # axis i of f belongs at axis order[i] of the parameter
+    return part
+
+
+def clip_factor(signal: jax.Array, threshold: jax.typing.ArrayLike) -> jax.Array:
+    """γ = min(1, threshold / S); exactly 1 where S is not a finite number above the threshold, and the threshold not
+    positive (a schedule's can't be checked)."""
+    hot = (signal > threshold) & jnp.isfinite(signal) & (jnp.asarray(threshold) > 0)
+    gamma = jnp.where(hot, threshold / jnp.where(hot, signal, 1.0), 1.0).astype(jnp.float32)
+    # Never zero: the head could not recover, and γ·γ^(-1/2) would be NaN.
+    return jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny)
+
+
+def parameter_factors(
+    parts: Iterable[tuple[Part, ...]], groups: Iterable[int], gammas: Iterable[jax.Array]
+) -> dict[str, jax.Array]:
+    """What each parameter is multiplied by: γ**power · (the group's smallest γ)**group_power, head by head.
+
+    For each module its parts, how many groups share a key head, and γ of shape [*layers, entries].
+    """
+    factors: dict[str, jax.Array] = {}
+    for module, count, gamma in zip(parts, groups, gammas, strict=True):
+        grouped = gamma.reshape(*gamma.shape[:-1], count, -1)
+        smallest = grouped.min(-1, keepdims=True)
+        for part in module:
+            if part.power == part.group_power == 0:
+                continue
+            f = _power(smallest, part.group_power)  # one per group: all that a shared key can take
+            if part.entries == gamma.shape[-1]:
+                f = f * _power(grouped, part.power)
+            f = _spread(f.reshape(*gamma.shape[:-1], -1), part)
+            factors[part.path] = factors[part.path] * f if part.path in factors else f
+    return factors
+
+
+def _power(x: jax.Array, power: float) -> jax.Array:
+    # By name where it can be: exact, and faster than a general power.
+    return {0.0: jnp.ones_like, 0.5: jnp.sqrt, 1.0: lambda x: x}.get(power, lambda x: x**power)(x)
+
+
+def _spread(factors: jax.Array, part: Part) -> jax.Array:
+    """Factors [*layers, entries] on the axes of the parameter that hold them, broadcastable to it; 1 outside."""
+    layers = factors.shape[:-1]
+    # A broadcast and no gather: with the heads sharded it needs no exchange.
+    inside = part.inside.reshape((1,) * factors.ndim + (-1,))
+    f = jnp.where(inside, factors[..., None], 1.0).reshape(*layers, part.size)
+    if part.size != part.total:
+        after = part.total - part.start - part.size
+        f = jnp.pad(f, [(0, 0)] * len(layers) + [(part.start, after)], constant_values=1.0)
+    f = f.reshape(*layers, *(part.shape[axis] for axis in part.held))
+    order = (*part.stack, *part.held)  # axis i of f belongs at axis order[i] of the parameter
     f = jnp.transpose(f, sorted(range(f.ndim), key=order.__getitem__))
-    return f.reshape([n if axis in order else 1 for axis, n in enumerate(shape)])
+    return f.reshape([n if axis in order else 1 for axis, n in enumerate(part.shape)])

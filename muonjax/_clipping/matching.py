@@ -1,15 +1,56 @@
-"""Before the clip, third of four: the modules that sites match in a tree of parameters, checked against it."""
+"""Find the modules that sites match in a tree of parameters, and check that the clip can scale them."""
 
-import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from muonjax._clipping.factors import Scale, count_entries, stack_sizes
+from muonjax._clipping.factors import Part, part_of
 from muonjax._clipping.sites import Site
 from muonjax._trees import flatten_paths, is_masked
+
+
+def below(root: str, path: str) -> str:
+    """The path of something below the module `root`, which is "" for the whole tree."""
+    return f"{root}/{path}" if root else path
+
+
+class Modules:
+    """The leaves of a tree of parameters by path, and the names of the children of each module: one walk for all."""
+
+    def __init__(self, params: Any):
+        self.leaves = flatten_paths(params)
+        self.children: dict[str, dict[str, None]] = {}  # dictionaries as ordered sets
+        self._roots: dict[str, list[str]] = {}
+        for leaf in self.leaves:
+            path = leaf
+            while path:
+                module, _, child = path.rpartition("/")
+                siblings = self.children.setdefault(module, {})
+                if child in siblings:
+                    break
+                siblings[child] = None
+                path = module
+
+    def has(self, path: str) -> bool:
+        """Whether there is a module or leaf of this path."""
+        module, _, child = path.rpartition("/")
+        return child in self.children.get(module, ())
+
+    def with_child(self, path: str) -> list[str]:
+        """All modules that have `path` below them."""
+        if path not in self._roots:
+            self._roots[path] = sorted(module for module in self.children if self.has(below(module, path)))
+        return self._roots[path]
+
+    def leaves_below(self, module: str) -> list[str]:
+        """Paths of the leaves of a module and of the modules in it."""
+        found = []
+        for child in self.children.get(module, ()):
+            path = below(module, child)
+            found += [path] if path in self.leaves else self.leaves_below(path)
+        return found
 
 
 class Target(NamedTuple):
@@ -17,142 +58,128 @@ class Target(NamedTuple):
 
     path: str  # of the module
     signal: str  # full path of the statistic
-    scales: tuple[Scale, ...]  # with full paths and known `entries`; only parameters that exist
+    parts: tuple[Part, ...]  # only of parameters that exist
     layers: tuple[int, ...]  # sizes of the axes of stacked layers
-    scan_axis: tuple[int, ...] | None
-    entries: int  # of the signal, a layer
+    entries: int  # of the signal, in one layer
     groups: int  # how many groups of entries share a key head; `entries` where none do
 
 
-def find_targets(call: str, params: Any, sites: Site | Iterable[Site]) -> list[Target]:
-    """Every module that the sites match, checked against the parameters."""
-    leaves = flatten_paths(params)
-    targets: dict[tuple[str, str], Target] = {}
-    for site in as_sites(call, sites):
-        roots = _roots(site, leaves)
-        if not any(re.fullmatch(site.path, root) for root in roots):
-            raise ValueError(
-                f"{call}: the site {site.path!r} matches no module{_instead(site, roots, leaves)}"
-            )
-        for root in roots:
-            if not re.fullmatch(site.path, root):
-                continue
-            target = _target(call, site, root, leaves)
-            if (root, target.signal) in targets:
-                raise ValueError(
-                    f"{call}: two sites match {root!r}, which would be clipped twice; narrow their paths."
-                )
-            targets[root, target.signal] = target
-    return list(targets.values())
-
-
-def as_sites(call: str, sites: Any) -> tuple[Site, ...]:
+def as_sites(sites: Any) -> tuple[Site, ...]:
     """One site or several, as a tuple."""
     # A string is several strings, too.
     iterable = isinstance(sites, Iterable) and not isinstance(sites, str)
     several: tuple[Any, ...] = (sites,) if isinstance(sites, Site) else tuple(sites) if iterable else ()
     if not several or not all(isinstance(site, Site) for site in several):
         raise TypeError(
-            f"{call}(sites={sites!r}) needs a Site or several, and clips nothing without; make one with mha_site(path)."
+            f"sites={sites!r} must be a Site or several: nothing is clipped without; make one with mha_site(path)."
         )
     return several
 
 
-def _instead(site: Site, roots: Sequence[str], leaves: Iterable[str]) -> str:
-    """The rest of the sentence: what a site that matches no module could have matched."""
-    anchor = _anchor(site)
-    if roots:
-        return f" with {anchor!r}: it has to match a whole path, one of {_some(roots)}."
-    modules = sorted({path.rpartition("/")[0] for path in leaves})
-    return (
-        f": none has {anchor!r} among the parameters of {_some(modules)}. Give the site the projections' own names; a "
-        "frozen one that is not among the parameters can't be clipped."
+def find_targets(modules: Modules, sites: Iterable[Site]) -> list[Target]:
+    """Every module that the sites match, checked against the parameters."""
+    targets: dict[tuple[str, str], Target] = {}
+    for site in sites:
+        for root in _matched(site, modules):
+            target = _target(site, root, modules)
+            if (root, target.signal) in targets:
+                raise ValueError(
+                    f"two sites match {root!r}, which would be clipped twice; narrow their paths."
+                )
+            targets[root, target.signal] = target
+    return list(targets.values())
+
+
+def _matched(site: Site, modules: Modules) -> list[str]:
+    # The child that tells a site's module from others: the submodule of the first parameter.
+    anchor = site.scales[0].path.rpartition("/")[0] or site.scales[0].path
+    if re.fullmatch(r"(?:\w|/|\\\W)*", site.path):  # a plain path, perhaps escaped: no search, one look
+        path = re.sub(r"\\(\W)", r"\1", site.path)
+        matched = [path] if (not path or modules.has(path)) and modules.has(below(path, anchor)) else []
+    else:
+        pattern = re.compile(site.path)
+        matched = [root for root in modules.with_child(anchor) if pattern.fullmatch(root)]
+    if matched:
+        return matched
+    message = f"the site {site.path!r} matches no module"
+    if roots := modules.with_child(anchor):
+        raise ValueError(f"{message} with {anchor!r}: it has to match a whole path, one of {_some(roots)}.")
+    parents = sorted({path.rpartition("/")[0] for path in modules.leaves})
+    raise ValueError(
+        f"{message}: none has {anchor!r} among the parameters of {_some(parents)}. Give the site the projections' own "
+        "names; a frozen one that is not among the parameters can't be clipped."
     )
 
 
-def _some(names: Sequence[str]) -> str:
-    return f"{list(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+def _some(paths: Sequence[str]) -> str:
+    return f"{list(paths[:8])}" + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
 
 
-def _anchor(site: Site) -> str:
-    """The child that tells a site's module from others: the submodule of the first parameter."""
-    path = site.scales[0].path
-    return path.rpartition("/")[0] or path
-
-
-def _roots(site: Site, leaves: Iterable[str]) -> list[str]:
-    """Modules that have the site's anchor, even if only with an adapter or a masked leaf in it."""
-    pattern = re.compile(rf"(?:(.*)/)?{re.escape(_anchor(site))}(?:/.*)?")
-    return sorted({match[1] or "" for path in leaves if (match := pattern.fullmatch(path))})
-
-
-def _target(call: str, site: Site, root: str, leaves: Mapping[str, Any]) -> Target:
-    norms = [norm for norm in site.norms if any(path.startswith(_below(root, norm) + "/") for path in leaves)]
-    if norms:
-        raise ValueError(
-            f"{call}: {root!r} normalizes its queries and keys ({', '.join(norms)}), so scaling their "
-            f"kernels can't change the logits. Take it out of the sites, by a path that matches only the others: the "
-            f"norm bounds them already."
-        )
-    scales, layers = [], {}
+def _target(site: Site, root: str, modules: Modules) -> Target:
+    _refuse_norms(site, root, modules)
+    parts = []
     for scale in site.scales:
-        path = _below(root, scale.path)
-        leaf = leaves.get(path)
+        path = below(root, scale.path)
+        leaf = modules.leaves.get(path)
         if leaf is None and scale.optional:
             continue
-        if leaf is None:
-            raise ValueError(
-                f"{call}: {root!r} has no parameter {path!r}. If only an adapter or one of query and key is "
-                f"trained, its logits can't be clipped: take it out of the sites."
-            )
-        if is_masked(leaf):
-            raise ValueError(
-                f"{call}: {path!r} is masked out of this transformation, so it can't be scaled. If it is frozen, "
-                f"take {root!r} out of the sites; if another optimizer has it, put the clip after optax.masked or "
-                f"optax.partition, not inside."
-            )
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(f"{call}: {path!r} is {leaf.dtype}; only floating-point weights can be scaled.")
-        scale = dataclasses.replace(scale, path=path)
-        layers[path] = stack_sizes(call, scale, leaf.shape, site.scan_axis)
-        scales.append(
-            dataclasses.replace(scale, entries=count_entries(call, scale, leaf.shape, site.scan_axis))
-        )
-    _refuse_adapters(call, root, [_below(root, s.path) for s in site.scales], leaves)
-    if len(set(layers.values())) > 1:
+        _check_leaf(root, path, leaf)
+        parts.append(part_of(scale, path, leaf.shape, site.scan_axis))
+    _refuse_adapters(root, [below(root, scale.path) for scale in site.scales], modules)
+    if len({part.layers for part in parts}) > 1:
+        layers = {part.path: part.layers for part in parts}
         raise ValueError(
-            f"{call}: the parameters of {root!r} disagree on the stack of layers: {layers}; see scan_axis."
+            f"the parameters of {root!r} disagree on the stack of layers: {layers}; see scan_axis."
         )
-    counts = {(scale.factor, scale.entries) for scale in scales}  # a bias has as many heads as its kernel
-    sizes = [n for _, n in counts]
-    entries, groups = max(sizes), min(sizes)
-    if len(counts) > len({s.factor for s in scales}) or entries % groups or {*sizes} - {entries, groups}:
-        shown = {scale.path: scale.entries for scale in scales}
+    entries, groups = _head_counts(root, parts)
+    return Target(root, below(root, site.signal), tuple(parts), parts[0].layers, entries, groups)
+
+
+def _refuse_norms(site: Site, root: str, modules: Modules) -> None:
+    norms = [norm for norm in site.norms if below(root, norm) in modules.children]
+    if norms:
         raise ValueError(
-            f"{call}: the head counts of {root!r} do not fit each other: {shown}. Query heads have to be a multiple of "
-            f"key heads, and a bias has its kernel's; see the site's layout and num_heads."
+            f"{root!r} normalizes its queries and keys ({', '.join(norms)}), so scaling their kernels can't change the "
+            f"logits. Take it out of the sites, by a path that matches only the others: the norm bounds them already."
         )
-    return Target(
-        path=root,
-        signal=_below(root, site.signal),
-        scales=tuple(scales),
-        layers=layers[scales[0].path],
-        scan_axis=site.scan_axis,
-        entries=entries,
-        groups=groups,
-    )
 
 
-def _below(root: str, path: str) -> str:
-    return f"{root}/{path}" if root else path
+def _check_leaf(root: str, path: str, leaf: Any) -> None:
+    if leaf is None:
+        raise ValueError(
+            f"{root!r} has no parameter {path!r}. If only an adapter or one of query and key is trained, its logits "
+            f"can't be clipped: take it out of the sites."
+        )
+    if is_masked(leaf):
+        raise ValueError(
+            f"{path!r} is masked out of this transformation, so it can't be scaled. If it is frozen, take {root!r} "
+            f"out of the sites; if another optimizer has it, put the clip after optax.masked or optax.partition, not "
+            f"inside."
+        )
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise TypeError(f"{path!r} is {leaf.dtype}; only floating-point weights can be scaled.")
 
 
-def _refuse_adapters(call: str, root: str, known: Sequence[str], leaves: Mapping[str, Any]) -> None:
+def _refuse_adapters(root: str, known: Sequence[str], modules: Modules) -> None:
     """What an adapter adds to queries and keys would not be scaled with the kernel beside it."""
-    modules = {path.rpartition("/")[0] for path in known} - {root}
-    others = [p for p in leaves if p not in known and any(p.startswith(f"{m}/") for m in modules)]
-    if others:
+    projections = dict.fromkeys(path.rpartition("/")[0] for path in known)
+    feeding = {path for module in projections if module != root for path in modules.leaves_below(module)}
+    if others := sorted(feeding.difference(known)):
         raise ValueError(
-            f"{call}: {others} feed the queries or keys of {root!r} too, and its site can't scale them. "
-            f"Merge them into the kernels, or take the module out of the sites."
+            f"{others} feed the queries or keys of {root!r} too, and its site can't scale them. Merge them into the "
+            f"kernels, or take the module out of the sites."
         )
+
+
+def _head_counts(root: str, parts: Sequence[Part]) -> tuple[int, int]:
+    """Entries of the signal, and how many groups of them share a key head."""
+    counts = {(part.factor, part.entries) for part in parts}  # a bias has as many heads as its kernel
+    sizes = {n for _, n in counts}
+    entries, groups = max(sizes), min(sizes)
+    if len(counts) > len({part.factor for part in parts}) or entries % groups or sizes - {entries, groups}:
+        shown = {part.path: part.entries for part in parts}
+        raise ValueError(
+            f"the head counts of {root!r} do not fit each other: {shown}. Query heads have to be a multiple of key "
+            f"heads, and a bias has its kernel's; see the site's layout and num_heads."
+        )
+    return entries, groups

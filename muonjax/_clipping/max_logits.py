@@ -1,4 +1,4 @@
-"""Beside the forward pass: the largest attention logit of each head, the statistic that QK-Clip acts on."""
+"""The largest attention logit of each head, block by block: the statistic that QK-Clip acts on."""
 
 import math
 
@@ -33,19 +33,19 @@ def max_logits(
     Args:
       query: `[*batch, T, heads, D]`, Flax's and `jax.nn.dot_product_attention`'s layout.
       key: `[*batch, S, key_heads, D]`; `key_heads` divides `heads` (grouped and multi-query attention).
-      mask: true (or non-zero) where a query sees a key; any shape that broadcasts to `[*batch, heads, T, S]`.
-      is_causal: query i sees keys j ≤ i. As in JAX and Flax both count from 0, also where T ≠ S.
-      local_window_size: query i sees keys i − left … i + right; one number means both. As in JAX.
-      scale: factor on the dot products; default 1/√D.
-      precision: of the products; by default JAX's own, the one that attention uses too.
-      block_q: queries a block, ≥ 1. Need not divide T.
-      block_k: keys a block, ≥ 1. Need not divide S.
+      mask: True (or non-zero) where a query sees a key; any shape that broadcasts to `[*batch, heads, T, S]`.
+      is_causal: Query i sees keys j ≤ i. As in JAX and Flax both count from 0, also where T ≠ S.
+      local_window_size: Query i sees keys i − left … i + right; one number means both. As in JAX.
+      scale: Factor on the dot products; default 1/√D.
+      precision: Of the products; by default JAX's own, the one that attention uses too.
+      block_q: Queries a block, ≥ 1. Need not divide T.
+      block_k: Keys a block, ≥ 1. Need not divide S.
 
     Returns:
       `[heads]`, float32 (float64 for float64 input). −inf for a head whose every pair is masked.
 
     Raises:
-      ValueError: shapes that do not fit together, or a block or window size out of range.
+      ValueError: Shapes that do not fit together, or a block or window size out of range.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -112,7 +112,7 @@ def max_logits_bound(lse: jax.Array, *, dtype: jax.typing.DTypeLike | None = Non
 
     Args:
       lse: `[*batch, T, heads]`, as `jax.nn.dot_product_attention(..., return_residual=True)` returns it.
-      dtype: the least precise dtype that `lse` went through, whose rounding is added; default: `lse.dtype`
+      dtype: The least precise dtype that `lse` went through, whose rounding is added; default: `lse.dtype`
         (JAX returns it in the queries' dtype, bfloat16 as a rule).
 
     Returns:

@@ -1,6 +1,6 @@
-"""After everything, for attention: QK-Clip, the clip whose signal is each head's largest logit."""
+"""QK-Clip: scale queries and keys so that the largest logit of each attention head stays below a threshold."""
 
-import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._clipping.matching import Target, as_sites, find_targets
+from muonjax._clipping.errors import errors_of
+from muonjax._clipping.factors import clip_factor, parameter_factors
+from muonjax._clipping.matching import Modules, Target, as_sites, find_targets
 from muonjax._clipping.sites import Site
 from muonjax._clipping.statistics import match_statistics
-from muonjax._clipping.transform import Watched, check_threshold, clip, clip_factor, parameter_factors
-from muonjax._trees import flatten_paths, is_masked
+from muonjax._clipping.transform import Clip, Watched, check_every_k, check_threshold
+from muonjax._trees import is_masked
 
 SharedKeys = Literal["query", "balanced", "group"]
 
@@ -51,19 +53,19 @@ def qk_clip(
     Args:
       threshold: τ, the largest pre-softmax logit allowed, after the 1/√d scale and the mask; > 0 (Kimi K2: 100). Or a
         schedule, a function of the number of clips.
-      sites: the attention modules, from `mha_site`, `mla_site`, `fused_qkv_site` or `sites_from`.
-      shared_keys: where several query heads share a key head, "query" puts γ on the query and leaves the key alone;
+      sites: The attention modules, from `mha_site`, `mla_site`, `fused_qkv_site` or `sites_from`.
+      shared_keys: Where several query heads share a key head, "query" puts γ on the query and leaves the key alone;
         "balanced" gives the key √ of the group's smallest γ and the queries the rest; "group" scales the whole group
         as its hottest head. Only the first leaves the calm heads of a group alone (docs/qk_clip.md).
-      every_k: clip at every k-th update, on the largest logits since the last clip; for gradient accumulation.
-      axis_name: mesh axes to take the maximum over, inside `shard_map` or `pmap`. `jit` on a mesh needs none.
+      every_k: Clip at every k-th update, on the largest logits since the last clip; for gradient accumulation.
+      axis_name: Mesh axes to take the maximum over, inside `shard_map` or `pmap`. `jit` on a mesh needs none.
 
     Returns:
       A transformation whose `update` needs `params` and `max_logits`, which are Linen's "intermediates", the State of
       `nnx.capture`, or a dict `{module path: [*layers, heads]}`. Its state is a `QKClipState`.
 
     Raises:
-      ValueError: settings out of range; while tracing: a site that matches nothing, or a module that is frozen, adapted
+      ValueError: Settings out of range; while tracing: a site that matches nothing, or a module that is frozen, adapted
         or normalised; statistics without a site or the reverse; shapes that do not fit; missing arguments.
       TypeError: `sites` or `every_k` of another type.
 
@@ -79,17 +81,19 @@ def qk_clip(
     Source: Kimi Team, "Kimi K2", 2025, section 2.1, Algorithm 1; J. Su, kexue.fm/archives/11126 (whose
     translation in circulation prints Q·γ and K·γ: that clips twice).
     """
-    check_threshold("qk_clip", threshold)
-    _check_shared_keys("qk_clip", shared_keys)
-    sites = as_sites("qk_clip", sites)
+    with errors_of("qk_clip"):
+        check_threshold(threshold)
+        check_every_k(every_k)
+        _check_shared_keys(shared_keys)
+        sites = as_sites(sites)
 
-    def find(params: Any) -> list[Watched]:
-        targets = _find("qk_clip", params, sites, shared_keys)
-        paths = [t.path for t in targets]
+    def find(modules: Modules) -> list[Watched]:
+        targets = _find(modules, sites, shared_keys)
+        attentions = Counter(t.path for t in targets)
         # By module; by signal where a module has several, as one with self- and cross-attention.
-        return [Watched(t.path if paths.count(t.path) == 1 else t.signal, t, threshold) for t in targets]
+        return [Watched(t.path if attentions[t.path] == 1 else t.signal, t, threshold) for t in targets]
 
-    return clip("qk_clip", find, "max_logits", every_k, axis_name)
+    return Clip("qk_clip", "max_logits", find, every_k, axis_name).transformation()
 
 
 def apply_qk_clip(
@@ -103,17 +107,17 @@ def apply_qk_clip(
     """QK-Clip of parameters by statistics that were measured on these very parameters: exact, layer by layer.
 
     Args:
-      params: parameters, with arrays as leaves.
-      max_logits: as `qk_clip` takes them.
-      sites: as in `qk_clip`.
-      threshold: the largest logit allowed; > 0.
-      shared_keys: as in `qk_clip`.
+      params: Parameters, with arrays as leaves.
+      max_logits: As `qk_clip` takes them.
+      sites: As in `qk_clip`.
+      threshold: The largest logit allowed; > 0.
+      shared_keys: As in `qk_clip`.
 
     Returns:
       The parameters; heads at or below the threshold are bit for bit what they were.
 
     Raises:
-      ValueError: as `qk_clip`.
+      ValueError: As `qk_clip`.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -125,52 +129,48 @@ def apply_qk_clip(
 
     Source: as `qk_clip`.
     """
-    check_threshold("apply_qk_clip", threshold)
-    _check_shared_keys("apply_qk_clip", shared_keys)
-    targets = _find("apply_qk_clip", params, sites, shared_keys)
-    statistics = match_statistics("apply_qk_clip", "max_logits", max_logits, targets)
-    leaves = flatten_paths(params)
-    factors = parameter_factors(targets, [clip_factor(s, threshold) for s in statistics], leaves)
+    with errors_of("apply_qk_clip"):
+        check_threshold(threshold)
+        _check_shared_keys(shared_keys)
+        modules = Modules(params)
+        targets = _find(modules, as_sites(sites), shared_keys)
+        statistics = match_statistics("max_logits", max_logits, targets)
+    gammas = [clip_factor(s, threshold) for s in statistics]
+    factors = parameter_factors((t.parts for t in targets), (t.groups for t in targets), gammas)
     treedef = jax.tree.structure(params, is_leaf=is_masked)
     return treedef.unflatten(
         jnp.where(factors[path] == 1, p, factors[path] * p).astype(p.dtype) if path in factors else p
-        for path, p in leaves.items()
+        for path, p in modules.leaves.items()
     )
 
 
-def _find(call: str, params: Any, sites: Site | Sequence[Site], shared_keys: SharedKeys) -> list[Target]:
+def _find(modules: Modules, sites: Sequence[Site], shared_keys: SharedKeys) -> list[Target]:
     """The attention modules, with the powers that this clip gives to their queries and keys."""
-    targets = find_targets(call, params, sites)
-    owners: dict[str, Target] = {}
+    targets = find_targets(modules, sites)
+    scaled: set[str] = set()
     for target in targets:
-        for path in {scale.path for scale in target.scales}:
-            if path in owners:
-                raise ValueError(
-                    f"{call}: two sites of {target.path!r} scale {path!r}, which would be clipped twice; let their "
-                    f"attentions sow one statistic, the larger of both."
-                )
-            owners[path] = target
-    return [_with_powers(call, target, shared_keys) for target in targets]
+        paths = {part.path for part in target.parts}
+        if twice := sorted(paths & scaled):
+            raise ValueError(
+                f"two sites of {target.path!r} scale {twice[0]!r}, which would be clipped twice; let their attentions "
+                f"sow one statistic, the larger of both."
+            )
+        scaled |= paths
+    return [_with_powers(target, shared_keys) for target in targets]
 
 
-def _with_powers(call: str, target: Target, shared_keys: SharedKeys) -> Target:
+def _with_powers(target: Target, shared_keys: SharedKeys) -> Target:
     table = OWN_KEYS if target.groups == target.entries else SHARED_KEYS[shared_keys]
-    unknown = {scale.factor for scale in target.scales} - set(table)
-    if unknown:
+    if unknown := {part.factor for part in target.parts} - set(table):
         raise ValueError(
-            f"{call}: the site of {target.path!r} has factors {sorted(unknown)}; it knows query, key and "
-            f"rotary. For other signals use signal_clip."
+            f"the site of {target.path!r} has factors {sorted(unknown)}; it knows query, key and rotary. For other "
+            f"signals use signal_clip."
         )
-    powers = [table[scale.factor] for scale in target.scales]
-    scales = [
-        dataclasses.replace(scale, power=a, group_power=b)
-        for scale, (a, b) in zip(target.scales, powers, strict=True)
-    ]
-    return target._replace(scales=tuple(scales))
+    powers = [table[part.factor] for part in target.parts]
+    parts = (part._replace(power=a, group_power=b) for part, (a, b) in zip(target.parts, powers, strict=True))
+    return target._replace(parts=tuple(parts))
 
 
-def _check_shared_keys(call: str, shared_keys: str) -> None:
+def _check_shared_keys(shared_keys: str) -> None:
     if shared_keys not in SHARED_KEYS:
-        raise ValueError(
-            f"{call}(shared_keys={shared_keys!r}) is unknown; use one of {', '.join(SHARED_KEYS)}."
-        )
+        raise ValueError(f"shared_keys={shared_keys!r} is unknown; use one of {', '.join(SHARED_KEYS)}.")

@@ -1,15 +1,16 @@
-"""After everything, for any signal: clip where it is unstable. QK-Clip is its main use, and stands beside it."""
+"""Clip by any signal that is linear in its weights: scale the weights whose measured signal passed a threshold."""
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import optax
 
-from muonjax._clipping.matching import find_targets
+from muonjax._clipping.errors import errors_of
+from muonjax._clipping.matching import Modules, find_targets
 from muonjax._clipping.sites import Site
-from muonjax._clipping.transform import Watched, check_threshold, clip
+from muonjax._clipping.transform import Clip, Watched, check_every_k, check_threshold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +22,13 @@ class SignalRule:
     signal by γ, exactly. That sum is checked here; the linearity is the caller's to know.
 
     Attributes:
-      site: where; its scales' powers count, `power` for an entry's own γ and `group_power` for its group's smallest.
-      threshold: the most that the signal may be, > 0, or a schedule of the number of clips.
-      products: names of the factors along each product; None: every factor is one by itself. A factor that is not
+      site: Where; its scales' powers count, `power` for an entry's own γ and `group_power` for its group's smallest.
+      threshold: The most that the signal may be, > 0, or a schedule of the number of clips.
+      products: Names of the factors along each product; None: every factor is one by itself. A factor that is not
         scaled at all, as a shared key, is left out.
 
     Raises:
-      ValueError: powers that do not sum to one along a product, or that differ within a factor.
+      ValueError: Powers that do not sum to one along a product, or that differ within a factor.
 
     Example:
       >>> import muonjax
@@ -42,26 +43,29 @@ class SignalRule:
     products: tuple[tuple[str, ...], ...] | None = None
 
     def __post_init__(self):
-        check_threshold("SignalRule", self.threshold)
+        with errors_of("SignalRule"):
+            check_threshold(self.threshold)
+            self._check_powers()
+
+    def _check_powers(self):
         powers = {s.factor: (s.power, s.group_power) for s in self.site.scales}
         uneven = [s.path for s in self.site.scales if powers[s.factor] != (s.power, s.group_power)]
         if uneven:
             raise ValueError(
-                f"SignalRule: {uneven} have another power than the rest of their factor; a kernel and its bias "
-                f"scale alike."
+                f"{uneven} have another power than the rest of their factor; a kernel and its bias scale alike."
             )
         products = [(f,) for f in powers] if self.products is None else self.products
         strangers = set(itertools.chain(*products)) ^ set(powers)
         if strangers:
             raise ValueError(
-                f"SignalRule(products={self.products}): {sorted(strangers)} are not both in a product and in the site."
+                f"products={self.products}: {sorted(strangers)} are not both in a product and in the site."
             )
         for product in products:
             own, group = (sum(powers[f][i] for f in product) for i in (0, 1))
             if abs(own + group - 1) > 1e-6 or group < 0:
                 raise ValueError(
-                    f"SignalRule: along the product {product} the powers sum to {own} and the group powers to {group}; "
-                    "together they must be 1, and the group's not negative, or the signal is not scaled by γ."
+                    f"along the product {product} the powers sum to {own} and the group powers to {group}; together "
+                    "they must be 1, and the group's not negative, or the signal is not scaled by γ."
                 )
 
 
@@ -77,16 +81,16 @@ def signal_clip(
     output dimension, a group of them, or a whole layer at a time.
 
     Args:
-      rules: what is measured, which weights make it, and the most that it may be.
-      every_k: as in `qk_clip`.
-      axis_name: as in `qk_clip`.
+      rules: What is measured, which weights make it, and the most that it may be.
+      every_k: As in `qk_clip`.
+      axis_name: As in `qk_clip`.
 
     Returns:
       A transformation whose `update` needs `params` and `signals`, a tree of statistics as `qk_clip` takes
       it. Its state is a `QKClipState`, with dictionaries by the statistics' paths.
 
     Raises:
-      ValueError: as `qk_clip`.
+      ValueError: As `qk_clip`.
       TypeError: `rules` are not `SignalRule`s.
 
     Example:
@@ -105,27 +109,26 @@ def signal_clip(
 
     Source: J. Su, kexue.fm/archives/11126, last part.
     """
-    rules = (rules,) if isinstance(rules, SignalRule) else tuple(rules)
-    if not rules or not all(isinstance(rule, SignalRule) for rule in rules):
-        raise TypeError(f"signal_clip(rules={rules!r}) needs a SignalRule or several.")
+    with errors_of("signal_clip"):
+        check_every_k(every_k)
+        rules = (rules,) if isinstance(rules, SignalRule) else tuple(rules)
+        if not rules or not all(isinstance(rule, SignalRule) for rule in rules):
+            raise TypeError(f"rules={rules!r} must be a SignalRule or several.")
 
-    def find(params: Any) -> list[Watched]:
+    def find(modules: Modules) -> list[Watched]:
         watched = [
-            Watched(t.signal, t, rule.threshold)
-            for rule in rules
-            for t in find_targets("signal_clip", params, rule.site)
+            Watched(t.signal, t, rule.threshold) for rule in rules for t in find_targets(modules, [rule.site])
         ]
-        seen = [w.name for w in watched]
-        twice = sorted({name for name in seen if seen.count(name) > 1})
+        twice = sorted(name for name, count in Counter(w.name for w in watched).items() if count > 1)
         if twice:
-            raise ValueError(f"signal_clip: two rules go by the same signal {twice}; merge their scales.")
+            raise ValueError(f"two rules go by the same signal {twice}; merge their scales.")
         for name, target, _ in watched:
-            shared = [s.path for s in target.scales if s.power and s.entries != target.entries]
+            shared = [part.path for part in target.parts if part.power and part.entries != target.entries]
             if shared:
                 raise ValueError(
-                    f"signal_clip: several entries of {name!r} share {shared}, which can't take the γ of one of "
-                    f"them; give it a group_power, or power=0."
+                    f"several entries of {name!r} share {shared}, which can't take the γ of one of them; give it a "
+                    f"group_power, or power=0."
                 )
         return watched
 
-    return clip("signal_clip", find, "signals", every_k, axis_name)
+    return Clip("signal_clip", "signals", find, every_k, axis_name).transformation()

@@ -1,10 +1,11 @@
-"""Before the clip, second of four: a site names attention modules and says what of theirs is scaled."""
+"""Sites: which attention modules to clip, and which of their parameters hold queries and keys."""
 
 import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any
 
+from muonjax._clipping.errors import errors_of
 from muonjax._clipping.factors import Scale
 
 # Children of an attention module that normalise its queries and keys after their projections: "query_ln" in Flax,
@@ -23,15 +24,15 @@ class Site:
     Make one with `mha_site`, `mla_site`, `fused_qkv_site` or `sites_from`; by hand for an attention of another kind.
 
     Attributes:
-      path: regular expression that matches the whole "/"-joined path of the modules.
-      scales: the parameters. For `qk_clip` each `factor` is "query", "key", or "rotary" (a part of the query whose
+      path: Regular expression that matches the whole "/"-joined path of the modules.
+      scales: The parameters. For `qk_clip` each `factor` is "query", "key", or "rotary" (a part of the query whose
         counterpart is shared by all heads), and the powers are set by `qk_clip`.
-      signal: name of the statistic below the module.
-      scan_axis: the axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
-      norms: children of the module that forbid the clip, because they undo it.
+      signal: Name of the statistic below the module.
+      scan_axis: The axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
+      norms: Children of the module that forbid the clip, because they undo it.
 
     Raises:
-      ValueError: no scales, or a path that is no regular expression.
+      ValueError: No scales, or a path that is no regular expression.
 
     Example:
       >>> import muonjax
@@ -75,23 +76,23 @@ def mha_site(
     The defaults fit `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`.
 
     Args:
-      path: regular expression that matches the whole "/"-joined path of the modules (`re.fullmatch`; the rules of
+      path: Regular expression that matches the whole "/"-joined path of the modules (`re.fullmatch`; the rules of
         `dimension_numbers` search), such as "decoder/.*/attention"; by default every module with a child `query`.
-      query: name of the query projection, which has a `kernel` and perhaps a `bias`.
-      key: name of the key projection.
-      layout: axes of a kernel: i for the input, h for heads, d within a head; brackets for a merged axis. Flax's
+      query: Name of the query projection, which has a `kernel` and perhaps a `bias`.
+      key: Name of the key projection.
+      layout: Axes of a kernel: i for the input, h for heads, d within a head; brackets for a merged axis. Flax's
         attention has "i h d", `nn.Dense` "i (h d)", PyTorch's weights "(h d) i".
-      num_heads: number of query heads; needed where h is in brackets.
-      num_kv_heads: number of key heads; None: as many.
-      scan_axis: the axis of layers in stacked parameters, `variable_axes={"params": scan_axis}` of `nn.scan`, one for
+      num_heads: Number of query heads; needed where h is in brackets.
+      num_kv_heads: Number of key heads; None: as many.
+      scan_axis: The axis of layers in stacked parameters, `variable_axes={"params": scan_axis}` of `nn.scan`, one for
         each level of stacking; None: the leading axes.
-      signal: name of the statistic below the module.
+      signal: Name of the statistic below the module.
 
     Returns:
       A `Site` for `qk_clip`.
 
     Raises:
-      ValueError: a path that is no regular expression, a layout that can't be read, head counts that don't divide.
+      ValueError: A path that is no regular expression, a layout that can't be read, head counts that don't divide.
 
     Example:
       >>> import muonjax
@@ -100,7 +101,8 @@ def mha_site(
       ['query/kernel', 'query/bias', 'key/kernel', 'key/bias']
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    rank, axes = _kernel("mha_site", layout, ("hd",), num_heads, num_kv_heads)
+    with errors_of("mha_site"):
+        rank, axes = _kernel(layout, ("hd",), num_heads, num_kv_heads)
     return Site(
         path=path,
         scales=(
@@ -130,22 +132,22 @@ def mla_site(
     the shared rotary key, the values and the latent projections: √γ·√γ·(nope part) + γ·1·(rotary part) = γ·logit.
 
     Args:
-      path: regular expression for the whole "/"-joined path of the modules.
-      nope: number of a head's features without position, first in both kernels: 128 in DeepSeek-V3.
-      query: name of the projection to a head's nope + rotary features: the second of a low-rank pair ("wq_b"), or a
+      path: Regular expression for the whole "/"-joined path of the modules.
+      nope: Number of a head's features without position, first in both kernels: 128 in DeepSeek-V3.
+      query: Name of the projection to a head's nope + rotary features: the second of a low-rank pair ("wq_b"), or a
         direct one ("wq" in DeepSeek, "query" in MaxText).
-      key_value: name of the projection from the latent to a head's nope + value features.
-      layout: axes of both kernels, as in `mha_site`: MaxText has "i h d", DeepSeek's flat kernels are "i (h d)" here
+      key_value: Name of the projection from the latent to a head's nope + value features.
+      layout: Axes of both kernels, as in `mha_site`: MaxText has "i h d", DeepSeek's flat kernels are "i (h d)" here
         and "(h d) i" in PyTorch.
-      num_heads: number of heads; needed where h is in brackets.
-      scan_axis: as in `mha_site`.
-      signal: name of the statistic below the module.
+      num_heads: Number of heads; needed where h is in brackets.
+      scan_axis: As in `mha_site`.
+      signal: Name of the statistic below the module.
 
     Returns:
       A `Site` for `qk_clip`.
 
     Raises:
-      ValueError: as `mha_site`, and `nope` < 1.
+      ValueError: As `mha_site`, and `nope` < 1.
 
     Example:
       >>> import muonjax
@@ -155,11 +157,12 @@ def mla_site(
 
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
-    if nope < 1:
-        raise ValueError(
-            f"mla_site(nope={nope}) must be at least 1: the number of a head's features without position."
-        )
-    rank, axes = _kernel("mla_site", layout, ("hd",), num_heads, num_heads)
+    with errors_of("mla_site"):
+        if nope < 1:
+            raise ValueError(
+                f"nope={nope} must be at least 1: the number of a head's features without position."
+            )
+        rank, axes = _kernel(layout, ("hd",), num_heads, num_heads)
     return Site(
         path=path,
         scales=(
@@ -189,22 +192,22 @@ def fused_qkv_site(
     """Attention whose queries, keys and values come from one projection.
 
     Args:
-      path: regular expression for the whole "/"-joined path of the modules.
-      num_heads: number of query heads.
-      head_dim: features of a head.
-      num_kv_heads: number of key heads, and of value heads; None: as many.
-      name: name of the projection.
-      layout: axes of the kernel, as in `mha_site`, with 3 for queries, keys, values. "i (3 h d)": all queries, then all
+      path: Regular expression for the whole "/"-joined path of the modules.
+      num_heads: Number of query heads.
+      head_dim: Features of a head.
+      num_kv_heads: Number of key heads, and of value heads; None: as many.
+      name: Name of the projection.
+      layout: Axes of the kernel, as in `mha_site`, with 3 for queries, keys, values. "i (3 h d)": all queries, then all
         keys, then all values; "i 3 h d": the same from `DenseGeneral((3, heads, head_dim))`; "i (3 h) d" for grouped
         keys; "i (h 3 d)", "i h (3 d)" or "i h 3 d": head after head (GPT-NeoX).
-      scan_axis: as in `mha_site`.
-      signal: name of the statistic below the module.
+      scan_axis: As in `mha_site`.
+      signal: Name of the statistic below the module.
 
     Returns:
       A `Site` for `qk_clip`.
 
     Raises:
-      ValueError: as `mha_site`; a layout by heads, or with an axis of 3, for grouped keys.
+      ValueError: As `mha_site`; a layout by heads, or with an axis of 3, for grouped keys.
 
     Example:
       >>> import muonjax
@@ -213,13 +216,14 @@ def fused_qkv_site(
       [('qkv/kernel', 0, 512, 8), ('qkv/kernel', 512, 128, 2)]
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    rank, axes = _kernel("fused_qkv_site", layout, ("3hd", "h3d"), num_heads, num_kv_heads)
-    by_head = layout.index("h") < layout.index("3")
-    if num_kv_heads != num_heads and (by_head or "(3 h" not in layout):
-        raise ValueError(
-            f"fused_qkv_site(layout={layout!r}, num_heads={num_heads}, num_kv_heads={num_kv_heads}): grouped keys need "
-            "all queries first, '(3 h d)' or '(3 h) d'; for another order write a Site by hand."
-        )
+    with errors_of("fused_qkv_site"):
+        rank, axes = _kernel(layout, ("3hd", "h3d"), num_heads, num_kv_heads)
+        by_head = layout.index("h") < layout.index("3")
+        if num_kv_heads != num_heads and (by_head or "(3 h" not in layout):
+            raise ValueError(
+                f"layout={layout!r}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: grouped keys need all queries "
+                "first, '(3 h d)' or '(3 h) d'; for another order write a Site by hand."
+            )
     if by_head:
         query = {"entries": num_heads, "span": (0, head_dim)}
         key = {"entries": num_heads, "span": (head_dim, 2 * head_dim)}
@@ -247,26 +251,28 @@ def _projection(name: str, rank: int, axes: tuple[int, ...], **part: Any) -> tup
     return kernel, bias
 
 
-def _kernel(call: str, layout: str, orders: Sequence[str], heads: int | None, kv_heads: int | None):
+def _kernel(layout: str, orders: Sequence[str], heads: int | None, kv_heads: int | None):
     """Rank of a kernel of this layout, and its axes that are not the input's."""
     groups = re.findall(r"\(([^()]*)\)|(\S+)", layout)
     parts = [(merged or single).split() for merged, single in groups]
     order = "".join("".join(p) for p in parts if p != ["i"])
     if order not in orders or parts.count(["i"]) != 1 or parts.index(["i"]) not in (0, len(parts) - 1):
         raise ValueError(
-            f"{call}(layout={layout!r}) can't be read: write i for the input, first or last, and "
+            f"layout={layout!r} can't be read: write i for the input, first or last, and "
             f"{' or '.join(' '.join(o) for o in orders)}, merged axes in brackets: 'i (h d)'."
         )
     if heads is None and ["h"] not in parts:
-        raise ValueError(f"{call}(layout={layout!r}) has its heads in a merged axis: give num_heads.")
+        raise ValueError(f"layout={layout!r} has its heads in a merged axis: give num_heads.")
     if heads is not None and (kv_heads is None or kv_heads < 1 or heads % kv_heads):
-        raise ValueError(f"{call}(num_heads={heads}, num_kv_heads={kv_heads}): the first must be a multiple.")
+        raise ValueError(
+            f"num_heads={heads}, num_kv_heads={kv_heads}: the first must be a multiple of the second."
+        )
     if heads is None and kv_heads is not None:
-        raise ValueError(f"{call}(num_kv_heads={kv_heads}): give num_heads too, or neither.")
+        raise ValueError(f"num_kv_heads={kv_heads}: give num_heads too, or neither.")
     return len(parts), tuple(i - len(parts) for i, p in enumerate(parts) if p != ["i"])
 
 
 def _tuple(scan_axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    return (
-        (scan_axis,) if isinstance(scan_axis, int) else scan_axis if scan_axis is None else tuple(scan_axis)
-    )
+    if scan_axis is None:
+        return None
+    return (scan_axis,) if isinstance(scan_axis, int) else tuple(scan_axis)

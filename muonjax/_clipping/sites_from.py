@@ -1,10 +1,11 @@
-"""Before the clip, beside the sites: find Flax's own attention modules, so that nobody has to name them."""
+"""Find attention modules by their parameters, so that nobody has to name them."""
 
 import re
 from typing import Any
 
+from muonjax._clipping.errors import errors_of
+from muonjax._clipping.matching import Modules, below
 from muonjax._clipping.sites import QK_NORMS, Site, mha_site
-from muonjax._trees import flatten_paths
 
 PROJECTIONS = ("query", "key", "value", "out")  # of Flax's attention, Linen's and NNX's
 
@@ -16,13 +17,13 @@ def sites_from(params: Any) -> tuple[Site, ...]:
     stack of layers is on follows from their shapes. Attention of other kinds is left alone: give it a site of its own.
 
     Args:
-      params: the parameters, or their shapes from `jax.eval_shape`.
+      params: The parameters, or their shapes from `jax.eval_shape`.
 
     Returns:
       A `Site` a module.
 
     Raises:
-      ValueError: no such module; one that normalises its queries and keys; a stack whose axis can't be told.
+      ValueError: No such module; one that normalises its queries and keys; a stack whose axis can't be told.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, muonjax
@@ -31,30 +32,30 @@ def sites_from(params: Any) -> tuple[Site, ...]:
       >>> [site.path for site in muonjax.sites_from({"block": {"attention": params}})]
       ['block/attention']
     """
-    leaves = flatten_paths(params)
-    sites = []
-    for path in leaves:
-        match = re.fullmatch(r"(?:(.*)/)?query/kernel", path)
-        if match is None:
-            continue
-        root = match[1] or ""
-        below = f"{root}/" if root else ""
-        query, key, value, out = (getattr(leaves.get(f"{below}{n}/kernel"), "shape", ()) for n in PROJECTIONS)
-        if min(len(query), len(key), len(value), len(out)) < 3:
-            continue
-        norms = [n for n in QK_NORMS if any(p.startswith(f"{below}{n}/") for p in leaves)]
-        if norms:
+    modules = Modules(params)
+    with errors_of("sites_from"):
+        sites = [site for root in modules.with_child("query/kernel") if (site := _site(root, modules))]
+        if not sites:
             raise ValueError(
-                f"sites_from: {root!r} normalizes its queries and keys ({', '.join(norms)}), which bounds its "
-                "logits without a clip; name the other attention modules with mha_site."
+                f"none of Flax's attention modules among the parameters {sorted(modules.leaves)[:4]}, ...; name yours "
+                "with mha_site, mla_site or fused_qkv_site."
             )
-        sites.append(mha_site(re.escape(root), scan_axis=_stack_axis(root, query, out)))
-    if not sites:
-        raise ValueError(
-            f"sites_from: none of Flax's attention modules among the parameters {sorted(leaves)[:4]}, ...; name yours "
-            "with mha_site, mla_site or fused_qkv_site."
-        )
     return tuple(sites)
+
+
+def _site(root: str, modules: Modules) -> Site | None:
+    """The site of an attention module of Flax's; None where it is another module with a query."""
+    query, key, value, out = (
+        getattr(modules.leaves.get(below(root, f"{name}/kernel")), "shape", ()) for name in PROJECTIONS
+    )
+    if min(len(query), len(key), len(value), len(out)) < 3:
+        return None
+    if norms := [name for name in QK_NORMS if below(root, name) in modules.children]:
+        raise ValueError(
+            f"{root!r} normalizes its queries and keys ({', '.join(norms)}), which bounds its logits without a clip; "
+            "name the other attention modules with mha_site."
+        )
+    return mha_site(re.escape(root), scan_axis=_stack_axis(root, query, out))
 
 
 def _stack_axis(path: str, query: tuple[int, ...], out: tuple[int, ...]) -> int | None:
@@ -71,7 +72,7 @@ def _stack_axis(path: str, query: tuple[int, ...], out: tuple[int, ...]) -> int 
     ]
     if len(fits) != 1:
         raise ValueError(
-            f"sites_from: the axis of layers of {path!r} can't be told from its kernels {query} and {out}; name the "
+            f"the axis of layers of {path!r} can't be told from its kernels {query} and {out}; name the "
             f"module with mha_site({re.escape(path)!r}, scan_axis=...)."
         )
     return fits[0]

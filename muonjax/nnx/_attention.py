@@ -27,21 +27,21 @@ def attention_fn(
     module, so that NNX keeps its fused attention.
 
     Args:
-      base: the attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What its
+      base: The attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What its
         own defaults or a `functools.partial` say of `scale`, `local_window_size` and `is_causal` is measured so.
-      rotate: rotary embedding, or another linear map of `[*batch, T, heads, D]`, applied to queries and keys
+      rotate: Rotary embedding, or another linear map of `[*batch, T, heads, D]`, applied to queries and keys
         before they are measured and handed to `base`.
-      scale: the scale that `base` uses, if it isn't 1/√D.
-      local_window_size: the window that `base` uses, as in `max_logits`.
-      block_q: queries that are held at a time, as in `max_logits`.
-      block_k: keys that are held at a time.
+      scale: The scale that `base` uses, if it isn't 1/√D.
+      local_window_size: The window that `base` uses, as in `max_logits`.
+      block_q: Queries that are held at a time, as in `max_logits`.
+      block_k: Keys that are held at a time.
 
     Returns:
       A function for Flax's `attention_fn`.
 
     Raises:
       ValueError: `base` rotates or caps the logits itself, or has another scale or window.
-      TypeError: when called, if `base` cannot take an argument that Flax passes.
+      TypeError: When called, if `base` cannot take an argument that Flax passes.
 
     Example:
       >>> import jax.numpy as jnp, muonjax

@@ -1,4 +1,4 @@
-"""The doors: Flax's attention computes what it did, and reports each head's largest logit wherever it runs."""
+"""Flax's attention computes what it did, and reports each head's largest logit wherever it runs."""
 
 import functools
 import re
@@ -346,32 +346,30 @@ def capped_attention(query, key, value, *, logits_soft_cap=None, **kwargs):
     """As Tokamax's, with the cap of Gemma 2."""
 
 
-@pytest.mark.parametrize("door", [muonjax.linen.attention_fn, muonjax.nnx.attention_fn])
-def test_bases_that_are_refused(door):
+@pytest.mark.parametrize("wrap", [muonjax.linen.attention_fn, muonjax.nnx.attention_fn])
+def test_bases_that_are_refused(wrap):
     with pytest.raises(ValueError, match=r"rotates queries and keys after.*rotate=fn"):
-        door(functools.partial(dot_product_attention_with_rope, rope=turn))
-    with pytest.raises(ValueError, match=r"attention_fn\(scale=0\.2\) contradicts.*has 0\.1"):
-        door(functools.partial(jax.nn.dot_product_attention, scale=0.1), scale=0.2)
+        wrap(functools.partial(dot_product_attention_with_rope, rope=turn))
+    with pytest.raises(ValueError, match=r"attention_fn: scale=0\.2 contradicts.*has 0\.1"):
+        wrap(functools.partial(jax.nn.dot_product_attention, scale=0.1), scale=0.2)
 
 
 def always_capped_attention(query, key, value, *, attn_logit_softcapping=50.0):
     """With its cap as a default, that nobody passes."""
 
 
-@pytest.mark.parametrize("door", [muonjax.linen.attention_fn, muonjax.nnx.attention_fn])
-def test_capped_logits_are_refused(door):
+@pytest.mark.parametrize("wrap", [muonjax.linen.attention_fn, muonjax.nnx.attention_fn])
+def test_capped_logits_are_refused(wrap):
     for base, cap in (
         (functools.partial(capped_attention, logits_soft_cap=50.0), "logits_soft_cap"),
         (functools.partial(functools.partial(lambda q, k, v, **kwargs: v, softcap=50.0)), "softcap"),
         (always_capped_attention, "attn_logit_softcapping"),
     ):
-        with pytest.raises(
-            ValueError, match=rf"attention_fn\(base=.*\): {cap}=50\.0 caps.*Leave the cap out"
-        ):
-            door(base)
-    door(functools.partial(capped_attention, logits_soft_cap=None))
-    door(functools.partial(always_capped_attention, attn_logit_softcapping=0.0))  # off, as in FlashAttention
-    door(lambda query, key, value, capture=True, capacity=2: value)
+        with pytest.raises(ValueError, match=rf"attention_fn: base=.*: {cap}=50\.0 caps.*Leave the cap out"):
+            wrap(base)
+    wrap(functools.partial(capped_attention, logits_soft_cap=None))
+    wrap(functools.partial(always_capped_attention, attn_logit_softcapping=0.0))  # off, as in FlashAttention
+    wrap(lambda query, key, value, capture=True, capacity=2: value)
 
 
 def test_defaults_of_the_base_are_measured():

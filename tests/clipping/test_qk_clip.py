@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import nnx
 
 import muonjax
-from muonjax._clipping.transform import clip_factor
+from muonjax._clipping.factors import clip_factor
 from tests.clipping.attentions import (
     ATTENTIONS,
     EXACT,

@@ -60,9 +60,9 @@ def test_statistics_by_module_are_all_claimed():
 def test_missing_arguments():
     params, _, site = multi_head()
     tx = muonjax.qk_clip(100.0, site)
-    with pytest.raises(ValueError, match=r"qk_clip needs this step's statistics.*TrainState"):
+    with pytest.raises(ValueError, match=r"qk_clip: needs this step's statistics.*TrainState"):
         tx.update(params, tx.init(params), params)
-    with pytest.raises(ValueError, match="qk_clip scales weights"):
+    with pytest.raises(ValueError, match="qk_clip: it scales weights"):
         tx.update(params, tx.init(params), max_logits={"max_logits": jnp.ones(4)})
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import muonjax
 from muonjax import MuonDimensionNumbers
-from muonjax._clipping.transform import clip_factor
+from muonjax._clipping.factors import clip_factor
 from muonjax._matrix_view import matrix_view
 
 
