@@ -1,4 +1,6 @@
-"""Eight virtual CPU devices for every test, so that meshes are tested where there is no machine with eight."""
+"""Eight virtual CPU devices and a persistent compilation cache for every test."""
+
+import os
 
 import jax
 import pytest
@@ -7,6 +9,22 @@ from pallas_kernels import _api
 
 # Before anything asks for a device. Not XLA_FLAGS: the examples' processes would inherit them.
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_configure(config):
+    """XLA compiles a program once for all runs and all workers; JAX still traces it in every test.
+
+    The cache is in pytest's own (`pytest --cache-clear` empties it); JAX_COMPILATION_CACHE_DIR names another one. The
+    examples' processes inherit the variables.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and hasattr(config, "cache"):
+        settings = {
+            "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
+            "jax_persistent_cache_min_compile_time_secs": 0.1,
+        }
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            os.environ[name.upper()] = str(value)
 
 
 @pytest.fixture(autouse=True)
