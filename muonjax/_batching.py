@@ -1,5 +1,4 @@
-"""Inside `orthogonalize`: equal shapes run through one compiled loop, so that a model compiles a handful of
-iterations.
+"""Batch matrices of equal shape, so that each shape is compiled once.
 
 A group is a list of arrays [batch_i, m, n] of one dtype whose matrices have the same m <= n (tall ones arrive
 transposed). Its matrices are stacked once, and a loop walks over the stack in chunks and writes each chunk's
@@ -7,19 +6,13 @@ result over its input: the extra memory is the stack and one chunk's iteration, 
 """
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from muonjax._policy import Policy
 from pallas_kernels._xla_workarounds import unknown_to_xla
-
-# Elements a chunk. On a CPU a batched product runs slower than the same products one after the other as soon
-# as one matrix fills the caches (measured: benchmarks/optimizer/batching.py); an accelerator wants a few large
-# launches.
-_CHUNK_ELEMENTS = {"cpu": 1 << 18}
-_CHUNK_ELEMENTS_ACCELERATOR = 1 << 26
 
 
 def group_by_shape(matrices: Sequence[jax.Array]) -> list[list[int]]:
@@ -31,16 +24,10 @@ def group_by_shape(matrices: Sequence[jax.Array]) -> list[list[int]]:
     return list(groups.values())
 
 
-def chunk_size(count: int, shape: tuple[int, int], platform: str) -> int:
-    """How many matrices of `shape` run as one batch: the largest divisor of `count` whose batch is small
-    enough."""
-    elements = _CHUNK_ELEMENTS.get(platform, _CHUNK_ELEMENTS_ACCELERATOR)
-    largest = max(1, elements // math.prod(shape))
-    return max(size for size in range(1, count + 1) if count % size == 0 and size <= largest)
-
-
-def map_groups(f: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array]) -> list[jax.Array]:
-    """f on each matrix, compiled once a group.
+def map_groups(
+    f: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array], policy: Policy
+) -> list[jax.Array]:
+    """f on each matrix, compiled once per group.
 
     Args:
       f: [*batch, m, n] -> [*batch, m, n], each matrix on its own; f(x.mT) = f(x).mT.
@@ -52,25 +39,29 @@ def map_groups(f: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array
     results: list[jax.Array | None] = [None] * len(matrices)
     for indices in group_by_shape(matrices):
         tall = [matrices[i].shape[-2] > matrices[i].shape[-1] for i in indices]
-        parts = [_transpose(matrices[i]) if t else matrices[i] for i, t in zip(indices, tall, strict=True)]
-        stack = _map_stack(f, jnp.concatenate(parts) if len(parts) > 1 else parts[0])
+        parts = [
+            _transpose(matrices[i], policy) if t else matrices[i] for i, t in zip(indices, tall, strict=True)
+        ]
+        stack = _map_stack(f, jnp.concatenate(parts) if len(parts) > 1 else parts[0], policy)
         starts = [0, *itertools.accumulate(part.shape[0] for part in parts[:-1])]
-        for i, t, part, start in zip(indices, tall, parts, unknown_to_xla(starts), strict=True):
+        for i, t, part, start in zip(
+            indices, tall, parts, unknown_to_xla(starts, policy.platform), strict=True
+        ):
             result = stack if len(parts) == 1 else jax.lax.dynamic_slice_in_dim(stack, start, part.shape[0])
-            results[i] = _transpose(result) if t else result
+            results[i] = _transpose(result, policy) if t else result
     return results  # pyright: ignore[reportReturnType]  # every index is in one group
 
 
-def _transpose(x: jax.Array) -> jax.Array:
-    if jax.default_backend() != "cpu":
+def _transpose(x: jax.Array, policy: Policy) -> jax.Array:
+    if not policy.is_cpu:
         return x.mT
     # Fused into its neighbours, a transpose runs element by element; alone, it has a kernel ten times faster.
     return jax.lax.optimization_barrier(jax.lax.optimization_barrier(x).mT)
 
 
-def _map_stack(f, stack: jax.Array) -> jax.Array:
+def _map_stack(f, stack: jax.Array, policy: Policy) -> jax.Array:
     count, *shape = stack.shape
-    size = chunk_size(count, (shape[0], shape[1]), jax.default_backend())
+    size = policy.chunk_size(count, (shape[0], shape[1]))
     # One matrix goes without a batch axis: products of batches of one take a slower way through XLA on a CPU.
     chunks = stack if size == 1 else stack.reshape(-1, size, *shape)
     if len(chunks) == 1:

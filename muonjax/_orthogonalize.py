@@ -11,6 +11,7 @@ from muonjax._mesh.distribution import Distribution
 from muonjax._mesh.sharded_map import find_mesh
 from muonjax._newton_schulz.iteration import NewtonSchulz
 from muonjax._newton_schulz.polar_function import exchange_dtype, polar_function
+from muonjax._policy import policy_of
 
 
 def orthogonalize(
@@ -58,21 +59,21 @@ def orthogonalize(
             f"orthogonalize(newton_schulz={settings!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
         )
 
-    polar = polar_function(settings, adaptive=adaptive)
-
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
         found = matrix_views(dimension_numbers, updates, call="orthogonalize")
         chosen, views = [i for i, v in enumerate(found) if v is not None], [v for v in found if v is not None]
         on_mesh = find_mesh(distribution, updates, chosen, call="orthogonalize")
+        mesh = None if distribution is None else distribution.mesh
+        policy = policy_of(*(leaves[i] for i in chosen), mesh=mesh)
+        polar = polar_function(settings, policy, adaptive=adaptive)
         if on_mesh is None:
-            matrices = map_groups(
-                polar, [v.to_matrices(leaves[i]) for i, v in zip(chosen, views, strict=True)]
-            )
+            matrices = [v.to_matrices(leaves[i]) for i, v in zip(chosen, views, strict=True)]
+            matrices = map_groups(polar, matrices, policy)
             results = [v.to_leaf(y) for v, y in zip(views, matrices, strict=True)]
         else:
-            dtypes = [exchange_dtype(leaves[i], settings) for i in chosen]
+            dtypes = [exchange_dtype(leaves[i], settings, policy) for i in chosen]
             results = on_mesh.map(polar, [leaves[i] for i in chosen], views, dtypes, call="orthogonalize")
         for i, y in zip(chosen, results, strict=True):
             leaves[i] = y

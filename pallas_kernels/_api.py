@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels import _blocked, _mosaic_gpu, _reference, _sharded
+from pallas_kernels._platform import platform_of
 
 IMPLEMENTATIONS = ("reference", "blocked", "hopper")
 
@@ -65,6 +66,31 @@ def symmetric_product(
       Array([[11., 12.],
              [12., 19.]], dtype=float32)
     """
+    arrays = [a for a in (x, y, c) if a is not None]
+    return symmetric_product_on(
+        platform_of(*arrays),
+        x,
+        y=y,
+        c=c,
+        alpha=alpha,
+        beta=beta,
+        implementation=implementation,
+        axis_name=axis_name,
+    )
+
+
+def symmetric_product_on(
+    platform: str,
+    x: jax.Array,
+    *,
+    y: jax.Array | None = None,
+    c: jax.Array | None = None,
+    alpha: jax.typing.ArrayLike = 1.0,
+    beta: jax.typing.ArrayLike = 0.0,
+    implementation: str | None = None,
+    axis_name: str | tuple[str, ...] = (),
+) -> jax.Array:
+    """`symmetric_product` for a caller that knows the platform: inside of a loop, arrays no longer tell it."""
     x, y, c, alpha, beta = _checked(x, y, c, alpha, beta)
     axis_name = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if axis_name and implementation is not None:
@@ -73,13 +99,13 @@ def symmetric_product(
             "share out are plain products; leave one of the two out."
         )
     if implementation is None:
-        implementation = _choose(jax.default_backend(), x.shape)
+        implementation = _choose(platform, x.shape)
     elif implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"symmetric_product(implementation={implementation!r}): no such implementation; "
             f"choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None for the rule."
         )
-    return _traced_once(x, y, c, alpha, beta, implementation, axis_name)
+    return _traced_once(x, y, c, alpha, beta, implementation, axis_name, platform)
 
 
 def _choose(platform: str, shape: tuple[int, ...]) -> str:
@@ -126,17 +152,19 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> tuple:
     return x, y, c, *scalars
 
 
-def _run(x, y, c, alpha, beta, implementation, axis_name):
+def _run(x, y, c, alpha, beta, implementation, axis_name, platform):
     if axis_name:
         return _sharded.symmetric_product(x, y, c, alpha, beta, axis_name=axis_name)
-    module = {"reference": _reference, "blocked": _blocked, "hopper": _mosaic_gpu}[implementation]
+    if implementation == "blocked":
+        return _blocked.symmetric_product(x, y, c, alpha, beta, platform=platform)
+    module = {"reference": _reference, "hopper": _mosaic_gpu}[implementation]
     return module.symmetric_product(x, y, c, alpha, beta)
 
 
-_product = jax.custom_jvp(_run, nondiff_argnums=(5, 6))
+_product = jax.custom_jvp(_run, nondiff_argnums=(5, 6, 7))
 
 
-def _product_jvp(implementation, axis_name, primals, tangents):
+def _product_jvp(implementation, axis_name, platform, primals, tangents):
     """Forward mode; every term is linear in its tangent, so JAX transposes it for reverse mode.
 
     ``dS = alpha·(dX Yᴴ + X dYᴴ) + dalpha·X Yᴴ + beta·dC + dbeta·C``, where dS is symmetric as S is: its
@@ -165,13 +193,13 @@ def _product_jvp(implementation, axis_name, primals, tangents):
             terms.append(_reference.mirror(scale(alpha, half(x, dy))))
     if not isinstance(dalpha, SymbolicZero):
         one, zero = jnp.ones((), alpha.dtype), jnp.zeros((), beta.dtype)
-        terms.append(scale(dalpha, _product(x, y, None, one, zero, implementation, axis_name)))
+        terms.append(scale(dalpha, _product(x, y, None, one, zero, implementation, axis_name, platform)))
     if c is not None:
         if not isinstance(dc, SymbolicZero):
             terms.append(_reference.mirror(scale(beta, dc)))
         if not isinstance(dbeta, SymbolicZero):
             terms.append(_reference.mirror(scale(dbeta, c)))
-    out = _product(x, y, c, alpha, beta, implementation, axis_name)
+    out = _product(x, y, c, alpha, beta, implementation, axis_name, platform)
     # From zeros that are like S: inside of `jax.shard_map`, a tangent varies over the mesh axes over which S does.
     tangent = sum(terms, jnp.zeros_like(out, wide))
     return out, tangent.astype(out.dtype)
@@ -180,4 +208,4 @@ def _product_jvp(implementation, axis_name, primals, tangents):
 _product.defjvp(_product_jvp, symbolic_zeros=True)
 
 # One trace for all products of a shape: an iteration makes a dozen of them.
-_traced_once = jax.jit(_product, static_argnums=(5, 6))
+_traced_once = jax.jit(_product, static_argnums=(5, 6, 7))

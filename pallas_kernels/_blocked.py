@@ -40,6 +40,7 @@ def symmetric_product(
     alpha: jax.Array,
     beta: jax.Array,
     *,
+    platform: str,
     rows: int = ROWS,
     smallest: int = SMALLEST,
 ) -> jax.Array:
@@ -48,8 +49,8 @@ def symmetric_product(
     rows = min(rows, m // smallest)
     if rows < 2:
         return _reference.symmetric_product(x, y, c, alpha, beta)
-    one = functools.partial(_in_blocks, rows=rows)
-    if math.prod(batch) <= 1 or jax.default_backend() != "cpu":
+    one = functools.partial(_in_blocks, rows=rows, platform=platform)
+    if math.prod(batch) <= 1 or platform != "cpu":
         return one(x, y, c, alpha, beta)
     # One matrix after the other: blocks of a whole batch would be copied through main memory.
     each = x, y, c, jnp.broadcast_to(alpha, batch), jnp.broadcast_to(beta, batch)
@@ -57,10 +58,10 @@ def symmetric_product(
     return lax.map(lambda arguments: one(*arguments), each).reshape(*batch, m, m)
 
 
-def _in_blocks(x, y, c, alpha, beta, *, rows):
+def _in_blocks(x, y, c, alpha, beta, *, rows, platform):
     bounds = [x.shape[-2] * i // rows for i in range(rows + 1)]
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
-    starts = unknown_to_xla(bounds[:-1])
+    starts = unknown_to_xla(bounds[:-1], platform)
 
     def cut(a, i, axis=-2):
         return lax.dynamic_slice_in_dim(a, starts[i], sizes[i], axis, allow_negative_indices=False)

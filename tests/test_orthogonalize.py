@@ -7,7 +7,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import muonjax
 from muonjax import MuonDimensionNumbers, NewtonSchulz
-from muonjax._batching import chunk_size, group_by_shape, map_groups
+from muonjax._batching import group_by_shape, map_groups
+from muonjax._policy import Policy
 from tests import oracles
 
 EXACT = NewtonSchulz.accurate()
@@ -64,16 +65,17 @@ def test_groups_are_shapes_up_to_transposition():
 
 def test_map_groups_gives_every_array_its_own_result():
     arrays = [normal(2, 4, 8), normal(3, 8, 4, seed=1), normal(1, 5, 5, seed=2), normal(7, 4, 8, seed=3)]
-    results = map_groups(lambda x: x * jnp.sum(x * x, axis=(-2, -1), keepdims=True), arrays)
+    results = map_groups(lambda x: x * jnp.sum(x * x, axis=(-2, -1), keepdims=True), arrays, Policy("cpu"))
     for x, y in zip(arrays, results, strict=True):
         np.testing.assert_allclose(y, x * jnp.sum(x * x, axis=(-2, -1), keepdims=True), rtol=1e-6)
 
 
 def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
     x = normal(6, 4, 8)
-    once = map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x])[0]
-    monkeypatch.setattr("muonjax._batching._CHUNK_ELEMENTS", {"cpu": 2 * 32})
-    np.testing.assert_allclose(map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x])[0], once, atol=1e-6)
+    once = map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x], Policy("cpu"))[0]
+    monkeypatch.setattr(Policy, "chunk_size", lambda self, count, shape: 2)
+    parts = map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x], Policy("cpu"))[0]
+    np.testing.assert_allclose(parts, once, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +83,8 @@ def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
     [(12, (768, 768), 1), (7, (8, 8), 7), (12, (128, 512), 4), (12, (512, 512), 1)],
 )
 def test_chunks_divide_the_stack(count, shape, size):
-    assert chunk_size(count, shape, "cpu") == size
-    assert chunk_size(count, shape, "gpu") == count
+    assert Policy("cpu").chunk_size(count, shape) == size
+    assert Policy("gpu").chunk_size(count, shape) == count
 
 
 def products(tree, **settings):

@@ -5,6 +5,7 @@ traces and compiles the orthogonalization of 96 equal leaves, ours and Optax's, 
 """
 
 import argparse
+import dataclasses
 import functools
 import time
 from typing import Any
@@ -18,21 +19,29 @@ import muonjax
 from benchmarks.common import measure
 from benchmarks.optimizer import newton_schulz as methods
 from muonjax import NewtonSchulz, _batching
+from muonjax._policy import Policy, policy_of
 
 SHAPES = ((64, 64), (64, 256), (128, 128), (128, 512), (256, 256), (512, 512), (768, 768))
 CHUNKS = (1, 2, 4, 8, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedChunks(Policy):
+    """A policy whose batches have one size."""
+
+    size: int
+
+    def chunk_size(self, count, shape):
+        return self.size
 
 
 def chunked(size: int) -> Any:
     """A function of a list of one stack, whose matrices run `size` at once."""
 
     def run(stack: jax.Array) -> jax.Array:
-        usual = _batching.chunk_size
-        _batching.chunk_size = lambda count, shape, platform: size
-        try:
-            return _batching.map_groups(muonjax.newton_schulz, [stack])[0]
-        finally:
-            _batching.chunk_size = usual
+        return _batching.map_groups(
+            muonjax.newton_schulz, [stack], FixedChunks(policy_of(stack).platform, size)
+        )[0]
 
     return run
 
@@ -42,7 +51,7 @@ def times(shape: tuple[int, int], count: int, rounds: int) -> dict[str, Any]:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((count, *shape)), jnp.float32)
     calls = {str(size): functools.partial(jax.jit(chunked(size)), x) for size in CHUNKS}
     seconds = measure.interleave(calls, rounds=rounds)
-    rule = _batching.chunk_size(count, shape, jax.default_backend())
+    rule = policy_of(x).chunk_size(count, shape)
     rows = {size: measure.summary(seconds[size], seconds["1"]) for size in calls}
     return {"shape": shape, "count": count, "rule": rule, "chunks": rows}
 

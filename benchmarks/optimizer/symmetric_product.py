@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.common import measure
 from pallas_kernels import _blocked, _reference, symmetric_product
 from pallas_kernels._api import _choose
+from pallas_kernels._platform import platform_of
 
 SHAPES = [
     (256, 256),
@@ -47,7 +48,7 @@ def variants(shape):
     yield "blocked", functools.partial(symmetric_product, implementation="blocked")
     for rows in (2, 3, 6, 8):
         if shape[-2] // rows >= _blocked.SMALLEST:
-            sizes = functools.partial(_blocked.symmetric_product, rows=rows)
+            sizes = functools.partial(_blocked.symmetric_product, platform=jax.default_backend(), rows=rows)
             yield f"{rows} rows", lambda x, f=sizes: f(x, None, None, jnp.float32(1), jnp.float32(0))
 
 
@@ -66,7 +67,7 @@ def case(shape, dtype, budget):
         }
         for name, times in seconds.items()
     }
-    rule = _choose(jax.default_backend(), shape)
+    rule = _choose(platform_of(x), shape)
     return {"shape": shape, "dtype": dtype, "rounds": rounds, "rule": rule, "variants": rows}
 
 

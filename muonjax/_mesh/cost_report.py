@@ -13,6 +13,7 @@ from muonjax._mesh.distribution import Distribution
 from muonjax._mesh.sharded_map import find_mesh
 from muonjax._newton_schulz.iteration import NewtonSchulz
 from muonjax._newton_schulz.polar_function import exchange_dtype, polar_function
+from muonjax._policy import policy_of
 from muonjax._routing.dimension_numbers import dimension_numbers as route
 
 
@@ -118,14 +119,15 @@ def plan(
     settings = NewtonSchulz() if newton_schulz is None else newton_schulz
     distribution = _read_off(params) if distribution is None else distribution
     leaves = jax.tree.leaves(params)
+    policy = policy_of(*leaves, mesh=distribution.mesh)
     found = matrix_views(route if dimension_numbers is None else dimension_numbers, params, call="plan")
     chosen, views = [i for i, v in enumerate(found) if v is not None], [v for v in found if v is not None]
-    dtypes = [exchange_dtype(leaves[i], settings) for i in chosen]
+    dtypes = [exchange_dtype(leaves[i], settings, policy) for i in chosen]
 
     def in_mode(mode: Any) -> OwnerPlan:
         on_mesh = find_mesh(dataclasses.replace(distribution, mode=mode), params, chosen, call="plan")
         assert on_mesh is not None  # a distribution was given
-        return on_mesh.plan(polar_function(settings), [leaves[i] for i in chosen], views, dtypes)
+        return on_mesh.plan(polar_function(settings, policy), [leaves[i] for i in chosen], views, dtypes)
 
     return MeshPlan(
         dict(distribution.mesh.shape),

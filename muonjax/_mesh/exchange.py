@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._batching import chunk_size
 from muonjax._mesh.assignment import OwnerPlan, Shipment, size_of
 from muonjax._mesh.layout import Kind, Lane, Leaf, unit_axes
+from muonjax._policy import Policy
 
 Function = Callable[..., jax.Array]
 """[*batch, m, n], and the mesh axes over which the columns are cut (default: none) -> the same shape and dtype."""
@@ -158,7 +158,7 @@ def _loops(trip: Shipment, platform: str) -> list[_Loop]:
     for shape, rows in entries.items():
         kinds = tuple(dict.fromkeys(kind for row in rows for _, kind in row))
         counts = [sum(kind == one for _, kind in row) for row in rows for one in kinds]
-        batch = 1 if platform == "cpu" else chunk_size(math.gcd(*counts), shape[1:], platform)
+        batch = 1 if platform == "cpu" else Policy(platform).chunk_size(math.gcd(*counts), shape[1:])
         turns = np.array([len(row) // batch for row in rows])
         offsets = np.zeros((len(rows), turns.max()), np.int32)
         variants = np.zeros_like(offsets)

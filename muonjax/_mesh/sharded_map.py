@@ -20,6 +20,7 @@ from muonjax._mesh.assignment import OwnerPlan, make_plan
 from muonjax._mesh.distribution import Distribution, cuts_of, spec_of, spread_specs
 from muonjax._mesh.exchange import Function, exchange
 from muonjax._mesh.layout import Leaf
+from pallas_kernels._platform import platform_of
 
 
 class OnMesh(NamedTuple):
@@ -75,7 +76,7 @@ class OnMesh(NamedTuple):
             return []
         mesh = _runnable(self.distribution.mesh, leaves, call)
         plan = self.plan(f, leaves, views, wire)
-        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+        platform = platform_of(*leaves, mesh=mesh)
         specs = tuple(spec_of(leaf.spec) for leaf in plan.leaves)
         explicit = AxisType.Explicit in mesh.axis_types
         before = [jax.typeof(x).sharding for x in leaves]

@@ -30,7 +30,7 @@ import numpy as np
 
 from muonjax._linalg import adjoint, dot, hermitian_part, inverse_norm, square_norm
 from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express
-from pallas_kernels import symmetric_product
+from pallas_kernels._api import symmetric_product_on
 
 # Products with A on the random start. One leaves angles that cost up to 0.05 of polar error on real
 # momentum; two, none.
@@ -106,13 +106,14 @@ def shave(
     return x - dot(dot(v, d), b)
 
 
-@functools.partial(jax.jit, static_argnames="rank")  # one trace, whatever the longer side of X
-def shrink_dominant(gram: jax.Array, rank: int) -> Deflation:
+@functools.partial(jax.jit, static_argnames=("rank", "platform"))  # one trace, whatever the longer side of X
+def shrink_dominant(gram: jax.Array, rank: int, platform: str) -> Deflation:
     """The map W that shrinks the `rank` dominant directions of A to about the size of the rank-th.
 
     Args:
       gram: A = X X^H, [*batch, m, m], in float32 or wider, with entries of moderate size.
       rank: k, in 1..m.
+      platform: Of the device.
     """
     start = _like(gram[..., :rank], _signs(gram.shape[-1], rank))
     v = _dominant_subspace(lambda v: dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
@@ -123,7 +124,8 @@ def shrink_dominant(gram: jax.Array, rank: int) -> Deflation:
     p = dot(v, d)
     s = av - dot(p, h) / 2
     both = jnp.concatenate
-    shrunk = _above_rounding(gram) - symmetric_product(both([p, s], axis=-1), y=both([s, p], axis=-1))
+    removed = symmetric_product_on(platform, both([p, s], axis=-1), y=both([s, p], axis=-1))
+    shrunk = _above_rounding(gram) - removed
     w = jnp.eye(rank, dtype=h.dtype) - dot(dot(adjoint(v), v), d)  # V^H W = w V^H
     return Deflation(p, v, shrunk, _fourth_powers_of_others(dot(dot(w, h), adjoint(w))))
 

@@ -29,7 +29,8 @@ from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, pola
 from muonjax._newton_schulz.deflation import ROUNDING, shave, shrink_dominant
 from muonjax._newton_schulz.normalization import Normalization, normalize
 from muonjax._newton_schulz.scaling import power_of_two_scale
-from pallas_kernels import symmetric_product
+from muonjax._policy import Policy, policy_of
+from pallas_kernels._api import symmetric_product_on
 from pallas_kernels._xla_workarounds import materialize
 
 Form = Literal["auto", "standard", "gram"]
@@ -207,18 +208,16 @@ def newton_schulz(
         raise ValueError(f"newton_schulz(x) got shape {x.shape}: an empty matrix has no polar factor.")
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}.")
+    return polar_factor(x, settings, policy_of(x), axis_name)
+
+
+def polar_factor(
+    x: jax.Array, settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...] = ()
+) -> jax.Array:
+    """`newton_schulz` of checked arguments."""
     tall = not axis_name and x.shape[-2] > x.shape[-1]
-    y = _iterate(x.mT if tall else x, settings, axis_name)
+    y = _iterate(x.mT if tall else x, settings, policy, axis_name)
     return (y.mT if tall else y).astype(x.dtype)
-
-
-def compute_dtype(x: Any, settings: NewtonSchulz) -> jnp.dtype:
-    """Of the operands of the products."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) or x.dtype == jnp.float64:
-        return x.dtype
-    if settings.compute_dtype is not None:
-        return jnp.dtype(settings.compute_dtype)
-    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
 def _segments(settings: NewtonSchulz, shape: tuple[int, ...], dtype: jnp.dtype) -> list[Coefficients]:
@@ -247,9 +246,11 @@ def _worth_sharing(settings: NewtonSchulz, m: int, dtype: jnp.dtype) -> bool:
     )
 
 
-def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = ()) -> jax.Array:
+def _iterate(
+    x: jax.Array, settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...] = ()
+) -> jax.Array:
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in the dtype of the sums."""
-    dtype = compute_dtype(x, settings)
+    dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
     sum_dtype = jnp.promote_types(dtype, jnp.float32)
     half = dtype != sum_dtype
     apply = MatrixProduct(dtype.name, None if half else "highest")
@@ -258,7 +259,8 @@ def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = 
         """alpha R Y^H + beta C, Hermitian: Y is R, or commutes with it. The devices of `together` share the work."""
         y, c = (None if a is None else a.astype(dtype) for a in (y, c))
         alpha, beta = (a[..., 0, 0] if isinstance(a, jax.Array) else a for a in (alpha, beta))
-        return symmetric_product(
+        return symmetric_product_on(
+            policy.platform,
             r.astype(dtype),
             y=y,
             c=c,
@@ -280,11 +282,11 @@ def _iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = 
     rank = min(settings.deflation, x.shape[-2] // 8)
     if rank and not half and len(segments[0]) > 1:
         # The Gram form won't look at x again before the end.
-        x = materialize(lambda x: shave(x, min(_SHAVED, rank), over_columns), x)
+        x = materialize(lambda x: shave(x, min(_SHAVED, rank), over_columns), x, policy.platform)
     gram = over_columns(apply(x, x.mT) if half else product(x))  # deflation wants all digits of the sums
     deflation, others = None, 0.0
     if rank:
-        deflation = shrink_dominant(gram, rank)
+        deflation = shrink_dominant(gram, rank, policy.platform)
         gram, others = deflation.gram, deflation.others
     if deflation is not None and (half or settings.normalization == "aol"):
         # x is rounded to half precision only now: before, the error would be as large as the tail. And once its rows

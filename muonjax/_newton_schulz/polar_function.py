@@ -1,4 +1,4 @@
-"""The function of one matrix that a NewtonSchulz value stands for, as grouping and the mesh call it."""
+"""The function of one matrix that a NewtonSchulz value stands for, as batching and the mesh call it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,23 +6,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muonjax._newton_schulz.iteration import NewtonSchulz, compute_dtype, newton_schulz
+from muonjax._newton_schulz.iteration import NewtonSchulz, polar_factor
+from muonjax._policy import Policy
 
 
-def polar_function(settings: NewtonSchulz, *, adaptive: bool = False) -> Callable[..., jax.Array]:
+def polar_function(
+    settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False
+) -> Callable[..., jax.Array]:
     """x [*batch, m, n] -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`."""
 
     def polar(x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
-        y = newton_schulz(x, settings, axis_name=axis_name)
+        y = polar_factor(x, settings, policy, axis_name)
         return y * _dual_norm(x, y, axis_name) if adaptive else y
 
     return polar
 
 
-def exchange_dtype(x: Any, settings: NewtonSchulz) -> jnp.dtype:
+def exchange_dtype(x: Any, settings: NewtonSchulz, policy: Policy) -> jnp.dtype:
     """Dtype in which a mesh exchanges x: bfloat16 where the iteration rounds to a half type anyway (it has float32's
     range)."""
-    half = jnp.finfo(compute_dtype(x, settings)).bits == 16 and jnp.finfo(x.dtype).bits > 16
+    half = (
+        jnp.finfo(policy.compute_dtype(x.dtype, settings.compute_dtype)).bits == 16
+        and jnp.finfo(x.dtype).bits > 16
+    )
     return jnp.dtype(jnp.bfloat16) if half else x.dtype
 
 

@@ -1,0 +1,55 @@
+"""Everything that depends on the platform: one frozen value, made once per call, and one rule for each choice."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._platform import platform_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What to do on a platform. Each rule says what it is derived from.
+
+    Attributes:
+      platform: "cpu", "gpu", "tpu" or another name; all but "cpu" are accelerators.
+    """
+
+    platform: str
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the rules for CPUs apply."""
+        return self.platform == "cpu"
+
+    def compute_dtype(
+        self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None
+    ) -> jnp.dtype:
+        """Of the operands of products of arrays of `dtype`; `asked` decides for real types up to float32.
+
+        A CPU has no matrix units for half types; on accelerators these are 8 times faster or more.
+        """
+        dtype = jnp.dtype(dtype)
+        if jnp.issubdtype(dtype, jnp.complexfloating) or dtype == jnp.float64:
+            return dtype
+        if asked is not None:
+            return jnp.dtype(asked)
+        return jnp.dtype(jnp.float32 if self.is_cpu else jnp.bfloat16)
+
+    def chunk_size(self, count: int, shape: tuple[int, int]) -> int:
+        """How many of `count` matrices of `shape` run as one batch: the largest divisor whose batch is small enough.
+
+        On a CPU a batched product is slower than the same products one after the other as soon as one matrix
+        fills the caches (measured: benchmarks/optimizer/batching.py). On an accelerator few large launches win.
+        """
+        elements = 1 << 18 if self.is_cpu else 1 << 26
+        largest = max(1, elements // math.prod(shape))
+        return max(size for size in range(1, count + 1) if count % size == 0 and size <= largest)
+
+
+def policy_of(*arrays: Any, mesh: Any = None) -> Policy:
+    """The policy for a call on these arrays; `platform_of` says how their platform is found."""
+    return Policy(platform_of(*arrays, mesh=mesh))

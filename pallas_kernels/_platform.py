@@ -1,0 +1,60 @@
+"""The platform that a call runs on, read off its arrays while it is traced."""
+
+from typing import Any
+
+import jax
+
+_NAMES = {"cuda": "gpu", "rocm": "gpu"}
+
+
+def platform_of(*arrays: Any, mesh: Any = None) -> str:
+    """ "cpu", "gpu", "tpu" or another platform's name: where a computation on `arrays` runs.
+
+    The first of these decides:
+
+    1. `mesh`, a `jax.sharding.Mesh`, or an `AbstractMesh` with an abstract device;
+    2. the mesh of an array's `NamedSharding`, which traced arrays have in their type;
+    3. the device of a concrete array;
+    4. the mesh in context (`jax.set_mesh`, `jax.sharding.use_abstract_mesh`);
+    5. `jax.default_device`;
+    6. JAX's default backend.
+
+    To trace or compile for a device that is not attached, give the arguments shardings on the devices of
+    `jax.experimental.topologies`, or trace under a mesh without axes:
+
+        device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            jax.jit(update).trace(gradients)
+
+    All of these are part of the key of JAX's caches: no trace for one platform is used on another.
+    """
+    found = (
+        _of_mesh(mesh)
+        or next(filter(None, map(_of_sharding, arrays)), None)
+        or next(filter(None, map(_of_device, arrays)), None)
+        or _of_mesh(jax.sharding.get_abstract_mesh())
+        or _of_default_device()
+        or jax.default_backend()
+    )
+    return _NAMES.get(found, found)
+
+
+def _of_mesh(mesh: Any) -> str | None:
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh.devices.flat[0].platform if mesh.size else None
+    return None if mesh is None or mesh.abstract_device is None else mesh.abstract_device.platform
+
+
+def _of_sharding(array: Any) -> str | None:
+    sharding = array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
+    return _of_mesh(getattr(sharding, "mesh", None))
+
+
+def _of_device(array: Any) -> str | None:
+    concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    return next(iter(array.devices())).platform if concrete else None
+
+
+def _of_default_device() -> str | None:
+    device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return device if device is None or isinstance(device, str) else device.platform

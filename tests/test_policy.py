@@ -1,0 +1,126 @@
+"""The platform comes from where the arrays are, and not from the process's default backend."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
+
+import muonjax
+from muonjax._policy import Policy, policy_of
+from pallas_kernels import symmetric_product
+from pallas_kernels._platform import platform_of
+
+KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5 lite", "cpu": "cpu"}
+SHAPE = (2, 256, 320)
+NUMBERS = muonjax.MuonDimensionNumbers(1, 2)
+
+
+def device(platform):
+    return AbstractDevice(device_kind=KINDS[platform], num_cores=1, platform=platform)
+
+
+def mesh_on(platform, axis_types=AxisType.Auto):
+    return AbstractMesh((2,), ("fsdp",), axis_types=(axis_types,), abstract_device=device(platform))
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Another default backend, as far as the library can see."""
+    return lambda platform: monkeypatch.setattr(jax, "default_backend", lambda: platform)
+
+
+def update(transformation, x):
+    return transformation.update({"kernel": x}, transformation.init({"kernel": x}), {"kernel": x})[0]
+
+
+CALLS = {
+    "newton_schulz": muonjax.newton_schulz,
+    "orthogonalize": lambda x: update(muonjax.orthogonalize(dimension_numbers=NUMBERS), x),
+    "muon": lambda x: update(muonjax.muon(1e-3, muon_weight_dimension_numbers=NUMBERS), x),
+    "symmetric_product": symmetric_product,
+}
+
+
+def dots(jaxpr):
+    """Shapes and dtypes of the operands of all products, loops and calls included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield tuple((v.aval.shape, v.aval.dtype.name) for v in equation.invars)
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                yield from dots(getattr(inner, "jaxpr", inner))
+
+
+def program(call, x):
+    return sorted(dots(jax.make_jaxpr(lambda x: call(x))(x).jaxpr))
+
+
+@functools.cache
+def expected(name, platform):
+    """The products of `call` where everything agrees on the platform."""
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device(platform))):
+        return program(CALLS[name], jax.ShapeDtypeStruct(SHAPE, jnp.float32))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_platforms_have_programs_of_their_own(name):
+    assert expected(name, "cpu") != expected(name, "gpu")
+
+
+@pytest.mark.filterwarnings("ignore:.*axis types are Auto")
+@pytest.mark.parametrize(
+    ("default", "there"), [("gpu", "cpu"), ("cpu", "gpu"), ("tpu", "cpu"), ("cpu", "tpu")]
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_the_mesh_of_the_arrays_decides(name, default, there, pretend):
+    pretend(default)
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh_on(there), P()))
+    assert program(CALLS[name], x) == expected(name, there)
+
+
+@pytest.mark.parametrize(("default", "there"), [("gpu", "cpu"), ("cpu", "gpu")])
+def test_the_mesh_of_a_distribution_decides(default, there, pretend):
+    pretend(default)
+    mesh = mesh_on(there)
+    x = {"kernel": jax.ShapeDtypeStruct((256, 320), jnp.float32)}
+    plan = muonjax.plan(x, muonjax.Distribution(mesh, P("fsdp")))
+    sent_in = {"cpu": 4, "gpu": 2}[there]
+    assert plan.modes["owner"].sent == 256 * 320 * sent_in
+
+
+@pytest.mark.parametrize("name", ["newton_schulz", "orthogonalize", "muon", "symmetric_product"])
+def test_a_cpu_mesh_gives_the_same_values_under_another_default(name, pretend):
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    x = np.random.default_rng(0).standard_normal((2, 32, 48)).astype(np.float32)
+    x = jax.device_put(x, NamedSharding(mesh, P("fsdp")))
+    with jax.set_mesh(mesh):
+        want = CALLS[name](x)
+        pretend("gpu")
+        jax.tree.map(np.testing.assert_array_equal, CALLS[name](x), want)
+
+
+def test_what_decides_comes_in_this_order(pretend):
+    x = jnp.ones((4, 4))
+    assert platform_of(x) == "cpu"
+    pretend("tpu")
+    assert platform_of(x) == "cpu"  # a concrete array
+    assert platform_of(np.ones((4, 4))) == platform_of() == "tpu"
+    with jax.default_device("gpu"):
+        assert platform_of() == "gpu"
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device("cpu"))):
+            assert platform_of() == "cpu"
+            assert platform_of(mesh=mesh_on("gpu")) == "gpu"
+            sharded = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh_on("tpu"), P()))
+            assert platform_of(sharded) == "tpu"
+            assert platform_of(sharded, mesh=mesh_on("gpu")) == "gpu"
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert platform_of() == "cpu"
+
+
+def test_a_policy_is_a_value():
+    assert policy_of(jnp.ones(3)) == Policy("cpu")
+    assert len({Policy("cpu"), Policy("cpu"), Policy("gpu")}) == 2
