@@ -9,8 +9,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
-_BYTES = {"pred": 1, "bf16": 2} | {f"{kind}{bits}": bits // 8 for kind in "suf" for bits in (8, 16, 32, 64)}
-_BYTES |= {"c64": 8, "c128": 16}
+from benchmarks.common.hlo_text import Instruction, parse, shapes, size
 
 # What one of g devices sends, in units of its operand's bytes.
 _SENT = {
@@ -50,14 +49,6 @@ class Counts(NamedTuple):
         return sum(self.collectives.values())
 
 
-class _Instruction(NamedTuple):
-    name: str
-    shape: str
-    op: str
-    operands: list[str]
-    attributes: str
-
-
 def count(compiled: Any, *, devices: int = 8, unknown_trips: int | None = None) -> Counts:
     """Count a compiled function.
 
@@ -67,62 +58,8 @@ def count(compiled: Any, *, devices: int = 8, unknown_trips: int | None = None) 
       unknown_trips: How often a loop runs whose length the compiler does not know; None raises instead.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    computations, entry = _parse(text)
+    computations, entry = parse(text)
     return _Counter(computations, devices, unknown_trips).visit(entry)
-
-
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations: dict[str, list[_Instruction]] = {}
-    current: list[_Instruction] = []
-    entry = ""
-    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
-        if head := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
-            current = computations.setdefault(head.group(2), [])
-            entry = head.group(2) if head.group(1) else entry
-        elif body := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line):
-            shape, rest = _split_shape(body.group(2))
-            if op := re.match(r"([\w\-]+)\(", rest):
-                inside, attributes = _close(rest, op.end())
-                current.append(_Instruction(body.group(1), shape, op.group(1), _commas(inside), attributes))
-    return computations, entry
-
-
-def _split_shape(text: str) -> tuple[str, str]:
-    if text.startswith("("):
-        inside, rest = _close(text, 1)
-        return inside, rest.strip()
-    shape, _, rest = text.partition(" ")
-    return shape, rest
-
-
-def _close(text: str, start: int) -> tuple[str, str]:
-    """What lies before and after the bracket that closes the one before `start`."""
-    depth = 1
-    for i in range(start, len(text)):
-        depth += (text[i] in "([{") - (text[i] in ")]}")
-        if depth == 0:
-            return text[start:i], text[i + 1 :]
-    return text[start:], ""
-
-
-def _commas(text: str) -> list[str]:
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts if part.strip()]
-
-
-def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    found = re.findall(r"\b([a-z]+\d+|pred)\[([\d,]*)\]", text)
-    return [(dtype, tuple(map(int, filter(None, sizes.split(","))))) for dtype, sizes in found]
-
-
-def _size(text: str) -> int:
-    return sum(_BYTES[dtype] * math.prod(sizes) for dtype, sizes in _shapes(text))
 
 
 def _group(attributes: str, devices: int) -> int:
@@ -137,7 +74,7 @@ def _group(attributes: str, devices: int) -> int:
 
 
 class _Counter:
-    def __init__(self, computations: dict[str, list[_Instruction]], devices: int, unknown_trips: int | None):
+    def __init__(self, computations: dict[str, list[Instruction]], devices: int, unknown_trips: int | None):
         self.computations, self.devices, self.unknown_trips = computations, devices, unknown_trips
         self.seen: dict[str, Counts] = {}
 
@@ -146,22 +83,22 @@ class _Counter:
             self.seen[name] = self._count(self.computations[name])
         return self.seen[name]
 
-    def _count(self, instructions: list[_Instruction]) -> Counts:
+    def _count(self, instructions: list[Instruction]) -> Counts:
         flops, loops = 0.0, 0
         sent: dict[str, float] = collections.defaultdict(float)
         collectives: dict[str, int] = collections.defaultdict(int)
-        shapes = {i.name: i.shape for i in instructions}
+        results = {i.name: i.shape for i in instructions}
 
         def operand(text: str) -> str:
             """An operand's shape, spelled out or looked up."""
-            return text if _shapes(text) else shapes.get(text.lstrip("%"), "")
+            return text if shapes(text) else results.get(text.lstrip("%"), "")
 
         for i in instructions:
             kind = i.op.removesuffix("-start")
             if i.op == "dot":
                 flops += _dot(i, operand(i.operands[0]))
             elif kind in _SENT:
-                held = sum(_size(operand(text)) for text in i.operands)
+                held = sum(size(operand(text)) for text in i.operands)
                 sent[kind] += held * _SENT[kind](_group(i.attributes, self.devices))
                 collectives[kind] += 1
             for inner, times in self._inner(i):
@@ -172,7 +109,7 @@ class _Counter:
                         table[key] += value * times
         return Counts(flops, dict(sent), dict(collectives), loops)
 
-    def _inner(self, i: _Instruction) -> list[tuple[Counts, int]]:
+    def _inner(self, i: Instruction) -> list[tuple[Counts, int]]:
         if i.op == "while":
             body = re.search(r"body=%?([\w.\-]+)", i.attributes)
             trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', i.attributes)
@@ -197,8 +134,8 @@ class _Counter:
         return []
 
 
-def _dot(i: _Instruction, left: str) -> float:
+def _dot(i: Instruction, left: str) -> float:
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
-    sizes = _shapes(left)[0][1]
+    sizes = shapes(left)[0][1]
     dims = [int(d) for d in contracted.group(1).split(",") if d] if contracted else []
-    return 2.0 * math.prod(_shapes(i.shape)[0][1]) * math.prod(sizes[d] for d in dims)
+    return 2.0 * math.prod(shapes(i.shape)[0][1]) * math.prod(sizes[d] for d in dims)

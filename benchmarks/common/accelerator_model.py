@@ -1,0 +1,294 @@
+"""Compile a whole update for an accelerator, count it, and put a roofline's milliseconds to it.
+
+Modelled, not measured: no device runs anything. The result of each program is written as soon as it is there; one
+that stands in the JSON already is not compiled again unless asked for.
+"""
+
+import argparse
+import gzip
+import importlib.util
+import json
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax.contrib._muon as optax_muon
+
+import muonjax
+from benchmarks.common import ahead_of_time, hlo_launches, measure, roofline
+
+# The matrices [fan_in, fan_out] of a model, and how many there are, by a name. The order of the leaves is that of the
+# names; it matters: XLA keeps between 9 and 51 MB for Optax on GPT-2-small's matrices, by their order.
+TREES: dict[str, dict[str, tuple[tuple[int, int], int]]] = {
+    "GPT-2-small": {"down": ((3072, 768), 12), "square": ((768, 768), 48), "up": ((768, 3072), 12)},
+    "Llama-8B, 4 layers": {
+        "down": ((14336, 4096), 4),
+        "gate": ((4096, 14336), 4),
+        "key": ((4096, 1024), 4),
+        "out": ((4096, 4096), 4),
+        "query": ((4096, 4096), 4),
+        "up": ((4096, 14336), 4),
+        "value": ((4096, 1024), 4),
+    },
+    "small": {"down": ((1024, 256), 2), "square": ((256, 256), 4), "up": ((256, 1024), 2)},
+}
+_LLAMA = TREES["Llama-8B, 4 layers"]
+# On a TPU one of Llama's groups may compile where another does not: each has a row of its own.
+TREES |= {
+    f"Llama-8B, {title}": {name: _LLAMA[name] for name in names}
+    for title, names in (
+        ("4096x4096", ("out", "query")),
+        ("1024x4096", ("key", "value")),
+        ("4096x14336", ("down", "gate", "up")),
+    )
+}
+DEFAULT_TREES = {
+    "gpu": ("GPT-2-small", "Llama-8B, 4 layers"),
+    "tpu": ("GPT-2-small", "Llama-8B, 4096x4096", "Llama-8B, 1024x4096", "Llama-8B, 4096x14336"),
+}
+
+Tree = dict[str, Any]
+Method = tuple[Callable[[Tree], Tree], jax.typing.DTypeLike]
+
+
+def ours(**settings: Any) -> Method:
+    """Our update of every matrix, with `NewtonSchulz(**settings)`, float32 in and out."""
+    newton_schulz = muonjax.NewtonSchulz(**settings)
+    tx = muonjax.orthogonalize(newton_schulz=newton_schulz)
+    return lambda tree: tx.update(tree, tx.init(tree))[0], jnp.float32
+
+
+def _optax(tree: Tree) -> Tree:
+    def one(x):
+        dimensions = optax_muon.MuonDimensionNumbers(0, 1)
+        coefficients = jnp.asarray(muonjax.JORDAN[0])
+        return optax_muon.orthogonalize_via_newton_schulz(x, coefficients, dimension_numbers=dimensions)
+
+    return jax.tree.map(one, tree)
+
+
+def maxtext(checkout: pathlib.Path) -> Callable[[Tree], Tree]:
+    """MaxText's Muon on one device, from a checkout of AI-Hypercomputer/maxtext.
+
+    Source: src/maxtext/optimizers/muon.py there, commit e591f30: `orthogonalize`, five steps of Jordan's coefficients,
+    Frobenius norm, one loop for each parameter, products with float32 sums rounded to the parameter's type.
+    """
+    folder = checkout / "src" / "maxtext" / "optimizers"
+    for name in ("maxtext", "maxtext.optimizers"):  # without what else the packages import
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder if name.endswith("optimizers") else folder.parent)]
+        sys.modules[name] = package
+    spec = importlib.util.spec_from_file_location("maxtext.optimizers.muon", folder / "muon.py")
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"--maxtext {checkout}: there is no {folder / 'muon.py'}.")
+    muon = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(muon)
+
+    def one(x):
+        return muon.orthogonalize(
+            x,
+            jnp.asarray(muonjax.JORDAN[0]),
+            5,
+            muon.get_precond_fn("frobenius"),
+            muon.NS_ITERATORS["frobenius"],
+            muon.MuonDimensionNumbers(),
+        )
+
+    return lambda tree: jax.tree.map(one, tree)
+
+
+def methods(maxtext_checkout: pathlib.Path | None = None) -> dict[str, Method]:
+    """By the name in the tables."""
+    fast = muonjax.NewtonSchulz.fast().coefficients
+    found = {
+        "Optax, float32": (_optax, jnp.float32),
+        "Optax, bfloat16": (_optax, jnp.bfloat16),
+        "fast": ours(coefficients=fast),
+        "balanced": ours(),
+        "5 Polar Express steps, no deflation": ours(coefficients=muonjax.polar_express(5), deflation=0),
+        "6 Polar Express steps, no deflation": ours(
+            coefficients=muonjax.polar_express(6, lower=3e-4), deflation=0
+        ),
+    }
+    if maxtext_checkout:
+        found["MaxText, bfloat16"] = (maxtext(maxtext_checkout), jnp.bfloat16)
+    return found
+
+
+def kernel_methods(implementation: str) -> dict[str, Method]:
+    """Ours with the named symmetric product."""
+    fast = muonjax.NewtonSchulz.fast().coefficients
+    return {
+        f'fast, "{implementation}"': ours(coefficients=fast, implementation=implementation),
+        f'balanced, "{implementation}"': ours(implementation=implementation),
+    }
+
+
+def parts(tree: str, method: str, chip: ahead_of_time.Chip) -> list[tuple[dict[str, tuple[int, int]], int]]:
+    """The programs that make up one update of a tree, and how often each counts.
+
+    On a GPU it is one program of all matrices. The TPU's compiler takes minutes for one: there it is one program for
+    each group of matrices that share their loops, and one for each shape where every parameter has a loop of its own.
+    """
+    matrices = TREES[tree]
+    if chip.platform == "gpu":
+        groups = [list(matrices)]
+    elif method.startswith(("Optax", "MaxText")):
+        counts: dict[tuple[int, int], int] = {}
+        for shape, count in matrices.values():
+            counts[shape] = counts.get(shape, 0) + count
+        return [({"x": shape}, count) for shape, count in counts.items()]
+    else:
+        sides = dict.fromkeys(tuple(sorted(shape)) for shape, _ in matrices.values())
+        groups = [[name for name, (shape, _) in matrices.items() if tuple(sorted(shape)) == s] for s in sides]
+    return [
+        ({f"{name}{i:02}": matrices[name][0] for name in group for i in range(matrices[name][1])}, 1)
+        for group in groups
+    ]
+
+
+def model(
+    chip: ahead_of_time.Chip, tree: str, name: str, method: Method, texts: pathlib.Path | None = None
+) -> dict[str, Any]:
+    """One row of the table: one update of a tree, by one method, on one chip.
+
+    Args:
+      chip: One of `ahead_of_time.CHIPS`.
+      tree: One of `TREES`.
+      name: Of the method.
+      method: One of `methods`.
+      texts: A folder where the optimized HLO is kept, and taken from.
+    """
+    update, dtype = method
+    launches, temporary, seconds = [], 0, 0.0
+    for number, (shapes, count) in enumerate(parts(tree, name, chip)):
+        path = texts / f"{chip.name}_{tree}_{name}_{number}.gz".replace(" ", "_") if texts else None
+        if path and path.exists():
+            compiled = ahead_of_time.Compiled(*json.loads(gzip.decompress(path.read_bytes())))
+        else:
+            arguments = {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}
+            compiled = ahead_of_time.compile_for(chip, update, arguments)
+            if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(gzip.compress(json.dumps(compiled).encode()))
+        own = hlo_launches.launches(compiled.text)
+        launches += [hlo_launches.repeated(launch, count) for launch in own]
+        temporary = max(temporary, compiled.temporary)
+        seconds += compiled.seconds * count
+    flops: dict[str, float] = {}
+    for launch in launches:
+        for kind, value in launch.flops.items():
+            flops[kind] = flops.get(kind, 0.0) + launch.count * value / 1e12
+    return {
+        "chip": chip.name,
+        "tree": tree,
+        "method": name,
+        "milliseconds": roofline.total_seconds(chip.name, launches) * 1e3,
+        "launches": sum(launch.count for launch in launches),
+        "factorizations": sum(launch.count for launch in launches if launch.factorization),
+        "gigabytes": sum(launch.count * launch.moved for launch in launches) / 1e9,
+        "teraflops": flops,
+        "temporary_megabytes": temporary / 1e6,
+        "compile_processor_seconds": seconds,
+        "phases": hlo_launches.by_phase(launches, roofline.ROOFLINES[chip.name].seconds),
+    }
+
+
+def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The table's rows: each beside Optax in bfloat16 on the same chip and tree (a TPU: its better dtype)."""
+    shown = []
+    for row in rows:
+        peers = {
+            other["method"]: other
+            for other in rows
+            if (other["chip"], other["tree"]) == (row["chip"], row["tree"]) and "error" not in other
+        }
+        base = peers.get("Optax, bfloat16")
+        head = {key: row[key] for key in ("chip", "tree", "method")}
+        if "error" in row:
+            shown.append({**head, "ms": row["error"][:60]})
+            continue
+        best = base and min(
+            (peers[name]["milliseconds"] for name in ("Optax, bfloat16", "Optax, float32") if name in peers)
+            if row["chip"] != "H100"
+            else [base["milliseconds"]]
+        )
+
+        def over(key, base=base, row=row):
+            return row[key] / base[key] if base and base[key] else ""
+
+        shown.append(
+            {
+                **head,
+                "ms": row["milliseconds"],
+                "÷ Optax": row["milliseconds"] / best if best else "",
+                "launches": row["launches"],
+                "factorizations": row["factorizations"],
+                "GB": row["gigabytes"],
+                "TFLOP": " + ".join(f"{value:.3g} {kind}" for kind, value in row["teraflops"].items()),
+                "temporary MB": row["temporary_megabytes"],
+                "÷ Optax ": over("temporary_megabytes"),
+                "compile s": row["compile_processor_seconds"],
+                "÷ Optax  ": over("compile_processor_seconds"),
+            }
+        )
+    return shown
+
+
+def main(platform: str, implementation: str, document: str) -> None:
+    """The command line of benchmarks/gpu/model.py and benchmarks/tpu/model.py."""
+    chips = [chip.name for chip in ahead_of_time.CHIPS.values() if chip.platform == platform]
+    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--chips", default=",".join(chips))
+    parser.add_argument("--trees", default=";".join(DEFAULT_TREES[platform]), help="with semicolons between")
+    parser.add_argument("--methods", help="with semicolons between; all if left out")
+    parser.add_argument("--again", action="store_true", help="compile what stands in the JSON too")
+    parser.add_argument(
+        "--texts", type=pathlib.Path, help="a folder that keeps the programs, to count them again"
+    )
+    parser.add_argument("--maxtext", type=pathlib.Path, help="a checkout of AI-Hypercomputer/maxtext")
+    parser.add_argument("--out", type=pathlib.Path, default=measure.RESULTS / f"{platform}_model.json")
+    parser.add_argument("--table", action="store_true", help="print what stands in the JSON, compile nothing")
+    arguments = parser.parse_args()
+    rows = json.loads(arguments.out.read_text())["results"] if arguments.out.exists() else []
+    if arguments.table:
+        print(measure.table(ratios(rows)))
+        return
+    if reason := ahead_of_time.missing(platform):
+        parser.error(reason)
+    available = methods(arguments.maxtext) | kernel_methods(implementation)
+    chosen = arguments.methods.split(";") if arguments.methods else list(available)
+    # What is loaded and set up once counts for no program.
+    warm_up = {"x": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
+    for chip in arguments.chips.split(","):
+        ahead_of_time.compile_for(ahead_of_time.CHIPS[chip], _optax, warm_up)
+        for tree in arguments.trees.split(";"):
+            for name in chosen:
+                key = {"chip": chip, "tree": tree, "method": name}
+                same = [row for row in rows if key.items() <= row.items()]
+                if same and not arguments.again:
+                    continue
+                try:
+                    row = model(ahead_of_time.CHIPS[chip], tree, name, available[name], texts=arguments.texts)
+                except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+                    row = {**key, "error": f"{type(error).__name__}: {error}"[:500]}
+                rows = [other for other in rows if other not in same] + [row]
+                _write(arguments.out, platform, rows)
+                print(json.dumps({k: v for k, v in row.items() if k != "phases"}), flush=True)
+    print(measure.table(ratios(rows)))
+
+
+def _write(path: pathlib.Path, platform: str, rows: list[dict[str, Any]]) -> None:
+    certificate = {**measure.certificate(), "device": "none: compiled ahead of time, counted and modelled"}
+    content = {
+        "born": certificate,
+        "question": f"what one update launches, moves and takes on a {platform.upper()}, by compiling and counting",
+        "results": rows,
+    }
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)

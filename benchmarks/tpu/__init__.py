@@ -1,0 +1,1 @@
+"""TPUs: compiled for one without it, and ready to run on one."""

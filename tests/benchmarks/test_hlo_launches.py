@@ -1,0 +1,77 @@
+"""The counter of launches, on programs whose counts are known."""
+
+import pathlib
+
+import pytest
+
+from benchmarks.common import roofline
+from benchmarks.common.hlo_launches import by_phase, launches
+
+HERE = pathlib.Path(__file__).parent
+# Two products in a loop of five, one of which a fusion hides, and an update of one row in place.
+GPU = (HERE / "launches_gpu.hlo").read_text()
+
+TPU = (HERE / "launches_tpu.hlo").read_text()
+
+
+def named(text):
+    return {launch.name: launch for launch in launches(text)}
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    found = named(GPU)
+    assert {name: launch.count for name, launch in found.items()} == {"f": 5, "g": 5, "copied": 1, "out": 1}
+
+
+def test_products_count_by_the_type_that_they_multiply():
+    found = named(GPU)
+    assert found["f"].flops == {"bf16": 2 * 64 * 16 * 32}
+    assert found["g"].flops == {"f32 highest": 2 * 64 * 64 * 32}
+    at_default = GPU.replace('"HIGHEST","HIGHEST"', '"DEFAULT","DEFAULT"')
+    assert named(at_default)["g"].flops == {"f32 default": 2 * 64 * 64 * 32}
+    thrice = GPU.replace("ALG_UNSET", "ALG_DOT_BF16_BF16_F32_X3")
+    assert named(thrice)["g"].flops == {"bf16": 3 * 2 * 64 * 64 * 32}
+
+
+def test_bytes_are_what_main_memory_moves():
+    found = named(GPU)
+    assert found["f"].moved == 2 * (64 * 32 + 32 * 16 + 64 * 16)
+    assert found["g"].moved == 4 * (2 * 64 * 32 + 64 * 64)  # without the library's scratch space
+    assert found["out"].moved == 4 * (32 + 32) + 4  # the row, twice, and its number
+    tpu = named(TPU)
+    assert tpu["start"].moved == 2 * 3 * 64 * 32  # the other end is on the chip
+    assert tpu["start"].asynchronous
+    assert tpu["c"].moved == 2 * 3 * 64 * 64
+
+
+def test_a_tpu_s_convolution_counts_as_the_product_that_it_is():
+    (product,) = (launch for launch in launches(TPU) if launch.flops)
+    assert product.flops == {"bf16": 2 * 3 * 64 * 64 * 32}
+    assert product.cycles == 1500
+
+
+def test_phases_are_scopes_and_else_source_files():
+    found = named(GPU)
+    assert {name: launch.phase for name, launch in found.items()} == {
+        "f": "deflation",
+        "g": "subspace",
+        "copied": "mirror",
+        "out": "batching",
+    }
+    phases = by_phase(launches(GPU), roofline.ROOFLINES["H100"].seconds)
+    assert phases["deflation"]["launches"] == 5
+    assert phases["deflation"]["milliseconds"] == pytest.approx(5 * 3e-3)  # tiny kernels take the least time
+
+
+def test_a_loop_without_a_length_is_an_error():
+    with pytest.raises(ValueError, match="The loop loop has no length"):
+        launches(GPU.replace("%five = s32[] constant(5)", "%five = s32[] add(%i, %i)"))
+
+
+def test_a_large_product_takes_its_flops_and_a_copy_its_bytes():
+    h100 = roofline.ROOFLINES["H100"]
+    large = GPU.replace("64,32", "8448,4096").replace("32,16", "4096,8192").replace("64,16", "8448,8192")
+    seconds = h100.seconds(named(large)["f"])
+    assert seconds == pytest.approx(2 * 8448 * 8192 * 4096 / (0.7 * 990e12) + 1e-6)  # 32 full rounds of 132
+    copied = named(large)["copied"]
+    assert h100.seconds(copied) == pytest.approx(2 * 4 * 8448 * 4096 / (0.85 * 3.35e12) + 1e-6)
