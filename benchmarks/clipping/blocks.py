@@ -5,11 +5,11 @@ from benchmarks.common.blocks import Block
 BLOCKS = {
     "clip_holds": Block(
         text="A run that is made to diverge (learning rate {learning_rate:g}, QK-Clip's threshold {threshold:g}, "
-        "{steps} steps): with Muon alone the largest attention logit of any step is {runs[muon][largest_logit]:.0f}, "
-        "with MuonClip {runs[muonclip][largest_logit]:.0f}. The clip follows the update and uses the logits of the "
+        "{steps} steps): the largest attention logit of any step is {runs[muon][largest_logit]:.0f} with Muon alone, "
+        "{runs[muonclip][largest_logit]:.0f} with MuonClip. The clip follows the update and uses the logits of the "
         "forward pass before it, so a step may exceed the threshold by what one update adds; more than one and a "
-        "half times the threshold was measured in {runs[muonclip][steps_above_1.5_thresholds]} of the {steps} steps (Muon: "
-        "{runs[muon][steps_above_1.5_thresholds]})."
+        "half times the threshold was measured in {runs[muonclip][steps_above_1.5_thresholds]} of the {steps} steps "
+        "(Muon: {runs[muon][steps_above_1.5_thresholds]})."
     ),
     "mla_clip_holds": Block(
         text="In {steps} steps at a learning rate of {learning_rate:g}, Muon alone reaches a logit of "
