@@ -6,6 +6,7 @@ from muonjax._adapters.hadamard import hadamard_weight as hadamard_weight
 from muonjax._adapters.hadamard_dot import hadamard_dot as hadamard_dot
 from muonjax._adapters.hadamard_dot import hadamard_linear as hadamard_linear
 from muonjax._adapters.names import adapter_mask as adapter_mask
+from muonjax._cautious_weight_decay import cautious_weight_decay as cautious_weight_decay
 from muonjax._clipping.factors import Scale as Scale
 from muonjax._clipping.max_logits import max_logits as max_logits
 from muonjax._clipping.max_logits import max_logits_bound as max_logits_bound
@@ -19,6 +20,7 @@ from muonjax._clipping.sites import mha_site as mha_site
 from muonjax._clipping.sites import mla_site as mla_site
 from muonjax._clipping.sites_from import sites_from as sites_from
 from muonjax._clipping.transform import QKClipState as QKClipState
+from muonjax._hyperball import hyperball as hyperball
 from muonjax._match_rms import match_rms as match_rms
 from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
@@ -36,6 +38,8 @@ from muonjax._newton_schulz.coefficients import YOU as YOU
 from muonjax._newton_schulz.coefficients import polar_express as polar_express
 from muonjax._newton_schulz.iteration import NewtonSchulz as NewtonSchulz
 from muonjax._newton_schulz.iteration import newton_schulz as newton_schulz
+from muonjax._normalize_neurons import NormalizeNeuronsState as NormalizeNeuronsState
+from muonjax._normalize_neurons import normalize_neurons as normalize_neurons
 from muonjax._optimizers import adamclip as adamclip
 from muonjax._optimizers import muon as muon
 from muonjax._optimizers import muonclip as muonclip

@@ -1,0 +1,94 @@
+"""Hyperball optimization: each weight matrix keeps its Frobenius norm, and a step is an angle on that sphere."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_views
+
+
+def hyperball(
+    learning_rate: optax.ScalarOrSchedule, *, dimension_numbers: DimensionNumbersTree | None = None
+) -> optax.GradientTransformation:
+    r"""Step by a fixed angle, and return to the sphere: the weight's norm never changes.
+
+    With O the update so far, such as an orthogonalized one, and R = ||W||_F,
+
+        W <- R normalize(W - learning_rate R normalize(O)),    normalize(X) = X / ||X||_F
+
+    It takes the place of `optax.scale_by_learning_rate`, at the end of the chain; only `qk_clip` may follow. The norm
+    is that of each whole matrix, on every mesh. No weight decay and no `match_rms` belong beside it: the norm of a
+    weight can't decay, and the length of O does not count. Everything else of a chain may stand before it,
+    `normalize_neurons` too.
+
+    Args:
+      learning_rate: A number or a schedule, the length of a step in units of the weight's norm, >= 0; 0.01 to 0.02 is
+        usual.
+      dimension_numbers: As in `orthogonalize`; each matrix of a stacked leaf has its own sphere. A leaf that is no
+        matrix takes the step -learning_rate O.
+
+    Returns:
+      An `optax.GradientTransformation` with the state of `optax.scale_by_learning_rate`; `update` needs `params`.
+
+    Raises:
+      ValueError: If `learning_rate` is negative, a matrix is zero at `init` (traced, it stays zero), `update` gets no
+        `params`, or the dimension numbers do not fit the tree.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax, optax
+      >>> tx = muonjax.hyperball(0.1)
+      >>> params = {"w": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
+      >>> updates, _ = tx.update({"w": jnp.eye(2)}, tx.init(params), params)
+      >>> float(jnp.linalg.norm(optax.apply_updates(params, updates)["w"]))
+      5.0
+
+    Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
+    (arXiv:2606.16899); with R taken anew at each step, so that what `qk_clip` has shrunk stays shrunk.
+    """
+    if isinstance(learning_rate, (int, float)) and not learning_rate >= 0:
+        raise ValueError(f"hyperball(learning_rate={learning_rate!r}) must not be negative; 0.02 is usual.")
+    rate = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
+
+    def init(params: optax.Params) -> optax.OptState:
+        views = matrix_views(dimension_numbers, params, call="hyperball")
+        for (path, leaf), view in zip(jax.tree.leaves_with_path(params), views, strict=True):
+            known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+            if view is not None and known and not bool((_sums(leaf, leaf, view)[0] > 0).all()):
+                raise ValueError(
+                    f"hyperball: the leaf {jax.tree_util.keystr(path)} of shape {leaf.shape} has a matrix of zeros, "
+                    "which has no sphere to stay on; start it from random numbers, or give it to another optimizer."
+                )
+        return rate.init(jnp.zeros(()))
+
+    def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None):
+        if params is None:
+            raise ValueError("hyperball: update(updates, state, params) needs params.")
+        eta, state = rate.update(jnp.ones(()), state)
+        leaves, treedef = jax.tree.flatten(updates)
+        weights = treedef.flatten_up_to(params)
+        views = matrix_views(dimension_numbers, updates, call="hyperball")
+        for i, (u, w, view) in enumerate(zip(leaves, weights, views, strict=True)):
+            leaves[i] = -eta.astype(u.dtype) * u if view is None else _step(u, w, view, eta)
+        return treedef.unflatten(leaves), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _sums(w: jax.Array, u: jax.Array, view: MatrixView) -> jax.Array:
+    """||W||_F^2, ||U||_F^2 and <W, U> of each matrix, [3, *view.shape] with axes of size 1 for rows and columns."""
+    w, u = (a.reshape(view.shape).astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (w, u))
+    products = (w * w.conj()).real, (u * u.conj()).real, (w * u.conj()).real
+    # Stacked before they are summed, so that a mesh sums them in one all-reduce.
+    axes = tuple(axis + 1 for axis in (*view.reduction_axes, *view.output_axes))
+    return jnp.sum(jnp.stack(products), axes, keepdims=True)
+
+
+def _step(u: jax.Array, w: jax.Array, view: MatrixView, eta: jax.Array) -> jax.Array:
+    """What to add to W."""
+    w2, u2, wu = _sums(w, u, view)
+    toward = -eta * jnp.sqrt(w2 / jnp.where(u2 == 0, 1, u2))
+    # ||W + toward U||_F from the three sums: no second reduction.
+    moved2 = w2 + 2 * toward * wu + toward**2 * u2
+    back = jnp.sqrt(w2 / jnp.where(moved2 == 0, 1, moved2))
+    u, w = u.reshape(view.shape), w.reshape(view.shape)
+    return (((back - 1) * w + back * toward * u).astype(u.dtype)).reshape(view.leaf_shape)

@@ -1,0 +1,115 @@
+"""NorMuon's normalization: each neuron of an orthogonalized update gets the same running root mean square."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_views
+
+
+class NormalizeNeuronsState(NamedTuple):
+    """State of `normalize_neurons`.
+
+    Attributes:
+      second_moment: A tree like the parameters. For each matrix the running mean, for each of its neurons, of the mean
+        square of that neuron's entries; float32, in the leaf's shape with its reduction axes of size 1.
+        `optax.MaskedNode()` in place of a leaf that is no matrix.
+    """
+
+    second_moment: Any
+
+
+def normalize_neurons(
+    decay: float = 0.95,
+    *,
+    eps: float = 1e-8,
+    dimension_numbers: DimensionNumbersTree | None = None,
+) -> optax.GradientTransformation:
+    r"""Divide each neuron of an orthogonalized update by the root of its running mean square, and keep the norm.
+
+    With O [fan_in, fan_out] an orthogonalized update, whose column j holds the weights of neuron j,
+
+        v_j <- decay v_j + (1 - decay) mean_i O_ij^2
+        P_ij = O_ij / (sqrt(v_j) + eps)
+        O   <- P ||O||_F / ||P||_F
+
+    It belongs directly after `orthogonalize`: other updates pass without an error, but their second moment then follows
+    the size of the gradient.
+
+    Args:
+      decay: Of the running mean, in [0, 1).
+      eps: Added to the root, > 0.
+      dimension_numbers: As in `orthogonalize`. The neurons are the output axes; each matrix of a stacked leaf has its
+        own.
+
+    Returns:
+      An `optax.GradientTransformation` whose state is a `NormalizeNeuronsState`.
+
+    Raises:
+      ValueError: If `decay` or `eps` is out of its range, the dimension numbers do not fit the tree, or the state is
+        that of other parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> tx = muonjax.normalize_neurons()
+      >>> updates = {"w": jnp.array([[3.0, 0.1], [4.0, 0.2]])}
+      >>> updates, state = tx.update(updates, tx.init(updates))
+      >>> [round(float(norm), 3) for norm in jnp.linalg.norm(updates["w"], axis=0)]  # both neurons alike
+      [3.539, 3.539]
+      >>> state.second_moment["w"].shape
+      (1, 2)
+
+    Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491), algorithm 1.
+    """
+    # Traced numbers (optax.inject_hyperparams) can't be looked at.
+    if not isinstance(decay, jax.Array) and not 0 <= decay < 1:
+        raise ValueError(f"normalize_neurons(decay={decay!r}) must lie in [0, 1); 0.95 is usual.")
+    if not isinstance(eps, jax.Array) and not 0 < eps < math.inf:
+        raise ValueError(f"normalize_neurons(eps={eps!r}) must be positive and finite; 1e-8 is usual.")
+
+    def init(params: optax.Params) -> NormalizeNeuronsState:
+        views = matrix_views(dimension_numbers, params, call="normalize_neurons")
+        moments = [optax.MaskedNode() if v is None else jnp.zeros(_neurons(v), jnp.float32) for v in views]
+        return NormalizeNeuronsState(jax.tree.unflatten(jax.tree.structure(params), moments))
+
+    def update(updates: optax.Updates, state: NormalizeNeuronsState, params: Any = None):
+        del params
+        leaves, treedef = jax.tree.flatten(updates)
+        views = matrix_views(dimension_numbers, updates, call="normalize_neurons")
+        moments = treedef.flatten_up_to(state.second_moment)
+        for i, view in enumerate(views):
+            if view is None:
+                continue
+            if jnp.shape(moments[i]) != _neurons(view):
+                raise ValueError(
+                    f"normalize_neurons: the state holds a second moment of shape {jnp.shape(moments[i])} where a leaf "
+                    f"of shape {view.leaf_shape} needs {_neurons(view)}; start anew with init, or restore the state of "
+                    "these parameters."
+                )
+            leaves[i], moments[i] = _normalize(leaves[i], moments[i], view, decay, eps)
+        return treedef.unflatten(leaves), NormalizeNeuronsState(treedef.unflatten(moments))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _neurons(view: MatrixView) -> tuple[int, ...]:
+    """The shape of one number for each neuron."""
+    return tuple(1 if axis in view.reduction_axes else size for axis, size in enumerate(view.shape))
+
+
+def _normalize(
+    leaf: jax.Array, moment: jax.Array, view: MatrixView, decay: Any, eps: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The leaf's normalized update and its new second moment."""
+    o = leaf.reshape(view.shape)
+    wide = jnp.promote_types(o.dtype, jnp.float32)
+    squares = jnp.sum(jnp.abs(o.astype(wide)) ** 2, view.reduction_axes, keepdims=True)
+    moment = decay * moment + (1 - decay) * squares / view.fan_in
+    factor = 1 / (jnp.sqrt(moment) + eps)
+    # ||P||_F from the neurons' own norms: no second pass over the update.
+    norm2, scaled2 = (jnp.sum(s, view.output_axes, keepdims=True) for s in (squares, squares * factor**2))
+    factor *= jnp.sqrt(norm2 / jnp.where(scaled2 == 0, 1, scaled2))
+    return (o * factor).astype(leaf.dtype).reshape(leaf.shape), moment.astype(jnp.float32)

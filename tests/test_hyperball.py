@@ -1,0 +1,115 @@
+"""Hyperball against NumPy in float64, written from the paper's equation; and on meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import muonjax
+from muonjax import FusedDimensionNumbers, MuonDimensionNumbers
+
+
+def oracle(w: np.ndarray, updates: list[np.ndarray], eta: float) -> np.ndarray:
+    """The weight [m, n] after all updates."""
+    for o in updates:
+        radius = np.linalg.norm(w)
+        moved = w - eta * radius * o / np.linalg.norm(o)
+        w = radius * moved / np.linalg.norm(moved)
+    return w
+
+
+def run(tx, w, updates):
+    params = {"w": jnp.asarray(w)}
+    state = tx.init(params)
+    for u in updates:
+        found, state = tx.update({"w": jnp.asarray(u)}, state, params)
+        params = optax.apply_updates(params, found)
+    return np.asarray(params["w"], np.float64)
+
+
+def draw(shape, steps=20):
+    rng = np.random.default_rng(1)
+    return [(rng.standard_normal(shape) * 10.0**s).astype(np.float32) for s in np.linspace(-3, 3, steps)]
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (32, 8)])
+@pytest.mark.parametrize("eta", [0.02, 1.5])
+def test_twenty_steps_are_the_papers(shape, eta):
+    w, updates = draw(shape, 1)[0], draw(shape)
+    want = oracle(w.astype(np.float64), [u.astype(np.float64) for u in updates], eta)
+    found = run(muonjax.hyperball(eta), w, updates)
+    assert np.linalg.norm(found - want) < 1e-5 * np.linalg.norm(want)
+
+
+def test_each_matrix_of_a_stack_has_its_own_sphere():
+    numbers = MuonDimensionNumbers(reduction_axis=1, output_axis=3)  # one matrix per layer and head
+    w, updates = draw((2, 6, 3, 4), 1)[0], draw((2, 6, 3, 4))
+    w *= np.array([1.0, 10.0, 100.0], np.float32)[:, None]
+    found = run(muonjax.hyperball(0.1, dimension_numbers={"w": numbers}), w, updates)
+    for layer in range(2):
+        for head in range(3):
+            want = oracle(w[layer, :, head].astype(np.float64), [u[layer, :, head] for u in updates], 0.1)
+            assert np.linalg.norm(found[layer, :, head] - want) < 1e-5 * np.linalg.norm(want)
+
+
+def test_each_part_of_a_fused_leaf_has_its_own_sphere():
+    w, updates = draw((4, 12), 1)[0], draw((4, 12))
+    w[:, 4:8] *= 50
+    numbers = FusedDimensionNumbers(0, 1, parts=3, axis=1)
+    found = run(muonjax.hyperball(0.1, dimension_numbers={"w": numbers}), w, updates)
+    for part in range(3):
+        columns = slice(4 * part, 4 * part + 4)
+        assert np.linalg.norm(found[:, columns]) == pytest.approx(np.linalg.norm(w[:, columns]), rel=1e-5)
+
+
+def test_the_length_of_the_update_does_not_count():
+    w, (u,) = draw((5, 7), 1)[0], draw((5, 7), 1)
+    tx = muonjax.hyperball(0.1)
+    np.testing.assert_allclose(run(tx, w, [u]), run(tx, w, [1e10 * u]), rtol=1e-5, atol=1e-7)
+
+
+def test_a_zero_update_moves_nothing_and_nan_stays_in_its_matrix():
+    tx = muonjax.hyperball(0.1)
+    params = {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3))}
+    updates = {"a": jnp.zeros((2, 3)), "b": jnp.full((2, 3), jnp.nan)}
+    found, _ = tx.update(updates, tx.init(params), params)
+    np.testing.assert_array_equal(found["a"], np.zeros((2, 3)))
+    assert np.isnan(found["b"]).all()
+
+
+def test_the_norm_holds_over_a_thousand_steps_in_bfloat16():
+    rng = np.random.default_rng(0)
+    tx = muonjax.hyperball(0.02)
+    params = {"w": jnp.asarray(rng.standard_normal((64, 64)), jnp.bfloat16)}
+    start = float(jnp.linalg.norm(params["w"].astype(jnp.float32)))
+
+    def step(params, key):
+        u = {"w": jax.random.normal(key, (64, 64), jnp.bfloat16)}
+        found, _ = tx.update(u, tx.init(params), params)
+        return optax.apply_updates(params, found), None
+
+    params, _ = jax.jit(lambda p, k: jax.lax.scan(step, p, k))(
+        params, jax.random.split(jax.random.key(0), 1000)
+    )
+    assert float(jnp.linalg.norm(params["w"].astype(jnp.float32))) == pytest.approx(start, rel=0.02)
+
+
+def test_a_schedule_and_a_leaf_that_is_no_matrix():
+    tx = muonjax.hyperball(optax.linear_schedule(1.0, 0.0, 2), dimension_numbers={"b": None})
+    params, state = {"b": jnp.ones(3)}, tx.init({"b": jnp.ones(3)})
+    steps = []
+    for _ in range(3):
+        found, state = tx.update({"b": jnp.ones(3)}, state, params)
+        steps.append(float(found["b"][0]))
+    assert steps == [-1.0, -0.5, 0.0]
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match=r"hyperball\(learning_rate=-1"):
+        muonjax.hyperball(-1.0)
+    tx = muonjax.hyperball(0.1)
+    with pytest.raises(ValueError, match=r"the leaf \['w'\] of shape \(2, 2\) has a matrix of zeros"):
+        tx.init({"w": jnp.zeros((2, 2))})
+    with pytest.raises(ValueError, match="needs params"):
+        tx.update({"w": jnp.ones((2, 2))}, tx.init({"w": jnp.ones((2, 2))}))

@@ -1,0 +1,114 @@
+"""NorMuon's normalization against NumPy in float64, written from algorithm 1 of the paper."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import muonjax
+from muonjax import FusedDimensionNumbers, MuonDimensionNumbers
+
+
+def oracle(updates: list[np.ndarray], decay: float = 0.95, eps: float = 1e-8) -> list[np.ndarray]:
+    """The normalized updates of one matrix [fan_in, fan_out], step by step."""
+    v, results = np.zeros(updates[0].shape[1]), []
+    for o in updates:
+        v = decay * v + (1 - decay) * np.mean(np.abs(o) ** 2, axis=0)
+        p = o / (np.sqrt(v) + eps)
+        results.append(p * np.linalg.norm(o) / np.linalg.norm(p))
+    return results
+
+
+def run(tx, updates):
+    state, results = tx.init({"w": updates[0]}), []
+    for u in updates:
+        y, state = tx.update({"w": u}, state)
+        results.append(np.asarray(y["w"], np.float64))
+    return results, state
+
+
+def draw(shape, steps=20, seed=0):
+    rng = np.random.default_rng(seed)
+    scale = np.geomspace(1, 30, shape[-1])
+    return [(rng.standard_normal(shape) * scale).astype(np.float32) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (32, 8), (1, 5), (5, 1)])
+def test_twenty_steps_are_the_papers(shape):
+    updates = draw(shape)
+    found, state = run(muonjax.normalize_neurons(), updates)
+    for y, want in zip(found, oracle([u.astype(np.float64) for u in updates]), strict=True):
+        np.testing.assert_allclose(y, want, rtol=1e-5)
+    assert state.second_moment["w"].shape == (1, shape[1])
+    assert state.second_moment["w"].dtype == jnp.float32
+
+
+def test_each_matrix_of_a_stack_and_each_head_is_its_own():
+    numbers = MuonDimensionNumbers(
+        reduction_axis=1, output_axis=3
+    )  # [layers, d, heads, size]: one matrix per head
+    updates = draw((2, 6, 3, 4))
+    found, state = run(muonjax.normalize_neurons(dimension_numbers={"w": numbers}), updates)
+    for layer in range(2):
+        for head in range(3):
+            want = oracle([u[layer, :, head].astype(np.float64) for u in updates])
+            np.testing.assert_allclose([y[layer, :, head] for y in found], want, rtol=1e-5)
+    assert state.second_moment["w"].shape == (2, 1, 3, 4)
+
+
+def test_parts_of_a_fused_leaf_keep_their_own_norms():
+    numbers = FusedDimensionNumbers(0, 1, parts=3, axis=1)
+    updates = [u * np.repeat([1.0, 10.0, 100.0], 4).astype(np.float32) for u in draw((6, 12))]
+    found, _ = run(muonjax.normalize_neurons(dimension_numbers={"w": numbers}), updates)
+    for part in range(3):
+        columns = slice(4 * part, 4 * part + 4)
+        want = oracle([u[:, columns].astype(np.float64) for u in updates])
+        np.testing.assert_allclose([y[:, columns] for y in found], want, rtol=1e-5)
+
+
+def test_the_norm_is_kept_and_all_neurons_get_one_norm_at_first():
+    (u,) = draw((16, 8), steps=1)
+    (y,), _ = run(muonjax.normalize_neurons(), [u])
+    assert np.linalg.norm(y) == pytest.approx(np.linalg.norm(u), rel=1e-5)
+    norms = np.linalg.norm(y, axis=0)
+    np.testing.assert_allclose(norms, norms[0], rtol=1e-5)
+
+
+def test_zeros_stay_zeros_and_nan_stays_in_its_matrix():
+    tx = muonjax.normalize_neurons()
+    tree = {"zero": jnp.zeros((3, 4)), "bad": jnp.full((3, 4), jnp.nan), "good": jnp.eye(3)}
+    updates, _ = tx.update(tree, tx.init(tree))
+    assert not updates["zero"].any()
+    assert np.isnan(updates["bad"]).all()
+    np.testing.assert_allclose(updates["good"], np.eye(3), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
+def test_dtypes_are_kept_and_the_state_is_float32(dtype):
+    tx = muonjax.normalize_neurons()
+    tree = {"w": jnp.ones((3, 4), dtype)}
+    state = tx.init(tree)
+    updates, after = tx.update(tree, state)
+    assert updates["w"].dtype == dtype
+    assert after.second_moment["w"].dtype == state.second_moment["w"].dtype == jnp.float32
+
+
+def test_it_is_a_member_of_a_masked_chain():
+    tx = optax.masked(muonjax.normalize_neurons(), {"w": True, "b": False})
+    tree = {"w": jnp.ones((3, 4)), "b": jnp.arange(4.0)}
+    updates, _ = tx.update(tree, tx.init(tree))
+    np.testing.assert_array_equal(updates["b"], tree["b"])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"decay": 1.0}, {"decay": -0.1}, {"decay": np.float32(2)}, {"eps": 0.0}]
+)
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(ValueError, match=f"normalize_neurons\\({next(iter(settings))}="):
+        muonjax.normalize_neurons(**settings)
+
+
+def test_a_state_of_other_parameters_is_refused():
+    tx = muonjax.normalize_neurons()
+    with pytest.raises(ValueError, match=r"second moment of shape \(1, 4\) where a leaf of shape \(3, 5\)"):
+        tx.update({"w": jnp.ones((3, 5))}, tx.init({"w": jnp.ones((3, 4))}))
