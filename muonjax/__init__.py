@@ -29,6 +29,8 @@ from muonjax._mesh.cost_report import ModeCost as ModeCost
 from muonjax._mesh.cost_report import plan as plan
 from muonjax._mesh.distribution import Distribution as Distribution
 from muonjax._mesh.state_shardings import state_shardings as state_shardings
+from muonjax._monitor import MonitorState as MonitorState
+from muonjax._monitor import monitor as monitor
 from muonjax._msign.mcsgn import mcsgn as mcsgn
 from muonjax._msign.mcsgn import sylvester as sylvester
 from muonjax._msign.msign import msign as msign
@@ -43,6 +45,8 @@ from muonjax._normalize_neurons import normalize_neurons as normalize_neurons
 from muonjax._optimizers import adamclip as adamclip
 from muonjax._optimizers import muon as muon
 from muonjax._optimizers import muonclip as muonclip
+from muonjax._optimizers import muonh as muonh
+from muonjax._optimizers import normuon as normuon
 from muonjax._orthogonalize import orthogonalize as orthogonalize
 from muonjax._routing.tabulate import tabulate as tabulate
 

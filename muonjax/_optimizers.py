@@ -9,12 +9,15 @@ import optax
 
 from muonjax._clipping.qk_clip import SharedKeys, qk_clip
 from muonjax._clipping.sites import Site
+from muonjax._hyperball import hyperball
 from muonjax._match_rms import match_rms
-from muonjax._matrix_view import DimensionNumbersTree, matrix_view, resolve_dimension_numbers
+from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution
 from muonjax._newton_schulz.iteration import NewtonSchulz
+from muonjax._normalize_neurons import normalize_neurons
 from muonjax._orthogonalize import orthogonalize
-from muonjax._routing.dimension_numbers import decays, dimension_numbers
+from muonjax._partition import partition_by_route
+from muonjax._routing.dimension_numbers import decays
 
 
 def muon(
@@ -84,14 +87,10 @@ def muon(
     if isinstance(rms, (int, float)) and not 0 < rms < math.inf:
         raise ValueError(f"muon(rms={rms!r}) must be positive and finite; 0.2 is the usual RMS of AdamW's.")
     if adam is None:
-        mask = decays if weight_decay_mask is None else weight_decay_mask
-        adam = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay, mask=mask)
+        adam = _adamw(learning_rate, weight_decay, weight_decay_mask)
 
-    def members(tree: Any) -> optax.GradientTransformationExtraArgs:
-        """The two chains for this very tree: routing looks at a leaf's neighbours, which partitioning
-        hides."""
-        numbers, labels = _route(muon_weight_dimension_numbers, tree)
-        matrices = optax.chain(
+    def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
+        return optax.chain(
             optax.trace(decay, nesterov, accumulator_dtype=mu_dtype),
             orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
             match_rms(dimension_numbers=numbers, rule="width")
@@ -100,52 +99,118 @@ def muon(
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
         )
-        return optax.partition({"muon": matrices, "adam": adam}, labels)
 
-    def init(params: optax.Params):
-        return members(params).init(params)
-
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
-        tx = members(updates)
-        _check_state(state, jax.eval_shape(tx.init, updates))
-        return tx.update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return partition_by_route("muon", matrices, adam, muon_weight_dimension_numbers)
 
 
-def _route(numbers: DimensionNumbersTree | None, tree: Any) -> tuple[Any, Any]:
-    """Dimension numbers, and a function that returns the label "muon" or "adam", for every leaf of `tree`."""
-    source = dimension_numbers if numbers is None else numbers
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    # Optax initializes with a placeholder that has no leaves when it looks for parameter-like state.
-    flat = resolve_dimension_numbers(source, tree, call="muon") if leaves else []
-    for (path, leaf), entry in zip(leaves, flat, strict=True):
-        if entry is not None:
-            # Here and not in the chain only: momentum would turn an integer leaf into a float one.
-            matrix_view(leaf, entry, call="muon", path=path)
-    labels = treedef.unflatten("adam" if n is None else "muon" for n in flat)
-    # A function, for Optax would call a tree that is callable, as an Equinox module is.
-    return treedef.unflatten(flat), lambda _: labels
+def normuon(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    decay: float = 0.95,
+    nesterov: bool = True,
+    neuron_decay: float = 0.95,
+    weight_decay: float = 0.1,
+    weight_decay_mask: Any = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    rms: float = 0.2,
+    muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
+    newton_schulz: NewtonSchulz | None = None,
+    adam: optax.GradientTransformation | None = None,
+    distribution: Distribution | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """NorMuon: `muon`, with `normalize_neurons` directly after `orthogonalize`.
 
+    Args:
+      neuron_decay: Of the running mean square of each neuron, in [0, 1).
 
-def _check_state(state: Any, expected: Any) -> None:
-    """A restored state may have other dtypes, and meet other settings, but its arrays are those of these parameters.
+    All other arguments, the result and the errors are those of `muon`.
 
-    Otherwise momentum of another shape would broadcast, or Optax would speak of trees.
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"dense": {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}}
+      >>> tx = muonjax.normuon(1e-3)
+      >>> updates, state = tx.update(params, tx.init(params), params)
+
+    Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
-    paths = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree.leaves_with_path(expected)]
-    found = [jax.numpy.shape(leaf) for leaf in jax.tree.leaves(state)]
-    if found != [shape for _, shape in paths]:
-        differing = (
-            f"{p} {list(want)} is {list(got)}"
-            for (p, want), got in zip(paths, found, strict=False)
-            if want != got
+    if adam is None:
+        adam = _adamw(learning_rate, weight_decay, weight_decay_mask)
+
+    def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.trace(decay, nesterov, accumulator_dtype=mu_dtype),
+            orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
+            normalize_neurons(neuron_decay, dimension_numbers=numbers),
+            match_rms(rms, dimension_numbers=numbers),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
         )
-        raise ValueError(
-            f"muon: this state was made for other parameters, another routing or another `adam`: it has {len(found)} "
-            f"arrays and not {len(paths)}, or of other shapes ({next(differing, 'the first ones agree')}). Restore it "
-            f"under the settings that it was made with, or start anew with init."
+
+    return partition_by_route("normuon", matrices, adam, muon_weight_dimension_numbers)
+
+
+def muonh(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    decay: float = 0.95,
+    nesterov: bool = True,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
+    newton_schulz: NewtonSchulz | None = None,
+    adam: optax.GradientTransformation | None = None,
+    distribution: Distribution | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """MuonH: orthogonalized momentum, and each weight matrix keeps its Frobenius norm (see `hyperball`).
+
+    There is no weight decay and no RMS matching: the norms of the weights are fixed, and a step is an angle. Matrices
+    must not start from zero.
+
+    Args:
+      learning_rate: Of the matrices: the length of a step in units of the weight's norm, a number or a schedule, >= 0;
+        0.01 to 0.02 is usual.
+      adam_learning_rate: Of all other leaves, for `optax.adamw` with b2 = 0.95 and no weight decay. Needed where `adam`
+        is not given, for `learning_rate` has another unit.
+      adam: Transformation for all other leaves, learning rate included.
+
+    All other arguments, the result and the errors are those of `muon`.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax, optax
+      >>> params = {"dense": {"kernel": jnp.eye(4), "bias": jnp.zeros(4)}}
+      >>> tx = muonjax.muonh(0.02, adam_learning_rate=1e-3)
+      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> round(float(jnp.linalg.norm(optax.apply_updates(params, updates)["dense"]["kernel"])), 4)
+      2.0
+
+    Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
+    (arXiv:2606.16899).
+    """
+    if adam is None:
+        if adam_learning_rate is None:
+            raise ValueError(
+                "muonh(adam_learning_rate=None) needs a learning rate for embeddings, biases and norms, such as 1e-3, "
+                "or adam=: its own learning rate is in units of a weight's norm."
+            )
+        adam = _adamw(adam_learning_rate, 0.0, None)
+
+    def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.trace(decay, nesterov, accumulator_dtype=mu_dtype),
+            orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
+            hyperball(learning_rate, dimension_numbers=numbers),
         )
+
+    return partition_by_route("muonh", matrices, adam, muon_weight_dimension_numbers)
+
+
+def _adamw(
+    learning_rate: optax.ScalarOrSchedule, weight_decay: float, mask: Any
+) -> optax.GradientTransformation:
+    """For the leaves that are no matrices; None as the mask means all but vectors."""
+    return optax.adamw(
+        learning_rate, b2=0.95, weight_decay=weight_decay, mask=decays if mask is None else mask
+    )
 
 
 def muonclip(

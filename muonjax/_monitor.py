@@ -1,0 +1,173 @@
+"""Statistics of an optimizer's step, kept in its state: sizes of updates, weights and momentum, and orthogonality."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muonjax._linalg import dot, square_norm
+from muonjax._matrix_view import MatrixView, matrix_views
+from muonjax._routing.dimension_numbers import dimension_numbers as route
+from muonjax._trees import flatten_with_names, names
+
+Groups = Callable[[str], str | None]
+
+STATISTICS = ("update_rms", "weight_rms", "update_to_weight", "momentum_norm", "orthogonality", "non_finite")
+
+
+class MonitorState(NamedTuple):
+    """State of `monitor`.
+
+    Attributes:
+      inner: The state of the transformation that is watched.
+      count: Steps so far, int32.
+      statistics: For each group of leaves a mapping from the names in `monitor` to float32 scalars; NaN until the first
+        step has been measured.
+    """
+
+    inner: Any
+    count: jax.Array
+    statistics: dict[str, dict[str, jax.Array]]
+
+
+def monitor(
+    inner: optax.GradientTransformation, *, groups: Groups | None = None, every_k: int = 10
+) -> optax.GradientTransformationExtraArgs:
+    r"""Keep statistics of each step of `inner` in its state; the updates are those of `inner`.
+
+    For each group of leaves
+
+    - `update_rms`, `weight_rms`: root mean square of the entries of what `inner` returns, and of the parameters;
+    - `update_to_weight`: the first over the second;
+    - `momentum_norm`: Frobenius norm of the momentum (`optax.trace`'s, Adam's first moment), all leaves together;
+    - `orthogonality`: how far the updates are from multiples of orthogonal matrices, 0 at best and below 1: the least
+      ||c U U^T - I||_F / sqrt(m) over all numbers c, for U [m, n] with m <= n, as root mean square over the matrices.
+      With weight decay in the update, its share is in there too. 0 for a group without matrices;
+    - `non_finite`: the share of leaves whose gradient has a NaN or an infinity.
+
+    `muonjax.metrics(state)` makes one flat mapping of them for a logger.
+
+    Args:
+      inner: Any transformation, such as `muon(1e-3)`.
+      groups: From a leaf's path, "block_0/attention/query/kernel", to the name of its group, or None for no statistics.
+        None: "muon" for the matrices and "adam" for all other leaves, as `muon` routes them.
+      every_k: Measure at the first step and every `every_k` steps, >= 1; between, the last values stay.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose state is a `MonitorState`; `update` needs `params`.
+
+    Raises:
+      ValueError: If `every_k` is less than 1, or `update` gets no `params`.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"dense": {"kernel": jnp.eye(4), "bias": jnp.zeros(4)}}
+      >>> tx = muonjax.monitor(muonjax.muon(1e-3, weight_decay=0.0))
+      >>> _, state = tx.update(params, tx.init(params), params)
+      >>> round(float(state.statistics["muon"]["update_rms"]), 4)
+      0.0002
+
+    Source: `optax.monitor`, for a member of a chain that measures its input.
+    """
+    if every_k < 1:
+        raise ValueError(
+            f"monitor(every_k={every_k!r}) must be at least 1: the number of steps between measurements."
+        )
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> MonitorState:
+        unknown = {name: jnp.full((), jnp.nan, jnp.float32) for name in STATISTICS}
+        statistics = {group: dict(unknown) for group in _members(groups, params)}
+        return MonitorState(inner.init(params), jnp.zeros((), jnp.int32), statistics)
+
+    def update(
+        updates: optax.Updates, state: MonitorState, params: optax.Params | None = None, **extra_args: Any
+    ):
+        if params is None:
+            raise ValueError("monitor: update(updates, state, params) needs params.")
+        found, inner_state = inner.update(updates, state.inner, params, **extra_args)
+
+        def measured():
+            return _measure(_members(groups, params), updates, found, inner_state, params)
+
+        statistics = jax.lax.cond(state.count % every_k == 0, measured, lambda: state.statistics)
+        return found, MonitorState(inner_state, optax.safe_increment(state.count), statistics)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _members(groups: Groups | None, params: Any) -> dict[str, list[int]]:
+    """Group to the indices of its leaves."""
+    paths, _, _ = flatten_with_names(params)
+    if groups is None:
+        labels = [
+            "muon" if view is not None else "adam" for view in matrix_views(route, params, call="monitor")
+        ]
+    else:
+        labels = [groups("/".join(path)) for path in paths]
+    members: dict[str, list[int]] = {}
+    for index, label in enumerate(labels):
+        if label is not None:
+            members.setdefault(label, []).append(index)
+    return members
+
+
+def _measure(
+    members: dict[str, list[int]], gradients: Any, updates: Any, state: Any, params: Any
+) -> dict[str, dict[str, jax.Array]]:
+    paths = {path: i for i, path in enumerate(flatten_with_names(params)[0])}
+    gradients, updates, weights = (jax.tree.leaves(tree) for tree in (gradients, updates, params))
+    views = matrix_views(route, params, call="monitor")
+    momentum = _momentum(state, paths)
+
+    def of_group(indices: list[int]) -> dict[str, jax.Array]:
+        size = sum(weights[i].size for i in indices)
+        update, weight = (
+            jnp.sqrt(sum(_squares(leaves[i]) for i in indices) / size) for leaves in (updates, weights)
+        )
+        deviations = [_deviation(updates[i], view) for i in indices if (view := views[i]) is not None]
+        finite = sum(jnp.isfinite(gradients[i]).all().astype(jnp.float32) for i in indices)
+        values = (
+            update,
+            weight,
+            update / weight,
+            jnp.sqrt(sum((_squares(m) for i in indices for m in momentum.get(i, ())), jnp.float32(0))),
+            jnp.sqrt(jnp.mean(jnp.concatenate(deviations))) if deviations else jnp.float32(0),
+            1 - finite / len(indices),
+        )
+        return dict(zip(STATISTICS, values, strict=True))
+
+    return {group: of_group(indices) for group, indices in members.items()}
+
+
+def _momentum(state: Any, paths: dict[tuple[str, ...], int]) -> dict[int, list[jax.Array]]:
+    """First moments in an optimizer's state by the index of their parameter: what is under `trace` or `mu`."""
+    found: dict[int, list[jax.Array]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        for depth, key in enumerate(path):
+            if isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("trace", "mu"):
+                index = paths.get(names(path[depth + 1 :]))
+                if index is not None:
+                    found.setdefault(index, []).append(leaf)
+    return found
+
+
+def _squares(x: jax.Array) -> jax.Array:
+    """The sum of squares of all entries, float32."""
+    return jnp.sum(jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32))) ** 2).astype(jnp.float32)
+
+
+def _deviation(update: jax.Array, view: MatrixView) -> jax.Array:
+    """The least ||c U U^T - I||_F^2 / m over c, [batch]: 1 - tr(A)^2 / (m ||A||_F^2) with A = U U^T."""
+    u = view.to_matrices(update)
+    u = u.mT if u.shape[-2] > u.shape[-1] else u
+    u = u.astype(jnp.promote_types(u.dtype, jnp.float32))
+    u = u / jnp.maximum(jnp.max(jnp.abs(u), (-2, -1), keepdims=True), jnp.finfo(jnp.float32).tiny)
+    gram = dot.with_adjoint(u, u)
+    trace = jnp.sum(jnp.abs(u) ** 2, (-2, -1))
+    fourth = square_norm(gram)[..., 0, 0] * gram.shape[-1]
+    return jnp.where(fourth == 0, 0, jnp.maximum(1 - trace**2 / jnp.where(fourth == 0, 1, fourth), 0)).astype(
+        jnp.float32
+    )

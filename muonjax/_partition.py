@@ -1,0 +1,75 @@
+"""Split the parameters between two optimizers, one for matrices and one for everything else, as routing says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from muonjax._matrix_view import DimensionNumbersTree, matrix_view, resolve_dimension_numbers
+from muonjax._routing.dimension_numbers import dimension_numbers as route
+
+
+def partition_by_route(
+    call: str,
+    matrices: Callable[[Any], optax.GradientTransformation],
+    adam: optax.GradientTransformation,
+    dimension_numbers: DimensionNumbersTree | None,
+) -> optax.GradientTransformationExtraArgs:
+    """`matrices(dimension numbers)` for the leaves that are matrices, `adam` for all others.
+
+    Args:
+      call: Names the optimizer in errors.
+      matrices: Makes the transformation of the matrices from their dimension numbers.
+      dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
+    """
+
+    def members(tree: Any) -> optax.GradientTransformationExtraArgs:
+        # Made for the whole tree: routing looks at the neighbours of a leaf, which a partition hides.
+        numbers, labels = _route(dimension_numbers, tree, call)
+        return optax.partition({"muon": matrices(numbers), "adam": adam}, labels)
+
+    def init(params: optax.Params):
+        return members(params).init(params)
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+        tx = members(updates)
+        _check_state(state, jax.eval_shape(tx.init, updates), call)
+        return tx.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _route(numbers: DimensionNumbersTree | None, tree: Any, call: str) -> tuple[Any, Any]:
+    """Dimension numbers, and a function that returns the label "muon" or "adam", for every leaf of `tree`."""
+    source = route if numbers is None else numbers
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    # Optax initializes with a placeholder that has no leaves when it looks for parameter-like state.
+    flat = resolve_dimension_numbers(source, tree, call=call) if leaves else []
+    for (path, leaf), entry in zip(leaves, flat, strict=True):
+        if entry is not None:
+            # Here and not in the chain only: momentum would turn an integer leaf into a float one.
+            matrix_view(leaf, entry, call=call, path=path)
+    labels = treedef.unflatten("adam" if n is None else "muon" for n in flat)
+    # A function, for Optax would call a tree that is callable, as an Equinox module is.
+    return treedef.unflatten(flat), lambda _: labels
+
+
+def _check_state(state: Any, expected: Any, call: str) -> None:
+    """A restored state may have other dtypes, and meet other settings, but its arrays are those of these parameters.
+
+    Otherwise momentum of another shape would broadcast, or Optax would speak of trees.
+    """
+    paths = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree.leaves_with_path(expected)]
+    found = [jax.numpy.shape(leaf) for leaf in jax.tree.leaves(state)]
+    if found != [shape for _, shape in paths]:
+        differing = (
+            f"{p} {list(want)} is {list(got)}"
+            for (p, want), got in zip(paths, found, strict=False)
+            if want != got
+        )
+        raise ValueError(
+            f"{call}: this state was made for other parameters, another routing or another `adam`: it has {len(found)} "
+            f"arrays and not {len(paths)}, or of other shapes ({next(differing, 'the first ones agree')}). Restore it "
+            f"under the settings that it was made with, or start anew with init."
+        )

@@ -1,0 +1,53 @@
+"""Hyperball and NorMuon on meshes: norms are those of whole matrices, and their sums cost few collectives."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import muonjax
+from benchmarks.common import hlo_counts
+from tests.mesh.layouts import NUMBERS, SPECS, make_mesh, put, tree, under
+
+MESHES = [{"fsdp": 8, "tensor": 1}, {"fsdp": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}]
+MEMBERS = {
+    "hyperball": lambda numbers: muonjax.hyperball(0.1, dimension_numbers=numbers),
+    "normalize_neurons": lambda numbers: muonjax.normalize_neurons(dimension_numbers=numbers),
+}
+
+
+def step(member, names):
+    tx = MEMBERS[member]({name: NUMBERS[name] for name in names})
+
+    def run(updates, params):
+        found, _ = tx.update(updates, tx.init(params), params)
+        return optax.apply_updates(params, found)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("member", MEMBERS)
+def test_every_layout_gives_what_one_device_gives(member, sizes, axis_type):
+    names = tuple(NUMBERS)
+    params = tree(names)
+    updates = {name: x[::-1] for name, x in params.items()}
+    mesh = make_mesh(axis_type, **sizes)
+    with under(mesh):
+        found = step(member, names)(put(updates, SPECS, mesh), put(params, SPECS, mesh))
+    want = step(member, names)(updates, params)
+    for name in names:
+        np.testing.assert_allclose(found[name], want[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_collectives_of_a_step(member):
+    mesh = make_mesh(fsdp=4, tensor=2)
+    names = ("rows", "columns", "tall", "both", "both_turned")
+    params = put(tree(names), SPECS, mesh)
+    compiled = step(member, names).lower(params, params).compile()
+    counts = hlo_counts.count(compiled, devices=8)
+    print(member, counts.collectives, counts.sent)
+    assert set(counts.collectives) == {"all-reduce"}
