@@ -25,6 +25,12 @@ class MonitorState(NamedTuple):
       count: Steps so far, int32.
       statistics: For each group of leaves a mapping from the names in `monitor` to float32 scalars; NaN until the first
         step has been measured.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax, optax
+      >>> state = muonjax.monitor(optax.sgd(0.1), groups=lambda path: "all").init({"w": jnp.ones((2, 2))})
+      >>> list(state.statistics), int(state.count)
+      (['all'], 0)
     """
 
     inner: Any

@@ -17,6 +17,11 @@ class NormalizeNeuronsState(NamedTuple):
       second_moment: A tree like the parameters. For each matrix the running mean, for each of its neurons, of the mean
         square of that neuron's entries; float32, in the leaf's shape with its reduction axes of size 1.
         `optax.MaskedNode()` in place of a leaf that is no matrix.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> muonjax.normalize_neurons().init({"w": jnp.ones((3, 4))}).second_moment["w"].shape
+      (1, 4)
     """
 
     second_moment: Any

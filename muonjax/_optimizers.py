@@ -121,9 +121,16 @@ def normuon(
     """NorMuon: `muon`, with `normalize_neurons` directly after `orthogonalize`.
 
     Args:
+      learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` a good one for AdamW is a good start.
       neuron_decay: Of the running mean square of each neuron, in [0, 1).
+      rms: Root mean square of an update before the learning rate (see `match_rms`), > 0.
+      All other arguments: as in `muon`.
 
-    All other arguments, the result and the errors are those of `muon`.
+    Returns:
+      An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
+
+    Raises:
+      ValueError, TypeError: As `muon` and `normalize_neurons`.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -172,8 +179,13 @@ def muonh(
       adam_learning_rate: Of all other leaves, for `optax.adamw` with b2 = 0.95 and no weight decay. Needed where `adam`
         is not given, for `learning_rate` has another unit.
       adam: Transformation for all other leaves, learning rate included.
+      All other arguments: as in `muon`.
 
-    All other arguments, the result and the errors are those of `muon`.
+    Returns:
+      An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
+
+    Raises:
+      ValueError, TypeError: If neither `adam_learning_rate` nor `adam` is given; otherwise as `muon` and `hyperball`.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax

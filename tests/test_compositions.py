@@ -1,0 +1,85 @@
+"""normuon and muonh are the chains that their docstrings say."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import muonjax
+
+PARAMS = {"dense": {"kernel": jax.random.normal(jax.random.key(0), (8, 16)), "bias": jnp.ones(16)}}
+GRADIENTS = [jax.tree.map(lambda x, k=k: jnp.sin(k * x), PARAMS) for k in (1.0, 2.0, 3.0)]
+
+
+def run(tx, gradients=GRADIENTS):
+    params, state = PARAMS, tx.init(PARAMS)
+    for g in gradients:
+        updates, state = tx.update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def by_hand(*members):
+    """The chain for the kernel, AdamW for the bias."""
+    return optax.partition(
+        {
+            "m": optax.chain(optax.trace(0.95, True), muonjax.orthogonalize(), *members),
+            "a": optax.adamw(1e-3, b2=0.95),
+        },
+        {"dense": {"kernel": "m", "bias": "a"}},
+    )
+
+
+def test_normuon_is_its_chain():
+    chain = by_hand(
+        muonjax.normalize_neurons(0.9),
+        muonjax.match_rms(0.2),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(1e-2),
+    )
+    adam = optax.adamw(1e-3, b2=0.95)
+    found = run(muonjax.normuon(1e-2, neuron_decay=0.9, weight_decay=0.1, adam=adam))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, run(chain))
+
+
+def test_muonh_is_its_chain_and_keeps_the_norm():
+    adam = optax.adamw(1e-3, b2=0.95)
+    found = run(muonjax.muonh(0.02, adam=adam))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, run(by_hand(muonjax.hyperball(0.02)))
+    )
+    norms = (float(jnp.linalg.norm(p["dense"]["kernel"])) for p in (found, PARAMS))
+    assert next(norms) == pytest.approx(next(norms), rel=1e-6)
+
+
+def test_muonhs_own_adam_has_no_weight_decay():
+    still = [jax.tree.map(jnp.zeros_like, PARAMS)] * 3
+    found = run(muonjax.muonh(0.02, adam_learning_rate=1.0), still)
+    np.testing.assert_array_equal(found["dense"]["bias"], PARAMS["dense"]["bias"])
+
+
+def test_muonh_needs_a_rate_for_the_other_leaves():
+    with pytest.raises(ValueError, match=r"muonh\(adam_learning_rate=None\) needs a learning rate"):
+        muonjax.muonh(0.02)
+
+
+@pytest.mark.parametrize("name", ["normuon", "muonh"])
+def test_errors_name_the_optimizer(name):
+    make = {"normuon": muonjax.normuon, "muonh": lambda rate: muonjax.muonh(rate, adam_learning_rate=rate)}[
+        name
+    ]
+    state = make(1e-3).init(PARAMS)
+    other = {"dense": {"kernel": jnp.ones((4, 16)), "bias": jnp.ones(16)}}
+    with pytest.raises(ValueError, match=f"{name}: this state was made for other parameters"):
+        make(1e-3).update(other, state, other)
+
+
+def test_qk_clip_composes_with_both():
+    params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+    for tx in (muonjax.normuon(1e-3), muonjax.muonh(1e-2, adam_learning_rate=1e-3)):
+        clipped = optax.chain(tx, muonjax.qk_clip(100.0, muonjax.mha_site()))
+        _, state = clipped.update(
+            params, clipped.init(params), params, max_logits={"attention": jnp.array([400.0, 50.0])}
+        )
+        np.testing.assert_allclose(state[-1].factors["attention"], [0.25, 1.0])
