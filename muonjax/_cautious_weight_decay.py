@@ -37,7 +37,7 @@ def cautious_weight_decay(
 
     Source: Chen et al., "Cautious weight decay", 2025 (arXiv:2510.12402), eq. (2).
     """
-    if not callable(weight_decay) and not isinstance(weight_decay, jax.core.Tracer) and not weight_decay >= 0:
+    if not callable(weight_decay) and not isinstance(weight_decay, jax.Array) and not weight_decay >= 0:
         raise ValueError(
             f"cautious_weight_decay(weight_decay={weight_decay!r}) must not be negative; 0 turns it off."
         )

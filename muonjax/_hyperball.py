@@ -1,8 +1,11 @@
 """Hyperball optimization: each weight matrix keeps its Frobenius norm, and a step is an angle on that sphere."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_views
 
@@ -52,7 +55,7 @@ def hyperball(
     def init(params: optax.Params) -> optax.OptState:
         views = matrix_views(dimension_numbers, params, call="hyperball")
         for (path, leaf), view in zip(jax.tree.leaves_with_path(params), views, strict=True):
-            known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+            known = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
             if view is not None and known and not bool((_sums(leaf, leaf, view)[0] > 0).all()):
                 raise ValueError(
                     f"hyperball: the leaf {jax.tree_util.keystr(path)} of shape {leaf.shape} has a matrix of zeros, "
@@ -63,6 +66,7 @@ def hyperball(
     def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None):
         if params is None:
             raise ValueError("hyperball: update(updates, state, params) needs params.")
+        eta: Any
         eta, state = rate.update(jnp.ones(()), state)
         leaves, treedef = jax.tree.flatten(updates)
         weights = treedef.flatten_up_to(params)

@@ -88,9 +88,7 @@ def monitor(
         statistics = {group: dict(unknown) for group in _members(groups, params)}
         return MonitorState(inner.init(params), jnp.zeros((), jnp.int32), statistics)
 
-    def update(
-        updates: optax.Updates, state: MonitorState, params: optax.Params | None = None, **extra_args: Any
-    ):
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
         if params is None:
             raise ValueError("monitor: update(updates, state, params) needs params.")
         found, inner_state = inner.update(updates, state.inner, params, **extra_args)
@@ -99,7 +97,7 @@ def monitor(
             return _measure(_members(groups, params), updates, found, inner_state, params)
 
         statistics = jax.lax.cond(state.count % every_k == 0, measured, lambda: state.statistics)
-        return found, MonitorState(inner_state, optax.safe_increment(state.count), statistics)
+        return found, MonitorState(inner_state, jnp.asarray(optax.safe_increment(state.count)), statistics)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -128,7 +126,7 @@ def _measure(
     views = matrix_views(route, params, call="monitor")
     momentum = _momentum(state, paths)
 
-    def of_group(indices: list[int]) -> dict[str, jax.Array]:
+    def of_group(indices: list[int]) -> dict[str, Any]:
         size = sum(weights[i].size for i in indices)
         update, weight = (
             jnp.sqrt(sum(_squares(leaves[i]) for i in indices) / size) for leaves in (updates, weights)

@@ -80,7 +80,7 @@ def normalize_neurons(
         moments = [optax.MaskedNode() if v is None else jnp.zeros(_neurons(v), jnp.float32) for v in views]
         return NormalizeNeuronsState(jax.tree.unflatten(jax.tree.structure(params), moments))
 
-    def update(updates: optax.Updates, state: NormalizeNeuronsState, params: Any = None):
+    def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
         views = matrix_views(dimension_numbers, updates, call="normalize_neurons")

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 _NAMES = {"cuda": "gpu", "rocm": "gpu"}
 
@@ -51,7 +52,7 @@ def _of_sharding(array: Any) -> str | None:
 
 
 def _of_device(array: Any) -> str | None:
-    concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    concrete = isinstance(array, jax.Array) and not isinstance(array, Tracer)
     return next(iter(array.devices())).platform if concrete else None
 
 
