@@ -27,6 +27,7 @@ class ModeCost(NamedTuple):
       sent: Bytes.
       held: Bytes of the largest buffer that is sent.
       collectives: How many.
+      seconds: Predicted for an H100 and its links to the same node: what "auto" makes least.
     """
 
     flops: float
@@ -35,6 +36,7 @@ class ModeCost(NamedTuple):
     sent: float
     held: float
     collectives: int
+    seconds: float = 0.0
 
 
 class MeshPlan(NamedTuple):
@@ -58,7 +60,7 @@ class MeshPlan(NamedTuple):
         return self.modes[self.mode]
 
     def __str__(self) -> str:
-        heads = ("mode", "GFLOP", "÷ even share", "imbalance", "MiB sent", "MiB held", "collectives")
+        heads = ("mode", "GFLOP", "÷ even share", "imbalance", "MiB sent", "MiB held", "collectives", "ms")
         rows = [
             (
                 name + " *" * (name == self.mode),
@@ -68,6 +70,7 @@ class MeshPlan(NamedTuple):
                 f"{c.sent / 2**20:.1f}",
                 f"{c.held / 2**20:.1f}",
                 str(c.collectives),
+                f"{1e3 * c.seconds:.3g}",
             )
             for name, c in self.modes.items()
         ]
@@ -151,6 +154,7 @@ def _cost(assignment: Assignment) -> ModeCost:
         work.sent,
         assignment.buffer_bytes,
         work.collectives,
+        assignment.seconds,
     )
 
 
