@@ -74,7 +74,8 @@ def orthogonalize(
             results = [v.to_leaf(y) for v, y in zip(views, matrices, strict=True)]
         else:
             dtypes = [exchange_dtype(leaves[i], settings, policy) for i in chosen]
-            results = on_mesh.map(polar, [leaves[i] for i in chosen], views, dtypes, call="orthogonalize")
+            own = [leaves[i] for i in chosen]
+            results = on_mesh.map(polar, own, views, dtypes, policy, call="orthogonalize")
         for i, y in zip(chosen, results, strict=True):
             leaves[i] = y
         return jax.tree.unflatten(treedef, leaves), state

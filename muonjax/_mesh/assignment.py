@@ -1,11 +1,13 @@
-"""On a mesh, second: every matrix gets a home, so that no device waits long for another. Arithmetic alone.
+"""Assign an owner to every matrix, so that the devices of a mesh have equal work. Arithmetic alone, no arrays.
 
-Matrices are dealt out by longest-processing-time: the costliest first, each to the home that has the least to do so
-far. The loads are those of devices, carried over all shapes, layouts and dtypes; the result is within 4/3 of the best
-possible and in practice within a few percent (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+Longest processing time first: the costliest matrices are assigned first, each to the owner that has the least to do so
+far. A device's load is its sum over all shapes, shardings and dtypes. The busiest one has at most 4/3 of the best
+possible load, and in practice a few percent more than the mean (Graham, "Bounds on multiprocessing timing anomalies",
+1969).
 """
 
 import collections
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +16,15 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from muonjax._cost_model import BYTES_A_SECOND, Work
-from muonjax._mesh.layout import Axes, Kind, Lane, Leaf, Placement, place
+from muonjax._mesh.layout import (
+    Axes,
+    ExchangeGroup,
+    LeafLayout,
+    ShardedLeaf,
+    UnitLayout,
+    leaf_layout,
+    size_of,
+)
 
 Mode = Literal["owner", "tensor_parallel", "hybrid", "auto"]
 MODES = get_args(Mode)
@@ -22,49 +32,57 @@ MODES = get_args(Mode)
 # (dtype, m, columns on this device, devices that share the columns) -> the work of that device on one matrix.
 Cost = Callable[[Any, int, int, int], Work]
 
+_Units = tuple[ExchangeGroup, UnitLayout]  # units that are interchangeable
 
-class Run(NamedTuple):
-    """Consecutive units of one leaf that share a home."""
 
-    kind: Kind
+class OwnedUnits(NamedTuple):
+    """Consecutive units of one leaf with the same owner."""
+
+    layout: UnitLayout
     leaf: int
     start: int
     count: int
 
 
-class Shipment(NamedTuple):
-    """One trip of a lane: for each home, in the order of its coordinates, what it gets, equal shapes together."""
-
-    homes: tuple[tuple[Run, ...], ...]
-
-    @property
-    def elements(self) -> int:
-        """Of the largest part; the others are padded to it."""
-        return max(sum(run.count * run.kind.elements for run in runs) for runs in self.homes)
-
-
-class OwnerPlan(NamedTuple):
-    """Who orthogonalizes what.
+class Round(NamedTuple):
+    """One all-to-all to the owners of a group, and one back.
 
     Attributes:
-      mesh_shape: sizes of the mesh's axes.
-      leaves: all of them.
-      placements: of each leaf.
-      shipments: the trips of each lane.
-      work: of the busiest device: flops, their seconds, bytes sent, and collectives, the exchange included.
-      ideal_flops: the one-device work of all matrices over the number of devices.
-      mean_flops: of what the devices do.
-      held: bytes of the largest trip's buffer.
+      group: Whose leaves are exchanged.
+      owned: For each owner, in the order of its coordinates, what it gets; equal shapes follow each other.
+    """
+
+    group: ExchangeGroup
+    owned: tuple[tuple[OwnedUnits, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Elements that one device sends to the owner that gets most; the others' parts are padded to it."""
+        return max(sum(units.count * units.layout.share_size for units in owned) for owned in self.owned)
+
+
+class Assignment(NamedTuple):
+    """Which owner orthogonalizes which matrices, and what that costs.
+
+    Attributes:
+      mesh_shape: Sizes of the mesh's axes.
+      leaves: All of them.
+      layouts: Of each leaf.
+      rounds: Of all groups.
+      work: Of the busiest device: flops, their seconds, bytes sent, and collectives, the exchange included.
+      ideal_flops: The work of one device that does everything, over the number of devices.
+      mean_flops: Of what the devices do.
+      buffer_bytes: Of the largest buffer that is exchanged.
     """
 
     mesh_shape: Mapping[str, int]
-    leaves: tuple[Leaf, ...]
-    placements: tuple[Placement, ...]
-    shipments: Mapping[Lane, tuple[Shipment, ...]]
+    leaves: tuple[ShardedLeaf, ...]
+    layouts: tuple[LeafLayout, ...]
+    rounds: tuple[Round, ...]
     work: Work
     ideal_flops: float
     mean_flops: float
-    held: float
+    buffer_bytes: float
 
     @property
     def imbalance(self) -> float:
@@ -77,180 +95,186 @@ class OwnerPlan(NamedTuple):
         return self.work.flops / self.ideal_flops if self.ideal_flops else 1.0
 
     @property
-    def cost(self) -> float:
+    def seconds(self) -> float:
         """What "auto" makes least: seconds of products and of sending."""
         return self.work.seconds + self.work.sent / BYTES_A_SECOND
 
 
-def size_of(mesh_shape: Mapping[str, int], axes: Axes) -> int:
-    """Devices along `axes`."""
-    return math.prod(mesh_shape[axis] for axis in axes)
+class _Loads(NamedTuple):
+    """Of every device, and for each kind of units how many every owner gets."""
+
+    flops: np.ndarray
+    seconds: np.ndarray
+    counts: dict[_Units, np.ndarray]
 
 
-def make_plan(
-    leaves: Sequence[Leaf],
+def assign_owners(
+    leaves: Sequence[ShardedLeaf],
     mesh_shape: Mapping[str, int],
     *,
     axes: Axes,
     mode: Mode,
     chunks: int,
     cost: Cost,
-) -> OwnerPlan:
-    """A home for every matrix.
+) -> Assignment:
+    """Assign an owner to every matrix.
 
     Args:
       leaves: All of them.
       mesh_shape: Sizes of the mesh's axes.
-      axes: Mesh axes over which replicas share the work.
-      mode: "owner": one device a matrix. "tensor_parallel": all devices that store a matrix work on it together.
-        "hybrid": homes along some axes, together along the others. "auto": whichever of these costs least by
-        `OwnerPlan.cost`, for the leaves cut over the same mesh axes at a time.
-      chunks: Trips a lane makes.
+      axes: Mesh axes over which replicas divide the work.
+      mode: "owner": each matrix belongs to one device. "tensor_parallel": to all devices that store it. "hybrid": to
+        the devices along some of the mesh axes that shard it. "auto": whichever of these takes least time by
+        `Assignment.seconds`, separately for leaves whose matrices are sharded over different mesh axes.
+      chunks: Rounds of each group.
       cost: The work on a matrix.
     """
-    groups: dict[Axes, list[int]] = collections.defaultdict(list)
+    alike: dict[Axes, list[int]] = collections.defaultdict(list)
     for index, leaf in enumerate(leaves):
-        groups[_cutting(leaf, mesh_shape)].append(index)
-    placements: dict[int, Placement] = {}
-    for cutting, members in groups.items():
-        choices = []
-        for tensor in _candidates(cutting, mode):
-            placed = [_place(leaves[i], mesh_shape, axes, tensor) for i in members]
-            choices.append((placed, tensor))
+        alike[_layout(leaf, mesh_shape, ()).group.exchange].append(index)
+    layouts: dict[int, LeafLayout] = {}
+    for sharding, members in alike.items():
+        own = [leaves[i] for i in members]
+        choices = [
+            [_layout(leaf, mesh_shape, axes, tensor) for leaf in own] for tensor in _choices(sharding, mode)
+        ]
         if len(choices) > 1:
-            alone = [leaves[i] for i in members]
-            choices.sort(key=lambda choice: _plan(alone, choice[0], mesh_shape, chunks, cost).cost)
-        placements |= zip(members, choices[0][0], strict=True)
-    return _plan(leaves, [placements[i] for i in range(len(leaves))], mesh_shape, chunks, cost)
+            choices.sort(key=lambda found: _assignment(own, found, mesh_shape, chunks, cost).seconds)
+        layouts |= zip(members, choices[0], strict=True)
+    return _assignment(leaves, [layouts[i] for i in range(len(leaves))], mesh_shape, chunks, cost)
 
 
-def _place(leaf: Leaf, mesh_shape: Mapping[str, int], axes: Axes, tensor: Axes = ()) -> Placement:
-    placement = place(leaf, mesh_shape, axes, tensor) or place(leaf, mesh_shape, axes)
-    assert placement is not None  # with a home of its own, everything has a place
-    return placement
+def _layout(leaf: ShardedLeaf, mesh_shape: Mapping[str, int], axes: Axes, tensor: Axes = ()) -> LeafLayout:
+    layout = leaf_layout(leaf, mesh_shape, axes, tensor) or leaf_layout(leaf, mesh_shape, axes)
+    assert layout is not None  # a single owner is always possible
+    return layout
 
 
-def _cutting(leaf: Leaf, mesh_shape: Mapping[str, int]) -> Axes:
-    """The mesh axes that cut a leaf's matrices."""
-    return _place(leaf, mesh_shape, ()).lane.exchange
-
-
-def _candidates(cutting: Axes, mode: Mode) -> list[Axes]:
+def _choices(sharding: Axes, mode: Mode) -> list[Axes]:
     """Choices of tensor axes, the owner mode first: on a tie the first one wins."""
-    subsets = [s for count in range(len(cutting) + 1) for s in itertools.combinations(cutting, count)]
+    subsets = [s for count in range(len(sharding) + 1) for s in itertools.combinations(sharding, count)]
     hybrids = subsets[1:-1] or [()]
-    return {"owner": [()], "tensor_parallel": [cutting], "hybrid": hybrids, "auto": subsets}[mode]
+    return {"owner": [()], "tensor_parallel": [sharding], "hybrid": hybrids, "auto": subsets}[mode]
 
 
-def _plan(
-    leaves: Sequence[Leaf],
-    placements: Sequence[Placement],
+def _assignment(
+    leaves: Sequence[ShardedLeaf],
+    layouts: Sequence[LeafLayout],
     mesh_shape: Mapping[str, int],
     chunks: int,
     cost: Cost,
-) -> OwnerPlan:
+) -> Assignment:
     works, ideal = {}, 0.0
-    for leaf, (lane, kind, _) in zip(leaves, placements, strict=True):
-        tensor = size_of(mesh_shape, lane.tensor)
-        matrices, m, columns = kind.shape
-        works[lane, kind] = cost(lane.dtype, m, columns, tensor).times(matrices)
-        ideal += leaf.view.batch * cost(lane.dtype, m, columns * tensor, 1).flops
-    load, seconds, dealt = _deal(placements, works, mesh_shape)
-    shipments = _ship(placements, dealt, chunks)
+    for leaf, (group, unit, _) in zip(leaves, layouts, strict=True):
+        tensor = size_of(mesh_shape, group.tensor)
+        matrices, m, columns = unit.matrices
+        works[group, unit] = cost(group.dtype, m, columns, tensor).times(matrices)
+        ideal += leaf.view.batch * cost(group.dtype, m, columns * tensor, 1).flops
+    loads = _balance(layouts, works, mesh_shape)
+    rounds = _rounds(layouts, loads.counts, chunks)
 
-    total, held = Work(flops=float(load.max(initial=0.0)), seconds=float(seconds.max(initial=0.0))), 0.0
-    for lane, trips in shipments.items():
-        copies, exchanged = size_of(mesh_shape, lane.replicas), size_of(mesh_shape, lane.exchange)
-        for trip in trips:
-            size = exchanged * trip.elements * lane.dtype.itemsize
-            total += Work(0.0, 2.0 * size * (exchanged - 1) / exchanged, 2 * (exchanged > 1))
-            total += Work(0.0, 1.0 * size * (copies - 1), int(copies > 1))
-            held = max(held, size * copies)
-    for (lane, kind), counts in dealt.items():
-        most = int(counts.max())
-        total += works[lane, kind]._replace(flops=0.0, seconds=0.0).times(most)
-    devices = math.prod(mesh_shape.values())
-    return OwnerPlan(
+    total = Work(flops=float(loads.flops.max(initial=0.0)), seconds=float(loads.seconds.max(initial=0.0)))
+    for kind, counts in loads.counts.items():
+        total += works[kind]._replace(flops=0.0, seconds=0.0).times(int(counts.max()))
+    largest = 0.0
+    for one in rounds:
+        replicas = size_of(mesh_shape, one.group.replicas)
+        exchanged = size_of(mesh_shape, one.group.exchange)
+        size = exchanged * one.size * one.group.dtype.itemsize
+        total += Work(0.0, 2.0 * size * (exchanged - 1) / exchanged, 2 * (exchanged > 1))
+        total += Work(0.0, 1.0 * size * (replicas - 1), int(replicas > 1))
+        largest = max(largest, size * replicas)
+    return Assignment(
         mesh_shape,
         tuple(leaves),
-        tuple(placements),
-        shipments,
+        tuple(layouts),
+        rounds,
         total,
-        ideal / devices,
-        float(load.mean()),
-        held,
+        ideal / math.prod(mesh_shape.values()),
+        float(loads.flops.mean()),
+        largest,
     )
 
 
-def _deal(
-    placements: Sequence[Placement], works: Mapping[tuple[Lane, Kind], Work], mesh_shape: Mapping[str, int]
-) -> tuple[np.ndarray, np.ndarray, dict[tuple[Lane, Kind], np.ndarray]]:
-    """The flops and the seconds of each device, and how many units of each kind each home gets."""
+def _balance(
+    layouts: Sequence[LeafLayout], works: Mapping[_Units, Work], mesh_shape: Mapping[str, int]
+) -> _Loads:
+    """How many units of each kind every owner gets."""
+    num_units: dict[_Units, int] = collections.defaultdict(int)
+    for group, unit, count in layouts:
+        num_units[group, unit] += count
+    devices = {group: _owner_devices(group, mesh_shape) for group, _ in num_units}
+    stored = {group: np.zeros(len(own), int) for group, own in devices.items()}
+    flops, seconds = np.zeros(math.prod(mesh_shape.values())), np.zeros(math.prod(mesh_shape.values()))
+
+    def costliest_first(kind: _Units):
+        return (-works[kind].flops, -kind[1].share_size, kind[1].matrices)
+
+    counts = {}
+    for kind in sorted(num_units, key=costliest_first):
+        group, unit = kind
+        own, cost = devices[group], works[kind]
+        # Loads in units of this kind's cost, rounded so that sums in another order compare as equal; of equally busy
+        # owners the one that stores least comes first.
+        busy = flops[own].max(axis=1) / max(cost.flops, 1.0)
+        queue = [
+            (round(load, 6), int(stored[group][owner]), owner) for owner, load in enumerate(busy.tolist())
+        ]
+        heapq.heapify(queue)
+        counts[kind] = np.zeros(len(own), int)
+        for _ in range(num_units[kind]):
+            load, held, owner = queue[0]
+            heapq.heapreplace(queue, (round(load + 1, 6), held + unit.share_size, owner))
+            counts[kind][owner] += 1
+        for owner, count in enumerate(counts[kind].tolist()):
+            flops[own[owner]] += count * cost.flops
+            seconds[own[owner]] += count * cost.seconds
+        stored[group] += counts[kind] * unit.share_size
+    return _Loads(flops, seconds, counts)
+
+
+def _owner_devices(group: ExchangeGroup, mesh_shape: Mapping[str, int]) -> np.ndarray:
+    """[owner, its devices]: more than one where matrices stay sharded, or where the work is repeated."""
     names = list(mesh_shape)
+    first = [names.index(axis) for axis in group.owner_axes]
+    rest = [i for i in range(len(names)) if i not in first]
     devices = np.arange(math.prod(mesh_shape.values())).reshape(tuple(mesh_shape.values()))
-    load, seconds = np.zeros(devices.size), np.zeros(devices.size)
-    units: dict[tuple[Lane, Kind], int] = collections.defaultdict(int)
-    for lane, kind, count in placements:
-        units[lane, kind] += count
-    homes, held = {}, {}
-    for lane, _ in units:
-        first = [names.index(axis) for axis in lane.homes]
-        rest = [i for i in range(len(names)) if i not in first]
-        # [home, devices there]: more than one where the lane does not tell them apart.
-        homes[lane] = devices.transpose(first + rest).reshape(size_of(mesh_shape, lane.homes), -1)
-        held[lane] = np.zeros(len(homes[lane]), int)
-
-    def costliest_first(key: tuple[Lane, Kind]):
-        return (-works[key].flops, -key[1].elements, key[1].shape)
-
-    dealt = {}
-    for lane, kind in sorted(units, key=costliest_first):
-        where = homes[lane]
-        dealt[lane, kind] = np.zeros(len(where), int)
-        for _ in range(units[lane, kind]):
-            busy = load[where].max(axis=1)
-            least = np.flatnonzero(busy <= busy.min() * (1 + 1e-9))
-            home = least[
-                np.argmin(held[lane][least])
-            ]  # of equally busy ones, the one with the least to store
-            load[where[home]] += works[lane, kind].flops
-            seconds[where[home]] += works[lane, kind].seconds
-            held[lane][home] += kind.elements
-            dealt[lane, kind][home] += 1
-    return load, seconds, dealt
+    return devices.transpose(first + rest).reshape(size_of(mesh_shape, group.owner_axes), -1)
 
 
-def _ship(
-    placements: Sequence[Placement], dealt: Mapping[tuple[Lane, Kind], np.ndarray], chunks: int
-) -> dict[Lane, tuple[Shipment, ...]]:
-    """Which unit goes where: units of a kind are all the same, so each home gets neighbours, in few slices."""
-    queues: dict[tuple[Lane, Kind], list[tuple[int, int]]] = collections.defaultdict(list)
-    for leaf, (lane, kind, units) in enumerate(placements):
-        queues[lane, kind] += [(leaf, unit) for unit in range(units)]
-    lists: dict[Lane, list[list[tuple[Kind, int, int]]]] = {}
-    for lane, kind in sorted(queues, key=lambda key: key[1].shape):
-        queue, start = queues[lane, kind], 0
-        owned = lists.setdefault(lane, [[] for _ in dealt[lane, kind]])
-        for home, count in enumerate(dealt[lane, kind]):
-            owned[home] += [(kind, *unit) for unit in queue[start : start + count]]
-            start += count
-    return {
-        lane: tuple(
-            Shipment(
-                tuple(_runs(own[len(own) * i // chunks : len(own) * (i + 1) // chunks]) for own in owned)
-            )
-            for i in range(chunks)
+def _rounds(
+    layouts: Sequence[LeafLayout], counts: Mapping[_Units, np.ndarray], chunks: int
+) -> tuple[Round, ...]:
+    """Which units go to which owner: units of a kind are interchangeable, so each owner gets consecutive ones."""
+    queues: dict[_Units, list[tuple[int, int]]] = collections.defaultdict(list)
+    for leaf, (group, unit, num_units) in enumerate(layouts):
+        queues[group, unit] += [(leaf, index) for index in range(num_units)]
+    owned: dict[ExchangeGroup, list[list[tuple[UnitLayout, int, int]]]] = {}
+    for kind in sorted(queues, key=lambda kind: kind[1].matrices):
+        group, layout = kind
+        queue = iter(queues[kind])
+        lists = owned.setdefault(group, [[] for _ in counts[kind]])
+        for units, count in zip(lists, counts[kind], strict=True):
+            units += [(layout, *one) for one in itertools.islice(queue, int(count))]
+    return tuple(
+        Round(
+            group,
+            tuple(
+                _consecutive(units[len(units) * i // chunks : len(units) * (i + 1) // chunks])
+                for units in lists
+            ),
         )
-        for lane, owned in lists.items()
-    }
+        for group, lists in owned.items()
+        for i in range(chunks)
+    )
 
 
-def _runs(units: Sequence[tuple[Kind, int, int]]) -> tuple[Run, ...]:
-    runs: list[Run] = []
-    for kind, leaf, unit in units:
-        last = runs[-1] if runs else None
-        if last and (last.kind, last.leaf, last.start + last.count) == (kind, leaf, unit):
-            runs[-1] = last._replace(count=last.count + 1)
+def _consecutive(units: Sequence[tuple[UnitLayout, int, int]]) -> tuple[OwnedUnits, ...]:
+    found: list[OwnedUnits] = []
+    for layout, leaf, index in units:
+        last = found[-1] if found else None
+        if last and (last.layout, last.leaf, last.start + last.count) == (layout, leaf, index):
+            found[-1] = last._replace(count=last.count + 1)
         else:
-            runs.append(Run(kind, leaf, unit, 1))
-    return tuple(runs)
+            found.append(OwnedUnits(layout, leaf, index, 1))
+    return tuple(found)

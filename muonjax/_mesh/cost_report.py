@@ -1,4 +1,4 @@
-"""Beside the way: what an update will cost on a mesh, for a person to read before renting it. Needs no devices."""
+"""Report what an update will cost on a mesh, in each mode. Needs shapes alone, no devices."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from muonjax._matrix_view import DimensionNumbersTree, matrix_views
-from muonjax._mesh.assignment import MODES, OwnerPlan
+from muonjax._mesh.assignment import MODES, Assignment
 from muonjax._mesh.distribution import Distribution
 from muonjax._mesh.sharded_map import find_mesh
 from muonjax._newton_schulz.iteration import NewtonSchulz
@@ -18,15 +18,16 @@ from muonjax._routing.dimension_numbers import dimension_numbers as route
 
 
 class ModeCost(NamedTuple):
-    """What one update asks of the busiest device in one mode.
+    """What one update costs the busiest device in one mode.
 
     Attributes:
-      flops: of matrix products, two a multiply-add.
-      redundancy: these flops over an even share of the work of one device alone; 1 is perfect.
-      imbalance: these flops over the mean of the devices.
-      sent: bytes.
-      held: bytes of the largest buffer that is sent.
-      collectives: how many.
+      flops: Of matrix products, two per multiply-add.
+      redundancy: These flops over an even share of the work of one device alone; 1 is perfect.
+      imbalance: These flops over the mean of the devices.
+      sent: Bytes.
+      held: Bytes of the largest buffer that is sent.
+      collectives: How many.
+      seconds: Predicted for an H100 and its links to the same node: what "auto" makes least.
     """
 
     flops: float
@@ -35,16 +36,17 @@ class ModeCost(NamedTuple):
     sent: float
     held: float
     collectives: int
+    seconds: float = 0.0
 
 
 class MeshPlan(NamedTuple):
     """What one update costs on a mesh; print it for a table.
 
     Attributes:
-      mesh_shape: sizes of the mesh's axes.
-      matrices: how many there are.
-      mode: the Distribution's.
-      modes: the cost of each mode, "auto" included.
+      mesh_shape: Sizes of the mesh's axes.
+      matrices: How many there are.
+      mode: The Distribution's.
+      modes: The cost of each mode, "auto" included.
     """
 
     mesh_shape: dict[str, int]
@@ -58,7 +60,7 @@ class MeshPlan(NamedTuple):
         return self.modes[self.mode]
 
     def __str__(self) -> str:
-        heads = ("mode", "GFLOP", "÷ even share", "imbalance", "MiB sent", "MiB held", "collectives")
+        heads = ("mode", "GFLOP", "÷ even share", "imbalance", "MiB sent", "MiB held", "collectives", "ms")
         rows = [
             (
                 name + " *" * (name == self.mode),
@@ -68,6 +70,7 @@ class MeshPlan(NamedTuple):
                 f"{c.sent / 2**20:.1f}",
                 f"{c.held / 2**20:.1f}",
                 str(c.collectives),
+                f"{1e3 * c.seconds:.3g}",
             )
             for name, c in self.modes.items()
         ]
@@ -77,10 +80,13 @@ class MeshPlan(NamedTuple):
             for row in (heads, *rows)
         ]
         axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh_shape.items())
-        title = (
-            f"{self.matrices} matrices on {math.prod(self.mesh_shape.values())} devices ({axes}); * is chosen"
-        )
-        return "\n".join((title, *lines))
+        devices = math.prod(self.mesh_shape.values())
+        title = f"{_counted(self.matrices, 'matrix', 'matrices')} on {_counted(devices, 'device', 'devices')}"
+        return "\n".join((f"{title} ({axes}); * is chosen", *lines))
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"
 
 
 def plan(
@@ -94,7 +100,7 @@ def plan(
 
     Args:
       params: Arrays or `jax.ShapeDtypeStruct`s.
-      distribution: How they lie; over an `AbstractMesh` it needs no devices. None reads it off the arrays.
+      distribution: How they are sharded; over an `AbstractMesh` it needs no devices. None: as the arrays are.
       dimension_numbers: As in `orthogonalize`; None: what `muon` reads off paths and shapes.
       newton_schulz: How to orthogonalize; give `compute_dtype` to plan on a CPU for devices that compute in half
         precision.
@@ -103,7 +109,7 @@ def plan(
       A `MeshPlan`.
 
     Raises:
-      ValueError: If specs or dimension numbers do not fit the parameters, or nothing says how they lie.
+      ValueError: If specs or dimension numbers do not fit the parameters, or nothing says how these are sharded.
 
     Example:
       >>> import jax, muonjax
@@ -117,17 +123,19 @@ def plan(
     Source: the assignment is Graham's, "Bounds on multiprocessing timing anomalies", 1969.
     """
     settings = NewtonSchulz() if newton_schulz is None else newton_schulz
-    distribution = _read_off(params) if distribution is None else distribution
+    distribution = _distribution_of(params) if distribution is None else distribution
     leaves = jax.tree.leaves(params)
     policy = policy_of(*leaves, mesh=distribution.mesh)
     found = matrix_views(route if dimension_numbers is None else dimension_numbers, params, call="plan")
     chosen, views = [i for i, v in enumerate(found) if v is not None], [v for v in found if v is not None]
     dtypes = [exchange_dtype(leaves[i], settings, policy) for i in chosen]
 
-    def in_mode(mode: Any) -> OwnerPlan:
+    polar = polar_function(settings, policy)
+
+    def in_mode(mode: Any) -> Assignment:
         on_mesh = find_mesh(dataclasses.replace(distribution, mode=mode), params, chosen, call="plan")
         assert on_mesh is not None  # a distribution was given
-        return on_mesh.plan(polar_function(settings, policy), [leaves[i] for i in chosen], views, dtypes)
+        return on_mesh.assign(polar, [leaves[i] for i in chosen], views, dtypes)
 
     return MeshPlan(
         dict(distribution.mesh.shape),
@@ -137,12 +145,20 @@ def plan(
     )
 
 
-def _cost(plan: OwnerPlan) -> ModeCost:
-    work = plan.work
-    return ModeCost(work.flops, plan.redundancy, plan.imbalance, work.sent, plan.held, work.collectives)
+def _cost(assignment: Assignment) -> ModeCost:
+    work = assignment.work
+    return ModeCost(
+        work.flops,
+        assignment.redundancy,
+        assignment.imbalance,
+        work.sent,
+        assignment.buffer_bytes,
+        work.collectives,
+        assignment.seconds,
+    )
 
 
-def _read_off(params: Any) -> Distribution:
+def _distribution_of(params: Any) -> Distribution:
     shardings = jax.tree.map(lambda x: x.sharding, params)
     meshes = {s.mesh for s in jax.tree.leaves(shardings) if isinstance(s, NamedSharding)}
     if len(meshes) != 1:

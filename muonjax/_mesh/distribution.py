@@ -1,8 +1,7 @@
-"""On a mesh, what the user says: how the parameters lie. A value; nothing here moves or computes."""
+"""Distribution: how the parameters are sharded over a mesh, as a hashable value."""
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,28 +9,30 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from muonjax._mesh.assignment import MODES, Mode
-from muonjax._mesh.layout import Axes
+from muonjax._mesh.layout import Axes, size_of
 from muonjax._trees import broadcast_prefix
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Distribution:
-    """How parameters lie on a mesh: a value, hashable, never part of an optimizer's state.
+    """How parameters are sharded over a mesh: a value, hashable, never part of an optimizer's state.
 
     Args:
-      mesh: A `jax.sharding.Mesh`, or an `AbstractMesh`, which can be planned for without its devices.
+      mesh: A `jax.sharding.Mesh`; or an `AbstractMesh`, for `muonjax.plan` without devices, or for use where the arrays
+        or `jax.set_mesh` have a mesh of its shape.
       param_specs: A tree of `PartitionSpec`s, or of `NamedSharding`s, like the parameters or a prefix of them;
         None in it is a replicated leaf.
-      axes: The mesh axes along which replicas share the work; None: all. Along an axis that is not named here,
-        devices that store the same do the same, and nothing is gathered.
+      axes: The mesh axes along which replicas divide the work; None: all. Along an axis that is not named here,
+        devices that store the same matrices repeat the same work, and nothing is gathered.
       mode: "owner" gives each matrix to one device; "tensor_parallel" leaves it on all devices that store it,
-        which share its work; "hybrid" does one along some mesh axes and the other along the rest; "auto"
-        takes the one that `muonjax.plan` finds cheapest, separately for leaves that different mesh axes cut.
-      chunks: How many trips the matrices travel in; with two or more, XLA can let one travel while another is
-        worked on.
+        which divide its work; "hybrid" does one along some mesh axes and the other along the rest; "auto"
+        takes the one that `muonjax.plan` finds cheapest, separately for leaves that are sharded over different mesh
+        axes.
+      chunks: Number of all-to-all rounds, at least 1; with two or more, XLA can overlap the exchange of one with the
+        work on another.
 
     Raises:
-      ValueError, TypeError: On construction: a mode or an axis that does not exist, a spec that is none.
+      ValueError, TypeError: On construction: a mode or an axis that does not exist, or what is no spec.
 
     Example:
       >>> import jax, muonjax
@@ -67,7 +68,7 @@ class Distribution:
             where = f"{call}(param_specs=...) at {jax.tree_util.keystr(path) or 'its root'}"
             if not _is_spec(spec):
                 raise TypeError(f"{where} holds {spec!r}; expected a PartitionSpec, a NamedSharding or None.")
-            if unknown := [axis for cut in _cuts(spec) for axis in cut if axis not in names]:
+            if unknown := [axis for entry in _mesh_axes(spec) for axis in entry if axis not in names]:
                 raise ValueError(
                     f"{where} names the axis {unknown[0]!r}, but the mesh has only {names}; correct the spec or "
                     "the mesh."
@@ -76,7 +77,7 @@ class Distribution:
     @functools.cached_property
     def _value(self) -> tuple:
         specs, treedef = jax.tree.flatten(self.param_specs, is_leaf=_is_spec)
-        return self.mesh, tuple(map(_cuts, specs)), treedef, self.axes, self.mode, self.chunks
+        return self.mesh, tuple(map(_mesh_axes, specs)), treedef, self.axes, self.mode, self.chunks
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Distribution) and self._value == other._value
@@ -89,36 +90,38 @@ def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, (PartitionSpec, NamedSharding))
 
 
-def _cuts(spec: PartitionSpec | NamedSharding | None, ndim: int = 0) -> tuple[Axes, ...]:
-    """For each axis of an array, the mesh axes that cut it."""
+def _mesh_axes(spec: PartitionSpec | NamedSharding | None, ndim: int = 0) -> tuple[Axes, ...]:
+    """For each axis of an array, the mesh axes that shard it."""
     spec = spec.spec if isinstance(spec, NamedSharding) else spec
     entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec or ()]
     return (*entries, *[()] * (ndim - len(entries)))
 
 
-def cuts_of(shape: tuple[int, ...], spec: Any, mesh_shape: Mapping[str, int]) -> tuple[Axes, ...]:
-    """For each axis of an array of `shape`, the mesh axes that cut it, but for cuts that leave a remainder: an
-    array can't enter or leave `jit` cut like that."""
+def even_sharding(shape: tuple[int, ...], spec: Any, mesh_shape: Mapping[str, int]) -> tuple[Axes, ...]:
+    """For each axis of an array of `shape`, the mesh axes that shard it.
+
+    An axis that they don't divide evenly counts as not sharded: such an array can't enter or leave `jit` sharded.
+    """
     return tuple(
-        cut if size % math.prod(mesh_shape[axis] for axis in cut) == 0 else ()
-        for size, cut in zip(shape, _cuts(spec, len(shape)), strict=True)
+        axes if size % size_of(mesh_shape, axes) == 0 else ()
+        for size, axes in zip(shape, _mesh_axes(spec, len(shape)), strict=True)
     )
 
 
-def spec_of(cuts: tuple[Axes, ...]) -> PartitionSpec:
-    """The inverse of `cuts_of`."""
-    return PartitionSpec(*(cut or None for cut in cuts))
+def partition_spec(sharding: tuple[Axes, ...]) -> PartitionSpec:
+    """The inverse of `even_sharding`."""
+    return PartitionSpec(*(axes or None for axes in sharding))
 
 
 def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
-    """One spec a leaf of `tree`, from a tree or a prefix of it. Masked nodes are no leaves."""
+    """One spec per leaf of `tree`, from a tree or a prefix of it. Masked nodes are not leaves."""
     entries = broadcast_prefix(
         specs, tree, is_leaf=_is_spec, call=call, what="the Distribution's param_specs"
     )
     for spec, (path, leaf) in zip(entries, jax.tree_util.tree_leaves_with_path(tree), strict=True):
-        if len(_cuts(spec)) > leaf.ndim:
+        if len(_mesh_axes(spec)) > leaf.ndim:
             raise ValueError(
-                f"{call}: the Distribution's {spec} at {jax.tree_util.keystr(path)} cuts more axes than the leaf of "
-                f"shape {leaf.shape} has."
+                f"{call}: the Distribution's {spec} at {jax.tree_util.keystr(path)} shards more axes than the leaf "
+                f"of shape {leaf.shape} has."
             )
     return entries

@@ -1,71 +1,75 @@
-"""On a mesh, first: how the matrices of a leaf lie on the devices, and which way they can travel."""
+"""How the matrices of a sharded leaf are stored on a mesh, and over which mesh axes they are exchanged."""
 
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from muonjax._matrix_view import MatrixView
 
 Axes = tuple[str, ...]  # mesh axes
 
 
-class Leaf(NamedTuple):
-    """A stack of matrices on a mesh.
+class ShardedLeaf(NamedTuple):
+    """A leaf of one or more matrices, sharded over a mesh.
 
     Attributes:
-      view: which axes are rows and columns.
-      spec: for each axis of the leaf, the mesh axes that cut it; each divides what it cuts.
-      dtype: what the entries are on the wire.
+      view: Which axes are rows and columns.
+      sharding: For each axis of the leaf, the mesh axes that shard it; the product of their sizes divides it.
+      dtype: In which the leaf is exchanged.
     """
 
     view: MatrixView
-    spec: tuple[Axes, ...]
+    sharding: tuple[Axes, ...]
     dtype: Any
 
 
-class Kind(NamedTuple):
-    """Units of one shape that are cut in one way. A unit is a matrix, or several that share one array.
+class UnitLayout(NamedTuple):
+    """Shape and sharding of a unit: what has one owner, a matrix or several that are fused along one axis.
 
     Attributes:
-      view: of the unit as its home sees it.
-      tall: whether its matrices must be transposed to have m <= n.
-      local: sizes of the unit's axes, in the leaf's order, on the devices that store it.
-      cuts: for each of these axes, the mesh axes over which its pieces are gathered.
-      split: (axis, count): this axis of a piece is shared out to `count` devices; count 1: to one.
+      view: Of the unit, as its owner sees it.
+      tall: Whether its matrices must be transposed to have m <= n.
+      local_shape: Of the block that one device stores, its axes in the leaf's order.
+      gathered: For each of these axes, the mesh axes over which the owner gathers it.
+      split_axis: The axis of a block that is divided among the devices that own the unit together.
+      num_shares: How many these are; 1 where a single device owns the unit.
     """
 
     view: MatrixView
     tall: bool
-    local: tuple[int, ...]
-    cuts: tuple[Axes, ...]
-    split: tuple[int, int]
+    local_shape: tuple[int, ...]
+    gathered: tuple[Axes, ...]
+    split_axis: int
+    num_shares: int
 
     @property
-    def piece(self) -> tuple[int, ...]:
-        """Sizes of what one device sends to another."""
-        axis, count = self.split
-        return tuple(size // count if i == axis else size for i, size in enumerate(self.local))
+    def share_shape(self) -> tuple[int, ...]:
+        """Of what one device sends to another."""
+        axis, count = self.split_axis, self.num_shares
+        return tuple(size // count if i == axis else size for i, size in enumerate(self.local_shape))
 
     @property
-    def elements(self) -> int:
-        """Of a piece."""
-        return math.prod(self.piece)
+    def share_size(self) -> int:
+        """Elements that one device sends to another."""
+        return math.prod(self.share_shape)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """(matrices in a unit, m, n) at home; under a tensor-parallel lane n is the home's share of it."""
+    def matrices(self) -> tuple[int, int, int]:
+        """(matrices in a unit, m, n), m <= n, on one device of the owner."""
         sizes = (self.view.fan_in, self.view.fan_out)
         return (self.view.batch, *(reversed(sizes) if self.tall else sizes))  # pyright: ignore
 
 
-class Lane(NamedTuple):
-    """What travels together: one all-to-all there, one back.
+class ExchangeGroup(NamedTuple):
+    """Leaves that are exchanged together, in one all-to-all to the owners and one back.
 
     Attributes:
-      exchange: mesh axes of the all-to-all.
-      replicas: mesh axes over which the leaves are replicated, and the work on them is shared.
-      tensor: mesh axes over which a matrix stays cut, along its longer side, at home.
-      dtype: on the wire.
+      exchange: Mesh axes of the all-to-all.
+      replicas: Mesh axes over which the leaves are replicated and the work on them is divided.
+      tensor: Mesh axes over which a matrix stays sharded, along its longer side, while its owners work on it.
+      dtype: Of what is exchanged.
     """
 
     exchange: Axes
@@ -74,36 +78,101 @@ class Lane(NamedTuple):
     dtype: Any
 
     @property
-    def homes(self) -> Axes:
-        """The mesh axes whose coordinates tell homes apart."""
+    def owner_axes(self) -> Axes:
+        """The mesh axes whose coordinates identify an owner."""
         return self.replicas + tuple(axis for axis in self.exchange if axis not in self.tensor)
 
     @property
-    def shares(self) -> Axes:
-        """The exchanged axes along which a piece is shared out instead: the tensor axes that cut rows."""
+    def share_axes(self) -> Axes:
+        """The tensor axes that are exchanged too: they shard rows, and shard the longer side at the owner."""
         return tuple(axis for axis in self.exchange if axis in self.tensor)
 
+    def ranks(self, mesh_shape: Mapping[str, int]) -> list[list[int]]:
+        """[owner, share] -> the device's rank in the all-to-all, for the owners of one replica."""
+        sizes = [mesh_shape[axis] for axis in self.exchange]
+        order = sorted(range(len(sizes)), key=lambda i: self.exchange[i] in self.tensor)
+        shares = size_of(mesh_shape, self.share_axes)
+        return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, shares).tolist()
 
-class Placement(NamedTuple):
-    """A leaf's lane, the kind of its units, and how many of them a device stores."""
 
-    lane: Lane
-    kind: Kind
-    units: int
+class LeafLayout(NamedTuple):
+    """A leaf's exchange group, the layout of its units, and how many of them one device stores."""
+
+    group: ExchangeGroup
+    unit: UnitLayout
+    num_units: int
+
+
+def size_of(mesh_shape: Mapping[str, int], axes: Axes) -> int:
+    """Devices along `axes`."""
+    return math.prod(mesh_shape[axis] for axis in axes)
 
 
 def unit_axes(view: MatrixView) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leaf's axes that count units, and those of a unit. Matrices cut out of one axis stay together."""
-
-    def on_leaf(axis: int) -> int:
-        return axis if view.cut is None or axis <= view.cut else axis - 1
-
-    own = {on_leaf(axis) for axis in view.reduction_axes + view.output_axes}
+    """The leaf's axes that count units, and those of one unit."""
+    own = _leaf_axes(view, view.reduction_axes + view.output_axes)
     return tuple(i for i in range(len(view.leaf_shape)) if i not in own), tuple(sorted(own))
 
 
+def leaf_layout(
+    leaf: ShardedLeaf, mesh_shape: Mapping[str, int], replica_axes: Axes, tensor: Axes = ()
+) -> LeafLayout | None:
+    """How a leaf is exchanged if its matrices stay sharded over the mesh axes `tensor`; None if they can't.
+
+    Args:
+      leaf: Its view and its sharding.
+      mesh_shape: Sizes of the mesh's axes.
+      replica_axes: Mesh axes over which replicas divide the work.
+      tensor: Mesh axes over which a matrix has several owners; those that don't shard the leaf's matrices are ignored.
+    """
+    view = leaf.view
+    batch, own = unit_axes(view)
+    sharding = [tuple(axis for axis in axes if mesh_shape[axis] > 1) for axes in leaf.sharding]
+    local = [size // size_of(mesh_shape, axes) for size, axes in zip(view.leaf_shape, sharding, strict=True)]
+    of_matrix = {axis for i in own for axis in sharding[i]}
+    of_batch = {axis for i in batch for axis in sharding[i]}
+    tensor = tuple(axis for axis in tensor if axis in of_matrix)
+    if view.cut in own and any(axis in tensor for axis in sharding[view.cut]):
+        return None  # would divide the fused matrices among devices, and not each of them
+
+    tall = view.fan_in > view.fan_out
+    longer = _leaf_axes(view, view.reduction_axes if tall else view.output_axes)
+    stays = {axis for i in longer for axis in sharding[i] if axis in tensor}
+    exchange = tuple(axis for axis in mesh_shape if axis in of_matrix - stays)
+    num_shares = math.prod(mesh_shape[axis] for axis in tensor if axis in exchange)
+    divisible = [i for i in sorted(longer) if i != view.cut and local[i] % num_shares == 0]
+    if not divisible and num_shares > 1:
+        return None
+    split = max(divisible, key=local.__getitem__, default=own[0])
+
+    gathered = tuple(tuple(axis for axis in sharding[i] if axis in exchange) for i in own)
+    sizes = {i: local[i] * size_of(mesh_shape, axes) for i, axes in zip(own, gathered, strict=True)}
+    sizes[split] //= num_shares
+    unit = UnitLayout(
+        _unit_view(view, sizes),
+        tall,
+        tuple(local[i] for i in own),
+        gathered,
+        own.index(split),
+        num_shares,
+    )
+    stored_once = of_matrix | of_batch
+    replicas = tuple(
+        axis
+        for axis, size in mesh_shape.items()
+        if axis in replica_axes and size > 1 and axis not in stored_once
+    )
+    group = ExchangeGroup(exchange, replicas, tensor, leaf.dtype)
+    return LeafLayout(group, unit, math.prod(local[i] for i in batch))
+
+
+def _leaf_axes(view: MatrixView, axes: tuple[int, ...]) -> set[int]:
+    """Axes of `view.shape` as axes of the leaf, where a fused axis is one and not two."""
+    return {axis if view.cut is None or axis <= view.cut else axis - 1 for axis in axes}
+
+
 def _unit_view(view: MatrixView, sizes: dict[int, int]) -> MatrixView:
-    """`view` of one unit; `sizes`: of its axes, by their place in the leaf."""
+    """`view` of one unit; `sizes`: of its axes, by their number in the leaf."""
     kept: list[int] = []  # axes of view.shape
     shape: list[int] = []
     cut = None
@@ -115,63 +184,16 @@ def _unit_view(view: MatrixView, sizes: dict[int, int]) -> MatrixView:
         else:
             kept.append(axis if view.cut is None or axis < view.cut else axis + 1)
             shape.append(sizes[axis])
-    place = {axis: i for i, axis in enumerate(kept)}
+    new = {axis: i for i, axis in enumerate(kept)}
 
-    def moved(axes: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(place[axis] for axis in axes if axis in place)
+    def renumbered(axes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(new[axis] for axis in axes if axis in new)
 
     return MatrixView(
         tuple(sizes[axis] for axis in sorted(sizes)),
         tuple(shape),
-        moved(view.batch_axes),
-        moved(view.reduction_axes),
-        moved(view.output_axes),
+        renumbered(view.batch_axes),
+        renumbered(view.reduction_axes),
+        renumbered(view.output_axes),
         cut,
     )
-
-
-def place(leaf: Leaf, mesh_shape: Mapping[str, int], axes: Axes, tensor: Axes = ()) -> Placement | None:
-    """How a leaf travels if its matrices stay cut over the mesh axes `tensor`; None if they can't.
-
-    Args:
-      leaf: What, and how it lies.
-      mesh_shape: Sizes of the mesh's axes.
-      axes: Mesh axes over which replicas share the work.
-      tensor: Those of the axes that cut the leaf's matrices over which a matrix has no single home.
-    """
-    view = leaf.view
-    batch, own = unit_axes(view)
-    spec = [tuple(axis for axis in cut if mesh_shape[axis] > 1) for cut in leaf.spec]
-    local = [
-        size // math.prod(mesh_shape[a] for a in cut) for size, cut in zip(view.leaf_shape, spec, strict=True)
-    ]
-    cutting = {axis for i in own for axis in spec[i]}
-    counting = {axis for i in batch for axis in spec[i]}
-    tensor = tuple(axis for axis in tensor if axis in cutting)
-
-    tall = view.fan_in > view.fan_out
-    long = {
-        axis if view.cut is None or axis <= view.cut else axis - 1
-        for axis in (view.reduction_axes if tall else view.output_axes)
-    }
-    if view.cut in own and any(axis in tensor for axis in spec[view.cut]):
-        return None
-    stays = {axis for i in long for axis in spec[i] if axis in tensor}
-    exchange = tuple(axis for axis in mesh_shape if axis in cutting - stays)
-    count = math.prod(mesh_shape[axis] for axis in tensor if axis in exchange)
-    divisible = [i for i in long if i != view.cut and local[i] % count == 0]
-    if not divisible and count > 1:
-        return None
-    shared = max(divisible, key=local.__getitem__, default=own[0])
-    cuts = tuple(tuple(axis for axis in spec[i] if axis in exchange) for i in own)
-    sizes = {
-        i: local[i] * math.prod(mesh_shape[axis] for axis in cut) // (count if i == shared else 1)
-        for i, cut in zip(own, cuts, strict=True)
-    }
-    kind = Kind(_unit_view(view, sizes), tall, tuple(local[i] for i in own), cuts, (own.index(shared), count))
-    replicas = tuple(
-        axis
-        for axis in mesh_shape
-        if axis in axes and mesh_shape[axis] > 1 and axis not in cutting | counting
-    )
-    return Placement(Lane(exchange, replicas, tensor, leaf.dtype), kind, math.prod(local[i] for i in batch))

@@ -1,8 +1,4 @@
-"""On a mesh: `f` on each matrix of the leaves, once. Carries matrices, knows no iteration.
-
-The way of a leaf: its spec says how it lies (`_placement`), every matrix gets a home (`_owner_plan`), travels there,
-through f, and back (`_exchange`).
-"""
+"""Apply a function to every matrix of sharded leaves, once and not on every device."""
 
 import dataclasses
 import functools
@@ -14,30 +10,41 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from muonjax._batching import map_groups
 from muonjax._cost_model import Work, count_work
 from muonjax._matrix_view import MatrixView
-from muonjax._mesh.assignment import OwnerPlan, make_plan
-from muonjax._mesh.distribution import Distribution, cuts_of, spec_of, spread_specs
-from muonjax._mesh.exchange import Function, exchange
-from muonjax._mesh.layout import Leaf
-from pallas_kernels._platform import platform_of
+from muonjax._mesh.assignment import Assignment, assign_owners
+from muonjax._mesh.distribution import Distribution, even_sharding, partition_spec, spread_specs
+from muonjax._mesh.exchange import exchange
+from muonjax._mesh.layout import ShardedLeaf
+from muonjax._mesh.owner_loop import Function
+from muonjax._policy import Policy
 
 
 class OnMesh(NamedTuple):
-    """A mesh with its settings, and how the chosen leaves lie on it.
+    """A mesh with its settings, and how the chosen leaves are sharded over it.
 
     Attributes:
-      distribution: its `param_specs` are spread already.
-      specs: of each leaf.
+      distribution: Without its `param_specs`.
+      specs: Of each chosen leaf.
+      explicit: Whether the leaves' own types say it, and not the user.
     """
 
     distribution: Distribution
     specs: tuple[Any, ...]
+    explicit: bool = False
 
-    def plan(
-        self, f: Function, leaves: Sequence[Any], views: Sequence[MatrixView], wire: Sequence[jnp.dtype]
-    ) -> OwnerPlan:
-        """Who calls f on which matrix; of the leaves only the shapes count, of the mesh only its own."""
+    def assign(
+        self, f: Function, leaves: Sequence[Any], views: Sequence[MatrixView], dtypes: Sequence[jnp.dtype]
+    ) -> Assignment:
+        """Assign an owner to each matrix; only the shapes of leaves and mesh count.
+
+        Args:
+          f: As in `map`.
+          leaves: Arrays or `jax.ShapeDtypeStruct`s.
+          views: Of each leaf.
+          dtypes: In which each leaf is exchanged.
+        """
 
         @functools.cache
         def cost(dtype, m: int, columns: int, devices: int) -> Work:
@@ -47,78 +54,92 @@ class OnMesh(NamedTuple):
 
         d = self.distribution
         mesh_shape = dict(d.mesh.shape)
-        placed = [
-            Leaf(view, cuts_of(leaf.shape, spec, mesh_shape), jnp.dtype(dtype))
-            for leaf, view, spec, dtype in zip(leaves, views, self.specs, wire, strict=True)
+        sharded = [
+            ShardedLeaf(view, even_sharding(leaf.shape, spec, mesh_shape), jnp.dtype(dtype))
+            for leaf, view, spec, dtype in zip(leaves, views, self.specs, dtypes, strict=True)
         ]
         axes = tuple(d.mesh.axis_names) if d.axes is None else d.axes
-        return make_plan(placed, mesh_shape, axes=axes, mode=d.mode, chunks=d.chunks, cost=cost)
+        return assign_owners(sharded, mesh_shape, axes=axes, mode=d.mode, chunks=d.chunks, cost=cost)
 
     def map(
         self,
         f: Function,
         leaves: Sequence[jax.Array],
         views: Sequence[MatrixView],
-        wire: Sequence[jnp.dtype],
+        dtypes: Sequence[jnp.dtype],
+        policy: Policy,
         *,
         call: str,
     ) -> list[jax.Array]:
-        """f on each matrix of the leaves, once; the results lie as the leaves do.
+        """f on each matrix of the leaves, once; the results are sharded as the leaves are.
 
         Args:
-          f: [*batch, m, n] with m <= n, and the mesh axes over which the columns are cut -> the same shape and dtype.
+          f: [*batch, m, n] with m <= n, and the mesh axes that shard the columns -> the same shape and dtype.
           leaves: Arrays.
           views: Of each leaf.
-          wire: The dtype in which each leaf travels.
-          call: Who asks, for errors.
+          dtypes: In which each leaf is exchanged.
+          policy: For the mesh's devices.
+          call: The public function, for errors.
         """
         if not leaves:
             return []
-        mesh = _runnable(self.distribution.mesh, leaves, call)
-        plan = self.plan(f, leaves, views, wire)
-        platform = platform_of(*leaves, mesh=mesh)
-        specs = tuple(spec_of(leaf.spec) for leaf in plan.leaves)
-        explicit = AxisType.Explicit in mesh.axis_types
+        mesh = _mesh_with_devices(self.distribution.mesh, leaves, call)
+        if self.explicit and mesh.size == 1:
+            specs = self.specs
+
+            def on_blocks(*blocks):
+                matrices = map_groups(
+                    f, [v.to_matrices(x) for v, x in zip(views, blocks, strict=True)], policy
+                )
+                return tuple(v.to_leaf(y) for v, y in zip(views, matrices, strict=True))
+        else:
+            assignment = self.assign(f, leaves, views, dtypes)
+            specs = tuple(partition_spec(leaf.sharding) for leaf in assignment.leaves)
+
+            def on_blocks(*blocks):
+                return tuple(exchange(f, blocks, assignment, policy))
+
         before = [jax.typeof(x).sharding for x in leaves]
+        explicit = AxisType.Explicit in mesh.axis_types
         if explicit:
-            leaves = [
-                jax.sharding.reshard(x, NamedSharding(mesh, spec))
-                for x, spec in zip(leaves, specs, strict=True)
-            ]
-        run = jax.shard_map(
-            lambda *blocks: tuple(exchange(f, blocks, plan, platform)),
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=specs,
-            check_vma=False,  # an all-gather makes replicas, which the checker can't see
-        )
+            targets = [NamedSharding(mesh, spec) for spec in specs]
+            leaves = [jax.sharding.reshard(x, s) for x, s in zip(leaves, targets, strict=True)]
+        # check_vma: an all-gather makes replicas, which the checker can't see.
+        run = jax.shard_map(on_blocks, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
         results = list(run(*leaves))
         if explicit:
-            results = [jax.sharding.reshard(y, s) for y, s in zip(results, before, strict=True)]
+            # A leaf that was on no mesh at all stays replicated on this one.
+            results = [
+                jax.sharding.reshard(y, s) if s.mesh.axis_names else y
+                for y, s in zip(results, before, strict=True)
+            ]
         return results
 
 
-def _runnable(mesh: Mesh | AbstractMesh, leaves: Sequence[jax.Array], call: str) -> Mesh | AbstractMesh:
-    """The mesh, if the leaves lie on its devices."""
+def _mesh_with_devices(
+    mesh: Mesh | AbstractMesh, leaves: Sequence[jax.Array], call: str
+) -> Mesh | AbstractMesh:
+    """The mesh; for one without devices of its own, the mesh of its shape that is set, or that the leaves are on."""
+    found = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
     if isinstance(mesh, AbstractMesh):
-        current = jax.sharding.get_abstract_mesh()
-        if (current.axis_names, current.axis_sizes) != (mesh.axis_names, mesh.axis_sizes):
+        here = [jax.sharding.get_abstract_mesh(), *found]
+        same = [m for m in here if (m.axis_names, m.axis_sizes) == (mesh.axis_names, mesh.axis_sizes)]
+        if not same:
             raise ValueError(
-                f"{call}: the Distribution's {mesh} is a plan for {mesh.size} devices, and here are "
-                f"{jax.device_count()}. To run it, give it a jax.make_mesh(...) of them, or call it under jax.set_mesh "
-                "of that shape."
+                f"{call}: the Distribution's AbstractMesh {dict(mesh.shape)} has no devices of its own, and no mesh of "
+                f"that shape is set (here are {jax.device_count()} devices). Give the Distribution a "
+                "jax.make_mesh(...), or call it under jax.set_mesh of that shape."
             )
-        mesh = current
-    for leaf in leaves:
-        there = jax.typeof(leaf).sharding.mesh
-        if there.size > 1 and AxisType.Manual in there.axis_types:
+        mesh = same[0]
+    for other in found:
+        if other.size > 1 and AxisType.Manual in other.axis_types:
             raise ValueError(
                 f"{call}(distribution=...) runs its own shard_map, and can't run inside of another; call it outside."
             )
-        if there.size > 1 and there.size != mesh.size:
+        if other.size > 1 and other.size != mesh.size:
             raise ValueError(
-                f"{call}: the Distribution's mesh {dict(mesh.shape)} has {mesh.size} devices, but the arrays lie on "
-                f"{there.size}, {dict(there.shape)}; make the Distribution with the mesh that the parameters lie on."
+                f"{call}: the Distribution's mesh {dict(mesh.shape)} has {mesh.size} devices, but the arrays are on "
+                f"{other.size}, {dict(other.shape)}; make the Distribution with the mesh of the parameters."
             )
     return mesh
 
@@ -126,9 +147,9 @@ def _runnable(mesh: Mesh | AbstractMesh, leaves: Sequence[jax.Array], call: str)
 def find_mesh(
     distribution: Distribution | None, tree: Any, chosen: Sequence[int], *, call: str
 ) -> OnMesh | None:
-    """How the `chosen` leaves of `tree` lie; None: on one device, or nobody says.
+    """How the `chosen` leaves of `tree` are sharded; None: on one device, or nothing says it.
 
-    A `distribution` is believed; without one, explicit axis types say it.
+    A `distribution` is trusted; without one, explicit axis types say it.
     """
     leaves = jax.tree.leaves(tree)
     if distribution is not None:
@@ -136,11 +157,10 @@ def find_mesh(
         return OnMesh(dataclasses.replace(distribution, param_specs=None), tuple(specs[i] for i in chosen))
     shardings = [jax.typeof(leaves[i]).sharding for i in chosen]
     # An array that was made under no mesh at all has a mesh without axes.
-    meshes = list(dict.fromkeys(s.mesh for s in shardings if s.mesh.size > 1))
-    for mesh in meshes:
+    for mesh in dict.fromkeys(s.mesh for s in shardings):
         if AxisType.Explicit in mesh.axis_types:
-            return OnMesh(Distribution(mesh, None), tuple(s.spec for s in shardings))
-        if AxisType.Manual not in mesh.axis_types:
+            return OnMesh(Distribution(mesh, None), tuple(s.spec for s in shardings), explicit=True)
+        if mesh.size > 1 and AxisType.Manual not in mesh.axis_types:
             _warn_of(mesh, call)
     return None
 
@@ -148,8 +168,8 @@ def find_mesh(
 @functools.cache
 def _warn_of(mesh: AbstractMesh, call: str) -> None:
     warnings.warn(
-        f"{call} runs on arrays of the mesh {dict(mesh.shape)} whose axis types are Auto, and can't see how they lie: "
-        "XLA will gather matrices and repeat work on every device. Pass distribution=muonjax.Distribution(mesh, "
-        "param_specs), or make the mesh with explicit axis types.",
+        f"{call} runs on arrays of the mesh {dict(mesh.shape)} whose axis types are Auto, and can't see how they are "
+        "sharded: XLA will gather matrices and repeat work on every device. Pass "
+        "distribution=muonjax.Distribution(mesh, param_specs), or make the mesh with explicit axis types.",
         stacklevel=4,
     )

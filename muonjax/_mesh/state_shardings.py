@@ -1,4 +1,4 @@
-"""On a mesh, before training: where the optimizer's state is to be born."""
+"""Shardings for an optimizer's state: momentum is sharded as its parameter is."""
 
 from typing import Any
 
@@ -6,22 +6,22 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from muonjax._mesh.distribution import Distribution, cuts_of, spec_of, spread_specs
+from muonjax._mesh.distribution import Distribution, even_sharding, partition_spec, spread_specs
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any, distribution: Distribution) -> Any:
-    """Shardings for the optimizer's state, so that momentum is born where its parameter lies.
+    """Shardings for the optimizer's state, so that momentum is sharded as its parameter is.
 
     Without them `jax.jit(tx.init)` returns a whole copy of the momentum on every device of an Auto mesh.
 
     Args:
       tx: Any Optax transformation.
       params: Arrays or `jax.ShapeDtypeStruct`s.
-      distribution: How the parameters lie.
+      distribution: How the parameters are sharded.
 
     Returns:
       A tree of `NamedSharding`s like `tx.init(params)`: a leaf whose path ends in a parameter's path, and which has its
-      shape, lies as the parameter does; all else is replicated.
+      shape, is sharded as the parameter; all else is replicated.
 
     Raises:
       ValueError: If the specs do not fit the parameters.
@@ -37,15 +37,15 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, distribution:
     """
     specs = spread_specs(distribution.param_specs, params, call="state_shardings")
     mesh, mesh_shape = distribution.mesh, dict(distribution.mesh.shape)
-    lying = {
-        path: (leaf.shape, NamedSharding(mesh, spec_of(cuts_of(leaf.shape, spec, mesh_shape))))
+    of_params = {
+        path: (leaf.shape, NamedSharding(mesh, partition_spec(even_sharding(leaf.shape, spec, mesh_shape))))
         for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True)
     }
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         # Not optax.tree.map_params: it fails where a tree of labels or a mask is fixed.
         for start in range(len(path) + 1):
-            shape, found = lying.get(path[start:], (None, None))
+            shape, found = of_params.get(path[start:], (None, None))
             if found is not None and shape == leaf.shape:
                 return found
         return NamedSharding(mesh, PartitionSpec())

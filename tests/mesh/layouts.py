@@ -1,4 +1,4 @@
-"""Trees whose leaves lie in every way that training shards them, for the tests of this folder."""
+"""Trees whose leaves are sharded in every way that training uses, for the tests of this folder."""
 
 import contextlib
 import functools
@@ -37,7 +37,7 @@ LAYOUTS = {
 SPECS = {name: spec for name, (_, _, spec) in LAYOUTS.items()}
 NUMBERS = {name: numbers for name, (_, numbers, _) in LAYOUTS.items()}
 
-QUICK = NewtonSchulz(num_steps=2, deflation=0)  # compiles faster; how a matrix travels is the same
+QUICK = NewtonSchulz(num_steps=2, deflation=0)  # compiles faster; the exchange is the same
 
 
 def tree(names=tuple(LAYOUTS)):
@@ -57,10 +57,10 @@ def make_mesh(axis_type=AxisType.Auto, **sizes):
 
 
 def put(values, specs, mesh):
-    """On the mesh; where a cut would leave a remainder, JAX stores the whole."""
+    """On the mesh; where an axis can't be sharded evenly, JAX stores the whole."""
     return {
         name: jax.device_put(
-            x, NamedSharding(mesh, P() if name == "remainder" and mesh.size > 1 else specs[name])
+            x, NamedSharding(mesh, P() if name == "remainder" and mesh.shape["fsdp"] > 1 else specs[name])
         )
         for name, x in values.items()
     }
@@ -83,13 +83,13 @@ def on_one_device(newton_schulz=QUICK):
     return jax.tree.map(np.asarray, orthogonalize(tree(), NUMBERS, newton_schulz))
 
 
-def on_mesh(mesh, names=tuple(LAYOUTS), newton_schulz=QUICK, **settings):
-    """The layouts' leaves, orthogonalized where they lie."""
+def on_mesh(mesh, names=tuple(LAYOUTS), newton_schulz=QUICK, *, set_mesh=True, **settings):
+    """The layouts' leaves, orthogonalized on the mesh."""
     values = put(tree(names), SPECS, mesh)
     explicit = AxisType.Explicit in mesh.axis_types
     own = {name: SPECS[name] for name in names}
     distribution = None if explicit else muonjax.Distribution(mesh, own, **settings)
-    with under(mesh):
+    with under(mesh) if set_mesh else contextlib.nullcontext():
         results = orthogonalize(
             values, {n: NUMBERS[n] for n in names}, newton_schulz, distribution=distribution
         )

@@ -1,4 +1,4 @@
-"""Every matrix has one home, and no home waits long for another."""
+"""Every matrix has one owner, and the devices have equal work."""
 
 import jax
 import numpy as np
@@ -12,8 +12,8 @@ import muonjax
 from benchmarks.optimizer import sharding
 from muonjax._cost_model import Work
 from muonjax._matrix_view import MatrixView, MuonDimensionNumbers, matrix_view
-from muonjax._mesh.assignment import OwnerPlan, make_plan
-from muonjax._mesh.layout import Leaf, unit_axes
+from muonjax._mesh.assignment import Assignment, assign_owners
+from muonjax._mesh.layout import ShardedLeaf, unit_axes
 from tests.mesh.layouts import make_mesh
 
 SPECS = [((), ()), (("fsdp",), ()), ((), ("fsdp",)), (("fsdp",), ("tensor",)), (("tensor", "fsdp"), ())]
@@ -28,8 +28,8 @@ def cubes(dtype, m, columns, devices) -> Work:
     return Work(float(m * m * columns))
 
 
-def make(leaves, mesh_shape, mode="owner", chunks=1) -> OwnerPlan:
-    return make_plan(leaves, mesh_shape, axes=tuple(mesh_shape), mode=mode, chunks=chunks, cost=cubes)
+def make(leaves, mesh_shape, mode="owner", chunks=1) -> Assignment:
+    return assign_owners(leaves, mesh_shape, axes=tuple(mesh_shape), mode=mode, chunks=chunks, cost=cubes)
 
 
 @settings(max_examples=40, deadline=None)
@@ -47,35 +47,31 @@ def make(leaves, mesh_shape, mode="owner", chunks=1) -> OwnerPlan:
     ),
     st.integers(1, 3),
 )
-def test_every_matrix_has_one_home_and_no_load_is_far_above_the_rest(drawn, chunks):
-    leaves = [Leaf(view(b, m, n), ((), *spec), np.dtype(dtype)) for b, m, n, spec, dtype in drawn]
+def test_every_matrix_has_one_owner_and_no_load_is_far_above_the_rest(drawn, chunks):
+    leaves = [ShardedLeaf(view(b, m, n), ((), *spec), np.dtype(dtype)) for b, m, n, spec, dtype in drawn]
     plan = make(leaves, {"fsdp": 4, "tensor": 2}, chunks=chunks)
     seen = []
-    for trips in plan.shipments.values():
-        for trip in trips:
-            seen += [
-                (run.leaf, run.start + i) for home in trip.homes for run in home for i in range(run.count)
-            ]
+    for one in plan.rounds:
+        seen += [(run.leaf, run.start + i) for owned in one.owned for run in owned for i in range(run.count)]
     assert sorted(seen) == [(i, j) for i, leaf in enumerate(leaves) for j in range(leaf.view.batch)]
-    # Graham: a home that is offered to every matrix is at most one matrix above the mean. Where some matrices can
-    # only go to some homes, as here, it can't fall behind by more than what those homes were given.
+    # Graham: where every matrix can go to every owner, none is more than one matrix above the mean.
     costs = [leaf.view.batch * cubes(None, *sorted(leaf.view.shape[1:]), 1).flops for leaf in leaves]
     assert plan.work.flops >= max(sum(costs) / 8, 0) * (1 - 1e-9)
-    cuts_all = all(set(sum(leaf.spec, ())) in ({"fsdp", "tensor"}, set()) for leaf in leaves)
-    if cuts_all:
+    any_owner = all(set(sum(leaf.sharding, ())) in ({"fsdp", "tensor"}, set()) for leaf in leaves)
+    if any_owner:
         largest = max(c / leaf.view.batch for c, leaf in zip(costs, leaves, strict=True))
         assert plan.work.flops <= sum(costs) / 8 + largest + 1e-6
 
 
-def test_loads_are_carried_over_shapes_layouts_and_dtypes():
+def test_loads_are_summed_over_shapes_shardings_and_dtypes():
     rows, both = ((), ("fsdp", "tensor"), ()), ((), ("fsdp",), ("tensor",))
     leaves = [
-        Leaf(view(4, 64, 64), rows, np.dtype("float32")),
-        Leaf(view(4, 64, 64), both, np.dtype("float32")),
+        ShardedLeaf(view(4, 64, 64), rows, np.dtype("float32")),
+        ShardedLeaf(view(4, 64, 64), both, np.dtype("float32")),
     ]
     leaves += [
-        Leaf(view(8, 32, 64), rows, np.dtype("bfloat16")),
-        Leaf(view(8, 8, 64), ((), (), ()), np.dtype("float32")),
+        ShardedLeaf(view(8, 32, 64), rows, np.dtype("bfloat16")),
+        ShardedLeaf(view(8, 8, 64), ((), (), ()), np.dtype("float32")),
     ]
     assert make(leaves, {"fsdp": 4, "tensor": 2}).imbalance == 1.0
 
@@ -89,21 +85,21 @@ def test_units_count_experts_and_layers_but_not_fused_parts():
 
 
 def test_an_axis_left_out_repeats_the_work_and_gathers_nothing():
-    leaves = [Leaf(view(8, 32, 64), ((), ("fsdp",), ()), np.dtype("float32"))]
+    leaves = [ShardedLeaf(view(8, 32, 64), ((), ("fsdp",), ()), np.dtype("float32"))]
     mesh_shape = {"replica": 2, "fsdp": 4}
     shared = make(leaves, mesh_shape)
-    alone = make_plan(leaves, mesh_shape, axes=("fsdp",), mode="owner", chunks=1, cost=cubes)
+    alone = assign_owners(leaves, mesh_shape, axes=("fsdp",), mode="owner", chunks=1, cost=cubes)
     assert (shared.redundancy, shared.work.collectives) == (1.0, 3)
     assert (alone.redundancy, alone.work.collectives) == (2.0, 2)
     # Half the matrices each, and the other half from the other replica: what is exchanged shrinks by as much.
     assert alone.work.sent == 2 * (shared.work.sent - 4 * 32 * 64 * 4 / 4)
 
 
-def test_chunks_make_more_trips_of_smaller_buffers():
-    leaves = [Leaf(view(24, 32, 64), ((), ("fsdp",), ()), np.dtype("float32"))]
+def test_chunks_make_more_rounds_of_smaller_buffers():
+    leaves = [ShardedLeaf(view(24, 32, 64), ((), ("fsdp",), ()), np.dtype("float32"))]
     one, three = (make(leaves, {"fsdp": 8}, chunks=chunks) for chunks in (1, 3))
     assert three.work == one.work._replace(collectives=3 * one.work.collectives)
-    assert three.held == one.held / 3
+    assert three.buffer_bytes == one.buffer_bytes / 3
 
 
 def test_llama_8b_on_64_devices():
@@ -132,10 +128,16 @@ def test_the_table_shows_every_mode_and_marks_the_chosen():
     assert plan.cost.sent < plan.modes["owner"].sent
 
 
-def test_a_plan_of_arrays_reads_their_layout_off_them():
+def test_the_title_counts_one_as_one():
+    distribution = muonjax.Distribution(AbstractMesh((1,), ("fsdp",)), P("fsdp"))
+    plan = muonjax.plan({"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}, distribution)
+    assert str(plan).splitlines()[0] == "1 matrix on 1 device (fsdp 1); * is chosen"
+
+
+def test_a_plan_of_arrays_takes_their_own_sharding():
     mesh = make_mesh(fsdp=8)
-    lying = NamedSharding(mesh, P("fsdp"))
-    params = {f"kernel_{i}": jax.device_put(np.ones((16, 64), np.float32), lying) for i in range(8)}
+    on_mesh = NamedSharding(mesh, P("fsdp"))
+    params = {f"kernel_{i}": jax.device_put(np.ones((16, 64), np.float32), on_mesh) for i in range(8)}
     numbers = MuonDimensionNumbers()
     said = muonjax.plan(params, muonjax.Distribution(mesh, P("fsdp")), dimension_numbers=numbers)
     assert muonjax.plan(params, dimension_numbers=numbers) == said
@@ -144,7 +146,7 @@ def test_a_plan_of_arrays_reads_their_layout_off_them():
 
 
 def test_products_are_weighed_by_what_they_are_computed_in():
-    """Not by what the leaves are stored in, which is what travels."""
+    """Not by the dtype that the leaves are stored and exchanged in."""
     distribution = muonjax.Distribution(AbstractMesh((8, 8), ("fsdp", "tensor")), P("fsdp", "tensor"))
     costs = {}
     for dtype in ("float32", "bfloat16"):

@@ -1,4 +1,4 @@
-"""The counters that everything here trusts: flops and bytes of programs that one can count by hand."""
+"""The counters of flops and bytes, on programs that can be counted by hand."""
 
 import jax
 import jax.numpy as jnp

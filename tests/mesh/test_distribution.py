@@ -1,4 +1,4 @@
-"""What the user says of a mesh, and what is said to a user who says it wrong, or not at all."""
+"""Distributions as values, and the errors and warnings for those that are wrong or missing."""
 
 import warnings
 
@@ -63,7 +63,7 @@ def test_settings_that_do_not_exist(settings, says):
         Distribution(make_mesh(fsdp=8), settings.pop("param_specs", {"a": P("fsdp")}), **settings)
 
 
-def test_what_is_no_mesh_and_no_spec():
+def test_values_that_are_no_mesh_or_no_spec():
     with pytest.raises(TypeError, match=r"needs a jax.sharding.Mesh"):
         Distribution(jax.devices(), P())  # pyright: ignore
     with pytest.raises(TypeError, match=r"at \['a'\] holds 'fsdp'; expected a PartitionSpec"):
@@ -78,11 +78,11 @@ def test_specs_that_do_not_fit_the_tree():
     mesh = make_mesh(fsdp=8)
     with pytest.raises(ValueError, match=r"orthogonalize: the Distribution's param_specs.*neither the tree"):
         update({"a": X}, distribution=Distribution(mesh, {"b": P("fsdp")}))
-    with pytest.raises(ValueError, match=r"at \['a'\] cuts more axes than the leaf of shape \(16, 64\)"):
+    with pytest.raises(ValueError, match=r"at \['a'\] shards more axes than the leaf of shape \(16, 64\)"):
         update({"a": X}, distribution=Distribution(mesh, {"a": P(None, None, "fsdp")}))
 
 
-def test_a_prefix_of_specs_is_spread():
+def test_a_prefix_of_specs_is_broadcast():
     tree = {"a": {"b": X, "c": X}, "d": X, "e": optax.MaskedNode()}
     specs = {"a": P("fsdp"), "d": None, "e": P("fsdp")}
     assert spread_specs(specs, tree, call="") == [P("fsdp"), P("fsdp"), None]
@@ -90,7 +90,9 @@ def test_a_prefix_of_specs_is_spread():
 
 def test_a_plan_for_devices_that_are_not_here():
     distribution = Distribution(AbstractMesh((64,), ("fsdp",)), {"a": P("fsdp")})
-    with pytest.raises(ValueError, match=r"a plan for 64 devices, and here are 8.*jax.set_mesh"):
+    with pytest.raises(
+        ValueError, match=r"'fsdp': 64.*no devices of its own.*here are 8 devices.*jax.set_mesh"
+    ):
         update({"a": X}, distribution=distribution)
 
 
@@ -98,7 +100,7 @@ def test_arrays_on_another_mesh():
     few = make_mesh(fsdp=4)
     there = jax.device_put(X, NamedSharding(make_mesh(fsdp=8), P("fsdp")))
     with pytest.raises(
-        ValueError, match=r"has 4 devices, but the arrays lie on 8.*make the Distribution with"
+        ValueError, match=r"has 4 devices, but the arrays are on 8.*make the Distribution with"
     ):
         update({"a": there}, distribution=Distribution(few, {"a": P("fsdp")}))
 
@@ -120,7 +122,9 @@ def test_an_auto_mesh_without_a_distribution_warns_once_and_runs_locally():
     mesh = make_mesh(fsdp=4, tensor=2)
     x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "tensor")))
     _warn_of.cache_clear()
-    with pytest.warns(UserWarning, match=r"can't see how they lie.*Pass distribution=muonjax.Distribution"):
+    with pytest.warns(
+        UserWarning, match=r"can't see how they are sharded.*Pass distribution=muonjax.Distribution"
+    ):
         y = update({"a": x})["a"]
     assert jnp.allclose(y, update({"a": X})["a"], atol=2e-6)
     with warnings.catch_warnings():
@@ -144,7 +148,7 @@ def test_one_device_never_warns():
         optax.contrib.muon(1e-3),
     ],
 )
-def test_momentum_is_born_where_its_parameter_lies(tx):
+def test_momentum_is_sharded_as_its_parameter(tx):
     mesh = make_mesh(fsdp=8)
     params = {"dense": {"kernel": jnp.ones((16, 64)), "bias": jnp.ones(64)}}
     distribution = Distribution(mesh, {"dense": {"kernel": P("fsdp"), "bias": P()}})

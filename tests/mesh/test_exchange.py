@@ -1,4 +1,4 @@
-"""What travels: half the bytes where the iteration computes in half precision, and one maximum for the clip."""
+"""What is exchanged: half the bytes where the iteration computes in half precision, and one maximum for the clip."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from tests.mesh.layouts import make_mesh
 HALF = NewtonSchulz(num_steps=2, deflation=0, compute_dtype=jnp.bfloat16)
 
 
-def test_half_precision_travels_in_half_the_bytes():
+def test_half_precision_is_exchanged_in_half_the_bytes():
     mesh = make_mesh(fsdp=8)
     x = jax.ShapeDtypeStruct((16, 16, 64), "float32", sharding=NamedSharding(mesh, P(None, "fsdp")))
     numbers = muonjax.MuonDimensionNumbers(1, 2)
@@ -37,7 +37,7 @@ def test_half_precision_travels_in_half_the_bytes():
     assert planned[0] == planned[1] / 2
 
 
-def test_what_is_rounded_on_the_wire_stays_near():
+def test_rounding_for_the_exchange_changes_little():
     mesh = make_mesh(fsdp=8)
     x = jax.random.normal(jax.random.key(0), (16, 64))
     tx = [

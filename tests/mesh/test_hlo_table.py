@@ -1,4 +1,4 @@
-"""The table of `benchmarks.optimizer.sharding`, held to: MiB, collectives and flops, from compiled HLO."""
+"""Bounds for the table of `benchmarks.optimizer.sharding`: MiB, collectives and flops, from compiled HLO."""
 
 import functools
 
@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from benchmarks.common import hlo_counts
 from benchmarks.optimizer import sharding
 
-# name -> MiB sent a device, collectives, flops over an even share: at most.
+# name -> MiB sent per device, collectives, flops over an even share: at most.
 LIMITS = {
     "fsdp": (22.1, 2, 1.01),
     "fsdp_tp": (22.1, 2, 1.01),
@@ -39,11 +39,11 @@ def test_the_table(name, axis_type, capfd):
     assert "rematerialization" not in capfd.readouterr().err
 
 
-def test_four_matrices_are_shared_by_pairs_of_devices():
+def test_four_matrices_are_divided_among_pairs_of_devices():
     case = sharding.CASES["four"]
     compiled = sharding.compile_step(sharding.muon(case, AxisType.Auto), case, AxisType.Auto)
     counts = hlo_counts.count(compiled, devices=8)
-    # With a home each, four devices would do twice an even share, and four nothing.
+    # With one owner per matrix, four devices would do twice an even share, and four nothing.
     assert counts.flops <= 1.15 * sharding.even_share(sharding.muon(case, None), case)
     assert counts.mebibytes <= 8.0
 

@@ -1,17 +1,20 @@
-"""However the leaves lie, the matrices are the same: those of one device."""
+"""However the leaves are sharded, the results are those of one device."""
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import muonjax
 from muonjax import NewtonSchulz
 from muonjax._mesh.exchange import exchange
 from muonjax._newton_schulz import iteration
+from muonjax._policy import Policy
 from pallas_kernels import _sharded
 from tests.mesh.layouts import (
     LAYOUTS,
@@ -64,7 +67,7 @@ def test_the_other_modes(mode):
 
 
 @pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
-def test_small_products_that_devices_share_out(compute_dtype, monkeypatch):
+def test_small_products_that_devices_divide(compute_dtype, monkeypatch):
     names, settings = MATRICES, NewtonSchulz(compute_dtype=compute_dtype)
     products, found = [], []
 
@@ -86,17 +89,73 @@ def test_small_products_that_devices_share_out(compute_dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("axes", [None, ("fsdp", "tensor"), ()])
-def test_replicas_share_the_work_or_repeat_it(axes):
+def test_replicas_divide_the_work_or_repeat_it(axes):
     _, results = on_mesh(make_mesh(**THREE), mode="owner", axes=axes)
     check(results)
 
 
-def test_explicit_axes_say_it_themselves():
-    names = [name for name in LAYOUTS if name != "remainder"]  # can't be cut, and JAX says so
-    values, results = on_mesh(make_mesh(AxisType.Explicit, fsdp=4, tensor=2), names)
+@pytest.mark.parametrize(
+    ("fsdp", "tensor", "set_mesh"), [(1, 1, False), (1, 2, True), (4, 1, False), (4, 2, True)]
+)
+def test_explicit_axes_need_no_distribution(fsdp, tensor, set_mesh):
+    names = [name for name in LAYOUTS if name != "remainder" or fsdp == 1]  # JAX refuses to shard it unevenly
+    mesh = make_mesh(AxisType.Explicit, fsdp=fsdp, tensor=tensor)
+    values, results = on_mesh(mesh, names, set_mesh=set_mesh)
     check(results, names)
     for name, x in values.items():
         assert results[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
+
+
+@pytest.mark.parametrize("set_mesh", [True, False])
+def test_an_abstract_mesh_stands_for_the_mesh_that_is_set_or_that_the_arrays_are_on(set_mesh):
+    mesh = make_mesh(AxisType.Explicit, fsdp=4, tensor=2)
+    values = put(tree(MATRICES), SPECS, mesh)
+    abstract = AbstractMesh((4, 2), ("fsdp", "tensor"))
+    distribution = muonjax.Distribution(abstract, {name: SPECS[name] for name in MATRICES})
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        results = orthogonalize(values, {n: NUMBERS[n] for n in MATRICES}, distribution=distribution)
+    check(results, MATRICES)
+
+
+def test_leaves_on_an_explicit_mesh_beside_leaves_on_none():
+    mesh = make_mesh(AxisType.Explicit, fsdp=4, tensor=2)
+    values = put(tree(MATRICES), SPECS, mesh) | {"replicated": tree()["replicated"]}
+    results = orthogonalize(values, {n: NUMBERS[n] for n in values})
+    check(results, tuple(values))
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (1, 2), (2, 1)])
+def test_muon_on_explicit_axes_of_size_one(fsdp, tensor, jit):
+    """Dense, attention and convolution kernels, as a script for eight devices shards them."""
+    specs = {
+        "dense": {"kernel": P("fsdp", "tensor"), "bias": P("tensor")},
+        "attention": {
+            "query": {"kernel": P("fsdp", "tensor", None)},
+            "out": {"kernel": P("tensor", None, "fsdp")},
+        },
+        "conv": {"kernel": P(None, None, "fsdp", "tensor")},
+    }
+    shapes = {
+        "dense": {"kernel": (16, 64), "bias": (64,)},
+        "attention": {"query": {"kernel": (16, 8, 8)}, "out": {"kernel": (8, 8, 16)}},
+        "conv": {"kernel": (3, 3, 16, 32)},
+    }
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    mesh = make_mesh(AxisType.Explicit, fsdp=fsdp, tensor=tensor)
+    tx = muonjax.muon(1e-3, newton_schulz=QUICK)
+    update = jax.jit(tx.update) if jit else tx.update
+    expected, _ = update(params, tx.init(params), params)
+    sharded = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
+    found, _ = update(sharded, tx.init(sharded), sharded)
+    for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-8, err_msg=jax.tree_util.keystr(path))
+    jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), found, sharded)
 
 
 def test_a_distribution_over_explicit_axes():
@@ -115,7 +174,7 @@ def test_a_distribution_over_explicit_axes():
 
 
 @pytest.mark.parametrize("mode", ["owner", "tensor_parallel"])
-def test_chunks_change_nothing_but_the_number_of_trips(mode):
+def test_chunks_change_nothing_but_the_number_of_rounds(mode):
     _, whole = on_mesh(make_mesh(fsdp=4, tensor=2), mode=mode, names=MATRICES)
     _, parts = on_mesh(make_mesh(fsdp=4, tensor=2), mode=mode, names=MATRICES, chunks=3)
     for name in MATRICES:
@@ -125,12 +184,12 @@ def test_chunks_change_nothing_but_the_number_of_trips(mode):
 def test_accelerators_take_their_matrices_in_batches(monkeypatch):
     sizes = []
 
-    def on_gpu(f, blocks, plan, platform):
+    def on_gpu(f, blocks, assignment, policy):
         def counted(x, axis_name=()):
             sizes.append(x.shape[0])
             return f(x, axis_name)
 
-        return exchange(counted, blocks, plan, "gpu")
+        return exchange(counted, blocks, assignment, Policy("gpu"))
 
     monkeypatch.setattr("muonjax._mesh.sharded_map.exchange", on_gpu)
     for mode in ("owner", "tensor_parallel"):
@@ -141,17 +200,19 @@ def test_accelerators_take_their_matrices_in_batches(monkeypatch):
     assert sizes[-1] == 8  # all of them at once
 
 
-def test_specs_that_lie_cost_a_reshard_and_nothing_else():
+def test_wrong_specs_cost_a_reshard_and_nothing_else():
     mesh = make_mesh(fsdp=4, tensor=2)
     values = put(tree(MATRICES), SPECS, mesh)
-    lie = {
+    wrong = {
         "rows": P("tensor", "fsdp"),
         "both": P(),
         "tall": P(None, ("fsdp", "tensor")),
         "experts": P("tensor"),
     }
     results = orthogonalize(
-        values, {n: NUMBERS[n] for n in MATRICES}, distribution=muonjax.Distribution(mesh, lie, mode="owner")
+        values,
+        {n: NUMBERS[n] for n in MATRICES},
+        distribution=muonjax.Distribution(mesh, wrong, mode="owner"),
     )
     check(results, MATRICES)
 
@@ -165,7 +226,7 @@ def test_numpy_arrays_and_a_mesh_set_outside():
     check(results, MATRICES)
 
 
-def test_dtypes_travel_apart_and_zeros_and_nan_stay_where_they_are():
+def test_dtypes_are_exchanged_apart_and_zeros_and_nan_stay_in_their_matrix():
     mesh = make_mesh(fsdp=8)
     rng = np.random.default_rng(1)
     x = {f"{i}": jnp.asarray(rng.standard_normal((16, 64)), jnp.float32) for i in range(4)}

@@ -36,7 +36,12 @@ def start_two(*arguments):
 
 
 def finish(*processes):
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    """Their outputs. Without a time limit of its own, for a busy machine is slow; pytest's stops what hangs."""
+    try:
+        outputs = [process.communicate()[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert not any(process.returncode for process in processes), "\n".join(outputs)
     return outputs
 
@@ -50,7 +55,7 @@ def parameters(out):
     return handler.restore(folder, restore_args=arguments)["params"]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)  # only for what hangs: it takes one to two minutes on an idle machine
 def test_two_processes_killed_and_restarted_onto_another_mesh_end_where_one_does(tmp_path):
     alone, two = tmp_path / "alone", tmp_path / "two"
     finish(start("--mesh", "fsdp=4,tensor=2", "--out", alone))
@@ -65,7 +70,7 @@ def test_two_processes_killed_and_restarted_onto_another_mesh_end_where_one_does
     first, second = finish(*start_two("--mesh", "fsdp=2,tensor=4", "--resume", two))
     assert "Resuming" in first
     assert "held-out loss" in first
-    assert "held-out loss" not in second  # one of them speaks
+    assert "held-out loss" not in second  # one of them prints
 
     expected, found = parameters(alone), parameters(two)
     assert len(jax.tree.leaves(expected)) == 12
@@ -75,6 +80,6 @@ def test_two_processes_killed_and_restarted_onto_another_mesh_end_where_one_does
 def test_a_mesh_that_does_not_fit_is_refused():
     for mesh, says in (("data=8", "not of the form"), ("fsdp=3", "fsdp must divide --batch")):
         process = start("--mesh", mesh)
-        output = process.communicate(timeout=100)[0]
+        output = process.communicate()[0]
         assert process.returncode == 2
         assert says in output

@@ -1,0 +1,163 @@
+"""Apply a function to the matrices that a device owns, in loops whose lengths depend on the device.
+
+Owners have matrices of different number and shape, but all devices run one program. So there is one loop for each
+shape, and it reads the matrices' offsets in the exchanged buffer, and its own length, from tables by the owner's
+coordinates in the mesh: each shape is compiled once, whoever owns it.
+"""
+
+import collections
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muonjax._mesh.assignment import Round
+from muonjax._mesh.layout import UnitLayout
+from muonjax._policy import Policy
+
+Function = Callable[..., jax.Array]
+"""[*batch, m, n], and the mesh axes that shard the columns (default: none) -> the same shape and dtype."""
+
+
+class _Loop(NamedTuple):
+    """The units of one shape, a batch in each iteration.
+
+    Attributes:
+      layouts: The different layouts of units of this shape.
+      batch: Units in an iteration.
+      offsets: [owners, iterations], of a batch in the buffer.
+      which: [owners, iterations], of the layouts.
+      length: [owners], iterations.
+    """
+
+    layouts: tuple[UnitLayout, ...]
+    batch: int
+    offsets: np.ndarray
+    which: np.ndarray
+    length: np.ndarray
+
+    @property
+    def width(self) -> int:
+        """Columns of the buffer that a batch takes."""
+        return self.batch * self.layouts[0].share_size
+
+    def in_step(self, idle_offset: int) -> "_Loop":
+        """The same number of iterations on all owners; those that have finished read at `idle_offset`."""
+        busy = np.arange(self.offsets.shape[1]) < self.length[:, None]
+        return self._replace(
+            offsets=np.where(busy, self.offsets, idle_offset),
+            length=np.full_like(self.length, self.length.max()),
+        )
+
+
+def apply_to_owned(
+    f: Function, buffer: jax.Array, one: Round, mesh_shape: Mapping[str, int], policy: Policy
+) -> jax.Array:
+    """f on each matrix whose blocks are in the columns of `buffer`, [devices, size]; the result is in its place."""
+    group, size = one.group, buffer.shape[1]
+    owner = jax.lax.axis_index(group.owner_axes) if group.owner_axes else 0
+    loops = _loops(one, policy)
+    if group.tensor:
+        # Owners that sum over mesh axes must run in step; one that has finished works on zeros past the end.
+        loops = [loop.in_step(size) for loop in loops]
+        buffer = jnp.pad(buffer, ((0, 0), (0, max(loop.width for loop in loops))))
+
+    def own(table: np.ndarray) -> Any:
+        """This owner's row; static where all rows are equal."""
+        return table[0] if (table == table[0]).all() else jnp.asarray(table)[owner]
+
+    def apply(x: jax.Array) -> jax.Array:
+        if not policy.is_cpu or len(x) == 1:
+            return f(x, group.tensor)
+        # On a CPU one at a time, which is no slower there, and each as a batch of one: without a batch axis XLA orders
+        # its sums by the number of devices, and a matrix would not get the same bits on every mesh.
+        return jax.lax.map(lambda x: f(x[None], group.tensor)[0], x)
+
+    sizes = [mesh_shape[axis] for axis in group.exchange]
+    for loop in loops:
+        offsets, which = jnp.asarray(own(loop.offsets)), jnp.asarray(own(loop.which))
+        body = functools.partial(_iteration, apply, loop, offsets, which, group.exchange, sizes)
+        buffer = jax.lax.fori_loop(0, own(loop.length), body, buffer)
+    return buffer[:, :size]
+
+
+def _loops(one: Round, policy: Policy) -> list[_Loop]:
+    """One for each shape of matrices."""
+    by_shape: dict[tuple, list[list[tuple[int, UnitLayout]]]] = {}
+    for owner, owned in enumerate(one.owned):
+        offset = 0
+        for run in owned:
+            rows = by_shape.setdefault(run.layout.matrices, [[] for _ in one.owned])
+            rows[owner] += [(offset + i * run.layout.share_size, run.layout) for i in range(run.count)]
+            offset += run.count * run.layout.share_size
+    loops = []
+    for shape, rows in by_shape.items():
+        counts = [collections.Counter(layout for _, layout in row) for row in rows]
+        layouts = tuple(dict.fromkeys(layout for count in counts for layout in count))
+        common = math.gcd(*(number for count in counts for number in count.values()))
+        batch = 1 if policy.is_cpu else policy.chunk_size(common, shape[1:])
+        length = np.array([len(row) // batch for row in rows])
+        offsets = np.zeros((len(rows), length.max()), np.int32)
+        which = np.zeros_like(offsets)
+        for owner, row in enumerate(rows):
+            offsets[owner, : length[owner]] = [offset for offset, _ in row[::batch]]
+            which[owner, : length[owner]] = [layouts.index(layout) for _, layout in row[::batch]]
+        loops.append(_Loop(layouts, batch, offsets, which, length))
+    return loops
+
+
+def _iteration(
+    apply: Callable[[jax.Array], jax.Array],
+    loop: _Loop,
+    offsets: jax.Array,
+    which: jax.Array,
+    exchange: Sequence[str],
+    sizes: Sequence[int],
+    index: jax.Array,
+    buffer: jax.Array,
+) -> jax.Array:
+    """Takes a batch of matrices from the buffer and writes the results over it."""
+    start = (0, offsets[index])
+    blocks = jax.lax.dynamic_slice(buffer, start, (buffer.shape[0], loop.width))
+    assemble = [functools.partial(_assemble, layout, exchange, sizes, loop.batch) for layout in loop.layouts]
+    divide = [functools.partial(_divide, layout, exchange, sizes, loop.batch) for layout in loop.layouts]
+    x = jax.lax.switch(which[index], assemble, blocks)
+    # Barriers: how a matrix was exchanged must not change how XLA fuses, and so rounds, what f does to it.
+    y = jax.lax.optimization_barrier(apply(jax.lax.optimization_barrier(x)))
+    return jax.lax.dynamic_update_slice(buffer, jax.lax.switch(which[index], divide, y), start)
+
+
+def _assemble(
+    layout: UnitLayout, exchange: Sequence[str], sizes: Sequence[int], batch: int, blocks: jax.Array
+) -> jax.Array:
+    """[devices, batch of blocks] -> [matrices, m, n]."""
+    order = _order(layout, exchange)
+    blocks = blocks.reshape(*sizes, batch, *layout.share_shape).transpose(order)
+    matrices = jax.vmap(layout.view.to_matrices)(blocks.reshape(batch, *layout.view.leaf_shape))
+    matrices = matrices.reshape(-1, *matrices.shape[2:])
+    return matrices.mT if layout.tall else matrices
+
+
+def _divide(
+    layout: UnitLayout, exchange: Sequence[str], sizes: Sequence[int], batch: int, matrices: jax.Array
+) -> jax.Array:
+    """The inverse of `_assemble`."""
+    matrices = matrices.mT if layout.tall else matrices
+    units = jax.vmap(layout.view.to_leaf)(matrices.reshape(batch, -1, *matrices.shape[1:]))
+    order = _order(layout, exchange)
+    shape = (*sizes, batch, *layout.share_shape)
+    blocks = units.reshape([shape[i] for i in order]).transpose(np.argsort(order))
+    return blocks.reshape(max(1, math.prod(sizes)), -1)
+
+
+def _order(layout: UnitLayout, exchange: Sequence[str]) -> list[int]:
+    """Order of the axes (*exchange, batch, *block) in which the blocks along each axis of the unit are adjacent."""
+    batch = len(exchange)
+    order = [batch]
+    for i, axes in enumerate(layout.gathered):
+        order += [*map(exchange.index, axes), batch + 1 + i]
+    return order
