@@ -26,7 +26,7 @@ def find_blocks() -> dict[str, Block]:
         found = getattr(importlib.import_module(f"benchmarks.{path.parent.name}.blocks"), "BLOCKS", {})
         if twice := blocks.keys() & found:
             raise ValueError(
-                f"{path.relative_to(ROOT)}: {', '.join(sorted(twice))} stands in another folder too."
+                f"{path.relative_to(ROOT)}: {', '.join(sorted(twice))} is in another folder too."
             )
         blocks |= found
     return blocks

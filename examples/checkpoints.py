@@ -1,4 +1,4 @@
-"""Checkpoints that a killed run resumes from, bit for bit; anything else is refused and left as it is."""
+"""Save and restore checkpoints bit for bit; refuse what is damaged or belongs to another run."""
 
 import hashlib
 import pathlib
@@ -11,7 +11,7 @@ from meshes import whole
 
 
 def digest(tree: Any) -> str:
-    """A hash of all leaves, bit by bit."""
+    """A hash of the bits of all leaves."""
     total = hashlib.sha256()
     for leaf in jax.tree.leaves(whole(tree)):
         total.update(np.asarray(leaf).tobytes())
@@ -34,12 +34,12 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait until everything is written."""
         self._manager.close()
 
 
 def steps(folder: pathlib.Path) -> list[int]:
-    """The steps whose checkpoints were written to the end, in order."""
+    """The steps of all complete checkpoints, in order."""
     return sorted(int(path.name) for path in folder.glob("*") if path.is_dir() and path.name.isdigit())
 
 
@@ -51,12 +51,12 @@ def read_run(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def restore(folder: pathlib.Path, settings: dict[str, Any], like: Any) -> tuple[int, Any]:
-    """The newest state in `folder` and the number of steps it has seen.
+    """The newest state in `folder`, and its step.
 
-    Raises SystemExit, and writes nothing, if there is none, if it is not whole, or if another run made it.
+    Raises SystemExit, and writes nothing, if there is none, if it is damaged, or if another run made it.
     """
     if not steps(folder):
-        raise SystemExit(f"--resume: {folder} holds no whole checkpoint; start a run there with --out.")
+        raise SystemExit(f"--resume: {folder} holds no complete checkpoint; start a run there with --out.")
     step = steps(folder)[-1]
     refuse = f"--resume: the checkpoint {folder / str(step)} "
     try:

@@ -1,11 +1,11 @@
 """Fine-tune a trained transformer on another kind of text with LoHa adapters, by Muon and by AdamW.
 
-    python examples/train_transformer.py                      # first: the model to start from
+    python examples/train_transformer.py                      # first: train the model to start from
     python examples/loha_finetune.py                          # about two minutes on two CPU cores
     python examples/loha_finetune.py --start runs/muon --rank 8
 
-The model has read Python's documentation; it now reads Python's source. Its kernels stay frozen: only the
-adapters' thin factors train, and merging them at the end leaves a plain model.
+The model was trained on Python's documentation and is fine-tuned on Python's source code. Its kernels stay frozen: only
+the adapters' thin factors are trained, and merging them at the end gives a plain model.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PACKAGES = ("asyncio", "email", "json")
 
 
 def load(folder: pathlib.Path) -> tuple[Transformer, int]:
-    """The model of a run of train_transformer.py, and how many bytes it sees at once."""
+    """The model of a run of train_transformer.py, and its context length in bytes."""
     saved = folder / "checkpoints"
     if not checkpoints.steps(saved):
         raise SystemExit(f"--start {folder} holds no checkpoint; first: python examples/train_transformer.py")
@@ -57,7 +57,7 @@ def standard_library(to: pathlib.Path) -> str:
 
 
 def make_optimizer(name: str, rate: float, steps: int) -> optax.GradientTransformation:
-    """No weight decay: a factor that decays takes its whole product with it."""
+    """No weight decay: if one factor decays, so does the whole product."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), steps, 0.1 * rate)
     if name == "muon":
         # Every factor is a thin matrix [in, rank] or [rank, out], so its Gram matrix is rank × rank.
@@ -73,7 +73,7 @@ def forward(model: Transformer, tokens: jax.Array) -> jax.Array:
 
 
 def loss_of(model: Transformer, windows: jax.Array) -> jax.Array:
-    """Mean loss in nats a byte."""
+    """Mean loss in nats per byte."""
     return cross_entropy(forward(model, windows[:, :-1]), windows)
 
 
@@ -83,7 +83,7 @@ evaluate = nnx.jit(loss_of)
 def fine_tune(
     model: Transformer, tx: optax.GradientTransformation, text: Text, context: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    """Trains the adapters of `model`, in place, and says what that took."""
+    """Train the adapters of `model` in place; returns parameter count, memory and time."""
     graph, adapters, frozen = nnx.split(model, muonjax.nnx.LoHaParam, ...)
     adapters = nnx.to_pure_dict(adapters)
     opt_state = jax.jit(tx.init)(adapters)
@@ -117,7 +117,7 @@ def fine_tune(
 
 
 def adapt(model: Transformer, optimizer: str, rate: float, text: Text, context: int, args: Any) -> dict:
-    """Adapters on a copy of `model`, trained and merged; held-out loss, and what it took."""
+    """Train and merge adapters on a copy of `model`; returns held-out losses, memory and time."""
     model = nnx.clone(model)
     muonjax.nnx.add_loha(model, LAYERS, rank=args.rank, alpha=args.alpha, rngs=nnx.Rngs(args.seed + 1))
     took = fine_tune(model, make_optimizer(optimizer, rate, args.steps), text, context, args)
@@ -147,17 +147,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     runs = pathlib.Path("runs")
     start = runs / "muonclip"
-    add("--start", type=pathlib.Path, default=start, help="a folder that train_transformer.py made")
+    add("--start", type=pathlib.Path, default=start, help="folder of a run of train_transformer.py")
     add("--data", help="a file to fine-tune on; None: packages of Python's standard library")
     add("--optimizers", nargs="+", choices=("muon", "adamw"), default=["muon", "adamw"], help="what trains")
     add("--muon-rate", type=float, default=2e-2, help="Muon's peak learning rate")
     add("--adamw-rate", type=float, default=2e-2, help="AdamW's peak learning rate")
-    add("--rank", type=int, default=4, help="of each of an adapter's two products")
+    add("--rank", type=int, default=4, help="rank of each of an adapter's two products")
     add("--alpha", type=float, help="adapters are scaled by alpha / rank; None: alpha = rank")
     add("--steps", type=int, default=150, help="length of each run and of its schedule")
-    add("--batch", type=int, default=16, help="windows a step")
-    add("--seed", type=int, default=0, help="of the adapters and of the data")
-    add("--out", type=pathlib.Path, default=runs / "loha", help="where the text and the report go")
+    add("--batch", type=int, default=16, help="windows per step")
+    add("--seed", type=int, default=0, help="seed of the adapters and of the data")
+    add("--out", type=pathlib.Path, default=runs / "loha", help="folder for the text and the report")
     add("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args(argv)
     for name in ("steps", "batch", "rank"):
@@ -167,7 +167,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Each optimizer from the same start."""
+    """Fine-tune with each optimizer, from the same start."""
     args = parse()
     model, context = load(args.start)
     text = Text(args.data or standard_library(args.out / "source.txt"))
@@ -186,7 +186,7 @@ def main() -> None:
             f"{row['seconds']:.2f} s/step"
         )
     report = {"before": before, "parameters": parameters, "runs": rows}
-    args.out.mkdir(parents=True, exist_ok=True)  # with --data nothing has made it yet
+    args.out.mkdir(parents=True, exist_ok=True)  # with --data it does not exist yet
     (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     print(f"The report is in {args.out / 'report.json'}")
 

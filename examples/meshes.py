@@ -1,4 +1,4 @@
-"""Where the example's model lies on a mesh, and how its processes find each other."""
+"""Shard the example's model over a mesh, and connect the processes of several hosts."""
 
 import argparse
 import math
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 
-# The first that matches the end of a parameter's path. Heads and the perceptron's width lie along "tensor".
+# The first rule that matches the end of a parameter's path. Heads and the hidden width are sharded over "tensor".
 RULES = [
     (r"(query|key|value)/kernel", P("fsdp", "tensor", None)),
     (r"out/kernel", P("tensor", None, "fsdp")),
@@ -33,8 +33,8 @@ def parse(text: str) -> dict[str, int]:
 
 
 def start(args: argparse.Namespace) -> None:
-    """Before anything asks for a device: virtual ones on a CPU, and the other processes."""
-    if args.mesh:  # of the CPU alone; an accelerator has its own
+    """Set up virtual CPU devices and connect the processes; call it before JAX is used."""
+    if args.mesh:  # only the CPU's settings; accelerators are not affected
         jax.config.update("jax_num_cpu_devices", math.prod(args.mesh.values()) // args.processes)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if args.coordinator == "auto":
@@ -44,7 +44,7 @@ def start(args: argparse.Namespace) -> None:
 
 
 class Layout:
-    """Where everything lies; without a mesh, on the one device."""
+    """The shardings of parameters, batches and optimizer state; without a mesh, a single device."""
 
     def __init__(self, sizes: dict[str, int] | None, params: Any):
         self.mesh: Mesh | None = None
@@ -61,15 +61,15 @@ class Layout:
         return NamedSharding(self.mesh, next(spec for rule, spec in RULES if re.fullmatch(f".*{rule}", name)))
 
     def params(self, params: Any) -> Any:
-        """Each process has made the whole, and keeps its part."""
+        """Sharded parameters. Each process computed all of them and keeps its shards."""
         return jax.tree.map(_place, params, self.shardings) if self.mesh else params
 
     def batch(self, tokens: np.ndarray) -> Any:
-        """Windows along "fsdp"."""
+        """A batch sharded over "fsdp"."""
         return _place(tokens, NamedSharding(self.mesh, P("fsdp"))) if self.mesh else tokens
 
     def init(self, optimizer: Any, params: Any) -> Any:
-        """The optimizer's state, born where its parameters lie."""
+        """The optimizer's state, created with its parameters' shardings."""
         if self.mesh is None:
             return jax.jit(optimizer.init)(params)
         shardings = muonjax.state_shardings(optimizer, params, self.distribution)
@@ -82,5 +82,5 @@ def _place(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def whole(tree: Any) -> Any:
-    """NumPy arrays of all of it, in every process."""
+    """The unsharded arrays, in every process."""
     return multihost_utils.process_allgather(tree, tiled=True) if jax.process_count() > 1 else tree

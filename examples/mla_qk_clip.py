@@ -1,10 +1,10 @@
-"""Multi-head latent attention that is made to blow up: Muon alone, then MuonClip, in one picture.
+"""Train multi-head latent attention at a rate that makes it diverge: with Muon, then with MuonClip.
 
     python examples/mla_qk_clip.py
 
-A small byte-level transformer with DeepSeek's attention, trained at a rate at which its logits run away. The picture
-has the loss of both runs (thick: its mean over 20 steps), each head's largest logit, and the steps at which QK-Clip
-scaled each head.
+A small byte-level transformer with DeepSeek's attention, trained at a learning rate at which its attention logits grow
+without bound. The picture has the loss of both runs (thick: its mean over 20 steps), each head's largest logit, and the
+steps at which QK-Clip scaled each head.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def rotate(x: jax.Array, base: float = 1000.0) -> jax.Array:
 
 
 class LatentAttention(nn.Module):
-    """Queries and keys of a part without position, a head's own, and a rotary part whose key all heads share."""
+    """DeepSeek's attention: queries and keys have a part per head and a rotary part whose key all heads share."""
 
     heads: int
     nope: int = 16
@@ -53,7 +53,7 @@ class LatentAttention(nn.Module):
         q = jnp.concatenate([q[..., : self.nope], rotate(q[..., self.nope :])], -1)
 
         latent, shared = jnp.split(dense(self.latent_rank + self.rotary, "wkv_a")(x), [self.latent_rank], -1)
-        size = self.nope + self.rotary  # of a value, too
+        size = self.nope + self.rotary  # values have the same size
         kv = dense((self.heads, self.nope + size), "wkv_b")(nn.RMSNorm(name="kv_norm")(latent))
         k, v = jnp.split(kv, [self.nope], -1)
         shared = jnp.broadcast_to(rotate(shared[..., None, :]), (*k.shape[:-1], self.rotary))
@@ -118,7 +118,7 @@ def train(args: argparse.Namespace, clip: bool) -> dict[str, np.ndarray]:
 
 
 def draw(runs: dict[str, dict[str, np.ndarray]], threshold: float, to: pathlib.Path) -> None:
-    """Loss on the left; each head's largest logit with Muon and with MuonClip; below that, the heads that it scaled."""
+    """Loss on the left, each head's largest logit with Muon and with MuonClip; below, the heads that QK-Clip scaled."""
     figure, axes = plt.subplot_mosaic(
         [["loss", "Muon", "MuonClip"], ["loss", "Muon", "clipped"]],
         figsize=(14, 4.8),
@@ -149,10 +149,10 @@ def draw(runs: dict[str, dict[str, np.ndarray]], threshold: float, to: pathlib.P
         axes["clipped"].axhline(layer * heads - 0.5, color="C1", linewidth=1)
     axes["clipped"].set_yticks((np.arange(layers) + 0.5) * heads - 0.5, [f"layer {i}" for i in range(layers)])
     axes["clipped"].set(
-        xlim=axes["MuonClip"].get_xlim(), xlabel="step", title="a row a head; black where it was clipped"
+        xlim=axes["MuonClip"].get_xlim(), xlabel="step", title="one row per head; black where it was clipped"
     )
     axes["Muon"].set(xlabel="step")
-    axes["loss"].set(xlabel="step", ylabel="loss (nats a byte)", title="Training loss")
+    axes["loss"].set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss")
     for panel in ("loss", "Muon", "MuonClip"):
         axes[panel].grid(alpha=0.3)
         axes[panel].legend(fontsize=8, frameon=False)
@@ -178,7 +178,7 @@ def main() -> None:
     draw(runs, args.threshold, args.out / "mla_qk_clip.png")
     for name, run in runs.items():
         print(f"{name}: last loss {run['loss'][-20:].mean():.3f}, largest logit {run['maxima'].max():.1f}")
-    print(f"Drawn in {args.out / 'mla_qk_clip.png'}")
+    print(f"The picture is in {args.out / 'mla_qk_clip.png'}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The pictures that a training run leaves behind."""
+"""Draw the metrics of training runs: loss, attention logits, and how many heads QK-Clip scaled."""
 
 import csv
 import pathlib
+from typing import Any
 
 import matplotlib
 
@@ -22,34 +23,49 @@ def read(path: pathlib.Path) -> dict[str, list[float]]:
 
 
 def draw(runs: dict[str, pathlib.Path], to: pathlib.Path, threshold: float | None = None) -> None:
-    """Loss on the left, the largest attention logit of each layer on the right; one colour a run."""
+    """Loss on the left; the largest attention logit of each layer on the right, over the number of clipped heads."""
     figure, (losses, logits) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for color, (name, path) in enumerate(runs.items()):
+    for index, (name, path) in enumerate(runs.items()):
         columns = read(path)
-        losses.plot(columns["step of loss"], columns["loss"], color=f"C{color}", alpha=0.25, linewidth=1)
-        last = columns["held_out"][-1]
-        label = f"{name}: held out {last:.3f}"
-        losses.plot(columns["step of held_out"], columns["held_out"], ".-", color=f"C{color}", label=label)
-        layers = sorted(
-            (c for c in columns if c.startswith("max_logit_")), key=lambda c: int(c.rsplit("_", 1)[1])
-        )
-        for layer, column in enumerate(layers):
-            alpha = 0.35 + 0.65 * (layer + 1) / len(layers)
-            label = (
-                f"{name}, layer {layer}" if len(runs) == 1 else (name if layer == len(layers) - 1 else None)
-            )
-            shade = f"C{layer}" if len(runs) == 1 else f"C{color}"
-            logits.plot(
-                columns["step of loss"], columns[column], color=shade, alpha=alpha, linewidth=1, label=label
-            )
+        color = f"C{index}"
+        losses.plot(columns["step of loss"], columns["loss"], color=color, alpha=0.25, linewidth=1)
+        label = f"{name}: held out {columns['held_out'][-1]:.3f}"
+        losses.plot(columns["step of held_out"], columns["held_out"], ".-", color=color, label=label)
+        _draw_logits(logits, name, columns, None if len(runs) == 1 else color)
+        if any(columns.get("clipped_heads", [])):
+            _draw_clips(logits, name, columns)
     if threshold is not None and threshold < 1.5 * logits.get_ylim()[1]:
-        logits.axhline(
-            threshold, color="black", linestyle="--", linewidth=1, label=f"threshold {threshold:g}"
-        )
-    losses.set(xlabel="step", ylabel="loss (nats a byte)", title="Training loss, and held-out loss (dots)")
+        label = f"threshold {threshold:g}"
+        logits.axhline(threshold, color="black", linestyle="--", linewidth=1, label=label)
+    losses.set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss, and held-out loss (dots)")
     logits.set(xlabel="step", ylabel="largest logit", title="Largest attention logit of each layer")
     for axes in (losses, logits):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, frameon=False)
     figure.savefig(to, dpi=120)
     plt.close(figure)
+
+
+def _draw_logits(axes: Any, name: str, columns: dict[str, list[float]], color: str | None) -> None:
+    """One line per layer: of its own colour and label if `color` is None, else darker with depth."""
+    layers = sum(column.startswith("max_logit_") for column in columns)
+    for layer in range(layers):
+        label = name if color and layer == layers - 1 else None
+        axes.plot(
+            columns["step of loss"],
+            columns[f"max_logit_{layer}"],
+            color=color or f"C{layer}",
+            alpha=0.35 + 0.65 * (layer + 1) / layers,
+            linewidth=1,
+            label=label if color else f"{name}, layer {layer}",
+        )
+
+
+def _draw_clips(axes: Any, name: str, columns: dict[str, list[float]]) -> None:
+    """The number of heads that each step scaled, in grey on an axis to the right."""
+    steps, heads = columns["step of clipped_heads"], columns["clipped_heads"]
+    counts = axes.twinx()
+    counts.fill_between(steps, heads, step="mid", color="grey", alpha=0.3, linewidth=0)
+    counts.set(ylim=(0, 4 * max(heads)), ylabel="heads clipped per step (grey)")
+    counts.yaxis.set_ticks(range(0, int(max(heads)) + 1, 1 + int(max(heads)) // 6))
+    axes.plot([], [], color="grey", alpha=0.5, linewidth=5, label=f"{name}: {sum(heads):,.0f} clips in all")

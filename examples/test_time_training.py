@@ -1,21 +1,21 @@
-"""Test-time training: a layer whose weights are learnt while it reads, by Muon inside of the forward pass.
+"""Train a layer that updates its own weights by Muon during the forward pass (test-time training).
 
-    python examples/test_time_training.py                   # both memories, one picture; a few minutes on two cores
+    python examples/test_time_training.py                   # both memories and a picture; a few minutes on two cores
     python examples/test_time_training.py --gradient polar  # another derivative of msign
 
-The task is associative recall of vectors: pairs of a key and a value are told, then new keys are asked for. In every
-sequence the values are the keys, turned by another rotation, and a little noise; the keys crowd into a few directions.
-Attention sees one chunk of tokens, so a memory has to carry what was told to the questions:
+The task is associative recall of vectors: a sequence gives pairs of a key and a value, then asks for the values of new
+keys. In every sequence the values are the keys after a rotation of its own, plus noise; the keys are concentrated in a
+few directions. Attention sees one chunk of tokens only, so a memory has to keep the pairs for the questions:
 
 - "msign": a fast weight W per head that maps keys to values. A chunk of tokens gives the gradient G of
   -|W k - v|^2 / 2, and Muon takes a step, S <- momentum S + G, W <- W + rate msign(S). The training loss is
-  differentiated through all of it, msign included.
-- "linear": linear attention, W <- decay W + rate v k^T. The same parameters, number for number.
+  differentiated through all of this, including msign.
+- "linear": linear attention, W <- decay W + rate v k^T. It has equally many parameters.
 
-It is a task for msign: the sum of v k^T is the rotation times a positive matrix, so that the rotation is its polar
-factor. Where keys are symbols, to be told apart and looked up, linear attention learns faster and recalls more.
+The task suits msign: the sum of v k^T is the rotation times a positive matrix, so the rotation is its polar factor.
+Where keys are symbols that have to be distinguished, linear attention learns faster and recalls more.
 
-Read it from `Memory` downwards.
+Start reading at `Memory`.
 """
 
 import argparse
@@ -37,14 +37,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 MEMORIES = {"msign": 0.0, "linear": 3.0}
-"""And the logit of what each keeps at first: a momentum of 1/2, a decay of 0.95."""
+"""The kinds of memory, and the initial logit of each one's retention: a momentum of 1/2, a decay of 0.95."""
 GRADIENTS = ("polynomial", "polar", "autodiff")
 
 
 def recall_batch(
     key: jax.Array, size: int, pairs: int, questions: int, dimension: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens [size, pairs + questions, 2 * dimension + 1], and the values asked for [size, questions, dimension].
+    """Tokens [size, pairs + questions, 2 * dimension + 1], and the expected values [size, questions, dimension].
 
     A token is a key, its value and a 1; in a question the last two are 0.
     """
@@ -65,7 +65,7 @@ def unit(x: jax.Array) -> jax.Array:
 
 
 class Memory(nnx.Module):
-    """Fast weights, one matrix a head, that a chunk of tokens reads and then rewrites."""
+    """Fast weights, one matrix per head, that each chunk of tokens reads and then updates."""
 
     def __init__(self, width: int, heads: int, chunk: int, kind: str, gradient: str, *, rngs: nnx.Rngs):
         size = width // heads
@@ -74,7 +74,7 @@ class Memory(nnx.Module):
         self.out = nnx.LinearGeneral((heads, size), width, axis=(-2, -1), use_bias=False, rngs=rngs)
         self.keep = nnx.Param(jnp.full(heads, MEMORIES[kind], jnp.float32))  # a logit: momentum or decay
         self.rate = nnx.Param(jnp.zeros(heads))  # a logarithm
-        # Five steps, as Muon takes them. The polar derivative asks for an orthogonal factor: three more, for it alone.
+        # Five steps, as in Muon. The polar derivative needs an orthogonal factor: three further steps, for it only.
         options = {"polish": 3} if gradient == "polar" else {}
         self.orthogonalize = functools.partial(muonjax.msign, num_steps=5, gradient=gradient, **options)
         self.kind, self.chunk = kind, chunk
@@ -110,7 +110,7 @@ class Memory(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Embeddings, attention within a chunk, the memory, a perceptron: [batch, time, 2] -> logits."""
+    """Embedding, attention within a chunk, memory, perceptron: [batch, time, features] -> [batch, time, dimension]."""
 
     def __init__(self, args: argparse.Namespace, kind: str, gradient: str, *, rngs: nnx.Rngs):
         width = args.width
@@ -164,7 +164,7 @@ class Trainer:
         self.evaluate = jax.jit(lambda params, tokens, values: self.loss(params, tokens, values)[0])
 
     def loss(self, params, tokens, values):
-        """Squared distance from the values asked for, which have length 1; and the largest attention logits."""
+        """Squared distance from the expected values, which have norm 1; and the largest attention logits."""
         model = nnx.merge(self.graph, nnx.State(params))
         answers, max_logits = nnx.capture(lambda model, x: model(x), nnx.Intermediate)(model, tokens)
         return jnp.mean(jnp.sum((answers[:, -self.questions :] - values) ** 2, axis=-1)), max_logits
@@ -176,7 +176,7 @@ class Trainer:
         return optax.apply_updates(params, updates), opt_state, loss
 
     def fresh_loss(self, params) -> float:
-        """The loss on sequences that no step has seen, sixteen batches of them."""
+        """The loss on sixteen batches of sequences that were not trained on."""
         return float(self.evaluate(params, *self.batch(jax.random.fold_in(self.key, 2**30), 16 * self.size)))
 
 
@@ -231,7 +231,7 @@ def draw(runs: list[dict], gradients: list[dict], path: pathlib.Path) -> None:
     losses.set(
         xlabel="step",
         ylabel="squared distance from the value",
-        title="Loss (1: knows nothing)",
+        title="Loss (1: a model that knows nothing)",
         ylim=(0, 1.5),
     )
     losses.grid(alpha=0.3)
@@ -240,7 +240,7 @@ def draw(runs: list[dict], gradients: list[dict], path: pathlib.Path) -> None:
     for i, row in enumerate(gradients):
         text = f"{row['temporary_mib']:.0f} MiB\n{row['milliseconds']:.0f} ms"
         costs.text(i, row["temporary_mib"], text, ha="center", va="bottom", fontsize=8)
-    costs.set(ylabel="temporary memory of a step, MiB", title="What each derivative of msign costs")
+    costs.set(ylabel="temporary memory of one step, MiB", title="What each derivative of msign costs")
     costs.margins(y=0.2)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -254,7 +254,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--gradient", choices=GRADIENTS, default="polynomial", help="derivative of msign")
     add("--steps", type=int, default=600)
-    add("--pairs", type=int, default=32, help="told before the questions; whole chunks of them")
+    add("--pairs", type=int, default=32, help="pairs before the questions; a multiple of --chunk")
     add(
         "--chunk",
         type=int,
@@ -286,7 +286,9 @@ def main() -> None:
     runs = [train(args, kind) for kind in MEMORIES]
     gradients = measure_gradients(args)
     for row in gradients:
-        print(f"{row['gradient']:11s} {row['temporary_mib']:7.1f} MiB  {row['milliseconds']:6.1f} ms a step")
+        print(
+            f"{row['gradient']:11s} {row['temporary_mib']:7.1f} MiB  {row['milliseconds']:6.1f} ms per step"
+        )
     (args.out / "results.json").write_text(json.dumps({"runs": runs, "gradients": gradients}))
     draw(runs, gradients, args.out / "test_time_training.png")
     print("picture:", args.out / "test_time_training.png")

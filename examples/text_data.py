@@ -1,4 +1,4 @@
-"""Bytes to learn from: the English text of Python's own documentation, or any file."""
+"""Read a text as bytes: that of Python's own documentation, or any file."""
 
 import hashlib
 import pathlib
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Text:
-    """A byte sequence, its last twentieth held out."""
+    """A byte sequence whose last 5 % are held out."""
 
     def __init__(self, path: str | None = None):
         if path is None:
@@ -22,7 +22,7 @@ class Text:
         self.train, self.held_out = data[:cut], data[cut:]
 
     def batch(self, seed: int, step: int, size: int, context: int) -> np.ndarray:
-        """Windows [size, context + 1]: a function of seed and step alone, so that a resumed run sees the same."""
+        """Windows [size, context + 1] that depend on seed and step only, so that a resumed run sees the same ones."""
         if len(self.train) < context + 2:
             raise SystemExit(
                 f"The text has {len(self.train)} bytes to train on; --context {context} needs more."

@@ -2,8 +2,8 @@
 
     python examples/train_transformer.py                      # about three minutes on two CPU cores
     python examples/train_transformer.py --compare            # MuonClip and AdamW, one picture
-    python examples/train_transformer.py --resume runs/muonclip   # goes on where a killed run stopped, bit for bit
-    python examples/train_transformer.py --mesh fsdp=4,tensor=2   # on eight devices, virtual ones on a CPU
+    python examples/train_transformer.py --resume runs/muonclip   # continues a killed run, bit for bit
+    python examples/train_transformer.py --mesh fsdp=4,tensor=2   # on eight devices; a CPU simulates them
 
 Read it from `Transformer` downwards: the model, the optimizer, one step, the loop.
 """
@@ -34,7 +34,7 @@ LEARNING_RATES = {"muonclip": 8e-3, "muon": 8e-3, "adamw": 2e-3, "adamclip": 2e-
 
 
 class Block(nnx.Module):
-    """Attention and a perceptron, each on a normalized copy of the stream."""
+    """Attention and a two-layer perceptron, each on the normalized residual stream."""
 
     def __init__(self, width: int, heads: int, depth: int, *, rngs: nnx.Rngs):
         small = nnx.initializers.variance_scaling(0.1 / depth, "fan_in", "truncated_normal")
@@ -77,15 +77,16 @@ class Transformer(nnx.Module):
 
 
 def make_schedule(args: argparse.Namespace) -> optax.Schedule:
-    """Warm up over a tenth of the steps, then a cosine to a tenth of the rate."""
-    rate = args.learning_rate
-    return optax.warmup_cosine_decay_schedule(0.0, rate, max(1, args.steps // 10), args.steps, 0.1 * rate)
+    """Linear warm-up over a tenth of the steps, then a cosine decay to a tenth of the peak rate."""
+    rate, warmup = args.learning_rate, max(1, args.steps // 10)
+    # From rate / warmup and not from 0, which would make the first step do nothing.
+    return optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, args.steps, 0.1 * rate)
 
 
 def make_optimizer(
     args: argparse.Namespace, distribution: muonjax.Distribution | None = None
 ) -> optax.GradientTransformation:
-    """All with weight decay 0.1 on the matrices, and b2 = 0.95 where Adam is in it."""
+    """The optimizer by name: weight decay 0.1 on matrices, b2 = 0.95 where Adam is involved."""
     schedule = make_schedule(args)
     adam = {
         "b2": 0.95,
@@ -106,7 +107,7 @@ def make_optimizer(
 
 
 def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Mean loss in nats a byte of predicting tokens[:, 1:]."""
+    """Mean loss in nats per byte of predicting tokens[:, 1:]."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
@@ -121,11 +122,10 @@ class Trainer:
         self.params = self.layout.params(params)
         self.optimizer = optax.with_extra_args_support(make_optimizer(args, self.layout.distribution))
         self.opt_state = self.layout.init(self.optimizer, self.params)
-        self.layers = args.layers
+        self.layers, self.clips = args.layers, args.optimizer.endswith("clip")
         out = None
-        if self.layout.mesh:  # everything comes back where it was
-            here, there = jax.tree.map(lambda x: x.sharding, (self.params, self.opt_state)), None
-            out = (*here, there, there)
+        if self.layout.mesh:  # results keep the shardings of the arguments
+            out = (*jax.tree.map(lambda x: x.sharding, (self.params, self.opt_state)), None, None, None)
         self.step = jax.jit(self._step, donate_argnums=(0, 1), out_shardings=out)
         self.evaluate = jax.jit(
             lambda params, tokens: cross_entropy(self.forward(params, tokens[:, :-1])[0], tokens)
@@ -133,7 +133,7 @@ class Trainer:
         self.next_logits = jax.jit(lambda params, tokens, last: self.forward(params, tokens)[0][0, last])
 
     def forward(self, params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        """Logits, and the largest attention logits that the layers sowed."""
+        """Logits, and the largest attention logits that the layers recorded (`sow`)."""
         model = nnx.merge(self.graph, nnx.State(params))
         return nnx.capture(lambda model, tokens: model(tokens), nnx.Intermediate)(model, tokens)
 
@@ -145,10 +145,11 @@ class Trainer:
         (loss, max_logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
         updates, opt_state = self.optimizer.update(grads, opt_state, params, max_logits=max_logits)
         by_layer = [max_logits["blocks"][i]["attention"]["max_logits"].max() for i in range(self.layers)]
-        return optax.apply_updates(params, updates), opt_state, loss, jnp.stack(by_layer)
+        clipped = opt_state[-1].num_clipped if self.clips else 0
+        return optax.apply_updates(params, updates), opt_state, loss, jnp.stack(by_layer), clipped
 
     def sample(self, params: Any, prompt: bytes, length: int, context: int, seed: int) -> str:
-        """Text after `prompt`, drawn at temperature 0.8."""
+        """Text that continues `prompt`, sampled at temperature 0.8."""
         tokens = list(prompt)
         for i in range(length):
             window = tokens[-context:]
@@ -161,17 +162,11 @@ class Trainer:
 
 
 class Metrics:
-    """metrics.csv: a row a step, flushed at once; a resumed run first drops the rows past its checkpoint."""
+    """metrics.csv: one row per step, flushed at once; a resumed run first drops the rows after its checkpoint."""
 
     def __init__(self, path: pathlib.Path, layers: int, step: int):
-        header = [
-            "step",
-            "loss",
-            "learning_rate",
-            "seconds",
-            "held_out",
-            *(f"max_logit_{i}" for i in range(layers)),
-        ]
+        header = ["step", "loss", "learning_rate", "seconds", "held_out", "clipped_heads"]
+        header += [f"max_logit_{i}" for i in range(layers)]
         rows = []
         if step and path.exists():
             with path.open() as file:
@@ -180,88 +175,75 @@ class Metrics:
         self._writer = csv.writer(self._file)
         self._writer.writerows([header, *rows])
 
-    def write(self, *row: Any) -> None:
-        """One step."""
-        self._writer.writerow(row)
+    def write(
+        self,
+        step: int,
+        loss: float,
+        rate: float,
+        seconds: float,
+        held_out: float | None,
+        clipped: Any,
+        maxima: Any,
+    ) -> None:
+        """Append one step; cells without a value stay empty."""
+        cells = [
+            f"{loss:.6f}",
+            f"{rate:.3e}",
+            f"{seconds:.4f}",
+            "" if held_out is None else f"{held_out:.6f}",
+        ]
+        self._writer.writerow([step, *cells, clipped, *(f"{m:.4f}" for m in maxima)])
         self._file.flush()
 
     def close(self) -> None:
-        """No more steps."""
+        """Close the file."""
         self._file.close()
 
 
 def identify(args: argparse.Namespace, text: Text) -> dict[str, Any]:
-    """What makes a run this run: a checkpoint with other settings is refused."""
+    """The settings of a run; a checkpoint with different ones is refused."""
     names = ("optimizer", "learning_rate", "threshold", "steps", "seed")
     names += ("layers", "width", "heads", "context", "batch")
     return {name: getattr(args, name) for name in names} | {"text": text.fingerprint}
 
 
 def train(args: argparse.Namespace) -> float:
-    """One run: returns the final held-out loss. Everything else is in `args.out`."""
+    """Train, and return the final held-out loss; metrics, picture and checkpoints are in `args.out`."""
     text = Text(args.data)
     trainer = Trainer(args)
-    params, opt_state, start = trainer.params, trainer.opt_state, 0
     settings = identify(args, text)
     folder = args.out / "checkpoints"
+    state, start = {"params": trainer.params, "opt_state": trainer.opt_state}, 0
     if args.resume:
-        start, state = checkpoints.restore(folder, settings, {"params": params, "opt_state": opt_state})
-        params, opt_state = state["params"], state["opt_state"]
+        start, state = checkpoints.restore(folder, settings, state)
         print(f"Resuming {args.out} after step {start}.")
     elif checkpoints.steps(folder):
         raise SystemExit(
-            f"{args.out} holds a run already: go on with --resume {args.out}, or choose another --out."
+            f"{args.out} holds a run already: continue it with --resume {args.out}, or choose another --out."
         )
-    first = jax.process_index() == 0  # of several processes, one speaks and writes
+    first = jax.process_index() == 0  # of several processes, only one prints and writes
     args.out.mkdir(parents=True, exist_ok=True)
     saver = checkpoints.Checkpoints(folder, settings)
     metrics = Metrics(args.out / "metrics.csv" if first else pathlib.Path(os.devnull), args.layers, start)
-    schedule = make_schedule(args)
-    held_out_tokens = text.held_out_windows(args.context)
-    held_out, step = float("nan"), start
-    bar = tqdm(
-        range(start, args.steps),
-        initial=start,
-        total=args.steps,
-        desc=args.optimizer,
-        disable=args.quiet or not first,
-    )
+    quiet = args.quiet or not first
+    bar = tqdm(range(start, args.steps), initial=start, total=args.steps, desc=args.optimizer, disable=quiet)
     try:
-        for step in bar:
-            began = time.perf_counter()
-            tokens = text.batch(args.seed, step, args.batch, args.context)
-            tokens = trainer.layout.batch(tokens)
-            params, opt_state, loss, max_logits = trainer.step(params, opt_state, tokens)
-            loss, max_logits = float(loss), np.asarray(meshes.whole(max_logits))
-            seconds = time.perf_counter() - began
-            done = step + 1
-            due = done % args.eval_every == 0 or done == args.steps
-            if due:
-                held_out = float(trainer.evaluate(params, held_out_tokens))
-            rate = float(schedule(step))
-            cell = f"{held_out:.6f}" if due else ""
-            metrics.write(
-                done, f"{loss:.6f}", f"{rate:.3e}", f"{seconds:.4f}", cell, *(f"{m:.4f}" for m in max_logits)
-            )
-            bar.set_postfix_str(
-                f"loss {loss:.3f}, held out {held_out:.3f}, lr {rate:.1e}, {seconds:.2f} s/step, "
-                f"max logit {max_logits.max():.1f}"
-            )
-            if done % args.checkpoint_every == 0 or done == args.steps:
-                saver.save(done, {"params": params, "opt_state": opt_state})
+        state, held_out = run(args, trainer, text, state, bar, metrics, saver)
     except KeyboardInterrupt:
-        print(f"\nStopped. Go on from the last checkpoint with --resume {args.out}")
+        print(f"\nStopped. Continue from the last checkpoint with --resume {args.out}")
         raise SystemExit(130) from None
     finally:
         metrics.close()
         saver.close()
-    if start == args.steps:
-        held_out = float(trainer.evaluate(params, held_out_tokens))
+    params = state["params"]
     fingerprint = checkpoints.digest(params)
     if not first:
         return held_out
-    clips = args.threshold if args.optimizer.endswith("clip") else None
-    plots.draw({args.optimizer: args.out / "metrics.csv"}, args.out / "metrics.png", clips)
+    plots.draw(
+        {args.optimizer: args.out / "metrics.csv"},
+        args.out / "metrics.png",
+        args.threshold if trainer.clips else None,
+    )
     print(f"{args.optimizer}: held-out loss {held_out:.4f} after {args.steps} steps", end="; ")
     print(f"parameters {fingerprint}")
     if args.sample and jax.process_count() == 1:
@@ -270,13 +252,46 @@ def train(args: argparse.Namespace) -> float:
     return held_out
 
 
+def run(
+    args: argparse.Namespace,
+    trainer: Trainer,
+    text: Text,
+    state: dict[str, Any],
+    bar: tqdm,
+    metrics: Metrics,
+    saver: checkpoints.Checkpoints,
+) -> tuple[dict[str, Any], float]:
+    """The steps that `bar` counts; returns the last state and its held-out loss."""
+    schedule, windows = make_schedule(args), text.held_out_windows(args.context)
+    params, opt_state, held_out = state["params"], state["opt_state"], None
+    for step in bar:
+        began = time.perf_counter()
+        tokens = trainer.layout.batch(text.batch(args.seed, step, args.batch, args.context))
+        params, opt_state, loss, maxima, clipped = trainer.step(params, opt_state, tokens)
+        loss, maxima = float(loss), np.asarray(meshes.whole(maxima))
+        seconds, rate, done = time.perf_counter() - began, float(schedule(step)), step + 1
+        due = done % args.eval_every == 0 or done == args.steps
+        if due:
+            held_out = float(trainer.evaluate(params, windows))
+        clips = int(clipped) if trainer.clips else ""
+        metrics.write(done, loss, rate, seconds, held_out if due else None, clips, maxima)
+        parts = [f"loss {loss:.3f}", *([] if held_out is None else [f"held out {held_out:.3f}"])]
+        parts += [f"rate {rate:.1e}", f"{seconds:.2f} s/step", f"max logit {maxima.max():.1f}"]
+        parts += [f"{clips} of {args.layers * args.heads} heads clipped"] if trainer.clips else []
+        bar.set_postfix_str(", ".join(parts))
+        if done % args.checkpoint_every == 0 or done == args.steps:
+            saver.save(done, {"params": params, "opt_state": opt_state})
+    if held_out is None:  # resumed after its last step
+        held_out = float(trainer.evaluate(params, windows))
+    return {"params": params, "opt_state": opt_state}, held_out
+
+
 def compare(args: argparse.Namespace) -> None:
-    """MuonClip and AdamW, each at its own rate, in one picture."""
+    """Train with MuonClip and with AdamW, each at its own learning rate, and draw both."""
     for optimizer in ("muonclip", "adamw"):
-        run = argparse.Namespace(**vars(args))
-        run.optimizer, run.out = optimizer, args.out / optimizer
-        run.learning_rate = args.learning_rate or LEARNING_RATES[optimizer]
-        train(run)
+        rate = args.learning_rate or LEARNING_RATES[optimizer]
+        own = {"optimizer": optimizer, "out": args.out / optimizer, "learning_rate": rate}
+        train(argparse.Namespace(**{**vars(args), **own}))
     runs = {name: args.out / name / "metrics.csv" for name in ("muonclip", "adamw")}
     plots.draw(runs, args.out / "compare.png", args.threshold)
     print(f"Both runs are drawn in {args.out / 'compare.png'}")
@@ -291,17 +306,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--optimizer", choices=OPTIMIZERS, default="muonclip", help="what trains the model")
     add("--compare", action="store_true", help="train with muonclip, then with adamw, and draw both")
     add("--learning-rate", type=float, help="peak rate; None: the tuned one of the optimizer")
-    add("--threshold", type=float, default=100.0, help="largest attention logit that QK-Clip allows")
+    add("--threshold", type=float, default=15.0, help="largest attention logit that QK-Clip allows")
     add("--steps", type=int, default=400, help="length of the run and of its schedule")
     add("--data", help="a file to train on; None: the text of Python's documentation")
     add("--layers", type=int, default=4, help="transformer blocks")
     add("--width", type=int, default=192, help="size of the residual stream")
     add("--heads", type=int, default=6, help="attention heads")
     add("--context", type=int, default=128, help="bytes that the model sees")
-    add("--batch", type=int, default=16, help="windows a step")
+    add("--batch", type=int, default=16, help="windows per step")
     add("--seed", type=int, default=0, help="of initialization, data and sample")
     add("--out", type=pathlib.Path, help="folder of the run; None: runs/<optimizer>")
-    add("--resume", type=pathlib.Path, metavar="OUT", help="go on with the run in this folder")
+    add("--resume", type=pathlib.Path, metavar="OUT", help="continue the run in this folder")
     add("--checkpoint-every", type=int, default=100, help="steps between checkpoints")
     add("--eval-every", type=int, default=50, help="steps between held-out losses")
     add("--sample", type=int, default=300, help="bytes of text to write at the end; 0 for none")
@@ -309,11 +324,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--mesh",
         type=meshes.parse,
-        help="how the devices are laid out, such as fsdp=4,tensor=2; None: one device",
+        help="mesh axes and their sizes, such as fsdp=4,tensor=2; None: one device",
     )
     add("--coordinator", help="host:port of process 0 of several; 'auto' under Slurm and on TPU pods")
-    add("--processes", type=int, default=1, help="how many there are, if not 'auto'")
-    add("--process", type=int, default=0, help="which of them this is")
+    add("--processes", type=int, default=1, help="number of processes, if not 'auto'")
+    add("--process", type=int, default=0, help="number of this process")
     args = parser.parse_args(argv)
     for name in ("steps", "layers", "width", "heads", "context", "batch", "checkpoint_every", "eval_every"):
         if getattr(args, name) < 1:
@@ -321,7 +336,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.width % args.heads:
         parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
     if args.resume and args.compare:
-        parser.error("--resume goes on with one run; --compare starts two")
+        parser.error("--resume continues one run; --compare starts two")
     if args.coordinator and not args.mesh:
         parser.error("--coordinator needs --mesh: several processes share one mesh")
     if args.mesh and (args.batch % args.mesh["fsdp"] or args.heads % args.mesh["tensor"]):

@@ -1,8 +1,8 @@
-"""The same training in Flax Linen, with the layers in one `nn.scan`: the shortest way from a model to MuonClip.
+"""Train the byte-level transformer in Flax Linen with MuonClip, its layers in one `nn.scan`.
 
     python examples/train_transformer_linen.py
 
-Everything around the loop (checkpoints, pictures, resuming) is in train_transformer.py.
+The shortest complete program. train_transformer.py (NNX) has checkpoints, pictures and resuming as well.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import muonjax
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each on a normalized copy of the stream."""
+    """Attention and a two-layer perceptron, each on the normalized residual stream."""
 
     heads: int
 
@@ -46,10 +46,8 @@ class Transformer(nn.Module):
         x = x + nn.Embed(self.context, self.width, name="position_embedding")(jnp.arange(tokens.shape[1]))
         blocks = nn.scan(
             Block,
-            variable_axes={
-                "params": 0,
-                "intermediates": 0,
-            },  # kernels (layers, ...), statistics (layers, heads)
+            # Kernels become (layers, ...), statistics (layers, heads).
+            variable_axes={"params": 0, "intermediates": 0},
             split_rngs={"params": True},
             length=self.layers,
         )
@@ -59,17 +57,11 @@ class Transformer(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    for name, default in {
-        "steps": 200,
-        "layers": 4,
-        "width": 192,
-        "heads": 6,
-        "context": 128,
-        "batch": 16,
-    }.items():
+    sizes = {"steps": 200, "layers": 4, "width": 192, "heads": 6, "context": 128, "batch": 16}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=8e-3)
-    parser.add_argument("--threshold", type=float, default=100.0)
+    parser.add_argument("--threshold", type=float, default=15.0)
     args = parser.parse_args()
 
     text = Text()
@@ -79,7 +71,8 @@ def main() -> None:
     print(muonjax.tabulate(params))
 
     rate = args.learning_rate
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, args.steps // 10), args.steps, 0.1 * rate)
+    warmup = max(1, args.steps // 10)
+    schedule = optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, args.steps, 0.1 * rate)
     tx = muonjax.muonclip(schedule, [muonjax.mha_site()], threshold=args.threshold)
     state = tx.init(params)
 
@@ -98,7 +91,8 @@ def main() -> None:
     for count in range(args.steps):
         params, state, loss = step(params, state, text.batch(0, count, args.batch, args.context))
         if (count + 1) % 20 == 0 or count + 1 == args.steps:
-            print(f"step {count + 1}: loss {loss:.3f}, held out {evaluate(params):.3f}")
+            clips = int(state[-1].total_clipped)  # heads that QK-Clip has scaled so far, over all steps
+            print(f"step {count + 1}: loss {loss:.3f}, held out {evaluate(params):.3f}, {clips} clips")
 
 
 if __name__ == "__main__":

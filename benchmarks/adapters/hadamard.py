@@ -1,7 +1,7 @@
-"""How much memory and time does a LoHa fine-tuning step take, and how exact are its gradients?
+"""Measure memory, time and accuracy of the gradients of LoHa adapters.
 
 24 layers of 1024 × 1024 with rank-16 adapters, float32, x ← tanh(x · (W + ΔW)): temporary memory from the
-compiler, for layers under `lax.scan` and layers written out, and time interleaved with plain differentiation.
+compiler, for layers under `lax.scan` and unrolled layers, and time interleaved with plain differentiation.
 
     python -m benchmarks.adapters.hadamard               # everything, some minutes on two cores
     python -m benchmarks.adapters.hadamard --only plot   # the picture again, from the JSON
@@ -51,8 +51,8 @@ def shapes(tokens):
 def gradient(linear, layout):
     """The gradient with respect to the adapters.
 
-    "scan": a loop over stacked layers. "unrolled": layers written out, an array of its own for each parameter of
-    each, as in most models. "unrolled, cut": layers written out, their parameters cut from the stack.
+    "scan": a loop over stacked layers. "unrolled": unrolled layers with one array per parameter, as in most models.
+    "unrolled, cut": unrolled layers whose parameters are slices of the stack.
     """
 
     def loss(adapters, kernels, x):
@@ -67,7 +67,7 @@ def gradient(linear, layout):
 
 
 def unstack(adapters, kernels, x):
-    """The arguments of "unrolled": lists of layers in place of stacks."""
+    """The arguments of "unrolled": lists of layers instead of stacks."""
     cut = functools.partial(jax.tree.map, lambda a: [a[i] for i in range(LAYERS)])
     return cut(adapters), cut(kernels), x
 
@@ -155,13 +155,13 @@ def accuracy():
 
 
 def plot(results, to):
-    """Memory against tokens, a panel a layout."""
+    """Memory against tokens, one panel per layout."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = {"scan": "layers under lax.scan", "unrolled": "layers written out"}
+    panels = {"scan": "layers under lax.scan", "unrolled": "unrolled layers"}
     figure, all_axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
     styles = ["k--", "C7:", "C1s-", "C0o-", "C2^-"]
     for axes, (layout, title) in zip(all_axes, panels.items(), strict=True):

@@ -1,4 +1,4 @@
-"""How well do LoHa adapters learn another text by Muon and by AdamW, each at its best of a few rates?
+"""Fine-tune LoHa adapters on another text with Muon and with AdamW, at several learning rates.
 
 `examples/loha_finetune.py` from a finished run of `examples/train_transformer.py`:
 

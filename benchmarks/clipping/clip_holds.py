@@ -1,4 +1,4 @@
-"""Does QK-Clip hold the attention logits of a run that is made to blow up?
+"""Measure whether QK-Clip bounds the attention logits of a run that is made to diverge.
 
 The example's model at many times its best learning rate, with Muon alone and with MuonClip; draws both.
 """

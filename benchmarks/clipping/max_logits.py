@@ -1,7 +1,7 @@
-"""What does it cost to measure each head's largest logit, beside the attention that makes it?
+"""Measure the cost of each head's largest logit relative to attention itself.
 
 Seconds and temporary memory of `max_logits` alone and in one program with causal attention's forward and backward
-pass, of the same without blocks, and of the bound from the log-sum-exp.
+pass; the same without blocks, and the bound from the log-sum-exp.
 """
 
 import argparse

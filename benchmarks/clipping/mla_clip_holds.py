@@ -1,4 +1,4 @@
-"""Does QK-Clip hold the logits of latent attention that is made to blow up, and does the model learn then?
+"""Measure whether QK-Clip bounds the logits of latent attention that is made to diverge, and whether it learns.
 
 `examples/mla_qk_clip.py` at its default size; draws docs/images/mla_qk_clip.png.
 """
@@ -29,7 +29,7 @@ def main() -> None:
     ]
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     path = measure.write("mla_clip_holds", {**settings, "rows": rows})
-    # Only now: a picture drawn before would make the tree that the JSON names a changed one.
+    # After the JSON: a picture drawn before it would mark the recorded commit as changed.
     example.draw(runs, args.threshold, IMAGES / "mla_qk_clip.png")
     print(measure.table(rows))
     print(f"Written to {path}")

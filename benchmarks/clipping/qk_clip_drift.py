@@ -1,6 +1,6 @@
-"""Where do the weights go when query heads share a key and one of them is clipped at every step?
+"""Simulate how weights drift when query heads share a key and one of them is clipped at every step.
 
-Four query heads on one key head. The optimizer pushes the first up by 1 % a step; the others' logits are 20. With
+Four query heads on one key head. The optimizer increases the first by 1 % per step; the others' logits are 20. For
 each rule for shared keys: the logits after 1,000 steps, and by how much the weights have grown or shrunk.
 """
 
@@ -15,7 +15,7 @@ from benchmarks.common import measure
 
 
 def drift(shared_keys: str, steps: int, threshold: float) -> dict[str, float | str]:
-    """One number a head: the query's weight times the key's is the logit."""
+    """One weight per head: the query's weight times the key's is the logit."""
     start = {
         "query": {"kernel": jnp.asarray([[[threshold], [20.0], [20.0], [20.0]]])},
         "key": {"kernel": jnp.ones((1, 1, 1))},
@@ -30,7 +30,7 @@ def drift(shared_keys: str, steps: int, threshold: float) -> dict[str, float | s
         params, state = carry
         updates = jax.tree.map(jnp.zeros_like, params)
         updates["query"]["kernel"] = push * params["query"]["kernel"]
-        # The maximum of this step's forward pass, of the weights before the update.
+        # The largest logit of this step's forward pass, with the weights before the update.
         updates, state = tx.update(updates, state, params, max_logits={"max_logits": logits(params)})
         return (optax.apply_updates(params, updates), state), None
 

@@ -1,1 +1,1 @@
-"""What several benchmarks share: timing, provenance, HLO counts, recorded momentum."""
+"""Code that several benchmarks share: timing, provenance, result blocks, HLO counts, recorded momentum."""

@@ -16,7 +16,7 @@ Cell = str | Callable[[Row], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What stands between `<!-- results: NAME -->` and `<!-- end -->`.
+    """The text between `<!-- results: NAME -->` and `<!-- end -->`.
 
     A format string sees the keys of a row, or of the JSON, whatever characters are in them: `"{seconds:.1f}"`,
     `"{optimizers[fast][seconds]:.1f}"`. A list is joined by "×", None is empty, a bool is yes or no, and

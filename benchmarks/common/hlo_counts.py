@@ -1,7 +1,7 @@
-"""What a compiled program does on one device: flops of its matrix products, bytes it sends, collectives it runs.
+"""Count the flops of matrix products, the bytes sent and the collectives of a compiled program, per device.
 
-Counted on the text of the optimized HLO, so exact: a loop's body counts as often as it runs (XLA's own
-`cost_analysis` counts it once), the costliest branch of a conditional counts.
+Exact, because it reads the text of the optimized HLO: a loop's body counts as often as it runs (XLA's own
+`cost_analysis` counts it once), and of a conditional the most expensive branch.
 """
 
 import collections
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.hlo_text import Instruction, parse, shapes, size
 
-# What one of g devices sends, in units of its operand's bytes.
+# Bytes that one of g devices sends, in units of its operand's bytes.
 _SENT = {
     "all-gather": lambda g: g - 1,
     "all-reduce": lambda g: 2 * (g - 1) / g,
@@ -24,13 +24,13 @@ _SENT = {
 
 
 class Counts(NamedTuple):
-    """Of one device.
+    """Counts of one device.
 
     Attributes:
-      flops: two a multiply-add, of matrix products.
-      sent: bytes, by kind of collective.
-      collectives: how many run, by kind.
-      loops: how many loops hold matrix products.
+      flops: Of matrix products, two per multiply-add.
+      sent: Bytes by kind of collective.
+      collectives: Number of collectives by kind.
+      loops: Number of loops that contain matrix products.
     """
 
     flops: float
@@ -40,12 +40,12 @@ class Counts(NamedTuple):
 
     @property
     def mebibytes(self) -> float:
-        """Sent in all."""
+        """Bytes of all collectives, in MiB."""
         return sum(self.sent.values()) / 2**20
 
     @property
     def total_collectives(self) -> int:
-        """Of all kinds."""
+        """Number of collectives of all kinds."""
         return sum(self.collectives.values())
 
 
@@ -54,8 +54,8 @@ def count(compiled: Any, *, devices: int = 8, unknown_trips: int | None = None) 
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, or its text.
-      devices: In all: the size of a group that is not spelled out.
-      unknown_trips: How often a loop runs whose length the compiler does not know; None raises instead.
+      devices: Number of devices, the size of a replica group that is not written out.
+      unknown_trips: Iterations of a loop whose length the compiler does not know; None raises instead.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     computations, entry = parse(text)
@@ -90,7 +90,7 @@ class _Counter:
         results = {i.name: i.shape for i in instructions}
 
         def operand(text: str) -> str:
-            """An operand's shape, spelled out or looked up."""
+            """An operand's shape, written out or looked up."""
             return text if shapes(text) else results.get(text.lstrip("%"), "")
 
         for i in instructions:
@@ -117,7 +117,7 @@ class _Counter:
             times = int(trips.group(1)) if trips else self.unknown_trips
             if times is None:
                 if inner.flops or inner.collectives:
-                    raise ValueError(f"The length of the loop {i.name} is not known; give unknown_trips.")
+                    raise ValueError(f"count(compiled): the length of loop {i.name} is unknown; give unknown_trips.")
                 times = 0
             return [(inner, times)]
         if i.op == "conditional":

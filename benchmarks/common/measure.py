@@ -35,7 +35,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit; "-dirty" where code differs from it (results that a benchmark has just written are no code)."""
+    """The commit; "-dirty" if Python code differs from it (new results do not count)."""
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
@@ -53,7 +53,7 @@ def _cores() -> int:
 
 
 def interleave(calls: Mapping[str, Callable[[], Any]], *, rounds: int = 9) -> dict[str, list[float]]:
-    """Seconds of each call, `rounds` times each in turn, after one round that does not count."""
+    """Seconds of each call, called in turn `rounds` times, after one round that is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for count in range(rounds + 1):
         for name, call in calls.items():
@@ -65,15 +65,14 @@ def interleave(calls: Mapping[str, Callable[[], Any]], *, rounds: int = 9) -> di
 
 
 def summary(seconds: list[float], baseline: list[float]) -> dict[str, float]:
-    """Median seconds and the median, lower and upper quartile of the ratios to the baseline of the same
-    round."""
+    """Median seconds; median and quartiles of the ratios to the baseline of the same round."""
     ratios = sorted(s / b for s, b in zip(seconds, baseline, strict=True))
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {"seconds": statistics.median(seconds), "ratio": middle, "ratio_low": low, "ratio_high": high}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Aligned columns; floats to three significant digits."""
+    """Rows as aligned columns, floats to three significant digits."""
 
     def cell(value: Any) -> str:
         return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,5 +1,4 @@
-"""Matrices that look like real momentum: recorded singular values, random singular vectors, known polar
-factor."""
+"""Make matrices with recorded singular values of momentum, random singular vectors and a known polar factor."""
 
 import pathlib
 
@@ -9,14 +8,13 @@ SPECTRA = pathlib.Path(__file__).parents[1] / "data" / "momentum_spectra.npz"
 
 
 def spectra() -> list[np.ndarray]:
-    """Singular values, largest first and equal to 1, of 72 momentum matrices of a small transformer in
-    training."""
+    """Singular values of 72 momentum matrices of a small transformer, each divided by its largest."""
     with np.load(SPECTRA) as file:
         return [np.sort(values)[::-1] / values.max() for values in file.values()]
 
 
 def matrix(spectrum: np.ndarray, m: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A float32 matrix [m, n] with the spectrum stretched to min(m, n) values, and its exact polar factor."""
+    """A float32 matrix [m, n] with the spectrum interpolated to min(m, n) values, and its exact polar factor."""
     short, long = sorted((m, n))
     at, given = np.linspace(0, 1, short), np.linspace(0, 1, len(spectrum))
     s = np.exp(np.interp(at, given, np.log(spectrum + 1e-12)))

@@ -1,7 +1,7 @@
-"""What does a gradient through msign cost, and how exact is it?
+"""Measure accuracy, memory and time of gradients through msign.
 
-Accuracy against an SVD in float64, for truncated schedules and deficient ranks too; temporary memory from the compiler;
-time interleaved with plain automatic differentiation of the same steps.
+Accuracy against an SVD in float64, also for truncated schedules and rank-deficient input; temporary memory from the
+compiler; time interleaved with plain automatic differentiation of the same steps.
 
     python -m benchmarks.msign.derivatives                 # all of it, a few minutes on two cores
     python -m benchmarks.msign.derivatives --only memory
@@ -24,8 +24,8 @@ ROWS = polar_express(8)
 MODES = ("autodiff", "polynomial", "polar")
 
 
-def plainly(x):
-    """Eight steps as anyone writes them, unrolled, left to automatic differentiation: the baseline."""
+def unrolled(x):
+    """The baseline: eight unrolled steps under automatic differentiation."""
     x = x / jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True))
     for a, b, c in ROWS:
         gram = x @ x.mT
@@ -34,7 +34,7 @@ def plainly(x):
 
 
 VARIANTS = {
-    "plain autodiff, unrolled": plainly,
+    "plain autodiff, unrolled": unrolled,
     **{f"msign, {mode}": functools.partial(msign, coefficients=ROWS, gradient=mode) for mode in MODES},
 }
 
@@ -48,7 +48,7 @@ def value_and_vjp(f):
 
 
 def gradient(x, c, dtype, **settings):
-    """x and c rounded to dtype, and the gradient there: the rounding of x is the input's, not the method's."""
+    """x and c rounded to dtype, and the gradient there, so that the rounding of the input is no error of the method."""
     with jax.enable_x64(dtype == "float64"):
         x, c = jnp.asarray(x, dtype), jnp.asarray(c, dtype)
         g = jax.jit(value_and_vjp(functools.partial(msign, **settings)))(x, c)[1]
@@ -56,7 +56,7 @@ def gradient(x, c, dtype, **settings):
 
 
 def half_an_ulp(x):
-    """How far the polar factor moves where each entry of float32 x moves by up to half of its last digit."""
+    """The change of the polar factor if each entry of float32 x changes by up to half a unit in its last place."""
     moved = np.asarray(x, np.float64)
     moved = moved + np.random.default_rng(1).uniform(-0.5, 0.5, x.shape) * np.spacing(np.abs(np.asarray(x)))
     u, _, vt = np.linalg.svd(moved, full_matrices=False)
@@ -64,7 +64,7 @@ def half_an_ulp(x):
 
 
 def accuracy():
-    """Relative error against the SVD's derivative: of the polynomial that ran, or of the polar factor."""
+    """Relative error against the derivative by SVD of the polynomial, or of the polar factor."""
     rows = []
     rng = np.random.default_rng(0)
     for m, n in ((128, 128), (128, 512), (512, 128)):
@@ -91,7 +91,7 @@ def accuracy():
 
 
 def truncated():
-    """Five steps: how far each derivative is from that of the exact polar factor."""
+    """Five steps: distance of each derivative from that of the exact polar factor."""
     rows = []
     c = np.random.default_rng(0).standard_normal((128, 512))
     for condition in (3.0, 1e2):
@@ -109,7 +109,7 @@ def truncated():
 
 
 def deficient():
-    """Rank 64 of 128: the polynomial's error against itself by SVD, and the sizes of both modes' gradients."""
+    """Rank 64 of 128: error of the polynomial's derivative against the same by SVD, and the size of its gradient."""
     c = np.random.default_rng(0).standard_normal((128, 128))
     x = oracles.with_spectrum(np.r_[np.linspace(1, 0.3, 64), np.zeros(64)], 128)
     rows = []

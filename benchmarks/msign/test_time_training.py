@@ -1,8 +1,7 @@
-"""What does a memory that learns by msign recall, against linear attention of equal size, and what does each
-derivative of msign cost in it?
+"""Compare test-time training by msign with linear attention of equal size, and the derivatives of msign in it.
 
-The example's model and task. Each memory at its best rate of a small sweep, and the one by msign with the polar
-derivative besides; a training step with 64 x 64 fast weights for memory and time.
+The example's model and task. Each memory at the better of two learning rates, and the msign memory also with the polar
+derivative; memory and time of a training step with 64 x 64 fast weights.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Equal matrices: one after the other or several at once, and what does compiling many of them cost?
+"""Time the iteration on matrices of equal shape, in chunks of different sizes, and compile many of them.
 
-Times the default iteration on a stack of equal matrices, in chunks of 1, 2, 4 and 8, interleaved in one process; then
-traces and compiles the orthogonalization of 96 equal leaves, ours and Optax's, in turns.
+Runs the default iteration on a stack of equal matrices, in chunks of 1 to 16, interleaved in one process; then traces
+and compiles the orthogonalization of 96 equal leaves, ours and Optax's, in turn.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class FixedChunks(Policy):
 
 
 def chunked(size: int) -> Any:
-    """A function of a list of one stack, whose matrices run `size` at once."""
+    """A function of a stack of matrices that runs `size` of them at once."""
 
     def run(stack: jax.Array) -> jax.Array:
         return _batching.map_groups(
@@ -57,12 +57,12 @@ def times(shape: tuple[int, int], count: int, rounds: int) -> dict[str, Any]:
 
 
 def theirs(updates: Any) -> Any:
-    """As Optax's Muon does it: a loop a leaf."""
+    """As in Optax's Muon: one loop per leaf."""
     return jax.tree.map(methods.optax, updates)
 
 
 def ours(settings: NewtonSchulz, updates: Any) -> Any:
-    """The transformation alone."""
+    """muonjax's transformation, without momentum."""
     return muonjax.orthogonalize(newton_schulz=settings).update(updates, optax.EmptyState())[0]
 
 
@@ -81,7 +81,7 @@ def compile_times(leaves: int, width: int, rounds: int) -> dict[str, Any]:
             start = time.perf_counter()
             jax.jit(function).lower(updates).compile()
             seconds[name].append(time.perf_counter() - start)
-    # The first round also fills caches of Python's and of the compiler's own.
+    # The first round also fills caches of Python and of the compiler.
     seconds = {name: values[1:] for name, values in seconds.items()}
     rows = {name: measure.summary(values, seconds["optax"]) for name, values in seconds.items()}
     return {"leaves": leaves, "width": width, "optimizers": rows}
@@ -90,7 +90,7 @@ def compile_times(leaves: int, width: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--name", default="batching", help="of the JSON under benchmarks/results")
+    parser.add_argument("--name", default="batching", help="name of the JSON under benchmarks/results")
     args = parser.parse_args()
     shapes = [times(shape, 16, args.rounds) for shape in SHAPES]
     for row in shapes:

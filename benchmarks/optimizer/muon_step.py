@@ -1,8 +1,8 @@
-"""What does one optimizer step of GPT-2-small cost, against optax.contrib.muon, in the same process?
+"""Time one optimizer step of GPT-2-small against optax.contrib.muon, in the same process.
 
 12 layers, d = 768: attention kernels (768, 12, 64) and (12, 64, 768), MLP 768 x 3072, embedding 50,304 x 768, norms;
-every leaf by itself. Momentum with the recorded spectra of a transformer in training, so that the polar error means
-something. Both optimizers get the same routing: matrices to Muon, the rest to AdamW.
+unscanned. Momentum has recorded spectra of a transformer in training, so that the polar error is meaningful. Both
+optimizers get the same routing: matrices to Muon, the rest to AdamW.
 """
 
 import argparse
@@ -20,7 +20,7 @@ PRESETS = {"fast": muonjax.NewtonSchulz.fast(), "balanced": muonjax.NewtonSchulz
 
 
 def gpt2(layers: int, width: int, vocabulary: int, rng: np.random.Generator) -> tuple[dict, dict]:
-    """Gradients with real spectra, and the exact polar factors of the first layer's matrices."""
+    """Gradients with recorded spectra, and the exact polar factors of the first layer's matrices."""
     spectra = momentum.spectra()
     heads = width // 64
     tree, polar = {"wte": {"embedding": rng.standard_normal((vocabulary, width), np.float32)}}, {}
@@ -39,7 +39,7 @@ def gpt2(layers: int, width: int, vocabulary: int, rng: np.random.Generator) -> 
             n = int(np.prod(shape)) // m
             if layer == 0:
                 x, polar[name] = momentum.matrix(spectra[11 * index + 5], m, n, rng)
-            else:  # the same spectra, turned: no new factorization of 72 matrices
+            else:  # the same spectra, permuted: saves the factorization of 72 matrices
                 first = tree["block_0"][name]["kernel"].reshape(m, n)
                 x = first[rng.permutation(m)][:, rng.permutation(n)]
             block[name] = {"kernel": x.reshape(shape)}
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=50_304)
-    parser.add_argument("--name", default="muon_step", help="of the JSON under benchmarks/results")
+    parser.add_argument("--name", default="muon_step", help="name of the JSON under benchmarks/results")
     args = parser.parse_args()
     grads, polar = gpt2(args.layers, args.width, args.vocabulary, np.random.default_rng(0))
     numbers = muonjax.linen.dimension_numbers(grads)

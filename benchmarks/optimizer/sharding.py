@@ -1,9 +1,9 @@
-"""What one optimizer step sends and computes on eight devices, counted in its compiled program.
+"""Count what one optimizer step sends and computes on eight devices, in its compiled program.
 
     python -m benchmarks.optimizer.sharding            # a few minutes; prints a table, writes results/sharding.json
 
-Nothing is timed but the compiler: the counts are exact, and the same on every machine. Both optimizers get the same
-parameters, with momentum sharded like them, and the step is `update` and `apply_updates`. An even share is the same
+Only the compiler is timed; the counts are exact and the same on every machine. Both optimizers get the same parameters,
+with momentum sharded like them, and the step is `update` and `apply_updates`. An even share is the same
 optimizer's work on one device, divided by the number of devices.
 """
 
@@ -25,12 +25,12 @@ ROWS, COLUMNS = 512, 2048
 
 
 class Case(NamedTuple):
-    """A layout.
+    """A mesh, and the sharded matrices on it.
 
     Attributes:
-      title: for a person.
-      mesh_shape: sizes of the mesh's axes.
-      leaves: name -> shape and spec; the last two axes are a matrix.
+      title: The name that tables show.
+      mesh_shape: Name and size of the mesh axes.
+      leaves: Name to shape and spec; the last two axes are a matrix.
     """
 
     title: str
@@ -55,7 +55,7 @@ class Case(NamedTuple):
         return {name: spec for name, (_, spec) in self.leaves.items()}
 
     def params(self, mesh: jax.sharding.Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Without a mesh: on one device."""
+        """Shapes and shardings; without a mesh, of one device."""
         return {
             name: jax.ShapeDtypeStruct(
                 shape, jnp.float32, sharding=None if mesh is None else NamedSharding(mesh, spec)
@@ -118,7 +118,7 @@ def compile_step(tx: optax.GradientTransformation, case: Case, axis_type: AxisTy
 
 
 def compile_orthogonalize(case: Case) -> Any:
-    """The matrices' part alone, for its memory."""
+    """Compile `orthogonalize` alone, to read its memory."""
     mesh = case.mesh()
     distribution = muonjax.Distribution(mesh, case.specs)
     tx = muonjax.orthogonalize(dimension_numbers=NUMBERS, distribution=distribution)
@@ -128,7 +128,7 @@ def compile_orthogonalize(case: Case) -> Any:
 
 
 def needed_mebibytes(case: Case) -> float:
-    """A device's share of the momentum, and its largest group."""
+    """MiB of a device's shards of the momentum, and of its largest group."""
     held = {name: math.prod(shape) * 4 / 2**20 for name, (shape, _) in case.leaves.items()}
     shares = {
         name: held[name]
@@ -148,7 +148,7 @@ def muon(
     newton_schulz: muonjax.NewtonSchulz | None = None,
     **settings: Any,
 ) -> optax.GradientTransformation:
-    """Ours, with a Distribution only where the types don't say it."""
+    """muonjax's Muon, with a Distribution where the axis types are not explicit."""
     auto = axis_type == AxisType.Auto
     return muonjax.muon(
         1e-3,
@@ -164,7 +164,7 @@ def optax_muon(case: Case) -> optax.GradientTransformation:
 
 
 def even_share(tx: optax.GradientTransformation, case: Case) -> float:
-    """Flops of one device alone, divided by the devices."""
+    """Flops on one device, divided by the number of devices."""
     return hlo_counts.count(compile_step(tx, case, None), devices=1).flops / case.devices
 
 
@@ -215,7 +215,7 @@ def fsdp(count: int) -> Case:
 
 
 def llama_8b(spec: P, layers: int = 32) -> dict[str, tuple[tuple[int, ...], P]]:
-    """The matrices of Llama-3-8B, seven a layer, unscanned."""
+    """The matrices of Llama-3-8B, seven per layer, unscanned."""
     shapes = {
         "query": (4096, 4096),
         "key": (4096, 1024),
@@ -229,7 +229,7 @@ def llama_8b(spec: P, layers: int = 32) -> dict[str, tuple[tuple[int, ...], P]]:
 
 
 def llama(devices: int) -> dict[str, Any]:
-    """Imbalance of the owners, and how long the compiler takes."""
+    """Imbalance between owners, and the time to plan and to compile."""
     case = Case(f"Llama-3-8B, {devices} devices", {"fsdp": devices}, llama_8b(P("fsdp", None)))
     mesh = AbstractMesh((devices,), ("fsdp",))
     began = time.perf_counter()
@@ -246,7 +246,7 @@ def llama(devices: int) -> dict[str, Any]:
 
 
 def modes(case: Case) -> dict[str, Any]:
-    """What every mode would cost the busiest device, as planned."""
+    """The planned cost of every mode for the busiest device."""
     mesh = AbstractMesh(tuple(case.mesh_shape.values()), tuple(case.mesh_shape))
     plan = muonjax.plan(
         case.params(None), muonjax.Distribution(mesh, case.specs), dimension_numbers=NUMBERS

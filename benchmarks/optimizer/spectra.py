@@ -1,8 +1,8 @@
-"""What do the singular values of momentum look like, how does that change with the width, and what does deflation do?
+"""Record the singular values of momentum at several widths, and the error that deflation leaves.
 
-Trains the example's transformer with MuonClip, keeps Nesterov's look-ahead momentum, and records the singular values
+Trains the example's transformer with Muon, keeps Nesterov's look-ahead momentum, and records the singular values
 of every matrix of the blocks. `--save` writes them in the format of benchmarks/data/momentum_spectra.npz, so that
-every claim that is made with that file can be checked on a model of your own.
+claims based on that file can be checked on another model.
 """
 
 import argparse
@@ -25,7 +25,18 @@ DIRECTIONS = (0, 16, 32, 64, 128)
 def record(width: int, layers: int, steps: int, every: int) -> dict[str, np.ndarray]:
     """Singular values, by step and path, largest first."""
     args = train_transformer.parse(
-        ["--width", str(width), "--heads", str(width // 32), "--layers", str(layers), "--steps", str(steps)]
+        [
+            "--optimizer",
+            "muon",
+            "--width",
+            str(width),
+            "--heads",
+            str(width // 32),
+            "--layers",
+            str(layers),
+            "--steps",
+            str(steps),
+        ]
     )
     text, trainer = Text(None), train_transformer.Trainer(args)
     params, opt_state = trainer.params, trainer.opt_state
@@ -54,7 +65,7 @@ def record(width: int, layers: int, steps: int, every: int) -> dict[str, np.ndar
 
 
 def describe(spectra: list[np.ndarray]) -> dict[str, Any]:
-    """Shape of the spectra, and the error that each preset leaves when the k largest are cut to the k-th exactly."""
+    """Statistics of the spectra, and each preset's error if the k largest values are reduced to the next one."""
     spectra = [s / s[0] for s in spectra]
     row: dict[str, Any] = {
         "matrices": len(spectra),
@@ -77,7 +88,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument(
-        "--save", type=pathlib.Path, help="folder for the singular values, one npz file a width"
+        "--save", type=pathlib.Path, help="folder for the singular values, one npz file per width"
     )
     args = parser.parse_args()
     rows = []

@@ -1,4 +1,4 @@
-"""How much time does a symmetric product save on this machine, in plain XLA?
+"""Time symmetric products in plain XLA.
 
     python -m benchmarks.optimizer.symmetric_product [--quick]
 

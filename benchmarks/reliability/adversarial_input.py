@@ -1,7 +1,7 @@
-"""How many adversarial examples pass? Runs tests/reliability with 20,000 and counts.
+"""Run tests/reliability with 20,000 adversarial examples and count how many pass.
 
 python -m benchmarks.reliability.adversarial_input               # all at once
-python -m benchmarks.reliability.adversarial_input any_matrix    # one test; the counts of the others stay in the file
+python -m benchmarks.reliability.adversarial_input any_matrix    # one test; the counts of the others are kept
 """
 
 import json
@@ -25,7 +25,7 @@ TESTS = {
 
 
 def count(name: str) -> dict[str, Any]:
-    """Examples of one test that passed and failed; those that hypothesis itself discards do not count."""
+    """Examples of one test that passed and failed, without those that hypothesis discards."""
     command = [sys.executable, "-m", "pytest", "-q", "tests/reliability", "-k", name]
     command += ["--hypothesis-profile=nightly", "--hypothesis-show-statistics", "--timeout=0", "-m", ""]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

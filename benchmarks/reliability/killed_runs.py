@@ -1,11 +1,11 @@
-"""Does a training run that is killed at any moment, again and again, end in the bits of one that never was?
+"""Kill and resume training runs, damage checkpoints, and compare the results bit for bit.
 
 python -m benchmarks.reliability.killed_runs --kills 50 --damages 100
 
 `examples/train_transformer.py`, tiny and with a checkpoint every other step, is sent SIGKILL at random moments after
-its first step and resumed until it is through: its parameters must have the digest, and its metrics the losses, of an
-uninterrupted run. Then files of a whole checkpoint are cut, emptied, deleted or have a bit flipped: the run must refuse
-it, or restore the same bits where the file does not matter.
+its first step and resumed until it is finished: its parameters must have the digest, and its metrics the losses, of an
+uninterrupted run. Then files of a complete checkpoint are truncated, emptied, deleted or have a bit flipped: the run
+must refuse the checkpoint, or restore the same bits if the file does not matter.
 """
 
 import argparse
@@ -29,7 +29,7 @@ DAMAGES = ("cut in half", "emptied", "deleted", "a bit flipped")
 
 
 def launch(out: pathlib.Path, steps: int) -> subprocess.Popen:
-    """Start the run in `out`, or resume it where it has a whole checkpoint."""
+    """Start the run in `out`, or resume it if there is a complete checkpoint."""
     started = any(path.name.isdigit() for path in (out / "checkpoints").glob("*"))
     command = [sys.executable, str(EXAMPLES / "train_transformer.py"), *SIZE, "--steps", str(steps)]
     command += ["--resume" if started else "--out", str(out)]
@@ -37,7 +37,7 @@ def launch(out: pathlib.Path, steps: int) -> subprocess.Popen:
 
 
 def losses(out: pathlib.Path) -> list[tuple[str, str]]:
-    """Step and loss of every whole row of metrics.csv."""
+    """Step and loss of every complete row of metrics.csv."""
     path = out / "metrics.csv"
     if not path.exists():
         return []
@@ -46,7 +46,7 @@ def losses(out: pathlib.Path) -> list[tuple[str, str]]:
 
 
 def finish(process: subprocess.Popen) -> str:
-    """The digest of the parameters that a run ended in."""
+    """The digest of a run's final parameters."""
     output, _ = process.communicate()
     if process.returncode:
         raise RuntimeError(output)
@@ -54,7 +54,7 @@ def finish(process: subprocess.Popen) -> str:
 
 
 def strike(process: subprocess.Popen, out: pathlib.Path, delay: float) -> str | None:
-    """Kill the run `delay` seconds after its first new step; what it was doing, or None if it was done before."""
+    """Kill the run `delay` seconds after its first new step; returns what it was doing, or None if it had finished."""
     before = losses(out)
     while process.poll() is None and losses(out) in (before, []):
         time.sleep(0.002)
@@ -70,7 +70,7 @@ def strike(process: subprocess.Popen, out: pathlib.Path, delay: float) -> str | 
 def kill_and_resume(
     folder: pathlib.Path, *, kills: int, steps: int, longest: float = 0.5, seed: int = 0
 ) -> dict[str, Any]:
-    """`kills` SIGKILLs of as many runs as they need, each run resumed until it is through."""
+    """Kill runs `kills` times in all; each run is resumed until it is finished."""
     rng = random.Random(seed)
     expected = finish(launch(folder / "whole", steps))
     struck: list[str] = []
@@ -105,8 +105,8 @@ def damage(path: pathlib.Path, kind: str, rng: random.Random) -> None:
 def damage_and_resume(out: pathlib.Path, *, damages: int, steps: int, seed: int = 0) -> dict[str, Any]:
     """`damages` copies of the run in `out`, each with one file of its newest checkpoint damaged.
 
-    The first damage of each kind hits the largest file, which holds parameters; the others any file: Orbax names its
-    files by chance, and half of them are not needed to restore.
+    The first damage of each kind is to the largest file, which contains parameters, the others to any file: Orbax gives
+    its files random names, and about half of them are not needed to restore.
     """
     import checkpoints
     import train_transformer as example
@@ -145,8 +145,8 @@ def main() -> None:
     from benchmarks.common import measure
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--kills", type=int, default=50, help="SIGKILLs in all")
-    parser.add_argument("--damages", type=int, default=100, help="damaged checkpoints in all")
+    parser.add_argument("--kills", type=int, default=50, help="number of SIGKILLs")
+    parser.add_argument("--damages", type=int, default=100, help="number of damaged checkpoints")
     parser.add_argument("--steps", type=int, default=100, help="length of a run")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,14 +1,14 @@
-r"""Where do 20,000 steps take the weights, the attention logits and the state?
+r"""Run 20,000 steps and compare weights and attention logits with analytic bounds.
 
-Weights. A step is W <- (1 - a l) W - a U with rate a, weight decay l, and U of root mean square r' = r (1 + e):
-r is the `rms` of `match_rms`, e the polynomials' error. So, whatever the gradients, the root mean square of W
+Weights: a step is W <- (1 - a l) W - a U with rate a, weight decay l, and U of root mean square r' = r (1 + e):
+r is the `rms` of `match_rms`, e the polynomials' error. So, for any gradients, the root mean square of W
 never exceeds max(|W_0|, r'/l), and
 
-- gradients of one direction end at W = -U / l, at r'/l;
+- gradients of one direction end at W = -U / l, with RMS r'/l;
 - independent ones (no momentum) add in squares, and end at r' sqrt(a / (l (2 - a l)));
-- "adversarial" ones, -W, push outwards at every step: nothing is larger than the bound, nothing gets closer to it.
+- "adversarial" ones, -W, increase W at every step: they come as close to the bound as any gradients can.
 
-Logits. The loss is minus the largest logits, so that every gradient raises them. With the clip each S <- gamma S plus
+Logits: the loss is minus the largest logits, so that every gradient raises them. With the clip each S <- gamma S plus
 what one step adds. |x^T (Wq + Uq)(Wk + Uk)^T y| <= |x||y| (|Wq| + |Uq|)(|Wk| + |Uk|) in spectral norms, so one step
 adds at most g = |x||y| (|Uq||Wk| + |Wq||Uk| + |Uq||Uk|) / sqrt(d), and S never passes threshold + g.
 """
@@ -31,18 +31,18 @@ SHAPES = {"wide": (16, 48), "tall": (48, 16), "stack": (2, 16, 16)}
 NUMBERS = jax.tree.map(
     lambda _: muonjax.MuonDimensionNumbers(-2, -1), SHAPES, is_leaf=lambda s: isinstance(s, tuple)
 )
-# Of parameters and momentum.
+# dtype of the parameters, and of the momentum.
 PRECISIONS = {
     "float32": ("float32", None),
     "bfloat16 momentum": ("float32", "bfloat16"),
     "bfloat16": ("bfloat16", None),
 }
-POLAR_ERROR = 1e-3  # of NewtonSchulz.accurate() in float32, and more than it has
+POLAR_ERROR = 1e-3  # an upper bound for NewtonSchulz.accurate() in float32
 THRESHOLD, HEADS, SIZE, POSITIONS = 5.0, 2, 8, 6
 
 
 def rms(tree: Any) -> tuple[jax.Array, jax.Array]:
-    """The root mean square of all leaves together, and the largest of one."""
+    """The root mean square of all leaves together, and the largest of a single leaf."""
     means = jnp.stack([jnp.mean(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)])
     return jnp.sqrt(means.mean()), jnp.sqrt(means.max())
 
@@ -60,7 +60,7 @@ def normal(shapes: Any, seed: int, dtype: Any) -> Any:
 
 @functools.cache
 def weight_norms(gradients: str, precision: str, *, steps: int = STEPS) -> dict[str, Any]:
-    """The norms of three matrices under gradients of one kind, and what the analysis says of them."""
+    """The norms of three matrices under gradients of one kind, and their analytic values."""
     dtype, mu_dtype = PRECISIONS[precision]
     accurate = muonjax.NewtonSchulz.accurate()
     tx = muonjax.muon(
@@ -114,7 +114,7 @@ def weight_norms(gradients: str, precision: str, *, steps: int = STEPS) -> dict[
 
 @functools.cache
 def logits(clip: bool, precision: str, *, steps: int = STEPS) -> dict[str, Any]:
-    """The largest attention logit of a run whose gradients do nothing but raise it."""
+    """The largest attention logit of a run whose gradients only increase it."""
     dtype, mu_dtype = PRECISIONS[precision]
     site = muonjax.mha_site()
     settings = {"rms": RMS, "weight_decay": WEIGHT_DECAY, "mu_dtype": mu_dtype}
@@ -136,7 +136,7 @@ def logits(clip: bool, precision: str, *, steps: int = STEPS) -> dict[str, Any]:
         return jnp.einsum("bthd,bshd->hbts", q, k).max((1, 2, 3)) / math.sqrt(SIZE)
 
     def spectral(tree: Any) -> list[jax.Array]:
-        """Of the query's and the key's kernel: the largest of all heads."""
+        """The largest spectral norm of all heads, of the query's and of the key's kernel."""
         kernels = [tree["attention"][name]["kernel"].astype(jnp.float32) for name in ("query", "key")]
         return [jnp.linalg.norm(w.transpose(1, 0, 2), 2, axis=(-2, -1)).max() for w in kernels]
 
@@ -157,7 +157,7 @@ def logits(clip: bool, precision: str, *, steps: int = STEPS) -> dict[str, Any]:
         return jax.lax.scan(step, (params, tx.init(params)), length=steps)
 
     end, (largest, growth) = run(params)
-    # A rounding to bfloat16 after the clip lifts a logit by up to two units in the last place of its two factors.
+    # Rounding to bfloat16 after the clip can raise a logit by one unit in the last place of each of its two factors.
     rounding = (1 + float(jnp.finfo(dtype).eps)) ** 2 if clip else 1.0
     return {
         "clip": clip,

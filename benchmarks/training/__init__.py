@@ -1,1 +1,1 @@
-"""Training runs: optimizers beside each other at their best rates."""
+"""Training runs: optimizers compared at their best learning rates."""

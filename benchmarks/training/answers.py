@@ -1,4 +1,4 @@
-"""What the runs of `optimizers.py` say: each optimizer at its best rate, and the questions' answers."""
+"""Summarize the runs of `optimizers.py`: each optimizer at its best rate, and comparisons between them."""
 
 import math
 import statistics
@@ -8,13 +8,13 @@ Rows = list[dict[str, Any]]
 
 
 def next_rate(losses: dict[float, float]) -> float | None:
-    """The rate to try next: half or twice the best so far, until both have been tried."""
+    """The rate to try next: half or twice the best so far; None if both were tried."""
     best = min(losses, key=lambda rate: losses[rate])
     return next((rate for rate in (best / 2, best * 2) if rate not in losses), None)
 
 
 def best_rate(rows: Rows) -> float:
-    """The rate of the least loss of the first seed, the only one that tried several."""
+    """The rate with the least loss of the first seed, the only one that tried several rates."""
     first = min(row["seed"] for row in rows)
     return min((row for row in rows if row["seed"] == first), key=lambda row: row["held_out"])[
         "learning_rate"
@@ -22,7 +22,7 @@ def best_rate(rows: Rows) -> float:
 
 
 def summary(rows: Rows, costs: Rows) -> Rows:
-    """A row for each task and optimizer: mean and standard deviation over the seeds at its best rate."""
+    """One row per task and optimizer: mean and standard deviation over the seeds at its best rate."""
     result = []
     for task, optimizer in dict.fromkeys((row["task"], row["optimizer"]) for row in rows):
         mine = [row for row in rows if (row["task"], row["optimizer"]) == (task, optimizer)]
@@ -53,13 +53,13 @@ def summary(rows: Rows, costs: Rows) -> Rows:
 
 
 def _gap(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float] | None:
-    """Held-out loss of `a` less that of `b`, seed by seed."""
+    """Held-out loss of `a` minus that of `b`, over the seeds."""
     gaps = [a["losses"][seed] - b["losses"][seed] for seed in a["losses"] if seed in b["losses"]]
     return {"mean": statistics.mean(gaps), "low": min(gaps), "high": max(gaps)} if gaps else None
 
 
 def _stays_below_from(curve: list[list[float]], loss: float) -> float | None:
-    """The step from which on the held-out loss is never above `loss`."""
+    """The first step after which the held-out loss never exceeds `loss`."""
     step = None
     for at, value in reversed(curve):
         if value > loss:
@@ -69,7 +69,7 @@ def _stays_below_from(curve: list[list[float]], loss: float) -> float | None:
 
 
 def answers(best: Rows) -> Rows:
-    """For each task and question: the pair that is compared, and the figures."""
+    """For each task and question: the two optimizers compared, and the figures."""
     result = []
     tables: dict[str, dict[str, dict[str, Any]]] = {}
     for row in best:

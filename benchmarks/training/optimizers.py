@@ -1,12 +1,12 @@
-"""How well does each optimizer train, by steps and by time? Two texts and a transformer, digits and a small conv net.
+"""Compare optimizers at their best learning rates: a transformer on two texts, a small conv net on digits.
 
-    python -m benchmarks.training.optimizers                                 # everything; stop it when you like
-    python -m benchmarks.training.optimizers --only digits --minutes 5       # a piece of it
+    python -m benchmarks.training.optimizers                                 # everything; can be stopped at any time
+    python -m benchmarks.training.optimizers --only digits --minutes 5       # a part of it
 
 AdamW, Optax's Muon (RMS matched, as muonjax's is), muonjax's "fast" and "balanced", and MuonClip where there is
-attention. Each optimizer's rate is sought in factors of two with the first seed until the best one lies between two
-that are worse; then the other seeds run at the best. What the JSON holds already is not run again. Times are steps
-times the median step of all optimizers measured in turn, for the runs themselves may not have been alone.
+attention. The first seed searches each optimizer's rate in factors of two until the best one is between two worse ones;
+then the other seeds run at the best rate. Runs that the JSON contains already are not repeated. Times are the number of
+steps times the median time of a step, with all optimizers measured in turn.
 """
 
 import argparse
@@ -71,13 +71,13 @@ OPTIMIZERS = {
 
 
 def make(task: training_tasks.Task, optimizer: str, rate: float, seed: int, steps: int) -> training_tasks.Run:
-    """A run that has not begun: warm up over a tenth of the steps, then a cosine to a tenth of the rate."""
+    """A run before its first step: warm-up over a tenth of the steps, then a cosine decay to a tenth of the rate."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), max(2, steps), 0.1 * rate)
     return training_tasks.Run(task, lambda *settings: OPTIMIZERS[optimizer](schedule, *settings), seed)
 
 
 def train(task: training_tasks.Task, optimizer: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
-    """One run from its first step to its last; a loss that is not finite counts as that of ten nats."""
+    """A whole run; a loss that is not finite counts as ten nats."""
     began = time.perf_counter()
     run = make(task, optimizer, rate, seed, steps)
     curve = []
@@ -102,7 +102,7 @@ def train(task: training_tasks.Task, optimizer: str, rate: float, seed: int, ste
 
 
 def step_costs(task: training_tasks.Task, optimizers: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Median seconds of a step of each optimizer, taken in turn, and in units of AdamW's of the same round."""
+    """Median seconds per step of each optimizer, measured in turn, and the ratio to AdamW's of the same round."""
     runs = {name: make(task, name, FIRST_RATE, 0, 200) for name in optimizers}
     seconds = measure.interleave({name: run.step for name, run in runs.items()}, rounds=rounds)
     return [
@@ -112,7 +112,7 @@ def step_costs(task: training_tasks.Task, optimizers: list[str], rounds: int) ->
 
 
 def draw(best: list[dict[str, Any]], rows: list[dict[str, Any]], to: pathlib.Path) -> None:
-    """A row of panels for each task: held-out loss against steps, against time, and against the rate."""
+    """One row of panels per task: held-out loss against steps, time and learning rate."""
     tasks = list(dict.fromkeys(row["task"] for row in best))
     figure, panels = plt.subplots(
         len(tasks), 3, figsize=(13, 3.6 * len(tasks)), layout="constrained", squeeze=False
@@ -150,7 +150,7 @@ def draw(best: list[dict[str, Any]], rows: list[dict[str, Any]], to: pathlib.Pat
 
 
 class Book:
-    """The JSON: what has been run, written anew after every run."""
+    """The JSON file of all runs, rewritten after every run."""
 
     def __init__(self, name: str, steps: int, only: str, until: float):
         self.name, self.steps, self.only, self.until = name, steps, re.compile(only), until
@@ -158,25 +158,25 @@ class Book:
         held = json.loads(path.read_text()) if path.exists() else {}
         if held and held["steps"] != steps:
             raise SystemExit(
-                f"{path} holds runs of {held['steps']} steps, not {steps}: choose another --name."
+                f"{path} contains runs of {held['steps']} steps, not {steps}: choose another --name."
             )
         self.rows: list[dict[str, Any]] = held.get("runs", [])
         self.costs: list[dict[str, Any]] = held.get("costs", [])
 
     def wants(self, task: str, optimizer: str) -> bool:
-        """Whether it was asked for, and there is time."""
+        """Whether a run was requested and there is time for it."""
         return bool(self.only.search(f"{task}/{optimizer}")) and time.monotonic() < self.until
 
     def losses(self, task: training_tasks.Task, optimizer: str, seed: int) -> dict[float, float]:
         """Last held-out loss by rate."""
         rows = [row for row in self.rows if row["task"] == task.name]
         if any(row["data"] != task.fingerprint for row in rows):
-            raise SystemExit(f"{self.name}.json holds runs on another {task.name}: choose another --name.")
+            raise SystemExit(f"{self.name}.json contains runs on another {task.name}: choose another --name.")
         key = (optimizer, seed)
         return {r["learning_rate"]: r["held_out"] for r in rows if (r["optimizer"], r["seed"]) == key}
 
     def run(self, task: training_tasks.Task, optimizer: str, rate: float, seed: int) -> None:
-        """Train and write down."""
+        """Train, and add the run to the file."""
         self.rows.append(train(task, optimizer, rate, seed, self.steps))
         row = self.rows[-1]
         print(
@@ -187,7 +187,7 @@ class Book:
         self.write()
 
     def write(self) -> None:
-        """All rows, and what they say."""
+        """Write all runs and their summary."""
         best = training_answers.summary(self.rows, self.costs) if self.rows else []
         content = {"steps": self.steps, "best": best, "answers": training_answers.answers(best)}
         measure.write(self.name, {**content, "costs": self.costs, "runs": self.rows})
@@ -199,7 +199,7 @@ def settled(losses: dict[float, float], most: int) -> bool:
 
 
 def sweep(book: Book, task: training_tasks.Task, optimizer: str, first: int, most: int) -> None:
-    """Seek the best rate of an optimizer with the first seed, in at most `most` runs."""
+    """Search the best rate of an optimizer with the first seed, in at most `most` runs."""
     while not settled(losses := book.losses(task, optimizer, first), most):
         if not book.wants(task.name, optimizer):
             return
@@ -211,14 +211,14 @@ def sweep(book: Book, task: training_tasks.Task, optimizer: str, first: int, mos
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--steps", type=int, default=200, help="of a run and of its schedule")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="the first one seeks the rates")
+    add("--steps", type=int, default=200, help="steps of a run and of its schedule")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="the first one searches the rates")
     add("--only", default="", help="regular expression searched in task/optimizer, such as digits/AdamW")
-    add("--minutes", type=float, default=math.inf, help="begin no run after so many")
-    add("--most", type=int, default=7, help="rates to try at most")
-    add("--name", default="training", help="of the JSON under benchmarks/results")
+    add("--minutes", type=float, default=math.inf, help="start no run after this time")
+    add("--most", type=int, default=7, help="largest number of rates to try")
+    add("--name", default="training", help="name of the JSON under benchmarks/results")
     add("--picture", type=pathlib.Path, default=PICTURE)
-    add("--tiny", action="store_true", help="models that only show that the program runs")
+    add("--tiny", action="store_true", help="tiny models, to test the program")
     args = parser.parse_args(arguments)
     book = Book(args.name, args.steps, args.only, time.monotonic() + 60 * args.minutes)
     for name, build in training_tasks.TASKS.items():

@@ -1,8 +1,8 @@
-"""Does a better polar factor train better? Held-out loss of the example by preset, after equal steps, over seeds.
+"""Compare the held-out loss of the example by Newton–Schulz preset, after equally many steps, over seeds.
 
-Muon alone, all else equal: Optax's settings (Jordan's quintic five times, Frobenius norm; the tests hold them to
-Optax's numbers), "fast" and "balanced". Each at the best of a few rates with the first seed, then with the other seeds
-at that rate. Runs that the JSON holds already are skipped, so that it can be stopped and gone on with.
+Muon alone, all else equal: Optax's settings (Jordan's quintic five times, Frobenius norm; the tests compare them with
+Optax), "fast" and "balanced". Each at the best of a few rates with the first seed, then with the other seeds at that
+rate. Runs that the JSON contains already are skipped, so the program can be stopped and continued.
 """
 
 import argparse
@@ -26,7 +26,7 @@ RATES = (4e-3, 8e-3, 1.6e-2)
 
 
 def run(preset: str, rate: float, steps: int, seed: int, extra: list[str]) -> dict[str, Any]:
-    """One run of the example with the preset in place of its own."""
+    """One run of the example with this preset."""
     settings = PRESETS[preset]
     train_transformer.make_optimizer = lambda args, distribution=None: muonjax.muon(
         train_transformer.make_schedule(args), newton_schulz=settings
@@ -35,7 +35,7 @@ def run(preset: str, rate: float, steps: int, seed: int, extra: list[str]) -> di
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean held-out loss over the seeds at the rate that won, and in units of Optax's, paired by seed."""
+    """Mean held-out loss over the seeds at the best rate, and its ratio to Optax's, paired by seed."""
     by_preset = {}
     for preset in PRESETS:
         mine = [row for row in rows if row["preset"] == preset]
@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--name", default="preset_training", help="of the JSON under benchmarks/results")
+    parser.add_argument("--name", default="preset_training", help="name of the JSON under benchmarks/results")
     args, extra = parser.parse_known_args()
     path = measure.RESULTS / f"{args.name}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []

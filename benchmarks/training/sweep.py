@@ -1,7 +1,7 @@
-"""How many of AdamW's steps does MuonClip need for AdamW's final held-out loss, each at its own best rate?
+"""Sweep learning rates: how many of AdamW's steps MuonClip needs for AdamW's final held-out loss.
 
-Full schedules of every length, on the example's model and text. Runs that the JSON holds already are skipped, so the
-sweep can be stopped and gone on with.
+Full schedules of every length, on the example's model and text. Runs that the JSON contains already are skipped, so the
+sweep can be stopped and continued.
 """
 
 import argparse
@@ -22,6 +22,10 @@ RATES = {
 def one_run(optimizer: str, rate: float, steps: int, seed: int, extra: list[str]) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--optimizer", optimizer, "--learning-rate", str(rate), "--steps", str(steps), *extra]
+        arguments += [
+            "--threshold",
+            "100",
+        ]  # no logit reaches it: the optimizers are compared without clipping
         arguments += ["--seed", str(seed), "--out", folder, "--quiet", "--sample", "0"]
         arguments += ["--checkpoint-every", str(steps), "--eval-every", str(steps)]
         start = time.perf_counter()
@@ -38,7 +42,7 @@ def one_run(optimizer: str, rate: float, steps: int, seed: int, extra: list[str]
 
 
 def best(rows, optimizer, steps):
-    """The row of the best rate: the lowest mean over seeds."""
+    """The rate with the lowest mean loss over seeds."""
     losses = {}
     for row in rows:
         if (row["optimizer"], row["steps"]) == (optimizer, steps):
@@ -53,10 +57,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=400, help="AdamW's steps")
     parser.add_argument(
-        "--shares", type=float, nargs="*", default=[0.6, 0.5], help="of MuonClip's steps in AdamW's"
+        "--shares", type=float, nargs="*", default=[0.6, 0.5], help="MuonClip's steps in units of AdamW's"
     )
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--name", default="training_sweep", help="of the JSON under benchmarks/results")
+    parser.add_argument("--name", default="training_sweep", help="name of the JSON under benchmarks/results")
     args, extra = parser.parse_known_args()
     path = measure.RESULTS / f"{args.name}.json"
     rows = json.loads(path.read_text())["runs"] if path.exists() else []

@@ -1,4 +1,4 @@
-"""What `optimizers.py` trains: a model, its data and its held-out data, by name; and one run of it."""
+"""Define the tasks that `optimizers.py` trains: model, data, held-out data; and a single run."""
 
 import dataclasses
 import os
@@ -20,7 +20,7 @@ import muonjax
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model of a seed; batches (inputs, labels) of a seed and a step; the batch that is held out."""
+    """A model as a function of a seed; batches (inputs, labels) by seed and step; the held-out batch."""
 
     name: str
     model: Callable[[int], nnx.Module]
@@ -86,12 +86,12 @@ def bytes_of(name: str, text: text_data.Text, tiny: bool) -> Task:
 
 
 def documentation(tiny: bool) -> Task:
-    """The text of Python's documentation that Python carries with it."""
+    """The text of Python's documentation, from `pydoc_data`."""
     return bytes_of("documentation", text_data.Text(), tiny)
 
 
 def source(tiny: bool) -> Task:
-    """The standard library's own modules, one after the other by name; the last twentieth is held out."""
+    """The source of the standard library's modules in alphabetical order; the last 5 % are held out."""
     modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "source"
@@ -103,13 +103,13 @@ TASKS = {"digits": digits, "documentation": documentation, "source": source}
 
 
 class Run:
-    """One model, one optimizer: `step()` moves `params`, `measure()` looks at the held-out data."""
+    """One model and one optimizer: `step()` updates `params`, `measure()` evaluates the held-out data."""
 
     def __init__(self, task: Task, optimizer: Callable[..., optax.GradientTransformation], seed: int):
         model = task.model(seed)
         self.graph, state = nnx.split(model, nnx.Param)
         self.params = nnx.to_pure_dict(state)
-        # From the model, not its names alone: a kernel with one input channel could be a depthwise one.
+        # From the model, not only from names: a kernel with one input channel could be a depthwise one.
         numbers = nnx.to_pure_dict(muonjax.nnx.dimension_numbers(model))
         self.optimizer = optax.with_extra_args_support(optimizer(numbers, task.sites))
         self.opt_state = self.optimizer.init(self.params)
@@ -118,7 +118,7 @@ class Run:
         self._measure = jax.jit(self._measured)
 
     def _forward(self, params: Any, batch: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        """Mean loss; and accuracy, and the attention logits' maxima that the layers sowed."""
+        """Mean loss; and accuracy, and the largest attention logits that the layers recorded."""
         inputs, labels = batch
         model = nnx.merge(self.graph, nnx.State(params))
         logits, sown = nnx.capture(lambda model, x: model(x), nnx.Intermediate)(model, inputs)
@@ -136,7 +136,7 @@ class Run:
         return loss, accuracy
 
     def step(self) -> Any:
-        """The next step of the schedule."""
+        """Run the next step of the schedule."""
         batch = self.task.batch(self.seed, self.steps_done)
         self.params, self.opt_state = self._step(self.params, self.opt_state, batch)
         self.steps_done += 1

@@ -1,4 +1,4 @@
-"""The training benchmark: how it seeks rates, what it reads off its rows, and a tiny run of it."""
+"""The training benchmark: the search for rates, the summary of runs, and a tiny run."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def test_the_best_rate_is_the_first_seeds_and_the_mean_is_over_seeds():
     assert best["curve"] == [[1, pytest.approx(0.6)], [2, pytest.approx(0.3)]]
 
 
-def test_the_answers_are_read_off_the_rows():
+def test_the_answers_follow_from_the_rows():
     rows = [row("AdamW", 1.0, seed, 0.4) for seed in (0, 1)]
     rows += [row("balanced", 4.0, seed, 0.2) for seed in (0, 1)]
     rows += [row("fast", 4.0, 0, 0.3), row("MuonClip", 4.0, 0, 0.1), row("MuonClip", 4.0, 1, 0.25)]
@@ -72,7 +72,7 @@ def test_a_loss_that_comes_back_is_not_reached():
     assert training_answers._stays_below_from(curve, 0.05) is None
 
 
-def test_a_tiny_run_is_gone_on_with(tmp_path, monkeypatch):
+def test_a_tiny_run_is_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(training, "step_costs", lambda task, optimizers, rounds: [])
     arguments = ["--tiny", "--steps", "2", "--most", "1", "--picture", str(tmp_path / "training.png")]

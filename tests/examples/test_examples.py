@@ -1,4 +1,4 @@
-"""The examples as a person runs them: in a process of their own, tiny."""
+"""Run the examples as programs, at a tiny size."""
 
 import csv
 import hashlib
@@ -15,6 +15,8 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--sample", "0"]
 TINY += ["--steps", "12", "--checkpoint-every", "4", "--eval-every", "6", "--quiet"]
+# Below the first logits, so that QK-Clip acts.
+TINY += ["--threshold", "0.001"]
 
 
 def command(*arguments, script="train_transformer.py"):
@@ -42,9 +44,9 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A whole run, its folder and what it printed."""
+    """A whole run with its progress bar: the folder, and what it printed."""
     out = tmp_path_factory.mktemp("runs") / "finished"
-    return out, run(*TINY, "--out", out)
+    return out, run(*(flag for flag in TINY if flag != "--quiet"), "--out", out)
 
 
 def test_a_run_leaves_metrics_and_a_picture(finished):
@@ -56,6 +58,20 @@ def test_a_run_leaves_metrics_and_a_picture(finished):
     assert all(float(row["max_logit_0"]) for row in rows)
     assert (out / "metrics.png").read_bytes().startswith(b"\x89PNG")
     assert "held-out loss" in output
+    assert all(float(row["learning_rate"]) > 0 for row in rows)
+
+
+def test_the_clip_is_counted_and_the_bar_shows_no_value_that_is_not_there(finished):
+    out, output = finished
+    with (out / "metrics.csv").open() as file:
+        counts = [int(row["clipped_heads"]) for row in csv.DictReader(file)]
+    assert counts[0] == 2  # later some logits are negative, which the clip leaves alone
+    assert len(counts) == 12
+    bars = re.findall(r"/12 \[.*loss.*\]", output)
+    assert "held out" not in bars[0]
+    assert re.search(r"held out \d", bars[-1])
+    assert f"{counts[-1]} of 2 heads clipped" in bars[-1]
+    assert "nan" not in output
 
 
 def test_killed_and_resumed_ends_in_the_same_bits(finished, tmp_path):
@@ -78,10 +94,10 @@ def test_killed_and_resumed_ends_in_the_same_bits(finished, tmp_path):
 
 
 def test_killed_in_its_first_checkpoint_starts_again(finished, tmp_path):
-    """A temporary folder is no checkpoint: --resume says so, and --out may start over."""
+    """A temporary folder is not a checkpoint: --resume says so, and --out may start again."""
     out = tmp_path / "killed"
     (out / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
-    assert "holds no whole checkpoint" in run(*TINY, "--resume", out, fails=True)
+    assert "holds no complete checkpoint" in run(*TINY, "--resume", out, fails=True)
     assert parameters(run(*TINY, "--out", out)) == parameters(finished[1])
 
 
@@ -117,7 +133,7 @@ def test_a_damaged_checkpoint_is_refused_and_left_alone(finished, tmp_path, kind
 def test_another_run_and_no_run_are_refused(finished, tmp_path):
     before = contents(finished[0])
     assert "width: 16 there, 8 here" in run(*TINY, "--width", "8", "--resume", finished[0], fails=True)
-    assert "holds no whole checkpoint" in run(*TINY, "--resume", tmp_path, fails=True)
+    assert "holds no complete checkpoint" in run(*TINY, "--resume", tmp_path, fails=True)
     assert "holds a run already" in run(*TINY, "--out", finished[0], fails=True)
     assert contents(finished[0]) == before
 
@@ -157,7 +173,7 @@ def test_latent_attention_with_and_without_the_clip(tmp_path):
 
 
 @pytest.mark.nightly
-def test_latent_attention_blows_up_without_the_clip_and_trains_with_it(tmp_path):
+def test_latent_attention_diverges_without_the_clip_and_trains_with_it(tmp_path):
     """At the size that the page shows."""
     output = run("--out", tmp_path, script="mla_qk_clip.py")
     lines = re.findall(r"(Muon|MuonClip): last loss ([\d.]+), largest logit ([\d.]+)", output)

@@ -1,4 +1,4 @@
-"""The test-time-training example, tiny, as a person runs it."""
+"""Run the test-time-training example as a program, at a tiny size."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "test_time_training.py"
 TINY = ["--steps", "3", "--pairs", "4", "--chunk", "2", "--batch", "2", "--width", "8", "--heads", "2"]
-# Compiling is nearly all of the work: half of it is left out, and what is left is counted.
+# Nearly all of the time is compilation: XLA optimizes less here, and the compilations are counted.
 FLAGS = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 
