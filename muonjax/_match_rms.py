@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 import optax
 
-from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_views
+from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces, replace_pieces
 
 Rule = Literal["rms", "width", "spectral"]
 
@@ -65,8 +65,8 @@ def match_rms(
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        views = matrix_views(dimension_numbers, updates, call="match_rms")
-        scaled = [x if v is None else x * scale(v) for x, v in zip(leaves, views, strict=True)]
-        return jax.tree.unflatten(treedef, scaled), state
+        pieces = matrix_pieces(dimension_numbers, updates, call="match_rms")
+        scaled = [piece.take(leaves) * scale(piece.view) for piece in pieces]
+        return jax.tree.unflatten(treedef, replace_pieces(leaves, pieces, scaled)), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -1,5 +1,6 @@
-"""First step inside `orthogonalize`: a leaf is seen as a stack of matrices, leaf <-> [batch, m, n]."""
+"""View a leaf as a stack of matrices, leaf <-> [batch, m, n], by dimension numbers."""
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -26,13 +27,14 @@ class FusedDimensionNumbers(NamedTuple):
     """Several matrices side by side along one axis of a leaf: query, key and value in one (d, 3·d) kernel.
 
     Optax's `MuonDimensionNumbers` can group axes but not cut one. Here `axis`, one of the reduction or output
-    axes, is cut into `parts` consecutive pieces of equal size, and each piece is a matrix of its own.
+    axes, is cut into `parts` consecutive pieces, and each piece is a matrix of its own.
 
     Attributes:
-      reduction_axis: as in `MuonDimensionNumbers`.
-      output_axis: as in `MuonDimensionNumbers`.
-      parts: how many matrices, >= 1; must divide the size of `axis`.
-      axis: the axis that is cut; one of the two above.
+      reduction_axis: As in `MuonDimensionNumbers`.
+      output_axis: As in `MuonDimensionNumbers`.
+      parts: How many matrices of equal size, >= 1, which must divide the size of `axis`; or the sizes of the pieces,
+        which must sum to it: (32, 8, 8) for the queries, keys and values of 32 heads that share 8 key heads.
+      axis: The axis that is cut; one of the two above.
 
     Raises:
       ValueError: while tracing, if the parts do not fit a leaf; naming its shape.
@@ -48,7 +50,7 @@ class FusedDimensionNumbers(NamedTuple):
 
     reduction_axis: Sequence[int] | int = 0
     output_axis: Sequence[int] | int = 1
-    parts: int = 3
+    parts: int | tuple[int, ...] = 3
     axis: int = 1
 
 
@@ -113,12 +115,27 @@ def _axes(call: str, leaf: str, name: str, value: Any, shape: tuple[int, ...]) -
 
 
 def matrix_view(leaf: Any, numbers: DimensionNumbers, *, call: str, path: Any = ()) -> MatrixView:
-    """The view of a leaf (anything with shape and dtype) under `numbers`.
+    """The view of a leaf (anything with shape and dtype) under `numbers`, whose parts are equal.
 
     Args:
+      leaf: An array or its shape.
+      numbers: Its dimension numbers.
       call: Names the caller in errors.
       path: The leaf's key path, which errors name too.
     """
+    shape, reduction, output, cut, parts = _checked(leaf, numbers, call, path)
+    if isinstance(parts, tuple):
+        raise ValueError(
+            f"{call} takes no parts of unequal size, as {numbers} has for the leaf of shape {shape}; add a rule that "
+            "makes a matrix per head of it, or one matrix."
+        )
+    return _view(shape, reduction, output, cut, parts)
+
+
+def _checked(
+    leaf: Any, numbers: DimensionNumbers, call: str, path: Any
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int | None, int | tuple[int, ...]]:
+    """Shape, reduction axes, output axes, the axis that is cut and its parts, all checked."""
     shape = tuple(leaf.shape)
     named = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
     named = f"the leaf {named!r}" if named else "the leaf"
@@ -147,25 +164,100 @@ def matrix_view(leaf: Any, numbers: DimensionNumbers, *, call: str, path: Any = 
         raise ValueError(
             f"{call}: {named} of shape {shape} has an empty dimension, so there is nothing to update."
         )
-    cut, cut_shape = None, shape
+    cut, parts = None, 1
     if isinstance(numbers, FusedDimensionNumbers):
-        (cut,) = _axes(call, named, "axis", numbers.axis, shape)
-        if cut not in reduction + output or numbers.parts < 1 or shape[cut] % numbers.parts:
-            raise ValueError(
-                f"{call}: {numbers} can't cut {named} of shape {shape}: `axis` must be one of the reduction or "
-                "output axes, and `parts` must divide its size."
-            )
+        (cut,), parts = _axes(call, named, "axis", numbers.axis, shape), numbers.parts
+        if problem := check_parts(numbers, cut in reduction + output, shape[cut]):
+            raise ValueError(f"{call}: {numbers} can't cut {named} of shape {shape}: {problem}.")
+    return shape, reduction, output, cut, parts
+
+
+def check_parts(numbers: FusedDimensionNumbers, is_side: bool, size: int) -> str:
+    """What is wrong with the parts of an axis of `size`; "" if nothing is."""
+    parts = numbers.parts
+    if not is_side:
+        return "`axis` must be one of the reduction or output axes"
+    if isinstance(parts, tuple):
+        fits = all(part >= 1 for part in parts) and sum(parts) == size
+        return (
+            "" if fits else f"the sizes in `parts` must be positive and sum to {size}, the size of its axis"
+        )
+    return "" if parts >= 1 and size % parts == 0 else f"`parts` must divide {size}, the size of its axis"
+
+
+def _view(
+    shape: tuple[int, ...], reduction: tuple[int, ...], output: tuple[int, ...], cut: int | None, parts: int
+) -> MatrixView:
+    cut_shape = shape
+    if cut is not None:
         # (..., parts * size, ...) -> (..., parts, size, ...): the parts become a batch axis.
-        cut_shape = (*shape[:cut], numbers.parts, shape[cut] // numbers.parts, *shape[cut + 1 :])
+        cut_shape = (*shape[:cut], parts, shape[cut] // parts, *shape[cut + 1 :])
         reduction, output = (tuple(axis + (axis >= cut) for axis in axes) for axes in (reduction, output))
     batch = tuple(axis for axis in range(len(cut_shape)) if axis not in reduction + output)
     return MatrixView(shape, cut_shape, batch, reduction, output, cut)
 
 
+class Piece(NamedTuple):
+    """A leaf with its view, or one of the unequal parts that a leaf is cut into."""
+
+    leaf: int  # its index among the leaves
+    view: MatrixView
+    axis: int | None = None  # the axis that is cut; None: the piece is the leaf
+    start: int = 0
+
+    def take(self, leaves: Sequence[Any]) -> Any:
+        """The piece of its leaf; of a `jax.ShapeDtypeStruct`, its shape."""
+        x = leaves[self.leaf]
+        if self.axis is None:
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.view.leaf_shape, x.dtype)
+        return jax.lax.slice_in_dim(
+            x, self.start, self.start + self.view.leaf_shape[self.axis], axis=self.axis
+        )
+
+
+def matrix_pieces(
+    numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
+) -> list[Piece]:
+    """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order."""
+    entries = resolve_dimension_numbers(numbers, tree, call=call)
+    found = []
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for i, ((path, leaf), entry) in enumerate(zip(leaves, entries, strict=True)):
+        if entry is None:
+            continue
+        shape, reduction, output, cut, parts = _checked(leaf, entry, call, path)
+        if cut is None or isinstance(parts, int):
+            assert isinstance(parts, int)
+            found.append(Piece(i, _view(shape, reduction, output, cut, parts)))
+            continue
+        for part, start in zip(parts, itertools.accumulate(parts, initial=0), strict=False):
+            piece = (*shape[:cut], part, *shape[cut + 1 :])
+            found.append(Piece(i, _view(piece, reduction, output, None, 1), cut, start))
+    return found
+
+
+def replace_pieces(leaves: Sequence[Any], pieces: Sequence[Piece], results: Sequence[Any]) -> list[Any]:
+    """The leaves with the pieces' results in their places."""
+    parts: dict[int, list[Any]] = {}
+    for piece, result in zip(pieces, results, strict=True):
+        parts.setdefault(piece.leaf, []).append(result)
+    axes = {piece.leaf: piece.axis for piece in pieces}
+    return [
+        leaf
+        if i not in parts
+        else parts[i][0]
+        if axes[i] is None
+        else jax.numpy.concatenate(parts[i], axis=axes[i])
+        for i, leaf in enumerate(leaves)
+    ]
+
+
 def resolve_dimension_numbers(
     numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
 ) -> list[DimensionNumbers | None]:
-    """One entry a leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree, a function, or None.
+    """One entry per leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree, a function, or None.
 
     None for the whole of it means that every leaf is one plain matrix (fan_in, fan_out).
     """
@@ -186,7 +278,7 @@ def _is_entry(x: Any) -> bool:
 def matrix_views(
     numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
 ) -> list[MatrixView | None]:
-    """One view a leaf of `tree`, None where its numbers are None (taken as by `resolve_dimension_numbers`)."""
+    """One view per leaf of `tree`, None where its numbers are None; for those who take no parts of unequal size."""
     entries = resolve_dimension_numbers(numbers, tree, call=call)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from muonjax._batching import map_groups
-from muonjax._matrix_view import DimensionNumbersTree, matrix_views
+from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, replace_pieces
 from muonjax._mesh.distribution import Distribution
 from muonjax._mesh.sharded_map import find_mesh
 from muonjax._newton_schulz.iteration import NewtonSchulz
@@ -62,22 +62,20 @@ def orthogonalize(
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        found = matrix_views(dimension_numbers, updates, call="orthogonalize")
-        chosen, views = [i for i, v in enumerate(found) if v is not None], [v for v in found if v is not None]
-        on_mesh = find_mesh(distribution, updates, chosen, call="orthogonalize")
+        pieces = matrix_pieces(dimension_numbers, updates, call="orthogonalize")
+        views, inputs = [p.view for p in pieces], [p.take(leaves) for p in pieces]
+        on_mesh = find_mesh(distribution, updates, [p.leaf for p in pieces], call="orthogonalize")
         mesh = None if distribution is None else distribution.mesh
-        policy = policy_of(*(leaves[i] for i in chosen), mesh=mesh)
+        policy = policy_of(*(leaves[p.leaf] for p in pieces), mesh=mesh)
         polar = polar_function(settings, policy, adaptive=adaptive)
         if on_mesh is None:
-            matrices = [v.to_matrices(leaves[i]) for i, v in zip(chosen, views, strict=True)]
+            matrices = [v.to_matrices(x) for v, x in zip(views, inputs, strict=True)]
             matrices = map_groups(polar, matrices, policy)
             results = [v.to_leaf(y) for v, y in zip(views, matrices, strict=True)]
         else:
-            dtypes = [exchange_dtype(leaves[i], settings, policy) for i in chosen]
-            own = [leaves[i] for i in chosen]
-            results = on_mesh.map(polar, own, views, dtypes, policy, call="orthogonalize")
-        for i, y in zip(chosen, results, strict=True):
-            leaves[i] = y
+            dtypes = [exchange_dtype(x, settings, policy) for x in inputs]
+            results = on_mesh.map(polar, inputs, views, dtypes, policy, call="orthogonalize")
+        leaves = replace_pieces(leaves, pieces, results)
         return jax.tree.unflatten(treedef, leaves), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

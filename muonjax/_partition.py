@@ -1,12 +1,13 @@
 """Split the parameters between two optimizers, one for matrices and one for everything else, as routing says."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from muonjax._matrix_view import DimensionNumbersTree, matrix_view, resolve_dimension_numbers
+from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
 from muonjax._routing.dimension_numbers import dimension_numbers as route
 
 
@@ -30,7 +31,9 @@ def partition_by_route(
         return optax.partition({"muon": matrices(numbers), "adam": adam}, labels)
 
     def init(params: optax.Params):
-        return members(params).init(params)
+        tx = members(params)
+        _warn_without_matrices(dimension_numbers, params, call)
+        return tx.init(params)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
         tx = members(updates)
@@ -43,16 +46,25 @@ def partition_by_route(
 def _route(numbers: DimensionNumbersTree | None, tree: Any, call: str) -> tuple[Any, Any]:
     """Dimension numbers, and a function that returns the label "muon" or "adam", for every leaf of `tree`."""
     source = route if numbers is None else numbers
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    treedef = jax.tree.structure(tree)
     # Optax initializes with a placeholder that has no leaves when it looks for parameter-like state.
-    flat = resolve_dimension_numbers(source, tree, call=call) if leaves else []
-    for (path, leaf), entry in zip(leaves, flat, strict=True):
-        if entry is not None:
-            # Here and not in the chain only: momentum would turn an integer leaf into a float one.
-            matrix_view(leaf, entry, call=call, path=path)
+    flat = resolve_dimension_numbers(source, tree, call=call) if treedef.num_leaves else []
+    numbers = treedef.unflatten(flat)
+    # Here and not in the chain only: momentum would turn an integer leaf into a float one.
+    matrix_pieces(numbers, tree, call=call)
     labels = treedef.unflatten("adam" if n is None else "muon" for n in flat)
     # A function, for Optax would call a tree that is callable, as an Equinox module is.
-    return treedef.unflatten(flat), lambda _: labels
+    return numbers, lambda _: labels
+
+
+def _warn_without_matrices(numbers: DimensionNumbersTree | None, params: Any, call: str) -> None:
+    source = route if numbers is None else numbers
+    if jax.tree.leaves(params) and not any(resolve_dimension_numbers(source, params, call=call)):
+        warnings.warn(
+            f"{call}: none of the parameters is a matrix for Muon, so all of them train with the other optimizer; "
+            "muonjax.tabulate(params) says why.",
+            stacklevel=4,
+        )
 
 
 def _check_state(state: Any, expected: Any, call: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from muonjax._matrix_view import DimensionNumbersTree, matrix_views
+from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces
 from muonjax._mesh.assignment import MODES, Assignment
 from muonjax._mesh.distribution import Distribution
 from muonjax._mesh.sharded_map import find_mesh
@@ -126,16 +126,17 @@ def plan(
     distribution = _distribution_of(params) if distribution is None else distribution
     leaves = jax.tree.leaves(params)
     policy = policy_of(*leaves, mesh=distribution.mesh)
-    found = matrix_views(route if dimension_numbers is None else dimension_numbers, params, call="plan")
-    chosen, views = [i for i, v in enumerate(found) if v is not None], [v for v in found if v is not None]
-    dtypes = [exchange_dtype(leaves[i], settings, policy) for i in chosen]
+    pieces = matrix_pieces(route if dimension_numbers is None else dimension_numbers, params, call="plan")
+    chosen, views = [p.leaf for p in pieces], [p.view for p in pieces]
+    inputs = [p.take(leaves) for p in pieces]
+    dtypes = [exchange_dtype(x, settings, policy) for x in inputs]
 
     polar = polar_function(settings, policy)
 
     def in_mode(mode: Any) -> Assignment:
         on_mesh = find_mesh(dataclasses.replace(distribution, mode=mode), params, chosen, call="plan")
         assert on_mesh is not None  # a distribution was given
-        return on_mesh.assign(polar, [leaves[i] for i in chosen], views, dtypes)
+        return on_mesh.assign(polar, inputs, views, dtypes)
 
     return MeshPlan(
         dict(distribution.mesh.shape),

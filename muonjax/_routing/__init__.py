@@ -1,1 +1,1 @@
-"""Which parameters Muon takes, and as which matrices: decided from paths and shapes."""
+"""Which parameters Muon takes, and as which matrices: decided from paths, shapes and siblings."""

@@ -1,10 +1,11 @@
-"""Before the first step: what a parameter's path says that it is: a bias, an attention kernel, a convolution.
+"""Read what a parameter is from its path: a bias, an attention kernel, a convolution, an embedding.
 
-Names only. The shapes have their say in `_stacks` (which axes enumerate layers) and `_routing` (which axes
-make the matrix). The conventions read here are those of Flax's own layers, of MaxText and T5X, of Hugging
-Face's Flax models, of Gemma, of nanoGPT and of the common adapters.
+Names only; shapes are read in `stacked_layers`, `matrices` and `output_heads`. The conventions known here are those of
+Flax's own layers, MaxText, T5X, axlearn, Hugging Face, Gemma, Haiku, Equinox, Levanter, penzai, nanoGPT and the common
+adapters. A path is read in snake case, without numbers, and split at slashes and dots.
 """
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,22 +14,22 @@ from muonjax._matrix_view import MuonDimensionNumbers
 
 
 class Layout(NamedTuple):
-    """The matrices in one layer's parameter: every head folded into one matrix, or a matrix a head."""
+    """The matrices in one layer's parameter: every head folded into one matrix, or a matrix per head."""
 
     whole: Any  # MuonDimensionNumbers, or FusedDimensionNumbers
-    heads: MuonDimensionNumbers | None = None  # None: not an attention kernel, or its heads are folded away
+    heads: MuonDimensionNumbers | None = None  # None: no axis of heads
 
 
 class Role(NamedTuple):
     """What a parameter is in its layer.
 
     Attributes:
-      name: in words, as `tabulate` prints it.
-      muon: False for what never is a matrix of Muon's: biases, scales, embeddings, output heads.
-      ranks: the ranks that the parameter of one layer, not a stack of layers, may have; empty: unknown.
-      layouts: rank of one layer's parameter to its matrices.
-      parts: number of matrices fused along one axis, for query, key and value in one kernel.
-      kind: "projection" and "out" are the two sides of an attention; else "".
+      name: In words, as `tabulate` prints it.
+      muon: False for what is never a matrix for Muon: biases, scales, embeddings, output heads.
+      ranks: The ranks that the parameter of one layer, not a stack of layers, may have; empty: unknown.
+      layouts: Rank of one layer's parameter to its matrices, where nothing but the rank has to be known.
+      parts: Number of matrices fused along one axis, for query, key and value in one kernel.
+      kind: "query", "key", "value" or "out" in an attention; "" elsewhere.
     """
 
     name: str
@@ -39,58 +40,63 @@ class Role(NamedTuple):
     kind: str = ""
 
 
-def _dense(name: str) -> Role:
-    return Role(name, ranks=(2,), layouts={2: _MATRIX})
+_MATRIX = {2: Layout(MuonDimensionNumbers(0, 1))}
 
-
-_MATRIX = Layout(MuonDimensionNumbers(0, 1))
-_HEADS_OUT = Layout(MuonDimensionNumbers(0, (1, 2)), MuonDimensionNumbers(0, 2))  # [d, heads, head size]
-_HEADS_IN = Layout(MuonDimensionNumbers((0, 1), 2), MuonDimensionNumbers(1, 2))  # [heads, head size, d]
-
-QUERY = Role("attention query", True, (2, 3), {2: _MATRIX, 3: _HEADS_OUT}, kind="projection")
-KEY = QUERY._replace(name="attention key")
-VALUE = QUERY._replace(name="attention value")
-OUT = Role("attention output", True, (2, 3), {2: _MATRIX, 3: _HEADS_IN}, kind="out")
-EXPERTS = Role("experts", True, (2, 3), {2: _MATRIX, 3: Layout(MuonDimensionNumbers(1, 2))})
-CONVOLUTION = Role(
-    "convolution",
-    True,
-    (3, 4, 5),
-    {rank: Layout(MuonDimensionNumbers(tuple(range(rank - 1)), rank - 1)) for rank in (3, 4, 5)},
-)
-ADAPTER_CORE = CONVOLUTION._replace(name="adapter core")  # the Tucker form's [*window, rank, rank]
-DENSE = _dense("dense")
-ROUTER = _dense("router")
-ADAPTER = _dense("adapter factor")
+QUERY = Role("attention query", ranks=(2, 3), kind="query")
+KEY = Role("attention key", ranks=(2, 3), kind="key")
+VALUE = Role("attention value", ranks=(2, 3), kind="value")
+OUT = Role("attention output", ranks=(2, 3), kind="out")
+FUSED_QKV = Role("attention q, k, v", ranks=(2, 3, 4), parts=3)
+FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2)
+MLA_UP = Role("attention key, value", ranks=(2, 3))  # the upper half of MLA's keys and values
 INTERLEAVED = Role("query, key and value, interleaved by head")
+GATE_UP = Role("gate and up", ranks=(2, 3, 4), parts=2)
+EXPERTS = Role("experts", ranks=(2, 3), layouts={**_MATRIX, 3: Layout(MuonDimensionNumbers(1, 2))})
+CONVOLUTION = Role("convolution", ranks=(2, 3, 4, 5))
+ADAPTER_CORE = Role("adapter core", ranks=(3, 4, 5))  # the Tucker form's [*window, rank, rank]
+ADAPTER = Role("adapter factor", ranks=(2,))
+DENSE = Role("dense", ranks=(2,))
+ATTENTION_GATE = Role("attention gate", ranks=(2, 3))
+ROUTER = Role("router", ranks=(2,))
 UNKNOWN = Role("matrix")
+
 BIAS = Role("bias", muon=False, ranks=(1,))
+SCALE = Role("scale", muon=False, ranks=(1,))
 EMBEDDING = Role("embedding", muon=False, ranks=(2,))
-STATE_SPACE = Role("state-space parameter", muon=False)
+PATCHES = Role("patch embedding", muon=False)
 HEAD = Role("output head", muon=False, ranks=(2,))
+STATE_SPACE = Role("state-space parameter", muon=False)
+POSITION = Role("position", muon=False)
+TOKENS = Role("learned tokens", muon=False)
 
+_WEIGHT = r"(?:kernel|w|weights?|weight_(?:v|ih|hh))"
+_VECTOR = r"(?:bias|biases|b|offset|beta)"
+_EMBED = r"(?:\w+_)?(?:embed\w*|emb|wte|wpe)"
 
-def fused(name: str, parts: int) -> Role:
-    """A kernel that holds `parts` matrices of equal size side by side."""
-    return Role(name, ranks=(2, 3, 4), parts=parts)
-
-
-# Matched against the whole of "module/leaf", in snake case without numbers: "layer_norm/scale". Below, a leaf
-# with a weight's name is known by its module, "query/kernel", and any other by its own, "attention/wq".
-_WEIGHT = r"(?:kernel|w|weight|weights)"
-
+# Matched against the whole of "module/leaf": "layer_norm/scale".
 _NOT_MUON = (
-    (BIAS, r".*/(bias|biases|b|beta|\w+_bias|bias_\w+|b_\w+)"),
-    (Role("scale", False, (0,)), r".*/hada_scale"),  # of an adapter: one number, unless stacked
-    (Role("scale", False, (1,)), r".*/(scale|gamma|gain|\w+_scale|\w+_gamma|\w*norm\w*)"),
-    (Role("scale", False, (1,)), r"(\w+_)?(\w*norm|ln)(_\w+)?/(weight|w|g)"),
+    (SCALE._replace(ranks=(0,)), r".*/hada_scale"),  # of an adapter: one number, unless stacked
+    (BIAS, rf".*/({_VECTOR}|\w+_bias|bias_\w+|b_\w+|bias_k|bias_v)"),
+    (SCALE, r".*/(scale|gamma|gain|\w+_scale|\w+_gamma|\w*norm\w*|(\w+_)?ln\d*(_\w+)?|rms\w*|weight_g)"),
+    (SCALE, r"(?!\w*_(linear|dense|proj\w*|fc\d?)/)(\w+_)?(\w*norm|ln|bn|gn|rms)\d*(_\w+)?/(weight|w|g)"),
+    (POSITION, rf"(\w+_)?pos_conv\w*/{_WEIGHT}"),
+    (PATCHES, rf"\w*patch_?(embed\w*|emb|proj\w*|ify|conv\w*|stem)\w*/{_WEIGHT}"),
+    (PATCHES._replace(name="input embedding"), r"((input_|token_)?(embed|embedding|embedder))/kernel"),
+    (EMBEDDING._replace(ranks=()), rf".*/({_EMBED}|table|\w+_embedding_\w+|\w+_bias_table)"),
     (EMBEDDING, r".*/embedding"),  # flax.linen.Embed and flax.nnx.Embed
-    (EMBEDDING._replace(ranks=()), r".*/((\w+_)?(embed|embeddings?|wte|wpe|table)|\w+_embedding_\w+)"),
-    (EMBEDDING._replace(ranks=()), rf"((\w+_)?embed\w*/(w|weights?|value|table)|(wte|wpe)/{_WEIGHT})"),
-    (Role("position", False), r".*/(pos|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?"),
-    (Role("learned tokens", False), r".*/(cls|(\w+_)?tokens?|latents?|registers?|queries|prompts?)"),
+    (EMBEDDING._replace(ranks=()), rf"({_EMBED}/(w|weights?|value|table)|(wte|wpe)/{_WEIGHT})"),
+    (EMBEDDING._replace(name="codebook", ranks=()), r".*/(code_?(vectors|book)\w*|centroids|prototypes)"),
+    (POSITION, r".*/(pos|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?"),
+    (
+        TOKENS,
+        r".*/(cls|probe|(\w+_)?tokens?|latents?|registers?|queries|prompts?|(\w+_)?(query|object)_tokens?)",
+    ),
+    (TOKENS, r"(\w+_)?(tokens?|prompts?)/(weight|value)"),
     (HEAD, rf"((\w+_)?heads?|classifier|readout|score|qa_outputs)/{_WEIGHT}"),
-    (HEAD, rf"((\w+_)?(logits|unembed|unembedding)(_\w+)?|vocab_proj\w*|to_logits)/{_WEIGHT}"),
+    (
+        HEAD,
+        rf"((?!pre_|router_)((\w+_)?logits?(_\w+)?|logit_?dense)|(\w+_)?(unembed|unembedding)|vocab_proj\w*)/{_WEIGHT}",
+    ),
     (HEAD, r".*/(lm_head|head|(\w+_)?unembed(ding)?|to_logits|logits)"),
     (STATE_SPACE, r".*/(\w+_log|a_param|d_skip|log_\w+|lambda\w*|dt|delta)"),
     (Role("time mixing", False), r".*/time_(decay|first|mix|faaaa|maa)\w*"),
@@ -99,51 +105,25 @@ _NOT_MUON = (
     (Role("depthwise convolution", False), rf"(\w+_)?(depthwise|dw_?conv|conv_?dw)\w*/{_WEIGHT}"),
 )
 
-_GEMMA = {
-    "q_einsum": Role(
-        "attention query",
-        True,
-        (3,),
-        {3: Layout(MuonDimensionNumbers(1, (0, 2)), MuonDimensionNumbers(1, 2))},
-    ),
-    "kv_einsum": Role(
-        "attention key, value",
-        True,
-        (4,),
-        {4: Layout(MuonDimensionNumbers(2, (1, 3)), MuonDimensionNumbers(2, 3))},
-    ),
-    "qkv_einsum": Role(
-        "attention q, k, v",
-        True,
-        (4,),
-        {4: Layout(MuonDimensionNumbers(2, (1, 3)), MuonDimensionNumbers(2, 3))},
-    ),
-    "attn_vec_einsum": Role("attention output", True, (3,), {3: _HEADS_IN}),
-    "gating_einsum": Role("gate and up", True, (3,), {3: Layout(MuonDimensionNumbers(1, 2))}),
-}
-
-_SIDE = r"(?:_b|_up|_proj|_projection|_dense|_linear)*"
+_SIDE = r"(?:_b|_up|_proj|_projection|_dense|_linear|_lin|_einsum|_layer|_net|_heads?)*"
+_BEFORE = r"(?:w_?|to_|linear_|fc_|proj_|c_)?"
 _PROJECTIONS = (
-    (QUERY, rf"(w_?|to_)?(q|query|queries){_SIDE}"),
-    (KEY, rf"(w_?|to_)?(k|key|keys){_SIDE}"),
-    (VALUE, rf"(w_?|to_)?(v|value|values){_SIDE}"),
-    (KEY._replace(name="attention key, value"), r"w?kv_(b|up)(_proj)?"),  # the upper half of MLA
-    (fused("attention q, k, v", 3), rf"((w_?|to_)?qkv{_SIDE}|c_attn)"),
-    (fused("attention key, value", 2), rf"(w_?|to_)?kv{_SIDE}"),
+    (QUERY, rf"{_BEFORE}(q|query|queries){_SIDE}"),
+    (KEY, rf"{_BEFORE}(k|key|keys){_SIDE}"),
+    (VALUE, rf"{_BEFORE}(v|value|values){_SIDE}"),
+    (MLA_UP, r"w?kv_(b|up)(_proj)?"),
+    (FUSED_QKV, rf"({_BEFORE}qkv{_SIDE}|c_attn)"),
+    (FUSED_KV, rf"{_BEFORE}kv{_SIDE}"),
     (INTERLEAVED, r"query_key_value"),
 )
-_OUT = rf"(w_?|to_|attn_|c_)?(o|out|output|proj){_SIDE}"
+_OUT = rf"(w_?|to_|attn_|c_|linear_|fc_)?(o|out|output|proj){_SIDE}|attn_vec_einsum"
 
 _ADAPTER = r"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
 _ADAPTER_CORE = r"hada_t[12]"
-_OTHERS = (
-    (fused("gate and up", 2), r"(gate_up|up_gate|gate_and_up)(_proj)?|wi_fused"),
-    (CONVOLUTION, r"\w*conv\w*"),
-    (
-        DENSE,
-        r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin|fc\d?|proj|projection|mlp|ffn?|ffw|up|down|gate|router"
-        r"|intermediate|hidden|out|output|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?",
-    ),
+_GATE_UP = r"(gate_up|up_gate|gate_and_up)(_proj)?|wi_fused|gating_einsum"
+_DENSE = (
+    r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin\d?|fc\d?|proj|projection|mlp|ffn?|ffw|up|down|gate|router"
+    r"|intermediate|hidden|out|output|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?"
 )
 _RAW_EXPERTS = r"wi|wo|w[123]|(wi|w)_(in|out|up|down|gate)|(up|down|gate)_proj"
 
@@ -154,10 +134,28 @@ def roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
     >>> [role.name for role in roles([("Dense_0", "kernel"), ("Dense_0", "bias"), ("ln_f", "scale")])]
     ['dense', 'bias', 'scale']
     """
-    attentions = {scope for scope, name in map(unit, paths) if _projection(name)}
-    return [_role(path, attentions) for path in paths]
+    attentions = {scope for scope, name in map(unit, paths) if (_projection(name) or VALUE) is not VALUE}
+    attentions |= set(map(attention_scope, attentions))
+    weights = {words(path) for path in paths}
+    return [_role(path, attentions, weights) for path in paths]
 
 
+@functools.cache
+def words(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of a path, split at slashes and dots, without the index of an array container at its end.
+
+    >>> words(("mlp/~/linear_0", "w")), words(("key.weights",)), words(("ffn", "w", "0"))
+    (('mlp', '~', 'linear_0', 'w'), ('key', 'weights'), ('ffn', 'w'))
+    """
+    found = [word for name in path for word in re.split(r"[/.]", name) if word]
+    while len(found) > 1 and re.fullmatch(r"\d+|array|value|raw_value", found[-1]):
+        if not re.fullmatch(rf"{_WEIGHT}|{_VECTOR}|scale", _snake(found[-2])):
+            break
+        found.pop()
+    return tuple(found)
+
+
+@functools.cache
 def unit(path: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
     """The layer that a leaf belongs to: its scope, and its name in snake case without a number.
 
@@ -166,36 +164,71 @@ def unit(path: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
     >>> unit(("mlp", "experts", "wi_0"))
     (('mlp', 'experts'), 'wi')
     """
+    path = words(path)
     named = [(i, name) for i, name in enumerate(map(_snake, path)) if name]
     if not named:
         return (), ""
-    is_weight = re.fullmatch(_WEIGHT + "|bias|b", named[-1][1]) and len(named) > 1
+    is_weight = re.fullmatch(f"{_WEIGHT}|{_VECTOR}", named[-1][1]) and len(named) > 1
     index, name = named[-2] if is_weight else named[-1]
-    return path[:index], name
+    return path[:index], re.sub(r"(?<=\w)_(w|weights?|kernel)$", "", name)
 
 
+@functools.cache
 def module(path: tuple[str, ...]) -> tuple[str, ...]:
     """The path of the module whose kernel or bias this is; a bare array is its own.
 
     >>> module(("Dense_0", "bias")) == module(("Dense_0", "kernel")) != module(("Dense_1", "kernel"))
     True
+    >>> module(("attention", "output_w")) == module(("attention", "output_b"))
+    True
     """
-    return path[:-1] if path and re.fullmatch(_WEIGHT + "|bias|b", _snake(path[-1])) else path
+    path = words(path)
+    if not path:
+        return path
+    if re.fullmatch(f"{_WEIGHT}|{_VECTOR}|scale", _snake(path[-1])):
+        return path[:-1]
+    return (*path[:-1], re.sub(rf"_({_WEIGHT}|bias|b)$", "", path[-1]))
 
 
+@functools.cache
+def attention_scope(scope: tuple[str, ...]) -> tuple[str, ...]:
+    """The attention module around a scope: up to the last name with "attn" or "attention"; else the scope itself."""
+    for end in range(len(scope), 0, -1):
+        if re.search(r"att(n|ention)", _snake(scope[end - 1])):
+            return scope[:end]
+    return scope
+
+
+@functools.cache
 def is_head_scope(path: tuple[str, ...]) -> bool:
-    """Whether a module on the way is an output head, though the leaf's own name does not say so."""
-    return any(re.fullmatch(r"(\w+_)?heads?|cls|predictions|classifier|decoder", _snake(n)) for n in path)
+    """Whether a module around the leaf is an output head, though the leaf's own name does not say so."""
+    return any(
+        re.fullmatch(r"(\w+_)?heads?|cls|predictions|classifier|decoder|\w*classifier", _snake(n))
+        for n in words(path)
+    )
+
+
+@functools.cache
+def is_head_module(path: tuple[str, ...]) -> bool:
+    """Whether a module around the leaf is named for a head; `decoder`, which is BERT's head too, does not count."""
+    return any(re.fullmatch(r"(\w+_)?heads?|cls|predictions|\w*classifier", _snake(n)) for n in words(path))
 
 
 def is_position(path: tuple[str, ...]) -> bool:
     """Whether an embedding counts positions or token types, not a vocabulary."""
     return any(
-        re.search(r"(^|_)(pos|position\w*|rel|relative|wpe|type|time\w*)(_|$)", _snake(n)) for n in path[-2:]
+        re.search(r"(^|_)(pos|position\w*|rel|relative|wpe|type|time\w*)(_|$)", _snake(n))
+        for n in words(path)[-2:]
     )
 
 
-def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]]) -> Role:
+def is_under_embedding(path: tuple[str, ...]) -> bool:
+    """Whether one of the three modules around the leaf is named for an embedding or for patches."""
+    return any(re.search(r"embed|patch", _snake(n)) for n in words(path)[-4:-1])
+
+
+def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[tuple[str, ...]]) -> Role:
+    path = words(path)
     names = [name for name in map(_snake, path) if name] or [""]
     scope, name = unit(path)
     last_two = "/".join(names[-2:] if len(names) > 1 else ["", names[0]])
@@ -205,46 +238,54 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]]) -> Role:
         return ADAPTER_CORE
     if path[-1:] in (("A",), ("D",)):
         return STATE_SPACE
+    if path and path[-1].endswith("_b") and (*path[:-1], path[-1][:-1] + "w") in leaves:
+        return _bias(path, unit((*path[:-1], path[-1][:-1] + "w"))[1], attentions)
     for role, pattern in _NOT_MUON:
         if re.fullmatch(pattern, last_two):
-            if role is BIAS and (projection := _projection(name)):
-                return role._replace(ranks=(1, 2) if projection.parts == 1 else (1, 2, 3))
-            if role is BIAS and _weight_role(path, name, scope, attentions) is UNKNOWN:
-                return role._replace(ranks=(1, 2, 3))  # DenseGeneral's may have the rank of its output
-            return role
+            return _bias(path, name, attentions) if role is BIAS else role
     return _weight_role(path, name, scope, attentions)
+
+
+def _bias(path: tuple[str, ...], name: str, attentions: set[tuple[str, ...]]) -> Role:
+    if projection := _projection(name):
+        return BIAS._replace(ranks=(1, 2) if projection.parts == 1 else (1, 2, 3))
+    if _weight_role(path, name, unit(path)[0], attentions) in (UNKNOWN, ATTENTION_GATE):
+        return BIAS._replace(ranks=(1, 2, 3))  # DenseGeneral's may have the rank of its output
+    return BIAS
 
 
 def _weight_role(
     path: tuple[str, ...], name: str, scope: tuple[str, ...], attentions: set[tuple[str, ...]]
 ) -> Role:
-    if name in _GEMMA:
-        return _GEMMA[name]
+    last = _snake(path[-1]) if path else ""  # the tree may be one array
     if projection := _projection(name):
         return projection
     is_attention = scope in attentions or bool(scope and re.search(r"att(n|ention)", _snake(scope[-1])))
     if is_attention and re.fullmatch(_OUT, name):
         return OUT
     if is_attention and name == "in_proj":
-        return fused("attention q, k, v", 3)
-    for role, pattern in _OTHERS[:2]:
-        if re.fullmatch(pattern, name):
-            return role
-    last = _snake(path[-1]) if path else ""  # the tree may be one array
-    if name != last and re.fullmatch(r"(\w+_)?(router|gate|gating)", name):
+        return FUSED_QKV
+    if is_attention and re.fullmatch(r"(gate|gating)(_proj)?", name):
+        return ATTENTION_GATE
+    if re.fullmatch(_GATE_UP, name):
+        return GATE_UP
+    if re.fullmatch(r"\w*conv\w*", name):
+        return CONVOLUTION
+    if name != last and re.fullmatch(r"(\w+_)?(router|gate|gating)(_logits)?", name):
         return ROUTER
     if any(re.search(r"(^|_)(experts?|moe)(_|$)", _snake(n)) for n in path):
         return EXPERTS
     if name == last and re.fullmatch(_RAW_EXPERTS, name):
         return EXPERTS  # a bare array, not a Dense: experts when it has three axes
-    return DENSE if re.fullmatch(_OTHERS[2][1], name) else UNKNOWN
+    return DENSE if re.fullmatch(_DENSE, name) else UNKNOWN
 
 
 def _projection(name: str) -> Role | None:
     return next((role for role, pattern in _PROJECTIONS if re.fullmatch(pattern, name)), None)
 
 
+@functools.cache
 def _snake(name: str) -> str:
     """`LayerNorm_0` to `layer_norm`; a bare number to nothing."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-    return re.sub(r"(_\d+)+$|^\d+$", "", words).strip("_")
+    underscored = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    return re.sub(r"(_\d+)+$|^\d+$", "", underscored).strip("_")

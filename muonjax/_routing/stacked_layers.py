@@ -8,29 +8,10 @@ agree.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from muonjax._routing.roles import Role, module, unit
-
-
-class Parameter(NamedTuple):
-    """A leaf as one layer sees it.
-
-    Attributes:
-      path: names from the root.
-      role: what it is in its layer.
-      shape: its shape in one layer.
-      axes: for each axis of `shape`, where it lies in the leaf itself.
-      leaf_shape: its shape as it is stored.
-      stacked: True where more axes enumerate layers, but which ones can't be told.
-    """
-
-    path: tuple[str, ...]
-    role: Role
-    shape: tuple[int, ...]
-    axes: tuple[int, ...]
-    leaf_shape: tuple[int, ...]
-    stacked: bool | None = None
+from muonjax._routing.matrices import is_einsum
+from muonjax._routing.roles import ADAPTER, unit
+from muonjax._routing.siblings import FLAX, Parameter, Siblings, arrangements, is_outputs_first, is_window
 
 
 def unstack(parameters: Sequence[Parameter], scan_axis: int | None = None) -> list[Parameter]:
@@ -54,42 +35,76 @@ def unstack(parameters: Sequence[Parameter], scan_axis: int | None = None) -> li
         following = [peeled[p.path] for p in current]
         if following == current:
             return current
+        if scan_axis is not None:
+            _check_scan_axis(scan_axis, current, following)
         current = following
+
+
+def _check_scan_axis(scan_axis: int, before: Sequence[Parameter], after: Sequence[Parameter]) -> None:
+    """A stack has as many layers in one parameter as in the next one beside it."""
+    counts: dict[tuple[str, ...], tuple[int, Parameter]] = {}
+    for p, q in zip(before, after, strict=True):
+        if len(q.shape) == len(p.shape):
+            continue
+        count = math.prod(p.shape) // max(1, math.prod(q.shape))
+        first, other = counts.setdefault(unit(p.path)[0], (count, p))
+        if first != count:
+            raise ValueError(
+                f"dimension_numbers(scan_axis={scan_axis}) would make {first} layers of {'/'.join(other.path)!r} "
+                f"{other.leaf_shape} and {count} of {'/'.join(p.path)!r} {p.leaf_shape} beside it. Leave scan_axis "
+                "out, or give the axis that nn.scan or nnx.vmap stacks on."
+            )
 
 
 def _verdicts(parameters: Sequence[Parameter]) -> list[bool | None]:
     """For each leaf: True, it is a stack; False, it is one layer's; None, it can't tell by itself."""
-    biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
-    attentions: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}
-    for p in parameters:
-        if p.role.kind:
-            attentions.setdefault(unit(p.path)[0], {})[p.role.name] = p.shape
+    siblings = Siblings(parameters)
+    return [_verdict(p, siblings) for p in parameters]
 
-    def verdict(p: Parameter) -> bool | None:
-        ranks, rank = p.role.ranks, len(p.shape)
-        bias = biases.get(module(p.path)) if p.role.muon else None
-        if ranks and rank > max(ranks):
-            return True
-        if ranks and rank == min(ranks):
-            return False
-        if bias and rank > len(bias) > 1 and p.shape[-len(bias) :] != bias:
-            return True
-        if p.role.kind and rank == 3:
-            agree = _heads_agree(attentions[unit(p.path)[0]])
-            return None if agree is None else not agree
+
+def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
+    role, rank, ranks = p.role, len(p.shape), p.role.ranks
+    bias = siblings.bias(p)
+    if not role.muon and ranks and rank > min(ranks) == 1 and sum(size > 1 for size in p.shape) <= 1:
+        return None  # a norm's scale stored as (1, 1, 1, 64), or a stack of one
+    if bias and len(bias) == 1 and rank > 1 and bias[0] in p.shape:
+        return False  # a stack's bias has an axis of layers too
+    if role is ADAPTER:
+        return _is_stacked_factor(p, siblings)
+    if role.kind and rank == 3 and (agrees := _heads_agree(p, siblings)) is not None:
+        return not agrees
+    if role.kind and rank == 4:
+        rank_of = {kind: len(shape) for kind, shape in siblings.attention(p).items()}
+        if rank_of.get("key") == 3 and role.kind in ("query", "out"):
+            return None  # queries grouped by key head
+    if not role.kind and role.muon and rank > 3 and (is_window(p.shape) or is_outputs_first(p, siblings)):
         return None
+    if bias and rank > len(bias) > 1 and p.shape[-len(bias) :] != bias:
+        return True
+    if ranks and rank > max(ranks):
+        return True
+    if ranks and rank == min(ranks):
+        return False
+    return None
 
-    return [verdict(p) for p in parameters]
 
-
-def _heads_agree(attention: dict[str, tuple[int, ...]]) -> bool | None:
+def _heads_agree(p: Parameter, siblings: Siblings) -> bool | None:
     """Whether (d, heads, size) and (heads, size, d) fit together; None where one side is missing or flat."""
-    query, out = attention.get("attention query", ()), attention.get("attention output", ())
-    value = attention.get("attention value", ())
-    if not len(query) == len(out) == 3:
+    shapes = siblings.attention(p)
+    if not len(shapes.get("query", ())) == len(shapes.get("out", ())) == 3:
         return None
-    # A value's heads may be of another size than the query's, and fewer.
-    return out[0] == query[1] and (len(value) != 3 or out[1] == value[2])
+    found = arrangements(shapes, einsum=is_einsum(p))
+    if found and found[0] != FLAX and not is_einsum(p):
+        return None  # (layers, d, heads·size) looks like (heads, d, size)
+    return bool(found)
+
+
+def _is_stacked_factor(p: Parameter, siblings: Siblings) -> bool | None:
+    """An adapter's factors [*in, rank] and [rank, *out] share the rank; in a stack both have one axis more."""
+    partners = [q.shape for q in siblings.partners(p) if q.role is ADAPTER]
+    if len(p.shape) == 2:
+        return False
+    return all(len(shape) > 2 for shape in partners)
 
 
 def _peel(parameters: Sequence[Parameter], depth: int, scan_axis: int | None) -> list[Parameter]:
@@ -139,27 +154,27 @@ def _peel_together(
     # Square layers fit in more than one way; there are fewer layers than features.
     best = sorted(fits.values(), key=lambda fit: fit[0])
     count, layer = best[0]
-    if len(best) > 1 and count == best[1][0]:
+    if len(best) > 1 and count == best[1][0] and any(p.role.muon for p in parameters):
         p = max(parameters, key=lambda p: len(p.shape))
         raise ValueError(
             "dimension_numbers(params) finds stacked layers, but not their axis: several "
             f"of size {count} fit {'/'.join(p.path)!r} of shape {p.leaf_shape} and its neighbours; "
-            "give scan_axis=0 (or another axis), or rules."
+            "say with scan_axis on which axis nn.scan or nnx.vmap stacks them, or add rules."
         )
     return layer, scan_axis is not None or all(count <= math.prod(p.shape) for p in layer if p.shape)
 
 
 def _is_layer(parameters: Sequence[Parameter]) -> bool:
     """Whether these could be the parameters of one layer: biases and heads fit."""
-    biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
-    attentions: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}
+    siblings = Siblings(parameters)
     for p in parameters:
-        bias = biases.get(module(p.path)) if p.role.muon else None
-        if bias and bias not in (p.shape[-len(bias) :], p.shape[:-2] + p.shape[-1:]):
+        bias = siblings.bias(p) if p.role.muon else None
+        fitting = (p.shape[-len(bias) :], p.shape[:-2] + p.shape[-1:]) if bias else ()
+        if bias and bias not in fitting and not (len(bias) == 1 and bias[0] in p.shape):
             return False
-        if p.role.kind:
-            attentions.setdefault(unit(p.path)[0], {})[p.role.name] = p.shape
-    return all(_heads_agree(attention) is not False for attention in attentions.values())
+        if p.role.kind and len(p.shape) == 3 and _heads_agree(p, siblings) is False:
+            return False
+    return True
 
 
 def _without(p: Parameter, i: int) -> Parameter:

@@ -1,4 +1,4 @@
-"""Beside the way: what goes where, one line a leaf, for a person to read before a long run."""
+"""Print which optimizer takes each leaf, as which matrices and why: one line per leaf."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
-from muonjax._routing.dimension_numbers import Route, matrix_shape, routes
+from muonjax._routing.dimension_numbers import Route, matrix_shapes, routes
 from muonjax._trees import broadcast_prefix, dtype_of, flatten_with_names, is_masked, tree_of
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
@@ -99,8 +99,10 @@ def _row(route: Route) -> tuple[str, ...]:
     shape = "×".join(map(str, route.shape)) or "scalar"
     if route.numbers is None:
         return route.path, shape, str(route.dtype), "Adam", "", route.why
-    count, m, n = matrix_shape(route.shape, route.numbers)
-    matrices = f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}"
+    matrices = " + ".join(
+        f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}"
+        for count, m, n in matrix_shapes(route.shape, route.numbers)
+    )
     return route.path, shape, str(route.dtype), "Muon", matrices, route.why
 
 
@@ -111,7 +113,10 @@ def _totals(found: list[Route]) -> list[str]:
         mine = [route for route in found if (route.numbers is not None) == (optimizer == "Muon")]
         size = sum(math.prod(route.shape) for route in mine)
         matrices = sum(
-            matrix_shape(route.shape, route.numbers)[0] for route in mine if route.numbers is not None
+            count
+            for route in mine
+            if route.numbers is not None
+            for count, _, _ in matrix_shapes(route.shape, route.numbers)
         )
         leaves = f"{len(mine)} " + ("leaf" if len(mine) == 1 else "leaves")
         held = (

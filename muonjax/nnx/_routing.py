@@ -5,8 +5,7 @@ from typing import Any, Literal
 from flax import nnx
 
 from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
-from muonjax._routing.dimension_numbers import Rules
-from muonjax._routing.dimension_numbers import dimension_numbers as _routing_of_names
+from muonjax._routing.dimension_numbers import Rules, numbers_tree, routes
 from muonjax._routing.roles import BIAS, DENSE, EMBEDDING, Layout, Role
 
 
@@ -46,14 +45,14 @@ def dimension_numbers(
       MuonDimensionNumbers(reduction_axis=1, output_axis=(0, 2))
     """
     if not isinstance(params, nnx.Module):
-        return _routing_of_names(params, rules=rules, attention=attention, scan_axis=scan_axis)
+        return numbers_tree(*routes(params, rules=rules, attention=attention, scan_axis=scan_axis))
     known = {
         "/".join(map(str, (*path, leaf))): role
         for path, module in nnx.iter_modules(params)
         for leaf, role in _layer(module).items()
     }
     state = nnx.as_pure(nnx.state(params, nnx.Param))
-    return _routing_of_names(state, rules=rules, attention=attention, scan_axis=scan_axis, known=known)
+    return numbers_tree(*routes(state, rules=rules, attention=attention, scan_axis=scan_axis, known=known))
 
 
 def _layer(module: Any) -> dict[str, Role]:

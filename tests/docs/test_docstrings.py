@@ -34,7 +34,6 @@ OURS = {
     "muonjax.fused_qkv_site",
     "muonjax.linen.adopt",
     "muonjax.linen.attention_fn",
-    "muonjax.linen.dimension_numbers",
     "muonjax.linen.join_adapters",
     "muonjax.linen.load_lycoris",
     "muonjax.linen.merge",

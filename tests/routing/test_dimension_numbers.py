@@ -96,7 +96,7 @@ def test_a_matrix_a_head(scan_axis):
     count = H * (1 if scan_axis is None else LAYERS)
     found = matrices(model_params(scan_axis=scan_axis), attention="heads")
     assert found["layers/attention/query/kernel"] == (count, D, S)
-    assert found["layers/attention/out/kernel"] == (count, S, D)
+    assert found["layers/attention/out/kernel"] == (count // H, D, D)  # whole, as in practice
     assert found["layers/Dense_0/kernel"] == (count // H, D, MLP)
 
 
@@ -425,6 +425,7 @@ def test_names_of_other_libraries():
         ("dense/kernel", (1, D)),
         ("lora_magnitude", (6, D)),
         ("temperature", ()),
+        ("patch_embed/kernel", (D, MLP)),
         ("anything", (D,)),
     ],
 )
@@ -450,7 +451,6 @@ def test_never_to_muon(path, shape):
         "q_proj/lora_a",
         "x_lora/a",
         "x_lora/b",
-        "patch_embed/kernel",
         "adaln/norm1_linear/kernel",
         "MultiHead_0/wq",
         "lm_head/dense/kernel",
@@ -554,8 +554,8 @@ def test_a_rule_overrules_what_a_head_is():
         (("dense", MuonDimensionNumbers(0, 2)), ValueError, "'dense/kernel'.*distinct axes"),
         (("dense", MuonDimensionNumbers(0, -2)), ValueError, "'dense/kernel'.*distinct axes"),
         (("vector", MuonDimensionNumbers(0, 1)), ValueError, "'vector'.*rank two"),
-        (("dense", FusedDimensionNumbers(0, 1, 3, 1)), ValueError, "parts must divide"),
-        (("cube", FusedDimensionNumbers(0, 1, 2, 2)), ValueError, "parts must divide"),
+        (("dense", FusedDimensionNumbers(0, 1, 3, 1)), ValueError, "`parts` must divide"),
+        (("cube", FusedDimensionNumbers(0, 1, 2, 2)), ValueError, "`axis` must be one of"),
     ],
 )
 def test_bad_rules(rule, error, message):
@@ -575,8 +575,8 @@ def test_bad_rules(rule, error, message):
         ),
         ({"attn": {"query_key_value": dense(D, 3 * D)}}, {}, "interleaved"),
         ({"attn": {"c_attn": dense(D, 2 * D)}}, {}, "c_attn"),
-        ({"q_proj": dense(D, D)}, {"attention": "heads"}, "q_proj.*heads lie folded.*FusedDimensionNumbers"),
-        ({"attn": {"c_attn": dense(D, 3 * D)}}, {"attention": "heads"}, "c_attn.*heads lie folded"),
+        ({"q_proj": dense(D, D)}, {"attention": "heads"}, "q_proj.*heads are folded.*FusedDimensionNumbers"),
+        ({"attn": {"c_attn": dense(D, 3 * D)}}, {"attention": "heads"}, "c_attn.*heads are folded"),
         (
             {"query": {"kernel": leaf(D, 2, 3, S)}, "norm": {"scale": leaf(D)}},
             {},

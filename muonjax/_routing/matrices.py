@@ -1,0 +1,262 @@
+"""Decide which matrices one layer's parameter holds, from its role, its shape and its siblings.
+
+Where the role leaves several readings of a shape, the evidence is taken in this order: the bias (what has a bias is an
+output axis), the attention's other projections (they agree on d, heads and size), the partner of an adapter factor
+(they share the rank), what the rest of the tree stores first (`weight` as (out, in)), and last the shape alone (two
+axes are (in, out); equal small axes before larger ones are a window). Where none of them tells, there is no answer.
+"""
+
+import re
+
+from muonjax._matrix_view import DimensionNumbers, FusedDimensionNumbers, MuonDimensionNumbers
+from muonjax._routing.roles import (
+    ADAPTER,
+    ADAPTER_CORE,
+    CONVOLUTION,
+    FUSED_KV,
+    FUSED_QKV,
+    GATE_UP,
+    INTERLEAVED,
+    MLA_UP,
+    UNKNOWN,
+    words,
+)
+from muonjax._routing.siblings import (
+    Arrangement,
+    Parameter,
+    Shape,
+    Siblings,
+    arrangements,
+    is_outputs_first,
+    is_weight,
+    is_window,
+)
+
+
+def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
+    """The matrices in one layer's parameter, on that layer's axes; None where nothing tells."""
+    role, rank = p.role, len(p.shape)
+    if role is INTERLEAVED:
+        return None
+    if role is ADAPTER:
+        return _adapter(p, siblings)
+    if role is GATE_UP:
+        return _gate_up(p, siblings)
+    if role in (FUSED_QKV, FUSED_KV):
+        return _fused(p, siblings, attention)
+    if role.kind or role is MLA_UP:
+        return _attention(p, siblings, attention)
+    if layout := role.layouts.get(rank):
+        return layout.whole
+    if rank == 2:
+        return _dense(p, siblings)
+    return _kernel(p, siblings)
+
+
+def _dense(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers:
+    """(in, out), or (out, in) where the bias or the rest of the tree says so."""
+    bias = siblings.bias(p)
+    if bias and len(bias) == 1 and p.shape[0] != p.shape[1] and bias[0] in p.shape:
+        return MuonDimensionNumbers(1, 0) if bias[0] == p.shape[0] else MuonDimensionNumbers(0, 1)
+    return (
+        MuonDimensionNumbers(1, 0) if is_weight(p) and siblings.outputs_first else MuonDimensionNumbers(0, 1)
+    )
+
+
+def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
+    """The kernel of a convolution, of a DenseGeneral, or of an einsum with a bias."""
+    shape, rank, bias = p.shape, len(p.shape), siblings.bias(p)
+    convolution = p.role in (CONVOLUTION, ADAPTER_CORE)
+    last = MuonDimensionNumbers(tuple(range(rank - 1)), rank - 1)
+    transposed = MuonDimensionNumbers((*range(rank - 2), rank - 1), rank - 2)
+    outputs_first = MuonDimensionNumbers(tuple(range(1, rank)), 0)
+    trailing = is_outputs_first(p, siblings)
+    if bias and len(bias) == 1:
+        if trailing and shape[0] == bias[0]:
+            return outputs_first
+        if shape[-1] == bias[0]:
+            return last
+        if shape[-2] == bias[0]:
+            return transposed
+        return outputs_first if shape[0] == bias[0] else None
+    if bias and rank > len(bias) and shape[-len(bias) :] == bias:
+        inputs = tuple(range(rank - len(bias)))
+        return MuonDimensionNumbers(_one(inputs), tuple(range(rank - len(bias), rank)))
+    if bias and bias == (*shape[:-2], shape[-1]):  # a matrix per block
+        return MuonDimensionNumbers(rank - 2, rank - 1)
+    if trailing:
+        return outputs_first
+    return last if convolution or is_window(shape) else None
+
+
+def _attention(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
+    """Query, key, value [d, heads, size] and output [heads, size, d], in the order that the siblings agree on."""
+    if len(p.shape) == 2:
+        if attention == "heads" and p.role.kind != "out":
+            return _folded_heads(p, siblings)
+        return _dense(p, siblings)
+    if len(p.shape) != 3:
+        return _grouped_queries(p, siblings, attention)
+    if p.role is MLA_UP:
+        return MuonDimensionNumbers(0, (1, 2)) if attention == "whole" else MuonDimensionNumbers(0, 2)
+    found = arrangement(p, siblings)
+    if found is None:
+        return None
+    order = found.out if p.role.kind == "out" else found.projection
+    d, heads, size = map(order.index, "dhs")
+    both = tuple(sorted((heads, size)))
+    if p.role.kind == "out":  # whole in either case: its rows are all heads together
+        return MuonDimensionNumbers(both, d)
+    return MuonDimensionNumbers(d, both if attention == "whole" else size)
+
+
+def arrangement(p: Parameter, siblings: Siblings) -> Arrangement | None:
+    """Where d, heads and size are in the projections of this attention; None where the siblings do not tell."""
+    shapes = siblings.attention(p)
+    found = arrangements(shapes, einsum=is_einsum(p))
+    if not found:
+        return None
+    if p.role.kind == "out" and not any(len(s) == 3 for kind, s in shapes.items() if kind != "out"):
+        return found[0] if found[0].out == "hsd" else None
+    return found[0]
+
+
+def is_einsum(p: Parameter) -> bool:
+    """Whether a name says that the leaf is the weight of an einsum."""
+    return any("einsum" in name for name in words(p.path))
+
+
+def _folded_heads(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
+    """A matrix per head of a kernel [d, heads·size], where a norm of queries or keys tells the size."""
+    size, numbers = siblings.head_size(p), _dense(p, siblings)
+    (axis,) = _axes(numbers.output_axis)
+    if not size or p.shape[axis] % size:
+        return None
+    return FusedDimensionNumbers(*numbers, parts=p.shape[axis] // size, axis=axis)
+
+
+def _grouped_queries(p: Parameter, siblings: Siblings, attention: str) -> MuonDimensionNumbers | None:
+    """[d, key heads, queries of a key head, size], with keys [d, key heads, size] beside it."""
+    shapes = siblings.attention(p)
+    key = shapes.get("key", ())
+    if len(p.shape) != 4 or len(key) != 3:
+        return None
+    if p.role.kind == "out" and p.shape[:1] == key[1:2] and p.shape[3] == key[0]:
+        return MuonDimensionNumbers((0, 1, 2), 3)
+    if p.role.kind == "query" and (*p.shape[:2], p.shape[3]) == key:
+        return MuonDimensionNumbers(0, (1, 2, 3) if attention == "whole" else 3)
+    return None
+
+
+def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
+    """Query, key and value as [d, 3·d], its transpose, with an axis of three, or with unequal parts."""
+    shape, parts, out = p.shape, p.role.parts, siblings.attention(p).get("out", ())
+    batch = _parts_axis(p)
+    if len(shape) == 2:
+        return _fused_flat(p, siblings, out) if attention == "whole" else None
+    if len(shape) == 3 and batch is not None:
+        inner = [i for i in range(3) if i != batch]
+        return MuonDimensionNumbers(*inner) if attention == "whole" else None
+    if len(shape) == 3 and len(out) == 3 and parts == 3:
+        for found in arrangements({"out": out}):
+            d, heads, size = map(found.projection.index, "dhs")
+            queries = out[found.out.index("h")]
+            fits = shape[d] == out[found.out.index("d")] and shape[size] == out[found.out.index("s")]
+            if fits and shape[heads] > queries and (shape[heads] - queries) % 2 == 0:
+                if attention == "heads":
+                    return MuonDimensionNumbers(d, size)
+                keys = (shape[heads] - queries) // 2
+                return FusedDimensionNumbers(d, tuple(sorted((heads, size))), (queries, keys, keys), heads)
+    if len(shape) == 4 and batch is not None:
+        inner = [i for i in range(4) if i != batch]
+        kind = "query" if parts == 3 else "key"
+        shapes = {kind: tuple(shape[i] for i in inner)} | ({"out": out} if len(out) == 3 else {})
+        if query := siblings.attention(p).get("query"):
+            shapes["query"] = query
+        for found in arrangements(shapes, einsum=is_einsum(p)):
+            d, heads, size = (inner[found.projection.index(axis)] for axis in "dhs")
+            return MuonDimensionNumbers(d, tuple(sorted((heads, size))) if attention == "whole" else size)
+    return None
+
+
+def _parts_axis(p: Parameter) -> int | None:
+    """The axis that counts query, key and value, if there is one."""
+    found = [i for i, size in enumerate(p.shape[:-1]) if size == p.role.parts]
+    if len(found) > 1 and not is_einsum(p) and 1 in found and len(p.shape) == 3:
+        return 1
+    return found[0] if found else None
+
+
+def _fused_flat(p: Parameter, siblings: Siblings, out: Shape) -> FusedDimensionNumbers | None:
+    """Query, key and value, or key and value, side by side in one of two axes."""
+    bias, parts, (m, n) = siblings.bias(p), p.role.parts, p.shape
+    rows_first = bias != (m,) if bias and m != n else not (parts == 3 and m == 3 * n)
+    axis, total = (1, n) if rows_first else (0, m)
+    numbers = (0, 1) if rows_first else (1, 0)
+    if parts == 2:
+        return FusedDimensionNumbers(*numbers, 2, axis) if total % 2 == 0 else None
+    if total == 3 * p.shape[1 - axis]:
+        return FusedDimensionNumbers(*numbers, 3, axis)
+    queries = out[0] if len(out) == 2 else out[0] * out[1] if len(out) == 3 else 0
+    keys, odd = divmod(total - queries, 2)
+    if not queries or keys <= 0 or odd or keys > queries:
+        return None
+    return FusedDimensionNumbers(*numbers, 3 if keys == queries else (queries, keys, keys), axis)
+
+
+def _gate_up(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
+    """Gate and up side by side in the last axis, or on an axis of two."""
+    shape, rank = p.shape, len(p.shape)
+    if rank == 2:
+        numbers = _dense(p, siblings)
+        (axis,) = _axes(numbers.output_axis)
+        return FusedDimensionNumbers(*numbers, 2, axis) if shape[axis] % 2 == 0 else None
+    batch = next((i for i, size in enumerate(shape[:-1]) if size == 2), None)
+    if batch is not None and batch + 4 > rank:  # on an axis of two, below experts or not
+        inner = tuple(i for i in range(rank - 3, rank) if i != batch)
+        sides = tuple(shape[i] for i in inner)
+        down = [q.shape for q in siblings.beside(p) if q.role.muon and len(q.shape) == rank - 1]
+        if sides[0] != sides[1] and any(d[-2:] == sides for d in down):
+            inner = inner[::-1]  # stored as the down kernel is
+        return MuonDimensionNumbers(*inner)
+    if rank != 3:
+        return None
+    return FusedDimensionNumbers(1, 2, 2, 2) if shape[2] % 2 == 0 else None  # experts
+
+
+def _adapter(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
+    """A factor [*in, rank] or [rank, *out]; an axis of two in the second counts keys and values, or gate and up."""
+    rank = len(p.shape)
+    if rank == 2:
+        return MuonDimensionNumbers(0, 1)
+    if is_first_factor(p):
+        return MuonDimensionNumbers(tuple(range(rank - 1)), rank - 1)
+    pair = re.search(r"kv_einsum|gating_einsum", "/".join(words(p.path))) and p.shape[1] == 2
+    outputs = tuple(range(2 if pair else 1, rank))
+    return MuonDimensionNumbers(0, _one(outputs))
+
+
+def is_first_factor(p: Parameter) -> bool:
+    """Whether an adapter's factor is the one that sees the layer's input, [*in, rank]."""
+    return bool(re.search(r"(?:^|_)(?:a|down|w[12]_?a)(?:_[a-z]+)?$", words(p.path)[-1].lower()))
+
+
+def depthwise(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> bool:
+    """Whether a convolution has one input channel per output, or one in all."""
+    if p.role is CONVOLUTION and len(p.shape) == 2:  # (window, channels), as a temporal convolution has it
+        return min(p.shape) <= 8 and 8 * min(p.shape) <= max(p.shape)
+    if p.role.layouts or p.role not in (CONVOLUTION, UNKNOWN) or len(p.shape) < 3:
+        return False
+    rows = _axes(numbers.reduction_axis)
+    if len(rows) < 2:
+        return False
+    outputs_first = _axes(numbers.output_axis) == (0,)
+    return p.shape[rows[0] if outputs_first else rows[-1]] == 1
+
+
+def _axes(axes: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (axes,) if isinstance(axes, int) else tuple(axes)
+
+
+def _one(axes: tuple[int, ...]) -> tuple[int, ...] | int:
+    return axes[0] if len(axes) == 1 else axes

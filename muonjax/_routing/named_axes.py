@@ -1,0 +1,85 @@
+"""Read dimension numbers from the names of axes, as Haliax's and penzai's named arrays carry them.
+
+Neither library is imported: an array counts as named if it has `axes` with names and sizes, or `named_axes`.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from muonjax._matrix_view import DimensionNumbers, MuonDimensionNumbers
+from muonjax._routing.roles import Role, module, unit
+from muonjax._trees import is_masked, names
+
+_BATCH = r"\w*(layers?|blocks?|stack\w*|scan\w*|experts?|qkv|kv|gate_up)"
+_HEAD = r"\w*(head|q_per|group|projection)\w*"
+_HEAD_SIZE = r"(\w*_)?(head_?(size|dim)|projection)"
+_DOWN = r"(\w+_)?(down|wo|o|out|output|c_proj|fc2|w2|linear2)(_\w+)?"
+_TABLE = r"\w*(vocab|position|pos)\w*"
+
+
+def named_axes(params: Any) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Path of each leaf inside a named array to the names of its axes, in order, in lower case."""
+    found = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=lambda x: is_masked(x) or _names_of(x) is not None
+    ):
+        axes = None if is_masked(node) else _names_of(node)
+        if axes is not None:
+            for below, _ in jax.tree_util.tree_leaves_with_path(node):
+                found[names((*path, *below))] = axes
+    return found
+
+
+def _names_of(node: Any) -> tuple[str, ...] | None:
+    axes = getattr(node, "axes", None)
+    if hasattr(node, "array") and isinstance(axes, tuple) and all(hasattr(a, "name") for a in axes):
+        return tuple(a.name.lower() for a in axes)
+    named = getattr(node, "named_axes", None)
+    if isinstance(named, Mapping) and not getattr(node, "positional_shape", ()):
+        return tuple(str(name).lower() for name in named)
+    return None
+
+
+def by_axis_names(
+    path: tuple[str, ...],
+    role: Role,
+    axis_names: Mapping[tuple[str, ...], tuple[str, ...]],
+    shape: tuple[int, ...],
+    attention: str,
+) -> tuple[DimensionNumbers | None, str]:
+    """The matrices of a leaf whose axes have names."""
+    axes = axis_names[path]
+    batch = [i for i, name in enumerate(axes) if re.fullmatch(_BATCH, name)]
+    inner = [i for i in range(len(axes)) if i not in batch]
+    if not role.muon:
+        return None, role.name
+    if any(re.fullmatch(_TABLE, name) for name in axes):
+        return None, "embedding or output head: an axis of the vocabulary or of positions"
+    if len(inner) < 2:
+        return None, "vector" if inner else "scalar"
+    heads = [i for i in inner if re.fullmatch(_HEAD, axes[i])]
+    others = [i for i in inner if i not in heads]
+    if heads and others:
+        if role.kind == "out" or re.fullmatch(_DOWN, unit(path)[1]):
+            return _numbers(heads, others), f"{role.name}, by the names of its axes"
+        if attention == "heads":
+            heads = [i for i in heads if re.fullmatch(_HEAD_SIZE, axes[i])] or heads
+        return _numbers(others, heads), f"{role.name}, by the names of its axes"
+    bias = next((a for p, a in axis_names.items() if p != path and module(p) == module(path)), None)
+    outputs = [i for i in inner if bias and axes[i] in bias]
+    if not outputs or len(outputs) == len(inner):
+        embed = [i for i in inner if re.search(r"embed|hidden|model", axes[i])]
+        down = bool(re.fullmatch(_DOWN, unit(path)[1]))
+        outputs = embed if down and embed else [i for i in inner if i not in embed] or inner[-1:]
+    rows = [i for i in inner if i not in outputs]
+    if not rows:
+        rows, outputs = inner[:-1], inner[-1:]
+    del shape
+    return _numbers(rows, outputs), f"{role.name}, by the names of its axes"
+
+
+def _numbers(rows: list[int], columns: list[int]) -> MuonDimensionNumbers:
+    return MuonDimensionNumbers(*(axes[0] if len(axes) == 1 else tuple(axes) for axes in (rows, columns)))

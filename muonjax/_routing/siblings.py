@@ -1,0 +1,197 @@
+"""Read what neighbouring parameters tell of a leaf: its bias, its attention, the order of axes in its tree."""
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from muonjax._routing.roles import FUSED_KV, FUSED_QKV, Role, attention_scope, module, unit, words
+
+Shape = tuple[int, ...]
+
+_QK_NORM = re.compile(r"_?(q|k|query|key)_?(layer)?_?norm")
+
+
+class Parameter(NamedTuple):
+    """A leaf as one layer sees it.
+
+    Attributes:
+      path: Names from the root.
+      role: What it is in its layer.
+      shape: Its shape in one layer.
+      axes: For each axis of `shape`, which axis of the leaf it is.
+      leaf_shape: Its shape as it is stored.
+      stacked: True where more axes enumerate layers, but which ones can't be told.
+    """
+
+    path: tuple[str, ...]
+    role: Role
+    shape: Shape
+    axes: tuple[int, ...]
+    leaf_shape: Shape
+    stacked: bool | None = None
+
+
+class Siblings:
+    """What is known of a tree's parameters together.
+
+    Attributes:
+      biases: Module to the shape of its bias; (16,) for (16, 1, 1) beside a convolution's kernel.
+      attentions: Attention module to the shapes of its projections by kind, "query" to "out".
+      outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox store them.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]):
+        self.biases: dict[tuple[str, ...], Shape] = {
+            module(p.path): _squeezed(p.shape) for p in parameters if p.role.name == "bias"
+        }
+        self.attentions: dict[tuple[str, ...], dict[str, Shape]] = {}
+        self._modules: dict[tuple[str, ...], list[Parameter]] = {}
+        self._folders: dict[tuple[str, ...], list[Parameter]] = {}
+        self._head_sizes: dict[tuple[str, ...], int] = {}
+        for p in parameters:
+            scope = unit(p.path)[0]
+            *above, name = module(p.path) or ("",)
+            if p.role.name == "scale" and len(p.shape) == 1 and _QK_NORM.fullmatch(name.lower()):
+                self._head_sizes[tuple(above)] = p.shape[0]
+            self._modules.setdefault(scope, []).append(p)
+            self._folders.setdefault(words(p.path)[:-1], []).append(p)
+            if p.role.kind or p.role in (FUSED_QKV, FUSED_KV):
+                shapes = self.attentions.setdefault(attention_scope(scope), {})
+                shapes[p.role.kind or f"{p.role.parts} fused"] = p.shape
+        self.outputs_first = self._outputs_first(parameters)
+
+    def bias(self, p: Parameter) -> Shape | None:
+        """The shape of the bias beside a weight, on one layer's axes."""
+        return self.biases.get(module(p.path)) if p.role.muon or p.role.ranks else None
+
+    def attention(self, p: Parameter) -> dict[str, Shape]:
+        """The shapes of the attention that a projection belongs to."""
+        shapes = self.attentions.get(attention_scope(unit(p.path)[0]), {})
+        if "query" not in shapes and "3 fused" in shapes and len(shapes.get("out", ())) == 3:
+            return shapes | {"query": _query_in(shapes["3 fused"], shapes["out"])}
+        return shapes
+
+    def beside(self, p: Parameter) -> Iterable[Parameter]:
+        """Other parameters whose layer is in the same scope."""
+        return (q for q in self._modules.get(unit(p.path)[0], ()) if q.path != p.path)
+
+    def partners(self, p: Parameter) -> Iterable[Parameter]:
+        """The other parameters in the same dictionary: of an adapter's factor, the other factor."""
+        return (q for q in self._folders.get(words(p.path)[:-1], ()) if q.path != p.path)
+
+    def head_size(self, p: Parameter) -> int | None:
+        """The size of a head where a norm of queries or keys, one number for each of its features, tells it."""
+        return self._head_sizes.get(unit(p.path)[0])
+
+    def _outputs_first(self, parameters: Sequence[Parameter]) -> bool:
+        votes = 0
+        for p in parameters:
+            bias = self.biases.get(module(p.path))
+            if not p.role.muon or not is_weight(p) or len(p.shape) < 2:
+                continue
+            if bias and len(bias) == 1:
+                votes += (p.shape[0] == bias[0]) - (p.shape[-1] == bias[0])
+            elif len(p.shape) == 2 and re.search(
+                r"(^|_)(up|gate|fc1|w1|c_fc|wi|intermediate|linear1)(_|$)", unit(p.path)[1]
+            ):
+                votes += (p.shape[0] > p.shape[1]) - (p.shape[0] < p.shape[1])  # a hidden layer is wide
+        return votes > 0
+
+
+def is_weight(p: Parameter) -> bool:
+    """Whether the leaf is called `weight`, as PyTorch, Equinox and axlearn call what Flax calls `kernel`."""
+    path = words(p.path)
+    return bool(path) and path[-1].startswith("weight")
+
+
+def is_window(shape: Shape) -> bool:
+    """Whether the leading axes of [*window, in, out] look like a window: equal, small and before larger ones."""
+    window = shape[:-2]
+    return len(shape) in (4, 5) and window[-1] == window[-2] <= 32 and max(window) < shape[-1]
+
+
+def is_trailing_window(shape: Shape) -> bool:
+    """Whether the trailing axes of [out, in, *window] look like a window."""
+    window = shape[2:]
+    return len(shape) in (4, 5) and len(set(window)) == 1 and window[0] <= 16 and window[0] < shape[0]
+
+
+def is_outputs_first(p: Parameter, siblings: Siblings) -> bool:
+    """Whether a leaf called `weight` of three axes or more is a convolution's [out, in, *window]."""
+    likely = siblings.outputs_first or is_trailing_window(p.shape)
+    return is_weight(p) and len(p.shape) > 2 and likely and not is_window(p.shape)
+
+
+class Arrangement(NamedTuple):
+    """Where d, heads and size of a head are: in queries, keys and values, and in the output kernel."""
+
+    projection: str
+    out: str
+
+
+FLAX = Arrangement("dhs", "hsd")
+
+# Flax first; axlearn and simply; Gemma's einsums; outputs first.
+_ARRANGEMENTS = [
+    Arrangement(*pair) for pair in (("dhs", "hsd"), ("dhs", "dhs"), ("hds", "hsd"), ("hsd", "dhs"))
+]
+
+
+def arrangements(shapes: Mapping[str, Shape], *, einsum: bool = False) -> list[Arrangement]:
+    """The arrangements that all projections of an attention agree with, the likeliest first.
+
+    Args:
+      shapes: By kind, of one layer; only those with three axes are looked at.
+      einsum: Whether the names say that these are weights of einsums, [heads, d, size] in Gemma.
+    """
+    shapes = {kind: shape for kind, shape in shapes.items() if len(shape) == 3}
+    order = sorted(_ARRANGEMENTS, key=lambda a: a.projection != "hds") if einsum else _ARRANGEMENTS
+    scored = [(_agreement(shapes, a), a) for a in order]
+    return [a for score, a in sorted(scored, key=lambda pair: -pair[0]) if score >= 0]
+
+
+def _agreement(shapes: Mapping[str, Shape], arrangement: Arrangement) -> int:
+    """How many sizes agree that may differ in rare models; −1 where one differs that must agree."""
+
+    def read(kind: str) -> dict[str, int] | None:
+        order = arrangement.out if kind == "out" else arrangement.projection
+        return dict(zip(order, shapes[kind], strict=True)) if kind in shapes else None
+
+    query, key, value, out = map(read, ("query", "key", "value", "out"))
+    for kernel in (query, key, value, out):
+        if kernel and not (
+            kernel["s"] < kernel["d"] or kernel["h"] == 1 or kernel["s"] == kernel["d"] == kernel["h"]
+        ):
+            return -1
+        if kernel and kernel["h"] * kernel["s"] > 64 * kernel["d"]:
+            return -1
+    if query and out and query["h"] != out["h"]:
+        return -1
+    if value and out and value["s"] != out["s"]:
+        return -1
+    if query and key and query["h"] % key["h"]:
+        return -1
+    pairs = itertools.combinations([kernel for kernel in (query, key, value, out) if kernel], 2)
+    return sum((a["d"] == b["d"]) + (a["s"] == b["s"]) for a, b in pairs)
+
+
+def _query_in(fused: Shape, out: Shape) -> Shape:
+    """The shape of the query's part of a kernel that holds query, key and value; () where it can't be told."""
+    if len(fused) == 4 and 3 in fused[:-1]:
+        batch = fused.index(3)
+        return fused[:batch] + fused[batch + 1 :]
+    if len(fused) == 3:
+        for a in arrangements({"out": out}):
+            d, heads, size = (fused[a.projection.index(axis)] for axis in "dhs")
+            sizes = dict(zip(a.out, out, strict=True))
+            if (d, size) == (sizes["d"], sizes["s"]) and heads > sizes["h"]:
+                return tuple(sizes["h"] if axis == "h" else fused[i] for i, axis in enumerate(a.projection))
+    return ()
+
+
+def _squeezed(shape: Shape) -> Shape:
+    """(16, 1, 1) as (16,), a convolution's bias in PyTorch's order; (2, 1, 1, 64) as (2, 64)."""
+    if len(shape) > 2 or shape[1:] == (1,):
+        return tuple(size for size in shape if size > 1) or (1,)
+    return shape
