@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_views
+from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces, replace_pieces
 
 
 def hyperball(
@@ -53,10 +53,13 @@ def hyperball(
     rate = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
 
     def init(params: optax.Params) -> optax.OptState:
-        views = matrix_views(dimension_numbers, params, call="hyperball")
-        for (path, leaf), view in zip(jax.tree.leaves_with_path(params), views, strict=True):
+        paths, leaves = (
+            zip(*jax.tree.leaves_with_path(params), strict=True) if jax.tree.leaves(params) else ((), ())
+        )
+        for piece in matrix_pieces(dimension_numbers, params, call="hyperball"):
+            path, leaf, w = paths[piece.leaf], leaves[piece.leaf], piece.take(leaves)
             known = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-            if view is not None and known and not bool((_sums(leaf, leaf, view)[0] > 0).all()):
+            if known and not bool((_sums(w, w, piece.view)[0] > 0).all()):
                 raise ValueError(
                     f"hyperball: the leaf {jax.tree_util.keystr(path)} of shape {leaf.shape} has a matrix of zeros, "
                     "which has no sphere to stay on; start it from random numbers, or give it to another optimizer."
@@ -70,10 +73,10 @@ def hyperball(
         eta, state = rate.update(jnp.ones(()), state)
         leaves, treedef = jax.tree.flatten(updates)
         weights = treedef.flatten_up_to(params)
-        views = matrix_views(dimension_numbers, updates, call="hyperball")
-        for i, (u, w, view) in enumerate(zip(leaves, weights, views, strict=True)):
-            leaves[i] = -eta.astype(u.dtype) * u if view is None else _step(u, w, view, eta)
-        return treedef.unflatten(leaves), state
+        pieces = matrix_pieces(dimension_numbers, updates, call="hyperball")
+        steps = [_step(piece.take(leaves), piece.take(weights), piece.view, eta) for piece in pieces]
+        others = [-eta.astype(u.dtype) * u for u in leaves]  # of matrices, replaced
+        return treedef.unflatten(replace_pieces(others, pieces, steps)), state
 
     return optax.GradientTransformation(init, update)
 

@@ -273,15 +273,3 @@ def resolve_dimension_numbers(
 
 def _is_entry(x: Any) -> bool:
     return x is None or isinstance(x, (MuonDimensionNumbers, FusedDimensionNumbers, optax.MaskedNode))
-
-
-def matrix_views(
-    numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
-) -> list[MatrixView | None]:
-    """One view per leaf of `tree`, None where its numbers are None; for those who take no parts of unequal size."""
-    entries = resolve_dimension_numbers(numbers, tree, call=call)
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [
-        None if entry is None else matrix_view(leaf, entry, call=call, path=path)
-        for (path, leaf), entry in zip(leaves, entries, strict=True)
-    ]

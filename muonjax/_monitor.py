@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._linalg import dot, square_norm
-from muonjax._matrix_view import MatrixView, matrix_views
+from muonjax._matrix_view import MatrixView, matrix_pieces
 from muonjax._routing.dimension_numbers import dimension_numbers as route
 from muonjax._trees import flatten_with_names, names
 
@@ -106,9 +106,8 @@ def _members(groups: Groups | None, params: Any) -> dict[str, list[int]]:
     """Group to the indices of its leaves."""
     paths, _, _ = flatten_with_names(params)
     if groups is None:
-        labels = [
-            "muon" if view is not None else "adam" for view in matrix_views(route, params, call="monitor")
-        ]
+        matrices = {piece.leaf for piece in matrix_pieces(route, params, call="monitor")}
+        labels = ["muon" if i in matrices else "adam" for i in range(len(paths))]
     else:
         labels = [groups("/".join(path)) for path in paths]
     members: dict[str, list[int]] = {}
@@ -123,7 +122,7 @@ def _measure(
 ) -> dict[str, dict[str, jax.Array]]:
     paths = {path: i for i, path in enumerate(flatten_with_names(params)[0])}
     gradients, updates, weights = (jax.tree.leaves(tree) for tree in (gradients, updates, params))
-    views = matrix_views(route, params, call="monitor")
+    pieces = matrix_pieces(route, params, call="monitor")
     momentum = _momentum(state, paths)
 
     def of_group(indices: list[int]) -> dict[str, Any]:
@@ -131,7 +130,7 @@ def _measure(
         update, weight = (
             jnp.sqrt(sum(_squares(leaves[i]) for i in indices) / size) for leaves in (updates, weights)
         )
-        deviations = [_deviation(updates[i], view) for i in indices if (view := views[i]) is not None]
+        deviations = [_deviation(p.take(updates), p.view) for p in pieces if p.leaf in indices]
         finite = sum(jnp.isfinite(gradients[i]).all().astype(jnp.float32) for i in indices)
         values = (
             update,

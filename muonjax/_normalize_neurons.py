@@ -1,13 +1,14 @@
 """NorMuon's normalization: each neuron of an orthogonalized update gets the same running root mean square."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_views
+from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces, replace_pieces
 
 
 class NormalizeNeuronsState(NamedTuple):
@@ -16,7 +17,7 @@ class NormalizeNeuronsState(NamedTuple):
     Attributes:
       second_moment: A tree like the parameters. For each matrix the running mean, for each of its neurons, of the mean
         square of that neuron's entries; float32, in the leaf's shape with its reduction axes of size 1.
-        `optax.MaskedNode()` in place of a leaf that is no matrix.
+        `optax.MaskedNode()` in place of a leaf that is no matrix, a tuple where a leaf has unequal parts.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -76,28 +77,42 @@ def normalize_neurons(
         raise ValueError(f"normalize_neurons(eps={eps!r}) must be positive and finite; 1e-8 is usual.")
 
     def init(params: optax.Params) -> NormalizeNeuronsState:
-        views = matrix_views(dimension_numbers, params, call="normalize_neurons")
-        moments = [optax.MaskedNode() if v is None else jnp.zeros(_neurons(v), jnp.float32) for v in views]
-        return NormalizeNeuronsState(jax.tree.unflatten(jax.tree.structure(params), moments))
+        pieces = matrix_pieces(dimension_numbers, params, call="normalize_neurons")
+        moments = [jnp.zeros(_neurons(piece.view), jnp.float32) for piece in pieces]
+        return _state(jax.tree.structure(params), pieces, moments)
 
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        views = matrix_views(dimension_numbers, updates, call="normalize_neurons")
-        moments = treedef.flatten_up_to(state.second_moment)
-        for i, view in enumerate(views):
-            if view is None:
-                continue
-            if jnp.shape(moments[i]) != _neurons(view):
-                raise ValueError(
-                    f"normalize_neurons: the state holds a second moment of shape {jnp.shape(moments[i])} where a leaf "
-                    f"of shape {view.leaf_shape} needs {_neurons(view)}; start anew with init, or restore the state of "
-                    "these parameters."
-                )
-            leaves[i], moments[i] = _normalize(leaves[i], moments[i], view, decay, eps)
-        return treedef.unflatten(leaves), NormalizeNeuronsState(treedef.unflatten(moments))
+        pieces = matrix_pieces(dimension_numbers, updates, call="normalize_neurons")
+        kept = [
+            moment
+            for tree in treedef.flatten_up_to(state.second_moment)
+            for moment in jax.tree.leaves(tree)  # none of a MaskedNode
+        ]
+        wanted = [_neurons(piece.view) for piece in pieces]
+        if [jnp.shape(moment) for moment in kept] != wanted:
+            raise ValueError(
+                f"normalize_neurons: the state holds second moments of shapes {[jnp.shape(m) for m in kept][:9]}, and "
+                f"these updates need {wanted[:9]}; start anew with init, or restore the state of these parameters."
+            )
+        pairs = [
+            _normalize(piece.take(leaves), moment, piece.view, decay, eps)
+            for piece, moment in zip(pieces, kept, strict=True)
+        ]
+        leaves = replace_pieces(leaves, pieces, [update for update, _ in pairs])
+        return treedef.unflatten(leaves), _state(treedef, pieces, [moment for _, moment in pairs])
 
     return optax.GradientTransformation(init, update)
+
+
+def _state(treedef: Any, pieces: Sequence[Piece], moments: Sequence[jax.Array]) -> NormalizeNeuronsState:
+    parts: dict[int, list[jax.Array]] = {}
+    for piece, moment in zip(pieces, moments, strict=True):
+        parts.setdefault(piece.leaf, []).append(moment)
+    one_or_more = {i: own[0] if len(own) == 1 else tuple(own) for i, own in parts.items()}
+    leaves = [one_or_more.get(i, optax.MaskedNode()) for i in range(treedef.num_leaves)]
+    return NormalizeNeuronsState(treedef.unflatten(leaves))
 
 
 def _neurons(view: MatrixView) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ PARAMS = {
         "kernel": jnp.asarray(np.random.default_rng(0).standard_normal((8, 16)), jnp.float32),
         "bias": jnp.ones(16),
     },
-    "head": {"kernel": jnp.full((8, 4), 2.0)},
+    "head": {"kernel": jnp.full((16, 4), 2.0)},
 }
 GRADIENTS = jax.tree.map(lambda x: x + 1.0, PARAMS)
 

@@ -56,12 +56,15 @@ def test_each_matrix_of_a_stack_and_each_head_is_its_own():
     assert state.second_moment["w"].shape == (2, 1, 3, 4)
 
 
-def test_parts_of_a_fused_leaf_keep_their_own_norms():
-    numbers = FusedDimensionNumbers(0, 1, parts=3, axis=1)
+@pytest.mark.parametrize(
+    ("parts", "slices"),
+    [(3, [slice(0, 4), slice(4, 8), slice(8, 12)]), ((6, 2, 4), [slice(0, 6), slice(6, 8), slice(8, 12)])],
+)
+def test_parts_of_a_fused_leaf_keep_their_own_norms(parts, slices):
     updates = [u * np.repeat([1.0, 10.0, 100.0], 4).astype(np.float32) for u in draw((6, 12))]
+    numbers = FusedDimensionNumbers(0, 1, parts=parts, axis=1)
     found, _ = run(muonjax.normalize_neurons(dimension_numbers={"w": numbers}), updates)
-    for part in range(3):
-        columns = slice(4 * part, 4 * part + 4)
+    for columns in slices:
         want = oracle([u[:, columns].astype(np.float64) for u in updates])
         np.testing.assert_allclose([y[:, columns] for y in found], want, rtol=1e-5)
 
@@ -110,5 +113,7 @@ def test_settings_out_of_range_are_refused(settings):
 
 def test_a_state_of_other_parameters_is_refused():
     tx = muonjax.normalize_neurons()
-    with pytest.raises(ValueError, match=r"second moment of shape \(1, 4\) where a leaf of shape \(3, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"second moments of shapes \[\(1, 4\)\], and these updates need \[\(1, 5\)\]"
+    ):
         tx.update({"w": jnp.ones((3, 5))}, tx.init({"w": jnp.ones((3, 4))}))
