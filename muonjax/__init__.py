@@ -32,8 +32,8 @@ from muonjax._mesh.state_shardings import state_shardings as state_shardings
 from muonjax._monitor import MonitorState as MonitorState
 from muonjax._monitor import monitor as monitor
 from muonjax._msign.mcsgn import mcsgn as mcsgn
-from muonjax._msign.mcsgn import sylvester as sylvester
 from muonjax._msign.msign import msign as msign
+from muonjax._msign.sylvester import sylvester as sylvester
 from muonjax._newton_schulz.coefficients import JORDAN as JORDAN
 from muonjax._newton_schulz.coefficients import NEWTON_SCHULZ as NEWTON_SCHULZ
 from muonjax._newton_schulz.coefficients import YOU as YOU

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.common import measure
 from muonjax import msign, polar_express
-from muonjax._msign.msign import CONVERGED
+from muonjax._msign.arguments import CONVERGED
 from tests import oracles
 from tests.msign import oracles as msign_oracles
 
