@@ -2,10 +2,10 @@
 
 import importlib
 
+from muonjax._adapters.adapter import adapter_mask as adapter_mask
 from muonjax._adapters.hadamard import hadamard_weight as hadamard_weight
 from muonjax._adapters.hadamard_dot import hadamard_dot as hadamard_dot
 from muonjax._adapters.hadamard_dot import hadamard_linear as hadamard_linear
-from muonjax._adapters.names import adapter_mask as adapter_mask
 from muonjax._cautious_weight_decay import cautious_weight_decay as cautious_weight_decay
 from muonjax._clipping.factors import Scale as Scale
 from muonjax._clipping.max_logits import max_logits as max_logits
