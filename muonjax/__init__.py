@@ -2,10 +2,10 @@
 
 import importlib
 
+from muonjax._adapters.adapter import adapter_mask as adapter_mask
 from muonjax._adapters.hadamard import hadamard_weight as hadamard_weight
 from muonjax._adapters.hadamard_dot import hadamard_dot as hadamard_dot
 from muonjax._adapters.hadamard_dot import hadamard_linear as hadamard_linear
-from muonjax._adapters.names import adapter_mask as adapter_mask
 from muonjax._cautious_weight_decay import cautious_weight_decay as cautious_weight_decay
 from muonjax._clipping.factors import Scale as Scale
 from muonjax._clipping.max_logits import max_logits as max_logits
@@ -32,8 +32,8 @@ from muonjax._mesh.state_shardings import state_shardings as state_shardings
 from muonjax._monitor import MonitorState as MonitorState
 from muonjax._monitor import monitor as monitor
 from muonjax._msign.mcsgn import mcsgn as mcsgn
-from muonjax._msign.mcsgn import sylvester as sylvester
 from muonjax._msign.msign import msign as msign
+from muonjax._msign.sylvester import sylvester as sylvester
 from muonjax._newton_schulz.coefficients import JORDAN as JORDAN
 from muonjax._newton_schulz.coefficients import NEWTON_SCHULZ as NEWTON_SCHULZ
 from muonjax._newton_schulz.coefficients import YOU as YOU

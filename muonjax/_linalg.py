@@ -1,6 +1,6 @@
 """Adjoints, Frobenius norms, Hermitian parts, and matrix products at a stated precision."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,19 @@ class MatrixProduct(NamedTuple):
 
     @property
     def _sums(self) -> jnp.dtype | None:
-        return None if self.operands is None else jnp.promote_types(self.operands, jnp.float32)
+        return None if self.operands is None else at_least_float32(self.operands)
 
     def _rounded(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
         return (a, b) if self.operands is None else (a.astype(self.operands), b.astype(self.operands))
+
+
+def at_least_float32(dtype: Any) -> jnp.dtype:
+    """`dtype`, floating point or complex, or float32 where it is narrower.
+
+    As `jnp.promote_types(dtype, jnp.float32)`, which `jax_numpy_dtype_promotion="strict"` forbids.
+    """
+    dtype = jnp.dtype(dtype)
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 dot = MatrixProduct()  # in the arrays' own dtype, where float32 means true float32
@@ -52,7 +61,7 @@ def hermitian_part(a: jax.Array) -> jax.Array:
 
 def square_norm(a: jax.Array) -> jax.Array:
     """|A|_F^2 of each matrix, [*batch, 1, 1], in float32 or wider."""
-    a = a.astype(jnp.promote_types(a.dtype, jnp.float32))
+    a = a.astype(at_least_float32(a.dtype))
     return jnp.sum(jnp.abs(a) ** 2, axis=(-2, -1), keepdims=True)
 
 

@@ -1,7 +1,7 @@
 """Flatten parameter trees by path, broadcast prefix trees, and read the dtype of any leaf."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,11 @@ def flatten_paths(tree: Any) -> dict[str, Any]:
     return dict(zip(map("/".join, paths), leaves, strict=True))
 
 
+def joined(path: Iterable[Any]) -> str:
+    """Names joined by "/"; a name that contains a slash is quoted, so that no two paths read alike."""
+    return "/".join(repr(str(name)) if "/" in str(name) else str(name) for name in path)
+
+
 def dtype_of(leaf: Any) -> Any:
     """The dtype of an array, a tracer, a shape or a Python number."""
     # A typed random key has a dtype that NumPy does not know; a Python number has none.
@@ -91,6 +96,12 @@ def broadcast_prefix(
         raise ValueError(
             f"{call}: {what} are neither the tree of the parameters nor a prefix of it: {difference}."
         ) from None
+
+
+def listed(items: Sequence[str], separator: str = "; ", most: int = 8) -> str:
+    """The first items for an error message, each at most 200 characters long, and how many more there are."""
+    shown = separator.join(item if len(item) <= 200 else f"{item[:200]}…" for item in items[:most])
+    return shown + (f" and {len(items) - most:,} more" if len(items) > most else "")
 
 
 def _difference(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None) -> str:

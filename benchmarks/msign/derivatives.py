@@ -5,6 +5,7 @@ compiler; time interleaved with plain automatic differentiation of the same step
 
     python -m benchmarks.msign.derivatives                 # all of it, a few minutes on two cores
     python -m benchmarks.msign.derivatives --only memory
+    python -m benchmarks.msign.derivatives --only half_precision
 """
 
 import argparse
@@ -16,7 +17,7 @@ import numpy as np
 
 from benchmarks.common import measure
 from muonjax import msign, polar_express
-from muonjax._msign.msign import CONVERGED
+from muonjax._msign.arguments import CONVERGED
 from tests import oracles
 from tests.msign import oracles as msign_oracles
 
@@ -86,6 +87,25 @@ def accuracy():
                 np.asarray(u, np.float64) @ np.asarray(vt, np.float64), np.asarray(single, np.float64)
             )
             row["value, half an ulp of x"] = half_an_ulp(single)
+            rows.append(row)
+    return rows
+
+
+def half_precision():
+    """bfloat16: relative error of each gradient, where singular values are equal and where they are spread."""
+    rows = []
+    for m, n in ((128, 128), (128, 512)):
+        c = np.random.default_rng(0).standard_normal((m, n))
+        for condition in (1.0, 1.5, 3.0, 10.0, 1e2):
+            x = oracles.with_spectrum(np.geomspace(1, 1 / condition, m), n)
+            row = {"shape": f"{m}x{n}", "condition": condition}
+            for name, settings, truth in (
+                ("polynomial", {}, CONVERGED),
+                ("polynomial, 5 steps", {"num_steps": 5}, polar_express(5)),
+                ("polar", {"gradient": "polar"}, None),
+            ):
+                *low, g = gradient(x, c, "bfloat16", **settings)
+                row[name] = msign_oracles.relative(g, msign_oracles.svd_derivative(*low, truth))
             rows.append(row)
     return rows
 
@@ -177,7 +197,8 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=["accuracy", "truncated", "deficient", "memory", "time"])
+    choices = ["accuracy", "half_precision", "truncated", "deficient", "memory", "time"]
+    parser.add_argument("--only", choices=choices, help="half_precision alone writes its results too")
     parser.add_argument("--batch", type=int, default=8, help="matrices in the timed stack")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
@@ -187,10 +208,13 @@ def main():
         "deficient": deficient,
         "memory": memory,
         "time": functools.partial(times, args.batch, args.rounds),
+        "half_precision": half_precision,
     }
     results = {name: part() for name, part in parts.items() if args.only in (None, name)}
     for name, rows in results.items():
         print(f"\n{name}\n{measure.table(rows)}")
+    if rows := results.pop("half_precision", None):
+        print("\nwritten to", measure.write("msign_half_precision", {"rows": rows}))
     if args.only is None:
         print("\nwritten to", measure.write("msign", results))
 

@@ -1,1 +1,1 @@
-"""Low-rank Hadamard adapters (LoHa), whatever library the model is written in."""
+"""LoHa adapters: low-rank Hadamard products, one adapter of one layer, its settings, and LyCORIS files."""

@@ -1,12 +1,12 @@
-"""Beside the way of the gradient: low-rank Hadamard products (LoHa), whose large matrices are never kept.
+"""Low-rank Hadamard products (LoHa) whose large matrices are not kept for the backward pass.
 
 ΔW = scale · (w1a·w1b) ∘ (w2a·w2b) has rank up to r² from four thin factors. Its derivative needs both
 products, each as large as the weight; autodiff would keep them from the forward to the backward pass. Here
-ΔW is made in blocks, and a block is computed again when its derivative is due, so that what lives between the
-passes is the thin factors.
+ΔW is made in blocks, and a block is computed again when its derivative is taken, so that only the thin factors
+are kept between the passes.
 
-Nothing must undo the recomputation: a compiler that sees the same product in both passes keeps the first. A
-barrier before the second (`jax.checkpoint`'s own) forbids it, but XLA's CPU compiler drops the barrier in some
+The compiler must not undo the recomputation: if it sees the same product in both passes, it keeps the first. A
+barrier before the second (`jax.checkpoint`'s own) prevents it, but XLA's CPU compiler drops the barrier in some
 versions; two loops are never merged. So each recomputation is a loop and has the barrier.
 """
 
@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Blocks are a quarter of the rows: the four or so temporaries of a block together are as large as one weight,
-# while the products stay large enough to run at full speed. Well under 128 rows they would not.
+from muonjax._linalg import at_least_float32
+
+# A block is a quarter of the rows: its temporaries, about four, together are as large as one weight, and its
+# products are large enough to run at full speed, which products of much fewer than 128 rows are not.
 _BLOCKS = 4
 _ROWS = 128
 
@@ -35,26 +37,26 @@ def hadamard_weight(
 
         ΔW = scale · (w1a · w1b) ∘ (w2a · w2b)
 
-    The derivative keeps the factors alone: neither product survives the forward pass, whatever the compiler
-    shares. Forward mode, reverse mode, `vmap` and higher orders work.
+    The derivative keeps the factors alone: neither product is kept after the forward pass. Forward mode, reverse
+    mode, `vmap` and higher orders work.
 
     The Tucker form, for the kernel of a convolution, gives each side a core t [*window, r, r] in the middle:
 
         ΔK[window, i, o] = scale · ∏ₛ Σ_jl wₛa[i, j] · tₛ[window, j, l] · wₛb[l, o],  s = 1, 2
 
     Args:
-      w1a: [*batch, m, r], the first pair's left factor.
-      w1b: [*batch, r, n], its right factor.
-      w2a: [*batch, m, r], the second pair's left factor.
-      w2b: [*batch, r, n], its right factor.
-      scale: usually alpha / r; a number or an array [*batch]; differentiable.
-      tucker: the two cores [*window, r, r]; the factors then have no batch.
+      w1a: The first pair's left factor, [*batch, m, r].
+      w1b: Its right factor, [*batch, r, n].
+      w2a: The second pair's left factor, [*batch, m, r].
+      w2b: Its right factor, [*batch, r, n].
+      scale: Usually alpha / r; a number or an array [*batch]; differentiable.
+      tucker: The two cores [*window, r, r]; the factors then have no batch.
 
     Returns:
       [*batch, m, n], or [*window, m, n] in the Tucker form.
 
     Raises:
-      ValueError: factors that do not fit, an empty rank, integers.
+      ValueError: If the factors do not fit each other, have an empty axis or are not floating point.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,12 +70,12 @@ def hadamard_weight(
     Text-To-Image Customization: From LyCORIS Fine-Tuning to Model Evaluation" (2024), as LoHa.
     """
     check_factors("hadamard_weight", w1a, w1b, w2a, w2b)
-    dtype = jnp.result_type(w1a, w1b, w2a, w2b)
+    dtype = common_dtype(w1a, w1b, w2a, w2b)
     if tucker is not None:
         return _tucker_weight(w1a, w1b, w2a, w2b, *tucker, scale=scale).astype(dtype)
     batch = w1a.shape[:-2]
     if batch:
-        scales = jnp.broadcast_to(jnp.asarray(scale, jnp.result_type(dtype, scale)), batch)
+        scales = jnp.broadcast_to(jnp.asarray(scale, at_least_float32(dtype)), batch)
         return jax.vmap(lambda a, b, c, d, s: hadamard_weight(a, b, c, d, scale=s))(
             w1a, w1b, w2a, w2b, scales
         )
@@ -96,9 +98,18 @@ def column_norms(w: jax.Array) -> jax.Array:
     return jnp.sqrt(squares)
 
 
+def common_dtype(*arrays: jax.Array) -> jnp.dtype:
+    """The dtype that the arrays promote to, whatever `jax_numpy_dtype_promotion` says.
+
+    A layer in half precision may hold its factors in float32, so promotion is part of what these functions do.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*arrays)
+
+
 def accumulator(*arrays: jax.Array) -> jnp.dtype:
     """The dtype to multiply and sum in: at least float32."""
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+    return at_least_float32(common_dtype(*arrays))
 
 
 def product(
@@ -109,11 +120,13 @@ def product(
     scale: jax.Array | float,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """scale · (a1·b1) ∘ (a2·b2), as plainly as it can be said, in float32 at least."""
+    """scale · (a1·b1) ∘ (a2·b2), in float32 at least, with both products in memory."""
     # Half precision: the two products are multiplied with each other, so their rounding would be too.
     dtype = accumulator(a1, b1, a2, b2)
-    first = jnp.matmul(a1, b1, precision=precision, preferred_element_type=dtype)
-    return scale * first * jnp.matmul(a2, b2, precision=precision, preferred_element_type=dtype)
+    first, second = (
+        jnp.matmul(a, b, precision=precision, preferred_element_type=dtype) for a, b in ((a1, b1), (a2, b2))
+    )
+    return jnp.asarray(scale).astype(dtype) * first * second
 
 
 def _tucker_weight(
@@ -144,20 +157,20 @@ def _tucker_weight(
 
 
 def rows_per_block(m: int) -> int:
-    """How many of ΔW's m rows are made at a time."""
+    """The number of ΔW's m rows that are made at a time."""
     return block_length(m, max(_ROWS, -(-m // _BLOCKS)))
 
 
 def block_length(length: int, most: int) -> int:
-    """The length of equal blocks of at most `most`; at the end, fewer elements remain than there are blocks.
+    """The length of equal blocks, each at most `most`; fewer elements than there are blocks remain at the end.
 
-    At least two blocks: to XLA a loop of one turn is no loop, and what stands after the loop is not in one.
+    There are at least two blocks: XLA unrolls a loop of one iteration, and only a loop protects the recomputation.
     """
     return max(1, length // max(2, -(-length // most)))
 
 
 def starts(length: int, count: int) -> jax.Array:
-    """Where each whole block of `count` begins."""
+    """The first index of each whole block of `count`."""
     return jnp.arange(length // count) * count
 
 
@@ -175,6 +188,6 @@ def check_factors(call: str, w1a: jax.Array, w1b: jax.Array, w2a: jax.Array, w2b
         raise ValueError(
             f"{call}: factors of shape {w1a.shape} and {w1b.shape} are empty; the rank must be > 0."
         )
-    dtype = jnp.result_type(w1a, w1b, w2a, w2b)
+    dtype = common_dtype(w1a, w1b, w2a, w2b)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{call} multiplies and differentiates floating-point factors, got {dtype}.")

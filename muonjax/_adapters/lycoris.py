@@ -1,34 +1,38 @@
-"""Beside the way of the gradient: LoHa adapters in the files of LyCORIS, read and written.
+"""Read and write LoHa adapters in the files of LyCORIS.
 
 A file holds for each layer the tensors hada_w1_a … alpha, of PyTorch's shapes: a weight is [out, in, *window], and
 ΔW = alpha / rank · (w1_a · w1_b) ∘ (w2_a · w2_b) has the outputs on its left. Here a kernel is [*window, in, out],
-so each pair is transposed: our w1a is their w1_b, turned.
+so each pair is transposed: our w1a is their w1_b, transposed.
+
+A file may come from anywhere. Everything that its header says is checked before a tensor is read.
 """
 
 import importlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._adapters.adapter import Adapter
-from muonjax._adapters.names import CORES, FACTORS, MAGNITUDE
+from muonjax._adapters.adapter import CORES, FACTORS, MAGNITUDE, Adapter
+from muonjax._adapters.safetensors_header import read_header
+from muonjax._trees import listed
 
 _ALPHA = "alpha"
 _NAMES = (*FACTORS, *CORES, MAGNITUDE, _ALPHA)
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Place(NamedTuple):
-    """Where an adapter goes: a kernel's shape, and how its axes divide.
+    """The kernel that an adapter belongs to: its shape, and how its axes divide.
 
     Attributes:
-      shape: the kernel's, [*in, *out] or [*window, in, out].
-      inputs: how many of the first axes are summed over, the window's among them.
-      window: how many of the first axes are a convolution's window.
+      shape: The kernel's shape, [*in, *out] or [*window, in, out].
+      inputs: The number of its first axes that are summed over, the window's among them.
+      window: The number of its first axes that are a convolution's window.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +55,8 @@ def to_tensors(adapter: Adapter, place: Place) -> dict[str, np.ndarray]:
     w1a, w1b, w2a, w2b = (np.asarray(factor) for factor in adapter.factors)
     if w1a.ndim != 2:
         raise ValueError(
-            f"LyCORIS files hold adapters of one layer each; factors of shape {w1a.shape} are stacked: take them apart."
+            f"LyCORIS files hold adapters of one layer each, and factors of shape {w1a.shape} are of stacked layers: "
+            "save each layer's adapter by itself."
         )
     adapter.check(place.shape)
     rank = w1a.shape[1]
@@ -89,38 +94,48 @@ def expected_shapes(place: Place, rank: int, tucker: bool, decompose: bool) -> d
     return shapes
 
 
-def from_tensors(tensors: Mapping[str, Any], place: Place, layer: str) -> tuple[Adapter | None, list[str]]:
-    """The adapter of LyCORIS's tensors of one layer, or None, and what is wrong with them."""
+def problems_of(tensors: Mapping[str, Any], place: Place, layer: str) -> list[str]:
+    """What is wrong with one layer's tensors, of which only dtypes and shapes are read."""
     tucker = any(name in tensors for name in CORES)
-    found = (tensors[name].shape for name in ("hada_w1_b", "hada_w2_b") if name in tensors)
-    rank = max(1, next((shape[0] for shape in found if shape), 1))  # an empty or scalar one is misshapen
-    shapes = expected_shapes(place, rank, tucker, MAGNITUDE in tensors)
+    shapes = expected_shapes(place, _rank(tensors), tucker, MAGNITUDE in tensors)
     wrong = [f"{layer}.{name} is missing" for name in shapes if name not in tensors]
-    wrong += [f"{layer}.{name} is unknown" for name in tensors if name not in _NAMES]
-    wrong += [
-        f"{layer}.{name} has shape {tuple(tensors[name].shape)}, the kernel {place.shape} needs {shape}"
-        for name, shape in shapes.items()
-        if name in tensors
-        and tuple(tensors[name].shape) not in ((shape, (1,)) if name == _ALPHA else (shape,))
-    ]
-    if wrong:
-        return None, wrong
-    window = place.shape[: place.window]
-    # Half precision files: float32 holds every value of theirs.
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        if name not in shapes:
+            wrong.append(f"{f'{layer}.{name}'!r} is unknown")
+        # PyTorch makes an int64 of an alpha that is a Python int.
+        elif str(tensor.dtype) not in (*_FLOATS, *(("int64",) if name == _ALPHA else ())):
+            wrong.append(
+                f"{layer}.{name} has dtype {tensor.dtype}; it must be floating point, 16 bits or more"
+            )
+        elif shape != shapes[name] and not (name == _ALPHA and shape == (1,)):
+            wrong.append(f"{layer}.{name} has shape {shape}, the kernel {place.shape} needs {shapes[name]}")
+    return wrong
+
+
+def from_tensors(tensors: Mapping[str, Any], place: Place) -> Adapter:
+    """The adapter of one layer's tensors, which have no `problems_of`; in float32, which holds half precision."""
+    rank, window = _rank(tensors), math.prod(place.shape[: place.window])
     named = {name: jnp.asarray(value, jnp.float32) for name, value in tensors.items()}
     scale = float(named[_ALPHA].reshape(())) / rank
     magnitude = named[MAGNITUDE].reshape(-1) if MAGNITUDE in named else None
-    if tucker:
+    if CORES[0] in named:
         factors = named["hada_w1_b"].T, named["hada_w1_a"], named["hada_w2_b"].T, named["hada_w2_a"]
         t1, t2 = (jnp.moveaxis(named[name], (0, 1), (-1, -2)) for name in CORES)
-        return Adapter(factors, scale, (t1, t2), magnitude), []
+        return Adapter(factors, scale, (t1, t2), magnitude)
 
     def rows(factor: jax.Array) -> jax.Array:
-        grid = factor.T.reshape(-1, math.prod(window), rank)
+        grid = factor.T.reshape(-1, window, rank)  # channels first -> window first
         return grid.swapaxes(0, 1).reshape(-1, rank)
 
     factors = rows(named["hada_w1_b"]), named["hada_w1_a"].T, rows(named["hada_w2_b"]), named["hada_w2_a"].T
-    return Adapter(factors, scale, None, magnitude), []
+    return Adapter(factors, scale, None, magnitude)
+
+
+def _rank(tensors: Mapping[str, Any]) -> int:
+    """The rank that the tensors have; 1 where an empty or scalar tensor says none, which its shape then shows."""
+    shapes = (tensors[name].shape for name in ("hada_w1_b", "hada_w2_b") if name in tensors)
+    return max(1, next((shape[0] for shape in shapes if shape), 1))
 
 
 def write(
@@ -135,7 +150,7 @@ def write(
         for name, path in names.items()
         for tensor, value in to_tensors(*adapters[path]).items()
     }
-    _safetensors().save_file(tensors, os.fspath(file))
+    _package("safetensors.flax").save_file(tensors, os.fspath(file))
 
 
 def read(
@@ -146,35 +161,53 @@ def read(
     """Reads a safetensors file: the adapters of all layers in it, by path, or, if anything is wrong, none.
 
     Args:
-      file: its path.
-      places: where adapters can go, by the path of the layer; more than the file has is fine.
-      name_of: from a layer's path to its name in the file.
+      file: The file's path.
+      places: The kernels that adapters can belong to, by the path of the layer; the file may have fewer.
+      name_of: From a layer's path to its name in the file.
 
     Raises:
-      ValueError: a tensor that is missing, misshapen, unknown, or of no layer in `places`; all are named.
+      ValueError: If the header is false, or a tensor is missing, misshapen, of another dtype, not finite, unknown or
+        of no layer in `places`; the first ones are named.
     """
+    package, names = _package("safetensors"), _unique_names(places, name_of)
+    try:
+        layers = _checked_layers(read_header(file), {name: places[path] for name, path in names.items()})
+        with package.safe_open(os.fspath(file), framework="flax") as opened:
+            return {
+                names[layer]: _read_layer(opened, layer, tensors, places[names[layer]])
+                for layer, tensors in layers.items()
+            }
+    except (ValueError, package.SafetensorError) as error:
+        raise ValueError(f"{os.fspath(file)} was not loaded: {error}.") from None
+
+
+def _checked_layers(header: Mapping[str, Any], places: Mapping[str, Place]) -> dict[str, dict[str, Any]]:
+    """The header's tensors by layer and name; raises ValueError if a layer or a tensor does not fit."""
     layers: dict[str, dict[str, Any]] = {}
-    for key, value in _safetensors().load_file(os.fspath(file)).items():
+    for key, info in header.items():
         layer, _, tensor = key.rpartition(".")
-        layers.setdefault(layer, {})[tensor] = value
-    names = _unique_names(places, name_of)
-    found: dict[str, Adapter] = {}
+        layers.setdefault(layer, {})[tensor] = info
     wrong = [] if layers else ["it holds no tensor"]
     for layer, tensors in layers.items():
-        if layer not in names:
+        if layer in places:
+            wrong += problems_of(tensors, places[layer], layer)
+        else:
             wrong.append(f"no layer of the model is called {layer!r}")
-            continue
-        path = names[layer]
-        adapter, problems = from_tensors(tensors, places[path], layer)
-        wrong += problems
-        if adapter is not None:
-            found[path] = adapter
     if wrong:
-        raise ValueError(f"{os.fspath(file)} was not loaded: {'; '.join(wrong)}.")
-    return found
+        raise ValueError(listed(wrong))
+    return layers
+
+
+def _read_layer(opened: Any, layer: str, names: Iterable[str], place: Place) -> Adapter:
+    tensors = {name: opened.get_tensor(f"{layer}.{name}") for name in names}
+    for name, value in tensors.items():
+        if not jnp.all(jnp.isfinite(jnp.asarray(value, jnp.float32))):
+            raise ValueError(f"{layer}.{name} is not finite in float32")
+    return from_tensors(tensors, place)
 
 
 def _unique_names(paths: Mapping[str, Any], name_of: Callable[[str], str]) -> dict[str, str]:
+    """The layers' paths by their names in a file."""
     names: dict[str, str] = {}
     for path in paths:
         name = name_of(path)
@@ -187,8 +220,8 @@ def _unique_names(paths: Mapping[str, Any], name_of: Callable[[str], str]) -> di
     return names
 
 
-def _safetensors() -> Any:
+def _package(name: str) -> Any:
     try:
-        return importlib.import_module("safetensors.flax")
+        return importlib.import_module(name)
     except ImportError:
         raise ImportError("LyCORIS files need safetensors: pip install safetensors.") from None

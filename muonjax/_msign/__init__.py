@@ -1,1 +1,1 @@
-"""The matrix sign functions msign and mcsgn, with exact derivatives."""
+"""Matrix sign functions for models that orthogonalize in their forward pass, with derivatives of every order."""

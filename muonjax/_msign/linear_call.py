@@ -1,6 +1,7 @@
-"""Beside the way, for models that orthogonalize: a derivative that knows its own transpose."""
+"""Define a linear map together with its transpose, with derivatives of every order and a batching rule."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,12 @@ from jax import lax
 
 
 def linear_map_with_known_transpose(
-    apply: Callable[[jax.Array, jax.Array], jax.Array],
-    apply_transpose: Callable[[jax.Array, jax.Array], jax.Array],
-    at: jax.Array,
+    apply: Callable[[Any, jax.Array], jax.Array],
+    apply_transpose: Callable[[Any, jax.Array], jax.Array],
+    at: Any,
     direction: jax.Array,
 ) -> jax.Array:
-    r"""The linear map `direction -> apply(at, direction)`, whose transpose is `apply_transpose(at, .)` as
-    told.
+    r"""Applies the linear map `direction -> apply(at, direction)`, whose transpose is `apply_transpose(at, .)`.
 
     `jax.custom_derivatives.linear_call` would say this, but has no batching rule and no derivative in `at`;
     `jax.custom_vjp` loses forward mode. A linear solve has all of them, and with J the map,
@@ -25,9 +25,10 @@ def linear_map_with_known_transpose(
     J' v + J v', the product rule.
 
     Args:
-      apply: (at, v) -> J v, differentiable in `at`; the same shape in and out.
-      apply_transpose: (at, v) -> J^T v.
-      at: Where the map is taken.
+      apply: (at, v) -> J v, differentiable in `at`; the same shape in and out. It may close over Python values, but
+        not over arrays: inside `jax.shard_map` those would not get the varying mesh axes of the others.
+      apply_transpose: (at, v) -> J^T v, the same.
+      at: The point, a tree of arrays. Inside `jax.shard_map` they vary over the same mesh axes as `direction`.
       direction: v.
     """
 
@@ -39,7 +40,7 @@ def linear_map_with_known_transpose(
     def solver(f):
         def solve(_, packed):
             # Where layers are unrolled, XLA would merge this recomputation with the forward pass and keep the
-            # intermediates alive. The barrier stops it on accelerators, rolled loops do on every backend.
+            # intermediates alive. The barrier prevents it on accelerators, rolled loops do on every backend.
             point, v = lax.optimization_barrier((at, packed[0]))
             return jnp.stack([f(point, v) + packed[1], v])
 

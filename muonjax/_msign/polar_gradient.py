@@ -1,4 +1,4 @@
-"""Beside the way, for models that orthogonalize: the derivative of the exact polar factor, without an SVD.
+"""Newton-Schulz iteration with the derivative of the exact polar factor, by a Lyapunov equation and no SVD.
 
 Write the wide M = P O with P = (M M^T)^(1/2) and O O^T = I. Split dO = Z O + Y, Z skew and Y O^T = 0; then
 
@@ -12,33 +12,67 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from muonjax._msign.polynomial_gradient import about_mean, iterate
-from muonjax._msign.products import (
-    Arithmetic,
-    oriented_like,
-    transpose,
-    twice_symmetric,
-    unit_norm,
-    widened,
-)
-from muonjax._newton_schulz.coefficients import NEWTON_SCHULZ, Coefficients
+from muonjax._linalg import MatrixProduct, adjoint, hermitian_part
+from muonjax._msign.arguments import rows_beside
+from muonjax._msign.normalization import oriented_like, unit_norm, widened
+from muonjax._msign.polynomial_gradient import about_mean, identity_like, iterate, plus_transpose
+from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express
 from muonjax._newton_schulz.scaling import power_of_two_scale
+
+# The largest relative error of the derivative that a schedule may leave: five Polar Express steps leave 0.15.
+_MOST_ERROR = 0.2
+
+
+def polishing(call: str, rows: Coefficients, polish: int) -> Coefficients:
+    """The `polish` steps that take what `rows` leave of singular values on to 1, for the derivative alone.
+
+    Raises:
+      ValueError: If singular values between 1e-3 and 1 do not end near 1, as the derivative assumes.
+    """
+
+    def error(polish: int) -> float:
+        low, high = _range(rows + _polishing(rows, polish))
+        return max(1 - low, high - 1)
+
+    if error(polish) <= _MOST_ERROR:
+        return _polishing(rows, polish)
+    enough = next((k for k in range(polish + 1, 20) if error(k) < 0.01), None)
+    low, high = _range(rows + _polishing(rows, polish))
+    raise ValueError(
+        f"{call}(gradient='polar', polish={polish}) needs steps that converge to the polar factor, but {len(rows)} "
+        f"steps and {polish} of polish take singular values between 1e-3 and 1 to between {low:.2g} and {high:.2g}; "
+        + ("take other coefficients." if enough is None else f"give polish={enough}.")
+    )
+
+
+@functools.lru_cache
+def _range(rows: Coefficients) -> tuple[float, float]:
+    """The smallest and the largest value of the composition of `rows` on [1e-3, 1]."""
+    with np.errstate(all="ignore"):
+        values = evaluate(rows, np.geomspace(1e-3, 1, 4001))
+    return float(np.min(values)), float(np.max(values))
+
+
+@functools.lru_cache
+def _polishing(rows: Coefficients, num_steps: int) -> Coefficients:
+    """The minimax steps on the interval to which `rows` take [1e-3, 1]; none where the interval is no positive one."""
+    low, high = _range(rows)
+    if num_steps == 0 or not 0 < low <= high < np.inf:
+        return ()
+    (a, b, c), *others = polar_express(num_steps, lower=min(low / high, 1 - 1e-6), safety=1.0)
+    return ((a / high, b / high**3, c / high**5), *others)
 
 
 def _skew(x: jax.Array) -> jax.Array:
     """(x - x^T) / 2."""
-    return 0.5 * (x - transpose(x))
+    return 0.5 * (x - adjoint(x))
 
 
 def lyapunov(
-    p: jax.Array,
-    k: jax.Array,
-    coefficients: Coefficients,
-    arithmetic: Arithmetic,
-    *,
-    with_inverse: bool,
+    p: jax.Array, k: jax.Array, rows: jax.Array, dot: MatrixProduct, *, with_inverse: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     r"""Solves P Z + Z P = K for skew K, and approximates the inverse of P on the way.
 
@@ -54,11 +88,11 @@ def lyapunov(
     Eight products of m^3 a step (seven without the inverse).
 
     Args:
-      p: [*batch, m, m], symmetric, eigenvalues in the coefficients' interval.
+      p: [*batch, m, m], symmetric, eigenvalues in the rows' interval.
       k: [*batch, m, m], skew.
-      coefficients: A schedule that converges to 1 on the eigenvalues of `p`: the relative error of Z is at
+      rows: [steps, 3], a schedule that converges to 1 on the eigenvalues of `p`: the relative error of Z is at
         most the schedule's largest distance from 1.
-      arithmetic: How products are taken.
+      dot: The matrix product.
       with_inverse: Whether to carry the product of the steps' factors, which tends to P^-1.
 
     Returns:
@@ -67,92 +101,87 @@ def lyapunov(
 
     def step(carry, row):
         p, e, q = carry
-        square = arithmetic(p, p)
-        share, rest, slope, distance = about_mean(square, row, arithmetic)
-        w = 2 * _skew(arithmetic(p, twice_symmetric(arithmetic(p, e))))
-        e = share * e + 0.5 * slope * w + _skew(arithmetic(e, rest) + row[2] * arithmetic(distance, w))
-        q = share * q + arithmetic(q, rest) if with_inverse else None
-        p = share * p + 0.5 * twice_symmetric(arithmetic(p, rest))
+        square = dot(p, p)
+        share, rest, slope, distance = about_mean(square, row, dot)
+        w = 2 * _skew(dot(p, plus_transpose(dot(p, e))))
+        e = share * e + 0.5 * slope * w + _skew(dot(e, rest) + row[2] * dot(distance, w))
+        q = share * q + dot(q, rest) if with_inverse else None
+        p = share * p + hermitian_part(dot(p, rest))
         return (p, e, q), None
 
-    identity = jnp.broadcast_to(jnp.eye(p.shape[-1], dtype=p.dtype), p.shape) if with_inverse else None
-    rows = jnp.asarray(coefficients, p.dtype)
-    (_, e, q), _ = lax.scan(step, (p, k, identity), rows)
+    (_, e, q), _ = lax.scan(step, (p, k, identity_like(p) if with_inverse else None), rows)
     return 0.5 * e, q
 
 
 def _tangent(
-    x: jax.Array, factor: jax.Array, dx: jax.Array, coefficients: Coefficients, arithmetic: Arithmetic
+    x: jax.Array, factor: jax.Array, dx: jax.Array, rows: jax.Array, dot: MatrixProduct
 ) -> jax.Array:
     """The polar factor's tangent, by symmetric linear solves, which JAX can transpose and differentiate."""
-    p = 0.5 * twice_symmetric(arithmetic.with_transpose(x, factor))
-    along = arithmetic.with_transpose(dx, factor)
-    k = along - transpose(along)
+    p = hermitian_part(dot.with_adjoint(x, factor))
+    along = dot.with_adjoint(dx, factor)
+    k = along - adjoint(along)
 
     def solve_rotation(_, k):
-        return lyapunov(p, _skew(k), coefficients, arithmetic, with_inverse=False)[0]
+        return lyapunov(p, _skew(k), rows, dot, with_inverse=False)[0]
 
     def rotation_system(z):
-        return arithmetic(p, z) + arithmetic(z, p)
+        return dot(p, z) + dot(z, p)
 
     if x.shape[-2] == x.shape[-1]:
         z = lax.custom_linear_solve(rotation_system, k, solve_rotation, symmetric=True)
-        return arithmetic(_skew(z), factor)
+        return dot(_skew(z), factor)
 
     def solve_both(_, right_hand_side):
         k, outside = right_hand_side
-        z, inverse = lyapunov(p, _skew(k), coefficients, arithmetic, with_inverse=True)
+        z, inverse = lyapunov(p, _skew(k), rows, dot, with_inverse=True)
         assert inverse is not None
-        return z, arithmetic(inverse, outside)
+        return z, dot(inverse, outside)
 
     def both_systems(unknown):
         z, y = unknown
-        return rotation_system(z), arithmetic(p, y)
+        return rotation_system(z), dot(p, y)
 
-    outside = dx - arithmetic(along, factor)
+    outside = dx - dot(along, factor)
     z, y = lax.custom_linear_solve(both_systems, (k, outside), solve_both, symmetric=True)
-    return arithmetic(_skew(z), factor) + y
+    return dot(_skew(z), factor) + y
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def iterate_implicitly(
-    x: jax.Array,
-    coefficients: Coefficients,
-    polish: int,
-    arithmetic: Arithmetic,
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _iterate_implicitly(
+    x: jax.Array, rows: jax.Array, polish: jax.Array, dot: MatrixProduct
 ) -> tuple[jax.Array, jax.Array]:
-    """`iterate`, and the same polished by `polish` classical steps; both have the exact polar factor's
-    derivative.
+    """`iterate`, and the same polished; both have the exact polar factor's derivative.
 
     Args:
       x: [*batch, m, n], m <= n, full row rank, |x|_F about 1. Its scale is a constant: the polar factor has
         none.
-      coefficients: Rows (a, b, c) of the value.
-      polish: Steps of (15/8, -5/4, 3/8) that take a truncated value to the polar factor that the derivative
-        needs. The solve runs the same rows, with the same accuracy.
-      arithmetic: How products are taken.
+      rows: [steps, 3] of the value.
+      polish: [steps, 3] that take a truncated value to the polar factor, which the derivative needs. The solve
+        runs the rows of both, with the same accuracy.
+      dot: The matrix product.
 
     Returns:
-      The value, and the polished factor (the value itself for polish = 0).
+      The value, and the polished factor (the value itself where there is no polish).
     """
-    value = iterate(x, coefficients, arithmetic)
-    return value, (iterate(value, NEWTON_SCHULZ * polish, arithmetic) if polish else value)
+    value = iterate(x, rows, dot)
+    return value, (iterate(value, polish, dot) if len(polish) else value)
 
 
-@iterate_implicitly.defjvp
-def _iterate_implicitly_jvp(coefficients, polish, arithmetic, primals, tangents):
-    (x,), (dx,) = primals, tangents
-    value, factor = iterate_implicitly(x, coefficients, polish, arithmetic)
+@_iterate_implicitly.defjvp
+def _iterate_implicitly_jvp(dot, primals, tangents):
+    x, rows, polish = primals
+    value, factor = _iterate_implicitly(x, rows, polish, dot)
     # Both outputs take the factor's tangent: so derivatives of this rule are those of the exact factor too.
-    tangent = _tangent(x, factor, dx, coefficients + NEWTON_SCHULZ * polish, arithmetic)
+    tangent = _tangent(x, factor, tangents[0], jnp.concatenate([rows, polish]), dot)
     return (value, factor), (tangent, tangent)
 
 
-def polar_msign(x: jax.Array, coefficients: Coefficients, polish: int, arithmetic: Arithmetic) -> jax.Array:
-    """msign with the polar factor's derivative."""
+def polar_msign(x: jax.Array, rows: Coefficients, polish: Coefficients, dot: MatrixProduct) -> jax.Array:
+    """msign by `rows`, with the polar factor's derivative after the steps of `polish` too."""
     wide = widened(x)
     wide = wide * power_of_two_scale(wide)
-    # The polar factor knows no scale, so the norm may be a constant, which saves its derivative.
+    # The polar factor has no scale, so the norm may be a constant, which saves its derivative.
     _, inverse = unit_norm(lax.stop_gradient(wide))
-    value, _ = iterate_implicitly(wide * inverse, coefficients, polish, arithmetic)
+    both = rows_beside(x, rows + polish)
+    value, _ = _iterate_implicitly(wide * inverse, both[: len(rows)], both[len(rows) :], dot)
     return oriented_like(value, x)

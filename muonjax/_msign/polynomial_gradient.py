@@ -1,5 +1,4 @@
-"""Beside the way, for models that orthogonalize: Newton-Schulz with the derivative of the polynomial that
-ran.
+"""Newton-Schulz iteration whose derivative is that of the polynomial that ran, and which keeps its input alone.
 
 The iteration maps X = U diag(s) V^T to U diag(f(s)) V^T for an odd polynomial f. That map is the gradient of
 the spectral function sum_i F(s_i), F' = f, so its Jacobian is a Hessian: symmetric. The vector-Jacobian
@@ -13,61 +12,64 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from muonjax._linalg import MatrixProduct, adjoint
 from muonjax._msign.linear_call import linear_map_with_known_transpose
-from muonjax._msign.products import (
-    Arithmetic,
-    add_identity,
-    inner,
-    normalized,
-    oriented_like,
-    twice_symmetric,
-    widened,
-)
-from muonjax._newton_schulz.coefficients import Coefficients
+from muonjax._msign.normalization import inner, normalized, oriented_like, widened
+
+
+def identity_like(x: jax.Array) -> jax.Array:
+    """I, broadcast to the shape of x [*batch, m, m]."""
+    eye = jnp.eye(x.shape[-1], dtype=x.dtype)
+    return jnp.zeros_like(x) + jnp.expand_dims(eye, range(x.ndim - 2))
+
+
+def plus_transpose(x: jax.Array) -> jax.Array:
+    """x + x^T."""
+    return x + adjoint(x)
 
 
 def about_mean(
-    gram: jax.Array, row: jax.Array, arithmetic: Arithmetic
+    gram: jax.Array, row: jax.Array, dot: MatrixProduct
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     r"""One polynomial of A = X X^T, in powers of A's distance D from its mean eigenvalue:
 
     $$aI + bA + cA^2 = \alpha I + \beta D + cD^2, \qquad D = A - \tau I, \quad \tau = \operatorname{tr} A / m.$$
 
-    The closer the singular values are to each other, the smaller is D, and with it what the products round
-    away: the identity's share needs no product.
+    The closer the singular values are to each other, the smaller D is, and with it the rounding of the products;
+    the identity's share needs no product.
 
     Returns:
       The share alpha of the identity, [*batch, 1, 1]; the rest, beta D + c D^2; the slope beta; D.
     """
     a, b, c = row
-    # The sum is the same about any number, so that the mean may be a constant.
+    # The sum is the same about any number, so the mean may be a constant.
     mean = lax.stop_gradient(jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None] / gram.shape[-1])
-    distance = add_identity(gram, -mean)
+    distance = gram - mean * identity_like(gram)
     slope = b + 2 * c * mean
-    return a + mean * (b + c * mean), slope * distance + c * arithmetic(distance, distance), slope, distance
+    return a + mean * (b + c * mean), slope * distance + c * dot(distance, distance), slope, distance
 
 
-def iterate(x: jax.Array, coefficients: Coefficients, arithmetic: Arithmetic) -> jax.Array:
-    """X <- (a I + b A + c A^2) X with A = X X^T, once a row of `coefficients`, as a rolled loop.
+def iterate(x: jax.Array, rows: jax.Array, dot: MatrixProduct) -> jax.Array:
+    """X <- (a I + b A + c A^2) X with A = X X^T, once for each row of `rows`, as a rolled loop.
 
     Args:
-      x: [*batch, m, n], m <= n for speed; singular values inside the coefficients' interval.
-      coefficients: Rows (a, b, c).
-      arithmetic: How products are taken.
+      x: [*batch, m, n], m <= n for speed; singular values inside the rows' interval.
+      rows: [steps, 3], each (a, b, c).
+      dot: The matrix product.
 
     Returns:
       [*batch, m, n]: U diag(f(s)) V^T, f the composition of the odd quintics.
     """
 
     def step(x, row):
-        share, rest, _, _ = about_mean(arithmetic.with_transpose(x, x), row, arithmetic)
-        return share * x + arithmetic(rest, x), None
+        share, rest, _, _ = about_mean(dot.with_adjoint(x, x), row, dot)
+        return share * x + dot(rest, x), None
 
-    return lax.scan(step, x, jnp.asarray(coefficients, x.dtype))[0]
+    return lax.scan(step, x, rows)[0]
 
 
 def directional_derivative(
-    x: jax.Array, direction: jax.Array, coefficients: Coefficients, arithmetic: Arithmetic
+    x: jax.Array, direction: jax.Array, rows: jax.Array, dot: MatrixProduct
 ) -> jax.Array:
     """The derivative of `iterate` at x in `direction`; symmetric as a map of `direction`.
 
@@ -76,36 +78,35 @@ def directional_derivative(
     """
 
     def segment(x, dx, rows):
-        gram = arithmetic.with_transpose(x, x)
-        dgram = twice_symmetric(arithmetic.with_transpose(dx, x))
-        share, rest, drest = _composition(gram, dgram, rows, arithmetic)
-        return share, rest, share * dx + arithmetic(drest, x) + arithmetic(rest, dx)
+        gram = dot.with_adjoint(x, x)
+        dgram = plus_transpose(dot.with_adjoint(dx, x))
+        share, rest, drest = _composition(gram, dgram, rows, dot)
+        return share, rest, share * dx + dot(drest, x) + dot(rest, dx)
 
     def step(carry, rows):
         x, dx = carry
         share, rest, dx = segment(x, dx, rows)
-        return (share * x + arithmetic(rest, x), dx), None
+        return (share * x + dot(rest, x), dx), None
 
-    rows = jnp.asarray(coefficients, x.dtype)
-    length = min(_segment_length(x, arithmetic), len(rows))
+    length = min(_segment_length(x, dot), len(rows))
     carry, odd = (x, direction), len(rows) % length
     if odd:
         carry, _ = step(carry, rows[:odd])
     (x, dx), _ = lax.scan(step, carry, rows[odd:-length].reshape(-1, length, 3))
-    return segment(x, dx, rows[-length:])[2]  # nobody needs the last x
+    return segment(x, dx, rows[-length:])[2]  # the last x is not needed
 
 
-def _segment_length(x: jax.Array, arithmetic: Arithmetic) -> int:
+def _segment_length(x: jax.Array, dot: MatrixProduct) -> int:
     """Two steps where that is less work; but one in half precision, where the rounding of a Gram matrix that is
-    carried over a step can exceed its small eigenvalues by far."""
+    carried over a step can be far larger than its small eigenvalues."""
     m, n = x.shape[-2:]
     less_work = 5 * n + 12 * m < 2 * (5 * n + 2 * m)  # in units of m^2
-    exact_enough = jnp.finfo(arithmetic.operands).eps <= jnp.finfo(jnp.float32).eps
+    exact_enough = jnp.finfo(dot.operands).eps <= jnp.finfo(jnp.float32).eps
     return 2 if less_work and exact_enough else 1
 
 
 def _composition(
-    gram: jax.Array, dgram: jax.Array, rows: jax.Array, arithmetic: Arithmetic
+    gram: jax.Array, dgram: jax.Array, rows: jax.Array, dot: MatrixProduct
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The composition of `rows` as a map of X, X -> share X + rest X, made of A = X X^T alone; and the tangent
     of `rest`.
@@ -114,49 +115,51 @@ def _composition(
     """
 
     def polynomial(gram, dgram, row):
-        share, rest, slope, distance = about_mean(gram, row, arithmetic)
-        return share, rest, slope * dgram + row[2] * twice_symmetric(arithmetic(dgram, distance))
+        share, rest, slope, distance = about_mean(gram, row, dot)
+        return share, rest, slope * dgram + row[2] * plus_transpose(dot(dgram, distance))
 
     a, p, dp = polynomial(gram, dgram, rows[0])
     share, rest, drest = a, p, dp
     for row in rows[1:]:
-        left = 0.5 * (a * dgram + arithmetic(p, dgram)) + arithmetic(dp, gram)
-        dgram = twice_symmetric(a * left + arithmetic(left, p))
-        left = a * gram + arithmetic(p, gram)
-        gram = a * left + arithmetic(left, p)
+        left = 0.5 * (a * dgram + dot(p, dgram)) + dot(dp, gram)
+        dgram = plus_transpose(a * left + dot(left, p))
+        left = a * gram + dot(p, gram)
+        gram = a * left + dot(left, p)
         a, p, dp = polynomial(gram, dgram, row)
-        drest = a * drest + share * dp + arithmetic(dp, rest) + arithmetic(p, drest)
-        rest = a * rest + share * p + arithmetic(p, rest)
+        drest = a * drest + share * dp + dot(dp, rest) + dot(p, drest)
+        rest = a * rest + share * p + dot(p, rest)
         share = a * share
     return share, rest, drest
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def polynomial_msign(x: jax.Array, coefficients: Coefficients, arithmetic: Arithmetic) -> jax.Array:
-    """msign whose derivative is that of the polynomial on x / |x|_F; the only residual is x.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def polynomial_msign(x: jax.Array, rows: jax.Array, dot: MatrixProduct) -> jax.Array:
+    """msign whose derivative is that of the polynomial on x / |x|_F; it keeps x alone. `rows` are constants.
 
     With u = x / |x|_F and J the symmetric Jacobian of the iteration at u, the derivative is J (I - u u^T) /
     |x|_F and its transpose (I - u u^T) J / |x|_F, u as a vector.
     """
-    return oriented_like(iterate(normalized(x)[0], coefficients, arithmetic), x)
+    return oriented_like(iterate(normalized(x)[0], rows, dot), x)
 
 
 @polynomial_msign.defjvp
-def _polynomial_msign_jvp(coefficients, arithmetic, primals, tangents):
-    (x,), (dx,) = primals, tangents
+def _polynomial_msign_jvp(dot, primals, tangents):
+    (x, rows), (dx, _) = primals, tangents
 
     def tangential(unit, v):
         return v - unit * inner(unit, v)
 
-    def jacobian(x, v):
+    def jacobian(at, v):
+        x, rows = at
         unit, inverse = normalized(x)
         v = inverse * tangential(unit, widened(v))
-        return oriented_like(directional_derivative(unit, v, coefficients, arithmetic), x)
+        return oriented_like(directional_derivative(unit, v, rows, dot), x)
 
-    def jacobian_transpose(x, v):
+    def jacobian_transpose(at, v):
+        x, rows = at
         unit, inverse = normalized(x)
-        v = directional_derivative(unit, widened(v), coefficients, arithmetic)
+        v = directional_derivative(unit, widened(v), rows, dot)
         return oriented_like(inverse * tangential(unit, v), x)
 
-    value = polynomial_msign(x, coefficients, arithmetic)
-    return value, linear_map_with_known_transpose(jacobian, jacobian_transpose, x, dx)
+    value = polynomial_msign(x, rows, dot)
+    return value, linear_map_with_known_transpose(jacobian, jacobian_transpose, (x, rows), dx)

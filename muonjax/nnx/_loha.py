@@ -1,7 +1,7 @@
-"""The NNX door's layers with adapters: LoHa on a dense layer or a convolution.
+"""NNX layers with LoHa adapters: dense layers and convolutions.
 
 Flax's layers take the function that multiplies, `dot_general` or `conv_general_dilated`. An adapter is a module
-that takes this function's place: the layer, its kernel and the kernel's path stay what they were.
+that replaces this function: the layer, its kernel and the kernel's path stay what they were.
 """
 
 from typing import Any
@@ -10,8 +10,9 @@ import jax
 from flax import nnx
 from jax import lax
 
-from muonjax._adapters.adapter import Adapter, check_rate, fresh_adapter
-from muonjax._adapters.names import CORES, FACTORS
+from muonjax._adapters.adapter import CORES, FACTORS, Adapter
+from muonjax._adapters.config import LoHaConfig, check_rate
+from muonjax.nnx._layers import Layer, check_plain, function_of, inputs_of, window_of
 
 
 class LoHaParam(nnx.Param):
@@ -28,18 +29,18 @@ class LoHaParam(nnx.Param):
 
 
 class LoHa(nnx.Module):
-    """The adapter of one layer, in place of its `dot_general` or `conv_general_dilated`.
+    """The adapter of one layer, which replaces its `dot_general` or `conv_general_dilated`.
 
     Attributes:
-      hada_w1_a: a factor [in, rank].
-      hada_w1_b: a factor [rank, out].
-      hada_w2_a: a factor [in, rank].
-      hada_w2_b: a factor [rank, out].
-      hada_t1: a core [*window, rank, rank] of the Tucker form, or None.
-      hada_t2: the other core, or None.
-      dora_scale: DoRA's magnitude [out], or None.
+      hada_w1_a: A factor, [in, rank].
+      hada_w1_b: A factor, [rank, out].
+      hada_w2_a: A factor, [in, rank].
+      hada_w2_b: A factor, [rank, out].
+      hada_t1: A core of the Tucker form, [*window, rank, rank], or None.
+      hada_t2: The other core, or None.
+      dora_scale: DoRA's magnitude, [out], or None.
       scale: alpha / rank, or alpha / √rank.
-      merged: whether the kernel holds ΔW already; the adapter then multiplies plainly.
+      merged: Whether the kernel holds ΔW already; the adapter then multiplies by the kernel alone.
 
     Example:
       >>> import muonjax
@@ -77,7 +78,7 @@ class LoHa(nnx.Module):
         self.merged = False
 
     def adapter(self) -> Adapter:
-        """As plain arrays."""
+        """The adapter as plain arrays."""
         w1a, w1b, w2a, w2b = (getattr(self, name)[...] for name in FACTORS)
         t1, t2 = (getattr(self, name) for name in CORES)
         return Adapter(
@@ -88,32 +89,30 @@ class LoHa(nnx.Module):
         )
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any) -> jax.Array:
-        """What the function does in whose place this module stands, with rhs + ΔW."""
+        """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
         if self.merged:
-            return (lax.conv_general_dilated if self.is_convolution else lax.dot_general)(
-                lhs, rhs, *args, **settings
-            )
+            function = lax.conv_general_dilated if self.is_convolution else lax.dot_general
+            return function(lhs, rhs, *args, **settings)
         adapter = self.adapter()
         if self.rank_dropout and not self.deterministic:
             assert self.rngs is not None
             adapter = adapter.drop_ranks(self.rngs.dropout(), self.rank_dropout)
-        return (adapter.convolution if self.is_convolution else adapter.dot_general)(
-            lhs, rhs, *args, **settings
-        )
+        function = adapter.convolution if self.is_convolution else adapter.dot_general
+        return function(lhs, rhs, *args, **settings)
 
 
 class LoHaLinear(nnx.Linear):
     """`nnx.Linear` with a LoHa adapter: y = x · (W + ΔW) + b, and ΔW = 0 at the start.
 
     Args:
-      in_features: size of x's last axis.
-      out_features: size of y's.
-      rank: of each of the two products; ΔW has rank up to rank².
+      in_features: The size of x's last axis.
+      out_features: The size of y's.
+      rank: The rank of each of the two products; ΔW has rank up to rank².
       alpha: ΔW is scaled by alpha / rank; None: alpha = rank.
-      rank_stabilized: alpha / √rank instead.
-      rank_dropout: the probability of leaving out a rank of the first product while training.
-      decompose: DoRA: ΔW turns the columns, a magnitude of their own sizes them.
-      rngs: streams "params" and, for rank dropout, "dropout".
+      rank_stabilized: Scale by alpha / √rank instead.
+      rank_dropout: The probability of leaving out a rank of the first product while training.
+      decompose: DoRA: normalize the columns of W + ΔW, and scale each by a trained magnitude.
+      rngs: Streams "params" and, for rank dropout, "dropout".
       **linear: `nnx.Linear`'s own settings.
 
     Example:
@@ -140,33 +139,26 @@ class LoHaLinear(nnx.Linear):
         rngs: nnx.Rngs,
         **linear: Any,
     ):
+        config = LoHaConfig(rank, alpha, rank_stabilized, rank_dropout, decompose)
         super().__init__(in_features, out_features, rngs=rngs, **linear)
         check_plain(self, "LoHaLinear")
-        adapter = fresh_adapter(
-            self.kernel[...],
-            rngs.params(),
-            rank=rank,
-            alpha=alpha,
-            rank_stabilized=rank_stabilized,
-            decompose=decompose,
-        )
-        self.dot_general = nnx.data(LoHa(adapter, rank_dropout=rank_dropout, rngs=rngs))
+        self.dot_general = nnx.data(new_adapter(self, config, rngs))
 
 
 class LoHaConv(nnx.Conv):
-    """`nnx.Conv` with a LoHa adapter on its kernel, seen as a matrix (window · in) × out, or in the Tucker form.
+    """`nnx.Conv` with a LoHa adapter of its kernel as a matrix (window · in) × out, or in the Tucker form.
 
     Args:
-      in_features: channels of x.
-      out_features: channels of y.
-      kernel_size: the window.
-      rank: of each of the two products.
-      alpha: as in `LoHaLinear`.
-      rank_stabilized: as in `LoHaLinear`.
-      rank_dropout: as in `LoHaLinear`.
-      decompose: as in `LoHaLinear`.
-      tucker: a core [*window, rank, rank] between factors [in, rank] and [rank, out]: fewer parameters.
-      rngs: as in `LoHaLinear`.
+      in_features: The number of channels of x.
+      out_features: The number of channels of y.
+      kernel_size: The window.
+      rank: As in `LoHaLinear`.
+      alpha: As in `LoHaLinear`.
+      rank_stabilized: As in `LoHaLinear`.
+      rank_dropout: As in `LoHaLinear`.
+      decompose: As in `LoHaLinear`.
+      tucker: A core [*window, rank, rank] between factors [in, rank] and [rank, out]: fewer parameters.
+      rngs: As in `LoHaLinear`.
       **conv: `nnx.Conv`'s own settings.
 
     Example:
@@ -194,45 +186,20 @@ class LoHaConv(nnx.Conv):
         rngs: nnx.Rngs,
         **conv: Any,
     ):
+        config = LoHaConfig(rank, alpha, rank_stabilized, rank_dropout, decompose, tucker)
         super().__init__(in_features, out_features, kernel_size, rngs=rngs, **conv)
         check_plain(self, "LoHaConv")
-        adapter = fresh_adapter(
-            self.kernel[...],
-            rngs.params(),
-            rank=rank,
-            alpha=alpha,
-            rank_stabilized=rank_stabilized,
-            decompose=decompose,
-            window=self.kernel.ndim - 2,
-            tucker=tucker,
-        )
-        self.conv_general_dilated = nnx.data(
-            LoHa(adapter, is_convolution=True, rank_dropout=rank_dropout, rngs=rngs)
-        )
+        self.conv_general_dilated = nnx.data(new_adapter(self, config, rngs))
 
 
-def function_of(layer: nnx.Linear | nnx.LinearGeneral | nnx.Conv) -> str:
-    """The attribute of a Flax layer that multiplies, in whose place an adapter stands."""
-    return "conv_general_dilated" if isinstance(layer, nnx.Conv) else "dot_general"
+def new_adapter(layer: Layer, config: LoHaConfig, rngs: nnx.Rngs) -> LoHa:
+    """An adapter of a layer, with ΔW = 0."""
+    adapter = config.new_adapter(layer.kernel[...], rngs.params(), inputs_of(layer), window_of(layer))
+    is_convolution = isinstance(layer, nnx.Conv)
+    return LoHa(adapter, is_convolution=is_convolution, rank_dropout=config.rank_dropout, rngs=rngs)
 
 
-def plain_function(layer: nnx.Linear | nnx.LinearGeneral | nnx.Conv) -> Any:
-    """What Flax puts there."""
-    if isinstance(layer, nnx.LinearGeneral):
-        return None  # it then takes lax.dot_general when called
-    return lax.conv_general_dilated if isinstance(layer, nnx.Conv) else lax.dot_general
-
-
-def check_plain(layer: nnx.Linear | nnx.LinearGeneral | nnx.Conv, call: str) -> None:
-    """Raises ValueError for a layer whose product an adapter can't replace."""
-    if isinstance(layer, nnx.Conv) and layer.mask is not None:
-        raise ValueError(
-            f"{call}: an adapter would fill the holes of the convolution's mask; remove the mask."
-        )
-    # LinearGeneral's dot_general_cls goes before its dot_general.
-    own_class = getattr(layer, "dot_general_cls", None)
-    if getattr(layer, function_of(layer)) is not plain_function(layer) or own_class is not None:
-        raise ValueError(
-            f"{call}: the layer multiplies by a {function_of(layer)} of its own, which an adapter would replace; "
-            "leave it out."
-        )
+def adapter_of(layer: Layer) -> LoHa | None:
+    """The layer's adapter, if it has one."""
+    value = getattr(layer, function_of(layer))
+    return value if isinstance(value, LoHa) else None

@@ -5,13 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muonjax._adapters.adapter import Adapter, scale_of
+from muonjax._adapters.adapter import Adapter
+from muonjax._adapters.config import LoHaConfig
 
 
 def test_scale_is_alpha_over_rank_or_over_its_root():
-    assert scale_of(16, None, False) == 1.0
-    assert scale_of(16, 8.0, False) == 0.5
-    assert scale_of(16, 8.0, True) == 2.0
+    assert LoHaConfig(16).scale == 1.0
+    assert LoHaConfig(16, 8.0).scale == 0.5
+    assert LoHaConfig(16, 8.0, rank_stabilized=True).scale == 2.0
+
+
+@pytest.mark.parametrize("settings", [{"alpha": float("nan")}, {"rank_dropout": 1.0}, {"rank_dropout": -0.1}])
+def test_bad_settings_are_named(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        LoHaConfig(2, **settings)
 
 
 def test_drop_ranks_drops_whole_ranks():

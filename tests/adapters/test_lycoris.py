@@ -1,6 +1,8 @@
 """LyCORIS's files: both ways, refused whole when a tensor is wrong, and the package's own ΔW."""
 
+import json
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from muonjax import linen as linen_loha
 from muonjax import nnx as nnx_loha
 from muonjax._adapters import lycoris as _lycoris
 from muonjax._adapters.adapter import Adapter
-from muonjax._adapters.lycoris import Place, from_tensors, to_tensors
+from muonjax._adapters.lycoris import Place, from_tensors, problems_of, to_tensors
 
 PLACES = {
     "dense": Place((6, 5), 1),
@@ -64,17 +66,15 @@ CASES = [(name, tucker) for name, place in PLACES.items() for tucker in {False, 
 @pytest.mark.parametrize(("name", "tucker"), CASES)
 def test_an_adapter_read_has_the_weight_that_lycoris_defines(name, tucker):
     tensors = tensors_of(PLACES[name], tucker)
-    adapter, wrong = from_tensors(tensors, PLACES[name], "x")
-    assert not wrong
-    got = adapter.delta(PLACES[name].shape)
+    assert not problems_of(tensors, PLACES[name], "x")
+    got = from_tensors(tensors, PLACES[name]).delta(PLACES[name].shape)
     np.testing.assert_allclose(got, delta64(tensors, PLACES[name]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "tucker"), CASES)
 def test_what_was_read_is_written_back_bit_for_bit(name, tucker):
     tensors = tensors_of(PLACES[name], tucker, decompose=True)
-    adapter, _ = from_tensors(tensors, PLACES[name], "x")
-    back = to_tensors(adapter, PLACES[name])
+    back = to_tensors(from_tensors(tensors, PLACES[name]), PLACES[name])
     assert back.keys() == tensors.keys()
     for key, value in tensors.items():
         np.testing.assert_array_equal(back[key], value, err_msg=key)
@@ -87,7 +87,11 @@ def test_what_was_read_is_written_back_bit_for_bit(name, tucker):
         (lambda t: t.pop("hada_w1_b"), "x.hada_w1_b is missing"),
         (lambda t: t.pop("alpha"), "x.alpha is missing"),
         (lambda t: t.update(hada_t1=np.ones((2, 2))), "x.hada_t2 is missing"),
-        (lambda t: t.update(lokr_w1=np.ones(1)), "x.lokr_w1 is unknown"),
+        (lambda t: t.update(lokr_w1=np.ones(1)), "'x.lokr_w1' is unknown"),
+        (lambda t: t.update(alpha=np.uint8(1)), "x.alpha has dtype uint8"),
+        (lambda t: t.update(hada_w1_a=np.ones((5, 2), np.int8)), "x.hada_w1_a has dtype int8"),
+        (lambda t: t.update(hada_w1_a=np.ones((5, 2), np.int64)), "x.hada_w1_a has dtype int64"),
+        (lambda t: t.update(hada_w2_b=np.ones((2, 6), bool)), "x.hada_w2_b has dtype bool"),
         (lambda t: t.update(hada_w1_a=np.ones((6, 2))), r"x.hada_w1_a has shape \(6, 2\).*needs \(5, 2\)"),
         (lambda t: t.update(hada_w2_b=np.ones((3, 6))), r"x.hada_w2_b has shape \(3, 6\).*needs \(2, 6\)"),
         (lambda t: t.update(hada_w1_b=np.ones((0, 6)), hada_w2_b=np.ones((0, 6))), r"shape \(0, 6\)"),
@@ -98,9 +102,13 @@ def test_what_was_read_is_written_back_bit_for_bit(name, tucker):
 def test_wrong_tensors_are_named(change, message):
     tensors = tensors_of(PLACES["dense"])
     change(tensors)
-    adapter, wrong = from_tensors(tensors, PLACES["dense"], "x")
-    assert adapter is None
-    assert re.search(message, "; ".join(wrong))
+    assert re.search(message, "; ".join(problems_of(tensors, PLACES["dense"], "x")))
+
+
+def test_an_integer_alpha_of_pytorch_is_read():
+    tensors = tensors_of(PLACES["dense"]) | {"alpha": np.int64(4)}
+    assert not problems_of(tensors, PLACES["dense"], "x")
+    assert from_tensors(tensors, PLACES["dense"]).scale == 2.0
 
 
 def test_rank_stabilized_scales_survive():
@@ -110,7 +118,7 @@ def test_rank_stabilized_scales_survive():
     )
     tensors = to_tensors(adapter, PLACES["dense"])
     assert tensors["alpha"] / 4 == 4.0
-    assert from_tensors(tensors, PLACES["dense"], "x")[0].scale == 4.0
+    assert from_tensors(tensors, PLACES["dense"]).scale == 4.0
 
 
 def test_stacked_adapters_are_refused():
@@ -176,6 +184,121 @@ def test_a_bad_file_is_refused_whole(tmp_path):
         nnx_loha.load_lycoris(model, file)
 
 
+# Files from anywhere: the header is written by hand, for the package writes no false one.
+
+ADAPTED = {"up": PLACES["dense"]}
+
+
+def file_of(tmp_path, header, body=b"", length=None):
+    """A safetensors file with this header, a string or a dict."""
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    file = tmp_path / "x.safetensors"
+    file.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + body)
+    return file
+
+
+def entry(dtype="F32", shape=(2, 5), offsets=(0, 40)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+NAME = "lycoris_up.hada_w1_a"
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({NAME: entry(offsets=(0, 10**12))}, "bytes 0 to 1,000,000,000,000 of 40"),
+        ({NAME: entry(offsets=(30, 20))}, "bytes 30 to 20 of 40"),
+        ({NAME: entry(shape=(2**62, 2))}, r"would have shape \(4611686018427387904, 2\) and F32 in 40 bytes"),
+        ({NAME: entry(shape=(2**63,))}, "no possible dtype, shape and data_offsets"),
+        ({NAME: entry(shape=(-2, 5))}, "no possible dtype, shape and data_offsets"),
+        ({NAME: entry(shape=(1.5, 5))}, "no possible dtype, shape and data_offsets"),
+        ({NAME: entry(shape=(1,) * 1000)}, "no possible dtype, shape and data_offsets"),
+        ({NAME: entry(offsets=(0, 40, 80))}, "no possible dtype, shape and data_offsets"),
+        ({NAME: {"dtype": "F32"}}, "no possible dtype, shape and data_offsets"),
+        ({NAME: 3}, "no possible dtype, shape and data_offsets"),
+        ({NAME: entry("Q7")}, "hada_w1_a has dtype 'Q7'; it must be floating point"),
+        ({NAME: entry("U8")}, "hada_w1_a has dtype 'U8'; it must be floating point"),
+        ({NAME: entry("float32")}, "hada_w1_a has dtype 'float32'; it must be floating point"),
+        ({"x" * 10**6: entry()}, r"no layer of the model is called ''"),
+        ({"x" * 10**6 + ".alpha": entry()}, r"no layer of the model is called 'x{100,200}"),
+        (f'{{"{NAME}": {json.dumps(entry())}, "{NAME}": {json.dumps(entry())}}}', "hada_w1_a' twice"),
+        ("[" * 100_000, "nested too deeply|is no JSON"),
+        ("[1]", "no JSON object"),
+        ("{", "no JSON"),
+        ({}, "it holds no tensor"),
+    ],
+)
+def test_a_false_header_is_refused_before_any_tensor_is_read(tmp_path, monkeypatch, header, message):
+    package = pytest.importorskip("safetensors")
+    monkeypatch.setattr(package, "safe_open", None)
+    with pytest.raises(ValueError, match=message) as error:
+        _lycoris.read(file_of(tmp_path, header, bytes(40)), ADAPTED)
+    assert "x.safetensors was not loaded" in str(error.value)
+    assert len(str(error.value)) < 2500
+
+
+@pytest.mark.parametrize("length", [0, 41, 2**40, 2**64 - 1])
+def test_a_false_length_of_the_header_is_refused(tmp_path, length):
+    pytest.importorskip("safetensors")
+    with pytest.raises(ValueError, match=r"its header (claims|is no JSON)"):
+        _lycoris.read(file_of(tmp_path, {}, bytes(38), length), ADAPTED)
+    (tmp_path / "short.safetensors").write_bytes(b"abc")
+    with pytest.raises(ValueError, match="in a file of 3"):
+        _lycoris.read(tmp_path / "short.safetensors", ADAPTED)
+
+
+def work(call):
+    """The number of Python and C functions that a call enters."""
+    count = 0
+
+    def counted(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("name", ["lycoris_up.x{}", "y{}.x", "z{}"])
+def test_many_unknown_tensors_cost_linear_work_and_a_short_message(tmp_path, name):
+    pytest.importorskip("safetensors")
+    messages = []
+
+    def refuse(count):
+        header = {name.format(i): entry(shape=(0,), offsets=(0, 0)) for i in range(count)}
+        file = file_of(tmp_path, header)
+
+        def call():
+            with pytest.raises(ValueError, match=r"was not loaded") as error:
+                _lycoris.read(file, ADAPTED)
+            messages.append(str(error.value))
+
+        return work(call)
+
+    few, many = refuse(1000), refuse(10_000)
+    assert many < 11 * few
+    assert max(map(len, messages)) < 2000
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e300])
+@pytest.mark.parametrize("name", ["hada_w1_a", "hada_w2_b", "alpha"])
+def test_a_tensor_that_is_not_finite_in_float32_is_refused(tmp_path, name, bad):
+    numpy = pytest.importorskip("safetensors.numpy")
+    tensors = {f"lycoris_up.{key}": np.asarray(v) for key, v in tensors_of(PLACES["dense"]).items()}
+    tensors[f"lycoris_up.{name}"] = np.array(tensors[f"lycoris_up.{name}"], np.float64)
+    numpy.save_file(tensors, tmp_path / "x.safetensors")
+    _lycoris.read(tmp_path / "x.safetensors", ADAPTED)
+    tensors[f"lycoris_up.{name}"][...] = bad
+    numpy.save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=f"lycoris_up.{name} is not finite"):
+        _lycoris.read(tmp_path / "x.safetensors", ADAPTED)
+
+
 def test_writing_needs_an_adapter_and_names_that_differ(tmp_path):
     model = Model(nnx.Rngs(0))
     with pytest.raises(ValueError, match="no LoHa adapter"):
@@ -202,6 +325,19 @@ def test_linen_files_give_the_same_parameters_again(tmp_path):
     other = linen_loha.load_lycoris(other, tmp_path / "a.safetensors")
     assert jax.tree.structure(other) == jax.tree.structure(params)
     for one, two in zip(jax.tree.leaves(other), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_names_with_a_slash_stay_apart(tmp_path):
+    pytest.importorskip("safetensors")
+    dense = [linen_loha.LoHaDense(6, rank=2).init(jax.random.key(i), X)["params"] for i in range(2)]
+    params = {"a/b": dense[0], "a": {"b": dense[1]}}
+    file = tmp_path / "a.safetensors"
+    with pytest.raises(ValueError, match="both called"):  # "a_b", by LyCORIS's rule
+        linen_loha.save_lycoris({"a_b": dense[0], "a": {"b": dense[1]}}, file)
+    linen_loha.save_lycoris(params, file, name_of=repr)
+    loaded = linen_loha.load_lycoris(params, file, name_of=repr)
+    for one, two in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(one, two)
 
 
@@ -250,8 +386,8 @@ def test_lycoris_lora_makes_the_same_weight(kind, settings, alpha):
         module.hada_w2_a.normal_()
     place = PLACES["dense" if kind == "linear" else "conv"]
     tensors = {name: value.detach().numpy() for name, value in module.custom_state_dict().items()}
-    adapter, wrong = from_tensors(tensors, place, "x")
-    assert not wrong
+    assert not problems_of(tensors, place, "x")
+    adapter = from_tensors(tensors, place)
 
     def kernel(weight):  # [out, in, *window] -> [*window, in, out]
         return np.moveaxis(weight.detach().numpy(), (0, 1), (-1, -2))

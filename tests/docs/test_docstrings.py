@@ -61,7 +61,6 @@ WITHOUT = {
     "muonjax.ModeCost": {"Example"},
     "muonjax.adapter_mask": {"Raises"},
     "muonjax.linen.join_adapters": {"Raises"},
-    "muonjax.linen.split_adapters": {"Raises"},
     "muonjax.nnx.adapters": {"Raises"},
     # They need a file, and a package that the tests do not.
     "muonjax.linen.load_lycoris": {"Example"},

@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict
 
 from muonjax import adapter_mask, apply_qk_clip, mha_site
 from muonjax import linen as linen_loha
+from muonjax._adapters.config import LoHaConfig
 from muonjax.linen._loha import LoHa
 
 
@@ -99,6 +100,13 @@ def test_linen_adopt_names_what_does_not_fit():
         ValueError, match=r"up/bias is only in one; up/extra is only in one; up/kernel has shape"
     ):
         linen_loha.adopt(params, wrong)
+
+
+def test_a_mismatch_in_many_layers_names_the_first():
+    _, params = adopted()
+    with pytest.raises(ValueError, match=r"Conv_0/bias is only in one; .* and \d,\d{3} more\.") as error:
+        linen_loha.adopt(params, {f"layer_{i}": {"kernel": jnp.ones(1)} for i in range(3000)})
+    assert len(str(error.value)) < 2000
 
 
 def test_only_adapters_train_in_linen_by_a_mask_and_by_splitting():
@@ -206,25 +214,28 @@ def test_linen_stacks_along_another_axis_are_refused():
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (linen_loha.LoHaDense(4, rank=5), "choose 1 to 4"),
-        (linen_loha.LoHaDense(4, rank=0), "rank=0"),
-        (linen_loha.LoHaDense(4, rank=2, rank_dropout=-0.1), "at least 0"),
-        (nn.Dense(4, dot_general_cls=functools.partial(LoHa, 2, tucker=True)), "convolutions"),
+        (lambda: linen_loha.LoHaDense(4, rank=5), "choose 1 to 4"),
+        (lambda: linen_loha.LoHaDense(4, rank=0), "rank=0"),
+        (lambda: linen_loha.LoHaDense(4, rank=2, rank_dropout=-0.1), "at least 0"),
+        (
+            lambda: nn.Dense(4, dot_general_cls=functools.partial(LoHa, LoHaConfig(2, tucker=True))),
+            "convolutions",
+        ),
     ],
 )
 def test_linen_bad_settings_are_named(layer, message):
     with pytest.raises(ValueError, match=message):
-        layer.init(jax.random.key(0), jnp.ones((1, 8)))
+        layer().init(jax.random.key(0), jnp.ones((1, 8)))
 
 
 def test_linen_split_and_unmerge_need_adapters():
     plain, params = adopted()
     with pytest.raises(ValueError, match="no LoHa adapter"):
         linen_loha.split_adapters(plain)
-    with pytest.raises(ValueError, match="merged kernels without"):
+    with pytest.raises(ValueError, match="merged parameters without"):
         linen_loha.unmerge(params, params)
     alone, _ = linen_loha.split_adapters(params)
-    with pytest.raises(ValueError, match="up have lost their hada_scale; join_adapters"):
+    with pytest.raises(ValueError, match="up have no hada_scale; join_adapters"):
         linen_loha.merge(alone)
     with pytest.raises(ValueError, match="mask"):
         linen_loha.LoHaConv(2, (3,), rank=1, mask=jnp.ones((3, 2, 2)))

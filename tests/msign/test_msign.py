@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 from muonjax import JORDAN, NEWTON_SCHULZ, msign, polar_express
-from muonjax._msign.msign import CONVERGED
+from muonjax._msign.arguments import CONVERGED
 from tests import oracles
 from tests.msign import oracles as msign_oracles
 
@@ -83,7 +83,9 @@ def test_the_default_schedule_reaches_1e_5():
 )
 def test_the_rows_that_run(mode, coefficients, steps, ran):
     x = random((2, 6, 9))
-    y = msign(jnp.asarray(x, jnp.float32), coefficients=coefficients, num_steps=steps, gradient=mode)
+    polish = 8 if mode == "polar" else 0  # for its derivative alone: the value is that of the rows
+    f = functools.partial(msign, coefficients=coefficients, num_steps=steps, gradient=mode, polish=polish)
+    y = f(jnp.asarray(x, jnp.float32))
     expected = np.stack([oracles.newton_schulz(v, ran) for v in x])
     np.testing.assert_allclose(y, expected, atol=2e-5)
 
@@ -178,6 +180,18 @@ def test_polar_gradient(options, shape):
         assert relative(vjp(f, jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32)), expected) < single
         with jax.enable_x64(True):
             assert relative(vjp(f, jnp.asarray(x), jnp.asarray(c)), expected) < exact
+
+
+@pytest.mark.parametrize(
+    ("steps", "polish", "most"), [(1, 8, 1e-9), (3, 3, 5e-3), (3, 6, 1e-9), (4, 4, 1e-6), (5, 2, 1e-4)]
+)
+def test_polish_takes_any_truncated_value_to_the_polar_factor(steps, polish, most):
+    """Three steps leave singular values up to 1.87, where the classical quintic diverges."""
+    x, c = matrix(16, 24, 1e2), random((16, 24))
+    f = functools.partial(msign, gradient="polar", num_steps=steps, polish=polish)
+    with jax.enable_x64(True):
+        g = vjp(f, jnp.asarray(x), jnp.asarray(c))
+    assert relative(g, msign_oracles.svd_derivative(x, c)) < most
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -433,6 +447,21 @@ def test_wide_matrices_take_two_steps_a_turn(shape, dtype, turns):
         (lambda: msign(jnp.ones((2, 2)), coefficients=((1.0, np.nan, 2.0),)), ValueError, r"finite"),
         (lambda: msign(jnp.ones((2, 2)), gradient="polar", polish=-1), ValueError, r"polish=-1"),
         (lambda: msign(jnp.ones((2, 2)), polish=1), ValueError, r"belongs to gradient='polar'"),
+        (
+            lambda: msign(jnp.ones((2, 2)), num_steps=3, gradient="polar"),
+            ValueError,
+            r"3 steps and 0 of polish .* to between 0\.13 and 1\.9; give polish=3\.",
+        ),
+        (
+            lambda: msign(jnp.ones((2, 2)), num_steps=2, gradient="polar", polish=2),
+            ValueError,
+            r"polish=2\) needs steps that converge.*give polish=4\.",
+        ),
+        (
+            lambda: msign(jnp.ones((2, 2)), coefficients=((-1.0, 0, 0),), gradient="polar", polish=3),
+            ValueError,
+            r"take other coefficients",
+        ),
     ],
 )
 def test_mistakes(call, error, message):

@@ -147,7 +147,7 @@ def test_add_loha_takes_the_layers_of_the_rule():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"path_rule": "nothing", "rank": 2}, "takes none of the layers"),
+        ({"path_rule": "nothing", "rank": 2}, "matches none of the layers"),
         ({"path_rule": ".", "rank": 0}, "rank=0 is not possible"),
         ({"path_rule": "conv|up", "rank": 9}, "'conv'|'up'.*rank=9 is not possible.*choose 1 to 8"),
         ({"path_rule": "up", "rank": 2, "rank_dropout": 1.0}, "below 1"),

@@ -1,0 +1,87 @@
+"""The settings of a LoHa adapter, its shapes and its initial values for a given kernel."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from muonjax._adapters.adapter import CORES, FACTORS, SCALE, Adapter
+from muonjax._adapters.hadamard import column_norms
+
+
+@dataclasses.dataclass(frozen=True)
+class LoHaConfig:
+    """The settings that all layers with LoHa adapters share; see `muonjax.linen.loha` for their meaning."""
+
+    rank: int
+    alpha: float | None = None
+    rank_stabilized: bool = False
+    rank_dropout: float = 0.0
+    decompose: bool = False
+    tucker: bool = False
+
+    def __post_init__(self):
+        check_rate(self.rank_dropout)
+        if self.alpha is not None and not math.isfinite(self.alpha):
+            raise ValueError(f"alpha={self.alpha} must be finite; None is alpha = rank.")
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, or alpha / √rank (Kalajdzievski, "Rank-Stabilized LoRA", 2023); None: alpha = rank."""
+        alpha = self.rank if self.alpha is None else self.alpha
+        return alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    def shapes(self, kernel: Sequence[int], inputs: int, window: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of an adapter's factors and cores by name.
+
+        Args:
+          kernel: The kernel's shape.
+          inputs: The number of its first axes that are summed over.
+          window: The number of its first axes that are a convolution's window; 0 for a dense kernel.
+
+        Raises:
+          ValueError: If the rank or the Tucker form does not fit the kernel.
+        """
+        m, n = math.prod(kernel[:inputs]), math.prod(kernel[inputs:])
+        cores = {}
+        if self.tucker and window:
+            m = math.prod(kernel[window:inputs])
+            cores = dict.fromkeys(CORES, (*kernel[:window], self.rank, self.rank))
+        if not 0 < self.rank <= min(m, n):
+            raise ValueError(
+                f"rank={self.rank} is not possible for a LoHa adapter of a kernel of shape {tuple(kernel)}, a "
+                f"matrix {m} × {n}; choose 1 to {min(m, n)}."
+            )
+        if self.tucker and not window:
+            raise ValueError(
+                f"tucker=True is for convolutions; the kernel of shape {tuple(kernel)} has no window."
+            )
+        return dict(zip(FACTORS, ((m, self.rank), (self.rank, n)) * 2, strict=True)) | cores
+
+    def new_adapter(self, kernel: jax.Array, key: jax.Array, inputs: int, window: int) -> Adapter:
+        """An adapter of `kernel` with ΔW = 0; its factors have the kernel's dtype. See `shapes`."""
+        shapes = self.shapes(kernel.shape, inputs, window)
+        keys = jax.random.split(key, len(shapes))
+        values: dict[str, Any] = {
+            name: initial(name, one, shape, kernel.dtype)
+            for (name, shape), one in zip(shapes.items(), keys, strict=True)
+        }
+        adapter = Adapter.of(values | {SCALE: self.scale})
+        if not self.decompose:
+            return adapter
+        return adapter._replace(magnitude=column_norms(kernel.reshape(-1, shapes[FACTORS[1]][1])))
+
+
+def check_rate(rank_dropout: float) -> None:
+    """Raises ValueError unless `rank_dropout` is a probability below 1."""
+    if not 0.0 <= rank_dropout < 1.0:
+        raise ValueError(f"rank_dropout={rank_dropout} must be at least 0 and below 1.")
+
+
+def initial(name: str, key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+    """LyCORIS's initialization: normal, with standard deviation 1 on the inputs' side, 0.1 on the outputs' and in
+    the cores; but the second factor on the outputs' side is zero, so that ΔW = 0 at the start."""
+    deviation = {"hada_w1_a": 1.0, "hada_w2_a": 1.0, "hada_w2_b": 0.0}.get(name, 0.1)
+    return deviation * jax.random.normal(key, tuple(shape), dtype)

@@ -1,0 +1,136 @@
+"""The two forms of x · (W + ΔW): ΔW a few rows at a time, or not at all, as a product of Kronecker factors.
+
+Both are loops over blocks, and every block is computed again when its derivative is taken, so that only the
+arguments are kept between the passes.
+
+The cotangent of an array that a loop only reads is a sum that starts from zeros. XLA's CPU compiler writes these
+zeros, as large as x, for every layer before the first layer runs. So x enters a loop twice: as an array that the
+loop reads, whose value the derivative keeps, and as a part of the carry, which gets the cotangent. A carry's
+cotangent starts from what comes after the loop, and `_zero_from_cotangent` makes that wait for the cotangent of y.
+"""
+
+import functools
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from muonjax._adapters.hadamard import accumulator, block_length, product, rows_per_block, starts
+
+Factors: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+_KRONECKER_COLUMNS = 128  # of the m × r² factor, at a time
+
+
+def dot_by_rows(
+    x: jax.Array,
+    w: jax.Array | None,
+    factors: Factors,
+    scale: jax.Array | float,
+    precision: lax.PrecisionLike,
+    magnitude: jax.Array | None = None,
+) -> jax.Array:
+    """x [tokens, m] · (W + ΔW), as a sum over blocks of rows, in the dtype of the sums."""
+    w1a, w1b, w2a, w2b = factors
+    m, n = w1a.shape[0], w1b.shape[1]
+    dtype = accumulator(x, *factors)
+
+    def add(total: tuple[jax.Array, jax.Array, jax.Array], start: jax.Array | int, count: int):
+        y, squares, carried = total
+        a1, a2 = (lax.dynamic_slice_in_dim(a, start, count) for a in (w1a, w2a))
+        block = product(a1, w1b, a2, w2b, scale, precision).astype(dtype)
+        if w is not None:
+            block += lax.dynamic_slice_in_dim(w, start, count).astype(dtype)
+        if magnitude is not None:
+            squares += jnp.sum(jnp.square(block), axis=0)
+        columns = [lax.dynamic_slice_in_dim(each, start, count, axis=1) for each in (x, carried)]
+        return y + _multiply_kept(*columns, block, dtype, precision), squares, carried
+
+    add = jax.checkpoint(add, static_argnums=2)
+    count, rest = rows_per_block(m), m % rows_per_block(m)
+    operands = [v for v in (x, w, *factors, scale) if v is not None]
+    total = (_zeros((x.shape[0], n), dtype, operands), _zeros((n,), dtype, operands), x)
+    total, _ = lax.scan(lambda total, start: (add(total, start, count), None), total, starts(m, count))
+    y, squares, carried = add(total, m - rest, rest) if rest else total
+    y = _zero_from_cotangent(y, carried)
+    if magnitude is None:
+        return y
+    # A column of zeros has no direction: LyCORIS's epsilon keeps it finite.
+    return y * (magnitude.astype(dtype) / (jnp.sqrt(squares) + jnp.finfo(dtype).eps))[None]
+
+
+def dot_by_kronecker(
+    x: jax.Array,
+    w: jax.Array | None,
+    factors: Factors,
+    scale: jax.Array | float,
+    precision: lax.PrecisionLike,
+) -> jax.Array:
+    """x · W + scale · (x · (w1a ⊙ w2a)) · (w1b ⊛ w2b), a few ranks of the first pair at a time."""
+    w1a, w1b, w2a, w2b = factors
+    r = w1a.shape[1]
+    dtype = accumulator(x, *factors)
+
+    def add(total: tuple[jax.Array, jax.Array], start: jax.Array | int, count: int):
+        y, carried = total
+        a = lax.dynamic_slice_in_dim(w1a, start, count, axis=1)
+        b = lax.dynamic_slice_in_dim(w1b, start, count)
+        left = (a[:, :, None] * w2a[:, None, :]).reshape(len(a), -1)
+        right = (b[:, None, :] * w2b[None, :, :]).reshape(-1, b.shape[1])
+        inner = _multiply_kept(x, carried, left, dtype, precision).astype(x.dtype)
+        return y + _multiply(inner, right, dtype, precision), carried
+
+    add = jax.checkpoint(add, static_argnums=2)
+    count = block_length(r, max(1, _KRONECKER_COLUMNS // r))
+    rest = r % count
+    total = (_zeros((x.shape[0], w1b.shape[1]), dtype, (x, *factors)), x)
+    total, _ = lax.scan(lambda total, start: (add(total, start, count), None), total, starts(r, count))
+    y, carried = add(total, r - rest, rest) if rest else total
+    y = jnp.asarray(scale).astype(dtype) * _zero_from_cotangent(y, carried)
+    return y if w is None else y + _multiply(x, w, dtype, precision)
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.Array:
+    """Zeros to add products of `operands` to: inside `jax.shard_map` they vary over the mesh axes of all of them."""
+    return sum((jnp.zeros_like(v, dtype, shape=()) for v in operands), jnp.zeros(shape, dtype))
+
+
+def _multiply(x: jax.Array, w: jax.Array, dtype: Any, precision: lax.PrecisionLike) -> jax.Array:
+    """x · w in the precision of x, summed in that of `dtype`."""
+    y = jnp.matmul(x, w.astype(x.dtype), precision=precision, preferred_element_type=dtype)
+    return y.astype(dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _multiply_kept(
+    x: jax.Array, carried: jax.Array, w: jax.Array, dtype: Any, precision: lax.PrecisionLike
+) -> jax.Array:
+    """`_multiply(x, w, …)`, whose derivative keeps x, and gives its cotangent to `carried`, which equals x."""
+    return _multiply(x, w, dtype, precision)
+
+
+@functools.partial(_multiply_kept.defjvp, symbolic_zeros=True)
+def _(dtype: Any, precision: lax.PrecisionLike, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    x, _, w = primals
+    _, dx, dw = tangents
+    y = _multiply_kept(*primals, dtype, precision)
+    dy = jnp.zeros_like(y)
+    if not isinstance(dx, SymbolicZero):
+        dy += _multiply(dx, w, dtype, precision)
+    if not isinstance(dw, SymbolicZero):
+        dy += _multiply(x, dw, dtype, precision)
+    return y, dy
+
+
+@jax.custom_jvp
+def _zero_from_cotangent(y: jax.Array, carried: jax.Array) -> jax.Array:
+    """y; the cotangent of `carried` becomes a zero that is computed from the cotangent of y."""
+    return y
+
+
+@_zero_from_cotangent.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    dy, dx = tangents
+    return primals[0], dy.at[:1, :1].add(0 * dx[:1, :1].astype(dy.dtype))

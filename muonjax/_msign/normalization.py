@@ -1,0 +1,50 @@
+"""Bring matrices to wide orientation and unit Frobenius norm, and back."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from muonjax._linalg import adjoint, at_least_float32, square_norm
+from muonjax._newton_schulz.scaling import power_of_two_scale
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """x as wide matrices, in float32 or wider."""
+    wide = adjoint(x) if x.shape[-2] > x.shape[-1] else x
+    return wide.astype(at_least_float32(x.dtype))
+
+
+def normalized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`widened(x)` over its Frobenius norm, and the inverse of that norm, [*batch, 1, 1]."""
+    wide = widened(x)
+    scale = power_of_two_scale(wide)
+    unit, inverse = unit_norm(wide * scale)
+    return unit, scale * inverse
+
+
+def oriented_like(wide: jax.Array, x: jax.Array) -> jax.Array:
+    """Undoes `widened`: `wide` in the orientation and dtype of x."""
+    return (wide if wide.shape == x.shape else adjoint(wide)).astype(x.dtype)
+
+
+def inner(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Frobenius inner product of each matrix, [*batch, 1, 1]."""
+    return jnp.sum(x * y, axis=(-2, -1), keepdims=True)
+
+
+@jax.custom_jvp
+def unit_norm(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x / |x|_F and 1 / |x|_F, both 0 for a zero matrix, so that its value and its gradient are 0."""
+    square = square_norm(x)
+    # Not `square > 0`: a NaN must take the branch that keeps it.
+    inverse = jnp.where(square == 0, jnp.zeros_like(square), lax.rsqrt(jnp.where(square == 0, 1.0, square)))
+    return x * inverse, inverse
+
+
+@unit_norm.defjvp
+def _unit_norm_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    unit, inverse = unit_norm(x)
+    radial = inner(unit, dx)
+    # In terms of `unit` alone, so that x itself is not kept.
+    return (unit, inverse), (inverse * (dx - unit * radial), -inverse * inverse * radial)

@@ -1,0 +1,79 @@
+"""msign, mcsgn and sylvester inside of jax.shard_map, which checks that values vary over the mesh axes they claim."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from muonjax import mcsgn, msign, sylvester
+from tests.sharded import DEVICES, check, mesh
+
+MODES = ("polynomial", "polar")
+
+
+def random(*shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
+
+
+def with_both_signs(*batch):
+    """Well-conditioned matrices with real eigenvalues, one of them negative."""
+    return jnp.diag(jnp.array([1.0, -2.0, 3.0])) + 0.1 * random(*batch, 3, 3)
+
+
+def definite(n):
+    x = random(n, n)
+    return jnp.eye(n) + 0.2 * x @ x.mT
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(3, 3), (2, 8)])
+def test_msign_of_a_replicated_weight_and_of_one_for_each_device(mode, shape):
+    f = functools.partial(msign, gradient=mode, num_steps=6)
+
+    def loss(replicated, own, x):
+        return jnp.sum(jnp.tanh(x @ f(replicated)) + jnp.tanh(x @ f(own)))
+
+    arguments = random(*shape), random(DEVICES, *shape), random(DEVICES, 4, shape[0])
+    check(loss, (P(), P("data"), P("data")), arguments)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_second_derivatives_of_msign(mode):
+    """Reverse over reverse, as a model that takes Muon steps inside of its forward pass is trained."""
+
+    def inner(w, x):
+        return jnp.sum(jnp.tanh(x @ msign(w, gradient=mode, num_steps=6)))
+
+    def outer(w, x):
+        return jnp.sum(jnp.sin(w - jax.grad(inner)(w, x)))
+
+    check(outer, (P("data"), P("data")), (random(DEVICES, 3, 5), random(DEVICES, 4, 3)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_mode_of_msign(mode):
+    def forwards(w):
+        f = functools.partial(msign, gradient=mode, num_steps=6)
+        return jax.jvp(f, (w,), (jnp.cos(w),))[1]
+
+    w = random(DEVICES, 3, 5)
+    run = jax.shard_map(forwards, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
+    np.testing.assert_allclose(jax.jit(run)(w), jax.jit(forwards)(w), rtol=1e-4, atol=1e-5)
+
+
+def test_mcsgn_of_a_replicated_matrix_and_of_one_for_each_device():
+    def loss(replicated, own, x):
+        return jnp.sum(jnp.tanh(x @ mcsgn(replicated)) + jnp.tanh(x @ mcsgn(own)))
+
+    arguments = with_both_signs(), with_both_signs(DEVICES), random(DEVICES, 4, 3)
+    check(loss, (P(), P("data"), P("data")), arguments)
+
+
+def test_sylvester_of_replicated_coefficients():
+    def loss(a, b, c):
+        return jnp.sum(jnp.sin(sylvester(a, b, c)))
+
+    check(loss, (P(), P(), P("data")), (definite(3), definite(2), random(DEVICES, 3, 2)))
