@@ -283,9 +283,9 @@ def main(platform: str, implementation: str, document: str) -> None:
 
 
 def _write(path: pathlib.Path, platform: str, rows: list[dict[str, Any]]) -> None:
-    certificate = {**measure.certificate(), "device": "none: compiled ahead of time, counted and modelled"}
+    provenance = {**measure.provenance(), "device": "none: compiled ahead of time, counted and modelled"}
     content = {
-        "born": certificate,
+        "provenance": provenance,
         "question": f"what one update launches, moves and takes on a {platform.upper()}, by compiling and counting",
         "results": rows,
     }

@@ -64,7 +64,7 @@ def _split_shape(text: str) -> tuple[str, str]:
 
 
 def _close(text: str, start: int) -> tuple[str, str]:
-    """What lies before and after the bracket that closes the one before `start`."""
+    """The text before and after the bracket that closes the one before `start`."""
     depth = 1
     for i in range(start, len(text)):
         depth += (text[i] in "([{") - (text[i] in ")]}")

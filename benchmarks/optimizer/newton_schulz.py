@@ -1,11 +1,11 @@
-"""How close to the polar factor does each method come, and for how much time? The Pareto picture.
+"""Measure polar error against time of each Newton–Schulz method, and draw both.
 
 Errors are measured on matrices with the recorded singular values of a transformer's momentum (`momentum.py`)
 and random singular vectors, at the width at which they were recorded; times at --width, against Optax's function in
 the same process. Three shapes: square, 1:4 and 1:16.
 
-Peers are emulated by settings, so that all run on the same products: Jordan's and You's tables, Polar Express as Dion
-has it, the Gram form as in Gram Newton-Schulz.
+Other implementations are emulated by settings, so that all run on the same products: Jordan's and You's tables, Polar
+Express as in Dion, the Gram form as in Gram Newton-Schulz.
 """
 
 import argparse
@@ -37,7 +37,7 @@ PEERS = {
     "Polar Express, 5 steps": plain(coefficients=polar_express(5, safety=1.02), form="standard"),
     "Gram, 5 steps": plain(coefficients=polar_express(5, safety=1.05), form="gram", restarts=(2,)),
 }
-# What deflation, and the number of steps, do by themselves.
+# The effect of deflation alone, and of the number of steps alone.
 STEPS = {
     **{f"{t} steps": NewtonSchulz(coefficients=polar_express(t), deflation=0) for t in (4, 5, 6, 7)},
     "5 steps, deflated": NewtonSchulz(coefficients=polar_express(5, lower=3e-3)),
@@ -75,14 +75,22 @@ def real_errors(method: Any, aspect: int) -> dict[str, float]:
 
 
 def sigma_error(method: Any, m: int, n: int) -> float:
-    """Root mean square of sigma - 1 of a Gaussian matrix's result."""
+    """Root mean square of sigma - 1 for a Gaussian matrix."""
     x = np.random.default_rng(0).standard_normal((m, n)).astype(np.float32)
     sigma = np.linalg.svd(np.asarray(jax.jit(method)(x), np.float64), compute_uv=False)
     return float(np.sqrt(np.mean((sigma - 1) ** 2)))
 
 
+def log_spaced_errors(m: int) -> dict[str, float]:
+    """Polar error for singular values spaced evenly in the logarithm: no dominant directions to deflate."""
+    x, polar = momentum.matrix(np.geomspace(1, 1e-3, m), m, m, np.random.default_rng(0))
+    named = methods()
+    names = ("optax", "fast", "balanced", "5 steps", "6 steps", "accurate")
+    return {name: momentum.polar_error(jax.jit(named[name])(x), polar) for name in names}
+
+
 def against_exact(m: int, rounds: int) -> dict[str, Any]:
-    """Ill conditioned (log-spaced to 1e-3): errors, and the time to 0.01 beside an exact factorization's."""
+    """Error and time for an ill-conditioned matrix (log-spaced to 1e-3), compared with exact factorizations."""
     rng = np.random.default_rng(0)
     x, polar = momentum.matrix(np.geomspace(1, 1e-3, m), m, m, rng)
 
@@ -107,7 +115,7 @@ def against_exact(m: int, rounds: int) -> dict[str, Any]:
 
 
 def times(width: int, aspect: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds of one matrix [width, aspect * width], and in units of Optax's."""
+    """Seconds for one matrix [width, aspect * width], and the ratio to Optax's."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((width, aspect * width)), jnp.float32)
     calls = {name: functools.partial(jax.jit(f), x) for name, f in methods().items()}
     seconds = measure.interleave(calls, rounds=rounds)
@@ -115,11 +123,11 @@ def times(width: int, aspect: int, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def draw(content: dict[str, Any]) -> None:
-    """Error against time, a panel a shape; what lies to the lower left of all others is worth having."""
+    """Error against time, one panel per shape; lower and further left is better."""
     figure, panels = plt.subplots(1, len(ASPECTS), figsize=(13, 4.4), sharey=True, layout="constrained")
     for axes, aspect in zip(panels, ASPECTS, strict=True):
         rows = content["shapes"][str(aspect)]
-        # Labels of the presets to the left below their marks, all others to the right: many lie close together.
+        # Labels of the presets to the lower left of their marks, all others to the right: many are close together.
         peers = {"optax": None, **PEERS}
         kinds = (
             (OURS, "C0", "o", (-5, -9), "right"),
@@ -149,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--width", type=int, default=768, help="short side of the matrices that are timed")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--name", default="newton_schulz", help="of the JSON under benchmarks/results")
+    parser.add_argument("--name", default="newton_schulz", help="name of the JSON under benchmarks/results")
     args = parser.parse_args()
     shapes: dict[str, Any] = {}
     for aspect in ASPECTS:
@@ -169,6 +177,7 @@ def main() -> None:
         "rounds": args.rounds,
         "shapes": shapes,
         "gaussian": gaussian,
+        "log_spaced": log_spaced_errors(args.width),
         "exact": against_exact(args.width, args.rounds),
     }
     print(measure.table([{"method": k, **v} for k, v in content["exact"].items()]))

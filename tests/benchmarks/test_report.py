@@ -65,6 +65,7 @@ def test_a_changed_figure_is_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report", "--check"])
     with pytest.raises(SystemExit, match=r"out of date: README\.md"):
         report.main()
+    assert "1.24 s" in page.read_text()
     monkeypatch.setattr(sys, "argv", ["report"])
     report.main()
     assert page.read_text() == "before\n<!-- results: a.text -->\n1.25 s\n<!-- end -->\nafter\n"

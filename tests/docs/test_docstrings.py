@@ -1,4 +1,4 @@
-"""Every public name is described: arguments, results, errors, an example, and where it comes from."""
+"""Check that every public name documents its arguments, results, errors, an example and its source."""
 
 import ast
 import dataclasses
@@ -17,7 +17,7 @@ import pallas_kernels
 
 API = (pathlib.Path(__file__).parents[2] / "docs" / "api.md").read_text()
 
-# Invented here: their own text is the source.
+# New in muonjax: without an external source.
 OURS = {
     "muonjax.Distribution",
     "muonjax.MeshPlan",
@@ -55,14 +55,14 @@ OURS = {
     "pallas_kernels.symmetric_product",
 }
 
-# The sections that a docstring has no use for, or still lacks. The test refuses an entry that is not true.
+# Sections that a docstring does not need, or still lacks. The test fails for an entry that is no longer true.
 WITHOUT = {
     "muonjax.MeshPlan": {"Example"},
     "muonjax.ModeCost": {"Example"},
     "muonjax.adapter_mask": {"Raises"},
     "muonjax.linen.join_adapters": {"Raises"},
     "muonjax.nnx.adapters": {"Raises"},
-    # They need a file, and a package that the tests do not.
+    # They need a file, and a package that the tests do not install.
     "muonjax.linen.load_lycoris": {"Example"},
     "muonjax.linen.save_lycoris": {"Example", "Returns"},
     "muonjax.nnx.load_lycoris": {"Example"},
@@ -71,7 +71,7 @@ WITHOUT = {
 
 
 def public_names():
-    """Name to object, for whatever a user may import."""
+    """Name to object, for all that a user may import."""
     names = {}
     for module in (muonjax, muonjax.linen, muonjax.nnx, pallas_kernels):
         own = ast.parse(inspect.getsource(module)).body
@@ -89,7 +89,7 @@ PUBLIC = public_names()
 
 
 def is_value(name: str) -> bool:
-    """Whether it is a constant, or a name for somebody else's class: Python keeps no docstring for those."""
+    """Whether it is a constant, or an alias of another library's class: Python keeps no docstring for those."""
     return not callable(PUBLIC[name]) or not PUBLIC[name].__module__.startswith(name.split(".")[0])
 
 

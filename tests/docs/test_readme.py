@@ -1,4 +1,4 @@
-"""Every line of code in the README runs, and every number in it and in the docs is its JSON's."""
+"""Run the README's code, and compare the figures in it and in the docs with their JSON files."""
 
 import pathlib
 import re
