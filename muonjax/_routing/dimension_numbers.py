@@ -135,6 +135,8 @@ def routes(
     attention: str = "whole",
     scan_axis: int | None = None,
     known: Mapping[str, Role] | None = None,
+    head_sizes: Mapping[tuple[str, ...], int] | None = None,
+    outputs_first: bool | None = None,
 ) -> tuple[list[Route | optax.MaskedNode], Any]:
     """The routes of all leaves in order, masked nodes among them, and the tree's structure.
 
@@ -144,6 +146,8 @@ def routes(
       attention: As in `dimension_numbers`.
       scan_axis: As in `dimension_numbers`.
       known: Path to role, from those who know more than names (`muonjax.nnx.dimension_numbers` of a module).
+      head_sizes: Path of an attention to the size of its heads, from those who know it.
+      outputs_first: Whether leaves called `weight` are (out, in, *window); None: the biases tell.
     """
     if attention not in ("whole", "heads"):
         raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
@@ -163,13 +167,13 @@ def routes(
         elif not jnp.issubdtype(dtype, jnp.inexact):
             found[path] = Route(name, shape, dtype, None, "not a floating-point leaf")
         elif path in axis_names:
-            numbers, why = by_axis_names(path, role, axis_names, shape, attention)
+            numbers, why = by_axis_names(path, role, axis_names, attention)
             found[path] = Route(name, shape, dtype, numbers, why)
         else:
             undecided.append(
                 Parameter(path, _better(role, known.get(name)), shape, tuple(range(len(shape))), shape)
             )
-    decided = _decide_all(undecided, attention, scan_axis)
+    decided = _decide_all(undecided, attention, scan_axis, head_sizes, outputs_first)
     for path, leaf in zip(paths, leaves, strict=True):
         if path in decided:
             found[path] = Route("/".join(path), jnp.shape(leaf), dtype_of(leaf), *decided[path])
@@ -179,10 +183,14 @@ def routes(
 
 
 def _decide_all(
-    undecided: Sequence[Parameter], attention: str, scan_axis: int | None
+    undecided: Sequence[Parameter],
+    attention: str,
+    scan_axis: int | None,
+    head_sizes: Mapping[tuple[str, ...], int] | None,
+    outputs_first: bool | None,
 ) -> dict[tuple[str, ...], tuple[DimensionNumbers | None, str]]:
     parameters = unstack(undecided, scan_axis)
-    siblings = Siblings(parameters)
+    siblings = Siblings(parameters, head_sizes, outputs_first)
     decided = {p.path: _decide(p, siblings, attention, scan_axis) for p in parameters}
     for path, why in output_heads(
         parameters, {path: numbers for path, (numbers, _) in decided.items()}
