@@ -5,8 +5,9 @@ from typing import Any, Literal
 from flax import nnx
 
 from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
-from muonjax._routing.dimension_numbers import Rules, numbers_tree, routes
+from muonjax._routing.dimension_numbers import numbers_tree, routes
 from muonjax._routing.roles import BIAS, DENSE, EMBEDDING, Layout, Role
+from muonjax._routing.rules import Rules
 
 
 def dimension_numbers(
