@@ -54,11 +54,11 @@ __version__ = "0.1.0.dev0"
 
 
 def __getattr__(name: str):
-    # The two doors import Flax; whoever does not open them does not need it loaded.
-    if name in ("linen", "nnx"):
+    # They import Flax, or ask for Equinox; who does not use them need not load it.
+    if name in ("equinox", "linen", "nnx"):
         return importlib.import_module(f"muonjax.{name}")
     raise AttributeError(f"module 'muonjax' has no attribute {name!r}")
 
 
 def __dir__():
-    return [*globals(), "linen", "nnx"]
+    return [*globals(), "equinox", "linen", "nnx"]

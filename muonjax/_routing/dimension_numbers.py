@@ -14,7 +14,6 @@ What none of them tells is refused, with a rule that decides it. Names and shape
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -27,17 +26,15 @@ from muonjax._matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
     MuonDimensionNumbers,
-    check_parts,
 )
 from muonjax._routing.matrices import depthwise, matrices
 from muonjax._routing.named_axes import by_axis_names, named_axes
 from muonjax._routing.output_heads import is_input_patches, output_heads
 from muonjax._routing.roles import CONVOLUTION, DENSE, EXPERTS, INTERLEAVED, PATCHES, UNKNOWN, Role, roles
+from muonjax._routing.rules import Rules, apply_rules, check_rule, undecided_message
 from muonjax._routing.siblings import Parameter, Siblings
 from muonjax._routing.stacked_layers import unstack
 from muonjax._trees import dtype_of, flatten_with_names, is_masked
-
-Rules = Sequence[tuple[str, DimensionNumbers | None]]
 
 
 class Route(NamedTuple):
@@ -135,6 +132,8 @@ def routes(
     attention: str = "whole",
     scan_axis: int | None = None,
     known: Mapping[str, Role] | None = None,
+    head_sizes: Mapping[tuple[str, ...], int] | None = None,
+    outputs_first: bool | None = None,
 ) -> tuple[list[Route | optax.MaskedNode], Any]:
     """The routes of all leaves in order, masked nodes among them, and the tree's structure.
 
@@ -144,11 +143,13 @@ def routes(
       attention: As in `dimension_numbers`.
       scan_axis: As in `dimension_numbers`.
       known: Path to role, from those who know more than names (`muonjax.nnx.dimension_numbers` of a module).
+      head_sizes: Path of an attention to the size of its heads, from those who know it.
+      outputs_first: Whether leaves called `weight` are (out, in, *window); None: the biases tell.
     """
     if attention not in ("whole", "heads"):
         raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
     paths, leaves, treedef = flatten_with_names(params)
-    ruled = _apply_rules(["/".join(path) for path in paths], rules)
+    ruled = apply_rules(["/".join(path) for path in paths], rules)
     known = known or {}
     axis_names = named_axes(params)
     found: dict[tuple[str, ...], Route] = {}
@@ -158,18 +159,18 @@ def routes(
             continue
         name, shape, dtype = "/".join(path), jnp.shape(leaf), dtype_of(leaf)
         if name in ruled:
-            _check_ruled(name, shape, dtype, ruled[name])
+            check_rule(name, shape, dtype, ruled[name])
             found[path] = Route(name, shape, dtype, ruled[name], "rule")
         elif not jnp.issubdtype(dtype, jnp.inexact):
             found[path] = Route(name, shape, dtype, None, "not a floating-point leaf")
         elif path in axis_names:
-            numbers, why = by_axis_names(path, role, axis_names, shape, attention)
+            numbers, why = by_axis_names(path, role, axis_names, attention)
             found[path] = Route(name, shape, dtype, numbers, why)
         else:
             undecided.append(
                 Parameter(path, _better(role, known.get(name)), shape, tuple(range(len(shape))), shape)
             )
-    decided = _decide_all(undecided, attention, scan_axis)
+    decided = _decide_all(undecided, attention, scan_axis, head_sizes, outputs_first)
     for path, leaf in zip(paths, leaves, strict=True):
         if path in decided:
             found[path] = Route("/".join(path), jnp.shape(leaf), dtype_of(leaf), *decided[path])
@@ -179,10 +180,14 @@ def routes(
 
 
 def _decide_all(
-    undecided: Sequence[Parameter], attention: str, scan_axis: int | None
+    undecided: Sequence[Parameter],
+    attention: str,
+    scan_axis: int | None,
+    head_sizes: Mapping[tuple[str, ...], int] | None,
+    outputs_first: bool | None,
 ) -> dict[tuple[str, ...], tuple[DimensionNumbers | None, str]]:
     parameters = unstack(undecided, scan_axis)
-    siblings = Siblings(parameters)
+    siblings = Siblings(parameters, head_sizes, outputs_first)
     decided = {p.path: _decide(p, siblings, attention, scan_axis) for p in parameters}
     for path, why in output_heads(
         parameters, {path: numbers for path, (numbers, _) in decided.items()}
@@ -248,7 +253,7 @@ def _decide(
         return None, "vector"
     numbers = None if p.stacked else matrices(p, siblings, attention)
     if numbers is None:
-        raise ValueError(_undecided(p, attention))
+        raise ValueError(undecided_message(p, attention))
     if depthwise(p, siblings, numbers):
         return None, "one input channel: depthwise"
     _, m, n = matrix_shape(p.shape, numbers)
@@ -260,79 +265,6 @@ def _decide(
     elif rank > 3 and role in (DENSE, UNKNOWN):
         name = "convolution"
     return numbers, name + (", stacked" if rank < len(p.leaf_shape) else "")
-
-
-def _undecided(p: Parameter, attention: str) -> str:
-    """The message for a leaf that can't be decided, with a rule that decides it, and all that are numbered like it."""
-    name = "/".join(p.path)
-    pattern = "^" + re.sub(r"\d+", r"\\d+", re.escape(name)) + "$"
-    text = f"dimension_numbers(params) can't tell which matrices the leaf {name!r} ({p.role.name}) of shape "
-    text += f"{p.leaf_shape} holds"
-    numbers, instead = (
-        "None",
-        "gives it to Adam; MuonDimensionNumbers(reduction_axis, output_axis) instead of None names ",
-    )
-    instead += "the axes that the layer sums over and those that it gives"
-    if p.role is INTERLEAVED:
-        text += ", because its heads are interleaved"
-        numbers, instead = (
-            "MuonDimensionNumbers(0, 1)",
-            "takes query, key and value as one matrix; a matrix per head is ",
-        )
-        instead += "FusedDimensionNumbers(0, 1, parts=3 * number_of_heads, axis=1)"
-    elif attention == "heads" and len(p.shape) < 4:
-        text += " with attention='heads', because its heads are folded into one axis"
-        instead = (
-            "gives it to Adam; FusedDimensionNumbers(0, 1, parts=number_of_heads, axis=1) instead of None "
-        )
-        instead += "makes a matrix per head"
-    elif p.role.parts > 1:
-        instead += (
-            "; FusedDimensionNumbers(0, 1, parts=(queries, keys, values), axis=1) those of unequal parts"
-        )
-    in_muon = "muon_weight_dimension_numbers=lambda params: dimension_numbers(params, rules=...)"
-    return f"{text}. The rule rules=[(r'{pattern}', {numbers})] {instead}. In muon: {in_muon}."
-
-
-def _apply_rules(paths: Sequence[str], rules: Rules) -> dict[str, DimensionNumbers | None]:
-    ruled: dict[str, DimensionNumbers | None] = {}
-    for pattern, numbers in rules:
-        if numbers is not None and not isinstance(numbers, DimensionNumbers):
-            raise TypeError(
-                f"dimension_numbers(rules=...) has {numbers!r} for {pattern!r}; "
-                "give MuonDimensionNumbers, FusedDimensionNumbers or None."
-            )
-        matched = [path for path in paths if re.search(pattern, path)]
-        if not matched:
-            shown = ", ".join(paths[:3])
-            raise ValueError(
-                f"dimension_numbers(rules=...): {pattern!r} matches no leaf; paths look like {shown}, … "
-                "Correct the expression or drop the rule."
-            )
-        for path in matched:
-            ruled.setdefault(path, numbers)
-    return ruled
-
-
-def _check_ruled(name: str, shape: tuple[int, ...], dtype: Any, numbers: DimensionNumbers | None) -> None:
-    """A rule's numbers must fit its leaf; here the leaf has a name to put into the message."""
-    if numbers is None:
-        return
-    rank = len(shape)
-    where = (
-        f"dimension_numbers(rules=...) gives the leaf {name!r} of shape {shape} and dtype {dtype} {numbers}"
-    )
-    if dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(f"{where}, but Muon takes floating-point leaves only; give it None.")
-    both = [i for axes in numbers[:2] for i in ((axes,) if isinstance(axes, int) else axes)]
-    if rank < 2 or not all(-rank <= i < rank for i in both) or len({i % rank for i in both}) < len(both):
-        raise ValueError(
-            f"{where}, which need distinct axes of a leaf of rank two or more; correct them or give None."
-        )
-    if isinstance(numbers, FusedDimensionNumbers):
-        axis = numbers.axis % rank
-        if problem := check_parts(numbers, axis in {i % rank for i in both}, shape[axis]):
-            raise ValueError(f"{where}, but {problem}; correct parts or axis.")
 
 
 def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> DimensionNumbers | None:

@@ -127,16 +127,19 @@ def is_einsum(p: Parameter) -> bool:
 
 
 def _folded_heads(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
-    """A matrix per head of a kernel [d, heads·size], where a norm of queries or keys tells the size."""
-    size, numbers = siblings.head_size(p), _dense(p, siblings)
-    (axis,) = _axes(numbers.output_axis)
+    """A matrix per head of a kernel [d, heads·size], where the size of a head is known."""
+    return _per_head(p, siblings, _dense(p, siblings))
+
+
+def _per_head(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> FusedDimensionNumbers | None:
+    size, (axis,) = siblings.head_size(p), _axes(numbers.output_axis)
     if not size or p.shape[axis] % size:
         return None
-    return FusedDimensionNumbers(*numbers, parts=p.shape[axis] // size, axis=axis)
+    return FusedDimensionNumbers(*numbers[:2], parts=p.shape[axis] // size, axis=axis)
 
 
 def _grouped_queries(p: Parameter, siblings: Siblings, attention: str) -> MuonDimensionNumbers | None:
-    """[d, key heads, queries of a key head, size], with keys [d, key heads, size] beside it."""
+    """[d, key heads, queries per key head, size] beside keys [d, key heads, size]; or both with d last."""
     shapes = siblings.attention(p)
     key = shapes.get("key", ())
     if len(p.shape) != 4 or len(key) != 3:
@@ -145,6 +148,8 @@ def _grouped_queries(p: Parameter, siblings: Siblings, attention: str) -> MuonDi
         return MuonDimensionNumbers((0, 1, 2), 3)
     if p.role.kind == "query" and (*p.shape[:2], p.shape[3]) == key:
         return MuonDimensionNumbers(0, (1, 2, 3) if attention == "whole" else 3)
+    if p.role.kind == "query" and (p.shape[0], *p.shape[2:]) == key:
+        return MuonDimensionNumbers(3, (0, 1, 2) if attention == "whole" else 2)
     return None
 
 
@@ -153,7 +158,8 @@ def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers
     shape, parts, out = p.shape, p.role.parts, siblings.attention(p).get("out", ())
     batch = _parts_axis(p)
     if len(shape) == 2:
-        return _fused_flat(p, siblings, out) if attention == "whole" else None
+        numbers = _fused_flat(p, siblings, out)
+        return numbers if attention == "whole" or numbers is None else _per_head(p, siblings, numbers)
     if len(shape) == 3 and batch is not None:
         inner = [i for i in range(3) if i != batch]
         return MuonDimensionNumbers(*inner) if attention == "whole" else None

@@ -47,7 +47,6 @@ def by_axis_names(
     path: tuple[str, ...],
     role: Role,
     axis_names: Mapping[tuple[str, ...], tuple[str, ...]],
-    shape: tuple[int, ...],
     attention: str,
 ) -> tuple[DimensionNumbers | None, str]:
     """The matrices of a leaf whose axes have names."""
@@ -77,7 +76,6 @@ def by_axis_names(
     rows = [i for i in inner if i not in outputs]
     if not rows:
         rows, outputs = inner[:-1], inner[-1:]
-    del shape
     return _numbers(rows, outputs), f"{role.name}, by the names of its axes"
 
 

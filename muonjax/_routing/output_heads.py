@@ -77,9 +77,8 @@ def output_heads(
     return found
 
 
-_HIDDEN = re.compile(
-    r"(\w+_)?(up|gate|down|wi|wo|w[123]|w[qkv]\w*|mlp|ffn?\w*|ffw|intermediate|hidden|router|in|a|embed\w*|emb)(_\w+)?"
-)
+# Their output may be split before use.
+_HIDDEN = re.compile(r"(\w+_)?(up|gate|wi|w[123]|w[qkv]\w*|router|in|a|embed\w*|emb)(_\w+)?")
 
 
 def _taken(parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]) -> Counter:

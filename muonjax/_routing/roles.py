@@ -89,9 +89,10 @@ _NOT_MUON = (
     (POSITION, r".*/(pos|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?"),
     (
         TOKENS,
-        r".*/(cls|probe|(\w+_)?tokens?|latents?|registers?|queries|prompts?|(\w+_)?(query|object)_tokens?)",
+        r".*/(cls|probe|const\w*|(\w+_)?tokens?|latents?|registers?|queries|prompts?|(\w+_)?(query|object)_tokens?)",
     ),
     (TOKENS, r"(\w+_)?(tokens?|prompts?)/(weight|value)"),
+    (HEAD, r"(class|bbox|box)_embed/kernel"),
     (HEAD, rf"((\w+_)?heads?|classifier|readout|score|qa_outputs)/{_WEIGHT}"),
     (
         HEAD,
@@ -116,7 +117,7 @@ _PROJECTIONS = (
     (FUSED_KV, rf"{_BEFORE}kv{_SIDE}"),
     (INTERLEAVED, r"query_key_value"),
 )
-_OUT = rf"(w_?|to_|attn_|c_|linear_|fc_)?(o|out|output|proj){_SIDE}|attn_vec_einsum"
+_OUT = rf"(w_?|to_|attn_|c_|linear_|fc_)?(o|out|output|proj){_SIDE}|attn_vec_einsum|dense|linear"
 
 _ADAPTER = r"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
 _ADAPTER_CORE = r"hada_t[12]"
@@ -168,8 +169,9 @@ def unit(path: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
     named = [(i, name) for i, name in enumerate(map(_snake, path)) if name]
     if not named:
         return (), ""
-    is_weight = re.fullmatch(f"{_WEIGHT}|{_VECTOR}", named[-1][1]) and len(named) > 1
-    index, name = named[-2] if is_weight else named[-1]
+    while len(named) > 1 and re.fullmatch(f"{_WEIGHT}|{_VECTOR}", named[-1][1]):
+        named.pop()
+    index, name = named[-1]
     return path[:index], re.sub(r"(?<=\w)_(w|weights?|kernel)$", "", name)
 
 
@@ -236,8 +238,16 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[t
         return ADAPTER
     if re.fullmatch(_ADAPTER_CORE, name):
         return ADAPTER_CORE
-    if path[-1:] in (("A",), ("D",)):
+    if path and re.fullmatch(r"[A-D]\d?(_(re|im|real|imag))?", path[-1]):
         return STATE_SPACE
+    if (
+        scope
+        and name != "router"
+        and _snake(scope[-1]) == "router"
+        and len(names) > 1
+        and names[-1] == "kernel"
+    ):
+        return ROUTER
     if path and path[-1].endswith("_b") and (*path[:-1], path[-1][:-1] + "w") in leaves:
         return _bias(path, unit((*path[:-1], path[-1][:-1] + "w"))[1], attentions)
     for role, pattern in _NOT_MUON:

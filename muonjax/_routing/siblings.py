@@ -36,19 +36,24 @@ class Siblings:
     """What is known of a tree's parameters together.
 
     Attributes:
-      biases: Module to the shape of its bias; (16,) for (16, 1, 1) beside a convolution's kernel.
+      biases: Module to the shape of its bias.
       attentions: Attention module to the shapes of its projections by kind, "query" to "out".
       outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox store them.
     """
 
-    def __init__(self, parameters: Sequence[Parameter]):
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        head_sizes: Mapping[tuple[str, ...], int] | None = None,
+        outputs_first: bool | None = None,
+    ):
         self.biases: dict[tuple[str, ...], Shape] = {
-            module(p.path): _squeezed(p.shape) for p in parameters if p.role.name == "bias"
+            module(p.path): p.shape for p in parameters if p.role.name == "bias"
         }
         self.attentions: dict[tuple[str, ...], dict[str, Shape]] = {}
         self._modules: dict[tuple[str, ...], list[Parameter]] = {}
         self._folders: dict[tuple[str, ...], list[Parameter]] = {}
-        self._head_sizes: dict[tuple[str, ...], int] = {}
+        self._head_sizes: dict[tuple[str, ...], int] = {}  # of the attention in a scope
         for p in parameters:
             scope = unit(p.path)[0]
             *above, name = module(p.path) or ("",)
@@ -59,11 +64,16 @@ class Siblings:
             if p.role.kind or p.role in (FUSED_QKV, FUSED_KV):
                 shapes = self.attentions.setdefault(attention_scope(scope), {})
                 shapes[p.role.kind or f"{p.role.parts} fused"] = p.shape
-        self.outputs_first = self._outputs_first(parameters)
+        self._head_sizes |= head_sizes or {}
+        self.outputs_first = self._outputs_first(parameters) if outputs_first is None else outputs_first
 
     def bias(self, p: Parameter) -> Shape | None:
         """The shape of the bias beside a weight, on one layer's axes."""
-        return self.biases.get(module(p.path)) if p.role.muon or p.role.ranks else None
+        shape = self.biases.get(module(p.path))
+        if shape and (len(shape) > 2 or (shape[1:] == (1,) and is_weight(p))):
+            # (16, 1, 1) is a convolution's in PyTorch's order.
+            return tuple(size for size in shape if size > 1) or (1,)
+        return shape
 
     def attention(self, p: Parameter) -> dict[str, Shape]:
         """The shapes of the attention that a projection belongs to."""
@@ -81,13 +91,13 @@ class Siblings:
         return (q for q in self._folders.get(words(p.path)[:-1], ()) if q.path != p.path)
 
     def head_size(self, p: Parameter) -> int | None:
-        """The size of a head where a norm of queries or keys, one number for each of its features, tells it."""
+        """The size of a head where the module, or a norm of queries or keys, one number per feature, tells it."""
         return self._head_sizes.get(unit(p.path)[0])
 
     def _outputs_first(self, parameters: Sequence[Parameter]) -> bool:
         votes = 0
         for p in parameters:
-            bias = self.biases.get(module(p.path))
+            bias = self.bias(p)
             if not p.role.muon or not is_weight(p) or len(p.shape) < 2:
                 continue
             if bias and len(bias) == 1:
@@ -170,7 +180,7 @@ def _agreement(shapes: Mapping[str, Shape], arrangement: Arrangement) -> int:
         return -1
     if value and out and value["s"] != out["s"]:
         return -1
-    if query and key and query["h"] % key["h"]:
+    if key and any(kernel and kernel["h"] % key["h"] for kernel in (query, out)):
         return -1
     pairs = itertools.combinations([kernel for kernel in (query, key, value, out) if kernel], 2)
     return sum((a["d"] == b["d"]) + (a["s"] == b["s"]) for a, b in pairs)
@@ -188,10 +198,3 @@ def _query_in(fused: Shape, out: Shape) -> Shape:
             if (d, size) == (sizes["d"], sizes["s"]) and heads > sizes["h"]:
                 return tuple(sizes["h"] if axis == "h" else fused[i] for i, axis in enumerate(a.projection))
     return ()
-
-
-def _squeezed(shape: Shape) -> Shape:
-    """(16, 1, 1) as (16,), a convolution's bias in PyTorch's order; (2, 1, 1, 64) as (2, 64)."""
-    if len(shape) > 2 or shape[1:] == (1,):
-        return tuple(size for size in shape if size > 1) or (1,)
-    return shape

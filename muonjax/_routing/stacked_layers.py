@@ -1,4 +1,4 @@
-"""Before the first step: which axis of a parameter enumerates layers, as `nn.scan` and `nnx.vmap` stack them.
+"""Find the axes of parameters that count layers, as `nn.scan` and `nnx.vmap` stack them.
 
 A stack of layers has one axis more than a layer, in every parameter below the scanned module, at the same
 place and of the same size. A norm's scale (L, d), a bias that isn't the tail of its kernel's shape, or a

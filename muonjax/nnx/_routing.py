@@ -5,8 +5,9 @@ from typing import Any, Literal
 from flax import nnx
 
 from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
-from muonjax._routing.dimension_numbers import Rules, numbers_tree, routes
+from muonjax._routing.dimension_numbers import numbers_tree, routes
 from muonjax._routing.roles import BIAS, DENSE, EMBEDDING, Layout, Role
+from muonjax._routing.rules import Rules
 
 
 def dimension_numbers(
@@ -52,7 +53,28 @@ def dimension_numbers(
         for leaf, role in _layer(module).items()
     }
     state = nnx.as_pure(nnx.state(params, nnx.Param))
-    return numbers_tree(*routes(state, rules=rules, attention=attention, scan_axis=scan_axis, known=known))
+    settings: Any = {"rules": rules, "attention": attention, "scan_axis": scan_axis}
+    return numbers_tree(*routes(state, known=known, head_sizes=_head_sizes(params), **settings))
+
+
+def _head_sizes(model: nnx.Module) -> dict[tuple[str, ...], int]:
+    """Path of each attention to the size of its heads: an attribute, or the query's features by the number of heads."""
+    found = {}
+    for path, module in nnx.iter_modules(model):
+        size = _number(module, "head_dim", "head_size", "d_head")
+        heads = _number(module, "num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
+        for name in ("q_proj", "query", "to_q", "q", "wq"):
+            features = getattr(getattr(module, name, None), "out_features", None)
+            if size is None and heads and isinstance(features, int) and features % heads == 0:
+                size = features // heads
+        if size is not None:
+            found[tuple(map(str, path))] = size
+    return found
+
+
+def _number(module: Any, *names: str) -> int | None:
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _layer(module: Any) -> dict[str, Role]:

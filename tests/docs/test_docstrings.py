@@ -13,6 +13,7 @@ import types
 import pytest
 
 import muonjax
+import muonjax.equinox
 import pallas_kernels
 
 API = (pathlib.Path(__file__).parents[2] / "docs" / "api.md").read_text()
@@ -31,6 +32,7 @@ OURS = {
     "muonjax.SignalRule",
     "muonjax.Site",
     "muonjax.adapter_mask",
+    "muonjax.equinox.dimension_numbers",
     "muonjax.fused_qkv_site",
     "muonjax.linen.adopt",
     "muonjax.linen.attention_fn",
@@ -62,6 +64,7 @@ WITHOUT = {
     "muonjax.adapter_mask": {"Raises"},
     "muonjax.linen.join_adapters": {"Raises"},
     "muonjax.nnx.adapters": {"Raises"},
+    "muonjax.equinox.dimension_numbers": {"Example"},  # the tests run without Equinox
     # They need a file, and a package that the tests do not install.
     "muonjax.linen.load_lycoris": {"Example"},
     "muonjax.linen.save_lycoris": {"Example", "Returns"},
@@ -73,7 +76,7 @@ WITHOUT = {
 def public_names():
     """Name to object, for all that a user may import."""
     names = {}
-    for module in (muonjax, muonjax.linen, muonjax.nnx, pallas_kernels):
+    for module in (muonjax, muonjax.equinox, muonjax.linen, muonjax.nnx, pallas_kernels):
         own = ast.parse(inspect.getsource(module)).body
         exported = {
             a.asname for n in own if isinstance(n, ast.ImportFrom) for a in n.names if a.asname == a.name

@@ -598,3 +598,21 @@ def test_doors_take_the_same_settings():
     heads = functools.partial(muonjax.nnx.dimension_numbers, attention="heads", rules=[("up/kernel", None)])
     assert heads(model)["blocks"][0]["attention"]["query"]["kernel"] == MuonDimensionNumbers(0, 2)
     assert heads(nnx.as_pure(nnx.state(model, nnx.Param))) == heads(model)
+
+
+class FoldedAttention(nnx.Module):
+    def __init__(self, rngs):
+        self.num_heads = H
+        self.q_proj = nnx.Linear(D, H * S, rngs=rngs)
+        self.k_proj = nnx.Linear(D, 2 * S, rngs=rngs)
+        self.o_proj = nnx.Linear(H * S, D, rngs=rngs)
+
+
+def test_an_nnx_module_knows_its_heads():
+    model = nnx.eval_shape(lambda: nnx.List([FoldedAttention(nnx.Rngs(0))]))
+    found = muonjax.nnx.dimension_numbers(model, attention="heads")[0]
+    assert found["q_proj"]["kernel"] == FusedDimensionNumbers(0, 1, H, 1)
+    assert found["k_proj"]["kernel"] == FusedDimensionNumbers(0, 1, 2, 1)
+    assert found["o_proj"]["kernel"] == MuonDimensionNumbers(0, 1)
+    with pytest.raises(ValueError, match="heads are folded"):
+        muonjax.nnx.dimension_numbers(nnx.state(model, nnx.Param), attention="heads")

@@ -73,6 +73,16 @@ def matches(numbers: Any, right: tuple[Any, ...]) -> bool:
     return any(_normal(numbers) == _normal(answer) for answer in right if answer != "refuse")
 
 
+def same_matrices(numbers: Any, right: tuple[Any, ...]) -> bool:
+    """As `matches`, whichever side of a matrix is called rows."""
+    if numbers is not None and None not in right:
+        numbers = numbers._replace(reduction_axis=numbers.output_axis, output_axis=numbers.reduction_axis)
+        if matches(numbers, right):
+            return True
+        numbers = numbers._replace(reduction_axis=numbers.output_axis, output_axis=numbers.reduction_axis)
+    return matches(numbers, right)
+
+
 def _normal(numbers: Any) -> Any:
     if numbers is None:
         return None

@@ -5,8 +5,8 @@ import re
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-import muonjax
 from muonjax._routing.dimension_numbers import FusedDimensionNumbers, Route, dimension_numbers, routes
+from muonjax._routing.rules import check_rule
 from tests.zoo.reader import matches, params, read_zoo
 
 ZOO = read_zoo()
@@ -61,4 +61,4 @@ def test_dimension_numbers_fit_the_leaves():
         for leaf in leaves:
             for answer in leaf.right:
                 if answer not in (None, "refuse"):
-                    muonjax._routing.dimension_numbers._check_ruled(leaf.path, leaf.shape, leaf.dtype, answer)
+                    check_rule(leaf.path, leaf.shape, leaf.dtype, answer)

@@ -1,0 +1,91 @@
+"""Apply the rules that a caller gives for leaves, and suggest one where a leaf can't be decided."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from muonjax._matrix_view import (
+    DimensionNumbers,
+    FusedDimensionNumbers,
+    check_parts,
+)
+from muonjax._routing.roles import INTERLEAVED
+from muonjax._routing.siblings import Parameter
+
+Rules = Sequence[tuple[str, DimensionNumbers | None]]
+
+
+def apply_rules(paths: Sequence[str], rules: Rules) -> dict[str, DimensionNumbers | None]:
+    ruled: dict[str, DimensionNumbers | None] = {}
+    for pattern, numbers in rules:
+        if numbers is not None and not isinstance(numbers, DimensionNumbers):
+            raise TypeError(
+                f"dimension_numbers(rules=...) has {numbers!r} for {pattern!r}; "
+                "give MuonDimensionNumbers, FusedDimensionNumbers or None."
+            )
+        matched = [path for path in paths if re.search(pattern, path)]
+        if not matched:
+            shown = ", ".join(paths[:3])
+            raise ValueError(
+                f"dimension_numbers(rules=...): {pattern!r} matches no leaf; paths look like {shown}, … "
+                "Correct the expression or drop the rule."
+            )
+        for path in matched:
+            ruled.setdefault(path, numbers)
+    return ruled
+
+
+def check_rule(name: str, shape: tuple[int, ...], dtype: Any, numbers: DimensionNumbers | None) -> None:
+    """A rule's numbers must fit its leaf; here the leaf has a name to put into the message."""
+    if numbers is None:
+        return
+    rank = len(shape)
+    where = (
+        f"dimension_numbers(rules=...) gives the leaf {name!r} of shape {shape} and dtype {dtype} {numbers}"
+    )
+    if dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(f"{where}, but Muon takes floating-point leaves only; give it None.")
+    both = [i for axes in numbers[:2] for i in ((axes,) if isinstance(axes, int) else axes)]
+    if rank < 2 or not all(-rank <= i < rank for i in both) or len({i % rank for i in both}) < len(both):
+        raise ValueError(
+            f"{where}, which need distinct axes of a leaf of rank two or more; correct them or give None."
+        )
+    if isinstance(numbers, FusedDimensionNumbers):
+        axis = numbers.axis % rank
+        if problem := check_parts(numbers, axis in {i % rank for i in both}, shape[axis]):
+            raise ValueError(f"{where}, but {problem}; correct parts or axis.")
+
+
+def undecided_message(p: Parameter, attention: str) -> str:
+    """The message for a leaf that can't be decided, with a rule that decides it, and all that are numbered like it."""
+    name = "/".join(p.path)
+    pattern = "^" + re.sub(r"\d+", r"\\d+", re.escape(name)) + "$"
+    text = f"dimension_numbers(params) can't tell which matrices the leaf {name!r} ({p.role.name}) of shape "
+    text += f"{p.leaf_shape} holds"
+    numbers, instead = (
+        "None",
+        "gives it to Adam; MuonDimensionNumbers(reduction_axis, output_axis) instead of None names ",
+    )
+    instead += "the axes that the layer sums over and those that it gives"
+    if p.role is INTERLEAVED:
+        text += ", because its heads are interleaved"
+        numbers, instead = (
+            "MuonDimensionNumbers(0, 1)",
+            "takes query, key and value as one matrix; a matrix per head is ",
+        )
+        instead += "FusedDimensionNumbers(0, 1, parts=3 * number_of_heads, axis=1)"
+    elif attention == "heads" and len(p.shape) < 4:
+        text += " with attention='heads', because its heads are folded into one axis"
+        instead = (
+            "gives it to Adam; FusedDimensionNumbers(0, 1, parts=number_of_heads, axis=1) instead of None "
+        )
+        instead += "makes a matrix per head"
+    elif p.role.parts > 1:
+        instead += (
+            "; FusedDimensionNumbers(0, 1, parts=(queries, keys, values), axis=1) those of unequal parts"
+        )
+    in_muon = "muon_weight_dimension_numbers=lambda params: dimension_numbers(params, rules=...)"
+    return f"{text}. The rule rules=[(r'{pattern}', {numbers})] {instead}. In muon: {in_muon}."
