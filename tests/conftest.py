@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices and a persistent compilation cache for every test."""
+"""Eight virtual CPU devices, a persistent compilation cache and a check of shapes for every test."""
 
 import os
 
@@ -6,8 +6,11 @@ import jax
 import pytest
 from hypothesis import settings
 
-from pallas_kernels import _api
-from tests import tiers
+from tests import shapes, tiers
+
+shapes.install()
+
+from pallas_kernels import _api  # noqa: E402  (after the check of shapes is installed)
 
 # Before anything asks for a device. Not XLA_FLAGS: the examples' processes would inherit them.
 jax.config.update("jax_num_cpu_devices", 8)
