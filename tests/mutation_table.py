@@ -208,8 +208,8 @@ MUTATIONS = [
     ),
     Mutation(
         "muonjax/_matrix_view.py",
-        "shape[cut] % numbers.parts",
-        "False",
+        "parts >= 1 and size % parts == 0",
+        "parts >= 1",
         "parts that do not divide are refused",
     ),
     Mutation(
@@ -538,22 +538,25 @@ MUTATIONS = [
         "the first rule decides",
     ),
     Mutation(
-        _ROUTING + "dimension_numbers.py",
-        "shape[1] % parts == 0 and (parts == 2 or shape[1] == 3 * shape[0])",
-        "shape[1] % parts == 0",
-        "what counts as fused",
+        _ROUTING + "matrices.py",
+        "if total == 3 * p.shape[1 - axis]:",
+        "if total == 3 * p.shape[axis]:",
+        "what counts as query, key and value in one",
     ),
     Mutation(
-        _ROUTING + "dimension_numbers.py",
-        "MuonDimensionNumbers((0, 1, 2), 3)",
-        "MuonDimensionNumbers((0, 1, 3), 2)",
-        "a convolution's axes",
+        _ROUTING + "matrices.py",
+        "return MuonDimensionNumbers(both, d)",
+        "return MuonDimensionNumbers(d, both)",
+        "the output projection's rows are its heads",
     ),
     Mutation(
-        _ROUTING + "dimension_numbers.py", "p.shape[-2] == 1:", "p.shape[-1] == 1:", "a depthwise convolution"
+        _ROUTING + "matrices.py",
+        "parts=p.shape[axis] // size, axis=axis",
+        "parts=size, axis=axis",
+        "as many matrices as heads",
     ),
     Mutation(
-        _ROUTING + "dimension_numbers.py",
+        _ROUTING + "output_heads.py",
         "p.shape == table.shape[::-1]",
         "p.shape == table.shape",
         "an output head",
