@@ -117,7 +117,9 @@ class _Counter:
             times = int(trips.group(1)) if trips else self.unknown_trips
             if times is None:
                 if inner.flops or inner.collectives:
-                    raise ValueError(f"count(compiled): the length of the loop {i.name} is not known; give unknown_trips.")
+                    raise ValueError(
+                        f"count(compiled): the length of the loop {i.name} is not known; give unknown_trips."
+                    )
                 times = 0
             return [(inner, times)]
         if i.op == "conditional":
