@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks.common import measure
@@ -62,7 +63,8 @@ def copy_of_the_repository(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def run_tests(folder: pathlib.Path, tier: str, tests: list[str]) -> Outcome:
+def run_tests(folder: pathlib.Path, tier: str, tests: list[str], limit: float | None) -> Outcome | None:
+    """None if it takes more than `limit` seconds."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'examples'}",
@@ -81,7 +83,12 @@ def run_tests(folder: pathlib.Path, tier: str, tests: list[str]) -> Outcome:
         *tests,
     ]
     start = time.perf_counter()
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return None
     seconds = time.perf_counter() - start
     if done.returncode not in (0, 1, 2):  # passed, failed, not even imported
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -91,48 +98,39 @@ def run_tests(folder: pathlib.Path, tier: str, tests: list[str]) -> Outcome:
     return Outcome(done.returncode != 0, seconds, failed[0].split(maxsplit=1)[-1] if failed else "")
 
 
-def try_mutation(folder: pathlib.Path, tier: str, mutation: Mutation) -> Outcome:
+def try_mutation(folder: pathlib.Path, tier: str, mutation: Mutation, limit: float | None) -> Outcome | None:
     path = folder / mutation.file
     sound = path.read_text()
     path.write_text(sound.replace(mutation.old, mutation.new))
     try:
-        return run_tests(folder, tier, affected(mutation.file))
+        return run_tests(folder, tier, affected(mutation.file), limit)
     finally:
         path.write_text(sound)
 
 
-def score(tier: str, mutations: list[Mutation], jobs: int, minutes: float) -> dict[Mutation, Outcome]:
-    """The outcome of each, as far as the minutes reach."""
-    deadline = time.monotonic() + 60 * minutes
-    outcomes = {}
-    with tempfile.TemporaryDirectory() as work:
+def score(
+    tier: str, mutations: list[Mutation], jobs: int, limit: float | None, *, sound: bool
+) -> Iterator[tuple[Mutation, Outcome | None]]:
+    """Each with its outcome, as they come; None where the tests took too long."""
+    with tempfile.TemporaryDirectory() as work, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         folders: queue.Queue[pathlib.Path] = queue.Queue()
         for job in range(jobs):
             folders.put(copy_of_the_repository(pathlib.Path(work, str(job))))
 
-        def in_a_copy(call, *arguments):
-            if time.monotonic() > deadline:
-                return None
+        def in_a_copy(call, argument):
             folder = folders.get()
             try:
-                return call(folder, tier, *arguments)
+                return call(folder, tier, argument, limit)
             finally:
                 folders.put(folder)
 
-        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            groups = sorted({tuple(affected(m.file)) for m in mutations})
-            for group, outcome in zip(
-                groups, pool.map(lambda g: in_a_copy(run_tests, list(g)), groups), strict=True
-            ):
-                if outcome is not None and outcome.found:
-                    raise SystemExit(f"Without any break {outcome.by or group} fails: mend that first.")
-            results = pool.map(lambda m: in_a_copy(try_mutation, m), mutations)
-            for mutation, outcome in zip(mutations, results, strict=True):
-                if outcome is not None:
-                    outcomes[mutation] = outcome
-                    said = f"found by {outcome.by}" if outcome.found else "SURVIVED"
-                    print(f"{mutation.file}: {mutation.breaks}: {said} ({outcome.seconds:.0f} s)", flush=True)
-    return outcomes
+        groups = [] if sound else sorted({tuple(affected(m.file)) for m in mutations})
+        for outcome in pool.map(lambda group: in_a_copy(run_tests, list(group)), groups):
+            if outcome is None or outcome.found:
+                raise SystemExit(
+                    f"Without any break the tests fail: {outcome and outcome.by}. Mend that first."
+                )
+        yield from zip(mutations, pool.map(lambda m: in_a_copy(try_mutation, m), mutations), strict=True)
 
 
 def write(tier: str, outcomes: dict[Mutation, Outcome]) -> None:
@@ -166,7 +164,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="only compare the table with the sources")
     parser.add_argument("--only", default="", help="a word of the file's name or of the reason")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=24 * 60.0, help="start none after so many")
+    parser.add_argument("--limit", type=float, help="seconds after which the tests of one break are given up")
+    parser.add_argument("--sound", action="store_true", help="the tests are known to pass without a break")
     arguments = parser.parse_args()
     stale = unmatched()
     for m in stale:
@@ -174,8 +173,13 @@ def main() -> None:
     if arguments.check or arguments.tier is None:
         raise SystemExit(len(stale) > 0)
     chosen = [m for m in MUTATIONS if arguments.only in f"{m.file} {m.breaks}" and m not in stale]
-    outcomes = score(arguments.tier, chosen, arguments.jobs, arguments.minutes)
-    write(arguments.tier, outcomes)
+    outcomes: dict[Mutation, Outcome] = {}
+    for m, outcome in score(arguments.tier, chosen, arguments.jobs, arguments.limit, sound=arguments.sound):
+        said = "undecided" if outcome is None else f"found by {outcome.by}" if outcome.found else "SURVIVED"
+        print(f"{m.file}: {m.breaks}: {said}", flush=True)
+        if outcome is not None:
+            outcomes[m] = outcome
+            write(arguments.tier, outcomes)
     found = sum(outcome.found for outcome in outcomes.values())
     print(f"{arguments.tier}: {found} of {len(outcomes)} found, of {len(MUTATIONS)} in the table")
     if found < LEAST[arguments.tier] * len(outcomes):
