@@ -1,9 +1,14 @@
 """Adjoints, Frobenius norms, Hermitian parts, and matrix products at a stated precision."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Inexact
 
 
 class MatrixProduct(NamedTuple):
@@ -49,23 +54,23 @@ def at_least_float32(dtype: Any) -> jnp.dtype:
 dot = MatrixProduct()  # in the arrays' own dtype, where float32 means true float32
 
 
-def adjoint(a: jax.Array) -> jax.Array:
+def adjoint(a: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch n m"]:
     """A^H."""
     return a.conj().mT
 
 
-def hermitian_part(a: jax.Array) -> jax.Array:
+def hermitian_part(a: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
     """(A + A^H) / 2."""
     return (a + adjoint(a)) / 2
 
 
-def square_norm(a: jax.Array) -> jax.Array:
-    """|A|_F^2 of each matrix, [*batch, 1, 1], in float32 or wider."""
+def square_norm(a: Inexact[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
+    """|A|_F^2 of each matrix, in float32 or wider."""
     a = a.astype(at_least_float32(a.dtype))
     return jnp.sum(jnp.abs(a) ** 2, axis=(-2, -1), keepdims=True)
 
 
-def inverse_norm(a: jax.Array) -> jax.Array:
-    """1 / |A|_F, [*batch, 1, 1]; of a zero matrix a large number whose square and cube are finite."""
+def inverse_norm(a: Inexact[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
+    """1 / |A|_F; of a zero matrix a large number whose square and cube are finite."""
     square = square_norm(a)
     return jax.lax.rsqrt(square + jnp.finfo(square.dtype).eps ** 3)

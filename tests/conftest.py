@@ -1,17 +1,30 @@
-"""Eight virtual CPU devices and a persistent compilation cache for every test."""
+"""Eight virtual CPU devices, a persistent compilation cache and a check of shapes for every test."""
 
 import os
 
 import jax
 import pytest
+from hypothesis import settings
 
-from pallas_kernels import _api
+from tests import shapes, tiers
+
+shapes.install()
+
+from pallas_kernels import _api  # noqa: E402  (after the check of shapes is installed)
 
 # Before anything asks for a device. Not XLA_FLAGS: the examples' processes would inherit them.
 jax.config.update("jax_num_cpu_devices", 8)
 
+tiers.register_profiles()
+
 
 def pytest_configure(config):
+    if not config.getoption("hypothesis_profile", None):
+        settings.load_profile("quick" if "not thorough" in config.option.markexpr else "thorough")
+    keep_compiled_programs(config)
+
+
+def keep_compiled_programs(config):
     """XLA compiles a program once for all runs and all workers; JAX still traces it in every test.
 
     The cache is in pytest's own (`pytest --cache-clear` empties it); JAX_COMPILATION_CACHE_DIR names another one. The
@@ -27,7 +40,9 @@ def pytest_configure(config):
             os.environ[name.upper()] = str(value)
 
 
-@pytest.fixture(autouse=True)
-def _products_are_traced_anew():
-    """A test that puts something in an implementation's place neither meets nor leaves traces of the other."""
+@pytest.fixture
+def fresh_products():
+    """For a test that replaces an implementation: it meets no traces of another one and leaves none of its own."""
+    _api._traced_once.clear_cache()
+    yield
     _api._traced_once.clear_cache()

@@ -1,6 +1,12 @@
-"""Float64 NumPy: what the mathematics says, slowly and plainly."""
+"""Float64 NumPy: what the mathematics says, slowly and plainly; and the inputs that tests share."""
 
+import jax.numpy as jnp
 import numpy as np
+
+
+def normal(*shape, seed=0, scale=1.0, dtype=jnp.float32):
+    """Independent standard normal numbers, times `scale`."""
+    return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def polar(x):

@@ -10,12 +10,9 @@ from muonjax import MuonDimensionNumbers, NewtonSchulz
 from muonjax._batching import group_by_shape, map_groups
 from muonjax._policy import Policy
 from tests import oracles
+from tests.oracles import normal
 
 EXACT = NewtonSchulz.accurate()
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def update(tree, **settings):

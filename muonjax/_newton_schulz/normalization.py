@@ -1,23 +1,34 @@
 """Before the polynomials: an upper bound of the largest singular value, out of products that are needed anyway."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from muonjax._linalg import square_norm
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Inexact
+
 Normalization = Literal["schatten", "frobenius", "aol", "spectral"]
 
 
 def normalize(
-    x: jax.Array,
-    gram: jax.Array,
-    others: Any,
+    x: Inexact[Array, "*batch m n"],
+    gram: Inexact[Array, "*batch m m"],
+    others: Float[Array, "*batch 1 1"] | float,
     normalization: Normalization,
     product: Callable[[jax.Array], jax.Array],
-) -> tuple[jax.Array, jax.Array, jax.Array | None, Any, jax.Array]:
+) -> tuple[
+    Inexact[Array, "*batch m n"],
+    Inexact[Array, "*batch m m"],
+    Inexact[Array, "*batch m m"] | None,
+    Any,
+    Float[Array, "*batch 1 1"],
+]:
     """Divide the Gram matrix by an upper bound of its largest eigenvalue.
 
     Args:
@@ -26,7 +37,7 @@ def normalize(
 
     Returns:
       x (which only "aol" touches), R, its square where that is already made, the factor by which R is still to be
-      multiplied, and the factor that x itself still awaits, [*batch, 1, 1].
+      multiplied, and the factor that x itself still awaits.
     """
 
     def or_one(norm):  # for the zero matrix

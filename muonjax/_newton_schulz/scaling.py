@@ -1,19 +1,27 @@
 """Before any product: an exact change of scale, so that 1e-30 and 1e30 take the same way as 1."""
 
-import jax
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from jax import lax
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Inexact
 
-def power_of_two_scale(x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
-    """The power of two that brings the largest entry of each matrix into [0.5, 1), as [*batch, 1, 1].
+
+def power_of_two_scale(
+    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
+) -> Float[Array, "*batch 1 1"]:
+    """The power of two that brings the largest entry of each matrix into [0.5, 1).
 
     Multiplying by it is exact. Zero (and what counts as zero in every product: subnormal numbers), inf and NaN take
     the scale of 1. The two largest binades of the dtype end below 4, for what would bring them lower is no normal
     number. A constant for differentiation: what follows is invariant to positive scaling.
 
     Args:
-      x: [*batch, m, n], float32, float64 or complex.
+      x: Of float32, float64 or complex.
       axis_name: Mesh axes over which each matrix is cut.
     """
     x = lax.stop_gradient(x)

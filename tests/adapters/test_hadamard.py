@@ -10,6 +10,7 @@ import pytest
 
 from muonjax import hadamard_dot, hadamard_linear, hadamard_weight
 from muonjax._adapters.hadamard import column_norms
+from tests.tiers import thorough
 
 M, N, R, T = 301, 200, 5, 7  # 3 blocks of 100 rows and 1 more
 FORMS = ("rows", "kronecker")
@@ -47,7 +48,7 @@ def as_float32(arrays):
     return [jnp.asarray(a, jnp.float32) for a in arrays]
 
 
-@pytest.mark.parametrize("m", [1, 8, 128, 300, 1024])
+@pytest.mark.parametrize("m", [1, 300, *map(thorough, [8, 128, 1024])])
 def test_weight_is_the_product_of_two_products(m):
     f = factors(m=m)
     assert relative(hadamard_weight(*as_float32(f), scale=0.3), weight64(*f, 0.3)) < 5e-7
@@ -77,7 +78,7 @@ def test_weight_gradients_of_every_factor_and_of_the_scale():
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("m", [3, M])
+@pytest.mark.parametrize("m", [thorough(3), M])
 def test_dot_and_its_gradients(form, m):
     f, rng = factors(m=m), np.random.default_rng(2)
     x, g = rng.standard_normal((T, m)), rng.standard_normal((T, N))
@@ -185,6 +186,7 @@ def test_second_derivative_is_that_of_the_plain_product(call):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", FORMS)
 def test_mixed_second_derivative_is_that_of_the_plain_product(form):
     f, rng = as_float32(factors(m=6, n=4, r=2)), np.random.default_rng(10)
@@ -287,7 +289,7 @@ FUNCTIONS = {
 
 
 # 255: neither the rows after the last whole block nor a block that is the whole matrix may be kept.
-@pytest.mark.parametrize("width", [128, 255, 512])
+@pytest.mark.parametrize("width", [128, *map(thorough, [255, 512])])
 def test_unrolled_layers_hold_no_matrix_between_the_passes(width):
     layers, weight = 8, 4 * width**2
     plain = unrolled(layers, width, lambda x, w, a, b, c, d: x @ (w + (a @ b) * (c @ d)))
@@ -300,7 +302,7 @@ def test_unrolled_layers_hold_no_matrix_between_the_passes(width):
         assert ours < (kept + 2.5) * weight + thin, name
 
 
-@pytest.mark.parametrize("name", ["rows", "kronecker", "dot"])
+@pytest.mark.parametrize("name", ["kronecker", *map(thorough, ["rows", "dot"])])
 def test_unrolled_layers_hold_one_input_each_between_the_passes(name):
     layers, width, tokens = 8, 128, 1024
     x = 4 * tokens * width

@@ -4,18 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import muonjax
+from tests.oracles import normal
 
 EXACT = 1 + 3e-6
 
-X = jnp.asarray(np.random.default_rng(42).standard_normal((2, 9, 16)), jnp.float32)
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return scale * jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+X = normal(2, 9, 16, seed=42)
 
 
 def rope(x, base=100.0):

@@ -24,6 +24,7 @@ from tests.clipping.attentions import (
     rope,
     zero_update,
 )
+from tests.tiers import thorough
 
 # At learning rate zero.
 
@@ -284,7 +285,7 @@ class Block(nn.Module):
         return x + attention(h, mask=nn.make_causal_mask(h[..., 0]), sow_weights=True), None
 
 
-@pytest.mark.parametrize("scan_axis", [0, 1])
+@pytest.mark.parametrize("scan_axis", [1, thorough(0)])
 def test_scanned_rematerialised_and_donated(scan_axis):
     model = nn.scan(
         nn.remat(Block, prevent_cse=False),
@@ -439,7 +440,7 @@ def test_optax_can_map_over_the_state():
 # A long tug of war.
 
 
-@pytest.mark.parametrize("shared_keys", ["query", "balanced", "group"])
+@pytest.mark.parametrize("shared_keys", ["balanced", *map(thorough, ["query", "group"])])
 def test_tug_of_war(shared_keys):
     """One head is pushed up 1 % a step for 3,000 steps, beside three calm ones that share its key."""
     params, maxima, site = multi_head(4, 1)
@@ -478,7 +479,11 @@ def test_tug_of_war(shared_keys):
 
 
 @pytest.mark.parametrize(
-    "kind", ["multi-head with biases", "grouped 8:2 with RoPE", "latent, low-rank query", "fused, flat"]
+    "kind",
+    [
+        "latent, low-rank query",
+        *map(thorough, ["multi-head with biases", "grouped 8:2 with RoPE", "fused, flat"]),
+    ],
 )
 def test_tug_of_war_in_every_attention(kind):
     """Every factor of one head's logit is pushed up, together by 1 % a step, for 3,000 steps."""

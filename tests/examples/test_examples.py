@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+from tests.tiers import thorough
+
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--sample", "0"]
 TINY += ["--steps", "12", "--checkpoint-every", "4", "--eval-every", "6", "--quiet"]
@@ -74,6 +76,7 @@ def test_the_clip_is_counted_and_the_bar_shows_no_value_that_is_not_there(finish
     assert "nan" not in output
 
 
+@pytest.mark.thorough
 def test_killed_and_resumed_ends_in_the_same_bits(finished, tmp_path):
     _, whole = finished
     out = tmp_path / "killed"
@@ -93,6 +96,7 @@ def test_killed_and_resumed_ends_in_the_same_bits(finished, tmp_path):
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 13))
 
 
+@pytest.mark.thorough
 def test_killed_in_its_first_checkpoint_starts_again(finished, tmp_path):
     """A temporary folder is not a checkpoint: --resume says so, and --out may start again."""
     out = tmp_path / "killed"
@@ -118,7 +122,7 @@ def damage(folder, kind):
     largest.write_bytes(data[: len(data) // 2])
 
 
-@pytest.mark.parametrize("kind", ["foreign", "truncated"])
+@pytest.mark.parametrize("kind", ["truncated", thorough("foreign")])
 def test_a_damaged_checkpoint_is_refused_and_left_alone(finished, tmp_path, kind):
     out = tmp_path / kind
     shutil.copytree(finished[0], out)
@@ -130,6 +134,7 @@ def test_a_damaged_checkpoint_is_refused_and_left_alone(finished, tmp_path, kind
     assert contents(out) == before
 
 
+@pytest.mark.thorough
 def test_another_run_and_no_run_are_refused(finished, tmp_path):
     before = contents(finished[0])
     assert "width: 16 there, 8 here" in run(*TINY, "--width", "8", "--resume", finished[0], fails=True)
@@ -143,6 +148,7 @@ def test_bad_flags():
     assert "multiple of --heads" in run("--width", "10", "--heads", "3", fails=True)
 
 
+@pytest.mark.thorough
 def test_linen_twin():
     tiny = [
         "--steps",
@@ -163,6 +169,7 @@ def test_linen_twin():
     assert "Muon" in output
 
 
+@pytest.mark.thorough
 def test_latent_attention_with_and_without_the_clip(tmp_path):
     """At a threshold below the first logits the clip must act from the second step on."""
     tiny = ["--steps", 6, "--layers", 1, "--width", 16, "--heads", 2, "--context", 16, "--batch", 2]
@@ -183,6 +190,7 @@ def test_latent_attention_diverges_without_the_clip_and_trains_with_it(tmp_path)
     assert float(clipped_loss) < float(loss) - 0.3
 
 
+@pytest.mark.thorough
 def test_loha_adapters_on_a_finished_run(finished, tmp_path):
     flags = ["--steps", "3", "--batch", "2", "--rank", "2", "--quiet", "--out", tmp_path / "loha"]
     output = run("--start", finished[0], *flags, script="loha_finetune.py")

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.tiers import thorough
+
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "test_time_training.py"
 TINY = ["--steps", "3", "--pairs", "4", "--chunk", "2", "--batch", "2", "--width", "8", "--heads", "2"]
 # Nearly all of the time is compilation: XLA optimizes less here, and the compilations are counted.
@@ -25,6 +27,7 @@ def run(*arguments):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gradient", ["polynomial", pytest.param("polar", marks=pytest.mark.nightly)])
 def test_it_trains_measures_and_draws(tmp_path, gradient):
     done = run(*TINY, "--timing-rounds", "1", "--gradient", gradient, "--out", tmp_path)
@@ -45,8 +48,8 @@ def test_it_trains_measures_and_draws(tmp_path, gradient):
     ("flag", "value", "message"),
     [
         ("--width", 9, "multiple of --heads"),
-        ("--pairs", 5, "multiple of --chunk"),
-        ("--steps", 0, "at least 1"),
+        thorough("--pairs", 5, "multiple of --chunk"),
+        thorough("--steps", 0, "at least 1"),
     ],
 )
 def test_bad_flags(tmp_path, flag, value, message):

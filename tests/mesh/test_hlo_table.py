@@ -7,6 +7,7 @@ from jax.sharding import AxisType
 
 from benchmarks.common import hlo_counts
 from benchmarks.optimizer import sharding
+from tests.tiers import thorough
 
 # name -> MiB sent per device, collectives, flops over an even share: at most.
 LIMITS = {
@@ -25,8 +26,8 @@ def even_share():
     return sharding.even_share(sharding.muon(case, None), case)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, thorough(AxisType.Explicit)])
+@pytest.mark.parametrize("name", ["fsdp_tp", *(thorough(name) for name in LIMITS if name != "fsdp_tp")])
 def test_the_table(name, axis_type, capfd):
     case = sharding.CASES[name]
     assert case.matrices == 24
@@ -39,6 +40,7 @@ def test_the_table(name, axis_type, capfd):
     assert "rematerialization" not in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_four_matrices_are_divided_among_pairs_of_devices():
     case = sharding.CASES["four"]
     compiled = sharding.compile_step(sharding.muon(case, AxisType.Auto), case, AxisType.Auto)
@@ -48,6 +50,7 @@ def test_four_matrices_are_divided_among_pairs_of_devices():
     assert counts.mebibytes <= 8.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", [sharding.fsdp(12), sharding.fsdp(24), sharding.CASES["hsdp"], sharding.CASES["replicated"]]
 )

@@ -28,6 +28,7 @@ from tests.mesh.layouts import (
     put,
     tree,
 )
+from tests.tiers import thorough
 
 MESHES = [{"fsdp": 1, "tensor": 1}, {"fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}]
 MESHES += [{"fsdp": 2, "tensor": 4}, {"fsdp": 8, "tensor": 1}]
@@ -43,7 +44,12 @@ def check(results, names=tuple(LAYOUTS), newton_schulz=QUICK, atol=2e-6):
 
 
 @pytest.mark.parametrize(
-    ("names", "newton_schulz"), [(tuple(LAYOUTS), QUICK), (("rows", "tall", "both", "fused"), NewtonSchulz())]
+    ("names", "newton_schulz"),
+    [
+        (("rows", "tall", "fused"), QUICK),
+        thorough(tuple(LAYOUTS), QUICK),
+        thorough(("rows", "tall", "both", "fused"), NewtonSchulz()),
+    ],
 )
 def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz):
     found = []
@@ -58,7 +64,7 @@ def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz):
             np.testing.assert_array_equal(found[0][name], other[name], err_msg=name)
 
 
-@pytest.mark.parametrize("mode", ["tensor_parallel", "hybrid", "auto"])
+@pytest.mark.parametrize("mode", ["tensor_parallel", thorough("hybrid"), thorough("auto")])
 def test_the_other_modes(mode):
     # All of the iteration, for here it sums over the mesh.
     names = ("rows", "both", "tall", "experts", "query", "one_axis_twice_turned", "fused")
@@ -66,8 +72,8 @@ def test_the_other_modes(mode):
     check(results, names, newton_schulz=NewtonSchulz(), atol=5e-6)
 
 
-@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
-def test_small_products_that_devices_divide(compute_dtype, monkeypatch):
+@pytest.mark.parametrize("compute_dtype", [None, thorough("bfloat16")])
+def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_products):
     names, settings = MATRICES, NewtonSchulz(compute_dtype=compute_dtype)
     products, found = [], []
 
@@ -88,14 +94,15 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch):
         np.testing.assert_allclose(shared[name], each[name], atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("axes", [None, ("fsdp", "tensor"), ()])
+@pytest.mark.parametrize("axes", [None, thorough(("fsdp", "tensor")), thorough(())])
 def test_replicas_divide_the_work_or_repeat_it(axes):
     _, results = on_mesh(make_mesh(**THREE), mode="owner", axes=axes)
     check(results)
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "tensor", "set_mesh"), [(1, 1, False), (1, 2, True), (4, 1, False), (4, 2, True)]
+    ("fsdp", "tensor", "set_mesh"),
+    [thorough(1, 1, False), thorough(1, 2, True), thorough(4, 1, False), (4, 2, True)],
 )
 def test_explicit_axes_need_no_distribution(fsdp, tensor, set_mesh):
     names = [name for name in LAYOUTS if name != "remainder" or fsdp == 1]  # JAX refuses to shard it unevenly
@@ -124,8 +131,8 @@ def test_leaves_on_an_explicit_mesh_beside_leaves_on_none():
     check(results, tuple(values))
 
 
-@pytest.mark.parametrize("jit", [True, False])
-@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("jit", [True, thorough(False)])
+@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), thorough(1, 2), thorough(2, 1)])
 def test_muon_on_explicit_axes_of_size_one(fsdp, tensor, jit):
     """Dense, attention and convolution kernels, as a script for eight devices shards them."""
     specs = {
@@ -173,7 +180,7 @@ def test_a_distribution_over_explicit_axes():
         assert results[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
 
 
-@pytest.mark.parametrize("mode", ["owner", "tensor_parallel"])
+@pytest.mark.parametrize("mode", ["owner", thorough("tensor_parallel")])
 def test_chunks_change_nothing_but_the_number_of_rounds(mode):
     _, whole = on_mesh(make_mesh(fsdp=4, tensor=2), mode=mode, names=MATRICES)
     _, parts = on_mesh(make_mesh(fsdp=4, tensor=2), mode=mode, names=MATRICES, chunks=3)
@@ -181,6 +188,7 @@ def test_chunks_change_nothing_but_the_number_of_rounds(mode):
         np.testing.assert_array_equal(whole[name], parts[name], err_msg=name)
 
 
+@pytest.mark.thorough
 def test_accelerators_take_their_matrices_in_batches(monkeypatch):
     sizes = []
 
@@ -246,7 +254,7 @@ def test_dtypes_are_exchanged_apart_and_zeros_and_nan_stay_in_their_matrix():
     assert np.isnan(results["2"]).all()
 
 
-@pytest.mark.parametrize("mode", ["owner", "tensor_parallel"])
+@pytest.mark.parametrize("mode", ["tensor_parallel", thorough("owner")])
 def test_adaptive_has_the_norm_of_the_whole_matrix(mode):
     mesh = make_mesh(fsdp=4, tensor=2)
     values, names = put(tree(MATRICES), SPECS, mesh), {n: NUMBERS[n] for n in MATRICES}
@@ -259,7 +267,7 @@ def test_adaptive_has_the_norm_of_the_whole_matrix(mode):
         )
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, thorough(AxisType.Explicit)])
 def test_twenty_steps_of_muon_drift_less_than_a_millionth(axis_type):
     mesh = make_mesh(axis_type, fsdp=4, tensor=2)
     specs = {name: SPECS[name] for name in MATRICES} | {"bias": P()}

@@ -12,6 +12,7 @@ from muonjax import JORDAN, NEWTON_SCHULZ, mcsgn, msign, polar_express, sylveste
 from muonjax._linalg import dot
 from muonjax._msign.mcsgn import _iterate, _normalized
 from tests.msign import oracles as msign_oracles
+from tests.tiers import thorough
 
 relative = msign_oracles.relative
 
@@ -46,7 +47,7 @@ def test_it_is_msign_on_symmetric_matrices_in_value_and_derivatives():
         np.testing.assert_allclose(back(c)[0], other(c)[0], atol=1e-9)
 
 
-@pytest.mark.parametrize("rows", [polar_express(8) + NEWTON_SCHULZ * 2, JORDAN * 5])
+@pytest.mark.parametrize("rows", [polar_express(8) + NEWTON_SCHULZ * 2, thorough(JORDAN * 5)])
 def test_all_derivatives_are_those_of_the_steps(rows):
     f = functools.partial(mcsgn, coefficients=rows)
 
@@ -70,6 +71,7 @@ def test_all_derivatives_are_those_of_the_steps(rows):
         )
 
 
+@pytest.mark.thorough
 def test_second_derivatives():
     rows = polar_express(8) + NEWTON_SCHULZ * 2
     with jax.enable_x64(True):
@@ -100,6 +102,7 @@ def test_third_derivatives():
         assert relative(third(functools.partial(mcsgn, coefficients=rows)), plain) < 1e-9
 
 
+@pytest.mark.thorough
 def test_check_grads():
     with jax.enable_x64(True):
         x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0])
@@ -113,6 +116,7 @@ def test_check_grads():
         )
 
 
+@pytest.mark.thorough
 def test_the_adjoint_is_the_derivative_at_the_transpose():
     with jax.enable_x64(True):
         x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0])
@@ -154,18 +158,17 @@ def test_sylvester():
     with jax.enable_x64(True):
         a, b, c = jnp.asarray(a), jnp.asarray(b), jnp.asarray(c)
         assert relative(sylvester(a, b, c), exact) < 1e-12
-        check_grads(
-            jax.jit(sylvester),
-            (a + jnp.eye(6), b, c),
-            order=2,
-            modes=("fwd", "rev"),
-            atol=1e-6,
-            rtol=1e-6,
-            eps=2e-5,
-        )
         stacked = jax.vmap(sylvester, in_axes=(None, None, 0))(a, b, jnp.stack([c, 2 * c]))
         np.testing.assert_allclose(stacked[1], 2 * exact, atol=1e-10)
         np.testing.assert_allclose(sylvester(a, b, jnp.stack([c, 2 * c])), stacked, atol=1e-12)
+
+
+@pytest.mark.parametrize(("order", "modes"), [(1, ("rev",)), thorough(2, ("fwd", "rev"))])
+def test_derivatives_of_sylvester(order, modes):
+    c = np.random.default_rng(2).standard_normal((6, 4))
+    with jax.enable_x64(True):
+        a, b, c = jnp.asarray(definite(6, 30, 0) + np.eye(6)), jnp.asarray(definite(4, 30, 1)), jnp.asarray(c)
+        check_grads(jax.jit(sylvester), (a, b, c), order, modes, atol=1e-6, rtol=1e-6, eps=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from muonjax import JORDAN, NEWTON_SCHULZ, msign, polar_express
 from muonjax._msign.arguments import CONVERGED
 from tests import oracles
 from tests.msign import oracles as msign_oracles
+from tests.tiers import thorough
 
 MODES = ("polynomial", "polar", "autodiff")
 relative = msign_oracles.relative
@@ -32,13 +33,10 @@ def vjp(f, x, cotangent):
     return jax.vjp(f, x)[1](cotangent)[0]
 
 
-SHAPES = [(48, 48), (32, 80), (80, 32)]
-
-
 # Values
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (64, 256), (256, 64)])
+@pytest.mark.parametrize("shape", [(64, 256), *map(thorough, [(128, 128), (256, 64)])])
 def test_the_default_is_converged_in_float32_at_condition_1e3(shape):
     x = jnp.asarray(matrix(*shape, 1e3), jnp.float32)
     for mode in MODES:
@@ -110,7 +108,7 @@ def test_scale_batch_and_orientation_do_not_matter(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, thorough(jnp.float16)])
 def test_a_zero_matrix_has_value_zero_and_gradient_zero(mode, dtype):
     f = functools.partial(msign, gradient=mode)
     x = jnp.stack([jnp.zeros((4, 6)), jnp.asarray(random((4, 6)))]).astype(dtype)
@@ -145,8 +143,8 @@ def test_an_empty_matrix_is_itself():
 
 
 # Five rows are truncated: what is exact is the derivative of what ran, ripple and all.
-@pytest.mark.parametrize("rows", [polar_express(8), JORDAN * 5])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [polar_express(8), thorough(JORDAN * 5)])
+@pytest.mark.parametrize("shape", [(32, 80), *map(thorough, [(48, 48), (80, 32)])])
 def test_polynomial_gradient(rows, shape):
     for condition, seed in ((3, 0), (1e3, 1)):
         x, c = matrix(*shape, condition, seed), random(shape)
@@ -168,8 +166,8 @@ def test_polynomial_gradient_of_few_steps(steps):
     assert relative(g, msign_oracles.svd_derivative(x, c, JORDAN * steps)) < 1e-12
 
 
-@pytest.mark.parametrize("options", [{}, {"num_steps": 8}, {"num_steps": 5, "polish": 3}])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"num_steps": 5, "polish": 3}, thorough({"num_steps": 8})])
+@pytest.mark.parametrize("shape", [(32, 80), *map(thorough, [(48, 48), (80, 32)])])
 def test_polar_gradient(options, shape):
     for condition, exact, single in ((1e2, 1e-12, 5e-5), (1e3, 1e-12, 1e-4)):
         if condition == 1e3 and options:
@@ -194,7 +192,7 @@ def test_polish_takes_any_truncated_value_to_the_polar_factor(steps, polish, mos
     assert relative(g, msign_oracles.svd_derivative(x, c)) < most
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(48, 48), *map(thorough, [(32, 80), (80, 32)])])
 def test_polar_gradient_of_bfloat16_operands(shape):
     x, c = jnp.asarray(matrix(*shape, 1e2), jnp.bfloat16), jnp.asarray(random(shape), jnp.bfloat16)
     g = vjp(functools.partial(msign, gradient="polar", num_steps=8), x, c)
@@ -219,7 +217,7 @@ def test_the_modes_agree_where_the_polynomial_has_converged_and_the_article_does
 
 
 @pytest.mark.parametrize("mode", ["polynomial", "polar"])
-@pytest.mark.parametrize("shape", [(6, 6), (5, 9)])
+@pytest.mark.parametrize("shape", [thorough((6, 6)), (5, 9)])
 def test_the_gradient_is_orthogonal_to_x_and_inverse_in_its_scale(mode, shape):
     x, c = jnp.asarray(matrix(*shape, 30), jnp.float32), jnp.asarray(random(shape), jnp.float32)
     f = functools.partial(msign, gradient=mode)
@@ -230,7 +228,7 @@ def test_the_gradient_is_orthogonal_to_x_and_inverse_in_its_scale(mode, shape):
     np.testing.assert_allclose(vjp(f, x.mT, c.mT).T, g, atol=1e-4 * float(jnp.max(jnp.abs(g))))
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (5, 3)])
+@pytest.mark.parametrize("shape", [(4, 4), *map(thorough, [(3, 5), (5, 3)])])
 def test_the_polar_jacobian_is_symmetric_and_positive_semidefinite(shape):
     with jax.enable_x64(True):
         x = jnp.asarray(matrix(*shape, 10))
@@ -241,7 +239,7 @@ def test_the_polar_jacobian_is_symmetric_and_positive_semidefinite(shape):
         np.testing.assert_allclose(jacobian, reverse, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(12, 12), (10, 20)])
+@pytest.mark.parametrize("shape", [thorough((12, 12)), (10, 20)])
 def test_rank_deficiency(shape):
     """The polynomial mode is exact at any rank; the polar mode is finite, and right only inside of the range."""
     s = np.r_[np.linspace(1, 0.3, 5), np.zeros(shape[0] - 5)]
@@ -273,41 +271,52 @@ ROWS = polar_express(8) + NEWTON_SCHULZ * 2
 
 
 @functools.cache
-def higher_derivatives_by_autodiff(shape):
+def derivative_by_autodiff(shape, order):
+    loss = scalar(functools.partial(msign, coefficients=ROWS, gradient="autodiff"), shape)
+    derivative = {2: jax.hessian(loss), 3: jax.jacfwd(jax.hessian(loss))}[order]
     with jax.enable_x64(True):
-        x = jnp.asarray(matrix(*shape, 4))
-        loss = scalar(functools.partial(msign, coefficients=ROWS, gradient="autodiff"), shape)
-        return x, jax.jit(jax.hessian(loss))(x), jax.jit(jax.jacfwd(jax.hessian(loss)))(x)
+        return jax.jit(derivative)(jnp.asarray(matrix(*shape, 4)))
+
+
+def check_derivative(mode, shape, derivative, order, most):
+    loss = scalar(functools.partial(msign, coefficients=ROWS, gradient=mode), shape)
+    with jax.enable_x64(True):
+        found = jax.jit(derivative(loss))(jnp.asarray(matrix(*shape, 4)))
+        assert relative(found, derivative_by_autodiff(shape, order)) < most
+
+
+SMALL_SHAPES = [(3, 4), *(pytest.param(s, marks=pytest.mark.nightly) for s in ((2, 4), (3, 3)))]
 
 
 @pytest.mark.parametrize("mode", ["polynomial", "polar"])
+@pytest.mark.parametrize("shape", SMALL_SHAPES)
 @pytest.mark.parametrize(
-    "shape", [(3, 4), *(pytest.param(s, marks=pytest.mark.nightly) for s in ((2, 4), (3, 3)))]
+    ("outer", "inner"),
+    [(jax.jacfwd, jax.jacrev), thorough(jax.jacrev, jax.jacrev), thorough(jax.jacrev, jax.jacfwd)],
 )
-def test_second_and_third_derivatives(mode, shape):
-    loss = scalar(functools.partial(msign, coefficients=ROWS, gradient=mode), shape)
-    x, second, third = higher_derivatives_by_autodiff(shape)
-    with jax.enable_x64(True):
-        for outer, inner in ((jax.jacfwd, jax.jacrev), (jax.jacrev, jax.jacrev), (jax.jacrev, jax.jacfwd)):
-            assert relative(jax.jit(outer(inner(loss)))(x), second) < 1e-11
-        assert relative(jax.jit(jax.jacfwd(jax.hessian(loss)))(x), third) < 1e-9
+def test_second_derivatives(mode, shape, outer, inner):
+    check_derivative(mode, shape, lambda loss: outer(inner(loss)), 2, 1e-11)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["polynomial", "polar"])
+@pytest.mark.parametrize("shape", SMALL_SHAPES)
+def test_third_derivatives(mode, shape):
+    check_derivative(mode, shape, lambda loss: jax.jacfwd(jax.hessian(loss)), 3, 1e-9)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["polynomial", "polar"])
 @pytest.mark.parametrize("shape", [(3, 3), (2, 4)])
 def test_third_derivative_in_reverse(mode, shape):
-    loss = scalar(functools.partial(msign, coefficients=ROWS, gradient=mode), shape)
-    x, _, third = higher_derivatives_by_autodiff(shape)
-    with jax.enable_x64(True):
-        assert relative(jax.jit(jax.jacrev(jax.jacrev(jax.jacrev(loss))))(x), third) < 1e-9
+    check_derivative(mode, shape, lambda loss: jax.jacrev(jax.jacrev(jax.jacrev(loss))), 3, 1e-9)
 
 
 @pytest.mark.parametrize(
     ("mode", "shape", "rows"),
     [
-        ("polynomial", (4, 4), ROWS),
-        ("polynomial", (3, 5), NEWTON_SCHULZ * 2),  # one turn of two steps
+        thorough("polynomial", (4, 4), ROWS),
+        thorough("polynomial", (3, 5), NEWTON_SCHULZ * 2),  # one turn of two steps
         ("polar", (4, 4), ROWS),
         pytest.param("polynomial", (5, 3), ROWS, marks=pytest.mark.nightly),
         pytest.param("polar", (5, 3), ROWS, marks=pytest.mark.nightly),
@@ -320,9 +329,9 @@ def test_check_grads(mode, shape, rows):
         check_grads(jax.jit(f), (x,), order=2, modes=("fwd", "rev"), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["polynomial", "polar"])
-@pytest.mark.parametrize("shape", [(3, 5)])
-def test_vmap_scan_and_remat(mode, shape):
+@pytest.mark.parametrize("mode", [thorough("polynomial"), "polar"])
+def test_vmap_scan_and_remat(mode):
+    shape = (3, 5)
     f = functools.partial(msign, gradient=mode, num_steps=8)
     x = jnp.asarray(random((3, *shape)), jnp.float32)
     loss = scalar(f, shape)
@@ -357,12 +366,12 @@ def temporary_bytes(f, *arguments):
 @pytest.mark.parametrize(
     ("shape", "mode", "most"),
     [
-        ((512, 512), "polynomial", 8),
-        ((512, 512), "polar", 6.01),
+        thorough((512, 512), "polynomial", 8),
+        thorough((512, 512), "polar", 6.01),
         ((512, 2048), "polynomial", 7.5),
         ((512, 2048), "polar", 2.5),
-        ((2048, 512), "polynomial", 8.5),
-        ((2048, 512), "polar", 3.5),
+        thorough((2048, 512), "polynomial", 8.5),
+        thorough((2048, 512), "polar", 3.5),
     ],
 )
 def test_temporary_memory_of_a_gradient(shape, mode, most):
@@ -414,7 +423,7 @@ def test_the_loops_are_rolled_and_stack_nothing(mode):
     ("shape", "dtype", "turns"),
     [
         ((4, 64), jnp.float32, "[3,2,3]"),
-        ((64, 4), jnp.float32, "[3,2,3]"),
+        thorough((64, 4), jnp.float32, "[3,2,3]"),
         ((4, 64), jnp.bfloat16, "[7,1,3]"),
         ((16, 16), jnp.float32, "[7,1,3]"),
     ],

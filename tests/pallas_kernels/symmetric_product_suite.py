@@ -9,6 +9,11 @@ import pytest
 from jax import test_util
 
 from pallas_kernels import symmetric_product
+from tests.tiers import thorough
+
+# In the quick tests each dtype has one of these, and the tests of one shape take two dtypes.
+QUICK_SHAPES = ((31, 13), (64, 64), (130, 67), (3, 16, 48), (2, 5, 0))
+QUICK_DTYPES = (jnp.bfloat16, jnp.complex64)
 
 
 def draw(shape, dtype, seed=0):
@@ -100,9 +105,11 @@ class SymmetricProductSuite:
         if "shape" in metafunc.fixturenames:
             # Every shape in one dtype, every dtype in some shape.
             cases = [(shape, self.dtypes[i % len(self.dtypes)]) for i, shape in enumerate(self.shapes)]
+            cases = [case if case[0] in QUICK_SHAPES else thorough(*case) for case in cases]
             metafunc.parametrize(("shape", "dtype"), cases)
         elif "dtype" in metafunc.fixturenames:
-            metafunc.parametrize("dtype", self.dtypes if self.every_dtype else self.dtypes[:1])
+            dtypes = self.dtypes if self.every_dtype else self.dtypes[:1]
+            metafunc.parametrize("dtype", [d if d in QUICK_DTYPES else thorough(d) for d in dtypes])
 
     def test_gram_matrix(self, shape, dtype):
         x = draw(shape, dtype)
@@ -218,6 +225,7 @@ class SymmetricProductSuite:
         want = 0.7 * (exact(g) + exact(g).T) @ exact(x)
         assert np.abs(exact(out) - want).max() <= 8 * float(jnp.finfo(dtype).eps) * np.abs(want).max()
 
+    @pytest.mark.thorough
     def test_second_derivatives(self):
         if self.derivative_dtype != jnp.float32:
             pytest.skip("numerical differences need float32")

@@ -1,22 +1,13 @@
-"""What the adversarial tests share: the number of examples, the check of an error's text, and unusual numbers."""
+"""What the adversarial tests share: the check of an error's text, and unusual numbers."""
 
 import re
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 
 import muonjax
 
-NIGHTLY = settings.get_current_profile_name() == "nightly"
-_PROFILE = settings.get_profile("nightly" if NIGHTLY else "daily")
-
 BAD = [np.nan, np.inf, -np.inf]
-
-
-def share(percent):
-    """`percent` of all adversarial examples; the shares of all tests in this folder add up to 100."""
-    return settings(_PROFILE, max_examples=_PROFILE.max_examples * percent // 100)
 
 
 def names_its_call(error):

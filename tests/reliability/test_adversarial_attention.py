@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import muonjax
-from tests.reliability.adversarial import BAD, numbers, share
+from tests.reliability.adversarial import BAD, numbers
+from tests.tiers import examples
 
 FLOAT32 = np.finfo(np.float32)
 TINY, HUGE = float(FLOAT32.tiny), float(FLOAT32.max)
@@ -33,7 +34,7 @@ def largest(query, key, mask, causal, window):
     )
 
 
-@share(10)
+@examples(10)
 @given(data=st.data())
 def test_any_queries_and_keys(data):
     heads, key_heads, T, S, causal, window = data.draw(st.sampled_from(LAYOUTS))
@@ -102,7 +103,7 @@ def clipped(params, signal, threshold, shared_keys):
     return now, optax.apply_updates(params, updates), state
 
 
-@share(10)
+@examples(10)
 @given(
     clip=st.sampled_from(CLIPS),
     signal=arrays(np.float32, 4, elements=st.one_of(numbers(), st.sampled_from([*BAD, 0.0, 1e30, 400.0]))),

@@ -14,7 +14,8 @@ from hypothesis.extra.numpy import arrays
 import muonjax
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz.coefficients import evaluate
-from tests.reliability.adversarial import BAD, NIGHTLY, share
+from tests.reliability.adversarial import BAD
+from tests.tiers import examples, tier
 
 SETTINGS = {
     "fast": NewtonSchulz.fast(),
@@ -34,7 +35,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 # Each is compiled once, so there are few of them and many matrices for each.
 PROGRAMS = list(itertools.product(SETTINGS, SHAPES, DTYPES))
 random.Random(0).shuffle(PROGRAMS)
-PROGRAMS = PROGRAMS[: 200 if NIGHTLY else 24]
+PROGRAMS = PROGRAMS[: {"quick": 8, "thorough": 24, "nightly": 200}[tier()]]
 
 TINY = float(np.finfo(np.float32).tiny)
 # What rounding may add, as root mean square over the singular values: the polynomials lift it with the tail.
@@ -142,7 +143,7 @@ def is_right(y, x, name, dtype):
     )
 
 
-@share(45)
+@examples(45)
 @given(data=st.data())
 def test_any_matrix(data):
     name, shape, dtype = data.draw(st.sampled_from(PROGRAMS))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import muonjax
 from muonjax import FusedDimensionNumbers, MuonDimensionNumbers, NewtonSchulz
 from muonjax._matrix_view import matrix_view
-from tests.reliability.adversarial import BAD, names_its_call, numbers, share
+from tests.reliability.adversarial import BAD, names_its_call, numbers
+from tests.tiers import examples
 
 AXIS = st.one_of(st.integers(-6, 6), st.integers(-3, 3).map(np.int64), st.sampled_from([None, 1.0, "rows"]))
 AXES = st.one_of(AXIS, st.lists(AXIS, max_size=4).map(tuple), st.lists(AXIS, max_size=3))
@@ -52,7 +53,7 @@ def matrices_of(x, numbers):
     return np.stack(found)
 
 
-@share(15)
+@examples(15)
 @given(shape=st.lists(st.integers(0, 4), max_size=5), numbers=DIMENSION_NUMBERS)
 def test_any_axes_make_the_matrices_that_they_say(shape, numbers):
     x = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
@@ -120,7 +121,7 @@ def settings_of(draw):
     )
 
 
-@share(10)
+@examples(10)
 @given(data=st.data())
 def test_any_settings_are_taken_or_refused_by_name(data):
     function, arguments = settings_of(data.draw)
@@ -163,7 +164,7 @@ TREES = st.recursive(
 )
 
 
-@share(3)
+@examples(3)
 @given(params=TREES, numbers=st.one_of(st.none(), DIMENSION_NUMBERS))
 def test_any_tree_is_optimized_or_refused_by_name(params, numbers):
     tx = muonjax.muon(1e-3, muon_weight_dimension_numbers=numbers)
@@ -195,7 +196,7 @@ def three_steps(params, gradients):
     return params, updates
 
 
-@share(7)
+@examples(7)
 @given(
     seed=st.integers(0, 2**32),
     exponent=st.floats(-30, 30),

@@ -12,12 +12,14 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
+@pytest.mark.thorough
 def test_killed_twice_and_resumed_ends_in_the_same_bits(folder):
     found = killed_runs.kill_and_resume(folder, kills=2, steps=STEPS, longest=0.2)
     assert found["kills"] == 2
     assert found["runs_with_the_same_bits"] == found["runs"]
 
 
+@pytest.mark.thorough
 def test_a_damaged_checkpoint_never_gives_other_bits(folder):
     found = killed_runs.damage_and_resume(folder / "whole", damages=12, steps=STEPS)
     assert sum(sum(outcomes.values()) for outcomes in found.values()) == 12

@@ -9,6 +9,7 @@ import pytest
 
 import muonjax
 from muonjax import NewtonSchulz
+from tests.tiers import thorough
 
 STATISTICS = {"attention": jnp.asarray([400.0, 50.0])}
 
@@ -59,7 +60,7 @@ def digest(tree):
     return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("preset", ["fast", "balanced", "accurate"])
+@pytest.mark.parametrize("preset", ["fast", *map(thorough, ["balanced", "accurate"])])
 def test_another_preset_takes_over_at_once(saved, preset):
     """Coefficients are no part of the state: the code that runs decides, not the code that saved."""
     tree, state, folder = saved
@@ -78,8 +79,8 @@ def test_another_preset_takes_over_at_once(saved, preset):
     ("settings", "changes"),
     [
         ({"decay": 0.5}, "mlp"),
-        ({"weight_decay": 0.5}, "mlp"),
-        ({"rms": 0.1}, "mlp"),
+        thorough({"weight_decay": 0.5}, "mlp"),
+        thorough({"rms": 0.1}, "mlp"),
         ({"threshold": 10.0}, "attention"),
     ],
     ids=str,

@@ -1,0 +1,84 @@
+"""Wrong shapes are found by the check of `tests.shapes`."""
+
+import importlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests import shapes
+
+pytestmark = pytest.mark.skipif(not shapes.AVAILABLE, reason="jaxtyping is not installed")
+
+SOURCE = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+import jax.numpy as jnp
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+def gram(x: Float[Array, "*batch m n"], scale: Float[Array, ""] | float = 1.0) -> Float[Array, "*batch m m"]:
+    return scale * jnp.einsum("...ij,...kj->...ik", x, x) if x.shape[-1] > 1 else x
+
+def double(x: Float[Array, "m n"]):
+    return 2 * x
+
+def refuses(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
+    if x.ndim != 2:
+        raise ValueError("a matrix, please")
+    return x
+
+def pair(x: Int[Array, "n"]) -> tuple[Int[Array, "n"], Int[Array, "n"] | None]:
+    return x, None if x.size < 3 else x[:4]
+
+def unchecked(x: int) -> str:
+    return x
+"""
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / "muonjax_with_shapes.py").write_text(SOURCE)
+    sys.path.insert(0, str(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "PACKAGES", ("muonjax_with_shapes",))
+        patch.setattr(sys, "meta_path", [shapes.Finder(), *sys.meta_path])
+        yield importlib.import_module("muonjax_with_shapes")
+    sys.path.remove(str(folder))
+    assert not (folder / "__pycache__").exists(), "ordinary runs would import the checked functions"
+
+
+def test_accepts_what_fits(module):
+    x = jnp.ones((3, 2, 5))
+    assert module.gram(x, 2.0).shape == (3, 2, 2)
+    assert jax.jit(jax.vmap(module.gram))(x).shape == (3, 2, 2)
+    assert module.pair(jnp.arange(2))[1] is None
+    assert len(module.pair(jnp.arange(4))) == 2
+    assert module.unchecked("any") == "any"
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "names"),
+    [
+        ("double", jnp.ones(3), r"double: x is float32\[3\], not Float"),
+        ("gram", jnp.ones((2, 2), int), r"gram: x is int32\[2, 2\], not Float"),
+        ("gram", jnp.ones((2, 1)), r"gram: return is float32\[2, 1\], not Float"),
+        ("double", 2.0, "double: x is 2.0, not Float"),
+        ("pair", jnp.arange(5), r"pair: return is .*, not tuple"),
+    ],
+)
+def test_names_what_does_not_fit(module, function, argument, names):
+    with pytest.raises(AssertionError, match=names):
+        getattr(module, function)(argument)
+
+
+def test_what_a_function_refuses_itself_it_refuses(module):
+    with pytest.raises(ValueError, match="a matrix, please"):
+        module.refuses(jnp.ones(3))
+
+
+def test_refuses_a_wrong_scale(module):
+    with pytest.raises(AssertionError, match="gram: scale is"):
+        module.gram(jnp.ones((2, 3)), jnp.ones(2))
