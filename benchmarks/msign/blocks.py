@@ -16,6 +16,12 @@ BLOCKS = {
             "Su's, float64": "{article, float64:.1e}",
         },
     ),
+    "msign_half_precision": Block(
+        columns={
+            **CASE,
+            **{name: f"{{{name}:.1e}}" for name in ("polynomial", "polynomial, 5 steps", "polar")},
+        },
+    ),
     "msign.value": Block(
         rows="accuracy",
         columns={
