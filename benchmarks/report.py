@@ -39,7 +39,10 @@ def render(text: str, blocks: dict[str, Block]) -> str:
         name = match[1]
         if name not in blocks:
             raise ValueError(f"<!-- results: {name} --> has no entry in BLOCKS of a benchmarks/*/blocks.py.")
-        content = json.loads((RESULTS / f"{name.partition('.')[0]}.json").read_text())
+        source = RESULTS / f"{name.partition('.')[0]}.json"
+        if not source.exists():
+            raise ValueError(f"<!-- results: {name} --> needs {source.name}, which its benchmark writes.")
+        content = json.loads(source.read_text())
         return f"<!-- results: {name} -->\n{blocks[name].render(content)}\n<!-- end -->"
 
     return re.sub(r"<!-- results: ([\w.]+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)

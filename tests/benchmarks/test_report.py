@@ -50,9 +50,11 @@ def test_a_key_that_the_json_lacks_is_an_error():
         Block(columns={"time": "{rato}"}).render(CONTENT)
 
 
-def test_an_unknown_block_is_named():
+def test_an_unknown_block_and_a_missing_json_are_named():
     with pytest.raises(ValueError, match=r"results: nothing --> has no entry in BLOCKS"):
         report.render("<!-- results: nothing -->\n<!-- end -->", {})
+    with pytest.raises(ValueError, match=r"results: nothing.text --> needs nothing\.json"):
+        report.render("<!-- results: nothing.text -->\n<!-- end -->", {"nothing.text": Block(text="")})
 
 
 def test_a_changed_figure_is_found(tmp_path, monkeypatch, capsys):
