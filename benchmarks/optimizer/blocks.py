@@ -54,6 +54,29 @@ def _explicit(content: Row) -> Row:
     }
 
 
+def _scale(content: Row) -> list[Row]:
+    rows = []
+    for row in content["rows"]:
+        auto = row["modes"]["auto"]
+        same = [mode for mode, cost in row["modes"].items() if mode != "auto" and cost == auto]
+        parts = [row.get(f"{part}_seconds") for part in ("trace", "lower", "compile")]
+        rows.append(
+            {
+                "model": row["model"] if row["model"] not in [r["model"] for r in rows] else "",
+                "mesh": " × ".join(f"{axis} {size}" for axis, size in row["mesh"].items()),
+                "mode": f'"{same[0]}"' if same else "several",
+                "share": row["share_mebibytes"] / 2**10,
+                "sent": auto["sent_mebibytes"] / 2**10,
+                "buffer": auto["buffer_mebibytes"] / 2**10,
+                "milliseconds": 1e3 * auto["predicted_seconds"],
+                "compile": None if None in parts else f"{sum(parts):.0f}",
+                **auto,
+                "plan_seconds": row["plan_seconds"],
+            }
+        )
+    return rows
+
+
 def _modes(content: Row) -> list[Row]:
     return [
         {"title": "" if number else row["title"], "mode": f'"{mode}"{" (auto)" * cost["auto"]}', **cost}
@@ -120,6 +143,26 @@ BLOCKS = {
             "collectives": "{collectives}",
         },
         text="{table}\n\nOf the busiest device, as `plan` says, in float32. {machine}",
+    ),
+    "mesh_scale": Block(
+        rows=_scale,
+        columns={
+            "model": "{model}",
+            "mesh": "{mesh}",
+            '"auto" takes': "{mode}",
+            "busiest device ÷ mean": "{imbalance:.2f}",
+            "flops ÷ an even share": "{redundancy:.2f}",
+            "momentum per device, GiB": "{share:.1f}",
+            "sent, GiB": "{sent:.1f}",
+            "largest buffer, GiB": "{buffer:.1f}",
+            "collectives": "{collectives}",
+            "predicted ms": "{milliseconds:.0f}",
+            "seconds to plan": "{plan_seconds:.1f}",
+            "seconds to trace and compile": "{compile}",
+        },
+        text="{table}\n\nPlanned, not measured: per device and update, in bfloat16, momentum in float32. Milliseconds "
+        "of the products and then of the exchange, at the speeds that auto assumes. XLA compiled for CPUs. "
+        "{machine}",
     ),
     "sharding.llama": Block(
         rows="llama",

@@ -190,10 +190,12 @@ def main() -> None:
     found = {(row["model"], str(row["mesh"])): row for row in rows}
     for model in [arguments.model] if arguments.model else MODELS:
         for sizes in MESHES[model]:
+            if arguments.compile not in (None, math.prod(sizes.values())):
+                continue
             row = found.setdefault((model, str(sizes)), {})
             if not arguments.compile:
                 row |= plan(model, sizes)
-            if not arguments.plan and arguments.compile in (None, math.prod(sizes.values())):
+            if not arguments.plan:
                 row |= compile_update(model, sizes)
             print(
                 model, sizes, {k: v for k, v in row.items() if k != "modes"}, row["modes"]["auto"], flush=True
