@@ -61,10 +61,12 @@ def output_heads(
     found = {p.path: "output head: maps to the vocabulary" for p in dense if _is_vocabulary(p, tables)}
     taken, given = _taken(parameters, decided), _given(parameters, decided)
     alike = Counter((_without_numbers(p.path), p.shape) for p in parameters)
+    layers = Counter((re.sub(r"\d+", "#", "/".join(words(p.path))), p.shape) for p in parameters)
     numbered = Counter(unit(p.path) for p in dense)
     for p in dense:
         rows, columns = (p.shape[axes] for axes in decided[p.path][:2])  # pyright: ignore
-        plain = alike[_without_numbers(p.path), p.shape] == 1 and len(p.leaf_shape) == 2
+        several = layers[re.sub(r"\d+", "#", "/".join(words(p.path))), p.shape] > 2  # a list of equal layers
+        plain = alike[_without_numbers(p.path), p.shape] == 1 and len(p.leaf_shape) == 2 and not several
         if p.path in found or not plain or columns in taken:
             continue
         if not (given[rows] or taken[rows] > 1 or any(rows % size == 0 for size in given if size >= 16)):
@@ -124,6 +126,7 @@ def _is_in_block(path: Path) -> bool:
 
 
 def _without_numbers(path: Path) -> str:
+    """The path with the numbers of its outer modules left out: equal in all blocks of a list."""
     return re.sub(r"\d+", "#", "/".join(words(path)[:-2])) + "/" + "/".join(words(path)[-2:])
 
 
