@@ -1,5 +1,7 @@
 """Result blocks of the reliability runs."""
 
+from collections.abc import Callable
+
 from benchmarks.common.blocks import Block, Row
 
 
@@ -9,9 +11,28 @@ def _with_sum(content: Row) -> list[Row]:
     return [*cells, {"input": "**all**", "passed": f"**{passed:,}**", "failed": f"**{failed}**"}]
 
 
+def _shares(what: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        counts = [row[f"{what}_{how}"] for how in ("right", "wrong", "refused")]
+        if what == "parameters":
+            return " / ".join(f"{100 * n / sum(counts):.3g} %" for n in counts)
+        return " / ".join(f"{n:,}" for n in counts)
+
+    return cell
+
+
 VERSIONS = ("python", "jax", "flax", "optax", "commit", "passed", "failed", "skipped")
 
 BLOCKS = {
+    "zoo": Block(
+        columns={
+            "models": "{trees}",
+            "rule": "{rule}",
+            "models: right / wrong / refused": _shares("trees"),
+            "leaves": _shares("leaves"),
+            "parameters": _shares("parameters"),
+        },
+    ),
     "adversarial_input": Block(
         rows=_with_sum, columns={"input": "{input}", "examples passed": "{passed}", "failed": "{failed}"}
     ),
