@@ -61,16 +61,20 @@ def output_heads(
     found = {p.path: "output head: maps to the vocabulary" for p in dense if _is_vocabulary(p, tables)}
     taken, given = _taken(parameters, decided), _given(parameters, decided)
     alike = Counter((_without_numbers(p.path), p.shape) for p in parameters)
+    layers = Counter((re.sub(r"\d+", "#", "/".join(words(p.path))), p.shape) for p in parameters)
+    numbered = Counter(unit(p.path) for p in dense)
     for p in dense:
         rows, columns = (p.shape[axes] for axes in decided[p.path][:2])  # pyright: ignore
-        plain = alike[_without_numbers(p.path), p.shape] == 1 and len(p.leaf_shape) == 2
+        several = layers[re.sub(r"\d+", "#", "/".join(words(p.path))), p.shape] > 2  # a list of equal layers
+        plain = alike[_without_numbers(p.path), p.shape] == 1 and len(p.leaf_shape) == 2 and not several
         if p.path in found or not plain or columns in taken:
             continue
         if not (given[rows] or taken[rows] > 1 or any(rows % size == 0 for size in given if size >= 16)):
             continue  # nothing leads to it: a layer alone is no head
         if is_head_module(p.path[:-1]) or (
             not _is_in_block(p.path)
-            and not _HIDDEN.fullmatch(unit(p.path)[1])
+            and not _SPLIT.fullmatch(unit(p.path)[1])
+            and not (_HIDDEN.fullmatch(unit(p.path)[1]) and numbered[unit(p.path)] == 1)
             and not any(columns % size == 0 for size in taken if size >= 16)
         ):
             found[p.path] = "output head: no other parameter takes its output"
@@ -78,7 +82,9 @@ def output_heads(
 
 
 # Their output may be split before use.
-_HIDDEN = re.compile(r"(\w+_)?(up|gate|wi|w[123]|w[qkv]\w*|router|in|a|embed\w*|emb)(_\w+)?")
+_SPLIT = re.compile(r"(\w+_)?(up|gate|wi|w[123]|w[qkv]\w*|router|in|a|embed\w*|emb)(_\w+)?")
+# No end of a model, unless it is one of a numbered list, as Brax's last `hidden_3` is.
+_HIDDEN = re.compile(r"(\w+_)?(mlp|ffn?\w*|ffw|intermediate|hidden|down|wo)(_\w+)?")
 
 
 def _taken(parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]) -> Counter:
@@ -120,6 +126,7 @@ def _is_in_block(path: Path) -> bool:
 
 
 def _without_numbers(path: Path) -> str:
+    """The path with the numbers of its outer modules left out: equal in all blocks of a list."""
     return re.sub(r"\d+", "#", "/".join(words(path)[:-2])) + "/" + "/".join(words(path)[-2:])
 
 

@@ -81,7 +81,6 @@ _NOT_MUON = (
     (SCALE, r"(?!\w*_(linear|dense|proj\w*|fc\d?)/)(\w+_)?(\w*norm|ln|bn|gn|rms)\d*(_\w+)?/(weight|w|g)"),
     (POSITION, rf"(\w+_)?pos_conv\w*/{_WEIGHT}"),
     (PATCHES, rf"\w*patch_?(embed\w*|emb|proj\w*|ify|conv\w*|stem)\w*/{_WEIGHT}"),
-    (PATCHES._replace(name="input embedding"), r"((input_|token_)?(embed|embedding|embedder))/kernel"),
     (EMBEDDING._replace(ranks=()), rf".*/({_EMBED}|table|\w+_embedding_\w+|\w+_bias_table)"),
     (EMBEDDING, r".*/embedding"),  # flax.linen.Embed and flax.nnx.Embed
     (EMBEDDING._replace(ranks=()), rf"({_EMBED}/(w|weights?|value|table)|(wte|wpe)/{_WEIGHT})"),
