@@ -443,7 +443,7 @@ MUTATIONS = [
         "the identity's share of a composition",
     ),
     Mutation(
-        _MSIGN + "polar_gradient.py", "0.5 * (x - transpose(x))", "0.5 * (x + transpose(x))", "the skew part"
+        _MSIGN + "polar_gradient.py", "0.5 * (x - adjoint(x))", "0.5 * (x + adjoint(x))", "the skew part"
     ),
     Mutation(
         _MSIGN + "polar_gradient.py",
@@ -457,10 +457,15 @@ MUTATIONS = [
         "e = share * e - 0.5 * slope * w",
         "a sign in the Lyapunov iteration",
     ),
-    Mutation(_MSIGN + "mcsgn.py", "jnp.where(is_zero, 0.0, jnp.nan)", "0.0", "NaN outside of the domain"),
     Mutation(
         _MSIGN + "mcsgn.py",
-        "v = inverse * (v - unit * inner(transpose(unit), v))",
+        "inverse = jnp.where(is_zero, 0.0, root)",
+        "inverse = jnp.nan_to_num(root)",
+        "NaN outside of the domain",
+    ),
+    Mutation(
+        _MSIGN + "mcsgn.py",
+        "v = inverse * (v - unit * inner(adjoint(unit), v))",
         "v = inverse * (v - unit * inner(unit, v))",
         "a transpose in the derivative of the trace",
     ),
@@ -472,22 +477,22 @@ MUTATIONS = [
         "which form is cheaper",
     ),
     Mutation(
-        _LOHA + "hadamard_dot.py",
-        "y * (magnitude / (jnp.sqrt(squares) +",
-        "y * (magnitude / (squares +",
+        _LOHA + "hadamard_forms.py",
+        "y * (magnitude.astype(dtype) / (jnp.sqrt(squares) +",
+        "y * (magnitude.astype(dtype) / (squares +",
         "the columns' norms",
     ),
     Mutation(
-        _LOHA + "hadamard_dot.py",
-        "y = scale * _starts_here(y, carried)",
-        "y = _starts_here(y, carried)",
+        _LOHA + "hadamard_forms.py",
+        "y = jnp.asarray(scale).astype(dtype) * _zero_from_cotangent(y, carried)",
+        "y = 2.0 * _zero_from_cotangent(y, carried)",
         "the scale of the Kronecker form",
     ),
     Mutation(
-        _LOHA + "hadamard_dot.py", "rest = r % count", "rest = 0", "the last columns of the Kronecker form"
+        _LOHA + "hadamard_forms.py", "rest = r % count", "rest = 0", "the last columns of the Kronecker form"
     ),
     Mutation(
-        _LOHA + "hadamard_dot.py",
+        _LOHA + "hadamard_forms.py",
         "dy += _multiply(x, dw, dtype, precision)",
         "dy += 0",
         "the derivative by the factors",
@@ -498,7 +503,12 @@ MUTATIONS = [
         "jnp.concatenate([weight, rows(0, m - len(weight))])",
         "the last rows of a weight",
     ),
-    Mutation(_LOHA + "hadamard.py", "return scale * first *", "return first *", "the scale of a weight"),
+    Mutation(
+        _LOHA + "hadamard.py",
+        "return jnp.asarray(scale).astype(dtype) * first * second",
+        "return first * second",
+        "the scale of a weight",
+    ),
     # Meshes
     Mutation(
         _MESH + "assignment.py",
@@ -532,7 +542,7 @@ MUTATIONS = [
         "a matrix of one row goes to Adam",
     ),
     Mutation(
-        _ROUTING + "dimension_numbers.py",
+        _ROUTING + "rules.py",
         "ruled.setdefault(path, numbers)",
         "ruled[path] = numbers",
         "the first rule decides",
