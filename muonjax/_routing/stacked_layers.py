@@ -79,6 +79,8 @@ def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
             return None  # queries grouped by key head
     if not role.kind and role.muon and rank > 3 and (is_window(p.shape) or is_outputs_first(p, siblings)):
         return None
+    if role.layouts and ranks == (rank,):
+        return False  # the layer's type says so
     if bias and rank > len(bias) > 1 and p.shape[-len(bias) :] != bias:
         return True
     if ranks and rank > max(ranks):
