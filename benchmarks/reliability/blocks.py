@@ -21,6 +21,10 @@ def _shares(what: str) -> Callable[[Row], str]:
     return cell
 
 
+def _found(row: Row) -> list[bool]:
+    return [row[tier]["found"] for tier in ("quick", "thorough") if tier in row]
+
+
 VERSIONS = ("python", "jax", "flax", "optax", "commit", "passed", "failed", "skipped")
 
 BLOCKS = {
@@ -72,6 +76,21 @@ BLOCKS = {
         text="{killed[kills]} kills of {killed[runs]} runs of {killed[steps]} steps, {killed[while_writing]} of them "
         "while a checkpoint was being written: {killed[runs_with_the_same_bits]} of {killed[runs]} runs ended with the "
         "parameters of an uninterrupted one, bit for bit, and with its losses at every step.\n\n{table}\n\n{machine}",
+    ),
+    "mutations": Block(
+        rows="tiers",
+        columns={"tier": "{name}", "breaks tried": "{run}", "found": "{found}", "share": "{share:.1%}"},
+        text="{table}\n\n{in_the_table} breaks are in the table. {machine}",
+    ),
+    "mutations.survivors": Block(
+        rows=lambda content: [row for row in content["rows"] if not all(_found(row))],
+        columns={
+            "file": "`{file}`",
+            "what was broken": "{breaks}",
+            "quick": lambda row: row.get("quick", {}).get("found"),
+            "thorough": lambda row: row.get("thorough", {}).get("found"),
+        },
+        text="{table}",
     ),
     "versions": Block(
         columns={head: f"{{{head}}}" for head in VERSIONS},

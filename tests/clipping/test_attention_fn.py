@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 
 import muonjax
+from tests.tiers import thorough
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 8)), jnp.float32)
 MASK = nn.make_causal_mask(X[..., 0])
@@ -48,7 +49,9 @@ def nnx_attention(**settings):
 
 
 @pytest.mark.parametrize("sow_weights", [False, True])
-@pytest.mark.parametrize("mask", [None, MASK, jnp.ones((2, 1, 1, 7), bool).at[1, ..., 4:].set(False)])
+@pytest.mark.parametrize(
+    "mask", [MASK, thorough(None), thorough(jnp.ones((2, 1, 1, 7), bool).at[1, ..., 4:].set(False))]
+)
 def test_linen_computes_and_reports(sow_weights, mask):
     plain, ours = linen(attention_fn=nn.dot_product_attention), linen()
     params = plain.init(jax.random.key(0), X)
@@ -149,7 +152,7 @@ def test_a_linen_module_called_twice_reports_the_larger():
     )
 
 
-@pytest.mark.parametrize("wrap", [lambda module: module, nn.remat])
+@pytest.mark.parametrize("wrap", [nn.remat, thorough(lambda module: module)])
 def test_linen_scan_and_remat_report_a_layer_each(wrap):
     class Layer(nn.Module):
         @nn.compact
@@ -189,9 +192,9 @@ def test_rematerialisation_does_not_measure_twice():
 # NNX.
 
 
-@pytest.mark.parametrize("mask", [None, MASK])
+@pytest.mark.parametrize("mask", [MASK, thorough(None)])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("key_heads", [2, thorough(4)])
 def test_nnx_computes_and_reports(mask, is_causal, key_heads):
     plain = nnx_attention(attention_fn=nnx.dot_product_attention, num_kv_heads=key_heads)
     ours = nnx_attention(num_kv_heads=key_heads)
@@ -248,7 +251,7 @@ def stack_of_layers(rngs):
     return Layer(rngs)
 
 
-@pytest.mark.parametrize("how", ["scan", "remat scan", "vmap"])
+@pytest.mark.parametrize("how", ["remat scan", *map(thorough, ["scan", "vmap"])])
 def test_nnx_stacks_report_a_layer_each(how):
     layers = stack_of_layers(nnx.Rngs(0))
 
@@ -316,7 +319,7 @@ def test_rotation_comes_before_the_measure():
 
 
 @pytest.mark.parametrize("fixed", [{"scale": 0.1}, {"local_window_size": (2, 0)}, {"is_causal": True}])
-@pytest.mark.parametrize("said_twice", [False, True])
+@pytest.mark.parametrize("said_twice", [False, thorough(True)])
 def test_settings_of_the_base(fixed, said_twice):
     base = functools.partial(jax.nn.dot_product_attention, **fixed)
     again = fixed if said_twice and "is_causal" not in fixed else {}

@@ -374,6 +374,7 @@ def test_reverse_mode_agrees_with_forward_mode(form):
         ({"coefficients": ()}, ValueError, "at least one row"),
         ({"coefficients": ((1.0, 2.0),)}, ValueError, "rows of three"),
         ({"coefficients": ((1.0, float("nan"), 2.0),)}, ValueError, "finite"),
+        ({"coefficients": ((1.0, float("inf"), 2.0),)}, ValueError, "finite"),
         ({"num_steps": 0}, ValueError, "num_steps=0"),
         ({"num_steps": -3}, ValueError, "num_steps=-3"),
         ({"deflation": 0.125}, ValueError, "deflation=0.125.*whole number"),
