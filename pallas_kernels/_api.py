@@ -1,15 +1,23 @@
 """The public op: what it accepts, which implementation runs, how it differentiates."""
 
+import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels import _blocked, _mosaic_gpu, _reference, _sharded
+from pallas_kernels import _blocked, _reference, _sharded
 from pallas_kernels._platform import platform_of
 
-IMPLEMENTATIONS = ("reference", "blocked", "hopper")
+# Each name and the module, which is imported when the implementation first runs.
+IMPLEMENTATIONS = {
+    "reference": "_reference",
+    "blocked": "_blocked",
+    "hopper": "_mosaic_gpu",
+    "tpu": "_mosaic_tpu",
+    "quack": "_quack",
+}
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
 
@@ -46,7 +54,8 @@ def symmetric_product(
       beta: as `alpha`; counts only where `c` is given.
       implementation: `None` for the rule in `_choose`; ``"reference"``: one full product of XLA's;
         ``"blocked"``: the lower triangle in blocks, in plain XLA, any platform; ``"hopper"``: a Pallas
-        kernel for NVIDIA's H100 and H200. One that is named runs, or raises.
+        kernel for NVIDIA's H100 and H200; ``"tpu"``: a Pallas kernel for TPUs; ``"quack"``: the kernel of the package
+        quack-kernels for NVIDIA's Hopper and Blackwell. One that is named runs, or raises.
       axis_name: mesh axes, inside of `jax.shard_map`, whose devices all hold these same arguments. Each then
         computes a part of the triangle, as plain products, and one all-gather completes it on all of them. Under
         ``check_vma=True`` the result counts as varying over these axes, though it is the same.
@@ -157,7 +166,7 @@ def _run(x, y, c, alpha, beta, implementation, axis_name, platform):
         return _sharded.symmetric_product(x, y, c, alpha, beta, axis_name=axis_name)
     if implementation == "blocked":
         return _blocked.symmetric_product(x, y, c, alpha, beta, platform=platform)
-    module = {"reference": _reference, "hopper": _mosaic_gpu}[implementation]
+    module = importlib.import_module(f"pallas_kernels.{IMPLEMENTATIONS[implementation]}")
     return module.symmetric_product(x, y, c, alpha, beta)
 
 

@@ -1,16 +1,15 @@
-"""Between the public op and the Hopper kernel: can it run here, padding, one launch for the batch of a device."""
+"""Call the Hopper kernel: whether it can run on the device, padding, choice of tiles."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax.extend import backend
 
 from pallas_kernels import _mosaic_gpu_tiles
-from pallas_kernels._batch_partitioning import by_batch
+from pallas_kernels._kernel_batch import launch_batch, refusal
 
-# Below this version Pallas's Mosaic GPU lowering lacks the transposed store that the mirror image needs.
+# Older versions of Pallas lack the transposed store that the mirror image needs.
 NEEDS_JAX = (0, 11)
 
 
@@ -19,41 +18,13 @@ def symmetric_product(
 ) -> jax.Array:
     """``alpha·X Yᵀ + beta·C`` by the kernel; the arguments are checked by the public op."""
     cores = _require(x.dtype)
-    *batch, m, _ = x.shape
-    if 0 in x.shape:
-        raise NotImplementedError(_refusal(f"got the empty shape {x.shape}"))
-    size = math.prod(batch)
-    scale = jnp.stack([jnp.broadcast_to(n, batch).reshape(size) for n in (alpha, beta)], axis=-1)
-
-    def flat(a):
-        return None if a is None else a.reshape(size, *a.shape[-2:])
-
-    return _folded(cores, flat(x), flat(y), flat(c), scale).reshape(*batch, m, m)
-
-
-def _folded(cores: int, *arguments: jax.Array | None) -> jax.Array:
-    """The kernel on [batch, m, k]; another `vmap` makes the batch longer and stays one launch."""
-    run = jax.custom_batching.custom_vmap(by_batch(functools.partial(launched, cores)))
-
-    @run.def_vmap
-    def _(size, batched, *arguments):
-        def fold(argument, is_batched):
-            if argument is None:
-                return None
-            if not is_batched:
-                argument = jnp.broadcast_to(argument, (size, *argument.shape))
-            return argument.reshape(-1, *argument.shape[2:])
-
-        out = _folded(cores, *map(fold, arguments, batched))
-        return out.reshape(size, -1, *out.shape[1:]), True
-
-    return run(*arguments)
+    return launch_batch("hopper", functools.partial(launched, cores), x, y, c, alpha, beta)
 
 
 def launched(
     cores: int, x: jax.Array, y: jax.Array | None, c: jax.Array | None, scale: jax.Array
 ) -> jax.Array:
-    """The launch on one device, which has its own part of the batch: padded, and cut again."""
+    """The launch on one device, for its part of the batch: padded with zeros, and cut again."""
     from pallas_kernels import _mosaic_gpu_sm90  # only here: JAX 0.10 can't run it
 
     size, m, _ = x.shape
@@ -76,10 +47,14 @@ def _require(dtype: jnp.dtype) -> int:
     """The number of multiprocessors of a device that can run the kernel, or an error that says why not."""
     if jax.__version_info__ < NEEDS_JAX:
         raise NotImplementedError(
-            _refusal(f"needs JAX {'.'.join(map(str, NEEDS_JAX))} or newer, this is {jax.__version__}")
+            refusal(
+                "hopper", f"needs JAX {'.'.join(map(str, NEEDS_JAX))} or newer, this is {jax.__version__}"
+            )
         )
     if dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(_refusal(f"takes bfloat16 and float16, got {jnp.dtype(dtype).name}"))
+        raise NotImplementedError(
+            refusal("hopper", f"takes bfloat16 and float16, got {jnp.dtype(dtype).name}")
+        )
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:  # lowering for a machine that isn't here
         if device.platform == "gpu" and any(name in device.device_kind for name in _HOPPER):
@@ -92,12 +67,8 @@ def _require(dtype: jnp.dtype) -> int:
         kind = device.device_kind
     # A kernel for Blackwell would be an implementation with its own name: only the schedule is shared.
     raise NotImplementedError(
-        _refusal(f"needs a GPU of compute capability 9.0 (H100, H200), the device is {kind!r}")
+        refusal("hopper", f"needs a GPU of compute capability 9.0 (H100, H200), the device is {kind!r}")
     )
 
 
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-
-
-def _refusal(reason: str) -> str:
-    return f'symmetric_product(implementation="hopper") {reason}; use "blocked" or "reference" instead.'

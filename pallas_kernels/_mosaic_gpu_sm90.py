@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic_gpu_tiles import DEPTH, SQUARE, Tiles
+from pallas_kernels._triangle import rectangle, unfold
 
 # Registers of a thread: 512 are shared by the three threads of the same rank, one of each warpgroup. The one
 # that loads gives up what it doesn't need (`setmaxnreg`) to the two that hold the accumulators.
@@ -26,17 +27,12 @@ MULTIPLY_REGISTERS = 232
 def triangle(step: jax.Array, t: int, group: int) -> tuple[jax.Array, jax.Array]:
     """The `step`-th block (i, j) with ``0 <= j <= i < t``, in an order that reuses what the L2 cache holds.
 
-    Folding the triangle's lower right corner up gives a rectangle without a remainder, ``t × (t+1)/2`` blocks
-    for odd t and ``(t+1) × t/2`` for even, so integer arithmetic finds the block. `planar_snake` runs through
-    the rectangle in stripes of `group` columns, back and forth.
+    `planar_snake` runs through the rectangle that the triangle folds into in stripes of `group` columns, back and
+    forth.
     """
-    odd = t % 2
-    height, width = (t, (t + 1) // 2) if odd else (t + 1, t // 2)
-    r, c = plgpu.planar_snake(step, (height, width), 1, min(group, width))
-    lower = r >= c if odd else r > c
-    i = jnp.where(lower, r if odd else r - 1, width + c - (1 if odd else 0))
-    j = jnp.where(lower, c, width + r)
-    return i, j
+    height, width = rectangle(t)
+    row, column = plgpu.planar_snake(step, (height, width), 1, min(group, width))
+    return unfold(row, column, t)
 
 
 def _transforms(minor: int, dtype: jnp.dtype) -> tuple:

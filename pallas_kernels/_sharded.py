@@ -1,7 +1,7 @@
-"""The lower triangle dealt out to devices that hold the same operands, for use inside `jax.shard_map`.
+"""Share the lower triangle among devices that hold the same operands, inside of `jax.shard_map`.
 
 ```
-p = 2 devices, 2p = 4 rows of blocks, 2p + 1 = 5 blocks a device
+p = 2 devices, 2p = 4 rows of blocks, 2p + 1 = 5 blocks per device
 
 [ 0       ]
 [ 0 0     ]     device 0 computes the blocks marked 0, device 1 those marked 1; one all-gather
@@ -9,8 +9,8 @@ p = 2 devices, 2p = 4 rows of blocks, 2p + 1 = 5 blocks a device
 [ 1 1 1 1 ]
 ```
 
-There are p(2p + 1) blocks in the lower triangle, so that every device gets as many: (1 + 1 / 2p) / 2p of the whole
-product's multiply-adds, and sends half of the result.
+The lower triangle has p(2p + 1) blocks, 2p + 1 for each device. Each computes (1 + 1 / 2p) / 2p of the whole product's
+multiply-adds, and half of the result is sent.
 """
 
 import math

@@ -128,14 +128,14 @@ def kernel_methods(implementation: str) -> dict[str, Method]:
     }
 
 
-def parts(tree: str, method: str, chip: ahead_of_time.Chip) -> list[tuple[dict[str, tuple[int, int]], int]]:
+def parts(tree: str, method: str, platform: str) -> list[tuple[dict[str, tuple[int, int]], int]]:
     """The programs that make up one update of a tree, and how often each counts.
 
     On a GPU it is one program of all matrices. The TPU's compiler takes minutes for one: there it is one program for
     each group of matrices that share their loops, and one for each shape where every parameter has a loop of its own.
     """
     matrices = TREES[tree]
-    if chip.platform == "gpu":
+    if platform == "gpu":
         groups = [list(matrices)]
     elif method.startswith(("Optax", "MaxText")):
         counts: dict[tuple[int, int], int] = {}
@@ -165,7 +165,7 @@ def model(
     """
     update, dtype = method
     launches, temporary, seconds = [], 0, 0.0
-    for number, (shapes, count) in enumerate(parts(tree, name, chip)):
+    for number, (shapes, count) in enumerate(parts(tree, name, chip.platform)):
         path = texts / f"{chip.name}_{tree}_{name}_{number}.gz".replace(" ", "_") if texts else None
         if path and path.exists():
             compiled = ahead_of_time.Compiled(*json.loads(gzip.decompress(path.read_bytes())))
@@ -283,9 +283,9 @@ def main(platform: str, implementation: str, document: str) -> None:
 
 
 def _write(path: pathlib.Path, platform: str, rows: list[dict[str, Any]]) -> None:
-    provenance = {**measure.provenance(), "device": "none: compiled ahead of time, counted and modelled"}
+    device = "no device: compiled ahead of time, counted and modelled"
     content = {
-        "provenance": provenance,
+        "provenance": {**measure.provenance(), "device": device},
         "question": f"what one update launches, moves and takes on a {platform.upper()}, by compiling and counting",
         "results": rows,
     }

@@ -8,7 +8,11 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from unittest import mock
+
+# ptxas and nvlink of NVIDIA's wheels, behind those that are on the path already.
+if spec := importlib.util.find_spec("nvidia"):
+    wheels = [os.path.join(folder, "cu13", "bin") for folder in spec.submodule_search_locations or ()]
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), *filter(os.path.isdir, wheels)])
 
 # Read by the plugins when they are loaded: no GPU's driver, and no server that describes a TPU, is asked for.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -102,10 +106,7 @@ def devices(chip: Chip, count: int = 1) -> list[Any]:
 def traced_for(chip: Chip) -> Iterator[None]:
     """Trace as a process would whose default device is `chip`."""
     device = AbstractDevice(device_kind=chip.kind, platform=chip.platform, num_cores=chip.cores)
-    with (
-        mock.patch.object(jax, "default_backend", return_value=chip.platform),
-        jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
-    ):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         yield
 
 

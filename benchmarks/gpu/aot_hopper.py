@@ -2,11 +2,7 @@
 
     python -m benchmarks.gpu.aot_hopper [--quick] [--target TARGET] [--out benchmarks/results]
 
-No GPU is needed, but CUDA's compiler as JAX's plugin brings it, best in an environment of its own:
-
-    pip install "jax>=0.11" && pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt
-
-with the plugins' versions equal to JAX's, and `ptxas` on the path. Reports, for each case, the registers and
+No GPU is needed, but `pip install "muonjax[cuda13]"` on Python 3.12. Reports, for each case, the registers and
 spilled bytes that ptxas prints, and how many wgmma, TMA and transposing stores there are in the PTX.
 `--target` is a description of a GPU that `benchmarks/gpu/run.py` saves; without it, an H100's published figures.
 """
@@ -25,7 +21,6 @@ import tempfile
 import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 
@@ -34,26 +29,10 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.common.ahead_of_time import H100
 from pallas_kernels import _mosaic_gpu, _mosaic_gpu_sm90
 from pallas_kernels._batch_partitioning import by_batch
 from pallas_kernels._mosaic_gpu_tiles import Tiles, candidates, pick
-
-# From NVIDIA's H100 datasheet and the CUDA programming guide's table for compute capability 9.0.
-H100 = """
-gpu_device_info {
-  name: "NVIDIA H100 80GB HBM3" device_vendor: "NVIDIA Corporation" cuda_compute_capability { major: 9 }
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800
-  device_memory_size: 85899345920 memory_bandwidth: 3350000000000
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
-}
-platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 
 COUNTED = {
     "wgmma": r"wgmma\.mma_async",
@@ -122,7 +101,7 @@ def shared_out(target):
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("x")))
         for shape, dtype in zip(shapes, (jnp.bfloat16, jnp.float32), strict=True)
     ]
-    run = by_batch(functools.partial(_mosaic_gpu.launched, 132))
+    run = by_batch(functools.partial(_mosaic_gpu.launched, 132), "hopper")
     with captured([]):
         text = jax.jit(lambda x, scale: run(x, None, None, scale)).lower(*arguments).compile().as_text()
     return {

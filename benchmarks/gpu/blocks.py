@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks.common.blocks import Block, Row
+from benchmarks.common.model_blocks import block
 
 
 def _tiles(content: Row) -> list[dict[str, Any]]:
@@ -35,6 +36,7 @@ def _mesh(content: Row) -> Row:
 
 
 BLOCKS = {
+    "gpu_model": block(chips=False, compile_time=True),
     "aot_hopper": Block(
         rows=_tiles,
         columns={

@@ -21,14 +21,18 @@ import tempfile
 import threading
 import time
 
+from benchmarks.gpu.contradictions import contradictions
+
 # The most important first, each with its limit in seconds.
 SECTIONS = {
     "device": 60,
-    "check": 150,
-    "product": 120,
-    "iteration": 150,
+    "check": 120,
+    "step": 180,
+    "constants": 40,
+    "product": 100,
+    "iteration": 120,
     "fusion": 50,
-    "tiles": 150,
+    "tiles": 120,
     "torch": 60,
     "tests": 200,
 }
@@ -80,14 +84,14 @@ def run_section(name, seconds, options, keep):
 
 def summary(row):
     """One line of a result, for whoever watches."""
-    names = ("what", "implementation", "shape", "dtype", "y", "c")
+    names = ("what", "kind", "tree", "implementation", "shape", "dtype", "y", "c")
     head = " ".join(f"{key}={row[key]}" if key in "yc" else str(row[key]) for key in names if key in row)
     if "error" in row:
         return f"{head}: {row['error'][:160]}"
     if "times" in row:
         clock = "device" if any("device" in times for times in row["times"].values()) else "host"
         cells = [
-            f"{name} {times[clock]['median_ms']:.3f} ms ({times[clock]['ratio']:.2f})"
+            f"{name} {times[clock]['median_ms']:.3f} ms ({times[clock]['ratio']:.2f}{_beside_model(times)})"
             if clock in times
             else f"{name} failed"
             for name, times in row["times"].items()
@@ -96,6 +100,11 @@ def summary(row):
     if "relative_error" in row:
         return f"{head}: {'ok' if row['ok'] else 'WRONG'}, error {row['relative_error']:.2e}"
     return f"{head} {json.dumps({k: v for k, v in row.items() if k not in names})[:200]}"
+
+
+def _beside_model(times):
+    known = times.get("ahead_of_time_ms", times.get("modelled_ms"))
+    return f", modelled {known:.3f} ms" if known else ""
 
 
 def commit():
@@ -111,7 +120,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE.parent / "results")
     parser.add_argument("--dry-run", action="store_true", help="small matrices, no GPU needed")
     arguments = parser.parse_args()
     wanted = arguments.only.split(",")
@@ -164,6 +173,9 @@ def main():
         run_section(
             section, min(left, SECTIONS[section]), options, keep_device if section == "device" else keep
         )
+    report["contradictions"] = contradictions(report)
+    write()
+    print("\n".join(["== contradicted by the measurement:", *(report["contradictions"] or ["nothing"])]))
     print(f"{path()}: {time.monotonic() - start:.0f} s")
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu/run.py asks of a GPU, section by section. Each result is one line of JSON on standard output.
+"""The sections of benchmarks/gpu/run.py, each a process. A result is one line of JSON on standard output.
 
 python -m benchmarks.gpu.sections SECTION [--dry-run]
 """
@@ -20,7 +20,10 @@ import traceback
 OUT = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
-KERNEL = "hopper"
+# The kernels, each of which is named or refuses. The first one is what the tuning sections are about.
+KERNELS = ["hopper", "quack"]
+# Whole updates of these matrices: benchmarks/common/accelerator_model.py has their modelled figures.
+TREES = ["GPT-2-small", "Llama-8B, 4 layers"]
 
 # Stacks of a transformer of 1.3 billion parameters (24 layers, d = 2048): attention and feed-forward.
 MODEL = [(96, 2048, 2048), (48, 2048, 8192)]
@@ -37,8 +40,8 @@ TILES = [(1, 4096, 4096), (8, 2048, 2048), (1, 8192, 8192), (1, 2048, 8192), (8,
 
 def dry_run():
     """Sizes for a CPU, and an implementation that runs there."""
-    global KERNEL
-    KERNEL = "blocked"
+    KERNELS[:] = ["blocked"]
+    TREES[:] = ["small"]
     for shapes in (CHECKS, PRODUCTS, ITERATIONS, FUSIONS, TILES):
         small = {(*(min(n, 2) for n in batch), max(8, m // 64), max(8, k // 64)) for *batch, m, k in shapes}
         shapes[:] = sorted(small, key=len)[:4]
@@ -83,7 +86,7 @@ def op(implementation, **settings):
     )
 
 
-def timed(calls, *, rounds=5, iterations=5):
+def timed(calls, *, rounds=5, iterations=5, model=True):
     """Milliseconds of each (compiled function, *arguments), in turn; the first is the others' baseline.
 
     By two clocks: the device's own, the sum of its kernels' times (CUPTI), and the host's around calls back to
@@ -123,7 +126,9 @@ def timed(calls, *, rounds=5, iterations=5):
                 except Exception as error:
                     errors[name, clock] = f"{type(error).__name__}: {error}"[:500]
     baseline = next(iter(calls))
-    times = {name: {} for name in calls}
+    times: dict[str, dict] = {
+        name: {"modelled_ms": modelled(*call)} if model else {} for name, call in calls.items()
+    }
     for (name, clock), own in seen.items():
         if (name, clock) in errors:
             times[name][f"{clock}_error"] = errors[name, clock]
@@ -137,6 +142,17 @@ def timed(calls, *, rounds=5, iterations=5):
                 "ratio_range": [ratios[0], ratios[-1]],
             }
     return {"baseline": baseline, "times": times}
+
+
+def modelled(function, *arguments):
+    """Milliseconds of the compiled program by the roofline of the H100; None where XLA's text can't be counted."""
+    from benchmarks.common import hlo_launches, roofline
+
+    try:
+        text = function.lower(*arguments).compile().as_text()
+        return roofline.total_seconds("H100", hlo_launches.launches(text)) * 1e3
+    except Exception:
+        return None
 
 
 def device():
@@ -207,8 +223,9 @@ def check():
     for index, shape in enumerate(CHECKS):
         for offset, (dtype, y, c) in enumerate(cases):
             settings = {"y": y, "c": c, "seed": 100 * index + 10 * offset}
-            run = functools.partial(case, shape, dtype, KERNEL, **settings)
-            measured(implementation=KERNEL, shape=shape, dtype=dtype, **settings)(run)
+            for name in ("reference", "blocked", *KERNELS):
+                run = functools.partial(case, shape, dtype, name, **settings)
+                measured(implementation=name, shape=shape, dtype=dtype, **settings)(run)
 
     @measured(what="every candidate of tiles", shape=(2, 1096, 640))
     def _():
@@ -246,7 +263,7 @@ def product():
             @measured(shape=shape, dtype=dtype)
             def _(shape=shape, dtype=dtype):
                 x = draw(shape, dtype, 0)
-                calls = {name: (op(name), x) for name in (KERNEL, "reference", "blocked")}
+                calls = {name: (op(name), x) for name in (*KERNELS, "reference", "blocked")}
                 return timed({"plain": (plain, x), **calls})
 
 
@@ -285,18 +302,102 @@ def iteration():
             x16 = x32.astype("bfloat16")
             calls = {
                 "Optax, bfloat16": (optax_five_steps, x16),
-                f"Optax's steps, {KERNEL}": ours(x16, jordan, implementation=KERNEL),
-                f"balanced, {KERNEL}": ours(x16, balanced, implementation=KERNEL),
-                f"balanced, Gram form in float16, {KERNEL}": ours(
-                    x16, balanced, form="gram", restarts=(2,), compute_dtype="float16", implementation=KERNEL
-                ),
-                "balanced, reference": ours(x16, balanced, implementation="reference"),
-                f"fast, {KERNEL}": ours(x16, fast, implementation=KERNEL),
+                "balanced": ours(x16, balanced),
+                "fast": ours(x16, fast),
                 "Optax, float32": (optax_five_steps, x32),
             }
+            for name in KERNELS:
+                calls |= {
+                    f"Optax's steps, {name}": ours(x16, jordan, implementation=name),
+                    f"balanced, {name}": ours(x16, balanced, implementation=name),
+                    f"fast, {name}": ours(x16, fast, implementation=name),
+                    f"balanced, Gram form in float16, {name}": ours(
+                        x16,
+                        balanced,
+                        form="gram",
+                        restarts=(2,),
+                        compute_dtype="float16",
+                        implementation=name,
+                    ),
+                }
             if x32.size > 2**28:  # too much memory, and nobody stacks so much in float32
                 del calls["Optax, float32"]
             return timed(calls, rounds=3, iterations=3)
+
+
+def step():
+    """A whole update of a model's matrices, by each method, beside its modelled milliseconds."""
+    import jax
+
+    from benchmarks.common import accelerator_model
+
+    path = pathlib.Path(__file__).parents[1] / "results" / "gpu_model.json"
+    known = json.loads(path.read_text())["results"] if path.exists() else []
+    available = accelerator_model.methods()
+    chosen = ["Optax, bfloat16", "Optax, float32", "fast", "balanced"]
+    for name in KERNELS:
+        available |= accelerator_model.kernel_methods(name)
+        chosen.append(f'balanced, "{name}"')
+    for tree in TREES:
+
+        @measured(tree=tree)
+        def _(tree=tree):
+            ((shapes, _),) = accelerator_model.parts(tree, "balanced", "gpu")
+            arrays = {
+                dtype: {key: draw(shape, dtype, i) for i, (key, shape) in enumerate(shapes.items())}
+                for dtype in ("bfloat16", "float32")
+            }
+            calls = {
+                name: (jax.jit(update), arrays[jax.numpy.dtype(dtype).name])
+                for name, (update, dtype) in ((name, available[name]) for name in chosen)
+            }
+            result = timed(calls, rounds=3, iterations=2, model=False)
+            for row in known:
+                if row["tree"] == tree and row["method"] in result["times"] and "milliseconds" in row:
+                    # Compiled ahead of time, beside the figure of the program that was just measured.
+                    result["times"][row["method"]]["ahead_of_time_ms"] = row["milliseconds"]
+            return result
+
+
+def constants():
+    """What the roofline assumes: a large product's speed in each type, the memory's, and short launches."""
+    import jax
+    import jax.numpy as jnp
+
+    size, length = (8192, 2**28) if TREES != ["small"] else (256, 2**16)
+
+    def product(precision=None):
+        return jax.jit(lambda x: jnp.matmul(x, x, precision=precision))
+
+    for kind, dtype, precision in (
+        ("bf16", "bfloat16", None),
+        ("f16", "float16", None),
+        ("f32 default", "float32", None),
+        ("f32 highest", "float32", "highest"),
+    ):
+
+        @measured(what="efficiency", kind=kind)
+        def _(dtype=dtype, precision=precision):
+            result = timed({"product": (product(precision), draw((size, size), dtype, 0))})
+            return {**result, "flops": 2.0 * size**3}
+
+    @measured(what="memory")
+    def _():
+        x = draw((length,), "float32", 0)
+        return {**timed({"copy": (jax.jit(lambda x: x + 1), x)}), "bytes": 8.0 * length}
+
+    @measured(what="launch")
+    def _():
+        """A hundred products of 64² that wait for each other: XLA can neither join nor reorder them."""
+        count = 100
+
+        @jax.jit
+        def chain(x):
+            for _ in range(count):
+                x = jnp.matmul(x, x)
+            return x
+
+        return {**timed({"chain": (chain, draw((64, 64), "bfloat16", 0) / 64)}), "launches": count}
 
 
 def fusion():
@@ -314,8 +415,8 @@ def fusion():
             a = draw(shape, "bfloat16", 0) * 0.01
             a = (a + a.mT).astype("bfloat16")
             plain = jax.jit(lambda a: (-2.0 * a.astype("float32") + 1.5 * matmul(a, a)).astype(a.dtype))
-            fused = {name: (op(name, alpha=1.5, beta=-2.0), a, None, a) for name in (KERNEL, "reference")}
-            return timed({"plain": (plain, a), **fused, f"{KERNEL} without C": (op(KERNEL), a)})
+            fused = {name: (op(name, alpha=1.5, beta=-2.0), a, None, a) for name in (KERNELS[0], "reference")}
+            return timed({"plain": (plain, a), **fused, f"{KERNELS[0]} without C": (op(KERNELS[0]), a)})
 
         @measured(what="a·X + B·X in plain XLA", shape=shape)
         def _(shape=shape):
@@ -409,14 +510,14 @@ def tests():
         "-p",
         "no:cacheprovider",
     ]
-    path = "tests/pallas_kernels" + ("/test_tiles.py" if KERNEL != "hopper" else "")
+    path = "tests/pallas_kernels" + ("/test_tiles.py" if KERNELS[0] != "hopper" else "")
     result = subprocess.run([*command, path], cwd=root, capture_output=True, text=True, check=False)
     record(returncode=result.returncode, tail=result.stdout[-4000:], log=result.stderr[-1000:])
 
 
 SECTIONS = {
     function.__name__: function
-    for function in (device, check, product, iteration, fusion, tiles, torch, tests)
+    for function in (device, check, step, constants, product, iteration, fusion, tiles, torch, tests)
 }
 
 if __name__ == "__main__":

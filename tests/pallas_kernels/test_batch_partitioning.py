@@ -62,7 +62,7 @@ def compiled(function, *arguments):
 def test_each_device_has_its_own_matrices(kind, spec, matrices):
     x, on_mesh = sharded(kind, spec)
     shapes = []
-    run = by_batch(functools.partial(products, shapes))
+    run = by_batch(functools.partial(products, shapes), "hopper")
     out = run(on_mesh)  # outside `jit` just as inside
     assert shapes[-1] == (matrices, 16, 32)
     assert compiled(run, on_mesh) == []
@@ -76,7 +76,7 @@ def test_operands_that_are_whole_are_cut(kind):
     _, x = sharded(kind, P("a"))
     _, c = sharded(kind, P(), (8, 16, 16))
     shapes = []
-    assert compiled(by_batch(functools.partial(products, shapes)), x, c) == []
+    assert compiled(by_batch(functools.partial(products, shapes), "hopper"), x, c) == []
     assert shapes[-1] == (4, 16, 32)
 
 
@@ -85,7 +85,7 @@ def test_operands_that_are_whole_are_cut(kind):
 def test_a_cut_matrix_raises_when_compiled(spec):
     _, x = sharded(AxisType.Auto, spec)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"call it inside jax\.shard_map"):
-        compiled(by_batch(functools.partial(products, [])), x)
+        compiled(by_batch(functools.partial(products, []), "hopper"), x)
 
 
 @four_devices
@@ -93,7 +93,7 @@ def test_a_cut_matrix_raises_when_compiled(spec):
 def test_a_cut_matrix_raises_when_traced_on_an_explicit_mesh(spec):
     _, x = sharded(AxisType.Explicit, spec)
     with pytest.raises(ValueError, match=r"call it inside jax\.shard_map"):
-        jax.jit(by_batch(functools.partial(products, []))).trace(x)
+        jax.jit(by_batch(functools.partial(products, []), "hopper")).trace(x)
 
 
 @four_devices
@@ -102,7 +102,7 @@ def test_a_result_may_be_wanted_in_pieces(kind):
     """The kernel still makes whole matrices; cutting them moves nothing."""
     _, x = sharded(kind, P("a"))
     shapes = []
-    run = by_batch(functools.partial(products, shapes))
+    run = by_batch(functools.partial(products, shapes), "hopper")
     out = NamedSharding(x.sharding.mesh, P("a", "b"))
     text = jax.jit(run, out_shardings=out).lower(x).compile().as_text()
     assert "all-" not in text
@@ -114,7 +114,7 @@ def test_a_result_may_be_wanted_in_pieces(kind):
 def test_shard_map_is_left_alone(kind):
     _, x = sharded(kind, P("a", "b"))
     shapes = []
-    run = by_batch(functools.partial(products, shapes))
+    run = by_batch(functools.partial(products, shapes), "hopper")
     jax.jit(jax.shard_map(run, mesh=x.sharding.mesh, in_specs=P("a", "b"), out_specs=P("a", "b"))).trace(x)
     assert shapes[-1] == (4, 8, 32)
 

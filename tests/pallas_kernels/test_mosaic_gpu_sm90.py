@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _mosaic_gpu, symmetric_product
+from pallas_kernels import _kernel_batch, _mosaic_gpu, symmetric_product
 from pallas_kernels._mosaic_gpu_tiles import Tiles, candidates
 from tests.pallas_kernels.symmetric_product_suite import (
     SymmetricProductSuite,
@@ -67,8 +67,10 @@ class TestHopper(SymmetricProductSuite):
             if not ON_GPU:
                 stack.enter_context(pretend(3))
                 stack.enter_context(interpreter())
-                # The interpreter's ordered callbacks can't pass through a partitioned call; test_by_batch.py has it.
-                stack.enter_context(mock.patch.object(_mosaic_gpu, "by_batch", lambda function: function))
+                # The interpreter's ordered callbacks can't be in a partitioned call; test_batch_partitioning.py has it.
+                stack.enter_context(
+                    mock.patch.object(_kernel_batch, "by_batch", lambda function, _: function)
+                )
             yield
 
 

@@ -1,0 +1,63 @@
+"""Result blocks of the counted model: one update's figures beside Optax's on the same chip and matrices."""
+
+from typing import Any
+
+from benchmarks.common.blocks import Block, Row
+
+
+def rows(content: Row) -> list[dict[str, Any]]:
+    """Each row with its ratios to Optax in bfloat16, and in time to the better of Optax's two types."""
+    results = content["results"]
+    shown = []
+    for row in results:
+        if row["tree"] == "small":  # for the test alone
+            continue
+        if "error" in row:
+            shown.append({**row, "figures": {}, "time": "does not compile"})
+            continue
+        peers = {
+            other["method"]: other
+            for other in results
+            if (other["chip"], other["tree"]) == (row["chip"], row["tree"]) and "error" not in other
+        }
+        base = peers["Optax, bfloat16"]
+        best = min(
+            peers[name]["milliseconds"] for name in ("Optax, bfloat16", "Optax, float32") if name in peers
+        )
+        seconds = row["compile_processor_seconds"] / base["compile_processor_seconds"]
+        shown.append(
+            {
+                **row,
+                "time": f"{row['milliseconds']:.1f} ms",
+                "ratio": f"{row['milliseconds'] / best:.2f}",
+                "gigabytes": f"{row['gigabytes']:.1f}",
+                "temporary": f"{row['temporary_megabytes']:.0f} MB",
+                "compile": f"{seconds:.1f}",
+            }
+        )
+    return shown
+
+
+def block(*, chips: bool, compile_time: bool) -> Block:
+    """The table of gpu_model.json or tpu_model.json."""
+
+    def cell(key):
+        return lambda row: row.get(key, "")
+
+    columns: dict[str, Any] = {"chip": "{chip}"} if chips else {}
+    columns |= {
+        "matrices": "{tree}",
+        "method": "{method}",
+        "modelled": "{time}",
+        "÷ Optax's": cell("ratio"),
+        "launches": cell("launches"),
+        "GB moved": cell("gigabytes"),
+        "temporary": cell("temporary"),
+    }
+    if compile_time:
+        columns["trace and compile ÷ Optax's"] = cell("compile")
+    return Block(
+        rows=rows,
+        columns=columns,
+        text="{table}\n\nModelled, not measured: {machine} Ratios of time: to the better of Optax's types.",
+    )

@@ -1,0 +1,135 @@
+"""Call QuACK's symmetric product (package quack-kernels) on NVIDIA's Hopper and Blackwell. Not yet run here on a GPU.
+
+QuACK is written in NVIDIA's CuTe DSL and runs inside of JAX's programs through `cutlass.jax`. It computes tiles of the
+lower triangle, in clusters of two CTAs, and stores each a second time, transposed. Its tiles and its schedule are those
+that QuACK itself takes for the chip; Marin trains with the same ones and reports why not to change them
+(`lib/levanter/src/levanter/grug/_moe/quack_symmetric_cute.py` there): narrower tiles gave wrong results for shapes that
+a benchmark had not covered, and the dynamic schedule raced.
+
+Source: github.com/Dao-AILab/quack, `quack/gemm_symmetric.py`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import backend
+
+from pallas_kernels._kernel_batch import launch_batch, refusal
+from pallas_kernels._reference import epilogue, mirror
+
+# Rows and columns of a tile, by the major compute capability.
+_TILES = {9: (128, 256), 10: (256, 256)}
+_CLUSTER = (2, 1, 1)
+_SWIZZLE = 8
+
+# Compute capabilities of devices that are only described, by a part of their name.
+_DESCRIBED = {"H100": 9, "H200": 9, "H800": 9, "H20": 9, "GH200": 9, "B200": 10, "B300": 10}
+# Streaming multiprocessors, where a description does not say.
+_CORES = {9: 132, 10: 148}
+
+
+def symmetric_product(
+    x: jax.Array, y: jax.Array | None, c: jax.Array | None, alpha: jax.Array, beta: jax.Array
+) -> jax.Array:
+    """``alpha·X Yᵀ + beta·C``; the arguments are checked by the public op.
+
+    The kernel makes X Yᵀ. Where there are scales or C, a pass of XLA's follows, with one rounding more than in the
+    other implementations.
+    """
+    capability, cores = _require(x.dtype)
+    return launch_batch("quack", functools.partial(_launched, capability, cores), x, y, c, alpha, beta)
+
+
+def _launched(
+    capability: int, cores: int, x: jax.Array, y: jax.Array | None, c: jax.Array | None, scale: jax.Array
+) -> jax.Array:
+    """One launch on [batch, m, k], padded with zeros to multiples of 8 as TMA asks, and cut again."""
+    _, m, k = x.shape
+
+    def padded(a):
+        return jnp.pad(a, ((0, 0), (0, -m % 8), (0, -k % 8))) if m % 8 or k % 8 else a
+
+    p = _product(capability, cores, padded(x), padded(x if y is None else y))[:, :m, :m]
+    if y is not None or c is not None:
+        # The tiles on the diagonal hold both halves of X Yᵀ as they were computed, and C may differ above the diagonal.
+        p = mirror(epilogue(p.astype(jnp.float32), c, scale[:, 0], scale[:, 1]))
+    else:
+        p = epilogue(p.astype(jnp.float32), None, scale[:, 0], scale[:, 1])
+    return p.astype(x.dtype)
+
+
+def _product(capability: int, cores: int, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The kernel: X Yᵀ for [batch, m, k] with m and k multiples of 8."""
+    import cutlass.jax as cutlass_jax
+
+    batch, m, _ = x.shape
+    operand = cutlass_jax.TensorSpec(divisibility=(1, 1, 8), static=False)
+    call = cutlass_jax.cutlass_call(
+        _launcher(capability, cores, x.dtype.name),
+        output_shape_dtype=(jax.ShapeDtypeStruct((batch, m, m), x.dtype),),
+        input_spec=(operand, operand),
+        output_spec=(operand,),
+        use_static_tensors=False,
+    )
+    (out,) = call(x, y)
+    return out
+
+
+@functools.cache  # one function object for each choice, by which `cutlass.jax` finds what it has compiled
+def _launcher(capability: int, cores: int, dtype: str) -> Any:
+    """A CuTe function of (stream, x, y, out)."""
+    import cutlass
+    from cutlass import cute
+    from quack import gemm_symmetric
+    from quack.tile_scheduler import TileSchedulerOptions
+
+    kernel = {9: gemm_symmetric.GemmSymmetricSm90, 10: gemm_symmetric.GemmSymmetricSm100}[capability]
+    element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
+    clusters = cores // (_CLUSTER[0] * _CLUSTER[1])
+
+    @cute.jit
+    def launch(stream, x, y, out):
+        # A static schedule: each cluster takes every so-many-th tile.
+        gemm = kernel(cutlass.Float32, element, _TILES[capability], _CLUSTER, use_clc_persistence=False)
+        transposed = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[0, 2, 1]))
+        arguments = kernel.EpilogueArguments(transposed)
+        schedule = TileSchedulerOptions(
+            max_active_clusters=cutlass.Int32(clusters), max_swizzle_size=cutlass.Int32(_SWIZZLE)
+        )
+        gemm(x, y, out, None, arguments, schedule, None, stream)
+
+    return launch
+
+
+def _require(dtype: jnp.dtype) -> tuple[int, int]:
+    """Major compute capability and number of multiprocessors of a suitable GPU, or an error that says what is not."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(
+            refusal("quack", f"takes bfloat16 and float16, got {jnp.dtype(dtype).name}")
+        )
+    capability, cores, kind = _device()
+    if capability not in _TILES:
+        raise NotImplementedError(
+            refusal("quack", f"needs a GPU of compute capability 9.0 or 10.x, the device is {kind!r}")
+        )
+    try:
+        import cutlass.jax  # noqa: F401
+        import quack.gemm_symmetric  # noqa: F401
+    except ImportError as error:
+        reason = f'needs the packages of pip install "muonjax[quack]" ({error})'
+        raise NotImplementedError(refusal("quack", reason)) from error
+    return capability, cores or _CORES[capability]
+
+
+def _device() -> tuple[int, int | None, str]:
+    """Major compute capability (0: not an NVIDIA GPU), multiprocessors and name of the device that is compiled for."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None:
+        names = (capability for name, capability in _DESCRIBED.items() if name in described.device_kind)
+        capability = next(names, 0) if described.platform == "gpu" else 0
+        return capability, described.num_cores, described.device_kind
+    device = backend.get_default_device()
+    version = getattr(device, "compute_capability", None) if device.platform == "gpu" else None
+    return int(str(version or "0").partition(".")[0]), getattr(device, "core_count", None), device.device_kind

@@ -1,0 +1,80 @@
+"""The runs on a GPU and on a TPU: what they conclude from a report, and dry runs of all of their code."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.gpu.contradictions import contradictions
+
+
+def took(milliseconds, **more):
+    return {"host": {"median_ms": milliseconds}, **more}
+
+
+def report(**sections):
+    return {"sections": {name: {"results": rows} for name, rows in sections.items()}}
+
+
+def test_constants_that_a_measurement_contradicts():
+    # 8192³ at 60 % of the peak instead of 70; a copy at 85 % of the bandwidth, as assumed; 2 µs instead of 3 a launch.
+    product = {"what": "efficiency", "kind": "bf16", "flops": 2 * 8192**3}
+    rows = [
+        {**product, "times": {"product": took(1e3 * 2 * 8192**3 / (0.6 * 990e12))}},
+        {"what": "memory", "bytes": 2e9, "times": {"copy": took(1e3 * 2e9 / (0.85 * 3.35e12))}},
+        {"what": "launch", "launches": 100, "times": {"chain": took(0.2)}},
+        {"what": "efficiency", "kind": "f16", "error": "no such type"},
+    ]
+    first, second = contradictions(report(constants=rows))
+    assert "efficiency of bf16 products is 0.7, measured 0.6." in first
+    assert "seconds per launch is 3e-06, measured 2e-06." in second
+
+
+def test_an_order_of_methods_that_a_measurement_contradicts():
+    times = {
+        "balanced": took(12.0, ahead_of_time_ms=5.0),
+        "fast": took(4.5, ahead_of_time_ms=4.9),  # modelled as equal: no order to contradict
+        "Optax, bfloat16": took(10.0, ahead_of_time_ms=10.0),
+        "not modelled": took(1.0),
+    }
+    (sentence,) = contradictions(report(step=[{"tree": "GPT-2-small", "times": times}]))
+    assert (
+        "GPT-2-small: the model has 'balanced' before 'Optax, bfloat16', measured the other way (10 and 12 ms)"
+        in (sentence)
+    )
+
+
+def test_a_kernel_that_should_have_been_chosen():
+    times = {"plain": took(1.0), "hopper": took(0.6), "blocked": took(1.0), "reference": took(1.05)}
+    row = {"shape": [4096, 4096], "dtype": "bfloat16", "times": times}
+    (sentence,) = contradictions(report(product=[row]))
+    assert "(4096, 4096): 'hopper' takes 0.6 ms" in sentence
+    row["times"]["hopper"] = {"host_error": "refused"}
+    assert contradictions(report(product=[row])) == []
+
+
+@pytest.mark.thorough
+def test_the_dry_run(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu.run", "--dry-run", "--out", str(tmp_path)]
+    run = subprocess.run(
+        [*command, "--only", "check,step,constants,product"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    written = json.loads((tmp_path / "gpu_dry_run.json").read_text())
+    for name, section in written["sections"].items():
+        assert section["ended"] == "exit status 0", (name, section)
+        assert not [row for row in section["results"] if "error" in row], name
+    assert "contradictions" in written
+    assert "contradicted by the measurement" in run.stdout
+
+
+@pytest.mark.thorough
+def test_the_tpu_s_dry_run(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.tpu.run", "--dry-run", "--out", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    rows = json.loads((tmp_path / "tpu_dry_run.json").read_text())["rows"]
+    assert {row["section"] for row in rows} == {"check", "product", "step"}
+    assert not [row for row in rows if "error" in row["result"]]
+    assert all(row["result"]["ok"] for row in rows if row["section"] == "check")
