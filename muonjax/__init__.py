@@ -29,6 +29,7 @@ from muonjax._mesh.cost_report import ModeCost as ModeCost
 from muonjax._mesh.cost_report import plan as plan
 from muonjax._mesh.distribution import Distribution as Distribution
 from muonjax._mesh.state_shardings import state_shardings as state_shardings
+from muonjax._metrics import metrics as metrics
 from muonjax._monitor import MonitorState as MonitorState
 from muonjax._monitor import monitor as monitor
 from muonjax._msign.mcsgn import mcsgn as mcsgn

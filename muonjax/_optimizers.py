@@ -227,7 +227,7 @@ def _adamw(
 
 def muonclip(
     learning_rate: optax.ScalarOrSchedule,
-    sites: Site | Sequence[Site],
+    sites: Site | Sequence[Site] | None = None,
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     shared_keys: SharedKeys = "query",
@@ -252,7 +252,7 @@ def muonclip(
 
     Args:
       learning_rate: As in `muon`.
-      sites: The attention modules to watch, such as `[mha_site()]`.
+      sites: The attention modules to watch, such as `[mha_site()]`; None: all that `sites_from(params)` finds.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
       shared_keys: As in `qk_clip`.
       every_k: As in `qk_clip`; in `optax.inject_hyperparams` make it a static_args.
@@ -308,7 +308,7 @@ def muonclip(
 
 def adamclip(
     learning_rate: optax.ScalarOrSchedule,
-    sites: Site | Sequence[Site],
+    sites: Site | Sequence[Site] | None = None,
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     shared_keys: SharedKeys = "query",

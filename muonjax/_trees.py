@@ -27,19 +27,32 @@ def names(path: tuple[Any, ...]) -> tuple[str, ...]:
 def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
     """Names of the path of each leaf, the leaves, and the structure. Masked leaves are kept, None has no leaf.
 
-    Two leaves never have the same "/"-joined names: where {"a/b": x, "a": {"b": y}} would give both "a/b", the name
-    that contains the slash is quoted, "'a/b'". An attribute called `value` beside others, as an attention module of
-    dataclasses has it, is a name and not a box.
+    Two leaves or modules never have the same "/"-joined names: where {"a/b": x, "a": {"b": y}} would give both "a/b",
+    the name that contains the slash is quoted, "'a/b'". An attribute called `value` beside others, as an attention
+    module of dataclasses has it, is a name and not a box.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
     below = Counter(path[:-1] for path, _ in found)  # a box holds one leaf
     plain = [names(path) if below[path[:-1]] == 1 else _all_names(path) for path, _ in found]
-    counts = Counter(map("/".join, plain))
-    unique = [
-        path if counts["/".join(path)] == 1 else tuple(repr(name) if "/" in name else name for name in path)
-        for path in plain
+    if any("/" in name for path in plain for name in path):
+        plain = _with_quotes(plain)
+    return plain, [leaf for _, leaf in found], treedef
+
+
+def _with_quotes(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Quote the names with a slash in each path that has a leaf or module in common with another, once joined."""
+    spelled: dict[str, set[tuple[str, ...]]] = {}
+    for path in paths:
+        for end in range(1, len(path) + 1):
+            spelled.setdefault("/".join(path[:end]), set()).add(path[:end])
+
+    def meets_another(path: tuple[str, ...]) -> bool:
+        return any(len(spelled["/".join(path[:end])]) > 1 for end in range(1, len(path) + 1))
+
+    return [
+        tuple(repr(name) if "/" in name else name for name in path) if meets_another(path) else path
+        for path in paths
     ]
-    return unique, [leaf for _, leaf in found], treedef
 
 
 def flatten_paths(tree: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Wrap an attention function so that it also reports each head's largest logit."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -7,9 +8,59 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from muonjax._clipping.errors import errors_of
 from muonjax._clipping.max_logits import max_logits
+
+# Arguments that say which pairs the softmax sees: these are measured so, others of such names are refused.
+HONOURED = ("mask", "bias", "is_causal", "local_window_size", "query_seq_lengths", "key_value_seq_lengths")
+HIDES = r"(^|_)(mask|masks|bias|segment_ids|lengths|lens|window|window_size)$"
+
+
+def needs_parentheses(call: str) -> Callable[[Callable], Callable]:
+    """Say what is wrong where Flax is given the function that makes attention functions, and calls it as one."""
+
+    def decorate(make: Callable) -> Callable:
+        @functools.wraps(make)
+        def attention_fn(*args: Any, **settings: Any):
+            if len(args) > 1:
+                raise TypeError(
+                    f"{call} makes an attention function: write attention_fn={call}(), with parentheses."
+                )
+            return make(*args, **settings)
+
+        return attention_fn
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wrapped:
+    """An attention function, what it does when it is not told, and the settings of `max_logits` that measure it."""
+
+    call: str
+    base: Callable[..., jax.Array]
+    fixed: dict[str, Any]
+    settings: dict[str, Any]
+
+    def accepted(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What Flax passed and is not at its default; TypeError if the base does not know it."""
+        given = {name: value for name, value in given.items() if value is not None}
+        parameters = inspect.signature(self.base).parameters
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        lost = [name for name in given if name not in parameters and not takes_all]
+        if lost:
+            raise TypeError(
+                f"{self.call}: the attention function {_name(self.base)} takes no {lost}, which Flax passed."
+            )
+        return given
+
+    def maxima(self, query: jax.Array, key: jax.Array, given: dict[str, Any], precision: Any) -> jax.Array:
+        """The largest logit of each head that the base's softmax sees."""
+        seen = self.fixed | given
+        mask, is_causal = _visible_pairs(query, key, seen), seen.get("is_causal", False)
+        return max_logits(query, key, mask=mask, is_causal=is_causal, precision=precision, **self.settings)
 
 
 def reporting(
@@ -18,14 +69,16 @@ def reporting(
     report: Callable[[Any, jax.Array], object],
     *,
     rotate: Callable[[jax.Array], jax.Array] | None,
+    listens: Callable[[Any], bool] = lambda module: True,
     **settings: Any,  # of max_logits
 ) -> Callable[..., jax.Array]:
-    """An attention function with Flax's arguments that calls `report(module, maxima)` before `base`."""
+    """An attention function with Flax's arguments that calls `report(module, maxima)` before `base`.
+
+    Only if Flax passes the module, and it `listens`: otherwise nothing is measured.
+    """
     with errors_of(call):
         fixed = _settings_of(base)
-        settings = _agreed(settings, fixed)
-    accepted = inspect.signature(base).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+        wrapped = _Wrapped(call, base, fixed, _agreed(settings, fixed))
 
     # Every argument is spelled out, because Linen passes only those that it reads from the signature:
     # **kwargs would silently lose the mask.
@@ -49,10 +102,6 @@ def reporting(
     ):
         if rotate is not None:
             query, key = rotate(query), rotate(key)
-        if module is not None:
-            causal = is_causal or fixed.get("is_causal", False)
-            maxima = max_logits(query, key, mask=mask, is_causal=causal, precision=precision, **settings)
-            report(module, maxima)
         given = {
             "bias": bias,
             "mask": mask,
@@ -61,7 +110,7 @@ def reporting(
             "force_fp32_for_softmax": force_fp32_for_softmax or None,
             "qk_attn_weights_einsum": qk_attn_weights_einsum,
             "attn_weights_value_einsum": attn_weights_value_einsum,
-            "is_causal": is_causal or None,
+            "is_causal": None if is_causal is False else is_causal,
         }
         if dropout_rate > 0:
             given |= {
@@ -70,17 +119,35 @@ def reporting(
                 "broadcast_dropout": broadcast_dropout,
                 "deterministic": deterministic,
             }
-        # What is at its default need not be known to `base`; what is not must be.
-        given = {name: value for name, value in given.items() if value is not None}
-        lost = [name for name in given if name not in accepted and not takes_all]
-        if lost:
-            raise TypeError(
-                f"{call}: the attention function {_name(base)} takes no {lost}, which Flax passed."
-            )
+        given = wrapped.accepted(given)
+        if module is not None and listens(module):
+            report(module, wrapped.maxima(query, key, given, precision))
         # `module` is not handed on: the base would sow the whole attention matrix.
         return base(query, key, value, **given)
 
+    attention_fn.__dict__["reports"] = True  # for those who wrap a whole model
     return attention_fn
+
+
+def _visible_pairs(query: jax.Array, key: jax.Array, arguments: dict[str, Any]) -> jax.Array | None:
+    """The pairs that the mask, the bias and the lengths of an attention function leave visible; None for all.
+
+    A bias hides a pair where it is so low that no softmax sees it: half the lowest number of its dtype, or -1e9.
+    """
+    T, S = query.shape[-3], key.shape[-3]
+    masks = []
+    if (mask := arguments.get("mask")) is not None:
+        masks.append(jnp.asarray(mask).astype(bool))
+    if (bias := arguments.get("bias")) is not None:
+        bias = jnp.asarray(bias)
+        masks.append(bias > max(float(jnp.finfo(bias.dtype).min) / 2, -1e9))
+    if (lengths := arguments.get("key_value_seq_lengths")) is not None:
+        masks.append((jnp.arange(S)[None] < jnp.asarray(lengths)[:, None])[:, None, None, :])
+    if (lengths := arguments.get("query_seq_lengths")) is not None:
+        masks.append((jnp.arange(T)[None] < jnp.asarray(lengths)[:, None])[:, None, :, None])
+    rank = max((mask.ndim for mask in masks), default=0)
+    masks = [mask.reshape((1,) * (rank - mask.ndim) + mask.shape) for mask in masks]
+    return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
 def _name(fn: Callable) -> str:
@@ -110,6 +177,16 @@ def _settings_of(base: Callable) -> dict[str, Any]:
             f"base={_name(base)}: {caps[0]}={settings[caps[0]]} caps the logits that the softmax sees, which QK-Clip "
             f"neither measures nor scales. Leave the cap out; or keep it, for it bounds the logits itself: use this "
             f"attention unwrapped, and take it out of the clip's sites."
+        )
+    hiding = [
+        name
+        for name in settings
+        if re.search(HIDES, name) and name not in HONOURED and settings[name] is not None
+    ]
+    if hiding:
+        raise ValueError(
+            f"base={_name(base)}: {hiding[0]}=... hides pairs from the softmax in a way that can't be measured; give "
+            f"it as one of {', '.join(HONOURED)}, or as the mask that the module is called with."
         )
     return settings
 

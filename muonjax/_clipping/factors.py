@@ -1,9 +1,10 @@
 """The factor of each signal, and how it is spread over the part of a parameter that feeds the signal."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,8 +99,11 @@ def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[in
             f"{path!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and layers on "
             f"{'leading axes' if scan_axis is None else f'axes {scan_axis}'}. See the site's layout and scan_axis."
         )
-    leading = scan_axis is None or not count
-    stack = tuple(range(count)) if leading else tuple(axis % len(shape) for axis in scan_axis)
+    stack = (
+        tuple(range(count))
+        if scan_axis is None or not count
+        else tuple(axis % len(shape) for axis in scan_axis)
+    )
     # A scale names the axes of one layer: `nn.scan` on axis 1 makes a kernel (d, L, heads, head_dim) but a bias
     # (heads, L, head_dim), and no count from either end fits both.
     own = [axis for axis in range(len(shape)) if axis not in stack]
@@ -127,11 +131,34 @@ def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[in
     return part
 
 
+def wide_dtype(*dtypes: Any) -> Any:
+    """The dtype that holds them all, float32 at least; also where JAX promotes nothing by itself."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes, jnp.float32)
+
+
+def scaled(p: jax.Array, f: jax.Array) -> jax.Array:
+    """f·p in the dtype of p, and p bit for bit where f = 1."""
+    wide = wide_dtype(p.dtype)
+    return jnp.where(f == 1, p, (f.astype(wide) * p.astype(wide)).astype(p.dtype))
+
+
+def scaled_update(u: jax.Array, p: jax.Array, f: jax.Array) -> jax.Array:
+    """u' with p + u' = f·(p + u), and u bit for bit where f = 1 (where 0·p would turn −0 into 0, and inf into NaN)."""
+    # A half-precision update of a float32 weight would miss the bound.
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.promote_types(u.dtype, p.dtype)
+    wide = wide_dtype(dtype)
+    u, p, f = u.astype(wide), p.astype(wide), f.astype(wide)
+    return jnp.where(f == 1, u, f * u + (f - 1) * p).astype(dtype)
+
+
 def clip_factor(signal: jax.Array, threshold: jax.typing.ArrayLike) -> jax.Array:
     """γ = min(1, threshold / S); exactly 1 where S is not a finite number above the threshold, and the threshold not
     positive (a schedule's can't be checked)."""
-    hot = (signal > threshold) & jnp.isfinite(signal) & (jnp.asarray(threshold) > 0)
-    gamma = jnp.where(hot, threshold / jnp.where(hot, signal, 1.0), 1.0).astype(jnp.float32)
+    threshold = jnp.asarray(threshold, jnp.float32)
+    hot = (signal > threshold) & jnp.isfinite(signal) & (threshold > 0)
+    gamma = jnp.where(hot, threshold / jnp.where(hot, signal, 1.0), 1.0)
     # Never zero: the head could not recover, and γ·γ^(-1/2) would be NaN.
     return jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny)
 

@@ -1,5 +1,6 @@
 """Find the modules that sites match in a tree of parameters, and check that the clip can scale them."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from muonjax._clipping.factors import Part, part_of
 from muonjax._clipping.sites import Site
-from muonjax._trees import flatten_paths, is_masked
+from muonjax._trees import dtype_of, flatten_paths, is_masked
 
 
 def below(root: str, path: str) -> str:
@@ -117,30 +118,79 @@ def _some(paths: Sequence[str]) -> str:
 
 def _target(site: Site, root: str, modules: Modules) -> Target:
     _refuse_norms(site, root, modules)
-    parts = []
+    parts, known = [], []
     for scale in site.scales:
-        path = below(root, scale.path)
+        path = leaf_path(root, scale.path, modules)
+        known.append(path)
         leaf = modules.leaves.get(path)
         if leaf is None and scale.optional:
             continue
         _check_leaf(root, path, leaf)
-        parts.append(part_of(scale, path, leaf.shape, site.scan_axis))
-    _refuse_adapters(root, [below(root, scale.path) for scale in site.scales], modules)
+        parts.append(part_of(scale, path, jnp.shape(leaf), site.scan_axis))
+    _refuse_adapters(root, known, modules)
     if len({part.layers for part in parts}) > 1:
         layers = {part.path: part.layers for part in parts}
         raise ValueError(
             f"the parameters of {root!r} disagree on the stack of layers: {layers}; see scan_axis."
         )
     entries, groups = _head_counts(root, parts)
+    _refuse_unnamed_norms(site, root, parts[0], modules)
     return Target(root, below(root, site.signal), tuple(parts), parts[0].layers, entries, groups)
 
 
+NAMES = {"kernel": ("kernel", "w", "weight", "weights"), "bias": ("bias", "b")}  # in the libraries for JAX
+
+
+def leaf_path(root: str, path: str, modules: Modules) -> str:
+    """The path of a parameter below a module, also under the name of another library: "query/w" for "query/kernel"."""
+    asked = below(root, path)
+    projection, _, leaf = asked.rpartition("/")
+    if asked in modules.leaves or leaf not in NAMES:
+        return asked
+    if leaf == "kernel" and projection in modules.leaves:  # an array by itself
+        return projection
+    for name in NAMES[leaf]:
+        candidate = below(projection, name)
+        if candidate in modules.leaves:
+            return candidate
+        if len(inside := modules.leaves_below(candidate)) == 1:  # in a box: "query/w/0"
+            return inside[0]
+    return asked
+
+
+def norms_of(root: str, norms: Sequence[str], modules: Modules) -> list[str]:
+    """Children of a module that normalize its queries and keys, by their names."""
+    pattern = re.compile("|".join(f"(?:{norm})" for norm in norms) or "(?!)", re.IGNORECASE)
+    return [child for child in modules.children.get(root, ()) if pattern.fullmatch(child)]
+
+
 def _refuse_norms(site: Site, root: str, modules: Modules) -> None:
-    norms = [norm for norm in site.norms if below(root, norm) in modules.children]
-    if norms:
+    if {"query", "key"}.isdisjoint(scale.factor for scale in site.scales):
+        return
+    if norms := norms_of(root, site.norms, modules):
         raise ValueError(
             f"{root!r} normalizes its queries and keys ({', '.join(norms)}), so scaling their kernels can't change the "
             f"logits. Take it out of the sites, by a path that matches only the others: the norm bounds them already."
+        )
+
+
+def _refuse_unnamed_norms(site: Site, root: str, query: Part, modules: Modules) -> None:
+    """Refuse a "LayerNorm_0" inside an attention that is as long as a head, and not as the input."""
+    if not site.norms or {scale.factor for scale in site.scales} != {"query", "key"}:
+        return
+    head = query.size // query.entries
+    inputs = math.prod(query.shape) // (math.prod(query.layers) * query.total)
+    found = [
+        path
+        for child in modules.children.get(root, ())
+        if re.fullmatch(r"_?(layer_?norm|rms_?norm|norm|ln)_?\d*", child, re.IGNORECASE)
+        for path in modules.leaves_below(below(root, child))
+        if jnp.shape(modules.leaves[path])[-1:] == (head,) and head != inputs
+    ]
+    if found:
+        raise ValueError(
+            f"{found[0]!r} is as long as a head of {root!r}, so it seems to normalize its queries or keys, and scaling "
+            f"their kernels can't change the logits. Take {root!r} out of the sites, or give its Site norms=()."
         )
 
 
@@ -156,12 +206,18 @@ def _check_leaf(root: str, path: str, leaf: Any) -> None:
             f"out of the sites; if another optimizer has it, put the clip after optax.masked or optax.partition, not "
             f"inside."
         )
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise TypeError(f"{path!r} is {leaf.dtype}; only floating-point weights can be scaled.")
+    dtype = dtype_of(leaf)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{path!r} is {dtype}; only floating-point weights can be scaled.")
+    if jnp.finfo(dtype).bits < 16:
+        raise TypeError(
+            f"{path!r} is {dtype}, whose few bits lose nearly every factor; keep master weights in float32, clip "
+            f"those, and quantize afterwards."
+        )
 
 
 def _refuse_adapters(root: str, known: Sequence[str], modules: Modules) -> None:
-    """What an adapter adds to queries and keys would not be scaled with the kernel beside it."""
+    """What an adapter adds to queries and keys would not be scaled with the kernel."""
     projections = dict.fromkeys(path.rpartition("/")[0] for path in known)
     feeding = {path for module in projections if module != root for path in modules.leaves_below(module)}
     if others := sorted(feeding.difference(known)):

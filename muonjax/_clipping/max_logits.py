@@ -1,11 +1,17 @@
 """The largest attention logit of each head, block by block: the statistic that QK-Clip acts on."""
 
 import math
+import operator
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from muonjax._clipping.errors import errors_of
+from muonjax._clipping.factors import wide_dtype
 
 
 def max_logits(
@@ -38,14 +44,15 @@ def max_logits(
       local_window_size: Query i sees keys i − left … i + right; one number means both. As in JAX.
       scale: Factor on the dot products; default 1/√D.
       precision: Of the products; by default JAX's own, the one that attention uses too.
-      block_q: Queries a block, ≥ 1. Need not divide T.
-      block_k: Keys a block, ≥ 1. Need not divide S.
+      block_q: Queries in one block, ≥ 1. Need not divide T.
+      block_k: Keys in one block, ≥ 1. Need not divide S.
 
     Returns:
       `[heads]`, float32 (float64 for float64 input). −inf for a head whose every pair is masked.
 
     Raises:
       ValueError: Shapes that do not fit together, or a block or window size out of range.
+      TypeError: A block, a window or `is_causal` that is traced, or no whole number.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -58,36 +65,31 @@ def max_logits(
 
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
-    _check(query, key, block_q, block_k)
+    with errors_of("max_logits"):
+        _check(query, key)
+        block_q, block_k = _block_size("block_q", block_q), _block_size("block_k", block_k)
+        left, right = _window(is_causal, local_window_size)
+        if mask is not None:
+            mask = _normal_mask(mask, query.shape, key.shape)
     query, key = lax.stop_gradient((query, key))
     *batch, T, heads, depth = query.shape
     S, key_heads = key.shape[-3:-1]
-    dtype = jnp.promote_types(jnp.promote_types(query.dtype, key.dtype), jnp.float32)
-    if mask is not None:
-        mask = _normal_mask(mask, tuple(batch), T, S, heads, key_heads)
+    dtype = wide_dtype(query.dtype, key.dtype)
+    if query.dtype != key.dtype:
+        query, key = query.astype(dtype), key.astype(dtype)
     query = query.reshape(math.prod(batch), T, key_heads, heads // key_heads, depth)
     key = key.reshape(math.prod(batch), S, key_heads, depth)
-    factor = depth**-0.5 if scale is None else scale
+    factor = jnp.asarray(depth**-0.5 if scale is None else scale, dtype)
     block_q, block_k = min(block_q, T), min(block_k, S)
-    left, right = _window(is_causal, local_window_size)
 
     def block(start: jax.Array | np.ndarray) -> jax.Array:
         """Maximum over one block, [batch, key_heads, group]."""
         q = lax.dynamic_slice_in_dim(query, start[0], block_q, 1)
         k = lax.dynamic_slice_in_dim(key, start[1], block_k, 1)
-        logits = (
-            jnp.einsum("btkgd,bskd->bkgts", q, k, precision=precision, preferred_element_type=dtype) * factor
-        )
-        if left is not None or right is not None:
-            ahead = (start[1] + jnp.arange(block_k)) - (start[0] + jnp.arange(block_q))[:, None]  # j − i
-            visible = jnp.ones((block_q, block_k), bool)
-            visible = visible if right is None else visible & (ahead <= right)
-            visible = visible if left is None else visible & (-ahead <= left)
+        logits = jnp.einsum("btkgd,bskd->bkgts", q, k, precision=precision, preferred_element_type=dtype)
+        logits = logits * factor
+        for visible in _visible(start, block_q, block_k, left, right, mask):
             logits = jnp.where(visible, logits, -jnp.inf)
-        if mask is not None:
-            m = mask if mask.shape[-2] == 1 else lax.dynamic_slice_in_dim(mask, start[0], block_q, -2)
-            m = m if mask.shape[-1] == 1 else lax.dynamic_slice_in_dim(m, start[1], block_k, -1)
-            logits = jnp.where(m, logits, -jnp.inf)
         return logits.max((-2, -1))
 
     starts = _visible_blocks(T, S, block_q, block_k, left, right)
@@ -97,7 +99,7 @@ def max_logits(
     best = block(starts[0])
     if len(starts) > 1:
         best, _ = lax.scan(lambda best, start: (jnp.maximum(best, block(start)), None), best, starts[1:])
-    # Over the batch last, so that a batch on several devices costs one all-reduce and not one a block.
+    # Over the batch last, so that a sharded batch costs one all-reduce and not one per block.
     return best.max(0).reshape(heads)
 
 
@@ -142,68 +144,89 @@ def max_logits_bound(lse: jax.Array, *, dtype: jax.typing.DTypeLike | None = Non
     return jnp.where(jnp.isfinite(top), top + cast * jnp.abs(top) + inside * (1 + jnp.abs(top)), top)
 
 
-def _check(query: jax.Array, key: jax.Array, block_q: int, block_k: int) -> None:
+def _check(query: jax.Array, key: jax.Array) -> None:
+    shapes = f"{list(query.shape)} and {list(key.shape)}"
     if query.ndim < 3 or key.ndim != query.ndim:
         raise ValueError(
-            f"max_logits(query, key) needs [*batch, T, heads, D] and [*batch, S, key_heads, D], got "
-            f"{list(query.shape)} and {list(key.shape)}; reshape the projections to heads first."
+            f"query and key: needs [*batch, T, heads, D] and [*batch, S, key_heads, D], got {shapes}; reshape the "
+            f"projections to heads first."
         )
     if query.shape[:-3] != key.shape[:-3] or query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"max_logits(query, key): batch and depth must agree, got {list(query.shape)} and "
-            f"{list(key.shape)}."
-        )
+        raise ValueError(f"query and key: batch and depth must agree, got {shapes}.")
     if not query.shape[-1]:
-        raise ValueError(
-            f"max_logits(query, key): heads of depth zero have no logits, got {list(query.shape)}."
-        )
+        raise ValueError(f"heads of depth zero have no logits, got {shapes}.")
     if not key.shape[-2] or query.shape[-2] % key.shape[-2]:
-        raise ValueError(
-            f"max_logits(query, key): {query.shape[-2]} query heads are not a multiple of {key.shape[-2]} "
-            f"key heads."
-        )
-    if block_q < 1 or block_k < 1:
-        raise ValueError(
-            f"max_logits(block_q={block_q}, block_k={block_k}): blocks have at least one position."
-        )
+        raise ValueError(f"{query.shape[-2]} query heads are not a multiple of {key.shape[-2]} key heads.")
 
 
-def _window(
-    is_causal: bool, local_window_size: int | tuple[int, int] | None
-) -> tuple[int | None, int | None]:
+def _block_size(name: str, size: Any) -> int:
+    try:
+        size = operator.index(size)
+    except TypeError:
+        raise TypeError(f"{name}={size} must be a whole number that is known while tracing.") from None
+    if size < 1:
+        raise ValueError(f"{name}={size}: blocks have at least one position.")
+    return size
+
+
+def _window(is_causal: Any, local_window_size: Any) -> tuple[int | None, int | None]:
     """How far a query sees to the left and to the right; None is without end."""
     left = right = None
-    if local_window_size is not None:
-        pair = (local_window_size,) * 2 if isinstance(local_window_size, int) else tuple(local_window_size)
-        if len(pair) != 2 or min(pair) < 0:
-            raise ValueError(
-                f"max_logits(local_window_size={local_window_size}): give one number or (left, right), none "
-                f"negative."
-            )
-        left, right = pair
+    try:
+        is_causal = bool(is_causal)
+        if local_window_size is not None:
+            pair = local_window_size if np.ndim(local_window_size) else (local_window_size,) * 2
+            pair = tuple(map(operator.index, pair))
+            if len(pair) != 2 or min(pair) < 0:
+                raise ValueError(
+                    f"local_window_size={local_window_size}: give one number or (left, right), none negative."
+                )
+            left, right = pair
+    except TypeError:
+        raise TypeError(
+            f"is_causal={is_causal} and local_window_size={local_window_size} must be a bool and whole numbers that "
+            f"are known while tracing, for hidden blocks are left out of the program; pass traced ones as mask=."
+        ) from None
     return left, 0 if is_causal else right
 
 
-def _normal_mask(
-    mask: jax.Array, batch: tuple[int, ...], T: int, S: int, heads: int, key_heads: int
-) -> jax.Array:
+def _normal_mask(mask: jax.Array, query: tuple[int, ...], key: tuple[int, ...]) -> jax.Array:
     """Mask as bool [1 | batch, 1 | key_heads, 1 | group, 1 | T, 1 | S]; only batch axes are ever enlarged."""
+    *batch, T, heads, _ = query
+    S, key_heads = key[-3:-1]
+    logits = (*batch, heads, T, S)
     try:
-        fits = np.broadcast_shapes(mask.shape, (*batch, heads, T, S)) == (*batch, heads, T, S)
+        fits = np.broadcast_shapes(mask.shape, logits) == logits
     except ValueError:
         fits = False
     if not fits:
         raise ValueError(
-            f"max_logits(mask=...) has shape {list(mask.shape)}, which does not broadcast to [*batch, heads, "
-            f"T, S] = {[*batch, heads, T, S]}."
+            f"mask=... has shape {list(mask.shape)}, which does not broadcast to [*batch, heads, T, S] = "
+            f"{list(logits)}."
         )
-    mask = lax.stop_gradient(mask).astype(bool)
-    mask = mask.reshape((1,) * (len(batch) + 3 - mask.ndim) + mask.shape)
+    mask = jnp.asarray(lax.stop_gradient(mask)).astype(bool)
+    mask = mask.reshape((1,) * (len(logits) - mask.ndim) + mask.shape)
     *lead, mask_heads, mask_T, mask_S = mask.shape
     if any(n != 1 for n in lead):
         mask = jnp.broadcast_to(mask, (*batch, mask_heads, mask_T, mask_S))
     split = (1, 1) if mask_heads == 1 else (key_heads, heads // key_heads)
     return mask.reshape(-1, *split, mask_T, mask_S)
+
+
+def _visible(
+    start: Any, block_q: int, block_k: int, left: int | None, right: int | None, mask: jax.Array | None
+) -> Iterator[jax.Array]:
+    """Which pairs of the block at `start` are visible, broadcastable to [batch, key_heads, group, block_q, block_k]."""
+    if left is not None or right is not None:
+        j, i = start[1] + jnp.arange(block_k), start[0] + jnp.arange(block_q)
+        ahead = (j[None, :] - i[:, None])[None, None, None]
+        if right is not None:
+            yield ahead <= right
+        if left is not None:
+            yield -ahead <= left
+    if mask is not None:
+        m = mask if mask.shape[-2] == 1 else lax.dynamic_slice_in_dim(mask, start[0], block_q, -2)
+        yield m if mask.shape[-1] == 1 else lax.dynamic_slice_in_dim(m, start[1], block_k, -1)
 
 
 def _visible_blocks(

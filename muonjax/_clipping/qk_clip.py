@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from muonjax._clipping.errors import errors_of
-from muonjax._clipping.factors import clip_factor, parameter_factors
+from muonjax._clipping.factors import clip_factor, parameter_factors, scaled
 from muonjax._clipping.matching import Modules, Target, as_sites, find_targets
 from muonjax._clipping.sites import Site
+from muonjax._clipping.sites_from import find_sites
 from muonjax._clipping.statistics import match_statistics
 from muonjax._clipping.transform import Clip, Watched, check_every_k, check_threshold
 from muonjax._trees import is_masked
@@ -29,31 +29,32 @@ SHARED_KEYS = {
 
 def qk_clip(
     threshold: optax.ScalarOrSchedule,
-    sites: Site | Sequence[Site],
+    sites: Site | Sequence[Site] | None = None,
     *,
     shared_keys: SharedKeys = "query",
     every_k: int = 1,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""QK-Clip: scale down the queries and keys of every head whose attention logits ran away.
+    r"""QK-Clip: scale down the queries and keys of every head whose attention logits exceed a threshold.
 
     With S the largest logit of a head in the forward pass,
 
     $$\gamma = \min(1, \tau / S), \qquad W_q \leftarrow \sqrt\gamma\, W_q, \qquad W_k \leftarrow \sqrt\gamma\, W_k$$
 
-    a layer and a head at a time, kernels and biases alike. What is scaled is the new weight: u' = f·u + (f − 1)·p, so
+    for each head of each layer, kernels and biases alike. What is scaled is the new weight: u' = f·u + (f − 1)·p, so
     that p + u' = f·(p + u); where f = 1 the update passes bit for bit. γ is exactly 1 for a maximum that is
     negative, zero, infinite or NaN.
 
-    It stands last in the chain, outside of everything that changes the update; only `optax.MultiSteps` has
-    to go inside: `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(..., every_k=k))`. The bound
-    is exact for the weights and inputs that S was measured on: with a learning rate, the statistic lags one
-    step. bfloat16 parameters round factors near 1 away (`init` warns): keep float32 master weights.
+    It is the last member of the chain, after everything that changes the update; `optax.MultiSteps` has to
+    be inside: `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(..., every_k=k))`. The bound
+    is exact for the weights and inputs that S was measured on: with a learning rate, the statistic is one step
+    old. bfloat16 parameters round factors near 1 away (`init` warns): keep float32 master weights.
 
     Args:
       threshold: τ, the largest pre-softmax logit allowed, after the 1/√d scale and the mask; > 0 (Kimi K2: 100). Or a
         schedule, a function of the number of clips.
-      sites: The attention modules, from `mha_site`, `mla_site`, `fused_qkv_site` or `sites_from`.
+      sites: The attention modules, from `mha_site`, `mla_site`, `fused_qkv_site` or `sites_from`; None:
+        `sites_from(params)`.
       shared_keys: Where several query heads share a key head, "query" puts γ on the query and leaves the key alone;
         "balanced" gives the key √ of the group's smallest γ and the queries the rest; "group" scales the whole group
         as its hottest head. Only the first leaves the calm heads of a group alone (docs/qk_clip.md).
@@ -85,10 +86,10 @@ def qk_clip(
         check_threshold(threshold)
         check_every_k(every_k)
         _check_shared_keys(shared_keys)
-        sites = as_sites(sites)
+        given = None if sites is None else as_sites(sites)
 
     def find(modules: Modules) -> list[Watched]:
-        targets = _find(modules, sites, shared_keys)
+        targets = _find(modules, find_sites(modules) if given is None else given, shared_keys)
         attentions = Counter(t.path for t in targets)
         # By module; by signal where a module has several, as one with self- and cross-attention.
         return [Watched(t.path if attentions[t.path] == 1 else t.signal, t, threshold) for t in targets]
@@ -139,8 +140,7 @@ def apply_qk_clip(
     factors = parameter_factors((t.parts for t in targets), (t.groups for t in targets), gammas)
     treedef = jax.tree.structure(params, is_leaf=is_masked)
     return treedef.unflatten(
-        jnp.where(factors[path] == 1, p, factors[path] * p).astype(p.dtype) if path in factors else p
-        for path, p in modules.leaves.items()
+        scaled(p, factors[path]) if path in factors else p for path, p in modules.leaves.items()
     )
 
 
@@ -166,9 +166,27 @@ def _with_powers(target: Target, shared_keys: SharedKeys) -> Target:
             f"the site of {target.path!r} has factors {sorted(unknown)}; it knows query, key and rotary. For other "
             f"signals use signal_clip."
         )
+    _check_head_sizes(target)
     powers = [table[part.factor] for part in target.parts]
     parts = (part._replace(power=a, group_power=b) for part, (a, b) in zip(target.parts, powers, strict=True))
     return target._replace(parts=tuple(parts))
+
+
+def _check_head_sizes(target: Target) -> None:
+    """Refuse heads of different size: a query and its key are multiplied feature by feature."""
+    query, key = ([part for part in target.parts if part.factor == factor] for factor in ("query", "key"))
+    sizes = {int(part.inside.sum()) for part in query}, {int(part.inside.sum()) for part in key}
+    if query and key and sizes[0] != sizes[1]:
+        width, length = int(query[0].inside.sum()), key[0].size
+        fix = (
+            f"give num_kv_heads={length // width}"
+            if length % width == 0
+            else "see the site's layout and num_heads"
+        )
+        raise ValueError(
+            f"the query heads of {target.path!r} have {sizes[0]} features and its key heads {sizes[1]}: with "
+            f"{query[0].entries} query heads and {key[0].entries} key heads they can't be multiplied; {fix}."
+        )
 
 
 def _check_shared_keys(shared_keys: str) -> None:

@@ -1,6 +1,7 @@
 """Sites: which attention modules to clip, and which of their parameters hold queries and keys."""
 
 import dataclasses
+import operator
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +9,12 @@ from typing import Any
 from muonjax._clipping.errors import errors_of
 from muonjax._clipping.factors import Scale
 
-# Children of an attention module that normalise its queries and keys after their projections: "query_ln" in Flax,
-# "query_norm" in MaxText, "_query_norm" in Gemma's library, "q_norm" and "q_layernorm" in Transformers, "norm_q" in
-# Diffusers.
-_QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "q_ln", "norm_q")
-_KEY_NORMS = tuple(name.replace("q", "k") for name in _QUERY_NORMS)
-QK_NORMS = ("query_ln", "key_ln", "query_norm", "key_norm", "_query_norm", "_key_norm", "query_layernorm")
-QK_NORMS += ("key_layernorm", "qk_norm", "qk_layernorm", *_QUERY_NORMS, *_KEY_NORMS)
+# Names of the children of an attention module that normalize its queries and keys after their projections: "query_ln"
+# in Flax, "query_norm" in MaxText, "_query_norm" in Gemma's library, "q_norm" and "q_layernorm" in Transformers,
+# "norm_q" in Diffusers. As regular expressions, for there are many spellings.
+_NORM = "(norm|ln|layer_?norm|rms_?norm|l2_?norm|scale)"
+_KEY_NORMS = (rf"_?(k|key|qk)_?{_NORM}", rf"_?{_NORM}_?(k|key|qk)")
+QK_NORMS = (*_KEY_NORMS, rf"_?(q|query)_?{_NORM}", rf"_?{_NORM}_?(q|query)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class Site:
         counterpart is shared by all heads), and the powers are set by `qk_clip`.
       signal: Name of the statistic below the module.
       scan_axis: The axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
-      norms: Children of the module that forbid the clip, because they undo it.
+      norms: Regular expressions for the names of children that forbid the clip, because they normalize queries or keys
+        and so undo it; by default the names in use. () allows all.
 
     Raises:
       ValueError: No scales, or a path that is no regular expression.
@@ -45,7 +46,7 @@ class Site:
     scales: tuple[Scale, ...]
     signal: str = "max_logits"
     scan_axis: tuple[int, ...] | None = None
-    norms: tuple[str, ...] = ()
+    norms: tuple[str, ...] = QK_NORMS
 
     def __post_init__(self):
         if not self.scales:
@@ -73,17 +74,18 @@ def mha_site(
 ) -> Site:
     """Multi-head, grouped-query and multi-query attention with one projection for queries and one for keys.
 
-    The defaults fit `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`.
+    The defaults fit `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`. The array of a
+    projection may be called `kernel`, `w` or `weight`, or be the projection itself; its bias `bias` or `b`.
 
     Args:
       path: Regular expression that matches the whole "/"-joined path of the modules (`re.fullmatch`; the rules of
         `dimension_numbers` search), such as "decoder/.*/attention"; by default every module with a child `query`.
-      query: Name of the query projection, which has a `kernel` and perhaps a `bias`.
+      query: Name of the query projection.
       key: Name of the key projection.
       layout: Axes of a kernel: i for the input, h for heads, d within a head; brackets for a merged axis. Flax's
-        attention has "i h d", `nn.Dense` "i (h d)", PyTorch's weights "(h d) i".
+        attention has "i h d", `nn.Dense` "i (h d)", PyTorch's weights "(h d) i", Gemma's einsums "h i d".
       num_heads: Number of query heads; needed where h is in brackets.
-      num_kv_heads: Number of key heads; None: as many.
+      num_kv_heads: Number of key heads; None: as many. Refused if query and key heads then differ in size.
       scan_axis: The axis of layers in stacked parameters, `variable_axes={"params": scan_axis}` of `nn.scan`, one for
         each level of stacking; None: the leading axes.
       signal: Name of the statistic below the module.
@@ -100,8 +102,10 @@ def mha_site(
       >>> [scale.path for scale in site.scales]
       ['query/kernel', 'query/bias', 'key/kernel', 'key/bias']
     """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     with errors_of("mha_site"):
+        num_heads = _whole("num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else _whole("num_kv_heads", num_kv_heads)
+        scan_axes = _axes(scan_axis)
         rank, axes = _kernel(layout, ("hd",), num_heads, num_kv_heads)
     return Site(
         path=path,
@@ -110,8 +114,7 @@ def mha_site(
             *_projection(key, rank, axes, entries=num_kv_heads, factor="key"),
         ),
         signal=signal,
-        scan_axis=_tuple(scan_axis),
-        norms=QK_NORMS,
+        scan_axis=scan_axes,
     )
 
 
@@ -126,7 +129,7 @@ def mla_site(
     scan_axis: int | Sequence[int] | None = None,
     signal: str = "max_logits",
 ) -> Site:
-    """Multi-head latent attention (DeepSeek, Kimi): a part without position a head, and a rotary key that all share.
+    """Multi-head latent attention (DeepSeek, Kimi): each head has a part without position, and all share a rotary key.
 
     √γ goes to the query's first `nope` features and to the key's, γ to the query's rotary features, and nothing to
     the shared rotary key, the values and the latent projections: √γ·√γ·(nope part) + γ·1·(rotary part) = γ·logit.
@@ -158,6 +161,8 @@ def mla_site(
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
     with errors_of("mla_site"):
+        num_heads, scan_axes = _whole("num_heads", num_heads), _axes(scan_axis)
+        nope = operator.index(nope)
         if nope < 1:
             raise ValueError(
                 f"nope={nope} must be at least 1: the number of a head's features without position."
@@ -171,10 +176,10 @@ def mla_site(
             *_projection(key_value, rank, axes, entries=num_heads, span=(0, nope), factor="key"),
         ),
         signal=signal,
-        scan_axis=_tuple(scan_axis),
-        # Its q_norm (q_layernorm in Megatron) and kv_norm stand before these projections, on the latents: they undo
+        scan_axis=scan_axes,
+        # Its q_norm (q_layernorm in Megatron) and kv_norm act on the latents, before these projections: they undo
         # nothing.
-        norms=tuple(n for n in QK_NORMS if n not in _QUERY_NORMS),
+        norms=_KEY_NORMS,
     )
 
 
@@ -215,8 +220,9 @@ def fused_qkv_site(
       >>> [(s.path, s.start, s.size, s.entries) for s in site.scales if not s.optional]
       [('qkv/kernel', 0, 512, 8), ('qkv/kernel', 512, 128, 2)]
     """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     with errors_of("fused_qkv_site"):
+        num_heads, head_dim, scan_axes = operator.index(num_heads), operator.index(head_dim), _axes(scan_axis)
+        num_kv_heads = num_heads if num_kv_heads is None else operator.index(num_kv_heads)
         rank, axes = _kernel(layout, ("3hd", "h3d"), num_heads, num_kv_heads)
         by_head = layout.index("h") < layout.index("3")
         if num_kv_heads != num_heads and (by_head or "(3 h" not in layout):
@@ -237,8 +243,7 @@ def fused_qkv_site(
             *_projection(name, rank, axes, factor="key", **key),
         ),
         signal=signal,
-        scan_axis=_tuple(scan_axis),
-        norms=QK_NORMS,
+        scan_axis=scan_axes,
     )
 
 
@@ -251,19 +256,21 @@ def _projection(name: str, rank: int, axes: tuple[int, ...], **part: Any) -> tup
     return kernel, bias
 
 
-def _kernel(layout: str, orders: Sequence[str], heads: int | None, kv_heads: int | None):
+def _kernel(
+    layout: str, orders: Sequence[str], heads: int | None, kv_heads: int | None
+) -> tuple[int, tuple[int, ...]]:
     """Rank of a kernel of this layout, and its axes that are not the input's."""
     groups = re.findall(r"\(([^()]*)\)|(\S+)", layout)
     parts = [(merged or single).split() for merged, single in groups]
     order = "".join("".join(p) for p in parts if p != ["i"])
-    if order not in orders or parts.count(["i"]) != 1 or parts.index(["i"]) not in (0, len(parts) - 1):
+    if order not in orders or parts.count(["i"]) != 1:
         raise ValueError(
-            f"layout={layout!r} can't be read: write i for the input, first or last, and "
-            f"{' or '.join(' '.join(o) for o in orders)}, merged axes in brackets: 'i (h d)'."
+            f"layout={layout!r} can't be read: write i for the input and {' or '.join(' '.join(o) for o in orders)}, "
+            "merged axes in brackets: 'i (h d)'."
         )
     if heads is None and ["h"] not in parts:
         raise ValueError(f"layout={layout!r} has its heads in a merged axis: give num_heads.")
-    if heads is not None and (kv_heads is None or kv_heads < 1 or heads % kv_heads):
+    if heads is not None and (heads < 1 or kv_heads is None or kv_heads < 1 or heads % kv_heads):
         raise ValueError(
             f"num_heads={heads}, num_kv_heads={kv_heads}: the first must be a multiple of the second."
         )
@@ -272,7 +279,15 @@ def _kernel(layout: str, orders: Sequence[str], heads: int | None, kv_heads: int
     return len(parts), tuple(i - len(parts) for i, p in enumerate(parts) if p != ["i"])
 
 
-def _tuple(scan_axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
+def _whole(name: str, number: Any) -> int | None:
+    try:
+        return None if number is None else operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name}={number!r} must be a whole number.") from None
+
+
+def _axes(scan_axis: Any) -> tuple[int, ...] | None:
+    """One axis or several, Python's numbers or NumPy's, as a tuple."""
     if scan_axis is None:
         return None
-    return (scan_axis,) if isinstance(scan_axis, int) else tuple(scan_axis)
+    return tuple(map(operator.index, scan_axis if isinstance(scan_axis, Sequence) else (scan_axis,)))

@@ -1,17 +1,20 @@
 """The transformation behind `qk_clip` and `signal_clip`: after each update, scale what passed its threshold."""
 
 import dataclasses
+import inspect
+import numbers
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
 from muonjax._clipping.errors import errors_of
-from muonjax._clipping.factors import clip_factor, parameter_factors
+from muonjax._clipping.factors import clip_factor, parameter_factors, scaled_update
 from muonjax._clipping.matching import Modules, Target
 from muonjax._clipping.statistics import match_statistics
 from muonjax._trees import flatten_paths, is_masked
@@ -49,12 +52,18 @@ class QKClipState(NamedTuple):
     @property
     def num_clipped(self) -> jax.Array:
         """Heads that the last clip scaled, int32 []."""
-        return sum((jnp.sum(f < 1, dtype=jnp.int32) for f in self.factors.values()), jnp.zeros([], jnp.int32))
+        clipped = (jnp.sum(unboxed(f) < 1, dtype=jnp.int32) for f in self.factors.values())
+        return sum(clipped, jnp.zeros([], jnp.int32))
 
     @property
     def total_clipped(self) -> jax.Array:
         """The sum of that over all clips, int32 []."""
-        return sum((jnp.sum(n) for n in self.clips.values()), jnp.zeros([], jnp.int32))
+        return sum((jnp.sum(unboxed(n)) for n in self.clips.values()), jnp.zeros([], jnp.int32))
+
+
+def unboxed(leaf: Any) -> jax.Array:
+    """The array in a leaf of a state: `nnx.Optimizer` keeps each in a variable."""
+    return jax.tree.leaves(leaf)[0]
 
 
 class Watched(NamedTuple):
@@ -86,6 +95,7 @@ class Clip:
             modules = Modules(params)
             watched = [] if placeholder else self.find(modules)
         self._warn_of_low_precision(watched, modules)
+        self._warn_of_accumulation()
 
         def full(value: float, dtype: jax.typing.DTypeLike = jnp.float32) -> Any:
             # Made anew for each field: one buffer in two places can't be donated.
@@ -120,12 +130,18 @@ class Clip:
         factors = parameter_factors(
             (t.parts for t in targets), (t.groups for t in targets), (gammas[w.name] for w in watched)
         )
+        paths = flatten_paths(updates)
         treedef = jax.tree.structure(updates, is_leaf=is_masked)
-        scaled = (
-            _scaled(u, modules.leaves[path], factors[path]) if path in factors else u
-            for path, u in flatten_paths(updates).items()
+        if lost := [path for path in factors if path not in paths or is_masked(paths[path])]:
+            raise ValueError(
+                f"{self.call}: the updates have no leaf {lost[0]!r}, so the parameter can't be scaled; if it is "
+                f"frozen, take its module out of the sites."
+            )
+        new = (
+            scaled_update(u, modules.leaves[path], factors[path]) if path in factors else u
+            for path, u in paths.items()
         )
-        return treedef.unflatten(scaled), state
+        return treedef.unflatten(new), state
 
     def _next(self, state: QKClipState, maxima: dict[str, jax.Array], thresholds: dict[str, Any]):
         """The state after this update, and γ of each module: 1 at an update that does not clip."""
@@ -147,7 +163,7 @@ class Clip:
             running_max={} if every else {name: jnp.where(due, -jnp.inf, s) for name, s in maxima.items()},
             maxima=at_clip(maxima, state.maxima),
             factors=at_clip(gammas, state.factors),
-            clips={name: state.clips[name] + (gamma < 1) for name, gamma in gammas.items()},
+            clips={name: state.clips[name] + (gamma < 1).astype(jnp.int32) for name, gamma in gammas.items()},
         )
         return after, gammas
 
@@ -158,7 +174,7 @@ class Clip:
         if statistics is None:
             raise ValueError(
                 f"needs this step's statistics: {usage}, as sown by muonjax's attention_fn. Flax's "
-                f"TrainState.apply_gradients does not pass them on; call tx.update yourself."
+                f"TrainState.apply_gradients does not pass them on; muonjax.linen.TrainState does."
             )
 
     def _check_state(self, state: QKClipState, watched: Sequence[Watched]) -> None:
@@ -176,6 +192,20 @@ class Clip:
                 "init."
             )
 
+    def _warn_of_accumulation(self) -> None:
+        """`optax.MultiSteps` hands on the extra arguments of its last call alone; only the call stack shows it."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            around = frame.f_locals.get("self")
+            if isinstance(around, optax.MultiSteps) and frame.f_code.co_name == "init":
+                warnings.warn(
+                    f"{self.call} inside of optax.MultiSteps sees the statistics of the last micro-batch alone; put it "
+                    f"outside, chain(MultiSteps(inner, k).gradient_transformation(), {self.call}(..., every_k=k)).",
+                    stacklevel=3,
+                )
+                return
+            frame = frame.f_back
+
     def _warn_of_low_precision(self, watched: Sequence[Watched], modules: Modules) -> None:
         low = {part.path: modules.leaves[part.path].dtype for w in watched for part in w.target.parts}
         low = {path: dtype for path, dtype in low.items() if jnp.finfo(dtype).bits < 32}
@@ -192,25 +222,21 @@ def _shapes(watched: Sequence[Watched]) -> dict[str, tuple[int, ...]]:
     return {w.name: (*w.target.layers, w.target.entries) for w in watched}
 
 
-def _scaled(u: jax.Array, p: jax.Array, f: jax.Array) -> jax.Array:
-    """u' with p + u' = f·(p + u), and u bit for bit where f = 1 (where 0·p would turn −0 into 0, and inf into NaN)."""
-    # A half-precision update of a float32 weight would miss the bound.
-    dtype = jnp.promote_types(u.dtype, p.dtype)
-    wide = jnp.promote_types(dtype, jnp.float32)
-    return jnp.where(f == 1, u.astype(wide), f * u.astype(wide) + (f - 1) * p.astype(wide)).astype(dtype)
-
-
-def check_every_k(every_k: Any) -> int:
-    if isinstance(every_k, bool) or not isinstance(every_k, int):
+def check_every_k(every_k: Any) -> None:
+    """Raise unless it is a positive whole number, Python's or NumPy's."""
+    if isinstance(every_k, bool) or not isinstance(every_k, numbers.Integral):
         raise TypeError(
             f"every_k={every_k!r} must be a Python int; in optax.inject_hyperparams make it a static_args."
         )
     if every_k < 1:
         raise ValueError(f"every_k={every_k} must be at least 1.")
-    return every_k
 
 
 def check_threshold(threshold: Any) -> None:
-    """Schedules and traced thresholds pass: their values are not known yet."""
-    if isinstance(threshold, (int, float)) and not threshold > 0:
+    """Raise unless it is positive. Schedules and JAX arrays pass: their values are not known yet."""
+    if callable(threshold) or isinstance(threshold, jax.Array):
+        return
+    if not isinstance(threshold, (numbers.Real, np.generic, np.ndarray)) or np.ndim(threshold):
+        raise TypeError(f"threshold={threshold!r} must be a number or a schedule.")
+    if not threshold > 0:
         raise ValueError(f"threshold={threshold!r} must be positive; Kimi K2 used 100.")

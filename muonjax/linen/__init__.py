@@ -12,3 +12,5 @@ from muonjax.linen._parameters import merge as merge
 from muonjax.linen._parameters import split_adapters as split_adapters
 from muonjax.linen._parameters import unmerge as unmerge
 from muonjax.linen._routing import dimension_numbers as dimension_numbers
+from muonjax.linen._watch import TrainState as TrainState
+from muonjax.linen._watch import watch as watch

@@ -1,4 +1,4 @@
-"""Flax Linen's attention function with each head's largest logit sown beside it."""
+"""Flax Linen's attention, with an attention function that also sows each head's largest logit."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from muonjax._clipping.attention_fn import reporting
+from muonjax._clipping.attention_fn import needs_parentheses, reporting
 
 
+@needs_parentheses("muonjax.linen.attention_fn")
 def attention_fn(
     base: Callable[..., jax.Array] = nn.dot_product_attention,
     *,
@@ -27,7 +28,8 @@ def attention_fn(
 
     Args:
       base: The attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What its
-        own defaults or a `functools.partial` say of `scale`, `local_window_size` and `is_causal` is measured so.
+        own defaults or a `functools.partial` say of `scale`, `local_window_size`, `is_causal`, `mask`,
+        `key_value_seq_lengths` and `query_seq_lengths` is measured so.
       rotate: Rotary embedding, or another linear map of `[*batch, T, heads, D]`, applied to queries and keys
         before they are measured and handed to `base`.
       scale: The scale that `base` uses, if it isn't 1/√D.
@@ -39,8 +41,9 @@ def attention_fn(
       A function for Flax's `attention_fn`.
 
     Raises:
-      ValueError: `base` rotates or caps the logits itself, or has another scale or window.
-      TypeError: When called, if `base` cannot take an argument that Flax passes.
+      ValueError: `base` rotates or caps the logits itself, has another scale or window, or hides
+        pairs in a way that can't be measured.
+      TypeError: When called, if `base` cannot take an argument that Flax passes; or if the parentheses are missing.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, muonjax
@@ -66,3 +69,6 @@ def attention_fn(
         block_q=block_q,
         block_k=block_k,
     )
+
+
+__test__ = {"attention_fn": attention_fn}  # a doctest is not found behind a decorator

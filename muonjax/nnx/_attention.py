@@ -1,4 +1,4 @@
-"""Flax NNX's attention function with each head's largest logit sown beside it."""
+"""Flax NNX's attention, with an attention function that also sows each head's largest logit."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from muonjax._clipping.attention_fn import reporting
+from muonjax._clipping.attention_fn import needs_parentheses, reporting
 
 
+@needs_parentheses("muonjax.nnx.attention_fn")
 def attention_fn(
     base: Callable[..., jax.Array] = nnx.dot_product_attention,
     *,
@@ -21,14 +22,16 @@ def attention_fn(
     """Attention for `nnx.MultiHeadAttention` that also sows each head's largest logit, for QK-Clip.
 
     Call the attention with `sow_weights=True`, the model through `nnx.capture(model, nnx.Intermediate)`, and pass
-    what comes back to `tx.update(..., max_logits=...)`. Without `sow_weights` nothing is sown. The module sows
+    what comes back to `tx.update(..., max_logits=...)`. Without `sow_weights`, or outside of `nnx.capture`, nothing is
+    measured. `watch` does the first for a whole model, `value_and_grad` the second. The module sows
     `max_logits`, `[heads]`, and not the attention weights; if it is called several times, the largest of all calls.
     Everything that Flax passes (mask, `is_causal`, dropout, cache, precision) reaches `base` as it was, except the
     module, so that NNX keeps its fused attention.
 
     Args:
       base: The attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What its
-        own defaults or a `functools.partial` say of `scale`, `local_window_size` and `is_causal` is measured so.
+        own defaults or a `functools.partial` say of `scale`, `local_window_size`, `is_causal`, `mask`,
+        `key_value_seq_lengths` and `query_seq_lengths` is measured so.
       rotate: Rotary embedding, or another linear map of `[*batch, T, heads, D]`, applied to queries and keys
         before they are measured and handed to `base`.
       scale: The scale that `base` uses, if it isn't 1/√D.
@@ -40,8 +43,9 @@ def attention_fn(
       A function for Flax's `attention_fn`.
 
     Raises:
-      ValueError: `base` rotates or caps the logits itself, or has another scale or window.
-      TypeError: When called, if `base` cannot take an argument that Flax passes.
+      ValueError: `base` rotates or caps the logits itself, has another scale or window, or hides
+        pairs in a way that can't be measured.
+      TypeError: When called, if `base` cannot take an argument that Flax passes; or if the parentheses are missing.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -63,9 +67,13 @@ def attention_fn(
         "muonjax.nnx.attention_fn",
         base,
         sow,
+        listens=lambda module: hasattr(module, "__captures__"),  # inside of nnx.capture
         rotate=rotate,
         scale=scale,
         local_window_size=local_window_size,
         block_q=block_q,
         block_k=block_k,
     )
+
+
+__test__ = {"attention_fn": attention_fn}  # a doctest is not found behind a decorator

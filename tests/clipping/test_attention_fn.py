@@ -394,3 +394,79 @@ def test_a_base_that_would_lose_an_argument():
         nnx_attention(attention_fn=muonjax.nnx.attention_fn(lambda query, key, value: value))(
             X, is_causal=True
         )
+
+
+# Pairs that the base hides by itself.
+
+PADDED = jnp.ones((2, 1, 1, 7), bool).at[1, ..., 4:].set(False)
+LENGTHS = jnp.asarray([7, 4])
+
+
+def measured(base, **call):
+    ours = nnx_attention(attention_fn=muonjax.nnx.attention_fn(base))
+    _, sown = nnx.capture(lambda m: m(X, sow_weights=True, **call), nnx.Intermediate)(ours)
+    return sown["max_logits"][...], nnx.state(ours, nnx.Param)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mask"),
+    [
+        ({"mask": PADDED}, PADDED),
+        ({"key_value_seq_lengths": LENGTHS}, PADDED),
+        ({"query_seq_lengths": LENGTHS}, jnp.swapaxes(PADDED, -1, -2)),
+        ({"bias": jnp.where(PADDED, 0.0, jnp.finfo(jnp.float32).min)}, PADDED),
+        ({"bias": jnp.where(PADDED, 0.0, -1e10)}, PADDED),
+        ({"bias": jnp.where(PADDED, 0.0, jnp.finfo(jnp.float16).min).astype(jnp.float16)}, PADDED),
+        ({"mask": PADDED, "query_seq_lengths": LENGTHS}, PADDED & jnp.swapaxes(PADDED, -1, -2)),
+        ({"bias": jnp.where(PADDED, 0.0, -100.0)}, None),  # a bias that hides nothing, as ALiBi's
+    ],
+)
+def test_pairs_that_the_base_hides_are_not_measured(settings, mask):
+    got, params = measured(functools.partial(jax.nn.dot_product_attention, **settings))
+    np.testing.assert_allclose(got, want(params, mask=mask), rtol=1e-6)
+    if mask is not None:
+        assert (want(params, mask=mask) != want(params)).any()
+
+
+def test_a_mask_that_flax_passes_takes_the_place_of_the_base_s():
+    got, params = measured(functools.partial(jax.nn.dot_product_attention, mask=PADDED), mask=MASK > 0)
+    np.testing.assert_allclose(got, want(params, is_causal=True), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["segment_ids", "attention_mask", "sliding_window", "kv_lengths"])
+def test_bases_that_hide_pairs_in_another_way_are_refused(name):
+    def base(query, key, value, **kwargs):
+        return jax.nn.dot_product_attention(query, key, value)
+
+    with pytest.raises(ValueError, match=rf"{name}=.* hides pairs from the softmax"):
+        muonjax.nnx.attention_fn(functools.partial(base, **{name: jnp.ones(2)}))
+    muonjax.nnx.attention_fn(functools.partial(base, **{name: None}))
+
+
+def test_a_traced_is_causal_is_refused_in_our_words():
+    with pytest.raises(TypeError, match=r"is_causal.* known while tracing"):
+        jax.jit(lambda causal: measured(jax.nn.dot_product_attention, is_causal=causal)[0])(True)
+
+
+# Slips.
+
+
+def test_forgotten_parentheses():
+    plain = nn.MultiHeadDotProductAttention(4, attention_fn=muonjax.linen.attention_fn)
+    with pytest.raises(
+        TypeError, match=r"write attention_fn=muonjax.linen.attention_fn\(\), with parentheses"
+    ):
+        plain.init(jax.random.key(0), X)
+    with pytest.raises(TypeError, match=r"write attention_fn=muonjax.nnx.attention_fn\(\), with parentheses"):
+        nnx_attention(attention_fn=muonjax.nnx.attention_fn)(X)
+
+
+def test_nothing_is_sown_outside_of_capture():
+    """Flax warns of that, and here a warning is an error; nor are logits made for nothing."""
+    ours = nnx_attention()
+    ours(X, sow_weights=True)
+    plain = nnx_attention(attention_fn=nnx.dot_product_attention)
+    programs = [
+        jax.make_jaxpr(lambda x, m=m, s=s: m(x, sow_weights=s))(X) for m, s in ((ours, True), (plain, False))
+    ]
+    assert len(programs[0].eqns) == len(programs[1].eqns)

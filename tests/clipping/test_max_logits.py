@@ -1,4 +1,4 @@
-"""The largest logit a head: against a float64 oracle, against JAX's own attention, and by what it costs."""
+"""The largest logit of each head: against a float64 oracle, against JAX's own attention, and by what it costs."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""QK-Clip on several devices: replicas agree, and next to nothing is exchanged."""
+"""QK-Clip on several devices: replicas agree, and one number per head is exchanged."""
 
 import os
 import subprocess
@@ -98,7 +98,7 @@ print("passed")
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_replicas_on_a_mesh_do_not_diverge(axis_type):
-    """And the clip adds no collective but one all-reduce of a number a head, and that only for a batch in parts."""
+    """The clip adds one all-reduce of one number per head, only if the batch is sharded, and nothing else."""
     env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", f"AXIS_TYPE = {axis_type!r}\n{MESH}"],

@@ -35,7 +35,7 @@ def output_site(entries=None):
     (1, functools.partial(max_output, whole=True)),
 ])  # fmt: skip
 def test_max_output(entries, signal):
-    """The largest output an output dimension, a group of eight, a layer."""
+    """The largest output of each output dimension, of each group of eight, of the layer."""
     params = {"out": {"kernel": normal(16, 24), "bias": normal(24, seed=1, scale=2.0)}}
     before = signal(params)
     threshold = float(jnp.median(before)) if before.ndim else 7.0

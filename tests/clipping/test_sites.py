@@ -236,14 +236,14 @@ FLAX = weights(query__kernel=(8, 2, 4), key__kernel=(8, 2, 4), value__kernel=(8,
 
 def test_sites_from_escapes_names():
     params = {"a.b": FLAX}
-    (site,) = muonjax.sites_from(params | {"axb": params["a.b"] | {"out": {"kernel": jnp.ones((8, 8))}}})
+    (site,) = muonjax.sites_from(params | {"axb": {"query": FLAX["query"]}})
     assert site.path == r"a\.b"
 
 
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"dense": {"kernel": jnp.ones((2, 2))}}, "none of Flax's attention modules"),
+        ({"dense": {"kernel": jnp.ones((2, 2))}}, "no attention that it knows"),
         ({"a": FLAX | weights(query_ln__scale=(4,))}, r"'a' normalizes its queries and keys \(query_ln\)"),
         (
             {"a": {n: {"kernel": jnp.ones((4, 4, 4, 4))} for n in ("query", "key", "value", "out")}},
@@ -297,9 +297,9 @@ def test_flax_names_its_norms_as_we_do():
     linen = linen.init(jax.random.key(0), jnp.ones((1, 2, 8)))["params"]
     module = nnx.MultiHeadAttention(2, 8, normalize_qk=True, decode=False, rngs=nnx.Rngs(0))
     for params in (linen, nnx.state(module, nnx.Param)):
-        with pytest.raises(ValueError, match=r"normalizes its queries and keys \(query_ln, key_ln\)"):
+        with pytest.raises(ValueError, match=r"normalizes its queries and keys \(key_ln, query_ln\)"):
             muonjax.qk_clip(1.0, muonjax.mha_site()).init(params)
-        with pytest.raises(ValueError, match=r"normalizes its queries and keys \(query_ln, key_ln\)"):
+        with pytest.raises(ValueError, match=r"normalizes its queries and keys \(key_ln, query_ln\)"):
             muonjax.sites_from(params)
 
 
@@ -394,7 +394,7 @@ def test_integer_kernels():
     [
         (lambda: muonjax.mha_site("("), "no regular expression"),
         (lambda: muonjax.mha_site(layout="d h"), "can't be read"),
-        (lambda: muonjax.mha_site(layout="h i d"), "can't be read"),
+        (lambda: muonjax.mha_site(layout="d i h"), "can't be read"),
         (lambda: muonjax.mha_site(layout="i (h d)"), "give num_heads"),
         (lambda: muonjax.mha_site(num_kv_heads=2), "give num_heads too"),
         (lambda: muonjax.mha_site(num_heads=4, num_kv_heads=3), "must be a multiple"),
@@ -423,9 +423,179 @@ def test_sites_may_come_from_a_generator():
     assert set(tx.init(params).factors) == set(tx.init(params).factors) == {"a", "b"}
 
 
-@pytest.mark.parametrize("sites", [[], "attention", [None], None])
+@pytest.mark.parametrize("sites", [[], "attention", [None]])
 def test_no_sites(sites):
     with pytest.raises(TypeError, match=re.escape(f"qk_clip: sites={sites!r}") + ".*make one with mha_site"):
         muonjax.qk_clip(1.0, sites)
     with pytest.raises(TypeError, match=re.escape(f"apply_qk_clip: sites={sites!r}")):
         muonjax.apply_qk_clip({"attention": attention()}, {"attention": jnp.ones(H)}, sites)
+
+
+# Other libraries' names and layouts.
+
+
+@pytest.mark.parametrize(
+    "names", [("w", "b"), ("weight", "bias"), ("weights", "bias"), ("w/0", "b/0"), (None, None)]
+)
+def test_parameters_under_other_names(names):
+    kernel, bias = names
+    if kernel is None:
+        params = {"query": jnp.ones((D, H, DH)), "key": jnp.ones((D, H, DH))}
+    else:
+        params = {name: {} for name in ("query", "key")}
+        for leaves in params.values():
+            for leaf, shape in ((kernel, (D, H, DH)), (bias, (H, DH))):
+                leaves[leaf.split("/")[0]] = [jnp.ones(shape)] if "/" in leaf else jnp.ones(shape)
+    for name, scaled in clip(params, muonjax.mha_site()).items():
+        for leaf in jax.tree.leaves(scaled):
+            np.testing.assert_allclose(leaf.reshape(-1, H, DH)[0, :, 0], ROOT, rtol=1e-6, err_msg=name)
+
+
+def test_einsums_with_the_heads_first():
+    """Gemma's: (heads, d, head_dim), and the fused (3, heads, d, head_dim)."""
+    params = {"q_einsum": {"w": jnp.ones((H, D, DH))}, "k_einsum": {"w": jnp.ones((H, D, DH))}}
+    scaled = clip(params, muonjax.mha_site(query="q_einsum", key="k_einsum", layout="h i d"))
+    for leaf in jax.tree.leaves(scaled):
+        np.testing.assert_allclose(leaf, np.broadcast_to(ROOT[:, None, None], leaf.shape), rtol=1e-6)
+    site = muonjax.fused_qkv_site(num_heads=H, head_dim=DH, name="qkv_einsum", layout="3 h i d")
+    (scaled,) = jax.tree.leaves(clip({"qkv_einsum": {"w": jnp.ones((3, H, D, DH))}}, site))
+    np.testing.assert_allclose(scaled[:, :, 0, 0], [ROOT, ROOT, np.ones(H)], rtol=1e-6)
+
+
+def test_key_heads_that_were_forgotten():
+    """Four query heads and one shared key head, given as four and four, would clip the wrong features."""
+    params = {"attention": weights(q_proj__kernel=(D, 4 * DH), k_proj__kernel=(D, DH))}
+    site = {"query": "q_proj", "key": "k_proj", "layout": "i (h d)", "num_heads": 4}
+    with pytest.raises(
+        ValueError, match="with 4 query heads and 4 key heads they can't be multiplied; give num_kv_heads=1"
+    ):
+        muonjax.qk_clip(1.0, muonjax.mha_site(**site)).init(
+            {"attention": weights(q_proj__kernel=(D, 48), k_proj__kernel=(D, 12))}
+        )
+    with pytest.raises(ValueError, match="does not hold 4 heads"):
+        muonjax.qk_clip(1.0, muonjax.mha_site(**site)).init(params)
+    assert muonjax.qk_clip(1.0, muonjax.mha_site(**site, num_kv_heads=1)).init(params)
+
+
+@pytest.mark.parametrize("axis", [2, -1])
+def test_layers_behind_other_axes_in_kernel_and_bias(axis):
+    """`nn.scan(variable_axes={"params": 2})`: the third axis of both, though a bias has one axis less."""
+    gamma = np.random.default_rng(0).uniform(0.1, 0.9, (5, H))
+    shapes = {"kernel": (D, H, DH), "bias": (H, DH)}
+
+    def stack(shape):
+        return jnp.moveaxis(jnp.ones((5, *shape)), 0, axis)
+
+    params = {n: {leaf: stack(shape) for leaf, shape in shapes.items()} for n in ("query", "key")}
+    scaled = clip(params, muonjax.mha_site(scan_axis=axis), gamma)
+    for leaf in shapes:
+        got = np.moveaxis(np.asarray(scaled["key"][leaf]), axis, 0)
+        got = got if leaf == "bias" else got[:, 0]
+        np.testing.assert_allclose(got, np.sqrt(gamma)[..., None] * np.ones(DH), rtol=1e-6)
+
+
+def test_an_axis_of_layers_that_no_parameter_has():
+    with pytest.raises(ValueError, match=r"layers on axes \(5,\).*scan_axis"):
+        muonjax.qk_clip(1.0, muonjax.mha_site(scan_axis=5)).init(
+            {"a": weights(query__kernel=(2, D, H, DH), key__kernel=(2, D, H, DH))}
+        )
+
+
+# Norms under other names.
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        "ln_q",
+        "query_rmsnorm",
+        "query_layer_norm",
+        "qk_norm",
+        "k_ln",
+        "QKNorm",
+        "LayerNorm_0",
+        "RMSNorm_1",
+        "norm",
+    ],
+)
+def test_oddly_named_norms(norm):
+    params = {"attention": attention(**{f"{norm}__scale": (DH,)})}
+    with pytest.raises(ValueError, match=rf"{norm}.*normalize|normalizes .*\({norm}\)"):
+        muonjax.qk_clip(1.0, muonjax.mha_site()).init(params)
+    site = muonjax.Site(path="attention", scales=muonjax.mha_site().scales)
+    with pytest.raises(ValueError, match=rf"{norm}.*normalize|normalizes .*\({norm}\)"):
+        muonjax.qk_clip(1.0, site).init(params)
+    muonjax.qk_clip(1.0, muonjax.Site(path="attention", scales=site.scales, norms=())).init(params)
+
+
+def test_a_learned_scale_of_the_queries():
+    params = {"attention": attention() | {"q_scale": jnp.ones(DH)}}
+    with pytest.raises(ValueError, match="q_scale"):
+        muonjax.qk_clip(1.0, muonjax.mha_site()).init(params)
+
+
+def test_a_norm_of_the_input_is_no_norm_of_queries():
+    """ALBERT keeps its layer's norm inside the attention."""
+    muonjax.qk_clip(1.0, muonjax.mha_site()).init({"attention": attention(LayerNorm__scale=(D,))})
+
+
+# Leaves that people have.
+
+
+def test_leaves_that_are_none_or_something_else():
+    params = {
+        "attention": attention() | {"query": {"kernel": jnp.ones((D, H, DH)), "bias": None}},
+        0: {
+            "rng": jax.random.key(0),
+            "step": 3,
+            "mask": optax.MaskedNode(),
+            "none": None,
+            "int4": jnp.ones(2, jnp.int4),
+        },
+    }
+    params = {str(name): value for name, value in params.items()} | {"list": [None, jnp.ones(2)]}
+    tx = muonjax.qk_clip(THRESHOLD, muonjax.mha_site())
+    hot = {"attention": jnp.full(H, 4 * THRESHOLD)}
+    updates, _ = tx.update(params, tx.init(params), params, max_logits=hot)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    np.testing.assert_array_equal(updates["attention"]["query"]["kernel"], 0.0)  # half of 1 + 1, less 1
+    assert updates["0"]["step"] == 3
+
+
+def test_integer_keys():
+    params = {0: attention(), 1: attention()}
+    tx = muonjax.qk_clip(THRESHOLD, muonjax.mha_site())
+    assert set(tx.init(params).maxima) == {"0", "1"}
+    clipped = muonjax.apply_qk_clip(
+        params, {0: jnp.full(H, 400.0), 1: jnp.ones(H)}, muonjax.mha_site(), THRESHOLD
+    )
+    np.testing.assert_array_equal(clipped[0]["key"]["kernel"], 0.5)
+    np.testing.assert_array_equal(clipped[1]["key"]["kernel"], 1.0)
+
+
+def test_modules_whose_names_contain_a_slash_keep_their_parameters():
+    """One has a bias and the other none: by joined paths alone, the bias would be scaled with the other's kernel."""
+    params = {"a/b": attention(query__bias=(H, DH)), "a": {"b": attention()}}
+    statistics = {"a/b": {"max_logits": jnp.full(H, 400.0)}, "a": {"b": {"max_logits": jnp.ones(H)}}}
+    clipped = muonjax.apply_qk_clip(params, statistics, muonjax.mha_site(), THRESHOLD)
+    for leaf in jax.tree.leaves(clipped["a/b"]):
+        np.testing.assert_array_equal(leaf, 0.5)
+    for leaf in jax.tree.leaves(clipped["a"]):
+        np.testing.assert_array_equal(leaf, 1.0)
+
+
+def test_float8_is_refused_by_name():
+    params = {"attention": jax.tree.map(lambda x: x.astype(jnp.float8_e4m3fn), attention())}
+    with pytest.raises(
+        TypeError, match=r"'attention/query/kernel' is float8_e4m3fn, whose few bits.*float32"
+    ):
+        muonjax.qk_clip(1.0, muonjax.mha_site()).init(params)
+
+
+@pytest.mark.parametrize("missing", [None, optax.MaskedNode()])
+def test_updates_without_a_leaf_for_a_hot_weight(missing):
+    params = {"attention": attention()}
+    tx = muonjax.qk_clip(1.0, muonjax.mha_site())
+    updates = {"attention": attention() | {"query": {"kernel": missing}}}
+    with pytest.raises(ValueError, match="qk_clip: the updates have no leaf 'attention/query/kernel'"):
+        tx.update(updates, tx.init(params), params, max_logits={"attention": jnp.ones(H)})

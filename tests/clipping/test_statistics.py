@@ -30,12 +30,71 @@ def test_statistics_come_in_every_form():
     assert (got["a"]["attention"]["query"]["kernel"] != params["a"]["attention"]["query"]["kernel"]).any()
 
 
+def test_statistics_of_every_batch():
+    """MaxText sows [batch, heads], stacked [layers, batch, heads], in the attention or in a module inside of it."""
+    params, _, site = multi_head()
+    hot = jnp.asarray([400.0, 1.0, 1.0, 1.0])
+    expected = muonjax.apply_qk_clip({"a": params}, {"a": hot}, site, 100.0)
+    batch = jnp.stack([hot, jnp.ones(4), -hot])
+    for statistics in (
+        {"a": batch},
+        {"intermediates": {"a": {"max_logits": (batch,)}}},
+        {"a": {"attention_op": {"max_logits": batch}}},
+    ):
+        got = muonjax.apply_qk_clip({"a": params}, statistics, site, 100.0)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+        # Linen's variables, and what Linen collected.
+        (got,) = muonjax.apply_qk_clip({"params": {"a": params}}, statistics, site, 100.0).values()
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+    layers = jax.tree.map(lambda p: jnp.stack([p, p, p]), params)
+    by_layer = {"a": jnp.stack([batch, jnp.ones((3, 4)), -abs(batch)])}
+    stacked = muonjax.apply_qk_clip({"a": layers}, by_layer, site, 100.0)["a"]["query"]["kernel"]
+    np.testing.assert_array_equal(stacked[0], expected["a"]["query"]["kernel"])
+    np.testing.assert_array_equal(stacked[1:], layers["query"]["kernel"][1:])
+
+
+def test_a_list_of_numbers_is_an_array():
+    """And not several calls, of which the largest counts."""
+    params, _, site = multi_head()
+    got = muonjax.apply_qk_clip({"a": params}, {"a": [400.0, 1.0, 1.0, 1.0]}, site, 100.0)
+    expected = muonjax.apply_qk_clip({"a": params}, {"a": jnp.asarray([400.0, 1.0, 1.0, 1.0])}, site, 100.0)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    one_head = jax.tree.map(lambda p: p[..., :1, :], params)
+    with pytest.raises(ValueError, match=r"shape \(4,\); the parameters say \(1,\)"):
+        muonjax.apply_qk_clip({"a": one_head}, {"a": [400.0, 1.0, 1.0, 1.0]}, site, 100.0)
+
+
+def test_statistics_of_lists_of_modules():
+    params, _, site = multi_head()
+    one_head = jax.tree.map(lambda p: p[..., :1, :], params)
+    clipped = muonjax.apply_qk_clip(
+        {"layers": [one_head, one_head]},
+        {"layers": [{"max_logits": 400.0}, {"max_logits": 1.0}]},
+        site,
+        100.0,
+    )
+    np.testing.assert_array_equal(clipped["layers"][0]["key"]["bias"], 0.5 * one_head["key"]["bias"])
+    np.testing.assert_array_equal(clipped["layers"][1]["key"]["bias"], one_head["key"]["bias"])
+
+
+def test_statistics_under_another_path():
+    params = {"attention": multi_head()[0]}
+    with pytest.raises(
+        ValueError, match="'model/attention/max_logits' looks like the statistic of 'attention/max_logits'"
+    ):
+        muonjax.apply_qk_clip(
+            params, {"model": {"attention": {"max_logits": jnp.ones(4)}}}, muonjax.mha_site()
+        )
+    with pytest.raises(ValueError, match="'max_logits' looks like the statistic of 'attention/max_logits'"):
+        muonjax.apply_qk_clip(params, {"max_logits": jnp.ones(4)}, muonjax.mha_site())
+
+
 STATISTICS = [
     ({"other": jnp.ones(4)}, r"sites without statistics \['a/max_logits'\]"),
     ({"a": {"max_logit": jnp.ones(4)}}, "sites without statistics"),
     ({"a": jnp.ones(4), "b": {"max_logits": jnp.ones(4)}}, r"statistics without a site \['b/max_logits'\]"),
     ({"a": jnp.ones(3)}, r"shape \(3,\); the parameters say \(4,\)"),
-    ({"a": jnp.ones((2, 4))}, r"shape \(2, 4\)"),
+    ({"a": jnp.ones((4, 2))}, r"shape \(4, 2\)"),
     ({"a": jnp.ones(())}, r"shape \(\)"),
 ]
 

@@ -35,6 +35,7 @@ OURS = {
     "muonjax.equinox.dimension_numbers",
     "muonjax.fused_qkv_site",
     "muonjax.linen.adopt",
+    "muonjax.linen.TrainState",
     "muonjax.linen.attention_fn",
     "muonjax.linen.join_adapters",
     "muonjax.linen.load_lycoris",
@@ -42,6 +43,8 @@ OURS = {
     "muonjax.linen.save_lycoris",
     "muonjax.linen.split_adapters",
     "muonjax.linen.unmerge",
+    "muonjax.linen.watch",
+    "muonjax.metrics",
     "muonjax.mha_site",
     "muonjax.nnx.LoHaParam",
     "muonjax.nnx.adapters",
@@ -52,6 +55,8 @@ OURS = {
     "muonjax.nnx.remove_loha",
     "muonjax.nnx.save_lycoris",
     "muonjax.nnx.unmerge",
+    "muonjax.nnx.value_and_grad",
+    "muonjax.nnx.watch",
     "muonjax.sites_from",
     "muonjax.tabulate",
     "pallas_kernels.symmetric_product",
@@ -63,6 +68,7 @@ WITHOUT = {
     "muonjax.ModeCost": {"Example"},
     "muonjax.adapter_mask": {"Raises"},
     "muonjax.linen.join_adapters": {"Raises"},
+    "muonjax.linen.watch": {"Args"},
     "muonjax.nnx.adapters": {"Raises"},
     "muonjax.equinox.dimension_numbers": {"Example"},  # the tests run without Equinox
     # They need a file, and a package that the tests do not install.

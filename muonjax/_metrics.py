@@ -1,0 +1,93 @@
+"""Flatten what optimizer states keep for a log into one dictionary of numbers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from muonjax._clipping.transform import QKClipState, unboxed
+from muonjax._monitor import MonitorState
+
+
+def metrics(state: Any) -> dict[str, float]:
+    """What the clips and monitors in an optimizer's state have measured, as one flat mapping for a logger.
+
+    They are found wherever they are: in a chain at any depth, in `optax.MultiSteps` or `optax.inject_hyperparams`, in
+    Flax's `TrainState.opt_state` and in `nnx.Optimizer.opt_state`. For each `QKClipState`
+
+    - `qk_clip/largest`: the largest signal that the last clip went by; for `qk_clip` a logit;
+    - `qk_clip/num_clipped`, `qk_clip/total_clipped`: heads that the last clip scaled, and the sum over all clips;
+    - `qk_clip/smallest_factor`: the smallest γ at the last clip, 1 if nothing was scaled;
+    - `qk_clip/largest/<module>`: the largest signal of one module, over its heads and layers.
+
+    For each `MonitorState` its `monitor/<group>/<statistic>`. A second clip or monitor counts: `qk_clip_1/largest`.
+
+    Args:
+      state: The state of any optimizer.
+
+    Returns:
+      A dictionary of Python floats; it waits for the step that computes them. Before the first clip signals are -inf.
+
+    Raises:
+      ValueError: Neither a clip nor a monitor in the state.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> tx = muonjax.muonclip(1e-3, threshold=100.0)
+      >>> statistics = {"attention": jnp.array([400.0, 50.0])}
+      >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
+      >>> muonjax.metrics(state)["qk_clip/num_clipped"]
+      1.0
+    """
+    found: dict[str, Any] = {}
+    counts: dict[str, int] = {}
+    for part in _parts(state):
+        name, values = (
+            ("qk_clip", _of_clip(part)) if isinstance(part, QKClipState) else ("monitor", _of_monitor(part))
+        )
+        counts[name] = counts.get(name, -1) + 1
+        prefix = f"{name}_{counts[name]}" if counts[name] else name
+        found |= {f"{prefix}/{key}": value for key, value in values.items()}
+    if not found:
+        raise ValueError(
+            "metrics(state) finds neither a clip nor a monitor in this state; use muonclip, qk_clip or monitor, and "
+            "pass the optimizer's state."
+        )
+    return {key: float(value) for key, value in jax.device_get(found).items()}
+
+
+def _parts(state: Any) -> Iterator[QKClipState | MonitorState]:
+    def is_part(node: Any) -> bool:
+        return isinstance(node, QKClipState | MonitorState)
+
+    for part in jax.tree.leaves(state, is_leaf=is_part):
+        if is_part(part):
+            yield part
+        if isinstance(part, MonitorState):
+            yield from _parts(part.inner)
+
+
+def _of_clip(state: QKClipState) -> dict[str, Any]:
+    maxima = {path: unboxed(signal).max() for path, signal in state.maxima.items()}
+    factors = [unboxed(factor).min() for factor in state.factors.values()]
+    return {
+        "largest": _extreme(np.max, maxima.values(), -np.inf),
+        "num_clipped": state.num_clipped,
+        "total_clipped": state.total_clipped,
+        "smallest_factor": _extreme(np.min, factors, 1.0),
+        **{f"largest/{path}" if path else "largest/model": value for path, value in maxima.items()},
+    }
+
+
+def _extreme(of: Any, values: Any, otherwise: float) -> Any:
+    return of(jax.device_get([*values])) if values else otherwise
+
+
+def _of_monitor(state: MonitorState) -> dict[str, Any]:
+    return {
+        f"{group}/{name}": unboxed(value)
+        for group, statistics in state.statistics.items()
+        for name, value in statistics.items()
+    }

@@ -1,0 +1,98 @@
+"""Report the largest logits of every attention of an existing Linen model, and hand them to the optimizer."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import optax
+from flax import linen as nn
+from flax.training import train_state
+
+from muonjax.linen._attention import attention_fn
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[None]:
+    """Makes every `nn.MultiHeadDotProductAttention` that runs inside report its largest logits, for QK-Clip.
+
+    Each runs with `attention_fn(...)` around the attention function that it has, and with `sow_weights=True`: nothing
+    in the model changes. Apply the model with `mutable=["intermediates"]`. One that normalizes its queries and keys
+    runs as it is.
+
+    Returns:
+      A context manager.
+
+    Raises:
+      ValueError: When the model runs: an attention function whose logits can't be measured.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, muonjax
+      >>> attention, x = nn.MultiHeadDotProductAttention(4), jnp.ones((2, 6, 8))
+      >>> variables = attention.init(jax.random.key(0), x)
+      >>> with muonjax.linen.watch():
+      ...     y, sown = attention.apply(variables, x, mutable=["intermediates"])
+      >>> sown["intermediates"]["max_logits"].shape
+      (4,)
+    """
+
+    def interceptor(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        module = context.module
+        attends = isinstance(module, nn.MultiHeadDotProductAttention) and context.method_name == "__call__"
+        if not attends or module.normalize_qk:
+            return call(*args, **kwargs)
+        function = module.attention_fn
+        # A bound module is frozen; for the time of this call it has another attention function.
+        object.__setattr__(
+            module, "attention_fn", function if hasattr(function, "reports") else attention_fn(function)
+        )
+        try:
+            return call(*args, **kwargs | {"sow_weights": True})
+        finally:
+            object.__setattr__(module, "attention_fn", function)
+
+    with nn.intercept_methods(interceptor):
+        yield
+
+
+class TrainState(train_state.TrainState):
+    """Flax's `TrainState` whose `apply_gradients` hands the largest logits on to the optimizer.
+
+    Args:
+      step: As in Flax, as all others.
+      apply_fn: The model's `apply`.
+      params: The parameters.
+      tx: The optimizer, such as `muonclip(1e-2)`.
+      opt_state: Its state; `TrainState.create(apply_fn=..., params=..., tx=...)` makes it.
+
+    Raises:
+      ValueError: From `apply_gradients` without `max_logits`, if `tx` is a QK-Clip.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, muonjax
+      >>> model, x = nn.MultiHeadDotProductAttention(4), jnp.ones((2, 6, 8))
+      >>> state = muonjax.linen.TrainState.create(
+      ...     apply_fn=model.apply,
+      ...     params=model.init(jax.random.key(0), x)["params"],
+      ...     tx=muonjax.muonclip(1e-2),
+      ... )
+      >>> def loss_fn(params):
+      ...     with muonjax.linen.watch():
+      ...         y, sown = state.apply_fn({"params": params}, x, mutable=["intermediates"])
+      ...     return (y**2).mean(), sown
+      >>> (loss, sown), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+      >>> state = state.apply_gradients(grads=grads, max_logits=sown)
+      >>> int(state.step), muonjax.metrics(state.opt_state)["qk_clip/num_clipped"]
+      (1, 0.0)
+    """
+
+    def apply_gradients(self, *, grads: Any, max_logits: Any = None, **kwargs: Any) -> "TrainState":
+        """Flax's `apply_gradients`, with `max_logits` for `tx.update` if they are given."""
+        if max_logits is None:
+            return super().apply_gradients(grads=grads, **kwargs)
+        update = functools.partial(optax.with_extra_args_support(self.tx).update, max_logits=max_logits)
+        bound = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
+        return train_state.TrainState.apply_gradients(bound, grads=grads, **kwargs).replace(tx=self.tx)
+
+
+__test__ = {"watch": watch}  # a doctest is not found behind a decorator

@@ -1,0 +1,72 @@
+"""What optimizer states keep for a log, as one flat dictionary, wherever it is."""
+
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import muonjax
+
+PARAMS = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+HOT = {"attention": jnp.array([400.0, 50.0])}
+
+
+def clipped(tx):
+    return tx.update(PARAMS, tx.init(PARAMS), PARAMS, max_logits=HOT)[1]
+
+
+def schedule(count):
+    return 100.0
+
+
+@pytest.mark.parametrize("tx", [
+    muonjax.qk_clip(100.0),
+    muonjax.muonclip(1e-3),
+    optax.chain(optax.clip(1.0), optax.chain(optax.sgd(0.1), muonjax.qk_clip(schedule))),
+    optax.MultiSteps(muonjax.qk_clip(100.0), 1),
+    optax.inject_hyperparams(muonjax.qk_clip, static_args=("sites", "every_k", "axis_name", "shared_keys"))(100.0),
+    optax.apply_if_finite(muonjax.muonclip(1e-3), 3),
+])  # fmt: skip
+def test_finds_the_clip(tx):
+    assert muonjax.metrics(clipped(tx)) == {
+        "qk_clip/largest": 400.0,
+        "qk_clip/num_clipped": 1.0,
+        "qk_clip/total_clipped": 1.0,
+        "qk_clip/smallest_factor": 0.25,
+        "qk_clip/largest/attention": 400.0,
+    }
+
+
+def test_before_the_first_step():
+    found = muonjax.metrics(muonjax.muonclip(1e-3).init(PARAMS))
+    assert found["qk_clip/largest"] == -float("inf")
+    assert found["qk_clip/smallest_factor"] == 1.0
+
+
+def test_several_clips_and_monitors():
+    scale = muonjax.Scale(path="kernel", rank=2)
+    rule = muonjax.SignalRule(muonjax.Site(path="out", scales=(scale,), signal="max_output"), 3.0)
+    tx = muonjax.monitor(optax.chain(muonjax.muonclip(1e-3), muonjax.signal_clip(rule)))
+    params = PARAMS | {"out": {"kernel": jnp.ones((4, 2))}}
+    signals = {"out": {"max_output": jnp.array([6.0, 1.0])}}
+    _, state = tx.update(params, tx.init(params), params, max_logits=HOT, signals=signals)
+    found = muonjax.metrics(state)
+    assert found["qk_clip/largest"] == 400.0
+    assert found["qk_clip_1/smallest_factor"] == 0.5
+    assert found["monitor/muon/update_rms"] > 0
+    assert all(type(value) is float for value in found.values())
+
+
+def test_the_state_of_nnx():
+    model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, muonjax.muonclip(1e-3), wrt=nnx.Param)
+    params = nnx.state(model, nnx.Param)
+    optimizer.update(model, params, max_logits={"max_logits": jnp.array([400.0, 50.0])})
+    assert muonjax.metrics(optimizer.opt_state)["qk_clip/num_clipped"] == 1.0
+    clip = optimizer.opt_state[-1]  # the path of those who know the chain
+    assert (int(clip.num_clipped), int(clip.total_clipped)) == (1, 1)
+
+
+def test_a_state_without_any():
+    with pytest.raises(ValueError, match="finds neither a clip nor a monitor"):
+        muonjax.metrics(optax.adam(1e-3).init(PARAMS))
