@@ -9,6 +9,8 @@ a benchmark had not covered, and the dynamic schedule raced.
 Source: github.com/Dao-AILab/quack, `quack/gemm_symmetric.py`.
 """
 
+# QuACK and CUTLASS are in the extra `quack`, for NVIDIA GPUs alone.
+# pyright: reportMissingImports=false
 import functools
 from typing import Any
 

@@ -69,14 +69,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _info(name: str, entry: Any, size: int) -> TensorInfo:
     """The entry of one tensor, if its bytes are inside of the `size` bytes after the header."""
     name = name[:200]
+    impossible = ValueError(f"its header has no possible dtype, shape and data_offsets for {name!r}")
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         well_formed = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= _MOST_AXES
         well_formed = well_formed and all(type(v) is int and 0 <= v < 2**63 for v in (*shape, begin, end))
     except (TypeError, KeyError, ValueError):
-        well_formed = False
+        raise impossible from None
     if not well_formed:
-        raise ValueError(f"its header has no possible dtype, shape and data_offsets for {name!r}")
+        raise impossible
     if not begin <= end <= size:
         raise ValueError(f"{name!r} would be bytes {begin:,} to {end:,} of {size:,}")
     known = _DTYPES.get(dtype)

@@ -126,7 +126,7 @@ def _target(site: Site, root: str, modules: Modules) -> Target:
         if leaf is None and scale.optional:
             continue
         _check_leaf(root, path, leaf)
-        parts.append(part_of(scale, path, jnp.shape(leaf), site.scan_axis))
+        parts.append(part_of(scale, path, jnp.shape(modules.leaves[path]), site.scan_axis))
     _refuse_adapters(root, known, modules)
     if len({part.layers for part in parts}) > 1:
         layers = {part.path: part.layers for part in parts}

@@ -82,9 +82,10 @@ def _site(root: str, modules: Modules, num_heads: int | None) -> Site | None:
         return None
     _refuse(root, modules)
     output = _output(root, modules)
-    if pair is None:
-        return _fused_site(root, fused, kernels[fused], output, num_heads)
-    return _pair_site(root, pair, (kernels[pair[0]], kernels[pair[1]]), output, num_heads, modules)
+    if pair is not None:
+        return _pair_site(root, pair, (kernels[pair[0]], kernels[pair[1]]), output, num_heads, modules)
+    assert fused is not None
+    return _fused_site(root, fused, kernels[fused], output, num_heads)
 
 
 def _shape(root: str, name: str, modules: Modules) -> tuple[int, ...]:
@@ -159,7 +160,11 @@ def _pair_site(
     )
     if not together:
         return site
-    part = {"start": 0, "size": reading.key_heads * reading.size, "entries": reading.key_heads}
+    part: dict[str, Any] = {
+        "start": 0,
+        "size": reading.key_heads * reading.size,
+        "entries": reading.key_heads,
+    }
     keys = Scale(path=f"{key}/kernel", rank=4, axes=(-4, -3, -1), factor="key", **part)
     scales = (*(scale for scale in site.scales if scale.factor == "query"), keys)
     return Site(path=site.path, scales=scales, scan_axis=site.scan_axis)

@@ -236,7 +236,7 @@ def check_threshold(threshold: Any) -> None:
     """Raise unless it is positive. Schedules and JAX arrays pass: their values are not known yet."""
     if callable(threshold) or isinstance(threshold, jax.Array):
         return
-    if not isinstance(threshold, (numbers.Real, np.generic, np.ndarray)) or np.ndim(threshold):
+    if np.ndim(threshold) or not isinstance(threshold, (numbers.Real, np.generic, np.ndarray)):
         raise TypeError(f"threshold={threshold!r} must be a number or a schedule.")
-    if not threshold > 0:
+    if not float(threshold) > 0:
         raise ValueError(f"threshold={threshold!r} must be positive; Kimi K2 used 100.")

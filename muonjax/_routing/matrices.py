@@ -7,6 +7,7 @@ axes are (in, out); equal small axes before larger ones are a window). Where non
 """
 
 import re
+from collections.abc import Sequence
 
 from muonjax._matrix_view import DimensionNumbers, FusedDimensionNumbers, MuonDimensionNumbers
 from muonjax._routing.roles import (
@@ -260,7 +261,7 @@ def depthwise(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> bo
     return p.shape[rows[0] if outputs_first else rows[-1]] == 1
 
 
-def _axes(axes: int | tuple[int, ...]) -> tuple[int, ...]:
+def _axes(axes: int | Sequence[int]) -> tuple[int, ...]:
     return (axes,) if isinstance(axes, int) else tuple(axes)
 
 

@@ -86,7 +86,7 @@ class TrainState(train_state.TrainState):
       (1, 0.0)
     """
 
-    def apply_gradients(self, *, grads: Any, max_logits: Any = None, **kwargs: Any) -> "TrainState":
+    def apply_gradients(self, *, grads: Any, max_logits: Any = None, **kwargs: Any) -> Any:
         """Flax's `apply_gradients`, with `max_logits` for `tx.update` if they are given."""
         if max_logits is None:
             return super().apply_gradients(grads=grads, **kwargs)
