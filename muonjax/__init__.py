@@ -39,8 +39,8 @@ from muonjax._newton_schulz.coefficients import JORDAN as JORDAN
 from muonjax._newton_schulz.coefficients import NEWTON_SCHULZ as NEWTON_SCHULZ
 from muonjax._newton_schulz.coefficients import YOU as YOU
 from muonjax._newton_schulz.coefficients import polar_express as polar_express
-from muonjax._newton_schulz.iteration import NewtonSchulz as NewtonSchulz
 from muonjax._newton_schulz.iteration import newton_schulz as newton_schulz
+from muonjax._newton_schulz.settings import NewtonSchulz as NewtonSchulz
 from muonjax._normalize_neurons import NormalizeNeuronsState as NormalizeNeuronsState
 from muonjax._normalize_neurons import normalize_neurons as normalize_neurons
 from muonjax._optimizers import adamclip as adamclip

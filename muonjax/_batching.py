@@ -1,11 +1,13 @@
 """Batch matrices of equal shape, so that each shape is compiled once.
 
-A group is a list of arrays [batch_i, m, n] of one dtype whose matrices have the same m <= n (tall ones arrive
-transposed). Its matrices are stacked once, and a loop walks over the stack in chunks and writes each chunk's
-result over its input: the extra memory is the stack and one chunk's iteration, never a second stack.
+A group is a list of arrays [batch_i, m, n] of one dtype whose matrices have the same m <= n (tall ones are
+transposed). Its matrices are stacked, on a CPU all of them, on an accelerator in parts that bound the memory: large
+ones stay alone and are never copied. A loop goes over a stack in chunks and writes each chunk's result over its input:
+the extra memory is the stack and one chunk's iteration, never a second stack.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -37,7 +39,9 @@ def map_groups(
       One array for each input, of the same shape and dtype.
     """
     results: list[jax.Array | None] = [None] * len(matrices)
-    for indices in group_by_shape(matrices):
+    f = f if policy.is_cpu else jax.jit(f)  # one trace for all stacks of a shape
+    stacks = [s for group in group_by_shape(matrices) for s in _stacks(group, matrices, policy)]
+    for indices in stacks:
         tall = [matrices[i].shape[-2] > matrices[i].shape[-1] for i in indices]
         parts = [
             _transpose(matrices[i], policy) if t else matrices[i] for i, t in zip(indices, tall, strict=True)
@@ -50,6 +54,17 @@ def map_groups(
             result = stack if len(parts) == 1 else jax.lax.dynamic_slice_in_dim(stack, start, part.shape[0])
             results[i] = _transpose(result, policy) if t else result
     return results  # pyright: ignore[reportReturnType]  # every index is in one group
+
+
+def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> list[list[int]]:
+    """A group in parts of about equal size, each to be stacked; an array that is large by itself stays alone."""
+    total = sum(matrices[i].size for i in group)
+    number = max(1, min(len(group), math.ceil(total / policy.stack_elements)))
+    ends = itertools.accumulate(matrices[i].size for i in group)
+    stacks: list[list[int]] = [[] for _ in range(number)]
+    for i, end in zip(group, ends, strict=True):
+        stacks[(end - 1) * number // total].append(i)
+    return [stack for stack in stacks if stack]
 
 
 def _transpose(x: jax.Array, policy: Policy) -> jax.Array:

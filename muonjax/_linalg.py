@@ -18,10 +18,12 @@ class MatrixProduct(NamedTuple):
       operands: Dtype that the factors are rounded to; sums are taken and returned in float32 or wider. None: the
         factors' own dtype, for factors and sums.
       precision: `precision` of `jax.lax.dot_general`.
+      result: Dtype that the sums are rounded to; None: not at all.
     """
 
     operands: str | None = None
     precision: str | None = "highest"
+    result: str | None = None
 
     def __call__(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """A B."""
@@ -29,13 +31,20 @@ class MatrixProduct(NamedTuple):
 
     def with_adjoint(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """A B^H by contracting the last axes: a product with an adjoint would first copy a batch transposed."""
-        a, b = self._rounded(a, b)
-        return jnp.einsum(
-            "...ik,...jk->...ij", a, b.conj(), precision=self.precision, preferred_element_type=self._sums
-        )
+        return self._contract("...ik,...jk->...ij", a, b.conj())
+
+    def of_adjoint(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """A^H B by contracting the first axes."""
+        return self._contract("...ki,...kj->...ij", a.conj(), b)
+
+    def _contract(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        rounded = self._rounded(a, b)
+        return jnp.einsum(subscripts, *rounded, precision=self.precision, preferred_element_type=self._sums)
 
     @property
     def _sums(self) -> jnp.dtype | None:
+        if self.result is not None:
+            return jnp.dtype(self.result)
         return None if self.operands is None else at_least_float32(self.operands)
 
     def _rounded(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -62,6 +71,16 @@ def adjoint(a: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch n m"]:
 def hermitian_part(a: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
     """(A + A^H) / 2."""
     return (a + adjoint(a)) / 2
+
+
+def identity_like(a: jax.Array) -> jax.Array:
+    """I in the dtype of A [*batch, k, k], as [1, ..., k, k]: of A's rank, for JAX's strict mode of promotion."""
+    return jnp.expand_dims(jnp.eye(a.shape[-1], dtype=a.dtype), tuple(range(a.ndim - 2)))
+
+
+def on_diagonal(a: jax.Array) -> jax.Array:
+    """The mask of the diagonal of A [*batch, k, k], with A's shape and sharding."""
+    return jnp.zeros_like(a, bool) | (identity_like(a) != 0)
 
 
 def square_norm(a: Inexact[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:

@@ -1,14 +1,26 @@
-"""After `orthogonalize`: a scale a leaf, by shape alone, so that one learning rate fits all shapes."""
+"""Scale orthogonalized updates per leaf, by shape alone, so that one learning rate fits all shapes."""
 
 import math
 from typing import Any, Literal, get_args
 
 import jax
+import numpy as np
 import optax
 
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces, replace_pieces
 
 Rule = Literal["rms", "width", "spectral"]
+
+
+def is_known(value: Any) -> bool:
+    """Whether `value` is a number to check: neither traced (`optax.inject_hyperparams`) nor a schedule."""
+    if isinstance(value, (int, float, np.number)):
+        return True
+    return (
+        isinstance(value, (np.ndarray, jax.Array))
+        and not isinstance(value, jax.core.Tracer)
+        and value.ndim == 0
+    )
 
 
 def match_rms(
@@ -19,16 +31,17 @@ def match_rms(
 ) -> optax.GradientTransformation:
     r"""Scale orthogonalized updates by their shape.
 
-    An orthogonal m x n matrix has root mean square 1 / sqrt(max(m, n)). With `rule`
+    An orthogonal m x n matrix of full rank has root mean square 1 / sqrt(max(m, n)); one of rank r has sqrt(r /
+    min(m, n)) times that. With `rule`
 
-    - "rms": times `rms` sqrt(max(m, n)): every update has the root mean square `rms`. AdamW's is usually 0.2
-      to 0.4, so 0.2 lets Muon take AdamW's learning rate and weight decay (Moonlight).
+    - "rms": times `rms` sqrt(max(m, n)): every update of full rank has the root mean square `rms`. AdamW's is
+      usually 0.2 to 0.4, so 0.2 lets Muon take AdamW's learning rate and weight decay (Moonlight).
     - "width": times sqrt(max(1, fan_out / fan_in)), Jordan's; `rms` is not used.
     - "spectral": times sqrt(fan_out / fan_in), the spectral norm at the scale of the layer (Bernstein); `rms`
       is not used.
 
     Args:
-      rms: The root mean square of the update; > 0.
+      rms: The root mean square of an update of full rank; > 0.
       dimension_numbers: As in `orthogonalize`.
       rule: Which of the three.
 
@@ -48,8 +61,7 @@ def match_rms(
     Source: Liu et al., "Muon is scalable for LLM training" (Moonlight), 2025, eq. (4); Jordan et al.,
     "Muon", 2024; Bernstein & Newhouse, "Modular duality in deep learning", 2024.
     """
-    # A traced number (optax.inject_hyperparams) can't be looked at.
-    if isinstance(rms, (int, float)) and not 0 < rms < math.inf:
+    if is_known(rms) and not 0 < rms < math.inf:
         raise ValueError(
             f"match_rms(rms={rms!r}) must be positive and finite; 0.2 is the usual RMS of AdamW's."
         )

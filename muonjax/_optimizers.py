@@ -10,10 +10,10 @@ import optax
 from muonjax._clipping.qk_clip import SharedKeys, qk_clip
 from muonjax._clipping.sites import Site
 from muonjax._hyperball import hyperball
-from muonjax._match_rms import match_rms
+from muonjax._match_rms import is_known, match_rms
 from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution
-from muonjax._newton_schulz.iteration import NewtonSchulz
+from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._normalize_neurons import normalize_neurons
 from muonjax._orthogonalize import orthogonalize
 from muonjax._partition import partition_by_route
@@ -75,23 +75,28 @@ def muon(
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
     (arXiv:2502.16982).
     """
-    # Traced numbers (optax.inject_hyperparams) can't be looked at.
-    if isinstance(decay, (int, float)) and not 0 <= decay < 1:
+    if is_known(learning_rate) and not 0 <= learning_rate < math.inf:
+        raise ValueError(
+            f"muon(learning_rate={learning_rate!r}) must be finite and not negative: it is how far the parameters move."
+        )
+    if is_known(decay) and not 0 <= decay < 1:
         raise ValueError(
             f"muon(decay={decay!r}) must lie in [0, 1): momentum would grow without end; 0.95 is usual."
         )
-    if isinstance(weight_decay, (int, float)) and not 0 <= weight_decay < math.inf:
+    if is_known(weight_decay) and not 0 <= weight_decay < math.inf:
         raise ValueError(
             f"muon(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
         )
-    if isinstance(rms, (int, float)) and not 0 < rms < math.inf:
+    if is_known(rms) and not 0 < rms < math.inf:
         raise ValueError(f"muon(rms={rms!r}) must be positive and finite; 0.2 is the usual RMS of AdamW's.")
+    if mu_dtype is not None and not jax.numpy.issubdtype(mu_dtype, jax.numpy.inexact):
+        raise TypeError(f"muon(mu_dtype={mu_dtype!r}) must be a float type: momentum is no whole number.")
     if adam is None:
         adam = _adamw(learning_rate, weight_decay, weight_decay_mask)
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(
-            optax.trace(decay, nesterov, accumulator_dtype=mu_dtype),
+            _momentum(decay, nesterov, mu_dtype),
             orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
             match_rms(dimension_numbers=numbers, rule="width")
             if rms is None
@@ -145,7 +150,7 @@ def normuon(
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(
-            optax.trace(decay, nesterov, accumulator_dtype=mu_dtype),
+            _momentum(decay, nesterov, mu_dtype),
             orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
             normalize_neurons(neuron_decay, dimension_numbers=numbers),
             match_rms(rms, dimension_numbers=numbers),
@@ -208,12 +213,25 @@ def muonh(
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(
-            optax.trace(decay, nesterov, accumulator_dtype=mu_dtype),
+            _momentum(decay, nesterov, mu_dtype),
             orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
             hyperball(learning_rate, dimension_numbers=numbers),
         )
 
     return partition_by_route("muonh", matrices, adam, muon_weight_dimension_numbers)
+
+
+def _momentum(decay: Any, nesterov: bool, dtype: Any) -> optax.GradientTransformation:
+    """`optax.trace` whose state keeps its dtype, whatever that of the gradients."""
+    trace = optax.trace(decay, nesterov, accumulator_dtype=dtype)
+
+    def update(updates: optax.Updates, state: Any, params: Any = None):
+        updates, new = trace.update(updates, state, params)
+        if dtype is None:
+            new = optax.TraceState(jax.tree.map(lambda m, old: m.astype(old.dtype), new.trace, state.trace))
+        return updates, new
+
+    return optax.GradientTransformation(trace.init, update)
 
 
 def _adamw(
@@ -251,22 +269,10 @@ def muonclip(
     of its own, otherwise as `qk_clip` says.
 
     Args:
-      learning_rate: As in `muon`.
       sites: The attention modules to watch, such as `[mha_site()]`; None: all that `sites_from(params)` finds.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
-      shared_keys: As in `qk_clip`.
       every_k: As in `qk_clip`; in `optax.inject_hyperparams` make it a static_args.
-      axis_name: As in `qk_clip`.
-      decay: As in `muon`.
-      nesterov: As in `muon`.
-      weight_decay: As in `muon`.
-      weight_decay_mask: As in `muon`.
-      mu_dtype: As in `muon`.
-      rms: As in `muon`.
-      muon_weight_dimension_numbers: As in `muon`.
-      newton_schulz: As in `muon`.
-      adam: As in `muon`.
-      distribution: As in `muon`.
+      All other arguments: as in `muon` and `qk_clip`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`; the

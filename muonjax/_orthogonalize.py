@@ -1,4 +1,4 @@
-"""The transformation between momentum and `match_rms`: every matrix of the tree becomes nearly orthogonal."""
+"""The Optax transformation `orthogonalize`: every matrix of the updates becomes nearly orthogonal."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from muonjax._batching import map_groups
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, replace_pieces
 from muonjax._mesh.distribution import Distribution
 from muonjax._mesh.sharded_map import find_mesh
-from muonjax._newton_schulz.iteration import NewtonSchulz
 from muonjax._newton_schulz.polar_function import exchange_dtype, polar_function
+from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._policy import policy_of
 
 
@@ -33,7 +33,7 @@ def orthogonalize(
       newton_schulz: How; `NewtonSchulz()` if None.
       adaptive: Multiply each matrix by its dual norm `<G, orthogonalize(G)>` (about the sum of its singular
         values): steepest descent with its length, as derived. Each matrix of a stacked leaf has its own norm.
-      distribution: How the leaves lie on a mesh, so that each matrix is orthogonalized once and not on every
+      distribution: How the leaves are sharded over a mesh, so that each matrix is orthogonalized once and not on every
         device. Needless on one device, and with explicit axis types, where the arrays themselves say it.
 
     Returns:

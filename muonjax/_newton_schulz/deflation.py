@@ -1,4 +1,4 @@
-r"""Before Newton-Schulz: shrink the few dominant directions, so that the long tail starts closer to 1.
+r"""Shrink the few dominant directions of a Gram matrix, so that the long tail starts closer to 1.
 
 The momentum of a transformer has a few dominant directions and a long tail (median sigma/sigma_1 about 1e-2).
 Dividing by the largest singular value therefore leaves nearly all of them tiny, and Newton-Schulz spends its
@@ -26,10 +26,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from muonjax._linalg import adjoint, dot, hermitian_part, inverse_norm, square_norm
-from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express
+from muonjax._linalg import adjoint, dot, identity_like, inverse_norm, on_diagonal, square_norm
+from muonjax._newton_schulz.inverse_root import inverse_root
 from pallas_kernels._api import symmetric_product_on
 
 # Products with A on the random start. One leaves angles that cost up to 0.05 of polar error on real
@@ -40,24 +39,11 @@ _SUBSPACE_STEPS = 2
 # below 1e-3 of the largest.
 _ORTHONORMALIZATIONS = 2
 
-# Added to the k x k matrices in units of their norm: directions never fall below 1e-3 of the largest, which is
-# where the rounding of A = X X^H in float32 begins.
-_RIDGE = 1e-6
-
 # Rounding errors of a Gram matrix's entries in units of the least possible: sums of many terms lose more.
 ROUNDING = 4
 
 # The root mean square polar error that an inexact subspace may cause each time that it is shrunk, as estimated.
 _TOLERANCE = 0.025
-
-
-def _never_above_one(rows: Coefficients) -> Coefficients:
-    top = float(evaluate(rows, np.linspace(0, 1.001, 10_001)).max())
-    return (*rows[:-1], tuple(c / top for c in rows[-1]))  # pyright: ignore[reportReturnType]
-
-
-# For the inverse roots of k x k matrices. What is smaller than its lower end comes out short, not as noise.
-_INVERSE_ROOT = _never_above_one(polar_express(5, lower=1e-2))
 
 
 class Deflation(NamedTuple):
@@ -99,7 +85,7 @@ def shave(
         """X B^H. Not X (X^H V) as a whole: it would transpose X, which takes longer than the rest."""
         return over_columns(dot.with_adjoint(x, b))
 
-    start = _like(x[..., :1], _signs(x.shape[-2], rank))
+    start = _like(x[..., :1], random_signs(x.shape[-2], rank))
     v = _dominant_subspace(lambda v: lift(project(v)), start, num_steps=1)
     b = project(v)
     _, d = _shrinking(v, lift(b))
@@ -115,7 +101,7 @@ def shrink_dominant(gram: jax.Array, rank: int, platform: str) -> Deflation:
       rank: k, in 1..m.
       platform: Of the device.
     """
-    start = _like(gram[..., :rank], _signs(gram.shape[-1], rank))
+    start = _like(gram[..., :rank], random_signs(gram.shape[-1], rank))
     v = _dominant_subspace(lambda v: dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
     av = dot(gram, v)
     h, d = _shrinking(v, av)
@@ -126,23 +112,22 @@ def shrink_dominant(gram: jax.Array, rank: int, platform: str) -> Deflation:
     both = jnp.concatenate
     removed = symmetric_product_on(platform, both([p, s], axis=-1), y=both([s, p], axis=-1))
     shrunk = _above_rounding(gram) - removed
-    w = jnp.eye(rank, dtype=h.dtype) - dot(dot(adjoint(v), v), d)  # V^H W = w V^H
+    w = identity_like(d) - dot(dot(adjoint(v), v), d)  # V^H W = w V^H
     return Deflation(p, v, shrunk, _fourth_powers_of_others(dot(dot(w, h), adjoint(w))))
 
 
 def _shrinking(v: jax.Array, av: jax.Array) -> tuple[jax.Array, jax.Array]:
     """V^H A V and D, [*batch, k, k], from V and A V [*batch, m, k]."""
-    m, rank = v.shape[-2:]
     h = dot(adjoint(v), av)
     unit = inverse_norm(h)
-    root = _inverse_root(unit * h)
+    root = inverse_root(unit * h)
     inverse = dot(root, root)
     # The common target of the k directions: near the least of their singular values, lest they stand out of the tail.
     target = jax.lax.rsqrt(_largest_eigenvalue(inverse))
-    d = jnp.eye(rank, dtype=h.dtype) - target * root
+    d = identity_like(root) - target * root
 
     residual = dot(unit * (av - dot(v, h)), dot(d, inverse))
-    return h, d * jnp.minimum(1, _TOLERANCE * math.sqrt(m / 2) * inverse_norm(residual))
+    return h, d * jnp.minimum(1, _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual))
 
 
 def _largest_eigenvalue(a: jax.Array) -> jax.Array:
@@ -166,7 +151,7 @@ def _dominant_subspace(
     """
 
     def orthonormalize(_, y):
-        return dot(y, _inverse_root(dot(adjoint(y), y)))
+        return dot(y, inverse_root(dot(adjoint(y), y)))
 
     def subspace_step(_, v):
         # Sums over mesh axes no longer vary over them, and the carry must stay as it was.
@@ -175,31 +160,13 @@ def _dominant_subspace(
     return jax.lax.fori_loop(0, num_steps, subspace_step, start)
 
 
-def _signs(m: int, k: int) -> jax.Array:
+def random_signs(m: int, k: int) -> jax.Array:
     """Fixed random signs, [m, k]: the start of the subspace iteration, the same on every device."""
     # The finalizer of MurmurHash3 on a counter: jax.random's generators take longer to compile than all the rest.
     h = jax.lax.iota(jnp.uint32, m * k) + jnp.uint32(1)
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
     return jnp.where(h >> 31, jnp.float32(1), jnp.float32(-1)).reshape(m, k)
-
-
-@jax.jit  # one trace for its three uses
-def _inverse_root(h: jax.Array) -> jax.Array:
-    """Q = h^(-1/2) of positive semidefinite h [*batch, k, k] where that is well conditioned, and less where it is not:
-    Q h Q never has an eigenvalue above 1."""
-    eye = jnp.eye(h.shape[-1], dtype=h.dtype)
-    unit = inverse_norm(h)
-    rows = jnp.asarray(_INVERSE_ROOT, unit.dtype)
-
-    def step(t, carry):
-        r, q = carry
-        a, b, c = rows[t]
-        p = a * eye + b * r + c * dot(r, r)
-        return hermitian_part(dot(dot(p, r), p)), hermitian_part(dot(q, p))
-
-    start = unit * h + _RIDGE * eye, jnp.sqrt(unit) * eye
-    return jax.lax.fori_loop(0, len(rows), step, start)[1]
 
 
 def _above_rounding(gram: jax.Array) -> jax.Array:
@@ -209,10 +176,11 @@ def _above_rounding(gram: jax.Array) -> jax.Array:
     eigenvalue negative, polynomials can amplify it without bound. The entries' errors are of random sign and
     about eps / 2 sqrt(a_ii a_jj) at least; the norm of such a matrix is eps sqrt(max a_ii * tr A).
     """
-    m = gram.shape[-1]
-    diagonal = gram.reshape(*gram.shape[:-2], m * m)[..., :: m + 1].real
-    delta = ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1))
-    return gram + delta[..., None, None] * jnp.eye(m, dtype=gram.dtype)
+    tiny = jnp.finfo(gram.dtype).tiny  # a square root has no derivative at zero
+    # A masked sum: a strided slice of the flattened matrix does not compile for a TPU.
+    diagonal = jnp.sum(jnp.where(on_diagonal(gram), gram.real, 0), -1)
+    delta = ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1) + tiny)
+    return gram + delta[..., None, None] * identity_like(gram)
 
 
 def _fourth_powers_of_others(a: jax.Array) -> jax.Array:
@@ -222,14 +190,15 @@ def _fourth_powers_of_others(a: jax.Array) -> jax.Array:
     eigenvalue of M is at least the i-th of a [*batch, k, k], and the sum over i >= 2 is at least
     ||a^2||_F^2 - ||a^2||_2^2, where ||a^2||_2 <= ||a^8||_F^(1/4).
     """
-    square = square_norm(a) + jnp.finfo(a.dtype).tiny
+    tiny = jnp.finfo(a.dtype).tiny
+    square = square_norm(a) + tiny
     a = a * jax.lax.rsqrt(square)
     a2 = dot(a, a)
     a4 = dot(a2, a2)
     a8 = dot(a4, a4)
-    return jnp.maximum(square_norm(a2) - jnp.sqrt(jnp.sqrt(square_norm(a8))), 0) * square**2
+    return jnp.maximum(square_norm(a2) - jnp.sqrt(jnp.sqrt(square_norm(a8) + tiny)), 0) * square**2
 
 
 def _like(a: jax.Array, value: jax.Array) -> jax.Array:
     """`value` with the shape, the dtype and, inside `jax.shard_map`, the varying axes of a: a loop's carry."""
-    return jnp.zeros_like(a) + value
+    return jnp.zeros_like(a) + jnp.expand_dims(value, tuple(range(a.ndim - value.ndim)))

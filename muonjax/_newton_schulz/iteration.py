@@ -1,9 +1,9 @@
-r"""The iteration: matrix -> nearly orthogonal matrix, by products alone.
+r"""The iteration in full precision, and the entry `newton_schulz`: matrix -> nearly orthogonal matrix, by products.
 
 Everything happens on the small side: x is [m, n] with m <= n (else its transpose). With A = X X^H,
 
 1. scale x by a power of two, so that no product over- or underflows (exact);
-2. shrink the dominant directions of A (see _deflation);
+2. shrink the dominant directions of A (see `deflation`);
 3. divide by an upper bound of the largest singular value that the products give for free;
 4. run the polynomials on R = A / s^2, gathering their product in Q; x <- Q x at each restart and at the end.
 
@@ -13,147 +13,31 @@ m, but rounding makes R slightly indefinite, which the polynomials amplify until
 one piece of code here.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from muonjax._cost_model import BYTES_A_SECOND, flops_a_second
-from muonjax._linalg import MatrixProduct
-from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
+from muonjax._linalg import MatrixProduct, on_diagonal
+from muonjax._newton_schulz import half_precision
+from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.deflation import ROUNDING, shave, shrink_dominant
-from muonjax._newton_schulz.normalization import Normalization, normalize
+from muonjax._newton_schulz.normalization import normalize
 from muonjax._newton_schulz.scaling import power_of_two_scale
+from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._policy import Policy, policy_of
 from pallas_kernels._api import symmetric_product_on
 from pallas_kernels._xla_workarounds import materialize
-
-Form = Literal["auto", "standard", "gram"]
-
-
-# The lower ends measured best on recorded momentum whose dominant directions are shrunk.
-_FAST = polar_express(3, lower=2e-2)
-_BALANCED = polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3))
-_ACCURATE = polar_express(12, lower=1e-5)
 
 # How large the rounding errors of R may grow in the Gram form.
 _TOLERATED = 1e-2
 
 # Directions that the Gram form shaves off x before A is made. Four do nearly as well on recorded momentum.
 _SHAVED = 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NewtonSchulz:
-    """How to orthogonalize: a value, hashable, never part of an optimizer's state.
-
-    Args:
-      coefficients: Rows (a, b, c), one a step: `polar_express(...)`, `JORDAN`, `YOU`, or your own.
-      num_steps: Steps to run; None runs each row once. A shorter table repeats its last row, a longer one is
-        cut.
-      deflation: How many dominant directions to shrink first, at most; never more than m / 8 (m: the matrix's
-        shorter side). 0 turns it off.
-      form: "standard", "gram", or "auto", which takes the Gram form in float32 and float64 for n > 1.5 m,
-        and the standard form everywhere else (in half precision the Gram form can go wrong).
-      restarts: Steps after which the Gram form, where it runs, makes its Gram matrix anew, such as (2,); None: before
-        rounding can grow to 1 % (see `gram_restarts` in the source), in half precision after every step.
-      normalization: The bound of the largest singular value: "schatten" (Schatten-8, free), "frobenius" (as
-        most implementations; wastes a step or more), "aol" (rescales rows; changes the polar factor),
-        "spectral" (exact; an eigenvalue problem).
-      compute_dtype: Dtype of the products' operands; None is the input's own precision on a CPU (half types
-        are widened to float32) and bfloat16 on accelerators. float32 means true float32 everywhere, never
-        TF32. float64 and complex inputs keep their own.
-      implementation: Which symmetric products to run; see `pallas_kernels.symmetric_product`. One that is named
-        makes whole products: devices that share a matrix don't share these.
-
-    Raises:
-      ValueError, TypeError: On construction, naming the setting.
-
-    Example:
-      >>> import muonjax
-      >>> six = muonjax.NewtonSchulz(coefficients=muonjax.polar_express(6, lower=3e-3))
-      >>> len(six.steps), six.deflation, muonjax.NewtonSchulz() == muonjax.NewtonSchulz.balanced()
-      (6, 64, True)
-    """
-
-    coefficients: Coefficients = _BALANCED
-    num_steps: int | None = None
-    deflation: int = 64
-    form: Form = "auto"
-    restarts: tuple[int, ...] | None = None
-    normalization: Normalization = "schatten"
-    compute_dtype: jax.typing.DTypeLike | None = None
-    implementation: str | None = None
-
-    def __post_init__(self):
-        call = "NewtonSchulz"
-        rows = checked_rows(call, self.coefficients)
-        object.__setattr__(self, "coefficients", rows)
-        if self.num_steps is not None and (not _is_whole(self.num_steps) or self.num_steps < 1):
-            raise ValueError(
-                f"{call}(num_steps={self.num_steps!r}) needs a whole number of steps, at least 1."
-            )
-        if not _is_whole(self.deflation) or self.deflation < 0:
-            raise ValueError(
-                f"{call}(deflation={self.deflation!r}) needs a whole number of directions; 0 turns it off."
-            )
-        for name, kind in (("form", Form), ("normalization", Normalization)):
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(
-                    f"{call}({name}={getattr(self, name)!r}) is unknown; choose one of {get_args(kind)}."
-                )
-        if self.restarts is not None:
-            restarts = tuple(self.restarts) if isinstance(self.restarts, Sequence) else (self.restarts,)
-            inside = all(_is_whole(r) and 0 < r < len(self.steps) for r in restarts)
-            if not inside or sorted(set(restarts)) != list(restarts):
-                raise ValueError(
-                    f"{call}(restarts={self.restarts!r}) must be whole numbers that rise and lie between the first and "
-                    f"the last of {len(self.steps)} steps."
-                )
-            if self.form == "standard":
-                raise ValueError(
-                    f"{call}(restarts={self.restarts!r}, form='standard'): the standard form restarts after every "
-                    f"step; leave restarts out, or give form='gram'."
-                )
-            object.__setattr__(self, "restarts", restarts)
-        if self.compute_dtype is not None:
-            try:
-                dtype = jnp.dtype(self.compute_dtype)
-            except TypeError:
-                dtype = None
-            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-                raise TypeError(f"{call}(compute_dtype={self.compute_dtype!r}) must be a float type.")
-            object.__setattr__(self, "compute_dtype", dtype)
-
-    @property
-    def steps(self) -> Coefficients:
-        """The rows that run, one a step."""
-        return take_steps(self.coefficients, self.num_steps or len(self.coefficients))
-
-    @classmethod
-    def fast(cls) -> "NewtonSchulz":
-        """Three steps: the cheapest, with about the error of Optax's five or less."""
-        return cls(coefficients=_FAST)
-
-    @classmethod
-    def balanced(cls) -> "NewtonSchulz":
-        """Three steps and a cubic, the default."""
-        return cls()
-
-    @classmethod
-    def accurate(cls) -> "NewtonSchulz":
-        """The polar factor to float32 precision, for condition numbers up to 1e5; computes in float32
-        everywhere."""
-        return cls(coefficients=_ACCURATE, deflation=0, form="standard", compute_dtype=jnp.float32)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def gram_restarts(steps: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int, ...]:
@@ -246,11 +130,30 @@ def _worth_sharing(settings: NewtonSchulz, m: int, dtype: jnp.dtype) -> bool:
     )
 
 
+def _runs_in_half_precision(settings: NewtonSchulz, policy: Policy, dtype: jnp.dtype) -> bool:
+    """Whether `half_precision` has all that is asked for. float16 lacks the range, a Gram form the digits.
+
+    On a CPU half precision saves no time, and who asks for it there gets the more accurate iteration below.
+    """
+    return (
+        not policy.is_cpu
+        and dtype == jnp.bfloat16
+        and settings.form != "gram"
+        and settings.restarts is None
+        and settings.normalization == "schatten"
+        and all(a != 0 for a, _, _ in settings.steps)
+    )
+
+
 def _iterate(
     x: jax.Array, settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...] = ()
 ) -> jax.Array:
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in the dtype of the sums."""
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
+    columns = x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
+    if _runs_in_half_precision(settings, policy, dtype):
+        together = axis_name if _worth_sharing(settings, x.shape[-2], dtype) else ()
+        return half_precision.iterate(x, settings, policy, dtype, columns, axis_name, together)
     sum_dtype = jnp.promote_types(dtype, jnp.float32)
     half = dtype != sum_dtype
     apply = MatrixProduct(dtype.name, None if half else "highest")
@@ -275,7 +178,6 @@ def _iterate(
 
     x = x.astype(sum_dtype)
     x = x * power_of_two_scale(x, axis_name)
-    columns = x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
     segments = _segments(settings, (*x.shape[:-1], columns), dtype)
     together = axis_name if _worth_sharing(settings, x.shape[-2], dtype) else ()
     small_product = functools.partial(product, together=together)
@@ -317,7 +219,7 @@ def _polynomials(
       r2: Its square, where that is already made.
       split: Keep the identity's share of each polynomial apart; in half precision it would cost the rest its digits.
     """
-    diagonal = jnp.eye(r.shape[-1], dtype=bool)
+    diagonal = on_diagonal(r)
 
     def plus_identity(r, a):
         """R + a I, by a mask: XLA would compute a I outside of a loop over matrices, and keep one for each a."""

@@ -1,4 +1,4 @@
-"""Before the polynomials: an upper bound of the largest singular value, out of products that are needed anyway."""
+"""Divide by an upper bound of the largest singular value, from products that are needed anyway."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def normalize(
       multiplied, and the factor that x itself still awaits.
     """
 
-    def or_one(norm):  # for the zero matrix
-        return jnp.where(norm == 0, 1, norm)
+    def or_one(number):  # for the zero matrix, and before a root, which has no derivative at zero
+        return jnp.where(number == 0, 1, number)
 
     def divide(a, bound):
         return (a / bound).astype(a.dtype)
@@ -49,12 +49,12 @@ def normalize(
     gram2, unit = None, 1.0
     if normalization == "schatten":
         # ||A||_F first, for a half type can't hold the square of an unscaled A; then ||A^2||_F of what is left.
-        schatten4 = or_one(jnp.sqrt(square_norm(gram)))
+        schatten4 = jnp.sqrt(or_one(square_norm(gram)))
         gram = divide(gram, schatten4)
         gram2 = product(gram)
         fourth = square_norm(gram2)
         # Of a matrix of rank one deflation leaves so little that the fourth power of its norm is no number.
-        others = (jnp.sqrt(jnp.sqrt(others)) / schatten4) ** 4
+        others = jnp.where(others == 0, 0, (jnp.sqrt(jnp.sqrt(or_one(others))) / schatten4) ** 4)
         fourth = jnp.maximum(fourth - others, fourth / gram.shape[-1])
         schatten8 = jnp.sqrt(jnp.sqrt(or_one(fourth)))
         unit, bound = 1 / schatten8, schatten4 * schatten8

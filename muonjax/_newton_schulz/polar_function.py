@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muonjax._newton_schulz.iteration import NewtonSchulz, polar_factor
+from muonjax._newton_schulz.iteration import polar_factor
+from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._policy import Policy
 
 

@@ -1,4 +1,4 @@
-"""Before any product: an exact change of scale, so that 1e-30 and 1e30 take the same way as 1."""
+"""Scale a matrix exactly, by a power of two, so that no product of it overflows or underflows."""
 
 from __future__ import annotations
 

@@ -1,0 +1,138 @@
+"""The settings of an orthogonalization: which polynomials, in which form and precision."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
+from muonjax._newton_schulz.normalization import Normalization
+
+Form = Literal["auto", "standard", "gram"]
+
+
+# The lower ends measured best on recorded momentum whose dominant directions are shrunk.
+_FAST = polar_express(3, lower=2e-2)
+_BALANCED = polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3))
+_ACCURATE = polar_express(12, lower=1e-5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewtonSchulz:
+    """How to orthogonalize: a value, hashable, never part of an optimizer's state.
+
+    Args:
+      coefficients: Rows (a, b, c), one a step: `polar_express(...)`, `JORDAN`, `YOU`, or your own.
+      num_steps: Steps to run; None runs each row once. A shorter table repeats its last row, a longer one is
+        cut.
+      deflation: How many dominant directions to shrink first, at most; never more than m / 8 (m: the matrix's
+        shorter side). 0 turns it off.
+      form: "standard", "gram", or "auto", which takes the Gram form in float32 and float64 for n > 1.5 m,
+        and the standard form everywhere else (in half precision the Gram form can go wrong).
+      restarts: Steps after which the Gram form, where it runs, makes its Gram matrix anew, such as (2,); None: before
+        rounding can grow to 1 % (see `gram_restarts` in the source), in half precision after every step.
+      normalization: The bound of the largest singular value: "schatten" (Schatten-8, free), "frobenius" (as
+        most implementations; wastes a step or more), "aol" (rescales rows; changes the polar factor),
+        "spectral" (exact; an eigenvalue problem).
+      compute_dtype: Dtype of the products' operands; None is the input's own precision on a CPU (half types
+        are widened to float32) and bfloat16 on accelerators, as the arrays' devices or mesh say.
+        float32 means true float32 everywhere, never
+        TF32. float64 and complex inputs keep their own.
+      implementation: Which symmetric products to run; see `pallas_kernels.symmetric_product`. One that is named
+        makes whole products: devices that share a matrix don't share these.
+
+    Raises:
+      ValueError, TypeError: On construction, naming the setting.
+
+    Example:
+      >>> import muonjax
+      >>> six = muonjax.NewtonSchulz(coefficients=muonjax.polar_express(6, lower=3e-3))
+      >>> len(six.steps), six.deflation, muonjax.NewtonSchulz() == muonjax.NewtonSchulz.balanced()
+      (6, 64, True)
+    """
+
+    coefficients: Coefficients = _BALANCED
+    num_steps: int | None = None
+    deflation: int = 64
+    form: Form = "auto"
+    restarts: tuple[int, ...] | None = None
+    normalization: Normalization = "schatten"
+    compute_dtype: jax.typing.DTypeLike | None = None
+    implementation: str | None = None
+
+    def __post_init__(self):
+        call = "NewtonSchulz"
+        rows = checked_rows(call, self.coefficients)
+        object.__setattr__(self, "coefficients", rows)
+        for name in ("num_steps", "deflation"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
+        if self.num_steps is not None and (not _is_whole(self.num_steps) or self.num_steps < 1):
+            raise ValueError(
+                f"{call}(num_steps={self.num_steps!r}) needs a whole number of steps, at least 1."
+            )
+        if not _is_whole(self.deflation) or self.deflation < 0:
+            raise ValueError(
+                f"{call}(deflation={self.deflation!r}) needs a whole number of directions; 0 turns it off."
+            )
+        for name, kind in (("form", Form), ("normalization", Normalization)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(
+                    f"{call}({name}={getattr(self, name)!r}) is unknown; choose one of {get_args(kind)}."
+                )
+        if self.restarts is not None:
+            restarts = self.restarts if isinstance(self.restarts, Sequence) else (self.restarts,)
+            restarts = tuple(map(_plain, restarts))
+            inside = all(_is_whole(r) and 0 < r < len(self.steps) for r in restarts)
+            if not inside or sorted(set(restarts)) != list(restarts):
+                raise ValueError(
+                    f"{call}(restarts={self.restarts!r}) must be whole numbers that rise and lie between the first and "
+                    f"the last of {len(self.steps)} steps."
+                )
+            if self.form == "standard":
+                raise ValueError(
+                    f"{call}(restarts={self.restarts!r}, form='standard'): the standard form restarts after every "
+                    f"step; leave restarts out, or give form='gram'."
+                )
+            object.__setattr__(self, "restarts", restarts)
+        if self.compute_dtype is not None:
+            try:
+                dtype = jnp.dtype(self.compute_dtype)
+            except TypeError:
+                dtype = None
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+                raise TypeError(f"{call}(compute_dtype={self.compute_dtype!r}) must be a float type.")
+            object.__setattr__(self, "compute_dtype", dtype)
+
+    @property
+    def steps(self) -> Coefficients:
+        """The rows that run, one a step."""
+        return take_steps(self.coefficients, self.num_steps or len(self.coefficients))
+
+    @classmethod
+    def fast(cls) -> "NewtonSchulz":
+        """Three steps: the cheapest. On recorded momentum its error is below that of Optax's five steps; on singular
+        values spread evenly down to 1e-3 of the largest it is above (0.40 against 0.34)."""
+        return cls(coefficients=_FAST)
+
+    @classmethod
+    def balanced(cls) -> "NewtonSchulz":
+        """Three steps and a cubic, the default."""
+        return cls()
+
+    @classmethod
+    def accurate(cls) -> "NewtonSchulz":
+        """The polar factor to float32 precision, for condition numbers up to 1e5; computes in float32
+        everywhere."""
+        return cls(coefficients=_ACCURATE, deflation=0, form="standard", compute_dtype=jnp.float32)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's whole numbers as Python's; anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

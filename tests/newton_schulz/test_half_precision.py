@@ -1,0 +1,173 @@
+"""The accelerators' iteration, its rounding emulated on a CPU: products of bfloat16 with float32 sums."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.common import momentum
+from muonjax import NewtonSchulz
+from muonjax._newton_schulz import inverse_root, thin_deflation
+from muonjax._newton_schulz.iteration import polar_factor
+from muonjax._policy import Policy
+
+PRESETS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced()}
+PLATFORMS = ("gpu", "tpu")
+M = 96
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def orthogonalize(x, platform, preset="balanced"):
+    return polar_factor(x, PRESETS[preset], Policy(platform))
+
+
+def with_spectrum(s, n=M, seed=0):
+    """A matrix [len(s), n] and its polar factor."""
+    rng = np.random.default_rng(seed)
+    u = np.linalg.qr(rng.standard_normal((len(s), len(s))))[0]
+    v = np.linalg.qr(rng.standard_normal((n, len(s))))[0]
+    return jnp.asarray((u * s) @ v.T, jnp.float32), u @ v.T
+
+
+ADVERSARIAL = {
+    "zero": np.zeros(M),
+    "rank one": np.r_[1, np.zeros(M - 1)],
+    "rank 20": np.r_[np.ones(20), np.zeros(M - 20)],
+    "flat": np.ones(M),
+    "log to 1e-4": np.geomspace(1, 1e-4, M),
+    "plateau of fewer than are shrunk": np.r_[np.ones(6), np.full(M - 6, 0.3)],
+    "plateau of more than are shrunk": np.r_[np.ones(20), np.full(M - 20, 0.3)],
+    "two levels": np.r_[np.ones(M // 2), np.full(M - M // 2, 0.05)],
+    "three levels": np.r_[np.ones(3), np.full(9, 1e-2), np.full(M - 12, 1e-4)],
+    "one dominant": np.r_[1, np.full(M - 1, 1e-3)],
+    "slow decay": np.linspace(1, 0.3, M),
+}
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_no_singular_value_comes_out_above_1_2(name, platform):
+    x, _ = with_spectrum(ADVERSARIAL[name])
+    y = orthogonalize(x, platform)
+    top = np.linalg.norm(np.asarray(y, np.float64), 2)
+    assert top == 0 if name == "zero" else 0.7 < top <= 1.2
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_tall_matrix_is_the_transpose_of_a_wide_one(platform):
+    x, _ = with_spectrum(np.geomspace(1, 1e-2, 24), 40)
+    np.testing.assert_allclose(orthogonalize(x.T, platform), orthogonalize(x, platform).T, atol=1e-6)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
+def test_the_scale_of_the_input_changes_rounding_only(scale, platform):
+    x, polar = with_spectrum(np.geomspace(1, 1e-2, 32), 48)
+    want = momentum.polar_error(orthogonalize(x, platform), polar)
+    assert momentum.polar_error(orthogonalize(x * scale, platform), polar) == pytest.approx(want, abs=0.02)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_number_stays_in_its_matrix(bad, platform):
+    x = jnp.stack([with_spectrum(np.geomspace(1, 1e-2, 16), 24, seed)[0] for seed in range(3)])
+    y = orthogonalize(x.at[1, 3, 5].set(bad), platform)
+    clean = orthogonalize(x, platform)
+    assert bool(jnp.isnan(y[1]).all())
+    np.testing.assert_array_equal(y[jnp.array([0, 2])], clean[jnp.array([0, 2])])
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize(("preset", "most"), [("fast", 0.27), ("balanced", 0.20)])
+def test_polar_error_on_recorded_momentum(preset, most, platform):
+    rng = np.random.default_rng(0)
+    matrices = [momentum.matrix(s, 96, 192, rng) for s in momentum.spectra()[::6]]
+    y = orthogonalize(jnp.stack([x for x, _ in matrices]), platform, preset)
+    errors = [momentum.polar_error(a, polar) for a, (_, polar) in zip(y, matrices, strict=True)]
+    assert np.mean(errors) <= most
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("x", [jnp.zeros((16, 24)), with_spectrum(np.ones(9), 12)[0]], ids=["zero", "9 rows"])
+def test_gradients_are_numbers(x, platform):
+    gradient = jax.grad(lambda x: jnp.sum(orthogonalize(x, platform) * x))(x)
+    assert bool(jnp.isfinite(gradient).all())
+
+
+def test_full_products_are_not_mirrored():
+    text = str(jax.make_jaxpr(lambda x: orthogonalize(x, "gpu"))(jnp.ones((64, 64))))
+    assert "tril" not in text
+
+
+@pytest.mark.parametrize(("poles", "lower", "error"), [(3, 1e-4, 0.056), (4, 1e-6, 0.067), (5, 1e-6, 0.021)])
+def test_the_rational_inverse_root_is_nowhere_above(poles, lower, error):
+    at, weights = inverse_root.zolotarev(poles, lower)
+    h = np.geomspace(lower, 1, 5_000)
+    value = np.sqrt(h) * np.sum(weights[:, None] / (h + at[:, None]), axis=0)
+    assert value.max() <= 1 + 1e-12
+    assert 1 - value.min() == pytest.approx(error, abs=1e-3)
+    # Minimax: the error takes its two extreme values 2 J + 1 times in turns.
+    turns = np.diff(np.sign(np.diff(value)))
+    assert np.count_nonzero(turns) == 2 * poles - 1
+    assert (weights > 0).all()
+
+
+@pytest.mark.parametrize("root", [inverse_root.inverse_root, inverse_root.inverse_root_by_cholesky])
+def test_inverse_roots_never_exceed_the_inverse_root(root):
+    s = np.geomspace(1, 1e-7, 32)
+    u = np.linalg.qr(np.random.default_rng(0).standard_normal((32, 32)))[0]
+    h = jnp.asarray((u * s) @ u.T / np.linalg.norm(s), jnp.float32)
+    q = np.asarray(root(h), np.float64)
+    np.testing.assert_allclose(q, q.T, atol=1e-4 * np.abs(q).max())
+    values = np.linalg.eigvalsh(q @ np.asarray(h, np.float64) @ q)
+    assert values.max() <= 1.001
+    assert np.count_nonzero(values > 0.75) >= 16
+
+
+def test_deflation_bounds_what_it_says():
+    """`others` is a lower bound of the sum of the fourth powers of all eigenvalues but the largest."""
+    for name, s in ADVERSARIAL.items():
+        x, _ = with_spectrum(s)
+        found = thin_deflation.deflate(x, jnp.ones((1, 1)), 12, jnp.dtype(jnp.bfloat16), Policy("gpu"))
+        values = np.linalg.svd(np.asarray(found.x, np.float64), compute_uv=False) ** 8
+        assert float(found.others[0, 0]) <= 1.01 * values[1:].sum(), name
+
+
+def wide_spectra():
+    yield from ADVERSARIAL.items()
+    rng = np.random.default_rng(0)
+    for i in range(30):
+        yield f"random {i}", np.sort(10 ** -(4 * rng.random(M) ** rng.uniform(0.2, 5)))[::-1]
+    for i, s in enumerate(momentum.spectra()[::6]):
+        yield (
+            f"recorded {i}",
+            np.exp(np.interp(np.linspace(0, 1, M), np.linspace(0, 1, len(s)), np.log(s + 1e-12))),
+        )
+
+
+@pytest.mark.parametrize("vectors", ["random", "of the axes"])
+def test_joined_steps_are_as_good_as_the_standard_form(vectors, monkeypatch):
+    """Never worse by more than 0.02, and no singular value above 1.2; diagonal matrices have no averaged rounding."""
+    cases = dict(wide_spectra())
+    polar = np.eye(M, 2 * M)
+    diagonal = {name: (s[:, None] * polar, polar) for name, s in cases.items()}
+    random = {name: with_spectrum(s, 2 * M) for name, s in cases.items()}
+    pairs = random if vectors == "random" else diagonal
+    x = jnp.stack([jnp.asarray(a, jnp.float32) for a, _ in pairs.values()])
+
+    def results():
+        y = jax.jit(lambda x: jax.lax.map(lambda x: polar_factor(x, PRESETS["balanced"], Policy("tpu")), x))(
+            x
+        )
+        return {n: np.asarray(a, np.float64) for n, a in zip(pairs, y, strict=True)}
+
+    joined = results()
+    monkeypatch.setattr(Policy, "joins_last_steps", lambda self, m, n: False)
+    standard = results()
+    for name, (_, polar) in pairs.items():
+        assert np.linalg.norm(joined[name], 2) <= 1.2, name
+        if cases[name].min() > 0:
+            errors = [momentum.polar_error(y[name], polar) for y in (joined, standard)]
+            assert errors[0] <= errors[1] + 0.02, name

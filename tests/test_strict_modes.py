@@ -1,0 +1,69 @@
+"""JAX's strict modes, and leaves whose dtypes differ from their gradients'."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import muonjax
+from muonjax._newton_schulz.iteration import polar_factor
+from muonjax._policy import Policy
+
+STACK = np.random.default_rng(0).standard_normal((2, 24, 32)).astype(np.float32)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_half_precision_without_rank_promotion(platform):
+    with jax.numpy_rank_promotion("raise"):
+        jax.jit(lambda x: polar_factor(x, muonjax.NewtonSchulz(), Policy(platform))).trace(STACK)
+
+
+@pytest.mark.parametrize("x", [STACK[0, :9], STACK[0, :15]], ids=["9", "15"])
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_gradients_through_newton_schulz_are_numbers(x, form):
+    settings = muonjax.NewtonSchulz(form=form)
+    gradient = jax.grad(lambda x: jnp.sum(muonjax.newton_schulz(x, settings) * (x + 1)))(x)
+    assert bool(jnp.isfinite(gradient).all())
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_half_precision_parameters_keep_their_state_under_float32_gradients(nesterov):
+    params = {"w": jnp.ones((8, 12), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)}
+    gradients = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    tx = muonjax.muon(1e-3, nesterov=nesterov)
+    state = tx.init(params)
+    _, after = jax.eval_shape(tx.update, gradients, state, params)
+    trace = [leaf.dtype for leaf in jax.tree.leaves(after.inner_states["muon"])]
+    assert trace == [leaf.dtype for leaf in jax.tree.leaves(state.inner_states["muon"])]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"learning_rate": np.float32(-1e-3)},
+        {"learning_rate": -1e-3},
+        {"decay": np.float32(2)},
+        {"decay": np.int64(2)},
+        {"weight_decay": np.float32(-0.1)},
+        {"weight_decay": np.array(-0.1)},
+        {"rms": np.float32(-1)},
+        {"rms": np.float16(np.inf)},
+    ],
+    ids=str,
+)
+def test_numpy_numbers_out_of_range_are_refused_as_pythons_are(settings):
+    name = next(iter(settings))
+    with pytest.raises(ValueError, match=rf"muon\({name}="):
+        muonjax.muon(**{"learning_rate": 1e-3} | settings)
+
+
+def test_other_bad_settings():
+    with pytest.raises(ValueError, match=r"match_rms\(rms="):
+        muonjax.match_rms(np.float32(-1))
+    with pytest.raises(TypeError, match=r"muon\(mu_dtype="):
+        muonjax.muon(1e-3, mu_dtype=jnp.int32)
+    assert muonjax.NewtonSchulz(num_steps=np.int64(3), deflation=np.int32(8)) == muonjax.NewtonSchulz(
+        num_steps=3, deflation=8
+    )
+    with pytest.raises(ValueError, match="deflation"):
+        muonjax.NewtonSchulz(deflation=np.int32(-1))
