@@ -75,22 +75,9 @@ def muon(
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
     (arXiv:2502.16982).
     """
-    if is_known(learning_rate) and not 0 <= learning_rate < math.inf:
-        raise ValueError(
-            f"muon(learning_rate={learning_rate!r}) must be finite and not negative: it is how far the parameters move."
-        )
-    if is_known(decay) and not 0 <= decay < 1:
-        raise ValueError(
-            f"muon(decay={decay!r}) must lie in [0, 1): momentum would grow without end; 0.95 is usual."
-        )
-    if is_known(weight_decay) and not 0 <= weight_decay < math.inf:
-        raise ValueError(
-            f"muon(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
-        )
+    _check("muon", learning_rate, decay, mu_dtype, weight_decay)
     if is_known(rms) and not 0 < rms < math.inf:
         raise ValueError(f"muon(rms={rms!r}) must be positive and finite; 0.2 is the usual RMS of AdamW's.")
-    if mu_dtype is not None and not jax.numpy.issubdtype(mu_dtype, jax.numpy.inexact):
-        raise TypeError(f"muon(mu_dtype={mu_dtype!r}) must be a float type: momentum is no whole number.")
     if adam is None:
         adam = _adamw(learning_rate, weight_decay, weight_decay_mask)
 
@@ -145,6 +132,7 @@ def normuon(
 
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
+    _check("normuon", learning_rate, decay, mu_dtype, weight_decay)
     if adam is None:
         adam = _adamw(learning_rate, weight_decay, weight_decay_mask)
 
@@ -203,6 +191,7 @@ def muonh(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899).
     """
+    _check("muonh", learning_rate, decay, mu_dtype)
     if adam is None:
         if adam_learning_rate is None:
             raise ValueError(
@@ -221,11 +210,30 @@ def muonh(
     return partition_by_route("muonh", matrices, adam, muon_weight_dimension_numbers)
 
 
+def _check(call: str, learning_rate: Any, decay: Any, mu_dtype: Any, weight_decay: Any = 0.0) -> None:
+    """Raise for settings out of range. Schedules and traced numbers pass: their values are not known yet."""
+    if is_known(learning_rate) and not 0 <= learning_rate < math.inf:
+        raise ValueError(
+            f"{call}(learning_rate={learning_rate!r}) must be finite and not negative: it is the length of a step."
+        )
+    if is_known(decay) and not 0 <= decay < 1:
+        raise ValueError(
+            f"{call}(decay={decay!r}) must lie in [0, 1): momentum would grow without end; 0.95 is usual."
+        )
+    if is_known(weight_decay) and not 0 <= weight_decay < math.inf:
+        raise ValueError(
+            f"{call}(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
+        )
+    if mu_dtype is not None and not jax.numpy.issubdtype(mu_dtype, jax.numpy.inexact):
+        raise TypeError(f"{call}(mu_dtype={mu_dtype!r}) must be a float type: momentum is no whole number.")
+
+
 def _momentum(decay: Any, nesterov: bool, dtype: Any) -> optax.GradientTransformation:
     """`optax.trace` whose state keeps its dtype, whatever that of the gradients."""
     trace = optax.trace(decay, nesterov, accumulator_dtype=dtype)
 
     def update(updates: optax.Updates, state: Any, params: Any = None):
+        new: Any
         updates, new = trace.update(updates, state, params)
         if dtype is None:
             new = optax.TraceState(jax.tree.map(lambda m, old: m.astype(old.dtype), new.trace, state.trace))
