@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces, replace_pieces
 
@@ -16,11 +17,7 @@ def is_known(value: Any) -> bool:
     """Whether `value` is a number to check: neither traced (`optax.inject_hyperparams`) nor a schedule."""
     if isinstance(value, (int, float, np.number)):
         return True
-    return (
-        isinstance(value, (np.ndarray, jax.Array))
-        and not isinstance(value, jax.core.Tracer)
-        and value.ndim == 0
-    )
+    return isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, Tracer) and value.ndim == 0
 
 
 def match_rms(

@@ -75,7 +75,8 @@ def muon(
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
     (arXiv:2502.16982).
     """
-    if is_known(learning_rate) and not 0 <= learning_rate < math.inf:
+    number: Any = learning_rate  # a schedule is not checked
+    if is_known(number) and not 0 <= number < math.inf:
         raise ValueError(
             f"muon(learning_rate={learning_rate!r}) must be finite and not negative: it is how far the parameters move."
         )
@@ -87,7 +88,7 @@ def muon(
         raise ValueError(
             f"muon(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
         )
-    if is_known(rms) and not 0 < rms < math.inf:
+    if rms is not None and is_known(rms) and not 0 < rms < math.inf:
         raise ValueError(f"muon(rms={rms!r}) must be positive and finite; 0.2 is the usual RMS of AdamW's.")
     if mu_dtype is not None and not jax.numpy.issubdtype(mu_dtype, jax.numpy.inexact):
         raise TypeError(f"muon(mu_dtype={mu_dtype!r}) must be a float type: momentum is no whole number.")
@@ -226,6 +227,7 @@ def _momentum(decay: Any, nesterov: bool, dtype: Any) -> optax.GradientTransform
     trace = optax.trace(decay, nesterov, accumulator_dtype=dtype)
 
     def update(updates: optax.Updates, state: Any, params: Any = None):
+        new: Any
         updates, new = trace.update(updates, state, params)
         if dtype is None:
             new = optax.TraceState(jax.tree.map(lambda m, old: m.astype(old.dtype), new.trace, state.trace))
