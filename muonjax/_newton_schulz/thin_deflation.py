@@ -22,7 +22,8 @@ from muonjax._newton_schulz.inverse_root import cholesky, inverse_root, inverse_
 from muonjax._policy import Policy
 
 # Products with X X^H, each followed by one orthonormalization. Y^H Y has the squared condition of Y, so that weak
-# directions stay short; a second one gains nothing on recorded momentum, and 0.02 of polar error on harder spectra.
+# directions stay short; a second factorization gains nothing on recorded momentum, and 0.02 of polar error on harder
+# spectra.
 _SUBSPACE_STEPS = 2
 
 # Added to the diagonal of Y^H Y, relative to it: above the rounding of float32 sums, lest the factorization fail.
@@ -87,9 +88,11 @@ def deflate(
 
 def _orthonormalize(y: jax.Array, policy: Policy) -> jax.Array:
     """Nearly orthonormal columns with the span of y [*batch, m, k], no combination of them longer than 1."""
-    gram = dot.of_adjoint(y, y)
     if not policy.fast_cholesky:
-        return dot(y, inverse_root(gram))
+        for _ in range(2):  # what one leaves short costs 0.02 to 0.04 of polar error
+            y = dot(y, inverse_root(dot.of_adjoint(y, y)))
+        return y
+    gram = dot.of_adjoint(y, y)
     ridge = _RIDGE * gram + jnp.finfo(gram.dtype).eps ** 3  # for zero columns
     return jax.lax.linalg.triangular_solve(
         cholesky(gram + ridge * identity_like(gram)),
