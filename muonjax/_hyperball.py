@@ -83,7 +83,7 @@ def hyperball(
 
 def _sums(w: jax.Array, u: jax.Array, view: MatrixView) -> jax.Array:
     """||W||_F^2, ||U||_F^2 and <W, U> of each matrix, [3, *view.shape] with axes of size 1 for rows and columns."""
-    w, u = (a.reshape(view.shape).astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (w, u))
+    w, u = (view.split(a).astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (w, u))
     products = (w * w.conj()).real, (u * u.conj()).real, (w * u.conj()).real
     # Stacked before they are summed, so that a mesh sums them in one all-reduce.
     axes = tuple(axis + 1 for axis in (*view.reduction_axes, *view.output_axes))
@@ -97,5 +97,5 @@ def _step(u: jax.Array, w: jax.Array, view: MatrixView, eta: jax.Array) -> jax.A
     # ||W + toward U||_F from the three sums: no second reduction.
     moved2 = w2 + 2 * toward * wu + toward**2 * u2
     back = jnp.sqrt(w2 / jnp.where(moved2 == 0, 1, moved2))
-    u, w = u.reshape(view.shape), w.reshape(view.shape)
-    return (((back - 1) * w + back * toward * u).astype(u.dtype)).reshape(view.leaf_shape)
+    step = (back - 1) * view.split(w) + back * toward * view.split(u)
+    return view.join(step.astype(u.dtype), like=u)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muonjax._trees import broadcast_prefix, is_masked, tree_of
 
@@ -92,6 +93,21 @@ class MatrixView(NamedTuple):
     @property
     def _order(self) -> tuple[int, ...]:
         return self.batch_axes + self.reduction_axes + self.output_axes
+
+    def split(self, leaf: jax.Array) -> jax.Array:
+        """`leaf` in `shape`. With explicit axis types a fused axis is gathered: shards need not end where parts do."""
+        sharding = jax.typeof(leaf).sharding
+        if self.cut is not None and AxisType.Explicit in sharding.mesh.axis_types:
+            spec = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
+            spec[self.cut] = None
+            leaf = jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+        return leaf.reshape(self.shape)
+
+    def join(self, split: jax.Array, like: jax.Array) -> jax.Array:
+        """The inverse of `split`, sharded as `like`."""
+        leaf, sharding = split.reshape(self.leaf_shape), jax.typeof(like).sharding
+        is_explicit = self.cut is not None and AxisType.Explicit in sharding.mesh.axis_types
+        return jax.sharding.reshard(leaf, sharding) if is_explicit else leaf
 
     def to_matrices(self, leaf: jax.Array) -> jax.Array:
         """`leaf` -> [batch, fan_in, fan_out]."""

@@ -124,7 +124,7 @@ def _normalize(
     leaf: jax.Array, moment: jax.Array, view: MatrixView, decay: Any, eps: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The leaf's normalized update and its new second moment."""
-    o = leaf.reshape(view.shape)
+    o = view.split(leaf)
     wide = jnp.promote_types(o.dtype, jnp.float32)
     squares = jnp.sum(jnp.abs(o.astype(wide)) ** 2, view.reduction_axes, keepdims=True)
     moment = decay * moment + (1 - decay) * squares / view.fan_in
@@ -132,4 +132,4 @@ def _normalize(
     # ||P||_F from the neurons' own norms: no second pass over the update.
     norm2, scaled2 = (jnp.sum(s, view.output_axes, keepdims=True) for s in (squares, squares * factor**2))
     factor *= jnp.sqrt(norm2 / jnp.where(scaled2 == 0, 1, scaled2))
-    return (o * factor).astype(leaf.dtype).reshape(leaf.shape), moment.astype(jnp.float32)
+    return view.join((o * factor).astype(leaf.dtype), like=leaf), moment.astype(jnp.float32)

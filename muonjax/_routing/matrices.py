@@ -23,11 +23,13 @@ from muonjax._routing.roles import (
     words,
 )
 from muonjax._routing.siblings import (
+    FLAX,
     Arrangement,
     Parameter,
     Shape,
     Siblings,
     arrangements,
+    has_heads_of_flax,
     is_outputs_first,
     is_weight,
     is_window,
@@ -115,11 +117,10 @@ def arrangement(p: Parameter, siblings: Siblings) -> Arrangement | None:
     """Where d, heads and size are in the projections of this attention; None where the siblings do not tell."""
     shapes = siblings.attention(p)
     found = arrangements(shapes, einsum=is_einsum(p))
+    alone = p.role.kind == "out" and not any(len(s) == 3 for kind, s in shapes.items() if kind != "out")
     if not found:
-        return None
-    if p.role.kind == "out" and not any(len(s) == 3 for kind, s in shapes.items() if kind != "out"):
-        return found[0] if found[0].out == "hsd" else None
-    return found[0]
+        return FLAX if words(p.path)[-1] == "kernel" and (alone or has_heads_of_flax(shapes)) else None
+    return found[0] if not alone or found[0].out == "hsd" else None
 
 
 def is_einsum(p: Parameter) -> bool:

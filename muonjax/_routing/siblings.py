@@ -161,6 +161,14 @@ def arrangements(shapes: Mapping[str, Shape], *, einsum: bool = False) -> list[A
     return [a for score, a in sorted(scored, key=lambda pair: -pair[0]) if score >= 0]
 
 
+def has_heads_of_flax(shapes: Mapping[str, Shape]) -> bool:
+    """Whether query [d, heads, size] and output [heads, size, d] have equal heads.
+
+    Where no arrangement is likely, as in a small model whose heads are larger than d, this and Flax's name decide."""
+    query, out = shapes.get("query", ()), shapes.get("out", ())
+    return len(query) == len(out) == 3 and query[1] == out[0]
+
+
 def _agreement(shapes: Mapping[str, Shape], arrangement: Arrangement) -> int:
     """How many sizes agree that may differ in rare models; −1 where one differs that must agree."""
 

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 
 from muonjax._routing.matrices import is_einsum
 from muonjax._routing.roles import ADAPTER, unit
-from muonjax._routing.siblings import FLAX, Parameter, Siblings, arrangements, is_outputs_first, is_window
+from muonjax._routing.siblings import (
+    FLAX,
+    Parameter,
+    Siblings,
+    arrangements,
+    has_heads_of_flax,
+    is_outputs_first,
+    is_window,
+)
 
 
 def unstack(parameters: Sequence[Parameter], scan_axis: int | None = None) -> list[Parameter]:
@@ -98,7 +106,7 @@ def _heads_agree(p: Parameter, siblings: Siblings) -> bool | None:
     found = arrangements(shapes, einsum=is_einsum(p))
     if found and found[0] != FLAX and not is_einsum(p):
         return None  # (layers, d, heads·size) looks like (heads, d, size)
-    return bool(found)
+    return bool(found) or (p.path[-1] == "kernel" and has_heads_of_flax(shapes))
 
 
 def _is_stacked_factor(p: Parameter, siblings: Siblings) -> bool | None:

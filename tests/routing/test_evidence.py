@@ -325,3 +325,17 @@ def test_a_plan_of_unequal_parts():
 def test_muon_without_matrices_says_so():
     with pytest.warns(UserWarning, match="none of the parameters is a matrix"):
         muonjax.muon(1e-3).init({"scale": jnp.ones(4)})
+
+
+def test_flax_names_decide_where_heads_are_larger_than_the_model():
+    """Latent attention of width 16 and a query of rank 8 agrees with no arrangement; the name `kernel` is Flax's."""
+
+    def latent(name):
+        shapes = {"wq_a": (16, 8), "wq_b": (8, 2, 24), "wkv_b": (8, 2, 40), "out": (2, 24, 16)}
+        return {"attention": {module: {name: leaf(*shape)} for module, shape in shapes.items()}}
+
+    found = decided(latent("kernel"))
+    assert found["attention/out/kernel"] == MuonDimensionNumbers((0, 1), 2)
+    assert found["attention/wq_b/kernel"] == MuonDimensionNumbers(0, (1, 2))
+    with pytest.raises(ValueError, match="can't tell"):
+        decided(latent("w"))
