@@ -50,8 +50,9 @@ def _route(numbers: DimensionNumbersTree | None, tree: Any, call: str) -> tuple[
     # Optax initializes with a placeholder that has no leaves when it looks for parameter-like state.
     flat = resolve_dimension_numbers(source, tree, call=call) if treedef.num_leaves else []
     numbers = treedef.unflatten(flat)
-    # Here and not in the chain only: momentum would turn an integer leaf into a float one.
-    matrix_pieces(numbers, tree, call=call)
+    if any(flat):  # None for a tree that is one leaf would mean that it is a matrix
+        # Here and not in the chain only: momentum would turn an integer leaf into a float one.
+        matrix_pieces(numbers, tree, call=call)
     labels = treedef.unflatten("adam" if n is None else "muon" for n in flat)
     # A function, for Optax would call a tree that is callable, as an Equinox module is.
     return numbers, lambda _: labels

@@ -80,7 +80,7 @@ def test_the_rule_takes_blocked_only_on_a_cpu():
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the device may be able to run it")
 def test_hopper_is_refused_with_the_reason():
-    with pytest.raises(NotImplementedError, match=re.escape('implementation="hopper") needs')):
+    with pytest.raises(NotImplementedError, match=re.escape("implementation='hopper') needs")):
         symmetric_product(MATRIX.astype(jnp.bfloat16), implementation="hopper")
 
 
@@ -100,4 +100,4 @@ def test_float32_is_float32_unless_the_user_says_otherwise(implementation):
 
 
 def test_the_suite_covers_every_implementation():
-    assert set(IMPLEMENTATIONS) == {"reference", "blocked", "hopper"}
+    assert set(IMPLEMENTATIONS) == {"reference", "blocked", "hopper", "quack", "tpu"}
