@@ -225,6 +225,7 @@ CASES = {
         muonjax.max_logits(array(1, 5, 2, 4), array(1, 5, 2, 4), mask=jnp.ones((1, 1, 5, 5), bool)),
     ),
     "muonjax.max_logits_bound": lambda: muonjax.max_logits_bound(array(1, 2, 5)),
+    "muonjax.metrics": lambda: muonjax.metrics(muonjax.muonclip(1e-2, [SITE]).init(attention_parameters())),
     "muonjax.mcsgn": lambda: (
         gradient(muonjax.mcsgn, SYMMETRIC),
         gradient(muonjax.mcsgn, SYMMETRIC.astype(jnp.bfloat16)),
@@ -292,12 +293,15 @@ ELSEWHERE = {
     "muonjax.linen.merge",
     "muonjax.linen.save_lycoris",
     "muonjax.linen.split_adapters",
+    "muonjax.linen.watch",  # makes every attention's function muonjax.linen.attention_fn
     "muonjax.nnx.LoHaConv",
     "muonjax.nnx.adapters",
     "muonjax.nnx.merge",
     "muonjax.nnx.remove_loha",
     "muonjax.nnx.save_lycoris",
     "muonjax.nnx.unmerge",
+    "muonjax.nnx.value_and_grad",  # jax.value_and_grad and nnx.capture
+    "muonjax.nnx.watch",  # makes every attention's function muonjax.nnx.attention_fn
 }
 
 
