@@ -116,7 +116,8 @@ def normuon(
       learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` a good one for AdamW is a good start.
       neuron_decay: Of the running mean square of each neuron, in [0, 1).
       rms: Root mean square of an update before the learning rate (see `match_rms`), > 0.
-      All other arguments: as in `muon`.
+
+    All other arguments are as in `muon`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
@@ -172,7 +173,8 @@ def muonh(
       adam_learning_rate: Of all other leaves, for `optax.adamw` with b2 = 0.95 and no weight decay. Needed where `adam`
         is not given, for `learning_rate` has another unit.
       adam: Transformation for all other leaves, learning rate included.
-      All other arguments: as in `muon`.
+
+    All other arguments are as in `muon`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
@@ -280,7 +282,8 @@ def muonclip(
       sites: The attention modules to watch, such as `[mha_site()]`; None: all that `sites_from(params)` finds.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
       every_k: As in `qk_clip`; in `optax.inject_hyperparams` make it a static_args.
-      All other arguments: as in `muon` and `qk_clip`.
+
+    All other arguments are as in `muon` and `qk_clip`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`; the

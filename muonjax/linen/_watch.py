@@ -58,7 +58,7 @@ def watch() -> Iterator[None]:
 class TrainState(train_state.TrainState):
     """Flax's `TrainState` whose `apply_gradients` hands the largest logits on to the optimizer.
 
-    Args:
+    Attributes:
       step: As in Flax, as all others.
       apply_fn: The model's `apply`.
       params: The parameters.

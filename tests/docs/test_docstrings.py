@@ -134,10 +134,10 @@ def arguments(public) -> list[str]:
 
 
 def documented(name: str) -> tuple[list[str], set[str]]:
-    """The arguments that a docstring names, and those behind "All other arguments: as in `muon` and `qk_clip`."."""
+    """The arguments that a docstring names, and those behind "All other arguments are as in `muon` and `qk_clip`."."""
     found = sections(name)
     text = found.get("Args") or found.get("Attributes") or ""
-    pointers = re.search(r"^  All other arguments: as in ([^.]*)\.", text, flags=re.MULTILINE)
+    pointers = re.search(r"^All other arguments are as in ([^.]*)\.", docstring(name), flags=re.MULTILINE)
     others = re.findall(r"`(\w+)`", pointers[1]) if pointers else []
     behind = {argument for other in others for argument in documented(f"muonjax.{other}")[0]}
     return re.findall(r"^  \*{0,2}(\w+): ", text, flags=re.MULTILINE), behind
