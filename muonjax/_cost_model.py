@@ -22,7 +22,7 @@ class Work(NamedTuple):
     """Costs on one device.
 
     Attributes:
-      flops: two a multiply-add, of matrix products alone.
+      flops: two per multiply-add, of matrix products alone.
       sent: bytes a device sends, in sums and gathers over mesh axes.
       collectives: how many of these there are.
       seconds: that the products take, at `flops_a_second`.

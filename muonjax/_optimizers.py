@@ -57,7 +57,7 @@ def muon(
       newton_schulz: Settings of the orthogonalization; None is `NewtonSchulz.balanced()`.
       adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` at the same learning
         rate and weight decay, with b2 = 0.95.
-      distribution: How the parameters lie on a mesh (see `orthogonalize`).
+      distribution: How the parameters are sharded (see `orthogonalize`).
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
@@ -298,7 +298,7 @@ def muonclip(
       >>> import jax.numpy as jnp, muonjax
       >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
       >>> tx = muonjax.muonclip(1e-3, muonjax.mha_site(), threshold=100.0)
-      >>> statistics = {"attention": jnp.array([400.0, 50.0])}  # one logit a head
+      >>> statistics = {"attention": jnp.array([400.0, 50.0])}  # one logit per head
       >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
       >>> state[-1].factors["attention"]
       Array([0.25, 1.  ], dtype=float32)

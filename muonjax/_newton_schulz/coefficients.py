@@ -105,7 +105,7 @@ def polar_express(
       num_steps: How many polynomials; at least 1.
       lower: The smallest singular value (the largest is 1) that the schedule cares for; in (0, 1).
       cushion: Never fit an interval wider than [`cushion` * upper, upper]; then rescale so that the ends of
-        the true interval lie evenly about 1. Keeps a polynomial from throwing large singular values close to
+        the true interval are symmetric about 1. Keeps a polynomial from throwing large singular values close to
         zero, where half precision loses them. In [0, 1).
       safety: Every step but the last is evaluated at s / `safety`, so that rounding that lifts a singular
         value above the interval can't grow without bound; in [1, 2]. The last step stays plain: nothing

@@ -26,8 +26,8 @@ def unstack(parameters: Sequence[Parameter], scan_axis: int | None = None) -> li
     """Removes the axes that enumerate layers, again and again where scans are nested.
 
     Args:
-      parameters: every leaf of the tree.
-      scan_axis: where the layers lie, counted on the stacked leaf (negative: from its end); None: find out.
+      parameters: Every leaf of the tree.
+      scan_axis: Which axis counts the layers, counted on the stacked leaf (negative: from its end); None: find out.
 
     Returns:
       The same leaves with the shapes and axes of one layer.
