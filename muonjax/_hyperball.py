@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces, replace_pieces
 
 
@@ -83,7 +84,7 @@ def hyperball(
 
 def _sums(w: jax.Array, u: jax.Array, view: MatrixView) -> jax.Array:
     """||W||_F^2, ||U||_F^2 and <W, U> of each matrix, [3, *view.shape] with axes of size 1 for rows and columns."""
-    w, u = (view.split(a).astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (w, u))
+    w, u = (view.split(a).astype(at_least_float32(a.dtype)) for a in (w, u))
     products = (w * w.conj()).real, (u * u.conj()).real, (w * u.conj()).real
     # Stacked before they are summed, so that a mesh sums them in one all-reduce.
     axes = tuple(axis + 1 for axis in (*view.reduction_axes, *view.output_axes))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._linalg import dot, square_norm
+from muonjax._linalg import at_least_float32, dot, square_norm
 from muonjax._matrix_view import MatrixView, matrix_pieces
 from muonjax._routing.dimension_numbers import dimension_numbers as route
 from muonjax._trees import flatten_with_names, names
@@ -159,14 +159,14 @@ def _momentum(state: Any, paths: dict[tuple[str, ...], int]) -> dict[int, list[j
 
 def _squares(x: jax.Array) -> jax.Array:
     """The sum of squares of all entries, float32."""
-    return jnp.sum(jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32))) ** 2).astype(jnp.float32)
+    return jnp.sum(jnp.abs(x.astype(at_least_float32(x.dtype))) ** 2).astype(jnp.float32)
 
 
 def _deviation(update: jax.Array, view: MatrixView) -> jax.Array:
     """The least ||c U U^T - I||_F^2 / m over c, [batch]: 1 - tr(A)^2 / (m ||A||_F^2) with A = U U^T."""
     u = view.to_matrices(update)
     u = u.mT if u.shape[-2] > u.shape[-1] else u
-    u = u.astype(jnp.promote_types(u.dtype, jnp.float32))
+    u = u.astype(at_least_float32(u.dtype))
     u = u / jnp.maximum(jnp.max(jnp.abs(u), (-2, -1), keepdims=True), jnp.finfo(jnp.float32).tiny)
     gram = dot.with_adjoint(u, u)
     trace = jnp.sum(jnp.abs(u) ** 2, (-2, -1))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces, replace_pieces
 
 
@@ -125,8 +126,7 @@ def _normalize(
 ) -> tuple[jax.Array, jax.Array]:
     """The leaf's normalized update and its new second moment."""
     o = view.split(leaf)
-    wide = jnp.promote_types(o.dtype, jnp.float32)
-    squares = jnp.sum(jnp.abs(o.astype(wide)) ** 2, view.reduction_axes, keepdims=True)
+    squares = jnp.sum(jnp.abs(o.astype(at_least_float32(o.dtype))) ** 2, view.reduction_axes, keepdims=True)
     moment = decay * moment + (1 - decay) * squares / view.fan_in
     factor = 1 / (jnp.sqrt(moment) + eps)
     # ||P||_F from the neurons' own norms: no second pass over the update.

@@ -25,15 +25,13 @@ def partition_by_route(
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
 
-    def members(tree: Any) -> optax.GradientTransformationExtraArgs:
+    def members(tree: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
         # Made for the whole tree: routing looks at the neighbours of a leaf, which a partition hides.
-        numbers, labels = _route(dimension_numbers, tree, call)
+        numbers, labels = _route(dimension_numbers, tree, call, warn=warn)
         return optax.partition({"muon": matrices(numbers), "adam": adam}, labels)
 
     def init(params: optax.Params):
-        tx = members(params)
-        _warn_without_matrices(dimension_numbers, params, call)
-        return tx.init(params)
+        return members(params, warn=True).init(params)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
         tx = members(updates)
@@ -43,7 +41,7 @@ def partition_by_route(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _route(numbers: DimensionNumbersTree | None, tree: Any, call: str) -> tuple[Any, Any]:
+def _route(numbers: DimensionNumbersTree | None, tree: Any, call: str, *, warn: bool) -> tuple[Any, Any]:
     """Dimension numbers, and a function that returns the label "muon" or "adam", for every leaf of `tree`."""
     source = route if numbers is None else numbers
     treedef = jax.tree.structure(tree)
@@ -53,19 +51,15 @@ def _route(numbers: DimensionNumbersTree | None, tree: Any, call: str) -> tuple[
     if any(flat):  # None for a tree that is one leaf would mean that it is a matrix
         # Here and not in the chain only: momentum would turn an integer leaf into a float one.
         matrix_pieces(numbers, tree, call=call)
-    labels = treedef.unflatten("adam" if n is None else "muon" for n in flat)
-    # A function, for Optax would call a tree that is callable, as an Equinox module is.
-    return numbers, lambda _: labels
-
-
-def _warn_without_matrices(numbers: DimensionNumbersTree | None, params: Any, call: str) -> None:
-    source = route if numbers is None else numbers
-    if jax.tree.leaves(params) and not any(resolve_dimension_numbers(source, params, call=call)):
+    elif warn and flat:
         warnings.warn(
             f"{call}: none of the parameters is a matrix for Muon, so all of them train with the other optimizer; "
             "muonjax.tabulate(params) says why.",
-            stacklevel=4,
+            stacklevel=5,
         )
+    labels = treedef.unflatten("adam" if n is None else "muon" for n in flat)
+    # A function, for Optax would call a tree that is callable, as an Equinox module is.
+    return numbers, lambda _: labels
 
 
 def _check_state(state: Any, expected: Any, call: str) -> None:

@@ -60,8 +60,8 @@ class Policy:
         """How many elements are stacked at most, to run as one batch.
 
         On a CPU the loop over chunks reads the stack where it is. On an accelerator a stack is traffic and memory:
-        32 M elements keep the temporary memory of GPT-2 small's update below four times that of Optax's, at as few
-        launches as that allows (counted).
+        32 M elements are a compromise (counted on GPT-2 small's update, benchmarks/gpu/model.py): smaller stacks take
+        less memory and more launches.
         """
         return math.inf if self.is_cpu else 1 << 25
 

@@ -99,9 +99,8 @@ def iterate(
 
     r = products.gram(z)
     r2 = products.symmetric(r)
-    fourth = square_norm(
-        r2
-    )  # the bound of the largest singular value is that of Schatten-8, less what is known
+    # The bound of the largest singular value is that of Schatten-8, less what is known.
+    fourth = square_norm(r2)
     fourth = jnp.maximum(fourth - others, fourth / r.shape[-1])
     fourth = jnp.where(fourth == 0, 1, fourth)
     g2 = fourth**-0.25
