@@ -73,7 +73,7 @@ def normalize_neurons(
     """
     # Traced numbers (optax.inject_hyperparams) can't be looked at.
     if not isinstance(decay, jax.Array) and not 0 <= decay < 1:
-        raise ValueError(f"normalize_neurons(decay={decay!r}) must lie in [0, 1); 0.95 is usual.")
+        raise ValueError(f"normalize_neurons(decay={decay!r}) must be in [0, 1); 0.95 is usual.")
     if not isinstance(eps, jax.Array) and not 0 < eps < math.inf:
         raise ValueError(f"normalize_neurons(eps={eps!r}) must be positive and finite; 1e-8 is usual.")
 

@@ -220,7 +220,7 @@ def _check(call: str, learning_rate: Any, decay: Any, mu_dtype: Any, weight_deca
         )
     if is_known(decay) and not 0 <= decay < 1:
         raise ValueError(
-            f"{call}(decay={decay!r}) must lie in [0, 1): momentum would grow without end; 0.95 is usual."
+            f"{call}(decay={decay!r}) must be in [0, 1): momentum would grow without end; 0.95 is usual."
         )
     if is_known(weight_decay) and not 0 <= weight_decay < math.inf:
         raise ValueError(
@@ -343,20 +343,11 @@ def adamclip(
     """AdamW, then `qk_clip`, for Adam's attention logits can run away too.
 
     Args:
-      learning_rate: As in `optax.adamw`.
       sites: As in `muonclip`.
       threshold: As in `muonclip`.
-      shared_keys: As in `qk_clip`.
       every_k: As in `qk_clip`; in `optax.inject_hyperparams` make it a static_args.
-      axis_name: As in `qk_clip`.
-      b1: As in `optax.adamw`.
-      b2: As in `optax.adamw`.
-      eps: As in `optax.adamw`.
-      eps_root: As in `optax.adamw`.
-      mu_dtype: As in `optax.adamw`.
-      weight_decay: As in `optax.adamw`.
-      mask: As in `optax.adamw`.
-      nesterov: As in `optax.adamw`.
+
+    All other arguments are as in `optax.adamw` and `qk_clip`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`.

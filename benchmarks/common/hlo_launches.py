@@ -46,7 +46,7 @@ class Launch:
       name: In the HLO.
       kind: Its opcode, or the target of a custom call.
       count: How often it runs.
-      flops: Two a multiply-add, of matrix products, by the type in which they are multiplied: "bf16", "f16", "f32
+      flops: Two per multiply-add, of matrix products, by the type in which they are multiplied: "bf16", "f16", "f32
         highest", "f32 default" (TF32 on a GPU, one pass in bfloat16 on a TPU), or "symmetric" for a kernel that
         computes one triangle.
       results: The sizes of the products' results.

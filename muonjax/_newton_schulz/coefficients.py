@@ -132,10 +132,10 @@ def polar_express(
         raise ValueError(f"polar_express(num_steps={num_steps!r}) needs a whole number of steps, at least 1.")
     if not 0 < lower < 1:
         raise ValueError(
-            f"polar_express(lower={lower!r}) must lie in (0, 1): the largest singular value is 1."
+            f"polar_express(lower={lower!r}) must be in (0, 1): the largest singular value is 1."
         )
     if not 0 <= cushion < 1:
-        raise ValueError(f"polar_express(cushion={cushion!r}) must lie in [0, 1); 0 turns it off.")
+        raise ValueError(f"polar_express(cushion={cushion!r}) must be in [0, 1); 0 turns it off.")
     if not 1 <= safety <= 2:
         raise ValueError(
             f"polar_express(safety={safety!r}) must be at least 1, which turns it off, and at most 2."

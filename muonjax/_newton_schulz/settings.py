@@ -88,7 +88,7 @@ class NewtonSchulz:
             inside = all(_is_whole(r) and 0 < r < len(self.steps) for r in restarts)
             if not inside or sorted(set(restarts)) != list(restarts):
                 raise ValueError(
-                    f"{call}(restarts={self.restarts!r}) must be whole numbers that rise and lie between the first and "
+                    f"{call}(restarts={self.restarts!r}) must be ascending whole numbers between the first and "
                     f"the last of {len(self.steps)} steps."
                 )
             if self.form == "standard":

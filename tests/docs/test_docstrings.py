@@ -10,6 +10,7 @@ import pathlib
 import re
 import types
 
+import optax
 import pytest
 
 import muonjax
@@ -137,9 +138,13 @@ def documented(name: str) -> tuple[list[str], set[str]]:
     """The arguments that a docstring names, and those behind "All other arguments are as in `muon` and `qk_clip`."."""
     found = sections(name)
     text = found.get("Args") or found.get("Attributes") or ""
-    pointers = re.search(r"^All other arguments are as in ([^.]*)\.", docstring(name), flags=re.MULTILINE)
-    others = re.findall(r"`(\w+)`", pointers[1]) if pointers else []
-    behind = {argument for other in others for argument in documented(f"muonjax.{other}")[0]}
+    pointers = re.search(r"^All other arguments are as in (.*)\.$", docstring(name), flags=re.MULTILINE)
+    behind: set[str] = set()
+    for other in re.findall(r"`([\w.]+)`", pointers[1]) if pointers else []:
+        library, _, function = other.rpartition(".")
+        behind |= set(
+            arguments(getattr(optax, function)) if library else documented(f"muonjax.{function}")[0]
+        )
     return re.findall(r"^  \*{0,2}(\w+): ", text, flags=re.MULTILINE), behind
 
 

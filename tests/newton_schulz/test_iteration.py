@@ -46,7 +46,7 @@ def spectrum(name, m):
         "two levels": np.r_[np.ones(m // 2), np.full(m - m // 2, 0.05)],
         "hilbert": 1 / (1 + np.arange(m)),
         "rank deficient": np.r_[np.linspace(1, 0.5, m // 2), np.zeros(m - m // 2)],
-        # The subspace of a random start is worst where many directions lie just below the dominant ones.
+        # The subspace of a random start is worst where many singular values are just below the dominant ones.
         "plateau below": np.r_[np.ones(m // 10), np.full(m - m // 10, 0.3)],
     }[name]
 
@@ -381,7 +381,7 @@ def test_reverse_mode_agrees_with_forward_mode(form):
         ({"form": "gramm"}, ValueError, "form='gramm'.*'gram'"),
         ({"normalization": "l2"}, ValueError, "normalization='l2'"),
         ({"restarts": (4,)}, ValueError, r"restarts=\(4,\)"),
-        ({"restarts": (2, 1)}, ValueError, "that rise"),
+        ({"restarts": (2, 1)}, ValueError, "ascending"),
         ({"restarts": 4}, ValueError, "restarts=4"),
         ({"restarts": (1, "a")}, ValueError, "whole numbers"),
         ({"num_steps": True}, ValueError, "num_steps=True"),

@@ -84,7 +84,7 @@ def test_linen_transformer(scan_axis, bias):
 
 
 def test_axes_of_a_scanned_stack():
-    """The scan axis is a batch axis wherever it lies; heads fold with their size."""
+    """The scan axis is a batch axis wherever it is; heads fold with their size."""
     for scan_axis, query, out in [(0, (1, (2, 3)), ((1, 2), 3)), (1, (0, (2, 3)), ((0, 2), 3))]:
         found = numbers_of(model_params(scan_axis=scan_axis))
         assert found["layers/attention/query/kernel"] == MuonDimensionNumbers(*query)
