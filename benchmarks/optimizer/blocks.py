@@ -77,6 +77,31 @@ def _scale(content: Row) -> list[Row]:
     return rows
 
 
+def _traffic(content: Row) -> list[Row]:
+    """Layouts and devices, the optimizers side by side."""
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    for row in content["rows"]:
+        cell = f"{row['mebibytes']:.0f}; {row['gigaflops']:.0f}"
+        found.setdefault((row["layout"], row["devices"]), {})[row["optimizer"]] = cell
+    return [
+        {"layout": layout, "devices": devices, **cells}
+        for (layout, devices), cells in sorted(found.items())
+        if devices in (8, 32, 128, 256)
+    ]
+
+
+def _overlap(content: Row) -> list[Row]:
+    return [
+        {
+            **row,
+            "option": "on" if row["option"] else "off",
+            "hidden": f"{row['hidden_share']:.2f}",
+            "asynchronous": f"{row['asynchronous']} of {row['all_to_alls']}",
+        }
+        for row in content["rows"]
+    ]
+
+
 def _modes(content: Row) -> list[Row]:
     return [
         {"title": "" if number else row["title"], "mode": f'"{mode}"{" (auto)" * cost["auto"]}', **cost}
@@ -163,6 +188,28 @@ BLOCKS = {
         text="{table}\n\nPlanned, not measured: per device and update, in bfloat16, momentum in float32. Milliseconds "
         "of the products and then of the exchange, at the speeds that auto assumes. XLA compiled for CPUs. "
         "{machine}",
+    ),
+    "mesh_traffic": Block(
+        rows=_traffic,
+        columns={
+            "MiB sent; GFLOP of products": "{layout}",
+            "devices": "{devices}",
+            "muonjax": "{muonjax}",
+            "MaxText": "{MaxText}",
+            "Optax": "{Optax}",
+        },
+        text="{table}\n\nPer device and step, counted in the compiled program: 24 scanned layers of 512 × 2048 and "
+        "2048 × 512, in float32. {machine}",
+    ),
+    "exchange_overlap": Block(
+        rows=_overlap,
+        columns={
+            "rounds (`chunks`)": "{rounds}",
+            "`xla_tpu_enable_async_all_to_all`": "{option}",
+            "asynchronous all-to-alls": "{asynchronous}",
+            "share of the bytes that is hidden": "{hidden}",
+        },
+        text="{table}\n\nCounted in the schedule that libtpu compiles for a TPU {topology}, not measured. {machine}",
     ),
     "sharding.llama": Block(
         rows="llama",

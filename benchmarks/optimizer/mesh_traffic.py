@@ -102,23 +102,26 @@ def draw(rows: list[dict[str, Any]]) -> None:
     import matplotlib.pyplot as plt
 
     titles = ("FSDP", "HSDP", "replicated")
-    figure, panels = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True, layout="constrained")
-    for title, panel in zip(titles, panels, strict=True):
-        for name, marker in (("muonjax", "o"), ("MaxText", "s"), ("Optax", "^")):
-            own = sorted(
-                (row["devices"], row["mebibytes"])
-                for row in rows
-                if (row["layout"], row["optimizer"]) == (title, name)
-            )
-            panel.plot(*zip(*own, strict=True), marker=marker, label=name) if own else None
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("symlog", linthresh=1)
-        panel.set_xticks(DEVICES, [str(d) for d in DEVICES])
-        panel.set_title(title if title != "HSDP" else "HSDP, replicas of 8")
-        panel.set_xlabel("devices")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("MiB sent per device and step")
-    panels[0].legend()
+    figures = {"mebibytes": "MiB sent", "gigaflops": "GFLOP of products"}
+    figure, panels = plt.subplots(2, 3, figsize=(10, 5.4), sharex=True, sharey="row", layout="constrained")
+    for line, (key, label) in zip(panels, figures.items(), strict=True):
+        for title, panel in zip(titles, line, strict=True):
+            for name, marker in (("muonjax", "o"), ("MaxText", "s"), ("Optax", "^")):
+                own = sorted(
+                    (row["devices"], row[key])
+                    for row in rows
+                    if (row["layout"], row["optimizer"]) == (title, name)
+                )
+                panel.plot(*zip(*own, strict=True), marker=marker, label=name) if own else None
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("symlog", linthresh=1) if key == "mebibytes" else panel.set_yscale("log")
+            panel.set_xticks(DEVICES, [str(d) for d in DEVICES])
+            panel.grid(alpha=0.3)
+        line[0].set_ylabel(f"{label}, per device and step")
+    for title, above, below in zip(titles, *panels, strict=True):
+        above.set_title(title if title != "HSDP" else "HSDP, replicas of 8 devices")
+        below.set_xlabel("devices")
+    panels[0][0].legend()
     figure.savefig(PICTURE, dpi=150)
 
 

@@ -21,44 +21,16 @@ from muonjax._mesh.layout import (
     ExchangeGroup,
     LeafLayout,
     ShardedLeaf,
-    UnitLayout,
     leaf_layout,
     size_of,
 )
+from muonjax._mesh.rounds import Round, Units, make_rounds
 
 Mode = Literal["owner", "tensor_parallel", "hybrid", "auto"]
 MODES = get_args(Mode)
 
 # (dtype, m, columns on this device, devices that share the columns) -> the work of that device on one matrix.
 Cost = Callable[[Any, int, int, int], Work]
-
-_Units = tuple[ExchangeGroup, UnitLayout]  # units that are interchangeable
-
-
-class OwnedUnits(NamedTuple):
-    """Consecutive units of one leaf with the same owner."""
-
-    layout: UnitLayout
-    leaf: int
-    start: int
-    count: int
-
-
-class Round(NamedTuple):
-    """One all-to-all to the owners of a group, and one back.
-
-    Attributes:
-      group: Whose leaves are exchanged.
-      owned: For each owner, in the order of its coordinates, what it gets; equal shapes follow each other.
-    """
-
-    group: ExchangeGroup
-    owned: tuple[tuple[OwnedUnits, ...], ...]
-
-    @property
-    def size(self) -> int:
-        """Elements that one device sends to the owner that gets most; the others' parts are padded to it."""
-        return max(sum(units.count * units.layout.share_size for units in owned) for owned in self.owned)
 
 
 class Assignment(NamedTuple):
@@ -105,7 +77,7 @@ class _Loads(NamedTuple):
 
     flops: np.ndarray
     seconds: np.ndarray
-    counts: dict[_Units, np.ndarray]
+    counts: dict[Units, np.ndarray]
 
 
 def assign_owners(
@@ -171,7 +143,7 @@ def _assignment(
         works[group, unit] = cost(group.dtype, m, columns, tensor).times(matrices)
         ideal += leaf.view.batch * cost(group.dtype, m, columns * tensor, 1).flops
     loads = _balance(layouts, works, mesh_shape)
-    rounds = _rounds(layouts, loads.counts, chunks)
+    rounds = make_rounds(layouts, loads.counts, chunks)
 
     total = Work(flops=float(loads.flops.max(initial=0.0)), seconds=float(loads.seconds.max(initial=0.0)))
     for kind, counts in loads.counts.items():
@@ -180,10 +152,15 @@ def _assignment(
     for one in rounds:
         replicas = size_of(mesh_shape, one.group.replicas)
         exchanged = size_of(mesh_shape, one.group.exchange)
-        size = exchanged * one.size * one.group.dtype.itemsize
-        total += Work(0.0, 2.0 * size * (exchanged - 1) / exchanged, 2 * (exchanged > 1))
-        total += Work(0.0, 1.0 * size * (replicas - 1), int(replicas > 1))
-        largest = max(largest, size * replicas)
+        row = exchanged * one.group.dtype.itemsize
+        total += Work(0.0, 2.0 * row * one.size * (exchanged - 1) / exchanged, 2 * (exchanged > 1))
+        if one.sums(replicas):
+            summed = row * sum(one.sizes(replicas))
+            total += Work(0.0, 2.0 * summed * (replicas - 1) / replicas, 1)
+            largest = max(largest, row * one.size, summed)
+        else:
+            total += Work(0.0, 1.0 * row * one.size * (replicas - 1), int(replicas > 1))
+            largest = max(largest, row * one.size * replicas)
     return Assignment(
         mesh_shape,
         tuple(leaves),
@@ -197,17 +174,17 @@ def _assignment(
 
 
 def _balance(
-    layouts: Sequence[LeafLayout], works: Mapping[_Units, Work], mesh_shape: Mapping[str, int]
+    layouts: Sequence[LeafLayout], works: Mapping[Units, Work], mesh_shape: Mapping[str, int]
 ) -> _Loads:
     """How many units of each kind every owner gets."""
-    num_units: dict[_Units, int] = collections.defaultdict(int)
+    num_units: dict[Units, int] = collections.defaultdict(int)
     for group, unit, count in layouts:
         num_units[group, unit] += count
     devices = {group: _owner_devices(group, mesh_shape) for group, _ in num_units}
     stored = {group: np.zeros(len(own), int) for group, own in devices.items()}
     flops, seconds = np.zeros(math.prod(mesh_shape.values())), np.zeros(math.prod(mesh_shape.values()))
 
-    def costliest_first(kind: _Units):
+    def costliest_first(kind: Units):
         return (-works[kind].flops, -kind[1].share_size, kind[1].matrices)
 
     counts = {}
@@ -240,41 +217,3 @@ def _owner_devices(group: ExchangeGroup, mesh_shape: Mapping[str, int]) -> np.nd
     rest = [i for i in range(len(names)) if i not in first]
     devices = np.arange(math.prod(mesh_shape.values())).reshape(tuple(mesh_shape.values()))
     return devices.transpose(first + rest).reshape(size_of(mesh_shape, group.owner_axes), -1)
-
-
-def _rounds(
-    layouts: Sequence[LeafLayout], counts: Mapping[_Units, np.ndarray], chunks: int
-) -> tuple[Round, ...]:
-    """Which units go to which owner: units of a kind are interchangeable, so each owner gets consecutive ones."""
-    queues: dict[_Units, list[tuple[int, int]]] = collections.defaultdict(list)
-    for leaf, (group, unit, num_units) in enumerate(layouts):
-        queues[group, unit] += [(leaf, index) for index in range(num_units)]
-    owned: dict[ExchangeGroup, list[list[tuple[UnitLayout, int, int]]]] = {}
-    for kind in sorted(queues, key=lambda kind: kind[1].matrices):
-        group, layout = kind
-        queue = iter(queues[kind])
-        lists = owned.setdefault(group, [[] for _ in counts[kind]])
-        for units, count in zip(lists, counts[kind], strict=True):
-            units += [(layout, *one) for one in itertools.islice(queue, int(count))]
-    return tuple(
-        Round(
-            group,
-            tuple(
-                _consecutive(units[len(units) * i // chunks : len(units) * (i + 1) // chunks])
-                for units in lists
-            ),
-        )
-        for group, lists in owned.items()
-        for i in range(chunks)
-    )
-
-
-def _consecutive(units: Sequence[tuple[UnitLayout, int, int]]) -> tuple[OwnedUnits, ...]:
-    found: list[OwnedUnits] = []
-    for layout, leaf, index in units:
-        last = found[-1] if found else None
-        if last and (last.layout, last.leaf, last.start + last.count) == (layout, leaf, index):
-            found[-1] = last._replace(count=last.count + 1)
-        else:
-            found.append(OwnedUnits(layout, leaf, index, 1))
-    return tuple(found)

@@ -3,20 +3,24 @@
 Runs inside `shard_map` over all axes of the mesh. In each round every device packs what it stores, a row for each
 device of the exchange; one `all_to_all` over all mesh axes of the group brings every owner the blocks of its matrices;
 the owner applies the function and writes the results over the blocks (see `owner_loop`); one `all_to_all` returns them.
-Where leaves are replicated, one `all_gather` gives the results to all replicas.
+Where leaves are replicated, one `all_gather`, or a `psum` with zeros where few replicas own anything, gives the results
+to all replicas.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._mesh.assignment import Assignment, Round
+from muonjax._mesh.assignment import Assignment
 from muonjax._mesh.layout import ShardedLeaf, UnitLayout, size_of, unit_axes
 from muonjax._mesh.owner_loop import Function, apply_to_owned
+from muonjax._mesh.rounds import OwnedUnits, Round
 from muonjax._policy import Policy
+from pallas_kernels._xla_workarounds import unknown_to_xla
 
 
 def exchange(
@@ -82,16 +86,55 @@ def _run_round(
     buffer = apply_to_owned(f, buffer, one, mesh_shape, policy)
     if devices > 1:
         buffer = jax.lax.all_to_all(buffer, group.exchange, 0, 0)
-    buffer = jax.lax.all_gather(buffer, group.replicas) if replicas > 1 else buffer[None]
+    _unpack(_share_with_replicas(buffer, one, replicas), one, ranks, results, policy)
 
+
+def _unpack(
+    buffers: Sequence[jax.Array],
+    one: Round,
+    ranks: list[list[int]],
+    results: Sequence[list[tuple[int, jax.Array]]],
+    policy: Policy,
+) -> None:
+    """The inverse of `_pack`, from [devices, size] of each replica."""
+    runs: list[tuple[OwnedUnits, jax.Array, int]] = []
+    starts: list[int] = []
     for owner, owned in enumerate(one.owned):
         replica, index = divmod(owner, len(ranks))
         start = 0
         for run in owned:
-            stop = start + run.count * run.layout.share_size
-            shares = jnp.stack([buffer[replica, rank, start:stop] for rank in ranks[index]])
-            results[run.leaf].append((run.start, _from_shares(shares, run.layout)))
-            start = stop
+            width = run.count * run.layout.share_size
+            runs.append((run, buffers[replica], width))
+            starts += [rank * buffers[replica].shape[1] + start for rank in ranks[index]]
+            start += width
+    # On a CPU, equal slices at starts that XLA does not know are compiled once; but an index has 32 bits.
+    unknown = policy.is_cpu and max(starts) < 2**31
+    cut = jax.lax.dynamic_slice_in_dim if unknown else _slice
+    found = iter(unknown_to_xla(starts, policy.platform) if unknown else starts)
+    for run, buffer, width in runs:
+        flat = buffer.reshape(-1)
+        shares = [cut(flat, start, width) for start in itertools.islice(found, run.layout.num_shares)]
+        results[run.leaf].append((run.start, _from_shares(jnp.stack(shares), run.layout)))
+
+
+def _slice(x: jax.Array, start: int, width: int) -> jax.Array:
+    return jax.lax.slice_in_dim(x, start, start + width)
+
+
+def _share_with_replicas(buffer: jax.Array, one: Round, replicas: int) -> list[jax.Array]:
+    """The buffers of all replicas, on each of them."""
+    if replicas == 1:
+        return [buffer]
+    if not one.sums(replicas):
+        return list(jax.lax.all_gather(buffer, one.group.replicas))
+    sizes = one.sizes(replicas)
+    offsets = [0, *itertools.accumulate(sizes)]
+    own = jnp.asarray(offsets)[jax.lax.axis_index(one.group.replicas)]
+    # What is behind a replica's own part is padding, thus zero, and may be written over that of the next.
+    padded = jnp.zeros((buffer.shape[0], offsets[-1] + one.size), buffer.dtype)
+    padded = jax.lax.dynamic_update_slice(padded, buffer, (0, own))
+    summed = jax.lax.psum(padded[:, : offsets[-1]], one.group.replicas)
+    return [summed[:, start : start + size] for start, size in zip(offsets, sizes, strict=False)]
 
 
 def _pack(one: Round, units: Sequence[jax.Array], first_owner: int, ranks: list[list[int]]) -> jax.Array:

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._mesh.assignment import Round
 from muonjax._mesh.layout import UnitLayout
+from muonjax._mesh.rounds import Round
 from muonjax._policy import Policy
 
 Function = Callable[..., jax.Array]

@@ -88,10 +88,9 @@ class OnMesh(NamedTuple):
             specs = self.specs
 
             def on_blocks(*blocks):
-                matrices = map_groups(
-                    f, [v.to_matrices(x) for v, x in zip(views, blocks, strict=True)], policy
-                )
-                return tuple(v.to_leaf(y) for v, y in zip(views, matrices, strict=True))
+                matrices = [v.to_matrices(x) for v, x in zip(views, blocks, strict=True)]
+                results = map_groups(f, matrices, policy)
+                return tuple(v.to_leaf(y) for v, y in zip(views, results, strict=True))
         else:
             assignment = self.assign(f, leaves, views, dtypes)
             specs = tuple(partition_spec(leaf.sharding) for leaf in assignment.leaves)
@@ -99,21 +98,17 @@ class OnMesh(NamedTuple):
             def on_blocks(*blocks):
                 return tuple(exchange(f, blocks, assignment, policy))
 
-        before = [jax.typeof(x).sharding for x in leaves]
-        explicit = AxisType.Explicit in mesh.axis_types
-        if explicit:
-            targets = [NamedSharding(mesh, spec) for spec in specs]
-            leaves = [jax.sharding.reshard(x, s) for x, s in zip(leaves, targets, strict=True)]
         # check_vma: an all-gather makes replicas, which the checker can't see.
         run = jax.shard_map(on_blocks, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
-        results = list(run(*leaves))
-        if explicit:
-            # A leaf that was on no mesh at all stays replicated on this one.
-            results = [
-                jax.sharding.reshard(y, s) if s.mesh.axis_names else y
-                for y, s in zip(results, before, strict=True)
-            ]
-        return results
+        if AxisType.Explicit not in mesh.axis_types:
+            return list(run(*leaves))
+        results = run(*[_reshard(x, NamedSharding(mesh, s)) for x, s in zip(leaves, specs, strict=True)])
+        return [_reshard(y, jax.typeof(x).sharding) for x, y in zip(leaves, results, strict=True)]
+
+
+def _reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """x with this sharding; for one without a mesh, as of a leaf that is on no mesh, x as it is."""
+    return jax.sharding.reshard(x, sharding) if sharding.mesh.axis_names else x
 
 
 def _mesh_with_devices(

@@ -3,7 +3,10 @@
 `pip install -e ".[tpu]"` for the TPU, `".[cuda13]"` on Python 3.12 for the GPU.
 """
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
@@ -13,7 +16,7 @@ import muonjax
 from benchmarks.common import ahead_of_time, hlo_counts
 from benchmarks.optimizer import sharding
 
-QUICK = muonjax.NewtonSchulz(num_steps=2, deflation=0)  # compiles faster; the exchange is the same
+QUICK = functools.partial(muonjax.NewtonSchulz, num_steps=2, deflation=0)
 OPTIONS = dict(ahead_of_time.CHIPS["H100"].options)
 
 
@@ -26,18 +29,16 @@ def devices(platform):
     return ahead_of_time.devices(ahead_of_time.CHIPS["H100"], 8)
 
 
-def mesh_of(platform, case):
-    sizes, names = tuple(case.mesh_shape.values()), tuple(case.mesh_shape)
-    return Mesh(np.array(devices(platform)).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
-
-
-def compiled(platform, case):
+def compiled(platform, case, newton_schulz, axis_type):
     """`orthogonalize` on eight devices of the platform."""
-    mesh = mesh_of(platform, case)
+    sizes = tuple(case.mesh_shape.values())
+    names = tuple(case.mesh_shape)
+    mesh = Mesh(np.array(devices(platform)).reshape(sizes), names, axis_types=(axis_type,) * len(names))
+    auto = axis_type == AxisType.Auto
     tx = muonjax.orthogonalize(
         dimension_numbers=sharding.NUMBERS,
-        newton_schulz=QUICK,
-        distribution=muonjax.Distribution(mesh, case.specs),
+        newton_schulz=newton_schulz,
+        distribution=muonjax.Distribution(mesh, case.specs) if auto else None,
     )
     params = case.params(mesh)
     shardings = jax.tree.map(lambda x: x.sharding, params)
@@ -47,21 +48,26 @@ def compiled(platform, case):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
-def test_accelerators_send_half_precision_by_default(platform):
-    program = compiled(platform, sharding.CASES["fsdp"])
+@pytest.mark.parametrize(
+    ("dtype", "mebibytes"), [(None, 10.5), (jnp.float32, 21.0)], ids=["default", "float32"]
+)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_accelerators_send_half_precision_unless_float32_is_asked_for(platform, dtype, mebibytes, axis_type):
+    program = compiled(platform, sharding.CASES["fsdp"], QUICK(compute_dtype=dtype), axis_type)
     counts = hlo_counts.count(program, devices=8, unknown_trips=1)
     assert counts.collectives == {"all-to-all": 2}
-    assert counts.mebibytes == pytest.approx(10.5, rel=0.01)  # 21 in float32
+    assert counts.mebibytes == pytest.approx(mebibytes, rel=0.01)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
-def test_the_plan_is_what_the_compiler_makes_of_it(platform):
-    case = sharding.CASES["experts"]
-    counts = hlo_counts.count(compiled(platform, case), devices=8, unknown_trips=1)
-    distribution = muonjax.Distribution(mesh_of(platform, case), case.specs)
-    plan = muonjax.plan(
-        case.params(None), distribution, dimension_numbers=sharding.NUMBERS, newton_schulz=QUICK
-    )
+@pytest.mark.parametrize("name", ["fsdp_tp", "hsdp", "replicated", "experts"])
+def test_the_plan_is_what_the_compiler_makes_of_it(platform, name):
+    case = sharding.CASES[name]
+    counts = hlo_counts.count(compiled(platform, case, QUICK(), AxisType.Auto), devices=8, unknown_trips=1)
+    mesh = Mesh(np.array(devices(platform)).reshape(tuple(case.mesh_shape.values())), tuple(case.mesh_shape))
+    distribution = muonjax.Distribution(mesh, case.specs)
+    params = case.params(None)
+    plan = muonjax.plan(params, distribution, dimension_numbers=sharding.NUMBERS, newton_schulz=QUICK())
     assert counts.total_collectives == plan.cost.collectives
     assert counts.mebibytes * 2**20 == pytest.approx(plan.cost.sent, rel=0.01)

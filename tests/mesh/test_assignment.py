@@ -102,6 +102,23 @@ def test_chunks_make_more_rounds_of_smaller_buffers():
     assert three.buffer_bytes == one.buffer_bytes / 3
 
 
+def test_no_round_is_larger_than_an_index_reaches():
+    leaves = [ShardedLeaf(view(384, 8192, 32768), ((), ("fsdp",), ()), np.dtype("bfloat16"))]
+    plan = make(leaves, {"fsdp": 4})
+    assert len(plan.rounds) == 6
+    assert max(one.size for one in plan.rounds) < 2**31
+    assert plan.work.collectives == 12
+
+
+def test_few_matrices_reach_many_replicas_without_padding():
+    """An all-gather would pad three matrices to eight."""
+    leaves = [ShardedLeaf(view(3, 32, 64), ((), (), ()), np.dtype("float32"))]
+    few, many = make(leaves, {"data": 8}), make([*leaves, *leaves, *leaves], {"data": 8})
+    assert few.work == Work(few.work.flops, sent=2 * 3 * 32 * 64 * 4 * 7 / 8, collectives=1)
+    assert few.buffer_bytes == 3 * 32 * 64 * 4
+    assert many.work.sent == 2 * 32 * 64 * 4 * 7  # nine on eight, each padded to two
+
+
 def test_llama_8b_on_64_devices():
     leaves = {n: jax.ShapeDtypeStruct(s, "float32") for n, (s, _) in sharding.llama_8b(P("fsdp")).items()}
     distribution = muonjax.Distribution(AbstractMesh((64,), ("fsdp",)), P("fsdp"), mode="owner")

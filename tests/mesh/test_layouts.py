@@ -101,6 +101,28 @@ def test_replicas_divide_the_work_or_repeat_it(axes):
 
 
 @pytest.mark.parametrize(
+    "sizes", [{"data": 8}, {"replica": 8, "fsdp": 1}, {"replica": 4, "fsdp": 2}, {"replica": 4, "tensor": 2}]
+)
+def test_few_matrices_on_many_replicas(sizes):
+    """Fewer than half of the replicas own a matrix: the results are summed with zeros."""
+    mesh = make_mesh(**sizes)
+    specs = {
+        "rows": P("fsdp" if "fsdp" in sizes else None),
+        "tall": P("tensor" if "tensor" in sizes else None),
+    }
+    distribution = muonjax.Distribution(mesh, specs, mode="owner")
+    numbers = {name: NUMBERS[name] for name in specs}
+    values = put(tree(tuple(specs)), specs, mesh)
+    tx = muonjax.orthogonalize(dimension_numbers=numbers, newton_schulz=QUICK, distribution=distribution)
+    update = jax.jit(lambda x: tx.update(x, tx.init(x))[0])
+    assert "all-reduce" in update.lower(values).compile().as_text()
+    results = update(values)
+    check(results, tuple(specs))
+    for name, x in values.items():
+        assert results[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
+
+
+@pytest.mark.parametrize(
     ("fsdp", "tensor", "set_mesh"),
     [thorough(1, 1, False), thorough(1, 2, True), thorough(4, 1, False), (4, 2, True)],
 )
