@@ -173,7 +173,12 @@ def main() -> None:
     for rounds in arguments.rounds:
         for asynchronous in map(bool, arguments.asynchronous):
             text, seconds = compile_step(rounds, asynchronous)
-            row = {"rounds": rounds, "option": asynchronous, "compile_seconds": seconds, **summary(exchanges(text))}
+            row = {
+                "rounds": rounds,
+                "option": asynchronous,
+                "compile_seconds": seconds,
+                **summary(exchanges(text)),
+            }
             found[rounds, asynchronous] = row
             print({key: value for key, value in row.items() if key != "exchanges"}, flush=True)
             measure.write(
