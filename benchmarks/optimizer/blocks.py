@@ -134,6 +134,18 @@ BLOCKS = {
         "balanced {compile[optimizers][balanced]:quartiles}. {machine}"
     ),
     "newton_schulz": Block(rows=_methods, columns=_aspect_columns),
+    "newton_schulz.log_spaced": Block(
+        rows="log_spaced",
+        columns={
+            "polar error of a matrix": "{name} × {name}",
+            "Optax": "{optax:.2f}",
+            "fast": "{fast:.2f}",
+            "balanced": "{balanced:.2f}",
+            "Polar Express, 5 steps": "{5 steps:.3f}",
+            "6 steps": "{6 steps:.3f}",
+            "accurate": "{accurate:.1e}",
+        },
+    ),
     "newton_schulz.exact": Block(
         rows="exact",
         columns={"": "{name}", "polar error": "{polar_error:.1e}", "time": "{row:quartiles}"},

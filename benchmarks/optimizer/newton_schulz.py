@@ -177,7 +177,7 @@ def main() -> None:
         "rounds": args.rounds,
         "shapes": shapes,
         "gaussian": gaussian,
-        "log_spaced": log_spaced_errors(args.width),
+        "log_spaced": {str(m): log_spaced_errors(m) for m in (128, args.width)},
         "exact": against_exact(args.width, args.rounds),
     }
     print(measure.table([{"method": k, **v} for k, v in content["exact"].items()]))
