@@ -37,6 +37,11 @@ def compile_quickly():
         os.environ["XLA_FLAGS"] = flags.strip()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(items):
+    tiers.mark_others_thorough(items)
+
+
 def pytest_collection_finish(session):
     gc.freeze()  # what the imports made stays; looking through it again and again takes a tenth of the time
 
