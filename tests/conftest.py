@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, a persistent compilation cache and a check of shapes for every test."""
 
+import gc
 import os
 
 import jax
@@ -19,9 +20,30 @@ tiers.register_profiles()
 
 
 def pytest_configure(config):
+    quick = "not thorough" in config.option.markexpr
     if not config.getoption("hypothesis_profile", None):
-        settings.load_profile("quick" if "not thorough" in config.option.markexpr else "thorough")
+        settings.load_profile("quick" if quick else "thorough")
+    if quick:
+        compile_quickly()
     keep_compiled_programs(config)
+
+
+def compile_quickly():
+    """Most of the quick tests' time is compilation. The thorough tests run what users run: optimized programs."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # the examples' processes
+    if jax.__version_info__ < (0, 13):  # XLA ends a process that gives it a flag it does not know
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"  # a third less time
+        os.environ["XLA_FLAGS"] = flags.strip()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(items):
+    tiers.mark_others_thorough(items)
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # what the imports made stays; looking through it again and again takes a tenth of the time
 
 
 def keep_compiled_programs(config):

@@ -10,31 +10,66 @@ class Mutation(NamedTuple):
     breaks: str
 
 
-# The tests of the sources below a path: their own first. The longest path that fits a file counts.
+_ITERATION = "tests/newton_schulz/test_iteration.py"
+_HALF = "tests/newton_schulz/test_half_precision.py"
+_ORTHOGONALIZE = "tests/test_orthogonalize.py"
+_BAD_MATRICES = "tests/reliability/test_adversarial_matrices.py"
+_BAD_STATISTICS = "tests/reliability/test_adversarial_attention.py"
+_ROUTES = ["tests/routing/test_dimension_numbers.py", "tests/routing/test_evidence.py"]
+
+# The tests of a source file, or of the files below a path: the longest path that fits counts. Those that are most likely
+# to fail come first; a break is tried until one fails.
 AFFECTED = {
-    "muonjax/_newton_schulz": [
-        "tests/newton_schulz",
-        "tests/test_orthogonalize.py",
-        "tests/test_optimizers.py",
-    ],
+    "muonjax/_newton_schulz/coefficients.py": ["tests/newton_schulz/test_coefficients.py", _ITERATION],
+    "muonjax/_newton_schulz/scaling.py": ["tests/newton_schulz/test_scaling.py", _ITERATION, _BAD_MATRICES],
+    "muonjax/_newton_schulz/normalization.py": [_ITERATION, _BAD_MATRICES],
+    "muonjax/_newton_schulz/deflation.py": ["tests/newton_schulz/test_deflation.py", _ITERATION],
+    "muonjax/_newton_schulz/iteration.py": [_ITERATION, "tests/newton_schulz/test_deflation.py"],
+    "muonjax/_newton_schulz/half_precision.py": [_HALF, "tests/test_policy.py"],
+    "muonjax/_newton_schulz/thin_deflation.py": [_HALF],
+    "muonjax/_newton_schulz/inverse_root.py": [_HALF, "tests/newton_schulz/test_deflation.py"],
+    "muonjax/_policy.py": ["tests/test_policy.py", _HALF, _ORTHOGONALIZE],
     "muonjax/_match_rms.py": ["tests/test_match_rms.py", "tests/test_optimizers.py"],
-    "muonjax/_matrix_view.py": ["tests/test_matrix_view.py", "tests/test_orthogonalize.py", "tests/routing"],
-    "muonjax/_batching.py": ["tests/test_orthogonalize.py"],
+    "muonjax/_matrix_view.py": ["tests/test_matrix_view.py", _ORTHOGONALIZE, *_ROUTES],
+    "muonjax/_batching.py": [_ORTHOGONALIZE],
     "muonjax/_optimizers.py": ["tests/test_optimizers.py"],
+    "muonjax/_partition.py": ["tests/reliability/test_restored_elsewhere.py", "tests/test_optimizers.py"],
     "muonjax/_normalize_neurons.py": ["tests/test_normalize_neurons.py"],
     "muonjax/_hyperball.py": ["tests/test_hyperball.py"],
     "muonjax/_cautious_weight_decay.py": ["tests/test_cautious_weight_decay.py"],
     "muonjax/_monitor.py": ["tests/test_monitor.py"],
-    "muonjax/_orthogonalize.py": ["tests/test_orthogonalize.py", "tests/test_optimizers.py"],
-    "muonjax/_linalg.py": ["tests/newton_schulz", "tests/msign", "tests/adapters"],
-    "muonjax/_routing": ["tests/routing", "tests/test_optimizers.py", "tests/linen", "tests/nnx"],
-    "muonjax/_clipping": ["tests/clipping", "tests/reliability"],
-    "muonjax/_msign": ["tests/msign"],
-    "muonjax/_adapters": ["tests/adapters", "tests/linen", "tests/nnx"],
-    "muonjax/_mesh": ["tests/mesh"],
-    "muonjax/linen": ["tests/linen", "tests/adapters", "tests/clipping"],
-    "muonjax/nnx": ["tests/nnx", "tests/adapters", "tests/clipping"],
-    "pallas_kernels": ["tests/pallas_kernels", "tests/newton_schulz"],
+    "muonjax/_metrics.py": ["tests/test_metrics.py"],
+    "muonjax/_routing": [*_ROUTES, "tests/zoo"],
+    "muonjax/_clipping/factors.py": [
+        "tests/clipping/test_sites.py",
+        "tests/clipping/test_qk_clip.py",
+        "tests/clipping/test_signal_clip.py",
+        _BAD_STATISTICS,
+    ],
+    "muonjax/_clipping/qk_clip.py": ["tests/clipping/test_qk_clip.py", "tests/clipping/test_sites.py"],
+    "muonjax/_clipping/transform.py": [
+        "tests/clipping/test_qk_clip.py",
+        "tests/clipping/test_signal_clip.py",
+        "tests/clipping/test_qk_clip_on_a_mesh.py",
+    ],
+    "muonjax/_clipping/statistics.py": [
+        "tests/clipping/test_statistics.py",
+        "tests/clipping/test_qk_clip.py",
+    ],
+    "muonjax/_clipping/signal_clip.py": ["tests/clipping/test_signal_clip.py"],
+    "muonjax/_clipping/max_logits.py": ["tests/clipping/test_max_logits.py", _BAD_STATISTICS],
+    "muonjax/_msign/mcsgn.py": ["tests/msign/test_mcsgn.py"],
+    "muonjax/_msign": ["tests/msign/test_msign.py"],
+    "muonjax/_adapters": ["tests/adapters/test_hadamard.py", "tests/linen", "tests/nnx"],
+    "muonjax/_mesh/assignment.py": ["tests/mesh/test_assignment.py"],
+    "muonjax/_mesh": ["tests/mesh/test_exchange.py", "tests/mesh/test_layouts.py"],
+    "muonjax/linen": ["tests/clipping/test_watch.py"],
+    "muonjax/nnx": ["tests/clipping/test_watch.py"],
+    "pallas_kernels/_sharded.py": ["tests/pallas_kernels/test_sharded.py"],
+    "pallas_kernels": [
+        "tests/pallas_kernels/test_symmetric_product.py",
+        "tests/pallas_kernels/test_blocked.py",
+    ],
 }
 
 _NS = "muonjax/_newton_schulz/"
@@ -115,8 +150,8 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "normalization.py",
-        "jnp.where(norm == 0, 1, norm)",
-        "norm",
+        "return jnp.where(number == 0, 1, number)",
+        "return number",
         "a zero matrix is not divided by zero",
     ),
     Mutation(
@@ -160,6 +195,104 @@ MUTATIONS = [
         "the result's dtype",
     ),
     Mutation(_NS + "iteration.py", "if 0 in x.shape:", "if 0 in x.shape[-1:]:", "an empty matrix is refused"),
+    # The iteration in half precision
+    Mutation(
+        _NS + "half_precision.py",
+        "gain = row[0] * gain",
+        "gain = gain",
+        "the factors a are gathered",
+    ),
+    Mutation(
+        _NS + "half_precision.py",
+        "linear, quadratic = b / a * g2, c / a * g2 * g2",
+        "linear, quadratic = b / a * g2, c / a * g2",
+        "the scale of the quadratic term",
+    ),
+    Mutation(
+        _NS + "half_precision.py",
+        "return gain * fourth**-0.125 * z",
+        "return gain * fourth**-0.25 * z",
+        "the root of the bound",
+    ),
+    Mutation(
+        _NS + "half_precision.py",
+        "jnp.maximum(fourth - others, fourth / r.shape[-1])",
+        "fourth - others",
+        "the bound of a matrix of low rank",
+    ),
+    Mutation(
+        _NS + "half_precision.py",
+        "c=(r + 2 * once).astype(r.dtype)",
+        "c=(r + once).astype(r.dtype)",
+        "the second of two joined steps",
+    ),
+    Mutation(
+        _NS + "half_precision.py",
+        "return products.symmetric(second, y=first, c=both), rows[0][0] * rows[1][0]",
+        "return both, rows[0][0] * rows[1][0]",
+        "the product of two joined maps",
+    ),
+    Mutation(
+        _NS + "thin_deflation.py",
+        "minus_p = dot(v, target * root - identity_like(root))",
+        "minus_p = dot(v, identity_like(root) - target * root)",
+        "dominant directions shrink",
+    ),
+    Mutation(
+        _NS + "thin_deflation.py",
+        "jnp.maximum(rank * mean**4 - 1, 0)",
+        "rank * mean**4",
+        "the largest eigenvalue is not one of the others",
+    ),
+    Mutation(
+        _NS + "thin_deflation.py",
+        "scale * (jnp.sqrt(unit) / target)",
+        "scale * jnp.sqrt(unit)",
+        "the target singular value is 1",
+    ),
+    Mutation(
+        _NS + "thin_deflation.py",
+        "ridge = _RIDGE * gram + jnp.finfo(gram.dtype).eps ** 3",
+        "ridge = _RIDGE * gram",
+        "zero columns can be factorized",
+    ),
+    Mutation(
+        _NS + "inverse_root.py",
+        "return (*rows[:-1], tuple(c / top for c in rows[-1]))",
+        "return (*rows[:-1], rows[-1])",
+        "never above the inverse root",
+    ),
+    Mutation(
+        _NS + "inverse_root.py",
+        "start = unit * h + _RIDGE * eye, jnp.sqrt(unit) * eye",
+        "start = unit * h + _RIDGE * eye, unit * eye",
+        "the scale of the inverse root",
+    ),
+    Mutation(
+        _NS + "inverse_root.py",
+        "return poles, np.array(weights) / value.max()",
+        "return poles, np.array(weights) / value.min()",
+        "the rational function is nowhere above",
+    ),
+    Mutation(
+        _NS + "inverse_root.py",
+        "poles, zeros = (lower * tangents[start::2] ** 2 for start in (0, 1))",
+        "zeros, poles = (lower * tangents[start::2] ** 2 for start in (0, 1))",
+        "poles and zeros",
+    ),
+    Mutation("muonjax/_policy.py", "return n > 1.5 * m", "return n > 15 * m", "which last steps are joined"),
+    Mutation(
+        "muonjax/_policy.py",
+        "jnp.dtype(jnp.float32 if self.is_cpu else jnp.bfloat16)",
+        "jnp.dtype(jnp.float32)",
+        "accelerators compute in half precision",
+    ),
+    Mutation(
+        "muonjax/_policy.py",
+        "if count % size == 0 and size <= largest",
+        "if size <= largest",
+        "chunks divide the count",
+    ),
     # RMS and matrices
     Mutation(
         "muonjax/_match_rms.py",
@@ -238,12 +371,60 @@ MUTATIONS = [
     Mutation("muonjax/_hyperball.py", "2 * toward * wu", "toward * wu", "the length after a step"),
     Mutation("muonjax/_hyperball.py", "jnp.where(u2 == 0, 1, u2)", "u2", "a zero update leaves the weight"),
     Mutation(
+        "muonjax/_hyperball.py",
+        "(back - 1) * view.split(w)",
+        "back * view.split(w)",
+        "a step is a difference",
+    ),
+    Mutation(
+        "muonjax/_hyperball.py",
+        "others = [-eta.astype(u.dtype) * u for u in leaves]",
+        "others = [eta.astype(u.dtype) * u for u in leaves]",
+        "the sign of a step of a leaf that is no matrix",
+    ),
+    Mutation(
+        "muonjax/_normalize_neurons.py",
+        "factor = 1 / (jnp.sqrt(moment) + eps)",
+        "factor = 1 / (moment + eps)",
+        "the root of the second moment",
+    ),
+    Mutation(
+        "muonjax/_normalize_neurons.py",
+        "factor *= jnp.sqrt(norm2 / jnp.where(scaled2 == 0, 1, scaled2))",
+        "factor *= jnp.sqrt(norm2)",
+        "the norm of the update is kept",
+    ),
+    Mutation(
         "muonjax/_cautious_weight_decay.py",
         ".real >= 0",
         ".real <= 0",
         "only weights that the update agrees with decay",
     ),
     Mutation("muonjax/_monitor.py", "trace**2 /", "trace /", "the deviation from orthogonality"),
+    Mutation(
+        "muonjax/_monitor.py", "state.count % every_k == 0", "state.count % every_k == 1", "when it measures"
+    ),
+    Mutation(
+        "muonjax/_monitor.py",
+        'key.name in ("trace", "mu")',
+        'key.name in ("trace",)',
+        "Adam's first moment is momentum",
+    ),
+    Mutation(
+        "muonjax/_monitor.py", "1 - finite / len(indices)", "finite / len(indices)", "what is not finite"
+    ),
+    Mutation(
+        "muonjax/_metrics.py",
+        "counts[name] = counts.get(name, -1) + 1",
+        "counts[name] = 0",
+        "a second clip has a name of its own",
+    ),
+    Mutation(
+        "muonjax/_partition.py",
+        "if found != [shape for _, shape in paths]:",
+        "if len(found) != len(paths):",
+        "a state of other shapes is refused",
+    ),
     # Clipping
     Mutation(
         _CLIP + "factors.py",
@@ -304,15 +485,21 @@ MUTATIONS = [
         "the balanced query's power",
     ),
     Mutation(
-        _CLIP + "qk_clip.py",
-        "jnp.where(factors[path] == 1, p, factors[path] * p).astype(p.dtype)",
-        "factors[path] * p",
-        "apply_qk_clip keeps the dtype and calm heads' bits",
+        _CLIP + "factors.py",
+        "(f.astype(wide) * p.astype(wide)).astype(p.dtype))",
+        "f.astype(wide) * p.astype(wide))",
+        "apply_qk_clip keeps the dtype",
     ),
     Mutation(
-        _CLIP + "transform.py",
-        "f * u.astype(wide) + (f - 1) * p.astype(wide)",
-        "f * u.astype(wide)",
+        _CLIP + "factors.py",
+        "jnp.where(f == 1, u, f * u + (f - 1) * p)",
+        "f * u + (f - 1) * p",
+        "the update of a calm head keeps its bits",
+    ),
+    Mutation(
+        _CLIP + "factors.py",
+        "f * u + (f - 1) * p)",
+        "f * u)",
         "the old weight is scaled too",
     ),
     Mutation(
@@ -359,20 +546,20 @@ MUTATIONS = [
     ),
     Mutation(
         _CLIP + "max_logits.py",
-        "factor = depth**-0.5 if scale is None else scale",
-        "factor = depth**-0.5 if not scale else depth**-0.5 * scale",
+        "depth**-0.5 if scale is None else scale",
+        "depth**-0.5 if scale is None else depth**-0.5 * scale",
         "a given scale replaces 1/√d",
     ),
     Mutation(
         _CLIP + "max_logits.py",
-        "visible & (ahead <= right)",
-        "visible & (ahead < right)",
+        "yield ahead <= right",
+        "yield ahead < right",
         "a query sees its own position",
     ),
     Mutation(
         _CLIP + "max_logits.py",
-        "visible & (-ahead <= left)",
-        "visible & (-ahead < left)",
+        "yield -ahead <= left",
+        "yield -ahead < left",
         "the window's left end",
     ),
     Mutation(
@@ -395,14 +582,14 @@ MUTATIONS = [
     ),
     Mutation(
         _CLIP + "max_logits.py",
-        "logits = jnp.where(m, logits, -jnp.inf)",
-        "logits = jnp.where(m, logits, 0.0)",
+        "logits = jnp.where(visible, logits, -jnp.inf)",
+        "logits = jnp.where(visible, logits, 0.0)",
         "masked logits do not count",
     ),
     Mutation(
         _CLIP + "max_logits.py",
-        "jnp.promote_types(jnp.promote_types(query.dtype, key.dtype), jnp.float32)",
-        "jnp.promote_types(query.dtype, key.dtype)",
+        "dtype = wide_dtype(query.dtype, key.dtype)",
+        "dtype = jnp.promote_types(query.dtype, key.dtype)",
         "half-precision logits are summed in float32",
     ),
     Mutation(
@@ -410,6 +597,36 @@ MUTATIONS = [
         "top + cast * jnp.abs(top)",
         "top + cast * top",
         "the margin of a negative bound",
+    ),
+    Mutation(
+        "muonjax/linen/_watch.py",
+        'object.__setattr__(module, "attention_fn", function)\n\n    with',
+        "pass\n\n    with",
+        "a watched module is as before afterwards",
+    ),
+    Mutation(
+        "muonjax/linen/_watch.py",
+        "if not attends or module.normalize_qk:",
+        "if not attends:",
+        "normalized attention runs as it is",
+    ),
+    Mutation(
+        "muonjax/linen/_watch.py",
+        ".apply_gradients(bound, grads=grads, **kwargs).replace(tx=self.tx)",
+        ".apply_gradients(bound, grads=grads, **kwargs)",
+        "the state keeps its optimizer",
+    ),
+    Mutation(
+        "muonjax/nnx/_watch.py",
+        'if hasattr(kind, "_muonjax_watched"):',
+        "if False:",
+        "what is watched already stays so",
+    ),
+    Mutation(
+        "muonjax/nnx/_watch.py",
+        'kind.__call__(self, *args, **kwargs | {"sow_weights": True})',
+        "kind.__call__(self, *args, **kwargs)",
+        "a watched attention reports",
     ),
     # msign and mcsgn
     Mutation(
@@ -570,6 +787,37 @@ MUTATIONS = [
         "p.shape == table.shape[::-1]",
         "p.shape == table.shape",
         "an output head",
+    ),
+    Mutation(_ROUTING + "roles.py", '(BIAS, rf".*/({_VECTOR}|', '(BIAS, rf".*/(', "biases by their names"),
+    Mutation(
+        _ROUTING + "roles.py",
+        'if is_attention and name == "in_proj":',
+        "if False:",
+        "PyTorch's fused projection",
+    ),
+    Mutation(
+        _ROUTING + "roles.py",
+        "attentions |= set(map(attention_scope, attentions))",
+        "pass",
+        "an attention around its projections",
+    ),
+    Mutation(
+        _ROUTING + "siblings.py",
+        'kernel["h"] % key["h"]',
+        'kernel["h"] != key["h"]',
+        "several queries share a key head",
+    ),
+    Mutation(
+        _ROUTING + "output_heads.py",
+        "if window[-1] % 2:",
+        "if False:",
+        "a patch has an even window",
+    ),
+    Mutation(
+        _ROUTING + "matrices.py",
+        "keys = (shape[heads] - queries) // 2",
+        "keys = shape[heads] - queries",
+        "keys and values share what the queries leave",
     ),
     # Kernels
     Mutation(

@@ -2,15 +2,19 @@
 
     python -m tests.mutations --check                    # every snippet of the table is in its file exactly once
     python -m tests.mutations quick                      # the whole table; benchmarks/results/mutations.json
-    python -m tests.mutations thorough --only _clipping  # those whose file or reason has the word
+    python -m tests.mutations quick --only _clipping     # those whose file or reason has the word
+    python -m tests.mutations quick --missing            # those without a result
+    python -m tests.mutations thorough                   # those that the quick tests did not find
 
 A break is found if a test of the tier fails in a copy of the repository that has it. A file's own tests run first, then
 those of the code that uses it, until one fails. The same tests must first pass in a copy without a break. Rows that
-are not run again keep their results.
+are not run again keep their results. The thorough tier has all tests of the quick one, so that it is only tried on what
+the quick one did not find. All runs share a compilation cache.
 """
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
@@ -31,7 +35,6 @@ TIERS = {
     "quick": "not thorough and not nightly and not interop",
     "thorough": "not nightly and not interop",
 }
-
 
 LEAST = {"quick": 0.90, "thorough": 0.97}  # shares that must be found
 
@@ -68,7 +71,8 @@ def run_tests(folder: pathlib.Path, tier: str, tests: list[str], limit: float | 
     environment = {
         **os.environ,
         "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'examples'}",
-        "PYTHONDONTWRITEBYTECODE": "1",  # a mutant of the same size within the same second would meet the other's
+        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "mutations"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     command = [
         sys.executable,
@@ -98,14 +102,23 @@ def run_tests(folder: pathlib.Path, tier: str, tests: list[str], limit: float | 
     return Outcome(done.returncode != 0, seconds, failed[0].split(maxsplit=1)[-1] if failed else "")
 
 
+_later = itertools.count(int(time.time()) + 3600)  # after every copied file
+
+
+def replace_source(path: pathlib.Path, text: str) -> None:
+    """Write the file with a time of its own: Python tells its cached bytecode by the second and the size."""
+    path.write_text(text)
+    os.utime(path, (second := next(_later), second))
+
+
 def try_mutation(folder: pathlib.Path, tier: str, mutation: Mutation, limit: float | None) -> Outcome | None:
     path = folder / mutation.file
     sound = path.read_text()
-    path.write_text(sound.replace(mutation.old, mutation.new))
+    replace_source(path, sound.replace(mutation.old, mutation.new))
     try:
         return run_tests(folder, tier, affected(mutation.file), limit)
     finally:
-        path.write_text(sound)
+        replace_source(path, sound)
 
 
 def score(
@@ -133,21 +146,26 @@ def score(
         yield from zip(mutations, pool.map(lambda m: in_a_copy(try_mutation, m), mutations), strict=True)
 
 
-def write(tier: str, outcomes: dict[Mutation, Outcome]) -> None:
-    """Merge with the rows of earlier runs and write the JSON."""
+def known_results() -> list[dict]:
+    """A row of the JSON for each entry of the table."""
     path = measure.RESULTS / "mutations.json"
     known = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = {(row["file"], row["breaks"]): row for row in known}
-    kept = []
-    for m in MUTATIONS:
-        row = rows.get((m.file, m.breaks), {"file": m.file, "breaks": m.breaks})
+    return [rows.get((m.file, m.breaks), {"file": m.file, "breaks": m.breaks}) for m in MUTATIONS]
+
+
+def write(tier: str, outcomes: dict[Mutation, Outcome]) -> None:
+    """Merge with the rows of earlier runs and write the JSON."""
+    kept = known_results()
+    for m, row in zip(MUTATIONS, kept, strict=True):
         if m in outcomes:
             row[tier] = {
                 "found": outcomes[m].found,
                 "by": outcomes[m].by,
                 "seconds": round(outcomes[m].seconds, 1),
             }
-        kept.append(row)
+        if row.get("quick", {}).get("found"):
+            row["thorough"] = row["quick"]
     share = {}
     for name in TIERS:
         ran = [row[name]["found"] for row in kept if name in row]
@@ -163,6 +181,7 @@ def main() -> None:
     parser.add_argument("tier", nargs="?", choices=TIERS)
     parser.add_argument("--check", action="store_true", help="only compare the table with the sources")
     parser.add_argument("--only", default="", help="a word of the file's name or of the reason")
+    parser.add_argument("--missing", action="store_true", help="only those that this tier was not tried on")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, help="seconds after which the tests of one break are given up")
     parser.add_argument("--sound", action="store_true", help="the tests are known to pass without a break")
@@ -172,18 +191,26 @@ def main() -> None:
         print(f"{m.file}: not there exactly once, please renew: {m.old!r} ({m.breaks})")
     if arguments.check or arguments.tier is None:
         raise SystemExit(len(stale) > 0)
-    chosen = [m for m in MUTATIONS if arguments.only in f"{m.file} {m.breaks}" and m not in stale]
+    tier = arguments.tier
+    chosen = [
+        m
+        for m, row in zip(MUTATIONS, known_results(), strict=True)
+        if arguments.only in f"{m.file} {m.breaks}"
+        and m not in stale
+        and not (arguments.missing and tier in row)
+        and not (tier == "thorough" and row.get("quick", {}).get("found"))
+    ]
     outcomes: dict[Mutation, Outcome] = {}
-    for m, outcome in score(arguments.tier, chosen, arguments.jobs, arguments.limit, sound=arguments.sound):
+    for m, outcome in score(tier, chosen, arguments.jobs, arguments.limit, sound=arguments.sound):
         said = "undecided" if outcome is None else f"found by {outcome.by}" if outcome.found else "SURVIVED"
         print(f"{m.file}: {m.breaks}: {said}", flush=True)
         if outcome is not None:
             outcomes[m] = outcome
-            write(arguments.tier, outcomes)
-    found = sum(outcome.found for outcome in outcomes.values())
-    print(f"{arguments.tier}: {found} of {len(outcomes)} found, of {len(MUTATIONS)} in the table")
-    if found < LEAST[arguments.tier] * len(outcomes):
-        raise SystemExit(f"fewer than {LEAST[arguments.tier]:.0%}")
+            write(tier, outcomes)
+    results = [row[tier]["found"] for row in known_results() if tier in row]
+    print(f"{tier}: {sum(results)} of {len(results)} found, of {len(MUTATIONS)} in the table")
+    if sum(results) < LEAST[tier] * len(results):
+        raise SystemExit(f"fewer than {LEAST[tier]:.0%}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from muonjax import MuonDimensionNumbers, NewtonSchulz
 from muonjax._newton_schulz.coefficients import take_steps
 from tests import oracles
 from tests.oracles import normal
-from tests.tiers import thorough
+from tests.tiers import quick, thorough
 
 JORDAN5 = NewtonSchulz(coefficients=muonjax.JORDAN, num_steps=5, normalization="frobenius", deflation=0)
 # For tests of what is around the orthogonalization: it compiles in a fraction of the time.
@@ -327,6 +327,7 @@ def test_inject_hyperparams():
     assert not any(np.any(u) for u in jax.tree.leaves(updates))
 
 
+@quick("muonclip")
 @pytest.mark.parametrize("optimizer", [muonjax.muonclip, muonjax.adamclip])
 def test_inject_hyperparams_into_the_clipped(optimizer):
     tree = {"attention": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}
@@ -386,6 +387,7 @@ class Model(nnx.Module):
         return self.mlp(x + self.attention(x, sow_weights=True))
 
 
+@pytest.mark.thorough
 def test_nnx_optimizer_with_muonclip():
     model = Model(nnx.Rngs(0))
     tx = muonjax.muonclip(0.01, [muonjax.mha_site()], threshold=0.001, newton_schulz=SHORT)

@@ -1,4 +1,4 @@
-"""What each tier runs: single cases that only `.ci/run` adds, and how many examples hypothesis draws.
+"""What each tier runs: cases that only `.ci/run` adds, and how many examples hypothesis draws.
 
 The markers are in pyproject.toml. `pytest -n auto` is the quick tier, `.ci/run` adds the thorough one, and
 `pytest --hypothesis-profile=nightly tests/reliability` draws 20,000 examples.
@@ -14,6 +14,27 @@ EXAMPLES = {"quick": 60, "thorough": 300, "nightly": 20_000}
 def thorough(*case, id=None):
     """One entry of `pytest.mark.parametrize`: the values of a case, which `.ci/run` adds to the quick ones."""
     return pytest.param(*case, marks=pytest.mark.thorough, id=id)
+
+
+def quick(*ids):
+    """Of a parametrized test, the cases that are quick, by their ids; `.ci/run` adds all others."""
+    return pytest.mark.quick(*ids)
+
+
+def mark_others_thorough(items):
+    """Give `pytest.mark.thorough` to the cases that `quick` does not name."""
+    named, met = {}, {}
+    for item in items:
+        marker = item.get_closest_marker("quick")
+        if marker is not None:
+            test = item.nodeid.partition("[")[0]
+            named.setdefault(test, set(marker.args))
+            met.setdefault(test, set()).add(item.callspec.id)
+            if item.callspec.id not in marker.args:
+                item.add_marker(pytest.mark.thorough)
+    for test, ids in met.items():
+        if len(ids) > len(named[test]) and not ids & named[test]:
+            raise pytest.UsageError(f"{test}: quick{tuple(named[test])} names none of {sorted(ids)}.")
 
 
 def register_profiles():

@@ -10,7 +10,7 @@ import pytest
 
 from muonjax import hadamard_dot, hadamard_linear, hadamard_weight
 from muonjax._adapters.hadamard import column_norms
-from tests.tiers import thorough
+from tests.tiers import quick, thorough
 
 M, N, R, T = 301, 200, 5, 7  # 3 blocks of 100 rows and 1 more
 FORMS = ("rows", "kronecker")
@@ -174,6 +174,7 @@ def test_forward_mode_is_the_transpose_of_reverse_mode(form):
     assert float(jnp.vdot(g, pushed)) == pytest.approx(want, rel=1e-4)
 
 
+@quick("<lambda>")
 @pytest.mark.parametrize("call", [hadamard_weight, lambda *f: hadamard_dot(jnp.ones((2, 6)), *f)])
 def test_second_derivative_is_that_of_the_plain_product(call):
     f = as_float32(factors(m=6, n=4, r=2))
@@ -205,6 +206,7 @@ def test_mixed_second_derivative_is_that_of_the_plain_product(form):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@quick("kronecker")
 @pytest.mark.parametrize("form", FORMS)
 def test_vmap_of_the_gradient(form):
     f = as_float32(factors(m=9, n=6, r=2, batch=(3,)))
@@ -289,6 +291,7 @@ FUNCTIONS = {
 
 
 # 255: neither the rows after the last whole block nor a block that is the whole matrix may be kept.
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [128, *map(thorough, [255, 512])])
 def test_unrolled_layers_hold_no_matrix_between_the_passes(width):
     layers, weight = 8, 4 * width**2

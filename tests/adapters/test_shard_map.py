@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from muonjax import hadamard_dot, hadamard_linear, hadamard_weight
 from muonjax._adapters.adapter import Adapter
 from tests.sharded import DEVICES, check
+from tests.tiers import quick
 
 M, N, R = 9, 6, 3
 REPLICATED, SPLIT = P(), P("data")
@@ -24,6 +25,7 @@ def factors(*batch):
     return [random(*batch, *shape) for shape in ((M, R), (R, N)) * 2]
 
 
+@quick("rows")
 @pytest.mark.parametrize("form", ["rows", "kronecker"])
 def test_dot(form):
     def loss(x, *f):
@@ -32,6 +34,7 @@ def test_dot(form):
     check(loss, (SPLIT, *[REPLICATED] * 4), (random(4, M), *factors()))
 
 
+@quick("kronecker")
 @pytest.mark.parametrize("form", ["rows", "kronecker"])
 def test_linear(form):
     def loss(x, w, scale, *f):

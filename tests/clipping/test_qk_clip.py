@@ -25,11 +25,19 @@ from tests.clipping.attentions import (
     rope,
     zero_update,
 )
-from tests.tiers import thorough
+from tests.tiers import quick, thorough
 
 # At learning rate zero.
 
 
+@quick(
+    "grouped 8:2 with RoPE-query",
+    "multi-head with biases-query",
+    "latent, low-rank query-query",
+    "multi-query with RoPE-balanced",
+    "grouped 8:2 with RoPE-group",
+    "fused, heads first-query",
+)
 @pytest.mark.parametrize(
     ("kind", "shared_keys"),
     [(kind, "query") for kind in ATTENTIONS]
@@ -96,6 +104,7 @@ def test_heads_below_the_threshold_are_bit_identical_to_muon_alone():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-8), cold, alone)
 
 
+@pytest.mark.thorough
 def test_ten_steps_leave_the_weights_of_calm_heads_bit_identical_to_muon_alone():
     """Each optimizer in one program with `apply_updates`, as people train: weights, momentum and all."""
     params, maxima, site = multi_head()

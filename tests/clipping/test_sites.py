@@ -12,6 +12,7 @@ from flax import nnx
 from flax.core import freeze
 
 import muonjax
+from tests.tiers import quick
 
 D, H, K, DH = 6, 4, 2, 3  # input, query heads, key heads, features of a head
 GAMMA = np.array([0.25, 1.0, 0.04, 1.0])  # of each query head; exact square roots
@@ -97,6 +98,7 @@ def test_latent_attention_layouts(query_name, layout, shape):
     np.testing.assert_array_equal(scaled["wkv_a"]["kernel"], 1)
 
 
+@quick("i (3 h d)", "i h (3 d)", "i 3 h d")
 @pytest.mark.parametrize(
     "layout", ["i (3 h d)", "i 3 h d", "i 3 (h d)", "i (3 h) d", "i (h 3 d)", "i h (3 d)", "i h 3 d"]
 )
@@ -125,6 +127,7 @@ def test_fused_grouped_keys(layout):
     np.testing.assert_allclose(got.reshape(-1, DH), np.repeat(want[:, None], DH, 1), rtol=1e-6)
 
 
+@quick("0", "-1", "axes5")
 @pytest.mark.parametrize("axes", [0, 1, 2, -1, (0, 1), (1, 0)])
 def test_stacked_layers_on_any_axis(axes):
     """The axis is one of the stacked parameter; a bias then has its heads elsewhere than its kernel."""

@@ -10,6 +10,7 @@ import pytest
 import muonjax
 from muonjax._clipping.matching import Modules, find_targets
 from muonjax._clipping.sites_from import find_sites
+from tests.tiers import quick
 
 F32 = jnp.float32
 
@@ -153,6 +154,17 @@ def test_refuses(model):
         muonjax.sites_from(tree(leaves))
 
 
+@quick(
+    "MaxText, scanned on axis 1",
+    "axlearn, fused and stacked",
+    "Gemma's library",
+    "cross-attention",
+    "simply",
+    "Transformers' Llama",
+    "Transformers' BERT, without its output",
+    "Equinox's BERT",
+    "bare arrays",
+)
 @pytest.mark.parametrize("model", [name for name in MODELS if "Transformers' GPT-2" not in name])
 def test_scales_the_queries_and_keys_of(model):
     """Every product of a query and its key is scaled by γ of its head, and nothing else is touched."""

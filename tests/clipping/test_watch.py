@@ -15,6 +15,7 @@ from flax.training import train_state
 import muonjax
 from tests.clipping.attentions import EXACT
 from tests.clipping.test_attention_fn import MASK, X, want
+from tests.tiers import quick
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +201,7 @@ def test_train_state_hands_the_statistics_on():
     plain.apply_gradients(grads=params, max_logits={})  # as Optax's own, which drop what they don't take
 
 
+@quick("scan", "<lambda>")
 @pytest.mark.parametrize("wrap", [lambda module: module, nn.remat, "scan"])
 def test_watching_linen(wrap):
     if wrap == "scan":

@@ -15,6 +15,7 @@ from muonjax import adapter_mask, apply_qk_clip, mha_site
 from muonjax import linen as linen_loha
 from muonjax._adapters.config import LoHaConfig
 from muonjax.linen._loha import LoHa
+from tests.tiers import quick
 
 
 def disturb(tree, seed=0):
@@ -61,6 +62,7 @@ def adopted(decompose=False):
     return plain, linen_loha.adopt(params, plain)
 
 
+@quick("True")
 @pytest.mark.parametrize("decompose", [False, True])
 def test_linen_adopts_trained_parameters_and_starts_as_they_are(decompose):
     plain, params = adopted(decompose)
@@ -71,6 +73,7 @@ def test_linen_adopts_trained_parameters_and_starts_as_they_are(decompose):
     np.testing.assert_array_equal(params["up"]["kernel"], plain["up"]["kernel"])
 
 
+@quick("False")
 @pytest.mark.parametrize("decompose", [False, True])
 def test_linen_merges_into_the_plain_model(decompose):
     plain, params = adopted(decompose)

@@ -15,6 +15,7 @@ from muonjax._matrix_view import MatrixView, MuonDimensionNumbers, matrix_view
 from muonjax._mesh.assignment import Assignment, assign_owners
 from muonjax._mesh.layout import ShardedLeaf, unit_axes
 from tests.mesh.layouts import make_mesh
+from tests.tiers import quick
 
 SPECS = [((), ()), (("fsdp",), ()), ((), ("fsdp",)), (("fsdp",), ("tensor",)), (("tensor", "fsdp"), ())]
 
@@ -174,6 +175,7 @@ def test_products_are_weighed_by_what_they_are_computed_in():
     )  # on a CPU both are computed in float32
 
 
+@quick("owner", "tensor_parallel")
 @pytest.mark.parametrize("mode", ["owner", "hybrid", "tensor_parallel", "auto"])
 def test_the_plan_is_what_the_compiler_makes_of_it(mode):
     from benchmarks.common import hlo_counts

@@ -289,6 +289,7 @@ def test_adaptive_has_the_norm_of_the_whole_matrix(mode):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, thorough(AxisType.Explicit)])
 def test_twenty_steps_of_muon_drift_less_than_a_millionth(axis_type):
     mesh = make_mesh(axis_type, fsdp=4, tensor=2)

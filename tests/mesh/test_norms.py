@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 import muonjax
 from benchmarks.common import hlo_counts
 from tests.mesh.layouts import NUMBERS, SPECS, make_mesh, put, tree, under
+from tests.tiers import quick
 
 MESHES = [{"fsdp": 8, "tensor": 1}, {"fsdp": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}]
 MEMBERS = {
@@ -27,6 +28,10 @@ def step(member, names):
     return jax.jit(run)
 
 
+@quick(
+    "hyperball-{'fsdp': 2, 'tensor': 4}-AxisType.Auto",
+    "normalize_neurons-{'fsdp': 4, 'tensor': 2}-AxisType.Explicit",
+)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("member", MEMBERS)

@@ -12,7 +12,7 @@ from muonjax import JORDAN, NEWTON_SCHULZ, msign, polar_express
 from muonjax._msign.arguments import CONVERGED
 from tests import oracles
 from tests.msign import oracles as msign_oracles
-from tests.tiers import thorough
+from tests.tiers import quick, thorough
 
 MODES = ("polynomial", "polar", "autodiff")
 relative = msign_oracles.relative
@@ -93,6 +93,7 @@ def test_the_sixth_polar_express_row_maps_one_to_about_one():
     assert abs(sum(polar_express(8, safety=1.0)[5]) - 1) < 2e-3
 
 
+@quick("polynomial")
 @pytest.mark.parametrize("mode", MODES)
 def test_scale_batch_and_orientation_do_not_matter(mode):
     f = functools.partial(msign, gradient=mode)
@@ -122,6 +123,7 @@ def test_a_zero_matrix_has_value_zero_and_gradient_zero(mode, dtype):
     np.testing.assert_array_equal(np.asarray(tangent[0], np.float32), 0)
 
 
+@quick("nan-polynomial", "inf-polar")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_stay_in_their_matrix_and_are_not_hidden(mode, bad):
@@ -232,10 +234,10 @@ def test_the_gradient_is_orthogonal_to_x_and_inverse_in_its_scale(mode, shape):
 def test_the_polar_jacobian_is_symmetric_and_positive_semidefinite(shape):
     with jax.enable_x64(True):
         x = jnp.asarray(matrix(*shape, 10))
-        jacobian = jax.jacfwd(functools.partial(msign, gradient="polar"))(x).reshape(x.size, x.size)
+        jacobian = jax.jit(jax.jacfwd(functools.partial(msign, gradient="polar")))(x).reshape(x.size, x.size)
         np.testing.assert_allclose(jacobian, jacobian.T, atol=1e-12)
         assert np.min(np.linalg.eigvalsh(jacobian)) > -1e-12
-        reverse = jax.jacrev(functools.partial(msign, gradient="polar"))(x).reshape(x.size, x.size)
+        reverse = jax.jit(jax.jacrev(functools.partial(msign, gradient="polar")))(x).reshape(x.size, x.size)
         np.testing.assert_allclose(jacobian, reverse, atol=1e-12)
 
 
@@ -312,6 +314,7 @@ def test_third_derivative_in_reverse(mode, shape):
     check_derivative(mode, shape, lambda loss: jax.jacrev(jax.jacrev(jax.jacrev(loss))), 3, 1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "shape", "rows"),
     [
@@ -385,6 +388,7 @@ def test_temporary_memory_of_a_gradient(shape, mode, most):
     assert temporary_bytes(value_and_vjp, x, x) / (8 * shape[0] * shape[1] * 4) <= most
 
 
+@quick("polar-17")
 @pytest.mark.parametrize(("mode", "most"), [("polynomial", 30), ("polar", 17)])
 def test_unrolled_layers_do_not_keep_the_steps(mode, most):
     """XLA merges an unrolled recomputation with the forward pass and then keeps everything: 199 n² for autodiff."""
@@ -404,6 +408,7 @@ def compiled_vjp(f, x):
     return jax.jit(lambda x, c: jax.vjp(f, x)[1](c)[0]).lower(x, x).compile().as_text()
 
 
+@quick("polar")
 @pytest.mark.parametrize("mode", ["polynomial", "polar"])
 def test_the_loops_are_rolled_and_stack_nothing(mode):
     few, many = (

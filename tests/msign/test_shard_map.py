@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from muonjax import mcsgn, msign, sylvester
 from tests.sharded import DEVICES, check, mesh
+from tests.tiers import quick
 
 MODES = ("polynomial", "polar")
 
@@ -28,6 +29,7 @@ def definite(n):
     return jnp.eye(n) + 0.2 * x @ x.mT
 
 
+@quick("shape0-polynomial", "shape0-polar")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [(3, 3), (2, 8)])
 def test_msign_of_a_replicated_weight_and_of_one_for_each_device(mode, shape):
@@ -40,6 +42,7 @@ def test_msign_of_a_replicated_weight_and_of_one_for_each_device(mode, shape):
     check(loss, (P(), P("data"), P("data")), arguments)
 
 
+@quick("polar")
 @pytest.mark.parametrize("mode", MODES)
 def test_second_derivatives_of_msign(mode):
     """Reverse over reverse, as a model that takes Muon steps inside of its forward pass is trained."""
@@ -53,6 +56,7 @@ def test_second_derivatives_of_msign(mode):
     check(outer, (P("data"), P("data")), (random(DEVICES, 3, 5), random(DEVICES, 4, 3)))
 
 
+@quick("polar")
 @pytest.mark.parametrize("mode", MODES)
 def test_forward_mode_of_msign(mode):
     def forwards(w):

@@ -10,6 +10,7 @@ from flax import nnx
 from muonjax import adapter_mask, apply_qk_clip, mha_site
 from muonjax import nnx as nnx_loha
 from muonjax.nnx import LoHaConv, LoHaLinear, LoHaParam, adapters, add_loha
+from tests.tiers import quick
 
 SETTINGS = [
     {"rank": 2},
@@ -66,6 +67,7 @@ TOKENS = jnp.arange(10).reshape(2, 5)
 LAYERS = ["attention/key", "attention/out", "attention/query", "attention/value", "conv", "up"]
 
 
+@quick("settings0", "settings3")
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_nnx_linear_starts_plain_then_follows_its_factors(settings):
     layer = LoHaLinear(6, 5, rngs=nnx.Rngs(0), **settings)
@@ -77,6 +79,7 @@ def test_nnx_linear_starts_plain_then_follows_its_factors(settings):
     assert np.abs(layer(x) - x @ layer.kernel[...]).max() > 0.1
 
 
+@quick("bfloat16-settings4", "float32-settings0")
 @pytest.mark.parametrize(
     ("dtype", "settings"), [*((jnp.float32, each) for each in SETTINGS), (jnp.bfloat16, SETTINGS[-1])]
 )
@@ -120,6 +123,7 @@ def test_removed_adapters_leave_a_plain_model_with_what_was_merged():
     add_loha(model, "up", rank=2, rngs=nnx.Rngs(1))  # and it can be adapted again
 
 
+@quick("True")
 @pytest.mark.parametrize("decompose", [False, True])
 def test_add_loha_in_place_changes_no_output_and_no_path(decompose):
     model = Mixed(nnx.Rngs(0))
@@ -249,6 +253,7 @@ def test_rank_dropout_drops_while_training_only_and_keeps_the_mean():
 
 
 # 256 channels are walked over in blocks.
+@quick("False-False-256-conv0", "True-False-8-conv3")
 @pytest.mark.parametrize(
     ("tucker", "decompose", "channels", "conv"),
     [
