@@ -165,6 +165,11 @@ def _checked(
             f"{call} needs float or complex leaves, but {named} of shape {shape} is {leaf.dtype}; keep integers out of "
             "the optimizer (optax.masked) or cast them."
         )
+    if jax.numpy.finfo(leaf.dtype).bits < 16:
+        raise TypeError(
+            f"{call}: {named} is {leaf.dtype}, whose few bits round momentum and most steps away; train master weights "
+            "in float32 and quantize those."
+        )
     reduction = _axes(call, named, "reduction_axis", numbers.reduction_axis, shape)
     output = _axes(call, named, "output_axis", numbers.output_axis, shape)
     if not reduction or not output:

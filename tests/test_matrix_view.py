@@ -67,6 +67,7 @@ def test_a_fused_leaf_is_its_parts(cut):
         ((4, 4), np.float32, FusedDimensionNumbers(0, 1, parts=3), ValueError, "must divide"),
         ((4, 4, 9), np.float32, FusedDimensionNumbers(0, 1, 3, 2), ValueError, "one of the reduction"),
         ((4, 4), np.int32, MuonDimensionNumbers(), TypeError, "int32"),
+        ((4, 4), jnp.float8_e4m3fn, MuonDimensionNumbers(), TypeError, "float8_e4m3fn, whose few bits"),
     ],
 )
 def test_bad_leaves(shape, dtype, numbers, error, message):
