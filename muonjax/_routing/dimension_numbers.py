@@ -27,7 +27,7 @@ from muonjax._matrix_view import (
     FusedDimensionNumbers,
     MuonDimensionNumbers,
 )
-from muonjax._routing.matrices import depthwise, matrices
+from muonjax._routing.matrices import depthwise, is_dense_general, matrices
 from muonjax._routing.named_axes import by_axis_names, named_axes
 from muonjax._routing.output_heads import is_input_patches, output_heads
 from muonjax._routing.roles import CONVOLUTION, DENSE, EXPERTS, INTERLEAVED, PATCHES, UNKNOWN, Role, roles
@@ -251,7 +251,7 @@ def _decide(
         return MuonDimensionNumbers(*(j for j in range(3) if j != i)), f"{role.name}, stacked"
     if sum(size > 1 for size in p.shape) <= 1:
         return None, "vector"
-    numbers = None if p.stacked else matrices(p, siblings, attention)
+    numbers = None if p.stacked and not is_dense_general(p) else matrices(p, siblings, attention)
     if numbers is None:
         raise ValueError(undecided_message(p, attention))
     if depthwise(p, siblings, numbers):

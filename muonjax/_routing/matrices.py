@@ -14,12 +14,15 @@ from muonjax._routing.roles import (
     ADAPTER,
     ADAPTER_CORE,
     CONVOLUTION,
+    DENSE,
     FUSED_KV,
     FUSED_QKV,
     GATE_UP,
     INTERLEAVED,
     MLA_UP,
+    ROUTER,
     UNKNOWN,
+    unit,
     words,
 )
 from muonjax._routing.siblings import (
@@ -31,6 +34,7 @@ from muonjax._routing.siblings import (
     arrangements,
     has_heads_of_flax,
     is_outputs_first,
+    is_pointwise,
     is_weight,
     is_window,
 )
@@ -43,6 +47,8 @@ def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbe
         return None
     if role is ADAPTER:
         return _adapter(p, siblings)
+    if hidden := _hidden_axis(p, siblings):
+        return hidden
     if role is GATE_UP:
         return _gate_up(p, siblings)
     if role in (FUSED_QKV, FUSED_KV):
@@ -61,9 +67,28 @@ def _dense(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers:
     bias = siblings.bias(p)
     if bias and len(bias) == 1 and p.shape[0] != p.shape[1] and bias[0] in p.shape:
         return MuonDimensionNumbers(1, 0) if bias[0] == p.shape[0] else MuonDimensionNumbers(0, 1)
+    if p.role is ROUTER and is_weight(p) and 8 * p.shape[0] <= p.shape[1]:
+        return MuonDimensionNumbers(1, 0)  # there are fewer experts than features
     return (
         MuonDimensionNumbers(1, 0) if is_weight(p) and siblings.outputs_first else MuonDimensionNumbers(0, 1)
     )
+
+
+def _hidden_axis(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
+    """Of up and down projections that are stored alike, [d, hidden] both, the hidden axis is the larger one."""
+    rank, name = len(p.shape), unit(p.path)[1]
+    up, down = (re.fullmatch(names, name) for names in (_UP, _DOWN))
+    if rank not in (2, 3) or p.shape[-1] == p.shape[-2] or not (up or down) or siblings.bias(p):
+        return None
+    others = _DOWN if up else _UP
+    if not any(q.shape == p.shape and re.fullmatch(others, unit(q.path)[1]) for q in siblings.beside(p)):
+        return None
+    hidden, d = (rank - 1, rank - 2) if p.shape[-1] > p.shape[-2] else (rank - 2, rank - 1)
+    return MuonDimensionNumbers(d, hidden) if up else MuonDimensionNumbers(hidden, d)
+
+
+_UP = r"(\w+_)?(up|gate|wi|fc1|c_fc)(_proj)?"
+_DOWN = r"(\w+_)?(down|wo|fc2)(_proj)?"
 
 
 def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
@@ -78,7 +103,7 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
         if trailing and shape[0] == bias[0]:
             return outputs_first
         if shape[-1] == bias[0]:
-            return last
+            return transposed if shape[-2] == bias[0] and _is_transposed(p) else last
         if shape[-2] == bias[0]:
             return transposed
         return outputs_first if shape[0] == bias[0] else None
@@ -89,11 +114,27 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
         return MuonDimensionNumbers(rank - 2, rank - 1)
     if trailing:
         return outputs_first
-    return last if convolution or is_window(shape) else None
+    if is_dense_general(p):
+        return MuonDimensionNumbers(0, 2 if shape[1] == 2 else (1, 2))  # two are a gate and its values
+    if convolution or is_window(shape):
+        return transposed if _is_transposed(p) else last
+    return None
+
+
+def is_dense_general(p: Parameter) -> bool:
+    """Whether a Dense kernel of three axes, alone in its stack, is [in, groups, size]: layers are counted first."""
+    return p.role is DENSE and len(p.shape) == 3 and p.shape[1] < min(p.shape[0], p.shape[2])
+
+
+def _is_transposed(p: Parameter) -> bool:
+    """Whether the name is Keras' or Haiku's for a transposed convolution, which they store [*window, out, in]."""
+    return bool(re.search(r"conv_?\dd?_?d_?transpose", "/".join(words(p.path)).lower()))
 
 
 def _attention(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
     """Query, key, value [d, heads, size] and output [heads, size, d], in the order that the siblings agree on."""
+    if is_pointwise(p.shape):
+        return _kernel(p, siblings)
     if len(p.shape) == 2:
         if attention == "heads" and p.role.kind != "out":
             return _folded_heads(p, siblings)
@@ -141,23 +182,43 @@ def _per_head(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> Fu
 
 
 def _grouped_queries(p: Parameter, siblings: Siblings, attention: str) -> MuonDimensionNumbers | None:
-    """[d, key heads, queries per key head, size] beside keys [d, key heads, size]; or both with d last."""
+    """Queries and output beside keys of fewer heads, with one axis more: the queries of a key's head."""
     shapes = siblings.attention(p)
     key = shapes.get("key", ())
-    if len(p.shape) != 4 or len(key) != 3:
+    if len(p.shape) != 4 or len(key) != 3 or p.role.kind not in ("query", "out"):
         return None
-    if p.role.kind == "out" and p.shape[:1] == key[1:2] and p.shape[3] == key[0]:
-        return MuonDimensionNumbers((0, 1, 2), 3)
-    if p.role.kind == "query" and (*p.shape[:2], p.shape[3]) == key:
-        return MuonDimensionNumbers(0, (1, 2, 3) if attention == "whole" else 3)
-    if p.role.kind == "query" and (p.shape[0], *p.shape[2:]) == key:
-        return MuonDimensionNumbers(3, (0, 1, 2) if attention == "whole" else 2)
-    return None
+    keys = {kind: shape for kind, shape in shapes.items() if kind in ("key", "value")}
+    orders = [a.projection for a in arrangements(keys, einsum=is_einsum(p))]
+    found = {d for order in orders for d in _axes_of_features(p.shape, key, order)}
+    if len(found) > 1:  # Flax's order is likelier than others that fit
+        found = set(_axes_of_features(p.shape, key, orders[0]))
+    if len(found) != 1:
+        return None
+    (d,) = found
+    rest = tuple(i for i in range(4) if i != d)
+    if p.role.kind == "out":
+        return MuonDimensionNumbers(rest, d)
+    return MuonDimensionNumbers(d, rest if attention == "whole" else rest[-1])
+
+
+def _axes_of_features(shape: Shape, key: Shape, order: str) -> list[int]:
+    """Where d can be in [d, heads, group, size], in either order of heads and group, or with d last."""
+    d, heads, size = (key[order.index(axis)] for axis in "dhs")
+    first, last = shape[1:], shape[:-1]
+    return [
+        axis
+        for axis, rest in ((0, first), (3, last))
+        if shape[axis] == d and rest[2] == size and heads in rest[:2]
+    ]
 
 
 def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
     """Query, key and value as [d, 3·d], its transpose, with an axis of three, or with unequal parts."""
     shape, parts, out = p.shape, p.role.parts, siblings.attention(p).get("out", ())
+    if is_pointwise(shape):
+        numbers, last = _kernel(p, siblings), len(shape) - 1
+        whole = numbers == (tuple(range(last)), last) and shape[last] % parts == 0 and attention == "whole"
+        return FusedDimensionNumbers(*numbers[:2], parts, last) if numbers and whole else None
     batch = _parts_axis(p)
     if len(shape) == 2:
         numbers = _fused_flat(p, siblings, out)
@@ -201,6 +262,8 @@ def _fused_flat(p: Parameter, siblings: Siblings, out: Shape) -> FusedDimensionN
     rows_first = bias != (m,) if bias and m != n else not (parts == 3 and m == 3 * n)
     axis, total = (1, n) if rows_first else (0, m)
     numbers = (0, 1) if rows_first else (1, 0)
+    if parts == 3 and total == 2 * p.shape[1 - axis] and "query" in siblings.attention(p):
+        parts = 2  # the query has a kernel of its own
     if parts == 2:
         return FusedDimensionNumbers(*numbers, 2, axis) if total % 2 == 0 else None
     if total == 3 * p.shape[1 - axis]:
@@ -237,6 +300,8 @@ def _adapter(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
     rank = len(p.shape)
     if rank == 2:
         return MuonDimensionNumbers(0, 1)
+    if siblings.is_batched_factor(p):
+        return MuonDimensionNumbers(rank - 2, rank - 1)
     if is_first_factor(p):
         return MuonDimensionNumbers(tuple(range(rank - 1)), rank - 1)
     pair = re.search(r"kv_einsum|gating_einsum", "/".join(words(p.path))) and p.shape[1] == 2

@@ -73,6 +73,7 @@ def output_heads(
             continue  # nothing leads to it: a layer alone is no head
         if is_head_module(p.path[:-1]) or (
             not _is_in_block(p.path)
+            and not re.search(r"att(n|en)", "/".join(words(p.path)).lower())
             and not _SPLIT.fullmatch(unit(p.path)[1])
             and not (_HIDDEN.fullmatch(unit(p.path)[1]) and numbered[unit(p.path)] == 1)
             and not any(columns % size == 0 for size in taken if size >= 16)

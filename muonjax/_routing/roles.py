@@ -79,9 +79,10 @@ _NOT_MUON = (
     (BIAS, rf".*/({_VECTOR}|\w+_bias|bias_\w+|b_\w+|bias_k|bias_v)"),
     (SCALE, r".*/(scale|gamma|gain|\w+_scale|\w+_gamma|\w*norm\w*|(\w+_)?ln\d*(_\w+)?|rms\w*|weight_g)"),
     (SCALE, r"(?!\w*_(linear|dense|proj\w*|fc\d?)/)(\w+_)?(\w*norm|ln|bn|gn|rms)\d*(_\w+)?/(weight|w|g)"),
+    (SCALE, r"(\w*norm|(\w+_)?ln)\d*(_f)?/kernel"),
     (POSITION, rf"(\w+_)?pos_conv\w*/{_WEIGHT}"),
     (PATCHES, rf"\w*patch_?(embed\w*|emb|proj\w*|ify|conv\w*|stem)\w*/{_WEIGHT}"),
-    (EMBEDDING._replace(ranks=()), rf".*/({_EMBED}|table|\w+_embedding_\w+|\w+_bias_table)"),
+    (EMBEDDING._replace(ranks=()), rf".*/({_EMBED}|emb_var|(\w+_)?table|\w+_embedding_\w+)"),
     (EMBEDDING, r".*/embedding"),  # flax.linen.Embed and flax.nnx.Embed
     (EMBEDDING._replace(ranks=()), rf"({_EMBED}/(w|weights?|value|table)|(wte|wpe)/{_WEIGHT})"),
     (EMBEDDING._replace(name="codebook", ranks=()), r".*/(code_?(vectors|book)\w*|centroids|prototypes)"),
@@ -102,21 +103,26 @@ _NOT_MUON = (
     (Role("time mixing", False), r".*/time_(decay|first|mix|faaaa|maa)\w*"),
     (Role("gain", False, (1,)), r".*/\w*magnitude"),
     (Role("gain", False), r".*/(alpha|temperature|tau|layer_?scale\w*|ls\d?|slopes?)"),
-    (Role("depthwise convolution", False), rf"(\w+_)?(depthwise|dw_?conv|conv_?dw)\w*/{_WEIGHT}"),
+    (
+        Role("depthwise convolution", False),
+        rf"(\w+_)?(depthwise|dw_?conv|conv_?dw)\w*/{_WEIGHT}|.*/depthwise_kernel",
+    ),
 )
 
-_SIDE = r"(?:_b|_up|_proj|_projection|_dense|_linear|_lin|_einsum|_layer|_net|_heads?)*"
+_SIDE = r"(?:_b|_up|_proj|_projection|_dense|_linear|_lin|_einsum|_layer|_net|_heads?|_attn|_fused)*"
 _BEFORE = r"(?:w_?|to_|linear_|fc_|proj_|c_)?"
 _PROJECTIONS = (
     (QUERY, rf"{_BEFORE}(q|query|queries){_SIDE}"),
     (KEY, rf"{_BEFORE}(k|key|keys){_SIDE}"),
     (VALUE, rf"{_BEFORE}(v|value|values){_SIDE}"),
     (MLA_UP, r"w?kv_(b|up)(_proj)?"),
-    (FUSED_QKV, rf"({_BEFORE}qkv{_SIDE}|c_attn)"),
-    (FUSED_KV, rf"{_BEFORE}kv{_SIDE}"),
+    (FUSED_QKV, rf"(\w+_)?w?qkv{_SIDE}|c_attn"),
+    (FUSED_KV, rf"(\w+_)?w?kv{_SIDE}"),
     (INTERLEAVED, r"query_key_value"),
 )
-_OUT = rf"(w_?|to_|attn_|c_|linear_|fc_)?(o|out|output|proj){_SIDE}|attn_vec_einsum|dense|linear"
+_OUT = (
+    rf"(w_?|to_|attn_|attention_|c_|linear_|fc_)?(o|out|output|proj){_SIDE}|post|attn_vec_einsum|dense|linear"
+)
 
 _ADAPTER = r"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
 _ADAPTER_CORE = r"hada_t[12]"
@@ -195,7 +201,7 @@ def module(path: tuple[str, ...]) -> tuple[str, ...]:
 def attention_scope(scope: tuple[str, ...]) -> tuple[str, ...]:
     """The attention module around a scope: up to the last name with "attn" or "attention"; else the scope itself."""
     for end in range(len(scope), 0, -1):
-        if re.search(r"att(n|ention)", _snake(scope[end - 1])):
+        if re.search(r"att(n|en)", _snake(scope[end - 1])):
             return scope[:end]
     return scope
 
@@ -204,7 +210,7 @@ def attention_scope(scope: tuple[str, ...]) -> tuple[str, ...]:
 def is_head_scope(path: tuple[str, ...]) -> bool:
     """Whether a module around the leaf is an output head, though the leaf's own name does not say so."""
     return any(
-        re.fullmatch(r"(\w+_)?heads?|cls|predictions|classifier|decoder|\w*classifier", _snake(n))
+        re.fullmatch(r"(\w+_)?heads?|cls|predictions|classifier|decoder|\w*classifier|logits_\w+", _snake(n))
         for n in words(path)
     )
 
@@ -267,9 +273,12 @@ def _weight_role(
     path: tuple[str, ...], name: str, scope: tuple[str, ...], attentions: set[tuple[str, ...]]
 ) -> Role:
     last = _snake(path[-1]) if path else ""  # the tree may be one array
-    if projection := _projection(name):
+    is_attention = scope in attentions or bool(scope and re.search(r"att(n|en)", _snake(scope[-1])))
+    projection = _projection(name)
+    if projection and (
+        is_attention or projection is not VALUE
+    ):  # a gated layer's values belong to no attention
         return projection
-    is_attention = scope in attentions or bool(scope and re.search(r"att(n|ention)", _snake(scope[-1])))
     if is_attention and re.fullmatch(_OUT, name):
         return OUT
     if is_attention and name == "in_proj":

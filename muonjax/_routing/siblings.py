@@ -78,6 +78,10 @@ class Siblings:
     def attention(self, p: Parameter) -> dict[str, Shape]:
         """The shapes of the attention that a projection belongs to."""
         shapes = self.attentions.get(attention_scope(unit(p.path)[0]), {})
+        fused = shapes.get("2 fused", ())
+        if "key" not in shapes and len(fused) == 4 and 2 in fused[:-1]:
+            i = fused.index(2)
+            shapes = shapes | {"key": fused[:i] + fused[i + 1 :]}
         if "query" not in shapes and "3 fused" in shapes and len(shapes.get("out", ())) == 3:
             return shapes | {"query": _query_in(shapes["3 fused"], shapes["out"])}
         return shapes
@@ -89,6 +93,22 @@ class Siblings:
     def partners(self, p: Parameter) -> Iterable[Parameter]:
         """The other parameters in the same dictionary: of an adapter's factor, the other factor."""
         return (q for q in self._folders.get(words(p.path)[:-1], ()) if q.path != p.path)
+
+    def is_batched_factor(self, p: Parameter) -> bool:
+        """Whether an adapter has a pair of factors for each matrix of its weight: [*batch, in, rank] beside
+        [*batch, rank, out] and [*batch, in, out]."""
+        name = words(p.path)[-1]
+        base = re.sub(r"_?lora_[ab]$", "", name)
+        found = {words(q.path)[-1]: q.shape for q in self._folders.get(words(p.path)[:-1], ())}
+        weights = [found[n] for n in ([base] if base else ("w", "kernel", "weight")) if n in found]
+        a, b = (found.get(name[: len(name) - 1] + letter, ()) for letter in "ab")
+        return any(
+            len(weight) == len(a) == len(b) > 2
+            and weight[:-1] == a[:-1]
+            and (*b[:-2], b[-1]) == (*weight[:-2], weight[-1])
+            and a[-1] == b[-2]
+            for weight in weights
+        )
 
     def head_size(self, p: Parameter) -> int | None:
         """The size of a head where the module, or a norm of queries or keys, one number per feature, tells it."""
@@ -106,6 +126,10 @@ class Siblings:
                 r"(^|_)(up|gate|fc1|w1|c_fc|wi|intermediate|linear1)(_|$)", unit(p.path)[1]
             ):
                 votes += (p.shape[0] > p.shape[1]) - (p.shape[0] < p.shape[1])  # a hidden layer is wide
+        if not votes:  # an output head called weight that is stored as the table of tokens
+            tables = {p.shape for p in parameters if p.role.name == "embedding" and len(p.shape) == 2}
+            heads = [p.shape for p in parameters if p.role.name == "output head" and is_weight(p)]
+            return any(shape in tables and shape[0] > shape[1] for shape in heads)
         return votes > 0
 
 
@@ -113,6 +137,11 @@ def is_weight(p: Parameter) -> bool:
     """Whether the leaf is called `weight`, as PyTorch, Equinox and axlearn call what Flax calls `kernel`."""
     path = words(p.path)
     return bool(path) and path[-1].startswith("weight")
+
+
+def is_pointwise(shape: Shape) -> bool:
+    """Whether [*window, in, out] is a convolution with a window of one pixel."""
+    return len(shape) in (4, 5) and max(shape[:-2]) == 1
 
 
 def is_window(shape: Shape) -> bool:
@@ -124,7 +153,7 @@ def is_window(shape: Shape) -> bool:
 def is_trailing_window(shape: Shape) -> bool:
     """Whether the trailing axes of [out, in, *window] look like a window."""
     window = shape[2:]
-    return len(shape) in (4, 5) and len(set(window)) == 1 and window[0] <= 16 and window[0] < shape[0]
+    return len(shape) in (4, 5) and len(set(window)) == 1 and window[0] <= 32 and window[0] < shape[0]
 
 
 def is_outputs_first(p: Parameter, siblings: Siblings) -> bool:
@@ -187,6 +216,8 @@ def _agreement(shapes: Mapping[str, Shape], arrangement: Arrangement) -> int:
     if query and out and query["h"] != out["h"]:
         return -1
     if value and out and value["s"] != out["s"]:
+        return -1
+    if value and any(kernel and kernel["h"] % value["h"] for kernel in (query, key)):
         return -1
     if key and any(kernel and kernel["h"] % key["h"] for kernel in (query, out)):
         return -1

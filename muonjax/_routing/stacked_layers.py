@@ -18,6 +18,7 @@ from muonjax._routing.siblings import (
     arrangements,
     has_heads_of_flax,
     is_outputs_first,
+    is_pointwise,
     is_window,
 )
 
@@ -81,6 +82,8 @@ def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
         return _is_stacked_factor(p, siblings)
     if role.kind and rank == 3 and (agrees := _heads_agree(p, siblings)) is not None:
         return not agrees
+    if role.kind and is_pointwise(p.shape):
+        return None
     if role.kind and rank == 4:
         rank_of = {kind: len(shape) for kind, shape in siblings.attention(p).items()}
         if rank_of.get("key") == 3 and role.kind in ("query", "out"):
@@ -114,6 +117,8 @@ def _is_stacked_factor(p: Parameter, siblings: Siblings) -> bool | None:
     partners = [q.shape for q in siblings.partners(p) if q.role is ADAPTER]
     if len(p.shape) == 2:
         return False
+    if is_einsum(p) and siblings.is_batched_factor(p):
+        return None
     return all(len(shape) > 2 for shape in partners)
 
 
@@ -164,6 +169,12 @@ def _peel_together(
     # Square layers fit in more than one way; there are fewer layers than features.
     best = sorted(fits.values(), key=lambda fit: fit[0])
     count, layer = best[0]
+    if (
+        len(parameters) == 1
+        and scan_axis is None
+        and any(where[0] for where in fits if fits[where][0] == count)
+    ):
+        return None, False  # a kernel alone is a stack only on its first axis
     if len(best) > 1 and count == best[1][0] and any(p.role.muon for p in parameters):
         p = max(parameters, key=lambda p: len(p.shape))
         raise ValueError(
