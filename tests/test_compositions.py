@@ -13,9 +13,9 @@ GRADIENTS = [jax.tree.map(lambda x, k=k: jnp.sin(k * x), PARAMS) for k in (1.0, 
 
 
 def run(tx, gradients=GRADIENTS):
-    params, state = PARAMS, tx.init(PARAMS)
+    params, state, update = PARAMS, tx.init(PARAMS), jax.jit(tx.update)
     for g in gradients:
-        updates, state = tx.update(g, state, params)
+        updates, state = update(g, state, params)
         params = optax.apply_updates(params, updates)
     return params
 
@@ -79,7 +79,7 @@ def test_qk_clip_composes_with_both():
     params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
     for tx in (muonjax.normuon(1e-3), muonjax.muonh(1e-2, adam_learning_rate=1e-3)):
         clipped = optax.chain(tx, muonjax.qk_clip(100.0, muonjax.mha_site()))
-        _, state = clipped.update(
+        _, state = jax.jit(clipped.update)(
             params, clipped.init(params), params, max_logits={"attention": jnp.array([400.0, 50.0])}
         )
         np.testing.assert_allclose(state[-1].factors["attention"], [0.25, 1.0])

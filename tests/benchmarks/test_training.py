@@ -72,6 +72,7 @@ def test_a_loss_that_comes_back_is_not_reached():
     assert training_answers._stays_below_from(curve, 0.05) is None
 
 
+@pytest.mark.thorough
 def test_a_tiny_run_is_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(training, "step_costs", lambda task, optimizers, rounds: [])

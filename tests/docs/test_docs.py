@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import muonjax
+from tests.tiers import quick
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -25,6 +26,7 @@ BLOCK = re.compile(r"```python\n(?P<code>.*?)```(?P<after>.*?)(?=```python|\Z)",
 # Code
 
 
+@quick("choosing.md-0", "faq.md-1", "kernels.md-0", "qk_clip.md-6", "way_of_a_gradient.md-2")
 @pytest.mark.parametrize(
     ("code", "after"),
     [

@@ -7,10 +7,13 @@ import sys
 
 import pytest
 
+from tests.tiers import quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
+@quick("code0", "code2")
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
 def test_code_runs(code):
     exec(compile(code, "README.md", "exec"), {})

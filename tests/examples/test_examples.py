@@ -12,8 +12,6 @@ import time
 
 import pytest
 
-from tests.tiers import thorough
-
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--sample", "0"]
 TINY += ["--steps", "12", "--checkpoint-every", "4", "--eval-every", "6", "--quiet"]
@@ -122,7 +120,8 @@ def damage(folder, kind):
     largest.write_bytes(data[: len(data) // 2])
 
 
-@pytest.mark.parametrize("kind", ["truncated", thorough("foreign")])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["truncated", "foreign"])
 def test_a_damaged_checkpoint_is_refused_and_left_alone(finished, tmp_path, kind):
     out = tmp_path / kind
     shutil.copytree(finished[0], out)
@@ -143,6 +142,7 @@ def test_another_run_and_no_run_are_refused(finished, tmp_path):
     assert contents(finished[0]) == before
 
 
+@pytest.mark.thorough
 def test_bad_flags():
     assert "--steps must be at least 1" in run("--steps", "0", fails=True)
     assert "multiple of --heads" in run("--width", "10", "--heads", "3", fails=True)

@@ -74,7 +74,7 @@ def test_the_other_modes(mode):
 
 @pytest.mark.parametrize("compute_dtype", [None, thorough("bfloat16")])
 def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_products):
-    names, settings = MATRICES, NewtonSchulz(compute_dtype=compute_dtype)
+    names, settings = MATRICES[:2], NewtonSchulz(compute_dtype=compute_dtype)
     products, found = [], []
 
     def counted(x, *arguments, **settings):

@@ -20,6 +20,7 @@ from tests.pallas_kernels.symmetric_product_suite import (
     assert_symmetric,
     draw,
 )
+from tests.tiers import quick
 
 ON_TPU = jax.default_backend() == "tpu"
 
@@ -64,6 +65,7 @@ def in_parts(x, y=None, c=None, scale=((1.0, 0.0),), *, cores, copies="on_wait")
         return out, interpret_pallas_call.races.races_found
 
 
+@quick("1-2-True-eager", "1-1-False-on_wait")
 @pytest.mark.skipif(ON_TPU, reason="only the interpreter detects races")
 @pytest.mark.parametrize("copies", ["eager", "on_wait"])
 @pytest.mark.parametrize(

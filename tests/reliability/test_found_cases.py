@@ -10,6 +10,7 @@ import muonjax
 from muonjax import MuonDimensionNumbers
 from muonjax._clipping.factors import clip_factor
 from muonjax._matrix_view import matrix_view
+from tests.tiers import quick
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,7 @@ def test_values_out_of_range_are_refused(call, message):
         call()
 
 
+@quick("float32-shape1", "bfloat16-shape0")
 @pytest.mark.parametrize("shape", [(40, 40), (40, 64)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_single_entry_is_its_own_polar_factor(shape, dtype):

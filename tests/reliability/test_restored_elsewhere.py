@@ -9,7 +9,7 @@ import pytest
 
 import muonjax
 from muonjax import NewtonSchulz
-from tests.tiers import thorough
+from tests.tiers import quick, thorough
 
 STATISTICS = {"attention": jnp.asarray([400.0, 50.0])}
 
@@ -75,6 +75,7 @@ def test_another_preset_takes_over_at_once(saved, preset):
     assert same is (preset == "balanced")
 
 
+@quick("{'threshold': 10.0}-attention")
 @pytest.mark.parametrize(
     ("settings", "changes"),
     [

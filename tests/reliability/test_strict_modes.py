@@ -16,6 +16,7 @@ import muonjax
 import muonjax.linen
 import muonjax.nnx
 import pallas_kernels
+from tests.tiers import quick
 
 MODES = {
     "rank": lambda: jax.numpy_rank_promotion("raise"),
@@ -305,6 +306,17 @@ ELSEWHERE = {
 }
 
 
+@quick(
+    "muonjax.newton_schulz-rank",
+    "muonjax.orthogonalize-dtype",
+    "muonjax.qk_clip-dtype",
+    "muonjax.qk_clip-nan",
+    "muonjax.signal_clip-dtype",
+    "muonjax.match_rms-dtype",
+    "muonjax.normalize_neurons-rank",
+    "muonjax.hyperball-dtype",
+    "pallas_kernels.symmetric_product-dtype",
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_strict(name, mode, request, tmp_path):
