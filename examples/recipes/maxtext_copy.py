@@ -23,7 +23,7 @@ CONFIG = types.SimpleNamespace(
 
 def named(init, *axes):
     """An initializer whose parameter has named axes; `with_maxtext.shardings_of` makes shardings of them."""
-    return nnx.with_partitioning(init, axes, eager_sharding=False)
+    return nnx.with_partitioning(init, axes)
 
 
 class DenseGeneral(nnx.Module):

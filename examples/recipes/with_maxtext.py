@@ -111,6 +111,7 @@ def main():
     parser.add_argument("--linen", action="store_true", help="the Linen model instead of the NNX one")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 4)  # accelerators are not affected
+    nnx.use_eager_sharding(False)  # as MaxText does: names of axes become shardings later
     config = maxtext_copy.CONFIG
     config.qk_clip_threshold = args.threshold
     mesh = jax.make_mesh((2, 2), config.mesh_axes, (AxisType.Auto,) * 2)

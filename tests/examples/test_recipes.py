@@ -182,8 +182,14 @@ def test_transformers():
     check(statistics, of, params, muonjax.sites_from(params, num_heads=4))
 
 
+@pytest.fixture
+def plain_variables():
+    with nnx.use_eager_sharding(False):
+        yield
+
+
 @pytest.mark.parametrize("linen", [thorough(False), True])
-def test_maxtext(linen, monkeypatch):
+def test_maxtext(linen, monkeypatch, plain_variables):
     import maxtext_copy
     import with_maxtext as recipe
 
