@@ -23,11 +23,8 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x, _=None):
-        attention = nn.MultiHeadDotProductAttention(
-            self.heads, use_bias=False, attention_fn=muonjax.linen.attention_fn(), name="attention"
-        )
-        y = nn.RMSNorm()(x)
-        x = x + attention(y, mask=nn.make_causal_mask(x[..., 0]), sow_weights=True)
+        attention = nn.MultiHeadDotProductAttention(self.heads, use_bias=False, name="attention")
+        x = x + attention(nn.RMSNorm()(x), mask=nn.make_causal_mask(x[..., 0]))
         y = nn.gelu(nn.Dense(4 * x.shape[-1], use_bias=False, name="up")(nn.RMSNorm()(x)))
         return x + nn.Dense(x.shape[-1], use_bias=False, name="down")(y), None
 
@@ -73,26 +70,33 @@ def main() -> None:
     rate = args.learning_rate
     warmup = max(1, args.steps // 10)
     schedule = optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, args.steps, 0.1 * rate)
-    tx = muonjax.muonclip(schedule, [muonjax.mha_site()], threshold=args.threshold)
-    state = tx.init(params)
+    tx = muonjax.muonclip(schedule, threshold=args.threshold)
+    state = muonjax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    def loss_fn(params, tokens):
-        logits, sown = model.apply({"params": params}, tokens[:, :-1], mutable=["intermediates"])
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-        return loss, sown["intermediates"]
+    def cross_entropy(logits, tokens):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     @jax.jit
-    def step(params, state, tokens):
-        (loss, max_logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, tokens)
-        updates, state = tx.update(grads, state, params, max_logits=max_logits)
-        return optax.apply_updates(params, updates), state, loss
+    def step(state, tokens):
+        def loss_fn(params):
+            with muonjax.linen.watch():  # every attention reports its largest logits
+                logits, sown = state.apply_fn({"params": params}, tokens[:, :-1], mutable=["intermediates"])
+            return cross_entropy(logits, tokens), sown
 
-    evaluate = jax.jit(lambda params: loss_fn(params, held_out)[0])
+        (loss, max_logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, max_logits=max_logits), loss
+
+    @jax.jit
+    def evaluate(params):
+        return cross_entropy(model.apply({"params": params}, held_out[:, :-1]), held_out)
+
     for count in range(args.steps):
-        params, state, loss = step(params, state, text.batch(0, count, args.batch, args.context))
+        state, loss = step(state, text.batch(0, count, args.batch, args.context))
         if (count + 1) % 20 == 0 or count + 1 == args.steps:
-            clips = int(state[-1].total_clipped)  # heads that QK-Clip has scaled so far, over all steps
-            print(f"step {count + 1}: loss {loss:.3f}, held out {evaluate(params):.3f}, {clips} clips")
+            clips = muonjax.metrics(state.opt_state)["qk_clip/total_clipped"]  # heads scaled, over all steps
+            print(
+                f"step {count + 1}: loss {loss:.3f}, held out {evaluate(state.params):.3f}, {clips:.0f} clips"
+            )
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ from muonjax._optimizers import normuon as normuon
 from muonjax._orthogonalize import orthogonalize as orthogonalize
 from muonjax._routing.tabulate import tabulate as tabulate
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str):

@@ -10,16 +10,18 @@ import optax
 from muonjax._clipping.qk_clip import SharedKeys, qk_clip
 from muonjax._clipping.sites import Site
 from muonjax._hyperball import hyperball
+from muonjax._keywords import explains_keywords
 from muonjax._match_rms import is_known, match_rms
 from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._normalize_neurons import normalize_neurons
 from muonjax._orthogonalize import orthogonalize
-from muonjax._partition import partition_by_route
+from muonjax._partition import other_state, partition_by_route
 from muonjax._routing.dimension_numbers import decays
 
 
+@explains_keywords("muon")
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -95,6 +97,7 @@ def muon(
     return partition_by_route("muon", matrices, adam, muon_weight_dimension_numbers)
 
 
+@explains_keywords("normuon")
 def normuon(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -150,6 +153,7 @@ def normuon(
     return partition_by_route("normuon", matrices, adam, muon_weight_dimension_numbers)
 
 
+@explains_keywords("muonh")
 def muonh(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -214,6 +218,8 @@ def muonh(
 
 def _check(call: str, learning_rate: Any, decay: Any, mu_dtype: Any, weight_decay: Any = 0.0) -> None:
     """Raise for settings out of range. Schedules and traced numbers pass: their values are not known yet."""
+    if not (callable(learning_rate) or is_known(learning_rate) or isinstance(learning_rate, jax.Array)):
+        raise TypeError(f"{call}(learning_rate={learning_rate!r}) must be a number or a schedule.")
     if is_known(learning_rate) and not 0 <= learning_rate < math.inf:
         raise ValueError(
             f"{call}(learning_rate={learning_rate!r}) must be finite and not negative: it is the length of a step."
@@ -253,6 +259,7 @@ def _adamw(
     )
 
 
+@explains_keywords("muonclip")
 def muonclip(
     learning_rate: optax.ScalarOrSchedule,
     sites: Site | Sequence[Site] | None = None,
@@ -305,24 +312,31 @@ def muonclip(
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
     """
-    return optax.chain(
-        muon(
-            learning_rate,
-            decay=decay,
-            nesterov=nesterov,
-            weight_decay=weight_decay,
-            weight_decay_mask=weight_decay_mask,
-            mu_dtype=mu_dtype,
-            rms=rms,
-            muon_weight_dimension_numbers=muon_weight_dimension_numbers,
-            newton_schulz=newton_schulz,
-            adam=adam,
-            distribution=distribution,
-        ),
-        qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name),
+    matrices = muon(
+        learning_rate,
+        decay=decay,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        mu_dtype=mu_dtype,
+        rms=rms,
+        muon_weight_dimension_numbers=muon_weight_dimension_numbers,
+        newton_schulz=newton_schulz,
+        adam=adam,
+        distribution=distribution,
     )
+    clip = qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
+    chain = optax.chain(matrices, clip)
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+        if not isinstance(state, (tuple, list)) or len(state) != 2:
+            raise ValueError(other_state("muonclip", state))
+        return chain.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(chain.init, update)
 
 
+@explains_keywords("adamclip")
 def adamclip(
     learning_rate: optax.ScalarOrSchedule,
     sites: Site | Sequence[Site] | None = None,
@@ -380,3 +394,7 @@ def adamclip(
     return optax.chain(
         adam, qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
     )
+
+
+# A doctest is not found behind a decorator.
+__test__ = {f.__name__: f for f in (muon, normuon, muonh, muonclip, adamclip)}

@@ -9,6 +9,7 @@ import optax
 
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
 from muonjax._routing.dimension_numbers import dimension_numbers as route
+from muonjax._trees import flatten_paths, is_masked
 
 
 def partition_by_route(
@@ -25,6 +26,11 @@ def partition_by_route(
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
 
+    if not (hasattr(adam, "init") and hasattr(adam, "update")):
+        raise TypeError(
+            f"{call}(adam={adam!r}) must be an Optax transformation, such as adam=optax.adamw(1e-3)."
+        )
+
     def members(tree: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
         # Made for the whole tree: routing looks at the neighbours of a leaf, which a partition hides.
         numbers, labels = _route(dimension_numbers, tree, call, warn=warn)
@@ -34,6 +40,8 @@ def partition_by_route(
         return members(params, warn=True).init(params)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+        if params is not None:
+            _check_gradients(updates, params, call)
         tx = members(updates)
         _check_state(state, jax.eval_shape(tx.init, updates), call)
         return tx.update(updates, state, params, **extra_args)
@@ -45,6 +53,12 @@ def _route(numbers: DimensionNumbersTree | None, tree: Any, call: str, *, warn: 
     """Dimension numbers, and a function that returns the label "muon" or "adam", for every leaf of `tree`."""
     source = route if numbers is None else numbers
     treedef = jax.tree.structure(tree)
+    for path, leaf in flatten_paths(tree).items():
+        if callable(leaf):
+            raise TypeError(
+                f"{call}: {path!r} is no array but {leaf!r}. Give the optimizer the arrays alone; for Equinox that is "
+                "eqx.filter(model, eqx.is_inexact_array)."
+            )
     # Optax initializes with a placeholder that has no leaves when it looks for parameter-like state.
     flat = resolve_dimension_numbers(source, tree, call=call) if treedef.num_leaves else []
     numbers = treedef.unflatten(flat)
@@ -62,11 +76,42 @@ def _route(numbers: DimensionNumbersTree | None, tree: Any, call: str, *, warn: 
     return numbers, lambda _: labels
 
 
+def _check_gradients(gradients: Any, params: Any, call: str) -> None:
+    """One gradient for each parameter, of its shape."""
+    found, wanted = flatten_paths(gradients), flatten_paths(params)
+    for path in (*wanted, *found):
+        if path not in found:
+            raise ValueError(f"{call}: {path!r} is a parameter without a gradient.")
+        if path not in wanted:
+            raise ValueError(f"{call}: {path!r} is a gradient without a parameter.")
+        if is_masked(found[path]) or is_masked(wanted[path]):
+            continue
+        shapes = jax.numpy.shape(found[path]), jax.numpy.shape(wanted[path])
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{call}: the gradient of {path!r} has shape {shapes[0]}, the parameter {shapes[1]}."
+            )
+
+
+def other_state(call: str, state: Any) -> str:
+    """The message for a state that another optimizer made."""
+    kinds = {type(node).__name__ for node in jax.tree.leaves(state, is_leaf=_is_named) if _is_named(node)}
+    kinds -= {"EmptyState", "MaskedState"}
+    what = f", with {', '.join(sorted(kinds))}" if kinds else ""
+    return f"{call}: this is the state of another optimizer{what}. Start anew with {call}(...).init(params)."
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
 def _check_state(state: Any, expected: Any, call: str) -> None:
     """A restored state may have other dtypes, and meet other settings, but its arrays are those of these parameters.
 
     Otherwise momentum of another shape would broadcast, or Optax would speak of trees.
     """
+    if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):
+        raise ValueError(other_state(call, state))
     paths = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree.leaves_with_path(expected)]
     found = [jax.numpy.shape(leaf) for leaf in jax.tree.leaves(state)]
     if found != [shape for _, shape in paths]:

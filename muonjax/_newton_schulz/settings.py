@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from muonjax._keywords import explains_keywords
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
 from muonjax._newton_schulz.normalization import Normalization
 
@@ -20,8 +21,15 @@ _BALANCED = polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3))
 _ACCURATE = polar_express(12, lower=1e-5)
 
 
+class _Presets(type):
+    """Names the presets where one is asked for that is none."""
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(f"NewtonSchulz has no preset {name!r}; there are accurate, balanced, fast.")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NewtonSchulz:
+class NewtonSchulz(metaclass=_Presets):
     """How to orthogonalize: a value, hashable, never part of an optimizer's state.
 
     Args:
@@ -113,8 +121,8 @@ class NewtonSchulz:
 
     @classmethod
     def fast(cls) -> "NewtonSchulz":
-        """Three steps: the cheapest. On recorded momentum its error is below that of Optax's five steps; on singular
-        values spread evenly down to 1e-3 of the largest it is above (0.40 against 0.34)."""
+        """Three steps: the cheapest. On recorded momentum its error is below that of Optax's five steps; on a matrix
+        128 × 128 with singular values spread evenly in the logarithm down to 1e-3 it is above (0.41 against 0.36)."""
         return cls(coefficients=_FAST)
 
     @classmethod
@@ -127,6 +135,9 @@ class NewtonSchulz:
         """The polar factor to float32 precision, for condition numbers up to 1e5; computes in float32
         everywhere."""
         return cls(coefficients=_ACCURATE, deflation=0, form="standard", compute_dtype=jnp.float32)
+
+
+NewtonSchulz.__init__ = explains_keywords("NewtonSchulz")(NewtonSchulz.__init__)
 
 
 def _plain(value: Any) -> Any:

@@ -67,6 +67,11 @@ def output_heads(
         rows, columns = (p.shape[axes] for axes in decided[p.path][:2])  # pyright: ignore
         several = layers[re.sub(r"\d+", "#", "/".join(words(p.path))), p.shape] > 2  # a list of equal layers
         plain = alike[_without_numbers(p.path), p.shape] == 1 and len(p.leaf_shape) == 2 and not several
+        tied = [
+            t for t in tables if t.shape == p.shape == (columns, rows) and unit(t.path)[0] == unit(p.path)[0]
+        ]
+        if plain and tied and columns not in taken and rows != columns:  # stored (out, in), as the table
+            found[p.path] = "output head: maps to the vocabulary"
         if p.path in found or not plain or columns in taken:
             continue
         if not (given[rows] or taken[rows] > 1 or any(rows % size == 0 for size in given if size >= 16)):

@@ -16,7 +16,7 @@ from tests.tiers import quick
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(DOCS / p for p in PAGES)]
 
 # A block of code, up to the next one.
@@ -76,7 +76,7 @@ def anchors(path: pathlib.Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(document):
     for link in links(document):
         if re.match(r"https?://", link):
@@ -88,7 +88,7 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_paths_exist(document):
     text = document.read_text()
     folders = "muonjax|pallas_kernels|tests|benchmarks|examples|docs"
@@ -99,7 +99,7 @@ def test_paths_exist(document):
 
 
 def test_every_page_is_in_the_navigation():
-    navigation = re.findall(r"^  - .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    navigation = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
     assert sorted(navigation) == PAGES
 
 

@@ -1,0 +1,118 @@
+"""What somebody new to the library gets wrong, and whether the message says what to do."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import muonjax
+
+PARAMS = {"dense": {"kernel": jnp.ones((8, 16)), "bias": jnp.zeros(16)}}
+ATTENTION = {"a": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}
+
+
+@pytest.mark.parametrize(("keyword", "message"), [
+    ("ns_steps", "muon has no argument 'ns_steps': in muonjax it is newton_schulz=NewtonSchulz(num_steps=...)"),
+    ("beta", "muon has no argument 'beta': in muonjax it is decay"),
+    ("b1", "muon has no argument 'b1': in muonjax it is decay, or adam=optax.adamw"),
+    ("lr", "it is learning_rate"),
+    ("adam_learning_rate", "adam=optax.adamw"),
+    ("consistent_rms", "it is rms"),
+    ("weight_decy", "Did you mean weight_decay"),
+    ("zzz", "Its arguments are learning_rate, decay"),
+])  # fmt: skip
+def test_other_keywords(keyword, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        muonjax.muon(**{"learning_rate": 1e-2, keyword: 1})
+
+
+def test_other_keywords_of_other_calls():
+    with pytest.raises(TypeError, match=r"NewtonSchulz has no argument 'num_step'.*Did you mean num_steps"):
+        muonjax.NewtonSchulz(num_step=3)
+    with pytest.raises(TypeError, match="muonclip has no argument 'tau': in muonjax it is threshold"):
+        muonjax.muonclip(1e-2, tau=30.0)
+    muonjax.adamclip(1e-2, b1=0.8)  # its own
+    tx = optax.inject_hyperparams(muonjax.muon)(learning_rate=0.01)
+    assert "learning_rate" in tx.init(PARAMS).hyperparams
+    with pytest.raises(
+        AttributeError, match="NewtonSchulz has no preset 'quick'; there are accurate, balanced, fast"
+    ):
+        _ = muonjax.NewtonSchulz.quick
+
+
+@pytest.mark.parametrize("rate", [None, [1e-3], "1e-3"])
+@pytest.mark.parametrize("make", [muonjax.muon, muonjax.normuon, muonjax.muonh, muonjax.muonclip])
+def test_learning_rates_that_are_none(rate, make):
+    with pytest.raises(TypeError, match=rf"{re.escape(repr(rate))}\) must be a number or a schedule"):
+        make(rate)
+
+
+def test_settings_of_another_kind():
+    with pytest.raises(
+        TypeError, match=r"adam=.*adamw.* must be an Optax transformation.*adam=optax.adamw\(1e-3\)"
+    ):
+        muonjax.muon(1e-2, adam=optax.adamw)
+    with pytest.raises(
+        TypeError, match=r"newton_schulz='fast'\) must be a NewtonSchulz.*NewtonSchulz.fast\(\)"
+    ):
+        muonjax.muon(1e-2, newton_schulz="fast").init(PARAMS)
+
+
+def update(tx, gradients, params, state=None, **more):
+    return tx.update(gradients, tx.init(params) if state is None else state, params, **more)
+
+
+def test_gradients_of_another_shape():
+    gradients = {"dense": {"kernel": jnp.ones((8, 17)), "bias": jnp.zeros(16)}}
+    message = r"muon: the gradient of 'dense/kernel' has shape \(8, 17\), the parameter \(8, 16\)"
+    with pytest.raises(ValueError, match=message):
+        update(muonjax.muon(1e-2), gradients, PARAMS)
+    with pytest.raises(ValueError, match="muon: 'dense/bias' is a parameter without a gradient"):
+        update(muonjax.muon(1e-2), {"dense": {"kernel": jnp.ones((8, 16))}}, PARAMS)
+    with pytest.raises(ValueError, match="muon: 'b' is a gradient without a parameter"):
+        update(muonjax.muon(1e-2), PARAMS | {"b": jnp.ones(3)}, PARAMS, muonjax.muon(1e-2).init(PARAMS))
+
+
+def test_the_state_of_another_optimizer():
+    state = optax.adamw(1e-3).init(ATTENTION)
+    for tx, name in ((muonjax.muonclip(1e-2), "muonclip"), (muonjax.muon(1e-2), "muon")):
+        with pytest.raises(
+            ValueError, match=f"{name}: this is the state of another optimizer, with ScaleByAdamState"
+        ):
+            update(tx, ATTENTION, ATTENTION, state, max_logits={"a": jnp.ones(2)})
+
+
+def test_a_module_with_functions_in_it():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
+    with pytest.raises(
+        TypeError, match=r"'activation' is no array.*eqx.filter\(model, eqx.is_inexact_array\)"
+    ):
+        muonjax.muon(1e-2).init(model)
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, "float32")
+
+
+def test_layouts_of_pytorch_without_a_bias():
+    params = {
+        "emb": {"weight": shape(64, 16)},
+        "conv": {"weight": shape(16, 16, 3)},
+        "up": {"weight": shape(32, 16)},
+        "out": {"weight": shape(64, 16)},
+    }
+    table = muonjax.tabulate(params)
+    assert re.search(r"emb/weight +64×16 +Adam +embedding", table)
+    assert re.search(r"out/weight +64×16 +Adam +output head", table)
+    assert re.search(r"conv/weight +16×16×3 +Muon +48×16 +convolution", table)
+    hidden = {
+        "emb": {"weight": shape(64, 16)},
+        "up": {"weight": shape(64, 16)},
+        "down": {"weight": shape(16, 64)},
+    }
+    assert re.search(
+        r"up/weight +64×16 +Muon", muonjax.tabulate(hidden)
+    )  # as wide as the vocabulary by chance

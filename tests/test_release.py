@@ -1,0 +1,54 @@
+"""What a release needs: one version everywhere, a section in the changelog, and no secrets."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import muonjax
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def release(code):
+    """Run `code` with the functions of `.ci/release` in `r`."""
+    code = f"import runpy; r = runpy.run_path('.ci/release'); {code}"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GITHUB")}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_version_is_the_same_everywhere():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", muonjax.__version__)
+    done = release(f"print(r['check_version']('v{muonjax.__version__}'))")
+    assert done.stdout.strip() == muonjax.__version__, done.stderr
+
+
+@pytest.mark.parametrize("tag", ["v9.9.9", muonjax.__version__])
+def test_another_tag_is_refused(tag):
+    assert "does not name the version" in release(f"r['check_version']('{tag}')").stderr
+
+
+def test_links_of_the_readme_work_elsewhere(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(
+        "![p](docs/a.png) [b](docs/b.md#c) [d](https://x.org) [e](#f) https://github.com/OWNER/muonjax"
+    )
+    done = release(f"r['write_links'](__import__('pathlib').Path('{readme}'), '1.2.3')")
+    assert done.returncode == 0, done.stderr
+    site = "https://github.com/OWNER/muonjax"
+    assert readme.read_text() == (
+        f"![p]({site}/raw/v1.2.3/docs/a.png) [b]({site}/blob/v1.2.3/docs/b.md#c) [d](https://x.org) [e](#f) {site}"
+    )
+
+
+def test_the_workflow_publishes_on_a_tag_without_secrets():
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert 'tags: ["v*"]' in text
+    assert "secrets." not in text
+    assert text.count("id-token: write") == 1
+    assert text.index("publish:") < text.index("id-token: write")
