@@ -29,7 +29,6 @@ VARIANTS = {
     "NorMuon": Recipe(neurons=True),
     "cautious weight decay": Recipe(cautious=True),
     "Hyperball": Recipe(size="hyperball"),
-    "NorMuon, cautious weight decay": Recipe(neurons=True, cautious=True),
     "Hyperball, NorMuon": Recipe(neurons=True, size="hyperball"),
     "AdamW": Recipe(size="adamw"),
 }
