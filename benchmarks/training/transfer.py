@@ -4,9 +4,10 @@
     python -m benchmarks.training.transfer --minutes 10    # starts no run after ten minutes
 
 Small byte-level transformers (`small_models`), one seed, four rates and more for each rule and size in factors of two,
-until the best rate is between two worse ones. Embeddings, norms and head train with AdamW at a fixed rate. "adamw" is
-AdamW for all parameters, for comparison. For each rule also a coordinate check: how far ten steps at one rate move
-the activations, by width; and for each width how large the spectral norm of AdamW's updates is.
+until the best rate is between two worse ones; then that of the parabola through these three counts. Embeddings, norms
+and head train with AdamW at a fixed rate. "adamw" is AdamW for all parameters, for comparison. For each rule also a
+coordinate check: how far ten steps at one rate move the activations, by width; and for each width how large the
+spectral norm of AdamW's updates is.
 """
 
 import argparse
@@ -101,25 +102,34 @@ def spectral_share(size: Size, rate: float, steps: int, settings: dict[str, Any]
     return {"width": size[0], "mean": np.mean(shares), "low": min(shares), "high": max(shares)}
 
 
+def vertex(losses: dict[float, float]) -> float:
+    """The rate of least loss on the parabola, over the rate's logarithm, through the best rate and its neighbours."""
+    best = min(losses, key=lambda rate: losses[rate])
+    low, middle, high = (losses[rate] for rate in (best / 2, best, best * 2))
+    return best * 2 ** ((low - high) / (2 * (low - 2 * middle + high)))
+
+
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each rule its best rate and loss by size, and how far the best rates are apart."""
-    best: dict[str, dict[Size, dict[str, Any]]] = {}
+    best: dict[str, dict[Size, dict[float, float]]] = {}
     for row in runs:
-        at = best.setdefault(row["rule"], {})
         size = row["width"], row["layers"]
-        at[size] = min((row, at.get(size, row)), key=lambda row: row["held_out"])
+        best.setdefault(row["rule"], {}).setdefault(size, {})[row["learning_rate"]] = row["held_out"]
     result = []
-    for rule, sizes in best.items():
+    for rule, sweeps in best.items():
+        sizes = {size: losses for size, losses in sweeps.items() if wanted(losses, 0.0) is None}
+        if not sizes:
+            continue
         row: dict[str, Any] = {"rule": rule}
         for kind, fixed in (("width", 1), ("layers", 0)):
             base = min(sizes)[fixed]
             row[kind] = [
                 {
                     kind: size[1 - fixed],
-                    "learning_rate": found["learning_rate"],
-                    "held_out": found["held_out"],
+                    "learning_rate": vertex(losses),
+                    "held_out": min(losses.values()),
                 }
-                for size, found in sorted(sizes.items())
+                for size, losses in sorted(sizes.items())
                 if size[fixed] == base
             ]
             rates = [entry["learning_rate"] for entry in row[kind]]
@@ -148,7 +158,11 @@ def draw(book: Book, checks: list[dict[str, Any]], rules: list[str]) -> None:
                 color = plt.colormaps["viridis"](i / max(1, len(sizes)))
                 panel.plot(*zip(*mine, strict=True), ".-", color=color, label=f"{kind} {size}")
                 panel.plot(*min(mine, key=lambda point: point[1]), "o", color=color)
-            panel.set(xscale="log", xlabel="learning rate")
+            panel.set_visible(kind == "width" or len(sizes) > 1)
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
+            panel.tick_params(axis="x", labelsize=7)
+            panel.set_xlabel("learning rate")
             panel.grid(alpha=0.3)
             panel.legend(fontsize=7, frameon=False)
         panels[0, column].set_title(rule)
@@ -156,11 +170,13 @@ def draw(book: Book, checks: list[dict[str, Any]], rules: list[str]) -> None:
         for name in last[0]["moved"] if last else ():
             points = sorted((row["width"], row["moved"][name]) for row in last)
             panels[2, column].plot(*zip(*points, strict=True), ".-", label=name)
-        panels[2, column].set(xscale="log", yscale="log", xlabel="width")
+        panels[2, column].set_xscale("log", base=2)
+        panels[2, column].set(yscale="log", xlabel="width")
+        panels[2, column].xaxis.set_major_formatter(lambda width, _: f"{width:.0f}")
         panels[2, column].grid(alpha=0.3)
     for row in panels[:2]:
         losses = [r["held_out"] for r in book.rows]
-        row[0].set(ylabel="held-out loss", ylim=(min(losses) - 0.05, min(losses) + 1.2))
+        row[0].set(ylabel="held-out loss", ylim=(min(losses) - 0.03, min(losses) + 0.45))
     panels[2, 0].set_ylabel(f"RMS change of activations, {max(CHECKED)} steps")
     panels[2, 0].legend(fontsize=7, frameon=False)
     figure.savefig(IMAGES / "learning_rate_transfer.png", dpi=110)
@@ -200,7 +216,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows = summary(book.rows)
     if time.monotonic() < book.until:
         for row in rows:
-            rate = row["width"][0]["learning_rate"]
+            smallest = book.find(rule=row["rule"], width=args.widths[0], layers=args.depths[0])
+            rate = min(smallest, key=lambda run: run["held_out"])["learning_rate"]
             for size in sizes[: len(args.widths)]:
                 checks += coordinate_check(row["rule"], size, rate, settings)
         shares = [
