@@ -1,4 +1,4 @@
-"""Draw the metrics of training runs: loss, attention logits, and how many heads QK-Clip scaled."""
+"""Draw the metrics of training runs: loss, attention logits, QK-Clip's scalings, and the statistics of `monitor`."""
 
 import csv
 import pathlib
@@ -42,6 +42,35 @@ def draw(runs: dict[str, pathlib.Path], to: pathlib.Path, threshold: float | Non
     for axes in (losses, logits):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, frameon=False)
+    figure.savefig(to, dpi=120)
+    plt.close(figure)
+
+
+STATISTICS = {
+    "update_to_weight": "RMS of updates ÷ RMS of weights",
+    "momentum_norm": "norm of the momentum",
+    "orthogonality": "distance of updates from orthogonal",
+}
+
+
+def draw_statistics(runs: dict[str, pathlib.Path], to: pathlib.Path) -> None:
+    """What `muonjax.monitor` measured: a panel per statistic; matrices as lines, all other parameters dashed."""
+    figure, panels = plt.subplots(1, len(STATISTICS), figsize=(13, 3.6), layout="constrained")
+    for index, (name, path) in enumerate(runs.items()):
+        columns = read(path)
+        for axes, statistic in zip(panels, STATISTICS, strict=True):
+            for group, style in (("muon", "-"), ("adam", "--")):
+                column = f"monitor/{group}/{statistic}"
+                if group == "muon" or statistic != "orthogonality":
+                    label = f"{name}, {'matrices' if group == 'muon' else 'other parameters'}"
+                    steps = columns[f"step of {column}"]
+                    axes.plot(steps, columns[column], style, color=f"C{index}", linewidth=1, label=label)
+    for axes, (statistic, title) in zip(panels, STATISTICS.items(), strict=True):
+        axes.set(xlabel="step", title=title)
+        if statistic != "orthogonality":
+            axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=8, frameon=False)
     figure.savefig(to, dpi=120)
     plt.close(figure)
 

@@ -30,6 +30,7 @@ import muonjax
 
 OPTIMIZERS = ("muonclip", "muon", "adamw", "adamclip")
 # The best rates of a sweep (benchmarks/training/sweep.py).
+MONITOR_EVERY = 10  # steps between two measurements of muonjax.monitor
 LEARNING_RATES = {"muonclip": 8e-3, "muon": 8e-3, "adamw": 2e-3, "adamclip": 2e-3}
 
 
@@ -120,7 +121,10 @@ class Trainer:
         params = nnx.to_pure_dict(params)
         self.layout = meshes.Layout(args.mesh, params)
         self.params = self.layout.params(params)
-        self.optimizer = optax.with_extra_args_support(make_optimizer(args, self.layout.distribution))
+        # Every tenth step it measures the sizes of updates and weights, and keeps them in its state.
+        self.optimizer = muonjax.monitor(
+            make_optimizer(args, self.layout.distribution), every_k=MONITOR_EVERY
+        )
         self.opt_state = self.layout.init(self.optimizer, self.params)
         self.layers, self.clips = args.layers, args.optimizer.endswith("clip")
         out = None
@@ -145,7 +149,7 @@ class Trainer:
         (loss, max_logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
         updates, opt_state = self.optimizer.update(grads, opt_state, params, max_logits=max_logits)
         by_layer = [max_logits["blocks"][i]["attention"]["max_logits"].max() for i in range(self.layers)]
-        clipped = opt_state[-1].num_clipped if self.clips else 0
+        clipped = opt_state.inner[-1].num_clipped if self.clips else 0
         return optax.apply_updates(params, updates), opt_state, loss, jnp.stack(by_layer), clipped
 
     def sample(self, params: Any, prompt: bytes, length: int, context: int, seed: int) -> str:
@@ -164,9 +168,11 @@ class Trainer:
 class Metrics:
     """metrics.csv: one row per step, flushed at once; a resumed run first drops the rows after its checkpoint."""
 
-    def __init__(self, path: pathlib.Path, layers: int, step: int):
+    def __init__(self, path: pathlib.Path, layers: int, step: int, opt_state: Any):
         header = ["step", "loss", "learning_rate", "seconds", "held_out", "clipped_heads"]
         header += [f"max_logit_{i}" for i in range(layers)]
+        self._statistics = [name for name in muonjax.metrics(opt_state) if name.startswith("monitor/")]
+        header += self._statistics
         rows = []
         if step and path.exists():
             with path.open() as file:
@@ -184,15 +190,20 @@ class Metrics:
         held_out: float | None,
         clipped: Any,
         maxima: Any,
+        opt_state: Any,
     ) -> None:
         """Append one step; cells without a value stay empty."""
+        statistics = [""] * len(self._statistics)
+        if (step - 1) % MONITOR_EVERY == 0:
+            found = muonjax.metrics(opt_state)
+            statistics = [f"{found[name]:.6g}" for name in self._statistics]
         cells = [
             f"{loss:.6f}",
             f"{rate:.3e}",
             f"{seconds:.4f}",
             "" if held_out is None else f"{held_out:.6f}",
         ]
-        self._writer.writerow([step, *cells, clipped, *(f"{m:.4f}" for m in maxima)])
+        self._writer.writerow([step, *cells, clipped, *(f"{m:.4f}" for m in maxima), *statistics])
         self._file.flush()
 
     def close(self) -> None:
@@ -224,7 +235,8 @@ def train(args: argparse.Namespace) -> float:
     first = jax.process_index() == 0  # of several processes, only one prints and writes
     args.out.mkdir(parents=True, exist_ok=True)
     saver = checkpoints.Checkpoints(folder, settings)
-    metrics = Metrics(args.out / "metrics.csv" if first else pathlib.Path(os.devnull), args.layers, start)
+    path = args.out / "metrics.csv" if first else pathlib.Path(os.devnull)
+    metrics = Metrics(path, args.layers, start, state["opt_state"])
     quiet = args.quiet or not first
     bar = tqdm(range(start, args.steps), initial=start, total=args.steps, desc=args.optimizer, disable=quiet)
     try:
@@ -244,6 +256,7 @@ def train(args: argparse.Namespace) -> float:
         args.out / "metrics.png",
         args.threshold if trainer.clips else None,
     )
+    plots.draw_statistics({args.optimizer: args.out / "metrics.csv"}, args.out / "statistics.png")
     print(f"{args.optimizer}: held-out loss {held_out:.4f} after {args.steps} steps", end="; ")
     print(f"parameters {fingerprint}")
     if args.sample and jax.process_count() == 1:
@@ -274,7 +287,7 @@ def run(
         if due:
             held_out = float(trainer.evaluate(params, windows))
         clips = int(clipped) if trainer.clips else ""
-        metrics.write(done, loss, rate, seconds, held_out if due else None, clips, maxima)
+        metrics.write(done, loss, rate, seconds, held_out if due else None, clips, maxima, opt_state)
         parts = [f"loss {loss:.3f}", *([] if held_out is None else [f"held out {held_out:.3f}"])]
         parts += [f"rate {rate:.1e}", f"{seconds:.2f} s/step", f"max logit {maxima.max():.1f}"]
         parts += [f"{clips} of {args.layers * args.heads} heads clipped"] if trainer.clips else []
@@ -294,6 +307,7 @@ def compare(args: argparse.Namespace) -> None:
         train(argparse.Namespace(**{**vars(args), **own}))
     runs = {name: args.out / name / "metrics.csv" for name in ("muonclip", "adamw")}
     plots.draw(runs, args.out / "compare.png", args.threshold)
+    plots.draw_statistics(runs, args.out / "statistics.png")
     print(f"Both runs are drawn in {args.out / 'compare.png'}")
 
 

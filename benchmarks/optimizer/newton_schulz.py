@@ -5,7 +5,7 @@ and random singular vectors, at the width at which they were recorded; times at 
 the same process. Three shapes: square, 1:4 and 1:16.
 
 Other implementations are emulated by settings, so that all run on the same products: Jordan's and You's tables, Polar
-Express as in Dion, the Gram form as in Gram Newton-Schulz.
+Express as in Dion, the Gram form as in Gram Newton-Schulz, the schedule of DeepSeek-V4.
 """
 
 import argparse
@@ -36,6 +36,9 @@ PEERS = {
     "You, 5 steps": plain(coefficients=muonjax.YOU, form="standard"),
     "Polar Express, 5 steps": plain(coefficients=polar_express(5, safety=1.02), form="standard"),
     "Gram, 5 steps": plain(coefficients=polar_express(5, safety=1.05), form="gram", restarts=(2,)),
+    "DeepSeek-V4, 10 steps": plain(
+        coefficients=8 * muonjax.JORDAN + 2 * ((2.0, -1.5, 0.5),), form="standard"
+    ),
 }
 # The effect of deflation alone, and of the number of steps alone.
 STEPS = {
@@ -138,7 +141,7 @@ def draw(content: dict[str, Any]) -> None:
             for name in names:
                 at = rows[name]["ratio"], rows[name]["polar_error"]
                 axes.plot(*at, marker, color=color)
-                label = name.removesuffix(", 5 steps") if names is peers else name
+                label = name.removesuffix(", 5 steps").removesuffix(", 10 steps") if names is peers else name
                 axes.annotate(label, at, aside, textcoords="offset points", fontsize=7, color=color, ha=align)
         width = content["width"]
         axes.set(

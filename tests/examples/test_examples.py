@@ -61,6 +61,17 @@ def test_a_run_leaves_metrics_and_a_picture(finished):
     assert all(float(row["learning_rate"]) > 0 for row in rows)
 
 
+def test_the_monitors_statistics_are_logged_and_drawn(finished):
+    out, _ = finished
+    with (out / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    ratios = {int(row["step"]): row["monitor/muon/update_to_weight"] for row in rows}
+    assert [step for step, ratio in ratios.items() if ratio] == [1, 11]
+    assert 0 < float(ratios[11]) < 1
+    assert all(float(rows[0][f"monitor/{group}/momentum_norm"]) > 0 for group in ("muon", "adam"))
+    assert (out / "statistics.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_clip_is_counted_and_the_bar_shows_no_value_that_is_not_there(finished):
     out, output = finished
     with (out / "metrics.csv").open() as file:

@@ -1,0 +1,86 @@
+"""Time one GPT-2-small step of the variants of Muon against optax.contrib.muon and against `muon`, in one process.
+
+The parameters and gradients of `muon_step`, the preset "balanced". A step that `monitor` measures and one that it does
+not are timed apart: with every_k=10 the first is one step of ten.
+"""
+
+import argparse
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import muonjax
+from benchmarks.common import measure
+from benchmarks.optimizer.muon_step import gpt2
+
+EVERY = 10
+
+
+def optimizers(grads: Any) -> dict[str, optax.GradientTransformation]:
+    """By name; without weight decay, for Hyperball has none."""
+    whole = muonjax.linen.dimension_numbers(grads)
+    heads = muonjax.linen.dimension_numbers(grads, attention="heads")
+    adam = optax.adamw(1e-3)
+
+    def settings(numbers: Any) -> dict[str, Any]:
+        return {"muon_weight_dimension_numbers": numbers, "adam": adam}
+
+    muon = muonjax.muon(1e-3, weight_decay=0.0, **settings(whole))
+    return {
+        "Optax's": optax.contrib.muon(1e-3, consistent_rms=0.2, muon_weight_dimension_numbers=whole),
+        "muon": muon,
+        "per head": muonjax.muon(1e-3, weight_decay=0.0, **settings(heads)),
+        "NorMuon": muonjax.normuon(1e-3, weight_decay=0.0, **settings(whole)),
+        "Hyperball": muonjax.muonh(0.02, **settings(whole)),
+        "monitor": muonjax.monitor(muon, every_k=EVERY),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--vocabulary", type=int, default=50_304)
+    parser.add_argument("--name", default="variant_steps", help="name of the JSON under benchmarks/results")
+    args = parser.parse_args(arguments)
+    grads, _ = gpt2(args.layers, args.width, args.vocabulary, np.random.default_rng(0))
+    calls = {}
+    for name, tx in optimizers(grads).items():
+        state = jax.jit(tx.init)(grads)
+        step = jax.jit(tx.update).lower(grads, state, grads).compile()
+        if name == "monitor":
+            between = state._replace(count=jnp.ones_like(state.count))
+            calls["a step that monitor measures"] = lambda step=step, state=state: step(grads, state, grads)
+            calls["a step between"] = lambda step=step, state=between: step(grads, state, grads)
+        else:
+            calls[name] = lambda step=step, state=state: step(grads, state, grads)
+    seconds = measure.interleave(calls, rounds=args.rounds)
+    measured, between = (seconds.pop(name) for name in ("a step that monitor measures", "a step between"))
+    seconds["monitor"] = [(m + (EVERY - 1) * b) / EVERY for m, b in zip(measured, between, strict=True)]
+    rows = {
+        name: {
+            "optax": measure.summary(times, seconds["Optax's"]),
+            "muon": measure.summary(times, seconds["muon"]),
+        }
+        for name, times in seconds.items()
+    }
+    sizes = {k: getattr(args, k) for k in ("layers", "width", "vocabulary", "rounds")}
+    measuring = measure.summary(measured, between)
+    path = measure.write(args.name, {**sizes, "every_k": EVERY, "measuring": measuring, "optimizers": rows})
+    print(
+        measure.table(
+            [
+                {"optimizer": name, **row["optax"], "÷ muon": row["muon"]["ratio"]}
+                for name, row in rows.items()
+            ]
+        )
+    )
+    print(f"Written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Train the small models with variants of Muon, and keep every run in a JSON file that can be continued."""
+
+import dataclasses
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+import text_data
+
+import muonjax
+from benchmarks.common import measure
+from benchmarks.training.answers import next_rate
+from benchmarks.training.small_models import Model, loss
+
+DECAY = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A variant of Muon for the matrices; all other parameters train with AdamW.
+
+    Attributes:
+      attention: As in `muonjax.dimension_numbers`.
+      neurons: Whether `normalize_neurons` follows the orthogonalization.
+      size: What sets the length of an update: a rule of `match_rms`, "hyperball", or "adamw", which is AdamW for all
+        parameters.
+      cautious: Whether the weight decay of the matrices is the cautious one.
+    """
+
+    attention: Literal["whole", "heads"] = "whole"
+    neurons: bool = False
+    size: Literal["rms", "width", "spectral", "hyperball", "adamw"] = "rms"
+    cautious: bool = False
+
+    def optimizer(self, params: Any, rate: optax.Schedule, adam_rate: optax.Schedule) -> Any:
+        """The transformation, for these parameters."""
+        decays = jax.tree.map(lambda p: p.ndim > 1, params)
+        adam = functools.partial(optax.adamw, b2=0.95, weight_decay=DECAY, mask=decays)
+        if self.size == "adamw":
+            return adam(rate)
+        numbers = muonjax.linen.dimension_numbers(params, attention=self.attention)
+        decay = muonjax.cautious_weight_decay if self.cautious else optax.add_decayed_weights
+        if self.size == "hyperball":
+            length = [muonjax.hyperball(rate, dimension_numbers=numbers)]
+        else:
+            length = [muonjax.match_rms(0.2, dimension_numbers=numbers, rule=self.size)]
+            length += [decay(DECAY), optax.scale_by_learning_rate(rate)]
+        matrices = optax.chain(
+            optax.trace(0.95, nesterov=True),
+            muonjax.orthogonalize(dimension_numbers=numbers),
+            *([muonjax.normalize_neurons(dimension_numbers=numbers)] if self.neurons else []),
+            *length,
+        )
+        labels = jax.tree.map(
+            lambda n: "adam" if n is None else "muon",
+            numbers,
+            is_leaf=lambda n: n is None or hasattr(n, "output_axis"),
+        )
+        return optax.partition({"muon": matrices, "adam": adam(adam_rate)}, labels)
+
+
+class Trainer:
+    """One model and one recipe, compiled once for all rates and seeds."""
+
+    def __init__(self, model: Model, recipe: Recipe, steps: int, batch: int):
+        self.model, self.recipe, self.steps, self.batch = model, recipe, steps, batch
+        self.step = jax.jit(self._step, donate_argnums=(0, 1))
+        self.loss = jax.jit(functools.partial(loss, model))
+        self.text = text_data.Text()
+        self.held_out = self.text.held_out_windows(model.context, most=256)
+
+    def _optimizer(self, params: Any, rate: Any, adam_rate: Any) -> Any:
+        """Warm-up over a tenth of the steps, then a cosine decay to a tenth of the rate; rates may be traced."""
+        warmup = max(1, self.steps // 10)
+        shape = optax.warmup_cosine_decay_schedule(1 / warmup, 1.0, warmup, max(self.steps, warmup + 1), 0.1)
+        return self.recipe.optimizer(
+            params, lambda count: rate * shape(count), lambda count: adam_rate * shape(count)
+        )
+
+    def _step(
+        self, params: Any, state: Any, windows: jax.Array, rate: jax.Array, adam_rate: jax.Array
+    ) -> Any:
+        value, grads = jax.value_and_grad(functools.partial(loss, self.model))(params, windows)
+        updates, state = self._optimizer(params, rate, adam_rate).update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    def start(self, seed: int) -> tuple[Any, Any]:
+        """Parameters and the optimizer's state."""
+        params = jax.jit(self.model.init)(seed)
+        return params, jax.jit(self._optimizer(params, 1.0, 1.0).init)(params)
+
+    def windows(self, seed: int, step: int) -> Any:
+        """The batch of a step: the same for every recipe."""
+        return self.text.batch(seed, step, self.batch, self.model.context)
+
+    def run(
+        self, rate: float, adam_rate: float, seed: int, watch: Callable[[int, Any], None] | None = None
+    ) -> float:
+        """Train, and return the held-out loss; 10 nats if it is not finite."""
+        params, state = self.start(seed)
+        for step in range(self.steps):
+            if watch is not None:
+                watch(step, params)
+            params, state, _ = self.step(
+                params, state, self.windows(seed, step), jnp.float32(rate), jnp.float32(adam_rate)
+            )
+        held_out = float(self.loss(params, self.held_out))
+        return held_out if math.isfinite(held_out) else 10.0
+
+
+class Book:
+    """A JSON file of runs; each run is a row of settings and its held-out loss, and is trained once."""
+
+    def __init__(self, name: str, settings: dict[str, Any], until: float = math.inf):
+        self.name, self.settings, self.until = name, settings, until
+        path = measure.RESULTS / f"{name}.json"
+        held = json.loads(path.read_text()) if path.exists() else {}
+        if held and held["settings"] != settings:
+            raise SystemExit(
+                f"{path} has runs with {held['settings']}, not {settings}: choose another --name."
+            )
+        self.rows: list[dict[str, Any]] = held.get("runs", [])
+
+    def find(self, **key: Any) -> list[dict[str, Any]]:
+        """The rows with these values."""
+        return [row for row in self.rows if all(row[name] == value for name, value in key.items())]
+
+    def ensure(self, key: dict[str, Any], train: Callable[[], float]) -> bool:
+        """Train and write the row `key`, unless it is there; False if the time is over."""
+        if self.find(**key):
+            return True
+        if time.monotonic() > self.until:
+            return False
+        began = time.perf_counter()
+        held_out = round(train(), 5)
+        self.rows.append({**key, "held_out": held_out, "seconds": round(time.perf_counter() - began, 1)})
+        print(", ".join(f"{name} {value}" for name, value in self.rows[-1].items()), flush=True)
+        self.write()
+        return True
+
+    def write(self, **summaries: Any) -> None:
+        """Write all runs, and what else a benchmark derives from them."""
+        measure.write(self.name, {"settings": self.settings, **summaries, "runs": self.rows})
+
+
+def search(book: Book, key: dict[str, Any], rates: Iterable[float], train: Callable[[float], float]) -> bool:
+    """Train at each of `rates`, then at more until the best is between two worse ones; False if the time is over."""
+    todo, losses = list(rates), {}
+    while todo:
+        for rate in todo:
+            if not book.ensure({**key, "learning_rate": rate}, lambda rate=rate: train(rate)):
+                return False
+            losses[rate] = book.find(**key, learning_rate=rate)[0]["held_out"]
+        more = next_rate(losses)
+        todo = [] if more is None else [more]
+    return True
