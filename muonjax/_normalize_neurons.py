@@ -125,8 +125,8 @@ def _normalize(
     leaf: jax.Array, moment: jax.Array, view: MatrixView, decay: Any, eps: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The leaf's normalized update and its new second moment."""
-    o = view.split(leaf)
-    squares = jnp.sum(jnp.abs(o.astype(at_least_float32(o.dtype))) ** 2, view.reduction_axes, keepdims=True)
+    o = view.split(leaf).astype(at_least_float32(leaf.dtype))
+    squares = jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
     moment = decay * moment + (1 - decay) * squares / view.fan_in
     factor = 1 / (jnp.sqrt(moment) + eps)
     # ||P||_F from the neurons' own norms: no second pass over the update.

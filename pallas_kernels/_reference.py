@@ -12,7 +12,7 @@ from jax import lax
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype that products are summed in: float32 for half types, otherwise the dtype itself."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(dtype) if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision | None:
@@ -41,8 +41,8 @@ def product(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def epilogue(p: jax.Array, c: jax.Array | None, alpha: jax.Array, beta: jax.Array) -> jax.Array:
     """``alpha·P + beta·C`` in P's dtype; alpha and beta: scalars, or one for each matrix."""
-    p = alpha[..., None, None] * p
-    return p if c is None else p + beta[..., None, None] * c.astype(p.dtype)
+    alpha, beta = (s if s.ndim == 0 else s[..., None, None] for s in (alpha, beta))
+    return alpha * p if c is None else alpha * p + beta * c.astype(p.dtype)
 
 
 def mirror(p: jax.Array) -> jax.Array:

@@ -59,7 +59,8 @@ def symmetric_product(
     if c is not None:
         c = padded(c, -2, -1)
         c = of_own(lambda i, j: cut(cut(c, i, -2), j, -1), own_i, own_j)
-    own = epilogue(p, c, alpha[..., None], beta[..., None]).astype(x.dtype)
+    alpha, beta = (s if s.ndim == 0 else s[..., None] for s in (alpha, beta))
+    own = epilogue(p, c, alpha, beta).astype(x.dtype)
     blocks = lax.all_gather(own, axis_name, axis=own.ndim - 3, tiled=True)
     s = jnp.moveaxis(blocks[..., number, :, :], -3, -2)
     return mirror(s.reshape(*s.shape[:-4], rows * size, rows * size)[..., :m, :m])

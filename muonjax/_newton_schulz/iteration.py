@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._cost_model import BYTES_A_SECOND, flops_a_second
-from muonjax._linalg import MatrixProduct, on_diagonal
+from muonjax._linalg import MatrixProduct, at_least_float32, on_diagonal
 from muonjax._newton_schulz import half_precision
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.deflation import ROUNDING, shave, shrink_dominant
@@ -154,7 +154,7 @@ def _iterate(
     if _runs_in_half_precision(settings, policy, dtype):
         together = axis_name if _worth_sharing(settings, x.shape[-2], dtype) else ()
         return half_precision.iterate(x, settings, policy, dtype, columns, axis_name, together)
-    sum_dtype = jnp.promote_types(dtype, jnp.float32)
+    sum_dtype = at_least_float32(dtype)
     half = dtype != sum_dtype
     apply = MatrixProduct(dtype.name, None if half else "highest")
 

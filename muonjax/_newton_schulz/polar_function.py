@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from muonjax._linalg import at_least_float32
 from muonjax._newton_schulz.iteration import polar_factor
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._policy import Policy
@@ -35,8 +36,6 @@ def exchange_dtype(x: Any, settings: NewtonSchulz, policy: Policy) -> jnp.dtype:
 
 def _dual_norm(g: jax.Array, y: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
     """<g, y> of each matrix, [batch, 1, 1]: the dual of the spectral norm, where y is g's polar factor."""
-    product = jnp.sum(
-        g.conj() * y, axis=(-2, -1), keepdims=True, dtype=jnp.promote_types(g.dtype, jnp.float32)
-    )
+    product = jnp.sum(g.conj() * y, axis=(-2, -1), keepdims=True, dtype=at_least_float32(g.dtype))
     product = jax.lax.psum(product, axis_name) if axis_name else product
     return product.real.astype(y.real.dtype)
