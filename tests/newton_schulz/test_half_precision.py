@@ -135,7 +135,7 @@ def test_deflation_bounds_what_it_says():
     """`others` is a lower bound of the sum of the fourth powers of all eigenvalues but the largest."""
     for name, s in ADVERSARIAL.items():
         x, _ = with_spectrum(s)
-        found = thin_deflation.deflate(x, jnp.ones((1, 1)), 12, jnp.dtype(jnp.bfloat16), Policy("gpu"))
+        found = thin_deflation.deflate(x, 12, jnp.dtype(jnp.bfloat16), Policy("gpu"))
         values = np.linalg.svd(np.asarray(found.x, np.float64), compute_uv=False) ** 8
         assert float(found.others[0, 0]) <= 1.01 * values[1:].sum(), name
 
