@@ -4,8 +4,7 @@ r"""The iteration on accelerators: half precision throughout.
 
 Each step p(x) = a x + (b R + c R^2) x with its factor a gathered in the number g. z is kept in half precision: its
 own rounding is relative to z, and the identity's share of the polynomial never enters a rounded matrix, so that a step
-multiplies errors no more than it multiplies x. Only the last step, whose errors nothing multiplies, may make (1 + Q) z
-of one product, in the result's own precision. Products are summed in float32 and rounded once. A full product is not
+multiplies errors no more than it multiplies x. Products are summed in float32 and rounded once. A full product is not
 mirrored: where it is not quite symmetric, rounding moved it less than it moved its entries.
 
 Of a wide matrix the last steps are made on the small side, as one map (1 + Q)(1 + Q').., with the next step's R' =
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import MatrixProduct, on_diagonal, square_norm
+from muonjax._linalg import MatrixProduct, square_norm
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.products import SymmetricProduct
 from muonjax._newton_schulz.scaling import power_of_two_scale
@@ -112,10 +111,7 @@ def iterate(
         z, others = deflate(x, rank, dtype, policy, products.over_columns, scale_of, tall=tall)
     else:
         z, others = (scale_of(x) * x).astype(dtype), 0.0
-    # No stack that is still to be cut: the last product is the result, but for a transposed one in float32, which takes
-    # a TPU twice as long.
-    alone = x.ndim == 2 and not tall
-    return _steps(products, z, settings.steps, others, _joined(settings, policy, m, columns), alone)
+    return _steps(products, z, settings.steps, others, _joined(settings, policy, m, columns))
 
 
 def _joined(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int, jnp.dtype]:
@@ -130,19 +126,13 @@ def _joined(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int
 
 
 def _steps(
-    products: _Products,
-    z: jax.Array,
-    steps: Coefficients,
-    others: Any,
-    joined: tuple[int, jnp.dtype],
-    alone: bool,
+    products: _Products, z: jax.Array, steps: Coefficients, others: Any, joined: tuple[int, jnp.dtype]
 ) -> jax.Array:
     """The polynomials of `steps` on z, in float32.
 
     Args:
       others: At most the sum of the fourth powers of all eigenvalues of z z^H but the largest.
       joined: As `_joined` gives it.
-      alone: Make the last product in float32.
     """
     number, dtype = joined
     apart = len(steps) - number if number > 1 else len(steps)
@@ -162,13 +152,10 @@ def _steps(
         q = _map(products, r, row, gain**2, unit, r2)
         gain = row[0] * gain
     if number > 1:
-        z = z if q is None else _plus(products, q, z)
+        z = _plus(products, q, z)
         q = _joined_map(products, z, steps[apart:], gain**2, unit, dtype)
         gain = math.prod(a for a, _, _ in steps[apart:]) * gain
-    root = gain * fourth**-0.125
-    if alone:
-        return products.summed(root * jnp.where(on_diagonal(q), q + 1, q), z)
-    return root * _plus(products, q, z)
+    return gain * fourth**-0.125 * _plus(products, q, z)
 
 
 def _plus(products: _Products, q: jax.Array, z: jax.Array) -> jax.Array:

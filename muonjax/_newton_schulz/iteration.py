@@ -27,7 +27,7 @@ from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.deflation import ROUNDING, shave, shrink_dominant
 from muonjax._newton_schulz.normalization import normalize
 from muonjax._newton_schulz.products import SymmetricProduct
-from muonjax._newton_schulz.scaling import largest_entry, power_of_two_scale
+from muonjax._newton_schulz.scaling import largest_entry, scale_of_largest
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._policy import Policy, policy_of
 from pallas_kernels._xla_workarounds import materialize
@@ -199,9 +199,10 @@ def _scaled(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[jax.Array, jax.Ar
 
     A zero matrix passes as the identity, for its result is to be multiplied by zero: derivatives at zero overflow.
     """
-    occupied = largest_entry(x, axis_name) != 0
+    largest = largest_entry(x, axis_name)
+    occupied = largest != 0
     other = jnp.expand_dims(jnp.eye(*x.shape[-2:], dtype=x.dtype), tuple(range(x.ndim - 2)))
-    return jnp.where(occupied, x * power_of_two_scale(x, axis_name), other), occupied
+    return jnp.where(occupied, x * scale_of_largest(largest), other), occupied
 
 
 def _polynomials(

@@ -24,7 +24,11 @@ def power_of_two_scale(
       x: Of float32, float64 or complex.
       axis_name: Mesh axes over which each matrix is cut.
     """
-    largest = largest_entry(x, axis_name)
+    return scale_of_largest(largest_entry(x, axis_name))
+
+
+def scale_of_largest(largest: Float[Array, "*batch 1 1"]) -> Float[Array, "*batch 1 1"]:
+    """The power of two that brings a matrix's largest entry into [0.5, 1); see `power_of_two_scale`."""
     info = jnp.finfo(largest.dtype)
     largest = jnp.where((largest >= info.tiny) & (largest < jnp.inf), largest, jnp.ones_like(largest))
     bits = lax.bitcast_convert_type(largest, jnp.int32 if info.bits == 32 else jnp.int64)
