@@ -4,8 +4,9 @@ r"""The iteration on accelerators: half precision throughout.
 
 Each step p(x) = a x + (b R + c R^2) x with its factor a gathered in the number g. z is kept in half precision: its
 own rounding is relative to z, and the identity's share of the polynomial never enters a rounded matrix, so that a step
-multiplies errors no more than it multiplies x. Products are summed in float32 and rounded once. A full product is not
-mirrored: where it is not quite symmetric, rounding moved it less than it moved its entries.
+multiplies errors no more than it multiplies x. Only the last map, whose errors nothing multiplies, is rounded with its
+identity. Products are summed in float32 and rounded once. A full product is not mirrored: where it is not quite
+symmetric, rounding moved it less than it moved its entries.
 
 Of a wide matrix the last steps are made on the small side, as one map (1 + Q)(1 + Q').., with the next step's R' =
 (1 + Q) R (1 + Q): a Gram form without the first steps, whose large factors a would multiply the rounding of R. In
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import MatrixProduct, square_norm
+from muonjax._linalg import MatrixProduct, on_diagonal, square_norm
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.products import SymmetricProduct
 from muonjax._newton_schulz.scaling import power_of_two_scale
@@ -155,7 +156,9 @@ def _steps(
         z = _plus(products, q, z)
         q = _joined_map(products, z, steps[apart:], gain**2, unit, dtype)
         gain = math.prod(a for a, _, _ in steps[apart:]) * gain
-    return gain * fourth**-0.125 * _plus(products, q, z)
+    # 1 + Q of several steps is small where Q is near -1: here the identity is added before the one rounding.
+    q = q.astype(jnp.float32)
+    return gain * fourth**-0.125 * products.rounded(jnp.where(on_diagonal(q), q + 1, q), z)
 
 
 def _plus(products: _Products, q: jax.Array, z: jax.Array) -> jax.Array:
