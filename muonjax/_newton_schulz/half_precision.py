@@ -78,9 +78,10 @@ class _Products(NamedTuple):
         return self.on_small_side(a, y, c, 1.0, 1.0)
 
 
-def _sum(*terms: tuple[float, jax.Array]) -> jax.Array:
-    """Of numbers times matrices, added in float32 and rounded once."""
-    return sum(number * matrix.astype(jnp.float32) for number, matrix in terms).astype(terms[0][1].dtype)
+def _sum(first: tuple[float, jax.Array], second: tuple[float, jax.Array]) -> jax.Array:
+    """Of two numbers times matrices, added in float32 and rounded once."""
+    (a, x), (b, y) = first, second
+    return (a * x.astype(jnp.float32) + b * y.astype(jnp.float32)).astype(x.dtype)
 
 
 def iterate(
@@ -144,13 +145,11 @@ def _steps(
     fourth = jnp.maximum(fourth - others, fourth / r.shape[-1])
     fourth = jnp.where(fourth == 0, 1, fourth)
     unit = fourth**-0.25
-    gain = 1.0  # of g, a number at trace time: on a device each scalar would be a launch
-    q = None
-    for row in steps[:apart]:
-        if q is not None:
-            z = _plus(products, q, z)
-            r, r2 = products.gram(z), None
-        q = _map(products, r, row, gain**2, unit, r2)
+    q = _map(products, r, steps[0], 1.0, unit, r2)
+    gain = steps[0][0]  # of g, a number at trace time: on a device each scalar would be a launch
+    for row in steps[1:apart]:
+        z = _plus(products, q, z)
+        q = _map(products, products.gram(z), row, gain**2, unit)
         gain = row[0] * gain
     if number > 1:
         z = _plus(products, q, z)
@@ -185,12 +184,12 @@ def _joined_map(
     """Q of the steps a a' .. (1 + Q) x, as `_map`, by matrices of `dtype`."""
     r = (square * (unit * products.sums(z))).astype(dtype)
     products = products._replace(on_small_side=products.on_small_side._replace(dtype=dtype))
-    total, square = None, 1.0
-    for step, row in enumerate(rows):
+    total, square = _map(products, r, rows[0], 1.0, 1.0).astype(dtype), rows[0][0] ** 2
+    q = total
+    for row in rows[1:]:
+        once = products.symmetric(q, y=r)
+        r = products.symmetric(once, y=q, c=_sum((1, r), (2, once)))
         q = _map(products, r, row, square, 1.0).astype(dtype)
-        total = q if total is None else products.symmetric(q, y=total, c=_sum((1, q), (1, total)))
-        if step < len(rows) - 1:
-            once = products.symmetric(q, y=r)
-            r = products.symmetric(once, y=q, c=_sum((1, r), (2, once)))
-            square = row[0] ** 2 * square
+        total = products.symmetric(q, y=total, c=_sum((1, q), (1, total)))
+        square = row[0] ** 2 * square
     return total
