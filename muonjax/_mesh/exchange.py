@@ -10,6 +10,7 @@ to all replicas.
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +118,7 @@ def _unpack(
         results[run.leaf].append((run.start, _from_shares(jnp.stack(shares), run.layout)))
 
 
-def _slice(x: jax.Array, start: int, width: int) -> jax.Array:
+def _slice(x: jax.Array, start: Any, width: int) -> jax.Array:
     return jax.lax.slice_in_dim(x, start, start + width)
 
 
