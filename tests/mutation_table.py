@@ -44,6 +44,7 @@ AFFECTED = {
         "tests/clipping/test_sites.py",
         "tests/clipping/test_qk_clip.py",
         "tests/clipping/test_signal_clip.py",
+        "tests/reliability/test_found_cases.py",
         _BAD_STATISTICS,
     ],
     "muonjax/_clipping/qk_clip.py": ["tests/clipping/test_qk_clip.py", "tests/clipping/test_sites.py"],
