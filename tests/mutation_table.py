@@ -798,9 +798,9 @@ MUTATIONS = [
     ),
     Mutation(
         _ROUTING + "roles.py",
-        "attentions |= set(map(attention_scope, attentions))",
-        "pass",
-        "an attention around its projections",
+        "if (_projection(name) or VALUE) is not VALUE}",
+        "if _projection(name)}",
+        "a value alone makes no attention",
     ),
     Mutation(
         _ROUTING + "siblings.py",

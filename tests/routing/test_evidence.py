@@ -92,6 +92,11 @@ def test_what_has_a_bias_is_an_output(name, shape, bias, expected):
     assert decided({"block": {name: layer}})[f"block/{name}/kernel"] == expected
 
 
+def test_a_stack_of_rows_is_no_matrix():
+    params = {"experts": {"wi": leaf(4, 1, 16), "wo": leaf(4, 16, 1)}}
+    assert why(params) == {"experts/wi": "experts with one row", "experts/wo": "experts with one column"}
+
+
 def test_outputs_first():
     """PyTorch's and Equinox's (out, in, *window); one bias in the tree tells it of weights without one."""
     convolution = {"weight": leaf(24, 16, 5, 5), "bias": leaf(24, 1, 1)}
