@@ -141,7 +141,6 @@ def roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
     ['dense', 'bias', 'scale']
     """
     attentions = {scope for scope, name in map(unit, paths) if (_projection(name) or VALUE) is not VALUE}
-    attentions |= set(map(attention_scope, attentions))
     weights = {words(path) for path in paths}
     return [_role(path, attentions, weights) for path in paths]
 

@@ -1,5 +1,6 @@
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -397,8 +398,9 @@ def test_bad_settings(arguments, error, message):
 def test_bad_matrices():
     with pytest.raises(ValueError, match=r"shape \(3,\); give a bias to Adam"):
         muonjax.newton_schulz(jnp.ones(3))
-    with pytest.raises(ValueError, match=r"shape \(3, 0\): an empty matrix"):
-        muonjax.newton_schulz(jnp.ones((3, 0)))
+    for shape in ((3, 0), (0, 3), (0, 3, 4)):
+        with pytest.raises(ValueError, match=rf"shape {re.escape(str(shape))}: an empty matrix"):
+            muonjax.newton_schulz(jnp.ones(shape))
     with pytest.raises(TypeError, match="int32"):
         muonjax.newton_schulz(jnp.ones((3, 3), jnp.int32))
 
