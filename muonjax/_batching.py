@@ -7,7 +7,6 @@ the extra memory is the stack and one chunk's iteration, never a second stack.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -41,11 +40,18 @@ def map_groups(
     results: list[jax.Array | None] = [None] * len(matrices)
     f = f if policy.is_cpu else jax.jit(f)  # one trace for all stacks of a shape
     stacks = [s for group in group_by_shape(matrices) for s in _stacks(group, matrices, policy)]
+    last: int | None = None
     for indices in stacks:
-        tall = [matrices[i].shape[-2] > matrices[i].shape[-1] for i in indices]
+        tall = [_is_tall(matrices[i]) for i in indices]
+        if policy.keeps_tall and all(tall):
+            tall = [False] * len(tall)  # f reads them as they are
         parts = [
             _transpose(matrices[i], policy) if t else matrices[i] for i, t in zip(indices, tall, strict=True)
         ]
+        if policy.one_stack_at_a_time and last is not None:
+            # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it.
+            parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
+        last = indices[-1]
         stack = _map_stack(f, jnp.concatenate(parts) if len(parts) > 1 else parts[0], policy)
         starts = [0, *itertools.accumulate(part.shape[0] for part in parts[:-1])]
         for i, t, part, start in zip(
@@ -58,13 +64,23 @@ def map_groups(
 
 def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> list[list[int]]:
     """A group in parts of about equal size, each to be stacked; an array that is large by itself stays alone."""
+    if policy.keeps_tall:
+        group = sorted(group, key=lambda i: _is_tall(matrices[i]))
+    number, filled = 1, 0
+    for i in group:
+        if filled and filled + matrices[i].size > policy.stack_elements:
+            number, filled = number + 1, 0
+        filled += matrices[i].size
     total = sum(matrices[i].size for i in group)
-    number = max(1, min(len(group), math.ceil(total / policy.stack_elements)))
     ends = itertools.accumulate(matrices[i].size for i in group)
     stacks: list[list[int]] = [[] for _ in range(number)]
     for i, end in zip(group, ends, strict=True):
         stacks[(end - 1) * number // total].append(i)
     return [stack for stack in stacks if stack]
+
+
+def _is_tall(x: jax.Array) -> bool:
+    return x.shape[-2] > x.shape[-1]
 
 
 def _transpose(x: jax.Array, policy: Policy) -> jax.Array:

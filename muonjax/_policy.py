@@ -48,10 +48,16 @@ class Policy:
             return jnp.dtype(asked)
         return jnp.dtype(jnp.float32 if self.is_cpu else jnp.bfloat16)
 
-    def joins_last_steps(self, m: int, n: int) -> bool:
-        """Whether half precision makes the last two steps of an m x n matrix as one map on the small side.
+    @property
+    def joined_dtype(self) -> jnp.dtype:
+        """Of the m x m matrices of joined steps: float16 has three digits more, where there is a unit for it."""
+        return jnp.dtype(jnp.float16 if self.platform == "gpu" else jnp.bfloat16)
 
-        That takes three m x m products more and two m x n products less: 3 m against 2 n multiply-adds.
+    def joins_last_steps(self, m: int, n: int) -> bool:
+        """Whether half precision makes the last steps of an m x n matrix as one map on the small side.
+
+        For each but the first of them that takes three m x m products more and two m x n products less: 3 m against 2 n
+        multiply-adds.
         """
         return n > 1.5 * m
 
@@ -59,11 +65,32 @@ class Policy:
     def stack_elements(self) -> float:
         """How many elements are stacked at most, to run as one batch.
 
-        On a CPU the loop over chunks reads the stack where it is. On an accelerator a stack is traffic and memory:
-        32 M elements are a compromise (counted on GPT-2 small's update, benchmarks/gpu/model.py): smaller stacks take
-        less memory and more launches.
+        On a CPU the loop over chunks reads the stack where it is. On an accelerator a stack is traffic and memory, and
+        small ones are launches. Counted on the updates of GPT-2 small and Llama-8B (benchmarks/gpu/model.py,
+        benchmarks/tpu/model.py): on a GPU two matrices of 4096 x 4096 at a time; on a TPU one, which stays in the
+        chip's memory, and the 48 square matrices of GPT-2 small as one stack.
         """
-        return math.inf if self.is_cpu else 1 << 25
+        if self.is_cpu:
+            return math.inf
+        return (27 if self.platform == "tpu" else 32) << 20
+
+    @property
+    def keeps_tall(self) -> bool:
+        """Whether a stack of tall matrices stays as it is, and products read it transposed.
+
+        Counted on the update of GPT-2 small: on a GPU that saves a transposed copy of each matrix, on a TPU products
+        that write transposed float32 take twice as long.
+        """
+        return self.platform == "gpu"
+
+    @property
+    def one_stack_at_a_time(self) -> bool:
+        """Whether a stack waits for the one before it, so that the memory of one serves the next.
+
+        XLA's scheduler for GPUs begins several, and keeps them (counted: twice the memory). On a TPU waiting would keep
+        the next stack's copy into the chip's memory from running beside the products.
+        """
+        return self.platform == "gpu"
 
     def chunk_size(self, count: int, shape: tuple[int, int]) -> int:
         """How many of `count` matrices of `shape` run as one batch: the largest divisor whose batch is small enough.
@@ -71,8 +98,8 @@ class Policy:
         On a CPU a batched product is slower than the same products one after the other as soon as one matrix
         fills the caches (measured: benchmarks/optimizer/batching.py). On an accelerator few large launches win.
         """
-        elements = 1 << 18 if self.is_cpu else 1 << 25
-        largest = max(1, elements // math.prod(shape))
+        elements = 1 << 18 if self.is_cpu else self.stack_elements
+        largest = max(1, int(elements // math.prod(shape)))
         return max(size for size in range(1, count + 1) if count % size == 0 and size <= largest)
 
 

@@ -19,8 +19,16 @@ def test_half_precision_without_rank_promotion(platform):
         jax.jit(lambda x: polar_factor(x, muonjax.NewtonSchulz(), Policy(platform))).trace(STACK)
 
 
-@quick("standard-9", "gram-15")
-@pytest.mark.parametrize("x", [STACK[0, :9], STACK[0, :15]], ids=["9", "15"])
+def test_orthogonalize_without_rank_promotion():
+    tree = {"stack": jnp.ones((3, 16, 40)), "square": jnp.ones((300, 256)), "thin": jnp.ones((5, 4))}
+    numbers = {name: muonjax.MuonDimensionNumbers(-2, -1) for name in tree}
+    tx = muonjax.orthogonalize(dimension_numbers=numbers, adaptive=True)
+    with jax.numpy_rank_promotion("raise"):
+        jax.jit(lambda tree: tx.update(tree, tx.init(tree))[0]).trace(tree)
+
+
+@quick("standard-9", "gram-15", "standard-zero")
+@pytest.mark.parametrize("x", [STACK[0, :9], STACK[0, :15], np.zeros((16, 24))], ids=["9", "15", "zero"])
 @pytest.mark.parametrize("form", ["standard", "gram"])
 def test_gradients_through_newton_schulz_are_numbers(x, form):
     settings = muonjax.NewtonSchulz(form=form)

@@ -276,6 +276,7 @@ def main(platform: str, implementation: str, document: str) -> None:
                     row = model(ahead_of_time.CHIPS[chip], tree, name, available[name], texts=arguments.texts)
                 except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
                     row = {**key, "error": f"{type(error).__name__}: {error}"[:500]}
+                row |= {"commit": measure.provenance()["commit"]}
                 rows = [other for other in rows if other not in same] + [row]
                 _write(arguments.out, platform, rows)
                 print(json.dumps({k: v for k, v in row.items() if k != "phases"}), flush=True)

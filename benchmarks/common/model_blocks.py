@@ -61,3 +61,31 @@ def block(*, chips: bool, compile_time: bool) -> Block:
         columns=columns,
         text="{table}\n\nModelled, not measured: {machine} Ratios of time: to the better of Optax's types.",
     )
+
+
+def headline(presets: tuple[str, ...] = ("fast", "balanced")) -> Block:
+    """Our presets' modelled time beside the better of Optax's types: one column for each chip and tree."""
+
+    def columns(content: Row) -> dict[str, Any]:
+        def cell(chip, tree):
+            def of(row):
+                found = [
+                    r
+                    for r in rows(content)
+                    if (r["chip"], r["tree"], r["method"]) == (chip, tree, row["name"])
+                ]
+                return found[0].get("ratio", "") if found else ""
+
+            return of
+
+        places = dict.fromkeys(
+            (row["chip"], row["tree"]) for row in rows(content) if row["method"] in presets
+        )
+        return {"": "{name}"} | {f"{chip}, {tree}": cell(chip, tree) for chip, tree in places}
+
+    return Block(
+        rows=lambda content: [{"name": name} for name in presets],
+        columns=columns,
+        text="{table}\n\nModelled, not measured: compiled ahead of time and counted, time of an update in units of the "
+        "better of Optax's types; jax {provenance[versions][jax]}, optax {provenance[versions][optax]}.",
+    )

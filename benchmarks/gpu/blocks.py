@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.common.blocks import Block, Row
-from benchmarks.common.model_blocks import block
+from benchmarks.common.model_blocks import block, headline
 
 
 def _tiles(content: Row) -> list[dict[str, Any]]:
@@ -37,6 +37,7 @@ def _mesh(content: Row) -> Row:
 
 BLOCKS = {
     "gpu_model": block(chips=False, compile_time=True),
+    "gpu_model.headline": headline(),
     "aot_hopper": Block(
         rows=_tiles,
         columns={

@@ -259,4 +259,14 @@ BLOCKS = {
         },
         text="{table}\n\nMedians, and quartiles, of the ratios to XLA's own product in the same round. {machine}",
     ),
+    "half_precision": Block(
+        columns={
+            "matrices": "{shape}",
+            "method": "{method}",
+            "polar error, mean": "{mean:.3f}",
+            "worst": "{worst:.3f}",
+            "largest singular value": "{largest:.2f}",
+        },
+        text="{table}\n\nEmulated: products of rounded operands with float32 sums. {machine}",
+    ),
 }

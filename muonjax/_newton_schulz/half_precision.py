@@ -2,74 +2,85 @@ r"""The iteration on accelerators: half precision throughout.
 
     x = g z,    z <- z + Q z,    Q = (b / a) R + (c / a) R^2,    R = g^2 z z^H,    g <- a g
 
-Each step p(x) = a x + (b R + c R^2) x with its factor a gathered in the scalar g. z is kept in half precision: its
+Each step p(x) = a x + (b R + c R^2) x with its factor a gathered in the number g. z is kept in half precision: its
 own rounding is relative to z, and the identity's share of the polynomial never enters a rounded matrix, so that a step
-multiplies errors no more than it multiplies x. Products are summed in float32 and rounded once. A full product is not
+multiplies errors no more than it multiplies x. Only the last step, whose errors nothing multiplies, may make (1 + Q) z
+of one product, in the result's own precision. Products are summed in float32 and rounded once. A full product is not
 mirrored: where it is not quite symmetric, rounding moved it less than it moved its entries.
 
-Of a wide matrix the last two steps are made on the small side, as one map (1 + Q)(1 + Q'), with the second step's R' =
-(1 + Q) R (1 + Q): a Gram form without the first steps, whose large factors a would multiply the rounding of R. With
-three steps that is already too much: joined, "fast" loses 0.04 of polar error where all singular values are equal.
+Of a wide matrix the last steps are made on the small side, as one map (1 + Q)(1 + Q').., with the next step's R' =
+(1 + Q) R (1 + Q): a Gram form without the first steps, whose large factors a would multiply the rounding of R. In
+bfloat16 the last two of three steps are already too much: "fast" would lose 0.04 of polar error where all singular
+values are equal. float16, with three digits more, loses less than 0.01, for R and Q have entries of moderate size.
 """
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import MatrixProduct, square_norm
+from muonjax._linalg import MatrixProduct, on_diagonal, square_norm
+from muonjax._newton_schulz.coefficients import Coefficients
+from muonjax._newton_schulz.products import SymmetricProduct
 from muonjax._newton_schulz.scaling import power_of_two_scale
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import deflate
 from muonjax._policy import Policy
-from pallas_kernels._api import symmetric_product_on
 
 
 class _Products(NamedTuple):
     """Products in half precision, on one device or over the mesh axes of a `jax.shard_map`.
 
     Attributes:
+      on_small_side: Of m x m matrices.
       axis_name: Mesh axes over which the columns of x are sharded.
-      together: Mesh axes whose devices share the work on m x m matrices.
     """
 
-    policy: Policy
-    dtype: jnp.dtype
-    implementation: str | None
+    on_small_side: SymmetricProduct
     axis_name: tuple[str, ...]
-    together: tuple[str, ...]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.on_small_side.dtype
 
     @property
     def rounded(self) -> MatrixProduct:
         return MatrixProduct(self.dtype.name, None, result=self.dtype.name)
+
+    @property
+    def summed(self) -> MatrixProduct:
+        """With the sums as they are, in float32."""
+        return MatrixProduct(self.dtype.name, None)
 
     def over_columns(self, products: jax.Array) -> jax.Array:
         return jax.lax.psum(products, self.axis_name) if self.axis_name else products
 
     def gram(self, z: jax.Array) -> jax.Array:
         """z z^H."""
-        if self.axis_name and self.implementation is None:
-            return self.over_columns(MatrixProduct(self.dtype.name, None).with_adjoint(z, z)).astype(
-                self.dtype
-            )
-        return self.over_columns(self._replace(together=()).symmetric(z))
+        if self.axis_name and self.on_small_side.implementation is None:
+            return self.sums(z).astype(self.dtype)
+        alone = self._replace(on_small_side=self.on_small_side._replace(together=()))
+        return self.over_columns(alone.symmetric(z))
 
-    def symmetric(self, a, y=None, c=None, alpha: Any = 1.0, beta: Any = 1.0) -> jax.Array:
-        """alpha A Y^H + beta C, where Y is A, or commutes with it."""
-        if self.implementation is None and not self.together:
+    def sums(self, z: jax.Array) -> jax.Array:
+        """z z^H in float32, rounded before only where an implementation does that."""
+        if self.on_small_side.implementation is None:
+            return self.over_columns(self.summed.with_adjoint(z, z))
+        return self.gram(z).astype(jnp.float32)
+
+    def symmetric(self, a: jax.Array, y: jax.Array | None = None, c: jax.Array | None = None) -> jax.Array:
+        """A Y^H + C, where Y is A, or commutes with it."""
+        if self.on_small_side.implementation is None and not self.on_small_side.together:
             product = self.rounded.with_adjoint(a, a if y is None else y)
-            return product if c is None else (alpha * product + beta * c).astype(self.dtype)
-        alpha, beta = (s[..., 0, 0] if isinstance(s, jax.Array) else s for s in (alpha, beta))
-        return symmetric_product_on(
-            self.policy.platform,
-            a,
-            y=y,
-            c=c,
-            alpha=alpha,
-            beta=beta,
-            implementation=self.implementation,
-            axis_name=self.together,
-        )
+            return product if c is None else product + c
+        return self.on_small_side(a, y, c, 1.0, 1.0)
+
+
+def _sum(*terms: tuple[float, jax.Array]) -> jax.Array:
+    """Of numbers times matrices, added in float32 and rounded once."""
+    return sum(number * matrix.astype(jnp.float32) for number, matrix in terms).astype(terms[0][1].dtype)
 
 
 def iterate(
@@ -80,6 +91,8 @@ def iterate(
     columns: int,
     axis_name: tuple[str, ...] = (),
     together: tuple[str, ...] = (),
+    *,
+    tall: bool = False,
 ) -> jax.Array:
     """x [*batch, m, n] with m <= `columns` -> its orthogonalization, in float32.
 
@@ -87,55 +100,107 @@ def iterate(
       dtype: bfloat16.
       columns: n, counted over `axis_name`, the mesh axes over which the columns are sharded.
       together: Mesh axes whose devices share the work on m x m matrices.
+      tall: x is the transpose of what is stored.
     """
-    products = _Products(policy, dtype, settings.implementation, axis_name, together)
+    product = SymmetricProduct(policy.platform, dtype, settings.implementation, together)
+    products = _Products(product, axis_name)
+    m = x.shape[-2]
     x = x.astype(jnp.float32)
-    scale = power_of_two_scale(x, axis_name)
-    rank = min(settings.deflation, x.shape[-2] // 8)
+    rank = min(settings.deflation, m // 8)
+    scale_of = functools.partial(power_of_two_scale, axis_name=axis_name)
     if rank:
-        z, others = deflate(x, scale, rank, dtype, policy, products.over_columns)
+        z, others = deflate(x, rank, dtype, policy, products.over_columns, scale_of, tall=tall)
     else:
-        z, others = (scale * x).astype(dtype), 0.0
+        z, others = (scale_of(x) * x).astype(dtype), 0.0
+    # No stack that is still to be cut: the last product is the result, but for a transposed one in float32, which takes
+    # a TPU twice as long.
+    alone = x.ndim == 2 and not tall
+    return _steps(products, z, settings.steps, others, _joined(settings, policy, m, columns), alone)
 
+
+def _joined(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int, jnp.dtype]:
+    """How many of the last steps are made as one map, and in which dtype.
+
+    bfloat16 bears two, unless one of them is the second of all; float16 all but the first, and three at most. A kernel
+    rounds its sums to bfloat16, which float16 can't undo.
+    """
+    dtype = jnp.dtype(jnp.bfloat16) if settings.implementation else policy.joined_dtype
+    number = min(len(settings.steps) - 1, 3) if dtype == jnp.float16 else 2 * (len(settings.steps) > 3)
+    return (number if policy.joins_last_steps(m, n) else 1), dtype
+
+
+def _steps(
+    products: _Products,
+    z: jax.Array,
+    steps: Coefficients,
+    others: Any,
+    joined: tuple[int, jnp.dtype],
+    alone: bool,
+) -> jax.Array:
+    """The polynomials of `steps` on z, in float32.
+
+    Args:
+      others: At most the sum of the fourth powers of all eigenvalues of z z^H but the largest.
+      joined: As `_joined` gives it.
+      alone: Make the last product in float32.
+    """
+    number, dtype = joined
+    apart = len(steps) - number if number > 1 else len(steps)
     r = products.gram(z)
     r2 = products.symmetric(r)
     # The bound of the largest singular value is that of Schatten-8, less what is known.
     fourth = square_norm(r2)
     fourth = jnp.maximum(fourth - others, fourth / r.shape[-1])
     fourth = jnp.where(fourth == 0, 1, fourth)
-    g2 = fourth**-0.25
-    joined = policy.joins_last_steps(x.shape[-2], columns) and len(settings.steps) > 3
+    unit = fourth**-0.25
     gain = 1.0  # of g, a number at trace time: on a device each scalar would be a launch
-    for step, row in enumerate(settings.steps[:-2] if joined else settings.steps):
-        r = products.gram(z) if step else r
-        q = _map(products, r, row, gain * gain * g2, None if step else r2)
-        z = z + products.rounded(q, z)  # a product with an addend, where a library has it
+    q = None
+    for row in steps[:apart]:
+        if q is not None:
+            z = _plus(products, q, z)
+            r, r2 = products.gram(z), None
+        q = _map(products, r, row, gain**2, unit, r2)
         gain = row[0] * gain
-    if joined:
-        q, last = _map_of_two(products, products.gram(z), settings.steps[-2:], gain, g2)
-        z, gain = z + products.rounded(q, z), last * gain
-    return gain * fourth**-0.125 * z
+    if number > 1:
+        z = z if q is None else _plus(products, q, z)
+        q = _joined_map(products, z, steps[apart:], gain**2, unit, dtype)
+        gain = math.prod(a for a, _, _ in steps[apart:]) * gain
+    root = gain * fourth**-0.125
+    if alone:
+        return products.summed(root * jnp.where(on_diagonal(q), q + 1, q), z)
+    return root * _plus(products, q, z)
 
 
-def _map(products: _Products, r: jax.Array, row: Any, g2: Any, r2: Any = None) -> jax.Array:
-    """Q of the step a x + (b R + c R^2) x = a (1 + Q) x, from r with R = `g2` r, and its square where it is known."""
+def _plus(products: _Products, q: jax.Array, z: jax.Array) -> jax.Array:
+    """(1 + Q) z: a product with an addend, where a library has it."""
+    return z + products.rounded(q, z)
+
+
+def _map(
+    products: _Products, r: jax.Array, row: Any, square: float, unit: Any, r2: jax.Array | None = None
+) -> jax.Array:
+    """Q of the step a x + (b R + c R^2) x = a (1 + Q) x, R = `square` `unit` r, in float32; r2 = r^2 where known."""
     a, b, c = row
-    linear, quadratic = b / a * g2, c / a * g2 * g2
+    linear = b / a * square * (unit * r.astype(jnp.float32))
     if c == 0:
-        return (linear * r).astype(r.dtype)
-    if r2 is not None:
-        return (linear * r + quadratic * r2).astype(r.dtype)
-    return products.symmetric(r, c=r, alpha=quadratic, beta=linear)
+        return linear
+    r2 = products.symmetric(r) if r2 is None else r2
+    # Numbers times matrices, not numbers times numbers: on a device each of these would be a launch.
+    return linear + c / a * square**2 * (unit * (unit * r2.astype(jnp.float32)))
 
 
-def _map_of_two(
-    products: _Products, r: jax.Array, rows: Any, gain: float, g2: Any
-) -> tuple[jax.Array, float]:
-    """Q of two steps a a' (1 + Q) x, and a a'."""
-    first = _map(products, r, rows[0], gain * gain * g2)
-    once = products.symmetric(first, y=r)
-    r = products.symmetric(once, y=first, c=(r + 2 * once).astype(r.dtype))
-    gain = rows[0][0] * gain
-    second = _map(products, r, rows[1], gain * gain * g2)
-    both = (first.astype(jnp.float32) + second).astype(r.dtype)
-    return products.symmetric(second, y=first, c=both), rows[0][0] * rows[1][0]
+def _joined_map(
+    products: _Products, z: jax.Array, rows: Coefficients, square: float, unit: jax.Array, dtype: Any
+) -> jax.Array:
+    """Q of the steps a a' .. (1 + Q) x, as `_map`, by matrices of `dtype`."""
+    r = (square * (unit * products.sums(z))).astype(dtype)
+    products = products._replace(on_small_side=products.on_small_side._replace(dtype=dtype))
+    total, square = None, 1.0
+    for step, row in enumerate(rows):
+        q = _map(products, r, row, square, 1.0).astype(dtype)
+        total = q if total is None else products.symmetric(q, y=total, c=_sum((1, q), (1, total)))
+        if step < len(rows) - 1:
+            once = products.symmetric(q, y=r)
+            r = products.symmetric(once, y=q, c=_sum((1, r), (2, once)))
+            square = row[0] ** 2 * square
+    return total

@@ -13,7 +13,6 @@ m, but rounding makes R slightly indefinite, which the polynomials amplify until
 one piece of code here.
 """
 
-import functools
 import itertools
 import math
 from typing import Any
@@ -27,10 +26,10 @@ from muonjax._newton_schulz import half_precision
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.deflation import ROUNDING, shave, shrink_dominant
 from muonjax._newton_schulz.normalization import normalize
-from muonjax._newton_schulz.scaling import power_of_two_scale
+from muonjax._newton_schulz.products import SymmetricProduct
+from muonjax._newton_schulz.scaling import largest_entry, power_of_two_scale
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._policy import Policy, policy_of
-from pallas_kernels._api import symmetric_product_on
 from pallas_kernels._xla_workarounds import materialize
 
 # How large the rounding errors of R may grow in the Gram form.
@@ -100,7 +99,7 @@ def polar_factor(
 ) -> jax.Array:
     """`newton_schulz` of checked arguments."""
     tall = not axis_name and x.shape[-2] > x.shape[-1]
-    y = _iterate(x.mT if tall else x, settings, policy, axis_name)
+    y = _iterate(x.mT if tall else x, settings, policy, axis_name, tall=tall)
     return (y.mT if tall else y).astype(x.dtype)
 
 
@@ -141,46 +140,31 @@ def _runs_in_half_precision(settings: NewtonSchulz, policy: Policy, dtype: jnp.d
         and settings.form != "gram"
         and settings.restarts is None
         and settings.normalization == "schatten"
-        and all(a != 0 for a, _, _ in settings.steps)
+        and all(a != 0 and b != 0 for a, b, _ in settings.steps)
     )
 
 
 def _iterate(
-    x: jax.Array, settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...] = ()
+    x: jax.Array, settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...], *, tall: bool
 ) -> jax.Array:
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in the dtype of the sums."""
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
     columns = x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
     if _runs_in_half_precision(settings, policy, dtype):
         together = axis_name if _worth_sharing(settings, x.shape[-2], dtype) else ()
-        return half_precision.iterate(x, settings, policy, dtype, columns, axis_name, together)
+        return half_precision.iterate(x, settings, policy, dtype, columns, axis_name, together, tall=tall)
     sum_dtype = at_least_float32(dtype)
     half = dtype != sum_dtype
     apply = MatrixProduct(dtype.name, None if half else "highest")
-
-    def product(r, y=None, c=None, alpha=1.0, beta=0.0, together=()):
-        """alpha R Y^H + beta C, Hermitian: Y is R, or commutes with it. The devices of `together` share the work."""
-        y, c = (None if a is None else a.astype(dtype) for a in (y, c))
-        alpha, beta = (a[..., 0, 0] if isinstance(a, jax.Array) else a for a in (alpha, beta))
-        return symmetric_product_on(
-            policy.platform,
-            r.astype(dtype),
-            y=y,
-            c=c,
-            alpha=alpha,
-            beta=beta,
-            implementation=settings.implementation,
-            axis_name=together,
-        )
+    product = SymmetricProduct(policy.platform, dtype, settings.implementation)
 
     def over_columns(gram):
         return jax.lax.psum(gram, axis_name) if axis_name else gram
 
-    x = x.astype(sum_dtype)
-    x = x * power_of_two_scale(x, axis_name)
+    x, occupied = _scaled(x.astype(sum_dtype), axis_name)
     segments = _segments(settings, (*x.shape[:-1], columns), dtype)
     together = axis_name if _worth_sharing(settings, x.shape[-2], dtype) else ()
-    small_product = functools.partial(product, together=together)
+    small_product = product._replace(together=together)
     rank = min(settings.deflation, x.shape[-2] // 8)
     if rank and not half and len(segments[0]) > 1:
         # The Gram form won't look at x again before the end.
@@ -198,6 +182,7 @@ def _iterate(
             gram = over_columns(product(x))  # of what was rounded
 
     x, r, r2, unit, root = normalize(x, gram, others, settings.normalization, small_product)
+    root = jnp.where(occupied, root, 0)
     for index, rows in enumerate(segments):
         if index > 0:
             r, r2, unit, root = over_columns(product(x)), None, 1.0, 1.0
@@ -207,6 +192,16 @@ def _iterate(
             q = deflation.apply_right(q)
         x = apply(q, x) if a is None else a * x + apply(q, x)
     return x
+
+
+def _scaled(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """x with entries below 1, and whether it is not zero: [*batch, 1, 1].
+
+    A zero matrix passes as the identity, for its result is to be multiplied by zero: derivatives at zero overflow.
+    """
+    occupied = largest_entry(x, axis_name) != 0
+    other = jnp.expand_dims(jnp.eye(*x.shape[-2:], dtype=x.dtype), tuple(range(x.ndim - 2)))
+    return jnp.where(occupied, x * power_of_two_scale(x, axis_name), other), occupied
 
 
 def _polynomials(

@@ -24,11 +24,7 @@ def power_of_two_scale(
       x: Of float32, float64 or complex.
       axis_name: Mesh axes over which each matrix is cut.
     """
-    x = lax.stop_gradient(x)
-    # Of a complex entry the larger part, for its absolute value can overflow.
-    entries = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if jnp.iscomplexobj(x) else jnp.abs(x)
-    largest = jnp.max(entries, axis=(-2, -1), keepdims=True)
-    largest = lax.pmax(largest, axis_name) if axis_name else largest
+    largest = largest_entry(x, axis_name)
     info = jnp.finfo(largest.dtype)
     largest = jnp.where((largest >= info.tiny) & (largest < jnp.inf), largest, jnp.ones_like(largest))
     bits = lax.bitcast_convert_type(largest, jnp.int32 if info.bits == 32 else jnp.int64)
@@ -36,3 +32,14 @@ def power_of_two_scale(
     bias = info.maxexp - 1
     exponent = jnp.maximum(2 * bias - 1 - (bits >> info.nmant), 1)
     return lax.bitcast_convert_type(exponent << info.nmant, largest.dtype)
+
+
+def largest_entry(
+    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
+) -> Float[Array, "*batch 1 1"]:
+    """The largest absolute value of each matrix (complex: of real and imaginary parts); a constant to derivatives."""
+    x = lax.stop_gradient(x)
+    # Of a complex entry the larger part, for its absolute value can overflow.
+    entries = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if jnp.iscomplexobj(x) else jnp.abs(x)
+    largest = jnp.max(entries, axis=(-2, -1), keepdims=True)
+    return lax.pmax(largest, axis_name) if axis_name else largest

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from muonjax._linalg import MatrixProduct, dot, identity_like, inverse_norm, on_diagonal
 from muonjax._newton_schulz.deflation import random_signs
 from muonjax._newton_schulz.inverse_root import cholesky, inverse_root, inverse_root_by_cholesky
+from muonjax._newton_schulz.scaling import power_of_two_scale
 from muonjax._policy import Policy
 
 # Products with X X^H, each followed by one orthonormalization. Y^H Y has the squared condition of Y, so that weak
@@ -45,45 +46,64 @@ class Deflated(NamedTuple):
 
 def deflate(
     x: jax.Array,
-    scale: jax.Array,
     rank: int,
     dtype: jnp.dtype,
     policy: Policy,
     over_columns: Callable[[jax.Array], jax.Array] = lambda products: products,
+    scale_of: Callable[[jax.Array], jax.Array] = power_of_two_scale,
+    *,
+    tall: bool = False,
 ) -> Deflated:
     """x [*batch, m, n], float32, with its `rank` dominant directions shrunk to about the size of the rank-th.
 
-    `scale` brings the entries of x near 1; `over_columns` sums products over the devices that share the columns.
+    Args:
+      dtype: Half precision.
+      over_columns: Sums products over the devices that share the columns.
+      scale_of: The scale that `scaling` gives, over these devices.
+      tall: x is the transpose of what is stored.
     """
     half = MatrixProduct(dtype.name, None)
-    rounded = jax.lax.optimization_barrier(x.astype(dtype))  # once for all thin products
+
+    def stored(a):
+        """a in half precision, in memory, as x is stored."""
+        a = a.astype(dtype)
+        return jax.lax.optimization_barrier(a.mT).mT if tall else jax.lax.optimization_barrier(a)
+
+    # What XLA takes for any number: a TPU rounds in a fusion in two thirds of the time of an instruction of its own,
+    # and the products of several stacks with one start would be joined.
+    one = jax.lax.optimization_barrier(jnp.ones((*x.shape[:-2], 1, 1), x.dtype))
+    rounded = stored(one * x)  # once for all thin products
 
     def project(v):
         return half.of_adjoint(v, rounded)
 
-    def lift(b):
-        return over_columns(half.with_adjoint(rounded, scale * (scale * b)))
-
-    # Times 1, which XLA does not know: it would join the products of several stacks with one start.
-    v = jnp.broadcast_to(random_signs(x.shape[-2], rank), (*x.shape[:-1], rank)) * jnp.sign(scale)
-    for _ in range(_SUBSPACE_STEPS):
-        v = _orthonormalize(lift(project(v)), policy)
+    v = jnp.broadcast_to(random_signs(x.shape[-2], rank), (*x.shape[:-1], rank)) * one
     b = project(v)
+    # Of the first projection, which is near the largest entries of x but for chance: no pass over x itself.
+    scale = scale_of(b)
+    for _ in range(_SUBSPACE_STEPS):
+        v = _orthonormalize(over_columns(half.with_adjoint(rounded, scale * (scale * b))), policy)
+        b = project(v)
     h = over_columns(dot.with_adjoint(scale * b, scale * b))
     unit = inverse_norm(h)
     h = unit * h
     root = inverse_root_by_cholesky(h) if policy.fast_cholesky else inverse_root(h)
-    inverse = dot(root, root)
-    # The common target: 1 / t^2 is the mean of the eigenvalues of h^-1, each weighted with itself.
-    trace = jnp.sum(jnp.where(on_diagonal(inverse), inverse, 0), (-2, -1), keepdims=True)
-    target = jnp.sqrt(trace * inverse_norm(inverse) ** 2)
+    inverse, target = _target(root)
     minus_p = dot(v, target * root - identity_like(root))
-    # A sum of x and one product: a library adds in place, without a second array of x's size.
-    shrunk = (x + half(minus_p, b)) * scale * (jnp.sqrt(unit) / target)
+    # Each term times the factor: added before, x would be an operand of a library's product, for which it is stacked.
+    factor = scale * (jnp.sqrt(unit) / target)
+    shrunk = factor * x + factor * half(minus_p, b)
     # V^H (W X)(W X)^H V = root h root in units of the target. No combination of V's columns is longer than 1: by
     # interlacing the eigenvalues of X X^H are at least those. At least 9/10 of their mean, whatever rounding did.
     mean = 0.97 * jnp.sum((inverse * h.mT).real, (-2, -1), keepdims=True) / rank
-    return Deflated(shrunk.astype(dtype), jnp.maximum(rank * mean**4 - 1, 0))
+    return Deflated(stored(shrunk), jnp.maximum(rank * mean**4 - 1, 0))
+
+
+def _target(root: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """h^-1 and t, from h^(-1/2): 1 / t^2 is the mean of the eigenvalues of h^-1, each weighted with itself."""
+    inverse = dot(root, root)
+    trace = jnp.sum(jnp.where(on_diagonal(inverse), inverse, 0), (-2, -1), keepdims=True)
+    return inverse, jnp.sqrt(trace * inverse_norm(inverse) ** 2)
 
 
 def _orthonormalize(y: jax.Array, policy: Policy) -> jax.Array:
