@@ -19,12 +19,12 @@ from tests.tiers import thorough
 
 RECIPES = pathlib.Path(__file__).parents[2] / "examples" / "recipes"
 PROGRAMS = [
-    thorough("lm1b_fsdp.py"),
-    thorough("vit_digits.py"),
+    "lm1b_fsdp.py",
+    "vit_digits.py",
     "with_equinox.py",
-    thorough("with_maxtext.py"),
-    thorough("with_maxtext.py --linen"),
-    thorough("with_transformers.py"),
+    "with_maxtext.py",
+    "with_maxtext.py --linen",
+    "with_transformers.py",
 ]
 NEEDED = {"with_transformers.py": "transformers", "with_equinox.py": "equinox", "vit_digits.py": "sklearn"}
 
@@ -34,6 +34,7 @@ def _path(monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPES))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_runs(program):
     name, *flags = program.split()
