@@ -33,13 +33,18 @@ AFFECTED = {
     "muonjax/_matrix_view.py": ["tests/test_matrix_view.py", _ORTHOGONALIZE, *_ROUTES],
     "muonjax/_batching.py": [_ORTHOGONALIZE],
     "muonjax/_optimizers.py": ["tests/test_optimizers.py"],
-    "muonjax/_partition.py": ["tests/reliability/test_restored_elsewhere.py", "tests/test_optimizers.py"],
+    "muonjax/_keywords.py": ["tests/test_first_mistakes.py"],
+    "muonjax/_partition.py": [
+        "tests/test_first_mistakes.py",
+        "tests/reliability/test_restored_elsewhere.py",
+        "tests/test_optimizers.py",
+    ],
     "muonjax/_normalize_neurons.py": ["tests/test_normalize_neurons.py"],
     "muonjax/_hyperball.py": ["tests/test_hyperball.py"],
     "muonjax/_cautious_weight_decay.py": ["tests/test_cautious_weight_decay.py"],
     "muonjax/_monitor.py": ["tests/test_monitor.py"],
     "muonjax/_metrics.py": ["tests/test_metrics.py"],
-    "muonjax/_routing": [*_ROUTES, "tests/zoo"],
+    "muonjax/_routing": [*_ROUTES, "tests/zoo", "tests/test_first_mistakes.py"],
     "muonjax/_clipping/factors.py": [
         "tests/clipping/test_sites.py",
         "tests/clipping/test_qk_clip.py",
@@ -425,6 +430,21 @@ MUTATIONS = [
         "if found != [shape for _, shape in paths]:",
         "if len(found) != len(paths):",
         "a state of other shapes is refused",
+    ),
+    Mutation(
+        "muonjax/_partition.py",
+        "if shapes[0] != shapes[1]:",
+        "if False:",
+        "a gradient of another shape is refused",
+    ),
+    Mutation(
+        "muonjax/_keywords.py", "if keyword not in parameters:", "if False:", "unknown keywords are explained"
+    ),
+    Mutation(
+        "muonjax/_routing/siblings.py",
+        "likely = likely or p.shape[2] < min(p.shape[:2])",
+        "likely = likely or False",
+        "(out, in, window) of a convolution over time",
     ),
     # Clipping
     Mutation(
