@@ -34,6 +34,7 @@ AFFECTED = {
     "muonjax/_batching.py": [_ORTHOGONALIZE],
     "muonjax/_optimizers.py": ["tests/test_optimizers.py"],
     "muonjax/_partition.py": ["tests/reliability/test_restored_elsewhere.py", "tests/test_optimizers.py"],
+    "muonjax/_hyperparameters.py": ["tests/test_optimizers.py", "tests/test_hyperball.py"],
     "muonjax/_normalize_neurons.py": ["tests/test_normalize_neurons.py"],
     "muonjax/_hyperball.py": ["tests/test_hyperball.py"],
     "muonjax/_cautious_weight_decay.py": ["tests/test_cautious_weight_decay.py"],
