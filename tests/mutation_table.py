@@ -39,6 +39,7 @@ AFFECTED = {
         "tests/reliability/test_restored_elsewhere.py",
         "tests/test_optimizers.py",
     ],
+    "muonjax/_hyperparameters.py": ["tests/test_optimizers.py", "tests/test_hyperball.py"],
     "muonjax/_normalize_neurons.py": ["tests/test_normalize_neurons.py"],
     "muonjax/_hyperball.py": ["tests/test_hyperball.py"],
     "muonjax/_cautious_weight_decay.py": ["tests/test_cautious_weight_decay.py"],
