@@ -211,14 +211,14 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "half_precision.py",
-        "linear, quadratic = b / a * g2, c / a * g2 * g2",
-        "linear, quadratic = b / a * g2, c / a * g2",
+        "return linear + c / a * square**2 * (unit",
+        "return linear + c / a * square * (unit",
         "the scale of the quadratic term",
     ),
     Mutation(
         _NS + "half_precision.py",
-        "return gain * fourth**-0.125 * z",
-        "return gain * fourth**-0.25 * z",
+        "root = gain * fourth**-0.125",
+        "root = gain * fourth**-0.25",
         "the root of the bound",
     ),
     Mutation(
@@ -229,14 +229,14 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "half_precision.py",
-        "c=(r + 2 * once).astype(r.dtype)",
-        "c=(r + once).astype(r.dtype)",
+        "c=_sum((1, r), (2, once)))",
+        "c=_sum((1, r), (1, once)))",
         "the second of two joined steps",
     ),
     Mutation(
         _NS + "half_precision.py",
-        "return products.symmetric(second, y=first, c=both), rows[0][0] * rows[1][0]",
-        "return both, rows[0][0] * rows[1][0]",
+        "products.symmetric(q, y=total, c=_sum((1, q), (1, total)))",
+        "_sum((1, q), (1, total))",
         "the product of two joined maps",
     ),
     Mutation(
