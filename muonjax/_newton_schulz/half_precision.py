@@ -80,7 +80,8 @@ class _Products(NamedTuple):
 
 def _sum(*terms: tuple[float, jax.Array]) -> jax.Array:
     """Of numbers times matrices, added in float32 and rounded once."""
-    return sum(number * matrix.astype(jnp.float32) for number, matrix in terms).astype(terms[0][1].dtype)
+    first, *others = (number * matrix.astype(jnp.float32) for number, matrix in terms)
+    return sum(others, start=first).astype(terms[0][1].dtype)
 
 
 def iterate(
@@ -154,7 +155,7 @@ def _steps(
     fourth = jnp.where(fourth == 0, 1, fourth)
     unit = fourth**-0.25
     gain = 1.0  # of g, a number at trace time: on a device each scalar would be a launch
-    q = None
+    q: Any = None
     for row in steps[:apart]:
         if q is not None:
             z = _plus(products, q, z)
@@ -195,7 +196,8 @@ def _joined_map(
     """Q of the steps a a' .. (1 + Q) x, as `_map`, by matrices of `dtype`."""
     r = (square * (unit * products.sums(z))).astype(dtype)
     products = products._replace(on_small_side=products.on_small_side._replace(dtype=dtype))
-    total, square = None, 1.0
+    total: Any = None
+    square = 1.0
     for step, row in enumerate(rows):
         q = _map(products, r, row, square, 1.0).astype(dtype)
         total = q if total is None else products.symmetric(q, y=total, c=_sum((1, q), (1, total)))

@@ -32,13 +32,13 @@ class SymmetricProduct(NamedTuple):
         beta: Any = 0.0,
     ) -> jax.Array:
         """`alpha` and `beta` are numbers, or [*batch, 1, 1]."""
-        a, y, c = (None if matrix is None else matrix.astype(self.dtype) for matrix in (a, y, c))
+        y, c = (None if matrix is None else matrix.astype(self.dtype) for matrix in (y, c))
         alpha, beta = (
             number[..., 0, 0] if isinstance(number, jax.Array) else number for number in (alpha, beta)
         )
         return symmetric_product_on(
             self.platform,
-            a,
+            a.astype(self.dtype),
             y=y,
             c=c,
             alpha=alpha,
