@@ -123,13 +123,6 @@ BLOCKS = {
         },
         text="{table}\n\n{machine} Times and memory in units of Optax's.",
     ),
-    "variant_steps": Block(
-        rows="optimizers",
-        columns={"": "{name}", "time ÷ Optax's": "{optax:quartiles}", "÷ muon's": "{muon:quartiles}"},
-        text="{table}\n\nGPT-2-small, {layers} layers, {width} wide; medians and quartiles of {rounds} rounds in one "
-        "process. With `every_k={every_k}`; a step that `monitor` measures takes {measuring[ratio]:.2f} times one "
-        "that it does not. {machine}",
-    ),
     "batching": Block(
         rows="shapes",
         columns=_chunk_columns,
@@ -158,6 +151,16 @@ BLOCKS = {
         columns={"": "{name}", "polar error": "{polar_error:.1e}", "time": "{row:quartiles}"},
         text="{table}\n\n{width} × {width}, condition number 1000; times in units of the faster factorization's. "
         "{machine}",
+    ),
+    "schedules": Block(
+        rows="schedules",
+        columns={
+            "schedule, without deflation": "{name}",
+            "steps": "{steps}",
+            "polar error, mean": "{polar_error:.3f}",
+            "worst": "{worst:.2f}",
+        },
+        text="{table}",
     ),
     "spectra": Block(rows="widths", columns=_rank_columns),
     "sharding": Block(
