@@ -190,6 +190,7 @@ def plain_variables():
         yield
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("linen", [thorough(False), True])
 def test_maxtext(linen, monkeypatch, plain_variables):
     import maxtext_copy

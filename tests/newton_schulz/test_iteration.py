@@ -16,7 +16,7 @@ from muonjax import NewtonSchulz
 from muonjax._newton_schulz.coefficients import evaluate, take_steps
 from muonjax._newton_schulz.iteration import _worth_sharing, gram_restarts
 from tests import oracles
-from tests.tiers import examples, thorough
+from tests.tiers import examples, quick, thorough
 
 PRESETS = {
     "fast": NewtonSchulz.fast(),
@@ -126,6 +126,12 @@ def test_half_precision_loses_little(dtype, form):
         assert error <= np.hypot(single, 0.06)
 
 
+@quick(
+    "schatten-64-auto-(33, 200)-None",
+    "frobenius-64-auto-(33, 200)-None",
+    "aol-64-auto-(33, 200)-bfloat16",
+    "spectral-64-auto-(33, 200)-None",
+)
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16, thorough(jnp.float16)])
 @pytest.mark.parametrize("shape", [(33, 200), *map(thorough, [(1, 1), (1, 9), (64, 64)])], ids=str)
 @pytest.mark.parametrize(
