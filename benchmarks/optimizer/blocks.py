@@ -123,6 +123,13 @@ BLOCKS = {
         },
         text="{table}\n\n{machine} Times and memory in units of Optax's.",
     ),
+    "variant_steps": Block(
+        rows="optimizers",
+        columns={"": "{name}", "time ÷ Optax's": "{optax:quartiles}", "÷ muon's": "{muon:quartiles}"},
+        text="{table}\n\nGPT-2-small, {layers} layers, {width} wide; medians and quartiles of {rounds} rounds in one "
+        "process. With `every_k={every_k}`; a step that `monitor` measures takes {measuring[ratio]:.2f} times one "
+        "that it does not. {machine}",
+    ),
     "batching": Block(
         rows="shapes",
         columns=_chunk_columns,
