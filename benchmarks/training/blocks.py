@@ -1,4 +1,4 @@
-"""Result blocks of the training benchmarks."""
+"""Format the results of the training benchmarks for the README and the docs: tables and sentences."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def _answers(content: Row) -> list[Row]:
 
 
 def _share(key: str) -> Cell:
-    """Steps and time are given where AdamW's loss was reached for good."""
+    """A cell for steps or time: empty where the loss did not get and stay below AdamW's final loss."""
     return lambda row: f"{row[key]:.2f}" if row.get("steps") and row.get(key) is not None else None
 
 
@@ -78,7 +78,7 @@ def _complete_variants(content: Row, layout: str | None = None) -> list[Row]:
 
 
 def _by_layout(content: Row) -> list[Row]:
-    """Whole matrices and matrices per head side by side."""
+    """A row for each layout of attention: Muon on whole matrices beside Muon per head."""
     found = {(row["layout"], row["variant"]): row for row in _complete_variants(content)}
     return [
         {"layout": layout, "whole": found[layout, "muon"], "heads": row}

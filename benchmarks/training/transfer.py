@@ -3,11 +3,11 @@
     python -m benchmarks.training.transfer                 # everything; can be stopped and continued
     python -m benchmarks.training.transfer --minutes 10    # starts no run after ten minutes
 
-Small byte-level transformers (`small_models`), one seed, four rates and more for each rule and size in factors of two,
-until the best rate is between two worse ones; then that of the parabola through these three counts. Embeddings, norms
-and head train with AdamW at a fixed rate. "adamw" is AdamW for all parameters, for comparison. For each rule also a
-coordinate check: how far the first ten steps move the activations, at all widths with the rate that is best at the
-first; and for each width how large the spectral norm of AdamW's updates is.
+Small byte-level transformers (`small_models`), one seed. For each rule and size at least four rates are tried, in
+factors of two, until the best one is between two worse ones; the reported rate is that of the minimum of the parabola
+through these three. Embeddings, norms and head train with AdamW at a fixed rate. "adamw" is AdamW for all parameters,
+for comparison. Each rule also has a coordinate check: how much the first ten steps change the activations at each
+width, with the best rate of the first width. And for each width the spectral norm of AdamW's updates is measured.
 """
 
 import argparse
