@@ -25,7 +25,7 @@ RULES = [
 
 
 def parse(text: str) -> dict[str, int]:
-    """ "fsdp=4,tensor=2" -> {"fsdp": 4, "tensor": 2}."""
+    """Read the size of each mesh axis: "fsdp=4,tensor=2" -> {"fsdp": 4, "tensor": 2}."""
     parts = [re.fullmatch(r"(fsdp|tensor)=([1-9]\d*)", part) for part in text.split(",")]
     if not all(parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form fsdp=4,tensor=2")
@@ -82,5 +82,5 @@ def _place(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def whole(tree: Any) -> Any:
-    """The unsharded arrays, in every process."""
+    """Gather a tree of sharded arrays: the whole arrays, in every process."""
     return multihost_utils.process_allgather(tree, tiled=True) if jax.process_count() > 1 else tree

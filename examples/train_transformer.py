@@ -274,7 +274,7 @@ def run(
     metrics: Metrics,
     saver: checkpoints.Checkpoints,
 ) -> tuple[dict[str, Any], float]:
-    """The steps that `bar` counts; returns the last state and its held-out loss."""
+    """Train for the steps that the progress bar counts; returns the last state and its held-out loss."""
     schedule, windows = make_schedule(args), text.held_out_windows(args.context)
     params, opt_state, held_out = state["params"], state["opt_state"], None
     for step in bar:

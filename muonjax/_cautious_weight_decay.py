@@ -1,10 +1,13 @@
 """Weight decay that leaves a weight alone where the update already moves it away from zero."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from muonjax._hyperparameters import is_known
 
 
 def cautious_weight_decay(
@@ -26,7 +29,7 @@ def cautious_weight_decay(
       An `optax.GradientTransformation` with the state of `optax.add_decayed_weights`; `update` needs `params`.
 
     Raises:
-      ValueError: If `weight_decay` is negative, or `update` gets no `params`.
+      ValueError: If `weight_decay` is negative or infinite, or `update` gets no `params`.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -37,9 +40,9 @@ def cautious_weight_decay(
 
     Source: Chen et al., "Cautious weight decay", 2025 (arXiv:2510.12402), eq. (2).
     """
-    if not callable(weight_decay) and not isinstance(weight_decay, jax.Array) and not weight_decay >= 0:
+    if is_known(weight_decay) and not 0 <= weight_decay < math.inf:
         raise ValueError(
-            f"cautious_weight_decay(weight_decay={weight_decay!r}) must not be negative; 0 turns it off."
+            f"cautious_weight_decay(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
         )
     decay = optax.add_decayed_weights(weight_decay, mask)
 

@@ -1,5 +1,6 @@
 """Hyperball optimization: each weight matrix keeps its Frobenius norm, and a step is an angle on that sphere."""
 
+import math
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from muonjax._hyperparameters import is_known
 from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces, replace_pieces
 
@@ -35,8 +37,8 @@ def hyperball(
       An `optax.GradientTransformation` with the state of `optax.scale_by_learning_rate`; `update` needs `params`.
 
     Raises:
-      ValueError: If `learning_rate` is negative, a matrix is zero at `init` (traced, it stays zero), `update` gets no
-        `params`, or the dimension numbers do not fit the tree.
+      ValueError: If `learning_rate` is negative or infinite, a matrix is zero at `init` (traced, it stays zero),
+        `update` gets no `params`, or the dimension numbers do not fit the tree.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax
@@ -49,8 +51,10 @@ def hyperball(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899); with R taken anew at each step, so that what `qk_clip` has shrunk stays shrunk.
     """
-    if isinstance(learning_rate, (int, float)) and not learning_rate >= 0:
-        raise ValueError(f"hyperball(learning_rate={learning_rate!r}) must not be negative; 0.02 is usual.")
+    if is_known(learning_rate) and not 0 <= learning_rate < math.inf:
+        raise ValueError(
+            f"hyperball(learning_rate={learning_rate!r}) must be finite and not negative; 0.02 is usual."
+        )
     rate = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
 
     def init(params: optax.Params) -> optax.OptState:

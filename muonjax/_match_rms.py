@@ -1,23 +1,15 @@
 """Scale orthogonalized updates per leaf, by shape alone, so that one learning rate fits all shapes."""
 
 import math
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, get_args
 
 import jax
-import numpy as np
 import optax
-from jax.core import Tracer
 
+from muonjax._hyperparameters import is_known
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces, replace_pieces
 
 Rule = Literal["rms", "width", "spectral"]
-
-
-def is_known(value: Any) -> TypeGuard[float]:
-    """Whether `value` is a number to check: neither traced (`optax.inject_hyperparams`) nor a schedule."""
-    if isinstance(value, (int, float, np.number)):
-        return True
-    return isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, Tracer) and value.ndim == 0
 
 
 def match_rms(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._hyperparameters import is_known
 from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces, replace_pieces
 
@@ -71,10 +72,9 @@ def normalize_neurons(
 
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491), algorithm 1.
     """
-    # Traced numbers (optax.inject_hyperparams) can't be looked at.
-    if not isinstance(decay, jax.Array) and not 0 <= decay < 1:
+    if is_known(decay) and not 0 <= decay < 1:
         raise ValueError(f"normalize_neurons(decay={decay!r}) must be in [0, 1); 0.95 is usual.")
-    if not isinstance(eps, jax.Array) and not 0 < eps < math.inf:
+    if is_known(eps) and not 0 < eps < math.inf:
         raise ValueError(f"normalize_neurons(eps={eps!r}) must be positive and finite; 1e-8 is usual.")
 
     def init(params: optax.Params) -> NormalizeNeuronsState:

@@ -10,8 +10,9 @@ import optax
 from muonjax._clipping.qk_clip import SharedKeys, qk_clip
 from muonjax._clipping.sites import Site
 from muonjax._hyperball import hyperball
+from muonjax._hyperparameters import is_known
 from muonjax._keywords import explains_keywords
-from muonjax._match_rms import is_known, match_rms
+from muonjax._match_rms import match_rms
 from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution
 from muonjax._newton_schulz.settings import NewtonSchulz

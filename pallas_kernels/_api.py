@@ -1,4 +1,4 @@
-"""The public op: what it accepts, which implementation runs, how it differentiates."""
+"""The public function `symmetric_product`: check its arguments, choose an implementation, define its derivative."""
 
 import importlib
 from typing import Any
@@ -32,14 +32,14 @@ def symmetric_product(
     implementation: str | None = None,
     axis_name: str | tuple[str, ...] = (),
 ) -> jax.Array:
-    """Multiply where the result is known to be symmetric, and return it exactly symmetric.
+    """Multiply matrices whose product is known to be symmetric, and return it exactly symmetric.
 
     ```
     S = alpha·X Yᵀ + beta·C
     ```
 
-    Only the lower triangle of ``X Yᵀ`` and of C counts; the upper one is its mirror image, so that
-    ``S == S.mT`` holds bit for bit. Products are accumulated in float32 for half types, C is added before
+    Only the lower triangles of ``X Yᵀ`` and of C are used; the upper triangle of S is the mirror image of the lower, so
+    that ``S == S.mT`` holds bit for bit. Products are accumulated in float32 for half types, C is added before
     the one rounding to the result's dtype, and float32 is true float32 (TF32 and bfloat16 passes are used
     only where `jax.default_matmul_precision` asks for them). Complex arrays give ``X Yᴴ``, Hermitian.
 
@@ -47,15 +47,15 @@ def symmetric_product(
 
     Args:
       x: [*batch, m, k], floating or complex.
-      y: the same shape and dtype, where the product is symmetric for a reason the caller knows (A·B of
-        commuting symmetric matrices). Default: X itself.
+      y: the same shape and dtype. The caller must know that the product is symmetric, such as A·B of commuting
+        symmetric matrices. Default: X itself.
       c: [*batch, m, m], symmetric, in X's dtype. Default: nothing is added.
       alpha: real; a number, or one for each matrix (broadcast against ``batch``). May be traced.
       beta: as `alpha`; counts only where `c` is given.
       implementation: `None` for the rule in `_choose`; ``"reference"``: one full product of XLA's;
         ``"blocked"``: the lower triangle in blocks, in plain XLA, any platform; ``"hopper"``: a Pallas
         kernel for NVIDIA's H100 and H200; ``"tpu"``: a Pallas kernel for TPUs; ``"quack"``: the kernel of the package
-        quack-kernels for NVIDIA's Hopper and Blackwell. One that is named runs, or raises.
+        quack-kernels for NVIDIA's Hopper and Blackwell. If you name one, it runs or raises an error.
       axis_name: mesh axes, inside of `jax.shard_map`, whose devices all hold these same arguments. Each then
         computes a part of the triangle, as plain products, and one all-gather completes it on all of them. Under
         ``check_vma=True`` the result counts as varying over these axes, though it is the same.
@@ -99,7 +99,7 @@ def symmetric_product_on(
     implementation: str | None = None,
     axis_name: str | tuple[str, ...] = (),
 ) -> jax.Array:
-    """`symmetric_product` for a caller that knows the platform: inside of a loop, arrays no longer tell it."""
+    """`symmetric_product` with the platform as an argument: inside a loop it can't be found from the arrays."""
     x, y, c, alpha, beta = _checked(x, y, c, alpha, beta)
     axis_name = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if axis_name and implementation is not None:
@@ -118,7 +118,7 @@ def symmetric_product_on(
 
 
 def _choose(platform: str, shape: tuple[int, ...]) -> str:
-    """The one rule that `implementation=None` follows: what was measured faster, and nothing else.
+    """The rule for `implementation=None`: an implementation is chosen only where it was measured to be faster.
 
     "blocked" on a CPU for m >= 256, "reference" everywhere else, where no gain has been measured. "hopper" is
     never chosen: no GPU has run it yet. The figures are in `benchmarks/results/symmetric_product.json`.
@@ -209,7 +209,7 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
         if not isinstance(dbeta, SymbolicZero):
             terms.append(_reference.mirror(scale(dbeta, c)))
     out = _product(x, y, c, alpha, beta, implementation, axis_name, platform)
-    # From zeros that are like S: inside of `jax.shard_map`, a tangent varies over the mesh axes over which S does.
+    # The sum starts from zeros like S: inside of `jax.shard_map`, a tangent must vary over the same mesh axes as S.
     tangent = sum(terms, jnp.zeros_like(out, wide))
     return out, tangent.astype(out.dtype)
 

@@ -1,6 +1,6 @@
 """Let XLA shard a kernel over its batch, and refuse every other sharding.
 
-XLA's partitioner knows nothing about a kernel. Under a bare `jit` it would gather a sharded operand on every
+XLA's partitioner can't see how a kernel may be sharded. Under `jit` alone it would gather a sharded operand on every
 device and run the whole launch on each of them, without a message.
 """
 

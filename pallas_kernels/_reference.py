@@ -1,8 +1,8 @@
-"""What a symmetric product means, in plain `jnp`: the definition, the fallback, and the oracle's neighbour.
+"""Define the symmetric product in plain `jnp`: the reference for the other implementations, and the fallback.
 
 The result of ``alpha·X Yᴴ + beta·C`` is known to be symmetric (Hermitian for complex numbers), so only its
-lower triangle is *read*; the upper one is its mirror image. That is the definition, not a trick: every
-implementation returns ``mirror(lower triangle)``, symmetric bit for bit, whatever rounding did to the halves.
+lower triangle is *read*; the upper one is its mirror image. This is a part of the definition: every implementation
+returns ``mirror(lower triangle)``, symmetric bit for bit, also where rounding makes the two halves differ.
 """
 
 import jax
@@ -18,9 +18,9 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
 def precision(dtype: jnp.dtype) -> lax.Precision | None:
     """The precision that a product of this dtype asks of XLA.
 
-    A float32 array means float32 here. XLA's own default on an accelerator is less (TF32 on an NVIDIA GPU,
-    one bfloat16 pass on a TPU); whoever wants speed gets more of it by passing bfloat16. Where a user has set
-    `jax.default_matmul_precision`, that decides.
+    Products of float32 arrays have float32 precision here. XLA's own default on an accelerator is lower (TF32 on an
+    NVIDIA GPU, one bfloat16 pass on a TPU); for more speed, pass bfloat16 arrays. If the user has set
+    `jax.default_matmul_precision`, that setting is used.
     """
     wish = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     if jnp.dtype(dtype).itemsize <= 2 or wish is not None:

@@ -33,17 +33,24 @@ AFFECTED = {
     "muonjax/_matrix_view.py": ["tests/test_matrix_view.py", _ORTHOGONALIZE, *_ROUTES],
     "muonjax/_batching.py": [_ORTHOGONALIZE],
     "muonjax/_optimizers.py": ["tests/test_optimizers.py"],
-    "muonjax/_partition.py": ["tests/reliability/test_restored_elsewhere.py", "tests/test_optimizers.py"],
+    "muonjax/_keywords.py": ["tests/test_first_mistakes.py"],
+    "muonjax/_partition.py": [
+        "tests/test_first_mistakes.py",
+        "tests/reliability/test_restored_elsewhere.py",
+        "tests/test_optimizers.py",
+    ],
+    "muonjax/_hyperparameters.py": ["tests/test_optimizers.py", "tests/test_hyperball.py"],
     "muonjax/_normalize_neurons.py": ["tests/test_normalize_neurons.py"],
     "muonjax/_hyperball.py": ["tests/test_hyperball.py"],
     "muonjax/_cautious_weight_decay.py": ["tests/test_cautious_weight_decay.py"],
     "muonjax/_monitor.py": ["tests/test_monitor.py"],
     "muonjax/_metrics.py": ["tests/test_metrics.py"],
-    "muonjax/_routing": [*_ROUTES, "tests/zoo"],
+    "muonjax/_routing": [*_ROUTES, "tests/zoo", "tests/test_first_mistakes.py"],
     "muonjax/_clipping/factors.py": [
         "tests/clipping/test_sites.py",
         "tests/clipping/test_qk_clip.py",
         "tests/clipping/test_signal_clip.py",
+        "tests/reliability/test_found_cases.py",
         _BAD_STATISTICS,
     ],
     "muonjax/_clipping/qk_clip.py": ["tests/clipping/test_qk_clip.py", "tests/clipping/test_sites.py"],
@@ -204,14 +211,14 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "half_precision.py",
-        "linear, quadratic = b / a * g2, c / a * g2 * g2",
-        "linear, quadratic = b / a * g2, c / a * g2",
+        "return linear + c / a * square**2 * (unit",
+        "return linear + c / a * square * (unit",
         "the scale of the quadratic term",
     ),
     Mutation(
         _NS + "half_precision.py",
-        "return gain * fourth**-0.125 * z",
-        "return gain * fourth**-0.25 * z",
+        "root = gain * fourth**-0.125",
+        "root = gain * fourth**-0.25",
         "the root of the bound",
     ),
     Mutation(
@@ -222,14 +229,14 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "half_precision.py",
-        "c=(r + 2 * once).astype(r.dtype)",
-        "c=(r + once).astype(r.dtype)",
+        "c=_sum((1, r), (2, once)))",
+        "c=_sum((1, r), (1, once)))",
         "the second of two joined steps",
     ),
     Mutation(
         _NS + "half_precision.py",
-        "return products.symmetric(second, y=first, c=both), rows[0][0] * rows[1][0]",
-        "return both, rows[0][0] * rows[1][0]",
+        "products.symmetric(q, y=total, c=_sum((1, q), (1, total)))",
+        "_sum((1, q), (1, total))",
         "the product of two joined maps",
     ),
     Mutation(
@@ -372,8 +379,8 @@ MUTATIONS = [
     Mutation("muonjax/_hyperball.py", "jnp.where(u2 == 0, 1, u2)", "u2", "a zero update leaves the weight"),
     Mutation(
         "muonjax/_hyperball.py",
-        "(back - 1) * view.split(w)",
-        "back * view.split(w)",
+        "(back - 1) * w",
+        "back * w",
         "a step is a difference",
     ),
     Mutation(
@@ -424,6 +431,21 @@ MUTATIONS = [
         "if found != [shape for _, shape in paths]:",
         "if len(found) != len(paths):",
         "a state of other shapes is refused",
+    ),
+    Mutation(
+        "muonjax/_partition.py",
+        "if shapes[0] != shapes[1]:",
+        "if False:",
+        "a gradient of another shape is refused",
+    ),
+    Mutation(
+        "muonjax/_keywords.py", "if keyword not in parameters:", "if False:", "unknown keywords are explained"
+    ),
+    Mutation(
+        "muonjax/_routing/siblings.py",
+        "likely = likely or p.shape[2] < min(p.shape[:2])",
+        "likely = likely or False",
+        "(out, in, window) of a convolution over time",
     ),
     # Clipping
     Mutation(
@@ -797,9 +819,9 @@ MUTATIONS = [
     ),
     Mutation(
         _ROUTING + "roles.py",
-        "attentions |= set(map(attention_scope, attentions))",
-        "pass",
-        "an attention around its projections",
+        "if (_projection(name) or VALUE) is not VALUE}",
+        "if _projection(name)}",
+        "a value alone makes no attention",
     ),
     Mutation(
         _ROUTING + "siblings.py",
@@ -834,14 +856,14 @@ MUTATIONS = [
     ),
     Mutation(
         "pallas_kernels/_reference.py",
-        "p + beta[..., None, None] * c.astype(p.dtype)",
-        "p + c.astype(p.dtype)",
+        "alpha * p + beta * c.astype(p.dtype)",
+        "alpha * p + c.astype(p.dtype)",
         "beta",
     ),
     Mutation(
         "pallas_kernels/_reference.py",
-        "return jnp.promote_types(dtype, jnp.float32)",
-        "return dtype",
+        "if jnp.finfo(dtype).bits >= 32 else",
+        "if jnp.finfo(dtype).bits >= 16 else",
         "half types are summed in float32",
     ),
     Mutation(

@@ -100,14 +100,14 @@ def shape(*sizes):
 def test_layouts_of_pytorch_without_a_bias():
     params = {
         "emb": {"weight": shape(64, 16)},
-        "conv": {"weight": shape(16, 16, 3)},
         "up": {"weight": shape(32, 16)},
         "out": {"weight": shape(64, 16)},
     }
     table = muonjax.tabulate(params)
     assert re.search(r"emb/weight +64×16 +Adam +embedding", table)
     assert re.search(r"out/weight +64×16 +Adam +output head", table)
-    assert re.search(r"conv/weight +16×16×3 +Muon +48×16 +convolution", table)
+    over_time = {"conv": {"weight": shape(16, 16, 3)}, "linear": {"weight": shape(8, 16)}}
+    assert re.search(r"conv/weight +16×16×3 +Muon +48×16 +convolution", muonjax.tabulate(over_time))
     hidden = {
         "emb": {"weight": shape(64, 16)},
         "up": {"weight": shape(64, 16)},

@@ -71,7 +71,10 @@ def test_parts_of_a_fused_leaf_keep_their_own_norms(parts, slices):
 
 def test_the_norm_is_kept_and_all_neurons_get_one_norm_at_first():
     (u,) = draw((16, 8), steps=1)
-    (y,), _ = run(muonjax.normalize_neurons(), [u])
+    (y,), state = run(muonjax.normalize_neurons(0.9), [u])
+    np.testing.assert_allclose(
+        state.second_moment["w"], 0.1 * np.mean(u**2, axis=0, keepdims=True), rtol=1e-5
+    )
     assert np.linalg.norm(y) == pytest.approx(np.linalg.norm(u), rel=1e-5)
     norms = np.linalg.norm(y, axis=0)
     np.testing.assert_allclose(norms, norms[0], rtol=1e-5)

@@ -1,7 +1,7 @@
-"""Compile a whole update for an accelerator, count it, and put a roofline's milliseconds to it.
+"""Compile a whole update for an accelerator, count its operations, and model its time with a roofline.
 
-Modelled, not measured: no device runs anything. The result of each program is written as soon as it is there; one
-that stands in the JSON already is not compiled again unless asked for.
+Times are modelled, not measured: no program runs on a device. The result of each program is written to the JSON file as
+soon as it is known; a program whose result is already there is not compiled again, except with `--again`.
 """
 
 import argparse
@@ -21,8 +21,9 @@ import optax.contrib._muon as optax_muon
 import muonjax
 from benchmarks.common import ahead_of_time, hlo_launches, measure, roofline
 
-# The matrices [fan_in, fan_out] of a model, and how many there are, by a name. The order of the leaves is that of the
-# names; it matters: XLA keeps between 9 and 51 MB for Optax on GPT-2-small's matrices, by their order.
+# The shapes [fan_in, fan_out] of a model's matrices and how many there are of each, by a name. The leaves are in the
+# order of the names. The order matters: with Optax on GPT-2-small's matrices, XLA keeps between 9 and 51 MB, depending
+# on it.
 TREES: dict[str, dict[str, tuple[tuple[int, int], int]]] = {
     "GPT-2-small": {"down": ((3072, 768), 12), "square": ((768, 768), 48), "up": ((768, 3072), 12)},
     "Llama-8B, 4 layers": {
@@ -37,7 +38,7 @@ TREES: dict[str, dict[str, tuple[tuple[int, int], int]]] = {
     "small": {"down": ((1024, 256), 2), "square": ((256, 256), 4), "up": ((256, 1024), 2)},
 }
 _LLAMA = TREES["Llama-8B, 4 layers"]
-# On a TPU one of Llama's groups may compile where another does not: each has a row of its own.
+# On a TPU some of Llama's groups may compile and others not: each has a row of its own.
 TREES |= {
     f"Llama-8B, {title}": {name: _LLAMA[name] for name in names}
     for title, names in (
@@ -102,7 +103,7 @@ def maxtext(checkout: pathlib.Path) -> Callable[[Tree], Tree]:
 
 
 def methods(maxtext_checkout: pathlib.Path | None = None) -> dict[str, Method]:
-    """By the name in the tables."""
+    """The methods to compare, by their names in the tables."""
     fast = muonjax.NewtonSchulz.fast().coefficients
     found = {
         "Optax, float32": (_optax, jnp.float32),
@@ -120,7 +121,7 @@ def methods(maxtext_checkout: pathlib.Path | None = None) -> dict[str, Method]:
 
 
 def kernel_methods(implementation: str) -> dict[str, Method]:
-    """Ours with the named symmetric product."""
+    """Our methods with the named implementation of symmetric products."""
     fast = muonjax.NewtonSchulz.fast().coefficients
     return {
         f'fast, "{implementation}"': ours(coefficients=fast, implementation=implementation),
@@ -131,8 +132,9 @@ def kernel_methods(implementation: str) -> dict[str, Method]:
 def parts(tree: str, method: str, platform: str) -> list[tuple[dict[str, tuple[int, int]], int]]:
     """The programs that make up one update of a tree, and how often each counts.
 
-    On a GPU it is one program of all matrices. The TPU's compiler takes minutes for one: there it is one program for
-    each group of matrices that share their loops, and one for each shape where every parameter has a loop of its own.
+    On a GPU one program has all matrices. The TPU's compiler would take minutes for that, so there are several
+    programs: one for each group of matrices that share their loops, or, for methods with a loop per parameter, one for
+    each shape.
     """
     matrices = TREES[tree]
     if platform == "gpu":
@@ -159,7 +161,7 @@ def model(
     Args:
       chip: One of `ahead_of_time.CHIPS`.
       tree: One of `TREES`.
-      name: Of the method.
+      name: The name of the method.
       method: One of `methods`.
       texts: A folder where the optimized HLO is kept, and taken from.
     """
@@ -262,7 +264,7 @@ def main(platform: str, implementation: str, document: str) -> None:
         parser.error(reason)
     available = methods(arguments.maxtext) | kernel_methods(implementation)
     chosen = arguments.methods.split(";") if arguments.methods else list(available)
-    # What is loaded and set up once counts for no program.
+    # Compile a small program first, so that what is loaded only once does not count in the compile time of another.
     warm_up = {"x": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
     for chip in arguments.chips.split(","):
         ahead_of_time.compile_for(ahead_of_time.CHIPS[chip], _optax, warm_up)

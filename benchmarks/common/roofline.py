@@ -1,7 +1,7 @@
-"""Seconds that a launch takes by a roofline: the larger of its arithmetic, its memory traffic and a least time.
+"""Model the seconds of a launch by a roofline: the largest of its arithmetic, its memory traffic and a minimum time.
 
-A model, not a measurement. It leaves out caches, overlap of kernels, and everything that a library's choice of
-kernel does; it ranks programs that differ in what they launch, multiply and move.
+This is a model, not a measurement. It leaves out caches, overlap of kernels, and the effects of a library's choice of
+kernel. It ranks programs that differ in what they launch, multiply and copy.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ class Gpu:
       efficiency: Share of the peak that a library's large product reaches.
       memory: Bytes per second of main memory, of the datasheet.
       memory_efficiency: Share of it that a streaming kernel reaches.
-      cores: Streaming multiprocessors: a product's tiles run in rounds of so many.
+      cores: Number of streaming multiprocessors; the tiles of a product run in rounds of this many.
       launch: Least seconds from the start of one kernel to the start of the next.
       gap: Seconds between the end of one kernel and the start of the next.
     """
@@ -48,7 +48,8 @@ class Gpu:
         *batch, rows, columns = launch.results[0]
         across, down = math.ceil(columns / 128), math.ceil(rows / 128)
         tiles = math.prod(batch) * (down * (down + 1) // 2 if "symmetric" in launch.flops else down * across)
-        # A library cuts the contracted axis where there are few tiles: it never leaves more than two thirds idle.
+        # Where there are few tiles, a library splits the contracted axis: no more than two thirds of the GPU are ever
+        # idle.
         return min(math.ceil(tiles / self.cores) * self.cores / tiles, 3.0)
 
 
@@ -66,7 +67,8 @@ class Tpu:
     peak: float
     memory: float
 
-    # What a Pallas kernel of ours takes beyond its products at the peak: bundles counted in its schedule say 2 to 20 %.
+    # The time of a Pallas kernel of ours, relative to its products at the peak: by the bundles in its schedule, it
+    # takes 2 to 20 % longer.
     KERNEL_OVERHEAD = 1.10
     # A scalar or a tiny vector operation for which XLA gives no estimate.
     SMALL = 0.2e-6
@@ -110,7 +112,7 @@ ROOFLINES: dict[str, Gpu | Tpu] = {
 
 
 def total_seconds(chip: str, found: list[Launch]) -> float:
-    """Of all launches one after the other, or of all traffic where asynchronous copies make that the larger."""
+    """Seconds of all launches one after the other, or of all traffic if that is more, as with asynchronous copies."""
     model = ROOFLINES[chip]
     one_by_one = sum(launch.count * model.seconds(launch) for launch in found)
     traffic = sum(launch.count * launch.moved for launch in found) / model.memory

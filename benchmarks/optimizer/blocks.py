@@ -159,6 +159,16 @@ BLOCKS = {
         text="{table}\n\n{width} × {width}, condition number 1000; times in units of the faster factorization's. "
         "{machine}",
     ),
+    "schedules": Block(
+        rows="schedules",
+        columns={
+            "schedule, without deflation": "{name}",
+            "steps": "{steps}",
+            "polar error, mean": "{polar_error:.3f}",
+            "worst": "{worst:.2f}",
+        },
+        text="{table}",
+    ),
     "spectra": Block(rows="widths", columns=_rank_columns),
     "sharding": Block(
         rows=_beside_optax,

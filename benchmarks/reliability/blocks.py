@@ -25,6 +25,27 @@ def _found(row: Row) -> list[bool]:
     return [row[tier]["found"] for tier in ("quick", "thorough") if tier in row]
 
 
+def _by_reason(row: Row) -> list[tuple[str, list[str]]]:
+    """What a strict mode stops, under the reason."""
+    found: dict[str, list[str]] = {}
+    for one in row["others"]:
+        found.setdefault(one["reason"], []).append(one["function"].removeprefix("muonjax."))
+    return list(found.items())
+
+
+def _outcome(row: Row) -> str:
+    if row["muonjax"] == row["adamw"]:
+        return (
+            "works" if row["adamw"] == "works" else "an error, as of `optax.adamw`: mask it (`optax.masked`)"
+        )
+    return row["muonjax"]
+
+
+MODES = {
+    "rank": 'jax_numpy_rank_promotion="raise"',
+    "dtype": 'jax_numpy_dtype_promotion="strict"',
+    "nan": "jax_debug_nans",
+}
 VERSIONS = ("python", "jax", "flax", "optax", "commit", "passed", "failed", "skipped")
 
 BLOCKS = {
@@ -40,6 +61,23 @@ BLOCKS = {
     "adversarial_input": Block(
         rows=_with_sum, columns={"input": "{input}", "examples passed": "{passed}", "failed": "{failed}"}
     ),
+    "unusual_use.strict_modes": Block(
+        rows="strict_modes",
+        columns={
+            "mode": lambda row: f"`{MODES[row['mode']]}`",
+            "cases that run": "{passed}",
+            "not": lambda row: "; ".join(
+                f"{', '.join(f'`{name}`' for name in names)}: {why}" for why, names in _by_reason(row)
+            ),
+        },
+    ),
+    "unusual_use.shard_map": Block(
+        rows="shard_map", columns={"in `jax.shard_map`": "{test}", "cases": "{cases}", "passed": "{passed}"}
+    ),
+    "unusual_use.files": Block(
+        rows="files", columns={"file": "{test}", "cases": "{cases}", "passed": "{passed}"}
+    ),
+    "unusual_use.leaves": Block(rows="leaves", columns={"leaf": "{leaf}", "`muon`": _outcome}),
     "long_runs": Block(
         rows="weights",
         columns={

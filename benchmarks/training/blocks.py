@@ -1,4 +1,4 @@
-"""Result blocks of the training benchmarks."""
+"""Format the results of the training benchmarks for the README and the docs: tables and sentences."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def _answers(content: Row) -> list[Row]:
 
 
 def _share(key: str) -> Cell:
-    """Steps and time are given where AdamW's loss was reached for good."""
+    """A cell for steps or time: empty where the loss did not get and stay below AdamW's final loss."""
     return lambda row: f"{row[key]:.2f}" if row.get("steps") and row.get(key) is not None else None
 
 
@@ -70,6 +70,62 @@ def _rates_beside_adamw(content: Row) -> Row:
     }
 
 
+def _complete_variants(content: Row, layout: str | None = None) -> list[Row]:
+    """The rows of variants that have run with all seeds."""
+    rows = [row for row in content["variants"] if layout in (None, row["layout"])]
+    seeds = max(row["seeds"] for row in content["variants"])
+    return [row for row in rows if row["seeds"] == seeds]
+
+
+def _by_layout(content: Row) -> list[Row]:
+    """A row for each layout of attention: Muon on whole matrices beside Muon per head."""
+    found = {(row["layout"], row["variant"]): row for row in _complete_variants(content)}
+    return [
+        {"layout": layout, "whole": found[layout, "muon"], "heads": row}
+        for (layout, variant), row in found.items()
+        if variant == "per head" and (layout, "muon") in found
+    ]
+
+
+def _variant_sizes(content: Row) -> Row:
+    settings = content["settings"]
+    return {
+        **settings,
+        "heads": settings["width"] // settings["head_size"],
+        "seeds": content["variants"][0]["seeds"],
+    }
+
+
+def _rates_by_size(content: Row) -> dict[str, Cell]:
+    def cell(kind: str, size: int) -> Cell:
+        def text(row: Row) -> str | None:
+            found = [entry for entry in row[kind] if entry[kind] == size]
+            return f"{found[0]['learning_rate']:.2g} ({found[0]['held_out']:.2f})" if found else None
+
+        return text
+
+    def factor(kind: str) -> Cell:
+        return lambda row: f"{row[f'{kind}_factor']:.2g}" if len(row[kind]) > 1 else None
+
+    columns: dict[str, Cell] = {"rule": "{rule}"}
+    for kind, title in (("width", "width"), ("layers", "layers")):
+        sizes = sorted({entry[kind] for row in content["rules"] for entry in row[kind]})
+        first = sizes[:1] if kind == "layers" else []  # the smallest model again
+        columns |= {f"{title} {size}": cell(kind, size) for size in sizes if size not in first}
+        columns[f"largest ÷ smallest, {title}s".replace("layerss", "layers")] = factor(kind)
+    return columns
+
+
+def _transfer_sizes(content: Row) -> Row:
+    smallest = content["rules"][0]["layers"][0]["layers"]
+    norms = "; ".join(
+        f"{row['mean']:.1f} ({row['low']:.1f} to {row['high']:.1f}) at width {row['width']}"
+        for row in content["spectral_norms"]
+    )
+    base = min(entry["width"] for entry in content["rules"][0]["width"])
+    return {**content["settings"], "layers": smallest, "norms": norms, "base": base}
+
+
 STEPS = (
     "MuonClip reaches a held-out loss of {muonclip[held_out]:.3f} nats per byte in {muonclip[steps]} steps; AdamW has "
     "{adamw[held_out]:.3f} after {adamw[steps]}: MuonClip needs {share:.0%} of AdamW's steps (one seed, each optimizer "
@@ -78,6 +134,44 @@ STEPS = (
 GAP = "{gap[mean]:+.4f} ({gap[low]:+.4f} to {gap[high]:+.4f})"
 
 BLOCKS = {
+    "variants": Block(
+        rows=lambda content: _complete_variants(content, "MHA"),
+        columns={
+            "variant": "{variant}",
+            "best rate": "{learning_rate:.2g}",
+            "held-out loss": "{held_out:.3f} ± {spread:.3f}",
+            "÷ muon's": "{ratio:.3f}",
+            "over the seeds": "{ratio_low:.3f} to {ratio_high:.3f}",
+        },
+        text="{table}\n\nMean and standard deviation of {seeds} seeds; {steps} steps of {batch} windows of {context} "
+        "bytes, {layers} layers, {width} wide, {heads} heads. {machine}",
+        values=_variant_sizes,
+    ),
+    "variants.layouts": Block(
+        rows=_by_layout,
+        columns={
+            "attention": "{layout}",
+            "whole: best rate": "{whole[learning_rate]:.2g}",
+            "held-out loss": "{whole[held_out]:.3f} ± {whole[spread]:.3f}",
+            "per head: best rate": "{heads[learning_rate]:.2g}",
+            "held-out loss ": "{heads[held_out]:.3f} ± {heads[spread]:.3f}",
+            "per head ÷ whole": "{heads[ratio]:.3f} ({heads[ratio_low]:.3f} to {heads[ratio_high]:.3f})",
+        },
+        text="{table}\n\nMean and standard deviation of {seeds} seeds; {heads} heads of size {head_size}. {machine}",
+        values=_variant_sizes,
+    ),
+    "transfer": Block(
+        rows="rules",
+        columns=_rates_by_size,
+        text="{table}\n\nBest rate (its held-out loss). Widths with {layers} layers, layers at width {base}; {steps} "
+        "steps of {batch} windows of {context} bytes, one seed. {machine}",
+        values=_transfer_sizes,
+    ),
+    "transfer.norms": Block(
+        text="The spectral norm of AdamW's updates, in units of that of an orthogonal matrix with the same RMS: "
+        "{norms} (mean and range over the matrices of a block, after 20 steps).",
+        values=_transfer_sizes,
+    ),
     "training_sweep": Block(
         rows=_sweep, columns=_rate_columns, text=STEPS + "\n\n{table}\n\n{machine}", values=_steps
     ),

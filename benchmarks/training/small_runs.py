@@ -28,7 +28,7 @@ class Recipe:
     Attributes:
       attention: As in `muonjax.dimension_numbers`.
       neurons: Whether `normalize_neurons` follows the orthogonalization.
-      size: What sets the length of an update: a rule of `match_rms`, "hyperball", or "adamw", which is AdamW for all
+      size: What sets the size of an update: a rule of `match_rms`, "hyperball", or "adamw", which is AdamW for all
         parameters.
       cautious: Whether the weight decay of the matrices is the cautious one.
     """
@@ -39,7 +39,7 @@ class Recipe:
     cautious: bool = False
 
     def optimizer(self, params: Any, rate: optax.Schedule, adam_rate: optax.Schedule) -> Any:
-        """The transformation, for these parameters."""
+        """The Optax transformation of this recipe, for these parameters and learning rates."""
         decays = jax.tree.map(lambda p: p.ndim > 1, params)
         adam = functools.partial(optax.adamw, b2=0.95, weight_decay=DECAY, mask=decays)
         if self.size == "adamw":
@@ -76,7 +76,7 @@ class Trainer:
         self.held_out = self.text.held_out_windows(model.context, most=256)
 
     def _optimizer(self, params: Any, rate: Any, adam_rate: Any) -> Any:
-        """Warm-up over a tenth of the steps, then a cosine decay to a tenth of the rate; rates may be traced."""
+        """The optimizer with warm-up over a tenth of the steps, then cosine decay to a tenth; rates may be traced."""
         warmup = max(1, self.steps // 10)
         shape = optax.warmup_cosine_decay_schedule(1 / warmup, 1.0, warmup, max(self.steps, warmup + 1), 0.1)
         return self.recipe.optimizer(
@@ -145,7 +145,7 @@ class Book:
         return True
 
     def write(self, **summaries: Any) -> None:
-        """Write all runs, and what else a benchmark derives from them."""
+        """Write all runs, and the summaries that a benchmark derives from them."""
         measure.write(self.name, {"settings": self.settings, **summaries, "runs": self.rows})
 
 

@@ -3,11 +3,11 @@
     python -m benchmarks.training.transfer                 # everything; can be stopped and continued
     python -m benchmarks.training.transfer --minutes 10    # starts no run after ten minutes
 
-Small byte-level transformers (`small_models`), one seed, four rates and more for each rule and size in factors of two,
-until the best rate is between two worse ones; then that of the parabola through these three counts. Embeddings, norms
-and head train with AdamW at a fixed rate. "adamw" is AdamW for all parameters, for comparison. For each rule also a
-coordinate check: how far ten steps at one rate move the activations, by width; and for each width how large the
-spectral norm of AdamW's updates is.
+Small byte-level transformers (`small_models`), one seed. For each rule and size at least four rates are tried, in
+factors of two, until the best one is between two worse ones; the reported rate is that of the minimum of the parabola
+through these three. Embeddings, norms and head train with AdamW at a fixed rate. "adamw" is AdamW for all parameters,
+for comparison. Each rule also has a coordinate check: how much the first ten steps change the activations at each
+width, with the best rate of the first width. And for each width the spectral norm of AdamW's updates is measured.
 """
 
 import argparse
@@ -67,15 +67,15 @@ def sweep(book: Book, rule: str, size: Size, first: float) -> float | None:
 
 
 def coordinate_check(rule: str, size: Size, rate: float, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """RMS change of each activation after some steps at a constant rate, on one batch."""
-    run = trainer(rule, size, {**settings, "steps": 1})  # the schedule is at its peak from the first step on
+    """RMS change of each activation after the first steps of a run, on one batch."""
+    run = trainer(rule, size, settings)
     params, state = run.start(0)
     windows = run.windows(1, 0)
     activations = jax.jit(lambda params: run.model.apply(params, windows[:, :-1])[1])
     before, rows = activations(params), []
     for step in range(1, max(CHECKED) + 1):
         rates = jnp.float32(rate), jnp.float32(settings["adam_rate"])
-        params, _, _ = run.step(params, state, run.windows(0, step), *rates)
+        params, state, _ = run.step(params, state, run.windows(0, step), *rates)
         if step in CHECKED:
             now = activations(params)
             moved = {n: float(jnp.sqrt(jnp.mean((now[n] - before[n]) ** 2))) for n in before}

@@ -70,7 +70,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def adam_rate(book: Book, trainer: Trainer) -> float | None:
-    """The best rate of AdamW's share beside plain Muon at its middle rate; None if the time is over."""
+    """The best rate for the parameters that AdamW trains, with plain Muon at its middle rate; None if out of time."""
     key = {"layout": "MHA", "variant": "rate of AdamW's share", "seed": 0}
     for rate in ADAM_RATES:
         if not book.ensure(

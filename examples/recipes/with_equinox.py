@@ -109,7 +109,7 @@ def make_optimizer(model, threshold):
     """MuonClip, its matrices by the types of Equinox's layers."""
     params = eqx.filter(model, eqx.is_inexact_array)
     sites = muonjax.sites_from(params, num_heads=HEADS)  # Equinox stores heads and features on one axis
-    numbers = muonjax.equinox.dimension_numbers(model, rules=[("head/weight", None)])
+    numbers = muonjax.equinox.dimension_numbers(model)
     tx = muonjax.muonclip(1e-2, sites, threshold=threshold, muon_weight_dimension_numbers=numbers)
     return tx, tx.init(params)
 

@@ -1,10 +1,10 @@
 """Read and write LoHa adapters in the files of LyCORIS.
 
-A file holds for each layer the tensors hada_w1_a … alpha, of PyTorch's shapes: a weight is [out, in, *window], and
+For each layer a file has tensors hada_w1_a … alpha in PyTorch's shapes: a weight is [out, in, *window], and
 ΔW = alpha / rank · (w1_a · w1_b) ∘ (w2_a · w2_b) has the outputs on its left. Here a kernel is [*window, in, out],
 so each pair is transposed: our w1a is their w1_b, transposed.
 
-A file may come from anywhere. Everything that its header says is checked before a tensor is read.
+A file is untrusted input: everything that its header says is checked before a tensor is read.
 """
 
 import importlib
@@ -114,7 +114,7 @@ def problems_of(tensors: Mapping[str, Any], place: Place, layer: str) -> list[st
 
 
 def from_tensors(tensors: Mapping[str, Any], place: Place) -> Adapter:
-    """The adapter of one layer's tensors, which have no `problems_of`; in float32, which holds half precision."""
+    """The adapter of one layer's tensors, which have no `problems_of`; float32 is exact for half precision."""
     rank, window = _rank(tensors), math.prod(place.shape[: place.window])
     named = {name: jnp.asarray(value, jnp.float32) for name, value in tensors.items()}
     scale = float(named[_ALPHA].reshape(())) / rank
@@ -133,7 +133,7 @@ def from_tensors(tensors: Mapping[str, Any], place: Place) -> Adapter:
 
 
 def _rank(tensors: Mapping[str, Any]) -> int:
-    """The rank that the tensors have; 1 where an empty or scalar tensor says none, which its shape then shows."""
+    """The rank of the tensors; 1 where a tensor is empty or scalar, which the check of shapes then reports."""
     shapes = (tensors[name].shape for name in ("hada_w1_b", "hada_w2_b") if name in tensors)
     return max(1, next((shape[0] for shape in shapes if shape), 1))
 
@@ -166,7 +166,7 @@ def read(
       name_of: From a layer's path to its name in the file.
 
     Raises:
-      ValueError: If the header is false, or a tensor is missing, misshapen, of another dtype, not finite, unknown or
+      ValueError: If the header is invalid, or a tensor is missing, misshapen, of another dtype, not finite, unknown or
         of no layer in `places`; the first ones are named.
     """
     package, names = _package("safetensors"), _unique_names(places, name_of)

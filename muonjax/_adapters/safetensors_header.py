@@ -1,4 +1,4 @@
-"""Read the header of a safetensors file, and refuse a false one before memory is taken for any tensor."""
+"""Read the header of a safetensors file, and refuse an invalid one before memory is allocated for tensors."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Clip by any signal that is linear in its weights: scale the weights whose measured signal passed a threshold."""
+"""Scale down weights whose measured signal exceeds a threshold, for any signal that is linear in the weights."""
 
 import dataclasses
 import itertools
@@ -15,17 +15,19 @@ from muonjax._clipping.transform import Clip, Watched, check_every_k, check_thre
 
 @dataclasses.dataclass(frozen=True)
 class SignalRule:
-    r"""A signal, the weights behind it, and the most that it may be.
+    r"""A signal, the weights that it depends on, and the largest value allowed for it.
 
     The signal S must be a maximum of sums of products, each linear in its factors (a factor is a kernel with its
-    bias). If along every product the powers sum to one, scaling by the powers of γ = min(1, threshold / S) scales the
-    signal by γ, exactly. That sum is checked here; the linearity is the caller's to know.
+    bias). Each factor is scaled by a power of γ = min(1, threshold / S). If these powers sum to one along every
+    product, the signal is scaled by exactly γ. The sums are checked here; that the signal is linear in each factor is
+    not checked.
 
     Attributes:
-      site: Where; its scales' powers count, `power` for an entry's own γ and `group_power` for its group's smallest.
-      threshold: The most that the signal may be, > 0, or a schedule of the number of clips.
-      products: Names of the factors along each product; None: every factor is one by itself. A factor that is not
-        scaled at all, as a shared key, is left out.
+      site: The weights, with the powers in its scales: `power` is that of an entry's own γ, `group_power` that of the
+        smallest γ of its group.
+      threshold: The largest value allowed for the signal, > 0, or a schedule of the number of clips.
+      products: Names of the factors along each product; None: every factor is a product by itself. A factor that is not
+        scaled at all, such as a shared key, is left out.
 
     Raises:
       ValueError: Powers that do not sum to one along a product, or that differ within a factor.
@@ -75,13 +77,13 @@ def signal_clip(
     every_k: int = 1,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip where it is unstable: scale down weights whose measured signal passed its threshold.
+    """Scale down weights whose measured signal exceeds its threshold.
 
-    `qk_clip` is this with attention logits for the signal; another is the largest output of a layer ("MaxOutput"), an
-    output dimension, a group of them, or a whole layer at a time.
+    In `qk_clip` the signal is the largest attention logit. Another signal is the largest output of a layer
+    ("MaxOutput"): of each output dimension, of each group of them, or of the whole layer.
 
     Args:
-      rules: What is measured, which weights make it, and the most that it may be.
+      rules: What is measured, which weights it depends on, and the largest value allowed for it.
       every_k: As in `qk_clip`.
       axis_name: As in `qk_clip`.
 

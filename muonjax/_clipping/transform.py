@@ -1,4 +1,4 @@
-"""The transformation behind `qk_clip` and `signal_clip`: after each update, scale what passed its threshold."""
+"""The transformation that `qk_clip` and `signal_clip` share: scale the weights whose signal exceeds its threshold."""
 
 import dataclasses
 import inspect
@@ -21,15 +21,15 @@ from muonjax._trees import flatten_paths, is_masked
 
 
 class QKClipState(NamedTuple):
-    """What `qk_clip` and `signal_clip` remember; `muonjax.metrics` flattens it for a log.
+    """The state of `qk_clip` and `signal_clip`; `muonjax.metrics` flattens it for a log.
 
-    Dictionaries go by the path of the module (`qk_clip`) or of the signal (`signal_clip`); their arrays are
-    [*layers, heads].
+    The keys of the dictionaries are the paths of the modules (`qk_clip`) or of the signals (`signal_clip`); their
+    arrays are [*layers, heads].
 
     Attributes:
-      count: Updates seen, int32 [].
+      count: Number of updates so far, int32 [].
       running_max: Maxima since the last clip, float32; no entries if `every_k` is 1.
-      maxima: The maxima that the last clip went by, float32; -inf before the first.
+      maxima: The maxima that the last clip used, float32; -inf before the first.
       factors: γ at the last clip, float32 in (0, 1]; 1 where nothing was scaled.
       clips: How often each head was scaled, int32.
 
@@ -47,7 +47,7 @@ class QKClipState(NamedTuple):
     factors: dict[str, jax.Array]
     clips: dict[str, jax.Array]
 
-    # Sums over heads are made when somebody asks: in the state, they would cost a mesh an all-reduce per step.
+    # Sums over heads are computed only when they are read: in the state, they would need an all-reduce per step.
 
     @property
     def num_clipped(self) -> jax.Array:
@@ -57,7 +57,7 @@ class QKClipState(NamedTuple):
 
     @property
     def total_clipped(self) -> jax.Array:
-        """The sum of that over all clips, int32 []."""
+        """The sum of `num_clipped` over all clips, int32 []."""
         return sum((jnp.sum(unboxed(n)) for n in self.clips.values()), jnp.zeros([], jnp.int32))
 
 
@@ -67,7 +67,7 @@ def unboxed(leaf: Any) -> jax.Array:
 
 
 class Watched(NamedTuple):
-    """A module with its signal, under the name that the state keeps it by."""
+    """A module with its signal, and its name in the state's dictionaries."""
 
     name: str
     target: Target
@@ -79,7 +79,7 @@ class Clip:
     """A pair of `init` and `update` for the modules that `find` returns."""
 
     call: str  # the public function, for errors
-    argument: str  # that `update` takes the statistics by
+    argument: str  # the name of the argument with the statistics in `update`
     find: Callable[[Modules], Sequence[Watched]]
     every_k: int
     axis_name: str | tuple[str, ...] | None
@@ -88,8 +88,8 @@ class Clip:
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     def init(self, params: optax.Params) -> QKClipState:
-        # Optax looks for parameter-like state with a placeholder that has no leaves. Nothing here is like a
-        # parameter, and one array in the place of each dictionary says so.
+        # To find the parts of a state that are like parameters, Optax calls `init` with a placeholder without leaves.
+        # No part of this state is like a parameter; for Optax, one array in the place of each dictionary means that.
         placeholder = not jax.tree.leaves(params, is_leaf=is_masked)
         with errors_of(self.call):
             modules = Modules(params)
@@ -98,7 +98,7 @@ class Clip:
         self._warn_of_accumulation()
 
         def full(value: float, dtype: jax.typing.DTypeLike = jnp.float32) -> Any:
-            # Made anew for each field: one buffer in two places can't be donated.
+            # A new array for each field: a buffer that is in two places can't be donated.
             return (
                 jnp.zeros([])
                 if placeholder
@@ -178,7 +178,7 @@ class Clip:
             )
 
     def _check_state(self, state: QKClipState, watched: Sequence[Watched]) -> None:
-        """A restored state may meet another threshold, but not other modules, heads or accumulation."""
+        """Raise unless modules, heads and accumulation are those of the state; the threshold may have changed."""
         here, there = _shapes(watched), {name: tuple(f.shape) for name, f in state.factors.items()}
         if here != there:
             raise ValueError(

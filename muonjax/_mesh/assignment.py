@@ -1,9 +1,9 @@
-"""Assign an owner to every matrix, so that the devices of a mesh have equal work. Arithmetic alone, no arrays.
+"""Assign an owner to every matrix, so that the devices of a mesh have equal work. Needs shapes only, no arrays.
 
-Longest processing time first: the costliest matrices are assigned first, each to the owner that has the least to do so
-far. A device's load is its sum over all shapes, shardings and dtypes. The busiest one has at most 4/3 of the best
-possible load, and in practice a few percent more than the mean (Graham, "Bounds on multiprocessing timing anomalies",
-1969).
+The rule is "longest processing time first": the matrices of highest cost are assigned first, each to the owner with the
+least work so far. The load of a device is a sum over all shapes, shardings and dtypes. The device with the highest load
+has at most 4/3 of the best possible load, and in practice a few percent more than the mean (Graham, "Bounds on
+multiprocessing timing anomalies", 1969).
 """
 
 import collections
@@ -38,13 +38,13 @@ class Assignment(NamedTuple):
 
     Attributes:
       mesh_shape: Sizes of the mesh's axes.
-      leaves: All of them.
-      layouts: Of each leaf.
-      rounds: Of all groups.
-      work: Of the busiest device: flops, their seconds, bytes sent, and collectives, the exchange included.
-      ideal_flops: The work of one device that does everything, over the number of devices.
-      mean_flops: Of what the devices do.
-      buffer_bytes: Of the largest buffer that is exchanged.
+      leaves: All leaves.
+      layouts: The layout of each leaf.
+      rounds: The rounds of all groups.
+      work: The work of the busiest device: flops, their seconds, bytes sent, and collectives, the exchange included.
+      ideal_flops: The flops of one device that does all the work, divided by the number of devices.
+      mean_flops: The mean of the devices' flops.
+      buffer_bytes: The size of the largest buffer that is exchanged.
     """
 
     mesh_shape: Mapping[str, int]
@@ -68,12 +68,12 @@ class Assignment(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """What "auto" makes least: seconds of products and of sending."""
+        """What "auto" minimizes: seconds of products and of sending."""
         return self.work.seconds + self.work.sent / BYTES_A_SECOND
 
 
 class _Loads(NamedTuple):
-    """Of every device, and for each kind of units how many every owner gets."""
+    """Flops and seconds of every device, and for each kind of units how many every owner gets."""
 
     flops: np.ndarray
     seconds: np.ndarray
@@ -191,8 +191,8 @@ def _balance(
     for kind in sorted(num_units, key=costliest_first):
         group, unit = kind
         own, cost = devices[group], works[kind]
-        # Loads in units of this kind's cost, rounded so that sums in another order compare as equal; of equally busy
-        # owners the one that stores least comes first.
+        # Loads in units of this kind's cost, rounded so that sums in different orders compare as equal. Among owners of
+        # equal load, the one that stores least comes first.
         busy = flops[own].max(axis=1) / max(cost.flops, 1.0)
         queue = [
             (round(load, 6), int(stored[group][owner]), owner) for owner, load in enumerate(busy.tolist())

@@ -1,15 +1,16 @@
 """Exchange sharded matrices with their owners: pack, all-to-all, apply a function, all-to-all back, unpack.
 
-Runs inside `shard_map` over all axes of the mesh. In each round every device packs what it stores, a row for each
-device of the exchange; one `all_to_all` over all mesh axes of the group brings every owner the blocks of its matrices;
-the owner applies the function and writes the results over the blocks (see `owner_loop`); one `all_to_all` returns them.
-Where leaves are replicated, one `all_gather`, or a `psum` with zeros where few replicas own anything, gives the results
-to all replicas.
+Runs inside `shard_map` over all axes of the mesh. Each round has these steps. Every device packs the blocks that it
+stores, one row for each device of the exchange. One `all_to_all` over all mesh axes of the group sends every owner the
+blocks of its matrices. The owner applies the function and replaces the blocks by the results (see `owner_loop`). One
+`all_to_all` returns them. Where leaves are replicated, one `all_gather` gives the results to all replicas; where only
+few replicas own units, a `psum` with zeros does so.
 """
 
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +27,13 @@ from pallas_kernels._xla_workarounds import unknown_to_xla
 def exchange(
     f: Function, blocks: Sequence[jax.Array], assignment: Assignment, policy: Policy
 ) -> list[jax.Array]:
-    """f on every matrix, once.
+    """Apply f to every matrix once, at its owner.
 
     Args:
       f: Takes matrices with m <= n.
       blocks: This device's block of each leaf.
       assignment: The owner of each matrix.
-      policy: For the devices.
+      policy: The policy for the devices.
 
     Returns:
       This device's block of each result.
@@ -107,7 +108,7 @@ def _unpack(
             runs.append((run, buffers[replica], width))
             starts += [rank * buffers[replica].shape[1] + start for rank in ranks[index]]
             start += width
-    # On a CPU, equal slices at starts that XLA does not know are compiled once; but an index has 32 bits.
+    # On a CPU, slices of equal size are compiled once if XLA does not know where they start. An index has 32 bits.
     unknown = policy.is_cpu and max(starts) < 2**31
     cut = jax.lax.dynamic_slice_in_dim if unknown else _slice
     found = iter(unknown_to_xla(starts, policy.platform) if unknown else starts)
@@ -117,7 +118,7 @@ def _unpack(
         results[run.leaf].append((run.start, _from_shares(jnp.stack(shares), run.layout)))
 
 
-def _slice(x: jax.Array, start: int, width: int) -> jax.Array:
+def _slice(x: jax.Array, start: Any, width: int) -> jax.Array:
     return jax.lax.slice_in_dim(x, start, start + width)
 
 
@@ -130,7 +131,7 @@ def _share_with_replicas(buffer: jax.Array, one: Round, replicas: int) -> list[j
     sizes = one.sizes(replicas)
     offsets = [0, *itertools.accumulate(sizes)]
     own = jnp.asarray(offsets)[jax.lax.axis_index(one.group.replicas)]
-    # What is behind a replica's own part is padding, thus zero, and may be written over that of the next.
+    # After a replica's own part there is only padding, which is zero, so it may overlap the part of the next replica.
     padded = jnp.zeros((buffer.shape[0], offsets[-1] + one.size), buffer.dtype)
     padded = jax.lax.dynamic_update_slice(padded, buffer, (0, own))
     summed = jax.lax.psum(padded[:, : offsets[-1]], one.group.replicas)

@@ -1,8 +1,8 @@
 """Apply a function to the matrices that a device owns, in loops whose lengths depend on the device.
 
-Owners have matrices of different number and shape, but all devices run one program. So there is one loop for each
-shape, and it reads the matrices' offsets in the exchanged buffer, and its own length, from tables by the owner's
-coordinates in the mesh: each shape is compiled once, whoever owns it.
+Owners differ in the number and shapes of their matrices, but all devices run one program. So there is one loop for each
+shape. It reads its length, and the offsets of the matrices in the exchanged buffer, from tables that are indexed by the
+owner's coordinates in the mesh. Each shape is thus compiled once, for all owners.
 """
 
 import collections
@@ -28,10 +28,10 @@ class _Loop(NamedTuple):
 
     Attributes:
       layouts: The different layouts of units of this shape.
-      batch: Units in an iteration.
-      offsets: [owners, iterations], of a batch in the buffer.
-      which: [owners, iterations], of the layouts.
-      length: [owners], iterations.
+      batch: Number of units in an iteration.
+      offsets: [owners, iterations], where each batch starts in the buffer.
+      which: [owners, iterations], the index of each batch's layout in `layouts`.
+      length: [owners], number of iterations.
     """
 
     layouts: tuple[UnitLayout, ...]
@@ -57,12 +57,13 @@ class _Loop(NamedTuple):
 def apply_to_owned(
     f: Function, buffer: jax.Array, one: Round, mesh_shape: Mapping[str, int], policy: Policy
 ) -> jax.Array:
-    """f on each matrix whose blocks are in the columns of `buffer`, [devices, size]; the result is in its place."""
+    """Apply f to each matrix whose blocks are in the columns of `buffer`, [devices, size]; the results replace them."""
     group, size = one.group, buffer.shape[1]
     owner = jax.lax.axis_index(group.owner_axes) if group.owner_axes else 0
     loops = _loops(one, policy)
     if group.tensor:
-        # Owners that sum over mesh axes must run in step; one that has finished works on zeros past the end.
+        # Owners that sum over mesh axes need equally many iterations; one that has finished works on zeros past the
+        # end.
         loops = [loop.in_step(size) for loop in loops]
         buffer = jnp.pad(buffer, ((0, 0), (0, max(loop.width for loop in loops))))
 
@@ -73,8 +74,8 @@ def apply_to_owned(
     def apply(x: jax.Array) -> jax.Array:
         if not policy.is_cpu or len(x) == 1:
             return f(x, group.tensor)
-        # On a CPU one at a time, which is no slower there, and each as a batch of one: without a batch axis XLA orders
-        # its sums by the number of devices, and a matrix would not get the same bits on every mesh.
+        # On a CPU one at a time, which is no slower there, and each as a batch of one: without a batch axis, the order
+        # of XLA's sums depends on the number of devices, and the result would not be bit for bit equal on every mesh.
         return jax.lax.map(lambda x: f(x[None], group.tensor)[0], x)
 
     sizes = [mesh_shape[axis] for axis in group.exchange]
@@ -126,7 +127,7 @@ def _iteration(
     assemble = [functools.partial(_assemble, layout, exchange, sizes, loop.batch) for layout in loop.layouts]
     divide = [functools.partial(_divide, layout, exchange, sizes, loop.batch) for layout in loop.layouts]
     x = jax.lax.switch(which[index], assemble, blocks)
-    # Barriers: how a matrix was exchanged must not change how XLA fuses, and so rounds, what f does to it.
+    # The barriers keep f's operations apart from the exchange: fused with it, f could round differently on each mesh.
     y = jax.lax.optimization_barrier(apply(jax.lax.optimization_barrier(x)))
     return jax.lax.dynamic_update_slice(buffer, jax.lax.switch(which[index], divide, y), start)
 

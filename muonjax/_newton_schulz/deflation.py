@@ -1,9 +1,9 @@
-r"""Shrink the few dominant directions of a Gram matrix, so that the long tail starts closer to 1.
+r"""Shrink the few dominant directions of a Gram matrix, so that the other singular values start closer to 1.
 
-The momentum of a transformer has a few dominant directions and a long tail (median sigma/sigma_1 about 1e-2).
-Dividing by the largest singular value therefore leaves nearly all of them tiny, and Newton-Schulz spends its
-first steps on lifting them. With A = X X^H in hand, a thin basis V of the dominant subspace costs three
-thin products with A, and
+The momentum of a transformer has a few dominant directions and many small singular values (median sigma/sigma_1
+about 1e-2). After a division by the largest singular value nearly all of them are therefore tiny, and Newton-Schulz
+needs its first steps to enlarge them. If A = X X^H is already computed, a thin basis V of the dominant subspace
+costs three thin products with A, and
 
     W = I - V D V^H,    D = I - g(V^H A V),    g(h) ~ target * h^(-1/2)
 
@@ -12,11 +12,12 @@ positive definite function of A; it commutes with A, and W X has exactly X's pol
 the polar factor moves by about ||sin(theta) D||, theta being the angles between V and the true subspace; that
 is estimated from the residual A V - V (V^H A V), and D is shrunk until the estimate is below `_TOLERANCE`.
 
-Where A is all that the iteration will see (the Gram form), its rounding counts: what is small beside the
-largest eigenvalue's rounding is lost, and can even come out negative. There a few directions are shaved off X
-before A is made, at the cost of some passes over X, and what rounding may still leave is added as a ridge.
+Where the iteration uses only A and not X (the Gram form), the rounding of A matters: eigenvalues smaller than the
+rounding error of the largest one are lost, and can even become negative. There a few directions are shrunk in X
+before A is computed (see `shave`), at the cost of some passes over X, and a bound of the remaining rounding error is
+added to the diagonal of A.
 
-All of it is products: a factorization would leave the matrix units, and on a CPU start threads of its own.
+Only products are used: a factorization would not run on the matrix units, and on a CPU it would start further threads.
 """
 
 import functools
@@ -31,12 +32,12 @@ from muonjax._linalg import adjoint, dot, identity_like, inverse_norm, on_diagon
 from muonjax._newton_schulz.inverse_root import inverse_root
 from pallas_kernels._api import symmetric_product_on
 
-# Products with A on the random start. One leaves angles that cost up to 0.05 of polar error on real
-# momentum; two, none.
+# Number of products with A, from the random start. After one, the error of the subspace adds up to 0.05 to the polar
+# error on real momentum; after two, nothing.
 _SUBSPACE_STEPS = 2
 
-# Orthonormalizations after each, for Y^H Y has the squared condition of Y, and its rounding swallows what is
-# below 1e-3 of the largest.
+# Number of orthonormalizations after each product. More than one is needed because the condition number of Y^H Y is the
+# square of that of Y: singular values of Y below 1e-3 of the largest are lost in its rounding.
 _ORTHONORMALIZATIONS = 2
 
 # Rounding errors of a Gram matrix's entries in units of the least possible: sums of many terms lose more.
@@ -47,7 +48,7 @@ _TOLERANCE = 0.025
 
 
 class Deflation(NamedTuple):
-    """W = I - P V^H, and what it makes of A.
+    """The map W = I - P V^H, and W A W.
 
     Attributes:
       p, v: [*batch, m, k].
@@ -122,7 +123,8 @@ def _shrinking(v: jax.Array, av: jax.Array) -> tuple[jax.Array, jax.Array]:
     unit = inverse_norm(h)
     root = inverse_root(unit * h)
     inverse = dot(root, root)
-    # The common target of the k directions: near the least of their singular values, lest they stand out of the tail.
+    # The common target of the k directions: close to the smallest of their singular values, so that none of them is
+    # then much larger than the rest.
     target = jax.lax.rsqrt(_largest_eigenvalue(inverse))
     d = identity_like(root) - target * root
 
@@ -172,9 +174,9 @@ def random_signs(m: int, k: int) -> jax.Array:
 def _above_rounding(gram: jax.Array) -> jax.Array:
     """A + delta I, with delta somewhat above the error that rounding left in A.
 
-    What stays after the dominant part is taken away inherits the absolute error of A, and where that makes an
-    eigenvalue negative, polynomials can amplify it without bound. The entries' errors are of random sign and
-    about eps / 2 sqrt(a_ii a_jj) at least; the norm of such a matrix is eps sqrt(max a_ii * tr A).
+    After the dominant part is subtracted, the remaining matrix has the absolute error of A. If that makes an eigenvalue
+    negative, polynomials can amplify it without bound. The entries' errors are of random sign and about
+    eps / 2 sqrt(a_ii a_jj) at least; the norm of such a matrix is eps sqrt(max a_ii * tr A).
     """
     tiny = jnp.finfo(gram.dtype).tiny  # a square root has no derivative at zero
     # A masked sum: a strided slice of the flattened matrix does not compile for a TPU.

@@ -1,17 +1,18 @@
-r"""The iteration on accelerators: half precision throughout.
+r"""Run the Newton-Schulz iteration on accelerators, with the operands of all products in half precision.
 
     x = g z,    z <- z + Q z,    Q = (b / a) R + (c / a) R^2,    R = g^2 z z^H,    g <- a g
 
-Each step p(x) = a x + (b R + c R^2) x with its factor a gathered in the number g. z is kept in half precision: its
-own rounding is relative to z, and the identity's share of the polynomial never enters a rounded matrix, so that a step
-multiplies errors no more than it multiplies x. Only the last map, whose errors nothing multiplies, is rounded with its
-identity. Products are summed in float32 and rounded once. A full product is not mirrored: where it is not quite
-symmetric, rounding moved it less than it moved its entries.
+This is a step p(x) = a x + (b R + c R^2) x whose factor a is collected in the number g. z is kept in half precision:
+its rounding error is relative to z. The identity, which gives the term a x, is never added to a matrix before that is
+rounded, so that a step multiplies errors no more than it multiplies x. Only the last map, after which no step
+multiplies the errors, is rounded as 1 + Q. Products are summed in float32 and rounded once. A full product is not
+mirrored: its deviation from symmetry is smaller than the rounding of its entries.
 
-Of a wide matrix the last steps are made on the small side, as one map (1 + Q)(1 + Q').., with the next step's R' =
-(1 + Q) R (1 + Q): a Gram form without the first steps, whose large factors a would multiply the rounding of R. In
-bfloat16 the last two of three steps are already too much: "fast" would lose 0.04 of polar error where all singular
-values are equal. float16, with three digits more, loses less than 0.01, for R and Q have entries of moderate size.
+For a wide matrix the last steps work on m x m matrices, as one map (1 + Q)(1 + Q').., with the next step's R' =
+(1 + Q) R (1 + Q). This is a Gram form without the first steps, whose large factors a would multiply the rounding of R.
+In bfloat16 it is too inaccurate even for the last two of three steps: the polar error of "fast" would grow by 0.04
+where all singular values are equal. In float16, with three more significant bits, it grows by less than 0.01, because
+the entries of R and Q are of moderate size.
 """
 
 import functools
@@ -34,7 +35,7 @@ class _Products(NamedTuple):
     """Products in half precision, on one device or over the mesh axes of a `jax.shard_map`.
 
     Attributes:
-      on_small_side: Of m x m matrices.
+      on_small_side: Products of m x m matrices.
       axis_name: Mesh axes over which the columns of x are sharded.
     """
 
@@ -51,7 +52,7 @@ class _Products(NamedTuple):
 
     @property
     def summed(self) -> MatrixProduct:
-        """With the sums as they are, in float32."""
+        """Products of rounded operands whose float32 sums are not rounded."""
         return MatrixProduct(self.dtype.name, None)
 
     def over_columns(self, products: jax.Array) -> jax.Array:
@@ -65,7 +66,7 @@ class _Products(NamedTuple):
         return self.over_columns(alone.symmetric(z))
 
     def sums(self, z: jax.Array) -> jax.Array:
-        """z z^H in float32, rounded before only where an implementation does that."""
+        """z z^H in float32; it has been rounded before only if the named implementation does that."""
         if self.on_small_side.implementation is None:
             return self.over_columns(self.summed.with_adjoint(z, z))
         return self.gram(z).astype(jnp.float32)
@@ -79,7 +80,7 @@ class _Products(NamedTuple):
 
 
 def _sum(first: tuple[float, jax.Array], second: tuple[float, jax.Array]) -> jax.Array:
-    """Of two numbers times matrices, added in float32 and rounded once."""
+    """The sum of two numbers times matrices, added in float32 and rounded once."""
     (a, x), (b, y) = first, second
     return (a * x.astype(jnp.float32) + b * y.astype(jnp.float32)).astype(x.dtype)
 
@@ -119,8 +120,8 @@ def iterate(
 def _joined(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int, jnp.dtype]:
     """How many of the last steps are made as one map, and in which dtype.
 
-    bfloat16 bears two, unless one of them is the second of all; float16 all but the first, and three at most. A kernel
-    rounds its sums to bfloat16, which float16 can't undo.
+    In bfloat16 two are accurate enough, unless one of them is the second of all steps; in float16 all but the first,
+    and three at most. A kernel rounds its sums to bfloat16, so float16 afterwards would gain nothing.
     """
     dtype = jnp.dtype(jnp.bfloat16) if settings.implementation else policy.joined_dtype
     number = min(len(settings.steps) - 1, 3) if dtype == jnp.float16 else 2 * (len(settings.steps) > 3)
@@ -133,20 +134,21 @@ def _steps(
     """The polynomials of `steps` on z, in float32.
 
     Args:
-      others: At most the sum of the fourth powers of all eigenvalues of z z^H but the largest.
+      others: A lower bound of the sum of the fourth powers of all eigenvalues of z z^H except the largest.
       joined: As `_joined` gives it.
     """
     number, dtype = joined
     apart = len(steps) - number if number > 1 else len(steps)
     r = products.gram(z)
     r2 = products.symmetric(r)
-    # The bound of the largest singular value is that of Schatten-8, less what is known.
+    # The bound of the largest singular value is the Schatten-8 norm, after the known part of the others is subtracted.
     fourth = square_norm(r2)
     fourth = jnp.maximum(fourth - others, fourth / r.shape[-1])
     fourth = jnp.where(fourth == 0, 1, fourth)
     unit = fourth**-0.25
     q = _map(products, r, steps[0], 1.0, unit, r2)
-    gain = steps[0][0]  # of g, a number at trace time: on a device each scalar would be a launch
+    # The product of the factors a, a number at trace time: on a device each scalar would be a launch.
+    gain = steps[0][0]
     for row in steps[1:apart]:
         z = _plus(products, q, z)
         q = _map(products, products.gram(z), row, gain**2, unit)
@@ -161,7 +163,7 @@ def _steps(
 
 
 def _plus(products: _Products, q: jax.Array, z: jax.Array) -> jax.Array:
-    """(1 + Q) z: a product with an addend, where a library has it."""
+    """(1 + Q) z, as a product to which z is added: some libraries do both in one operation."""
     return z + products.rounded(q, z)
 
 

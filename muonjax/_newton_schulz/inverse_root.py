@@ -1,7 +1,7 @@
 """Inverse square roots of small positive semidefinite matrices, by products alone or by Cholesky factorizations.
 
-Both never exceed the inverse root: Q h Q has no eigenvalue above 1. What is smaller than the lower end of their
-interval comes out short, and not as amplified noise.
+Neither result exceeds the inverse root: Q h Q has no eigenvalue above 1. For eigenvalues of h below the lower end of
+the approximation interval the result is too small, so that noise is not amplified.
 """
 
 import math
@@ -13,8 +13,8 @@ import numpy as np
 from muonjax._linalg import dot, hermitian_part, identity_like, inverse_norm
 from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express
 
-# Added to k x k matrices in units of their norm: directions never fall below 1e-3 of the largest, which is where
-# the rounding of A = X X^H in float32 begins.
+# Added to k x k matrices in units of their norm: no direction is then below 1e-3 of the largest. Smaller ones would be
+# rounding errors of A = X X^H in float32.
 _RIDGE = 1e-6
 
 

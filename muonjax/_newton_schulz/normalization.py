@@ -32,12 +32,12 @@ def normalize(
     """Divide the Gram matrix by an upper bound of its largest eigenvalue.
 
     Args:
-      others: At most the sum of the fourth powers of all eigenvalues of `gram` but the largest, which "schatten"
-        takes off.
+      others: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` except the largest;
+        "schatten" subtracts it.
 
     Returns:
-      x (which only "aol" touches), R, its square where that is already made, the factor by which R is still to be
-      multiplied, and the factor that x itself still awaits.
+      x (which only "aol" changes), R, the square of R if it is already computed, the factor by which R must still be
+      multiplied, and the factor by which x must still be multiplied.
     """
 
     def or_one(number):  # for the zero matrix, and before a root, which has no derivative at zero
@@ -53,7 +53,7 @@ def normalize(
         gram = divide(gram, schatten4)
         gram2 = product(gram)
         fourth = square_norm(gram2)
-        # Of a matrix of rank one deflation leaves so little that the fourth power of its norm is no number.
+        # After deflation, a matrix of rank one is so small that the fourth power of its norm would not be a number.
         others = jnp.where(others == 0, 0, (jnp.sqrt(jnp.sqrt(or_one(others))) / schatten4) ** 4)
         fourth = jnp.maximum(fourth - others, fourth / gram.shape[-1])
         schatten8 = jnp.sqrt(jnp.sqrt(or_one(fourth)))

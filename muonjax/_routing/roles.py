@@ -48,7 +48,7 @@ VALUE = Role("attention value", ranks=(2, 3), kind="value")
 OUT = Role("attention output", ranks=(2, 3), kind="out")
 FUSED_QKV = Role("attention q, k, v", ranks=(2, 3, 4), parts=3)
 FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2)
-MLA_UP = Role("attention key, value", ranks=(2, 3))  # the upper half of MLA's keys and values
+MLA_UP = Role("attention key, value", ranks=(2, 3))  # the up-projection of MLA's keys and values
 INTERLEAVED = Role("query, key and value, interleaved by head")
 GATE_UP = Role("gate and up", ranks=(2, 3, 4), parts=2)
 EXPERTS = Role("experts", ranks=(2, 3), layouts={**_MATRIX, 3: Layout(MuonDimensionNumbers(1, 2))})
@@ -135,13 +135,12 @@ _RAW_EXPERTS = r"wi|wo|w[123]|(wi|w)_(in|out|up|down|gate)|(up|down|gate)_proj"
 
 
 def roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
-    """Reads every path of a tree; siblings count, since `out` is an attention's only beside a query or a key.
+    """Reads the role of every path of a tree. Siblings matter: `out` is an attention's only beside a query or a key.
 
     >>> [role.name for role in roles([("Dense_0", "kernel"), ("Dense_0", "bias"), ("ln_f", "scale")])]
     ['dense', 'bias', 'scale']
     """
     attentions = {scope for scope, name in map(unit, paths) if (_projection(name) or VALUE) is not VALUE}
-    attentions |= set(map(attention_scope, attentions))
     weights = {words(path) for path in paths}
     return [_role(path, attentions, weights) for path in paths]
 
@@ -222,7 +221,7 @@ def is_head_module(path: tuple[str, ...]) -> bool:
 
 
 def is_position(path: tuple[str, ...]) -> bool:
-    """Whether an embedding counts positions or token types, not a vocabulary."""
+    """Whether an embedding is indexed by positions or token types, not by a vocabulary."""
     return any(
         re.search(r"(^|_)(pos|position\w*|rel|relative|wpe|type|time\w*)(_|$)", _snake(n))
         for n in words(path)[-2:]
@@ -304,6 +303,6 @@ def _projection(name: str) -> Role | None:
 
 @functools.cache
 def _snake(name: str) -> str:
-    """`LayerNorm_0` to `layer_norm`; a bare number to nothing."""
+    """A name in snake case without its number: `LayerNorm_0` to `layer_norm`, a bare number to nothing."""
     underscored = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
     return re.sub(r"(_\d+)+$|^\d+$", "", underscored).strip("_")

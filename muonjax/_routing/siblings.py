@@ -1,4 +1,4 @@
-"""Read what neighbouring parameters tell of a leaf: its bias, its attention, the order of axes in its tree."""
+"""Read from the parameters beside a leaf what it does not show itself: bias, attention, order of axes."""
 
 import itertools
 import re
@@ -21,7 +21,7 @@ class Parameter(NamedTuple):
       shape: Its shape in one layer.
       axes: For each axis of `shape`, which axis of the leaf it is.
       leaf_shape: Its shape as it is stored.
-      stacked: True where more axes enumerate layers, but which ones can't be told.
+      stacked: True where further axes enumerate layers, but it is not known which ones.
     """
 
     path: tuple[str, ...]
@@ -33,7 +33,7 @@ class Parameter(NamedTuple):
 
 
 class Siblings:
-    """What is known of a tree's parameters together.
+    """What the parameters of a tree show together.
 
     Attributes:
       biases: Module to the shape of its bias.
@@ -111,7 +111,7 @@ class Siblings:
         )
 
     def head_size(self, p: Parameter) -> int | None:
-        """The size of a head where the module, or a norm of queries or keys, one number per feature, tells it."""
+        """The size of a head, where the module or a norm of queries or keys, with one scale per feature, shows it."""
         return self._head_sizes.get(unit(p.path)[0])
 
     def _outputs_first(self, parameters: Sequence[Parameter]) -> bool:
@@ -165,7 +165,7 @@ def is_outputs_first(p: Parameter, siblings: Siblings) -> bool:
 
 
 class Arrangement(NamedTuple):
-    """Where d, heads and size of a head are: in queries, keys and values, and in the output kernel."""
+    """The order of the axes d (features), h (heads) and s (size of a head) in projections and output kernel."""
 
     projection: str
     out: str
@@ -201,7 +201,7 @@ def has_heads_of_flax(shapes: Mapping[str, Shape]) -> bool:
 
 
 def _agreement(shapes: Mapping[str, Shape], arrangement: Arrangement) -> int:
-    """How many sizes agree that may differ in rare models; −1 where one differs that must agree."""
+    """How many pairs of sizes agree of those that rarely differ; −1 if sizes differ that must agree."""
 
     def read(kind: str) -> dict[str, int] | None:
         order = arrangement.out if kind == "out" else arrangement.projection

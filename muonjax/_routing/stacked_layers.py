@@ -1,9 +1,9 @@
-"""Find the axes of parameters that count layers, as `nn.scan` and `nnx.vmap` stack them.
+"""Find and remove the axes that enumerate layers in parameters that `nn.scan` or `nnx.vmap` stacked.
 
-A stack of layers has one axis more than a layer, in every parameter below the scanned module, at the same
-place and of the same size. A norm's scale (L, d), a bias that isn't the tail of its kernel's shape, or a
-Dense kernel of three axes gives it away; the place is the only one at which all of the module's parameters
-agree.
+In a stack of layers every parameter below the scanned module has one axis more than in a layer, at the same
+position and of the same size. A norm's scale (L, d), a bias whose shape is not the end of its kernel's shape,
+or a Dense kernel of three axes shows that there is a stack; its axis is the only position at which all parameters
+of the module agree.
 """
 
 import math
@@ -34,7 +34,7 @@ def unstack(parameters: Sequence[Parameter], scan_axis: int | None = None) -> li
       The same leaves with the shapes and axes of one layer.
 
     Raises:
-      ValueError: two places fit equally well.
+      ValueError: If two axes fit equally well.
     """
     current = list(parameters)
     while True:
@@ -50,7 +50,7 @@ def unstack(parameters: Sequence[Parameter], scan_axis: int | None = None) -> li
 
 
 def _check_scan_axis(scan_axis: int, before: Sequence[Parameter], after: Sequence[Parameter]) -> None:
-    """A stack has as many layers in one parameter as in the next one beside it."""
+    """Raises ValueError if `scan_axis` gives two parameters of one module different numbers of layers."""
     counts: dict[tuple[str, ...], tuple[int, Parameter]] = {}
     for p, q in zip(before, after, strict=True):
         if len(q.shape) == len(p.shape):
@@ -66,7 +66,7 @@ def _check_scan_axis(scan_axis: int, before: Sequence[Parameter], after: Sequenc
 
 
 def _verdicts(parameters: Sequence[Parameter]) -> list[bool | None]:
-    """For each leaf: True, it is a stack; False, it is one layer's; None, it can't tell by itself."""
+    """For each leaf: True for a stack, False for one layer, None where it can't be told from this leaf alone."""
     siblings = Siblings(parameters)
     return [_verdict(p, siblings) for p in parameters]
 
@@ -123,7 +123,7 @@ def _is_stacked_factor(p: Parameter, siblings: Siblings) -> bool | None:
 
 
 def _peel(parameters: Sequence[Parameter], depth: int, scan_axis: int | None) -> list[Parameter]:
-    """Takes one stack axis off the outermost modules in which every witness speaks for a stack."""
+    """Removes one axis of layers from the outermost modules where some leaf shows a stack and none a single layer."""
     verdicts = {p.stacked for p in parameters}
     whole, likely = None, False
     if True in verdicts and False not in verdicts:
@@ -137,7 +137,7 @@ def _peel(parameters: Sequence[Parameter], depth: int, scan_axis: int | None) ->
         children.setdefault(p.path[depth] if depth < len(p.path) else "", []).append(p)
     apart = {q.path: q for child in children.values() for q in _peel(child, depth + 1, scan_axis)}
     if whole is not None:
-        # 768 layers of width 12? Rather 12 layers beside another stack of 6, if both agree on the axis.
+        # Not 768 layers of width 12 but 12 of width 768, beside another stack of 6, if both agree on the axis.
         taken = {min(set(p.axes) - set(apart[p.path].axes), default=-1) for p in parameters}
         if len(taken) > 1 or -1 in taken:
             return whole
@@ -147,12 +147,12 @@ def _peel(parameters: Sequence[Parameter], depth: int, scan_axis: int | None) ->
 def _peel_together(
     parameters: Sequence[Parameter], scan_axis: int | None
 ) -> tuple[list[Parameter] | None, bool]:
-    """All of these without the one axis at which they can have their layers, and whether that is likely."""
+    """The parameters without their common axis of layers, None if there is none; and whether it is likely."""
     if len(parameters) == 1 and parameters[0].role.kind and scan_axis is None:
         return (
             None,
             False,
-        )  # (d, groups, heads, size)? One attention kernel of rank four alone proves no stack.
+        )  # It may be (d, groups, heads, size): one attention kernel of rank four alone does not show a stack.
     ranks = [len(p.shape) for p in parameters]
     deepest = max(ranks)
     fits: dict[tuple[int, ...], tuple[int, list[Parameter]]] = {}

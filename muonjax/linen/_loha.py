@@ -64,7 +64,7 @@ def loha(
     decompose: bool = False,
     param_dtype: Any = jnp.float32,
 ) -> functools.partial[LoHa]:
-    """For `dot_general_cls` of `nn.Dense` and `nn.DenseGeneral`, or `qkv_dot_general_cls` of an attention.
+    """Makes LoHa adapters: `dot_general_cls` of `nn.Dense`, `nn.DenseGeneral`; `qkv_dot_general_cls` of an attention.
 
     Args:
       rank: The rank of each of the two products; ΔW has rank up to rank².
@@ -76,7 +76,7 @@ def loha(
       param_dtype: The dtype of the factors.
 
     Returns:
-      What the layer calls without arguments to make its adapter.
+      A function without arguments, which the layer calls to make its adapter.
 
     Raises:
       ValueError: If a setting is out of range; when the layer is initialised, if the rank does not fit its kernel.

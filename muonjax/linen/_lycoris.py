@@ -32,8 +32,8 @@ def save_lycoris(
       file: Its path; needs the `safetensors` package.
       name_of: From a layer's path to its name in the file; by default "Block_0/Dense_1" is
         "lycoris_Block_0_Dense_1".
-      convolutions: A regular expression searched in a layer's path. A kernel of three axes alone does not
-        tell whether its first is a window, and files order such a kernel's rows differently.
+      convolutions: A regular expression searched in a layer's path. The shape of a kernel with
+        three axes does not show whether its first axis is a window, and files order the rows of a window differently.
 
     Raises:
       ValueError: If `params` has no adapter, adapters stacked by `nn.scan`, or two layers of one name.

@@ -135,6 +135,16 @@ def test_ten_steps_leave_the_weights_of_calm_heads_bit_identical_to_muon_alone()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_clipped_parameters_keep_their_dtype(dtype):
+    params = {n: {"kernel": jnp.ones((3, 2, 2), dtype)} for n in ("query", "key")}
+    clipped = muonjax.apply_qk_clip(params, {"max_logits": jnp.array([400.0, 50.0])}, muonjax.mha_site())
+    for leaf in jax.tree.leaves(clipped):
+        assert leaf.dtype == dtype
+        np.testing.assert_array_equal(leaf[:, 0], 0.5)
+        np.testing.assert_array_equal(leaf[:, 1], 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_updates_of_calm_heads_pass_bit_by_bit(dtype):
     """Also −0, which f·u + (f − 1)·p would turn into 0, and beside infinite weights, which would give NaN."""
     params = {n: {"kernel": jnp.full((3, 2, 2), jnp.inf, dtype)} for n in ("query", "key")}

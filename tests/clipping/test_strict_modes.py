@@ -22,7 +22,7 @@ def strict(request):
         yield
 
 
-@quick("dtypes-1-4", "ranks-2-4")
+@quick("dtypes-1-4")
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("every_k", [1, 2])
@@ -69,7 +69,7 @@ def test_signal_clip():
     assert int(state.total_clipped) == 8
 
 
-@quick("ranks-settings0-dtypes0", "dtypes-settings1-dtypes0")
+@quick("dtypes-settings1-dtypes0")
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("dtypes", [(jnp.float32, jnp.float32), (jnp.bfloat16, jnp.float32)])
 @pytest.mark.parametrize("settings", [

@@ -99,7 +99,9 @@ def test_a_watched_model_computes_what_it_did():
 
 
 def test_watching_survives_split_and_merge_and_again():
-    model = muonjax.nnx.watch(muonjax.nnx.watch(Model(nnx.Rngs(0))))
+    model = muonjax.nnx.watch(Model(nnx.Rngs(0)))
+    kind = type(model.blocks[0].attention)
+    assert type(muonjax.nnx.watch(model).blocks[0].attention) is kind
     merged = nnx.clone(nnx.merge(*nnx.split(model)))
     for watched in (model, merged):
         _, sown = nnx.capture(watched, nnx.Intermediate)(X)
@@ -230,6 +232,15 @@ def test_watching_linen(wrap):
     assert {leaf.shape for leaf in jax.tree.leaves(sown)} == {shape}
     _, nothing = apply(mutable=["intermediates"])
     assert not jax.tree.leaves(nothing)  # outside of the context
+
+
+def test_a_bound_module_is_afterwards_what_it_was():
+    model = nn.MultiHeadDotProductAttention(4)
+    bound = model.bind(model.init(jax.random.key(0), X))
+    function = bound.attention_fn
+    with muonjax.linen.watch():
+        bound(X)
+    assert bound.attention_fn is function
 
 
 def test_watching_linen_leaves_normalized_attention_alone():

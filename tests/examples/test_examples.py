@@ -49,6 +49,7 @@ def finished(tmp_path_factory):
     return out, run(*(flag for flag in TINY if flag != "--quiet"), "--out", out)
 
 
+@pytest.mark.thorough
 def test_a_run_leaves_metrics_and_a_picture(finished):
     out, output = finished
     with (out / "metrics.csv").open() as file:

@@ -78,6 +78,7 @@ def test_two_processes_killed_and_restarted_onto_another_mesh_end_where_one_does
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=0), found, expected)
 
 
+@pytest.mark.thorough
 def test_a_mesh_that_does_not_fit_is_refused():
     for mesh, says in (("data=8", "not of the form"), ("fsdp=3", "fsdp must divide --batch")):
         process = start("--mesh", mesh)

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.common import momentum
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz import inverse_root, thin_deflation
+from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.iteration import polar_factor
 from muonjax._policy import Policy
 from tests.tiers import quick
@@ -117,6 +118,10 @@ def test_the_rational_inverse_root_is_nowhere_above(poles, lower, error):
     turns = np.diff(np.sign(np.diff(value)))
     assert np.count_nonzero(turns) == 2 * poles - 1
     assert (weights > 0).all()
+
+
+def test_the_polynomials_of_the_inverse_root_are_nowhere_above_one():
+    assert evaluate(inverse_root._POLYNOMIALS, np.linspace(0, 1, 10_001)).max() <= 1 + 1e-7
 
 
 @pytest.mark.parametrize("root", [inverse_root.inverse_root, inverse_root.inverse_root_by_cholesky])

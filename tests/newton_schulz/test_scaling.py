@@ -26,5 +26,6 @@ def test_what_has_no_scale_takes_that_of_one():
 
 
 def test_of_complex_entries_the_larger_part_counts():
-    x = jnp.asarray([[3e38 + 3e38j, 0.0]], jnp.complex64)  # its absolute value overflows
-    np.testing.assert_array_equal(power_of_two_scale(x), power_of_two_scale(jnp.asarray([[3e38]])))
+    for entry in (3e38 + 3e38j, 1 + 3e38j, 3e38 - 1j):  # the first one's absolute value overflows
+        x = jnp.asarray([[entry, 0.0]], jnp.complex64)
+        np.testing.assert_array_equal(power_of_two_scale(x), power_of_two_scale(jnp.asarray([[3e38]])))

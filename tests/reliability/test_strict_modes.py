@@ -298,7 +298,6 @@ ELSEWHERE = {
 
 @quick(
     "muonjax.newton_schulz-rank",
-    "muonjax.orthogonalize-dtype",
     "muonjax.qk_clip-dtype",
     "muonjax.qk_clip-nan",
     "muonjax.signal_clip-dtype",

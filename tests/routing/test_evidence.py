@@ -12,6 +12,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import muonjax
 from muonjax._routing.dimension_numbers import FusedDimensionNumbers, dimension_numbers, routes
+from muonjax._routing.roles import roles
 
 D, H, S = 32, 4, 8
 
@@ -90,6 +91,16 @@ def test_the_suggested_rule_covers_all_layers():
 def test_what_has_a_bias_is_an_output(name, shape, bias, expected):
     layer = {"kernel": leaf(*shape)} | ({"bias": leaf(*bias)} if bias else {})
     assert decided({"block": {name: layer}})[f"block/{name}/kernel"] == expected
+
+
+def test_a_stack_of_rows_is_no_matrix():
+    params = {"experts": {"wi": leaf(4, 1, 16), "wo": leaf(4, 16, 1)}}
+    assert why(params) == {"experts/wi": "experts with one row", "experts/wo": "experts with one column"}
+
+
+def test_an_output_beside_a_value_alone_is_no_attentions():
+    read = roles([("memory", "v_proj", "kernel"), ("memory", "out", "kernel")])
+    assert read[1].name == "dense"
 
 
 def test_outputs_first():
