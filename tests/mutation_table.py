@@ -217,8 +217,8 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "half_precision.py",
-        "root = gain * fourth**-0.125",
-        "root = gain * fourth**-0.25",
+        "return gain * fourth**-0.125",
+        "return gain * fourth**-0.25",
         "the root of the bound",
     ),
     Mutation(
