@@ -32,7 +32,10 @@ def compile_quickly():
     """Most of the quick tests' time is compilation. The thorough tests run what users run: optimized programs."""
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # the examples' processes
-    if jax.__version_info__[:2] == (0, 10):  # XLA ends a process that gives it a flag it does not know, as in 0.12
+    if jax.__version_info__[:2] == (
+        0,
+        10,
+    ):  # XLA ends a process that gives it a flag it does not know, as in 0.12
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"  # a third less time
         os.environ["XLA_FLAGS"] = flags.strip()
 

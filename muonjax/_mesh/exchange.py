@@ -23,6 +23,8 @@ from muonjax._mesh.rounds import OwnedUnits, Round
 from muonjax._policy import Policy
 from pallas_kernels._xla_workarounds import unknown_to_xla
 
+_MANY_SLICES = 4096
+
 
 def exchange(
     f: Function, blocks: Sequence[jax.Array], assignment: Assignment, policy: Policy
@@ -108,8 +110,9 @@ def _unpack(
             runs.append((run, buffers[replica], width))
             starts += [rank * buffers[replica].shape[1] + start for rank in ranks[index]]
             start += width
-    # On a CPU, slices of equal size are compiled once if XLA does not know where they start. An index has 32 bits.
-    unknown = policy.is_cpu and max(starts) < 2**31
+    # On a CPU, slices of equal size are compiled once if XLA does not know where they start. But they are copied: a few
+    # are not worth their memory. An index has 32 bits.
+    unknown = policy.is_cpu and len(starts) > _MANY_SLICES and max(starts) < 2**31
     cut = jax.lax.dynamic_slice_in_dim if unknown else _slice
     found = iter(unknown_to_xla(starts, policy.platform) if unknown else starts)
     for run, buffer, width in runs:

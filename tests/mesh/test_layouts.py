@@ -100,6 +100,13 @@ def test_replicas_divide_the_work_or_repeat_it(axes):
     check(results)
 
 
+def test_slices_whose_start_xla_does_not_know_are_the_same(monkeypatch):
+    _, known = on_mesh(make_mesh(fsdp=4, tensor=2), mode="owner")
+    monkeypatch.setattr("muonjax._mesh.exchange._MANY_SLICES", 0)
+    _, unknown = on_mesh(make_mesh(fsdp=4, tensor=2), mode="owner")
+    jax.tree.map(np.testing.assert_array_equal, known, unknown)
+
+
 @pytest.mark.parametrize(
     "sizes", [{"data": 8}, {"replica": 8, "fsdp": 1}, {"replica": 4, "fsdp": 2}, {"replica": 4, "tensor": 2}]
 )
