@@ -66,7 +66,7 @@ def hyperball(
             if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
                 continue
             w = _wide(piece.take(leaves), piece.view)
-            if not bool((_sums(w, w, piece.view)[0] > 0).all()):
+            if not bool((_dot(w, w, piece.view) > 0).all()):
                 raise ValueError(
                     f"hyperball: the leaf {jax.tree_util.keystr(path)} of shape {leaf.shape} has a matrix of zeros, "
                     "which has no sphere to stay on; start it from random numbers, or give it to another optimizer."
@@ -92,18 +92,15 @@ def _wide(leaf: jax.Array, view: MatrixView) -> jax.Array:
     return view.split(leaf).astype(at_least_float32(leaf.dtype))
 
 
-def _sums(w: jax.Array, u: jax.Array, view: MatrixView) -> jax.Array:
-    """||W||_F^2, ||U||_F^2 and <W, U> of each matrix, [3, *view.shape] with axes of size 1 for rows and columns."""
-    products = (w * w.conj()).real, (u * u.conj()).real, (w * u.conj()).real
-    # Stacked before they are summed, so that a mesh sums them in one all-reduce.
-    axes = tuple(axis + 1 for axis in (*view.reduction_axes, *view.output_axes))
-    return jnp.sum(jnp.stack(products), axes, keepdims=True)
+def _dot(x: jax.Array, y: jax.Array, view: MatrixView) -> jax.Array:
+    """Re <X, Y> of each matrix, with axes of size 1 for rows and columns."""
+    return jnp.sum((x * y.conj()).real, (*view.reduction_axes, *view.output_axes), keepdims=True)
 
 
 def _step(leaf: jax.Array, weight: jax.Array, view: MatrixView, eta: jax.Array) -> jax.Array:
     """What to add to W."""
     w, u = _wide(weight, view), _wide(leaf, view)
-    w2, u2, wu = _sums(w, u, view)
+    w2, u2, wu = _dot(w, w, view), _dot(u, u, view), _dot(w, u, view)
     toward = -eta * jnp.sqrt(w2 / jnp.where(u2 == 0, 1, u2))
     # ||W + toward U||_F from the three sums: no second reduction.
     moved2 = w2 + 2 * toward * wu + toward**2 * u2
