@@ -49,7 +49,7 @@ OUT = Role("attention output", ranks=(2, 3), kind="out")
 FUSED_QKV = Role("attention q, k, v", ranks=(2, 3, 4), parts=3)
 FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2)
 MLA_UP = Role("attention key, value", ranks=(2, 3))  # the up-projection of MLA's keys and values
-INTERLEAVED = Role("query, key and value, interleaved by head")
+INTERLEAVED = Role("projections interleaved by head")
 GATE_UP = Role("gate and up", ranks=(2, 3, 4), parts=2)
 EXPERTS = Role("experts", ranks=(2, 3), layouts={**_MATRIX, 3: Layout(MuonDimensionNumbers(1, 2))})
 CONVOLUTION = Role("convolution", ranks=(2, 3, 4, 5))
@@ -118,7 +118,7 @@ _PROJECTIONS = (
     (MLA_UP, r"w?kv_(b|up)(_proj)?"),
     (FUSED_QKV, rf"(\w+_)?w?qkv{_SIDE}|c_attn"),
     (FUSED_KV, rf"(\w+_)?w?kv{_SIDE}"),
-    (INTERLEAVED, r"query_key_value"),
+    (INTERLEAVED, r"query_key_value|(q_wi|o_wo)(_fused)?"),
 )
 _OUT = (
     rf"(w_?|to_|attn_|attention_|c_|linear_|fc_)?(o|out|output|proj){_SIDE}|post|attn_vec_einsum|dense|linear"

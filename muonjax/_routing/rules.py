@@ -72,6 +72,7 @@ def undecided_message(p: Parameter, attention: str) -> str:
     instead += "the axes that the layer sums over and those that it gives"
     if p.role is INTERLEAVED:
         text += ", because its heads are interleaved"
+    if p.role is INTERLEAVED and len(p.shape) == 2:
         numbers, instead = (
             "MuonDimensionNumbers(0, 1)",
             "takes query, key and value as one matrix; a matrix per head is ",
@@ -83,7 +84,7 @@ def undecided_message(p: Parameter, attention: str) -> str:
             "gives it to Adam; FusedDimensionNumbers(0, 1, parts=number_of_heads, axis=1) instead of None "
         )
         instead += "makes a matrix per head"
-    elif p.role.parts > 1:
+    elif p.role.parts > 1 or p.role is INTERLEAVED:
         instead += (
             "; FusedDimensionNumbers(0, 1, parts=(queries, keys, values), axis=1) those of unequal parts"
         )
