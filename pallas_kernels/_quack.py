@@ -1,4 +1,4 @@
-"""Call QuACK's symmetric product (package quack-kernels) on NVIDIA's Hopper and Blackwell. Not yet run here on a GPU.
+"""Call QuACK's symmetric product (package quack-kernels) on NVIDIA's Hopper and Blackwell. No GPU has run it here yet.
 
 QuACK is written in NVIDIA's CuTe DSL and runs inside of JAX's programs through `cutlass.jax`. It computes tiles of the
 lower triangle, in clusters of two CTAs, and stores each a second time, transposed. Its tiles and its schedule are those
@@ -74,6 +74,9 @@ def _product(capability: int, cores: int, x: jax.Array, y: jax.Array) -> jax.Arr
         input_spec=(operand, operand),
         output_spec=(operand,),
         use_static_tensors=False,
+        # Shapes are part of its key anyway. Without a key it would serialize the program, and fail on the markers for a
+        # profiler that QuACK puts there (nvidia-cutlass-dsl 4.8.1, quack-kernels 0.6.5).
+        compile_key=("muonjax", capability, cores, x.dtype.name),
     )
     (out,) = call(x, y)
     return out

@@ -1,12 +1,17 @@
 """QuACK's kernel: what it refuses, and what is done around it. It runs on a GPU alone."""
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.common import ahead_of_time
 from pallas_kernels import _quack, symmetric_product
 from tests.pallas_kernels.symmetric_product_suite import SymmetricProductSuite, assert_symmetric, draw
 
@@ -80,3 +85,40 @@ def test_padding_scales_and_c(monkeypatch):
     np.testing.assert_allclose(np.tril(np.asarray(out, np.float64)), want, rtol=0.02, atol=0.1)
     plain = _quack._launched(9, 132, x, None, None, jnp.asarray([[1.0, 0.0]] * 2))
     np.testing.assert_array_equal(np.asarray(plain), np.asarray(product(9, 132, x, x)))
+
+
+COMPILE = """
+import dataclasses, sys
+import jax, jax.numpy as jnp
+from benchmarks.common.ahead_of_time import CHIPS, compile_for
+from pallas_kernels import symmetric_product
+
+chip = dataclasses.replace(CHIPS["H100"], kind=sys.argv[1], cores=int(sys.argv[2]))
+for dtype, shapes in ((jnp.bfloat16, [(1024, 4096)]), (jnp.float16, [(2, 100, 300)] * 2 + [(2, 100, 100)])):
+    x = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    f = lambda x, y=None, c=None: symmetric_product(x, y=y, c=c, alpha=2.0, beta=0.5 if c is not None else 0.0,
+                                                    implementation="quack")
+    assert compile_for(chip, f, *x).text.count("CuteDSLRT") == 1
+print("compiled")
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("kind", "cores", "architecture"),
+    [("NVIDIA H100 80GB HBM3", 132, "sm_90a"), ("NVIDIA B200", 148, "sm_100a")],
+)
+def test_it_compiles_without_a_gpu(kind, cores, architecture):
+    """CuTe compiles for the architecture in the environment, and XLA embeds the kernel. Nothing runs."""
+    if not importlib.util.find_spec("quack"):
+        pytest.skip('the packages of pip install "muonjax[quack]" are missing')
+    if reason := ahead_of_time.missing("gpu"):
+        pytest.skip(reason)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, kind, str(cores)],
+        env={**os.environ, "CUTE_DSL_ARCH": architecture},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "compiled" in done.stdout, done.stderr[-2000:]
