@@ -16,6 +16,11 @@ def thorough(*case, id=None):
     return pytest.param(*case, marks=pytest.mark.thorough, id=id)
 
 
+def nightly(*case, id=None):
+    """One entry of `pytest.mark.parametrize`, of the nightly tests only."""
+    return pytest.param(*case, marks=pytest.mark.nightly, id=id)
+
+
 def quick(*ids):
     """Of a parametrized test, the cases that are quick, by their ids; `.ci/run` adds all others."""
     return pytest.mark.quick(*ids)

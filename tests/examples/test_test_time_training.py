@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.tiers import thorough
+from tests.tiers import nightly, thorough
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "test_time_training.py"
 TINY = ["--steps", "3", "--pairs", "4", "--chunk", "2", "--batch", "2", "--width", "8", "--heads", "2"]
@@ -28,7 +28,7 @@ def run(*arguments):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("gradient", ["polynomial", pytest.param("polar", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("gradient", ["polynomial", nightly("polar")])
 def test_it_trains_measures_and_draws(tmp_path, gradient):
     done = run(*TINY, "--timing-rounds", "1", "--gradient", gradient, "--out", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ from jax.sharding import AxisType
 
 from benchmarks.common import hlo_counts
 from benchmarks.optimizer import sharding
-from tests.tiers import thorough
+from tests.tiers import nightly, thorough
 
 # name -> MiB sent per device, collectives, flops over an even share: at most.
 LIMITS = {
@@ -26,8 +26,15 @@ def even_share():
     return sharding.even_share(sharding.muon(case, None), case)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, thorough(AxisType.Explicit)])
-@pytest.mark.parametrize("name", ["fsdp_tp", *(thorough(name) for name in LIMITS if name != "fsdp_tp")])
+@pytest.mark.parametrize(
+    ("name", "axis_type"),
+    [
+        ("fsdp_tp", AxisType.Auto),
+        *(thorough(name, AxisType.Auto) for name in LIMITS if name != "fsdp_tp"),
+        thorough("fsdp_tp", AxisType.Explicit),
+        *(nightly(name, AxisType.Explicit) for name in LIMITS if name != "fsdp_tp"),
+    ],
+)
 def test_the_table(name, axis_type, capfd):
     case = sharding.CASES[name]
     assert case.matrices == 24

@@ -28,7 +28,7 @@ from tests.mesh.layouts import (
     put,
     tree,
 )
-from tests.tiers import thorough
+from tests.tiers import nightly, thorough
 
 MESHES = [{"fsdp": 1, "tensor": 1}, {"fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}]
 MESHES += [{"fsdp": 2, "tensor": 4}, {"fsdp": 8, "tensor": 1}]
@@ -48,7 +48,7 @@ def check(results, names=tuple(LAYOUTS), newton_schulz=QUICK, atol=2e-6):
     [
         (("rows", "tall", "fused"), QUICK),
         thorough(tuple(LAYOUTS), QUICK),
-        thorough(("rows", "tall", "both", "fused"), NewtonSchulz()),
+        nightly(("rows", "tall", "both", "fused"), NewtonSchulz()),
     ],
 )
 def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz):
@@ -160,7 +160,7 @@ def test_leaves_on_an_explicit_mesh_beside_leaves_on_none():
     check(results, tuple(values))
 
 
-@pytest.mark.parametrize("jit", [True, thorough(False)])
+@pytest.mark.parametrize("jit", [True, nightly(False)])
 @pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), thorough(1, 2), thorough(2, 1)])
 def test_muon_on_explicit_axes_of_size_one(fsdp, tensor, jit):
     """Dense, attention and convolution kernels, as a script for eight devices shards them."""
@@ -297,7 +297,7 @@ def test_adaptive_has_the_norm_of_the_whole_matrix(mode):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, thorough(AxisType.Explicit)])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, nightly(AxisType.Explicit)])
 def test_twenty_steps_of_muon_drift_less_than_a_millionth(axis_type):
     mesh = make_mesh(axis_type, fsdp=4, tensor=2)
     specs = {name: SPECS[name] for name in MATRICES} | {"bias": P()}

@@ -55,7 +55,7 @@ def parameters(out):
     return handler.restore(folder, restore_args=arguments)["params"]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)  # only for what hangs: it takes one to two minutes on an idle machine
 def test_two_processes_killed_and_restarted_onto_another_mesh_end_where_one_does(tmp_path):
     alone, two = tmp_path / "alone", tmp_path / "two"

@@ -12,7 +12,7 @@ from muonjax import JORDAN, NEWTON_SCHULZ, msign, polar_express
 from muonjax._msign.arguments import CONVERGED
 from tests import oracles
 from tests.msign import oracles as msign_oracles
-from tests.tiers import quick, thorough
+from tests.tiers import nightly, quick, thorough
 
 MODES = ("polynomial", "polar", "autodiff")
 relative = msign_oracles.relative
@@ -287,7 +287,7 @@ def check_derivative(mode, shape, derivative, order, most):
         assert relative(found, derivative_by_autodiff(shape, order)) < most
 
 
-SMALL_SHAPES = [(3, 4), *(pytest.param(s, marks=pytest.mark.nightly) for s in ((2, 4), (3, 3)))]
+SMALL_SHAPES = [(3, 4), *map(nightly, ((2, 4), (3, 3)))]
 
 
 @pytest.mark.parametrize("mode", ["polynomial", "polar"])
@@ -319,10 +319,10 @@ def test_third_derivative_in_reverse(mode, shape):
     ("mode", "shape", "rows"),
     [
         thorough("polynomial", (4, 4), ROWS),
-        thorough("polynomial", (3, 5), NEWTON_SCHULZ * 2),  # one turn of two steps
+        nightly("polynomial", (3, 5), NEWTON_SCHULZ * 2),  # one turn of two steps
         ("polar", (4, 4), ROWS),
-        pytest.param("polynomial", (5, 3), ROWS, marks=pytest.mark.nightly),
-        pytest.param("polar", (5, 3), ROWS, marks=pytest.mark.nightly),
+        nightly("polynomial", (5, 3), ROWS),
+        nightly("polar", (5, 3), ROWS),
     ],
 )
 def test_check_grads(mode, shape, rows):
