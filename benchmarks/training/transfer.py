@@ -141,7 +141,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def draw(book: Book, checks: list[dict[str, Any]], rules: list[str]) -> None:
     """Loss against rate by width and by depth, and the movement of activations against width; a column per rule."""
     figure, panels = plt.subplots(
-        3, len(rules), figsize=(3.2 * len(rules), 9), sharey="row", layout="constrained"
+        3, len(rules), figsize=(3.2 * len(rules), 9), sharey="row", layout="constrained", squeeze=False
     )
     for column, rule in enumerate(rules):
         rows = book.find(rule=rule)
@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name, default in {"steps": 150, "batch": 8, "head-size": 16, "context": 64}.items():
         add(f"--{name}", type=int, default=default)
     add("--adam-rate", type=float, default=4e-3, help="of embeddings, norms and head")
-    add("--widths", type=int, nargs="+", default=[64, 128, 256])
+    add("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
     add(
         "--depths",
         type=int,

@@ -90,7 +90,7 @@ def test_tiny_sweeps_are_continued(tmp_path, monkeypatch):
     variants.main([*sizes, "--width", "16", "--layers", "1", "--seeds", "0", "1"])
     found = json.loads((tmp_path / "variants.json").read_text())
     assert [row["variant"] for row in found["variants"]] == ["muon", "per head"]
-    sweep = [*sizes, "--widths", "16", "32", "--depths", "1", "--rules", "hyperball"]
+    sweep = [*sizes, "--widths", "16", "32", "--depths", "1", "--rules", "rms"]
     transfer.main(sweep)
     first = json.loads((tmp_path / "transfer.json").read_text())
     assert len(first["checks"]) == 2 * len(transfer.CHECKED)
