@@ -15,14 +15,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import muonjax
-from tests.tiers import thorough
+from tests.tiers import nightly, thorough
 
 RECIPES = pathlib.Path(__file__).parents[2] / "examples" / "recipes"
 PROGRAMS = [
     "lm1b_fsdp.py",
     "vit_digits.py",
     "with_equinox.py",
-    "with_maxtext.py",
+    nightly("with_maxtext.py"),
     "with_maxtext.py --linen",
     "with_transformers.py",
 ]
