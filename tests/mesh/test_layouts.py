@@ -273,6 +273,7 @@ def test_numpy_arrays_and_a_mesh_set_outside():
     check(results, MATRICES)
 
 
+@pytest.mark.nan
 def test_dtypes_are_exchanged_apart_and_zeros_and_nan_stay_in_their_matrix():
     mesh = make_mesh(fsdp=8)
     rng = np.random.default_rng(1)
