@@ -60,6 +60,17 @@ def at_least_float32(dtype: Any) -> jnp.dtype:
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
+def scaled(a: jax.Array, number: jax.Array | float) -> jax.Array:
+    """A times a real number, or one for each matrix or row, without a promotion that JAX's strict mode forbids.
+
+    In float32 or wider; a Python number keeps A's dtype.
+    """
+    if not isinstance(number, jax.Array):
+        return number * a
+    dtype = at_least_float32(a.dtype)
+    return a.astype(dtype) * number.astype(dtype)
+
+
 dot = MatrixProduct()  # in the arrays' own dtype, where float32 means true float32
 
 

@@ -132,4 +132,4 @@ def _normalize(
     # ||P||_F from the neurons' own norms: no second pass over the update.
     norm2, scaled2 = (jnp.sum(s, view.output_axes, keepdims=True) for s in (squares, squares * factor**2))
     factor *= jnp.sqrt(norm2 / jnp.where(scaled2 == 0, 1, scaled2))
-    return view.join((o * factor).astype(leaf.dtype), like=leaf), moment.astype(jnp.float32)
+    return view.join((o * factor.astype(o.dtype)).astype(leaf.dtype), like=leaf), moment.astype(jnp.float32)

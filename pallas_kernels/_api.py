@@ -184,7 +184,7 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
     wide = _reference.accumulator(x.dtype)
 
     def scale(number, matrix):
-        return (number if number.ndim == 0 else number[..., None, None]) * matrix.astype(wide)
+        return _reference.scaled(number, matrix.astype(wide))
 
     def half(a, b):
         # In X's dtype: the transposed product then has two operands of X's dtype as well.

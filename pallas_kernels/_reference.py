@@ -41,8 +41,14 @@ def product(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def epilogue(p: jax.Array, c: jax.Array | None, alpha: jax.Array, beta: jax.Array) -> jax.Array:
     """``alpha·P + beta·C`` in P's dtype; alpha and beta: scalars, or one for each matrix."""
-    alpha, beta = (s if s.ndim == 0 else s[..., None, None] for s in (alpha, beta))
-    return alpha * p if c is None else alpha * p + beta * c.astype(p.dtype)
+    return scaled(alpha, p) if c is None else scaled(alpha, p) + scaled(beta, c.astype(p.dtype))
+
+
+def scaled(number: jax.Array, p: jax.Array) -> jax.Array:
+    """``number·P`` in P's dtype, [*batch, m, n]; a scalar, or one for each matrix of the last batch axes."""
+    if number.ndim:
+        number = lax.expand_dims(number, (*range(p.ndim - 2 - number.ndim), p.ndim - 2, p.ndim - 1))
+    return number.astype(p.dtype) * p
 
 
 def mirror(p: jax.Array) -> jax.Array:

@@ -7,11 +7,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from tests import shapes, tiers
-
-shapes.install()
-
-from pallas_kernels import _api  # noqa: E402  (after the check of shapes is installed)
+from tests import shapes, sources, strict, tiers
 
 # Before anything asks for a device. Not XLA_FLAGS: the examples' processes would inherit them.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -19,7 +15,23 @@ jax.config.update("jax_num_cpu_devices", 8)
 tiers.register_profiles()
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--jax-strict", action="store_true", help="run muonjax under JAX's strict promotion (tests/strict.py)"
+    )
+    parser.addoption(
+        "--jax-debug-nans",
+        action="store_true",
+        help="run tests without the marker `nan` under jax_debug_nans",
+    )
+
+
 def pytest_configure(config):
+    decorators = list(shapes.DECORATORS)
+    if config.getoption("jax_strict"):
+        decorators = strict.DECORATORS + decorators  # the last one is the innermost
+        strict.spare_other_libraries()
+    sources.install(*decorators)
     quick = "not thorough" in config.option.markexpr
     if not config.getoption("hypothesis_profile", None):
         settings.load_profile("quick" if quick else "thorough")
@@ -32,12 +44,17 @@ def compile_quickly():
     """Most of the quick tests' time is compilation. The thorough tests run what users run: optimized programs."""
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # the examples' processes
-    if jax.__version_info__[:2] == (
-        0,
-        10,
-    ):  # XLA ends a process that gives it a flag it does not know, as in 0.12
+    # XLA ends a process that gives it a flag that it does not know, as in JAX 0.12.
+    if jax.__version_info__[:2] == (0, 10):
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"  # a third less time
         os.environ["XLA_FLAGS"] = flags.strip()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    nans = item.config.getoption("jax_debug_nans") and not item.get_closest_marker("nan")
+    with strict.switched(not item.get_closest_marker("promotes")), jax.debug_nans(nans):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
@@ -68,6 +85,8 @@ def keep_compiled_programs(config):
 @pytest.fixture
 def fresh_products():
     """For a test that replaces an implementation: it meets no traces of another one and leaves none of its own."""
+    from pallas_kernels import _api  # not before its functions are decorated
+
     _api._traced_once.clear_cache()
     yield
     _api._traced_once.clear_cache()

@@ -1,24 +1,21 @@
 """Check the array shapes and dtypes that annotations state, in every call that a test makes.
 
 The sources write `x: Float[Array, "*batch m n"]` below `from __future__ import annotations` and import the names for
-the type checker alone: who runs muonjax neither needs jaxtyping nor evaluates an annotation. `install()` compiles the
-sources with `checked` as the innermost decorator of each function that has such an annotation. Other annotations are
-left to Pyright.
+the type checker alone: who runs muonjax neither needs jaxtyping nor evaluates an annotation. While testing, `checked`
+decorates each function that has such an annotation (`tests/sources.py`). Other annotations are left to Pyright.
 """
 
 import ast
 import functools
 import importlib.util
 import inspect
-import sys
 import types
 import typing
-from importlib.abc import MetaPathFinder
-from importlib.machinery import PathFinder, SourceFileLoader
 
 import jax
 
-PACKAGES = ("muonjax", "pallas_kernels")
+from tests.sources import Decorator
+
 AVAILABLE = importlib.util.find_spec("jaxtyping") is not None
 
 if AVAILABLE:
@@ -81,33 +78,5 @@ def checked(function):
     return call
 
 
-def compile_with_checks(source: bytes, path: str):
-    tree = ast.parse(source, filename=path)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and states_a_shape(node):
-            decorator = ast.parse("__import__('tests.shapes').shapes.checked", mode="eval").body
-            node.decorator_list.append(ast.copy_location(decorator, node))
-    return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
-
-
-class Loader(SourceFileLoader):
-    def get_code(self, fullname):
-        source = self.get_data(self.path)
-        if b"jaxtyping" not in source:
-            return super().get_code(fullname)
-        # Not the base's: it would keep what is compiled here for ordinary runs.
-        return compile_with_checks(source, self.path)
-
-
-class Finder(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        spec = PathFinder.find_spec(name, path, target) if name.partition(".")[0] in PACKAGES else None
-        if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = Loader(spec.loader.name, spec.loader.path)
-        return spec
-
-
-def install():
-    """Before the first import of muonjax."""
-    if AVAILABLE:
-        sys.meta_path.insert(0, Finder())
+# For `tests.sources`: nothing without jaxtyping.
+DECORATORS = [Decorator("shapes", "checked", states_a_shape, only_in=b"jaxtyping")] if AVAILABLE else []

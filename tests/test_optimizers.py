@@ -242,6 +242,7 @@ def test_parameters_keep_their_dtype(dtype):
     assert error < 0.05 * np.linalg.norm(single["mlp"]["kernel"])
 
 
+@pytest.mark.promotes("gradients of another dtype than the parameters, which Optax's momentum adds")
 def test_x64_changes_nothing_but_digits():
     single, _ = run(muonjax.muon(0.01), params())
     with jax.enable_x64(True):
@@ -357,6 +358,7 @@ def test_every_setting_of_the_parts_reaches_the_clipped():
         assert {n: v for n, v in found.items() if n not in own} == given
 
 
+@pytest.mark.nan
 def test_apply_if_finite_holds_back_a_nan():
     tx = optax.apply_if_finite(muonjax.muon(0.01, newton_schulz=SHORT), 3)
     bad = gradients(0) | {"mlp": jax.tree.map(lambda g: g * jnp.nan, gradients(0)["mlp"])}

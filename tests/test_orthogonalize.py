@@ -121,6 +121,7 @@ def test_no_retrace_over_steps():
     assert len(traces) == 1
 
 
+@pytest.mark.nan
 def test_nan_stays_in_its_matrix_of_the_group():
     tree = {"a": normal(8, 12), "b": normal(12, 8).at[0, 0].set(jnp.nan), "c": normal(8, 12, seed=2)}
     y = update(tree)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests import shapes
+from tests import shapes, sources
 
 pytestmark = pytest.mark.skipif(not shapes.AVAILABLE, reason="jaxtyping is not installed")
 
@@ -42,9 +42,9 @@ def module(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     (folder / "muonjax_with_shapes.py").write_text(SOURCE)
     sys.path.insert(0, str(folder))
+    finder = sources.Finder(*shapes.DECORATORS, packages=("muonjax_with_shapes",))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "PACKAGES", ("muonjax_with_shapes",))
-        patch.setattr(sys, "meta_path", [shapes.Finder(), *sys.meta_path])
+        patch.setattr(sys, "meta_path", [finder, *sys.meta_path])
         yield importlib.import_module("muonjax_with_shapes")
     sys.path.remove(str(folder))
     assert not (folder / "__pycache__").exists(), "ordinary runs would import the checked functions"

@@ -14,9 +14,16 @@ STACK = np.random.default_rng(0).standard_normal((2, 24, 32)).astype(np.float32)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_half_precision_without_rank_promotion(platform):
-    with jax.numpy_rank_promotion("raise"):
+def test_half_precision_without_promotion(platform):
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         jax.jit(lambda x: polar_factor(x, muonjax.NewtonSchulz(), Policy(platform))).trace(STACK)
+
+
+def test_normalized_complex_neurons_without_promotion():
+    x = (STACK[0] + 1j * STACK[1]).astype(np.complex64)
+    tx = muonjax.normalize_neurons()
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.jit(lambda tree: tx.update(tree, tx.init(tree))[0]).trace({"w": x})
 
 
 def test_orthogonalize_without_rank_promotion():
@@ -36,6 +43,7 @@ def test_gradients_through_newton_schulz_are_numbers(x, form):
     assert bool(jnp.isfinite(gradient).all())
 
 
+@pytest.mark.promotes("gradients of another dtype than the parameters, which Optax's momentum adds")
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_half_precision_parameters_keep_their_state_under_float32_gradients(nesterov):
     params = {"w": jnp.ones((8, 12), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)}

@@ -141,7 +141,8 @@ def max_logits_bound(lse: jax.Array, *, dtype: jax.typing.DTypeLike | None = Non
     # Of the float32 sum and logarithm; absolute too, because near 0 a relative margin is none.
     inside = 4 * float(jnp.finfo(jnp.float32).eps)
     top = lax.stop_gradient(lse).astype(jnp.float32).max(tuple(range(lse.ndim - 1)))
-    return jnp.where(jnp.isfinite(top), top + cast * jnp.abs(top) + inside * (1 + jnp.abs(top)), top)
+    size = jnp.where(jnp.isfinite(top), jnp.abs(top), 0)  # infinities stay as they are
+    return top + cast * size + inside * (1 + size)
 
 
 def _check(query: jax.Array, key: jax.Array) -> None:

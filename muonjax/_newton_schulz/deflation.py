@@ -28,7 +28,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import adjoint, dot, identity_like, inverse_norm, on_diagonal, square_norm
+from muonjax._linalg import adjoint, dot, identity_like, inverse_norm, on_diagonal, scaled, square_norm
 from muonjax._newton_schulz.inverse_root import inverse_root
 from pallas_kernels._api import symmetric_product_on
 
@@ -121,15 +121,15 @@ def _shrinking(v: jax.Array, av: jax.Array) -> tuple[jax.Array, jax.Array]:
     """V^H A V and D, [*batch, k, k], from V and A V [*batch, m, k]."""
     h = dot(adjoint(v), av)
     unit = inverse_norm(h)
-    root = inverse_root(unit * h)
+    root = inverse_root(scaled(h, unit))
     inverse = dot(root, root)
     # The common target of the k directions: close to the smallest of their singular values, so that none of them is
     # then much larger than the rest.
     target = jax.lax.rsqrt(_largest_eigenvalue(inverse))
-    d = identity_like(root) - target * root
+    d = identity_like(root) - scaled(root, target)
 
-    residual = dot(unit * (av - dot(v, h)), dot(d, inverse))
-    return h, d * jnp.minimum(1, _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual))
+    residual = dot(scaled(av - dot(v, h), unit), dot(d, inverse))
+    return h, scaled(d, jnp.minimum(1, _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual)))
 
 
 def _largest_eigenvalue(a: jax.Array) -> jax.Array:
@@ -137,9 +137,9 @@ def _largest_eigenvalue(a: jax.Array) -> jax.Array:
 
     def square(_, power):
         power = dot(power, power)
-        return power * inverse_norm(power)
+        return scaled(power, inverse_norm(power))
 
-    power = jax.lax.fori_loop(0, 3, square, a * inverse_norm(a))
+    power = jax.lax.fori_loop(0, 3, square, scaled(a, inverse_norm(a)))
     return jnp.sqrt(square_norm(dot(power, a)))
 
 
@@ -182,7 +182,7 @@ def _above_rounding(gram: jax.Array) -> jax.Array:
     # A masked sum: a strided slice of the flattened matrix does not compile for a TPU.
     diagonal = jnp.sum(jnp.where(on_diagonal(gram), gram.real, 0), -1)
     delta = ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1) + tiny)
-    return gram + delta[..., None, None] * identity_like(gram)
+    return gram + scaled(identity_like(gram), delta[..., None, None])
 
 
 def _fourth_powers_of_others(a: jax.Array) -> jax.Array:
@@ -194,7 +194,7 @@ def _fourth_powers_of_others(a: jax.Array) -> jax.Array:
     """
     tiny = jnp.finfo(a.dtype).tiny
     square = square_norm(a) + tiny
-    a = a * jax.lax.rsqrt(square)
+    a = scaled(a, jax.lax.rsqrt(square))
     a2 = dot(a, a)
     a4 = dot(a2, a2)
     a8 = dot(a4, a4)
@@ -203,4 +203,4 @@ def _fourth_powers_of_others(a: jax.Array) -> jax.Array:
 
 def _like(a: jax.Array, value: jax.Array) -> jax.Array:
     """`value` with the shape, the dtype and, inside `jax.shard_map`, the varying axes of a: a loop's carry."""
-    return jnp.zeros_like(a) + jnp.expand_dims(value, tuple(range(a.ndim - value.ndim)))
+    return jnp.zeros_like(a) + jnp.expand_dims(value.astype(a.dtype), tuple(range(a.ndim - value.ndim)))

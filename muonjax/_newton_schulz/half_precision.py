@@ -159,7 +159,8 @@ def _steps(
         gain = math.prod(a for a, _, _ in steps[apart:]) * gain
     # 1 + Q of several steps is small where Q is near -1: here the identity is added before the one rounding.
     q = q.astype(jnp.float32)
-    return gain * fourth**-0.125 * products.rounded(jnp.where(on_diagonal(q), q + 1, q), z)
+    y = products.rounded(jnp.where(on_diagonal(q), q + 1, q), z)
+    return gain * fourth**-0.125 * y.astype(jnp.float32)
 
 
 def _plus(products: _Products, q: jax.Array, z: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._linalg import dot, hermitian_part, identity_like, inverse_norm
+from muonjax._linalg import dot, hermitian_part, identity_like, inverse_norm, scaled
 from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express
 
 # Added to k x k matrices in units of their norm: no direction is then below 1e-3 of the largest. Smaller ones would be
@@ -31,7 +31,7 @@ def inverse_root(h: jax.Array) -> jax.Array:
     """Q = h^(-1/2) of positive semidefinite h [*batch, k, k], by products, where h is well conditioned."""
     eye = identity_like(h)
     unit = inverse_norm(h)
-    rows = jnp.asarray(_POLYNOMIALS, unit.dtype)
+    rows = jnp.asarray(_POLYNOMIALS, h.dtype)
 
     def step(t, carry):
         r, q = carry
@@ -39,7 +39,7 @@ def inverse_root(h: jax.Array) -> jax.Array:
         p = a * eye + b * r + c * dot(r, r)
         return hermitian_part(dot(dot(p, r), p)), hermitian_part(dot(q, p))
 
-    start = unit * h + _RIDGE * eye, jnp.sqrt(unit) * eye
+    start = scaled(h, unit) + _RIDGE * eye, scaled(eye, jnp.sqrt(unit))
     return jax.lax.fori_loop(0, len(rows), step, start)[1]
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._cost_model import BYTES_A_SECOND, flops_a_second
-from muonjax._linalg import MatrixProduct, at_least_float32, on_diagonal
+from muonjax._linalg import MatrixProduct, at_least_float32, on_diagonal, scaled
 from muonjax._newton_schulz import half_precision
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.deflation import ROUNDING, shave, shrink_dominant
@@ -190,7 +190,7 @@ def _iterate(
         a, q = _polynomials(rows, r, r2, unit, root, small_product, split=half)
         if index == 0 and deflation is not None:
             q = deflation.apply_right(q)
-        x = apply(q, x) if a is None else a * x + apply(q, x)
+        x = apply(q, x) if a is None else scaled(x, a) + apply(q, x)
     return x
 
 
@@ -202,7 +202,7 @@ def _scaled(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[jax.Array, jax.Ar
     largest = largest_entry(x, axis_name)
     occupied = largest != 0
     other = jnp.expand_dims(jnp.eye(*x.shape[-2:], dtype=x.dtype), tuple(range(x.ndim - 2)))
-    return jnp.where(occupied, x * scale_of_largest(largest), other), occupied
+    return jnp.where(occupied, scaled(x, scale_of_largest(largest)), other), occupied
 
 
 def _polynomials(
@@ -219,19 +219,19 @@ def _polynomials(
 
     def plus_identity(r, a):
         """R + a I, by a mask: XLA would compute a I outside of a loop over matrices, and keep one for each a."""
-        return jnp.where(diagonal, r + a, r)
+        return jnp.where(diagonal, r + (a.astype(r.dtype) if isinstance(a, jax.Array) else a), r)
 
     def quadratic(row, unit, scale=1.0):
         """P = a I + b R + c R^2, times `scale`; without a I if `split`."""
         a, b, c = row
-        linear = scale * b * unit * r
+        linear = scaled(r, scale * b * unit)
         linear = linear if split else plus_identity(linear, scale * a)
         if c == 0:
             return linear
         c = scale * c * unit**2
         if split and r2 is None:
             return product(r, c=linear, alpha=c, beta=1.0)  # added before the sum is rounded
-        return linear + (product(r, alpha=c) if r2 is None else c * r2)
+        return linear + (product(r, alpha=c) if r2 is None else scaled(r2, c))
 
     def times(y, p, a, alpha=1.0):
         """alpha Y P, for Y that commutes with P = a I + b R + c R^2."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import square_norm
+from muonjax._linalg import at_least_float32, scaled, square_norm
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact
@@ -44,7 +44,8 @@ def normalize(
         return jnp.where(number == 0, 1, number)
 
     def divide(a, bound):
-        return (a / bound).astype(a.dtype)
+        wide = at_least_float32(a.dtype)
+        return (a.astype(wide) / bound.astype(wide)).astype(a.dtype)
 
     gram2, unit = None, 1.0
     if normalization == "schatten":
@@ -60,7 +61,7 @@ def normalize(
         unit, bound = 1 / schatten8, schatten4 * schatten8
     elif normalization == "aol":
         rows = jax.lax.rsqrt(or_one(jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)))
-        x, gram = x * rows, gram * rows * rows.mT
+        x, gram = scaled(x, rows), scaled(scaled(gram, rows), rows.mT)
         bound = jnp.ones_like(rows[..., :1, :])
     elif normalization == "frobenius":
         bound = or_one(jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None])

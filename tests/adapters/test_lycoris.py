@@ -287,6 +287,7 @@ def test_many_unknown_tensors_cost_linear_work_and_a_short_message(tmp_path, nam
     assert max(map(len, messages)) < 2000
 
 
+@pytest.mark.nan
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e300])
 @pytest.mark.parametrize("name", ["hada_w1_a", "hada_w2_b", "alpha"])
 def test_a_tensor_that_is_not_finite_in_float32_is_refused(tmp_path, name, bad):

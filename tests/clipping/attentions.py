@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import muonjax
@@ -17,8 +18,9 @@ X = normal(2, 9, 16, seed=42)
 def rope(x, base=100.0):
     """Rotary embedding of [*batch, T, heads, D]."""
     half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[-3])[:, None, None] * base ** (-jnp.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
+    angle = np.arange(x.shape[-3])[:, None, None] * base ** (-np.arange(half) / half)
+    angle = jnp.broadcast_to(jnp.asarray(angle, x.dtype), a.shape)
     return jnp.concatenate(
         [a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1
     )

@@ -114,6 +114,7 @@ def test_linen_cache_is_the_same():
     )
 
 
+@pytest.mark.promotes("Flax's attention multiplies float32 weights by bfloat16 values")
 def test_linen_half_precision():
     params = linen().init(jax.random.key(0), X)
     ours = linen(dtype=jnp.bfloat16, force_fp32_for_softmax=True)
@@ -299,8 +300,8 @@ def test_an_nnx_module_called_twice_reports_the_larger():
 
 def turn(x):
     """A rotation by position of pairs of features."""
-    angle = jnp.arange(x.shape[-3], dtype=x.dtype)[:, None]
     a, b = x[..., 0], x[..., 1]
+    angle = jnp.broadcast_to(jnp.arange(x.shape[-3], dtype=x.dtype)[:, None], a.shape)
     return jnp.stack([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
 
 
@@ -419,7 +420,11 @@ def measured(base, **call):
         ({"query_seq_lengths": LENGTHS}, jnp.swapaxes(PADDED, -1, -2)),
         ({"bias": jnp.where(PADDED, 0.0, jnp.finfo(jnp.float32).min)}, PADDED),
         ({"bias": jnp.where(PADDED, 0.0, -1e10)}, PADDED),
-        ({"bias": jnp.where(PADDED, 0.0, jnp.finfo(jnp.float16).min).astype(jnp.float16)}, PADDED),
+        pytest.param(
+            {"bias": jnp.where(PADDED, 0.0, jnp.finfo(jnp.float16).min).astype(jnp.float16)},
+            PADDED,
+            marks=pytest.mark.promotes("Flax's attention adds a float16 bias to float32 logits"),
+        ),
         ({"mask": PADDED, "query_seq_lengths": LENGTHS}, PADDED & jnp.swapaxes(PADDED, -1, -2)),
         ({"bias": jnp.where(PADDED, 0.0, -100.0)}, None),  # a bias that hides nothing, as ALiBi's
     ],

@@ -134,6 +134,7 @@ def test_half_precision_is_summed_in_float32(dtype):
     np.testing.assert_allclose(half, dense(np.asarray(q, np.float32), np.asarray(k, np.float32)), rtol=1e-5)
 
 
+@pytest.mark.nan
 def test_nan_is_not_hidden():
     q, k = inputs()
     largest = max_logits(q.at[0, 3, 1, 0].set(jnp.nan), k, block_q=4, block_k=4)
@@ -210,6 +211,7 @@ def test_the_bound_covers_the_rounding_of_its_dtype(dtype):
         assert (np.asarray(muonjax.max_logits_bound(upcast, dtype=dtype)) >= sign * exact).all()
 
 
+@pytest.mark.nan
 def test_the_bound_of_nothing_is_minus_infinity():
     lse = jnp.full((2, 5, 3), -jnp.inf).at[0, 0, 1].set(jnp.inf).at[1, 1, 2].set(jnp.nan)
     np.testing.assert_array_equal(muonjax.max_logits_bound(lse), [-np.inf, np.inf, np.nan])

@@ -186,6 +186,7 @@ def test_far_above_the_threshold_the_old_weights_round_and_the_next_step_mends_i
 # The bugs of others, one test each.
 
 
+@pytest.mark.nan
 @pytest.mark.parametrize("bad", [-5.0, 0.0, -np.inf, np.inf, np.nan])
 def test_a_negative_maximum_gives_no_nan(bad):
     """√(τ/S) of a negative maximum made NaN weights. γ is exactly 1 wherever S says nothing."""
@@ -309,6 +310,7 @@ class Block(nn.Module):
         return x + attention(h, mask=nn.make_causal_mask(h[..., 0]), sow_weights=True), None
 
 
+@pytest.mark.nan("donates buffers, which JAX does not do under jax_debug_nans")
 @pytest.mark.parametrize("scan_axis", [1, *map(thorough, [0, -1])])
 def test_scanned_rematerialised_and_donated(scan_axis):
     model = nn.scan(

@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.promotes("Optax's cosine schedule divides an int32 by a float")
 @quick("code0", "code2")
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
 def test_code_runs(code):

@@ -123,6 +123,7 @@ def test_a_zero_matrix_has_value_zero_and_gradient_zero(mode, dtype):
     np.testing.assert_array_equal(np.asarray(tangent[0], np.float32), 0)
 
 
+@pytest.mark.nan
 @quick("nan-polynomial", "inf-polar")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -73,6 +73,7 @@ def test_the_scale_of_the_input_changes_rounding_only(scale, platform):
     assert momentum.polar_error(orthogonalize(x * scale, platform), polar) == pytest.approx(want, abs=0.02)
 
 
+@pytest.mark.nan
 @quick("nan-gpu", "inf-tpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

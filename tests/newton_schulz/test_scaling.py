@@ -1,5 +1,6 @@
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from muonjax._newton_schulz.scaling import power_of_two_scale
 
@@ -20,6 +21,7 @@ def test_the_largest_numbers_end_below_four():
     assert np.all(x * power_of_two_scale(x) < 4)
 
 
+@pytest.mark.nan
 def test_what_has_no_scale_takes_that_of_one():
     special = jnp.asarray(SPECIAL)[:, None, None]
     np.testing.assert_array_equal(power_of_two_scale(special), power_of_two_scale(jnp.ones_like(special)))

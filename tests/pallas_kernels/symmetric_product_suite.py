@@ -162,6 +162,7 @@ class SymmetricProductSuite:
         x = jnp.ones((8, 2048), dtype)
         np.testing.assert_array_equal(np.asarray(self.product(x)), np.asarray(jnp.full((8, 8), 2048, dtype)))
 
+    @pytest.mark.nan
     def test_nan_stays_in_its_matrix(self, dtype):
         x = draw((2, 20, 8), dtype).at[0, 3, 3].set(jnp.nan)
         out = np.isnan(np.asarray(self.product(x)))

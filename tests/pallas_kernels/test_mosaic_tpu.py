@@ -89,6 +89,7 @@ def test_tiles_that_two_cores_can_t_share_evenly():
     assert_as_accurate_as_xla(out, x)
 
 
+@pytest.mark.nan
 @pytest.mark.skipif(ON_TPU, reason="only the interpreter detects races")
 def test_the_race_detector_sees_two_cores_on_one_tile(monkeypatch):
     """That the tests above can fail."""
@@ -97,6 +98,7 @@ def test_the_race_detector_sees_two_cores_on_one_tile(monkeypatch):
     assert in_parts(draw((1, 384, 128), jnp.bfloat16), cores=2)[1]
 
 
+@pytest.mark.nan
 @pytest.mark.skipif(ON_TPU, reason="only the interpreter delays copies")
 def test_the_interpreter_sees_a_missing_wait(monkeypatch):
     """That the tests above can fail: a copy made as late as allowed is never made, or copies what came after."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -34,6 +35,7 @@ def largest(query, key, mask, causal, window):
     )
 
 
+@pytest.mark.nan
 @examples(10)
 @given(data=st.data())
 def test_any_queries_and_keys(data):
@@ -103,6 +105,7 @@ def clipped(params, signal, threshold, shared_keys):
     return now, optax.apply_updates(params, updates), state
 
 
+@pytest.mark.nan
 @examples(10)
 @given(
     clip=st.sampled_from(CLIPS),

@@ -7,6 +7,7 @@ import random
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -143,6 +144,7 @@ def is_right(y, x, name, dtype):
     )
 
 
+@pytest.mark.nan
 @examples(45)
 @given(data=st.data())
 def test_any_matrix(data):

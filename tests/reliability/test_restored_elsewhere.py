@@ -95,6 +95,7 @@ def test_numbers_may_change(saved, settings, changes):
     assert digest(after[changes]) != digest(before[changes])
 
 
+@pytest.mark.promotes("gradients of another dtype than the momentum, which Optax adds")
 def test_momentum_may_change_its_dtype(saved):
     tree, state, folder = saved
     tx = muonclip(mu_dtype=jnp.bfloat16)

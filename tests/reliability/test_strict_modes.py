@@ -29,7 +29,6 @@ _OPTAX = "Optax's Adam raises a float to the power of an int32"
 _OF_ADAM = ("Distribution", "adamclip", "monitor", "muon", "muonclip", "muonh", "normuon")
 KNOWN = {
     **{("dtype", f"muonjax.{name}"): _OPTAX for name in _OF_ADAM},
-    ("dtype", "muonjax.newton_schulz, complex"): "complex matrices times real scalars",
     ("nan", "muonjax.monitor"): "NaN marks what was not measured",
 }
 
@@ -235,6 +234,13 @@ CASES = {
     "muonjax.newton_schulz, complex": lambda: jax.jit(muonjax.newton_schulz)(
         array(2, 3, 24, dtype="complex64")
     ),
+    "muonjax.newton_schulz, half": lambda: [
+        jax.jit(muonjax.newton_schulz, static_argnums=1)(
+            array(2, 16, 24), muonjax.NewtonSchulz(form=form, compute_dtype=dtype)
+        )
+        for form in ("standard", "gram")
+        for dtype in ("bfloat16", "float16")
+    ],
     "muonjax.normalize_neurons": of_transformation(lambda: muonjax.normalize_neurons(), matrices),
     "muonjax.normuon": of_transformation(lambda: muonjax.normuon(1e-2)),
     "muonjax.orthogonalize": of_transformation(lambda: muonjax.orthogonalize(), matrices),
@@ -264,8 +270,10 @@ CASES = {
     "muonjax.nnx.dimension_numbers": lambda: muonjax.nnx.dimension_numbers(Model(nnx.Rngs(0))),
     "muonjax.nnx.load_lycoris": nnx_files,
     "pallas_kernels.symmetric_product": lambda: [
-        pallas_kernels.symmetric_product(array(2, 3, 5, dtype=dtype), implementation=implementation)
-        for dtype in ("float32", "bfloat16")
+        pallas_kernels.symmetric_product(
+            array(4, 2, 3, 5).astype(dtype), alpha=array(2), implementation=implementation
+        )
+        for dtype in ("float32", "bfloat16", "complex64")
         for implementation in ("reference", "blocked")
     ],
 }
@@ -298,6 +306,7 @@ ELSEWHERE = {
 
 @quick(
     "muonjax.newton_schulz-rank",
+    "muonjax.newton_schulz, complex-dtype",
     "muonjax.qk_clip-dtype",
     "muonjax.qk_clip-nan",
     "muonjax.signal_clip-dtype",
