@@ -16,6 +16,7 @@ tiers.register_profiles()
 
 
 def pytest_addoption(parser):
+    parser.addoption("--optimized", action="store_true", help="compile with XLA's optimizations, as users do")
     parser.addoption(
         "--jax-strict", action="store_true", help="run muonjax under JAX's strict promotion (tests/strict.py)"
     )
@@ -32,16 +33,15 @@ def pytest_configure(config):
         decorators = strict.DECORATORS + decorators  # the last one is the innermost
         strict.spare_other_libraries()
     sources.install(*decorators)
-    quick = "not thorough" in config.option.markexpr
     if not config.getoption("hypothesis_profile", None):
-        settings.load_profile("quick" if quick else "thorough")
-    if quick:
+        settings.load_profile("quick" if "not thorough" in config.option.markexpr else "thorough")
+    if not config.getoption("optimized"):
         compile_quickly()
     keep_compiled_programs(config)
 
 
 def compile_quickly():
-    """Most of the quick tests' time is compilation. The thorough tests run what users run: optimized programs."""
+    """Most of the tests' time is compilation."""
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # the examples' processes
     # XLA ends a process that gives it a flag that it does not know, as in JAX 0.12.
@@ -59,7 +59,7 @@ def pytest_runtest_call(item):
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items):
-    tiers.mark_others_thorough(items)
+    tiers.mark_others(items)
 
 
 def pytest_collection_finish(session):

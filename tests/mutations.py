@@ -84,6 +84,7 @@ def run_tests(folder: pathlib.Path, tier: str, tests: list[str], limit: float | 
         "--tb=no",
         "-m",
         TIERS[tier],
+        *(["--optimized"] if tier == "thorough" else []),
         *tests,
     ]
     start = time.perf_counter()

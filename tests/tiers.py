@@ -21,13 +21,13 @@ def nightly(*case, id=None):
     return pytest.param(*case, marks=pytest.mark.nightly, id=id)
 
 
-def quick(*ids):
-    """Of a parametrized test, the cases that are quick, by their ids; `.ci/run` adds all others."""
-    return pytest.mark.quick(*ids)
+def quick(*ids, others="thorough"):
+    """Of a parametrized test, the cases that are quick, by their ids, and the marker of all others."""
+    return pytest.mark.quick(*ids, others=others)
 
 
-def mark_others_thorough(items):
-    """Give `pytest.mark.thorough` to the cases that `quick` does not name."""
+def mark_others(items):
+    """Give their marker to the cases that `quick` does not name."""
     named, met = {}, {}
     for item in items:
         marker = item.get_closest_marker("quick")
@@ -36,7 +36,7 @@ def mark_others_thorough(items):
             named.setdefault(test, set(marker.args))
             met.setdefault(test, set()).add(item.callspec.id)
             if item.callspec.id not in marker.args:
-                item.add_marker(pytest.mark.thorough)
+                item.add_marker(marker.kwargs["others"])
     for test, ids in met.items():
         if len(ids) > len(named[test]) and not ids & named[test]:
             raise pytest.UsageError(f"{test}: quick{tuple(named[test])} names none of {sorted(ids)}.")

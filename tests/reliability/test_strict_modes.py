@@ -314,6 +314,7 @@ ELSEWHERE = {
     "muonjax.normalize_neurons-rank",
     "muonjax.hyperball-dtype",
     "pallas_kernels.symmetric_product-dtype",
+    others="nightly",  # .ci/run has all quick tests under these modes
 )
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
