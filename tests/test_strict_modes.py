@@ -34,7 +34,7 @@ def test_orthogonalize_without_rank_promotion():
         jax.jit(lambda tree: tx.update(tree, tx.init(tree))[0]).trace(tree)
 
 
-@quick("standard-9", "standard-zero")
+@quick("standard-9", "standard-zero", others="nightly")
 @pytest.mark.parametrize("x", [STACK[0, :9], STACK[0, :15], np.zeros((16, 24))], ids=["9", "15", "zero"])
 @pytest.mark.parametrize("form", ["standard", "gram"])
 def test_gradients_through_newton_schulz_are_numbers(x, form):

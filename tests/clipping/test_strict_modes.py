@@ -22,7 +22,7 @@ def strict(request):
         yield
 
 
-@quick("dtypes-1-4")
+@quick("dtypes-1-4", others="nightly")
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("every_k", [1, 2])
@@ -58,7 +58,7 @@ def test_half_precision_weights_and_updates():
     np.testing.assert_array_equal(2 * halves["key"]["bias"], params["key"]["bias"])
 
 
-@quick("dtypes")
+@quick("dtypes", others="nightly")
 @pytest.mark.usefixtures("strict")
 def test_signal_clip():
     params = {"out": {"kernel": normal(6, 8), "bias": normal(8)}}
@@ -69,7 +69,7 @@ def test_signal_clip():
     assert int(state.total_clipped) == 8
 
 
-@quick("dtypes-settings1-dtypes0")
+@quick("dtypes-settings1-dtypes0", others="nightly")
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("dtypes", [(jnp.float32, jnp.float32), (jnp.bfloat16, jnp.float32)])
 @pytest.mark.parametrize("settings", [
