@@ -219,8 +219,8 @@ def is_head_scope(path: tuple[str, ...]) -> bool:
 
 @functools.cache
 def head_module(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The outermost module around the leaf that is named for a head, () if none is; `decoder`, BERT's head too, does not
-    count."""
+    """The outermost module around the leaf that is named for a head, () if none is; `decoder`, BERT's head too, is
+    none."""
     names = r"(\w+_)?heads?|cls|predictions|\w*(classifier|predictor)|(class|bbox|box)_embed\d*"
     modules = words(path)[:-1]
     return next((modules[: i + 1] for i, n in enumerate(modules) if re.fullmatch(names, _snake(n))), ())
