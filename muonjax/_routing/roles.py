@@ -221,7 +221,7 @@ def is_head_scope(path: tuple[str, ...]) -> bool:
 def head_module(path: tuple[str, ...]) -> tuple[str, ...]:
     """The outermost module around the leaf that is named for a head, () if none is; `decoder`, BERT's head too, is
     none."""
-    names = r"(\w+_)?heads?|cls|predictions|\w*(classifier|predictor)|(class|bbox|box)_embed\d*"
+    names = r"(\w+_)?heads?|cls|predictions|\w*classifier|(class|bbox|box)_embed\d*"
     modules = words(path)[:-1]
     return next((modules[: i + 1] for i, n in enumerate(modules) if re.fullmatch(names, _snake(n))), ())
 
