@@ -27,10 +27,20 @@ from muonjax._matrix_view import (
     FusedDimensionNumbers,
     MuonDimensionNumbers,
 )
-from muonjax._routing.matrices import depthwise, is_dense_general, matrices
+from muonjax._routing.matrices import depthwise, is_broadcast, is_dense_general, matrices
 from muonjax._routing.named_axes import by_axis_names, named_axes
 from muonjax._routing.output_heads import is_input_patches, output_heads
-from muonjax._routing.roles import CONVOLUTION, DENSE, EXPERTS, INTERLEAVED, PATCHES, UNKNOWN, Role, roles
+from muonjax._routing.roles import (
+    CONVOLUTION,
+    DENSE,
+    EXPERTS,
+    INTERLEAVED,
+    PATCHES,
+    TOKENS,
+    UNKNOWN,
+    Role,
+    roles,
+)
 from muonjax._routing.rules import Rules, apply_rules, check_rule, undecided_message
 from muonjax._routing.siblings import Parameter, Siblings
 from muonjax._routing.stacked_layers import unstack
@@ -188,7 +198,16 @@ def _decide_all(
 ) -> dict[tuple[str, ...], tuple[DimensionNumbers | None, str]]:
     parameters = unstack(undecided, scan_axis)
     siblings = Siblings(parameters, head_sizes, outputs_first)
-    decided = {p.path: _decide(p, siblings, attention, scan_axis) for p in parameters}
+    decided: dict[tuple[str, ...], tuple[DimensionNumbers | None, str]] = {}
+    open_ones: list[Parameter] = []
+    for p in parameters:
+        found = _decide(p, siblings, attention, scan_axis)
+        if found is None:
+            open_ones.append(p)
+        else:
+            decided[p.path] = found
+    if open_ones:
+        raise ValueError(undecided_message(open_ones, attention))
     for path, why in output_heads(
         parameters, {path: numbers for path, (numbers, _) in decided.items()}
     ).items():
@@ -237,8 +256,8 @@ def _better(named: Role, known: Role | None) -> Role:
 
 def _decide(
     p: Parameter, siblings: Siblings, attention: str, scan_axis: int | None
-) -> tuple[DimensionNumbers | None, str]:
-    """One leaf, as one layer sees it."""
+) -> tuple[DimensionNumbers | None, str] | None:
+    """One leaf, as one layer sees it; None where nothing tells."""
     role, rank = p.role, len(p.shape)
     if not role.muon:
         return None, role.name
@@ -246,6 +265,8 @@ def _decide(
         return None, "vector" if rank else "scalar"
     if is_input_patches(p):
         return None, PATCHES.name
+    if is_broadcast(p):
+        return None, TOKENS.name
     if role is UNKNOWN and rank == 3 and scan_axis is not None and p.stacked is None and not siblings.bias(p):
         i = scan_axis % 3
         return MuonDimensionNumbers(*(j for j in range(3) if j != i)), f"{role.name}, stacked"
@@ -253,7 +274,7 @@ def _decide(
         return None, "vector"
     numbers = None if p.stacked and not is_dense_general(p) else matrices(p, siblings, attention)
     if numbers is None:
-        raise ValueError(undecided_message(p, attention))
+        return None
     if depthwise(p, siblings, numbers):
         return None, "one input channel: depthwise"
     _, m, n = matrix_shape(p.shape, numbers)

@@ -15,6 +15,7 @@ from muonjax._routing.roles import (
     ADAPTER_CORE,
     CONVOLUTION,
     DENSE,
+    EXPERTS,
     FUSED_KV,
     FUSED_QKV,
     GATE_UP,
@@ -22,6 +23,7 @@ from muonjax._routing.roles import (
     MLA_UP,
     ROUTER,
     UNKNOWN,
+    module,
     unit,
     words,
 )
@@ -33,6 +35,7 @@ from muonjax._routing.siblings import (
     Siblings,
     arrangements,
     has_heads_of_flax,
+    is_bias_of_blocks,
     is_outputs_first,
     is_pointwise,
     is_weight,
@@ -55,6 +58,8 @@ def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbe
         return _fused(p, siblings, attention)
     if role.kind or role is MLA_UP:
         return _attention(p, siblings, attention)
+    if rank == 3 and role in (UNKNOWN, EXPERTS) and (numbers := _in_and_out(p, siblings)):
+        return numbers
     if layout := role.layouts.get(rank):
         return layout.whole
     if rank == 2:
@@ -99,6 +104,8 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
     transposed = MuonDimensionNumbers((*range(rank - 2), rank - 1), rank - 2)
     outputs_first = MuonDimensionNumbers(tuple(range(1, rank)), 0)
     trailing = is_outputs_first(p, siblings)
+    if bias and is_bias_of_blocks(bias, shape):  # a matrix per block
+        return MuonDimensionNumbers(rank - 2, rank - 1)
     if bias and len(bias) == 1:
         if trailing and shape[0] == bias[0]:
             return outputs_first
@@ -110,8 +117,6 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
     if bias and rank > len(bias) and shape[-len(bias) :] == bias:
         inputs = tuple(range(rank - len(bias)))
         return MuonDimensionNumbers(_one(inputs), tuple(range(rank - len(bias), rank)))
-    if bias and bias == (*shape[:-2], shape[-1]):  # a matrix per block
-        return MuonDimensionNumbers(rank - 2, rank - 1)
     if trailing:
         return outputs_first
     if is_dense_general(p):
@@ -119,6 +124,25 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
     if convolution or is_window(shape):
         return transposed if _is_transposed(p) else last
     return None
+
+
+def _in_and_out(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
+    """Of two arrays in one dictionary, [d, heads, size] and [heads, size, d], the axes; also of others beside them that
+    begin with d."""
+    near = {q.shape for q in siblings.partners(p) if q.role in (UNKNOWN, EXPERTS) and len(q.shape) == 3}
+    first, *_, last = p.shape
+    if (*p.shape[1:], first) in near and first not in p.shape[1:]:
+        return MuonDimensionNumbers(0, (1, 2))
+    if (last, *p.shape[:-1]) in near and last not in p.shape[:-1]:
+        return MuonDimensionNumbers((0, 1), 2)
+    widths = {shape[0] for shape in near if shape[1:] + shape[:1] in near}
+    return MuonDimensionNumbers(0, (1, 2)) if widths == {first} and first not in p.shape[1:] else None
+
+
+def is_broadcast(p: Parameter) -> bool:
+    """Whether a bare array without a telling name is [1, n, d]: added to each sequence of a batch, or put before it."""
+    bare = module(p.path) == words(p.path)
+    return bare and p.role is UNKNOWN and len(p.shape) > 2 and p.shape[0] == 1 and p.shape == p.leaf_shape
 
 
 def is_dense_general(p: Parameter) -> bool:
@@ -223,6 +247,8 @@ def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers
     if len(shape) == 2:
         numbers = _fused_flat(p, siblings, out)
         return numbers if attention == "whole" or numbers is None else _per_head(p, siblings, numbers)
+    if len(shape) == 3 and parts == 2 and shape[1] == 1:  # one head, both key and value
+        return MuonDimensionNumbers(0, (1, 2))
     if len(shape) == 3 and batch is not None:
         inner = [i for i in range(3) if i != batch]
         return MuonDimensionNumbers(*inner) if attention == "whole" else None

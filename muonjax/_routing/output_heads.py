@@ -15,7 +15,7 @@ from muonjax._matrix_view import DimensionNumbers
 from muonjax._routing.roles import (
     DENSE,
     UNKNOWN,
-    is_head_module,
+    head_module,
     is_head_scope,
     is_position,
     is_under_embedding,
@@ -60,6 +60,10 @@ def output_heads(
     ]
     found = {p.path: "output head: maps to the vocabulary" for p in dense if _is_vocabulary(p, tables)}
     taken, given = _taken(parameters, decided), _given(parameters, decided)
+    heads: dict[Path, list[Parameter]] = {}
+    for p in parameters:
+        heads.setdefault(head_module(p.path), []).append(p)
+    taken_in = {head: _taken(inner, decided) if head else taken for head, inner in heads.items()}
     alike = Counter((_without_numbers(p.path), p.shape) for p in parameters)
     layers = Counter((re.sub(r"\d+", "#", "/".join(words(p.path))), p.shape) for p in parameters)
     numbered = Counter(unit(p.path) for p in dense)
@@ -67,24 +71,42 @@ def output_heads(
         rows, columns = (p.shape[axes] for axes in decided[p.path][:2])  # pyright: ignore
         several = layers[re.sub(r"\d+", "#", "/".join(words(p.path))), p.shape] > 2  # a list of equal layers
         plain = alike[_without_numbers(p.path), p.shape] == 1 and len(p.leaf_shape) == 2 and not several
+        in_head = head_module(p.path) and len(p.leaf_shape) == 2  # there may be one for each layer
         tied = [
             t for t in tables if t.shape == p.shape == (columns, rows) and unit(t.path)[0] == unit(p.path)[0]
         ]
         if plain and tied and columns not in taken and rows != columns:  # stored (out, in), as the table
             found[p.path] = "output head: maps to the vocabulary"
-        if p.path in found or not plain or columns in taken:
+        if p.path in found or not (plain or in_head) or columns in taken_in[head_module(p.path)]:
             continue
         if not (given[rows] or taken[rows] > 1 or any(rows % size == 0 for size in given if size >= 16)):
             continue  # nothing leads to it: a layer alone is no head
-        if is_head_module(p.path[:-1]) or (
-            not _is_in_block(p.path)
-            and not re.search(r"att(n|en)", "/".join(words(p.path)).lower())
-            and not _SPLIT.fullmatch(unit(p.path)[1])
-            and not (_HIDDEN.fullmatch(unit(p.path)[1]) and numbered[unit(p.path)] == 1)
-            and not any(columns % size == 0 for size in taken if size >= 16)
+        if (
+            in_head
+            or _is_after_last_norm(p, parameters)
+            or (
+                not _is_in_block(p.path)
+                and not re.search(r"att(n|en)", "/".join(words(p.path)).lower())
+                and not _SPLIT.fullmatch(unit(p.path)[1])
+                and not (_HIDDEN.fullmatch(unit(p.path)[1]) and numbered[unit(p.path)] == 1)
+                and not any(columns % size == 0 for size in taken if size >= 16)
+            )
         ):
             found[p.path] = "output head: no other parameter takes its output"
     return found
+
+
+def _is_after_last_norm(p: Parameter, parameters: Sequence[Parameter]) -> bool:
+    """Whether this is the only dense layer at the root of the model, without a telling name, beside a norm of what it
+    takes: the head, though its width is a multiple of another's."""
+    root, name = unit(p.path)
+    if name not in ("dense", "linear", "fc", "out", "output") or any(
+        words(q.path)[: len(root)] != root for q in parameters
+    ):
+        return False
+    beside = [q for q in parameters if module(q.path)[:-1] == root and q.path != p.path]
+    norms = [q for q in beside if q.role.name == "scale" and q.shape == p.shape[:1]]
+    return bool(norms) and not any(q.role in (DENSE, UNKNOWN) and len(q.shape) > 1 for q in beside)
 
 
 # Their output may be split before use.

@@ -86,10 +86,11 @@ _NOT_MUON = (
     (EMBEDDING, r".*/embedding"),  # flax.linen.Embed and flax.nnx.Embed
     (EMBEDDING._replace(ranks=()), rf"({_EMBED}/(w|weights?|value|table)|(wte|wpe)/{_WEIGHT})"),
     (EMBEDDING._replace(name="codebook", ranks=()), r".*/(code_?(vectors|book)\w*|centroids|prototypes)"),
-    (POSITION, r".*/(pos|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?"),
+    (POSITION, r".*/(pos|pos_?emb\w*|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?"),
+    (Role("mask", False), r".*/(\w+_)?masks?(\W.*)?"),
     (
         TOKENS,
-        r".*/(cls|probe|const\w*|(\w+_)?tokens?|latents?|registers?|queries|prompts?|(\w+_)?(query|object)_tokens?)",
+        r".*/(cls(_\w+)?|probe|const\w*|(\w+_)?tokens?|latents?|registers?|queries|prompts?|(\w+_)?(query|object)_tokens?)",
     ),
     (TOKENS, r"(\w+_)?(tokens?|prompts?)/(weight|value)"),
     (HEAD, r"(class|bbox|box)_embed/kernel"),
@@ -102,7 +103,7 @@ _NOT_MUON = (
     (STATE_SPACE, r".*/(\w+_log|a_param|d_skip|log_\w+|lambda\w*|dt|delta)"),
     (Role("time mixing", False), r".*/time_(decay|first|mix|faaaa|maa)\w*"),
     (Role("gain", False, (1,)), r".*/\w*magnitude"),
-    (Role("gain", False), r".*/(alpha|temperature|tau|layer_?scale\w*|ls\d?|slopes?)"),
+    (Role("gain", False), r".*/(alpha|\w+_beta|temperature|tau|layer_?scale\w*|ls\d?|slopes?)"),
     (
         Role("depthwise convolution", False),
         rf"(\w+_)?(depthwise|dw_?conv|conv_?dw)\w*/{_WEIGHT}|.*/depthwise_kernel",
@@ -123,6 +124,8 @@ _PROJECTIONS = (
 _OUT = (
     rf"(w_?|to_|attn_|attention_|c_|linear_|fc_)?(o|out|output|proj){_SIDE}|post|attn_vec_einsum|dense|linear"
 )
+
+_OF_STATE_SPACE = ("A_log", "Lambda", "Lambda_re", "log_step", "log_dt")  # beside them, a letter is one too
 
 _ADAPTER = r"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
 _ADAPTER_CORE = r"hada_t[12]"
@@ -215,9 +218,12 @@ def is_head_scope(path: tuple[str, ...]) -> bool:
 
 
 @functools.cache
-def is_head_module(path: tuple[str, ...]) -> bool:
-    """Whether a module around the leaf is named for a head; `decoder`, which is BERT's head too, does not count."""
-    return any(re.fullmatch(r"(\w+_)?heads?|cls|predictions|\w*classifier", _snake(n)) for n in words(path))
+def head_module(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The outermost module around the leaf that is named for a head, () if none is; `decoder`, BERT's head too, is
+    none."""
+    names = r"(\w+_)?heads?|cls|predictions|\w*classifier|(class|bbox|box)_embed\d*"
+    modules = words(path)[:-1]
+    return next((modules[: i + 1] for i, n in enumerate(modules) if re.fullmatch(names, _snake(n))), ())
 
 
 def is_position(path: tuple[str, ...]) -> bool:
@@ -244,6 +250,8 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[t
         return ADAPTER_CORE
     if path and re.fullmatch(r"[A-D]\d?(_(re|im|real|imag))?", path[-1]):
         return STATE_SPACE
+    if path and re.fullmatch("[A-Z]", path[-1]) and any((*path[:-1], n) in leaves for n in _OF_STATE_SPACE):
+        return STATE_SPACE  # S4's P, DSS' W
     if (
         scope
         and name != "router"
@@ -264,7 +272,7 @@ def _bias(path: tuple[str, ...], name: str, attentions: set[tuple[str, ...]]) ->
     if projection := _projection(name):
         return BIAS._replace(ranks=(1, 2) if projection.parts == 1 else (1, 2, 3))
     if _weight_role(path, name, unit(path)[0], attentions) in (UNKNOWN, ATTENTION_GATE):
-        return BIAS._replace(ranks=(1, 2, 3))  # DenseGeneral's may have the rank of its output
+        return BIAS._replace(ranks=(1, 2, 3, 4))  # DenseGeneral's may have the rank of its output
     return BIAS
 
 

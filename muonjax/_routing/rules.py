@@ -59,24 +59,19 @@ def check_rule(name: str, shape: tuple[int, ...], dtype: Any, numbers: Dimension
             raise ValueError(f"{where}, but {problem}; correct parts or axis.")
 
 
-def undecided_message(p: Parameter, attention: str) -> str:
-    """The message for a leaf that can't be decided, with a rule that decides it, and all that are numbered like it."""
-    name = "/".join(p.path)
-    pattern = "^" + re.sub(r"\d+", r"\\d+", re.escape(name)) + "$"
-    text = f"dimension_numbers(params) can't tell which matrices the leaf {name!r} ({p.role.name}) of shape "
-    text += f"{p.leaf_shape} holds"
-    numbers, instead = (
-        "None",
-        "gives it to Adam; MuonDimensionNumbers(reduction_axis, output_axis) instead of None names ",
+def undecided_message(undecided: Sequence[Parameter], attention: str) -> str:
+    """The message for leaves that can't be decided, with rules that decide all of them, numbered ones together."""
+    p, others = undecided[0], len(undecided) - 1
+    text = (
+        f"dimension_numbers(params) can't tell which matrices the leaf {'/'.join(p.path)!r} ({p.role.name}) "
     )
+    text += f"of shape {p.leaf_shape} holds"
+    instead = "gives it to Adam; MuonDimensionNumbers(reduction_axis, output_axis) instead of None names "
     instead += "the axes that the layer sums over and those that it gives"
     if p.role is INTERLEAVED:
         text += ", because its heads are interleaved"
-    if p.role is INTERLEAVED and len(p.shape) == 2:
-        numbers, instead = (
-            "MuonDimensionNumbers(0, 1)",
-            "takes query, key and value as one matrix; a matrix per head is ",
-        )
+    if _is_whole(p):
+        instead = "takes query, key and value as one matrix; a matrix per head is "
         instead += "FusedDimensionNumbers(0, 1, parts=3 * number_of_heads, axis=1)"
     elif attention == "heads" and len(p.shape) < 4:
         text += " with attention='heads', because its heads are folded into one axis"
@@ -88,5 +83,17 @@ def undecided_message(p: Parameter, attention: str) -> str:
         instead += (
             "; FusedDimensionNumbers(0, 1, parts=(queries, keys, values), axis=1) those of unequal parts"
         )
+    rules = ", ".join(dict.fromkeys(map(_suggested_rule, undecided)))
+    also = f", nor {others} other{'s' if others > 1 else ''}" if others else ""
     in_muon = "muon_weight_dimension_numbers=lambda params: dimension_numbers(params, rules=...)"
-    return f"{text}. The rule rules=[(r'{pattern}', {numbers})] {instead}. In muon: {in_muon}."
+    return f"{text}{also}. The rule rules=[{rules}] {instead}. In muon: {in_muon}."
+
+
+def _suggested_rule(p: Parameter) -> str:
+    """A rule for a leaf and all that are numbered like it, as a person pastes it."""
+    pattern = "^" + re.sub(r"\d+", r"\\d+", re.escape("/".join(p.path))) + "$"
+    return f"(r'{pattern}', {'MuonDimensionNumbers(0, 1)' if _is_whole(p) else None})"
+
+
+def _is_whole(p: Parameter) -> bool:
+    return p.role is INTERLEAVED and len(p.shape) == 2

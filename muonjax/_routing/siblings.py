@@ -1,6 +1,7 @@
 """Read from the parameters beside a leaf what it does not show itself: bias, attention, order of axes."""
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -137,6 +138,12 @@ def is_weight(p: Parameter) -> bool:
     """Whether the leaf is called `weight`, as PyTorch, Equinox and axlearn call what Flax calls `kernel`."""
     path = words(p.path)
     return bool(path) and path[-1].startswith("weight")
+
+
+def is_bias_of_blocks(bias: Shape, shape: Shape) -> bool:
+    """Whether a bias has every output of a matrix per block, [blocks, in, out], in one axis or by block."""
+    blocks = math.prod(shape[:-2]) if len(shape) > 2 else 1
+    return blocks > 1 and bias in ((*shape[:-2], shape[-1]), (blocks * shape[-1],))
 
 
 def is_pointwise(shape: Shape) -> bool:

@@ -17,6 +17,7 @@ from muonjax._routing.siblings import (
     Siblings,
     arrangements,
     has_heads_of_flax,
+    is_bias_of_blocks,
     is_outputs_first,
     is_pointwise,
     is_window,
@@ -76,7 +77,7 @@ def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
     bias = siblings.bias(p)
     if not role.muon and ranks and rank > min(ranks) == 1 and sum(size > 1 for size in p.shape) <= 1:
         return None  # a norm's scale stored as (1, 1, 1, 64), or a stack of one
-    if bias and len(bias) == 1 and rank > 1 and bias[0] in p.shape:
+    if bias and len(bias) == 1 and rank > 1 and (bias[0] in p.shape or is_bias_of_blocks(bias, p.shape)):
         return False  # a stack's bias has an axis of layers too
     if role is ADAPTER:
         return _is_stacked_factor(p, siblings)
@@ -190,8 +191,8 @@ def _is_layer(parameters: Sequence[Parameter]) -> bool:
     siblings = Siblings(parameters)
     for p in parameters:
         bias = siblings.bias(p) if p.role.muon else None
-        fitting = (p.shape[-len(bias) :], p.shape[:-2] + p.shape[-1:]) if bias else ()
-        if bias and bias not in fitting and not (len(bias) == 1 and bias[0] in p.shape):
+        fits = bias and (bias == p.shape[-len(bias) :] or is_bias_of_blocks(bias, p.shape))
+        if bias and not fits and not (len(bias) == 1 and bias[0] in p.shape):
             return False
         if p.role.kind and len(p.shape) == 3 and _heads_agree(p, siblings) is False:
             return False

@@ -1,6 +1,7 @@
 """What decides a leaf where its name does not: rules, its bias, its siblings, named axes, its shape."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,19 @@ def test_the_suggested_rule_covers_all_layers():
         dimension_numbers({"h": {str(i): layer for i in range(3)}})
 
 
+def test_one_paste_decides_a_tree():
+    """The message has a rule for every leaf that can't be decided, numbered ones together."""
+    odd = {
+        f"layers_{i}": {"query_key_value": {"kernel": leaf(8, 24)}, "odd": leaf(3, 4, 5)} for i in range(2)
+    }
+    with pytest.raises(ValueError, match="nor 3 others") as error:
+        dimension_numbers(odd)
+    rules = re.search(r"rules=(\[.*?\)\]) ", str(error.value))[1]
+    found = decided(odd, rules=eval(rules))
+    assert found["layers_1/odd"] is None
+    assert found["layers_1/query_key_value/kernel"] == MuonDimensionNumbers(0, 1)
+
+
 # Biases
 
 
@@ -86,6 +100,8 @@ def test_the_suggested_rule_covers_all_layers():
         ("c_fc", (96, D), (96,), MuonDimensionNumbers(1, 0)),  # Hugging Face's Conv1D
         ("projection", (5, 3, D), (D,), MuonDimensionNumbers((0, 1), 2)),
         ("gate", (H, S, S), (H, S), MuonDimensionNumbers(1, 2)),  # block diagonal, as Griffin's gates
+        ("sp0", (H, S, 12), (H * 12,), MuonDimensionNumbers(1, 2)),  # block diagonal, as DreamerV3's
+        ("sampling_offsets", (D, H, 4, 4, 2), (H, 4, 4, 2), MuonDimensionNumbers(0, (1, 2, 3, 4))),
     ],
 )
 def test_what_has_a_bias_is_an_output(name, shape, bias, expected):
@@ -198,6 +214,43 @@ def test_gates_are_stored_as_their_down_kernel_is():
     assert decided({"mlp": mlp})["mlp/gating_einsum"] == MuonDimensionNumbers(2, 1)
 
 
+def test_one_head_that_is_key_and_value():
+    """DeepSeek V4's `wkv` (4096, 1, 512) is no pair."""
+    shapes = {"wq_b": (16, H, S), "wkv": (D, 1, S)}
+    found = decided({"self_attention": {name: {"kernel": leaf(*shape)} for name, shape in shapes.items()}})
+    assert found["self_attention/wkv/kernel"] == MuonDimensionNumbers(0, (1, 2))
+
+
+def test_arrays_that_undo_each_other():
+    """[d, heads, size] beside [heads, size, d], as a Mamba layer's input and output; experts are no such pair."""
+    mamba = {"wx_in": leaf(D, H, S), "wb_in": leaf(D, 2, 6), "w_out": leaf(H, S, D)}
+    assert decided({"layer": mamba}) == {
+        "layer/wx_in": MuonDimensionNumbers(0, (1, 2)),
+        "layer/wb_in": MuonDimensionNumbers(0, (1, 2)),
+        "layer/w_out": MuonDimensionNumbers((0, 1), 2),
+    }
+    experts = {"w_in": leaf(H, D, S), "w_out": leaf(H, S, D)}
+    assert set(decided({"layer": experts}).values()) == {MuonDimensionNumbers(1, 2)}
+
+
+# Arrays that are no matrices
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("bottleneck", (1, 5, D)), ("posemb", (2, 1, 9, D)), ("masks-FREEZE_ME", (2, D, D))]
+)
+def test_bare_arrays_that_are_no_matrices(name, shape):
+    """What is put before a sequence, or added to it; a constant mask."""
+    assert decided({name: leaf(*shape), "head": {"kernel": leaf(D, D)}})[name] is None
+
+
+@pytest.mark.parametrize("beside", ["log_step", "Lambda_re"])
+def test_letters_beside_state_space_parameters(beside):
+    """S4's P and DSS' W; a W alone is a matrix."""
+    assert decided({"seq": {"P": leaf(S, D), beside: leaf(S, D)}})["seq/P"] is None
+    assert decided({"layer": {"W": leaf(S, D)}})["layer/W"] == MuonDimensionNumbers(0, 1)
+
+
 # Heads
 
 
@@ -220,6 +273,22 @@ def test_what_is_split_before_use_is_no_head():
     """Modulations (d, 6·d) are taken in parts."""
     params = {"norm": {"scale": leaf(D)}, "modulation": {"kernel": leaf(D, 6 * D)}}
     assert decided(params)["modulation/kernel"] == MuonDimensionNumbers(0, 1)
+
+
+@pytest.mark.parametrize("name", ["Dense_0", "modulation"])
+def test_the_only_dense_layer_after_the_last_norm(name):
+    """The head of a Conformer (512, 1024), though 1024 is twice a width of the model; not what a name tells."""
+    block = {"norm": {"scale": leaf(D)}, "Dense_0": {"kernel": leaf(D, D)}}
+    found = decided({"block_0": block, "LayerNorm_0": {"scale": leaf(D)}, name: {"kernel": leaf(D, 2 * D)}})
+    assert (found[f"{name}/kernel"] is None) == (name == "Dense_0")
+
+
+def test_a_head_for_each_layer():
+    """Deformable DETR refines its boxes after each layer; within a head, what its next layer takes is hidden."""
+    sizes = [D, D, 4]
+    embed = {f"Dense_{i}": {"kernel": leaf(sizes[i], sizes[i + 1])} for i in range(2)}
+    found = decided({"norm": {"scale": leaf(D)}, "bbox_embed0": embed, "bbox_embed1": embed})
+    assert [found[f"bbox_embed1/Dense_{i}/kernel"] for i in range(2)] == [MuonDimensionNumbers(0, 1), None]
 
 
 @pytest.mark.parametrize("name", ["pre_logits", "router_logits"])
