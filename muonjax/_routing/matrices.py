@@ -121,7 +121,7 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
         return outputs_first
     if is_dense_general(p):
         return MuonDimensionNumbers(0, 2 if shape[1] == 2 else (1, 2))  # two are a gate and its values
-    if convolution or is_window(shape):
+    if convolution or (is_window(shape) and module(p.path) != words(p.path)):
         return transposed if _is_transposed(p) else last
     return None
 

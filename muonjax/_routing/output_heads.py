@@ -110,7 +110,7 @@ def _is_after_last_norm(p: Parameter, parameters: Sequence[Parameter]) -> bool:
 
 
 # Their output may be split before use.
-_SPLIT = re.compile(r"(\w+_)?(up|gate|wi|w[123]|w[qkv]\w*|router|in|a|embed\w*|emb)(_\w+)?")
+_SPLIT = re.compile(r"(\w+_)?(up|gate|wi|w[123]|w[qkv]\w*|router|in|a|x|embed\w*|emb)(_\w+)?")
 # No end of a model, unless it is one of a numbered list, as Brax's last `hidden_3` is.
 _HIDDEN = re.compile(r"(\w+_)?(mlp|ffn?\w*|ffw|intermediate|hidden|down|wo)(_\w+)?")
 
@@ -148,9 +148,13 @@ def _axes(axes: int | Sequence[int]) -> tuple[int, ...]:
 
 def _is_in_block(path: Path) -> bool:
     """Whether an outer module of the leaf's is one of a numbered list, `layers/0` or `block_3`; a `Block_0` that may be
-    the only one is none."""
+    the only one is none, unless its name says layer or block without Flax's capitals."""
     outer = [name for name in module(path)[:-1] if re.search(r"\d$", name)]
-    return len(words(path)) > 2 and any(not re.fullmatch(r"\D+_0", name) for name in outer)
+    alone = [
+        re.fullmatch(r"\D+_0", name) and not re.fullmatch(r"(\w*_)?(layers?|blocks?)_0", name)
+        for name in outer
+    ]
+    return len(words(path)) > 2 and not all(alone)
 
 
 def _without_numbers(path: Path) -> str:

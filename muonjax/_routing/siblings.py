@@ -137,7 +137,7 @@ class Siblings:
 def is_weight(p: Parameter) -> bool:
     """Whether the leaf is called `weight`, as PyTorch, Equinox and axlearn call what Flax calls `kernel`."""
     path = words(p.path)
-    return bool(path) and path[-1].startswith("weight")
+    return bool(path) and bool(re.fullmatch(r"weights?(_(v|ih|hh)\w*)?", path[-1]))
 
 
 def is_bias_of_blocks(bias: Shape, shape: Shape) -> bool:

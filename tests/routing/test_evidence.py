@@ -244,6 +244,13 @@ def test_bare_arrays_that_are_no_matrices(name, shape):
     assert decided({name: leaf(*shape), "head": {"kernel": leaf(D, D)}})[name] is None
 
 
+@pytest.mark.parametrize(("name", "shape"), [("R", (4, 4, D, D)), ("weights_re", (D, D, 12, 12))])
+def test_bare_arrays_that_only_look_like_convolutions(name, shape):
+    """An sLSTM's recurrence by gate and head, a Fourier layer's weights by frequency: refused."""
+    with pytest.raises(ValueError, match="can't tell"):
+        decided({"layer": {name: leaf(*shape)}})
+
+
 @pytest.mark.parametrize("beside", ["log_step", "Lambda_re"])
 def test_letters_beside_state_space_parameters(beside):
     """S4's P and DSS' W; a W alone is a matrix."""
@@ -281,6 +288,18 @@ def test_the_only_dense_layer_after_the_last_norm(name):
     block = {"norm": {"scale": leaf(D)}, "Dense_0": {"kernel": leaf(D, D)}}
     found = decided({"block_0": block, "LayerNorm_0": {"scale": leaf(D)}, name: {"kernel": leaf(D, 2 * D)}})
     assert (found[f"{name}/kernel"] is None) == (name == "Dense_0")
+
+
+@pytest.mark.parametrize("name", ["layers_0", "block_0"])
+def test_a_single_block_has_no_head(name):
+    """Jamba's and Mamba's x_proj is taken apart, an xLSTM's gates act at once."""
+    block = {
+        "in_proj": {"kernel": leaf(D, 64)},
+        "igate": {"kernel": leaf(D, 4)},
+        "x_proj": {"kernel": leaf(64, 18)},
+    }
+    found = decided({name: block | {"norm": {"scale": leaf(D)}}})
+    assert all(found[f"{name}/{m}/kernel"] == MuonDimensionNumbers(0, 1) for m in block)
 
 
 def test_a_head_for_each_layer():
