@@ -142,7 +142,9 @@ def is_weight(p: Parameter) -> bool:
 
 def is_bias_of_blocks(bias: Shape, shape: Shape) -> bool:
     """Whether a bias has every output of a matrix per block, [blocks, in, out], in one axis or by block."""
-    blocks = math.prod(shape[:-2]) if len(shape) > 2 else 1
+    if len(shape) < 3:
+        return False
+    blocks = math.prod(shape[:-2])
     return blocks > 1 and bias in ((*shape[:-2], shape[-1]), (blocks * shape[-1],))
 
 
