@@ -32,15 +32,16 @@ def inverse_root(h: jax.Array) -> jax.Array:
     eye = identity_like(h)
     unit = inverse_norm(h)
     rows = jnp.asarray(_POLYNOMIALS, h.dtype)
+    h = scaled(h, unit) + _RIDGE * eye
 
-    def step(t, carry):
-        r, q = carry
+    def step(t, q):
+        # R = Q^H h Q is Hermitian, whatever rounding made of Q: on a TPU a transpose would take as long as a product.
         a, b, c = rows[t]
-        p = a * eye + b * r + c * dot(r, r)
-        return hermitian_part(dot(dot(p, r), p)), hermitian_part(dot(q, p))
+        r = dot.of_adjoint(q, dot(h, q))
+        return a * q + dot(q, b * r + c * dot(r, r))
 
-    start = scaled(h, unit) + _RIDGE * eye, scaled(eye, jnp.sqrt(unit))
-    return jax.lax.fori_loop(0, len(rows), step, start)[1]
+    q = jax.lax.fori_loop(0, len(rows), step, jnp.zeros_like(h) + eye)
+    return scaled(hermitian_part(q), jnp.sqrt(unit))
 
 
 def zolotarev(num_poles: int, lower: float) -> tuple[np.ndarray, np.ndarray]:
