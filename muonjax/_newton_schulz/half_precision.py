@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from muonjax._linalg import MatrixProduct, on_diagonal, square_norm
 from muonjax._newton_schulz.coefficients import Coefficients
-from muonjax._newton_schulz.products import SymmetricProduct
+from muonjax._newton_schulz.products import SymmetricProduct, in_blocks
 from muonjax._newton_schulz.scaling import power_of_two_scale
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import deflate
@@ -37,10 +37,12 @@ class _Products(NamedTuple):
     Attributes:
       on_small_side: Products of m x m matrices.
       axis_name: Mesh axes over which the columns of x are sharded.
+      blocks: Whether symmetric products are made in 2 x 2 blocks, where no implementation is named.
     """
 
     on_small_side: SymmetricProduct
     axis_name: tuple[str, ...]
+    blocks: bool
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -68,15 +70,18 @@ class _Products(NamedTuple):
     def sums(self, z: jax.Array) -> jax.Array:
         """z z^H in float32; it has been rounded before only if the named implementation does that."""
         if self.on_small_side.implementation is None:
-            return self.over_columns(self.summed.with_adjoint(z, z))
+            return self.over_columns(self._plain(self.summed, z, z))
         return self.gram(z).astype(jnp.float32)
 
     def symmetric(self, a: jax.Array, y: jax.Array | None = None, c: jax.Array | None = None) -> jax.Array:
         """A Y^H + C, where Y is A, or commutes with it."""
         if self.on_small_side.implementation is None and not self.on_small_side.together:
-            product = self.rounded.with_adjoint(a, a if y is None else y)
+            product = self._plain(self.rounded, a, a if y is None else y)
             return product if c is None else product + c
         return self.on_small_side(a, y, c, 1.0, 1.0)
+
+    def _plain(self, product: MatrixProduct, a: jax.Array, y: jax.Array) -> jax.Array:
+        return in_blocks(product, a, y) if self.blocks else product.with_adjoint(a, y)
 
 
 def _sum(first: tuple[float, jax.Array], second: tuple[float, jax.Array]) -> jax.Array:
@@ -105,8 +110,8 @@ def iterate(
       tall: x is the transpose of what is stored.
     """
     product = SymmetricProduct(policy.platform, dtype, settings.implementation, together)
-    products = _Products(product, axis_name)
     m = x.shape[-2]
+    products = _Products(product, axis_name, policy.symmetric_in_blocks(m))
     x = x.astype(jnp.float32)
     rank = min(settings.deflation, m // 8)
     scale_of = functools.partial(power_of_two_scale, axis_name=axis_name)
@@ -114,7 +119,12 @@ def iterate(
         z, others = deflate(x, rank, dtype, policy, products.over_columns, scale_of, tall=tall)
     else:
         z, others = (scale_of(x) * x).astype(dtype), 0.0
-    return _steps(products, z, settings.steps, others, _joined(settings, policy, m, columns))
+    q, z, gain = _steps(products, z, settings.steps, others, _joined(settings, policy, m, columns))
+    if x.ndim == 2 or not policy.results_apart(*x.shape[-2:]):
+        return gain * products.rounded(q, z).astype(jnp.float32)
+    q, z, gain = (a.reshape(-1, *a.shape[-2:]) for a in (q, z, gain))
+    results = [gain[i] * products.summed(q[i], z[i]) for i in range(len(z))]
+    return jnp.stack(results).reshape(x.shape)
 
 
 def _joined(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int, jnp.dtype]:
@@ -130,8 +140,8 @@ def _joined(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int
 
 def _steps(
     products: _Products, z: jax.Array, steps: Coefficients, others: Any, joined: tuple[int, jnp.dtype]
-) -> jax.Array:
-    """The polynomials of `steps` on z, in float32.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The polynomials of `steps` on z up to the last product: Q, z' and g, the result being g Q z'.
 
     Args:
       others: A lower bound of the sum of the fourth powers of all eigenvalues of z z^H except the largest.
@@ -159,8 +169,8 @@ def _steps(
         gain = math.prod(a for a, _, _ in steps[apart:]) * gain
     # 1 + Q of several steps is small where Q is near -1: here the identity is added before the one rounding.
     q = q.astype(jnp.float32)
-    y = products.rounded(jnp.where(on_diagonal(q), q + 1, q), z)
-    return gain * fourth**-0.125 * y.astype(jnp.float32)
+    q = jnp.where(on_diagonal(q), q + 1, q).astype(products.dtype)
+    return q, z, gain * fourth**-0.125
 
 
 def _plus(products: _Products, q: jax.Array, z: jax.Array) -> jax.Array:
