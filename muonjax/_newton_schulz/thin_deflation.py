@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from muonjax._linalg import MatrixProduct, dot, identity_like, inverse_norm, on_diagonal
 from muonjax._newton_schulz.deflation import random_signs
-from muonjax._newton_schulz.inverse_root import cholesky, inverse_root, inverse_root_by_cholesky
+from muonjax._newton_schulz.inverse_root import cholesky, inverse_root_by_cholesky, inverse_root_on_tpu
 from muonjax._newton_schulz.scaling import power_of_two_scale
 from muonjax._policy import Policy
 
@@ -89,7 +89,7 @@ def deflate(
     h = over_columns(dot.with_adjoint(scale * b, scale * b))
     unit = inverse_norm(h)
     h = unit * h
-    root = inverse_root_by_cholesky(h) if policy.fast_cholesky else inverse_root(h)
+    root = inverse_root_by_cholesky(h) if policy.fast_cholesky else inverse_root_on_tpu(h)
     target = _target(root)
     minus_p = dot(v, target * root - identity_like(root))
     # Each term is multiplied by the factor separately. If they were added first, x would be an operand of a library's
@@ -110,7 +110,7 @@ def _orthonormalize(y: jax.Array, policy: Policy) -> jax.Array:
     """Nearly orthonormal columns with the span of y [*batch, m, k], no combination of them longer than 1."""
     if not policy.fast_cholesky:
         for _ in range(2):  # after one alone, short columns would raise the polar error by 0.02 to 0.04
-            y = dot(y, inverse_root(dot.of_adjoint(y, y)))
+            y = dot(y, inverse_root_on_tpu(dot.of_adjoint(y, y)))
         return y
     gram = dot.of_adjoint(y, y)
     ridge = _RIDGE * gram + jnp.finfo(gram.dtype).eps ** 3  # for zero columns

@@ -115,7 +115,10 @@ def test_the_polynomials_of_the_inverse_root_are_nowhere_above_one():
     assert evaluate(inverse_root._POLYNOMIALS, np.linspace(0, 1, 10_001)).max() <= 1 + 1e-7
 
 
-@pytest.mark.parametrize("root", [inverse_root.inverse_root, inverse_root.inverse_root_by_cholesky])
+@pytest.mark.parametrize(
+    "root",
+    [inverse_root.inverse_root, inverse_root.inverse_root_on_tpu, inverse_root.inverse_root_by_cholesky],
+)
 def test_inverse_roots_never_exceed_the_inverse_root(root):
     s = np.geomspace(1, 1e-7, 32)
     u = np.linalg.qr(np.random.default_rng(0).standard_normal((32, 32)))[0]
