@@ -217,15 +217,15 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "half_precision.py",
-        "return gain * fourth**-0.125",
-        "return gain * fourth**-0.25",
+        "return q, z, gain * fourth**-0.125",
+        "return q, z, gain * fourth**-0.25",
         "the root of the bound",
     ),
     Mutation(
         _NS + "half_precision.py",
-        "jnp.maximum(fourth - others, fourth / r.shape[-1])",
-        "fourth - others",
-        "the bound of a matrix of low rank",
+        "s = 0.99 * jnp.sum(",
+        "s = 1.1 * jnp.sum(",
+        "the sum over the basis is a lower bound",
     ),
     Mutation(
         _NS + "half_precision.py",
@@ -246,9 +246,9 @@ MUTATIONS = [
         "dominant directions shrink",
     ),
     Mutation(
-        _NS + "thin_deflation.py",
-        "jnp.maximum(rank * mean**4 - 1, 0)",
-        "rank * mean**4",
+        _NS + "half_precision.py",
+        "jnp.maximum(s - bound**0.25, 0)",
+        "s",
         "the largest eigenvalue is not one of the others",
     ),
     Mutation(

@@ -79,8 +79,8 @@ def block(*, chips: bool, compile_time: bool) -> Block:
     )
 
 
-def headline(presets: tuple[str, ...] = ("fast", "balanced")) -> Block:
-    """Our presets' modelled time beside the better of Optax's types: one column for each chip and tree."""
+def headline(chip: str, presets: tuple[str, ...] = ("fast", "balanced")) -> Block:
+    """Our presets' modelled time beside the better of Optax's types on one chip: one column for each tree."""
 
     def columns(content: Row) -> dict[str, Any]:
         def cell(chip, tree):
@@ -95,7 +95,9 @@ def headline(presets: tuple[str, ...] = ("fast", "balanced")) -> Block:
             return of
 
         places = dict.fromkeys(
-            (row["chip"], row["tree"]) for row in rows(content) if row["method"] in presets
+            (row["chip"], row["tree"])
+            for row in rows(content)
+            if row["method"] in presets and row["chip"] == chip
         )
         return {"": "{name}"} | {f"{chip}, {tree}": cell(chip, tree) for chip, tree in places}
 

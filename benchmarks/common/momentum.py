@@ -13,11 +13,33 @@ def spectra() -> list[np.ndarray]:
         return [np.sort(values)[::-1] / values.max() for values in file.values()]
 
 
+def interpolated(spectrum: np.ndarray, m: int) -> np.ndarray:
+    """A spectrum, interpolated to m values."""
+    at, given = np.linspace(0, 1, m), np.linspace(0, 1, len(spectrum))
+    return np.exp(np.interp(at, given, np.log(spectrum + 1e-12)))
+
+
+def adversarial(m: int) -> dict[str, np.ndarray]:
+    """Spectra of m values that are hard to normalize or to deflate, by name; m / 8 directions are shrunk at most."""
+    few, more, tenth = m // 16, 5 * m // 24, m // 10
+    return {
+        "rank one": np.r_[1, np.zeros(m - 1)],
+        "low rank": np.r_[np.ones(more), np.zeros(m - more)],
+        "flat": np.ones(m),
+        "log to 1e-4": np.geomspace(1, 1e-4, m),
+        "plateau of fewer than are shrunk": np.r_[np.ones(few), np.full(m - few, 0.3)],
+        "plateau of more than are shrunk": np.r_[np.ones(more), np.full(m - more, 0.3)],
+        "two levels": np.r_[np.ones(m // 2), np.full(m - m // 2, 0.05)],
+        "three levels": np.r_[np.ones(3), np.full(tenth, 1e-2), np.full(m - 3 - tenth, 1e-4)],
+        "one dominant": np.r_[1, np.full(m - 1, 1e-3)],
+        "slow decay": np.linspace(1, 0.3, m),
+    }
+
+
 def matrix(spectrum: np.ndarray, m: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """A float32 matrix [m, n] with the spectrum interpolated to min(m, n) values, and its exact polar factor."""
     short, long = sorted((m, n))
-    at, given = np.linspace(0, 1, short), np.linspace(0, 1, len(spectrum))
-    s = np.exp(np.interp(at, given, np.log(spectrum + 1e-12)))
+    s = interpolated(spectrum, short)
     u = np.linalg.qr(rng.standard_normal((short, short)))[0]
     v = np.linalg.qr(rng.standard_normal((long, short)))[0]
     x, polar = ((u * s) @ v.T).astype(np.float32), u @ v.T

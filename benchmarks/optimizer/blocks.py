@@ -110,6 +110,27 @@ def _modes(content: Row) -> list[Row]:
     ]
 
 
+def _joined(content: Row) -> list[Row]:
+    """The joined steps' figures over all shapes, for each kind of spectra and method."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in content["joined"]:
+        groups.setdefault((row["kind"], row["method"]), []).append(row)
+    shown = []
+    for (kind, method), rows in groups.items():
+        count = sum(row["count"] for row in rows)
+        means = {key: sum(row[key] * row["count"] for row in rows) / count for key in ("joined", "standard")}
+        most = {key: max(row[key] for row in rows) for key in ("worst_excess", "largest", "largest_standard")}
+        worse = sum(row["worse_by_0.02"] for row in rows)
+        shown.append(
+            {"kind": kind, "method": method, "count": count, "worse_by_0.02": worse, **means, **most}
+        )
+    return shown
+
+
+def _shapes(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(f"{row['shape'][0]} × {row['shape'][1]}" for row in rows))
+
+
 BLOCKS = {
     "muon_step": Block(
         rows="optimizers",
@@ -278,5 +299,18 @@ BLOCKS = {
             "largest singular value": "{largest:.2f}",
         },
         text="{table}\n\nEmulated: products of rounded operands with float32 sums. {machine}",
+    ),
+    "half_precision.joined": Block(
+        rows=_joined,
+        columns={
+            "spectra": "{count:,} {kind}",
+            "method": "{method}",
+            "polar error, joined (standard)": "{joined:.3f} ({standard:.3f})",
+            "worse, at most, by": "{worst_excess:.3f}",
+            "worse by more than 0.02": "{worse_by_0.02}",
+            "largest singular value, joined (standard)": "{largest:.2f} ({largest_standard:.2f})",
+        },
+        text="{table}\n\n{shapes}. Emulated: products of rounded operands with float32 sums. {machine}",
+        values=lambda content: {"shapes": ", ".join(_shapes(content["joined"]))},
     ),
 }

@@ -1,14 +1,18 @@
 """Polar error of the accelerators' half precision, emulated on a CPU, on recorded and adversarial spectra.
 
-    python -m benchmarks.optimizer.half_precision [--quick]
+    python -m benchmarks.optimizer.half_precision [--quick] [--only recorded|joined]
 
 The program is the one that runs on a GPU or a TPU: operands rounded to bfloat16, sums in float32. Optax's default with
-bfloat16 matrices and the same presets in float32 stand beside it. Nothing here has run on an accelerator: order and
-rounding of a device's own sums differ.
+bfloat16 matrices and the same presets in float32 stand beside it. "joined" compares the joined last steps of wide
+matrices (a Gram form, see `half_precision.py` of the library) with the standard form, on 20,000 random spectra, on
+recorded and on adversarial ones. Nothing here has run on an accelerator: order and rounding of a device's own sums
+differ.
 """
 
 import argparse
 import functools
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,6 +29,11 @@ from muonjax._policy import Policy
 PRESETS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced()}
 PLATFORMS = {"gpu": "gpu", "tpu": "tpu", "float32": "cpu"}
 SHAPES = ((192, 192), (192, 768), (384, 384))
+
+# The presets that join steps, and the shapes of wide matrices with the number of random spectra of each.
+JOINED = (("fast", "gpu"), ("balanced", "gpu"), ("balanced", "tpu"))
+WIDE = {(16, 48): 8_000, (32, 64): 6_000, (48, 192): 4_000, (64, 256): 2_000}
+BATCH = 250
 
 
 def optax_bfloat16(x: jax.Array) -> jax.Array:
@@ -58,19 +67,113 @@ def errors(m: int, n: int, every: int) -> dict[str, dict[str, float]]:
     return rows
 
 
+class StandardForm(Policy):
+    """The policy of the same platform, without joined steps."""
+
+    def joins_last_steps(self, m: int, n: int) -> bool:
+        return False
+
+
+def random_spectra(m: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Singular values [count, m] of five kinds in turn, the largest 1."""
+    s = np.empty((count, m))
+    for i in range(count):
+        match i % 5:
+            case 0:  # a random number of decades, crowded at one end or the other
+                s[i] = 10 ** -(rng.uniform(0, 6) * rng.random(m) ** 10 ** rng.uniform(-0.7, 0.7))
+            case 1:  # up to five levels
+                s[i] = rng.choice(10 ** -rng.uniform(0, 4, rng.integers(1, 6)), m)
+            case 2:  # of a Gaussian matrix
+                s[i] = np.linalg.svd(rng.standard_normal((m, rng.integers(m, 4 * m))), compute_uv=False)
+            case 3:  # a few dominant directions over a narrow rest
+                s[i] = rng.uniform(0.1, 1, m)
+                s[i, : rng.integers(1, m // 2)] *= 10 ** rng.uniform(0, 4)
+            case 4:  # of low rank
+                s[i] = rng.uniform(0.01, 1, m) * (np.arange(m) < rng.integers(1, m))
+    return s / s.max(-1, keepdims=True)
+
+
+def with_vectors(s: np.ndarray, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Matrices [count, m, n] with singular values s and their polar factors; every fourth one is diagonal."""
+    count, m = s.shape
+    u, v = (np.linalg.qr(rng.standard_normal((count, k, m)))[0] for k in (m, n))
+    u[::4], v[::4] = np.eye(m), np.eye(n, m)
+    return (u * s[:, None]) @ v.mT, (u * (s > 0)[:, None]) @ v.mT
+
+
+def cases(quick: bool) -> Iterator[tuple[str, tuple[int, int], np.ndarray]]:
+    """Names, shapes and spectra [count, m] that joined steps are tried on."""
+    for (m, n), count in WIDE.items():
+        yield "random", (m, n), random_spectra(m, BATCH if quick else count, np.random.default_rng(m))
+        yield "recorded", (m, n), np.stack([momentum.interpolated(s, m) for s in momentum.spectra()])
+        yield "adversarial", (m, n), np.stack(list(momentum.adversarial(m).values()))
+
+
+def joined(quick: bool) -> list[dict[str, Any]]:
+    """For each preset, shape and kind of spectra: polar errors and the largest singular values of both forms."""
+    rows = []
+    for kind, (m, n), spectra in cases(quick):
+        found = {method: {form: [] for form in (Policy, StandardForm)} for method in JOINED}
+        rng = np.random.default_rng(n)
+        for start in range(0, len(spectra), BATCH):
+            x, polar = with_vectors(spectra[start : start + BATCH], n, rng)
+            for (preset, platform), forms in found.items():
+                for form, results in forms.items():
+                    results.append(_measured(_orthogonalizer(preset, form(platform)), x, polar))
+        for (preset, platform), forms in found.items():
+            (error, top), (plain, plain_top) = (np.concatenate(results, 1) for results in forms.values())
+            rows.append(
+                {
+                    "method": f"{preset} {platform}",
+                    "kind": kind,
+                    "shape": (m, n),
+                    "count": len(error),
+                    "joined": float(error.mean()),
+                    "standard": float(plain.mean()),
+                    "worst_excess": float((error - plain).max()),
+                    "worse_by_0.02": int(np.sum(error > plain + 0.02)),
+                    "largest": float(top.max()),
+                    "largest_standard": float(plain_top.max()),
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+@functools.cache
+def _orthogonalizer(preset: str, policy: Policy) -> Any:
+    one = functools.partial(polar_factor, settings=PRESETS[preset], policy=policy)
+    return jax.jit(lambda x: jax.lax.map(one, x))
+
+
+def _measured(f: Any, x: np.ndarray, polar: np.ndarray) -> np.ndarray:
+    """Polar error and largest singular value of each matrix: [2, count]."""
+    y = np.asarray(f(jnp.asarray(x, jnp.float32)), np.float64)
+    error = np.linalg.norm(y - polar, axis=(-2, -1)) / np.sqrt(x.shape[-2])
+    return np.stack([error, np.sqrt(np.linalg.eigvalsh(y @ y.mT)[:, -1])])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small shape, nothing written")
-    quick = parser.parse_args().quick
-    shapes = ((64, 96),) if quick else SHAPES
-    rows = [
-        {"shape": shape, "method": name, **row}
-        for shape in shapes
-        for name, row in errors(*shape, every=12 if quick else 3).items()
-    ]
-    print(measure.table(rows))
-    if not quick:
-        print(measure.write("half_precision", {"emulated": True, "rows": rows}))
+    parser.add_argument("--only", choices=("recorded", "joined"), help="keep the other's results as they are")
+    arguments = parser.parse_args()
+    path = measure.RESULTS / "half_precision.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results.pop("provenance", None)
+    if arguments.only != "joined":
+        shapes = ((64, 96),) if arguments.quick else SHAPES
+        results["rows"] = [
+            {"shape": shape, "method": name, **row}
+            for shape in shapes
+            for name, row in errors(*shape, every=12 if arguments.quick else 3).items()
+        ]
+        print(measure.table(results["rows"]))
+    if arguments.only != "recorded":
+        results["joined"] = joined(arguments.quick)
+        print(measure.table(results["joined"]))
+    if not arguments.quick:
+        print(measure.write("half_precision", {"emulated": True, **results}))
 
 
 if __name__ == "__main__":

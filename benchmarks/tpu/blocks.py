@@ -3,4 +3,4 @@
 from benchmarks.common.model_blocks import block, headline
 
 # Compilation is not compared: of Optax's loops, one for each parameter, only one of each shape was compiled.
-BLOCKS = {"tpu_model": block(chips=True, compile_time=False), "tpu_model.headline": headline(("balanced",))}
+BLOCKS = {"tpu_model": block(chips=True, compile_time=False), "tpu_model.headline": headline("v5e")}

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from muonjax._linalg import MatrixProduct, on_diagonal, square_norm
 from muonjax._newton_schulz.coefficients import Coefficients
-from muonjax._newton_schulz.products import SymmetricProduct
+from muonjax._newton_schulz.products import SymmetricProduct, in_blocks
 from muonjax._newton_schulz.scaling import power_of_two_scale
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import deflate
@@ -37,10 +37,12 @@ class _Products(NamedTuple):
     Attributes:
       on_small_side: Products of m x m matrices.
       axis_name: Mesh axes over which the columns of x are sharded.
+      blocks: Whether symmetric products are made in 2 x 2 blocks, where no implementation is named.
     """
 
     on_small_side: SymmetricProduct
     axis_name: tuple[str, ...]
+    blocks: bool
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -68,15 +70,18 @@ class _Products(NamedTuple):
     def sums(self, z: jax.Array) -> jax.Array:
         """z z^H in float32; it has been rounded before only if the named implementation does that."""
         if self.on_small_side.implementation is None:
-            return self.over_columns(self.summed.with_adjoint(z, z))
+            return self.over_columns(self._plain(self.summed, z, z))
         return self.gram(z).astype(jnp.float32)
 
     def symmetric(self, a: jax.Array, y: jax.Array | None = None, c: jax.Array | None = None) -> jax.Array:
         """A Y^H + C, where Y is A, or commutes with it."""
         if self.on_small_side.implementation is None and not self.on_small_side.together:
-            product = self.rounded.with_adjoint(a, a if y is None else y)
+            product = self._plain(self.rounded, a, a if y is None else y)
             return product if c is None else product + c
         return self.on_small_side(a, y, c, 1.0, 1.0)
+
+    def _plain(self, product: MatrixProduct, a: jax.Array, y: jax.Array) -> jax.Array:
+        return in_blocks(product, a, y) if self.blocks else product.with_adjoint(a, y)
 
 
 def _sum(first: tuple[float, jax.Array], second: tuple[float, jax.Array]) -> jax.Array:
@@ -105,46 +110,56 @@ def iterate(
       tall: x is the transpose of what is stored.
     """
     product = SymmetricProduct(policy.platform, dtype, settings.implementation, together)
-    products = _Products(product, axis_name)
     m = x.shape[-2]
+    products = _Products(product, axis_name, policy.symmetric_in_blocks(m))
     x = x.astype(jnp.float32)
     rank = min(settings.deflation, m // 8)
     scale_of = functools.partial(power_of_two_scale, axis_name=axis_name)
     if rank:
-        z, others = deflate(x, rank, dtype, policy, products.over_columns, scale_of, tall=tall)
+        z, basis = deflate(x, rank, dtype, policy, products.over_columns, scale_of, tall=tall)
     else:
-        z, others = (scale_of(x) * x).astype(dtype), 0.0
-    return _steps(products, z, settings.steps, others, _joined(settings, policy, m, columns))
+        z, basis = (scale_of(x) * x).astype(dtype), None
+    q, z, gain = _steps(products, z, settings.steps, basis, _joined(settings, policy, m, columns))
+    if x.ndim == 2 or not policy.results_apart(*x.shape[-2:]):
+        return gain * products.rounded(q, z).astype(jnp.float32)
+    q, z, gain = (a.reshape(-1, *a.shape[-2:]) for a in (q, z, gain))
+    results = [gain[i] * products.summed(q[i], z[i]) for i in range(len(z))]
+    return jnp.stack(results).reshape(x.shape)
 
 
 def _joined(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int, jnp.dtype]:
     """How many of the last steps are made as one map, and in which dtype.
 
-    In bfloat16 two are accurate enough, unless one of them is the second of all steps; in float16 all but the first,
-    and three at most. A kernel rounds its sums to bfloat16, so float16 afterwards would gain nothing.
+    In bfloat16 two are accurate enough, unless one of them is the second of all steps; in float16 two of three as well.
+    A third would raise the polar error by up to 0.09 where rounding does not average out (see the benchmark
+    optimizer/half_precision.py). A kernel rounds its sums to bfloat16, so float16 afterwards would gain nothing.
     """
     dtype = jnp.dtype(jnp.bfloat16) if settings.implementation else policy.joined_dtype
-    number = min(len(settings.steps) - 1, 3) if dtype == jnp.float16 else 2 * (len(settings.steps) > 3)
-    return (number if policy.joins_last_steps(m, n) else 1), dtype
+    enough = len(settings.steps) > (2 if dtype == jnp.float16 else 3)
+    return (2 if enough and policy.joins_last_steps(m, n) else 1), dtype
 
 
 def _steps(
-    products: _Products, z: jax.Array, steps: Coefficients, others: Any, joined: tuple[int, jnp.dtype]
-) -> jax.Array:
-    """The polynomials of `steps` on z, in float32.
+    products: _Products,
+    z: jax.Array,
+    steps: Coefficients,
+    basis: jax.Array | None,
+    joined: tuple[int, jnp.dtype],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The polynomials of `steps` on z up to the last product: Q, z' and g, the result being g Q z'.
 
     Args:
-      others: A lower bound of the sum of the fourth powers of all eigenvalues of z z^H except the largest.
+      basis: Of directions that have been shrunk to about the same size.
       joined: As `_joined` gives it.
     """
     number, dtype = joined
     apart = len(steps) - number if number > 1 else len(steps)
     r = products.gram(z)
     r2 = products.symmetric(r)
-    # The bound of the largest singular value is the Schatten-8 norm, after the known part of the others is subtracted.
     fourth = square_norm(r2)
-    fourth = jnp.maximum(fourth - others, fourth / r.shape[-1])
     fourth = jnp.where(fourth == 0, 1, fourth)
+    if basis is not None and basis.shape[-1] > 1:
+        fourth = _without_others(products, r, fourth, basis)
     unit = fourth**-0.25
     q = _map(products, r, steps[0], 1.0, unit, r2)
     # The product of the factors a, a number at trace time: on a device each scalar would be a launch.
@@ -159,8 +174,26 @@ def _steps(
         gain = math.prod(a for a, _, _ in steps[apart:]) * gain
     # 1 + Q of several steps is small where Q is near -1: here the identity is added before the one rounding.
     q = q.astype(jnp.float32)
-    y = products.rounded(jnp.where(on_diagonal(q), q + 1, q), z)
-    return gain * fourth**-0.125 * y.astype(jnp.float32)
+    q = jnp.where(on_diagonal(q), q + 1, q).astype(products.dtype)
+    return q, z, gain * fourth**-0.125
+
+
+def _without_others(products: _Products, r: jax.Array, fourth: jax.Array, basis: jax.Array) -> jax.Array:
+    """An upper bound of the fourth power of R's largest eigenvalue, from the sum over all of them.
+
+    By interlacing, the k largest eigenvalues of R are at least those of V^H R V, for no combination of V's columns is
+    longer than 1. So they sum to s = tr(V^H R V) at least, and if the largest is at most M, the fourth powers of the
+    others sum to (s - M)^4 / (k - 1)^3 at least. Each pass lowers the bound, and with it M.
+    """
+    others = basis.shape[-1] - 1
+    v = basis.astype(products.dtype)
+    # Less by 1/100: the rounding of V can make combinations longer by 1/250.
+    s = 0.99 * jnp.sum(products.summed(r, v) * v.astype(jnp.float32), (-2, -1), keepdims=True)
+    bound = fourth
+    for _ in range(3):
+        bound = fourth - others * (jnp.maximum(s - bound**0.25, 0) / others) ** 4
+        bound = jnp.maximum(bound, fourth / r.shape[-1])
+    return bound
 
 
 def _plus(products: _Products, q: jax.Array, z: jax.Array) -> jax.Array:

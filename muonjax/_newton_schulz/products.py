@@ -1,10 +1,11 @@
-"""Symmetric products of one call: which implementation, in which precision, on which devices."""
+"""Symmetric products of one call: which implementation, in which precision, on which devices; and in 2 x 2 blocks."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from muonjax._linalg import MatrixProduct, adjoint
 from pallas_kernels._api import symmetric_product_on
 
 
@@ -46,3 +47,17 @@ class SymmetricProduct(NamedTuple):
             implementation=self.implementation,
             axis_name=self.together,
         )
+
+
+def in_blocks(product: MatrixProduct, a: jax.Array, y: jax.Array) -> jax.Array:
+    """A Y^H, known to be Hermitian, by three products of half its size; the fourth block is a transpose.
+
+    The diagonal blocks are not mirrored: their deviation from symmetry is smaller than the rounding of their entries.
+    """
+    half = a.shape[-2] // 2
+    (a1, a2), (y1, y2) = ((x[..., :half, :], x[..., half:, :]) for x in (a, y))
+    left = product.with_adjoint(a2, y1)
+    # Without barriers XLA makes the transpose a part of the products, which take three times as long then.
+    right = jax.lax.optimization_barrier(adjoint(jax.lax.optimization_barrier(left)))
+    rows = [product.with_adjoint(a1, y1), right], [left, product.with_adjoint(a2, y2)]
+    return jnp.concatenate([jnp.concatenate(row, -1) for row in rows], -2)

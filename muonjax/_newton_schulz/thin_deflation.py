@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from muonjax._linalg import MatrixProduct, dot, identity_like, inverse_norm, on_diagonal
 from muonjax._newton_schulz.deflation import random_signs
-from muonjax._newton_schulz.inverse_root import cholesky, inverse_root, inverse_root_by_cholesky
+from muonjax._newton_schulz.inverse_root import cholesky, inverse_root_by_cholesky, inverse_root_on_tpu
 from muonjax._newton_schulz.scaling import power_of_two_scale
 from muonjax._policy import Policy
 
@@ -34,16 +34,15 @@ _RIDGE = 1e-5
 
 
 class Deflated(NamedTuple):
-    """W X, rounded, and what is known of its spectrum.
+    """W X, rounded, and the basis of the directions that were shrunk.
 
     Attributes:
       x: [*batch, m, n] in half precision, with the target singular value 1.
-      others: A lower bound of the sum of the fourth powers of all eigenvalues of X X^H but the largest,
-        [*batch, 1, 1].
+      basis: V [*batch, m, k], float32; no combination of its columns is longer than its coefficients.
     """
 
     x: jax.Array
-    others: jax.Array
+    basis: jax.Array
 
 
 def deflate(
@@ -90,31 +89,28 @@ def deflate(
     h = over_columns(dot.with_adjoint(scale * b, scale * b))
     unit = inverse_norm(h)
     h = unit * h
-    root = inverse_root_by_cholesky(h) if policy.fast_cholesky else inverse_root(h)
-    inverse, target = _target(root)
+    root = inverse_root_by_cholesky(h) if policy.fast_cholesky else inverse_root_on_tpu(h)
+    target = _target(root)
     minus_p = dot(v, target * root - identity_like(root))
     # Each term is multiplied by the factor separately. If they were added first, x would be an operand of a library's
     # product, for which it would have to be stacked.
     factor = scale * (jnp.sqrt(unit) / target)
     shrunk = factor * x + factor * half(minus_p, b)
-    # V^H (W X)(W X)^H V = root h root in units of the target. No combination of V's columns is longer than 1: by
-    # interlacing the eigenvalues of X X^H are at least those. At least 9/10 of their mean, whatever rounding did.
-    mean = 0.97 * jnp.sum((inverse * h.mT).real, (-2, -1), keepdims=True) / rank
-    return Deflated(stored(shrunk), jnp.maximum(rank * mean**4 - 1, 0))
+    return Deflated(stored(shrunk), v)
 
 
-def _target(root: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """h^-1 and t, from h^(-1/2): 1 / t^2 is the mean of the eigenvalues of h^-1, each weighted with itself."""
+def _target(root: jax.Array) -> jax.Array:
+    """t from h^(-1/2): 1 / t^2 is the mean of the eigenvalues of h^-1, each weighted with itself."""
     inverse = dot(root, root)
     trace = jnp.sum(jnp.where(on_diagonal(inverse), inverse, 0), (-2, -1), keepdims=True)
-    return inverse, jnp.sqrt(trace * inverse_norm(inverse) ** 2)
+    return jnp.sqrt(trace * inverse_norm(inverse) ** 2)
 
 
 def _orthonormalize(y: jax.Array, policy: Policy) -> jax.Array:
     """Nearly orthonormal columns with the span of y [*batch, m, k], no combination of them longer than 1."""
     if not policy.fast_cholesky:
         for _ in range(2):  # after one alone, short columns would raise the polar error by 0.02 to 0.04
-            y = dot(y, inverse_root(dot.of_adjoint(y, y)))
+            y = dot(y, inverse_root_on_tpu(dot.of_adjoint(y, y)))
         return y
     gram = dot.of_adjoint(y, y)
     ridge = _RIDGE * gram + jnp.finfo(gram.dtype).eps ** 3  # for zero columns
