@@ -72,17 +72,25 @@ class Launch:
         return bool(_FACTORIZATIONS.search(self.kind))
 
 
-def launches(text: str) -> list[Launch]:
+def launches(text: str, unknown_trips: int | None = None) -> list[Launch]:
     """The launches of a program, in the order of the text.
 
     Args:
       text: The optimized HLO, as `jax.jit(f).lower(...).compile().as_text()` gives it.
+      unknown_trips: Iterations of a loop whose length can't be read; None raises instead.
     """
-    return _Walk(text).run()
+    return _Walk(text, unknown_trips).run()
+
+
+def by_instruction(text: str, unknown_trips: int | None = None) -> list[tuple[Instruction, list[Launch]]]:
+    """Each instruction of the schedule, and the launches that it stands for: many for a loop, none for a view."""
+    walk = _Walk(text, unknown_trips)
+    return [(i, walk.launches_of(i, walk.entry, 1)) for i in walk.computations[walk.entry]]
 
 
 class _Walk:
-    def __init__(self, text: str):
+    def __init__(self, text: str, unknown_trips: int | None):
+        self.unknown_trips = unknown_trips
         self.computations, self.entry = parse(text)
         self.frames = source_frames(text)
         self.by_name = {
@@ -95,18 +103,19 @@ class _Walk:
     def _visit(self, name: str, times: int) -> list[Launch]:
         found: list[Launch] = []
         for i in self.computations[name]:
-            if i.op == "while":
-                found += self._visit(_required(i, "body"), times * self._trips(i))
-            elif i.op == "call" or (i.op == "async-start" and i.called("calls")):
-                found += self._visit(_required(i, "to_apply" if i.op == "call" else "calls"), times)
-            elif i.op == "conditional":
-                branches = [self._visit(branch, times) for branch in _branches(i)]
-                found += max(
-                    branches, key=lambda branch: sum(launch.moved * launch.count for launch in branch)
-                )
-            elif i.op not in _FREE:
-                found.append(self._launch(i, name, times))
+            found += self.launches_of(i, name, times)
         return _with_neighbours_phase(found)
+
+    def launches_of(self, i: Instruction, computation: str, times: int) -> list[Launch]:
+        """Of one instruction of a computation that runs so often."""
+        if i.op == "while":
+            return self._visit(_required(i, "body"), times * self._trips(i))
+        if i.op == "call" or (i.op == "async-start" and i.called("calls")):
+            return self._visit(_required(i, "to_apply" if i.op == "call" else "calls"), times)
+        if i.op == "conditional":
+            branches = [self._visit(branch, times) for branch in _branches(i)]
+            return max(branches, key=lambda branch: sum(launch.moved * launch.count for launch in branch))
+        return [] if i.op in _FREE else [self._launch(i, computation, times)]
 
     def _trips(self, i: Instruction) -> int:
         """How often a loop runs: as XLA knows it, else the largest constant that its condition compares with."""
@@ -119,6 +128,8 @@ class _Walk:
                     limits.append(int(inner.operands[0]))
                 if called := inner.called("calls"):
                     pending.append(called)
+        if not limits and self.unknown_trips is not None:
+            return self.unknown_trips
         if not limits:
             raise ValueError(f"The loop {i.name} has no length that can be read off its condition.")
         return max(limits)

@@ -91,14 +91,16 @@ def _traffic(content: Row) -> list[Row]:
 
 
 def _overlap(content: Row) -> list[Row]:
+    rows = content["rows"]
     return [
         {
             **row,
+            "mesh": "" if number and rows[number - 1]["mesh"] == row["mesh"] else row["mesh"],
             "option": "on" if row["option"] else "off",
             "hidden": f"{row['hidden_share']:.2f}",
             "asynchronous": f"{row['asynchronous']} of {row['all_to_alls']}",
         }
-        for row in content["rows"]
+        for number, row in enumerate(rows)
     ]
 
 
@@ -254,12 +256,16 @@ BLOCKS = {
     "exchange_overlap": Block(
         rows=_overlap,
         columns={
+            "devices": "{mesh}",
             "rounds (`chunks`)": "{rounds}",
-            "`xla_tpu_enable_async_all_to_all`": "{option}",
+            "XLA's option": "{option}",
             "asynchronous all-to-alls": "{asynchronous}",
             "share of the bytes that is hidden": "{hidden}",
+            "launches": "{launches:,}",
+            "temporary MiB": "{temporary_mebibytes:.0f}",
         },
-        text="{table}\n\nCounted in the schedule that libtpu compiles for a TPU {topology}, not measured. {machine}",
+        text="{table}\n\nPer device and step, counted in the schedules that XLA compiles for these devices, not "
+        "measured. {machine}",
     ),
     "sharding.llama": Block(
         rows="llama",

@@ -71,6 +71,17 @@ BLOCKS = {
             ),
         },
     ),
+    "unusual_use.quick_tests": Block(
+        rows="quick_tests",
+        columns={
+            "option of `pytest`": "`{option}`",
+            "quick tests under it": "{tests:,}",
+            "without it": "{without}, marked `{marker}`",
+            "other libraries, without it": lambda row: "; ".join(
+                f"`{one['function']}` {one['reason']}" for one in row["spared"]
+            ),
+        },
+    ),
     "unusual_use.shard_map": Block(
         rows="shard_map", columns={"in `jax.shard_map`": "{test}", "cases": "{cases}", "passed": "{passed}"}
     ),

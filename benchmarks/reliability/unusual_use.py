@@ -3,7 +3,8 @@
     python -m benchmarks.reliability.unusual_use            # all; about five minutes
     python -m benchmarks.reliability.unusual_use leaves     # one part; the others are kept
 
-The first three parts count the cases of tests that pass. For leaves, `muon` and `optax.adamw` make three steps on a
+The first three parts count the cases of tests that pass; the quick tests that `.ci/run` runs under the strict modes are
+only counted. For leaves, `muon` and `optax.adamw` make three steps on a
 tree that holds one. Writes results/unusual_use.json.
 """
 
@@ -12,6 +13,7 @@ import collections
 import dataclasses
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,7 @@ from flax import nnx
 
 import muonjax
 from benchmarks.common import measure
+from tests import strict
 
 ROOT = measure.RESULTS.parent.parent
 TESTS = {
@@ -75,6 +78,30 @@ def strict_modes() -> list[dict[str, Any]]:
         row["passed"] += passed
         row["others"] += [] if passed else [{"function": function, "reason": reason}]
     return list(rows.values())
+
+
+def quick_tests() -> list[dict[str, Any]]:
+    """Of each option of `.ci/run`, how many quick tests run under it, how many don't, and why."""
+
+    def collected(markers: str) -> int:
+        tier = "not thorough and not nightly and not interop"
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", f"{tier}{markers}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        found = re.search(r"^(\d+)(?:/\d+)? tests collected", done.stdout, re.MULTILINE)
+        if not found:
+            raise RuntimeError(done.stdout + done.stderr)
+        return int(found.group(1))
+
+    every = collected("")
+    spared = [{"function": f"{module}.{name}", "reason": reason} for module, name, reason in strict.LENIENT]
+    rows = [
+        {"option": "--jax-strict", "marker": "promotes", "spared": spared},
+        {"option": "--jax-debug-nans", "marker": "nan", "spared": []},
+    ]
+    for row in rows:
+        row["without"] = collected(f" and {row['marker']}")
+        row["tests"] = every - row["without"]
+    return rows
 
 
 def count_tests(name: str) -> list[dict[str, Any]]:
@@ -155,6 +182,7 @@ def leaves() -> list[dict[str, str]]:
 
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "strict_modes": strict_modes,
+    "quick_tests": quick_tests,
     "shard_map": lambda: count_tests("shard_map"),
     "files": lambda: count_tests("files"),
     "leaves": leaves,

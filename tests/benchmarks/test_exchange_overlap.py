@@ -2,11 +2,13 @@
 
 import pytest
 
+from benchmarks.common import roofline
 from benchmarks.tpu import exchange_overlap as overlap
 
-# 2.5 GB in bfloat16: a tenth of a second on the links.
-SIZE = int(0.05 * overlap.BYTES_A_SECOND)
-CYCLES = int(0.06 * overlap.CYCLES_A_SECOND)
+TPU = overlap.TARGETS["v5e:4x4"]
+# Bfloat16: a tenth of a second on the links, and compute for six hundredths.
+SIZE = int(0.05 * TPU.bytes_a_second)
+CYCLES = int(0.06 * roofline.ROOFLINES["v5e"].clock)
 
 SCHEDULE = f"""HloModule step, is_scheduled=true
 
@@ -17,7 +19,7 @@ SCHEDULE = f"""HloModule step, is_scheduled=true
 
 %body (b: f32[8]) -> f32[8] {{
   %b = f32[8]{{0}} parameter(0)
-  ROOT %work = f32[8]{{0}} fusion(%b), backend_config={{"estimated_cycles":"{CYCLES}"}}
+  ROOT %work = f32[8]{{0}} copy(%b), backend_config={{"estimated_cycles":"{CYCLES}"}}
 }}
 
 ENTRY %main (x: bf16[{SIZE}], y: f32[8]) -> bf16[{SIZE}] {{
@@ -30,8 +32,8 @@ ENTRY %main (x: bf16[{SIZE}], y: f32[8]) -> bf16[{SIZE}] {{
 """
 
 
-def shares(text):
-    found = overlap.exchanges(text)
+def shares(text, target=TPU):
+    found = overlap.exchanges(text, target)
     return [round(1 - one.waited / one.seconds, 3) for one in found], overlap.summary(found)
 
 
@@ -58,3 +60,15 @@ def test_two_share_the_links():
     # The second ends after .2 s and compute hides .06 of them; nothing is left to wait for the first.
     assert each == [pytest.approx(-0.4), 1.0]
     assert row["hidden_share"] == pytest.approx(0.3)
+
+
+def test_on_a_gpu_a_roofline_says_how_long_the_compute_takes():
+    gpu = overlap.TARGETS["8 x H100"]
+    model = roofline.ROOFLINES["H100"]
+    # A copy of so many floats, read and written once, takes as long as six tenths of the transfer.
+    seconds = 0.6 * 2 * SIZE / gpu.bytes_a_second
+    floats = int(seconds * model.memory * model.memory_efficiency / 8)
+    copy = SCHEDULE.replace("f32[8]", f"f32[{floats}]").replace("%loop = ", "%copy = ")
+    copy = copy.replace(copy[copy.index("while(%y)") : copy.index("\n  ROOT %done")], "copy(%y)")
+    each, _ = shares(copy, gpu)
+    assert each == [pytest.approx(0.6, abs=0.01)]
