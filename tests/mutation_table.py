@@ -169,8 +169,8 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "normalization.py",
-        "x, gram = x * rows, gram * rows * rows.mT",
-        "x, gram = x, gram * rows * rows.mT",
+        "x, gram = scaled(x, rows), scaled(scaled(gram, rows), rows.mT)",
+        "x, gram = x, scaled(scaled(gram, rows), rows.mT)",
         "AOL rescales x with its Gram matrix",
     ),
     Mutation(
@@ -271,8 +271,8 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "inverse_root.py",
-        "start = unit * h + _RIDGE * eye, jnp.sqrt(unit) * eye",
-        "start = unit * h + _RIDGE * eye, unit * eye",
+        "start = scaled(h, unit) + _RIDGE * eye, scaled(eye, jnp.sqrt(unit))",
+        "start = scaled(h, unit) + _RIDGE * eye, scaled(eye, unit)",
         "the scale of the inverse root",
     ),
     Mutation(
@@ -616,7 +616,7 @@ MUTATIONS = [
     ),
     Mutation(
         _CLIP + "max_logits.py",
-        "top + cast * jnp.abs(top)",
+        "top + cast * size",
         "top + cast * top",
         "the margin of a negative bound",
     ),
@@ -856,8 +856,8 @@ MUTATIONS = [
     ),
     Mutation(
         "pallas_kernels/_reference.py",
-        "alpha * p + beta * c.astype(p.dtype)",
-        "alpha * p + c.astype(p.dtype)",
+        "scaled(alpha, p) + scaled(beta, c.astype(p.dtype))",
+        "scaled(alpha, p) + c.astype(p.dtype)",
         "beta",
     ),
     Mutation(
