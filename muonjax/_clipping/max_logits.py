@@ -16,7 +16,7 @@ from muonjax._clipping.errors import errors_of
 from muonjax._clipping.factors import wide_dtype
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+    from jaxtyping import Array, Bool, Float, Float32, Int32
 
 
 def max_logits(
@@ -87,7 +87,7 @@ def max_logits(
     factor = jnp.asarray(depth**-0.5 if scale is None else scale, dtype)
     block_q, block_k = min(block_q, T), min(block_k, S)
 
-    def block(start: Int[Array, " 2"]) -> Float[Array, "batch key_heads group"]:
+    def block(start: jax.Array | np.ndarray) -> Float[Array, "batch key_heads group"]:
         """Maximum over one block."""
         q = lax.dynamic_slice_in_dim(query, start[0], block_q, 1)
         k = lax.dynamic_slice_in_dim(key, start[1], block_k, 1)

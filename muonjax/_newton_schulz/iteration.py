@@ -240,7 +240,7 @@ def _polynomials(
         """R + a I, by a mask: XLA would compute a I outside of a loop over matrices, and keep one for each a."""
         return jnp.where(diagonal, r + (a.astype(r.dtype) if isinstance(a, jax.Array) else a), r)
 
-    def quadratic(row, unit, scale=1.0):
+    def quadratic(row, unit, scale: Any = 1.0):
         """P = a I + b R + c R^2, times `scale`; without a I if `split`."""
         a, b, c = row
         linear = scaled(r, scale * b * unit)
@@ -252,7 +252,7 @@ def _polynomials(
             return product(r, c=linear, alpha=c, beta=1.0)  # added before the sum is rounded
         return linear + (product(r, alpha=c) if r2 is None else scaled(r2, c))
 
-    def times(y, p, a, alpha=1.0):
+    def times(y, p, a, alpha: Any = 1.0):
         """alpha Y P, for Y that commutes with P = a I + b R + c R^2."""
         return product(y, p, c=y, alpha=alpha, beta=alpha * a) if split else product(y, p, alpha=alpha)
 
