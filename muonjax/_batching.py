@@ -6,8 +6,11 @@ ones stay alone and are never copied. A loop goes over a stack in chunks and wri
 the extra memory is the stack and one chunk's iteration, never a second stack.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +18,12 @@ import jax.numpy as jnp
 from muonjax._policy import Policy
 from pallas_kernels._xla_workarounds import unknown_to_xla
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Inexact
 
-def group_by_shape(matrices: Sequence[jax.Array]) -> list[list[int]]:
-    """Indices of the arrays [batch, m, n] that can share a loop: same (short side, long side, dtype), in
-    first-seen order."""
+
+def group_by_shape(matrices: Sequence[Inexact[Array, "_batch _m _n"]]) -> list[list[int]]:
+    """Indices of the arrays that can share a loop: same (short side, long side, dtype), in first-seen order."""
     groups: dict[tuple, list[int]] = {}
     for index, x in enumerate(matrices):
         groups.setdefault((*sorted(x.shape[-2:]), x.dtype), []).append(index)
@@ -26,13 +31,13 @@ def group_by_shape(matrices: Sequence[jax.Array]) -> list[list[int]]:
 
 
 def map_groups(
-    f: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array], policy: Policy
-) -> list[jax.Array]:
+    f: Callable[[jax.Array], jax.Array], matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
+) -> list[Inexact[Array, "_batch _m _n"]]:
     """f on each matrix, compiled once per group.
 
     Args:
       f: [*batch, m, n] -> [*batch, m, n], each matrix on its own; f(x.mT) = f(x).mT.
-      matrices: Arrays [batch, m, n], any shapes.
+      matrices: Of any sizes.
 
     Returns:
       One array for each input, of the same shape and dtype.
@@ -79,18 +84,18 @@ def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> 
     return [stack for stack in stacks if stack]
 
 
-def _is_tall(x: jax.Array) -> bool:
+def _is_tall(x: Inexact[Array, "*batch m n"]) -> bool:
     return x.shape[-2] > x.shape[-1]
 
 
-def _transpose(x: jax.Array, policy: Policy) -> jax.Array:
+def _transpose(x: Inexact[Array, "*batch m n"], policy: Policy) -> Inexact[Array, "*batch n m"]:
     if not policy.is_cpu:
         return x.mT
     # Fused into its neighbours, a transpose runs element by element; alone, it has a kernel ten times faster.
     return jax.lax.optimization_barrier(jax.lax.optimization_barrier(x).mT)
 
 
-def _map_stack(f, stack: jax.Array, policy: Policy) -> jax.Array:
+def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "count m n"]:
     count, *shape = stack.shape
     size = policy.chunk_size(count, (shape[0], shape[1]))
     # One matrix goes without a batch axis: products of batches of one take a slower way through XLA on a CPU.

@@ -1,13 +1,18 @@
 """Weight decay that leaves a weight alone where the update already moves it away from zero."""
 
+from __future__ import annotations
+
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from muonjax._hyperparameters import is_known
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Num
 
 
 def cautious_weight_decay(
@@ -46,7 +51,9 @@ def cautious_weight_decay(
         )
     decay = optax.add_decayed_weights(weight_decay, mask)
 
-    def agreeing(update: jax.Array | None, weight: jax.Array) -> jax.Array | None:
+    def agreeing(
+        update: Num[Array, "*leaf"] | None, weight: Num[Array, "*leaf"]
+    ) -> Num[Array, "*leaf"] | None:
         """The weight where its sign is the update's, else 0."""
         if update is None:
             return None

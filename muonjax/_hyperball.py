@@ -1,7 +1,9 @@
 """Hyperball optimization: each weight matrix keeps its Frobenius norm, and a step is an angle on that sphere."""
 
+from __future__ import annotations
+
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,9 @@ from jax.core import Tracer
 from muonjax._hyperparameters import is_known
 from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces, replace_pieces
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Inexact
 
 
 def hyperball(
@@ -92,12 +97,16 @@ def _wide(leaf: jax.Array, view: MatrixView) -> jax.Array:
     return view.split(leaf).astype(at_least_float32(leaf.dtype))
 
 
-def _dot(x: jax.Array, y: jax.Array, view: MatrixView) -> jax.Array:
+def _dot(
+    x: Inexact[Array, "*split"], y: Inexact[Array, "*split"], view: MatrixView
+) -> Float[Array, "*#split"]:
     """Re <X, Y> of each matrix, with axes of size 1 for rows and columns."""
     return jnp.sum((x * y.conj()).real, (*view.reduction_axes, *view.output_axes), keepdims=True)
 
 
-def _step(leaf: jax.Array, weight: jax.Array, view: MatrixView, eta: jax.Array) -> jax.Array:
+def _step(
+    leaf: Inexact[Array, "*leaf"], weight: Inexact[Array, "*leaf"], view: MatrixView, eta: Float[Array, ""]
+) -> Inexact[Array, "*leaf"]:
     """What to add to W."""
     w, u = _wide(weight, view), _wide(leaf, view)
     w2, u2, wu = _dot(w, w, view), _dot(u, u, view), _dot(w, u, view)

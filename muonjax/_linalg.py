@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Inexact
+    from jaxtyping import Array, Bool, Float, Inexact
 
 
 class MatrixProduct(NamedTuple):
@@ -25,15 +25,21 @@ class MatrixProduct(NamedTuple):
     precision: str | None = "highest"
     result: str | None = None
 
-    def __call__(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    def __call__(
+        self, a: Inexact[Array, "*batch m k"], b: Inexact[Array, "*batch k n"]
+    ) -> Inexact[Array, "*batch m n"]:
         """A B."""
         return jnp.matmul(*self._rounded(a, b), precision=self.precision, preferred_element_type=self._sums)
 
-    def with_adjoint(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    def with_adjoint(
+        self, a: Inexact[Array, "*batch m k"], b: Inexact[Array, "*batch n k"]
+    ) -> Inexact[Array, "*batch m n"]:
         """A B^H by contracting the last axes: a product with an adjoint would first copy a batch transposed."""
         return self._contract("...ik,...jk->...ij", a, b.conj())
 
-    def of_adjoint(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    def of_adjoint(
+        self, a: Inexact[Array, "*batch k m"], b: Inexact[Array, "*batch k n"]
+    ) -> Inexact[Array, "*batch m n"]:
         """A^H B by contracting the first axes."""
         return self._contract("...ki,...kj->...ij", a.conj(), b)
 
@@ -84,13 +90,13 @@ def hermitian_part(a: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m 
     return (a + adjoint(a)) / 2
 
 
-def identity_like(a: jax.Array) -> jax.Array:
-    """I in the dtype of A [*batch, k, k], as [1, ..., k, k]: of A's rank, for JAX's strict mode of promotion."""
+def identity_like(a: Inexact[Array, "*batch k k"]) -> Inexact[Array, "*#batch k k"]:
+    """I in the dtype of A; of A's rank, for JAX's strict mode of promotion."""
     return jnp.expand_dims(jnp.eye(a.shape[-1], dtype=a.dtype), tuple(range(a.ndim - 2)))
 
 
-def on_diagonal(a: jax.Array) -> jax.Array:
-    """The mask of the diagonal of A [*batch, k, k], with A's shape and sharding."""
+def on_diagonal(a: Inexact[Array, "*batch k k"]) -> Bool[Array, "*batch k k"]:
+    """The mask of the diagonal of A, with A's sharding."""
     return jnp.zeros_like(a, bool) | (identity_like(a) != 0)
 
 

@@ -1,16 +1,21 @@
 """View a leaf as a stack of matrices, leaf <-> [batch, m, n], by dimension numbers."""
 
+from __future__ import annotations
+
 import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muonjax._trees import broadcast_prefix, is_masked, tree_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Inexact
 
 MuonDimensionNumbers = optax.contrib.MuonDimensionNumbers
 """Optax's own class, `MuonDimensionNumbers(reduction_axis=0, output_axis=1)`: the axes of a leaf, one or several,
@@ -103,18 +108,18 @@ class MatrixView(NamedTuple):
             leaf = jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
         return leaf.reshape(self.shape)
 
-    def join(self, split: jax.Array, like: jax.Array) -> jax.Array:
+    def join(self, split: Inexact[Array, "*split"], like: Inexact[Array, "*leaf"]) -> Inexact[Array, "*leaf"]:
         """The inverse of `split`, sharded as `like`."""
         leaf, sharding = split.reshape(self.leaf_shape), jax.typeof(like).sharding
         is_explicit = self.cut is not None and AxisType.Explicit in sharding.mesh.axis_types
         return jax.sharding.reshard(leaf, sharding) if is_explicit else leaf
 
-    def to_matrices(self, leaf: jax.Array) -> jax.Array:
-        """`leaf` -> [batch, fan_in, fan_out]."""
+    def to_matrices(self, leaf: jax.Array) -> Inexact[Array, "batch fan_in fan_out"]:
+        """The leaf as a stack of matrices."""
         return leaf.reshape(self.shape).transpose(self._order).reshape(self.batch, self.fan_in, self.fan_out)
 
-    def to_leaf(self, matrices: jax.Array) -> jax.Array:
-        """[batch, fan_in, fan_out] -> the leaf's own shape; the inverse of `to_matrices`."""
+    def to_leaf(self, matrices: Inexact[Array, "batch fan_in fan_out"]) -> jax.Array:
+        """The inverse of `to_matrices`."""
         inverse = sorted(range(len(self.shape)), key=self._order.__getitem__)
         return matrices.reshape(self._sizes(self._order)).transpose(inverse).reshape(self.leaf_shape)
 

@@ -1,7 +1,9 @@
 """Statistics of an optimizer's step, kept in its state: sizes of updates, weights and momentum, and orthogonality."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,9 @@ from muonjax._linalg import at_least_float32, dot, square_norm
 from muonjax._matrix_view import MatrixView, matrix_pieces
 from muonjax._routing.dimension_numbers import dimension_numbers as route
 from muonjax._trees import flatten_with_names, names
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float32
 
 Groups = Callable[[str], str | None]
 
@@ -157,13 +162,13 @@ def _momentum(state: Any, paths: dict[tuple[str, ...], int]) -> dict[int, list[j
     return found
 
 
-def _squares(x: jax.Array) -> jax.Array:
-    """The sum of squares of all entries, float32."""
+def _squares(x: jax.Array) -> Float32[Array, ""]:
+    """The sum of squares of all entries."""
     return jnp.sum(jnp.abs(x.astype(at_least_float32(x.dtype))) ** 2).astype(jnp.float32)
 
 
-def _deviation(update: jax.Array, view: MatrixView) -> jax.Array:
-    """The least ||c U U^T - I||_F^2 / m over c, [batch]: 1 - tr(A)^2 / (m ||A||_F^2) with A = U U^T."""
+def _deviation(update: jax.Array, view: MatrixView) -> Float32[Array, " batch"]:
+    """The least ||c U U^T - I||_F^2 / m over c: 1 - tr(A)^2 / (m ||A||_F^2) with A = U U^T."""
     u = view.to_matrices(update)
     u = u.mT if u.shape[-2] > u.shape[-1] else u
     u = u.astype(at_least_float32(u.dtype))

@@ -1,8 +1,10 @@
 """NorMuon's normalization: each neuron of an orthogonalized update gets the same running root mean square."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,9 @@ import optax
 from muonjax._hyperparameters import is_known
 from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces, replace_pieces
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Inexact
 
 
 class NormalizeNeuronsState(NamedTuple):
@@ -122,8 +127,8 @@ def _neurons(view: MatrixView) -> tuple[int, ...]:
 
 
 def _normalize(
-    leaf: jax.Array, moment: jax.Array, view: MatrixView, decay: Any, eps: Any
-) -> tuple[jax.Array, jax.Array]:
+    leaf: Inexact[Array, "*leaf"], moment: Float[Array, "*neurons"], view: MatrixView, decay: Any, eps: Any
+) -> tuple[Inexact[Array, "*leaf"], Float32[Array, "*neurons"]]:
     """The leaf's normalized update and its new second moment."""
     o = view.split(leaf).astype(at_least_float32(leaf.dtype))
     squares = jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)

@@ -1,7 +1,9 @@
 """The public function `symmetric_product`: check its arguments, choose an implementation, define its derivative."""
 
+from __future__ import annotations
+
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels import _blocked, _reference, _sharded
 from pallas_kernels._platform import platform_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Inexact
 
 # Each name and the module, which is imported when the implementation first runs.
 IMPLEMENTATIONS = {
@@ -23,15 +28,15 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128
 
 
 def symmetric_product(
-    x: jax.Array,
+    x: Inexact[Array, "*batch m k"],
     *,
-    y: jax.Array | None = None,
-    c: jax.Array | None = None,
+    y: Inexact[Array, "*batch m k"] | None = None,
+    c: Inexact[Array, "*batch m m"] | None = None,
     alpha: jax.typing.ArrayLike = 1.0,
     beta: jax.typing.ArrayLike = 0.0,
     implementation: str | None = None,
     axis_name: str | tuple[str, ...] = (),
-) -> jax.Array:
+) -> Inexact[Array, "*batch m m"]:
     """Multiply matrices whose product is known to be symmetric, and return it exactly symmetric.
 
     ```
@@ -90,15 +95,15 @@ def symmetric_product(
 
 def symmetric_product_on(
     platform: str,
-    x: jax.Array,
+    x: Inexact[Array, "*batch m k"],
     *,
-    y: jax.Array | None = None,
-    c: jax.Array | None = None,
+    y: Inexact[Array, "*batch m k"] | None = None,
+    c: Inexact[Array, "*batch m m"] | None = None,
     alpha: jax.typing.ArrayLike = 1.0,
     beta: jax.typing.ArrayLike = 0.0,
     implementation: str | None = None,
     axis_name: str | tuple[str, ...] = (),
-) -> jax.Array:
+) -> Inexact[Array, "*batch m m"]:
     """`symmetric_product` with the platform as an argument: inside a loop it can't be found from the arrays."""
     x, y, c, alpha, beta = _checked(x, y, c, alpha, beta)
     axis_name = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
@@ -161,7 +166,16 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> tuple:
     return x, y, c, *scalars
 
 
-def _run(x, y, c, alpha, beta, implementation, axis_name, platform):
+def _run(
+    x: Inexact[Array, "*batch m k"],
+    y: Inexact[Array, "*batch m k"] | None,
+    c: Inexact[Array, "*batch m m"] | None,
+    alpha: Float[Array, "*#batch"],
+    beta: Float[Array, "*#batch"],
+    implementation: str,
+    axis_name: tuple[str, ...],
+    platform: str,
+) -> Inexact[Array, "*batch m m"]:
     if axis_name:
         return _sharded.symmetric_product(x, y, c, alpha, beta, axis_name=axis_name)
     if implementation == "blocked":

@@ -16,9 +16,12 @@ from product to product comes last. A loop over the blocks would compile faster 
 on two cores a whole iteration takes longer so.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -28,22 +31,25 @@ from pallas_kernels import _reference
 from pallas_kernels._reference import epilogue, mirror, product
 from pallas_kernels._xla_workarounds import unknown_to_xla
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Inexact
+
 # Rows of blocks, at most, and of the smallest block: benchmarks/optimizer/symmetric_product.py compares others.
 ROWS = 4
 SMALLEST = 128
 
 
 def symmetric_product(
-    x: jax.Array,
-    y: jax.Array | None,
-    c: jax.Array | None,
-    alpha: jax.Array,
-    beta: jax.Array,
+    x: Inexact[Array, "*batch m k"],
+    y: Inexact[Array, "*batch m k"] | None,
+    c: Inexact[Array, "*batch m m"] | None,
+    alpha: Float[Array, "*#batch"],
+    beta: Float[Array, "*#batch"],
     *,
     platform: str,
     rows: int = ROWS,
     smallest: int = SMALLEST,
-) -> jax.Array:
+) -> Inexact[Array, "*batch m m"]:
     """``alpha·X Yᴴ + beta·C`` in blocks; the arguments are checked by the public op."""
     *batch, m, _ = x.shape
     rows = min(rows, m // smallest)
@@ -58,7 +64,16 @@ def symmetric_product(
     return lax.map(lambda arguments: one(*arguments), each).reshape(*batch, m, m)
 
 
-def _in_blocks(x, y, c, alpha, beta, *, rows, platform):
+def _in_blocks(
+    x: Inexact[Array, "*batch m k"],
+    y: Inexact[Array, "*batch m k"] | None,
+    c: Inexact[Array, "*batch m m"] | None,
+    alpha: Float[Array, "*#batch"],
+    beta: Float[Array, "*#batch"],
+    *,
+    rows: int,
+    platform: str,
+) -> Inexact[Array, "*batch m m"]:
     bounds = [x.shape[-2] * i // rows for i in range(rows + 1)]
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
     starts = unknown_to_xla(bounds[:-1], platform)

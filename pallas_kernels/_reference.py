@@ -5,9 +5,16 @@ lower triangle is *read*; the upper one is its mirror image. This is a part of t
 returns ``mirror(lower triangle)``, symmetric bit for bit, also where rounding makes the two halves differ.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Inexact
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
@@ -28,8 +35,8 @@ def precision(dtype: jnp.dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST
 
 
-def product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """``X Yᴴ`` in the accumulator's dtype: [*batch, m, k] and [*batch, n, k] give [*batch, m, n]."""
+def product(x: Inexact[Array, "*batch m k"], y: Inexact[Array, "*batch n k"]) -> Inexact[Array, "*batch m n"]:
+    """``X Yᴴ`` in the accumulator's dtype."""
     return jnp.einsum(
         "...ik,...jk->...ij",
         x,
@@ -39,20 +46,25 @@ def product(x: jax.Array, y: jax.Array) -> jax.Array:
     )
 
 
-def epilogue(p: jax.Array, c: jax.Array | None, alpha: jax.Array, beta: jax.Array) -> jax.Array:
-    """``alpha·P + beta·C`` in P's dtype; alpha and beta: scalars, or one for each matrix."""
+def epilogue(
+    p: Inexact[Array, "*batch m n"],
+    c: Inexact[Array, "*batch m n"] | None,
+    alpha: Float[Array, "*#batch"],
+    beta: Float[Array, "*#batch"],
+) -> Inexact[Array, "*batch m n"]:
+    """``alpha·P + beta·C`` in P's dtype."""
     return scaled(alpha, p) if c is None else scaled(alpha, p) + scaled(beta, c.astype(p.dtype))
 
 
-def scaled(number: jax.Array, p: jax.Array) -> jax.Array:
-    """``number·P`` in P's dtype, [*batch, m, n]; a scalar, or one for each matrix of the last batch axes."""
+def scaled(number: jax.Array, p: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch m n"]:
+    """``number·P`` in P's dtype; a scalar, or one for each matrix of the last batch axes."""
     if number.ndim:
         number = lax.expand_dims(number, (*range(p.ndim - 2 - number.ndim), p.ndim - 2, p.ndim - 1))
     return number.astype(p.dtype) * p
 
 
-def mirror(p: jax.Array) -> jax.Array:
-    """The Hermitian matrix [*batch, m, m] whose lower triangle is P's."""
+def mirror(p: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
+    """The Hermitian matrix whose lower triangle is P's."""
     # Sums with zeros rather than one `where`: XLA's CPU compiler takes a minute over
     # `where(row >= column, p, p.mT)` at 1024 (jaxlib 0.10.2), and none over this.
     if jnp.iscomplexobj(p):
@@ -62,8 +74,12 @@ def mirror(p: jax.Array) -> jax.Array:
 
 
 def symmetric_product(
-    x: jax.Array, y: jax.Array | None, c: jax.Array | None, alpha: jax.Array, beta: jax.Array
-) -> jax.Array:
+    x: Inexact[Array, "*batch m k"],
+    y: Inexact[Array, "*batch m k"] | None,
+    c: Inexact[Array, "*batch m m"] | None,
+    alpha: Float[Array, "*#batch"],
+    beta: Float[Array, "*#batch"],
+) -> Inexact[Array, "*batch m m"]:
     """``alpha·X Yᴴ + beta·C`` with one full product; the arguments are checked by the public op."""
     p = product(x, x if y is None else y)
     return mirror(epilogue(p, c, alpha, beta).astype(x.dtype))

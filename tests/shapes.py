@@ -3,6 +3,7 @@
 The sources write `x: Float[Array, "*batch m n"]` below `from __future__ import annotations` and import the names for
 the type checker alone: who runs muonjax neither needs jaxtyping nor evaluates an annotation. While testing, `checked`
 decorates each function that has such an annotation (`tests/sources.py`). Other annotations are left to Pyright.
+NumPy's arrays pass for JAX's, as in `jax.numpy`.
 """
 
 import ast
@@ -11,8 +12,10 @@ import importlib.util
 import inspect
 import types
 import typing
+from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from tests.sources import Decorator
 
@@ -44,12 +47,17 @@ def fits(value, hint) -> bool:
         return any(fits(value, option) for option in inner)
     if origin is tuple and Ellipsis not in inner:
         return isinstance(value, tuple) and len(value) == len(inner) and all(map(fits, value, inner))
+    if origin in (list, tuple, Sequence):
+        return isinstance(value, origin) and all(fits(item, inner[0]) for item in value)
+    if hint is float:
+        return isinstance(value, float | int)
     return isinstance(value, hint) if isinstance(hint, type) and hint is not typing.Any else True
 
 
 def checked(function):
     """`function`, which raises where it took or made an array of another shape or dtype than its annotations state."""
-    names = {**vars(jaxtyping), "Array": jax.Array, "ArrayLike": jax.typing.ArrayLike, **function.__globals__}
+    arrays = {"Array": jax.Array | np.ndarray, "ArrayLike": jax.typing.ArrayLike}
+    names = {**vars(jaxtyping), **arrays, **function.__globals__}
     signature = inspect.signature(function)
     stated = {
         name: text

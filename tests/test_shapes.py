@@ -1,10 +1,13 @@
 """Wrong shapes are found by the check of `tests.shapes`."""
 
+import ast
 import importlib
+import pathlib
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests import shapes, sources
@@ -13,6 +16,7 @@ pytestmark = pytest.mark.skipif(not shapes.AVAILABLE, reason="jaxtyping is not i
 
 SOURCE = """
 from __future__ import annotations
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 import jax.numpy as jnp
 if TYPE_CHECKING:
@@ -31,6 +35,9 @@ def refuses(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
 
 def pair(x: Int[Array, "n"]) -> tuple[Int[Array, "n"], Int[Array, "n"] | None]:
     return x, None if x.size < 3 else x[:4]
+
+def transposed(xs: Sequence[Float[Array, "_m _n"]]) -> list[Float[Array, "_n _m"]]:
+    return [x.T if x.size > 1 else x[0] for x in xs]
 
 def unchecked(x: int) -> str:
     return x
@@ -56,6 +63,8 @@ def test_accepts_what_fits(module):
     assert jax.jit(jax.vmap(module.gram))(x).shape == (3, 2, 2)
     assert module.pair(jnp.arange(2))[1] is None
     assert len(module.pair(jnp.arange(4))) == 2
+    assert len(module.transposed((jnp.ones((2, 3)), np.ones((1, 4))))) == 2
+    assert module.gram(x, 2).shape == (3, 2, 2)
     assert module.unchecked("any") == "any"
 
 
@@ -66,6 +75,9 @@ def test_accepts_what_fits(module):
         ("gram", jnp.ones((2, 2), int), r"gram: x is int32\[2, 2\], not Float"),
         ("gram", jnp.ones((2, 1)), r"gram: return is float32\[2, 1\], not Float"),
         ("double", 2.0, "double: x is 2.0, not Float"),
+        ("transposed", [jnp.ones((2, 2)), jnp.ones(2)], r"transposed: xs is (.|\n)*, not Sequence"),
+        ("transposed", [jnp.ones((1, 1))], r"transposed: return is .*, not list"),
+        ("transposed", jnp.ones((2, 2, 2)), "transposed: xs is float32.*, not Sequence"),
         ("pair", jnp.arange(5), r"pair: return is .*, not tuple"),
     ],
 )
@@ -82,3 +94,18 @@ def test_what_a_function_refuses_itself_it_refuses(module):
 def test_refuses_a_wrong_scale(module):
     with pytest.raises(AssertionError, match="gram: scale is"):
         module.gram(jnp.ones((2, 3)), jnp.ones(2))
+
+
+def test_all_shapes_in_the_sources_can_be_evaluated():
+    root = pathlib.Path(__file__).parents[1]
+    sources = [
+        path.read_text()
+        for package in ("muonjax", "pallas_kernels")
+        for path in (root / package).rglob("*.py")
+    ]
+    found = 0
+    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+        if isinstance(node, ast.Subscript) and shapes.names_of(node.value) & shapes.DTYPES:
+            eval(ast.unparse(node), {**vars(shapes.jaxtyping), "Array": jax.Array, "np": np})
+            found += 1
+    assert found > 300

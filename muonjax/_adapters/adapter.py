@@ -4,9 +4,11 @@ An adapter sees a layer's kernel as a matrix [in, out]: a dense kernel [*in, *ou
 convolution's [*window, in, out] as (window·in) × out, or in the Tucker form by a core in between.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,9 @@ from muonjax._adapters.hadamard import column_norms, common_dtype, hadamard_weig
 from muonjax._adapters.hadamard_dot import hadamard_linear
 from muonjax._linalg import at_least_float32
 from muonjax._trees import names
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
 FACTORS: tuple[str, str, str, str] = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 CORES: tuple[str, str] = ("hada_t1", "hada_t2")
@@ -43,7 +48,7 @@ class Adapter(NamedTuple):
     magnitude: jax.Array | None = None
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Adapter":
+    def of(cls, values: Mapping[str, Any]) -> Adapter:
         """The adapter of arrays by name, as parameter trees hold them, with the scale under `SCALE`."""
         w1a, w1b, w2a, w2b = (values[name] for name in FACTORS)
         cores = (values[CORES[0]], values[CORES[1]]) if CORES[0] in values else None
@@ -71,7 +76,9 @@ class Adapter(NamedTuple):
         if not fits or (self.magnitude is not None and self.magnitude.shape != (n,)):
             raise ValueError(f"A LoHa adapter of {made} does not fit a kernel of shape {tuple(shape)}.")
 
-    def merge(self, kernel: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def merge(
+        self, kernel: Float[Array, "*kernel"]
+    ) -> tuple[Float[Array, "*kernel"], Float[Array, " n"] | None]:
         """The kernel with ΔW and the magnitude in it, and the norms that `unmerge` needs if there is a magnitude."""
         delta = self.delta(kernel.shape)
         dtype = at_least_float32(common_dtype(kernel, delta))
@@ -83,7 +90,9 @@ class Adapter(NamedTuple):
         columns = columns * self._gain(norms)
         return columns.reshape(kernel.shape).astype(kernel.dtype), norms
 
-    def unmerge(self, merged: jax.Array, norms: jax.Array | None = None) -> jax.Array:
+    def unmerge(
+        self, merged: Float[Array, "*kernel"], norms: Float[Array, " n"] | None = None
+    ) -> Float[Array, "*kernel"]:
         """The kernel before `merge`, to rounding."""
         delta = self.delta(merged.shape)
         dtype = at_least_float32(common_dtype(merged, delta))
@@ -97,12 +106,12 @@ class Adapter(NamedTuple):
             kernel = (columns / self._gain(norms).astype(dtype)).reshape(kernel.shape)
         return (kernel - delta.astype(dtype)).astype(merged.dtype)
 
-    def _gain(self, norms: jax.Array) -> jax.Array:
-        """Magnitude over norm of each column, [1, n]."""
+    def _gain(self, norms: Float[Array, " n"]) -> Float[Array, "1 n"]:
+        """Magnitude over norm of each column."""
         assert self.magnitude is not None
         return (self.magnitude.astype(norms.dtype) / (norms + jnp.finfo(norms.dtype).eps))[None]
 
-    def drop_ranks(self, key: jax.Array, rate: float) -> "Adapter":
+    def drop_ranks(self, key: jax.Array, rate: float) -> Adapter:
         """Zeroes each of the first pair's ranks with probability `rate`; scales up the others to keep ΔW's mean."""
         w1a, w1b, w2a, w2b = self.factors
         kept = jax.random.bernoulli(key, 1.0 - rate, (w1a.shape[-1],))

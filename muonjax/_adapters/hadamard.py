@@ -10,13 +10,19 @@ barrier before the second (`jax.checkpoint`'s own) prevents it, but XLA's CPU co
 versions; two loops are never merged. So each recomputation is a loop and has the barrier.
 """
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from muonjax._linalg import at_least_float32
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
 
 # A block is a quarter of the rows: its temporaries, about four, together are as large as one weight, and its
 # products are large enough to run at full speed, which products of much fewer than 128 rows are not.
@@ -25,14 +31,14 @@ _ROWS = 128
 
 
 def hadamard_weight(
-    w1a: jax.Array,
-    w1b: jax.Array,
-    w2a: jax.Array,
-    w2b: jax.Array,
+    w1a: Float[Array, "*batch m r"],
+    w1b: Float[Array, "*batch r n"],
+    w2a: Float[Array, "*batch m r"],
+    w2b: Float[Array, "*batch r n"],
     *,
-    scale: jax.Array | float = 1.0,
-    tucker: tuple[jax.Array, jax.Array] | None = None,
-) -> jax.Array:
+    scale: Float[Array, "*#batch"] | float = 1.0,
+    tucker: tuple[Float[Array, "*window r r"], Float[Array, "*window r r"]] | None = None,
+) -> Float[Array, "*batch_or_window m n"]:
     """A weight of rank up to r² from four factors of rank r:
 
         ΔW = scale · (w1a · w1b) ∘ (w2a · w2b)
@@ -80,7 +86,7 @@ def hadamard_weight(
             w1a, w1b, w2a, w2b, scales
         )
 
-    def rows(start: jax.Array | int, count: int) -> jax.Array:
+    def rows(start: Int[Array, ""] | int, count: int) -> Float[Array, "count n"]:
         a1, a2 = (lax.dynamic_slice_in_dim(a, start, count) for a in (w1a, w2a))
         return product(a1, w1b, a2, w2b, scale).astype(dtype)
 
@@ -92,8 +98,8 @@ def hadamard_weight(
     return weight if len(weight) == m else jnp.concatenate([weight, rows(len(weight), m - len(weight))])
 
 
-def column_norms(w: jax.Array) -> jax.Array:
-    """The Euclidean norm of each column of w [..., n], over all other axes, in float32 at least: [n]."""
+def column_norms(w: Float[Array, "... n"]) -> Float[Array, " n"]:
+    """The Euclidean norm of each column of w, over all other axes, in float32 at least."""
     squares = jnp.sum(jnp.square(w.astype(accumulator(w))), axis=tuple(range(w.ndim - 1)))
     return jnp.sqrt(squares)
 
@@ -113,13 +119,13 @@ def accumulator(*arrays: jax.Array) -> jnp.dtype:
 
 
 def product(
-    a1: jax.Array,
-    b1: jax.Array,
-    a2: jax.Array,
-    b2: jax.Array,
-    scale: jax.Array | float,
+    a1: Float[Array, "m r"],
+    b1: Float[Array, "r n"],
+    a2: Float[Array, "m r"],
+    b2: Float[Array, "r n"],
+    scale: Float[Array, ""] | float,
     precision: lax.PrecisionLike = None,
-) -> jax.Array:
+) -> Float[Array, "m n"]:
     """scale · (a1·b1) ∘ (a2·b2), in float32 at least, with both products in memory."""
     # Half precision: the two products are multiplied with each other, so their rounding would be too.
     dtype = accumulator(a1, b1, a2, b2)
@@ -130,15 +136,15 @@ def product(
 
 
 def _tucker_weight(
-    w1a: jax.Array,
-    w1b: jax.Array,
-    w2a: jax.Array,
-    w2b: jax.Array,
-    t1: jax.Array,
-    t2: jax.Array,
+    w1a: Float[Array, "m r"],
+    w1b: Float[Array, "r n"],
+    w2a: Float[Array, "m r"],
+    w2b: Float[Array, "r n"],
+    t1: Float[Array, "*window r r"],
+    t2: Float[Array, "*window r r"],
     *,
-    scale: jax.Array | float,
-) -> jax.Array:
+    scale: Float[Array, ""] | float,
+) -> Float[Array, "*window m n"]:
     r, window = w1a.shape[-1], t1.shape[:-2]
     if w1a.ndim != 2 or t1.shape != t2.shape or t1.shape[-2:] != (r, r):
         raise ValueError(
@@ -169,7 +175,7 @@ def block_length(length: int, most: int) -> int:
     return max(1, length // max(2, -(-length // most)))
 
 
-def starts(length: int, count: int) -> jax.Array:
+def starts(length: int, count: int) -> Int[Array, " blocks"]:
     """The first index of each whole block of `count`."""
     return jnp.arange(length // count) * count
 

@@ -1,6 +1,8 @@
 """x · ΔW and x · (W + ΔW) for LoHa's ΔW, without a matrix as large as W besides W itself."""
 
-from typing import Literal
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
 
 import jax
 from jax import lax
@@ -8,18 +10,21 @@ from jax import lax
 from muonjax._adapters.hadamard import check_factors, common_dtype
 from muonjax._adapters.hadamard_forms import dot_by_kronecker, dot_by_rows
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
 
 def hadamard_dot(
-    x: jax.Array,
-    w1a: jax.Array,
-    w1b: jax.Array,
-    w2a: jax.Array,
-    w2b: jax.Array,
+    x: Float[Array, "*tokens m"],
+    w1a: Float[Array, "m r"],
+    w1b: Float[Array, "r n"],
+    w2a: Float[Array, "m r"],
+    w2b: Float[Array, "r n"],
     *,
-    scale: jax.Array | float = 1.0,
+    scale: Float[Array, ""] | float = 1.0,
     form: Literal["auto", "rows", "kronecker"] = "auto",
     precision: lax.PrecisionLike = None,
-) -> jax.Array:
+) -> Float[Array, "*tokens n"]:
     """x · ΔW for the ΔW of `hadamard_weight`, without any m × n matrix.
 
     "rows" forms ΔW a quarter of its rows at a time: (2r + t)·m·n multiply-adds for t tokens. "kronecker" uses
@@ -68,18 +73,18 @@ def hadamard_dot(
 
 
 def hadamard_linear(
-    x: jax.Array,
-    w: jax.Array,
-    w1a: jax.Array,
-    w1b: jax.Array,
-    w2a: jax.Array,
-    w2b: jax.Array,
+    x: Float[Array, "*tokens m"],
+    w: Float[Array, "m n"],
+    w1a: Float[Array, "m r"],
+    w1b: Float[Array, "r n"],
+    w2a: Float[Array, "m r"],
+    w2b: Float[Array, "r n"],
     *,
-    scale: jax.Array | float = 1.0,
-    magnitude: jax.Array | None = None,
+    scale: Float[Array, ""] | float = 1.0,
+    magnitude: Float[Array, " n"] | None = None,
     form: Literal["auto", "rows", "kronecker"] = "auto",
     precision: lax.PrecisionLike = None,
-) -> jax.Array:
+) -> Float[Array, "*tokens n"]:
     """The adapted linear map as a whole, x · (W + ΔW), or with a magnitude, DoRA's
 
         y = x · (W + ΔW) · diag(magnitude / ‖columns of W + ΔW‖)

@@ -9,8 +9,10 @@ loop reads, whose value the derivative keeps, and as a part of the carry, which 
 cotangent starts from what comes after the loop, and `_zero_from_cotangent` makes that wait for the cotangent of y.
 """
 
+from __future__ import annotations
+
 import functools
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +21,23 @@ from jax.custom_derivatives import SymbolicZero
 
 from muonjax._adapters.hadamard import accumulator, block_length, product, rows_per_block, starts
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
 Factors: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 _KRONECKER_COLUMNS = 128  # of the m × r² factor, at a time
 
 
 def dot_by_rows(
-    x: jax.Array,
-    w: jax.Array | None,
+    x: Float[Array, "tokens m"],
+    w: Float[Array, "m n"] | None,
     factors: Factors,
-    scale: jax.Array | float,
+    scale: Float[Array, ""] | float,
     precision: lax.PrecisionLike,
-    magnitude: jax.Array | None = None,
-) -> jax.Array:
-    """x [tokens, m] · (W + ΔW), as a sum over blocks of rows, in the dtype of the sums."""
+    magnitude: Float[Array, " n"] | None = None,
+) -> Float[Array, "tokens n"]:
+    """x · (W + ΔW), as a sum over blocks of rows, in the dtype of the sums."""
     w1a, w1b, w2a, w2b = factors
     m, n = w1a.shape[0], w1b.shape[1]
     dtype = accumulator(x, *factors)
@@ -62,12 +67,12 @@ def dot_by_rows(
 
 
 def dot_by_kronecker(
-    x: jax.Array,
-    w: jax.Array | None,
+    x: Float[Array, "tokens m"],
+    w: Float[Array, "m n"] | None,
     factors: Factors,
-    scale: jax.Array | float,
+    scale: Float[Array, ""] | float,
     precision: lax.PrecisionLike,
-) -> jax.Array:
+) -> Float[Array, "tokens n"]:
     """x · W + scale · (x · (w1a ⊙ w2a)) · (w1b ⊛ w2b), a few ranks of the first pair at a time."""
     w1a, w1b, w2a, w2b = factors
     r = w1a.shape[1]
@@ -97,7 +102,9 @@ def _zeros(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.Array:
     return sum((jnp.zeros_like(v, dtype, shape=()) for v in operands), jnp.zeros(shape, dtype))
 
 
-def _multiply(x: jax.Array, w: jax.Array, dtype: Any, precision: lax.PrecisionLike) -> jax.Array:
+def _multiply(
+    x: Float[Array, "tokens k"], w: Float[Array, "k n"], dtype: Any, precision: lax.PrecisionLike
+) -> Float[Array, "tokens n"]:
     """x · w in the precision of x, summed in that of `dtype`."""
     y = jnp.matmul(x, w.astype(x.dtype), precision=precision, preferred_element_type=dtype)
     return y.astype(dtype)
@@ -105,8 +112,12 @@ def _multiply(x: jax.Array, w: jax.Array, dtype: Any, precision: lax.PrecisionLi
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _multiply_kept(
-    x: jax.Array, carried: jax.Array, w: jax.Array, dtype: Any, precision: lax.PrecisionLike
-) -> jax.Array:
+    x: Float[Array, "tokens k"],
+    carried: Float[Array, "tokens k"],
+    w: Float[Array, "k n"],
+    dtype: Any,
+    precision: lax.PrecisionLike,
+) -> Float[Array, "tokens n"]:
     """`_multiply(x, w, …)`, whose derivative keeps x, and gives its cotangent to `carried`, which equals x."""
     return _multiply(x, w, dtype, precision)
 
@@ -125,7 +136,9 @@ def _(dtype: Any, precision: lax.PrecisionLike, primals: Any, tangents: Any) -> 
 
 
 @jax.custom_jvp
-def _zero_from_cotangent(y: jax.Array, carried: jax.Array) -> jax.Array:
+def _zero_from_cotangent(
+    y: Float[Array, "tokens n"], carried: Float[Array, "tokens m"]
+) -> Float[Array, "tokens n"]:
     """y; the cotangent of `carried` becomes a zero that is computed from the cotangent of y."""
     return y
 

@@ -1,17 +1,22 @@
 """Wrap an attention function so that it also reports each head's largest logit."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from muonjax._clipping.errors import errors_of
 from muonjax._clipping.max_logits import max_logits
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
 
 # Arguments that say which pairs the softmax sees: these are measured so, others of such names are refused.
 HONOURED = ("mask", "bias", "is_causal", "local_window_size", "query_seq_lengths", "key_value_seq_lengths")
@@ -56,7 +61,13 @@ class _Wrapped:
             )
         return given
 
-    def maxima(self, query: jax.Array, key: jax.Array, given: dict[str, Any], precision: Any) -> jax.Array:
+    def maxima(
+        self,
+        query: Float[Array, "*batch T heads D"],
+        key: Float[Array, "*batch S key_heads D"],
+        given: dict[str, Any],
+        precision: Any,
+    ) -> Float[Array, " heads"]:
         """The largest logit of each head that the base's softmax sees."""
         seen = self.fixed | given
         mask, is_causal = _visible_pairs(query, key, seen), seen.get("is_causal", False)
@@ -129,7 +140,11 @@ def reporting(
     return attention_fn
 
 
-def _visible_pairs(query: jax.Array, key: jax.Array, arguments: dict[str, Any]) -> jax.Array | None:
+def _visible_pairs(
+    query: Float[Array, "*batch T heads D"],
+    key: Float[Array, "*batch S key_heads D"],
+    arguments: dict[str, Any],
+) -> Bool[Array, " ..."] | None:
     """The pairs that the mask, the bias and the lengths of an attention function leave visible; None for all.
 
     A bias hides a pair where it is so low that no softmax sees it: half the lowest number of its dtype, or -1e9.

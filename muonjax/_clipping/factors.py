@@ -1,14 +1,19 @@
 """The factor of each signal, and how it is spread over the part of a parameter that feeds the signal."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,13 +142,15 @@ def wide_dtype(*dtypes: Any) -> Any:
         return functools.reduce(jnp.promote_types, dtypes, jnp.float32)
 
 
-def scaled(p: jax.Array, f: jax.Array) -> jax.Array:
+def scaled(p: Float[Array, "*parameter"], f: Float[Array, "*#parameter"]) -> Float[Array, "*parameter"]:
     """f·p in the dtype of p, and p bit for bit where f = 1."""
     wide = wide_dtype(p.dtype)
     return jnp.where(f == 1, p, (f.astype(wide) * p.astype(wide)).astype(p.dtype))
 
 
-def scaled_update(u: jax.Array, p: jax.Array, f: jax.Array) -> jax.Array:
+def scaled_update(
+    u: Float[Array, "*parameter"], p: Float[Array, "*parameter"], f: Float[Array, "*#parameter"]
+) -> Float[Array, "*parameter"]:
     """u' with p + u' = f·(p + u), and u bit for bit where f = 1 (where 0·p would turn −0 into 0, and inf into NaN)."""
     # A half-precision update of a float32 weight would miss the bound.
     with jax.numpy_dtype_promotion("standard"):
@@ -153,7 +160,9 @@ def scaled_update(u: jax.Array, p: jax.Array, f: jax.Array) -> jax.Array:
     return jnp.where(f == 1, u, f * u + (f - 1) * p).astype(dtype)
 
 
-def clip_factor(signal: jax.Array, threshold: jax.typing.ArrayLike) -> jax.Array:
+def clip_factor(
+    signal: Float[Array, "*layers entries"], threshold: jax.typing.ArrayLike
+) -> Float[Array, "*layers entries"]:
     """γ = min(1, threshold / S); exactly 1 where S is not a finite number above the threshold, and the threshold not
     positive (a schedule's can't be checked)."""
     threshold = jnp.asarray(threshold, jnp.float32)
@@ -185,13 +194,13 @@ def parameter_factors(
     return factors
 
 
-def _power(x: jax.Array, power: float) -> jax.Array:
+def _power(x: Float[Array, "*shape"], power: float) -> Float[Array, "*shape"]:
     # By name where it can be: exact, and faster than a general power.
     return {0.0: jnp.ones_like, 0.5: jnp.sqrt, 1.0: lambda x: x}.get(power, lambda x: x**power)(x)
 
 
-def _spread(factors: jax.Array, part: Part) -> jax.Array:
-    """Factors [*layers, entries] on the axes of the parameter that hold them, broadcastable to it; 1 outside."""
+def _spread(factors: Float[Array, "*layers entries"], part: Part) -> Float[Array, "*#parameter"]:
+    """Factors on the axes of the parameter that hold them, broadcastable to it; 1 outside."""
     layers = factors.shape[:-1]
     # A broadcast and no gather: with the heads sharded it needs no exchange.
     inside = part.inside.reshape((1,) * factors.ndim + (-1,))

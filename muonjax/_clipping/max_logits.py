@@ -1,9 +1,11 @@
 """The largest attention logit of each head, block by block: the statistic that QK-Clip acts on."""
 
+from __future__ import annotations
+
 import math
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +15,13 @@ from jax import lax
 from muonjax._clipping.errors import errors_of
 from muonjax._clipping.factors import wide_dtype
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Float32, Int32
+
 
 def max_logits(
-    query: jax.Array,  # [*batch, T, heads, D]
-    key: jax.Array,  # [*batch, S, key_heads, D]
+    query: Float[Array, "*batch T heads D"],
+    key: Float[Array, "*batch S key_heads D"],
     *,
     mask: jax.Array | None = None,  # broadcastable to [*batch, heads, T, S]
     is_causal: bool = False,
@@ -25,7 +30,7 @@ def max_logits(
     precision: lax.PrecisionLike = None,
     block_q: int = 512,
     block_k: int = 512,
-) -> jax.Array:  # [heads]
+) -> Float[Array, " heads"]:
     r"""Largest scaled, masked attention logit of each head, without an S×S matrix.
 
     $$S_h = \max_{b,\,(i,j)\ \text{visible}} \mathrm{scale}\; q_{b,i,h} \cdot k_{b,j,h}$$
@@ -82,8 +87,8 @@ def max_logits(
     factor = jnp.asarray(depth**-0.5 if scale is None else scale, dtype)
     block_q, block_k = min(block_q, T), min(block_k, S)
 
-    def block(start: jax.Array | np.ndarray) -> jax.Array:
-        """Maximum over one block, [batch, key_heads, group]."""
+    def block(start: jax.Array | np.ndarray) -> Float[Array, "batch key_heads group"]:
+        """Maximum over one block."""
         q = lax.dynamic_slice_in_dim(query, start[0], block_q, 1)
         k = lax.dynamic_slice_in_dim(key, start[1], block_k, 1)
         logits = jnp.einsum("btkgd,bskd->bkgts", q, k, precision=precision, preferred_element_type=dtype)
@@ -103,7 +108,9 @@ def max_logits(
     return best.max(0).reshape(heads)
 
 
-def max_logits_bound(lse: jax.Array, *, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+def max_logits_bound(
+    lse: Float[Array, "*batch T heads"], *, dtype: jax.typing.DTypeLike | None = None
+) -> Float32[Array, " heads"]:
     r"""Upper bound of each head's largest logit, from the log-sum-exp that flash attention has anyway.
 
     $$\max_j s_{ij} \;\le\; \log \sum_j e^{s_{ij}} \;\le\; \max_j s_{ij} + \log S$$
@@ -191,8 +198,10 @@ def _window(is_causal: Any, local_window_size: Any) -> tuple[int | None, int | N
     return left, 0 if is_causal else right
 
 
-def _normal_mask(mask: jax.Array, query: tuple[int, ...], key: tuple[int, ...]) -> jax.Array:
-    """Mask as bool [1 | batch, 1 | key_heads, 1 | group, 1 | T, 1 | S]; only batch axes are ever enlarged."""
+def _normal_mask(
+    mask: jax.Array, query: tuple[int, ...], key: tuple[int, ...]
+) -> Bool[Array, "#batch #key_heads #group #T #S"]:
+    """Mask as bool; only batch axes are ever enlarged."""
     *batch, T, heads, _ = query
     S, key_heads = key[-3:-1]
     logits = (*batch, heads, T, S)
@@ -215,7 +224,12 @@ def _normal_mask(mask: jax.Array, query: tuple[int, ...], key: tuple[int, ...]) 
 
 
 def _visible(
-    start: Any, block_q: int, block_k: int, left: int | None, right: int | None, mask: jax.Array | None
+    start: Any,
+    block_q: int,
+    block_k: int,
+    left: int | None,
+    right: int | None,
+    mask: Bool[Array, "#batch #key_heads #group #T #S"] | None,
 ) -> Iterator[jax.Array]:
     """Which pairs of the block at `start` are visible, broadcastable to [batch, key_heads, group, block_q, block_k]."""
     if left is not None or right is not None:
@@ -232,7 +246,7 @@ def _visible(
 
 def _visible_blocks(
     T: int, S: int, block_q: int, block_k: int, left: int | None, right: int | None
-) -> np.ndarray:  # [blocks, 2], int32
+) -> Int32[np.ndarray, "blocks 2"]:
     """First query and first key of every block that is not wholly hidden; static, so that no work is wasted."""
     if not T or not S:
         return np.zeros((0, 2), np.int32)

@@ -1,11 +1,13 @@
 """Match each module with its statistic, in any of the trees that Flax hands back."""
 
+from __future__ import annotations
+
 import functools
 import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +16,14 @@ from jax import lax
 from muonjax._clipping.matching import Target
 from muonjax._trees import flatten_paths
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float32
 
-def match_statistics(argument: str, tree: Any, targets: Sequence[Target]) -> list[jax.Array]:
-    """The targets' statistics, float32 [*layers, entries].
+
+def match_statistics(
+    argument: str, tree: Any, targets: Sequence[Target]
+) -> list[Float32[Array, "... _entries"]]:
+    """The targets' statistics, layers first.
 
     Either the tree names signals, as Flax's intermediates do among much else, or it names modules; then all of it must
     be statistics.
@@ -87,7 +94,7 @@ def _advice(missing: Sequence[str], others: Sequence[str]) -> str:
     )
 
 
-def _largest(argument: str, target: Target, values: list[Any]) -> jax.Array:
+def _largest(argument: str, target: Target, values: list[Any]) -> Float32[Array, "*layers entries"]:
     """The largest of all calls, and of the axes between layers and heads: MaxText sows [*layers, batch, heads]."""
     want, arrays = (*target.layers, target.entries), []
     for value in values:

@@ -1,19 +1,24 @@
 """Define a linear map together with its transpose, with derivatives of every order and a batching rule."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
 
 def linear_map_with_known_transpose(
     apply: Callable[[Any, jax.Array], jax.Array],
     apply_transpose: Callable[[Any, jax.Array], jax.Array],
     at: Any,
-    direction: jax.Array,
-) -> jax.Array:
+    direction: Float[Array, "*shape"],
+) -> Float[Array, "*shape"]:
     r"""Applies the linear map `direction -> apply(at, direction)`, whose transpose is `apply_transpose(at, .)`.
 
     `jax.custom_derivatives.linear_call` would say this, but has no batching rule and no derivative in `at`;

@@ -1,6 +1,9 @@
 """mcsgn, the sign of square matrices by their eigenvalues, with derivatives of every order."""
 
+from __future__ import annotations
+
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +17,17 @@ from muonjax._msign.polynomial_gradient import about_mean
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.scaling import power_of_two_scale
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
 
 def mcsgn(
-    x: jax.Array,
+    x: Float[Array, "*batch n n"],
     *,
     coefficients: Coefficients | None = None,
     num_steps: int | None = None,
     precision: str | None = "highest",
-) -> jax.Array:
+) -> Float[Array, "*batch n n"]:
     r"""The sign of each square matrix with a real spectrum, as a function of its eigenvalues.
 
     $$\operatorname{mcsgn}(X) = X (X^2)^{-1/2} = P \operatorname{sign}(\Lambda) P^{-1}, \qquad X = P \Lambda P^{-1},$$
@@ -67,7 +73,9 @@ def mcsgn(
     return polynomial_mcsgn(x, rows_beside(x, rows), product_of(x, precision))
 
 
-def _normalized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _normalized(
+    x: Float[Array, "*batch n n"],
+) -> tuple[Float[Array, "*batch n n"], Float[Array, "*batch 1 1"]]:
     """x / r with r = sqrt(tr(x^2)), and 1 / r, in float32 or wider: 0 for a zero matrix, NaN for no real r."""
     x = x.astype(at_least_float32(x.dtype))
     scale = power_of_two_scale(x)
@@ -79,7 +87,9 @@ def _normalized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x * inverse, scale * inverse
 
 
-def _iterate(x: jax.Array, rows: jax.Array, dot: MatrixProduct) -> jax.Array:
+def _iterate(
+    x: Float[Array, "*batch n n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
+) -> Float[Array, "*batch n n"]:
     """X <- X (a I + b X^2 + c X^4), once for each row, as a rolled loop."""
 
     def step(x, row):
@@ -90,8 +100,11 @@ def _iterate(x: jax.Array, rows: jax.Array, dot: MatrixProduct) -> jax.Array:
 
 
 def _directional_derivative(
-    x: jax.Array, direction: jax.Array, rows: jax.Array, dot: MatrixProduct
-) -> jax.Array:
+    x: Float[Array, "*batch n n"],
+    direction: Float[Array, "*batch n n"],
+    rows: Float[Array, "steps 3"],
+    dot: MatrixProduct,
+) -> Float[Array, "*batch n n"]:
     """The derivative of `_iterate` at x in `direction`: nine products a step, in a rolled loop."""
 
     def step(carry, row):
@@ -106,8 +119,10 @@ def _directional_derivative(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def polynomial_mcsgn(x: jax.Array, rows: jax.Array, dot: MatrixProduct) -> jax.Array:
-    """mcsgn by `rows` [steps, 3], which are constants; its derivative keeps x alone."""
+def polynomial_mcsgn(
+    x: Float[Array, "*batch n n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
+) -> Float[Array, "*batch n n"]:
+    """mcsgn by `rows`, which are constants; its derivative keeps x alone."""
     return _iterate(_normalized(x)[0], rows, dot).astype(x.dtype)
 
 

@@ -1,8 +1,8 @@
 """msign, the polar factor of matrices, with a choice of three derivatives."""
 
-from typing import Literal, TypeAlias
+from __future__ import annotations
 
-import jax
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from muonjax._msign.arguments import matrices, product_of, rows_beside, schedule, whole_number
 from muonjax._msign.normalization import normalized, oriented_like
@@ -10,18 +10,21 @@ from muonjax._msign.polar_gradient import polar_msign, polishing
 from muonjax._msign.polynomial_gradient import iterate, polynomial_msign
 from muonjax._newton_schulz.coefficients import Coefficients
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
 Gradient: TypeAlias = Literal["polynomial", "polar", "autodiff"]
 
 
 def msign(
-    x: jax.Array,
+    x: Float[Array, "*batch m n"],
     *,
     coefficients: Coefficients | None = None,
     num_steps: int | None = None,
     gradient: Gradient = "polynomial",
     polish: int = 0,
     precision: str | None = "highest",
-) -> jax.Array:
+) -> Float[Array, "*batch m n"]:
     r"""The matrix sign (polar factor) of each matrix, with a derivative for a model's backward pass.
 
     $$\operatorname{msign}(X) = U V^\top = (X X^\top)^{-1/2} X, \qquad X = U \Sigma V^\top,$$

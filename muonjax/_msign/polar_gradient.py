@@ -8,7 +8,10 @@ The first is a Lyapunov equation of the small side; both are symmetric, so that 
 solve.
 """
 
+from __future__ import annotations
+
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,9 @@ from muonjax._msign.normalization import oriented_like, unit_norm, widened
 from muonjax._msign.polynomial_gradient import about_mean, identity_like, iterate, plus_transpose
 from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express
 from muonjax._newton_schulz.scaling import power_of_two_scale
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
 # The largest relative error of the derivative that a schedule may leave: five Polar Express steps leave 0.15.
 _MOST_ERROR = 0.2
@@ -66,14 +72,19 @@ def _polishing(rows: Coefficients, num_steps: int) -> Coefficients:
     return ((a / high, b / high**3, c / high**5), *others)
 
 
-def _skew(x: jax.Array) -> jax.Array:
+def _skew(x: Float[Array, "*batch m m"]) -> Float[Array, "*batch m m"]:
     """(x - x^T) / 2."""
     return 0.5 * (x - adjoint(x))
 
 
 def lyapunov(
-    p: jax.Array, k: jax.Array, rows: jax.Array, dot: MatrixProduct, *, with_inverse: bool
-) -> tuple[jax.Array, jax.Array | None]:
+    p: Float[Array, "*batch m m"],
+    k: Float[Array, "*batch m m"],
+    rows: Float[Array, "steps 3"],
+    dot: MatrixProduct,
+    *,
+    with_inverse: bool,
+) -> tuple[Float[Array, "*batch m m"], Float[Array, "*batch m m"] | None]:
     r"""Solves P Z + Z P = K for skew K, and approximates the inverse of P on the way.
 
     $$\operatorname{sign}\begin{bmatrix} P & K \\ 0 & -P \end{bmatrix}
@@ -88,15 +99,15 @@ def lyapunov(
     Eight products of m^3 a step (seven without the inverse).
 
     Args:
-      p: [*batch, m, m], symmetric, eigenvalues in the rows' interval.
-      k: [*batch, m, m], skew.
-      rows: [steps, 3], a schedule that converges to 1 on the eigenvalues of `p`: the relative error of Z is at
+      p: Symmetric, eigenvalues in the rows' interval.
+      k: Skew.
+      rows: A schedule that converges to 1 on the eigenvalues of `p`: the relative error of Z is at
         most the schedule's largest distance from 1.
       dot: The matrix product.
       with_inverse: Whether to carry the product of the steps' factors, which tends to P^-1.
 
     Returns:
-      Z, [*batch, m, m], skew; and P^-1, or None.
+      Z, skew; and P^-1, or None.
     """
 
     def step(carry, row):
@@ -114,8 +125,12 @@ def lyapunov(
 
 
 def _tangent(
-    x: jax.Array, factor: jax.Array, dx: jax.Array, rows: jax.Array, dot: MatrixProduct
-) -> jax.Array:
+    x: Float[Array, "*batch m n"],
+    factor: Float[Array, "*batch m n"],
+    dx: Float[Array, "*batch m n"],
+    rows: Float[Array, "steps 3"],
+    dot: MatrixProduct,
+) -> Float[Array, "*batch m n"]:
     """The polar factor's tangent, by symmetric linear solves, which JAX can transpose and differentiate."""
     p = hermitian_part(dot.with_adjoint(x, factor))
     along = dot.with_adjoint(dx, factor)
@@ -148,15 +163,17 @@ def _tangent(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _iterate_implicitly(
-    x: jax.Array, rows: jax.Array, polish: jax.Array, dot: MatrixProduct
-) -> tuple[jax.Array, jax.Array]:
+    x: Float[Array, "*batch m n"],
+    rows: Float[Array, "steps 3"],
+    polish: Float[Array, "more 3"],
+    dot: MatrixProduct,
+) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch m n"]]:
     """`iterate`, and the same polished; both have the exact polar factor's derivative.
 
     Args:
-      x: [*batch, m, n], m <= n, full row rank, |x|_F about 1. Its scale is a constant: the polar factor has
-        none.
-      rows: [steps, 3] of the value.
-      polish: [steps, 3] that take a truncated value to the polar factor, which the derivative needs. The solve
+      x: Wide, of full row rank, |x|_F about 1. Its scale is a constant: the polar factor has none.
+      rows: The steps of the value.
+      polish: The steps that take a truncated value to the polar factor, which the derivative needs. The solve
         runs the rows of both, with the same accuracy.
       dot: The matrix product.
 
@@ -176,7 +193,9 @@ def _iterate_implicitly_jvp(dot, primals, tangents):
     return (value, factor), (tangent, tangent)
 
 
-def polar_msign(x: jax.Array, rows: Coefficients, polish: Coefficients, dot: MatrixProduct) -> jax.Array:
+def polar_msign(
+    x: Float[Array, "*batch m n"], rows: Coefficients, polish: Coefficients, dot: MatrixProduct
+) -> Float[Array, "*batch m n"]:
     """msign by `rows`, with the polar factor's derivative after the steps of `polish` too."""
     wide = widened(x)
     wide = wide * power_of_two_scale(wide)

@@ -6,7 +6,10 @@ product is therefore the Jacobian-vector product in the direction of the cotange
 intermediate.
 """
 
+from __future__ import annotations
+
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +19,29 @@ from muonjax._linalg import MatrixProduct, adjoint
 from muonjax._msign.linear_call import linear_map_with_known_transpose
 from muonjax._msign.normalization import inner, normalized, oriented_like, widened
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
-def identity_like(x: jax.Array) -> jax.Array:
-    """I, broadcast to the shape of x [*batch, m, m]."""
+
+def identity_like(x: Float[Array, "*batch m m"]) -> Float[Array, "*batch m m"]:
+    """I, broadcast to the shape of x."""
     eye = jnp.eye(x.shape[-1], dtype=x.dtype)
     return jnp.zeros_like(x) + jnp.expand_dims(eye, range(x.ndim - 2))
 
 
-def plus_transpose(x: jax.Array) -> jax.Array:
+def plus_transpose(x: Float[Array, "*batch m m"]) -> Float[Array, "*batch m m"]:
     """x + x^T."""
     return x + adjoint(x)
 
 
 def about_mean(
-    gram: jax.Array, row: jax.Array, dot: MatrixProduct
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    gram: Float[Array, "*batch m m"], row: Float[Array, " 3"], dot: MatrixProduct
+) -> tuple[
+    Float[Array, "*batch 1 1"],
+    Float[Array, "*batch m m"],
+    Float[Array, "*batch 1 1"],
+    Float[Array, "*batch m m"],
+]:
     r"""One polynomial of A = X X^T, in powers of A's distance D from its mean eigenvalue:
 
     $$aI + bA + cA^2 = \alpha I + \beta D + cD^2, \qquad D = A - \tau I, \quad \tau = \operatorname{tr} A / m.$$
@@ -39,7 +50,7 @@ def about_mean(
     the identity's share needs no product.
 
     Returns:
-      The share alpha of the identity, [*batch, 1, 1]; the rest, beta D + c D^2; the slope beta; D.
+      The share alpha of the identity; the rest, beta D + c D^2; the slope beta; D.
     """
     a, b, c = row
     # The sum is the same about any number, so the mean may be a constant.
@@ -49,16 +60,18 @@ def about_mean(
     return a + mean * (b + c * mean), slope * distance + c * dot(distance, distance), slope, distance
 
 
-def iterate(x: jax.Array, rows: jax.Array, dot: MatrixProduct) -> jax.Array:
+def iterate(
+    x: Float[Array, "*batch m n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
+) -> Float[Array, "*batch m n"]:
     """X <- (a I + b A + c A^2) X with A = X X^T, once for each row of `rows`, as a rolled loop.
 
     Args:
-      x: [*batch, m, n], m <= n for speed; singular values inside the rows' interval.
-      rows: [steps, 3], each (a, b, c).
+      x: Wide for speed; singular values inside the rows' interval.
+      rows: Each (a, b, c).
       dot: The matrix product.
 
     Returns:
-      [*batch, m, n]: U diag(f(s)) V^T, f the composition of the odd quintics.
+      U diag(f(s)) V^T, f the composition of the odd quintics.
     """
 
     def step(x, row):
@@ -69,8 +82,11 @@ def iterate(x: jax.Array, rows: jax.Array, dot: MatrixProduct) -> jax.Array:
 
 
 def directional_derivative(
-    x: jax.Array, direction: jax.Array, rows: jax.Array, dot: MatrixProduct
-) -> jax.Array:
+    x: Float[Array, "*batch m n"],
+    direction: Float[Array, "*batch m n"],
+    rows: Float[Array, "steps 3"],
+    dot: MatrixProduct,
+) -> Float[Array, "*batch m n"]:
     """The derivative of `iterate` at x in `direction`; symmetric as a map of `direction`.
 
     A rolled loop over segments of `_segment_length` steps, which keeps nothing. A segment takes five products
@@ -96,7 +112,7 @@ def directional_derivative(
     return segment(x, dx, rows[-length:])[2]  # the last x is not needed
 
 
-def _segment_length(x: jax.Array, dot: MatrixProduct) -> int:
+def _segment_length(x: Float[Array, "*batch m n"], dot: MatrixProduct) -> int:
     """Two steps where that is less work; but one in half precision, where the rounding of a Gram matrix that is
     carried over a step can be far larger than its small eigenvalues."""
     m, n = x.shape[-2:]
@@ -106,8 +122,11 @@ def _segment_length(x: jax.Array, dot: MatrixProduct) -> int:
 
 
 def _composition(
-    gram: jax.Array, dgram: jax.Array, rows: jax.Array, dot: MatrixProduct
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    gram: Float[Array, "*batch m m"],
+    dgram: Float[Array, "*batch m m"],
+    rows: Float[Array, "steps 3"],
+    dot: MatrixProduct,
+) -> tuple[Float[Array, "*batch 1 1"], Float[Array, "*batch m m"], Float[Array, "*batch m m"]]:
     """The composition of `rows` as a map of X, X -> share X + rest X, made of A = X X^T alone; and the tangent
     of `rest`.
 
@@ -133,7 +152,9 @@ def _composition(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def polynomial_msign(x: jax.Array, rows: jax.Array, dot: MatrixProduct) -> jax.Array:
+def polynomial_msign(
+    x: Float[Array, "*batch m n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
+) -> Float[Array, "*batch m n"]:
     """msign whose derivative is that of the polynomial on x / |x|_F; it keeps x alone. `rows` are constants.
 
     With u = x / |x|_F and J the symmetric Jacobian of the iteration at u, the derivative is J (I - u u^T) /

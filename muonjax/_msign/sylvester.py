@@ -1,6 +1,9 @@
 """sylvester, which solves A X + X B = C for positive definite A and B by a matrix sign, with derivatives."""
 
-import jax
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -9,8 +12,17 @@ from muonjax._msign.arguments import CONVERGED, matrices, product_of, rows_besid
 from muonjax._msign.mcsgn import polynomial_mcsgn
 from muonjax._newton_schulz.scaling import power_of_two_scale
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
-def sylvester(a: jax.Array, b: jax.Array, c: jax.Array, *, precision: str | None = "highest") -> jax.Array:
+
+def sylvester(
+    a: Float[Array, "*#batch m m"],
+    b: Float[Array, "*#batch n n"],
+    c: Float[Array, "*#batch m n"],
+    *,
+    precision: str | None = "highest",
+) -> Float[Array, "*batch m n"]:
     r"""Solves A X + X B = C for positive definite A and B, by matrix products alone.
 
     $$\operatorname{mcsgn}\begin{bmatrix} A & -C \\ 0 & -B \end{bmatrix}
@@ -71,8 +83,12 @@ def sylvester(a: jax.Array, b: jax.Array, c: jax.Array, *, precision: str | None
 
 
 def _solve_by_blocks(
-    a: jax.Array, b: jax.Array, c: jax.Array, rows: jax.Array, dot: MatrixProduct
-) -> jax.Array:
+    a: Float[Array, "*batch m m"],
+    b: Float[Array, "*batch n n"],
+    c: Float[Array, "*batch m n"],
+    rows: Float[Array, "steps 3"],
+    dot: MatrixProduct,
+) -> Float[Array, "*batch m n"]:
     m = a.shape[-1]
     # The solution is linear in c: bring c to the size of a, or a large c would set the scale of the block.
     size = power_of_two_scale(c) / power_of_two_scale(a)

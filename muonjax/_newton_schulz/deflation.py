@@ -20,10 +20,12 @@ added to the diagonal of A.
 Only products are used: a factorization would not run on the matrix units, and on a CPU it would start further threads.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,9 @@ import jax.numpy as jnp
 from muonjax._linalg import adjoint, dot, identity_like, inverse_norm, on_diagonal, scaled, square_norm
 from muonjax._newton_schulz.inverse_root import inverse_root
 from pallas_kernels._api import symmetric_product_on
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Inexact
 
 # Number of products with A, from the random start. After one, the error of the subspace adds up to 0.05 to the polar
 # error on real momentum; after two, nothing.
@@ -51,30 +56,30 @@ class Deflation(NamedTuple):
     """The map W = I - P V^H, and W A W.
 
     Attributes:
-      p, v: [*batch, m, k].
-      gram: W A W, [*batch, m, m].
-      others: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` but the largest,
-        [*batch, 1, 1].
+      gram: W A W.
+      others: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` but the largest.
     """
 
-    p: jax.Array
-    v: jax.Array
-    gram: jax.Array
-    others: jax.Array
+    p: Inexact[Array, "*batch m k"]
+    v: Inexact[Array, "*batch m k"]
+    gram: Inexact[Array, "*batch m m"]
+    others: Float[Array, "*batch 1 1"]
 
-    def apply(self, x: jax.Array) -> jax.Array:
-        """W x, for x [*batch, m, n]."""
+    def apply(self, x: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch m n"]:
+        """W x."""
         return x - dot(self.p, dot(adjoint(self.v), x))
 
-    def apply_right(self, q: jax.Array) -> jax.Array:
-        """q W, for q [*batch, m, m]."""
+    def apply_right(self, q: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
+        """q W."""
         return q - dot(dot(q, self.p), adjoint(self.v))
 
 
 def shave(
-    x: jax.Array, rank: int, over_columns: Callable[[jax.Array], jax.Array] = lambda products: products
-) -> jax.Array:
-    """x [*batch, m, n] with its `rank` dominant directions shrunk, roughly, before its Gram matrix is made.
+    x: Inexact[Array, "*batch m n"],
+    rank: int,
+    over_columns: Callable[[jax.Array], jax.Array] = lambda products: products,
+) -> Inexact[Array, "*batch m n"]:
+    """x with its `rank` dominant directions shrunk, roughly, before its Gram matrix is made.
 
     `over_columns` sums products over the devices that share the columns.
     """
@@ -94,11 +99,11 @@ def shave(
 
 
 @functools.partial(jax.jit, static_argnames=("rank", "platform"))  # one trace, whatever the longer side of X
-def shrink_dominant(gram: jax.Array, rank: int, platform: str) -> Deflation:
+def shrink_dominant(gram: Inexact[Array, "*batch m m"], rank: int, platform: str) -> Deflation:
     """The map W that shrinks the `rank` dominant directions of A to about the size of the rank-th.
 
     Args:
-      gram: A = X X^H, [*batch, m, m], in float32 or wider, with entries of moderate size.
+      gram: A = X X^H, in float32 or wider, with entries of moderate size.
       rank: k, in 1..m.
       platform: Of the device.
     """
@@ -117,8 +122,10 @@ def shrink_dominant(gram: jax.Array, rank: int, platform: str) -> Deflation:
     return Deflation(p, v, shrunk, _fourth_powers_of_others(dot(dot(w, h), adjoint(w))))
 
 
-def _shrinking(v: jax.Array, av: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """V^H A V and D, [*batch, k, k], from V and A V [*batch, m, k]."""
+def _shrinking(
+    v: Inexact[Array, "*batch m k"], av: Inexact[Array, "*batch m k"]
+) -> tuple[Inexact[Array, "*batch k k"], Inexact[Array, "*batch k k"]]:
+    """V^H A V and D, from V and A V."""
     h = dot(adjoint(v), av)
     unit = inverse_norm(h)
     root = inverse_root(scaled(h, unit))
@@ -132,8 +139,8 @@ def _shrinking(v: jax.Array, av: jax.Array) -> tuple[jax.Array, jax.Array]:
     return h, scaled(d, jnp.minimum(1, _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual)))
 
 
-def _largest_eigenvalue(a: jax.Array) -> jax.Array:
-    """Of positive semidefinite a [*batch, k, k], as [*batch, 1, 1]: a mean that weights each with its 16th power."""
+def _largest_eigenvalue(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
+    """Of positive semidefinite a: a mean that weights each with its 16th power."""
 
     def square(_, power):
         power = dot(power, power)
@@ -144,9 +151,9 @@ def _largest_eigenvalue(a: jax.Array) -> jax.Array:
 
 
 def _dominant_subspace(
-    multiply: Callable[[jax.Array], jax.Array], start: jax.Array, num_steps: int
-) -> jax.Array:
-    """Nearly orthonormal columns V [*batch, m, k], no combination of them longer than 1.
+    multiply: Callable[[jax.Array], jax.Array], start: Inexact[Array, "*batch m k"], num_steps: int
+) -> Inexact[Array, "*batch m k"]:
+    """Nearly orthonormal columns V, no combination of them longer than 1.
 
     Args:
       multiply: v -> A v.
@@ -162,8 +169,8 @@ def _dominant_subspace(
     return jax.lax.fori_loop(0, num_steps, subspace_step, start)
 
 
-def random_signs(m: int, k: int) -> jax.Array:
-    """Fixed random signs, [m, k]: the start of the subspace iteration, the same on every device."""
+def random_signs(m: int, k: int) -> Float32[Array, "m k"]:
+    """Fixed random signs: the start of the subspace iteration, the same on every device."""
     # The finalizer of MurmurHash3 on a counter: jax.random's generators take longer to compile than all the rest.
     h = jax.lax.iota(jnp.uint32, m * k) + jnp.uint32(1)
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
@@ -171,7 +178,7 @@ def random_signs(m: int, k: int) -> jax.Array:
     return jnp.where(h >> 31, jnp.float32(1), jnp.float32(-1)).reshape(m, k)
 
 
-def _above_rounding(gram: jax.Array) -> jax.Array:
+def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
     """A + delta I, with delta somewhat above the error that rounding left in A.
 
     After the dominant part is subtracted, the remaining matrix has the absolute error of A. If that makes an eigenvalue
@@ -185,12 +192,12 @@ def _above_rounding(gram: jax.Array) -> jax.Array:
     return gram + scaled(identity_like(gram), delta[..., None, None])
 
 
-def _fourth_powers_of_others(a: jax.Array) -> jax.Array:
+def _fourth_powers_of_others(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
     """A lower bound of the sum of the fourth powers of all but one eigenvalue of M, where a = V^H M V.
 
-    No combination of V's columns [*batch, m, k] is longer than its coefficients, so by interlacing the i-th
-    eigenvalue of M is at least the i-th of a [*batch, k, k], and the sum over i >= 2 is at least
-    ||a^2||_F^2 - ||a^2||_2^2, where ||a^2||_2 <= ||a^8||_F^(1/4).
+    No combination of V's columns is longer than its coefficients, so by interlacing the i-th eigenvalue of M is at
+    least the i-th of a, and the sum over i >= 2 is at least ||a^2||_F^2 - ||a^2||_2^2, where
+    ||a^2||_2 <= ||a^8||_F^(1/4).
     """
     tiny = jnp.finfo(a.dtype).tiny
     square = square_norm(a) + tiny
@@ -201,6 +208,8 @@ def _fourth_powers_of_others(a: jax.Array) -> jax.Array:
     return jnp.maximum(square_norm(a2) - jnp.sqrt(jnp.sqrt(square_norm(a8) + tiny)), 0) * square**2
 
 
-def _like(a: jax.Array, value: jax.Array) -> jax.Array:
-    """`value` with the shape, the dtype and, inside `jax.shard_map`, the varying axes of a: a loop's carry."""
+def _like(
+    a: Inexact[Array, "*batch m #k"], value: Inexact[Array, "*#batch m k"]
+) -> Inexact[Array, "*batch m k"]:
+    """`value` with the batch, the dtype and, inside `jax.shard_map`, the varying axes of a: a loop's carry."""
     return jnp.zeros_like(a) + jnp.expand_dims(value.astype(a.dtype), tuple(range(a.ndim - value.ndim)))

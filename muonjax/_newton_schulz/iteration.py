@@ -13,9 +13,11 @@ m, but rounding makes R slightly indefinite, which the polynomials amplify until
 one piece of code here.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,9 @@ from muonjax._newton_schulz.scaling import largest_entry, scale_of_largest
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._policy import Policy, policy_of
 from pallas_kernels._xla_workarounds import materialize
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Inexact
 
 # How large the rounding errors of R may grow in the Gram form.
 _TOLERATED = 1e-2
@@ -56,8 +61,8 @@ def gram_restarts(steps: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int
 
 
 def newton_schulz(
-    x: jax.Array, settings: NewtonSchulz | None = None, *, axis_name: tuple[str, ...] = ()
-) -> jax.Array:
+    x: Inexact[Array, "*batch m n"], settings: NewtonSchulz | None = None, *, axis_name: tuple[str, ...] = ()
+) -> Inexact[Array, "*batch m n"]:
     """The polar factor U V^H of x = U S V^H, approximately: every singular value is moved close to 1.
 
     Args:
@@ -95,8 +100,8 @@ def newton_schulz(
 
 
 def polar_factor(
-    x: jax.Array, settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...] = ()
-) -> jax.Array:
+    x: Inexact[Array, "*batch m n"], settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...] = ()
+) -> Inexact[Array, "*batch m n"]:
     """`newton_schulz` of checked arguments."""
     tall = not axis_name and x.shape[-2] > x.shape[-1]
     y = _iterate(x.mT if tall else x, settings, policy, axis_name, tall=tall)
@@ -145,9 +150,14 @@ def _runs_in_half_precision(settings: NewtonSchulz, policy: Policy, dtype: jnp.d
 
 
 def _iterate(
-    x: jax.Array, settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...], *, tall: bool
-) -> jax.Array:
-    """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in the dtype of the sums."""
+    x: Inexact[Array, "*batch m n"],
+    settings: NewtonSchulz,
+    policy: Policy,
+    axis_name: tuple[str, ...],
+    *,
+    tall: bool,
+) -> Inexact[Array, "*batch m n"]:
+    """x with m <= n, n counted over `axis_name` -> its orthogonalization, in the dtype of the sums."""
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
     columns = x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
     if _runs_in_half_precision(settings, policy, dtype):
@@ -194,8 +204,10 @@ def _iterate(
     return x
 
 
-def _scaled(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """x with entries below 1, and whether it is not zero: [*batch, 1, 1].
+def _scaled(
+    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...]
+) -> tuple[Inexact[Array, "*batch m n"], Bool[Array, "*batch 1 1"]]:
+    """x with entries below 1, and whether it is not zero.
 
     A zero matrix passes as the identity, for its result is to be multiplied by zero: derivatives at zero overflow.
     """
@@ -206,8 +218,15 @@ def _scaled(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[jax.Array, jax.Ar
 
 
 def _polynomials(
-    rows: Coefficients, r: Any, r2: Any, unit: Any, scale: Any, product: Any, *, split: bool
-) -> Any:
+    rows: Coefficients,
+    r: Inexact[Array, "*batch m m"],
+    r2: Inexact[Array, "*batch m m"] | None,
+    unit: Float[Array, "*batch 1 1"] | float,
+    scale: Float[Array, "*batch 1 1"] | float,
+    product: SymmetricProduct,
+    *,
+    split: bool,
+) -> tuple[Float[Array, "*batch 1 1"] | float | None, Inexact[Array, "*batch m m"]]:
     """The composition of `rows`, times `scale`, as a map on x: None and Q for x -> Q x, or a and Q for a x + Q x.
 
     Args:
@@ -221,7 +240,7 @@ def _polynomials(
         """R + a I, by a mask: XLA would compute a I outside of a loop over matrices, and keep one for each a."""
         return jnp.where(diagonal, r + (a.astype(r.dtype) if isinstance(a, jax.Array) else a), r)
 
-    def quadratic(row, unit, scale=1.0):
+    def quadratic(row, unit, scale: Any = 1.0):
         """P = a I + b R + c R^2, times `scale`; without a I if `split`."""
         a, b, c = row
         linear = scaled(r, scale * b * unit)
@@ -233,7 +252,7 @@ def _polynomials(
             return product(r, c=linear, alpha=c, beta=1.0)  # added before the sum is rounded
         return linear + (product(r, alpha=c) if r2 is None else scaled(r2, c))
 
-    def times(y, p, a, alpha=1.0):
+    def times(y, p, a, alpha: Any = 1.0):
         """alpha Y P, for Y that commutes with P = a I + b R + c R^2."""
         return product(y, p, c=y, alpha=alpha, beta=alpha * a) if split else product(y, p, alpha=alpha)
 

@@ -1,7 +1,9 @@
 """The function of one matrix that a NewtonSchulz value stands for, as batching and the mesh call it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +13,18 @@ from muonjax._newton_schulz.iteration import polar_factor
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._policy import Policy
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Inexact
+
 
 def polar_function(
     settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False
 ) -> Callable[..., jax.Array]:
-    """x [*batch, m, n] -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`."""
+    """x -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`."""
 
-    def polar(x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
+    def polar(
+        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
+    ) -> Inexact[Array, "*batch m n"]:
         y = polar_factor(x, settings, policy, axis_name)
         return y * _dual_norm(x, y, axis_name) if adaptive else y
 
@@ -34,8 +41,10 @@ def exchange_dtype(x: Any, settings: NewtonSchulz, policy: Policy) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16) if half else x.dtype
 
 
-def _dual_norm(g: jax.Array, y: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
-    """<g, y> of each matrix, [batch, 1, 1]: the dual of the spectral norm, where y is g's polar factor."""
+def _dual_norm(
+    g: Inexact[Array, "*batch m n"], y: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...]
+) -> Float[Array, "*batch 1 1"]:
+    """<g, y> of each matrix: the dual of the spectral norm, where y is g's polar factor."""
     product = jnp.sum(g.conj() * y, axis=(-2, -1), keepdims=True, dtype=at_least_float32(g.dtype))
     product = jax.lax.psum(product, axis_name) if axis_name else product
     return product.real.astype(y.real.dtype)

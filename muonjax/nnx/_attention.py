@@ -1,12 +1,18 @@
 """Flax NNX's attention, with an attention function that also sows each head's largest logit."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from muonjax._clipping.attention_fn import needs_parentheses, reporting
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
 
 @needs_parentheses("muonjax.nnx.attention_fn")
@@ -59,7 +65,7 @@ def attention_fn(
       (4,)
     """
 
-    def sow(module: nnx.Module, maxima: jax.Array) -> None:
+    def sow(module: nnx.Module, maxima: Float[Array, " heads"]) -> None:
         lowest = jnp.full(maxima.shape, -jnp.inf, maxima.dtype)
         module.sow(nnx.Intermediate, "max_logits", maxima, reduce_fn=jnp.maximum, init_fn=lambda: lowest)
 

@@ -1,3 +1,5 @@
+import inspect
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,7 +16,7 @@ class TestBlocked(SymmetricProductSuite):
 
     @pytest.fixture(autouse=True)
     def _small_blocks(self, monkeypatch):
-        monkeypatch.setitem(_blocked.symmetric_product.__kwdefaults__, "smallest", 4)
+        monkeypatch.setitem(inspect.unwrap(_blocked.symmetric_product).__kwdefaults__, "smallest", 4)
 
 
 def _flops(implementation):
