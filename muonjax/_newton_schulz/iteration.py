@@ -209,12 +209,13 @@ def _scaled(
 ) -> tuple[Inexact[Array, "*batch m n"], Bool[Array, "*batch 1 1"]]:
     """x with entries below 1, and whether it is not zero.
 
-    A zero matrix passes as the identity, for its result is to be multiplied by zero: derivatives at zero overflow.
+    A zero matrix passes as the identity, for its result is to be multiplied by zero: derivatives at zero overflow. The
+    identity is added, for XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
     """
     largest = largest_entry(x, axis_name)
     occupied = largest != 0
     other = jnp.expand_dims(jnp.eye(*x.shape[-2:], dtype=x.dtype), tuple(range(x.ndim - 2)))
-    return jnp.where(occupied, scaled(x, scale_of_largest(largest)), other), occupied
+    return jnp.where(occupied, scaled(x, scale_of_largest(largest)), x + other), occupied
 
 
 def _polynomials(

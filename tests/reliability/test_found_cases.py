@@ -39,6 +39,17 @@ def test_a_single_entry_is_its_own_polar_factor(shape, dtype):
     np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(x / 7, np.float32), atol=0.1)
 
 
+@pytest.mark.nan
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_number_among_zeros_is_not_hidden(bad):
+    """The largest of 4,096 entries that XLA finds on a CPU is 0 here, although one is NaN."""
+    x = jnp.zeros((2, 64, 64)).at[0, 3, 5].set(bad)
+    for settings in (muonjax.NewtonSchulz(), muonjax.NewtonSchulz(normalization="frobenius", deflation=0)):
+        y = np.asarray(jax.jit(muonjax.newton_schulz, static_argnums=1)(x, settings))
+        assert np.isnan(y[0]).any()
+        np.testing.assert_array_equal(y[1], 0)
+
+
 def test_an_axis_is_a_whole_number_of_any_kind():
     x = jnp.ones((2, 3, 4))
     numpys = matrix_view(x, MuonDimensionNumbers(np.int64(1), np.int32(2)), call="orthogonalize")
