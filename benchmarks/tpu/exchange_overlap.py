@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from benchmarks.common import ahead_of_time, hlo_launches, hlo_text, measure, roofline
 
-WIDTH, HIDDEN, HEADS, TOKENS = 512, 2048, 8, 1024
+WIDTH, HIDDEN, HEADS = 512, 2048, 8
 SHAPES = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
 MATRICES = 8  # of each device
 UNKNOWN_TRIPS = (
@@ -45,12 +45,14 @@ class Target:
       devices: Number of devices.
       option: XLA's option that is tried on and off.
       bytes_a_second: What a device sends in an all-to-all among all of them.
+      tokens: In each of two sequences of a device; more layers have room for fewer.
     """
 
     chip: str
     devices: int
     option: str
     bytes_a_second: float
+    tokens: int = 1024
 
 
 _TPU, _GPU = "xla_tpu_enable_async_all_to_all", "xla_gpu_enable_latency_hiding_scheduler"
@@ -59,7 +61,7 @@ _TPU, _GPU = "xla_tpu_enable_async_all_to_all", "xla_gpu_enable_latency_hiding_s
 # no torus, eight devices have four links: one for each. For GPUs as `plan` assumes.
 TARGETS = {
     "v5e:4x4": Target("v5e", 16, _TPU, 4.5e10),
-    "v5e:16x16": Target("v5e", 256, _TPU, 2.25e10),
+    "v5e:16x16": Target("v5e", 256, _TPU, 2.25e10, tokens=128),
     "8 x H100": Target("H100", 8, _GPU, 2e11),
 }
 
@@ -93,7 +95,7 @@ def compile_step(name: str, rounds: int, option: bool) -> ahead_of_time.Compiled
         )
         for leaf, shape in SHAPES.items()
     }
-    x = jax.ShapeDtypeStruct((2 * mesh.size, TOKENS, WIDTH), jnp.bfloat16, sharding=sharded)
+    x = jax.ShapeDtypeStruct((2 * mesh.size, target.tokens, WIDTH), jnp.bfloat16, sharding=sharded)
     specs = jax.tree.map(lambda p: p.sharding, params)
     distribution = muonjax.Distribution(mesh, specs, mode="owner", chunks=rounds)
     tx = muonjax.muon(
