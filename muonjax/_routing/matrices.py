@@ -121,7 +121,7 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
         return outputs_first
     if is_dense_general(p):
         return MuonDimensionNumbers(0, 2 if shape[1] == 2 else (1, 2))  # two are a gate and its values
-    if convolution or (is_window(shape) and module(p.path) != words(p.path)):
+    if convolution or (is_window(shape) and not _is_bare(p)):
         return transposed if _is_transposed(p) else last
     return None
 
@@ -141,8 +141,13 @@ def _in_and_out(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None
 
 def is_broadcast(p: Parameter) -> bool:
     """Whether a bare array without a telling name is [1, n, d]: added to each sequence of a batch, or put before it."""
-    bare = module(p.path) == words(p.path)
-    return bare and p.role is UNKNOWN and len(p.shape) > 2 and p.shape[0] == 1 and p.shape == p.leaf_shape
+    unknown = _is_bare(p) and p.role is UNKNOWN
+    return unknown and len(p.shape) > 2 and p.shape[0] == 1 and p.shape == p.leaf_shape
+
+
+def _is_bare(p: Parameter) -> bool:
+    """Whether the array is no kernel or bias of a module but its own name."""
+    return module(p.path) == words(p.path)
 
 
 def is_dense_general(p: Parameter) -> bool:
