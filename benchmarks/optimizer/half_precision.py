@@ -28,6 +28,8 @@ from muonjax._policy import Policy
 
 PRESETS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced()}
 PLATFORMS = {"gpu": "gpu", "tpu": "tpu", "float32": "cpu"}
+# XLA would leave some of the roundings to bfloat16 out, on a CPU.
+EMULATED = {"xla_allow_excess_precision": False}
 SHAPES = ((192, 192), (192, 768), (384, 384))
 
 # The presets that join steps, and the shapes of wide matrices with the number of random spectra of each.
@@ -59,7 +61,7 @@ def errors(m: int, n: int, every: int) -> dict[str, dict[str, float]]:
     matrices = [momentum.matrix(s, m, n, rng) for s in momentum.spectra()[::every]]
     rows = {}
     for name, method in methods().items():
-        f = jax.jit(method)
+        f = jax.jit(method, compiler_options=EMULATED)
         results = [np.asarray(f(jnp.asarray(x)), np.float64) for x, _ in matrices]
         found = [momentum.polar_error(y, polar) for y, (_, polar) in zip(results, matrices, strict=True)]
         top = max(float(np.linalg.norm(y, 2)) for y in results)
@@ -143,7 +145,7 @@ def joined(quick: bool) -> list[dict[str, Any]]:
 @functools.cache
 def _orthogonalizer(preset: str, policy: Policy) -> Any:
     one = functools.partial(polar_factor, settings=PRESETS[preset], policy=policy)
-    return jax.jit(lambda x: jax.lax.map(one, x))
+    return jax.jit(lambda x: jax.lax.map(one, x), compiler_options=EMULATED)
 
 
 def _measured(f: Any, x: np.ndarray, polar: np.ndarray) -> np.ndarray:

@@ -11,8 +11,8 @@ mirrored: its deviation from symmetry is smaller than the rounding of its entrie
 For a wide matrix the last steps work on m x m matrices, as one map (1 + Q)(1 + Q').., with the next step's R' =
 (1 + Q) R (1 + Q). This is a Gram form without the first steps, whose large factors a would multiply the rounding of R.
 In bfloat16 it is too inaccurate even for the last two of three steps: the polar error of "fast" would grow by 0.04
-where all singular values are equal. In float16, with three more significant bits, it grows by less than 0.01, because
-the entries of R and Q are of moderate size.
+where all singular values are equal. Float16 has three more significant bits, and is enough for the entries of R and Q,
+which are of moderate size.
 """
 
 import functools
@@ -60,34 +60,38 @@ class _Products(NamedTuple):
     def over_columns(self, products: jax.Array) -> jax.Array:
         return jax.lax.psum(products, self.axis_name) if self.axis_name else products
 
+    @property
+    def by_kernel(self) -> bool:
+        """Whether the kernel of a named implementation makes symmetric products; it multiplies by numbers as well."""
+        return self.on_small_side.implementation is not None
+
     def gram(self, z: jax.Array) -> jax.Array:
         """z z^H."""
-        if self.axis_name and self.on_small_side.implementation is None:
-            return self.sums(z).astype(self.dtype)
-        alone = self._replace(on_small_side=self.on_small_side._replace(together=()))
-        return self.over_columns(alone.symmetric(z))
+        if self.by_kernel:
+            return self._gram_by_kernel(z, 1.0)
+        return self.sums(z).astype(self.dtype) if self.axis_name else self._plain(self.rounded, z, z)
 
     def sums(self, z: jax.Array) -> jax.Array:
-        """z z^H in float32; it has been rounded before only if the named implementation does that."""
-        if self.on_small_side.implementation is None:
-            return self.over_columns(self._plain(self.summed, z, z))
-        return self.gram(z).astype(jnp.float32)
+        """z z^H in float32, without a kernel."""
+        return self.over_columns(self._plain(self.summed, z, z))
+
+    def scaled_gram(self, z: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+        """`scale` z z^H, rounded once to `dtype` (by a kernel, to its own before)."""
+        product = self._gram_by_kernel(z, scale) if self.by_kernel else scale * self.sums(z)
+        return product.astype(dtype)
+
+    def _gram_by_kernel(self, z: jax.Array, scale: Any) -> jax.Array:
+        return self.over_columns(self.on_small_side._replace(together=())(z, alpha=scale))
 
     def symmetric(self, a: jax.Array, y: jax.Array | None = None, c: jax.Array | None = None) -> jax.Array:
         """A Y^H + C, where Y is A, or commutes with it."""
-        if self.on_small_side.implementation is None and not self.on_small_side.together:
-            product = self._plain(self.rounded, a, a if y is None else y)
-            return product if c is None else product + c
-        return self.on_small_side(a, y, c, 1.0, 1.0)
+        if self.by_kernel or self.on_small_side.together:
+            return self.on_small_side(a, y, c, 1.0, 1.0)
+        product = self._plain(self.rounded, a, a if y is None else y)
+        return product if c is None else product + c
 
     def _plain(self, product: MatrixProduct, a: jax.Array, y: jax.Array) -> jax.Array:
         return in_blocks(product, a, y) if self.blocks else product.with_adjoint(a, y)
-
-
-def _sum(first: tuple[float, jax.Array], second: tuple[float, jax.Array]) -> jax.Array:
-    """The sum of two numbers times matrices, added in float32 and rounded once."""
-    (a, x), (b, y) = first, second
-    return (a * x.astype(jnp.float32) + b * y.astype(jnp.float32)).astype(x.dtype)
 
 
 def iterate(
@@ -116,27 +120,30 @@ def iterate(
     rank = min(settings.deflation, m // 8)
     scale_of = functools.partial(power_of_two_scale, axis_name=axis_name)
     if rank:
-        z, basis = deflate(x, rank, dtype, policy, products.over_columns, scale_of, tall=tall)
+        stays_tall = tall and not products.by_kernel
+        z, basis = deflate(x, rank, dtype, policy, products.over_columns, scale_of, tall=stays_tall)
     else:
         z, basis = (scale_of(x) * x).astype(dtype), None
-    q, z, gain = _steps(products, z, settings.steps, basis, _joined(settings, policy, m, columns))
-    if x.ndim == 2 or not policy.results_apart(*x.shape[-2:]):
-        return gain * products.rounded(q, z).astype(jnp.float32)
-    q, z, gain = (a.reshape(-1, *a.shape[-2:]) for a in (q, z, gain))
-    results = [gain[i] * products.summed(q[i], z[i]) for i in range(len(z))]
-    return jnp.stack(results).reshape(x.shape)
+    q, z = _steps(products, z, settings.steps, basis, _joined(settings, policy, m, columns))
+    if x.ndim == 2:
+        return products.summed(q, z)
+    if not policy.results_apart(*x.shape[-2:]):
+        return products.rounded(q, z).astype(jnp.float32)
+    pairs = zip(*(a.reshape(-1, *a.shape[-2:]) for a in (q, z)), strict=True)
+    return jnp.stack([products.summed(*pair) for pair in pairs]).reshape(x.shape)
 
 
 def _joined(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int, jnp.dtype]:
     """How many of the last steps are made as one map, and in which dtype.
 
-    In bfloat16 two are accurate enough, unless one of them is the second of all steps; in float16 two of three as well.
-    A third would raise the polar error by up to 0.09 where rounding does not average out (see the benchmark
-    optimizer/half_precision.py). A kernel rounds its sums to bfloat16, so float16 afterwards would gain nothing.
+    In bfloat16 two are accurate enough, unless one of them is the second of all steps; in float16 three, or all but the
+    first (see the benchmark optimizer/half_precision.py). A kernel rounds its sums to bfloat16, so float16 afterwards
+    would gain nothing.
     """
     dtype = jnp.dtype(jnp.bfloat16) if settings.implementation else policy.joined_dtype
-    enough = len(settings.steps) > (2 if dtype == jnp.float16 else 3)
-    return (2 if enough and policy.joins_last_steps(m, n) else 1), dtype
+    most, before = (3, 1) if dtype == jnp.float16 else (2, 2)
+    number = min(most, len(settings.steps) - before)
+    return (number if number > 1 and policy.joins_last_steps(m, n) else 1), dtype
 
 
 def _steps(
@@ -145,8 +152,8 @@ def _steps(
     steps: Coefficients,
     basis: jax.Array | None,
     joined: tuple[int, jnp.dtype],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The polynomials of `steps` on z up to the last product: Q, z' and g, the result being g Q z'.
+) -> tuple[jax.Array, jax.Array]:
+    """The polynomials of `steps` on z up to the last product: Q and z', the result being Q z'.
 
     Args:
       basis: Of directions that have been shrunk to about the same size.
@@ -174,8 +181,8 @@ def _steps(
         gain = math.prod(a for a, _, _ in steps[apart:]) * gain
     # 1 + Q of several steps is small where Q is near -1: here the identity is added before the one rounding.
     q = q.astype(jnp.float32)
-    q = jnp.where(on_diagonal(q), q + 1, q).astype(products.dtype)
-    return q, z, gain * fourth**-0.125
+    q = gain * (fourth**-0.125 * jnp.where(on_diagonal(q), q + 1, q))
+    return q.astype(products.dtype), z
 
 
 def _without_others(products: _Products, r: jax.Array, fourth: jax.Array, basis: jax.Array) -> jax.Array:
@@ -204,8 +211,13 @@ def _plus(products: _Products, q: jax.Array, z: jax.Array) -> jax.Array:
 def _map(
     products: _Products, r: jax.Array, row: Any, square: float, unit: Any, r2: jax.Array | None = None
 ) -> jax.Array:
-    """Q of the step a x + (b R + c R^2) x = a (1 + Q) x, R = `square` `unit` r, in float32; r2 = r^2 where known."""
+    """Q of the step a x + (b R + c R^2) x = a (1 + Q) x, R = `square` `unit` r; r2 = r^2 where known.
+
+    In float32, but a kernel rounds it.
+    """
     a, b, c = row
+    if products.by_kernel and r2 is None and c != 0:
+        return products.on_small_side(r, None, r, c / a * (square * unit) ** 2, b / a * (square * unit))
     linear = b / a * square * (unit * r.astype(jnp.float32))
     if c == 0:
         return linear
@@ -218,14 +230,15 @@ def _joined_map(
     products: _Products, z: jax.Array, rows: Coefficients, square: float, unit: jax.Array, dtype: Any
 ) -> jax.Array:
     """Q of the steps a a' .. (1 + Q) x, as `_map`, by matrices of `dtype`."""
-    r = (square * (unit * products.sums(z))).astype(dtype)
+    r = products.scaled_gram(z, square * unit, dtype)
     products = products._replace(on_small_side=products.on_small_side._replace(dtype=dtype))
-    total, square = _map(products, r, rows[0], 1.0, 1.0).astype(dtype), rows[0][0] ** 2
-    q = total
+    q = _map(products, r, rows[0], 1.0, 1.0)
+    total, square = q, rows[0][0] ** 2
     for row in rows[1:]:
-        once = products.symmetric(q, y=r)
-        r = products.symmetric(once, y=q, c=_sum((1, r), (2, once)))
+        q, total = q.astype(dtype), total.astype(dtype)
+        once = products.symmetric(q, y=r, c=r)  # (1 + Q) R
+        r = products.symmetric(once, y=q, c=once)
         q = _map(products, r, row, square, 1.0).astype(dtype)
-        total = products.symmetric(q, y=total, c=_sum((1, q), (1, total)))
+        total = products.symmetric(q, y=total, c=total).astype(jnp.float32) + q.astype(jnp.float32)
         square = row[0] ** 2 * square
     return total
