@@ -54,6 +54,15 @@ class TestTpu(SymmetricProductSuite):
                 )
             yield
 
+    # The rules are the public function's: quick with "reference" and "blocked".
+    @pytest.mark.thorough
+    def test_forward_derivative(self):
+        super().test_forward_derivative()
+
+    @pytest.mark.thorough
+    def test_reverse_derivative(self):
+        super().test_reverse_derivative()
+
 
 def in_parts(x, y=None, c=None, scale=((1.0, 0.0),), *, cores, copies="on_wait"):
     """The result by tiles of 128 rows and slices of 128 columns, and whether the interpreter saw a race."""
