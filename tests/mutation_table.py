@@ -217,8 +217,8 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "half_precision.py",
-        "return q, z, gain * fourth**-0.125",
-        "return q, z, gain * fourth**-0.25",
+        "q = gain * (fourth**-0.125",
+        "q = gain * (fourth**-0.25",
         "the root of the bound",
     ),
     Mutation(
@@ -229,15 +229,27 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "half_precision.py",
-        "c=_sum((1, r), (2, once)))",
-        "c=_sum((1, r), (1, once)))",
+        "r = products.symmetric(once, y=q, c=once)",
+        "r = products.symmetric(once, y=q)",
         "the second of two joined steps",
     ),
     Mutation(
         _NS + "half_precision.py",
-        "products.symmetric(q, y=total, c=_sum((1, q), (1, total)))",
-        "_sum((1, q), (1, total))",
+        "products.symmetric(q, y=total, c=total)",
+        "products.symmetric(q, y=total)",
         "the product of two joined maps",
+    ),
+    Mutation(
+        _NS + "half_precision.py",
+        "c / a * (square * unit) ** 2, b / a",
+        "c / a * (square * unit), b / a",
+        "the numbers of a kernel's step",
+    ),
+    Mutation(
+        _NS + "half_precision.py",
+        "product = self._gram_by_kernel(z, scale) if",
+        "product = self._gram_by_kernel(z, 1.0) if",
+        "the scale of a kernel's Gram matrix",
     ),
     Mutation(
         _NS + "thin_deflation.py",

@@ -1,5 +1,6 @@
 """The accelerators' iteration, its rounding emulated on a CPU: products of bfloat16 with float32 sums."""
 
+import dataclasses
 import functools
 
 import jax
@@ -57,6 +58,20 @@ def test_a_tall_matrix_is_the_transpose_of_a_wide_one(platform):
     with jax.disable_jit():  # XLA's programs for a CPU leave some rounding out, or lack products of transposed operands
         tall, wide = (traceable(a, platform) for a in (x.T, x))
     np.testing.assert_allclose(tall, wide.T, atol=1e-6)
+
+
+@quick("balanced")
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_named_implementation_is_as_accurate(preset):
+    """It makes a step's polynomial in one product, with numbers of its own for each matrix of a stack."""
+    pairs = [with_spectrum(np.geomspace(1, 10.0**-decades, 32), 100) for decades in (1, 2)]
+    x = jnp.stack([pairs[0][0], 1e3 * pairs[1][0]])
+    named = dataclasses.replace(PRESETS[preset], implementation="reference")
+    y = jax.jit(lambda x: polar_factor(x, named, Policy("gpu")), compiler_options=EMULATED)(x)
+    plain = orthogonalize(x, "gpu", preset)
+    for i, (_, polar) in enumerate(pairs):
+        want = momentum.polar_error(plain[i], polar)
+        assert momentum.polar_error(y[i], polar) == pytest.approx(want, abs=0.005)
 
 
 @quick("1e-30-gpu", "1e+30-tpu")
