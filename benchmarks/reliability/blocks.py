@@ -21,8 +21,14 @@ def _shares(what: str) -> Callable[[Row], str]:
     return cell
 
 
-def _found(row: Row) -> list[bool]:
-    return [row[tier]["found"] for tier in ("quick", "thorough") if tier in row]
+def _missed(content: Row) -> Row:
+    """Breaks that the quick or the thorough tests did not find, by file."""
+    missed = [
+        f"{row['breaks']} (`{row['file']}`)"
+        for row in content["rows"]
+        if not all(row[tier]["found"] for tier in ("quick", "thorough") if tier in row)
+    ]
+    return {"missed": "; ".join(missed) or "none"}
 
 
 def _by_reason(row: Row) -> list[tuple[str, list[str]]]:
@@ -129,17 +135,8 @@ BLOCKS = {
     "mutations": Block(
         rows="tiers",
         columns={"tier": "{name}", "breaks tried": "{run}", "found": "{found}", "share": "{share:.1%}"},
-        text="{table}\n\n{in_the_table} breaks are in the table. {machine}",
-    ),
-    "mutations.survivors": Block(
-        rows=lambda content: [row for row in content["rows"] if not all(_found(row))],
-        columns={
-            "file": "`{file}`",
-            "what was broken": "{breaks}",
-            "quick": lambda row: row.get("quick", {}).get("found"),
-            "thorough": lambda row: row.get("thorough", {}).get("found"),
-        },
-        text="{table}",
+        text="{table}\n\n{in_the_table} breaks are in the table. Not found by both tiers: {missed}. {machine}",
+        values=_missed,
     ),
     "versions": Block(
         columns={head: f"{{{head}}}" for head in VERSIONS},
