@@ -55,7 +55,8 @@ def test_no_singular_value_comes_out_above_1_2(name, platform):
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_a_tall_matrix_is_the_transpose_of_a_wide_one(platform):
     x, _ = with_spectrum(np.geomspace(1, 1e-2, 24), 40)
-    with jax.disable_jit():  # XLA's programs for a CPU leave some rounding out, or lack products of transposed operands
+    # XLA's programs for a CPU leave some roundings out, or lack products of transposed operands.
+    with jax.disable_jit():
         tall, wide = (traceable(a, platform) for a in (x.T, x))
     np.testing.assert_allclose(tall, wide.T, atol=1e-6)
 
