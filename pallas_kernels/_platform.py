@@ -1,4 +1,4 @@
-"""The platform that a call runs on, read off its arrays while it is traced."""
+"""The platform that a call runs on, and its kind of device, read off its arrays while it is traced."""
 
 from typing import Any
 
@@ -29,33 +29,45 @@ def platform_of(*arrays: Any, mesh: Any = None) -> str:
 
     All of these are part of the key of JAX's caches: no trace for one platform is used on another.
     """
-    found = (
+    device = _device_of(arrays, mesh)
+    name = device if isinstance(device, str) else device.platform
+    return _NAMES.get(name, name)
+
+
+def kind_of(*arrays: Any, mesh: Any = None) -> str:
+    """The kind of the device that `platform_of` finds, such as "TPU v6 lite"; "" where JAX has no such device."""
+    device = _device_of(arrays, mesh)
+    if isinstance(device, str):
+        try:
+            device = jax.devices(device)[0]
+        except RuntimeError:
+            return ""
+    return device.device_kind
+
+
+def _device_of(arrays: tuple[Any, ...], mesh: Any) -> Any:
+    """A device, an `AbstractDevice`, or the name of a platform."""
+    return (
         _of_mesh(mesh)
         or next(filter(None, map(_of_sharding, arrays)), None)
         or next(filter(None, map(_of_device, arrays)), None)
         or _of_mesh(jax.sharding.get_abstract_mesh())
-        or _of_default_device()
+        or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         or jax.default_backend()
     )
-    return _NAMES.get(found, found)
 
 
-def _of_mesh(mesh: Any) -> str | None:
+def _of_mesh(mesh: Any) -> Any:
     if isinstance(mesh, jax.sharding.Mesh):
-        return mesh.devices.flat[0].platform if mesh.size else None
-    return None if mesh is None or mesh.abstract_device is None else mesh.abstract_device.platform
+        return mesh.devices.flat[0] if mesh.size else None
+    return None if mesh is None else mesh.abstract_device
 
 
-def _of_sharding(array: Any) -> str | None:
+def _of_sharding(array: Any) -> Any:
     sharding = array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
     return _of_mesh(getattr(sharding, "mesh", None))
 
 
-def _of_device(array: Any) -> str | None:
+def _of_device(array: Any) -> Any:
     concrete = isinstance(array, jax.Array) and not isinstance(array, Tracer)
-    return next(iter(array.devices())).platform if concrete else None
-
-
-def _of_default_device() -> str | None:
-    device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    return device if device is None or isinstance(device, str) else device.platform
+    return next(iter(array.devices())) if concrete else None
