@@ -43,10 +43,11 @@ def pytest_configure(config):
 
 def use_one_core():
     """Where there is a worker for each core, each keeps to its own; else XLA's threads take a fifth more time."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)) >= len(cores) > 1:
-        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+    number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if number.isdecimal() and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) >= len(cores):
+            os.sched_setaffinity(0, {cores[int(number) % len(cores)]})
 
 
 def compile_quickly():

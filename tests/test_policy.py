@@ -135,6 +135,12 @@ def test_the_kind_is_that_of_the_same_device(pretend):
     assert Policy("tpu", "TPU v6 lite").stack_elements < Policy("tpu", "").stack_elements
 
 
+def test_a_tpu_keeps_only_large_matrices_tall():
+    assert Policy("gpu").keeps_tall(8, 4)
+    assert Policy("tpu").keeps_tall(14336, 4096)
+    assert not Policy("tpu").keeps_tall(3072, 768)
+
+
 def test_a_policy_is_a_value():
     assert policy_of(jnp.ones(3)) == Policy("cpu", "cpu")
     assert len({Policy("cpu"), Policy("cpu"), Policy("gpu")}) == 2

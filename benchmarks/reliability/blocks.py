@@ -135,7 +135,7 @@ BLOCKS = {
     "mutations": Block(
         rows="tiers",
         columns={"tier": "{name}", "breaks tried": "{run}", "found": "{found}", "share": "{share:.1%}"},
-        text="{table}\n\n{in_the_table} breaks are in the table. Not found by both tiers: {missed}. {machine}",
+        text="{table}\n\n{in_the_table} breaks are in the table. Missed by a tier: {missed}. {machine}",
         values=_missed,
     ),
     "versions": Block(

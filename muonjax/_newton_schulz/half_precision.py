@@ -29,6 +29,16 @@ from muonjax._newton_schulz.scaling import power_of_two_scale
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import deflate
 from muonjax._policy import Policy
+from pallas_kernels._xla_workarounds import over_first
+
+# R of joined steps is larger by this number in memory. Without the factors a^2 it gets smaller with each step, so that
+# its square would be below the least normal float16: an error that grows with m, and a large one where such numbers are
+# taken for zero.
+_MAGNIFIED = 16.0
+
+# A larger factor a of the first joined step makes its rounding errors too large: with 4.07, the second of schedules for
+# three and four steps, the polar error rises by 0.025 to 0.05 on flat spectra (emulated).
+_LARGEST_FACTOR = 3.7
 
 
 class _Products(NamedTuple):
@@ -38,11 +48,13 @@ class _Products(NamedTuple):
       on_small_side: Products of m x m matrices.
       axis_name: Mesh axes over which the columns of x are sharded.
       blocks: Whether symmetric products are made in 2 x 2 blocks, where no implementation is named.
+      reuses: Whether a map is written over the Gram matrices that it comes from.
     """
 
     on_small_side: SymmetricProduct
     axis_name: tuple[str, ...]
     blocks: bool
+    reuses: bool = False
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -57,13 +69,13 @@ class _Products(NamedTuple):
         """Products of rounded operands whose float32 sums are not rounded."""
         return MatrixProduct(self.dtype.name, None)
 
-    def over_columns(self, products: jax.Array) -> jax.Array:
-        return jax.lax.psum(products, self.axis_name) if self.axis_name else products
-
     @property
     def by_kernel(self) -> bool:
         """Whether the kernel of a named implementation makes symmetric products; it multiplies by numbers as well."""
         return self.on_small_side.implementation is not None
+
+    def over_columns(self, products: jax.Array) -> jax.Array:
+        return jax.lax.psum(products, self.axis_name) if self.axis_name else products
 
     def gram(self, z: jax.Array) -> jax.Array:
         """z z^H."""
@@ -76,12 +88,12 @@ class _Products(NamedTuple):
         return self.over_columns(self._plain(self.summed, z, z))
 
     def scaled_gram(self, z: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-        """`scale` z z^H, rounded once to `dtype` (by a kernel, to its own before)."""
+        """`scale` z z^H, rounded once, to `dtype` (a kernel's own)."""
         product = self._gram_by_kernel(z, scale) if self.by_kernel else scale * self.sums(z)
         return product.astype(dtype)
 
     def _gram_by_kernel(self, z: jax.Array, scale: Any) -> jax.Array:
-        return self.over_columns(self.on_small_side._replace(together=())(z, alpha=scale))
+        return self.over_columns(self.on_small_side(z, alpha=scale))
 
     def symmetric(self, a: jax.Array, y: jax.Array | None = None, c: jax.Array | None = None) -> jax.Array:
         """A Y^H + C, where Y is A, or commutes with it."""
@@ -115,7 +127,8 @@ def iterate(
     """
     product = SymmetricProduct(policy.platform, dtype, settings.implementation, together)
     m = x.shape[-2]
-    products = _Products(product, axis_name, policy.symmetric_in_blocks(m))
+    reuses = x.ndim == 3 and policy.reuses_gram(len(x), m, columns)
+    products = _Products(product, axis_name, policy.symmetric_in_blocks(m), reuses)
     x = x.astype(jnp.float32)
     rank = min(settings.deflation, m // 8)
     scale_of = functools.partial(power_of_two_scale, axis_name=axis_name)
@@ -137,12 +150,14 @@ def _joined(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int
     """How many of the last steps are made as one map, and in which dtype.
 
     In bfloat16 two are accurate enough, unless one of them is the second of all steps; in float16 three, or all but the
-    first (see the benchmark optimizer/half_precision.py). A kernel rounds its sums to bfloat16, so float16 afterwards
-    would gain nothing.
+    first (emulated for the presets: benchmarks/optimizer/half_precision.py). A kernel rounds its sums to bfloat16, so
+    float16 afterwards would gain nothing.
     """
     dtype = jnp.dtype(jnp.bfloat16) if settings.implementation else policy.joined_dtype
     most, before = (3, 1) if dtype == jnp.float16 else (2, 2)
     number = min(most, len(settings.steps) - before)
+    while number > 1 and settings.steps[-number][0] > _LARGEST_FACTOR:
+        number -= 1
     return (number if number > 1 and policy.joins_last_steps(m, n) else 1), dtype
 
 
@@ -168,20 +183,18 @@ def _steps(
     if basis is not None and basis.shape[-1] > 1:
         fourth = _without_others(products, r, fourth, basis)
     unit = fourth**-0.25
-    q = _map(products, r, steps[0], 1.0, unit, r2)
+    factor = math.prod(a for a, _, _ in steps) * fourth**-0.125
+    q = _map(products, r, steps[0], 1.0, unit, r2, factor if len(steps) == 1 else None)
     # The product of the factors a, a number at trace time: on a device each scalar would be a launch.
     gain = steps[0][0]
-    for row in steps[1:apart]:
+    for done, row in enumerate(steps[1:apart], 1):
         z = _plus(products, q, z)
-        q = _map(products, products.gram(z), row, gain**2, unit)
+        last = done == len(steps) - 1
+        q = _map(products, products.gram(z), row, gain**2, unit, factor=factor if last else None)
         gain = row[0] * gain
     if number > 1:
         z = _plus(products, q, z)
-        q = _joined_map(products, z, steps[apart:], gain**2, unit, dtype)
-        gain = math.prod(a for a, _, _ in steps[apart:]) * gain
-    # 1 + Q of several steps is small where Q is near -1: here the identity is added before the one rounding.
-    q = q.astype(jnp.float32)
-    q = gain * (fourth**-0.125 * jnp.where(on_diagonal(q), q + 1, q))
+        q = factor * _plus_identity(_joined_map(products, z, steps[apart:], gain**2, unit, dtype))
     return q.astype(products.dtype), z
 
 
@@ -208,32 +221,54 @@ def _plus(products: _Products, q: jax.Array, z: jax.Array) -> jax.Array:
     return z + products.rounded(q, z)
 
 
+def _plus_identity(q: jax.Array) -> jax.Array:
+    """1 + Q in float32, for the one rounding after it: it is small where Q is near -1."""
+    q = q.astype(jnp.float32)
+    return jnp.where(on_diagonal(q), q + 1, q)
+
+
 def _map(
-    products: _Products, r: jax.Array, row: Any, square: float, unit: Any, r2: jax.Array | None = None
+    products: _Products,
+    r: jax.Array,
+    row: Any,
+    square: float,
+    unit: Any,
+    r2: jax.Array | None = None,
+    factor: jax.Array | None = None,
 ) -> jax.Array:
     """Q of the step a x + (b R + c R^2) x = a (1 + Q) x, R = `square` `unit` r; r2 = r^2 where known.
 
-    In float32, but a kernel rounds it.
+    With a `factor`, that times 1 + Q. In float32, but a kernel rounds it, and so does a stack that `reuses` memory.
     """
     a, b, c = row
     if products.by_kernel and r2 is None and c != 0:
-        return products.on_small_side(r, None, r, c / a * (square * unit) ** 2, b / a * (square * unit))
-    linear = b / a * square * (unit * r.astype(jnp.float32))
+        q = products.on_small_side(r, None, r, c / a * (square * unit) ** 2, b / a * (square * unit))
+        return q if factor is None else factor * _plus_identity(q)
+
+    def polynomial(r, r2, unit, factor):
+        q = b / a * square * (unit * r.astype(jnp.float32))
+        if r2 is not None:
+            # Numbers times matrices, not numbers times numbers: on a device each of these would be a launch.
+            q = q + c / a * square**2 * (unit * (unit * r2.astype(jnp.float32)))
+        return q if factor is None else factor * _plus_identity(q)
+
     if c == 0:
-        return linear
+        return polynomial(r, None, unit, factor)
     r2 = products.symmetric(r) if r2 is None else r2
-    # Numbers times matrices, not numbers times numbers: on a device each of these would be a launch.
-    return linear + c / a * square**2 * (unit * (unit * r2.astype(jnp.float32)))
+    if products.reuses:
+        return over_first(lambda *slices: polynomial(*slices).astype(r.dtype), r, r2, unit, factor)
+    return polynomial(r, r2, unit, factor)
 
 
 def _joined_map(
     products: _Products, z: jax.Array, rows: Coefficients, square: float, unit: jax.Array, dtype: Any
 ) -> jax.Array:
     """Q of the steps a a' .. (1 + Q) x, as `_map`, by matrices of `dtype`."""
-    r = products.scaled_gram(z, square * unit, dtype)
+    r = products.scaled_gram(z, _MAGNIFIED * square * unit, dtype)
     products = products._replace(on_small_side=products.on_small_side._replace(dtype=dtype))
-    q = _map(products, r, rows[0], 1.0, 1.0)
-    total, square = q, rows[0][0] ** 2
+    square = 1 / _MAGNIFIED
+    q = _map(products, r, rows[0], square, 1.0)
+    total, square = q, rows[0][0] ** 2 * square
     for row in rows[1:]:
         q, total = q.astype(dtype), total.astype(dtype)
         once = products.symmetric(q, y=r, c=r)  # (1 + Q) R
