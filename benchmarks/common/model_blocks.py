@@ -99,7 +99,7 @@ def headline(chip: str, presets: tuple[str, ...] = ("fast", "balanced")) -> Bloc
             for row in rows(content)
             if row["method"] in presets and row["chip"] == chip
         )
-        return {"": "{name}"} | {f"{chip}, {tree}": cell(chip, tree) for chip, tree in places}
+        return {"": "{name}"} | {", ".join(place): cell(*place) for place in places}
 
     return Block(
         rows=lambda content: [{"name": name} for name in presets],
