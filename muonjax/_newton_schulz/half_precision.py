@@ -184,13 +184,13 @@ def _steps(
         fourth = _without_others(products, r, fourth, basis)
     unit = fourth**-0.25
     factor = math.prod(a for a, _, _ in steps) * fourth**-0.125
-    q = _map(products, r, steps[0], 1.0, unit, r2, factor if len(steps) == 1 else None)
+    factors = [None] * (len(steps) - 1) + [factor]  # of 1 + Q, for the last step alone
+    q = _map(products, r, steps[0], 1.0, unit, r2, factors[0])
     # The product of the factors a, a number at trace time: on a device each scalar would be a launch.
     gain = steps[0][0]
-    for done, row in enumerate(steps[1:apart], 1):
+    for row, own in zip(steps[1:apart], factors[1:apart], strict=True):
         z = _plus(products, q, z)
-        last = done == len(steps) - 1
-        q = _map(products, products.gram(z), row, gain**2, unit, factor=factor if last else None)
+        q = _map(products, products.gram(z), row, gain**2, unit, factor=own)
         gain = row[0] * gain
     if number > 1:
         z = _plus(products, q, z)
