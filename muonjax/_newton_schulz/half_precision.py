@@ -38,7 +38,7 @@ _MAGNIFIED = 16.0
 
 # A larger factor a of the first joined step makes its rounding errors too large: with 4.07, the second of schedules for
 # three and four steps, the polar error rises by 0.025 to 0.05 on flat spectra (emulated).
-_LARGEST_FACTOR = 3.7
+_LARGEST_FACTOR = 4.0
 
 
 class _Products(NamedTuple):

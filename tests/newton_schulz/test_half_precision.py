@@ -201,6 +201,16 @@ SCHEDULES = {name: settings.coefficients for name, settings in PRESETS.items()} 
 }
 
 
+@pytest.mark.parametrize(
+    ("schedule", "gpu", "tpu"),
+    [("fast", 2, 1), ("balanced", 3, 2), ("Jordan", 3, 2), ("three steps", 1, 1), ("four steps", 2, 2)],
+)
+def test_how_many_steps_are_joined(schedule, gpu, tpu):
+    settings = NewtonSchulz(coefficients=SCHEDULES[schedule])
+    joined = [half_precision._joined(settings, Policy(platform), 64, 256) for platform in PLATFORMS]
+    assert joined == [(gpu, jnp.float16), (tpu, jnp.bfloat16)]
+
+
 @quick("tpu-balanced-random", "gpu-fast-of the axes", "gpu-Jordan-random")
 @pytest.mark.parametrize("vectors", ["random", "of the axes"])
 @pytest.mark.parametrize(
