@@ -72,6 +72,7 @@ AFFECTED = {
     "muonjax/_mesh": ["tests/mesh/test_exchange.py", "tests/mesh/test_layouts.py"],
     "muonjax/linen": ["tests/clipping/test_watch.py"],
     "muonjax/nnx": ["tests/clipping/test_watch.py"],
+    "pallas_kernels/_xla_workarounds.py": [_HALF],
     "pallas_kernels/_sharded.py": ["tests/pallas_kernels/test_sharded.py"],
     "pallas_kernels": [
         "tests/pallas_kernels/test_symmetric_product.py",
@@ -211,14 +212,14 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "half_precision.py",
-        "return linear + c / a * square**2 * (unit",
-        "return linear + c / a * square * (unit",
+        "q = q + c / a * square**2 * (unit",
+        "q = q + c / a * square * (unit",
         "the scale of the quadratic term",
     ),
     Mutation(
         _NS + "half_precision.py",
-        "q = gain * (fourth**-0.125",
-        "q = gain * (fourth**-0.25",
+        "in steps) * fourth**-0.125",
+        "in steps) * fourth**-0.25",
         "the root of the bound",
     ),
     Mutation(
@@ -250,6 +251,24 @@ MUTATIONS = [
         "product = self._gram_by_kernel(z, scale) if",
         "product = self._gram_by_kernel(z, 1.0) if",
         "the scale of a kernel's Gram matrix",
+    ),
+    Mutation(
+        _NS + "half_precision.py",
+        "_MAGNIFIED * square * unit, dtype",
+        "square * unit, dtype",
+        "the magnified Gram matrix of joined steps",
+    ),
+    Mutation(
+        _NS + "half_precision.py",
+        "while number > 1 and settings.steps[-number][0] >",
+        "while number > 1 and settings.steps[-number][0] > 2 *",
+        "which schedules join their last steps",
+    ),
+    Mutation(
+        "pallas_kernels/_xla_workarounds.py",
+        "sizes = len(x) - 1, 1",
+        "sizes = len(x) - 1, 0",
+        "the last matrix of a stack updated in place",
     ),
     Mutation(
         _NS + "thin_deflation.py",
