@@ -14,9 +14,11 @@ if spec := importlib.util.find_spec("nvidia"):
     wheels = [os.path.join(folder, "cu13", "bin") for folder in spec.submodule_search_locations or ()]
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), *filter(os.path.isdir, wheels)])
 
-# Read by the plugins when they are loaded: no GPU's driver, and no server that describes a TPU, is asked for.
+# Read by the plugins when they are loaded: no GPU's driver, and no server that describes a TPU, is asked for. Several
+# processes may load a TPU's library at once, as two test workers do.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import numpy as np
