@@ -260,8 +260,8 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "half_precision.py",
-        "while number > 1 and settings.steps[-number][0] >",
-        "while number > 1 and settings.steps[-number][0] > 2 *",
+        "settings.steps[-number:-1]) >",
+        "settings.steps[-number:-1]) > 2 *",
         "which schedules join their last steps",
     ),
     Mutation(

@@ -36,9 +36,10 @@ from pallas_kernels._xla_workarounds import over_first
 # taken for zero.
 _MAGNIFIED = 16.0
 
-# A larger factor a of the first joined step makes its rounding errors too large: with 4.07, the second of schedules for
-# three and four steps, the polar error rises by 0.025 to 0.05 on flat spectra (emulated).
-_LARGEST_FACTOR = 4.0
+# How large the product of the factors a of two or three joined steps, without the last, may be: it multiplies rounding
+# errors. With 4.07 (two of three Polar Express steps) the polar error rises by 0.05 where all singular values are
+# equal, with 15.9 (three of four) by 0.025; with 11.9 (Jordan's) the largest singular value rises by 0.02 (emulated).
+_LARGEST_FACTOR = {2: 4.0, 3: 10.0}
 
 
 class _Products(NamedTuple):
@@ -156,7 +157,7 @@ def _joined(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int
     dtype = jnp.dtype(jnp.bfloat16) if settings.implementation else policy.joined_dtype
     most, before = (3, 1) if dtype == jnp.float16 else (2, 2)
     number = min(most, len(settings.steps) - before)
-    while number > 1 and settings.steps[-number][0] > _LARGEST_FACTOR:
+    while number > 1 and math.prod(a for a, _, _ in settings.steps[-number:-1]) > _LARGEST_FACTOR[number]:
         number -= 1
     return (number if number > 1 and policy.joins_last_steps(m, n) else 1), dtype
 
