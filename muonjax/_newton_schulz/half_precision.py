@@ -266,7 +266,7 @@ def _joined_map(
 ) -> jax.Array:
     """Q of the steps a a' .. (1 + Q) x, as `_map`, by matrices of `dtype`."""
     r = products.scaled_gram(z, _MAGNIFIED * square * unit, dtype)
-    products = products._replace(on_small_side=products.on_small_side._replace(dtype=dtype))
+    products = products._replace(on_small_side=products.on_small_side._replace(dtype=dtype), reuses=False)
     square = 1 / _MAGNIFIED
     q = _map(products, r, rows[0], square, 1.0)
     total, square = q, rows[0][0] ** 2 * square

@@ -85,10 +85,11 @@ def test_the_scale_of_the_input_changes_rounding_only(scale, platform):
     assert momentum.polar_error(orthogonalize(x * scale, platform), polar) == pytest.approx(want, abs=0.02)
 
 
-@quick("balanced")
+@quick("24-balanced", "28-fast")
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_stack_that_is_updated_in_place_is_its_matrices(preset):
-    x = jnp.stack([with_spectrum(np.geomspace(1, 1e-2, 16), 24, seed)[0] for seed in range(8)])
+@pytest.mark.parametrize("n", [24, 28])  # 28: with joined steps
+def test_a_stack_that_is_updated_in_place_is_its_matrices(n, preset):
+    x = jnp.stack([with_spectrum(np.geomspace(1, 1e-2, 16), n, seed)[0] for seed in range(8)])
     assert Policy("gpu").reuses_gram(*x.shape)
     y = orthogonalize(x, "gpu", preset)
     alone = orthogonalize(x[::7], "gpu", preset)
