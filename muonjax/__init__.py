@@ -21,6 +21,8 @@ from muonjax._clipping.sites import mla_site as mla_site
 from muonjax._clipping.sites_from import sites_from as sites_from
 from muonjax._clipping.transform import QKClipState as QKClipState
 from muonjax._hyperball import hyperball as hyperball
+from muonjax._inspect import Program as Program
+from muonjax._inspect import inspect as inspect
 from muonjax._match_rms import match_rms as match_rms
 from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
@@ -50,6 +52,7 @@ from muonjax._optimizers import muonh as muonh
 from muonjax._optimizers import normuon as normuon
 from muonjax._orthogonalize import orthogonalize as orthogonalize
 from muonjax._routing.tabulate import tabulate as tabulate
+from muonjax._value_and_grad import value_and_grad as value_and_grad
 
 __version__ = "0.1.0"
 

@@ -11,6 +11,7 @@ from muonjax._clipping.qk_clip import SharedKeys, qk_clip
 from muonjax._clipping.sites import Site
 from muonjax._hyperball import hyperball
 from muonjax._hyperparameters import is_known
+from muonjax._inspect import Program
 from muonjax._keywords import explains_keywords
 from muonjax._match_rms import match_rms
 from muonjax._matrix_view import DimensionNumbersTree
@@ -263,7 +264,7 @@ def _adamw(
 @explains_keywords("muonclip")
 def muonclip(
     learning_rate: optax.ScalarOrSchedule,
-    sites: Site | Sequence[Site] | None = None,
+    sites: Program | Site | Sequence[Site] | None = None,
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     shared_keys: SharedKeys = "query",
@@ -287,7 +288,8 @@ def muonclip(
     of its own, otherwise as `qk_clip` says.
 
     Args:
-      sites: The attention modules to watch, such as `[mha_site()]`; None: all that `sites_from(params)` finds.
+      sites: The attention modules to watch: what `muonjax.inspect` returns, which then says which leaves are matrices
+        too; or sites, such as `[mha_site()]`; None: all that `sites_from(params)` finds.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
       every_k: As in `qk_clip`; in `optax.inject_hyperparams` make it a static_args.
 
@@ -313,6 +315,8 @@ def muonclip(
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
     """
+    if muon_weight_dimension_numbers is None and isinstance(sites, Program):
+        muon_weight_dimension_numbers = sites
     matrices = muon(
         learning_rate,
         decay=decay,
@@ -340,7 +344,7 @@ def muonclip(
 @explains_keywords("adamclip")
 def adamclip(
     learning_rate: optax.ScalarOrSchedule,
-    sites: Site | Sequence[Site] | None = None,
+    sites: Program | Site | Sequence[Site] | None = None,
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     shared_keys: SharedKeys = "query",

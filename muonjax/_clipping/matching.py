@@ -66,7 +66,9 @@ class Target(NamedTuple):
 
 
 def as_sites(sites: Any) -> tuple[Site, ...]:
-    """One site or several, as a tuple."""
+    """One site or several, as a tuple; a `Program` has them."""
+    if not isinstance(sites, Site):
+        sites = getattr(sites, "sites", sites)
     # A string is several strings, too.
     iterable = isinstance(sites, Iterable) and not isinstance(sites, str)
     several: tuple[Any, ...] = (sites,) if isinstance(sites, Site) else tuple(sites) if iterable else ()

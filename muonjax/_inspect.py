@@ -1,0 +1,300 @@
+"""Read from the user's own function which parameters are matrices, where attention is, and where its logits are."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from muonjax._clipping.factors import Scale
+from muonjax._clipping.sites import Site
+from muonjax._matrix_view import DimensionNumbersTree
+from muonjax._program import attention
+from muonjax._program.decisions import Decision, decide
+from muonjax._program.graph import Graph
+from muonjax._program.rewrite import Probe
+from muonjax._program.walk import Walk
+from muonjax._routing.dimension_numbers import dimension_numbers as by_names
+from muonjax._trees import flatten_paths, flatten_with_names, listed
+
+
+class Attention(NamedTuple):
+    """One attention of a program.
+
+    Attributes:
+      name: The path of its module, or of its query projection where that is not enough: the key of its entry in
+        `max_logits`.
+      line: File and line of its product of queries and keys.
+      site: What a clip scales; None if that would not scale its logits.
+      problem: Why not, "" if it can be clipped.
+    """
+
+    name: str
+    line: str
+    site: Site | None
+    problem: str
+
+
+class Program:
+    """What a function does with its parameters; made by `muonjax.inspect`.
+
+    It can stand wherever dimension numbers or sites are expected: `muon(lr, muon_weight_dimension_numbers=program)`,
+    `muonclip(lr, program)`, `tabulate(params, program)`.
+
+    Attributes:
+      attentions: The attentions in the order in which they are computed.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> def loss(params, x):
+      ...   return jnp.mean((jnp.tanh(x @ params["in"]) @ params["mid"] @ params["out"]) ** 2)
+      >>> params = {"in": jnp.ones((4, 8)), "mid": jnp.ones((8, 8)), "out": jnp.ones((8, 1))}
+      >>> program = muonjax.inspect(loss, params, jnp.ones((2, 4)))
+      >>> program.dimension_numbers()["in"]
+      MuonDimensionNumbers(reduction_axis=0, output_axis=1)
+      >>> program.dimension_numbers()["out"] is None  # an output head
+      True
+    """
+
+    def __init__(
+        self, decisions: dict[str, Decision], attentions: Sequence[Attention], params: Any, call: str
+    ):
+        self.attentions = tuple(attentions)
+        self._decisions, self._params, self._call = decisions, params, call
+
+    def dimension_numbers(self, attention: Literal["whole", "heads"] = "whole") -> DimensionNumbersTree:
+        """The tree that `muon_weight_dimension_numbers` takes: for each parameter its axes as a matrix, or None.
+
+        Args:
+          attention: "whole" makes one matrix of an attention projection, "heads" one for each head of queries, keys
+            and values.
+
+        Returns:
+          A tree like the parameters.
+
+        Raises:
+          ValueError: two uses of a parameter contradict each other; names both, with their lines.
+        """
+        return self._numbers(self._params, attention)
+
+    def __call__(self, params: Any) -> DimensionNumbersTree:
+        """Dimension numbers for `params`, which have the paths of those that were inspected; sizes may differ."""
+        return self._numbers(params, "whole")
+
+    def why(self, path: str) -> str:
+        """The reason for the decision on one parameter, with the file and line of its use.
+
+        Args:
+          path: Its "/"-joined path.
+
+        Returns:
+          Such as "multiplied along axis 0: model.py:41".
+
+        Raises:
+          KeyError: there is no such parameter.
+        """
+        return self._decisions[path].why
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """What `qk_clip`, `muonclip` and `adamclip` take as sites: every attention that can be clipped exactly.
+
+        Raises:
+          ValueError: none can; with the reasons and their lines.
+
+        Warns:
+          UserWarning: some can't.
+        """
+        refused = listed([f"{a.name!r} ({a.line}): {a.problem}" for a in self.attentions if a.site is None])
+        found = tuple(a.site for a in self.attentions if a.site is not None)
+        if not self.attentions:
+            raise ValueError(
+                f"{self._call} has no attention: no softmax of a product of two activations, multiplied by a third. "
+                "Use muon instead of muonclip."
+            )
+        if not found:
+            raise ValueError(
+                f"{self._call}: no attention can be clipped. {refused}. Use muon instead of muonclip."
+            )
+        if refused:
+            warnings.warn(f"{self._call}: not clipped are {refused}.", stacklevel=2)
+        return found
+
+    def __repr__(self) -> str:
+        matrices = sum(d.numbers is not None for d in self._decisions.values())
+        return f"<Program of {self._call}: {matrices} matrices, {len(self.attentions)} attentions>"
+
+    def _numbers(self, params: Any, attention: str) -> DimensionNumbersTree:
+        paths, leaves, structure = flatten_with_names(params)
+        named = ["/".join(path) for path in paths]
+        if missing := [name for name in named if name not in self._decisions]:
+            raise ValueError(
+                f"{self._call} was inspected without the parameters {listed(missing, ', ')}; inspect it with the tree "
+                "that the optimizer gets."
+            )
+        decisions = [self._decisions[name] for name in named]
+        if wrong := [f"{n!r}: {d.problem}" for n, d in zip(named, decisions, strict=True) if d.problem]:
+            raise ValueError(
+                f"{self._call} uses a parameter in two ways: {listed(wrong)}. Say which one counts: "
+                "muon_weight_dimension_numbers=lambda params: {**program(params), ...}."
+            )
+        if any(d.by_names for d in decisions):
+            names = jax.tree.leaves(
+                by_names(params), is_leaf=lambda x: x is None or hasattr(x, "reduction_axis")
+            )
+        else:
+            names = [None] * len(decisions)
+        heads = attention == "heads"
+        numbers = (
+            name if d.by_names else d.per_head if heads else d.numbers
+            for d, name in zip(decisions, names, strict=True)
+        )
+        return structure.unflatten(numbers)
+
+
+def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Program:
+    """Reads what a function does with its parameters: which are matrices, where attention is, how to clip it.
+
+    Nothing is computed, and no name matters: the jaxpr of `fun` says which axes of a parameter are summed over, which
+    are looked up, and what comes after.
+
+    Args:
+      fun: Your loss `fun(params, *args, **kwargs)`. A forward function works too, but its last product is then no
+        known output head.
+      params: A tree of arrays or `jax.ShapeDtypeStruct`s, the one that the optimizer gets.
+      *args: Further arguments, arrays or `jax.ShapeDtypeStruct`s; what is no array stays as it is.
+      **kwargs: Keyword arguments of `fun`, likewise.
+
+    Returns:
+      A `Program`.
+
+    Raises:
+      TypeError: `fun` does not take these arguments.
+      ValueError: nothing that `fun` returns depends on `params`.
+
+    Warns:
+      UserWarning: a parameter is never used.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, muonjax
+      >>> def loss(params, tokens):
+      ...   x = params["embed"][tokens]
+      ...   return -jnp.mean(jax.nn.log_softmax(jax.nn.relu(x @ params["up"]) @ params["head"]))
+      >>> params = {"embed": jnp.ones((256, 64)), "head": jnp.ones((256, 256)), "up": jnp.ones((64, 256))}
+      >>> program = muonjax.inspect(loss, params, jax.ShapeDtypeStruct((2, 8), "int32"))
+      >>> [name for name, numbers in program.dimension_numbers().items() if numbers]
+      ['up']
+    """
+    call = f"inspect({getattr(fun, '__name__', fun)})"
+    leaves, structure = jax.tree.flatten(params)
+
+    def traced(leaves: list[Any], arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        filled = [next(given) if _is_array(x) else x for x in rest]
+        more, keywords = jax.tree.unflatten(rest_structure, filled)
+        return fun(jax.tree.unflatten(structure, leaves), *more, **keywords)
+
+    rest, rest_structure = jax.tree.flatten((args, kwargs))
+    shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+    closed, outputs = jax.make_jaxpr(traced, return_shape=True)(shapes, [x for x in rest if _is_array(x)])
+    first = next(iter(jax.tree.leaves(outputs)), None)
+    is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
+    read = _read(closed, params, len(leaves), is_loss)
+    if leaves and all(decision.why == "never used" for decision in read.decisions.values()):
+        raise ValueError(f"{call}: nothing that it returns depends on its parameters.")
+    if unused := [name for name, decision in read.decisions.items() if decision.why == "never used"]:
+        warnings.warn(f"{call} never uses {listed(unused, ', ')}; Adam gets them.", stacklevel=2)
+    return Program(read.decisions, [a for a, _ in read.attentions], params, call)
+
+
+def find_probes(
+    closed: ClosedJaxpr, params: Any, leaves: int
+) -> list[tuple[str, list[Probe], tuple[int, ...]]]:
+    """Name, places of the logits and shape [*layers, heads] of each attention that can be clipped."""
+    read = _read(closed, params, leaves, True)
+    return [
+        (a.name, [site.probe for site in sites], (*sites[0].layers, sites[0].heads))
+        for a, sites in read.attentions
+        if a.site is not None
+    ]
+
+
+class _Read(NamedTuple):
+    decisions: dict[str, Decision]
+    attentions: list[tuple[Attention, list[attention.Site]]]
+
+
+def _read(closed: ClosedJaxpr, params: Any, leaves: int, is_loss: bool) -> _Read:
+    walk = Walk(Graph(closed, leaves))
+    paths = list(flatten_paths(params))
+    shapes = [walk.shape(x) for x in walk.graph.parameters]
+    decisions = dict(zip(paths, decide(walk, shapes, is_loss), strict=True))
+    return _Read(decisions, _attentions(attention.sites(walk, shapes), paths))
+
+
+def _attentions(
+    sites: Sequence[attention.Site], paths: Sequence[str]
+) -> list[tuple[Attention, list[attention.Site]]]:
+    """Named attentions; one that is called several times is one."""
+    calls: dict[Any, list[attention.Site]] = {}
+    for site in sites:
+        calls.setdefault(site.spans or site.line, []).append(site)
+    groups = list(calls.values())
+    roots = [_root([paths[span.leaf] for span in group[0].spans]) for group in groups]
+    found = []
+    for group, root in zip(groups, roots, strict=True):
+        site = group[0]
+        if not site.spans:
+            found.append((Attention("", site.line, None, site.problem), group))
+            continue
+        is_alone = bool(root) and roots.count(root) == 1
+        name = root if is_alone else _module(paths[site.spans[0].leaf])
+        scales = tuple(_scale(span, paths[span.leaf], root if is_alone else "") for span in site.spans)
+        stack = site.spans[0].stack
+        public = Site(
+            path=re.escape(root) if is_alone else "",
+            scales=scales,
+            signal="max_logits" if is_alone else name,
+            scan_axis=stack or None,
+            norms=(),
+        )
+        found.append((Attention(name, site.line, public, ""), group))
+    return found
+
+
+def _root(paths: Sequence[str]) -> str:
+    """The path of the module that holds all of these."""
+    split = [path.split("/") for path in paths]
+    common = []
+    for names in zip(*split, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return "/".join(common[: min((len(path) for path in split), default=1) - 1])
+
+
+def _module(path: str) -> str:
+    return path
+
+
+def _scale(span: attention.Span, path: str, root: str) -> Scale:
+    run = span.size // span.entries
+    return Scale(
+        path=path.removeprefix(f"{root}/") if root else path,
+        rank=span.rank,
+        axes=span.axes,
+        entries=span.entries,
+        start=span.start,
+        size=span.size,
+        span=(span.span[0], None if span.span[1] == run else span.span[1]),
+        factor=span.factor,
+    )
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct) or (hasattr(x, "shape") and hasattr(x, "dtype"))

@@ -1,0 +1,1 @@
+"""What a function does with its parameters, read from its jaxpr: matrices, attention, largest logits."""

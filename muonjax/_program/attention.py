@@ -1,0 +1,251 @@
+"""From softmax(Q Kᵀ) V to the parameters that a clip scales, and to the place where the logits are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from muonjax._program.graph import line_of
+from muonjax._program.layout import PLACED, Atom, Layout
+from muonjax._program.rewrite import Probe, Step
+from muonjax._program.values import Image, Term
+from muonjax._program.walk import Attention, Walk
+
+
+class Span(NamedTuple):
+    """The positions in one parameter that feed the heads: `Scale` in `muonjax.qk_clip` has the same words."""
+
+    leaf: int
+    rank: int  # of one layer's parameter
+    axes: tuple[int, ...]  # of one layer's parameter, negative
+    entries: int
+    start: int
+    size: int
+    span: tuple[int, int]
+    factor: str  # "query", "key", or "rotary": a query whose key stays as it is
+    stack: tuple[int, ...]  # axes of the parameter that count layers
+    is_bias: bool = False
+
+
+class Site(NamedTuple):
+    """One attention: what to scale, and where its largest logits are; or why it can't be clipped."""
+
+    line: str
+    spans: tuple[Span, ...] = ()
+    probe: Probe | None = None
+    layers: tuple[int, ...] = ()
+    heads: int = 1
+    problem: str = ""
+
+
+class _Refused(Exception):
+    """Why this attention can't be clipped."""
+
+
+def sites(walk: Walk, shapes: Sequence[tuple[int, ...]]) -> list[Site]:
+    """One for each attention, in the order of the program."""
+    return [_site(walk, shapes, attention) for _, attention in sorted(walk.attentions.items())]
+
+
+def _site(walk: Walk, shapes: Sequence[tuple[int, ...]], attention: Attention) -> Site:
+    line = line_of(walk.nodes[attention.product].equation)
+    try:
+        return _Finder(walk, shapes, attention).site(line)
+    except _Refused as refused:
+        return Site(line, problem=str(refused))
+
+
+class _Finder:
+    """The two operands of one product of queries and keys."""
+
+    def __init__(self, walk: Walk, shapes: Sequence[tuple[int, ...]], attention: Attention):
+        self.walk, self.shapes, self.attention = walk, shapes, attention
+        left, right = walk.pairs[attention.product]
+        batch = len(left.batch)
+        given = {id(left): batch, id(right): batch + len(left.given)}
+        self.normalized = {a.axis for a in attention.keys}
+        is_right = any(axis >= given[id(right)] for axis in self.normalized)
+        query, key = (left, right) if is_right else (right, left)
+        self.query, self.key = query.value.images, key.value.images
+        # For each side, the operand's axis behind each axis of the product.
+        self.axes = {
+            side is query: {
+                **dict(enumerate(side.batch)),
+                **{given[id(side)] + i: axis for i, axis in enumerate(side.given)},
+            }
+            for side in (query, key)
+        }
+        self.summed = {side is query: side.summed for side in (query, key)}
+
+    def site(self, line: str) -> Site:
+        logits = self.attention.logits
+        if logits.problem:
+            raise _Refused(f"{logits.problem[0]}: {self._line(logits.problem[1])}")
+        for images, name in ((self.query, "queries"), (self.key, "keys")):
+            for image in images:
+                if not image.linear:
+                    why, where = image.after or ("changed", self.attention.product)
+                    raise _Refused(f"its {name} are {why}: {self._line(where)}")
+        own, shared = self._split_keys()
+        queries = list(self._spans(self.query, True, "query" if own else "rotary", shared))
+        keys = list(self._spans(own, False, "key", {})) if own else []
+        self._refuse_other_uses(own)
+        entries = {span.entries for span in queries}
+        if len(entries) > 1:
+            raise _Refused("its queries have several numbers of heads")
+        layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in (*queries, *keys)}
+        if len(layers) > 1:
+            raise _Refused("its queries and keys are in different stacks of layers")
+        return Site(line, (*queries, *keys), self._probe(queries[0]), layers.pop(), entries.pop())
+
+    def _line(self, i: int) -> str:
+        return line_of(self.walk.nodes[i].equation)
+
+    def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
+        """Keys of the heads' own; and those that all heads share, by the features where they stand."""
+        heads = [d for d in self.axes[True] if self._heads_at(self.query[0], True, d)]
+        values = {image.product for image in self.attention.values.value.images}
+        own, shared = [], {}
+        for image in self.key:
+            alone = not any(self._heads_at(image, False, d) for d in heads)
+            place = self._place(image)
+            if image.product in values and self._is_value(image):
+                continue
+            if alone and heads and place is not None:
+                shared[place] = image
+            elif alone and heads and len(self.key) > 1:
+                raise _Refused("some of its keys are shared by all heads")
+            else:
+                own.append(image)
+        return own, shared
+
+    def _is_value(self, key: Image) -> bool:
+        return any(v.product == key.product and v.layout.region == key.layout.region
+                   for v in self.attention.values.value.images)  # fmt: skip
+
+    def _place(self, image: Image) -> tuple[int, int] | None:
+        """Where in the sum over features an image stands that was put together with others."""
+        (axis, *_) = self.summed[False]
+        atoms = image.layout.axes[axis]
+        if len(self.summed[False]) > 1 or not atoms or atoms[0].axis != PLACED:
+            return None
+        return atoms[0].start, atoms[0].start + math.prod(a.size for a in atoms[1:])
+
+    def _heads_at(self, image: Image | Term, is_query: bool, axis: int) -> tuple[Atom, ...]:
+        if axis in self.normalized or axis not in self.axes[is_query]:
+            return ()
+        return image.layout.atoms([self.axes[is_query][axis]])
+
+    def _spans(
+        self, images: Sequence[Image], is_query: bool, factor: str, shared: dict[tuple[int, int], Image]
+    ) -> Iterator[Span]:
+        for image in images:
+            use = self.walk.use_of(image.product)
+            columns = {a.axis for a in use.columns}
+            for term, is_bias in ((None, False), *((b, True) for b in image.biases)):
+                layout = image.layout if term is None else term.layout
+                leaf = use.term.leaf if term is None else term.leaf
+                held = columns if term is None else set(range(len(self.shapes[leaf])))
+                held = held | {a.axis for a in layout.taken}
+                span = self._span(leaf, layout, held, is_query, factor)._replace(is_bias=is_bias)
+                yield from self._apart(span, shared) if shared else [span]
+
+    def _apart(self, span: Span, shared: dict[tuple[int, int], Image]) -> Iterator[Span]:
+        """The features of a query that meet the heads' own keys, and those that meet shared ones."""
+        first, last = span.span
+        inside = [first, *sorted({edge + first for place in shared for edge in place}), last]
+        for start, stop in zip(inside, inside[1:], strict=False):
+            if start < stop:
+                rotary = any(a + first <= start and stop <= b + first for a, b in shared)
+                yield span._replace(span=(start, stop), factor="rotary" if rotary else span.factor)
+
+    def _span(self, leaf: int, layout: Layout, held: set[int], is_query: bool, factor: str) -> Span:
+        shape = self.shapes[leaf]
+        heads = [
+            a for d in sorted(self.axes[is_query]) for a in self._heads_at(Image((0, 0), layout), is_query, d)
+        ]
+        heads = sorted((a for a in heads if a.axis in held), key=lambda a: (a.axis, -a.stride))
+        features = [a for a in (*layout.atoms(self.summed[is_query]), *layout.taken) if a.axis in held]
+        stack = tuple(dict.fromkeys(a.axis for a in layout.loops))
+        held = held - set(stack)
+        if any(math.prod(a.size for a in layout.loops if a.axis == axis) != shape[axis] for axis in stack):
+            raise _Refused("only some of the layers in a stack are used")
+        own = [axis for axis in range(len(shape)) if axis not in stack]
+        order = sorted(
+            held & {a.axis for a in (*heads, *features)}, key=lambda x: _outermost(x, heads, features)
+        )
+        found = _runs(shape, order, heads, features)
+        if found is None:
+            raise _Refused("its heads do not lie one after the other in the parameter")
+        return Span(leaf, len(own), tuple(own.index(a) - len(own) for a in order), *found, factor, stack)
+
+    def _refuse_other_uses(self, own: Sequence[Image]) -> None:
+        """A projection that reaches more than these logits can't be scaled for them."""
+        allowed = {self.attention.product}
+        for image in (*self.query, *own):
+            for region, i in self.walk.parts.get(image.product, ()):
+                mine = image.layout.region
+                overlap = all(
+                    a.start < b.stop and b.start < a.stop for a in region for b in mine if a[:2] == b[:2]
+                )
+                if i not in allowed and overlap:
+                    raise _Refused(f"its projection is used for something else too: {self._line(i)}")
+
+    def _probe(self, query: Span) -> Probe:
+        walk, logits = self.walk, self.attention.logits
+        node = walk.nodes[walk.graph.producer[logits.value]]
+        path = []
+        for n, step in enumerate(node.place):
+            if step.kind.startswith("custom_"):
+                raise _Refused(f"its softmax is inside of a {step.kind}")
+            sliced = walk.layers.get(node.place[: n + 1], set())
+            path.append(Step(step.equation, step.body, layer=query.leaf in sliced))
+        axis = [k for k, atoms in enumerate(logits.seen.axes) if {a.axis for a in atoms} & self.normalized]
+        image = self.query[0]
+        heads = [d for d in sorted(self.axes[True]) if self._heads_at(image, True, d)]
+        heads.sort(key=lambda d: [(a.axis, -a.stride) for a in self._heads_at(image, True, d)])
+        kept = [
+            next((k for k, atoms in enumerate(logits.seen.axes) if {a.axis for a in atoms} == {d}), None)
+            for d in heads
+        ]
+        if len(axis) != 1 or None in kept:
+            raise _Refused("its logits are reshaped before softmax")
+        return Probe(tuple(path), walk.graph.variables[logits.value], axis[0], tuple(kept))
+
+
+def _outermost(axis: int, heads: Sequence[Atom], features: Sequence[Atom]) -> tuple[int, int]:
+    """What an index takes comes first, then the heads, then a head's features."""
+    if any(a.axis == axis for a in heads):
+        return 1, axis
+    return (0 if all(a.size == 1 for a in features if a.axis == axis) else 2), axis
+
+
+def _runs(
+    shape: Sequence[int], axes: Sequence[int], heads: Sequence[Atom], features: Sequence[Atom]
+) -> tuple[int, int, int, tuple[int, int]] | None:
+    """Entries, start, size and span of the heads on the flattened `axes`; None where they are no such runs."""
+    weight = {axis: math.prod(shape[x] for x in axes[k + 1 :]) for k, axis in enumerate(axes)}
+    total = math.prod(shape[axis] for axis in axes)
+
+    def positions(atoms: Sequence[Atom]) -> np.ndarray:
+        found = np.zeros(1, int)
+        for a in atoms:
+            steps = (a.start + np.arange(a.size)) * a.stride * weight[a.axis]
+            found = (found[:, None] + steps).reshape(-1)
+        return found
+
+    first, inside = positions(heads), np.sort(positions(features))
+    count, width = len(first), len(inside)
+    run = int(first[1] - first[0]) if count > 1 else total
+    if (np.diff(first) != run).any() or (np.diff(inside) != 1).any() or run <= 0:
+        return None
+    base = int(first[0] + inside[0])
+    if count == 1:
+        return 1, base, width, (0, width)
+    start = base - base % run if base % run + width <= run else base
+    if start + count * run > total:
+        return None
+    return count, start, count * run, (base - start, base - start + width)

@@ -1,0 +1,234 @@
+"""A jaxpr as one flat list of operations: calls are entered, loops and branches become operations of their own.
+
+A value is the number of an array. What a loop carries is one value, which comes from before the loop and from the
+end of its body ("carry"); the slices that a scan takes are "scan_slice", what it collects "scan_stack"; a value that
+comes from several branches is a "join".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn, Literal
+
+from muonjax._program.versions import CALLS, Body, bodies, opened, scan_counts, while_counts
+
+_ENTERED = CALLS | {
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "custom_lin",
+    "shard_map",
+    "core_call",
+}
+
+
+class Step(NamedTuple):
+    """One enclosing equation on the way from the outermost jaxpr to an operation."""
+
+    equation: int  # its index in the enclosing jaxpr
+    body: int  # which of its bodies
+    kind: str  # the primitive
+
+
+class Node:
+    """One operation."""
+
+    __slots__ = ("equation", "inputs", "name", "outputs", "params", "place", "position")
+
+    def __init__(
+        self, name: str, params: dict[str, Any], inputs: tuple[int, ...], outputs: tuple[int, ...],
+        equation: JaxprEqn | None, place: tuple[Step, ...], position: int,
+    ):  # fmt: skip
+        self.name, self.params, self.inputs, self.outputs = name, params, inputs, outputs
+        self.equation, self.place, self.position = equation, place, position
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it belongs to the backward pass of a gradient that the function takes by itself."""
+        return self.equation is not None and "transpose(" in str(self.equation.source_info.name_stack)
+
+
+class Loop(NamedTuple):
+    """The operations of a loop's body, `nodes[first:last]`, and the "carry" operations before them."""
+
+    first: int
+    last: int
+    carries: tuple[int, ...]
+
+
+class Graph:
+    """The operations of a function in an order in which they can run."""
+
+    def __init__(self, closed: Body, leaves: int):
+        """`leaves`: how many of the first inputs are parameters."""
+        jaxpr = opened(closed)
+        self.nodes: list[Node] = []
+        self.loops: list[Loop] = []
+        self.avals: list[Any] = []
+        self.known: dict[int, Any] = {}  # values of literals
+        self.variables: list[Any] = []  # the variable of each value, in the body where it is first seen
+        inputs = [self._new(v) for v in jaxpr.invars]
+        self.parameters, self.arguments = inputs[:leaves], inputs[leaves:]
+        self.constants = [self._new(v) for v in jaxpr.constvars]
+        self._literals: dict[Any, int] = {}
+        self.outputs = self._walk(jaxpr, self.constants, inputs, ())
+        self.producer = {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
+        self.live = self._live()
+
+    def _new(self, variable: Any) -> int:
+        self.avals.append(variable.aval)
+        self.variables.append(variable)
+        return len(self.avals) - 1
+
+    def _add(
+        self, name: str, params: Any, inputs: Sequence[int], outs: Sequence[Any],
+        equation: JaxprEqn | None, place: tuple[Step, ...], position: int,
+    ) -> list[int]:  # fmt: skip
+        outputs = [self._new(v) for v in outs]
+        self.nodes.append(Node(name, params, tuple(inputs), tuple(outputs), equation, place, position))
+        return outputs
+
+    def _literal(self, literal: Literal) -> int:
+        number = self._new(literal)
+        self.known[number] = literal.val
+        return number
+
+    def _walk(
+        self, jaxpr: Any, consts: Sequence[int], args: Sequence[int], place: tuple[Step, ...]
+    ) -> list[int]:
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+        def read(atom: Any) -> int:
+            return self._literal(atom) if isinstance(atom, Literal) else env[atom]
+
+        for position, eqn in enumerate(jaxpr.eqns):
+            inputs = [read(atom) for atom in eqn.invars]
+            name = eqn.primitive.name
+            if name == "scan":
+                outputs = self._scan(eqn, inputs, place, position)
+            elif name == "while":
+                outputs = self._while(eqn, inputs, place, position)
+            elif name == "cond":
+                outputs = self._cond(eqn, inputs, place, position)
+            elif name in _ENTERED and (found := bodies(eqn)):
+                body, inner = found[0][1], (*place, Step(position, 0, name))
+                inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner)
+                outputs = self._enter(body, inputs, inner)
+                outputs = self._resized("unshard", outputs, eqn.outvars, eqn, place)
+            else:
+                outputs = self._add(name, eqn.params, inputs, eqn.outvars, eqn, place, position)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _resized(
+        self, name: str, values: list[int], variables: Sequence[Any], eqn: JaxprEqn, place: tuple[Step, ...]
+    ) -> list[int]:
+        """Into and out of a `shard_map`, where an array is one device's part of it."""
+        return [
+            x if self.avals[x].shape == v.aval.shape else self._add(name, {}, [x], [v], eqn, place, -1)[0]
+            for x, v in zip(values, variables, strict=True)
+        ]
+
+    def _enter(self, body: Body, inputs: Sequence[int], place: tuple[Step, ...]) -> list[int]:
+        jaxpr = opened(body)
+        return self._walk(jaxpr, [self._new(v) for v in jaxpr.constvars], inputs, place)
+
+    def _scan(self, eqn: JaxprEqn, inputs: list[int], place: tuple[Step, ...], position: int) -> list[int]:
+        consts, carried = scan_counts(eqn)
+        body = eqn.params["jaxpr"]
+        inner, variables = (*place, Step(position, 0, "scan")), opened(body).invars
+        first = len(self.nodes)
+        carry = self._carry(inputs[consts : consts + carried], variables[consts : consts + carried], inner)
+        sliced = [
+            self._add("scan_slice", {"scan": inner}, [x], [v], eqn, inner, -1)[0]
+            for x, v in zip(inputs[consts + carried :], variables[consts + carried :], strict=True)
+        ]
+        outs = self._enter(body, [*inputs[:consts], *carry, *sliced], inner)
+        self._close(first, carry, outs[:carried])
+        stacked = [
+            self._add("scan_stack", {"scan": inner}, [x], [v], eqn, place, position)[0]
+            for x, v in zip(outs[carried:], eqn.outvars[carried:], strict=True)
+        ]
+        return [*outs[:carried], *stacked]
+
+    def _while(self, eqn: JaxprEqn, inputs: list[int], place: tuple[Step, ...], position: int) -> list[int]:
+        consts = sum(while_counts(eqn))
+        body, inner = eqn.params["body_jaxpr"], (*place, Step(position, 0, "while"))
+        variables = opened(body).invars[while_counts(eqn)[1] :]
+        first = len(self.nodes)
+        carry = self._carry(inputs[consts:], variables, inner)
+        outs = self._enter(body, [*inputs[while_counts(eqn)[0] : consts], *carry], inner)
+        self._close(first, carry, outs)
+        return outs
+
+    def _carry(self, inputs: Sequence[int], variables: Sequence[Any], place: tuple[Step, ...]) -> list[int]:
+        return [
+            self._add("carry", {}, [x], [v], None, place, -1)[0]
+            for x, v in zip(inputs, variables, strict=True)
+        ]
+
+    def _close(self, first: int, carry: Sequence[int], outs: Sequence[int]) -> None:
+        """Give each carried value its second source, the end of the body."""
+        for i, out in enumerate(outs):
+            self.nodes[first + i].inputs += (out,)
+        self.loops.append(Loop(first, len(self.nodes), tuple(range(first, first + len(carry)))))
+
+    def _cond(self, eqn: JaxprEqn, inputs: list[int], place: tuple[Step, ...], position: int) -> list[int]:
+        branches = [
+            self._enter(body, inputs[1:], (*place, Step(position, i, "cond")))
+            for i, (_, body) in enumerate(bodies(eqn))
+        ]
+        return [
+            self._add("join", {}, [inputs[0], *values], [v], eqn, place, position)[0]
+            for *values, v in zip(*branches, eqn.outvars, strict=True)
+        ]
+
+    def _live(self) -> list[bool]:
+        """Which operations an output of the function depends on."""
+        live, pending = [False] * len(self.nodes), list(self.outputs)
+        while pending:
+            i = self.producer.get(pending.pop())
+            if i is not None and not live[i]:
+                live[i] = True
+                pending += self.nodes[i].inputs
+        return live
+
+    def users(self) -> dict[int, list[int]]:
+        """The live operations that read each value."""
+        users: dict[int, list[int]] = {}
+        for i, node in enumerate(self.nodes):
+            if self.live[i]:
+                for x in dict.fromkeys(node.inputs):
+                    users.setdefault(x, []).append(i)
+        return users
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        return self.avals[value].shape
+
+    def is_float(self, value: int) -> bool:
+        return _is_float(getattr(self.avals[value], "dtype", None))
+
+
+@functools.cache
+def _is_float(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+_LIBRARIES = ("site-packages", "dist-packages", "/muonjax/_program/", "<frozen", "/lib/python3")
+
+
+def line_of(equation: JaxprEqn | None) -> str:
+    """File and line of the user's code that made an equation: "model.py:41"."""
+    if equation is None:
+        return ""
+    frames: Iterator[Any] = iter(getattr(equation.source_info.traceback, "frames", ()))
+    for frame in frames:
+        if not any(part in frame.file_name for part in _LIBRARIES):
+            return f"{frame.file_name.rpartition('/')[2]}:{frame.line_num}"
+    where = source_info_util.summarize(equation.source_info).split(" ")[0]
+    return ":".join(where.rpartition("/")[2].split(":")[:2])

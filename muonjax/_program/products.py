@@ -1,0 +1,223 @@
+"""The rules of products: by a parameter, of two parameters, of two activations, and convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from muonjax._program.graph import Node
+from muonjax._program.layout import OTHER, Atom, Layout, other, whole
+from muonjax._program.rules import rule
+from muonjax._program.values import DATA, PARAMETER, Image, Logits, Term, Value, dependent
+
+if TYPE_CHECKING:
+    from muonjax._program.walk import Walk
+
+
+class Side:
+    """One operand of a product: its value, and which of its axes are summed over, are batches, are given."""
+
+    def __init__(self, value: Value, operand: int, rank: int, summed: Sequence[int], batch: Sequence[int]):
+        self.value, self.operand = value, operand
+        self.summed, self.batch = tuple(summed), tuple(batch)
+        self.given = tuple(a for a in range(rank) if a not in self.summed and a not in self.batch)
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is made of parameters alone. One that is repeated for each example is a learned input."""
+        return self.value.is_weight and not any(
+            a.axis == OTHER for t in self.value.terms for atoms in t.layout.axes for a in atoms
+        )
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether a parameter in it has summed and given axes, so that this is a product by a matrix."""
+        return any(_rows(t, self) and _columns(t, self) for t in self.value.terms)
+
+
+def _rows(t: Term, side: Side) -> tuple[Atom, ...]:
+    return t.layout.atoms(side.summed) or (t.inner[0] if t.inner else ())
+
+
+def _columns(t: Term, side: Side) -> tuple[Atom, ...]:
+    given = t.layout.atoms(side.given)
+    if given or not t.inner:
+        return given
+    # One of several parameters multiplied by each other: the axis between it and its neighbour.
+    return t.inner[-1] if len(t.inner) > 1 or t.layout.atoms(side.summed) else ()
+
+
+@rule("dot_general")
+def _dot(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (left_sum, right_sum), (left_batch, right_batch) = node.params["dimension_numbers"]
+    ranks = [len(walk.shape(x)) for x in node.inputs]
+    left = Side(values[0], node.inputs[0], ranks[0], left_sum, left_batch)
+    right = Side(values[1], node.inputs[1], ranks[1], right_sum, right_batch)
+    n = walk.shape(node.outputs[0])
+
+    def axes(side: Side) -> list[int | None]:
+        """The axes of the result as axes of one operand."""
+        nothing: list[int | None] = [None]
+        mine = [*side.batch, *side.given]
+        return [*mine, *nothing * len(right.given)] if side is left else [
+            *side.batch, *nothing * len(left.given), *side.given
+        ]  # fmt: skip
+
+    return [multiply(walk, i, left, right, lambda side, layout: layout.pick(axes(side), n))]
+
+
+def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
+    """The value of a product; `result(side, layout)` is an operand's layout along the axes of the product."""
+    a, b = left.value, right.value
+    product = dependent([a, b])
+    if not product.kind & PARAMETER:
+        return product
+    if left.is_parameter and right.is_parameter:
+        return _of_parameters(product, left, right, result)
+    for side, rest in ((left, right), (right, left)):
+        hot = rest.value.one_hot
+        if side.value.terms and hot and side.is_parameter and set(hot) & set(rest.summed):
+            return _lookup(walk, i, product, side, result)
+        if hot:
+            walk.record_read(
+                i, side.value, [s for r, s in zip(rest.summed, side.summed) if r in hot], rest.value
+            )
+    sides = [s for s in (left, right) if s.is_parameter and s.value.terms]
+    if not sides:
+        sides = [s for s in (left, right) if s.is_matrix]
+        if (
+            len(sides) > 1
+        ):  # both hold parameters and data: the matrix is the one that has fewer products before it
+            sides = sorted(sides, key=lambda s: (s.value.before.bit_count(), not s.value.terms))[:1]
+    if sides:
+        (side,) = sides[:1]
+        return by_parameter(walk, i, product, side, right if side is left else left, result)
+    return _of_activations(walk, i, product, left, right, result)
+
+
+def _of_parameters(product: Value, left: Side, right: Side, result) -> Value:
+    """Not used yet: a penalty, or factors of a matrix (adapters)."""
+    terms = []
+    for side, before in ((left, False), (right, True)):
+        for t in side.value.terms:
+            between = t.layout.atoms(side.summed)
+            inner = (between, *t.inner) if before else (*t.inner, between)
+            terms.append(t._replace(layout=result(side, t.layout), inner=inner if between else t.inner))
+    return product._replace(terms=tuple(terms))
+
+
+def _lookup(walk: Walk, i: int, product: Value, side: Side, result) -> Value:
+    """One row of a table for each index: the other operand is one-hot."""
+    terms = []
+    for t in side.value.terms:
+        rows = t.layout.atoms(side.summed)
+        walk.record(i, "looked up", t, rows=rows)
+        layout = result(side, t.layout)
+        looked = t._replace(layout=layout._replace(loops=(*layout.loops, *rows)), looked=(*t.looked, i))
+        terms.append(looked)
+    return product._replace(terms=tuple(terms))
+
+
+def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, result, **extra) -> Value:
+    """The product of an activation with a parameter, or with a sum of several."""
+    walk.record_terms(i, "a learned input", [rest.value] if rest.value.is_weight else [])
+    walk.record_parts(i, rest.value.images)
+    images = []
+    for k, t in enumerate(side.value.terms):
+        rows, columns = _rows(t, side), _columns(t, side)
+        kind = "product" if t.layout.atoms(side.summed) or t.inner else "multiplied"
+        batch = (*t.layout.atoms(side.batch), *t.layout.loops)
+        walk.record(i, kind, t, k=k, rows=rows, columns=columns, batch=batch, operand=rest.operand, **extra)
+        if kind == "product":
+            images.append(Image((i, k), result(side, t.layout)))
+    for (
+        image
+    ) in rest.value.images:  # an axis that one product gives and the next has as a batch counts experts
+        walk.later_batches.setdefault(image.product, set()).update(image.layout.atoms(rest.batch))
+    if not images:  # a scale, written as a product
+        kept = [m.map(lambda layout: result(rest, layout)) for m in rest.value.images]
+        return product._replace(images=tuple(kept))
+    walk.consume(i, side.operand, rest.operand)
+    before = product.before
+    for image in images:
+        before |= walk.bit(image.product)
+    return product._replace(images=tuple(images), before=before, kind=product.kind | DATA)
+
+
+def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side, result) -> Value:
+    a, b = left.value, right.value
+    for side in (left, right):
+        walk.record_parts(i, side.value.images)
+        for image in side.value.images:
+            walk.heads.setdefault(image.product, set()).update(image.layout.atoms(side.batch))
+    for side, values in ((left, right), (right, left)):
+        for x in side.value.logits:
+            if x.stage == "weights" and (axes := x.layout.atoms(side.summed)):
+                walk.record_attention(i, x, axes, values)
+                images = tuple(m.map(lambda layout: result(values, layout)) for m in values.value.images)
+                walk.consume(i, left.operand, right.operand)
+                return product._replace(images=images)
+    if a.kind & b.kind & PARAMETER:
+        gram = left.given and right.given
+        if a.before != b.before or gram:
+            walk.consume(i, left.operand, right.operand)
+        if a.images and b.images and gram:
+            walk.pairs[i] = (left, right)
+            shape = walk.shape(walk.nodes[i].outputs[0])
+            return product._replace(
+                logits=(Logits(i, whole(shape), value=walk.nodes[i].outputs[0], seen=whole(shape)),)
+            )
+    # A mask or a rotation by constants: still the image of one product.
+    for side, rest in ((left, right), (right, left)):
+        if side.value.images and not rest.value.kind & PARAMETER:
+            return product._replace(images=tuple(m.map(lambda x: result(side, x)) for m in side.value.images))
+    return product
+
+
+@rule("conv_general_dilated")
+def _conv(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    x, w = values
+    product = dependent(values)
+    if not w.terms:
+        walk.record_terms(i, "conv_general_dilated", values)
+        if product.kind & PARAMETER:
+            walk.consume(i, *node.inputs)
+        return [product]
+    numbers = node.params["dimension_numbers"]
+    out, into, *window = numbers.rhs_spec
+    shape = walk.shape(node.inputs[1])
+    kernel = Side(w, node.inputs[1], len(shape), (into, *window), ())
+    data = Side(x, node.inputs[0], len(shape), (), ())
+    rank = len(walk.shape(node.outputs[0]))
+
+    def result(side: Side, layout: Layout) -> Layout:
+        axes = [other(n) for n in walk.shape(node.outputs[0])]
+        if side is kernel:
+            axes[numbers.out_spec[1]] = layout.axes[out]
+        return Layout(tuple(axes[:rank]), layout.taken, layout.loops)
+
+    strides, sizes = node.params["window_strides"], [shape[axis] for axis in window]
+    extra = {
+        "groups": node.params["feature_group_count"] * node.params["batch_group_count"],
+        "depth": shape[into],
+        "is_patch": tuple(strides) == tuple(sizes) and max(sizes, default=1) > 1,
+    }
+    return [by_parameter(walk, i, product, kernel, data, result, **extra)]
+
+
+@rule("ragged_dot_general", "ragged_dot")
+def _ragged(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    """Each expert's matrix times the rows that belong to it."""
+    x, w, _ = values
+    product = dependent(values)
+    if not w.terms:
+        walk.record_terms(i, node.name, values)
+        return [product]
+    numbers = node.params.get("ragged_dot_dimension_numbers")
+    groups = tuple(numbers.rhs_group_dimensions) if numbers is not None else (0,)
+    (_, summed), (_, batch) = numbers.dot_dimension_numbers if numbers is not None else ((0, (1,)), (0, ()))
+    side = Side(w, node.inputs[1], len(walk.shape(node.inputs[1])), summed, (*batch, *groups))
+    data = Side(x, node.inputs[0], len(walk.shape(node.inputs[0])), (), ())
+    n = walk.shape(node.outputs[0])
+    given = [None] * (len(n) - len(side.given)) + list(side.given)
+    return [by_parameter(walk, i, product, side, data, lambda s, layout: layout.pick(given, n))]

@@ -1,0 +1,587 @@
+"""What each primitive does to what is known of its operands: one rule for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from muonjax._program.graph import Node
+from muonjax._program.values import (
+    DATA,
+    NOISE,
+    PARAMETER,
+    Image,
+    Logits,
+    Term,
+    Value,
+    concatenated,
+    dependent,
+    summed,
+)
+
+if TYPE_CHECKING:
+    from muonjax._program.walk import Walk
+
+Rule = Callable[["Walk", int, Node, Sequence[Value]], Sequence[Value]]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+# Structure: entries move, nothing is computed.
+
+
+@rule(
+    *(
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "sharding_constraint",
+        "reduce_precision",
+        "optimization_barrier",
+    ),
+    *(
+        "reshard",
+        "mesh_cast",
+        "pvary",
+        "pcast",
+        "psum",
+        "psum2",
+        "psum_invariant",
+        "pmax",
+        "device_put",
+        "name",
+    ),
+    *("neg", "real", "imag", "conj", "stop_gradient", "layout_constraint", "rev", "ppermute", "to_varying"),
+)
+def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    return values
+
+
+@rule("transpose")
+def _transpose(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (x,), order = values, node.params["permutation"]
+    moved = x.map(lambda layout: layout.transpose(order))
+    return [moved._replace(one_hot=_positions(x.one_hot, order), counts=_position(x.counts, order))]
+
+
+@rule("squeeze", "expand_dims")
+def _squeeze(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (x,), gone = values, node.params["dimensions"]
+    kept = [axis for axis in range(len(walk.shape(node.inputs[0]))) if axis not in gone]
+    return [_picked(x, kept, walk.shape(node.outputs[0]))]
+
+
+@rule("broadcast_in_dim")
+def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    shape, where = node.params["shape"], node.params["broadcast_dimensions"]
+    old = walk.shape(node.inputs[0])
+    sources: list[int | None] = [None] * len(shape)
+    for axis, at in enumerate(where):
+        if old[axis] == shape[at]:
+            sources[at] = axis
+    return [_picked(values[0], sources, shape)]
+
+
+def _picked(x: Value, sources: Sequence[int | None], shape: Sequence[int]) -> Value:
+    moved = x.map(lambda layout: layout.pick(sources, shape))
+    return moved._replace(one_hot=_positions(x.one_hot, sources), counts=_position(x.counts, sources))
+
+
+def _position(axis: int | None, sources: Sequence[int | None]) -> int | None:
+    return sources.index(axis) if axis is not None and axis in sources else None
+
+
+def _positions(axes: tuple[int, ...] | None, sources: Sequence[int | None]) -> tuple[int, ...] | None:
+    return axes and (tuple(p for a in axes if (p := _position(a, sources)) is not None) or None)
+
+
+@rule("reshape")
+def _reshape(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    if [n for n in old if n > 1] == [n for n in new if n > 1]:  # only axes of one entry come and go
+        longer = [axis for axis, n in enumerate(old) if n > 1]
+        longer.reverse()
+        return [_picked(values[0], [longer.pop() if n > 1 else None for n in new], new)]
+    return [values[0].map(lambda layout: layout.reshape(new))]
+
+
+@rule("slice")
+def _slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    starts, stops = node.params["start_indices"], node.params["limit_indices"]
+    return [_cut(values[0], starts, stops, node.params["strides"] or [1] * len(starts))]
+
+
+def _cut(x: Value, starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]) -> Value:
+    for axis, (start, stop, step) in enumerate(zip(starts, stops, steps, strict=True)):
+        x = x.map(lambda layout, at=(axis, int(start), int(stop), int(step)): layout.cut(*at))
+    return x
+
+
+@rule("split")
+def _split(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    axis, start, parts = node.params["axis"], 0, []
+    for size in map(int, node.params["sizes"]):
+        parts.append(values[0].map(lambda layout, at=(axis, start, start + size): layout.cut(*at)))
+        start += size
+    return parts
+
+
+@rule("concatenate")
+def _concatenate(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    axis = node.params["dimension"]
+    return [_put_together(walk, i, values, axis, [walk.shape(x)[axis] for x in node.inputs])]
+
+
+@rule("stack")
+def _stack(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    axis, shape = node.params["axis"], list(walk.shape(node.outputs[0]))
+    shape[axis] = 1
+    sources: list[int | None] = list(range(len(shape) - 1))
+    sources.insert(axis, None)
+    return [_put_together(walk, i, [_picked(v, sources, shape) for v in values], axis, [1] * len(values))]
+
+
+def _put_together(walk: Walk, i: int, values: Sequence[Value], axis: int, sizes: Sequence[int]) -> Value:
+    if len(values) == 1:
+        return values[0]
+    whole, starts = dependent(values), [sum(sizes[:k]) for k in range(len(sizes))]
+    if whole.is_weight:
+        terms = (
+            t._replace(layout=t.layout.place(axis, start, sum(sizes)))
+            for v, start in zip(values, starts, strict=True)
+            for t in v.terms
+        )
+        return whole._replace(terms=tuple(terms))
+    walk.record_terms(i, "joined with data", values)
+    walk.record_rejoined(values)
+    return whole._replace(images=concatenated(values, axis, sizes))
+
+
+@rule("pad")
+def _pad(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    x, shape = values[0], walk.shape(node.outputs[0])
+    for axis, (low, high, inside) in enumerate(node.params["padding_config"]):
+        if low or high or inside:
+            at = (axis, max(low, 0), shape[axis])
+            if inside or low < 0 or high < 0:
+                return [dependent(values)]
+            x = x.map(lambda layout, at=at: layout.place(*at))
+    return [x._replace(kind=x.kind | values[1].kind)]
+
+
+@rule("gather")
+def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    x, indices = values
+    numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
+    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    by_data = bool(indices.kind & DATA)
+    if not x.terms:
+        picked = [axis for axis, n in enumerate(old) if sizes[axis] < n]
+        walk.record_read(i, x, picked, indices)
+        return [dependent(values)]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [axis for axis in range(len(old)) if axis not in gone]
+    sources: list[int | None] = [None] * len(new)
+    for at, axis in zip(numbers.offset_dims, kept, strict=True):
+        sources[at] = axis if sizes[axis] == old[axis] else None
+    picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
+    return [_looked_up(walk, i, x, picked, sources, new, by_data, dependent(values))]
+
+
+def _looked_up(
+    walk: Walk, i: int, x: Value, picked: Sequence[int], sources: Sequence[int | None], shape: Sequence[int],
+    by_data: bool, result: Value,
+) -> Value:  # fmt: skip
+    """Entries of `picked` axes of a parameter, at indices that are known only when it runs."""
+    terms = []
+    for t in x.terms:
+        layout = t.layout._replace(loops=(*t.layout.loops, *t.layout.atoms(picked)))
+        looked = (*t.looked, i) if by_data and t.layout.atoms(picked) else t.looked
+        if by_data:
+            walk.record(i, "looked up", t, rows=t.layout.atoms(picked))
+        terms.append(t._replace(layout=layout.pick(sources, shape), looked=looked))
+    return result._replace(terms=tuple(terms))
+
+
+@rule("dynamic_slice")
+def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    x, old, new = values[0], walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    starts = [walk.known(s) for s in node.inputs[1:]]
+    if all(s is not None for s in starts):
+        starts = [min(max(int(s), 0), n - m) for s, n, m in zip(starts, old, new, strict=True)]
+        return [_cut(x, starts, [s + m for s, m in zip(starts, new, strict=True)], [1] * len(new))]
+    sources = [axis if n == m else None for axis, (n, m) in enumerate(zip(old, new, strict=True))]
+    picked = [axis for axis, source in enumerate(sources) if source is None]
+    by_data = any(v.kind & DATA for v in values[1:])
+    if not x.terms:
+        images = tuple(m.map(lambda layout: layout.pick(sources, new)) for m in x.images)
+        return [dependent(values)._replace(images=images)]
+    return [_looked_up(walk, i, x, picked, sources, new, by_data, dependent(values))]
+
+
+@rule("scan_slice")
+def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (x,) = values
+    for t in x.terms:
+        if t.layout.atoms([0]):
+            walk.layers.setdefault(node.params["scan"], set()).add(t.leaf)
+    return [x.map(lambda layout: layout.loop(0))]
+
+
+@rule("scan_stack")
+def _scan_stack(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (x,), shape = values, walk.shape(node.outputs[0])
+    return [x.map(lambda layout: layout.pick([None, *range(len(shape) - 1)], shape))._replace(logits=())]
+
+
+@rule(
+    "shard", "unshard", "all_gather", "all_gather_invariant", "reduce_scatter", "psum_scatter", "all_to_all"
+)
+def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    return [
+        x.map(lambda layout, n=out: layout.resize(walk.shape(n)))
+        if len(walk.shape(at)) == len(walk.shape(out))
+        else x.opaque()
+        for x, at, out in zip(values, node.inputs, node.outputs, strict=True)
+    ]
+
+
+# Numbers that are no function of the parameters.
+
+
+@rule("iota")
+def _iota(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    return [Value(counts=node.params["dimension"])]
+
+
+@rule("eq")
+def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    for counting, index in (values, values[::-1]):
+        if counting.counts is not None and index.kind & DATA:
+            return [dependent(values)._replace(one_hot=(counting.counts,))]
+    return [dependent(values)]
+
+
+@rule(
+    *(
+        "random_bits",
+        "random_wrap",
+        "random_unwrap",
+        "random_seed",
+        "random_fold_in",
+        "random_split",
+        "random_gamma",
+    ),
+    *("threefry2x32", "rng_bit_generator", "rng_uniform"),
+)
+def _random(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    return [Value(NOISE)] * len(node.outputs)
+
+
+# Sums, products, and everything else entry by entry.
+
+
+def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
+    """Repeated along the axes where it has one entry: operations entry by entry do so by themselves."""
+    if tuple(old) == tuple(shape) or len(old) != len(shape):
+        return x
+    return _picked(
+        x, [axis if n == m else None for axis, (n, m) in enumerate(zip(old, shape, strict=True))], shape
+    )
+
+
+@rule("add", "sub", "add_any", "select_n", "join", "complex")
+def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    whole = dependent(values)
+    if node.name in ("select_n", "join"):
+        values = values[1:]
+    if whole.is_weight:
+        return [_sum_of_weights(walk, i, whole, values)]
+    followed = dependent(values)
+    if not followed.kind & PARAMETER:
+        return [whole]
+    weights = [v for v in values if v.is_weight]
+    activations = [v for v in values if v.images or v.logits]
+    walk.record_terms(i, "added", weights)
+    if not activations:
+        if len([v for v in values if v.kind & PARAMETER]) == 1:  # a parameter with data: a masked one
+            return [whole._replace(terms=tuple(t for v in values for t in v.terms))]
+        return [whole]
+    walk.record_rejoined(activations)
+    images = summed(activations)
+    walk.record_sum(images)
+    biases = tuple(t for v in weights for t in v.terms)
+    if biases:
+        images = tuple(m._replace(biases=m.biases + biases) for m in images)
+    plain = node.name in ("select_n", "join")  # zeros or the like instead: a mask
+    strangers = [
+        v for v in values if not v.is_weight and not v.images and not (plain and not v.kind & PARAMETER)
+    ]
+    if strangers and node.name != "complex":
+        images = tuple(_bent(walk, m, "something else is added", i) for m in images)
+    return [whole._replace(images=images, logits=_sum_of_logits(i, node, values))]
+
+
+def _sum_of_weights(walk: Walk, i: int, whole: Value, values: Sequence[Value]) -> Value:
+    """A sum of parameters is used as they are; one that repeats along an axis, as a bias does, is only added."""
+    cover = [_cover(v) for v in values]
+    widest = max(cover, key=len, default=frozenset())
+    terms: list[Term] = []
+    several = sum(bool(v.terms) for v in values) > 1
+    for v, covered in zip(values, cover, strict=True):
+        for t in v.terms:
+            if covered != widest or (several and t.noisy):
+                walk.record(i, "added", t)
+            else:
+                terms.append(t)
+    return whole._replace(terms=tuple(dict.fromkeys(terms)))
+
+
+def _cover(v: Value) -> frozenset[int]:
+    """The axes along which a value made of parameters differs."""
+    return frozenset(a for t in v.terms for a, atoms in enumerate(t.layout.axes) if t.layout.atoms([a]))
+
+
+def _sum_of_logits(i: int, node: Node, values: Sequence[Value]) -> tuple[Logits, ...]:
+    held = [v for v in values if v.logits]
+    if not held:
+        return ()
+    first = held[0].logits[0]
+    others = [v for v in values if v is not held[0]]
+    if node.name in ("select_n", "join"):
+        return (_at(first, node) if first.stage == "logits" else first,)
+    if first.stage == "weights":
+        return (first,)
+    (other,) = others
+    if other.logits:
+        second = other.logits[0]
+        if "largest" in (first.stage, second.stage):  # the largest logit is subtracted
+            return (first if first.stage == "logits" else second,)
+        return (first._replace(problem=first.problem or ("a second term is added to the logits", i)),)
+    if other.kind & PARAMETER:
+        learned = ("a learned bias is added to the logits", i)
+        return (_at(first, node)._replace(problem=first.problem or learned),)
+    return (_at(first, node)._replace(bias=i if first.bias is None else first.bias),)
+
+
+def _at(logits: Logits, node: Node) -> Logits:
+    return logits._replace(value=node.outputs[0], seen=logits.layout)
+
+
+def _bent(walk: Walk, image: Image, why: str, i: int) -> Image:
+    walk.record_parts(i, [image])
+    return image._replace(linear=False, after=image.after or (why, i))
+
+
+@rule("mul", "div")
+def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    whole, (x, y) = dependent(values), values
+    is_div = node.name == "div"
+    if whole.is_weight:
+        if not (x.is_weight and y.is_weight):
+            noisy = bool((x.kind | y.kind) & NOISE)
+            terms = tuple(t._replace(noisy=t.noisy or noisy) for v in values for t in v.terms)
+            return [whole._replace(terms=terms)]
+        return [_product_of_weights(walk, i, whole, x, y)]
+    one_hot = x.one_hot or y.one_hot
+    if not whole.kind & PARAMETER:
+        return [whole._replace(one_hot=one_hot)]
+    for v, labels in ((x, y), (y, x)):
+        walk.record_read(i, v, labels.one_hot or (), labels)
+    walk.record_terms(i, "multiplied", [v for v in values if v.is_weight])
+    terms = tuple(t for v in values for t in v.terms)
+    images: list[Image] = []
+    for v, factor in ((x, y), (y, x)):
+        bent = factor.kind & PARAMETER and factor.kind & DATA
+        for m in v.images:
+            if bent or (is_div and v is y):
+                own = walk.bit(m.product) & factor.before
+                why = "normalized" if own else "multiplied by another activation"
+                images.append(_bent(walk, m, why, i))
+            else:
+                images.append(m)
+    merged = summed([whole._replace(images=tuple(images))]) if len(images) > 1 else tuple(images)
+    return [whole._replace(terms=terms, images=merged, logits=_scaled_logits(i, node, x, y))]
+
+
+def _product_of_weights(walk: Walk, i: int, whole: Value, x: Value, y: Value) -> Value:
+    """Entry by entry: a norm's gain repeats along an axis and is a vector; factors of equal cover stay matrices."""
+    cover = {0: _cover(x), 1: _cover(y)}
+    terms: list[Term] = []
+    for k, v in enumerate((x, y)):
+        for t in v.terms:
+            if cover[k] < cover[1 - k]:
+                walk.record(i, "multiplied", t)
+            else:
+                terms.append(t)
+    return whole._replace(terms=tuple(dict.fromkeys(terms)))
+
+
+def _scaled_logits(i: int, node: Node, x: Value, y: Value) -> tuple[Logits, ...]:
+    for v, factor in ((x, y), (y, x)):
+        if v.logits:
+            first = v.logits[0]
+            if first.stage != "logits":
+                return (first,)
+            problem = first.problem
+            if factor.kind & DATA and factor.kind & PARAMETER:
+                problem = problem or ("the logits are multiplied by another activation", i)
+            return (_at(first, node)._replace(problem=problem),)
+    return ()
+
+
+@rule("exp", "exp2", "logistic")
+def _exp(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (x,) = values
+    (result,) = _elementwise(walk, i, node, values)
+    if x.logits and x.logits[0].stage == "logits":
+        result = result._replace(logits=(x.logits[0]._replace(stage="weights"),))
+    return [result]
+
+
+@rule("max", "min", "clamp")
+def _max(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (result,) = _elementwise(walk, i, node, values)
+    found = next((x for v in values for x in v.logits), None)
+    if found is not None and found.stage != "logits":
+        result = result._replace(logits=(found,))
+    return [result]
+
+
+@rule("reduce_max", "argmax", "reduce_min", "argmin", "reduce_and", "reduce_or", "reduce_prod")
+def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (x,) = values
+    result = x.opaque()
+    if node.name == "reduce_max" and x.logits and x.logits[0].stage == "logits":
+        largest = x.logits[0]._replace(stage="largest")
+        result = result._replace(logits=_without(Value(logits=(largest,)), node.params["axes"]).logits)
+    return [result]
+
+
+@rule("reduce_sum")
+def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (x,), axes = values, node.params["axes"]
+    if x.is_weight:  # a norm of a parameter, or a mean
+        return [x.opaque()]
+    for image in x.images:
+        if image.linear:
+            walk.record_parts(i, [image])
+            walk.summed.setdefault(image.product, set()).update(image.layout.atoms(axes))
+    linear = tuple(image for image in x.images if image.linear)
+    return [_without(x._replace(terms=(), images=linear, logits=()), axes)]
+
+
+def _without(x: Value, axes: Sequence[int]) -> Value:
+    def kept(layout: Any) -> Any:
+        return layout.pick(
+            [a for a in range(len(layout.axes)) if a not in axes], [1] * (len(layout.axes) - len(axes))
+        )
+
+    return x.map(kept)
+
+
+def _elementwise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    """Any function entry by entry: what it makes is no linear image any more."""
+    whole = dependent(values)
+    if whole.is_weight:  # an exponential of a parameter, say; it is still used as the parameter is
+        several = [v for v in values if v.terms]
+        return [whole._replace(terms=several[0].terms if len(several) == 1 else ())]
+    walk.record_terms(i, node.name, [v for v in values if v.is_weight])
+    images = tuple(_bent(walk, m, node.name, i) for v in values for m in v.images)
+    if len({m.product for m in images}) < len(images):
+        images = summed([Value(images=images)])
+    logits = ()
+    if held := [v.logits[0] for v in values if v.logits]:
+        first = held[0]
+        capped = ("the logits are capped" if node.name == "tanh" else f"the logits pass {node.name}", i)
+        if first.stage == "logits":
+            logits = (_at(first, node)._replace(problem=first.problem or capped),)
+        elif first.stage == "weights":
+            logits = (first,)
+    return [whole._replace(images=images, logits=logits)]
+
+
+ELEMENTWISE = frozenset(
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cbrt",
+        "ceil",
+        "cos",
+        "cosh",
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "cumlogsumexp",
+        "digamma",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "expm1",
+        "floor",
+        "integer_pow",
+        "is_finite",
+        "lgamma",
+        "log",
+        "log1p",
+        "nextafter",
+        "not",
+        "or",
+        "and",
+        "xor",
+        "pow",
+        "rem",
+        "round",
+        "rsqrt",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "tan",
+        "tanh",
+        "ne",
+        "ge",
+        "gt",
+        "le",
+        "lt",
+        "population_count",
+        "shift_left",
+        "shift_right_logical",
+        "shift_right_arithmetic",
+        "bitcast_convert_type",
+        "clz",
+        "polygamma",
+        "bessel_i0e",
+        "bessel_i1e",
+        "igamma",
+        "random_gamma_grad",
+    ]
+)
+RULES.update(dict.fromkeys(ELEMENTWISE, _elementwise))
+SPREADING = ELEMENTWISE | {
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "max",
+    "min",
+    "add_any",
+    "select_n",
+    "eq",
+    "complex",
+    "clamp",
+}

@@ -1,0 +1,203 @@
+"""Follow every parameter through a function: what each is used for, and which products make attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from muonjax._program import products  # noqa: F401  registers its rules
+from muonjax._program.graph import Graph, Node
+from muonjax._program.layout import Atom, Run, whole
+from muonjax._program.rules import RULES, SPREADING, spread
+from muonjax._program.values import DATA, NOISE, PARAMETER, Image, Logits, Term, Value, dependent
+
+
+class Use(NamedTuple):
+    """One thing that is done with a parameter."""
+
+    kind: str  # "product", "looked up", or what else is done with it
+    node: int
+    term: Term
+    rows: tuple[Atom, ...] = ()
+    columns: tuple[Atom, ...] = ()
+    batch: tuple[Atom, ...] = ()
+    operand: int = -1  # the activation that it is multiplied with
+    groups: int = 1  # of a convolution
+    depth: int = 0  # input features of each of a convolution's groups
+    is_patch: bool = False  # a convolution whose windows do not overlap
+
+
+class Attention(NamedTuple):
+    """softmax(Q K^T) V."""
+
+    product: int  # the operation Q K^T
+    logits: Logits
+    keys: tuple[Atom, ...]  # the axes of the product along which softmax normalizes
+    values: Any  # the operand with the values
+
+
+class Walk:
+    """What one pass over the operations finds out."""
+
+    def __init__(self, graph: Graph):
+        self.graph, self.nodes = graph, graph.nodes
+        self.values: list[Value] = [Value()] * len(graph.avals)
+        self.uses: dict[tuple[int, int, int], Use] = {}
+        self.attentions: dict[int, Attention] = {}
+        self.pairs: dict[int, Any] = {}  # products of two images: their operands
+        self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
+        self.read: dict[
+            tuple[int, int], int
+        ] = {}  # products with columns of which labels choose one: the operation
+        self.layers: dict[tuple[Any, ...], set[int]] = {}  # scans, with the parameters that they slice
+        # For each product, axes of its parameter: summed over afterwards, batches of a product with another parameter,
+        # and batches of a product of two activations.
+        self.summed: dict[tuple[int, int], set[Atom]] = {}
+        self.later_batches: dict[tuple[int, int], set[Atom]] = {}
+        self.heads: dict[tuple[int, int], set[Atom]] = {}
+        self.rejoined: dict[tuple[int, int], set[frozenset[frozenset[Run]]]] = {}
+        # Of each product: the parts that are used apart, with the operations that use them.
+        self.parts: dict[tuple[int, int], set[tuple[frozenset[Run], int]]] = {}
+        self.summed_slices: dict[
+            int, set[int]
+        ] = {}  # of a parameter, axes whose entries' products are added up
+        self._products: dict[tuple[int, int], Term] = {}
+        self._bits: dict[tuple[int, int], int] = {}
+        for k, x in enumerate(graph.parameters):
+            terms = (Term(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
+            self.values[x] = Value(PARAMETER, terms)
+        for x in (*graph.arguments, *graph.constants):
+            self.values[x] = Value(NOISE if "key" in str(getattr(graph.avals[x], "dtype", "")) else DATA)
+        self._run()
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        return self.graph.shape(value)
+
+    def known(self, value: int) -> Any:
+        """The number that stands in the program, if one does."""
+        return self.graph.known.get(value)
+
+    def bit(self, product: tuple[int, int]) -> int:
+        return 1 << self._bits.setdefault(product, len(self._bits))
+
+    def use_of(self, product: tuple[int, int]) -> Use:
+        i, k = product
+        return self.uses[i, self._products[product].leaf, k]
+
+    # What the rules record.
+
+    def record(self, i: int, kind: str, term: Term, *, k: int = 0, **axes: Any) -> None:
+        if self.nodes[i].is_transposed:
+            kind = f"transposed {kind}"
+        self.uses[i, term.leaf, k] = Use(kind, i, term, **axes)
+        if kind == "product":
+            self._products[i, k] = term
+
+    def record_terms(self, i: int, kind: str, values: Iterable[Value]) -> None:
+        for v in values:
+            for t in v.terms:
+                self.record(i, kind, t)
+
+    def record_read(self, i: int, value: Value, axes: Sequence[int], labels: Value) -> None:
+        """Data that depend on no parameter choose one entry along these axes."""
+        if labels.kind & DATA and not labels.kind & PARAMETER:
+            for image in value.images:
+                if image.layout.atoms(axes):
+                    self.read[image.product] = i
+
+    def record_rejoined(self, values: Sequence[Value]) -> None:
+        """Parts of one product that are added or put together again, as the halves of a rotation are."""
+        parts: dict[tuple[int, int], set[frozenset[Run]]] = {}
+        for v in values:
+            for m in v.images:
+                if m.linear:
+                    parts.setdefault(m.product, set()).add(m.layout.region)
+        for product, regions in parts.items():
+            if len(regions) > 1:
+                self.rejoined.setdefault(product, set()).add(frozenset(regions))
+
+    def record_parts(self, i: int, images: Iterable[Image]) -> None:
+        for m in images:
+            if m.linear:
+                self.parts.setdefault(m.product, set()).add((m.layout.region, i))
+
+    def record_sum(self, images: Sequence[Image]) -> None:
+        """Products with slices of one parameter, added up: a sum over heads, written as a loop."""
+        by_leaf: dict[int, list[Image]] = {}
+        for m in images:
+            if m.linear and (term := self._products.get(m.product)):
+                by_leaf.setdefault(term.leaf, []).append(m)
+        for leaf, found in by_leaf.items():
+            for m in found[1:]:
+                moved = {a.axis for a in set(m.layout.taken) ^ set(found[0].layout.taken)}
+                self.summed_slices.setdefault(leaf, set()).update(moved)
+
+    def record_attention(self, i: int, logits: Logits, keys: tuple[Atom, ...], values: Any) -> None:
+        self.attentions[logits.product] = Attention(logits.product, logits, keys, values)
+
+    def consume(self, i: int, *operands: int) -> None:
+        if not self.nodes[i].is_transposed:
+            self.consumers[i] = operands
+
+    # The pass.
+
+    def _run(self) -> None:
+        ends: dict[int, list[Any]] = {}
+        for loop in self.graph.loops:
+            ends.setdefault(loop.last, []).append(loop)
+        carried: dict[int, Value] = {}
+        rounds: dict[tuple[int, int], int] = {}
+        i = 0
+        while i <= len(self.nodes):
+            again = None
+            for loop in ends.get(i, ()):  # inner loops first
+                if self._close(loop, carried) and rounds.setdefault(loop[:2], 0) < 4:
+                    rounds[loop[:2]] += 1
+                    again = loop.first
+                    break
+            if again is not None:
+                i = again
+                continue
+            if i == len(self.nodes):
+                break
+            node = self.nodes[i]
+            if self.graph.live[i]:
+                if node.name == "carry":
+                    out = carried.get(i) or self._first(self.values[node.inputs[0]])
+                    self.values[node.outputs[0]] = out
+                else:
+                    self._apply(i, node)
+            i += 1
+
+    def _first(self, value: Value) -> Value:
+        """What a loop carries at first: a parameter as it is; of an activation only what it depends on."""
+        return value if value.is_weight else value.opaque()
+
+    def _close(self, loop: Any, carried: dict[int, Value]) -> bool:
+        """Whether the end of a loop's body gives the carried values another meaning than its begin."""
+        changed = False
+        for c in loop.carries:
+            if not self.graph.live[c]:
+                continue
+            start, end = (self.values[x] for x in self.nodes[c].inputs)
+            now = self.values[self.nodes[c].outputs[0]]
+            same = start.is_weight and end.terms == start.terms and end.kind == start.kind
+            new = now if same else Value(start.kind | end.kind | now.kind, before=start.before)
+            if new != now:
+                carried[c], changed = new, True
+        return changed
+
+    def _apply(self, i: int, node: Node) -> None:
+        values = [self.values[x] for x in node.inputs]
+        if node.name in SPREADING:
+            shape = self.shape(node.outputs[0])
+            values = [spread(v, self.shape(x), shape) for v, x in zip(values, node.inputs, strict=True)]
+        outs = RULES.get(node.name, Walk._unknown)(self, i, node, values)
+        for x, out in zip(node.outputs, outs, strict=True):
+            self.values[x] = out if self.graph.is_float(x) else out._replace(images=(), logits=())
+
+    def _unknown(self, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+        if not values or not any(v.kind for v in values):
+            return [Value(dependent(values).kind)] * len(node.outputs)
+        self.record_terms(i, f"unknown: {node.name}", [v for v in values if v.is_weight])
+        return [dependent(values)] * len(node.outputs)

@@ -1,0 +1,81 @@
+"""`jax.value_and_grad` that also returns each head's largest attention logit, for any JAX function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
+
+from muonjax._inspect import find_probes
+from muonjax._program.rewrite import report
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """The value, the largest logits and the gradients of `fun`.
+
+    Only the arguments `argnums` are traced. Everything else that `fun` is given or reads stays as it is: Python's flags
+    and strings, arrays and tracers from around, mutable `Ref`s. As under `jax.jit`, `fun` can't branch in Python on a
+    value computed from the traced arguments. The derivative is JAX's own.
+
+    Args:
+        fun: returns a scalar, or with `has_aux` a scalar and a tree of anything.
+        argnums: the positional arguments to differentiate by.
+        has_aux: whether `fun` returns a pair.
+
+    Returns:
+        A function of `fun`'s arguments that returns `((loss, max_logits), grads)`, with `has_aux`
+        `((loss, (aux, max_logits)), grads)`. `max_logits` has an array `[*layers, heads]` for each site, by name.
+
+    Raises:
+        ValueError: if no attention is found in `fun`.
+    """
+
+    @functools.wraps(fun)
+    def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        chosen = [argnums] if isinstance(argnums, int) else list(argnums)
+        leaves, structure = jax.tree.flatten([args[i] for i in chosen])
+        aux_leaves: list[Any] = []
+        aux_structure: Any = None
+
+        def traced(*leaves: Any) -> list[Any]:
+            nonlocal aux_leaves, aux_structure
+            given = list(args)
+            for i, argument in zip(chosen, jax.tree.unflatten(structure, leaves), strict=True):
+                given[i] = argument
+            loss, aux = fun(*given, **kwargs) if has_aux else (fun(*given, **kwargs), None)
+            aux_leaves, aux_structure = jax.tree.flatten(aux)
+            return [loss, *filter(_is_traced, aux_leaves)]
+
+        closed = jax.make_jaxpr(traced)(*leaves)
+        params = args[argnums] if isinstance(argnums, int) else [args[i] for i in chosen]
+        sites = find_probes(closed, params, len(leaves))
+        if not sites:
+            raise ValueError(
+                f"value_and_grad({getattr(fun, '__name__', fun)}) finds no attention: no softmax of a product of two "
+                "activations; use jax.value_and_grad."
+            )
+        probes = [probe for _, calls, _ in sites for probe in calls]
+        loss, *results = jaxpr_as_fun(report(closed, probes))(*leaves)
+        arrays = iter(results)
+        aux_leaves = [next(arrays) if _is_traced(leaf) else leaf for leaf in aux_leaves]
+        max_logits = {
+            name: functools.reduce(jnp.maximum, [next(arrays).reshape(shape) for _ in calls])
+            for name, calls, shape in sites
+        }
+        return loss, (jax.tree.unflatten(aux_structure, aux_leaves), max_logits) if has_aux else max_logits
+
+    return jax.value_and_grad(measured, argnums, has_aux=True)
+
+
+def _is_traced(leaf: Any) -> bool:
+    """Whether a result depends on a trace; all others, arrays or not, are kept beside it."""
+    return isinstance(leaf, Tracer)
