@@ -98,7 +98,11 @@ class Program:
         Raises:
           KeyError: there is no such parameter.
         """
-        return self._decisions[path].why
+        return self.decision(path).why
+
+    def decision(self, path: str) -> Decision:
+        """The decision on one parameter, by its "/"-joined path."""
+        return self._decisions[path]
 
     @property
     def sites(self) -> tuple[Site, ...]:

@@ -41,6 +41,8 @@ class FusedDimensionNumbers(NamedTuple):
       parts: How many matrices of equal size, >= 1, which must divide the size of `axis`; or the sizes of the pieces,
         which must sum to it: (32, 8, 8) for the queries, keys and values of 32 heads that share 8 key heads.
       axis: The axis that is cut; one of the two above.
+      repeats: How often the sequence of parts repeats along the axis: as many times as there are heads where query, key
+        and value of each head stand together. All stretches of one part are one matrix.
 
     Raises:
       ValueError: while tracing, if the parts do not fit a leaf; naming its shape.
@@ -58,6 +60,7 @@ class FusedDimensionNumbers(NamedTuple):
     output_axis: Sequence[int] | int = 1
     parts: int | tuple[int, ...] = 3
     axis: int = 1
+    repeats: int = 1
 
 
 DimensionNumbers: TypeAlias = MuonDimensionNumbers | FusedDimensionNumbers

@@ -54,8 +54,10 @@ def _decide(walk: Walk, ends: Ends, leaf: int, shape: Any, uses: list[Use], is_l
     if lookups := [u for u in uses if u.kind == "looked up" and u.node not in within]:
         also = _also(walk, products)
         return Decision(None, f"looked up: {_line(walk, lookups[0])}{also}")
-    if len(shape) < 2 or not products:
+    if not products:
         return _no_matrix(walk, uses)
+    if is_loss and all(_is_head(walk, ends, u) for u in products):
+        return Decision(None, f"no product after it, an output head: {_line(walk, products[0])}")
     matrices = [u for u in products if u.rows and u.columns and not _is_depthwise(u)]
     if not matrices:
         why = "a depthwise convolution" if _is_depthwise(products[0]) else "multiplied by vectors"
@@ -63,12 +65,8 @@ def _decide(walk: Walk, ends: Ends, leaf: int, shape: Any, uses: list[Use], is_l
     if unknown := [u for u in uses if u.kind.startswith("unknown: ")]:
         name = unknown[0].kind.removeprefix("unknown: ")
         return Decision(None, f"{name} is not followed: {_line(walk, unknown[0])}", by_names=True)
-    head = [u for u in matrices if _is_head(walk, ends, u)]
-    if head and len(head) == len(matrices):
-        if not is_loss:
-            why = f"last product: {_line(walk, head[0])}"
-            return Decision(None, why, by_names=True)
-        return Decision(None, f"no product after it, an output head: {_line(walk, head[0])}")
+    if not is_loss and all(_is_head(walk, ends, u) for u in matrices):
+        return Decision(None, f"last product: {_line(walk, matrices[0])}", by_names=True)
     if all(u.is_patch and not walk.values[u.operand].before for u in matrices):
         return Decision(
             None, f"an embedding of patches, windows that do not overlap: {_line(walk, matrices[0])}"
@@ -219,7 +217,7 @@ def _numbers(form: _Form, shape: tuple[int, ...]) -> DimensionNumbers:
     axis, parts, repeats = form.cut
     if isinstance(parts, tuple) and len(set(parts)) == 1:
         parts = len(parts)
-    return FusedDimensionNumbers(rows, columns, parts, axis)  # TODO repeats
+    return FusedDimensionNumbers(rows, columns, parts, axis, repeats)
 
 
 def _plain(axes: frozenset[int]) -> int | tuple[int, ...]:

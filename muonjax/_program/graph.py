@@ -48,9 +48,18 @@ class Node:
         self.equation, self.place, self.position = equation, place, position
 
     @property
+    def _scopes(self) -> str:
+        return "" if self.equation is None else str(self.equation.source_info.name_stack)
+
+    @property
     def is_transposed(self) -> bool:
         """Whether it belongs to the backward pass of a gradient that the function takes by itself."""
-        return self.equation is not None and "transpose(" in str(self.equation.source_info.name_stack)
+        return "transpose(" in self._scopes
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether it belongs to the forward pass of such a gradient: its result may be used by the backward pass alone."""
+        return "jvp(" in self._scopes and not self.is_transposed
 
 
 class Loop(NamedTuple):
@@ -189,8 +198,9 @@ class Graph:
         ]
 
     def _live(self) -> list[bool]:
-        """Which operations an output of the function depends on."""
+        """Which operations an output of the function depends on, or a gradient that the function takes."""
         live, pending = [False] * len(self.nodes), list(self.outputs)
+        pending += [x for node in self.nodes if node.is_differentiated for x in node.outputs]
         while pending:
             i = self.producer.get(pending.pop())
             if i is not None and not live[i]:

@@ -123,11 +123,16 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, res
     walk.record_terms(i, "a learned input", [rest.value] if rest.value.is_weight else [])
     walk.record_parts(i, rest.value.images)
     images = []
+    experts = _experts(walk, side, rest)
+    is_patch = extra.pop("is_patch", False) or _cuts_input(rest)
     for k, t in enumerate(side.value.terms):
         rows, columns = _rows(t, side), _columns(t, side)
         kind = "product" if t.layout.atoms(side.summed) or t.inner else "multiplied"
         batch = (*t.layout.atoms(side.batch), *t.layout.loops)
-        walk.record(i, kind, t, k=k, rows=rows, columns=columns, batch=batch, operand=rest.operand, **extra)
+        each = t.layout.atoms(experts)
+        rows, batch = tuple(a for a in rows if a not in each), (*batch, *each)
+        walk.before[i, k] = rest.value.before
+        walk.record(i, kind, t, k=k, rows=rows, columns=columns, batch=batch, operand=rest.operand, is_patch=is_patch, **extra)
         if kind == "product":
             images.append(Image((i, k), result(side, t.layout)))
     for (
@@ -135,7 +140,7 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, res
     ) in rest.value.images:  # an axis that one product gives and the next has as a batch counts experts
         walk.later_batches.setdefault(image.product, set()).update(image.layout.atoms(rest.batch))
     if not images:  # a scale, written as a product
-        kept = [m.map(lambda layout: result(rest, layout)) for m in rest.value.images]
+        kept = [_moved(m, rest, result) for m in rest.value.images]
         return product._replace(images=tuple(kept))
     walk.consume(i, side.operand, rest.operand)
     before = product.before
@@ -144,8 +149,35 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, res
     return product._replace(images=tuple(images), before=before, kind=product.kind | DATA)
 
 
+def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
+    """Summed axes of a parameter that count experts: the activation was gated along them."""
+    gated = []
+    for mine, other in zip(side.summed, rest.summed, strict=False):
+        for image in rest.value.images:
+            atoms = set(image.layout.atoms([other]))
+            if atoms and atoms <= walk.later_batches.get(image.product, set()):
+                gated.append(mine)
+    return gated if len(set(gated)) < len(side.summed) else []
+
+
+def _cuts_input(side: Side) -> bool:
+    """Whether the sum runs over stretches of two axes of an argument, as over the pixels of a patch."""
+    for image in side.value.inputs:
+        inside = image.layout.atoms(side.summed)
+        outside = {a.axis for a in image.layout.atoms(side.given)}
+        if len({a.axis for a in inside if a.axis in outside and a.stride == 1}) > 1:
+            return True
+    return False
+
+
 def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side, result) -> Value:
     a, b = left.value, right.value
+    if not left.summed:  # entry by entry, written as an einsum
+        for side, rest in ((left, right), (right, left)):
+            if not rest.given:
+                for image in side.value.images:
+                    walk.record_gate(image, side.given)
+        return product._replace(images=tuple(m for s in (left, right) for m in _bent_all(walk, i, s, result)))
     for side in (left, right):
         walk.record_parts(i, side.value.images)
         for image in side.value.images:
@@ -154,7 +186,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
         for x in side.value.logits:
             if x.stage == "weights" and (axes := x.layout.atoms(side.summed)):
                 walk.record_attention(i, x, axes, values)
-                images = tuple(m.map(lambda layout: result(values, layout)) for m in values.value.images)
+                images = tuple(_moved(m, values, result) for m in values.value.images)
                 walk.consume(i, left.operand, right.operand)
                 return product._replace(images=images)
     if a.kind & b.kind & PARAMETER:
@@ -170,8 +202,17 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
         if side.value.images and not rest.value.kind & PARAMETER:
-            return product._replace(images=tuple(m.map(lambda x: result(side, x)) for m in side.value.images))
+            return product._replace(images=tuple(_moved(m, side, result) for m in side.value.images))
     return product
+
+
+def _bent_all(walk: Walk, i: int, side: Side, result) -> list[Image]:
+    walk.record_parts(i, side.value.images)
+    return [_moved(m, side, result)._replace(linear=False) for m in side.value.images]
+
+
+def _moved(image: Image, side: Side, result) -> Image:
+    return image.map(lambda layout: result(side, layout))
 
 
 @rule("conv_general_dilated")

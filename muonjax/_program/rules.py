@@ -91,7 +91,11 @@ def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
 
 def _picked(x: Value, sources: Sequence[int | None], shape: Sequence[int]) -> Value:
     moved = x.map(lambda layout: layout.pick(sources, shape))
-    return moved._replace(one_hot=_positions(x.one_hot, sources), counts=_position(x.counts, sources))
+    repeats = {at for at, source in enumerate(sources) if source is None and shape[at] > 1}
+    repeats |= {at for at, source in enumerate(sources) if source in x.repeats}
+    return moved._replace(
+        one_hot=_positions(x.one_hot, sources), counts=_position(x.counts, sources), repeats=frozenset(repeats)
+    )
 
 
 def _position(axis: int | None, sources: Sequence[int | None]) -> int | None:
@@ -201,7 +205,11 @@ def _looked_up(
 ) -> Value:  # fmt: skip
     """Entries of `picked` axes of a parameter, at indices that are known only when it runs."""
     terms = []
-    for t in x.terms:
+    for k, t in enumerate(x.terms):
+        if by_data and t.inner and not t.layout.atoms(picked):  # a table times a matrix: rows of the product
+            every = t.layout.atoms(range(len(t.layout.axes)))
+            walk.record(i, "product", t, k=k, rows=t.inner[0], columns=every)
+            continue
         layout = t.layout._replace(loops=(*t.layout.loops, *t.layout.atoms(picked)))
         looked = (*t.looked, i) if by_data and t.layout.atoms(picked) else t.looked
         if by_data:
@@ -302,11 +310,15 @@ def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     whole = dependent(values)
     if node.name in ("select_n", "join"):
         values = values[1:]
+    elif len(values) == 2:  # Python's sum begins with 0
+        values = [v for v, x in zip(values, node.inputs, strict=True) if not _is_zero(walk, x)]
+        if len(values) == 1:
+            return values
     if whole.is_weight:
         return [_sum_of_weights(walk, i, whole, values)]
     followed = dependent(values)
     if not followed.kind & PARAMETER:
-        return [whole]
+        return [whole._replace(inputs=tuple(m for v in values for m in v.inputs))]
     weights = [v for v in values if v.is_weight]
     activations = [v for v in values if v.images or v.logits]
     walk.record_terms(i, "added", weights)
@@ -315,6 +327,9 @@ def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
             return [whole._replace(terms=tuple(t for v in values for t in v.terms))]
         return [whole]
     walk.record_rejoined(activations)
+    if any(not m.linear for v in activations for m in v.images):
+        for v in activations:
+            walk.record_parts(i, v.images)
     images = summed(activations)
     walk.record_sum(images)
     biases = tuple(t for v in weights for t in v.terms)
@@ -327,6 +342,11 @@ def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     if strangers and node.name != "complex":
         images = tuple(_bent(walk, m, "something else is added", i) for m in images)
     return [whole._replace(images=images, logits=_sum_of_logits(i, node, values))]
+
+
+def _is_zero(walk: Walk, value: int) -> bool:
+    known = walk.known(value)
+    return known is not None and getattr(known, "ndim", 0) == 0 and known == 0
 
 
 def _sum_of_weights(walk: Walk, i: int, whole: Value, values: Sequence[Value]) -> Value:
@@ -392,7 +412,7 @@ def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
         return [_product_of_weights(walk, i, whole, x, y)]
     one_hot = x.one_hot or y.one_hot
     if not whole.kind & PARAMETER:
-        return [whole._replace(one_hot=one_hot)]
+        return [whole._replace(one_hot=one_hot, inputs=x.inputs + y.inputs)]
     for v, labels in ((x, y), (y, x)):
         walk.record_read(i, v, labels.one_hot or (), labels)
     walk.record_terms(i, "multiplied", [v for v in values if v.is_weight])
@@ -401,6 +421,8 @@ def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     for v, factor in ((x, y), (y, x)):
         bent = factor.kind & PARAMETER and factor.kind & DATA
         for m in v.images:
+            if bent:
+                walk.record_gate(m, factor.repeats)
             if bent or (is_div and v is y):
                 own = walk.bit(m.product) & factor.before
                 why = "normalized" if own else "multiplied by another activation"
@@ -508,69 +530,13 @@ def _elementwise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seq
     return [whole._replace(images=images, logits=logits)]
 
 
-ELEMENTWISE = frozenset(
-    [
-        "abs",
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "cbrt",
-        "ceil",
-        "cos",
-        "cosh",
-        "cumsum",
-        "cumprod",
-        "cummax",
-        "cumlogsumexp",
-        "digamma",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "expm1",
-        "floor",
-        "integer_pow",
-        "is_finite",
-        "lgamma",
-        "log",
-        "log1p",
-        "nextafter",
-        "not",
-        "or",
-        "and",
-        "xor",
-        "pow",
-        "rem",
-        "round",
-        "rsqrt",
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "tan",
-        "tanh",
-        "ne",
-        "ge",
-        "gt",
-        "le",
-        "lt",
-        "population_count",
-        "shift_left",
-        "shift_right_logical",
-        "shift_right_arithmetic",
-        "bitcast_convert_type",
-        "clz",
-        "polygamma",
-        "bessel_i0e",
-        "bessel_i1e",
-        "igamma",
-        "random_gamma_grad",
-    ]
-)
+_FUNCTIONS = """
+    abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clz cos cosh cumlogsumexp
+    cummax cumprod cumsum digamma erf erf_inv erfc expm1 floor ge gt igamma integer_pow is_finite le lgamma log log1p lt ne
+    nextafter not and or xor polygamma population_count pow random_gamma_grad rem round rsqrt shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh
+"""
+ELEMENTWISE = frozenset(_FUNCTIONS.split())
 RULES.update(dict.fromkeys(ELEMENTWISE, _elementwise))
 SPREADING = ELEMENTWISE | {
     "add",

@@ -64,6 +64,8 @@ class Value(NamedTuple):
     before: int = 0  # the products that it depends on, as bits
     one_hot: tuple[int, ...] | None = None  # the axes along which it is one for a single index
     counts: int | None = None  # the axis along which it counts 0, 1, 2, ...
+    inputs: tuple[Image, ...] = ()  # arguments of the function, as long as entries only move
+    repeats: frozenset[int] = frozenset()  # axes along which it was repeated just before
 
     @property
     def is_weight(self) -> bool:
@@ -78,7 +80,9 @@ class Value(NamedTuple):
             return tuple(x._replace(layout=y) for x, y in zip(items, layouts, strict=True) if y is not None)
 
         images = tuple(y for x in self.images if (y := x.map(change)) is not None)
-        return Value(self.kind, moved(self.terms), images, moved(self.logits), self.before)
+        return Value(
+            self.kind, moved(self.terms), images, moved(self.logits), self.before, inputs=moved(self.inputs)
+        )
 
     def opaque(self) -> Value:
         """After an operation of which nothing is known but what it depends on."""

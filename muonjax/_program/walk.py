@@ -58,6 +58,7 @@ class Walk:
         self.rejoined: dict[tuple[int, int], set[frozenset[frozenset[Run]]]] = {}
         # Of each product: the parts that are used apart, with the operations that use them.
         self.parts: dict[tuple[int, int], set[tuple[frozenset[Run], int]]] = {}
+        self.before: dict[tuple[int, int], int] = {}  # of each product, those that its other operand depends on
         self.summed_slices: dict[
             int, set[int]
         ] = {}  # of a parameter, axes whose entries' products are added up
@@ -66,8 +67,10 @@ class Walk:
         for k, x in enumerate(graph.parameters):
             terms = (Term(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(PARAMETER, terms)
-        for x in (*graph.arguments, *graph.constants):
-            self.values[x] = Value(NOISE if "key" in str(getattr(graph.avals[x], "dtype", "")) else DATA)
+        for k, x in enumerate((*graph.arguments, *graph.constants)):
+            is_key = "key" in str(getattr(graph.avals[x], "dtype", ""))
+            inputs = (Image((-1, k), whole(graph.shape(x))),) if graph.is_float(x) else ()
+            self.values[x] = Value(NOISE if is_key else DATA, inputs=inputs)
         self._run()
 
     def shape(self, value: int) -> tuple[int, ...]:
@@ -129,8 +132,18 @@ class Walk:
                 by_leaf.setdefault(term.leaf, []).append(m)
         for leaf, found in by_leaf.items():
             for m in found[1:]:
+                if self.bit(found[0].product) & self.before.get(m.product, 0):
+                    continue  # layers, one after the other
                 moved = {a.axis for a in set(m.layout.taken) ^ set(found[0].layout.taken)}
                 self.summed_slices.setdefault(leaf, set()).update(moved)
+
+    def record_gate(self, m: Image, repeated: Iterable[int]) -> None:
+        """A factor that differs along one axis of a product's columns and not along another: a gate of experts."""
+        axes = set(range(len(m.layout.axes)))
+        same = set(m.layout.atoms(axes & set(repeated)))
+        different = set(m.layout.atoms(axes - set(repeated)))
+        if same and different:
+            self.later_batches.setdefault(m.product, set()).update(different)
 
     def record_attention(self, i: int, logits: Logits, keys: tuple[Atom, ...], values: Any) -> None:
         self.attentions[logits.product] = Attention(logits.product, logits, keys, values)

@@ -1,0 +1,83 @@
+"""Functions in which names, sizes and first appearances mislead are read as what they compute."""
+
+import random
+import warnings
+
+import jax
+import pytest
+
+import muonjax
+from tests.program.hostile_programs import PROGRAMS
+
+
+def described(numbers):
+    """Dimension numbers as the tables write them."""
+
+    def axes(value):
+        return ", ".join(map(str, sorted(value) if isinstance(value, tuple) else [value]))
+
+    text = f"{axes(numbers.reduction_axis)} | {axes(numbers.output_axis)}"
+    if isinstance(numbers, muonjax.FusedDimensionNumbers):
+        parts = numbers.parts if isinstance(numbers.parts, int) else ", ".join(map(str, numbers.parts))
+        text += f" / {parts} of {numbers.axis}" + (f", {numbers.repeats} times" if numbers.repeats > 1 else "")
+    return text
+
+
+def renamed(program, seed):
+    """The same program with random names, in another order."""
+    rng = random.Random(seed)
+    names = {name: "".join(rng.choices("bcdfghjkmnprtvxz", k=6)) for name in program.expected}
+    params = {names[name]: leaf for name, leaf in program.params.items()}
+    return names, params, lambda p, *args: program.fun({name: p[new] for name, new in names.items()}, *args)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.fun.__name__)
+@pytest.mark.parametrize("scrambled", [False, True], ids=["as it is", "random names"])
+def test_every_parameter_is_read_as_what_it_does(program, scrambled):
+    names, params, fun = {name: name for name in program.expected}, program.params, program.fun
+    if scrambled:
+        names, params, fun = renamed(program, program.fun.__name__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # parameters that are never used
+        read = muonjax.inspect(fun, params, *program.args)
+    found = {}
+    for name, new in names.items():
+        decision = read.decision(new)
+        if decision.problem:
+            found[name] = "refused"
+        elif decision.numbers is not None:
+            found[name] = described(decision.numbers)
+        else:
+            expected = program.expected[name]
+            found[name] = expected if expected in decision.why else f"Adam: {decision.why}"
+    assert found == program.expected
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.fun.__name__)
+def test_every_attention_is_found_or_refused_with_its_reason(program):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        read = muonjax.inspect(program.fun, program.params, *program.args)
+    if isinstance(program.sites, str):
+        (refused,) = read.attentions
+        assert program.sites in refused.problem, refused
+    else:
+        assert [a.problem for a in read.attentions] == [""] * program.sites
+
+
+@pytest.mark.parametrize(
+    "program", [p for p in PROGRAMS if p.sites == 1], ids=lambda program: program.fun.__name__
+)
+def test_half_the_factor_gives_half_the_logits(program):
+    """What a site scales, scales the logits."""
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+    real = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), program.params)
+    args = [jax.random.normal(next(keys), a.shape) for a in program.args]
+    read = muonjax.inspect(program.fun, program.params, *program.args)
+    (largest,) = jax.jit(muonjax.value_and_grad(program.fun))(real, *args)[0][1].values()
+    name = read.attentions[0].name
+    half = muonjax.apply_qk_clip(real, {name: largest}, read, largest.max() / 2)
+    (after,) = jax.jit(muonjax.value_and_grad(program.fun))(half, *args)[0][1].values()
+    assert (largest > 0).all()
+    expected = jax.numpy.minimum(largest, largest.max() / 2)
+    assert jax.numpy.allclose(after, expected, rtol=1e-5), (largest, after)
