@@ -220,10 +220,11 @@ def find_probes(
     closed: ClosedJaxpr, params: Any, leaves: int
 ) -> list[tuple[str, list[Probe], tuple[int, ...]]]:
     """Name, places of the logits and shape [*layers, heads] of each attention that can be clipped."""
-    read = _read(closed, params, leaves, True)
+    walk = Walk(Graph(closed, leaves))
+    shapes = [walk.shape(x) for x in walk.graph.parameters]
     return [
-        (a.name, [site.probe for site in sites], (*sites[0].layers, sites[0].heads))
-        for a, sites in read.attentions
+        (a.name, [site.probe for site in calls], (*calls[0].layers, calls[0].heads))
+        for a, calls in _attentions(attention.sites(walk, shapes), list(flatten_paths(params)))
         if a.site is not None
     ]
 

@@ -196,13 +196,18 @@ class _Finder:
 
     def _probe(self, query: Span) -> Probe:
         walk, logits = self.walk, self.attention.logits
-        node = walk.nodes[walk.graph.producer[logits.value]]
-        path = []
-        for n, step in enumerate(node.place):
-            if step.kind.startswith("custom_"):
-                raise _Refused(f"its softmax is inside of a {step.kind}")
-            sliced = walk.layers.get(node.place[: n + 1], set())
-            path.append(Step(step.equation, step.body, layer=query.leaf in sliced))
+        places = walk.graph.variables_of(logits.value)
+        raw = {}
+        if logits.raw is not None and logits.raw[1] == logits.seen:  # logits and mask, or a bias as ALiBi's
+            raw = walk.graph.variables_of(logits.raw[0])
+        open_ = {place: v for place, v in places.items() if not any(s.kind.startswith("custom_") for s in place)}
+        if not open_:
+            raise _Refused("its softmax is inside of a function with a derivative of its own")
+        place = min(open_, key=lambda place: (place not in raw, len(place)))
+        path = [
+            Step(step.equation, step.body, layer=query.leaf in walk.layers.get(place[: n + 1], ()))
+            for n, step in enumerate(place)
+        ]
         axis = [k for k, atoms in enumerate(logits.seen.axes) if {a.axis for a in atoms} & self.normalized]
         image = self.query[0]
         heads = [d for d in sorted(self.axes[True]) if self._heads_at(image, True, d)]
@@ -213,7 +218,7 @@ class _Finder:
         ]
         if len(axis) != 1 or None in kept:
             raise _Refused("its logits are reshaped before softmax")
-        return Probe(tuple(path), walk.graph.variables[logits.value], axis[0], tuple(kept))
+        return Probe(tuple(path), open_[place], axis[0], tuple(kept), raw.get(place))
 
 
 def _outermost(axis: int, heads: Sequence[Atom], features: Sequence[Atom]) -> tuple[int, int]:

@@ -134,7 +134,7 @@ def _axes(atoms: Iterable[Atom]) -> frozenset[int]:
 
 def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | str:
     """Rows, columns and parts of a parameter in one product; a text says what can't be expressed."""
-    product = _key(walk, use)
+    product = use.product
     rows, columns, batch = set(use.rows), set(use.columns), set(use.batch)
     heads, experts = walk.heads.get(product, set()), walk.later_batches.get(product, set())
     for atom in batch & walk.summed.get(product, set()):
@@ -166,10 +166,6 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     if cut is not None and cut[1] == (1,) * shape[cut[0]]:  # an axis that counts query, key and value
         return form._replace(columns=column_axes - {cut[0]})
     return form._replace(cut=cut)
-
-
-def _key(walk: Walk, use: Use) -> tuple[int, int]:
-    return use.node, next(k for (i, leaf, k), u in walk.uses.items() if u is use)
 
 
 def _parts(
@@ -225,7 +221,7 @@ def _plain(axes: frozenset[int]) -> int | tuple[int, ...]:
 
 
 def _head_axes(walk: Walk, use: Use, form: _Form) -> set[Atom]:
-    return {a for a in walk.heads.get(_key(walk, use), set()) if a.axis in form.columns}
+    return {a for a in walk.heads.get(use.product, set()) if a.axis in form.columns}
 
 
 def _numbers_per_head(form: _Form, shape: tuple[int, ...], heads: set[Atom]) -> DimensionNumbers:

@@ -84,7 +84,8 @@ class Graph:
         inputs = [self._new(v) for v in jaxpr.invars]
         self.parameters, self.arguments = inputs[:leaves], inputs[leaves:]
         self.constants = [self._new(v) for v in jaxpr.constvars]
-        self._literals: dict[Any, int] = {}
+        # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
+        self.elsewhere: dict[int, list[tuple[tuple[Step, ...], Any]]] = {}
         self.outputs = self._walk(jaxpr, self.constants, inputs, ())
         self.producer = {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
         self.live = self._live()
@@ -129,6 +130,8 @@ class Graph:
                 inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner)
                 outputs = self._enter(body, inputs, inner)
                 outputs = self._resized("unshard", outputs, eqn.outvars, eqn, place)
+                for x, v in zip(outputs, eqn.outvars, strict=True):
+                    self.elsewhere.setdefault(x, []).append((place, v))
             else:
                 outputs = self._add(name, eqn.params, inputs, eqn.outvars, eqn, place, position)
             env.update(zip(eqn.outvars, outputs, strict=True))
@@ -145,6 +148,8 @@ class Graph:
 
     def _enter(self, body: Body, inputs: Sequence[int], place: tuple[Step, ...]) -> list[int]:
         jaxpr = opened(body)
+        for x, v in zip(inputs, jaxpr.invars, strict=True):
+            self.elsewhere.setdefault(x, []).append((place, v))
         return self._walk(jaxpr, [self._new(v) for v in jaxpr.constvars], inputs, place)
 
     def _scan(self, eqn: JaxprEqn, inputs: list[int], place: tuple[Step, ...], position: int) -> list[int]:
@@ -216,6 +221,13 @@ class Graph:
                 for x in dict.fromkeys(node.inputs):
                     users.setdefault(x, []).append(i)
         return users
+
+    def variables_of(self, value: int) -> dict[tuple[Step, ...], Any]:
+        """The variable that a value has in each body where it has one."""
+        found = dict(self.elsewhere.get(value, ()))
+        if value in self.producer:
+            found[self.nodes[self.producer[value]].place] = self.variables[value]
+        return found
 
     def shape(self, value: int) -> tuple[int, ...]:
         return self.avals[value].shape

@@ -21,6 +21,9 @@ from muonjax._program import versions
 from muonjax._program.versions import Body, opened
 
 
+MASKED = -1e4  # what is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well
+
+
 class Step(NamedTuple):
     """One enclosing equation on the way from the outermost jaxpr to the logits."""
 
@@ -41,6 +44,7 @@ class Probe(NamedTuple):
     )
     softmax_axis: int
     heads: tuple[int, ...]  # the axes kept, in this order; all others are maximized over
+    raw: Var | None = None  # the logits before mask and bias, of the same body: measured where `variable` does not mask
 
 
 class _Manual(NamedTuple):
@@ -92,7 +96,8 @@ def _reporting(body: Body, probes: tuple[Probe, ...], inside: tuple[_Manual, ...
     def measure(variable: Var, like: JaxprEqn) -> None:
         for probe in here.pop(variable):
             settings = (probe.softmax_axis, probe.heads)
-            maxima[probe] = _append(eqns, _largest, settings, [variable], like, inside)
+            logits = [variable] if probe.raw is None else [variable, probe.raw]
+            maxima[probe] = _append(eqns, _largest, settings, logits, like, inside)
 
     for index, eqn in enumerate(opened(body).eqns):
         for (
@@ -239,12 +244,14 @@ def _outputs(body: Body, count: int) -> list[Any]:
     return outputs[len(outputs) - count :]
 
 
-def _largest(axis: int, heads: tuple[int, ...], logits: jax.Array) -> jax.Array:
+def _largest(axis: int, heads: tuple[int, ...], logits: jax.Array, raw: jax.Array | None = None) -> jax.Array:
     """The maximum that softmax computes along `axis`, then that over all axes but `heads`."""
+    if raw is not None:  # NaN stays: it is no comparison's
+        logits = jnp.where(logits - raw <= MASKED, -jnp.inf, raw)
     rows = jax.lax.reduce_max(jax.lax.stop_gradient(logits), (axis,))
     # XLA would make one maximum over all logits of the two: another pass over them, on a TPU with a copy of them. So it
     # merges the first one with softmax's. Softmax's own result is not used: a TPU never writes it, unless asked for it.
-    rows = rows
+    rows = jax.lax.optimization_barrier(rows)
     kept = [head - (head > axis) for head in heads]
     others = tuple(i for i in range(rows.ndim) if i not in kept)
     maxima = jax.lax.reduce_max(rows, others) if others else rows

@@ -388,7 +388,7 @@ def _sum_of_logits(i: int, node: Node, values: Sequence[Value]) -> tuple[Logits,
     if other.kind & PARAMETER:
         learned = ("a learned bias is added to the logits", i)
         return (_at(first, node)._replace(problem=first.problem or learned),)
-    return (_at(first, node)._replace(bias=i if first.bias is None else first.bias),)
+    return (_at(first, node)._replace(raw=first.raw or (first.value, first.seen)),)
 
 
 def _at(logits: Logits, node: Node) -> Logits:
@@ -455,7 +455,7 @@ def _scaled_logits(i: int, node: Node, x: Value, y: Value) -> tuple[Logits, ...]
             problem = first.problem
             if factor.kind & DATA and factor.kind & PARAMETER:
                 problem = problem or ("the logits are multiplied by another activation", i)
-            return (_at(first, node)._replace(problem=problem),)
+            return (_at(first, node)._replace(problem=problem, raw=None),)
     return ()
 
 

@@ -51,7 +51,7 @@ class Logits(NamedTuple):
     value: int = -1  # the logits that enter softmax, masked and scaled
     seen: Layout = Layout(())  # their layout
     problem: tuple[str, int] | None = None  # why scaling query and key does not scale them: reason, operation
-    bias: int | None = None  # an operation that adds data or constants
+    raw: tuple[int, Layout] | None = None  # the logits before data or constants were added, if any were
 
 
 class Value(NamedTuple):

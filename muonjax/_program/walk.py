@@ -24,7 +24,8 @@ class Use(NamedTuple):
     operand: int = -1  # the activation that it is multiplied with
     groups: int = 1  # of a convolution
     depth: int = 0  # input features of each of a convolution's groups
-    is_patch: bool = False  # a convolution whose windows do not overlap
+    is_patch: bool = False  # of windows that do not overlap
+    product: tuple[int, int] = (-1, 0)  # the operation, and which of the parameters in it
 
 
 class Attention(NamedTuple):
@@ -92,7 +93,7 @@ class Walk:
     def record(self, i: int, kind: str, term: Term, *, k: int = 0, **axes: Any) -> None:
         if self.nodes[i].is_transposed:
             kind = f"transposed {kind}"
-        self.uses[i, term.leaf, k] = Use(kind, i, term, **axes)
+        self.uses[i, term.leaf, k] = Use(kind, i, term, product=(i, k), **axes)
         if kind == "product":
             self._products[i, k] = term
 

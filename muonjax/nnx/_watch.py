@@ -6,8 +6,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
 from flax import nnx
 
+from muonjax._value_and_grad import value_and_grad as value_and_grad_of_function
 from muonjax.nnx._attention import attention_fn
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -31,7 +33,8 @@ def watch(model: Model) -> Model:
 
     Example:
       >>> import jax.numpy as jnp, muonjax
-      >>> from flax import nnx
+      >>> import jax
+from flax import nnx
       >>> model = muonjax.nnx.watch(nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0)))
       >>> y, sown = nnx.capture(model, nnx.Intermediate)(jnp.ones((2, 6, 8)))
       >>> sown["max_logits"][...].shape
@@ -65,7 +68,10 @@ def watch(model: Model) -> Model:
 def value_and_grad(
     loss_fn: Callable[..., Any], *, argnums: int | nnx.DiffState = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad` that also returns what the model sows, such as the largest logits of `watch`.
+    """`nnx.value_and_grad` that also returns the largest logits of each attention head.
+
+    They are read from the program, as in `muonjax.value_and_grad`. A model that `watch` has prepared sows them instead,
+    and what it sows besides is returned too.
 
     Args:
       loss_fn: A function whose first argument is the model and whose result is the loss.
@@ -78,11 +84,13 @@ def value_and_grad(
 
     Raises:
       TypeError: If the first argument is no model.
+      ValueError: If the loss computes no attention whose logits can be read.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
-      >>> from flax import nnx
-      >>> model = muonjax.nnx.watch(nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0)))
+      >>> import jax
+from flax import nnx
+      >>> model = nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0))
       >>> optimizer = nnx.Optimizer(model, muonjax.muonclip(1e-2), wrt=nnx.Param)
       >>> def loss_fn(model, x):
       ...     return (model(x) ** 2).mean()
@@ -104,9 +112,28 @@ def value_and_grad(
             raise TypeError(
                 f"value_and_grad: the first argument of the loss must be the model, got {type(model)}."
             )
-        return differentiated(model, *args, **kwargs)
+        if argnums != 0 or any(hasattr(module, "_muonjax_watched") for _, module in nnx.iter_modules(model)):
+            return differentiated(model, *args, **kwargs)
+        return _read_from_program(loss_fn, has_aux, model, args, kwargs)
 
     return value_and_gradients
+
+
+def _read_from_program(
+    loss_fn: Callable[..., Any], has_aux: bool, model: nnx.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    structure, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def pure(params: nnx.State) -> tuple[Any, Any]:
+        merged = nnx.merge(structure, params, jax.tree.map(lambda x: x, rest))  # variables of this trace
+        result = loss_fn(merged, *args, **kwargs)
+        loss, aux = result if has_aux else (result, None)
+        return loss, (aux, nnx.state(merged, nnx.Not(nnx.Param)))
+
+    pure.__name__ = getattr(loss_fn, "__name__", "loss")
+    (loss, ((aux, changed), max_logits)), gradients = value_and_grad_of_function(pure, has_aux=True)(params)
+    nnx.update(model, changed)  # running means, random counts
+    return (loss, (aux, max_logits) if has_aux else max_logits), gradients
 
 
 def _watched(module: nnx.MultiHeadAttention) -> tuple[type, Callable]:
