@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from muonjax._clipping.errors import errors_of
 from muonjax._clipping.factors import clip_factor, parameter_factors, scaled_update
+from muonjax._clipping.largest import larger, largest_of_devices
 from muonjax._clipping.matching import Modules, Target
 from muonjax._clipping.statistics import match_statistics
 from muonjax._trees import flatten_paths, is_masked
@@ -124,7 +124,7 @@ class Clip:
         maxima = {w.name: s for w, s in zip(watched, found, strict=True)}
         if self.axis_name is not None:
             # Replicas that clip by their own maxima would diverge.
-            maxima = {name: lax.pmax(s, self.axis_name) for name, s in maxima.items()}
+            maxima = {name: largest_of_devices(s, self.axis_name) for name, s in maxima.items()}
         state, gammas = self._next(state, maxima, {w.name: w.threshold for w in watched})
         targets = [w.target for w in watched]
         factors = parameter_factors(
@@ -148,7 +148,7 @@ class Clip:
         every = self.every_k == 1
         due = (state.count + 1) % self.every_k == 0
         if not every:
-            maxima = {name: jnp.maximum(s, state.running_max[name]) for name, s in maxima.items()}
+            maxima = {name: larger(s, state.running_max[name]) for name, s in maxima.items()}
 
         def at_clip(new: Any, old: Any) -> Any:
             return new if every else jax.tree.map(lambda a, b: jnp.where(due, a, b), new, old)
