@@ -17,7 +17,7 @@ def larger(a: Float[Array, "*shape"], b: Float[Array, "*shape"]) -> Float[Array,
     return jnp.where(finite == jnp.isfinite(b), jnp.maximum(a, b), jnp.where(finite, a, b))
 
 
-def largest(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
+def largest(x: Float[Array, " ..."], axes: tuple[int, ...]) -> Float[Array, " ..."]:
     """The largest along some axes, as `larger`."""
     finite = jnp.where(jnp.isfinite(x), x, -jnp.inf).max(axes, initial=-jnp.inf)
     return larger(finite, x.max(axes, initial=-jnp.inf))

@@ -135,7 +135,7 @@ def _layers_first(
         fix = (
             f"layers first and heads last, under the path of the module: {argument}={{{target.path!r}: statistic}}"
             if alone
-            else f"layers first, one axis more, and heads last: {argument}={{{target.signal!r}: statistic[..., None, :]}}"
+            else f"layers first, heads last: {argument}={{{target.signal!r}: statistic[..., None, :]}}"
         )
         raise ValueError(
             f"{argument} of {target.path!r} have shape {jnp.shape(value)}, and layers and heads "

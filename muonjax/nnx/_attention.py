@@ -25,8 +25,8 @@ def attention_fn(
     measured. `watch` does the first for a whole model, `value_and_grad` the second. The module sows
     `max_logits`, `[heads]`, and not the attention weights; if it is called several times, the largest of all calls.
     Beside it stands `max_logits_axes`, longer by one: its shape tells `muonclip` which axis of stacked statistics is
-    that of heads. Everything that Flax passes (mask, `is_causal`, dropout, cache, precision) reaches `base` as it was, except the
-    module, so that NNX keeps its fused attention.
+    that of heads. Everything that Flax passes (mask, `is_causal`, dropout, cache, precision) reaches `base` as it was,
+    except the module, so that NNX keeps its fused attention.
 
     Args:
       base: The attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What its
