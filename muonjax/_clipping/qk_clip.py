@@ -176,6 +176,11 @@ def _with_powers(target: Target, shared_keys: SharedKeys) -> Target:
 def _check_head_sizes(target: Target) -> None:
     """Refuse heads of different size: a query and its key are multiplied feature by feature."""
     query, key = ([part for part in target.parts if part.factor == factor] for factor in ("query", "key"))
+    if query and query[0].entries != target.entries:
+        raise ValueError(
+            f"{query[0].path!r} has {query[0].entries} heads and {key[0].path!r} {target.entries}: several query heads "
+            "may share a key head, and not the reverse. Is the site's query its key?"
+        )
     sizes = {int(part.inside.sum()) for part in query}, {int(part.inside.sum()) for part in key}
     if query and key and sizes[0] != sizes[1]:
         width, length = int(query[0].inside.sum()), key[0].size
