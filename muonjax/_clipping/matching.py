@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from muonjax._clipping.factors import Part, part_of
 from muonjax._clipping.sites import Site
@@ -71,8 +72,10 @@ def as_sites(sites: Any) -> tuple[Site, ...]:
     iterable = isinstance(sites, Iterable) and not isinstance(sites, str)
     several: tuple[Any, ...] = (sites,) if isinstance(sites, Site) else tuple(sites) if iterable else ()
     if not several or not all(isinstance(site, Site) for site in several):
+        threshold = f" A threshold is given by name: threshold={sites!r}." if np.isscalar(sites) else ""
         raise TypeError(
-            f"sites={sites!r} must be a Site or several: nothing is clipped without; make one with mha_site(path)."
+            f"sites={sites!r} must be a Site or several: nothing is clipped without; make one with "
+            f"muonjax.mha_site().{threshold}"
         )
     return several
 

@@ -65,7 +65,8 @@ def find_sites(modules: Modules, num_heads: int | None = None) -> tuple[Site, ..
     if not sites:
         raise ValueError(
             f"no attention that it knows among the parameters {sorted(modules.leaves)[:4]}, ...; name yours with "
-            "mha_site, mla_site or fused_qkv_site."
+            "mha_site, mla_site or fused_qkv_site. A model without attention needs no clip: take muonjax.muon or "
+            "optax.adamw."
         )
     return tuple(sites)
 

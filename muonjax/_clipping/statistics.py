@@ -16,7 +16,7 @@ from jax import lax
 from muonjax._clipping.attention_fn import AXES
 from muonjax._clipping.largest import larger, largest
 from muonjax._clipping.matching import Target
-from muonjax._trees import flatten_paths
+from muonjax._trees import flatten_paths, listed
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float32
@@ -58,9 +58,12 @@ def match_statistics(
     names = {t.signal.rpartition("/")[2] for t in targets}
     unclaimed = others if by_module else [path for path in others if path.rpartition("/")[2] in names]
     if missing or unclaimed:
+        given = [f"{path!r} {list(jnp.shape(value))}" for path, value in statistics.items()]
+        layers = any(t.layers for t, values in zip(targets, found, strict=True) if not values)
         raise ValueError(
             f"{argument} and the sites do not fit: sites without statistics {missing}, statistics without a site "
-            f"{unclaimed}. {_advice(missing, others)}"
+            f"{unclaimed}; {argument} has {listed(given, ', ') or 'no arrays'}. "
+            f"{_other_path(missing, others) or reporting_advice(argument, layers=layers)}"
         )
     return [functools.reduce(larger, values) for values in found]
 
@@ -89,17 +92,29 @@ def _signal_of(
     return None
 
 
-def _advice(missing: Sequence[str], others: Sequence[str]) -> str:
+def _other_path(missing: Sequence[str], others: Sequence[str]) -> str:
+    """What to say where a statistic is there, under another path."""
     for signal in missing:
         for path in others:
-            if path.endswith(f"/{signal}") or signal.endswith(f"/{path}"):
+            if path and (path.endswith(f"/{signal}") or signal.endswith(f"/{path}")):
                 return (
                     f"{path!r} looks like the statistic of {signal!r}, under another path: pass parameters and "
                     f"statistics of the same module."
                 )
+    return ""
+
+
+def reporting_advice(argument: str, *, layers: bool = False) -> str:
+    """How a model comes to report its statistics."""
+    if argument != "max_logits":
+        return "Sow a statistic in every module that a site names, and pass what Flax collected."
+    scan = ", under nn.scan(variable_axes={'params': 0, 'intermediates': 0})" if layers else ""
     return (
-        "Use muonjax's attention_fn in every attention that a site names, called with sow_weights=True, and only "
-        "there; and pass what Flax collected."
+        "In NNX call muonjax.nnx.watch(model) once, and take gradients by muonjax.nnx.value_and_grad(loss_fn), which "
+        "returns ((loss, max_logits), grads) for optimizer.update(model, grads, max_logits=max_logits). In Linen call "
+        "model.apply(..., mutable=['intermediates']) inside of `with muonjax.linen.watch():`"
+        f"{scan}, and pass the second of what it returns; a TrainState that passes it on is muonjax.linen.TrainState. "
+        "Without Flax's attention, pass {module path: muonjax.max_logits(query, key)}."
     )
 
 
@@ -116,6 +131,8 @@ def _layers_first(
 
     Sizes alone never say which axis is which, for a model may have as many layers as heads: they only confirm.
     """
+    if not hasattr(value, "dtype") and not isinstance(value, (int, float)):
+        raise TypeError(f"{argument} of {target.path!r} is {value!r}, no array.")
     array = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)
     if target.entries == 1 and array.shape == target.layers:
         array = array[..., None]  # a signal of one number per layer needs no axis for it

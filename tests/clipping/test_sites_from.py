@@ -218,7 +218,7 @@ def test_queries_and_keys_exchanged():
     with pytest.raises(
         ValueError, match="'a/query/kernel' has 2 heads and 'a/key/kernel' 4: several query heads"
     ):
-        muonjax.muonclip(1e-3).init(params)
+        muonjax.adamclip(1e-3, muonjax.mha_site()).init(params)
 
 
 def test_sites_none_is_sites_from():
