@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from muonjax._clipping.transform import QKClipState, unboxed
 from muonjax._monitor import MonitorState
@@ -63,7 +64,7 @@ def metrics(state: Any) -> dict[str, Any]:
 
 
 def _is_traced(values: Iterable[Any]) -> bool:
-    return any(isinstance(value, jax.core.Tracer) for value in values)
+    return any(isinstance(value, Tracer) for value in values)
 
 
 def _parts(state: Any) -> Iterator[QKClipState | MonitorState]:

@@ -1,12 +1,12 @@
 """Find the modules that sites match in a tree of parameters, and check that the clip can scale them."""
 
 import math
+import numbers
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from muonjax._clipping.factors import Part, part_of
 from muonjax._clipping.sites import Site
@@ -72,10 +72,12 @@ def as_sites(sites: Any) -> tuple[Site, ...]:
     iterable = isinstance(sites, Iterable) and not isinstance(sites, str)
     several: tuple[Any, ...] = (sites,) if isinstance(sites, Site) else tuple(sites) if iterable else ()
     if not several or not all(isinstance(site, Site) for site in several):
-        threshold = f" A threshold is given by name: threshold={sites!r}." if np.isscalar(sites) else ""
+        threshold = (
+            f" A threshold is given by name: threshold={sites!r}." if isinstance(sites, numbers.Real) else ""
+        )
         raise TypeError(
             f"sites={sites!r} must be a Site or several: nothing is clipped without; make one with "
-            f"muonjax.mha_site().{threshold}"
+            f"mha_site, such as muonjax.mha_site().{threshold}"
         )
     return several
 

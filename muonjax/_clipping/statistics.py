@@ -114,7 +114,8 @@ def reporting_advice(argument: str, *, layers: bool = False) -> str:
         "returns ((loss, max_logits), grads) for optimizer.update(model, grads, max_logits=max_logits). In Linen call "
         "model.apply(..., mutable=['intermediates']) inside of `with muonjax.linen.watch():`"
         f"{scan}, and pass the second of what it returns; a TrainState that passes it on is muonjax.linen.TrainState. "
-        "Without Flax's attention, pass {module path: muonjax.max_logits(query, key)}."
+        "Both give each attention muonjax's attention_fn. For another attention than Flax's pass "
+        "{module path: muonjax.max_logits(query, key)}."
     )
 
 

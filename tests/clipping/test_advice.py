@@ -339,3 +339,34 @@ def test_metrics_inside_of_jit():
     assert {k: float(v) for k, v in inside.items()} == muonjax.metrics(state)
     assert all(v.dtype == jnp.float32 and v.shape == () for v in inside.values())
     assert inside["qk_clip/smallest_factor"] == 0.25
+
+
+def test_accumulation_around_the_clip():
+    with pytest.warns(UserWarning, match="inside of optax.MultiSteps") as warned:
+        optax.MultiSteps(muonjax.muonclip(1e-3), 2).init(ATTENTION)
+    (code,) = re.findall(r"chain\(MultiSteps.*\)\)", str(warned[0].message))
+    code = (
+        code.replace("...", "100.0").replace("chain", "optax.chain").replace("MultiSteps", "optax.MultiSteps")
+    )
+    tx = eval(code, {"optax": optax, "qk_clip": muonjax.qk_clip, "inner": muonjax.muon(0.0), "k": 2})
+    state = tx.init(ATTENTION)
+    for maxima in ([400.0, 50.0], [50.0, 50.0]):
+        _, state = tx.update(ATTENTION, state, ATTENTION, max_logits={"a": jnp.array(maxima)})
+    assert int(state[-1].num_clipped) == 1
+
+
+def test_an_attention_function_without_its_parentheses():
+    with pytest.raises(TypeError, match="with parentheses") as error:
+        nn.MultiHeadDotProductAttention(2, attention_fn=muonjax.linen.attention_fn).init(jax.random.key(0), X)
+    (code,) = calls(str(error.value))
+    names = {"muonjax": muonjax}
+    nn.MultiHeadDotProductAttention(2, attention_fn=eval(code, names)).init(jax.random.key(0), X)
+
+
+def test_key_heads_that_are_not_given():
+    params = {"a": {"q": {"kernel": jnp.ones((8, 32))}, "k": {"kernel": jnp.ones((8, 16))}}}
+    site = {"query": "q", "key": "k", "layout": "i (h d)", "num_heads": 4}
+    with pytest.raises(ValueError, match="num_kv_heads") as error:
+        muonjax.qk_clip(1.0, muonjax.mha_site(**site)).init(params)
+    (count,) = re.findall(r"give num_kv_heads=(\d+)", str(error.value))
+    assert muonjax.qk_clip(1.0, muonjax.mha_site(**site, num_kv_heads=int(count))).init(params)
