@@ -1,16 +1,18 @@
 """Flatten what optimizer states keep for a log into one dictionary of numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from muonjax._clipping.transform import QKClipState, unboxed
 from muonjax._monitor import MonitorState
 
 
-def metrics(state: Any) -> dict[str, float]:
+def metrics(state: Any) -> dict[str, Any]:
     """What the clips and monitors in an optimizer's state have measured, as one flat mapping for a logger.
 
     They are found wherever they are: in a chain at any depth, in `optax.MultiSteps` or `optax.inject_hyperparams`, in
@@ -27,7 +29,8 @@ def metrics(state: Any) -> dict[str, float]:
       state: The state of any optimizer.
 
     Returns:
-      A dictionary of Python floats; it waits for the step that computes them. Before the first clip signals are -inf.
+      A dictionary of Python floats; it waits for the step that computes them. Inside of `jax.jit` float32
+      arrays, for the jitted step to return. Before the first clip signals are -inf.
 
     Raises:
       ValueError: Neither a clip nor a monitor in the state.
@@ -55,7 +58,13 @@ def metrics(state: Any) -> dict[str, float]:
             "metrics(state) finds neither a clip nor a monitor in this state; use muonclip, qk_clip or monitor, and "
             "pass the optimizer's state."
         )
+    if _is_traced(found.values()):
+        return {key: jnp.asarray(value, jnp.float32) for key, value in found.items()}
     return {key: float(value) for key, value in jax.device_get(found).items()}
+
+
+def _is_traced(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, Tracer) for value in values)
 
 
 def _parts(state: Any) -> Iterator[QKClipState | MonitorState]:
@@ -82,6 +91,8 @@ def _of_clip(state: QKClipState) -> dict[str, Any]:
 
 
 def _extreme(of: Any, values: Any, otherwise: float) -> Any:
+    if _is_traced(values):
+        return {np.max: jnp.max, np.min: jnp.min}[of](jnp.stack([*values]))
     return of(jax.device_get([*values])) if values else otherwise
 
 

@@ -19,8 +19,9 @@ from muonjax._mesh.distribution import Distribution
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._normalize_neurons import normalize_neurons
 from muonjax._orthogonalize import orthogonalize
-from muonjax._partition import other_state, partition_by_route
+from muonjax._partition import partition_by_route
 from muonjax._routing.dimension_numbers import decays
+from muonjax._update_arguments import check_order, other_state
 
 
 @explains_keywords("muon")
@@ -331,14 +332,7 @@ def muonclip(
         distribution=distribution,
     )
     clip = qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
-    chain = optax.chain(matrices, clip)
-
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
-        if not isinstance(state, (tuple, list)) or len(state) != 2:
-            raise ValueError(other_state("muonclip", state))
-        return chain.update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(chain.init, update)
+    return _then_clip("muonclip", matrices, clip)
 
 
 @explains_keywords("adamclip")
@@ -396,9 +390,28 @@ def adamclip(
         mask=mask,
         nesterov=nesterov,
     )
-    return optax.chain(
-        adam, qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
-    )
+    clip = qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
+    return _then_clip("adamclip", adam, clip)
+
+
+def _then_clip(
+    call: str, optimizer: optax.GradientTransformation, clip: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Their chain, which knows the state of another optimizer."""
+    chain = optax.chain(optimizer, clip)
+
+    def is_own(state: Any) -> bool:
+        pair = isinstance(state, (tuple, list)) and len(state) == 2 and hasattr(state[1], "factors")
+        made: Any = optimizer.init({})
+        return pair and len(state[0]) == len(made)
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+        check_order(call, updates, state, params)
+        if not is_own(state):
+            raise ValueError(other_state(call, state))
+        return chain.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(chain.init, update)
 
 
 # A doctest is not found behind a decorator.

@@ -58,6 +58,11 @@ def orthogonalize(
         raise TypeError(
             f"orthogonalize(newton_schulz={settings!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
         )
+    if not (distribution is None or isinstance(distribution, Distribution)):
+        raise TypeError(
+            f"orthogonalize(distribution={distribution!r}) must be a Distribution: muonjax.Distribution(mesh, specs), "
+            "with the parameters' PartitionSpecs."
+        )
 
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params

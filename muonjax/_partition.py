@@ -1,15 +1,17 @@
 """Split the parameters between two optimizers, one for matrices and one for everything else, as routing says."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
 from muonjax._routing.dimension_numbers import dimension_numbers as route
 from muonjax._trees import flatten_paths, is_masked
+from muonjax._update_arguments import check_order, is_trainable, other_state, with_gradients
 
 
 def partition_by_route(
@@ -30,27 +32,45 @@ def partition_by_route(
         raise TypeError(
             f"{call}(adam={adam!r}) must be an Optax transformation, such as adam=optax.adamw(1e-3)."
         )
+    matrices(None)  # what is wrong with the settings is said now, and not at init
 
-    def members(tree: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
+    def members(tree: Any, params: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
         # Made for the whole tree: routing looks at the neighbours of a leaf, which a partition hides.
-        numbers, labels = _route(dimension_numbers, tree, call, warn=warn)
-        return optax.partition({"muon": matrices(numbers), "adam": adam}, labels)
+        numbers, labels = _route(dimension_numbers, tree, params, call, warn=warn)
+        inner: dict[Hashable, optax.GradientTransformation] = {"muon": matrices(numbers), "adam": adam}
+        if "fixed" in jax.tree.leaves(labels):
+            inner["fixed"] = _fixed()
+        # A function, for Optax would call a tree that is callable, as an Equinox module is.
+        return optax.partition(inner, lambda _: labels)
 
     def init(params: optax.Params):
-        return members(params, warn=True).init(params)
+        return members(params, params, warn=True).init(params)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+        check_order(call, updates, state, params)
         if params is not None:
+            params = with_gradients(updates, params)
             _check_gradients(updates, params, call)
-        tx = members(updates)
+        tx = members(updates, updates if params is None else params)
         _check_state(state, jax.eval_shape(tx.init, updates), call)
         return tx.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _route(numbers: DimensionNumbersTree | None, tree: Any, call: str, *, warn: bool) -> tuple[Any, Any]:
-    """Dimension numbers, and a function that returns the label "muon" or "adam", for every leaf of `tree`."""
+def _fixed() -> optax.GradientTransformation:
+    """Leave integers as they are: with AdamW's float update, weight decay would count them down."""
+
+    def update(updates: Any, state: Any, params: Any = None):
+        return jax.tree.map(jnp.zeros_like, updates if params is None else params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _route(
+    numbers: DimensionNumbersTree | None, tree: Any, params: Any, call: str, *, warn: bool
+) -> tuple[Any, Any]:
+    """Dimension numbers and the label, "muon", "adam" or "fixed", for every leaf of `tree`, the parameters' tree."""
     source = route if numbers is None else numbers
     treedef = jax.tree.structure(tree)
     for path, leaf in flatten_paths(tree).items():
@@ -71,9 +91,12 @@ def _route(numbers: DimensionNumbersTree | None, tree: Any, call: str, *, warn: 
             "muonjax.tabulate(params) says why.",
             stacklevel=5,
         )
-    labels = treedef.unflatten("adam" if n is None else "muon" for n in flat)
-    # A function, for Optax would call a tree that is callable, as an Equinox module is.
-    return numbers, lambda _: labels
+    trained = map(is_trainable, jax.tree.leaves(params))
+    labels = treedef.unflatten(
+        "muon" if n is not None else "adam" if floating else "fixed"
+        for n, floating in zip(flat, trained, strict=True)
+    )
+    return numbers, labels
 
 
 def _check_gradients(gradients: Any, params: Any, call: str) -> None:
@@ -91,18 +114,6 @@ def _check_gradients(gradients: Any, params: Any, call: str) -> None:
             raise ValueError(
                 f"{call}: the gradient of {path!r} has shape {shapes[0]}, the parameter {shapes[1]}."
             )
-
-
-def other_state(call: str, state: Any) -> str:
-    """The message for a state that another optimizer made."""
-    kinds = {type(node).__name__ for node in jax.tree.leaves(state, is_leaf=_is_named) if _is_named(node)}
-    kinds -= {"EmptyState", "MaskedState"}
-    what = f", with {', '.join(sorted(kinds))}" if kinds else ""
-    return f"{call}: this is the state of another optimizer{what}. Start anew with {call}(...).init(params)."
-
-
-def _is_named(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
 def _check_state(state: Any, expected: Any, call: str) -> None:

@@ -563,13 +563,13 @@ MUTATIONS = [
     ),
     Mutation(
         _CLIP + "transform.py",
-        "maxima = {name: jnp.maximum(s, state.running_max[name])",
+        "maxima = {name: larger(s, state.running_max[name])",
         "maxima = {name: jnp.minimum(s, state.running_max[name])",
         "maxima accumulate",
     ),
     Mutation(
         _CLIP + "transform.py",
-        "maxima = {name: lax.pmax(s, self.axis_name) for name, s in maxima.items()}",
+        "maxima = {name: largest_of_devices(s, self.axis_name) for name, s in maxima.items()}",
         "pass",
         "replicas take one maximum",
     ),
@@ -587,8 +587,8 @@ MUTATIONS = [
     ),
     Mutation(
         _CLIP + "statistics.py",
-        "return functools.reduce(jnp.maximum, arrays)",
-        "return arrays[-1]",
+        "[functools.reduce(larger, values) for values in found]",
+        "[values[-1] for values in found]",
         "the largest of several statistics",
     ),
     Mutation(

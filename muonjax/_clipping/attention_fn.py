@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._clipping.errors import errors_of
+from muonjax._clipping.largest import larger
 from muonjax._clipping.max_logits import max_logits
 
 if TYPE_CHECKING:
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 # Arguments that say which pairs the softmax sees: these are measured so, others of such names are refused.
 HONOURED = ("mask", "bias", "is_causal", "local_window_size", "query_seq_lengths", "key_value_seq_lengths")
 HIDES = r"(^|_)(mask|masks|bias|segment_ids|lengths|lens|window|window_size)$"
+
+
+# The name's ending of what is sown beside a statistic. It is one longer on the axis of heads: whichever axes `scan` and
+# `vmap` give to layers, the two shapes tell heads from layers, also where there are as many of both.
+AXES = "_axes"
 
 
 def needs_parentheses(call: str) -> Callable[[Callable], Callable]:
@@ -77,15 +83,16 @@ class _Wrapped:
 def reporting(
     call: str,
     base: Callable[..., jax.Array],
-    report: Callable[[Any, jax.Array], object],
+    sow: Callable[..., object],
     *,
     rotate: Callable[[jax.Array], jax.Array] | None,
     listens: Callable[[Any], bool] = lambda module: True,
     **settings: Any,  # of max_logits
 ) -> Callable[..., jax.Array]:
-    """An attention function with Flax's arguments that calls `report(module, maxima)` before `base`.
+    """An attention function with Flax's arguments that calls `sow(module, name, value, ...)` before `base`.
 
-    Only if Flax passes the module, and it `listens`: otherwise nothing is measured.
+    It sows each head's largest logit, and what says which of the axes is that of heads. Only if Flax passes the module,
+    and it `listens`: otherwise nothing is measured.
     """
     with errors_of(call):
         fixed = _settings_of(base)
@@ -132,7 +139,11 @@ def reporting(
             }
         given = wrapped.accepted(given)
         if module is not None and listens(module):
-            report(module, wrapped.maxima(query, key, given, precision))
+            maxima = wrapped.maxima(query, key, given, precision)
+            lowest = jnp.full_like(maxima, -jnp.inf)
+            sow(module, "max_logits", maxima, reduce_fn=larger, init_fn=lambda: lowest)
+            marker = jnp.full(maxima.shape[0] + 1, -jnp.inf, maxima.dtype)
+            sow(module, f"max_logits{AXES}", marker, reduce_fn=larger, init_fn=lambda: marker)
         # `module` is not handed on: the base would sow the whole attention matrix.
         return base(query, key, value, **given)
 

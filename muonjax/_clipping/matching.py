@@ -1,6 +1,7 @@
 """Find the modules that sites match in a tree of parameters, and check that the clip can scale them."""
 
 import math
+import numbers
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -73,8 +74,12 @@ def as_sites(sites: Any) -> tuple[Site, ...]:
     iterable = isinstance(sites, Iterable) and not isinstance(sites, str)
     several: tuple[Any, ...] = (sites,) if isinstance(sites, Site) else tuple(sites) if iterable else ()
     if not several or not all(isinstance(site, Site) for site in several):
+        threshold = (
+            f" A threshold is given by name: threshold={sites!r}." if isinstance(sites, numbers.Real) else ""
+        )
         raise TypeError(
-            f"sites={sites!r} must be a Site or several: nothing is clipped without; make one with mha_site(path)."
+            f"sites={sites!r} must be a Site or several: nothing is clipped without; make one with "
+            f"mha_site, such as muonjax.mha_site().{threshold}"
         )
     return several
 

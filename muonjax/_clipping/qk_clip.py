@@ -43,7 +43,8 @@ def qk_clip(
 
     for each head of each layer, kernels and biases alike. What is scaled is the new weight: u' = f·u + (f − 1)·p, so
     that p + u' = f·(p + u); where f = 1 the update passes bit for bit. γ is exactly 1 for a maximum that is
-    negative, zero, infinite or NaN.
+    negative, zero, infinite or NaN; such a measurement hides no finite one of another call, example, micro-batch or
+    device.
 
     It is the last member of the chain, after everything that changes the update; `optax.MultiSteps` has to
     be inside: `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(..., every_k=k))`. The bound
@@ -63,7 +64,7 @@ def qk_clip(
 
     Returns:
       A transformation whose `update` needs `params` and `max_logits`, which are Linen's "intermediates", the State of
-      `nnx.capture`, or a dict `{module path: [*layers, heads]}`. Its state is a `QKClipState`.
+      `nnx.capture`, or a dict `{module path: [*layers, *batch, heads]}`. Its state is a `QKClipState`.
 
     Raises:
       ValueError: Settings out of range; while tracing: a site that matches nothing, or a module that is frozen, adapted
@@ -175,6 +176,11 @@ def _with_powers(target: Target, shared_keys: SharedKeys) -> Target:
 def _check_head_sizes(target: Target) -> None:
     """Refuse heads of different size: a query and its key are multiplied feature by feature."""
     query, key = ([part for part in target.parts if part.factor == factor] for factor in ("query", "key"))
+    if query and query[0].entries != target.entries:
+        raise ValueError(
+            f"{query[0].path!r} has {query[0].entries} heads and {key[0].path!r} {target.entries}: several query heads "
+            "may share a key head, and not the reverse. Is the site's query its key?"
+        )
     sizes = {int(part.inside.sum()) for part in query}, {int(part.inside.sum()) for part in key}
     if query and key and sizes[0] != sizes[1]:
         width, length = int(query[0].inside.sum()), key[0].size

@@ -20,6 +20,7 @@ OUTPUTS = (
     *("proj", "wo", "o", "to_out", "out_lin"),
 )
 LATENT = ("wkv_b", "kv_b_proj", "wkv_a", "kv_a_proj_with_mqa")
+LATENT_QUERIES = ("wq_b", "q_b_proj", "wq", "q_proj", "query")
 RELATIVE = ("relative_attention_bias", "relpos_bias", "relative_position_bias")
 
 
@@ -64,7 +65,8 @@ def find_sites(modules: Modules, num_heads: int | None = None) -> tuple[Site, ..
     if not sites:
         raise ValueError(
             f"no attention that it knows among the parameters {sorted(modules.leaves)[:4]}, ...; name yours with "
-            "mha_site, mla_site or fused_qkv_site."
+            "mha_site, mla_site or fused_qkv_site. A model without attention needs no clip: take muonjax.muon or "
+            "optax.adamw."
         )
     return tuple(sites)
 
@@ -72,8 +74,10 @@ def find_sites(modules: Modules, num_heads: int | None = None) -> tuple[Site, ..
 def _site(root: str, modules: Modules, num_heads: int | None) -> Site | None:
     children = modules.children[root]
     if not children.keys().isdisjoint(LATENT):
+        site = _latent_site(root, modules, num_heads)
         raise ValueError(
-            f"{root!r} is latent attention; say how its heads are divided with mla_site({re.escape(root)!r}, nope=...)."
+            f"{root!r} is latent attention; say how its heads are divided with {site}, where nope is the number of a "
+            "head's features without position."
         )
     kernels = {name: _shape(root, name, modules) for name in children}
     pair = next(((q, k) for q, k in PAIRS if kernels.get(q) and kernels.get(k)), None)
@@ -85,7 +89,53 @@ def _site(root: str, modules: Modules, num_heads: int | None) -> Site | None:
     if pair is not None:
         return _pair_site(root, pair, (kernels[pair[0]], kernels[pair[1]]), output, num_heads, modules)
     assert fused is not None
-    return _fused_site(root, fused, kernels[fused], output, num_heads)
+    return _fused_site(root, fused, kernels[fused], output, num_heads, modules)
+
+
+def _pattern(root: str, modules: Modules) -> str:
+    """A regular expression for the module, and for all of its name in other layers."""
+    every = re.sub(r"\d+", r"\\d+", re.escape(root))
+    alike = [m for m in modules.children if re.fullmatch(every, m)]
+    return every if len(alike) > 1 else re.escape(root)
+
+
+def _call(site: str, path: str, **arguments: Any) -> str:
+    """The source of a call, to be pasted; ... stands for what only the caller knows."""
+    shown = (f"{k}={'...' if v is ... else repr(v)}" for k, v in arguments.items() if v is not None)
+    return f"muonjax.{site}({', '.join([repr(path), *shown])})"
+
+
+def _latent_site(root: str, modules: Modules, num_heads: int | None) -> str:
+    """The call of `mla_site` for a module, as far as its kernels tell."""
+    kernels = {name: shape for name in modules.children[root] if (shape := _shape(root, name, modules))}
+    query = next((name for name in LATENT_QUERIES if name in kernels), "wq_b")
+    key = next((name for name in ("wkv_b", "kv_b_proj") if name in kernels), "wkv_b")
+    down = next((kernels[name] for name in ("wkv_a", "kv_a_proj_with_mqa") if name in kernels), ())
+    rank = len(down) or 2  # of a latent projection; a kernel with heads apart has one axis more
+    stacks = _stacks(rank - 2, *kernels.values()) if down else [None]
+    stack = stacks[0] if len(stacks) == 1 else ...
+    flat = len(kernels.get(query, ())) == rank
+    if flat:
+        stored = leaf_path(root, f"{query}/kernel", modules).rpartition("/")[2]
+        layout, heads = "(h d) i" if stored == "weight" else "i (h d)", num_heads or ...
+    else:
+        layout, heads = None, None
+    nope: Any = ...
+    if down and stack is not ... and key in kernels and query in kernels and heads is not ...:
+        out, into = (-2, -1) if layout == "(h d) i" else (-1, -2 if flat else -3)
+        down, kv, q = (_without(shape, stack) for shape in (down, kernels[key], kernels[query]))
+        rotary = down[out] - kv[into]
+        nope = (q[out] // heads if heads else q[-1]) - rotary
+    return _call(
+        "mla_site",
+        _pattern(root, modules),
+        nope=nope,
+        query=None if query == "wq_b" else query,
+        key_value=None if key == "wkv_b" else key,
+        layout=layout,
+        num_heads=heads,
+        scan_axis=stack or None,
+    )
 
 
 def _shape(root: str, name: str, modules: Modules) -> tuple[int, ...]:
@@ -121,7 +171,7 @@ def _refuse(root: str, modules: Modules) -> None:
         raise ValueError(
             f"the layer of {root!r} has norms after attention and feed-forward ({', '.join(around)}), as Gemma 2, "
             f"which caps its logits: the cap bounds them without a clip, and parameters don't show it. If this one has "
-            f"none, name it with mha_site({re.escape(root)!r}, ...)."
+            f"none, name it with muonjax.mha_site({_pattern(root, modules)!r})."
         )
 
 
@@ -143,11 +193,17 @@ def _pair_site(
     merged = "(h d) i" if stored == "weight" else "i (h d)"
     layouts = ("h i d",) if query.endswith("einsum") else ("i h d", merged)
     together = key.startswith("kv")  # keys and values, on an axis of two in front
-    found = [
-        reading for layout in layouts for reading in _readings(layout, shapes, output, num_heads, together)
-    ]
-    separate = [reading for reading in found if "(" not in reading.layout]
-    reading = _only(root, separate or found, shapes[0], num_heads)
+    # An output that is stored like the query also fits a stack of Dense layers, of any number of heads (0).
+    rival = 0 if num_heads is None and shapes[0] == output else num_heads
+
+    def read(in_brackets: bool, num_heads: int | None) -> list[_Reading]:
+        chosen = [layout for layout in layouts if ("(" in layout) == in_brackets]
+        return [r for layout in chosen for r in _readings(layout, shapes, output, num_heads, together)]
+
+    found, flat = read(False, num_heads), read(True, rival)
+    if flat and (not found or shapes[0] == output):
+        found = [r for r in found if num_heads in (None, r.heads)] + flat
+    reading = _only(root, names, found, shapes[0], num_heads, modules)
     heads = (reading.heads, reading.key_heads) if "(" in reading.layout else (None, None)
     site = mha_site(
         re.escape(root),
@@ -184,9 +240,10 @@ def _readings(
             continue
         if "(" in layout:
             axis = 0 if layout == "(h d) i" else 1
-            if num_heads is None or q[axis] % num_heads:
+            heads = q[axis] if num_heads == 0 else num_heads
+            if heads is None or q[axis] % heads:
                 continue
-            size, heads = q[axis] // num_heads, num_heads
+            size = q[axis] // heads
             key_heads, rest = divmod(k[axis], size)
             fits = not rest and (not o or o[1 - axis] == q[axis])
         else:
@@ -221,17 +278,31 @@ def _is_output(shape: tuple[int, ...], heads: int, size: int, stack: int | None)
 
 
 def _fused_site(
-    root: str, name: str, shape: tuple[int, ...], output: tuple[int, ...], num_heads: int | None
+    root: str,
+    name: str,
+    shape: tuple[int, ...],
+    output: tuple[int, ...],
+    num_heads: int | None,
+    modules: Modules,
 ) -> Site:
     found = []
     for stack in [None, *range(len(shape))]:
         if stack is None or not output or shape[stack] == (*output, *shape)[stack]:
             found += _fused_readings(name, _without(shape, stack), _without(output, stack), stack, num_heads)
     if len(found) != 1:
-        first = "give num_heads, or " if name == "c_attn" and num_heads is None else ""
+        first = (
+            "give num_heads, muonjax.sites_from(params, num_heads=...), or "
+            if name == "c_attn" and num_heads is None
+            else ""
+        )
+        site = _call(
+            "fused_qkv_site",
+            _pattern(root, modules),
+            name=None if name == "qkv" else name,
+            **dict.fromkeys(("num_heads", "head_dim", "num_kv_heads", "layout", "scan_axis"), ...),
+        )
         raise ValueError(
-            f"the parts of {name!r} of {root!r}, of shape {shape}, can't be told; {first}name the module with "
-            f"fused_qkv_site({re.escape(root)!r}, name={name!r}, num_heads=..., head_dim=..., layout=...)."
+            f"the parts of {name!r} of {root!r}, of shape {shape}, can't be told; {first}name the module with {site}."
         )
     ((layout, stack, heads, key_heads, size),) = found
     return fused_qkv_site(
@@ -268,19 +339,42 @@ def _fused_readings(
                 yield _Reading(layout, stack, num_heads, num_heads, size)
 
 
-def _only(root: str, found: list[_Reading], query: tuple[int, ...], num_heads: int | None) -> _Reading:
-    if len(found) == 1:
+def _only(
+    root: str,
+    names: tuple[str, str],
+    found: list[_Reading],
+    query: tuple[int, ...],
+    num_heads: int | None,
+    modules: Modules,
+) -> _Reading:
+    unknown = any("(" in reading.layout for reading in found) and num_heads is None
+    if len(found) == 1 and not unknown:
         return found[0]
-    name = f"name the module with mha_site({re.escape(root)!r}, layout=..., num_heads=..., scan_axis=...)"
-    if found:
-        axes = [reading.scan_axis for reading in found]
+    named = {k: v for k, v in zip(("query", "key"), names, strict=True) if v != k}
+    path = _pattern(root, modules)
+    if num_heads is None and (unknown or not found):
         raise ValueError(
-            f"the axis of layers of {root!r} can't be told, {axes} fit its query kernel {query}; {name}."
+            f"the heads of {root!r} can't be told from its query kernel {query}; give num_heads: "
+            "muonjax.sites_from(params, num_heads=...)."
         )
-    if num_heads is None:
+    if found and not names[1].startswith("kv"):
+        calls = " or ".join(
+            _call(
+                "mha_site",
+                path,
+                **named,
+                layout=None if r.layout == "i h d" else r.layout,
+                num_heads=r.heads if "(" in r.layout else None,
+                num_kv_heads=r.key_heads if "(" in r.layout and r.key_heads != r.heads else None,
+                scan_axis=r.scan_axis,
+            )
+            for r in found
+        )
         raise ValueError(
-            f"the heads of {root!r} can't be told from its query kernel {query}; give num_heads, or {name}."
+            f"the axis of layers of {root!r} can't be told from its query kernel {query}: name the module with {calls}."
         )
     raise ValueError(
-        f"the query kernel {query} of {root!r} does not fit its key, its output and {num_heads} heads; {name}."
+        f"the query kernel {query} of {root!r} does not fit its key, its output and {num_heads} heads; name the module "
+        f"with {_call('mha_site', path, **named, layout=..., num_heads=..., num_kv_heads=..., scan_axis=...)}, or "
+        "write its Site."
     )

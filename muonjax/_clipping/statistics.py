@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from muonjax._clipping.attention_fn import AXES
+from muonjax._clipping.largest import larger, largest
 from muonjax._clipping.matching import Target
-from muonjax._trees import flatten_paths
+from muonjax._trees import flatten_paths, listed
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float32
@@ -26,7 +28,8 @@ def match_statistics(
     """The targets' statistics, layers first.
 
     Either the tree names signals, as Flax's intermediates do among much else, or it names modules; then all of it must
-    be statistics.
+    be statistics, of the axes [*layers, *batch, heads]. A signal was sown as [*batch, heads], and a scan has put layers
+    on axes that only the array beside it can tell (`muonjax._clipping.attention_fn.sown`).
     """
     # Linen's collections are no part of a path: {"params": ...} is trained, {"intermediates": ...} comes back.
     signals = {t.signal.removeprefix("params/"): i for i, t in enumerate(targets)}
@@ -34,26 +37,35 @@ def match_statistics(
     modules = {t.path.removeprefix("params/"): i for i, t in enumerate(targets) if attentions[t.path] == 1}
     found: list[list[Any]] = [[] for _ in targets]
     others, by_module = [], False
-    for path, value in _statistics(tree).items():
-        path = re.sub(r"^(intermediates|params)/", "", path)
+    statistics = _statistics(tree)
+    markers = {f"{path}{AXES}" for path in statistics} & statistics.keys()
+    for given, value in statistics.items():
+        if given in markers:
+            continue
+        path = re.sub(r"^(intermediates|params)/", "", given)
         if path not in signals and path not in modules:
             path = re.sub(r"(/value)?/\d+$", "", path)  # Flax's plain `sow` appends to a tuple
         if (index := _signal_of(path, signals, modules, targets)) is not None:
-            found[index].append(value)
+            marker = statistics.get(f"{given}{AXES}")
+            alone = attentions[targets[index].path] == 1
+            found[index].append(_layers_first(argument, targets[index], value, marker, alone=alone))
         elif path in modules:
-            found[modules[path]].append(value)
-            by_module = True
+            index, by_module = modules[path], True
+            found[index].append(_layers_first(argument, targets[index], value, in_order=True))
         else:
             others.append(path)
     missing = [t.signal for t, values in zip(targets, found, strict=True) if not values]
     names = {t.signal.rpartition("/")[2] for t in targets}
     unclaimed = others if by_module else [path for path in others if path.rpartition("/")[2] in names]
     if missing or unclaimed:
+        given = [f"{path!r} {list(jnp.shape(value))}" for path, value in statistics.items()]
+        layers = any(t.layers for t, values in zip(targets, found, strict=True) if not values)
         raise ValueError(
             f"{argument} and the sites do not fit: sites without statistics {missing}, statistics without a site "
-            f"{unclaimed}. {_advice(missing, others)}"
+            f"{unclaimed}; {argument} has {listed(given, ', ') or 'no arrays'}. "
+            f"{_other_path(missing, others) or reporting_advice(argument, layers=layers)}"
         )
-    return [_largest(argument, t, values) for t, values in zip(targets, found, strict=True)]
+    return [functools.reduce(larger, values) for values in found]
 
 
 def _statistics(tree: Any) -> dict[str, Any]:
@@ -80,34 +92,93 @@ def _signal_of(
     return None
 
 
-def _advice(missing: Sequence[str], others: Sequence[str]) -> str:
+def _other_path(missing: Sequence[str], others: Sequence[str]) -> str:
+    """What to say where a statistic is there, under another path."""
     for signal in missing:
         for path in others:
-            if path.endswith(f"/{signal}") or signal.endswith(f"/{path}"):
+            if path and (path.endswith(f"/{signal}") or signal.endswith(f"/{path}")):
                 return (
                     f"{path!r} looks like the statistic of {signal!r}, under another path: pass parameters and "
                     f"statistics of the same module."
                 )
+    return ""
+
+
+def reporting_advice(argument: str, *, layers: bool = False) -> str:
+    """How a model comes to report its statistics."""
+    if argument != "max_logits":
+        return "Sow a statistic in every module that a site names, and pass what Flax collected."
+    scan = ", under nn.scan(variable_axes={'params': 0, 'intermediates': 0})" if layers else ""
     return (
-        "Use muonjax's attention_fn in every attention that a site names, called with sow_weights=True, and only "
-        "there; and pass what Flax collected."
+        "In NNX call muonjax.nnx.watch(model) once, and take gradients by muonjax.nnx.value_and_grad(loss_fn), which "
+        "returns ((loss, max_logits), grads) for optimizer.update(model, grads, max_logits=max_logits). In Linen call "
+        "model.apply(..., mutable=['intermediates']) inside of `with muonjax.linen.watch():`"
+        f"{scan}, and pass the second of what it returns; a TrainState that passes it on is muonjax.linen.TrainState. "
+        "Both give each attention muonjax's attention_fn. For another attention than Flax's pass "
+        "{module path: muonjax.max_logits(query, key)}."
     )
 
 
-def _largest(argument: str, target: Target, values: list[Any]) -> Float32[Array, "*layers entries"]:
-    """The largest of all calls, and of the axes between layers and heads: MaxText sows [*layers, batch, heads]."""
-    want, arrays = (*target.layers, target.entries), []
-    for value in values:
-        shape = jnp.shape(value)
-        # A signal of one number per layer needs no axis for it.
-        fits = shape[: len(target.layers)] == target.layers and shape[len(target.layers) :][-1:] == want[-1:]
-        if not fits and not (target.entries == 1 and shape == want[:-1]):
-            raise ValueError(
-                f"{argument} of {target.path!r} have shape {shape}; the parameters say {want}, layers before heads "
-                "(and a batch between them). Stacked layers need nn.scan(variable_axes={'intermediates': 0})."
-            )
-        array = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)
-        if array.size != math.prod(want):
-            array = array.reshape(*target.layers, -1, target.entries).max(-2, initial=-jnp.inf)
-        arrays.append(array.reshape(want))
-    return functools.reduce(jnp.maximum, arrays)
+def _layers_first(
+    argument: str,
+    target: Target,
+    value: Any,
+    marker: Any = None,
+    *,
+    in_order: bool = False,
+    alone: bool = True,  # in its module
+) -> Float32[Array, "*layers entries"]:
+    """The largest over all axes but those of layers and heads, as [*layers, heads].
+
+    Sizes alone never say which axis is which, for a model may have as many layers as heads: they only confirm.
+    """
+    if not hasattr(value, "dtype") and not isinstance(value, (int, float)):
+        raise TypeError(f"{argument} of {target.path!r} is {value!r}, no array.")
+    array = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)
+    if target.entries == 1 and array.shape == target.layers:
+        array = array[..., None]  # a signal of one number per layer needs no axis for it
+    heads = _longer_axis(array.shape, jnp.shape(marker)) if marker is not None else None
+    readings = _readings(array.shape, target, heads)
+    expected = (*range(len(target.layers)), array.ndim - 1)
+    if in_order:
+        readings = [axes for axes in readings if axes == expected]
+    if not readings or (heads is None and expected not in readings):
+        raise ValueError(
+            f"{argument} of {target.path!r} have shape {jnp.shape(value)}; the parameters say "
+            f"{(*target.layers, target.entries)}, layers before heads (and a batch between them). Stacked layers need "
+            "nn.scan(variable_axes={'params': 0, 'intermediates': 0})."
+        )
+    # Axes of length 1 may stand anywhere.
+    if len({tuple(axis for axis in axes if array.shape[axis] > 1) for axes in readings}) > 1:
+        fix = (
+            f"layers first and heads last, under the path of the module: {argument}={{{target.path!r}: statistic}}"
+            if alone
+            else f"layers first, heads last: {argument}={{{target.signal!r}: statistic[..., None, :]}}"
+        )
+        raise ValueError(
+            f"{argument} of {target.path!r} have shape {jnp.shape(value)}, and layers and heads "
+            f"{(*target.layers, target.entries)} fit several of its axes, {readings}. Give the statistic {fix}. What "
+            f"muonjax's watch and attention_fn sow needs no such help."
+        )
+    axes = readings[0]
+    rest = tuple(axis for axis in range(array.ndim) if axis not in axes)
+    return largest(jnp.transpose(array, (*axes, *rest)), tuple(range(len(axes), array.ndim)))
+
+
+def _longer_axis(shape: tuple[int, ...], marker: tuple[int, ...]) -> int | None:
+    """The axis of heads, on which the marker is one longer than the statistic; None where it does not belong to it."""
+    more = [n - m for n, m in zip(marker, shape, strict=False)]
+    return (
+        more.index(1) if len(shape) == len(marker) and sorted(more) == [*[0] * (len(more) - 1), 1] else None
+    )
+
+
+def _readings(shape: tuple[int, ...], target: Target, heads: int | None) -> list[tuple[int, ...]]:
+    """All axes that layers and heads can have by their sizes: heads are the last axis of each layer's statistic."""
+    found = []
+    for layers in itertools.combinations(range(len(shape)), len(target.layers)):
+        rest = [axis for axis in range(len(shape)) if axis not in layers]
+        last = rest[-1:] if heads is None else [axis for axis in rest if axis == heads]
+        if [shape[axis] for axis in (*layers, *last)] == [*target.layers, target.entries]:
+            found.append((*layers, *last))
+    return found

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from muonjax._clipping.errors import errors_of
 from muonjax._clipping.factors import clip_factor, parameter_factors, scaled_update
+from muonjax._clipping.largest import larger, largest_of_devices
 from muonjax._clipping.matching import Modules, Target
-from muonjax._clipping.statistics import match_statistics
+from muonjax._clipping.statistics import match_statistics, reporting_advice
 from muonjax._trees import flatten_paths, is_masked
+from muonjax._update_arguments import check_order, other_state
 
 
 class QKClipState(NamedTuple):
@@ -114,6 +115,9 @@ class Clip:
         )
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any):
+        check_order(self.call, updates, state, params)
+        if not hasattr(state, "factors"):
+            raise ValueError(other_state(self.call, state))
         with errors_of(self.call):
             statistics = extra_args.get(self.argument)
             self._check_arguments(params, statistics)
@@ -124,7 +128,7 @@ class Clip:
         maxima = {w.name: s for w, s in zip(watched, found, strict=True)}
         if self.axis_name is not None:
             # Replicas that clip by their own maxima would diverge.
-            maxima = {name: lax.pmax(s, self.axis_name) for name, s in maxima.items()}
+            maxima = {name: largest_of_devices(s, self.axis_name) for name, s in maxima.items()}
         state, gammas = self._next(state, maxima, {w.name: w.threshold for w in watched})
         targets = [w.target for w in watched]
         factors = parameter_factors(
@@ -148,7 +152,7 @@ class Clip:
         every = self.every_k == 1
         due = (state.count + 1) % self.every_k == 0
         if not every:
-            maxima = {name: jnp.maximum(s, state.running_max[name]) for name, s in maxima.items()}
+            maxima = {name: larger(s, state.running_max[name]) for name, s in maxima.items()}
 
         def at_clip(new: Any, old: Any) -> Any:
             return new if every else jax.tree.map(lambda a, b: jnp.where(due, a, b), new, old)
@@ -172,10 +176,7 @@ class Clip:
         if params is None:
             raise ValueError(f"it scales weights, so it needs them: call {usage}.")
         if statistics is None:
-            raise ValueError(
-                f"needs this step's statistics: {usage}, as sown by muonjax's attention_fn. Flax's "
-                f"TrainState.apply_gradients does not pass them on; muonjax.linen.TrainState does."
-            )
+            raise ValueError(f"needs this step's statistics: {usage}. {reporting_advice(self.argument)}")
 
     def _check_state(self, state: QKClipState, watched: Sequence[Watched]) -> None:
         """Raise unless modules, heads and accumulation are those of the state; the threshold may have changed."""
@@ -226,7 +227,8 @@ def check_every_k(every_k: Any) -> None:
     """Raise unless it is a positive whole number, Python's or NumPy's."""
     if isinstance(every_k, bool) or not isinstance(every_k, numbers.Integral):
         raise TypeError(
-            f"every_k={every_k!r} must be a Python int; in optax.inject_hyperparams make it a static_args."
+            f"every_k={every_k!r} must be a Python int. optax.inject_hyperparams makes arrays of numbers, but not with "
+            "optax.inject_hyperparams(..., static_args='every_k')."
         )
     if every_k < 1:
         raise ValueError(f"every_k={every_k} must be at least 1.")

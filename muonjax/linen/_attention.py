@@ -1,18 +1,11 @@
 """Flax Linen's attention, with an attention function that also sows each head's largest logit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from muonjax._clipping.attention_fn import needs_parentheses, reporting
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float
 
 
 @needs_parentheses("muonjax.linen.attention_fn")
@@ -29,8 +22,10 @@ def attention_fn(
 
     Call the attention with `sow_weights=True` and the model with `mutable=["intermediates"]`, and pass what comes
     back to `tx.update(..., max_logits=...)`. Without them nothing is sown. The module sows `max_logits`, `[heads]`,
-    and not the attention weights; if it is called several times, the largest of all calls. Everything that Flax
-    passes (mask, dropout, cache, precision) reaches `base` as it was. Works under `nn.scan` and `nn.remat`.
+    and not the attention weights; if it is called several times, the largest of all calls. Beside it stands
+    `max_logits_axes`, longer by one: its shape tells `muonclip` which axis of stacked statistics is that of heads.
+    Everything that Flax passes (mask, dropout, cache, precision) reaches `base` as it was. Works under `nn.remat`, and
+    under `nn.scan` with an entry "intermediates" in its `variable_axes`.
 
     Args:
       base: The attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What its
@@ -61,14 +56,10 @@ def attention_fn(
       (4,)
     """
 
-    def sow(module: nn.Module, maxima: Float[Array, " heads"]) -> None:
-        lowest = jnp.full(maxima.shape, -jnp.inf, maxima.dtype)
-        module.sow("intermediates", "max_logits", maxima, reduce_fn=jnp.maximum, init_fn=lambda: lowest)
-
     return reporting(
         "muonjax.linen.attention_fn",
         base,
-        sow,
+        lambda module, *value, **how: module.sow("intermediates", *value, **how),
         rotate=rotate,
         scale=scale,
         local_window_size=local_window_size,

@@ -1,18 +1,11 @@
 """Flax NNX's attention, with an attention function that also sows each head's largest logit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from muonjax._clipping.attention_fn import needs_parentheses, reporting
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float
 
 
 @needs_parentheses("muonjax.nnx.attention_fn")
@@ -31,8 +24,9 @@ def attention_fn(
     what comes back to `tx.update(..., max_logits=...)`. Without `sow_weights`, or outside of `nnx.capture`, nothing is
     measured. `watch` does the first for a whole model, `value_and_grad` the second. The module sows
     `max_logits`, `[heads]`, and not the attention weights; if it is called several times, the largest of all calls.
-    Everything that Flax passes (mask, `is_causal`, dropout, cache, precision) reaches `base` as it was, except the
-    module, so that NNX keeps its fused attention.
+    Beside it stands `max_logits_axes`, longer by one: its shape tells `muonclip` which axis of stacked statistics is
+    that of heads. Everything that Flax passes (mask, `is_causal`, dropout, cache, precision) reaches `base` as it was,
+    except the module, so that NNX keeps its fused attention.
 
     Args:
       base: The attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What its
@@ -65,14 +59,10 @@ def attention_fn(
       (4,)
     """
 
-    def sow(module: nnx.Module, maxima: Float[Array, " heads"]) -> None:
-        lowest = jnp.full(maxima.shape, -jnp.inf, maxima.dtype)
-        module.sow(nnx.Intermediate, "max_logits", maxima, reduce_fn=jnp.maximum, init_fn=lambda: lowest)
-
     return reporting(
         "muonjax.nnx.attention_fn",
         base,
-        sow,
+        lambda module, *value, **how: module.sow(nnx.Intermediate, *value, **how),
         listens=lambda module: hasattr(module, "__captures__"),  # inside of nnx.capture
         rotate=rotate,
         scale=scale,

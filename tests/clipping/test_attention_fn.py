@@ -63,7 +63,7 @@ def test_linen_computes_and_reports(sow_weights, mask):
     if not sow_weights:
         assert not jax.tree.leaves(sown)
         return
-    assert list(sown["intermediates"]) == ["max_logits"]  # not the whole attention weights
+    assert list(sown["intermediates"]) == ["max_logits", "max_logits_axes"]  # not the whole attention weights
     np.testing.assert_allclose(
         sown["intermediates"]["max_logits"], want(params["params"], mask=mask), rtol=1e-6
     )
@@ -204,7 +204,7 @@ def test_nnx_computes_and_reports(mask, is_causal, key_heads):
     y, sown = forward(ours)
     np.testing.assert_array_equal(y, expected)
     np.testing.assert_array_equal(ours(X, mask=mask, is_causal=is_causal), expected)
-    assert list(sown) == ["max_logits"]
+    assert list(sown) == ["max_logits", "max_logits_axes"]
     expected = want(nnx.state(ours, nnx.Param), mask=mask, is_causal=is_causal)
     np.testing.assert_allclose(sown["max_logits"][...], expected, rtol=1e-6)
 

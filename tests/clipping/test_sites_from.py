@@ -143,6 +143,18 @@ REFUSED = {
         below("a", query__kernel=(4, 4, 4, 4), key__kernel=(4, 4, 4, 4), out__kernel=(4, 4, 4, 4)),
         "axis of layers of 'a' can't be told",
     ),
+    "a stack of square Dense layers, or heads as wide as the input": (
+        below("a", q_proj__kernel=(12, 64, 64), k_proj__kernel=(12, 64, 64), o_proj__kernel=(12, 64, 64)),
+        "heads of 'a' can't be told .*give num_heads",
+    ),
+    "the same on axis 1": (
+        below("a", query__kernel=(64, 12, 64), key__kernel=(64, 12, 64), out__kernel=(64, 12, 64)),
+        "heads of 'a' can't be told .*give num_heads",
+    ),
+    "the same as PyTorch stores it, with grouped keys": (
+        below("a", q_proj__weight=(12, 64, 64), k_proj__weight=(12, 16, 64), o_proj__weight=(12, 64, 64)),
+        "heads of 'a' can't be told .*give num_heads",
+    ),
     "no attention": ({"dense/kernel": (4, 4)}, "no attention that it knows"),
 }  # fmt: skip
 
@@ -185,6 +197,28 @@ def test_scales_the_queries_and_keys_of(model):
             name.split("/")
         )
         assert count in (gamma.size, gamma.size + 1), name
+
+
+@pytest.mark.parametrize(("axis", "shape"), [(0, (12, 64, 64)), (1, (64, 12, 64))])
+def test_a_stack_of_square_dense_layers(axis, shape):
+    """It was read as one layer of 64, or of 12, heads of 64 features, whatever num_heads."""
+    params = tree(below("a", q_proj__kernel=shape, k_proj__kernel=shape, o_proj__kernel=shape))
+    (site,) = muonjax.sites_from(params, num_heads=4)
+    assert site.scan_axis == (axis,)
+    assert muonjax.qk_clip(1.0, site).init(params).maxima["a"].shape == (12, 4)
+    both = 64 if axis == 0 else 12
+    if 64 % both == 0:
+        with pytest.raises(ValueError, match="axis of layers"):
+            muonjax.sites_from(params, num_heads=both)
+
+
+def test_queries_and_keys_exchanged():
+    """With more key heads than query heads nothing was scaled, and the state said that it was."""
+    params = {"a": {"query": {"kernel": jnp.ones((8, 2, 4))}, "key": {"kernel": jnp.ones((8, 4, 4))}}}
+    with pytest.raises(
+        ValueError, match="'a/query/kernel' has 2 heads and 'a/key/kernel' 4: several query heads"
+    ):
+        muonjax.adamclip(1e-3, muonjax.mha_site()).init(params)
 
 
 def test_sites_none_is_sites_from():

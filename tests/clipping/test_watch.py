@@ -229,7 +229,8 @@ def test_watching_linen(wrap):
         unmeasured = apply()
     jax.tree.map(np.testing.assert_array_equal, watched, plain)
     jax.tree.map(np.testing.assert_array_equal, unmeasured, plain)
-    assert {leaf.shape for leaf in jax.tree.leaves(sown)} == {shape}
+    longer = (*shape[:-1], shape[-1] + 1)
+    assert {leaf.shape for leaf in jax.tree.leaves(sown)} == {shape, longer}
     _, nothing = apply(mutable=["intermediates"])
     assert not jax.tree.leaves(nothing)  # outside of the context
 

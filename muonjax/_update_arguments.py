@@ -1,0 +1,44 @@
+"""Check what `update` is given: the state of this optimizer, parameters, and a gradient for each of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from muonjax._trees import dtype_of, flatten_paths, is_masked
+
+
+def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
+    """Raise where the state stands in the place of the parameters, and they in its."""
+    given, first, second = (jax.tree.structure(tree) for tree in (updates, state, params))
+    if params is not None and first == given != second:
+        raise ValueError(f"{call}: state and parameters are exchanged; call tx.update(grads, state, params).")
+
+
+def other_state(call: str, state: Any) -> str:
+    """The message for a state that another optimizer made."""
+    kinds = {type(node).__name__ for node in jax.tree.leaves(state, is_leaf=_is_named) if _is_named(node)}
+    kinds -= {"EmptyState", "MaskedState"}
+    what = f", with {', '.join(sorted(kinds))}" if kinds else ""
+    return f"{call}: this is the state of another optimizer{what}. Start anew with {call}(...).init(params)."
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def is_trainable(leaf: Any) -> bool:
+    """Whether it is an array, or its shape, of real or complex numbers."""
+    return (hasattr(leaf, "dtype") or isinstance(leaf, (float, complex))) and jnp.issubdtype(
+        dtype_of(leaf), jnp.inexact
+    )
+
+
+def with_gradients(updates: Any, params: Any) -> Any:
+    """The parameters without what can't be trained and has no gradient: numbers and functions in an Equinox module."""
+    found, given = flatten_paths(updates), flatten_paths(params)
+    lone = [path for path in given if path not in found]
+    if not lone or any(is_trainable(given[path]) for path in lone) or not found.keys() <= given.keys():
+        return params
+    treedef = jax.tree.structure(updates, is_leaf=is_masked)
+    return treedef.unflatten(given[path] for path in found)
