@@ -7,7 +7,7 @@ import optax
 
 from muonjax._batching import map_groups
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, replace_pieces
-from muonjax._mesh.distribution import Distribution
+from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._mesh.sharded_map import find_mesh
 from muonjax._newton_schulz.polar_function import exchange_dtype, polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz
@@ -58,6 +58,7 @@ def orthogonalize(
         raise TypeError(
             f"orthogonalize(newton_schulz={settings!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
         )
+    check_distribution(distribution, call="orthogonalize")
 
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
