@@ -277,6 +277,27 @@ def replace_pieces(leaves: Sequence[Any], pieces: Sequence[Piece], results: Sequ
     ]
 
 
+def tree_of_pieces(treedef: Any, pieces: Sequence[Piece], arrays: Sequence[jax.Array]) -> Any:
+    """A state with an array for each piece: a tuple where a leaf is cut, MaskedNode where it is no matrix."""
+    parts: dict[int, list[jax.Array]] = {}
+    for piece, array in zip(pieces, arrays, strict=True):
+        parts.setdefault(piece.leaf, []).append(array)
+    one_or_more = {i: own[0] if len(own) == 1 else tuple(own) for i, own in parts.items()}
+    return treedef.unflatten(one_or_more.get(i, optax.MaskedNode()) for i in range(treedef.num_leaves))
+
+
+def arrays_of_pieces(treedef: Any, tree: Any, shapes: Sequence[tuple[int, ...]], *, call: str) -> list[Any]:
+    """The inverse of `tree_of_pieces`; raises unless the arrays have these shapes."""
+    arrays = [array for own in treedef.flatten_up_to(tree) for array in jax.tree.leaves(own)]
+    found = [jax.numpy.shape(array) for array in arrays]
+    if found != [*shapes]:
+        raise ValueError(
+            f"{call}: the state holds arrays of shapes {found[:9]}, and these updates need {[*shapes][:9]}; start anew "
+            "with init, or restore the state of these parameters."
+        )
+    return arrays
+
+
 def resolve_dimension_numbers(
     numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
 ) -> list[DimensionNumbers | None]:

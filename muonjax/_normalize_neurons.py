@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -12,7 +11,14 @@ import optax
 
 from muonjax._hyperparameters import is_known
 from muonjax._linalg import at_least_float32
-from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces, replace_pieces
+from muonjax._matrix_view import (
+    DimensionNumbersTree,
+    MatrixView,
+    arrays_of_pieces,
+    matrix_pieces,
+    replace_pieces,
+    tree_of_pieces,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Inexact
@@ -87,40 +93,23 @@ def normalize_neurons(
         leaves = jax.tree.leaves(params)
         # By the sum that `update` takes, so that with explicit axis types they are sharded as it returns them.
         moments = [_squares(jnp.zeros_like(p.take(leaves)), p.view)[1].astype(jnp.float32) for p in pieces]
-        return _state(jax.tree.structure(params), pieces, moments)
+        return NormalizeNeuronsState(tree_of_pieces(jax.tree.structure(params), pieces, moments))
 
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
         pieces = matrix_pieces(dimension_numbers, updates, call="normalize_neurons")
-        kept = [
-            moment
-            for tree in treedef.flatten_up_to(state.second_moment)
-            for moment in jax.tree.leaves(tree)  # none of a MaskedNode
-        ]
         wanted = [_neurons(piece.view) for piece in pieces]
-        if [jnp.shape(moment) for moment in kept] != wanted:
-            raise ValueError(
-                f"normalize_neurons: the state holds second moments of shapes {[jnp.shape(m) for m in kept][:9]}, and "
-                f"these updates need {wanted[:9]}; start anew with init, or restore the state of these parameters."
-            )
+        kept = arrays_of_pieces(treedef, state.second_moment, wanted, call="normalize_neurons")
         pairs = [
             _normalize(piece.take(leaves), moment, piece.view, decay, eps)
             for piece, moment in zip(pieces, kept, strict=True)
         ]
         leaves = replace_pieces(leaves, pieces, [update for update, _ in pairs])
-        return treedef.unflatten(leaves), _state(treedef, pieces, [moment for _, moment in pairs])
+        moments = tree_of_pieces(treedef, pieces, [moment for _, moment in pairs])
+        return treedef.unflatten(leaves), NormalizeNeuronsState(moments)
 
     return optax.GradientTransformation(init, update)
-
-
-def _state(treedef: Any, pieces: Sequence[Piece], moments: Sequence[jax.Array]) -> NormalizeNeuronsState:
-    parts: dict[int, list[jax.Array]] = {}
-    for piece, moment in zip(pieces, moments, strict=True):
-        parts.setdefault(piece.leaf, []).append(moment)
-    one_or_more = {i: own[0] if len(own) == 1 else tuple(own) for i, own in parts.items()}
-    leaves = [one_or_more.get(i, optax.MaskedNode()) for i in range(treedef.num_leaves)]
-    return NormalizeNeuronsState(treedef.unflatten(leaves))
 
 
 def _neurons(view: MatrixView) -> tuple[int, ...]:

@@ -171,8 +171,8 @@ def muonh(
 ) -> optax.GradientTransformationExtraArgs:
     """MuonH: orthogonalized momentum, and each weight matrix keeps its Frobenius norm (see `hyperball`).
 
-    There is no weight decay and no RMS matching: the norms of the weights are fixed, and a step is an angle. Matrices
-    must not start from zero.
+    There is no weight decay and no RMS matching: the norms of the weights are fixed, in bfloat16 to one rounding, and a
+    step is an angle. Matrices must not start from zero.
 
     Args:
       learning_rate: Of the matrices: the length of a step in units of the weight's norm, a number or a schedule, >= 0;

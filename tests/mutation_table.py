@@ -406,8 +406,7 @@ MUTATIONS = [
         "1 if axis in view.output_axes",
         "a neuron is a column",
     ),
-    Mutation("muonjax/_hyperball.py", "2 * toward * wu", "toward * wu", "the length after a step"),
-    Mutation("muonjax/_hyperball.py", "jnp.where(u2 == 0, 1, u2)", "u2", "a zero update leaves the weight"),
+    Mutation("muonjax/_hyperball.py", "2 * toward * _mean", "toward * _mean", "the length after a step"),
     Mutation(
         "muonjax/_hyperball.py",
         "(back - 1) * w",
