@@ -30,9 +30,9 @@ from muonjax._mesh.cost_report import ModeCost as ModeCost
 from muonjax._mesh.cost_report import plan as plan
 from muonjax._mesh.distribution import Distribution as Distribution
 from muonjax._mesh.state_shardings import state_shardings as state_shardings
-from muonjax._metrics import metrics as metrics
-from muonjax._monitor import MonitorState as MonitorState
-from muonjax._monitor import monitor as monitor
+from muonjax._monitor.metrics import metrics as metrics
+from muonjax._monitor.monitor import MonitorState as MonitorState
+from muonjax._monitor.monitor import monitor as monitor
 from muonjax._msign.mcsgn import mcsgn as mcsgn
 from muonjax._msign.msign import msign as msign
 from muonjax._msign.sylvester import sylvester as sylvester
