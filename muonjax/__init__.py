@@ -20,6 +20,7 @@ from muonjax._clipping.sites import mha_site as mha_site
 from muonjax._clipping.sites import mla_site as mla_site
 from muonjax._clipping.sites_from import sites_from as sites_from
 from muonjax._clipping.transform import QKClipState as QKClipState
+from muonjax._hyperball import HyperballState as HyperballState
 from muonjax._hyperball import hyperball as hyperball
 from muonjax._inspect import Program as Program
 from muonjax._inspect import inspect as inspect
@@ -31,9 +32,9 @@ from muonjax._mesh.cost_report import ModeCost as ModeCost
 from muonjax._mesh.cost_report import plan as plan
 from muonjax._mesh.distribution import Distribution as Distribution
 from muonjax._mesh.state_shardings import state_shardings as state_shardings
-from muonjax._metrics import metrics as metrics
-from muonjax._monitor import MonitorState as MonitorState
-from muonjax._monitor import monitor as monitor
+from muonjax._monitor.metrics import metrics as metrics
+from muonjax._monitor.monitor import MonitorState as MonitorState
+from muonjax._monitor.monitor import monitor as monitor
 from muonjax._msign.mcsgn import mcsgn as mcsgn
 from muonjax._msign.msign import msign as msign
 from muonjax._msign.sylvester import sylvester as sylvester

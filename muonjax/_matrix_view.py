@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from muonjax._explicit_axes import sharded_like, whole_along
 from muonjax._trees import broadcast_prefix, is_masked, tree_of
 
 if TYPE_CHECKING:
@@ -104,18 +104,12 @@ class MatrixView(NamedTuple):
 
     def split(self, leaf: jax.Array) -> jax.Array:
         """`leaf` in `shape`. With explicit axis types a fused axis is gathered: shards need not end where parts do."""
-        sharding = jax.typeof(leaf).sharding
-        if self.cut is not None and AxisType.Explicit in sharding.mesh.axis_types:
-            spec = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
-            spec[self.cut] = None
-            leaf = jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
-        return leaf.reshape(self.shape)
+        return (leaf if self.cut is None else whole_along(leaf, self.cut)).reshape(self.shape)
 
     def join(self, split: Inexact[Array, "*split"], like: Inexact[Array, "*leaf"]) -> Inexact[Array, "*leaf"]:
         """The inverse of `split`, sharded as `like`."""
-        leaf, sharding = split.reshape(self.leaf_shape), jax.typeof(like).sharding
-        is_explicit = self.cut is not None and AxisType.Explicit in sharding.mesh.axis_types
-        return jax.sharding.reshard(leaf, sharding) if is_explicit else leaf
+        leaf = split.reshape(self.leaf_shape)
+        return leaf if self.cut is None else sharded_like(leaf, like)
 
     def to_matrices(self, leaf: jax.Array) -> Inexact[Array, "batch fan_in fan_out"]:
         """The leaf as a stack of matrices."""
@@ -233,6 +227,7 @@ class Piece(NamedTuple):
     view: MatrixView
     axis: int | None = None  # the axis that is cut; None: the piece is the leaf
     start: int = 0
+    step: int = 1  # the leaf is cut at multiples of it
 
     def take(self, leaves: Sequence[Any]) -> Any:
         """The piece of its leaf; of a `jax.ShapeDtypeStruct`, its shape."""
@@ -241,6 +236,7 @@ class Piece(NamedTuple):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.view.leaf_shape, x.dtype)
+        x = whole_along(x, self.axis, self.step)
         return jax.lax.slice_in_dim(
             x, self.start, self.start + self.view.leaf_shape[self.axis], axis=self.axis
         )
@@ -263,7 +259,8 @@ def matrix_pieces(
             continue
         for part, start in zip(parts, itertools.accumulate(parts, initial=0), strict=False):
             piece = (*shape[:cut], part, *shape[cut + 1 :])
-            found.append(Piece(i, _view(piece, reduction, output, None, 1), cut, start))
+            view = _view(piece, reduction, output, None, 1)
+            found.append(Piece(i, view, cut, start, math.gcd(*parts)))
     return found
 
 
@@ -278,9 +275,30 @@ def replace_pieces(leaves: Sequence[Any], pieces: Sequence[Piece], results: Sequ
         if i not in parts
         else parts[i][0]
         if axes[i] is None
-        else jax.numpy.concatenate(parts[i], axis=axes[i])
+        else sharded_like(jax.numpy.concatenate(parts[i], axis=axes[i]), leaf)
         for i, leaf in enumerate(leaves)
     ]
+
+
+def tree_of_pieces(treedef: Any, pieces: Sequence[Piece], arrays: Sequence[jax.Array]) -> Any:
+    """A state with an array for each piece: a tuple where a leaf is cut, MaskedNode where it is no matrix."""
+    parts: dict[int, list[jax.Array]] = {}
+    for piece, array in zip(pieces, arrays, strict=True):
+        parts.setdefault(piece.leaf, []).append(array)
+    one_or_more = {i: own[0] if len(own) == 1 else tuple(own) for i, own in parts.items()}
+    return treedef.unflatten(one_or_more.get(i, optax.MaskedNode()) for i in range(treedef.num_leaves))
+
+
+def arrays_of_pieces(treedef: Any, tree: Any, shapes: Sequence[tuple[int, ...]], *, call: str) -> list[Any]:
+    """The inverse of `tree_of_pieces`; raises unless the arrays have these shapes."""
+    arrays = [array for own in treedef.flatten_up_to(tree) for array in jax.tree.leaves(own)]
+    found = [jax.numpy.shape(array) for array in arrays]
+    if found != [*shapes]:
+        raise ValueError(
+            f"{call}: the state holds arrays of shapes {found[:9]}, and these updates need {[*shapes][:9]}; start anew "
+            "with init, or restore the state of these parameters."
+        )
+    return arrays
 
 
 def resolve_dimension_numbers(

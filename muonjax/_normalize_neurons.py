@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -12,7 +11,14 @@ import optax
 
 from muonjax._hyperparameters import is_known
 from muonjax._linalg import at_least_float32
-from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces, replace_pieces
+from muonjax._matrix_view import (
+    DimensionNumbersTree,
+    MatrixView,
+    arrays_of_pieces,
+    matrix_pieces,
+    replace_pieces,
+    tree_of_pieces,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Inexact
@@ -84,41 +90,26 @@ def normalize_neurons(
 
     def init(params: optax.Params) -> NormalizeNeuronsState:
         pieces = matrix_pieces(dimension_numbers, params, call="normalize_neurons")
-        moments = [jnp.zeros(_neurons(piece.view), jnp.float32) for piece in pieces]
-        return _state(jax.tree.structure(params), pieces, moments)
+        leaves = jax.tree.leaves(params)
+        # By the sum that `update` takes, so that with explicit axis types they are sharded as it returns them.
+        moments = [_squares(jnp.zeros_like(p.take(leaves)), p.view)[1].astype(jnp.float32) for p in pieces]
+        return NormalizeNeuronsState(tree_of_pieces(jax.tree.structure(params), pieces, moments))
 
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
         pieces = matrix_pieces(dimension_numbers, updates, call="normalize_neurons")
-        kept = [
-            moment
-            for tree in treedef.flatten_up_to(state.second_moment)
-            for moment in jax.tree.leaves(tree)  # none of a MaskedNode
-        ]
         wanted = [_neurons(piece.view) for piece in pieces]
-        if [jnp.shape(moment) for moment in kept] != wanted:
-            raise ValueError(
-                f"normalize_neurons: the state holds second moments of shapes {[jnp.shape(m) for m in kept][:9]}, and "
-                f"these updates need {wanted[:9]}; start anew with init, or restore the state of these parameters."
-            )
+        kept = arrays_of_pieces(treedef, state.second_moment, wanted, call="normalize_neurons")
         pairs = [
             _normalize(piece.take(leaves), moment, piece.view, decay, eps)
             for piece, moment in zip(pieces, kept, strict=True)
         ]
         leaves = replace_pieces(leaves, pieces, [update for update, _ in pairs])
-        return treedef.unflatten(leaves), _state(treedef, pieces, [moment for _, moment in pairs])
+        moments = tree_of_pieces(treedef, pieces, [moment for _, moment in pairs])
+        return treedef.unflatten(leaves), NormalizeNeuronsState(moments)
 
     return optax.GradientTransformation(init, update)
-
-
-def _state(treedef: Any, pieces: Sequence[Piece], moments: Sequence[jax.Array]) -> NormalizeNeuronsState:
-    parts: dict[int, list[jax.Array]] = {}
-    for piece, moment in zip(pieces, moments, strict=True):
-        parts.setdefault(piece.leaf, []).append(moment)
-    one_or_more = {i: own[0] if len(own) == 1 else tuple(own) for i, own in parts.items()}
-    leaves = [one_or_more.get(i, optax.MaskedNode()) for i in range(treedef.num_leaves)]
-    return NormalizeNeuronsState(treedef.unflatten(leaves))
 
 
 def _neurons(view: MatrixView) -> tuple[int, ...]:
@@ -126,12 +117,19 @@ def _neurons(view: MatrixView) -> tuple[int, ...]:
     return tuple(1 if axis in view.reduction_axes else size for axis, size in enumerate(view.shape))
 
 
+def _squares(
+    leaf: Inexact[Array, "*leaf"], view: MatrixView
+) -> tuple[Inexact[Array, "*split"], Float[Array, "*neurons"]]:
+    """The leaf in `view.shape`, and the sum of squares of each neuron; in float32 or wider."""
+    o = view.split(leaf).astype(at_least_float32(leaf.dtype))
+    return o, jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
+
+
 def _normalize(
     leaf: Inexact[Array, "*leaf"], moment: Float[Array, "*neurons"], view: MatrixView, decay: Any, eps: Any
 ) -> tuple[Inexact[Array, "*leaf"], Float32[Array, "*neurons"]]:
     """The leaf's normalized update and its new second moment."""
-    o = view.split(leaf).astype(at_least_float32(leaf.dtype))
-    squares = jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
+    o, squares = _squares(leaf, view)
     moment = decay * moment + (1 - decay) * squares / view.fan_in
     factor = 1 / (jnp.sqrt(moment) + eps)
     # ||P||_F from the neurons' own norms: no second pass over the update.

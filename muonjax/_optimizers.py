@@ -15,7 +15,7 @@ from muonjax._inspect import Program
 from muonjax._keywords import explains_keywords
 from muonjax._match_rms import match_rms
 from muonjax._matrix_view import DimensionNumbersTree
-from muonjax._mesh.distribution import Distribution
+from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._normalize_neurons import normalize_neurons
 from muonjax._orthogonalize import orthogonalize
@@ -81,6 +81,7 @@ def muon(
     (arXiv:2502.16982).
     """
     _check("muon", learning_rate, decay, mu_dtype, weight_decay)
+    check_distribution(distribution, call="muon")
     if is_known(rms) and not 0 < rms < math.inf:
         raise ValueError(f"muon(rms={rms!r}) must be positive and finite; 0.2 is the usual RMS of AdamW's.")
     if adam is None:
@@ -140,6 +141,7 @@ def normuon(
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
     _check("normuon", learning_rate, decay, mu_dtype, weight_decay)
+    check_distribution(distribution, call="normuon")
     if adam is None:
         adam = _adamw(learning_rate, weight_decay, weight_decay_mask)
 
@@ -171,8 +173,8 @@ def muonh(
 ) -> optax.GradientTransformationExtraArgs:
     """MuonH: orthogonalized momentum, and each weight matrix keeps its Frobenius norm (see `hyperball`).
 
-    There is no weight decay and no RMS matching: the norms of the weights are fixed, and a step is an angle. Matrices
-    must not start from zero.
+    There is no weight decay and no RMS matching: the norms of the weights are fixed, in bfloat16 to one rounding, and a
+    step is an angle. Matrices must not start from zero.
 
     Args:
       learning_rate: Of the matrices: the length of a step in units of the weight's norm, a number or a schedule, >= 0;
@@ -201,6 +203,7 @@ def muonh(
     (arXiv:2606.16899).
     """
     _check("muonh", learning_rate, decay, mu_dtype)
+    check_distribution(distribution, call="muonh")
     if adam is None:
         if adam_learning_rate is None:
             raise ValueError(

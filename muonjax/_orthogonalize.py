@@ -6,12 +6,13 @@ import jax
 import optax
 
 from muonjax._batching import map_groups
-from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, replace_pieces
-from muonjax._mesh.distribution import Distribution
+from muonjax._matrix_view import DimensionNumbersTree, Piece, matrix_pieces, replace_pieces
+from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._mesh.sharded_map import find_mesh
 from muonjax._newton_schulz.polar_function import exchange_dtype, polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._policy import policy_of
+from muonjax._seen_matrices import show_matrices
 
 
 def orthogonalize(
@@ -58,16 +59,19 @@ def orthogonalize(
         raise TypeError(
             f"orthogonalize(newton_schulz={settings!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
         )
-    if not (distribution is None or isinstance(distribution, Distribution)):
-        raise TypeError(
-            f"orthogonalize(distribution={distribution!r}) must be a Distribution: muonjax.Distribution(mesh, specs), "
-            "with the parameters' PartitionSpecs."
-        )
+    check_distribution(distribution, call="orthogonalize")
+
+    def pieces_of(tree: Any) -> list[Piece]:
+        return matrix_pieces(dimension_numbers, tree, call="orthogonalize")
+
+    def init(params: optax.Params) -> optax.OptState:
+        show_matrices(params, lambda: pieces_of(params))
+        return optax.EmptyState()
 
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        pieces = matrix_pieces(dimension_numbers, updates, call="orthogonalize")
+        pieces = pieces_of(updates)
         views, inputs = [p.view for p in pieces], [p.take(leaves) for p in pieces]
         on_mesh = find_mesh(distribution, updates, [p.leaf for p in pieces], call="orthogonalize")
         mesh = None if distribution is None else distribution.mesh
@@ -83,4 +87,4 @@ def orthogonalize(
         leaves = replace_pieces(leaves, pieces, results)
         return jax.tree.unflatten(treedef, leaves), state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.GradientTransformation(init, update)

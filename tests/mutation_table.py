@@ -43,8 +43,8 @@ AFFECTED = {
     "muonjax/_normalize_neurons.py": ["tests/test_normalize_neurons.py"],
     "muonjax/_hyperball.py": ["tests/test_hyperball.py"],
     "muonjax/_cautious_weight_decay.py": ["tests/test_cautious_weight_decay.py"],
-    "muonjax/_monitor.py": ["tests/test_monitor.py"],
-    "muonjax/_metrics.py": ["tests/test_metrics.py"],
+    "muonjax/_monitor/monitor.py": ["tests/test_monitor.py"],
+    "muonjax/_monitor/metrics.py": ["tests/test_metrics.py"],
     "muonjax/_routing": [*_ROUTES, "tests/zoo", "tests/test_first_mistakes.py"],
     "muonjax/_clipping/factors.py": [
         "tests/clipping/test_sites.py",
@@ -406,8 +406,7 @@ MUTATIONS = [
         "1 if axis in view.output_axes",
         "a neuron is a column",
     ),
-    Mutation("muonjax/_hyperball.py", "2 * toward * wu", "toward * wu", "the length after a step"),
-    Mutation("muonjax/_hyperball.py", "jnp.where(u2 == 0, 1, u2)", "u2", "a zero update leaves the weight"),
+    Mutation("muonjax/_hyperball.py", "2 * toward * _mean", "toward * _mean", "the length after a step"),
     Mutation(
         "muonjax/_hyperball.py",
         "(back - 1) * w",
@@ -438,21 +437,21 @@ MUTATIONS = [
         ".real <= 0",
         "only weights that the update agrees with decay",
     ),
-    Mutation("muonjax/_monitor.py", "trace**2 /", "trace /", "the deviation from orthogonality"),
+    Mutation("muonjax/_monitor/monitor.py", "trace**2 /", "trace /", "the deviation from orthogonality"),
     Mutation(
-        "muonjax/_monitor.py", "state.count % every_k == 0", "state.count % every_k == 1", "when it measures"
+        "muonjax/_monitor/monitor.py",
+        "state.count % every_k == 0",
+        "state.count % every_k == 1",
+        "when it measures",
     ),
     Mutation(
-        "muonjax/_monitor.py",
+        "muonjax/_monitor/monitor.py",
         'key.name in ("trace", "mu")',
         'key.name in ("trace",)',
         "Adam's first moment is momentum",
     ),
     Mutation(
-        "muonjax/_monitor.py", "1 - finite / len(indices)", "finite / len(indices)", "what is not finite"
-    ),
-    Mutation(
-        "muonjax/_metrics.py",
+        "muonjax/_monitor/metrics.py",
         "counts[name] = counts.get(name, -1) + 1",
         "counts[name] = 0",
         "a second clip has a name of its own",

@@ -1,5 +1,6 @@
 """What optimizer states keep for a log, as one flat dictionary, wherever it is."""
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -56,6 +57,22 @@ def test_several_clips_and_monitors():
     assert found["qk_clip_1/smallest_factor"] == 0.5
     assert found["monitor/muon/update_rms"] > 0
     assert all(type(value) is float for value in found.values())
+
+
+@pytest.mark.nan
+def test_inside_of_jit_they_are_arrays():
+    tx = muonjax.monitor(muonjax.muonclip(1e-3))
+
+    @jax.jit
+    def step(state):
+        _, state = tx.update(PARAMS, state, PARAMS, max_logits=HOT)
+        return state, muonjax.metrics(state)
+
+    state, inside = step(tx.init(PARAMS))
+    outside = muonjax.metrics(state)
+    assert {name: float(x) for name, x in inside.items()} == outside
+    assert all(x.dtype == jnp.float32 and x.shape == () for x in inside.values())
+    assert outside["qk_clip/largest"] == 400.0
 
 
 def test_the_state_of_nnx():

@@ -82,6 +82,120 @@ def test_non_finite_gradients_are_counted():
     assert float(state.statistics["all"]["non_finite"]) == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize("count", [3, 7, 49])
+def test_without_a_nan_the_share_is_exactly_zero(count):
+    """1 - sum / count is not, where XLA multiplies by a rounded 1 / count."""
+    tx = muonjax.monitor(optax.sgd(0.1), groups=lambda path: "all")
+    params = {str(i): jnp.ones(1) for i in range(count)}
+    for value, share in ((1.0, 0.0), (jnp.inf, 1.0)):
+        gradients = jax.tree.map(lambda x, v=value: v * x, params)
+        _, state = jax.jit(tx.update)(gradients, tx.init(params), params)
+        assert float(state.statistics["all"]["non_finite"]) == pytest.approx(share, abs=0.0, rel=1e-6)
+
+
+HEADS = {
+    "attention": {
+        n: {"kernel": jnp.asarray(np.random.default_rng(0).standard_normal((8, 2, 4)))} for n in "qk"
+    }
+}
+HEADS = jax.tree.map(lambda x: x.astype(jnp.float32), HEADS)
+A_MATRIX_A_HEAD = muonjax.MuonDimensionNumbers(0, 2)
+SETTINGS = muonjax.NewtonSchulz.accurate()
+PLAIN_MUON = {"weight_decay": 0.0, "newton_schulz": SETTINGS}
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: tx,
+        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), optax.chain(tx, optax.scale(2.0))),
+        lambda tx: optax.apply_if_finite(tx, 3),
+        lambda tx: optax.MultiSteps(tx, 1),
+        lambda tx: optax.inject_hyperparams(lambda scale: optax.chain(tx, optax.scale(scale)))(scale=1.0),
+        lambda tx: optax.masked(tx, {"attention": True}),
+        lambda tx: optax.GradientTransformation(tx.init, jax.jit(tx.update)),
+    ],
+    ids=["alone", "chain", "apply_if_finite", "MultiSteps", "inject_hyperparams", "masked", "jit"],
+)
+def test_matrices_are_those_that_the_inner_transformation_orthogonalizes(around):
+    """Per head, and a leaf that a rule gave to Adam under "adam", through whatever is around `orthogonalize`."""
+    numbers = {"attention": {"q": A_MATRIX_A_HEAD, "k": None}}
+    tx = muonjax.monitor(around(muonjax.muon(1e-2, muon_weight_dimension_numbers=numbers, **PLAIN_MUON)))
+    state = tx.init(HEADS)
+    for _ in range(2):
+        _, state = tx.update(HEADS, state, HEADS)
+    assert set(state.statistics) == {"muon", "adam"}
+    assert float(state.statistics["muon"]["orthogonality"]) < 1e-3
+    assert float(state.statistics["adam"]["orthogonality"]) == 0
+
+
+def test_dimension_numbers_where_nothing_else_tells():
+    params = {"block": {"mystery": jnp.ones((2, 3, 4, 5, 6))}, "dense": {"kernel": jnp.eye(4)}}
+    with pytest.raises(ValueError, match=r"can't tell which matrices.*In monitor: dimension_numbers="):
+        muonjax.monitor(optax.sgd(0.1)).init(params)
+    numbers = {"block": muonjax.MuonDimensionNumbers(-2, -1), "dense": None}
+    tx = muonjax.monitor(optax.sgd(0.1), dimension_numbers=numbers)
+    _, state = tx.update(params, tx.init(params), params)
+    assert float(state.statistics["muon"]["orthogonality"]) == pytest.approx(
+        0.8**0.5, rel=1e-4
+    )  # rank one of five
+    assert float(state.statistics["adam"]["weight_rms"]) == pytest.approx(0.5)
+    muon = muonjax.monitor(
+        muonjax.muon(1e-3, muon_weight_dimension_numbers=numbers), groups=lambda path: "all"
+    )
+    assert set(muon.init(params).statistics) == {"all"}  # muon was told, so nobody else must be
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float64])
+def test_a_state_that_was_restored_in_another_dtype(dtype):
+    tx = muonjax.monitor(optax.sgd(0.1), groups=lambda path: "all", every_k=2)
+    _, state = one_step(tx)
+    restored = state._replace(statistics=jax.tree.map(lambda x: np.asarray(x, dtype), state.statistics))
+    _, after = jax.jit(tx.update)(GRADIENTS, restored, PARAMS)
+    for name, value in after.statistics["all"].items():
+        assert value.dtype == jnp.float32
+        assert float(value) == pytest.approx(float(state.statistics["all"][name]), rel=1e-2)
+
+
+def test_a_state_with_other_groups_is_refused():
+    _, state = one_step(muonjax.monitor(optax.sgd(0.1), groups=lambda path: "all"))
+    with pytest.raises(ValueError, match=r"monitor: the state has the groups \['all'\], these parameters"):
+        muonjax.monitor(optax.sgd(0.1)).update(GRADIENTS, state, PARAMS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1e-35, 1e-25, 1e-20, 1e20, 1e37])
+def test_sizes_of_any_weights_and_updates(size, dtype):
+    tx = muonjax.monitor(optax.identity(), groups=lambda path: "all")
+    rng = np.random.default_rng(2)
+    params = {"dense": {"kernel": jnp.asarray(size * rng.standard_normal((4, 6)), dtype)}}
+    updates = jax.tree.map(lambda x: x / 2, params)
+    _, state = jax.jit(tx.update)(updates, tx.init(params), params)
+    found = state.statistics["all"]
+    want = np.sqrt(np.mean(np.asarray(params["dense"]["kernel"], np.float64) ** 2))
+    assert float(found["weight_rms"]) == pytest.approx(want, rel=1e-6)
+    assert float(found["update_rms"]) == pytest.approx(want / 2, rel=1e-6)
+    assert float(found["update_to_weight"]) == pytest.approx(0.5, rel=1e-6)
+    assert 0 < float(found["orthogonality"]) < 1
+
+
+def test_nothing_over_nothing_is_nothing():
+    tx = muonjax.monitor(optax.identity(), groups=lambda path: path)
+    params = {"zero": jnp.zeros(3), "one": jnp.ones(3), "moved": jnp.zeros(3)}
+    updates = {"zero": jnp.zeros(3), "one": jnp.zeros(3), "moved": jnp.ones(3)}
+    _, state = tx.update(updates, tx.init(params), params)
+    ratios = {name: float(values["update_to_weight"]) for name, values in state.statistics.items()}
+    assert ratios == {"zero": 0.0, "one": 0.0, "moved": float("inf")}
+
+
+def test_what_is_infinite_is_shown():
+    tx = muonjax.monitor(optax.identity(), groups=lambda path: path)
+    params = {"inf": jnp.array([1.0, jnp.inf]), "nan": jnp.array([1.0, jnp.nan])}
+    _, state = tx.update(params, tx.init(params), params)
+    assert float(state.statistics["inf"]["update_rms"]) == float("inf")
+    assert np.isnan(state.statistics["nan"]["update_rms"])
+
+
 def test_between_measurements_the_last_values_stay_also_in_a_scan():
     tx = muonjax.monitor(optax.sgd(1.0), groups=lambda path: "all", every_k=3)
 

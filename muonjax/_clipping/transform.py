@@ -17,6 +17,7 @@ from muonjax._clipping.factors import clip_factor, parameter_factors, scaled_upd
 from muonjax._clipping.largest import larger, largest_of_devices
 from muonjax._clipping.matching import Modules, Target
 from muonjax._clipping.statistics import match_statistics, reporting_advice
+from muonjax._explicit_axes import sharded_like, zero_beside
 from muonjax._trees import flatten_paths, is_masked
 from muonjax._update_arguments import check_order, other_state
 
@@ -103,8 +104,13 @@ class Clip:
             return (
                 jnp.zeros([])
                 if placeholder
-                else {n: jnp.full(s, value, dtype) for n, s in _shapes(watched).items()}
+                else {
+                    name: jnp.full(shape, value, dtype) + zeros[name].astype(dtype)
+                    for name, shape in _shapes(watched).items()
+                }
             )
+
+        zeros = {w.name: zero_beside(modules.leaves[w.target.parts[0].path]) for w in watched}
 
         return QKClipState(
             count=jnp.zeros([], jnp.int32),
@@ -153,6 +159,9 @@ class Clip:
         due = (state.count + 1) % self.every_k == 0
         if not every:
             maxima = {name: larger(s, state.running_max[name]) for name, s in maxima.items()}
+
+        # As the state is sharded, also where the statistics are not: its buffers can be donated.
+        maxima = {name: sharded_like(s, state.maxima[name]) for name, s in maxima.items()}
 
         def at_clip(new: Any, old: Any) -> Any:
             return new if every else jax.tree.map(lambda a, b: jnp.where(due, a, b), new, old)

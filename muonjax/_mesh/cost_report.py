@@ -5,11 +5,10 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
 
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces
 from muonjax._mesh.assignment import MODES, Assignment
-from muonjax._mesh.distribution import Distribution
+from muonjax._mesh.distribution import Distribution, check_distribution, distribution_of
 from muonjax._mesh.sharded_map import find_mesh
 from muonjax._newton_schulz.polar_function import exchange_dtype, polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz
@@ -123,7 +122,8 @@ def plan(
     Source: the assignment is Graham's, "Bounds on multiprocessing timing anomalies", 1969.
     """
     settings = NewtonSchulz() if newton_schulz is None else newton_schulz
-    distribution = _distribution_of(params) if distribution is None else distribution
+    check_distribution(distribution, call="plan")
+    distribution = distribution_of(params, call="plan") if distribution is None else distribution
     leaves = jax.tree.leaves(params)
     policy = policy_of(*leaves, mesh=distribution.mesh)
     pieces = matrix_pieces(route if dimension_numbers is None else dimension_numbers, params, call="plan")
@@ -157,17 +157,3 @@ def _cost(assignment: Assignment) -> ModeCost:
         work.collectives,
         assignment.seconds,
     )
-
-
-def _distribution_of(params: Any) -> Distribution:
-    shardings = jax.tree.map(lambda x: x.sharding, params)
-    meshes = {s.mesh for s in jax.tree.leaves(shardings) if isinstance(s, NamedSharding)}
-    if len(meshes) != 1:
-        raise ValueError(
-            f"plan(params) finds {len(meshes)} meshes under the parameters; give it the distribution."
-        )
-    return Distribution(meshes.pop(), jax.tree.map(_named, shardings))
-
-
-def _named(sharding: Any) -> NamedSharding | None:
-    return sharding if isinstance(sharding, NamedSharding) else None

@@ -125,3 +125,29 @@ def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
                 f"of shape {leaf.shape} has."
             )
     return entries
+
+
+def check_distribution(distribution: Any, *, call: str) -> None:
+    """Raise unless it is a Distribution or None; a mesh alone does not say how the parameters are sharded."""
+    if distribution is not None and not isinstance(distribution, Distribution):
+        what = type(distribution).__name__
+        raise TypeError(
+            f"{call}(distribution={what}(...)) must be a muonjax.Distribution, which says how each parameter is "
+            "sharded too: Distribution(mesh, param_specs). Leave it out where the mesh has explicit axis types."
+        )
+
+
+def distribution_of(params: Any, *, call: str) -> Distribution:
+    """The Distribution that arrays, or `jax.ShapeDtypeStruct`s with a sharding, say by themselves."""
+
+    def sharding(x: Any) -> NamedSharding | None:
+        found = getattr(x, "sharding", None)
+        return found if isinstance(found, NamedSharding) else None
+
+    specs = jax.tree.map(sharding, params)
+    meshes = {spec.mesh for spec in jax.tree.leaves(specs)}
+    if len(meshes) != 1:
+        raise ValueError(
+            f"{call}(params) finds {len(meshes)} meshes under the parameters; give it the distribution."
+        )
+    return Distribution(meshes.pop(), specs)

@@ -6,25 +6,36 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from muonjax._mesh.distribution import Distribution, even_sharding, partition_spec, spread_specs
+from muonjax._mesh.distribution import (
+    Distribution,
+    check_distribution,
+    distribution_of,
+    even_sharding,
+    partition_spec,
+    spread_specs,
+)
 
 
-def state_shardings(tx: optax.GradientTransformation, params: Any, distribution: Distribution) -> Any:
+def state_shardings(
+    tx: optax.GradientTransformation, params: Any, distribution: Distribution | None = None
+) -> Any:
     """Shardings for the optimizer's state, so that momentum is sharded as its parameter is.
 
-    Without them `jax.jit(tx.init)` returns a whole copy of the momentum on every device of an Auto mesh.
+    Without them `jax.jit(tx.init)` returns a whole copy of the momentum on every device of an Auto mesh, and with
+    explicit axis types it asks for `jax.set_mesh`.
 
     Args:
       tx: Any Optax transformation.
       params: Arrays or `jax.ShapeDtypeStruct`s.
-      distribution: How the parameters are sharded.
+      distribution: How the parameters are sharded. None: as the arrays are.
 
     Returns:
-      A tree of `NamedSharding`s like `tx.init(params)`: a leaf whose path ends in a parameter's path, and which has its
-      shape, is sharded as the parameter; all else is replicated.
+      A tree of `NamedSharding`s like `tx.init(params)`. What `tx.init` makes with explicit axis types stays as it is.
+      Otherwise a leaf whose path ends in a parameter's path, and which has its shape, is sharded as the parameter; all
+      else is replicated.
 
     Raises:
-      ValueError: If the specs do not fit the parameters.
+      ValueError: If the specs do not fit the parameters, or nothing says how these are sharded.
 
     Example:
       >>> import jax, muonjax
@@ -35,6 +46,9 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, distribution:
       >>> shardings = muonjax.state_shardings(tx, params, distribution)
       >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
     """
+    check_distribution(distribution, call="state_shardings")
+    if distribution is None:
+        distribution = distribution_of(params, call="state_shardings")
     specs = spread_specs(distribution.param_specs, params, call="state_shardings")
     mesh, mesh_shape = distribution.mesh, dict(distribution.mesh.shape)
     of_params = {
@@ -43,6 +57,8 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, distribution:
     }
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        if leaf.sharding is not None:  # of explicit axis types
+            return NamedSharding(mesh, leaf.sharding.spec)
         # Not optax.tree.map_params: it fails where a tree of labels or a mask is fixed.
         for start in range(len(path) + 1):
             shape, found = of_params.get(path[start:], (None, None))

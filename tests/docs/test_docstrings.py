@@ -22,6 +22,7 @@ API = (pathlib.Path(__file__).parents[2] / "docs" / "api.md").read_text()
 # New in muonjax: without an external source.
 OURS = {
     "muonjax.Distribution",
+    "muonjax.HyperballState",
     "muonjax.MeshPlan",
     "muonjax.ModeCost",
     "muonjax.state_shardings",

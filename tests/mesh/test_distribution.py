@@ -4,8 +4,11 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,6 +17,7 @@ from muonjax import Distribution
 from muonjax._mesh.distribution import spread_specs
 from muonjax._mesh.sharded_map import _warn_of
 from tests.mesh.layouts import QUICK, make_mesh
+from tests.tiers import examples
 
 X = jax.random.normal(jax.random.key(0), (16, 64))
 
@@ -68,6 +72,27 @@ def test_values_that_are_no_mesh_or_no_spec():
         Distribution(jax.devices(), P())  # pyright: ignore
     with pytest.raises(TypeError, match=r"at \['a'\] holds 'fsdp'; expected a PartitionSpec"):
         Distribution(make_mesh(fsdp=8), {"a": "fsdp"})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda given: muonjax.muon(1e-3, distribution=given),
+        lambda given: muonjax.normuon(1e-3, distribution=given),
+        lambda given: muonjax.muonh(1e-3, adam_learning_rate=1e-3, distribution=given),
+        lambda given: muonjax.muonclip(1e-3, distribution=given),
+        lambda given: muonjax.orthogonalize(distribution=given),
+        lambda given: muonjax.plan({"w": X}, given),
+        lambda given: muonjax.state_shardings(optax.sgd(0.1), {"w": X}, given),
+    ],
+)
+def test_a_mesh_or_a_tree_of_specs_is_no_distribution(call):
+    with pytest.raises(
+        TypeError, match=r"\(distribution=Mesh\(...\)\) must be a muonjax.Distribution.*param_specs"
+    ):
+        call(make_mesh(fsdp=8))
+    with pytest.raises(TypeError, match=r"\(distribution=dict\(...\)\) must be"):
+        call({"w": P("fsdp")})
 
 
 def test_one_axis_may_be_named_without_a_tuple():
@@ -162,3 +187,49 @@ def test_momentum_is_sharded_as_its_parameter(tx):
     # Without them every device would hold the whole.
     alone = jax.tree.leaves(jax.jit(tx.init)(params))
     assert all(len(x.sharding.device_set) == 1 for x in alone)
+
+
+SIZES = st.sampled_from([1, 8, 24])
+SPEC = st.sampled_from([P("fsdp"), P(None, "fsdp"), P()])
+
+
+@examples(30)
+@given(st.dictionaries(st.sampled_from("abcd"), st.tuples(SIZES, SIZES, SPEC), min_size=1), st.data())
+def test_only_what_has_path_and_shape_of_a_parameter_is_sharded(leaves, data):
+    mesh = make_mesh(fsdp=8)
+    params = {"layer": {name: jax.ShapeDtypeStruct((m, n), "float32") for name, (m, n, _) in leaves.items()}}
+    specs = {"layer": {name: spec for name, (_, _, spec) in leaves.items()}}
+    shapes = {
+        name: data.draw(st.sampled_from([(m, n), (1, n), (n, m), (m,)])) for name, (m, n, _) in leaves.items()
+    }
+
+    def init(params):
+        other = {name: jnp.zeros(shapes[name]) for name in params["layer"]}
+        return {
+            "momentum": optax.EmptyState(),
+            "inside": ({"layer": {"layer": jax.tree.map(jnp.zeros_like, params["layer"])}}, {"layer": other}),
+            "alone": {name: jnp.zeros(x.shape) for name, x in params["layer"].items()},
+        }
+
+    tx = optax.GradientTransformation(init, lambda *_: None)  # pyright: ignore
+    found = muonjax.state_shardings(tx, params, Distribution(mesh, specs))
+    like, other = found["inside"]
+    for name, (m, n, spec) in leaves.items():
+        # An axis that the mesh does not divide is not sharded.
+        own = [
+            axis if size % 8 == 0 else None for axis, size in zip([*spec, None, None], (m, n), strict=False)
+        ]
+        assert [*like["layer"]["layer"][name].spec] == own
+        assert [*other["layer"][name].spec] == (own if shapes[name] == (m, n) else [])
+        assert [*found["alone"][name].spec] == []
+
+
+def test_arrays_say_how_they_are_sharded():
+    mesh = make_mesh(fsdp=8)
+    params = {"w": jax.device_put(X, NamedSharding(mesh, P("fsdp"))), "b": jnp.ones(3)}
+    found = muonjax.state_shardings(optax.sgd(0.1, momentum=0.9), params)
+    assert found[0].trace == {"w": NamedSharding(mesh, P("fsdp", None)), "b": NamedSharding(mesh, P(None))}
+    with pytest.raises(
+        ValueError, match=r"state_shardings\(params\) finds 0 meshes.*give it the distribution"
+    ):
+        muonjax.state_shardings(optax.sgd(0.1), {"w": np.ones(3)})

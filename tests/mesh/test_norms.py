@@ -18,12 +18,14 @@ MEMBERS = {
 }
 
 
-def step(member, names):
-    tx = MEMBERS[member]({name: NUMBERS[name] for name in names})
+def make(member, names):
+    return MEMBERS[member]({name: NUMBERS[name] for name in names})
 
-    def run(updates, params):
-        found, _ = tx.update(updates, tx.init(params), params)
-        return optax.apply_updates(params, found)
+
+def step(tx):
+    def run(updates, state, params):
+        found, state = tx.update(updates, state, params)
+        return optax.apply_updates(params, found), state
 
     return jax.jit(run)
 
@@ -40,9 +42,11 @@ def test_every_layout_gives_what_one_device_gives(member, sizes, axis_type):
     params = tree(names)
     updates = {name: x[::-1] for name, x in params.items()}
     mesh = make_mesh(axis_type, **sizes)
+    tx = make(member, names)
     with under(mesh):
-        found = step(member, names)(put(updates, SPECS, mesh), put(params, SPECS, mesh))
-    want = step(member, names)(updates, params)
+        sharded = put(params, SPECS, mesh)
+        found, _ = step(tx)(put(updates, SPECS, mesh), tx.init(sharded), sharded)
+    want, _ = step(tx)(updates, tx.init(params), params)
     for name in names:
         np.testing.assert_allclose(found[name], want[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
@@ -52,7 +56,8 @@ def test_collectives_of_a_step(member):
     mesh = make_mesh(fsdp=4, tensor=2)
     names = ("rows", "columns", "tall", "both", "both_turned")
     params = put(tree(names), SPECS, mesh)
-    compiled = step(member, names).lower(params, params).compile()
+    tx = make(member, names)
+    compiled = step(tx).lower(params, tx.init(params), params).compile()
     counts = hlo_counts.count(compiled, devices=8)
     # One all-reduce for each set of mesh axes that matrices are sharded over: fsdp, tensor, and both.
     assert counts.collectives == {"all-reduce": 3}

@@ -1,15 +1,15 @@
 """Flatten what optimizer states keep for a log into one dictionary of numbers."""
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from muonjax._clipping.transform import QKClipState, unboxed
-from muonjax._monitor import MonitorState
+from muonjax._monitor.monitor import MonitorState
 
 
 def metrics(state: Any) -> dict[str, Any]:
@@ -29,8 +29,8 @@ def metrics(state: Any) -> dict[str, Any]:
       state: The state of any optimizer.
 
     Returns:
-      A dictionary of Python floats; it waits for the step that computes them. Inside of `jax.jit` float32
-      arrays, for the jitted step to return. Before the first clip signals are -inf.
+      A dictionary of Python floats; it waits for the step that computes them. Inside of `jit` it is one of float32
+      arrays. Before the first clip signals are -inf.
 
     Raises:
       ValueError: Neither a clip nor a monitor in the state.
@@ -58,13 +58,9 @@ def metrics(state: Any) -> dict[str, Any]:
             "metrics(state) finds neither a clip nor a monitor in this state; use muonclip, qk_clip or monitor, and "
             "pass the optimizer's state."
         )
-    if _is_traced(found.values()):
+    if any(isinstance(value, Tracer) for value in found.values()):
         return {key: jnp.asarray(value, jnp.float32) for key, value in found.items()}
     return {key: float(value) for key, value in jax.device_get(found).items()}
-
-
-def _is_traced(values: Iterable[Any]) -> bool:
-    return any(isinstance(value, Tracer) for value in values)
 
 
 def _parts(state: Any) -> Iterator[QKClipState | MonitorState]:
@@ -82,18 +78,12 @@ def _of_clip(state: QKClipState) -> dict[str, Any]:
     maxima = {path: unboxed(signal).max() for path, signal in state.maxima.items()}
     factors = [unboxed(factor).min() for factor in state.factors.values()]
     return {
-        "largest": _extreme(np.max, maxima.values(), -np.inf),
+        "largest": functools.reduce(jnp.maximum, maxima.values(), -jnp.inf),
         "num_clipped": state.num_clipped,
         "total_clipped": state.total_clipped,
-        "smallest_factor": _extreme(np.min, factors, 1.0),
+        "smallest_factor": functools.reduce(jnp.minimum, factors, 1.0),
         **{f"largest/{path}" if path else "largest/model": value for path, value in maxima.items()},
     }
-
-
-def _extreme(of: Any, values: Any, otherwise: float) -> Any:
-    if _is_traced(values):
-        return {np.max: jnp.max, np.min: jnp.min}[of](jnp.stack([*values]))
-    return of(jax.device_get([*values])) if values else otherwise
 
 
 def _of_monitor(state: MonitorState) -> dict[str, Any]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
+from muonjax._explicit_axes import is_explicit
 from muonjax._linalg import at_least_float32, dot, square_norm
-from muonjax._matrix_view import MatrixView, matrix_pieces
+from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces
 from muonjax._routing.dimension_numbers import dimension_numbers as route
-from muonjax._trees import flatten_with_names, names
+from muonjax._seen_matrices import seen_matrices
+from muonjax._trees import flatten_with_names, is_masked, names
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float32
@@ -44,14 +48,18 @@ class MonitorState(NamedTuple):
 
 
 def monitor(
-    inner: optax.GradientTransformation, *, groups: Groups | None = None, every_k: int = 10
+    inner: optax.GradientTransformation,
+    *,
+    groups: Groups | None = None,
+    dimension_numbers: DimensionNumbersTree | None = None,
+    every_k: int = 10,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep statistics of each step of `inner` in its state; the updates are those of `inner`.
 
     For each group of leaves
 
     - `update_rms`, `weight_rms`: root mean square of the entries of what `inner` returns, and of the parameters;
-    - `update_to_weight`: the first over the second;
+    - `update_to_weight`: the first over the second; 0 where both are 0;
     - `momentum_norm`: Frobenius norm of the momentum (`optax.trace`'s, Adam's first moment), all leaves together;
     - `orthogonality`: how far the updates are from multiples of orthogonal matrices, 0 at best and below 1: the least
       ||c U U^T - I||_F / sqrt(m) over all numbers c, for U [m, n] with m <= n, as root mean square over the matrices.
@@ -63,14 +71,17 @@ def monitor(
     Args:
       inner: Any transformation, such as `muon(1e-3)`.
       groups: From a leaf's path, "block_0/attention/query/kernel", to the name of its group, or None for no statistics.
-        None: "muon" for the matrices and "adam" for all other leaves, as `muon` routes them.
+        None: "muon" for the matrices and "adam" for all other leaves.
+      dimension_numbers: Which leaves are matrices, and how, as in `orthogonalize`. None: those that `inner`
+        orthogonalizes, as it does; if it orthogonalizes none, as `muon` reads them off paths and shapes.
       every_k: Measure at the first step and every `every_k` steps, >= 1; between, the last values stay.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a `MonitorState`; `update` needs `params`.
 
     Raises:
-      ValueError: If `every_k` is less than 1, or `update` gets no `params`.
+      ValueError: If `every_k` is less than 1, `update` gets no `params` or a state with other groups, or nothing tells
+        which leaves are matrices.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -89,61 +100,97 @@ def monitor(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> MonitorState:
-        unknown = {name: jnp.full((), jnp.nan, jnp.float32) for name in STATISTICS}
-        statistics = {group: dict(unknown) for group in _members(groups, params)}
-        return MonitorState(inner.init(params), jnp.zeros((), jnp.int32), statistics)
+        def unknown() -> dict[str, jax.Array]:
+            # A new array for each: a buffer that is in two places can't be donated.
+            return {name: jnp.full((), jnp.nan, jnp.float32) for name in STATISTICS}
+
+        members = _members(groups, params, _pieces(inner, dimension_numbers, params))
+        return MonitorState(
+            inner.init(params), jnp.zeros((), jnp.int32), {group: unknown() for group in members}
+        )
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
         if params is None:
             raise ValueError("monitor: update(updates, state, params) needs params.")
         found, inner_state = inner.update(updates, state.inner, params, **extra_args)
+        pieces = _pieces(inner, dimension_numbers, params)
+        members = _members(groups, params, pieces)
+        if set(members) != set(state.statistics):
+            raise ValueError(
+                f"monitor: the state has the groups {sorted(state.statistics)}, these parameters {sorted(members)}; "
+                "start anew with init, or restore the state under the groups that it was made with."
+            )
+        # A checkpoint may have been restored in another dtype.
+        last = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), state.statistics)
 
         def measured():
-            return _measure(_members(groups, params), updates, found, inner_state, params)
+            return _measure(members, pieces, updates, found, inner_state, params)
 
-        statistics = jax.lax.cond(state.count % every_k == 0, measured, lambda: state.statistics)
+        statistics = jax.lax.cond(state.count % every_k == 0, measured, lambda: last)
         return found, MonitorState(inner_state, jnp.asarray(optax.safe_increment(state.count)), statistics)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _members(groups: Groups | None, params: Any) -> dict[str, list[int]]:
+def _pieces(
+    inner: optax.GradientTransformation, dimension_numbers: DimensionNumbersTree | None, params: Any
+) -> list[Piece]:
+    """The matrices among the parameters."""
+    if dimension_numbers is not None:
+        return matrix_pieces(dimension_numbers, params, call="monitor")
+    with seen_matrices() as seen:
+        jax.eval_shape(lambda params: inner.init(params), params)  # a new function: JAX would remember `init`
+    if seen:
+        paths = _paths(params)
+        return [piece._replace(leaf=paths[path]) for path, own in seen.items() for piece in own]
+    try:
+        return matrix_pieces(route, params, call="monitor")
+    except ValueError as error:
+        raise ValueError(f"{error} In monitor: dimension_numbers=, the same function.") from None
+
+
+def _paths(params: Any) -> dict[tuple[str, ...], int]:
+    """The index of each leaf by its path."""
+    paths, leaves, _ = flatten_with_names(params)
+    return {
+        path: i for i, path in enumerate(p for p, x in zip(paths, leaves, strict=True) if not is_masked(x))
+    }
+
+
+def _members(groups: Groups | None, params: Any, pieces: Sequence[Piece]) -> dict[str, list[int]]:
     """Group to the indices of its leaves."""
-    paths, _, _ = flatten_with_names(params)
-    if groups is None:
-        matrices = {piece.leaf for piece in matrix_pieces(route, params, call="monitor")}
-        labels = ["muon" if i in matrices else "adam" for i in range(len(paths))]
-    else:
-        labels = [groups("/".join(path)) for path in paths]
+    matrices = {piece.leaf for piece in pieces}
     members: dict[str, list[int]] = {}
-    for index, label in enumerate(labels):
+    for path, index in _paths(params).items():
+        label = ("muon" if index in matrices else "adam") if groups is None else groups("/".join(path))
         if label is not None:
             members.setdefault(label, []).append(index)
     return members
 
 
 def _measure(
-    members: dict[str, list[int]], gradients: Any, updates: Any, state: Any, params: Any
+    members: dict[str, list[int]],
+    pieces: Sequence[Piece],
+    gradients: Any,
+    updates: Any,
+    state: Any,
+    params: Any,
 ) -> dict[str, dict[str, jax.Array]]:
-    paths = {path: i for i, path in enumerate(flatten_with_names(params)[0])}
+    momentum = _momentum(state, _paths(params))
     gradients, updates, weights = (jax.tree.leaves(tree) for tree in (gradients, updates, params))
-    pieces = matrix_pieces(route, params, call="monitor")
-    momentum = _momentum(state, paths)
 
     def of_group(indices: list[int]) -> dict[str, Any]:
         size = sum(weights[i].size for i in indices)
-        update, weight = (
-            jnp.sqrt(sum(_squares(leaves[i]) for i in indices) / size) for leaves in (updates, weights)
-        )
+        update, weight = (_root([leaves[i] for i in indices], size) for leaves in (updates, weights))
         deviations = [_deviation(p.take(updates), p.view) for p in pieces if p.leaf in indices]
-        finite = sum(jnp.isfinite(gradients[i]).all().astype(jnp.float32) for i in indices)
+        non_finite = sum(jnp.any(~jnp.isfinite(gradients[i])).astype(jnp.float32) for i in indices)
         values = (
             update,
             weight,
-            update / weight,
-            jnp.sqrt(sum((_squares(m) for i in indices for m in momentum.get(i, ())), jnp.float32(0))),
+            update / jnp.where((update == 0) & (weight == 0), 1, weight),
+            _root([m for i in indices for m in momentum.get(i, ())]),
             jnp.sqrt(jnp.mean(jnp.concatenate(deviations))) if deviations else jnp.float32(0),
-            1 - finite / len(indices),
+            non_finite / len(indices),
         )
         return dict(zip(STATISTICS, values, strict=True))
 
@@ -162,13 +209,26 @@ def _momentum(state: Any, paths: dict[tuple[str, ...], int]) -> dict[int, list[j
     return found
 
 
-def _squares(x: jax.Array) -> Float32[Array, ""]:
-    """The sum of squares of all entries."""
-    return jnp.sum(jnp.abs(x.astype(at_least_float32(x.dtype))) ** 2).astype(jnp.float32)
+def _root(arrays: Sequence[jax.Array], count: int = 1) -> Float32[Array, ""]:
+    """The root of the sum of squares over `count`, of entries of any size."""
+    sizes = [jnp.abs(x).astype(jnp.float32) for x in arrays]
+    largest = functools.reduce(jnp.maximum, map(jnp.max, sizes), jnp.float32(0))
+    scale = jnp.where((largest >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(largest), largest, 1)
+    return scale * jnp.sqrt(sum((jnp.sum((x / scale) ** 2) for x in sizes), jnp.float32(0)) / count)
 
 
 def _deviation(update: jax.Array, view: MatrixView) -> Float32[Array, " batch"]:
     """The least ||c U U^T - I||_F^2 / m over c: 1 - tr(A)^2 / (m ||A||_F^2) with A = U U^T."""
+    of = functools.partial(_local_deviation, view=view)
+    if not is_explicit(update):
+        return of(update)
+    # XLA divides the products among the devices, as on a mesh with automatic axis types.
+    replicated = NamedSharding(jax.typeof(update).sharding.mesh, PartitionSpec())
+    in_auto_axes: Any = jax.sharding.auto_axes(of, out_sharding=replicated)
+    return in_auto_axes(update)
+
+
+def _local_deviation(update: jax.Array, *, view: MatrixView) -> Float32[Array, " batch"]:
     u = view.to_matrices(update)
     u = u.mT if u.shape[-2] > u.shape[-1] else u
     u = u.astype(at_least_float32(u.dtype))
