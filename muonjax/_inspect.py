@@ -134,7 +134,7 @@ class Program:
         return f"<Program of {self._call}: {matrices} matrices, {len(self.attentions)} attentions>"
 
     def _numbers(self, params: Any, attention: str) -> DimensionNumbersTree:
-        paths, leaves, structure = flatten_with_names(params)
+        paths, _, structure = flatten_with_names(params)
         named = ["/".join(path) for path in paths]
         if missing := [name for name in named if name not in self._decisions]:
             raise ValueError(

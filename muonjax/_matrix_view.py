@@ -192,6 +192,8 @@ def _checked(
         (cut,), parts = _axes(call, named, "axis", numbers.axis, shape), numbers.parts
         if problem := check_parts(numbers, cut in reduction + output, shape[cut]):
             raise ValueError(f"{call}: {numbers} can't cut {named} of shape {shape}: {problem}.")
+        if numbers.repeats > 1 and isinstance(parts, int):
+            parts = (shape[cut] // numbers.repeats // parts,) * parts
     return shape, reduction, output, cut, parts
 
 
@@ -200,12 +202,14 @@ def check_parts(numbers: FusedDimensionNumbers, is_side: bool, size: int) -> str
     parts = numbers.parts
     if not is_side:
         return "`axis` must be one of the reduction or output axes"
+    if numbers.repeats < 1 or size % numbers.repeats:
+        return f"`repeats` must divide {size}, the size of its axis"
+    size //= numbers.repeats
+    each = "the size of its axis" + ("" if numbers.repeats == 1 else " divided by `repeats`")
     if isinstance(parts, tuple):
         fits = all(part >= 1 for part in parts) and sum(parts) == size
-        return (
-            "" if fits else f"the sizes in `parts` must be positive and sum to {size}, the size of its axis"
-        )
-    return "" if parts >= 1 and size % parts == 0 else f"`parts` must divide {size}, the size of its axis"
+        return "" if fits else f"the sizes in `parts` must be positive and sum to {size}, {each}"
+    return "" if parts >= 1 and size % parts == 0 else f"`parts` must divide {size}, {each}"
 
 
 def _view(
@@ -228,6 +232,7 @@ class Piece(NamedTuple):
     axis: int | None = None  # the axis that is cut; None: the piece is the leaf
     start: int = 0
     step: int = 1  # the leaf is cut at multiples of it
+    repeats: int = 1  # how many stretches of the axis the piece is made of, at equal distances
 
     def take(self, leaves: Sequence[Any]) -> Any:
         """The piece of its leaf; of a `jax.ShapeDtypeStruct`, its shape."""
@@ -236,10 +241,16 @@ class Piece(NamedTuple):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.view.leaf_shape, x.dtype)
-        x = whole_along(x, self.axis, self.step)
-        return jax.lax.slice_in_dim(
-            x, self.start, self.start + self.view.leaf_shape[self.axis], axis=self.axis
-        )
+        x = _in_stretches(whole_along(x, self.axis, self.step if self.repeats == 1 else None), self)
+        size = self.view.leaf_shape[self.axis] // self.repeats
+        part = jax.lax.slice_in_dim(x, self.start, self.start + size, axis=self.axis + (self.repeats > 1))
+        return part.reshape(self.view.leaf_shape)
+
+
+def _in_stretches(x: jax.Array, piece: Piece) -> jax.Array:
+    """x with the piece's axis cut into as many stretches as the piece has."""
+    axis, n = piece.axis, piece.repeats
+    return x if axis is None or n == 1 else x.reshape(*x.shape[:axis], n, -1, *x.shape[axis + 1 :])
 
 
 def matrix_pieces(
@@ -257,10 +268,11 @@ def matrix_pieces(
             assert isinstance(parts, int)
             found.append(Piece(i, _view(shape, reduction, output, cut, parts)))
             continue
+        repeats = getattr(entry, "repeats", 1)
         for part, start in zip(parts, itertools.accumulate(parts, initial=0), strict=False):
-            piece = (*shape[:cut], part, *shape[cut + 1 :])
+            piece = (*shape[:cut], repeats * part, *shape[cut + 1 :])
             view = _view(piece, reduction, output, None, 1)
-            found.append(Piece(i, view, cut, start, math.gcd(*parts)))
+            found.append(Piece(i, view, cut, start, math.gcd(*parts), repeats))
     return found
 
 
@@ -268,16 +280,17 @@ def replace_pieces(leaves: Sequence[Any], pieces: Sequence[Piece], results: Sequ
     """The leaves with the pieces' results in their places."""
     parts: dict[int, list[Any]] = {}
     for piece, result in zip(pieces, results, strict=True):
-        parts.setdefault(piece.leaf, []).append(result)
-    axes = {piece.leaf: piece.axis for piece in pieces}
-    return [
-        leaf
-        if i not in parts
-        else parts[i][0]
-        if axes[i] is None
-        else sharded_like(jax.numpy.concatenate(parts[i], axis=axes[i]), leaf)
-        for i, leaf in enumerate(leaves)
-    ]
+        parts.setdefault(piece.leaf, []).append(_in_stretches(result, piece))
+    cuts = {piece.leaf: (piece.axis, piece.repeats) for piece in pieces}
+
+    def joined(i: int, leaf: Any) -> Any:
+        axis, repeats = cuts[i]
+        if axis is None:
+            return parts[i][0]
+        whole = jax.numpy.concatenate(parts[i], axis=axis + (repeats > 1))
+        return sharded_like(whole.reshape(leaf.shape), leaf)
+
+    return [joined(i, leaf) if i in parts else leaf for i, leaf in enumerate(leaves)]
 
 
 def tree_of_pieces(treedef: Any, pieces: Sequence[Piece], arrays: Sequence[jax.Array]) -> Any:

@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import muonjax
 from muonjax._matrix_view import (
     FusedDimensionNumbers,
     MuonDimensionNumbers,
+    matrix_pieces,
     matrix_view,
+    replace_pieces,
     resolve_dimension_numbers,
 )
 
@@ -103,3 +106,32 @@ def test_a_tree_that_does_not_fit_is_refused():
         resolve_dimension_numbers({"a": None, "d": None}, TREE, call="muon")
     with pytest.raises(TypeError, match="expected MuonDimensionNumbers or None"):
         resolve_dimension_numbers({"a": None, "c": 3}, TREE, call="muon")
+
+
+@pytest.mark.parametrize("parts", [3, (2, 1, 3)], ids=["equal", "unequal"])
+def test_parts_that_repeat_are_the_stretches_of_one_matrix_each(parts):
+    """Query, key and value of one head after the other: the columns of one part of all heads are one matrix."""
+    heads, period = 4, 6
+    leaf = np.random.default_rng(0).normal(size=(5, heads * period)).astype(np.float32)
+    numbers = FusedDimensionNumbers(0, 1, parts=parts, axis=1, repeats=heads)
+    tree = {"w": leaf}
+    pieces = matrix_pieces({"w": numbers}, tree, call="test")
+    taken = [np.asarray(piece.take([leaf])) for piece in pieces]
+    start = 0
+    for piece, size in zip(taken, (2, 2, 2) if parts == 3 else parts, strict=True):
+        columns = [head * period + start + i for head in range(heads) for i in range(size)]
+        np.testing.assert_array_equal(piece, leaf[:, columns])
+        start += size
+    (back,) = replace_pieces([leaf], pieces, taken)
+    np.testing.assert_array_equal(back, leaf)
+    update, _ = muonjax.orthogonalize(dimension_numbers={"w": numbers}).update(tree, None)
+    for piece, out in zip(pieces, taken, strict=True):
+        u, _, vh = np.linalg.svd(out.astype(np.float64), full_matrices=False)
+        np.testing.assert_allclose(piece.take([update["w"]]), u @ vh, atol=0.35)
+
+
+def test_repeats_that_do_not_divide_the_axis_are_refused():
+    with pytest.raises(ValueError, match="`repeats` must divide 24"):
+        matrix_pieces(
+            {"w": FusedDimensionNumbers(0, 1, parts=3, axis=1, repeats=5)}, {"w": np.ones((4, 24))}, call="test"
+        )

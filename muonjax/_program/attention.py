@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -157,7 +158,7 @@ class _Finder:
         """The features of a query that meet the heads' own keys, and those that meet shared ones."""
         first, last = span.span
         inside = [first, *sorted({edge + first for place in shared for edge in place}), last]
-        for start, stop in zip(inside, inside[1:], strict=False):
+        for start, stop in itertools.pairwise(inside):
             if start < stop:
                 rotary = any(a + first <= start and stop <= b + first for a, b in shared)
                 yield span._replace(span=(start, stop), factor="rotary" if rotary else span.factor)
@@ -200,7 +201,9 @@ class _Finder:
         raw = {}
         if logits.raw is not None and logits.raw[1] == logits.seen:  # logits and mask, or a bias as ALiBi's
             raw = walk.graph.variables_of(logits.raw[0])
-        open_ = {place: v for place, v in places.items() if not any(s.kind.startswith("custom_") for s in place)}
+        open_ = {
+            place: v for place, v in places.items() if not any(s.kind.startswith("custom_") for s in place)
+        }
         if not open_:
             raise _Refused("its softmax is inside of a function with a derivative of its own")
         place = min(open_, key=lambda place: (place not in raw, len(place)))

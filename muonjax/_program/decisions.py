@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -111,7 +110,10 @@ def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) 
             forms.setdefault(form, use)
     (form, use), *others = forms.items()
     if others:
-        problem = f"{_described(form)} in {_line(walk, use)}, but {_described(others[0][0])} in {_line(walk, others[0][1])}"
+        second, elsewhere = others[0]
+        problem = (
+            f"{_described(form)} in {_line(walk, use)}, but {_described(second)} in {_line(walk, elsewhere)}"
+        )
         return Decision(None, problem, problem=problem)
     numbers = _numbers(form, shape)
     heads = _head_axes(walk, use, form)
@@ -232,7 +234,3 @@ def _numbers_per_head(form: _Form, shape: tuple[int, ...], heads: set[Atom]) -> 
     (head, *_) = sorted(heads)
     count = shape[head.axis] // head.stride
     return FusedDimensionNumbers(_plain(form.rows), _plain(form.columns), count, head.axis)
-
-
-def count_of(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)

@@ -58,7 +58,7 @@ class Node:
 
     @property
     def is_differentiated(self) -> bool:
-        """Whether it belongs to the forward pass of such a gradient: its result may be used by the backward pass alone."""
+        """Whether it belongs to the forward pass of such a gradient: perhaps only the backward pass uses its result."""
         return "jvp(" in self._scopes and not self.is_transposed
 
 

@@ -79,9 +79,8 @@ def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
         if side.value.terms and hot and side.is_parameter and set(hot) & set(rest.summed):
             return _lookup(walk, i, product, side, result)
         if hot:
-            walk.record_read(
-                i, side.value, [s for r, s in zip(rest.summed, side.summed) if r in hot], rest.value
-            )
+            chosen = [mine for mine, theirs in zip(side.summed, rest.summed, strict=True) if theirs in hot]
+            walk.record_read(i, side.value, chosen, rest.value)
     sides = [s for s in (left, right) if s.is_parameter and s.value.terms]
     if not sides:
         sides = [s for s in (left, right) if s.is_matrix]
@@ -132,7 +131,8 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, res
         each = t.layout.atoms(experts)
         rows, batch = tuple(a for a in rows if a not in each), (*batch, *each)
         walk.before[i, k] = rest.value.before
-        walk.record(i, kind, t, k=k, rows=rows, columns=columns, batch=batch, operand=rest.operand, is_patch=is_patch, **extra)
+        axes = {"rows": rows, "columns": columns, "batch": batch}
+        walk.record(i, kind, t, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra)
         if kind == "product":
             images.append(Image((i, k), result(side, t.layout)))
     for (
@@ -152,9 +152,9 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, res
 def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
     """Summed axes of a parameter that count experts: the activation was gated along them."""
     gated = []
-    for mine, other in zip(side.summed, rest.summed, strict=False):
+    for mine, theirs in zip(side.summed, rest.summed, strict=False):
         for image in rest.value.images:
-            atoms = set(image.layout.atoms([other]))
+            atoms = set(image.layout.atoms([theirs]))
             if atoms and atoms <= walk.later_batches.get(image.product, set()):
                 gated.append(mine)
     return gated if len(set(gated)) < len(side.summed) else []

@@ -94,7 +94,9 @@ def _picked(x: Value, sources: Sequence[int | None], shape: Sequence[int]) -> Va
     repeats = {at for at, source in enumerate(sources) if source is None and shape[at] > 1}
     repeats |= {at for at, source in enumerate(sources) if source in x.repeats}
     return moved._replace(
-        one_hot=_positions(x.one_hot, sources), counts=_position(x.counts, sources), repeats=frozenset(repeats)
+        one_hot=_positions(x.one_hot, sources),
+        counts=_position(x.counts, sources),
+        repeats=frozenset(repeats),
     )
 
 
@@ -531,9 +533,9 @@ def _elementwise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seq
 
 
 _FUNCTIONS = """
-    abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clz cos cosh cumlogsumexp
-    cummax cumprod cumsum digamma erf erf_inv erfc expm1 floor ge gt igamma integer_pow is_finite le lgamma log log1p lt ne
-    nextafter not and or xor polygamma population_count pow random_gamma_grad rem round rsqrt shift_left
+    abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clz cos cosh
+    cumlogsumexp cummax cumprod cumsum digamma erf erf_inv erfc expm1 floor ge gt igamma integer_pow is_finite le lgamma
+    log log1p lt ne nextafter not and or xor polygamma population_count pow random_gamma_grad rem round rsqrt shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh
 """
 ELEMENTWISE = frozenset(_FUNCTIONS.split())

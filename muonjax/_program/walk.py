@@ -59,7 +59,9 @@ class Walk:
         self.rejoined: dict[tuple[int, int], set[frozenset[frozenset[Run]]]] = {}
         # Of each product: the parts that are used apart, with the operations that use them.
         self.parts: dict[tuple[int, int], set[tuple[frozenset[Run], int]]] = {}
-        self.before: dict[tuple[int, int], int] = {}  # of each product, those that its other operand depends on
+        self.before: dict[
+            tuple[int, int], int
+        ] = {}  # of each product, those that its other operand depends on
         self.summed_slices: dict[
             int, set[int]
         ] = {}  # of a parameter, axes whose entries' products are added up

@@ -239,6 +239,8 @@ def matrix_shapes(shape: tuple[int, ...], numbers: DimensionNumbers) -> list[tup
         return [(count, m, n)]
     size, on_rows = shape[numbers.axis], numbers.axis % len(shape) in rows
     sizes = numbers.parts if isinstance(numbers.parts, tuple) else (size // numbers.parts,) * numbers.parts
+    if isinstance(numbers.parts, tuple):
+        sizes = tuple(numbers.repeats * part for part in sizes)
     return [
         (count * times, m * part // size, n) if on_rows else (count * times, m, n * part // size)
         for part, times in Counter(sizes).items()

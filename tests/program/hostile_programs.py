@@ -65,7 +65,9 @@ def attend(q: Any, k: Any, v: Any) -> Any:
 # Heads and lookups.
 
 
-@program(TOKENS, embed=((V, D), "looked up"), up=((D, V), "0 | 1"), down=((V, D), "0 | 1"), head=((D, V), "head"))
+@program(
+    TOKENS, embed=((V, D), "looked up"), up=((D, V), "0 | 1"), down=((V, D), "0 | 1"), head=((D, V), "head")
+)
 def a_width_that_is_the_vocabulary(p, t):
     x = p["embed"][t]
     x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
@@ -183,7 +185,7 @@ def no_loss(p, x):
 
 # Attention.
 
-ATTENTION = {name: ((D, D), "0 | 1") for name in ("q", "k", "v", "o")}
+ATTENTION = dict.fromkeys(("q", "k", "v", "o"), ((D, D), "0 | 1"))
 
 
 @program(X, sites=1, **ATTENTION, out=((D, 1), "head"))
@@ -192,7 +194,14 @@ def plain_attention(p, x):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
-@program(X, sites=1, qkv=((D, 3 * D), "0 | 1 / 3 of 1"), b=((3 * D,), "added"), o=((D, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    X,
+    sites=1,
+    qkv=((D, 3 * D), "0 | 1 / 3 of 1"),
+    b=((3 * D,), "added"),
+    o=((D, D), "0 | 1"),
+    out=((D, 1), "head"),
+)
 def fused_attention(p, x):
     q, k, v = jnp.split(x @ p["qkv"] + p["b"], 3, -1)
     x = x + attend(heads(q), heads(k), heads(v)) @ p["o"]
@@ -232,7 +241,15 @@ def rotary_attention(p, x):
     return jnp.mean(((x + attend(q, k, heads(x @ p["v"])) @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(X, sites=1, q=((D, D), "0 | 1"), k=((D, S), "0 | 1"), v=((D, S), "0 | 1"), o=((D, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    X,
+    sites=1,
+    q=((D, D), "0 | 1"),
+    k=((D, S), "0 | 1"),
+    v=((D, S), "0 | 1"),
+    o=((D, D), "0 | 1"),
+    out=((D, 1), "head"),
+)
 def shared_keys(p, x):
     q, k, v = heads(x @ p["q"]), x @ p["k"], x @ p["v"]
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkd->bhqk", q, k))
@@ -240,7 +257,15 @@ def shared_keys(p, x):
     return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(X, sites=1, q=((D, 2 * D), "0 | 1"), k=((D, D), "0 | 1"), v=((D, D), "0 | 1"), o=((2 * D, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    X,
+    sites=1,
+    q=((D, 2 * D), "0 | 1"),
+    k=((D, D), "0 | 1"),
+    v=((D, D), "0 | 1"),
+    o=((2 * D, D), "0 | 1"),
+    out=((D, 1), "head"),
+)
 def grouped_keys(p, x):
     q, k, v = (x @ p["q"]).reshape(B, T, H, 2, S), heads(x @ p["k"]), heads(x @ p["v"])
     weights = jax.nn.softmax(jnp.einsum("bqhgd,bkhd->bhgqk", q, k))
@@ -248,7 +273,15 @@ def grouped_keys(p, x):
     return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(X, sites=1, q=((D, 2 * D), "0 | 1"), k=((D, D), "0 | 1"), v=((D, D), "0 | 1"), o=((2 * D, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    X,
+    sites=1,
+    q=((D, 2 * D), "0 | 1"),
+    k=((D, D), "0 | 1"),
+    v=((D, D), "0 | 1"),
+    o=((2 * D, D), "0 | 1"),
+    out=((D, 1), "head"),
+)
 def repeated_keys(p, x):
     q = (x @ p["q"]).reshape(B, T, 2 * H, S)
     k, v = (jnp.repeat(heads(x @ p[n]), 2, axis=2) for n in "kv")
@@ -461,7 +494,13 @@ def weight_norm(p, x):
     return jnp.mean((jnp.tanh(x @ w) @ p["out"]) ** 2)
 
 
-@program(X, x=((D, 4 * S), "0 | 1 / 4 of 1"), h=((S, 4 * S), "0 | 1 / 4 of 1"), b=((4 * S,), "added"), out=((S, 1), "head"))
+@program(
+    X,
+    x=((D, 4 * S), "0 | 1 / 4 of 1"),
+    h=((S, 4 * S), "0 | 1 / 4 of 1"),
+    b=((4 * S,), "added"),
+    out=((S, 1), "head"),
+)
 def a_recurrent_cell(p, x):
     def step(carry, x):
         c, h = carry
@@ -492,7 +531,14 @@ def a_gated_layer_in_one_kernel(p, x):
     return jnp.mean(((x + (jax.nn.silu(gate) * up) @ p["down"]) @ p["out"]) ** 2)
 
 
-@program(ROWS, X, w=((D, 6 * D), "0 | 1 / 6 of 1"), mlp=((D, D), "0 | 1"), o=((D, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    ROWS,
+    X,
+    w=((D, 6 * D), "0 | 1 / 6 of 1"),
+    mlp=((D, D), "0 | 1"),
+    o=((D, D), "0 | 1"),
+    out=((D, 1), "head"),
+)
 def adaptive_norms(p, c, x):
     a, b, g, d, e, h = jnp.split(jax.nn.silu(c)[:, None] @ p["w"], 6, -1)
     x = x + g * jnp.tanh((norm(x) * (1 + a) + b) @ p["o"])
@@ -569,7 +615,9 @@ def convolutions(p, x):
     return cross_entropy(x.mean((1, 2)) @ p["out"], jnp.zeros(B, int))
 
 
-@program(jax.ShapeDtypeStruct((B, 8, 8, 1), "float32"), first=((3, 3, 1, 8), "0, 1 | 3"), out=((8, 4), "head"))
+@program(
+    jax.ShapeDtypeStruct((B, 8, 8, 1), "float32"), first=((3, 3, 1, 8), "0, 1 | 3"), out=((8, 4), "head")
+)
 def a_first_convolution_of_one_channel(p, x):
     return cross_entropy(jax.nn.relu(conv(x, p["first"])).mean((1, 2)) @ p["out"], jnp.zeros(B, int))
 

@@ -19,7 +19,9 @@ def described(numbers):
     text = f"{axes(numbers.reduction_axis)} | {axes(numbers.output_axis)}"
     if isinstance(numbers, muonjax.FusedDimensionNumbers):
         parts = numbers.parts if isinstance(numbers.parts, int) else ", ".join(map(str, numbers.parts))
-        text += f" / {parts} of {numbers.axis}" + (f", {numbers.repeats} times" if numbers.repeats > 1 else "")
+        text += f" / {parts} of {numbers.axis}" + (
+            f", {numbers.repeats} times" if numbers.repeats > 1 else ""
+        )
     return text
 
 
