@@ -1,0 +1,1 @@
+"""What the user's own function says, read from its jaxpr: matrices, attention sites, largest logits."""

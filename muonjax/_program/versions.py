@@ -1,0 +1,114 @@
+"""What differs between versions of JAX in the parameters of equations that contain a jaxpr.
+
+Everything that reads or extends such parameters stands here; no module of `jax._src` is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+Body: TypeAlias = Jaxpr | ClosedJaxpr  # JAX 0.12 has one type for both
+
+# Equations that can return more than they do; all others are opaque: a rule for derivatives or for batching,
+# or a kernel, is written for the outputs as they are.
+CALLS = frozenset(
+    {"jit", "pjit", "call", "closed_call", "checkpoint", "remat", "remat2", "compute_on", "xla_metadata_call"}
+)
+EXTENSIBLE = CALLS | {"scan", "while", "cond", "shard_map"}
+
+
+def bodies(eqn: JaxprEqn) -> list[tuple[str | int, Body]]:
+    """The jaxprs that an equation runs: (parameter's name or branch of a `cond`, jaxpr); a `while`'s body comes first."""
+    found: list[tuple[str | int, Body]] = []
+    for name, value in eqn.params.items():
+        if isinstance(value, Jaxpr | ClosedJaxpr):
+            found.append((name, value))
+        elif isinstance(value, tuple):
+            found += [(i, body) for i, body in enumerate(value) if isinstance(body, Jaxpr | ClosedJaxpr)]
+    return sorted(found, key=lambda entry: entry[0] == "cond_jaxpr")
+
+
+def opened(body: Body) -> Jaxpr:
+    """The jaxpr without the values of its constants."""
+    return body.jaxpr if isinstance(body, ClosedJaxpr) else body
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's inputs are constants, and how many are carried; the others are sliced."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # trees, since JAX 0.12
+    return len(consts), len(carry)
+
+
+def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of a while's inputs are constants of its condition, and of its body; the others are carried."""
+    return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+
+
+def varying(aval: Any) -> frozenset[Any]:
+    """The mesh axes along which an array inside a `shard_map` differs from device to device."""
+    kind = getattr(aval, "mat", None)
+    return aval.vma if kind is None else kind.varying
+
+
+def extended(
+    body: Body,
+    eqns: Sequence[JaxprEqn],
+    outputs: Sequence[Any],
+    inputs: Sequence[Var] = (),
+) -> Body:
+    """`body` with other equations, and with further inputs and outputs after its own."""
+    jaxpr = opened(body)
+    debug = jaxpr.debug_info
+    names, paths = debug.arg_names, debug.result_paths
+    jaxpr = jaxpr.replace(
+        invars=[*jaxpr.invars, *inputs],
+        outvars=[*jaxpr.outvars, *outputs],
+        eqns=list(eqns),
+        debug_info=debug._replace(
+            arg_names=None if names is None else (*names, *("" for _ in inputs)),
+            result_paths=None if paths is None else (*paths, *("max_logits" for _ in outputs)),
+        ),
+    )
+    # In JAX 0.12 `replace` keeps the constants' values, and the test is never true.
+    return ClosedJaxpr(jaxpr, body.consts) if isinstance(body, ClosedJaxpr) and body is not opened(body) else jaxpr
+
+
+def with_bodies(eqn: JaxprEqn, new: Sequence[Body], count: int) -> dict[str, Any]:
+    """An equation's parameters with `new` in place of its bodies, in their order, each returning `count` values more."""
+    params = dict(eqn.params)
+    for (name, _), body in zip(bodies(eqn), new, strict=True):
+        if isinstance(name, str):
+            params[name] = body
+    if eqn.primitive.name == "cond":
+        params["branches"] = tuple(new)
+    if "ft_out" in params:
+        carry, ys = params["ft_out"].unpack()
+        tree = type(params["ft_out"])  # a tuple of trees
+        params["ft_out"] = tree(carry, tree(ys, *[_one_sliced_output()] * count))
+    for name in ("out_shardings", "out_layouts"):
+        if name in params:
+            params[name] = (*params[name], *[_unspecified()[name]] * count)
+    if "out_memory_spaces" in params:
+        params["out_memory_spaces"] = (*params["out_memory_spaces"], *[jax.memory.Space.Device] * count)
+    return params
+
+
+@functools.cache
+def _unspecified() -> dict[str, Any]:
+    """What `jit` has for an output about which nothing is said."""
+    (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
+    return {name: eqn.params[name][0] for name in ("out_shardings", "out_layouts")}
+
+
+@functools.cache
+def _one_sliced_output() -> Any:
+    """The tree of a scan's sliced outputs where there is one (JAX 0.12)."""
+    (eqn,) = jax.make_jaxpr(lambda: jax.lax.scan(lambda c, _: (c, c), 0.0, length=1)[1])().eqns
+    return eqn.params["ft_out"].unpack()[1]
