@@ -23,7 +23,7 @@ EXTENSIBLE = CALLS | {"scan", "while", "cond", "shard_map"}
 
 
 def bodies(eqn: JaxprEqn) -> list[tuple[str | int, Body]]:
-    """The jaxprs that an equation runs: (parameter's name or branch of a `cond`, jaxpr); a `while`'s body comes first."""
+    """The jaxprs that an equation runs: (parameter's name or branch of a `cond`, jaxpr); of a `while`, the body first."""
     found: list[tuple[str | int, Body]] = []
     for name, value in eqn.params.items():
         if isinstance(value, Jaxpr | ClosedJaxpr):
@@ -73,15 +73,19 @@ def extended(
         eqns=list(eqns),
         debug_info=debug._replace(
             arg_names=None if names is None else (*names, *("" for _ in inputs)),
-            result_paths=None if paths is None else (*paths, *("max_logits" for _ in outputs)),
+            result_paths=(*paths, *("max_logits" for _ in outputs)) if isinstance(paths, tuple) else None,
         ),
     )
     # In JAX 0.12 `replace` keeps the constants' values, and the test is never true.
-    return ClosedJaxpr(jaxpr, body.consts) if isinstance(body, ClosedJaxpr) and body is not opened(body) else jaxpr
+    return (
+        ClosedJaxpr(jaxpr, body.consts)
+        if isinstance(body, ClosedJaxpr) and body is not opened(body)
+        else jaxpr
+    )
 
 
 def with_bodies(eqn: JaxprEqn, new: Sequence[Body], count: int) -> dict[str, Any]:
-    """An equation's parameters with `new` in place of its bodies, in their order, each returning `count` values more."""
+    """An equation's parameters with `new` in place of its bodies, in their order; each returns `count` values more."""
     params = dict(eqn.params)
     for (name, _), body in zip(bodies(eqn), new, strict=True):
         if isinstance(name, str):
