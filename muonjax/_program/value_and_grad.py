@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from muonjax._program.rewrite import Probe, report
@@ -25,14 +26,14 @@ def value_and_grad(
 
     Only the arguments `argnums` are traced. Everything else that `fun` is given or reads stays as it is: Python's flags
     and strings, arrays and tracers from around, mutable `Ref`s. As under `jax.jit`, `fun` can't branch in Python on a
-    value computed from the traced arguments. Attention sites are looked for in `fun` alone; its derivative is JAX's own.
+    value computed from the traced arguments. The derivative is JAX's own.
 
     Args:
         fun: returns a scalar, or with `has_aux` a scalar and a tree of anything.
         argnums: the positional arguments to differentiate by.
         has_aux: whether `fun` returns a pair.
-        find_probes: called with the jaxpr of `fun` and how many leaves the differentiated arguments have; returns a name
-            and a probe for each attention site.
+        find_probes: called with the jaxpr of `fun` and how many leaves the differentiated arguments have; returns a
+            name and a probe for each attention site.
 
     Returns:
         A function of `fun`'s arguments that returns `((loss, max_logits), grads)`, with `has_aux`
@@ -76,4 +77,4 @@ def value_and_grad(
 
 def _is_traced(leaf: Any) -> bool:
     """Whether a result depends on a trace; all others, arrays or not, are kept beside it."""
-    return isinstance(leaf, jax.core.Tracer)
+    return isinstance(leaf, Tracer)

@@ -23,7 +23,10 @@ EXTENSIBLE = CALLS | {"scan", "while", "cond", "shard_map"}
 
 
 def bodies(eqn: JaxprEqn) -> list[tuple[str | int, Body]]:
-    """The jaxprs that an equation runs: (parameter's name or branch of a `cond`, jaxpr); of a `while`, the body first."""
+    """The jaxprs that an equation runs, each with its parameter's name or its branch of a `cond`.
+
+    A `while`'s body comes before its condition.
+    """
     found: list[tuple[str | int, Body]] = []
     for name, value in eqn.params.items():
         if isinstance(value, Jaxpr | ClosedJaxpr):

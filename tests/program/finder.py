@@ -39,9 +39,10 @@ def search(jaxpr, path, parameters, logits, heads, sharded) -> Iterator[Probe]:
         name = eqn.primitive.name
         variables = [None if isinstance(v, Literal) else v for v in eqn.invars]
         marked = [v in logits for v in variables]
-        if name == "dot_general" and eqn.params["dimension_numbers"][1][0] and not parameters & {*variables}:
-            logits |= {*eqn.outvars}
-        elif name in ELEMENTWISE and any(marked):
+        product = (
+            name == "dot_general" and eqn.params["dimension_numbers"][1][0] and not parameters & {*variables}
+        )
+        if product or (name in ELEMENTWISE and any(marked)):
             logits |= {*eqn.outvars}
         elif (name == "reduce_max" and marked[0]) or (name.startswith("custom_jvp") and any(marked)):
             variable = variables[marked.index(True)]
