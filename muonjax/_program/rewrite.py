@@ -2,7 +2,7 @@
 
 The softmax computes the maximum of its logits anyway. `report` adds this maximum, reduced to one number a head, to the
 outputs of the body that holds it and of every body around it. Nothing is evaluated: scopes, contexts, custom
-derivatives, random numbers and the order of operations stay, and the compiler merges the two maxima.
+derivatives, random numbers and the order of operations stay.
 """
 
 from __future__ import annotations
@@ -242,6 +242,9 @@ def _outputs(body: Body, count: int) -> list[Any]:
 def _largest(axis: int, heads: tuple[int, ...], logits: jax.Array) -> jax.Array:
     """The maximum that softmax computes along `axis`, then that over all axes but `heads`."""
     rows = jax.lax.reduce_max(jax.lax.stop_gradient(logits), (axis,))
+    # XLA would make one maximum over all logits of the two: another pass over them, on a TPU with a copy of them. So it
+    # merges the first one with softmax's. Softmax's own result is not used: a TPU never writes it, unless asked for it.
+    rows = jax.lax.optimization_barrier(rows)
     kept = [head - (head > axis) for head in heads]
     others = tuple(i for i in range(rows.ndim) if i not in kept)
     maxima = jax.lax.reduce_max(rows, others) if others else rows
