@@ -55,7 +55,12 @@ def value_and_grad(
             given = list(args)
             for i, argument in zip(chosen, jax.tree.unflatten(structure, leaves), strict=True):
                 given[i] = argument
-            loss, aux = fun(*given, **kwargs) if has_aux else (fun(*given, **kwargs), None)
+            result = fun(*given, **kwargs)
+            if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
+                raise TypeError(
+                    f"value_and_grad(fun, has_aux=True) needs a pair (loss, aux) from fun, got {result!r}."
+                )
+            loss, aux = result if has_aux else (result, None)
             aux_leaves, aux_structure = jax.tree.flatten(aux)
             return [loss, *filter(_is_traced, aux_leaves)]
 

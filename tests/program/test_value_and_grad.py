@@ -270,6 +270,11 @@ def test_no_attention():
         value_and_grad(mean)(jnp.ones(3), jnp.ones(3))
 
 
+def test_a_pair_is_needed_for_an_auxiliary_output():
+    with pytest.raises(TypeError, match="pair"):
+        value_and_grad(unrolled, has_aux=True)(weights(), tokens())
+
+
 def test_integers_and_vectors_are_refused_as_by_jax():
     w, x = weights(), tokens()
     with pytest.raises(TypeError, match="scalar-output"):
