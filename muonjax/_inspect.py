@@ -17,7 +17,6 @@ from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._program import attention
 from muonjax._program.decisions import Decision, decide
 from muonjax._program.graph import Graph
-from muonjax._program.rewrite import Probe
 from muonjax._program.walk import Walk
 from muonjax._routing.dimension_numbers import dimension_numbers as by_names
 from muonjax._trees import flatten_paths, flatten_with_names, listed
@@ -216,17 +215,12 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     return Program(read.decisions, [a for a, _ in read.attentions], params, call)
 
 
-def find_probes(
-    closed: ClosedJaxpr, params: Any, leaves: int
-) -> list[tuple[str, list[Probe], tuple[int, ...]]]:
-    """Name, places of the logits and shape [*layers, heads] of each attention that can be clipped."""
+def find_probes(closed: ClosedJaxpr, params: Any, leaves: int) -> list[tuple[str, list[attention.Site]]]:
+    """Name and calls of each attention that can be clipped."""
     walk = Walk(Graph(closed, leaves))
     shapes = [walk.shape(x) for x in walk.graph.parameters]
-    return [
-        (a.name, [site.probe for site in calls], (*calls[0].layers, calls[0].heads))
-        for a, calls in _attentions(attention.sites(walk, shapes), list(flatten_paths(params)))
-        if a.site is not None
-    ]
+    found = _attentions(attention.sites(walk, shapes), list(flatten_paths(params)))
+    return [(a.name, calls) for a, calls in found if a.site is not None]
 
 
 class _Read(NamedTuple):

@@ -28,6 +28,7 @@ class Span(NamedTuple):
     span: tuple[int, int]
     factor: str  # "query", "key", or "rotary": a query whose key stays as it is
     stack: tuple[int, ...]  # axes of the parameter that count layers
+    index: tuple[int, ...] = ()  # of those that a constant index chooses, the first of them: the layer
     is_bias: bool = False
 
 
@@ -38,6 +39,7 @@ class Site(NamedTuple):
     spans: tuple[Span, ...] = ()
     probe: Probe | None = None
     layers: tuple[int, ...] = ()
+    index: tuple[int, ...] = ()  # which of the layers on the first axes this is, where they are taken one by one
     heads: int = 1
     problem: str = ""
 
@@ -100,7 +102,11 @@ class _Finder:
         layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in (*queries, *keys)}
         if len(layers) > 1:
             raise _Refused("its queries and keys are in different stacks of layers")
-        return Site(line, (*queries, *keys), self._probe(queries[0]), layers.pop(), entries.pop())
+        if len({span.index for span in (*queries, *keys)}) > 1:
+            raise _Refused("its queries and keys are of different layers of a stack")
+        index = queries[0].index
+        spans = tuple(span._replace(index=()) for span in (*queries, *keys))
+        return Site(line, spans, self._probe(queries[0]), layers.pop(), index, entries.pop())
 
     def _line(self, i: int) -> str:
         return line_of(self.walk.nodes[i].equation)
@@ -170,9 +176,11 @@ class _Finder:
         ]
         heads = sorted((a for a in heads if a.axis in held), key=lambda a: (a.axis, -a.stride))
         features = [a for a in (*layout.atoms(self.summed[is_query]), *layout.taken) if a.axis in held]
-        stack = tuple(dict.fromkeys(a.axis for a in layout.loops))
+        single = {a.axis: a.start * a.stride for a in layout.loops if a.size == 1}
+        looped = tuple(dict.fromkeys(a.axis for a in layout.loops if a.size > 1))
+        stack = (*single, *looped)
         held = held - set(stack)
-        if any(math.prod(a.size for a in layout.loops if a.axis == axis) != shape[axis] for axis in stack):
+        if any(math.prod(a.size for a in layout.loops if a.axis == axis) != shape[axis] for axis in looped):
             raise _Refused("only some of the layers in a stack are used")
         own = [axis for axis in range(len(shape)) if axis not in stack]
         order = sorted(
@@ -181,7 +189,7 @@ class _Finder:
         found = _runs(shape, order, heads, features)
         if found is None:
             raise _Refused("its heads do not lie one after the other in the parameter")
-        return Span(leaf, len(own), tuple(own.index(a) - len(own) for a in order), *found, factor, stack)
+        return Span(leaf, len(own), tuple(own.index(a) - len(own) for a in order), *found, factor, stack, tuple(single.values()))
 
     def _refuse_other_uses(self, own: Sequence[Image]) -> None:
         """A projection that reaches more than these logits can't be scaled for them."""

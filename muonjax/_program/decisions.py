@@ -145,11 +145,10 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     for atom in columns & (experts - heads):
         columns.discard(atom)
         batch.add(atom)
-    row_axes = _axes(rows) | {
-        axis
-        for axis in walk.summed_slices.get(leaf, ())
-        if axis not in _axes(columns) and axis not in _axes(batch)
-    }
+    slices = walk.summed_slices.get(leaf, set())
+    rows |= {a for a in batch if a.axis in slices}
+    batch = {a for a in batch if a.axis not in slices}
+    row_axes = _axes(rows)
     column_axes = _axes(columns)
     if row_axes & column_axes:
         return f"one axis of it is both summed and given: {_line(walk, use)}"

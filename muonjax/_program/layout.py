@@ -149,6 +149,12 @@ class Layout(NamedTuple):
         """One entry of an axis that a loop, a lookup or a batch visits entry by entry."""
         return self._without(axis)._replace(loops=(*self.loops, *self.atoms([axis])))
 
+    @property
+    def settled(self) -> Layout:
+        """Constant indices count as a loop's, as in layers that are taken from a stack one by one."""
+        single = tuple(a for a in self.taken if a.size == 1)
+        return self._replace(taken=tuple(a for a in self.taken if a.size > 1), loops=(*self.loops, *single))
+
     def reshape(self, shape: Sequence[int]) -> Layout:
         if any(atoms and atoms[0].axis == PLACED for atoms in self.axes):
             return self._reshape_placed(shape)

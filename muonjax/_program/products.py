@@ -127,14 +127,15 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, res
     for k, t in enumerate(side.value.terms):
         rows, columns = _rows(t, side), _columns(t, side)
         kind = "product" if t.layout.atoms(side.summed) or t.inner else "multiplied"
-        batch = (*t.layout.atoms(side.batch), *t.layout.loops)
+        layout = t.layout.settled
+        batch = (*layout.atoms(side.batch), *layout.loops)
         each = t.layout.atoms(experts)
         rows, batch = tuple(a for a in rows if a not in each), (*batch, *each)
         walk.before[i, k] = rest.value.before
         axes = {"rows": rows, "columns": columns, "batch": batch}
         walk.record(i, kind, t, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra)
         if kind == "product":
-            images.append(Image((i, k), result(side, t.layout)))
+            images.append(Image((i, k), result(side, layout)))
     for (
         image
     ) in rest.value.images:  # an axis that one product gives and the next has as a batch counts experts

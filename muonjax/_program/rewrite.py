@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from muonjax._program import versions
 from muonjax._program.versions import Body, opened
 
+
 MASKED = -1e4  # what is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well
 
 
@@ -43,9 +44,7 @@ class Probe(NamedTuple):
     )
     softmax_axis: int
     heads: tuple[int, ...]  # the axes kept, in this order; all others are maximized over
-    raw: Var | None = (
-        None  # the logits before mask and bias, of the same body: measured where `variable` does not mask
-    )
+    raw: Var | None = None  # the logits before mask and bias, of the same body: measured where `variable` does not mask
 
 
 class _Manual(NamedTuple):

@@ -334,7 +334,7 @@ def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
             walk.record_parts(i, v.images)
     images = summed(activations)
     walk.record_sum(images)
-    biases = tuple(t for v in weights for t in v.terms)
+    biases = tuple(t._replace(layout=t.layout.settled) for v in weights for t in v.terms)
     if biases:
         images = tuple(m._replace(biases=m.biases + biases) for m in images)
     plain = node.name in ("select_n", "join")  # zeros or the like instead: a mask

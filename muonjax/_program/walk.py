@@ -137,7 +137,7 @@ class Walk:
             for m in found[1:]:
                 if self.bit(found[0].product) & self.before.get(m.product, 0):
                     continue  # layers, one after the other
-                moved = {a.axis for a in set(m.layout.taken) ^ set(found[0].layout.taken)}
+                moved = {a.axis for a in set(m.layout.loops) ^ set(found[0].layout.loops)}
                 self.summed_slices.setdefault(leaf, set()).update(moved)
 
     def record_gate(self, m: Image, repeated: Iterable[int]) -> None:
