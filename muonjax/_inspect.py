@@ -215,12 +215,29 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     return Program(read.decisions, [a for a, _ in read.attentions], params, call)
 
 
-def find_probes(closed: ClosedJaxpr, params: Any, leaves: int) -> list[tuple[str, list[attention.Site]]]:
-    """Name and calls of each attention that can be clipped."""
-    walk = Walk(Graph(closed, leaves))
-    shapes = [walk.shape(x) for x in walk.graph.parameters]
-    found = _attentions(attention.sites(walk, shapes), list(flatten_paths(params)))
-    return [(a.name, calls) for a, calls in found if a.site is not None]
+def find_probes(
+    closed: ClosedJaxpr, arguments: Sequence[Any], call: str
+) -> list[tuple[str, list[attention.Site]]]:
+    """Name and calls of each attention that can be clipped; the leaves of `arguments` are the inputs of `closed`.
+
+    All of these are parameters, or, as where a loss is differentiated by its input too, those of one argument are.
+    """
+    found = []
+    for one in [None] if len(arguments) == 1 else [None, *range(len(arguments))]:
+        start = 0 if one is None else len(jax.tree.leaves(arguments[:one]))
+        tree = arguments[one or 0] if one is not None or len(arguments) == 1 else arguments
+        walk = Walk(Graph(closed, range(start, start + len(jax.tree.leaves(tree)))))
+        shapes = [walk.shape(x) for x in walk.graph.parameters]
+        found = _attentions(attention.sites(walk, shapes), list(flatten_paths(tree)))
+        if any(a.site for a, _ in found):
+            return [(a.name, calls) for a, calls in found if a.site is not None]
+    if not found:
+        raise ValueError(
+            f"{call} finds no attention: no softmax of a product of two activations, multiplied by a third; use "
+            "jax.value_and_grad."
+        )
+    refused = listed([f"{a.line}: {a.problem}" for a, _ in found])
+    raise ValueError(f"{call}: no attention can be clipped. {refused}. Use jax.value_and_grad and muon.")
 
 
 class _Read(NamedTuple):
@@ -229,7 +246,7 @@ class _Read(NamedTuple):
 
 
 def _read(closed: ClosedJaxpr, params: Any, leaves: int, is_loss: bool) -> _Read:
-    walk = Walk(Graph(closed, leaves))
+    walk = Walk(Graph(closed, range(leaves)))
     paths = list(flatten_paths(params))
     shapes = [walk.shape(x) for x in walk.graph.parameters]
     decisions = dict(zip(paths, decide(walk, shapes, is_loss), strict=True))

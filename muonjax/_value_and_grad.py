@@ -63,13 +63,8 @@ def value_and_grad(
             return [loss, *filter(_is_traced, aux_leaves)]
 
         closed = jax.make_jaxpr(traced)(*leaves)
-        params = args[argnums] if isinstance(argnums, int) else [args[i] for i in chosen]
-        sites = find_probes(closed, params, len(leaves))
-        if not sites:
-            raise ValueError(
-                f"value_and_grad({getattr(fun, '__name__', fun)}) finds no attention: no softmax of a product of two "
-                "activations; use jax.value_and_grad."
-            )
+        call = f"value_and_grad({getattr(fun, '__name__', fun)})"
+        sites = find_probes(closed, [args[i] for i in chosen], call)
         probes = [call.probe for _, calls in sites for call in calls]
         loss, *results = jaxpr_as_fun(report(closed, probes))(*leaves)
         arrays = iter(results)

@@ -39,7 +39,9 @@ class Site(NamedTuple):
     spans: tuple[Span, ...] = ()
     probe: Probe | None = None
     layers: tuple[int, ...] = ()
-    index: tuple[int, ...] = ()  # which of the layers on the first axes this is, where they are taken one by one
+    index: tuple[
+        int, ...
+    ] = ()  # which of the layers on the first axes this is, where they are taken one by one
     heads: int = 1
     problem: str = ""
 
@@ -189,7 +191,15 @@ class _Finder:
         found = _runs(shape, order, heads, features)
         if found is None:
             raise _Refused("its heads do not lie one after the other in the parameter")
-        return Span(leaf, len(own), tuple(own.index(a) - len(own) for a in order), *found, factor, stack, tuple(single.values()))
+        return Span(
+            leaf,
+            len(own),
+            tuple(own.index(a) - len(own) for a in order),
+            *found,
+            factor,
+            stack,
+            tuple(single.values()),
+        )
 
     def _refuse_other_uses(self, own: Sequence[Image]) -> None:
         """A projection that reaches more than these logits can't be scaled for them."""
@@ -214,6 +224,8 @@ class _Finder:
         }
         if not open_:
             raise _Refused("its softmax is inside of a function with a derivative of its own")
+        if any(step.kind == "shard_map" for place in open_ for step in place):
+            raise _Refused("it is inside of a shard_map")
         place = min(open_, key=lambda place: (place not in raw, len(place)))
         path = [
             Step(step.equation, step.body, layer=query.leaf in walk.layers.get(place[: n + 1], ()))

@@ -73,8 +73,8 @@ class Loop(NamedTuple):
 class Graph:
     """The operations of a function in an order in which they can run."""
 
-    def __init__(self, closed: Body, leaves: int):
-        """`leaves`: how many of the first inputs are parameters."""
+    def __init__(self, closed: Body, parameters: range):
+        """`parameters`: which of the inputs are parameters."""
         jaxpr = opened(closed)
         self.nodes: list[Node] = []
         self.loops: list[Loop] = []
@@ -82,7 +82,8 @@ class Graph:
         self.known: dict[int, Any] = {}  # values of literals
         self.variables: list[Any] = []  # the variable of each value, in the body where it is first seen
         inputs = [self._new(v) for v in jaxpr.invars]
-        self.parameters, self.arguments = inputs[:leaves], inputs[leaves:]
+        self.parameters = [inputs[i] for i in parameters]
+        self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
         self.constants = [self._new(v) for v in jaxpr.constvars]
         # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
         self.elsewhere: dict[int, list[tuple[tuple[Step, ...], Any]]] = {}

@@ -44,7 +44,9 @@ class Probe(NamedTuple):
     )
     softmax_axis: int
     heads: tuple[int, ...]  # the axes kept, in this order; all others are maximized over
-    raw: Var | None = None  # the logits before mask and bias, of the same body: measured where `variable` does not mask
+    raw: Var | None = (
+        None  # the logits before mask and bias, of the same body: measured where `variable` does not mask
+    )
 
 
 class _Manual(NamedTuple):

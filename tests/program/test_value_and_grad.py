@@ -10,6 +10,7 @@ from muonjax._program.rewrite import report
 from tests.program.attention import attend, by_hand, custom_softmax, layer, scanned, tokens, unrolled, weights
 from tests.program.finder import finder
 
+
 @pytest.fixture
 def optimized():
     """Merging equal computations is one of the optimizations that the tests do without."""
