@@ -35,12 +35,17 @@ def whole_along(x: Shaped[Array, "*x"], axis: int, step: int | None = None) -> S
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def zero_beside(x: Any) -> Int[Array, ""]:
+def zero_beside(x: Any, axes: tuple[int, ...] | None = None) -> Int[Array, "*#x"]:
     """A zero to add to a new array, which is then on x's mesh, where that has explicit axis types.
 
     A state that `init` makes on no mesh, and `update` returns on one, can't be donated: JAX compiles again after the
     first step, and may give XLA a buffer of another size.
+
+    Args:
+      x: An array.
+      axes: Zeros with these axes of size 1, sharded as x is along the others; None: a scalar.
     """
     # Not of zeros_like(x): jit would not see that x, and with it the mesh, is needed.
-    on_mesh = isinstance(x, jax.Array) and is_explicit(x)
-    return 0 * jnp.sum(jnp.isnan(x)) if on_mesh else jnp.zeros([], int)
+    if isinstance(x, jax.Array) and is_explicit(x):
+        return 0 * jnp.sum(jnp.isnan(x), axes, keepdims=axes is not None)
+    return jnp.zeros([1 if i in axes else size for i, size in enumerate(x.shape)] if axes else [], int)

@@ -163,8 +163,10 @@ def _step(
     eta: Float[Array, ""],
 ) -> tuple[Inexact[Array, "*leaf"], Float[Array, "*sphere"]]:
     """What to add to W, and the root mean square that it keeps."""
+    w, u = _wide(weight, view), _wide(leaf, view)
+    kept = jnp.asarray(kept, jnp.finfo(w.dtype).dtype)  # a checkpoint may have been restored in another dtype
     unit = jnp.where(kept > 0, kept, 1)  # of all sizes below but the update's
-    w, u = _wide(weight, view) / unit, _wide(leaf, view)
+    w = w / unit
     size, length = _rms(w, view), _rms(u, view)
     bit = max(_SAME, *(float(jnp.finfo(x.dtype).eps) for x in (leaf, weight)))
     radius = jnp.where(jnp.abs(size - kept / unit) <= bit, kept / unit, size)

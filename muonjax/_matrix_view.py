@@ -319,8 +319,11 @@ def resolve_dimension_numbers(
 ) -> list[DimensionNumbers | None]:
     """One entry per leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree, a function, or None.
 
-    None for the whole of it means that every leaf is one plain matrix (fan_in, fan_out).
+    None for the whole of it means that every leaf is one plain matrix (fan_in, fan_out). A tree without leaves, which
+    Optax gives to `init` to find the parts of a state that are like parameters, fits all.
     """
+    if not jax.tree.leaves(tree):
+        return []
     given = tree_of(MuonDimensionNumbers() if numbers is None else numbers, tree)
     entries = broadcast_prefix(given, tree, is_leaf=_is_entry, call=call, what="the dimension numbers")
     for entry in entries:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._explicit_axes import zero_beside
 from muonjax._hyperparameters import is_known
 from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import (
@@ -90,9 +91,13 @@ def normalize_neurons(
 
     def init(params: optax.Params) -> NormalizeNeuronsState:
         pieces = matrix_pieces(dimension_numbers, params, call="normalize_neurons")
-        leaves = jax.tree.leaves(params)
-        # By the sum that `update` takes, so that with explicit axis types they are sharded as it returns them.
-        moments = [_squares(jnp.zeros_like(p.take(leaves)), p.view)[1].astype(jnp.float32) for p in pieces]
+        # Of a `jax.ShapeDtypeStruct`, too.
+        leaves = [x if isinstance(x, jax.Array) else jnp.zeros_like(x) for x in jax.tree.leaves(params)]
+        # By a sum like that of `update`, so that with explicit axis types they are sharded as it returns them.
+        moments = [
+            zero_beside(p.view.split(p.take(leaves)), p.view.reduction_axes).astype(jnp.float32)
+            for p in pieces
+        ]
         return NormalizeNeuronsState(tree_of_pieces(jax.tree.structure(params), pieces, moments))
 
     def update(updates: optax.Updates, state: Any, params: Any = None):
@@ -117,19 +122,12 @@ def _neurons(view: MatrixView) -> tuple[int, ...]:
     return tuple(1 if axis in view.reduction_axes else size for axis, size in enumerate(view.shape))
 
 
-def _squares(
-    leaf: Inexact[Array, "*leaf"], view: MatrixView
-) -> tuple[Inexact[Array, "*split"], Float[Array, "*neurons"]]:
-    """The leaf in `view.shape`, and the sum of squares of each neuron; in float32 or wider."""
-    o = view.split(leaf).astype(at_least_float32(leaf.dtype))
-    return o, jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
-
-
 def _normalize(
     leaf: Inexact[Array, "*leaf"], moment: Float[Array, "*neurons"], view: MatrixView, decay: Any, eps: Any
 ) -> tuple[Inexact[Array, "*leaf"], Float32[Array, "*neurons"]]:
     """The leaf's normalized update and its new second moment."""
-    o, squares = _squares(leaf, view)
+    o = view.split(leaf).astype(at_least_float32(leaf.dtype))
+    squares = jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
     moment = decay * moment + (1 - decay) * squares / view.fan_in
     factor = 1 / (jnp.sqrt(moment) + eps)
     # ||P||_F from the neurons' own norms: no second pass over the update.

@@ -92,3 +92,23 @@ def test_qk_clip_composes_with_both():
 def test_settings_out_of_range_are_refused_by_name(make, setting):
     with pytest.raises((ValueError, TypeError), match=f"{make.__name__}\\({next(iter(setting))}="):
         make(1e-3, **setting)
+
+
+NUMBERS = {"dense": {"kernel": muonjax.MuonDimensionNumbers(), "bias": None}}
+
+
+@pytest.mark.parametrize(
+    ("tx", "like_parameters"),
+    [
+        (muonjax.monitor(muonjax.muon(1e-3)), 3),  # the momentum of the kernel, two moments of the bias
+        (muonjax.monitor(optax.sgd(1e-3, momentum=0.9), dimension_numbers=NUMBERS), 2),
+        (muonjax.normuon(1e-3, muon_weight_dimension_numbers=NUMBERS), 4),
+        (muonjax.muonh(1e-3, adam_learning_rate=1e-3, muon_weight_dimension_numbers=NUMBERS), 4),
+        (muonjax.hyperball(1e-3, dimension_numbers=NUMBERS), 1),
+        (muonjax.normalize_neurons(dimension_numbers=NUMBERS), 1),
+        (muonjax.orthogonalize(dimension_numbers=NUMBERS), 0),
+    ],
+)
+def test_optax_finds_what_is_like_a_parameter(tx, like_parameters):
+    found = optax.tree_map_params(tx, lambda _: "like", jax.eval_shape(tx.init, PARAMS))
+    assert jax.tree.leaves(found).count("like") == like_parameters

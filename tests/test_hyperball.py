@@ -147,6 +147,15 @@ def test_sizes_from_1e_minus_30_to_1e36(of_weight, of_update):
     assert np.linalg.norm(found - expected) < 2e-6 * np.linalg.norm(expected)
 
 
+def test_a_state_that_was_restored_in_bfloat16():
+    w, (u,) = draw((6, 8), 1)[0], draw((6, 8), 1)
+    tx = muonjax.hyperball(0.02)
+    restored = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tx.init({"w": w}))
+    found, state = jax.jit(tx.update)({"w": u}, restored, {"w": w})
+    assert state.rms["w"].dtype == jnp.float32
+    assert np.linalg.norm(w + found["w"]) == pytest.approx(np.linalg.norm(w), rel=1e-5)
+
+
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_a_step_to_the_middle_of_the_ball_moves_nothing(scale):
     w = draw((5, 7), 1)[0]

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from muonjax._batching import map_groups
 from muonjax._cost_model import Work, count_work
+from muonjax._explicit_axes import sharded_like
 from muonjax._matrix_view import MatrixView
 from muonjax._mesh.assignment import Assignment, assign_owners
 from muonjax._mesh.distribution import Distribution, even_sharding, partition_spec, spread_specs
@@ -102,13 +103,9 @@ class OnMesh(NamedTuple):
         run = jax.shard_map(on_blocks, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
         if AxisType.Explicit not in mesh.axis_types:
             return list(run(*leaves))
-        results = run(*[_reshard(x, NamedSharding(mesh, s)) for x, s in zip(leaves, specs, strict=True)])
-        return [_reshard(y, jax.typeof(x).sharding) for x, y in zip(leaves, results, strict=True)]
-
-
-def _reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """x with this sharding; for one without a mesh, as of a leaf that is on no mesh, x as it is."""
-    return jax.sharding.reshard(x, sharding) if sharding.mesh.axis_names else x
+        shardings = [NamedSharding(mesh, spec) for spec in specs]
+        results = run(*map(jax.sharding.reshard, leaves, shardings))
+        return [sharded_like(y, x) for y, x in zip(results, leaves, strict=True)]
 
 
 def _mesh_with_devices(

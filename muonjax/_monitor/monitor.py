@@ -105,9 +105,12 @@ def monitor(
             return {name: jnp.full((), jnp.nan, jnp.float32) for name in STATISTICS}
 
         members = _members(groups, params, _pieces(inner, dimension_numbers, params))
-        return MonitorState(
-            inner.init(params), jnp.zeros((), jnp.int32), {group: unknown() for group in members}
-        )
+        statistics: Any = {group: unknown() for group in members}
+        if not jax.tree.leaves(params, is_leaf=is_masked):
+            # Optax's placeholder for the parameters has no groups; one array in the place of the dictionary tells it
+            # that no part of it is like a parameter.
+            statistics = jnp.zeros([])
+        return MonitorState(inner.init(params), jnp.zeros([], jnp.int32), statistics)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
         if params is None:
