@@ -1,0 +1,60 @@
+"""What models of public libraries showed: one small function for each cause."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import muonjax
+
+D, HEADS, SIZE = 16, 2, 8
+X = jax.ShapeDtypeStruct((3, 5, D), jnp.float32)
+
+
+def weights(**shapes):
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+QKV = weights(q=(D, D), k=(D, D), v=(D, D), o=(D, D))
+
+
+def attend(p, x, turn=lambda q: q, weigh=lambda a: a, bias=0.0):
+    """Attention of two heads; `turn` is applied to queries and keys, `weigh` to softmax's result."""
+    q, k, v = (jnp.reshape(x @ p[name], (*x.shape[:2], HEADS, SIZE)) for name in "qkv")
+    logits = jnp.einsum("bqhd,bkhd->bhqk", turn(q), turn(k)) / np.sqrt(SIZE)
+    read = jnp.einsum("bhqk,bkhd->bqhd", weigh(jax.nn.softmax(logits + bias)), v)
+    return x + read.reshape(x.shape) @ p["o"]
+
+
+def entries(program):
+    """Path, heads, size and span of what each attention scales, or the problem."""
+    return [
+        a.problem or {(s.path, s.factor): (s.entries, s.start, s.size, s.span) for s in a.site.scales}
+        for a in program.attentions
+    ]
+
+
+FOUND = {("q", "query"): (HEADS, 0, D, (0, None)), ("k", "key"): (HEADS, 0, D, (0, None))}
+
+
+def test_refused_attentions_on_one_line_are_counted_apart():
+    """T5's layers: one line of code for all of them."""
+    shapes = {"layer0": QKV, "layer1": QKV, "bias": weights(b=(HEADS, 5, 5))["b"]}
+
+    def loss(p, x):
+        for name in ("layer0", "layer1"):
+            x = attend(p[name], x, bias=p["bias"])
+        return jnp.mean(x**2)
+
+    program = muonjax.inspect(loss, shapes, X)
+    assert [a.name for a in program.attentions] == ["layer0", "layer1"]
+    assert all(a.problem.startswith("a learned bias") for a in program.attentions)
+
+
+def rotated(x, count=SIZE):
+    """A rotary embedding of neighbouring features, of the first `count`."""
+    angles = np.arange(x.shape[1])[:, None] / np.arange(1, count // 2 + 1)
+    cos, sin = np.repeat(np.cos(angles), 2, -1)[:, None], np.repeat(np.sin(angles), 2, -1)[:, None]
+    first, rest = x[..., :count], x[..., count:]
+    half = jnp.stack([-first[..., 1::2], first[..., ::2]], -1).reshape(first.shape)
+    return jnp.concatenate([first * cos + half * sin, rest], -1)
