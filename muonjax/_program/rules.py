@@ -89,6 +89,11 @@ def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     return [_picked(values[0], sources, shape)]
 
 
+@rule("tile")
+def _tile(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    return [values[0].map(lambda layout: layout.tile(node.params["reps"]))]
+
+
 def _picked(x: Value, sources: Sequence[int | None], shape: Sequence[int]) -> Value:
     moved = x.map(lambda layout: layout.pick(sources, shape))
     return moved._replace(one_hot=_positions(x.one_hot, sources), counts=_position(x.counts, sources))
@@ -290,8 +295,9 @@ def _random(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
 
 def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     """Repeated along the axes where it has one entry: operations entry by entry do so by themselves."""
-    if tuple(old) == tuple(shape) or len(old) != len(shape):
+    if tuple(old) == tuple(shape):
         return x
+    old = old or [-1] * len(shape)  # a scalar beside an array
     return _picked(
         x, [axis if n == m else None for axis, (n, m) in enumerate(zip(old, shape, strict=True))], shape
     )

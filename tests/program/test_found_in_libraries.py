@@ -58,3 +58,31 @@ def rotated(x, count=SIZE):
     first, rest = x[..., :count], x[..., count:]
     half = jnp.stack([-first[..., 1::2], first[..., ::2]], -1).reshape(first.shape)
     return jnp.concatenate([first * cos + half * sin, rest], -1)
+
+
+def test_a_scalar_times_a_product():
+    """CLIP: `logit_scale * text @ image.T`, then transposed."""
+
+    def loss(p, x, y):
+        pairs = jnp.exp(p["scale"]) * ((x @ p["text"]) @ (y @ p["image"]).T)
+        return -jnp.mean(jax.nn.log_softmax(pairs.T) + jax.nn.log_softmax(pairs).T)
+
+    shapes = weights(scale=(), text=(D, 4), image=(D, 4))
+    x = jax.ShapeDtypeStruct((3, D), jnp.float32)
+    numbers = muonjax.inspect(loss, shapes, x, x).dimension_numbers()
+    assert numbers["scale"] is None
+    assert numbers["text"] is not None
+    assert numbers["image"] is not None
+
+
+def test_a_repeated_parameter():
+    """CLIP: `tile(class_embedding, (batch, 1, 1))` before the patches."""
+
+    def loss(p, x):
+        first = jnp.tile(p["first"], (x.shape[0], 1, 1))
+        return jnp.mean(attend(p, jnp.concatenate([first, x @ jnp.tile(p["w"], (1, 2))], 1)) ** 2)
+
+    shapes = {**QKV, **weights(first=(1, 1, D), w=(D, D // 2))}
+    program = muonjax.inspect(loss, shapes, X)
+    assert program.why("first").startswith("joined with data")
+    assert program.dimension_numbers()["w"] is not None
