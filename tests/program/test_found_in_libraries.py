@@ -60,6 +60,15 @@ def rotated(x, count=SIZE):
     return jnp.concatenate([first * cos + half * sin, rest], -1)
 
 
+@pytest.mark.parametrize("count", [SIZE, SIZE // 2])
+def test_a_rotation_of_neighbouring_features(count):
+    """RoFormer, and GPT-J, which rotates some of them."""
+    program = muonjax.inspect(
+        lambda p, x: jnp.mean(attend(p, x, turn=lambda q: rotated(q, count)) ** 2), QKV, X
+    )
+    assert entries(program) == [FOUND]
+
+
 def test_a_scalar_times_a_product():
     """CLIP: `logit_scale * text @ image.T`, then transposed."""
 
