@@ -146,7 +146,7 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, res
 
 def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side, result) -> Value:
     a, b = left.value, right.value
-    for side in (left, right):
+    for side in (left, right) if a.kind & b.kind & PARAMETER else ():
         walk.record_parts(i, side.value.images)
         for image in side.value.images:
             walk.heads.setdefault(image.product, set()).update(image.layout.atoms(side.batch))
@@ -169,9 +169,22 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
             )
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
-        if side.value.images and not rest.value.kind & PARAMETER:
-            return product._replace(images=tuple(m.map(lambda x: result(side, x)) for m in side.value.images))
+        if not rest.value.kind & PARAMETER:
+            images = tuple(m.map(lambda x: result(side, x)) for m in side.value.images)
+            logits = (
+                ()
+                if side.summed
+                else tuple(_masked(walk, i, x, result(side, x.layout)) for x in side.value.logits)
+            )
+            return product._replace(images=images, logits=logits)
     return product
+
+
+def _masked(walk: Walk, i: int, logits: Logits, layout: Layout) -> Logits:
+    """Multiplied by data entry by entry, written as a product: by a mask of heads."""
+    if logits.stage != "logits":
+        return logits._replace(layout=layout)
+    return logits._replace(layout=layout, seen=layout, value=walk.nodes[i].outputs[0])
 
 
 @rule("conv_general_dilated")

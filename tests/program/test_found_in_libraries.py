@@ -37,6 +37,30 @@ def entries(program):
 FOUND = {("q", "query"): (HEADS, 0, D, (0, None)), ("k", "key"): (HEADS, 0, D, (0, None))}
 
 
+def test_a_mask_of_heads_by_einsum_leaves_attention_as_it_is():
+    """BERT: `einsum("...hqk,h->...hqk", weights, head_mask)`."""
+
+    def loss(p, x, mask):
+        y = attend(p, x, weigh=lambda a: jnp.einsum("bhqk,h->bhqk", a, mask))
+        return jnp.mean(y**2)
+
+    assert entries(muonjax.inspect(loss, QKV, X, jax.ShapeDtypeStruct((HEADS,), jnp.float32))) == [FOUND]
+
+
+def test_logits_multiplied_by_data_by_einsum():
+    def loss(p, x, scale):
+        q, k, v = (jnp.reshape(x @ p[name], (*x.shape[:2], HEADS, SIZE)) for name in "qkv")
+        logits = jnp.einsum("bhqk,h->bhqk", jnp.einsum("bqhd,bkhd->bhqk", q, k), scale)
+        read = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v)
+        return jnp.mean((read.reshape(x.shape) @ p["o"]) ** 2)
+
+    scale, x, p = jnp.array([0.5, 2.0]), jnp.ones(X.shape), jax.tree.map(lambda s: jnp.ones(s.shape), QKV)
+    assert entries(muonjax.inspect(loss, p, x, scale)) == [FOUND]
+    (_, maxima), _ = jax.jit(muonjax.value_and_grad(loss))(p, x, scale)
+    (found,) = maxima.values()
+    np.testing.assert_allclose(found, [0.5 * D**2 * SIZE, 2.0 * D**2 * SIZE])
+
+
 def test_refused_attentions_on_one_line_are_counted_apart():
     """T5's layers: one line of code for all of them."""
     shapes = {"layer0": QKV, "layer1": QKV, "bias": weights(b=(HEADS, 5, 5))["b"]}
@@ -67,6 +91,18 @@ def test_a_rotation_of_neighbouring_features(count):
         lambda p, x: jnp.mean(attend(p, x, turn=lambda q: rotated(q, count)) ** 2), QKV, X
     )
     assert entries(program) == [FOUND]
+
+
+def test_a_rotation_by_einsum_with_constants_is_no_other_use_and_no_head():
+    """RoFormer: `einsum("bslh,...slh->bslh", query, cos)`."""
+
+    def turn(q):
+        cos = np.cos(np.arange(q.shape[1]))[None, :, None, None] * np.ones((1, 1, HEADS, SIZE))
+        return jnp.einsum("blhd,...lhd->blhd", q, cos[0].astype(np.float32))
+
+    program = muonjax.inspect(lambda p, x: jnp.mean(attend(p, x, turn=turn) ** 2), QKV, X)
+    assert entries(program) == [FOUND]
+    assert program.dimension_numbers("heads")["q"] == muonjax.FusedDimensionNumbers(0, 1, HEADS, 1)
 
 
 def test_a_scalar_times_a_product():
