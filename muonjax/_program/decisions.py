@@ -231,13 +231,18 @@ def _head_axes(walk: Walk, use: Use, form: _Form) -> set[Atom]:
 
 
 def _numbers_per_head(form: _Form, shape: tuple[int, ...], heads: set[Atom]) -> DimensionNumbers:
-    whole_axes = {a.axis for a in heads if a.size == shape[a.axis]}
-    columns = form.columns - whole_axes
-    if whole_axes and columns:
+    counts = {axis: math.prod(a.size for a in heads if a.axis == axis) for axis in _axes(heads)}
+    columns = form.columns - {axis for axis, count in counts.items() if count == shape[axis]}
+    if columns and columns != form.columns:
         return _numbers(form._replace(columns=columns), shape)
-    (head, *_) = sorted(heads)
-    count = shape[head.axis] // head.stride
-    return FusedDimensionNumbers(_plain(form.rows), _plain(form.columns), count, head.axis)
+    head = min(heads)
+    if form.cut is not None and form.cut[2] > 1:  # queries, keys and values of a head side by side
+        axis, parts, repeats = form.cut
+        sizes = parts if isinstance(parts, tuple) else (shape[axis] // repeats // parts,) * parts
+        return _numbers(form._replace(cut=(axis, sizes * repeats, 1)), shape)
+    return FusedDimensionNumbers(
+        _plain(form.rows), _plain(form.columns), shape[head.axis] // head.stride, head.axis
+    )
 
 
 def count_of(shape: tuple[int, ...]) -> int:

@@ -134,6 +134,11 @@ class Walk:
 
     def record_attention(self, i: int, logits: Logits, keys: tuple[Atom, ...], values: Any) -> None:
         self.attentions[logits.product] = Attention(logits.product, logits, keys, values)
+        for side in self.pairs[
+            logits.product
+        ]:  # queries that share a key head are counted by an axis of their own
+            for image in side.value.images:
+                self.heads.setdefault(image.product, set()).update(image.layout.atoms(side.given))
 
     def consume(self, i: int, *operands: int) -> None:
         if not self.nodes[i].is_transposed:

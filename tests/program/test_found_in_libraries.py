@@ -131,3 +131,29 @@ def test_a_repeated_parameter():
     program = muonjax.inspect(loss, shapes, X)
     assert program.why("first").startswith("joined with data")
     assert program.dimension_numbers()["w"] is not None
+
+
+def test_queries_that_share_a_key_head_are_heads_of_their_own():
+    def loss(p, x):
+        q = jnp.einsum("btd,hds->bths", x, p["q"]).reshape(*x.shape[:2], 2, 2, SIZE)
+        k, v = (jnp.einsum("btd,hds->bths", x, p[name]) for name in "kv")
+        a = jax.nn.softmax(jnp.einsum("btkgs,buks->bkgtu", q, k))
+        return jnp.mean(jnp.einsum("bkgtu,buks->btkgs", a, v) ** 2)
+
+    shapes = weights(q=(4, D, SIZE), k=(2, D, SIZE), v=(2, D, SIZE))
+    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers("heads")
+    assert numbers["q"] == numbers["k"] == muonjax.MuonDimensionNumbers(1, 2)
+
+
+def test_a_matrix_for_each_head_of_an_interleaved_kernel():
+    """Bloom: queries, keys and values of a head side by side."""
+
+    def loss(p, x):
+        q, k, v = jnp.split((x @ p["qkv"]).reshape(*x.shape[:2], HEADS, 3 * SIZE), 3, -1)
+        a = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        y = jnp.einsum("bhqk,bkhd->bqhd", a, v).reshape(x.shape)
+        return jnp.mean((y @ p["o"]) ** 2)
+
+    shapes = weights(qkv=(D, 3 * D), o=(D, D))
+    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers("heads")
+    assert numbers["qkv"] == muonjax.FusedDimensionNumbers(0, 1, 3 * HEADS, 1)
