@@ -115,6 +115,8 @@ def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) 
     if others:
         problem = f"{_described(form)} in {_line(walk, use)}, but {_described(others[0][0])} in {_line(walk, others[0][1])}"
         return Decision(None, problem, problem=problem)
+    if form.cut is None:
+        form = form._replace(cut=_slices(walk, shape, form.columns, uses))
     numbers = _numbers(form, shape)
     heads = _head_axes(walk, use, form)
     per_head = _numbers_per_head(form, shape, heads) if heads else numbers
@@ -136,7 +138,7 @@ def _axes(atoms: Iterable[Atom]) -> frozenset[int]:
 
 def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | str:
     """Rows, columns and parts of a parameter in one product; a text says what can't be expressed."""
-    product = _key(walk, use)
+    product = use.product
     rows, columns, batch = set(use.rows), set(use.columns), set(use.batch)
     heads, experts = walk.heads.get(product, set()), walk.later_batches.get(product, set())
     for atom in batch & walk.summed.get(product, set()):
@@ -170,10 +172,6 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     return form._replace(cut=cut)
 
 
-def _key(walk: Walk, use: Use) -> tuple[int, int]:
-    return use.node, next(k for (i, leaf, k), u in walk.uses.items() if u is use)
-
-
 def _parts(
     walk: Walk, product: tuple[int, int], shape: tuple[int, ...], columns: frozenset[int]
 ) -> tuple[int, int | tuple[int, ...], int] | None:
@@ -189,6 +187,46 @@ def _parts(
         if axis in columns and len(runs) > 1 and tiles:
             return axis, tuple(stop - start for start, stop in runs), shape[axis] // period
     return None
+
+
+def _slices(
+    walk: Walk, shape: tuple[int, ...], columns: frozenset[int], uses: Sequence[Use]
+) -> tuple[int, int | tuple[int, ...], int] | None:
+    """As `_parts`, of a parameter that is cut before its products.
+
+    Neighbouring slices are one matrix as long as their products do not meet: heads computed one by one do not, queries
+    and keys do, and so do gates of which one feeds the other.
+    """
+    products: dict[Run, list[Use]] = {}
+    for use in uses:
+        found = [run for run in use.term.layout.region if run.axis in columns]
+        if len(found) != 1:
+            return None
+        products.setdefault(found[0], []).append(use)
+    runs = sorted(products)
+    axis, period = runs[0][:2]
+    if {run[:2] for run in runs} != {(axis, period)}:
+        return None
+    if [0, *(run.stop for run in runs)] != [*(run.start for run in runs), period]:
+        return None
+    groups = [runs[:1]]
+    for run in runs[1:]:
+        if any(_meet(walk, a, b) for other in groups[-1] for a in products[other] for b in products[run]):
+            groups.append([run])
+        else:
+            groups[-1].append(run)
+    if len(groups) < 2:
+        return None
+    return axis, tuple(group[-1].stop - group[0].start for group in groups), shape[axis] // period
+
+
+def _meet(walk: Walk, a: Use, b: Use) -> bool:
+    """Whether one of two products is multiplied by what depends on the other, or by it."""
+    first, second = a.product, b.product
+    return bool(
+        (walk.met.get(first, 0) | walk.values[a.operand].before) & walk.bit(second)
+        or (walk.met.get(second, 0) | walk.values[b.operand].before) & walk.bit(first)
+    )
 
 
 def _united(regions: Iterable[Region], rejoined: Iterable[frozenset[Region]]) -> list[Region]:
@@ -227,7 +265,7 @@ def _plain(axes: frozenset[int]) -> int | tuple[int, ...]:
 
 
 def _head_axes(walk: Walk, use: Use, form: _Form) -> set[Atom]:
-    return {a for a in walk.heads.get(_key(walk, use), set()) if a.axis in form.columns}
+    return {a for a in walk.heads.get(use.product, set()) if a.axis in form.columns}
 
 
 def _numbers_per_head(form: _Form, shape: tuple[int, ...], heads: set[Atom]) -> DimensionNumbers:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from muonjax._program.graph import Node
 from muonjax._program.layout import OTHER, Atom, Layout, other, whole
-from muonjax._program.rules import rule
+from muonjax._program.rules import _scaled_logits, rule
 from muonjax._program.values import DATA, PARAMETER, Image, Logits, Term, Value, dependent
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
     if sides:
         (side,) = sides[:1]
         return by_parameter(walk, i, product, side, right if side is left else left, result)
+    for side, rest in ((left, right), (right, left)):
+        walk.record_meeting(side.value.images, rest.value)
     return _of_activations(walk, i, product, left, right, result)
 
 
@@ -171,20 +173,10 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
     for side, rest in ((left, right), (right, left)):
         if not rest.value.kind & PARAMETER:
             images = tuple(m.map(lambda x: result(side, x)) for m in side.value.images)
-            logits = (
-                ()
-                if side.summed
-                else tuple(_masked(walk, i, x, result(side, x.layout)) for x in side.value.logits)
-            )
+            moved = side.value.map(lambda x: result(side, x))
+            logits = () if side.summed else _scaled_logits(i, walk.nodes[i], moved, rest.value)
             return product._replace(images=images, logits=logits)
     return product
-
-
-def _masked(walk: Walk, i: int, logits: Logits, layout: Layout) -> Logits:
-    """Multiplied by data entry by entry, written as a product: by a mask of heads."""
-    if logits.stage != "logits":
-        return logits._replace(layout=layout)
-    return logits._replace(layout=layout, seen=layout, value=walk.nodes[i].outputs[0])
 
 
 @rule("conv_general_dilated")

@@ -406,6 +406,7 @@ def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     images: list[Image] = []
     for v, factor in ((x, y), (y, x)):
         bent = factor.kind & PARAMETER and factor.kind & DATA
+        walk.record_meeting(v.images, factor)
         for m in v.images:
             if bent or (is_div and v is y):
                 own = walk.bit(m.product) & factor.before

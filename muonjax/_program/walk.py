@@ -24,7 +24,8 @@ class Use(NamedTuple):
     operand: int = -1  # the activation that it is multiplied with
     groups: int = 1  # of a convolution
     depth: int = 0  # input features of each of a convolution's groups
-    is_patch: bool = False  # a convolution whose windows do not overlap
+    is_patch: bool = False  # of windows that do not overlap
+    product: tuple[int, int] = (-1, 0)  # the operation, and which of the parameters in it
 
 
 class Attention(NamedTuple):
@@ -61,6 +62,9 @@ class Walk:
         self.summed_slices: dict[
             int, set[int]
         ] = {}  # of a parameter, axes whose entries' products are added up
+        self.met: dict[
+            tuple[int, int], int
+        ] = {}  # of each product, those that what it is multiplied with depends on, as bits
         self._products: dict[tuple[int, int], Term] = {}
         self._bits: dict[tuple[int, int], int] = {}
         for k, x in enumerate(graph.parameters):
@@ -89,7 +93,7 @@ class Walk:
     def record(self, i: int, kind: str, term: Term, *, k: int = 0, **axes: Any) -> None:
         if self.nodes[i].is_transposed:
             kind = f"transposed {kind}"
-        self.uses[i, term.leaf, k] = Use(kind, i, term, **axes)
+        self.uses[i, term.leaf, k] = Use(kind, i, term, product=(i, k), **axes)
         if kind == "product":
             self._products[i, k] = term
 
@@ -115,6 +119,11 @@ class Walk:
         for product, regions in parts.items():
             if len(regions) > 1:
                 self.rejoined.setdefault(product, set()).add(frozenset(regions))
+
+    def record_meeting(self, images: Iterable[Image], other: Value) -> None:
+        """Two activations are multiplied by each other, entry by entry or not."""
+        for m in images:
+            self.met[m.product] = self.met.get(m.product, 0) | other.before
 
     def record_parts(self, i: int, images: Iterable[Image]) -> None:
         for m in images:

@@ -157,3 +157,41 @@ def test_a_matrix_for_each_head_of_an_interleaved_kernel():
     shapes = weights(qkv=(D, 3 * D), o=(D, D))
     numbers = muonjax.inspect(loss, shapes, X).dimension_numbers("heads")
     assert numbers["qkv"] == muonjax.FusedDimensionNumbers(0, 1, 3 * HEADS, 1)
+
+
+@pytest.mark.parametrize("spelling", ["slices", "slices of each head"])
+def test_a_kernel_that_is_cut_before_its_products(spelling):
+    """PyTorch's `in_proj_weight`; heads that are computed one by one are no matrices of their own."""
+    count = 1 if spelling == "slices" else HEADS
+
+    def loss(p, x):
+        width = D // count
+        q, k, v = (
+            jnp.concatenate([x @ p["in"][i * D + h * width :][:width].T for h in range(count)], -1)
+            for i in range(3)
+        )
+        q, k, v = (jnp.reshape(z, (*x.shape[:2], HEADS, SIZE)) for z in (q, k, v))
+        a = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        y = jnp.einsum("bhqk,bkhd->bqhd", a, v).reshape(x.shape)
+        return jnp.mean((y @ p["out"].T) ** 2)
+
+    shapes = weights(**{"in": (3 * D, D), "out": (D, D)})
+    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers()
+    assert numbers["in"] == muonjax.FusedDimensionNumbers(1, 0, 3, 0)
+
+
+def test_gates_cut_before_their_products():
+    """Haiku's GRU: the candidate's product comes after the gates' one."""
+
+    def loss(p, x):
+        def step(state, x):
+            gates, new = jnp.split(p["w"], [2 * SIZE], 1)
+            update, reset = jnp.split(jax.nn.sigmoid(x @ p["x"] + state @ gates), 2, -1)
+            state = (1 - update) * state + update * jnp.tanh((reset * state) @ new)
+            return state, state
+
+        return jnp.mean(jax.lax.scan(step, jnp.zeros((x.shape[1], SIZE)), x)[1] ** 2)
+
+    shapes = weights(x=(D, 2 * SIZE), w=(SIZE, 3 * SIZE))
+    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers()
+    assert numbers["w"] == muonjax.FusedDimensionNumbers(0, 1, (2 * SIZE, SIZE), 1)
