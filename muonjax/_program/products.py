@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -172,10 +173,9 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
         if not rest.value.kind & PARAMETER:
-            images = tuple(m.map(lambda x: result(side, x)) for m in side.value.images)
-            moved = side.value.map(lambda x: result(side, x))
+            moved = side.value.map(functools.partial(result, side))
             logits = () if side.summed else _scaled_logits(i, walk.nodes[i], moved, rest.value)
-            return product._replace(images=images, logits=logits)
+            return product._replace(images=moved.images, logits=logits)
     return product
 
 
