@@ -259,14 +259,14 @@ def _attentions(
     """Named attentions; one that is called several times is one."""
     calls: dict[Any, list[attention.Site]] = {}
     for site in sites:
-        calls.setdefault(site.spans or site.line, []).append(site)
+        calls.setdefault(site.spans or site.projections or site.line, []).append(site)
     groups = list(calls.values())
-    roots = [_root([paths[span.leaf] for span in group[0].spans]) for group in groups]
+    roots = [_root([paths[x.leaf] for x in group[0].spans or group[0].projections]) for group in groups]
     found = []
     for group, root in zip(groups, roots, strict=True):
         site = group[0]
         if not site.spans:
-            found.append((Attention("", site.line, None, site.problem), group))
+            found.append((Attention(root, site.line, None, site.problem), group))
             continue
         is_alone = bool(root) and roots.count(root) == 1
         name = root if is_alone else _module(paths[site.spans[0].leaf])

@@ -44,6 +44,7 @@ class Site(NamedTuple):
     ] = ()  # which of the layers on the first axes this is, where they are taken one by one
     heads: int = 1
     problem: str = ""
+    projections: tuple[Term, ...] = ()  # of queries and keys, as this attention multiplies by them
 
 
 class _Refused(Exception):
@@ -57,10 +58,12 @@ def sites(walk: Walk, shapes: Sequence[tuple[int, ...]]) -> list[Site]:
 
 def _site(walk: Walk, shapes: Sequence[tuple[int, ...]], attention: Attention) -> Site:
     line = line_of(walk.nodes[attention.product].equation)
+    finder = _Finder(walk, shapes, attention)
+    projections = tuple(walk.use_of(m.product).term for m in (*finder.query, *finder.key))
     try:
-        return _Finder(walk, shapes, attention).site(line)
+        return finder.site(line)._replace(projections=projections)
     except _Refused as refused:
-        return Site(line, problem=str(refused))
+        return Site(line, problem=str(refused), projections=projections)
 
 
 class _Finder:

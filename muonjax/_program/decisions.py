@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -115,6 +116,8 @@ def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) 
             f"{_described(form)} in {_line(walk, use)}, but {_described(second)} in {_line(walk, elsewhere)}"
         )
         return Decision(None, problem, problem=problem)
+    if form.cut is None:
+        form = form._replace(cut=_slices(walk, shape, form.columns, uses))
     numbers = _numbers(form, shape)
     heads = _head_axes(walk, use, form)
     per_head = _numbers_per_head(form, shape, heads) if heads else numbers
@@ -186,6 +189,46 @@ def _parts(
     return None
 
 
+def _slices(
+    walk: Walk, shape: tuple[int, ...], columns: frozenset[int], uses: Sequence[Use]
+) -> tuple[int, int | tuple[int, ...], int] | None:
+    """As `_parts`, of a parameter that is cut before its products.
+
+    Neighbouring slices are one matrix as long as their products do not meet: heads computed one by one do not, queries
+    and keys do, and so do gates of which one feeds the other.
+    """
+    products: dict[Run, list[Use]] = {}
+    for use in uses:
+        found = [run for run in use.term.layout.region if run.axis in columns]
+        if len(found) != 1:
+            return None
+        products.setdefault(found[0], []).append(use)
+    runs = sorted(products)
+    axis, period = runs[0][:2]
+    if {run[:2] for run in runs} != {(axis, period)}:
+        return None
+    if [0, *(run.stop for run in runs)] != [*(run.start for run in runs), period]:
+        return None
+    groups = [runs[:1]]
+    for run in runs[1:]:
+        if any(_meet(walk, a, b) for other in groups[-1] for a in products[other] for b in products[run]):
+            groups.append([run])
+        else:
+            groups[-1].append(run)
+    if len(groups) < 2:
+        return None
+    return axis, tuple(group[-1].stop - group[0].start for group in groups), shape[axis] // period
+
+
+def _meet(walk: Walk, a: Use, b: Use) -> bool:
+    """Whether one of two products is multiplied by what depends on the other, or by it."""
+    first, second = a.product, b.product
+    return bool(
+        (walk.met.get(first, 0) | walk.values[a.operand].before) & walk.bit(second)
+        or (walk.met.get(second, 0) | walk.values[b.operand].before) & walk.bit(first)
+    )
+
+
 def _united(regions: Iterable[Region], rejoined: Iterable[frozenset[Region]]) -> list[Region]:
     """Regions that are put together again count as one: for each run the smallest that holds them all."""
     groups = [{region} for region in {*regions, *(r for together in rejoined for r in together)}]
@@ -226,10 +269,15 @@ def _head_axes(walk: Walk, use: Use, form: _Form) -> set[Atom]:
 
 
 def _numbers_per_head(form: _Form, shape: tuple[int, ...], heads: set[Atom]) -> DimensionNumbers:
-    whole_axes = {a.axis for a in heads if a.size == shape[a.axis]}
-    columns = form.columns - whole_axes
-    if whole_axes and columns:
+    counts = {axis: math.prod(a.size for a in heads if a.axis == axis) for axis in _axes(heads)}
+    columns = form.columns - {axis for axis, count in counts.items() if count == shape[axis]}
+    if columns and columns != form.columns:
         return _numbers(form._replace(columns=columns), shape)
-    (head, *_) = sorted(heads)
-    count = shape[head.axis] // head.stride
-    return FusedDimensionNumbers(_plain(form.rows), _plain(form.columns), count, head.axis)
+    head = min(heads)
+    if form.cut is not None and form.cut[2] > 1:  # queries, keys and values of a head side by side
+        axis, parts, repeats = form.cut
+        sizes = parts if isinstance(parts, tuple) else (shape[axis] // repeats // parts,) * parts
+        return _numbers(form._replace(cut=(axis, sizes * repeats, 1)), shape)
+    return FusedDimensionNumbers(
+        _plain(form.rows), _plain(form.columns), shape[head.axis] // head.stride, head.axis
+    )

@@ -83,6 +83,14 @@ class Layout(NamedTuple):
         axes = (other(n) if s is None else self.axes[s] for s, n in zip(sources, shape, strict=True))
         return self._replace(axes=tuple(axes))
 
+    def tile(self, counts: Sequence[int]) -> Layout:
+        """All of it several times, one after the other, along each axis."""
+        axes = []
+        for n, atoms in zip(counts, self.axes, strict=True):
+            is_placed = n > 1 and atoms and atoms[0].axis == PLACED
+            axes.append(other(n * length(atoms)) if is_placed else _joined((*other(n), *atoms)))
+        return self._replace(axes=tuple(axes))
+
     def place(self, axis: int, start: int, size: int) -> Layout:
         """From `start` on in a longer axis of `size`, whose other entries come from elsewhere."""
         return self._with(axis, (Atom(PLACED, 0, 1, start, size), *self.axes[axis]))
@@ -108,14 +116,14 @@ class Layout(NamedTuple):
         if (
             step != 1
             and len(atoms) == 1
-            and not start
+            and start < step
             and atoms[0].size % step == 0
             and atoms[0].axis != OTHER
         ):
-            # x[..., ::2]: the first of each run of `step`.
+            # x[..., 1::2]: one of each run of `step`.
             split = _split(atoms[0], step)
             if split is not None and -(-(stop - start) // step) == split[0].size:
-                return self._with(axis, split[:1])._take(split[1], 0, 1)
+                return self._with(axis, split[:1])._take(split[1], start, 1)
         count = -(-(stop - start) // step)
         if (start, stop, step) == (0, length(atoms), 1):
             return self
@@ -258,16 +266,28 @@ def _rejoined(layouts: Sequence[Layout], axis: int) -> Layout | None:
 
 
 def _hulls(atoms: Iterable[Atom]) -> tuple[Atom, ...]:
-    """For each run the smallest part that holds all of these."""
-    runs: dict[tuple[int, int, int], list[Atom]] = {}
+    """For each run the smallest part that holds all of these.
+
+    One run may be known in two ways: as it is, and as the even and the odd positions of a rotation.
+    """
+    groups: list[list[Atom]] = []
     for a in atoms:
         if a.axis >= 0:
-            runs.setdefault((a.axis, a.stride, a.of), []).append(a)
-    hulls = []
-    for (axis, stride, of), found in runs.items():
-        start, stop = min(a.start for a in found), max(a.start + a.size for a in found)
-        hulls.append(Atom(axis, stride, stop - start, start, of))
-    return tuple(hulls)
+            met = [g for g in groups if any(_overlap(a, b) for b in g)]
+            groups = [g for g in groups if g not in met] + [[a, *(b for g in met for b in g)]]
+    return tuple(map(_hull, groups))
+
+
+def _overlap(a: Atom, b: Atom) -> bool:
+    return a.axis == b.axis and a.stride < b.stride * b.of and b.stride < a.stride * a.of
+
+
+def _hull(atoms: Sequence[Atom]) -> Atom:
+    stride, end = min(a.stride for a in atoms), max(a.stride * a.of for a in atoms)
+    outer = [a for a in atoms if a.stride * a.of == end]
+    start = min(a.stride * a.start for a in outer) // stride
+    stop = max(a.stride * (a.start + a.size) for a in outer) // stride
+    return Atom(outer[0].axis, stride, stop - start, start, end // stride)
 
 
 def _split(atom: Atom, inner: int) -> tuple[Atom, Atom] | None:

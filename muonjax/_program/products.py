@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from muonjax._program.graph import Node
 from muonjax._program.layout import OTHER, Atom, Layout, other, whole
-from muonjax._program.rules import rule
+from muonjax._program.rules import _scaled_logits, rule
 from muonjax._program.values import DATA, PARAMETER, Image, Logits, Term, Value, dependent
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
     if sides:
         (side,) = sides[:1]
         return by_parameter(walk, i, product, side, right if side is left else left, result)
+    for side, rest in ((left, right), (right, left)):
+        walk.record_meeting(side.value.images, rest.value)
     return _of_activations(walk, i, product, left, right, result)
 
 
@@ -173,13 +176,13 @@ def _cuts_input(side: Side) -> bool:
 
 def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side, result) -> Value:
     a, b = left.value, right.value
-    if not left.summed:  # entry by entry, written as an einsum
+    if not left.summed and a.kind & b.kind & PARAMETER:  # entry by entry, written as an einsum
         for side, rest in ((left, right), (right, left)):
             if not rest.given:
                 for image in side.value.images:
                     walk.record_gate(image, side.given)
         return product._replace(images=tuple(m for s in (left, right) for m in _bent_all(walk, i, s, result)))
-    for side in (left, right):
+    for side in (left, right) if a.kind & b.kind & PARAMETER else ():
         walk.record_parts(i, side.value.images)
         for image in side.value.images:
             walk.heads.setdefault(image.product, set()).update(image.layout.atoms(side.batch))
@@ -202,8 +205,10 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
             )
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
-        if side.value.images and not rest.value.kind & PARAMETER:
-            return product._replace(images=tuple(_moved(m, side, result) for m in side.value.images))
+        if not rest.value.kind & PARAMETER:
+            moved = side.value.map(functools.partial(result, side))
+            logits = () if side.summed else _scaled_logits(i, walk.nodes[i], moved, rest.value)
+            return product._replace(images=moved.images, logits=logits)
     return product
 
 

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec
 from muonjax._program import versions
 from muonjax._program.versions import Body, opened
 
-
 MASKED = -1e4  # what is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well
 
 

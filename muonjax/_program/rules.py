@@ -89,6 +89,11 @@ def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     return [_picked(values[0], sources, shape)]
 
 
+@rule("tile")
+def _tile(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    return [values[0].map(lambda layout: layout.tile(node.params["reps"]))]
+
+
 def _picked(x: Value, sources: Sequence[int | None], shape: Sequence[int]) -> Value:
     moved = x.map(lambda layout: layout.pick(sources, shape))
     repeats = {at for at, source in enumerate(sources) if source is None and shape[at] > 1}
@@ -300,8 +305,9 @@ def _random(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
 
 def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     """Repeated along the axes where it has one entry: operations entry by entry do so by themselves."""
-    if tuple(old) == tuple(shape) or len(old) != len(shape):
+    if tuple(old) == tuple(shape):
         return x
+    old = old or [-1] * len(shape)  # a scalar beside an array
     return _picked(
         x, [axis if n == m else None for axis, (n, m) in enumerate(zip(old, shape, strict=True))], shape
     )
@@ -422,6 +428,7 @@ def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     images: list[Image] = []
     for v, factor in ((x, y), (y, x)):
         bent = factor.kind & PARAMETER and factor.kind & DATA
+        walk.record_meeting(v.images, factor)
         for m in v.images:
             if bent:
                 walk.record_gate(m, factor.repeats)

@@ -65,6 +65,9 @@ class Walk:
         self.summed_slices: dict[
             int, set[int]
         ] = {}  # of a parameter, axes whose entries' products are added up
+        self.met: dict[
+            tuple[int, int], int
+        ] = {}  # of each product, those that what it is multiplied with depends on, as bits
         self._products: dict[tuple[int, int], Term] = {}
         self._bits: dict[tuple[int, int], int] = {}
         for k, x in enumerate(graph.parameters):
@@ -122,6 +125,11 @@ class Walk:
             if len(regions) > 1:
                 self.rejoined.setdefault(product, set()).add(frozenset(regions))
 
+    def record_meeting(self, images: Iterable[Image], other: Value) -> None:
+        """Two activations are multiplied by each other, entry by entry or not."""
+        for m in images:
+            self.met[m.product] = self.met.get(m.product, 0) | other.before
+
     def record_parts(self, i: int, images: Iterable[Image]) -> None:
         for m in images:
             if m.linear:
@@ -150,6 +158,11 @@ class Walk:
 
     def record_attention(self, i: int, logits: Logits, keys: tuple[Atom, ...], values: Any) -> None:
         self.attentions[logits.product] = Attention(logits.product, logits, keys, values)
+        for side in self.pairs[
+            logits.product
+        ]:  # queries that share a key head are counted by an axis of their own
+            for image in side.value.images:
+                self.heads.setdefault(image.product, set()).update(image.layout.atoms(side.given))
 
     def consume(self, i: int, *operands: int) -> None:
         if not self.nodes[i].is_transposed:

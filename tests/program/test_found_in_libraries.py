@@ -1,0 +1,197 @@
+"""What models of public libraries showed: one small function for each cause."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import muonjax
+
+D, HEADS, SIZE = 16, 2, 8
+X = jax.ShapeDtypeStruct((3, 5, D), jnp.float32)
+
+
+def weights(**shapes):
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+QKV = weights(q=(D, D), k=(D, D), v=(D, D), o=(D, D))
+
+
+def attend(p, x, turn=lambda q: q, weigh=lambda a: a, bias=0.0):
+    """Attention of two heads; `turn` is applied to queries and keys, `weigh` to softmax's result."""
+    q, k, v = (jnp.reshape(x @ p[name], (*x.shape[:2], HEADS, SIZE)) for name in "qkv")
+    logits = jnp.einsum("bqhd,bkhd->bhqk", turn(q), turn(k)) / np.sqrt(SIZE)
+    read = jnp.einsum("bhqk,bkhd->bqhd", weigh(jax.nn.softmax(logits + bias)), v)
+    return x + read.reshape(x.shape) @ p["o"]
+
+
+def entries(program):
+    """Path, heads, size and span of what each attention scales, or the problem."""
+    return [
+        a.problem or {(s.path, s.factor): (s.entries, s.start, s.size, s.span) for s in a.site.scales}
+        for a in program.attentions
+    ]
+
+
+FOUND = {("q", "query"): (HEADS, 0, D, (0, None)), ("k", "key"): (HEADS, 0, D, (0, None))}
+
+
+def test_a_mask_of_heads_by_einsum_leaves_attention_as_it_is():
+    """BERT: `einsum("...hqk,h->...hqk", weights, head_mask)`."""
+
+    def loss(p, x, mask):
+        y = attend(p, x, weigh=lambda a: jnp.einsum("bhqk,h->bhqk", a, mask))
+        return jnp.mean(y**2)
+
+    assert entries(muonjax.inspect(loss, QKV, X, jax.ShapeDtypeStruct((HEADS,), jnp.float32))) == [FOUND]
+
+
+def test_logits_multiplied_by_data_by_einsum():
+    def loss(p, x, scale):
+        q, k, v = (jnp.reshape(x @ p[name], (*x.shape[:2], HEADS, SIZE)) for name in "qkv")
+        logits = jnp.einsum("bhqk,h->bhqk", jnp.einsum("bqhd,bkhd->bhqk", q, k), scale)
+        read = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v)
+        return jnp.mean((read.reshape(x.shape) @ p["o"]) ** 2)
+
+    scale, x, p = jnp.array([0.5, 2.0]), jnp.ones(X.shape), jax.tree.map(lambda s: jnp.ones(s.shape), QKV)
+    assert entries(muonjax.inspect(loss, p, x, scale)) == [FOUND]
+    (_, maxima), _ = jax.jit(muonjax.value_and_grad(loss))(p, x, scale)
+    (found,) = maxima.values()
+    np.testing.assert_allclose(found, [0.5 * D**2 * SIZE, 2.0 * D**2 * SIZE])
+
+
+def test_refused_attentions_on_one_line_are_counted_apart():
+    """T5's layers: one line of code for all of them."""
+    shapes = {"layer0": QKV, "layer1": QKV, "bias": weights(b=(HEADS, 5, 5))["b"]}
+
+    def loss(p, x):
+        for name in ("layer0", "layer1"):
+            x = attend(p[name], x, bias=p["bias"])
+        return jnp.mean(x**2)
+
+    program = muonjax.inspect(loss, shapes, X)
+    assert [a.name for a in program.attentions] == ["layer0", "layer1"]
+    assert all(a.problem.startswith("a learned bias") for a in program.attentions)
+
+
+def rotated(x, count=SIZE):
+    """A rotary embedding of neighbouring features, of the first `count`."""
+    angles = np.arange(x.shape[1])[:, None] / np.arange(1, count // 2 + 1)
+    cos, sin = np.repeat(np.cos(angles), 2, -1)[:, None], np.repeat(np.sin(angles), 2, -1)[:, None]
+    first, rest = x[..., :count], x[..., count:]
+    half = jnp.stack([-first[..., 1::2], first[..., ::2]], -1).reshape(first.shape)
+    return jnp.concatenate([first * cos + half * sin, rest], -1)
+
+
+@pytest.mark.parametrize("count", [SIZE, SIZE // 2])
+def test_a_rotation_of_neighbouring_features(count):
+    """RoFormer, and GPT-J, which rotates some of them."""
+    program = muonjax.inspect(
+        lambda p, x: jnp.mean(attend(p, x, turn=lambda q: rotated(q, count)) ** 2), QKV, X
+    )
+    assert entries(program) == [FOUND]
+
+
+def test_a_rotation_by_einsum_with_constants_is_no_other_use_and_no_head():
+    """RoFormer: `einsum("bslh,...slh->bslh", query, cos)`."""
+
+    def turn(q):
+        cos = np.cos(np.arange(q.shape[1]))[None, :, None, None] * np.ones((1, 1, HEADS, SIZE))
+        return jnp.einsum("blhd,...lhd->blhd", q, cos[0].astype(np.float32))
+
+    program = muonjax.inspect(lambda p, x: jnp.mean(attend(p, x, turn=turn) ** 2), QKV, X)
+    assert entries(program) == [FOUND]
+    assert program.dimension_numbers("heads")["q"] == muonjax.FusedDimensionNumbers(0, 1, HEADS, 1)
+
+
+def test_a_scalar_times_a_product():
+    """CLIP: `logit_scale * text @ image.T`, then transposed."""
+
+    def loss(p, x, y):
+        pairs = jnp.exp(p["scale"]) * ((x @ p["text"]) @ (y @ p["image"]).T)
+        return -jnp.mean(jax.nn.log_softmax(pairs.T) + jax.nn.log_softmax(pairs).T)
+
+    shapes = weights(scale=(), text=(D, 4), image=(D, 4))
+    x = jax.ShapeDtypeStruct((3, D), jnp.float32)
+    numbers = muonjax.inspect(loss, shapes, x, x).dimension_numbers()
+    assert numbers["scale"] is None
+    assert numbers["text"] is not None
+    assert numbers["image"] is not None
+
+
+def test_a_repeated_parameter():
+    """CLIP: `tile(class_embedding, (batch, 1, 1))` before the patches."""
+
+    def loss(p, x):
+        first = jnp.tile(p["first"], (x.shape[0], 1, 1))
+        return jnp.mean(attend(p, jnp.concatenate([first, x @ jnp.tile(p["w"], (1, 2))], 1)) ** 2)
+
+    shapes = {**QKV, **weights(first=(1, 1, D), w=(D, D // 2))}
+    program = muonjax.inspect(loss, shapes, X)
+    assert program.why("first").startswith("joined with data")
+    assert program.dimension_numbers()["w"] is not None
+
+
+def test_queries_that_share_a_key_head_are_heads_of_their_own():
+    def loss(p, x):
+        q = jnp.einsum("btd,hds->bths", x, p["q"]).reshape(*x.shape[:2], 2, 2, SIZE)
+        k, v = (jnp.einsum("btd,hds->bths", x, p[name]) for name in "kv")
+        a = jax.nn.softmax(jnp.einsum("btkgs,buks->bkgtu", q, k))
+        return jnp.mean(jnp.einsum("bkgtu,buks->btkgs", a, v) ** 2)
+
+    shapes = weights(q=(4, D, SIZE), k=(2, D, SIZE), v=(2, D, SIZE))
+    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers("heads")
+    assert numbers["q"] == numbers["k"] == muonjax.MuonDimensionNumbers(1, 2)
+
+
+def test_a_matrix_for_each_head_of_an_interleaved_kernel():
+    """Bloom: queries, keys and values of a head side by side."""
+
+    def loss(p, x):
+        q, k, v = jnp.split((x @ p["qkv"]).reshape(*x.shape[:2], HEADS, 3 * SIZE), 3, -1)
+        a = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        y = jnp.einsum("bhqk,bkhd->bqhd", a, v).reshape(x.shape)
+        return jnp.mean((y @ p["o"]) ** 2)
+
+    shapes = weights(qkv=(D, 3 * D), o=(D, D))
+    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers("heads")
+    assert numbers["qkv"] == muonjax.FusedDimensionNumbers(0, 1, 3 * HEADS, 1)
+
+
+@pytest.mark.parametrize("spelling", ["slices", "slices of each head"])
+def test_a_kernel_that_is_cut_before_its_products(spelling):
+    """PyTorch's `in_proj_weight`; heads that are computed one by one are no matrices of their own."""
+    count = 1 if spelling == "slices" else HEADS
+
+    def loss(p, x):
+        width = D // count
+        q, k, v = (
+            jnp.concatenate([x @ p["in"][i * D + h * width :][:width].T for h in range(count)], -1)
+            for i in range(3)
+        )
+        q, k, v = (jnp.reshape(z, (*x.shape[:2], HEADS, SIZE)) for z in (q, k, v))
+        a = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        y = jnp.einsum("bhqk,bkhd->bqhd", a, v).reshape(x.shape)
+        return jnp.mean((y @ p["out"].T) ** 2)
+
+    shapes = weights(**{"in": (3 * D, D), "out": (D, D)})
+    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers()
+    assert numbers["in"] == muonjax.FusedDimensionNumbers(1, 0, 3, 0)
+
+
+def test_gates_cut_before_their_products():
+    """Haiku's GRU: the candidate's product comes after the gates' one."""
+
+    def loss(p, x):
+        def step(state, x):
+            gates, new = jnp.split(p["w"], [2 * SIZE], 1)
+            update, reset = jnp.split(jax.nn.sigmoid(x @ p["x"] + state @ gates), 2, -1)
+            state = (1 - update) * state + update * jnp.tanh((reset * state) @ new)
+            return state, state
+
+        return jnp.mean(jax.lax.scan(step, jnp.zeros((x.shape[1], SIZE)), x)[1] ** 2)
+
+    shapes = weights(x=(D, 2 * SIZE), w=(SIZE, 3 * SIZE))
+    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers()
+    assert numbers["w"] == muonjax.FusedDimensionNumbers(0, 1, (2 * SIZE, SIZE), 1)
