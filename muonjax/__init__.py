@@ -2,6 +2,7 @@
 
 import importlib
 
+from muonjax import optax_contrib as optax_contrib
 from muonjax._adapters.adapter import adapter_mask as adapter_mask
 from muonjax._adapters.hadamard import hadamard_weight as hadamard_weight
 from muonjax._adapters.hadamard_dot import hadamard_dot as hadamard_dot

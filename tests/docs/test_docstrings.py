@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import doctest
+import functools
 import importlib
 import inspect
 import itertools
@@ -83,7 +84,14 @@ WITHOUT = {
 def public_names():
     """Name to object, for all that a user may import."""
     names = {}
-    for module in (muonjax, muonjax.equinox, muonjax.linen, muonjax.nnx, pallas_kernels):
+    for module in (
+        muonjax,
+        muonjax.equinox,
+        muonjax.linen,
+        muonjax.nnx,
+        muonjax.optax_contrib,
+        pallas_kernels,
+    ):
         own = ast.parse(inspect.getsource(module)).body
         exported = {
             a.asname for n in own if isinstance(n, ast.ImportFrom) for a in n.names if a.asname == a.name
@@ -141,9 +149,9 @@ def documented(name: str) -> tuple[list[str], set[str]]:
     pointers = re.search(r"^All other arguments are as in (.*)\.$", docstring(name), flags=re.MULTILINE)
     behind: set[str] = set()
     for other in re.findall(r"`([\w.]+)`", pointers[1]) if pointers else []:
-        library, _, function = other.rpartition(".")
+        library, *path = other.split(".")
         behind |= set(
-            arguments(getattr(optax, function)) if library else documented(f"muonjax.{function}")[0]
+            arguments(functools.reduce(getattr, path, optax)) if path else documented(f"muonjax.{library}")[0]
         )
     return re.findall(r"^  \*{0,2}(\w+): ", text, flags=re.MULTILINE), behind
 
