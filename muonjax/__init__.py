@@ -21,6 +21,9 @@ from muonjax._clipping.sites import mha_site as mha_site
 from muonjax._clipping.sites import mla_site as mla_site
 from muonjax._clipping.sites_from import sites_from as sites_from
 from muonjax._clipping.transform import QKClipState as QKClipState
+from muonjax._ema_nesterov import EmaNesterovState as EmaNesterovState
+from muonjax._ema_nesterov import ema_nesterov as ema_nesterov
+from muonjax._ema_nesterov import ema_nesterov_params as ema_nesterov_params
 from muonjax._hyperball import hyperball as hyperball
 from muonjax._match_rms import match_rms as match_rms
 from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers

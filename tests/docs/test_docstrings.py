@@ -23,6 +23,7 @@ API = (pathlib.Path(__file__).parents[2] / "docs" / "api.md").read_text()
 # New in muonjax: without an external source.
 OURS = {
     "muonjax.Distribution",
+    "muonjax.EmaNesterovState",
     "muonjax.MeshPlan",
     "muonjax.ModeCost",
     "muonjax.state_shardings",
