@@ -25,6 +25,8 @@ from muonjax._ema_nesterov import EmaNesterovState as EmaNesterovState
 from muonjax._ema_nesterov import ema_nesterov as ema_nesterov
 from muonjax._ema_nesterov import ema_nesterov_params as ema_nesterov_params
 from muonjax._hyperball import hyperball as hyperball
+from muonjax._int8_momentum import Int8TraceState as Int8TraceState
+from muonjax._int8_momentum import cast_momentum as cast_momentum
 from muonjax._match_rms import match_rms as match_rms
 from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
@@ -54,6 +56,7 @@ from muonjax._optimizers import muonh as muonh
 from muonjax._optimizers import normuon as normuon
 from muonjax._orthogonalize import orthogonalize as orthogonalize
 from muonjax._routing.tabulate import tabulate as tabulate
+from muonjax._trace import trace as trace
 
 __version__ = "0.1.0"
 

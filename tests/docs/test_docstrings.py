@@ -24,6 +24,7 @@ API = (pathlib.Path(__file__).parents[2] / "docs" / "api.md").read_text()
 OURS = {
     "muonjax.Distribution",
     "muonjax.EmaNesterovState",
+    "muonjax.Int8TraceState",
     "muonjax.MeshPlan",
     "muonjax.ModeCost",
     "muonjax.state_shardings",
@@ -35,6 +36,7 @@ OURS = {
     "muonjax.SignalRule",
     "muonjax.Site",
     "muonjax.adapter_mask",
+    "muonjax.cast_momentum",
     "muonjax.equinox.dimension_numbers",
     "muonjax.fused_qkv_site",
     "muonjax.linen.adopt",
