@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int8
 
 _LARGEST = 127
+_SMALLEST = 256 * float(jnp.finfo(jnp.float32).tiny)
 
 
 class Int8TraceState(NamedTuple):
@@ -48,9 +49,11 @@ def _in_blocks(x: jax.Array) -> jax.Array:
 def quantize(x: Float[Array, "*leaf"]) -> tuple[Int8[Array, "*leaf"], Float32[Array, "*blocks"]]:
     """The nearest integers in units of a 127th of each block's largest entry. NaN and inf make their block NaN."""
     blocks = _in_blocks(x)
-    scale = (jnp.max(jnp.abs(blocks), axis=-1) / _LARGEST).astype(jnp.float32)
-    unit = jnp.where(scale == 0, 1, scale).astype(x.dtype)
-    return jnp.round(blocks / unit[..., None]).astype(jnp.int8).reshape(x.shape), scale
+    largest = jnp.max(jnp.abs(blocks), axis=-1).astype(jnp.float32)
+    scale = (
+        jnp.maximum(largest, _SMALLEST) / _LARGEST
+    )  # of zeros too; a branch would be a kernel more on a GPU
+    return jnp.round(blocks / scale[..., None].astype(x.dtype)).astype(jnp.int8).reshape(x.shape), scale
 
 
 def dequantize(values: Int8[Array, "*leaf"], scale: Float32[Array, "*blocks"]) -> Float32[Array, "*leaf"]:

@@ -4,7 +4,8 @@
     python -m benchmarks.training.int8_momentum --minutes 10    # starts no run after ten minutes
 
 The small transformers of `variants`, at the best rates that it found for plain Muon: only the dtype differs. The second
-text is the source of Python's standard library.
+text is the source of Python's standard library. Beside the losses, what one rounding does to the update of matrices
+with recorded spectra of momentum.
 """
 
 import argparse
@@ -15,14 +16,20 @@ import pathlib
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import loha_finetune
+import numpy as np
 import text_data
 
-from benchmarks.common import measure
+import muonjax
+from benchmarks.common import measure, momentum
 from benchmarks.training.small_models import Model
 from benchmarks.training.small_runs import Book, Recipe, Trainer
+from muonjax._int8_momentum import dequantize, quantize
 
 DTYPES = ("float32", "bfloat16", "int8")
 TEXTS = ("documentation", "source")
@@ -42,6 +49,33 @@ def best_rates() -> tuple[float, float]:
     found = json.loads((measure.RESULTS / "variants.json").read_text())
     (muon,) = [row for row in found["variants"] if (row["layout"], row["variant"]) == ("MHA", "muon")]
     return muon["learning_rate"], found["adam_rate"]
+
+
+def rounding_errors(m: int = 192, n: int = 768) -> list[dict[str, Any]]:
+    """What one rounding of the input adds to the polar error, over the recorded spectra, by dtype."""
+    rng = np.random.default_rng(0)
+    polar = jax.jit(muonjax.newton_schulz)
+    roundings: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "bfloat16": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
+        "int8": lambda x: dequantize(*quantize(x)),
+    }
+    rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in roundings}
+    for spectrum in momentum.spectra():
+        x, exact = momentum.matrix(spectrum, m, n, rng)
+        before = momentum.polar_error(polar(x), exact)
+        for name, rounding in roundings.items():
+            rounded = jax.jit(rounding)(x)
+            noise = float(jnp.linalg.norm(rounded - x) / jnp.linalg.norm(x))
+            rows[name].append((noise, before, momentum.polar_error(polar(rounded), exact) - before))
+    keys = ("noise", "error", "added")
+    return [
+        {
+            "momentum": name,
+            **dict(zip(keys, np.mean(values, 0).tolist(), strict=True)),
+            "worst": values[-1][2],
+        }
+        for name, values in ((name, sorted(found, key=lambda row: row[2])) for name, found in rows.items())
+    ]
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -91,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
                     key, lambda where=(name, dtype), seed=seed: trainer(*where).run(rate, adam_rate, seed)
                 )
     rows = summary(book.rows)
-    book.write(dtypes=rows)
+    book.write(dtypes=rows, rounding=rounding_errors())
     print(measure.table(rows))
 
 

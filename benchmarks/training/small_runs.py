@@ -127,7 +127,8 @@ class Trainer:
             params, state, _ = self.step(
                 params, state, self.windows(seed, step), jnp.float32(rate), jnp.float32(adam_rate)
             )
-        held_out = float(self.loss(params, self.held_out))
+        weights = muonjax.ema_nesterov_params(state, params) if self.recipe.look_ahead else params
+        held_out = float(self.loss(weights, self.held_out))
         return held_out if math.isfinite(held_out) else 10.0
 
 
