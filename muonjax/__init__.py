@@ -2,6 +2,7 @@
 
 import importlib
 
+from muonjax import optax_contrib as optax_contrib
 from muonjax._adapters.adapter import adapter_mask as adapter_mask
 from muonjax._adapters.hadamard import hadamard_weight as hadamard_weight
 from muonjax._adapters.hadamard_dot import hadamard_dot as hadamard_dot
@@ -20,10 +21,15 @@ from muonjax._clipping.sites import mha_site as mha_site
 from muonjax._clipping.sites import mla_site as mla_site
 from muonjax._clipping.sites_from import sites_from as sites_from
 from muonjax._clipping.transform import QKClipState as QKClipState
+from muonjax._ema_nesterov import EmaNesterovState as EmaNesterovState
+from muonjax._ema_nesterov import ema_nesterov as ema_nesterov
+from muonjax._ema_nesterov import ema_nesterov_params as ema_nesterov_params
 from muonjax._hyperball import HyperballState as HyperballState
 from muonjax._hyperball import hyperball as hyperball
 from muonjax._inspect import Program as Program
 from muonjax._inspect import inspect as inspect
+from muonjax._int8_momentum import Int8TraceState as Int8TraceState
+from muonjax._int8_momentum import cast_momentum as cast_momentum
 from muonjax._match_rms import match_rms as match_rms
 from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
@@ -53,6 +59,7 @@ from muonjax._optimizers import muonh as muonh
 from muonjax._optimizers import normuon as normuon
 from muonjax._orthogonalize import orthogonalize as orthogonalize
 from muonjax._routing.tabulate import tabulate as tabulate
+from muonjax._trace import trace as trace
 from muonjax._value_and_grad import value_and_grad as value_and_grad
 
 __version__ = "0.1.0"

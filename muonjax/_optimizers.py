@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from muonjax._clipping.qk_clip import SharedKeys, qk_clip
@@ -21,6 +22,7 @@ from muonjax._normalize_neurons import normalize_neurons
 from muonjax._orthogonalize import orthogonalize
 from muonjax._partition import partition_by_route
 from muonjax._routing.dimension_numbers import decays
+from muonjax._trace import trace
 from muonjax._update_arguments import check_order, other_state
 
 
@@ -53,7 +55,7 @@ def muon(
       weight_decay: Decoupled, times the learning rate, >= 0; for the matrices, and for AdamW's leaves too.
       weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the parameters.
         None: all matrices, embeddings and heads; no biases, no norms.
-      mu_dtype: Dtype of the momentum; None is the parameter's.
+      mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is the parameter's.
       rms: Root mean square of an update before the learning rate (see `match_rms`). None scales by
         sqrt(max(1, fan_out / fan_in)) instead, as optax.contrib.muon does by default.
       muon_weight_dimension_numbers: Which leaves are matrices, and how: a tree of `MuonDimensionNumbers` or
@@ -89,7 +91,7 @@ def muon(
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(
-            _momentum(decay, nesterov, mu_dtype),
+            trace(decay, nesterov, mu_dtype, distribution=distribution),
             orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
             match_rms(dimension_numbers=numbers, rule="width")
             if rms is None
@@ -147,7 +149,7 @@ def normuon(
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(
-            _momentum(decay, nesterov, mu_dtype),
+            trace(decay, nesterov, mu_dtype, distribution=distribution),
             orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
             normalize_neurons(neuron_decay, dimension_numbers=numbers),
             match_rms(rms, dimension_numbers=numbers),
@@ -214,7 +216,7 @@ def muonh(
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(
-            _momentum(decay, nesterov, mu_dtype),
+            trace(decay, nesterov, mu_dtype, distribution=distribution),
             orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
             hyperball(learning_rate, dimension_numbers=numbers),
         )
@@ -238,22 +240,8 @@ def _check(call: str, learning_rate: Any, decay: Any, mu_dtype: Any, weight_deca
         raise ValueError(
             f"{call}(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
         )
-    if mu_dtype is not None and not jax.numpy.issubdtype(mu_dtype, jax.numpy.inexact):
-        raise TypeError(f"{call}(mu_dtype={mu_dtype!r}) must be a float type: momentum is no whole number.")
-
-
-def _momentum(decay: Any, nesterov: bool, dtype: Any) -> optax.GradientTransformation:
-    """`optax.trace` whose state keeps its dtype, whatever that of the gradients."""
-    trace = optax.trace(decay, nesterov, accumulator_dtype=dtype)
-
-    def update(updates: optax.Updates, state: Any, params: Any = None):
-        new: Any
-        updates, new = trace.update(updates, state, params)
-        if dtype is None:
-            new = optax.TraceState(jax.tree.map(lambda m, old: m.astype(old.dtype), new.trace, state.trace))
-        return updates, new
-
-    return optax.GradientTransformation(trace.init, update)
+    if not (mu_dtype is None or jnp.issubdtype(mu_dtype, jnp.inexact) or jnp.dtype(mu_dtype) == jnp.int8):
+        raise TypeError(f"{call}(mu_dtype={mu_dtype!r}) must be a float type or jnp.int8.")
 
 
 def _adamw(

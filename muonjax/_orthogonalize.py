@@ -1,5 +1,6 @@
 """The Optax transformation `orthogonalize`: every matrix of the updates becomes nearly orthogonal."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,10 +9,11 @@ import optax
 from muonjax._batching import map_groups
 from muonjax._matrix_view import DimensionNumbersTree, Piece, matrix_pieces, replace_pieces
 from muonjax._mesh.distribution import Distribution, check_distribution
+from muonjax._mesh.owner_loop import Function
 from muonjax._mesh.sharded_map import find_mesh
 from muonjax._newton_schulz.polar_function import exchange_dtype, polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz
-from muonjax._policy import policy_of
+from muonjax._policy import Policy, policy_of
 from muonjax._seen_matrices import show_matrices
 
 
@@ -70,21 +72,50 @@ def orthogonalize(
 
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
-        leaves, treedef = jax.tree.flatten(updates)
-        pieces = pieces_of(updates)
-        views, inputs = [p.view for p in pieces], [p.take(leaves) for p in pieces]
-        on_mesh = find_mesh(distribution, updates, [p.leaf for p in pieces], call="orthogonalize")
-        mesh = None if distribution is None else distribution.mesh
-        policy = policy_of(*(leaves[p.leaf] for p in pieces), mesh=mesh)
-        polar = polar_function(settings, policy, adaptive=adaptive)
-        if on_mesh is None:
-            matrices = [v.to_matrices(x) for v, x in zip(views, inputs, strict=True)]
-            matrices = map_groups(polar, matrices, policy)
-            results = [v.to_leaf(y) for v, y in zip(views, matrices, strict=True)]
-        else:
-            dtypes = [exchange_dtype(x, settings, policy) for x in inputs]
-            results = on_mesh.map(polar, inputs, views, dtypes, policy, call="orthogonalize")
-        leaves = replace_pieces(leaves, pieces, results)
-        return jax.tree.unflatten(treedef, leaves), state
+        updates = map_matrices(
+            lambda policy: polar_function(settings, policy, adaptive=adaptive),
+            updates,
+            dimension_numbers,
+            distribution,
+            call="orthogonalize",
+            exchanged=lambda x, policy: exchange_dtype(x, settings, policy),
+        )
+        return updates, state
 
     return optax.GradientTransformation(init, update)
+
+
+def map_matrices(
+    function: Callable[[Policy], Function],
+    tree: Any,
+    dimension_numbers: DimensionNumbersTree | None,
+    distribution: Distribution | None,
+    *,
+    call: str,
+    exchanged: Callable[[jax.Array, Policy], Any] = lambda x, policy: x.dtype,
+) -> Any:
+    """A function of each matrix of a tree: equal shapes share a loop, and on a mesh each matrix has one owner.
+
+    Args:
+      function: From the policy to f, with f(x.mT) = f(x).mT.
+      tree: The leaves; those without dimension numbers stay.
+      dimension_numbers: As in `orthogonalize`.
+      distribution: As in `orthogonalize`.
+      call: The public function, for errors.
+      exchanged: Dtype in which a mesh exchanges a leaf.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    pieces = matrix_pieces(dimension_numbers, tree, call=call)
+    views, inputs = [p.view for p in pieces], [p.take(leaves) for p in pieces]
+    on_mesh = find_mesh(distribution, tree, [p.leaf for p in pieces], call=call)
+    mesh = None if distribution is None else distribution.mesh
+    policy = policy_of(*(leaves[p.leaf] for p in pieces), mesh=mesh)
+    f = function(policy)
+    if on_mesh is None:
+        matrices = [v.to_matrices(x) for v, x in zip(views, inputs, strict=True)]
+        matrices = map_groups(f, matrices, policy)
+        results = [v.to_leaf(y) for v, y in zip(views, matrices, strict=True)]
+    else:
+        dtypes = [exchanged(x, policy) for x in inputs]
+        results = on_mesh.map(f, inputs, views, dtypes, policy, call=call)
+    return jax.tree.unflatten(treedef, replace_pieces(leaves, pieces, results))

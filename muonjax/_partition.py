@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._int8_momentum import check_kind
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
 from muonjax._routing.dimension_numbers import dimension_numbers as route
 from muonjax._trees import flatten_paths, is_masked
@@ -123,6 +124,7 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
     """
     if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):
         raise ValueError(other_state(call, state))
+    check_kind(call, state, expected)
     paths = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree.leaves_with_path(expected)]
     found = [jax.numpy.shape(leaf) for leaf in jax.tree.leaves(state)]
     if found != [shape for _, shape in paths]:

@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 
 LIST = pathlib.Path(__file__).with_name("public_api.txt")
-PACKAGES = ["muonjax", "muonjax.equinox", "muonjax.linen", "muonjax.nnx", "pallas_kernels"]
+PACKAGES = [
+    "muonjax",
+    "muonjax.equinox",
+    "muonjax.linen",
+    "muonjax.nnx",
+    "muonjax.optax_contrib",
+    "pallas_kernels",
+]
 
 
 def public_names(module) -> set[str]:

@@ -134,6 +134,28 @@ STEPS = (
 GAP = "{gap[mean]:+.4f} ({gap[low]:+.4f} to {gap[high]:+.4f})"
 
 BLOCKS = {
+    "int8_momentum": Block(
+        rows="dtypes",
+        columns={
+            "text": "{text}",
+            "momentum": "{momentum}",
+            "held-out loss": "{held_out:.3f} ± {spread:.3f}",
+            "minus float32's (over the seeds)": "{difference:+.4f} ({difference_low:+.4f} to {difference_high:+.4f})",
+        },
+        text="{table}\n\nMean and standard deviation of {dtypes[0][seeds]} seeds; the model and the rates of plain "
+        "Muon in the table of variants. {machine}",
+    ),
+    "int8_momentum.rounding": Block(
+        rows="rounding",
+        columns={
+            "momentum": "{momentum}",
+            "norm of one rounding ÷ norm": "{noise:.4f}",
+            "added to the polar error": "{added:.3f}",
+            "at worst": "{worst:.2f}",
+        },
+        text="{table}\n\nMatrices 192 × 768 with recorded spectra of momentum, whose polar error is "
+        "{rounding[0][error]:.3f} without a rounding. {machine}",
+    ),
     "variants": Block(
         rows=lambda content: _complete_variants(content, "MHA"),
         columns={

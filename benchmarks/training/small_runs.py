@@ -31,12 +31,19 @@ class Recipe:
       size: What sets the size of an update: a rule of `match_rms`, "hyperball", or "adamw", which is AdamW for all
         parameters.
       cautious: Whether the weight decay of the matrices is the cautious one.
+      momentum: Dtype of the momentum of the matrices.
+      look_ahead: Of `ema_nesterov` around all, times the learning rate over its maximum; from 15 % to 75 % of the
+        steps.
+      look_ahead_decay: Of its mean.
     """
 
     attention: Literal["whole", "heads"] = "whole"
     neurons: bool = False
     size: Literal["rms", "width", "spectral", "hyperball", "adamw"] = "rms"
     cautious: bool = False
+    momentum: str | None = None
+    look_ahead: float = 0.0
+    look_ahead_decay: float = 0.99
 
     def optimizer(self, params: Any, rate: optax.Schedule, adam_rate: optax.Schedule) -> Any:
         """The Optax transformation of this recipe, for these parameters and learning rates."""
@@ -52,7 +59,7 @@ class Recipe:
             length = [muonjax.match_rms(0.2, dimension_numbers=numbers, rule=self.size)]
             length += [decay(DECAY), optax.scale_by_learning_rate(rate)]
         matrices = optax.chain(
-            optax.trace(0.95, nesterov=True),
+            muonjax.trace(0.95, nesterov=True, accumulator_dtype=self.momentum),
             muonjax.orthogonalize(dimension_numbers=numbers),
             *([muonjax.normalize_neurons(dimension_numbers=numbers)] if self.neurons else []),
             *length,
@@ -68,20 +75,30 @@ class Recipe:
 class Trainer:
     """One model and one recipe, compiled once for all rates and seeds."""
 
-    def __init__(self, model: Model, recipe: Recipe, steps: int, batch: int):
+    def __init__(
+        self, model: Model, recipe: Recipe, steps: int, batch: int, text: text_data.Text | None = None
+    ):
         self.model, self.recipe, self.steps, self.batch = model, recipe, steps, batch
         self.step = jax.jit(self._step, donate_argnums=(0, 1))
         self.loss = jax.jit(functools.partial(loss, model))
-        self.text = text_data.Text()
+        self.text = text_data.Text() if text is None else text
         self.held_out = self.text.held_out_windows(model.context, most=256)
 
     def _optimizer(self, params: Any, rate: Any, adam_rate: Any) -> Any:
         """The optimizer with warm-up over a tenth of the steps, then cosine decay to a tenth; rates may be traced."""
         warmup = max(1, self.steps // 10)
         shape = optax.warmup_cosine_decay_schedule(1 / warmup, 1.0, warmup, max(self.steps, warmup + 1), 0.1)
-        return self.recipe.optimizer(
+        inner = self.recipe.optimizer(
             params, lambda count: rate * shape(count), lambda count: adam_rate * shape(count)
         )
+        if not self.recipe.look_ahead:
+            return inner
+
+        def beta(count: jax.Array) -> jax.Array:
+            on = (count >= 0.15 * self.steps) & (count < 0.75 * self.steps)
+            return jnp.where(on, self.recipe.look_ahead * shape(count), 0.0)
+
+        return muonjax.ema_nesterov(inner, beta, decay=self.recipe.look_ahead_decay)
 
     def _step(
         self, params: Any, state: Any, windows: jax.Array, rate: jax.Array, adam_rate: jax.Array
@@ -110,7 +127,8 @@ class Trainer:
             params, state, _ = self.step(
                 params, state, self.windows(seed, step), jnp.float32(rate), jnp.float32(adam_rate)
             )
-        held_out = float(self.loss(params, self.held_out))
+        weights = muonjax.ema_nesterov_params(state, params) if self.recipe.look_ahead else params
+        held_out = float(self.loss(weights, self.held_out))
         return held_out if math.isfinite(held_out) else 10.0
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import GetAttrKey
 
 from muonjax._mesh.distribution import (
     Distribution,
@@ -31,8 +32,8 @@ def state_shardings(
 
     Returns:
       A tree of `NamedSharding`s like `tx.init(params)`. What `tx.init` makes with explicit axis types stays as it is.
-      Otherwise a leaf whose path ends in a parameter's path, and which has its shape, is sharded as the parameter; all
-      else is replicated.
+      Otherwise a leaf whose path ends in a parameter's path, and which has its shape, is sharded as the parameter; so are
+      the scales of int8 momentum; all else is replicated.
 
     Raises:
       ValueError: If the specs do not fit the parameters, or nothing says how these are sharded.
@@ -51,8 +52,12 @@ def state_shardings(
         distribution = distribution_of(params, call="state_shardings")
     specs = spread_specs(distribution.param_specs, params, call="state_shardings")
     mesh, mesh_shape = distribution.mesh, dict(distribution.mesh.shape)
+
+    def named(shape: tuple[int, ...], spec: Any) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec(even_sharding(shape, spec, mesh_shape)))
+
     of_params = {
-        path: (leaf.shape, NamedSharding(mesh, partition_spec(even_sharding(leaf.shape, spec, mesh_shape))))
+        path: (leaf.shape, spec)
         for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True)
     }
 
@@ -61,9 +66,13 @@ def state_shardings(
             return NamedSharding(mesh, leaf.sharding.spec)
         # Not optax.tree.map_params: it fails where a tree of labels or a mask is fixed.
         for start in range(len(path) + 1):
-            shape, found = of_params.get(path[start:], (None, None))
-            if found is not None and shape == leaf.shape:
-                return found
+            shape, spec = of_params.get(path[start:], (None, None))
+            if shape is None:
+                continue
+            # Scales of int8 momentum: of the parameter's axes, the last is one of blocks.
+            of_blocks = start and path[start - 1] == GetAttrKey("scale") and shape[:-1] == leaf.shape[:-1]
+            if shape == leaf.shape or of_blocks:
+                return named(leaf.shape, spec)
         return NamedSharding(mesh, PartitionSpec())
 
     return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(tx.init, params))

@@ -18,27 +18,26 @@ Model = TypeVar("Model", bound=nnx.Module)
 def watch(model: Model) -> Model:
     """Makes every `nnx.MultiHeadAttention` of a model report its largest logits, in place, for QK-Clip.
 
-        Each gets `attention_fn(...)` around the attention function that it has, and sows `max_logits` whenever the model
-        runs inside of `nnx.capture` or `value_and_grad`; otherwise it computes what it did before, at the same cost.
-        Parameters and their paths stay as they are.
+    Each gets `attention_fn(...)` around the attention function that it has, and sows `max_logits` whenever the model
+    runs inside of `nnx.capture` or `value_and_grad`; otherwise it computes what it did before, at the same cost.
+    Parameters and their paths stay as they are.
 
-        Args:
-          model: Any NNX module; an attention that is watched already stays so.
+    Args:
+      model: Any NNX module; an attention that is watched already stays so.
 
-        Returns:
-          The model itself. A warning names the attentions that could not be watched, with the reason.
+    Returns:
+      The model itself. A warning names the attentions that could not be watched, with the reason.
 
-        Raises:
-          ValueError: No attention that can be watched.
+    Raises:
+      ValueError: No attention that can be watched.
 
-        Example:
-          >>> import jax.numpy as jnp, muonjax
-          >>> import jax
-    from flax import nnx
-          >>> model = muonjax.nnx.watch(nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0)))
-          >>> y, sown = nnx.capture(model, nnx.Intermediate)(jnp.ones((2, 6, 8)))
-          >>> sown["max_logits"][...].shape
-          (4,)
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> from flax import nnx
+      >>> model = muonjax.nnx.watch(nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0)))
+      >>> y, sown = nnx.capture(model, nnx.Intermediate)(jnp.ones((2, 6, 8)))
+      >>> sown["max_logits"][...].shape
+      (4,)
     """
     found, others = [], {}
     for path, module in nnx.iter_modules(model):
@@ -70,34 +69,33 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` that also returns the largest logits of each attention head.
 
-        They are read from the program, as in `muonjax.value_and_grad`. A model that `watch` has prepared sows them instead,
-        and what it sows besides is returned too.
+    They are read from the program, as in `muonjax.value_and_grad`. A model that `watch` has prepared sows them instead,
+    and what it sows besides is returned too.
 
-        Args:
-          loss_fn: A function whose first argument is the model and whose result is the loss.
-          argnums: As in `nnx.value_and_grad`.
-          has_aux: Whether `loss_fn` returns (loss, aux).
+    Args:
+      loss_fn: A function whose first argument is the model and whose result is the loss.
+      argnums: As in `nnx.value_and_grad`.
+      has_aux: Whether `loss_fn` returns (loss, aux).
 
-        Returns:
-          A function that returns ((loss, statistics), gradients), or with `has_aux` ((loss, (aux, statistics)), gradients);
-          pass the statistics to `optimizer.update(model, gradients, max_logits=statistics)`.
+    Returns:
+      A function that returns ((loss, statistics), gradients), or with `has_aux` ((loss, (aux, statistics)), gradients);
+      pass the statistics to `optimizer.update(model, gradients, max_logits=statistics)`.
 
-        Raises:
-          TypeError: If the first argument is no model.
-          ValueError: If the loss computes no attention whose logits can be read.
+    Raises:
+      TypeError: If the first argument is no model.
+      ValueError: If the loss computes no attention whose logits can be read.
 
-        Example:
-          >>> import jax.numpy as jnp, muonjax
-          >>> import jax
-    from flax import nnx
-          >>> model = nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0))
-          >>> optimizer = nnx.Optimizer(model, muonjax.muonclip(1e-2), wrt=nnx.Param)
-          >>> def loss_fn(model, x):
-          ...     return (model(x) ** 2).mean()
-          >>> (loss, stats), grads = muonjax.nnx.value_and_grad(loss_fn)(model, jnp.ones((2, 6, 8)))
-          >>> updates = optimizer.update(model, grads, max_logits=stats)
-          >>> sorted(muonjax.metrics(optimizer.opt_state))[:2]
-          ['qk_clip/largest', 'qk_clip/largest/model']
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> from flax import nnx
+      >>> model = nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, muonjax.muonclip(1e-2), wrt=nnx.Param)
+      >>> def loss_fn(model, x):
+      ...     return (model(x) ** 2).mean()
+      >>> (loss, stats), grads = muonjax.nnx.value_and_grad(loss_fn)(model, jnp.ones((2, 6, 8)))
+      >>> updates = optimizer.update(model, grads, max_logits=stats)
+      >>> sorted(muonjax.metrics(optimizer.opt_state))[:2]
+      ['qk_clip/largest', 'qk_clip/largest/model']
     """
 
     def captured(model: nnx.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks.common import measure
-from benchmarks.training import small_runs, transfer, variants
+from benchmarks.training import ema_nesterov, int8_momentum, small_runs, transfer, variants
 from benchmarks.training.small_models import Model
 
 
@@ -79,6 +79,53 @@ def test_a_position_sees_only_those_before_it(layout):
     a, b = (np.asarray(model.apply(params, t)[0]) for t in (tokens, other))
     np.testing.assert_allclose(a[:, :5], b[:, :5], rtol=1e-4, atol=1e-4)
     assert (np.abs(a[:, 5:] - b[:, 5:]).max(-1) > 1e-3).all()
+
+
+def test_steps_to_a_loss_lie_between_two_lengths():
+    losses = {60: 3.0, 80: 2.0, 100: 1.5}
+    assert ema_nesterov.steps_to(2.5, losses) == 70
+    assert ema_nesterov.steps_to(1.5, losses) == 100
+    assert ema_nesterov.steps_to(3.5, losses) == 60  # or fewer
+    assert ema_nesterov.steps_to(1.0, losses) is None
+
+
+def test_differences_to_float32_are_taken_seed_by_seed():
+    rows = [("float32", 0, 2.0), ("float32", 1, 3.0), ("int8", 0, 2.1), ("int8", 1, 2.9)]
+    runs = [{"text": "a", "momentum": m, "seed": s, "held_out": loss} for m, s, loss in rows]
+    _, int8 = int8_momentum.summary(runs)
+    found = int8["difference"], int8["difference_low"], int8["difference_high"]
+    assert found == pytest.approx((0.0, -0.1, 0.1))
+
+
+@pytest.mark.thorough
+def test_tiny_runs_of_dtypes_and_wrappers(tmp_path, monkeypatch):
+    monkeypatch.setattr(int8_momentum, "best_rates", lambda: (0.01, 0.004))
+    monkeypatch.setattr(ema_nesterov, "best_rates", lambda: (0.01, 0.004))
+    monkeypatch.setattr(int8_momentum, "rounding_errors", list)
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    for module in (int8_momentum, ema_nesterov):
+        monkeypatch.setattr(module, "TEXTS", ("documentation",))
+    sizes = [
+        "--batch",
+        "2",
+        "--head-size",
+        "8",
+        "--context",
+        "8",
+        "--width",
+        "16",
+        "--layers",
+        "1",
+        "--seeds",
+        "0",
+    ]
+    int8_momentum.main([*sizes, "--steps", "2"])
+    recipes = ["Muon", "EMA-Nesterov, beta 0.6, decay 0.95"]
+    ema_nesterov.main([*sizes, "--steps", "8", "--shorter", "0.5", "--recipes", *recipes])
+    found = json.loads((tmp_path / "int8_momentum.json").read_text())["dtypes"]
+    assert [row["momentum"] for row in found] == ["float32", "bfloat16", "int8"]
+    muon, wrapped = json.loads((tmp_path / "ema_nesterov.json").read_text())["recipes"]
+    assert muon["held_out"] != wrapped["held_out"]
 
 
 @pytest.mark.thorough

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import doctest
+import functools
 import importlib
 import inspect
 import itertools
@@ -22,7 +23,9 @@ API = (pathlib.Path(__file__).parents[2] / "docs" / "api.md").read_text()
 # New in muonjax: without an external source.
 OURS = {
     "muonjax.Distribution",
+    "muonjax.EmaNesterovState",
     "muonjax.HyperballState",
+    "muonjax.Int8TraceState",
     "muonjax.MeshPlan",
     "muonjax.ModeCost",
     "muonjax.state_shardings",
@@ -34,6 +37,7 @@ OURS = {
     "muonjax.SignalRule",
     "muonjax.Site",
     "muonjax.adapter_mask",
+    "muonjax.cast_momentum",
     "muonjax.equinox.dimension_numbers",
     "muonjax.fused_qkv_site",
     "muonjax.linen.adopt",
@@ -84,7 +88,14 @@ WITHOUT = {
 def public_names():
     """Name to object, for all that a user may import."""
     names = {}
-    for module in (muonjax, muonjax.equinox, muonjax.linen, muonjax.nnx, pallas_kernels):
+    for module in (
+        muonjax,
+        muonjax.equinox,
+        muonjax.linen,
+        muonjax.nnx,
+        muonjax.optax_contrib,
+        pallas_kernels,
+    ):
         own = ast.parse(inspect.getsource(module)).body
         exported = {
             a.asname for n in own if isinstance(n, ast.ImportFrom) for a in n.names if a.asname == a.name
@@ -142,9 +153,9 @@ def documented(name: str) -> tuple[list[str], set[str]]:
     pointers = re.search(r"^All other arguments are as in (.*)\.$", docstring(name), flags=re.MULTILINE)
     behind: set[str] = set()
     for other in re.findall(r"`([\w.]+)`", pointers[1]) if pointers else []:
-        library, _, function = other.rpartition(".")
+        library, *path = other.split(".")
         behind |= set(
-            arguments(getattr(optax, function)) if library else documented(f"muonjax.{function}")[0]
+            arguments(functools.reduce(getattr, path, optax)) if path else documented(f"muonjax.{library}")[0]
         )
     return re.findall(r"^  \*{0,2}(\w+): ", text, flags=re.MULTILINE), behind
 

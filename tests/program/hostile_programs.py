@@ -1,7 +1,7 @@
 """Small functions in which names, sizes and first appearances mislead, with what is right for each parameter.
 
-A matrix is written by its axes, "0 | 1" (summed | given), with its parts behind a slash: "0 | 1 / 3 of 1" are three of equal
-size along axis 1. Everything else is a word of the reason for which Adam gets the parameter; "refused" is an error.
+A matrix is written by its axes, "0 | 1" (summed | given), with its parts behind a slash: "0 | 1 / 3 of 1" are three of
+equal size along axis 1. Everything else is a word of the reason for which Adam gets the parameter; "refused" is an error.
 """
 
 from __future__ import annotations
@@ -380,7 +380,8 @@ def keys_that_are_values_too(p, x):
 
 @program(
     X, sites=1, qa=((D, 4), "0 | 1"), qb=((4, H, S + 2), "0 | 1, 2"), kva=((D, 4 + 2), "0 | 1 / 4, 2 of 1"),
-    kvb=((4, H, 2 * S), "0 | 1, 2 / 2 of 2"), scale=((4,), "multiplied"), o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"),
+    kvb=((4, H, 2 * S), "0 | 1, 2 / 2 of 2"), scale=((4,), "multiplied"), o=((H, S, D), "0, 1 | 2"),
+    out=((D, 1), "head"),
 )  # fmt: skip
 def latent_attention(p, x):
     at = jnp.arange(T, dtype="float32")

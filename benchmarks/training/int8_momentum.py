@@ -1,0 +1,133 @@
+"""Compare dtypes of Muon's momentum by held-out loss after equal steps, on two texts, over seeds.
+
+    python -m benchmarks.training.int8_momentum                 # everything; can be stopped and continued
+    python -m benchmarks.training.int8_momentum --minutes 10    # starts no run after ten minutes
+
+The small transformers of `variants`, at the best rates that it found for plain Muon: only the dtype differs. The second
+text is the source of Python's standard library. Beside the losses, what one rounding does to the update of matrices
+with recorded spectra of momentum.
+"""
+
+import argparse
+import functools
+import json
+import math
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import loha_finetune
+import numpy as np
+import text_data
+
+import muonjax
+from benchmarks.common import measure, momentum
+from benchmarks.training.small_models import Model
+from benchmarks.training.small_runs import Book, Recipe, Trainer
+from muonjax._int8_momentum import dequantize, quantize
+
+DTYPES = ("float32", "bfloat16", "int8")
+TEXTS = ("documentation", "source")
+
+
+@functools.cache
+def text(name: str) -> text_data.Text:
+    """One of the two texts."""
+    if name == "documentation":
+        return text_data.Text()
+    with tempfile.TemporaryDirectory() as folder:
+        return text_data.Text(str(loha_finetune.standard_library(pathlib.Path(folder) / "source.txt")))
+
+
+def best_rates() -> tuple[float, float]:
+    """Of plain Muon's matrices, and of the parameters that AdamW trains."""
+    found = json.loads((measure.RESULTS / "variants.json").read_text())
+    (muon,) = [row for row in found["variants"] if (row["layout"], row["variant"]) == ("MHA", "muon")]
+    return muon["learning_rate"], found["adam_rate"]
+
+
+def rounding_errors(m: int = 192, n: int = 768) -> list[dict[str, Any]]:
+    """What one rounding of the input adds to the polar error, over the recorded spectra, by dtype."""
+    rng = np.random.default_rng(0)
+    polar = jax.jit(muonjax.newton_schulz)
+    roundings: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "bfloat16": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
+        "int8": lambda x: dequantize(*quantize(x)),
+    }
+    rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in roundings}
+    for spectrum in momentum.spectra():
+        x, exact = momentum.matrix(spectrum, m, n, rng)
+        before = momentum.polar_error(polar(x), exact)
+        for name, rounding in roundings.items():
+            rounded = jax.jit(rounding)(x)
+            noise = float(jnp.linalg.norm(rounded - x) / jnp.linalg.norm(x))
+            rows[name].append((noise, before, momentum.polar_error(polar(rounded), exact) - before))
+    keys = ("noise", "error", "added")
+    return [
+        {
+            "momentum": name,
+            **dict(zip(keys, np.mean(values, 0).tolist(), strict=True)),
+            "worst": values[-1][2],
+        }
+        for name, values in ((name, sorted(found, key=lambda row: row[2])) for name, found in rows.items())
+    ]
+
+
+def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each text and dtype the mean and spread over the seeds, and the differences to float32, seed by seed."""
+    rows = []
+    for name, dtype in dict.fromkeys((row["text"], row["momentum"]) for row in runs):
+        losses, base = (
+            {row["seed"]: row["held_out"] for row in runs if (row["text"], row["momentum"]) == (name, kind)}
+            for kind in (dtype, DTYPES[0])
+        )
+        differences = [loss - base[seed] for seed, loss in losses.items() if seed in base]
+        row = {
+            "text": name,
+            "momentum": dtype,
+            "seeds": len(losses),
+            "held_out": statistics.mean(losses.values()),
+        }
+        row["spread"] = statistics.stdev(losses.values()) if len(losses) > 1 else 0.0
+        row |= {"difference": statistics.mean(differences)}
+        rows.append({**row, "difference_low": min(differences), "difference_high": max(differences)})
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    sizes = {"steps": 300, "batch": 16, "width": 128, "layers": 2, "head_size": 16, "context": 64}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this time")
+    parser.add_argument("--name", default="int8_momentum", help="name of the JSON under benchmarks/results")
+    args = parser.parse_args(arguments)
+    rate, adam_rate = best_rates()
+    settings = {name: getattr(args, name) for name in sizes} | {"learning_rate": rate, "adam_rate": adam_rate}
+    book = Book(args.name, settings, time.monotonic() + 60 * args.minutes)
+    model = Model("MHA", args.layers, args.width, args.head_size, args.context)
+
+    @functools.cache
+    def trainer(name: str, dtype: str) -> Trainer:
+        return Trainer(model, Recipe(momentum=dtype), args.steps, args.batch, text(name))
+
+    for seed in args.seeds:
+        for name in TEXTS:
+            for dtype in DTYPES:
+                key = {"text": name, "momentum": dtype, "seed": seed}
+                book.ensure(
+                    key, lambda where=(name, dtype), seed=seed: trainer(*where).run(rate, adam_rate, seed)
+                )
+    rows = summary(book.rows)
+    book.write(dtypes=rows, rounding=rounding_errors())
+    print(measure.table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Momentum as 8-bit integers with a float32 scale for each block along the last axis: the format, and its casts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muonjax._linalg import at_least_float32
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int8
+
+_LARGEST = 127
+_SMALLEST = 256 * float(jnp.finfo(jnp.float32).tiny)
+
+
+class Int8TraceState(NamedTuple):
+    """State of `trace(accumulator_dtype=jnp.int8)`: the momentum is `trace` times its block's `scale`.
+
+    Attributes:
+      trace: A tree like the parameters, of their shapes, int8.
+      scale: A tree like the parameters, float32; a parameter's last axis has an entry for each block instead. Blocks
+        are of one size, at most 128 and at least 64 where such a number divides the axis; otherwise there is one.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> state = muonjax.trace(0.95, accumulator_dtype=jnp.int8).init({"w": jnp.ones((6, 768))})
+      >>> state.trace["w"].shape, state.scale["w"].shape
+      ((6, 768), (6, 6))
+    """
+
+    trace: Any
+    scale: Any
+
+
+def block_size(length: int) -> int:
+    """Of an axis of this length."""
+    return next((size for size in range(min(length, 128), 63, -1) if length % size == 0), max(length, 1))
+
+
+def _in_blocks(x: jax.Array) -> jax.Array:
+    shape = x.shape or (1,)
+    return x.reshape(*shape[:-1], -1, block_size(shape[-1]))
+
+
+def quantize(x: Float[Array, "*leaf"]) -> tuple[Int8[Array, "*leaf"], Float32[Array, "*blocks"]]:
+    """The nearest integers in units of a 127th of each block's largest entry. NaN and inf make their block NaN."""
+    blocks = _in_blocks(x)
+    largest = jnp.max(jnp.abs(blocks), axis=-1).astype(jnp.float32)
+    scale = (
+        jnp.maximum(largest, _SMALLEST) / _LARGEST
+    )  # of zeros too; a branch would be a kernel more on a GPU
+    return jnp.round(blocks / scale[..., None].astype(x.dtype)).astype(jnp.int8).reshape(x.shape), scale
+
+
+def dequantize(values: Int8[Array, "*leaf"], scale: Float32[Array, "*blocks"]) -> Float32[Array, "*leaf"]:
+    """The inverse of `quantize`, up to its rounding."""
+    return (_in_blocks(values).astype(jnp.float32) * scale[..., None]).reshape(values.shape)
+
+
+def quantize_tree(tree: Any) -> Int8TraceState:
+    """`quantize` of every leaf."""
+    leaves, treedef = jax.tree.flatten(tree)
+    pairs = [quantize(x.astype(at_least_float32(x.dtype))) for x in leaves]
+    return Int8TraceState(*(treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1)))
+
+
+def _is_trace(node: Any) -> bool:
+    return isinstance(node, (optax.TraceState, Int8TraceState))
+
+
+def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
+    """An optimizer's state with its momentum in another dtype: for a checkpoint that goes on under another `mu_dtype`.
+
+    Args:
+      state: With the states of `trace` or `optax.trace` in it, at any depth; all else stays as it is.
+      dtype: A float type, or `jnp.int8`.
+
+    Returns:
+      The state, as an optimizer with `mu_dtype=dtype` keeps it.
+
+    Raises:
+      ValueError: No momentum in the state.
+      TypeError: `dtype` is neither; or complex momentum for int8.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"w": jnp.eye(64)}
+      >>> tx = muonjax.muon(1e-3, mu_dtype=jnp.int8)
+      >>> restored = muonjax.muon(1e-3).init(params)
+      >>> updates, state = tx.update(params, muonjax.cast_momentum(restored, jnp.int8), params)
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(f"cast_momentum(dtype={dtype.name}) must be a float type or jnp.int8.")
+    nodes, treedef = jax.tree.flatten(state, is_leaf=_is_trace)
+    if not any(map(_is_trace, nodes)):
+        raise ValueError(
+            "cast_momentum(state) finds no momentum in this state; give that of muon or of a chain with trace."
+        )
+
+    def cast(node: Any) -> Any:
+        if not _is_trace(node):
+            return node
+        int8 = isinstance(node, Int8TraceState)
+        if dtype == jnp.int8:
+            if int8:
+                return node
+            check_real(node.trace, "cast_momentum")
+            return quantize_tree(node.trace)
+        wide = jax.tree.map(dequantize, node.trace, node.scale) if int8 else node.trace
+        return optax.TraceState(jax.tree.map(lambda m: m.astype(dtype), wide))
+
+    return treedef.unflatten(map(cast, nodes))
+
+
+def check_real(tree: Any, call: str) -> None:
+    """Raise for complex leaves."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{call}: int8 momentum has no imaginary part, but the leaf {jax.tree_util.keystr(path)} is "
+                f"{leaf.dtype}; leave the momentum's dtype out."
+            )
+
+
+def check_kind(call: str, state: Any, expected: Any) -> None:
+    """Raise where one state has its momentum in int8 and the other has not."""
+
+    def kinds(tree: Any) -> set[bool]:
+        nodes = jax.tree.leaves(tree, is_leaf=_is_trace)
+        return {isinstance(node, Int8TraceState) for node in nodes if _is_trace(node)}
+
+    found, wanted = kinds(state), kinds(expected)
+    if found and wanted and found != wanted:
+        held, name = ("a float type", "jnp.int8") if True in wanted else ("int8", "jnp.float32")
+        raise ValueError(
+            f"{call}: this state has its momentum in {held}; state = muonjax.cast_momentum(state, {name}) converts it."
+        )

@@ -1,0 +1,119 @@
+"""Momentum, as `optax.trace`, in a dtype that stays, which may be int8."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muonjax._int8_momentum import (
+    Int8TraceState,
+    block_size,
+    check_kind,
+    check_real,
+    dequantize,
+    quantize,
+    quantize_tree,
+)
+from muonjax._linalg import at_least_float32, scaled
+from muonjax._mesh.distribution import Distribution, even_sharding, spread_specs
+from muonjax._mesh.layout import size_of
+
+
+def trace(
+    decay: float,
+    nesterov: bool = False,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    distribution: Distribution | None = None,
+) -> optax.GradientTransformation:
+    r"""`optax.trace` whose state keeps its dtype, whatever that of the gradients; and int8 is one of them.
+
+        M <- decay M + G
+
+    In int8 a number takes a byte, and each block of up to 128 numbers along the last axis a float32 scale: 1.03 bytes a
+    parameter where that axis is a multiple of 128. M is read, updated and rounded again where the gradient is read. The
+    update is taken from M before it is rounded.
+
+    Args:
+      decay: In [0, 1).
+      nesterov: Return G + decay M instead of M.
+      accumulator_dtype: Of M; None is the parameter's. `muonjax.cast_momentum` converts a state.
+      distribution: As in `orthogonalize`; with it, or with explicit axis types, blocks that would cross a shard are
+        refused. They would need collectives.
+
+    Returns:
+      An `optax.GradientTransformation` whose state is `optax.TraceState`, or an `Int8TraceState`.
+
+    Raises:
+      TypeError: While tracing, a complex leaf for int8.
+      ValueError: While tracing, a block that would cross a shard, or a state in int8 for another dtype or the reverse.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax, optax
+      >>> tx = optax.chain(muonjax.trace(0.95, True, jnp.int8), muonjax.orthogonalize(), optax.scale(-0.02))
+      >>> tx.init({"w": jnp.ones((64, 64))})[0].trace["w"].dtype
+      dtype('int8')
+
+    Source: `optax.trace`; linear 8-bit momentum for Muon: Gupta et al., 2025 (arXiv:2509.23106).
+    """
+    if accumulator_dtype is not None and jnp.dtype(accumulator_dtype) == jnp.int8:
+        return _int8_trace(decay, nesterov, distribution)
+    plain = optax.trace(decay, nesterov, accumulator_dtype=accumulator_dtype)
+
+    def update(updates: optax.Updates, state: Any, params: Any = None):
+        check_kind("trace", state, optax.TraceState(()))
+        new: Any
+        updates, new = plain.update(updates, state, params)
+        if accumulator_dtype is None:
+            new = optax.TraceState(jax.tree.map(lambda m, old: m.astype(old.dtype), new.trace, state.trace))
+        return updates, new
+
+    return optax.GradientTransformation(plain.init, update)
+
+
+def _int8_trace(
+    decay: Any, nesterov: bool, distribution: Distribution | None
+) -> optax.GradientTransformation:
+    def init(params: optax.Params) -> Int8TraceState:
+        _check(params, distribution)
+        return quantize_tree(jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: optax.Updates, state: Any, params: Any = None):
+        del params
+        check_kind("trace", state, Int8TraceState((), ()))
+        _check(updates, distribution)
+
+        def step(g: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
+            wide = g.astype(at_least_float32(g.dtype))
+            m = scaled(dequantize(values, scale).astype(wide.dtype), decay) + wide
+            ahead = wide + scaled(m, decay) if nesterov else m
+            return ahead.astype(g.dtype), *quantize(m)
+
+        gradients, treedef = jax.tree.flatten(updates)
+        state_leaves = map(jax.tree.leaves, state)
+        results = [step(*leaf) for leaf in zip(gradients, *state_leaves, strict=True)]
+        updates, values, scale = (treedef.unflatten([r[i] for r in results]) for i in range(3))
+        return updates, Int8TraceState(values, scale)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _check(tree: Any, distribution: Distribution | None) -> None:
+    """Raise for complex leaves, and for blocks that would cross a shard, as far as that is known."""
+    check_real(tree, "trace(accumulator_dtype=jnp.int8)")
+    specs = None if distribution is None else spread_specs(distribution.param_specs, tree, call="trace")
+    for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+        if leaf.ndim == 0:
+            continue
+        own = jax.typeof(leaf).sharding
+        mesh, spec = (own.mesh, own.spec) if distribution is None else (distribution.mesh, specs[i])
+        mesh_shape = dict(mesh.shape)
+        length, block = leaf.shape[-1], block_size(leaf.shape[-1])
+        shards = size_of(mesh_shape, even_sharding(leaf.shape, spec, mesh_shape)[-1])
+        if length // shards % block:
+            raise ValueError(
+                f"trace(accumulator_dtype=jnp.int8): the last axis of {jax.tree_util.keystr(path)} {leaf.shape} has "
+                f"blocks of {block}, and its {shards} shards have {length // shards} entries each, so that a block "
+                "would cross a shard. Shard another axis of it, or take jnp.bfloat16."
+            )

@@ -1,0 +1,267 @@
+"""`optax.contrib.muon` with its arguments, its results and its state, on muonjax's batching and meshes.
+
+    from muonjax.optax_contrib import muon  # was: from optax.contrib import muon
+
+Equal matrices share one loop, and on a mesh each matrix is orthogonalized once. Where Optax's result is finite, this is
+the same up to rounding; for the rest see docs/coming_from.md.
+"""
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonDimensionNumbers, MuonState
+
+from muonjax._match_rms import match_rms
+from muonjax._matrix_view import DimensionNumbersTree, matrix_view
+from muonjax._mesh.distribution import Distribution
+from muonjax._newton_schulz.coefficients import JORDAN, YOU
+from muonjax._newton_schulz.traced import Preconditioning, traced_iteration
+from muonjax._orthogonalize import map_matrices
+from muonjax._partition import partition_by_route
+
+_PRESETS = {"standard": JORDAN[0], "dion": YOU}
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    ns_coeffs: Any = JORDAN[0],
+    ns_steps: Any = 5,
+    beta: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning = "frobenius",
+    adam_b1: jax.typing.ArrayLike = 0.9,
+    adam_b2: jax.typing.ArrayLike = 0.999,
+    adam_eps_root: jax.typing.ArrayLike = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
+    consistent_rms: float | None = None,
+    distribution: Distribution | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.contrib.muon`: the same arguments, updates and state; a checkpoint of either continues with the other.
+
+    Args:
+      distribution: How the parameters are sharded, as in `muonjax.muon`; the one argument that Optax lacks.
+
+    All other arguments are as in `optax.contrib.muon`.
+
+    None for the dimension numbers makes a matrix of every leaf with two axes, also of embeddings, output heads and
+    biases of several heads. `muonjax.muon` reads paths and shapes instead.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`.
+
+    Raises:
+      ValueError: An unknown preset or preconditioning, coefficients of another shape than (3,) or (n, 3), more rows
+        than steps; while tracing, a leaf that can't be viewed as matrices, or a state of other parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from muonjax.optax_contrib import muon
+      >>> params = {"kernel": jnp.arange(8.0).reshape(2, 4), "bias": jnp.ones(4)}
+      >>> ours, theirs = muon(1e-3), optax.contrib.muon(1e-3)
+      >>> updates, state = ours.update(params, ours.init(params), params)
+      >>> expected, _ = theirs.update(params, theirs.init(params), params)
+      >>> bool(jnp.allclose(updates["kernel"], expected["kernel"], rtol=1e-5))
+      True
+
+    Source: `optax.contrib.muon`, Optax 0.2.8.
+    """
+    if isinstance(ns_coeffs, str):
+        if ns_coeffs not in _PRESETS:
+            raise ValueError(
+                f"optax_contrib.muon(ns_coeffs={ns_coeffs!r}) is unknown; choose one of {tuple(_PRESETS)}."
+            )
+        ns_coeffs = _PRESETS[ns_coeffs]
+    numbers = _two_axes if muon_weight_dimension_numbers is None else muon_weight_dimension_numbers
+
+    def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
+        return optax.chain(
+            scale_by_muon(
+                ns_coeffs,
+                ns_steps,
+                beta,
+                eps,
+                mu_dtype,
+                nesterov=nesterov,
+                adaptive=adaptive,
+                preconditioning=preconditioning,
+                weight_dimension_numbers=numbers,
+                distribution=distribution,
+            ),
+            match_rms(rule="width", dimension_numbers=numbers)
+            if consistent_rms is None
+            else match_rms(consistent_rms, dimension_numbers=numbers),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    adam = optax.adamw(
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
+        b1=adam_b1,
+        b2=adam_b2,
+        eps=eps,
+        eps_root=adam_eps_root,
+        weight_decay=adam_weight_decay,
+        mu_dtype=mu_dtype,
+        nesterov=nesterov,
+    )
+    return partition_by_route("optax_contrib.muon", matrices, adam, numbers)
+
+
+def scale_by_muon(
+    ns_coeffs: Any = JORDAN[0],
+    ns_steps: Any = 5,
+    beta: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning = "frobenius",
+    weight_dimension_numbers: DimensionNumbersTree | None = None,
+    distribution: Distribution | None = None,
+) -> optax.GradientTransformation:
+    """`optax.contrib.scale_by_muon`: the same arguments, updates and state.
+
+    Args:
+      distribution: As in `muon`.
+
+    All other arguments are as in `optax.contrib.scale_by_muon`.
+
+    Returns:
+      An `optax.GradientTransformation` whose state is Optax's own `MuonState`. Its coefficients are those that `init`
+      was given, and what a checkpoint says, as in Optax.
+
+    Raises:
+      ValueError: As `muon`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from muonjax.optax_contrib import scale_by_muon
+      >>> tx = scale_by_muon()
+      >>> updates, state = tx.update({"w": jnp.eye(4)}, tx.init({"w": jnp.eye(4)}))
+      >>> type(state).__name__, state.ns_coeffs.shape
+      ('MuonState', (3,))
+
+    Source: `optax.contrib.scale_by_muon`, Optax 0.2.8.
+    """
+    _check_preconditioning(preconditioning)
+
+    def init(params: optax.Params) -> MuonState:
+        coefficients = _checked(jnp.asarray(ns_coeffs))
+        if coefficients.ndim == 2:
+            if not coefficients.shape[0] <= ns_steps:
+                raise ValueError(
+                    f"scale_by_muon(ns_steps={ns_steps}) is less than the {len(coefficients)} rows of ns_coeffs; give "
+                    f"as many steps, and Optax takes each row once."
+                )
+            coefficients = coefficients[-ns_steps:]
+        mu: Any = optax.tree.zeros_like(params, dtype=mu_dtype)
+        return MuonState(jnp.zeros([], jnp.int32), mu, coefficients)
+
+    def update(updates: optax.Updates, state: Any, params: Any = None):
+        del params
+        count = optax.safe_increment(state.count)
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        if nesterov:
+            ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+            now = optax.tree.bias_correction(updates, beta, count)
+            direction = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+        else:
+            direction = optax.tree.bias_correction(mu, beta, count)
+        updates = map_matrices(
+            lambda policy: traced_iteration(state.ns_coeffs, ns_steps, preconditioning, eps, policy),
+            direction,
+            weight_dimension_numbers,
+            distribution,
+            call="scale_by_muon",
+        )
+        if adaptive:  # of all matrices of a leaf together, as in Optax
+            updates = jax.tree.map(lambda x, y: jnp.sum(x.conj() * y) * y, direction, updates)
+        mu = jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu)
+        return updates, MuonState(count, mu, state.ns_coeffs)
+
+    return optax.GradientTransformation(init, update)
+
+
+def orthogonalize_via_newton_schulz(
+    x: jax.Array,
+    ns_coeffs: jax.Array,
+    ns_steps: Any = 5,
+    preconditioning: Preconditioning = "frobenius",
+    eps: jax.typing.ArrayLike = 1e-8,
+    dimension_numbers: MuonDimensionNumbers | None = None,
+) -> jax.Array:
+    """Optax's function of this name, for code that imports it; otherwise take `muonjax.newton_schulz`.
+
+    Args:
+      x: A matrix, or with `dimension_numbers` any array of matrices.
+      ns_coeffs: (a, b, c), or a row for each step.
+      ns_steps: Number of steps, >= 1, where there is one row.
+      preconditioning: What x is divided by, or how its rows are scaled, before the first step.
+      eps: Added to the divisor.
+      dimension_numbers: Axes that are rows and columns; not used where x is a matrix.
+
+    Returns:
+      Same shape and dtype.
+
+    Raises:
+      ValueError: As `muon`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from muonjax.optax_contrib import orthogonalize_via_newton_schulz
+      >>> y = orthogonalize_via_newton_schulz(3 * jnp.eye(4), jnp.asarray([2.0, -1.5, 0.5]), ns_steps=12)
+      >>> bool(jnp.allclose(y, jnp.eye(4), atol=1e-5))
+      True
+
+    Source: `optax.contrib._muon`, Optax 0.2.8.
+    """
+    _check_preconditioning(preconditioning)
+    if x.ndim == 2:
+        dimension_numbers = MuonDimensionNumbers()
+    if dimension_numbers is None:
+        raise ValueError(
+            f"orthogonalize_via_newton_schulz(x) of shape {x.shape} needs dimension_numbers: which axes are a matrix."
+        )
+    coefficients = _checked(ns_coeffs)
+    return map_matrices(
+        lambda policy: traced_iteration(coefficients, ns_steps, preconditioning, eps, policy),
+        x,
+        dimension_numbers,
+        None,
+        call="orthogonalize_via_newton_schulz",
+    )
+
+
+def _compute_muon_reshape(x: jax.Array, dim_nums: MuonDimensionNumbers) -> tuple[Callable, Callable]:
+    """Optax's tests take it: leaf -> [batch, fan_in, fan_out], and the inverse."""
+    view = matrix_view(x, dim_nums, call="_compute_muon_reshape")
+    return view.to_matrices, view.to_leaf
+
+
+def _two_axes(params: Any) -> Any:
+    return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
+
+
+def _checked(coefficients: jax.Array) -> jax.Array:
+    if coefficients.ndim not in (1, 2) or coefficients.shape[-1] != 3:
+        raise ValueError(f"ns_coeffs must have shape (3,) or (n, 3), and have {coefficients.shape}.")
+    return coefficients
+
+
+def _check_preconditioning(preconditioning: str) -> None:
+    if preconditioning not in get_args(Preconditioning):
+        raise ValueError(
+            f"preconditioning={preconditioning!r} is unknown; choose one of {get_args(Preconditioning)}."
+        )

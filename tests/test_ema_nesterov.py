@@ -1,0 +1,183 @@
+"""`ema_nesterov` against the paper's algorithm in float64, and with what it is combined with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import muonjax
+from tests.clipping.attentions import EXACT, multi_head
+from tests.mesh.layouts import make_mesh
+from tests.oracles import normal
+
+STEPS = 50
+BETAS = np.array([0.6 * (1 - t / STEPS) if 5 <= t < 35 else 0.0 for t in range(STEPS + 1)])  # as the record's
+CURVATURE = np.linspace(0.1, 2.0, 12).reshape(3, 4)
+
+
+def noise(step):
+    return np.random.default_rng(step).standard_normal((3, 4))
+
+
+def reference(learning_rate=0.05, momentum=0.9, weight_decay=0.1, decay=0.95):
+    """The paper's algorithm around SGD with momentum and weight decay, with all three buffers: y and θ of each step."""
+    weights = np.ones((3, 4))
+    mean, trace = np.zeros((3, 4)), np.zeros((3, 4))
+    history = []
+    for step in range(STEPS):
+        previous = weights
+        ahead = weights + BETAS[step] * mean
+        trace = momentum * trace + CURVATURE * ahead + noise(step)
+        weights = ahead - learning_rate * (trace + weight_decay * ahead)
+        mean = decay * mean + (1 - decay) * (weights - previous)
+        history.append((weights + BETAS[step + 1] * mean, weights))
+    return history
+
+
+def sgd(learning_rate=0.05):
+    return optax.chain(
+        optax.trace(0.9), optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(learning_rate)
+    )
+
+
+def trajectory(tx, tree, steps=STEPS):
+    """Parameters and weights after each step, by a scan."""
+
+    def step(carry, randomness):
+        tree, state = carry
+        grads = jax.tree.map(lambda w: jnp.asarray(CURVATURE, w.dtype) * w + randomness.astype(w.dtype), tree)
+        updates, state = tx.update(grads, state, tree)
+        tree = optax.apply_updates(tree, updates)
+        return (tree, state), (tree, muonjax.ema_nesterov_params(state, tree))
+
+    randomness = jnp.stack([jnp.asarray(noise(step)) for step in range(steps)])
+    return jax.jit(lambda *carry: jax.lax.scan(step, carry, randomness))(tree, tx.init(tree))[1]
+
+
+@pytest.mark.parametrize("precise", [False, True])
+def test_fifty_steps_equal_the_papers_algorithm_in_float64(precise):
+    with jax.enable_x64(precise):
+        start = {"w": jnp.ones((3, 4), jnp.result_type(float))}
+        tx = muonjax.ema_nesterov(sgd(), lambda step: jnp.asarray(BETAS)[step], decay=0.95)
+        found = trajectory(tx, start)
+        ahead, weights = jax.tree.map(np.asarray, found)
+    expected = np.asarray(reference())
+    for got, wanted in ((ahead["w"], expected[:, 0]), (weights["w"], expected[:, 1])):
+        assert np.max(np.abs(got - wanted)) <= (1e-13 if precise else 1e-6) * np.max(np.abs(wanted))
+    assert np.max(np.abs(expected[20, 0] - expected[20, 1])) > 1e-2  # the model does see other parameters
+
+
+def test_without_a_look_ahead_it_is_the_optimizer_inside():
+    inner = muonjax.muon(0.02, newton_schulz=muonjax.NewtonSchulz(num_steps=1, deflation=0))
+    tree = {"w": normal(3, 4)}
+    ahead, weights = trajectory(muonjax.ema_nesterov(inner, 0.0), tree, 3)
+    expected, _ = trajectory(muonjax.ema_nesterov(optax.chain(inner), 0.0), tree, 3)
+    state, plain = inner.init(tree), tree
+    update = jax.jit(inner.update)
+    for step in range(3):
+        grads = {"w": jnp.asarray(CURVATURE, jnp.float32) * plain["w"] + jnp.float32(noise(step))}
+        updates, state = update(grads, state, plain)
+        plain = optax.apply_updates(plain, updates)
+    np.testing.assert_allclose(ahead["w"][-1], plain["w"], atol=1e-6)
+    np.testing.assert_array_equal(ahead["w"], weights["w"])
+    np.testing.assert_array_equal(ahead["w"], expected["w"])
+
+
+def test_bfloat16_parameters_keep_their_dtype_in_a_scan():
+    ahead, weights = trajectory(muonjax.ema_nesterov(sgd(), 0.5), {"w": jnp.ones((3, 4), jnp.bfloat16)}, 2)
+    assert ahead["w"].dtype == weights["w"].dtype == jnp.bfloat16
+
+
+def test_inside_of_multi_steps_every_micro_batch_sees_the_same_parameters():
+    tree, grads = {"w": normal(3, 4)}, [{"w": normal(3, 4, seed=i)} for i in range(4)]
+    tx = muonjax.ema_nesterov(sgd(), 0.5, decay=0.5)
+    several = optax.MultiSteps(tx, 2).gradient_transformation()
+    state, found = several.init(tree), tree
+    update = jax.jit(several.update)
+    for micro, g in enumerate(grads):
+        updates, state = update(g, state, found)
+        assert bool(updates["w"].any()) == (micro % 2 == 1)
+        found = optax.apply_updates(found, updates)
+    once, wanted = tx.init(tree), tree
+    for a, b in (grads[:2], grads[2:]):
+        updates, once = jax.jit(tx.update)({"w": (a["w"] + b["w"]) / 2}, once, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    np.testing.assert_allclose(found["w"], wanted["w"], atol=1e-6)
+    of_both = (muonjax.ema_nesterov_params(*pair)["w"] for pair in ((state, found), (once, wanted)))
+    np.testing.assert_allclose(*of_both, atol=1e-6)
+
+
+def test_the_clip_scales_what_the_model_sees():
+    """The weights with their look-ahead, not the weights alone."""
+    params, maxima, site = multi_head()
+    statistics = maxima(params)
+    threshold = 0.5 * float(jnp.min(statistics))
+    wrapped, clip = muonjax.ema_nesterov(sgd(), 0.9, decay=0.5), muonjax.qk_clip(threshold, site)
+    tx = optax.chain(wrapped, clip)
+    grads = jax.tree.map(lambda p: -0.1 * p, params)
+    updates, state = jax.jit(wrapped.update)(grads, wrapped.init(params), params)
+    params = optax.apply_updates(params, updates)
+    unclipped, _ = jax.jit(wrapped.update)(grads, state, params)
+    clipped, _ = jax.jit(tx.update)(grads, (state, clip.init(params)), params, max_logits=statistics)
+    seen = optax.apply_updates(params, unclipped)
+    expected = muonjax.apply_qk_clip(seen, statistics, site, threshold)
+    assert float(jnp.max(maxima(expected) / maxima(seen) * statistics)) <= threshold * EXACT
+    found = optax.apply_updates(params, clipped)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (muonjax.muonclip(0.1, muonjax.mha_site()), "put it after: optax.chain"),
+        (muonjax.monitor(muonjax.adamclip(0.1, muonjax.mha_site())), "put it after: optax.chain"),
+        (optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), "put it around"),
+    ],
+)
+def test_a_clip_or_an_accumulation_inside_is_refused(inner, message):
+    params, *_ = multi_head()
+    with pytest.raises(ValueError, match=message):
+        muonjax.ema_nesterov(inner, 0.5).init(params)
+
+
+def test_the_mean_is_sharded_as_its_parameter():
+    params = {"dense": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}}
+    specs = {"dense": {"kernel": P("fsdp"), "bias": P()}}
+    distribution = muonjax.Distribution(make_mesh(fsdp=4), specs)
+    tx = muonjax.ema_nesterov(muonjax.muon(0.1, distribution=distribution), 0.5)
+    shardings = muonjax.state_shardings(tx, params, distribution)
+    assert shardings.ema["dense"]["kernel"].spec == P("fsdp", None)
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    after = jax.jit(tx.update, out_shardings=(None, shardings))(params, state, params)[1]
+    assert after.ema["dense"]["kernel"].addressable_shards[0].data.shape == (2, 16)
+
+
+def test_beta_may_be_traced():
+    tree = {"w": normal(3, 4)}
+    injected = optax.inject_hyperparams(lambda beta: muonjax.ema_nesterov(sgd(), beta))(0.4)
+    for a, b in zip(
+        trajectory(injected, tree, 3), trajectory(muonjax.ema_nesterov(sgd(), 0.4), tree, 3), strict=True
+    ):
+        np.testing.assert_allclose(a["w"], b["w"], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: muonjax.ema_nesterov(sgd(), 1.0), r"beta=1.0.* must be in \[0, 1\)"),
+        (lambda: muonjax.ema_nesterov(sgd(), 0.5, decay=1.0), r"decay=1.0.* must be in \[0, 1\)"),
+        (lambda: muonjax.ema_nesterov_params(sgd().init({"w": jnp.ones(2)}), {"w": jnp.ones(2)}), "finds 0"),
+        (
+            lambda: muonjax.ema_nesterov_params(
+                muonjax.ema_nesterov(sgd(), 0.5).init({"w": jnp.ones(2)}), {"w": jnp.ones(3)}
+            ),
+            "of other shapes",
+        ),
+    ],
+)
+def test_mistakes_say_what_to_give(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

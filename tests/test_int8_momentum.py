@@ -1,0 +1,317 @@
+"""Momentum in int8: its rounding, its bytes, and all that reads an optimizer's state."""
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import muonjax
+from benchmarks.common import hlo_counts
+from muonjax import NewtonSchulz
+from muonjax._int8_momentum import block_size, dequantize, quantize
+from tests.mesh.layouts import make_mesh, put, under
+from tests.oracles import normal
+from tests.tiers import thorough
+
+SHORT = NewtonSchulz(num_steps=1, deflation=0)  # for what is around the orthogonalization
+SITES = muonjax.mha_site()
+
+
+def params():
+    shapes = {"attention": {name: {"kernel": (8, 2, 64)} for name in ("query", "key")}}
+    shapes |= {"up": {"kernel": (8, 256), "bias": (256,)}, "down": {"kernel": (64, 130)}}
+    return jax.tree.map(lambda s: normal(*s, seed=len(s)), shapes, is_leaf=lambda s: isinstance(s, tuple))
+
+
+def gradients(step, tree):
+    return jax.tree.map(lambda p: normal(*p.shape, seed=step + p.size, dtype=p.dtype), tree)
+
+
+def numpy_rounded(x):
+    """`quantize` and back, in float64."""
+    blocks = x.reshape(*x.shape[:-1], -1, block_size(x.shape[-1]))
+    unit = np.abs(blocks).max(-1, keepdims=True) / 127
+    return (np.round(blocks / np.where(unit == 0, 1, unit)) * unit).reshape(x.shape)
+
+
+def momenta(state):
+    def is_trace(node):
+        return isinstance(node, (optax.TraceState, muonjax.Int8TraceState))
+
+    return [node for node in jax.tree.leaves(state, is_leaf=is_trace) if is_trace(node)]
+
+
+def members(tx, tree, steps=3, **extra):
+    state, update = tx.init(tree), jax.jit(tx.update)
+    for step in range(steps):
+        updates, state = update(gradients(step, tree), state, tree, **extra)
+        tree = optax.apply_updates(tree, updates)
+    return tree, state
+
+
+# The format
+
+
+@pytest.mark.parametrize(
+    ("length", "size"),
+    [(768, 128), (64, 64), (100, 100), (130, 65), (1, 1), (12, 12), (257, 257), (50304, 128), (11008, 128)],
+)
+def test_blocks_divide_the_axis_and_are_not_short(length, size):
+    assert block_size(length) == size
+
+
+@pytest.mark.parametrize("shape", [(3, 256), (5,), (), thorough((2, 3, 130)), thorough((4, 1))])
+def test_rounding_is_at_most_half_a_unit(shape):
+    x = np.asarray(normal(*shape), np.float64)
+    found = jax.jit(lambda x: dequantize(*quantize(x)))(jnp.float32(x))
+    assert found.shape == shape
+    largest = np.max(np.abs(x), axis=-1, keepdims=True) if shape else np.abs(x)
+    assert (np.abs(np.asarray(found) - x) <= largest / 127 * 0.501).all()
+
+
+@pytest.mark.nan("put in, and expected")
+def test_extremes_stay_in_their_block():
+    x = jnp.stack([normal(128), jnp.zeros(128), 1e30 * normal(128), 1e-30 * normal(128)])
+    x = x.reshape(2, 256).at[0, 3].set(jnp.nan)
+    found = np.asarray(jax.jit(lambda x: dequantize(*quantize(x)))(x)).reshape(4, 128)
+    assert np.isnan(found[0]).all()  # never hidden
+    assert not found[1].any()
+    for row, size in ((2, 1e30), (3, 1e-30)):
+        np.testing.assert_allclose(found[row] / size, normal(128), atol=0.02)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_three_steps_equal_float64(nesterov):
+    tree = {"w": normal(4, 256)}
+    tx = muonjax.trace(0.9, nesterov, jnp.int8)
+    state, update = tx.init(tree), jax.jit(tx.update)
+    momentum = np.zeros((4, 256))
+    for step in range(3):
+        g = normal(4, 256, seed=step)
+        updates, state = update({"w": g}, state)
+        exact = 0.9 * momentum + np.asarray(g, np.float64)
+        ahead = np.asarray(g, np.float64) + 0.9 * exact if nesterov else exact
+        # The update is taken before the rounding.
+        np.testing.assert_allclose(updates["w"], ahead, atol=1e-5)
+        momentum = np.asarray(dequantize(state.trace["w"], state.scale["w"]), np.float64)
+        difference = np.abs(momentum - numpy_rounded(exact))
+        unit = np.max(np.abs(exact)) / 127
+        assert np.mean(difference > 1e-5) < 0.01  # a tie that float32 decides the other way
+        assert np.max(difference) <= 1.01 * unit
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("name", ["muon", thorough("normuon"), thorough("muonclip"), thorough("muonh")])
+def test_a_parameter_costs_little_more_than_a_byte(name):
+    tree = {"attention": {n: {"kernel": jnp.ones((768, 12, 64))} for n in ("query", "key", "value")}}
+    tree["attention"]["out"] = {"kernel": jnp.ones((12, 64, 768))}
+    tree |= {"up": {"kernel": jnp.ones((768, 3072))}, "down": {"kernel": jnp.ones((3072, 768))}}
+    other = {"sites": SITES} if name == "muonclip" else {"adam": optax.sgd(0.1)} if name == "muonh" else {}
+    tx = getattr(muonjax, name)(0.1, mu_dtype=jnp.int8, **other)
+    (momentum,) = momenta(jax.eval_shape(tx.init, tree))
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(momentum))
+    assert held <= 1.04 * sum(x.size for x in jax.tree.leaves(tree))
+
+
+def test_an_update_keeps_no_copy_in_float32():
+    """Of temporary memory it takes what the same update of float32 momentum takes, and a part of one matrix."""
+    tree = {f"layer_{i}": jnp.ones((256, 512)) for i in range(12)}
+
+    def temporary(dtype):
+        tx = muonjax.muon(0.1, mu_dtype=dtype, newton_schulz=SHORT)
+
+        def step(grads, state, tree):
+            updates, state = tx.update(grads, state, tree)
+            return optax.apply_updates(tree, updates), state
+
+        state = jax.eval_shape(tx.init, tree)
+        compiled = jax.jit(step, donate_argnums=(1, 2)).lower(tree, state, tree).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(jnp.int8) <= temporary(jnp.float32) + 4 * 256 * 512
+
+
+# Optimizers and wrappers
+
+
+@pytest.mark.parametrize("name", ["muon", "normuon", "muonh", "muonclip"])
+def test_every_optimizer_takes_it(name):
+    tree = params()
+    other = {"sites": SITES} if name == "muonclip" else {}
+    other |= {"adam_learning_rate": 0.01} if name == "muonh" else {}
+    extra = {"max_logits": {"attention": jnp.asarray([1.0, 500.0])}} if name == "muonclip" else {}
+    results = []
+    for dtype in (jnp.int8, jnp.float32):
+        tx = getattr(muonjax, name)(0.05, mu_dtype=dtype, newton_schulz=SHORT, **other)
+        tree_after, state = members(tx, tree, **extra)
+        results.append(tree_after)
+        assert {x.dtype for x in jax.tree.leaves(momenta(state)[0].trace)} == {jnp.dtype(dtype)}
+    for p, a, b in zip(*map(jax.tree.leaves, (tree, *results)), strict=True):
+        assert float(jnp.linalg.norm(a - b)) <= 0.05 * float(jnp.linalg.norm(b - p))
+
+
+def test_it_works_in_scan_and_under_accumulation():
+    tree = {"w": normal(4, 256)}
+    inner = muonjax.muon(0.05, mu_dtype=jnp.int8, newton_schulz=SHORT)
+    tx = optax.MultiSteps(inner, 2).gradient_transformation()
+
+    def step(carry, g):
+        tree, state = carry
+        updates, state = tx.update({"w": g}, state, tree)
+        return (optax.apply_updates(tree, updates), state), None
+
+    grads = jnp.stack([normal(4, 256, seed=i) for i in range(4)])
+    (found, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, grads))((tree, tx.init(tree)))
+    state, expected = inner.init(tree), tree
+    for pair in (grads[:2], grads[2:]):
+        updates, state = jax.jit(inner.update)({"w": pair.mean(0)}, state, expected)
+        expected = optax.apply_updates(expected, updates)
+    np.testing.assert_allclose(found["w"], expected["w"], atol=1e-4)
+
+
+def test_the_monitor_measures_the_momentum():
+    tree = {"w": normal(64, 256)}
+    norms = []
+    for dtype in (jnp.int8, jnp.float32):
+        tx = muonjax.monitor(muonjax.muon(0.1, mu_dtype=dtype, newton_schulz=SHORT))
+        _, state = members(tx, tree, 1)
+        norms.append(float(state.statistics["muon"]["momentum_norm"]))
+    assert norms[1] > 1
+    np.testing.assert_allclose(*norms, rtol=1e-2)
+
+
+# Meshes
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_the_state_is_sharded_as_its_parameter_and_no_collective_is_added(axis_type):
+    tree = {"w": normal(16, 512), "v": normal(32, 256, seed=1)}
+    specs = {"w": P("fsdp", "tensor"), "v": P("tensor", "fsdp")}
+    mesh = make_mesh(axis_type, fsdp=2, tensor=2)
+    explicit = axis_type is AxisType.Explicit
+    distribution = None if explicit else muonjax.Distribution(mesh, specs)
+    everywhere = muonjax.Distribution(mesh, specs)
+    counts, results = [], []
+    for dtype in (jnp.int8, jnp.float32):
+        tx = muonjax.muon(0.1, mu_dtype=dtype, newton_schulz=SHORT, distribution=distribution)
+        with under(mesh):
+            there = put(tree, specs, mesh)
+            shardings = None if explicit else muonjax.state_shardings(tx, tree, everywhere)
+            state = jax.jit(tx.init, out_shardings=shardings)(there)
+            update = jax.jit(tx.update, out_shardings=(None, shardings)).lower(there, state, there).compile()
+            updates, after = update(there, state, there)
+        found = hlo_counts.count(update, devices=4)
+        counts.append((found.collectives, found.sent))
+        results.append(jax.tree.map(np.asarray, updates))
+        (momentum,) = momenta(after)
+        assert momentum.trace["w"].addressable_shards[0].data.shape == (8, 256)
+        if dtype == jnp.int8:
+            assert momentum.scale["w"].addressable_shards[0].data.shape == (8, 2)
+            assert momentum.scale["v"].addressable_shards[0].data.shape == (16, 1)
+    assert counts[0] == counts[1]
+    alone = muonjax.muon(0.1, mu_dtype=jnp.int8, newton_schulz=SHORT)
+    expected, _ = jax.jit(alone.update)(tree, alone.init(tree), tree)
+    for name in tree:
+        np.testing.assert_allclose(results[0][name], expected[name], atol=1e-5)
+
+
+def test_a_block_that_would_cross_a_shard_is_refused():
+    mesh = make_mesh(fsdp=2, tensor=2)
+    tree = {"w": jnp.ones((16, 128))}
+    distribution = muonjax.Distribution(mesh, {"w": P(None, "tensor")})
+    with pytest.raises(ValueError, match=r"\['w'\].*blocks of 128.*2 shards have 64.*jnp.bfloat16"):
+        muonjax.muon(0.1, mu_dtype=jnp.int8, distribution=distribution).init(tree)
+    explicit = make_mesh(AxisType.Explicit, fsdp=2, tensor=2)
+    sharded = jax.device_put(tree["w"], NamedSharding(explicit, P(None, "tensor")))
+    with jax.set_mesh(explicit), pytest.raises(ValueError, match="Shard another axis"):
+        muonjax.trace(0.9, accumulator_dtype=jnp.int8).init({"w": sharded})
+
+
+# Checkpoints and casts
+
+
+def test_a_state_changes_its_dtype_by_name():
+    tree = params()
+    wide, narrow = (muonjax.muon(0.05, mu_dtype=d, newton_schulz=SHORT) for d in (jnp.float32, jnp.int8))
+    _, state = members(wide, tree)
+    cast = muonjax.cast_momentum(state, jnp.int8)
+    assert jax.tree.structure(cast) == jax.tree.structure(narrow.init(tree))
+    back = muonjax.cast_momentum(cast, jnp.float32)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+        if a.ndim > 1:
+            np.testing.assert_allclose(a, numpy_rounded(np.asarray(b, np.float64)), atol=1e-5)
+        else:
+            np.testing.assert_array_equal(a, b)
+    found, expected = (
+        jax.jit(tx.update)(gradients(9, tree), s, tree)[0] for tx, s in ((narrow, cast), (wide, state))
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert float(jnp.linalg.norm(a - b)) <= 0.05 * float(jnp.linalg.norm(b))
+
+
+@pytest.mark.parametrize("name", ["muon", "muonclip", "chain"])
+def test_a_state_of_another_dtype_is_refused_with_the_call_that_converts_it(name):
+    tree = {"attention": params()["attention"]}
+
+    def optimizer(dtype):
+        if name == "chain":
+            return optax.chain(muonjax.trace(0.9, accumulator_dtype=dtype), optax.scale(-0.1))
+        sites = {"sites": SITES} if name == "muonclip" else {}
+        return getattr(muonjax, name)(0.1, mu_dtype=dtype, newton_schulz=SHORT, **sites)
+
+    extra = {"max_logits": {"attention": jnp.ones(2)}} if name == "muonclip" else {}
+    wide, narrow = optimizer(None), optimizer(jnp.int8)
+    with pytest.raises(
+        ValueError, match=r"in a float type; state = muonjax.cast_momentum\(state, jnp.int8\)"
+    ):
+        narrow.update(tree, wide.init(tree), tree, **extra)
+    with pytest.raises(ValueError, match=r"in int8; state = muonjax.cast_momentum\(state, jnp.float32\)"):
+        wide.update(tree, narrow.init(tree), tree, **extra)
+
+
+def test_checkpoints_bring_it_back_also_on_another_mesh(tmp_path):
+    tree, specs = {"w": normal(16, 512)}, {"w": P("fsdp", "tensor")}
+    distributions = [muonjax.Distribution(make_mesh(fsdp=a, tensor=b), specs) for a, b in ((4, 1), (2, 4))]
+    txs = [muonjax.muon(0.1, mu_dtype=jnp.int8, newton_schulz=SHORT, distribution=d) for d in distributions]
+    states = []
+    for tx, d in zip(txs, distributions, strict=True):
+        shardings = muonjax.state_shardings(tx, tree, d)
+        states.append(jax.jit(tx.init, out_shardings=shardings)(tree))
+    there = put(tree, specs, distributions[0].mesh)
+    _, state = jax.jit(txs[0].update)(there, states[0], there)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", states[1])
+    for a, b, like in zip(*map(jax.tree.leaves, (restored, state, states[1])), strict=True):
+        assert a.sharding == like.sharding
+        np.testing.assert_array_equal(a, b)
+    from_flax = flax.serialization.from_bytes(states[0], flax.serialization.to_bytes(state))
+    for a, b in zip(jax.tree.leaves(from_flax), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: muonjax.muon(0.1, mu_dtype=jnp.int16), TypeError, "must be a float type or jnp.int8"),
+        (
+            lambda: muonjax.muon(0.1, mu_dtype=jnp.int8).init({"w": jnp.ones((2, 2), jnp.complex64)}),
+            TypeError,
+            r"\['w'\] is complex64",
+        ),
+        (lambda: muonjax.cast_momentum({}, jnp.int8), ValueError, "finds no momentum"),
+        (lambda: muonjax.cast_momentum({}, jnp.int32), TypeError, "must be a float type or jnp.int8"),
+    ],
+)
+def test_mistakes_say_what_to_give(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
