@@ -27,15 +27,6 @@ class Policy:
         """Whether the rules for CPUs apply."""
         return self.platform == "cpu"
 
-    @property
-    def fast_cholesky(self) -> bool:
-        """Whether to factorize small matrices; otherwise products alone.
-
-        NVIDIA's and AMD's libraries factorize a batch in one launch; XLA's own loops elsewhere cost more than
-        products (counted: a TPU runs the loops of products nearly for free).
-        """
-        return self.platform == "gpu"
-
     def compute_dtype(
         self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None
     ) -> jnp.dtype:

@@ -271,28 +271,10 @@ MUTATIONS = [
         "the last matrix of a stack updated in place",
     ),
     Mutation(
-        _NS + "thin_deflation.py",
-        "minus_p = dot(v, target * root - identity_like(root))",
-        "minus_p = dot(v, identity_like(root) - target * root)",
-        "dominant directions shrink",
-    ),
-    Mutation(
         _NS + "half_precision.py",
         "jnp.maximum(s - bound**0.25, 0)",
         "s",
         "the largest eigenvalue is not one of the others",
-    ),
-    Mutation(
-        _NS + "thin_deflation.py",
-        "scale * (jnp.sqrt(unit) / target)",
-        "scale * jnp.sqrt(unit)",
-        "the target singular value is 1",
-    ),
-    Mutation(
-        _NS + "thin_deflation.py",
-        "ridge = _RIDGE * gram + jnp.finfo(gram.dtype).eps ** 3",
-        "ridge = _RIDGE * gram",
-        "zero columns can be factorized",
     ),
     Mutation(
         _NS + "inverse_root.py",
@@ -305,18 +287,6 @@ MUTATIONS = [
         "start = scaled(h, unit) + _RIDGE * eye, scaled(eye, jnp.sqrt(unit))",
         "start = scaled(h, unit) + _RIDGE * eye, scaled(eye, unit)",
         "the scale of the inverse root",
-    ),
-    Mutation(
-        _NS + "inverse_root.py",
-        "return poles, np.array(weights) / value.max()",
-        "return poles, np.array(weights) / value.min()",
-        "the rational function is nowhere above",
-    ),
-    Mutation(
-        _NS + "inverse_root.py",
-        "poles, zeros = (lower * tangents[start::2] ** 2 for start in (0, 1))",
-        "zeros, poles = (lower * tangents[start::2] ** 2 for start in (0, 1))",
-        "poles and zeros",
     ),
     Mutation("muonjax/_policy.py", "return n > 1.5 * m", "return n > 15 * m", "which last steps are joined"),
     Mutation(

@@ -32,8 +32,8 @@ def state_shardings(
 
     Returns:
       A tree of `NamedSharding`s like `tx.init(params)`. What `tx.init` makes with explicit axis types stays as it is.
-      Otherwise a leaf whose path ends in a parameter's path, and which has its shape, is sharded as the parameter; so are
-      the scales of int8 momentum; all else is replicated.
+      Otherwise a leaf whose path ends in a parameter's path, and which has its shape, is sharded as the parameter;
+      so are the scales of int8 momentum; all else is replicated.
 
     Raises:
       ValueError: If the specs do not fit the parameters, or nothing says how these are sharded.

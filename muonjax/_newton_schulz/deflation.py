@@ -91,7 +91,7 @@ def shave(
         """X B^H. Not X (X^H V) as a whole: it would transpose X, which takes longer than the rest."""
         return over_columns(dot.with_adjoint(x, b))
 
-    start = _like(x[..., :1], random_signs(x.shape[-2], rank))
+    start = _like(x[..., :1], random_start(x.shape[-2], rank))
     v = _dominant_subspace(lambda v: lift(project(v)), start, num_steps=1)
     b = project(v)
     _, d = _shrinking(v, lift(b))
@@ -107,7 +107,7 @@ def shrink_dominant(gram: Inexact[Array, "*batch m m"], rank: int, platform: str
       rank: k, in 1..m.
       platform: Of the device.
     """
-    start = _like(gram[..., :rank], random_signs(gram.shape[-1], rank))
+    start = _like(gram[..., :rank], random_start(gram.shape[-1], rank))
     v = _dominant_subspace(lambda v: dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
     av = dot(gram, v)
     h, d = _shrinking(v, av)
@@ -169,13 +169,17 @@ def _dominant_subspace(
     return jax.lax.fori_loop(0, num_steps, subspace_step, start)
 
 
-def random_signs(m: int, k: int) -> Float32[Array, "m k"]:
-    """Fixed random signs: the start of the subspace iteration, the same on every device."""
+def random_start(m: int, k: int) -> Float32[Array, "m k"]:
+    """Fixed random numbers in [-1, 1): the start of the subspace iteration, the same on every device.
+
+    Not signs: with few columns two rows of these can be equal, and what lies in both can't be told apart.
+    """
     # The finalizer of MurmurHash3 on a counter: jax.random's generators take longer to compile than all the rest.
     h = jax.lax.iota(jnp.uint32, m * k) + jnp.uint32(1)
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    return jnp.where(h >> 31, jnp.float32(1), jnp.float32(-1)).reshape(m, k)
+    h = jax.lax.bitcast_convert_type(h ^ (h >> 16), jnp.int32)
+    return (h.astype(jnp.float32) * jnp.float32(2.0**-31)).reshape(m, k)
 
 
 def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:

@@ -36,6 +36,10 @@ from pallas_kernels._xla_workarounds import over_first
 # taken for zero.
 _MAGNIFIED = 16.0
 
+# The fourth power of the bound is larger by this number. For a matrix of rank one the bound is the singular value
+# itself, rounding does not average out where entries are equal, and the first polynomial multiplies an excess by 24.
+_ABOVE_ROUNDING = 1.05
+
 # How large the product of the factors a of two or three joined steps, without the last, may be: it multiplies rounding
 # errors. With 4.07 (two of three Polar Express steps) the polar error rises by 0.05 where all singular values are
 # equal, with 15.9 (three of four) by 0.025; with 11.9 (Jordan's) the largest singular value rises by 0.02 (emulated).
@@ -134,8 +138,7 @@ def iterate(
     rank = min(settings.deflation, m // 8)
     scale_of = functools.partial(power_of_two_scale, axis_name=axis_name)
     if rank:
-        stays_tall = tall and not products.by_kernel
-        z, basis = deflate(x, rank, dtype, policy, products.over_columns, scale_of, tall=stays_tall)
+        z, basis = deflate(x, rank, dtype, products.over_columns, scale_of)
     else:
         z, basis = (scale_of(x) * x).astype(dtype), None
     q, z = _steps(products, z, settings.steps, basis, _joined(settings, policy, m, columns))
@@ -183,6 +186,7 @@ def _steps(
     fourth = jnp.where(fourth == 0, 1, fourth)
     if basis is not None and basis.shape[-1] > 1:
         fourth = _without_others(products, r, fourth, basis)
+    fourth = _ABOVE_ROUNDING * fourth
     unit = fourth**-0.25
     factor = math.prod(a for a, _, _ in steps) * fourth**-0.125
     factors = [None] * (len(steps) - 1) + [factor]  # of 1 + Q, for the last step alone

@@ -1,7 +1,7 @@
 """Small functions in which names, sizes and first appearances mislead, with what is right for each parameter.
 
 A matrix is written by its axes, "0 | 1" (summed | given), with its parts behind a slash: "0 | 1 / 3 of 1" are three of
-equal size along axis 1. Everything else is a word of the reason for which Adam gets the parameter; "refused" is an error.
+equal size along axis 1. Everything else is a word of the reason why Adam gets the parameter; "refused" is an error.
 """
 
 from __future__ import annotations

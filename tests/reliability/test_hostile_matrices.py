@@ -1,0 +1,83 @@
+"""Every finite matrix gives a finite update on the accelerators' path, as close to the polar factor as is stated."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import muonjax
+import muonjax._orthogonalize
+from benchmarks.common import hostile
+from benchmarks.optimizer.half_precision import EMULATED, PRESETS
+from muonjax._newton_schulz.coefficients import evaluate
+from muonjax._newton_schulz.iteration import polar_factor
+from muonjax._policy import Policy
+from tests.tiers import nightly, thorough
+
+PLATFORMS = ("gpu", "tpu")
+# What rounding to bfloat16 may add to the error of the polynomials. Where entries are equal it does not average out.
+ROUNDING = 0.15
+TOP = 1.2
+LOWER = {"fast": 2e-2, "balanced": 1e-2}
+
+
+# Short sides with both neighbours of each switch: 8 (deflation), 16 (of two directions), 512 (its largest rank).
+QUICK = (9, 136, 160)
+THOROUGH = (1, 2, 7, 8, 15, 16, 17, 24, 63, 64, 72, 96, 128, 200, 256, 320)
+NIGHTLY = sorted({*range(1, 321), 511, 512, 520} - {*QUICK, *THOROUGH})
+SIDES = [*QUICK, *map(thorough, THOROUGH), *map(nightly, NIGHTLY)]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=EMULATED)
+def orthogonalize(x, platform, preset):
+    one = functools.partial(polar_factor, settings=PRESETS[preset], policy=Policy(platform))
+    return jax.lax.map(one, x)
+
+
+def check(x, y, preset):
+    """Finite; nothing above `TOP`; what lies in the preset's interval, as close to one as its polynomials are."""
+    assert np.isfinite(y).all()
+    x = np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x)  # as in every product on most devices
+    if not x.any():
+        assert not y.any()
+        return
+    u, s, vh = np.linalg.svd(x / np.abs(x).max(), full_matrices=False)
+    assert np.linalg.norm(y, 2) <= TOP
+    inside = s / np.linalg.norm(s, 8) >= LOWER[preset]
+    at = np.geomspace((s / np.linalg.norm(s, 8))[inside].min(), 1.01, 2_000)
+    error = np.abs(evaluate(PRESETS[preset].steps, at) - 1).max()
+    found = u[:, inside].T @ y @ vh[inside].T - np.eye(inside.sum())
+    assert np.linalg.norm(found) <= (error + ROUNDING) * np.sqrt(inside.sum())
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("m", SIDES)
+def test_hostile_matrices(m, platform):
+    # Wide ones join their last steps.
+    n, preset = (2 * m, "balanced") if m % 2 else (m, "fast" if m % 4 else "balanced")
+    matrices = hostile.matrices(m, n, np.random.default_rng(m))
+    y = np.asarray(orthogonalize(jnp.stack(list(matrices.values())), platform, preset), np.float64)
+    failed = {}
+    for (name, x), result in zip(matrices.items(), y, strict=True):
+        try:
+            check(x.astype(np.float64), result, preset)
+        except AssertionError as error:
+            failed[name] = str(error).splitlines()[0]
+    assert not failed
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_rank_one_momentum_of_a_whole_optimizer(platform, monkeypatch):
+    """The gradients of layers that see one input, as they came from users."""
+    monkeypatch.setattr(muonjax._orthogonalize, "policy_of", lambda *_, **__: Policy(platform))
+    tx = muonjax.orthogonalize()
+    row = jax.random.normal(jax.random.key(0), (256,))
+    matrices = {
+        "constant": jnp.full((768, 768), 0.37),
+        "rows alike": jnp.outer(jnp.ones(256), row),
+        "almost constant": 1 + 1e-3 * jax.random.normal(jax.random.key(1), (256, 256)),
+    }
+    updates = jax.jit(lambda tree: tx.update(tree, tx.init(tree))[0])(matrices)
+    assert all(bool(jnp.isfinite(y).all()) for y in jax.tree.leaves(updates))
