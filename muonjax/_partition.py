@@ -9,6 +9,7 @@ import optax
 
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
 from muonjax._routing.dimension_numbers import dimension_numbers as route
+from muonjax._routing.parameters import check_parameters
 from muonjax._trees import flatten_paths, is_masked
 
 
@@ -53,6 +54,7 @@ def _route(numbers: DimensionNumbersTree | None, tree: Any, call: str, *, warn: 
     """Dimension numbers, and a function that returns the label "muon" or "adam", for every leaf of `tree`."""
     source = route if numbers is None else numbers
     treedef = jax.tree.structure(tree)
+    check_parameters(tree, call)
     for path, leaf in flatten_paths(tree).items():
         if callable(leaf):
             raise TypeError(

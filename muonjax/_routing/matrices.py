@@ -345,19 +345,6 @@ def is_first_factor(p: Parameter) -> bool:
     return bool(re.search(r"(?:^|_)(?:a|down|w[12]_?a)(?:_[a-z]+)?$", words(p.path)[-1].lower()))
 
 
-def depthwise(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> bool:
-    """Whether a convolution has one input channel per output, or one in all."""
-    if p.role is CONVOLUTION and len(p.shape) == 2:  # (window, channels), as a temporal convolution has it
-        return min(p.shape) <= 8 and 8 * min(p.shape) <= max(p.shape)
-    if p.role.layouts or p.role not in (CONVOLUTION, UNKNOWN) or len(p.shape) < 3:
-        return False
-    rows = _axes(numbers.reduction_axis)
-    if len(rows) < 2:
-        return False
-    outputs_first = _axes(numbers.output_axis) == (0,)
-    return p.shape[rows[0] if outputs_first else rows[-1]] == 1
-
-
 def _axes(axes: int | Sequence[int]) -> tuple[int, ...]:
     return (axes,) if isinstance(axes, int) else tuple(axes)
 
