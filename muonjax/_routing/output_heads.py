@@ -37,14 +37,15 @@ Path = tuple[str, ...]
 _END = re.compile(
     r"(?!pre_)(\w+_)?(outs?|outputs?|logits?|heads?|final|last|predict\w*|classif\w*)(_\w+)?|top|readout|softmax|to_\w+"
     r"|(\w+_)?dec(oder?s?)?(_\w*mlp)?|gen(erator)?|disc(riminator)?|(\w+_)?(critics?|actors?|policy|pol|pi|value|reward)(_\w+)?"
-    r"|v|vs|vf|q|qs|qf|q_?(net|nets|network|values?|function|fn)|adv(antage)?|(text|image|visual|vision)_proj(ection)?|mu|mean|std|stddev|sigma|action\w*|eps|noise|score"
+    r"|v|vs|vf|q|qs|qf|q_?(net|nets|network|values?|function|fn)|adv(antage)?|(text|image|visual|vision)_proj(ection)?|mu|mean|(log_?)?std|stddev|sigma|action\w*|eps|noise|score"
 )
 # What is split, added or concatenated before use, and parts of a model that others continue.
 _HIDDEN = re.compile(
     r"(\w+_)?(in|inputs?|up|gate|down|wi|router|att(n|en)\w*|enc(oder?s?)?|tower|branch|trunk|torso|backbone|stem|bottom|log_?var|var"
     r"|features?|extractor|embed\w*|emb|patch\w*|film|hyper\w*|proj_in)(_\w+)?|(ada|cond|modulat|time|scale_shift)\w*"
 )
-_PLAIN = re.compile(r"dense|linear|lin|fc|proj|projection|layers?|top|predictions")
+_PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions")
+_PROJECTION = re.compile(r"proj|projection")
 _ATTENTION = re.compile(r"att(n|en)", re.I)
 _LATENT = re.compile(r"(\w+_)?(log_?var|var)")
 
@@ -152,7 +153,7 @@ class _Model:
             return []
         latent = any(_LATENT.fullmatch(stem) for where, stem in self.series if where == scope)
         own, last = bool(_END.fullmatch(_stem(p))) and not latent, self._is_last(p)
-        sizes = untaken or ([_VOCABULARY] if self._gives_what_the_model_takes(p, own, last) else [])
+        sizes = untaken or ([_VOCABULARY] if self._gives_what_the_model_takes(p, own or scope != self.root, own or last) else [])
         names = [_NAME] if own or (last and scope != self.root) else []
         return (names + ([_LAST] if last else []) + sizes) if sizes else []
 
@@ -169,7 +170,8 @@ class _Model:
         if any(self._sides(q)[0] == columns for q in others):
             return False
         if len(layers) == 1:
-            return bool(_PLAIN.fullmatch(_stem(p) or "layers"))
+            plain = _PLAIN.fullmatch(_stem(p) or "layers")
+            return bool(plain or (_scope(p) != self.root and _PROJECTION.fullmatch(_stem(p))))
         later = [q for q in layers if _number(q) > _number(p)]
         if not later:
             return True
@@ -191,20 +193,16 @@ class _Model:
         )  # 120 may be 96 and 24, put together
         return not any(given[width - columns] > 0 for width in orphans if width > columns)
 
-    def _gives_what_the_model_takes(self, p: Parameter, own: bool, last: bool) -> bool:
+    def _gives_what_the_model_takes(self, p: Parameter, named: bool, end: bool) -> bool:
+        """Whether a layer undoes an embedding, or alone gives what others take, as an autoencoder's last layer does."""
         rows, columns = self._sides(p)
-        if self.named and not own:
+        if self.named and not named:
             return False  # where a head is named there is no other
+        matrices = [q for q in self.parameters if self.numbers[q.path] and q is not p]
         if (columns, rows) in self.tables:
-            return rows != columns or own or len(self.series[_scope(p), _stem(p)]) > 1
-        convolutions = any(len(p.shape) > 3 for p in self.parameters if self.numbers[p.path])
-        return (
-            (last or own)
-            and not convolutions
-            and self.given[columns] == 1
-            and self.taken[columns] > 0
-            and rows != columns
-        )
+            return rows != columns or bool(matrices)
+        cyclic = self.given[columns] == 1 and self.taken[columns] > 0 and rows != columns
+        return end and cyclic and all(len(q.shape) < 4 for q in matrices)
 
     def _is_dense(self, p: Parameter) -> bool:
         """Whether this is one layer's dense kernel, of one column too."""
