@@ -41,7 +41,7 @@ _END = re.compile(
 )
 # What is split, added or concatenated before use, and parts of a model that others continue.
 _HIDDEN = re.compile(
-    r"(\w+_)?(in|inputs?|up|gate|down|wi|router|att(n|en)\w*|enc(oder?s?)?|tower|branch|trunk|torso|backbone|stem|bottom|log_?var|var"
+    r"(\w+_)?(block|in|inputs?|up|gate|down|wi|router|att(n|en)\w*|enc(oder?s?)?|tower|branch|trunk|torso|backbone|stem|bottom|log_?var|var"
     r"|features?|extractor|embed\w*|emb|patch\w*|film|hyper\w*|proj_in)(_\w+)?|(ada|cond|modulat|time|scale_shift)\w*"
 )
 _PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions")
@@ -153,7 +153,8 @@ class _Model:
             return []
         latent = any(_LATENT.fullmatch(stem) for where, stem in self.series if where == scope)
         own, last = bool(_END.fullmatch(_stem(p))) and not latent, self._is_last(p)
-        sizes = untaken or ([_VOCABULARY] if self._gives_what_the_model_takes(p, own or scope != self.root, own or last) else [])
+        cyclic = self._gives_what_the_model_takes(p, own or scope != self.root, own or last)
+        sizes = untaken or [_VOCABULARY] * cyclic
         names = [_NAME] if own or (last and scope != self.root) else []
         return (names + ([_LAST] if last else []) + sizes) if sizes else []
 
@@ -212,9 +213,10 @@ class _Model:
         return plain and len(p.leaf_shape) == 2 and (bool(self.numbers[p.path]) or 1 in p.shape)
 
     def _is_layer(self, p: Parameter) -> bool:
-        return p.role.name in ("embedding", "output head") or (
-            self.numbers[p.path] is not None and p.role is not ADAPTER
-        )
+        """Whether a parameter may lead to a head: a table of tokens, a matrix, another head; no adapter."""
+        if p.role.name == "embedding":
+            return not is_position(p.path)
+        return p.role is HEAD or (self.numbers[p.path] is not None and p.role is not ADAPTER)
 
     def is_multiple(self, p: Parameter) -> bool:
         """Whether a layer's output may be split into parts of a width that others take."""
