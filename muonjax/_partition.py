@@ -11,6 +11,7 @@ import optax
 from muonjax._int8_momentum import check_kind
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
 from muonjax._routing.dimension_numbers import dimension_numbers as route
+from muonjax._routing.parameters import check_parameters
 from muonjax._trees import flatten_paths, is_masked
 from muonjax._update_arguments import check_order, is_trainable, other_state, with_gradients
 
@@ -74,6 +75,7 @@ def _route(
     """Dimension numbers and the label, "muon", "adam" or "fixed", for every leaf of `tree`, the parameters' tree."""
     source = route if numbers is None else numbers
     treedef = jax.tree.structure(tree)
+    check_parameters(tree, call)
     for path, leaf in flatten_paths(tree).items():
         if callable(leaf):
             raise TypeError(

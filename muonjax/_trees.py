@@ -30,8 +30,12 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
     Two leaves or modules never have the same "/"-joined names: where {"a/b": x, "a": {"b": y}} would give both "a/b",
     the name that contains the slash is quoted, "'a/b'". An attribute called `value` beside others, as an attention
     module of dataclasses has it, is a name and not a box.
+
+    A key that is a tuple is a path, as in Flax's `flatten_dict`; so is the path in a list of pairs (path, array) and
+    in an `nnx.FlatState`.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
+    found = [(_named(path, tree), leaf) for path, leaf in found]
     below = Counter(path[:-1] for path, _ in found)  # a box holds one leaf
     plain = [names(path) if below[path[:-1]] == 1 else _all_names(path) for path, _ in found]
     if any("/" in name for path in plain for name in path):
@@ -135,5 +139,32 @@ class _Entry:
         self.value = value
 
 
+def _named(path: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
+    """The key path with the path that a flat tree keeps beside its arrays in place of an index."""
+    index = getattr(path[0], "key", getattr(path[0], "idx", None)) if path else None
+    if isinstance(index, int) and hasattr(tree, "paths") and not hasattr(tree, "dtype"):
+        return (jax.tree_util.DictKey(tuple(tree.paths[index])), *path[1:])
+    is_array = isinstance(tree, list) and len(path) > 1 and getattr(path[1], "idx", None) == 1
+    if is_array and isinstance(index, int) and _is_pair(tree[index]):
+        return (jax.tree_util.DictKey(tree[index][0]), *path[2:])
+    return path
+
+
+def _is_pair(node: Any) -> bool:
+    """Whether this is (path, array), the path a string or a tuple of names, indices or JAX's keys."""
+    if type(node) is not tuple or len(node) != 2:
+        return False
+    keys = node[0] if isinstance(node[0], tuple) else (node[0],)
+    kinds = str | int | jax.tree_util.DictKey | jax.tree_util.SequenceKey | jax.tree_util.GetAttrKey
+    return bool(keys) and all(isinstance(key, kinds) for key in keys)
+
+
 def _all_names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+    return tuple(name for key in path for name in _names_of(key))
+
+
+def _names_of(key: Any) -> tuple[str, ...]:
+    inner = getattr(key, "key", None)
+    if isinstance(inner, tuple):
+        return tuple(name for part in inner for name in _names_of(part))
+    return (str(key) if isinstance(key, str | int) else jax.tree_util.keystr((key,), simple=True),)

@@ -3,17 +3,19 @@
 The evidence, in this order; what comes first decides:
 
   1. a rule of the caller's; its leaf is no evidence for others;
-  2. the layer's type, where an NNX module is given; the names of the axes, where the array carries them;
-  3. the names in the path: what the parameter is (`roles`);
+  2. the layer's type, where a module is given; the names of the axes, where the array carries them;
+  3. the names in the path: what the parameter is (`roles`), if its shape fits;
   4. which axes count layers: all parameters of a scanned module have one axis more (`stacked_layers`);
   5. its bias, its attention's other projections, its adapter's other factor, the order of axes in the rest of the tree,
      and last its own shape (`matrices`);
   6. whether it is an end of the model: a patch embedding or an output head (`output_heads`).
 
-What none of them tells is refused, with a rule that decides it. Names and shapes only; Flax is not needed.
+What none of them tells is refused, with a rule that decides it. Sizes alone decide nothing: where only they speak for
+an output head, a warning says so.
 """
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -27,21 +29,25 @@ from muonjax._matrix_view import (
     FusedDimensionNumbers,
     MuonDimensionNumbers,
 )
-from muonjax._routing.matrices import depthwise, is_broadcast, is_dense_general, matrices
+from muonjax._routing.matrices import is_broadcast, is_dense_general, matrices
 from muonjax._routing.named_axes import by_axis_names, named_axes
-from muonjax._routing.output_heads import is_input_patches, output_heads
+from muonjax._routing.output_heads import depthwise, is_input_patches, output_heads
+from muonjax._routing.parameters import check_parameters, is_name, tables
 from muonjax._routing.roles import (
     CONVOLUTION,
     DENSE,
     EXPERTS,
     INTERLEAVED,
+    NORM,
     PATCHES,
+    TABLE,
     TOKENS,
     UNKNOWN,
     Role,
+    module,
     roles,
 )
-from muonjax._routing.rules import Rules, apply_rules, check_rule, undecided_message
+from muonjax._routing.rules import Rules, apply_rules, chances_message, check_rule, undecided_message
 from muonjax._routing.siblings import Parameter, Siblings
 from muonjax._routing.stacked_layers import unstack
 from muonjax._trees import dtype_of, flatten_with_names, is_masked
@@ -116,8 +122,26 @@ def dimension_numbers(
 
 
 def numbers_tree(found: Sequence[Any], treedef: Any) -> Any:
-    """The tree of dimension numbers of what `routes` returns."""
+    """The tree of dimension numbers of what `routes` returns; `tabulate` can then say why."""
+    remember(found)
     return jax.tree.unflatten(treedef, [r.numbers if isinstance(r, Route) else r for r in found])
+
+
+_whys: dict[
+    tuple[Any, ...], str
+] = {}  # reasons of the last answers, which a tree of dimension numbers can't carry
+
+
+def remember(found: Sequence[Any]) -> None:
+    """Keeps the reasons of routes for `given`."""
+    if len(_whys) > 100_000:
+        _whys.clear()
+    _whys.update({(r.path, r.shape, str(r.numbers)): r.why for r in found if isinstance(r, Route)})
+
+
+def given(path: str, shape: tuple[int, ...], dtype: Any, numbers: DimensionNumbers | None) -> Route:
+    """The route of a leaf by dimension numbers of the caller's, with the reason of whoever made them."""
+    return Route(path, shape, dtype, numbers, _whys.get((path, shape, str(numbers)), "given"))
 
 
 def decays(params: Any) -> Any:
@@ -158,35 +182,37 @@ def routes(
     """
     if attention not in ("whole", "heads"):
         raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
+    check_parameters(params)
     paths, leaves, treedef = flatten_with_names(params)
     ruled = apply_rules(["/".join(path) for path in paths], rules)
-    known = known or {}
+    known = tables(params) | dict(known or {})
     axis_names = named_axes(params)
-    found: dict[tuple[str, ...], Route] = {}
+    found: dict[tuple[str, ...], tuple[DimensionNumbers | None, str]] = {}
     undecided: list[Parameter] = []
     for path, leaf, role in zip(paths, leaves, roles(paths), strict=True):
+        name = "/".join(path)
         if is_masked(leaf):
             continue
-        name, shape, dtype = "/".join(path), jnp.shape(leaf), dtype_of(leaf)
+        shape, dtype = _shape_and_dtype(leaf)
         if name in ruled:
             check_rule(name, shape, dtype, ruled[name])
-            found[path] = Route(name, shape, dtype, ruled[name], "rule")
-        elif not jnp.issubdtype(dtype, jnp.inexact):
-            found[path] = Route(name, shape, dtype, None, "not a floating-point leaf")
+            found[path] = ruled[name], "rule"
+        elif dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            found[path] = None, "not a floating-point leaf"
         elif path in axis_names:
-            numbers, why = by_axis_names(path, role, axis_names, attention)
-            found[path] = Route(name, shape, dtype, numbers, why)
+            found[path] = by_axis_names(path, role, axis_names, attention)
         else:
-            undecided.append(
-                Parameter(path, _better(role, known.get(name)), shape, tuple(range(len(shape))), shape)
-            )
-    decided = _decide_all(undecided, attention, scan_axis, head_sizes, outputs_first)
-    for path, leaf in zip(paths, leaves, strict=True):
-        if path in decided:
-            found[path] = Route("/".join(path), jnp.shape(leaf), dtype_of(leaf), *decided[path])
+            role = _better(role, known.get(name))
+            undecided.append(Parameter(path, role, shape, tuple(range(len(shape))), shape))
+    found |= _decide_all(_fitting(undecided), attention, scan_axis, head_sizes, outputs_first)
     return [
-        leaf if is_masked(leaf) else found[path] for path, leaf in zip(paths, leaves, strict=True)
+        leaf if is_masked(leaf) else Route("/".join(path), *_shape_and_dtype(leaf), *found[path])
+        for path, leaf in zip(paths, leaves, strict=True)
     ], treedef
+
+
+def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    return ((), None) if is_name(leaf) else (jnp.shape(leaf), dtype_of(leaf))
 
 
 def _decide_all(
@@ -198,21 +224,18 @@ def _decide_all(
 ) -> dict[tuple[str, ...], tuple[DimensionNumbers | None, str]]:
     parameters = unstack(undecided, scan_axis)
     siblings = Siblings(parameters, head_sizes, outputs_first)
-    decided: dict[tuple[str, ...], tuple[DimensionNumbers | None, str]] = {}
-    open_ones: list[Parameter] = []
-    for p in parameters:
-        found = _decide(p, siblings, attention, scan_axis)
-        if found is None:
-            open_ones.append(p)
-        else:
-            decided[p.path] = found
-    if open_ones:
-        raise ValueError(undecided_message(open_ones, attention))
-    for path, why in output_heads(
-        parameters, {path: numbers for path, (numbers, _) in decided.items()}
-    ).items():
-        decided[path] = (None, why)
-    return {p.path: (_on_leaf(decided[p.path][0], p.axes), decided[p.path][1]) for p in parameters}
+    decided = {p.path: _decide(p, siblings, attention, scan_axis) for p in parameters}
+    if refused := [p for p in parameters if decided[p.path] is None]:
+        raise ValueError(undecided_message(refused, attention))
+    found = {path: answer for path, answer in decided.items() if answer}
+    numbers = {path: answer[0] for path, answer in found.items()}
+    for path in depthwise(parameters, numbers):
+        numbers[path], found[path] = None, (None, "one input channel: depthwise")
+    heads, chances = output_heads(parameters, numbers)
+    found |= {path: (None, why) for path, why in heads.items()}
+    if chances:
+        warnings.warn(chances_message([p for p in parameters if p.path in chances], chances), stacklevel=2)
+    return {p.path: (_on_leaf(found[p.path][0], p.axes), found[p.path][1]) for p in parameters}
 
 
 def matrix_shape(shape: tuple[int, ...], numbers: DimensionNumbers) -> tuple[int, int, int]:
@@ -248,12 +271,31 @@ def matrix_shapes(shape: tuple[int, ...], numbers: DimensionNumbers) -> list[tup
 
 
 def _better(named: Role, known: Role | None) -> Role:
-    """A layer's type tells its axes; only names tell heads, fused parts and the vocabulary."""
-    if known is None or (known.muon and not named.muon):
+    """A layer's type tells its axes; only names tell heads, patches, masks and fused parts."""
+    if known is None or (
+        known.muon and not named.muon and named.name not in ("scale", "embedding", "position")
+    ):
         return named
     if named.parts > 1 and len(known.ranks) == 1 and known.ranks[0] not in named.ranks:
         return known
     return named if known.muon and (named.kind or named.parts > 1 or named is INTERLEAVED) else known
+
+
+def _fitting(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """The same parameters, without the roles that their shapes do not fit: a norm's weight has as many axes as its
+    bias, a table two and no bias (one as long as the vocabulary is that of a tied head)."""
+    biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
+    sizes = Counter(size for p in parameters if p.role.name != "bias" for size in set(p.shape))
+
+    def fits(p: Parameter) -> bool:
+        bias = biases.get(module(p.path))
+        if p.role is NORM:
+            return not bias or len(p.shape) == len(bias)
+        return p.role is not TABLE or (
+            sum(size > 1 for size in p.shape) <= 2 and (not bias or sizes[p.shape[0]] == 1)
+        )
+
+    return [p if fits(p) else p._replace(role=DENSE if p.role is NORM else UNKNOWN) for p in parameters]
 
 
 def _decide(
@@ -261,6 +303,8 @@ def _decide(
 ) -> tuple[DimensionNumbers | None, str] | None:
     """One leaf, as one layer sees it; None where nothing tells."""
     role, rank = p.role, len(p.shape)
+    if role is NORM and sum(size > 1 for size in p.shape) > 1 and siblings.bias(p) != p.shape:
+        return (None, role.name) if p.path[-1] != "kernel" else None
     if not role.muon:
         return None, role.name
     if rank < 2:
@@ -277,8 +321,6 @@ def _decide(
     numbers = None if p.stacked and not is_dense_general(p) else matrices(p, siblings, attention)
     if numbers is None:
         return None
-    if depthwise(p, siblings, numbers):
-        return None, "one input channel: depthwise"
     _, m, n = matrix_shape(p.shape, numbers)
     if min(m, n) == 1:
         return None, f"{role.name} with one {'row' if m == 1 else 'column'}"

@@ -37,7 +37,6 @@ from muonjax._routing.siblings import (
     has_heads_of_flax,
     is_bias_of_blocks,
     is_outputs_first,
-    is_pointwise,
     is_weight,
     is_window,
 )
@@ -162,8 +161,6 @@ def _is_transposed(p: Parameter) -> bool:
 
 def _attention(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
     """Query, key, value [d, heads, size] and output [heads, size, d], in the order that the siblings agree on."""
-    if is_pointwise(p.shape):
-        return _kernel(p, siblings)
     if len(p.shape) == 2:
         if attention == "heads" and p.role.kind != "out":
             return _folded_heads(p, siblings)
@@ -219,8 +216,6 @@ def _grouped_queries(p: Parameter, siblings: Siblings, attention: str) -> MuonDi
     keys = {kind: shape for kind, shape in shapes.items() if kind in ("key", "value")}
     orders = [a.projection for a in arrangements(keys, einsum=is_einsum(p))]
     found = {d for order in orders for d in _axes_of_features(p.shape, key, order)}
-    if len(found) > 1:  # Flax's order is likelier than others that fit
-        found = set(_axes_of_features(p.shape, key, orders[0]))
     if len(found) != 1:
         return None
     (d,) = found
@@ -244,15 +239,11 @@ def _axes_of_features(shape: Shape, key: Shape, order: str) -> list[int]:
 def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
     """Query, key and value as [d, 3·d], its transpose, with an axis of three, or with unequal parts."""
     shape, parts, out = p.shape, p.role.parts, siblings.attention(p).get("out", ())
-    if is_pointwise(shape):
-        numbers, last = _kernel(p, siblings), len(shape) - 1
-        whole = numbers == (tuple(range(last)), last) and shape[last] % parts == 0 and attention == "whole"
-        return FusedDimensionNumbers(*numbers[:2], parts, last) if numbers and whole else None
     batch = _parts_axis(p)
     if len(shape) == 2:
         numbers = _fused_flat(p, siblings, out)
         return numbers if attention == "whole" or numbers is None else _per_head(p, siblings, numbers)
-    if len(shape) == 3 and parts == 2 and shape[1] == 1:  # one head, both key and value
+    if len(shape) == 3 and unit(p.path)[1] == "wkv" and shape[1] == 1:  # one head, both key and value
         return MuonDimensionNumbers(0, (1, 2))
     if len(shape) == 3 and batch is not None:
         inner = [i for i in range(3) if i != batch]
@@ -343,19 +334,6 @@ def _adapter(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
 def is_first_factor(p: Parameter) -> bool:
     """Whether an adapter's factor is the one that sees the layer's input, [*in, rank]."""
     return bool(re.search(r"(?:^|_)(?:a|down|w[12]_?a)(?:_[a-z]+)?$", words(p.path)[-1].lower()))
-
-
-def depthwise(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> bool:
-    """Whether a convolution has one input channel per output, or one in all."""
-    if p.role is CONVOLUTION and len(p.shape) == 2:  # (window, channels), as a temporal convolution has it
-        return min(p.shape) <= 8 and 8 * min(p.shape) <= max(p.shape)
-    if p.role.layouts or p.role not in (CONVOLUTION, UNKNOWN) or len(p.shape) < 3:
-        return False
-    rows = _axes(numbers.reduction_axis)
-    if len(rows) < 2:
-        return False
-    outputs_first = _axes(numbers.output_axis) == (0,)
-    return p.shape[rows[0] if outputs_first else rows[-1]] == 1
 
 
 def _axes(axes: int | Sequence[int]) -> tuple[int, ...]:

@@ -1,31 +1,53 @@
 """Find the layers at the two ends of a model, which belong to Adam: patch embeddings and output heads.
 
-An output head is known by its name, by the vocabulary (a kernel [d, vocabulary] beside an embedding [vocabulary, d]),
-or because it is an end: no other parameter takes what it gives. The last is asked only of a plain dense kernel that is
-one of its kind and in no block, and whose output is no multiple of a width that others take (then it may be split or
-reshaped before use).
+The name of `lm_head` is enough (`roles`). Of any other dense layer two witnesses must agree, for one may be chance:
+
+  1. its name, or its module's, is that of an end: `out`, `final_layer/linear`, `q_net`, `decoder/Dense_1`;
+  2. it is the last of its kind, as Dense_4 of Dense_0 to Dense_4, where a model ends;
+  3. no other parameter takes what it gives, alone or in a concatenation;
+  4. it gives what the model takes: it is [d, vocabulary] beside a table [vocabulary, d], or an autoencoder's last.
+
+A layer that only sizes speak for stays with Muon, and a warning names it.
 """
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from muonjax._matrix_view import DimensionNumbers
 from muonjax._routing.roles import (
+    ADAPTER,
+    CONVOLUTION,
     DENSE,
+    EXPERTS,
+    HEAD,
     UNKNOWN,
     head_module,
-    is_head_scope,
     is_position,
-    is_under_embedding,
     module,
-    unit,
+    stem,
     words,
 )
 from muonjax._routing.siblings import Parameter, is_trailing_window, is_weight, is_window
 
 Path = tuple[str, ...]
+
+# The end of a model, or a part of it that is a model of its own.
+_END = re.compile(
+    r"(?!pre_)(\w+_)?(outs?|outputs?|logits?|heads?|final|last|predict\w*|classif\w*)(_\w+)?|top|readout|softmax|to_\w+"
+    r"|(\w+_)?dec(oder?s?)?(_\w*mlp)?|gen(erator)?|disc(riminator)?|(\w+_)?(critics?|actors?|policy|pol|pi|value|reward)(_\w+)?"
+    r"|v|vs|vf|q|qs|qf|q_?(net|nets|network|values?|function|fn)|adv(antage)?|(text|image|visual|vision)_proj(ection)?|mu|mean|(log_?)?std|stddev|sigma|action\w*|eps|noise|score"
+)
+# What is split, added or concatenated before use, and parts of a model that others continue.
+_HIDDEN = re.compile(
+    r"(\w+_)?(block|in|inputs?|up|gate|down|wi|router|att(n|en)\w*|enc(oder?s?)?|tower|branch|trunk|torso|backbone|stem|bottom|log_?var|var"
+    r"|features?|extractor|embed\w*|emb|patch\w*|film|hyper\w*|proj_in)(_\w+)?|(ada|cond|modulat|time|scale_shift)\w*"
+)
+_PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions")
+_PROJECTION = re.compile(r"proj|projection")
+_ATTENTION = re.compile(r"att(n|en)", re.I)
+_LATENT = re.compile(r"(\w+_)?(log_?var|var)")
 
 
 def is_input_patches(p: Parameter) -> bool:
@@ -36,138 +58,225 @@ def is_input_patches(p: Parameter) -> bool:
     if len(p.shape) not in (4, 5):
         return False
     *window, inputs, outputs = p.shape
-    if is_weight(p) and is_trailing_window(p.shape) and not is_window(p.shape):
+    if is_weight(p) and is_trailing_window(p.shape):
         outputs, inputs, *window = p.shape
     elif not is_window(p.shape):
         return False
-    if window[-1] % 2:
-        return False
-    large = window[-1] >= 8 and inputs <= 4 and outputs >= 128
-    return large or (is_under_embedding(p.path) and inputs <= 16)
+    named = any(re.search(r"embed|patch", name.lower()) for name in words(p.path)[-4:-1])
+    large = window[-1] >= 8 and outputs >= 128
+    return window[-1] % 2 == 0 and inputs <= 16 and (large or named)
+
+
+def depthwise(parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]) -> list[Path]:
+    """Convolutions of one input channel, which a depthwise one has for each output; but not a model's first one."""
+    inputs = {p.path: _input_channels(p, decided[p.path]) for p in parameters if decided[p.path]}
+    found = [p for p in parameters if inputs.get(p.path) == 1]
+    if len(found) == 1:
+        (p,) = found
+        others = [q for q in parameters if inputs.get(q.path, 0) > 1 and len(q.shape) == len(p.shape)]
+        beside = [q for q in others if _stem(q) == _stem(p) and _scope(q) == _scope(p)]
+        first = all(_number(p) < _number(q) for q in beside)
+        outermost = all(len(p.path) <= len(q.path) and inputs[q.path] > 4 for q in others)
+        if first and outermost and len(p.shape) > 2 and (len(p.shape) > 3 or beside):
+            return []
+    return [p.path for p in found]
+
+
+def _input_channels(p: Parameter, numbers: DimensionNumbers | None) -> int:
+    """The channels that a convolution's window sees; 0 for what is none."""
+    if p.role is CONVOLUTION and len(p.shape) == 2:  # (window, channels), as a temporal convolution has it
+        return int(min(p.shape) <= 8 and 8 * min(p.shape) <= max(p.shape))
+    rows = _axes(numbers.reduction_axis) if numbers else ()
+    if p.role.layouts or p.role not in (CONVOLUTION, UNKNOWN) or len(rows) < 2 or not numbers:
+        return 0
+    return p.shape[rows[0] if _axes(numbers.output_axis) == (0,) else rows[-1]]
 
 
 def output_heads(
     parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]
-) -> dict[Path, str]:
-    """Paths of kernels that are output heads though no name says so, and why."""
-    tables = [
-        p for p in parameters if p.role.name == "embedding" and len(p.shape) == 2 and not is_position(p.path)
-    ]
-    dense = [
-        p
-        for p in parameters
-        if decided[p.path] is not None and p.role in (DENSE, UNKNOWN) and len(p.shape) == 2
-    ]
-    found = {p.path: "output head: maps to the vocabulary" for p in dense if _is_vocabulary(p, tables)}
-    taken, given = _taken(parameters, decided), _given(parameters, decided)
-    heads: dict[Path, list[Parameter]] = {}
-    for p in parameters:
-        heads.setdefault(head_module(p.path), []).append(p)
-    taken_in = {head: _taken(inner, decided) if head else taken for head, inner in heads.items()}
-    alike = Counter((_without_numbers(p.path), p.shape) for p in parameters)
-    layers = Counter((re.sub(r"\d+", "#", "/".join(words(p.path))), p.shape) for p in parameters)
-    numbered = Counter(unit(p.path) for p in dense)
-    for p in dense:
-        rows, columns = (p.shape[axes] for axes in decided[p.path][:2])  # pyright: ignore
-        several = layers[re.sub(r"\d+", "#", "/".join(words(p.path))), p.shape] > 2  # a list of equal layers
-        plain = alike[_without_numbers(p.path), p.shape] == 1 and len(p.leaf_shape) == 2 and not several
-        in_head = head_module(p.path) and len(p.leaf_shape) == 2  # there may be one for each layer
-        tied = [
-            t for t in tables if t.shape == p.shape == (columns, rows) and unit(t.path)[0] == unit(p.path)[0]
-        ]
-        if plain and tied and columns not in taken and rows != columns:  # stored (out, in), as the table
-            found[p.path] = "output head: maps to the vocabulary"
-        if p.path in found or not (plain or in_head) or columns in taken_in[head_module(p.path)]:
+) -> tuple[dict[Path, str], dict[Path, str]]:
+    """Paths of the kernels that are output heads though their name alone does not say so, and why; and of those that
+    only sizes speak for, and what these say."""
+    model = _Model(parameters, decided)
+    heads, chances = {}, {}
+    for p in model.dense:
+        if decided[p.path] is None:
             continue
-        if not (given[rows] or taken[rows] > 1 or any(rows % size == 0 for size in given if size >= 16)):
-            continue  # nothing leads to it: a layer alone is no head
-        if (
-            in_head
-            or _is_after_last_norm(p, parameters)
-            or (
-                not _is_in_block(p.path)
-                and not re.search(r"att(n|en)", "/".join(words(p.path)).lower())
-                and not _SPLIT.fullmatch(unit(p.path)[1])
-                and not (_HIDDEN.fullmatch(unit(p.path)[1]) and numbered[unit(p.path)] == 1)
-                and not any(columns % size == 0 for size in taken if size >= 16)
-            )
-        ):
-            found[p.path] = "output head: no other parameter takes its output"
-    return found
+        found = model.witnesses(p)
+        if len(found) > 1:
+            heads[p.path] = "output head: " + ", ".join(found[:2])
+        elif found and found[0] in (_UNTAKEN, _VOCABULARY) and not model.is_multiple(p):
+            chances[p.path] = found[0]
+    return heads, {} if heads or model.has_head else chances
 
 
-def _is_after_last_norm(p: Parameter, parameters: Sequence[Parameter]) -> bool:
-    """Whether this is the only dense layer at the root of the model, without a telling name, beside a norm of what it
-    takes: the head, though its width is a multiple of another's."""
-    root, name = unit(p.path)
-    if name not in ("dense", "linear", "fc", "out", "output") or any(
-        words(q.path)[: len(root)] != root for q in parameters
-    ):
-        return False
-    beside = [q for q in parameters if module(q.path)[:-1] == root and q.path != p.path]
-    norms = [q for q in beside if q.role.name == "scale" and q.shape == p.shape[:1]]
-    return bool(norms) and not any(q.role in (DENSE, UNKNOWN) and len(q.shape) > 1 for q in beside)
+_NAME, _LAST = "by its name", "the last of its kind"
+_UNTAKEN, _VOCABULARY = "no other parameter takes its output", "gives what the model takes"
 
 
-# Their output may be split before use.
-_SPLIT = re.compile(r"(\w+_)?(up|gate|wi|w[123]|w[qkv]\w*|router|in|a|x|embed\w*|emb)(_\w+)?")
-# No end of a model, unless it is one of a numbered list, as Brax's last `hidden_3` is.
-_HIDDEN = re.compile(r"(\w+_)?(mlp|ffn?\w*|ffw|intermediate|hidden|down|wo)(_\w+)?")
+class _Model:
+    """The widths that the parameters of a tree take and give, and the modules where a model may end."""
 
+    def __init__(self, parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]):
+        self.numbers = decided
+        self.parameters = parameters
+        self.dense = [p for p in parameters if self._is_dense(p)]
+        self.tables = {p.shape for p in parameters if p.role.name == "embedding" and not is_position(p.path)}
+        self.taken, self.given = Counter(), Counter()
+        for p in parameters:
+            takes, gives = self._widths(p)
+            self.taken.update(takes)
+            self.given.update(gives)
+        self.root = self._ground(())
+        self.series: dict[tuple[Path, str], list[Parameter]] = defaultdict(list)
+        for p in self.dense:
+            self.series[_scope(p), _stem(p)].append(p)
+        for layers in self.series.values():
+            layers.sort(key=_number)
+        ends = {self._ground(path) for path in self._modules() if self._is_end(path)}
+        tops = {self._ground(path) for path in self._modules() if len(path) == len(self.root) + 1}
+        at_root = [stem for scope, stem in self.series if scope == self.root]
+        self.has_head = any(p.role is HEAD for p in parameters)
+        self.named = self.has_head or any(_END.fullmatch(stem) for stem in at_root)
+        self.ends = {self.root} | ends | (set() if at_root or self.has_head or ends else tops)
 
-def _taken(parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]) -> Counter:
-    """Widths that a parameter takes, and how many do: the rows of kernels, and norms."""
-    taken: Counter = Counter()
-    for p in parameters:
-        numbers = decided[p.path]
+    def witnesses(self, p: Parameter) -> list[str]:
+        """What says that a dense layer is an output head, of the four in the module's docstring."""
+        scope, columns, head = _scope(p), self._sides(p)[1], head_module(p.path)
+        if not any(self._is_layer(q) for q in self.parameters if q.path != p.path):
+            return []  # nothing leads to it: a layer alone is no head
+        untaken = [_UNTAKEN] if self._is_untaken(p, columns, head) else []
+        if head:
+            inner = _is_hidden(head[:-1]) or _ATTENTION.search("/".join(words(p.path)[len(head) :]))
+            return [] if inner else [_NAME, *untaken]
+        if scope not in self.ends or _is_hidden(module(p.path)[len(self.root) :]):
+            return []
+        latent = any(_LATENT.fullmatch(stem) for where, stem in self.series if where == scope)
+        own, last = bool(_END.fullmatch(_stem(p))) and not latent, self._is_last(p)
+        cyclic = self._gives_what_the_model_takes(p, own or scope != self.root, own or last)
+        sizes = untaken or [_VOCABULARY] * cyclic
+        names = [_NAME] if own or (last and scope != self.root) else []
+        return (names + ([_LAST] if last else []) + sizes) if sizes else []
+
+    def _is_last(self, p: Parameter) -> bool:
+        """Whether the layer is the last of a numbered series, or the only plain one where a model ends; also one that
+        the next of its series does not follow, but begins anew with an input of the series."""
+        layers, columns = self.series[_scope(p), _stem(p)], self._sides(p)[1]
+        others = [
+            q
+            for (scope, stem), found in self.series.items()
+            for q in found
+            if scope == _scope(p) and stem != _stem(p)
+        ]
+        if any(self._sides(q)[0] == columns for q in others):
+            return False
+        if len(layers) == 1:
+            plain = _PLAIN.fullmatch(_stem(p) or "layers")
+            return bool(plain or (_scope(p) != self.root and _PROJECTION.fullmatch(_stem(p))))
+        later = [q for q in layers if _number(q) > _number(p)]
+        if not later:
+            return True
+        inputs = [self._sides(q)[0] for q in layers if _number(q) <= _number(p)]
+        return self._sides(later[0])[0] in inputs and not self.taken[columns] and not self.is_multiple(p)
+
+    def _is_untaken(self, p: Parameter, columns: int, head: Path) -> bool:
+        """Whether no other parameter takes a layer's output; inside of a head no other parameter of the head."""
+        taken, given = Counter(self.taken), Counter(self.given)
+        if head:
+            inside = (q for q in self.parameters if words(q.path)[: len(head)] == head)
+            taken = Counter(width for q in inside for width in self._widths(q)[0])
+        taken.subtract(self._widths(p)[0])
+        given.subtract([columns])
+        if taken[columns] > 0:
+            return False
+        orphans = {self._sides(q)[0] for q in self.dense if q is not p} - set(
+            given
+        )  # 120 may be 96 and 24, put together
+        return not any(given[width - columns] > 0 for width in orphans if width > columns)
+
+    def _gives_what_the_model_takes(self, p: Parameter, named: bool, end: bool) -> bool:
+        """Whether a layer undoes an embedding, or alone gives what others take, as an autoencoder's last layer does."""
+        rows, columns = self._sides(p)
+        if self.named and not named:
+            return False  # where a head is named there is no other
+        matrices = [q for q in self.parameters if self.numbers[q.path] and q is not p]
+        if (columns, rows) in self.tables:
+            return rows != columns or bool(matrices)
+        cyclic = self.given[columns] == 1 and self.taken[columns] > 0 and rows != columns
+        return end and cyclic and all(len(q.shape) < 4 for q in matrices)
+
+    def _is_dense(self, p: Parameter) -> bool:
+        """Whether this is one layer's dense kernel, of one column too."""
+        plain = p.role in (DENSE, EXPERTS, UNKNOWN) or bool(
+            p.role.kind and p.role.muon and _END.fullmatch(_stem(p))
+        )
+        return plain and len(p.leaf_shape) == 2 and (bool(self.numbers[p.path]) or 1 in p.shape)
+
+    def _is_layer(self, p: Parameter) -> bool:
+        """Whether a parameter may lead to a head: a table of tokens, a matrix, another head; no adapter."""
+        if p.role.name == "embedding":
+            return not is_position(p.path)
+        return p.role is HEAD or (self.numbers[p.path] is not None and p.role is not ADAPTER)
+
+    def is_multiple(self, p: Parameter) -> bool:
+        """Whether a layer's output may be split into parts of a width that others take."""
+        columns = self._sides(p)[1]
+        return not self.taken[columns] and any(columns % width == 0 for width in self.taken if width > 15)
+
+    def _is_end(self, path: Path) -> bool:
+        """Whether a module is a part of the model that ends it, and in no block."""
+        names = path[len(self.root) :]
+        blocks = any(re.search(r"\d$", name) for name in names[:-1])
+        return bool(names) and bool(_END.fullmatch(stem(names[-1]))) and not blocks and not _is_hidden(names)
+
+    def _modules(self) -> set[Path]:
+        return {module(p.path)[:i] for p in self.dense for i in range(1, len(module(p.path)))}
+
+    def _ground(self, path: Path) -> Path:
+        """The module inside of `path` in which its parameters first part."""
+        below = [_scope(p) for p in self.parameters if words(p.path)[: len(path)] == path]
+        common = min(below, key=len, default=path)
+        for other in below:
+            while other[: len(common)] != common:
+                common = common[:-1]
+        return common
+
+    def _sides(self, p: Parameter) -> tuple[int, int]:
+        if self.numbers[p.path] is None:
+            return max(p.shape), 1
+        rows, columns = self.numbers[p.path][:2]  # pyright: ignore
+        return p.shape[rows], p.shape[columns]
+
+    def _widths(self, p: Parameter) -> tuple[set[int], set[int]]:
+        """The widths that a parameter takes, the rows of a kernel, and those that it gives."""
+        numbers = self.numbers[p.path]
         if p.role.name in ("scale", "embedding") and p.shape:
-            taken[p.shape[-1]] += 1
-        elif p.role.name == "output head" and len(p.shape) == 2:
-            taken[p.shape[0]] += 1
-        elif numbers is not None:
-            sizes = [p.shape[axis] for axis in _axes(numbers.reduction_axis)]
-            taken.update({*sizes, math.prod(sizes)})
-    return taken
+            return {p.shape[-1]}, {p.shape[-1]}
+        if p.role is HEAD and len(p.shape) == 2:
+            return {p.shape[0]}, set()
+        if numbers is None:
+            return ({max(p.shape)} if self._is_dense(p) else set()), set()
+        rows, columns = ([p.shape[i] for i in _axes(axes)] for axes in numbers[:2])
+        return {*rows, math.prod(rows)}, {math.prod(columns)}
 
 
-def _given(parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]) -> Counter:
-    """Widths that a parameter gives, and how many do: the columns of kernels, norms, embeddings."""
-    given: Counter = Counter()
-    for p in parameters:
-        numbers = decided[p.path]
-        if p.role.name in ("scale", "embedding") and p.shape:
-            given[p.shape[-1]] += 1
-        elif numbers is not None:
-            given[math.prod(p.shape[axis] for axis in _axes(numbers.output_axis))] += 1
-    return given
+def _scope(p: Parameter) -> Path:
+    return module(p.path)[:-1]
+
+
+def _stem(p: Parameter) -> str:
+    return stem((module(p.path) or ("",))[-1])
+
+
+def _number(p: Parameter) -> int:
+    found = re.search(r"(\d+)$", (module(p.path) or ("",))[-1])
+    return int(found[1]) if found else -1
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether the layer or a module around it is named for what lies inside of a model."""
+    return any(_HIDDEN.fullmatch(stem(name)) for name in path)
 
 
 def _axes(axes: int | Sequence[int]) -> tuple[int, ...]:
     return (axes,) if isinstance(axes, int) else tuple(axes)
-
-
-def _is_in_block(path: Path) -> bool:
-    """Whether an outer module of the leaf's is one of a numbered list, `layers/0` or `block_3`; a `Block_0` that may be
-    the only one is none, unless its name says layer or block without Flax's capitals."""
-    outer = [name for name in module(path)[:-1] if re.search(r"\d$", name)]
-    alone = [
-        re.fullmatch(r"\D+_0", name) and not re.fullmatch(r"(\w*_)?(layers?|blocks?)_0", name)
-        for name in outer
-    ]
-    return len(words(path)) > 2 and not all(alone)
-
-
-def _without_numbers(path: Path) -> str:
-    """The path with the numbers of its outer modules left out: equal in all blocks of a list."""
-    return re.sub(r"\d+", "#", "/".join(words(path)[:-2])) + "/" + "/".join(words(path)[-2:])
-
-
-def _is_vocabulary(p: Parameter, tables: Sequence[Parameter]) -> bool:
-    """Whether a kernel [d, vocabulary] undoes an embedding [vocabulary, d]: beside it, or inside a head."""
-    scope = unit(p.path)[0]
-    for table in tables:
-        transposed = p.shape == table.shape[::-1] and p.shape[0] != p.shape[1]
-        beside = scope == unit(table.path)[0] or scope == words(table.path)[:-2]
-        if (transposed and beside) or (p.shape[1] == table.shape[0] and is_head_scope(p.path[:-1])):
-            return True
-    return False

@@ -62,53 +62,55 @@ UNKNOWN = Role("matrix")
 
 BIAS = Role("bias", muon=False, ranks=(1,))
 SCALE = Role("scale", muon=False, ranks=(1,))
-EMBEDDING = Role("embedding", muon=False, ranks=(2,))
+NORM = Role("scale", muon=False, ranks=(1,), kind="norm")  # a `weight`: a matrix where its shape is one
+EMBEDDING = Role("embedding", muon=False)
+TABLE = Role("embedding", muon=False, ranks=(2,))
 PATCHES = Role("patch embedding", muon=False)
 HEAD = Role("output head", muon=False, ranks=(2,))
 STATE_SPACE = Role("state-space parameter", muon=False)
+DEPTHWISE = Role("depthwise convolution", muon=False)
 POSITION = Role("position", muon=False)
 TOKENS = Role("learned tokens", muon=False)
 
 _WEIGHT = r"(?:kernel|w|weights?|weight_(?:v|ih|hh))"
 _VECTOR = r"(?:bias|biases|b|offset|beta)"
-_EMBED = r"(?:\w+_)?(?:embed\w*|emb|wte|wpe)"
+_EMBED = r"(?:\w+_)?(?:embed\w*|emb|wte|wpe|embedder|lookup|lut|relative_attention_bias)|tok|shared"
 
-# Matched against the whole of "module/leaf": "layer_norm/scale".
+# The first name that fits decides: "module/leaf" as a whole, in snake case and without numbers.
 _NOT_MUON = (
     (SCALE._replace(ranks=(0,)), r".*/hada_scale"),  # of an adapter: one number, unless stacked
-    (BIAS, rf".*/({_VECTOR}|\w+_bias|bias_\w+|b_\w+|bias_k|bias_v)"),
-    (SCALE, r".*/(scale|gamma|gain|\w+_scale|\w+_gamma|\w*norm\w*|(\w+_)?ln\d*(_\w+)?|rms\w*|weight_g)"),
-    (SCALE, r"(?!\w*_(linear|dense|proj\w*|fc\d?)/)(\w+_)?(\w*norm|ln|bn|gn|rms)\d*(_\w+)?/(weight|w|g)"),
-    (SCALE, r"(\w*norm|(\w+_)?ln)\d*(_f)?/kernel"),
-    (POSITION, rf"(\w+_)?pos_conv\w*/{_WEIGHT}"),
+    (BIAS, rf".*/({_VECTOR}|\w+_bias|bias_\w+|b_\w+)"),
+    (SCALE, r".*/((\w+_)?(scale|gamma|gain|magnitude|ln\d*(_\w+)?)|\w*norm\w*|rms\w*|weight_g)"),
+    (NORM, r"((\w+_)?(ln|bn|gn|rms)|\w*norm)\d*(_\w+)?/(weight|w|g|kernel)"),
+    (Role("gain", False), r".*/(alpha|\w+_beta|temperature|tau|layer_?scale\w*|ls\d?|slopes?)"),
     (PATCHES, rf"\w*patch_?(embed\w*|emb|proj\w*|ify|conv\w*|stem)\w*/{_WEIGHT}"),
-    (EMBEDDING._replace(ranks=()), rf".*/({_EMBED}|emb_var|(\w+_)?table|\w+_embedding_\w+)"),
-    (EMBEDDING, r".*/embedding"),  # flax.linen.Embed and flax.nnx.Embed
-    (EMBEDDING._replace(ranks=()), rf"({_EMBED}/(w|weights?|value|table)|(wte|wpe)/{_WEIGHT})"),
-    (EMBEDDING._replace(name="codebook", ranks=()), r".*/(code_?(vectors|book)\w*|centroids|prototypes)"),
+    (
+        EMBEDDING,
+        rf".*/({_EMBED}|emb_var|(\w+_)?tables?|\w+_embedding_\w+|code_?(vectors|book)\w*|centroids|prototypes)",
+    ),
+    (TABLE, r".*/((\w+_)?(factors|vectors|lookup|lut|vocab|entit(y|ies)|relations?)|w_e)"),
+    (TABLE, rf"({_EMBED})/(w|weights?|value|table)|(wte|wpe)/{_WEIGHT}"),
     (POSITION, r".*/(pos|pos_?emb\w*|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?"),
-    (Role("mask", False), r".*/(\w+_)?masks?(\W.*)?"),
     (
         TOKENS,
-        r".*/(cls(_\w+)?|probe|const\w*|(\w+_)?tokens?|latents?|registers?|queries|prompts?|(\w+_)?(query|object)_tokens?)",
+        r".*/(cls(_\w+)?|probe|const\w*|(\w+_)?(tokens?|masks?)(\W.*)?|latents?|registers?|queries|prompts?)",
     ),
     (TOKENS, r"(\w+_)?(tokens?|prompts?)/(weight|value)"),
-    (HEAD, r"(class|bbox|box)_embed/kernel"),
-    (HEAD, rf"((\w+_)?heads?|classifier|readout|score|qa_outputs)/{_WEIGHT}"),
     (
         HEAD,
-        rf"((?!pre_|router_)((\w+_)?logits?(_\w+)?|logit_?dense)|(\w+_)?(unembed|unembedding)|vocab_proj\w*)/{_WEIGHT}",
+        r"(((\w+_)?heads?|classifier|readout|score|qa_outputs|(class|bbox|box)_embed"
+        rf"|(?!pre_|router_)((\w+_)?logits?(_\w+)?|logit_?dense)|(\w+_)?unembed(ding)?|vocab_proj\w*)/{_WEIGHT})"
+        r"|.*/(lm_head|head|(\w+_)?unembed(ding)?|to_logits|logits|w_u)",
     ),
-    (HEAD, r".*/(lm_head|head|(\w+_)?unembed(ding)?|to_logits|logits)"),
-    (STATE_SPACE, r".*/(\w+_log|a_param|d_skip|log_\w+|lambda\w*|dt|delta)"),
-    (Role("time mixing", False), r".*/time_(decay|first|mix|faaaa|maa)\w*"),
-    (Role("gain", False, (1,)), r".*/\w*magnitude"),
-    (Role("gain", False), r".*/(alpha|\w+_beta|temperature|tau|layer_?scale\w*|ls\d?|slopes?)"),
     (
-        Role("depthwise convolution", False),
-        rf"(\w+_)?(depthwise|dw_?conv|conv_?dw)\w*/{_WEIGHT}|.*/depthwise_kernel",
+        STATE_SPACE,
+        r".*/(\w+_log|a_param|d_skip|log_\w+|lambda\w*|dt|delta|time_(decay|first|mix|faaaa|maa)\w*)",
     ),
+    (DEPTHWISE, rf"(\w+_)?(depthwise|dw_?conv|conv_?dw|pos_conv)\w*/{_WEIGHT}|.*/depthwise_kernel"),
 )
+# What makes the weights of a norm from a condition, and embeds what is no token, by a matrix.
+_CONDITION = r"(ada|cond|modulat|film|scale_shift|time|t_|context|ctx|guidance)\w*"
+_PRODUCT = r"\w*_(linear|dense|proj\w*|fc\d?|mlp)"
 
 _SIDE = r"(?:_b|_up|_proj|_projection|_dense|_linear|_lin|_einsum|_layer|_net|_heads?|_attn|_fused)*"
 _BEFORE = r"(?:w_?|to_|linear_|fc_|proj_|c_)?"
@@ -160,6 +162,8 @@ def words(path: tuple[str, ...]) -> tuple[str, ...]:
         if not re.fullmatch(rf"{_WEIGHT}|{_VECTOR}|scale", _snake(found[-2])):
             break
         found.pop()
+    if len(found) > 1 and found[-1] == "0" and found[-2].isdigit():
+        found.pop()  # a list of pairs, kernel and bias
     return tuple(found)
 
 
@@ -209,19 +213,10 @@ def attention_scope(scope: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @functools.cache
-def is_head_scope(path: tuple[str, ...]) -> bool:
-    """Whether a module around the leaf is an output head, though the leaf's own name does not say so."""
-    return any(
-        re.fullmatch(r"(\w+_)?heads?|cls|predictions|classifier|decoder|\w*classifier|logits_\w+", _snake(n))
-        for n in words(path)
-    )
-
-
-@functools.cache
 def head_module(path: tuple[str, ...]) -> tuple[str, ...]:
     """The outermost module around the leaf that is named for a head, () if none is; `decoder`, BERT's head too, is
     none."""
-    names = r"(\w+_)?heads?|cls|predictions|\w*classifier|(class|bbox|box)_embed\d*"
+    names = r"(?!pre_)((\w+_)?heads?|cls|predictions|\w*classifier)|(class|bbox|box)_embed\d*"
     modules = words(path)[:-1]
     return next((modules[: i + 1] for i, n in enumerate(modules) if re.fullmatch(names, _snake(n))), ())
 
@@ -234,13 +229,8 @@ def is_position(path: tuple[str, ...]) -> bool:
     )
 
 
-def is_under_embedding(path: tuple[str, ...]) -> bool:
-    """Whether one of the three modules around the leaf is named for an embedding or for patches."""
-    return any(re.search(r"embed|patch", _snake(n)) for n in words(path)[-4:-1])
-
-
 def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[tuple[str, ...]]) -> Role:
-    path = words(path)
+    path = words(path) or ("",)
     names = [name for name in map(_snake, path) if name] or [""]
     scope, name = unit(path)
     last_two = "/".join(names[-2:] if len(names) > 1 else ["", names[0]])
@@ -248,24 +238,29 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[t
         return ADAPTER
     if re.fullmatch(_ADAPTER_CORE, name):
         return ADAPTER_CORE
-    if path and re.fullmatch(r"[A-D]\d?(_(re|im|real|imag))?", path[-1]):
-        return STATE_SPACE
-    if path and re.fullmatch("[A-Z]", path[-1]) and any((*path[:-1], n) in leaves for n in _OF_STATE_SPACE):
+    beside = {leaf[-1] for leaf in leaves if leaf[:-1] == path[:-1]}
+    if re.fullmatch("[A-Z]", path[-1]) and not beside.isdisjoint(_OF_STATE_SPACE):
         return STATE_SPACE  # S4's P, DSS' W
-    if (
-        scope
-        and name != "router"
-        and _snake(scope[-1]) == "router"
-        and len(names) > 1
-        and names[-1] == "kernel"
-    ):
-        return ROUTER
-    if path and path[-1].endswith("_b") and (*path[:-1], path[-1][:-1] + "w") in leaves:
+    if re.fullmatch(r"[A-D](_(re|im|real|imag))|[CD]", path[-1]):
+        return STATE_SPACE
+    if re.fullmatch("[AB]", path[-1]):  # without a C these are an adapter's factors
+        return STATE_SPACE if not beside.isdisjoint("CD") else UNKNOWN
+    if path[-1] == "E":
+        return TABLE
+    if path[-1].endswith("_b") and path[-1][:-1] + "w" in beside:
         return _bias(path, unit((*path[:-1], path[-1][:-1] + "w"))[1], attentions)
-    for role, pattern in _NOT_MUON:
-        if re.fullmatch(pattern, last_two):
-            return _bias(path, name, attentions) if role is BIAS else role
-    return _weight_role(path, name, scope, attentions)
+    role = next((role for role, pattern in _NOT_MUON if re.fullmatch(pattern, last_two)), None)
+    if role is BIAS:
+        return _bias(path, re.sub("^b_", "", name), attentions)
+    if role in (NORM, TABLE) and any(re.fullmatch(_CONDITION, n) for n in names[-3:-1]):
+        role = None
+    if role is NORM and re.fullmatch(_PRODUCT, names[-2]):
+        role = None
+    if role is HEAD and "router" in names:
+        role = None
+    if role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}:
+        role = None
+    return role or _weight_role(path, name, scope, attentions)
 
 
 def _bias(path: tuple[str, ...], name: str, attentions: set[tuple[str, ...]]) -> Role:
@@ -307,6 +302,11 @@ def _weight_role(
 
 def _projection(name: str) -> Role | None:
     return next((role for role, pattern in _PROJECTIONS if re.fullmatch(pattern, name)), None)
+
+
+def stem(name: str) -> str:
+    """A name in snake case without any number at its end: `fc` of fc2."""
+    return re.sub(r"\d+$", "", _snake(name))
 
 
 @functools.cache

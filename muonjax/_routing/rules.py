@@ -1,7 +1,7 @@
 """Apply the rules that a caller gives for leaves, and suggest one where a leaf can't be decided."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -86,7 +86,24 @@ def undecided_message(undecided: Sequence[Parameter], attention: str) -> str:
     rules = ", ".join(dict.fromkeys(map(_suggested_rule, undecided)))
     also = f", nor {others} other{'s' if others > 1 else ''}" if others else ""
     in_muon = "muon_weight_dimension_numbers=lambda params: dimension_numbers(params, rules=...)"
-    return f"{text}{also}. The rule rules=[{rules}] {instead}. In muon: {in_muon}."
+    return f"{text}{also}. The rule rules=[{rules}] {instead}. In muon: {in_muon}. {_INSPECT}"
+
+
+_INSPECT = (
+    "Or your function says it: program = muonjax.inspect(loss_fn, params, batch), then "
+    "muonjax.muon(learning_rate, muon_weight_dimension_numbers=program)."
+)
+
+
+def chances_message(found: Sequence[Parameter], why: Mapping[tuple[str, ...], str]) -> str:
+    """The message for leaves that only sizes call output heads."""
+    p, others = found[0], len(found) - 1
+    also = f", or {others} other{'s' if others > 1 else ''}" if others else ""
+    rules = ", ".join(dict.fromkeys(map(_suggested_rule, found)))
+    return (
+        f"muonjax can't tell whether the leaf {'/'.join(p.path)!r} of shape {p.leaf_shape}{also} is an output head: "
+        f"{why[p.path]}, but its name does not say so. Muon takes it; rules=[{rules}] gives it to Adam. {_INSPECT}"
+    )
 
 
 def _suggested_rule(p: Parameter) -> str:

@@ -79,10 +79,6 @@ class Siblings:
     def attention(self, p: Parameter) -> dict[str, Shape]:
         """The shapes of the attention that a projection belongs to."""
         shapes = self.attentions.get(attention_scope(unit(p.path)[0]), {})
-        fused = shapes.get("2 fused", ())
-        if "key" not in shapes and len(fused) == 4 and 2 in fused[:-1]:
-            i = fused.index(2)
-            shapes = shapes | {"key": fused[:i] + fused[i + 1 :]}
         if "query" not in shapes and "3 fused" in shapes and len(shapes.get("out", ())) == 3:
             return shapes | {"query": _query_in(shapes["3 fused"], shapes["out"])}
         return shapes
@@ -128,9 +124,8 @@ class Siblings:
             ):
                 votes += (p.shape[0] > p.shape[1]) - (p.shape[0] < p.shape[1])  # a hidden layer is wide
         if not votes:  # an output head called weight that is stored as the table of tokens
-            tables = {p.shape for p in parameters if p.role.name == "embedding" and len(p.shape) == 2}
-            heads = [p.shape for p in parameters if p.role.name == "output head" and is_weight(p)]
-            return any(shape in tables and shape[0] > shape[1] for shape in heads)
+            tables = {p.shape for p in parameters if p.role.name == "embedding"}
+            return any(p.shape in tables and is_weight(p) for p in parameters if p.role.name == "output head")
         return votes > 0
 
 
@@ -142,15 +137,8 @@ def is_weight(p: Parameter) -> bool:
 
 def is_bias_of_blocks(bias: Shape, shape: Shape) -> bool:
     """Whether a bias has every output of a matrix per block, [blocks, in, out], in one axis or by block."""
-    if len(shape) < 3:
-        return False
     blocks = math.prod(shape[:-2])
     return blocks > 1 and bias in ((*shape[:-2], shape[-1]), (blocks * shape[-1],))
-
-
-def is_pointwise(shape: Shape) -> bool:
-    """Whether [*window, in, out] is a convolution with a window of one pixel."""
-    return len(shape) in (4, 5) and max(shape[:-2]) == 1
 
 
 def is_window(shape: Shape) -> bool:

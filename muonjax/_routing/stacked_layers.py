@@ -19,7 +19,6 @@ from muonjax._routing.siblings import (
     has_heads_of_flax,
     is_bias_of_blocks,
     is_outputs_first,
-    is_pointwise,
     is_window,
 )
 
@@ -81,10 +80,6 @@ def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
         return False  # a stack's bias has an axis of layers too
     if role is ADAPTER:
         return _is_stacked_factor(p, siblings)
-    if role.kind and rank == 3 and (agrees := _heads_agree(p, siblings)) is not None:
-        return not agrees
-    if role.kind and is_pointwise(p.shape):
-        return None
     if role.kind and rank == 4:
         rank_of = {kind: len(shape) for kind, shape in siblings.attention(p).items()}
         if rank_of.get("key") == 3 and role.kind in ("query", "out"):
@@ -93,8 +88,6 @@ def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
         return None
     if role.layouts and ranks == (rank,):
         return False  # the layer's type says so
-    if bias and rank > len(bias) > 1 and p.shape[-len(bias) :] != bias:
-        return True
     if ranks and rank > max(ranks):
         return True
     if ranks and rank == min(ranks):

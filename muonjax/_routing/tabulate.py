@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
-from muonjax._routing.dimension_numbers import Route, matrix_shapes, routes
+from muonjax._routing.dimension_numbers import Route, given, matrix_shapes, routes
 from muonjax._trees import broadcast_prefix, dtype_of, flatten_with_names, is_masked, tree_of
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
@@ -90,7 +90,7 @@ def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.Mask
         what="the dimension numbers",
     )
     return [
-        leaf if is_masked(leaf) else Route("/".join(path), jnp.shape(leaf), dtype_of(leaf), number, "given")
+        leaf if is_masked(leaf) else given("/".join(path), jnp.shape(leaf), dtype_of(leaf), number)
         for path, leaf, number in zip(paths, leaves, numbers, strict=True)
     ], treedef
 

@@ -270,7 +270,10 @@ def test_the_last_layer_of_a_classifier():
     found = decided(layers)
     assert found["Dense_2/kernel"] is None
     assert found["Dense_1/kernel"] == MuonDimensionNumbers(0, 1)
-    assert why(layers)["Dense_2/kernel"] == "output head: no other parameter takes its output"
+    assert (
+        why(layers)["Dense_2/kernel"]
+        == "output head: the last of its kind, no other parameter takes its output"
+    )
     assert decided({"dense": layers["Dense_2"]})["dense/kernel"] == MuonDimensionNumbers(
         0, 1
     )  # alone, nobody can tell

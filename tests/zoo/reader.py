@@ -42,10 +42,10 @@ class Leaf(NamedTuple):
     right: tuple[Any, ...]
 
 
-def read_zoo() -> dict[str, list[Leaf]]:
-    """Name of each tree to its leaves."""
+def read_zoo(directory: pathlib.Path = DIRECTORY) -> dict[str, list[Leaf]]:
+    """Name of each tree in a folder's files to its leaves."""
     trees: dict[str, list[Leaf]] = {}
-    for file in sorted(DIRECTORY.glob("*.txt")):
+    for file in sorted(directory.glob("*.txt")):
         leaves: list[Leaf] = []
         for line in file.read_text().splitlines():
             if line.startswith("== "):

@@ -1,0 +1,57 @@
+"""Check that a tree holds parameters, and read from its nodes which of them are tables."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from muonjax._routing.roles import EMBEDDING, Role
+from muonjax._trees import is_masked, names
+
+_COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
+
+
+def check_parameters(params: Any, call: str = "dimension_numbers") -> None:
+    """Raises TypeError for a module or an optimizer in place of parameters; warns of other collections beside them."""
+    kind = type(params).__name__
+    if hasattr(params, "update") and hasattr(params, "init") and isinstance(params, tuple):
+        raise TypeError(f"{call}(params) got an optimizer, {kind}; give the parameters that it is to train.")
+    if jax.tree_util.all_leaves([params]) and hasattr(params, "init") and hasattr(params, "apply"):
+        raise TypeError(
+            f"{call}(params) got the module {kind}; give its parameters, model.init(key, x)['params']."
+        )
+    if jax.tree_util.all_leaves([params]) and hasattr(params, "__dict__") and not hasattr(params, "dtype"):
+        raise TypeError(
+            f"{call}(params) got {kind}, which holds no arrays that JAX sees; of an NNX module give "
+            "nnx.state(model, nnx.Param)."
+        )
+    if isinstance(params, Mapping) and "params" in params:
+        beside = [str(name) for name in params if name in _COLLECTIONS]
+        if beside:
+            warnings.warn(
+                f"{call}(params) got {', '.join(beside)} beside 'params': an optimizer would train these too. "
+                "Give variables['params'] alone.",
+                stacklevel=2,
+            )
+
+
+def is_name(leaf: Any) -> bool:
+    """Whether a leaf is part of a path, in a list of pairs (path, array)."""
+    return isinstance(
+        leaf, str | jax.tree_util.DictKey | jax.tree_util.SequenceKey | jax.tree_util.GetAttrKey
+    )
+
+
+def tables(params: Any) -> dict[str, Role]:
+    """Paths of the parameters of modules whose type is called Embedding or Embed, as Equinox calls them."""
+
+    def is_table(node: Any) -> bool:
+        return type(node).__name__ in ("Embedding", "Embed") and not is_masked(node)
+
+    return {
+        "/".join(names((*path, *below))): EMBEDDING
+        for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_table)
+        if is_table(node)
+        for below, _ in jax.tree_util.tree_leaves_with_path(node)
+    }

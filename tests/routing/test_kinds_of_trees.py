@@ -1,0 +1,101 @@
+"""Trees of parameters in every form that libraries give them, and what is mistaken for one."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+import muonjax.linen
+import muonjax.nnx
+from muonjax._routing.dimension_numbers import routes
+
+
+def leaf(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(50, 16, rngs=rngs)
+        self.pos_embedding = nnx.Param(jnp.ones((9, 16)))
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.lm_head = nnx.Linear(32, 50, rngs=rngs)
+
+
+STATE = nnx.state(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), nnx.Param)
+PURE = nnx.as_pure(STATE)
+FORMS = {
+    "flat state": lambda: nnx.to_flat_state(STATE),
+    "dictionary of tuples, boxed": lambda: dict(nnx.to_flat_state(STATE)),
+    "flatten_dict": lambda: flatten_dict(nnx.to_pure_dict(STATE)),
+    "flatten_dict with slashes": lambda: flatten_dict(nnx.to_pure_dict(STATE), sep="/"),
+    "list of pairs": lambda: list(flatten_dict(nnx.to_pure_dict(STATE)).items()),
+    "list of strings and arrays": lambda: list(flatten_dict(nnx.to_pure_dict(STATE), sep="/").items()),
+    "tree_leaves_with_path": lambda: jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(STATE)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_flat_trees_are_read_by_path(form):
+    expected = {r.path: r.numbers for r in routes(PURE)[0]}
+    assert expected["up/kernel"] is not None
+    assert sum(numbers is not None for numbers in expected.values()) == 1
+    found = {r.path: r.numbers for r in routes(FORMS[form]())[0] if r.dtype is not None}
+    assert found == expected
+
+
+def test_a_flat_tree_trains_as_the_nested_one():
+    params = jax.tree.map(lambda x: jnp.linspace(-1, 1, x.size).reshape(x.shape), nnx.to_pure_dict(STATE))
+    tx = muonjax.muon(1e-2)
+    step = jax.jit(lambda p: tx.update(p, tx.init(p), p)[0])
+    nested, flat = step(params), step(flatten_dict(params))
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), flatten_dict(nested), flat))
+
+
+def test_an_equinox_embedding_is_a_table():
+    """Without muonjax.equinox too, whatever its field is called."""
+    model = eqx.filter_eval_shape(
+        lambda key: (eqx.nn.Embedding(30, 8, key=key), eqx.nn.Linear(8, 8, key=key)), jax.random.key(0)
+    )
+    found = {r.path: r.numbers for r in routes(eqx.filter(model, lambda x: hasattr(x, "dtype")))[0]}
+    assert found["0/weight"] is None
+    assert found["1/weight"] is not None
+
+
+def test_a_linear_layer_called_norm_is_a_matrix():
+    """The module says so to NNX, a bias with fewer axes to names."""
+    model = nnx.eval_shape(
+        lambda: nnx.Dict(norm=nnx.Linear(8, 48, rngs=nnx.Rngs(0)), scale=nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    )
+    assert muonjax.nnx.dimension_numbers(model)["norm"]["kernel"] is not None
+    params = {"norm": {"kernel": leaf(8, 48), "bias": leaf(48)}, "Dense_0": {"kernel": leaf(8, 8)}}
+    assert {r.path: r.numbers for r in routes(params)[0]}["norm/kernel"] is not None
+    with pytest.raises(ValueError, match="norm/kernel"):
+        routes({"norm": {"kernel": leaf(8, 48)}})
+
+
+@pytest.mark.parametrize(
+    "call", [muonjax.linen.dimension_numbers, muonjax.tabulate, lambda p: muonjax.muon(1e-3).init(p)]
+)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (nn.Dense(3), r"the module Dense; give its parameters, model.init\(key, x\)\['params'\]"),
+        (optax.adam(1e-3), "an optimizer, .*; give the parameters"),
+    ],
+)
+def test_what_is_no_tree_of_parameters(call, given, message):
+    with pytest.raises(TypeError, match=message):
+        call(given)
+
+
+def test_statistics_beside_parameters_are_warned_about():
+    variables = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mean": leaf(4)}}
+    with pytest.warns(UserWarning, match=re.escape("got batch_stats beside 'params'")):
+        muonjax.linen.dimension_numbers(variables)
