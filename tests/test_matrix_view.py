@@ -133,5 +133,7 @@ def test_parts_that_repeat_are_the_stretches_of_one_matrix_each(parts):
 def test_repeats_that_do_not_divide_the_axis_are_refused():
     with pytest.raises(ValueError, match="`repeats` must divide 24"):
         matrix_pieces(
-            {"w": FusedDimensionNumbers(0, 1, parts=3, axis=1, repeats=5)}, {"w": np.ones((4, 24))}, call="test"
+            {"w": FusedDimensionNumbers(0, 1, parts=3, axis=1, repeats=5)},
+            {"w": np.ones((4, 24))},
+            call="test",
         )

@@ -21,8 +21,8 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
 
     Args:
       params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`.
-      dimension_numbers: the tree to show, a prefix of it, or a function from `params` to it; None: the
-        default routing, with its reasons.
+      dimension_numbers: what `muonjax.inspect` returned, whose reasons name lines of your code; the tree to show, a
+        prefix of it, or a function from `params` to it; None: the default routing, with its reasons.
 
     Returns:
       The table as text, at most 100 columns wide where the names allow it, with parameter counts at its end.
@@ -89,8 +89,14 @@ def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.Mask
         call="tabulate(params, dimension_numbers)",
         what="the dimension numbers",
     )
+    why = getattr(dimension_numbers, "why", None)  # a `Program` knows the line of the code
+
+    def route(path: str, leaf: Any, number: Any) -> Route:
+        found = given(path, jnp.shape(leaf), dtype_of(leaf), number)
+        return found if why is None else found._replace(why=why(path))
+
     return [
-        leaf if is_masked(leaf) else given("/".join(path), jnp.shape(leaf), dtype_of(leaf), number)
+        leaf if is_masked(leaf) else route("/".join(path), leaf, number)
         for path, leaf, number in zip(paths, leaves, numbers, strict=True)
     ], treedef
 
