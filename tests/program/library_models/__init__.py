@@ -1,0 +1,10 @@
+"""Models that nobody here wrote, as functions at tiny sizes, with what is right for each of their parameters."""
+
+import importlib
+
+from tests.program.library_models.model import MODELS, Model
+
+for _file in ("transformers_text", "transformers_others", "linen", "nnx", "haiku", "equinox", "plain"):
+    importlib.import_module(f"tests.program.library_models.{_file}_models")
+
+__all__ = ["MODELS", "Model"]
