@@ -144,6 +144,16 @@ def _split(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[
     return parts
 
 
+@rule("unstack")
+def _unstack(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    axis, shape = node.params["axis"], walk.shape(node.outputs[0])
+    kept = [k for k in range(len(shape) + 1) if k != axis]
+    cuts = (
+        values[0].map(lambda layout, at=(axis, k, k + 1): layout.cut(*at)) for k in range(len(node.outputs))
+    )
+    return [_picked(x, kept, shape) for x in cuts]
+
+
 @rule("concatenate")
 def _concatenate(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     axis = node.params["dimension"]

@@ -195,3 +195,24 @@ def test_gates_cut_before_their_products():
     shapes = weights(x=(D, 2 * SIZE), w=(SIZE, 3 * SIZE))
     numbers = muonjax.inspect(loss, shapes, X).dimension_numbers()
     assert numbers["w"] == muonjax.FusedDimensionNumbers(0, 1, (2 * SIZE, SIZE), 1)
+
+
+@pytest.mark.parametrize("of_parameter", [False, True])
+def test_queries_keys_and_values_unpacked_along_an_axis(of_parameter):
+    """NNX with `q, k, v = jnp.moveaxis(qkv, 2, 0)`: an operation of its own in JAX 0.12."""
+
+    def loss(p, x):
+        if of_parameter:
+            q, k, v = (jnp.einsum("btd,dhs->bths", x, w) for w in jnp.moveaxis(p["qkv"], 1, 0))
+        else:
+            q, k, v = jnp.moveaxis(jnp.einsum("btd,dnhs->btnhs", x, p["qkv"]), 2, 0)
+        return jnp.mean(jax.nn.dot_product_attention(q, k, v) ** 2)
+
+    program = muonjax.inspect(loss, weights(qkv=(D, 3, HEADS, SIZE)), X)
+    assert program.dimension_numbers()["qkv"] == muonjax.MuonDimensionNumbers(0, (2, 3))
+    assert program.dimension_numbers("heads")["qkv"] == muonjax.MuonDimensionNumbers(0, 3)
+    (scales,) = (a.site.scales for a in program.attentions)
+    assert [(s.factor, s.entries, s.start, s.size) for s in scales] == [
+        ("query", HEADS, 0, D),
+        ("key", HEADS, D, D),
+    ]
