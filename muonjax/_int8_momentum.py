@@ -61,6 +61,15 @@ def dequantize(values: Int8[Array, "*leaf"], scale: Float32[Array, "*blocks"]) -
     return (_in_blocks(values).astype(jnp.float32) * scale[..., None]).reshape(values.shape)
 
 
+def zeros(tree: Any) -> Int8TraceState:
+    """Momentum zero for a tree of parameters, sharded as they are."""
+    # Not `quantize` of zeros: XLA would reduce the constants while it compiles, for minutes.
+    values = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.int8), tree)
+    return Int8TraceState(
+        values, jax.tree.map(lambda v: jnp.zeros_like(_in_blocks(v)[..., 0], jnp.float32), values)
+    )
+
+
 def quantize_tree(tree: Any) -> Int8TraceState:
     """`quantize` of every leaf."""
     leaves, treedef = jax.tree.flatten(tree)

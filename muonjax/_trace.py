@@ -13,7 +13,7 @@ from muonjax._int8_momentum import (
     check_real,
     dequantize,
     quantize,
-    quantize_tree,
+    zeros,
 )
 from muonjax._linalg import at_least_float32, scaled
 from muonjax._mesh.distribution import Distribution, even_sharding, spread_specs
@@ -77,7 +77,7 @@ def _int8_trace(
 ) -> optax.GradientTransformation:
     def init(params: optax.Params) -> Int8TraceState:
         _check(params, distribution)
-        return quantize_tree(jax.tree.map(jnp.zeros_like, params))
+        return zeros(params)
 
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params

@@ -34,6 +34,11 @@ def optimizers(grads: Any) -> dict[str, optax.GradientTransformation]:
         "muon": muon,
         "per head": muonjax.muon(1e-3, weight_decay=0.0, **settings(heads)),
         "NorMuon": muonjax.normuon(1e-3, weight_decay=0.0, **settings(whole)),
+        "int8 momentum": muonjax.muon(1e-3, weight_decay=0.0, mu_dtype=jnp.int8, **settings(whole)),
+        "EMA-Nesterov": muonjax.ema_nesterov(muon, 0.3),
+        "optax_contrib": muonjax.optax_contrib.muon(
+            1e-3, consistent_rms=0.2, muon_weight_dimension_numbers=whole
+        ),
         "Hyperball": muonjax.muonh(0.02, **settings(whole)),
         "monitor": muonjax.monitor(muon, every_k=EVERY),
     }
