@@ -74,14 +74,6 @@ class Policy:
             return math.inf
         return (17 if self.platform == "tpu" else 32) << 20
 
-    def results_apart(self, m: int, n: int) -> bool:
-        """Whether the last product of a stack is made for each matrix by itself.
-
-        Counted on a TPU: it then writes float32 where the matrix's result is to be, and no pass over the stack's result
-        cuts it. Products of small matrices would be many.
-        """
-        return self.platform == "tpu" and m * n >= 1 << 19
-
     @property
     def one_stack_at_a_time(self) -> bool:
         """Whether a stack waits for the one before it, so that the memory of one serves the next.
