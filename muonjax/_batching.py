@@ -48,8 +48,6 @@ def map_groups(
     last: int | None = None
     for indices in stacks:
         tall = [_is_tall(matrices[i]) for i in indices]
-        if policy.keeps_tall(*matrices[indices[0]].shape[-2:]) and all(tall):
-            tall = [False] * len(tall)  # f reads them as they are
         parts = [
             _transpose(matrices[i], policy) if t else matrices[i] for i, t in zip(indices, tall, strict=True)
         ]
@@ -69,8 +67,6 @@ def map_groups(
 
 def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> list[list[int]]:
     """A group in parts of about equal size, each to be stacked; an array that is large by itself stays alone."""
-    if policy.keeps_tall(*matrices[group[0]].shape[-2:]):
-        group = sorted(group, key=lambda i: _is_tall(matrices[i]))
     number, filled = 1, 0
     for i in group:
         if filled and filled + matrices[i].size > policy.stack_elements:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._platform import kind_of, platform_of
+from pallas_kernels._platform import platform_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,11 +16,9 @@ class Policy:
 
     Attributes:
       platform: "cpu", "gpu", "tpu" or another name; all but "cpu" are accelerators.
-      kind: Of the devices, such as "TPU v6 lite"; "" if not known.
     """
 
     platform: str
-    kind: str = ""
 
     @property
     def is_cpu(self) -> bool:
@@ -70,39 +68,11 @@ class Policy:
         On a CPU the loop over chunks reads the stack where it is. On an accelerator a stack is traffic and memory, and
         small ones are launches. Counted on the updates of GPT-2 small and Llama-8B (benchmarks/gpu/model.py,
         benchmarks/tpu/model.py): on a GPU two matrices of 4096 x 4096 at a time; on a TPU one, 24 of 768 x 768 and 6 of
-        768 x 3072, which stay in the chip's memory between the products. On a TPU v6e these do not stay there, but 16
-        and 4 do, in two thirds of the time.
+        768 x 3072, which stay in a v5e's memory between the products.
         """
         if self.is_cpu:
             return math.inf
-        if self.platform == "tpu":
-            return (9 if "v6" in self.kind else 17) << 20
-        return 32 << 20
-
-    def reuses_gram(self, count: int, m: int, n: int) -> bool:
-        """Whether a map of a stack of `count` matrices is written over the Gram matrices that it comes from.
-
-        Counted on the update of GPT-2 small on a GPU: a sixth less temporary memory, for three launches more. Those of
-        wide matrices are small.
-        """
-        return self.platform == "gpu" and count >= 8 and n < 2 * m
-
-    def results_apart(self, m: int, n: int) -> bool:
-        """Whether the last product of a stack is made for each matrix by itself.
-
-        Counted on a TPU: it then writes float32 where the matrix's result is to be, and no pass over the stack's result
-        cuts it. Products of small matrices would be many.
-        """
-        return self.platform == "tpu" and m * n >= 1 << 19
-
-    def keeps_tall(self, m: int, n: int) -> bool:
-        """Whether a stack of tall matrices stays as it is, and products read it transposed.
-
-        Counted: on a GPU that saves a transposed copy of each matrix, and so it does on a TPU for a matrix that is not
-        stacked (4 % of the time of Llama's MLP). In stacks of small ones, products that write transposed float32 take
-        twice as long there.
-        """
-        return self.platform == "gpu" or (self.platform == "tpu" and m * n > self.stack_elements)
+        return (17 if self.platform == "tpu" else 32) << 20
 
     @property
     def one_stack_at_a_time(self) -> bool:
@@ -126,4 +96,4 @@ class Policy:
 
 def policy_of(*arrays: Any, mesh: Any = None) -> Policy:
     """The policy for a call on these arrays; `platform_of` says how their device is found."""
-    return Policy(platform_of(*arrays, mesh=mesh), kind_of(*arrays, mesh=mesh))
+    return Policy(platform_of(*arrays, mesh=mesh))

@@ -1,4 +1,4 @@
-"""The platform that a call runs on, and its kind of device, read off its arrays while it is traced."""
+"""The platform that a call runs on, read off its arrays while it is traced."""
 
 from typing import Any
 
@@ -32,17 +32,6 @@ def platform_of(*arrays: Any, mesh: Any = None) -> str:
     device = _device_of(arrays, mesh)
     name = device if isinstance(device, str) else device.platform
     return _NAMES.get(name, name)
-
-
-def kind_of(*arrays: Any, mesh: Any = None) -> str:
-    """The kind of the device that `platform_of` finds, such as "TPU v6 lite"; "" where JAX has no such device."""
-    device = _device_of(arrays, mesh)
-    if isinstance(device, str):
-        try:
-            device = jax.devices(device)[0]
-        except RuntimeError:
-            return ""
-    return device.device_kind
 
 
 def _device_of(arrays: tuple[Any, ...], mesh: Any) -> Any:

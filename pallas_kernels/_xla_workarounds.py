@@ -1,4 +1,4 @@
-"""Lead XLA to compile less, or to keep less memory: constants that it does not know, updates in place."""
+"""Lead XLA to compile less, or to keep less memory: constants that it does not know, results in memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,21 +19,6 @@ def unknown_to_xla(numbers: Sequence[int], platform: str) -> Sequence[jax.typing
     table = jnp.asarray(numbers, jnp.int32)
     none = (jnp.int32(0),) * len(numbers)
     return lax.fori_loop(0, len(numbers), lambda i, found: (*found[1:], table[i]), none)
-
-
-def over_first(f: Callable[..., jax.Array], x: jax.Array, *others: jax.Array | None) -> jax.Array:
-    """f(x, *others) of stacks [count, ...], each matrix on its own, written where x was.
-
-    XLA for GPUs gives the result of an elementwise fusion memory of its own, though x is not read again. It updates
-    slices in place; all matrices but the last and the last one are two. If it knew their starts, it would see one
-    concatenation.
-    """
-    sizes = len(x) - 1, 1
-    starts = lax.optimization_barrier((jnp.int32(0), jnp.int32(sizes[0])))
-    for start, size in zip(starts, sizes, strict=True):
-        parts = [a if a is None else lax.dynamic_slice_in_dim(a, start, size) for a in (x, *others)]
-        x = lax.dynamic_update_slice_in_dim(x, f(*parts), start, 0)
-    return x
 
 
 def materialize(f: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str) -> jax.Array:

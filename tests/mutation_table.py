@@ -265,12 +265,6 @@ MUTATIONS = [
         "which schedules join their last steps",
     ),
     Mutation(
-        "pallas_kernels/_xla_workarounds.py",
-        "sizes = len(x) - 1, 1",
-        "sizes = len(x) - 1, 0",
-        "the last matrix of a stack updated in place",
-    ),
-    Mutation(
         _NS + "half_precision.py",
         "jnp.maximum(s - bound**0.25, 0)",
         "s",

@@ -29,7 +29,6 @@ from muonjax._newton_schulz.scaling import power_of_two_scale
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import deflate
 from muonjax._policy import Policy
-from pallas_kernels._xla_workarounds import over_first
 
 # R of joined steps is larger by this number in memory. Without the factors a^2 it gets smaller with each step, so that
 # its square would be below the least normal float16: an error that grows with m, and a large one where such numbers are
@@ -53,13 +52,11 @@ class _Products(NamedTuple):
       on_small_side: Products of m x m matrices.
       axis_name: Mesh axes over which the columns of x are sharded.
       blocks: Whether symmetric products are made in 2 x 2 blocks, where no implementation is named.
-      reuses: Whether a map is written over the Gram matrices that it comes from.
     """
 
     on_small_side: SymmetricProduct
     axis_name: tuple[str, ...]
     blocks: bool
-    reuses: bool = False
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -119,8 +116,6 @@ def iterate(
     columns: int,
     axis_name: tuple[str, ...] = (),
     together: tuple[str, ...] = (),
-    *,
-    tall: bool = False,
 ) -> jax.Array:
     """x [*batch, m, n] with m <= `columns` -> its orthogonalization, in float32.
 
@@ -128,12 +123,10 @@ def iterate(
       dtype: bfloat16.
       columns: n, counted over `axis_name`, the mesh axes over which the columns are sharded.
       together: Mesh axes whose devices share the work on m x m matrices.
-      tall: x is the transpose of what is stored.
     """
     product = SymmetricProduct(policy.platform, dtype, settings.implementation, together)
     m = x.shape[-2]
-    reuses = x.ndim == 3 and policy.reuses_gram(len(x), m, columns)
-    products = _Products(product, axis_name, policy.symmetric_in_blocks(m), reuses)
+    products = _Products(product, axis_name, policy.symmetric_in_blocks(m))
     x = x.astype(jnp.float32)
     rank = min(settings.deflation, m // 8)
     scale_of = functools.partial(power_of_two_scale, axis_name=axis_name)
@@ -142,12 +135,8 @@ def iterate(
     else:
         z, basis = (scale_of(x) * x).astype(dtype), None
     q, z = _steps(products, z, settings.steps, basis, _joined(settings, policy, m, columns))
-    if x.ndim == 2:
-        return products.summed(q, z)
-    if not policy.results_apart(*x.shape[-2:]):
-        return products.rounded(q, z).astype(jnp.float32)
-    pairs = zip(*(a.reshape(-1, *a.shape[-2:]) for a in (q, z)), strict=True)
-    return jnp.stack([products.summed(*pair) for pair in pairs]).reshape(x.shape)
+    # A stack's result is cut, and in half precision that moves half as much.
+    return products.summed(q, z) if x.ndim == 2 else products.rounded(q, z).astype(jnp.float32)
 
 
 def _joined(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int, jnp.dtype]:
@@ -243,14 +232,14 @@ def _map(
 ) -> jax.Array:
     """Q of the step a x + (b R + c R^2) x = a (1 + Q) x, R = `square` `unit` r; r2 = r^2 where known.
 
-    With a `factor`, that times 1 + Q. In float32, but a kernel rounds it, and so does a stack that `reuses` memory.
+    With a `factor`, that times 1 + Q. In float32, but a kernel rounds it.
     """
     a, b, c = row
     if products.by_kernel and r2 is None and c != 0:
         q = products.on_small_side(r, None, r, c / a * (square * unit) ** 2, b / a * (square * unit))
         return q if factor is None else factor * _plus_identity(q)
 
-    def polynomial(r, r2, unit, factor):
+    def polynomial(r2):
         q = b / a * square * (unit * r.astype(jnp.float32))
         if r2 is not None:
             # Numbers times matrices, not numbers times numbers: on a device each of these would be a launch.
@@ -258,11 +247,9 @@ def _map(
         return q if factor is None else factor * _plus_identity(q)
 
     if c == 0:
-        return polynomial(r, None, unit, factor)
+        return polynomial(None)
     r2 = products.symmetric(r) if r2 is None else r2
-    if products.reuses:
-        return over_first(lambda *slices: polynomial(*slices).astype(r.dtype), r, r2, unit, factor)
-    return polynomial(r, r2, unit, factor)
+    return polynomial(r2)
 
 
 def _joined_map(
@@ -270,7 +257,7 @@ def _joined_map(
 ) -> jax.Array:
     """Q of the steps a a' .. (1 + Q) x, as `_map`, by matrices of `dtype`."""
     r = products.scaled_gram(z, _MAGNIFIED * square * unit, dtype)
-    products = products._replace(on_small_side=products.on_small_side._replace(dtype=dtype), reuses=False)
+    products = products._replace(on_small_side=products.on_small_side._replace(dtype=dtype))
     square = 1 / _MAGNIFIED
     q = _map(products, r, rows[0], square, 1.0)
     total, square = q, rows[0][0] ** 2 * square

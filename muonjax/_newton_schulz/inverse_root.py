@@ -27,8 +27,14 @@ _POLYNOMIALS = _never_above_one(polar_express(5, lower=1e-2))
 
 
 @functools.cache
-def _cubics(steps: int) -> Coefficients:
-    return _never_above_one(polar_express(steps, lower=1e-2, safety=1.0, degrees=(3,) * steps))
+def _quartics(stages: int, lower: float) -> tuple[np.ndarray, ...]:
+    """p of each stage, which is two cubics, s p(s^2) = f2(f1(s)), as coefficients of 1, r, .., r^4."""
+    rows = _never_above_one(polar_express(2 * stages, lower=lower, safety=1.0, degrees=(3, 3) * stages))
+    r, found = np.polynomial.Polynomial([0.0, 1.0]), []
+    for (a1, b1, _), (a2, b2, _) in zip(rows[::2], rows[1::2], strict=True):
+        first = a1 + b1 * r
+        found.append((first * (a2 + b2 * r * first**2)).coef)
+    return tuple(found)
 
 
 @jax.jit  # one trace for its three uses
@@ -48,21 +54,19 @@ def inverse_root(h: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, len(rows), step, start)[1]
 
 
-def bounded_inverse_root(h: jax.Array, steps: int) -> tuple[jax.Array, jax.Array]:
-    """Q and a number s [*batch, 1, 1]: s Q = h^(-1/2) of positive semidefinite h [*batch, k, k], in few products.
+def bounded_inverse_root(h: jax.Array, stages: int, lower: float) -> tuple[jax.Array, jax.Array]:
+    """Q and a number s [*batch, 1, 1]: s Q = h^(-1/2) of positive semidefinite h [*batch, k, k], in few launches.
 
-    It is right for eigenvalues above 1e-4 |h|_F, where `steps` is 7, and never above 219 |h|_F^(-1/2): what is shrunk
-    by it is not shrunk below the rounding errors of bfloat16. Each step is a cubic, x (I - b R), whose factor a is
-    gathered in s, so that all products have the form R - b R R, which libraries make in one launch.
+    Right for eigenvalues above `lower`^2 |h|_F, if there are stages enough, and bounded below: what is shrunk by it is
+    not shrunk below the rounding errors of bfloat16.
     """
-    rows = _cubics(steps)
     unit = inverse_norm(h)
-    r, q, gain = scaled(h, unit), identity_like(h), 1.0
-    for step, (a, b, _) in enumerate(rows):
-        b *= -(gain**2) / a
-        q = q - b * (r if step == 0 else dot(q, r))
-        if step < steps - 1:
-            u = r - b * dot(r, r)
-            r = u - b * dot(u, r)
-        gain *= a
-    return q, gain * jnp.sqrt(unit)
+    r, q, eye = scaled(h, unit), None, identity_like(h)
+    for stage, (c0, c1, c2, c3, c4) in enumerate(_quartics(stages, lower)):
+        r2 = dot(r, r)
+        p = dot(r2, c3 * r + c4 * r2) + (c0 * eye + c1 * r + c2 * r2)
+        # P on the right here and on the left below: XLA would join products that share an operand, and copy the others.
+        q = p if q is None else dot(q, p)
+        if stage < stages - 1:
+            r = dot(p, dot(p, r))
+    return q, jnp.sqrt(unit)

@@ -104,7 +104,7 @@ def polar_factor(
 ) -> Inexact[Array, "*batch m n"]:
     """`newton_schulz` of checked arguments."""
     tall = not axis_name and x.shape[-2] > x.shape[-1]
-    y = _iterate(x.mT if tall else x, settings, policy, axis_name, tall=tall)
+    y = _iterate(x.mT if tall else x, settings, policy, axis_name)
     return (y.mT if tall else y).astype(x.dtype)
 
 
@@ -154,15 +154,13 @@ def _iterate(
     settings: NewtonSchulz,
     policy: Policy,
     axis_name: tuple[str, ...],
-    *,
-    tall: bool,
 ) -> Inexact[Array, "*batch m n"]:
     """x with m <= n, n counted over `axis_name` -> its orthogonalization, in the dtype of the sums."""
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
     columns = x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
     if _runs_in_half_precision(settings, policy, dtype):
         together = axis_name if _worth_sharing(settings, x.shape[-2], dtype) else ()
-        return half_precision.iterate(x, settings, policy, dtype, columns, axis_name, together, tall=tall)
+        return half_precision.iterate(x, settings, policy, dtype, columns, axis_name, together)
     sum_dtype = at_least_float32(dtype)
     half = dtype != sum_dtype
     apply = MatrixProduct(dtype.name, None if half else "highest")

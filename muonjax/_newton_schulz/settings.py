@@ -37,7 +37,7 @@ class NewtonSchulz(metaclass=_Presets):
       num_steps: Steps to run; None runs each row once. A shorter table repeats its last row, a longer one is
         cut.
       deflation: How many dominant directions to shrink first, at most; never more than m / 8 (m: the matrix's
-        shorter side). 0 turns it off.
+        shorter side); on accelerators half as many more. 0 turns it off.
       form: "standard", "gram", or "auto", which takes the Gram form in float32 and float64 for n > 1.5 m,
         and the standard form everywhere else (in half precision the Gram form can go wrong).
       restarts: Steps after which the Gram form, where it runs, makes its Gram matrix anew, such as (2,); None: before

@@ -25,8 +25,9 @@ from muonjax._newton_schulz.deflation import random_start
 from muonjax._newton_schulz.inverse_root import bounded_inverse_root
 from muonjax._newton_schulz.scaling import power_of_two_scale
 
-# Of each inverse root. One less raises the mean polar error on recorded spectra to the power 1.39 by 0.02.
-_STEPS = 7
+# Stages and lower ends of the inverse roots. One stage less, of either, raises the mean polar error on recorded spectra
+# to the power 1.39 by 0.03.
+_FIRST, _SECOND = (3, 1e-2), (4, 2e-2)
 
 
 class Deflated(NamedTuple):
@@ -71,9 +72,9 @@ def deflate(
 
     start = random_start(x.shape[-2], rank + rank // 2)
     b = project(jnp.broadcast_to(start, (*x.shape[:-2], *start.shape)))
-    root, number = bounded_inverse_root(over_columns(dot.with_adjoint(b, b)), _STEPS)
+    root, number = bounded_inverse_root(over_columns(dot.with_adjoint(b, b)), *_FIRST)
     y = over_columns(half.with_adjoint(rounded, number * dot(root, b)))
-    root, number = bounded_inverse_root(dot.of_adjoint(y, y), _STEPS)
+    root, number = bounded_inverse_root(dot.of_adjoint(y, y), *_SECOND)
     v = (number * dot(y, root)).astype(dtype)
     target = _target(root)
     # 2 - V^H V is the inverse of V^H V up to the square of what rounding and the root leave it off from 1.

@@ -85,17 +85,6 @@ def test_the_scale_of_the_input_changes_rounding_only(scale, platform):
     assert momentum.polar_error(orthogonalize(x * scale, platform), polar) == pytest.approx(want, abs=0.02)
 
 
-@quick("24-balanced", "28-fast")
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("n", [24, 28])  # 28: with joined steps
-def test_a_stack_that_is_updated_in_place_is_its_matrices(n, preset):
-    x = jnp.stack([with_spectrum(np.geomspace(1, 1e-2, 16), n, seed)[0] for seed in range(8)])
-    assert Policy("gpu").reuses_gram(*x.shape)
-    y = orthogonalize(x, "gpu", preset)
-    alone = orthogonalize(x[::7], "gpu", preset)
-    np.testing.assert_allclose(y[::7], alone, atol=1e-6)
-
-
 @pytest.mark.nan
 @quick("nan-gpu", "inf-tpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -126,6 +115,30 @@ def test_gradients_are_numbers(x, platform):
     assert bool(jnp.isfinite(gradient).all())
 
 
+def primitives(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                yield from primitives(getattr(inner, "jaxpr", inner))
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_nothing_is_factorized(platform):
+    """A factorization of a library can fail, and takes the time of ten products."""
+    names = set(primitives(jax.make_jaxpr(lambda x: traceable(x, platform))(jnp.ones((136, 160))).jaxpr))
+    assert not names & {
+        "cholesky",
+        "triangular_solve",
+        "eigh",
+        "svd",
+        "qr",
+        "householder_product",
+        "lu",
+        "schur",
+    }
+
+
 def test_full_products_are_not_mirrored():
     text = str(jax.make_jaxpr(lambda x: traceable(x, "gpu"))(jnp.ones((64, 64))))
     assert "tril" not in text
@@ -136,7 +149,7 @@ def test_the_polynomials_of_the_inverse_root_are_nowhere_above_one():
 
 
 def bounded(h):
-    root, number = inverse_root.bounded_inverse_root(h, 7)
+    root, number = inverse_root.bounded_inverse_root(h, 4, 2e-2)
     return number * root
 
 
@@ -152,8 +165,8 @@ def test_inverse_roots_never_exceed_the_inverse_root(root):
     assert np.count_nonzero(values > 0.75) >= 16
 
 
-@pytest.mark.parametrize("eigenvalues", [[1, 0, 0], [1, 1, 1], [0, 0, 0], [1, 2e-4, 1e-9], [1, -1e-7, 1e-7]])
-def test_the_bounded_root_is_right_down_to_1e_4_and_bounded_below(eigenvalues):
+@pytest.mark.parametrize("eigenvalues", [[1, 0, 0], [1, 1, 1], [0, 0, 0], [1, 1e-3, 1e-9], [1, -1e-7, 1e-7]])
+def test_the_bounded_root_is_right_where_it_should_be_and_bounded_below(eigenvalues):
     """Of any rank, and where rounding has made an eigenvalue negative: a factorization would fail."""
     h = np.asarray(eigenvalues, np.float64)
     u = np.linalg.qr(np.random.default_rng(1).standard_normal((3, 3)))[0]
@@ -162,9 +175,9 @@ def test_the_bounded_root_is_right_down_to_1e_4_and_bounded_below(eigenvalues):
     assert np.isfinite(q).all()
     if any(eigenvalues):
         found = np.diag(u.T @ q @ u) * np.sqrt(1e6 * norm)
-        clear = h >= 1e-4 * norm
+        clear = h >= 4e-4 * norm
         np.testing.assert_allclose(found[clear], np.sqrt(norm / h[clear]), rtol=2e-3)
-        assert ((found[~clear] > 100) & (found[~clear] < 220)).all()
+        assert ((found[~clear] > 200) & (found[~clear] < 222)).all()
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
