@@ -242,10 +242,11 @@ class _Model:
         return common
 
     def _sides(self, p: Parameter) -> tuple[int, int]:
-        if self.numbers[p.path] is None:
+        numbers = self.numbers[p.path]
+        if numbers is None:
             return max(p.shape), 1
-        rows, columns = self.numbers[p.path][:2]  # pyright: ignore
-        return p.shape[rows], p.shape[columns]
+        rows, columns = (math.prod(p.shape[i] for i in _axes(axes)) for axes in numbers[:2])
+        return rows, columns
 
     def _widths(self, p: Parameter) -> tuple[set[int], set[int]]:
         """The widths that a parameter takes, the rows of a kernel, and those that it gives."""
