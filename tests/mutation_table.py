@@ -798,12 +798,6 @@ MUTATIONS = [
         "parts=size, axis=axis",
         "as many matrices as heads",
     ),
-    Mutation(
-        _ROUTING + "output_heads.py",
-        "p.shape == table.shape[::-1]",
-        "p.shape == table.shape",
-        "an output head",
-    ),
     Mutation(_ROUTING + "roles.py", '(BIAS, rf".*/({_VECTOR}|', '(BIAS, rf".*/(', "biases by their names"),
     Mutation(
         _ROUTING + "roles.py",
@@ -822,12 +816,6 @@ MUTATIONS = [
         'kernel["h"] % key["h"]',
         'kernel["h"] != key["h"]',
         "several queries share a key head",
-    ),
-    Mutation(
-        _ROUTING + "output_heads.py",
-        "if window[-1] % 2:",
-        "if False:",
-        "a patch has an even window",
     ),
     Mutation(
         _ROUTING + "matrices.py",

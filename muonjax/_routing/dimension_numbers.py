@@ -84,9 +84,8 @@ def dimension_numbers(
     Biases, scales, embeddings of tokens, patches and positions, output heads, state-space parameters, depthwise
     convolutions, vectors and integers are None: they belong to Adam.
 
-    Whole matrices are the default because Moonlight, whose update RMS muonjax follows, orthogonalizes its
-    query, key and value projections so, every head of a layer in one matrix. A matrix per head is GLM-5's "Muon
-    Split" and Kimi K3's practice.
+    Whole matrices are the default, as in Moonlight, whose update RMS muonjax follows; a matrix per head is GLM-5's
+    "Muon Split".
 
     Args:
       params: A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's

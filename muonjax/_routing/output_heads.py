@@ -37,7 +37,7 @@ Path = tuple[str, ...]
 _END = re.compile(
     r"(?!pre_)(\w+_)?(outs?|outputs?|logits?|heads?|final|last|predict\w*|classif\w*)(_\w+)?|top|readout|softmax|to_\w+"
     r"|(\w+_)?dec(oder?s?)?(_\w*mlp)?|gen(erator)?|disc(riminator)?|(\w+_)?(critics?|actors?|policy|pol|pi|value|reward)(_\w+)?"
-    r"|v|vs|vf|q|qs|qf|q_?(net|nets|network|values?|function|fn)|adv(antage)?|(text|image|visual|vision)_proj(ection)?|mu|mean|(log_?)?std|stddev|sigma|action\w*|eps|noise|score"
+    r"|v|vs|vf|q|qs|qf|q_?(net|nets|network|values?|function|fn)|adv(antage)?|(text|image|visual|vision)_proj(ection)?|w_?h[yo]|mu|mean|(log_?)?std|stddev|sigma|action\w*|eps|noise|score"
 )
 # What is split, added or concatenated before use, and parts of a model that others continue.
 _HIDDEN = re.compile(
@@ -242,10 +242,11 @@ class _Model:
         return common
 
     def _sides(self, p: Parameter) -> tuple[int, int]:
-        if self.numbers[p.path] is None:
+        numbers = self.numbers[p.path]
+        if numbers is None:
             return max(p.shape), 1
-        rows, columns = self.numbers[p.path][:2]  # pyright: ignore
-        return p.shape[rows], p.shape[columns]
+        rows, columns = (math.prod(p.shape[i] for i in _axes(axes)) for axes in numbers[:2])
+        return rows, columns
 
     def _widths(self, p: Parameter) -> tuple[set[int], set[int]]:
         """The widths that a parameter takes, the rows of a kernel, and those that it gives."""

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from muonjax._routing.matrices import is_einsum
 from muonjax._routing.roles import ADAPTER, unit
 from muonjax._routing.siblings import (
-    FLAX,
     Parameter,
     Siblings,
     arrangements,
@@ -86,8 +85,6 @@ def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
             return None  # queries grouped by key head
     if not role.kind and role.muon and rank > 3 and (is_window(p.shape) or is_outputs_first(p, siblings)):
         return None
-    if role.layouts and ranks == (rank,):
-        return False  # the layer's type says so
     if ranks and rank > max(ranks):
         return True
     if ranks and rank == min(ranks):
@@ -101,8 +98,6 @@ def _heads_agree(p: Parameter, siblings: Siblings) -> bool | None:
     if not len(shapes.get("query", ())) == len(shapes.get("out", ())) == 3:
         return None
     found = arrangements(shapes, einsum=is_einsum(p))
-    if found and found[0] != FLAX and not is_einsum(p):
-        return None  # (layers, d, heads·size) looks like (heads, d, size)
     return bool(found) or (p.path[-1] == "kernel" and has_heads_of_flax(shapes))
 
 
@@ -163,11 +158,7 @@ def _peel_together(
     # Square layers fit in more than one way; there are fewer layers than features.
     best = sorted(fits.values(), key=lambda fit: fit[0])
     count, layer = best[0]
-    if (
-        len(parameters) == 1
-        and scan_axis is None
-        and any(where[0] for where in fits if fits[where][0] == count)
-    ):
+    if len(parameters) == 1 and scan_axis is None and any(w[0] for w in fits if fits[w][0] == count):
         return None, False  # a kernel alone is a stack only on its first axis
     if len(best) > 1 and count == best[1][0] and any(p.role.muon for p in parameters):
         p = max(parameters, key=lambda p: len(p.shape))
