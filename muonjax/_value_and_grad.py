@@ -22,23 +22,39 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """The value, the largest logits and the gradients of `fun`.
+    """`jax.value_and_grad` that also returns the largest attention logits of each head, for any JAX function.
 
-    Only the arguments `argnums` are traced. Everything else that `fun` is given or reads stays as it is: Python's flags
-    and strings, arrays and tracers from around, mutable `Ref`s. As under `jax.jit`, `fun` can't branch in Python on a
-    value computed from the traced arguments. The derivative is JAX's own.
+    The logits are read from the program: a softmax computes their maximum anyway, which becomes one more output. Loss and
+    gradients stay as they are, to the bit under `jax.jit`. Only the arguments `argnums` are traced; everything else that
+    `fun` is given or reads stays as it is: Python's flags and strings, arrays and tracers from around, mutable `Ref`s. As
+    under `jax.jit`, `fun` can't branch in Python on a value computed from the traced arguments.
 
     Args:
-        fun: returns a scalar, or with `has_aux` a scalar and a tree of anything.
-        argnums: the positional arguments to differentiate by.
-        has_aux: whether `fun` returns a pair.
+      fun: Returns a scalar, or with `has_aux` a scalar and a tree of anything.
+      argnums: The positional arguments to differentiate by, as in `jax.value_and_grad`: the parameters.
+      has_aux: Whether `fun` returns a pair (loss, aux).
 
     Returns:
-        A function of `fun`'s arguments that returns `((loss, max_logits), grads)`, with `has_aux`
-        `((loss, (aux, max_logits)), grads)`. `max_logits` has an array `[*layers, heads]` for each site, by name.
+      A function of `fun`'s arguments that returns ((loss, max_logits), grads), or with `has_aux`
+      ((loss, (aux, max_logits)), grads). `max_logits` has for each attention that can be clipped exactly an array
+      [*layers, heads], float32, by its name in `Program.attentions`: the largest logit after scale and mask, where a bias
+      is added without it.
 
     Raises:
-        ValueError: if no attention is found in `fun`.
+      ValueError: No attention is found in `fun`, or none that can be clipped; with the reasons and their lines.
+      TypeError: `has_aux`, but `fun` returns no pair.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, muonjax
+      >>> def loss(params, x):
+      ...   q, k, v = (jnp.einsum("btd,dhs->bths", x, params[name]) for name in "qkv")
+      ...   return jnp.mean(jax.nn.dot_product_attention(q, k, v) ** 2)
+      >>> params = {name: jnp.ones((8, 2, 4)) for name in "qkv"}
+      >>> (value, max_logits), grads = muonjax.value_and_grad(loss)(params, jnp.ones((1, 3, 8)))
+      >>> tx = muonjax.muonclip(1e-3, muonjax.inspect(loss, params, jnp.ones((1, 3, 8))))
+      >>> updates, state = tx.update(grads, tx.init(params), params, max_logits=max_logits)
+      >>> {name: maxima.shape for name, maxima in max_logits.items()}
+      {'q': (2,)}
     """
 
     @functools.wraps(fun)

@@ -132,8 +132,8 @@ def check_distribution(distribution: Any, *, call: str) -> None:
     if distribution is not None and not isinstance(distribution, Distribution):
         what = type(distribution).__name__
         raise TypeError(
-            f"{call}(distribution={what}(...)) must be a muonjax.Distribution, which says how each parameter is "
-            "sharded too: Distribution(mesh, param_specs). Leave it out where the mesh has explicit axis types."
+            f"{call}(distribution={what}(...)) must be a Distribution, which says how each parameter is sharded too: "
+            "muonjax.Distribution(mesh, specs). Leave it out where the mesh has explicit axis types."
         )
 
 

@@ -196,8 +196,10 @@ def test_nnx_without_watch_and_with_its_own_value_and_grad():
         return (model(X) ** 2).mean()
 
     (_, stats), grads = nnx.jit(muonjax.nnx.value_and_grad(loss_fn))(model)
+    optimizer.update(model, grads, max_logits=stats)  # read from the program
+    _, sown = nnx.capture(model, nnx.Intermediate)(X)
     with pytest.raises(ValueError, match=r"max_logits has no arrays. .*muonjax.nnx.watch") as empty:
-        optimizer.update(model, grads, max_logits=stats)
+        optimizer.update(model, grads, max_logits=sown)
     with pytest.raises(ValueError, match=r"needs this step's statistics.*muonjax.nnx.value_and_grad") as none:
         optimizer.update(model, grads)
     for error in (empty, none):

@@ -22,6 +22,10 @@ API = (pathlib.Path(__file__).parents[2] / "docs" / "api.md").read_text()
 
 # New in muonjax: without an external source.
 OURS = {
+    "muonjax.nnx.inspect",
+    "muonjax.value_and_grad",
+    "muonjax.inspect",
+    "muonjax.Program",
     "muonjax.Distribution",
     "muonjax.EmaNesterovState",
     "muonjax.HyperballState",
