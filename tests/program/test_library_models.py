@@ -19,6 +19,8 @@ from tests.program.library_models.answers import (
 )
 from tests.program.library_models.model import flattened, scrambled
 
+pytestmark = pytest.mark.promotes("the libraries' models promote dtypes and ranks")
+
 # One of each library and of each kind of layer.
 QUICK = (
     "transformers-gpt2",
