@@ -64,6 +64,18 @@ BLOCKS = {
             "parameters": _shares("parameters"),
         },
     ),
+    "programs": Block(
+        columns={
+            "what is read": "{rule}",
+            "models: right / wrong / refused": _shares("models"),
+            "leaves": _shares("leaves"),
+            "attentions: found / refused with their reason / wrong": lambda row: (
+                " / ".join(str(row[f"attentions_{how}"]) for how in ("found", "refused", "wrong"))
+                if "attentions_found" in row
+                else None
+            ),
+        },
+    ),
     "adversarial_input": Block(
         rows=_with_sum, columns={"input": "{input}", "examples passed": "{passed}", "failed": "{failed}"}
     ),

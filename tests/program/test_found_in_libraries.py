@@ -7,6 +7,8 @@ import pytest
 
 import muonjax
 
+pytestmark = pytest.mark.promotes("the functions are written as the libraries' are")
+
 D, HEADS, SIZE = 16, 2, 8
 X = jax.ShapeDtypeStruct((3, 5, D), jnp.float32)
 

@@ -17,7 +17,9 @@ from tests.program.library_models.answers import (
     said,
     same_heads,
 )
-from tests.program.library_models.model import scrambled
+from tests.program.library_models.model import flattened, scrambled
+
+pytestmark = pytest.mark.promotes("the libraries' models promote dtypes and ranks")
 
 # One of each library and of each kind of layer.
 QUICK = (
@@ -75,17 +77,22 @@ def decided(program):
     }
 
 
+def wrong(model, found, answers):
+    """What is found and what would be right, by path, where they differ."""
+    shapes = {path: leaf.shape for path, leaf in zip(*flattened(model.params)[:2], strict=True)}
+    return {
+        path: (*found[path], right)
+        for path, right in answers.items()
+        if not is_right(*found[path], right, shapes[path])
+    }
+
+
 @pytest.mark.parametrize("name", MODELS)
 @tiers.quick(*QUICK)
 def test_every_parameter_is_decided_rightly(name, read):
     model, program = read(name)
-    found = decided(program)
-    answers = expected_leaves(model, model.leaves)
-    assert not {
-        path: (*found[path], right)
-        for path, right in answers.items()
-        if not is_right(found[path][0], found[path][2], right)
-    }
+    found = {path: (numbers, why) for path, (numbers, _, why) in decided(program).items()}
+    assert not wrong(model, found, expected_leaves(model, model.leaves))
     assert not any(d.by_names or d.problem for d in program._decisions.values())
 
 
@@ -93,14 +100,10 @@ def test_every_parameter_is_decided_rightly(name, read):
 @tiers.quick(*QUICK)
 def test_each_head_has_its_matrices(name, read):
     model, program = read(name)
-    found = decided(program)
+    found = {path: (per_head, why) for path, (_, per_head, why) in decided(program).items()}
     others = {pattern: right for pattern, right in model.leaves.items() if pattern not in model.per_head}
     answers = expected_leaves(model, {**model.per_head, **others}, every=False)
-    assert not {
-        path: (*found[path], right)
-        for path, right in answers.items()
-        if not is_right(found[path][1], found[path][2], right)
-    }
+    assert not wrong(model, found, answers)
 
 
 @pytest.mark.parametrize("name", MODELS)

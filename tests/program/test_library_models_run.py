@@ -12,6 +12,8 @@ import muonjax
 from tests import tiers
 from tests.program.library_models import MODELS
 
+pytestmark = pytest.mark.promotes("the libraries' models promote dtypes and ranks")
+
 QUICK = ("transformers-gpt2", "haiku-haiku_layer_stack")
 RUN = (
     *QUICK,

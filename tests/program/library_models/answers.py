@@ -19,7 +19,7 @@ count (0:8@2).
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,17 +53,20 @@ def _regex(pattern: str) -> str:
     )  # fmt: skip
 
 
-def is_right(numbers: Any, why: str, answer: str) -> bool:
-    """Whether dimension numbers, or None and the reason, are this answer; rows and columns may be exchanged."""
-    return any(_is_this(numbers, why, alternative) for alternative in answer.split("|"))
+def is_right(numbers: Any, why: str | None, answer: str, shape: Sequence[int]) -> bool:
+    """Whether dimension numbers, or None and the reason, are this answer.
+
+    Rows and columns may be exchanged, axes of one entry are on both sides, and a reason of None is not looked at.
+    """
+    return any(_is_this(numbers, why, alternative, shape) for alternative in answer.split("|"))
 
 
-def _is_this(numbers: Any, why: str, answer: str) -> bool:
+def _is_this(numbers: Any, why: str | None, answer: str, shape: Sequence[int]) -> bool:
     wanted = numbers_of(answer)
     if wanted is None or numbers is None:
-        return numbers is wanted and why.startswith(answer)
+        return numbers is wanted and (why is None or why.startswith(answer))
     turned = wanted._replace(reduction_axis=wanted.output_axis, output_axis=wanted.reduction_axis)
-    return _normal(numbers) in (_normal(wanted), _normal(turned))
+    return _normal(numbers, shape) in (_normal(wanted, shape), _normal(turned, shape))
 
 
 def numbers_of(answer: str) -> Any:
@@ -80,8 +83,9 @@ def numbers_of(answer: str) -> Any:
     return muonjax.FusedDimensionNumbers(rows, columns, parts, int(match[5]), *repeats)
 
 
-def _normal(numbers: Any) -> Any:
-    sides = tuple(frozenset((axes,) if isinstance(axes, int) else axes) for axes in numbers[:2])
+def _normal(numbers: Any, shape: Sequence[int]) -> Any:
+    both = ((axes,) if isinstance(axes, int) else axes for axes in numbers[:2])
+    sides = tuple(frozenset(axis for axis in axes if shape[axis] > 1) for axes in both)
     return (*sides, *numbers[2:])
 
 

@@ -1,0 +1,127 @@
+"""Library models as functions: how many of their parameters and attentions are read rightly, with names and without.
+
+    python -m benchmarks.reliability.programs
+
+The models and the answers are those of tests/program/library_models, written by hand. Names alone read the same
+parameter trees, as they are and with random names.
+"""
+
+import importlib.util
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import muonjax
+from benchmarks.common import measure
+from muonjax._routing.dimension_numbers import Route, routes
+from tests.program.library_models import MODELS, Model
+from tests.program.library_models.answers import (
+    expected_attention,
+    expected_leaves,
+    found_attention,
+    is_right,
+    same_heads,
+)
+from tests.program.library_models.model import Entry, flattened, scrambled
+
+Answers = Mapping[str, Any]  # dimension numbers, None or "refused" by path
+
+
+def of_program(program: muonjax.Program) -> Answers:
+    """What `muonjax.inspect` says."""
+    return {
+        path: "refused" if d.problem or d.by_names else d.numbers for path, d in program._decisions.items()
+    }
+
+
+def of_names(params: Any, library: str) -> Answers:
+    """What `muonjax.muon` does without a program; one parameter that is refused refuses the model."""
+    outputs_first = True if library == "equinox" else None  # as `muonjax.equinox` has it
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what can't be told for sure
+            found = [r for r in routes(params, outputs_first=outputs_first)[0] if isinstance(r, Route)]
+    except ValueError:
+        return dict.fromkeys(flattened(params)[0], "refused")
+    return {route.path: route.numbers for route in found}
+
+
+def count(model: Model, answers: Answers, right: Mapping[str, str]) -> Counter[str]:
+    """Parameters that are right, wrong and refused, and what the model is."""
+    totals: Counter[str] = Counter()
+    shapes = {path: leaf.shape for path, leaf in zip(*flattened(model.params)[:2], strict=True)}
+    for path, answer in right.items():
+        found = answers[path]
+        if isinstance(found, str):
+            totals["leaves_refused"] += 1
+        else:
+            totals[f"leaves_{'right' if is_right(found, None, answer, shapes[path]) else 'wrong'}"] += 1
+    worst = next((how for how in ("wrong", "refused") if totals[f"leaves_{how}"]), "right")
+    totals[f"models_{worst}"] += 1
+    return totals
+
+
+def count_attentions(model: Model, program: muonjax.Program) -> Counter[str]:
+    """Attentions that are found with all heads, refused with the right reason, and others, or missed."""
+    found = [found_attention(model.params, attention) for attention in program.attentions]
+    wanted = [expected_attention(model, line) for line in model.attentions]
+    totals: Counter[str] = Counter()
+    for a, b in zip(found, wanted, strict=False):
+        how = "refused" if isinstance(a, str) else "found"
+        totals[f"attentions_{how if same_heads(a, b) else 'wrong'}"] += 1
+    totals["attentions_wrong"] += abs(len(found) - len(wanted))
+    return totals
+
+
+def read(model: Model) -> muonjax.Program:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # parameters that are never used
+        return muonjax.inspect(model.loss, model.params, *model.inputs)
+
+
+def rows_of(models: Mapping[str, Entry]) -> list[dict[str, Any]]:
+    """A row for each way to read."""
+    kinds = ("the function", "the function, random names", "names alone", "random names alone")
+    totals: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+    for entry in models.values():
+        model = entry.make()
+        right = expected_leaves(model, model.leaves)
+        other, path_of = scrambled(model)
+        program, there = read(model), read(other)
+        back = {path: word for word, path in path_of.items()}
+        attentions = [_renamed(line, back) for line in model.attentions]
+        renamed = other._replace(attentions=attentions)
+        other_right = {back[path]: answer for path, answer in right.items()}
+        totals[kinds[0]] += count(model, of_program(program), right) + count_attentions(model, program)
+        totals[kinds[1]] += count(other, of_program(there), other_right) + count_attentions(renamed, there)
+        totals[kinds[2]] += count(model, of_names(model.params, entry.needs), right)
+        totals[kinds[3]] += count(other, of_names(other.params, entry.needs), other_right)
+    columns = [f"{what}_{how}" for what in ("models", "leaves") for how in ("right", "wrong", "refused")]
+    attention_columns = [f"attentions_{how}" for how in ("found", "refused", "wrong")]
+    return [
+        {"rule": kind} | {c: totals[kind][c] for c in [*columns, *(attention_columns if i < 2 else [])]}
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def _renamed(line: str, names: Mapping[str, str]) -> str:
+    """An attention's line with other paths."""
+    if line.startswith("refused: "):
+        return line
+    parts = (text.split() for text in line.split("; "))
+    return "; ".join(
+        " ".join([factor, f"{names[at.rsplit('@', 1)[0]]}@{at.rsplit('@', 1)[1]}", *rest])
+        for factor, at, *rest in parts
+    )
+
+
+def main() -> None:
+    models = {name: entry for name, entry in MODELS.items() if importlib.util.find_spec(entry.needs)}
+    rows = rows_of(models)
+    measure.write("programs", {"models": sorted(models), "rows": rows})
+    print(measure.table(rows))
+
+
+if __name__ == "__main__":
+    main()
