@@ -207,9 +207,10 @@ def test_the_state_is_sharded_as_its_parameter_and_no_collective_is_added(axis_t
     explicit = axis_type is AxisType.Explicit
     distribution = None if explicit else muonjax.Distribution(mesh, specs)
     everywhere = muonjax.Distribution(mesh, specs)
+    settings = {"newton_schulz": SHORT, "muon_weight_dimension_numbers": muonjax.MuonDimensionNumbers()}
     counts, results = [], []
     for dtype in (jnp.int8, jnp.float32):
-        tx = muonjax.muon(0.1, mu_dtype=dtype, newton_schulz=SHORT, distribution=distribution)
+        tx = muonjax.muon(0.1, mu_dtype=dtype, distribution=distribution, **settings)
         with under(mesh):
             there = put(tree, specs, mesh)
             shardings = None if explicit else muonjax.state_shardings(tx, tree, everywhere)
@@ -225,7 +226,7 @@ def test_the_state_is_sharded_as_its_parameter_and_no_collective_is_added(axis_t
             assert momentum.scale["w"].addressable_shards[0].data.shape == (8, 2)
             assert momentum.scale["v"].addressable_shards[0].data.shape == (16, 1)
     assert counts[0] == counts[1]
-    alone = muonjax.muon(0.1, mu_dtype=jnp.int8, newton_schulz=SHORT)
+    alone = muonjax.muon(0.1, mu_dtype=jnp.int8, **settings)
     expected, _ = jax.jit(alone.update)(tree, alone.init(tree), tree)
     for name in tree:
         np.testing.assert_allclose(results[0][name], expected[name], atol=1e-5)
