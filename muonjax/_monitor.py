@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._int8_momentum import Int8TraceState, cast_momentum
+from muonjax._int8_momentum import cast_momentum, has_int8
 from muonjax._linalg import at_least_float32, dot, square_norm
 from muonjax._matrix_view import MatrixView, matrix_pieces
 from muonjax._routing.dimension_numbers import dimension_numbers as route
@@ -129,7 +129,7 @@ def _measure(
     paths = {path: i for i, path in enumerate(flatten_with_names(params)[0])}
     gradients, updates, weights = (jax.tree.leaves(tree) for tree in (gradients, updates, params))
     pieces = matrix_pieces(route, params, call="monitor")
-    momentum = _momentum(jax.tree.map(_in_floats, state, is_leaf=_is_int8), paths)
+    momentum = _momentum(state, paths)
 
     def of_group(indices: list[int]) -> dict[str, Any]:
         size = sum(weights[i].size for i in indices)
@@ -154,6 +154,8 @@ def _measure(
 def _momentum(state: Any, paths: dict[tuple[str, ...], int]) -> dict[int, list[jax.Array]]:
     """First moments in an optimizer's state by the index of their parameter: what is under `trace` or `mu`."""
     found: dict[int, list[jax.Array]] = {}
+    if has_int8(state):
+        state = cast_momentum(state, jnp.float32)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         for depth, key in enumerate(path):
             if isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("trace", "mu"):
@@ -161,14 +163,6 @@ def _momentum(state: Any, paths: dict[tuple[str, ...], int]) -> dict[int, list[j
                 if index is not None:
                     found.setdefault(index, []).append(leaf)
     return found
-
-
-def _is_int8(node: Any) -> bool:
-    return isinstance(node, Int8TraceState)
-
-
-def _in_floats(node: Any) -> Any:
-    return cast_momentum(node, jnp.float32) if _is_int8(node) else node
 
 
 def _squares(x: jax.Array) -> Float32[Array, ""]:
