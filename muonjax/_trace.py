@@ -102,12 +102,15 @@ def _int8_trace(
 def _check(tree: Any, distribution: Distribution | None) -> None:
     """Raise for complex leaves, and for blocks that would cross a shard, as far as that is known."""
     check_real(tree, "trace(accumulator_dtype=jnp.int8)")
-    specs = None if distribution is None else spread_specs(distribution.param_specs, tree, call="trace")
-    for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if distribution is None:
+        shardings = [(own.mesh, own.spec) for own in (jax.typeof(leaf).sharding for _, leaf in leaves)]
+    else:
+        specs = spread_specs(distribution.param_specs, tree, call="trace")
+        shardings = [(distribution.mesh, spec) for spec in specs]
+    for (path, leaf), (mesh, spec) in zip(leaves, shardings, strict=True):
         if leaf.ndim == 0:
             continue
-        own = jax.typeof(leaf).sharding
-        mesh, spec = (own.mesh, own.spec) if distribution is None else (distribution.mesh, specs[i])
         mesh_shape = dict(mesh.shape)
         length, block = leaf.shape[-1], block_size(leaf.shape[-1])
         shards = size_of(mesh_shape, even_sharding(leaf.shape, spec, mesh_shape)[-1])

@@ -134,6 +134,17 @@ STEPS = (
 GAP = "{gap[mean]:+.4f} ({gap[low]:+.4f} to {gap[high]:+.4f})"
 
 BLOCKS = {
+    "ema_nesterov": Block(
+        rows="recipes",
+        columns={
+            "text": "{text}",
+            "recipe": "{recipe}",
+            "best rate": "{learning_rate:.2g}",
+            "held-out loss": "{held_out:.3f} ± {spread:.3f}",
+            "seeds": "{seeds}",
+        },
+        text="{table}\n\n{settings[steps]} steps; the model of the table of variants. {machine}",
+    ),
     "int8_momentum": Block(
         rows="dtypes",
         columns={

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from muonjax._explicit_axes import is_explicit
-from muonjax._int8_momentum import Int8TraceState, cast_momentum
+from muonjax._int8_momentum import cast_momentum, has_int8
 from muonjax._linalg import at_least_float32, dot, square_norm
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces
 from muonjax._routing.dimension_numbers import dimension_numbers as route
@@ -180,7 +180,7 @@ def _measure(
     state: Any,
     params: Any,
 ) -> dict[str, dict[str, jax.Array]]:
-    momentum = _momentum(jax.tree.map(_in_floats, state, is_leaf=_is_int8), _paths(params))
+    momentum = _momentum(state, _paths(params))
     gradients, updates, weights = (jax.tree.leaves(tree) for tree in (gradients, updates, params))
 
     def of_group(indices: list[int]) -> dict[str, Any]:
@@ -204,6 +204,8 @@ def _measure(
 def _momentum(state: Any, paths: dict[tuple[str, ...], int]) -> dict[int, list[jax.Array]]:
     """First moments in an optimizer's state by the index of their parameter: what is under `trace` or `mu`."""
     found: dict[int, list[jax.Array]] = {}
+    if has_int8(state):
+        state = cast_momentum(state, jnp.float32)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         for depth, key in enumerate(path):
             if isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("trace", "mu"):
@@ -219,14 +221,6 @@ def _root(arrays: Sequence[jax.Array], count: int = 1) -> Float32[Array, ""]:
     largest = functools.reduce(jnp.maximum, map(jnp.max, sizes), jnp.float32(0))
     scale = jnp.where((largest >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(largest), largest, 1)
     return scale * jnp.sqrt(sum((jnp.sum((x / scale) ** 2) for x in sizes), jnp.float32(0)) / count)
-
-
-def _is_int8(node: Any) -> bool:
-    return isinstance(node, Int8TraceState)
-
-
-def _in_floats(node: Any) -> Any:
-    return cast_momentum(node, jnp.float32) if _is_int8(node) else node
 
 
 def _deviation(update: jax.Array, view: MatrixView) -> Float32[Array, " batch"]:
