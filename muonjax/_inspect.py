@@ -26,8 +26,8 @@ class Attention(NamedTuple):
     """One attention of a program.
 
     Attributes:
-      name: The path of its module, or of its query projection where that is not enough: the key of its entry in
-        `max_logits`.
+      name: The path of its module, of its query projection where several share a module, "max_logits" for the only one
+        at the root: the key of its entry in `max_logits`.
       line: File and line of its product of queries and keys.
       site: What a clip scales; None if that would not scale its logits.
       problem: Why not, "" if it can be clipped.
@@ -268,8 +268,8 @@ def _attentions(
         if not site.spans:
             found.append((Attention(root, site.line, None, site.problem), group))
             continue
-        is_alone = bool(root) and roots.count(root) == 1
-        name = root if is_alone else _module(paths[site.spans[0].leaf])
+        is_alone = roots.count(root) == 1
+        name = (root or "max_logits") if is_alone else paths[site.spans[0].leaf]
         scales = tuple(_scale(span, paths[span.leaf], root if is_alone else "") for span in site.spans)
         stack = site.spans[0].stack
         public = Site(
@@ -292,10 +292,6 @@ def _root(paths: Sequence[str]) -> str:
             break
         common.append(names[0])
     return "/".join(common[: min((len(path) for path in split), default=1) - 1])
-
-
-def _module(path: str) -> str:
-    return path
 
 
 def _scale(span: attention.Span, path: str, root: str) -> Scale:

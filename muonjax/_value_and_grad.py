@@ -24,10 +24,10 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` that also returns the largest attention logits of each head, for any JAX function.
 
-    The logits are read from the program: a softmax computes their maximum anyway, which becomes one more output. Loss and
-    gradients stay as they are, to the bit under `jax.jit`. Only the arguments `argnums` are traced; everything else that
-    `fun` is given or reads stays as it is: Python's flags and strings, arrays and tracers from around, mutable `Ref`s. As
-    under `jax.jit`, `fun` can't branch in Python on a value computed from the traced arguments.
+    The logits are read from the program: a softmax computes their maximum anyway, which becomes one more output. Loss
+    and gradients stay as they are, to the bit under `jax.jit`. Only the arguments `argnums` are traced; everything else
+    that `fun` is given or reads stays as it is: Python's flags and strings, arrays and tracers from around, mutable
+    `Ref`s. As under `jax.jit`, `fun` can't branch in Python on a value computed from the traced arguments.
 
     Args:
       fun: Returns a scalar, or with `has_aux` a scalar and a tree of anything.
@@ -37,8 +37,8 @@ def value_and_grad(
     Returns:
       A function of `fun`'s arguments that returns ((loss, max_logits), grads), or with `has_aux`
       ((loss, (aux, max_logits)), grads). `max_logits` has for each attention that can be clipped exactly an array
-      [*layers, heads], float32, by its name in `Program.attentions`: the largest logit after scale and mask, where a bias
-      is added without it.
+      [*layers, heads], float32, by its name in `Program.attentions`: the largest logit after scale and mask; where a
+      bias is added, without it.
 
     Raises:
       ValueError: No attention is found in `fun`, or none that can be clipped; with the reasons and their lines.
@@ -54,7 +54,7 @@ def value_and_grad(
       >>> tx = muonjax.muonclip(1e-3, muonjax.inspect(loss, params, jnp.ones((1, 3, 8))))
       >>> updates, state = tx.update(grads, tx.init(params), params, max_logits=max_logits)
       >>> {name: maxima.shape for name, maxima in max_logits.items()}
-      {'q': (2,)}
+      {'max_logits': (2,)}
     """
 
     @functools.wraps(fun)

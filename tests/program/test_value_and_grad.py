@@ -31,8 +31,8 @@ def test_without_jit():
     expected, expected_grads = jax.value_and_grad(scanned)(w, x)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), grads, expected_grads)
-    assert list(maxima) == ["q"]
-    np.testing.assert_allclose(maxima["q"], by_hand(w, x).max(1), rtol=2e-5)
+    assert list(maxima) == ["max_logits"]
+    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max(1), rtol=2e-5)
 
 
 @pytest.mark.parametrize("argnums", [1, -1, (1,), (1, 0), [0, 1]])
@@ -59,7 +59,7 @@ def test_everything_but_argnums_stays_as_it_is():
     (value, maxima), grads = step(value_and_grad, ref)
     assert seen == [(np.ndarray, "double", True)]
     assert ref[...] == 1
-    np.testing.assert_allclose(maxima["q"], by_hand(w, x, causal=True).max((0, 1)), rtol=2e-5)
+    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x, causal=True).max((0, 1)), rtol=2e-5)
     expected, expected_grads = step(jax.value_and_grad, ref)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), grads, expected_grads)
@@ -73,7 +73,7 @@ def test_closes_over_tracers():
 
     (loss, maxima), grads = jax.jit(functools.partial(step, value_and_grad))(w, x, 3.0)
     assert_same((loss, grads), jax.jit(functools.partial(step, jax.value_and_grad))(w, x, 3.0))
-    np.testing.assert_allclose(maxima["q"], by_hand(w, x).max((0, 1)), rtol=2e-5)
+    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5)
 
 
 def test_auxiliary_output_of_any_kind():
@@ -100,7 +100,7 @@ def test_auxiliary_output_of_any_kind():
     assert aux["int"] == 3
     assert type(aux["int"]) is int
     np.testing.assert_array_equal(aux["twice"], 2 * value)
-    assert list(maxima) == ["q"]
+    assert list(maxima) == ["max_logits"]
     assert jax.tree.structure(grads) == jax.tree.structure(w)
 
 
@@ -110,7 +110,7 @@ def test_under_vmap():
     (loss, maxima), grads = jax.jit(jax.vmap(value_and_grad(unrolled), (0, None)))(many, x)
     assert_same((loss, grads), jax.jit(jax.vmap(jax.value_and_grad(unrolled), (0, None)))(many, x))
     expected = [by_hand(w, x).max((0, 1)), by_hand(jax.tree.map(lambda value: 2 * value, w), x).max((0, 1))]
-    np.testing.assert_allclose(maxima["q"], expected, rtol=2e-5)
+    np.testing.assert_allclose(maxima["max_logits"], expected, rtol=2e-5)
 
 
 def test_over_vmap():
@@ -121,7 +121,7 @@ def test_over_vmap():
 
     (value, maxima), grads = jax.jit(value_and_grad(loss))(w, x)
     assert_same((value, grads), jax.jit(jax.value_and_grad(loss))(w, x))
-    np.testing.assert_allclose(maxima["q"], by_hand(w, x).max((0, 1)), rtol=2e-5)
+    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5)
 
 
 @jax.custom_jvp
