@@ -5,6 +5,7 @@ the approximation interval the result is too small, so that noise is not amplifi
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,8 @@ def bounded_inverse_root(h: jax.Array, stages: int, lower: float) -> tuple[jax.A
     not shrunk below the rounding errors of bfloat16.
     """
     unit = inverse_norm(h)
-    r, q, eye = scaled(h, unit), None, identity_like(h)
+    r, eye = scaled(h, unit), identity_like(h)
+    q: Any = None
     for stage, (c0, c1, c2, c3, c4) in enumerate(_quartics(stages, lower)):
         r2 = dot(r, r)
         p = dot(r2, c3 * r + c4 * r2) + (c0 * eye + c1 * r + c2 * r2)

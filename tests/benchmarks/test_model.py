@@ -32,6 +32,7 @@ def test_no_default_got_a_tenth_worse(name, method):
     if before is None:
         pytest.skip(f"no committed figures of {key}")
     after = accelerator_model.model(chip, "small", method, accelerator_model.methods()[method])
+    assert after["factorizations"] == 0
     for figure in ("launches", "gigabytes", "temporary_megabytes"):
         assert after[figure] <= 1.1 * before[figure], figure
 
