@@ -157,11 +157,10 @@ class Clip:
         """The state after this update, and γ of each module: 1 at an update that does not clip."""
         every = self.every_k == 1
         due = (state.count + 1) % self.every_k == 0
-        if not every:
-            maxima = {name: larger(s, state.running_max[name]) for name, s in maxima.items()}
-
         # As the state is sharded, also where the statistics are not: its buffers can be donated.
         maxima = {name: sharded_like(s, state.maxima[name]) for name, s in maxima.items()}
+        if not every:
+            maxima = {name: larger(s, state.running_max[name]) for name, s in maxima.items()}
 
         def at_clip(new: Any, old: Any) -> Any:
             return new if every else jax.tree.map(lambda a, b: jnp.where(due, a, b), new, old)

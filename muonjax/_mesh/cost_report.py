@@ -113,7 +113,8 @@ def plan(
     Example:
       >>> import jax, muonjax
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P
-      >>> layers = {f"layer_{i}": {"kernel": jax.ShapeDtypeStruct((256, 1024), "float32")} for i in range(24)}
+      >>> up = {"kernel": jax.ShapeDtypeStruct((256, 1024), "float32")}
+      >>> layers = {f"layer_{i}": {"mlp": {"up": up}} for i in range(24)}
       >>> distribution = muonjax.Distribution(AbstractMesh((8,), ("fsdp",)), P("fsdp", None))
       >>> plan = muonjax.plan(layers, distribution)
       >>> plan.cost.collectives, plan.cost.imbalance, plan.cost.sent / 2**20

@@ -174,9 +174,8 @@ class _Model:
             plain = _PLAIN.fullmatch(_stem(p) or "layers")
             return bool(plain or (_scope(p) != self.root and _PROJECTION.fullmatch(_stem(p))))
         later = [q for q in layers if _number(q) > _number(p)]
-        if not later:  # layers that can't follow each other are copies of one, side by side
-            rows, columns = self._sides(p)
-            return rows == columns or any(self._sides(q) != (rows, columns) for q in layers)
+        if not later:
+            return True
         inputs = [self._sides(q)[0] for q in layers if _number(q) <= _number(p)]
         return self._sides(later[0])[0] in inputs and not self.taken[columns] and not self.is_multiple(p)
 

@@ -238,7 +238,7 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[t
         return ADAPTER
     if re.fullmatch(_ADAPTER_CORE, name):
         return ADAPTER_CORE
-    beside = {leaf[-1] for leaf in leaves if leaf[:-1] == path[:-1]}
+    beside = {leaf[-1] for leaf in leaves if leaf and leaf[:-1] == path[:-1]}
     if re.fullmatch("[A-Z]", path[-1]) and not beside.isdisjoint(_OF_STATE_SPACE):
         return STATE_SPACE  # S4's P, DSS' W
     if re.fullmatch(r"[A-D](_(re|im|real|imag))|[CD]", path[-1]):

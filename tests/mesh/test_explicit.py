@@ -61,6 +61,7 @@ MATRICES = {"muon_weight_dimension_numbers": NUMBERS, "newton_schulz": QUICK}
 PUBLIC = {
     "adamclip": lambda: muonjax.adamclip(1e-3, SITE),
     "cautious_weight_decay": lambda: muonjax.cautious_weight_decay(0.1),
+    "ema_nesterov": lambda: muonjax.ema_nesterov(muonjax.muon(1e-3, **MATRICES), 0.5),
     "hyperball": lambda: muonjax.hyperball(0.1, dimension_numbers=NUMBERS),
     "match_rms": lambda: muonjax.match_rms(dimension_numbers=NUMBERS),
     "monitor": lambda: muonjax.monitor(muonjax.normuon(1e-3, **MATRICES), every_k=2),
@@ -72,6 +73,7 @@ PUBLIC = {
     "orthogonalize": lambda: muonjax.orthogonalize(dimension_numbers=NUMBERS, newton_schulz=QUICK),
     "qk_clip": lambda: muonjax.qk_clip(100.0, SITE, every_k=2),
     "signal_clip": lambda: muonjax.signal_clip(RULE),
+    "trace": lambda: muonjax.trace(0.9, accumulator_dtype=jnp.int8),
 }
 STATISTICS = {"max_logits": {"attention": 400.0}, "signals": {"attention": {"query": {"size": 400.0}}}}
 

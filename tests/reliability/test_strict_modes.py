@@ -49,6 +49,15 @@ def matrices(dtype="float32"):
     return {"up": array(8, 16, dtype=dtype), "down": array(16, 8, dtype=dtype)}
 
 
+def attention_kernels():
+    return {name: array(8, 2, 4) for name in "qkv"}
+
+
+def attended(kernels, x):
+    q, k, v = (jnp.einsum("btd,dhs->bths", x, kernels[name]) for name in "qkv")
+    return jnp.mean(jax.nn.dot_product_attention(q, k, v, is_causal=True) ** 2)
+
+
 MAXIMA = {"attention": {"max_logits": np.float32([400.0, 1.0])}}
 SITE = muonjax.mha_site("attention")
 
@@ -203,6 +212,16 @@ CASES = {
         gradient(lambda t, *f: muonjax.hadamard_weight(*f, tucker=(t, t)), array(2, 3, 3), *FACTORS),
     ),
     "muonjax.hyperball": of_transformation(lambda: muonjax.hyperball(1e-2), matrices),
+    "muonjax.cast_momentum": lambda: muonjax.cast_momentum(
+        muonjax.trace(0.9, accumulator_dtype=jnp.int8).init(matrices()), jnp.float32
+    ),
+    "muonjax.ema_nesterov": of_transformation(
+        lambda: muonjax.ema_nesterov(optax.chain(muonjax.orthogonalize(), optax.scale(-0.1)), 0.5), matrices
+    ),
+    "muonjax.ema_nesterov_params": lambda: muonjax.ema_nesterov_params(
+        muonjax.ema_nesterov(optax.sgd(0.1), 0.5).init(matrices()), matrices()
+    ),
+    "muonjax.inspect": lambda: muonjax.inspect(attended, attention_kernels(), array(1, 5, 8)).sites,
     "muonjax.match_rms": of_transformation(lambda: muonjax.match_rms(), matrices),
     "muonjax.max_logits": lambda: (
         jax.jit(functools.partial(muonjax.max_logits, is_causal=True))(array(1, 5, 2, 4), array(1, 5, 2, 4)),
@@ -248,6 +267,10 @@ CASES = {
     "muonjax.qk_clip": of_clip(lambda: muonjax.qk_clip(100.0, [SITE])),
     "muonjax.signal_clip": of_clip(
         lambda: muonjax.signal_clip(muonjax.SignalRule(SITE, 100.0)), name="signals"
+    ),
+    "muonjax.trace": of_transformation(lambda: muonjax.trace(0.9, accumulator_dtype=jnp.int8), matrices),
+    "muonjax.value_and_grad": lambda: jax.jit(muonjax.value_and_grad(attended))(
+        attention_kernels(), array(1, 5, 8)
     ),
     "muonjax.sites_from": lambda: muonjax.sites_from(attention_parameters()),
     "muonjax.sylvester": lambda: gradient(muonjax.sylvester, jnp.eye(3), 2 * jnp.eye(2), array(4, 3, 2)),
@@ -295,6 +318,7 @@ ELSEWHERE = {
     "muonjax.linen.watch",  # makes every attention's function muonjax.linen.attention_fn
     "muonjax.nnx.LoHaConv",
     "muonjax.nnx.adapters",
+    "muonjax.nnx.inspect",  # muonjax.inspect
     "muonjax.nnx.merge",
     "muonjax.nnx.remove_loha",
     "muonjax.nnx.save_lycoris",
