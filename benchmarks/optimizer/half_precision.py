@@ -1,16 +1,18 @@
 """Polar error of the accelerators' half precision, emulated on a CPU, on recorded and adversarial spectra.
 
-    python -m benchmarks.optimizer.half_precision [--quick] [--only recorded|joined]
+    python -m benchmarks.optimizer.half_precision [--quick] [--only recorded|joined|hostile]
 
 The program is the one that runs on a GPU or a TPU: operands rounded to bfloat16, sums in float32. Optax's default with
 bfloat16 matrices and the same presets in float32 stand beside it. "joined" compares the joined last steps of wide
 matrices (a Gram form, see `half_precision.py` of the library) with the standard form, on 20,000 random spectra, on
-recorded and on adversarial ones. Nothing here has run on an accelerator: order and rounding of a device's own sums
-differ.
+recorded and on adversarial ones. "hostile" counts what is finite of matrices of low rank, repeated, sparse, constant
+and of extreme size (`benchmarks/common/hostile.py`), at short sides on both sides of each switch. Nothing here has run
+on an accelerator: order and rounding of a device's own sums differ.
 """
 
 import argparse
 import functools
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +23,7 @@ import numpy as np
 import optax
 from optax.contrib import _muon
 
-from benchmarks.common import measure, momentum
+from benchmarks.common import hostile, measure, momentum
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz.iteration import polar_factor
 from muonjax._policy import Policy
@@ -36,6 +38,9 @@ SHAPES = ((192, 192), (192, 768), (384, 384))
 JOINED = (("fast", "gpu"), ("balanced", "gpu"), ("balanced", "tpu"))
 WIDE = {(16, 48): 8_000, (32, 64): 6_000, (48, 192): 4_000, (64, 256): 2_000}
 BATCH = 250
+
+# Short sides of hostile matrices, square and twice as wide.
+SIDES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 48, 63, 64, 72, 96, 128, 136, 160, 200, 256, 320)
 
 
 def optax_bfloat16(x: jax.Array) -> jax.Array:
@@ -142,6 +147,31 @@ def joined(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def hostile_rows(quick: bool) -> list[dict[str, Any]]:
+    """For each preset and platform: how many hostile matrices there are, how many results are finite, the largest
+    singular value of any."""
+    rows = []
+    for preset, platform in itertools.product(PRESETS, ("gpu", "tpu")):
+        finite, top, matrices = [], [], {}
+        for m, width in itertools.product(SIDES[:8] if quick else SIDES, (1, 2)):
+            matrices = hostile.matrices(m, width * m, np.random.default_rng(m))
+            x = jnp.stack(list(matrices.values()))
+            y = np.asarray(_orthogonalizer(preset, Policy(platform))(x), np.float64)
+            finite += [bool(np.isfinite(a).all()) for a in y]
+            top += [float(np.linalg.norm(a, 2)) for a in np.nan_to_num(y)]
+        rows.append(
+            {
+                "method": f"{preset} {platform}",
+                "kinds": len(matrices),
+                "count": len(finite),
+                "finite": sum(finite),
+                "largest": max(top),
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 @functools.cache
 def _orthogonalizer(preset: str, policy: Policy) -> Any:
     one = functools.partial(polar_factor, settings=PRESETS[preset], policy=policy)
@@ -158,12 +188,15 @@ def _measured(f: Any, x: np.ndarray, polar: np.ndarray) -> np.ndarray:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small shape, nothing written")
-    parser.add_argument("--only", choices=("recorded", "joined"), help="keep the other's results as they are")
+    parser.add_argument("--only", choices=("recorded", "joined", "hostile"), help="keep the others' results")
     arguments = parser.parse_args()
     path = measure.RESULTS / "half_precision.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     results.pop("provenance", None)
-    if arguments.only != "joined":
+    if arguments.only in (None, "hostile"):
+        results["hostile"] = hostile_rows(arguments.quick)
+        print(measure.table(results["hostile"]))
+    if arguments.only in (None, "recorded"):
         shapes = ((64, 96),) if arguments.quick else SHAPES
         results["rows"] = [
             {"shape": shape, "method": name, **row}
@@ -171,7 +204,7 @@ def main():
             for name, row in errors(*shape, every=12 if arguments.quick else 3).items()
         ]
         print(measure.table(results["rows"]))
-    if arguments.only != "recorded":
+    if arguments.only in (None, "joined"):
         results["joined"] = joined(arguments.quick)
         print(measure.table(results["joined"]))
     if not arguments.quick:
