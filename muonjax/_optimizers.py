@@ -1,7 +1,6 @@
 """The optimizers: compositions only. Each line is a member of `optax.chain` that can be had on its own."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._clipping.qk_clip import SharedKeys, qk_clip
-from muonjax._clipping.sites import Site
+from muonjax._clipping.sites import Sites
 from muonjax._hyperball import hyperball
 from muonjax._hyperparameters import is_known
 from muonjax._inspect import Program
@@ -256,7 +255,7 @@ def _adamw(
 @explains_keywords("muonclip")
 def muonclip(
     learning_rate: optax.ScalarOrSchedule,
-    sites: Program | Site | Sequence[Site] | None = None,
+    sites: Sites | None = None,
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     shared_keys: SharedKeys = "query",
@@ -329,7 +328,7 @@ def muonclip(
 @explains_keywords("adamclip")
 def adamclip(
     learning_rate: optax.ScalarOrSchedule,
-    sites: Program | Site | Sequence[Site] | None = None,
+    sites: Sites | None = None,
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     shared_keys: SharedKeys = "query",

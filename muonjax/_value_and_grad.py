@@ -81,7 +81,7 @@ def value_and_grad(
         closed = jax.make_jaxpr(traced)(*leaves)
         call = f"value_and_grad({getattr(fun, '__name__', fun)})"
         sites = find_probes(closed, [args[i] for i in chosen], call)
-        probes = [call.probe for _, calls in sites for call in calls]
+        probes = [call.probe for _, calls in sites for call in calls if call.probe is not None]
         loss, *results = jaxpr_as_fun(report(closed, probes))(*leaves)
         arrays = iter(results)
         aux_leaves = [next(arrays) if _is_traced(leaf) else leaf for leaf in aux_leaves]

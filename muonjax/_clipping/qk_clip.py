@@ -10,7 +10,7 @@ import optax
 from muonjax._clipping.errors import errors_of
 from muonjax._clipping.factors import clip_factor, parameter_factors, scaled
 from muonjax._clipping.matching import Modules, Target, as_sites, find_targets
-from muonjax._clipping.sites import Site
+from muonjax._clipping.sites import Site, Sites
 from muonjax._clipping.sites_from import find_sites
 from muonjax._clipping.statistics import match_statistics
 from muonjax._clipping.transform import Clip, Watched, check_every_k, check_threshold
@@ -29,7 +29,7 @@ SHARED_KEYS = {
 
 def qk_clip(
     threshold: optax.ScalarOrSchedule,
-    sites: Site | Sequence[Site] | None = None,
+    sites: Sites | None = None,
     *,
     shared_keys: SharedKeys = "query",
     every_k: int = 1,
@@ -101,7 +101,7 @@ def qk_clip(
 def apply_qk_clip(
     params: optax.Params,
     max_logits: Any,
-    sites: Site | Sequence[Site],
+    sites: Sites,
     threshold: jax.typing.ArrayLike = 100.0,
     *,
     shared_keys: SharedKeys = "query",

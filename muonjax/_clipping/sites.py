@@ -4,7 +4,7 @@ import dataclasses
 import operator
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from muonjax._clipping.errors import errors_of
 from muonjax._clipping.factors import Scale
@@ -59,6 +59,18 @@ class Site:
             raise ValueError(
                 f"Site(path={self.path!r}) is no regular expression ({e}); give one that matches whole paths."
             ) from None
+
+
+class HasSites(Protocol):
+    """What knows its sites by itself: a `Program`."""
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites."""
+        ...
+
+
+Sites: TypeAlias = Site | Sequence[Site] | HasSites
 
 
 def mha_site(

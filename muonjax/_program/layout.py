@@ -149,9 +149,9 @@ class Layout(NamedTuple):
         if low >= high:
             return None
         part = plain.cut(axis, low, high)
-        return (
-            part if high - low == stop - start else part.place(axis, place.start + low - start, stop - start)
-        )
+        if part is None or high - low == stop - start:
+            return part
+        return part.place(axis, place.start + low - start, stop - start)
 
     def loop(self, axis: int) -> Layout:
         """One entry of an axis that a loop, a lookup or a batch visits entry by entry."""

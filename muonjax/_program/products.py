@@ -41,11 +41,9 @@ def _rows(t: Term, side: Side) -> tuple[Atom, ...]:
 
 
 def _columns(t: Term, side: Side) -> tuple[Atom, ...]:
-    given = t.layout.atoms(side.given)
-    if given or not t.inner:
-        return given
     # One of several parameters multiplied by each other: the axis between it and its neighbour.
-    return t.inner[-1] if len(t.inner) > 1 or t.layout.atoms(side.summed) else ()
+    between = t.inner[1:] if not t.layout.atoms(side.summed) else t.inner
+    return t.layout.atoms(side.given) or (between[-1] if between else ())
 
 
 @rule("dot_general")
@@ -218,7 +216,9 @@ def _bent_all(walk: Walk, i: int, side: Side, result) -> list[Image]:
 
 
 def _moved(image: Image, side: Side, result) -> Image:
-    return image.map(lambda layout: result(side, layout))
+    moved = image.map(lambda layout: result(side, layout))
+    assert moved is not None  # nothing is cut
+    return moved
 
 
 @rule("conv_general_dilated")
