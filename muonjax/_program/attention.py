@@ -238,12 +238,8 @@ class _Finder:
         image = self.query[0]
         heads = [d for d in sorted(self.axes[True]) if self._heads_at(image, True, d)]
         heads.sort(key=lambda d: [(a.axis, -a.stride) for a in self._heads_at(image, True, d)])
-        alone = {
-            next(iter(atoms)).axis: k
-            for k, atoms in enumerate(logits.seen.axes)
-            if len({a.axis for a in atoms}) == 1
-        }
-        kept = [alone[d] for d in heads if d in alone]
+        axes = [{a.axis for a in atoms} for atoms in logits.seen.axes]
+        kept = [axes.index({d}) for d in heads if {d} in axes]
         if len(axis) != 1 or len(kept) < len(heads):
             raise _Refused("its logits are reshaped before softmax")
         return Probe(tuple(path), open_[place], axis[0], tuple(kept), raw.get(place))
