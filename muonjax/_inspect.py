@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,14 +11,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from muonjax._clipping.factors import Scale
+from muonjax._clipping.qk_clip import apply_qk_clip
 from muonjax._clipping.sites import Site
 from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._program import attention
 from muonjax._program.decisions import Decision, decide
 from muonjax._program.graph import Graph
+from muonjax._program.rewrite import report
 from muonjax._program.walk import Walk
 from muonjax._routing.dimension_numbers import dimension_numbers as by_names
 from muonjax._trees import flatten_paths, flatten_with_names, listed
@@ -61,10 +65,15 @@ class Program:
     """
 
     def __init__(
-        self, decisions: dict[str, Decision], attentions: Sequence[Attention], params: Any, call: str
+        self,
+        decisions: dict[str, Decision],
+        attentions: Sequence[Attention],
+        params: Any,
+        fun: Callable[..., Any],
     ):
         self.attentions = tuple(attentions)
-        self._decisions, self._params, self._call = decisions, params, call
+        self._decisions, self._params, self._fun = decisions, params, fun
+        self._call = _name(fun)
 
     def dimension_numbers(self, attention: Literal["whole", "heads"] = "whole") -> DimensionNumbersTree:
         """The tree that `muon_weight_dimension_numbers` takes: for each parameter its axes as a matrix, or None.
@@ -127,6 +136,38 @@ class Program:
         if refused:
             warnings.warn(f"{self._call}: not clipped are {refused}.", stacklevel=2)
         return found
+
+    def check_clip(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Clips the head with the largest logits of each attention to half of them, and measures it again.
+
+        For tests and doubters: it runs the function, twice for each attention.
+
+        Args:
+          params: Parameters, with arrays as leaves.
+          *args: The function's further arguments, arrays.
+          **kwargs: Its keyword arguments.
+
+        Returns:
+          For each attention how far the logits are from half, relative: some 1e-6 in float32. NaN where no logit is
+          positive.
+        """
+        before, deviations = self._largest(params, args, kwargs), {}
+        nothing = {name: jnp.full_like(maxima, -jnp.inf) for name, maxima in before.items()}
+        for name, maxima in before.items():
+            hottest = jnp.unravel_index(jnp.argmax(maxima), maxima.shape)
+            alone = nothing | {name: nothing[name].at[hottest].set(maxima[hottest])}
+            half = maxima[hottest] / 2
+            clipped = apply_qk_clip(params, alone, self.sites, jnp.abs(half))
+            after = self._largest(clipped, args, kwargs)[name][hottest]
+            deviations[name] = float(jnp.where(half > 0, after / half - 1, jnp.nan))
+        return deviations
+
+    def _largest(self, params: Any, args: Any, kwargs: Any) -> dict[str, jax.Array]:
+        leaves, structure = jax.tree.flatten(params)
+        closed = jax.make_jaxpr(lambda *leaves: self._fun(structure.unflatten(leaves), *args, **kwargs))(
+            *leaves
+        )
+        return maxima_of(find_probes(closed, [params], self._call), closed, leaves)[1]
 
     def __repr__(self) -> str:
         matrices = sum(d.numbers is not None for d in self._decisions.values())
@@ -193,7 +234,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
       >>> [name for name, numbers in program.dimension_numbers().items() if numbers]
       ['up']
     """
-    call = f"inspect({getattr(fun, '__name__', fun)})"
+    call = _name(fun)
     leaves, structure = jax.tree.flatten(params)
 
     def traced(leaves: list[Any], arrays: list[Any]) -> Any:
@@ -212,7 +253,11 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         raise ValueError(f"{call}: nothing that it returns depends on its parameters.")
     if unused := [name for name, decision in read.decisions.items() if decision.why == "never used"]:
         warnings.warn(f"{call} never uses {listed(unused, ', ')}; Adam gets them.", stacklevel=2)
-    return Program(read.decisions, [a for a, _ in read.attentions], params, call)
+    return Program(read.decisions, [a for a, _ in read.attentions], params, fun)
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return f"inspect({getattr(fun, '__name__', fun)})"
 
 
 def find_probes(
@@ -238,6 +283,33 @@ def find_probes(
         )
     refused = listed([f"{a.line}: {a.problem}" for a, _ in found])
     raise ValueError(f"{call}: no attention can be clipped. {refused}. Use jax.value_and_grad and muon.")
+
+
+def maxima_of(
+    sites: Sequence[tuple[str, list[attention.Site]]], closed: ClosedJaxpr, leaves: Sequence[Any]
+) -> tuple[list[Any], dict[str, jax.Array]]:
+    """What a function returns for these inputs, and the largest logits [*layers, heads] of each site by its name."""
+    probes = [call.probe for _, calls in sites for call in calls if call.probe is not None]
+    results = jaxpr_as_fun(report(closed, probes))(*leaves)
+    count = len(results) - len(probes)
+    maxima = iter(results[count:])
+    return results[:count], {
+        name: _of_all_calls(calls, [next(maxima) for _ in calls]) for name, calls in sites
+    }
+
+
+def _of_all_calls(calls: Sequence[attention.Site], maxima: Sequence[jax.Array]) -> jax.Array:
+    """The largest of a site's calls, each in the layer where it is."""
+    shape = (*calls[0].layers, calls[0].heads)
+    indices: dict[tuple[int, ...], list[jax.Array]] = {call.index: [] for call in calls}
+    for call, maximum in zip(calls, maxima, strict=True):
+        indices[call.index].append(maximum.reshape(shape[len(call.index) :]))
+    each = {index: functools.reduce(jnp.maximum, found) for index, found in indices.items()}
+    if () in each:
+        return each[()]
+    nothing = jnp.full_like(next(iter(each.values())), -jnp.inf)  # a layer of the stack that is not used
+    layers = itertools.product(*(range(n) for n in shape[: len(calls[0].index)]))
+    return jnp.stack([each.get(index, nothing) for index in layers]).reshape(shape)
 
 
 class _Read(NamedTuple):

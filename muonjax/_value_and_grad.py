@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
 
-from muonjax._inspect import find_probes
-from muonjax._program.attention import Site
-from muonjax._program.rewrite import report
+from muonjax._inspect import find_probes, maxima_of
 
 
 def value_and_grad(
@@ -81,28 +76,12 @@ def value_and_grad(
         closed = jax.make_jaxpr(traced)(*leaves)
         call = f"value_and_grad({getattr(fun, '__name__', fun)})"
         sites = find_probes(closed, [args[i] for i in chosen], call)
-        probes = [call.probe for _, calls in sites for call in calls if call.probe is not None]
-        loss, *results = jaxpr_as_fun(report(closed, probes))(*leaves)
+        (loss, *results), max_logits = maxima_of(sites, closed, leaves)
         arrays = iter(results)
         aux_leaves = [next(arrays) if _is_traced(leaf) else leaf for leaf in aux_leaves]
-        max_logits = {name: _of_all_calls(calls, [next(arrays) for _ in calls]) for name, calls in sites}
         return loss, (jax.tree.unflatten(aux_structure, aux_leaves), max_logits) if has_aux else max_logits
 
     return jax.value_and_grad(measured, argnums, has_aux=True)
-
-
-def _of_all_calls(calls: Sequence[Site], maxima: Sequence[jax.Array]) -> jax.Array:
-    """The maxima [*layers, heads] of one site: the largest of its calls, each in the layer where it is."""
-    shape = (*calls[0].layers, calls[0].heads)
-    indices: dict[tuple[int, ...], list[jax.Array]] = {call.index: [] for call in calls}
-    for call, maximum in zip(calls, maxima, strict=True):
-        indices[call.index].append(maximum.reshape(shape[len(call.index) :]))
-    each = {index: functools.reduce(jnp.maximum, found) for index, found in indices.items()}
-    if () in each:
-        return each[()]
-    nothing = jnp.full_like(next(iter(each.values())), -jnp.inf)  # a layer of the stack that is not used
-    layers = itertools.product(*(range(n) for n in shape[: len(calls[0].index)]))
-    return jnp.stack([each.get(index, nothing) for index in layers]).reshape(shape)
 
 
 def _is_traced(leaf: Any) -> bool:

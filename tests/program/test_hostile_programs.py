@@ -77,9 +77,24 @@ def test_half_the_factor_gives_half_the_logits(program):
     args = [jax.random.normal(next(keys), a.shape) for a in program.args]
     read = muonjax.inspect(program.fun, program.params, *program.args)
     (largest,) = jax.jit(muonjax.value_and_grad(program.fun))(real, *args)[0][1].values()
+    assert (largest > 0).all()
     name = read.attentions[0].name
     half = muonjax.apply_qk_clip(real, {name: largest}, read, largest.max() / 2)
     (after,) = jax.jit(muonjax.value_and_grad(program.fun))(half, *args)[0][1].values()
-    assert (largest > 0).all()
     expected = jax.numpy.minimum(largest, largest.max() / 2)
     assert jax.numpy.allclose(after, expected, rtol=1e-5), (largest, after)
+
+
+def test_check_clip_measures_what_a_clip_does():
+    (program,) = [p for p in PROGRAMS if p.fun.__name__ == "fused_attention"]
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+    real = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), program.params)
+    x = jax.random.normal(next(keys), program.args[0].shape)
+    read = muonjax.inspect(program.fun, real, x)
+    assert abs(read.check_clip(real, x)["max_logits"]) < 1e-5
+    (site,) = read.sites
+    without_biases = tuple(scale for scale in site.scales if scale.path != "b")
+    wrong = muonjax.Site(path="", scales=without_biases, norms=())
+    broken = read.attentions[0]._replace(site=wrong)
+    read.attentions = (broken,)
+    assert abs(read.check_clip(real, x)["max_logits"]) > 1e-2

@@ -1,0 +1,171 @@
+"""`inspect` and `Program` as a user meets them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import muonjax
+
+NUMBERS = muonjax.MuonDimensionNumbers
+
+
+def leaf(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mlp(params, x):
+    return jnp.mean((jnp.tanh(x @ params["up"] + params["bias"]) @ params["out"]) ** 2)
+
+
+PARAMS = {"up": leaf(8, 16), "bias": leaf(16), "out": leaf(16, 1)}
+X = leaf(4, 8)
+
+
+def ones(tree):
+    return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), tree)
+
+
+def test_a_program_stands_for_dimension_numbers():
+    program = muonjax.inspect(mlp, PARAMS, X)
+    params = ones(PARAMS)
+    by_program = muonjax.muon(0.1, muon_weight_dimension_numbers=program)
+    by_hand = muonjax.muon(
+        0.1, muon_weight_dimension_numbers={"up": NUMBERS(0, 1), "bias": None, "out": None}
+    )
+    one, _ = by_program.update(params, by_program.init(params), params)
+    two, _ = by_hand.update(params, by_hand.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+def test_the_table_says_why_with_the_line_of_the_code():
+    line = f"test_inspect.py:{mlp.__code__.co_firstlineno + 1}"
+    table = muonjax.tabulate(PARAMS, muonjax.inspect(mlp, PARAMS, X))
+    assert f"multiplied along axis 0: {line}" in table
+    assert f"added: {line}" in table
+    assert f"no product after it, an output head: {line}" in table
+
+
+def test_python_values_stay_as_they_are():
+    def loss(params, x, kind, *, double):
+        assert (kind, double) == ("mean", True)
+        return mlp(params, x) * (2 if double else 1)
+
+    program = muonjax.inspect(loss, PARAMS, X, "mean", double=True)
+    assert program.dimension_numbers()["up"] == NUMBERS(0, 1)
+
+
+def test_other_sizes_than_those_inspected():
+    program = muonjax.inspect(mlp, PARAMS, X)
+    other = {"up": leaf(32, 64), "bias": leaf(64), "out": leaf(64, 1)}
+    assert program(other) == program(PARAMS)
+
+
+def test_parameters_that_were_not_inspected_are_named():
+    program = muonjax.inspect(mlp, PARAMS, X)
+    with pytest.raises(ValueError, match="without the parameters extra"):
+        program({**PARAMS, "extra": leaf(2)})
+
+
+def test_nothing_depends_on_the_parameters():
+    def constant(params, x):
+        return jnp.sum(x)
+
+    with pytest.raises(ValueError, match=r"inspect\(constant\): nothing that it returns"):
+        muonjax.inspect(constant, PARAMS, X)
+
+
+def test_unused_parameters_are_named_once():
+    with pytest.warns(UserWarning, match=r"inspect\(mlp\) never uses spare; Adam gets them"):
+        muonjax.inspect(mlp, {**PARAMS, "spare": leaf(3, 3)}, X)
+
+
+def test_two_uses_that_contradict_each_other_are_named_with_their_lines():
+    def loss(params, x):
+        y = jnp.einsum("bi,iho->bho", x, params["w"])
+        z = jnp.einsum("bi,hio->bho", jnp.tanh(y[:, 0]), params["w"])
+        return jnp.mean((jnp.tanh(z) @ params["out"]) ** 2) + jnp.mean((jnp.tanh(y) @ params["out"]) ** 2)
+
+    params = {"w": leaf(4, 4, 4), "out": leaf(4, 1)}
+    first = loss.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match=rf"'w'.*:{first}.*:{first + 1}"):
+        muonjax.inspect(loss, params, leaf(2, 4)).dimension_numbers()
+
+
+def test_a_last_product_without_a_loss_is_left_to_names():
+    def forward(params, x):
+        return jnp.tanh(x @ params["layer_0"]["kernel"]) @ params["head"]["kernel"]
+
+    params = {"layer_0": {"kernel": leaf(8, 8)}, "head": {"kernel": leaf(8, 4)}}
+    program = muonjax.inspect(forward, params, X)
+    assert program.why("head/kernel").startswith("last product")
+    numbers = program.dimension_numbers()
+    assert numbers["layer_0"]["kernel"] == NUMBERS(0, 1)
+    assert numbers["head"]["kernel"] is None
+
+
+def test_a_model_without_attention():
+    program = muonjax.inspect(mlp, PARAMS, X)
+    with pytest.raises(ValueError, match=r"inspect\(mlp\) has no attention.*Use muon instead"):
+        muonjax.muonclip(0.1, program).init(ones(PARAMS))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.MultiHeadDotProductAttention(2, name="attention")(x), None
+
+
+@pytest.mark.parametrize("stack", [0, 1])
+def test_scanned_linen_layers_are_clipped_layer_by_layer(stack):
+    """With as many layers as heads, sizes can't tell them apart; the program does."""
+    scan = nn.scan(nn.remat(Block), variable_axes={"params": stack}, split_rngs={"params": True}, length=2)
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    params = scan().init(jax.random.key(0), x, None)["params"]
+    params = jax.tree.map(lambda p: 4 * p, params)
+
+    def loss(params, x):
+        return jnp.mean(scan().apply({"params": params}, x, None)[0] ** 2)
+
+    program = muonjax.inspect(loss, params, x)
+    (_, maxima), _ = jax.jit(muonjax.value_and_grad(loss))(params, x)
+    (name,) = maxima
+    assert maxima[name].shape == (2, 2)
+    kernel = np.moveaxis(np.asarray(params["attention"]["query"]["kernel"]), stack, 0)
+    threshold = float(maxima[name][0].max()) / 2
+    clipped = muonjax.apply_qk_clip(params, maxima, program, threshold)
+    after = np.moveaxis(np.asarray(clipped["attention"]["query"]["kernel"]), stack, 0)
+    factors = np.sqrt(np.minimum(1, threshold / np.asarray(maxima[name], np.float64)))
+    np.testing.assert_allclose(after, kernel * factors[:, None, :, None], rtol=1e-6)
+
+
+def test_a_step_of_an_nnx_model():
+    model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+
+    def loss_fn(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    program = muonjax.nnx.inspect(loss_fn, model, x)
+    optimizer = nnx.Optimizer(model, muonjax.muonclip(0.1, program, threshold=0.01), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        (loss, max_logits), grads = muonjax.nnx.value_and_grad(loss_fn)(model, x)
+        optimizer.update(model, grads, max_logits=max_logits)
+        return loss
+
+    losses = [float(step(model, optimizer, x)) for _ in range(3)]
+    assert losses[-1] < losses[0]
+    assert muonjax.metrics(optimizer.opt_state)["qk_clip/total_clipped"] > 0
+
+
+def test_in_a_chain_of_ones_own():
+    program = muonjax.inspect(mlp, PARAMS, X)
+    tx = optax.chain(muonjax.orthogonalize(dimension_numbers=program), optax.scale(-0.1))
+    params = ones({"up": PARAMS["up"]})
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["up"].shape == (8, 16)
