@@ -306,6 +306,18 @@ BLOCKS = {
         },
         text="{table}\n\nEmulated: products of rounded operands with float32 sums. {machine}",
     ),
+    "half_precision.hostile": Block(
+        rows="hostile",
+        columns={
+            "method": "{method}",
+            "matrices": "{count:,}",
+            "finite": "{finite:,}",
+            "largest singular value": "{largest:.2f}",
+        },
+        text="{table}\n\n{kinds} matrices of each shape. Emulated: products of rounded operands with float32 sums. "
+        "{machine}",
+        values=lambda content: {"kinds": content["hostile"][0]["kinds"]},
+    ),
     "half_precision.joined": Block(
         rows=_joined,
         columns={
