@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from muonjax._program.graph import line_of
-from muonjax._program.layout import PLACED, Atom, Layout
+from muonjax._program.layout import PLACED, Atom, Layout, Shard
 from muonjax._program.rewrite import Probe, Step
 from muonjax._program.values import Image, Term
 from muonjax._program.walk import Attention, Walk
@@ -181,6 +181,8 @@ class _Finder:
         ]
         heads = sorted((a for a in heads if a.axis in held), key=lambda a: (a.axis, -a.stride))
         features = [a for a in (*layout.atoms(self.summed[is_query]), *layout.taken) if a.axis in held]
+        for shard in layout.shards:
+            heads, features = _of_all_devices(heads, shard), _of_all_devices(features, shard)
         single = {a.axis: a.start * a.stride for a in layout.loops if a.size == 1}
         looped = tuple(dict.fromkeys(a.axis for a in layout.loops if a.size > 1))
         stack = (*single, *looped)
@@ -227,13 +229,8 @@ class _Finder:
         }
         if not open_:
             raise _Refused("its softmax is inside of a function with a derivative of its own")
-        if any(step.kind == "shard_map" for place in open_ for step in place):
-            raise _Refused("it is inside of a shard_map")
         place = min(open_, key=lambda place: (place not in raw, len(place)))
-        path = [
-            Step(step.equation, step.body, layer=query.leaf in walk.layers.get(place[: n + 1], ()))
-            for n, step in enumerate(place)
-        ]
+        is_layer = [query.leaf in walk.layers.get(place[: n + 1], ()) for n in range(len(place))]
         axis = [k for k, atoms in enumerate(logits.seen.axes) if {a.axis for a in atoms} & self.normalized]
         image = self.query[0]
         heads = [d for d in sorted(self.axes[True]) if self._heads_at(image, True, d)]
@@ -242,7 +239,21 @@ class _Finder:
         kept = [axes.index({d}) for d in heads if {d} in axes]
         if len(axis) != 1 or len(kept) < len(heads):
             raise _Refused("its logits are reshaped before softmax")
+        mesh_axes = {shard.axis: shard.mesh_axes for shard in image.layout.shards}
+        of_heads = [mesh_axes.get(self._heads_at(image, True, d)[0].axis, ()) for d in heads]
+        path = (
+            Step(step.equation, step.body, layer, (*[()] * sum(is_layer[n + 1 :]), *of_heads))
+            if step.kind == "shard_map"
+            else Step(step.equation, step.body, layer)
+            for n, (step, layer) in enumerate(zip(place, is_layer, strict=True))
+        )
         return Probe(tuple(path), open_[place], axis[0], tuple(kept), raw.get(place))
+
+
+def _of_all_devices(atoms: Sequence[Atom], shard: Shard) -> list[Atom]:
+    """The runs with the outermost one along a sharded axis as long as it is on all devices together."""
+    first = max((a for a in atoms if a.axis == shard.axis), key=lambda a: a.stride, default=None)
+    return [a._replace(size=a.size * shard.parts, of=a.of * shard.parts) if a is first else a for a in atoms]
 
 
 def _outermost(axis: int, heads: Sequence[Atom], features: Sequence[Atom]) -> tuple[int, int]:

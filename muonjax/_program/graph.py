@@ -128,9 +128,10 @@ class Graph:
                 outputs = self._cond(eqn, inputs, place, position)
             elif name in _ENTERED and (found := bodies(eqn)):
                 body, inner = found[0][1], (*place, Step(position, 0, name))
-                inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner)
+                specs = eqn.params["in_specs"] if name == "shard_map" else [()] * len(inputs)
+                inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner, specs)
                 outputs = self._enter(body, inputs, inner)
-                outputs = self._resized("unshard", outputs, eqn.outvars, eqn, place)
+                outputs = self._resized("unshard", outputs, eqn.outvars, eqn, place, [()] * len(outputs))
                 for x, v in zip(outputs, eqn.outvars, strict=True):
                     self.elsewhere.setdefault(x, []).append((place, v))
             else:
@@ -139,12 +140,15 @@ class Graph:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _resized(
-        self, name: str, values: list[int], variables: Sequence[Any], eqn: JaxprEqn, place: tuple[Step, ...]
-    ) -> list[int]:
+        self, name: str, values: list[int], variables: Sequence[Any], eqn: JaxprEqn, place: tuple[Step, ...],
+        specs: Sequence[Any],
+    ) -> list[int]:  # fmt: skip
         """Into and out of a `shard_map`, where an array is one device's part of it."""
         return [
-            x if self.avals[x].shape == v.aval.shape else self._add(name, {}, [x], [v], eqn, place, -1)[0]
-            for x, v in zip(values, variables, strict=True)
+            x
+            if self.avals[x].shape == v.aval.shape
+            else self._add(name, {"spec": spec}, [x], [v], eqn, place, -1)[0]
+            for x, v, spec in zip(values, variables, specs, strict=True)
         ]
 
     def _enter(self, body: Body, inputs: Sequence[int], place: tuple[Step, ...]) -> list[int]:

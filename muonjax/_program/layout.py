@@ -48,6 +48,14 @@ def other(size: int) -> tuple[Atom, ...]:
     return (Atom(OTHER, 0, size, 0, size),) if size > 1 else ()
 
 
+class Shard(NamedTuple):
+    """The first run along an axis of the origin is divided among devices."""
+
+    axis: int
+    parts: int
+    mesh_axes: tuple[str, ...]
+
+
 class Layout(NamedTuple):
     """The axes of an array as runs of its origin, in row-major order.
 
@@ -55,11 +63,13 @@ class Layout(NamedTuple):
       axes: The runs along each axis; their sizes multiply to its size. An axis of one entry has none.
       taken: Runs out of which a constant index or a slice took a part.
       loops: Runs that a loop, a lookup or a batch axis enumerates: every position is visited.
+      shards: Axes of the origin of which this is one device's part; the runs above are those of one device.
     """
 
     axes: tuple[tuple[Atom, ...], ...]
     taken: tuple[Atom, ...] = ()
     loops: tuple[Atom, ...] = ()
+    shards: tuple[Shard, ...] = ()
 
     @property
     def region(self) -> frozenset[Run]:
@@ -95,18 +105,21 @@ class Layout(NamedTuple):
         """From `start` on in a longer axis of `size`, whose other entries come from elsewhere."""
         return self._with(axis, (Atom(PLACED, 0, 1, start, size), *self.axes[axis]))
 
-    def resize(self, shape: Sequence[int]) -> Layout:
-        """Another number of entries, on one device of several or on all of them."""
-        axes = []
-        for atoms, n in zip(self.axes, shape, strict=True):
+    def resize(self, shape: Sequence[int], spec: Sequence[tuple[str, ...]] = ()) -> Layout:
+        """Another number of entries, on one device of several or on all of them; `spec` names the mesh axes."""
+        axes, shards = [], list(self.shards)
+        for i, (atoms, n) in enumerate(zip(self.axes, shape, strict=True)):
             first, old = (atoms[0] if atoms else None), length(atoms)
-            if n == old or first is None or first.axis < 0 or not first.is_whole or (first.size * n) % old:
-                axes.append(atoms if n == old else other(n))
+            if n == old:
+                axes.append(atoms)
+            elif first is None or first.axis < 0 or not first.is_whole or (first.size * n) % old:
+                axes.append(other(n))
             else:
-                axes.append(
-                    (first._replace(size=first.size * n // old, of=first.size * n // old), *atoms[1:])
-                )
-        return self._replace(axes=tuple(axes))
+                size = first.size * n // old
+                axes.append((first._replace(size=size, of=size), *atoms[1:]))
+                if i < len(spec):
+                    shards.append(Shard(first.axis, old // n, spec[i]))
+        return self._replace(axes=tuple(axes), shards=tuple(shards))
 
     def cut(self, axis: int, start: int, stop: int, step: int = 1) -> Layout | None:
         """Entries start:stop:step of one axis; None if none of them are of the origin."""
@@ -199,9 +212,8 @@ class Layout(NamedTuple):
 
     def _lost(self, shape: Sequence[int]) -> Layout:
         """A reshape that divides no run evenly: all that stays known are the parts that were taken."""
-        return Layout(
-            tuple(other(n) for n in shape), (*self.taken, *self.atoms(range(len(self.axes)))), self.loops
-        )
+        taken = (*self.taken, *self.atoms(range(len(self.axes))))
+        return self._replace(axes=tuple(other(n) for n in shape), taken=taken)
 
     def _with(self, axis: int, atoms: Sequence[Atom]) -> Layout:
         return self._replace(axes=(*self.axes[:axis], tuple(atoms), *self.axes[axis + 1 :]))
@@ -215,9 +227,9 @@ class Layout(NamedTuple):
         return self._replace(taken=(*self.taken, atom._replace(start=atom.start + start, size=size)))
 
 
-def whole(shape: Sequence[int]) -> Layout:
-    """All of an array."""
-    return Layout(tuple((Atom(i, 1, n, 0, n),) if n > 1 else () for i, n in enumerate(shape)))
+def whole(shape: Sequence[int], *, least: int = 2) -> Layout:
+    """All of an array; axes shorter than `least` have no run."""
+    return Layout(tuple((Atom(i, 1, n, 0, n),) if n >= least else () for i, n in enumerate(shape)))
 
 
 def merged(
@@ -246,7 +258,7 @@ def merged(
     common = tuple(a for a in first.taken if all(a in t for t in taken))
     mixed += [a for t in taken for a in t if a not in common]
     loops = tuple(dict.fromkeys(a for x in layouts for a in x.loops))
-    return Layout(tuple(axes), common + _hulls(mixed), loops)
+    return Layout(tuple(axes), common + _hulls(mixed), loops, first.shards)
 
 
 def _rejoined(layouts: Sequence[Layout], axis: int) -> Layout | None:

@@ -197,9 +197,9 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
             walk.consume(i, left.operand, right.operand)
         if a.images and b.images and gram:
             walk.pairs[i] = (left, right)
-            shape = walk.shape(walk.nodes[i].outputs[0])
+            everything = whole(walk.shape(walk.nodes[i].outputs[0]), least=1)  # one device may have one head
             return product._replace(
-                logits=(Logits(i, whole(shape), value=walk.nodes[i].outputs[0], seen=whole(shape)),)
+                logits=(Logits(i, everything, value=walk.nodes[i].outputs[0], seen=everything),)
             )
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):

@@ -270,8 +270,9 @@ def _scan_stack(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     "shard", "unshard", "all_gather", "all_gather_invariant", "reduce_scatter", "psum_scatter", "all_to_all"
 )
 def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    axes = [a if isinstance(a, tuple) else (a,) if a else () for a in node.params.get("spec", ())]
     return [
-        x.map(lambda layout, n=out: layout.resize(walk.shape(n)))
+        x.map(lambda layout, n=out: layout.resize(walk.shape(n), axes))
         if len(walk.shape(at)) == len(walk.shape(out))
         else x.opaque()
         for x, at, out in zip(values, node.inputs, node.outputs, strict=True)

@@ -7,8 +7,11 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import muonjax
+from tests.program.attention import attend, by_hand, tokens, unrolled, weights
 
 NUMBERS = muonjax.MuonDimensionNumbers
 
@@ -169,3 +172,25 @@ def test_in_a_chain_of_ones_own():
     params = ones({"up": PARAMS["up"]})
     updates, _ = tx.update(params, tx.init(params), params)
     assert updates["up"].shape == (8, 16)
+
+
+@pytest.mark.parametrize("devices", [(2, 4), (4, 2)], ids=["one head a device", "two heads a device"])
+def test_heads_that_a_shard_map_divides_are_counted_on_all_devices(devices):
+    w, x = weights(2), tokens()
+    mesh = jax.make_mesh(devices, ("data", "head"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"q": P(None, "head"), "k": P(None, "head"), "v": P(None, "head"), "o": P("head")}
+
+    def of_one_device(x, w):
+        q, k, v = (jnp.einsum("btd,dhs->bths", x, w[name]) for name in "qkv")
+        return jax.lax.psum(jnp.einsum("bths,hsd->btd", attend(q, k, v), w["o"]), "head")
+
+    mapped = jax.shard_map(of_one_device, mesh=mesh, in_specs=(P("data"), specs), out_specs=P("data"))
+
+    def loss(w, x):
+        return unrolled(w, x, lambda x, w: x + mapped(x, w))
+
+    program = muonjax.inspect(loss, w, x)
+    assert program.dimension_numbers()["o"] == NUMBERS((1, 2), 3)
+    assert {scale.entries for scale in program.sites[0].scales} == {4}
+    (_, maxima), _ = jax.jit(muonjax.value_and_grad(loss))(w, x)
+    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max(1), rtol=2e-5)
