@@ -87,6 +87,19 @@ class _Finder:
             for side in (query, key)
         }
         self.summed = {side is query: side.summed for side in (query, key)}
+        # Axes of a parameter out of which queries and keys take different entries: they count these, and no layers.
+        taken = [
+            (self.walk.use_of(image.product).term.leaf, a.axis, a.start)
+            for image in (*self.query, *self.key)
+            for a in image.layout.loops
+            if a.size == 1
+        ]
+        self.selecting = {
+            (leaf, axis)
+            for leaf, axis, start in taken
+            for other in taken
+            if other[:2] == (leaf, axis) and other[2] != start
+        }
 
     def site(self, line: str) -> Site:
         logits = self.attention.logits
@@ -183,7 +196,9 @@ class _Finder:
         features = [a for a in (*layout.atoms(self.summed[is_query]), *layout.taken) if a.axis in held]
         for shard in layout.shards:
             heads, features = _of_all_devices(heads, shard), _of_all_devices(features, shard)
-        single = {a.axis: a.start * a.stride for a in layout.loops if a.size == 1}
+        chosen = [a for a in layout.loops if a.size == 1 and (leaf, a.axis) in self.selecting]
+        features, held = [*features, *chosen], held | {a.axis for a in chosen}
+        single = {a.axis: a.start * a.stride for a in layout.loops if a.size == 1 and a not in chosen}
         looped = tuple(dict.fromkeys(a.axis for a in layout.loops if a.size > 1))
         stack = (*single, *looped)
         held = held - set(stack)
