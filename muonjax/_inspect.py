@@ -342,6 +342,8 @@ def _attentions(
             continue
         is_alone = roots.count(root) == 1
         name = (root or "max_logits") if is_alone else paths[site.spans[0].leaf]
+        same = sum(other.name.partition(":")[0] == name for other, _ in found)
+        name = f"{name}:{same + 1}" if same else name  # heads of one projection, written one by one
         scales = tuple(_scale(span, paths[span.leaf], root if is_alone else "") for span in site.spans)
         stack = site.spans[0].stack
         public = Site(

@@ -136,6 +136,11 @@ def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[in
     return part
 
 
+def overlap(a: Part, b: Part) -> bool:
+    """Whether two parts of one parameter may have an entry in common."""
+    return a.held != b.held or (a.start < b.start + b.size and b.start < a.start + a.size)
+
+
 def wide_dtype(*dtypes: Any) -> Any:
     """The dtype that holds them all, float32 at least; also where JAX promotes nothing by itself."""
     with jax.numpy_dtype_promotion("standard"):

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from muonjax._clipping.errors import errors_of
-from muonjax._clipping.factors import clip_factor, parameter_factors, scaled
+from muonjax._clipping.factors import Part, clip_factor, overlap, parameter_factors, scaled
 from muonjax._clipping.matching import Modules, Target, as_sites, find_targets
 from muonjax._clipping.sites import Site, Sites
 from muonjax._clipping.sites_from import find_sites
@@ -148,15 +148,16 @@ def apply_qk_clip(
 def _find(modules: Modules, sites: Sequence[Site], shared_keys: SharedKeys) -> list[Target]:
     """The attention modules, with the powers that this clip gives to their queries and keys."""
     targets = find_targets(modules, sites)
-    scaled: set[str] = set()
+    scaled: dict[str, list[Part]] = {}
     for target in targets:
-        paths = {part.path for part in target.parts}
-        if twice := sorted(paths & scaled):
-            raise ValueError(
-                f"two sites of {target.path!r} scale {twice[0]!r}, which would be clipped twice; let their attentions "
-                f"sow one statistic, the larger of both."
-            )
-        scaled |= paths
+        for part in target.parts:
+            if any(overlap(part, other) for other in scaled.get(part.path, ())):
+                raise ValueError(
+                    f"two sites of {target.path!r} scale {part.path!r}, which would be clipped twice; let their "
+                    f"attentions sow one statistic, the larger of both."
+                )
+        for part in target.parts:
+            scaled.setdefault(part.path, []).append(part)
     return [_with_powers(target, shared_keys) for target in targets]
 
 

@@ -114,6 +114,9 @@ class _Finder:
         queries = list(self._spans(self.query, True, "query" if own else "rotary", shared))
         keys = list(self._spans(own, False, "key", {})) if own else []
         self._refuse_other_uses(own)
+        if any(q[:4] == k[:4] and q.start < k.start + k.size and k.start < q.start + q.size and q.span == k.span
+               for q in queries for k in keys):  # fmt: skip
+            raise _Refused("its queries and keys are one projection, whose factor would count twice")
         entries = {span.entries for span in queries}
         if len(entries) > 1:
             raise _Refused("its queries have several numbers of heads")
@@ -127,7 +130,7 @@ class _Finder:
         return Site(line, spans, self._probe(queries[0]), layers.pop(), index, entries.pop())
 
     def _line(self, i: int) -> str:
-        return line_of(self.walk.nodes[i].equation)
+        return "" if i < 0 else line_of(self.walk.nodes[i].equation)
 
     def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
         """Keys of the heads' own; and those that all heads share, by the features where they stand."""
@@ -246,6 +249,8 @@ class _Finder:
             raise _Refused("its softmax is inside of a function with a derivative of its own")
         place = min(open_, key=lambda place: (place not in raw, len(place)))
         is_layer = [query.leaf in walk.layers.get(place[: n + 1], ()) for n in range(len(place))]
+        if sum(is_layer) != sum(a.size > 1 for a in self.query[0].layout.loops):
+            raise _Refused("which layer an iteration of its loop is can't be told")
         axis = [k for k, atoms in enumerate(logits.seen.axes) if {a.axis for a in atoms} & self.normalized]
         image = self.query[0]
         heads = [d for d in sorted(self.axes[True]) if self._heads_at(image, True, d)]

@@ -89,7 +89,7 @@ def _is_depthwise(use: Use) -> bool:
 def _is_head(walk: Walk, ends: Ends, use: Use) -> bool:
     value = walk.nodes[use.node].outputs[0]
     chosen = any(walk.read.get((use.node, k)) is not None for k in range(4))
-    return chosen or value not in ends.consumed
+    return (chosen and value in ends.direct) or value not in ends.consumed
 
 
 def _line(walk: Walk, use: Use) -> str:
@@ -145,7 +145,8 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     for atom in batch & walk.summed.get(product, set()):
         rows.add(atom)
         batch.discard(atom)
-    for atom in columns & (experts - heads):
+    counting = columns & (experts - heads)
+    for atom in counting if counting != columns else ():
         columns.discard(atom)
         batch.add(atom)
     slices = walk.summed_slices.get(leaf, set())

@@ -137,14 +137,14 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, res
         walk.record(i, kind, t, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra)
         if kind == "product":
             images.append(Image((i, k), result(side, layout)))
+    if not images:  # a scale, written as a product
+        kept = [_moved(m, rest, result) for m in rest.value.images]
+        return product._replace(images=tuple(kept))
     for (
         image
     ) in rest.value.images:  # an axis that one product gives and the next has as a batch counts experts
         walk.later_batches.setdefault(image.product, set()).update(image.layout.atoms(rest.batch))
-    if not images:  # a scale, written as a product
-        kept = [_moved(m, rest, result) for m in rest.value.images]
-        return product._replace(images=tuple(kept))
-    walk.consume(i, side.operand, rest.operand)
+    walk.consume(i, rest.operand, *([] if side.value.is_weight else [side.operand]))
     before = product.before
     for image in images:
         before |= walk.bit(image.product)
@@ -192,10 +192,13 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
                 walk.consume(i, left.operand, right.operand)
                 return product._replace(images=images)
     if a.kind & b.kind & PARAMETER:
-        gram = left.given and right.given
-        if a.before != b.before or gram:
+        features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
+        matched = (
+            a.images and b.images and features and a.before != b.before
+        )  # entry by entry, as of two towers
+        if (left.given and right.given) or matched:
             walk.consume(i, left.operand, right.operand)
-        if a.images and b.images and gram:
+        if a.images and b.images and (left.given or right.given):
             walk.pairs[i] = (left, right)
             everything = whole(walk.shape(walk.nodes[i].outputs[0]), least=1)  # one device may have one head
             return product._replace(

@@ -182,7 +182,10 @@ def _put_together(walk: Walk, i: int, values: Sequence[Value], axis: int, sizes:
         return whole._replace(terms=tuple(terms))
     walk.record_terms(i, "joined with data", values)
     walk.record_rejoined(values)
-    return whole._replace(images=concatenated(values, axis, sizes))
+    images = concatenated(values, axis, sizes)
+    if not all(v.images for v in values):
+        images = tuple(_bent(walk, m, "put together with something else", i) for m in images)
+    return whole._replace(images=images)
 
 
 @rule("pad")
@@ -206,6 +209,7 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     if not x.terms:
         picked = [axis for axis, n in enumerate(old) if sizes[axis] < n]
         walk.record_read(i, x, picked, indices)
+        walk.record_parts(i, x.images)
         return [dependent(values)]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [axis for axis in range(len(old)) if axis not in gone]
@@ -342,9 +346,9 @@ def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     activations = [v for v in values if v.images or v.logits]
     walk.record_terms(i, "added", weights)
     if not activations:
-        if len([v for v in values if v.kind & PARAMETER]) == 1:  # a parameter with data: a masked one
-            return [whole._replace(terms=tuple(t for v in values for t in v.terms))]
-        return [whole]
+        # A masked parameter, or one of several that data choose or mix.
+        followed_terms = all(v.terms for v in values if v.kind & PARAMETER)
+        return [whole._replace(terms=tuple(t for v in values for t in v.terms) if followed_terms else ())]
     walk.record_rejoined(activations)
     if any(not m.linear for v in activations for m in v.images):
         for v in activations:
@@ -394,10 +398,12 @@ def _sum_of_logits(i: int, node: Node, values: Sequence[Value]) -> tuple[Logits,
         return ()
     first = held[0].logits[0]
     others = [v for v in values if v is not held[0]]
+    if first.stage == "weights":  # of several softmaxes
+        return tuple(dict.fromkeys(x for v in held for x in v.logits if x.stage == "weights"))
     if node.name in ("select_n", "join"):
+        if any(x.product != first.product for v in held for x in v.logits):
+            first = first._replace(problem=first.problem or ("its logits are one of two kinds", i))
         return (_at(first, node) if first.stage == "logits" else first,)
-    if first.stage == "weights":
-        return (first,)
     (other,) = others
     if other.logits:
         second = other.logits[0]
@@ -475,7 +481,9 @@ def _scaled_logits(i: int, node: Node, x: Value, y: Value) -> tuple[Logits, ...]
             problem = first.problem
             if factor.kind & DATA and factor.kind & PARAMETER:
                 problem = problem or ("the logits are multiplied by another activation", i)
-            return (_at(first, node)._replace(problem=problem, raw=None),)
+            if first.raw is not None:
+                problem = problem or ("something is added to the logits before they are scaled", i)
+            return (_at(first, node)._replace(problem=problem),)
     return ()
 
 
@@ -500,6 +508,7 @@ def _max(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
 @rule("reduce_max", "argmax", "reduce_min", "argmin", "reduce_and", "reduce_or", "reduce_prod")
 def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,) = values
+    walk.record_parts(i, x.images)
     result = x.opaque()
     if node.name == "reduce_max" and x.logits and x.logits[0].stage == "logits":
         largest = x.logits[0]._replace(stage="largest")
@@ -514,7 +523,6 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
         return [x.opaque()]
     for image in x.images:
         if image.linear:
-            walk.record_parts(i, [image])
             walk.summed.setdefault(image.product, set()).update(image.layout.atoms(axes))
     linear = tuple(image for image in x.images if image.linear)
     return [_without(x._replace(terms=(), images=linear, logits=()), axes)]

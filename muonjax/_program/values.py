@@ -136,4 +136,8 @@ def _grouped(values: Iterable[Value], join: Callable[[list[Layout], list[int]], 
             for terms in biases.values()
         )
         found.append(Image(product, layout, all(x.linear for x in images), joined, after))
+    if len(found) > _MOST:
+        found = [
+            x._replace(linear=False, after=x.after or ("sums of too many projections", -1)) for x in found
+        ]
     return tuple(found[-_MOST:])

@@ -229,4 +229,6 @@ class Walk:
         if not values or not any(v.kind for v in values):
             return [Value(dependent(values).kind)] * len(node.outputs)
         self.record_terms(i, f"unknown: {node.name}", [v for v in values if v.is_weight])
+        for v in values:
+            self.record_parts(i, v.images)
         return [dependent(values)] * len(node.outputs)

@@ -328,6 +328,7 @@ def test_integers_are_left_as_they_are(make):
         assert updates["w"].dtype == jnp.float32
 
 
+@pytest.mark.nan("the monitor starts from it")
 def test_metrics_inside_of_jit():
     tx = optax.chain(muonjax.muonclip(1e-3), muonjax.monitor(optax.sgd(0.1), groups=lambda path: "all"))
     state = tx.init(ATTENTION)

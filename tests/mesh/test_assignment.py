@@ -130,7 +130,8 @@ def test_llama_8b_on_64_devices():
 
 
 def test_the_table_shows_every_mode_and_marks_the_chosen():
-    params = {f"layer_{i}": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")} for i in range(4)}
+    kernel = jax.ShapeDtypeStruct((64, 256), "float32")
+    params = {f"layer_{i}": {"mlp": {"up": {"kernel": kernel}}} for i in range(4)}
     distribution = muonjax.Distribution(AbstractMesh((4, 2), ("fsdp", "tensor")), P("fsdp", "tensor"))
     plan = muonjax.plan(params, distribution)
     title, heads, *rows = str(plan).splitlines()

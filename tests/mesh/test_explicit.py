@@ -93,6 +93,7 @@ def test_all_public_transformations_are_here():
     assert transformations == set(PUBLIC)
 
 
+@pytest.mark.nan("the monitor starts from it")
 @quick("normuon", "normalize_neurons", "hyperball", "monitor", "qk_clip")
 @pytest.mark.parametrize("name", PUBLIC)
 def test_the_state_is_donated(name):

@@ -9,6 +9,8 @@ import pytest
 import muonjax
 from tests.program.hostile_programs import PROGRAMS
 
+pytestmark = pytest.mark.promotes("the programs are written as people write them")
+
 
 def described(numbers):
     """Dimension numbers as the tables write them."""

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from tests.program.attention import attend, by_hand, tokens, unrolled, weights
 
+pytestmark = pytest.mark.promotes("the functions are written as people write them")
 NUMBERS = muonjax.MuonDimensionNumbers
 
 
