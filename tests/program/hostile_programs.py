@@ -31,13 +31,18 @@ class HostileProgram(NamedTuple):
 PROGRAMS: list[HostileProgram] = []
 
 
-def program(*args: Any, sites: int | str = 0, **parameters: tuple[tuple[int, ...], str]):
-    """Registers a function; each parameter is its shape and what is right for it."""
+def program(
+    *args: Any,
+    sites: int | str = 0,
+    to: list[HostileProgram] = PROGRAMS,
+    **parameters: tuple[tuple[int, ...], str],
+):
+    """Adds a function to a list; each parameter is its shape and what is right for it."""
 
     def register(fun: Callable[..., Any]) -> Callable[..., Any]:
         params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, (shape, _) in parameters.items()}
         expected = {name: answer for name, (_, answer) in parameters.items()}
-        PROGRAMS.append(HostileProgram(fun, params, args, expected, sites))
+        to.append(HostileProgram(fun, params, args, expected, sites))
         return fun
 
     return register
