@@ -73,7 +73,7 @@ PUBLIC = {
     "orthogonalize": lambda: muonjax.orthogonalize(dimension_numbers=NUMBERS, newton_schulz=QUICK),
     "qk_clip": lambda: muonjax.qk_clip(100.0, SITE, every_k=2),
     "signal_clip": lambda: muonjax.signal_clip(RULE),
-    "trace": lambda: muonjax.trace(0.9, accumulator_dtype=jnp.int8),
+    "trace": lambda: muonjax.trace(0.9),
 }
 STATISTICS = {"max_logits": {"attention": 400.0}, "signals": {"attention": {"query": {"size": 400.0}}}}
 
