@@ -151,13 +151,13 @@ class Program:
           For each attention how far the logits are from half, relative: some 1e-6 in float32. NaN where no logit is
           positive.
         """
-        before, deviations = self._largest(params, args, kwargs), {}
+        before, deviations, sites = self._largest(params, args, kwargs), {}, self.sites
         nothing = {name: jnp.full_like(maxima, -jnp.inf) for name, maxima in before.items()}
         for name, maxima in before.items():
             hottest = jnp.unravel_index(jnp.argmax(maxima), maxima.shape)
             alone = nothing | {name: nothing[name].at[hottest].set(maxima[hottest])}
             half = maxima[hottest] / 2
-            clipped = apply_qk_clip(params, alone, self.sites, jnp.abs(half))
+            clipped = apply_qk_clip(params, alone, sites, jnp.abs(half))
             after = self._largest(clipped, args, kwargs)[name][hottest]
             deviations[name] = float(jnp.where(half > 0, after / half - 1, jnp.nan))
         return deviations

@@ -29,7 +29,6 @@ class Span(NamedTuple):
     factor: str  # "query", "key", or "rotary": a query whose key stays as it is
     stack: tuple[int, ...]  # axes of the parameter that count layers
     index: tuple[int, ...] = ()  # of those that a constant index chooses, the first of them: the layer
-    is_bias: bool = False
 
 
 class Site(NamedTuple):
@@ -173,12 +172,12 @@ class _Finder:
         for image in images:
             use = self.walk.use_of(image.product)
             columns = {a.axis for a in use.columns}
-            for term, is_bias in ((None, False), *((b, True) for b in image.biases)):
+            for term in (None, *image.biases):
                 layout = image.layout if term is None else term.layout
                 leaf = use.term.leaf if term is None else term.leaf
                 held = columns if term is None else set(range(len(self.shapes[leaf])))
                 held = held | {a.axis for a in layout.taken}
-                span = self._span(leaf, layout, held, is_query, factor)._replace(is_bias=is_bias)
+                span = self._span(leaf, layout, held, is_query, factor)
                 yield from self._apart(span, shared) if shared else [span]
 
     def _apart(self, span: Span, shared: dict[tuple[int, int], Image]) -> Iterator[Span]:

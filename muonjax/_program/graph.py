@@ -38,14 +38,14 @@ class Step(NamedTuple):
 class Node:
     """One operation."""
 
-    __slots__ = ("equation", "inputs", "name", "outputs", "params", "place", "position")
+    __slots__ = ("equation", "inputs", "name", "outputs", "params", "place")
 
     def __init__(
         self, name: str, params: dict[str, Any], inputs: tuple[int, ...], outputs: tuple[int, ...],
-        equation: JaxprEqn | None, place: tuple[Step, ...], position: int,
+        equation: JaxprEqn | None, place: tuple[Step, ...],
     ):  # fmt: skip
         self.name, self.params, self.inputs, self.outputs = name, params, inputs, outputs
-        self.equation, self.place, self.position = equation, place, position
+        self.equation, self.place = equation, place
 
     @property
     def _scopes(self) -> str:
@@ -98,10 +98,10 @@ class Graph:
 
     def _add(
         self, name: str, params: Any, inputs: Sequence[int], outs: Sequence[Any],
-        equation: JaxprEqn | None, place: tuple[Step, ...], position: int,
+        equation: JaxprEqn | None, place: tuple[Step, ...],
     ) -> list[int]:  # fmt: skip
         outputs = [self._new(v) for v in outs]
-        self.nodes.append(Node(name, params, tuple(inputs), tuple(outputs), equation, place, position))
+        self.nodes.append(Node(name, params, tuple(inputs), tuple(outputs), equation, place))
         return outputs
 
     def _literal(self, literal: Literal) -> int:
@@ -128,14 +128,17 @@ class Graph:
                 outputs = self._cond(eqn, inputs, place, position)
             elif name in _ENTERED and (found := bodies(eqn)):
                 body, inner = found[0][1], (*place, Step(position, 0, name))
-                specs = eqn.params["in_specs"] if name == "shard_map" else [()] * len(inputs)
-                inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner, specs)
+                if name == "shard_map":
+                    inputs = self._resized(
+                        "shard", inputs, opened(body).invars, eqn, inner, eqn.params["in_specs"]
+                    )
                 outputs = self._enter(body, inputs, inner)
-                outputs = self._resized("unshard", outputs, eqn.outvars, eqn, place, [()] * len(outputs))
+                if name == "shard_map":
+                    outputs = self._resized("unshard", outputs, eqn.outvars, eqn, place, [()] * len(outputs))
                 for x, v in zip(outputs, eqn.outvars, strict=True):
                     self.elsewhere.setdefault(x, []).append((place, v))
             else:
-                outputs = self._add(name, eqn.params, inputs, eqn.outvars, eqn, place, position)
+                outputs = self._add(name, eqn.params, inputs, eqn.outvars, eqn, place)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -147,7 +150,7 @@ class Graph:
         return [
             x
             if self.avals[x].shape == v.aval.shape
-            else self._add(name, {"spec": spec}, [x], [v], eqn, place, -1)[0]
+            else self._add(name, {"spec": spec}, [x], [v], eqn, place)[0]
             for x, v, spec in zip(values, variables, specs, strict=True)
         ]
 
@@ -164,13 +167,13 @@ class Graph:
         first = len(self.nodes)
         carry = self._carry(inputs[consts : consts + carried], variables[consts : consts + carried], inner)
         sliced = [
-            self._add("scan_slice", {"scan": inner}, [x], [v], eqn, inner, -1)[0]
+            self._add("scan_slice", {"scan": inner}, [x], [v], eqn, inner)[0]
             for x, v in zip(inputs[consts + carried :], variables[consts + carried :], strict=True)
         ]
         outs = self._enter(body, [*inputs[:consts], *carry, *sliced], inner)
         self._close(first, carry, outs[:carried])
         stacked = [
-            self._add("scan_stack", {"scan": inner}, [x], [v], eqn, place, position)[0]
+            self._add("scan_stack", {"scan": inner}, [x], [v], eqn, place)[0]
             for x, v in zip(outs[carried:], eqn.outvars[carried:], strict=True)
         ]
         return [*outs[:carried], *stacked]
@@ -187,8 +190,7 @@ class Graph:
 
     def _carry(self, inputs: Sequence[int], variables: Sequence[Any], place: tuple[Step, ...]) -> list[int]:
         return [
-            self._add("carry", {}, [x], [v], None, place, -1)[0]
-            for x, v in zip(inputs, variables, strict=True)
+            self._add("carry", {}, [x], [v], None, place)[0] for x, v in zip(inputs, variables, strict=True)
         ]
 
     def _close(self, first: int, carry: Sequence[int], outs: Sequence[int]) -> None:
@@ -203,7 +205,7 @@ class Graph:
             for i, (_, body) in enumerate(bodies(eqn))
         ]
         return [
-            self._add("join", {}, [inputs[0], *values], [v], eqn, place, position)[0]
+            self._add("join", {}, [inputs[0], *values], [v], eqn, place)[0]
             for *values, v in zip(*branches, eqn.outvars, strict=True)
         ]
 
@@ -217,15 +219,6 @@ class Graph:
                 live[i] = True
                 pending += self.nodes[i].inputs
         return live
-
-    def users(self) -> dict[int, list[int]]:
-        """The live operations that read each value."""
-        users: dict[int, list[int]] = {}
-        for i, node in enumerate(self.nodes):
-            if self.live[i]:
-                for x in dict.fromkeys(node.inputs):
-                    users.setdefault(x, []).append(i)
-        return users
 
     def variables_of(self, value: int) -> dict[tuple[Step, ...], Any]:
         """The variable that a value has in each body where it has one."""

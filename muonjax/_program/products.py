@@ -132,7 +132,6 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, res
         batch = (*layout.atoms(side.batch), *layout.loops)
         each = t.layout.atoms(experts)
         rows, batch = tuple(a for a in rows if a not in each), (*batch, *each)
-        walk.before[i, k] = rest.value.before
         axes = {"rows": rows, "columns": columns, "batch": batch}
         walk.record(i, kind, t, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra)
         if kind == "product":

@@ -59,9 +59,6 @@ class Walk:
         self.rejoined: dict[tuple[int, int], set[frozenset[frozenset[Run]]]] = {}
         # Of each product: the parts that are used apart, with the operations that use them.
         self.parts: dict[tuple[int, int], set[tuple[frozenset[Run], int]]] = {}
-        self.before: dict[
-            tuple[int, int], int
-        ] = {}  # of each product, those that its other operand depends on
         self.summed_slices: dict[
             int, set[int]
         ] = {}  # of a parameter, axes whose entries' products are added up
@@ -143,7 +140,7 @@ class Walk:
                 by_leaf.setdefault(term.leaf, []).append(m)
         for leaf, found in by_leaf.items():
             for m in found[1:]:
-                if self.bit(found[0].product) & self.before.get(m.product, 0):
+                if self.bit(found[0].product) & self.values[self.use_of(m.product).operand].before:
                     continue  # layers, one after the other
                 moved = {a.axis for a in set(m.layout.loops) ^ set(found[0].layout.loops)}
                 self.summed_slices.setdefault(leaf, set()).update(moved)
