@@ -40,8 +40,8 @@ class Policy:
         return jnp.dtype(jnp.float32 if self.is_cpu else jnp.bfloat16)
 
     @property
-    def joined_dtype(self) -> jnp.dtype:
-        """Of the m x m matrices of joined steps: float16 has three digits more, where there is a unit for it."""
+    def fused_dtype(self) -> jnp.dtype:
+        """Of the m x m matrices of fused steps: float16 has three digits more, where there is a unit for it."""
         return jnp.dtype(jnp.float16 if self.platform == "gpu" else jnp.bfloat16)
 
     def joins_last_steps(self, m: int, n: int) -> bool:

@@ -164,8 +164,8 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "normalization.py",
-        "unit, bound = 1 / schatten8, schatten4 * schatten8",
-        "unit, bound = 1 / schatten8, schatten4",
+        "inverse_bound, bound = 1 / schatten8, schatten4 * schatten8",
+        "inverse_bound, bound = 1 / schatten8, schatten4",
         "the Schatten-8 bound",
     ),
     Mutation(
@@ -212,8 +212,8 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "half_precision.py",
-        "q = q + c / a * square**2 * (unit",
-        "q = q + c / a * square * (unit",
+        "q = q + c / a * square**2 * (inverse_bound",
+        "q = q + c / a * square * (inverse_bound",
         "the scale of the quadratic term",
     ),
     Mutation(
@@ -232,18 +232,18 @@ MUTATIONS = [
         _NS + "half_precision.py",
         "r = products.symmetric(once, y=q, c=once)",
         "r = products.symmetric(once, y=q)",
-        "the second of two joined steps",
+        "the second of two fused steps",
     ),
     Mutation(
         _NS + "half_precision.py",
         "products.symmetric(q, y=total, c=total)",
         "products.symmetric(q, y=total)",
-        "the product of two joined maps",
+        "the product of two fused maps",
     ),
     Mutation(
         _NS + "half_precision.py",
-        "c / a * (square * unit) ** 2, b / a",
-        "c / a * (square * unit), b / a",
+        "c / a * (square * inverse_bound) ** 2, b / a",
+        "c / a * (square * inverse_bound), b / a",
         "the numbers of a kernel's step",
     ),
     Mutation(
@@ -254,9 +254,9 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "half_precision.py",
-        "_MAGNIFIED * square * unit, dtype",
-        "square * unit, dtype",
-        "the magnified Gram matrix of joined steps",
+        "_MAGNIFIED * square * inverse_bound, dtype",
+        "square * inverse_bound, dtype",
+        "the magnified Gram matrix of fused steps",
     ),
     Mutation(
         _NS + "half_precision.py",
@@ -278,11 +278,11 @@ MUTATIONS = [
     ),
     Mutation(
         _NS + "inverse_root.py",
-        "start = scaled(h, unit) + _RIDGE * eye, scaled(eye, jnp.sqrt(unit))",
-        "start = scaled(h, unit) + _RIDGE * eye, scaled(eye, unit)",
+        "start = scaled(h, inverse_bound) + _RIDGE * eye, scaled(eye, jnp.sqrt(inverse_bound))",
+        "start = scaled(h, inverse_bound) + _RIDGE * eye, scaled(eye, inverse_bound)",
         "the scale of the inverse root",
     ),
-    Mutation("muonjax/_policy.py", "return n > 1.5 * m", "return n > 15 * m", "which last steps are joined"),
+    Mutation("muonjax/_policy.py", "return n > 1.5 * m", "return n > 15 * m", "which last steps are fused"),
     Mutation(
         "muonjax/_policy.py",
         "jnp.dtype(jnp.float32 if self.is_cpu else jnp.bfloat16)",

@@ -128,7 +128,7 @@ def test_a_policy_is_a_value():
     assert len({Policy("cpu"), Policy("cpu"), Policy("gpu")}) == 2
 
 
-def test_the_last_steps_are_joined_where_that_saves_products():
+def test_the_last_steps_are_fused_where_that_saves_products():
     policy = Policy("gpu")
     assert policy.joins_last_steps(64, 97)
     assert not policy.joins_last_steps(64, 96)

@@ -113,7 +113,7 @@ def _modes(content: Row) -> list[Row]:
 
 
 def _joined(content: Row) -> list[Row]:
-    """The joined steps' figures over all shapes, for each kind of spectra and method."""
+    """The fused steps' figures over all shapes, for each kind of spectra and method."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in content["joined"]:
         groups.setdefault((row["kind"], row["method"]), []).append(row)

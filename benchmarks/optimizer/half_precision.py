@@ -3,7 +3,7 @@
     python -m benchmarks.optimizer.half_precision [--quick] [--only recorded|joined|hostile]
 
 The program is the one that runs on a GPU or a TPU: operands rounded to bfloat16, sums in float32. Optax's default with
-bfloat16 matrices and the same presets in float32 stand beside it. "joined" compares the joined last steps of wide
+bfloat16 matrices and the same presets in float32 stand beside it. "joined" compares the fused last steps of wide
 matrices (a Gram form, see `half_precision.py` of the library) with the standard form, on 20,000 random spectra, on
 recorded and on adversarial ones. "hostile" counts what is finite of matrices of low rank, repeated, sparse, constant
 and of extreme size (`benchmarks/common/hostile.py`), at short sides on both sides of each switch. Nothing here has run
@@ -75,7 +75,7 @@ def errors(m: int, n: int, every: int) -> dict[str, dict[str, float]]:
 
 
 class StandardForm(Policy):
-    """The policy of the same platform, without joined steps."""
+    """The policy of the same platform, without fused steps."""
 
     def joins_last_steps(self, m: int, n: int) -> bool:
         return False
@@ -109,7 +109,7 @@ def with_vectors(s: np.ndarray, n: int, rng: np.random.Generator) -> tuple[np.nd
 
 
 def cases(quick: bool) -> Iterator[tuple[str, tuple[int, int], np.ndarray]]:
-    """Names, shapes and spectra [count, m] that joined steps are tried on."""
+    """Names, shapes and spectra [count, m] that fused steps are tried on."""
     for (m, n), count in WIDE.items():
         yield "random", (m, n), random_spectra(m, BATCH if quick else count, np.random.default_rng(m))
         yield "recorded", (m, n), np.stack([momentum.interpolated(s, m) for s in momentum.spectra()])

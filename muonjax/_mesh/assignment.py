@@ -149,18 +149,18 @@ def _assignment(
     for kind, counts in loads.counts.items():
         total += works[kind]._replace(flops=0.0, seconds=0.0).times(int(counts.max()))
     largest = 0.0
-    for one in rounds:
-        replicas = size_of(mesh_shape, one.group.replicas)
-        exchanged = size_of(mesh_shape, one.group.exchange)
-        row = exchanged * one.group.dtype.itemsize
-        total += Work(0.0, 2.0 * row * one.size * (exchanged - 1) / exchanged, 2 * (exchanged > 1))
-        if one.sums(replicas):
-            summed = row * sum(one.sizes(replicas))
+    for round_ in rounds:
+        replicas = size_of(mesh_shape, round_.group.replicas)
+        exchanged = size_of(mesh_shape, round_.group.exchange)
+        row = exchanged * round_.group.dtype.itemsize
+        total += Work(0.0, 2.0 * row * round_.size * (exchanged - 1) / exchanged, 2 * (exchanged > 1))
+        if round_.sums(replicas):
+            summed = row * sum(round_.sizes(replicas))
             total += Work(0.0, 2.0 * summed * (replicas - 1) / replicas, 1)
-            largest = max(largest, row * one.size, summed)
+            largest = max(largest, row * round_.size, summed)
         else:
-            total += Work(0.0, 1.0 * row * one.size * (replicas - 1), int(replicas > 1))
-            largest = max(largest, row * one.size * replicas)
+            total += Work(0.0, 1.0 * row * round_.size * (replicas - 1), int(replicas > 1))
+            largest = max(largest, row * round_.size * replicas)
     return Assignment(
         mesh_shape,
         tuple(leaves),

@@ -42,9 +42,9 @@ def exchange(
     """
     units = [_to_units(block, leaf) for block, leaf in zip(blocks, assignment.leaves, strict=True)]
     results: list[list[tuple[int, jax.Array]]] = [[] for _ in blocks]
-    for one in assignment.rounds:
-        if one.size:
-            _run_round(f, one, units, results, assignment, policy)
+    for round_ in assignment.rounds:
+        if round_.size:
+            _run_round(f, round_, units, results, assignment, policy)
     arrays = []
     for block, leaf, parts in zip(blocks, assignment.leaves, results, strict=True):
         stack = jnp.concatenate([part for _, part in sorted(parts, key=lambda entry: entry[0])])
@@ -67,34 +67,35 @@ def _from_units(stack: jax.Array, leaf: ShardedLeaf, shape: tuple[int, ...]) -> 
 
 def _run_round(
     f: Function,
-    one: Round,
+    round_: Round,
     units: Sequence[jax.Array],
     results: Sequence[list[tuple[int, jax.Array]]],
     assignment: Assignment,
     policy: Policy,
 ) -> None:
     """Appends (first unit, [units, *axes of a unit]) to the results of each leaf."""
-    group, mesh_shape = one.group, assignment.mesh_shape
+    group, mesh_shape = round_.group, assignment.mesh_shape
     replicas, devices = size_of(mesh_shape, group.replicas), size_of(mesh_shape, group.exchange)
     ranks = group.ranks(mesh_shape)  # the owners come replica by replica
     if replicas > 1:
         packs = [
-            functools.partial(_pack, one, units, replica * len(ranks), ranks) for replica in range(replicas)
+            functools.partial(_pack, round_, units, replica * len(ranks), ranks)
+            for replica in range(replicas)
         ]
         buffer = jax.lax.switch(jax.lax.axis_index(group.replicas), packs)
     else:
-        buffer = _pack(one, units, 0, ranks)
+        buffer = _pack(round_, units, 0, ranks)
     if devices > 1:
         buffer = jax.lax.all_to_all(buffer, group.exchange, 0, 0)
-    buffer = apply_to_owned(f, buffer, one, mesh_shape, policy)
+    buffer = apply_to_owned(f, buffer, round_, mesh_shape, policy)
     if devices > 1:
         buffer = jax.lax.all_to_all(buffer, group.exchange, 0, 0)
-    _unpack(_share_with_replicas(buffer, one, replicas), one, ranks, results, policy)
+    _unpack(_share_with_replicas(buffer, round_, replicas), round_, ranks, results, policy)
 
 
 def _unpack(
     buffers: Sequence[jax.Array],
-    one: Round,
+    round_: Round,
     ranks: list[list[int]],
     results: Sequence[list[tuple[int, jax.Array]]],
     policy: Policy,
@@ -102,7 +103,7 @@ def _unpack(
     """The inverse of `_pack`, from [devices, size] of each replica."""
     runs: list[tuple[OwnedUnits, jax.Array, int]] = []
     starts: list[int] = []
-    for owner, owned in enumerate(one.owned):
+    for owner, owned in enumerate(round_.owned):
         replica, index = divmod(owner, len(ranks))
         start = 0
         for run in owned:
@@ -125,32 +126,32 @@ def _slice(x: jax.Array, start: Any, width: int) -> jax.Array:
     return jax.lax.slice_in_dim(x, start, start + width)
 
 
-def _share_with_replicas(buffer: jax.Array, one: Round, replicas: int) -> list[jax.Array]:
+def _share_with_replicas(buffer: jax.Array, round_: Round, replicas: int) -> list[jax.Array]:
     """The buffers of all replicas, on each of them."""
     if replicas == 1:
         return [buffer]
-    if not one.sums(replicas):
-        return list(jax.lax.all_gather(buffer, one.group.replicas))
-    sizes = one.sizes(replicas)
+    if not round_.sums(replicas):
+        return list(jax.lax.all_gather(buffer, round_.group.replicas))
+    sizes = round_.sizes(replicas)
     offsets = [0, *itertools.accumulate(sizes)]
-    own = jnp.asarray(offsets)[jax.lax.axis_index(one.group.replicas)]
+    own = jnp.asarray(offsets)[jax.lax.axis_index(round_.group.replicas)]
     # After a replica's own part there is only padding, which is zero, so it may overlap the part of the next replica.
-    padded = jnp.zeros((buffer.shape[0], offsets[-1] + one.size), buffer.dtype)
+    padded = jnp.zeros((buffer.shape[0], offsets[-1] + round_.size), buffer.dtype)
     padded = jax.lax.dynamic_update_slice(padded, buffer, (0, own))
-    summed = jax.lax.psum(padded[:, : offsets[-1]], one.group.replicas)
+    summed = jax.lax.psum(padded[:, : offsets[-1]], round_.group.replicas)
     return [summed[:, start : start + size] for start, size in zip(offsets, sizes, strict=False)]
 
 
-def _pack(one: Round, units: Sequence[jax.Array], first_owner: int, ranks: list[list[int]]) -> jax.Array:
+def _pack(round_: Round, units: Sequence[jax.Array], first_owner: int, ranks: list[list[int]]) -> jax.Array:
     """[devices, size]: a row for each rank, with what the owner at this rank gets from this device."""
     rows: dict[int, list[jax.Array]] = {}
-    for own, owned in zip(ranks, one.owned[first_owner : first_owner + len(ranks)], strict=True):
+    for own, owned in zip(ranks, round_.owned[first_owner : first_owner + len(ranks)], strict=True):
         shares = [_to_shares(units[run.leaf][run.start : run.start + run.count], run.layout) for run in owned]
-        padding = one.size - sum(share.shape[1] for share in shares)
+        padding = round_.size - sum(share.shape[1] for share in shares)
         for index, rank in enumerate(own):
-            row = [share[index].astype(one.group.dtype) for share in shares]
-            rows[rank] = [*row, jnp.zeros(padding, one.group.dtype)]
-    return jnp.concatenate([part for rank in sorted(rows) for part in rows[rank]]).reshape(-1, one.size)
+            row = [share[index].astype(round_.group.dtype) for share in shares]
+            rows[rank] = [*row, jnp.zeros(padding, round_.group.dtype)]
+    return jnp.concatenate([part for rank in sorted(rows) for part in rows[rank]]).reshape(-1, round_.size)
 
 
 def _to_shares(units: jax.Array, layout: UnitLayout) -> jax.Array:

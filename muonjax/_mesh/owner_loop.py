@@ -55,12 +55,12 @@ class _Loop(NamedTuple):
 
 
 def apply_to_owned(
-    f: Function, buffer: jax.Array, one: Round, mesh_shape: Mapping[str, int], policy: Policy
+    f: Function, buffer: jax.Array, round_: Round, mesh_shape: Mapping[str, int], policy: Policy
 ) -> jax.Array:
     """Apply f to each matrix whose blocks are in the columns of `buffer`, [devices, size]; the results replace them."""
-    group, size = one.group, buffer.shape[1]
+    group, size = round_.group, buffer.shape[1]
     owner = jax.lax.axis_index(group.owner_axes) if group.owner_axes else 0
-    loops = _loops(one, policy)
+    loops = _loops(round_, policy)
     if group.tensor:
         # Owners that sum over mesh axes need equally many iterations; one that has finished works on zeros past the
         # end.
@@ -86,13 +86,13 @@ def apply_to_owned(
     return buffer[:, :size]
 
 
-def _loops(one: Round, policy: Policy) -> list[_Loop]:
+def _loops(round_: Round, policy: Policy) -> list[_Loop]:
     """One for each shape of matrices."""
     by_shape: dict[tuple, list[list[tuple[int, UnitLayout]]]] = {}
-    for owner, owned in enumerate(one.owned):
+    for owner, owned in enumerate(round_.owned):
         offset = 0
         for run in owned:
-            rows = by_shape.setdefault(run.layout.matrices, [[] for _ in one.owned])
+            rows = by_shape.setdefault(run.layout.matrices, [[] for _ in round_.owned])
             rows[owner] += [(offset + i * run.layout.share_size, run.layout) for i in range(run.count)]
             offset += run.count * run.layout.share_size
     loops = []

@@ -14,8 +14,8 @@ is estimated from the residual A V - V (V^H A V), and D is shrunk until the esti
 
 Where the iteration uses only A and not X (the Gram form), the rounding of A matters: eigenvalues smaller than the
 rounding error of the largest one are lost, and can even become negative. There a few directions are shrunk in X
-before A is computed (see `shave`), at the cost of some passes over X, and a bound of the remaining rounding error is
-added to the diagonal of A.
+before A is computed (see `pre_deflate`), at the cost of some passes over X, and a bound of the remaining rounding error
+is added to the diagonal of A.
 
 Only products are used: a factorization would not run on the matrix units, and on a CPU it would start further threads.
 """
@@ -57,13 +57,13 @@ class Deflation(NamedTuple):
 
     Attributes:
       gram: W A W.
-      others: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` but the largest.
+      other_fourth_powers: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` but the largest.
     """
 
     p: Inexact[Array, "*batch m k"]
     v: Inexact[Array, "*batch m k"]
     gram: Inexact[Array, "*batch m m"]
-    others: Float[Array, "*batch 1 1"]
+    other_fourth_powers: Float[Array, "*batch 1 1"]
 
     def apply(self, x: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch m n"]:
         """W x."""
@@ -74,7 +74,7 @@ class Deflation(NamedTuple):
         return q - dot(dot(q, self.p), adjoint(self.v))
 
 
-def shave(
+def pre_deflate(
     x: Inexact[Array, "*batch m n"],
     rank: int,
     over_columns: Callable[[jax.Array], jax.Array] = lambda products: products,
@@ -119,7 +119,7 @@ def shrink_dominant(gram: Inexact[Array, "*batch m m"], rank: int, platform: str
     removed = symmetric_product_on(platform, both([p, s], axis=-1), y=both([s, p], axis=-1))
     shrunk = _above_rounding(gram) - removed
     w = identity_like(d) - dot(dot(adjoint(v), v), d)  # V^H W = w V^H
-    return Deflation(p, v, shrunk, _fourth_powers_of_others(dot(dot(w, h), adjoint(w))))
+    return Deflation(p, v, shrunk, _other_fourth_powers(dot(dot(w, h), adjoint(w))))
 
 
 def _shrinking(
@@ -127,15 +127,15 @@ def _shrinking(
 ) -> tuple[Inexact[Array, "*batch k k"], Inexact[Array, "*batch k k"]]:
     """V^H A V and D, from V and A V."""
     h = dot(adjoint(v), av)
-    unit = inverse_norm(h)
-    root = inverse_root(scaled(h, unit))
+    inverse_bound = inverse_norm(h)
+    root = inverse_root(scaled(h, inverse_bound))
     inverse = dot(root, root)
     # The common target of the k directions: close to the smallest of their singular values, so that none of them is
     # then much larger than the rest.
     target = jax.lax.rsqrt(_largest_eigenvalue(inverse))
     d = identity_like(root) - scaled(root, target)
 
-    residual = dot(scaled(av - dot(v, h), unit), dot(d, inverse))
+    residual = dot(scaled(av - dot(v, h), inverse_bound), dot(d, inverse))
     return h, scaled(d, jnp.minimum(1, _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual)))
 
 
@@ -196,7 +196,7 @@ def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batc
     return gram + scaled(identity_like(gram), delta[..., None, None])
 
 
-def _fourth_powers_of_others(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
+def _other_fourth_powers(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
     """A lower bound of the sum of the fourth powers of all but one eigenvalue of M, where a = V^H M V.
 
     No combination of V's columns is longer than its coefficients, so by interlacing the i-th eigenvalue of M is at

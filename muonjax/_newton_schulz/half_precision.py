@@ -30,7 +30,7 @@ from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import deflate
 from muonjax._policy import Policy
 
-# R of joined steps is larger by this number in memory. Without the factors a^2 it gets smaller with each step, so that
+# R of fused steps is larger by this number in memory. Without the factors a^2 it gets smaller with each step, so that
 # its square would be below the least normal float16: an error that grows with m, and a large one where such numbers are
 # taken for zero.
 _MAGNIFIED = 16.0
@@ -39,7 +39,7 @@ _MAGNIFIED = 16.0
 # itself, rounding does not average out where entries are equal, and the first polynomial multiplies an excess by 24.
 _ABOVE_ROUNDING = 1.05
 
-# How large the product of the factors a of two or three joined steps, without the last, may be: it multiplies rounding
+# How large the product of the factors a of two or three fused steps, without the last, may be: it multiplies rounding
 # errors. With 4.07 (two of three Polar Express steps) the polar error rises by 0.05 where all singular values are
 # equal, with 15.9 (three of four) by 0.025; with 11.9 (Jordan's) the largest singular value rises by 0.02 (emulated).
 _LARGEST_FACTOR = {2: 4.0, 3: 10.0}
@@ -134,19 +134,19 @@ def iterate(
         z, basis = deflate(x, rank, dtype, products.over_columns, scale_of)
     else:
         z, basis = (scale_of(x) * x).astype(dtype), None
-    q, z = _steps(products, z, settings.steps, basis, _joined(settings, policy, m, columns))
+    q, z = _steps(products, z, settings.steps, basis, _fused(settings, policy, m, columns))
     # A stack's result is cut, and in half precision that moves half as much.
     return products.summed(q, z) if x.ndim == 2 else products.rounded(q, z).astype(jnp.float32)
 
 
-def _joined(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int, jnp.dtype]:
+def _fused(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int, jnp.dtype]:
     """How many of the last steps are made as one map, and in which dtype.
 
     In bfloat16 two are accurate enough, unless one of them is the second of all steps; in float16 three, or all but the
     first (emulated for the presets: benchmarks/optimizer/half_precision.py). A kernel rounds its sums to bfloat16, so
     float16 afterwards would gain nothing.
     """
-    dtype = jnp.dtype(jnp.bfloat16) if settings.implementation else policy.joined_dtype
+    dtype = jnp.dtype(jnp.bfloat16) if settings.implementation else policy.fused_dtype
     most, before = (3, 1) if dtype == jnp.float16 else (2, 2)
     number = min(most, len(settings.steps) - before)
     while number > 1 and math.prod(a for a, _, _ in settings.steps[-number:-1]) > _LARGEST_FACTOR[number]:
@@ -159,40 +159,42 @@ def _steps(
     z: jax.Array,
     steps: Coefficients,
     basis: jax.Array | None,
-    joined: tuple[int, jnp.dtype],
+    fused: tuple[int, jnp.dtype],
 ) -> tuple[jax.Array, jax.Array]:
     """The polynomials of `steps` on z up to the last product: Q and z', the result being Q z'.
 
     Args:
       basis: Of directions that have been shrunk to about the same size.
-      joined: As `_joined` gives it.
+      fused: As `_fused` gives it.
     """
-    number, dtype = joined
+    number, dtype = fused
     apart = len(steps) - number if number > 1 else len(steps)
     r = products.gram(z)
     r2 = products.symmetric(r)
     fourth = square_norm(r2)
     fourth = jnp.where(fourth == 0, 1, fourth)
     if basis is not None and basis.shape[-1] > 1:
-        fourth = _without_others(products, r, fourth, basis)
+        fourth = _without_other_fourth_powers(products, r, fourth, basis)
     fourth = _ABOVE_ROUNDING * fourth
-    unit = fourth**-0.25
+    inverse_bound = fourth**-0.25
     factor = math.prod(a for a, _, _ in steps) * fourth**-0.125
     factors = [None] * (len(steps) - 1) + [factor]  # of 1 + Q, for the last step alone
-    q = _map(products, r, steps[0], 1.0, unit, r2, factors[0])
+    q = _map(products, r, steps[0], 1.0, inverse_bound, r2, factors[0])
     # The product of the factors a, a number at trace time: on a device each scalar would be a launch.
     gain = steps[0][0]
     for row, own in zip(steps[1:apart], factors[1:apart], strict=True):
         z = _plus(products, q, z)
-        q = _map(products, products.gram(z), row, gain**2, unit, factor=own)
+        q = _map(products, products.gram(z), row, gain**2, inverse_bound, factor=own)
         gain = row[0] * gain
     if number > 1:
         z = _plus(products, q, z)
-        q = factor * _plus_identity(_joined_map(products, z, steps[apart:], gain**2, unit, dtype))
+        q = factor * _plus_identity(_fused_map(products, z, steps[apart:], gain**2, inverse_bound, dtype))
     return q.astype(products.dtype), z
 
 
-def _without_others(products: _Products, r: jax.Array, fourth: jax.Array, basis: jax.Array) -> jax.Array:
+def _without_other_fourth_powers(
+    products: _Products, r: jax.Array, fourth: jax.Array, basis: jax.Array
+) -> jax.Array:
     """An upper bound of the fourth power of R's largest eigenvalue, from the sum over all of them.
 
     By interlacing, the k largest eigenvalues of R are at least those of V^H R V, for no combination of V's columns is
@@ -226,24 +228,26 @@ def _map(
     r: jax.Array,
     row: Any,
     square: float,
-    unit: Any,
+    inverse_bound: Any,
     r2: jax.Array | None = None,
     factor: jax.Array | None = None,
 ) -> jax.Array:
-    """Q of the step a x + (b R + c R^2) x = a (1 + Q) x, R = `square` `unit` r; r2 = r^2 where known.
+    """Q of the step a x + (b R + c R^2) x = a (1 + Q) x, R = `square` `inverse_bound` r; r2 = r^2 where known.
 
     With a `factor`, that times 1 + Q. In float32, but a kernel rounds it.
     """
     a, b, c = row
     if products.by_kernel and r2 is None and c != 0:
-        q = products.on_small_side(r, None, r, c / a * (square * unit) ** 2, b / a * (square * unit))
+        q = products.on_small_side(
+            r, None, r, c / a * (square * inverse_bound) ** 2, b / a * (square * inverse_bound)
+        )
         return q if factor is None else factor * _plus_identity(q)
 
     def polynomial(r2):
-        q = b / a * square * (unit * r.astype(jnp.float32))
+        q = b / a * square * (inverse_bound * r.astype(jnp.float32))
         if r2 is not None:
             # Numbers times matrices, not numbers times numbers: on a device each of these would be a launch.
-            q = q + c / a * square**2 * (unit * (unit * r2.astype(jnp.float32)))
+            q = q + c / a * square**2 * (inverse_bound * (inverse_bound * r2.astype(jnp.float32)))
         return q if factor is None else factor * _plus_identity(q)
 
     if c == 0:
@@ -252,11 +256,11 @@ def _map(
     return polynomial(r2)
 
 
-def _joined_map(
-    products: _Products, z: jax.Array, rows: Coefficients, square: float, unit: jax.Array, dtype: Any
+def _fused_map(
+    products: _Products, z: jax.Array, rows: Coefficients, square: float, inverse_bound: jax.Array, dtype: Any
 ) -> jax.Array:
     """Q of the steps a a' .. (1 + Q) x, as `_map`, by matrices of `dtype`."""
-    r = products.scaled_gram(z, _MAGNIFIED * square * unit, dtype)
+    r = products.scaled_gram(z, _MAGNIFIED * square * inverse_bound, dtype)
     products = products._replace(on_small_side=products.on_small_side._replace(dtype=dtype))
     square = 1 / _MAGNIFIED
     q = _map(products, r, rows[0], square, 1.0)

@@ -42,7 +42,7 @@ def _quartics(stages: int, lower: float) -> tuple[np.ndarray, ...]:
 def inverse_root(h: jax.Array) -> jax.Array:
     """Q = h^(-1/2) of positive semidefinite h [*batch, k, k], by products, where h is well conditioned."""
     eye = identity_like(h)
-    unit = inverse_norm(h)
+    inverse_bound = inverse_norm(h)
     rows = jnp.asarray(_POLYNOMIALS, h.dtype)
 
     def step(t, carry):
@@ -51,7 +51,7 @@ def inverse_root(h: jax.Array) -> jax.Array:
         p = a * eye + b * r + c * dot(r, r)
         return hermitian_part(dot(dot(p, r), p)), hermitian_part(dot(q, p))
 
-    start = scaled(h, unit) + _RIDGE * eye, scaled(eye, jnp.sqrt(unit))
+    start = scaled(h, inverse_bound) + _RIDGE * eye, scaled(eye, jnp.sqrt(inverse_bound))
     return jax.lax.fori_loop(0, len(rows), step, start)[1]
 
 
@@ -61,8 +61,8 @@ def bounded_inverse_root(h: jax.Array, stages: int, lower: float) -> tuple[jax.A
     Right for eigenvalues above `lower`^2 |h|_F, if there are stages enough, and bounded below: what is shrunk by it is
     not shrunk below the rounding errors of bfloat16.
     """
-    unit = inverse_norm(h)
-    r, eye = scaled(h, unit), identity_like(h)
+    inverse_bound = inverse_norm(h)
+    r, eye = scaled(h, inverse_bound), identity_like(h)
     q: Any = None
     for stage, (c0, c1, c2, c3, c4) in enumerate(_quartics(stages, lower)):
         r2 = dot(r, r)
@@ -71,4 +71,4 @@ def bounded_inverse_root(h: jax.Array, stages: int, lower: float) -> tuple[jax.A
         q = p if q is None else dot(q, p)
         if stage < stages - 1:
             r = dot(p, dot(p, r))
-    return q, jnp.sqrt(unit)
+    return q, jnp.sqrt(inverse_bound)

@@ -26,7 +26,7 @@ from muonjax._cost_model import BYTES_A_SECOND, flops_a_second
 from muonjax._linalg import MatrixProduct, at_least_float32, on_diagonal, scaled
 from muonjax._newton_schulz import half_precision
 from muonjax._newton_schulz.coefficients import Coefficients
-from muonjax._newton_schulz.deflation import ROUNDING, shave, shrink_dominant
+from muonjax._newton_schulz.deflation import ROUNDING, pre_deflate, shrink_dominant
 from muonjax._newton_schulz.normalization import normalize
 from muonjax._newton_schulz.products import SymmetricProduct
 from muonjax._newton_schulz.scaling import largest_entry, scale_of_largest
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _TOLERATED = 1e-2
 
 # Directions that the Gram form shaves off x before A is made. Four do nearly as well on recorded momentum.
-_SHAVED = 8
+_PRE_DEFLATED = 8
 
 
 def gram_restarts(steps: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int, ...]:
@@ -169,19 +169,19 @@ def _iterate(
     def over_columns(gram):
         return jax.lax.psum(gram, axis_name) if axis_name else gram
 
-    x, occupied = _scaled(x.astype(sum_dtype), axis_name)
+    x, nonzero = _scaled(x.astype(sum_dtype), axis_name)
     segments = _segments(settings, (*x.shape[:-1], columns), dtype)
     together = axis_name if _worth_sharing(settings, x.shape[-2], dtype) else ()
     small_product = product._replace(together=together)
     rank = min(settings.deflation, x.shape[-2] // 8)
     if rank and not half and len(segments[0]) > 1:
         # The Gram form won't look at x again before the end.
-        x = materialize(lambda x: shave(x, min(_SHAVED, rank), over_columns), x, policy.platform)
+        x = materialize(lambda x: pre_deflate(x, min(_PRE_DEFLATED, rank), over_columns), x, policy.platform)
     gram = over_columns(apply(x, x.mT) if half else product(x))  # deflation wants all digits of the sums
-    deflation, others = None, 0.0
+    deflation, other_fourth_powers = None, 0.0
     if rank:
         deflation = shrink_dominant(gram, rank, policy.platform)
-        gram, others = deflation.gram, deflation.others
+        gram, other_fourth_powers = deflation.gram, deflation.other_fourth_powers
     if deflation is not None and (half or settings.normalization == "aol"):
         # x is rounded to half precision only now: before, the error would be as large as the tail. And once its rows
         # are rescaled, its dominant directions are no longer those of the Gram matrix.
@@ -189,13 +189,15 @@ def _iterate(
         if half and len(segments[0]) > 1:
             gram = over_columns(product(x))  # of what was rounded
 
-    x, r, r2, unit, root = normalize(x, gram, others, settings.normalization, small_product)
-    root = jnp.where(occupied, root, 0)
+    x, r, r2, inverse_bound, root = normalize(
+        x, gram, other_fourth_powers, settings.normalization, small_product
+    )
+    root = jnp.where(nonzero, root, 0)
     for index, rows in enumerate(segments):
         if index > 0:
-            r, r2, unit, root = over_columns(product(x)), None, 1.0, 1.0
+            r, r2, inverse_bound, root = over_columns(product(x)), None, 1.0, 1.0
         # x itself is divided by the bound and, where that was left to do, deflated only here, on the small side.
-        a, q = _polynomials(rows, r, r2, unit, root, small_product, split=half)
+        a, q = _polynomials(rows, r, r2, inverse_bound, root, small_product, split=half)
         if index == 0 and deflation is not None:
             q = deflation.apply_right(q)
         x = apply(q, x) if a is None else scaled(x, a) + apply(q, x)
@@ -211,16 +213,16 @@ def _scaled(
     identity is added, for XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
     """
     largest = largest_entry(x, axis_name)
-    occupied = largest != 0
+    nonzero = largest != 0
     other = jnp.expand_dims(jnp.eye(*x.shape[-2:], dtype=x.dtype), tuple(range(x.ndim - 2)))
-    return jnp.where(occupied, scaled(x, scale_of_largest(largest)), x + other), occupied
+    return jnp.where(nonzero, scaled(x, scale_of_largest(largest)), x + other), nonzero
 
 
 def _polynomials(
     rows: Coefficients,
     r: Inexact[Array, "*batch m m"],
     r2: Inexact[Array, "*batch m m"] | None,
-    unit: Float[Array, "*batch 1 1"] | float,
+    inverse_bound: Float[Array, "*batch 1 1"] | float,
     scale: Float[Array, "*batch 1 1"] | float,
     product: SymmetricProduct,
     *,
@@ -229,7 +231,7 @@ def _polynomials(
     """The composition of `rows`, times `scale`, as a map on x: None and Q for x -> Q x, or a and Q for a x + Q x.
 
     Args:
-      r: X X^H, normalized and divided by `unit`.
+      r: X X^H, normalized and divided by `inverse_bound`.
       r2: Its square, where that is already made.
       split: Keep the identity's share of each polynomial apart; in half precision it would cost the rest its digits.
     """
@@ -239,14 +241,14 @@ def _polynomials(
         """R + a I, by a mask: XLA would compute a I outside of a loop over matrices, and keep one for each a."""
         return jnp.where(diagonal, r + (a.astype(r.dtype) if isinstance(a, jax.Array) else a), r)
 
-    def quadratic(row, unit, scale: Any = 1.0):
+    def quadratic(row, inverse_bound, scale: Any = 1.0):
         """P = a I + b R + c R^2, times `scale`; without a I if `split`."""
         a, b, c = row
-        linear = scaled(r, scale * b * unit)
+        linear = scaled(r, scale * b * inverse_bound)
         linear = linear if split else plus_identity(linear, scale * a)
         if c == 0:
             return linear
-        c = scale * c * unit**2
+        c = scale * c * inverse_bound**2
         if split and r2 is None:
             return product(r, c=linear, alpha=c, beta=1.0)  # added before the sum is rounded
         return linear + (product(r, alpha=c) if r2 is None else scaled(r2, c))
@@ -256,13 +258,13 @@ def _polynomials(
         return product(y, p, c=y, alpha=alpha, beta=alpha * a) if split else product(y, p, alpha=alpha)
 
     if len(rows) == 1:
-        return (scale * rows[0][0] if split else None), quadratic(rows[0], unit, scale)
+        return (scale * rows[0][0] if split else None), quadratic(rows[0], inverse_bound, scale)
     q: Any = None
     for step, row in enumerate(rows):
         a, last = row[0], step == len(rows) - 1
-        p = quadratic(row, unit)
+        p = quadratic(row, inverse_bound)
         first = plus_identity(p, a) if split else p
         q = first if step == 0 else times(q, p, a, scale if last else 1.0)
         if not last:
-            r, r2, unit = times(times(r, p, a, unit), p, a), None, 1.0
+            r, r2, inverse_bound = times(times(r, p, a, inverse_bound), p, a), None, 1.0
     return None, q

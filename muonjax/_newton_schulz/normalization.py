@@ -19,7 +19,7 @@ Normalization = Literal["schatten", "frobenius", "aol", "spectral"]
 def normalize(
     x: Inexact[Array, "*batch m n"],
     gram: Inexact[Array, "*batch m m"],
-    others: Float[Array, "*batch 1 1"] | float,
+    other_fourth_powers: Float[Array, "*batch 1 1"] | float,
     normalization: Normalization,
     product: Callable[[jax.Array], jax.Array],
 ) -> tuple[
@@ -32,8 +32,8 @@ def normalize(
     """Divide the Gram matrix by an upper bound of its largest eigenvalue.
 
     Args:
-      others: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` except the largest;
-        "schatten" subtracts it.
+      other_fourth_powers: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` except the
+        largest; "schatten" subtracts it.
 
     Returns:
       x (which only "aol" changes), R, the square of R if it is already computed, the factor by which R must still be
@@ -47,7 +47,7 @@ def normalize(
         wide = at_least_float32(a.dtype)
         return (a.astype(wide) / bound.astype(wide)).astype(a.dtype)
 
-    gram2, unit = None, 1.0
+    gram2, inverse_bound = None, 1.0
     if normalization == "schatten":
         # ||A||_F first, for a half type can't hold the square of an unscaled A; then ||A^2||_F of what is left.
         schatten4 = jnp.sqrt(or_one(square_norm(gram)))
@@ -55,10 +55,12 @@ def normalize(
         gram2 = product(gram)
         fourth = square_norm(gram2)
         # After deflation, a matrix of rank one is so small that the fourth power of its norm would not be a number.
-        others = jnp.where(others == 0, 0, (jnp.sqrt(jnp.sqrt(or_one(others))) / schatten4) ** 4)
-        fourth = jnp.maximum(fourth - others, fourth / gram.shape[-1])
+        other_fourth_powers = jnp.where(
+            other_fourth_powers == 0, 0, (jnp.sqrt(jnp.sqrt(or_one(other_fourth_powers))) / schatten4) ** 4
+        )
+        fourth = jnp.maximum(fourth - other_fourth_powers, fourth / gram.shape[-1])
         schatten8 = jnp.sqrt(jnp.sqrt(or_one(fourth)))
-        unit, bound = 1 / schatten8, schatten4 * schatten8
+        inverse_bound, bound = 1 / schatten8, schatten4 * schatten8
     elif normalization == "aol":
         rows = jax.lax.rsqrt(or_one(jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)))
         x, gram = scaled(x, rows), scaled(scaled(gram, rows), rows.mT)
@@ -69,4 +71,4 @@ def normalize(
     else:
         bound = or_one(jnp.linalg.eigvalsh(gram)[..., -1:, None])
         gram = divide(gram, bound)
-    return x, gram, gram2, unit, jax.lax.rsqrt(bound)
+    return x, gram, gram2, inverse_bound, jax.lax.rsqrt(bound)

@@ -23,8 +23,8 @@ from muonjax._routing.roles import (
     MLA_UP,
     ROUTER,
     UNKNOWN,
+    layer_of,
     module,
-    unit,
     words,
 )
 from muonjax._routing.siblings import (
@@ -80,12 +80,12 @@ def _dense(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers:
 
 def _hidden_axis(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
     """Of up and down projections that are stored alike, [d, hidden] both, the hidden axis is the larger one."""
-    rank, name = len(p.shape), unit(p.path)[1]
+    rank, name = len(p.shape), layer_of(p.path)[1]
     up, down = (re.fullmatch(names, name) for names in (_UP, _DOWN))
     if rank not in (2, 3) or p.shape[-1] == p.shape[-2] or not (up or down) or siblings.bias(p):
         return None
     others = _DOWN if up else _UP
-    if not any(q.shape == p.shape and re.fullmatch(others, unit(q.path)[1]) for q in siblings.beside(p)):
+    if not any(q.shape == p.shape and re.fullmatch(others, layer_of(q.path)[1]) for q in siblings.beside(p)):
         return None
     hidden, d = (rank - 1, rank - 2) if p.shape[-1] > p.shape[-2] else (rank - 2, rank - 1)
     return MuonDimensionNumbers(d, hidden) if up else MuonDimensionNumbers(hidden, d)
@@ -243,7 +243,7 @@ def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers
     if len(shape) == 2:
         numbers = _fused_flat(p, siblings, out)
         return numbers if attention == "whole" or numbers is None else _per_head(p, siblings, numbers)
-    if len(shape) == 3 and unit(p.path)[1] == "wkv" and shape[1] == 1:  # one head, both key and value
+    if len(shape) == 3 and layer_of(p.path)[1] == "wkv" and shape[1] == 1:  # one head, both key and value
         return MuonDimensionNumbers(0, (1, 2))
     if len(shape) == 3 and batch is not None:
         inner = [i for i in range(3) if i != batch]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from muonjax._matrix_view import DimensionNumbers, MuonDimensionNumbers
-from muonjax._routing.roles import Role, module, unit
+from muonjax._routing.roles import Role, layer_of, module
 from muonjax._trees import is_masked, names
 
 _BATCH = r"\w*(layers?|blocks?|stack\w*|scan\w*|experts?|qkv|kv|gate_up)"
@@ -62,7 +62,7 @@ def by_axis_names(
     heads = [i for i in inner if re.fullmatch(_HEAD, axes[i])]
     others = [i for i in inner if i not in heads]
     if heads and others:
-        if role.kind == "out" or re.fullmatch(_DOWN, unit(path)[1]):
+        if role.kind == "out" or re.fullmatch(_DOWN, layer_of(path)[1]):
             return _numbers(heads, others), f"{role.name}, by the names of its axes"
         if attention == "heads":
             heads = [i for i in heads if re.fullmatch(_HEAD_SIZE, axes[i])] or heads
@@ -71,7 +71,7 @@ def by_axis_names(
     outputs = [i for i in inner if bias and axes[i] in bias]
     if not outputs or len(outputs) == len(inner):
         embed = [i for i in inner if re.search(r"embed|hidden|model", axes[i])]
-        down = bool(re.fullmatch(_DOWN, unit(path)[1]))
+        down = bool(re.fullmatch(_DOWN, layer_of(path)[1]))
         outputs = embed if down and embed else [i for i in inner if i not in embed] or inner[-1:]
     rows = [i for i in inner if i not in outputs]
     if not rows:

@@ -145,7 +145,7 @@ def roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
     >>> [role.name for role in roles([("Dense_0", "kernel"), ("Dense_0", "bias"), ("ln_f", "scale")])]
     ['dense', 'bias', 'scale']
     """
-    attentions = {scope for scope, name in map(unit, paths) if (_projection(name) or VALUE) is not VALUE}
+    attentions = {scope for scope, name in map(layer_of, paths) if (_projection(name) or VALUE) is not VALUE}
     weights = {words(path) for path in paths}
     return [_role(path, attentions, weights) for path in paths]
 
@@ -168,12 +168,12 @@ def words(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @functools.cache
-def unit(path: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+def layer_of(path: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
     """The layer that a leaf belongs to: its scope, and its name in snake case without a number.
 
-    >>> unit(("block", "MultiHeadDotProductAttention_0", "query", "kernel"))
+    >>> layer_of(("block", "MultiHeadDotProductAttention_0", "query", "kernel"))
     (('block', 'MultiHeadDotProductAttention_0'), 'query')
-    >>> unit(("mlp", "experts", "wi_0"))
+    >>> layer_of(("mlp", "experts", "wi_0"))
     (('mlp', 'experts'), 'wi')
     """
     path = words(path)
@@ -232,7 +232,7 @@ def is_position(path: tuple[str, ...]) -> bool:
 def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[tuple[str, ...]]) -> Role:
     path = words(path) or ("",)
     names = [name for name in map(_snake, path) if name] or [""]
-    scope, name = unit(path)
+    scope, name = layer_of(path)
     last_two = "/".join(names[-2:] if len(names) > 1 else ["", names[0]])
     if re.fullmatch(_ADAPTER, name) or re.fullmatch(rf".*/({_ADAPTER})|(\w+_)?lora(_\w+)?/[ab]", last_two):
         return ADAPTER
@@ -248,7 +248,7 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[t
     if path[-1] == "E":
         return TABLE
     if path[-1].endswith("_b") and path[-1][:-1] + "w" in beside:
-        return _bias(path, unit((*path[:-1], path[-1][:-1] + "w"))[1], attentions)
+        return _bias(path, layer_of((*path[:-1], path[-1][:-1] + "w"))[1], attentions)
     role = next((role for role, pattern in _NOT_MUON if re.fullmatch(pattern, last_two)), None)
     if role is BIAS:
         return _bias(path, re.sub("^b_", "", name), attentions)
@@ -266,7 +266,7 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[t
 def _bias(path: tuple[str, ...], name: str, attentions: set[tuple[str, ...]]) -> Role:
     if projection := _projection(name):
         return BIAS._replace(ranks=(1, 2) if projection.parts == 1 else (1, 2, 3))
-    if _weight_role(path, name, unit(path)[0], attentions) in (UNKNOWN, ATTENTION_GATE):
+    if _weight_role(path, name, layer_of(path)[0], attentions) in (UNKNOWN, ATTENTION_GATE):
         return BIAS._replace(ranks=(1, 2, 3, 4))  # DenseGeneral's may have the rank of its output
     return BIAS
 

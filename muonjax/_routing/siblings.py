@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from muonjax._routing.roles import FUSED_KV, FUSED_QKV, Role, attention_scope, module, unit, words
+from muonjax._routing.roles import FUSED_KV, FUSED_QKV, Role, attention_scope, layer_of, module, words
 
 Shape = tuple[int, ...]
 
@@ -56,7 +56,7 @@ class Siblings:
         self._folders: dict[tuple[str, ...], list[Parameter]] = {}
         self._head_sizes: dict[tuple[str, ...], int] = {}  # of the attention in a scope
         for p in parameters:
-            scope = unit(p.path)[0]
+            scope = layer_of(p.path)[0]
             *above, name = module(p.path) or ("",)
             if p.role.name == "scale" and len(p.shape) == 1 and _QK_NORM.fullmatch(name.lower()):
                 self._head_sizes[tuple(above)] = p.shape[0]
@@ -78,14 +78,14 @@ class Siblings:
 
     def attention(self, p: Parameter) -> dict[str, Shape]:
         """The shapes of the attention that a projection belongs to."""
-        shapes = self.attentions.get(attention_scope(unit(p.path)[0]), {})
+        shapes = self.attentions.get(attention_scope(layer_of(p.path)[0]), {})
         if "query" not in shapes and "3 fused" in shapes and len(shapes.get("out", ())) == 3:
             return shapes | {"query": _query_in(shapes["3 fused"], shapes["out"])}
         return shapes
 
     def beside(self, p: Parameter) -> Iterable[Parameter]:
         """Other parameters whose layer is in the same scope."""
-        return (q for q in self._modules.get(unit(p.path)[0], ()) if q.path != p.path)
+        return (q for q in self._modules.get(layer_of(p.path)[0], ()) if q.path != p.path)
 
     def partners(self, p: Parameter) -> Iterable[Parameter]:
         """The other parameters in the same dictionary: of an adapter's factor, the other factor."""
@@ -109,7 +109,7 @@ class Siblings:
 
     def head_size(self, p: Parameter) -> int | None:
         """The size of a head, where the module or a norm of queries or keys, with one scale per feature, shows it."""
-        return self._head_sizes.get(unit(p.path)[0])
+        return self._head_sizes.get(layer_of(p.path)[0])
 
     def _outputs_first(self, parameters: Sequence[Parameter]) -> bool:
         votes = 0
@@ -120,7 +120,7 @@ class Siblings:
             if bias and len(bias) == 1:
                 votes += (p.shape[0] == bias[0]) - (p.shape[-1] == bias[0])
             elif len(p.shape) == 2 and re.search(
-                r"(^|_)(up|gate|fc1|w1|c_fc|wi|intermediate|linear1)(_|$)", unit(p.path)[1]
+                r"(^|_)(up|gate|fc1|w1|c_fc|wi|intermediate|linear1)(_|$)", layer_of(p.path)[1]
             ):
                 votes += (p.shape[0] > p.shape[1]) - (p.shape[0] < p.shape[1])  # a hidden layer is wide
         if not votes:  # an output head called weight that is stored as the table of tokens

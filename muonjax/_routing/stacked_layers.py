@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from muonjax._routing.matrices import is_einsum
-from muonjax._routing.roles import ADAPTER, unit
+from muonjax._routing.roles import ADAPTER, layer_of
 from muonjax._routing.siblings import (
     Parameter,
     Siblings,
@@ -55,7 +55,7 @@ def _check_scan_axis(scan_axis: int, before: Sequence[Parameter], after: Sequenc
         if len(q.shape) == len(p.shape):
             continue
         count = math.prod(p.shape) // max(1, math.prod(q.shape))
-        first, other = counts.setdefault(unit(p.path)[0], (count, p))
+        first, other = counts.setdefault(layer_of(p.path)[0], (count, p))
         if first != count:
             raise ValueError(
                 f"dimension_numbers(scan_axis={scan_axis}) would make {first} layers of {'/'.join(other.path)!r} "

@@ -6,7 +6,7 @@ import pytest
 import muonjax
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz.coefficients import evaluate
-from muonjax._newton_schulz.deflation import _fourth_powers_of_others, shave, shrink_dominant
+from muonjax._newton_schulz.deflation import _other_fourth_powers, pre_deflate, shrink_dominant
 from muonjax._newton_schulz.inverse_root import inverse_root
 from tests import oracles
 from tests.tiers import thorough
@@ -77,10 +77,10 @@ def test_the_inverse_root_is_one_and_never_more():
         assert np.linalg.norm(q @ h @ q, 2) < 1 + 1e-5
 
 
-def test_shaving_takes_the_largest_off_and_keeps_the_polar_factor():
+def test_pre_deflation_takes_the_largest_off_and_keeps_the_polar_factor():
     for shape in ((64, 96), (2, 64, 96)):
         x = np.broadcast_to(oracles.with_spectrum(SPECTRA["cliff"], 96), shape)
-        y = np.asarray(shave(jnp.asarray(x, jnp.float32), 8), np.float64)
+        y = np.asarray(pre_deflate(jnp.asarray(x, jnp.float32), 8), np.float64)
         assert np.linalg.norm(y, 2, axis=(-2, -1)).max() < 0.1
         assert oracles.polar_error(oracles.polar(y.reshape(-1, 64, 96)[0]), x.reshape(-1, 64, 96)[0]) < 0.07
 
@@ -97,13 +97,13 @@ def test_the_sum_over_the_others_is_never_overestimated(length):
             q[:, rng.permutation(40)[:10]] if trial % 2 else np.linalg.qr(rng.standard_normal((40, 10)))[0]
         )
         v = length * basis
-        found = _fourth_powers_of_others(jnp.asarray(v.T @ m @ v, jnp.float32)).item()
+        found = _other_fourth_powers(jnp.asarray(v.T @ m @ v, jnp.float32)).item()
         assert found <= (np.sort(values)[:-1] ** 4).sum() * (1 + 1e-4) + 1e-6
 
 
 def test_the_sum_over_the_others_is_worth_its_price():
     """Ten equal values: Schatten-8 alone would overestimate the largest by 10^(1/8)."""
-    found = _fourth_powers_of_others(0.5 * jnp.eye(10)).item()
+    found = _other_fourth_powers(0.5 * jnp.eye(10)).item()
     assert found == pytest.approx(0.5**4 * (10 - 10**0.25), rel=1e-4)
 
 

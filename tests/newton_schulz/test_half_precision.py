@@ -198,7 +198,9 @@ def test_what_is_subtracted_leaves_a_bound_of_the_largest_eigenvalue():
         r = products.gram(found.x)
         largest = np.linalg.eigvalsh(np.asarray(r, np.float64))[-1]
         fourth = square_norm(products.symmetric(r))
-        bound = half_precision._without_others(products, r, jnp.where(fourth == 0, 1, fourth), found.basis)
+        bound = half_precision._without_other_fourth_powers(
+            products, r, jnp.where(fourth == 0, 1, fourth), found.basis
+        )
         assert 0.99 * largest**4 <= float(bound[0, 0]) <= 1.01 * max(float(fourth[0, 0]), 1), name
 
 
@@ -223,10 +225,10 @@ SCHEDULES = {name: settings.coefficients for name, settings in PRESETS.items()} 
     ("schedule", "gpu", "tpu"),
     [("fast", 2, 1), ("balanced", 3, 2), ("Jordan", 2, 2), ("three steps", 1, 1), ("four steps", 2, 2)],
 )
-def test_how_many_steps_are_joined(schedule, gpu, tpu):
+def test_how_many_steps_are_fused(schedule, gpu, tpu):
     settings = NewtonSchulz(coefficients=SCHEDULES[schedule])
-    joined = [half_precision._joined(settings, Policy(platform), 64, 256) for platform in PLATFORMS]
-    assert joined == [(gpu, jnp.float16), (tpu, jnp.bfloat16)]
+    fused = [half_precision._fused(settings, Policy(platform), 64, 256) for platform in PLATFORMS]
+    assert fused == [(gpu, jnp.float16), (tpu, jnp.bfloat16)]
 
 
 @quick("tpu-balanced-random", "gpu-fast-of the axes", "gpu-Jordan-random")
@@ -234,7 +236,7 @@ def test_how_many_steps_are_joined(schedule, gpu, tpu):
 @pytest.mark.parametrize(
     ("platform", "preset"), [("tpu", "balanced"), *(("gpu", name) for name in SCHEDULES)]
 )
-def test_joined_steps_are_as_good_as_the_standard_form(platform, preset, vectors, monkeypatch):
+def test_fused_steps_are_as_good_as_the_standard_form(platform, preset, vectors, monkeypatch):
     """Never worse by more than 0.02, and no singular value above 1.2; diagonal matrices have no averaged rounding."""
     cases = dict(wide_spectra())
     polar = np.eye(M, 2 * M)
@@ -249,12 +251,12 @@ def test_joined_steps_are_as_good_as_the_standard_form(platform, preset, vectors
         y = jax.jit(lambda x: jax.lax.map(one, x), compiler_options=EMULATED)(x)
         return {n: np.asarray(a, np.float64) for n, a in zip(pairs, y, strict=True)}
 
-    joined = results()
+    fused = results()
     monkeypatch.setattr(Policy, "joins_last_steps", lambda self, m, n: False)
     standard = results()
     for name, (_, polar) in pairs.items():
         most = max(1.2, np.linalg.norm(standard[name], 2) + 0.02)  # of a short schedule it is larger
-        assert np.linalg.norm(joined[name], 2) <= most, name
+        assert np.linalg.norm(fused[name], 2) <= most, name
         if cases[name].min() > 0:
-            errors = [momentum.polar_error(y[name], polar) for y in (joined, standard)]
+            errors = [momentum.polar_error(y[name], polar) for y in (fused, standard)]
             assert errors[0] <= errors[1] + 0.02, name

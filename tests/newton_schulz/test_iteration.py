@@ -117,7 +117,7 @@ def test_half_precision_loses_little(dtype, form):
     half = NewtonSchulz(compute_dtype=dtype, form=form, restarts=restarts)
     for name in ("log to 1e-3", "one dominant", "gaussian"):
         x = oracles.with_spectrum(spectrum(name, 64), 160)
-        # Nothing is shaved off x in half precision, and so neither here.
+        # Nothing is pre-deflated from x in half precision, and so neither here.
         plain = NewtonSchulz(form="standard")
         single = oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), plain), x)
         # Errors of truncation and of rounding are independent; 0.06 is what rounding costs the Gram form in float16,
