@@ -1,10 +1,12 @@
-"""Say which argument is meant where a call has a keyword of another library, or a misspelled one."""
+"""A call's keywords: those that it takes from others, in its signature and help, and what unknown ones stand for."""
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import ParamSpec, TypeVar
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,22 +36,69 @@ OTHERS = {
 }
 
 
-def explains_keywords(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator whose function names the argument that an unknown keyword stands for; `name` is the call's."""
+def explains_keywords(name: str, *sources: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator whose function shows its whole signature and help, and names what an unknown keyword stands for.
+
+    Args:
+      name: The call's, in errors.
+      sources: Functions that the keywords in `**settings: Unpack[TypedDict]` come from, with their defaults, and the
+        descriptions of arguments that the function's own docstring leaves out. The first that has one gives it.
+    """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        parameters = inspect.signature(function).parameters
+        signature = _whole_signature(function, sources)
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for keyword in kwargs:
-                if keyword not in parameters:
-                    raise TypeError(f"{name} has no argument {keyword!r}{_meant(keyword, parameters)}.")
+                if keyword not in signature.parameters:
+                    raise TypeError(
+                        f"{name} has no argument {keyword!r}{_meant(keyword, signature.parameters)}."
+                    )
             return function(*args, **kwargs)
 
+        public: Any = checked
+        public.__signature__ = signature
+        if sources:
+            public.__doc__ = _whole_docstring(function, sources, list(signature.parameters))
         return checked
 
     return decorate
+
+
+def _whole_signature(
+    function: Callable[..., Any], sources: Sequence[Callable[..., Any]]
+) -> inspect.Signature:
+    """The signature with keywords of `sources` in place of `**settings`."""
+    signature = inspect.signature(function)
+    *own, settings = signature.parameters.values()
+    if settings.kind is not inspect.Parameter.VAR_KEYWORD:
+        return signature
+    (group,) = settings.annotation.__args__
+    found = {
+        key: p for source in reversed(sources) for key, p in inspect.signature(source).parameters.items()
+    }
+    taken = [found[key].replace(kind=inspect.Parameter.KEYWORD_ONLY) for key in group.__annotations__]
+    return signature.replace(parameters=[*own, *taken])
+
+
+def _whole_docstring(
+    function: Callable[..., Any], sources: Sequence[Callable[..., Any]], names: list[str]
+) -> str:
+    """The docstring with a description of each argument under Args, in the order of `names`."""
+    described = {key: text for f in (*reversed(sources), function) for key, text in _arguments(f).items()}
+    text = "".join(textwrap.indent(described[name], "  ") for name in names if name in described)
+    return _ARGS.sub(lambda _: "Args:\n" + text, inspect.cleandoc(function.__doc__ or ""), count=1)
+
+
+_ARGS = re.compile(r"^Args:\n((?: .*\n|\n(?= ))+)", re.MULTILINE)
+
+
+def _arguments(function: Callable[..., Any]) -> dict[str, str]:
+    """What a docstring says of each argument, "name: description", on lines of its own."""
+    section = _ARGS.search(inspect.cleandoc(function.__doc__ or "") + "\n")
+    entries = re.split(r"^(?=\w)", textwrap.dedent(section[1]) if section else "", flags=re.MULTILINE)
+    return {entry.partition(":")[0]: entry for entry in entries if entry}
 
 
 def _meant(keyword: str, parameters: Mapping[str, inspect.Parameter]) -> str:

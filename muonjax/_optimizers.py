@@ -1,7 +1,8 @@
 """The optimizers: compositions only. Each line is a member of `optax.chain` that can be had on its own."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -25,20 +26,102 @@ from muonjax._trace import trace
 from muonjax._update_arguments import check_order, other_state
 
 
-@explains_keywords("muon")
-def muon(
-    learning_rate: optax.ScalarOrSchedule,
+class MatrixSettings(TypedDict, total=False):
+    """Keywords that `muon`, `normuon` and `muonh` have in common; described in `_orthogonalized`."""
+
+    decay: float
+    nesterov: bool
+    mu_dtype: jax.typing.DTypeLike | None
+    muon_weight_dimension_numbers: DimensionNumbersTree | None
+    newton_schulz: NewtonSchulz | None
+    adam: optax.GradientTransformation | None
+    distribution: Distribution | None
+
+
+class MuonSettings(MatrixSettings, total=False):
+    """The keywords of `muon`, to annotate functions that hand them on.
+
+    Example:
+      >>> import muonjax, optax
+      >>> from typing import Unpack
+      >>> def warmed_up(peak: float, **settings: Unpack[muonjax.MuonSettings]):
+      ...     return muonjax.muon(optax.warmup_constant_schedule(0.0, peak, 100), **settings)
+      >>> tx = warmed_up(2e-3, decay=0.9)
+    """
+
+    weight_decay: float
+    weight_decay_mask: Any
+    rms: float | None
+
+
+class AdamWSettings(TypedDict, total=False):
+    """Keywords of `optax.adamw`."""
+
+    b1: float
+    b2: float
+    eps: float
+    eps_root: float
+    mu_dtype: jax.typing.DTypeLike | None
+    weight_decay: float
+    mask: Any
+    nesterov: bool
+
+
+def _orthogonalized(
+    call: str,
+    rest: Callable[[Any], tuple[optax.GradientTransformation, ...]],
+    adamw: optax.GradientTransformation,
     *,
     decay: float = 0.95,
     nesterov: bool = True,
-    weight_decay: float = 0.1,
-    weight_decay_mask: Any = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    rms: float | None = 0.2,
     muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
     newton_schulz: NewtonSchulz | None = None,
     adam: optax.GradientTransformation | None = None,
     distribution: Distribution | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Orthogonalized momentum for matrices, then `rest`; Adam for all other leaves.
+
+    Args:
+      call: Names the optimizer in errors.
+      rest: Makes the members of the chain after orthogonalization, from the matrices' dimension numbers.
+      adamw: The transformation of all other leaves where `adam` is None.
+      decay: Coefficient of the momentum, in [0, 1).
+      nesterov: Look one step ahead, G + decay M; False takes M itself.
+      mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is the parameter's.
+      muon_weight_dimension_numbers: Which leaves are matrices, and how: what `muonjax.inspect` returns, a tree of
+        `MuonDimensionNumbers` or None, a prefix, or a function of the parameters. None reads it off paths and shapes
+        (`muonjax.tabulate` shows how).
+      newton_schulz: Settings of the orthogonalization; None is `NewtonSchulz.balanced()`.
+      adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` with b2 = 0.95.
+      distribution: How the parameters are sharded (see `orthogonalize`).
+    """
+    if is_known(decay) and not 0 <= decay < 1:
+        raise ValueError(
+            f"{call}(decay={decay!r}) must be in [0, 1): momentum would grow without end; 0.95 is usual."
+        )
+    if not (mu_dtype is None or jnp.issubdtype(mu_dtype, jnp.inexact) or jnp.dtype(mu_dtype) == jnp.int8):
+        raise TypeError(f"{call}(mu_dtype={mu_dtype!r}) must be a float type or jnp.int8.")
+    check_distribution(distribution, call=call)
+
+    def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
+        return optax.chain(
+            trace(decay, nesterov, mu_dtype, distribution=distribution),
+            orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
+            *rest(numbers),
+        )
+
+    return partition_by_route(call, matrices, adamw if adam is None else adam, muon_weight_dimension_numbers)
+
+
+@explains_keywords("muon", _orthogonalized)
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    weight_decay: float = 0.1,
+    weight_decay_mask: Any = None,
+    rms: float | None = 0.2,
+    **settings: Unpack[MatrixSettings],
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon, as Moonlight trains with it: orthogonalized momentum for matrices, AdamW for the rest.
 
@@ -49,21 +132,11 @@ def muon(
 
     Args:
       learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` a good one for AdamW is a good start.
-      decay: Coefficient of the momentum, in [0, 1).
-      nesterov: Look one step ahead, as above; False takes M itself.
       weight_decay: Decoupled, times the learning rate, >= 0; for the matrices, and for AdamW's leaves too.
       weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the parameters.
         None: all matrices, embeddings and heads; no biases, no norms.
-      mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is the parameter's.
       rms: Root mean square of an update before the learning rate (see `match_rms`). None scales by
         sqrt(max(1, fan_out / fan_in)) instead, as optax.contrib.muon does by default.
-      muon_weight_dimension_numbers: Which leaves are matrices, and how: a tree of `MuonDimensionNumbers` or
-        None, a prefix, or a function of the parameters. None reads it off paths and shapes
-        (`muonjax.tabulate` shows how).
-      newton_schulz: Settings of the orthogonalization; None is `NewtonSchulz.balanced()`.
-      adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` at the same learning
-        rate and weight decay, with b2 = 0.95.
-      distribution: How the parameters are sharded (see `orthogonalize`).
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
@@ -81,42 +154,31 @@ def muon(
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
     (arXiv:2502.16982).
     """
-    _check("muon", learning_rate, decay, mu_dtype, weight_decay)
-    check_distribution(distribution, call="muon")
+    _check_step("muon", learning_rate, weight_decay)
     if is_known(rms) and not 0 < rms < math.inf:
         raise ValueError(f"muon(rms={rms!r}) must be positive and finite; 0.2 is the usual RMS of AdamW's.")
-    if adam is None:
-        adam = _adamw(learning_rate, weight_decay, weight_decay_mask)
 
-    def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
-        return optax.chain(
-            trace(decay, nesterov, mu_dtype, distribution=distribution),
-            orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
-            match_rms(dimension_numbers=numbers, rule="width")
+    def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
+        return (
+            match_rms(rule="width", dimension_numbers=numbers)
             if rms is None
             else match_rms(rms, dimension_numbers=numbers),
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return partition_by_route("muon", matrices, adam, muon_weight_dimension_numbers)
+    return _orthogonalized("muon", rest, _adamw(learning_rate, weight_decay, weight_decay_mask), **settings)
 
 
-@explains_keywords("normuon")
+@explains_keywords("normuon", muon)
 def normuon(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    decay: float = 0.95,
-    nesterov: bool = True,
     neuron_decay: float = 0.95,
     weight_decay: float = 0.1,
     weight_decay_mask: Any = None,
-    mu_dtype: jax.typing.DTypeLike | None = None,
     rms: float = 0.2,
-    muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
-    newton_schulz: NewtonSchulz | None = None,
-    adam: optax.GradientTransformation | None = None,
-    distribution: Distribution | None = None,
+    **settings: Unpack[MatrixSettings],
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon: `muon`, with `normalize_neurons` directly after `orthogonalize`.
 
@@ -124,8 +186,6 @@ def normuon(
       learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` a good one for AdamW is a good start.
       neuron_decay: Of the running mean square of each neuron, in [0, 1).
       rms: Root mean square of an update before the learning rate (see `match_rms`), > 0.
-
-    All other arguments are as in `muon`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
@@ -141,36 +201,27 @@ def normuon(
 
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
-    _check("normuon", learning_rate, decay, mu_dtype, weight_decay)
-    check_distribution(distribution, call="normuon")
-    if adam is None:
-        adam = _adamw(learning_rate, weight_decay, weight_decay_mask)
+    _check_step("normuon", learning_rate, weight_decay)
 
-    def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
-        return optax.chain(
-            trace(decay, nesterov, mu_dtype, distribution=distribution),
-            orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
+    def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
+        return (
             normalize_neurons(neuron_decay, dimension_numbers=numbers),
             match_rms(rms, dimension_numbers=numbers),
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return partition_by_route("normuon", matrices, adam, muon_weight_dimension_numbers)
+    return _orthogonalized(
+        "normuon", rest, _adamw(learning_rate, weight_decay, weight_decay_mask), **settings
+    )
 
 
-@explains_keywords("muonh")
+@explains_keywords("muonh", _orthogonalized)
 def muonh(
     learning_rate: optax.ScalarOrSchedule,
     *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    decay: float = 0.95,
-    nesterov: bool = True,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
-    newton_schulz: NewtonSchulz | None = None,
-    adam: optax.GradientTransformation | None = None,
-    distribution: Distribution | None = None,
+    **settings: Unpack[MatrixSettings],
 ) -> optax.GradientTransformationExtraArgs:
     """MuonH: orthogonalized momentum, and each weight matrix keeps its Frobenius norm (see `hyperball`).
 
@@ -182,9 +233,6 @@ def muonh(
         0.01 to 0.02 is usual.
       adam_learning_rate: Of all other leaves, for `optax.adamw` with b2 = 0.95 and no weight decay. Needed where `adam`
         is not given, for `learning_rate` has another unit.
-      adam: Transformation for all other leaves, learning rate included.
-
-    All other arguments are as in `muon`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
@@ -203,27 +251,20 @@ def muonh(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899).
     """
-    _check("muonh", learning_rate, decay, mu_dtype)
-    check_distribution(distribution, call="muonh")
-    if adam is None:
-        if adam_learning_rate is None:
-            raise ValueError(
-                "muonh(adam_learning_rate=None) needs a learning rate for embeddings, biases and norms, such as 1e-3, "
-                "or adam=: its own learning rate is in units of a weight's norm."
-            )
-        adam = _adamw(adam_learning_rate, 0.0, None)
-
-    def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
-        return optax.chain(
-            trace(decay, nesterov, mu_dtype, distribution=distribution),
-            orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
-            hyperball(learning_rate, dimension_numbers=numbers),
+    _check_step("muonh", learning_rate)
+    if adam_learning_rate is None and settings.get("adam") is None:
+        raise ValueError(
+            "muonh(adam_learning_rate=None) needs a learning rate for embeddings, biases and norms, such as 1e-3, "
+            "or adam=: its own learning rate is in units of a weight's norm."
         )
 
-    return partition_by_route("muonh", matrices, adam, muon_weight_dimension_numbers)
+    def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
+        return (hyperball(learning_rate, dimension_numbers=numbers),)
+
+    return _orthogonalized("muonh", rest, _adamw(adam_learning_rate or 0.0, 0.0, None), **settings)
 
 
-def _check(call: str, learning_rate: Any, decay: Any, mu_dtype: Any, weight_decay: Any = 0.0) -> None:
+def _check_step(call: str, learning_rate: Any, weight_decay: Any = 0.0) -> None:
     """Raise for settings out of range. Schedules and traced numbers pass: their values are not known yet."""
     if not (callable(learning_rate) or is_known(learning_rate) or isinstance(learning_rate, jax.Array)):
         raise TypeError(f"{call}(learning_rate={learning_rate!r}) must be a number or a schedule.")
@@ -231,16 +272,10 @@ def _check(call: str, learning_rate: Any, decay: Any, mu_dtype: Any, weight_deca
         raise ValueError(
             f"{call}(learning_rate={learning_rate!r}) must be finite and not negative: it is the length of a step."
         )
-    if is_known(decay) and not 0 <= decay < 1:
-        raise ValueError(
-            f"{call}(decay={decay!r}) must be in [0, 1): momentum would grow without end; 0.95 is usual."
-        )
     if is_known(weight_decay) and not 0 <= weight_decay < math.inf:
         raise ValueError(
             f"{call}(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
         )
-    if not (mu_dtype is None or jnp.issubdtype(mu_dtype, jnp.inexact) or jnp.dtype(mu_dtype) == jnp.int8):
-        raise TypeError(f"{call}(mu_dtype={mu_dtype!r}) must be a float type or jnp.int8.")
 
 
 def _adamw(
@@ -252,7 +287,7 @@ def _adamw(
     )
 
 
-@explains_keywords("muonclip")
+@explains_keywords("muonclip", muon, qk_clip)
 def muonclip(
     learning_rate: optax.ScalarOrSchedule,
     sites: Sites | None = None,
@@ -261,16 +296,7 @@ def muonclip(
     shared_keys: SharedKeys = "query",
     every_k: int = 1,
     axis_name: str | tuple[str, ...] | None = None,
-    decay: float = 0.95,
-    nesterov: bool = True,
-    weight_decay: float = 0.1,
-    weight_decay_mask: Any = None,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    rms: float | None = 0.2,
-    muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
-    newton_schulz: NewtonSchulz | None = None,
-    adam: optax.GradientTransformation | None = None,
-    distribution: Distribution | None = None,
+    **settings: Unpack[MuonSettings],
 ) -> optax.GradientTransformationExtraArgs:
     """MuonClip, the optimizer of Kimi K2: `muon`, then `qk_clip`.
 
@@ -283,8 +309,6 @@ def muonclip(
         too; or sites, such as `[mha_site()]`; None: all that `sites_from(params)` finds.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
       every_k: As in `qk_clip`; in `optax.inject_hyperparams` make it a static_args.
-
-    All other arguments are as in `muon` and `qk_clip`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`; the
@@ -306,26 +330,13 @@ def muonclip(
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
     """
-    if muon_weight_dimension_numbers is None and isinstance(sites, Program):
-        muon_weight_dimension_numbers = sites
-    matrices = muon(
-        learning_rate,
-        decay=decay,
-        nesterov=nesterov,
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        mu_dtype=mu_dtype,
-        rms=rms,
-        muon_weight_dimension_numbers=muon_weight_dimension_numbers,
-        newton_schulz=newton_schulz,
-        adam=adam,
-        distribution=distribution,
-    )
+    if isinstance(sites, Program) and settings.get("muon_weight_dimension_numbers") is None:
+        settings["muon_weight_dimension_numbers"] = sites
     clip = qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
-    return _then_clip("muonclip", matrices, clip)
+    return _then_clip("muonclip", muon(learning_rate, **settings), clip)
 
 
-@explains_keywords("adamclip")
+@explains_keywords("adamclip", optax.adamw, muonclip)
 def adamclip(
     learning_rate: optax.ScalarOrSchedule,
     sites: Sites | None = None,
@@ -334,23 +345,12 @@ def adamclip(
     shared_keys: SharedKeys = "query",
     every_k: int = 1,
     axis_name: str | tuple[str, ...] | None = None,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    eps_root: float = 0.0,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    weight_decay: float = 1e-4,
-    mask: Any = None,
-    nesterov: bool = False,
+    **settings: Unpack[AdamWSettings],
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, then `qk_clip`, for Adam's attention logits can run away too.
 
     Args:
-      sites: As in `muonclip`.
-      threshold: As in `muonclip`.
-      every_k: As in `qk_clip`; in `optax.inject_hyperparams` make it a static_args.
-
-    All other arguments are as in `optax.adamw` and `qk_clip`.
+      learning_rate: A number or an Optax schedule.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`.
@@ -369,19 +369,8 @@ def adamclip(
 
     Source: J. Su, kexue.fm/archives/11126.
     """
-    adam = optax.adamw(
-        learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        eps_root=eps_root,
-        mu_dtype=mu_dtype,
-        weight_decay=weight_decay,
-        mask=mask,
-        nesterov=nesterov,
-    )
     clip = qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
-    return _then_clip("adamclip", adam, clip)
+    return _then_clip("adamclip", optax.adamw(learning_rate, **settings), clip)
 
 
 def _then_clip(

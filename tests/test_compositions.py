@@ -91,7 +91,7 @@ def test_qk_clip_composes_with_both():
 @pytest.mark.parametrize("make", [muonjax.muon, muonjax.normuon, muonjax.muonh])
 def test_settings_out_of_range_are_refused_by_name(make, setting):
     with pytest.raises((ValueError, TypeError), match=f"{make.__name__}\\({next(iter(setting))}="):
-        make(1e-3, **setting)
+        make(1e-3, adam=optax.adamw(1e-3), **setting)
 
 
 NUMBERS = {"dense": {"kernel": muonjax.MuonDimensionNumbers(), "bias": None}}

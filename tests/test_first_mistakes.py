@@ -1,5 +1,6 @@
 """What somebody new to the library gets wrong, and whether the message says what to do."""
 
+import inspect
 import re
 
 import jax
@@ -21,7 +22,7 @@ ATTENTION = {"a": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "
     ("adam_learning_rate", "adam=optax.adamw"),
     ("consistent_rms", "it is rms"),
     ("weight_decy", "Did you mean weight_decay"),
-    ("zzz", "Its arguments are learning_rate, decay"),
+    ("zzz", "Its arguments are learning_rate, weight_decay, "),
 ])  # fmt: skip
 def test_other_keywords(keyword, message):
     with pytest.raises(TypeError, match=re.escape(message)):
@@ -40,6 +41,19 @@ def test_other_keywords_of_other_calls():
         AttributeError, match="NewtonSchulz has no preset 'quick'; there are accurate, balanced, fast"
     ):
         _ = muonjax.NewtonSchulz.quick
+
+
+def test_help_describes_every_argument():
+    for optimizer in (muonjax.muon, muonjax.normuon, muonjax.muonh, muonjax.muonclip, muonjax.adamclip):
+        arguments = re.search(r"Args:\n(.*?)\n\n", optimizer.__doc__, re.DOTALL)[1]
+        assert re.findall(r"^  (\w+):", arguments, re.MULTILINE) == list(
+            inspect.signature(optimizer).parameters
+        )
+        optax.inject_hyperparams(optimizer)  # reads the signature
+    defaults = inspect.signature(muonjax.muon).parameters
+    for name, parameter in inspect.signature(muonjax.muonclip).parameters.items():
+        assert name not in defaults or parameter.default == defaults[name].default
+    assert inspect.signature(muonjax.adamclip).parameters["weight_decay"].default == 1e-4  # Optax's
 
 
 @pytest.mark.parametrize("rate", [None, [1e-3], "1e-3"])

@@ -49,6 +49,8 @@ def signature(value: Any) -> str:
 def constructor(cls: type) -> str:
     """Flax's metaclass hides the arguments of `__init__`; and where that is Flax's own, it is not ours to list."""
     made_by = cls.__init__
+    if made_by is dict.__init__:  # a TypedDict: its keys are listed as members
+        return ""
     if made_by is object.__init__:
         return signature(cls)
     return "" if made_by.__module__.startswith("flax") else re.sub(r"\(self(, )?", "(", signature(made_by))

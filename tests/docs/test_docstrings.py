@@ -34,6 +34,7 @@ OURS = {
     "muonjax.ModeCost",
     "muonjax.state_shardings",
     "muonjax.MonitorState",
+    "muonjax.MuonSettings",
     "muonjax.NewtonSchulz",
     "muonjax.NormalizeNeuronsState",
     "muonjax.QKClipState",
