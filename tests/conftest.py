@@ -7,7 +7,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from tests import shapes, sources, strict, tiers
+from tests.tools import shapes, sources, strict, tiers
 
 # Before anything asks for a device. Not XLA_FLAGS: the examples' processes would inherit them.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -18,7 +18,9 @@ tiers.register_profiles()
 def pytest_addoption(parser):
     parser.addoption("--optimized", action="store_true", help="compile with XLA's optimizations, as users do")
     parser.addoption(
-        "--jax-strict", action="store_true", help="run muonjax under JAX's strict promotion (tests/strict.py)"
+        "--jax-strict",
+        action="store_true",
+        help="run muonjax under JAX's strict promotion (tests/tools/strict.py)",
     )
     parser.addoption(
         "--jax-debug-nans",

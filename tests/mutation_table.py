@@ -12,7 +12,7 @@ class Mutation(NamedTuple):
 
 _ITERATION = "tests/newton_schulz/test_iteration.py"
 _HALF = "tests/newton_schulz/test_half_precision.py"
-_ORTHOGONALIZE = "tests/test_orthogonalize.py"
+_ORTHOGONALIZE = "tests/optimizers/test_orthogonalize.py"
 _BAD_MATRICES = "tests/reliability/test_adversarial_matrices.py"
 _BAD_STATISTICS = "tests/reliability/test_adversarial_attention.py"
 _ROUTES = ["tests/routing/test_dimension_numbers.py", "tests/routing/test_evidence.py"]
@@ -29,23 +29,26 @@ AFFECTED = {
     "muonjax/_newton_schulz/thin_deflation.py": [_HALF],
     "muonjax/_newton_schulz/inverse_root.py": [_HALF, "tests/newton_schulz/test_deflation.py"],
     "muonjax/_policy.py": ["tests/test_policy.py", _HALF, _ORTHOGONALIZE],
-    "muonjax/_match_rms.py": ["tests/test_match_rms.py", "tests/test_optimizers.py"],
+    "muonjax/_match_rms.py": ["tests/optimizers/test_match_rms.py", "tests/optimizers/test_optimizers.py"],
     "muonjax/_matrix_view.py": ["tests/test_matrix_view.py", _ORTHOGONALIZE, *_ROUTES],
     "muonjax/_batching.py": [_ORTHOGONALIZE],
-    "muonjax/_optimizers.py": ["tests/test_optimizers.py"],
-    "muonjax/_keywords.py": ["tests/test_first_mistakes.py"],
+    "muonjax/_optimizers.py": ["tests/optimizers/test_optimizers.py"],
+    "muonjax/_keywords.py": ["tests/optimizers/test_first_mistakes.py"],
     "muonjax/_partition.py": [
-        "tests/test_first_mistakes.py",
+        "tests/optimizers/test_first_mistakes.py",
         "tests/reliability/test_restored_elsewhere.py",
-        "tests/test_optimizers.py",
+        "tests/optimizers/test_optimizers.py",
     ],
-    "muonjax/_hyperparameters.py": ["tests/test_optimizers.py", "tests/test_hyperball.py"],
-    "muonjax/_normalize_neurons.py": ["tests/test_normalize_neurons.py"],
-    "muonjax/_hyperball.py": ["tests/test_hyperball.py"],
-    "muonjax/_cautious_weight_decay.py": ["tests/test_cautious_weight_decay.py"],
-    "muonjax/_monitor/monitor.py": ["tests/test_monitor.py"],
-    "muonjax/_monitor/metrics.py": ["tests/test_metrics.py"],
-    "muonjax/_routing": [*_ROUTES, "tests/zoo", "tests/test_first_mistakes.py"],
+    "muonjax/_hyperparameters.py": [
+        "tests/optimizers/test_optimizers.py",
+        "tests/optimizers/test_hyperball.py",
+    ],
+    "muonjax/_normalize_neurons.py": ["tests/optimizers/test_normalize_neurons.py"],
+    "muonjax/_hyperball.py": ["tests/optimizers/test_hyperball.py"],
+    "muonjax/_cautious_weight_decay.py": ["tests/optimizers/test_cautious_weight_decay.py"],
+    "muonjax/_monitor/monitor.py": ["tests/optimizers/test_monitor.py"],
+    "muonjax/_monitor/metrics.py": ["tests/optimizers/test_metrics.py"],
+    "muonjax/_routing": [*_ROUTES, "tests/zoo", "tests/optimizers/test_first_mistakes.py"],
     "muonjax/_clipping/factors.py": [
         "tests/clipping/test_sites.py",
         "tests/clipping/test_qk_clip.py",

@@ -13,7 +13,7 @@ import muonjax
 from muonjax._policy import Policy, policy_of
 from pallas_kernels import symmetric_product
 from pallas_kernels._platform import platform_of
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5 lite", "cpu": "cpu"}
 SHAPE = (2, 256, 320)

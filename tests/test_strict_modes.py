@@ -8,7 +8,7 @@ import pytest
 import muonjax
 from muonjax._newton_schulz.iteration import polar_factor
 from muonjax._policy import Policy
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 STACK = np.random.default_rng(0).standard_normal((2, 24, 32)).astype(np.float32)
 

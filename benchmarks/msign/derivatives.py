@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.common import measure
 from muonjax import msign, polar_express
 from muonjax._msign.arguments import CONVERGED
-from tests import oracles
 from tests.msign import oracles as msign_oracles
+from tests.tools import oracles
 
 ROWS = polar_express(8)
 MODES = ("autodiff", "polynomial", "polar")

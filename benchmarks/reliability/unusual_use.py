@@ -30,7 +30,7 @@ from flax import nnx
 
 import muonjax
 from benchmarks.common import measure
-from tests import strict
+from tests.tools import strict
 
 ROOT = measure.RESULTS.parent.parent
 TESTS = {

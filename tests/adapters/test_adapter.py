@@ -7,7 +7,7 @@ import pytest
 
 from muonjax._adapters.adapter import Adapter
 from muonjax._adapters.config import LoHaConfig
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 
 def test_scale_is_alpha_over_rank_or_over_its_root():

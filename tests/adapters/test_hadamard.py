@@ -10,7 +10,7 @@ import pytest
 
 from muonjax import hadamard_dot, hadamard_linear, hadamard_weight
 from muonjax._adapters.hadamard import column_norms
-from tests.tiers import nightly, quick, thorough
+from tests.tools.tiers import nightly, quick, thorough
 
 M, N, R, T = 301, 200, 5, 7  # 3 blocks of 100 rows and 1 more
 FORMS = ("rows", "kronecker")

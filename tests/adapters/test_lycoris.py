@@ -16,7 +16,7 @@ from muonjax import nnx as nnx_loha
 from muonjax._adapters import lycoris as _lycoris
 from muonjax._adapters.adapter import Adapter
 from muonjax._adapters.lycoris import Place, from_tensors, problems_of, to_tensors
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 PLACES = {
     "dense": Place((6, 5), 1),

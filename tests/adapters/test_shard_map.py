@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from muonjax import hadamard_dot, hadamard_linear, hadamard_weight
 from muonjax._adapters.adapter import Adapter
-from tests.sharded import DEVICES, check
-from tests.tiers import quick
+from tests.tools.sharded import DEVICES, check
+from tests.tools.tiers import quick
 
 M, N, R = 9, 6, 3
 REPLICATED, SPLIT = P(), P("data")

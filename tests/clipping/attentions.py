@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import muonjax
-from tests.oracles import normal
+from tests.tools.oracles import normal
 
 EXACT = 1 + 3e-6
 

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import muonjax
-from tests.oracles import normal
+from tests.tools.oracles import normal
 
 
 def calls(message):

@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import nnx
 
 import muonjax
-from tests.tiers import thorough
+from tests.tools.tiers import thorough
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 8)), jnp.float32)
 MASK = nn.make_causal_mask(X[..., 0])

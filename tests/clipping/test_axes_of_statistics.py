@@ -12,8 +12,8 @@ from flax import linen as nn
 from flax import nnx
 
 import muonjax
-from tests.oracles import normal
-from tests.tiers import quick
+from tests.tools.oracles import normal
+from tests.tools.tiers import quick
 
 N = 3  # layers, heads, and examples of a batch
 X = normal(N, 5, 12, seed=3)

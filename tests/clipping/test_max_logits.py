@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import muonjax
-from tests.tiers import thorough
+from tests.tools.tiers import thorough
 
 max_logits = jax.jit(
     muonjax.max_logits,

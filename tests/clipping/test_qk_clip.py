@@ -25,7 +25,7 @@ from tests.clipping.attentions import (
     rope,
     zero_update,
 )
-from tests.tiers import quick, thorough
+from tests.tools.tiers import quick, thorough
 
 # At learning rate zero.
 

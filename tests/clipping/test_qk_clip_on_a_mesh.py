@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 MESH = """
 import functools, re

@@ -8,7 +8,7 @@ import pytest
 
 import muonjax
 from tests.clipping.attentions import EXACT, X, normal, rope
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 HEADS, SIZE = 4, 8
 

@@ -12,7 +12,7 @@ from flax import nnx
 from flax.core import freeze
 
 import muonjax
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 D, H, K, DH = 6, 4, 2, 3  # input, query heads, key heads, features of a head
 GAMMA = np.array([0.25, 1.0, 0.04, 1.0])  # of each query head; exact square roots

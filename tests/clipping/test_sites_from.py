@@ -10,7 +10,7 @@ import pytest
 import muonjax
 from muonjax._clipping.matching import Modules, find_targets
 from muonjax._clipping.sites_from import find_sites
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 F32 = jnp.float32
 

@@ -8,7 +8,7 @@ import pytest
 
 import muonjax
 from tests.clipping.attentions import EXACT, multi_head, normal
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 
 @pytest.fixture(params=["dtypes", "ranks"])

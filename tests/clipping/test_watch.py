@@ -15,7 +15,7 @@ from flax.training import train_state
 import muonjax
 from tests.clipping.attentions import EXACT
 from tests.clipping.test_attention_fn import MASK, X, want
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import muonjax
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"

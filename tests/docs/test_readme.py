@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import muonjax
-from tests.tiers import nightly, thorough
+from tests.tools.tiers import nightly, thorough
 
 RECIPES = pathlib.Path(__file__).parents[2] / "examples" / "recipes"
 PROGRAMS = [

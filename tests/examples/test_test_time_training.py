@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.tiers import nightly, thorough
+from tests.tools.tiers import nightly, thorough
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "test_time_training.py"
 TINY = ["--steps", "3", "--pairs", "4", "--chunk", "2", "--batch", "2", "--width", "8", "--heads", "2"]

@@ -15,7 +15,7 @@ from muonjax import adapter_mask, apply_qk_clip, mha_site
 from muonjax import linen as linen_loha
 from muonjax._adapters.config import LoHaConfig
 from muonjax.linen._loha import LoHa
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 
 def disturb(tree, seed=0):

@@ -15,7 +15,7 @@ from muonjax._matrix_view import MatrixView, MuonDimensionNumbers, matrix_view
 from muonjax._mesh.assignment import Assignment, assign_owners
 from muonjax._mesh.layout import ShardedLeaf, unit_axes
 from tests.mesh.layouts import make_mesh
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 SPECS = [((), ()), (("fsdp",), ()), ((), ("fsdp",)), (("fsdp",), ("tensor",)), (("tensor", "fsdp"), ())]
 

@@ -17,7 +17,7 @@ from muonjax import Distribution
 from muonjax._mesh.distribution import spread_specs
 from muonjax._mesh.sharded_map import _warn_of
 from tests.mesh.layouts import QUICK, make_mesh
-from tests.tiers import examples
+from tests.tools.tiers import examples
 
 X = jax.random.normal(jax.random.key(0), (16, 64))
 

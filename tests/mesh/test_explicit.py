@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from muonjax import FusedDimensionNumbers, MuonDimensionNumbers
 from tests.mesh.layouts import QUICK, make_mesh
-from tests.tiers import nightly, quick, thorough
+from tests.tools.tiers import nightly, quick, thorough
 
 NUMBERS = {
     "attention": MuonDimensionNumbers(0, (1, 2)),

@@ -7,7 +7,7 @@ from jax.sharding import AxisType
 
 from benchmarks.common import hlo_counts
 from benchmarks.optimizer import sharding
-from tests.tiers import nightly, thorough
+from tests.tools.tiers import nightly, thorough
 
 # name -> MiB sent per device, collectives, flops over an even share: at most.
 LIMITS = {

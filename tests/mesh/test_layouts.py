@@ -29,7 +29,7 @@ from tests.mesh.layouts import (
     put,
     tree,
 )
-from tests.tiers import nightly, thorough
+from tests.tools.tiers import nightly, thorough
 
 MESHES = [{"fsdp": 1, "tensor": 1}, {"fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}]
 MESHES += [{"fsdp": 2, "tensor": 4}, {"fsdp": 8, "tensor": 1}]

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 import muonjax
 from benchmarks.common import hlo_counts
 from tests.mesh.layouts import NUMBERS, SPECS, make_mesh, put, tree, under
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 MESHES = [{"fsdp": 8, "tensor": 1}, {"fsdp": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}]
 MEMBERS = {

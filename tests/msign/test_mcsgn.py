@@ -12,7 +12,7 @@ from muonjax import JORDAN, NEWTON_SCHULZ, mcsgn, msign, polar_express, sylveste
 from muonjax._linalg import dot
 from muonjax._msign.mcsgn import _iterate, _normalized
 from tests.msign import oracles as msign_oracles
-from tests.tiers import thorough
+from tests.tools.tiers import thorough
 
 relative = msign_oracles.relative
 

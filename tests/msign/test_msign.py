@@ -10,9 +10,9 @@ from jax.test_util import check_grads
 
 from muonjax import JORDAN, NEWTON_SCHULZ, msign, polar_express
 from muonjax._msign.arguments import CONVERGED
-from tests import oracles
 from tests.msign import oracles as msign_oracles
-from tests.tiers import nightly, quick, thorough
+from tests.tools import oracles
+from tests.tools.tiers import nightly, quick, thorough
 
 MODES = ("polynomial", "polar", "autodiff")
 relative = msign_oracles.relative

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from muonjax import mcsgn, msign, sylvester
-from tests.sharded import DEVICES, check, mesh
-from tests.tiers import quick
+from tests.tools.sharded import DEVICES, check, mesh
+from tests.tools.tiers import quick
 
 MODES = ("polynomial", "polar")
 

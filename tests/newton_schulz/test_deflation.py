@@ -8,8 +8,8 @@ from muonjax import NewtonSchulz
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.deflation import _other_fourth_powers, pre_deflate, shrink_dominant
 from muonjax._newton_schulz.inverse_root import inverse_root
-from tests import oracles
-from tests.tiers import thorough
+from tests.tools import oracles
+from tests.tools.tiers import thorough
 
 
 def powers(m, ratio):

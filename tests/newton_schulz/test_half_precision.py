@@ -18,7 +18,7 @@ from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.iteration import polar_factor
 from muonjax._newton_schulz.products import SymmetricProduct
 from muonjax._policy import Policy
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 PRESETS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced()}
 PLATFORMS = ("gpu", "tpu")

@@ -15,8 +15,8 @@ import muonjax
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz.coefficients import evaluate, take_steps
 from muonjax._newton_schulz.iteration import _worth_sharing, gram_restarts
-from tests import oracles
-from tests.tiers import examples, quick, thorough
+from tests.tools import oracles
+from tests.tools.tiers import examples, quick, thorough
 
 PRESETS = {
     "fast": NewtonSchulz.fast(),

@@ -10,7 +10,7 @@ from flax import nnx
 from muonjax import adapter_mask, apply_qk_clip, mha_site
 from muonjax import nnx as nnx_loha
 from muonjax.nnx import LoHaConv, LoHaLinear, LoHaParam, adapters, add_loha
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 SETTINGS = [
     {"rank": 2},

@@ -9,7 +9,7 @@ import pytest
 from jax import test_util
 
 from pallas_kernels import symmetric_product
-from tests.tiers import thorough
+from tests.tools.tiers import thorough
 
 # In the quick tests each dtype has one of these, and the tests of one shape take two dtypes.
 QUICK_SHAPES = ((31, 13), (64, 64), (130, 67), (3, 16, 48), (2, 5, 0))

@@ -20,7 +20,7 @@ from tests.pallas_kernels.symmetric_product_suite import (
     assert_symmetric,
     draw,
 )
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 ON_TPU = jax.default_backend() == "tpu"
 

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import muonjax
-from tests import tiers
 from tests.program.library_models import MODELS
 from tests.program.library_models.answers import (
     expected_attention,
@@ -18,6 +17,7 @@ from tests.program.library_models.answers import (
     same_heads,
 )
 from tests.program.library_models.model import flattened, scrambled
+from tests.tools import tiers
 
 pytestmark = pytest.mark.promotes("the libraries' models promote dtypes and ranks")
 

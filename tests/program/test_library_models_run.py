@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import muonjax
-from tests import tiers
 from tests.program.library_models import MODELS
+from tests.tools import tiers
 
 pytestmark = pytest.mark.promotes("the libraries' models promote dtypes and ranks")
 

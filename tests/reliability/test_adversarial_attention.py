@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 
 import muonjax
 from tests.reliability.adversarial import BAD, numbers
-from tests.tiers import examples
+from tests.tools.tiers import examples
 
 FLOAT32 = np.finfo(np.float32)
 TINY, HUGE = float(FLOAT32.tiny), float(FLOAT32.max)

@@ -16,7 +16,7 @@ import muonjax
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz.coefficients import evaluate
 from tests.reliability.adversarial import BAD
-from tests.tiers import examples, tier
+from tests.tools.tiers import examples, tier
 
 SETTINGS = {
     "fast": NewtonSchulz.fast(),

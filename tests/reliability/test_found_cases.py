@@ -10,7 +10,7 @@ import muonjax
 from muonjax import MuonDimensionNumbers
 from muonjax._clipping.factors import clip_factor
 from muonjax._matrix_view import matrix_view
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from benchmarks.optimizer.half_precision import EMULATED, PRESETS
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.iteration import polar_factor
 from muonjax._policy import Policy
-from tests.tiers import nightly, thorough
+from tests.tools.tiers import nightly, thorough
 
 PLATFORMS = ("gpu", "tpu")
 # What rounding to bfloat16 may add to the error of the polynomials. Where entries are equal it does not average out.

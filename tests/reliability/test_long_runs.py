@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.reliability import long_runs
-from tests.tiers import thorough
+from tests.tools.tiers import thorough
 
 
 @pytest.mark.parametrize("precision", ["float32", *map(thorough, ["bfloat16 momentum", "bfloat16"])])

@@ -9,7 +9,7 @@ import pytest
 
 import muonjax
 from muonjax import NewtonSchulz
-from tests.tiers import quick, thorough
+from tests.tools.tiers import quick, thorough
 
 STATISTICS = {"attention": jnp.asarray([400.0, 50.0])}
 

@@ -16,7 +16,7 @@ import muonjax
 import muonjax.linen
 import muonjax.nnx
 import pallas_kernels
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 MODES = {
     "rank": lambda: jax.numpy_rank_promotion("raise"),

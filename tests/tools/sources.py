@@ -17,7 +17,7 @@ class Decorator(NamedTuple):
     """A function of `tests` that decorates functions of the packages.
 
     Attributes:
-      module: Where it is, below `tests`.
+      module: Where it is, below `tests.tools`.
       name: Its name there.
       decorates: Whether it decorates a function.
       only_in: What a source file contains that has such a function.
@@ -30,7 +30,7 @@ class Decorator(NamedTuple):
 
     @property
     def expression(self) -> ast.expr:
-        text = f"__import__('tests.{self.module}').{self.module}.{self.name}"
+        text = f"__import__('tests.tools.{self.module}').tools.{self.module}.{self.name}"
         return ast.parse(text, mode="eval").body
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import muonjax
 from muonjax import FusedDimensionNumbers, MuonDimensionNumbers
-from tests.tiers import quick
+from tests.tools.tiers import quick
 
 
 def oracle(w: np.ndarray, updates: list[np.ndarray], eta: float) -> np.ndarray:

@@ -13,9 +13,9 @@ from flax.training.train_state import TrainState
 import muonjax
 from muonjax import MuonDimensionNumbers, NewtonSchulz
 from muonjax._newton_schulz.coefficients import take_steps
-from tests import oracles
-from tests.oracles import normal
-from tests.tiers import quick, thorough
+from tests.tools import oracles
+from tests.tools.oracles import normal
+from tests.tools.tiers import quick, thorough
 
 JORDAN5 = NewtonSchulz(coefficients=muonjax.JORDAN, num_steps=5, normalization="frobenius", deflation=0)
 # For tests of what is around the orthogonalization: it compiles in a fraction of the time.

@@ -2,7 +2,7 @@
 
 The sources write `x: Float[Array, "*batch m n"]` below `from __future__ import annotations` and import the names for
 the type checker alone: who runs muonjax neither needs jaxtyping nor evaluates an annotation. While testing, `checked`
-decorates each function that has such an annotation (`tests/sources.py`). Other annotations are left to Pyright.
+decorates each function that has such an annotation (`tests/tools/sources.py`). Other annotations are left to Pyright.
 NumPy's arrays pass for JAX's, as in `jax.numpy`.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from tests.sources import Decorator
+from tests.tools.sources import Decorator
 
 AVAILABLE = importlib.util.find_spec("jaxtyping") is not None
 
@@ -86,5 +86,5 @@ def checked(function):
     return call
 
 
-# For `tests.sources`: nothing without jaxtyping.
+# For `tests.tools.sources`: nothing without jaxtyping.
 DECORATORS = [Decorator("shapes", "checked", states_a_shape, only_in=b"jaxtyping")] if AVAILABLE else []

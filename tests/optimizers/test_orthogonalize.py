@@ -8,8 +8,8 @@ import muonjax
 from muonjax import MuonDimensionNumbers, NewtonSchulz
 from muonjax._batching import group_by_shape, map_groups
 from muonjax._policy import Policy
-from tests import oracles
-from tests.oracles import normal
+from tests.tools import oracles
+from tests.tools.oracles import normal
 
 EXACT = NewtonSchulz.accurate()
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from tests.clipping.attentions import EXACT, multi_head
 from tests.mesh.layouts import make_mesh
-from tests.oracles import normal
+from tests.tools.oracles import normal
 
 STEPS = 50
 BETAS = np.array([0.6 * (1 - t / STEPS) if 5 <= t < 35 else 0.0 for t in range(STEPS + 1)])  # as the record's

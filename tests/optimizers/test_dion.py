@@ -1,8 +1,8 @@
 """NorMuon against microsoft/dion's, over ten steps.
 
-tests/dion_normuon.npz holds the weights after each step of dion.NorMuon at commit 0a059a4 with torch 2.15, so that
+dion_normuon.npz holds the weights after each step of dion.NorMuon at commit 0a059a4 with torch 2.15, so that
 neither is needed; where both are installed, `pytest -m interop` computes them again: `pip install -e '.[interop]'` and
-`pip install git+https://github.com/microsoft/dion`. `python -m tests.test_dion` writes the weights anew.
+`pip install git+https://github.com/microsoft/dion`. `python -m tests.optimizers.test_dion` writes the weights anew.
 
 What differs, and is made equal here: Dion's weights are [out, in]; it rounds the momentum to bfloat16 before the
 iteration, which is a rounding of our updates between `optax.trace` and `orthogonalize`; and its iteration is given the

@@ -1,4 +1,4 @@
-"""Wrong shapes are found by the check of `tests.shapes`."""
+"""Wrong shapes are found by the check of `tests.tools.shapes`."""
 
 import ast
 import importlib
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import shapes, sources
+from tests.tools import shapes, sources
 
 pytestmark = pytest.mark.skipif(not shapes.AVAILABLE, reason="jaxtyping is not installed")
 
@@ -97,7 +97,7 @@ def test_refuses_a_wrong_scale(module):
 
 
 def test_all_shapes_in_the_sources_can_be_evaluated():
-    root = pathlib.Path(__file__).parents[1]
+    root = pathlib.Path(__file__).parents[2]
     sources = [
         path.read_text()
         for package in ("muonjax", "pallas_kernels")

@@ -1,4 +1,4 @@
-"""Promotions inside of the packages are found by the strict modes of `tests.strict`, others are not."""
+"""Promotions inside of the packages are found by the strict modes of `tests.tools.strict`, others are not."""
 
 import ast
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import muonjax
-from tests import sources, strict
+from tests.tools import sources, strict
 
 SOURCE = b"""
 import jax.numpy as jnp

@@ -13,7 +13,7 @@ import importlib
 
 import jax
 
-from tests.sources import Decorator
+from tests.tools.sources import Decorator
 
 # Of other libraries, what promotes by itself: the module, the name there, and what it does.
 LENIENT = (("optax.tree", "bias_correction", "raises a float to the power of an int32"),)

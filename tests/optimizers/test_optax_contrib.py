@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from muonjax import MuonDimensionNumbers, optax_contrib
 from tests.mesh.layouts import make_mesh, put, under
-from tests.oracles import normal
-from tests.tiers import thorough
+from tests.tools.oracles import normal
+from tests.tools.tiers import thorough
 
 # The five steps multiply what is small, such as rounding errors, by the product of their slopes at zero.
 ROUNDING = float(jnp.finfo(jnp.float32).eps) * muonjax.JORDAN[0][0] ** 5

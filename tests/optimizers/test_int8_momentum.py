@@ -15,8 +15,8 @@ from benchmarks.common import hlo_counts
 from muonjax import NewtonSchulz
 from muonjax._int8_momentum import block_size, dequantize, quantize
 from tests.mesh.layouts import make_mesh, put, under
-from tests.oracles import normal
-from tests.tiers import thorough
+from tests.tools.oracles import normal
+from tests.tools.tiers import thorough
 
 SHORT = NewtonSchulz(num_steps=1, deflation=0)  # for what is around the orthogonalization
 SITES = muonjax.mha_site()
