@@ -238,13 +238,23 @@ BLOCKS = {
         text="{table}\n\n{steps} steps; mean and standard deviation of {seeds} seeds. {machine}",
         values=lambda content: {"seeds": min(row["seeds"] for row in _complete(content, "best"))},
     ),
+    "training.step": Block(
+        text="A whole training step with `balanced` takes {times} times as long as with AdamW. {machine}",
+        values=lambda content: {
+            "times": ", ".join(
+                f"{row['ratio']:.2f} ({row['task']})"
+                for row in _complete(content, "best")
+                if row["optimizer"] == "balanced"
+            )
+        },
+    ),
     "training.answers": Block(
         rows=_answers,
         columns={
             "task": "{task}",
             "optimizer": "{of}",
             "compared with": "{against}",
-            "difference of held-out loss, nats (over the seeds)": GAP,
+            "difference of held-out loss, nats (of a text: per byte; over the seeds)": GAP,
             "steps": _share("steps"),
             "time": _share("time"),
         },
