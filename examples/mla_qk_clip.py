@@ -135,8 +135,9 @@ def draw(runs: dict[str, dict[str, np.ndarray]], threshold: float, to: pathlib.P
         )
         for layer, head in np.ndindex(run["maxima"].shape[1:]):
             label = f"layer {layer}" if head == 0 else None
+            alpha = (layer + 1) / run["maxima"].shape[1]  # darker with depth
             axes[name].plot(
-                run["maxima"][:, layer, head], color=f"C{layer}", alpha=0.6, linewidth=0.8, label=label
+                run["maxima"][:, layer, head], color=color, alpha=alpha, linewidth=0.8, label=label
             )
         axes[name].axhline(threshold, color="black", linestyle="--", linewidth=1, label="threshold")
         axes[name].set(yscale="log", ylim=(0.5, 1.5 * max(r["maxima"].max() for r in runs.values())))

@@ -22,26 +22,46 @@ def read(path: pathlib.Path) -> dict[str, list[float]]:
     return columns
 
 
+# The same colour for an optimizer in every picture.
+COLORS = {"muonclip": "C0", "adamw": "C1", "adamclip": "C2", "muon": "C3"}
+
+
 def draw(runs: dict[str, pathlib.Path], to: pathlib.Path, threshold: float | None = None) -> None:
     """Loss on the left; the largest attention logit of each layer on the right, over the number of clipped heads."""
-    figure, (losses, logits) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for index, (name, path) in enumerate(runs.items()):
-        columns = read(path)
-        color = f"C{index}"
-        losses.plot(columns["step of loss"], columns["loss"], color=color, alpha=0.25, linewidth=1)
+    found = {name: read(path) for name, path in runs.items()}
+    clips = {name: columns for name, columns in found.items() if any(columns.get("clipped_heads", []))}
+    mosaic = [["loss", "logits"], ["loss", "clips"]] if clips else [["loss", "logits"]]
+    figure, panels = plt.subplot_mosaic(
+        mosaic, figsize=(11, 4.4), layout="constrained", height_ratios=[4, 1][: len(mosaic)]
+    )
+    for name, columns in found.items():
+        color = COLORS[name]
+        panels["loss"].plot(columns["step of loss"], columns["loss"], color=color, alpha=0.25, linewidth=1)
         label = f"{name}: held out {columns['held_out'][-1]:.3f}"
-        losses.plot(columns["step of held_out"], columns["held_out"], ".-", color=color, label=label)
-        _draw_logits(logits, name, columns, None if len(runs) == 1 else color)
-        if any(columns.get("clipped_heads", [])):
-            _draw_clips(logits, name, columns)
-    if threshold is not None and threshold < 1.5 * logits.get_ylim()[1]:
+        panels["loss"].plot(columns["step of held_out"], columns["held_out"], ".-", color=color, label=label)
+        _draw_logits(panels["logits"], name, columns)
+    if threshold is not None and threshold < 1.5 * panels["logits"].get_ylim()[1]:
         label = f"threshold {threshold:g}"
-        logits.axhline(threshold, color="black", linestyle="--", linewidth=1, label=label)
-    losses.set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss, and held-out loss (dots)")
-    logits.set(xlabel="step", ylabel="largest logit", title="Largest attention logit of each layer")
-    for axes in (losses, logits):
+        panels["logits"].axhline(threshold, color="black", linestyle="--", linewidth=1, label=label)
+    for name, columns in clips.items():
+        heads = columns["clipped_heads"]
+        label = f"{name}: {sum(heads):,.0f} in all"
+        panels["clips"].fill_between(
+            columns["step of clipped_heads"], heads, step="mid", color=COLORS[name], linewidth=0, label=label
+        )
+        panels["clips"].set(ylim=(0, max(heads)), title="Heads that QK-Clip scaled")
+        panels["clips"].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    panels["loss"].set(ylabel="loss (nats per byte)", title="Training loss, and held-out loss (dots)")
+    panels["logits"].set(
+        ylabel="largest logit", title="Largest attention logit of each layer (darker: deeper)"
+    )
+    for axes in panels.values():
+        axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, frameon=False)
+    if clips:
+        panels["logits"].set_xlabel("")
+    panels["loss"].legend(fontsize=8, frameon=False)
+    panels["logits"].legend(fontsize=8, frameon=False, loc="upper left")
     figure.savefig(to, dpi=120)
     plt.close(figure)
 
@@ -49,14 +69,14 @@ def draw(runs: dict[str, pathlib.Path], to: pathlib.Path, threshold: float | Non
 STATISTICS = {
     "update_to_weight": "RMS of updates ÷ RMS of weights",
     "momentum_norm": "norm of the momentum",
-    "orthogonality": "distance of updates from orthogonal",
+    "orthogonality": "distance of updates from orthogonal\n(0: all singular values equal; near 1: one dominates)",
 }
 
 
 def draw_statistics(runs: dict[str, pathlib.Path], to: pathlib.Path) -> None:
     """What `muonjax.monitor` measured: a panel per statistic; matrices as lines, all other parameters dashed."""
     figure, panels = plt.subplots(1, len(STATISTICS), figsize=(13, 3.6), layout="constrained")
-    for index, (name, path) in enumerate(runs.items()):
+    for name, path in runs.items():
         columns = read(path)
         for axes, statistic in zip(panels, STATISTICS, strict=True):
             for group, style in (("muon", "-"), ("adam", "--")):
@@ -64,7 +84,7 @@ def draw_statistics(runs: dict[str, pathlib.Path], to: pathlib.Path) -> None:
                 if group == "muon" or statistic != "orthogonality":
                     label = f"{name}, {'matrices' if group == 'muon' else 'other parameters'}"
                     steps = columns[f"step of {column}"]
-                    axes.plot(steps, columns[column], style, color=f"C{index}", linewidth=1, label=label)
+                    axes.plot(steps, columns[column], style, color=COLORS[name], linewidth=1, label=label)
     for axes, (statistic, title) in zip(panels, STATISTICS.items(), strict=True):
         axes.set(xlabel="step", title=title)
         if statistic != "orthogonality":
@@ -75,26 +95,15 @@ def draw_statistics(runs: dict[str, pathlib.Path], to: pathlib.Path) -> None:
     plt.close(figure)
 
 
-def _draw_logits(axes: Any, name: str, columns: dict[str, list[float]], color: str | None) -> None:
-    """One line per layer: of its own colour and label if `color` is None, else darker with depth."""
+def _draw_logits(axes: Any, name: str, columns: dict[str, list[float]]) -> None:
+    """One line per layer, darker with depth."""
     layers = sum(column.startswith("max_logit_") for column in columns)
     for layer in range(layers):
-        label = name if color and layer == layers - 1 else None
         axes.plot(
             columns["step of loss"],
             columns[f"max_logit_{layer}"],
-            color=color or f"C{layer}",
+            color=COLORS[name],
             alpha=0.35 + 0.65 * (layer + 1) / layers,
             linewidth=1,
-            label=label if color else f"{name}, layer {layer}",
+            label=name if layer == layers - 1 else None,
         )
-
-
-def _draw_clips(axes: Any, name: str, columns: dict[str, list[float]]) -> None:
-    """The number of heads that each step scaled, in grey on an axis to the right."""
-    steps, heads = columns["step of clipped_heads"], columns["clipped_heads"]
-    counts = axes.twinx()
-    counts.fill_between(steps, heads, step="mid", color="grey", alpha=0.3, linewidth=0)
-    counts.set(ylim=(0, 4 * max(heads)), ylabel="heads clipped per step (grey)")
-    counts.yaxis.set_ticks(range(0, int(max(heads)) + 1, 1 + int(max(heads)) // 6))
-    axes.plot([], [], color="grey", alpha=0.5, linewidth=5, label=f"{name}: {sum(heads):,.0f} clips in all")

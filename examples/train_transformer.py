@@ -238,7 +238,14 @@ def train(args: argparse.Namespace) -> float:
     path = args.out / "metrics.csv" if first else pathlib.Path(os.devnull)
     metrics = Metrics(path, args.layers, start, state["opt_state"])
     quiet = args.quiet or not first
-    bar = tqdm(range(start, args.steps), initial=start, total=args.steps, desc=args.optimizer, disable=quiet)
+    bar = tqdm(
+        range(start, args.steps),
+        initial=start,
+        total=args.steps,
+        desc=args.optimizer,
+        disable=quiet,
+        bar_format="{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+    )
     try:
         state, held_out = run(args, trainer, text, state, bar, metrics, saver)
     except KeyboardInterrupt:
@@ -257,8 +264,10 @@ def train(args: argparse.Namespace) -> float:
         args.threshold if trainer.clips else None,
     )
     plots.draw_statistics({args.optimizer: args.out / "metrics.csv"}, args.out / "statistics.png")
-    print(f"{args.optimizer}: held-out loss {held_out:.4f} after {args.steps} steps", end="; ")
-    print(f"parameters {fingerprint}")
+    print(f"{args.optimizer}: held-out loss {held_out:.4f} nats per byte after {args.steps} steps")
+    print(
+        f"Fingerprint of the parameters {fingerprint}: a run that is killed and resumed ends with the same."
+    )
     if args.sample and jax.process_count() == 1:
         print(f"--- a sample\n{trainer.sample(params, b'The ', args.sample, args.context, args.seed)}\n---")
     print(f"Metrics, picture and checkpoints are in {args.out}")
@@ -288,9 +297,8 @@ def run(
             held_out = float(trainer.evaluate(params, windows))
         clips = int(clipped) if trainer.clips else ""
         metrics.write(done, loss, rate, seconds, held_out if due else None, clips, maxima, opt_state)
-        parts = [f"loss {loss:.3f}", *([] if held_out is None else [f"held out {held_out:.3f}"])]
-        parts += [f"rate {rate:.1e}", f"{seconds:.2f} s/step", f"max logit {maxima.max():.1f}"]
-        parts += [f"{clips} of {args.layers * args.heads} heads clipped"] if trainer.clips else []
+        parts = [f"loss {loss:.2f}", *([] if held_out is None else [f"held out {held_out:.2f}"])]
+        parts += [f"logit {maxima.max():.1f}", *([f"clipped {clips}"] if trainer.clips else [])]
         bar.set_postfix_str(", ".join(parts))
         if done % args.checkpoint_every == 0 or done == args.steps:
             saver.save(done, {"params": params, "opt_state": opt_state})

@@ -131,7 +131,7 @@ def muon(
         W <- W - learning_rate (rms sqrt(max(m, n)) msign(G + decay M) + weight_decay W)
 
     Args:
-      learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` a good one for AdamW is a good start.
+      learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` begin at two to four times AdamW's.
       weight_decay: Decoupled, times the learning rate, >= 0; for the matrices, and for AdamW's leaves too.
       weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the parameters.
         None: all matrices, embeddings and heads; no biases, no norms.
@@ -183,7 +183,7 @@ def normuon(
     """NorMuon: `muon`, with `normalize_neurons` directly after `orthogonalize`.
 
     Args:
-      learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` a good one for AdamW is a good start.
+      learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` begin at two to four times AdamW's.
       neuron_decay: Of the running mean square of each neuron, in [0, 1).
       rms: Root mean square of an update before the learning rate (see `match_rms`), > 0.
 

@@ -19,6 +19,17 @@ BLOCKS = {
         "threshold), and the loss falls to {rows[1][loss_last_20]:.2f}. Of all heads at all steps the clip scaled "
         "{rows[1][share_above_threshold]:.0%}.\n\n{machine}"
     ),
+    "value_and_grad": Block(
+        columns={
+            "layers": "{layers}",
+            "`inspect` ÷ `jax.make_jaxpr`": "{inspect:quartiles}",
+            "tracing of `value_and_grad` ÷ JAX's": "{tracing:quartiles}",
+            "flops ÷ JAX's": "{flops:.4f}",
+            "temporary memory ÷ JAX's": "{temporary:.4f}",
+        },
+        text="{table}\n\nAn unrolled decoder with the shapes of Llama-3-8B: traced with {layers} layers, in processor "
+        "seconds (medians and quartiles of {rounds} rounds), compiled with {compiled_layers}. {machine}",
+    ),
     "max_logits": Block(
         columns={
             "program": "{program}",

@@ -5,11 +5,14 @@ library, so that the documentation is checked without JAX.
 """
 
 import dataclasses
+import json
+import pathlib
 import re
 import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
+BENCHMARKS = pathlib.Path(__file__).parents[1]
 Row = Mapping[str, Any]
 Cell = str | Callable[[Row], Any]
 
@@ -52,6 +55,11 @@ class Block:
         lines = [list(columns), ["---"] * len(columns)]
         lines += [[_cell(cell, row) for cell in columns.values()] for row in rows]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def read(name: str, folder: str = "results") -> Row:
+    """Another JSON file, for a block that compares several."""
+    return json.loads((BENCHMARKS / folder / f"{name}.json").read_text())
 
 
 def _cell(cell: Cell, row: Row) -> str:

@@ -37,7 +37,7 @@ def _mesh(content: Row) -> Row:
 
 BLOCKS = {
     "gpu_model": block(chips=False, compile_time=True),
-    "gpu_model.headline": headline("H100"),
+    "gpu_model.headline": headline(),
     "aot_hopper": Block(
         rows=_tiles,
         columns={

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.common.blocks import Block, Cell, Row
+from benchmarks.common.blocks import Block, Cell, Row, read
 
 NAMES = {"adamw": "AdamW", "muonclip": "MuonClip"}
 
@@ -126,6 +126,107 @@ def _transfer_sizes(content: Row) -> Row:
     return {**content["settings"], "layers": smallest, "norms": norms, "base": base}
 
 
+def _first_rates(content: Row) -> list[dict[str, Any]]:
+    """For each width, what a rate from elsewhere costs: how far its loss is above the least of the same sweep."""
+    sweeps: dict[tuple[str, int], dict[float, float]] = {}
+    for run in content["runs"]:
+        if run["layers"] == content["rules"][0]["layers"][0]["layers"]:
+            sweep = sweeps.setdefault((run["rule"], run["width"]), {})
+            sweep[run["learning_rate"]] = run["held_out"]
+
+    def best(rule: str, width: int) -> float:
+        losses = sweeps[rule, width]
+        return min(losses, key=lambda rate: losses[rate])
+
+    def cost(rule: str, width: int, rate: float) -> str:
+        losses = sweeps[rule, width]
+        at = [loss for tried, loss in losses.items() if abs(tried / rate - 1) < 1e-6]
+        return f"{rate:.2g}: {at[0] / min(losses.values()) - 1:+.1%}" if at else f"{rate:.2g}: not tried"
+
+    widths = sorted({width for rule, width in sweeps if rule == "adamw"})
+    return [
+        {
+            "width": width,
+            "adamw": f"{best('adamw', width):g}",
+            "rms": f"{min(sweeps['rms', width].values()):.3f}",
+            "fixed": f"{min(sweeps['width', width].values()):.3f}",
+            "twice": cost("rms", width, 2 * best("adamw", width)),
+            "four": cost("rms", width, 4 * best("adamw", width)),
+            "carried": cost("width", width, best("width", widths[0])),
+            "carried_rms": cost("rms", width, best("rms", widths[0])),
+        }
+        for width in widths
+    ]
+
+
+def _options(content: Row) -> list[Row]:
+    """What each option costs and what it bought, from the files of several benchmarks."""
+    steps, momentum, ema = read("variant_steps")["optimizers"], read("int8_momentum"), read("ema_nesterov")
+    presets, step = (
+        {row["preset"]: row for row in read("preset_training")["presets"]},
+        read("muon_step")["optimizers"],
+    )
+    leaderboard = read("leaderboard", folder="data")["steps"]
+    variants = {row["variant"]: row for row in _complete_variants(content, "MHA")}
+    dtypes = [row for row in momentum["dtypes"] if row["text"] == "documentation"]
+    plain = {row["momentum"]: row["held_out"] for row in dtypes}
+    recipes = [row for row in ema["recipes"] if row["text"] == "documentation"]
+    transfer = {row["rule"]: row["width"] for row in read("transfer")["rules"]}
+
+    def row(option: str, state: str, *, time: float | None, loss: str, steps: str = "") -> Row:
+        return {
+            "option": option,
+            "state": state,
+            "time": time and f"{time:.2f}",
+            "loss": loss,
+            "steps": steps,
+        }
+
+    def variant(option: str, name: str, state: str) -> Row:
+        found = steps.get(name, {}).get("muon", {}).get("ratio")
+        return row(
+            option, state, time=found, loss=f"{variants[name]['ratio']:.3f}", steps=leaderboard.get(name, "")
+        )
+
+    def dtype(option: str, name: str, size: str) -> Row:
+        return row(option, size, time=None, loss=f"{plain[name] / plain['float32']:.3f}")
+
+    at_128 = {rule: next(r for r in rows if r["width"] == 128)["held_out"] for rule, rows in transfer.items()}
+    ratios = [r["held_out"] / recipes[0]["held_out"] for r in recipes[1:]]
+    fast = presets["fast"]["held_out"] / presets["balanced"]["held_out"]
+    return [
+        variant("`muon`", "muon", "4"),
+        row(
+            "`newton_schulz=NewtonSchulz.fast()`",
+            "4",
+            time=step["fast"]["ratio"] / step["balanced"]["ratio"],
+            loss=f"{fast:.3f}",
+        ),
+        dtype("`mu_dtype=jnp.bfloat16`", "bfloat16", "2"),
+        dtype("`mu_dtype=jnp.int8`", "int8", "1.03"),
+        row(
+            "`rms=None` (spectral norm, not RMS)",
+            "4",
+            time=None,
+            loss=f"{at_128['width'] / at_128['rms']:.3f}",
+        ),
+        variant('`attention="heads"`', "per head", "4"),
+        variant("`normuon`", "NorMuon", "4, and one number per neuron"),
+        variant("`muonh`", "Hyperball", "4, and one number per matrix"),
+        variant("`muonh` and NorMuon", "Hyperball, NorMuon", "4, and both"),
+        variant("`cautious_weight_decay`", "cautious weight decay", "4"),
+        row(
+            "`ema_nesterov`",
+            "8 (of all parameters)",
+            time=None,
+            loss=f"{min(ratios):.3f} to {max(ratios):.3f}, one seed",
+            steps=leaderboard["EMA-Nesterov"],
+        ),
+        row("`monitor`", "4, and a few numbers", time=steps["monitor"]["muon"]["ratio"], loss="the same"),
+        {**variant("AdamW", "AdamW", "8"), "time": None},
+    ]
+
+
 STEPS = (
     "MuonClip reaches a held-out loss of {muonclip[held_out]:.3f} nats per byte in {muonclip[steps]} steps; AdamW has "
     "{adamw[held_out]:.3f} after {adamw[steps]}: MuonClip needs {share:.0%} of AdamW's steps (one seed, each optimizer "
@@ -205,6 +306,30 @@ BLOCKS = {
         "{norms} (mean and range over the matrices of a block, after 20 steps).",
         values=_transfer_sizes,
     ),
+    "transfer.first_rate": Block(
+        rows=_first_rates,
+        columns={
+            "width": "{width}",
+            "AdamW's best rate": "{adamw}",
+            "`rms=0.2`: least loss": "{rms}",
+            "at twice AdamW's": "{twice}",
+            "at four times AdamW's": "{four}",
+            "at its best rate of the smallest": "{carried_rms}",
+            "`rms=None`: least loss": "{fixed}",
+            "at its best rate of the smallest ": "{carried}",
+        },
+        text="{table}\n\nRate: loss above the least of the same sweep, whose rates are factors of two. {machine}",
+    ),
+    "variants.options": Block(
+        rows=_options,
+        columns={
+            "option": "{option}",
+            "state, bytes per parameter of a matrix": "{state}",
+            "time of an update ÷ `muon`'s": "{time}",
+            "held-out loss ÷ `muon`'s, 300 short steps or fewer": "{loss}",
+            "steps on the leaderboard": "{steps}",
+        },
+    ),
     "training_sweep": Block(
         rows=_sweep, columns=_rate_columns, text=STEPS + "\n\n{table}\n\n{machine}", values=_steps
     ),
@@ -244,7 +369,7 @@ BLOCKS = {
             "task": "{task}",
             "optimizer": "{of}",
             "compared with": "{against}",
-            "difference of held-out loss, nats (over the seeds)": GAP,
+            "difference of held-out loss, nats (of a text: per byte; over the seeds)": GAP,
             "steps": _share("steps"),
             "time": _share("time"),
         },

@@ -61,6 +61,7 @@ def muonclip(rate: Any, numbers: Any, sites: Any) -> optax.GradientTransformatio
     return muonjax.muonclip(rate, sites, muon_weight_dimension_numbers=numbers)
 
 
+COLORS = {"AdamW": "C1", "Optax's Muon": "C7", "fast": "C2", "balanced": "C3", "MuonClip": "C0"}
 OPTIMIZERS = {
     "AdamW": adamw,
     "Optax's Muon": optax_muon,
@@ -120,7 +121,7 @@ def draw(best: list[dict[str, Any]], rows: list[dict[str, Any]], to: pathlib.Pat
     for task, (by_step, by_time, by_rate) in zip(tasks, panels, strict=True):
         mine = [row for row in best if row["task"] == task]
         for row in mine:
-            color = f"C{list(OPTIMIZERS).index(row['optimizer'])}"
+            color = COLORS[row["optimizer"]]
             steps, losses = zip(*row["curve"], strict=True)
             label = f"{row['optimizer']}: {row['held_out']:.3f} ± {row['spread']:.3f}"
             by_step.plot(steps, losses, ".-", color=color, label=label, markersize=4)
@@ -133,14 +134,15 @@ def draw(best: list[dict[str, Any]], rows: list[dict[str, Any]], to: pathlib.Pat
                 if (r["task"], r["optimizer"], r["seed"]) == (task, row["optimizer"], first)
             )
             by_rate.plot(*zip(*swept, strict=True), "o-", color=color, markersize=4)
+        unit = "nats" if task == "digits" else "nats per byte"
         ends = [row["held_out"] for row in mine]
         top = min(max(row["curve"][0][1] for row in mine), statistics.median(ends) * 8)
         for axes in (by_step, by_time):
-            axes.set(ylim=(min(ends) * 0.9, top), yscale="log", ylabel="held-out loss (nats)")
+            axes.set(ylim=(min(ends) * 0.9, top), yscale="log", ylabel=f"held-out loss ({unit})")
         by_step.set(xlabel="step", title=f"{task}: each at its best rate, mean of the seeds")
         by_time.set(xlabel="seconds of steps", title="the same by time")
         by_rate.set(xlabel="learning rate", title="last loss by learning rate, first seed")
-        by_rate.set(xscale="log", yscale="log", ylabel="held-out loss (nats)")
+        by_rate.set(xscale="log", yscale="log", ylabel=f"held-out loss ({unit})")
         by_step.legend(fontsize=8, frameon=False)
         for axes in (by_step, by_time, by_rate):
             axes.grid(alpha=0.3, which="both")

@@ -176,7 +176,7 @@ def draw(book: Book, checks: list[dict[str, Any]], rules: list[str]) -> None:
         panels[2, column].grid(alpha=0.3)
     for row in panels[:2]:
         losses = [r["held_out"] for r in book.rows]
-        row[0].set(ylabel="held-out loss", ylim=(min(losses) - 0.03, min(losses) + 0.45))
+        row[0].set(ylabel="held-out loss (nats per byte)", ylim=(min(losses) - 0.03, min(losses) + 0.45))
     panels[2, 0].set_ylabel(f"RMS change of activations, {max(CHECKED)} steps")
     panels[2, 0].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(0, 0.34))
     figure.savefig(IMAGES / "learning_rate_transfer.png", dpi=110)

@@ -13,8 +13,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.promotes("Optax's cosine schedule divides an int32 by a float")
-@quick("code0", "code2")
+@pytest.mark.promotes("Optax's Adam raises a float to the power of an int32")
+@quick("code0", "code1")
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
 def test_code_runs(code):
     exec(compile(code, "README.md", "exec"), {})
