@@ -71,11 +71,11 @@ def block(*, chips: bool, compile_time: bool) -> Block:
         "modelled": "{time}",
         "÷ Optax's": cell("ratio"),
         "launches": cell("launches"),
-        "kernels": cell("kernels"),
         "GB moved": cell("gigabytes"),
         "temporary": cell("temporary"),
     }
     if compile_time:
+        columns["different kernels"] = cell("kernels")
         columns["trace and compile ÷ Optax's"] = cell("compile")
     return Block(
         rows=rows,

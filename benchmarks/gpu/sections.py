@@ -269,7 +269,7 @@ def product():
 
 
 def public():
-    """Five standard steps (Optax's) and the presets, beside what others measured of the same shapes (benchmarks/data)."""
+    """Five standard steps (Optax's) and the presets, beside what others measured (benchmarks/data)."""
     import jax
 
     import muonjax
