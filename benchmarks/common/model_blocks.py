@@ -80,7 +80,8 @@ def block(*, chips: bool, compile_time: bool) -> Block:
     return Block(
         rows=rows,
         columns=columns,
-        text="{table}\n\nModelled, not measured: {machine} Ratios of time: to the better of Optax's types.",
+        text="{table}\n\nModelled, not measured: {machine} Of two figures the first is at the optimistic end, the second at "
+        "the pessimistic one. Ratios of time: to the better of Optax's types, at the same end.",
     )
 
 
@@ -110,5 +111,5 @@ def headline(chip: str, presets: tuple[str, ...] = ("fast", "balanced")) -> Bloc
         rows=lambda content: [{"name": name} for name in presets],
         columns=columns,
         text="{table}\n\nModelled, not measured: compiled ahead of time and counted, time of an update in units of the "
-        "better of Optax's types; jax {provenance[versions][jax]}, optax {provenance[versions][optax]}.",
+        "better of Optax's types, at the optimistic and the pessimistic end; jax {provenance[versions][jax]}, optax {provenance[versions][optax]}.",
     )
