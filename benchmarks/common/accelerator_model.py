@@ -11,7 +11,7 @@ import json
 import pathlib
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax.contrib._muon as optax_muon
 
 import muonjax
-from benchmarks.common import ahead_of_time, hlo_launches, measure, roofline
+from benchmarks.common import ahead_of_time, hlo_launches, measure, model_blocks, roofline
 
 # The shapes [fan_in, fan_out] of a model's matrices and how many there are of each, by a name. The leaves are in the
 # order of the names. The order matters: with Optax on GPT-2-small's matrices, XLA keeps between 9 and 51 MB, depending
@@ -63,7 +63,9 @@ def ours(**settings: Any) -> Method:
     return lambda tree: tx.update(tree, tx.init(tree))[0], jnp.float32
 
 
-def _optax(tree: Tree) -> Tree:
+def optax_update(tree: Tree) -> Tree:
+    """Optax's five steps on every matrix."""
+
     def one(x):
         dimensions = optax_muon.MuonDimensionNumbers(0, 1)
         coefficients = jnp.asarray(muonjax.JORDAN[0])
@@ -106,8 +108,8 @@ def methods(maxtext_checkout: pathlib.Path | None = None) -> dict[str, Method]:
     """The methods to compare, by their names in the tables."""
     fast = muonjax.NewtonSchulz.fast().coefficients
     found = {
-        "Optax, float32": (_optax, jnp.float32),
-        "Optax, bfloat16": (_optax, jnp.bfloat16),
+        "Optax, float32": (optax_update, jnp.float32),
+        "Optax, bfloat16": (optax_update, jnp.bfloat16),
         "fast": ours(coefficients=fast),
         "balanced": ours(),
         "5 Polar Express steps, no deflation": ours(coefficients=muonjax.polar_express(5), deflation=0),
@@ -189,56 +191,16 @@ def model(
         "chip": chip.name,
         "tree": tree,
         "method": name,
-        "milliseconds": roofline.total_seconds(chip.name, launches) * 1e3,
+        "milliseconds": [seconds * 1e3 for seconds in roofline.total_seconds(chip.name, launches)],
         "launches": sum(launch.count for launch in launches),
+        "kernels": len({launch.kernel for launch in launches}),
         "factorizations": sum(launch.count for launch in launches if launch.factorization),
         "gigabytes": sum(launch.count * launch.moved for launch in launches) / 1e9,
         "teraflops": flops,
         "temporary_megabytes": temporary / 1e6,
         "compile_processor_seconds": seconds,
-        "phases": hlo_launches.by_phase(launches, roofline.ROOFLINES[chip.name].seconds),
+        "phases": hlo_launches.by_phase(launches, roofline.ROOFLINES[chip.name].pessimistic.seconds),
     }
-
-
-def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The table's rows: each beside Optax in bfloat16 on the same chip and tree (a TPU: its better dtype)."""
-    shown = []
-    for row in rows:
-        peers = {
-            other["method"]: other
-            for other in rows
-            if (other["chip"], other["tree"]) == (row["chip"], row["tree"]) and "error" not in other
-        }
-        base = peers.get("Optax, bfloat16")
-        head = {key: row[key] for key in ("chip", "tree", "method")}
-        if "error" in row:
-            shown.append({**head, "ms": row["error"][:60]})
-            continue
-        best = base and min(
-            (peers[name]["milliseconds"] for name in ("Optax, bfloat16", "Optax, float32") if name in peers)
-            if row["chip"] != "H100"
-            else [base["milliseconds"]]
-        )
-
-        def over(key, base=base, row=row):
-            return row[key] / base[key] if base and base[key] else ""
-
-        shown.append(
-            {
-                **head,
-                "ms": row["milliseconds"],
-                "÷ Optax": row["milliseconds"] / best if best else "",
-                "launches": row["launches"],
-                "factorizations": row["factorizations"],
-                "GB": row["gigabytes"],
-                "TFLOP": " + ".join(f"{value:.3g} {kind}" for kind, value in row["teraflops"].items()),
-                "temporary MB": row["temporary_megabytes"],
-                "÷ Optax ": over("temporary_megabytes"),
-                "compile s": row["compile_processor_seconds"],
-                "÷ Optax  ": over("compile_processor_seconds"),
-            }
-        )
-    return shown
 
 
 def main(platform: str, implementation: str, document: str) -> None:
@@ -257,8 +219,9 @@ def main(platform: str, implementation: str, document: str) -> None:
     parser.add_argument("--table", action="store_true", help="print what stands in the JSON, compile nothing")
     arguments = parser.parse_args()
     rows = json.loads(arguments.out.read_text())["results"] if arguments.out.exists() else []
+    table = model_blocks.block(chips=True, compile_time=platform == "gpu")
     if arguments.table:
-        print(measure.table(ratios(rows)))
+        print(table.render(json.loads(arguments.out.read_text())))
         return
     if reason := ahead_of_time.missing(platform):
         parser.error(reason)
@@ -267,7 +230,7 @@ def main(platform: str, implementation: str, document: str) -> None:
     # Compile a small program first, so that what is loaded only once does not count in the compile time of another.
     warm_up = {"x": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
     for chip in arguments.chips.split(","):
-        ahead_of_time.compile_for(ahead_of_time.CHIPS[chip], _optax, warm_up)
+        ahead_of_time.compile_for(ahead_of_time.CHIPS[chip], optax_update, warm_up)
         for tree in arguments.trees.split(";"):
             for name in chosen:
                 key = {"chip": chip, "tree": tree, "method": name}
@@ -282,7 +245,7 @@ def main(platform: str, implementation: str, document: str) -> None:
                 rows = [other for other in rows if other not in same] + [row]
                 _write(arguments.out, platform, rows)
                 print(json.dumps({k: v for k, v in row.items() if k != "phases"}), flush=True)
-    print(measure.table(ratios(rows)))
+    print(table.render(json.loads(arguments.out.read_text())))
 
 
 def _place(row: dict[str, Any]) -> tuple[int, int, int]:

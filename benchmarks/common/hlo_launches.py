@@ -54,6 +54,7 @@ class Launch:
       asynchronous: Whether it runs beside what follows it.
       cycles: XLA's own estimate, on a TPU.
       phase: What it is for: the source file of the library that asked for it, or a named scope.
+      kernel: What is compiled for it: equal for launches that can share it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Launch:
     asynchronous: bool
     cycles: int | None
     phase: str
+    kernel: str = ""
 
     @property
     def factorization(self) -> bool:
@@ -150,7 +152,16 @@ class _Walk:
             asynchronous=i.op in ("copy-start", "slice-start"),
             cycles=int(cycles.group(1)) if cycles else None,
             phase=self._phase(i),
+            kernel=self._kernel(i, computation),
         )
+
+    def _kernel(self, i: Instruction, computation: str) -> str:
+        """The instruction, and what it calls, without names and origins."""
+        attributes = re.sub(r"(, )?(metadata=\{[^}]*\}|control-predecessors=\{[^}]*\})", "", i.attributes)
+        operands = [self._shape(computation, operand) or operand for operand in i.operands]
+        called = [name for name in re.findall(r"=%([\w.\-]+)", attributes) if name in self.computations]
+        inside = [self._kernel(k, name) for name in called for k in self.computations[name]]
+        return str((i.op, i.shape, operands, re.sub(r"=%[\w.\-]+", "", attributes), inside))
 
     def _products(self, i: Instruction, computation: str, flops, results) -> None:
         """Adds the matrix products of an instruction, those of a fusion too."""

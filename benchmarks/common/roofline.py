@@ -1,11 +1,16 @@
 """Model the seconds of a launch by a roofline: the largest of its arithmetic, its memory traffic and a minimum time.
 
 This is a model, not a measurement. It leaves out caches, overlap of kernels, and the effects of a library's choice of
-kernel. It ranks programs that differ in what they launch, multiply and copy.
+kernel. NVIDIA's constants are fitted to public measurements (benchmarks/gpu/calibration.py), which disagree: there are
+two ends, and every time is an interval. No public time of such a program on a TPU is known, and its ends are
+the same.
 """
 
 import dataclasses
+import json
 import math
+import pathlib
+from typing import NamedTuple
 
 from benchmarks.common.hlo_launches import Launch
 
@@ -16,12 +21,14 @@ class Gpu:
 
     Attributes:
       peak: Multiply and add, per second, by the type that is multiplied (the datasheet's dense figures).
-      efficiency: Share of the peak that a library's large product reaches.
+      efficiency: Share of the peak that a library's product reaches while all multiprocessors multiply.
       memory: Bytes per second of main memory, of the datasheet.
       memory_efficiency: Share of it that a streaming kernel reaches.
       cores: Number of streaming multiprocessors; the tiles of a product run in rounds of this many.
+      round: Seconds of each round of tiles beside its arithmetic: the pipeline fills, the tiles are stored.
       launch: Least seconds from the start of one kernel to the start of the next.
       gap: Seconds between the end of one kernel and the start of the next.
+      factorization: Seconds of a library's batched factorization or triangular solve.
     """
 
     peak: dict[str, float]
@@ -29,28 +36,31 @@ class Gpu:
     memory: float
     memory_efficiency: float
     cores: int
+    round: float
     launch: float
     gap: float
+    factorization: float
 
     def seconds(self, launch: Launch) -> float:
         """Of one run of the launch."""
+        if launch.factorization:
+            return self.factorization
         arithmetic = sum(
             flops / (self.peak[kind] * self.efficiency[kind]) for kind, flops in launch.flops.items()
         )
-        arithmetic *= self._idle_factor(launch)
+        if launch.results:
+            *batch, rows, columns = launch.results[0]
+            across, down = math.ceil(columns / 128), math.ceil(rows / 128)
+            tiles = math.prod(batch) * (
+                down * (down + 1) // 2 if "symmetric" in launch.flops else down * across
+            )
+            # Beyond the first round a library's choice of tiles fills the last one, on average: measured times grow
+            # with tiles / cores. Where there are few tiles, it splits the contracted axis: no more than two thirds of
+            # the GPU are ever idle.
+            rounds = max(1.0, tiles / self.cores)
+            arithmetic = arithmetic * min(rounds * self.cores / tiles, 3.0) + rounds * self.round
         traffic = launch.moved / (self.memory * self.memory_efficiency)
         return max(max(arithmetic, traffic) + self.gap, self.launch)
-
-    def _idle_factor(self, launch: Launch) -> float:
-        """How much longer a product takes because its last round of tiles does not fill the machine."""
-        if not launch.results:
-            return 1.0
-        *batch, rows, columns = launch.results[0]
-        across, down = math.ceil(columns / 128), math.ceil(rows / 128)
-        tiles = math.prod(batch) * (down * (down + 1) // 2 if "symmetric" in launch.flops else down * across)
-        # Where there are few tiles, a library splits the contracted axis: no more than two thirds of the GPU are ever
-        # idle.
-        return min(math.ceil(tiles / self.cores) * self.cores / tiles, 3.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,36 +94,81 @@ class Tpu:
         return max(arithmetic, traffic)
 
 
-ROOFLINES: dict[str, Gpu | Tpu] = {
-    # NVIDIA's H100 SXM datasheet, without sparsity. cuBLAS reaches about 70 % of the tensor cores' peak under the
-    # power limit, 75 % of the plain float32 units'; a copy 85 % of the memory's. Three microseconds is what short
-    # kernels take one after the other from a CUDA graph or a stream; the gap is what remains of it between long ones.
-    "H100": Gpu(
-        peak={
-            "bf16": 990e12,
-            "f16": 990e12,
-            "f32 default": 495e12,
-            "f32 highest": 67e12,
-            "symmetric": 990e12,
-        },
-        efficiency={"bf16": 0.70, "f16": 0.70, "f32 default": 0.70, "f32 highest": 0.75, "symmetric": 0.70},
-        memory=3.35e12,
+class Ends(NamedTuple):
+    """The two ends of every modelled time."""
+
+    optimistic: Gpu | Tpu
+    pessimistic: Gpu | Tpu
+
+
+def gpu(
+    chip: str,
+    *,
+    efficiency: float,
+    round: float,
+    gap: float,
+    launch: float,
+    factorization: float,
+    symmetric: float = 1.0,
+) -> Gpu:
+    """A `Gpu` with fitted constants.
+
+    Args:
+      chip: "H100" or "B200".
+      efficiency: Of products on tensor cores.
+      symmetric: The efficiency of symmetric products' kernels, in units of that.
+
+    The rest is as in `Gpu`, and from the datasheets: a copy reaches 85 % of the memory's bandwidth (measured: Marin),
+    plain float32 units 75 % of their peak.
+    """
+    half, tf32, f32, memory, cores = _DATASHEETS[chip]
+    shares = dict.fromkeys(("bf16", "f16", "f32 default"), efficiency)
+    return Gpu(
+        peak={"bf16": half, "f16": half, "symmetric": half, "f32 default": tf32, "f32 highest": f32},
+        efficiency={**shares, "symmetric": efficiency * symmetric, "f32 highest": 0.75},
+        memory=memory,
         memory_efficiency=0.85,
-        cores=132,
-        launch=3e-6,
-        gap=1e-6,
-    ),
+        cores=cores,
+        round=round,
+        launch=launch,
+        gap=gap,
+        factorization=factorization,
+    )
+
+
+# NVIDIA's datasheets of the SXM parts, without sparsity: multiply and add in half types, TF32 and float32, bytes of
+# main memory per second, multiprocessors.
+_DATASHEETS = {
+    "H100": (990e12, 495e12, 67e12, 3.35e12, 132),
+    "B200": (2250e12, 1125e12, 75e12, 8e12, 148),
+}
+
+_CALIBRATION = pathlib.Path(__file__).parents[1] / "results" / "calibration.json"
+_FITTED = json.loads(_CALIBRATION.read_text())["constants"] if _CALIBRATION.exists() else {}
+
+
+def _tpu(**constants: float) -> Ends:
+    return Ends(Tpu(**constants), Tpu(**constants))
+
+
+ROOFLINES: dict[str, Ends] = {
+    chip: Ends(gpu(chip, **ends["optimistic"]), gpu(chip, **ends["pessimistic"]))
+    for chip, ends in _FITTED.items()
+} | {
     # Google Cloud's TPU documentation: peak and memory of one chip. The clocks follow from the peak and the number of
     # multipliers; XLA's cycles are in units of them.
-    "v5e": Tpu(clock=1.5e9, peak=197e12, memory=0.82e12),
-    "v5p": Tpu(clock=1.75e9, peak=459e12, memory=2.765e12),
-    "v6e": Tpu(clock=1.75e9, peak=918e12, memory=1.64e12),
+    "v5e": _tpu(clock=1.5e9, peak=197e12, memory=0.82e12),
+    "v5p": _tpu(clock=1.75e9, peak=459e12, memory=2.765e12),
+    "v6e": _tpu(clock=1.75e9, peak=918e12, memory=1.64e12),
 }
 
 
-def total_seconds(chip: str, found: list[Launch]) -> float:
-    """Seconds of all launches one after the other, or of all traffic if that is more, as with asynchronous copies."""
-    model = ROOFLINES[chip]
-    one_by_one = sum(launch.count * model.seconds(launch) for launch in found)
-    traffic = sum(launch.count * launch.moved for launch in found) / model.memory
-    return max(one_by_one, traffic)
+def total_seconds(chip: str, found: list[Launch]) -> list[float]:
+    """Seconds at both ends: all launches in turn, or all traffic if that is more, as with asynchronous copies."""
+    return [
+        max(
+            sum(launch.count * model.seconds(launch) for launch in found),
+            sum(launch.count * launch.moved for launch in found) / model.memory,
+        )
+        for model in ROOFLINES[chip]
+    ]

@@ -35,7 +35,35 @@ def _mesh(content: Row) -> Row:
     }
 
 
+def _ends(content: Row) -> Row:
+    """The H100's constants at both ends, times in microseconds."""
+
+    def scaled(constants):
+        return {name: value if name == "efficiency" else 1e6 * value for name, value in constants.items()}
+
+    ends = content["constants"]["H100"]
+    return {"0": scaled(ends["optimistic"]), "1": scaled(ends["pessimistic"])}
+
+
 BLOCKS = {
+    "calibration": Block(
+        rows="summaries",
+        columns={
+            "measured by others": "{name}",
+            "rows": "{rows}",
+            "rms of log(measured ÷ modelled)": "{rms:.3f}",
+            "where not fitted": lambda row: (
+                format(row["predicted_rms"], ".3f") if "predicted_rms" in row else ""
+            ),
+            "least": "{least:.2f}",
+            "most": "{most:.2f}",
+        },
+        text='{table}\n\n"Where not fitted" is the rms over each half of the shapes with constants fitted to the other half. The '
+        "H100's constants, optimistic to pessimistic: {0[efficiency]:.3f} to {1[efficiency]:.3f} of the peak in bfloat16, "
+        "{0[round]:.1f} to {1[round]:.1f} µs for each round of tiles, {0[launch]:.1f} to {1[launch]:.1f} µs at least "
+        "for a kernel, {0[factorization]:.0f} to {1[factorization]:.0f} µs for a library's batched factorization.",
+        values=_ends,
+    ),
     "gpu_model": block(chips=False, compile_time=True),
     "gpu_model.headline": headline(),
     "aot_hopper": Block(

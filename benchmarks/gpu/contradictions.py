@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.common.roofline import ROOFLINES, Gpu
+from benchmarks.common.model_blocks import interval
+from benchmarks.common.roofline import ROOFLINES
 
 # A ratio between a measured and an assumed figure that is no contradiction, either way.
 TOLERANCE = 1.15
@@ -17,10 +18,8 @@ def contradictions(report: dict[str, Any]) -> list[str]:
     def rows(name):
         return [row for row in sections.get(name, {}).get("results", []) if "error" not in row]
 
-    h100 = ROOFLINES["H100"]
-    assert isinstance(h100, Gpu)
     return [
-        *_constants(rows("constants"), h100),
+        *_constants(rows("constants"), ROOFLINES["H100"]),
         *_orders(rows("step")),
         *_choices(rows("product")),
     ]
@@ -31,7 +30,7 @@ def milliseconds(times: dict[str, Any]) -> float | None:
     return next((times[clock]["median_ms"] for clock in ("host", "device") if clock in times), None)
 
 
-def _constants(rows: list[dict[str, Any]], model: Gpu) -> Iterator[str]:
+def _constants(rows: list[dict[str, Any]], ends: Any) -> Iterator[str]:
     for row in rows:
         ((_, times),) = row["times"].items()
         own = milliseconds(times)
@@ -40,14 +39,18 @@ def _constants(rows: list[dict[str, Any]], model: Gpu) -> Iterator[str]:
         seconds = own / 1e3
         if row["what"] == "efficiency":
             name = f"efficiency of {row['kind']} products"
-            assumed, found = model.efficiency[row["kind"]], row["flops"] / seconds / model.peak[row["kind"]]
+            assumed = [model.efficiency[row["kind"]] for model in ends]
+            found = row["flops"] / seconds / ends[0].peak[row["kind"]]
         elif row["what"] == "memory":
-            name, assumed = "share of the memory's bandwidth", model.memory_efficiency
-            found = row["bytes"] / seconds / model.memory
+            name, assumed = "share of the memory's bandwidth", [model.memory_efficiency for model in ends]
+            found = row["bytes"] / seconds / ends[0].memory
         else:
-            name, assumed, found = "seconds per launch", model.launch, seconds / row["launches"]
-        if _differ(found, assumed):
-            yield f"benchmarks/common/roofline.py: {name} is {assumed:.3g}, measured {found:.3g}."
+            name, assumed = "seconds per launch", [model.launch for model in ends]
+            found = seconds / row["launches"]
+        least, most = sorted(assumed)
+        if found < least / TOLERANCE or found > most * TOLERANCE:
+            shown = interval(sorted({least, most}), ".3g")
+            yield f"benchmarks/results/calibration.json: {name} is {shown}, measured {found:.3g}."
 
 
 def _orders(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -59,8 +62,11 @@ def _orders(rows: list[dict[str, Any]]) -> Iterator[str]:
             if "ahead_of_time_ms" in times and (own := milliseconds(times)) is not None
         }
         for (a, (model_a, own_a)), (b, (model_b, own_b)) in itertools.combinations(known.items(), 2):
-            if (model_a < model_b) != (own_a < own_b) and _differ(own_a, own_b) and _differ(model_a, model_b):
-                faster, slower = (a, b) if model_a < model_b else (b, a)
+            first = {x < y for x, y in zip(model_a, model_b, strict=True) if _differ(x, y)}
+            if first == {own_b < own_a} and _differ(
+                own_a, own_b
+            ):  # both ends of the model against the measurement
+                faster, slower = (a, b) if own_b < own_a else (b, a)
                 yield (
                     f"{row['tree']}: the model has {faster!r} before {slower!r}, measured the other way "
                     f"({min(own_a, own_b):.3g} and {max(own_a, own_b):.3g} ms): see the rules in muonjax/_policy.py."

@@ -32,8 +32,6 @@ CHECKS = [(64, 64), (200, 136), (130, 67), (3, 320, 192), (1000, 1000), (4096, 4
 CHECKS += [(8, 1024, 1024), (2048, 512), (8192, 1024), (1024, 4096), (2, 37, 5)]
 PRODUCTS = [(8192, 8192), (4096, 4096), (8, 4096, 4096), (8, 2048, 2048), (4096, 16384), (2048, 8192)]
 PRODUCTS += [(2048, 2048), (8, 1024, 1024), (1024, 1024), *MODEL]
-ITERATIONS = [(4096, 16384), (4096, 4096), (8, 2048, 2048), *MODEL, (8192, 8192), (2048, 8192)]
-ITERATIONS += [(8, 4096, 4096), (8, 1024, 1024), (2048, 2048), (1024, 1024)]
 FUSIONS = [(4096, 4096), (8, 2048, 2048)]
 TILES = [(1, 4096, 4096), (8, 2048, 2048), (1, 8192, 8192), (1, 2048, 8192), (8, 1024, 1024)]
 
@@ -42,7 +40,7 @@ def dry_run():
     """Sizes for a CPU, and an implementation that runs there."""
     KERNELS[:] = ["blocked"]
     TREES[:] = ["small"]
-    for shapes in (CHECKS, PRODUCTS, ITERATIONS, FUSIONS, TILES):
+    for shapes in (CHECKS, PRODUCTS, FUSIONS, TILES):
         small = {(*(min(n, 2) for n in batch), max(8, m // 64), max(8, k // 64)) for *batch, m, k in shapes}
         shapes[:] = sorted(small, key=len)[:4]
 
@@ -145,12 +143,12 @@ def timed(calls, *, rounds=5, iterations=5, model=True):
 
 
 def modelled(function, *arguments):
-    """Milliseconds of the compiled program by the roofline of the H100; None where XLA's text can't be counted."""
+    """Milliseconds of the compiled program at both ends of the roofline; None where its text can't be counted."""
     from benchmarks.common import hlo_launches, roofline
 
     try:
         text = function.lower(*arguments).compile().as_text()
-        return roofline.total_seconds("H100", hlo_launches.launches(text)) * 1e3
+        return [1e3 * seconds for seconds in roofline.total_seconds("H100", hlo_launches.launches(text))]
     except Exception:
         return None
 
@@ -270,62 +268,36 @@ def product():
                 return timed({"plain": (plain, x), **calls})
 
 
-def iteration():
-    """muonjax's iteration, with each symmetric product, against Optax's."""
+def public():
+    """Five standard steps (Optax's) and the presets, beside what others measured (benchmarks/data)."""
     import jax
-    import jax.numpy as jnp
-    from optax.contrib import MuonDimensionNumbers
-    from optax.contrib._muon import orthogonalize_via_newton_schulz
 
     import muonjax
+    from benchmarks.common import accelerator_model
+    from benchmarks.gpu import calibration
 
-    @jax.jit
-    def optax_five_steps(x):
-        def one(x):
-            dimensions = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-            return orthogonalize_via_newton_schulz(
-                x, jnp.asarray(muonjax.JORDAN[0]), 5, dimension_numbers=dimensions
-            )
+    def ours(settings):
+        return jax.jit(functools.partial(muonjax.newton_schulz, settings=settings))
 
-        return jax.vmap(one)(x) if x.ndim == 3 else one(x)
-
-    def ours(x, settings, **changes):
-        settings = dataclasses.replace(settings, **changes)
-        return jax.jit(functools.partial(muonjax.newton_schulz, settings=settings)), x
-
-    jordan = muonjax.NewtonSchulz(
-        coefficients=muonjax.JORDAN, num_steps=5, deflation=0.0, normalization="frobenius", form="standard"
-    )
-    balanced, fast = muonjax.NewtonSchulz.balanced(), muonjax.NewtonSchulz.fast()
-    for shape in ITERATIONS:
+    five = muonjax.NewtonSchulz(coefficients=muonjax.JORDAN, num_steps=5, deflation=0)
+    presets = {"fast": muonjax.NewtonSchulz.fast(), "balanced": muonjax.NewtonSchulz.balanced()}
+    kernels = {f"standard, {name}": dataclasses.replace(five, implementation=name) for name in KERNELS}
+    methods = {"standard": jax.jit(jax.vmap(accelerator_model.optax_update))}
+    methods |= {name: ours(settings) for name, settings in (presets | kernels).items()}
+    cases = {shape: {"H100, JAX, both stacks together": calibration.MARIN_MS} for shape in calibration.MARIN}
+    # What time cuts off is last: single matrices and the largest batches tell most.
+    for row in sorted(calibration.public(), key=lambda row: [1, 16, 4, 2, 8].index(int(row["batch"]))):
+        shape = tuple(int(row[name]) for name in ("batch", "m", "n"))
+        cases.setdefault(shape, {})[f"{row['gpu']}, {row['provider']}"] = float(row["milliseconds"])
+    if TREES == ["small"]:  # a dry run
+        cases = {(2, 16, 40): cases[2, 1024, 2560]}
+    for shape, others in cases.items():
 
         @measured(shape=shape)
-        def _(shape=shape):
-            x32 = draw(shape, "float32", 0)
-            x16 = x32.astype("bfloat16")
-            calls = {
-                "Optax, bfloat16": (optax_five_steps, x16),
-                "balanced": ours(x16, balanced),
-                "fast": ours(x16, fast),
-                "Optax, float32": (optax_five_steps, x32),
-            }
-            for name in KERNELS:
-                calls |= {
-                    f"Optax's steps, {name}": ours(x16, jordan, implementation=name),
-                    f"balanced, {name}": ours(x16, balanced, implementation=name),
-                    f"fast, {name}": ours(x16, fast, implementation=name),
-                    f"balanced, Gram form in float16, {name}": ours(
-                        x16,
-                        balanced,
-                        form="gram",
-                        restarts=(2,),
-                        compute_dtype="float16",
-                        implementation=name,
-                    ),
-                }
-            if x32.size > 2**28:  # too much memory, and nobody stacks so much in float32
-                del calls["Optax, float32"]
-            return timed(calls, rounds=3, iterations=3)
+        def _(shape=shape, others=others):
+            x = draw(shape, "bfloat16", 0)
+            result = timed({name: (f, x) for name, f in methods.items()}, rounds=2, iterations=3)
+            return {**result, "public_ms": others}
 
 
 def step():
@@ -456,48 +428,6 @@ def tiles():
             return timed({"plain": (plain, x), **calls}, rounds=2)
 
 
-def torch():
-    """PyTorch where it is at hand: its product and a compiled iteration, by CUDA's own events."""
-    try:
-        import torch
-    except ImportError:
-        record(what="torch", skipped="not installed")
-        return
-    import muonjax
-
-    a, b, c = muonjax.JORDAN[0]
-
-    def five_steps(x):
-        x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-        for _ in range(5):
-            gram = x @ x.mT
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        return x
-
-    def events(function, x, repeats=10):
-        for _ in range(3):
-            function(x)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(repeats):
-            function(x)
-        end.record()
-        torch.cuda.synchronize()
-        return {"milliseconds": start.elapsed_time(end) / repeats, "version": torch.__version__}
-
-    def case(function, shape):
-        return events(function, torch.randn(shape, device="cuda", dtype=torch.bfloat16))
-
-    compiled = torch.compile(five_steps)
-    for shape in PRODUCTS:
-        measured(what="torch.matmul", shape=shape)(
-            functools.partial(case, lambda x: torch.matmul(x, x.mT), shape)
-        )
-    for shape in ITERATIONS:
-        measured(what="compiled five steps", shape=shape)(functools.partial(case, compiled, shape))
-
-
 def tests():
     """The kernels' tests, which take the GPU where there is one."""
     root = pathlib.Path(__file__).parents[2]
@@ -520,7 +450,7 @@ def tests():
 
 SECTIONS = {
     function.__name__: function
-    for function in (device, check, step, constants, product, iteration, fusion, tiles, torch, tests)
+    for function in (device, check, public, step, constants, product, fusion, tiles, tests)
 }
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The counter of launches, on programs whose counts are known."""
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -58,9 +59,10 @@ def test_phases_are_scopes_and_else_source_files():
         "copied": "mirror",
         "out": "batching",
     }
-    phases = by_phase(launches(GPU), roofline.ROOFLINES["H100"].seconds)
+    h100 = roofline.ROOFLINES["H100"].optimistic
+    phases = by_phase(launches(GPU), h100.seconds)
     assert phases["deflation"]["launches"] == 5
-    assert phases["deflation"]["milliseconds"] == pytest.approx(5 * 3e-3)  # tiny kernels take the least time
+    assert phases["deflation"]["milliseconds"] == pytest.approx(5e3 * h100.launch)  # tiny: the least time
 
 
 def test_a_loop_without_a_length_is_an_error():
@@ -69,9 +71,29 @@ def test_a_loop_without_a_length_is_an_error():
 
 
 def test_a_large_product_takes_its_flops_and_a_copy_its_bytes():
-    h100 = roofline.ROOFLINES["H100"]
+    h100 = roofline.ROOFLINES["H100"].pessimistic
     large = GPU.replace("64,32", "8448,4096").replace("32,16", "4096,8192").replace("64,16", "8448,8192")
     seconds = h100.seconds(named(large)["f"])
-    assert seconds == pytest.approx(2 * 8448 * 8192 * 4096 / (0.7 * 990e12) + 1e-6)  # 32 full rounds of 132
+    arithmetic = 2 * 8448 * 8192 * 4096 / (h100.efficiency["bf16"] * 990e12)
+    assert seconds == pytest.approx(
+        arithmetic + 32 * h100.round + h100.gap
+    )  # 66 x 64 tiles: 32 rounds of 132
     copied = named(large)["copied"]
-    assert h100.seconds(copied) == pytest.approx(2 * 4 * 8448 * 4096 / (0.85 * 3.35e12) + 1e-6)
+    assert h100.seconds(copied) == pytest.approx(2 * 4 * 8448 * 4096 / (0.85 * 3.35e12) + h100.gap)
+
+
+def test_a_small_product_pays_for_a_whole_round_and_a_factorization_its_own_price():
+    h100 = roofline.ROOFLINES["H100"].pessimistic
+    small = GPU.replace("64,32", "1024,1024").replace("32,16", "1024,1024").replace("64,16", "1024,1024")
+    full = 2 * 1024**3 / (h100.efficiency["bf16"] * 990e12) * 132 / 64  # 64 tiles on 132 multiprocessors
+    assert h100.seconds(named(small)["f"]) == pytest.approx(full + h100.round + h100.gap)
+    cholesky = dataclasses.replace(named(GPU)["f"], kind="cusolver_potrf_ffi")
+    assert h100.seconds(cholesky) == h100.factorization > 10 * h100.launch
+
+
+def test_launches_that_differ_in_name_and_origin_alone_share_a_kernel():
+    found = named(GPU)
+    again = named(GPU.replace("%f = ", "%another = ").replace("(%f,", "(%another,"))
+    assert again["another"].kernel == found["f"].kernel
+    assert len({launch.kernel for launch in found.values()}) == len(found)
+    assert named(GPU.replace("64,16", "32,16"))["f"].kernel != found["f"].kernel
