@@ -21,16 +21,6 @@ def _shares(what: str) -> Callable[[Row], str]:
     return cell
 
 
-def _missed(content: Row) -> Row:
-    """Breaks that the quick or the thorough tests did not find, by file."""
-    missed = [
-        f"{row['breaks']} (`{row['file']}`)"
-        for row in content["rows"]
-        if not all(row[tier]["found"] for tier in ("quick", "thorough") if tier in row)
-    ]
-    return {"missed": "; ".join(missed) or "none"}
-
-
 def _by_reason(row: Row) -> list[tuple[str, list[str]]]:
     """What a strict mode stops, under the reason."""
     found: dict[str, list[str]] = {}
@@ -145,10 +135,15 @@ BLOCKS = {
         "parameters of an uninterrupted one, bit for bit, and with its losses at every step.\n\n{table}\n\n{machine}",
     ),
     "mutations": Block(
-        rows="tiers",
-        columns={"tier": "{name}", "breaks tried": "{run}", "found": "{found}", "share": "{share:.1%}"},
-        text="{table}\n\n{in_the_table} breaks are in the table. Missed by a tier: {missed}. {machine}",
-        values=_missed,
+        rows="sets",
+        columns={
+            "breaks": "{name}",
+            "tried": "{tried}",
+            "of them equivalent": "{equivalent}",
+            "found at first": "{found_at_first} ({share_at_first:.1%})",
+            "found now": "{found} ({share:.1%})",
+        },
+        text="{table}\n\nEach seed draws from the {lines:,} lines that decide something. {machine}",
     ),
     "versions": Block(
         columns={head: f"{{{head}}}" for head in VERSIONS},

@@ -1,0 +1,68 @@
+"""Which tests are run on a break of a file: its own first, then those of the code that uses it."""
+
+import pathlib
+
+from tests.mutations.breaks import ROOT
+
+_STEPS = ["tests/newton_schulz/test_iteration.py", "tests/newton_schulz/test_half_precision.py"]
+_ROUTES = ["tests/routing", "tests/equinox", "tests/zoo"]
+_MESH = ["tests/mesh/test_layouts.py", "tests/mesh/test_exchange.py", "tests/mesh/test_distribution.py"]
+
+# Beside the tests that are named as a file or its folder are. The longest path that fits counts.
+USED_BY = {
+    "muonjax/_newton_schulz/": ["tests/newton_schulz", "tests/reliability/test_adversarial_matrices.py"],
+    "muonjax/_policy": [*_STEPS, "tests/optimizers/test_orthogonalize.py"],
+    "muonjax/_linalg": [*_STEPS, "tests/msign", "tests/optimizers/test_orthogonalize.py"],
+    "muonjax/_matrix_view": ["tests/optimizers/test_orthogonalize.py", "tests/routing/test_dimension_numbers.py"],
+    "muonjax/_batching": ["tests/optimizers/test_orthogonalize.py"],
+    "muonjax/_orthogonalize": ["tests/optimizers/test_optimizers.py"],
+    "muonjax/_match_rms": ["tests/optimizers/test_optimizers.py"],
+    "muonjax/_trace": ["tests/optimizers/test_optimizers.py", "tests/mesh/test_explicit.py"],
+    "muonjax/_keywords": ["tests/optimizers/test_first_mistakes.py", "tests/optimizers/test_optimizers.py"],
+    "muonjax/_update_arguments": ["tests/optimizers/test_first_mistakes.py", "tests/optimizers/test_optimizers.py"],
+    "muonjax/_partition": [
+        "tests/optimizers/test_first_mistakes.py",
+        "tests/reliability/test_restored_elsewhere.py",
+        "tests/optimizers/test_optimizers.py",
+    ],
+    "muonjax/_hyperparameters": ["tests/optimizers/test_optimizers.py", "tests/optimizers/test_hyperball.py"],
+    "muonjax/_explicit_axes": ["tests/mesh/test_explicit.py"],
+    "muonjax/_seen_matrices": ["tests/optimizers/test_monitor.py"],
+    "muonjax/_monitor/": ["tests/optimizers/test_monitor.py", "tests/optimizers/test_metrics.py"],
+    "muonjax/_inspect": ["tests/program/test_inspect.py"],
+    "muonjax/_value_and_grad": ["tests/program/test_value_and_grad.py"],
+    "muonjax/_routing/": _ROUTES,
+    "muonjax/equinox/": ["tests/equinox"],
+    "muonjax/_program/": [
+        "tests/program/test_inspect.py",
+        "tests/program/test_rewrite.py",
+        "tests/program/test_value_and_grad.py",
+        "tests/program/test_hostile_programs.py",
+        "tests/program/test_researchers_programs.py",
+    ],
+    "muonjax/_clipping/": ["tests/clipping", "tests/reliability/test_adversarial_attention.py"],
+    "muonjax/_adapters/hadamard": ["tests/adapters/test_hadamard.py", "tests/linen", "tests/nnx"],
+    "muonjax/_adapters/": ["tests/adapters", "tests/linen", "tests/nnx"],
+    "muonjax/_cost_model": ["tests/mesh/test_assignment.py", *_MESH],
+    "muonjax/linen/": ["tests/linen", "tests/clipping/test_watch.py", "tests/routing"],
+    "muonjax/nnx/": [
+        "tests/nnx",
+        "tests/clipping/test_watch.py",
+        "tests/routing",
+        "tests/program/test_inspect.py",
+    ],
+    "pallas_kernels/": ["tests/pallas_kernels", *_STEPS],
+}
+
+
+def tests_of(file: str) -> list[str]:
+    """Paths for pytest: the file's doctests, the tests of its name, of its folder, and of what uses it."""
+    path = pathlib.Path(file)
+    tests = (
+        pathlib.Path("tests")
+        if path.parent.name == "muonjax"
+        else pathlib.Path("tests", path.parent.name.strip("_"))
+    )
+    own, whole = f"{tests}/test_{path.stem.strip('_')}.py", [str(tests)] if tests.name != "tests" else []
+    users = USED_BY[fits] if (fits := max(filter(file.startswith, USED_BY), key=len, default="")) else []
+    return [file, *dict.fromkeys(name for name in (own, *users, *whole) if (ROOT / name).exists())]
