@@ -4,7 +4,8 @@
     python -m benchmarks.training.fine_tuning --minutes 10    # starts no run after ten minutes
 
 The small transformer of `variants` trains on the documentation, by AdamW and by Muon, and then on the source of
-Python's standard library, by each method at several rates. Rates are in units of the optimizer's own rate of the first training.
+Python's standard library, by each method at several rates. Rates are in units of the optimizer's own rate of the first
+training.
 """
 
 import argparse
@@ -181,7 +182,7 @@ def at_equal_gain(rows: Sequence[dict[str, Any]], part: float = 0.9) -> list[dic
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     sizes = {"first_steps": 500, "steps": 120, "batch": 8, "width": 128, "layers": 2, "head_size": 16}
     sizes |= {"context": 64}
     for name, default in sizes.items():
