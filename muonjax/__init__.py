@@ -52,6 +52,7 @@ from muonjax._newton_schulz.iteration import newton_schulz as newton_schulz
 from muonjax._newton_schulz.settings import NewtonSchulz as NewtonSchulz
 from muonjax._normalize_neurons import NormalizeNeuronsState as NormalizeNeuronsState
 from muonjax._normalize_neurons import normalize_neurons as normalize_neurons
+from muonjax._offload import offload as offload
 from muonjax._optimizers import MuonSettings as MuonSettings
 from muonjax._optimizers import adamclip as adamclip
 from muonjax._optimizers import muon as muon

@@ -9,6 +9,7 @@ import optax
 from muonjax._clipping.transform import QKClipState, unboxed
 from muonjax._hyperparameters import is_known
 from muonjax._linalg import at_least_float32, scaled
+from muonjax._offload import offload
 
 
 class EmaNesterovState(NamedTuple):
@@ -109,7 +110,7 @@ def ema_nesterov(
         )
         return updates, EmaNesterovState(after, count, ahead, ema)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return offload(optax.GradientTransformationExtraArgs(init, update))
 
 
 def ema_nesterov_params(state: Any, params: optax.Params) -> Any:

@@ -19,6 +19,7 @@ from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._normalize_neurons import normalize_neurons
+from muonjax._offload import offload
 from muonjax._orthogonalize import orthogonalize
 from muonjax._partition import partition_by_route
 from muonjax._routing.dimension_numbers import decays
@@ -390,7 +391,7 @@ def _then_clip(
             raise ValueError(other_state(call, state))
         return chain.update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(chain.init, update)
+    return offload(optax.GradientTransformationExtraArgs(chain.init, update))
 
 
 # A doctest is not found behind a decorator.

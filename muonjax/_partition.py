@@ -10,6 +10,7 @@ import optax
 
 from muonjax._int8_momentum import check_kind
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
+from muonjax._offload import offload
 from muonjax._routing.dimension_numbers import dimension_numbers as route
 from muonjax._routing.parameters import check_parameters
 from muonjax._trees import flatten_paths, is_masked
@@ -57,7 +58,7 @@ def partition_by_route(
         _check_state(state, jax.eval_shape(tx.init, updates), call)
         return tx.update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return offload(optax.GradientTransformationExtraArgs(init, update))
 
 
 def _fixed() -> optax.GradientTransformation:

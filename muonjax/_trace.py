@@ -18,6 +18,7 @@ from muonjax._int8_momentum import (
 from muonjax._linalg import at_least_float32, scaled
 from muonjax._mesh.distribution import Distribution, even_sharding, spread_specs
 from muonjax._mesh.layout import size_of
+from muonjax._offload import offload
 
 
 def trace(
@@ -69,7 +70,7 @@ def trace(
             new = optax.TraceState(jax.tree.map(lambda m, old: m.astype(old.dtype), new.trace, state.trace))
         return updates, new
 
-    return optax.GradientTransformation(plain.init, update)
+    return offload(optax.GradientTransformation(plain.init, update))
 
 
 def _int8_trace(
@@ -96,7 +97,7 @@ def _int8_trace(
         updates, values, scale = (treedef.unflatten([r[i] for r in results]) for i in range(3))
         return updates, Int8TraceState(values, scale)
 
-    return optax.GradientTransformation(init, update)
+    return offload(optax.GradientTransformation(init, update))
 
 
 def _check(tree: Any, distribution: Distribution | None) -> None:

@@ -116,10 +116,10 @@ class Trainer:
         """The batch of a step: the same for every recipe."""
         return self.text.batch(seed, step, self.batch, self.model.context)
 
-    def run(
+    def train(
         self, rate: float, adam_rate: float, seed: int, watch: Callable[[int, Any], None] | None = None
-    ) -> float:
-        """Train, and return the held-out loss; 10 nats if it is not finite."""
+    ) -> tuple[Any, Any]:
+        """Parameters and the optimizer's state after training."""
         params, state = self.start(seed)
         for step in range(self.steps):
             if watch is not None:
@@ -127,13 +127,20 @@ class Trainer:
             params, state, _ = self.step(
                 params, state, self.windows(seed, step), jnp.float32(rate), jnp.float32(adam_rate)
             )
+        return params, state
+
+    def run(
+        self, rate: float, adam_rate: float, seed: int, watch: Callable[[int, Any], None] | None = None
+    ) -> float:
+        """Train, and return the held-out loss; 10 nats if it is not finite."""
+        params, state = self.train(rate, adam_rate, seed, watch)
         weights = muonjax.ema_nesterov_params(state, params) if self.recipe.look_ahead else params
         held_out = float(self.loss(weights, self.held_out))
         return held_out if math.isfinite(held_out) else 10.0
 
 
 class Book:
-    """A JSON file of runs; each run is a row of settings and its held-out loss, and is trained once."""
+    """A JSON file of runs, each a row of settings and its held-out loss or other results, and trained once."""
 
     def __init__(self, name: str, settings: dict[str, Any], until: float = math.inf):
         self.name, self.settings, self.until = name, settings, until
@@ -149,15 +156,16 @@ class Book:
         """The rows with these values."""
         return [row for row in self.rows if all(row[name] == value for name, value in key.items())]
 
-    def ensure(self, key: dict[str, Any], train: Callable[[], float]) -> bool:
+    def ensure(self, key: dict[str, Any], train: Callable[[], float | dict[str, Any]]) -> bool:
         """Train and write the row `key`, unless it is there; False if the time is over."""
         if self.find(**key):
             return True
         if time.monotonic() > self.until:
             return False
         began = time.perf_counter()
-        held_out = round(train(), 5)
-        self.rows.append({**key, "held_out": held_out, "seconds": round(time.perf_counter() - began, 1)})
+        found = train()
+        results = found if isinstance(found, dict) else {"held_out": round(found, 5)}
+        self.rows.append({**key, **results, "seconds": round(time.perf_counter() - began, 1)})
         print(", ".join(f"{name} {value}" for name, value in self.rows[-1].items()), flush=True)
         self.write()
         return True

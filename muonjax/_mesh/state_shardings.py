@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey
 
 from muonjax._mesh.distribution import (
@@ -18,7 +18,11 @@ from muonjax._mesh.distribution import (
 
 
 def state_shardings(
-    tx: optax.GradientTransformation, params: Any, distribution: Distribution | None = None
+    tx: optax.GradientTransformation,
+    params: Any,
+    distribution: Distribution | None = None,
+    *,
+    memory_kind: str | None = None,
 ) -> Any:
     """Shardings for the optimizer's state, so that momentum is sharded as its parameter is.
 
@@ -29,6 +33,8 @@ def state_shardings(
       tx: Any Optax transformation.
       params: Arrays or `jax.ShapeDtypeStruct`s.
       distribution: How the parameters are sharded. None: as the arrays are.
+      memory_kind: Of the arrays like a parameter, and the scales of int8 momentum: "pinned_host" is the host's memory
+        (see `muonjax.offload`), None the device's. Counters and other small arrays stay on the device.
 
     Returns:
       A tree of `NamedSharding`s like `tx.init(params)`. What `tx.init` makes with explicit axis types stays as it is.
@@ -36,7 +42,8 @@ def state_shardings(
       so are the scales of int8 momentum; all else is replicated.
 
     Raises:
-      ValueError: If the specs do not fit the parameters, or nothing says how these are sharded.
+      ValueError: If the specs do not fit the parameters, nothing says how these are sharded, or the devices have no
+        such memory.
 
     Example:
       >>> import jax, muonjax
@@ -52,9 +59,7 @@ def state_shardings(
         distribution = distribution_of(params, call="state_shardings")
     specs = spread_specs(distribution.param_specs, params, call="state_shardings")
     mesh, mesh_shape = distribution.mesh, dict(distribution.mesh.shape)
-
-    def named(shape: tuple[int, ...], spec: Any) -> NamedSharding:
-        return NamedSharding(mesh, partition_spec(even_sharding(shape, spec, mesh_shape)))
+    _check_memory(mesh, memory_kind)
 
     of_params = {
         path: (leaf.shape, spec)
@@ -62,8 +67,7 @@ def state_shardings(
     }
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        if leaf.sharding is not None:  # of explicit axis types
-            return NamedSharding(mesh, leaf.sharding.spec)
+        explicit = None if leaf.sharding is None else leaf.sharding.spec
         # Not optax.tree.map_params: it fails where a tree of labels or a mask is fixed.
         for start in range(len(path) + 1):
             shape, spec = of_params.get(path[start:], (None, None))
@@ -72,7 +76,21 @@ def state_shardings(
             # Scales of int8 momentum: of the parameter's axes, the last is one of blocks.
             of_blocks = start and path[start - 1] == GetAttrKey("scale") and shape[:-1] == leaf.shape[:-1]
             if shape == leaf.shape or of_blocks:
-                return named(leaf.shape, spec)
-        return NamedSharding(mesh, PartitionSpec())
+                if explicit is None:
+                    explicit = partition_spec(even_sharding(leaf.shape, spec, mesh_shape))
+                return NamedSharding(mesh, explicit, memory_kind=memory_kind)
+        return NamedSharding(mesh, explicit or PartitionSpec())
 
     return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(tx.init, params))
+
+
+def _check_memory(mesh: Any, kind: str | None) -> None:
+    if kind is None or isinstance(mesh, AbstractMesh):
+        return
+    device = mesh.devices.flat[0]
+    kinds = sorted({memory.kind for memory in device.addressable_memories()})
+    if kind not in kinds:
+        raise ValueError(
+            f"state_shardings(memory_kind={kind!r}): the memory of {device.device_kind} is {', '.join(kinds)}; leave "
+            "memory_kind out to keep the state on the device."
+        )

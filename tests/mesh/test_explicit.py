@@ -61,6 +61,7 @@ MATRICES = {"muon_weight_dimension_numbers": NUMBERS, "newton_schulz": QUICK}
 PUBLIC = {
     "adamclip": lambda: muonjax.adamclip(1e-3, SITE),
     "cautious_weight_decay": lambda: muonjax.cautious_weight_decay(0.1),
+    "offload": lambda: muonjax.offload(optax.adamw(1e-3)),
     "ema_nesterov": lambda: muonjax.ema_nesterov(muonjax.muon(1e-3, **MATRICES), 0.5),
     "hyperball": lambda: muonjax.hyperball(0.1, dimension_numbers=NUMBERS),
     "match_rms": lambda: muonjax.match_rms(dimension_numbers=NUMBERS),

@@ -1,0 +1,108 @@
+"""Count memory and copies of an update whose state is in host memory, compiled for accelerators on a machine without.
+
+    python -m benchmarks.optimizer.host_state [--chips H100]
+
+Needs `pip install "muonjax[cuda13]"` and `"muonjax[tpu]"`; writes benchmarks/results/host_state.json. The update is
+that of `muon` for square matrices, or of `trace` alone; gradients and state are donated. A group is the matrices that
+are orthogonalized at once. A TPU's scheduler copies ahead into whatever memory is free, so one case leaves it little.
+"""
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import muonjax
+from benchmarks.common import ahead_of_time, measure
+from muonjax._policy import Policy
+
+
+class Case(NamedTuple):
+    """An update of `count` matrices size x size, for a chip."""
+
+    chip: str
+    optimizer: str
+    count: int
+    size: int
+    note: str = ""
+
+
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "muon": lambda: muonjax.muon(1e-3),
+    "muon, int8": lambda: muonjax.muon(1e-3, mu_dtype=jnp.int8),
+    "trace": lambda: muonjax.trace(0.95, nesterov=True),
+}
+CASES = [
+    Case("H100", "muon", 8, 4096),
+    Case("H100", "muon, int8", 8, 4096),
+    Case("H100", "trace", 8, 4096),
+    Case("v5e", "trace", 8, 4096, "11 GiB are free"),
+    Case("v5e", "trace", 58, 8192, "1.5 GiB are free"),
+    Case("v5e", "muon", 4, 2048, "16 GiB are free"),
+]
+
+
+def compiled(case: Case, memory_kind: str | None) -> Any:
+    """The update of a case."""
+    chip, tx = ahead_of_time.CHIPS[case.chip], OPTIMIZERS[case.optimizer]()
+    mesh = Mesh(np.array(ahead_of_time.devices(chip)[:1]), ("device",))
+    here = NamedSharding(mesh, PartitionSpec())
+    matrix = jax.ShapeDtypeStruct((case.size, case.size), jnp.float32, sharding=here)
+    params = {f"layer_{i}": {"kernel": matrix} for i in range(case.count)}
+    shardings = muonjax.state_shardings(tx, params, memory_kind=memory_kind)
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(tx.init, params),
+        shardings,
+    )
+    step = jax.jit(tx.update, donate_argnums=(0, 1), out_shardings=(here, shardings))
+    with ahead_of_time.traced_for(chip):
+        return step.lower(params, state, params).compile(compiler_options=dict(chip.options))
+
+
+def count(case: Case) -> dict[str, Any]:
+    """The figures of a case."""
+    device, host = compiled(case, None), compiled(case, "pinned_host")
+    policy, matrix = Policy(ahead_of_time.CHIPS[case.chip].platform), 4 * case.size**2
+    group = matrix * min(case.count, max(1, int(policy.stack_elements // case.size**2)))
+    before, after = device.memory_analysis(), host.memory_analysis()
+    # The device's arguments without state: gradients and parameters.
+    others = 2 * case.count * matrix if case.optimizer != "trace" else case.count * matrix
+    text = host.as_text()
+    # Memory space 5 is the host's.
+    copies = re.findall(r"= \(([^)]*)\) (?:copy-start|async-start)\(", text)
+    return {
+        **case._asdict(),
+        "state_mib": (before.argument_size_in_bytes - others) / 2**20,
+        "state_on_device": max(0, after.argument_size_in_bytes - others),
+        "state_on_host_mib": after.host_argument_size_in_bytes / 2**20,
+        "added_mib": (after.temp_size_in_bytes - before.temp_size_in_bytes) / 2**20,
+        "added_groups": (after.temp_size_in_bytes - before.temp_size_in_bytes) / group,
+        "group_mib": group / 2**20,
+        "asynchronous": sum("S(5)" in shapes for shapes in copies),
+        "synchronous": len(re.findall(r"S\(5\)\S* copy\(", text)),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--chips", nargs="+", default=["H100", "v5e"], choices=["H100", "v5e"])
+    args = parser.parse_args(arguments)
+    rows = []
+    for case in CASES:
+        if case.chip in args.chips:
+            if reason := ahead_of_time.missing(ahead_of_time.CHIPS[case.chip].platform):
+                raise SystemExit(reason)
+            rows.append(count(case))
+            print(measure.table(rows[-1:]), flush=True)
+    measure.write("host_state", {"cases": rows})
+
+
+if __name__ == "__main__":
+    main()

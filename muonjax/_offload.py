@@ -1,0 +1,53 @@
+"""Optimizer state in host memory: copied to the device for an update, and back."""
+
+from typing import Any
+
+import jax
+import optax
+
+
+def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Any Optax transformation, whose state may lie in host memory.
+
+    An array of the state that lies there is copied to the device where the update reads it, and its new value back.
+    The copies are asynchronous and one for each array: XLA's scheduler starts the next ones while the last are used. On
+    a GPU two are under way at a time; on a TPU as many as there is free memory for. All optimizers of muonjax, `trace`
+    and `ema_nesterov` do so by themselves; others, and `optax.MultiSteps` around any, need this wrapper.
+
+    Args:
+      tx: Such as `optax.adamw(1e-3)`.
+
+    Returns:
+      The same transformation to the bit; `state_shardings(tx, params, memory_kind="pinned_host")` places its state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, muonjax, optax
+      >>> tx = muonjax.offload(optax.adamw(1e-3))
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> params = {"w": jax.device_put(jnp.ones((4, 8)), jax.NamedSharding(mesh, jax.P()))}
+      >>> shardings = muonjax.state_shardings(tx, params, memory_kind="pinned_host")
+      >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
+      >>> updates, state = jax.jit(tx.update)(params, state, params)
+      >>> state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+
+    Source: JAX's guide to host offloading.
+    """
+    update = optax.with_extra_args_support(tx).update
+
+    def on_device(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+        if not any(map(_is_on_host, jax.tree.leaves(state))):
+            return update(updates, state, params, **extra_args)
+        here = jax.tree.map(lambda x: _move(x, "Device") if _is_on_host(x) else x, state)
+        updates, new = update(updates, here, params, **extra_args)
+        return updates, jax.tree.map(lambda x, old: _move(x, "Host") if _is_on_host(old) else x, new, state)
+
+    return optax.GradientTransformationExtraArgs(tx.init, on_device)
+
+
+def _is_on_host(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def _move(x: jax.Array, space: str) -> jax.Array:
+    return jax.device_put(x, jax.memory.Space[space])

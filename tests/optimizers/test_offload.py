@@ -1,0 +1,165 @@
+"""Optimizer state in host memory: the same updates to the bit, from wherever the state is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import muonjax
+from benchmarks.common import ahead_of_time, hlo_counts
+from benchmarks.optimizer import host_state
+from tests.mesh.layouts import make_mesh
+from tests.tools.oracles import normal
+from tests.tools.tiers import thorough
+
+SHORT = muonjax.NewtonSchulz(num_steps=1, deflation=0)
+SHAPES = {f"attention/{name}/kernel": (16, 2, 32) for name in ("query", "key", "value")}
+SHAPES |= {"up/kernel": (16, 64), "up/bias": (64,), "embedding/embedding": (32, 16)}
+STATISTICS = {"attention": jnp.array([400.0, 50.0])}
+OPTIMIZERS = {
+    "muon": lambda **kw: muonjax.muon(0.1, newton_schulz=SHORT, **kw),
+    "int8": lambda **kw: muonjax.muon(0.1, newton_schulz=SHORT, mu_dtype=jnp.int8, **kw),
+    "muonclip": lambda **kw: muonjax.muonclip(0.1, muonjax.mha_site(), newton_schulz=SHORT, **kw),
+    "normuon": lambda **kw: muonjax.normuon(0.1, newton_schulz=SHORT, **kw),
+    "adamclip": lambda: muonjax.adamclip(0.1, muonjax.mha_site()),
+    "ema_nesterov": lambda: muonjax.ema_nesterov(muonjax.muon(0.1, newton_schulz=SHORT), 0.5),
+    "offload(adamw)": lambda: muonjax.offload(optax.adamw(0.1)),
+    "offload(MultiSteps)": lambda: muonjax.offload(optax.MultiSteps(optax.adam(0.1), 2)),
+}
+
+
+def params(mesh):
+    flat = {path: normal(*shape, seed=len(path)) for path, shape in SHAPES.items()}
+    tree = {}
+    for path, leaf in flat.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    specs = jax.tree.map(lambda p: P("fsdp") if p.ndim > 1 else P(), tree)
+    return jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), tree, specs), specs
+
+
+def kinds(state):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.ndim}
+
+
+def program(tx, tree, shardings):
+    def step(tree, state, gradients):
+        extra = {"max_logits": STATISTICS} if "QKClip" in repr(jax.tree.structure(state)) else {}
+        updates, state = tx.update(gradients, state, tree, **extra)
+        return optax.apply_updates(tree, updates), state
+
+    like = jax.tree.map(lambda p: p.sharding, tree)
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=(like, shardings))
+
+
+def trained(tx, tree, distribution, memory_kind, steps=2):
+    shardings = muonjax.state_shardings(tx, tree, distribution, memory_kind=memory_kind)
+    state = jax.jit(tx.init, out_shardings=shardings)(tree)
+    step = program(tx, tree, shardings)
+    tree = jax.tree.map(jnp.copy, tree)
+    for count in range(steps):
+        gradients = jax.tree.map(lambda p, c=count: p * 0 + normal(*p.shape, seed=c), tree)
+        tree, state = step(tree, state, gradients)
+    return tree, state
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "muonclip",
+        "int8",
+        "offload(MultiSteps)",
+        *(thorough(n) for n in OPTIMIZERS if n not in ("muonclip", "int8", "offload(MultiSteps)")),
+    ],
+)
+def test_the_place_of_the_state_changes_no_bit(name):
+    mesh = make_mesh(fsdp=1)
+    tree, specs = params(mesh)
+    tx, distribution = OPTIMIZERS[name](), muonjax.Distribution(mesh, specs)
+    on_device, on_host = (trained(tx, tree, distribution, kind) for kind in (None, "pinned_host"))
+    assert "pinned_host" in kinds(on_host[1])
+    assert "pinned_host" not in kinds(on_device[1])
+    same(on_host, on_device)
+
+
+@pytest.mark.parametrize("name", ["muon", thorough("int8"), thorough("muonclip")])
+def test_no_collective_is_added_on_a_mesh(name):
+    mesh = make_mesh(fsdp=8)
+    tree, specs = params(mesh)
+    distribution = muonjax.Distribution(mesh, specs)
+    tx = OPTIMIZERS[name](distribution=distribution)
+    counts, results = [], []
+    for kind in (None, "pinned_host"):
+        shardings = muonjax.state_shardings(tx, tree, distribution, memory_kind=kind)
+        state = jax.jit(tx.init, out_shardings=shardings)(tree)
+        compiled = program(tx, tree, shardings).lower(tree, state, tree).compile()
+        counts.append(hlo_counts.count(compiled, unknown_trips=1))
+        results.append(trained(tx, tree, distribution, kind))
+    assert counts[0].collectives == counts[1].collectives
+    assert counts[0].sent == counts[1].sent
+    same(*results)
+
+
+def test_a_checkpoint_goes_to_either_memory(tmp_path):
+    mesh = make_mesh(fsdp=1)
+    tree, specs = params(mesh)
+    tx, distribution = OPTIMIZERS["int8"](), muonjax.Distribution(mesh, specs)
+    _, state = trained(tx, tree, distribution, "pinned_host")
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "state", state)
+        saver.wait_until_finished()
+        for kind in (None, "pinned_host"):
+            shardings = muonjax.state_shardings(tx, tree, distribution, memory_kind=kind)
+            like = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
+            )
+            restored = saver.restore(tmp_path / "state", like)
+            assert ("pinned_host" in kinds(restored)) == (kind is not None)
+            same(restored, state)
+
+
+def test_outside_of_jit_the_state_stays_where_it_is():
+    mesh = make_mesh(fsdp=1)
+    tree, specs = params(mesh)
+    tx = muonjax.trace(0.9)
+    shardings = muonjax.state_shardings(
+        tx, tree, muonjax.Distribution(mesh, specs), memory_kind="pinned_host"
+    )
+    _, state = tx.update(tree, jax.device_put(tx.init(tree), shardings))
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"pinned_host"}
+
+
+def test_a_memory_that_is_not_there_is_named_with_those_that_are():
+    mesh = make_mesh(fsdp=1)
+    tree, specs = params(mesh)
+    with pytest.raises(ValueError, match=r"memory_kind='hbm'.*pinned_host"):
+        muonjax.state_shardings(muonjax.muon(0.1), tree, muonjax.Distribution(mesh, specs), memory_kind="hbm")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "case",
+    [host_state.Case("H100", "muon", 6, 256), host_state.Case("v5e", "trace", 6, 4096)],
+    ids=lambda c: c.chip,
+)
+def test_compiled_for_accelerators_the_state_is_not_on_the_device(case):
+    if reason := ahead_of_time.missing(ahead_of_time.CHIPS[case.chip].platform):
+        pytest.skip(reason)
+    row = host_state.count(case)
+    assert row["state_on_device"] <= 64  # counters
+    assert row["state_on_host_mib"] == case.count * 4 * case.size**2 / 2**20
+    assert row["asynchronous"] == 2 * case.count
+    assert row["synchronous"] == 0
+    if case.chip == "H100":
+        assert row["added_mib"] <= 4.1 * 4 * case.size**2 / 2**20  # two copies in, two out
