@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import MatrixProduct, on_diagonal, square_norm
+from muonjax._linalg import MatrixProduct, on_diagonal, scaled, square_norm
 from muonjax._newton_schulz.coefficients import Coefficients
-from muonjax._newton_schulz.products import SymmetricProduct, in_blocks
+from muonjax._newton_schulz.normalization import Normalization, inverse_row_norms, largest_eigenvalue, or_one
+from muonjax._newton_schulz.products import SymmetricProduct, in_blocks, shared
 from muonjax._newton_schulz.scaling import power_of_two_scale
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import deflate
@@ -109,23 +110,16 @@ class _Products(NamedTuple):
 
 
 def iterate(
-    x: jax.Array,
-    settings: NewtonSchulz,
-    policy: Policy,
-    dtype: jnp.dtype,
-    columns: int,
-    axis_name: tuple[str, ...] = (),
-    together: tuple[str, ...] = (),
+    x: jax.Array, settings: NewtonSchulz, policy: Policy, dtype: jnp.dtype, axis_name: tuple[str, ...] = ()
 ) -> jax.Array:
-    """x [*batch, m, n] with m <= `columns` -> its orthogonalization, in float32.
-
-    Args:
-      dtype: bfloat16.
-      columns: n, counted over `axis_name`, the mesh axes over which the columns are sharded.
-      together: Mesh axes whose devices share the work on m x m matrices.
-    """
-    product = SymmetricProduct(policy.platform, dtype, settings.implementation, together)
-    m = x.shape[-2]
+    """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in float32; by bfloat16."""
+    if settings.restarts is not None or any(a == 0 for a, _, _ in settings.steps):
+        raise ValueError(
+            f"NewtonSchulz(coefficients={settings.coefficients}, restarts={settings.restarts}): in bfloat16 all steps "
+            "but the last ones restart, and each needs a linear term; give compute_dtype='float32'."
+        )
+    m, n = x.shape[-2], x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
+    product = shared(SymmetricProduct(policy.platform, dtype, settings.implementation), m, axis_name)
     products = _Products(product, axis_name, policy.symmetric_in_blocks(m))
     x = x.astype(jnp.float32)
     rank = min(settings.deflation, m // 8)
@@ -134,7 +128,7 @@ def iterate(
         z, basis = deflate(x, rank, dtype, products.over_columns, scale_of)
     else:
         z, basis = (scale_of(x) * x).astype(dtype), None
-    q, z = _steps(products, z, settings.steps, basis, _fused(settings, policy, m, columns))
+    q, z = _steps(products, z, settings, basis, _fused(settings, policy, m, n))
     # A stack's result is cut, and in half precision that moves half as much.
     return products.summed(q, z) if x.ndim == 2 else products.rounded(q, z).astype(jnp.float32)
 
@@ -151,33 +145,32 @@ def _fused(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int,
     number = min(most, len(settings.steps) - before)
     while number > 1 and math.prod(a for a, _, _ in settings.steps[-number:-1]) > _LARGEST_FACTOR[number]:
         number -= 1
-    return (number if number > 1 and policy.joins_last_steps(m, n) else 1), dtype
+    fused = policy.joins_last_steps(m, n) if settings.form == "auto" else settings.form == "gram"
+    return (number if number > 1 and fused else 1), dtype
 
 
 def _steps(
     products: _Products,
     z: jax.Array,
-    steps: Coefficients,
+    settings: NewtonSchulz,
     basis: jax.Array | None,
     fused: tuple[int, jnp.dtype],
 ) -> tuple[jax.Array, jax.Array]:
-    """The polynomials of `steps` on z up to the last product: Q and z', the result being Q z'.
+    """The polynomials on z up to the last product: Q and z', the result being Q z'.
 
     Args:
       basis: Of directions that have been shrunk to about the same size.
       fused: As `_fused` gives it.
     """
     number, dtype = fused
+    steps = settings.steps
     apart = len(steps) - number if number > 1 else len(steps)
     r = products.gram(z)
-    r2 = products.symmetric(r)
-    fourth = square_norm(r2)
-    fourth = jnp.where(fourth == 0, 1, fourth)
-    if basis is not None and basis.shape[-1] > 1:
-        fourth = _without_other_fourth_powers(products, r, fourth, basis)
-    fourth = _ABOVE_ROUNDING * fourth
-    inverse_bound = fourth**-0.25
-    factor = math.prod(a for a, _, _ in steps) * fourth**-0.125
+    if settings.normalization == "aol":
+        z = scaled(z, inverse_row_norms(r.astype(jnp.float32))).astype(z.dtype)
+        r, basis = products.gram(z), None
+    r2, inverse_bound, root = _bound(products, r, basis, settings.normalization)
+    factor = math.prod(a for a, _, _ in steps) * root
     factors = [None] * (len(steps) - 1) + [factor]  # of 1 + Q, for the last step alone
     q = _map(products, r, steps[0], 1.0, inverse_bound, r2, factors[0])
     # The product of the factors a, a number at trace time: on a device each scalar would be a launch.
@@ -190,6 +183,25 @@ def _steps(
         z = _plus(products, q, z)
         q = factor * _plus_identity(_fused_map(products, z, steps[apart:], gain**2, inverse_bound, dtype))
     return q.astype(products.dtype), z
+
+
+def _bound(
+    products: _Products, r: jax.Array, basis: jax.Array | None, normalization: Normalization
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """r^2 where it is made, the inverse of an upper bound of R's largest eigenvalue, and its root."""
+    if normalization != "schatten":
+        above = _ABOVE_ROUNDING**0.25
+        if normalization == "aol":
+            bound = jnp.full_like(square_norm(r), above)
+        else:
+            bound = above * largest_eigenvalue(r.astype(jnp.float32), normalization)
+        return None, 1 / bound, jax.lax.rsqrt(bound)
+    r2 = products.symmetric(r)
+    fourth = or_one(square_norm(r2))
+    if basis is not None and basis.shape[-1] > 1:
+        fourth = _without_other_fourth_powers(products, r, fourth, basis)
+    fourth = _ABOVE_ROUNDING * fourth
+    return r2, fourth**-0.25, fourth**-0.125
 
 
 def _without_other_fourth_powers(

@@ -7,8 +7,24 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
+from muonjax._linalg import scaled
+
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Inexact
+    from jaxtyping import Array, Bool, Float, Inexact
+
+
+def below_one(
+    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
+) -> tuple[Inexact[Array, "*batch m n"], Bool[Array, "*batch 1 1"]]:
+    """x with entries below 1, and whether it is not zero.
+
+    A zero matrix passes as the identity, for its result is to be multiplied by zero: derivatives at zero overflow. The
+    identity is added, for XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
+    """
+    largest = largest_entry(x, axis_name)
+    nonzero = largest != 0
+    other = jnp.expand_dims(jnp.eye(*x.shape[-2:], dtype=x.dtype), tuple(range(x.ndim - 2)))
+    return jnp.where(nonzero, scaled(x, scale_of_largest(largest)), x + other), nonzero
 
 
 def power_of_two_scale(

@@ -14,6 +14,7 @@ from muonjax._newton_schulz.normalization import Normalization
 
 Form = Literal["auto", "standard", "gram"]
 
+_COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
 
 # The lower ends measured best on recorded momentum whose dominant directions are shrunk.
 _FAST = polar_express(3, lower=2e-2)
@@ -38,17 +39,17 @@ class NewtonSchulz(metaclass=_Presets):
         cut.
       deflation: How many dominant directions to shrink first, at most; never more than m / 8 (m: the matrix's
         shorter side); on accelerators half as many more. 0 turns it off.
-      form: "standard", "gram", or "auto", which takes the Gram form in float32 and float64 for n > 1.5 m,
-        and the standard form everywhere else (in half precision the Gram form can go wrong).
-      restarts: Steps after which the Gram form, where it runs, makes its Gram matrix anew, such as (2,); None: before
-        rounding can grow to 1 % (see `gram_restarts` in the source), in half precision after every step.
+      form: "standard", "gram", or "auto", which takes the Gram form for n > 1.5 m. In bfloat16 the Gram form has the
+        last steps only, as many as stay accurate.
+      restarts: Steps after which the Gram form makes its Gram matrix anew, such as (2,); None: before rounding can
+        grow to 1 % (see `gram_restarts` in the source). Not in bfloat16.
       normalization: The bound of the largest singular value: "schatten" (Schatten-8, free), "frobenius" (as
         most implementations; wastes a step or more), "aol" (rescales rows; changes the polar factor),
         "spectral" (exact; an eigenvalue problem).
       compute_dtype: Dtype of the products' operands; None is the input's own precision on a CPU (half types
-        are widened to float32) and bfloat16 on accelerators, as the arrays' devices or mesh say.
-        float32 means true float32 everywhere, never
-        TF32. float64 and complex inputs keep their own.
+        are widened to float32) and bfloat16 on accelerators, as the arrays' devices or mesh say. "bfloat16" on a CPU
+        computes as a GPU does. float32 means true float32 everywhere, never TF32. float64 and complex inputs keep
+        their own.
       implementation: Which symmetric products to run; see `pallas_kernels.symmetric_product`. One that is named
         makes whole products: devices that share a matrix don't share these.
 
@@ -110,8 +111,11 @@ class NewtonSchulz(metaclass=_Presets):
                 dtype = jnp.dtype(self.compute_dtype)
             except TypeError:
                 dtype = None
-            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-                raise TypeError(f"{call}(compute_dtype={self.compute_dtype!r}) must be a float type.")
+            if dtype is None or dtype.name not in _COMPUTE_DTYPES:
+                raise TypeError(
+                    f"{call}(compute_dtype={self.compute_dtype!r}) must be one of {', '.join(_COMPUTE_DTYPES)}: others "
+                    "lack the range for products of products."
+                )
             object.__setattr__(self, "compute_dtype", dtype)
 
     @property

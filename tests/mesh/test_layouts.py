@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from muonjax import NewtonSchulz
 from muonjax._mesh.exchange import exchange
-from muonjax._newton_schulz import iteration
 from muonjax._policy import Policy
 from pallas_kernels import _sharded
 from pallas_kernels._xla_workarounds import unknown_to_xla
@@ -85,7 +84,8 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_pr
     shared_product = _sharded.symmetric_product
     monkeypatch.setattr(_sharded, "symmetric_product", counted)
     for worth in (False, True):
-        monkeypatch.setattr(iteration, "_worth_sharing", lambda *arguments, worth=worth: worth)
+        flops = 0.0 if worth else np.inf
+        monkeypatch.setattr("muonjax._newton_schulz.products.flops_a_second", lambda _, flops=flops: flops)
         products.clear()
         found.append(on_mesh(make_mesh(fsdp=4, tensor=2), names, settings, mode="tensor_parallel")[1])
         assert bool(products) == worth

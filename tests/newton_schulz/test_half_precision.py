@@ -62,6 +62,17 @@ def test_a_tall_matrix_is_the_transpose_of_a_wide_one(platform):
     np.testing.assert_allclose(tall, wide.T, atol=1e-6)
 
 
+@pytest.mark.parametrize(("shape", "other"), [((64, 64), "tpu"), ((64, 160), "gpu")], ids=str)
+def test_a_cpu_computes_as_an_accelerator_where_it_is_asked_to(shape, other):
+    """Bit for bit; on a TPU the fused steps of a wide matrix are in bfloat16, for want of float16."""
+    x = jnp.stack([momentum.matrix(s, *shape, np.random.default_rng(0))[0] for s in momentum.spectra()[::36]])
+    asked = NewtonSchulz(compute_dtype="bfloat16")
+    there = jax.jit(lambda x: polar_factor(x, NewtonSchulz(), Policy(other)), compiler_options=EMULATED)
+    here = jax.jit(lambda x: muonjax.newton_schulz(x, asked), compiler_options=EMULATED)
+    np.testing.assert_array_equal(here(x), there(x))
+    assert np.abs(here(x) - muonjax.newton_schulz(x)).max() > 1e-3  # not in float32
+
+
 @quick("balanced")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_named_implementation_is_as_accurate(preset):

@@ -1,0 +1,80 @@
+"""`python -m muonjax` finds what is wrong on a device, and ships what it needs."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.common import momentum
+from muonjax import _device_check
+from muonjax.__main__ import main
+from pallas_kernels import _blocked
+
+
+def test_the_recorded_spectra_are_those_of_the_data():
+    spectra = [-np.log10(s[list(_device_check.PLACES)]) for s in momentum.spectra()[5::11]]
+    np.testing.assert_allclose(_device_check.RECORDED, spectra, atol=0.0051)
+
+
+def test_a_device_where_all_is_right(capsys):
+    assert main(["--quick", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"]
+    assert "Everything is right" in report["verdict"]
+    ran = {row["implementation"] for row in report["implementations"] if "error" in row}
+    assert ran == {"reference", "blocked"}
+    assert all(row["reason"] for row in report["policy"])
+    assert set(report["times"]["rows"][0]["ms"]) == {"Optax", "fast", "balanced"}
+
+
+@pytest.fixture
+def one_quick_check(monkeypatch):
+    """Without the times, which do not depend on what the test breaks."""
+    monkeypatch.setattr(_device_check, "times", lambda *_: {"what": "none", "rows": []})
+    monkeypatch.setattr(_device_check, "PRESETS", {"fast": _device_check.PRESETS["fast"]})
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("one_quick_check")
+def test_a_kernel_that_is_wrong_gives_exit_status_1(monkeypatch, capsys):
+    right = _blocked.symmetric_product
+    monkeypatch.setattr(_blocked, "symmetric_product", lambda *a, **k: 1.02 * right(*a, **k))
+    assert main(["--quick"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG: 'blocked', float32" in out
+    assert "FAILED" in out.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("one_quick_check")
+def test_a_kernel_that_does_not_compile_gives_exit_status_1(monkeypatch, capsys):
+    def fails(*_, **__):
+        raise jax.errors.JaxRuntimeError("no such instruction")
+
+    monkeypatch.setattr(_blocked, "symmetric_product", fails)
+    assert main(["--quick"]) == 1
+    assert "no such instruction" in capsys.readouterr().out
+
+
+@pytest.mark.nan
+@pytest.mark.usefixtures("one_quick_check")
+@pytest.mark.parametrize("broken", ["nan", "lower precision", "not orthogonal"])
+def test_results_that_are_off_give_exit_status_1(broken, monkeypatch, capsys):
+    right = _device_check.newton_schulz
+    change = {
+        "nan": lambda y: y.at[3, 2, 5].set(np.nan),
+        "lower precision": lambda y: y + 0.05 * jax.random.normal(jax.random.key(0), y.shape),
+        "not orthogonal": lambda y: 1.3 * y,
+    }[broken]
+    monkeypatch.setattr(_device_check, "newton_schulz", lambda x, settings: change(right(x, settings)))
+    assert main(["--quick"]) == 1
+    assert "WRONG: fast" in capsys.readouterr().out
+
+
+def test_importing_muonjax_does_not_load_it():
+    code = "import sys, muonjax; sys.exit(any(m.startswith('muonjax._device') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
