@@ -80,6 +80,8 @@ def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
         if hot:
             chosen = [mine for mine, theirs in zip(side.summed, rest.summed, strict=True) if theirs in hot]
             walk.record_read(i, side.value, chosen, rest.value)
+            for image in side.value.images:
+                walk.later_batches.setdefault(image.product, set()).update(image.layout.atoms(chosen))
     sides = [s for s in (left, right) if s.is_parameter and s.value.terms]
     if not sides:
         sides = [s for s in (left, right) if s.is_matrix]
@@ -184,12 +186,13 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
         for image in side.value.images:
             walk.heads.setdefault(image.product, set()).update(image.layout.atoms(side.batch))
     for side, values in ((left, right), (right, left)):
-        for x in side.value.logits:
-            if x.stage == "weights" and (axes := x.layout.atoms(side.summed)):
-                walk.record_attention(i, x, axes, values)
-                images = tuple(_moved(m, values, result) for m in values.value.images)
-                walk.consume(i, left.operand, right.operand)
-                return product._replace(images=images)
+        found = [x for x in side.value.logits if x.stage == "weights" and x.layout.atoms(side.summed)]
+        for x in found:  # several where softmaxes are subtracted
+            walk.record_attention(i, x, x.layout.atoms(side.summed), values)
+        if found:
+            images = tuple(_moved(m, values, result) for m in values.value.images)
+            walk.consume(i, left.operand, right.operand)
+            return product._replace(images=images)
     if a.kind & b.kind & PARAMETER:
         features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
         matched = (

@@ -206,17 +206,18 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
     old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
     by_data = bool(indices.kind & DATA)
-    if not x.terms:
-        picked = [axis for axis, n in enumerate(old) if sizes[axis] < n]
-        walk.record_read(i, x, picked, indices)
-        walk.record_parts(i, x.images)
-        return [dependent(values)]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [axis for axis in range(len(old)) if axis not in gone]
     sources: list[int | None] = [None] * len(new)
     for at, axis in zip(numbers.offset_dims, kept, strict=True):
         sources[at] = axis if sizes[axis] == old[axis] else None
     picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
+    if not x.terms:
+        walk.record_read(i, x, picked, indices)
+        chosen = [m for m in x.images if m.layout.atoms(picked)]
+        walk.record_parts(i, chosen)
+        images = (m.map(lambda layout: layout.pick(sources, new)) for m in x.images if m not in chosen)
+        return [dependent(values)._replace(images=tuple(images))]
     return [_looked_up(walk, i, x, picked, sources, new, by_data, dependent(values))]
 
 
@@ -477,7 +478,7 @@ def _scaled_logits(i: int, node: Node, x: Value, y: Value) -> tuple[Logits, ...]
         if v.logits:
             first = v.logits[0]
             if first.stage != "logits":
-                return (first,)
+                return v.logits
             problem = first.problem
             if factor.kind & DATA and factor.kind & PARAMETER:
                 problem = problem or ("the logits are multiplied by another activation", i)
@@ -525,7 +526,8 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
         if image.linear:
             walk.summed.setdefault(image.product, set()).update(image.layout.atoms(axes))
     linear = tuple(image for image in x.images if image.linear)
-    return [_without(x._replace(terms=(), images=linear, logits=()), axes)]
+    totals = tuple(x._replace(stage="largest") for x in x.logits if x.stage == "weights")
+    return [_without(x._replace(terms=(), images=linear, logits=totals), axes)]
 
 
 def _without(x: Value, axes: Sequence[int]) -> Value:
@@ -553,7 +555,7 @@ def _elementwise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seq
         capped = ("the logits are capped" if node.name == "tanh" else f"the logits pass {node.name}", i)
         if first.stage == "logits":
             logits = (_at(first, node)._replace(problem=first.problem or capped),)
-        elif first.stage == "weights":
+        else:
             logits = (first,)
     return [whole._replace(images=images, logits=logits)]
 
