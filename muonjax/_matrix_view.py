@@ -70,6 +70,11 @@ DimensionNumbersTree: TypeAlias = Any
 parameters that returns one. None marks a leaf that is no matrix."""
 
 
+def axes_of(axes: int | Sequence[int]) -> tuple[int, ...]:
+    """One axis or several, as a tuple."""
+    return (axes,) if isinstance(axes, int) else tuple(axes)
+
+
 class MatrixView(NamedTuple):
     """How one leaf becomes matrices: which axes are rows, which are columns, which only count."""
 

@@ -225,7 +225,7 @@ def _decide_all(
     siblings = Siblings(parameters, head_sizes, outputs_first)
     decided = {p.path: _decide(p, siblings, attention, scan_axis) for p in parameters}
     if refused := [p for p in parameters if decided[p.path] is None]:
-        raise ValueError(undecided_message(refused, attention))
+        raise ValueError(undecided_message(refused, parameters, attention))
     found = {path: answer for path, answer in decided.items() if answer}
     numbers = {path: answer[0] for path, answer in found.items()}
     for path in depthwise(parameters, numbers):
@@ -233,7 +233,7 @@ def _decide_all(
     heads, chances = output_heads(parameters, numbers)
     found |= {path: (None, why) for path, why in heads.items()}
     if chances:
-        warnings.warn(chances_message([p for p in parameters if p.path in chances], chances), stacklevel=2)
+        warnings.warn(chances_message(chances, parameters), stacklevel=2)
     return {p.path: (_on_leaf(found[p.path][0], p.axes), found[p.path][1]) for p in parameters}
 
 

@@ -20,6 +20,7 @@ from muonjax._routing.roles import (
     FUSED_QKV,
     GATE_UP,
     INTERLEAVED,
+    LETTER,
     MLA_UP,
     ROUTER,
     UNKNOWN,
@@ -45,7 +46,7 @@ from muonjax._routing.siblings import (
 def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
     """The matrices in one layer's parameter, on that layer's axes; None where nothing tells."""
     role, rank = p.role, len(p.shape)
-    if role is INTERLEAVED:
+    if role in (INTERLEAVED, LETTER):
         return None
     if role is ADAPTER:
         return _adapter(p, siblings)

@@ -1,13 +1,16 @@
 """Find the layers at the two ends of a model, which belong to Adam: patch embeddings and output heads.
 
-The name of `lm_head` is enough (`roles`). Of any other dense layer two witnesses must agree, for one may be chance:
+The name of `lm_head` is enough (`roles`). Any other dense layer is a head where its name or its place says so,
 
   1. its name, or its module's, is that of an end: `out`, `final_layer/linear`, `q_net`, `decoder/Dense_1`;
   2. it is the last of its kind, as Dense_4 of Dense_0 to Dense_4, where a model ends;
+
+and sizes confirm it:
+
   3. no other parameter takes what it gives, alone or in a concatenation;
   4. it gives what the model takes: it is [d, vocabulary] beside a table [vocabulary, d], or an autoencoder's last.
 
-A layer that only sizes speak for stays with Muon, and a warning names it.
+A layer that only names or only sizes speak for stays with Muon, and a warning names it.
 """
 
 import math
@@ -15,7 +18,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from muonjax._matrix_view import DimensionNumbers
+from muonjax._matrix_view import DimensionNumbers, axes_of
 from muonjax._routing.roles import (
     ADAPTER,
     CONVOLUTION,
@@ -46,8 +49,6 @@ _HIDDEN = re.compile(
 )
 _PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions")
 _PROJECTION = re.compile(r"proj|projection")
-_ATTENTION = re.compile(r"att(n|en)", re.I)
-_LATENT = re.compile(r"(\w+_)?(log_?var|var)")
 
 
 def is_input_patches(p: Parameter) -> bool:
@@ -62,22 +63,24 @@ def is_input_patches(p: Parameter) -> bool:
         outputs, inputs, *window = p.shape
     elif not is_window(p.shape):
         return False
-    named = any(re.search(r"embed|patch", name.lower()) for name in words(p.path)[-4:-1])
+    names = r"embed|patch|stem" if inputs <= 4 else r"embed|patch"
+    named = any(re.search(names, name.lower()) for name in words(p.path)[-4:-1])
     large = window[-1] >= 8 and outputs >= 128
     return window[-1] % 2 == 0 and inputs <= 16 and (large or named)
 
 
 def depthwise(parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]) -> list[Path]:
     """Convolutions of one input channel, which a depthwise one has for each output; but not a model's first one."""
-    inputs = {p.path: _input_channels(p, decided[p.path]) for p in parameters if decided[p.path]}
-    found = [p for p in parameters if inputs.get(p.path) == 1]
+    inputs = {p.path: _input_channels(p, decided[p.path]) for p in parameters}
+    found = [p for p in parameters if inputs[p.path] == 1]
     if len(found) == 1:
         (p,) = found
-        others = [q for q in parameters if inputs.get(q.path, 0) > 1 and len(q.shape) == len(p.shape)]
-        beside = [q for q in others if _stem(q) == _stem(p) and _scope(q) == _scope(p)]
-        first = all(_number(p) < _number(q) for q in beside)
-        outermost = all(len(p.path) <= len(q.path) and inputs[q.path] > 4 for q in others)
-        if first and outermost and len(p.shape) > 2 and (len(p.shape) > 3 or beside):
+        like = [
+            q for q in parameters if inputs[q.path] > 1 and (_stem(q), _scope(q)) == (_stem(p), _scope(p))
+        ]
+        others = [q for q in parameters if inputs[q.path] > 1]
+        first = all(_number(p) < _number(q) for q in like) and all(len(p.path) <= len(q.path) for q in others)
+        if first and (len(p.shape) > 3 or like):
             return []
     return [p.path for p in found]
 
@@ -85,28 +88,30 @@ def depthwise(parameters: Sequence[Parameter], decided: Mapping[Path, DimensionN
 def _input_channels(p: Parameter, numbers: DimensionNumbers | None) -> int:
     """The channels that a convolution's window sees; 0 for what is none."""
     if p.role is CONVOLUTION and len(p.shape) == 2:  # (window, channels), as a temporal convolution has it
-        return int(min(p.shape) <= 8 and 8 * min(p.shape) <= max(p.shape))
-    rows = _axes(numbers.reduction_axis) if numbers else ()
-    if p.role.layouts or p.role not in (CONVOLUTION, UNKNOWN) or len(rows) < 2 or not numbers:
+        return int(numbers is not None and 8 * min(p.shape) <= max(p.shape))
+    if numbers is None or p.role.layouts or p.role not in (CONVOLUTION, UNKNOWN):
         return 0
-    return p.shape[rows[0] if _axes(numbers.output_axis) == (0,) else rows[-1]]
+    rows = axes_of(numbers.reduction_axis)
+    return 0 if len(rows) < 2 else p.shape[rows[0] if axes_of(numbers.output_axis) == (0,) else rows[-1]]
 
 
 def output_heads(
     parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]
 ) -> tuple[dict[Path, str], dict[Path, str]]:
     """Paths of the kernels that are output heads though their name alone does not say so, and why; and of those that
-    only sizes speak for, and what these say."""
+    only names, or only sizes, speak for, and what these say."""
     model = _Model(parameters, decided)
     heads, chances = {}, {}
     for p in model.dense:
         if decided[p.path] is None:
             continue
-        found = model.witnesses(p)
-        if len(found) > 1:
-            heads[p.path] = "output head: " + ", ".join(found[:2])
-        elif found and found[0] in (_UNTAKEN, _VOCABULARY) and not model.is_multiple(p):
-            chances[p.path] = found[0]
+        names, sizes = model.witnesses(p)
+        if sizes and names:
+            heads[p.path] = "output head: " + ", ".join((names + sizes)[:2])
+        elif names and not p.role.kind:
+            chances[p.path] = f"{names[0]}, but its sizes do not say so"
+        elif sizes and not model.is_multiple(p):
+            chances[p.path] = f"{sizes[0]}, but its name does not say so"
     return heads, {} if heads or model.has_head else chances
 
 
@@ -133,30 +138,34 @@ class _Model:
             self.series[_scope(p), _stem(p)].append(p)
         for layers in self.series.values():
             layers.sort(key=_number)
-        ends = {self._ground(path) for path in self._modules() if self._is_end(path)}
-        tops = {self._ground(path) for path in self._modules() if len(path) == len(self.root) + 1}
-        at_root = [stem for scope, stem in self.series if scope == self.root]
+        modules = {module(p.path)[:i] for p in self.dense for i in range(1, len(module(p.path)))}
+        ends = {self._ground(path) for path in modules if self._is_end(path)}
+        tops = {
+            self._ground(path) for path in modules if len(path) == len(self.root) + 1 and _is_no_block(path)
+        }
+        at_root = any(scope == self.root for scope, _ in self.series)
         self.has_head = any(p.role is HEAD for p in parameters)
-        self.named = self.has_head or any(_END.fullmatch(stem) for stem in at_root)
         self.ends = {self.root} | ends | (set() if at_root or self.has_head or ends else tops)
 
-    def witnesses(self, p: Parameter) -> list[str]:
-        """What says that a dense layer is an output head, of the four in the module's docstring."""
+    def witnesses(self, p: Parameter) -> tuple[list[str], list[str]]:
+        """What says that a dense layer is an output head, of the four in the module's docstring: names, sizes."""
         scope, columns, head = _scope(p), self._sides(p)[1], head_module(p.path)
         if not any(self._is_layer(q) for q in self.parameters if q.path != p.path):
-            return []  # nothing leads to it: a layer alone is no head
-        untaken = [_UNTAKEN] if self._is_untaken(p, columns, head) else []
-        if head:
-            inner = _is_hidden(head[:-1]) or _ATTENTION.search("/".join(words(p.path)[len(head) :]))
-            return [] if inner else [_NAME, *untaken]
-        if scope not in self.ends or _is_hidden(module(p.path)[len(self.root) :]):
-            return []
-        latent = any(_LATENT.fullmatch(stem) for where, stem in self.series if where == scope)
-        own, last = bool(_END.fullmatch(_stem(p))) and not latent, self._is_last(p)
-        cyclic = self._gives_what_the_model_takes(p, own or scope != self.root, own or last)
-        sizes = untaken or [_VOCABULARY] * cyclic
+            return [], []  # nothing leads to it: a layer alone is no head
+        sizes = [_UNTAKEN] if self._is_untaken(p, columns, head) else []
+        if head:  # what others in it take is the layer before the last
+            return ([_NAME], sizes) if sizes and not _is_hidden(head[:-1]) else ([], [])
+        if scope not in self.ends:
+            return [], []
+        if _is_hidden(module(p.path)[len(self.root) :]):
+            series = self.series[scope, _stem(p)]  # up2 after up1, where a U-shaped model ends
+            ends = len(series) > 1 and p is series[-1] and self._gives_what_the_model_takes(p, True)
+            return [], [_VOCABULARY] * ends
+        own, last = bool(_END.fullmatch(_stem(p))), self._is_last(p)
+        if not sizes and self._gives_what_the_model_takes(p, own or last):
+            sizes = [_VOCABULARY]
         names = [_NAME] if own or (last and scope != self.root) else []
-        return (names + ([_LAST] if last else []) + sizes) if sizes else []
+        return names + ([_LAST] if last else []), sizes
 
     def _is_last(self, p: Parameter) -> bool:
         """Whether the layer is the last of a numbered series, or the only plain one where a model ends; also one that
@@ -194,11 +203,9 @@ class _Model:
         )  # 120 may be 96 and 24, put together
         return not any(given[width - columns] > 0 for width in orphans if width > columns)
 
-    def _gives_what_the_model_takes(self, p: Parameter, named: bool, end: bool) -> bool:
+    def _gives_what_the_model_takes(self, p: Parameter, end: bool) -> bool:
         """Whether a layer undoes an embedding, or alone gives what others take, as an autoencoder's last layer does."""
         rows, columns = self._sides(p)
-        if self.named and not named:
-            return False  # where a head is named there is no other
         matrices = [q for q in self.parameters if self.numbers[q.path] and q is not p]
         if (columns, rows) in self.tables:
             return rows != columns or bool(matrices)
@@ -207,9 +214,7 @@ class _Model:
 
     def _is_dense(self, p: Parameter) -> bool:
         """Whether this is one layer's dense kernel, of one column too."""
-        plain = p.role in (DENSE, EXPERTS, UNKNOWN) or bool(
-            p.role.kind and p.role.muon and _END.fullmatch(_stem(p))
-        )
+        plain = p.role in (DENSE, EXPERTS, UNKNOWN) or bool(p.role.kind and _END.fullmatch(_stem(p)))
         return plain and len(p.leaf_shape) == 2 and (bool(self.numbers[p.path]) or 1 in p.shape)
 
     def _is_layer(self, p: Parameter) -> bool:
@@ -229,9 +234,6 @@ class _Model:
         blocks = any(re.search(r"\d$", name) for name in names[:-1])
         return bool(names) and bool(_END.fullmatch(stem(names[-1]))) and not blocks and not _is_hidden(names)
 
-    def _modules(self) -> set[Path]:
-        return {module(p.path)[:i] for p in self.dense for i in range(1, len(module(p.path)))}
-
     def _ground(self, path: Path) -> Path:
         """The module inside of `path` in which its parameters first part."""
         below = [_scope(p) for p in self.parameters if words(p.path)[: len(path)] == path]
@@ -245,7 +247,7 @@ class _Model:
         numbers = self.numbers[p.path]
         if numbers is None:
             return max(p.shape), 1
-        rows, columns = (math.prod(p.shape[i] for i in _axes(axes)) for axes in numbers[:2])
+        rows, columns = (math.prod(p.shape[i] for i in axes_of(axes)) for axes in numbers[:2])
         return rows, columns
 
     def _widths(self, p: Parameter) -> tuple[set[int], set[int]]:
@@ -256,8 +258,8 @@ class _Model:
         if p.role is HEAD and len(p.shape) == 2:
             return {p.shape[0]}, set()
         if numbers is None:
-            return ({max(p.shape)} if self._is_dense(p) else set()), set()
-        rows, columns = ([p.shape[i] for i in _axes(axes)] for axes in numbers[:2])
+            return set(), set()
+        rows, columns = ([p.shape[i] for i in axes_of(axes)] for axes in numbers[:2])
         return {*rows, math.prod(rows)}, {math.prod(columns)}
 
 
@@ -274,10 +276,10 @@ def _number(p: Parameter) -> int:
     return int(found[1]) if found else -1
 
 
+def _is_no_block(path: Path) -> bool:
+    return not re.search(r"\D\d+$", path[-1])
+
+
 def _is_hidden(path: Path) -> bool:
     """Whether the layer or a module around it is named for what lies inside of a model."""
     return any(_HIDDEN.fullmatch(stem(name)) for name in path)
-
-
-def _axes(axes: int | Sequence[int]) -> tuple[int, ...]:
-    return (axes,) if isinstance(axes, int) else tuple(axes)

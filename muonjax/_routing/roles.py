@@ -59,6 +59,7 @@ DENSE = Role("dense", ranks=(2,))
 ATTENTION_GATE = Role("attention gate", ranks=(2, 3))
 ROUTER = Role("router", ranks=(2,))
 UNKNOWN = Role("matrix")
+LETTER = Role("a letter")
 
 BIAS = Role("bias", muon=False, ranks=(1,))
 SCALE = Role("scale", muon=False, ranks=(1,))
@@ -245,8 +246,10 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[t
         return STATE_SPACE
     if re.fullmatch("[AB]", path[-1]):  # without a C these are an adapter's factors
         return STATE_SPACE if not beside.isdisjoint("CD") else UNKNOWN
-    if path[-1] == "E":
+    if path[-1] == "E" or (path[-1] == "R" and "E" in beside):  # entities and relations
         return TABLE
+    if re.fullmatch("[F-JL-NPRSTX-Z]", path[-1]):
+        return LETTER
     if path[-1].endswith("_b") and path[-1][:-1] + "w" in beside:
         return _bias(path, layer_of((*path[:-1], path[-1][:-1] + "w"))[1], attentions)
     role = next((role for role, pattern in _NOT_MUON if re.fullmatch(pattern, last_two)), None)

@@ -1,6 +1,7 @@
 """Apply the rules that a caller gives for leaves, and suggest one where a leaf can't be decided."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def check_rule(name: str, shape: tuple[int, ...], dtype: Any, numbers: Dimension
             raise ValueError(f"{where}, but {problem}; correct parts or axis.")
 
 
-def undecided_message(undecided: Sequence[Parameter], attention: str) -> str:
+def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter], attention: str) -> str:
     """The message for leaves that can't be decided, with rules that decide all of them, numbered ones together."""
     p, others = undecided[0], len(undecided) - 1
     text = (
@@ -83,7 +84,7 @@ def undecided_message(undecided: Sequence[Parameter], attention: str) -> str:
         instead += (
             "; FusedDimensionNumbers(0, 1, parts=(queries, keys, values), axis=1) those of unequal parts"
         )
-    rules = ", ".join(dict.fromkeys(map(_suggested_rule, undecided)))
+    rules = _suggested_rules(undecided, parameters)
     also = f", nor {others} other{'s' if others > 1 else ''}" if others else ""
     in_muon = "muon_weight_dimension_numbers=lambda params: dimension_numbers(params, rules=...)"
     return f"{text}{also}. The rule rules=[{rules}] {instead}. In muon: {in_muon}. {_INSPECT}"
@@ -95,21 +96,36 @@ _INSPECT = (
 )
 
 
-def chances_message(found: Sequence[Parameter], why: Mapping[tuple[str, ...], str]) -> str:
-    """The message for leaves that only sizes call output heads."""
+def chances_message(why: Mapping[tuple[str, ...], str], parameters: Sequence[Parameter]) -> str:
+    """The message for leaves that only names, or only sizes, call output heads."""
+    found = [p for p in parameters if p.path in why]
     p, others = found[0], len(found) - 1
     also = f", or {others} other{'s' if others > 1 else ''}" if others else ""
-    rules = ", ".join(dict.fromkeys(map(_suggested_rule, found)))
+    rules = _suggested_rules(found, parameters)
     return (
         f"muonjax can't tell whether the leaf {'/'.join(p.path)!r} of shape {p.leaf_shape}{also} is an output head: "
-        f"{why[p.path]}, but its name does not say so. Muon takes it; rules=[{rules}] gives it to Adam. {_INSPECT}"
+        f"{why[p.path]}. Muon takes it; rules=[{rules}] gives it to Adam. {_INSPECT}"
     )
 
 
-def _suggested_rule(p: Parameter) -> str:
-    """A rule for a leaf and all that are numbered like it, as a person pastes it."""
-    pattern = "^" + re.sub(r"\d+", r"\\d+", re.escape("/".join(p.path))) + "$"
-    return f"(r'{pattern}', {'MuonDimensionNumbers(0, 1)' if _is_whole(p) else None})"
+def _suggested_rules(found: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
+    """Rules for these leaves and no others, those that are numbered alike together, as a person pastes them."""
+    every: dict[str, int] = Counter(map(_numbered, parameters))
+    alike = Counter(map(_numbered, found))
+    exact = (
+        re.escape("/".join(p.path)) if alike[_numbered(p)] < every[_numbered(p)] else _numbered(p)
+        for p in found
+    )
+    rules = (
+        f"(r'^{pattern}$', {'MuonDimensionNumbers(0, 1)' if _is_whole(p) else None})"
+        for p, pattern in zip(found, exact, strict=True)
+    )
+    return ", ".join(dict.fromkeys(rules))
+
+
+def _numbered(p: Parameter) -> str:
+    """An expression for a leaf and all that are numbered like it."""
+    return re.sub(r"\d+", r"\\d+", re.escape("/".join(p.path)))
 
 
 def _is_whole(p: Parameter) -> bool:

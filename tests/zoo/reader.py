@@ -11,6 +11,7 @@ float32, and what is right, unless it is Adam alone:
     0>1/3@1      three equal parts on axis 1; 0>1/16,4,4@1 parts of these sizes
     refuse       can't be told from names and shapes: dimension_numbers has to raise
     Adam|0>1     either is right
+    Adam|warn    a warning has to name the leaf, whatever it gets
 """
 
 import itertools
@@ -33,7 +34,7 @@ class Leaf(NamedTuple):
       path: "/"-joined.
       shape: Of its array.
       dtype: Of its array.
-      right: Alternatives: dimension numbers, None for Adam, or "refuse".
+      right: Alternatives: dimension numbers, None for Adam, "refuse" or "warn".
     """
 
     path: str
@@ -70,7 +71,7 @@ def params(leaves: list[Leaf]) -> dict[str, Any]:
 
 def matches(numbers: Any, right: tuple[Any, ...]) -> bool:
     """Whether dimension numbers, or None, are one of the right answers; the order of axes that are joined is free."""
-    return any(_normal(numbers) == _normal(answer) for answer in right if answer != "refuse")
+    return any(_normal(numbers) == _normal(answer) for answer in right if not isinstance(answer, str))
 
 
 def same_matrices(numbers: Any, right: tuple[Any, ...]) -> bool:
@@ -101,7 +102,7 @@ def _leaves(line: str) -> list[Leaf]:
 
 
 def _answer(text: str) -> Any:
-    if text in ("Adam", "refuse"):
+    if text in ("Adam", "refuse", "warn"):
         return None if text == "Adam" else text
     sides, _, fused = text.partition("/")
     rows, columns = (_axes(side) for side in sides.split(">"))
