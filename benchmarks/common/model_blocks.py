@@ -80,8 +80,8 @@ def block(*, chips: bool, compile_time: bool) -> Block:
     return Block(
         rows=rows,
         columns=columns,
-        text="{table}\n\nModelled, not measured: {machine} Of two figures the first is at the optimistic end, the second at "
-        "the pessimistic one. Ratios of time: to the better of Optax's types, at the same end.",
+        text="{table}\n\nModelled, not measured: {machine} Of two figures the first is at the optimistic end, the "
+        "second at the pessimistic one. Ratios of time: to the better of Optax's types, at the same end.",
     )
 
 
@@ -110,8 +110,9 @@ def headline(presets: tuple[str, ...] = ("fast", "balanced")) -> Block:
     return Block(
         rows=chips,
         columns=columns,
-        text="{table}\n\nModelled, no accelerator was timed: compiled ahead of time and counted, at the optimistic and the "
-        "pessimistic end, in units of the better of Optax's types, so that above 1 is slower than Optax. To compile for an H100 takes, in the same units: "
-        "{compiling}. jax {provenance[versions][jax]}, optax {provenance[versions][optax]}.",
+        text="{table}\n\nModelled, no accelerator was timed: compiled ahead of time and counted, at the optimistic and "
+        "the pessimistic end, in units of the better of Optax's types, so that above 1 is slower than Optax. To "
+        "compile for an H100 takes, in the same units: {compiling}. "
+        "jax {provenance[versions][jax]}, optax {provenance[versions][optax]}.",
         values=compiling,
     )

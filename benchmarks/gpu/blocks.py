@@ -58,9 +58,10 @@ BLOCKS = {
             "least": "{least:.2f}",
             "most": "{most:.2f}",
         },
-        text='{table}\n\n"Where not fitted" is the rms over each half of the shapes with constants fitted to the other half. The '
-        "H100's constants, optimistic to pessimistic: {0[efficiency]:.3f} to {1[efficiency]:.3f} of the peak in bfloat16, "
-        "{0[round]:.1f} to {1[round]:.1f} µs for each round of tiles, {0[launch]:.1f} to {1[launch]:.1f} µs at least "
+        text='{table}\n\n"Where not fitted" is the rms over each half of the shapes with constants fitted to the other '
+        "half. The H100's constants, optimistic to pessimistic: {0[efficiency]:.3f} to {1[efficiency]:.3f} of the peak "
+        "in bfloat16, {0[round]:.1f} to {1[round]:.1f} µs for each round of tiles, "
+        "{0[launch]:.1f} to {1[launch]:.1f} µs at least "
         "for a kernel, {0[factorization]:.0f} to {1[factorization]:.0f} µs for a library's batched factorization.",
         values=_ends,
     ),

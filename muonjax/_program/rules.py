@@ -554,9 +554,8 @@ def _elementwise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seq
         first = held[0]
         capped = ("the logits are capped" if node.name == "tanh" else f"the logits pass {node.name}", i)
         if first.stage == "logits":
-            logits = (_at(first, node)._replace(problem=first.problem or capped),)
-        else:
-            logits = (first,)
+            first = _at(first, node)._replace(problem=first.problem or capped)
+        logits = (first,)
     return [whole._replace(images=images, logits=logits)]
 
 

@@ -13,13 +13,19 @@ USED_BY = {
     "muonjax/_newton_schulz/": ["tests/newton_schulz", "tests/reliability/test_adversarial_matrices.py"],
     "muonjax/_policy": [*_STEPS, "tests/optimizers/test_orthogonalize.py"],
     "muonjax/_linalg": [*_STEPS, "tests/msign", "tests/optimizers/test_orthogonalize.py"],
-    "muonjax/_matrix_view": ["tests/optimizers/test_orthogonalize.py", "tests/routing/test_dimension_numbers.py"],
+    "muonjax/_matrix_view": [
+        "tests/optimizers/test_orthogonalize.py",
+        "tests/routing/test_dimension_numbers.py",
+    ],
     "muonjax/_batching": ["tests/optimizers/test_orthogonalize.py"],
     "muonjax/_orthogonalize": ["tests/optimizers/test_optimizers.py"],
     "muonjax/_match_rms": ["tests/optimizers/test_optimizers.py"],
     "muonjax/_trace": ["tests/optimizers/test_optimizers.py", "tests/mesh/test_explicit.py"],
     "muonjax/_keywords": ["tests/optimizers/test_first_mistakes.py", "tests/optimizers/test_optimizers.py"],
-    "muonjax/_update_arguments": ["tests/optimizers/test_first_mistakes.py", "tests/optimizers/test_optimizers.py"],
+    "muonjax/_update_arguments": [
+        "tests/optimizers/test_first_mistakes.py",
+        "tests/optimizers/test_optimizers.py",
+    ],
     "muonjax/_partition": [
         "tests/optimizers/test_first_mistakes.py",
         "tests/reliability/test_restored_elsewhere.py",
