@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.common.blocks import Block, Row
-from benchmarks.common.model_blocks import block, headline
+from benchmarks.common.model_blocks import block, headline, interval
 
 
 def _tiles(content: Row) -> list[dict[str, Any]]:
@@ -45,7 +45,46 @@ def _ends(content: Row) -> Row:
     return {"0": scaled(ends["optimistic"]), "1": scaled(ends["pessimistic"])}
 
 
+# What is compared with which preset.
+_PRESET = {"5 steps, no deflation": "fast", "fast, steps not fused": "fast"}
+_PRESET |= dict.fromkeys(
+    (
+        "6 steps, no deflation",
+        "balanced, steps not fused",
+        "balanced, stacks of 16 Mi",
+        "balanced, stacks of 64 Mi",
+    ),
+    "balanced",
+)
+
+
+def _choices(content: Row) -> list[Row]:
+    """One row for each tree: each choice's time in units of its preset's, at both ends."""
+    trees: dict[str, dict[str, list[float]]] = {}
+    for row in content["rows"]:
+        trees.setdefault(row["tree"], {})[row["choice"]] = row["milliseconds"]
+    return [
+        {"tree": tree}
+        | {
+            choice: interval([a / b for a, b in zip(times[choice], times[preset], strict=True)], ".2f")
+            for choice, preset in _PRESET.items()
+            if choice in times
+        }
+        for tree, times in trees.items()
+    ]
+
+
 BLOCKS = {
+    "gpu_choices": Block(
+        rows=_choices,
+        columns={"matrices": "{tree}"}
+        | {
+            f"{choice}, ÷ {preset}": lambda row, c=choice: row.get(c, "")
+            for choice, preset in _PRESET.items()
+        },
+        text="{table}\n\nTimes of an update on an H100, at the optimistic and the pessimistic end of the model; jax "
+        "{provenance[versions][jax]}.",
+    ),
     "calibration": Block(
         rows="summaries",
         columns={

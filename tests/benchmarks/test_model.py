@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from benchmarks.common import accelerator_model, ahead_of_time, measure
+from muonjax._policy import Policy
 
 # The TPU's compiler takes a minute for one program.
 CASES = [("H100", "balanced"), ("H100", "fast"), ("v5e", "balanced")]
@@ -33,8 +34,31 @@ def test_no_default_got_a_tenth_worse(name, method):
         pytest.skip(f"no committed figures of {key}")
     after = accelerator_model.model(chip, "small", method, accelerator_model.methods()[method])
     assert after["factorizations"] == 0
-    for figure in ("launches", "gigabytes", "temporary_megabytes"):
-        assert after[figure] <= 1.1 * before[figure], figure
+    for figure in ("launches", "gigabytes", "temporary_megabytes", "kernels"):
+        assert after[figure] <= 1.1 * before.get(figure, after[figure]), figure
+
+
+@pytest.mark.thorough
+def test_more_stacks_of_a_shape_need_no_other_kernels(monkeypatch):
+    """What XLA compiles grows with the shapes, not with the leaves: its time is that of the different kernels."""
+    if reason := ahead_of_time.missing("gpu"):
+        pytest.skip(reason)
+    monkeypatch.setattr(Policy, "stack_elements", 96 * 256)  # one matrix in each
+    found = []
+    for count in (2, 6):
+        method = accelerator_model.methods()["balanced"]
+        monkeypatch.setitem(accelerator_model.TREES, "equal", {"x": ((96, 256), count)})
+        found.append(accelerator_model.model(ahead_of_time.CHIPS["H100"], "equal", "balanced", method))
+    assert found[1]["launches"] > 2.5 * found[0]["launches"]
+    assert found[1]["kernels"] <= found[0]["kernels"] <= 75
+
+
+def test_the_figures_of_kernels_hold_the_update_to_what_was_reached():
+    rows = {(row["tree"], row["method"]): row for row in committed("gpu")["results"]}
+    for tree, most in (("GPT-2-small", 120), ("Llama-8B, 4 layers", 190)):
+        for preset in ("fast", "balanced"):
+            assert rows[tree, preset]["kernels"] <= most
+            assert rows[tree, preset]["factorizations"] == 0
 
 
 def test_the_programs_of_a_tree_hold_all_of_its_matrices():
