@@ -1,5 +1,7 @@
 """Format the results of the training benchmarks for the README and the docs: tables and sentences."""
 
+import pathlib
+import re
 from typing import Any
 
 from benchmarks.common.blocks import Block, Cell, Row
@@ -116,6 +118,36 @@ def _rates_by_size(content: Row) -> dict[str, Cell]:
     return columns
 
 
+RECIPES = pathlib.Path(__file__).parents[2] / "docs" / "recipes"
+CLIENTS = {  # its page and its name there
+    "maxtext": ("maxtext", "MaxText"),
+    "levanter": ("trainers", "Levanter"),
+    "tunix": ("trainers", "Tunix"),
+    "keras": ("trainers", "Keras"),
+    "haiku": ("trainers", "Haiku"),
+    "equinox": ("equinox", "Equinox"),
+}
+
+
+def _added_lines(row: Row) -> int:
+    """The lines that a user adds, by the diffs of the client's page or of its section."""
+    page, name = CLIENTS[row["client"]]
+    text = (RECIPES / f"{page}.md").read_text()
+    sections = text.split("\n## ")
+    own = [section for section in sections if section.startswith(f"{name}\n")] or sections
+    diffs = re.findall(r"```diff\n(.*?)```", "\n## ".join(own), flags=re.DOTALL)
+    return sum(bool(re.match(r"\+\s*[^+\s]", line)) for diff in diffs for line in diff.splitlines())
+
+
+def _client_loss(optimizer: str) -> Cell:
+    def cell(row: Row) -> str:
+        best = row["optimizers"][optimizer]
+        at_the_edge = "" if best["bracketed"] else "*"
+        return f"{best['loss']:.3f} (rate {best['learning_rate']:g}{at_the_edge})"
+
+    return cell
+
+
 def _transfer_sizes(content: Row) -> Row:
     smallest = content["rules"][0]["layers"][0]["layers"]
     norms = "; ".join(
@@ -204,6 +236,20 @@ BLOCKS = {
         text="The spectral norm of AdamW's updates, in units of that of an orthogonal matrix with the same RMS: "
         "{norms} (mean and range over the matrices of a block, after 20 steps).",
         values=_transfer_sizes,
+    ),
+    "clients": Block(
+        columns={
+            "client": lambda row: "[{1}]({0}.md)".format(*CLIENTS[row["client"]]),
+            "package": "{package} {version}",
+            "jax, optax": "{provenance[versions][jax]}, {provenance[versions][optax]}",
+            "lines added": _added_lines,
+            "AdamW": _client_loss("AdamW"),
+            "optax.contrib.muon": _client_loss("Optax's Muon"),
+            "muonjax": _client_loss("muonjax"),
+        },
+        text="{table}\n\nMean training loss, in nats, of the last tenth of {rows[0][steps]} steps, at the best of "
+        "three rates; * where this is the least or the largest of the three. MaxText trains on the one "
+        "random batch that it has as synthetic data, the others on text that is new in each step. One seed. {machine}",
     ),
     "training_sweep": Block(
         rows=_sweep, columns=_rate_columns, text=STEPS + "\n\n{table}\n\n{machine}", values=_steps
