@@ -18,6 +18,7 @@ import textwrap
 os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")  # no Google Cloud
 
 import jax.numpy as jnp
+import optax
 from flax import linen as nn
 from flax import nnx
 from maxtext.configs import pyconfig
@@ -33,7 +34,7 @@ TINY = shlex.split("""
     enable_checkpointing=false enable_tensorboard=false enable_goodput_recording=false log_config=false
     base_emb_dim=64 base_mlp_dim=256 base_num_query_heads=4 base_num_kv_heads=2 head_dim=16 base_num_decoder_layers=2
     vocab_size=256 max_target_length=64 per_device_batch_size=8 dtype=float32 remat_policy=full
-    opt_type=adamw qk_clip_threshold=1.0 muon_weight_decay=0.1
+    opt_type=adamw
 """)
 
 
@@ -86,39 +87,37 @@ EDITS = [  # a line of MaxText, and what replaces it
 ]
 
 
-def edit():
-    """Makes these edits in memory; in your own copy of MaxText make them in its files."""
-    for module, name, line, replacement in EDITS:
-        source = inspect.getsource(getattr(module, name))
-        if source.count(line) != 1:
-            raise SystemExit(
-                f"{module.__name__}.{name} has not one line {line!r}: another version of MaxText?"
-            )
-        exec(source.replace(line, "; ".join(textwrap.dedent(replacement).split("\n")[1:-1])), module.__dict__)
-        setattr(trainer, name, getattr(module, name))
+for module, name, line, replacement in EDITS:  # in memory; in your own copy of MaxText, in its files
+    source = inspect.getsource(getattr(module, name))
+    if source.count(line) != 1:
+        raise SystemExit(f"{module.__name__}.{name} has not one line {line!r}: another version of MaxText?")
+    exec(source.replace(line, "; ".join(textwrap.dedent(replacement).split("\n")[1:-1])), module.__dict__)
+    setattr(trainer, name, getattr(module, name))
+record_max_logits(AttentionOp)
 
 
 def train(optimizer, rate, steps, *settings):
     """The loss of each step, and the last train state."""
-    optimizers.get_optimizer = lambda config, schedule, *given, **more: optimizer(
-        schedule, config, *given, **more
-    )
+
+    def get_optimizer(config, schedule, model=None, mesh=None):
+        return optax.with_extra_args_support(optimizer(schedule, config, model, mesh))
+
+    optimizers.get_optimizer = get_optimizer
     with tempfile.TemporaryDirectory() as folder:
         metrics = pathlib.Path(folder) / "metrics.jsonl"
         base = pathlib.Path(pyconfig.__file__).parent / "base.yml"
-        where = [f"base_output_directory={folder}", f"metrics_file={metrics}", f"steps={steps}"]
-        where.append(f"learning_rate={rate}")
-        state = trainer.train_loop(*trainer.initialize(["", str(base), *TINY, *where, *settings]))
+        where = [f"base_output_directory={folder}", f"metrics_file={metrics}"]
+        length = [f"steps={steps}", f"learning_rate={rate}"]
+        state = trainer.train_loop(*trainer.initialize(["", str(base), *TINY, *where, *length, *settings]))
         return [json.loads(line)["learning/loss"] for line in metrics.read_text().splitlines()], state
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rate", type=float, default=1e-2)
     args, settings = parser.parse_known_args()
-    record_max_logits(AttentionOp)
-    edit()
-    losses, state = train(optimizer, 1e-2, args.steps, *settings)
+    losses, state = train(optimizer, args.rate, args.steps, *settings)
     maxima = nnx.to_pure_dict(state)["optimizer"]["opt_state"][1]["maxima"]
     print(f"loss {losses[-1]:.3f}, largest logit {max(map(jnp.max, maxima.values())):.6f}")
 

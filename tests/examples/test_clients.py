@@ -38,12 +38,31 @@ def test_its_trainer_learns(client):
     assert number("loss", run(client, "--steps", "30")) < 3
 
 
-@pytest.mark.parametrize("settings", [(), ("attention_type=mla", "q_lora_rank=32", "kv_lora_rank=32")])
-def test_maxtext_clips_by_the_largest_logit_of_all_micro_batches(settings):
+MLA = (
+    "attention_type=mla",
+    "q_lora_rank=32",
+    "kv_lora_rank=32",
+    "qk_nope_head_dim=16",
+    "qk_rope_head_dim=16",
+    "v_head_dim=16",
+)
+
+
+@pytest.mark.parametrize("settings", [(), MLA, ("gradient_accumulation_steps=2", "per_device_batch_size=4")])
+def test_maxtext_clips_exactly(settings):
+    """Its synthetic batch is the same in each step: what the first clip leaves is what the second step sees."""
+    threshold = 0.5
+    before = number("largest logit", run("maxtext", "--steps", "1", *settings))
+    assert before > threshold
+    clip = (f"qk_clip_threshold={threshold}", *settings)
+    after = number("largest logit", run("maxtext", "--steps", "2", "--rate", "1e-30", *clip))
+    assert after == pytest.approx(threshold, rel=1e-5)
+
+
+def test_maxtext_takes_the_largest_logit_of_all_micro_batches():
     """Of the first step, where both have the same weights and, in some order, the same examples."""
     whole, parts = (
-        run("maxtext", "--steps", "1", f"gradient_accumulation_steps={n}", f"per_device_batch_size={8 // n}", *settings)
+        run("maxtext", "--steps", "1", f"gradient_accumulation_steps={n}", f"per_device_batch_size={8 // n}")
         for n in (1, 2)
-    )  # fmt: skip
-    logit = number("largest logit", whole)
-    assert number("largest logit", parts) == pytest.approx(logit, rel=1e-5)
+    )
+    assert number("largest logit", parts) == pytest.approx(number("largest logit", whole), rel=1e-5)
