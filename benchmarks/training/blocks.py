@@ -142,8 +142,7 @@ def _added_lines(row: Row) -> int:
 def _client_loss(optimizer: str) -> Cell:
     def cell(row: Row) -> str:
         best = row["optimizers"][optimizer]
-        at_the_edge = "" if best["bracketed"] else "*"
-        return f"{best['loss']:.3f} (rate {best['learning_rate']:g}{at_the_edge})"
+        return f"{best['loss']:.3f} (rate {best['learning_rate']:g})"
 
     return cell
 
@@ -248,7 +247,7 @@ BLOCKS = {
             "muonjax": _client_loss("muonjax"),
         },
         text="{table}\n\nMean training loss, in nats, of the last tenth of {rows[0][steps]} steps, at the best of "
-        "three rates; * where this is the least or the largest of the three. MaxText trains on the one "
+        "three or more rates, the best between two worse ones. MaxText trains on the one "
         "random batch that it has as synthetic data, the others on text that is new in each step. One seed. {machine}",
     ),
     "training_sweep": Block(

@@ -1,4 +1,4 @@
-"""Compare AdamW, Optax's Muon and muonjax in the trainers of other libraries, each at its best of three rates.
+"""Compare AdamW, Optax's Muon and muonjax in the trainers of other libraries, each at the best of its rates.
 
     python -m benchmarks.training.clients haiku keras equinox    # those that this environment has installed
 
@@ -42,22 +42,25 @@ def run(recipe: Any, name: str, rate: float, steps: int) -> float:
     return statistics.mean(losses[-max(1, steps // 10) :])
 
 
-def row(client: str, steps: int) -> dict[str, Any]:
-    """All runs of a client."""
+def row(client: str, steps: int, old: dict[str, Any]) -> dict[str, Any]:
+    """All runs of a client that `old` has not: three rates, and more until the best has worse ones on both sides."""
     recipe = importlib.import_module(f"with_{client}")
     optimizers = {}
     for name, rates in RATES.items():
-        losses = {}
-        for rate in rates:
-            losses[rate] = run(recipe, name, rate, steps)
-            print(f"{client} {name} {rate:g}: {losses[rate]:.4f}", flush=True)
-        best = min(losses, key=losses.__getitem__)
-        optimizers[name] = {
-            "learning_rate": best,
-            "loss": losses[best],
-            "losses": {f"{rate:g}": loss for rate, loss in losses.items()},
-            "bracketed": best not in (min(rates), max(rates)),
-        }
+        known = old["optimizers"][name]["losses"] if old.get("steps") == steps else {}
+        losses = {float(rate): loss for rate, loss in known.items()}
+        todo = [rate for rate in rates if rate not in losses]
+        while True:
+            for rate in todo:
+                losses[rate] = run(recipe, name, rate, steps)
+                print(f"{client} {name} {rate:g}: {losses[rate]:.4f}", flush=True)
+            best = min(losses, key=losses.__getitem__)
+            further = {min(losses): best / 3.2, max(losses): best * 3.2}
+            if best not in further:
+                break
+            todo = [float(f"{further[best]:.1g}")]
+        by_rate = {f"{rate:g}": losses[rate] for rate in sorted(losses)}
+        optimizers[name] = {"learning_rate": best, "loss": losses[best], "losses": by_rate}
     package = PACKAGES[client]
     return {
         "client": client,
@@ -69,17 +72,21 @@ def row(client: str, steps: int) -> dict[str, Any]:
     }
 
 
+def read() -> dict[str, Any]:
+    """The rows of the JSON by client."""
+    path = measure.RESULTS / "clients.json"
+    return {r["client"]: r for r in json.loads(path.read_text())["rows"]} if path.exists() else {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("clients", nargs="+", choices=PACKAGES)
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     sys.path[:0] = [str(RECIPES), str(RECIPES.parent)]
-    path = measure.RESULTS / "clients.json"
     for client in args.clients:
-        new = row(client, args.steps)
-        rows = {r["client"]: r for r in json.loads(path.read_text())["rows"]} if path.exists() else {}
-        rows[client] = new
+        new = row(client, args.steps, read().get(client, {}))
+        rows = read() | {client: new}  # another process may have written its own
         measure.write("clients", {"rows": [rows[name] for name in PACKAGES if name in rows]})
 
 
