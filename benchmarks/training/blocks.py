@@ -139,6 +139,12 @@ def _added_lines(row: Row) -> int:
     return sum(bool(re.match(r"\+\s*[^+\s]", line)) for diff in diffs for line in diff.splitlines())
 
 
+def _measured_clients(content: Row) -> list[Row]:
+    """The rows whose optimizers have all run at three rates."""
+    rows = content["rows"]
+    return [row for row in rows if all(len(found["losses"]) >= 3 for found in row["optimizers"].values())]
+
+
 def _client_loss(optimizer: str) -> Cell:
     def cell(row: Row) -> str:
         best = row["optimizers"][optimizer]
@@ -237,6 +243,7 @@ BLOCKS = {
         values=_transfer_sizes,
     ),
     "clients": Block(
+        rows=_measured_clients,
         columns={
             "client": lambda row: "[{1}]({0}.md)".format(*CLIENTS[row["client"]]),
             "package": "{package} {version}",

@@ -42,34 +42,42 @@ def run(recipe: Any, name: str, rate: float, steps: int) -> float:
     return statistics.mean(losses[-max(1, steps // 10) :])
 
 
-def row(client: str, steps: int, old: dict[str, Any]) -> dict[str, Any]:
-    """All runs of a client that `old` has not: three rates, and more until the best has worse ones on both sides."""
+def measure_client(client: str, steps: int) -> None:
+    """All runs that the JSON has not: three rates, and more until the best has worse ones on both sides."""
     recipe = importlib.import_module(f"with_{client}")
-    optimizers = {}
+    old = read().get(client, {})
+    known = old["optimizers"] if old.get("steps") == steps else {}
+    optimizers = {name: known.get(name, {"losses": {}}) for name in RATES}
     for name, rates in RATES.items():
-        known = old["optimizers"][name]["losses"] if old.get("steps") == steps else {}
-        losses = {float(rate): loss for rate, loss in known.items()}
+        losses = {float(rate): loss for rate, loss in optimizers[name]["losses"].items()}
         todo = [rate for rate in rates if rate not in losses]
         while True:
             for rate in todo:
                 losses[rate] = run(recipe, name, rate, steps)
                 print(f"{client} {name} {rate:g}: {losses[rate]:.4f}", flush=True)
+                best = min(losses, key=losses.__getitem__)
+                by_rate = {f"{rate:g}": losses[rate] for rate in sorted(losses)}
+                optimizers[name] = {"learning_rate": best, "loss": losses[best], "losses": by_rate}
+                write(client, steps, optimizers)
+            further = {min(losses): min(losses) / 3.2, max(losses): max(losses) * 3.2}
             best = min(losses, key=losses.__getitem__)
-            further = {min(losses): best / 3.2, max(losses): best * 3.2}
             if best not in further:
                 break
             todo = [float(f"{further[best]:.1g}")]
-        by_rate = {f"{rate:g}": losses[rate] for rate in sorted(losses)}
-        optimizers[name] = {"learning_rate": best, "loss": losses[best], "losses": by_rate}
-    package = PACKAGES[client]
-    return {
+
+
+def write(client: str, steps: int, optimizers: dict[str, Any]) -> None:
+    """Write the client's row, beside those that other processes may have written."""
+    row = {
         "client": client,
-        "package": package,
-        "version": importlib.metadata.version(package),
+        "package": PACKAGES[client],
+        "version": importlib.metadata.version(PACKAGES[client]),
         "steps": steps,
         "optimizers": optimizers,
         "provenance": measure.provenance(),
     }
+    rows = read() | {client: row}
+    measure.write("clients", {"rows": [rows[name] for name in PACKAGES if name in rows]})
 
 
 def read() -> dict[str, Any]:
@@ -85,9 +93,7 @@ def main() -> None:
     args = parser.parse_args()
     sys.path[:0] = [str(RECIPES), str(RECIPES.parent)]
     for client in args.clients:
-        new = row(client, args.steps, read().get(client, {}))
-        rows = read() | {client: new}  # another process may have written its own
-        measure.write("clients", {"rows": [rows[name] for name in PACKAGES if name in rows]})
+        measure_client(client, args.steps)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import tempfile
 
 import haliax as hax
 import jax
+from levanter.callbacks.watch import WatchConfig
 from levanter.checkpoint import CheckpointerConfig
 from levanter.data.dataset import ListAsyncDataset
 from levanter.models.llama import LlamaConfig
@@ -29,9 +30,7 @@ def optimizer(schedule):
     return muonjax.muon(schedule)
 
 
-@OptimizerConfig.register_subclass(
-    "muonjax"
-)  # in a configuration: optimizer: {type: muonjax, learning_rate: 0.01}
+@OptimizerConfig.register_subclass("muonjax")
 @dataclasses.dataclass(frozen=True)
 class MuonConfig(OptimizerConfig):
     def build(self, num_train_steps):
@@ -54,6 +53,7 @@ def train(optimizer, rate, steps, batch=8):
             num_train_steps=steps,
             checkpointer=CheckpointerConfig(base_path=folder),
             log_dir=folder,
+            watch=WatchConfig(watch_targets=[]),
             log_jaxprs=False,
             log_xla_hlo=False,
             require_accelerator=False,

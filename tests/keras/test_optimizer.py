@@ -93,3 +93,11 @@ def test_two_variables_with_one_path_are_refused():
     variables = [keras.Variable(jnp.ones(2), name="same") for _ in range(2)]
     with pytest.raises(ValueError, match="two variables are called 'same'; give their layers a name="):
         Optimizer(muonjax.muon(1e-2)).build(variables)
+
+
+def test_its_doctest_runs():
+    import doctest
+
+    import muonjax.keras
+
+    assert doctest.testmod(muonjax.keras) == (0, 4)
