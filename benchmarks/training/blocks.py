@@ -1,5 +1,7 @@
 """Format the results of the training benchmarks for the README and the docs: tables and sentences."""
 
+import pathlib
+import re
 from typing import Any
 
 from benchmarks.common.blocks import Block, Cell, Row, read
@@ -114,6 +116,41 @@ def _rates_by_size(content: Row) -> dict[str, Cell]:
         columns |= {f"{title} {size}": cell(kind, size) for size in sizes if size not in first}
         columns[f"largest ÷ smallest, {title}s".replace("layerss", "layers")] = factor(kind)
     return columns
+
+
+RECIPES = pathlib.Path(__file__).parents[2] / "docs" / "recipes"
+CLIENTS = {  # its page and its name there
+    "maxtext": ("maxtext", "MaxText"),
+    "levanter": ("trainers", "Levanter"),
+    "tunix": ("trainers", "Tunix"),
+    "keras": ("trainers", "Keras"),
+    "haiku": ("trainers", "Haiku"),
+    "equinox": ("equinox", "Equinox"),
+}
+
+
+def _added_lines(row: Row) -> int:
+    """The lines that a user adds, by the diffs of the client's page or of its section."""
+    page, name = CLIENTS[row["client"]]
+    text = (RECIPES / f"{page}.md").read_text()
+    sections = text.split("\n## ")
+    own = [section for section in sections if section.startswith(f"{name}\n")] or sections
+    diffs = re.findall(r"```diff\n(.*?)```", "\n## ".join(own), flags=re.DOTALL)
+    return sum(bool(re.match(r"\+\s*[^+\s]", line)) for diff in diffs for line in diff.splitlines())
+
+
+def _measured_clients(content: Row) -> list[Row]:
+    """The rows whose optimizers have all run at three rates."""
+    rows = content["rows"]
+    return [row for row in rows if all(len(found["losses"]) >= 3 for found in row["optimizers"].values())]
+
+
+def _client_loss(optimizer: str) -> Cell:
+    def cell(row: Row) -> str:
+        best = row["optimizers"][optimizer]
+        return f"{best['loss']:.3f} (rate {best['learning_rate']:g})"
+
+    return cell
 
 
 def _transfer_sizes(content: Row) -> Row:
@@ -305,6 +342,21 @@ BLOCKS = {
         text="The spectral norm of AdamW's updates, in units of that of an orthogonal matrix with the same RMS: "
         "{norms} (mean and range over the matrices of a block, after 20 steps).",
         values=_transfer_sizes,
+    ),
+    "clients": Block(
+        rows=_measured_clients,
+        columns={
+            "client": lambda row: "[{1}]({0}.md)".format(*CLIENTS[row["client"]]),
+            "package": "{package} {version}",
+            "jax, optax": "{provenance[versions][jax]}, {provenance[versions][optax]}",
+            "lines added": _added_lines,
+            "AdamW": _client_loss("AdamW"),
+            "optax.contrib.muon": _client_loss("Optax's Muon"),
+            "muonjax": _client_loss("muonjax"),
+        },
+        text="{table}\n\nMean training loss, in nats, of the last tenth of {rows[0][steps]} steps, at the best of "
+        "three or more rates, the best between two worse ones. MaxText trains on the one "
+        "random batch that it has as synthetic data, the others on text that is new in each step. One seed. {machine}",
     ),
     "transfer.first_rate": Block(
         rows=_first_rates,

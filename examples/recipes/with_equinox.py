@@ -11,10 +11,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from text_data import Text
 
 import muonjax
 
-VOCABULARY, WIDTH, HEADS = 64, 32, 4
+VOCABULARY, WIDTH, HEADS = 256, 32, 4
 
 
 # The model: nothing in it knows of Muon or QK-Clip.
@@ -105,13 +106,32 @@ def loss_fn(model, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean(), max_logits
 
 
-def make_optimizer(model, threshold):
+def optimizer(rate, model, threshold=100.0):
     """MuonClip, its matrices by the types of Equinox's layers."""
     params = eqx.filter(model, eqx.is_inexact_array)
     sites = muonjax.sites_from(params, num_heads=HEADS)  # Equinox stores heads and features on one axis
     numbers = muonjax.equinox.dimension_numbers(model)
-    tx = muonjax.muonclip(1e-2, sites, threshold=threshold, muon_weight_dimension_numbers=numbers)
-    return tx, tx.init(params)
+    return muonjax.muonclip(rate, sites, threshold=threshold, muon_weight_dimension_numbers=numbers)
+
+
+def train(optimizer, rate, steps, batch=8, context=64):
+    """The loss of each step, and the optimizer's state."""
+    text, losses = Text(), []
+    model = Transformer(2, jax.random.key(0))
+    tx = optax.with_extra_args_support(optimizer(rate, model))
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model, state, tokens):
+        (loss, max_logits), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, tokens)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = tx.update(grads, state, params, max_logits=max_logits)
+        return eqx.apply_updates(model, updates), state, loss
+
+    for i in range(steps):
+        model, state, loss = step(model, state, text.batch(0, i, batch, context))
+        losses.append(float(loss))
+    return losses, state
 
 
 def main():
@@ -121,22 +141,10 @@ def main():
         "--threshold", type=float, default=1.0
     )  # low, so that it takes effect in this tiny model
     args = parser.parse_args()
-    model = Transformer(2, jax.random.key(0))
-    tx, state = make_optimizer(model, args.threshold)
-
-    @eqx.filter_jit
-    def step(model, state, tokens):
-        (loss, max_logits), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, tokens)
-        params = eqx.filter(model, eqx.is_inexact_array)
-        updates, state = tx.update(grads, state, params, max_logits=max_logits)
-        return eqx.apply_updates(model, updates), state, loss
-
-    tokens = jax.random.randint(jax.random.key(1), (8, 17), 0, VOCABULARY)
-    for _ in range(args.steps):
-        model, state, loss = step(model, state, tokens)
+    losses, state = train(functools.partial(optimizer, threshold=args.threshold), 1e-2, args.steps)
     metrics = muonjax.metrics(state)
     print(
-        f"loss {loss:.3f}, largest logit {metrics['qk_clip/largest']:.2f}, "
+        f"loss {losses[-1]:.3f}, largest logit {metrics['qk_clip/largest']:.2f}, "
         f"{metrics['qk_clip/total_clipped']:.0f} clips"
     )
 

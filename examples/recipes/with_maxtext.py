@@ -1,34 +1,54 @@
-"""Train a MaxText decoder with MuonClip: its configuration, its mesh rules, and the largest logits of its attention op.
+"""Run MaxText's own trainer with MuonClip: the optimizer, the largest logits, and one line of its training step.
 
-    python examples/recipes/with_maxtext.py            # its NNX model
-    python examples/recipes/with_maxtext.py --linen    # its Linen model
-
-MaxText itself needs more than a CPU and a minute, so this runs `maxtext_copy`. In MaxText, `get_optimizer` replaces the
-function of that name in src/maxtext/optimizers/optimizers.py, and `record_max_logits(AttentionOp)` is called once.
+pip install maxtext==0.2.5 and what its trainer imports (docs/recipes/maxtext.md)
+python examples/recipes/with_maxtext.py                                 # settings of MaxText can follow
+python examples/recipes/with_maxtext.py gradient_accumulation_steps=2
 """
 
 import argparse
 import functools
+import inspect
+import json
+import os
+import pathlib
+import shlex
+import tempfile
+import textwrap
 
-import jax
+os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")  # no Google Cloud
+
 import jax.numpy as jnp
-import maxtext_copy
 import optax
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import AxisType
+from maxtext.configs import pyconfig
+from maxtext.layers.attention_op import AttentionOp
+from maxtext.optimizers import optimizers
+from maxtext.trainers.pre_train import train as trainer
+from maxtext.utils import gradient_accumulation
 
 import muonjax
 
+TINY = shlex.split("""
+    run_name=muonjax hardware=cpu skip_jax_distributed_system=true dataset_type=synthetic attention=dot_product
+    enable_checkpointing=false enable_tensorboard=false enable_goodput_recording=false log_config=false
+    base_emb_dim=64 base_mlp_dim=256 base_num_query_heads=4 base_num_kv_heads=2 head_dim=16 base_num_decoder_layers=2
+    vocab_size=256 max_target_length=64 per_device_batch_size=8 dtype=float32 remat_policy=full
+    opt_type=adamw
+""")
 
-def get_optimizer(config, learning_rate_schedule, distribution=None):
-    """MuonClip for `opt_type: "muon"`; it reads the parameters' paths and shapes, so it needs no rule per model."""
+
+def optimizer(learning_rate_schedule, config, model=None, mesh=None):
+    """MuonClip for MaxText's `get_optimizer`; it reads the parameters' paths and shapes, so no rule per model."""
+    params = nnx.state(model, nnx.Param)
+    specs = nnx.get_partition_spec(params)
+    shardings = nn.logical_to_mesh_sharding(specs, mesh, config.logical_axis_rules)
     return muonjax.muonclip(
         learning_rate_schedule,
         threshold=config.qk_clip_threshold,
         weight_decay=config.muon_weight_decay,
         mu_dtype=config.mu_dtype,
-        distribution=distribution,
+        distribution=muonjax.Distribution(mesh, nnx.as_pure(shardings)),
     )
 
 
@@ -46,82 +66,60 @@ def record_max_logits(attention_op):
     attention_op.__call__ = recording
 
 
-def shardings_of(specs, config, mesh):
-    """Shardings of the parameters, from the names of their axes and `logical_axis_rules`."""
-    return nn.logical_to_mesh_sharding(specs, mesh, config.logical_axis_rules)
+EDITS = [  # a line of MaxText, and what replaces it
+    (
+        trainer,
+        "train_step",
+        "state.apply_gradients(grads)",
+        """
+        state.apply_gradients(grads, max_logits=intermediate_outputs)
+        """,
+    ),
+    (  # with gradient accumulation: the maximum over micro-batches, not their sum
+        gradient_accumulation,
+        "gradient_accumulation_loss_and_grad",
+        "aux = jax.tree.map(lambda x: jnp.sum(x, axis=0), aux)",
+        """
+        largest_or_sum = lambda path, x: (jnp.max if "max_logits" in str(path) else jnp.sum)(x, axis=0)
+        aux = jax.tree_util.tree_map_with_path(largest_or_sum, aux)
+        """,
+    ),
+]
 
 
-def loss_of(logits, tokens):
-    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+for module, name, line, replacement in EDITS:  # in memory; in your own copy of MaxText, in its files
+    source = inspect.getsource(getattr(module, name))
+    if source.count(line) != 1:
+        raise SystemExit(f"{module.__name__}.{name} has not one line {line!r}: another version of MaxText?")
+    exec(source.replace(line, "; ".join(textwrap.dedent(replacement).split("\n")[1:-1])), module.__dict__)
+    setattr(trainer, name, getattr(module, name))
+record_max_logits(AttentionOp)
 
 
-def train_nnx(config, mesh, tokens, segments, steps):
-    """As MaxText with `pure_nnx`: its `TrainStateNNX.apply_gradients` passes `max_logits` on."""
-    model = maxtext_copy.DecoderModel(config, rngs=nnx.Rngs(0))
-    params = nnx.state(model, nnx.Param)
-    shardings = shardings_of(nnx.get_partition_spec(params), config, mesh)
-    nnx.update(model, jax.device_put(params, shardings))
-    tx = get_optimizer(config, 1e-2, muonjax.Distribution(mesh, nnx.as_pure(shardings)))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+def train(optimizer, rate, steps, *settings):
+    """The loss of each step, and the last train state."""
 
-    @nnx.jit
-    def step(model, optimizer, tokens, segments):
-        def loss_fn(model):
-            loss = loss_of(model(tokens, segments), tokens)
-            return loss, nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate))
+    def get_optimizer(config, schedule, model=None, mesh=None):
+        return optax.with_extra_args_support(optimizer(schedule, config, model, mesh))
 
-        (loss, intermediate_outputs), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
-        optimizer.update(model, grads, max_logits=intermediate_outputs)
-        return loss
-
-    for _ in range(steps):
-        loss = step(model, optimizer, tokens, segments)
-    return loss, optimizer.opt_state
-
-
-def train_linen(config, mesh, tokens, segments, steps):
-    """As MaxText without `pure_nnx`; its train state becomes `muonjax.linen.TrainState`."""
-    model = maxtext_copy.linen_model()
-    variables = {"params": model.init(jax.random.key(0), tokens, segments)["params"]}
-    shardings = shardings_of(nn.get_partition_spec(variables), config, mesh)
-    params = jax.device_put(nn.unbox(variables), shardings)
-    tx = get_optimizer(config, 1e-2, muonjax.Distribution(mesh, shardings))
-    state = muonjax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-
-    @jax.jit
-    def step(state, tokens, segments):
-        def loss_fn(params):
-            logits, intermediate_outputs = state.apply_fn(params, tokens, segments, mutable=["intermediates"])
-            return loss_of(logits, tokens), intermediate_outputs
-
-        (loss, intermediate_outputs), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads, max_logits=intermediate_outputs), loss
-
-    for _ in range(steps):
-        state, loss = step(state, tokens, segments)
-    return loss, state.opt_state
+    optimizers.get_optimizer = get_optimizer
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = pathlib.Path(folder) / "metrics.jsonl"
+        base = pathlib.Path(pyconfig.__file__).parent / "base.yml"
+        where = [f"base_output_directory={folder}", f"metrics_file={metrics}"]
+        length = [f"steps={steps}", f"learning_rate={rate}"]
+        state = trainer.train_loop(*trainer.initialize(["", str(base), *TINY, *where, *length, *settings]))
+        return [json.loads(line)["learning/loss"] for line in metrics.read_text().splitlines()], state
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument(
-        "--threshold", type=float, default=1.0
-    )  # low, so that it takes effect in this tiny model
-    parser.add_argument("--linen", action="store_true", help="the Linen model instead of the NNX one")
-    args = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", 4)  # accelerators are not affected
-    nnx.use_eager_sharding(False)  # as MaxText does: names of axes become shardings later
-    config = maxtext_copy.CONFIG
-    config.qk_clip_threshold = args.threshold
-    mesh = jax.make_mesh((2, 2), config.mesh_axes, (AxisType.Auto,) * 2)
-    record_max_logits(maxtext_copy.AttentionOp)
-    tokens = jax.random.randint(jax.random.key(1), (8, 16), 0, config.vocab_size)
-    train = train_linen if args.linen else train_nnx
-    loss, opt_state = train(config, mesh, tokens, jnp.ones_like(tokens), args.steps)
-    metrics = muonjax.metrics(opt_state)
-    print(f"loss {loss:.3f}, largest logit {metrics['qk_clip/largest']:.2f}, "
-          f"{metrics['qk_clip/total_clipped']:.0f} clips")  # fmt: skip
+    parser.add_argument("--rate", type=float, default=1e-2)
+    args, settings = parser.parse_known_args()
+    losses, state = train(optimizer, args.rate, args.steps, *settings)
+    maxima = nnx.to_pure_dict(state)["optimizer"]["opt_state"][1]["maxima"]
+    print(f"loss {losses[-1]:.3f}, largest logit {max(map(jnp.max, maxima.values())):.6f}")
 
 
 if __name__ == "__main__":

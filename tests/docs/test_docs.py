@@ -132,6 +132,8 @@ def check_table(name: str, signature: inspect.Signature):
     ("name", "call"), [("optax.adamw", optax.adamw), ("optax.contrib.muon", optax.contrib.muon)]
 )
 def test_settings_of_optax(name, call):
+    if name == "optax.contrib.muon" and "consistent_rms" not in inspect.signature(call).parameters:
+        pytest.skip(f"the Muon of Optax {optax.__version__} has fewer arguments than that of 0.2.8")
     check_table(name, inspect.signature(call))
 
 

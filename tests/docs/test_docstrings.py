@@ -176,7 +176,8 @@ def test_has_a_place_on_the_page_of_the_api(name):
 
 
 def test_page_of_the_api_names_nothing_else():
-    assert set(re.findall(r"^::: (\S+)$", API, flags=re.MULTILINE)) == set(PUBLIC)
+    named = set(re.findall(r"^::: (\S+)$", API, flags=re.MULTILINE))
+    assert named - {"muonjax.keras.Optimizer"} == set(PUBLIC)  # tests/keras: it needs Keras
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -15,15 +15,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import muonjax
-from tests.tools.tiers import nightly, thorough
 
 RECIPES = pathlib.Path(__file__).parents[2] / "examples" / "recipes"
 PROGRAMS = [
     "lm1b_fsdp.py",
     "vit_digits.py",
     "with_equinox.py",
-    nightly("with_maxtext.py"),
-    "with_maxtext.py --linen",
     "with_transformers.py",
 ]
 NEEDED = {"with_transformers.py": "transformers", "with_equinox.py": "equinox", "vit_digits.py": "sklearn"}
@@ -182,52 +179,6 @@ def test_transformers():
         return found
 
     check(statistics, of, params, muonjax.sites_from(params, num_heads=4))
-
-
-@pytest.fixture
-def plain_variables():
-    with nnx.use_eager_sharding(False):
-        yield
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("linen", [thorough(False), True])
-def test_maxtext(linen, monkeypatch, plain_variables):
-    import maxtext_copy
-    import with_maxtext as recipe
-
-    config = maxtext_copy.CONFIG
-    monkeypatch.setattr(maxtext_copy.AttentionOp, "__call__", maxtext_copy.AttentionOp.__call__)
-    recipe.record_max_logits(maxtext_copy.AttentionOp)
-    model = maxtext_copy.DecoderModel(config, rngs=nnx.Rngs(0))
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    segments = 1 + (np.arange(16) >= 6) * np.ones((2, 1), np.int32)
-    if linen:
-        variables = {"params": params}
-        _, statistics = maxtext_copy.linen_model().apply(
-            variables, TOKENS, segments, mutable=["intermediates"]
-        )
-    else:
-        variables = params
-        model(TOKENS, segments)
-        statistics = nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate))
-    inputs, x = [], model.token_embedder(TOKENS)
-    graph, stacked, others = nnx.split(model.decoder.layers, nnx.Param, ...)
-    for i in range(config.num_decoder_layers):
-        layer = nnx.merge(graph, jax.tree.map(lambda p, i=i: jnp.take(p, i, axis=1), stacked), others)
-        inputs.append(np.asarray(layer.pre_self_attention_layer_norm(x), np.float64))
-        x = layer(x, segments)
-    visible = CAUSAL & (segments[:, :, None] == segments[:, None, :])[:, None]
-
-    def of(variables):
-        attention = float64(variables.get("params", variables)["decoder"]["layers"]["self_attention"])
-        found = {}
-        for i, x in enumerate(inputs):
-            q, k = (np.einsum("btd,dhe->bthe", x, attention[n]["kernel"][:, i]) for n in ("query", "key"))
-            found[i] = largest(q, k, visible, 1.0)
-        return found
-
-    check(statistics, of, variables, muonjax.sites_from(variables))
 
 
 @pytest.mark.thorough
