@@ -105,7 +105,7 @@ def headline(presets: tuple[str, ...] = ("fast", "balanced")) -> Block:
         rows=chips,
         columns=columns,
         text="{table}\n\nModelled, no accelerator was timed: compiled ahead of time and counted, in units of the "
-        "better of Optax's types, so that above 1 is slower than Optax. To compile for an H100 takes, in the same units: "
-        "{compiling}. jax {provenance[versions][jax]}, optax {provenance[versions][optax]}.",
+        "better of Optax's types, so that above 1 is slower than Optax. To compile for an H100 takes, in the same "
+        "units: {compiling}. jax {provenance[versions][jax]}, optax {provenance[versions][optax]}.",
         values=compiling,
     )
