@@ -153,7 +153,8 @@ BLOCKS = {
             "cosine to the polar factor, worst": "{cosine_worst:.2f}",
         },
         text="{table}\n\n{machine} Times and memory in units of Optax's. A whole training step with `balanced`, in "
-        "units of AdamW's: {digits:.2f} (a small convolutional network), {texts} (the example's transformer, on two texts).",
+        "units of AdamW's: {digits:.2f} (a small convolutional network), {texts} (the example's transformer, on two "
+        "texts).",
         values=_beside_adamw,
     ),
     "variant_steps": Block(
