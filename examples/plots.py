@@ -44,13 +44,10 @@ def draw(runs: dict[str, pathlib.Path], to: pathlib.Path, threshold: float | Non
         label = f"threshold {threshold:g}"
         panels["logits"].axhline(threshold, color="black", linestyle="--", linewidth=1, label=label)
     for name, columns in clips.items():
-        heads = columns["clipped_heads"]
-        label = f"{name}: {sum(heads):,.0f} in all"
-        panels["clips"].fill_between(
-            columns["step of clipped_heads"], heads, step="mid", color=COLORS[name], linewidth=0, label=label
-        )
-        panels["clips"].set(ylim=(0, max(heads)), title="Heads that QK-Clip scaled")
-        panels["clips"].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        steps, heads = columns["step of clipped_heads"], columns["clipped_heads"]
+        panels["clips"].fill_between(steps, heads, step="mid", color=COLORS[name], linewidth=0)
+        title = f"Heads that {name} scaled, per step: {sum(heads):,.0f} in all"
+        panels["clips"].set(ylim=(0, max(heads)), ylabel="heads", title=title)
     panels["loss"].set(ylabel="loss (nats per byte)", title="Training loss, and held-out loss (dots)")
     panels["logits"].set(
         ylabel="largest logit", title="Largest attention logit of each layer (darker: deeper)"
@@ -69,7 +66,7 @@ def draw(runs: dict[str, pathlib.Path], to: pathlib.Path, threshold: float | Non
 STATISTICS = {
     "update_to_weight": "RMS of updates ÷ RMS of weights",
     "momentum_norm": "norm of the momentum",
-    "orthogonality": "distance of updates from orthogonal\n(0: all singular values equal; near 1: one dominates)",
+    "orthogonality": "distance of updates from orthogonal\n(0: singular values equal; 1: one dominates)",
 }
 
 

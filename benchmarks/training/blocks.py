@@ -125,7 +125,7 @@ CLIENTS = {  # its page and its name there
     "tunix": ("trainers", "Tunix"),
     "keras": ("trainers", "Keras"),
     "haiku": ("trainers", "Haiku"),
-    "equinox": ("equinox", "Equinox"),
+    "equinox": ("frameworks", "Equinox"),
 }
 
 
@@ -134,7 +134,8 @@ def _added_lines(row: Row) -> int:
     page, name = CLIENTS[row["client"]]
     text = (RECIPES / f"{page}.md").read_text()
     sections = text.split("\n## ")
-    own = [section for section in sections if section.startswith(f"{name}\n")] or sections
+    own = [section for section in sections if section.startswith(f"{name}\n")]
+    own = [sections[0], *own] if own else sections
     diffs = re.findall(r"```diff\n(.*?)```", "\n## ".join(own), flags=re.DOTALL)
     return sum(bool(re.match(r"\+\s*[^+\s]", line)) for diff in diffs for line in diff.splitlines())
 

@@ -223,5 +223,7 @@ def test_what_a_page_adds_is_in_its_program(page):
         for line in diff.splitlines()
         if re.match(r"\+(?!\+)", line)
     ]
+    if page == "frameworks.md":  # its programs are complete, and run with the code of all pages
+        return
     assert added or page == "index.md"
     assert set(added) <= lines | {""}, sorted(set(added) - lines)
