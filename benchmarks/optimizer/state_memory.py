@@ -1,8 +1,8 @@
-"""Count memory and copies of an update whose state is in host memory, compiled for accelerators on a machine without.
+"""Count what an optimizer's state costs an accelerator: bytes of momentum's pass, memory and copies from the host.
 
-    python -m benchmarks.optimizer.host_state [--chips H100]
+    python -m benchmarks.optimizer.state_memory [--chips H100]
 
-Needs `pip install "muonjax[cuda13]"` and `"muonjax[tpu]"`; writes benchmarks/results/host_state.json. The update is
+Needs `pip install "muonjax[cuda13]"` and `"muonjax[tpu]"`; writes benchmarks/results/state_memory.json. The update is
 that of `muon` for square matrices, or of `trace` alone; gradients and state are donated. A group is the matrices that
 are orthogonalized at once. A TPU's scheduler copies ahead into whatever memory is free, so one case leaves it little.
 """
@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import muonjax
-from benchmarks.common import ahead_of_time, measure
+from benchmarks.common import ahead_of_time, hlo_launches, measure
 from muonjax._policy import Policy
 
 
@@ -70,7 +70,8 @@ def count(case: Case) -> dict[str, Any]:
     """The figures of a case."""
     device, host = compiled(case, None), compiled(case, "pinned_host")
     policy, matrix = Policy(ahead_of_time.CHIPS[case.chip].platform), 4 * case.size**2
-    group = matrix * min(case.count, max(1, int(policy.stack_elements // case.size**2)))
+    together = 1 if case.optimizer == "trace" else int(policy.stack_elements // case.size**2)
+    group = matrix * min(case.count, max(1, together))
     before, after = device.memory_analysis(), host.memory_analysis()
     # The device's arguments without state: gradients and parameters.
     others = 2 * case.count * matrix if case.optimizer != "trace" else case.count * matrix
@@ -90,18 +91,33 @@ def count(case: Case) -> dict[str, Any]:
     }
 
 
+def moved(gradients: str, nesterov: bool, size: int = 4096) -> dict[str, Any]:
+    """Bytes that a GPU reads and writes to update the momentum of one matrix, for momentum in int8 and in float32."""
+    row: dict[str, Any] = {"gradients": gradients, "nesterov": nesterov}
+    for dtype in ("float32", "int8"):
+        tx = muonjax.trace(0.95, nesterov, jnp.dtype(dtype))
+        matrix = {"w": jax.ShapeDtypeStruct((size, size), jnp.dtype(gradients))}
+        program = ahead_of_time.compile_for(
+            ahead_of_time.CHIPS["H100"], tx.update, matrix, jax.eval_shape(tx.init, matrix)
+        )
+        found = hlo_launches.launches(program.text)
+        row[dtype] = sum(launch.count * launch.moved for launch in found) / size**2
+    return {**row, "ratio": row["int8"] / row["float32"]}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--chips", nargs="+", default=["H100", "v5e"], choices=["H100", "v5e"])
     args = parser.parse_args(arguments)
     rows = []
+    passes = [moved(dtype, nesterov) for dtype in ("float32", "bfloat16") for nesterov in (True, False)]
     for case in CASES:
         if case.chip in args.chips:
             if reason := ahead_of_time.missing(ahead_of_time.CHIPS[case.chip].platform):
                 raise SystemExit(reason)
             rows.append(count(case))
             print(measure.table(rows[-1:]), flush=True)
-    measure.write("host_state", {"cases": rows})
+            measure.write("state_memory", {"passes": passes, "cases": rows})
 
 
 if __name__ == "__main__":
