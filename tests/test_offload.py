@@ -159,7 +159,8 @@ def test_compiled_for_accelerators_the_state_is_not_on_the_device(case):
     row = state_memory.count(case)
     assert row["state_on_device"] <= 64  # counters
     assert row["state_on_host_mib"] == case.count * 4 * case.size**2 / 2**20
-    assert row["asynchronous"] == 2 * case.count
+    # Of a GPU only the copies back are seen: its description can't say that arguments are in host memory.
+    assert row["asynchronous"] == case.count * (1 if case.chip == "H100" else 2)
     assert row["synchronous"] == 0
     if case.chip == "H100":
-        assert row["added_mib"] <= 4.1 * 4 * case.size**2 / 2**20  # two copies in, two out
+        assert row["added_groups"] <= 3

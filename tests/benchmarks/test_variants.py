@@ -117,6 +117,12 @@ def test_forgetting_is_compared_where_the_same_is_gained():
     assert muon["forgotten"] == pytest.approx(0.04 + 0.96 * 0.25 / 0.8)
 
 
+def test_the_formats_of_eight_bits_begin_with_ours():
+    x = jax.random.normal(jax.random.key(0), (4, 256))
+    ours, theirs = (jax.jit(int8_momentum.ROUNDINGS["int8"])(x), jax.jit(int8_momentum._in_eight_bits)(x))
+    np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
 @pytest.mark.thorough
 def test_tiny_fine_tuning_is_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(fine_tuning, "best_rates", lambda: (0.01, 0.004))
