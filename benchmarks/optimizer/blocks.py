@@ -342,4 +342,35 @@ BLOCKS = {
         text="{table}\n\n{shapes}. Emulated: products of rounded operands with float32 sums. {machine}",
         values=lambda content: {"shapes": ", ".join(_shapes(content["joined"]))},
     ),
+    "state_memory": Block(
+        rows="cases",
+        columns={
+            "compiled for": "{chip}",
+            "update": "{optimizer}",
+            "matrices": "{count} of {size} × {size}",
+            "state on the device, MiB": lambda row: (
+                "does not fit" if row["state_mib"] is None else f"{row['state_mib']:.0f}"
+            ),
+            "with host memory, bytes": "{state_on_device}",
+            "on the host, MiB": "{state_on_host_mib:.0f}",
+            "temporary memory added, MiB": "{added_mib:.0f}",
+            "÷ one matrix": lambda row: f"{row['added_mib'] / (4 * row['size'] ** 2 / 2**20):.1f}",
+            "÷ what is orthogonalized at once": "{added_groups:.1f}",
+            "copies, asynchronous": "{asynchronous}",
+            "synchronous": "{synchronous}",
+        },
+        text="{table}\n\nCompiled and counted, not run. {machine}",
+    ),
+    "state_memory.passes": Block(
+        rows="passes",
+        columns={
+            "gradients": "{gradients}",
+            "Nesterov": "{nesterov}",
+            "float32": "{float32:.1f}",
+            "int8": "{int8:.1f}",
+            "int8 ÷ float32": "{ratio:.2f}",
+        },
+        text="{table}\n\nBytes that the update of momentum reads and writes for each parameter; compiled for an H100 "
+        "and counted, not run. {machine}",
+    ),
 }

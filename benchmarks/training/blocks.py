@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import statistics
 from typing import Any
 
 from benchmarks.common.blocks import Block, Cell, Row, read
@@ -265,6 +266,83 @@ def _options(content: Row) -> list[Row]:
     ]
 
 
+def _tuned(content: Row) -> list[Row]:
+    """A row for each method of fine-tuning: its rates, and what it forgets at the same gain as the others."""
+    equal = {row["method"]: row for row in content["equal_gain"]}
+    return [
+        {"method": name, "equal": equal[name], "at": {r["share"]: r for r in rows}}
+        for name, rows in (
+            (name, [r for r in content["methods"] if r["method"] == name]) for name in dict.fromkeys(equal)
+        )
+    ]
+
+
+def _tuning_columns(content: Row) -> dict[str, Cell]:
+    def at(share: float) -> Cell:
+        def cell(row: Row) -> str | None:
+            found = row["at"].get(share)
+            return found and "{gained:.2f} / {forgotten:.2f}".format(**found)
+
+        return cell
+
+    def equal(row: Row) -> str | None:
+        forgotten, share = row["equal"]["forgotten"], row["equal"]["share"]
+        return None if forgotten is None else f"{forgotten:.2f} at {share:.2g}"
+
+    shares = sorted({row["share"] for row in content["methods"]}, reverse=True)
+    goal = content["equal_gain"][0]["goal"]
+    return {
+        "trained by AdamW, then": "{method}",
+        **{f"rate × {share:g}": at(share) for share in shares},
+        f"forgotten where {goal:.2f} is gained": equal,
+    }
+
+
+def _tuning_sizes(content: Row) -> Row:
+    def of(method: str, share: float, text: str) -> dict[int, float]:
+        keys = (method, share)
+        return {r["seed"]: r[text] for r in content["runs"] if (r["method"], r["share"]) == keys}
+
+    adamw, muon = of("AdamW", 1.0, "source"), of("Muon", 1.0, "source")
+    differences = sorted(adamw[seed] - muon[seed] for seed in adamw.keys() & muon.keys())
+    before = "; ".join(
+        f"{name} {statistics.mean(of(name, 0, 'documentation').values()):.2f} and "
+        f"{statistics.mean(of(name, 0, 'source').values()):.2f}"
+        for name in ("AdamW", "Muon")
+    )
+    spread = max(max(r["gained_spread"], r["forgotten_spread"]) for r in content["methods"])
+    return {
+        "seeds": max(r["seeds"] for r in content["methods"]),
+        "spread": spread,
+        "before_tuning": before,
+        "low": differences[0],
+        "high": differences[-1],
+    }
+
+
+def _clip_costs(content: Row) -> list[Row]:
+    """The mean over the seeds, for each optimizer, of what a first clip adds to the loss."""
+    rows = []
+    for name in dict.fromkeys(row["method"] for row in content["before"]):
+        clips = [row["clip"] for row in content["before"] if row["method"] == name]
+        added = {
+            share: sum(clip["added"][share] for clip in clips) / len(clips) for share in clips[0]["added"]
+        }
+        rows.append(
+            {"method": name, "largest": sum(c["largest"] for c in clips) / len(clips), "added": added}
+        )
+    return rows
+
+
+def _clip_columns(content: Row) -> dict[str, Cell]:
+    def at(share: str) -> Cell:
+        return lambda row: f"{row['added'][share]:+.3f}"
+
+    shares = content["before"][0]["clip"]["added"]
+    columns: dict[str, Cell] = {"trained by": "{method}", "largest logit": "{largest:.0f}"}
+    return columns | {f"clip at {float(share):.2f} of it": at(share) for share in shares}
+
+
 STEPS = (
     "MuonClip reaches a held-out loss of {muonclip[held_out]:.3f} nats per byte in {muonclip[steps]} steps; AdamW has "
     "{adamw[held_out]:.3f} after {adamw[steps]}: MuonClip needs {share:.0%} of AdamW's steps (one seed, each optimizer "
@@ -283,6 +361,22 @@ BLOCKS = {
             "seeds": "{seeds}",
         },
         text="{table}\n\n{settings[steps]} steps; the model of the table of variants. {machine}",
+    ),
+    "fine_tuning": Block(
+        rows=_tuned,
+        columns=_tuning_columns,
+        text="{table}\n\nNats per byte of held-out text, gained on the second text / forgotten of the first; {seeds} "
+        "seeds, with standard deviations up to {spread:.2f}; at rate × 1 Muon gains {low:.2f} to {high:.2f} more than "
+        "AdamW from the same model. Losses before, on the first and second text: {before_tuning}. "
+        "{settings[first_steps]} steps on the first text, {settings[steps]} on the second, of {settings[batch]} "
+        "windows of {settings[context]} bytes; {settings[layers]} layers, {settings[width]} wide. Rates in units of "
+        "the first training's: {settings[adam_rate]:g} for AdamW, {settings[muon_rate]:.3g} for Muon. {machine}",
+        values=_tuning_sizes,
+    ),
+    "fine_tuning.clip": Block(
+        rows=_clip_costs,
+        columns=_clip_columns,
+        text="{table}\n\nWhat one clip adds to the held-out loss of the first text, nats per byte. {machine}",
     ),
     "int8_momentum": Block(
         rows="dtypes",

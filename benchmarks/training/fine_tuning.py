@@ -164,13 +164,14 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def at_equal_gain(rows: Sequence[dict[str, Any]], part: float = 0.9) -> list[dict[str, Any]]:
-    """For each method, what it forgets where it has gained a part of what the best method gains, between two rates."""
-    goal = part * max(row["gained"] for row in rows)
+    """For each method, what it forgets where it gains a part of the most that every method can, between two rates."""
+    by_method: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["share"]):
+        by_method.setdefault(row["method"], []).append(row)
+    goal = part * min(max(row["gained"] for row in mine) for mine in by_method.values())
     found = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        mine = sorted((row for row in rows if row["method"] == method), key=lambda row: row["share"])
-        best = max(mine, key=lambda row: row["gained"])
-        row = {"method": method, "goal": goal, "best": best, "share": None, "forgotten": None}
+    for method, mine in by_method.items():
+        row = {"method": method, "goal": goal, "share": None, "forgotten": None}
         for low, high in itertools.pairwise(mine):
             if low["gained"] < goal <= high["gained"]:
                 t = (goal - low["gained"]) / (high["gained"] - low["gained"])

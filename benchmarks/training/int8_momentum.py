@@ -51,20 +51,44 @@ def best_rates() -> tuple[float, float]:
     return muon["learning_rate"], found["adam_rate"]
 
 
+def _in_eight_bits(x: jax.Array, block: int = 128, power: int = 1, *, at_random: bool = False) -> jax.Array:
+    """x rounded to 255 levels for each block, evenly in |x|^(1 / power)."""
+    blocks = x.reshape(-1, block)
+    largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+    level = 127 * jnp.abs(blocks / largest) ** (1 / power)
+    noise = jax.random.uniform(jax.random.key(0), level.shape) if at_random else 0.5
+    rounded = (jnp.floor(level + noise) / 127) ** power
+    return (jnp.sign(blocks) * rounded * largest).reshape(x.shape)
+
+
+def _with_least_noise(x: jax.Array, bits: int = 8) -> jax.Array:
+    """x with the noise that no code of so many bits a number can avoid, were its entries independent and normal."""
+    noise = jax.random.normal(jax.random.key(0), x.shape)
+    return x + 2.0**-bits * jnp.linalg.norm(x) / jnp.linalg.norm(noise) * noise
+
+
+ROUNDINGS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "bfloat16": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
+    "int8": lambda x: dequantize(*quantize(x)),
+    "int8, blocks of 64": lambda x: _in_eight_bits(x, 64),
+    "int8, blocks of 32": lambda x: _in_eight_bits(x, 32),
+    "int8, rounded at random": lambda x: _in_eight_bits(x, at_random=True),
+    "int8, square roots": lambda x: _in_eight_bits(x, power=2),
+    "the least noise of 8 bits (Shannon)": _with_least_noise,
+}
+
+
 def rounding_errors(m: int = 192, n: int = 768) -> list[dict[str, Any]]:
-    """What one rounding of the input adds to the polar error, over the recorded spectra, by dtype."""
+    """What one rounding of the input adds to the polar error, over the recorded spectra, by format."""
     rng = np.random.default_rng(0)
     polar = jax.jit(muonjax.newton_schulz)
-    roundings: dict[str, Callable[[jax.Array], jax.Array]] = {
-        "bfloat16": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
-        "int8": lambda x: dequantize(*quantize(x)),
-    }
-    rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in roundings}
+    roundings = {name: jax.jit(rounding) for name, rounding in ROUNDINGS.items()}
+    rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in ROUNDINGS}
     for spectrum in momentum.spectra():
         x, exact = momentum.matrix(spectrum, m, n, rng)
         before = momentum.polar_error(polar(x), exact)
         for name, rounding in roundings.items():
-            rounded = jax.jit(rounding)(x)
+            rounded = rounding(x)
             noise = float(jnp.linalg.norm(rounded - x) / jnp.linalg.norm(x))
             rows[name].append((noise, before, momentum.polar_error(polar(rounded), exact) - before))
     keys = ("noise", "error", "added")

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks.common import measure
-from benchmarks.training import ema_nesterov, int8_momentum, small_runs, transfer, variants
+from benchmarks.training import ema_nesterov, fine_tuning, int8_momentum, small_runs, transfer, variants
 from benchmarks.training.small_models import Model
 
 
@@ -95,6 +95,48 @@ def test_differences_to_float32_are_taken_seed_by_seed():
     _, int8 = int8_momentum.summary(runs)
     found = int8["difference"], int8["difference_low"], int8["difference_high"]
     assert found == pytest.approx((0.0, -0.1, 0.1))
+
+
+def test_forgetting_is_compared_where_the_same_is_gained():
+    runs = [
+        {"method": optimizer, "share": 0, "seed": seed, "source": 3.0, "documentation": 2.0}
+        for optimizer in ("AdamW", "Muon")
+        for seed in (0, 1)
+    ]
+    for method, gains in (("AdamW", (0.1, 0.5)), ("Muon", (0.2, 1.0))):
+        for share, gain in zip((0.1, 1.0), gains, strict=True):
+            for seed in (0, 1):
+                losses = {"source": 3.0 - gain + 0.1 * (seed - 0.5), "documentation": 2.0 + gain**2}
+                runs.append({"method": method, "share": share, "seed": seed, **losses})
+    rows = fine_tuning.summary(runs)
+    assert [row["gained"] for row in rows] == pytest.approx([0.1, 0.5, 0.2, 1.0])
+    assert [row["forgotten"] for row in rows] == pytest.approx([0.01, 0.25, 0.04, 1.0])
+    assert [row["gained_spread"] for row in rows] == pytest.approx(4 * [0.05])
+    adamw, muon = fine_tuning.at_equal_gain(rows)  # 0.9 of AdamW's 0.5
+    assert (adamw["goal"], adamw["forgotten"]) == pytest.approx((0.45, 0.01 + 0.24 * 0.35 / 0.4))
+    assert muon["forgotten"] == pytest.approx(0.04 + 0.96 * 0.25 / 0.8)
+
+
+def test_the_formats_of_eight_bits_begin_with_ours():
+    x = jax.random.normal(jax.random.key(0), (4, 256))
+    ours, theirs = (jax.jit(int8_momentum.ROUNDINGS["int8"])(x), jax.jit(int8_momentum._in_eight_bits)(x))
+    np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.thorough
+def test_tiny_fine_tuning_is_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr(fine_tuning, "best_rates", lambda: (0.01, 0.004))
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    names = ("AdamW", "LoRA by Muon")
+    monkeypatch.setattr(fine_tuning, "METHODS", {name: fine_tuning.METHODS[name] for name in names})
+    sizes = "--batch 2 --head-size 8 --context 8 --width 16 --layers 1 --seeds 0 --first-steps 2 --steps 2"
+    fine_tuning.main(sizes.split())
+    first = json.loads((tmp_path / "fine_tuning.json").read_text())
+    assert len(first["runs"]) == 2 + 2 * 4
+    assert {row["method"] for row in first["methods"]} == set(names)
+    monkeypatch.setattr(fine_tuning.Tuner, "run", None)  # nothing is trained again
+    fine_tuning.main(sizes.split())
+    assert json.loads((tmp_path / "fine_tuning.json").read_text())["runs"] == first["runs"]
 
 
 @pytest.mark.thorough

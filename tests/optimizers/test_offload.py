@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from benchmarks.common import ahead_of_time, hlo_counts
-from benchmarks.optimizer import host_state
+from benchmarks.optimizer import state_memory
 from tests.mesh.layouts import make_mesh
 from tests.tools.oracles import normal
 from tests.tools.tiers import thorough
@@ -150,16 +150,17 @@ def test_a_memory_that_is_not_there_is_named_with_those_that_are():
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
-    [host_state.Case("H100", "muon", 6, 256), host_state.Case("v5e", "trace", 6, 4096)],
+    [state_memory.Case("H100", "muon", 6, 256), state_memory.Case("v5e", "trace", 6, 4096)],
     ids=lambda c: c.chip,
 )
 def test_compiled_for_accelerators_the_state_is_not_on_the_device(case):
     if reason := ahead_of_time.missing(ahead_of_time.CHIPS[case.chip].platform):
         pytest.skip(reason)
-    row = host_state.count(case)
+    row = state_memory.count(case)
     assert row["state_on_device"] <= 64  # counters
     assert row["state_on_host_mib"] == case.count * 4 * case.size**2 / 2**20
-    assert row["asynchronous"] == 2 * case.count
+    # Of a GPU only the copies back are seen: its description can't say that arguments are in host memory.
+    assert row["asynchronous"] == case.count * (1 if case.chip == "H100" else 2)
     assert row["synchronous"] == 0
     if case.chip == "H100":
-        assert row["added_mib"] <= 4.1 * 4 * case.size**2 / 2**20  # two copies in, two out
+        assert row["added_groups"] <= 3

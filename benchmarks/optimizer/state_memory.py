@@ -1,8 +1,8 @@
-"""Count memory and copies of an update whose state is in host memory, compiled for accelerators on a machine without.
+"""Count what an optimizer's state costs an accelerator: bytes of momentum's pass, memory and copies from the host.
 
-    python -m benchmarks.optimizer.host_state [--chips H100]
+    python -m benchmarks.optimizer.state_memory [--chips H100]
 
-Needs `pip install "muonjax[cuda13]"` and `"muonjax[tpu]"`; writes benchmarks/results/host_state.json. The update is
+Needs `pip install "muonjax[cuda13]"` and `"muonjax[tpu]"`; writes benchmarks/results/state_memory.json. The update is
 that of `muon` for square matrices, or of `trace` alone; gradients and state are donated. A group is the matrices that
 are orthogonalized at once. A TPU's scheduler copies ahead into whatever memory is free, so one case leaves it little.
 """
@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import muonjax
-from benchmarks.common import ahead_of_time, measure
+from benchmarks.common import ahead_of_time, hlo_launches, measure
 from muonjax._policy import Policy
 
 
@@ -44,7 +44,6 @@ CASES = [
     Case("H100", "trace", 8, 4096),
     Case("v5e", "trace", 8, 4096, "11 GiB are free"),
     Case("v5e", "trace", 58, 8192, "1.5 GiB are free"),
-    Case("v5e", "muon", 4, 2048, "16 GiB are free"),
 ]
 
 
@@ -61,33 +60,57 @@ def compiled(case: Case, memory_kind: str | None) -> Any:
         jax.eval_shape(tx.init, params),
         shardings,
     )
-    step = jax.jit(tx.update, donate_argnums=(0, 1), out_shardings=(here, shardings))
+    on_host = memory_kind and chip.platform == "gpu"
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        if on_host:  # the description of a GPU has no memories, and shardings lose their kind
+            state = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, state)
+        return tx.update(grads, state, params)
+
+    step = jax.jit(update, donate_argnums=(0, 1), out_shardings=None if on_host else (here, shardings))
     with ahead_of_time.traced_for(chip):
         return step.lower(params, state, params).compile(compiler_options=dict(chip.options))
 
 
 def count(case: Case) -> dict[str, Any]:
     """The figures of a case."""
-    device, host = compiled(case, None), compiled(case, "pinned_host")
+    host = compiled(case, "pinned_host")
+    device = None if case.note.startswith("1.5") else compiled(case, None)  # which does not fit
     policy, matrix = Policy(ahead_of_time.CHIPS[case.chip].platform), 4 * case.size**2
-    group = matrix * min(case.count, max(1, int(policy.stack_elements // case.size**2)))
-    before, after = device.memory_analysis(), host.memory_analysis()
+    together = 1 if case.optimizer == "trace" else int(policy.stack_elements // case.size**2)
+    group = matrix * min(case.count, max(1, together))
+    after = host.memory_analysis()
+    added = after.temp_size_in_bytes - (device.memory_analysis().temp_size_in_bytes if device else 0)
     # The device's arguments without state: gradients and parameters.
     others = 2 * case.count * matrix if case.optimizer != "trace" else case.count * matrix
     text = host.as_text()
     # Memory space 5 is the host's.
-    copies = re.findall(r"= \(([^)]*)\) (?:copy-start|async-start)\(", text)
+    copies = [line.partition(" copy-start(")[0] for line in text.splitlines() if " copy-start(" in line]
     return {
         **case._asdict(),
-        "state_mib": (before.argument_size_in_bytes - others) / 2**20,
+        "state_mib": (device.memory_analysis().argument_size_in_bytes - others) / 2**20 if device else None,
         "state_on_device": max(0, after.argument_size_in_bytes - others),
         "state_on_host_mib": after.host_argument_size_in_bytes / 2**20,
-        "added_mib": (after.temp_size_in_bytes - before.temp_size_in_bytes) / 2**20,
-        "added_groups": (after.temp_size_in_bytes - before.temp_size_in_bytes) / group,
+        "added_mib": added / 2**20,
+        "added_groups": added / group,
         "group_mib": group / 2**20,
         "asynchronous": sum("S(5)" in shapes for shapes in copies),
         "synchronous": len(re.findall(r"S\(5\)\S* copy\(", text)),
     }
+
+
+def moved(gradients: str, nesterov: bool, size: int = 4096) -> dict[str, Any]:
+    """Bytes that a GPU reads and writes to update the momentum of one matrix, for momentum in int8 and in float32."""
+    row: dict[str, Any] = {"gradients": gradients, "nesterov": nesterov}
+    for dtype in ("float32", "int8"):
+        tx = muonjax.trace(0.95, nesterov, jnp.dtype(dtype))
+        matrix = {"w": jax.ShapeDtypeStruct((size, size), jnp.dtype(gradients))}
+        program = ahead_of_time.compile_for(
+            ahead_of_time.CHIPS["H100"], tx.update, matrix, jax.eval_shape(tx.init, matrix)
+        )
+        found = hlo_launches.launches(program.text)
+        row[dtype] = sum(launch.count * launch.moved for launch in found) / size**2
+    return {**row, "ratio": row["int8"] / row["float32"]}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -95,13 +118,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--chips", nargs="+", default=["H100", "v5e"], choices=["H100", "v5e"])
     args = parser.parse_args(arguments)
     rows = []
+    passes = [moved(dtype, nesterov) for dtype in ("float32", "bfloat16") for nesterov in (True, False)]
     for case in CASES:
         if case.chip in args.chips:
             if reason := ahead_of_time.missing(ahead_of_time.CHIPS[case.chip].platform):
                 raise SystemExit(reason)
             rows.append(count(case))
             print(measure.table(rows[-1:]), flush=True)
-    measure.write("host_state", {"cases": rows})
+            measure.write("state_memory", {"passes": passes, "cases": rows})
 
 
 if __name__ == "__main__":
