@@ -45,6 +45,9 @@ class Walk:
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses: dict[tuple[int, int, int], Use] = {}
         self.attentions: dict[int, Attention] = {}
+        self.opaque: dict[
+            int, tuple[Image, ...]
+        ] = {}  # calls of three products, perhaps queries, keys and values
         self.pairs: dict[int, Any] = {}  # products of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
         self.read: dict[
@@ -277,4 +280,10 @@ class Walk:
         )
         for v in values:
             self.record_parts(i, v.images)
+        parts = {(m.product, m.layout.region): m for v in values for m in v.images}
+        if len(parts) > 2 and any(
+            word in node.name for word in ("call", "attention")
+        ):  # a kernel, a callback
+            self.opaque[i] = tuple(parts.values())
+            self.consume(i, *node.inputs)
         return [dependent(values)] * len(node.outputs)
