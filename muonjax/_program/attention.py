@@ -52,7 +52,14 @@ class _Refused(Exception):
 
 def sites(walk: Walk, shapes: Sequence[tuple[int, ...]]) -> list[Site]:
     """One for each attention, in the order of the program."""
-    return [_site(walk, shapes, attention) for _, attention in sorted(walk.attentions.items())]
+    found = {i: _site(walk, shapes, attention) for i, attention in walk.attentions.items()}
+    for i, images in walk.opaque.items():
+        node = walk.nodes[i]
+        name = str(node.params.get("name") or node.name)
+        terms = tuple(walk.use_of(m.product).term for m in images)
+        why = f"{name!r} is a call whose logits can't be seen"
+        found[i] = Site(line_of(node.equation), problem=why, projections=terms)
+    return [site for _, site in sorted(found.items())]
 
 
 def _site(walk: Walk, shapes: Sequence[tuple[int, ...]], attention: Attention) -> Site:
@@ -241,12 +248,8 @@ class _Finder:
         raw = {}
         if logits.raw is not None and logits.raw[1] == logits.seen:  # logits and mask, or a bias as ALiBi's
             raw = walk.graph.variables_of(logits.raw[0])
-        open_ = {
-            place: v for place, v in places.items() if not any(s.kind.startswith("custom_") for s in place)
-        }
-        if not open_:
-            raise _Refused("its softmax is inside of a function with a derivative of its own")
-        place = min(open_, key=lambda place: (place not in raw, len(place)))
+        custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
+        place = min(places, key=lambda place: (custom[place], place not in raw, len(place)))
         is_layer = [query.leaf in walk.layers.get(place[: n + 1], ()) for n in range(len(place))]
         if sum(is_layer) != sum(a.size > 1 for a in self.query[0].layout.loops):
             raise _Refused("which layer an iteration of its loop is can't be told")
@@ -266,7 +269,7 @@ class _Finder:
             else Step(step.equation, step.body, layer)
             for n, (step, layer) in enumerate(zip(place, is_layer, strict=True))
         )
-        return Probe(tuple(path), open_[place], axis[0], tuple(kept), raw.get(place))
+        return Probe(tuple(path), places[place], axis[0], tuple(kept), raw.get(place))
 
 
 def _of_all_devices(atoms: Sequence[Atom], shard: Shard) -> list[Atom]:

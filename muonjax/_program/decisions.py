@@ -45,6 +45,8 @@ def decide(walk: Walk, shapes: Sequence[tuple[int, ...]], is_loss: bool) -> list
 def _decide(walk: Walk, ends: Ends, leaf: int, shape: Any, uses: list[Use], is_loss: bool) -> Decision:
     forward = [u for u in uses if not u.kind.startswith("transposed ")]
     uses = forward or [u._replace(kind=u.kind.removeprefix("transposed ")) for u in uses]
+    scale = walk.scales.get(leaf, 0)
+    uses = [u for u in uses if u.kind != "product" or not walk.bit(u.product) & scale] or uses
     if not uses:
         return Decision(None, "never used")
     if not walk.graph.is_float(walk.graph.parameters[leaf]):
@@ -76,10 +78,9 @@ def _decide(walk: Walk, ends: Ends, leaf: int, shape: Any, uses: list[Use], is_l
 
 def _no_matrix(walk: Walk, uses: list[Use]) -> Decision:
     first = uses[0]
-    unknown = first.kind.startswith("unknown: ")
-    kind = first.kind.removeprefix("unknown: ")
+    *unknown, kind = first.kind.split(": ")
     words = {"added": "added", "multiplied": "multiplied entry by entry", "product": "a vector in a product"}
-    return Decision(None, f"{words.get(kind, kind)}: {_line(walk, first)}", by_names=unknown)
+    return Decision(None, f"{words.get(kind, kind)}: {_line(walk, first)}", by_names=bool(unknown))
 
 
 def _is_depthwise(use: Use) -> bool:

@@ -227,6 +227,13 @@ class Graph:
             found[self.nodes[self.producer[value]].place] = self.variables[value]
         return found
 
+    def is_stack_of_scalars(self, value: int) -> bool:
+        node = self.nodes[self.producer[value]] if value in self.producer else None
+        if node is None or node.name not in ("concatenate", "stack"):
+            return False
+        singles = [self.producer.get(x) for x in node.inputs]
+        return all(i is not None and self.shape(self.nodes[i].inputs[0]) == () for i in singles)
+
     def shape(self, value: int) -> tuple[int, ...]:
         return self.avals[value].shape
 

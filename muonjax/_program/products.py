@@ -71,8 +71,13 @@ def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
     product = dependent([a, b])
     if not product.kind & PARAMETER:
         return product
+    for side, rest in ((left, right), (right, left)):
+        if side.value.is_weight and not (
+            side.is_parameter or rest.value.is_weight
+        ):  # repeated for each example
+            side.value = walk.as_input(side.value, side.summed or (-1,))
     if left.is_parameter and right.is_parameter:
-        return _of_parameters(product, left, right, result)
+        return _of_parameters(i, product, left, right, result)
     for side, rest in ((left, right), (right, left)):
         hot = rest.value.one_hot
         if side.value.terms and hot and side.is_parameter and set(hot) & set(rest.summed):
@@ -90,21 +95,38 @@ def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
         ):  # both hold parameters and data: the matrix is the one that has fewer products before it
             sides = sorted(sides, key=lambda s: (s.value.before.bit_count(), not s.value.terms))[:1]
     if sides:
-        (side,) = sides[:1]
-        return by_parameter(walk, i, product, side, right if side is left else left, result)
+        side = sides[0]
+        rest = right if side is left else left
+        value = by_parameter(walk, i, product, side, rest, result)
+        return _or_logits(walk, i, value, left, right) if _may_be_learned(side, rest) else value
     for side, rest in ((left, right), (right, left)):
         walk.record_meeting(side.value.images, rest.value)
     return _of_activations(walk, i, product, left, right, result)
 
 
-def _of_parameters(product: Value, left: Side, right: Side, result) -> Value:
+def _may_be_learned(side: Side, rest: Side) -> bool:
+    """Whether a product of parameters may be learned queries or keys: its last factor has the features."""
+    first, *_, last = (bool(t.layout.atoms(side.summed)) for t in (*side.value.terms[:1], *side.value.terms))
+    is_chain = all(t.inner for t in side.value.terms) and side.value.is_weight
+    return is_chain and last and not first and any(m.linear for m in rest.value.images)
+
+
+def _or_logits(walk: Walk, i: int, value: Value, left: Side, right: Side) -> Value:
+    """What attention makes of a product, if it is one of queries and keys."""
+    walk.pairs[i] = (left, right)
+    everything = whole(walk.shape(walk.nodes[i].outputs[0]), least=1)  # one device may have one head
+    return value._replace(logits=(Logits(i, everything, value=walk.nodes[i].outputs[0], seen=everything),))
+
+
+def _of_parameters(i: int, product: Value, left: Side, right: Side, result) -> Value:
     """Not used yet: a penalty, or factors of a matrix (adapters)."""
     terms = []
     for side, before in ((left, False), (right, True)):
         for t in side.value.terms:
             between = t.layout.atoms(side.summed)
             inner = (between, *t.inner) if before else (*t.inner, between)
-            terms.append(t._replace(layout=result(side, t.layout), inner=inner if between else t.inner))
+            inner = inner if between else t.inner
+            terms.append(t._replace(layout=result(side, t.layout), inner=inner, made=i))
     return product._replace(terms=tuple(terms))
 
 
@@ -145,6 +167,8 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, res
         image
     ) in rest.value.images:  # an axis that one product gives and the next has as a batch counts experts
         walk.later_batches.setdefault(image.product, set()).update(image.layout.atoms(rest.batch))
+    if walk.graph.is_stack_of_scalars(rest.operand):  # losses and their weights
+        return product
     walk.consume(i, rest.operand, *([] if side.value.is_weight else [side.operand]))
     before = product.before
     for image in images:
@@ -201,11 +225,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
         if (left.given and right.given) or matched:
             walk.consume(i, left.operand, right.operand)
         if a.images and b.images and (left.given or right.given):
-            walk.pairs[i] = (left, right)
-            everything = whole(walk.shape(walk.nodes[i].outputs[0]), least=1)  # one device may have one head
-            return product._replace(
-                logits=(Logits(i, everything, value=walk.nodes[i].outputs[0], seen=everything),)
-            )
+            return _or_logits(walk, i, product, left, right)
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
         if not rest.value.kind & PARAMETER:

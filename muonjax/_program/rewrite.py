@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, unmapped_aval
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, unmapped_aval
 from jax.sharding import PartitionSpec
 
 from muonjax._program import versions
@@ -120,6 +120,13 @@ def _enclosing(
 ) -> list[Any]:
     """Appends `eqn`, which now returns the probes' maxima; returns their variables."""
     name = eqn.primitive.name
+    if name.startswith(
+        "custom_"
+    ):  # its outputs are fixed: the logits are computed from its operands once more
+        eqns.append(eqn)
+        ((_, body),) = versions.bodies(eqn)
+        alone = [_reporting(body, (probe._replace(path=probe.path[1:]),), inside) for probe in probes]
+        return [_append(eqns, _last_output, (new,), eqn.invars, eqn, inside) for new in alone]
     if name not in versions.EXTENSIBLE:
         raise ValueError(
             f"report(closed, probes) has a probe inside of {name!r}, whose outputs are fixed; "
@@ -243,6 +250,10 @@ def _outputs(body: Body, count: int) -> list[Any]:
     """The last `count` outputs of a body."""
     outputs = opened(body).outvars
     return outputs[len(outputs) - count :]
+
+
+def _last_output(body: ClosedJaxpr, *operands: jax.Array) -> jax.Array:
+    return jaxpr_as_fun(body)(*jax.lax.stop_gradient(operands))[-1]
 
 
 def _largest(axis: int, heads: tuple[int, ...], logits: jax.Array, raw: jax.Array | None = None) -> jax.Array:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from muonjax._program.graph import Node
 from muonjax._program.values import (
     DATA,
@@ -82,6 +84,8 @@ def _squeeze(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequenc
 def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     shape, where = node.params["shape"], node.params["broadcast_dimensions"]
     old = walk.shape(node.inputs[0])
+    if not old and (known := walk.known(node.inputs[0])) is not None:
+        walk.graph.known[node.outputs[0]] = known
     sources: list[int | None] = [None] * len(shape)
     for axis, at in enumerate(where):
         if old[axis] == shape[at]:
@@ -180,12 +184,28 @@ def _put_together(walk: Walk, i: int, values: Sequence[Value], axis: int, sizes:
             for t in v.terms
         )
         return whole._replace(terms=tuple(terms))
+    values = [walk.as_input(v) if v.is_weight else v for v in values]
     walk.record_terms(i, "joined with data", values)
     walk.record_rejoined(values)
     images = concatenated(values, axis, sizes)
     if not all(v.images for v in values):
         images = tuple(_bent(walk, m, "put together with something else", i) for m in images)
     return whole._replace(images=images)
+
+
+@rule("dynamic_update_slice")
+def _update(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    x, update = values[:2]
+    old, new = walk.shape(node.inputs[1]), walk.shape(node.outputs[0])
+    sources = [axis if n == m else None for axis, (n, m) in enumerate(zip(old, new, strict=True))]
+    wider = [axis for axis, source in enumerate(sources) if source is None]
+    if x.terms or update.terms or not _is_zero(walk, node.inputs[0]) or _atoms(update, wider):
+        return walk.unknown(i, node, values)
+    return [dependent(values)._replace(images=_picked(update, sources, new).images)]  # zeros around it
+
+
+def _atoms(value: Value, axes: Sequence[int]) -> bool:
+    return any(m.layout.atoms(axes) for m in value.images)
 
 
 @rule("pad")
@@ -214,10 +234,10 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
     if not x.terms:
         walk.record_read(i, x, picked, indices)
-        chosen = [m for m in x.images if m.layout.atoms(picked)]
-        walk.record_parts(i, chosen)
-        images = (m.map(lambda layout: layout.pick(sources, new)) for m in x.images if m not in chosen)
-        return [dependent(values)._replace(images=tuple(images))]
+        if _atoms(x, picked):
+            walk.record_parts(i, x.images)
+            return [dependent(values)]
+        return [dependent(values)._replace(images=_picked(x, sources, new).images)]
     return [_looked_up(walk, i, x, picked, sources, new, by_data, dependent(values))]
 
 
@@ -343,6 +363,8 @@ def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     followed = dependent(values)
     if not followed.kind & PARAMETER:
         return [whole._replace(inputs=tuple(m for v in values for m in v.inputs))]
+    if node.name not in ("select_n", "join"):
+        values = [walk.as_input(v) if v.is_weight else v for v in values]
     weights = [v for v in values if v.is_weight]
     activations = [v for v in values if v.images or v.logits]
     walk.record_terms(i, "added", weights)
@@ -370,7 +392,7 @@ def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
 
 def _is_zero(walk: Walk, value: int) -> bool:
     known = walk.known(value)
-    return known is not None and getattr(known, "ndim", 0) == 0 and known == 0
+    return known is not None and np.ndim(known) == 0 and known == 0
 
 
 def _sum_of_weights(walk: Walk, i: int, whole: Value, values: Sequence[Value]) -> Value:
@@ -439,7 +461,11 @@ def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     one_hot = x.one_hot or y.one_hot
     if not whole.kind & PARAMETER:
         return [whole._replace(one_hot=one_hot, inputs=x.inputs + y.inputs)]
+    x, y = values = [walk.as_input(v) if v.is_weight and other.images else v for v, other in ((x, y), (y, x))]
     for v, labels in ((x, y), (y, x)):
+        if v.is_weight and len(labels.repeats) == len([n for n in walk.shape(node.outputs[0]) if n > 1]):
+            for t in v.terms:  # one factor for all of it, as a spectral norm
+                walk.scales[t.leaf] = walk.scales.get(t.leaf, 0) | labels.before
         walk.record_read(i, v, labels.one_hot or (), labels)
     walk.record_terms(i, "multiplied", [v for v in values if v.is_weight])
     terms = tuple(t for v in values for t in v.terms)
@@ -456,8 +482,19 @@ def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
                 images.append(_bent(walk, m, why, i))
             else:
                 images.append(m)
+    if (
+        x.images
+        and y.images
+        and x.before != y.before
+        and all(map(_is_linear_or_normalized, x.images + y.images))
+    ):
+        walk.entrywise[node.outputs[0]] = x.images + y.images
     merged = summed([whole._replace(images=tuple(images))]) if len(images) > 1 else tuple(images)
     return [whole._replace(terms=terms, images=merged, logits=_scaled_logits(i, node, x, y))]
+
+
+def _is_linear_or_normalized(image: Image) -> bool:
+    return image.linear or (image.after or ("",))[0] == "normalized"
 
 
 def _product_of_weights(walk: Walk, i: int, whole: Value, x: Value, y: Value) -> Value:
@@ -522,6 +559,9 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     (x,), axes = values, node.params["axes"]
     if x.is_weight:  # a norm of a parameter, or a mean
         return [x.opaque()]
+    towers = walk.entrywise.get(node.inputs[0], ())
+    if len({m.product for m in towers if m.layout.atoms(axes)}) > 1:  # a product over features, as by einsum
+        walk.consume(i, *node.inputs)
     for image in x.images:
         if image.linear:
             walk.summed.setdefault(image.product, set()).update(image.layout.atoms(axes))
@@ -542,6 +582,9 @@ def _without(x: Value, axes: Sequence[int]) -> Value:
 def _elementwise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     """Any function entry by entry: what it makes is no linear image any more."""
     whole = dependent(values)
+    if whole.is_weight and node.name in _BENDS:
+        values = [walk.as_input(v) for v in values]
+        whole = dependent(values)
     if whole.is_weight:  # an exponential of a parameter, say; it is still used as the parameter is
         several = [v for v in values if v.terms]
         return [whole._replace(terms=several[0].terms if len(several) == 1 else ())]
@@ -553,12 +596,12 @@ def _elementwise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seq
     if held := [v.logits[0] for v in values if v.logits]:
         first = held[0]
         capped = ("the logits are capped" if node.name == "tanh" else f"the logits pass {node.name}", i)
-        if first.stage == "logits":
-            first = _at(first, node)._replace(problem=first.problem or capped)
-        logits = (first,)
+        is_bent = first.stage == "logits"
+        logits = (_at(first, node)._replace(problem=first.problem or capped) if is_bent else first,)
     return [whole._replace(images=images, logits=logits)]
 
 
+_BENDS = frozenset({"tanh", "logistic", "erf", "erfc", "max", "sin", "cos"})  # of activations, not of weights
 _FUNCTIONS = """
     abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clz cos cosh
     cumlogsumexp cummax cumprod cumsum digamma erf erf_inv erfc expm1 floor ge gt igamma integer_pow is_finite le lgamma

@@ -19,6 +19,7 @@ class Term(NamedTuple):
     leaf: int
     layout: Layout
     inner: tuple[tuple[Atom, ...], ...] = ()  # axes of the leaf over which products with other parameters sum
+    made: int = -1  # the last of these products
     noisy: bool = False  # multiplied by random numbers
     looked: tuple[int, ...] = ()  # the operations that looked up a part of it by data
 

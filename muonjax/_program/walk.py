@@ -45,6 +45,9 @@ class Walk:
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses: dict[tuple[int, int, int], Use] = {}
         self.attentions: dict[int, Attention] = {}
+        self.opaque: dict[
+            int, tuple[Image, ...]
+        ] = {}  # calls of three products, perhaps queries, keys and values
         self.pairs: dict[int, Any] = {}  # products of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
         self.read: dict[
@@ -62,9 +65,10 @@ class Walk:
         self.summed_slices: dict[
             int, set[int]
         ] = {}  # of a parameter, axes whose entries' products are added up
-        self.met: dict[
-            tuple[int, int], int
-        ] = {}  # of each product, those that what it is multiplied with depends on, as bits
+        # As bits: of each product, those that what it meets depends on; of a parameter, those in its own scale.
+        self.met: dict[tuple[int, int], int] = {}
+        self.scales: dict[int, int] = {}
+        self.entrywise: dict[int, tuple[Image, ...]] = {}  # products of two activations entry by entry
         self._products: dict[tuple[int, int], Term] = {}
         self._bits: dict[tuple[int, int], int] = {}
         for k, x in enumerate(graph.parameters):
@@ -75,6 +79,7 @@ class Walk:
             inputs = (Image((-1, k), whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(NOISE if is_key else DATA, inputs=inputs)
         self._run()
+        self._unite_heads()
 
     def shape(self, value: int) -> tuple[int, ...]:
         return self.graph.shape(value)
@@ -154,6 +159,11 @@ class Walk:
             self.later_batches.setdefault(m.product, set()).update(different)
 
     def record_attention(self, i: int, logits: Logits, keys: tuple[Atom, ...], values: Any) -> None:
+        for side in self.pairs[logits.product]:
+            if side.value.is_weight:  # learned queries, or keys: what looked like a factored matrix
+                for use in [use for use in self.uses if use[0] == logits.product]:
+                    del self.uses[use]
+                side.value = self.as_input(side.value, side.summed)
         self.attentions[logits.product] = Attention(logits.product, logits, keys, values)
         for side in self.pairs[
             logits.product
@@ -161,9 +171,48 @@ class Walk:
             for image in side.value.images:
                 self.heads.setdefault(image.product, set()).update(image.layout.atoms(side.given))
 
+    def as_input(self, value: Value, features: Sequence[int] = (-1,)) -> Value:
+        """A product of parameters that is used as an activation is: its first factor is a learned input.
+
+        The others are matrices; the features are the columns of the last one.
+        """
+        if not value.terms or not all(t.inner and t.layout.axes for t in value.terms):
+            return value
+        features = [range(len(value.terms[0].layout.axes))[axis] for axis in features]
+        last = [t for t in value.terms if t.layout.atoms(features)] or value.terms[-1:]
+        images, before = [], value.before
+        for k, t in enumerate(value.terms):
+            if t in last:
+                columns = t.layout.atoms(range(len(t.layout.axes)))
+                images.append(Image((t.made, k), t.layout.settled))
+                before |= self.bit((t.made, k))
+            elif len(t.inner) == 1:
+                self.record(t.made, "a learned input", t)
+                continue
+            else:
+                columns = t.inner[-1]
+            self.record(t.made, "product", t, k=k, rows=t.inner[0], columns=columns)
+        return Value(value.kind | DATA, images=tuple(images), before=before)
+
     def consume(self, i: int, *operands: int) -> None:
         if not self.nodes[i].is_transposed:
             self.consumers[i] = operands
+
+    def _unite_heads(self) -> None:
+        """Heads that are computed one by one, each from its part of the same three products, are no parts of these."""
+        groups: dict[Any, list[Any]] = {}
+        for attention in self.attentions.values():
+            images = [side.value.images for side in (*self.pairs[attention.product], attention.values)]
+            if all(images):
+                first = [found[0] for found in images]
+                groups.setdefault(tuple(m.product for m in first), []).append(
+                    [m.layout.region for m in first]
+                )
+        for operands, regions in groups.items():
+            *_, values = by_operand = [frozenset(found) for found in zip(*regions, strict=True)]
+            if len(values) == len(regions) > 1:  # otherwise, subtracted softmaxes
+                for product, found in zip(operands, by_operand, strict=True):
+                    self.rejoined.setdefault(product, set()).add(found)
 
     # The pass.
 
@@ -218,14 +267,23 @@ class Walk:
         if node.name in SPREADING:
             shape = self.shape(node.outputs[0])
             values = [spread(v, self.shape(x), shape) for v, x in zip(values, node.inputs, strict=True)]
-        outs = RULES.get(node.name, Walk._unknown)(self, i, node, values)
+        outs = RULES.get(node.name, Walk.unknown)(self, i, node, values)
         for x, out in zip(node.outputs, outs, strict=True):
             self.values[x] = out if self.graph.is_float(x) else out._replace(images=(), logits=())
 
-    def _unknown(self, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    def unknown(self, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
         if not values or not any(v.kind for v in values):
             return [Value(dependent(values).kind)] * len(node.outputs)
-        self.record_terms(i, f"unknown: {node.name}", [v for v in values if v.is_weight])
+        alone = all(v.is_weight or not v.kind for v in values)  # a penalty perhaps, as a determinant
+        self.record_terms(
+            i, f"{'alone' if alone else 'unknown'}: {node.name}", [v for v in values if v.is_weight]
+        )
         for v in values:
             self.record_parts(i, v.images)
+        parts = {(m.product, m.layout.region): m for v in values for m in v.images}
+        if len(parts) > 2 and any(
+            word in node.name for word in ("call", "attention")
+        ):  # a kernel, a callback
+            self.opaque[i] = tuple(parts.values())
+            self.consume(i, *node.inputs)
         return [dependent(values)] * len(node.outputs)

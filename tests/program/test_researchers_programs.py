@@ -10,26 +10,7 @@ from tests.program.test_hostile_programs import answer
 
 pytestmark = pytest.mark.promotes("the programs are written as people write them")
 
-_LEARNED = "a learned input times a matrix, before it meets data, is taken for factors of one matrix"
-_MOVED = "entries of keys that data choose are not followed"
-KNOWN = {
-    "a_projected_position_table": _LEARNED,
-    "perceiver_by_vmap": _LEARNED,
-    "perceiver_with_unbatched_latents": _LEARNED,
-    "prefix_tuning_by_an_mlp": _LEARNED,
-    "a_sliding_window_by_gather": _MOVED,
-    "keys_that_data_choose": _MOVED,
-    "a_written_cache": "keys written into zeros are not followed",
-    "an_invertible_convolution": "slogdet is not followed, so names decide",
-    "attention_by_a_counter": "refused: which layer an iteration is can't be told yet",
-    "differential_attention": "of two softmaxes that are subtracted, one is found",
-    "exp_of_log_softmax": "refused with an untrue reason",
-    "experts_that_labels_choose": "a one-hot choice after the product does not count experts",
-    "heads_by_a_loop": "slices that are heads are taken for parts of a fused kernel",
-    "spectral_norm": "the power iteration's products count as uses",
-    "task_weights_by_a_dot": "a dot over examples takes the heads before it for layers",
-    "two_towers_by_a_sum": "products entry by entry take nothing, unlike those by einsum",
-}
+KNOWN = {"attention_by_a_counter": "refused: which layer an iteration is can't be told yet"}
 
 
 def cases():

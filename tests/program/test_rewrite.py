@@ -8,7 +8,7 @@ from jax.extend.core import check_jaxpr, jaxpr_as_fun
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from muonjax._program.rewrite import Probe, Step, report
+from muonjax._program.rewrite import Probe, report
 from muonjax._program.versions import bodies, opened
 from tests.program import attention
 from tests.program.attention import (
@@ -319,12 +319,3 @@ def test_any_softmax_axis_and_order_of_heads():
     expected = [logits.max((1, 2)).T, logits.max((1, 2)), logits.max((0, 1, 3)), logits.max()]
     for maximum, other in zip(maxima, expected, strict=True):
         np.testing.assert_array_equal(maximum, other)
-
-
-def test_custom_derivatives_are_refused():
-    f = jax.custom_jvp(lambda x: jnp.sin(jax.nn.softmax(x)))
-    f.defjvps(lambda t, ans, x: t)
-    closed = jax.make_jaxpr(f)(np.ones((2, 3), np.float32))
-    inner = opened(dict(bodies(closed.eqns[0]))["call_jaxpr"])
-    with pytest.raises(ValueError, match="custom_jvp_call"):
-        report(closed, [Probe((Step(0),), inner.invars[0], 1, (0,))])
