@@ -71,4 +71,5 @@ def tests_of(file: str) -> list[str]:
     )
     own, whole = f"{tests}/test_{path.stem.strip('_')}.py", [str(tests)] if tests.name != "tests" else []
     users = USED_BY[fits] if (fits := max(filter(file.startswith, USED_BY), key=len, default="")) else []
-    return [file, *dict.fromkeys(name for name in (own, *users, *whole) if (ROOT / name).exists())]
+    api = "tests/test_public_api.py"  # settings and what they are unless given
+    return [file, *dict.fromkeys(name for name in (own, api, *users, *whole) if (ROOT / name).exists())]

@@ -19,11 +19,13 @@ class TestBlocked(SymmetricProductSuite):
         monkeypatch.setitem(inspect.unwrap(_blocked.symmetric_product).__kwdefaults__, "smallest", 4)
 
 
-def _flops(implementation):
-    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+def _flops(implementation, m=1024):
+    x = jax.ShapeDtypeStruct((m, 16), jnp.float32)
     compiled = jax.jit(lambda x: symmetric_product(x, implementation=implementation)).lower(x).compile()
     return hlo_counts.count(compiled).flops
 
 
 def test_saves_the_multiply_adds_it_promises():
-    assert _flops("blocked") == 5 / 8 * _flops("reference")  # four rows of blocks
+    """(r + 1) / (2 r) with r rows of blocks: four at most, each of 128 rows at least."""
+    for m, rows in ((255, 1), (256, 2), (384, 3), (512, 4), (1024, 4)):
+        assert _flops("blocked", m) == (rows + 1) / (2 * rows) * _flops("reference", m)
