@@ -136,7 +136,7 @@ def test_the_last_steps_are_fused_where_that_saves_products():
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_chunks_divide_the_count_and_are_as_large_as_they_may_be(platform):
-    policy, elements = Policy(platform), 1 << (18 if platform == "cpu" else 25)
+    policy, elements = Policy(platform), 1 << (18 if platform == "cpu" else 26)
     assert policy.chunk_size(12, (1, elements // 5)) == 4
     assert policy.chunk_size(7, (1, elements // 5)) == 1
     assert policy.chunk_size(7, (2, elements)) == 1

@@ -127,4 +127,5 @@ BLOCKS = {
         "a bare `jit`: each launches {launched}, with {sent}.",
         values=_mesh,
     ),
+    "small_matrices": block(chips=False, compile_time=False),
 }

@@ -28,7 +28,6 @@ SETTINGS = {
     "spectral": NewtonSchulz(normalization="spectral", deflation=0),
     "aol": NewtonSchulz(normalization="aol", deflation=0),
     "bfloat16": NewtonSchulz(compute_dtype=jnp.bfloat16, deflation=0),
-    "bfloat16, gram": NewtonSchulz(compute_dtype=jnp.bfloat16, form="gram"),
 }
 SHAPES = [(1, 1), (1, 7), (7, 1), (8, 8), (9, 33), (33, 9), (3, 8, 20), (2, 2, 20, 8), (24, 24), (40, 64)]
 SHAPES += [(64, 64), (16, 128), (5, 1, 4), (2, 64, 17)]
