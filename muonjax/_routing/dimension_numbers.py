@@ -15,7 +15,6 @@ an output head, a warning says so.
 """
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -54,6 +53,7 @@ from muonjax._routing.rules import Rules, apply_rules, chances_message, undecide
 from muonjax._routing.siblings import Parameter, Siblings
 from muonjax._routing.stacked_layers import unstack
 from muonjax._trees import dtype_of, flatten_with_names, is_masked
+from muonjax._warn_user import warn_user
 
 
 class Route(NamedTuple):
@@ -220,7 +220,7 @@ def _decide_all(
     heads, chances = output_heads(parameters, numbers)
     found |= {path: (None, why) for path, why in heads.items()}
     if chances:
-        warnings.warn(chances_message(chances, parameters), stacklevel=2)
+        warn_user(chances_message(chances, parameters))
     return {p.path: (_on_leaf(found[p.path][0], p.axes), found[p.path][1]) for p in parameters}
 
 
