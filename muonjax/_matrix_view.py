@@ -65,6 +65,31 @@ class FusedDimensionNumbers(NamedTuple):
 
 DimensionNumbers: TypeAlias = MuonDimensionNumbers | FusedDimensionNumbers
 
+
+class ExplainedNumbers(MuonDimensionNumbers):
+    """Dimension numbers with the reason for them, `why`, which `tabulate` prints."""
+
+    def __repr__(self) -> str:
+        return repr(MuonDimensionNumbers(*self))
+
+
+class ExplainedFusedNumbers(FusedDimensionNumbers):
+    """As `ExplainedNumbers`."""
+
+    def __repr__(self) -> str:
+        return repr(FusedDimensionNumbers(*self))
+
+
+def explained(numbers: DimensionNumbers | None, why: str) -> DimensionNumbers | None:
+    """The same dimension numbers, and the reason with them; None has no room for it."""
+    if numbers is None:
+        return None
+    fused = isinstance(numbers, FusedDimensionNumbers)
+    found = ExplainedFusedNumbers(*numbers) if fused else ExplainedNumbers(*numbers)
+    found.why = why
+    return found
+
+
 DimensionNumbersTree: TypeAlias = Any
 """A tree of `DimensionNumbers` or None, a prefix of the parameters' tree, or a function of the
 parameters that returns one. None marks a leaf that is no matrix."""
@@ -195,14 +220,14 @@ def _checked(
     cut, parts = None, 1
     if isinstance(numbers, FusedDimensionNumbers):
         (cut,), parts = _axes(call, named, "axis", numbers.axis, shape), numbers.parts
-        if problem := check_parts(numbers, cut in reduction + output, shape[cut]):
+        if problem := _check_parts(numbers, cut in reduction + output, shape[cut]):
             raise ValueError(f"{call}: {numbers} can't cut {named} of shape {shape}: {problem}.")
         if numbers.repeats > 1 and isinstance(parts, int):
             parts = (shape[cut] // numbers.repeats // parts,) * parts
     return shape, reduction, output, cut, parts
 
 
-def check_parts(numbers: FusedDimensionNumbers, is_side: bool, size: int) -> str:
+def _check_parts(numbers: FusedDimensionNumbers, is_side: bool, size: int) -> str:
     """What is wrong with the parts of an axis of `size`; "" if nothing is."""
     parts = numbers.parts
     if not is_side:

@@ -1,6 +1,5 @@
 """Split the parameters between two optimizers, one for matrices and one for everything else, as routing says."""
 
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -15,6 +14,7 @@ from muonjax._routing.dimension_numbers import dimension_numbers as route
 from muonjax._routing.parameters import check_parameters
 from muonjax._trees import flatten_paths, is_masked
 from muonjax._update_arguments import check_order, is_trainable, other_state, with_gradients
+from muonjax._warn_user import warn_user
 
 
 def partition_by_route(
@@ -90,10 +90,9 @@ def _route(
         # Here and not in the chain only: momentum would turn an integer leaf into a float one.
         matrix_pieces(numbers, tree, call=call)
     elif warn and flat:
-        warnings.warn(
+        warn_user(
             f"{call}: none of the parameters is a matrix for Muon, so all of them train with the other optimizer; "
-            "muonjax.tabulate(params) says why.",
-            stacklevel=5,
+            "muonjax.tabulate(params) says why."
         )
     trained = map(is_trainable, jax.tree.leaves(params))
     labels = treedef.unflatten(

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import numbers
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from muonjax._clipping.statistics import match_statistics, reporting_advice
 from muonjax._explicit_axes import sharded_like, zero_beside
 from muonjax._trees import flatten_paths, is_masked
 from muonjax._update_arguments import check_order, other_state
+from muonjax._warn_user import warn_user
 
 
 class QKClipState(NamedTuple):
@@ -207,10 +207,9 @@ class Clip:
         while frame is not None:
             around = frame.f_locals.get("self")
             if isinstance(around, optax.MultiSteps) and frame.f_code.co_name == "init":
-                warnings.warn(
+                warn_user(
                     f"{self.call} inside of optax.MultiSteps sees the statistics of the last micro-batch alone; put it "
-                    f"outside, chain(MultiSteps(inner, k).gradient_transformation(), {self.call}(..., every_k=k)).",
-                    stacklevel=3,
+                    f"outside, chain(MultiSteps(inner, k).gradient_transformation(), {self.call}(..., every_k=k))."
                 )
                 return
             frame = frame.f_back
@@ -220,10 +219,9 @@ class Clip:
         low = {path: dtype for path, dtype in low.items() if jnp.finfo(dtype).bits < 32}
         if low:
             path, dtype = next(iter(low.items()))
-            warnings.warn(
+            warn_user(
                 f"{self.call}: {path!r} (and {len(low) - 1} more) is {dtype}, in which a factor near 1 rounds away: a "
-                f"logit less than a percent above the threshold stays there. Keep float32 master weights.",
-                stacklevel=3,
+                f"logit less than a percent above the threshold stays there. Keep float32 master weights."
             )
 
 

@@ -15,7 +15,6 @@ an output head, a warning says so.
 """
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -28,6 +27,9 @@ from muonjax._matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
     MuonDimensionNumbers,
+    axes_of,
+    explained,
+    matrix_pieces,
 )
 from muonjax._routing.matrices import is_broadcast, is_dense_general, matrices
 from muonjax._routing.named_axes import by_axis_names, named_axes
@@ -47,10 +49,11 @@ from muonjax._routing.roles import (
     module,
     roles,
 )
-from muonjax._routing.rules import Rules, apply_rules, chances_message, check_rule, undecided_message
+from muonjax._routing.rules import Rules, apply_rules, chances_message, undecided_message
 from muonjax._routing.siblings import Parameter, Siblings
 from muonjax._routing.stacked_layers import unstack
 from muonjax._trees import dtype_of, flatten_with_names, is_masked
+from muonjax._warn_user import warn_user
 
 
 class Route(NamedTuple):
@@ -121,26 +124,9 @@ def dimension_numbers(
 
 
 def numbers_tree(found: Sequence[Any], treedef: Any) -> Any:
-    """The tree of dimension numbers of what `routes` returns; `tabulate` can then say why."""
-    remember(found)
-    return jax.tree.unflatten(treedef, [r.numbers if isinstance(r, Route) else r for r in found])
-
-
-_whys: dict[
-    tuple[Any, ...], str
-] = {}  # reasons of the last answers, which a tree of dimension numbers can't carry
-
-
-def remember(found: Sequence[Any]) -> None:
-    """Keeps the reasons of routes for `given`."""
-    if len(_whys) > 100_000:
-        _whys.clear()
-    _whys.update({(r.path, r.shape, str(r.numbers)): r.why for r in found if isinstance(r, Route)})
-
-
-def given(path: str, shape: tuple[int, ...], dtype: Any, numbers: DimensionNumbers | None) -> Route:
-    """The route of a leaf by dimension numbers of the caller's, with the reason of whoever made them."""
-    return Route(path, shape, dtype, numbers, _whys.get((path, shape, str(numbers)), "given"))
+    """The tree of dimension numbers of what `routes` returns."""
+    numbers = [explained(r.numbers, r.why) if isinstance(r, Route) else r for r in found]
+    return jax.tree.unflatten(treedef, numbers)
 
 
 def decays(params: Any) -> Any:
@@ -194,7 +180,8 @@ def routes(
             continue
         shape, dtype = _shape_and_dtype(leaf)
         if name in ruled:
-            check_rule(name, shape, dtype, ruled[name])
+            leaf = jax.ShapeDtypeStruct(shape, "float32" if dtype == jax.dtypes.float0 else dtype or bool)
+            matrix_pieces({name: ruled[name]}, {name: leaf}, call="dimension_numbers(rules=...)")
             found[path] = ruled[name], "rule"
         elif dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             found[path] = None, "not a floating-point leaf"
@@ -233,40 +220,8 @@ def _decide_all(
     heads, chances = output_heads(parameters, numbers)
     found |= {path: (None, why) for path, why in heads.items()}
     if chances:
-        warnings.warn(chances_message(chances, parameters), stacklevel=2)
+        warn_user(chances_message(chances, parameters))
     return {p.path: (_on_leaf(found[p.path][0], p.axes), found[p.path][1]) for p in parameters}
-
-
-def matrix_shape(shape: tuple[int, ...], numbers: DimensionNumbers) -> tuple[int, int, int]:
-    """How many matrices of how many rows and columns a leaf holds; of unequal parts, the first.
-
-    >>> matrix_shape((24, 768, 12, 64), MuonDimensionNumbers(1, (2, 3)))
-    (24, 768, 768)
-    >>> matrix_shape((768, 2304), FusedDimensionNumbers(0, 1, parts=3, axis=1))
-    (3, 768, 768)
-    """
-    return matrix_shapes(shape, numbers)[0]
-
-
-def matrix_shapes(shape: tuple[int, ...], numbers: DimensionNumbers) -> list[tuple[int, int, int]]:
-    """Number, rows and columns of the matrices of a leaf, those of equal parts together.
-
-    >>> matrix_shapes((2048, 24, 128), FusedDimensionNumbers(0, (1, 2), parts=(16, 4, 4), axis=1))
-    [(1, 2048, 2048), (2, 2048, 512)]
-    """
-    rows, columns = (_axes(axes, len(shape)) for axes in numbers[:2])
-    m, n = (math.prod(shape[i] for i in axes) for axes in (rows, columns))
-    count = math.prod(size for i, size in enumerate(shape) if i not in (*rows, *columns))
-    if not isinstance(numbers, FusedDimensionNumbers):
-        return [(count, m, n)]
-    size, on_rows = shape[numbers.axis], numbers.axis % len(shape) in rows
-    sizes = numbers.parts if isinstance(numbers.parts, tuple) else (size // numbers.parts,) * numbers.parts
-    if isinstance(numbers.parts, tuple):
-        sizes = tuple(numbers.repeats * part for part in sizes)
-    return [
-        (count * times, m * part // size, n) if on_rows else (count * times, m, n * part // size)
-        for part, times in Counter(sizes).items()
-    ]
 
 
 def _better(named: Role, known: Role | None) -> Role:
@@ -320,9 +275,9 @@ def _decide(
     numbers = None if p.stacked and not is_dense_general(p) else matrices(p, siblings, attention)
     if numbers is None:
         return None
-    _, m, n = matrix_shape(p.shape, numbers)
-    if min(m, n) == 1:
-        return None, f"{role.name} with one {'row' if m == 1 else 'column'}"
+    sides = [math.prod(p.shape[i] for i in axes_of(axes)) for axes in numbers[:2]]
+    if 1 in sides:
+        return None, f"{role.name} with one {'row' if sides[0] == 1 else 'column'}"
     name = role.name
     if rank == 2 and role in (EXPERTS, CONVOLUTION):
         name = "dense"
@@ -335,14 +290,10 @@ def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> Dimensi
     """Dimension numbers of one layer, written in the axes of the leaf."""
     if numbers is None or axes == tuple(range(len(axes))):
         return numbers
-    rows, columns = (_one(tuple(axes[i] for i in _axes(part, len(axes)))) for part in numbers[:2])
+    rows, columns = (_one(tuple(axes[i] for i in axes_of(part))) for part in numbers[:2])
     if isinstance(numbers, FusedDimensionNumbers):
         return FusedDimensionNumbers(rows, columns, numbers.parts, axes[numbers.axis])
     return MuonDimensionNumbers(rows, columns)
-
-
-def _axes(axes: Sequence[int] | int, rank: int) -> tuple[int, ...]:
-    return tuple(i % rank for i in ((axes,) if isinstance(axes, int) else axes))
 
 
 def _one(axes: tuple[int, ...]) -> tuple[int, ...] | int:

@@ -7,15 +7,13 @@ axes are (in, out); equal small axes before larger ones are a window). Where non
 """
 
 import re
-from collections.abc import Sequence
 
-from muonjax._matrix_view import DimensionNumbers, FusedDimensionNumbers, MuonDimensionNumbers
+from muonjax._matrix_view import DimensionNumbers, FusedDimensionNumbers, MuonDimensionNumbers, axes_of
 from muonjax._routing.roles import (
     ADAPTER,
     ADAPTER_CORE,
     CONVOLUTION,
     DENSE,
-    EXPERTS,
     FUSED_KV,
     FUSED_QKV,
     GATE_UP,
@@ -32,7 +30,6 @@ from muonjax._routing.siblings import (
     FLAX,
     Arrangement,
     Parameter,
-    Shape,
     Siblings,
     arrangements,
     has_heads_of_flax,
@@ -58,8 +55,6 @@ def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbe
         return _fused(p, siblings, attention)
     if role.kind or role is MLA_UP:
         return _attention(p, siblings, attention)
-    if rank == 3 and role in (UNKNOWN, EXPERTS) and (numbers := _in_and_out(p, siblings)):
-        return numbers
     if layout := role.layouts.get(rank):
         return layout.whole
     if rank == 2:
@@ -109,8 +104,8 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
     if bias and len(bias) == 1:
         if trailing and shape[0] == bias[0]:
             return outputs_first
-        if shape[-1] == bias[0]:
-            return transposed if shape[-2] == bias[0] and _is_transposed(p) else last
+        if shape[-1] == bias[0]:  # Keras' and Haiku's transposed convolutions are [*window, out, in]
+            return transposed if shape[-2] == bias[0] and "transpose" in "/".join(p.path).lower() else last
         if shape[-2] == bias[0]:
             return transposed
         return outputs_first if shape[0] == bias[0] else None
@@ -122,21 +117,8 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
     if is_dense_general(p):
         return MuonDimensionNumbers(0, 2 if shape[1] == 2 else (1, 2))  # two are a gate and its values
     if convolution or (is_window(shape) and not _is_bare(p)):
-        return transposed if _is_transposed(p) else last
+        return last
     return None
-
-
-def _in_and_out(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
-    """Of two arrays in one dictionary, [d, heads, size] and [heads, size, d], the axes; also of others beside them that
-    begin with d."""
-    near = {q.shape for q in siblings.partners(p) if q.role in (UNKNOWN, EXPERTS) and len(q.shape) == 3}
-    first, *_, last = p.shape
-    if (*p.shape[1:], first) in near and first not in p.shape[1:]:
-        return MuonDimensionNumbers(0, (1, 2))
-    if (last, *p.shape[:-1]) in near and last not in p.shape[:-1]:
-        return MuonDimensionNumbers((0, 1), 2)
-    widths = {shape[0] for shape in near if shape[1:] + shape[:1] in near}
-    return MuonDimensionNumbers(0, (1, 2)) if widths == {first} and first not in p.shape[1:] else None
 
 
 def is_broadcast(p: Parameter) -> bool:
@@ -155,11 +137,6 @@ def is_dense_general(p: Parameter) -> bool:
     return p.role is DENSE and len(p.shape) == 3 and p.shape[1] < min(p.shape[0], p.shape[2])
 
 
-def _is_transposed(p: Parameter) -> bool:
-    """Whether the name is Keras' or Haiku's for a transposed convolution, which they store [*window, out, in]."""
-    return bool(re.search(r"conv_?\dd?_?d_?transpose", "/".join(words(p.path)).lower()))
-
-
 def _attention(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
     """Query, key, value [d, heads, size] and output [heads, size, d], in the order that the siblings agree on."""
     if len(p.shape) == 2:
@@ -167,7 +144,7 @@ def _attention(p: Parameter, siblings: Siblings, attention: str) -> DimensionNum
             return _folded_heads(p, siblings)
         return _dense(p, siblings)
     if len(p.shape) != 3:
-        return _grouped_queries(p, siblings, attention)
+        return None
     if p.role is MLA_UP:
         return MuonDimensionNumbers(0, (1, 2)) if attention == "whole" else MuonDimensionNumbers(0, 2)
     found = arrangement(p, siblings)
@@ -202,39 +179,10 @@ def _folded_heads(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
 
 
 def _per_head(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> FusedDimensionNumbers | None:
-    size, (axis,) = siblings.head_size(p), _axes(numbers.output_axis)
+    size, (axis,) = siblings.head_size(p), axes_of(numbers.output_axis)
     if not size or p.shape[axis] % size:
         return None
     return FusedDimensionNumbers(*numbers[:2], parts=p.shape[axis] // size, axis=axis)
-
-
-def _grouped_queries(p: Parameter, siblings: Siblings, attention: str) -> MuonDimensionNumbers | None:
-    """Queries and output beside keys of fewer heads, with one axis more: the queries of a key's head."""
-    shapes = siblings.attention(p)
-    key = shapes.get("key", ())
-    if len(p.shape) != 4 or len(key) != 3 or p.role.kind not in ("query", "out"):
-        return None
-    keys = {kind: shape for kind, shape in shapes.items() if kind in ("key", "value")}
-    orders = [a.projection for a in arrangements(keys, einsum=is_einsum(p))]
-    found = {d for order in orders for d in _axes_of_features(p.shape, key, order)}
-    if len(found) != 1:
-        return None
-    (d,) = found
-    rest = tuple(i for i in range(4) if i != d)
-    if p.role.kind == "out":
-        return MuonDimensionNumbers(rest, d)
-    return MuonDimensionNumbers(d, rest if attention == "whole" else rest[-1])
-
-
-def _axes_of_features(shape: Shape, key: Shape, order: str) -> list[int]:
-    """Where d can be in [d, heads, group, size], in either order of heads and group, or with d last."""
-    d, heads, size = (key[order.index(axis)] for axis in "dhs")
-    first, last = shape[1:], shape[:-1]
-    return [
-        axis
-        for axis, rest in ((0, first), (3, last))
-        if shape[axis] == d and rest[2] == size and heads in rest[:2]
-    ]
 
 
 def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
@@ -242,10 +190,8 @@ def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers
     shape, parts, out = p.shape, p.role.parts, siblings.attention(p).get("out", ())
     batch = _parts_axis(p)
     if len(shape) == 2:
-        numbers = _fused_flat(p, siblings, out)
+        numbers = _fused_flat(p, siblings)
         return numbers if attention == "whole" or numbers is None else _per_head(p, siblings, numbers)
-    if len(shape) == 3 and layer_of(p.path)[1] == "wkv" and shape[1] == 1:  # one head, both key and value
-        return MuonDimensionNumbers(0, (1, 2))
     if len(shape) == 3 and batch is not None:
         inner = [i for i in range(3) if i != batch]
         return MuonDimensionNumbers(*inner) if attention == "whole" else None
@@ -279,7 +225,7 @@ def _parts_axis(p: Parameter) -> int | None:
     return found[0] if found else None
 
 
-def _fused_flat(p: Parameter, siblings: Siblings, out: Shape) -> FusedDimensionNumbers | None:
+def _fused_flat(p: Parameter, siblings: Siblings) -> FusedDimensionNumbers | None:
     """Query, key and value, or key and value, side by side in one of two axes."""
     bias, parts, (m, n) = siblings.bias(p), p.role.parts, p.shape
     rows_first = bias != (m,) if bias and m != n else not (parts == 3 and m == 3 * n)
@@ -291,11 +237,7 @@ def _fused_flat(p: Parameter, siblings: Siblings, out: Shape) -> FusedDimensionN
         return FusedDimensionNumbers(*numbers, 2, axis) if total % 2 == 0 else None
     if total == 3 * p.shape[1 - axis]:
         return FusedDimensionNumbers(*numbers, 3, axis)
-    queries = out[0] if len(out) == 2 else out[0] * out[1] if len(out) == 3 else 0
-    keys, odd = divmod(total - queries, 2)
-    if not queries or keys <= 0 or odd or keys > queries:
-        return None
-    return FusedDimensionNumbers(*numbers, 3 if keys == queries else (queries, keys, keys), axis)
+    return None  # grouped keys: out of how many heads nothing here tells
 
 
 def _gate_up(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
@@ -303,7 +245,7 @@ def _gate_up(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
     shape, rank = p.shape, len(p.shape)
     if rank == 2:
         numbers = _dense(p, siblings)
-        (axis,) = _axes(numbers.output_axis)
+        (axis,) = axes_of(numbers.output_axis)
         return FusedDimensionNumbers(*numbers, 2, axis) if shape[axis] % 2 == 0 else None
     batch = next((i for i, size in enumerate(shape[:-1]) if size == 2), None)
     if batch is not None and batch + 4 > rank:  # on an axis of two, below experts or not
@@ -313,9 +255,7 @@ def _gate_up(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
         if sides[0] != sides[1] and any(d[-2:] == sides for d in down):
             inner = inner[::-1]  # stored as the down kernel is
         return MuonDimensionNumbers(*inner)
-    if rank != 3:
-        return None
-    return FusedDimensionNumbers(1, 2, 2, 2) if shape[2] % 2 == 0 else None  # experts
+    return FusedDimensionNumbers(1, 2, 2, 2) if rank == 3 and shape[2] % 2 == 0 else None  # experts
 
 
 def _adapter(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
@@ -335,10 +275,6 @@ def _adapter(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
 def is_first_factor(p: Parameter) -> bool:
     """Whether an adapter's factor is the one that sees the layer's input, [*in, rank]."""
     return bool(re.search(r"(?:^|_)(?:a|down|w[12]_?a)(?:_[a-z]+)?$", words(p.path)[-1].lower()))
-
-
-def _axes(axes: int | Sequence[int]) -> tuple[int, ...]:
-    return (axes,) if isinstance(axes, int) else tuple(axes)
 
 
 def _one(axes: tuple[int, ...]) -> tuple[int, ...] | int:

@@ -1,6 +1,5 @@
 """Check that a tree holds parameters, and read from its nodes which of them are tables."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 
 from muonjax._routing.roles import EMBEDDING, Role
 from muonjax._trees import is_masked, names
+from muonjax._warn_user import warn_user
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
@@ -29,10 +29,9 @@ def check_parameters(params: Any, call: str = "dimension_numbers") -> None:
     if isinstance(params, Mapping) and "params" in params:
         beside = [str(name) for name in params if name in _COLLECTIONS]
         if beside:
-            warnings.warn(
+            warn_user(
                 f"{call}(params) got {', '.join(beside)} beside 'params': an optimizer would train these too. "
-                "Give variables['params'] alone.",
-                stacklevel=2,
+                "Give variables['params'] alone."
             )
 
 

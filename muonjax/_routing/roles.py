@@ -137,7 +137,7 @@ _DENSE = (
     r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin\d?|fc\d?|proj|projection|mlp|ffn?|ffw|up|down|gate|router"
     r"|intermediate|hidden|out|output|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?"
 )
-_RAW_EXPERTS = r"wi|wo|w[123]|(wi|w)_(in|out|up|down|gate)|(up|down|gate)_proj"
+_RAW_EXPERTS = r"wi|wo|w[123]|(wi|w)_(up|down|gate)|(up|down|gate)_proj"
 
 
 def roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:

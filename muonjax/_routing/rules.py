@@ -3,16 +3,8 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from muonjax._matrix_view import (
-    DimensionNumbers,
-    FusedDimensionNumbers,
-    check_parts,
-)
+from muonjax._matrix_view import DimensionNumbers
 from muonjax._routing.roles import INTERLEAVED
 from muonjax._routing.siblings import Parameter
 
@@ -37,27 +29,6 @@ def apply_rules(paths: Sequence[str], rules: Rules) -> dict[str, DimensionNumber
         for path in matched:
             ruled.setdefault(path, numbers)
     return ruled
-
-
-def check_rule(name: str, shape: tuple[int, ...], dtype: Any, numbers: DimensionNumbers | None) -> None:
-    """A rule's numbers must fit its leaf; here the leaf has a name to put into the message."""
-    if numbers is None:
-        return
-    rank = len(shape)
-    where = (
-        f"dimension_numbers(rules=...) gives the leaf {name!r} of shape {shape} and dtype {dtype} {numbers}"
-    )
-    if dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(f"{where}, but Muon takes floating-point leaves only; give it None.")
-    both = [i for axes in numbers[:2] for i in ((axes,) if isinstance(axes, int) else axes)]
-    if rank < 2 or not all(-rank <= i < rank for i in both) or len({i % rank for i in both}) < len(both):
-        raise ValueError(
-            f"{where}, which need distinct axes of a leaf of rank two or more; correct them or give None."
-        )
-    if isinstance(numbers, FusedDimensionNumbers):
-        axis = numbers.axis % rank
-        if problem := check_parts(numbers, axis in {i % rank for i in both}, shape[axis]):
-            raise ValueError(f"{where}, but {problem}; correct parts or axis.")
 
 
 def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter], attention: str) -> str:

@@ -1,6 +1,9 @@
 """Print which optimizer takes each leaf, as which matrices and why: one line per leaf."""
 
+import contextlib
 import math
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
-from muonjax._routing.dimension_numbers import Route, given, matrix_shapes, routes
+from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers, matrix_pieces
+from muonjax._routing.dimension_numbers import Route, routes
 from muonjax._trees import broadcast_prefix, dtype_of, flatten_with_names, is_masked, tree_of
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
@@ -89,11 +92,12 @@ def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.Mask
         call="tabulate(params, dimension_numbers)",
         what="the dimension numbers",
     )
-    why = getattr(dimension_numbers, "why", None)  # a `Program` knows the line of the code
+    reason = getattr(dimension_numbers, "why", None)  # a `Program` knows the line of the code
+    by_names = {} if reason else _reasons_for_adam(params)
 
     def route(path: str, leaf: Any, number: Any) -> Route:
-        found = given(path, jnp.shape(leaf), dtype_of(leaf), number)
-        return found if why is None else found._replace(why=why(path))
+        why = by_names.get(path, "given") if number is None else getattr(number, "why", "given")
+        return Route(path, jnp.shape(leaf), dtype_of(leaf), number, reason(path) if reason else why)
 
     return [
         leaf if is_masked(leaf) else route("/".join(path), leaf, number)
@@ -101,15 +105,31 @@ def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.Mask
     ], treedef
 
 
+def _reasons_for_adam(params: Any) -> dict[str, str]:
+    """What names say about the leaves that are no matrices; nothing where they can't tell all of the tree."""
+    with contextlib.suppress(ValueError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {r.path: r.why for r in routes(params)[0] if isinstance(r, Route) and r.numbers is None}
+    return {}
+
+
 def _row(route: Route) -> tuple[str, ...]:
     shape = "×".join(map(str, route.shape)) or "scalar"
-    if route.numbers is None:
-        return route.path, shape, str(route.dtype), "Adam", "", route.why
+    found = _matrices(route)
     matrices = " + ".join(
-        f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}"
-        for count, m, n in matrix_shapes(route.shape, route.numbers)
+        f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}" for (m, n), count in found.items()
     )
-    return route.path, shape, str(route.dtype), "Muon", matrices, route.why
+    return route.path, shape, str(route.dtype), "Muon" if found else "Adam", matrices, route.why
+
+
+def _matrices(route: Route) -> Counter[tuple[int, int]]:
+    """How many matrices of each size a leaf holds."""
+    found: Counter[tuple[int, int]] = Counter()
+    if route.numbers is not None:
+        leaf = {route.path: jax.ShapeDtypeStruct(route.shape, route.dtype)}
+        for piece in matrix_pieces({route.path: route.numbers}, leaf, call="tabulate"):
+            found[piece.view.fan_in, piece.view.fan_out] += piece.view.batch
+    return found
 
 
 def _totals(found: list[Route]) -> list[str]:
@@ -118,18 +138,10 @@ def _totals(found: list[Route]) -> list[str]:
     for optimizer in ("Muon", "Adam"):
         mine = [route for route in found if (route.numbers is not None) == (optimizer == "Muon")]
         size = sum(math.prod(route.shape) for route in mine)
-        matrices = sum(
-            count
-            for route in mine
-            if route.numbers is not None
-            for count, _, _ in matrix_shapes(route.shape, route.numbers)
-        )
-        leaves = f"{len(mine)} " + ("leaf" if len(mine) == 1 else "leaves")
-        held = (
-            f"{matrices} " + ("matrix" if matrices == 1 else "matrices") + f" in {leaves}"
-            if matrices
-            else leaves
-        )
+        matrices = sum(_matrices(route).total() for route in mine)
+        held = f"{len(mine)} " + ("leaf" if len(mine) == 1 else "leaves")
+        if matrices:
+            held = f"{matrices} {'matrix' if matrices == 1 else 'matrices'} in {held}"
         lines.append(f"{optimizer}: {size:,} parameters ({100 * size / total:.1f} %), {held}")
     return lines
 

@@ -180,8 +180,6 @@ def test_unequal_parts_from_the_output_kernel():
     stacked = jax.tree.map(lambda x: leaf(7, *x.shape), {"attention": fused, "norm": {"scale": leaf(D)}})
     assert decided(stacked)["attention/qkv_proj/weight"] == FusedDimensionNumbers(1, (2, 3), (4, 1, 1), 2)
     assert decided(stacked, attention="heads")["attention/qkv_proj/weight"] == MuonDimensionNumbers(1, 3)
-    flat = {"qkv_proj": {"kernel": leaf(D, 48)}, "o_proj": {"kernel": leaf(32, D)}}
-    assert decided({"attn": flat})["attn/qkv_proj/kernel"] == FusedDimensionNumbers(0, 1, (32, 8, 8), 1)
     with pytest.raises(ValueError, match=r"qkv_proj.*parts=\(queries, keys, values\)"):
         dimension_numbers({"attn": {"qkv_proj": {"kernel": leaf(D, 48)}}})
 
@@ -214,23 +212,13 @@ def test_gates_are_stored_as_their_down_kernel_is():
     assert decided({"mlp": mlp})["mlp/gating_einsum"] == MuonDimensionNumbers(2, 1)
 
 
-def test_one_head_that_is_key_and_value():
-    """DeepSeek V4's `wkv` (4096, 1, 512) is no pair."""
-    shapes = {"wq_b": (16, H, S), "wkv": (D, 1, S)}
-    found = decided({"self_attention": {name: {"kernel": leaf(*shape)} for name, shape in shapes.items()}})
-    assert found["self_attention/wkv/kernel"] == MuonDimensionNumbers(0, (1, 2))
-
-
-def test_arrays_that_undo_each_other():
-    """[d, heads, size] beside [heads, size, d], as a Mamba layer's input and output; experts are no such pair."""
-    mamba = {"wx_in": leaf(D, H, S), "wb_in": leaf(D, 2, 6), "w_out": leaf(H, S, D)}
-    assert decided({"layer": mamba}) == {
-        "layer/wx_in": MuonDimensionNumbers(0, (1, 2)),
-        "layer/wb_in": MuonDimensionNumbers(0, (1, 2)),
-        "layer/w_out": MuonDimensionNumbers((0, 1), 2),
-    }
-    experts = {"w_in": leaf(H, D, S), "w_out": leaf(H, S, D)}
-    assert set(decided({"layer": experts}).values()) == {MuonDimensionNumbers(1, 2)}
+def test_what_only_sizes_would_tell_is_refused():
+    """Grouped keys in a flat kernel, queries by key head, pairs of unnamed arrays [d, heads, size]."""
+    flat = {"qkv_proj": {"kernel": leaf(D, 48)}, "o_proj": {"kernel": leaf(32, D)}}
+    grouped = {"q": leaf(D, 2, 3, S), "k": leaf(D, 2, S), "v": leaf(D, 2, S), "o": leaf(2, 3, S, D)}
+    for params in (flat, grouped, {"wx_in": leaf(D, H, S), "wb_in": leaf(D, 2, 6)}):
+        with pytest.raises(ValueError, match="can't tell"):
+            decided({"attn": params})
 
 
 # Arrays that are no matrices

@@ -99,3 +99,23 @@ def test_statistics_beside_parameters_are_warned_about():
     variables = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mean": leaf(4)}}
     with pytest.warns(UserWarning, match=re.escape("got batch_stats beside 'params'")):
         muonjax.linen.dimension_numbers(variables)
+
+
+COINCIDENCE = {f"Dense_{i}": {"kernel": leaf(n, 100)} for i, n in enumerate((784, 100, 100))}
+VARIABLES = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mean": leaf(4)}}
+
+
+@pytest.mark.parametrize("params", [COINCIDENCE, VARIABLES])
+@pytest.mark.parametrize(
+    "call",
+    [
+        muonjax.linen.dimension_numbers,
+        muonjax.tabulate,
+        lambda p: jax.eval_shape(muonjax.muon(1e-3).init, p),
+        lambda p: jax.eval_shape(optax.chain(optax.clip(1.0), muonjax.muon(1e-3)).init, p),
+    ],
+)
+def test_a_warning_points_at_the_line_that_called(call, params):
+    with pytest.warns(UserWarning, match="output head|batch_stats") as caught:
+        call(params)
+    assert {warning.filename for warning in caught} == {__file__}
