@@ -40,6 +40,14 @@ def test_its_trainer_learns(client):
 
 MLA = (
     "attention_type=mla",
+    "decoder_block=deepseek",
+    "first_num_dense_layers=1",
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "base_moe_mlp_dim=64",
+    "shared_experts=1",
+    "sparse_matmul=false",
+    "base_num_kv_heads=4",
     "q_lora_rank=32",
     "kv_lora_rank=32",
     "qk_nope_head_dim=16",
