@@ -256,7 +256,7 @@ BLOCKS = {
         },
         text="{table}\n\nMean training loss, in nats, of the last tenth of the steps, at the best of "
         "three or more rates, the best between two worse ones. MaxText trains on the one "
-        "random batch that it has as synthetic data, the others on text that is new in each step. One seed. {machine}",
+        "random batch that it has as synthetic data, the others on text that is new in each step. One seed, on a CPU.",
     ),
     "training_sweep": Block(
         rows=_sweep, columns=_rate_columns, text=STEPS + "\n\n{table}\n\n{machine}", values=_steps
