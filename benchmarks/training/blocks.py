@@ -445,13 +445,14 @@ BLOCKS = {
             "package": "{package} {version}",
             "jax, optax": "{provenance[versions][jax]}, {provenance[versions][optax]}",
             "lines added": _added_lines,
+            "steps": "{steps}",
             "AdamW": _client_loss("AdamW"),
             "optax.contrib.muon": _client_loss("Optax's Muon"),
             "muonjax": _client_loss("muonjax"),
         },
-        text="{table}\n\nMean training loss, in nats, of the last tenth of {rows[0][steps]} steps, at the best of "
+        text="{table}\n\nMean training loss, in nats, of the last tenth of the steps, at the best of "
         "three or more rates, the best between two worse ones. MaxText trains on the one "
-        "random batch that it has as synthetic data, the others on text that is new in each step. One seed. {machine}",
+        "random batch that it has as synthetic data, the others on text that is new in each step. One seed, on a CPU.",
     ),
     "transfer.first_rate": Block(
         rows=_first_rates,

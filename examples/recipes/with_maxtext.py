@@ -43,8 +43,14 @@ def optimizer(learning_rate_schedule, config, model=None, mesh=None):
     params = nnx.state(model, nnx.Param)
     specs = nnx.get_partition_spec(params)
     shardings = nn.logical_to_mesh_sharding(specs, mesh, config.logical_axis_rules)
+    sites = None  # found by their parameters, but for latent attention
+    if config.attention_type == "mla":
+        stacks = (name for name in nnx.to_pure_dict(params)["decoder"] if name.endswith("layers"))
+        at = {"nope": config.qk_nope_head_dim, "scan_axis": config.param_scan_axis}
+        sites = [muonjax.mla_site(f"decoder/{stack}/self_attention", **at) for stack in stacks]
     return muonjax.muonclip(
         learning_rate_schedule,
+        sites,
         threshold=config.qk_clip_threshold,
         weight_decay=config.muon_weight_decay,
         mu_dtype=config.mu_dtype,
