@@ -56,7 +56,8 @@ class Gpu:
             )
             # Beyond the first round a library's choice of tiles fills the last one, on average: measured times grow
             # with tiles / cores. Where there are few tiles, it splits the contracted axis: no more than two thirds of
-            # the GPU are ever idle.
+            # the GPU are ever idle. That is assumed, for no public time is of a product with a long contracted axis
+            # alone; on one multiprocessor those of the deflation would take a tenth of a Llama's update.
             rounds = max(1.0, tiles / self.cores)
             arithmetic = arithmetic * min(rounds * self.cores / tiles, 3.0) + rounds * self.round
         traffic = launch.moved / (self.memory * self.memory_efficiency)
