@@ -20,6 +20,9 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
     Returns:
       The same transformation to the bit; `state_shardings(tx, params, memory_kind="pinned_host")` places its state.
 
+    Raises:
+      TypeError: `tx` is no Optax transformation.
+
     Example:
       >>> import jax, jax.numpy as jnp, muonjax, optax
       >>> tx = muonjax.offload(optax.adamw(1e-3))
@@ -33,6 +36,8 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
 
     Source: JAX's guide to host offloading.
     """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(f"offload(tx={tx!r}) must be an Optax transformation, such as optax.adamw(1e-3).")
     update = optax.with_extra_args_support(tx).update
 
     def on_device(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):

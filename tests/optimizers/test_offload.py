@@ -140,6 +140,11 @@ def test_outside_of_jit_the_state_stays_where_it_is():
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"pinned_host"}
 
 
+def test_what_is_no_transformation_is_refused():
+    with pytest.raises(TypeError, match=r"offload\(tx=0.1\)"):
+        muonjax.offload(0.1)
+
+
 def test_a_memory_that_is_not_there_is_named_with_those_that_are():
     mesh = make_mesh(fsdp=1)
     tree, specs = params(mesh)
