@@ -69,12 +69,16 @@ DimensionNumbers: TypeAlias = MuonDimensionNumbers | FusedDimensionNumbers
 class ExplainedNumbers(MuonDimensionNumbers):
     """Dimension numbers with the reason for them, `why`, which `tabulate` prints."""
 
+    why: str
+
     def __repr__(self) -> str:
         return repr(MuonDimensionNumbers(*self))
 
 
 class ExplainedFusedNumbers(FusedDimensionNumbers):
     """As `ExplainedNumbers`."""
+
+    why: str
 
     def __repr__(self) -> str:
         return repr(FusedDimensionNumbers(*self))

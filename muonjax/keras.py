@@ -1,4 +1,6 @@
 """Any Optax transformation as an optimizer of Keras 3 on its JAX backend."""
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
+# Keras is imported by who imports this module, and need not be installed.
 
 from __future__ import annotations
 

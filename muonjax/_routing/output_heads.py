@@ -209,8 +209,14 @@ class _Model:
         matrices = [q for q in self.parameters if self.numbers[q.path] and q is not p]
         if (columns, rows) in self.tables:
             return rows != columns or bool(matrices)
-        cyclic = self.given[columns] == 1 and self.taken[columns] > 0 and rows != columns
-        return end and cyclic and all(len(q.shape) < 4 for q in matrices)
+        if not end or self.given[columns] != 1 or rows == columns or any(len(q.shape) > 3 for q in matrices):
+            return False
+        widths = [self._widths(q) for q in self.parameters if q is not p]
+        reached, new = set(), {columns}  # from what it gives back to what it takes, through the others
+        while new:
+            reached |= new
+            new = {width for takes, gives in widths if takes & new for width in gives} - reached
+        return rows in reached
 
     def _is_dense(self, p: Parameter) -> bool:
         """Whether this is one layer's dense kernel, of one column too."""

@@ -79,6 +79,7 @@ def test_hostile_matrices(m, platform):
     assert not failed
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_rank_one_momentum_of_a_whole_optimizer(platform, monkeypatch):
     """The gradients of layers that see one input, as they came from users."""
     monkeypatch.setattr(muonjax._orthogonalize, "policy_of", lambda *_, **__: Policy(platform))

@@ -215,6 +215,7 @@ CASES = {
     "muonjax.cast_momentum": lambda: muonjax.cast_momentum(
         muonjax.trace(0.9, accumulator_dtype=jnp.int8).init(matrices()), jnp.float32
     ),
+    "muonjax.offload": of_transformation(lambda: muonjax.offload(optax.sgd(0.1, momentum=0.9)), matrices),
     "muonjax.ema_nesterov": of_transformation(
         lambda: muonjax.ema_nesterov(optax.chain(muonjax.orthogonalize(), optax.scale(-0.1)), 0.5), matrices
     ),
