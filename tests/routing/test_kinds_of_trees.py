@@ -105,6 +105,7 @@ COINCIDENCE = {f"Dense_{i}": {"kernel": leaf(n, 100)} for i, n in enumerate((784
 VARIABLES = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mean": leaf(4)}}
 
 
+@pytest.mark.thorough  # which run without --jax-strict: its wrappers are of no library
 @pytest.mark.parametrize("params", [COINCIDENCE, VARIABLES])
 @pytest.mark.parametrize(
     "call",
