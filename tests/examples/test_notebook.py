@@ -38,6 +38,6 @@ def test_runs():
         [sys.executable, "-c", program()], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "blocks/0/attention/query/kernel" in done.stdout
+    assert "blocks/0/down/kernel" in done.stdout
     for name in ("AdamW", "Muon", "MuonClip"):
         assert f"{name}: loss" in done.stdout
