@@ -11,8 +11,8 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
 
     An array of the state that lies there is copied to the device where the update reads it, and its new value back.
     The copies are asynchronous and one for each array: XLA's scheduler starts the next ones while the last are used; on
-    a TPU as many as there is free memory for. All optimizers of muonjax, `trace`
-    and `ema_nesterov` do so by themselves; others, and `optax.MultiSteps` around any, need this wrapper.
+    a TPU as many as there is free memory for. All optimizers of muonjax, `trace` and `ema_nesterov` do so by
+    themselves; others, and `optax.MultiSteps` around any, need this wrapper.
 
     Args:
       tx: Such as `optax.adamw(1e-3)`.

@@ -72,9 +72,8 @@ def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
     if not product.kind & PARAMETER:
         return product
     for side, rest in ((left, right), (right, left)):
-        if side.value.is_weight and not (
-            side.is_parameter or rest.value.is_weight
-        ):  # repeated for each example
+        # Repeated for each example.
+        if side.value.is_weight and not (side.is_parameter or rest.value.is_weight):
             side.value = walk.as_input(side.value, side.summed or (-1,))
     if left.is_parameter and right.is_parameter:
         return _of_parameters(i, product, left, right, result)
@@ -219,9 +218,8 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
             return product._replace(images=images)
     if a.kind & b.kind & PARAMETER:
         features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
-        matched = (
-            a.images and b.images and features and a.before != b.before
-        )  # entry by entry, as of two towers
+        # Entry by entry, as of two towers.
+        matched = a.images and b.images and features and a.before != b.before
         if (left.given and right.given) or matched:
             walk.consume(i, left.operand, right.operand)
         if a.images and b.images and (left.given or right.given):

@@ -120,9 +120,8 @@ def _enclosing(
 ) -> list[Any]:
     """Appends `eqn`, which now returns the probes' maxima; returns their variables."""
     name = eqn.primitive.name
-    if name.startswith(
-        "custom_"
-    ):  # its outputs are fixed: the logits are computed from its operands once more
+    if name.startswith("custom_"):
+        # Its outputs are fixed: the logits are computed from its operands once more.
         eqns.append(eqn)
         ((_, body),) = versions.bodies(eqn)
         alone = [_reporting(body, (probe._replace(path=probe.path[1:]),), inside) for probe in probes]

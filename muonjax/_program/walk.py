@@ -281,9 +281,8 @@ class Walk:
         for v in values:
             self.record_parts(i, v.images)
         parts = {(m.product, m.layout.region): m for v in values for m in v.images}
-        if len(parts) > 2 and any(
-            word in node.name for word in ("call", "attention")
-        ):  # a kernel, a callback
+        # A kernel, a callback.
+        if len(parts) > 2 and any(word in node.name for word in ("call", "attention")):
             self.opaque[i] = tuple(parts.values())
             self.consume(i, *node.inputs)
         return [dependent(values)] * len(node.outputs)

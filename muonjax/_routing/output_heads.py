@@ -198,9 +198,8 @@ class _Model:
         given.subtract([columns])
         if taken[columns] > 0:
             return False
-        orphans = {self._sides(q)[0] for q in self.dense if q is not p} - set(
-            given
-        )  # 120 may be 96 and 24, put together
+        # 120 may be 96 and 24, put together.
+        orphans = {self._sides(q)[0] for q in self.dense if q is not p} - set(given)
         return not any(given[width - columns] > 0 for width in orphans if width > columns)
 
     def _gives_what_the_model_takes(self, p: Parameter, end: bool) -> bool:
