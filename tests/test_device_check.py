@@ -12,6 +12,7 @@ from benchmarks.common import momentum
 from muonjax import _device_check
 from muonjax.__main__ import main
 from pallas_kernels import _blocked
+from tests.tools.tiers import thorough
 
 
 def test_the_recorded_spectra_are_those_of_the_data():
@@ -19,6 +20,7 @@ def test_the_recorded_spectra_are_those_of_the_data():
     np.testing.assert_allclose(_device_check.RECORDED, spectra, atol=0.0051)
 
 
+@pytest.mark.thorough
 def test_a_device_where_all_is_right(capsys):
     assert main(["--quick", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -50,6 +52,7 @@ def test_a_kernel_that_is_wrong_gives_exit_status_1(monkeypatch, capsys):
     assert "FAILED" in out.splitlines()[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_quick_check")
 def test_a_kernel_that_does_not_compile_gives_exit_status_1(monkeypatch, capsys):
     def fails(*_, **__):
@@ -62,7 +65,7 @@ def test_a_kernel_that_does_not_compile_gives_exit_status_1(monkeypatch, capsys)
 
 @pytest.mark.nan
 @pytest.mark.usefixtures("one_quick_check")
-@pytest.mark.parametrize("broken", ["nan", "lower precision", "not orthogonal"])
+@pytest.mark.parametrize("broken", ["nan", thorough("lower precision"), thorough("not orthogonal")])
 def test_results_that_are_off_give_exit_status_1(broken, monkeypatch, capsys):
     right = _device_check.newton_schulz
     change = {

@@ -15,6 +15,7 @@ from muonjax._matrix_view import (
     replace_pieces,
     resolve_dimension_numbers,
 )
+from tests.tools.tiers import quick
 
 
 @st.composite
@@ -108,6 +109,7 @@ def test_a_tree_that_does_not_fit_is_refused():
         resolve_dimension_numbers({"a": None, "c": 3}, TREE, call="muon")
 
 
+@quick("equal")
 @pytest.mark.parametrize("parts", [3, (2, 1, 3)], ids=["equal", "unequal"])
 def test_parts_that_repeat_are_the_stretches_of_one_matrix_each(parts):
     """Query, key and value of one head after the other: the columns of one part of all heads are one matrix."""

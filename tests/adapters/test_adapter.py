@@ -7,7 +7,6 @@ import pytest
 
 from muonjax._adapters.adapter import Adapter
 from muonjax._adapters.config import LoHaConfig
-from tests.tools.tiers import quick
 
 
 def test_scale_is_alpha_over_rank_or_over_its_root():
@@ -31,7 +30,7 @@ def test_drop_ranks_drops_whole_ranks():
 
 
 # 160 is no multiple of the least size of a block.
-@quick("160")
+@pytest.mark.thorough
 @pytest.mark.parametrize("channels", [160, 256])
 def test_unrolled_convolutions_keep_no_kernel(channels):
     layers = 6

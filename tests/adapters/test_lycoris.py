@@ -16,7 +16,6 @@ from muonjax import nnx as nnx_loha
 from muonjax._adapters import lycoris as _lycoris
 from muonjax._adapters.adapter import Adapter
 from muonjax._adapters.lycoris import Place, from_tensors, problems_of, to_tensors
-from tests.tools.tiers import quick
 
 PLACES = {
     "dense": Place((6, 5), 1),
@@ -150,7 +149,7 @@ def disturbed(model):
     return model
 
 
-@quick("False-False")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("decompose", "tucker"), [(False, False), (True, False), (False, True)])
 def test_nnx_files_give_the_same_model_again(tmp_path, decompose, tucker):
     pytest.importorskip("safetensors")

@@ -188,6 +188,7 @@ class Model(nnx.Module):
 X = normal(2, 5, 8)
 
 
+@pytest.mark.thorough
 def test_nnx_without_watch_and_with_its_own_value_and_grad():
     model, tx = Model(nnx.Rngs(0)), muonjax.muonclip(1e-3)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -288,6 +289,7 @@ def test_states(make):
             tx.update(ATTENTION, theirs, ATTENTION, **more)
 
 
+@pytest.mark.thorough
 def test_equinox_modules_in_update():
     """What has no gradient and is no array of floats, as AdamW takes it."""
     eqx = pytest.importorskip("equinox")

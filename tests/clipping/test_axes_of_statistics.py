@@ -171,6 +171,7 @@ def test_axes_in_a_module_with_two_attentions():
     np.testing.assert_array_equal(got["a"]["cross_key"]["kernel"][:, 0, :, 0], HALF)
 
 
+@pytest.mark.thorough
 def test_axes_that_sizes_confirm():
     """As [*layers, *batch, heads], which is what a module is told to sow."""
     wide = {"a": {name: {"kernel": jnp.ones((N, 12, 2, 4))} for name in ("query", "key")}}

@@ -346,6 +346,7 @@ def test_scanned_rematerialised_and_donated(scan_axis):
     np.testing.assert_allclose(state[1].factors["attention"], jnp.minimum(1, 5 / before), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_deep_model_is_exact_after_as_many_clips_as_layers():
     """Each clip of a layer changes the inputs of the next: one clip makes one more layer exact."""
     axes = {"params": 0, "intermediates": 0}

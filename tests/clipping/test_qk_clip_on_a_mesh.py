@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from tests.tools.tiers import quick
-
 MESH = """
 import functools, re
 import jax, jax.numpy as jnp, numpy as np, optax, muonjax
@@ -98,7 +96,7 @@ print("passed")
 """
 
 
-@quick("Auto")
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_replicas_on_a_mesh_do_not_diverge(axis_type):
     """The clip adds one all-reduce of one number per head, only if the batch is sharded, and nothing else."""

@@ -8,7 +8,6 @@ import pytest
 
 import muonjax
 from tests.clipping.attentions import EXACT, X, normal, rope
-from tests.tools.tiers import quick
 
 HEADS, SIZE = 4, 8
 
@@ -97,7 +96,7 @@ def outputs(layer):
     return (heads_of(layer[name]["__call__"][0]) for name in ("q_proj", "k_proj"))
 
 
-@quick("model1-of_gemma-None")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "exact", "num_heads"), [(Transformers(), of_transformers, HEADS), (Gemma(), of_gemma, None)]
 )

@@ -62,6 +62,7 @@ def test_a_run_leaves_metrics_and_a_picture(finished):
     assert all(float(row["learning_rate"]) > 0 for row in rows)
 
 
+@pytest.mark.thorough
 def test_the_monitors_statistics_are_logged_and_drawn(finished):
     out, _ = finished
     with (out / "metrics.csv").open() as file:

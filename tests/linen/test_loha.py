@@ -62,7 +62,7 @@ def adopted(decompose=False):
     return plain, linen_loha.adopt(params, plain)
 
 
-@quick("True")
+@pytest.mark.thorough
 @pytest.mark.parametrize("decompose", [False, True])
 def test_linen_adopts_trained_parameters_and_starts_as_they_are(decompose):
     plain, params = adopted(decompose)
@@ -112,6 +112,7 @@ def test_a_mismatch_in_many_layers_names_the_first():
     assert len(str(error.value)) < 2000
 
 
+@pytest.mark.thorough
 def test_only_adapters_train_in_linen_by_a_mask_and_by_splitting():
     _, params = adopted()
     network = Network()
@@ -194,6 +195,7 @@ class Stack(nn.Module):
         return scan(layer, x, None)[0]
 
 
+@pytest.mark.thorough
 def test_linen_scanned_layers_merge_as_a_stack():
     plain = Stack(False).init(jax.random.key(1), X)["params"]
     params = Stack(True).init(jax.random.key(0), X)["params"]

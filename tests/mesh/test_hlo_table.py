@@ -26,6 +26,7 @@ def even_share():
     return sharding.even_share(sharding.muon(case, None), case)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "axis_type"),
     [

@@ -28,7 +28,7 @@ from tests.mesh.layouts import (
     put,
     tree,
 )
-from tests.tools.tiers import nightly, thorough
+from tests.tools.tiers import nightly, quick, thorough
 
 MESHES = [{"fsdp": 1, "tensor": 1}, {"fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}]
 MESHES += [{"fsdp": 2, "tensor": 4}, {"fsdp": 8, "tensor": 1}]
@@ -64,6 +64,7 @@ def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz):
             np.testing.assert_array_equal(found[0][name], other[name], err_msg=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["tensor_parallel", thorough("hybrid"), thorough("auto")])
 def test_the_other_modes(mode):
     # All of the iteration, for here it sums over the mesh.
@@ -72,6 +73,7 @@ def test_the_other_modes(mode):
     check(results, names, newton_schulz=NewtonSchulz(), atol=5e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compute_dtype", [None, thorough("bfloat16")])
 def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_products):
     names, settings = MATRICES[:2], NewtonSchulz(compute_dtype=compute_dtype)
@@ -95,12 +97,14 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_pr
         np.testing.assert_allclose(shared[name], each[name], atol=tolerance, err_msg=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axes", [None, thorough(("fsdp", "tensor")), thorough(())])
 def test_replicas_divide_the_work_or_repeat_it(axes):
     _, results = on_mesh(make_mesh(**THREE), mode="owner", axes=axes)
     check(results)
 
 
+@pytest.mark.thorough
 def test_slices_whose_start_xla_does_not_know_are_the_same(monkeypatch):
     hidden = []
 
@@ -117,6 +121,7 @@ def test_slices_whose_start_xla_does_not_know_are_the_same(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, known, unknown)
 
 
+@quick("sizes0", "sizes1")
 @pytest.mark.parametrize(
     "sizes", [{"data": 8}, {"replica": 8, "fsdp": 1}, {"replica": 4, "fsdp": 2}, {"replica": 4, "tensor": 2}]
 )
@@ -139,6 +144,7 @@ def test_few_matrices_on_many_replicas(sizes):
         assert results[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fsdp", "tensor", "set_mesh"),
     [thorough(1, 1, False), thorough(1, 2, True), thorough(4, 1, False), (4, 2, True)],
@@ -163,6 +169,7 @@ def test_an_abstract_mesh_stands_for_the_mesh_that_is_set_or_that_the_arrays_are
     check(results, MATRICES)
 
 
+@pytest.mark.thorough
 def test_leaves_on_an_explicit_mesh_beside_leaves_on_none():
     mesh = make_mesh(AxisType.Explicit, fsdp=4, tensor=2)
     values = put(tree(MATRICES), SPECS, mesh) | {"replicated": tree()["replicated"]}
@@ -170,6 +177,7 @@ def test_leaves_on_an_explicit_mesh_beside_leaves_on_none():
     check(results, tuple(values))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jit", [True, nightly(False)])
 @pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), thorough(1, 2), thorough(2, 1)])
 def test_muon_on_explicit_axes_of_size_one(fsdp, tensor, jit):
@@ -219,6 +227,7 @@ def test_a_distribution_over_explicit_axes():
         assert results[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["owner", thorough("tensor_parallel")])
 def test_chunks_change_nothing_but_the_number_of_rounds(mode):
     _, whole = on_mesh(make_mesh(fsdp=4, tensor=2), mode=mode, names=MATRICES)
@@ -264,6 +273,7 @@ def test_wrong_specs_cost_a_reshard_and_nothing_else():
     check(results, MATRICES)
 
 
+@pytest.mark.thorough
 def test_numpy_arrays_and_a_mesh_set_outside():
     mesh = make_mesh(fsdp=4, tensor=2)
     values = {name: np.asarray(x) for name, x in tree(MATRICES).items()}
@@ -273,6 +283,7 @@ def test_numpy_arrays_and_a_mesh_set_outside():
     check(results, MATRICES)
 
 
+@pytest.mark.thorough
 @pytest.mark.nan
 def test_dtypes_are_exchanged_apart_and_zeros_and_nan_stay_in_their_matrix():
     mesh = make_mesh(fsdp=8)
@@ -294,6 +305,7 @@ def test_dtypes_are_exchanged_apart_and_zeros_and_nan_stay_in_their_matrix():
     assert np.isnan(results["2"]).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["tensor_parallel", thorough("owner")])
 def test_adaptive_has_the_norm_of_the_whole_matrix(mode):
     mesh = make_mesh(fsdp=4, tensor=2)

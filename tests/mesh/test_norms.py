@@ -30,6 +30,7 @@ def step(tx):
     return jax.jit(run)
 
 
+@pytest.mark.thorough
 @quick(
     "hyperball-{'fsdp': 2, 'tensor': 4}-AxisType.Auto",
     "normalize_neurons-{'fsdp': 4, 'tensor': 2}-AxisType.Explicit",

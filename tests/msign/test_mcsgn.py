@@ -53,6 +53,7 @@ def test_it_is_msign_on_symmetric_matrices_in_value_and_derivatives():
         np.testing.assert_allclose(g, other, atol=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rows", [thorough(polar_express(8) + NEWTON_SCHULZ * 2), JORDAN * 5])
 def test_all_derivatives_are_those_of_the_steps(rows):
     f = functools.partial(mcsgn, coefficients=rows)
@@ -130,6 +131,7 @@ def test_the_adjoint_is_the_derivative_at_the_transpose():
         np.testing.assert_allclose(jax.vjp(mcsgn, x)[1](v)[0], jax.jvp(mcsgn, (x.T,), (v,))[1], atol=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.nan
 def test_scale_zero_and_the_edge_of_the_domain():
     x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0], jnp.float32)

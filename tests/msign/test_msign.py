@@ -36,6 +36,7 @@ def vjp(f, x, cotangent):
 # Values
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(64, 256), *map(thorough, [(128, 128), (256, 64)])])
 def test_the_default_is_converged_in_float32_at_condition_1e3(shape):
     x = jnp.asarray(matrix(*shape, 1e3), jnp.float32)
@@ -93,7 +94,7 @@ def test_the_sixth_polar_express_row_maps_one_to_about_one():
     assert abs(sum(polar_express(8, safety=1.0)[5]) - 1) < 2e-3
 
 
-@quick("polynomial")
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", MODES)
 def test_scale_batch_and_orientation_do_not_matter(mode):
     f = functools.partial(msign, gradient=mode)
@@ -108,8 +109,9 @@ def test_scale_batch_and_orientation_do_not_matter(mode):
     np.testing.assert_allclose(f(x.mT), y.mT, atol=1e-6)
 
 
+@quick("bfloat16-polar", "bfloat16-autodiff")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, thorough(jnp.float16)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_zero_matrix_has_value_zero_and_gradient_zero(mode, dtype):
     f = functools.partial(msign, gradient=mode)
     x = jnp.stack([jnp.zeros((4, 6)), jnp.asarray(random((4, 6)))]).astype(dtype)
@@ -124,7 +126,7 @@ def test_a_zero_matrix_has_value_zero_and_gradient_zero(mode, dtype):
 
 
 @pytest.mark.nan
-@quick("nan-polynomial", "inf-polar")
+@quick("inf-polar")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_stay_in_their_matrix_and_are_not_hidden(mode, bad):
@@ -158,7 +160,7 @@ def test_polynomial_gradient(rows, shape):
             assert relative(vjp(f, jnp.asarray(x), jnp.asarray(c)), expected) < 1e-12
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, 2, thorough(3)])
 def test_polynomial_gradient_of_few_steps(steps):
     """A last turn alone, of one or two steps; and an odd step before it."""
     x, c = random((6, 20)), random((6, 20), 2)
@@ -219,7 +221,7 @@ def test_the_modes_agree_where_the_polynomial_has_converged_and_the_article_does
 # The derivative's properties
 
 
-@pytest.mark.parametrize("mode", ["polynomial", "polar"])
+@pytest.mark.parametrize("mode", [thorough("polynomial"), "polar"])
 @pytest.mark.parametrize("shape", [thorough((6, 6)), (5, 9)])
 def test_the_gradient_is_orthogonal_to_x_and_inverse_in_its_scale(mode, shape):
     x, c = jnp.asarray(matrix(*shape, 30), jnp.float32), jnp.asarray(random(shape), jnp.float32)
@@ -242,6 +244,7 @@ def test_the_polar_jacobian_is_symmetric_and_positive_semidefinite(shape):
         np.testing.assert_allclose(jacobian, reverse, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [thorough((12, 12)), (10, 20)])
 def test_rank_deficiency(shape):
     """The polynomial mode is exact at any rank; the polar mode is finite, and right only inside of the range."""
@@ -291,7 +294,7 @@ def check_derivative(mode, shape, derivative, order, most):
 SMALL_SHAPES = [(3, 4), *map(nightly, ((2, 4), (3, 3)))]
 
 
-@pytest.mark.parametrize("mode", ["polynomial", "polar"])
+@pytest.mark.parametrize("mode", [thorough("polynomial"), "polar"])
 @pytest.mark.parametrize("shape", SMALL_SHAPES)
 @pytest.mark.parametrize(
     ("outer", "inner"),
@@ -333,6 +336,7 @@ def test_check_grads(mode, shape, rows):
         check_grads(jax.jit(f), (x,), order=2, modes=("fwd", "rev"), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", [thorough("polynomial"), "polar"])
 def test_vmap_scan_and_remat(mode):
     shape = (3, 5)

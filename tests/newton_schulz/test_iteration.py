@@ -249,6 +249,7 @@ def test_complex_matrices():
     )
 
 
+@pytest.mark.thorough
 def test_complex_entries_whose_absolute_value_overflows():
     x = jnp.full((1, 2), 3e38 + 3e38j, jnp.complex64)
     y = muonjax.newton_schulz(x, NewtonSchulz.accurate())

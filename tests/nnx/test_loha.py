@@ -123,7 +123,7 @@ def test_removed_adapters_leave_a_plain_model_with_what_was_merged():
     add_loha(model, "up", rank=2, rngs=nnx.Rngs(1))  # and it can be adapted again
 
 
-@quick("True")
+@pytest.mark.thorough
 @pytest.mark.parametrize("decompose", [False, True])
 def test_add_loha_in_place_changes_no_output_and_no_path(decompose):
     model = Mixed(nnx.Rngs(0))
@@ -182,6 +182,7 @@ def test_a_stack_of_layers_is_refused_but_a_stack_of_adapted_layers_works():
     assert stack.dot_general.hada_w1_a.shape == (3, 4, 2)
 
 
+@pytest.mark.thorough
 def test_only_adapters_train_in_nnx():
     model = Mixed(nnx.Rngs(0))
     add_loha(model, "attention|up", rank=2, decompose=True, rngs=nnx.Rngs(1))

@@ -95,6 +95,7 @@ def test_the_place_of_the_state_changes_no_bit(name):
     same(on_host, on_device)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["muon", thorough("int8"), thorough("muonclip")])
 def test_no_collective_is_added_on_a_mesh(name):
     mesh = make_mesh(fsdp=8)

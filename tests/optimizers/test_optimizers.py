@@ -248,6 +248,7 @@ def test_parameters_keep_their_dtype(dtype):
     assert error < 0.05 * np.linalg.norm(single["mlp"]["kernel"])
 
 
+@pytest.mark.thorough
 @pytest.mark.promotes("gradients of another dtype than the parameters, which Optax's momentum adds")
 def test_x64_changes_nothing_but_digits():
     single, _ = run(muonjax.muon(0.01), params())

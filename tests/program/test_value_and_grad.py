@@ -9,6 +9,7 @@ from muonjax import value_and_grad
 from muonjax._program.rewrite import report
 from tests.program.attention import attend, by_hand, custom_softmax, layer, scanned, tokens, unrolled, weights
 from tests.program.finder import finder
+from tests.tools.tiers import thorough
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def compiled(fun, *args):
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("loss", [unrolled, scanned])
+@pytest.mark.parametrize("loss", [thorough(unrolled), scanned])
 def test_costs_nothing(loss, remat):
     shapes = {"q": (3, 64, 4, 32), "k": (3, 64, 4, 32), "v": (3, 64, 4, 32), "o": (3, 4, 32, 64)}
     w = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}

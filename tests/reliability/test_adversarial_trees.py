@@ -197,6 +197,7 @@ def three_steps(params, gradients):
     return params, updates
 
 
+@pytest.mark.thorough
 @pytest.mark.nan
 @examples(4)
 @given(

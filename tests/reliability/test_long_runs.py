@@ -31,6 +31,7 @@ def test_random_gradients_end_at_their_fixed_point():
     np.testing.assert_allclose(row["final_rms"], row["fixed_point"], rtol=0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["float32", thorough("bfloat16")])
 def test_the_clip_bounds_logits_that_gradients_only_raise(precision):
     clipped, free = (long_runs.logits(clip, precision, steps=4_000) for clip in (True, False))

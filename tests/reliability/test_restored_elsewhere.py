@@ -60,6 +60,7 @@ def digest(tree):
     return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("preset", ["fast", *map(thorough, ["balanced", "accurate"])])
 def test_another_preset_takes_over_at_once(saved, preset):
     """Coefficients are no part of the state: the code that runs decides, not the code that saved."""
