@@ -68,11 +68,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    # They import Flax, or ask for Equinox; who does not use them need not load it.
-    if name in ("equinox", "linen", "nnx"):
+    # They import Flax or Keras, or ask for Equinox; who does not use them need not load it.
+    if name in ("equinox", "keras", "linen", "nnx"):
         return importlib.import_module(f"muonjax.{name}")
     raise AttributeError(f"module 'muonjax' has no attribute {name!r}")
 
 
 def __dir__():
-    return [*globals(), "equinox", "linen", "nnx"]
+    return [*globals(), "equinox", "linen", "nnx"]  # help() loads what is listed, so without Keras

@@ -92,6 +92,11 @@ class Program:
 
     def __call__(self, params: Any) -> DimensionNumbersTree:
         """Dimension numbers for `params`, which have the paths of those that were inspected; sizes may differ."""
+        if getattr(params, "shape", None) == () and "" not in self._decisions:
+            raise TypeError(
+                f"{self._call} was called with a number: optax.inject_hyperparams takes it for a schedule. Of muonclip "
+                "give it static_args=('sites', 'every_k'), of muon static_args='muon_weight_dimension_numbers'."
+            )
         return self._numbers(params, "whole")
 
     def why(self, path: str) -> str:
@@ -110,6 +115,9 @@ class Program:
 
     def decision(self, path: str) -> Decision:
         """The decision on one parameter, by its "/"-joined path."""
+        if path not in self._decisions:
+            there = listed([repr(name) for name in self._decisions], ", ")
+            raise KeyError(f"{self._call} has no parameter {path!r}; there are {there}")
         return self._decisions[path]
 
     @property
@@ -171,7 +179,7 @@ class Program:
 
     def __repr__(self) -> str:
         matrices = sum(d.numbers is not None for d in self._decisions.values())
-        return f"<Program of {self._call}: {matrices} matrices, {len(self.attentions)} attentions>"
+        return f"<Program of {self._call}: matrices {matrices}, attentions {len(self.attentions)}>"
 
     def _numbers(self, params: Any, attention: str) -> DimensionNumbersTree:
         paths, _, structure = flatten_with_names(params)
@@ -219,7 +227,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
 
     Raises:
       TypeError: `fun` does not take these arguments.
-      ValueError: nothing that `fun` returns depends on `params`.
+      ValueError: no product, look-up or sum uses `params`.
 
     Warns:
       UserWarning: a parameter is never used.
@@ -234,6 +242,10 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
       >>> [name for name, numbers in program.dimension_numbers().items() if numbers]
       ['up']
     """
+    if not callable(fun):
+        raise TypeError(
+            f"inspect(fun, params, ...): the first argument is a {type(fun).__name__}; it must be your loss function."
+        )
     call = _name(fun)
     leaves, structure = jax.tree.flatten(params)
 
@@ -250,7 +262,10 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
     read = _read(closed, params, len(leaves), is_loss)
     if leaves and all(decision.why == "never used" for decision in read.decisions.values()):
-        raise ValueError(f"{call}: nothing that it returns depends on its parameters.")
+        raise ValueError(
+            f"{call}: nothing that it returns comes from these parameters by a product, a look-up or a sum; give your "
+            "loss and the tree that it takes."
+        )
     if unused := [name for name, decision in read.decisions.items() if decision.why == "never used"]:
         warnings.warn(f"{call} never uses {listed(unused, ', ')}; Adam gets them.", stacklevel=2)
     return Program(read.decisions, [a for a, _ in read.attentions], params, fun)

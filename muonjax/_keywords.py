@@ -47,9 +47,16 @@ def explains_keywords(name: str, *sources: Callable[..., Any]) -> Callable[[Call
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         signature = _whole_signature(function, sources)
+        parameters = {key: p for key, p in signature.parameters.items() if key != "self"}
+        named = [key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+        placed = list(signature.parameters)[: len(signature.parameters) - len(named)]
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            if len(args) > len(placed):
+                raise TypeError(
+                    f"{name}({', '.join(placed).removeprefix('self')}) takes settings by name: {'=, '.join(named)}=."
+                )
             for keyword in kwargs:
                 if keyword not in signature.parameters:
                     raise TypeError(

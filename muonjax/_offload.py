@@ -40,7 +40,18 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
         raise TypeError(f"offload(tx={tx!r}) must be an Optax transformation, such as optax.adamw(1e-3).")
     update = optax.with_extra_args_support(tx).update
 
-    def on_device(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+    def on_device(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *unnamed: Any,
+        **extra_args: Any,
+    ):
+        if unnamed:
+            raise TypeError(
+                "update(grads, state, params) takes no fourth positional argument; give attention logits by their "
+                "name, max_logits=."
+            )
         if not any(map(_is_on_host, jax.tree.leaves(state))):
             return update(updates, state, params, **extra_args)
         here = jax.tree.map(lambda x: _move(x, "Device") if _is_on_host(x) else x, state)

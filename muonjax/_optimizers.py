@@ -6,12 +6,13 @@ from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from muonjax._clipping.qk_clip import SharedKeys, qk_clip
 from muonjax._clipping.sites import Sites
 from muonjax._hyperball import hyperball
-from muonjax._hyperparameters import is_known
+from muonjax._hyperparameters import check_number, is_known
 from muonjax._inspect import Program
 from muonjax._keywords import explains_keywords
 from muonjax._match_rms import match_rms
@@ -20,7 +21,7 @@ from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._normalize_neurons import normalize_neurons
 from muonjax._offload import offload
-from muonjax._orthogonalize import orthogonalize
+from muonjax._orthogonalize import check_newton_schulz, orthogonalize
 from muonjax._partition import partition_by_route
 from muonjax._routing.dimension_numbers import decays
 from muonjax._trace import trace
@@ -97,13 +98,17 @@ def _orthogonalized(
       adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` with b2 = 0.95.
       distribution: How the parameters are sharded (see `orthogonalize`).
     """
+    check_number(call, "decay", decay)
     if is_known(decay) and not 0 <= decay < 1:
         raise ValueError(
             f"{call}(decay={decay!r}) must be in [0, 1): momentum would grow without end; 0.95 is usual."
         )
-    if not (mu_dtype is None or jnp.issubdtype(mu_dtype, jnp.inexact) or jnp.dtype(mu_dtype) == jnp.int8):
-        raise TypeError(f"{call}(mu_dtype={mu_dtype!r}) must be a float type or jnp.int8.")
+    if not (mu_dtype is None or _is_dtype_of_momentum(mu_dtype)):
+        raise TypeError(
+            f"{call}(mu_dtype={mu_dtype!r}) must be a float type or jnp.int8, such as jnp.bfloat16."
+        )
     check_distribution(distribution, call=call)
+    check_newton_schulz(newton_schulz, call=call)
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(
@@ -155,7 +160,9 @@ def muon(
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
     (arXiv:2502.16982).
     """
-    _check_step("muon", learning_rate, weight_decay)
+    _check_step("muon", learning_rate, weight_decay, weight_decay_mask)
+    if rms is not None:
+        check_number("muon", "rms", rms)
     if is_known(rms) and not 0 < rms < math.inf:
         raise ValueError(f"muon(rms={rms!r}) must be positive and finite; 0.2 is the usual RMS of AdamW's.")
 
@@ -202,7 +209,8 @@ def normuon(
 
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
-    _check_step("normuon", learning_rate, weight_decay)
+    _check_step("normuon", learning_rate, weight_decay, weight_decay_mask)
+    check_number("normuon", "rms", rms)
 
     def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
         return (
@@ -265,10 +273,17 @@ def muonh(
     return _orthogonalized("muonh", rest, _adamw(adam_learning_rate or 0.0, 0.0, None), **settings)
 
 
-def _check_step(call: str, learning_rate: Any, weight_decay: Any = 0.0) -> None:
-    """Raise for settings out of range. Schedules and traced numbers pass: their values are not known yet."""
-    if not (callable(learning_rate) or is_known(learning_rate) or isinstance(learning_rate, jax.Array)):
-        raise TypeError(f"{call}(learning_rate={learning_rate!r}) must be a number or a schedule.")
+def _is_dtype_of_momentum(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(dtype, jnp.inexact) or jnp.dtype(dtype) == jnp.int8
+    except TypeError:  # such as "bf16"
+        return False
+
+
+def _check_step(call: str, learning_rate: Any, weight_decay: Any = 0.0, mask: Any = None) -> None:
+    """Raise for settings of another type or out of range. What schedules and traced numbers are is not known yet."""
+    check_number(call, "learning_rate", learning_rate, schedule=True)
+    check_number(call, "weight_decay", weight_decay, schedule=True)
     if is_known(learning_rate) and not 0 <= learning_rate < math.inf:
         raise ValueError(
             f"{call}(learning_rate={learning_rate!r}) must be finite and not negative: it is the length of a step."
@@ -276,6 +291,11 @@ def _check_step(call: str, learning_rate: Any, weight_decay: Any = 0.0) -> None:
     if is_known(weight_decay) and not 0 <= weight_decay < math.inf:
         raise ValueError(
             f"{call}(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
+        )
+    if not callable(mask) and not all(np.asarray(x).dtype.kind == "b" for x in jax.tree.leaves(mask)):
+        raise TypeError(
+            f"{call}(weight_decay_mask={mask!r}) must be a tree of booleans, a prefix of the parameters' tree, or a "
+            "function of the parameters that returns one."
         )
 
 
@@ -309,7 +329,7 @@ def muonclip(
       sites: The attention modules to watch: what `muonjax.inspect` returns, which then says which leaves are matrices
         too; or sites, such as `[mha_site()]`; None: all that `sites_from(params)` finds.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
-      every_k: As in `qk_clip`; in `optax.inject_hyperparams` make it a static_args.
+      every_k: As in `qk_clip`; `optax.inject_hyperparams` needs static_args=("sites", "every_k").
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`; the

@@ -17,6 +17,14 @@ from muonjax._policy import Policy, policy_of
 from muonjax._seen_matrices import show_matrices
 
 
+def check_newton_schulz(settings: Any, *, call: str) -> None:
+    """Raise unless these are settings of the orthogonalization, or None."""
+    if not isinstance(settings, NewtonSchulz | None):
+        raise TypeError(
+            f"{call}(newton_schulz={settings!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
+        )
+
+
 def orthogonalize(
     *,
     dimension_numbers: DimensionNumbersTree | None = None,
@@ -56,11 +64,8 @@ def orthogonalize(
     Source: Jordan et al., "Muon", 2024; Bernstein & Newhouse, "Old optimizer, new norm", 2024, for
     `adaptive`.
     """
+    check_newton_schulz(newton_schulz, call="orthogonalize")
     settings = NewtonSchulz() if newton_schulz is None else newton_schulz
-    if not isinstance(settings, NewtonSchulz):
-        raise TypeError(
-            f"orthogonalize(newton_schulz={settings!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
-        )
     check_distribution(distribution, call="orthogonalize")
 
     def pieces_of(tree: Any) -> list[Piece]:

@@ -105,11 +105,12 @@ def _route(
 def _check_gradients(gradients: Any, params: Any, call: str) -> None:
     """One gradient for each parameter, of its shape."""
     found, wanted = flatten_paths(gradients), flatten_paths(params)
+    same = "; update(grads, state, params) needs both as one tree"
     for path in (*wanted, *found):
         if path not in found:
-            raise ValueError(f"{call}: {path!r} is a parameter without a gradient.")
+            raise ValueError(f"{call}: {path!r} is a parameter without a gradient{same}.")
         if path not in wanted:
-            raise ValueError(f"{call}: {path!r} is a gradient without a parameter.")
+            raise ValueError(f"{call}: {path!r} is a gradient without a parameter{same}.")
         if is_masked(found[path]) or is_masked(wanted[path]):
             continue
         shapes = jax.numpy.shape(found[path]), jax.numpy.shape(wanted[path])

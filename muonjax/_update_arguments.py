@@ -9,10 +9,15 @@ from muonjax._trees import dtype_of, flatten_paths, is_masked
 
 
 def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
-    """Raise where the state stands in the place of the parameters, and they in its."""
-    given, first, second = (jax.tree.structure(tree) for tree in (updates, state, params))
-    if params is not None and first == given != second:
-        raise ValueError(f"{call}: state and parameters are exchanged; call tx.update(grads, state, params).")
+    """Raise where the state stands in the place of the gradients or of the parameters, and they in its."""
+    if params is None:
+        return
+    first, second, third = (jax.tree.structure(tree) for tree in (updates, state, params))
+    order = "are exchanged; call tx.update(grads, state, params)"
+    if first == second != third:
+        raise ValueError(f"{call}: state and parameters {order}.")
+    if first != second == third:
+        raise ValueError(f"{call}: gradients and state {order}.")
 
 
 def other_state(call: str, state: Any) -> str:

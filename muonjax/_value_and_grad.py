@@ -37,7 +37,7 @@ def value_and_grad(
 
     Raises:
       ValueError: No attention is found in `fun`, or none that can be clipped; with the reasons and their lines.
-      TypeError: `has_aux`, but `fun` returns no pair.
+      TypeError: `fun` returns no scalar, or with `has_aux` no pair.
 
     Example:
       >>> import jax, jax.numpy as jnp, muonjax
@@ -70,6 +70,11 @@ def value_and_grad(
                     f"value_and_grad(fun, has_aux=True) needs a pair (loss, aux) from fun, got {result!r}."
                 )
             loss, aux = result if has_aux else (result, None)
+            if not jax.tree_util.all_leaves([loss]):
+                raise TypeError(
+                    f"value_and_grad(fun) needs a scalar loss from fun, got a {type(loss).__name__}; if fun "
+                    "returns (loss, aux), call value_and_grad(fun, has_aux=True)."
+                )
             aux_leaves, aux_structure = jax.tree.flatten(aux)
             return [loss, *filter(_is_traced, aux_leaves)]
 

@@ -4,8 +4,9 @@ python -m tests.test_public_api    # writes the list again, after a change that 
 """
 
 import ast
-import importlib
+import importlib.util
 import inspect
+import os
 import pathlib
 import re
 from collections.abc import Iterator
@@ -13,10 +14,13 @@ from typing import Any
 
 import pytest
 
+os.environ.setdefault("KERAS_BACKEND", "jax")  # muonjax.keras asks for it
+
 LIST = pathlib.Path(__file__).with_name("public_api.txt")
 PACKAGES = [
     "muonjax",
     "muonjax.equinox",
+    "muonjax.keras",
     "muonjax.linen",
     "muonjax.nnx",
     "muonjax.optax_contrib",
@@ -80,11 +84,23 @@ def public_api(package: str) -> list[str]:
     return sorted(lines)
 
 
+def listed() -> dict[str, list[str]]:
+    return dict(zip(PACKAGES, map(str.splitlines, LIST.read_text().split("\n\n")), strict=True))
+
+
+def is_importable(package: str) -> bool:
+    return package != "muonjax.keras" or importlib.util.find_spec("keras") is not None
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_names_and_signatures_are_those_of_the_list(package):
-    listed = LIST.read_text().split("\n\n")[PACKAGES.index(package)].splitlines()
-    assert public_api(package) == listed, "if this is wanted: python -m tests.test_public_api"
+    if not is_importable(package):
+        pytest.skip("Keras is not installed; the nightly workflow runs this with it")
+    assert public_api(package) == listed()[package], "if this is wanted: python -m tests.test_public_api"
 
 
 if __name__ == "__main__":
-    LIST.write_text("\n\n".join("\n".join(public_api(package)) for package in PACKAGES) + "\n")
+    lines = {
+        package: public_api(package) if is_importable(package) else listed()[package] for package in PACKAGES
+    }
+    LIST.write_text("\n\n".join(map("\n".join, lines.values())) + "\n")

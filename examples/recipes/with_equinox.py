@@ -1,11 +1,10 @@
-"""Train an Equinox transformer with MuonClip: routing by layer types, largest logits without a change to the model.
+"""Train an Equinox transformer with MuonClip: `inspect` reads the loss function, so the model does not change.
 
-pip install "muonjax[equinox]" && python examples/recipes/with_equinox.py
+pip install equinox && python examples/recipes/with_equinox.py
 """
 
 import argparse
 import functools
-from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -61,75 +60,35 @@ class Transformer(eqx.Module):
         return jax.vmap(self.head)(x)
 
 
+def loss_fn(params, static, windows):
+    """Cross-entropy of the next token; `params` are the arrays of the model, `static` is the rest."""
+    logits = jax.vmap(eqx.combine(params, static))(windows[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+
 # What MuonClip adds.
 
 
-class Watched(eqx.Module):
-    """An attention that reports its largest logits: `process_heads` receives queries and keys before the softmax."""
-
-    attention: eqx.nn.MultiheadAttention
-    report: Callable = eqx.field(static=True)
-
-    def __call__(self, query, key_, value, mask=None, *, process_heads=None, **settings):
-        def measured(q, k, v):
-            if process_heads is not None:  # such as rotary embeddings
-                q, k, v = process_heads(q, k, v)
-            self.report(muonjax.max_logits(q, k, mask=mask))
-            return q, k, v
-
-        return self.attention(query, key_, value, mask, process_heads=measured, **settings)
-
-
-def with_max_logits(model, *inputs):
-    """The model's output for one example, and the largest logits [heads] of each attention by its path.
-
-    Put it inside of `jax.vmap`, `jax.checkpoint` and the like, so that the statistics are among their results.
-    """
-    seen = {}
-
-    def watched(path, node):
-        if not isinstance(node, eqx.nn.MultiheadAttention):
-            return node
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return Watched(node, functools.partial(seen.__setitem__, name))
-
-    def is_attention(node):
-        return isinstance(node, eqx.nn.MultiheadAttention)
-
-    output = jax.tree_util.tree_map_with_path(watched, model, is_leaf=is_attention)(*inputs)
-    return output, seen
-
-
-def loss_fn(model, tokens):
-    """Cross-entropy of the next token, and the largest logits, [batch, heads] by attention."""
-    logits, max_logits = jax.vmap(functools.partial(with_max_logits, model))(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean(), max_logits
-
-
-def optimizer(rate, model, threshold=100.0):
-    """MuonClip, its matrices by the types of Equinox's layers."""
-    params = eqx.filter(model, eqx.is_inexact_array)
-    sites = muonjax.sites_from(params, num_heads=HEADS)  # Equinox stores heads and features on one axis
-    numbers = muonjax.equinox.dimension_numbers(model)
-    return muonjax.muonclip(rate, sites, threshold=threshold, muon_weight_dimension_numbers=numbers)
+def optimizer(rate, program, threshold=100.0):
+    return muonjax.muonclip(rate, program, threshold=threshold)
 
 
 def train(optimizer, rate, steps, batch=8, context=64):
     """The loss of each step, and the optimizer's state."""
     text, losses = Text(), []
-    model = Transformer(2, jax.random.key(0))
-    tx = optax.with_extra_args_support(optimizer(rate, model))
-    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    params, static = eqx.partition(Transformer(2, jax.random.key(0)), eqx.is_inexact_array)
+    program = muonjax.inspect(loss_fn, params, static, text.batch(0, 0, batch, context))
+    tx = optax.with_extra_args_support(optimizer(rate, program))
+    state = tx.init(params)
 
-    @eqx.filter_jit
-    def step(model, state, tokens):
-        (loss, max_logits), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, tokens)
-        params = eqx.filter(model, eqx.is_inexact_array)
+    @jax.jit
+    def step(params, state, windows):
+        (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(params, static, windows)
         updates, state = tx.update(grads, state, params, max_logits=max_logits)
-        return eqx.apply_updates(model, updates), state, loss
+        return eqx.apply_updates(params, updates), state, loss
 
     for i in range(steps):
-        model, state, loss = step(model, state, text.batch(0, i, batch, context))
+        params, state, loss = step(params, state, text.batch(0, i, batch, context))
         losses.append(float(loss))
     return losses, state
 

@@ -3,6 +3,7 @@
 import math
 import numbers
 import re
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def as_sites(sites: Any) -> tuple[Site, ...]:
             f" A threshold is given by name: threshold={sites!r}." if isinstance(sites, numbers.Real) else ""
         )
         raise TypeError(
-            f"sites={sites!r} must be a Site or several: nothing is clipped without; make one with "
+            f"sites={reprlib.repr(sites)} must be a Site or several: nothing is clipped without; make one with "
             f"mha_site, such as muonjax.mha_site().{threshold}"
         )
     return several

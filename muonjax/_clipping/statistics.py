@@ -110,8 +110,9 @@ def reporting_advice(argument: str, *, layers: bool = False) -> str:
         return "Sow a statistic in every module that a site names, and pass what Flax collected."
     scan = ", under nn.scan(variable_axes={'params': 0, 'intermediates': 0})" if layers else ""
     return (
-        "In NNX call muonjax.nnx.watch(model) once, and take gradients by muonjax.nnx.value_and_grad(loss_fn), which "
-        "returns ((loss, max_logits), grads) for optimizer.update(model, grads, max_logits=max_logits). In Linen call "
+        "muonjax.value_and_grad(loss_fn) takes gradients and returns ((loss, max_logits), grads), in NNX "
+        "muonjax.nnx.value_and_grad(loss_fn), for optimizer.update(model, grads, max_logits=max_logits). Where Flax's "
+        "modules are to report them, in NNX call muonjax.nnx.watch(model) once, in Linen "
         "model.apply(..., mutable=['intermediates']) inside of `with muonjax.linen.watch():`"
         f"{scan}, and pass the second of what it returns; a TrainState that passes it on is muonjax.linen.TrainState. "
         "Both give each attention muonjax's attention_fn. For another attention than Flax's pass "

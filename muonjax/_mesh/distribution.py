@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -130,10 +131,9 @@ def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
 def check_distribution(distribution: Any, *, call: str) -> None:
     """Raise unless it is a Distribution or None; a mesh alone does not say how the parameters are sharded."""
     if distribution is not None and not isinstance(distribution, Distribution):
-        what = type(distribution).__name__
         raise TypeError(
-            f"{call}(distribution={what}(...)) must be a Distribution, which says how each parameter is sharded too: "
-            "muonjax.Distribution(mesh, specs). Leave it out where the mesh has explicit axis types."
+            f"{call}(distribution={reprlib.repr(distribution)}) must be a Distribution, which says how each parameter "
+            "is sharded too: muonjax.Distribution(mesh, specs). Leave it out where the mesh has explicit axis types."
         )
 
 

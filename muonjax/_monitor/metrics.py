@@ -1,7 +1,7 @@
 """Flatten what optimizer states keep for a log into one dictionary of numbers."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ def metrics(state: Any) -> dict[str, Any]:
     """What the clips and monitors in an optimizer's state have measured, as one flat mapping for a logger.
 
     They are found wherever they are: in a chain at any depth, in `optax.MultiSteps` or `optax.inject_hyperparams`, in
-    Flax's `TrainState.opt_state` and in `nnx.Optimizer.opt_state`. For each `QKClipState`
+    Flax's `TrainState.opt_state`, in `nnx.Optimizer.opt_state`, and in `nnx.state` of an optimizer or train state. For
+    each `QKClipState`
 
     - `qk_clip/largest`: the largest signal that the last clip went by; for `qk_clip` a logit;
     - `qk_clip/num_clipped`, `qk_clip/total_clipped`: heads that the last clip scaled, and the sum over all clips;
@@ -64,14 +65,24 @@ def metrics(state: Any) -> dict[str, Any]:
 
 
 def _parts(state: Any) -> Iterator[QKClipState | MonitorState]:
-    def is_part(node: Any) -> bool:
-        return isinstance(node, QKClipState | MonitorState)
-
-    for part in jax.tree.leaves(state, is_leaf=is_part):
-        if is_part(part):
+    for node in jax.tree.leaves(state, is_leaf=lambda node: _as_part(node) is not None):
+        part = _as_part(node)
+        if part is not None:
             yield part
         if isinstance(part, MonitorState):
             yield from _parts(part.inner)
+
+
+def _as_part(node: Any) -> QKClipState | MonitorState | None:
+    """The named tuple that a node is, or was: `nnx.state` makes mappings of tuples, without the empty ones."""
+    if isinstance(node, QKClipState | MonitorState):
+        return node
+    if isinstance(node, Mapping):
+        if {"count", "maxima", "factors", "clips"} <= node.keys():
+            return QKClipState(**{"running_max": {}, **node})
+        if node.keys() == set(MonitorState._fields):
+            return MonitorState(**node)
+    return None
 
 
 def _of_clip(state: QKClipState) -> dict[str, Any]:

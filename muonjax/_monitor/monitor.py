@@ -94,6 +94,10 @@ def monitor(
 
     Source: `optax.monitor`, for a member of a chain that measures its input.
     """
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(
+            f"monitor(inner={inner!r}) must be an Optax transformation, such as muonjax.muon(1e-3)."
+        )
     if every_k < 1:
         raise ValueError(
             f"monitor(every_k={every_k!r}) must be at least 1: the number of steps between measurements."

@@ -107,6 +107,12 @@ def newton_schulz(
     Source: Bernstein & Newhouse, "Old optimizer, new norm", 2024; Amsel et al., "The Polar Express", 2025.
     """
     settings = NewtonSchulz() if settings is None else settings
+    if not isinstance(settings, NewtonSchulz):
+        raise TypeError(
+            f"newton_schulz(x, settings={settings!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
+        )
+    if not hasattr(x, "ndim"):
+        raise TypeError(f"newton_schulz(x) needs an array, got {type(x).__name__}; give jnp.asarray(x).")
     if x.ndim < 2:
         raise ValueError(
             f"newton_schulz(x) needs a matrix, got shape {x.shape}; give a bias to Adam instead."

@@ -12,9 +12,11 @@ from muonjax._warn_user import warn_user
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
 
-def check_parameters(params: Any, call: str = "dimension_numbers") -> None:
+def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool = True) -> None:
     """Raises TypeError for a module or an optimizer in place of parameters; warns of other collections beside them."""
     kind = type(params).__name__
+    if callable(getattr(params, "dimension_numbers", None)):
+        raise TypeError(f"{call}(params) got what inspect returned; it is second: {call}(params, program).")
     if hasattr(params, "update") and hasattr(params, "init") and isinstance(params, tuple):
         raise TypeError(f"{call}(params) got an optimizer, {kind}; give the parameters that it is to train.")
     if jax.tree_util.all_leaves([params]) and hasattr(params, "init") and hasattr(params, "apply"):
@@ -26,7 +28,7 @@ def check_parameters(params: Any, call: str = "dimension_numbers") -> None:
             f"{call}(params) got {kind}, which holds no arrays that JAX sees; of an NNX module give "
             "nnx.state(model, nnx.Param)."
         )
-    if isinstance(params, Mapping) and "params" in params:
+    if warn and isinstance(params, Mapping) and "params" in params:
         beside = [str(name) for name in params if name in _COLLECTIONS]
         if beside:
             warn_user(

@@ -13,6 +13,7 @@ import optax
 
 from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers, matrix_pieces
 from muonjax._routing.dimension_numbers import Route, routes
+from muonjax._routing.parameters import check_parameters
 from muonjax._trees import broadcast_prefix, dtype_of, flatten_with_names, is_masked, tree_of
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
@@ -49,6 +50,7 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
       Adam: 16,448 parameters (80.1 %), 2 leaves
       Every leaf is float32.
     """
+    check_parameters(params, "tabulate", warn=False)
     found, _ = routes(params) if dimension_numbers is None else _given(params, dimension_numbers)
     leaves = [route for route in found if isinstance(route, Route)]
     dtypes = sorted({str(route.dtype) for route in leaves})
@@ -142,7 +144,8 @@ def _totals(found: list[Route]) -> list[str]:
         held = f"{len(mine)} " + ("leaf" if len(mine) == 1 else "leaves")
         if matrices:
             held = f"{matrices} {'matrix' if matrices == 1 else 'matrices'} in {held}"
-        lines.append(f"{optimizer}: {size:,} parameters ({100 * size / total:.1f} %), {held}")
+        noun = "parameter" if size == 1 else "parameters"
+        lines.append(f"{optimizer}: {size:,} {noun} ({100 * size / total:.1f} %), {held}")
     return lines
 
 

@@ -205,7 +205,7 @@ def test_nnx_without_watch_and_with_its_own_value_and_grad():
         optimizer.update(model, grads)
     for error in (empty, none):
         message, names = str(error.value), {"muonjax": muonjax, "model": model, "loss_fn": loss_fn}
-        watch, value_and_grad = calls(message)[:2]
+        value_and_grad, watch = [code for code in calls(message) if "nnx" in code][:2]
         eval(watch, names)
         ((_, max_logits), grads) = eval(value_and_grad, names)(model)
         (update,) = re.findall(r"optimizer\.update\(.*?\)", message)
@@ -277,6 +277,13 @@ def test_states(make):
     (code,) = re.findall(r"tx\.update\((.*?)\)", str(error.value))
     names = {"grads": ATTENTION, "state": state, "params": ATTENTION}
     tx.update(*eval(code, names), **more)
+    with pytest.raises(
+        ValueError, match=r"gradients and state are exchanged; call tx\.update\(grads, state, params"
+    ):
+        tx.update(state, ATTENTION, ATTENTION, **more)
+    if make is not muonjax.qk_clip:
+        with pytest.raises(TypeError, match=r"takes no fourth positional argument.*max_logits="):
+            tx.update(ATTENTION, state, ATTENTION, statistics)
     others = (
         optax.adamw(1e-3), optax.sgd(0.1, 0.9), optax.chain(*[optax.scale(1.0)] * 3), muonjax.muonclip(1e-3),
         muonjax.adamclip(1e-3), optax.chain(optax.scale(1.0), muonjax.qk_clip(1.0)),

@@ -126,8 +126,10 @@ def test_equinox():
 
     model = recipe.Transformer(2, jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    logits, statistics = jax.vmap(lambda tokens: recipe.with_max_logits(model, tokens))(TOKENS)
-    np.testing.assert_array_equal(logits, jax.vmap(model)(TOKENS))
+    windows = np.pad(TOKENS, ((0, 0), (0, 1)))
+    (loss, statistics), grads = muonjax.value_and_grad(recipe.loss_fn)(params, static, windows)
+    plain = jax.value_and_grad(recipe.loss_fn)(params, static, windows)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), (loss, grads), plain)
     inputs, x = [], jax.vmap(jax.vmap(model.embedding))(TOKENS)
     for block in model.blocks:
         inputs.append(np.asarray(jax.vmap(jax.vmap(block.attention_norm))(x), np.float64))
@@ -143,7 +145,7 @@ def test_equinox():
             found[f"blocks/{i}/attention"] = largest(q, k, CAUSAL, 8**-0.5)
         return found
 
-    check(statistics, of, params, muonjax.sites_from(params, num_heads=recipe.HEADS))
+    check(statistics, of, params, muonjax.inspect(recipe.loss_fn, params, static, windows).sites)
 
 
 @pytest.mark.thorough
@@ -156,10 +158,8 @@ def test_transformers():
     params = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), model.params)
     attention_mask = np.ones_like(TOKENS)
     attention_mask[:, :10] = 0  # most of it is padding, on the left
-    logits, statistics = recipe.forward(model, params, TOKENS, attention_mask)
-    np.testing.assert_allclose(
-        logits, model(TOKENS, attention_mask, params=params).logits, rtol=1e-5, atol=1e-6
-    )
+    data = model, TOKENS, attention_mask
+    statistics = muonjax.value_and_grad(recipe.loss_fn)(params, *data)[0][1]
     positions = np.tile(np.arange(16), (2, 1))
     _, seen = model.module.apply(
         {"params": params}, TOKENS, attention_mask, positions,
@@ -178,7 +178,7 @@ def test_transformers():
             found[layer] = largest(q, k, CAUSAL & (attention_mask > 0)[:, None, None, :], 8**-0.5)
         return found
 
-    check(statistics, of, params, muonjax.sites_from(params, num_heads=4))
+    check(statistics, of, params, muonjax.inspect(recipe.loss_fn, params, *data).sites)
 
 
 @pytest.mark.thorough
@@ -215,6 +215,8 @@ PAGES = RECIPES.parents[1] / "docs" / "recipes"
 @pytest.mark.parametrize("page", sorted(path.name for path in PAGES.glob("*.md")))
 def test_what_a_page_adds_is_in_its_program(page):
     text = (PAGES / page).read_text()
+    if page == "frameworks.md":  # what is above is complete programs, which run with the code of all pages
+        text = text[text.index("## Transformers") :]
     code = "".join((RECIPES / name).read_text() for name in re.findall(r"`examples/recipes/(\w+\.py)`", text))
     lines = {line.strip() for line in code.splitlines()}
     added = [
@@ -223,7 +225,5 @@ def test_what_a_page_adds_is_in_its_program(page):
         for line in diff.splitlines()
         if re.match(r"\+(?!\+)", line)
     ]
-    if page == "frameworks.md":  # its programs are complete, and run with the code of all pages
-        return
     assert added or page == "index.md"
     assert set(added) <= lines | {""}, sorted(set(added) - lines)

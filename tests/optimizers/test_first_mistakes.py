@@ -74,6 +74,69 @@ def test_settings_of_another_kind():
         muonjax.muon(1e-2, newton_schulz="fast").init(PARAMS)
 
 
+@pytest.mark.parametrize("make", [muonjax.muon, muonjax.normuon, muonjax.muonclip])
+@pytest.mark.parametrize(("setting", "message"), [
+    ({"weight_decay": "0.1"}, "weight_decay='0.1') must be a number"),
+    ({"rms": "0.2"}, "rms='0.2') must be a number"),
+    ({"decay": "0.9"}, "decay='0.9') must be a number"),
+    ({"learning_rate": jnp.array([1e-3])}, "dtype=float32)) must be a number or a schedule"),
+    ({"mu_dtype": "bf16"}, "mu_dtype='bf16') must be a float type or jnp.int8"),
+    ({"weight_decay_mask": "bias"}, "weight_decay_mask='bias') must be a tree of booleans"),
+    ({"weight_decay_mask": {"dense": ["kernel"]}}, "must be a tree of booleans"),
+    ({"newton_schulz": 5}, "newton_schulz=5) must be a NewtonSchulz"),
+    ({"distribution": "fsdp"}, "distribution='fsdp') must be a Distribution"),
+])  # fmt: skip
+def test_settings_of_another_type(make, setting, message):
+    """Said when the optimizer is made, with its name, and not by NumPy in the first update."""
+    call = "normuon" if make is muonjax.normuon else "muon"
+    with pytest.raises(TypeError, match=rf"^{call}\(.*{re.escape(message)}"):
+        make(**({"learning_rate": 1e-3} | setting))
+
+
+def test_settings_without_their_names():
+    program = muonjax.inspect(lambda params: jnp.ones(4) @ params["w"] @ jnp.ones(4), {"w": jnp.ones((4, 4))})
+    with pytest.raises(
+        TypeError, match=r"muon\(learning_rate\) takes settings by name: weight_decay=, .*numbers="
+    ):
+        muonjax.muon(1e-3, program)
+    with pytest.raises(
+        TypeError, match=r"muonclip\(learning_rate, sites\) takes settings by name: threshold=, "
+    ):
+        muonjax.muonclip(1e-3, None, 100.0)
+    with pytest.raises(
+        TypeError, match=r"NewtonSchulz\(\) takes settings by name: coefficients=, num_steps=, "
+    ):
+        muonjax.NewtonSchulz(5)
+
+
+def test_arguments_of_another_kind():
+    with pytest.raises(TypeError, match=r"monitor\(inner=0.001\) must be an Optax transformation"):
+        muonjax.monitor(1e-3)
+    with pytest.raises(TypeError, match=r"newton_schulz\(x, settings=5\) must be a NewtonSchulz"):
+        muonjax.newton_schulz(jnp.eye(3), 5)
+    with pytest.raises(TypeError, match=r"newton_schulz\(x\) needs an array, got list"):
+        muonjax.newton_schulz([[1.0, 0.0], [0.0, 2.0]])
+    with pytest.raises(TypeError, match=r"sites=\{'a': .* must be a Site") as error:
+        muonjax.muonclip(1e-3, {"a": jnp.ones((8, 8))})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("first", [muonjax.muon(1e-3), lambda params: params, None])
+def test_tabulate_names_itself(first):
+    given = (
+        muonjax.inspect(lambda p: jnp.ones(4) @ p["w"], {"w": jnp.ones((4, 4))}) if first is None else first
+    )
+    with pytest.raises(TypeError, match=r"^tabulate\(params\) got "):
+        muonjax.tabulate(given)
+    if first is None:
+        with pytest.raises(TypeError, match=r"what inspect returned.*tabulate\(params, program\)"):
+            muonjax.tabulate(given, {"w": jnp.ones((4, 4))})
+
+
+def test_one_parameter():
+    assert "Adam: 1 parameter (" in muonjax.tabulate({"gain": jnp.ones(()), "w": jnp.ones((4, 4))})
+
+
 def update(tx, gradients, params, state=None, **more):
     return tx.update(gradients, tx.init(params) if state is None else state, params, **more)
 

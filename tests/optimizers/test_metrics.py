@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from flax.serialization import to_state_dict
 
 import muonjax
 
@@ -83,6 +84,18 @@ def test_the_state_of_nnx():
     assert muonjax.metrics(optimizer.opt_state)["qk_clip/num_clipped"] == 1.0
     clip = optimizer.opt_state[-1]  # the path of those who know the chain
     assert (int(clip.num_clipped), int(clip.total_clipped)) == (1, 1)
+
+
+@pytest.mark.parametrize("as_mappings", [nnx.state, lambda optimizer: to_state_dict(optimizer.opt_state)])
+def test_a_state_whose_tuples_have_become_mappings(as_mappings):
+    """`nnx.state` and `nnx.split` do so, and with them MaxText's train state; Flax's serialization too."""
+    model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    tx = muonjax.monitor(muonjax.muonclip(1e-3), every_k=1)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, nnx.state(model, nnx.Param), max_logits={"max_logits": jnp.array([400.0, 50.0])})
+    found = muonjax.metrics(optimizer.opt_state)
+    assert found["qk_clip/num_clipped"] == 1.0
+    assert muonjax.metrics(as_mappings(optimizer)) == found
 
 
 def test_a_state_without_any():

@@ -1,5 +1,7 @@
 """`inspect` and `Program` as a user meets them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import muonjax
-from tests.program.attention import attend, by_hand, tokens, unrolled, weights
+from tests.program.attention import attend, by_hand, layer, tokens, unrolled, unstacked, weights
 
 pytestmark = pytest.mark.promotes("the functions are written as people write them")
 NUMBERS = muonjax.MuonDimensionNumbers
@@ -195,3 +197,39 @@ def test_heads_that_a_shard_map_divides_are_counted_on_all_devices(devices):
     assert {scale.entries for scale in program.sites[0].scales} == {4}
     (_, maxima), _ = jax.jit(muonjax.value_and_grad(loss))(w, x)
     np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max(1), rtol=2e-5)
+
+
+def test_a_program_in_inject_hyperparams():
+    """Optax takes what is callable for a schedule, and calls it with the number of the step."""
+    params = unstacked(jax.tree.map(jnp.asarray, weights()))[0]
+    program = muonjax.inspect(lambda params, x: (layer(x, params) ** 2).mean(), params, tokens())
+    for make, name in ((muonjax.muonclip, "sites"), (muonjax.muon, "muon_weight_dimension_numbers")):
+        with pytest.raises(TypeError, match="inject_hyperparams") as error:
+            optax.inject_hyperparams(make)(1e-3, **{name: program}).init(params)
+        (static,) = re.findall(rf"{make.__name__}\b.*?static_args=(\([^)]*\)|'\w+')", str(error.value))
+        tx = optax.inject_hyperparams(make, static_args=eval(static))(1e-3, **{name: program})
+        assert tx.init(params).hyperparams["learning_rate"] == jnp.float32(1e-3)
+
+
+def test_what_inspect_is_given_in_another_order():
+    with pytest.raises(TypeError, match=r"inspect\(fun, params, \.\.\.\): the first argument is a dict"):
+        muonjax.inspect(PARAMS, mlp, X)
+
+
+def test_a_parameter_that_there_is_not():
+    program = muonjax.inspect(mlp, PARAMS, X)
+    with pytest.raises(KeyError, match=r"inspect\(mlp\) has no parameter 'upp'; there are .*'up'"):
+        program.why("upp")
+
+
+def test_a_function_without_a_product():
+    with pytest.raises(ValueError, match="nothing that it returns comes from these parameters by a product"):
+        muonjax.inspect(lambda params: (params["w"] ** 2).sum(), {"w": leaf(4, 4)})
+
+
+def test_a_loss_with_more_results():
+    def loss(params, x):
+        return mlp(params, x), x
+
+    with pytest.raises(TypeError, match=r"needs a scalar loss from fun, got a tuple.*has_aux=True"):
+        muonjax.value_and_grad(loss)(ones(PARAMS), ones(X))
