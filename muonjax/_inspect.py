@@ -21,6 +21,7 @@ from muonjax._program import attention
 from muonjax._program.decisions import Decision, decide
 from muonjax._program.graph import Graph
 from muonjax._program.rewrite import report
+from muonjax._program.shared import shared
 from muonjax._program.walk import Walk
 from muonjax._routing.dimension_numbers import dimension_numbers as by_names
 from muonjax._trees import flatten_paths, flatten_with_names, listed
@@ -290,7 +291,7 @@ def maxima_of(
 ) -> tuple[list[Any], dict[str, jax.Array]]:
     """What a function returns for these inputs, and the largest logits [*layers, heads] of each site by its name."""
     probes = [call.probe for _, calls in sites for call in calls if call.probe is not None]
-    results = jaxpr_as_fun(report(closed, probes))(*leaves)
+    results = jaxpr_as_fun(shared(report(closed, probes)))(*leaves)
     count = len(results) - len(probes)
     maxima = iter(results[count:])
     return results[:count], {
