@@ -249,12 +249,14 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     closed, outputs = jax.make_jaxpr(traced, return_shape=True)(shapes, [x for x in rest if _is_array(x)])
     first = next(iter(jax.tree.leaves(outputs)), None)
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
-    read = _read(closed, params, len(leaves), is_loss)
-    if leaves and all(decision.why == "never used" for decision in read.decisions.values()):
+    walk, paths = Walk(Graph(closed, range(len(leaves)))), list(flatten_paths(params))
+    decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
+    unused = [name for name, decision in decisions.items() if decision.why == "never used"]
+    if leaves and len(unused) == len(paths):
         raise ValueError(f"{call}: nothing that it returns depends on its parameters.")
-    if unused := [name for name, decision in read.decisions.items() if decision.why == "never used"]:
+    if unused:
         warnings.warn(f"{call} never uses {listed(unused, ', ')}; Adam gets them.", stacklevel=2)
-    return Program(read.decisions, [a for a, _ in read.attentions], params, fun)
+    return Program(decisions, [a for a, _ in _attentions(walk, paths)], params, fun)
 
 
 def _name(fun: Callable[..., Any]) -> str:
@@ -273,8 +275,7 @@ def find_probes(
         start = 0 if one is None else len(jax.tree.leaves(arguments[:one]))
         tree = arguments[one or 0] if one is not None or len(arguments) == 1 else arguments
         walk = Walk(Graph(closed, range(start, start + len(jax.tree.leaves(tree)))))
-        shapes = [walk.shape(x) for x in walk.graph.parameters]
-        found = _attentions(attention.sites(walk, shapes), list(flatten_paths(tree)))
+        found = _attentions(walk, list(flatten_paths(tree)))
         if any(a.site for a, _ in found):
             return [(a.name, calls) for a, calls in found if a.site is not None]
     if not found:
@@ -313,25 +314,10 @@ def _of_all_calls(calls: Sequence[attention.Site], maxima: Sequence[jax.Array]) 
     return jnp.stack([each.get(index, nothing) for index in layers]).reshape(shape)
 
 
-class _Read(NamedTuple):
-    decisions: dict[str, Decision]
-    attentions: list[tuple[Attention, list[attention.Site]]]
-
-
-def _read(closed: ClosedJaxpr, params: Any, leaves: int, is_loss: bool) -> _Read:
-    walk = Walk(Graph(closed, range(leaves)))
-    paths = list(flatten_paths(params))
-    shapes = [walk.shape(x) for x in walk.graph.parameters]
-    decisions = dict(zip(paths, decide(walk, shapes, is_loss), strict=True))
-    return _Read(decisions, _attentions(attention.sites(walk, shapes), paths))
-
-
-def _attentions(
-    sites: Sequence[attention.Site], paths: Sequence[str]
-) -> list[tuple[Attention, list[attention.Site]]]:
-    """Named attentions; one that is called several times is one."""
+def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[attention.Site]]]:
+    """Named attentions with their calls; one that is called several times is one."""
     calls: dict[Any, list[attention.Site]] = {}
-    for site in sites:
+    for site in attention.sites(walk):
         calls.setdefault(site.spans or site.projections or site.line, []).append(site)
     groups = list(calls.values())
     roots = [_root([paths[x.leaf] for x in group[0].spans or group[0].projections]) for group in groups]

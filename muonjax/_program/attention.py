@@ -50,9 +50,9 @@ class _Refused(Exception):
     """Why this attention can't be clipped."""
 
 
-def sites(walk: Walk, shapes: Sequence[tuple[int, ...]]) -> list[Site]:
+def sites(walk: Walk) -> list[Site]:
     """One for each attention, in the order of the program."""
-    found = {i: _site(walk, shapes, attention) for i, attention in walk.attentions.items()}
+    found = {i: _site(walk, attention) for i, attention in walk.attentions.items()}
     for i, images in walk.opaque.items():
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
@@ -62,9 +62,9 @@ def sites(walk: Walk, shapes: Sequence[tuple[int, ...]]) -> list[Site]:
     return [site for _, site in sorted(found.items())]
 
 
-def _site(walk: Walk, shapes: Sequence[tuple[int, ...]], attention: Attention) -> Site:
+def _site(walk: Walk, attention: Attention) -> Site:
     line = line_of(walk.nodes[attention.product].equation)
-    finder = _Finder(walk, shapes, attention)
+    finder = _Finder(walk, attention)
     projections = tuple(walk.use_of(m.product).term for m in (*finder.query, *finder.key))
     try:
         return finder.site(line)._replace(projections=projections)
@@ -75,8 +75,8 @@ def _site(walk: Walk, shapes: Sequence[tuple[int, ...]], attention: Attention) -
 class _Finder:
     """The two operands of one product of queries and keys."""
 
-    def __init__(self, walk: Walk, shapes: Sequence[tuple[int, ...]], attention: Attention):
-        self.walk, self.shapes, self.attention = walk, shapes, attention
+    def __init__(self, walk: Walk, attention: Attention):
+        self.walk, self.shapes, self.attention = walk, walk.shapes, attention
         left, right = walk.pairs[attention.product]
         batch = len(left.batch)
         given = {id(left): batch, id(right): batch + len(left.given)}

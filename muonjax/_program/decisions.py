@@ -33,13 +33,13 @@ class _Form(NamedTuple):
     cut: tuple[int, int | tuple[int, ...], int] | None = None  # axis, parts, how often they repeat
 
 
-def decide(walk: Walk, shapes: Sequence[tuple[int, ...]], is_loss: bool) -> list[Decision]:
+def decide(walk: Walk, is_loss: bool) -> list[Decision]:
     """One decision per parameter."""
     ends = Ends(walk)
     by_leaf: dict[int, list[Use]] = {}
     for use in walk.uses.values():
         by_leaf.setdefault(use.term.leaf, []).append(use)
-    return [_decide(walk, ends, k, shape, by_leaf.get(k, []), is_loss) for k, shape in enumerate(shapes)]
+    return [_decide(walk, ends, k, shape, by_leaf.get(k, []), is_loss) for k, shape in enumerate(walk.shapes)]
 
 
 def _decide(walk: Walk, ends: Ends, leaf: int, shape: Any, uses: list[Use], is_loss: bool) -> Decision:

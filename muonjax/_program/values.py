@@ -75,6 +75,8 @@ class Value(NamedTuple):
 
     def map(self, change: Callable[[Layout], Layout | None]) -> Value:
         """After an operation that only moves entries; None drops what it leaves out."""
+        if not (self.images or self.terms or self.logits or self.inputs):
+            return self.opaque()
 
         def moved(items: Any) -> Any:
             layouts = [change(x.layout) for x in items]

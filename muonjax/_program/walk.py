@@ -42,6 +42,7 @@ class Walk:
 
     def __init__(self, graph: Graph):
         self.graph, self.nodes = graph, graph.nodes
+        self.shapes = [graph.shape(x) for x in graph.parameters]
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses: dict[tuple[int, int, int], Use] = {}
         self.attentions: dict[int, Attention] = {}
