@@ -275,7 +275,7 @@ def _conv(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
     return [by_parameter(walk, i, product, kernel, data, result, **extra)]
 
 
-@rule("ragged_dot_general", "ragged_dot")
+@rule("ragged_dot_general ragged_dot")
 def _ragged(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     """Each expert's matrix times the rows that belong to it."""
     x, w, _ = values
