@@ -13,9 +13,7 @@ from muonjax._inspect import find_probes, maxima_of
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` that also returns the largest attention logits of each head, for any JAX function.
 

@@ -38,9 +38,7 @@ class Site(NamedTuple):
     spans: tuple[Span, ...] = ()
     probe: Probe | None = None
     layers: tuple[int, ...] = ()
-    index: tuple[
-        int, ...
-    ] = ()  # which of the layers on the first axes this is, where they are taken one by one
+    index: tuple[int, ...] = ()  # the layer on the first axes, where they are taken one by one
     heads: int = 1
     problem: str = ""
     projections: tuple[Term, ...] = ()  # of queries and keys, as this attention multiplies by them
@@ -234,7 +232,7 @@ class _Finder:
         """A projection that reaches more than these logits can't be scaled for them."""
         allowed = {self.attention.product}
         for image in (*self.query, *own):
-            for region, i in self.walk.parts.get(image.product, ()):
+            for region, i in self.walk.parts[image.product]:
                 mine = image.layout.region
                 overlap = all(
                     a.start < b.stop and b.start < a.stop for a in region for b in mine if a[:2] == b[:2]
@@ -250,7 +248,7 @@ class _Finder:
             raw = walk.graph.variables_of(logits.raw[0])
         custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
         place = min(places, key=lambda place: (custom[place], place not in raw, len(place)))
-        is_layer = [query.leaf in walk.layers.get(place[: n + 1], ()) for n in range(len(place))]
+        is_layer = [query.leaf in walk.layers[place[: n + 1]] for n in range(len(place))]
         if sum(is_layer) != sum(a.size > 1 for a in self.query[0].layout.loops):
             raise _Refused("which layer an iteration of its loop is can't be told")
         axis = [k for k, atoms in enumerate(logits.seen.axes) if {a.axis for a in atoms} & self.normalized]

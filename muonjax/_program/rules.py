@@ -207,7 +207,7 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
         sources[at] = axis if sizes[axis] == old[axis] else None
     picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
     if not x.terms:
-        walk.record_read(i, x, picked, indices)
+        walk.record_read(x, picked, indices)
         if _atoms(x, picked):
             walk.record_parts(i, x.images)
             return [dependent(values)]
@@ -255,7 +255,7 @@ def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     (x,) = values
     for t in x.terms:
         if t.layout.atoms([0]):
-            walk.layers.setdefault(node.params["scan"], set()).add(t.leaf)
+            walk.layers[node.params["scan"]].add(t.leaf)
     return [x.map(lambda layout: layout.loop(0))]
 
 
@@ -429,8 +429,8 @@ def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     for v, labels in ((x, y), (y, x)):
         if v.is_weight and len(labels.repeats) == len([n for n in walk.shape(node.outputs[0]) if n > 1]):
             for t in v.terms:  # one factor for all of it, as a spectral norm
-                walk.scales[t.leaf] = walk.scales.get(t.leaf, 0) | labels.before
-        walk.record_read(i, v, labels.one_hot or (), labels)
+                walk.scales[t.leaf] |= labels.before
+        walk.record_read(v, labels.one_hot or (), labels)
     walk.record_terms(i, "multiplied", [v for v in values if v.is_weight])
     terms = tuple(t for v in values for t in v.terms)
     images: list[Image] = []
@@ -528,7 +528,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
         walk.consume(i, *node.inputs)
     for image in x.images:
         if image.linear:
-            walk.summed.setdefault(image.product, set()).update(image.layout.atoms(axes))
+            walk.summed[image.product].update(image.layout.atoms(axes))
     linear = tuple(image for image in x.images if image.linear)
     totals = tuple(x._replace(stage="largest") for x in x.logits if x.stage == "weights")
     return [_without(x._replace(terms=(), images=linear, logits=totals), axes)]

@@ -31,9 +31,7 @@ class Image(NamedTuple):
     layout: Layout
     linear: bool = True  # no operation since then but those that commute with scaling the parameter
     biases: tuple[Term, ...] = ()  # parameters that were added since then
-    after: tuple[str, int] | None = (
-        None  # the first operation that does not commute: what it is, and its number
-    )
+    after: tuple[str, int] | None = None  # the first operation that does not commute: what, and its number
 
     def map(self, change: Callable[[Layout], Layout | None]) -> Image | None:
         """After an operation that only moves entries; None if it leaves all of this out."""

@@ -66,12 +66,7 @@ def inlined() -> Any:
     return True if kinds is None else kinds.JAX_EARLY
 
 
-def extended(
-    body: Body,
-    eqns: Sequence[JaxprEqn],
-    outputs: Sequence[Any],
-    inputs: Sequence[Var] = (),
-) -> Any:
+def extended(body: Body, eqns: Sequence[JaxprEqn], outputs: Sequence[Any], inputs: Sequence[Var] = ()) -> Any:
     """`body` with other equations, and with further inputs and outputs after its own."""
     jaxpr = opened(body)
     debug = jaxpr.debug_info
