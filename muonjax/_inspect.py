@@ -209,8 +209,8 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     are looked up, and what comes after.
 
     Args:
-      fun: Your loss `fun(params, *args, **kwargs)`. A forward function works too, but its last product is then no
-        known output head.
+      fun: Your loss `fun(params, *args, **kwargs)`; of several losses, as of a GAN, a function that adds them. A
+        forward function works too, but its last product is then no known output head.
       params: A tree of arrays or `jax.ShapeDtypeStruct`s, the one that the optimizer gets.
       *args: Further arguments, arrays or `jax.ShapeDtypeStruct`s; what is no array stays as it is.
       **kwargs: Keyword arguments of `fun`, likewise.
@@ -246,7 +246,15 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
 
     rest, rest_structure = jax.tree.flatten((args, kwargs))
     shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
-    closed, outputs = jax.make_jaxpr(traced, return_shape=True)(shapes, [x for x in rest if _is_array(x)])
+    try:
+        closed, outputs = jax.make_jaxpr(traced, return_shape=True)(shapes, [x for x in rest if _is_array(x)])
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":  # Flax's
+            error.add_note(
+                f"{call}: fun changes a module that is none of its arguments. Give the model to "
+                "muonjax.nnx.inspect(loss_fn, model, ...), or merge it in fun from a state that is an argument."
+            )
+        raise
     first = next(iter(jax.tree.leaves(outputs)), None)
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
     walk, paths = Walk(Graph(closed, range(len(leaves)))), list(flatten_paths(params))
@@ -270,14 +278,19 @@ def find_probes(
 
     All of these are parameters, or, as where a loss is differentiated by its input too, those of one argument are.
     """
-    found = []
+    found, used = [], False
     for one in [None] if len(arguments) == 1 else [None, *range(len(arguments))]:
         start = 0 if one is None else len(jax.tree.leaves(arguments[:one]))
         tree = arguments[one or 0] if one is not None or len(arguments) == 1 else arguments
         walk = Walk(Graph(closed, range(start, start + len(jax.tree.leaves(tree)))))
-        found = _attentions(walk, list(flatten_paths(tree)))
+        found, used = _attentions(walk, list(flatten_paths(tree))), used or bool(walk.uses)
         if any(a.site for a, _ in found):
             return [(a.name, calls) for a, calls in found if a.site is not None]
+    if not used:
+        raise ValueError(
+            f"{call}: nothing that it returns depends on the arguments to differentiate by; give the parameters "
+            "that fun uses as an argument, do not close over them."
+        )
     if not found:
         raise ValueError(
             f"{call} finds no attention: no softmax of a product of two activations, multiplied by a third; use "

@@ -35,7 +35,7 @@ def value_and_grad(
 
     Raises:
       ValueError: No attention is found in `fun`, or none that can be clipped; with the reasons and their lines.
-      TypeError: `has_aux`, but `fun` returns no pair.
+      TypeError: `fun` returns no scalar, or with `has_aux` no pair.
 
     Example:
       >>> import jax, jax.numpy as jnp, muonjax
@@ -56,6 +56,7 @@ def value_and_grad(
         leaves, structure = jax.tree.flatten([args[i] for i in chosen])
         aux_leaves: list[Any] = []
         aux_structure: Any = None
+        call = f"value_and_grad({getattr(fun, '__name__', fun)})"
 
         def traced(*leaves: Any) -> list[Any]:
             nonlocal aux_leaves, aux_structure
@@ -68,11 +69,15 @@ def value_and_grad(
                     f"value_and_grad(fun, has_aux=True) needs a pair (loss, aux) from fun, got {result!r}."
                 )
             loss, aux = result if has_aux else (result, None)
+            if not jax.tree_util.all_leaves([loss]):
+                raise TypeError(
+                    f"{call} needs one scalar from fun, got {loss!r}; return the sum of several losses, or "
+                    "value_and_grad(fun, has_aux=True) for a pair (loss, aux)."
+                )
             aux_leaves, aux_structure = jax.tree.flatten(aux)
             return [loss, *filter(_is_traced, aux_leaves)]
 
         closed = jax.make_jaxpr(traced)(*leaves)
-        call = f"value_and_grad({getattr(fun, '__name__', fun)})"
         sites = find_probes(closed, [args[i] for i in chosen], call)
         (loss, *results), max_logits = maxima_of(sites, closed, leaves)
         arrays = iter(results)
