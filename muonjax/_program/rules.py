@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -104,32 +105,27 @@ def _reshape(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequenc
 @rule("slice")
 def _slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     starts, stops = node.params["start_indices"], node.params["limit_indices"]
-    return [_cut(values[0], starts, stops, node.params["strides"] or [1] * len(starts))]
-
-
-def _cut(x: Value, starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]) -> Value:
+    steps, x = node.params["strides"] or [1] * len(starts), values[0]
     for axis, (start, stop, step) in enumerate(zip(starts, stops, steps, strict=True)):
-        x = x.map(lambda layout, at=(axis, int(start), int(stop), int(step)): layout.cut(*at))
-    return x
+        x = _cut(x, axis, start, stop, step)
+    return [x]
+
+
+def _cut(x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
+    return x.map(lambda layout: layout.cut(axis, int(start), int(stop), int(step)))
 
 
 @rule("split")
 def _split(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    axis, start, parts = node.params["axis"], 0, []
-    for size in map(int, node.params["sizes"]):
-        parts.append(values[0].map(lambda layout, at=(axis, start, start + size): layout.cut(*at)))
-        start += size
-    return parts
+    ends = list(itertools.accumulate(node.params["sizes"], initial=0))
+    return [_cut(values[0], node.params["axis"], *at) for at in itertools.pairwise(ends)]
 
 
 @rule("unstack")
 def _unstack(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     axis, shape = node.params["axis"], walk.shape(node.outputs[0])
     kept = [k for k in range(len(shape) + 1) if k != axis]
-    cuts = (
-        values[0].map(lambda layout, at=(axis, k, k + 1): layout.cut(*at)) for k in range(len(node.outputs))
-    )
-    return [_picked(x, kept, shape) for x in cuts]
+    return [_picked(_cut(values[0], axis, k, k + 1), kept, shape) for k in range(len(node.outputs))]
 
 
 @rule("concatenate")
@@ -239,8 +235,10 @@ def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> S
     x, old, new = values[0], walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
     starts = [walk.known(s) for s in node.inputs[1:]]
     if all(s is not None for s in starts):
-        starts = [min(max(int(s), 0), n - m) for s, n, m in zip(starts, old, new, strict=True)]
-        return [_cut(x, starts, [s + m for s, m in zip(starts, new, strict=True)], [1] * len(new))]
+        for axis, (start, n, m) in enumerate(zip(starts, old, new, strict=True)):
+            first = min(max(int(start), 0), n - m)
+            x = _cut(x, axis, first, first + m)
+        return [x]
     sources = [axis if n == m else None for axis, (n, m) in enumerate(zip(old, new, strict=True))]
     picked = [axis for axis, source in enumerate(sources) if source is None]
     by_data = any(v.kind & DATA for v in values[1:])

@@ -227,7 +227,8 @@ def test_several_losses_are_added():
     params = {"generator": PARAMS, "critic": PARAMS}
 
     def losses(params, x):
-        fake = jnp.tanh(x @ params["generator"]["up"]) @ params["generator"]["out"] * x
+        generator = params["generator"]
+        fake = jnp.tanh(x @ generator["up"] + generator["bias"]) @ generator["out"] * x
         return mlp(params["critic"], x) - mlp(params["critic"], fake), mlp(params["critic"], fake)
 
     together = muonjax.inspect(lambda params, x: sum(losses(params, x)), params, X)
