@@ -21,6 +21,7 @@ from muonjax._program import attention
 from muonjax._program.decisions import Decision, decide
 from muonjax._program.graph import Graph
 from muonjax._program.rewrite import report
+from muonjax._program.shared import shared
 from muonjax._program.walk import Walk
 from muonjax._routing.dimension_numbers import dimension_numbers as by_names
 from muonjax._trees import flatten_paths, flatten_with_names, listed
@@ -216,8 +217,8 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     are looked up, and what comes after.
 
     Args:
-      fun: Your loss `fun(params, *args, **kwargs)`. A forward function works too, but its last product is then no
-        known output head.
+      fun: Your loss `fun(params, *args, **kwargs)`; of several losses, as of a GAN, a function that adds them. A
+        forward function works too, but its last product is then no known output head.
       params: A tree of arrays or `jax.ShapeDtypeStruct`s, the one that the optimizer gets.
       *args: Further arguments, arrays or `jax.ShapeDtypeStruct`s; what is no array stays as it is.
       **kwargs: Keyword arguments of `fun`, likewise.
@@ -257,18 +258,28 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
 
     rest, rest_structure = jax.tree.flatten((args, kwargs))
     shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
-    closed, outputs = jax.make_jaxpr(traced, return_shape=True)(shapes, [x for x in rest if _is_array(x)])
+    try:
+        closed, outputs = jax.make_jaxpr(traced, return_shape=True)(shapes, [x for x in rest if _is_array(x)])
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":  # Flax's
+            error.add_note(
+                f"{call}: fun changes a module that is none of its arguments. Give the model to "
+                "muonjax.nnx.inspect(loss_fn, model, ...), or merge it in fun from a state that is an argument."
+            )
+        raise
     first = next(iter(jax.tree.leaves(outputs)), None)
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
-    read = _read(closed, params, len(leaves), is_loss)
-    if leaves and all(decision.why == "never used" for decision in read.decisions.values()):
+    walk, paths = Walk(Graph(closed, range(len(leaves)))), list(flatten_paths(params))
+    decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
+    unused = [name for name, decision in decisions.items() if decision.why == "never used"]
+    if leaves and len(unused) == len(paths):
         raise ValueError(
             f"{call}: nothing that it returns comes from these parameters by a product, a look-up or a sum; give your "
             "loss and the tree that it takes."
         )
-    if unused := [name for name, decision in read.decisions.items() if decision.why == "never used"]:
+    if unused:
         warnings.warn(f"{call} never uses {listed(unused, ', ')}; Adam gets them.", stacklevel=2)
-    return Program(read.decisions, [a for a, _ in read.attentions], params, fun)
+    return Program(decisions, [a for a, _ in _attentions(walk, paths)], params, fun)
 
 
 def _name(fun: Callable[..., Any]) -> str:
@@ -282,15 +293,19 @@ def find_probes(
 
     All of these are parameters, or, as where a loss is differentiated by its input too, those of one argument are.
     """
-    found = []
+    found, used = [], False
     for one in [None] if len(arguments) == 1 else [None, *range(len(arguments))]:
         start = 0 if one is None else len(jax.tree.leaves(arguments[:one]))
         tree = arguments[one or 0] if one is not None or len(arguments) == 1 else arguments
         walk = Walk(Graph(closed, range(start, start + len(jax.tree.leaves(tree)))))
-        shapes = [walk.shape(x) for x in walk.graph.parameters]
-        found = _attentions(attention.sites(walk, shapes), list(flatten_paths(tree)))
+        found, used = _attentions(walk, list(flatten_paths(tree))), used or bool(walk.uses)
         if any(a.site for a, _ in found):
             return [(a.name, calls) for a, calls in found if a.site is not None]
+    if not used:
+        raise ValueError(
+            f"{call}: nothing that it returns depends on the arguments to differentiate by; give the parameters "
+            "that fun uses as an argument, do not close over them."
+        )
     if not found:
         raise ValueError(
             f"{call} finds no attention: no softmax of a product of two activations, multiplied by a third; use "
@@ -305,7 +320,7 @@ def maxima_of(
 ) -> tuple[list[Any], dict[str, jax.Array]]:
     """What a function returns for these inputs, and the largest logits [*layers, heads] of each site by its name."""
     probes = [call.probe for _, calls in sites for call in calls if call.probe is not None]
-    results = jaxpr_as_fun(report(closed, probes))(*leaves)
+    results = jaxpr_as_fun(shared(report(closed, probes)))(*leaves)
     count = len(results) - len(probes)
     maxima = iter(results[count:])
     return results[:count], {
@@ -327,25 +342,10 @@ def _of_all_calls(calls: Sequence[attention.Site], maxima: Sequence[jax.Array]) 
     return jnp.stack([each.get(index, nothing) for index in layers]).reshape(shape)
 
 
-class _Read(NamedTuple):
-    decisions: dict[str, Decision]
-    attentions: list[tuple[Attention, list[attention.Site]]]
-
-
-def _read(closed: ClosedJaxpr, params: Any, leaves: int, is_loss: bool) -> _Read:
-    walk = Walk(Graph(closed, range(leaves)))
-    paths = list(flatten_paths(params))
-    shapes = [walk.shape(x) for x in walk.graph.parameters]
-    decisions = dict(zip(paths, decide(walk, shapes, is_loss), strict=True))
-    return _Read(decisions, _attentions(attention.sites(walk, shapes), paths))
-
-
-def _attentions(
-    sites: Sequence[attention.Site], paths: Sequence[str]
-) -> list[tuple[Attention, list[attention.Site]]]:
-    """Named attentions; one that is called several times is one."""
+def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[attention.Site]]]:
+    """Named attentions with their calls; one that is called several times is one."""
     calls: dict[Any, list[attention.Site]] = {}
-    for site in sites:
+    for site in attention.sites(walk):
         calls.setdefault(site.spans or site.projections or site.line, []).append(site)
     groups = list(calls.values())
     roots = [_root([paths[x.leaf] for x in group[0].spans or group[0].projections]) for group in groups]

@@ -13,9 +13,7 @@ from muonjax._inspect import find_probes, maxima_of
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` that also returns the largest attention logits of each head, for any JAX function.
 
@@ -58,6 +56,7 @@ def value_and_grad(
         leaves, structure = jax.tree.flatten([args[i] for i in chosen])
         aux_leaves: list[Any] = []
         aux_structure: Any = None
+        call = f"value_and_grad({getattr(fun, '__name__', fun)})"
 
         def traced(*leaves: Any) -> list[Any]:
             nonlocal aux_leaves, aux_structure
@@ -72,14 +71,13 @@ def value_and_grad(
             loss, aux = result if has_aux else (result, None)
             if not jax.tree_util.all_leaves([loss]):
                 raise TypeError(
-                    f"value_and_grad(fun) needs a scalar loss from fun, got a {type(loss).__name__}; if fun "
-                    "returns (loss, aux), call value_and_grad(fun, has_aux=True)."
+                    f"{call} needs one scalar from fun, got a {type(loss).__name__}; return the sum of several losses, "
+                    "or call value_and_grad(fun, has_aux=True) if fun returns (loss, aux)."
                 )
             aux_leaves, aux_structure = jax.tree.flatten(aux)
             return [loss, *filter(_is_traced, aux_leaves)]
 
         closed = jax.make_jaxpr(traced)(*leaves)
-        call = f"value_and_grad({getattr(fun, '__name__', fun)})"
         sites = find_probes(closed, [args[i] for i in chosen], call)
         (loss, *results), max_logits = maxima_of(sites, closed, leaves)
         arrays = iter(results)

@@ -38,9 +38,7 @@ class Site(NamedTuple):
     spans: tuple[Span, ...] = ()
     probe: Probe | None = None
     layers: tuple[int, ...] = ()
-    index: tuple[
-        int, ...
-    ] = ()  # which of the layers on the first axes this is, where they are taken one by one
+    index: tuple[int, ...] = ()  # the layer on the first axes, where they are taken one by one
     heads: int = 1
     problem: str = ""
     projections: tuple[Term, ...] = ()  # of queries and keys, as this attention multiplies by them
@@ -50,9 +48,9 @@ class _Refused(Exception):
     """Why this attention can't be clipped."""
 
 
-def sites(walk: Walk, shapes: Sequence[tuple[int, ...]]) -> list[Site]:
+def sites(walk: Walk) -> list[Site]:
     """One for each attention, in the order of the program."""
-    found = {i: _site(walk, shapes, attention) for i, attention in walk.attentions.items()}
+    found = {i: _site(walk, attention) for i, attention in walk.attentions.items()}
     for i, images in walk.opaque.items():
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
@@ -62,121 +60,121 @@ def sites(walk: Walk, shapes: Sequence[tuple[int, ...]]) -> list[Site]:
     return [site for _, site in sorted(found.items())]
 
 
-def _site(walk: Walk, shapes: Sequence[tuple[int, ...]], attention: Attention) -> Site:
+def _site(walk: Walk, attention: Attention) -> Site:
     line = line_of(walk.nodes[attention.product].equation)
-    finder = _Finder(walk, shapes, attention)
-    projections = tuple(walk.use_of(m.product).term for m in (*finder.query, *finder.key))
+    finder = _Finder(walk, attention)
+    projections = tuple(walk.use_of(m.product).term for m in (*finder.query.images, *finder.key.images))
     try:
         return finder.site(line)._replace(projections=projections)
     except _Refused as refused:
         return Site(line, problem=str(refused), projections=projections)
 
 
+class _Operand(NamedTuple):
+    """Queries, or keys."""
+
+    images: tuple[Image, ...]
+    axes: dict[int, int]  # its axis behind each axis of the product along which softmax does not normalize
+    summed: tuple[int, ...]
+
+    def heads(self, layout: Layout) -> dict[int, tuple[Atom, ...]]:
+        """The runs of a parameter along the axes of the product."""
+        return {d: atoms for d, axis in sorted(self.axes.items()) if (atoms := layout.atoms([axis]))}
+
+
 class _Finder:
     """The two operands of one product of queries and keys."""
 
-    def __init__(self, walk: Walk, shapes: Sequence[tuple[int, ...]], attention: Attention):
-        self.walk, self.shapes, self.attention = walk, shapes, attention
+    def __init__(self, walk: Walk, attention: Attention):
+        self.walk, self.shapes, self.attention = walk, walk.shapes, attention
         left, right = walk.pairs[attention.product]
-        batch = len(left.batch)
-        given = {id(left): batch, id(right): batch + len(left.given)}
         self.normalized = {a.axis for a in attention.keys}
-        is_right = any(axis >= given[id(right)] for axis in self.normalized)
-        query, key = (left, right) if is_right else (right, left)
-        self.query, self.key = query.value.images, key.value.images
-        # For each side, the operand's axis behind each axis of the product.
-        self.axes = {
-            side is query: {
-                **dict(enumerate(side.batch)),
-                **{given[id(side)] + i: axis for i, axis in enumerate(side.given)},
-            }
-            for side in (query, key)
-        }
-        self.summed = {side is query: side.summed for side in (query, key)}
+        first = len(left.batch) + len(left.given)  # axis of the product that the right operand gives
+        numbers = range(first), (*range(len(left.batch)), *range(first, first + len(right.given)))
+        operands = [
+            _Operand(
+                side.value.images,
+                {
+                    d: x
+                    for d, x in zip(n, (*side.batch, *side.given), strict=True)
+                    if d not in self.normalized
+                },
+                side.summed,
+            )
+            for side, n in zip((left, right), numbers, strict=True)
+        ]
+        self.query, self.key = operands if max(self.normalized) >= first else operands[::-1]
         # Axes of a parameter out of which queries and keys take different entries: they count these, and no layers.
-        taken = [
-            (self.walk.use_of(image.product).term.leaf, a.axis, a.start)
-            for image in (*self.query, *self.key)
+        taken = {
+            (walk.use_of(image.product).term.leaf, a.axis, a.start)
+            for operand in operands
+            for image in operand.images
             for a in image.layout.loops
             if a.size == 1
-        ]
-        self.selecting = {
-            (leaf, axis)
-            for leaf, axis, start in taken
-            for other in taken
-            if other[:2] == (leaf, axis) and other[2] != start
         }
+        axes = [x[:2] for x in taken]
+        self.selecting = {axis for axis in axes if axes.count(axis) > 1}
 
     def site(self, line: str) -> Site:
         logits = self.attention.logits
         if logits.problem:
             raise _Refused(f"{logits.problem[0]}: {self._line(logits.problem[1])}")
-        for images, name in ((self.query, "queries"), (self.key, "keys")):
-            for image in images:
+        for operand, name in ((self.query, "queries"), (self.key, "keys")):
+            for image in operand.images:
                 if not image.linear:
                     why, where = image.after or ("changed", self.attention.product)
                     raise _Refused(f"its {name} are {why}: {self._line(where)}")
         own, shared = self._split_keys()
-        queries = list(self._spans(self.query, True, "query" if own else "rotary", shared))
-        keys = list(self._spans(own, False, "key", {})) if own else []
+        queries = list(self._spans(self.query, "query" if own else "rotary", shared))
+        keys = list(self._spans(self.key._replace(images=tuple(own)), "key", {}))
         self._refuse_other_uses(own)
         if any(q[:4] == k[:4] and q.start < k.start + k.size and k.start < q.start + q.size and q.span == k.span
                for q in queries for k in keys):  # fmt: skip
             raise _Refused("its queries and keys are one projection, whose factor would count twice")
-        entries = {span.entries for span in queries}
-        if len(entries) > 1:
-            raise _Refused("its queries have several numbers of heads")
-        layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in (*queries, *keys)}
-        if len(layers) > 1:
-            raise _Refused("its queries and keys are in different stacks of layers")
-        if len({span.index for span in (*queries, *keys)}) > 1:
-            raise _Refused("its queries and keys are of different layers of a stack")
-        index = queries[0].index
-        spans = tuple(span._replace(index=()) for span in (*queries, *keys))
-        return Site(line, spans, self._probe(queries[0]), layers.pop(), index, entries.pop())
+        spans = (*queries, *keys)
+        layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
+        for differ, why in (
+            ({s.entries for s in queries}, "its queries have several numbers of heads"),
+            (layers, "its queries and keys are in different stacks of layers"),
+            ({s.index for s in spans}, "its queries and keys are of different layers of a stack"),
+        ):
+            if len(differ) > 1:
+                raise _Refused(why)
+        first = queries[0]
+        spans = tuple(s._replace(index=()) for s in spans)
+        return Site(line, spans, self._probe(first), layers.pop(), first.index, first.entries)
 
     def _line(self, i: int) -> str:
         return "" if i < 0 else line_of(self.walk.nodes[i].equation)
 
     def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
         """Keys of the heads' own; and those that all heads share, by the features where they stand."""
-        heads = [d for d in self.axes[True] if self._heads_at(self.query[0], True, d)]
-        values = {image.product for image in self.attention.values.value.images}
+        heads = self.query.heads(self.query.images[0].layout)
+        values = {(image.product, image.layout.region) for image in self.attention.values.value.images}
         own, shared = [], {}
-        for image in self.key:
-            alone = not any(self._heads_at(image, False, d) for d in heads)
+        for image in self.key.images:
+            alone = heads and heads.keys().isdisjoint(self.key.heads(image.layout))
             place = self._place(image)
-            if image.product in values and self._is_value(image):
+            if (image.product, image.layout.region) in values:
                 continue
-            if alone and heads and place is not None:
+            if alone and place is not None:
                 shared[place] = image
-            elif alone and heads and len(self.key) > 1:
+            elif alone and len(self.key.images) > 1:
                 raise _Refused("some of its keys are shared by all heads")
             else:
                 own.append(image)
         return own, shared
 
-    def _is_value(self, key: Image) -> bool:
-        return any(v.product == key.product and v.layout.region == key.layout.region
-                   for v in self.attention.values.value.images)  # fmt: skip
-
     def _place(self, image: Image) -> tuple[int, int] | None:
         """Where in the sum over features an image stands that was put together with others."""
-        (axis, *_) = self.summed[False]
+        (axis, *more) = self.key.summed
         atoms = image.layout.axes[axis]
-        if len(self.summed[False]) > 1 or not atoms or atoms[0].axis != PLACED:
+        if more or not atoms or atoms[0].axis != PLACED:
             return None
         return atoms[0].start, atoms[0].start + math.prod(a.size for a in atoms[1:])
 
-    def _heads_at(self, image: Image | Term, is_query: bool, axis: int) -> tuple[Atom, ...]:
-        if axis in self.normalized or axis not in self.axes[is_query]:
-            return ()
-        return image.layout.atoms([self.axes[is_query][axis]])
-
-    def _spans(
-        self, images: Sequence[Image], is_query: bool, factor: str, shared: dict[tuple[int, int], Image]
-    ) -> Iterator[Span]:
-        for image in images:
+    def _spans(self, operand: _Operand, factor: str, shared: dict[tuple[int, int], Image]) -> Iterator[Span]:
+        for image in operand.images:
             use = self.walk.use_of(image.product)
             columns = {a.axis for a in use.columns}
             for term in (None, *image.biases):
@@ -184,7 +182,7 @@ class _Finder:
                 leaf = use.term.leaf if term is None else term.leaf
                 held = columns if term is None else set(range(len(self.shapes[leaf])))
                 held = held | {a.axis for a in layout.taken}
-                span = self._span(leaf, layout, held, is_query, factor)
+                span = self._span(leaf, layout, held, operand, factor)
                 yield from self._apart(span, shared) if shared else [span]
 
     def _apart(self, span: Span, shared: dict[tuple[int, int], Image]) -> Iterator[Span]:
@@ -196,13 +194,11 @@ class _Finder:
                 rotary = any(a + first <= start and stop <= b + first for a, b in shared)
                 yield span._replace(span=(start, stop), factor="rotary" if rotary else span.factor)
 
-    def _span(self, leaf: int, layout: Layout, held: set[int], is_query: bool, factor: str) -> Span:
+    def _span(self, leaf: int, layout: Layout, held: set[int], operand: _Operand, factor: str) -> Span:
         shape = self.shapes[leaf]
-        heads = [
-            a for d in sorted(self.axes[is_query]) for a in self._heads_at(Image((0, 0), layout), is_query, d)
-        ]
-        heads = sorted((a for a in heads if a.axis in held), key=lambda a: (a.axis, -a.stride))
-        features = [a for a in (*layout.atoms(self.summed[is_query]), *layout.taken) if a.axis in held]
+        heads = [a for atoms in operand.heads(layout).values() for a in atoms if a.axis in held]
+        heads.sort(key=lambda a: (a.axis, -a.stride))
+        features = [a for a in (*layout.atoms(operand.summed), *layout.taken) if a.axis in held]
         for shard in layout.shards:
             heads, features = _of_all_devices(heads, shard), _of_all_devices(features, shard)
         chosen = [a for a in layout.loops if a.size == 1 and (leaf, a.axis) in self.selecting]
@@ -232,14 +228,11 @@ class _Finder:
 
     def _refuse_other_uses(self, own: Sequence[Image]) -> None:
         """A projection that reaches more than these logits can't be scaled for them."""
-        allowed = {self.attention.product}
-        for image in (*self.query, *own):
-            for region, i in self.walk.parts.get(image.product, ()):
-                mine = image.layout.region
-                overlap = all(
-                    a.start < b.stop and b.start < a.stop for a in region for b in mine if a[:2] == b[:2]
-                )
-                if i not in allowed and overlap:
+        for image in (*self.query.images, *own):
+            for region, i in self.walk.parts[image.product]:
+                pairs = ((a, b) for a in region for b in image.layout.region if a[:2] == b[:2])
+                overlap = all(a.start < b.stop and b.start < a.stop for a, b in pairs)
+                if i != self.attention.product and overlap:
                     raise _Refused(f"its projection is used for something else too: {self._line(i)}")
 
     def _probe(self, query: Span) -> Probe:
@@ -250,23 +243,21 @@ class _Finder:
             raw = walk.graph.variables_of(logits.raw[0])
         custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
         place = min(places, key=lambda place: (custom[place], place not in raw, len(place)))
-        is_layer = [query.leaf in walk.layers.get(place[: n + 1], ()) for n in range(len(place))]
-        if sum(is_layer) != sum(a.size > 1 for a in self.query[0].layout.loops):
+        is_layer = [query.leaf in walk.layers[place[: n + 1]] for n in range(len(place))]
+        image = self.query.images[0]
+        if sum(is_layer) != sum(a.size > 1 for a in image.layout.loops):
             raise _Refused("which layer an iteration of its loop is can't be told")
         axis = [k for k, atoms in enumerate(logits.seen.axes) if {a.axis for a in atoms} & self.normalized]
-        image = self.query[0]
-        heads = [d for d in sorted(self.axes[True]) if self._heads_at(image, True, d)]
-        heads.sort(key=lambda d: [(a.axis, -a.stride) for a in self._heads_at(image, True, d)])
+        found = self.query.heads(image.layout)
+        heads = sorted(found, key=lambda d: [(a.axis, -a.stride) for a in found[d]])
         axes = [{a.axis for a in atoms} for atoms in logits.seen.axes]
         kept = [axes.index({d}) for d in heads if {d} in axes]
         if len(axis) != 1 or len(kept) < len(heads):
             raise _Refused("its logits are reshaped before softmax")
         mesh_axes = {shard.axis: shard.mesh_axes for shard in image.layout.shards}
-        of_heads = [mesh_axes.get(self._heads_at(image, True, d)[0].axis, ()) for d in heads]
+        of_heads = [mesh_axes.get(found[d][0].axis, ()) for d in heads]
         path = (
             Step(step.equation, step.body, layer, (*[()] * sum(is_layer[n + 1 :]), *of_heads))
-            if step.kind == "shard_map"
-            else Step(step.equation, step.body, layer)
             for n, (step, layer) in enumerate(zip(place, is_layer, strict=True))
         )
         return Probe(tuple(path), places[place], axis[0], tuple(kept), raw.get(place))

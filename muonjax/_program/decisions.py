@@ -33,19 +33,19 @@ class _Form(NamedTuple):
     cut: tuple[int, int | tuple[int, ...], int] | None = None  # axis, parts, how often they repeat
 
 
-def decide(walk: Walk, shapes: Sequence[tuple[int, ...]], is_loss: bool) -> list[Decision]:
+def decide(walk: Walk, is_loss: bool) -> list[Decision]:
     """One decision per parameter."""
     ends = Ends(walk)
     by_leaf: dict[int, list[Use]] = {}
     for use in walk.uses.values():
         by_leaf.setdefault(use.term.leaf, []).append(use)
-    return [_decide(walk, ends, k, shape, by_leaf.get(k, []), is_loss) for k, shape in enumerate(shapes)]
+    return [_decide(walk, ends, k, shape, by_leaf.get(k, []), is_loss) for k, shape in enumerate(walk.shapes)]
 
 
 def _decide(walk: Walk, ends: Ends, leaf: int, shape: Any, uses: list[Use], is_loss: bool) -> Decision:
     forward = [u for u in uses if not u.kind.startswith("transposed ")]
     uses = forward or [u._replace(kind=u.kind.removeprefix("transposed ")) for u in uses]
-    scale = walk.scales.get(leaf, 0)
+    scale = walk.scales[leaf]
     uses = [u for u in uses if u.kind != "product" or not walk.bit(u.product) & scale] or uses
     if not uses:
         return Decision(None, "never used")
@@ -54,7 +54,7 @@ def _decide(walk: Walk, ends: Ends, leaf: int, shape: Any, uses: list[Use], is_l
     products = [u for u in uses if u.kind == "product"]
     within = {i for u in products for i in u.term.looked}  # lookups of a matrix: of an expert, an adapter
     if lookups := [u for u in uses if u.kind == "looked up" and u.node not in within]:
-        also = _also(walk, products)
+        also = f", and multiplied: {_line(walk, products[0])}" if products else ""
         return Decision(None, f"looked up: {_line(walk, lookups[0])}{also}")
     if not products:
         return _no_matrix(walk, uses)
@@ -89,16 +89,12 @@ def _is_depthwise(use: Use) -> bool:
 
 def _is_head(walk: Walk, ends: Ends, use: Use) -> bool:
     value = walk.nodes[use.node].outputs[0]
-    chosen = any(walk.read.get((use.node, k)) is not None for k in range(4))
+    chosen = any((use.node, k) in walk.read for k in range(4))
     return (chosen and value in ends.direct) or value not in ends.consumed
 
 
 def _line(walk: Walk, use: Use) -> str:
     return line_of(walk.nodes[use.node].equation)
-
-
-def _also(walk: Walk, products: Sequence[Use]) -> str:
-    return f", and multiplied: {_line(walk, products[0])}" if products else ""
 
 
 def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) -> Decision:
@@ -120,7 +116,7 @@ def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) 
     if form.cut is None:
         form = form._replace(cut=_slices(walk, shape, form.columns, uses))
     numbers = _numbers(form, shape)
-    heads = _head_axes(walk, use, form)
+    heads = {a for a in walk.heads[use.product] if a.axis in form.columns}
     per_head = _numbers_per_head(form, shape, heads) if heads else numbers
     return Decision(numbers, f"{_described(form)}: {_line(walk, use)}", per_head)
 
@@ -142,15 +138,15 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     """Rows, columns and parts of a parameter in one product; a text says what can't be expressed."""
     product = use.product
     rows, columns, batch = set(use.rows), set(use.columns), set(use.batch)
-    heads, experts = walk.heads.get(product, set()), walk.later_batches.get(product, set())
-    for atom in batch & walk.summed.get(product, set()):
+    heads, experts = walk.heads[product], walk.later_batches[product]
+    for atom in batch & walk.summed[product]:
         rows.add(atom)
         batch.discard(atom)
     counting = columns & (experts - heads)
     for atom in counting if counting != columns else ():
         columns.discard(atom)
         batch.add(atom)
-    slices = walk.summed_slices.get(leaf, set())
+    slices = walk.summed_slices[leaf]
     rows |= {a for a in batch if a.axis in slices}
     batch = {a for a in batch if a.axis not in slices}
     row_axes = _axes(rows)
@@ -178,8 +174,8 @@ def _parts(
     walk: Walk, product: tuple[int, int], shape: tuple[int, ...], columns: frozenset[int]
 ) -> tuple[int, int | tuple[int, ...], int] | None:
     """Along which axis, and into which sizes, the result of a product is cut for different purposes."""
-    regions = {region for region, _ in walk.parts.get(product, ())}
-    groups = _united(regions, walk.rejoined.get(product, set()))
+    regions = {region for region, _ in walk.parts[product]}
+    groups = _united(regions, walk.rejoined[product])
     if len(groups) < 2 or any(not g for g in groups):
         return None
     keys = set.intersection(*({run[:2] for run in g} for g in groups))
@@ -226,8 +222,8 @@ def _meet(walk: Walk, a: Use, b: Use) -> bool:
     """Whether one of two products is multiplied by what depends on the other, or by it."""
     first, second = a.product, b.product
     return bool(
-        (walk.met.get(first, 0) | walk.values[a.operand].before) & walk.bit(second)
-        or (walk.met.get(second, 0) | walk.values[b.operand].before) & walk.bit(first)
+        (walk.met[first] | walk.values[a.operand].before) & walk.bit(second)
+        or (walk.met[second] | walk.values[b.operand].before) & walk.bit(first)
     )
 
 
@@ -264,10 +260,6 @@ def _numbers(form: _Form, shape: tuple[int, ...]) -> DimensionNumbers:
 
 def _plain(axes: frozenset[int]) -> int | tuple[int, ...]:
     return next(iter(axes)) if len(axes) == 1 else tuple(sorted(axes))
-
-
-def _head_axes(walk: Walk, use: Use, form: _Form) -> set[Atom]:
-    return {a for a in walk.heads.get(use.product, set()) if a.axis in form.columns}
 
 
 def _numbers_per_head(form: _Form, shape: tuple[int, ...], heads: set[Atom]) -> DimensionNumbers:

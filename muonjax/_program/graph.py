@@ -7,6 +7,7 @@ comes from several branches is a "join".
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,14 +18,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from muonjax._program.versions import CALLS, Body, bodies, opened, scan_counts, while_counts
 
-_ENTERED = CALLS | {
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "custom_lin",
-    "shard_map",
-    "core_call",
-}
+_ENTERED = CALLS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "shard_map"}
 
 
 class Step(NamedTuple):
@@ -35,17 +29,16 @@ class Step(NamedTuple):
     kind: str  # the primitive
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Node:
     """One operation."""
 
-    __slots__ = ("equation", "inputs", "name", "outputs", "params", "place")
-
-    def __init__(
-        self, name: str, params: dict[str, Any], inputs: tuple[int, ...], outputs: tuple[int, ...],
-        equation: JaxprEqn | None, place: tuple[Step, ...],
-    ):  # fmt: skip
-        self.name, self.params, self.inputs, self.outputs = name, params, inputs, outputs
-        self.equation, self.place = equation, place
+    name: str
+    params: dict[str, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    equation: JaxprEqn | None
+    place: tuple[Step, ...]
 
     @property
     def _scopes(self) -> str:
@@ -104,18 +97,16 @@ class Graph:
         self.nodes.append(Node(name, params, tuple(inputs), tuple(outputs), equation, place))
         return outputs
 
-    def _literal(self, literal: Literal) -> int:
-        number = self._new(literal)
-        self.known[number] = literal.val
-        return number
-
     def _walk(
         self, jaxpr: Any, consts: Sequence[int], args: Sequence[int], place: tuple[Step, ...]
     ) -> list[int]:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(atom: Any) -> int:
-            return self._literal(atom) if isinstance(atom, Literal) else env[atom]
+            if not isinstance(atom, Literal):
+                return env[atom]
+            self.known[number := self._new(atom)] = atom.val
+            return number
 
         for position, eqn in enumerate(jaxpr.eqns):
             inputs = [read(atom) for atom in eqn.invars]

@@ -147,9 +147,7 @@ class Layout(NamedTuple):
             if part.size == 1:
                 return self._with(axis, atoms[1:])._take(first, start // inner, 1)
             return self._with(axis, (part, *atoms[1:]))
-        if (
-            len(atoms) > 1 and step == 1 and start // inner == (stop - 1) // inner
-        ):  # inside of one outer entry
+        if len(atoms) > 1 and step == 1 and start // inner == (stop - 1) // inner:  # inside of an outer entry
             outer = self._with(axis, atoms[1:])._take(atoms[0], start // inner, 1)
             return outer.cut(axis, start % inner, start % inner + stop - start)
         hull = self.atoms([axis])

@@ -83,15 +83,13 @@ def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
             return _lookup(walk, i, product, side, result)
         if hot:
             chosen = [mine for mine, theirs in zip(side.summed, rest.summed, strict=True) if theirs in hot]
-            walk.record_read(i, side.value, chosen, rest.value)
+            walk.record_read(side.value, chosen, rest.value)
             for image in side.value.images:
-                walk.later_batches.setdefault(image.product, set()).update(image.layout.atoms(chosen))
+                walk.later_batches[image.product].update(image.layout.atoms(chosen))
     sides = [s for s in (left, right) if s.is_parameter and s.value.terms]
     if not sides:
         sides = [s for s in (left, right) if s.is_matrix]
-        if (
-            len(sides) > 1
-        ):  # both hold parameters and data: the matrix is the one that has fewer products before it
+        if len(sides) > 1:  # both hold parameters and data: the matrix has fewer products before it
             sides = sorted(sides, key=lambda s: (s.value.before.bit_count(), not s.value.terms))[:1]
     if sides:
         side = sides[0]
@@ -162,10 +160,8 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, res
     if not images:  # a scale, written as a product
         kept = [_moved(m, rest, result) for m in rest.value.images]
         return product._replace(images=tuple(kept))
-    for (
-        image
-    ) in rest.value.images:  # an axis that one product gives and the next has as a batch counts experts
-        walk.later_batches.setdefault(image.product, set()).update(image.layout.atoms(rest.batch))
+    for image in rest.value.images:  # an axis that one product gives and the next has as a batch: experts
+        walk.later_batches[image.product].update(image.layout.atoms(rest.batch))
     if walk.graph.is_stack_of_scalars(rest.operand):  # losses and their weights
         return product
     walk.consume(i, rest.operand, *([] if side.value.is_weight else [side.operand]))
@@ -181,7 +177,7 @@ def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
     for mine, theirs in zip(side.summed, rest.summed, strict=False):
         for image in rest.value.images:
             atoms = set(image.layout.atoms([theirs]))
-            if atoms and atoms <= walk.later_batches.get(image.product, set()):
+            if atoms and atoms <= walk.later_batches[image.product]:
                 gated.append(mine)
     return gated if len(set(gated)) < len(side.summed) else []
 
@@ -207,7 +203,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
     for side in (left, right) if a.kind & b.kind & PARAMETER else ():
         walk.record_parts(i, side.value.images)
         for image in side.value.images:
-            walk.heads.setdefault(image.product, set()).update(image.layout.atoms(side.batch))
+            walk.heads[image.product].update(image.layout.atoms(side.batch))
     for side, values in ((left, right), (right, left)):
         found = [x for x in side.value.logits if x.stage == "weights" and x.layout.atoms(side.summed)]
         for x in found:  # several where softmaxes are subtracted
@@ -275,7 +271,7 @@ def _conv(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
     return [by_parameter(walk, i, product, kernel, data, result, **extra)]
 
 
-@rule("ragged_dot_general", "ragged_dot")
+@rule("ragged_dot_general ragged_dot")
 def _ragged(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     """Each expert's matrix times the rows that belong to it."""
     x, w, _ = values

@@ -31,21 +31,17 @@ class Step(NamedTuple):
     layer: bool = False  # of a scan: its iterations are layers, and a leading axis; otherwise maximized over
     sharded: tuple[
         tuple[str, ...], ...
-    ] = ()  # of a shard_map: the mesh axes that divide each kept axis; () if none
+    ] = ()  # of a shard_map: mesh axes that divide each kept axis; () if none
 
 
 class Probe(NamedTuple):
     """Where logits are, and which of their axes are kept."""
 
     path: tuple[Step, ...]
-    variable: (
-        Var  # the logits after scale, bias and mask: an equation's output in the innermost body, or its input
-    )
+    variable: Var  # the logits after scale, bias and mask, in the innermost body
     softmax_axis: int
     heads: tuple[int, ...]  # the axes kept, in this order; all others are maximized over
-    raw: Var | None = (
-        None  # the logits before mask and bias, of the same body: measured where `variable` does not mask
-    )
+    raw: Var | None = None  # the logits before mask and bias: measured where `variable` does not mask
 
 
 class _Manual(NamedTuple):
@@ -101,9 +97,8 @@ def _reporting(body: Body, probes: tuple[Probe, ...], inside: tuple[_Manual, ...
             maxima[probe] = _append(eqns, _largest, settings, logits, like, inside)
 
     for index, eqn in enumerate(opened(body).eqns):
-        for (
-            atom
-        ) in eqn.invars:  # where the logits are read first, softmax computes its maximum, in the same scope
+        # Where the logits are read first, softmax computes its maximum, in the same scope.
+        for atom in eqn.invars:
             if isinstance(atom, Var) and atom in here:
                 measure(atom, eqn)
         if index in deeper:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,11 @@ Rule = Callable[["Walk", int, Node, Sequence[Value]], Sequence[Value]]
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for these primitives."""
+
     def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
+        RULES.update(dict.fromkeys(names.split(), function))
         return function
 
     return register
@@ -40,57 +43,31 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 @rule(
-    *(
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "sharding_constraint",
-        "reduce_precision",
-        "optimization_barrier",
-    ),
-    *(
-        "reshard",
-        "mesh_cast",
-        "pvary",
-        "pcast",
-        "psum",
-        "psum2",
-        "psum_invariant",
-        "pmax",
-        "device_put",
-        "name",
-    ),
-    *("neg", "real", "imag", "conj", "stop_gradient", "layout_constraint", "rev", "ppermute", "to_varying"),
+    """
+    convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
+    mesh_cast pvary pcast to_varying psum psum2 psum_invariant pmax ppermute device_put name neg real imag conj
+    stop_gradient rev
+    """
 )
 def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     return values
 
 
-@rule("transpose")
-def _transpose(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (x,), order = values, node.params["permutation"]
-    moved = x.map(lambda layout: layout.transpose(order))
-    return [moved._replace(one_hot=_positions(x.one_hot, order), counts=_position(x.counts, order))]
-
-
-@rule("squeeze", "expand_dims")
-def _squeeze(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (x,), gone = values, node.params["dimensions"]
-    kept = [axis for axis in range(len(walk.shape(node.inputs[0]))) if axis not in gone]
-    return [_picked(x, kept, walk.shape(node.outputs[0]))]
-
-
-@rule("broadcast_in_dim")
-def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    shape, where = node.params["shape"], node.params["broadcast_dimensions"]
-    old = walk.shape(node.inputs[0])
-    if not old and (known := walk.known(node.inputs[0])) is not None:
-        walk.graph.known[node.outputs[0]] = known
-    sources: list[int | None] = [None] * len(shape)
-    for axis, at in enumerate(where):
-        if old[axis] == shape[at]:
-            sources[at] = axis
-    return [_picked(values[0], sources, shape)]
+@rule("transpose squeeze broadcast_in_dim")
+def _pick(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (at, *_), out = node.inputs, node.outputs[0]
+    old, new = walk.shape(at), walk.shape(out)
+    sources: list[int | None] = [None] * len(new)
+    if node.name == "transpose":
+        sources[:] = node.params["permutation"]
+    elif node.name == "squeeze":
+        sources[:] = [axis for axis in range(len(old)) if axis not in node.params["dimensions"]]
+    else:
+        if not old and (known := walk.known(at)) is not None:
+            walk.graph.known[out] = known
+        for axis, to in enumerate(node.params["broadcast_dimensions"]):
+            sources[to] = axis if old[axis] == new[to] else None
+    return [_picked(values[0], sources, new)]
 
 
 @rule("tile")
@@ -99,22 +76,20 @@ def _tile(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
 
 
 def _picked(x: Value, sources: Sequence[int | None], shape: Sequence[int]) -> Value:
+    """Axis i is the axis `sources[i]`, or a new one along which entries repeat."""
     moved = x.map(lambda layout: layout.pick(sources, shape))
-    repeats = {at for at, source in enumerate(sources) if source is None and shape[at] > 1}
-    repeats |= {at for at, source in enumerate(sources) if source in x.repeats}
+    repeats = (
+        to for to, source in enumerate(sources) if source in x.repeats or (source is None and shape[to] > 1)
+    )
     return moved._replace(
-        one_hot=_positions(x.one_hot, sources),
-        counts=_position(x.counts, sources),
+        one_hot=_positions(x.one_hot or (), sources) or None,
+        counts=next(iter(_positions((x.counts,), sources)), None) if x.counts is not None else None,
         repeats=frozenset(repeats),
     )
 
 
-def _position(axis: int | None, sources: Sequence[int | None]) -> int | None:
-    return sources.index(axis) if axis is not None and axis in sources else None
-
-
-def _positions(axes: tuple[int, ...] | None, sources: Sequence[int | None]) -> tuple[int, ...] | None:
-    return axes and (tuple(p for a in axes if (p := _position(a, sources)) is not None) or None)
+def _positions(axes: Sequence[int], sources: Sequence[int | None]) -> tuple[int, ...]:
+    return tuple(sources.index(axis) for axis in axes if axis in sources)
 
 
 @rule("reshape")
@@ -130,32 +105,27 @@ def _reshape(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequenc
 @rule("slice")
 def _slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     starts, stops = node.params["start_indices"], node.params["limit_indices"]
-    return [_cut(values[0], starts, stops, node.params["strides"] or [1] * len(starts))]
-
-
-def _cut(x: Value, starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]) -> Value:
+    steps, x = node.params["strides"] or [1] * len(starts), values[0]
     for axis, (start, stop, step) in enumerate(zip(starts, stops, steps, strict=True)):
-        x = x.map(lambda layout, at=(axis, int(start), int(stop), int(step)): layout.cut(*at))
-    return x
+        x = _cut(x, axis, start, stop, step)
+    return [x]
+
+
+def _cut(x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
+    return x.map(lambda layout: layout.cut(axis, int(start), int(stop), int(step)))
 
 
 @rule("split")
 def _split(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    axis, start, parts = node.params["axis"], 0, []
-    for size in map(int, node.params["sizes"]):
-        parts.append(values[0].map(lambda layout, at=(axis, start, start + size): layout.cut(*at)))
-        start += size
-    return parts
+    ends = list(itertools.accumulate(node.params["sizes"], initial=0))
+    return [_cut(values[0], node.params["axis"], *at) for at in itertools.pairwise(ends)]
 
 
 @rule("unstack")
 def _unstack(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     axis, shape = node.params["axis"], walk.shape(node.outputs[0])
     kept = [k for k in range(len(shape) + 1) if k != axis]
-    cuts = (
-        values[0].map(lambda layout, at=(axis, k, k + 1): layout.cut(*at)) for k in range(len(node.outputs))
-    )
-    return [_picked(x, kept, shape) for x in cuts]
+    return [_picked(_cut(values[0], axis, k, k + 1), kept, shape) for k in range(len(node.outputs))]
 
 
 @rule("concatenate")
@@ -233,7 +203,7 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
         sources[at] = axis if sizes[axis] == old[axis] else None
     picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
     if not x.terms:
-        walk.record_read(i, x, picked, indices)
+        walk.record_read(x, picked, indices)
         if _atoms(x, picked):
             walk.record_parts(i, x.images)
             return [dependent(values)]
@@ -265,8 +235,10 @@ def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> S
     x, old, new = values[0], walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
     starts = [walk.known(s) for s in node.inputs[1:]]
     if all(s is not None for s in starts):
-        starts = [min(max(int(s), 0), n - m) for s, n, m in zip(starts, old, new, strict=True)]
-        return [_cut(x, starts, [s + m for s, m in zip(starts, new, strict=True)], [1] * len(new))]
+        for axis, (start, n, m) in enumerate(zip(starts, old, new, strict=True)):
+            first = min(max(int(start), 0), n - m)
+            x = _cut(x, axis, first, first + m)
+        return [x]
     sources = [axis if n == m else None for axis, (n, m) in enumerate(zip(old, new, strict=True))]
     picked = [axis for axis, source in enumerate(sources) if source is None]
     by_data = any(v.kind & DATA for v in values[1:])
@@ -281,7 +253,7 @@ def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     (x,) = values
     for t in x.terms:
         if t.layout.atoms([0]):
-            walk.layers.setdefault(node.params["scan"], set()).add(t.leaf)
+            walk.layers[node.params["scan"]].add(t.leaf)
     return [x.map(lambda layout: layout.loop(0))]
 
 
@@ -291,9 +263,7 @@ def _scan_stack(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     return [x.map(lambda layout: layout.pick([None, *range(len(shape) - 1)], shape))._replace(logits=())]
 
 
-@rule(
-    "shard", "unshard", "all_gather", "all_gather_invariant", "reduce_scatter", "psum_scatter", "all_to_all"
-)
+@rule("shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all")
 def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     axes = [a if isinstance(a, tuple) else (a,) if a else () for a in node.params.get("spec", ())]
     return [
@@ -321,16 +291,8 @@ def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Val
 
 
 @rule(
-    *(
-        "random_bits",
-        "random_wrap",
-        "random_unwrap",
-        "random_seed",
-        "random_fold_in",
-        "random_split",
-        "random_gamma",
-    ),
-    *("threefry2x32", "rng_bit_generator", "rng_uniform"),
+    "random_bits random_wrap random_unwrap random_seed random_fold_in random_split random_gamma threefry2x32 "
+    "rng_bit_generator rng_uniform"
 )
 def _random(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     return [Value(NOISE)] * len(node.outputs)
@@ -349,7 +311,7 @@ def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     )
 
 
-@rule("add", "sub", "add_any", "select_n", "join", "complex")
+@rule("add sub add_any select_n join complex")
 def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     whole = dependent(values)
     if node.name in ("select_n", "join"):
@@ -448,7 +410,7 @@ def _bent(walk: Walk, image: Image, why: str, i: int) -> Image:
     return image._replace(linear=False, after=image.after or (why, i))
 
 
-@rule("mul", "div")
+@rule("mul div")
 def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     whole, (x, y) = dependent(values), values
     is_div = node.name == "div"
@@ -465,8 +427,8 @@ def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     for v, labels in ((x, y), (y, x)):
         if v.is_weight and len(labels.repeats) == len([n for n in walk.shape(node.outputs[0]) if n > 1]):
             for t in v.terms:  # one factor for all of it, as a spectral norm
-                walk.scales[t.leaf] = walk.scales.get(t.leaf, 0) | labels.before
-        walk.record_read(i, v, labels.one_hot or (), labels)
+                walk.scales[t.leaf] |= labels.before
+        walk.record_read(v, labels.one_hot or (), labels)
     walk.record_terms(i, "multiplied", [v for v in values if v.is_weight])
     terms = tuple(t for v in values for t in v.terms)
     images: list[Image] = []
@@ -525,7 +487,7 @@ def _scaled_logits(i: int, node: Node, x: Value, y: Value) -> tuple[Logits, ...]
     return ()
 
 
-@rule("exp", "exp2", "logistic")
+@rule("exp exp2 logistic")
 def _exp(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,) = values
     (result,) = _elementwise(walk, i, node, values)
@@ -534,7 +496,7 @@ def _exp(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     return [result]
 
 
-@rule("max", "min", "clamp")
+@rule("max min clamp")
 def _max(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (result,) = _elementwise(walk, i, node, values)
     found = next((x for v in values for x in v.logits), None)
@@ -543,7 +505,7 @@ def _max(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     return [result]
 
 
-@rule("reduce_max", "argmax", "reduce_min", "argmin", "reduce_and", "reduce_or", "reduce_prod")
+@rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
 def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,) = values
     walk.record_parts(i, x.images)
@@ -564,7 +526,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
         walk.consume(i, *node.inputs)
     for image in x.images:
         if image.linear:
-            walk.summed.setdefault(image.product, set()).update(image.layout.atoms(axes))
+            walk.summed[image.product].update(image.layout.atoms(axes))
     linear = tuple(image for image in x.images if image.linear)
     totals = tuple(x._replace(stage="largest") for x in x.logits if x.stage == "weights")
     return [_without(x._replace(terms=(), images=linear, logits=totals), axes)]
@@ -608,18 +570,5 @@ _FUNCTIONS = """
     log log1p lt ne nextafter not and or xor polygamma population_count pow random_gamma_grad rem round rsqrt shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh
 """
-ELEMENTWISE = frozenset(_FUNCTIONS.split())
-RULES.update(dict.fromkeys(ELEMENTWISE, _elementwise))
-SPREADING = ELEMENTWISE | {
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "max",
-    "min",
-    "add_any",
-    "select_n",
-    "eq",
-    "complex",
-    "clamp",
-}
+rule(_FUNCTIONS)(_elementwise)
+SPREADING = frozenset(f"{_FUNCTIONS} add sub mul div max min add_any select_n eq complex clamp".split())

@@ -31,9 +31,7 @@ class Image(NamedTuple):
     layout: Layout
     linear: bool = True  # no operation since then but those that commute with scaling the parameter
     biases: tuple[Term, ...] = ()  # parameters that were added since then
-    after: tuple[str, int] | None = (
-        None  # the first operation that does not commute: what it is, and its number
-    )
+    after: tuple[str, int] | None = None  # the first operation that does not commute: what, and its number
 
     def map(self, change: Callable[[Layout], Layout | None]) -> Image | None:
         """After an operation that only moves entries; None if it leaves all of this out."""
@@ -75,6 +73,8 @@ class Value(NamedTuple):
 
     def map(self, change: Callable[[Layout], Layout | None]) -> Value:
         """After an operation that only moves entries; None drops what it leaves out."""
+        if not (self.images or self.terms or self.logits or self.inputs):
+            return self.opaque()
 
         def moved(items: Any) -> Any:
             layouts = [change(x.layout) for x in items]

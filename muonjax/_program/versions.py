@@ -60,12 +60,13 @@ def varying(aval: Any) -> frozenset[Any]:
     return aval.vma if kind is None else kind.varying
 
 
-def extended(
-    body: Body,
-    eqns: Sequence[JaxprEqn],
-    outputs: Sequence[Any],
-    inputs: Sequence[Var] = (),
-) -> Body:
+def inlined() -> Any:
+    """The setting of a `jit` that becomes part of what it is traced into, as those of `jax.numpy`."""
+    kinds = getattr(jax, "Inline", None)  # since JAX 0.12
+    return True if kinds is None else kinds.JAX_EARLY
+
+
+def extended(body: Body, eqns: Sequence[JaxprEqn], outputs: Sequence[Any], inputs: Sequence[Var] = ()) -> Any:
     """`body` with other equations, and with further inputs and outputs after its own."""
     jaxpr = opened(body)
     debug = jaxpr.debug_info

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from muonjax._program import products  # noqa: F401  registers its rules
 from muonjax._program.graph import Graph, Node
 from muonjax._program.layout import Atom, Run, whole
 from muonjax._program.rules import RULES, SPREADING, spread
 from muonjax._program.values import DATA, NOISE, PARAMETER, Image, Logits, Term, Value, dependent
+
+Product: TypeAlias = tuple[int, int]  # the operation, and which of the parameters in it
 
 
 class Use(NamedTuple):
@@ -25,7 +28,7 @@ class Use(NamedTuple):
     groups: int = 1  # of a convolution
     depth: int = 0  # input features of each of a convolution's groups
     is_patch: bool = False  # of windows that do not overlap
-    product: tuple[int, int] = (-1, 0)  # the operation, and which of the parameters in it
+    product: Product = (-1, 0)
 
 
 class Attention(NamedTuple):
@@ -42,35 +45,30 @@ class Walk:
 
     def __init__(self, graph: Graph):
         self.graph, self.nodes = graph, graph.nodes
+        self.shapes = [graph.shape(x) for x in graph.parameters]
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses: dict[tuple[int, int, int], Use] = {}
         self.attentions: dict[int, Attention] = {}
-        self.opaque: dict[
-            int, tuple[Image, ...]
-        ] = {}  # calls of three products, perhaps queries, keys and values
+        self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
         self.pairs: dict[int, Any] = {}  # products of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
-        self.read: dict[
-            tuple[int, int], int
-        ] = {}  # products with columns of which labels choose one: the operation
-        self.layers: dict[tuple[Any, ...], set[int]] = {}  # scans, with the parameters that they slice
-        # For each product, axes of its parameter: summed over afterwards, batches of a product with another parameter,
-        # and batches of a product of two activations.
-        self.summed: dict[tuple[int, int], set[Atom]] = {}
-        self.later_batches: dict[tuple[int, int], set[Atom]] = {}
-        self.heads: dict[tuple[int, int], set[Atom]] = {}
-        self.rejoined: dict[tuple[int, int], set[frozenset[frozenset[Run]]]] = {}
-        # Of each product: the parts that are used apart, with the operations that use them.
-        self.parts: dict[tuple[int, int], set[tuple[frozenset[Run], int]]] = {}
-        self.summed_slices: dict[
-            int, set[int]
-        ] = {}  # of a parameter, axes whose entries' products are added up
+        self.read: set[Product] = set()  # products with columns of which labels choose one
+        self.layers: dict[Any, set[int]] = defaultdict(set)  # scans, with the parameters that they slice
+        # Axes of a product's parameter: summed over afterwards; batches of a product with another parameter, and of a
+        # product of two activations.
+        self.summed: dict[Product, set[Atom]] = defaultdict(set)
+        self.later_batches: dict[Product, set[Atom]] = defaultdict(set)
+        self.heads: dict[Product, set[Atom]] = defaultdict(set)
+        # Of each product: the parts that are used apart, with the operations that use them; those put together again.
+        self.parts: dict[Product, set[tuple[frozenset[Run], int]]] = defaultdict(set)
+        self.rejoined: dict[Product, set[frozenset[frozenset[Run]]]] = defaultdict(set)
+        self.summed_slices: dict[int, set[int]] = defaultdict(set)  # axes whose products are added up
         # As bits: of each product, those that what it meets depends on; of a parameter, those in its own scale.
-        self.met: dict[tuple[int, int], int] = {}
-        self.scales: dict[int, int] = {}
+        self.met: dict[Product, int] = defaultdict(int)
+        self.scales: dict[int, int] = defaultdict(int)
         self.entrywise: dict[int, tuple[Image, ...]] = {}  # products of two activations entry by entry
-        self._products: dict[tuple[int, int], Term] = {}
-        self._bits: dict[tuple[int, int], int] = {}
+        self._products: dict[Product, Term] = {}
+        self._bits: dict[Product, int] = {}
         for k, x in enumerate(graph.parameters):
             terms = (Term(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(PARAMETER, terms)
@@ -88,10 +86,10 @@ class Walk:
         """The number that stands in the program, if one does."""
         return self.graph.known.get(value)
 
-    def bit(self, product: tuple[int, int]) -> int:
+    def bit(self, product: Product) -> int:
         return 1 << self._bits.setdefault(product, len(self._bits))
 
-    def use_of(self, product: tuple[int, int]) -> Use:
+    def use_of(self, product: Product) -> Use:
         i, k = product
         return self.uses[i, self._products[product].leaf, k]
 
@@ -109,46 +107,46 @@ class Walk:
             for t in v.terms:
                 self.record(i, kind, t)
 
-    def record_read(self, i: int, value: Value, axes: Sequence[int], labels: Value) -> None:
+    def record_read(self, value: Value, axes: Sequence[int], labels: Value) -> None:
         """Data that depend on no parameter choose one entry along these axes."""
         if labels.kind & DATA and not labels.kind & PARAMETER:
             for image in value.images:
                 if image.layout.atoms(axes):
-                    self.read[image.product] = i
+                    self.read.add(image.product)
 
     def record_rejoined(self, values: Sequence[Value]) -> None:
         """Parts of one product that are added or put together again, as the halves of a rotation are."""
-        parts: dict[tuple[int, int], set[frozenset[Run]]] = {}
+        parts: dict[Product, set[frozenset[Run]]] = defaultdict(set)
         for v in values:
             for m in v.images:
                 if m.linear:
-                    parts.setdefault(m.product, set()).add(m.layout.region)
+                    parts[m.product].add(m.layout.region)
         for product, regions in parts.items():
             if len(regions) > 1:
-                self.rejoined.setdefault(product, set()).add(frozenset(regions))
+                self.rejoined[product].add(frozenset(regions))
 
     def record_meeting(self, images: Iterable[Image], other: Value) -> None:
         """Two activations are multiplied by each other, entry by entry or not."""
         for m in images:
-            self.met[m.product] = self.met.get(m.product, 0) | other.before
+            self.met[m.product] |= other.before
 
     def record_parts(self, i: int, images: Iterable[Image]) -> None:
         for m in images:
             if m.linear:
-                self.parts.setdefault(m.product, set()).add((m.layout.region, i))
+                self.parts[m.product].add((m.layout.region, i))
 
     def record_sum(self, images: Sequence[Image]) -> None:
         """Products with slices of one parameter, added up: a sum over heads, written as a loop."""
-        by_leaf: dict[int, list[Image]] = {}
+        by_leaf: dict[int, list[Image]] = defaultdict(list)
         for m in images:
             if m.linear and (term := self._products.get(m.product)):
-                by_leaf.setdefault(term.leaf, []).append(m)
+                by_leaf[term.leaf].append(m)
         for leaf, found in by_leaf.items():
             for m in found[1:]:
                 if self.bit(found[0].product) & self.values[self.use_of(m.product).operand].before:
                     continue  # layers, one after the other
                 moved = {a.axis for a in set(m.layout.loops) ^ set(found[0].layout.loops)}
-                self.summed_slices.setdefault(leaf, set()).update(moved)
+                self.summed_slices[leaf].update(moved)
 
     def record_gate(self, m: Image, repeated: Iterable[int]) -> None:
         """A factor that differs along one axis of a product's columns and not along another: a gate of experts."""
@@ -156,7 +154,7 @@ class Walk:
         same = set(m.layout.atoms(axes & set(repeated)))
         different = set(m.layout.atoms(axes - set(repeated)))
         if same and different:
-            self.later_batches.setdefault(m.product, set()).update(different)
+            self.later_batches[m.product].update(different)
 
     def record_attention(self, i: int, logits: Logits, keys: tuple[Atom, ...], values: Any) -> None:
         for side in self.pairs[logits.product]:
@@ -165,11 +163,10 @@ class Walk:
                     del self.uses[use]
                 side.value = self.as_input(side.value, side.summed)
         self.attentions[logits.product] = Attention(logits.product, logits, keys, values)
-        for side in self.pairs[
-            logits.product
-        ]:  # queries that share a key head are counted by an axis of their own
+        # Queries that share a key head are counted by an axis of their own.
+        for side in self.pairs[logits.product]:
             for image in side.value.images:
-                self.heads.setdefault(image.product, set()).update(image.layout.atoms(side.given))
+                self.heads[image.product].update(image.layout.atoms(side.given))
 
     def as_input(self, value: Value, features: Sequence[int] = (-1,)) -> Value:
         """A product of parameters that is used as an activation is: its first factor is a learned input.
@@ -212,7 +209,7 @@ class Walk:
             *_, values = by_operand = [frozenset(found) for found in zip(*regions, strict=True)]
             if len(values) == len(regions) > 1:  # otherwise, subtracted softmaxes
                 for product, found in zip(operands, by_operand, strict=True):
-                    self.rejoined.setdefault(product, set()).add(found)
+                    self.rejoined[product].add(found)
 
     # The pass.
 

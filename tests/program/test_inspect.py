@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import errors, nnx
 from flax import linen as nn
-from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -231,5 +231,45 @@ def test_a_loss_with_more_results():
     def loss(params, x):
         return mlp(params, x), x
 
-    with pytest.raises(TypeError, match=r"needs a scalar loss from fun, got a tuple.*has_aux=True"):
+    with pytest.raises(TypeError, match=r"needs one scalar from fun, got a tuple.*has_aux=True"):
         muonjax.value_and_grad(loss)(ones(PARAMS), ones(X))
+
+
+def test_a_module_that_is_no_argument_is_asked_for():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.up = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+            self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+            self.out = nnx.Linear(16, 1, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.out(jax.nn.relu(self.norm(self.up(x))))
+
+    model, x = Model(), jnp.ones((4, 8))
+
+    def closed_over(params, x):
+        nnx.update(model, params)
+        return (model(x) ** 2).mean()
+
+    def loss_fn(model, x):
+        return (model(x) ** 2).mean()
+
+    with pytest.raises(errors.TraceContextError) as error:
+        muonjax.inspect(closed_over, nnx.state(model, nnx.Param), x)
+    assert "muonjax.nnx.inspect(loss_fn, model, ...)" in " ".join(error.value.__notes__)
+    assert muonjax.nnx.inspect(loss_fn, model, x).decision("up/kernel").numbers == NUMBERS(0, 1)
+
+
+def test_several_losses_are_added():
+    """As of a GAN: what one of them ignores the other one uses."""
+    params = {"generator": PARAMS, "critic": PARAMS}
+
+    def losses(params, x):
+        generator = params["generator"]
+        fake = jnp.tanh(x @ generator["up"] + generator["bias"]) @ generator["out"] * x
+        return mlp(params["critic"], x) - mlp(params["critic"], fake), mlp(params["critic"], fake)
+
+    together = muonjax.inspect(lambda params, x: sum(losses(params, x)), params, X)
+    assert together.decision("critic/up").numbers == NUMBERS(0, 1)
+    assert together.decision("generator/up").numbers == NUMBERS(0, 1)
+    assert together.dimension_numbers() == muonjax.inspect(losses, params, X).dimension_numbers()

@@ -280,3 +280,29 @@ def test_integers_and_vectors_are_refused_as_by_jax():
         value_and_grad(lambda w, x: unrolled(w, x)[None])(w, x)
     with pytest.raises(TypeError, match="int32"):
         value_and_grad(unrolled)(jax.tree.map(np.int32, w), x)
+
+
+def test_several_losses_are_refused_and_their_sum_is_taken():
+    w, x = weights(), tokens()
+
+    def losses(w, x):
+        return unrolled(w, x), unrolled(w, 2 * x)
+
+    with pytest.raises(TypeError, match=r"value_and_grad\(losses\) needs one scalar.*sum of several losses"):
+        value_and_grad(losses)(w, x)
+    (loss, maxima), _ = jax.jit(value_and_grad(lambda w, x: sum(losses(w, x))))(w, x)
+    np.testing.assert_allclose(loss, sum(losses(w, x)), rtol=1e-6)
+    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, 2 * x).max((0, 1)), rtol=2e-5)
+    (_, (aux, _)), _ = jax.jit(value_and_grad(losses, has_aux=True))(w, x)
+    np.testing.assert_allclose(aux, losses(w, x)[1], rtol=1e-6)
+
+
+def test_parameters_that_the_function_closes_over_are_asked_for():
+    w, x = weights(), tokens()
+
+    def loss(_, x):
+        return unrolled(w, x)
+
+    with pytest.raises(ValueError, match=r"loss\): nothing that it returns.*give the parameters"):
+        value_and_grad(loss)(jnp.ones(3), x)
+    assert list(value_and_grad(unrolled)(w, x)[0][1]) == ["max_logits"]
