@@ -1,11 +1,12 @@
 """A copy of the repository with one break at a time, and its tests until one fails."""
 
-import functools
 import itertools
 import multiprocessing
 import os
 import pathlib
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from tests.mutations.breaks import ROOT, SOURCES, Break
 from tests.mutations.mapping import tests_of
 
+LONGEST = 100  # seconds of a core that one quick test may take; a loop without an end takes more
 # Each run is forked from a process that has imported what takes long, and has not used JAX.
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(
@@ -31,11 +33,17 @@ def copy_of_the_repository(folder: pathlib.Path) -> None:
             shutil.copy(ROOT / name, folder / name)
 
 
-class First:
-    """A plugin of pytest that sends the first test that fails."""
+class Failures:
+    """A plugin of pytest that sends which tests fail, and ends one that never ends."""
 
     def __init__(self, pipe):
         self.pipe = pipe
+
+    def pytest_runtest_logstart(self):
+        """Of its own time and not the clock's, which tells how busy the machine is."""
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + LONGEST, resource.RLIM_INFINITY))
+
+    pytest_sessionstart = pytest_runtest_logstart
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
@@ -44,7 +52,7 @@ class First:
     pytest_collectreport = pytest_runtest_logreport
 
 
-def run_pytest(folder: str, tests: tuple[str, ...], pipe) -> None:
+def run_pytest(folder: str, tests: list[str], options: list[str], pipe) -> None:
     """In a process of its own, which takes nothing of this repository but the copy."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "benchmarks", *SOURCES)]:
         del sys.modules[name]
@@ -53,25 +61,27 @@ def run_pytest(folder: str, tests: tuple[str, ...], pipe) -> None:
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
-    pipe.send("begun")
-    code = pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests], plugins=[First(pipe)])
-    pipe.send("no import" if code else "")
+    code = pytest.main(
+        ["-q", "--tb=no", "-p", "no:cacheprovider", *options, *tests], plugins=[Failures(pipe)]
+    )
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        pipe.send("no import")
 
 
-def failed_test(folder: pathlib.Path, tests: tuple[str, ...], limit: float | None = None) -> str:
-    """The first of the quick tests that fails, or an empty string."""
+def failures(folder: pathlib.Path, tests: list[str], *options: str) -> list[str]:
+    """Which of these tests fail; with the option "-x" the first."""
     here, there = processes.Pipe(duplex=False)
-    process = processes.Process(target=run_pytest, args=(str(folder), tests, there))
+    process = processes.Process(target=run_pytest, args=(str(folder), tests, options, there))
     process.start()
     there.close()
-    assert here.recv() == "begun"
+    failed = []
     try:
-        return here.recv() if here.poll(limit) else "no end"
+        while True:
+            failed.append(here.recv())
     except EOFError:
-        return "a crash"
-    finally:
-        process.kill()
         process.join()
+    ends = {0: [], -signal.SIGXCPU: ["no end"]}
+    return failed + ends.get(process.exitcode, ["a crash"])
 
 
 class Trial:
@@ -82,22 +92,19 @@ class Trial:
         copy_of_the_repository(self.folder)
         self.later = itertools.count(int(time.time()) + 3600)  # bytecode is told by its second and size
 
-    @functools.cache  # noqa: B019
-    def seconds_without_a_break(self, tests: tuple[str, ...]) -> float:
-        start = time.perf_counter()
-        if by := failed_test(self.folder, tests):
-            raise SystemExit(f"Without any break {by} fails. Mend that first.")
-        return time.perf_counter() - start
-
     def found_by(self, one: Break) -> str:
-        tests, path = tuple(tests_of(one.file)), self.folder / one.file
-        limit = 60 + 4 * self.seconds_without_a_break(tests)
+        """The first of its tests that fails, or an empty string."""
+        path = self.folder / one.file
         sound = path.read_text()
         try:
             self.write(path, one.apply(sound))
-            return failed_test(self.folder, tests, limit)
+            return next(iter(failures(self.folder, tests_of(one.file), "-x")), "")
         finally:
             self.write(path, sound)
+
+    def fail_anyway(self, tests: set[str]) -> list[str]:
+        """Those of these tests that fail without a break, which find none."""
+        return failures(self.folder, sorted(test for test in tests if "::" in test)) if tests else []
 
     def write(self, path: pathlib.Path, text: str) -> None:
         path.write_text(text)
