@@ -58,6 +58,7 @@ def run_pytest(folder: str, tests: list[str], options: list[str], pipe) -> None:
         del sys.modules[name]
     sys.path[:0] = [folder, f"{folder}/examples"]
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    sys.dont_write_bytecode = False  # the next run takes what this one compiled
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
