@@ -140,7 +140,7 @@ class _Finder:
 
     def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
         """Keys of the heads' own; and those that all heads share, by the features where they stand."""
-        heads = [d for d in self.axes[True] if self._heads_at(self.query[0], True, d)]
+        heads = [d for d in self.axes[True] if any(self._heads_at(q, True, d) for q in self.query)]
         values = {image.product for image in self.attention.values.value.images}
         own, shared = [], {}
         for image in self.key:
