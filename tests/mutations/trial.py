@@ -1,6 +1,8 @@
 """A copy of the repository with one break at a time, and its tests until one fails."""
 
 import itertools
+import json
+import math
 import multiprocessing
 import os
 import pathlib
@@ -17,6 +19,9 @@ from tests.mutations.breaks import ROOT, SOURCES, Break
 from tests.mutations.mapping import tests_of
 
 LONGEST = 100  # seconds of a core that one quick test may take; a loop without an end takes more
+SECONDS = ROOT / ".pytest_cache" / "mutations.json"  # of each test
+UNKNOWN = 0.2  # seconds of a test that has not run yet
+UNDECIDED = "not found in the seconds it was given"
 # Each run is forked from a process that has imported what takes long, and has not used JAX.
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(
@@ -33,26 +38,38 @@ def copy_of_the_repository(folder: pathlib.Path) -> None:
             shutil.copy(ROOT / name, folder / name)
 
 
-class Failures:
-    """A plugin of pytest that sends which tests fail, and ends one that never ends."""
+class Quickest:
+    """A plugin of pytest: the quick tests come first; which fail and how long each takes is sent.
 
-    def __init__(self, pipe):
-        self.pipe = pipe
+    Seconds are those of a core, not of the clock, which tells how busy the machine is.
+    """
+
+    def __init__(self, pipe, seconds: dict[str, float], most: float):
+        self.pipe, self.seconds, self.most = pipe, seconds, most
+
+    def pytest_collection_modifyitems(self, items):
+        items.sort(key=lambda item: self.seconds.get(item.nodeid, UNKNOWN))
 
     def pytest_runtest_logstart(self):
-        """Of its own time and not the clock's, which tells how busy the machine is."""
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + LONGEST, resource.RLIM_INFINITY))
+        self.begin = time.process_time()
+        resource.setrlimit(resource.RLIMIT_CPU, (int(self.begin) + LONGEST, resource.RLIM_INFINITY))
 
     pytest_sessionstart = pytest_runtest_logstart
 
+    def pytest_runtest_logfinish(self, nodeid):
+        self.pipe.send((nodeid, time.process_time() - self.begin))
+        if time.process_time() > self.most:
+            self.pipe.send((UNDECIDED, None))
+            pytest.exit(UNDECIDED, pytest.ExitCode.OK)
+
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            self.pipe.send(report.nodeid)
+            self.pipe.send((report.nodeid, None))
 
     pytest_collectreport = pytest_runtest_logreport
 
 
-def run_pytest(folder: str, tests: list[str], options: list[str], pipe) -> None:
+def run_pytest(folder: str, tests: list[str], options: list[str], plugin: Quickest) -> None:
     """In a process of its own, which takes nothing of this repository but the copy."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "benchmarks", *SOURCES)]:
         del sys.modules[name]
@@ -62,27 +79,9 @@ def run_pytest(folder: str, tests: list[str], options: list[str], pipe) -> None:
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
-    code = pytest.main(
-        ["-q", "--tb=no", "-p", "no:cacheprovider", *options, *tests], plugins=[Failures(pipe)]
-    )
+    code = pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", *options, *tests], plugins=[plugin])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        pipe.send("no import")
-
-
-def failures(folder: pathlib.Path, tests: list[str], *options: str) -> list[str]:
-    """Which of these tests fail; with the option "-x" the first."""
-    here, there = processes.Pipe(duplex=False)
-    process = processes.Process(target=run_pytest, args=(str(folder), tests, options, there))
-    process.start()
-    there.close()
-    failed = []
-    try:
-        while True:
-            failed.append(here.recv())
-    except EOFError:
-        process.join()
-    ends = {0: [], -signal.SIGXCPU: ["no end"]}
-    return failed + ends.get(process.exitcode, ["a crash"])
+        plugin.pipe.send(("no import", None))
 
 
 class Trial:
@@ -91,21 +90,44 @@ class Trial:
     def __init__(self, folder: str):
         self.folder = pathlib.Path(folder)
         copy_of_the_repository(self.folder)
+        self.seconds: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
         self.later = itertools.count(int(time.time()) + 3600)  # bytecode is told by its second and size
 
-    def found_by(self, one: Break) -> str:
-        """The first of its tests that fails, or an empty string."""
+    def found_by(self, one: Break, most: float = math.inf) -> str:
+        """The first of its tests that fails, or an empty string; UNDECIDED after `most` seconds of a core."""
         path = self.folder / one.file
         sound = path.read_text()
         try:
             self.write(path, one.apply(sound))
-            return next(iter(failures(self.folder, tests_of(one.file), "-x")), "")
+            return next(iter(self.failures(tests_of(one.file), "-x", most=most)), "")
         finally:
             self.write(path, sound)
 
     def fail_anyway(self, tests: set[str]) -> list[str]:
         """Those of these tests that fail without a break, which find none."""
-        return failures(self.folder, sorted(test for test in tests if "::" in test)) if tests else []
+        return self.failures(sorted(test for test in tests if "::" in test)) if tests else []
+
+    def failures(self, tests: list[str], *options: str, most: float = math.inf) -> list[str]:
+        """Which of these tests fail; with the option "-x" the first."""
+        here, there = processes.Pipe(duplex=False)
+        plugin = Quickest(there, self.seconds, most)
+        process = processes.Process(target=run_pytest, args=(str(self.folder), tests, options, plugin))
+        process.start()
+        there.close()
+        failed = []
+        try:
+            while True:
+                name, seconds = here.recv()
+                if seconds is None:
+                    failed.append(name)
+                else:
+                    self.seconds[name] = seconds
+        except EOFError:
+            process.join()
+        SECONDS.parent.mkdir(exist_ok=True)
+        SECONDS.write_text(json.dumps(self.seconds))
+        ends = {0: [], -signal.SIGXCPU: ["no end"]}
+        return failed + ends.get(process.exitcode, ["a crash"])
 
     def write(self, path: pathlib.Path, text: str) -> None:
         path.write_text(text)
