@@ -140,10 +140,11 @@ BLOCKS = {
             "breaks": "{name}",
             "tried": "{tried}",
             "of them equivalent": "{equivalent}",
-            "found at first": "{found_at_first} ({share_at_first:.1%})",
+            "found at first": "{found_at_first} ({share_at_first:.1%}; {low:.0%} to {high:.0%})",
             "found now": "{found} ({share:.1%})",
         },
-        text="{table}\n\nEach seed draws from the {lines:,} lines that decide something. {machine}",
+        text="{table}\n\nEach seed draws from the {lines:,} lines that decide something; in brackets Wilson's "
+        "interval, of 95%. {machine}",
     ),
     "versions": Block(
         columns={head: f"{{{head}}}" for head in VERSIONS},

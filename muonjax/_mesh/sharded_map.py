@@ -33,7 +33,7 @@ class OnMesh(NamedTuple):
 
     distribution: Distribution
     specs: tuple[Any, ...]
-    explicit: bool = False
+    explicit: bool
 
     def assign(
         self, f: Function, leaves: Sequence[Any], views: Sequence[MatrixView], dtypes: Sequence[jnp.dtype]
@@ -146,7 +146,8 @@ def find_mesh(
     leaves = jax.tree.leaves(tree)
     if distribution is not None:
         specs = spread_specs(distribution.param_specs, tree, call=call)
-        return OnMesh(dataclasses.replace(distribution, param_specs=None), tuple(specs[i] for i in chosen))
+        own = dataclasses.replace(distribution, param_specs=None)
+        return OnMesh(own, tuple(specs[i] for i in chosen), explicit=False)
     shardings = [jax.typeof(leaves[i]).sharding for i in chosen]
     # An array that was made under no mesh at all has a mesh without axes.
     for mesh in dict.fromkeys(s.mesh for s in shardings):

@@ -149,11 +149,11 @@ class _Finder:
 
     def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
         """Keys of the heads' own; and those that all heads share, by the features where they stand."""
-        heads = self.query.heads(self.query.images[0].layout)
+        heads = {d for image in self.query.images for d in self.query.heads(image.layout)}
         values = {(image.product, image.layout.region) for image in self.attention.values.value.images}
         own, shared = [], {}
         for image in self.key.images:
-            alone = heads and heads.keys().isdisjoint(self.key.heads(image.layout))
+            alone = heads and heads.isdisjoint(self.key.heads(image.layout))
             place = self._place(image)
             if (image.product, image.layout.region) in values:
                 continue

@@ -106,6 +106,7 @@ def candidates(file: str) -> dict[int, list[tuple[str, int]]]:
     return found
 
 
+@functools.cache
 def _lines() -> list[tuple[str, int, list[tuple[str, int]]]]:
     files = [str(p.relative_to(ROOT)) for folder in SOURCES for p in sorted((ROOT / folder).rglob("*.py"))]
     if jax.__version_info__ < (0, 11):
@@ -113,7 +114,6 @@ def _lines() -> list[tuple[str, int, list[tuple[str, int]]]]:
     return [(f, line, ways) for f in files for line, ways in sorted(candidates(f).items())]
 
 
-@functools.cache
 def candidate_lines() -> int:
     """The lines of the library that decide something."""
     return len(_lines())
@@ -125,7 +125,7 @@ def sample(seed: int, number: int) -> Iterator[Break]:
     from cosmic_ray.plugins import get_operator
 
     chance = random.Random(seed)
-    lines = _lines()
+    lines = list(_lines())
     chance.shuffle(lines)
     for file, line, ways in lines:
         if number == 0:

@@ -1,11 +1,14 @@
 """A copy of the repository with one break at a time, and its tests until one fails."""
 
-import functools
 import itertools
+import json
+import math
 import multiprocessing
 import os
 import pathlib
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +18,10 @@ import pytest
 from tests.mutations.breaks import ROOT, SOURCES, Break
 from tests.mutations.mapping import tests_of
 
+LONGEST = 100  # seconds of a core that one quick test may take; a loop without an end takes more
+SECONDS = ROOT / ".pytest_cache" / "mutations.json"  # of each test
+UNKNOWN = 0.2  # seconds of a test that has not run yet
+UNDECIDED = "not found in the seconds it was given"
 # Each run is forked from a process that has imported what takes long, and has not used JAX.
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(
@@ -31,47 +38,50 @@ def copy_of_the_repository(folder: pathlib.Path) -> None:
             shutil.copy(ROOT / name, folder / name)
 
 
-class First:
-    """A plugin of pytest that sends the first test that fails."""
+class Quickest:
+    """A plugin of pytest: the quick tests come first; which fail and how long each takes is sent.
 
-    def __init__(self, pipe):
-        self.pipe = pipe
+    Seconds are those of a core, not of the clock, which tells how busy the machine is.
+    """
+
+    def __init__(self, pipe, seconds: dict[str, float], most: float):
+        self.pipe, self.seconds, self.most = pipe, seconds, most
+
+    def pytest_collection_modifyitems(self, items):
+        items.sort(key=lambda item: self.seconds.get(item.nodeid, UNKNOWN))
+
+    def pytest_runtest_logstart(self):
+        self.begin = time.process_time()
+        resource.setrlimit(resource.RLIMIT_CPU, (int(self.begin) + LONGEST, resource.RLIM_INFINITY))
+
+    pytest_sessionstart = pytest_runtest_logstart
+
+    def pytest_runtest_logfinish(self, nodeid):
+        self.pipe.send((nodeid, time.process_time() - self.begin))
+        if time.process_time() > self.most:
+            self.pipe.send((UNDECIDED, None))
+            pytest.exit(UNDECIDED, pytest.ExitCode.OK)
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            self.pipe.send(report.nodeid)
+            self.pipe.send((report.nodeid, None))
 
     pytest_collectreport = pytest_runtest_logreport
 
 
-def run_pytest(folder: str, tests: tuple[str, ...], pipe) -> None:
+def run_pytest(folder: str, tests: list[str], options: list[str], plugin: Quickest) -> None:
     """In a process of its own, which takes nothing of this repository but the copy."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "benchmarks", *SOURCES)]:
         del sys.modules[name]
     sys.path[:0] = [folder, f"{folder}/examples"]
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    sys.dont_write_bytecode = False  # the next run takes what this one compiled
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
-    pipe.send("begun")
-    code = pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests], plugins=[First(pipe)])
-    pipe.send("no import" if code else "")
-
-
-def failed_test(folder: pathlib.Path, tests: tuple[str, ...], limit: float | None = None) -> str:
-    """The first of the quick tests that fails, or an empty string."""
-    here, there = processes.Pipe(duplex=False)
-    process = processes.Process(target=run_pytest, args=(str(folder), tests, there))
-    process.start()
-    there.close()
-    assert here.recv() == "begun"
-    try:
-        return here.recv() if here.poll(limit) else "no end"
-    except EOFError:
-        return "a crash"
-    finally:
-        process.kill()
-        process.join()
+    code = pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", *options, *tests], plugins=[plugin])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        plugin.pipe.send(("no import", None))
 
 
 class Trial:
@@ -80,24 +90,44 @@ class Trial:
     def __init__(self, folder: str):
         self.folder = pathlib.Path(folder)
         copy_of_the_repository(self.folder)
+        self.seconds: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
         self.later = itertools.count(int(time.time()) + 3600)  # bytecode is told by its second and size
 
-    @functools.cache  # noqa: B019
-    def seconds_without_a_break(self, tests: tuple[str, ...]) -> float:
-        start = time.perf_counter()
-        if by := failed_test(self.folder, tests):
-            raise SystemExit(f"Without any break {by} fails. Mend that first.")
-        return time.perf_counter() - start
-
-    def found_by(self, one: Break) -> str:
-        tests, path = tuple(tests_of(one.file)), self.folder / one.file
-        limit = 60 + 4 * self.seconds_without_a_break(tests)
+    def found_by(self, one: Break, most: float = math.inf) -> str:
+        """The first of its tests that fails, or an empty string; UNDECIDED after `most` seconds of a core."""
+        path = self.folder / one.file
         sound = path.read_text()
         try:
             self.write(path, one.apply(sound))
-            return failed_test(self.folder, tests, limit)
+            return next(iter(self.failures(tests_of(one.file), "-x", most=most)), "")
         finally:
             self.write(path, sound)
+
+    def fail_anyway(self, tests: set[str]) -> list[str]:
+        """Those of these tests that fail without a break, which find none."""
+        return self.failures(sorted(test for test in tests if "::" in test)) if tests else []
+
+    def failures(self, tests: list[str], *options: str, most: float = math.inf) -> list[str]:
+        """Which of these tests fail; with the option "-x" the first."""
+        here, there = processes.Pipe(duplex=False)
+        plugin = Quickest(there, self.seconds, most)
+        process = processes.Process(target=run_pytest, args=(str(self.folder), tests, options, plugin))
+        process.start()
+        there.close()
+        failed = []
+        try:
+            while True:
+                name, seconds = here.recv()
+                if seconds is None:
+                    failed.append(name)
+                else:
+                    self.seconds[name] = seconds
+        except EOFError:
+            process.join()
+        SECONDS.parent.mkdir(exist_ok=True)
+        SECONDS.write_text(json.dumps(self.seconds))
+        ends = {0: [], -signal.SIGXCPU: ["no end"]}
+        return failed + ends.get(process.exitcode, ["a crash"])
 
     def write(self, path: pathlib.Path, text: str) -> None:
         path.write_text(text)
