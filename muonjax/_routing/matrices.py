@@ -47,8 +47,6 @@ def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbe
         return None
     if role is ADAPTER:
         return _adapter(p, siblings)
-    if hidden := _hidden_axis(p, siblings):
-        return hidden
     if role is GATE_UP:
         return _gate_up(p, siblings)
     if role in (FUSED_QKV, FUSED_KV):
@@ -64,31 +62,15 @@ def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbe
 
 def _dense(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers:
     """(in, out), or (out, in) where the bias or the rest of the tree says so."""
-    bias = siblings.bias(p)
-    if bias and len(bias) == 1 and p.shape[0] != p.shape[1] and bias[0] in p.shape:
-        return MuonDimensionNumbers(1, 0) if bias[0] == p.shape[0] else MuonDimensionNumbers(0, 1)
-    if p.role is ROUTER and is_weight(p) and 8 * p.shape[0] <= p.shape[1]:
-        return MuonDimensionNumbers(1, 0)  # there are fewer experts than features
-    return (
-        MuonDimensionNumbers(1, 0) if is_weight(p) and siblings.outputs_first else MuonDimensionNumbers(0, 1)
-    )
-
-
-def _hidden_axis(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
-    """Of up and down projections that are stored alike, [d, hidden] both, the hidden axis is the larger one."""
-    rank, name = len(p.shape), layer_of(p.path)[1]
-    up, down = (re.fullmatch(names, name) for names in (_UP, _DOWN))
-    if rank not in (2, 3) or p.shape[-1] == p.shape[-2] or not (up or down) or siblings.bias(p):
-        return None
-    others = _DOWN if up else _UP
-    if not any(q.shape == p.shape and re.fullmatch(others, layer_of(q.path)[1]) for q in siblings.beside(p)):
-        return None
-    hidden, d = (rank - 1, rank - 2) if p.shape[-1] > p.shape[-2] else (rank - 2, rank - 1)
-    return MuonDimensionNumbers(d, hidden) if up else MuonDimensionNumbers(hidden, d)
-
-
-_UP = r"(\w+_)?(up|gate|wi|fc1|c_fc)(_proj)?"
-_DOWN = r"(\w+_)?(down|wo|fc2)(_proj)?"
+    bias, outputs_first = siblings.bias(p), is_weight(p) and siblings.outputs_first
+    if bias and p.shape[0] != p.shape[1]:
+        outputs_first = bias == p.shape[:1]
+    elif p.role is ROUTER and is_weight(p) and 8 * p.shape[0] <= p.shape[1]:
+        outputs_first = True  # there are fewer experts than features
+    elif p.shape[0] != p.shape[1] and re.fullmatch(r"(\w+_)?(down|wo)(_proj)?", layer_of(p.path)[1]):
+        up = [q for q in siblings.beside(p) if re.fullmatch(r"(\w+_)?(up|wi)(_proj)?", layer_of(q.path)[1])]
+        outputs_first ^= any(q.shape == p.shape for q in up)  # stored alike, [d, hidden] both
+    return MuonDimensionNumbers(1, 0) if outputs_first else MuonDimensionNumbers(0, 1)
 
 
 def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
@@ -192,9 +174,6 @@ def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers
     if len(shape) == 2:
         numbers = _fused_flat(p, siblings)
         return numbers if attention == "whole" or numbers is None else _per_head(p, siblings, numbers)
-    if len(shape) == 3 and batch is not None:
-        inner = [i for i in range(3) if i != batch]
-        return MuonDimensionNumbers(*inner) if attention == "whole" else None
     if len(shape) == 3 and len(out) == 3 and parts == 3:
         for found in arrangements({"out": out}):
             d, heads, size = map(found.projection.index, "dhs")
@@ -219,10 +198,7 @@ def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers
 
 def _parts_axis(p: Parameter) -> int | None:
     """The axis that counts query, key and value, if there is one."""
-    found = [i for i, size in enumerate(p.shape[:-1]) if size == p.role.parts]
-    if len(found) > 1 and not is_einsum(p) and 1 in found and len(p.shape) == 3:
-        return 1
-    return found[0] if found else None
+    return next((i for i, size in enumerate(p.shape[:-1]) if size == p.role.parts), None)
 
 
 def _fused_flat(p: Parameter, siblings: Siblings) -> FusedDimensionNumbers | None:
@@ -255,18 +231,16 @@ def _gate_up(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
         if sides[0] != sides[1] and any(d[-2:] == sides for d in down):
             inner = inner[::-1]  # stored as the down kernel is
         return MuonDimensionNumbers(*inner)
-    return FusedDimensionNumbers(1, 2, 2, 2) if rank == 3 and shape[2] % 2 == 0 else None  # experts
+    return None
 
 
 def _adapter(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
     """A factor [*in, rank] or [rank, *out]; an axis of two in the second counts keys and values, or gate and up."""
     rank = len(p.shape)
-    if rank == 2:
-        return MuonDimensionNumbers(0, 1)
     if siblings.is_batched_factor(p):
         return MuonDimensionNumbers(rank - 2, rank - 1)
     if is_first_factor(p):
-        return MuonDimensionNumbers(tuple(range(rank - 1)), rank - 1)
+        return MuonDimensionNumbers(_one(tuple(range(rank - 1))), rank - 1)
     pair = re.search(r"kv_einsum|gating_einsum", "/".join(words(p.path))) and p.shape[1] == 2
     outputs = tuple(range(2 if pair else 1, rank))
     return MuonDimensionNumbers(0, _one(outputs))

@@ -40,8 +40,6 @@ class Role(NamedTuple):
     kind: str = ""
 
 
-_MATRIX = {2: Layout(MuonDimensionNumbers(0, 1))}
-
 QUERY = Role("attention query", ranks=(2, 3), kind="query")
 KEY = Role("attention key", ranks=(2, 3), kind="key")
 VALUE = Role("attention value", ranks=(2, 3), kind="value")
@@ -51,7 +49,7 @@ FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2)
 MLA_UP = Role("attention key, value", ranks=(2, 3))  # the up-projection of MLA's keys and values
 INTERLEAVED = Role("projections interleaved by head")
 GATE_UP = Role("gate and up", ranks=(2, 3, 4), parts=2)
-EXPERTS = Role("experts", ranks=(2, 3), layouts={**_MATRIX, 3: Layout(MuonDimensionNumbers(1, 2))})
+EXPERTS = Role("experts", ranks=(2, 3), layouts={3: Layout(MuonDimensionNumbers(1, 2))})
 CONVOLUTION = Role("convolution", ranks=(2, 3, 4, 5))
 ADAPTER_CORE = Role("adapter core", ranks=(3, 4, 5))  # the Tucker form's [*window, rank, rank]
 ADAPTER = Role("adapter factor", ranks=(2,))

@@ -156,8 +156,6 @@ def is_trailing_window(shape: Shape) -> bool:
 def is_outputs_first(p: Parameter, siblings: Siblings) -> bool:
     """Whether a leaf called `weight` of three axes or more is a convolution's [out, in, *window]."""
     likely = siblings.outputs_first or is_trailing_window(p.shape)
-    if p.role.name == "convolution" and len(p.shape) == 3:  # of one window axis, which is the shortest
-        likely = likely or p.shape[2] < min(p.shape[:2])
     return is_weight(p) and len(p.shape) > 2 and likely and not is_window(p.shape)
 
 
@@ -206,19 +204,13 @@ def _agreement(shapes: Mapping[str, Shape], arrangement: Arrangement) -> int:
 
     query, key, value, out = map(read, ("query", "key", "value", "out"))
     for kernel in (query, key, value, out):
-        if kernel and not (
-            kernel["s"] < kernel["d"] or kernel["h"] == 1 or kernel["s"] == kernel["d"] == kernel["h"]
-        ):
+        if kernel and kernel["s"] >= kernel["d"] and kernel["h"] > 1:
             return -1
         if kernel and kernel["h"] * kernel["s"] > 64 * kernel["d"]:
             return -1
     if query and out and query["h"] != out["h"]:
         return -1
-    if value and out and value["s"] != out["s"]:
-        return -1
-    if value and any(kernel and kernel["h"] % value["h"] for kernel in (query, key)):
-        return -1
-    if key and any(kernel and kernel["h"] % key["h"] for kernel in (query, out)):
+    if any(a and b and b["h"] % a["h"] for a, b in ((value, query), (value, key), (key, query), (key, out))):
         return -1
     pairs = itertools.combinations([kernel for kernel in (query, key, value, out) if kernel], 2)
     return sum((a["d"] == b["d"]) + (a["s"] == b["s"]) for a, b in pairs)
