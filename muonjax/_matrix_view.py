@@ -104,6 +104,11 @@ def axes_of(axes: int | Sequence[int]) -> tuple[int, ...]:
     return (axes,) if isinstance(axes, int) else tuple(axes)
 
 
+def one_or_several(axes: Sequence[int]) -> int | tuple[int, ...]:
+    """The inverse of `axes_of`."""
+    return axes[0] if len(axes) == 1 else tuple(axes)
+
+
 class MatrixView(NamedTuple):
     """How one leaf becomes matrices: which axes are rows, which are columns, which only count."""
 

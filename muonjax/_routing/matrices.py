@@ -8,7 +8,13 @@ axes are (in, out); equal small axes before larger ones are a window). Where non
 
 import re
 
-from muonjax._matrix_view import DimensionNumbers, FusedDimensionNumbers, MuonDimensionNumbers, axes_of
+from muonjax._matrix_view import (
+    DimensionNumbers,
+    FusedDimensionNumbers,
+    MuonDimensionNumbers,
+    axes_of,
+    one_or_several,
+)
 from muonjax._routing.roles import (
     ADAPTER,
     ADAPTER_CORE,
@@ -53,8 +59,8 @@ def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbe
         return _fused(p, siblings, attention)
     if role.kind or role is MLA_UP:
         return _attention(p, siblings, attention)
-    if layout := role.layouts.get(rank):
-        return layout.whole
+    if numbers := role.layouts.get(rank):
+        return numbers
     if rank == 2:
         return _dense(p, siblings)
     return _kernel(p, siblings)
@@ -93,7 +99,7 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
         return outputs_first if shape[0] == bias[0] else None
     if bias and rank > len(bias) and shape[-len(bias) :] == bias:
         inputs = tuple(range(rank - len(bias)))
-        return MuonDimensionNumbers(_one(inputs), tuple(range(rank - len(bias), rank)))
+        return MuonDimensionNumbers(one_or_several(inputs), tuple(range(rank - len(bias), rank)))
     if trailing:
         return outputs_first
     if is_dense_general(p):
@@ -240,16 +246,12 @@ def _adapter(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
     if siblings.is_batched_factor(p):
         return MuonDimensionNumbers(rank - 2, rank - 1)
     if is_first_factor(p):
-        return MuonDimensionNumbers(_one(tuple(range(rank - 1))), rank - 1)
+        return MuonDimensionNumbers(one_or_several(tuple(range(rank - 1))), rank - 1)
     pair = re.search(r"kv_einsum|gating_einsum", "/".join(words(p.path))) and p.shape[1] == 2
     outputs = tuple(range(2 if pair else 1, rank))
-    return MuonDimensionNumbers(0, _one(outputs))
+    return MuonDimensionNumbers(0, one_or_several(outputs))
 
 
 def is_first_factor(p: Parameter) -> bool:
     """Whether an adapter's factor is the one that sees the layer's input, [*in, rank]."""
     return bool(re.search(r"(?:^|_)(?:a|down|w[12]_?a)(?:_[a-z]+)?$", words(p.path)[-1].lower()))
-
-
-def _one(axes: tuple[int, ...]) -> tuple[int, ...] | int:
-    return axes[0] if len(axes) == 1 else axes

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from muonjax._routing.matrices import is_einsum
 from muonjax._routing.roles import ADAPTER, layer_of
+from muonjax._routing.rules import INSPECT
 from muonjax._routing.siblings import (
     Parameter,
     Siblings,
@@ -154,7 +155,7 @@ def _peel_together(
         raise ValueError(
             "dimension_numbers(params) finds stacked layers, but not their axis: several "
             f"of size {count} fit {'/'.join(p.path)!r} of shape {p.leaf_shape} and its neighbours; "
-            "say with scan_axis on which axis nn.scan or nnx.vmap stacks them, or add rules."
+            f"say with scan_axis on which axis nn.scan or nnx.vmap stacks them, or add rules. {INSPECT}"
         )
     return layer, scan_axis is not None or all(count <= math.prod(p.shape) for p in layer if p.shape)
 
