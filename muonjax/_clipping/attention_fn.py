@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,16 @@ def needs_parentheses(call: str) -> Callable[[Callable], Callable]:
         return attention_fn
 
     return decorate
+
+
+class MeasuringSettings(TypedDict, total=False):
+    """Keywords of `muonjax.linen.attention_fn` and `muonjax.nnx.attention_fn`, which `reporting` explains."""
+
+    rotate: Callable[[jax.Array], jax.Array] | None
+    scale: float | None
+    local_window_size: int | tuple[int, int] | None
+    block_q: int
+    block_k: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,18 +95,35 @@ def reporting(
     base: Callable[..., jax.Array],
     sow: Callable[..., object],
     *,
-    rotate: Callable[[jax.Array], jax.Array] | None,
+    rotate: Callable[[jax.Array], jax.Array] | None = None,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    block_q: int = 512,
+    block_k: int = 512,
     listens: Callable[[Any], bool] = lambda module: True,
-    **settings: Any,  # of max_logits
 ) -> Callable[..., jax.Array]:
     """An attention function with Flax's arguments that calls `sow(module, name, value, ...)` before `base`.
 
     It sows each head's largest logit, and what says which of the axes is that of heads. Only if Flax passes the module,
     and it `listens`: otherwise nothing is measured.
+
+    Args:
+      call: The public function, for errors.
+      base: As in the public functions.
+      sow: As a module's.
+      rotate: Rotary embedding, or another linear map of `[*batch, T, heads, D]`, applied to queries and keys
+        before they are measured and handed to `base`.
+      scale: The scale that `base` uses, if it isn't 1/√D.
+      local_window_size: The window that `base` uses, as in `max_logits`.
+      block_q: Queries that are held at a time, as in `max_logits`.
+      block_k: Keys that are held at a time.
+      listens: Whether a module's statistics are collected.
     """
     with errors_of(call):
         fixed = _settings_of(base)
-        wrapped = _Wrapped(call, base, fixed, _agreed(settings, fixed))
+        blocks = {"block_q": block_q, "block_k": block_k}
+        settings = _agreed({"scale": scale, "local_window_size": local_window_size}, fixed) | blocks
+        wrapped = _Wrapped(call, base, fixed, settings)
 
     # Every argument is spelled out, because Linen passes only those that it reads from the signature:
     # **kwargs would silently lose the mask.
