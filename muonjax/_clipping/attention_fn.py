@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import re
@@ -56,40 +55,6 @@ class MeasuringSettings(TypedDict, total=False):
     block_k: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _Wrapped:
-    """An attention function, what it does when it is not told, and the settings of `max_logits` that measure it."""
-
-    call: str
-    base: Callable[..., jax.Array]
-    fixed: dict[str, Any]
-    settings: dict[str, Any]
-
-    def accepted(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What Flax passed and is not at its default; TypeError if the base does not know it."""
-        given = {name: value for name, value in given.items() if value is not None}
-        parameters = inspect.signature(self.base).parameters
-        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        lost = [name for name in given if name not in parameters and not takes_all]
-        if lost:
-            raise TypeError(
-                f"{self.call}: the attention function {_name(self.base)} takes no {lost}, which Flax passed."
-            )
-        return given
-
-    def maxima(
-        self,
-        query: Float[Array, "*batch T heads D"],
-        key: Float[Array, "*batch S key_heads D"],
-        given: dict[str, Any],
-        precision: Any,
-    ) -> Float[Array, " heads"]:
-        """The largest logit of each head that the base's softmax sees."""
-        seen = self.fixed | given
-        mask, is_causal = _visible_pairs(query, key, seen), seen.get("is_causal", False)
-        return max_logits(query, key, mask=mask, is_causal=is_causal, precision=precision, **self.settings)
-
-
 def reporting(
     call: str,
     base: Callable[..., jax.Array],
@@ -123,7 +88,8 @@ def reporting(
         fixed = _settings_of(base)
         blocks = {"block_q": block_q, "block_k": block_k}
         settings = _agreed({"scale": scale, "local_window_size": local_window_size}, fixed) | blocks
-        wrapped = _Wrapped(call, base, fixed, settings)
+    parameters = inspect.signature(base).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
     # Every argument is spelled out, because Linen passes only those that it reads from the signature:
     # **kwargs would silently lose the mask.
@@ -164,9 +130,15 @@ def reporting(
                 "broadcast_dropout": broadcast_dropout,
                 "deterministic": deterministic,
             }
-        given = wrapped.accepted(given)
+        given = {name: value for name, value in given.items() if value is not None}
+        if lost := [name for name in given if name not in parameters and not takes_all]:
+            raise TypeError(
+                f"{call}: the attention function {_name(base)} takes no {lost}, which Flax passed."
+            )
         if module is not None and listens(module):
-            maxima = wrapped.maxima(query, key, given, precision)
+            seen = fixed | given
+            mask, causal = _visible_pairs(query, key, seen), seen.get("is_causal", False)
+            maxima = max_logits(query, key, mask=mask, is_causal=causal, precision=precision, **settings)
             lowest = jnp.full_like(maxima, -jnp.inf)
             sow(module, "max_logits", maxima, reduce_fn=larger, init_fn=lambda: lowest)
             marker = jnp.full(maxima.shape[0] + 1, -jnp.inf, maxima.dtype)
