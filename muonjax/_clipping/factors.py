@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from muonjax._linalg import at_least_float32
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -128,15 +129,9 @@ def overlap(a: Part, b: Part) -> bool:
     return a.held != b.held or (first < second + b.size and second < first + a.size)
 
 
-def wide_dtype(*dtypes: Any) -> Any:
-    """The dtype that holds them all, float32 at least; also where JAX promotes nothing by itself."""
-    with jax.numpy_dtype_promotion("standard"):
-        return functools.reduce(jnp.promote_types, dtypes, jnp.float32)
-
-
 def scaled(p: Float[Array, "*parameter"], f: Float[Array, "*#parameter"]) -> Float[Array, "*parameter"]:
     """f·p in the dtype of p, and p bit for bit where f = 1."""
-    wide = wide_dtype(p.dtype)
+    wide = at_least_float32(p.dtype)
     return jnp.where(f == 1, p, (f.astype(wide) * p.astype(wide)).astype(p.dtype))
 
 
@@ -147,7 +142,7 @@ def scaled_update(
     # A half-precision update of a float32 weight would miss the bound.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(u.dtype, p.dtype)
-    wide = wide_dtype(dtype)
+    wide = at_least_float32(dtype)
     u, p, f = u.astype(wide), p.astype(wide), f.astype(wide)
     return jnp.where(f == 1, u, f * u + (f - 1) * p).astype(dtype)
 
