@@ -167,7 +167,7 @@ def _folded_heads(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
 
 
 def _per_head(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> FusedDimensionNumbers | None:
-    size, (axis,) = siblings.head_size(p), axes_of(numbers.output_axis)
+    size, (axis,) = siblings.head_sizes.get(layer_of(p.path)[0]), axes_of(numbers.output_axis)
     if not size or p.shape[axis] % size:
         return None
     return FusedDimensionNumbers(*numbers[:2], parts=p.shape[axis] // size, axis=axis)
