@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -57,13 +58,10 @@ class MatrixProduct(NamedTuple):
         return (a, b) if self.operands is None else (a.astype(self.operands), b.astype(self.operands))
 
 
-def at_least_float32(dtype: Any) -> jnp.dtype:
-    """`dtype`, floating point or complex, or float32 where it is narrower.
-
-    As `jnp.promote_types(dtype, jnp.float32)`, which `jax_numpy_dtype_promotion="strict"` forbids.
-    """
-    dtype = jnp.dtype(dtype)
-    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+def at_least_float32(*dtypes: Any) -> jnp.dtype:
+    """The dtype that holds all of these and float32, also where JAX promotes nothing by itself."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes, jnp.dtype(jnp.float32))
 
 
 def scaled(a: jax.Array, number: jax.Array | float) -> jax.Array:

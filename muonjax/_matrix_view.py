@@ -104,6 +104,11 @@ def axes_of(axes: int | Sequence[int]) -> tuple[int, ...]:
     return (axes,) if isinstance(axes, int) else tuple(axes)
 
 
+def one_or_several(axes: Sequence[int]) -> int | tuple[int, ...]:
+    """The inverse of `axes_of`."""
+    return axes[0] if len(axes) == 1 else tuple(axes)
+
+
 class MatrixView(NamedTuple):
     """How one leaf becomes matrices: which axes are rows, which are columns, which only count."""
 
@@ -164,24 +169,6 @@ def _axes(call: str, leaf: str, name: str, value: Any, shape: tuple[int, ...]) -
         if not -len(shape) <= axis < len(shape):
             raise ValueError(f"{call}: {name}={value!r} names axis {axis}, but {leaf} has shape {shape}.")
     return tuple(axis % len(shape) for axis in axes)
-
-
-def matrix_view(leaf: Any, numbers: DimensionNumbers, *, call: str, path: Any = ()) -> MatrixView:
-    """The view of a leaf (anything with shape and dtype) under `numbers`, whose parts are equal.
-
-    Args:
-      leaf: An array or its shape.
-      numbers: Its dimension numbers.
-      call: Names the caller in errors.
-      path: The leaf's key path, which errors name too.
-    """
-    shape, reduction, output, cut, parts = _checked(leaf, numbers, call, path)
-    if isinstance(parts, tuple):
-        raise ValueError(
-            f"{call} takes no parts of unequal size, as {numbers} has for the leaf of shape {shape}; add a rule that "
-            "makes a matrix per head of it, or one matrix."
-        )
-    return _view(shape, reduction, output, cut, parts)
 
 
 def _checked(
@@ -308,6 +295,12 @@ def matrix_pieces(
             view = _view(piece, reduction, output, None, 1)
             found.append(Piece(i, view, cut, start, math.gcd(*parts), repeats))
     return found
+
+
+def matrix_view(leaf: Any, numbers: DimensionNumbers, *, call: str) -> MatrixView:
+    """The view of one leaf (anything with shape and dtype), whose parts are equal."""
+    (piece,) = matrix_pieces(numbers, leaf, call=call)
+    return piece.view
 
 
 def replace_pieces(leaves: Sequence[Any], pieces: Sequence[Piece], results: Sequence[Any]) -> list[Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -46,38 +45,14 @@ def needs_parentheses(call: str) -> Callable[[Callable], Callable]:
     return decorate
 
 
-@dataclasses.dataclass(frozen=True)
-class _Wrapped:
-    """An attention function, what it does when it is not told, and the settings of `max_logits` that measure it."""
+class MeasuringSettings(TypedDict, total=False):
+    """Keywords of `muonjax.linen.attention_fn` and `muonjax.nnx.attention_fn`, which `reporting` explains."""
 
-    call: str
-    base: Callable[..., jax.Array]
-    fixed: dict[str, Any]
-    settings: dict[str, Any]
-
-    def accepted(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What Flax passed and is not at its default; TypeError if the base does not know it."""
-        given = {name: value for name, value in given.items() if value is not None}
-        parameters = inspect.signature(self.base).parameters
-        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        lost = [name for name in given if name not in parameters and not takes_all]
-        if lost:
-            raise TypeError(
-                f"{self.call}: the attention function {_name(self.base)} takes no {lost}, which Flax passed."
-            )
-        return given
-
-    def maxima(
-        self,
-        query: Float[Array, "*batch T heads D"],
-        key: Float[Array, "*batch S key_heads D"],
-        given: dict[str, Any],
-        precision: Any,
-    ) -> Float[Array, " heads"]:
-        """The largest logit of each head that the base's softmax sees."""
-        seen = self.fixed | given
-        mask, is_causal = _visible_pairs(query, key, seen), seen.get("is_causal", False)
-        return max_logits(query, key, mask=mask, is_causal=is_causal, precision=precision, **self.settings)
+    rotate: Callable[[jax.Array], jax.Array] | None
+    scale: float | None
+    local_window_size: int | tuple[int, int] | None
+    block_q: int
+    block_k: int
 
 
 def reporting(
@@ -85,18 +60,36 @@ def reporting(
     base: Callable[..., jax.Array],
     sow: Callable[..., object],
     *,
-    rotate: Callable[[jax.Array], jax.Array] | None,
+    rotate: Callable[[jax.Array], jax.Array] | None = None,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    block_q: int = 512,
+    block_k: int = 512,
     listens: Callable[[Any], bool] = lambda module: True,
-    **settings: Any,  # of max_logits
 ) -> Callable[..., jax.Array]:
     """An attention function with Flax's arguments that calls `sow(module, name, value, ...)` before `base`.
 
     It sows each head's largest logit, and what says which of the axes is that of heads. Only if Flax passes the module,
     and it `listens`: otherwise nothing is measured.
+
+    Args:
+      call: The public function, for errors.
+      base: As in the public functions.
+      sow: As a module's.
+      rotate: Rotary embedding, or another linear map of `[*batch, T, heads, D]`, applied to queries and keys
+        before they are measured and handed to `base`.
+      scale: The scale that `base` uses, if it isn't 1/√D.
+      local_window_size: The window that `base` uses, as in `max_logits`.
+      block_q: Queries that are held at a time, as in `max_logits`.
+      block_k: Keys that are held at a time.
+      listens: Whether a module's statistics are collected.
     """
     with errors_of(call):
         fixed = _settings_of(base)
-        wrapped = _Wrapped(call, base, fixed, _agreed(settings, fixed))
+        blocks = {"block_q": block_q, "block_k": block_k}
+        settings = _agreed({"scale": scale, "local_window_size": local_window_size}, fixed) | blocks
+    parameters = inspect.signature(base).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
     # Every argument is spelled out, because Linen passes only those that it reads from the signature:
     # **kwargs would silently lose the mask.
@@ -137,9 +130,15 @@ def reporting(
                 "broadcast_dropout": broadcast_dropout,
                 "deterministic": deterministic,
             }
-        given = wrapped.accepted(given)
+        given = {name: value for name, value in given.items() if value is not None}
+        if lost := [name for name in given if name not in parameters and not takes_all]:
+            raise TypeError(
+                f"{call}: the attention function {_name(base)} takes no {lost}, which Flax passed."
+            )
         if module is not None and listens(module):
-            maxima = wrapped.maxima(query, key, given, precision)
+            seen = fixed | given
+            mask, causal = _visible_pairs(query, key, seen), seen.get("is_causal", False)
+            maxima = max_logits(query, key, mask=mask, is_causal=causal, precision=precision, **settings)
             lowest = jnp.full_like(maxima, -jnp.inf)
             sow(module, "max_logits", maxima, reduce_fn=larger, init_fn=lambda: lowest)
             marker = jnp.full(maxima.shape[0] + 1, -jnp.inf, maxima.dtype)

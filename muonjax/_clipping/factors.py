@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from muonjax._linalg import at_least_float32
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -62,19 +63,15 @@ class Scale:
 
 
 class Part(NamedTuple):
-    """What a `Scale` means for one parameter of known shape, layers stacked."""
+    """A `Scale` of one parameter of known shape, layers stacked."""
 
+    scale: Scale
     path: str  # of the parameter, from the root of the tree
     shape: tuple[int, ...]
     stack: tuple[int, ...]  # axes that count layers
     held: tuple[int, ...]  # axes that hold the entries
     entries: int
-    start: int
     size: int
-    span: tuple[int, int | None]
-    factor: str
-    power: float
-    group_power: float
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -89,7 +86,7 @@ class Part(NamedTuple):
     def inside(self) -> np.ndarray:
         """Which positions of the run of an entry are scaled."""
         inside = np.zeros(self.size // self.entries, bool)
-        inside[slice(*self.span)] = True
+        inside[slice(*self.scale.span)] = True
         return inside
 
 
@@ -114,42 +111,27 @@ def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[in
     own = [axis for axis in range(len(shape)) if axis not in stack]
     held = tuple(own[axis] for axis in scale.axes)
     total = math.prod(shape[axis] for axis in held)
-    part = Part(
-        path=path,
-        shape=tuple(shape),
-        stack=stack,
-        held=held,
-        entries=shape[held[0]] if scale.entries is None else scale.entries,
-        start=scale.start,
-        size=total - scale.start if scale.size is None else scale.size,
-        span=scale.span,
-        factor=scale.factor,
-        power=scale.power,
-        group_power=scale.group_power,
-    )
+    entries = shape[held[0]] if scale.entries is None else scale.entries
+    size = total - scale.start if scale.size is None else scale.size
+    part = Part(scale, path, tuple(shape), stack, held, entries, size)
     divides = part.entries > 0 and part.size >= part.entries and part.size % part.entries == 0
-    if not divides or part.start + part.size > total or not part.inside.any():
+    if not divides or scale.start + size > total or not part.inside.any():
         raise ValueError(
-            f"{path!r} of shape {part.shape} does not hold {part.entries} heads, features {part.span} of each, in "
-            f"positions {part.start}:{part.start + part.size} of {total}. See the site's layout and sizes."
+            f"{path!r} of shape {part.shape} does not hold {part.entries} heads, features {scale.span} of each, in "
+            f"positions {scale.start}:{scale.start + size} of {total}. See the site's layout and sizes."
         )
     return part
 
 
 def overlap(a: Part, b: Part) -> bool:
     """Whether two parts of one parameter may have an entry in common."""
-    return a.held != b.held or (a.start < b.start + b.size and b.start < a.start + a.size)
-
-
-def wide_dtype(*dtypes: Any) -> Any:
-    """The dtype that holds them all, float32 at least; also where JAX promotes nothing by itself."""
-    with jax.numpy_dtype_promotion("standard"):
-        return functools.reduce(jnp.promote_types, dtypes, jnp.float32)
+    first, second = a.scale.start, b.scale.start
+    return a.held != b.held or (first < second + b.size and second < first + a.size)
 
 
 def scaled(p: Float[Array, "*parameter"], f: Float[Array, "*#parameter"]) -> Float[Array, "*parameter"]:
     """f·p in the dtype of p, and p bit for bit where f = 1."""
-    wide = wide_dtype(p.dtype)
+    wide = at_least_float32(p.dtype)
     return jnp.where(f == 1, p, (f.astype(wide) * p.astype(wide)).astype(p.dtype))
 
 
@@ -160,7 +142,7 @@ def scaled_update(
     # A half-precision update of a float32 weight would miss the bound.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(u.dtype, p.dtype)
-    wide = wide_dtype(dtype)
+    wide = at_least_float32(dtype)
     u, p, f = u.astype(wide), p.astype(wide), f.astype(wide)
     return jnp.where(f == 1, u, f * u + (f - 1) * p).astype(dtype)
 
@@ -189,11 +171,12 @@ def parameter_factors(
         grouped = gamma.reshape(*gamma.shape[:-1], count, -1)
         smallest = grouped.min(-1, keepdims=True)
         for part in module:
-            if part.power == part.group_power == 0:
+            own, shared = part.scale.power, part.scale.group_power
+            if own == shared == 0:
                 continue
-            f = _power(smallest, part.group_power)  # one per group: all that a shared key can take
+            f = _power(smallest, shared)  # one per group: all that a shared key can take
             if part.entries == gamma.shape[-1]:
-                f = f * _power(grouped, part.power)
+                f = f * _power(grouped, own)
             f = _spread(f.reshape(*gamma.shape[:-1], -1), part)
             factors[part.path] = factors[part.path] * f if part.path in factors else f
     return factors
@@ -211,8 +194,9 @@ def _spread(factors: Float[Array, "*layers entries"], part: Part) -> Float[Array
     inside = part.inside.reshape((1,) * factors.ndim + (-1,))
     f = jnp.where(inside, factors[..., None], 1.0).reshape(*layers, part.size)
     if part.size != part.total:
-        after = part.total - part.start - part.size
-        f = jnp.pad(f, [(0, 0)] * len(layers) + [(part.start, after)], constant_values=1.0)
+        start = part.scale.start
+        after = part.total - start - part.size
+        f = jnp.pad(f, [(0, 0)] * len(layers) + [(start, after)], constant_values=1.0)
     f = f.reshape(*layers, *(part.shape[axis] for axis in part.held))
     order = (*part.stack, *part.held)  # axis i of f belongs at axis order[i] of the parameter
     f = jnp.transpose(f, sorted(range(f.ndim), key=order.__getitem__))

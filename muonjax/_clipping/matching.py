@@ -237,10 +237,10 @@ def _refuse_adapters(root: str, known: Sequence[str], modules: Modules) -> None:
 
 def _head_counts(root: str, parts: Sequence[Part]) -> tuple[int, int]:
     """Entries of the signal, and how many groups of them share a key head."""
-    counts = {(part.factor, part.entries) for part in parts}  # a bias has as many heads as its kernel
+    counts = {(part.scale.factor, part.entries) for part in parts}  # a bias has as many heads as its kernel
     sizes = {n for _, n in counts}
     entries, groups = max(sizes), min(sizes)
-    if len(counts) > len({part.factor for part in parts}) or entries % groups or sizes - {entries, groups}:
+    if len(counts) > len({factor for factor, _ in counts}) or entries % groups or sizes - {entries, groups}:
         shown = {part.path: part.entries for part in parts}
         raise ValueError(
             f"the head counts of {root!r} do not fit each other: {shown}. Query heads have to be a multiple of key "

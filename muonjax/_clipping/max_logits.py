@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from muonjax._clipping.errors import errors_of
-from muonjax._clipping.factors import wide_dtype
+from muonjax._linalg import at_least_float32
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Float32, Int32
@@ -79,7 +79,7 @@ def max_logits(
     query, key = lax.stop_gradient((query, key))
     *batch, T, heads, depth = query.shape
     S, key_heads = key.shape[-3:-1]
-    dtype = wide_dtype(query.dtype, key.dtype)
+    dtype = at_least_float32(query.dtype, key.dtype)
     if query.dtype != key.dtype:
         query, key = query.astype(dtype), key.astype(dtype)
     query = query.reshape(math.prod(batch), T, key_heads, heads // key_heads, depth)

@@ -1,5 +1,6 @@
 """QK-Clip: scale queries and keys so that the largest logit of each attention head stays below a threshold."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -163,20 +164,25 @@ def _find(modules: Modules, sites: Sequence[Site], shared_keys: SharedKeys) -> l
 
 def _with_powers(target: Target, shared_keys: SharedKeys) -> Target:
     table = OWN_KEYS if target.groups == target.entries else SHARED_KEYS[shared_keys]
-    if unknown := {part.factor for part in target.parts} - set(table):
+    if unknown := {part.scale.factor for part in target.parts} - set(table):
         raise ValueError(
             f"the site of {target.path!r} has factors {sorted(unknown)}; it knows query, key and rotary. For other "
             f"signals use signal_clip."
         )
     _check_head_sizes(target)
-    powers = [table[part.factor] for part in target.parts]
-    parts = (part._replace(power=a, group_power=b) for part, (a, b) in zip(target.parts, powers, strict=True))
-    return target._replace(parts=tuple(parts))
+
+    def with_powers(part: Part) -> Part:
+        own, shared = table[part.scale.factor]
+        return part._replace(scale=dataclasses.replace(part.scale, power=own, group_power=shared))
+
+    return target._replace(parts=tuple(map(with_powers, target.parts)))
 
 
 def _check_head_sizes(target: Target) -> None:
     """Refuse heads of different size: a query and its key are multiplied feature by feature."""
-    query, key = ([part for part in target.parts if part.factor == factor] for factor in ("query", "key"))
+    query, key = (
+        [part for part in target.parts if part.scale.factor == factor] for factor in ("query", "key")
+    )
     if query and query[0].entries != target.entries:
         raise ValueError(
             f"{query[0].path!r} has {query[0].entries} heads and {key[0].path!r} {target.entries}: several query heads "

@@ -125,7 +125,9 @@ def signal_clip(
         if twice:
             raise ValueError(f"two rules go by the same signal {twice}; merge their scales.")
         for name, target, _ in watched:
-            shared = [part.path for part in target.parts if part.power and part.entries != target.entries]
+            shared = [
+                part.path for part in target.parts if part.scale.power and part.entries != target.entries
+            ]
             if shared:
                 raise ValueError(
                     f"several entries of {name!r} share {shared}, which can't take the γ of one of them; give it a "

@@ -117,17 +117,11 @@ def mha_site(
     with errors_of("mha_site"):
         num_heads = _whole("num_heads", num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else _whole("num_kv_heads", num_kv_heads)
+        kernel = _kernel(layout, ("hd",), num_heads, num_kv_heads)
         scan_axes = _axes(scan_axis)
-        rank, axes = _kernel(layout, ("hd",), num_heads, num_kv_heads)
-    return Site(
-        path=path,
-        scales=(
-            *_projection(query, rank, axes, entries=num_heads, factor="query"),
-            *_projection(key, rank, axes, entries=num_kv_heads, factor="key"),
-        ),
-        signal=signal,
-        scan_axis=scan_axes,
-    )
+    queries = _projection(query, *kernel, entries=num_heads, factor="query")
+    keys = _projection(key, *kernel, entries=num_kv_heads, factor="key")
+    return Site(path=path, scales=queries + keys, signal=signal, scan_axis=scan_axes)
 
 
 def mla_site(
@@ -179,20 +173,14 @@ def mla_site(
             raise ValueError(
                 f"nope={nope} must be at least 1: the number of a head's features without position."
             )
-        rank, axes = _kernel(layout, ("hd",), num_heads, num_heads)
-    return Site(
-        path=path,
-        scales=(
-            *_projection(query, rank, axes, entries=num_heads, span=(0, nope), factor="query"),
-            *_projection(query, rank, axes, entries=num_heads, span=(nope, None), factor="rotary"),
-            *_projection(key_value, rank, axes, entries=num_heads, span=(0, nope), factor="key"),
-        ),
-        signal=signal,
-        scan_axis=scan_axes,
-        # Its q_norm (q_layernorm in Megatron) and kv_norm act on the latents, before these projections: they undo
-        # nothing.
-        norms=_KEY_NORMS,
+        kernel = _kernel(layout, ("hd",), num_heads, num_heads)
+    scales = (
+        *_projection(query, *kernel, entries=num_heads, span=(0, nope), factor="query"),
+        *_projection(query, *kernel, entries=num_heads, span=(nope, None), factor="rotary"),
+        *_projection(key_value, *kernel, entries=num_heads, span=(0, nope), factor="key"),
     )
+    # Norms of the latents (q_norm, q_layernorm, kv_norm) come before these projections: they undo nothing.
+    return Site(path=path, scales=scales, signal=signal, scan_axis=scan_axes, norms=_KEY_NORMS)
 
 
 def fused_qkv_site(
@@ -235,7 +223,7 @@ def fused_qkv_site(
     with errors_of("fused_qkv_site"):
         num_heads, head_dim, scan_axes = operator.index(num_heads), operator.index(head_dim), _axes(scan_axis)
         num_kv_heads = num_heads if num_kv_heads is None else operator.index(num_kv_heads)
-        rank, axes = _kernel(layout, ("3hd", "h3d"), num_heads, num_kv_heads)
+        kernel = _kernel(layout, ("3hd", "h3d"), num_heads, num_kv_heads)
         by_head = layout.index("h") < layout.index("3")
         if num_kv_heads != num_heads and (by_head or "(3 h" not in layout):
             raise ValueError(
@@ -248,18 +236,13 @@ def fused_qkv_site(
     else:
         query = {"entries": num_heads, "size": num_heads * head_dim}
         key = {"entries": num_kv_heads, "start": num_heads * head_dim, "size": num_kv_heads * head_dim}
-    return Site(
-        path=path,
-        scales=(
-            *_projection(name, rank, axes, factor="query", **query),
-            *_projection(name, rank, axes, factor="key", **key),
-        ),
-        signal=signal,
-        scan_axis=scan_axes,
+    scales = _projection(name, *kernel, factor="query", **query) + _projection(
+        name, *kernel, factor="key", **key
     )
+    return Site(path=path, scales=scales, signal=signal, scan_axis=scan_axes)
 
 
-def _projection(name: str, rank: int, axes: tuple[int, ...], **part: Any) -> tuple[Scale, Scale]:
+def _projection(name: str, rank: int, axes: tuple[int, ...], **part: Any) -> tuple[Scale, ...]:
     """Kernel and bias of one projection. The bias has the kernel's axes but the input's."""
     kernel = Scale(path=f"{name}/kernel", rank=rank, axes=axes, **part)
     bias = dataclasses.replace(

@@ -30,6 +30,7 @@ from muonjax._matrix_view import (
     axes_of,
     explained,
     matrix_pieces,
+    one_or_several,
 )
 from muonjax._routing.matrices import is_broadcast, is_dense_general, matrices
 from muonjax._routing.named_axes import by_axis_names, named_axes
@@ -290,11 +291,7 @@ def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> Dimensi
     """Dimension numbers of one layer, written in the axes of the leaf."""
     if numbers is None or axes == tuple(range(len(axes))):
         return numbers
-    rows, columns = (_one(tuple(axes[i] for i in axes_of(part))) for part in numbers[:2])
+    rows, columns = (one_or_several(tuple(axes[i] for i in axes_of(part))) for part in numbers[:2])
     if isinstance(numbers, FusedDimensionNumbers):
         return FusedDimensionNumbers(rows, columns, numbers.parts, axes[numbers.axis])
     return MuonDimensionNumbers(rows, columns)
-
-
-def _one(axes: tuple[int, ...]) -> tuple[int, ...] | int:
-    return axes[0] if len(axes) == 1 else axes

@@ -8,7 +8,13 @@ axes are (in, out); equal small axes before larger ones are a window). Where non
 
 import re
 
-from muonjax._matrix_view import DimensionNumbers, FusedDimensionNumbers, MuonDimensionNumbers, axes_of
+from muonjax._matrix_view import (
+    DimensionNumbers,
+    FusedDimensionNumbers,
+    MuonDimensionNumbers,
+    axes_of,
+    one_or_several,
+)
 from muonjax._routing.roles import (
     ADAPTER,
     ADAPTER_CORE,
@@ -47,16 +53,14 @@ def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbe
         return None
     if role is ADAPTER:
         return _adapter(p, siblings)
-    if hidden := _hidden_axis(p, siblings):
-        return hidden
     if role is GATE_UP:
         return _gate_up(p, siblings)
     if role in (FUSED_QKV, FUSED_KV):
         return _fused(p, siblings, attention)
     if role.kind or role is MLA_UP:
         return _attention(p, siblings, attention)
-    if layout := role.layouts.get(rank):
-        return layout.whole
+    if numbers := role.layouts.get(rank):
+        return numbers
     if rank == 2:
         return _dense(p, siblings)
     return _kernel(p, siblings)
@@ -64,31 +68,15 @@ def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbe
 
 def _dense(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers:
     """(in, out), or (out, in) where the bias or the rest of the tree says so."""
-    bias = siblings.bias(p)
-    if bias and len(bias) == 1 and p.shape[0] != p.shape[1] and bias[0] in p.shape:
-        return MuonDimensionNumbers(1, 0) if bias[0] == p.shape[0] else MuonDimensionNumbers(0, 1)
-    if p.role is ROUTER and is_weight(p) and 8 * p.shape[0] <= p.shape[1]:
-        return MuonDimensionNumbers(1, 0)  # there are fewer experts than features
-    return (
-        MuonDimensionNumbers(1, 0) if is_weight(p) and siblings.outputs_first else MuonDimensionNumbers(0, 1)
-    )
-
-
-def _hidden_axis(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
-    """Of up and down projections that are stored alike, [d, hidden] both, the hidden axis is the larger one."""
-    rank, name = len(p.shape), layer_of(p.path)[1]
-    up, down = (re.fullmatch(names, name) for names in (_UP, _DOWN))
-    if rank not in (2, 3) or p.shape[-1] == p.shape[-2] or not (up or down) or siblings.bias(p):
-        return None
-    others = _DOWN if up else _UP
-    if not any(q.shape == p.shape and re.fullmatch(others, layer_of(q.path)[1]) for q in siblings.beside(p)):
-        return None
-    hidden, d = (rank - 1, rank - 2) if p.shape[-1] > p.shape[-2] else (rank - 2, rank - 1)
-    return MuonDimensionNumbers(d, hidden) if up else MuonDimensionNumbers(hidden, d)
-
-
-_UP = r"(\w+_)?(up|gate|wi|fc1|c_fc)(_proj)?"
-_DOWN = r"(\w+_)?(down|wo|fc2)(_proj)?"
+    bias, outputs_first = siblings.bias(p), is_weight(p) and siblings.outputs_first
+    if bias and p.shape[0] != p.shape[1]:
+        outputs_first = bias == p.shape[:1]
+    elif p.role is ROUTER and is_weight(p) and 8 * p.shape[0] <= p.shape[1]:
+        outputs_first = True  # there are fewer experts than features
+    elif p.shape[0] != p.shape[1] and re.fullmatch(r"(\w+_)?(down|wo)(_proj)?", layer_of(p.path)[1]):
+        up = [q for q in siblings.beside(p) if re.fullmatch(r"(\w+_)?(up|wi)(_proj)?", layer_of(q.path)[1])]
+        outputs_first ^= any(q.shape == p.shape for q in up)  # stored alike, [d, hidden] both
+    return MuonDimensionNumbers(1, 0) if outputs_first else MuonDimensionNumbers(0, 1)
 
 
 def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
@@ -111,7 +99,7 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
         return outputs_first if shape[0] == bias[0] else None
     if bias and rank > len(bias) and shape[-len(bias) :] == bias:
         inputs = tuple(range(rank - len(bias)))
-        return MuonDimensionNumbers(_one(inputs), tuple(range(rank - len(bias), rank)))
+        return MuonDimensionNumbers(one_or_several(inputs), tuple(range(rank - len(bias), rank)))
     if trailing:
         return outputs_first
     if is_dense_general(p):
@@ -179,7 +167,7 @@ def _folded_heads(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
 
 
 def _per_head(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> FusedDimensionNumbers | None:
-    size, (axis,) = siblings.head_size(p), axes_of(numbers.output_axis)
+    size, (axis,) = siblings.head_sizes.get(layer_of(p.path)[0]), axes_of(numbers.output_axis)
     if not size or p.shape[axis] % size:
         return None
     return FusedDimensionNumbers(*numbers[:2], parts=p.shape[axis] // size, axis=axis)
@@ -192,9 +180,6 @@ def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers
     if len(shape) == 2:
         numbers = _fused_flat(p, siblings)
         return numbers if attention == "whole" or numbers is None else _per_head(p, siblings, numbers)
-    if len(shape) == 3 and batch is not None:
-        inner = [i for i in range(3) if i != batch]
-        return MuonDimensionNumbers(*inner) if attention == "whole" else None
     if len(shape) == 3 and len(out) == 3 and parts == 3:
         for found in arrangements({"out": out}):
             d, heads, size = map(found.projection.index, "dhs")
@@ -219,10 +204,7 @@ def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers
 
 def _parts_axis(p: Parameter) -> int | None:
     """The axis that counts query, key and value, if there is one."""
-    found = [i for i, size in enumerate(p.shape[:-1]) if size == p.role.parts]
-    if len(found) > 1 and not is_einsum(p) and 1 in found and len(p.shape) == 3:
-        return 1
-    return found[0] if found else None
+    return next((i for i, size in enumerate(p.shape[:-1]) if size == p.role.parts), None)
 
 
 def _fused_flat(p: Parameter, siblings: Siblings) -> FusedDimensionNumbers | None:
@@ -255,27 +237,21 @@ def _gate_up(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
         if sides[0] != sides[1] and any(d[-2:] == sides for d in down):
             inner = inner[::-1]  # stored as the down kernel is
         return MuonDimensionNumbers(*inner)
-    return FusedDimensionNumbers(1, 2, 2, 2) if rank == 3 and shape[2] % 2 == 0 else None  # experts
+    return None
 
 
 def _adapter(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
     """A factor [*in, rank] or [rank, *out]; an axis of two in the second counts keys and values, or gate and up."""
     rank = len(p.shape)
-    if rank == 2:
-        return MuonDimensionNumbers(0, 1)
     if siblings.is_batched_factor(p):
         return MuonDimensionNumbers(rank - 2, rank - 1)
     if is_first_factor(p):
-        return MuonDimensionNumbers(tuple(range(rank - 1)), rank - 1)
+        return MuonDimensionNumbers(one_or_several(tuple(range(rank - 1))), rank - 1)
     pair = re.search(r"kv_einsum|gating_einsum", "/".join(words(p.path))) and p.shape[1] == 2
     outputs = tuple(range(2 if pair else 1, rank))
-    return MuonDimensionNumbers(0, _one(outputs))
+    return MuonDimensionNumbers(0, one_or_several(outputs))
 
 
 def is_first_factor(p: Parameter) -> bool:
     """Whether an adapter's factor is the one that sees the layer's input, [*in, rank]."""
     return bool(re.search(r"(?:^|_)(?:a|down|w[12]_?a)(?:_[a-z]+)?$", words(p.path)[-1].lower()))
-
-
-def _one(axes: tuple[int, ...]) -> tuple[int, ...] | int:
-    return axes[0] if len(axes) == 1 else axes

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from muonjax._matrix_view import DimensionNumbers, MuonDimensionNumbers
+from muonjax._matrix_view import DimensionNumbers, MuonDimensionNumbers, one_or_several
 from muonjax._routing.roles import Role, layer_of, module
 from muonjax._trees import is_masked, names
 
@@ -61,23 +61,22 @@ def by_axis_names(
         return None, "vector" if inner else "scalar"
     heads = [i for i in inner if re.fullmatch(_HEAD, axes[i])]
     others = [i for i in inner if i not in heads]
+    is_down = bool(re.fullmatch(_DOWN, layer_of(path)[1]))
     if heads and others:
-        if role.kind == "out" or re.fullmatch(_DOWN, layer_of(path)[1]):
-            return _numbers(heads, others), f"{role.name}, by the names of its axes"
-        if attention == "heads":
-            heads = [i for i in heads if re.fullmatch(_HEAD_SIZE, axes[i])] or heads
-        return _numbers(others, heads), f"{role.name}, by the names of its axes"
-    bias = next((a for p, a in axis_names.items() if p != path and module(p) == module(path)), None)
-    outputs = [i for i in inner if bias and axes[i] in bias]
-    if not outputs or len(outputs) == len(inner):
-        embed = [i for i in inner if re.search(r"embed|hidden|model", axes[i])]
-        down = bool(re.fullmatch(_DOWN, layer_of(path)[1]))
-        outputs = embed if down and embed else [i for i in inner if i not in embed] or inner[-1:]
-    rows = [i for i in inner if i not in outputs]
-    if not rows:
-        rows, outputs = inner[:-1], inner[-1:]
-    return _numbers(rows, outputs), f"{role.name}, by the names of its axes"
-
-
-def _numbers(rows: list[int], columns: list[int]) -> MuonDimensionNumbers:
-    return MuonDimensionNumbers(*(axes[0] if len(axes) == 1 else tuple(axes) for axes in (rows, columns)))
+        if role.kind == "out" or is_down:
+            rows, outputs = heads, others
+        elif attention == "heads":
+            rows, outputs = others, [i for i in heads if re.fullmatch(_HEAD_SIZE, axes[i])] or heads
+        else:
+            rows, outputs = others, heads
+    else:
+        bias = next((a for p, a in axis_names.items() if p != path and module(p) == module(path)), ())
+        outputs = [i for i in inner if axes[i] in bias]
+        if not outputs or len(outputs) == len(inner):
+            embed = [i for i in inner if re.search(r"embed|hidden|model", axes[i])]
+            outputs = embed if is_down and embed else [i for i in inner if i not in embed] or inner[-1:]
+        rows = [i for i in inner if i not in outputs]
+        if not rows:
+            rows, outputs = inner[:-1], inner[-1:]
+    numbers = MuonDimensionNumbers(one_or_several(rows), one_or_several(outputs))
+    return numbers, f"{role.name}, by the names of its axes"

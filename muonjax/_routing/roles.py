@@ -8,16 +8,9 @@ adapters. A path is read in snake case, without numbers, and split at slashes an
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from muonjax._matrix_view import MuonDimensionNumbers
-
-
-class Layout(NamedTuple):
-    """The matrices in one layer's parameter: every head folded into one matrix, or a matrix per head."""
-
-    whole: Any  # MuonDimensionNumbers, or FusedDimensionNumbers
-    heads: MuonDimensionNumbers | None = None  # None: no axis of heads
+from muonjax._matrix_view import DimensionNumbers, MuonDimensionNumbers
 
 
 class Role(NamedTuple):
@@ -35,12 +28,10 @@ class Role(NamedTuple):
     name: str
     muon: bool = True
     ranks: tuple[int, ...] = ()
-    layouts: Mapping[int, Layout] = {}
+    layouts: Mapping[int, DimensionNumbers] = {}
     parts: int = 1
     kind: str = ""
 
-
-_MATRIX = {2: Layout(MuonDimensionNumbers(0, 1))}
 
 QUERY = Role("attention query", ranks=(2, 3), kind="query")
 KEY = Role("attention key", ranks=(2, 3), kind="key")
@@ -51,7 +42,7 @@ FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2)
 MLA_UP = Role("attention key, value", ranks=(2, 3))  # the up-projection of MLA's keys and values
 INTERLEAVED = Role("projections interleaved by head")
 GATE_UP = Role("gate and up", ranks=(2, 3, 4), parts=2)
-EXPERTS = Role("experts", ranks=(2, 3), layouts={**_MATRIX, 3: Layout(MuonDimensionNumbers(1, 2))})
+EXPERTS = Role("experts", ranks=(2, 3), layouts={3: MuonDimensionNumbers(1, 2)})
 CONVOLUTION = Role("convolution", ranks=(2, 3, 4, 5))
 ADAPTER_CORE = Role("adapter core", ranks=(3, 4, 5))  # the Tucker form's [*window, rank, rank]
 ADAPTER = Role("adapter factor", ranks=(2,))

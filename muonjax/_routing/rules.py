@@ -34,34 +34,22 @@ def apply_rules(paths: Sequence[str], rules: Rules) -> dict[str, DimensionNumber
 def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter], attention: str) -> str:
     """The message for leaves that can't be decided, with rules that decide all of them, numbered ones together."""
     p, others = undecided[0], len(undecided) - 1
-    text = (
-        f"dimension_numbers(params) can't tell which matrices the leaf {'/'.join(p.path)!r} ({p.role.name}) "
-    )
-    text += f"of shape {p.leaf_shape} holds"
-    instead = "gives it to Adam; MuonDimensionNumbers(reduction_axis, output_axis) instead of None names "
-    instead += "the axes that the layer sums over and those that it gives"
-    if p.role is INTERLEAVED:
-        text += ", because its heads are interleaved"
-    if _is_whole(p):
-        instead = "takes query, key and value as one matrix; a matrix per head is "
-        instead += "FusedDimensionNumbers(0, 1, parts=3 * number_of_heads, axis=1)"
-    elif attention == "heads" and len(p.shape) < 4:
-        text += " with attention='heads', because its heads are folded into one axis"
-        instead = (
-            "gives it to Adam; FusedDimensionNumbers(0, 1, parts=number_of_heads, axis=1) instead of None "
-        )
-        instead += "makes a matrix per head"
-    elif p.role.parts > 1 or p.role is INTERLEAVED:
-        instead += (
-            "; FusedDimensionNumbers(0, 1, parts=(queries, keys, values), axis=1) those of unequal parts"
-        )
-    rules = _suggested_rules(undecided, parameters)
+    what = "takes query, key and value as one matrix" if _is_whole(p) else "gives it to Adam"
+    folded = attention == "heads" and len(p.shape) < 4
+    state = "interleaved" if p.role is INTERLEAVED else "folded into one axis" if folded else ""
+    why = f", because its heads are {state}" if state else ""
     also = f", nor {others} other{'s' if others > 1 else ''}" if others else ""
-    in_muon = "muon_weight_dimension_numbers=lambda params: dimension_numbers(params, rules=...)"
-    return f"{text}{also}. The rule rules=[{rules}] {instead}. In muon: {in_muon}. {_INSPECT}"
+    return (
+        f"dimension_numbers(params) can't tell which matrices the leaf {'/'.join(p.path)!r} ({p.role.name}) of shape "
+        f"{p.leaf_shape} holds{why}{also}. The rule rules=[{_suggested_rules(undecided, parameters)}] {what}; "
+        "MuonDimensionNumbers(reduction_axis, output_axis) instead names the axes that the layer sums over and those "
+        "that it gives; FusedDimensionNumbers(0, 1, parts=..., axis=1) cuts one of them, parts=number_of_heads or "
+        "parts=(queries, keys, values) long. In muon: "
+        f"muon_weight_dimension_numbers=lambda params: dimension_numbers(params, rules=...). {INSPECT}"
+    )
 
 
-_INSPECT = (
+INSPECT = (
     "Or your function says it: program = muonjax.inspect(loss_fn, params, batch), then "
     "muonjax.muon(learning_rate, muon_weight_dimension_numbers=program)."
 )
@@ -75,7 +63,7 @@ def chances_message(why: Mapping[tuple[str, ...], str], parameters: Sequence[Par
     rules = _suggested_rules(found, parameters)
     return (
         f"muonjax can't tell whether the leaf {'/'.join(p.path)!r} of shape {p.leaf_shape}{also} is an output head: "
-        f"{why[p.path]}. Muon takes it; rules=[{rules}] gives it to Adam. {_INSPECT}"
+        f"{why[p.path]}. Muon takes it; rules=[{rules}] gives it to Adam. {INSPECT}"
     )
 
 

@@ -10,8 +10,6 @@ from muonjax._routing.roles import FUSED_KV, FUSED_QKV, Role, attention_scope, l
 
 Shape = tuple[int, ...]
 
-_QK_NORM = re.compile(r"_?(q|k|query|key)_?(layer)?_?norm")
-
 
 class Parameter(NamedTuple):
     """A leaf as one layer sees it.
@@ -39,6 +37,7 @@ class Siblings:
     Attributes:
       biases: Module to the shape of its bias.
       attentions: Attention module to the shapes of its projections by kind, "query" to "out".
+      head_sizes: Attention's scope to the size of its heads, where its module shows it.
       outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox store them.
     """
 
@@ -54,18 +53,14 @@ class Siblings:
         self.attentions: dict[tuple[str, ...], dict[str, Shape]] = {}
         self._modules: dict[tuple[str, ...], list[Parameter]] = {}
         self._folders: dict[tuple[str, ...], list[Parameter]] = {}
-        self._head_sizes: dict[tuple[str, ...], int] = {}  # of the attention in a scope
+        self.head_sizes = head_sizes or {}
         for p in parameters:
             scope = layer_of(p.path)[0]
-            *above, name = module(p.path) or ("",)
-            if p.role.name == "scale" and len(p.shape) == 1 and _QK_NORM.fullmatch(name.lower()):
-                self._head_sizes[tuple(above)] = p.shape[0]
             self._modules.setdefault(scope, []).append(p)
             self._folders.setdefault(words(p.path)[:-1], []).append(p)
             if p.role.kind or p.role in (FUSED_QKV, FUSED_KV):
                 shapes = self.attentions.setdefault(attention_scope(scope), {})
                 shapes[p.role.kind or f"{p.role.parts} fused"] = p.shape
-        self._head_sizes |= head_sizes or {}
         self.outputs_first = self._outputs_first(parameters) if outputs_first is None else outputs_first
 
     def bias(self, p: Parameter) -> Shape | None:
@@ -106,10 +101,6 @@ class Siblings:
             and a[-1] == b[-2]
             for weight in weights
         )
-
-    def head_size(self, p: Parameter) -> int | None:
-        """The size of a head, where the module or a norm of queries or keys, with one scale per feature, shows it."""
-        return self._head_sizes.get(layer_of(p.path)[0])
 
     def _outputs_first(self, parameters: Sequence[Parameter]) -> bool:
         votes = 0
@@ -156,8 +147,6 @@ def is_trailing_window(shape: Shape) -> bool:
 def is_outputs_first(p: Parameter, siblings: Siblings) -> bool:
     """Whether a leaf called `weight` of three axes or more is a convolution's [out, in, *window]."""
     likely = siblings.outputs_first or is_trailing_window(p.shape)
-    if p.role.name == "convolution" and len(p.shape) == 3:  # of one window axis, which is the shortest
-        likely = likely or p.shape[2] < min(p.shape[:2])
     return is_weight(p) and len(p.shape) > 2 and likely and not is_window(p.shape)
 
 
@@ -206,19 +195,13 @@ def _agreement(shapes: Mapping[str, Shape], arrangement: Arrangement) -> int:
 
     query, key, value, out = map(read, ("query", "key", "value", "out"))
     for kernel in (query, key, value, out):
-        if kernel and not (
-            kernel["s"] < kernel["d"] or kernel["h"] == 1 or kernel["s"] == kernel["d"] == kernel["h"]
-        ):
+        if kernel and kernel["s"] >= kernel["d"] and kernel["h"] > 1:
             return -1
         if kernel and kernel["h"] * kernel["s"] > 64 * kernel["d"]:
             return -1
     if query and out and query["h"] != out["h"]:
         return -1
-    if value and out and value["s"] != out["s"]:
-        return -1
-    if value and any(kernel and kernel["h"] % value["h"] for kernel in (query, key)):
-        return -1
-    if key and any(kernel and kernel["h"] % key["h"] for kernel in (query, out)):
+    if any(a and b and b["h"] % a["h"] for a, b in ((value, query), (value, key), (key, query), (key, out))):
         return -1
     pairs = itertools.combinations([kernel for kernel in (query, key, value, out) if kernel], 2)
     return sum((a["d"] == b["d"]) + (a["s"] == b["s"]) for a, b in pairs)

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 
 from muonjax._routing.matrices import is_einsum
 from muonjax._routing.roles import ADAPTER, layer_of
+from muonjax._routing.rules import INSPECT
 from muonjax._routing.siblings import (
     Parameter,
     Siblings,
-    arrangements,
-    has_heads_of_flax,
     is_bias_of_blocks,
     is_outputs_first,
     is_window,
@@ -92,15 +91,6 @@ def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
     return None
 
 
-def _heads_agree(p: Parameter, siblings: Siblings) -> bool | None:
-    """Whether (d, heads, size) and (heads, size, d) fit together; None where one side is missing or flat."""
-    shapes = siblings.attention(p)
-    if not len(shapes.get("query", ())) == len(shapes.get("out", ())) == 3:
-        return None
-    found = arrangements(shapes, einsum=is_einsum(p))
-    return bool(found) or (p.path[-1] == "kernel" and has_heads_of_flax(shapes))
-
-
 def _is_stacked_factor(p: Parameter, siblings: Siblings) -> bool | None:
     """An adapter's factors [*in, rank] and [rank, *out] share the rank; in a stack both have one axis more."""
     partners = [q.shape for q in siblings.partners(p) if q.role is ADAPTER]
@@ -151,7 +141,7 @@ def _peel_together(
             continue
         sizes = {p.shape[i] for p, i in zip(parameters, where, strict=True)}
         layer = [_without(p, i) for p, i in zip(parameters, where, strict=True)]
-        if len(sizes) == 1 and _is_layer(layer):
+        if len(sizes) == 1:
             fits.setdefault(where, (sizes.pop(), layer))
     if not fits:
         return None, False
@@ -165,22 +155,9 @@ def _peel_together(
         raise ValueError(
             "dimension_numbers(params) finds stacked layers, but not their axis: several "
             f"of size {count} fit {'/'.join(p.path)!r} of shape {p.leaf_shape} and its neighbours; "
-            "say with scan_axis on which axis nn.scan or nnx.vmap stacks them, or add rules."
+            f"say with scan_axis on which axis nn.scan or nnx.vmap stacks them, or add rules. {INSPECT}"
         )
     return layer, scan_axis is not None or all(count <= math.prod(p.shape) for p in layer if p.shape)
-
-
-def _is_layer(parameters: Sequence[Parameter]) -> bool:
-    """Whether these could be the parameters of one layer: biases and heads fit."""
-    siblings = Siblings(parameters)
-    for p in parameters:
-        bias = siblings.bias(p) if p.role.muon else None
-        fits = bias and (bias == p.shape[-len(bias) :] or is_bias_of_blocks(bias, p.shape))
-        if bias and not fits and not (len(bias) == 1 and bias[0] in p.shape):
-            return False
-        if p.role.kind and len(p.shape) == 3 and _heads_agree(p, siblings) is False:
-            return False
-    return True
 
 
 def _without(p: Parameter, i: int) -> Parameter:

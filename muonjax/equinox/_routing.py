@@ -6,7 +6,7 @@ import jax
 
 from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
 from muonjax._routing.dimension_numbers import numbers_tree, routes
-from muonjax._routing.roles import BIAS, DENSE, EMBEDDING, SCALE, Layout, Role
+from muonjax._routing.roles import BIAS, DENSE, EMBEDDING, SCALE, Role
 from muonjax._routing.rules import Rules
 from muonjax._trees import names
 
@@ -88,10 +88,10 @@ def _layer(eqx: Any, path: tuple[Any, ...], layer: Any) -> dict[str, Role]:
             rank = layer.num_spatial_dims + 2
             rows, groups = (1, *range(2, rank)), layer.groups
             numbers: Any = MuonDimensionNumbers(rows, 0)
-            role = Role("convolution", ranks=(rank,), layouts={rank: Layout(numbers)})
+            role = Role("convolution", ranks=(rank,), layouts={rank: numbers})
             if groups > 1:
                 split = FusedDimensionNumbers(rows, 0, groups, 0)
-                role = Role("grouped convolution", ranks=(rank,), layouts={rank: Layout(split)})
+                role = Role("grouped convolution", ranks=(rank,), layouts={rank: split})
             if layer.in_channels == groups:
                 role = Role("one input channel: depthwise", muon=False, ranks=(rank,))
             roles = {"weight": role, "bias": BIAS._replace(ranks=(rank - 1,))}

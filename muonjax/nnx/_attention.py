@@ -1,22 +1,19 @@
 """Flax NNX's attention, with an attention function that also sows each head's largest logit."""
 
 from collections.abc import Callable
+from typing import Unpack
 
 import jax
 from flax import nnx
 
-from muonjax._clipping.attention_fn import needs_parentheses, reporting
+from muonjax._clipping.attention_fn import MeasuringSettings, needs_parentheses, reporting
+from muonjax._keywords import explains_keywords
 
 
 @needs_parentheses("muonjax.nnx.attention_fn")
+@explains_keywords("muonjax.nnx.attention_fn", reporting)
 def attention_fn(
-    base: Callable[..., jax.Array] = nnx.dot_product_attention,
-    *,
-    rotate: Callable[[jax.Array], jax.Array] | None = None,
-    scale: float | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    block_q: int = 512,
-    block_k: int = 512,
+    base: Callable[..., jax.Array] = nnx.dot_product_attention, **settings: Unpack[MeasuringSettings]
 ) -> Callable[..., jax.Array]:
     """Attention for `nnx.MultiHeadAttention` that also sows each head's largest logit, for QK-Clip.
 
@@ -32,12 +29,6 @@ def attention_fn(
       base: The attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What its
         own defaults or a `functools.partial` say of `scale`, `local_window_size`, `is_causal`, `mask`,
         `key_value_seq_lengths` and `query_seq_lengths` is measured so.
-      rotate: Rotary embedding, or another linear map of `[*batch, T, heads, D]`, applied to queries and keys
-        before they are measured and handed to `base`.
-      scale: The scale that `base` uses, if it isn't 1/√D.
-      local_window_size: The window that `base` uses, as in `max_logits`.
-      block_q: Queries that are held at a time, as in `max_logits`.
-      block_k: Keys that are held at a time.
 
     Returns:
       A function for Flax's `attention_fn`.
@@ -64,11 +55,7 @@ def attention_fn(
         base,
         lambda module, *value, **how: module.sow(nnx.Intermediate, *value, **how),
         listens=lambda module: hasattr(module, "__captures__"),  # inside of nnx.capture
-        rotate=rotate,
-        scale=scale,
-        local_window_size=local_window_size,
-        block_q=block_q,
-        block_k=block_k,
+        **settings,
     )
 
 

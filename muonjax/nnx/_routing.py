@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 from flax import nnx
 
-from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
+from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers, one_or_several
 from muonjax._routing.dimension_numbers import numbers_tree, routes
-from muonjax._routing.roles import BIAS, DENSE, EMBEDDING, Layout, Role
+from muonjax._routing.roles import BIAS, DENSE, EMBEDDING, Role
 from muonjax._routing.rules import Rules
 
 
@@ -109,7 +109,7 @@ def _layer(module: Any) -> dict[str, Role]:
             role = _role("convolution", (*window, in_axis), (out_axis,))
             if groups > 1:  # each group maps its own inputs to its own share of the outputs
                 split = FusedDimensionNumbers((*window, in_axis), out_axis, groups, out_axis)
-                role = role._replace(name="grouped convolution", layouts={rank: Layout(split)})
+                role = role._replace(name="grouped convolution", layouts={rank: split})
             return {"kernel": role, "bias": BIAS}
     return {}
 
@@ -118,5 +118,5 @@ def _role(name: str, rows: tuple[int, ...], columns: tuple[int, ...], batch: int
     rank = len(rows) + len(columns) + batch
     if not (rows and columns):
         return Role(f"{name} without a contraction", muon=False, ranks=(rank,))
-    numbers = MuonDimensionNumbers(*(axes[0] if len(axes) == 1 else axes for axes in (rows, columns)))
-    return Role(name, ranks=(rank,), layouts={rank: Layout(numbers)})
+    numbers = MuonDimensionNumbers(one_or_several(rows), one_or_several(columns))
+    return Role(name, ranks=(rank,), layouts={rank: numbers})

@@ -47,92 +47,76 @@ def projections(query, key, output=None, names=("query", "key", "out"), leaf="ke
 
 
 DENSE = ("q_proj", "k_proj", "o_proj")
-# Parameters that `sites_from` refuses; for `...` what the caller knows; and the statistic of a module.
-SITES = {
-    "layers on one of two axes": (projections((4, 8, 4, 4), (4, 8, 4, 4)), {}, (4, 4)),
-    "heads in a merged axis": (projections((64, 64), (64, 64), (64, 64), DENSE), {"num_heads": 4}, (4,)),
-    "a stack of them": (
-        projections((3, 64, 64), (3, 64, 64), (3, 64, 64), DENSE), {"num_heads": 4}, (3, 4),
-    ),
-    "stored (out, in)": (
-        projections((64, 64), (16, 64), (64, 64), DENSE, "weight"), {"num_heads": 4}, (4,),
-    ),
-    "GPT-2": (
-        tree(c_attn__kernel=(64, 192), c_proj__kernel=(64, 64)),
-        {"num_heads": 4, "head_dim": 16, "num_kv_heads": 4, "layout": "i (3 h d)", "scan_axis": None},
-        (4,),
-    ),
-    "Bloom": (
-        tree(query_key_value__kernel=(64, 192), dense__kernel=(64, 64)),
-        {"num_heads": 4, "head_dim": 16, "num_kv_heads": 4, "layout": "i (h 3 d)", "scan_axis": None},
-        (4,),
-    ),
-    "a fused stack on axis 1": (
-        tree(qkv__kernel=(64, 3, 3, 3, 16), out__kernel=(3, 3, 16, 64)),
-        {"num_heads": 3, "head_dim": 16, "num_kv_heads": 3, "layout": "i 3 h d", "scan_axis": 1},
-        (3, 3),
-    ),
-    "DeepSeek": (
-        tree(wq_a__kernel=(64, 32), wq_b__kernel=(32, 4, 24), wkv_a__kernel=(64, 24), wkv_b__kernel=(16, 4, 32)),
-        {}, (4,),
-    ),
-    "DeepSeek without its latent projection": (
-        tree(wq_b__kernel=(32, 4, 24), wkv_b__kernel=(16, 4, 32)), {"nope": 16, "scan_axis": None}, (4,),
-    ),
-    "MaxText's, scanned on axis 1": (
-        tree(wq_b__kernel=(32, 3, 4, 24), wkv_a__kernel=(64, 3, 24), wkv_b__kernel=(16, 3, 4, 32)), {}, (3, 4),
-    ),
-    "MaxText's, with as many layers as heads": (
-        tree(query__kernel=(64, 4, 4, 24), wkv_a__kernel=(64, 4, 24), wkv_b__kernel=(16, 4, 4, 32)), {}, (4, 4),
-    ),
-    "Transformers' DeepSeek": (
-        tree(q_a_proj__kernel=(64, 32), q_b_proj__kernel=(32, 96), kv_a_proj_with_mqa__kernel=(64, 24),
-             kv_b_proj__kernel=(16, 128)),
-        {"num_heads": 4, "nope": 16}, (4,),
-    ),
-    "Transformers' DeepSeek, stored (out, in)": (
-        tree(q_proj__weight=(96, 64), kv_a_proj_with_mqa__weight=(24, 64), kv_b_proj__weight=(128, 16)),
-        {"num_heads": 4, "nope": 16}, (4,),
-    ),
-    "Gemma 2": (
-        {
-            f"block_{i}": {
-                "a": {"query": {"kernel": jnp.ones((8, 2, 4))}, "key": {"kernel": jnp.ones((8, 2, 4))}},
-                "post_attention_norm": {"scale": jnp.ones(8)},
-                "post_ffw_norm": {"scale": jnp.ones(8)},
-            }
-            for i in range(2)
-        },
-        {}, (2,),
-    ),
-}  # fmt: skip
+# Parameters that `sites_from` refuses, whose number of heads is all that is missing; and the statistic of a module.
+MERGED = {
+    "heads in a merged axis": (projections((64, 64), (64, 64), (64, 64), DENSE), (4,)),
+    "a stack of them": (projections((3, 64, 64), (3, 64, 64), (3, 64, 64), DENSE), (3, 4)),
+    "stored (out, in)": (projections((64, 64), (16, 64), (64, 64), DENSE, "weight"), (4,)),
+    "GPT-2": (tree(c_attn__kernel=(64, 192), c_proj__kernel=(64, 64)), (4,)),
+}
 
 
-@pytest.mark.parametrize("name", SITES)
-def test_the_sites_that_are_advised(name):
-    params, known, shape = SITES[name]
-    with pytest.raises(ValueError, match="muonjax") as error:
+@pytest.mark.parametrize("name", MERGED)
+def test_the_number_of_heads_that_is_asked_for(name):
+    params, shape = MERGED[name]
+    with pytest.raises(ValueError, match="give num_heads") as error:
         muonjax.adamclip(1e-3).init(params)
-    codes = calls(str(error.value))
-    assert codes
-    for code in codes:
-        if "sites_from" in code and "num_heads" not in known:
-            continue
-        sites = eval(filled(code, **known), {"muonjax": muonjax, "params": params})
-        tx = muonjax.adamclip(0.0, sites)
-        state = tx.init(params)
-        assert set(state[-1].maxima) == {"block_0/a", "block_1/a"}
-        if len(codes) == 1:
-            assert {m.shape for m in state[-1].maxima.values()} == {shape}
-        statistics = {path: jnp.full(m.shape, 400.0) for path, m in state[-1].maxima.items()}
-        _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params, max_logits=statistics)
-        assert int(state[-1].num_clipped) == 2 * statistics["block_0/a"].size
+    code = next(code for code in calls(str(error.value)) if "sites_from" in code)
+    sites = eval(filled(code, num_heads=4), {"muonjax": muonjax, "params": params})
+    tx = muonjax.adamclip(0.0, sites)
+    state = tx.init(params)
+    assert {path: m.shape for path, m in state[-1].maxima.items()} == {"block_0/a": shape, "block_1/a": shape}
+    statistics = {path: jnp.full(m.shape, 400.0) for path, m in state[-1].maxima.items()}
+    _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params, max_logits=statistics)
+    assert int(state[-1].num_clipped) == 2 * statistics["block_0/a"].size
 
 
-def test_nope_is_told_by_the_latent_projection():
-    for name in ("DeepSeek", "MaxText's, scanned on axis 1", "MaxText's, with as many layers as heads"):
-        with pytest.raises(ValueError, match=r"mla_site\('block_\\\\d\+/a', nope=16"):
-            muonjax.sites_from(SITES[name][0])
+class Latent(nn.Module):
+    """Queries and keys from latents, as in DeepSeek, without positions."""
+
+    @nn.compact
+    def __call__(self, x):
+        q = nn.DenseGeneral((4, 8), use_bias=False, name="wq_b")(x)
+        kv = nn.DenseGeneral((4, 12), use_bias=False, name="wkv_b")(nn.Dense(6, name="wkv_a")(x))
+        return nn.dot_product_attention(q, kv[..., :8], kv[..., 8:])
+
+
+class Pairs(nn.Module):
+    """Keys and values in one kernel, as in Gemma's library."""
+
+    @nn.compact
+    def __call__(self, x):
+        q = jnp.einsum("btd,hdk->bthk", x, self.param("q_einsum", nn.initializers.normal(), (4, 8, 8)))
+        w = self.param("kv_einsum", nn.initializers.normal(), (2, 2, 8, 8))
+        k, v = jnp.einsum("btd,chdk->cbthk", x, w)
+        return jax.nn.dot_product_attention(q, k, v)
+
+
+class Stack(nn.Module):
+    """As many layers as everything else is long."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = [self.param(name, nn.initializers.normal(), (8, 8, 8, 8)) for name in ("query", "key")]
+        for i in range(8):
+            q, k = (jnp.einsum("btd,dhk->bthk", x, a[i]) for a in w)
+            x = jax.nn.dot_product_attention(q, k, jnp.stack([x] * 8, 2)).mean(2)
+        return x
+
+
+@pytest.mark.parametrize("model", [Latent(), Pairs(), Stack()])
+def test_the_program_that_is_advised(model):
+    """What names don't tell is one paste away."""
+    batch = jnp.ones((1, 3, 8))
+    params = {"a": jax.jit(model.init)(jax.random.key(0), batch)["params"]}
+    with pytest.raises(ValueError, match=r"muonjax\.inspect") as error:
+        muonjax.qk_clip(100.0).init(params)
+    inspect, muonclip = calls(str(error.value))
+    names = {"muonjax": muonjax, "params": params, "batch": batch, "learning_rate": 1e-3}
+    names["loss_fn"] = lambda params, x: (model.apply({"params": params["a"]}, x) ** 2).sum()
+    names["program"] = eval(inspect, names)
+    (maxima,) = eval(muonclip, names).init(params)[-1].maxima.values()
+    assert maxima.shape == ((8, 8) if isinstance(model, Stack) else (4,))
 
 
 ATTENTION = {"a": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}

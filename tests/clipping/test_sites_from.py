@@ -43,15 +43,6 @@ MODELS = {
               out__kernel=(12, 5, 8, 96), out__bias=(96, 5)),
         None, (1,), (5, 12),
     ),
-    "Gemma's library": (
-        below("layer_0/attn", q_einsum__w=(8, 64, 16), kv_einsum__w=(2, 1, 64, 16), attn_vec_einsum__w=(8, 16, 64)),
-        None, None, (8,),
-    ),
-    "Gemma in big_vision, scanned": (
-        below("layers/attn", q_einsum__w=(18, 8, 64, 16), kv_einsum__w=(18, 2, 2, 64, 16),
-              attn_vec_einsum__w=(18, 8, 16, 64)),
-        None, (0,), (18, 8),
-    ),
     "Gemma's library, fused": (
         below("layer_0/attn", qkv_einsum__w=(3, 4, 64, 16), attn_vec_einsum__w=(4, 16, 64)), None, None, (4,),
     ),
@@ -118,7 +109,7 @@ REFUSED = {
         r"normalizes its queries and keys \(.*q_norm",
     ),
     "Gemma 2": (
-        MODELS["Gemma's library"][0]
+        MODELS["Gemma's library, fused"][0]
         | {f"layer_0/{when}_{what}_norm/scale": (64,) for when in ("pre", "post") for what in ("attention", "ffw")},
         "as Gemma 2, which caps its logits",
     ),
@@ -133,11 +124,15 @@ REFUSED = {
     ),
     "DeepSeek": (
         below("layers_0/mla", wq_b__kernel=(32, 4, 24), wkv_b__kernel=(32, 4, 32)),
-        r"mla_site\('layers_0/mla', nope=",
+        r"how 'wkv_b' of 'layers_0/mla' is divided; your function says it: program = muonjax.inspect",
+    ),
+    "Gemma's library, keys and values in one kernel": (
+        below("layer_0/attn", q_einsum__w=(8, 64, 16), kv_einsum__w=(2, 1, 64, 16), attn_vec_einsum__w=(8, 16, 64)),
+        "how 'kv_einsum' of 'layer_0/attn' is divided; your function says it",
     ),
     "Bloom's interleaved parts": (
         below("h/0/attn", query_key_value__kernel=(64, 192), dense__kernel=(64, 64)),
-        r"fused_qkv_site\('h/0/attn'.*layout=",
+        "the axes of 'h/0/attn' can't be told.*inspect.*fused_qkv_site",
     ),
     "an axis of layers among equals": (
         below("a", query__kernel=(4, 4, 4, 4), key__kernel=(4, 4, 4, 4), out__kernel=(4, 4, 4, 4)),
@@ -169,7 +164,6 @@ def test_refuses(model):
 @quick(
     "MaxText, scanned on axis 1",
     "axlearn, fused and stacked",
-    "Gemma's library",
     "cross-attention",
     "simply",
     "Transformers' Llama",
