@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax.contrib._muon as optax_muon
 
 import muonjax
-from benchmarks.common import ahead_of_time, hlo_launches, measure, model_blocks, roofline
+from benchmarks.common import ahead_of_time, hlo_launches, measure, roofline
 
 # The shapes [fan_in, fan_out] of a model's matrices and how many there are of each, by a name. The leaves are in the
 # order of the names. The order matters: with Optax on GPT-2-small's matrices, XLA keeps between 9 and 51 MB, depending
@@ -216,13 +216,8 @@ def main(platform: str, implementation: str, document: str) -> None:
     )
     parser.add_argument("--maxtext", type=pathlib.Path, help="a checkout of AI-Hypercomputer/maxtext")
     parser.add_argument("--out", type=pathlib.Path, default=measure.RESULTS / f"{platform}_model.json")
-    parser.add_argument("--table", action="store_true", help="print what stands in the JSON, compile nothing")
     arguments = parser.parse_args()
     rows = json.loads(arguments.out.read_text())["results"] if arguments.out.exists() else []
-    table = model_blocks.block(chips=True, compile_time=platform == "gpu")
-    if arguments.table:
-        print(table.render(json.loads(arguments.out.read_text())))
-        return
     if reason := ahead_of_time.missing(platform):
         parser.error(reason)
     available = methods(arguments.maxtext) | kernel_methods(implementation)
@@ -245,7 +240,6 @@ def main(platform: str, implementation: str, document: str) -> None:
                 rows = [other for other in rows if other not in same] + [row]
                 _write(arguments.out, platform, rows)
                 print(json.dumps({k: v for k, v in row.items() if k != "phases"}), flush=True)
-    print(table.render(json.loads(arguments.out.read_text())))
 
 
 def _place(row: dict[str, Any]) -> tuple[int, int, int]:

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.common.model_blocks import interval
 from benchmarks.common.roofline import ROOFLINES
 
 # A ratio between a measured and an assumed figure that is no contradiction, either way.
@@ -49,7 +48,7 @@ def _constants(rows: list[dict[str, Any]], ends: Any) -> Iterator[str]:
             found = seconds / row["launches"]
         least, most = sorted(assumed)
         if found < least / TOLERANCE or found > most * TOLERANCE:
-            shown = interval(sorted({least, most}), ".3g")
+            shown = " to ".join(f"{one:.3g}" for one in sorted({least, most}))
             yield f"benchmarks/results/calibration.json: {name} is {shown}, measured {found:.3g}."
 
 

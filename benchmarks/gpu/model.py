@@ -1,6 +1,6 @@
 """What one update launches, moves and takes on an H100, modelled: compiled and counted without a GPU.
 
-    python -m benchmarks.gpu.model [--trees GPT-2-small] [--methods "balanced;fast"] [--again] [--table]
+    python -m benchmarks.gpu.model [--trees GPT-2-small] [--methods "balanced;fast"] [--again]
 
 Needs `pip install "muonjax[cuda13]"` on Python 3.12; writes benchmarks/results/gpu_model.json.
 """

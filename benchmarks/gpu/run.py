@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 
-from benchmarks.common.model_blocks import interval
 from benchmarks.gpu.contradictions import contradictions
 
 # The most important first, each with its limit in seconds.
@@ -105,7 +104,7 @@ def summary(row):
 
 def _beside_model(times):
     known = times.get("ahead_of_time_ms", times.get("modelled_ms"))
-    return f", modelled {interval(known, '.3f')} ms" if known else ""
+    return ", modelled {:.3f} to {:.3f} ms".format(*known) if known else ""
 
 
 def commit():

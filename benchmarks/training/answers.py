@@ -4,58 +4,38 @@ import math
 import statistics
 from typing import Any
 
-Rows = list[dict[str, Any]]
+from benchmarks.training import book
+from benchmarks.training.book import Rows
+
+QUESTIONS = (
+    ("orthogonalization", "balanced", "fast"),
+    ("orthogonalization", "balanced", "Optax's Muon"),
+    ("gain", "balanced", "AdamW"),
+    ("gain", "MuonClip", "AdamW"),
+    ("rate", "balanced", "AdamW"),
+    ("clip", "MuonClip", "balanced"),
+)
 
 
-def next_rate(losses: dict[float, float]) -> float | None:
-    """The rate to try next: half or twice the best so far; None if both were tried."""
-    best = min(losses, key=lambda rate: losses[rate])
-    return next((rate for rate in (best / 2, best * 2) if rate not in losses), None)
-
-
-def best_rate(rows: Rows) -> float:
-    """The rate with the least loss of the first seed, the only one that tried several rates."""
-    first = min(row["seed"] for row in rows)
-    return min((row for row in rows if row["seed"] == first), key=lambda row: row["held_out"])[
-        "learning_rate"
-    ]
-
-
-def summary(rows: Rows, costs: Rows) -> Rows:
+def summary(rows: Rows, costs: Rows) -> list[dict[str, Any]]:
     """One row per task and optimizer: mean and standard deviation over the seeds at its best rate."""
+    keys = ("task", "optimizer")
     result = []
-    for task, optimizer in dict.fromkeys((row["task"], row["optimizer"]) for row in rows):
-        mine = [row for row in rows if (row["task"], row["optimizer"]) == (task, optimizer)]
-        rate = best_rate(mine)
-        tried = [row["learning_rate"] for row in mine]
-        chosen = sorted((r for r in mine if r["learning_rate"] == rate), key=lambda row: row["seed"])
-        losses = [row["held_out"] for row in chosen]
-        cost = [c for c in costs if (c["task"], c["optimizer"]) == (task, optimizer)]
-        result.append(
-            {
-                "task": task,
-                "optimizer": optimizer,
-                "learning_rate": rate,
-                "bracketed": rate / 2 in tried and rate * 2 in tried,
-                "seeds": len(chosen),
-                "held_out": statistics.mean(losses),
-                "spread": statistics.stdev(losses) if len(losses) > 1 else 0.0,
-                "accuracy": statistics.mean(row["accuracy"] for row in chosen),
-                "losses": {str(row["seed"]): row["held_out"] for row in chosen},
-                "curve": [
-                    [point[0][0], statistics.mean(p[1] for p in point)]
-                    for point in zip(*(row["curve"] for row in chosen), strict=True)
-                ],
-                **({key: cost[0][key] for key in ("seconds", "ratio")} if cost else {}),
-            }
-        )
+    for row, runs in zip(book.summary(rows, keys), book.at_best_rates(rows, keys).values(), strict=True):
+        name = row["task"], row["optimizer"]
+        tried = {r["learning_rate"] for r in rows if (r["task"], r["optimizer"]) == name}
+        points = zip(*(runs[seed]["curve"] for seed in sorted(runs)), strict=True)
+        row |= {
+            "bracketed": {row["learning_rate"] / 2, row["learning_rate"] * 2} <= tried,
+            "accuracy": statistics.mean(run["accuracy"] for run in runs.values()),
+            "losses": {str(seed): run["held_out"] for seed, run in sorted(runs.items())},
+            "curve": [[point[0][0], statistics.mean(p[1] for p in point)] for point in points],
+        }
+        for cost in costs:
+            if (cost["task"], cost["optimizer"]) == name:
+                row |= {key: cost[key] for key in ("seconds", "ratio")}
+        result.append(row)
     return result
-
-
-def _gap(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float] | None:
-    """Held-out loss of `a` minus that of `b`, over the seeds."""
-    gaps = [a["losses"][seed] - b["losses"][seed] for seed in a["losses"] if seed in b["losses"]]
-    return {"mean": statistics.mean(gaps), "low": min(gaps), "high": max(gaps)} if gaps else None
 
 
 def _stays_below_from(curve: list[list[float]], loss: float) -> float | None:
@@ -68,34 +48,29 @@ def _stays_below_from(curve: list[list[float]], loss: float) -> float | None:
     return step
 
 
-def answers(best: Rows) -> Rows:
+def answers(best: Rows) -> list[dict[str, Any]]:
     """For each task and question: the two optimizers compared, and the figures."""
+    found = {(row["task"], row["optimizer"]): row for row in best}
     result = []
-    tables: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in best:
-        tables.setdefault(row["task"], {})[row["optimizer"]] = row
-    for task, table in tables.items():
-
-        def compare(question: str, a: str, b: str, table=table, task=task) -> dict[str, Any] | None:
-            if a not in table or b not in table or not (gap := _gap(table[a], table[b])):
-                return None
-            answer = {"task": task, "question": question, "of": a, "against": b, "gap": gap}
+    for task in dict.fromkeys(task for task, _ in found):
+        for question, of, against in QUESTIONS:
+            a, b = found.get((task, of)), found.get((task, against))
+            if not a or not b or not (gaps := _gaps(a, b)):
+                continue
+            gap = {"mean": statistics.mean(gaps), "low": min(gaps), "high": max(gaps)}
+            answer = {"task": task, "question": question, "of": of, "against": against, "gap": gap}
+            if question == "gain":
+                step = _stays_below_from(a["curve"], b["held_out"])
+                answer["steps"] = step / b["curve"][-1][0] if step else None
+                if step and "seconds" in a and "seconds" in b:
+                    answer["time"] = answer["steps"] * a["seconds"] / b["seconds"]
+            if question == "rate":
+                answer["factors_of_two"] = math.log2(a["learning_rate"] / b["learning_rate"])
             result.append(answer)
-            return answer
-
-        compare("orthogonalization", "balanced", "fast")
-        compare("orthogonalization", "balanced", "Optax's Muon")
-        for muon in ("balanced", "MuonClip"):
-            if answer := compare("gain", muon, "AdamW"):
-                step = _stays_below_from(table[muon]["curve"], table["AdamW"]["held_out"])
-                answer["steps"] = step / table["AdamW"]["curve"][-1][0] if step else None
-                if step and "seconds" in table[muon] and "seconds" in table["AdamW"]:
-                    answer["time"] = answer["steps"] * table[muon]["seconds"] / table["AdamW"]["seconds"]
-        if answer := compare("rate", "balanced", "AdamW"):
-            ratio = table["balanced"]["learning_rate"] / table["AdamW"]["learning_rate"]
-            answer["factors_of_two"] = math.log2(ratio)
-            answer["within_one"] = abs(math.log2(ratio)) <= 1
-        if answer := compare("clip", "MuonClip", "balanced"):
-            answer["never_worse"] = answer["gap"]["high"] <= 0
-            answer["within_spread"] = answer["gap"]["mean"] <= table["balanced"]["spread"]
     return result
+
+
+def _gaps(a: dict[str, Any], b: dict[str, Any]) -> list[float]:
+    """Held-out losses of `a` minus those of `b`, over the seeds."""
+    seeds = a["losses"].keys() & b["losses"].keys()
+    return [a["losses"][seed] - b["losses"][seed] for seed in seeds]

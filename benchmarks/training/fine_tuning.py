@@ -8,13 +8,11 @@ Python's standard library, by each method at several rates. Rates are in units o
 training.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -24,9 +22,10 @@ import optax
 
 import muonjax
 from benchmarks.common import measure
+from benchmarks.training.book import Book, command_line
 from benchmarks.training.int8_momentum import best_rates, text
 from benchmarks.training.small_models import Model, loss
-from benchmarks.training.small_runs import Book, Recipe, Trainer
+from benchmarks.training.small_runs import SIZES, Recipe, Trainer
 
 FIRST, SECOND = "documentation", "source"
 RANK, ALPHA = 8, 16.0
@@ -183,19 +182,12 @@ def at_equal_gain(rows: Sequence[dict[str, Any]], part: float = 0.9) -> list[dic
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    sizes = {"first_steps": 500, "steps": 120, "batch": 8, "width": 128, "layers": 2, "head_size": 16}
-    sizes |= {"context": 64}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this time")
-    parser.add_argument("--name", default="fine_tuning", help="name of the JSON under benchmarks/results")
-    args = parser.parse_args(arguments)
+    sizes = SIZES | {"first_steps": 500, "steps": 120, "batch": 8}
+    args = command_line(__doc__, "fine_tuning", **sizes).parse_args(arguments)
     muon_rate, adam_rate = best_rates()
     rates = {"muon_rate": muon_rate, "adam_rate": adam_rate, "rank": RANK, "alpha": ALPHA}
     settings = {name: getattr(args, name) for name in sizes} | rates
-    book = Book(args.name, settings, time.monotonic() + 60 * args.minutes)
+    book = Book(args.name, settings, args.minutes)
     model = Model("MHA", args.layers, args.width, args.head_size, args.context)
     recipes = {"AdamW": Recipe(size="adamw"), "Muon": Recipe()}
     value = jax.jit(functools.partial(loss, model))

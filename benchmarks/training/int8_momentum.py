@@ -8,14 +8,12 @@ text is the source of Python's standard library. Beside the losses, what one rou
 with recorded spectra of momentum.
 """
 
-import argparse
 import functools
+import itertools
 import json
-import math
+import operator
 import pathlib
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +25,9 @@ import text_data
 
 import muonjax
 from benchmarks.common import measure, momentum
+from benchmarks.training.book import Book, Rows, command_line, summary
 from benchmarks.training.small_models import Model
-from benchmarks.training.small_runs import Book, Recipe, Trainer
+from benchmarks.training.small_runs import SIZES, Recipe, Trainer
 from muonjax._int8_momentum import dequantize, quantize
 
 DTYPES = ("float32", "bfloat16", "int8")
@@ -102,53 +101,31 @@ def rounding_errors(m: int = 192, n: int = 768) -> list[dict[str, Any]]:
     ]
 
 
-def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each text and dtype the mean and spread over the seeds, and the differences to float32, seed by seed."""
-    rows = []
-    for name, dtype in dict.fromkeys((row["text"], row["momentum"]) for row in runs):
-        losses, base = (
-            {row["seed"]: row["held_out"] for row in runs if (row["text"], row["momentum"]) == (name, kind)}
-            for kind in (dtype, DTYPES[0])
-        )
-        differences = [loss - base[seed] for seed, loss in losses.items() if seed in base]
-        row = {
-            "text": name,
-            "momentum": dtype,
-            "seeds": len(losses),
-            "held_out": statistics.mean(losses.values()),
-        }
-        row["spread"] = statistics.stdev(losses.values()) if len(losses) > 1 else 0.0
-        row |= {"difference": statistics.mean(differences)}
-        rows.append({**row, "difference_low": min(differences), "difference_high": max(differences)})
-    return rows
+def table(runs: Rows) -> list[dict[str, Any]]:
+    """For each text and dtype the losses over the seeds, and the differences to float32's, seed by seed."""
+    return summary(
+        runs, ("text", "momentum"), lambda text, dtype: (text, DTYPES[0]), "difference", operator.sub
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    sizes = {"steps": 300, "batch": 16, "width": 128, "layers": 2, "head_size": 16, "context": 64}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this time")
-    parser.add_argument("--name", default="int8_momentum", help="name of the JSON under benchmarks/results")
-    args = parser.parse_args(arguments)
+    args = command_line(__doc__, "int8_momentum", **SIZES).parse_args(arguments)
     rate, adam_rate = best_rates()
-    settings = {name: getattr(args, name) for name in sizes} | {"learning_rate": rate, "adam_rate": adam_rate}
-    book = Book(args.name, settings, time.monotonic() + 60 * args.minutes)
+    settings = {size: getattr(args, size) for size in SIZES} | {"learning_rate": rate, "adam_rate": adam_rate}
+    book = Book(args.name, settings, args.minutes)
     model = Model("MHA", args.layers, args.width, args.head_size, args.context)
 
     @functools.cache
     def trainer(name: str, dtype: str) -> Trainer:
         return Trainer(model, Recipe(momentum=dtype), args.steps, args.batch, text(name))
 
-    for seed in args.seeds:
-        for name in TEXTS:
-            for dtype in DTYPES:
-                key = {"text": name, "momentum": dtype, "seed": seed}
-                book.ensure(
-                    key, lambda where=(name, dtype), seed=seed: trainer(*where).run(rate, adam_rate, seed)
-                )
-    rows = summary(book.rows)
+    def run(name: str, dtype: str, seed: int) -> float:
+        return trainer(name, dtype).run(rate, adam_rate, seed)
+
+    for seed, name, dtype in itertools.product(args.seeds, TEXTS, DTYPES):
+        key = {"text": name, "momentum": dtype, "seed": seed}
+        book.ensure(key, functools.partial(run, name, dtype, seed))
+    rows = table(book.rows)
     book.write(dtypes=rows, rounding=rounding_errors())
     print(measure.table(rows))
 

@@ -9,7 +9,8 @@ then the other seeds run at the best rate. Runs that the JSON contains already a
 steps times the median time of a step, with all optimizers measured in turn.
 """
 
-import argparse
+import functools
+import itertools
 import json
 import math
 import pathlib
@@ -26,6 +27,7 @@ import muonjax
 from benchmarks.common import measure
 from benchmarks.training import answers as training_answers
 from benchmarks.training import tasks as training_tasks
+from benchmarks.training.book import Book, command_line, search
 from muonjax import NewtonSchulz
 
 matplotlib.use("Agg")
@@ -77,9 +79,8 @@ def make(task: training_tasks.Task, optimizer: str, rate: float, seed: int, step
     return training_tasks.Run(task, lambda *settings: OPTIMIZERS[optimizer](schedule, *settings), seed)
 
 
-def train(task: training_tasks.Task, optimizer: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
+def train(task: training_tasks.Task, optimizer: str, seed: int, steps: int, rate: float) -> dict[str, Any]:
     """A whole run; a loss that is not finite counts as ten nats."""
-    began = time.perf_counter()
     run = make(task, optimizer, rate, seed, steps)
     curve = []
     for step in range(1, steps + 1):
@@ -87,19 +88,9 @@ def train(task: training_tasks.Task, optimizer: str, rate: float, seed: int, ste
         if step % max(1, steps // 20) == 0 or step == steps:
             loss, accuracy = run.measure()
             curve.append([step, round(loss, 5) if math.isfinite(loss) else 10.0, round(accuracy, 5)])
-    return {
-        "task": task.name,
-        "optimizer": optimizer,
-        "learning_rate": rate,
-        "seed": seed,
-        "steps": steps,
-        "data": task.fingerprint,
-        "held_out": curve[-1][1],
-        "accuracy": curve[-1][2],
-        "curve": curve,
-        "whole_seconds": round(time.perf_counter() - began, 1),
-        "provenance": measure.provenance(),
-    }
+    _, held_out, accuracy = curve[-1]
+    results = {"data": task.fingerprint, "held_out": held_out, "accuracy": accuracy, "curve": curve}
+    return results | {"provenance": measure.provenance()}
 
 
 def step_costs(task: training_tasks.Task, optimizers: list[str], rounds: int) -> list[dict[str, Any]]:
@@ -151,104 +142,44 @@ def draw(best: list[dict[str, Any]], rows: list[dict[str, Any]], to: pathlib.Pat
     plt.close(figure)
 
 
-class Book:
-    """The JSON file of all runs, rewritten after every run."""
-
-    def __init__(self, name: str, steps: int, only: str, until: float):
-        self.name, self.steps, self.only, self.until = name, steps, re.compile(only), until
-        path = measure.RESULTS / f"{name}.json"
-        held = json.loads(path.read_text()) if path.exists() else {}
-        if held and held["steps"] != steps:
-            raise SystemExit(
-                f"{path} contains runs of {held['steps']} steps, not {steps}: choose another --name."
-            )
-        self.rows: list[dict[str, Any]] = held.get("runs", [])
-        self.costs: list[dict[str, Any]] = held.get("costs", [])
-
-    def wants(self, task: str, optimizer: str) -> bool:
-        """Whether a run was requested and there is time for it."""
-        return bool(self.only.search(f"{task}/{optimizer}")) and time.monotonic() < self.until
-
-    def losses(self, task: training_tasks.Task, optimizer: str, seed: int) -> dict[float, float]:
-        """Last held-out loss by rate."""
-        rows = [row for row in self.rows if row["task"] == task.name]
-        if any(row["data"] != task.fingerprint for row in rows):
-            raise SystemExit(f"{self.name}.json contains runs on another {task.name}: choose another --name.")
-        key = (optimizer, seed)
-        return {r["learning_rate"]: r["held_out"] for r in rows if (r["optimizer"], r["seed"]) == key}
-
-    def run(self, task: training_tasks.Task, optimizer: str, rate: float, seed: int) -> None:
-        """Train, and add the run to the file."""
-        self.rows.append(train(task, optimizer, rate, seed, self.steps))
-        row = self.rows[-1]
-        print(
-            f"{task.name}, {optimizer}, rate {rate:.2g}, seed {seed}: {row['held_out']:.4f} "
-            f"({row['whole_seconds']:.0f} s)",
-            flush=True,
-        )
-        self.write()
-
-    def write(self) -> None:
-        """Write all runs and their summary."""
-        best = training_answers.summary(self.rows, self.costs) if self.rows else []
-        content = {"steps": self.steps, "best": best, "answers": training_answers.answers(best)}
-        measure.write(self.name, {**content, "costs": self.costs, "runs": self.rows})
-
-
-def settled(losses: dict[float, float], most: int) -> bool:
-    """Whether the search for a rate is over."""
-    return bool(losses) and (training_answers.next_rate(losses) is None or len(losses) >= most)
-
-
-def sweep(book: Book, task: training_tasks.Task, optimizer: str, first: int, most: int) -> None:
-    """Search the best rate of an optimizer with the first seed, in at most `most` runs."""
-    while not settled(losses := book.losses(task, optimizer, first), most):
-        if not book.wants(task.name, optimizer):
-            return
-        rate = training_answers.next_rate(losses) if losses else FIRST_RATE
-        assert rate is not None
-        book.run(task, optimizer, rate, first)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = command_line(__doc__, "training", steps=200)
     add = parser.add_argument
-    add("--steps", type=int, default=200, help="steps of a run and of its schedule")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="the first one searches the rates")
     add("--only", default="", help="regular expression searched in task/optimizer, such as digits/AdamW")
-    add("--minutes", type=float, default=math.inf, help="start no run after this time")
     add("--most", type=int, default=7, help="largest number of rates to try")
-    add("--name", default="training", help="name of the JSON under benchmarks/results")
     add("--picture", type=pathlib.Path, default=PICTURE)
     add("--tiny", action="store_true", help="tiny models, to test the program")
     args = parser.parse_args(arguments)
-    book = Book(args.name, args.steps, args.only, time.monotonic() + 60 * args.minutes)
+    book = Book(args.name, {"steps": args.steps}, args.minutes)
+    costs = book.summaries.get("costs", [])
+    first, *others = args.seeds
     for name, build in training_tasks.TASKS.items():
-        if not any(book.wants(name, optimizer) for optimizer in OPTIMIZERS):
+        wanted = [optimizer for optimizer in OPTIMIZERS if re.search(args.only, f"{name}/{optimizer}")]
+        if not wanted or time.monotonic() > book.until:
             continue
         task = build(args.tiny)
-        optimizers = [o for o in OPTIMIZERS if task.sites or o != "MuonClip"]
-        if not any(cost["task"] == name for cost in book.costs):
-            book.costs += step_costs(task, optimizers, rounds=2 if args.tiny else 15)
-            book.write()
-        for optimizer in optimizers:
-            sweep(book, task, optimizer, args.seeds[0], args.most)
-        for seed in args.seeds[1:]:
-            for optimizer in optimizers:
-                losses = book.losses(task, optimizer, args.seeds[0])
-                if not settled(losses, args.most) or not book.wants(name, optimizer):
-                    continue
-                rate = min(losses, key=lambda rate: losses[rate])
-                if rate not in book.losses(task, optimizer, seed):
-                    book.run(task, optimizer, rate, seed)
-    if book.rows:
-        book.write()
-        best = training_answers.summary(book.rows, book.costs)
-        draw(best, book.rows, args.picture)
-        hidden = ("losses", "curve")
-        print(measure.table([{k: v for k, v in row.items() if k not in hidden} for row in best]))
-        for answer in training_answers.answers(best):
-            print(json.dumps(answer))
+        if any(row["data"] != task.fingerprint for row in book.find(task=name)):
+            raise SystemExit(f"{args.name}.json contains runs on another {name}: choose another --name.")
+        optimizers = [optimizer for optimizer in OPTIMIZERS if task.sites or optimizer != "MuonClip"]
+        if not any(cost["task"] == name for cost in costs):
+            costs += step_costs(task, optimizers, rounds=2 if args.tiny else 15)
+            book.write(costs=costs)
+        best = {}
+        for optimizer in [optimizer for optimizer in optimizers if optimizer in wanted]:
+            key = {"task": name, "optimizer": optimizer, "seed": first}
+            run = functools.partial(train, task, optimizer, first, args.steps)
+            best[optimizer] = search(book, key, (FIRST_RATE,), run, most=args.most)
+        for seed, (optimizer, rate) in itertools.product(others, best.items()):
+            key = {"task": name, "optimizer": optimizer, "seed": seed, "learning_rate": rate}
+            if rate is not None:
+                book.ensure(key, functools.partial(train, task, optimizer, seed, args.steps, rate))
+    best = training_answers.summary(book.rows, costs)
+    answers = training_answers.answers(best)
+    book.write(best=best, answers=answers)
+    draw(best, book.rows, args.picture)
+    hidden = ("losses", "curve")
+    print(measure.table([{k: v for k, v in row.items() if k not in hidden} for row in best]))
+    print(*map(json.dumps, answers), sep="\n")
 
 
 if __name__ == "__main__":

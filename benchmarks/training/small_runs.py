@@ -1,11 +1,8 @@
-"""Train the small models with variants of Muon, and keep every run in a JSON file that can be continued."""
+"""Train the small models with variants of Muon."""
 
 import dataclasses
 import functools
-import json
 import math
-import time
-from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -14,11 +11,10 @@ import optax
 import text_data
 
 import muonjax
-from benchmarks.common import measure
-from benchmarks.training.answers import next_rate
 from benchmarks.training.small_models import Model, loss
 
 DECAY = 0.1
+SIZES = {"steps": 300, "batch": 16, "width": 128, "layers": 2, "head_size": 16, "context": 64}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,73 +112,18 @@ class Trainer:
         """The batch of a step: the same for every recipe."""
         return self.text.batch(seed, step, self.batch, self.model.context)
 
-    def train(
-        self, rate: float, adam_rate: float, seed: int, watch: Callable[[int, Any], None] | None = None
-    ) -> tuple[Any, Any]:
+    def train(self, rate: float, adam_rate: float, seed: int) -> tuple[Any, Any]:
         """Parameters and the optimizer's state after training."""
         params, state = self.start(seed)
         for step in range(self.steps):
-            if watch is not None:
-                watch(step, params)
             params, state, _ = self.step(
                 params, state, self.windows(seed, step), jnp.float32(rate), jnp.float32(adam_rate)
             )
         return params, state
 
-    def run(
-        self, rate: float, adam_rate: float, seed: int, watch: Callable[[int, Any], None] | None = None
-    ) -> float:
+    def run(self, rate: float, adam_rate: float, seed: int) -> float:
         """Train, and return the held-out loss; 10 nats if it is not finite."""
-        params, state = self.train(rate, adam_rate, seed, watch)
+        params, state = self.train(rate, adam_rate, seed)
         weights = muonjax.ema_nesterov_params(state, params) if self.recipe.look_ahead else params
         held_out = float(self.loss(weights, self.held_out))
         return held_out if math.isfinite(held_out) else 10.0
-
-
-class Book:
-    """A JSON file of runs, each a row of settings and its held-out loss or other results, and trained once."""
-
-    def __init__(self, name: str, settings: dict[str, Any], until: float = math.inf):
-        self.name, self.settings, self.until = name, settings, until
-        path = measure.RESULTS / f"{name}.json"
-        held = json.loads(path.read_text()) if path.exists() else {}
-        if held and held["settings"] != settings:
-            raise SystemExit(
-                f"{path} has runs with {held['settings']}, not {settings}: choose another --name."
-            )
-        self.rows: list[dict[str, Any]] = held.get("runs", [])
-
-    def find(self, **key: Any) -> list[dict[str, Any]]:
-        """The rows with these values."""
-        return [row for row in self.rows if all(row[name] == value for name, value in key.items())]
-
-    def ensure(self, key: dict[str, Any], train: Callable[[], float | dict[str, Any]]) -> bool:
-        """Train and write the row `key`, unless it is there; False if the time is over."""
-        if self.find(**key):
-            return True
-        if time.monotonic() > self.until:
-            return False
-        began = time.perf_counter()
-        found = train()
-        results = found if isinstance(found, dict) else {"held_out": round(found, 5)}
-        self.rows.append({**key, **results, "seconds": round(time.perf_counter() - began, 1)})
-        print(", ".join(f"{name} {value}" for name, value in self.rows[-1].items()), flush=True)
-        self.write()
-        return True
-
-    def write(self, **summaries: Any) -> None:
-        """Write all runs, and the summaries that a benchmark derives from them."""
-        measure.write(self.name, {"settings": self.settings, **summaries, "runs": self.rows})
-
-
-def search(book: Book, key: dict[str, Any], rates: Iterable[float], train: Callable[[float], float]) -> bool:
-    """Train at each of `rates`, then at more until the best is between two worse ones; False if the time is over."""
-    todo, losses = list(rates), {}
-    while todo:
-        for rate in todo:
-            if not book.ensure({**key, "learning_rate": rate}, lambda rate=rate: train(rate)):
-                return False
-            losses[rate] = book.find(**key, learning_rate=rate)[0]["held_out"]
-        more = next_rate(losses)
-        todo = [] if more is None else [more]
-    return True

@@ -4,14 +4,15 @@ Full schedules of every length, on the example's model and text. Runs that the J
 sweep can be stopped and continued.
 """
 
-import argparse
-import json
+import functools
+import itertools
 import tempfile
-import time
+from typing import Any
 
 import train_transformer
 
 from benchmarks.common import measure
+from benchmarks.training.book import Book, command_line, summary
 
 RATES = {
     "adamw": (1e-3, 2e-3, 3e-3, 4e-3, 8e-3),
@@ -19,67 +20,33 @@ RATES = {
 }
 
 
-def one_run(optimizer: str, rate: float, steps: int, seed: int, extra: list[str]) -> dict[str, object]:
+def one_run(optimizer: str, rate: float, steps: int, seed: int, extra: list[str]) -> dict[str, Any]:
+    """The held-out loss of a run of the example."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--optimizer", optimizer, "--learning-rate", str(rate), "--steps", str(steps), *extra]
-        arguments += [
-            "--threshold",
-            "100",
-        ]  # no logit reaches it: the optimizers are compared without clipping
-        arguments += ["--seed", str(seed), "--out", folder, "--quiet", "--sample", "0"]
+        # No logit reaches the threshold: the optimizers are compared without clipping.
+        arguments += ["--threshold", "100", "--seed", str(seed), "--out", folder, "--quiet", "--sample", "0"]
         arguments += ["--checkpoint-every", str(steps), "--eval-every", str(steps)]
-        start = time.perf_counter()
         loss = train_transformer.train(train_transformer.parse(arguments))
-        seconds = time.perf_counter() - start
-    row = {
-        "optimizer": optimizer,
-        "learning_rate": rate,
-        "steps": steps,
-        "seed": seed,
-        "held_out": round(loss, 5),
-    }
-    return {**row, "seconds": round(seconds, 1), "provenance": measure.provenance()}
-
-
-def best(rows, optimizer, steps):
-    """The rate with the lowest mean loss over seeds."""
-    losses = {}
-    for row in rows:
-        if (row["optimizer"], row["steps"]) == (optimizer, steps):
-            losses.setdefault(row["learning_rate"], []).append(row["held_out"])
-    if not losses:
-        return None
-    mean, rate = min((sum(v) / len(v), rate) for rate, v in losses.items())
-    return {"optimizer": optimizer, "steps": steps, "learning_rate": rate, "held_out": round(mean, 4)}
+    return {"held_out": round(loss, 5), "provenance": measure.provenance()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=400, help="AdamW's steps")
+    parser = command_line(__doc__, "training_sweep", steps=400)
     parser.add_argument(
         "--shares", type=float, nargs="*", default=[0.6, 0.5], help="MuonClip's steps in units of AdamW's"
     )
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--name", default="training_sweep", help="name of the JSON under benchmarks/results")
+    parser.set_defaults(seeds=[0])
     args, extra = parser.parse_known_args()
-    path = measure.RESULTS / f"{args.name}.json"
-    rows = json.loads(path.read_text())["runs"] if path.exists() else []
+    book = Book(args.name, {"steps": args.steps}, args.minutes)
     lengths = {"adamw": [args.steps], "muonclip": [round(args.steps * share) for share in args.shares]}
-    plan = [
-        (optimizer, rate, steps, seed)
-        for seed in args.seeds
-        for optimizer in ("muonclip", "adamw")
-        for steps in lengths[optimizer]
-        for rate in RATES[optimizer]
-    ]
-    for run in plan:
-        if any((r["optimizer"], r["learning_rate"], r["steps"], r["seed"]) == run for r in rows):
-            continue
-        rows.append(one_run(*run, extra))
-        winners = [best(rows, name, steps) for name in lengths for steps in lengths[name]]
-        measure.write(args.name, {"best": [w for w in winners if w], "runs": rows})
-    table = [{k: v for k, v in row.items() if k != "provenance"} for row in rows]
-    print(measure.table(table), "", measure.table([w for w in winners if w]), sep="\n")
+    for seed, optimizer in itertools.product(args.seeds, RATES):
+        for steps, rate in itertools.product(lengths[optimizer], RATES[optimizer]):
+            key = {"optimizer": optimizer, "steps": steps, "learning_rate": rate, "seed": seed}
+            book.ensure(key, functools.partial(one_run, optimizer, rate, steps, seed, extra))
+    best = summary(book.rows, ("optimizer", "steps"))
+    book.write(best=best)
+    print(measure.table(best))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ for comparison. Each rule also has a coordinate check: how much the first ten st
 width, with the best rate of the first width. And for each width the spectral norm of AdamW's updates is measured.
 """
 
-import argparse
+import functools
 import math
 import pathlib
 import time
@@ -22,25 +22,18 @@ import matplotlib
 import numpy as np
 
 from benchmarks.common import measure
-from benchmarks.training.answers import next_rate
+from benchmarks.training.book import Book, command_line, next_rate, search
 from benchmarks.training.small_models import Model
-from benchmarks.training.small_runs import Book, Recipe, Trainer
+from benchmarks.training.small_runs import Recipe, Trainer
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
 FIRST = {"rms": 8e-3, "width": 1.6e-2, "spectral": 1.6e-2, "hyperball": 2e-2, "adamw": 4e-3}
+LEAST = 4  # rates of a sweep
 CHECKED = (1, 10)  # steps of the coordinate check
 Size = tuple[int, int]  # width, layers
-
-
-def wanted(losses: dict[float, float], first: float) -> float | None:
-    """The next rate of a sweep of at least four whose best one is between two worse ones; None if it is complete."""
-    if not losses:
-        return first
-    rate = next_rate(losses)
-    return rate if rate is not None or len(losses) >= 4 else max(losses) * 2
 
 
 def trainer(rule: str, size: Size, settings: dict[str, Any]) -> Trainer:
@@ -51,19 +44,11 @@ def trainer(rule: str, size: Size, settings: dict[str, Any]) -> Trainer:
 
 def sweep(book: Book, rule: str, size: Size, first: float) -> float | None:
     """The best rate of one rule and size; None if the time is over."""
-    key, made = {"rule": rule, "width": size[0], "layers": size[1]}, []
-
-    def train(rate: float) -> float:
-        made[:] = made or [trainer(rule, size, book.settings)]
-        return made[0].run(rate, book.settings["adam_rate"], 0)
-
-    def losses() -> dict[float, float]:
-        return {row["learning_rate"]: row["held_out"] for row in book.find(**key)}
-
-    while (rate := wanted(losses(), first)) is not None:
-        if not book.ensure({**key, "learning_rate": rate}, lambda rate=rate: train(rate)):
-            return None
-    return min(losses(), key=lambda rate: losses()[rate])
+    key = {"rule": rule, "width": size[0], "layers": size[1]}
+    made = functools.cache(lambda: trainer(rule, size, book.settings))
+    return search(
+        book, key, (first,), lambda rate: made().run(rate, book.settings["adam_rate"], 0), least=LEAST
+    )
 
 
 def coordinate_check(rule: str, size: Size, rate: float, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -117,7 +102,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         best.setdefault(row["rule"], {}).setdefault(size, {})[row["learning_rate"]] = row["held_out"]
     result = []
     for rule, sweeps in best.items():
-        sizes = {size: losses for size, losses in sweeps.items() if wanted(losses, 0.0) is None}
+        sizes = {size: losses for size, losses in sweeps.items() if next_rate(losses, least=LEAST) is None}
         if not sizes:
             continue
         row: dict[str, Any] = {"rule": rule}
@@ -184,25 +169,15 @@ def draw(book: Book, checks: list[dict[str, Any]], rules: list[str]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = command_line(__doc__, "transfer", steps=150, batch=8, head_size=16, context=64)
     add = parser.add_argument
-    for name, default in {"steps": 150, "batch": 8, "head-size": 16, "context": 64}.items():
-        add(f"--{name}", type=int, default=default)
     add("--adam-rate", type=float, default=4e-3, help="of embeddings, norms and head")
     add("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
-    add(
-        "--depths",
-        type=int,
-        nargs="+",
-        default=[2, 4, 8],
-        help="at the first width; the first is that of all widths",
-    )
+    add("--depths", type=int, nargs="+", default=[2, 4, 8], help="at the first width, but the first")
     add("--rules", nargs="+", default=list(FIRST))
-    add("--minutes", type=float, default=math.inf, help="start no run after this time")
-    add("--name", default="transfer", help="name of the JSON under benchmarks/results")
     args = parser.parse_args(arguments)
     settings = {key: getattr(args, key) for key in ("steps", "batch", "head_size", "context", "adam_rate")}
-    book = Book(args.name, settings, time.monotonic() + 60 * args.minutes)
+    book = Book(args.name, settings, args.minutes)
     best: dict[str, float | None] = dict(FIRST)
     sizes = [(width, args.depths[0]) for width in args.widths]
     sizes += [(args.widths[0], depth) for depth in args.depths[1:]]

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks.common import measure
-from benchmarks.training import ema_nesterov, fine_tuning, int8_momentum, small_runs, transfer, variants
+from benchmarks.training import book, ema_nesterov, fine_tuning, int8_momentum, small_runs, transfer, variants
 from benchmarks.training.small_models import Model
 
 
@@ -31,14 +31,14 @@ def test_ratios_are_taken_seed_by_seed_at_the_first_seeds_best_rate():
         variant_row("NorMuon", 4.0, 0, 1.0),
         variant_row("NorMuon", 4.0, 1, 1.0),
     ]
-    muon, normuon = variants.summary(runs)
+    muon, normuon = variants.table(runs)
     assert (muon["learning_rate"], muon["held_out"], muon["ratio"]) == (2.0, 1.5, 1.0)
     assert (normuon["ratio"], normuon["ratio_low"], normuon["ratio_high"]) == (0.75, 0.5, 1.0)
 
 
 def test_a_sweep_has_four_rates_and_ends_between_two_worse_ones():
     losses = {}
-    while (rate := transfer.wanted(losses, 8.0)) is not None:
+    while (rate := book.next_rate(losses, (8.0,), least=transfer.LEAST)) is not None:
         losses[rate] = abs(np.log2(rate) - 1)
     assert min(losses, key=losses.get) == 2.0
     assert len(losses) >= 4
@@ -81,18 +81,10 @@ def test_a_position_sees_only_those_before_it(layout):
     assert (np.abs(a[:, 5:] - b[:, 5:]).max(-1) > 1e-3).all()
 
 
-def test_steps_to_a_loss_lie_between_two_lengths():
-    losses = {60: 3.0, 80: 2.0, 100: 1.5}
-    assert ema_nesterov.steps_to(2.5, losses) == 70
-    assert ema_nesterov.steps_to(1.5, losses) == 100
-    assert ema_nesterov.steps_to(3.5, losses) == 60  # or fewer
-    assert ema_nesterov.steps_to(1.0, losses) is None
-
-
 def test_differences_to_float32_are_taken_seed_by_seed():
     rows = [("float32", 0, 2.0), ("float32", 1, 3.0), ("int8", 0, 2.1), ("int8", 1, 2.9)]
     runs = [{"text": "a", "momentum": m, "seed": s, "held_out": loss} for m, s, loss in rows]
-    _, int8 = int8_momentum.summary(runs)
+    _, int8 = int8_momentum.table(runs)
     found = int8["difference"], int8["difference_low"], int8["difference_high"]
     assert found == pytest.approx((0.0, -0.1, 0.1))
 
@@ -163,7 +155,7 @@ def test_tiny_runs_of_dtypes_and_wrappers(tmp_path, monkeypatch):
     ]
     int8_momentum.main([*sizes, "--steps", "2"])
     recipes = ["Muon", "EMA-Nesterov, beta 0.6, decay 0.95"]
-    ema_nesterov.main([*sizes, "--steps", "8", "--shorter", "0.5", "--recipes", *recipes])
+    ema_nesterov.main([*sizes, "--steps", "8", "--recipes", *recipes])
     found = json.loads((tmp_path / "int8_momentum.json").read_text())["dtypes"]
     assert [row["momentum"] for row in found] == ["float32", "bfloat16", "int8"]
     muon, wrapped = json.loads((tmp_path / "ema_nesterov.json").read_text())["recipes"]
