@@ -40,8 +40,8 @@ class Policy:
         return jnp.dtype(jnp.float32 if self.is_cpu else jnp.bfloat16)
 
     @property
-    def fused_dtype(self) -> jnp.dtype:
-        """Of the m x m matrices of fused steps: float16 has three digits more, but a TPU has no unit for it."""
+    def finer_half(self) -> jnp.dtype:
+        """Of thin products and of fused steps' m x m matrices: float16 has three digits more, but no unit of a TPU."""
         return jnp.dtype(jnp.bfloat16 if self.platform == "tpu" else jnp.float16)
 
     def joins_last_steps(self, m: int, n: int) -> bool:

@@ -125,7 +125,7 @@ def iterate(
     rank = min(settings.deflation, m // 8)
     scale_of = functools.partial(power_of_two_scale, axis_name=axis_name)
     if rank:
-        z, basis = deflate(x, rank, dtype, products.over_columns, scale_of)
+        z, basis = deflate(x, rank, policy.finer_half, dtype, products.over_columns, scale_of)
     else:
         z, basis = (scale_of(x) * x).astype(dtype), None
     q, z = _steps(products, z, settings, basis, _fused(settings, policy, m, n))
@@ -140,7 +140,7 @@ def _fused(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int,
     first (emulated for the presets: benchmarks/optimizer/half_precision.py). A kernel rounds its sums to bfloat16, so
     float16 afterwards would gain nothing.
     """
-    dtype = jnp.dtype(jnp.bfloat16) if settings.implementation else policy.fused_dtype
+    dtype = jnp.dtype(jnp.bfloat16) if settings.implementation else policy.finer_half
     most, before = (3, 1) if dtype == jnp.float16 else (2, 2)
     number = min(most, len(settings.steps) - before)
     while number > 1 and math.prod(a for a, _, _ in settings.steps[-number:-1]) > _LARGEST_FACTOR[number]:

@@ -45,6 +45,7 @@ class Deflated(NamedTuple):
 def deflate(
     x: jax.Array,
     rank: int,
+    thin: jnp.dtype,
     dtype: jnp.dtype,
     over_columns: Callable[[jax.Array], jax.Array] = lambda products: products,
     scale_of: Callable[[jax.Array], jax.Array] = power_of_two_scale,
@@ -53,19 +54,21 @@ def deflate(
 
     Args:
       rank: How many directions; half as many more are shrunk, which makes up for a second step of subspace iteration.
-      dtype: Half precision with the range of float32.
+      thin: Half precision of the thin products, that with the most digits: of a matrix of rank one its rounding errors
+        stay, and in bfloat16 they would turn what is left of the one direction by 20 degrees.
+      dtype: Of the result: half precision with the range of float32.
       over_columns: Sums products over the devices that share the columns.
       scale_of: The scale that `scaling` gives, over these devices.
     """
-    half = MatrixProduct(dtype.name, None)
+    half = MatrixProduct(thin.name, None)
     scale = scale_of(x)
 
-    def in_memory(a):
+    def in_memory(a, dtype):
         return jax.lax.optimization_barrier(a.astype(dtype))
 
     # Once for all thin products. A TPU takes two thirds of the time if rounding is part of a fusion and not an
     # instruction of its own.
-    rounded = in_memory(scale * x)
+    rounded = in_memory(scale * x, thin)
 
     def project(v):
         return half.of_adjoint(v, rounded)
@@ -75,17 +78,17 @@ def deflate(
     root, number = bounded_inverse_root(over_columns(dot.with_adjoint(b, b)), *_FIRST)
     y = over_columns(half.with_adjoint(rounded, number * dot(root, b)))
     root, number = bounded_inverse_root(dot.of_adjoint(y, y), *_SECOND)
-    v = (number * dot(y, root)).astype(dtype)
+    v = (number * dot(y, root)).astype(thin)
     target = _target(root)
     # 2 - V^H V is the inverse of V^H V up to the square of what rounding and the root leave it off from 1.
     d = 2 * identity_like(root) - half.of_adjoint(v, v) - target * root
     p, c = dot(v.astype(x.dtype), d), project(v)
     # Rounded, they would leave 1/256 of the largest singular value, of either sign: a half more for the rest of each.
-    p, c = _with_rest(p, dtype, (0, 1, 0), -1), _with_rest(c, dtype, (0, 0, 1), -2)
+    p, c = _with_rest(p, thin, (0, 1, 0), -1), _with_rest(c, thin, (0, 0, 1), -2)
     # Each term is multiplied by the factor separately. If they were added first, x would be an operand of a library's
     # product, for which it would have to be stacked.
     factor = number / target
-    return Deflated(in_memory(factor * (scale * x) - factor * half(p, c)), v.astype(x.dtype))
+    return Deflated(in_memory(factor * (scale * x) - factor * half(p, c), dtype), v.astype(x.dtype))
 
 
 def _with_rest(a: jax.Array, dtype: jnp.dtype, parts: tuple[int, ...], axis: int) -> jax.Array:
