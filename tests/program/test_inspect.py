@@ -1,6 +1,8 @@
 """`inspect` and `Program` as a user meets them."""
 
 import re
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -233,3 +235,17 @@ def test_a_loss_with_more_results():
 
     with pytest.raises(TypeError, match=r"needs a scalar loss from fun, got a tuple.*has_aux=True"):
         muonjax.value_and_grad(loss)(ones(PARAMS), ones(X))
+
+
+def test_the_line_in_a_notebook_is_that_of_a_cell(monkeypatch):
+    """IPython gives a cell's code the name of a file that does not exist, and knows its number."""
+
+    def format_code_name(name):
+        return ("Cell", "In[3]") if "ipykernel" in name else None
+
+    shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=format_code_name))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    code = "\ndef loss(params, x):\n    return ((x @ params['up'] + params['bias']) @ params['out']).sum()\n"
+    exec(compile(code, "/tmp/ipykernel_12/4258106292.py", "exec"), names := {})
+    assert muonjax.inspect(names["loss"], PARAMS, X).why("up").endswith(": In[3]:3")
+    assert "test_inspect.py:" in muonjax.inspect(mlp, PARAMS, X).why("up")
