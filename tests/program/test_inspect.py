@@ -218,6 +218,13 @@ def test_what_inspect_is_given_in_another_order():
         muonjax.inspect(PARAMS, mlp, X)
 
 
+def test_a_module_with_functions_in_it():
+    with pytest.raises(
+        TypeError, match=r"inspect\(mlp\): 'act' in the parameters is a function.*eqx.partition\(model"
+    ):
+        muonjax.inspect(mlp, PARAMS | {"act": jnp.tanh}, X)
+
+
 def test_a_parameter_that_there_is_not():
     program = muonjax.inspect(mlp, PARAMS, X)
     with pytest.raises(KeyError, match=r"inspect\(mlp\) has no parameter 'upp'; there are .*'up'"):
