@@ -3,8 +3,8 @@
     python examples/mla_qk_clip.py
 
 A small byte-level transformer with DeepSeek's attention, trained at a learning rate at which its attention logits grow
-without bound. The picture has the loss of both runs (thick: its mean over 20 steps), each head's largest logit, and the
-steps at which QK-Clip scaled each head.
+into the thousands. The picture has the loss of both runs (thick: its mean over 20 steps), each head's largest logit,
+and the steps at which QK-Clip scaled each head.
 """
 
 import argparse

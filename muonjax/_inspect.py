@@ -249,6 +249,11 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         )
     call = _name(fun)
     leaves, structure = jax.tree.flatten(params)
+    if functions := [path for path, leaf in flatten_paths(params).items() if callable(leaf)]:
+        raise TypeError(
+            f"{call}: {functions[0]!r} in the parameters is a function. Give arrays alone; in Equinox the first of "
+            "eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss puts both together."
+        )
 
     def traced(leaves: list[Any], arrays: list[Any]) -> Any:
         given = iter(arrays)

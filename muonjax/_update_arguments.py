@@ -1,5 +1,6 @@
 """Check what `update` is given: the state of this optimizer, parameters, and a gradient for each of them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,7 +22,12 @@ def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
 
 
 def other_state(call: str, state: Any) -> str:
-    """The message for a state that another optimizer made."""
+    """The message for a state that another optimizer made, or whose tuples a checkpoint has lost."""
+    if isinstance(state, Mapping):
+        return (
+            f"{call}: this state is a {type(state).__name__}, no tuple: a checkpoint that was restored without its "
+            "structure. Restore it as jax.eval_shape(tx.init, params)."
+        )
     kinds = {type(node).__name__ for node in jax.tree.leaves(state, is_leaf=_is_named) if _is_named(node)}
     kinds -= {"EmptyState", "MaskedState"}
     what = f", with {', '.join(sorted(kinds))}" if kinds else ""

@@ -68,7 +68,10 @@ class Distribution:
         for path, spec in jax.tree_util.tree_leaves_with_path(self.param_specs, is_leaf=_is_spec):
             where = f"{call}(param_specs=...) at {jax.tree_util.keystr(path) or 'its root'}"
             if not _is_spec(spec):
-                raise TypeError(f"{where} holds {spec!r}; expected a PartitionSpec, a NamedSharding or None.")
+                raise TypeError(
+                    f"{where} holds {reprlib.repr(spec)}; expected a PartitionSpec, a NamedSharding or None, "
+                    "of arrays jax.tree.map(lambda x: x.sharding, params)."
+                )
             if unknown := [axis for entry in _mesh_axes(spec) for axis in entry if axis not in names]:
                 raise ValueError(
                     f"{where} names the axis {unknown[0]!r}, but the mesh has only {names}; correct the spec or "
@@ -131,8 +134,10 @@ def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
 def check_distribution(distribution: Any, *, call: str) -> None:
     """Raise unless it is a Distribution or None; a mesh alone does not say how the parameters are sharded."""
     if distribution is not None and not isinstance(distribution, Distribution):
+        is_plain = isinstance(distribution, str | int | float)
+        what = repr(distribution) if is_plain else f"{type(distribution).__name__}(...)"
         raise TypeError(
-            f"{call}(distribution={reprlib.repr(distribution)}) must be a Distribution, which says how each parameter "
+            f"{call}(distribution={what}) must be a Distribution, which says how each parameter "
             "is sharded too: muonjax.Distribution(mesh, specs). Leave it out where the mesh has explicit axis types."
         )
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from muonjax._mesh.exchange import exchange
 from muonjax._mesh.layout import ShardedLeaf
 from muonjax._mesh.owner_loop import Function
 from muonjax._policy import Policy
+from muonjax._warn_user import warn_user
 
 
 class OnMesh(NamedTuple):
@@ -160,9 +160,8 @@ def find_mesh(
 
 @functools.cache
 def _warn_of(mesh: AbstractMesh, call: str) -> None:
-    warnings.warn(
+    warn_user(
         f"{call} runs on arrays of the mesh {dict(mesh.shape)} whose axis types are Auto, and can't see how they are "
         "sharded: XLA will gather matrices and repeat work on every device. Pass "
-        "distribution=muonjax.Distribution(mesh, param_specs), or make the mesh with explicit axis types.",
-        stacklevel=4,
+        "distribution=muonjax.Distribution(mesh, param_specs), or make the mesh with explicit axis types."
     )

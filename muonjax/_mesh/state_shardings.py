@@ -54,6 +54,10 @@ def state_shardings(
       >>> shardings = muonjax.state_shardings(tx, params, distribution)
       >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
     """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"state_shardings(tx, params): the first argument is a {type(tx).__name__}, no optimizer."
+        )
     check_distribution(distribution, call="state_shardings")
     if distribution is None:
         distribution = distribution_of(params, call="state_shardings")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -247,6 +248,13 @@ def line_of(equation: JaxprEqn | None) -> str:
     frames: Iterator[Any] = iter(getattr(equation.source_info.traceback, "frames", ()))
     for frame in frames:
         if not any(part in frame.file_name for part in _LIBRARIES):
-            return f"{frame.file_name.rpartition('/')[2]}:{frame.line_num}"
+            return f"{_shown(frame.file_name)}:{frame.line_num}"
     where = source_info_util.summarize(equation.source_info).split(" ")[0]
     return ":".join(where.rpartition("/")[2].split(":")[:2])
+
+
+def _shown(file: str) -> str:
+    """The name of a file, or `In[3]` of a notebook's cell, whose file has a number for a name."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cell = shell.compile.format_code_name(file) if shell is not None else None
+    return cell[1] if cell else file.rpartition("/")[2]

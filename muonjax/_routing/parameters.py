@@ -19,7 +19,8 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
         raise TypeError(f"{call}(params) got what inspect returned; it is second: {call}(params, program).")
     if hasattr(params, "update") and hasattr(params, "init") and isinstance(params, tuple):
         raise TypeError(f"{call}(params) got an optimizer, {kind}; give the parameters that it is to train.")
-    if jax.tree_util.all_leaves([params]) and hasattr(params, "init") and hasattr(params, "apply"):
+    is_one = jax.tree_util.all_leaves([params]) or isinstance(params, tuple)  # as hk.Transformed is
+    if is_one and hasattr(params, "init") and hasattr(params, "apply"):
         raise TypeError(
             f"{call}(params) got the module {kind}; give its parameters, model.init(key, x)['params']."
         )

@@ -25,7 +25,7 @@ def test_is_stored_with_what_it_prints_and_draws():
     outputs = [output for cell in CELLS for output in cell.get("outputs", [])]
     printed = "".join("".join(output.get("text", "")) for output in outputs)
     losses = [float(loss) for loss in re.findall(r"^\w+: loss ([\d.]+)", printed, flags=re.MULTILINE)]
-    assert len(set(losses)) == 3  # a curve for each optimizer, and they differ
+    assert len(set(losses)) == 4  # a curve for each run, and they differ
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert len({cell["id"] for cell in CELLS}) == len(CELLS)
     compile(program(), NOTEBOOK.name, "exec")
@@ -39,5 +39,5 @@ def test_runs():
     )
     assert done.returncode == 0, done.stderr
     assert "blocks/0/down/kernel" in done.stdout
-    for name in ("AdamW", "Muon", "MuonClip"):
+    for name in ("AdamW", "Muon", "Muon_fast", "MuonClip"):
         assert f"{name}: loss" in done.stdout

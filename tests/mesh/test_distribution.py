@@ -149,8 +149,9 @@ def test_an_auto_mesh_without_a_distribution_warns_once_and_runs_locally():
     _warn_of.cache_clear()
     with pytest.warns(
         UserWarning, match=r"can't see how they are sharded.*Pass distribution=muonjax.Distribution"
-    ):
+    ) as warned:
         y = update({"a": x})["a"]
+    assert warned[0].filename == __file__  # the user's line, not ours
     assert jnp.allclose(y, update({"a": X})["a"], atol=2e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

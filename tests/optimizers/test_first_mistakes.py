@@ -2,11 +2,13 @@
 
 import inspect
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax.serialization import from_state_dict, to_state_dict
 
 import muonjax
 
@@ -116,6 +118,16 @@ def test_arguments_of_another_kind():
         muonjax.newton_schulz(jnp.eye(3), 5)
     with pytest.raises(TypeError, match=r"newton_schulz\(x\) needs an array, got list"):
         muonjax.newton_schulz([[1.0, 0.0], [0.0, 2.0]])
+    with pytest.raises(
+        TypeError, match=r"state_shardings\(tx, params\): the first argument is a dict, no optimizer"
+    ):
+        muonjax.state_shardings(PARAMS, muonjax.muon(1e-3))
+    with pytest.raises(TypeError, match=r"at \['w'\] holds Array.{,30}; .*lambda x: x.sharding, params\)"):
+        muonjax.Distribution(jax.make_mesh((1,), ("data",)), {"w": jnp.ones((8, 8))})
+    with pytest.raises(
+        TypeError, match=r"tabulate\(params\) got the module Transformed; give its parameters"
+    ):
+        muonjax.tabulate(NamedTuple("Transformed", [("init", object), ("apply", object)])(len, len))
     with pytest.raises(TypeError, match=r"sites=\{'a': .* must be a Site") as error:
         muonjax.muonclip(1e-3, {"a": jnp.ones((8, 8))})
     assert "\n" not in str(error.value)
@@ -159,6 +171,19 @@ def test_the_state_of_another_optimizer():
             ValueError, match=f"{name}: this is the state of another optimizer, with ScaleByAdamState"
         ):
             update(tx, ATTENTION, ATTENTION, state, max_logits={"a": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("make", [muonjax.muon, muonjax.muonclip])
+def test_a_state_whose_tuples_have_become_mappings(make):
+    """Orbax restores so without a target, and Flax's `to_state_dict` makes such trees."""
+    tx = make(1e-3)
+    raw = to_state_dict(tx.init(ATTENTION))
+    with pytest.raises(
+        ValueError, match=r"is a dict, no tuple.*Restore it as jax.eval_shape\(tx.init, params\)"
+    ):
+        update(tx, ATTENTION, ATTENTION, raw, max_logits={"a": jnp.ones(2)})
+    restored = from_state_dict(jax.eval_shape(tx.init, ATTENTION), raw)
+    update(tx, ATTENTION, ATTENTION, restored, max_logits={"a": jnp.ones(2)})
 
 
 def test_a_module_with_functions_in_it():

@@ -1,6 +1,8 @@
 """`inspect` and `Program` as a user meets them."""
 
 import re
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -216,6 +218,13 @@ def test_what_inspect_is_given_in_another_order():
         muonjax.inspect(PARAMS, mlp, X)
 
 
+def test_a_module_with_functions_in_it():
+    with pytest.raises(
+        TypeError, match=r"inspect\(mlp\): 'act' in the parameters is a function.*eqx.partition\(model"
+    ):
+        muonjax.inspect(mlp, PARAMS | {"act": jnp.tanh}, X)
+
+
 def test_a_parameter_that_there_is_not():
     program = muonjax.inspect(mlp, PARAMS, X)
     with pytest.raises(KeyError, match=r"inspect\(mlp\) has no parameter 'upp'; there are .*'up'"):
@@ -273,3 +282,17 @@ def test_several_losses_are_added():
     assert together.decision("critic/up").numbers == NUMBERS(0, 1)
     assert together.decision("generator/up").numbers == NUMBERS(0, 1)
     assert together.dimension_numbers() == muonjax.inspect(losses, params, X).dimension_numbers()
+
+
+def test_the_line_in_a_notebook_is_that_of_a_cell(monkeypatch):
+    """IPython gives a cell's code the name of a file that does not exist, and knows its number."""
+
+    def format_code_name(name):
+        return ("Cell", "In[3]") if "ipykernel" in name else None
+
+    shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=format_code_name))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    code = "\ndef loss(params, x):\n    return ((x @ params['up'] + params['bias']) @ params['out']).sum()\n"
+    exec(compile(code, "/tmp/ipykernel_12/4258106292.py", "exec"), names := {})
+    assert muonjax.inspect(names["loss"], PARAMS, X).why("up").endswith(": In[3]:3")
+    assert "test_inspect.py:" in muonjax.inspect(mlp, PARAMS, X).why("up")
