@@ -50,10 +50,10 @@ def count_work(f: Callable[..., Any], *arrays: Any, axis_sizes: dict[str, int] |
       axis_sizes: Mesh axes that f may sum over, and how many devices each has.
     """
     sizes = axis_sizes or {}
-    return _count(jax.make_jaxpr(f, axis_env=list(sizes.items()))(*arrays).jaxpr, sizes)
+    return _count(jax.make_jaxpr(f, axis_env=list(sizes.items()))(*arrays), sizes)
 
 
-def _count(jaxpr: Jaxpr, sizes: dict[str, int]) -> Work:
+def _count(jaxpr: Jaxpr | ClosedJaxpr, sizes: dict[str, int]) -> Work:
     total = Work()
     for equation in jaxpr.eqns:
         name, parameters = equation.primitive.name, equation.params
@@ -70,19 +70,15 @@ def _count(jaxpr: Jaxpr, sizes: dict[str, int]) -> Work:
         elif name == "all_gather":
             total += Work(sent=1.0 * _bytes(given) * (parameters["axis_size"] - 1), collectives=1)
         elif name == "cond":
-            total += max((_count(_open(branch), sizes) for branch in parameters["branches"]), default=Work())
+            total += max((_count(branch, sizes) for branch in parameters["branches"]), default=Work())
         else:
             length = parameters["length"] if name == "scan" else 1
             for inner in jax.tree.leaves(
                 list(parameters.values()), is_leaf=lambda x: isinstance(x, (ClosedJaxpr, Jaxpr))
             ):
                 if isinstance(inner, (ClosedJaxpr, Jaxpr)):
-                    total += _count(_open(inner), sizes).times(length)
+                    total += _count(inner, sizes).times(length)
     return total
-
-
-def _open(jaxpr: Any) -> Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 def _bytes(arrays: list[Any]) -> int:

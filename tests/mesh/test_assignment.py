@@ -193,3 +193,10 @@ def test_the_plan_is_what_the_compiler_makes_of_it(mode):
     assert plan.cost.sent == counts.mebibytes * 2**20
     # XLA finds a few common subexpressions.
     assert plan.cost.flops == pytest.approx(counts.flops, rel=0.05)
+
+
+@pytest.mark.parametrize("mode", ["owner", "tensor_parallel", "hybrid", "auto"])
+def test_without_matrices_nothing_is_sent(mode):
+    plan = make([], {"fsdp": 4, "tensor": 2}, mode)
+    assert (plan.rounds, plan.work, plan.buffer_bytes) == ((), Work(), 0)
+    assert (plan.imbalance, plan.redundancy) == (1, 1)

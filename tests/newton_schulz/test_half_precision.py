@@ -12,6 +12,7 @@ import muonjax
 from benchmarks.common import momentum
 from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import NewtonSchulz
+from muonjax._cost_model import count_work
 from muonjax._linalg import square_norm
 from muonjax._newton_schulz import half_precision, inverse_root, thin_deflation
 from muonjax._newton_schulz.coefficients import evaluate
@@ -155,6 +156,32 @@ def test_nothing_is_factorized(platform):
 def test_full_products_are_not_mirrored():
     text = str(jax.make_jaxpr(lambda x: traceable(x, "gpu"))(jnp.ones((64, 64))))
     assert "tril" not in text
+
+
+@pytest.mark.parametrize(
+    ("platform", "m", "share"), [("tpu", 2048, 3 / 4), ("tpu", 1024, 1), ("gpu", 2048, 1)]
+)
+def test_large_products_on_a_tpu_are_made_in_blocks(platform, m, share):
+    """Three of four, of the two symmetric products of each step. Nothing is compiled for it."""
+    settings = dataclasses.replace(NewtonSchulz.fast(), deflation=0)
+    x = jax.ShapeDtypeStruct((m, m), "float32")
+    work = count_work(
+        lambda x: half_precision.iterate(x, settings, Policy(platform), jnp.dtype("bfloat16")), x
+    )
+    assert work.flops == len(settings.steps) * (1 + 2 * share) * 2 * m**3
+
+
+@pytest.mark.parametrize("normalization", ["schatten", "frobenius", "spectral"])
+def test_the_bound_is_one_and_at_most_as_loose_as_the_trace(normalization):
+    products = half_precision._Products(SymmetricProduct("gpu", jnp.dtype("bfloat16"), None), (), False)
+    bound = jax.jit(lambda r: half_precision._bound(products, r, None, normalization)[1:])
+    x = np.random.default_rng(0).standard_normal((8, 24))
+    for scale in (1 / 64, 1, 64):
+        r = jnp.asarray(scale * x @ x.T, "bfloat16")
+        top = np.linalg.eigvalsh(np.asarray(r, np.float64))[-1]
+        inverse, root = (float(a.squeeze()) for a in bound(r))
+        assert 1 / 8 / 1.05 <= inverse * top <= 1
+        np.testing.assert_allclose(root**2, inverse, rtol=1e-5)
 
 
 def test_the_polynomials_of_the_inverse_root_are_nowhere_above_one():

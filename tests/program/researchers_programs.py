@@ -1102,3 +1102,14 @@ def keys_average_pooled(p, x):
     k, v = (a.reshape(B, 3, 2, D).mean(2) for a in (k, v))
     q, k, v = heads(q), heads(k), heads(v)
     return done(p, x, jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v)
+
+
+@program(
+    X,
+    **{"q": ((3, D), "1 | 0"), "a": ((3, 2), "1 | 0"), "b": ((2, D), "1 | 0")},
+    **{"k": ((D, D), M), "v": ((D, D), M), "out": ((D, 1), "head")},
+)
+def learned_queries_with_an_adapter(p, x):
+    """Which of the two a clip would have to scale is not said."""
+    logits = jnp.einsum("qd,bkd->bqk", p["a"] @ p["b"] + p["q"], x @ p["k"])
+    return sq(jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(logits), x @ p["v"]) @ p["out"])

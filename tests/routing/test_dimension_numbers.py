@@ -499,6 +499,16 @@ def test_vocabulary_only_beside_the_embedding():
     assert set(matrices(tied)) == {"Block_0/Dense_0/kernel"}
 
 
+@pytest.mark.parametrize(("rows", "is_table"), [(VOCAB, True), (MLP, False), (D, False)])
+def test_a_table_with_a_bias_has_the_models_vocabulary(rows, is_table):
+    """It is the table of a tied head. As many rows as another leaf has are features, of what it embeds."""
+    params = {
+        "wte": {"weight": leaf(rows, D), "bias": leaf(rows)},
+        "h": {"0": {"up": dense(D, MLP), "down": dense(MLP, D)}},
+    }
+    assert ("wte/weight" not in matrices(params)) == is_table
+
+
 def test_trees_of_every_kind():
     """Frozen dicts, metadata boxes, tracers and masked nodes route alike and keep their structure."""
     plain = model_params(scan_axis=1)
