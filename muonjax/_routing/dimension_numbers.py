@@ -190,7 +190,10 @@ def routes(
             found[path] = by_axis_names(path, role, axis_names, attention)
         else:
             role = _better(role, known.get(name))
-            undecided.append(Parameter(path, role, shape, tuple(range(len(shape))), shape))
+            # A projection by a 1 x 1 convolution is a dense one.
+            projects = role.kind or role.parts > 1
+            ones = len(shape) - 2 if projects and len(shape) > 3 and {*shape[:-2]} == {1} else 0
+            undecided.append(Parameter(path, role, shape[ones:], tuple(range(ones, len(shape))), shape))
     found |= _decide_all(_fitting(undecided), attention, scan_axis, head_sizes, outputs_first)
     return [
         leaf if is_masked(leaf) else Route("/".join(path), *_shape_and_dtype(leaf), *found[path])
@@ -284,7 +287,7 @@ def _decide(
         name = "dense"
     elif rank > 3 and role in (DENSE, UNKNOWN):
         name = "convolution"
-    return numbers, name + (", stacked" if rank < len(p.leaf_shape) else "")
+    return numbers, name + (", stacked" if math.prod(p.shape) < math.prod(p.leaf_shape) else "")
 
 
 def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> DimensionNumbers | None:

@@ -147,6 +147,8 @@ def is_trailing_window(shape: Shape) -> bool:
 def is_outputs_first(p: Parameter, siblings: Siblings) -> bool:
     """Whether a leaf called `weight` of three axes or more is a convolution's [out, in, *window]."""
     likely = siblings.outputs_first or is_trailing_window(p.shape)
+    if p.role.name == "convolution" and len(p.shape) == 3:  # of one window axis, which is the shortest
+        likely = likely or p.shape[2] < min(p.shape[:2])
     return is_weight(p) and len(p.shape) > 2 and likely and not is_window(p.shape)
 
 
