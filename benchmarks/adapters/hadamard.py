@@ -3,14 +3,11 @@
 24 layers of 1024 × 1024 with rank-16 adapters, float32, x ← tanh(x · (W + ΔW)): temporary memory from the
 compiler, for layers under `lax.scan` and unrolled layers, and time interleaved with plain differentiation.
 
-    python -m benchmarks.adapters.hadamard               # everything, some minutes on two cores
-    python -m benchmarks.adapters.hadamard --only plot   # the picture again, from the JSON
+    python -m benchmarks.adapters.hadamard             # everything, some minutes on two cores
+    python -m benchmarks.adapters.hadamard accuracy    # a part, and the picture again
 """
 
-import argparse
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +69,7 @@ def unstack(adapters, kernels, x):
     return cut(adapters), cut(kernels), x
 
 
-def memory(tokens_list):
+def memory(tokens_list=TOKENS):
     rows = []
     for layout in ("scan", "unrolled", "unrolled, cut"):
         for tokens in tokens_list:
@@ -95,7 +92,7 @@ def random_values(tokens):
     return [0.1 * a for a in adapters], kernels / WIDTH**0.5, x
 
 
-def times(tokens_list, rounds):
+def times(tokens_list=(64, 1024), rounds=7):
     rows = []
     for tokens in tokens_list:
         for layout in ("scan", "unrolled"):
@@ -183,31 +180,6 @@ def plot(results, to):
     figure.savefig(to, dpi=120)
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", choices=["memory", "time", "accuracy", "plot"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
-    root = pathlib.Path(__file__).parents[1]
-    picture = root.parent / "docs" / "images" / "hadamard_memory.png"
-    if args.only == "plot":
-        plot(json.loads((root / "results" / "hadamard.json").read_text()), picture)
-        return
-    parts = {
-        "accuracy": accuracy,
-        "memory": functools.partial(memory, args.tokens),
-        "time": functools.partial(times, [t for t in args.tokens if t in (64, 1024)], args.rounds),
-    }
-    results = {name: part() for name, part in parts.items() if args.only in (None, name)}
-    for name, rows in results.items():
-        print(f"\n{name}\n{measure.table(rows)}")
-    if args.only is None:
-        print("\nwritten to", measure.write("hadamard", results))
-        plot(results, picture)
-
-
 if __name__ == "__main__":
-    main()
+    measure.run_parts(__doc__, "hadamard", {"accuracy": accuracy, "memory": memory, "time": times})
+    plot(measure.read("hadamard"), measure.RESULTS.parents[1] / "docs" / "images" / "hadamard_memory.png")

@@ -27,18 +27,12 @@ def main() -> None:
     for optimizer in args.optimizers:
         for rate in RATES[optimizer]:
             rows.append(example.adapt(model, optimizer, rate, text, context, args))
-            print(measure.table(rows[-1:]), flush=True)
     settings = {name: getattr(args, name) for name in ("rank", "alpha", "steps", "batch", "seed")}
-    path = measure.write(
-        "loha_finetune",
-        {
-            **settings,
-            "before": float(example.evaluate(model, text.held_out_windows(context))),
-            "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))),
-            "runs": rows,
-        },
+    before = float(example.evaluate(model, text.held_out_windows(context)))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    measure.write(
+        "loha_finetune", {**settings, "before": before, "parameters": parameters, "runs": rows}, rows
     )
-    print(f"Written to {path}")
 
 
 if __name__ == "__main__":

@@ -30,22 +30,15 @@ def main() -> None:
             held_out = train_transformer.train(train_transformer.parse(flags))
             paths[optimizer] = out / "metrics.csv"
             columns = plots.read(paths[optimizer])
-            logits = [
-                max(c)
-                for c in zip(*(v for k, v in columns.items() if k.startswith("max_logit")), strict=True)
-            ]
-            late = logits[len(logits) // 3 :]
+            heads = (values for name, values in columns.items() if name.startswith("max_logit"))
+            logits = [max(step) for step in zip(*heads, strict=True)]
             results[optimizer] = {
                 "held_out": round(held_out, 4),
                 "largest_logit": round(max(logits), 2),
-                "largest_logit_of_the_last_two_thirds": round(max(late), 2),
                 "steps_above_1.5_thresholds": sum(value > 1.5 * args.threshold for value in logits),
             }
-        IMAGES.mkdir(parents=True, exist_ok=True)
         plots.draw(paths, IMAGES / "clip_holds.png", args.threshold)
-    path = measure.write("clip_holds", {**vars(args), "runs": results})
-    print(measure.table([{"optimizer": name, **row} for name, row in results.items()]))
-    print(f"Written to {path}")
+    measure.write("clip_holds", {**vars(args), "runs": results}, results)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Seconds and temporary memory of `max_logits` alone and in one program with causa
 pass; the same without blocks, and the bound from the log-sum-exp.
 """
 
-import argparse
 import functools
 
 import jax
@@ -28,12 +27,7 @@ def with_bound(query, key, value):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    for name, default in {"batch": 1, "length": 4096, "heads": 8, "size": 64, "rounds": 5}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype", default="float32")
-    args = parser.parse_args()
-
+    args = measure.options(__doc__, batch=1, length=4096, heads=8, size=64, rounds=5, dtype="float32")
     shape = (args.batch, args.length, args.heads, args.size)
     qkv = jax.random.normal(jax.random.key(0), (3, *shape), jnp.dtype(args.dtype))
     whole = {"block_q": args.length, "block_k": args.length}
@@ -57,9 +51,7 @@ def main() -> None:
         }
         for name in programs
     ]
-    path = measure.write("max_logits", {**vars(args), "rows": rows})
-    print(measure.table(rows))
-    print(f"Written to {path}")
+    measure.write("max_logits", {**vars(args), "rows": rows}, rows)
 
 
 if __name__ == "__main__":

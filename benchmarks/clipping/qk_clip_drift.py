@@ -4,8 +4,6 @@ Four query heads on one key head. The optimizer increases the first by 1 % per s
 each rule for shared keys: the logits after 1,000 steps, and by how much the weights have grown or shrunk.
 """
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -48,14 +46,9 @@ def drift(shared_keys: str, steps: int, threshold: float) -> dict[str, float | s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--threshold", type=float, default=100.0)
-    args = parser.parse_args()
+    args = measure.options(__doc__, steps=1000, threshold=100.0)
     rows = [drift(shared_keys, args.steps, args.threshold) for shared_keys in ("query", "balanced", "group")]
-    path = measure.write("qk_clip_drift", {**vars(args), "rows": rows})
-    print(measure.table(rows))
-    print(f"Written to {path}")
+    measure.write("qk_clip_drift", {**vars(args), "rows": rows}, rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ An unrolled decoder with the shapes of Llama-3-8B, from shapes alone, with and w
 layer. Traced with 80 layers; compiled for a CPU with four, where each layer counts alike. Times are processor seconds.
 """
 
-import argparse
 import functools
 import statistics
 import time
@@ -111,11 +110,7 @@ def compiled_ratios(wrap: Callable[[Any], Any], layers: int) -> dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--compiled-layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
+    args = measure.options(__doc__, layers=80, compiled_layers=4, rounds=7)
     rows = []
     for name, wrap in (("as they are", lambda f: f), ("under `jax.checkpoint`", jax.checkpoint)):
         ratios = trace_ratios(wrap, args.layers, args.rounds) | compiled_ratios(wrap, args.compiled_layers)

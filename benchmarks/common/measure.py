@@ -1,5 +1,6 @@
-"""Time calls in turn, record device and versions, print a table, write a JSON file."""
+"""Read numbers from a command line, time calls in turn, record device and versions, print tables, write a JSON file."""
 
+import argparse
 import json
 import pathlib
 import platform
@@ -52,6 +53,27 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def options(document: str | None, **defaults: float | str) -> argparse.Namespace:
+    """The command line of a benchmark: `--compiled-layers` for `compiled_layers`, of its default's type."""
+    parser = argparse.ArgumentParser(description=(document or "").split("\n\n")[0])
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    return parser.parse_args()
+
+
+def run_parts(
+    document: str | None, name: str, parts: Mapping[str, Callable[[], list[dict[str, Any]]]]
+) -> None:
+    """The command line of a benchmark of several parts: write those that it names, or all, and keep the others."""
+    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
+    chosen = parser.parse_args().parts or parts
+    known = read(name)
+    for part in chosen:
+        known[part] = parts[part]()
+        write(name, {part: known[part] for part in parts if part in known}, known[part])
+
+
 def interleave(calls: Mapping[str, Callable[[], Any]], *, rounds: int = 9) -> dict[str, list[float]]:
     """Seconds of each call, called in turn `rounds` times, after one round that is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -71,8 +93,9 @@ def summary(seconds: list[float], baseline: list[float]) -> dict[str, float]:
     return {"seconds": statistics.median(seconds), "ratio": middle, "ratio_low": low, "ratio_high": high}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as aligned columns, floats to three significant digits."""
+def table(rows: list[dict[str, Any]] | dict[str, dict[str, Any]]) -> str:
+    """Rows as aligned columns, floats to three significant digits; a mapping's keys come first."""
+    rows = [{"": name, **row} for name, row in rows.items()] if isinstance(rows, dict) else rows
 
     def cell(value: Any) -> str:
         return f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -85,9 +108,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def write(name: str, content: dict[str, Any]) -> pathlib.Path:
-    """Write `content` and its provenance to benchmarks/results/<name>.json."""
-    RESULTS.mkdir(exist_ok=True)
+def write(name: str, content: dict[str, Any], *shown: Any) -> None:
+    """Write `content` and its provenance to benchmarks/results/<name>.json, and print what is `shown` as tables."""
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"provenance": provenance(), **content}, indent=1) + "\n")
-    return path
+    for rows in shown:
+        print(f"{table(rows)}\nin {path}")
+
+
+def read(name: str) -> dict[str, Any]:
+    """What benchmarks/results/<name>.json holds; nothing if there is no such file."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}

@@ -98,4 +98,6 @@ def fill(template: str, results: dict[str, Any]) -> str:
     text = _JINJA.from_string(template).render(results, machine=machine).strip()
     text = re.sub(r"(^\|.*\n)+", ruled, f"{text}\n", flags=re.MULTILINE).strip()
     parts = [*re.split(r"\n{2,}", text), *([machine] if text.endswith("|") else [])]
-    return "\n\n".join(part if part[0] == "|" else textwrap.fill(part, 120) for part in parts)
+    return "\n\n".join(
+        part if part[0] == "|" else textwrap.fill(part, 120, break_on_hyphens=False) for part in parts
+    )

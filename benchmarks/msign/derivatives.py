@@ -3,13 +3,13 @@
 Accuracy against an SVD in float64, also for truncated schedules and rank-deficient input; temporary memory from the
 compiler; time interleaved with plain automatic differentiation of the same steps.
 
-    python -m benchmarks.msign.derivatives                 # all of it, a few minutes on two cores
-    python -m benchmarks.msign.derivatives --only memory
-    python -m benchmarks.msign.derivatives --only half_precision
+    python -m benchmarks.msign.derivatives                   # all but half precision, a few minutes on two cores
+    python -m benchmarks.msign.derivatives memory time       # parts
+    python -m benchmarks.msign.derivatives half_precision    # a file of its own
 """
 
-import argparse
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +179,7 @@ def memory():
     return rows
 
 
-def times(batch, rounds):
+def times(batch=8, rounds=9):
     rows = []
     for m, n in ((512, 512), (512, 2048)):
         x, c = np.random.default_rng(0).standard_normal((2, batch, m, n)).astype(np.float32)
@@ -193,31 +193,17 @@ def times(batch, rounds):
     return rows
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    choices = ["accuracy", "half_precision", "truncated", "deficient", "memory", "time"]
-    parser.add_argument("--only", choices=choices, help="half_precision alone writes its results too")
-    parser.add_argument("--batch", type=int, default=8, help="matrices in the timed stack")
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
-    parts = {
-        "accuracy": accuracy,
-        "truncated": truncated,
-        "deficient": deficient,
-        "memory": memory,
-        "time": functools.partial(times, args.batch, args.rounds),
-        "half_precision": half_precision,
-    }
-    results = {name: part() for name, part in parts.items() if args.only in (None, name)}
-    for name, rows in results.items():
-        print(f"\n{name}\n{measure.table(rows)}")
-    if rows := results.pop("half_precision", None):
-        print("\nwritten to", measure.write("msign_half_precision", {"rows": rows}))
-    if args.only is None:
-        print("\nwritten to", measure.write("msign", results))
-
+PARTS = {
+    "accuracy": accuracy,
+    "truncated": truncated,
+    "deficient": deficient,
+    "memory": memory,
+    "time": times,
+}
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["half_precision"]:
+        rows = half_precision()
+        measure.write("msign_half_precision", {"rows": rows}, rows)
+    else:
+        measure.run_parts(__doc__, "msign", PARTS)

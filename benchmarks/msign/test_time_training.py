@@ -4,7 +4,6 @@ The example's model and task. Each memory at the better of two learning rates, a
 derivative; memory and time of a training step with 64 x 64 fast weights.
 """
 
-import argparse
 import pathlib
 
 import test_time_training as example
@@ -27,11 +26,7 @@ def run(kind: str, rate: float, steps: int, gradient: str = "polynomial") -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=600)
-    steps = parser.parse_args().steps
+    steps = measure.options(__doc__, steps=600).steps
     runs = [run(kind, rate, steps) for kind in example.MEMORIES for rate in RATES]
     best = [
         min((r for r in runs if r["memory"] == kind), key=lambda r: r["fresh_loss"])
@@ -39,13 +34,10 @@ def main() -> None:
     ]
     runs.append(run("msign", best[0]["learning_rate"], steps, "polar"))
     gradients = example.measure_gradients(example.parse(WIDE))
-    IMAGES.mkdir(parents=True, exist_ok=True)
     example.draw(best, gradients, IMAGES / "test_time_training.png")
     final = [{name: value for name, value in r.items() if name != "losses"} for r in runs]
-    path = measure.write(
-        "test_time_training", {"steps": steps, "runs": final, "wide": WIDE, "gradients": gradients}
-    )
-    print(f"{measure.table(final)}\n\n{measure.table(gradients)}\nwritten to {path}")
+    results = {"steps": steps, "runs": final, "wide": WIDE, "gradients": gradients}
+    measure.write("test_time_training", results, final, gradients)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Runs the default iteration on a stack of equal matrices, in chunks of 1 to 16, i
 and compiles the orthogonalization of 96 equal leaves, ours and Optax's, in turn.
 """
 
-import argparse
 import dataclasses
 import functools
 import time
@@ -88,17 +87,15 @@ def compile_times(leaves: int, width: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--name", default="batching", help="name of the JSON under benchmarks/results")
-    args = parser.parse_args()
+    args = measure.options(__doc__, rounds=15)
     shapes = [times(shape, 16, args.rounds) for shape in SHAPES]
-    for row in shapes:
-        ratios = {f"{size} at once": entry["ratio"] for size, entry in row["chunks"].items()}
-        print(measure.table([{"shape": row["shape"], "rule": row["rule"], **ratios}]))
     compiled = compile_times(96, 768, 7)
-    print(measure.table([{"optimizer": name, **row} for name, row in compiled["optimizers"].items()]))
-    print(f"Written to {measure.write(args.name, {'shapes': shapes, 'compile': compiled})}")
+    ratios = [
+        {"shape": row["shape"], "rule": row["rule"]}
+        | {n: chunk["ratio"] for n, chunk in row["chunks"].items()}
+        for row in shapes
+    ]
+    measure.write("batching", {"shapes": shapes, "compile": compiled}, ratios, compiled["optimizers"])
 
 
 if __name__ == "__main__":

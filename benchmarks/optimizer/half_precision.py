@@ -1,6 +1,6 @@
 """Polar error of the accelerators' half precision, emulated on a CPU, on recorded and adversarial spectra.
 
-    python -m benchmarks.optimizer.half_precision [--quick] [--only recorded|joined|hostile]
+    python -m benchmarks.optimizer.half_precision [rows] [joined] [hostile]
 
 The program is the one that runs on a GPU or a TPU: operands rounded to bfloat16, sums in float32. Optax's default with
 bfloat16 matrices and the same presets in float32 stand beside it. "joined" compares the fused last steps of wide
@@ -10,10 +10,8 @@ and of extreme size (`benchmarks/common/hostile.py`), at short sides on both sid
 on an accelerator: order and rounding of a device's own sums differ.
 """
 
-import argparse
 import functools
 import itertools
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,7 +58,7 @@ def methods() -> dict[str, Any]:
     return ours | {"optax bfloat16": optax_bfloat16}
 
 
-def errors(m: int, n: int, every: int) -> dict[str, dict[str, float]]:
+def errors(m: int, n: int, every: int = 3) -> dict[str, dict[str, float]]:
     """Root mean square polar errors, their mean and the worst, and the largest singular value of any result."""
     rng = np.random.default_rng(0)
     matrices = [momentum.matrix(s, m, n, rng) for s in momentum.spectra()[::every]]
@@ -108,18 +106,18 @@ def with_vectors(s: np.ndarray, n: int, rng: np.random.Generator) -> tuple[np.nd
     return (u * s[:, None]) @ v.mT, (u * (s > 0)[:, None]) @ v.mT
 
 
-def cases(quick: bool) -> Iterator[tuple[str, tuple[int, int], np.ndarray]]:
+def cases() -> Iterator[tuple[str, tuple[int, int], np.ndarray]]:
     """Names, shapes and spectra [count, m] that fused steps are tried on."""
     for (m, n), count in WIDE.items():
-        yield "random", (m, n), random_spectra(m, BATCH if quick else count, np.random.default_rng(m))
+        yield "random", (m, n), random_spectra(m, count, np.random.default_rng(m))
         yield "recorded", (m, n), np.stack([momentum.interpolated(s, m) for s in momentum.spectra()])
         yield "adversarial", (m, n), np.stack(list(momentum.adversarial(m).values()))
 
 
-def joined(quick: bool) -> list[dict[str, Any]]:
+def joined() -> list[dict[str, Any]]:
     """For each preset, shape and kind of spectra: polar errors and the largest singular values of both forms."""
     rows = []
-    for kind, (m, n), spectra in cases(quick):
+    for kind, (m, n), spectra in cases():
         found = {method: {form: [] for form in (Policy, StandardForm)} for method in JOINED}
         rng = np.random.default_rng(n)
         for start in range(0, len(spectra), BATCH):
@@ -143,17 +141,15 @@ def joined(quick: bool) -> list[dict[str, Any]]:
                     "largest_standard": float(plain_top.max()),
                 }
             )
-            print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-def hostile_rows(quick: bool) -> list[dict[str, Any]]:
-    """For each preset and platform: how many hostile matrices there are, how many results are finite, the largest
-    singular value of any."""
+def hostile_rows() -> list[dict[str, Any]]:
+    """For each preset and platform: the hostile matrices, the finite results, the largest singular value of any."""
     rows = []
     for preset, platform in itertools.product(PRESETS, ("gpu", "tpu")):
         finite, top, matrices = [], [], {}
-        for m, width in itertools.product(SIDES[:8] if quick else SIDES, (1, 2)):
+        for m, width in itertools.product(SIDES, (1, 2)):
             matrices = hostile.matrices(m, width * m, np.random.default_rng(m))
             x = jnp.stack(list(matrices.values()))
             y = np.asarray(_orthogonalizer(preset, Policy(platform))(x), np.float64)
@@ -168,7 +164,6 @@ def hostile_rows(quick: bool) -> list[dict[str, Any]]:
                 "largest": max(top),
             }
         )
-        print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
@@ -185,31 +180,14 @@ def _measured(f: Any, x: np.ndarray, polar: np.ndarray) -> np.ndarray:
     return np.stack([error, np.sqrt(np.linalg.eigvalsh(y @ y.mT)[:, -1])])
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small shape, nothing written")
-    parser.add_argument("--only", choices=("recorded", "joined", "hostile"), help="keep the others' results")
-    arguments = parser.parse_args()
-    path = measure.RESULTS / "half_precision.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results.pop("provenance", None)
-    if arguments.only in (None, "hostile"):
-        results["hostile"] = hostile_rows(arguments.quick)
-        print(measure.table(results["hostile"]))
-    if arguments.only in (None, "recorded"):
-        shapes = ((64, 96),) if arguments.quick else SHAPES
-        results["rows"] = [
-            {"shape": shape, "method": name, **row}
-            for shape in shapes
-            for name, row in errors(*shape, every=12 if arguments.quick else 3).items()
-        ]
-        print(measure.table(results["rows"]))
-    if arguments.only in (None, "joined"):
-        results["joined"] = joined(arguments.quick)
-        print(measure.table(results["joined"]))
-    if not arguments.quick:
-        print(measure.write("half_precision", {"emulated": True, **results}))
+def recorded() -> list[dict[str, Any]]:
+    """A row for each shape and method, on recorded spectra."""
+    return [
+        {"shape": shape, "method": name, **row} for shape in SHAPES for name, row in errors(*shape).items()
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    measure.run_parts(
+        __doc__, "half_precision", {"rows": recorded, "joined": joined, "hostile": hostile_rows}
+    )

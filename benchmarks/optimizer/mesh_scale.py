@@ -5,25 +5,25 @@
     python -m benchmarks.optimizer.mesh_scale --compile 256 --model "Llama-3-70B"
 
 Writes results/mesh_scale.json; with options, it replaces the rows that it measures and keeps the others. Only matrices:
-embeddings, norms and routers go to Adam. The update is `muon`'s, in bfloat16, as on accelerators; it is compiled by
+embeddings, norms and routers go to Adam. The step is `muon`'s, in bfloat16, as on accelerators; it is compiled by
 XLA's CPU compiler for virtual devices.
 """
 
 import argparse
-import json
 import math
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import muonjax
 from benchmarks.common import measure
+from benchmarks.optimizer import sharding
+from benchmarks.optimizer.sharding import Case
 
-NUMBERS = muonjax.MuonDimensionNumbers(-2, -1)
 # In half precision, as accelerators compute.
 SETTINGS = muonjax.NewtonSchulz(compute_dtype=jnp.bfloat16)
 
@@ -101,35 +101,27 @@ MESHES: dict[str, list[dict[str, int]]] = {
 }
 
 
-def shapes(leaves: Leaves, mesh: jax.sharding.Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Parameters in float32."""
-    return {
-        name: jax.ShapeDtypeStruct(
-            shape, jnp.float32, sharding=None if mesh is None else NamedSharding(mesh, spec)
-        )
-        for name, (shape, spec) in leaves.items()
-    }
+def case(model: str, sizes: dict[str, int]) -> Case:
+    """The model's parameters, in float32."""
+    return Case(model, sizes, MODELS[model](tuple(sizes)))
 
 
 def plan(model: str, sizes: dict[str, int]) -> dict[str, Any]:
     """What one update costs the busiest device in the mode that "auto" takes, beside the owner mode."""
-    leaves = MODELS[model](tuple(sizes))
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    distribution = muonjax.Distribution(mesh, {name: spec for name, (_, spec) in leaves.items()})
+    own = case(model, sizes)
+    distribution = muonjax.Distribution(own.abstract_mesh(), own.specs)
     start = time.perf_counter()
     found = muonjax.plan(
-        shapes(leaves, None), distribution, dimension_numbers=NUMBERS, newton_schulz=SETTINGS
+        own.params(None), distribution, dimension_numbers=sharding.NUMBERS, newton_schulz=SETTINGS
     )
     seconds = time.perf_counter() - start
+    entries = sum(math.prod(shape) for shape, _ in own.leaves.values())
     return {
         "model": model,
         "mesh": sizes,
-        "devices": math.prod(sizes.values()),
+        "devices": own.devices,
         "matrices": found.matrices,
-        "share_mebibytes": sum(math.prod(shape) for shape, _ in leaves.values())
-        * 4
-        / math.prod(sizes.values())
-        / 2**20,
+        "share_mebibytes": entries * 4 / own.devices / 2**20,
         "modes": {
             mode: {
                 "imbalance": cost.imbalance,
@@ -146,35 +138,14 @@ def plan(model: str, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def compile_update(model: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Seconds to trace, lower and compile one update."""
-    leaves = MODELS[model](tuple(sizes))
-    mesh = jax.make_mesh(
-        tuple(sizes.values()),
-        tuple(sizes),
-        axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
-        devices=jax.devices()[: math.prod(sizes.values())],
-    )
-    distribution = muonjax.Distribution(mesh, {name: spec for name, (_, spec) in leaves.items()})
-    tx = muonjax.muon(
-        1e-3, muon_weight_dimension_numbers=NUMBERS, newton_schulz=SETTINGS, distribution=distribution
-    )
-    params = shapes(leaves, mesh)
-    state = jax.eval_shape(tx.init, params)
-    shardings = muonjax.state_shardings(tx, params, distribution)
-    state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
-    out = (jax.tree.map(lambda x: x.sharding, params), shardings)
+    """Seconds to trace and compile one step."""
+    own = case(model, sizes)
+    tx = sharding.muon(own, AxisType.Auto, newton_schulz=SETTINGS)
     start = time.perf_counter()
-    traced = jax.jit(tx.update, out_shardings=out, donate_argnums=(0, 1)).trace(params, state, params)
-    tracing = time.perf_counter() - start
-    lowered = traced.lower()
-    lowering = time.perf_counter() - start - tracing
-    compiled = lowered.compile()
-    return {
-        "trace_seconds": tracing,
-        "lower_seconds": lowering,
-        "compile_seconds": time.perf_counter() - start - tracing - lowering,
-        "temporary_mebibytes": compiled.memory_analysis().temp_size_in_bytes / 2**20,
-    }
+    compiled = sharding.compile_step(tx, own, AxisType.Auto)
+    seconds = time.perf_counter() - start
+    temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
+    return {"compile_seconds": seconds, "temporary_mebibytes": temporary}
 
 
 def main() -> None:
@@ -185,8 +156,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS))
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", arguments.compile or (1 if arguments.plan else 1024))
-    file = measure.RESULTS / "mesh_scale.json"
-    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    rows = measure.read("mesh_scale").get("rows", [])
     found = {(row["model"], str(row["mesh"])): row for row in rows}
     for model in [arguments.model] if arguments.model else MODELS:
         for sizes in MESHES[model]:
@@ -198,9 +168,9 @@ def main() -> None:
             if not arguments.plan:
                 row |= compile_update(model, sizes)
             print(
-                model, sizes, {k: v for k, v in row.items() if k != "modes"}, row["modes"]["auto"], flush=True
+                {key: value for key, value in row.items() if key != "modes"}, row["modes"]["auto"], flush=True
             )
-    print(measure.write("mesh_scale", {"rows": list(found.values())}))
+    measure.write("mesh_scale", {"rows": list(found.values())})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ results/mesh_traffic.json and docs/images/mesh_traffic.png; rows that are measur
 
 import argparse
 import importlib
-import json
 import pathlib
 import sys
 import types
@@ -133,8 +132,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=["muonjax", "Optax", "MaxText"])
     parser.add_argument("--draw", action="store_true", help="only draw the picture again")
     arguments = parser.parse_args()
-    file = measure.RESULTS / "mesh_traffic.json"
-    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    rows = measure.read("mesh_traffic").get("rows", [])
     if not arguments.draw:
         jax.config.update("jax_num_cpu_devices", max(arguments.devices))
         maxtext = load_maxtext(arguments.maxtext) if arguments.maxtext else None

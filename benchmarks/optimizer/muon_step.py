@@ -5,7 +5,6 @@ unscanned. Momentum has recorded spectra of a transformer in training, so that t
 optimizers get the same routing: matrices to Muon, the rest to AdamW.
 """
 
-import argparse
 from typing import Any
 
 import jax
@@ -48,13 +47,7 @@ def gpt2(layers: int, width: int, vocabulary: int, rng: np.random.Generator) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--vocabulary", type=int, default=50_304)
-    parser.add_argument("--name", default="muon_step", help="name of the JSON under benchmarks/results")
-    args = parser.parse_args()
+    args = measure.options(__doc__, layers=12, width=768, vocabulary=50_304, rounds=7)
     grads, polar = gpt2(args.layers, args.width, args.vocabulary, np.random.default_rng(0))
     numbers = muonjax.linen.dimension_numbers(grads)
     adam = optax.adamw(1e-3)
@@ -99,10 +92,7 @@ def main() -> None:
         compile_row = measure.summary(compiling[name], compiling["optax"])
         rows[name] |= {f"compile_{key}": value for key, value in compile_row.items()}
         rows[name]["temporary_ratio"] = rows[name]["temporary_mib"] / base["temporary_mib"]
-    sizes = {k: getattr(args, k) for k in ("layers", "width", "vocabulary", "rounds")}
-    path = measure.write(args.name, {**sizes, "optimizers": rows})
-    print(measure.table([{"optimizer": name, **row} for name, row in rows.items()]))
-    print(f"Written to {path}")
+    measure.write("muon_step", {**vars(args), "optimizers": rows}, rows)
 
 
 if __name__ == "__main__":

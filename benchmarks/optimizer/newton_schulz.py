@@ -8,7 +8,6 @@ Other implementations are emulated by settings, so that all run on the same prod
 Express as in Dion, the Gram form as in Gram Newton-Schulz, the schedule of DeepSeek-V4.
 """
 
-import argparse
 import functools
 import pathlib
 from typing import Any
@@ -75,13 +74,6 @@ def real_errors(method: Any, aspect: int) -> dict[str, float]:
         "polar_error_worst": max(errors),
         "cosine_worst": min(cosines),
     }
-
-
-def sigma_error(method: Any, m: int, n: int) -> float:
-    """Root mean square of sigma - 1 for a Gaussian matrix."""
-    x = np.random.default_rng(0).standard_normal((m, n)).astype(np.float32)
-    sigma = np.linalg.svd(np.asarray(jax.jit(method)(x), np.float64), compute_uv=False)
-    return float(np.sqrt(np.mean((sigma - 1) ** 2)))
 
 
 def log_spaced_errors(m: int) -> dict[str, float]:
@@ -157,37 +149,19 @@ def draw(content: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--width", type=int, default=768, help="short side of the matrices that are timed")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--name", default="newton_schulz", help="name of the JSON under benchmarks/results")
-    args = parser.parse_args()
+    args = measure.options(__doc__, width=768, rounds=7)
     shapes: dict[str, Any] = {}
     for aspect in ASPECTS:
         timed = times(args.width, aspect, args.rounds)
         shapes[str(aspect)] = {name: timed[name] | real_errors(f, aspect) for name, f in methods().items()}
-        print(
-            measure.table(
-                [{"shape": f"1:{aspect}", "method": k, **v} for k, v in shapes[str(aspect)].items()]
-            )
-        )
-    gaussian = {
-        name: {str(aspect): sigma_error(f, args.width, aspect * args.width) for aspect in (1, 4)}
-        for name, f in methods().items()
-    }
     content = {
-        "width": args.width,
-        "rounds": args.rounds,
+        **vars(args),
         "shapes": shapes,
-        "gaussian": gaussian,
         "log_spaced": {str(m): log_spaced_errors(m) for m in (128, args.width)},
         "exact": against_exact(args.width, args.rounds),
     }
-    print(measure.table([{"method": k, **v} for k, v in content["exact"].items()]))
-    print(measure.table([{"method": k, **v} for k, v in gaussian.items()]))
-    path = measure.write(args.name, content)
+    measure.write("newton_schulz", content, *shapes.values(), content["exact"])
     draw(content)
-    print(f"Written to {path} and {IMAGE}")
 
 
 if __name__ == "__main__":

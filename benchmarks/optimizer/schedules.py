@@ -4,7 +4,6 @@ Without deflation the singular vectors do not matter: each singular value is div
 through the polynomials, in float64. The work is counted, in steps of a quintic.
 """
 
-import argparse
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,15 +30,11 @@ def errors(schedule: Sequence[tuple[float, float, float]]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--name", default="schedules", help="name of the JSON under benchmarks/results")
-    args = parser.parse_args()
     rows = {}
     for name, schedule in SCHEDULES.items():
         found = errors(schedule)
         rows[name] = {"steps": len(schedule), "polar_error": float(np.mean(found)), "worst": max(found)}
-    print(measure.table([{"schedule": name, **row} for name, row in rows.items()]))
-    print(f"Written to {measure.write(args.name, {'schedules': rows})}")
+    measure.write("schedules", {"schedules": rows}, rows)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,10 @@ class Case(NamedTuple):
         devices = jax.devices()[: self.devices]
         return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(names), devices=devices)
 
+    def abstract_mesh(self) -> AbstractMesh:
+        """The mesh without devices."""
+        return AbstractMesh(tuple(self.mesh_shape.values()), tuple(self.mesh_shape))
+
     @property
     def devices(self) -> int:
         return math.prod(self.mesh_shape.values())
@@ -231,9 +235,8 @@ def llama_8b(spec: P, layers: int = 32) -> dict[str, tuple[tuple[int, ...], P]]:
 def llama(devices: int) -> dict[str, Any]:
     """Imbalance between owners, and the time to plan and to compile."""
     case = Case(f"Llama-3-8B, {devices} devices", {"fsdp": devices}, llama_8b(P("fsdp", None)))
-    mesh = AbstractMesh((devices,), ("fsdp",))
     began = time.perf_counter()
-    distribution = muonjax.Distribution(mesh, case.specs, mode="owner")
+    distribution = muonjax.Distribution(case.abstract_mesh(), case.specs, mode="owner")
     cost = muonjax.plan(case.params(None), distribution, dimension_numbers=NUMBERS).cost
     planned = time.perf_counter()
     compile_step(muon(case, AxisType.Auto, mode="owner"), case, AxisType.Auto)
@@ -247,10 +250,8 @@ def llama(devices: int) -> dict[str, Any]:
 
 def modes(case: Case) -> dict[str, Any]:
     """The planned cost of every mode for the busiest device."""
-    mesh = AbstractMesh(tuple(case.mesh_shape.values()), tuple(case.mesh_shape))
-    plan = muonjax.plan(
-        case.params(None), muonjax.Distribution(mesh, case.specs), dimension_numbers=NUMBERS
-    ).modes
+    distribution = muonjax.Distribution(case.abstract_mesh(), case.specs)
+    plan = muonjax.plan(case.params(None), distribution, dimension_numbers=NUMBERS).modes
     return {
         "title": case.title,
         "matrices": case.matrices,
@@ -276,9 +277,7 @@ def main() -> None:
         print(name, rows[name], flush=True)
     deeper = [memory(f"FSDP 8, {2 * count} matrices", fsdp(count)) for count in (4, 12, 24, 48)]
     wider = [memory(f"{CASES[name].title}, 24 matrices", CASES[name]) for name in ("hsdp", "replicated")]
-    print(measure.table([*deeper, *wider]))
     large = [llama(devices) for devices in (8, 64)]
-    print(measure.table(large))
     layer_by_8 = Case("one layer of Llama-3-8B, FSDP 8", {"fsdp": 8}, llama_8b(P("fsdp", None), 1))
     layer_by_64 = Case(
         "one layer of Llama-3-8B, FSDP × tensor 8 × 8",
@@ -286,18 +285,9 @@ def main() -> None:
         llama_8b(P("fsdp", "tensor"), 1),
     )
     few = [modes(case) for case in (CASES["four"], layer_by_8, layer_by_64)]
-    print(
-        measure.table(
-            [
-                {"case": row["title"], "mode": mode, **cost}
-                for row in few
-                for mode, cost in row["modes"].items()
-            ]
-        )
-    )
-    print(
-        measure.write("sharding", {"rows": rows, "memory": [*deeper, *wider], "llama": large, "modes": few})
-    )
+    costs = {f"{row['title']}, {mode}": cost for row in few for mode, cost in row["modes"].items()}
+    results = {"rows": rows, "memory": [*deeper, *wider], "llama": large, "modes": few}
+    measure.write("sharding", results, results["memory"], large, costs)
 
 
 if __name__ == "__main__":

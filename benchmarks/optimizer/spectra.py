@@ -24,20 +24,8 @@ DIRECTIONS = (0, 16, 32, 64, 128)
 
 def record(width: int, layers: int, steps: int, every: int) -> dict[str, np.ndarray]:
     """Singular values, by step and path, largest first."""
-    args = train_transformer.parse(
-        [
-            "--optimizer",
-            "muon",
-            "--width",
-            str(width),
-            "--heads",
-            str(width // 32),
-            "--layers",
-            str(layers),
-            "--steps",
-            str(steps),
-        ]
-    )
+    sizes = f"--width {width} --heads {width // 32} --layers {layers} --steps {steps}"
+    args = train_transformer.parse(["--optimizer", "muon", *sizes.split()])
     text, trainer = Text(None), train_transformer.Trainer(args)
     params, opt_state = trainer.params, trainer.opt_state
 
@@ -95,14 +83,11 @@ def main() -> None:
     for width in args.widths:
         spectra = record(width, args.layers, args.steps, args.every)
         rows.append({"width": width, **describe(list(spectra.values()))})
-        print(measure.table(rows[-1:]), flush=True)
         if args.save:
             args.save.mkdir(parents=True, exist_ok=True)
             np.savez_compressed(args.save / f"spectra_{width}.npz", allow_pickle=False, **spectra)
-    path = measure.write(
-        "spectra", {"layers": args.layers, "steps": args.steps, "every": args.every, "widths": rows}
-    )
-    print(f"Written to {path}")
+    sizes = {name: getattr(args, name) for name in ("layers", "steps", "every")}
+    measure.write("spectra", {**sizes, "widths": rows}, rows)
 
 
 if __name__ == "__main__":

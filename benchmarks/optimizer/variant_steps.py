@@ -4,7 +4,6 @@ The parameters and gradients of `muon_step`, the preset "balanced". A step that 
 not are timed apart: with every_k=10 the first is one step of ten.
 """
 
-import argparse
 from typing import Any
 
 import jax
@@ -44,14 +43,8 @@ def optimizers(grads: Any) -> dict[str, optax.GradientTransformation]:
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--vocabulary", type=int, default=50_304)
-    parser.add_argument("--name", default="variant_steps", help="name of the JSON under benchmarks/results")
-    args = parser.parse_args(arguments)
+def main() -> None:
+    args = measure.options(__doc__, layers=12, width=768, vocabulary=50_304, rounds=11)
     grads, _ = gpt2(args.layers, args.width, args.vocabulary, np.random.default_rng(0))
     calls = {}
     for name, tx in optimizers(grads).items():
@@ -73,18 +66,9 @@ def main(arguments: list[str] | None = None) -> None:
         }
         for name, times in seconds.items()
     }
-    sizes = {k: getattr(args, k) for k in ("layers", "width", "vocabulary", "rounds")}
-    measuring = measure.summary(measured, between)
-    path = measure.write(args.name, {**sizes, "every_k": EVERY, "measuring": measuring, "optimizers": rows})
-    print(
-        measure.table(
-            [
-                {"optimizer": name, **row["optax"], "÷ muon": row["muon"]["ratio"]}
-                for name, row in rows.items()
-            ]
-        )
-    )
-    print(f"Written to {path}")
+    results = {"every_k": EVERY, "measuring": measure.summary(measured, between), "optimizers": rows}
+    shown = {name: {**row["optax"], "÷ muon": row["muon"]["ratio"]} for name, row in rows.items()}
+    measure.write("variant_steps", {**vars(args), **results}, shown)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ python -m benchmarks.reliability.adversarial_input               # all at once
 python -m benchmarks.reliability.adversarial_input any_matrix    # one test; the counts of the others are kept
 """
 
-import json
 import re
 import subprocess
 import sys
@@ -39,12 +38,12 @@ def count(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    path = measure.RESULTS / "adversarial_input.json"
-    rows = {row["test"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    rows = {row["test"]: row for row in measure.read("adversarial_input").get("rows", [])}
     for name in sys.argv[1:] or TESTS:
         rows[name] = count(name)
-        measure.write("adversarial_input", {"rows": [rows[test] for test in TESTS if test in rows]})
-        print(measure.table([rows[name]]))
+        measure.write(
+            "adversarial_input", {"rows": [rows[test] for test in TESTS if test in rows]}, [rows[name]]
+        )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ uninterrupted run. Then files of a complete checkpoint are truncated, emptied, d
 must refuse the checkpoint, or restore the same bits if the file does not matter.
 """
 
-import argparse
 import csv
 import pathlib
 import random
@@ -144,18 +143,13 @@ def damage_and_resume(out: pathlib.Path, *, damages: int, steps: int, seed: int 
 def main() -> None:
     from benchmarks.common import measure
 
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--kills", type=int, default=50, help="number of SIGKILLs")
-    parser.add_argument("--damages", type=int, default=100, help="number of damaged checkpoints")
-    parser.add_argument("--steps", type=int, default=100, help="length of a run")
-    args = parser.parse_args()
+    args = measure.options(__doc__, kills=50, damages=100, steps=100)
     with tempfile.TemporaryDirectory() as folder:
         runs = pathlib.Path(folder)
         killed = kill_and_resume(runs, kills=args.kills, steps=args.steps)
         damaged = damage_and_resume(runs / "whole", damages=args.damages, steps=args.steps)
     rows = [{"damage": kind, **outcomes} for kind, outcomes in damaged.items()]
-    print(measure.table([killed]), measure.table(rows), sep="\n\n")
-    print(f"Written to {measure.write('killed_runs', {'killed': killed, 'damaged': rows})}")
+    measure.write("killed_runs", {"killed": killed, "damaged": rows}, [killed], rows)
 
 
 if __name__ == "__main__":

@@ -82,8 +82,7 @@ def main() -> None:
     for leaf, make in LEAVES.items():
         params = {"dense": _layer(), "other": make()}
         rows.append({"leaf": leaf} | {name: three_steps(tx, params) for name, tx in optimizers.items()})
-    measure.write("leaves", {"leaves": rows})
-    print(measure.table(rows))
+    measure.write("leaves", {"leaves": rows}, rows)
 
 
 if __name__ == "__main__":

@@ -178,9 +178,8 @@ def main() -> None:
         for precision in PRECISIONS
     ]
     attention = [logits(clip, precision) for clip in (False, True) for precision in PRECISIONS]
-    print(measure.table(weights), measure.table(attention), sep="\n\n")
     settings = {"rate": RATE, "rms": RMS, "weight_decay": WEIGHT_DECAY, "steps": STEPS}
-    print(f"Written to {measure.write('long_runs', {**settings, 'weights': weights, 'logits': attention})}")
+    measure.write("long_runs", {**settings, "weights": weights, "logits": attention}, weights, attention)
 
 
 if __name__ == "__main__":

@@ -119,8 +119,7 @@ def _renamed(line: str, names: Mapping[str, str]) -> str:
 def main() -> None:
     models = {name: entry for name, entry in MODELS.items() if importlib.util.find_spec(entry.needs)}
     rows = rows_of(models)
-    measure.write("programs", {"models": sorted(models), "rows": rows})
-    print(measure.table(rows))
+    measure.write("programs", {"models": sorted(models), "rows": rows}, rows)
 
 
 if __name__ == "__main__":

@@ -100,8 +100,7 @@ def main() -> None:
     maxtext = [leaves for name, leaves in zoo.items() if name.startswith("maxtext")]
     rows = [{"trees": "all", "rule": name, **count(rule, list(zoo.values()))} for name, rule in RULES.items()]
     rows += [{"trees": "MaxText's", "rule": name, **count(rule, maxtext)} for name, rule in RULES.items()]
-    measure.write("zoo", {"rows": rows})
-    print(measure.table(rows))
+    measure.write("zoo", {"rows": rows}, rows)
 
 
 if __name__ == "__main__":

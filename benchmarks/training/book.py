@@ -1,7 +1,6 @@
 """Keep training runs in a JSON file that can be continued, search learning rates, and compare the runs seed by seed."""
 
 import argparse
-import json
 import math
 import operator
 import statistics
@@ -32,11 +31,10 @@ class Book:
 
     def __init__(self, name: str, settings: dict[str, Any], minutes: float = math.inf):
         self.name, self.settings, self.until = name, settings, time.monotonic() + 60 * minutes
-        path = measure.RESULTS / f"{name}.json"
-        held = json.loads(path.read_text()) if path.exists() else {"settings": settings}
+        held = measure.read(name) or {"settings": settings}
         if held["settings"] != settings:
             raise SystemExit(
-                f"{path} has runs with {held['settings']}, not {settings}: choose another --name."
+                f"{name}.json has runs with {held['settings']}, not {settings}: choose another --name."
             )
         self.rows: list[dict[str, Any]] = held.get("runs", [])
         others = ("provenance", "settings", "runs")
@@ -66,10 +64,10 @@ class Book:
         self.write()
         return True
 
-    def write(self, **summaries: Any) -> None:
+    def write(self, *shown: Any, **summaries: Any) -> None:
         """Write all runs, and the summaries that a benchmark derives from them; others stay as they are."""
         self.summaries |= summaries
-        measure.write(self.name, {"settings": self.settings, **self.summaries, "runs": self.rows})
+        measure.write(self.name, {"settings": self.settings, **self.summaries, "runs": self.rows}, *shown)
 
 
 def next_rate(losses: dict[float, float], first: Sequence[float] = (), least: int = 1) -> float | None:

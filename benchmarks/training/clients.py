@@ -10,7 +10,6 @@ steps, all of which see text that is new.
 import argparse
 import importlib
 import importlib.metadata
-import json
 import statistics
 import sys
 from typing import Any
@@ -82,8 +81,7 @@ def write(client: str, steps: int, optimizers: dict[str, Any]) -> None:
 
 def read() -> dict[str, Any]:
     """The rows of the JSON by client."""
-    path = measure.RESULTS / "clients.json"
-    return {r["client"]: r for r in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    return {row["client"]: row for row in measure.read("clients").get("rows", [])}
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ the best one.
 
 import functools
 
-from benchmarks.common import measure
 from benchmarks.training.book import Book, command_line, search, summary
 from benchmarks.training.int8_momentum import TEXTS, best_rates, text
 from benchmarks.training.small_models import Model
@@ -42,8 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
                 one = {**key, "seed": seed, "learning_rate": rate}
                 book.ensure(one, functools.partial(run, rate, seed=seed))
     rows = summary(book.rows, ("text", "recipe"))
-    book.write(recipes=rows)
-    print(measure.table(rows))
+    book.write(rows, recipes=rows)
 
 
 if __name__ == "__main__":

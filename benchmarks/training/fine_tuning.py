@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import optax
 
 import muonjax
-from benchmarks.common import measure
 from benchmarks.training.book import Book, command_line
 from benchmarks.training.int8_momentum import best_rates, text
 from benchmarks.training.small_models import Model, loss
@@ -231,8 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
         trained.cache_clear()
     rows = summary(book.rows)
     before = [row for row in book.rows if row["share"] == 0]
-    book.write(methods=rows, equal_gain=at_equal_gain(rows), before=before)
-    print(measure.table(rows))
+    book.write(rows, methods=rows, equal_gain=at_equal_gain(rows), before=before)
 
 
 if __name__ == "__main__":

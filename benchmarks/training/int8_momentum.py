@@ -10,7 +10,6 @@ with recorded spectra of momentum.
 
 import functools
 import itertools
-import json
 import operator
 import pathlib
 import tempfile
@@ -45,7 +44,7 @@ def text(name: str) -> text_data.Text:
 
 def best_rates() -> tuple[float, float]:
     """Of plain Muon's matrices, and of the parameters that AdamW trains."""
-    found = json.loads((measure.RESULTS / "variants.json").read_text())
+    found = measure.read("variants")
     (muon,) = [row for row in found["variants"] if (row["layout"], row["variant"]) == ("MHA", "muon")]
     return muon["learning_rate"], found["adam_rate"]
 
@@ -126,8 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
         key = {"text": name, "momentum": dtype, "seed": seed}
         book.ensure(key, functools.partial(run, name, dtype, seed))
     rows = table(book.rows)
-    book.write(dtypes=rows, rounding=rounding_errors())
-    print(measure.table(rows))
+    book.write(rows, dtypes=rows, rounding=rounding_errors())
 
 
 if __name__ == "__main__":

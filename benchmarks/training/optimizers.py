@@ -11,7 +11,6 @@ steps times the median time of a step, with all optimizers measured in turn.
 
 import functools
 import itertools
-import json
 import math
 import pathlib
 import re
@@ -175,11 +174,9 @@ def main(arguments: list[str] | None = None) -> None:
                 book.ensure(key, functools.partial(train, task, optimizer, seed, args.steps, rate))
     best = training_answers.summary(book.rows, costs)
     answers = training_answers.answers(best)
-    book.write(best=best, answers=answers)
+    shown = [{key: value for key, value in row.items() if key not in ("losses", "curve")} for row in best]
+    book.write(shown, best=best, answers=answers)
     draw(best, book.rows, args.picture)
-    hidden = ("losses", "curve")
-    print(measure.table([{k: v for k, v in row.items() if k not in hidden} for row in best]))
-    print(*map(json.dumps, answers), sep="\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from typing import Any
 import train_transformer
 
 import muonjax
-from benchmarks.common import measure
 from benchmarks.training.book import Book, command_line, search, summary
 from benchmarks.training.sweep import one_run
 from muonjax import NewtonSchulz
@@ -43,8 +42,7 @@ def main() -> None:
             key = {"preset": preset, "seed": seed, "learning_rate": rate}
             book.ensure(key, functools.partial(train, seed, rate))
     presets = summary(book.rows, ("preset",), lambda preset: ("Optax's",))
-    book.write(presets=presets)
-    print(measure.table(presets))
+    book.write(presets, presets=presets)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,7 @@ def main() -> None:
             key = {"optimizer": optimizer, "steps": steps, "learning_rate": rate, "seed": seed}
             book.ensure(key, functools.partial(one_run, optimizer, rate, steps, seed, extra))
     best = summary(book.rows, ("optimizer", "steps"))
-    book.write(best=best)
-    print(measure.table(best))
+    book.write(best, best=best)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 
-from benchmarks.common import measure
 from benchmarks.training.book import Book, command_line, next_rate, search
 from benchmarks.training.small_models import Model
 from benchmarks.training.small_runs import Recipe, Trainer
@@ -199,13 +198,9 @@ def main(arguments: list[str] | None = None) -> None:
             spectral_share(size, FIRST["adamw"], min(20, args.steps), settings)
             for size in sizes[: len(args.widths)]
         ]
-    book.write(rules=rows, checks=checks, spectral_norms=shares)
+    factors = [{key: row[key] for key in ("rule", "width_factor", "layers_factor")} for row in rows]
+    book.write(factors, rules=rows, checks=checks, spectral_norms=shares)
     draw(book, checks, [row["rule"] for row in rows])
-    print(
-        measure.table(
-            [{"rule": r["rule"], "widths": r["width_factor"], "depths": r["layers_factor"]} for r in rows]
-        )
-    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.common import measure
 from benchmarks.training.book import Book, Rows, command_line, search, summary
 from benchmarks.training.small_models import Model
 from benchmarks.training.small_runs import SIZES, Recipe, Trainer
@@ -98,8 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
         key = {"layout": layout, "variant": variant}
         train_seeds(book, key, RATES[VARIANTS[variant].size], args.seeds, run)
     rows = table([row for row in book.rows if row["variant"] in VARIANTS])
-    book.write(adam_rate=adam, variants=rows)
-    print(measure.table(rows))
+    book.write(rows, adam_rate=adam, variants=rows)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,13 @@ def test_a_table_and_its_sentence():
     ]
 
 
+def test_no_line_ends_within_a_word():
+    words = [word for length in range(1, 30) for word in ("x" * length, "held-out")]
+    lines = tables.fill(" ".join(words), CONTENT).splitlines()
+    assert len(lines) > 2
+    assert " ".join(lines).split() == words
+
+
 def test_a_table_without_a_sentence_names_the_machine():
     assert tables.fill(LOOP, CONTENT).splitlines() == [
         "|  | large | dots |",
