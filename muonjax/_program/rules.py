@@ -302,12 +302,10 @@ def _random(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
 
 def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     """Repeated along the axes where it has one entry: operations entry by entry do so by themselves."""
-    if tuple(old) == tuple(shape):
+    if old == shape or not (x.kind or x.counts is not None):
         return x
     old = old or [-1] * len(shape)  # a scalar beside an array
-    return _picked(
-        x, [axis if n == m else None for axis, (n, m) in enumerate(zip(old, shape, strict=True))], shape
-    )
+    return _picked(x, [k if n == shape[k] else None for k, n in enumerate(old)], shape)
 
 
 @rule("add sub add_any select_n join complex")
