@@ -271,7 +271,7 @@ def _conv(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
     return [by_parameter(walk, i, product, kernel, data, result, **extra)]
 
 
-@rule("ragged_dot_general ragged_dot")
+@rule("ragged_dot_general")
 def _ragged(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     """Each expert's matrix times the rows that belong to it."""
     x, w, _ = values
@@ -279,10 +279,10 @@ def _ragged(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     if not w.terms:
         walk.record_terms(i, node.name, values)
         return [product]
-    numbers = node.params.get("ragged_dot_dimension_numbers")
-    groups = tuple(numbers.rhs_group_dimensions) if numbers is not None else (0,)
-    (_, summed), (_, batch) = numbers.dot_dimension_numbers if numbers is not None else ((0, (1,)), (0, ()))
-    side = Side(w, node.inputs[1], len(walk.shape(node.inputs[1])), summed, (*batch, *groups))
+    numbers = node.params["ragged_dot_dimension_numbers"]
+    (_, summed), (_, batch) = numbers.dot_dimension_numbers
+    batch = (*batch, *numbers.rhs_group_dimensions)
+    side = Side(w, node.inputs[1], len(walk.shape(node.inputs[1])), summed, batch)
     data = Side(x, node.inputs[0], len(walk.shape(node.inputs[0])), (), ())
     n = walk.shape(node.outputs[0])
     given = [None] * (len(n) - len(side.given)) + list(side.given)

@@ -48,7 +48,7 @@ class _Manual(NamedTuple):
     """A `shard_map` around a body: what tracing needs to know of it."""
 
     mesh: Any
-    axes: frozenset[Any]
+    axis_names: frozenset[Any]
     check_vma: bool
 
 
@@ -92,9 +92,10 @@ def _reporting(body: Body, probes: tuple[Probe, ...], inside: tuple[_Manual, ...
 
     def measure(variable: Var, like: JaxprEqn) -> None:
         for probe in here.pop(variable):
-            settings = (probe.softmax_axis, probe.heads)
             logits = [variable] if probe.raw is None else [variable, probe.raw]
-            maxima[probe] = _append(eqns, _largest, settings, logits, like, inside)
+            maxima[probe] = _append(
+                eqns, _largest, logits, like, inside, axis=probe.softmax_axis, heads=probe.heads
+            )
 
     for index, eqn in enumerate(opened(body).eqns):
         # Where the logits are read first, softmax computes its maximum, in the same scope.
@@ -115,12 +116,13 @@ def _enclosing(
 ) -> list[Any]:
     """Appends `eqn`, which now returns the probes' maxima; returns their variables."""
     name = eqn.primitive.name
+    deeper = tuple(probe._replace(path=probe.path[1:]) for probe in probes)
     if name.startswith("custom_"):
         # Its outputs are fixed: the logits are computed from its operands once more.
         eqns.append(eqn)
         ((_, body),) = versions.bodies(eqn)
-        alone = [_reporting(body, (probe._replace(path=probe.path[1:]),), inside) for probe in probes]
-        return [_append(eqns, _last_output, (new,), eqn.invars, eqn, inside) for new in alone]
+        alone = [_reporting(body, (probe,), inside) for probe in deeper]
+        return [_append(eqns, _last_output, eqn.invars, eqn, inside, body=new) for new in alone]
     if name not in versions.EXTENSIBLE:
         raise ValueError(
             f"report(closed, probes) has a probe inside of {name!r}, whose outputs are fixed; "
@@ -128,25 +130,25 @@ def _enclosing(
         )
     steps = tuple(probe.path[0] for probe in probes)
     bodies = tuple(body for _, body in versions.bodies(eqn))
-    arguments: tuple[Any, ...] = (
-        bodies,
-        tuple(probe._replace(path=probe.path[1:]) for probe in probes),
-        inside,
-    )
+    arguments: tuple[Any, ...] = (bodies, deeper, inside)
     first, specs = [], []
     if name == "cond":
         new, avals = _cond(bodies[0], *arguments, tuple(step.body for step in steps))
     elif name == "while":
         new, avals = _while(bodies[0], *arguments)
-        first = [_append(eqns, _nothing, (aval,), [], eqn, inside) for aval in avals]
+        first = [_append(eqns, _nothing, [], eqn, inside, aval=aval) for aval in avals]
     elif name == "shard_map":
         manual = _Manual(*(eqn.params[key] for key in ("mesh", "newly_manual_axes", "check_vma")))
         new, local = _shard_map(bodies[0], *arguments, manual, tuple(step.sharded for step in steps))
         specs = [PartitionSpec(*(axes or None for axes in step.sharded)) for step in steps]
-        whole = [(manual, spec, aval) for spec, aval in zip(specs, local, strict=True)]
-        avals = [opened(_traced(_unsharded, each, (), eqn.ctx, inside)).outvars[0].aval for each in whole]
+        avals = [
+            _traced(
+                _unsharded, (("manual", manual), ("spec", spec), ("aval", aval)), (), eqn.ctx, inside
+            ).out_avals[0]
+            for spec, aval in zip(specs, local, strict=True)
+        ]
     else:
-        new = [_reporting(bodies[0], *arguments[1:])]
+        new = [_reporting(bodies[0], deeper, inside)]
         avals = [output.aval for output in _outputs(new[0], len(probes))]
         if name == "scan":
             avals = [unmapped_aval(eqn.params["length"], 0, aval) for aval in avals]
@@ -156,7 +158,7 @@ def _enclosing(
     maxima: list[Any] = [Var(aval) for aval in avals]
     eqns.append(eqn.replace(invars=[*eqn.invars, *first], outvars=[*eqn.outvars, *maxima], params=params))
     return [
-        _append(eqns, _over_iterations, (), [maximum], eqn, inside)
+        _append(eqns, jax.lax.reduce_max, [maximum], eqn, inside, axes=(0,))
         if name == "scan" and not step.layer
         else maximum
         for maximum, step in zip(maxima, steps, strict=True)
@@ -188,7 +190,7 @@ def _cond(
         outputs = [
             found[i][probe]
             if branch == i
-            else _append(eqns, _nothing, (found[branch][probe].aval,), [], like, inside)
+            else _append(eqns, _nothing, [], like, inside, aval=found[branch][probe].aval)
             for probe, branch in zip(probes, branches, strict=True)
         ]
         new.append(versions.extended(body, eqns, outputs))
@@ -206,7 +208,7 @@ def _while(
     maxima = _outputs(rewritten, len(probes))
     carried = [Var(maximum.aval) for maximum in maxima]
     outputs = [
-        _append(eqns, jax.lax.max, (), [old, new], eqns[-1], inside)
+        _append(eqns, jax.lax.max, [old, new], eqns[-1], inside)
         for old, new in zip(carried, maxima, strict=True)
     ]
     avals = [v.aval for v in carried]
@@ -230,13 +232,12 @@ def _shard_map(
     eqns = list(opened(rewritten).eqns)
     outputs = []
     for maximum, kept in zip(_outputs(rewritten, len(probes)), sharded, strict=True):
-        differs = manual.axes & versions.varying(maximum.aval) if manual.check_vma else manual.axes
-        axes = tuple(
-            a for a in manual.mesh.axis_names if a in differs and not any(a in names for names in kept)
-        )
-        outputs.append(
-            _append(eqns, _over_devices, (axes,), [maximum], eqns[-1], inside) if axes else maximum
-        )
+        differs = versions.varying(maximum.aval) if manual.check_vma else manual.axis_names
+        differs = (differs & manual.axis_names).difference(*kept)
+        axes = tuple(a for a in manual.mesh.axis_names if a in differs)
+        if axes:
+            maximum = _append(eqns, jax.lax.pmax, [maximum], eqns[-1], inside, axis_name=axes)
+        outputs.append(maximum)
     return [versions.extended(bodies[0], eqns, outputs)], [output.aval for output in outputs]
 
 
@@ -246,11 +247,13 @@ def _outputs(body: Body, count: int) -> list[Any]:
     return outputs[len(outputs) - count :]
 
 
-def _last_output(body: ClosedJaxpr, *operands: jax.Array) -> jax.Array:
+def _last_output(*operands: jax.Array, body: ClosedJaxpr) -> jax.Array:
     return jaxpr_as_fun(body)(*jax.lax.stop_gradient(operands))[-1]
 
 
-def _largest(axis: int, heads: tuple[int, ...], logits: jax.Array, raw: jax.Array | None = None) -> jax.Array:
+def _largest(
+    logits: jax.Array, raw: jax.Array | None = None, *, axis: int, heads: tuple[int, ...]
+) -> jax.Array:
     """The maximum that softmax computes along `axis`, then that over all axes but `heads`."""
     if raw is not None:  # NaN stays: it is no comparison's
         logits = jnp.where(logits - raw <= MASKED, -jnp.inf, raw)
@@ -264,14 +267,6 @@ def _largest(axis: int, heads: tuple[int, ...], logits: jax.Array, raw: jax.Arra
     return jnp.transpose(maxima, [sorted(kept).index(head) for head in kept]).astype(jnp.float32)
 
 
-def _over_iterations(maxima: jax.Array) -> jax.Array:
-    return jax.lax.reduce_max(maxima, (0,))
-
-
-def _over_devices(axes: tuple[str, ...], maxima: jax.Array) -> jax.Array:
-    return jax.lax.pmax(maxima, axes)
-
-
 def _nothing(aval: Any) -> jax.Array:
     """-inf for a maximum that is not computed, of the same type."""
     nothing = jax.lax.full(aval.shape, -jnp.inf, aval.dtype, sharding=aval.sharding)
@@ -281,25 +276,20 @@ def _nothing(aval: Any) -> jax.Array:
 
 def _unsharded(manual: _Manual, spec: PartitionSpec, aval: Any) -> jax.Array:
     """What a `shard_map` returns of `aval` under `spec`."""
-    f = functools.partial(_nothing, aval)
-    return _mapped(f, manual, spec)()
-
-
-def _mapped(f: Callable[[], Any], manual: _Manual, spec: PartitionSpec) -> Callable[[], Any]:
-    mesh, axes, check_vma = manual
-    return jax.shard_map(f, mesh=mesh, in_specs=(), out_specs=spec, axis_names=axes, check_vma=check_vma)
+    return jax.shard_map(lambda: _nothing(aval), in_specs=(), out_specs=spec, **manual._asdict())()
 
 
 def _append(
     eqns: list[JaxprEqn],
     f: Callable[..., jax.Array],
-    settings: tuple[Any, ...],
     atoms: Sequence[Any],
     like: JaxprEqn,
     inside: tuple[_Manual, ...],
+    **settings: Any,
 ) -> Any:
-    """Appends the equations of `f(*settings, *atoms)`, in the scope and context of `like`; returns the result."""
-    jaxpr = opened(_traced(f, settings, tuple(atom.aval for atom in atoms), like.ctx, inside))
+    """Appends the equations of `f(*atoms, **settings)`, in the scope and context of `like`; returns the result."""
+    avals = tuple(atom.aval for atom in atoms)
+    jaxpr = opened(_traced(f, tuple(settings.items()), avals, like.ctx, inside))
     variables: dict[Any, Any] = dict(zip(jaxpr.invars, atoms, strict=True))
     for eqn in jaxpr.eqns:
         variables |= {v: Var(v.aval) for v in eqn.outvars}
@@ -318,15 +308,17 @@ def _traced(
     ctx: Any,
     inside: tuple[_Manual, ...],
 ) -> ClosedJaxpr:
-    """The jaxpr of `f(*settings, *arrays)`, as it is under `ctx` in the bodies of these `shard_map`s."""
+    """The jaxpr of `f(*arrays, **settings)`, as it is under `ctx` in the bodies of these `shard_map`s."""
     found: list[ClosedJaxpr] = []
 
     def trace(around: tuple[_Manual, ...]) -> float:
         if around:
-            jax.make_jaxpr(_mapped(functools.partial(trace, around[1:]), around[0], PartitionSpec()))()
+            inner = functools.partial(trace, around[1:])
+            f_mapped = jax.shard_map(inner, in_specs=(), out_specs=PartitionSpec(), **around[0]._asdict())
+            jax.make_jaxpr(f_mapped)()
         else:
             with ctx.manager:
-                found.append(jax.make_jaxpr(functools.partial(f, *settings))(*avals))
+                found.append(jax.make_jaxpr(functools.partial(f, **dict(settings)))(*avals))
         return 0.0
 
     trace(inside)

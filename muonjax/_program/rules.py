@@ -15,7 +15,6 @@ from muonjax._program.values import (
     PARAMETER,
     Image,
     Logits,
-    Term,
     Value,
     concatenated,
     dependent,
@@ -302,12 +301,10 @@ def _random(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
 
 def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     """Repeated along the axes where it has one entry: operations entry by entry do so by themselves."""
-    if tuple(old) == tuple(shape):
+    if old == shape or not (x.kind or x.counts is not None):
         return x
     old = old or [-1] * len(shape)  # a scalar beside an array
-    return _picked(
-        x, [axis if n == m else None for axis, (n, m) in enumerate(zip(old, shape, strict=True))], shape
-    )
+    return _picked(x, [k if n == shape[k] else None for k, n in enumerate(old)], shape)
 
 
 @rule("add sub add_any select_n join complex")
@@ -320,7 +317,7 @@ def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
         if len(values) == 1:
             return values
     if whole.is_weight:
-        return [_sum_of_weights(walk, i, whole, values)]
+        return [_of_weights(walk, i, "added", values)]
     followed = dependent(values)
     if not followed.kind & PARAMETER:
         return [whole._replace(inputs=tuple(m for v in values for m in v.inputs))]
@@ -355,19 +352,17 @@ def _is_zero(walk: Walk, value: int) -> bool:
     return known is not None and np.ndim(known) == 0 and known == 0
 
 
-def _sum_of_weights(walk: Walk, i: int, whole: Value, values: Sequence[Value]) -> Value:
-    """A sum of parameters is used as they are; one that repeats along an axis, as a bias does, is only added."""
-    cover = [_cover(v) for v in values]
-    widest = max(cover, key=len, default=frozenset())
-    terms: list[Term] = []
+def _of_weights(walk: Walk, i: int, kind: str, values: Sequence[Value]) -> Value:
+    """Parameters entry by entry are used as they are; one that repeats, as a bias or a gain does, is only that."""
+    cover, terms = [_cover(v) for v in values], []
     several = sum(bool(v.terms) for v in values) > 1
-    for v, covered in zip(values, cover, strict=True):
+    for v, mine in zip(values, cover, strict=True):
         for t in v.terms:
-            if covered != widest or (several and t.noisy):
-                walk.record(i, "added", t)
+            if any(mine < other for other in cover) or (several and t.noisy):
+                walk.record(i, kind, t)
             else:
                 terms.append(t)
-    return whole._replace(terms=tuple(dict.fromkeys(terms)))
+    return dependent(values)._replace(terms=tuple(dict.fromkeys(terms)))
 
 
 def _cover(v: Value) -> frozenset[int]:
@@ -417,7 +412,7 @@ def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
             noisy = bool((x.kind | y.kind) & NOISE)
             terms = tuple(t._replace(noisy=t.noisy or noisy) for v in values for t in v.terms)
             return [whole._replace(terms=terms)]
-        return [_product_of_weights(walk, i, whole, x, y)]
+        return [_of_weights(walk, i, "multiplied", values)]
     one_hot = x.one_hot or y.one_hot
     if not whole.kind & PARAMETER:
         return [whole._replace(one_hot=one_hot, inputs=x.inputs + y.inputs)]
@@ -455,19 +450,6 @@ def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
 
 def _is_linear_or_normalized(image: Image) -> bool:
     return image.linear or (image.after or ("",))[0] == "normalized"
-
-
-def _product_of_weights(walk: Walk, i: int, whole: Value, x: Value, y: Value) -> Value:
-    """Entry by entry: a norm's gain repeats along an axis and is a vector; factors of equal cover stay matrices."""
-    cover = {0: _cover(x), 1: _cover(y)}
-    terms: list[Term] = []
-    for k, v in enumerate((x, y)):
-        for t in v.terms:
-            if cover[k] < cover[1 - k]:
-                walk.record(i, "multiplied", t)
-            else:
-                terms.append(t)
-    return whole._replace(terms=tuple(dict.fromkeys(terms)))
 
 
 def _scaled_logits(i: int, node: Node, x: Value, y: Value) -> tuple[Logits, ...]:
