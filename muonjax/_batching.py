@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from muonjax._policy import Policy
+from muonjax._two_passes import TwoPasses
 from pallas_kernels._xla_workarounds import unknown_to_xla
 
 if TYPE_CHECKING:
@@ -43,26 +44,61 @@ def map_groups(
       One array for each input, of the same shape and dtype.
     """
     results: list[jax.Array | None] = [None] * len(matrices)
-    f = f if policy.is_cpu else jax.jit(f)  # one trace for all stacks of a shape
     stacks = [s for group in group_by_shape(matrices) for s in _stacks(group, matrices, policy)]
+    whole = f if policy.is_cpu else jax.jit(f)  # one trace for all stacks of a shape
+    kept: dict[int, Any] = {}
+    second: Callable[..., jax.Array] = whole
+    if isinstance(f, TwoPasses) and policy.is_gpu:
+        kept, second = _first_passes(f, stacks, matrices, policy), jax.jit(f.second)
     last: int | None = None
-    for indices in stacks:
-        tall = [_is_tall(matrices[i]) for i in indices]
-        parts = [
-            _transpose(matrices[i], policy) if t else matrices[i] for i, t in zip(indices, tall, strict=True)
-        ]
-        if policy.one_stack_at_a_time and last is not None:
-            # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it.
-            parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
+    for number, indices in enumerate(stacks):
+        # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it. The first
+        # one after what lies between the passes: XLA would keep what the second shares with the first.
+        if last is None:
+            stack, own = _stacked(indices, matrices, policy, kept.get(number))
+        else:
+            stack, results[last] = _stacked(indices, matrices, policy, results[last])
+            own = kept.get(number)
         last = indices[-1]
-        stack = _map_stack(f, jnp.concatenate(parts) if len(parts) > 1 else parts[0], policy)
-        starts = [0, *itertools.accumulate(part.shape[0] for part in parts[:-1])]
-        for i, t, part, start in zip(
-            indices, tall, parts, unknown_to_xla(starts, policy.platform), strict=True
-        ):
-            result = stack if len(parts) == 1 else jax.lax.dynamic_slice_in_dim(stack, start, part.shape[0])
-            results[i] = _transpose(result, policy) if t else result
+        if number in kept:
+            (chunk,) = _chunks(stack, policy)
+            stack = second(chunk, own).reshape(stack.shape)
+        else:
+            stack = _map_stack(whole, stack, policy)
+        sizes = [matrices[i].shape[0] for i in indices]
+        starts = unknown_to_xla([0, *itertools.accumulate(sizes[:-1])], policy.platform)
+        for i, start in zip(indices, starts, strict=True):
+            alone = len(indices) == 1
+            result = stack if alone else jax.lax.dynamic_slice_in_dim(stack, start, len(matrices[i]))
+            results[i] = _transpose(result, policy) if _is_tall(matrices[i]) else result
     return results  # pyright: ignore[reportReturnType]  # every index is in one group
+
+
+def _first_passes(
+    f: TwoPasses, stacks: Sequence[list[int]], matrices: Sequence[jax.Array], policy: Policy
+) -> dict[int, Any]:
+    """What the second pass over each stack needs; one that would go in several chunks has none."""
+    first = jax.jit(f.first)
+    kept: dict[int, Any] = {}
+    before: Any = None
+    for number, indices in enumerate(stacks):
+        stack, before = _stacked(indices, matrices, policy, before)
+        kept |= dict.fromkeys(list(kept)[-1:], before)
+        chunks = _chunks(stack, policy)
+        if len(chunks) == 1:
+            kept[number] = before = first(chunks[0])
+    return dict(zip(kept, f.between(list(kept.values())), strict=True))
+
+
+def _stacked(
+    indices: list[int], matrices: Sequence[jax.Array], policy: Policy, before: Any
+) -> tuple[Inexact[Array, "count m n"], Any]:
+    """Some of the matrices, wide, as one array; on a GPU it is not made before `before` is, which is returned."""
+    parts = [matrices[i] for i in indices]
+    if policy.is_gpu:
+        parts, before = jax.lax.optimization_barrier((parts, before))
+    parts = [_transpose(part, policy) if _is_tall(part) else part for part in parts]
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0], before
 
 
 def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> list[list[int]]:
@@ -91,11 +127,15 @@ def _transpose(x: Inexact[Array, "*batch m n"], policy: Policy) -> Inexact[Array
     return jax.lax.optimization_barrier(jax.lax.optimization_barrier(x).mT)
 
 
-def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "count m n"]:
+def _chunks(stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "number *chunk m n"]:
     count, *shape = stack.shape
     size = policy.chunk_size(count, (shape[0], shape[1]))
     # One matrix goes without a batch axis: products of batches of one take a slower way through XLA on a CPU.
-    chunks = stack if size == 1 else stack.reshape(-1, size, *shape)
+    return stack if size == 1 else stack.reshape(-1, size, *shape)
+
+
+def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "count m n"]:
+    chunks = _chunks(stack, policy)
     if len(chunks) == 1:
         return f(chunks[0]).reshape(stack.shape)
 

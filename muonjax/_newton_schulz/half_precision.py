@@ -17,6 +17,7 @@ which are of moderate size.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from muonjax._newton_schulz.normalization import Normalization, inverse_row_norm
 from muonjax._newton_schulz.products import SymmetricProduct, in_blocks, shared
 from muonjax._newton_schulz.scaling import power_of_two_scale
 from muonjax._newton_schulz.settings import NewtonSchulz
-from muonjax._newton_schulz.thin_deflation import deflate
+from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch, shrink, shrinkings, sketch
 from muonjax._policy import Policy
 
 # R of fused steps is larger by this number in memory. Without the factors a^2 it gets smaller with each step, so that
@@ -78,7 +79,7 @@ class _Products(NamedTuple):
         return self.on_small_side.implementation is not None
 
     def over_columns(self, products: jax.Array) -> jax.Array:
-        return jax.lax.psum(products, self.axis_name) if self.axis_name else products
+        return _over_columns(products, self.axis_name)
 
     def gram(self, z: jax.Array) -> jax.Array:
         """z z^H."""
@@ -109,8 +110,35 @@ class _Products(NamedTuple):
         return in_blocks(product, a, y) if self.blocks else product.with_adjoint(a, y)
 
 
+def _over_columns(products: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
+    return jax.lax.psum(products, axis_name) if axis_name else products
+
+
+def first_pass(
+    x: jax.Array, settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...] = ()
+) -> Sketch | None:
+    """What the deflation of x [*batch, m, n] begins with; None where there is none."""
+    rank = min(settings.deflation, x.shape[-2] // 8)
+    if not rank:
+        return None
+    over_columns = functools.partial(_over_columns, axis_name=axis_name)
+    scale_of = functools.partial(power_of_two_scale, axis_name=axis_name)
+    return sketch(x.astype(jnp.float32), rank, policy.finer_half, over_columns, scale_of)
+
+
+def between(sketches: Sequence[Sketch | None], policy: Policy) -> list[Shrinking | None]:
+    """Of what `first_pass` gave, for any number of arrays."""
+    found = iter(shrinkings([s for s in sketches if s is not None], policy.finer_half))
+    return [None if s is None else next(found) for s in sketches]
+
+
 def iterate(
-    x: jax.Array, settings: NewtonSchulz, policy: Policy, dtype: jnp.dtype, axis_name: tuple[str, ...] = ()
+    x: jax.Array,
+    settings: NewtonSchulz,
+    policy: Policy,
+    dtype: jnp.dtype,
+    axis_name: tuple[str, ...] = (),
+    shrinking: Shrinking | None = None,
 ) -> jax.Array:
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in float32; by bfloat16."""
     if settings.restarts is not None or any(a == 0 for a, _, _ in settings.steps):
@@ -122,12 +150,12 @@ def iterate(
     product = shared(SymmetricProduct(policy.platform, dtype, settings.implementation), m, axis_name)
     products = _Products(product, axis_name, policy.symmetric_in_blocks(m))
     x = x.astype(jnp.float32)
-    rank = min(settings.deflation, m // 8)
-    scale_of = functools.partial(power_of_two_scale, axis_name=axis_name)
-    if rank:
-        z, basis = deflate(x, rank, policy.finer_half, dtype, products.over_columns, scale_of)
+    if shrinking is None:
+        (shrinking,) = between([first_pass(x, settings, policy, axis_name)], policy)
+    if shrinking is None:
+        z, basis = (power_of_two_scale(x, axis_name) * x).astype(dtype), None
     else:
-        z, basis = (scale_of(x) * x).astype(dtype), None
+        z, basis = shrink(x, shrinking, dtype), shrinking.v
     q, z = _steps(products, z, settings, basis, _fused(settings, policy, m, n))
     # A stack's result is cut, and in half precision that moves half as much.
     return products.summed(q, z) if x.ndim == 2 else products.rounded(q, z).astype(jnp.float32)
@@ -282,6 +310,8 @@ def _fused_map(
         once = products.symmetric(q, y=r, c=r)  # (1 + Q) R
         r = products.symmetric(once, y=q, c=once)
         q = _map(products, r, row, square, 1.0).astype(dtype)
-        total = products.symmetric(q, y=total, c=total).astype(jnp.float32) + q.astype(jnp.float32)
+        # XLA for GPUs would join this product with that of the next step, for both multiply by q, and copy the others.
+        apart = jax.lax.optimization_barrier(q)
+        total = products.symmetric(apart, y=total, c=total).astype(jnp.float32) + q.astype(jnp.float32)
         square = row[0] ** 2 * square
     return total

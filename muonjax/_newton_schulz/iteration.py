@@ -12,6 +12,7 @@ multiply in half precision, and take the same steps in another order (`half_prec
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from muonjax._newton_schulz.normalization import Normalized, normalize
 from muonjax._newton_schulz.products import SymmetricProduct, shared
 from muonjax._newton_schulz.scaling import below_one
 from muonjax._newton_schulz.settings import NewtonSchulz
+from muonjax._newton_schulz.thin_deflation import Shrinking
 from muonjax._policy import Policy, policy_of
 from pallas_kernels._xla_workarounds import materialize
 
@@ -69,11 +71,16 @@ def _iterate(
 
 
 def polar_factor(
-    x: Inexact[Array, "*batch m n"], settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...] = ()
+    x: Inexact[Array, "*batch m n"],
+    settings: NewtonSchulz,
+    policy: Policy,
+    axis_name: tuple[str, ...] = (),
+    shrinking: Shrinking | None = None,
 ) -> Inexact[Array, "*batch m n"]:
-    """`newton_schulz` of checked arguments."""
+    """`newton_schulz` of checked arguments; `shrinking` is that of a wide x in half precision, where it is known."""
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
-    iterate = half_precision.iterate if dtype == jnp.bfloat16 else _iterate
+    half = functools.partial(half_precision.iterate, shrinking=shrinking)
+    iterate = half if dtype == jnp.bfloat16 else _iterate
     tall = not axis_name and x.shape[-2] > x.shape[-1]
     y = iterate(x.mT if tall else x, settings, policy, dtype, axis_name)
     return (y.mT if tall else y).astype(x.dtype)

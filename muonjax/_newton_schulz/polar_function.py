@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from muonjax._linalg import at_least_float32
+from muonjax._newton_schulz import half_precision
 from muonjax._newton_schulz.iteration import polar_factor
 from muonjax._newton_schulz.settings import NewtonSchulz
+from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
 from muonjax._policy import Policy
+from muonjax._two_passes import TwoPasses
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact
 
 
-def polar_function(
-    settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False
-) -> Callable[..., jax.Array]:
+def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False) -> TwoPasses:
     """x -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`."""
 
     def polar(
-        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
+        x: Inexact[Array, "*batch m n"],
+        axis_name: tuple[str, ...] = (),
+        shrinking: Shrinking | None = None,
     ) -> Inexact[Array, "*batch m n"]:
-        y = polar_factor(x, settings, policy, axis_name)
+        y = polar_factor(x, settings, policy, axis_name, shrinking)
         return y * _dual_norm(x, y, axis_name) if adaptive else y
 
-    return polar
+    def first(x: Inexact[Array, "*batch m n"]) -> Sketch | None:
+        half = policy.compute_dtype(x.dtype, settings.compute_dtype) == jnp.bfloat16
+        sketch = half_precision.first_pass(x, settings, policy) if half else None
+        # It would stay in memory until the second pass.
+        return None if sketch is None else sketch._replace(rounded=None)
+
+    def second(x: Inexact[Array, "*batch m n"], shrinking: Shrinking | None) -> Inexact[Array, "*batch m n"]:
+        return polar(x, shrinking=shrinking)
+
+    return TwoPasses(polar, first, functools.partial(half_precision.between, policy=policy), second)
 
 
 def exchange_dtype(x: Any, settings: NewtonSchulz, policy: Policy) -> jnp.dtype:

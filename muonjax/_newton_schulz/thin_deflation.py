@@ -14,8 +14,9 @@ Inverse roots come from products, whatever the rank of X: a Cholesky factorizati
 eigenvalue negative, as in a matrix of rank one.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,69 +31,147 @@ from muonjax._newton_schulz.scaling import power_of_two_scale
 _FIRST, _SECOND = (3, 1e-2), (4, 2e-2)
 
 
-class Deflated(NamedTuple):
-    """W X, rounded, and the basis of the directions that were shrunk.
+class Sketch(NamedTuple):
+    """What the dominant directions follow from.
 
     Attributes:
-      x: [*batch, m, n] in half precision, with the target singular value 1.
-      basis: V [*batch, m, k], float32; no combination of its columns is longer than its coefficients.
+      scale: [*batch, 1, 1], a power of two.
+      h: B B^H [*batch, k, k], float32.
+      y: X B^H [*batch, m, k], float32.
+      rounded: X times `scale`, in half precision; None: to be made again.
     """
 
-    x: jax.Array
-    basis: jax.Array
+    scale: jax.Array
+    h: jax.Array
+    y: jax.Array
+    rounded: jax.Array | None
 
 
-def deflate(
+class Shrinking(NamedTuple):
+    """W = 1 - V D V^H.
+
+    Attributes:
+      scale: As in `Sketch`.
+      rounded: As in `Sketch`.
+      v: V [*batch, m, k] in half precision; no combination of its columns is longer than its coefficients.
+      d: D [*batch, k, k], float32.
+    """
+
+    scale: jax.Array
+    rounded: jax.Array | None
+    v: jax.Array
+    d: jax.Array
+
+
+def sketch(
     x: jax.Array,
     rank: int,
-    thin: jnp.dtype,
     dtype: jnp.dtype,
     over_columns: Callable[[jax.Array], jax.Array] = lambda products: products,
     scale_of: Callable[[jax.Array], jax.Array] = power_of_two_scale,
-) -> Deflated:
-    """x [*batch, m, n], float32, with its dominant directions shrunk to about the same size.
+) -> Sketch:
+    """The first pass over x [*batch, m, n], float32.
 
     Args:
+      x: The matrices.
       rank: How many directions; half as many more are shrunk, which makes up for a second step of subspace iteration.
-      thin: Half precision of the thin products, that with the most digits: of a matrix of rank one its rounding errors
-        stay, and in bfloat16 they would turn what is left of the one direction by 20 degrees.
-      dtype: Of the result: half precision with the range of float32.
+      dtype: Half precision with the most digits: of a matrix of rank one its rounding errors stay, and in bfloat16 they
+        would turn what is left of the one direction by 20 degrees.
       over_columns: Sums products over the devices that share the columns.
       scale_of: The scale that `scaling` gives, over these devices.
     """
-    half = MatrixProduct(thin.name, None)
+    k = rank + rank // 2
     scale = scale_of(x)
+    rounded = _rounded(x, scale, dtype)
+    # Columns of moderate length: no entry of B is then out of float16's range.
+    start = (random_start(x.shape[-2], k) * x.shape[-2] ** -0.5).astype(dtype)
+    start = jnp.broadcast_to(start, (*x.shape[:-2], *start.shape))
+    # B's rows are not orthonormal yet, and what a root of B B^H takes them apart by multiplies their rounding.
+    b = _with_rest(_product(dtype).of_adjoint(start, rounded), dtype, (0, 1), -2)
+    y = over_columns(_sums(dtype).with_adjoint(rounded, b))
+    if b.shape[-2] > k:
+        y = y[..., :k] + y[..., k:]
+    return Sketch(scale, dot.of_adjoint(start.astype(y.dtype), y), y, rounded)
 
-    def in_memory(a, dtype):
-        return jax.lax.optimization_barrier(a.astype(dtype))
 
-    # Once for all thin products. A TPU takes two thirds of the time if rounding is part of a fusion and not an
-    # instruction of its own.
-    rounded = in_memory(scale * x, thin)
+def shrinkings(sketches: Sequence[Sketch], dtype: jnp.dtype) -> list[Shrinking]:
+    """W of each; the small matrices of all in one batch, for each operation on them is a launch."""
+    roots = _together(lambda h: (_root(h, *_FIRST),), [s.h for s in sketches])
+    ys = [dot(s.y, root) for s, (root,) in zip(sketches, roots, strict=True)]
+    roots = _together(_root_and_target, [dot.of_adjoint(y, y) for y in ys])
+    found = []
+    for s, y, (root, shrunk) in zip(sketches, ys, roots, strict=True):
+        v = dot(y, root).astype(dtype)
+        # 2 - V^H V is the inverse of V^H V up to the square of what rounding and the root leave it off from 1.
+        d = 2 * identity_like(root) - _sums(dtype).of_adjoint(v, v) - shrunk
+        found.append(Shrinking(s.scale, s.rounded, v, d))
+    return found
 
-    def project(v):
-        return half.of_adjoint(v, rounded)
 
-    start = random_start(x.shape[-2], rank + rank // 2)
-    b = project(jnp.broadcast_to(start, (*x.shape[:-2], *start.shape)))
-    root, number = bounded_inverse_root(over_columns(dot.with_adjoint(b, b)), *_FIRST)
-    y = over_columns(half.with_adjoint(rounded, number * dot(root, b)))
-    root, number = bounded_inverse_root(dot.of_adjoint(y, y), *_SECOND)
-    v = (number * dot(y, root)).astype(thin)
-    target = _target(root)
-    # 2 - V^H V is the inverse of V^H V up to the square of what rounding and the root leave it off from 1.
-    d = 2 * identity_like(root) - half.of_adjoint(v, v) - target * root
-    p, c = dot(v.astype(x.dtype), d), project(v)
-    # Rounded, they would leave 1/256 of the largest singular value, of either sign: a half more for the rest of each.
-    p, c = _with_rest(p, thin, (0, 1, 0), -1), _with_rest(c, thin, (0, 0, 1), -2)
-    # Each term is multiplied by the factor separately. If they were added first, x would be an operand of a library's
-    # product, for which it would have to be stacked.
-    factor = number / target
-    return Deflated(in_memory(factor * (scale * x) - factor * half(p, c), dtype), v.astype(x.dtype))
+def shrink(x: jax.Array, w: Shrinking, dtype: jnp.dtype) -> jax.Array:
+    """The second pass over x: W x in `dtype`, half precision with the range of float32."""
+    thin = w.v.dtype
+    rounded = _rounded(x, w.scale, thin) if w.rounded is None else w.rounded
+    p = _product(thin)(w.v, w.d) if thin == jnp.float16 else dot(w.v.astype(w.d.dtype), w.d)
+    p = _with_rest(p, thin, (0, 1, 0), -1)
+    c = _with_rest(_product(thin).of_adjoint(w.v, rounded), thin, (0, 0, 1), -2)
+    return _in_memory((w.scale * x - _sums(thin)(p, c)).astype(dtype))
+
+
+def _sums(dtype: jnp.dtype) -> MatrixProduct:
+    """Of rounded operands, in float32."""
+    return MatrixProduct(dtype.name, None)
+
+
+def _product(dtype: jnp.dtype) -> MatrixProduct:
+    """Of rounded operands; in float16 rounded as well, which saves a pass over it."""
+    return MatrixProduct(dtype.name, None, dtype.name if dtype == jnp.float16 else None)
+
+
+def _rounded(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Once for all thin products. A TPU takes two thirds of the time if rounding is part of a fusion and not an
+    instruction of its own."""
+    return _in_memory((scale * x).astype(dtype))
+
+
+def _in_memory(a: jax.Array) -> jax.Array:
+    return jax.lax.optimization_barrier(a)
+
+
+def _together(f: Callable[[jax.Array], tuple[jax.Array, ...]], matrices: Sequence[jax.Array]) -> list[Any]:
+    """f of each [*batch, k, k], those of equal size in one batch."""
+    if len(matrices) == 1:
+        return [f(matrices[0])]
+    found: list[Any] = [None] * len(matrices)
+    for k in dict.fromkeys(a.shape[-1] for a in matrices):
+        same = [i for i, a in enumerate(matrices) if a.shape[-1] == k]
+        flat = [matrices[i].reshape(-1, k, k) for i in same]
+        results = f(jnp.concatenate(flat))
+        ends = list(itertools.accumulate(map(len, flat)))
+        for i, a, end in zip(same, flat, ends, strict=True):
+            parts = [jax.lax.slice_in_dim(y, end - len(a), end) for y in results]
+            found[i] = [y.reshape(*matrices[i].shape[:-2], *y.shape[1:]) for y in parts]
+    return found
+
+
+def _root(h: jax.Array, stages: int, lower: float) -> jax.Array:
+    root, number = bounded_inverse_root(h, stages, lower)
+    return number * root
+
+
+def _root_and_target(g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """G^(-1/2) and t G^(-1/2)."""
+    root, number = bounded_inverse_root(g, *_SECOND)
+    return number * root, _target(root) * root
 
 
 def _with_rest(a: jax.Array, dtype: jnp.dtype, parts: tuple[int, ...], axis: int) -> jax.Array:
-    """A rounded (part 0) and the rest of it (part 1), side by side."""
+    """A rounded (part 0) and the rest of it (part 1), side by side; float16 alone, whose rest is small enough.
+
+    Rounded to bfloat16 alone, p and c would leave 1/256 of the largest singular value, of either sign.
+    """
+    if dtype == jnp.float16:
+        return a
     rounded = a.astype(dtype)
     both = rounded, (a - rounded.astype(a.dtype)).astype(dtype)
     return jnp.concatenate([both[part] for part in parts], axis)
