@@ -28,9 +28,12 @@ class Settings(griffe.Extension):
 
 
 def _types(module: griffe.Module, name: str) -> dict[str, object]:
-    """The annotations of a TypedDict of the module, and of those that it extends."""
+    """The annotations of a TypedDict that the module has, and of those that it extends."""
     group = module.members.get(name)
-    if not isinstance(group, griffe.Class):
+    if isinstance(group, griffe.Alias):  # from another module, which may not have been read yet
+        home, _, name = group.target_path.rpartition(".")
+        return _types(griffe.load(home), name)
+    if not isinstance(group, griffe.Class):  # TypedDict itself
         return {}
     inherited = {key: value for base in group.bases for key, value in _types(module, str(base)).items()}
     return inherited | {key: attribute.annotation for key, attribute in group.attributes.items()}
