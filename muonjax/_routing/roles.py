@@ -102,7 +102,6 @@ _NOT_MUON = (
 )
 # What makes the weights of a norm from a condition, and embeds what is no token, by a matrix.
 _CONDITION = r"(ada|cond|modulat|film|scale_shift|time|t_|context|ctx|guidance)\w*"
-_PRODUCT = r"\w*_(linear|dense|proj\w*|fc\d?|mlp)"
 
 _SIDE = r"(?:_b|_up|_proj|_projection|_dense|_linear|_lin|_einsum|_layer|_net|_heads?|_attn|_fused)*"
 _BEFORE = r"(?:w_?|to_|linear_|fc_|proj_|c_)?"
@@ -128,7 +127,6 @@ _DENSE = (
     r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin\d?|fc\d?|proj|projection|mlp|ffn?|ffw|up|down|gate|router"
     r"|intermediate|hidden|out|output|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?"
 )
-_RAW_EXPERTS = r"wi|wo|w[123]|(wi|w)_(up|down|gate)|(up|down|gate)_proj"
 
 
 def roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
@@ -248,8 +246,6 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[t
         return _bias(path, re.sub("^b_", "", name), attentions)
     if role in (NORM, TABLE) and any(re.fullmatch(_CONDITION, n) for n in names[-3:-1]):
         role = None
-    if role is NORM and re.fullmatch(_PRODUCT, names[-2]):
-        role = None
     if role is HEAD and "router" in names:
         role = None
     if role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}:
@@ -289,8 +285,6 @@ def _weight_role(
         return ROUTER
     if any(re.search(r"(^|_)(experts?|moe)(_|$)", _snake(n)) for n in path):
         return EXPERTS
-    if name == last and re.fullmatch(_RAW_EXPERTS, name):
-        return EXPERTS  # a bare array, not a Dense: experts when it has three axes
     return DENSE if re.fullmatch(_DENSE, name) else UNKNOWN
 
 
