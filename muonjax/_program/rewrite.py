@@ -145,7 +145,7 @@ def _enclosing(
         new, avals = _while(bodies[0], *arguments)
         first = [_append(eqns, _nothing, (aval,), [], eqn, inside) for aval in avals]
     elif name == "shard_map":
-        manual = _Manual(*(eqn.params[key] for key in ("mesh", "newly_manual_axes", "check_vma")))
+        manual = _Manual(eqn.params["mesh"], versions.manual_axes(eqn), eqn.params["check_vma"])
         new, local = _shard_map(bodies[0], *arguments, manual, tuple(step.sharded for step in steps))
         specs = [PartitionSpec(*(axes or None for axes in step.sharded)) for step in steps]
         whole = [(manual, spec, aval) for spec, aval in zip(specs, local, strict=True)]
