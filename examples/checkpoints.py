@@ -68,7 +68,9 @@ def restore(folder: pathlib.Path, settings: dict[str, Any], like: Any) -> tuple[
         ) from None
     different = [f"{k}: {found.get(k)!r} there, {v!r} here" for k, v in settings.items() if found.get(k) != v]
     if different:
-        raise SystemExit(refuse + "belongs to another run (" + "; ".join(different) + ").")
+        raise SystemExit(
+            refuse + "belongs to another run (" + "; ".join(different) + "): give it the same settings."
+        )
     try:
         options = ocp.CheckpointManagerOptions(read_only=True)
         with ocp.CheckpointManager(folder.absolute(), options=options) as manager:

@@ -66,6 +66,8 @@ def cautious_weight_decay(
             raise ValueError("cautious_weight_decay: update(updates, state, params) needs params.")
         # add_decayed_weights reads the weights of unmasked leaves only, so all of them can be given.
         weights = jax.tree.map(agreeing, updates, params, is_leaf=lambda x: x is None)
-        return decay.update(updates, state, weights)
+        updates, _ = decay.update(updates, state, weights)
+        # All that its state can hold is a schedule's count, which Optax 0.2.6 does not advance.
+        return updates, jax.tree.map(optax.safe_increment, state)
 
     return optax.GradientTransformation(decay.init, update)

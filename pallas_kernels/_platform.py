@@ -30,7 +30,12 @@ def platform_of(*arrays: Any, mesh: Any = None) -> str:
     All of these are part of the key of JAX's caches: no trace for one platform is used on another.
     """
     device = _device_of(arrays, mesh)
-    name = device if isinstance(device, str) else device.platform
+    if isinstance(device, str):
+        name = device
+    elif hasattr(device, "platform"):
+        name = device.platform
+    else:  # an AbstractDevice of JAX 0.10.0
+        name = next((name for name in ("cpu", "tpu") if name in device.device_kind.lower()), "gpu")
     return _NAMES.get(name, name)
 
 

@@ -59,7 +59,7 @@ def chances_message(why: Mapping[tuple[str, ...], str], parameters: Sequence[Par
     """The message for leaves that only names, or only sizes, call output heads."""
     found = [p for p in parameters if p.path in why]
     p, others = found[0], len(found) - 1
-    also = f", or {others} other{'s' if others > 1 else ''}" if others else ""
+    also = f", or {others} other{'s' if others > 1 else ''}," if others else ""
     rules = _suggested_rules(found, parameters)
     return (
         f"muonjax can't tell whether the leaf {'/'.join(p.path)!r} of shape {p.leaf_shape}{also} is an output head: "

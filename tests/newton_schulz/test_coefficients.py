@@ -116,7 +116,8 @@ def test_published_tables():
     assert worst(take_steps(muonjax.JORDAN, 5)) == pytest.approx(0.529456, abs=2e-6)
     assert worst(take_steps(muonjax.JORDAN, 30), lower=0.01) == pytest.approx(0.318185, abs=2e-4)
     assert worst(take_steps(muonjax.NEWTON_SCHULZ, 30)) < 1e-14
-    np.testing.assert_array_equal(muonjax.YOU, optax.contrib._muon._DION_NS_COEFFS)
+    if hasattr(optax.contrib._muon, "_DION_NS_COEFFS"):  # not in Optax 0.2.6
+        np.testing.assert_array_equal(muonjax.YOU, optax.contrib._muon._DION_NS_COEFFS)
 
 
 def test_a_short_table_repeats_its_last_row_and_a_long_one_is_cut():
