@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 
 import muonjax
+from muonjax._clipping.attention_fn import _visible_pairs
 from tests.tools.tiers import thorough
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 8)), jnp.float32)
@@ -479,3 +480,14 @@ def test_nothing_is_sown_outside_of_capture():
         jax.make_jaxpr(lambda x, m=m, s=s: m(x, sow_weights=s))(X) for m, s in ((ours, True), (plain, False))
     ]
     assert len(programs[0].eqns) == len(programs[1].eqns)
+
+
+def test_all_that_hides_pairs_counts_whatever_its_rank():
+    rng = np.random.default_rng(0)
+    mask, bias = rng.random((5, 7)) < 0.5, np.where(rng.random((3, 1, 7)) < 0.5, -np.inf, 1.0)
+    keys, queries = np.array([3, 7]), np.array([5, 2])
+    arguments = {"mask": mask, "bias": bias, "key_value_seq_lengths": keys, "query_seq_lengths": queries}
+    expected = mask & (bias > 0) & (np.arange(7) < keys[:, None, None, None])
+    expected = expected & (np.arange(5)[:, None] < queries[:, None, None, None])
+    got = _visible_pairs(jnp.zeros((2, 5, 3, 4)), jnp.zeros((2, 7, 3, 4)), arguments)
+    np.testing.assert_array_equal(got, expected)
