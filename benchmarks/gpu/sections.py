@@ -432,19 +432,9 @@ def tests():
     """The kernels' tests, which take the GPU where there is one."""
     root = pathlib.Path(__file__).parents[2]
     # Not the project's own options: they need plugins that a GPU machine may lack.
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-o",
-        "addopts=",
-        "--maxfail=20",
-        "-p",
-        "no:cacheprovider",
-    ]
-    path = "tests/pallas_kernels" + ("/test_tiles.py" if KERNELS[0] != "hopper" else "")
-    result = subprocess.run([*command, path], cwd=root, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
+    command += ["--maxfail=20", "tests/pallas_kernels" + ("/test_tiles.py" if KERNELS[0] != "hopper" else "")]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     record(returncode=result.returncode, tail=result.stdout[-4000:], log=result.stderr[-1000:])
 
 

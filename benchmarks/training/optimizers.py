@@ -37,12 +37,9 @@ FIRST_RATE = 2**-8  # 0.0039; AdamW's usual 1e-3 is two factors of two below
 DECAY = 0.1
 
 
-def not_vectors(params: Any) -> Any:
-    return jax.tree.map(lambda p: p.ndim > 1, params)
-
-
 def adamw(rate: Any, numbers: Any, sites: Any) -> optax.GradientTransformation:
-    return optax.adamw(rate, b2=0.95, weight_decay=DECAY, mask=not_vectors)
+    decayed = functools.partial(jax.tree.map, lambda p: p.ndim > 1)
+    return optax.adamw(rate, b2=0.95, weight_decay=DECAY, mask=decayed)
 
 
 def optax_muon(rate: Any, numbers: Any, sites: Any) -> optax.GradientTransformation:
@@ -50,12 +47,8 @@ def optax_muon(rate: Any, numbers: Any, sites: Any) -> optax.GradientTransformat
     return optax.contrib.muon(rate, muon_weight_dimension_numbers=numbers, **settings)
 
 
-def fast(rate: Any, numbers: Any, sites: Any) -> optax.GradientTransformation:
-    return muonjax.muon(rate, newton_schulz=NewtonSchulz.fast(), muon_weight_dimension_numbers=numbers)
-
-
-def balanced(rate: Any, numbers: Any, sites: Any) -> optax.GradientTransformation:
-    return muonjax.muon(rate, newton_schulz=NewtonSchulz.balanced(), muon_weight_dimension_numbers=numbers)
+def ours(preset: NewtonSchulz, rate: Any, numbers: Any, sites: Any) -> optax.GradientTransformation:
+    return muonjax.muon(rate, newton_schulz=preset, muon_weight_dimension_numbers=numbers)
 
 
 def muonclip(rate: Any, numbers: Any, sites: Any) -> optax.GradientTransformation:
@@ -66,8 +59,8 @@ COLORS = {"AdamW": "C1", "Optax's Muon": "C7", "fast": "C2", "balanced": "C3", "
 OPTIMIZERS = {
     "AdamW": adamw,
     "Optax's Muon": optax_muon,
-    "fast": fast,
-    "balanced": balanced,
+    "fast": functools.partial(ours, NewtonSchulz.fast()),
+    "balanced": functools.partial(ours, NewtonSchulz.balanced()),
     "MuonClip": muonclip,
 }
 
