@@ -155,7 +155,6 @@ def _put_together(walk: Walk, i: int, values: Sequence[Value], axis: int, sizes:
         return whole._replace(terms=tuple(terms))
     values = [walk.as_input(v) if v.is_weight else v for v in values]
     walk.record_terms(i, "joined with data", values)
-    walk.record_rejoined(values)
     images = concatenated(values, axis, sizes)
     if not all(v.images for v in values):
         images = tuple(_bent(walk, m, "put together with something else", i) for m in images)
@@ -331,7 +330,6 @@ def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
         # A masked parameter, or one of several that data choose or mix.
         followed_terms = all(v.terms for v in values if v.kind & PARAMETER)
         return [whole._replace(terms=tuple(t for v in values for t in v.terms) if followed_terms else ())]
-    walk.record_rejoined(activations)
     if any(not m.linear for v in activations for m in v.images):
         for v in activations:
             walk.record_parts(i, v.images)

@@ -114,17 +114,6 @@ class Walk:
                 if image.layout.atoms(axes):
                     self.read.add(image.product)
 
-    def record_rejoined(self, values: Sequence[Value]) -> None:
-        """Parts of one product that are added or put together again, as the halves of a rotation are."""
-        parts: dict[Product, set[frozenset[Run]]] = defaultdict(set)
-        for v in values:
-            for m in v.images:
-                if m.linear:
-                    parts[m.product].add(m.layout.region)
-        for product, regions in parts.items():
-            if len(regions) > 1:
-                self.rejoined[product].add(frozenset(regions))
-
     def record_meeting(self, images: Iterable[Image], other: Value) -> None:
         """Two activations are multiplied by each other, entry by entry or not."""
         for m in images:
