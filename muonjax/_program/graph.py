@@ -17,9 +17,16 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
-from muonjax._program.versions import CALLS, Body, bodies, opened, scan_counts, while_counts
+from muonjax._program.versions import CALLS, CUDNN, Body, bodies, opened, scan_counts, while_counts
 
-_ENTERED = CALLS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "shard_map"}
+_ENTERED = CALLS | {
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "custom_lin",
+    "shard_map",
+    CUDNN,
+}
 
 
 class Step(NamedTuple):

@@ -117,7 +117,7 @@ def _enclosing(
     """Appends `eqn`, which now returns the probes' maxima; returns their variables."""
     name = eqn.primitive.name
     deeper = tuple(probe._replace(path=probe.path[1:]) for probe in probes)
-    if name.startswith("custom_"):
+    if name.startswith("custom_") or name == versions.CUDNN:
         # Its outputs are fixed: the logits are computed from its operands once more.
         eqns.append(eqn)
         ((_, body),) = versions.bodies(eqn)
@@ -291,7 +291,12 @@ def _append(
     avals = tuple(atom.aval for atom in atoms)
     jaxpr = opened(_traced(f, tuple(settings.items()), avals, like.ctx, inside))
     variables: dict[Any, Any] = dict(zip(jaxpr.invars, atoms, strict=True))
-    for eqn in jaxpr.eqns:
+    needed, used = {x for x in jaxpr.outvars if isinstance(x, Var)}, []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            used.append(eqn)
+            needed.update(x for x in eqn.invars if isinstance(x, Var))
+    for eqn in reversed(used):
         variables |= {v: Var(v.aval) for v in eqn.outvars}
         invars = [v if isinstance(v, Literal) else variables[v] for v in eqn.invars]
         outvars = [variables[v] for v in eqn.outvars]

@@ -296,3 +296,30 @@ def test_the_line_in_a_notebook_is_that_of_a_cell(monkeypatch):
     exec(compile(code, "/tmp/ipykernel_12/4258106292.py", "exec"), names := {})
     assert muonjax.inspect(names["loss"], PARAMS, X).why("up").endswith(": In[3]:3")
     assert "test_inspect.py:" in muonjax.inspect(mlp, PARAMS, X).why("up")
+
+
+def attended(q, k, v):
+    return jnp.mean(jax.nn.dot_product_attention(q, k, v) ** 2)
+
+
+def test_heads_that_are_cut_and_put_together_again_are_the_same_heads():
+    def loss(params, x, cut):
+        q, k, v = (jnp.einsum("btd,dhs->bths", x, params[name]) for name in "qkv")
+        return attended(jnp.concatenate(jnp.split(q, 2, 2), 2) if cut else q, k, v)
+
+    params, x = {name: leaf(8, 4, 4) for name in "qkv"}, leaf(1, 3, 8)
+    one, other = (muonjax.inspect(loss, params, x, cut) for cut in (True, False))
+    assert one.sites == other.sites
+    assert one.dimension_numbers("heads") == other.dimension_numbers("heads")
+
+
+def test_parts_that_are_put_together_and_cut_again_are_the_same_parts():
+    def loss(params, x, again):
+        q, k, v = jnp.split(x @ params["qkv"], 3, -1)
+        q, k = jnp.split(jnp.concatenate([q, k], -1), 2, -1) if again else (q, k)
+        return attended(*(y.reshape(1, 3, 4, 4) for y in (q, k, v)))
+
+    params, x = {"qkv": leaf(8, 48)}, leaf(1, 3, 8)
+    one, other = (muonjax.inspect(loss, params, x, again) for again in (True, False))
+    assert one.sites == other.sites
+    assert one.dimension_numbers() == other.dimension_numbers()
