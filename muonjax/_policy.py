@@ -80,8 +80,8 @@ class Policy:
 
         A stack waits for the one before it, so that the memory of one serves the next: XLA's scheduler begins several,
         and keeps them (counted: twice the memory). On a TPU waiting would keep the next stack's copy into the chip's
-        memory from running beside the products. What is k x k in the deflation is made for all stacks at once: 282
-        launches become 192 in GPT-2's update, 1,542 become 810 in Llama's, for one more rounding of each matrix.
+        memory from running beside the products. What is k x k in the deflation is made for all stacks at once:
+        282 launches become 198 in the update of GPT-2, 1,542 become 816 in that of Llama; each matrix is rounded twice.
         """
         return self.platform == "gpu"
 

@@ -189,7 +189,7 @@ def test_the_polynomials_of_the_inverse_root_are_nowhere_above_one():
 
 
 def bounded(h):
-    root, number = inverse_root.bounded_inverse_root(h, 4, 2e-2)
+    root, number = inverse_root.bounded_inverse_root(h)
     return number * root
 
 
