@@ -1,4 +1,4 @@
-"""The platform that a call runs on, read off its arrays while it is traced."""
+"""The platform that a call runs on, and its kind of device, read off its arrays while it is traced."""
 
 from typing import Any
 
@@ -37,6 +37,15 @@ def platform_of(*arrays: Any, mesh: Any = None) -> str:
     else:  # an AbstractDevice of JAX 0.10.0
         name = next((name for name in ("cpu", "tpu") if name in device.device_kind.lower()), "gpu")
     return _NAMES.get(name, name)
+
+
+def kind_of(*arrays: Any, mesh: Any = None) -> str:
+    """The kind of the device that `platform_of` finds, such as "TPU v6 lite"; "" where JAX has no such device."""
+    device = _device_of(arrays, mesh)
+    try:
+        return (jax.devices(device)[0] if isinstance(device, str) else device).device_kind
+    except RuntimeError:
+        return ""
 
 
 def _device_of(arrays: tuple[Any, ...], mesh: Any) -> Any:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from muonjax._policy import Policy, policy_of
 from pallas_kernels import symmetric_product
-from pallas_kernels._platform import platform_of
+from pallas_kernels._platform import kind_of, platform_of
 from tests.tools.tiers import quick
 
 KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5 lite", "cpu": "cpu"}
@@ -123,8 +123,23 @@ def test_what_decides_comes_in_this_order(pretend):
         assert platform_of() == "cpu"
 
 
+def test_the_kind_is_that_of_the_same_device(pretend):
+    sharding = NamedSharding(mesh_on("tpu"), P())
+    assert kind_of(jnp.ones(3)) == kind_of() == jax.devices()[0].device_kind
+    assert kind_of(mesh=mesh_on("gpu")) == KINDS["gpu"]
+    assert kind_of(jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding)) == KINDS["tpu"]
+    pretend("tpu")
+    assert kind_of() == ""
+
+
+def test_small_chips_get_small_stacks():
+    sizes = {kind: Policy("tpu", kind).stack_elements for kind in ("TPU v5 lite", "TPU v6 lite", "TPU v5", "")}
+    assert sizes["TPU v5 lite"] == sizes["TPU v6 lite"] == 1024 * 4096
+    assert sizes["TPU v5"] == sizes[""] >= 4096 * 4096
+
+
 def test_a_policy_is_a_value():
-    assert policy_of(jnp.ones(3)) == Policy("cpu")
+    assert policy_of(jnp.ones(3)) == Policy("cpu", "cpu")
     assert len({Policy("cpu"), Policy("cpu"), Policy("gpu")}) == 2
 
 
