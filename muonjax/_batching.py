@@ -80,13 +80,14 @@ def _first_passes(
     """What the second pass over each stack needs; one that would go in several chunks has none."""
     first = jax.jit(f.first)
     kept: dict[int, Any] = {}
-    before: Any = None
+    last = -1
     for number, indices in enumerate(stacks):
-        stack, before = _stacked(indices, matrices, policy, before)
-        kept |= dict.fromkeys(list(kept)[-1:], before)
+        stack, before = _stacked(indices, matrices, policy, kept.get(last))
+        if last in kept:
+            kept[last] = before
         chunks = _chunks(stack, policy)
         if len(chunks) == 1:
-            kept[number] = before = first(chunks[0])
+            kept[number], last = first(chunks[0]), number
     return dict(zip(kept, f.between(list(kept.values())), strict=True))
 
 

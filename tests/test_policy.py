@@ -133,7 +133,9 @@ def test_the_kind_is_that_of_the_same_device(pretend):
 
 
 def test_small_chips_get_small_stacks():
-    sizes = {kind: Policy("tpu", kind).stack_elements for kind in ("TPU v5 lite", "TPU v6 lite", "TPU v5", "")}
+    sizes = {
+        kind: Policy("tpu", kind).stack_elements for kind in ("TPU v5 lite", "TPU v6 lite", "TPU v5", "")
+    }
     assert sizes["TPU v5 lite"] == sizes["TPU v6 lite"] == 1024 * 4096
     assert sizes["TPU v5"] == sizes[""] >= 4096 * 4096
 

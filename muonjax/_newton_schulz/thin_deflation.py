@@ -126,8 +126,10 @@ def _product(dtype: jnp.dtype) -> MatrixProduct:
 
 
 def _rounded(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Once for all thin products. A TPU takes two thirds of the time if rounding is part of a fusion and not an
-    instruction of its own."""
+    """Once for all thin products.
+
+    A TPU takes two thirds of the time if rounding is part of a fusion and not an instruction of its own.
+    """
     return jax.lax.optimization_barrier((scale * x).astype(dtype))
 
 
