@@ -71,7 +71,7 @@ class Policy:
         small ones are launches. Counted on the updates of GPT-2 small and Llama-8B (benchmarks/gpu/model.py,
         benchmarks/tpu/model.py): on a GPU two matrices of 4096 x 4096 at a time. On a v5p one, 24 of 768 x 768 and 6 of
         768 x 3072. A v5e and a v6e, which JAX calls "lite", keep in their fast memory only what is smaller: 8 matrices
-        of 1024 x 4096 one by one take 13 and 36 % less time than in two stacks, on a v5p 36 % more.
+        of 1024 x 4096 one by one take 13 and 35 % less time than in two stacks, on a v5p 36 % more.
         """
         if self.is_cpu:
             return math.inf
