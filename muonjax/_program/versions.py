@@ -51,18 +51,19 @@ def _cudnn(avals: tuple[Any, ...], **params: Any) -> Body | None:
         heads_first = params["layout"] == 1
         query, key, value = (x.swapaxes(1, 2) if heads_first else x for x in (query, key, value))
         query_lengths, key_lengths = (x if x.size else None for x in lengths[:2])
-        out: Any = jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            bias if bias.size else None,
-            scale=params["scale"],
-            is_causal=mask.endswith("CAUSAL"),
-            query_seq_lengths=query_lengths,
-            key_value_seq_lengths=key_lengths,
-            local_window_size=(window - 1, 0) if window else None,
-            implementation="xla",
-        )
+        with jax.numpy_dtype_promotion("standard"):  # JAX's attention promotes, which its fused call does not
+            out: Any = jax.nn.dot_product_attention(
+                query,
+                key,
+                value,
+                bias if bias.size else None,
+                scale=params["scale"],
+                is_causal=mask.endswith("CAUSAL"),
+                query_seq_lengths=query_lengths,
+                key_value_seq_lengths=key_lengths,
+                local_window_size=(window - 1, 0) if window else None,
+                implementation="xla",
+            )
         statistics = [out[..., 0].swapaxes(1, 2).astype("float32")] if params["is_training"] else []
         return [out.swapaxes(1, 2) if heads_first else out, *statistics]
 

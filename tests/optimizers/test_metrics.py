@@ -86,6 +86,7 @@ def test_the_state_of_nnx():
     assert (int(clip.num_clipped), int(clip.total_clipped)) == (1, 1)
 
 
+@pytest.mark.nan
 @pytest.mark.parametrize("as_mappings", [nnx.state, lambda optimizer: to_state_dict(optimizer.opt_state)])
 def test_a_state_whose_tuples_have_become_mappings(as_mappings):
     """`nnx.state` and `nnx.split` do so, and with them MaxText's train state; Flax's serialization too."""
