@@ -49,7 +49,7 @@ def test_more_stacks_of_a_shape_need_no_other_kernels(monkeypatch):
         method = accelerator_model.methods()["balanced"]
         monkeypatch.setitem(accelerator_model.TREES, "equal", {"x": ((96, 256), count)})
         found.append(accelerator_model.model(ahead_of_time.CHIPS["H100"], "equal", "balanced", method))
-    assert found[1]["launches"] > 2.5 * found[0]["launches"]
+    assert found[1]["launches"] > 2 * found[0]["launches"]  # some are of all stacks together
     assert found[1]["kernels"] <= found[0]["kernels"] <= 75
 
 
