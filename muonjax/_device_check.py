@@ -1,5 +1,6 @@
 """What `python -m muonjax` checks and times on the device that JAX has; every result is compared with float64."""
 
+import dataclasses
 import importlib.metadata
 import inspect
 import os
@@ -93,8 +94,9 @@ def choices(policy: Policy) -> list[dict[str, str]]:
         "chunk_size": (12, (768, 3072)),
     }
     rows = []
+    fields = {field.name for field in dataclasses.fields(Policy)}
     for name, rule in vars(Policy).items():
-        if name.startswith("_") or name in ("platform", "is_cpu"):
+        if name.startswith("_") or name in fields | {"is_cpu"}:
             continue
         choice = getattr(policy, name)
         choice = choice(*arguments[name]) if callable(choice) else choice

@@ -29,6 +29,7 @@ def test_a_device_where_all_is_right(capsys):
     ran = {row["implementation"] for row in report["implementations"] if "error" in row}
     assert ran == {"reference", "blocked"}
     assert {"compute_dtype", "chunk_size", "stack_elements"} <= {row["rule"] for row in report["policy"]}
+    assert not {"platform", "kind"} & {row["rule"] for row in report["policy"]}
     assert all(row["reason"] for row in report["policy"])
     assert set(report["times"]["rows"][0]["ms"]) == {"Optax", "fast", "balanced"}
 
