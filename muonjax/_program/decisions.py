@@ -6,7 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from muonjax._matrix_view import DimensionNumbers, FusedDimensionNumbers, MuonDimensionNumbers
+from muonjax._matrix_view import (
+    DimensionNumbers,
+    FusedDimensionNumbers,
+    MuonDimensionNumbers,
+    one_or_several,
+)
 from muonjax._program.graph import line_of
 from muonjax._program.heads import Ends
 from muonjax._program.layout import Atom, Run
@@ -249,17 +254,13 @@ def _hull(regions: Iterable[Region]) -> Region:
 
 
 def _numbers(form: _Form, shape: tuple[int, ...]) -> DimensionNumbers:
-    rows, columns = _plain(form.rows), _plain(form.columns)
+    rows, columns = one_or_several(sorted(form.rows)), one_or_several(sorted(form.columns))
     if form.cut is None:
         return MuonDimensionNumbers(rows, columns)
     axis, parts, repeats = form.cut
     if isinstance(parts, tuple) and len(set(parts)) == 1:
         parts = len(parts)
     return FusedDimensionNumbers(rows, columns, parts, axis, repeats)
-
-
-def _plain(axes: frozenset[int]) -> int | tuple[int, ...]:
-    return next(iter(axes)) if len(axes) == 1 else tuple(sorted(axes))
 
 
 def _numbers_per_head(form: _Form, shape: tuple[int, ...], heads: set[Atom]) -> DimensionNumbers:
@@ -273,5 +274,8 @@ def _numbers_per_head(form: _Form, shape: tuple[int, ...], heads: set[Atom]) -> 
         sizes = parts if isinstance(parts, tuple) else (shape[axis] // repeats // parts,) * parts
         return _numbers(form._replace(cut=(axis, sizes * repeats, 1)), shape)
     return FusedDimensionNumbers(
-        _plain(form.rows), _plain(form.columns), shape[head.axis] // head.stride, head.axis
+        one_or_several(sorted(form.rows)),
+        one_or_several(sorted(form.columns)),
+        shape[head.axis] // head.stride,
+        head.axis,
     )
