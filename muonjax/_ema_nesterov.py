@@ -9,7 +9,7 @@ import optax
 from muonjax._clipping.transform import QKClipState, unboxed
 from muonjax._hyperparameters import is_known
 from muonjax._linalg import at_least_float32, scaled
-from muonjax._offload import offload
+from muonjax._offload import leaf_by_leaf
 
 
 class EmaNesterovState(NamedTuple):
@@ -53,7 +53,8 @@ def ema_nesterov(
     `optax.MultiSteps` goes around.
 
     Args:
-      inner: Any transformation with learning rate and weight decay included, such as `muon(1e-3)`.
+      inner: Any transformation with learning rate and weight decay included, such as `muon(1e-3)`. In host memory,
+        others than muonjax's need `offload(inner)`.
       beta: A number in [0, 1), or a schedule; at the step `t`, counted from 0, the gradient is taken at `beta(t)`. The
         authors' record has 0.3 to 0.6 times the learning rate over its maximum, and 0 in the first tenth or so of the
         steps and in the last quarter: with 3125 steps `jnp.where((500 <= t) & (t < 2400), 0.6 * rate(t) / top, 0.0)`.
@@ -97,20 +98,19 @@ def ema_nesterov(
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
         updates, after = inner.update(updates, state.inner, params, **extra_args)
 
-        def mean(m: jax.Array, u: jax.Array) -> jax.Array:
-            change = u.astype(m.dtype) + scaled(m, state.beta)  # from θ, which is beta m behind
-            return scaled(m, decay) + scaled(change, 1 - decay)
-
-        ema = jax.tree.map(mean, state.ema, updates)
         count = jnp.asarray(optax.safe_increment(state.count))
         ahead = at(count)
-        # From y to θ' is the update, and from θ' to the next y what it is ahead: no difference of weights is taken.
-        updates = jax.tree.map(
-            lambda u, m: (u.astype(m.dtype) + scaled(m, ahead)).astype(u.dtype), updates, ema
-        )
+
+        def step(u: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+            change = u.astype(m.dtype) + scaled(m, state.beta)  # from θ, which is beta m behind
+            ema = scaled(m, decay) + scaled(change, 1 - decay)
+            # From y to θ' is the update, and from θ' to the next y what it is ahead: no difference of weights is taken.
+            return (u.astype(m.dtype) + scaled(ema, ahead)).astype(u.dtype), ema
+
+        updates, ema = leaf_by_leaf(step, updates, state.ema)
         return updates, EmaNesterovState(after, count, ahead, ema)
 
-    return offload(optax.GradientTransformationExtraArgs(init, update))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def ema_nesterov_params(state: Any, params: optax.Params) -> Any:

@@ -1,5 +1,6 @@
 """Optimizer state in host memory: copied to the device for an update, and back."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
 
     An array of the state that lies there is copied to the device where the update reads it, and its new value back.
     The copies are asynchronous and one for each array: XLA's scheduler starts the next ones while the last are used; on
-    a TPU as many as there is free memory for. All optimizers of muonjax, `trace` and `ema_nesterov` do so by
-    themselves; others, and `optax.MultiSteps` around any, need this wrapper.
+    a TPU as many as there is free memory for. The optimizers of muonjax, `trace` and `ema_nesterov` do so by
+    themselves, with momentum leaf by leaf so that two leaves at most are on the device; others, and `optax.MultiSteps`
+    around any, need this wrapper.
 
     Args:
       tx: Such as `optax.adamw(1e-3)`.
@@ -59,6 +61,31 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
         return updates, jax.tree.map(lambda x, old: _move(x, "Host") if _is_on_host(old) else x, new, state)
 
     return optax.GradientTransformationExtraArgs(tx.init, on_device)
+
+
+def leaf_by_leaf(step: Callable[..., tuple[Any, ...]], updates: Any, *states: Any) -> list[Any]:
+    """`step(update, *state)`, the new update and state of one leaf, for each leaf of these trees of one structure.
+
+    What lies in host memory is copied to the device for its step and back, and no step begins before the copy back of
+    the one before it has ended: else a scheduler that overlaps copies with the products that follow keeps them all.
+    The next leaf's copy to the device is in flight meanwhile.
+    """
+    leaves, treedef = jax.tree.flatten(updates)
+    results: list[tuple[Any, ...]] = []
+    for u, *state in zip(leaves, *map(jax.tree.leaves, states), strict=True):
+        on_host = [_is_on_host(x) for x in state]
+        if not any(on_host):
+            results.append(step(u, *state))
+            continue
+        if results:
+            u, _ = jax.lax.optimization_barrier((u, results[-1][1:]))
+        state = [_move(x, "Device") if host else x for x, host in zip(state, on_host, strict=True)]
+        # One computation makes both. Else the update would be made again from the state wherever it is read.
+        u, *new = jax.lax.optimization_barrier(step(u, *state))
+        results.append((u, *(_move(x, "Host") if host else x for x, host in zip(new, on_host, strict=True))))
+    return (
+        [treedef.unflatten(found) for found in zip(*results, strict=True)] if results else [updates, *states]
+    )
 
 
 def _is_on_host(x: Any) -> bool:

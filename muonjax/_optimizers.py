@@ -391,7 +391,7 @@ def adamclip(
     Source: J. Su, kexue.fm/archives/11126.
     """
     clip = qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
-    return _then_clip("adamclip", optax.adamw(learning_rate, **settings), clip)
+    return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip)
 
 
 def _then_clip(
@@ -411,7 +411,7 @@ def _then_clip(
             raise ValueError(other_state(call, state))
         return chain.update(updates, state, params, **extra_args)
 
-    return offload(optax.GradientTransformationExtraArgs(chain.init, update))
+    return optax.GradientTransformationExtraArgs(chain.init, update)
 
 
 # A doctest is not found behind a decorator.

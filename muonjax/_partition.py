@@ -36,6 +36,7 @@ def partition_by_route(
             f"{call}(adam={adam!r}) must be an Optax transformation, such as adam=optax.adamw(1e-3)."
         )
     matrices(None)  # what is wrong with the settings is said now, and not at init
+    adam = offload(adam)
 
     def members(tree: Any, params: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
         # Made for the whole tree: routing looks at the neighbours of a leaf, which a partition hides.
@@ -58,7 +59,7 @@ def partition_by_route(
         _check_state(state, jax.eval_shape(tx.init, updates), call)
         return tx.update(updates, state, params, **extra_args)
 
-    return offload(optax.GradientTransformationExtraArgs(init, update))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _fixed() -> optax.GradientTransformation:

@@ -18,7 +18,7 @@ from muonjax._int8_momentum import (
 from muonjax._linalg import at_least_float32, scaled
 from muonjax._mesh.distribution import Distribution, even_sharding, spread_specs
 from muonjax._mesh.layout import size_of
-from muonjax._offload import offload
+from muonjax._offload import leaf_by_leaf
 
 
 def trace(
@@ -62,15 +62,19 @@ def trace(
         return _int8_trace(decay, nesterov, distribution)
     plain = optax.trace(decay, nesterov, accumulator_dtype=accumulator_dtype)
 
-    def update(updates: optax.Updates, state: Any, params: Any = None):
-        check_kind("trace", state, optax.TraceState(()))
+    def step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ahead: Any
         new: Any
-        updates, new = plain.update(updates, state, params)
-        if accumulator_dtype is None:
-            new = optax.TraceState(jax.tree.map(lambda m, old: m.astype(old.dtype), new.trace, state.trace))
-        return updates, new
+        ahead, new = plain.update(g, optax.TraceState(m))
+        return ahead, new.trace if accumulator_dtype is not None else new.trace.astype(m.dtype)
 
-    return offload(optax.GradientTransformation(plain.init, update))
+    def update(updates: optax.Updates, state: Any, params: Any = None):
+        del params
+        check_kind("trace", state, optax.TraceState(()))
+        updates, momentum = leaf_by_leaf(step, updates, state.trace)
+        return updates, optax.TraceState(momentum)
+
+    return optax.GradientTransformation(plain.init, update)
 
 
 def _int8_trace(
@@ -80,24 +84,20 @@ def _int8_trace(
         _check(params, distribution)
         return zeros(params)
 
+    def step(g: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
+        wide = g.astype(at_least_float32(g.dtype))
+        m = scaled(dequantize(values, scale).astype(wide.dtype), decay) + wide
+        ahead = wide + scaled(m, decay) if nesterov else m
+        return ahead.astype(g.dtype), *quantize(m)
+
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
         check_kind("trace", state, Int8TraceState((), ()))
         _check(updates, distribution)
+        updates, *new = leaf_by_leaf(step, updates, *state)
+        return updates, Int8TraceState(*new)
 
-        def step(g: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
-            wide = g.astype(at_least_float32(g.dtype))
-            m = scaled(dequantize(values, scale).astype(wide.dtype), decay) + wide
-            ahead = wide + scaled(m, decay) if nesterov else m
-            return ahead.astype(g.dtype), *quantize(m)
-
-        gradients, treedef = jax.tree.flatten(updates)
-        state_leaves = map(jax.tree.leaves, state)
-        results = [step(*leaf) for leaf in zip(gradients, *state_leaves, strict=True)]
-        updates, values, scale = (treedef.unflatten([r[i] for r in results]) for i in range(3))
-        return updates, Int8TraceState(values, scale)
-
-    return offload(optax.GradientTransformation(init, update))
+    return optax.GradientTransformation(init, update)
 
 
 def _check(tree: Any, distribution: Distribution | None) -> None:

@@ -1,4 +1,4 @@
-"""What the compilers for TPUs and GPUs make of the exchange, ahead of time on a CPU.
+"""What the compilers for TPUs and GPUs make of the exchange and of state in host memory, ahead of time on a CPU.
 
 `pip install -e ".[tpu]"` for the TPU, `".[cuda13]"` on Python 3.12 for the GPU.
 """
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 import muonjax
 from benchmarks.common import ahead_of_time, hlo_counts
-from benchmarks.optimizer import sharding
+from benchmarks.optimizer import sharding, state_memory
 
 QUICK = functools.partial(muonjax.NewtonSchulz, num_steps=2, deflation=0)
 OPTIONS = dict(ahead_of_time.CHIPS["H100"].options)
@@ -71,3 +71,26 @@ def test_the_plan_is_what_the_compiler_makes_of_it(platform, name):
     plan = muonjax.plan(params, distribution, dimension_numbers=sharding.NUMBERS, newton_schulz=QUICK())
     assert counts.total_collectives == plan.cost.collectives
     assert counts.mebibytes * 2**20 == pytest.approx(plan.cost.sent, rel=0.01)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "case",
+    [
+        state_memory.Case("H100", "muon", 8, 4096),
+        state_memory.Case("H100", "muon, int8", 8, 4096),
+        state_memory.Case("v5e", "trace", 6, 4096),
+    ],
+    ids=lambda c: f"{c.chip} {c.optimizer}",
+)
+def test_state_in_host_memory_passes_through_the_device_leaf_by_leaf(case):
+    if reason := ahead_of_time.missing(ahead_of_time.CHIPS[case.chip].platform):
+        pytest.skip(reason)
+    row, matrix = state_memory.count(case), 4 * case.size**2 / 2**20
+    int8 = "int8" in case.optimizer
+    assert row["state_on_device"] <= 64  # counters
+    assert row["state_on_host_mib"] == case.count * matrix * (33 / 128 if int8 else 1)
+    # Of a GPU only the copies back are seen: its description can't say that arguments are in host memory.
+    assert row["asynchronous"] == case.count * (1 if case.chip == "H100" else 2) * (2 if int8 else 1)
+    assert row["synchronous"] == 0
+    assert row["added_mib"] <= 2.01 * matrix

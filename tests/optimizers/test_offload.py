@@ -10,8 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import muonjax
-from benchmarks.common import ahead_of_time, hlo_counts
-from benchmarks.optimizer import state_memory
+from benchmarks.common import hlo_counts
 from tests.mesh.layouts import make_mesh
 from tests.tools.oracles import normal
 from tests.tools.tiers import thorough
@@ -153,22 +152,3 @@ def test_a_memory_that_is_not_there_is_named_with_those_that_are():
     tree, specs = params(mesh)
     with pytest.raises(ValueError, match=r"memory_kind='hbm'.*pinned_host"):
         muonjax.state_shardings(muonjax.muon(0.1), tree, muonjax.Distribution(mesh, specs), memory_kind="hbm")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "case",
-    [state_memory.Case("H100", "muon", 6, 256), state_memory.Case("v5e", "trace", 6, 4096)],
-    ids=lambda c: c.chip,
-)
-def test_compiled_for_accelerators_the_state_is_not_on_the_device(case):
-    if reason := ahead_of_time.missing(ahead_of_time.CHIPS[case.chip].platform):
-        pytest.skip(reason)
-    row = state_memory.count(case)
-    assert row["state_on_device"] <= 64  # counters
-    assert row["state_on_host_mib"] == case.count * 4 * case.size**2 / 2**20
-    # Of a GPU only the copies back are seen: its description can't say that arguments are in host memory.
-    assert row["asynchronous"] == case.count * (1 if case.chip == "H100" else 2)
-    assert row["synchronous"] == 0
-    if case.chip == "H100":
-        assert row["added_groups"] <= 3
