@@ -329,7 +329,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--compare", action="store_true", help="train with muonclip, then with adamw, and draw both")
     add("--learning-rate", type=float, help="peak rate; None: the tuned one of the optimizer")
     add("--threshold", type=float, default=15.0, help="largest attention logit that QK-Clip allows")
-    add("--steps", type=int, default=400, help="length of the run and of its schedule")
+    add("--steps", type=int, default=300, help="length of the run and of its schedule")
     add("--data", help="a file to train on; None: the text of Python's documentation")
     add("--layers", type=int, default=4, help="transformer blocks")
     add("--width", type=int, default=192, help="size of the residual stream")
