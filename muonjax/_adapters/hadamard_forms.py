@@ -12,19 +12,25 @@ cotangent starts from what comes after the loop, and `_zero_from_cotangent` make
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from muonjax._adapters.hadamard import accumulator, block_length, product, rows_per_block, starts
+from muonjax._adapters.hadamard import (
+    Factors,
+    accumulator,
+    block_length,
+    product,
+    rows_of,
+    rows_per_block,
+    starts,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-Factors: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 _KRONECKER_COLUMNS = 128  # of the m × r² factor, at a time
 
@@ -38,14 +44,12 @@ def dot_by_rows(
     magnitude: Float[Array, " n"] | None = None,
 ) -> Float[Array, "tokens n"]:
     """x · (W + ΔW), as a sum over blocks of rows, in the dtype of the sums."""
-    w1a, w1b, w2a, w2b = factors
-    m, n = w1a.shape[0], w1b.shape[1]
+    m, n = factors[0].shape[0], factors[1].shape[1]
     dtype = accumulator(x, *factors)
 
     def add(total: tuple[jax.Array, jax.Array, jax.Array], start: jax.Array | int, count: int):
         y, squares, carried = total
-        a1, a2 = (lax.dynamic_slice_in_dim(a, start, count) for a in (w1a, w2a))
-        block = product(a1, w1b, a2, w2b, scale, precision).astype(dtype)
+        block = product(rows_of(factors, start, count), scale, precision).astype(dtype)
         if w is not None:
             block += lax.dynamic_slice_in_dim(w, start, count).astype(dtype)
         if magnitude is not None:
