@@ -15,18 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muonjax._linalg import MatrixProduct, adjoint
+from muonjax._linalg import MatrixProduct, adjoint, identity_like
 from muonjax._msign.linear_call import linear_map_with_known_transpose
 from muonjax._msign.normalization import inner, normalized, oriented_like, widened
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-
-def identity_like(x: Float[Array, "*batch m m"]) -> Float[Array, "*batch m m"]:
-    """I, broadcast to the shape of x."""
-    eye = jnp.eye(x.shape[-1], dtype=x.dtype)
-    return jnp.zeros_like(x) + jnp.expand_dims(eye, range(x.ndim - 2))
 
 
 def plus_transpose(x: Float[Array, "*batch m m"]) -> Float[Array, "*batch m m"]:
