@@ -129,10 +129,10 @@ _DENSE = (
 )
 
 
-def roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
+def read_roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
     """Reads the role of every path of a tree. Siblings matter: `out` is an attention's only beside a query or a key.
 
-    >>> [role.name for role in roles([("Dense_0", "kernel"), ("Dense_0", "bias"), ("ln_f", "scale")])]
+    >>> [role.name for role in read_roles([("Dense_0", "kernel"), ("Dense_0", "bias"), ("ln_f", "scale")])]
     ['dense', 'bias', 'scale']
     """
     attentions = {scope for scope, name in map(layer_of, paths) if (_projection(name) or VALUE) is not VALUE}

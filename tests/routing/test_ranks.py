@@ -2,7 +2,7 @@
 
 import pytest
 
-from muonjax._routing.roles import roles
+from muonjax._routing.roles import read_roles
 from muonjax._routing.siblings import Parameter
 from muonjax._routing.stacked_layers import _verdicts
 
@@ -31,7 +31,7 @@ SIZES = (7, 11, 13, 17, 19, 23, 29)  # nothing else fits together
 def test_a_kind_has_as_many_axes_as_its_layers(name):
     fewest, most = KINDS[name]
     path = tuple(name.split("/"))
-    (role,) = roles([path])
+    (role,) = read_roles([path])
     for rank in range(fewest, 7):
         shape = SIZES[:rank]
         (verdict,) = _verdicts([Parameter(path, role, shape, tuple(range(rank)), shape)])
