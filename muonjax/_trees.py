@@ -43,6 +43,12 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
     return plain, [leaf for _, leaf in found], treedef
 
 
+def leaf_paths(tree: Any) -> list[tuple[str, ...]]:
+    """Names of the path of each leaf that is not masked, in the order of `jax.tree.leaves`."""
+    paths, leaves, _ = flatten_with_names(tree)
+    return [path for path, leaf in zip(paths, leaves, strict=True) if not is_masked(leaf)]
+
+
 def _with_quotes(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Quote the names with a slash in each path that has a leaf or module in common with another, once joined."""
     spelled: dict[str, set[tuple[str, ...]]] = {}

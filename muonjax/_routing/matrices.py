@@ -114,7 +114,7 @@ def _attention(p: Parameter, siblings: Siblings, attention: str) -> DimensionNum
     """Query, key, value [d, heads, size] and output [heads, size, d], in the order that the siblings agree on."""
     if len(p.shape) == 2:
         if attention == "heads" and p.role.kind != "out":
-            return _folded_heads(p, siblings)
+            return _per_head(p, siblings, _dense(p, siblings))
         return _dense(p, siblings)
     if len(p.shape) != 3:
         return None
@@ -146,12 +146,8 @@ def is_einsum(p: Parameter) -> bool:
     return any("einsum" in name for name in words(p.path))
 
 
-def _folded_heads(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
-    """A matrix per head of a kernel [d, heads·size], where the size of a head is known."""
-    return _per_head(p, siblings, _dense(p, siblings))
-
-
 def _per_head(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> FusedDimensionNumbers | None:
+    """A matrix per head of a kernel [d, heads·size], where the size of a head is known."""
     size, (axis,) = siblings.head_sizes.get(layer_of(p.path)[0]), axes_of(numbers.output_axis)
     if not size or p.shape[axis] % size:
         return None
@@ -161,7 +157,7 @@ def _per_head(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> Fu
 def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
     """Query, key and value as [d, 3·d], its transpose, with an axis of three, or with unequal parts."""
     shape, parts, out = p.shape, p.role.parts, siblings.attention(p).get("out", ())
-    batch = _parts_axis(p)
+    batch = next((i for i, size in enumerate(shape[:-1]) if size == parts), None)  # it counts the parts
     if len(shape) == 2:
         numbers = _fused_flat(p, siblings)
         return numbers if attention == "whole" or numbers is None else _per_head(p, siblings, numbers)
@@ -185,11 +181,6 @@ def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers
             d, heads, size = (inner[found.projection.index(axis)] for axis in "dhs")
             return MuonDimensionNumbers(d, tuple(sorted((heads, size))) if attention == "whole" else size)
     return None
-
-
-def _parts_axis(p: Parameter) -> int | None:
-    """The axis that counts query, key and value, if there is one."""
-    return next((i for i, size in enumerate(p.shape[:-1]) if size == p.role.parts), None)
 
 
 def _fused_flat(p: Parameter, siblings: Siblings) -> FusedDimensionNumbers | None:

@@ -130,9 +130,8 @@ class _Model:
             layers.sort(key=_number)
         modules = {module(p.path)[:i] for p in self.dense for i in range(1, len(module(p.path)))}
         ends = {self._ground(path) for path in modules if self._is_end(path)}
-        tops = {
-            self._ground(path) for path in modules if len(path) == len(self.root) + 1 and _is_no_block(path)
-        }
+        below_root = (path for path in modules if len(path) == len(self.root) + 1)
+        tops = {self._ground(path) for path in below_root if not re.search(r"\D\d+$", path[-1])}  # no blocks
         at_root = any(scope == self.root for scope, _ in self.series)
         self.has_head = any(p.role is roles.HEAD for p in parameters)
         self.ends = {self.root} | ends | (set() if at_root or self.has_head or ends else tops)
@@ -270,10 +269,6 @@ def _stem(p: Parameter) -> str:
 def _number(p: Parameter) -> int:
     found = re.search(r"(\d+)$", (module(p.path) or ("",))[-1])
     return int(found[1]) if found else -1
-
-
-def _is_no_block(path: Path) -> bool:
-    return not re.search(r"\D\d+$", path[-1])
 
 
 def _is_hidden(path: Path) -> bool:

@@ -267,9 +267,8 @@ def _weight_role(
     last = _snake(path[-1]) if path else ""  # the tree may be one array
     is_attention = scope in attentions or bool(scope and re.search(r"att(n|en)", _snake(scope[-1])))
     projection = _projection(name)
-    if projection and (
-        is_attention or projection is not VALUE
-    ):  # a gated layer's values belong to no attention
+    # A gated layer's values belong to no attention.
+    if projection and (is_attention or projection is not VALUE):
         return projection
     if is_attention and re.fullmatch(_OUT, name):
         return OUT

@@ -127,11 +127,9 @@ def _peel_together(
     parameters: Sequence[Parameter], scan_axis: int | None
 ) -> tuple[list[Parameter] | None, bool]:
     """The parameters without their common axis of layers, None if there is none; and whether it is likely."""
+    # It may be (d, groups, heads, size): one attention kernel of rank four alone does not show a stack.
     if len(parameters) == 1 and parameters[0].role.kind and scan_axis is None:
-        return (
-            None,
-            False,
-        )  # It may be (d, groups, heads, size): one attention kernel of rank four alone does not show a stack.
+        return None, False
     ranks = [len(p.shape) for p in parameters]
     deepest = max(ranks)
     fits: dict[tuple[int, ...], tuple[int, list[Parameter]]] = {}
