@@ -153,12 +153,9 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
         value = jnp.asarray(value)
         if jnp.iscomplexobj(value):
             raise ValueError(f"symmetric_product({name}=...) needs real numbers, got {value.dtype.name}.")
-        try:
-            jnp.broadcast_shapes(value.shape, tuple(batch))
-            fits = value.ndim <= len(batch)
-        except ValueError:
-            fits = False
-        if not fits:
+        # From the last axis on, as far as there are any, 1 or the batch's own size.
+        sizes = zip(reversed(value.shape), reversed(batch), strict=False)
+        if value.ndim > len(batch) or any(own not in (1, size) for own, size in sizes):
             raise ValueError(
                 f"symmetric_product({name}=...) needs a scalar or one number for each matrix of the batch "
                 f"{tuple(batch)}, got shape {value.shape}."
@@ -198,25 +195,24 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
         # In X's dtype: the transposed product then has two operands of X's dtype as well.
         return jnp.einsum("...ik,...jk->...ij", a, b.conj(), precision=_reference.precision(x.dtype))
 
-    terms = []
-    if y is None:
-        if not isinstance(dx, SymbolicZero):
-            m = half(dx, x).astype(wide)
-            terms.append(scale(alpha, m + m.mT.conj()))
-    else:
-        if not isinstance(dx, SymbolicZero):
-            terms.append(_reference.mirror(scale(alpha, half(dx, y))))
-        if not isinstance(dy, SymbolicZero):
-            terms.append(_reference.mirror(scale(alpha, half(x, dy))))
-    if not isinstance(dalpha, SymbolicZero):
-        one, zero = jnp.ones((), alpha.dtype), jnp.zeros((), beta.dtype)
-        plain = _product(Operands(x, y, None, one, zero), implementation, axis_name, platform)
-        terms.append(scale(dalpha, plain))
-    if c is not None:
-        if not isinstance(dc, SymbolicZero):
-            terms.append(_reference.mirror(scale(beta, dc)))
-        if not isinstance(dbeta, SymbolicZero):
-            terms.append(_reference.mirror(scale(dbeta, c)))
+    def of_x():
+        if y is not None:
+            return _reference.mirror(scale(alpha, half(dx, y)))
+        m = half(dx, x).astype(wide)
+        return scale(alpha, m + m.mT.conj())
+
+    def of_alpha():
+        plain = Operands(x, y, None, jnp.ones((), alpha.dtype), jnp.zeros((), beta.dtype))
+        return scale(dalpha, _product(plain, implementation, axis_name, platform))
+
+    parts = (
+        (dx, of_x),
+        (dy, lambda: _reference.mirror(scale(alpha, half(x, dy)))),
+        (dc, lambda: _reference.mirror(scale(beta, dc))),
+        (dalpha, of_alpha),
+        (None if c is None else dbeta, lambda: _reference.mirror(scale(dbeta, c))),
+    )
+    terms = [part() for tangent, part in parts if not isinstance(tangent, SymbolicZero | None)]
     out = _product(operands, implementation, axis_name, platform)
     # The sum starts from zeros like S: inside of `jax.shard_map`, a tangent must vary over the same mesh axes as S.
     tangent = sum(terms, jnp.zeros_like(out, wide))
