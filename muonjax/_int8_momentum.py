@@ -37,7 +37,7 @@ class Int8TraceState(NamedTuple):
 
 
 def block_size(length: int) -> int:
-    """Of an axis of this length."""
+    """Of an axis of this length: its largest divisor from 64 to 128, so that no block is cut; else the whole axis."""
     return next((size for size in range(min(length, 128), 63, -1) if length % size == 0), max(length, 1))
 
 

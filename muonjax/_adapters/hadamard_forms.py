@@ -12,6 +12,7 @@ cotangent starts from what comes after the loop, and `_zero_from_cotangent` make
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -57,12 +58,9 @@ def dot_by_rows(
         columns = [lax.dynamic_slice_in_dim(each, start, count, axis=1) for each in (x, carried)]
         return y + _multiply_kept(*columns, block, dtype, precision), squares, carried
 
-    add = jax.checkpoint(add, static_argnums=2)
-    count, rest = rows_per_block(m), m % rows_per_block(m)
     operands = [v for v in (x, w, *factors, scale) if v is not None]
     total = (_zeros((x.shape[0], n), dtype, operands), _zeros((n,), dtype, operands), x)
-    total, _ = lax.scan(lambda total, start: (add(total, start, count), None), total, starts(m, count))
-    y, squares, carried = add(total, m - rest, rest) if rest else total
+    y, squares, carried = _over_blocks(add, total, m, rows_per_block(m))
     y = _zero_from_cotangent(y, carried)
     if magnitude is None:
         return y
@@ -91,14 +89,18 @@ def dot_by_kronecker(
         inner = _multiply_kept(x, carried, left, dtype, precision).astype(x.dtype)
         return y + _multiply(inner, right, dtype, precision), carried
 
-    add = jax.checkpoint(add, static_argnums=2)
-    count = block_length(r, max(1, _KRONECKER_COLUMNS // r))
-    rest = r % count
     total = (_zeros((x.shape[0], w1b.shape[1]), dtype, (x, *factors)), x)
-    total, _ = lax.scan(lambda total, start: (add(total, start, count), None), total, starts(r, count))
-    y, carried = add(total, r - rest, rest) if rest else total
+    y, carried = _over_blocks(add, total, r, block_length(r, max(1, _KRONECKER_COLUMNS // r)))
     y = jnp.asarray(scale).astype(dtype) * _zero_from_cotangent(y, carried)
     return y if w is None else y + _multiply(x, w, dtype, precision)
+
+
+def _over_blocks(add: Callable[..., Any], total: Any, length: int, count: int) -> Any:
+    """`add(total, start, count)` for each whole block of `count`, and for what remains at the end."""
+    add = jax.checkpoint(add, static_argnums=2)
+    total, _ = lax.scan(lambda total, start: (add(total, start, count), None), total, starts(length, count))
+    rest = length % count
+    return add(total, length - rest, rest) if rest else total
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.Array:

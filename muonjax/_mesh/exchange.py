@@ -5,6 +5,9 @@ stores, one row for each device of the exchange. One `all_to_all` over all mesh 
 blocks of its matrices. The owner applies the function and replaces the blocks by the results (see `owner_loop`). One
 `all_to_all` returns them. Where leaves are replicated, one `all_gather` gives the results to all replicas; where only
 few replicas own units, a `psum` with zeros does so.
+
+A unit is what has one owner, a block what one device stores of it, and a share what one device sends of a block to one
+device, where several own the unit together (`layout`).
 """
 
 import functools
