@@ -78,9 +78,9 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_pr
     names, settings = MATRICES[:2], NewtonSchulz(compute_dtype=compute_dtype)
     products, found = [], []
 
-    def counted(x, *arguments, **settings):
-        products.append(x.shape)
-        return shared_product(x, *arguments, **settings)
+    def counted(operands, **settings):
+        products.append(operands.x.shape)
+        return shared_product(operands, **settings)
 
     shared_product = _sharded.symmetric_product
     monkeypatch.setattr(_sharded, "symmetric_product", counted)
