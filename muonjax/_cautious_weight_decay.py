@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._hyperparameters import is_known
+from muonjax._hyperparameters import check_range
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Num
@@ -45,10 +44,8 @@ def cautious_weight_decay(
 
     Source: Chen et al., "Cautious weight decay", 2025 (arXiv:2510.12402), eq. (2).
     """
-    if is_known(weight_decay) and not 0 <= weight_decay < math.inf:
-        raise ValueError(
-            f"cautious_weight_decay(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
-        )
+    call, wanted = "cautious_weight_decay", "finite and not negative"
+    check_range(call, "weight_decay", weight_decay, wanted, "; 0 turns it off.")
     decay = optax.add_decayed_weights(weight_decay, mask)
 
     def agreeing(

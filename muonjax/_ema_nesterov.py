@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._clipping.transform import QKClipState, unboxed
-from muonjax._hyperparameters import is_known
+from muonjax._hyperparameters import check_range
 from muonjax._linalg import at_least_float32, scaled
 from muonjax._offload import leaf_by_leaf
 
@@ -77,12 +77,8 @@ def ema_nesterov(
 
     Source: Yau et al., "EMA-Nesterov", 2026 (arXiv:2605.25395); modded-nanogpt, track 3, records 39 and 40.
     """
-    if is_known(beta) and not 0 <= beta < 1:
-        raise ValueError(
-            f"ema_nesterov(beta={beta!r}) must be in [0, 1): m would grow by itself; 0.3 is usual."
-        )
-    if is_known(decay) and not 0 <= decay < 1:
-        raise ValueError(f"ema_nesterov(decay={decay!r}) must be in [0, 1): it is a mean's; 0.99 is usual.")
+    check_range("ema_nesterov", "beta", beta, "in [0, 1)", ": m would grow by itself; 0.3 is usual.")
+    check_range("ema_nesterov", "decay", decay, "in [0, 1)", ": it is a mean's; 0.99 is usual.")
     inner = optax.with_extra_args_support(inner)
 
     def at(count: jax.Array) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muonjax._hyperparameters import is_known
+from muonjax._hyperparameters import check_range
 from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import (
     DimensionNumbersTree,
@@ -90,10 +89,7 @@ def hyperball(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899); with R that follows `qk_clip`, so that what it has shrunk stays shrunk.
     """
-    if is_known(learning_rate) and not 0 <= learning_rate < math.inf:
-        raise ValueError(
-            f"hyperball(learning_rate={learning_rate!r}) must be finite and not negative; 0.02 is usual."
-        )
+    check_range("hyperball", "learning_rate", learning_rate, "finite and not negative", "; 0.02 is usual.")
     rate = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
 
     def init(params: optax.Params) -> HyperballState:

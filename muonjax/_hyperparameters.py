@@ -1,5 +1,7 @@
 """Check that hyperparameters are numbers, and tell those whose range can be checked from those that are traced."""
 
+import math
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import jax
@@ -12,6 +14,19 @@ def is_known(value: Any) -> TypeGuard[float]:
     if isinstance(value, (int, float, np.number)):
         return True
     return isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, Tracer) and value.ndim == 0
+
+
+_RANGES: dict[str, Callable[[float], bool]] = {
+    "in [0, 1)": lambda value: 0 <= value < 1,
+    "finite and not negative": lambda value: 0 <= value < math.inf,
+    "positive and finite": lambda value: 0 < value < math.inf,
+}
+
+
+def check_range(call: str, name: str, value: Any, wanted: str, why: str) -> None:
+    """Raise ValueError for a known number that is not `wanted`, a name in `_RANGES`; `why` ends the message."""
+    if is_known(value) and not _RANGES[wanted](value):
+        raise ValueError(f"{call}({name}={value!r}) must be {wanted}{why}")
 
 
 def check_number(call: str, name: str, value: Any, *, schedule: bool = False) -> None:

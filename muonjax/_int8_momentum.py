@@ -37,7 +37,7 @@ class Int8TraceState(NamedTuple):
 
 
 def block_size(length: int) -> int:
-    """Of an axis of this length."""
+    """Of an axis of this length: its largest divisor from 64 to 128, so that no block is cut; else the whole axis."""
     return next((size for size in range(min(length, 128), 63, -1) if length % size == 0), max(length, 1))
 
 
@@ -50,9 +50,8 @@ def quantize(x: Float[Array, "*leaf"]) -> tuple[Int8[Array, "*leaf"], Float32[Ar
     """The nearest integers in units of a 127th of each block's largest entry. NaN and inf make their block NaN."""
     blocks = _in_blocks(x)
     largest = jnp.max(jnp.abs(blocks), axis=-1).astype(jnp.float32)
-    scale = (
-        jnp.maximum(largest, _SMALLEST) / _LARGEST
-    )  # of zeros too; a branch would be a kernel more on a GPU
+    # Of zeros too: a branch would be a kernel more on a GPU.
+    scale = jnp.maximum(largest, _SMALLEST) / _LARGEST
     return jnp.round(blocks / scale[..., None].astype(x.dtype)).astype(jnp.int8).reshape(x.shape), scale
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 import optax
 
-from muonjax._hyperparameters import is_known
+from muonjax._hyperparameters import check_range
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces, replace_pieces
 
 Rule = Literal["rms", "width", "spectral"]
@@ -50,10 +50,7 @@ def match_rms(
     Source: Liu et al., "Muon is scalable for LLM training" (Moonlight), 2025, eq. (4); Jordan et al.,
     "Muon", 2024; Bernstein & Newhouse, "Modular duality in deep learning", 2024.
     """
-    if is_known(rms) and not 0 < rms < math.inf:
-        raise ValueError(
-            f"match_rms(rms={rms!r}) must be positive and finite; 0.2 is the usual RMS of AdamW's."
-        )
+    check_range("match_rms", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
     if rule not in get_args(Rule):
         raise ValueError(f"match_rms(rule={rule!r}) is unknown; choose one of {get_args(Rule)}.")
 

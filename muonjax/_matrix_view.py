@@ -233,9 +233,14 @@ def _check_parts(numbers: FusedDimensionNumbers, is_side: bool, size: int) -> st
     return "" if parts >= 1 and size % parts == 0 else f"`parts` must divide {size}, {each}"
 
 
-def _view(
-    shape: tuple[int, ...], reduction: tuple[int, ...], output: tuple[int, ...], cut: int | None, parts: int
+def view_of(
+    shape: tuple[int, ...],
+    reduction: tuple[int, ...],
+    output: tuple[int, ...],
+    cut: int | None = None,
+    parts: int = 1,
 ) -> MatrixView:
+    """The view of a leaf of this shape by checked axes, one of which may be cut into equal parts."""
     cut_shape = shape
     if cut is not None:
         # (..., parts * size, ...) -> (..., parts, size, ...): the parts become a batch axis.
@@ -287,20 +292,14 @@ def matrix_pieces(
         shape, reduction, output, cut, parts = _checked(leaf, entry, call, path)
         if cut is None or isinstance(parts, int):
             assert isinstance(parts, int)
-            found.append(Piece(i, _view(shape, reduction, output, cut, parts)))
+            found.append(Piece(i, view_of(shape, reduction, output, cut, parts)))
             continue
         repeats = getattr(entry, "repeats", 1)
         for part, start in zip(parts, itertools.accumulate(parts, initial=0), strict=False):
             piece = (*shape[:cut], repeats * part, *shape[cut + 1 :])
-            view = _view(piece, reduction, output, None, 1)
+            view = view_of(piece, reduction, output)
             found.append(Piece(i, view, cut, start, math.gcd(*parts), repeats))
     return found
-
-
-def matrix_view(leaf: Any, numbers: DimensionNumbers, *, call: str) -> MatrixView:
-    """The view of one leaf (anything with shape and dtype), whose parts are equal."""
-    (piece,) = matrix_pieces(numbers, leaf, call=call)
-    return piece.view
 
 
 def replace_pieces(leaves: Sequence[Any], pieces: Sequence[Piece], results: Sequence[Any]) -> list[Any]:

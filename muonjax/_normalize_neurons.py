@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._explicit_axes import zero_beside
-from muonjax._hyperparameters import is_known
+from muonjax._hyperparameters import check_range
 from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import (
     DimensionNumbersTree,
@@ -84,10 +83,8 @@ def normalize_neurons(
 
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491), algorithm 1.
     """
-    if is_known(decay) and not 0 <= decay < 1:
-        raise ValueError(f"normalize_neurons(decay={decay!r}) must be in [0, 1); 0.95 is usual.")
-    if is_known(eps) and not 0 < eps < math.inf:
-        raise ValueError(f"normalize_neurons(eps={eps!r}) must be positive and finite; 1e-8 is usual.")
+    check_range("normalize_neurons", "decay", decay, "in [0, 1)", "; 0.95 is usual.")
+    check_range("normalize_neurons", "eps", eps, "positive and finite", "; 1e-8 is usual.")
 
     def init(params: optax.Params) -> NormalizeNeuronsState:
         pieces = matrix_pieces(dimension_numbers, params, call="normalize_neurons")

@@ -1,6 +1,5 @@
 """The optimizers: compositions only. Each line is a member of `optax.chain` that can be had on its own."""
 
-import math
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
 
@@ -12,7 +11,7 @@ import optax
 from muonjax._clipping.qk_clip import SharedKeys, qk_clip
 from muonjax._clipping.sites import Sites
 from muonjax._hyperball import hyperball
-from muonjax._hyperparameters import check_number, is_known
+from muonjax._hyperparameters import check_number, check_range
 from muonjax._inspect import Program
 from muonjax._keywords import explains_keywords
 from muonjax._match_rms import match_rms
@@ -99,10 +98,7 @@ def _orthogonalized(
       distribution: How the parameters are sharded (see `orthogonalize`).
     """
     check_number(call, "decay", decay)
-    if is_known(decay) and not 0 <= decay < 1:
-        raise ValueError(
-            f"{call}(decay={decay!r}) must be in [0, 1): momentum would grow without end; 0.95 is usual."
-        )
+    check_range(call, "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
     if not (mu_dtype is None or _is_dtype_of_momentum(mu_dtype)):
         raise TypeError(
             f"{call}(mu_dtype={mu_dtype!r}) must be a float type or jnp.int8, such as jnp.bfloat16."
@@ -163,8 +159,7 @@ def muon(
     _check_step("muon", learning_rate, weight_decay, weight_decay_mask)
     if rms is not None:
         check_number("muon", "rms", rms)
-    if is_known(rms) and not 0 < rms < math.inf:
-        raise ValueError(f"muon(rms={rms!r}) must be positive and finite; 0.2 is the usual RMS of AdamW's.")
+    check_range("muon", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
 
     def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
         return (
@@ -284,14 +279,9 @@ def _check_step(call: str, learning_rate: Any, weight_decay: Any = 0.0, mask: An
     """Raise for settings of another type or out of range. What schedules and traced numbers are is not known yet."""
     check_number(call, "learning_rate", learning_rate, schedule=True)
     check_number(call, "weight_decay", weight_decay, schedule=True)
-    if is_known(learning_rate) and not 0 <= learning_rate < math.inf:
-        raise ValueError(
-            f"{call}(learning_rate={learning_rate!r}) must be finite and not negative: it is the length of a step."
-        )
-    if is_known(weight_decay) and not 0 <= weight_decay < math.inf:
-        raise ValueError(
-            f"{call}(weight_decay={weight_decay!r}) must be finite and not negative; 0 turns it off."
-        )
+    not_negative = "finite and not negative"
+    check_range(call, "learning_rate", learning_rate, not_negative, ": it is the length of a step.")
+    check_range(call, "weight_decay", weight_decay, not_negative, "; 0 turns it off.")
     if not callable(mask) and not all(np.asarray(x).dtype.kind == "b" for x in jax.tree.leaves(mask)):
         raise TypeError(
             f"{call}(weight_decay_mask={mask!r}) must be a tree of booleans, a prefix of the parameters' tree, or a "

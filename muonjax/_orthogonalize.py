@@ -7,7 +7,7 @@ import jax
 import optax
 
 from muonjax._batching import map_groups
-from muonjax._matrix_view import DimensionNumbersTree, Piece, matrix_pieces, replace_pieces
+from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, replace_pieces
 from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._mesh.owner_loop import Function
 from muonjax._mesh.sharded_map import find_mesh
@@ -68,11 +68,8 @@ def orthogonalize(
     settings = NewtonSchulz() if newton_schulz is None else newton_schulz
     check_distribution(distribution, call="orthogonalize")
 
-    def pieces_of(tree: Any) -> list[Piece]:
-        return matrix_pieces(dimension_numbers, tree, call="orthogonalize")
-
     def init(params: optax.Params) -> optax.OptState:
-        show_matrices(params, lambda: pieces_of(params))
+        show_matrices(params, lambda: matrix_pieces(dimension_numbers, params, call="orthogonalize"))
         return optax.EmptyState()
 
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):

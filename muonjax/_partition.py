@@ -84,8 +84,7 @@ def _route(
                 f"{call}: {path!r} is no array but {leaf!r}. Give the optimizer the arrays alone; for Equinox that is "
                 "eqx.filter(model, eqx.is_inexact_array)."
             )
-    # Optax initializes with a placeholder that has no leaves when it looks for parameter-like state.
-    flat = resolve_dimension_numbers(source, tree, call=call) if treedef.num_leaves else []
+    flat = resolve_dimension_numbers(source, tree, call=call)
     numbers = treedef.unflatten(flat)
     if any(flat):  # None for a tree that is one leaf would mean that it is a matrix
         # Here and not in the chain only: momentum would turn an integer leaf into a float one.

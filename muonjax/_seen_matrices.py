@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from muonjax._matrix_view import Piece
-from muonjax._trees import flatten_with_names, is_masked
+from muonjax._trees import leaf_paths
 
 Seen = dict[tuple[str, ...], list[Piece]]
 _seen: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("muonjax_seen_matrices", default=None)
@@ -27,7 +27,6 @@ def show_matrices(tree: Any, pieces: Callable[[], list[Piece]]) -> None:
     """Show the pieces of `tree` to whoever is looking; they are not computed for nobody."""
     seen = _seen.get()
     if seen is not None:
-        paths, leaves, _ = flatten_with_names(tree)
-        paths = [path for path, leaf in zip(paths, leaves, strict=True) if not is_masked(leaf)]
+        paths = leaf_paths(tree)
         for piece in pieces():
             seen.setdefault(paths[piece.leaf], []).append(piece)

@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+# Of a path, beside an index; a leaf where a list of pairs (path, array) is flattened.
+Key = str | jax.tree_util.DictKey | jax.tree_util.SequenceKey | jax.tree_util.GetAttrKey
+
 
 def is_masked(node: Any) -> bool:
     """Whether Optax has masked a leaf here (`optax.MaskedNode`)."""
@@ -41,6 +44,12 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
     if any("/" in name for path in plain for name in path):
         plain = _with_quotes(plain)
     return plain, [leaf for _, leaf in found], treedef
+
+
+def leaf_paths(tree: Any) -> list[tuple[str, ...]]:
+    """Names of the path of each leaf that is not masked, in the order of `jax.tree.leaves`."""
+    paths, leaves, _ = flatten_with_names(tree)
+    return [path for path, leaf in zip(paths, leaves, strict=True) if not is_masked(leaf)]
 
 
 def _with_quotes(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -155,8 +164,7 @@ def _is_pair(node: Any) -> bool:
     if type(node) is not tuple or len(node) != 2:
         return False
     keys = node[0] if isinstance(node[0], tuple) else (node[0],)
-    kinds = str | int | jax.tree_util.DictKey | jax.tree_util.SequenceKey | jax.tree_util.GetAttrKey
-    return bool(keys) and all(isinstance(key, kinds) for key in keys)
+    return bool(keys) and all(isinstance(key, Key | int) for key in keys)
 
 
 def _all_names(path: tuple[Any, ...]) -> tuple[str, ...]:

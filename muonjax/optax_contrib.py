@@ -6,7 +6,6 @@ Equal matrices share one loop, and on a mesh each matrix is orthogonalized once.
 the same up to rounding; for the rest see docs/coming_from.md.
 """
 
-from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -15,7 +14,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
 from muonjax._match_rms import match_rms
-from muonjax._matrix_view import DimensionNumbersTree, matrix_view
+from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution
 from muonjax._newton_schulz.coefficients import JORDAN, YOU
 from muonjax._newton_schulz.traced import Preconditioning, traced_iteration
@@ -242,12 +241,6 @@ def orthogonalize_via_newton_schulz(
         None,
         call="orthogonalize_via_newton_schulz",
     )
-
-
-def _compute_muon_reshape(x: jax.Array, dim_nums: MuonDimensionNumbers) -> tuple[Callable, Callable]:
-    """Optax's tests take it: leaf -> [batch, fan_in, fan_out], and the inverse."""
-    view = matrix_view(x, dim_nums, call="_compute_muon_reshape")
-    return view.to_matrices, view.to_leaf
 
 
 def _two_axes(params: Any) -> Any:

@@ -11,9 +11,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels import _blocked, _reference, _sharded
 from pallas_kernels._platform import platform_of
+from pallas_kernels._reference import Operands
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Inexact
+    from jaxtyping import Array, Inexact
 
 # Each name and the module, which is imported when the implementation first runs.
 IMPLEMENTATIONS = {
@@ -105,7 +106,7 @@ def symmetric_product_on(
     axis_name: str | tuple[str, ...] = (),
 ) -> Inexact[Array, "*batch m m"]:
     """`symmetric_product` with the platform as an argument: inside a loop it can't be found from the arrays."""
-    x, y, c, alpha, beta = _checked(x, y, c, alpha, beta)
+    operands = _checked(x, y, c, alpha, beta)
     axis_name = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if axis_name and implementation is not None:
         raise ValueError(
@@ -113,13 +114,13 @@ def symmetric_product_on(
             "share out are plain products; leave one of the two out."
         )
     if implementation is None:
-        implementation = _choose(platform, x.shape)
+        implementation = _choose(platform, operands.x.shape)
     elif implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"symmetric_product(implementation={implementation!r}): no such implementation; "
             f"choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None for the rule."
         )
-    return _traced_once(x, y, c, alpha, beta, implementation, axis_name, platform)
+    return _traced_once(operands, implementation, axis_name, platform)
 
 
 def _choose(platform: str, shape: tuple[int, ...]) -> str:
@@ -131,7 +132,7 @@ def _choose(platform: str, shape: tuple[int, ...]) -> str:
     return "blocked" if platform == "cpu" and shape[-2] >= 256 else "reference"
 
 
-def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> tuple:
+def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
     x = jnp.asarray(x)
     if x.ndim < 2:
         raise ValueError(f"symmetric_product(x) needs a matrix [*batch, m, k], got shape {x.shape}.")
@@ -152,39 +153,29 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> tuple:
         value = jnp.asarray(value)
         if jnp.iscomplexobj(value):
             raise ValueError(f"symmetric_product({name}=...) needs real numbers, got {value.dtype.name}.")
-        try:
-            jnp.broadcast_shapes(value.shape, tuple(batch))
-            fits = value.ndim <= len(batch)
-        except ValueError:
-            fits = False
-        if not fits:
+        # From the last axis on, as far as there are any, 1 or the batch's own size.
+        sizes = zip(reversed(value.shape), reversed(batch), strict=False)
+        if value.ndim > len(batch) or any(own not in (1, size) for own, size in sizes):
             raise ValueError(
                 f"symmetric_product({name}=...) needs a scalar or one number for each matrix of the batch "
                 f"{tuple(batch)}, got shape {value.shape}."
             )
         scalars.append(value.astype(real))
-    return x, y, c, *scalars
+    return Operands(x, y, c, *scalars)
 
 
 def _run(
-    x: Inexact[Array, "*batch m k"],
-    y: Inexact[Array, "*batch m k"] | None,
-    c: Inexact[Array, "*batch m m"] | None,
-    alpha: Float[Array, "*#batch"],
-    beta: Float[Array, "*#batch"],
-    implementation: str,
-    axis_name: tuple[str, ...],
-    platform: str,
+    operands: Operands, implementation: str, axis_name: tuple[str, ...], platform: str
 ) -> Inexact[Array, "*batch m m"]:
     if axis_name:
-        return _sharded.symmetric_product(x, y, c, alpha, beta, axis_name=axis_name)
+        return _sharded.symmetric_product(operands, axis_name=axis_name)
     if implementation == "blocked":
-        return _blocked.symmetric_product(x, y, c, alpha, beta, platform=platform)
+        return _blocked.symmetric_product(operands, platform=platform)
     module = importlib.import_module(f"pallas_kernels.{IMPLEMENTATIONS[implementation]}")
-    return module.symmetric_product(x, y, c, alpha, beta)
+    return module.symmetric_product(operands)
 
 
-_product = jax.custom_jvp(_run, nondiff_argnums=(5, 6, 7))
+_product = jax.custom_jvp(_run, nondiff_argnums=(1, 2, 3))
 
 
 def _product_jvp(implementation, axis_name, platform, primals, tangents):
@@ -193,8 +184,8 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
     ``dS = alpha·(dX Yᴴ + X dYᴴ) + dalpha·X Yᴴ + beta·dC + dbeta·C``, where dS is symmetric as S is: its
     lower triangle, mirrored. For Y = X that is ``alpha·(M + Mᴴ)`` with the one product ``M = dX Xᴴ``.
     """
-    x, y, c, alpha, beta = primals
-    dx, dy, dc, dalpha, dbeta = tangents
+    (operands,), ((dx, dy, dc, dalpha, dbeta),) = primals, tangents
+    x, y, c, alpha, beta = operands
     wide = _reference.accumulator(x.dtype)
 
     def scale(number, matrix):
@@ -204,25 +195,25 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
         # In X's dtype: the transposed product then has two operands of X's dtype as well.
         return jnp.einsum("...ik,...jk->...ij", a, b.conj(), precision=_reference.precision(x.dtype))
 
-    terms = []
-    if y is None:
-        if not isinstance(dx, SymbolicZero):
-            m = half(dx, x).astype(wide)
-            terms.append(scale(alpha, m + m.mT.conj()))
-    else:
-        if not isinstance(dx, SymbolicZero):
-            terms.append(_reference.mirror(scale(alpha, half(dx, y))))
-        if not isinstance(dy, SymbolicZero):
-            terms.append(_reference.mirror(scale(alpha, half(x, dy))))
-    if not isinstance(dalpha, SymbolicZero):
-        one, zero = jnp.ones((), alpha.dtype), jnp.zeros((), beta.dtype)
-        terms.append(scale(dalpha, _product(x, y, None, one, zero, implementation, axis_name, platform)))
-    if c is not None:
-        if not isinstance(dc, SymbolicZero):
-            terms.append(_reference.mirror(scale(beta, dc)))
-        if not isinstance(dbeta, SymbolicZero):
-            terms.append(_reference.mirror(scale(dbeta, c)))
-    out = _product(x, y, c, alpha, beta, implementation, axis_name, platform)
+    def of_x():
+        if y is not None:
+            return _reference.mirror(scale(alpha, half(dx, y)))
+        m = half(dx, x).astype(wide)
+        return scale(alpha, m + m.mT.conj())
+
+    def of_alpha():
+        plain = Operands(x, y, None, jnp.ones((), alpha.dtype), jnp.zeros((), beta.dtype))
+        return scale(dalpha, _product(plain, implementation, axis_name, platform))
+
+    parts = (
+        (dx, of_x),
+        (dy, lambda: _reference.mirror(scale(alpha, half(x, dy)))),
+        (dc, lambda: _reference.mirror(scale(beta, dc))),
+        (dalpha, of_alpha),
+        (None if c is None else dbeta, lambda: _reference.mirror(scale(dbeta, c))),
+    )
+    terms = [part() for tangent, part in parts if not isinstance(tangent, SymbolicZero | None)]
+    out = _product(operands, implementation, axis_name, platform)
     # The sum starts from zeros like S: inside of `jax.shard_map`, a tangent must vary over the same mesh axes as S.
     tangent = sum(terms, jnp.zeros_like(out, wide))
     return out, tangent.astype(out.dtype)
@@ -231,4 +222,4 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
 _product.defjvp(_product_jvp, symbolic_zeros=True)
 
 # One trace for all products of a shape: an iteration makes a dozen of them.
-_traced_once = jax.jit(_product, static_argnums=(5, 6, 7))
+_traced_once = jax.jit(_product, static_argnums=(1, 2, 3))

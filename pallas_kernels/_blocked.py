@@ -28,11 +28,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _reference
-from pallas_kernels._reference import epilogue, mirror, product
+from pallas_kernels._reference import Operands, epilogue, mirror, product
 from pallas_kernels._xla_workarounds import unknown_to_xla
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Inexact
+    from jaxtyping import Array, Inexact
 
 # Rows of blocks, at most, and of the smallest block: benchmarks/optimizer/symmetric_product.py compares others.
 ROWS = 4
@@ -40,40 +40,24 @@ SMALLEST = 128
 
 
 def symmetric_product(
-    x: Inexact[Array, "*batch m k"],
-    y: Inexact[Array, "*batch m k"] | None,
-    c: Inexact[Array, "*batch m m"] | None,
-    alpha: Float[Array, "*#batch"],
-    beta: Float[Array, "*#batch"],
-    *,
-    platform: str,
-    rows: int = ROWS,
-    smallest: int = SMALLEST,
+    o: Operands, *, platform: str, rows: int = ROWS, smallest: int = SMALLEST
 ) -> Inexact[Array, "*batch m m"]:
-    """``alpha·X Yᴴ + beta·C`` in blocks; the arguments are checked by the public op."""
-    *batch, m, _ = x.shape
+    """The product in blocks."""
+    *batch, m, _ = o.x.shape
     rows = min(rows, m // smallest)
     if rows < 2:
-        return _reference.symmetric_product(x, y, c, alpha, beta)
+        return _reference.symmetric_product(o)
     one = functools.partial(_in_blocks, rows=rows, platform=platform)
     if math.prod(batch) <= 1 or platform != "cpu":
-        return one(x, y, c, alpha, beta)
+        return one(o)
     # One matrix after the other: blocks of a whole batch would be copied through main memory.
-    each = x, y, c, jnp.broadcast_to(alpha, batch), jnp.broadcast_to(beta, batch)
+    each = o._replace(alpha=jnp.broadcast_to(o.alpha, batch), beta=jnp.broadcast_to(o.beta, batch))
     each = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), each)
-    return lax.map(lambda arguments: one(*arguments), each).reshape(*batch, m, m)
+    return lax.map(one, each).reshape(*batch, m, m)
 
 
-def _in_blocks(
-    x: Inexact[Array, "*batch m k"],
-    y: Inexact[Array, "*batch m k"] | None,
-    c: Inexact[Array, "*batch m m"] | None,
-    alpha: Float[Array, "*#batch"],
-    beta: Float[Array, "*#batch"],
-    *,
-    rows: int,
-    platform: str,
-) -> Inexact[Array, "*batch m m"]:
+def _in_blocks(o: Operands, *, rows: int, platform: str) -> Inexact[Array, "*batch m m"]:
+    x, _, c, alpha, beta = o
     bounds = [x.shape[-2] * i // rows for i in range(rows + 1)]
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
     starts = unknown_to_xla(bounds[:-1], platform)
@@ -86,7 +70,7 @@ def _in_blocks(
         x_i = cut(x, i)
         c_i = None if c is None else cut(c, i)
         for j in range(i + 1):
-            block = product(x_i, cut(x if y is None else y, j))
+            block = product(x_i, cut(o.second, j))
             if c_i is not None:
                 block = epilogue(block, cut(c_i, j, axis=-1), alpha, beta)
             blocks[i, j], blocks[j, i] = (block, block.mT.conj()) if i > j else (mirror(block),) * 2

@@ -7,37 +7,27 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._batch_partitioning import by_batch
+from pallas_kernels._reference import Operands
 
 Launch = Callable[[jax.Array, jax.Array | None, jax.Array | None, jax.Array], jax.Array]
 
 
-def launch_batch(
-    implementation: str,
-    launch: Launch,
-    x: jax.Array,
-    y: jax.Array | None,
-    c: jax.Array | None,
-    alpha: jax.Array,
-    beta: jax.Array,
-) -> jax.Array:
-    """``alpha·X Yᵀ + beta·C`` for [*batch, m, k].
+def launch_batch(implementation: str, launch: Launch, o: Operands) -> jax.Array:
+    """The product for [*batch, m, k].
 
     Args:
       implementation: Its name, for error messages.
       launch: The kernel on one device: x and y [batch, m, k], c [batch, m, m] and the scales alpha and beta
         [batch, 2] in float32 to [batch, m, m]; y and c may be None.
-      x, y, c, alpha, beta: As the public op takes them, checked.
+      o: Of any batch.
     """
-    *batch, m, _ = x.shape
-    if 0 in x.shape:
-        raise NotImplementedError(refusal(implementation, f"got the empty shape {x.shape}"))
+    *batch, m, _ = o.x.shape
+    if 0 in o.x.shape:
+        raise NotImplementedError(refusal(implementation, f"got the empty shape {o.x.shape}"))
     size = math.prod(batch)
-    scale = jnp.stack([jnp.broadcast_to(n, batch).reshape(size) for n in (alpha, beta)], axis=-1)
-
-    def flat(a):
-        return None if a is None else a.reshape(size, *a.shape[-2:])
-
-    return _folded(implementation, launch, flat(x), flat(y), flat(c), scale).reshape(*batch, m, m)
+    scale = jnp.stack([jnp.broadcast_to(n, batch).reshape(size) for n in (o.alpha, o.beta)], axis=-1)
+    flat = jax.tree.map(lambda a: a.reshape(size, *a.shape[-2:]), (o.x, o.y, o.c))
+    return _folded(implementation, launch, *flat, scale).reshape(*batch, m, m)
 
 
 def _folded(implementation: str, launch: Launch, *arguments: jax.Array | None) -> jax.Array:

@@ -8,7 +8,6 @@ chip's multiprocessors ("waves"), and the rule below counts just that.
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 # Elements of k that one stage of the pipeline loads: 64 half-precision numbers fill the 128-byte swizzle.
 DEPTH = 64
@@ -91,7 +90,7 @@ class Tiles:
 # for each multiply-add: a guess until a GPU has timed it. Only the order of the candidates depends on it.
 _COST = {(128, 1): 1.0, (128, 2): 1.85, (64, 2): 0.6}
 
-_SHAPES = (
+SHAPES = (
     Tiles(block=128, rows=1, stages=5, slots=2),
     Tiles(block=128, rows=2, stages=4, slots=1),
     Tiles(block=64, rows=2, stages=7, slots=1),
@@ -100,18 +99,4 @@ _SHAPES = (
 
 def pick(m: int, batch: int, cores: int = CORES) -> Tiles:
     """The tiles with the fewest waves, weighed by what a wave of theirs costs."""
-    return min(_SHAPES, key=lambda tiles: tiles.waves(m, batch, cores) * _COST[tiles.block, tiles.rows])
-
-
-def candidates() -> Iterator[Tiles]:
-    """Every choice worth timing: those that fit in shared memory with the most stages."""
-    for shape in _SHAPES:
-        for slots in (1, 2):
-            for group in (4, 8, 16):
-                for stages in range(8, 2, -1):
-                    try:
-                        tiles = dataclasses.replace(shape, slots=slots, group=group, stages=stages)
-                    except ValueError:
-                        continue
-                    yield tiles
-                    break
+    return min(SHAPES, key=lambda tiles: tiles.waves(m, batch, cores) * _COST[tiles.block, tiles.rows])

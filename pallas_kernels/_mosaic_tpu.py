@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.extend import backend
 
 from pallas_kernels._kernel_batch import launch_batch, refusal
+from pallas_kernels._reference import Operands
 from pallas_kernels._triangle import rectangle, unfold
 
 # Chips whose two cores run one program together and share its tiles ("megacore").
@@ -29,12 +30,9 @@ _LARGEST_DEPTH = 1024
 _ROWS_THAT_HIDE_LOADS = 600
 
 
-def symmetric_product(
-    x: jax.Array, y: jax.Array | None, c: jax.Array | None, alpha: jax.Array, beta: jax.Array
-) -> jax.Array:
-    """``alpha·X Yᵀ + beta·C`` by the kernel; the arguments are checked by the public op."""
-    cores = _require(x.dtype)
-    return launch_batch("tpu", functools.partial(launch, cores=cores), x, y, c, alpha, beta)
+def symmetric_product(o: Operands) -> jax.Array:
+    """The product by the kernel."""
+    return launch_batch("tpu", functools.partial(launch, cores=_require(o.x.dtype)), o)
 
 
 def launch(

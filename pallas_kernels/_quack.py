@@ -16,32 +16,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import backend
 
 from pallas_kernels._kernel_batch import launch_batch, refusal
-from pallas_kernels._reference import epilogue, mirror
+from pallas_kernels._nvidia import Gpu, suitable_gpu
+from pallas_kernels._reference import Operands, epilogue, mirror
 
 # Rows and columns of a tile, by the major compute capability.
 _TILES = {9: (128, 256), 10: (256, 256)}
 _CLUSTER = (2, 1, 1)
 _SWIZZLE = 8
 
-# Compute capabilities of devices that are only described, by a part of their name.
-_DESCRIBED = {"H100": 9, "H200": 9, "H800": 9, "H20": 9, "GH200": 9, "B200": 10, "B300": 10}
-# Streaming multiprocessors, where a description does not say.
-_CORES = {9: 132, 10: 148}
 
-
-def symmetric_product(
-    x: jax.Array, y: jax.Array | None, c: jax.Array | None, alpha: jax.Array, beta: jax.Array
-) -> jax.Array:
-    """``alpha·X Yᵀ + beta·C``; the arguments are checked by the public op.
+def symmetric_product(o: Operands) -> jax.Array:
+    """The product by QuACK.
 
     The kernel makes X Yᵀ. Where there are scales or C, a pass of XLA's follows, with one rounding more than in the
     other implementations.
     """
-    capability, cores = _require(x.dtype)
-    return launch_batch("quack", functools.partial(_launched, capability, cores), x, y, c, alpha, beta)
+    return launch_batch("quack", functools.partial(_launched, *_require(o.x.dtype)), o)
 
 
 def _launched(
@@ -54,12 +46,9 @@ def _launched(
         return jnp.pad(a, ((0, 0), (0, -m % 8), (0, -k % 8))) if m % 8 or k % 8 else a
 
     p = _product(capability, cores, padded(x), padded(x if y is None else y))[:, :m, :m]
-    if y is not None or c is not None:
-        # The tiles on the diagonal hold both halves of X Yᵀ as they were computed, and C may differ above the diagonal.
-        p = mirror(epilogue(p.astype(jnp.float32), c, scale[:, 0], scale[:, 1]))
-    else:
-        p = epilogue(p.astype(jnp.float32), None, scale[:, 0], scale[:, 1])
-    return p.astype(x.dtype)
+    p = epilogue(p.astype(jnp.float32), c, scale[:, 0], scale[:, 1])
+    # The tiles on the diagonal hold both halves of X Yᵀ as they were computed, and C may differ above the diagonal.
+    return (p if y is None and c is None else mirror(p)).astype(x.dtype)
 
 
 def _product(capability: int, cores: int, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -108,33 +97,13 @@ def _launcher(capability: int, cores: int, dtype: str) -> Any:
     return launch
 
 
-def _require(dtype: jnp.dtype) -> tuple[int, int]:
-    """Major compute capability and number of multiprocessors of a suitable GPU, or an error that says what is not."""
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
-            refusal("quack", f"takes bfloat16 and float16, got {jnp.dtype(dtype).name}")
-        )
-    capability, cores, kind = _device()
-    if capability not in _TILES:
-        raise NotImplementedError(
-            refusal("quack", f"needs a GPU of compute capability 9.0 or 10.x, the device is {kind!r}")
-        )
+def _require(dtype: jnp.dtype) -> Gpu:
+    """The GPU that the kernel is compiled for, or an error that says why it can't be."""
+    gpu = suitable_gpu("quack", dtype, tuple(_TILES), "9.0 or 10.x")
     try:
         import cutlass.jax  # noqa: F401
         import quack.gemm_symmetric  # noqa: F401
     except ImportError as error:
         reason = f'needs the packages of pip install "muonjax[quack]" ({error})'
         raise NotImplementedError(refusal("quack", reason)) from error
-    return capability, cores or _CORES[capability]
-
-
-def _device() -> tuple[int, int | None, str]:
-    """Major compute capability (0: not an NVIDIA GPU), multiprocessors and name of the device that is compiled for."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is not None:
-        names = (capability for name, capability in _DESCRIBED.items() if name in described.device_kind)
-        capability = next(names, 0) if described.platform == "gpu" else 0
-        return capability, described.num_cores, described.device_kind
-    device = backend.get_default_device()
-    version = getattr(device, "compute_capability", None) if device.platform == "gpu" else None
-    return int(str(version or "0").partition(".")[0]), getattr(device, "core_count", None), device.device_kind
+    return gpu

@@ -7,7 +7,7 @@ returns ``mirror(lower triangle)``, symmetric bit for bit, also where rounding m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,29 @@ from jax import lax
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact
+
+
+class Operands(NamedTuple):
+    """What every implementation of ``alpha·X Yᴴ + beta·C`` takes, checked by the public op.
+
+    Attributes:
+      x: [*batch, m, k].
+      y: The same shape and dtype; None: X itself.
+      c: [*batch, m, m] in X's dtype; None: nothing is added.
+      alpha: A scalar, or one number for each matrix, in the accumulator's real dtype.
+      beta: As `alpha`.
+    """
+
+    x: jax.Array
+    y: jax.Array | None
+    c: jax.Array | None
+    alpha: jax.Array
+    beta: jax.Array
+
+    @property
+    def second(self) -> jax.Array:
+        """Y, or X in its place."""
+        return self.x if self.y is None else self.y
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
@@ -73,13 +96,6 @@ def mirror(p: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
     return jnp.tril(p) + jnp.tril(p, -1).mT
 
 
-def symmetric_product(
-    x: Inexact[Array, "*batch m k"],
-    y: Inexact[Array, "*batch m k"] | None,
-    c: Inexact[Array, "*batch m m"] | None,
-    alpha: Float[Array, "*#batch"],
-    beta: Float[Array, "*#batch"],
-) -> Inexact[Array, "*batch m m"]:
-    """``alpha·X Yᴴ + beta·C`` with one full product; the arguments are checked by the public op."""
-    p = product(x, x if y is None else y)
-    return mirror(epilogue(p, c, alpha, beta).astype(x.dtype))
+def symmetric_product(o: Operands) -> Inexact[Array, "*batch m m"]:
+    """The product with one full product of XLA's."""
+    return mirror(epilogue(product(o.x, o.second), o.c, o.alpha, o.beta).astype(o.x.dtype))

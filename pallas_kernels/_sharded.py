@@ -20,19 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels._reference import epilogue, mirror, product
+from pallas_kernels._reference import Operands, epilogue, mirror, product
 
 
-def symmetric_product(
-    x: jax.Array,
-    y: jax.Array | None,
-    c: jax.Array | None,
-    alpha: jax.Array,
-    beta: jax.Array,
-    *,
-    axis_name: tuple[str, ...],
-) -> jax.Array:
-    """``alpha·X Yᴴ + beta·C``, each device of the mesh axes `axis_name` a part; the same arguments on all of them."""
+def symmetric_product(o: Operands, *, axis_name: tuple[str, ...]) -> jax.Array:
+    """The product, each device of the mesh axes `axis_name` a part; the same arguments on all of them."""
+    x, y, c, alpha, beta = o
     m = x.shape[-2]
     devices = math.prod(map(lax.axis_size, axis_name))
     rows = 2 * devices

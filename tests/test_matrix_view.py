@@ -11,11 +11,11 @@ from muonjax._matrix_view import (
     FusedDimensionNumbers,
     MuonDimensionNumbers,
     matrix_pieces,
-    matrix_view,
     replace_pieces,
     resolve_dimension_numbers,
 )
 from tests.tools.tiers import quick
+from tests.tools.views import matrix_view
 
 
 @st.composite

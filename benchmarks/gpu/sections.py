@@ -232,8 +232,8 @@ def check():
     def _():
         import jax
 
+        from benchmarks.gpu.tiles import candidates
         from pallas_kernels import _mosaic_gpu_sm90
-        from pallas_kernels._mosaic_gpu_tiles import candidates
 
         x, c = draw((2, 1096, 640), "bfloat16", 1), draw((2, 1096, 1152), "bfloat16", 2)
         scale = jnp.asarray([[0.7, -1.3], [2.0, 0.5]])
@@ -408,8 +408,9 @@ def tiles():
     import jax
     import jax.numpy as jnp
 
+    from benchmarks.gpu.tiles import candidates
     from pallas_kernels import _mosaic_gpu_sm90
-    from pallas_kernels._mosaic_gpu_tiles import CORES, candidates
+    from pallas_kernels._mosaic_gpu_tiles import CORES
 
     cores = getattr(jax.devices()[0], "core_count", None) or CORES
     plain = jax.jit(lambda x: jnp.einsum("bik,bjk->bij", x, x))

@@ -3,12 +3,41 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from muonjax._adapters.adapter import CORES, FACTORS, SCALE, Adapter
 from muonjax._adapters.hadamard import column_norms
+
+
+class Place(NamedTuple):
+    """The kernel that an adapter belongs to: its shape, and how its axes divide.
+
+    Attributes:
+      shape: The kernel's shape, [*in, *out] or [*window, in, out].
+      inputs: The number of its first axes that are summed over, the window's among them.
+      window: The number of its first axes that are a convolution's window; 0 for a dense kernel.
+    """
+
+    shape: tuple[int, ...]
+    inputs: int
+    window: int = 0
+
+    @property
+    def window_size(self) -> int:
+        """The number of positions in the window."""
+        return math.prod(self.shape[: self.window])
+
+    @property
+    def rows(self) -> int:
+        """The number of input features, at all positions of the window."""
+        return math.prod(self.shape[: self.inputs])
+
+    @property
+    def outputs(self) -> int:
+        """The number of output features."""
+        return math.prod(self.shape[self.inputs :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,36 +62,31 @@ class LoHaConfig:
         alpha = self.rank if self.alpha is None else self.alpha
         return alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
-    def shapes(self, kernel: Sequence[int], inputs: int, window: int) -> dict[str, tuple[int, ...]]:
+    def shapes(self, place: Place) -> dict[str, tuple[int, ...]]:
         """The shapes of an adapter's factors and cores by name.
-
-        Args:
-          kernel: The kernel's shape.
-          inputs: The number of its first axes that are summed over.
-          window: The number of its first axes that are a convolution's window; 0 for a dense kernel.
 
         Raises:
           ValueError: If the rank or the Tucker form does not fit the kernel.
         """
-        m, n = math.prod(kernel[:inputs]), math.prod(kernel[inputs:])
+        m, n = place.rows, place.outputs
         cores = {}
-        if self.tucker and window:
-            m = math.prod(kernel[window:inputs])
-            cores = dict.fromkeys(CORES, (*kernel[:window], self.rank, self.rank))
+        if self.tucker and place.window:
+            m //= place.window_size
+            cores = dict.fromkeys(CORES, (*place.shape[: place.window], self.rank, self.rank))
         if not 0 < self.rank <= min(m, n):
             raise ValueError(
-                f"rank={self.rank} is not possible for a LoHa adapter of a kernel of shape {tuple(kernel)}, a "
+                f"rank={self.rank} is not possible for a LoHa adapter of a kernel of shape {place.shape}, a "
                 f"matrix {m} × {n}; choose 1 to {min(m, n)}."
             )
-        if self.tucker and not window:
+        if self.tucker and not place.window:
             raise ValueError(
-                f"tucker=True is for convolutions; the kernel of shape {tuple(kernel)} has no window."
+                f"tucker=True is for convolutions; the kernel of shape {place.shape} has no window."
             )
         return dict(zip(FACTORS, ((m, self.rank), (self.rank, n)) * 2, strict=True)) | cores
 
-    def new_adapter(self, kernel: jax.Array, key: jax.Array, inputs: int, window: int) -> Adapter:
+    def new_adapter(self, kernel: jax.Array, key: jax.Array, place: Place) -> Adapter:
         """An adapter of `kernel` with ΔW = 0; its factors have the kernel's dtype. See `shapes`."""
-        shapes = self.shapes(kernel.shape, inputs, window)
+        shapes = self.shapes(place)
         keys = jax.random.split(key, len(shapes))
         values: dict[str, Any] = {
             name: initial(name, one, shape, kernel.dtype)
@@ -71,7 +95,7 @@ class LoHaConfig:
         adapter = Adapter.of(values | {SCALE: self.scale})
         if not self.decompose:
             return adapter
-        return adapter._replace(magnitude=column_norms(kernel.reshape(-1, shapes[FACTORS[1]][1])))
+        return adapter._replace(magnitude=column_norms(kernel.reshape(-1, place.outputs)))
 
 
 def check_rate(rank_dropout: float) -> None:

@@ -13,7 +13,7 @@ versions; two loops are never merged. So each recomputation is a loop and has th
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from muonjax._linalg import at_least_float32
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
+
+Factors: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # w1a, w1b, w2a, w2b
 
 # A block is a quarter of the rows: its temporaries, about four, together are as large as one weight, and its
 # products are large enough to run at full speed, which products of much fewer than 128 rows are not.
@@ -75,20 +77,18 @@ def hadamard_weight(
     Learning" (2022), proposition 1, and proposition 3 for the Tucker form; Yeh et al., "Navigating
     Text-To-Image Customization: From LyCORIS Fine-Tuning to Model Evaluation" (2024), as LoHa.
     """
-    check_factors("hadamard_weight", w1a, w1b, w2a, w2b)
-    dtype = common_dtype(w1a, w1b, w2a, w2b)
+    factors = (w1a, w1b, w2a, w2b)
+    check_factors("hadamard_weight", factors)
+    dtype = common_dtype(*factors)
     if tucker is not None:
-        return _tucker_weight(w1a, w1b, w2a, w2b, *tucker, scale=scale).astype(dtype)
+        return _tucker_weight(factors, tucker, scale).astype(dtype)
     batch = w1a.shape[:-2]
     if batch:
         scales = jnp.broadcast_to(jnp.asarray(scale, at_least_float32(dtype)), batch)
-        return jax.vmap(lambda a, b, c, d, s: hadamard_weight(a, b, c, d, scale=s))(
-            w1a, w1b, w2a, w2b, scales
-        )
+        return jax.vmap(lambda scale, *one: hadamard_weight(*one, scale=scale))(scales, *factors)
 
     def rows(start: Int[Array, ""] | int, count: int) -> Float[Array, "count n"]:
-        a1, a2 = (lax.dynamic_slice_in_dim(a, start, count) for a in (w1a, w2a))
-        return product(a1, w1b, a2, w2b, scale).astype(dtype)
+        return product(rows_of(factors, start, count), scale).astype(dtype)
 
     rows = jax.checkpoint(rows, static_argnums=1)
     m, n = w1a.shape[0], w1b.shape[1]
@@ -118,33 +118,31 @@ def accumulator(*arrays: jax.Array) -> jnp.dtype:
     return at_least_float32(common_dtype(*arrays))
 
 
+def rows_of(factors: Factors, start: Int[Array, ""] | int, count: int) -> Factors:
+    """The factors of `count` rows of ΔW."""
+    w1a, w1b, w2a, w2b = factors
+    a1, a2 = (lax.dynamic_slice_in_dim(a, start, count) for a in (w1a, w2a))
+    return a1, w1b, a2, w2b
+
+
 def product(
-    a1: Float[Array, "m r"],
-    b1: Float[Array, "r n"],
-    a2: Float[Array, "m r"],
-    b2: Float[Array, "r n"],
-    scale: Float[Array, ""] | float,
-    precision: lax.PrecisionLike = None,
+    factors: Factors, scale: Float[Array, ""] | float, precision: lax.PrecisionLike = None
 ) -> Float[Array, "m n"]:
-    """scale · (a1·b1) ∘ (a2·b2), in float32 at least, with both products in memory."""
+    """scale · (w1a·w1b) ∘ (w2a·w2b), in float32 at least, with both products in memory."""
     # Half precision: the two products are multiplied with each other, so their rounding would be too.
-    dtype = accumulator(a1, b1, a2, b2)
+    dtype = accumulator(*factors)
     first, second = (
-        jnp.matmul(a, b, precision=precision, preferred_element_type=dtype) for a, b in ((a1, b1), (a2, b2))
+        jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
+        for a, b in (factors[:2], factors[2:])
     )
     return jnp.asarray(scale).astype(dtype) * first * second
 
 
 def _tucker_weight(
-    w1a: Float[Array, "m r"],
-    w1b: Float[Array, "r n"],
-    w2a: Float[Array, "m r"],
-    w2b: Float[Array, "r n"],
-    t1: Float[Array, "*window r r"],
-    t2: Float[Array, "*window r r"],
-    *,
-    scale: Float[Array, ""] | float,
+    factors: Factors, cores: tuple[jax.Array, jax.Array], scale: Float[Array, ""] | float
 ) -> Float[Array, "*window m n"]:
+    w1a, w1b, w2a, w2b = factors
+    t1, t2 = cores
     r, window = w1a.shape[-1], t1.shape[:-2]
     if w1a.ndim != 2 or t1.shape != t2.shape or t1.shape[-2:] != (r, r):
         raise ValueError(
@@ -152,12 +150,11 @@ def _tucker_weight(
             f"{t1.shape}, {t2.shape} and {w1a.shape}."
         )
     # t·b first: [*window, r, n] is thin, and then each position in the window is a plain LoHa weight.
-    b1, b2 = jnp.matmul(t1, w1b), jnp.matmul(t2, w2b)
-    b1, b2 = (b.reshape(-1, *b.shape[-2:]) for b in (b1, b2))
+    b1, b2 = (jnp.matmul(t, b).reshape(-1, *b.shape) for t, b in ((t1, w1b), (t2, w2b)))
     if math.prod(window) == 1:
         kernel = hadamard_weight(w1a, b1[0], w2a, b2[0], scale=scale)
     else:
-        position = jax.checkpoint(lambda bs: product(w1a, bs[0], w2a, bs[1], scale))
+        position = jax.checkpoint(lambda bs: product((w1a, bs[0], w2a, bs[1]), scale))
         kernel = lax.map(position, (b1, b2))
     return kernel.reshape(*window, w1a.shape[0], w1b.shape[1])
 
@@ -180,20 +177,18 @@ def starts(length: int, count: int) -> Int[Array, " blocks"]:
     return jnp.arange(length // count) * count
 
 
-def check_factors(call: str, w1a: jax.Array, w1b: jax.Array, w2a: jax.Array, w2b: jax.Array) -> None:
+def check_factors(call: str, factors: Factors) -> None:
     """Raises ValueError unless the four are factors of one weight, or of a stack of them."""
-    shapes = w1a.shape, w1b.shape, w2a.shape, w2b.shape
-    fits = all(len(shape) >= 2 and shape[:-2] == w1a.shape[:-2] for shape in shapes)
-    fits = fits and w1a.shape == w2a.shape and w1b.shape == w2b.shape and w1a.shape[-1] == w1b.shape[-2]
-    if not fits:
+    shapes = [factor.shape for factor in factors]
+    w1a, w1b = shapes[:2]
+    fits = all(len(shape) >= 2 and shape[:-2] == w1a[:-2] for shape in shapes)
+    if not fits or shapes[2:] != [w1a, w1b] or w1a[-1] != w1b[-2]:
         raise ValueError(
             f"{call} needs w1a and w2a [m, r], w1b and w2b [r, n], got {', '.join(map(str, shapes))}; "
             "are w1a and w1b exchanged?"
         )
-    if 0 in w1a.shape + w1b.shape:
-        raise ValueError(
-            f"{call}: factors of shape {w1a.shape} and {w1b.shape} are empty; the rank must be > 0."
-        )
-    dtype = common_dtype(w1a, w1b, w2a, w2b)
+    if 0 in w1a + w1b:
+        raise ValueError(f"{call}: factors of shape {w1a} and {w1b} are empty; the rank must be > 0.")
+    dtype = common_dtype(*factors)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{call} multiplies and differentiates floating-point factors, got {dtype}.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import jax
 from jax import lax
 
-from muonjax._adapters.hadamard import check_factors, common_dtype
+from muonjax._adapters.hadamard import Factors, check_factors, common_dtype
 from muonjax._adapters.hadamard_forms import dot_by_kronecker, dot_by_rows
 
 if TYPE_CHECKING:
@@ -62,14 +62,7 @@ def hadamard_dot(
     Source: Khatri and Rao (1968) for the identity; Hyeon-Woo et al. (2022) for the weight.
     """
     factors = (w1a, w1b, w2a, w2b)
-    _check("hadamard_dot", x, *factors, form=form)
-    m, n, r, tokens = w1a.shape[0], w1b.shape[1], w1a.shape[1], x.size // x.shape[-1]
-    if form == "auto":
-        form = "kronecker" if tokens * r**2 * (m + n) <= (2 * r + tokens) * m * n else "rows"
-    dtype = common_dtype(x, *factors)
-    dot = dot_by_kronecker if form == "kronecker" else dot_by_rows
-    y = dot(x.reshape(-1, m).astype(dtype), None, factors, scale, precision)
-    return y.astype(dtype).reshape(*x.shape[:-1], n)
+    return _linear("hadamard_dot", x, None, factors, scale, None, form, precision)
 
 
 def hadamard_linear(
@@ -122,36 +115,56 @@ def hadamard_linear(
     Source: as `hadamard_dot`; Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation" (2024), equation 5.
     """
     factors = (w1a, w1b, w2a, w2b)
-    _check("hadamard_linear", x, *factors, form=form)
-    m, n, r, tokens = w1a.shape[0], w1b.shape[1], w1a.shape[1], x.size // x.shape[-1]
-    if w.shape != (m, n):
-        raise ValueError(f"hadamard_linear(x, w, …): w has shape {w.shape}, the factors make {(m, n)}.")
-    if magnitude is not None and magnitude.shape != (n,):
-        raise ValueError(
-            f"hadamard_linear(…, magnitude=…) needs one for each of {n} columns, got {magnitude.shape}."
-        )
-    if magnitude is not None and form == "kronecker":
-        raise ValueError(
-            "hadamard_linear(…, magnitude=…, form='kronecker'): the norms need W + ΔW; use 'rows' or 'auto'."
-        )
+    return _linear("hadamard_linear", x, w, factors, scale, magnitude, form, precision)
+
+
+def _linear(
+    call: str,
+    x: Float[Array, "*tokens m"],
+    w: Float[Array, "m n"] | None,
+    factors: Factors,
+    scale: Float[Array, ""] | float,
+    magnitude: Float[Array, " n"] | None,
+    form: str,
+    precision: lax.PrecisionLike,
+) -> Float[Array, "*tokens n"]:
+    check_factors(call, factors)
+    _check(call, x, w, factors, magnitude, form)
+    (m, r), n, tokens = factors[0].shape, factors[1].shape[1], x.size // x.shape[-1]
     if form == "auto":
-        form = "kronecker" if magnitude is None and tokens * r * (m + n) <= 2 * m * n else "rows"
+        by_rows = (2 * r + (tokens if w is None else 0)) * m * n  # multiply-adds besides those of x·W
+        form = "kronecker" if magnitude is None and tokens * r**2 * (m + n) <= by_rows else "rows"
     # Multiplied in the precision of x and w: a layer in half precision may hold its factors in float32.
-    rows = x.reshape(-1, m).astype(common_dtype(x, w))
+    rows = x.reshape(-1, m).astype(common_dtype(x, *(factors if w is None else (w,))))
     if form == "kronecker":
         y = dot_by_kronecker(rows, w, factors, scale, precision)
     else:
         y = dot_by_rows(rows, w, factors, scale, precision, magnitude)
-    return y.astype(common_dtype(x, w, *factors)).reshape(*x.shape[:-1], n)
+    return y.astype(common_dtype(rows, *factors)).reshape(*x.shape[:-1], n)
 
 
 def _check(
-    call: str, x: jax.Array, w1a: jax.Array, w1b: jax.Array, w2a: jax.Array, w2b: jax.Array, *, form: str
+    call: str,
+    x: jax.Array,
+    w: jax.Array | None,
+    factors: Factors,
+    magnitude: jax.Array | None,
+    form: str,
 ) -> None:
-    check_factors(call, w1a, w1b, w2a, w2b)
+    w1a, made = factors[0], (factors[0].shape[0], factors[1].shape[-1])
     if w1a.ndim != 2:
         raise ValueError(f"{call} takes factors of one matrix, got {w1a.shape}; use jax.vmap for a stack.")
-    if x.ndim < 1 or x.shape[-1] != w1a.shape[0]:
-        raise ValueError(f"{call}: x of shape {x.shape} does not end in {w1a.shape[0]}, the rows of w1a.")
+    if x.ndim < 1 or x.shape[-1] != made[0]:
+        raise ValueError(f"{call}: x of shape {x.shape} does not end in {made[0]}, the rows of w1a.")
     if form not in ("auto", "rows", "kronecker"):
         raise ValueError(f"{call}(form={form!r}) is unknown; use 'auto', 'rows' or 'kronecker'.")
+    if w is not None and w.shape != made:
+        raise ValueError(f"{call}(x, w, …): w has shape {w.shape}, the factors make {made}.")
+    if magnitude is not None and magnitude.shape != made[1:]:
+        raise ValueError(
+            f"{call}(…, magnitude=…) needs one for each of {made[1]} columns, got {magnitude.shape}."
+        )
+    if magnitude is not None and form == "kronecker":
+        raise ValueError(
+            f"{call}(…, magnitude=…, form='kronecker'): the norms need W + ΔW; use 'rows' or 'auto'."
+        )

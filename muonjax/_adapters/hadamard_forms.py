@@ -12,19 +12,26 @@ cotangent starts from what comes after the loop, and `_zero_from_cotangent` make
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from muonjax._adapters.hadamard import accumulator, block_length, product, rows_per_block, starts
+from muonjax._adapters.hadamard import (
+    Factors,
+    accumulator,
+    block_length,
+    product,
+    rows_of,
+    rows_per_block,
+    starts,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-Factors: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 _KRONECKER_COLUMNS = 128  # of the m × r² factor, at a time
 
@@ -38,14 +45,12 @@ def dot_by_rows(
     magnitude: Float[Array, " n"] | None = None,
 ) -> Float[Array, "tokens n"]:
     """x · (W + ΔW), as a sum over blocks of rows, in the dtype of the sums."""
-    w1a, w1b, w2a, w2b = factors
-    m, n = w1a.shape[0], w1b.shape[1]
+    m, n = factors[0].shape[0], factors[1].shape[1]
     dtype = accumulator(x, *factors)
 
     def add(total: tuple[jax.Array, jax.Array, jax.Array], start: jax.Array | int, count: int):
         y, squares, carried = total
-        a1, a2 = (lax.dynamic_slice_in_dim(a, start, count) for a in (w1a, w2a))
-        block = product(a1, w1b, a2, w2b, scale, precision).astype(dtype)
+        block = product(rows_of(factors, start, count), scale, precision).astype(dtype)
         if w is not None:
             block += lax.dynamic_slice_in_dim(w, start, count).astype(dtype)
         if magnitude is not None:
@@ -53,12 +58,9 @@ def dot_by_rows(
         columns = [lax.dynamic_slice_in_dim(each, start, count, axis=1) for each in (x, carried)]
         return y + _multiply_kept(*columns, block, dtype, precision), squares, carried
 
-    add = jax.checkpoint(add, static_argnums=2)
-    count, rest = rows_per_block(m), m % rows_per_block(m)
     operands = [v for v in (x, w, *factors, scale) if v is not None]
     total = (_zeros((x.shape[0], n), dtype, operands), _zeros((n,), dtype, operands), x)
-    total, _ = lax.scan(lambda total, start: (add(total, start, count), None), total, starts(m, count))
-    y, squares, carried = add(total, m - rest, rest) if rest else total
+    y, squares, carried = _over_blocks(add, total, m, rows_per_block(m))
     y = _zero_from_cotangent(y, carried)
     if magnitude is None:
         return y
@@ -87,14 +89,18 @@ def dot_by_kronecker(
         inner = _multiply_kept(x, carried, left, dtype, precision).astype(x.dtype)
         return y + _multiply(inner, right, dtype, precision), carried
 
-    add = jax.checkpoint(add, static_argnums=2)
-    count = block_length(r, max(1, _KRONECKER_COLUMNS // r))
-    rest = r % count
     total = (_zeros((x.shape[0], w1b.shape[1]), dtype, (x, *factors)), x)
-    total, _ = lax.scan(lambda total, start: (add(total, start, count), None), total, starts(r, count))
-    y, carried = add(total, r - rest, rest) if rest else total
+    y, carried = _over_blocks(add, total, r, block_length(r, max(1, _KRONECKER_COLUMNS // r)))
     y = jnp.asarray(scale).astype(dtype) * _zero_from_cotangent(y, carried)
     return y if w is None else y + _multiply(x, w, dtype, precision)
+
+
+def _over_blocks(add: Callable[..., Any], total: Any, length: int, count: int) -> Any:
+    """`add(total, start, count)` for each whole block of `count`, and for what remains at the end."""
+    add = jax.checkpoint(add, static_argnums=2)
+    total, _ = lax.scan(lambda total, start: (add(total, start, count), None), total, starts(length, count))
+    rest = length % count
+    return add(total, length - rest, rest) if rest else total
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.Array:

@@ -8,7 +8,6 @@ A file is untrusted input: everything that its header says is checked before a t
 """
 
 import importlib
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -17,32 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._adapters.adapter import CORES, FACTORS, MAGNITUDE, Adapter
-from muonjax._adapters.safetensors_header import read_header
+from muonjax._adapters.adapter import CORES, MAGNITUDE, Adapter
+from muonjax._adapters.config import Place
 from muonjax._trees import listed
 
 _ALPHA = "alpha"
-_NAMES = (*FACTORS, *CORES, MAGNITUDE, _ALPHA)
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
+_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "I64": "int64"}
 
 
-class Place(NamedTuple):
-    """The kernel that an adapter belongs to: its shape, and how its axes divide.
+class TensorInfo(NamedTuple):
+    """What the header says of one tensor; its dtype by NumPy's name where an adapter can have it."""
 
-    Attributes:
-      shape: The kernel's shape, [*in, *out] or [*window, in, out].
-      inputs: The number of its first axes that are summed over, the window's among them.
-      window: The number of its first axes that are a convolution's window.
-    """
-
+    dtype: str
     shape: tuple[int, ...]
-    inputs: int
-    window: int = 0
-
-    @property
-    def outputs(self) -> int:
-        """The number of output features."""
-        return math.prod(self.shape[self.inputs :])
 
 
 def layer_name(path: str) -> str:
@@ -59,39 +46,38 @@ def to_tensors(adapter: Adapter, place: Place) -> dict[str, np.ndarray]:
             "save each layer's adapter by itself."
         )
     adapter.check(place.shape)
-    rank = w1a.shape[1]
-    window = place.shape[: place.window]
-    if adapter.cores is not None:
-        sides = {"hada_w1_a": w1b, "hada_w1_b": w1a.T, "hada_w2_a": w2b, "hada_w2_b": w2a.T}
-        for name, core in zip(CORES, adapter.cores, strict=True):  # [*window, in, out] -> [out, in, *window]
-            sides[name] = np.moveaxis(np.asarray(core), (-1, -2), (0, 1))
-    else:
-        sides = {"hada_w1_a": w1b.T, "hada_w2_a": w2b.T}
-        for name, factor in (("hada_w1_b", w1a), ("hada_w2_b", w2a)):  # rows: window first -> channels first
-            grid = factor.reshape(math.prod(window), -1, rank)
-            sides[name] = grid.swapaxes(0, 1).reshape(-1, rank).T
+    rank, tucker = w1a.shape[1], adapter.cores is not None
+    window = 1 if tucker else place.window_size
+
+    def rows(factor: np.ndarray) -> np.ndarray:
+        grid = factor.reshape(window, -1, rank)  # window first -> channels first
+        return grid.swapaxes(0, 1).reshape(-1, rank).T
+
+    tensors = {"hada_w1_a": w1b if tucker else w1b.T, "hada_w1_b": rows(w1a)}
+    tensors |= {"hada_w2_a": w2b if tucker else w2b.T, "hada_w2_b": rows(w2a)}
+    for name, core in zip(CORES, adapter.cores or (), strict=tucker):
+        tensors[name] = np.moveaxis(
+            np.asarray(core), (-1, -2), (0, 1)
+        )  # [*window, in, out] -> [out, in, *window]
     # Their scale is alpha / rank, rank-stabilized or not.
-    sides[_ALPHA] = np.asarray(float(adapter.scale) * rank, np.float32)
+    tensors[_ALPHA] = np.asarray(float(adapter.scale) * rank, np.float32)
     if adapter.magnitude is not None:
-        sides[MAGNITUDE] = np.asarray(adapter.magnitude).reshape(-1, *[1] * max(1, place.window + 1))
-    return {name: np.ascontiguousarray(value) for name, value in sides.items()}
+        tensors[MAGNITUDE] = np.asarray(adapter.magnitude).reshape(_magnitude_shape(place))
+    return {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+
+
+def _magnitude_shape(place: Place) -> tuple[int, ...]:
+    return place.outputs, *[1] * max(1, place.window + 1)
 
 
 def expected_shapes(place: Place, rank: int, tucker: bool, decompose: bool) -> dict[str, tuple[int, ...]]:
     """The shapes of one layer's tensors in a file."""
-    window = place.shape[: place.window]
-    outputs, inputs = place.outputs, math.prod(place.shape[: place.inputs])
-    shapes: dict[str, tuple[int, ...]]
+    a = (rank, place.outputs) if tucker else (place.outputs, rank)
+    b = (rank, place.rows // (place.window_size if tucker else 1))
+    shapes = {"hada_w1_a": a, "hada_w1_b": b, "hada_w2_a": a, "hada_w2_b": b, _ALPHA: ()}
     if tucker:
-        inputs //= math.prod(window)
-        shapes = dict.fromkeys(CORES, (rank, rank, *window))
-        shapes |= {"hada_w1_a": (rank, outputs), "hada_w2_a": (rank, outputs)}
-    else:
-        shapes = {"hada_w1_a": (outputs, rank), "hada_w2_a": (outputs, rank)}
-    shapes |= {"hada_w1_b": (rank, inputs), "hada_w2_b": (rank, inputs), _ALPHA: ()}
-    if decompose:
-        shapes[MAGNITUDE] = (outputs, *[1] * max(1, place.window + 1))
-    return shapes
+        shapes |= dict.fromkeys(CORES, (rank, rank, *place.shape[: place.window]))
+    return shapes | ({MAGNITUDE: _magnitude_shape(place)} if decompose else {})
 
 
 def problems_of(tensors: Mapping[str, Any], place: Place, layer: str) -> list[str]:
@@ -115,21 +101,21 @@ def problems_of(tensors: Mapping[str, Any], place: Place, layer: str) -> list[st
 
 def from_tensors(tensors: Mapping[str, Any], place: Place) -> Adapter:
     """The adapter of one layer's tensors, which have no `problems_of`; float32 is exact for half precision."""
-    rank, window = _rank(tensors), math.prod(place.shape[: place.window])
     named = {name: jnp.asarray(value, jnp.float32) for name, value in tensors.items()}
-    scale = float(named[_ALPHA].reshape(())) / rank
-    magnitude = named[MAGNITUDE].reshape(-1) if MAGNITUDE in named else None
-    if CORES[0] in named:
-        factors = named["hada_w1_b"].T, named["hada_w1_a"], named["hada_w2_b"].T, named["hada_w2_a"]
-        t1, t2 = (jnp.moveaxis(named[name], (0, 1), (-1, -2)) for name in CORES)
-        return Adapter(factors, scale, (t1, t2), magnitude)
+    rank, tucker = _rank(tensors), CORES[0] in named
+    window = 1 if tucker else place.window_size
 
-    def rows(factor: jax.Array) -> jax.Array:
-        grid = factor.T.reshape(-1, window, rank)  # channels first -> window first
+    def rows(b: jax.Array) -> jax.Array:
+        grid = b.T.reshape(-1, window, rank)  # channels first -> window first
         return grid.swapaxes(0, 1).reshape(-1, rank)
 
-    factors = rows(named["hada_w1_b"]), named["hada_w1_a"].T, rows(named["hada_w2_b"]), named["hada_w2_a"].T
-    return Adapter(factors, scale, None, magnitude)
+    w1b, w2b = (named[a] if tucker else named[a].T for a in ("hada_w1_a", "hada_w2_a"))
+    return Adapter(
+        (rows(named["hada_w1_b"]), w1b, rows(named["hada_w2_b"]), w2b),
+        float(named[_ALPHA].reshape(())) / rank,
+        tuple(jnp.moveaxis(named[t], (0, 1), (-1, -2)) for t in CORES) if tucker else None,  # pyright: ignore
+        named[MAGNITUDE].reshape(-1) if MAGNITUDE in named else None,
+    )
 
 
 def _rank(tensors: Mapping[str, Any]) -> int:
@@ -171,8 +157,14 @@ def read(
     """
     package, names = _package("safetensors"), _unique_names(places, name_of)
     try:
-        layers = _checked_layers(read_header(file), {name: places[path] for name, path in names.items()})
+        # It refuses a header that is invalid or claims what the file does not hold, before it allocates a tensor.
         with package.safe_open(os.fspath(file), framework="flax") as opened:
+            header = {}
+            for key in opened.keys():  # noqa: SIM118  # a file is no mapping
+                tensor = opened.get_slice(key)
+                dtype = str(tensor.get_dtype())
+                header[key] = TensorInfo(_DTYPES.get(dtype, dtype), tuple(tensor.get_shape()))
+            layers = _checked_layers(header, {name: places[path] for name, path in names.items()})
             return {
                 names[layer]: _read_layer(opened, layer, tensors, places[names[layer]])
                 for layer, tensors in layers.items()

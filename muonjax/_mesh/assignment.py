@@ -33,6 +33,28 @@ MODES = get_args(Mode)
 Cost = Callable[[Any, int, int, int], Work]
 
 
+class ModeCost(NamedTuple):
+    """What one update costs the busiest device in one mode.
+
+    Attributes:
+      flops: Of matrix products, two per multiply-add.
+      redundancy: These flops over an even share of the work of one device alone; 1 is perfect.
+      imbalance: These flops over the mean of the devices.
+      sent: Bytes.
+      held: Bytes of the largest buffer that is sent.
+      collectives: How many.
+      seconds: Predicted for an H100 and its links to the same node: what "auto" makes least.
+    """
+
+    flops: float
+    redundancy: float
+    imbalance: float
+    sent: float
+    held: float
+    collectives: int
+    seconds: float = 0.0
+
+
 class Assignment(NamedTuple):
     """Which owner orthogonalizes which matrices, and what that costs.
 
@@ -41,43 +63,14 @@ class Assignment(NamedTuple):
       leaves: All leaves.
       layouts: The layout of each leaf.
       rounds: The rounds of all groups.
-      work: The work of the busiest device: flops, their seconds, bytes sent, and collectives, the exchange included.
-      ideal_flops: The flops of one device that does all the work, divided by the number of devices.
-      mean_flops: The mean of the devices' flops.
-      buffer_bytes: The size of the largest buffer that is exchanged.
+      cost: Of the busiest device, the exchange included.
     """
 
     mesh_shape: Mapping[str, int]
     leaves: tuple[ShardedLeaf, ...]
     layouts: tuple[LeafLayout, ...]
     rounds: tuple[Round, ...]
-    work: Work
-    ideal_flops: float
-    mean_flops: float
-    buffer_bytes: float
-
-    @property
-    def imbalance(self) -> float:
-        """The busiest device's flops over the mean."""
-        return self.work.flops / self.mean_flops if self.mean_flops else 1.0
-
-    @property
-    def redundancy(self) -> float:
-        """The busiest device's flops over an even share of the one-device work: 1 is perfect."""
-        return self.work.flops / self.ideal_flops if self.ideal_flops else 1.0
-
-    @property
-    def seconds(self) -> float:
-        """What "auto" minimizes: seconds of products and of sending."""
-        return self.work.seconds + self.work.sent / BYTES_A_SECOND
-
-
-class _Loads(NamedTuple):
-    """Flops and seconds of every device, and for each kind of units how many every owner gets."""
-
-    flops: np.ndarray
-    seconds: np.ndarray
-    counts: dict[Units, np.ndarray]
+    cost: ModeCost
 
 
 def assign_owners(
@@ -97,7 +90,7 @@ def assign_owners(
       axes: Mesh axes over which replicas divide the work.
       mode: "owner": each matrix belongs to one device. "tensor_parallel": to all devices that store it. "hybrid": to
         the devices along some of the mesh axes that shard it. "auto": whichever of these takes least time by
-        `Assignment.seconds`, separately for leaves whose matrices are sharded over different mesh axes.
+        `ModeCost.seconds`, separately for leaves whose matrices are sharded over different mesh axes.
       chunks: Rounds of each group.
       cost: The work on a matrix.
     """
@@ -111,7 +104,7 @@ def assign_owners(
             [_layout(leaf, mesh_shape, axes, tensor) for leaf in own] for tensor in _choices(sharding, mode)
         ]
         if len(choices) > 1:
-            choices.sort(key=lambda found: _assignment(own, found, mesh_shape, chunks, cost).seconds)
+            choices.sort(key=lambda found: _assignment(own, found, mesh_shape, chunks, cost).cost.seconds)
         layouts |= zip(members, choices[0], strict=True)
     return _assignment(leaves, [layouts[i] for i in range(len(leaves))], mesh_shape, chunks, cost)
 
@@ -142,11 +135,11 @@ def _assignment(
         matrices, m, columns = unit.matrices
         works[group, unit] = cost(group.dtype, m, columns, tensor).times(matrices)
         ideal += leaf.view.batch * cost(group.dtype, m, columns * tensor, 1).flops
-    loads = _balance(layouts, works, mesh_shape)
-    rounds = make_rounds(layouts, loads.counts, chunks)
+    flops, seconds, owned = _balance(layouts, works, mesh_shape)
+    rounds = make_rounds(layouts, owned, chunks)
 
-    total = Work(flops=float(loads.flops.max(initial=0.0)), seconds=float(loads.seconds.max(initial=0.0)))
-    for kind, counts in loads.counts.items():
+    total = Work(flops=float(flops.max(initial=0.0)), seconds=float(seconds.max(initial=0.0)))
+    for kind, counts in owned.items():
         total += works[kind]._replace(flops=0.0, seconds=0.0).times(int(counts.max()))
     largest = 0.0
     for round_ in rounds:
@@ -161,22 +154,23 @@ def _assignment(
         else:
             total += Work(0.0, 1.0 * row * round_.size * (replicas - 1), int(replicas > 1))
             largest = max(largest, row * round_.size * replicas)
-    return Assignment(
-        mesh_shape,
-        tuple(leaves),
-        tuple(layouts),
-        rounds,
-        total,
-        ideal / math.prod(mesh_shape.values()),
-        float(loads.flops.mean()),
+    even, mean = ideal / math.prod(mesh_shape.values()), float(flops.mean())
+    busiest = ModeCost(
+        total.flops,
+        total.flops / even if even else 1.0,
+        total.flops / mean if mean else 1.0,
+        total.sent,
         largest,
+        total.collectives,
+        total.seconds + total.sent / BYTES_A_SECOND,
     )
+    return Assignment(mesh_shape, tuple(leaves), tuple(layouts), rounds, busiest)
 
 
 def _balance(
     layouts: Sequence[LeafLayout], works: Mapping[Units, Work], mesh_shape: Mapping[str, int]
-) -> _Loads:
-    """How many units of each kind every owner gets."""
+) -> tuple[np.ndarray, np.ndarray, dict[Units, np.ndarray]]:
+    """Flops and seconds of every device, and for each kind of units how many every owner gets."""
     num_units: dict[Units, int] = collections.defaultdict(int)
     for group, unit, count in layouts:
         num_units[group, unit] += count
@@ -207,7 +201,7 @@ def _balance(
             flops[own[owner]] += count * cost.flops
             seconds[own[owner]] += count * cost.seconds
         stored[group] += counts[kind] * unit.share_size
-    return _Loads(flops, seconds, counts)
+    return flops, seconds, counts
 
 
 def _owner_devices(group: ExchangeGroup, mesh_shape: Mapping[str, int]) -> np.ndarray:

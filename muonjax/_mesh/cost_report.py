@@ -7,35 +7,13 @@ from typing import Any, NamedTuple
 import jax
 
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces
-from muonjax._mesh.assignment import MODES, Assignment
+from muonjax._mesh.assignment import MODES, ModeCost
 from muonjax._mesh.distribution import Distribution, check_distribution, distribution_of
 from muonjax._mesh.sharded_map import find_mesh
 from muonjax._newton_schulz.polar_function import exchange_dtype, polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._policy import policy_of
 from muonjax._routing.dimension_numbers import dimension_numbers as route
-
-
-class ModeCost(NamedTuple):
-    """What one update costs the busiest device in one mode.
-
-    Attributes:
-      flops: Of matrix products, two per multiply-add.
-      redundancy: These flops over an even share of the work of one device alone; 1 is perfect.
-      imbalance: These flops over the mean of the devices.
-      sent: Bytes.
-      held: Bytes of the largest buffer that is sent.
-      collectives: How many.
-      seconds: Predicted for an H100 and its links to the same node: what "auto" makes least.
-    """
-
-    flops: float
-    redundancy: float
-    imbalance: float
-    sent: float
-    held: float
-    collectives: int
-    seconds: float = 0.0
 
 
 class MeshPlan(NamedTuple):
@@ -134,27 +112,14 @@ def plan(
 
     polar = polar_function(settings, policy)
 
-    def in_mode(mode: Any) -> Assignment:
+    def in_mode(mode: Any) -> ModeCost:
         on_mesh = find_mesh(dataclasses.replace(distribution, mode=mode), params, chosen, call="plan")
         assert on_mesh is not None  # a distribution was given
-        return on_mesh.assign(polar, inputs, views, dtypes)
+        return on_mesh.assign(polar, inputs, views, dtypes).cost
 
     return MeshPlan(
         dict(distribution.mesh.shape),
         sum(view.batch for view in views),
         distribution.mode,
-        {mode: _cost(in_mode(mode)) for mode in MODES},
-    )
-
-
-def _cost(assignment: Assignment) -> ModeCost:
-    work = assignment.work
-    return ModeCost(
-        work.flops,
-        assignment.redundancy,
-        assignment.imbalance,
-        work.sent,
-        assignment.buffer_bytes,
-        work.collectives,
-        assignment.seconds,
+        {mode: in_mode(mode) for mode in MODES},
     )

@@ -5,12 +5,14 @@ stores, one row for each device of the exchange. One `all_to_all` over all mesh 
 blocks of its matrices. The owner applies the function and replaces the blocks by the results (see `owner_loop`). One
 `all_to_all` returns them. Where leaves are replicated, one `all_gather` gives the results to all replicas; where only
 few replicas own units, a `psum` with zeros does so.
+
+A unit is what has one owner, a block what one device stores of it, and a share what one device sends of a block to one
+device, where several own the unit together (`layout`).
 """
 
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +21,8 @@ import numpy as np
 from muonjax._mesh.assignment import Assignment
 from muonjax._mesh.layout import ShardedLeaf, UnitLayout, size_of, unit_axes
 from muonjax._mesh.owner_loop import Function, apply_to_owned
-from muonjax._mesh.rounds import OwnedUnits, Round
+from muonjax._mesh.rounds import Round
 from muonjax._policy import Policy
-from pallas_kernels._xla_workarounds import unknown_to_xla
-
-_MANY_SLICES = 4096
 
 
 def exchange(
@@ -90,7 +89,7 @@ def _run_round(
     buffer = apply_to_owned(f, buffer, round_, mesh_shape, policy)
     if devices > 1:
         buffer = jax.lax.all_to_all(buffer, group.exchange, 0, 0)
-    _unpack(_share_with_replicas(buffer, round_, replicas), round_, ranks, results, policy)
+    _unpack(_share_with_replicas(buffer, round_, replicas), round_, ranks, results)
 
 
 def _unpack(
@@ -98,32 +97,17 @@ def _unpack(
     round_: Round,
     ranks: list[list[int]],
     results: Sequence[list[tuple[int, jax.Array]]],
-    policy: Policy,
 ) -> None:
     """The inverse of `_pack`, from [devices, size] of each replica."""
-    runs: list[tuple[OwnedUnits, jax.Array, int]] = []
-    starts: list[int] = []
     for owner, owned in enumerate(round_.owned):
         replica, index = divmod(owner, len(ranks))
-        start = 0
+        flat, start = buffers[replica].reshape(-1), 0
         for run in owned:
             width = run.count * run.layout.share_size
-            runs.append((run, buffers[replica], width))
-            starts += [rank * buffers[replica].shape[1] + start for rank in ranks[index]]
+            places = [rank * buffers[replica].shape[1] + start for rank in ranks[index]]
+            shares = jnp.stack([jax.lax.slice_in_dim(flat, place, place + width) for place in places])
+            results[run.leaf].append((run.start, _from_shares(shares, run.layout)))
             start += width
-    # On a CPU, slices of equal size are compiled once if XLA does not know where they start. But they are copied: a few
-    # are not worth their memory. An index has 32 bits.
-    unknown = policy.is_cpu and len(starts) > _MANY_SLICES and max(starts) < 2**31
-    cut = jax.lax.dynamic_slice_in_dim if unknown else _slice
-    found = iter(unknown_to_xla(starts, policy.platform) if unknown else starts)
-    for run, buffer, width in runs:
-        flat = buffer.reshape(-1)
-        shares = [cut(flat, start, width) for start in itertools.islice(found, run.layout.num_shares)]
-        results[run.leaf].append((run.start, _from_shares(jnp.stack(shares), run.layout)))
-
-
-def _slice(x: jax.Array, start: Any, width: int) -> jax.Array:
-    return jax.lax.slice_in_dim(x, start, start + width)
 
 
 def _share_with_replicas(buffer: jax.Array, round_: Round, replicas: int) -> list[jax.Array]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from muonjax._matrix_view import MatrixView
+from muonjax._matrix_view import MatrixView, view_of
 
 Axes = tuple[str, ...]  # mesh axes
 
@@ -166,34 +166,19 @@ def leaf_layout(
     return LeafLayout(group, unit, math.prod(local[i] for i in batch))
 
 
-def _leaf_axes(view: MatrixView, axes: tuple[int, ...]) -> set[int]:
-    """Axes of `view.shape` as axes of the leaf, where a fused axis is one and not two."""
-    return {axis if view.cut is None or axis <= view.cut else axis - 1 for axis in axes}
+def _leaf_axes(view: MatrixView, axes: tuple[int, ...]) -> list[int]:
+    """Rows or columns of `view.shape` as axes of the leaf, where a fused axis is one and not two."""
+    return [axis if view.cut is None or axis <= view.cut else axis - 1 for axis in axes]
 
 
 def _unit_view(view: MatrixView, sizes: dict[int, int]) -> MatrixView:
     """`view` of one unit; `sizes`: of its axes, by their number in the leaf."""
-    kept: list[int] = []  # axes of view.shape
-    shape: list[int] = []
-    cut = None
-    for axis in sorted(sizes):
-        if view.cut == axis:
-            cut = len(shape)
-            kept += [axis, axis + 1]
-            shape += [view.shape[axis], sizes[axis] // view.shape[axis]]
-        else:
-            kept.append(axis if view.cut is None or axis < view.cut else axis + 1)
-            shape.append(sizes[axis])
-    new = {axis: i for i, axis in enumerate(kept)}
-
-    def renumbered(axes: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(new[axis] for axis in axes if axis in new)
-
-    return MatrixView(
-        tuple(sizes[axis] for axis in sorted(sizes)),
-        tuple(shape),
-        renumbered(view.batch_axes),
-        renumbered(view.reduction_axes),
-        renumbered(view.output_axes),
-        cut,
+    own = sorted(sizes)
+    rows, columns = (
+        tuple(own.index(axis) for axis in _leaf_axes(view, axes))
+        for axes in (view.reduction_axes, view.output_axes)
     )
+    shape = tuple(sizes[axis] for axis in own)
+    if view.cut is None:
+        return view_of(shape, rows, columns)
+    return view_of(shape, rows, columns, own.index(view.cut), view.shape[view.cut])

@@ -8,7 +8,7 @@ owner's coordinates in the mesh. Each shape is thus compiled once, for all owner
 import collections
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -78,10 +78,10 @@ def apply_to_owned(
         # of XLA's sums depends on the number of devices, and the result would not be bit for bit equal on every mesh.
         return jax.lax.map(lambda x: f(x[None], group.tensor)[0], x)
 
-    sizes = [mesh_shape[axis] for axis in group.exchange]
+    exchanged = {axis: mesh_shape[axis] for axis in group.exchange}
     for loop in loops:
         offsets, which = jnp.asarray(own(loop.offsets)), jnp.asarray(own(loop.which))
-        body = functools.partial(_iteration, apply, loop, offsets, which, group.exchange, sizes)
+        body = functools.partial(_iteration, apply, loop, offsets, which, exchanged)
         buffer = jax.lax.fori_loop(0, own(loop.length), body, buffer)
     return buffer[:, :size]
 
@@ -116,49 +116,46 @@ def _iteration(
     loop: _Loop,
     offsets: jax.Array,
     which: jax.Array,
-    exchange: Sequence[str],
-    sizes: Sequence[int],
+    exchanged: Mapping[str, int],
     index: jax.Array,
     buffer: jax.Array,
 ) -> jax.Array:
-    """Takes a batch of matrices from the buffer and writes the results over it."""
+    """Takes a batch of matrices from the buffer and writes the results over it; `exchanged`: mesh axes and sizes."""
     start = (0, offsets[index])
     blocks = jax.lax.dynamic_slice(buffer, start, (buffer.shape[0], loop.width))
-    assemble = [functools.partial(_assemble, layout, exchange, sizes, loop.batch) for layout in loop.layouts]
-    divide = [functools.partial(_divide, layout, exchange, sizes, loop.batch) for layout in loop.layouts]
+    assemble, divide = (
+        [functools.partial(way, layout, exchanged, loop.batch) for layout in loop.layouts]
+        for way in (_assemble, _divide)
+    )
     x = jax.lax.switch(which[index], assemble, blocks)
     # The barriers keep f's operations apart from the exchange: fused with it, f could round differently on each mesh.
     y = jax.lax.optimization_barrier(apply(jax.lax.optimization_barrier(x)))
     return jax.lax.dynamic_update_slice(buffer, jax.lax.switch(which[index], divide, y), start)
 
 
-def _assemble(
-    layout: UnitLayout, exchange: Sequence[str], sizes: Sequence[int], batch: int, blocks: jax.Array
-) -> jax.Array:
+def _assemble(layout: UnitLayout, exchanged: Mapping[str, int], batch: int, blocks: jax.Array) -> jax.Array:
     """[devices, batch of blocks] -> [matrices, m, n]."""
-    order = _order(layout, exchange)
-    blocks = blocks.reshape(*sizes, batch, *layout.share_shape).transpose(order)
+    blocks = blocks.reshape(*exchanged.values(), batch, *layout.share_shape)
+    blocks = blocks.transpose(_order(layout, exchanged))
     matrices = jax.vmap(layout.view.to_matrices)(blocks.reshape(batch, *layout.view.leaf_shape))
     matrices = matrices.reshape(-1, *matrices.shape[2:])
     return matrices.mT if layout.tall else matrices
 
 
-def _divide(
-    layout: UnitLayout, exchange: Sequence[str], sizes: Sequence[int], batch: int, matrices: jax.Array
-) -> jax.Array:
+def _divide(layout: UnitLayout, exchanged: Mapping[str, int], batch: int, matrices: jax.Array) -> jax.Array:
     """The inverse of `_assemble`."""
     matrices = matrices.mT if layout.tall else matrices
     units = jax.vmap(layout.view.to_leaf)(matrices.reshape(batch, -1, *matrices.shape[1:]))
-    order = _order(layout, exchange)
-    shape = (*sizes, batch, *layout.share_shape)
+    order = _order(layout, exchanged)
+    shape = (*exchanged.values(), batch, *layout.share_shape)
     blocks = units.reshape([shape[i] for i in order]).transpose(np.argsort(order))
-    return blocks.reshape(max(1, math.prod(sizes)), -1)
+    return blocks.reshape(max(1, math.prod(exchanged.values())), -1)
 
 
-def _order(layout: UnitLayout, exchange: Sequence[str]) -> list[int]:
-    """Order of the axes (*exchange, batch, *block) in which the blocks along each axis of the unit are adjacent."""
-    batch = len(exchange)
+def _order(layout: UnitLayout, exchanged: Mapping[str, int]) -> list[int]:
+    """Order of the axes (*exchanged, batch, *block) in which the blocks along each axis of the unit are adjacent."""
+    batch = len(exchanged)
     order = [batch]
     for i, axes in enumerate(layout.gathered):
-        order += [*map(exchange.index, axes), batch + 1 + i]
+        order += [*map(list(exchanged).index, axes), batch + 1 + i]
     return order

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey
 
 from muonjax._mesh.distribution import (
@@ -63,7 +63,6 @@ def state_shardings(
         distribution = distribution_of(params, call="state_shardings")
     specs = spread_specs(distribution.param_specs, params, call="state_shardings")
     mesh, mesh_shape = distribution.mesh, dict(distribution.mesh.shape)
-    _check_memory(mesh, memory_kind)
 
     of_params = {
         path: (leaf.shape, spec)
@@ -86,15 +85,3 @@ def state_shardings(
         return NamedSharding(mesh, explicit or PartitionSpec())
 
     return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(tx.init, params))
-
-
-def _check_memory(mesh: Any, kind: str | None) -> None:
-    if kind is None or isinstance(mesh, AbstractMesh):
-        return
-    device = mesh.devices.flat[0]
-    kinds = sorted({memory.kind for memory in device.addressable_memories()})
-    if kinds and kind not in kinds:  # a description of a GPU to compile for has none
-        raise ValueError(
-            f"state_shardings(memory_kind={kind!r}): the memory of {device.device_kind} is {', '.join(kinds)}; leave "
-            "memory_kind out to keep the state on the device."
-        )

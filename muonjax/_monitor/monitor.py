@@ -17,7 +17,7 @@ from muonjax._linalg import at_least_float32, dot, square_norm
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces
 from muonjax._routing.dimension_numbers import dimension_numbers as route
 from muonjax._seen_matrices import seen_matrices
-from muonjax._trees import flatten_with_names, is_masked, names
+from muonjax._trees import is_masked, leaf_paths, names
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float32
@@ -159,10 +159,7 @@ def _pieces(
 
 def _paths(params: Any) -> dict[tuple[str, ...], int]:
     """The index of each leaf by its path."""
-    paths, leaves, _ = flatten_with_names(params)
-    return {
-        path: i for i, path in enumerate(p for p, x in zip(paths, leaves, strict=True) if not is_masked(x))
-    }
+    return {path: i for i, path in enumerate(leaf_paths(params))}
 
 
 def _members(groups: Groups | None, params: Any, pieces: Sequence[Piece]) -> dict[str, list[int]]:

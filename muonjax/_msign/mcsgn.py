@@ -11,9 +11,8 @@ from jax import lax
 
 from muonjax._linalg import MatrixProduct, adjoint, at_least_float32
 from muonjax._msign.arguments import matrices, product_of, rows_beside, schedule
-from muonjax._msign.linear_call import linear_map_with_known_transpose
 from muonjax._msign.normalization import inner
-from muonjax._msign.polynomial_gradient import about_mean
+from muonjax._msign.polynomial_gradient import about_mean, tangent_by_normalization
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.scaling import power_of_two_scale
 
@@ -105,17 +104,8 @@ def _directional_derivative(
     rows: Float[Array, "steps 3"],
     dot: MatrixProduct,
 ) -> Float[Array, "*batch n n"]:
-    """The derivative of `_iterate` at x in `direction`: nine products a step, in a rolled loop."""
-
-    def step(carry, row):
-        x, dx = carry
-        share, rest, slope, distance = about_mean(dot(x, x), row, dot)
-        dsquare = dot(x, dx) + dot(dx, x)
-        drest = slope * dsquare + row[2] * (dot(distance, dsquare) + dot(dsquare, distance))
-        dx = share * dx + dot(dx, rest) + dot(x, drest)
-        return (share * x + dot(x, rest), dx), None
-
-    return lax.scan(step, (x, direction), rows)[0][1]
+    """The derivative of `_iterate` at x in `direction`: nine products a step, in a rolled loop that keeps nothing."""
+    return jax.jvp(lambda x: _iterate(x, rows, dot), (x,), (direction,))[1]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -128,23 +118,6 @@ def polynomial_mcsgn(
 
 @polynomial_mcsgn.defjvp
 def _polynomial_mcsgn_jvp(dot, primals, tangents):
-    (x, rows), (dx, _) = primals, tangents
-
-    # With u = x / sqrt(tr(x^2)), du = (dx - u tr(u dx)) / sqrt(tr(x^2)); for its transpose u^T takes the
-    # place of u in the product and u that of u^T in the trace.
-    def jacobian(at, v):
-        x, rows = at
-        unit, inverse = _normalized(x)
-        v = v.astype(unit.dtype)
-        v = inverse * (v - unit * inner(adjoint(unit), v))
-        return _directional_derivative(unit, v, rows, dot).astype(x.dtype)
-
-    def jacobian_transpose(at, v):
-        x, rows = at
-        unit, inverse = _normalized(x)
-        unit_t = adjoint(unit)
-        v = _directional_derivative(unit_t, v.astype(unit.dtype), rows, dot)
-        return (inverse * (v - unit_t * inner(unit, v))).astype(x.dtype)
-
-    value = polynomial_mcsgn(x, rows, dot)
-    return value, linear_map_with_known_transpose(jacobian, jacobian_transpose, (x, rows), dx)
+    derivative = functools.partial(_directional_derivative, dot=dot)
+    tangent = tangent_by_normalization(_normalized, adjoint, derivative, primals, tangents)
+    return polynomial_mcsgn(*primals, dot), tangent

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from muonjax._linalg import MatrixProduct, adjoint, hermitian_part
+from muonjax._linalg import MatrixProduct, adjoint, hermitian_part, identity_like
 from muonjax._msign.arguments import rows_beside
 from muonjax._msign.normalization import oriented_like, unit_norm, widened
-from muonjax._msign.polynomial_gradient import about_mean, identity_like, iterate, plus_transpose
+from muonjax._msign.polynomial_gradient import about_mean, iterate, plus_transpose
 from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express
 from muonjax._newton_schulz.scaling import power_of_two_scale
 
@@ -120,7 +120,8 @@ def lyapunov(
         p = share * p + hermitian_part(dot(p, rest))
         return (p, e, q), None
 
-    (_, e, q), _ = lax.scan(step, (p, k, identity_like(p) if with_inverse else None), rows)
+    start = jnp.zeros_like(p) + identity_like(p) if with_inverse else None
+    (_, e, q), _ = lax.scan(step, (p, k, start), rows)
     return 0.5 * e, q
 
 

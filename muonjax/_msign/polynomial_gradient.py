@@ -9,24 +9,19 @@ intermediate.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muonjax._linalg import MatrixProduct, adjoint
+from muonjax._linalg import MatrixProduct, adjoint, identity_like
 from muonjax._msign.linear_call import linear_map_with_known_transpose
 from muonjax._msign.normalization import inner, normalized, oriented_like, widened
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-
-def identity_like(x: Float[Array, "*batch m m"]) -> Float[Array, "*batch m m"]:
-    """I, broadcast to the shape of x."""
-    eye = jnp.eye(x.shape[-1], dtype=x.dtype)
-    return jnp.zeros_like(x) + jnp.expand_dims(eye, range(x.ndim - 2))
 
 
 def plus_transpose(x: Float[Array, "*batch m m"]) -> Float[Array, "*batch m m"]:
@@ -165,22 +160,43 @@ def polynomial_msign(
 
 @polynomial_msign.defjvp
 def _polynomial_msign_jvp(dot, primals, tangents):
-    (x, rows), (dx, _) = primals, tangents
+    derivative = functools.partial(directional_derivative, dot=dot)
+    tangent = tangent_by_normalization(normalized, lambda unit: unit, derivative, primals, tangents)
+    return polynomial_msign(*primals, dot), tangent
 
-    def tangential(unit, v):
-        return v - unit * inner(unit, v)
+
+def tangent_by_normalization(
+    normalized: Callable[..., tuple[jax.Array, jax.Array]],
+    dual: Callable[[jax.Array], jax.Array],
+    derivative: Callable[..., jax.Array],
+    primals: tuple[jax.Array, jax.Array],
+    tangents: tuple[jax.Array, jax.Array],
+) -> Float[Array, "*batch m n"]:
+    """The tangent of f(u), u = x / r, from `derivative` J of f; it keeps x alone, forward and transposed.
+
+    With r^2 = <x*, x>, where * is the linear `dual`, du = (dx - u <u*, dx>) / r. The transpose of J at u is J at u*; so
+    the transpose of v -> J(u) (v - u <u*, v>) / r is w -> (v - u* <u, v>) / r with v = J(u*) w.
+
+    Args:
+      normalized: x -> u and 1 / r, in float32 or wider.
+      dual: The identity for the Frobenius norm, the transpose for tr(x^2).
+      derivative: (u, v, rows) -> J(u) v.
+      primals: x and the rows.
+      tangents: dx and none of the rows, which are constants.
+    """
 
     def jacobian(at, v):
         x, rows = at
         unit, inverse = normalized(x)
-        v = inverse * tangential(unit, widened(v))
-        return oriented_like(directional_derivative(unit, v, rows, dot), x)
+        v = widened(v)
+        v = inverse * (v - unit * inner(dual(unit), v))
+        return oriented_like(derivative(unit, v, rows), x)
 
     def jacobian_transpose(at, v):
         x, rows = at
         unit, inverse = normalized(x)
-        v = directional_derivative(unit, widened(v), rows, dot)
-        return oriented_like(inverse * tangential(unit, v), x)
+        other = dual(unit)
+        v = derivative(other, widened(v), rows)
+        return oriented_like(inverse * (v - other * inner(unit, v)), x)
 
-    value = polynomial_msign(x, rows, dot)
-    return value, linear_map_with_known_transpose(jacobian, jacobian_transpose, (x, rows), dx)
+    return linear_map_with_known_transpose(jacobian, jacobian_transpose, primals, tangents[0])

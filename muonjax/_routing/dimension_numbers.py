@@ -32,24 +32,12 @@ from muonjax._matrix_view import (
     matrix_pieces,
     one_or_several,
 )
+from muonjax._routing import roles
 from muonjax._routing.matrices import is_broadcast, is_dense_general, matrices
 from muonjax._routing.named_axes import by_axis_names, named_axes
 from muonjax._routing.output_heads import depthwise, is_input_patches, output_heads
 from muonjax._routing.parameters import check_parameters, is_name, tables
-from muonjax._routing.roles import (
-    CONVOLUTION,
-    DENSE,
-    EXPERTS,
-    INTERLEAVED,
-    NORM,
-    PATCHES,
-    TABLE,
-    TOKENS,
-    UNKNOWN,
-    Role,
-    module,
-    roles,
-)
+from muonjax._routing.roles import Role, module
 from muonjax._routing.rules import Rules, apply_rules, chances_message, undecided_message
 from muonjax._routing.siblings import Parameter, Siblings
 from muonjax._routing.stacked_layers import unstack
@@ -141,7 +129,7 @@ def decays(params: Any) -> Any:
     vectors = ("bias", "scale")
     return treedef.unflatten(
         leaf if is_masked(leaf) else role.name not in vectors and jnp.ndim(leaf) > 1
-        for role, leaf in zip(roles(paths), leaves, strict=True)
+        for role, leaf in zip(roles.read_roles(paths), leaves, strict=True)
     )
 
 
@@ -175,7 +163,7 @@ def routes(
     axis_names = named_axes(params)
     found: dict[tuple[str, ...], tuple[DimensionNumbers | None, str]] = {}
     undecided: list[Parameter] = []
-    for path, leaf, role in zip(paths, leaves, roles(paths), strict=True):
+    for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
         name = "/".join(path)
         if is_masked(leaf):
             continue
@@ -236,7 +224,7 @@ def _better(named: Role, known: Role | None) -> Role:
         return named
     if named.parts > 1 and len(known.ranks) == 1 and known.ranks[0] not in named.ranks:
         return known
-    return named if known.muon and (named.kind or named.parts > 1 or named is INTERLEAVED) else known
+    return named if known.muon and (named.kind or named.parts > 1 or named is roles.INTERLEAVED) else known
 
 
 def _fitting(parameters: Sequence[Parameter]) -> list[Parameter]:
@@ -247,13 +235,16 @@ def _fitting(parameters: Sequence[Parameter]) -> list[Parameter]:
 
     def fits(p: Parameter) -> bool:
         bias = biases.get(module(p.path))
-        if p.role is NORM:
+        if p.role is roles.NORM:
             return not bias or len(p.shape) == len(bias)
-        return p.role is not TABLE or (
+        return p.role is not roles.TABLE or (
             sum(size > 1 for size in p.shape) <= 2 and (not bias or sizes[p.shape[0]] == 1)
         )
 
-    return [p if fits(p) else p._replace(role=DENSE if p.role is NORM else UNKNOWN) for p in parameters]
+    return [
+        p if fits(p) else p._replace(role=roles.DENSE if p.role is roles.NORM else roles.UNKNOWN)
+        for p in parameters
+    ]
 
 
 def _decide(
@@ -261,17 +252,18 @@ def _decide(
 ) -> tuple[DimensionNumbers | None, str] | None:
     """One leaf, as one layer sees it; None where nothing tells."""
     role, rank = p.role, len(p.shape)
-    if role is NORM and sum(size > 1 for size in p.shape) > 1 and siblings.bias(p) != p.shape:
+    if role is roles.NORM and sum(size > 1 for size in p.shape) > 1 and siblings.bias(p) != p.shape:
         return (None, role.name) if p.path[-1] != "kernel" else None
     if not role.muon:
         return None, role.name
     if rank < 2:
         return None, "vector" if rank else "scalar"
     if is_input_patches(p):
-        return None, PATCHES.name
+        return None, roles.PATCHES.name
     if is_broadcast(p):
-        return None, TOKENS.name
-    if role is UNKNOWN and rank == 3 and scan_axis is not None and p.stacked is None and not siblings.bias(p):
+        return None, roles.TOKENS.name
+    unknown = role is roles.UNKNOWN and p.stacked is None and not siblings.bias(p)
+    if unknown and rank == 3 and scan_axis is not None:
         i = scan_axis % 3
         return MuonDimensionNumbers(*(j for j in range(3) if j != i)), f"{role.name}, stacked"
     if sum(size > 1 for size in p.shape) <= 1:
@@ -283,9 +275,9 @@ def _decide(
     if 1 in sides:
         return None, f"{role.name} with one {'row' if sides[0] == 1 else 'column'}"
     name = role.name
-    if rank == 2 and role in (EXPERTS, CONVOLUTION):
+    if rank == 2 and role in (roles.EXPERTS, roles.CONVOLUTION):
         name = "dense"
-    elif rank > 3 and role in (DENSE, UNKNOWN):
+    elif rank > 3 and role in (roles.DENSE, roles.UNKNOWN):
         name = "convolution"
     return numbers, name + (", stacked" if math.prod(p.shape) < math.prod(p.leaf_shape) else "")
 

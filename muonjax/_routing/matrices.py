@@ -15,23 +15,8 @@ from muonjax._matrix_view import (
     axes_of,
     one_or_several,
 )
-from muonjax._routing.roles import (
-    ADAPTER,
-    ADAPTER_CORE,
-    CONVOLUTION,
-    DENSE,
-    FUSED_KV,
-    FUSED_QKV,
-    GATE_UP,
-    INTERLEAVED,
-    LETTER,
-    MLA_UP,
-    ROUTER,
-    UNKNOWN,
-    layer_of,
-    module,
-    words,
-)
+from muonjax._routing import roles
+from muonjax._routing.roles import layer_of, module, words
 from muonjax._routing.siblings import (
     FLAX,
     Arrangement,
@@ -49,15 +34,15 @@ from muonjax._routing.siblings import (
 def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
     """The matrices in one layer's parameter, on that layer's axes; None where nothing tells."""
     role, rank = p.role, len(p.shape)
-    if role in (INTERLEAVED, LETTER):
+    if role in (roles.INTERLEAVED, roles.LETTER):
         return None
-    if role is ADAPTER:
+    if role is roles.ADAPTER:
         return _adapter(p, siblings)
-    if role is GATE_UP:
+    if role is roles.GATE_UP:
         return _gate_up(p, siblings)
-    if role in (FUSED_QKV, FUSED_KV):
+    if role in (roles.FUSED_QKV, roles.FUSED_KV):
         return _fused(p, siblings, attention)
-    if role.kind or role is MLA_UP:
+    if role.kind or role is roles.MLA_UP:
         return _attention(p, siblings, attention)
     if numbers := role.layouts.get(rank):
         return numbers
@@ -71,7 +56,7 @@ def _dense(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers:
     bias, outputs_first = siblings.bias(p), is_weight(p) and siblings.outputs_first
     if bias and p.shape[0] != p.shape[1]:
         outputs_first = bias == p.shape[:1]
-    elif p.role is ROUTER and is_weight(p) and 8 * p.shape[0] <= p.shape[1]:
+    elif p.role is roles.ROUTER and is_weight(p) and 8 * p.shape[0] <= p.shape[1]:
         outputs_first = True  # there are fewer experts than features
     elif p.shape[0] != p.shape[1] and re.fullmatch(r"(\w+_)?(down|wo)(_proj)?", layer_of(p.path)[1]):
         up = [q for q in siblings.beside(p) if re.fullmatch(r"(\w+_)?(up|wi)(_proj)?", layer_of(q.path)[1])]
@@ -82,7 +67,7 @@ def _dense(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers:
 def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
     """The kernel of a convolution, of a DenseGeneral, or of an einsum with a bias."""
     shape, rank, bias = p.shape, len(p.shape), siblings.bias(p)
-    convolution = p.role in (CONVOLUTION, ADAPTER_CORE)
+    convolution = p.role in (roles.CONVOLUTION, roles.ADAPTER_CORE)
     last = MuonDimensionNumbers(tuple(range(rank - 1)), rank - 1)
     transposed = MuonDimensionNumbers((*range(rank - 2), rank - 1), rank - 2)
     outputs_first = MuonDimensionNumbers(tuple(range(1, rank)), 0)
@@ -111,7 +96,7 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
 
 def is_broadcast(p: Parameter) -> bool:
     """Whether a bare array without a telling name is [1, n, d]: added to each sequence of a batch, or put before it."""
-    unknown = _is_bare(p) and p.role is UNKNOWN
+    unknown = _is_bare(p) and p.role is roles.UNKNOWN
     return unknown and len(p.shape) > 2 and p.shape[0] == 1 and p.shape == p.leaf_shape
 
 
@@ -122,18 +107,18 @@ def _is_bare(p: Parameter) -> bool:
 
 def is_dense_general(p: Parameter) -> bool:
     """Whether a Dense kernel of three axes, alone in its stack, is [in, groups, size]: layers are counted first."""
-    return p.role is DENSE and len(p.shape) == 3 and p.shape[1] < min(p.shape[0], p.shape[2])
+    return p.role is roles.DENSE and len(p.shape) == 3 and p.shape[1] < min(p.shape[0], p.shape[2])
 
 
 def _attention(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
     """Query, key, value [d, heads, size] and output [heads, size, d], in the order that the siblings agree on."""
     if len(p.shape) == 2:
         if attention == "heads" and p.role.kind != "out":
-            return _folded_heads(p, siblings)
+            return _per_head(p, siblings, _dense(p, siblings))
         return _dense(p, siblings)
     if len(p.shape) != 3:
         return None
-    if p.role is MLA_UP:
+    if p.role is roles.MLA_UP:
         return MuonDimensionNumbers(0, (1, 2)) if attention == "whole" else MuonDimensionNumbers(0, 2)
     found = arrangement(p, siblings)
     if found is None:
@@ -161,12 +146,8 @@ def is_einsum(p: Parameter) -> bool:
     return any("einsum" in name for name in words(p.path))
 
 
-def _folded_heads(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
-    """A matrix per head of a kernel [d, heads·size], where the size of a head is known."""
-    return _per_head(p, siblings, _dense(p, siblings))
-
-
 def _per_head(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> FusedDimensionNumbers | None:
+    """A matrix per head of a kernel [d, heads·size], where the size of a head is known."""
     size, (axis,) = siblings.head_sizes.get(layer_of(p.path)[0]), axes_of(numbers.output_axis)
     if not size or p.shape[axis] % size:
         return None
@@ -176,7 +157,7 @@ def _per_head(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> Fu
 def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
     """Query, key and value as [d, 3·d], its transpose, with an axis of three, or with unequal parts."""
     shape, parts, out = p.shape, p.role.parts, siblings.attention(p).get("out", ())
-    batch = _parts_axis(p)
+    batch = next((i for i, size in enumerate(shape[:-1]) if size == parts), None)  # it counts the parts
     if len(shape) == 2:
         numbers = _fused_flat(p, siblings)
         return numbers if attention == "whole" or numbers is None else _per_head(p, siblings, numbers)
@@ -200,11 +181,6 @@ def _fused(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers
             d, heads, size = (inner[found.projection.index(axis)] for axis in "dhs")
             return MuonDimensionNumbers(d, tuple(sorted((heads, size))) if attention == "whole" else size)
     return None
-
-
-def _parts_axis(p: Parameter) -> int | None:
-    """The axis that counts query, key and value, if there is one."""
-    return next((i for i, size in enumerate(p.shape[:-1]) if size == p.role.parts), None)
 
 
 def _fused_flat(p: Parameter, siblings: Siblings) -> FusedDimensionNumbers | None:

@@ -19,19 +19,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from muonjax._matrix_view import DimensionNumbers, axes_of
-from muonjax._routing.roles import (
-    ADAPTER,
-    CONVOLUTION,
-    DENSE,
-    EXPERTS,
-    HEAD,
-    UNKNOWN,
-    head_module,
-    is_position,
-    module,
-    stem,
-    words,
-)
+from muonjax._routing import roles
+from muonjax._routing.roles import head_module, is_position, module, stem, words
 from muonjax._routing.siblings import Parameter, is_trailing_window, is_weight, is_window
 
 Path = tuple[str, ...]
@@ -87,9 +76,10 @@ def depthwise(parameters: Sequence[Parameter], decided: Mapping[Path, DimensionN
 
 def _input_channels(p: Parameter, numbers: DimensionNumbers | None) -> int:
     """The channels that a convolution's window sees; 0 for what is none."""
-    if p.role is CONVOLUTION and len(p.shape) == 2:  # (window, channels), as a temporal convolution has it
+    if p.role is roles.CONVOLUTION and len(p.shape) == 2:
+        # (window, channels), as a temporal convolution has it
         return int(numbers is not None and 8 * min(p.shape) <= max(p.shape))
-    if numbers is None or p.role.layouts or p.role not in (CONVOLUTION, UNKNOWN):
+    if numbers is None or p.role.layouts or p.role not in (roles.CONVOLUTION, roles.UNKNOWN):
         return 0
     rows = axes_of(numbers.reduction_axis)
     return 0 if len(rows) < 2 else p.shape[rows[0] if axes_of(numbers.output_axis) == (0,) else rows[-1]]
@@ -140,11 +130,10 @@ class _Model:
             layers.sort(key=_number)
         modules = {module(p.path)[:i] for p in self.dense for i in range(1, len(module(p.path)))}
         ends = {self._ground(path) for path in modules if self._is_end(path)}
-        tops = {
-            self._ground(path) for path in modules if len(path) == len(self.root) + 1 and _is_no_block(path)
-        }
+        below_root = (path for path in modules if len(path) == len(self.root) + 1)
+        tops = {self._ground(path) for path in below_root if not re.search(r"\D\d+$", path[-1])}  # no blocks
         at_root = any(scope == self.root for scope, _ in self.series)
-        self.has_head = any(p.role is HEAD for p in parameters)
+        self.has_head = any(p.role is roles.HEAD for p in parameters)
         self.ends = {self.root} | ends | (set() if at_root or self.has_head or ends else tops)
 
     def witnesses(self, p: Parameter) -> tuple[list[str], list[str]]:
@@ -219,14 +208,15 @@ class _Model:
 
     def _is_dense(self, p: Parameter) -> bool:
         """Whether this is one layer's dense kernel, of one column too."""
-        plain = p.role in (DENSE, EXPERTS, UNKNOWN) or bool(p.role.kind and _END.fullmatch(_stem(p)))
+        plain = p.role in (roles.DENSE, roles.EXPERTS, roles.UNKNOWN)
+        plain = plain or bool(p.role.kind and _END.fullmatch(_stem(p)))
         return plain and len(p.leaf_shape) == 2 and (bool(self.numbers[p.path]) or 1 in p.shape)
 
     def _is_layer(self, p: Parameter) -> bool:
         """Whether a parameter may lead to a head: a table of tokens, a matrix, another head; no adapter."""
         if p.role.name == "embedding":
             return not is_position(p.path)
-        return p.role is HEAD or (self.numbers[p.path] is not None and p.role is not ADAPTER)
+        return p.role is roles.HEAD or (self.numbers[p.path] is not None and p.role is not roles.ADAPTER)
 
     def is_multiple(self, p: Parameter) -> bool:
         """Whether a layer's output may be split into parts of a width that others take."""
@@ -260,7 +250,7 @@ class _Model:
         numbers = self.numbers[p.path]
         if p.role.name in ("scale", "embedding") and p.shape:
             return {p.shape[-1]}, {p.shape[-1]}
-        if p.role is HEAD and len(p.shape) == 2:
+        if p.role is roles.HEAD and len(p.shape) == 2:
             return {p.shape[0]}, set()
         if numbers is None:
             return set(), set()
@@ -279,10 +269,6 @@ def _stem(p: Parameter) -> str:
 def _number(p: Parameter) -> int:
     found = re.search(r"(\d+)$", (module(p.path) or ("",))[-1])
     return int(found[1]) if found else -1
-
-
-def _is_no_block(path: Path) -> bool:
-    return not re.search(r"\D\d+$", path[-1])
 
 
 def _is_hidden(path: Path) -> bool:

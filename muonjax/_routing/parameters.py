@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from muonjax._routing.roles import EMBEDDING, Role
-from muonjax._trees import is_masked, names
+from muonjax._trees import Key, is_masked, names
 from muonjax._warn_user import warn_user
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
@@ -40,9 +40,7 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
 
 def is_name(leaf: Any) -> bool:
     """Whether a leaf is part of a path, in a list of pairs (path, array)."""
-    return isinstance(
-        leaf, str | jax.tree_util.DictKey | jax.tree_util.SequenceKey | jax.tree_util.GetAttrKey
-    )
+    return isinstance(leaf, Key)
 
 
 def tables(params: Any) -> dict[str, Role]:

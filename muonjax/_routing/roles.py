@@ -129,10 +129,10 @@ _DENSE = (
 )
 
 
-def roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
+def read_roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
     """Reads the role of every path of a tree. Siblings matter: `out` is an attention's only beside a query or a key.
 
-    >>> [role.name for role in roles([("Dense_0", "kernel"), ("Dense_0", "bias"), ("ln_f", "scale")])]
+    >>> [role.name for role in read_roles([("Dense_0", "kernel"), ("Dense_0", "bias"), ("ln_f", "scale")])]
     ['dense', 'bias', 'scale']
     """
     attentions = {scope for scope, name in map(layer_of, paths) if (_projection(name) or VALUE) is not VALUE}
@@ -267,9 +267,8 @@ def _weight_role(
     last = _snake(path[-1]) if path else ""  # the tree may be one array
     is_attention = scope in attentions or bool(scope and re.search(r"att(n|en)", _snake(scope[-1])))
     projection = _projection(name)
-    if projection and (
-        is_attention or projection is not VALUE
-    ):  # a gated layer's values belong to no attention
+    # A gated layer's values belong to no attention.
+    if projection and (is_attention or projection is not VALUE):
         return projection
     if is_attention and re.fullmatch(_OUT, name):
         return OUT

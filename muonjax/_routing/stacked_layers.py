@@ -36,8 +36,8 @@ def unstack(parameters: Sequence[Parameter], scan_axis: int | None = None) -> li
     """
     current = list(parameters)
     while True:
-        verdicts = _verdicts(current)
-        current = [p._replace(stacked=v) for p, v in zip(current, verdicts, strict=True)]
+        siblings = Siblings(current)
+        current = [p._replace(stacked=_verdict(p, siblings)) for p in current]
         peeled = {p.path: p for p in _peel(current, 0, scan_axis)}
         following = [peeled[p.path] for p in current]
         if following == current:
@@ -63,13 +63,8 @@ def _check_scan_axis(scan_axis: int, before: Sequence[Parameter], after: Sequenc
             )
 
 
-def _verdicts(parameters: Sequence[Parameter]) -> list[bool | None]:
-    """For each leaf: True for a stack, False for one layer, None where it can't be told from this leaf alone."""
-    siblings = Siblings(parameters)
-    return [_verdict(p, siblings) for p in parameters]
-
-
 def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
+    """True for a stack, False for one layer, None where it can't be told from this leaf alone."""
     role, rank, ranks = p.role, len(p.shape), p.role.ranks
     bias = siblings.bias(p)
     if not role.muon and ranks and rank > min(ranks) == 1 and sum(size > 1 for size in p.shape) <= 1:
@@ -127,11 +122,9 @@ def _peel_together(
     parameters: Sequence[Parameter], scan_axis: int | None
 ) -> tuple[list[Parameter] | None, bool]:
     """The parameters without their common axis of layers, None if there is none; and whether it is likely."""
+    # It may be (d, groups, heads, size): one attention kernel of rank four alone does not show a stack.
     if len(parameters) == 1 and parameters[0].role.kind and scan_axis is None:
-        return (
-            None,
-            False,
-        )  # It may be (d, groups, heads, size): one attention kernel of rank four alone does not show a stack.
+        return None, False
     ranks = [len(p.shape) for p in parameters]
     deepest = max(ranks)
     fits: dict[tuple[int, ...], tuple[int, list[Parameter]]] = {}

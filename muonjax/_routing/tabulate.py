@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers, matrix_pieces
+from muonjax._matrix_view import matrix_pieces, resolve_dimension_numbers
 from muonjax._routing.dimension_numbers import Route, routes
 from muonjax._routing.parameters import check_parameters
-from muonjax._trees import broadcast_prefix, dtype_of, flatten_with_names, is_masked, tree_of
+from muonjax._trees import dtype_of, flatten_with_names, is_masked, tree_of
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
 _WIDTH = 100
@@ -87,12 +87,8 @@ def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.Mask
     paths, leaves, treedef = flatten_with_names(params)
     # Masked leaves too get an entry here, which is then ignored.
     indices = jax.tree.unflatten(treedef, range(len(leaves)))
-    numbers = broadcast_prefix(
-        tree_of(dimension_numbers, params),
-        indices,
-        is_leaf=_is_given,
-        call="tabulate(params, dimension_numbers)",
-        what="the dimension numbers",
+    numbers = resolve_dimension_numbers(
+        lambda _: tree_of(dimension_numbers, params), indices, call="tabulate(params, dimension_numbers)"
     )
     reason = getattr(dimension_numbers, "why", None)  # a `Program` knows the line of the code
     by_names = {} if reason else _reasons_for_adam(params)
@@ -147,7 +143,3 @@ def _totals(found: list[Route]) -> list[str]:
         noun = "parameter" if size == 1 else "parameters"
         lines.append(f"{optimizer}: {size:,} {noun} ({100 * size / total:.1f} %), {held}")
     return lines
-
-
-def _is_given(node: Any) -> bool:
-    return node is None or isinstance(node, MuonDimensionNumbers | FusedDimensionNumbers | optax.MaskedNode)

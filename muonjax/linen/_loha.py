@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from muonjax._adapters.adapter import FACTORS, MAGNITUDE, SCALE, Adapter
-from muonjax._adapters.config import LoHaConfig, initial
+from muonjax._adapters.adapter import MAGNITUDE, SCALE, Adapter
+from muonjax._adapters.config import LoHaConfig, Place, initial
 from muonjax._adapters.hadamard import column_norms
 
 HOLDER = "loha"
@@ -34,21 +34,17 @@ class LoHa(nn.Module):
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
         config = self.config
-        if self.is_convolution:
-            inputs, window = rhs.ndim - 1, rhs.ndim - 2
-        else:
-            inputs, window = len(args[0][0][1]), 0  # how many axes of the kernel are summed over
-        shapes = config.shapes(rhs.shape, inputs, window)
+        inputs = rhs.ndim - 1 if self.is_convolution else len(args[0][0][1])  # axes that are summed over
+        place = Place(rhs.shape, inputs, rhs.ndim - 2 if self.is_convolution else 0)
         values = {
             name: self.param(name, functools.partial(initial, name), shape, self.param_dtype)
-            for name, shape in shapes.items()
+            for name, shape in config.shapes(place).items()
         }
         scale = jax.lax.stop_gradient(self.param(SCALE, lambda _: jnp.float32(config.scale)))
-        n = shapes[FACTORS[1]][1]
-        magnitude = (
-            self.param(MAGNITUDE, lambda _: column_norms(rhs.reshape(-1, n))) if config.decompose else None
-        )
-        adapter = Adapter.of({**values, SCALE: scale, MAGNITUDE: magnitude})
+        adapter = Adapter.of(values | {SCALE: scale})
+        if config.decompose:
+            columns = rhs.reshape(-1, place.outputs)
+            adapter = adapter._replace(magnitude=self.param(MAGNITUDE, lambda _: column_norms(columns)))
         if config.rank_dropout and self.has_rng("dropout"):
             adapter = adapter.drop_ranks(self.make_rng("dropout"), config.rank_dropout)
         function = adapter.convolution if self.is_convolution else adapter.dot_general

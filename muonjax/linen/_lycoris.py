@@ -12,7 +12,8 @@ from flax.traverse_util import unflatten_dict
 
 from muonjax._adapters import lycoris as _lycoris
 from muonjax._adapters.adapter import SCALE, Adapter
-from muonjax._adapters.lycoris import Place, layer_name
+from muonjax._adapters.config import Place
+from muonjax._adapters.lycoris import layer_name
 from muonjax._trees import joined, listed
 from muonjax.linen._loha import HOLDER
 from muonjax.linen._parameters import adapters_in, flat_parameters

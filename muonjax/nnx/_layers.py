@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 from flax import nnx
 from jax import lax
 
-from muonjax._adapters.lycoris import Place
+from muonjax._adapters.config import Place
 from muonjax._trees import joined
 
 Layer: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Conv
@@ -19,21 +19,13 @@ def layers(model: nnx.Module) -> Iterator[tuple[str, Layer]]:
             yield joined(path), module
 
 
-def window_of(layer: Layer) -> int:
-    """The number of the kernel's first axes that are a convolution's window."""
-    return len(layer.kernel_size) if isinstance(layer, nnx.Conv) else 0
-
-
-def inputs_of(layer: Layer) -> int:
-    """The number of the kernel's first axes that are summed over."""
-    if isinstance(layer, nnx.Conv):
-        return window_of(layer) + 1
-    return len(layer.in_features) if isinstance(layer.in_features, tuple) else 1
-
-
 def place_of(layer: Layer) -> Place:
     """The kernel's shape and the division of its axes."""
-    return Place(tuple(layer.kernel.shape), inputs_of(layer), window_of(layer))
+    shape = tuple(layer.kernel.shape)
+    if isinstance(layer, nnx.Conv):
+        window = len(layer.kernel_size)
+        return Place(shape, window + 1, window)
+    return Place(shape, len(layer.in_features) if isinstance(layer.in_features, tuple) else 1)
 
 
 def function_of(layer: Layer) -> str:
@@ -68,7 +60,7 @@ def check_kernel(layer: Layer, call: str) -> None:
         if getattr(layer, "batch_axis", None):
             raise ValueError(f"{call} multiplies a batch of matrices; leave it out.")
         outputs = len(layer.out_features) if isinstance(layer.out_features, tuple) else 1
-    if layer.kernel.ndim != inputs_of(layer) + outputs:
+    if layer.kernel.ndim != place_of(layer).inputs + outputs:
         raise ValueError(
             f"{call} is a stack of layers, its kernel of shape {layer.kernel.shape}; make the stack of LoHaLinear, "
             "or adapt inside nnx.vmap."

@@ -10,9 +10,9 @@ import jax
 from flax import nnx
 from jax import lax
 
-from muonjax._adapters.adapter import CORES, FACTORS, Adapter
+from muonjax._adapters.adapter import SCALE, TRAINED, Adapter
 from muonjax._adapters.config import LoHaConfig, check_rate
-from muonjax.nnx._layers import Layer, check_plain, function_of, inputs_of, window_of
+from muonjax.nnx._layers import Layer, check_plain, function_of, place_of
 
 
 class LoHaParam(nnx.Param):
@@ -64,11 +64,10 @@ class LoHa(nnx.Module):
         check_rate(rank_dropout)
         if rank_dropout and rngs is None:
             raise ValueError(f"rank_dropout={rank_dropout} needs rngs with a stream to draw from.")
-        cores = adapter.cores or (None, None)
-        for name, value in zip((*FACTORS, *CORES), (*adapter.factors, *cores), strict=True):
-            setattr(self, name, nnx.data(None if value is None else LoHaParam(value)))
+        trained = adapter.named()
+        for name in TRAINED:
+            setattr(self, name, nnx.data(LoHaParam(trained[name]) if name in trained else None))
         magnitude = adapter.magnitude
-        self.dora_scale = nnx.data(None if magnitude is None else LoHaParam(magnitude))
         self.norms = nnx.data(None if magnitude is None else nnx.Variable(magnitude))
         self.scale = float(adapter.scale)
         self.is_convolution = is_convolution
@@ -79,14 +78,9 @@ class LoHa(nnx.Module):
 
     def adapter(self) -> Adapter:
         """The adapter as plain arrays."""
-        w1a, w1b, w2a, w2b = (getattr(self, name)[...] for name in FACTORS)
-        t1, t2 = (getattr(self, name) for name in CORES)
-        return Adapter(
-            (w1a, w1b, w2a, w2b),
-            self.scale,
-            None if t1 is None else (t1[...], t2[...]),
-            None if self.dora_scale is None else self.dora_scale[...],
-        )
+        trained = {name: getattr(self, name) for name in TRAINED}
+        values = {name: value[...] for name, value in trained.items() if value is not None}
+        return Adapter.of(values | {SCALE: self.scale})
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
@@ -194,7 +188,7 @@ class LoHaConv(nnx.Conv):
 
 def new_adapter(layer: Layer, config: LoHaConfig, rngs: nnx.Rngs) -> LoHa:
     """An adapter of a layer, with ΔW = 0."""
-    adapter = config.new_adapter(layer.kernel[...], rngs.params(), inputs_of(layer), window_of(layer))
+    adapter = config.new_adapter(layer.kernel[...], rngs.params(), place_of(layer))
     is_convolution = isinstance(layer, nnx.Conv)
     return LoHa(adapter, is_convolution=is_convolution, rank_dropout=config.rank_dropout, rngs=rngs)
 

@@ -14,8 +14,8 @@ from muonjax.nnx._layers import (
     check_plain,
     function_of,
     layers,
+    place_of,
     plain_function,
-    window_of,
 )
 from muonjax.nnx._loha import LoHa, adapter_of, new_adapter
 
@@ -80,7 +80,7 @@ def _new_adapter(path: str, layer: Layer, config: LoHaConfig, rngs: nnx.Rngs) ->
         raise ValueError(f"add_loha: {path!r} has an adapter already; remove_loha removes it.")
     check_plain(layer, f"add_loha: {path!r}")
     check_kernel(layer, f"add_loha: {path!r}")
-    if all(size == 1 for size in layer.kernel.shape[: window_of(layer)]):
+    if place_of(layer).window_size == 1:
         config = dataclasses.replace(config, tucker=False)
     try:
         return new_adapter(layer, config, rngs)

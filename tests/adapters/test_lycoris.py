@@ -15,7 +15,8 @@ from muonjax import linen as linen_loha
 from muonjax import nnx as nnx_loha
 from muonjax._adapters import lycoris as _lycoris
 from muonjax._adapters.adapter import Adapter
-from muonjax._adapters.lycoris import Place, from_tensors, problems_of, to_tensors
+from muonjax._adapters.config import Place
+from muonjax._adapters.lycoris import from_tensors, problems_of, to_tensors
 
 PLACES = {
     "dense": Place((6, 5), 1),
@@ -203,36 +204,54 @@ def entry(dtype="F32", shape=(2, 5), offsets=(0, 40)):
 
 
 NAME = "lycoris_up.hada_w1_a"
+BY_THE_PACKAGE = "while deserializing header"
 
 
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({NAME: entry(offsets=(0, 10**12))}, "bytes 0 to 1,000,000,000,000 of 40"),
-        ({NAME: entry(offsets=(30, 20))}, "bytes 30 to 20 of 40"),
-        ({NAME: entry(shape=(2**62, 2))}, r"would have shape \(4611686018427387904, 2\) and F32 in 40 bytes"),
-        ({NAME: entry(shape=(2**63,))}, "no possible dtype, shape and data_offsets"),
-        ({NAME: entry(shape=(-2, 5))}, "no possible dtype, shape and data_offsets"),
-        ({NAME: entry(shape=(1.5, 5))}, "no possible dtype, shape and data_offsets"),
-        ({NAME: entry(shape=(1,) * 1000)}, "no possible dtype, shape and data_offsets"),
-        ({NAME: entry(offsets=(0, 40, 80))}, "no possible dtype, shape and data_offsets"),
-        ({NAME: {"dtype": "F32"}}, "no possible dtype, shape and data_offsets"),
-        ({NAME: 3}, "no possible dtype, shape and data_offsets"),
-        ({NAME: entry("Q7")}, "hada_w1_a has dtype 'Q7'; it must be floating point"),
-        ({NAME: entry("U8")}, "hada_w1_a has dtype 'U8'; it must be floating point"),
-        ({NAME: entry("float32")}, "hada_w1_a has dtype 'float32'; it must be floating point"),
+        ({NAME: entry(offsets=(0, 10**12))}, BY_THE_PACKAGE),
+        ({NAME: entry(offsets=(30, 20))}, BY_THE_PACKAGE),
+        ({NAME: entry(shape=(2**62, 2))}, BY_THE_PACKAGE),
+        ({NAME: entry(shape=(2**63,))}, BY_THE_PACKAGE),
+        ({NAME: entry(shape=(-2, 5))}, BY_THE_PACKAGE),
+        ({NAME: entry(shape=(1.5, 5))}, BY_THE_PACKAGE),
+        (
+            {NAME: entry(shape=(10, *[1] * 1000))},
+            r"hada_w1_a has shape \(10, 1, ",
+        ),
+        ({NAME: entry(offsets=(0, 40, 80))}, BY_THE_PACKAGE),
+        ({NAME: {"dtype": "F32"}}, BY_THE_PACKAGE),
+        ({NAME: 3}, BY_THE_PACKAGE),
+        ({NAME: entry("Q7")}, BY_THE_PACKAGE),
+        ({NAME: entry("U8", (5, 8))}, "hada_w1_a has dtype U8; it must be floating point"),
+        ({NAME: entry("float32")}, BY_THE_PACKAGE),
         ({"x" * 10**6: entry()}, r"no layer of the model is called ''"),
         ({"x" * 10**6 + ".alpha": entry()}, r"no layer of the model is called 'x{100,200}"),
-        (f'{{"{NAME}": {json.dumps(entry())}, "{NAME}": {json.dumps(entry())}}}', "hada_w1_a' twice"),
-        ("[" * 100_000, "nested too deeply|is no JSON"),
-        ("[1]", "no JSON object"),
-        ("{", "no JSON"),
-        ({}, "it holds no tensor"),
+        ("[" * 100_000, BY_THE_PACKAGE),
+        ("[1]", BY_THE_PACKAGE),
+        ("{", BY_THE_PACKAGE),
+        ({}, "it holds no tensor|" + BY_THE_PACKAGE),
     ],
 )
 def test_a_false_header_is_refused_before_any_tensor_is_read(tmp_path, monkeypatch, header, message):
     package = pytest.importorskip("safetensors")
-    monkeypatch.setattr(package, "safe_open", None)
+    opened = package.safe_open
+
+    class Closed:
+        """The file, of which no tensor can be read."""
+
+        def __init__(self, *args, **settings):
+            self.file = opened(*args, **settings)
+
+        def __enter__(self):
+            self.keys, self.get_slice = self.file.keys, self.file.get_slice
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(package, "safe_open", Closed)
     with pytest.raises(ValueError, match=message) as error:
         _lycoris.read(file_of(tmp_path, header, bytes(40)), ADAPTED)
     assert "x.safetensors was not loaded" in str(error.value)
@@ -242,10 +261,10 @@ def test_a_false_header_is_refused_before_any_tensor_is_read(tmp_path, monkeypat
 @pytest.mark.parametrize("length", [0, 41, 2**40, 2**64 - 1])
 def test_a_false_length_of_the_header_is_refused(tmp_path, length):
     pytest.importorskip("safetensors")
-    with pytest.raises(ValueError, match=r"its header (claims|is no JSON)"):
+    with pytest.raises(ValueError, match=f"x.safetensors was not loaded: .*{BY_THE_PACKAGE}"):
         _lycoris.read(file_of(tmp_path, {}, bytes(38), length), ADAPTED)
     (tmp_path / "short.safetensors").write_bytes(b"abc")
-    with pytest.raises(ValueError, match="in a file of 3"):
+    with pytest.raises(ValueError, match=f"short.safetensors was not loaded: .*{BY_THE_PACKAGE}"):
         _lycoris.read(tmp_path / "short.safetensors", ADAPTED)
 
 

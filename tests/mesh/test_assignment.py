@@ -11,11 +11,12 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from benchmarks.optimizer import sharding
 from muonjax._cost_model import Work
-from muonjax._matrix_view import MatrixView, MuonDimensionNumbers, matrix_view
-from muonjax._mesh.assignment import Assignment, assign_owners
+from muonjax._matrix_view import MatrixView, MuonDimensionNumbers
+from muonjax._mesh.assignment import Assignment, ModeCost, assign_owners
 from muonjax._mesh.layout import ShardedLeaf, unit_axes
 from tests.mesh.layouts import make_mesh
 from tests.tools.tiers import quick
+from tests.tools.views import matrix_view
 
 SPECS = [((), ()), (("fsdp",), ()), ((), ("fsdp",)), (("fsdp",), ("tensor",)), (("tensor", "fsdp"), ())]
 
@@ -57,11 +58,11 @@ def test_every_matrix_has_one_owner_and_no_load_is_far_above_the_rest(drawn, chu
     assert sorted(seen) == [(i, j) for i, leaf in enumerate(leaves) for j in range(leaf.view.batch)]
     # Graham: where every matrix can go to every owner, none is more than one matrix above the mean.
     costs = [leaf.view.batch * cubes(None, *sorted(leaf.view.shape[1:]), 1).flops for leaf in leaves]
-    assert plan.work.flops >= max(sum(costs) / 8, 0) * (1 - 1e-9)
+    assert plan.cost.flops >= max(sum(costs) / 8, 0) * (1 - 1e-9)
     any_owner = all(set(sum(leaf.sharding, ())) in ({"fsdp", "tensor"}, set()) for leaf in leaves)
     if any_owner:
         largest = max(c / leaf.view.batch for c, leaf in zip(costs, leaves, strict=True))
-        assert plan.work.flops <= sum(costs) / 8 + largest + 1e-6
+        assert plan.cost.flops <= sum(costs) / 8 + largest + 1e-6
 
 
 def test_loads_are_summed_over_shapes_shardings_and_dtypes():
@@ -74,7 +75,7 @@ def test_loads_are_summed_over_shapes_shardings_and_dtypes():
         ShardedLeaf(view(8, 32, 64), rows, np.dtype("bfloat16")),
         ShardedLeaf(view(8, 8, 64), ((), (), ()), np.dtype("float32")),
     ]
-    assert make(leaves, {"fsdp": 4, "tensor": 2}).imbalance == 1.0
+    assert make(leaves, {"fsdp": 4, "tensor": 2}).cost.imbalance == 1.0
 
 
 def test_units_count_experts_and_layers_but_not_fused_parts():
@@ -90,17 +91,16 @@ def test_an_axis_left_out_repeats_the_work_and_gathers_nothing():
     mesh_shape = {"replica": 2, "fsdp": 4}
     shared = make(leaves, mesh_shape)
     alone = assign_owners(leaves, mesh_shape, axes=("fsdp",), mode="owner", chunks=1, cost=cubes)
-    assert (shared.redundancy, shared.work.collectives) == (1.0, 3)
-    assert (alone.redundancy, alone.work.collectives) == (2.0, 2)
+    assert (shared.cost.redundancy, shared.cost.collectives) == (1.0, 3)
+    assert (alone.cost.redundancy, alone.cost.collectives) == (2.0, 2)
     # Half the matrices each, and the other half from the other replica: what is exchanged shrinks by as much.
-    assert alone.work.sent == 2 * (shared.work.sent - 4 * 32 * 64 * 4 / 4)
+    assert alone.cost.sent == 2 * (shared.cost.sent - 4 * 32 * 64 * 4 / 4)
 
 
 def test_chunks_make_more_rounds_of_smaller_buffers():
     leaves = [ShardedLeaf(view(24, 32, 64), ((), ("fsdp",), ()), np.dtype("float32"))]
     one, three = (make(leaves, {"fsdp": 8}, chunks=chunks) for chunks in (1, 3))
-    assert three.work == one.work._replace(collectives=3 * one.work.collectives)
-    assert three.buffer_bytes == one.buffer_bytes / 3
+    assert three.cost == one.cost._replace(collectives=3 * one.cost.collectives, held=one.cost.held / 3)
 
 
 def test_no_round_is_larger_than_an_index_reaches():
@@ -108,16 +108,16 @@ def test_no_round_is_larger_than_an_index_reaches():
     plan = make(leaves, {"fsdp": 4})
     assert len(plan.rounds) == 6
     assert max(one.size for one in plan.rounds) < 2**31
-    assert plan.work.collectives == 12
+    assert plan.cost.collectives == 12
 
 
 def test_few_matrices_reach_many_replicas_without_padding():
     """An all-gather would pad three matrices to eight."""
     leaves = [ShardedLeaf(view(3, 32, 64), ((), (), ()), np.dtype("float32"))]
     few, many = make(leaves, {"data": 8}), make([*leaves, *leaves, *leaves], {"data": 8})
-    assert few.work == Work(few.work.flops, sent=2 * 3 * 32 * 64 * 4 * 7 / 8, collectives=1)
-    assert few.buffer_bytes == 3 * 32 * 64 * 4
-    assert many.work.sent == 2 * 32 * 64 * 4 * 7  # nine on eight, each padded to two
+    assert (few.cost.sent, few.cost.collectives) == (2 * 3 * 32 * 64 * 4 * 7 / 8, 1)
+    assert few.cost.held == 3 * 32 * 64 * 4
+    assert many.cost.sent == 2 * 32 * 64 * 4 * 7  # nine on eight, each padded to two
 
 
 def test_llama_8b_on_64_devices():
@@ -198,5 +198,4 @@ def test_the_plan_is_what_the_compiler_makes_of_it(mode):
 @pytest.mark.parametrize("mode", ["owner", "tensor_parallel", "hybrid", "auto"])
 def test_without_matrices_nothing_is_sent(mode):
     plan = make([], {"fsdp": 4, "tensor": 2}, mode)
-    assert (plan.rounds, plan.work, plan.buffer_bytes) == ((), Work(), 0)
-    assert (plan.imbalance, plan.redundancy) == (1, 1)
+    assert (plan.rounds, plan.cost) == ((), ModeCost(0, 1, 1, 0, 0, 0, 0))

@@ -15,7 +15,6 @@ from muonjax import NewtonSchulz
 from muonjax._mesh.exchange import exchange
 from muonjax._policy import Policy
 from pallas_kernels import _sharded
-from pallas_kernels._xla_workarounds import unknown_to_xla
 from tests.mesh.layouts import (
     LAYOUTS,
     NUMBERS,
@@ -79,9 +78,9 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_pr
     names, settings = MATRICES[:2], NewtonSchulz(compute_dtype=compute_dtype)
     products, found = [], []
 
-    def counted(x, *arguments, **settings):
-        products.append(x.shape)
-        return shared_product(x, *arguments, **settings)
+    def counted(operands, **settings):
+        products.append(operands.x.shape)
+        return shared_product(operands, **settings)
 
     shared_product = _sharded.symmetric_product
     monkeypatch.setattr(_sharded, "symmetric_product", counted)
@@ -102,23 +101,6 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_pr
 def test_replicas_divide_the_work_or_repeat_it(axes):
     _, results = on_mesh(make_mesh(**THREE), mode="owner", axes=axes)
     check(results)
-
-
-@pytest.mark.thorough
-def test_slices_whose_start_xla_does_not_know_are_the_same(monkeypatch):
-    hidden = []
-
-    def hide(starts, platform):
-        hidden.append(len(starts))
-        return unknown_to_xla(starts, platform)
-
-    monkeypatch.setattr("muonjax._mesh.exchange.unknown_to_xla", hide)
-    _, known = on_mesh(make_mesh(fsdp=4, tensor=2), mode="owner")
-    assert not hidden
-    monkeypatch.setattr("muonjax._mesh.exchange._MANY_SLICES", 0)
-    _, unknown = on_mesh(make_mesh(fsdp=4, tensor=2), mode="owner")
-    assert sum(hidden) > len(LAYOUTS)
-    jax.tree.map(np.testing.assert_array_equal, known, unknown)
 
 
 @quick("sizes0", "sizes1")

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.gpu.tiles import candidates
 from pallas_kernels import _kernel_batch, _mosaic_gpu, symmetric_product
-from pallas_kernels._mosaic_gpu_tiles import Tiles, candidates
+from pallas_kernels._mosaic_gpu_tiles import Tiles
 from tests.pallas_kernels.symmetric_product_suite import (
     SymmetricProductSuite,
     assert_as_accurate_as_xla,

@@ -1,6 +1,7 @@
 import pytest
 
-from pallas_kernels._mosaic_gpu_tiles import SHARED_MEMORY, Tiles, candidates, pick
+from benchmarks.gpu.tiles import candidates
+from pallas_kernels._mosaic_gpu_tiles import SHARED_MEMORY, Tiles, pick
 
 
 @pytest.mark.parametrize(

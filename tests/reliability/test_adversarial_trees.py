@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import muonjax
 from muonjax import FusedDimensionNumbers, MuonDimensionNumbers, NewtonSchulz
-from muonjax._matrix_view import matrix_view
 from tests.reliability.adversarial import BAD, names_its_call, numbers
 from tests.tools.tiers import examples
+from tests.tools.views import matrix_view
 
 AXIS = st.one_of(st.integers(-6, 6), st.integers(-3, 3).map(np.int64), st.sampled_from([None, 1.0, "rows"]))
 AXES = st.one_of(AXIS, st.lists(AXIS, max_size=4).map(tuple), st.lists(AXIS, max_size=3))

@@ -9,8 +9,8 @@ import pytest
 import muonjax
 from muonjax import MuonDimensionNumbers
 from muonjax._clipping.factors import clip_factor
-from muonjax._matrix_view import matrix_view
 from tests.tools.tiers import quick
+from tests.tools.views import matrix_view
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import muonjax
 from muonjax._routing.dimension_numbers import FusedDimensionNumbers, dimension_numbers, routes
-from muonjax._routing.roles import roles
+from muonjax._routing.roles import read_roles
 
 D, H, S = 32, 4, 8
 
@@ -115,7 +115,7 @@ def test_a_stack_of_rows_is_no_matrix():
 
 
 def test_an_output_beside_a_value_alone_is_no_attentions():
-    read = roles([("memory", "v_proj", "kernel"), ("memory", "out", "kernel")])
+    read = read_roles([("memory", "v_proj", "kernel"), ("memory", "out", "kernel")])
     assert read[1].name == "dense"
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from muonjax._routing.roles import roles
-from muonjax._routing.siblings import Parameter
-from muonjax._routing.stacked_layers import _verdicts
+from muonjax._routing.roles import read_roles
+from muonjax._routing.siblings import Parameter, Siblings
+from muonjax._routing.stacked_layers import _verdict
 
 # From the layers of Flax and of others: [d, heads size] or [d, heads, size]; [d, 3, heads, size]; [*window, in, out].
 KINDS = {
@@ -31,8 +31,9 @@ SIZES = (7, 11, 13, 17, 19, 23, 29)  # nothing else fits together
 def test_a_kind_has_as_many_axes_as_its_layers(name):
     fewest, most = KINDS[name]
     path = tuple(name.split("/"))
-    (role,) = roles([path])
+    (role,) = read_roles([path])
     for rank in range(fewest, 7):
         shape = SIZES[:rank]
-        (verdict,) = _verdicts([Parameter(path, role, shape, tuple(range(rank)), shape)])
+        parameter = Parameter(path, role, shape, tuple(range(rank)), shape)
+        verdict = _verdict(parameter, Siblings([parameter]))
         assert verdict is (True if rank > most else False if rank == fewest else None)
