@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from muonjax._clipping.factors import Scale
+from muonjax._clipping.largest import larger
 from muonjax._clipping.qk_clip import apply_qk_clip
 from muonjax._clipping.sites import Site
 from muonjax._matrix_view import DimensionNumbersTree
@@ -339,7 +340,7 @@ def _of_all_calls(calls: Sequence[attention.Site], maxima: Sequence[jax.Array]) 
     indices: dict[tuple[int, ...], list[jax.Array]] = {call.index: [] for call in calls}
     for call, maximum in zip(calls, maxima, strict=True):
         indices[call.index].append(maximum.reshape(shape[len(call.index) :]))
-    each = {index: functools.reduce(jnp.maximum, found) for index, found in indices.items()}
+    each = {index: functools.reduce(larger, found) for index, found in indices.items()}
     if () in each:
         return each[()]
     nothing = jnp.full_like(next(iter(each.values())), -jnp.inf)  # a layer of the stack that is not used

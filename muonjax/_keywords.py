@@ -36,13 +36,16 @@ OTHERS = {
 }
 
 
-def explains_keywords(name: str, *sources: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def explains_keywords(
+    name: str, *sources: Callable[..., Any], slip: str = ""
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A decorator whose function shows its whole signature and help, and names what an unknown keyword stands for.
 
     Args:
       name: The call's, in errors.
       sources: Functions that the keywords in `**settings: Unpack[TypedDict]` come from, with their defaults, and the
         descriptions of arguments that the function's own docstring leaves out. The first that has one gives it.
+      slip: What to say where it is called with more arguments than it places, if that has a common cause.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -55,7 +58,8 @@ def explains_keywords(name: str, *sources: Callable[..., Any]) -> Callable[[Call
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             if len(args) > len(placed):
                 raise TypeError(
-                    f"{name}({', '.join(placed).removeprefix('self')}) takes settings by name: {'=, '.join(named)}=."
+                    slip
+                    or f"{name}({', '.join(placed).removeprefix('self')}) takes settings by name: {'=, '.join(named)}=."
                 )
             for keyword in kwargs:
                 if keyword not in signature.parameters:

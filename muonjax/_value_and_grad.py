@@ -50,6 +50,14 @@ def value_and_grad(
       {'max_logits': (2,)}
     """
 
+    return jax.value_and_grad(with_max_logits(fun, argnums, has_aux), argnums, has_aux=True)
+
+
+def with_max_logits(
+    fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool
+) -> Callable[..., tuple[Any, Any]]:
+    """`fun` that returns (loss, max_logits), or with `has_aux` (loss, (aux, max_logits)): what is differentiated."""
+
     @functools.wraps(fun)
     def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         chosen = [argnums] if isinstance(argnums, int) else list(argnums)
@@ -84,7 +92,7 @@ def value_and_grad(
         aux_leaves = [next(arrays) if _is_traced(leaf) else leaf for leaf in aux_leaves]
         return loss, (jax.tree.unflatten(aux_structure, aux_leaves), max_logits) if has_aux else max_logits
 
-    return jax.value_and_grad(measured, argnums, has_aux=True)
+    return measured
 
 
 def _is_traced(leaf: Any) -> bool:

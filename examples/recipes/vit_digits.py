@@ -85,15 +85,15 @@ def main():
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
 
-    model = muonjax.nnx.watch(ViT(args.layers, nnx.Rngs(0)))  # its attentions report their largest logits
+    model = ViT(args.layers, nnx.Rngs(0))
     print(muonjax.tabulate(nnx.state(model, nnx.Param)))
     schedule = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, max(1, args.steps // 10), args.steps)
     optimizer = nnx.Optimizer(model, muonjax.muonclip(schedule, threshold=args.threshold), wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer, images, labels):
-        (loss, stats), grads = muonjax.nnx.value_and_grad(loss_fn)(model, images, labels)
-        optimizer.update(model, grads, max_logits=stats)
+        (loss, max_logits), grads = muonjax.nnx.value_and_grad(loss_fn)(model, images, labels)
+        optimizer.update(model, grads, max_logits=max_logits)
         return loss
 
     rng = np.random.default_rng(0)

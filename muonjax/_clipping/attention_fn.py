@@ -21,28 +21,12 @@ if TYPE_CHECKING:
 # Arguments that say which pairs the softmax sees: these are measured so, others of such names are refused.
 HONOURED = ("mask", "bias", "is_causal", "local_window_size", "query_seq_lengths", "key_value_seq_lengths")
 HIDES = r"(^|_)(mask|masks|bias|segment_ids|lengths|lens|window|window_size)$"
+DROPOUT = ("dropout_rate", "dropout_rng", "broadcast_dropout", "deterministic")
 
 
 # The name's ending of what is sown beside a statistic. It is one longer on the axis of heads: whichever axes `scan` and
 # `vmap` give to layers, the two shapes tell heads from layers, also where there are as many of both.
 AXES = "_axes"
-
-
-def needs_parentheses(call: str) -> Callable[[Callable], Callable]:
-    """Say what is wrong where Flax is given the function that makes attention functions, and calls it as one."""
-
-    def decorate(make: Callable) -> Callable:
-        @functools.wraps(make)
-        def attention_fn(*args: Any, **settings: Any):
-            if len(args) > 1:
-                raise TypeError(
-                    f"{call} makes an attention function: write attention_fn={call}(), with parentheses."
-                )
-            return make(*args, **settings)
-
-        return attention_fn
-
-    return decorate
 
 
 class MeasuringSettings(TypedDict, total=False):
@@ -58,6 +42,7 @@ class MeasuringSettings(TypedDict, total=False):
 def reporting(
     call: str,
     base: Callable[..., jax.Array],
+    like: Callable[..., jax.Array],
     sow: Callable[..., object],
     *,
     rotate: Callable[[jax.Array], jax.Array] | None = None,
@@ -75,6 +60,7 @@ def reporting(
     Args:
       call: The public function, for errors.
       base: As in the public functions.
+      like: Flax's own attention function.
       sow: As a module's.
       rotate: Rotary embedding, or another linear map of `[*batch, T, heads, D]`, applied to queries and keys
         before they are measured and handed to `base`.
@@ -84,61 +70,34 @@ def reporting(
       block_k: Keys that are held at a time.
       listens: Whether a module's statistics are collected.
     """
+    settings = {"scale": scale, "local_window_size": local_window_size}
     with errors_of(call):
         fixed = _settings_of(base)
-        blocks = {"block_q": block_q, "block_k": block_k}
-        settings = _agreed({"scale": scale, "local_window_size": local_window_size}, fixed) | blocks
+        for name, value in settings.items():
+            settings[name] = value if fixed.get(name) is None else fixed[name]
+            if value not in (None, settings[name]):
+                raise ValueError(
+                    f"{name}={value} contradicts the attention function, which has {fixed[name]}."
+                )
     parameters = inspect.signature(base).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    defaults = {name: p.default for name, p in inspect.signature(like).parameters.items()}
 
-    # Every argument is spelled out, because Linen passes only those that it reads from the signature:
-    # **kwargs would silently lose the mask.
-    def attention_fn(
-        query,
-        key,
-        value,
-        bias=None,
-        mask=None,
-        broadcast_dropout=True,
-        dropout_rng=None,
-        dropout_rate=0.0,
-        deterministic=False,
-        dtype=None,
-        precision=None,
-        module=None,
-        force_fp32_for_softmax=False,
-        qk_attn_weights_einsum=None,
-        attn_weights_value_einsum=None,
-        is_causal=False,
-    ):
+    def attention_fn(query, key, value, *, module=None, **given):
         if rotate is not None:
             query, key = rotate(query), rotate(key)
-        given = {
-            "bias": bias,
-            "mask": mask,
-            "dtype": dtype,
-            "precision": precision,
-            "force_fp32_for_softmax": force_fp32_for_softmax or None,
-            "qk_attn_weights_einsum": qk_attn_weights_einsum,
-            "attn_weights_value_einsum": attn_weights_value_einsum,
-            "is_causal": None if is_causal is False else is_causal,
-        }
-        if dropout_rate > 0:
-            given |= {
-                "dropout_rate": dropout_rate,
-                "dropout_rng": dropout_rng,
-                "broadcast_dropout": broadcast_dropout,
-                "deterministic": deterministic,
-            }
-        given = {name: value for name, value in given.items() if value is not None}
+        unused = () if given.get("dropout_rate") else DROPOUT
+        given = {n: x for n, x in given.items() if n not in unused and x is not defaults.get(n)}
         if lost := [name for name in given if name not in parameters and not takes_all]:
             raise TypeError(
                 f"{call}: the attention function {_name(base)} takes no {lost}, which Flax passed."
             )
         if module is not None and listens(module):
             seen = fixed | given
-            mask, causal = _visible_pairs(query, key, seen), seen.get("is_causal", False)
-            maxima = max_logits(query, key, mask=mask, is_causal=causal, precision=precision, **settings)
+            maxima = max_logits(
+                query, key, mask=_visible_pairs(query, key, seen), is_causal=seen.get("is_causal", False),
+                precision=given.get("precision"), block_q=block_q, block_k=block_k, **settings,
+            )  # fmt: skip
             lowest = jnp.full_like(maxima, -jnp.inf)
             sow(module, "max_logits", maxima, reduce_fn=larger, init_fn=lambda: lowest)
             marker = jnp.full(maxima.shape[0] + 1, -jnp.inf, maxima.dtype)
@@ -146,8 +105,10 @@ def reporting(
         # `module` is not handed on: the base would sow the whole attention matrix.
         return base(query, key, value, **given)
 
-    attention_fn.__dict__["reports"] = True  # for those who wrap a whole model
-    return attention_fn
+    public: Any = attention_fn
+    public.__signature__ = inspect.signature(like)  # Linen passes only what it reads there
+    public.reports = True  # for those who wrap a whole model
+    return public
 
 
 def _visible_pairs(
@@ -175,8 +136,9 @@ def _visible_pairs(
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
-def _name(fn: Callable) -> str:
-    return getattr(fn, "__name__", None) or repr(fn)
+def _name(base: Callable) -> str:
+    base = base.func if isinstance(base, functools.partial) else base
+    return getattr(base, "__name__", None) or repr(base)
 
 
 def _settings_of(base: Callable) -> dict[str, Any]:
@@ -186,47 +148,23 @@ def _settings_of(base: Callable) -> dict[str, Any]:
     """
     parameters = inspect.signature(base).parameters.values()
     settings = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-    keywords = {}
-    while isinstance(base, functools.partial):
-        keywords = {**base.keywords, **keywords}
-        base = base.func
-    settings |= keywords  # those that **kwargs take stand in no signature
+    settings |= getattr(base, "keywords", {})  # of a partial: those that **kwargs take stand in no signature
     if "rope" in _name(base):
         raise ValueError(
             f"base={_name(base)} rotates queries and keys after they are measured; pass the rotation as rotate=fn "
             f"instead, a function of one array [*batch, T, heads, D]."
         )
-    caps = [name for name in settings if re.search(r"cap(ped|ping)?(_|$)", name) and _is_on(settings[name])]
-    if caps:
-        raise ValueError(
-            f"base={_name(base)}: {caps[0]}={settings[caps[0]]} caps the logits that the softmax sees, which QK-Clip "
-            f"neither measures nor scales. Leave the cap out; or keep it, for it bounds the logits itself: use this "
-            f"attention unwrapped, and take it out of the clip's sites."
-        )
-    hiding = [
-        name
-        for name in settings
-        if re.search(HIDES, name) and name not in HONOURED and settings[name] is not None
-    ]
-    if hiding:
-        raise ValueError(
-            f"base={_name(base)}: {hiding[0]}=... hides pairs from the softmax in a way that can't be measured; give "
-            f"it as one of {', '.join(HONOURED)}, or as the mask that the module is called with."
-        )
-    return settings
-
-
-def _agreed(settings: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
-    """Settings of `max_logits`, with the scale and the window that the base has."""
-    own = {name: fixed[name] for name in ("scale", "local_window_size") if fixed.get(name) is not None}
-    for name, value in own.items():
-        if settings[name] not in (None, value):
+    for name, value in settings.items():
+        is_off = value is None or (isinstance(value, int | float) and value == 0)  # as FlashAttention's cap
+        if re.search(r"cap(ped|ping)?(_|$)", name) and not is_off:
             raise ValueError(
-                f"{name}={settings[name]} contradicts the attention function, which has {value}."
+                f"base={_name(base)}: {name}={value} caps the logits that the softmax sees, which QK-Clip neither "
+                f"measures nor scales. Leave the cap out; or keep it, for it bounds the logits itself: use this "
+                f"attention unwrapped, and take it out of the clip's sites."
             )
-    return settings | own
-
-
-def _is_on(cap: Any) -> bool:
-    """Whether a cap is one: None and 0 turn it off."""
-    return cap is not None and not (isinstance(cap, (int, float)) and cap == 0)
+        if re.search(HIDES, name) and name not in HONOURED and value is not None:
+            raise ValueError(
+                f"base={_name(base)}: {name}=... hides pairs from the softmax in a way that can't be measured; give "
+                f"it as one of {', '.join(HONOURED)}, or as the mask that the module is called with."
+            )
+    return settings

@@ -48,9 +48,10 @@ def qk_clip(
     device.
 
     It is the last member of the chain, after everything that changes the update; `optax.MultiSteps` has to
-    be inside: `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(..., every_k=k))`. The bound
-    is exact for the weights and inputs that S was measured on: with a learning rate, the statistic is one step
-    old. bfloat16 parameters round factors near 1 away (`init` warns): keep float32 master weights.
+    be inside: `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(..., every_k=k))`. Around the clip it
+    would hand on the last micro-batch's logits alone. The bound is exact for the weights and inputs that S was
+    measured on: with a learning rate, the statistic is one step old. bfloat16 parameters round factors near 1 away
+    (`init` warns): keep float32 master weights.
 
     Args:
       threshold: τ, the largest pre-softmax logit allowed, after the 1/√d scale and the mask; > 0 (Kimi K2: 100). Or a

@@ -111,12 +111,11 @@ def reporting_advice(argument: str, *, layers: bool = False) -> str:
     scan = ", under nn.scan(variable_axes={'params': 0, 'intermediates': 0})" if layers else ""
     return (
         "muonjax.value_and_grad(loss_fn) takes gradients and returns ((loss, max_logits), grads), in NNX "
-        "muonjax.nnx.value_and_grad(loss_fn), for optimizer.update(model, grads, max_logits=max_logits). Where Flax's "
-        "modules are to report them, in NNX call muonjax.nnx.watch(model) once, in Linen "
+        "muonjax.nnx.value_and_grad(loss_fn), for optimizer.update(model, grads, max_logits=max_logits). Why it leaves "
+        "an attention out says inspect(...).attentions; give it muonjax's attention_fn, or pass "
+        "{module path: muonjax.max_logits(query, key)}, or take it out of the sites. In Linen also "
         "model.apply(..., mutable=['intermediates']) inside of `with muonjax.linen.watch():`"
-        f"{scan}, and pass the second of what it returns; a TrainState that passes it on is muonjax.linen.TrainState. "
-        "Both give each attention muonjax's attention_fn. For another attention than Flax's pass "
-        "{module path: muonjax.max_logits(query, key)}."
+        f"{scan}, and pass the second of what it returns; a TrainState that passes it on is muonjax.linen.TrainState."
     )
 
 

@@ -1,7 +1,6 @@
 """The transformation that `qk_clip` and `signal_clip` share: scale the weights whose signal exceeds its threshold."""
 
 import dataclasses
-import inspect
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -97,7 +96,6 @@ class Clip:
             modules = Modules(params)
             watched = [] if placeholder else self.find(modules)
         self._warn_of_low_precision(watched, modules)
-        self._warn_of_accumulation()
 
         def full(value: float, dtype: jax.typing.DTypeLike = jnp.float32) -> Any:
             # A new array for each field: a buffer that is in two places can't be donated.
@@ -200,19 +198,6 @@ class Clip:
                 f"every_k={self.every_k}, but this state was made with {made}; keep that, or start the clip anew with "
                 "init."
             )
-
-    def _warn_of_accumulation(self) -> None:
-        """`optax.MultiSteps` hands on the extra arguments of its last call alone; only the call stack shows it."""
-        frame = inspect.currentframe()
-        while frame is not None:
-            around = frame.f_locals.get("self")
-            if isinstance(around, optax.MultiSteps) and frame.f_code.co_name == "init":
-                warn_user(
-                    f"{self.call} inside of optax.MultiSteps sees the statistics of the last micro-batch alone; put it "
-                    f"outside, chain(MultiSteps(inner, k).gradient_transformation(), {self.call}(..., every_k=k))."
-                )
-                return
-            frame = frame.f_back
 
     def _warn_of_low_precision(self, watched: Sequence[Watched], modules: Modules) -> None:
         low = {part.path: modules.leaves[part.path].dtype for w in watched for part in w.target.parts}

@@ -55,7 +55,7 @@ def sites(walk: Walk) -> list[Site]:
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
         terms = tuple(walk.use_of(m.product).term for m in images)
-        why = f"{name!r} is a call whose logits can't be seen"
+        why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
         found[i] = Site(line_of(node.equation), problem=why, projections=terms)
     return [site for _, site in sorted(found.items())]
 

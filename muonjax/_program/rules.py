@@ -391,7 +391,8 @@ def _sum_of_logits(i: int, node: Node, values: Sequence[Value]) -> tuple[Logits,
     if other.kind & PARAMETER:
         learned = ("a learned bias is added to the logits", i)
         return (_at(first, node)._replace(problem=first.problem or learned),)
-    return (_at(first, node)._replace(raw=first.raw or (first.value, first.seen)),)
+    raw = node.inputs[values.index(held[0])], first.layout  # as they are here, not where they were scaled
+    return (_at(first, node)._replace(raw=first.raw or raw),)
 
 
 def _at(logits: Logits, node: Node) -> Logits:

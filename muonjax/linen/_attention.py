@@ -6,12 +6,16 @@ from typing import Unpack
 import jax
 from flax import linen as nn
 
-from muonjax._clipping.attention_fn import MeasuringSettings, needs_parentheses, reporting
+from muonjax._clipping.attention_fn import MeasuringSettings, reporting
 from muonjax._keywords import explains_keywords
 
+SLIP = (
+    "muonjax.linen.attention_fn makes an attention function: write attention_fn=muonjax.linen.attention_fn(), with "
+    "parentheses."
+)
 
-@needs_parentheses("muonjax.linen.attention_fn")
-@explains_keywords("muonjax.linen.attention_fn", reporting)
+
+@explains_keywords("muonjax.linen.attention_fn", reporting, slip=SLIP)
 def attention_fn(
     base: Callable[..., jax.Array] = nn.dot_product_attention, **settings: Unpack[MeasuringSettings]
 ) -> Callable[..., jax.Array]:
@@ -50,6 +54,7 @@ def attention_fn(
     return reporting(
         "muonjax.linen.attention_fn",
         base,
+        nn.dot_product_attention,
         lambda module, *value, **how: module.sow("intermediates", *value, **how),
         **settings,
     )

@@ -14,5 +14,5 @@ from muonjax.nnx._model import merge as merge
 from muonjax.nnx._model import remove_loha as remove_loha
 from muonjax.nnx._model import unmerge as unmerge
 from muonjax.nnx._routing import dimension_numbers as dimension_numbers
-from muonjax.nnx._watch import value_and_grad as value_and_grad
-from muonjax.nnx._watch import watch as watch
+from muonjax.nnx._value_and_grad import value_and_grad as value_and_grad
+from muonjax.nnx._value_and_grad import watch as watch

@@ -6,12 +6,16 @@ from typing import Unpack
 import jax
 from flax import nnx
 
-from muonjax._clipping.attention_fn import MeasuringSettings, needs_parentheses, reporting
+from muonjax._clipping.attention_fn import MeasuringSettings, reporting
 from muonjax._keywords import explains_keywords
 
+SLIP = (
+    "muonjax.nnx.attention_fn makes an attention function: write attention_fn=muonjax.nnx.attention_fn(), with "
+    "parentheses."
+)
 
-@needs_parentheses("muonjax.nnx.attention_fn")
-@explains_keywords("muonjax.nnx.attention_fn", reporting)
+
+@explains_keywords("muonjax.nnx.attention_fn", reporting, slip=SLIP)
 def attention_fn(
     base: Callable[..., jax.Array] = nnx.dot_product_attention, **settings: Unpack[MeasuringSettings]
 ) -> Callable[..., jax.Array]:
@@ -53,6 +57,7 @@ def attention_fn(
     return reporting(
         "muonjax.nnx.attention_fn",
         base,
+        nnx.dot_product_attention,
         lambda module, *value, **how: module.sow(nnx.Intermediate, *value, **how),
         listens=lambda module: hasattr(module, "__captures__"),  # inside of nnx.capture
         **settings,

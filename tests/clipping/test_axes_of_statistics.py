@@ -90,7 +90,7 @@ class Stack(nnx.Module):
 @pytest.mark.parametrize("axis", [0, 1])
 def test_nnx_statistics_on_any_axis(axis):
     """A hot head 1 of layer 0 clipped head 0 of layer 1."""
-    model = muonjax.nnx.watch(Stack(axis, nnx.Rngs(0)))
+    model = Stack(axis, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, muonjax.muonclip(0.0, threshold=0.1), wrt=nnx.Param)
 
     @nnx.jit

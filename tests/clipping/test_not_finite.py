@@ -114,9 +114,9 @@ def test_one_call_of_an_nnx_module():
         def __call__(self, x):
             return (self.attention(x) + self.attention(x * jnp.nan) + self.attention(x)).sum()
 
-    model = muonjax.nnx.watch(Twice(nnx.Rngs(0)))
+    model = Twice(nnx.Rngs(0))
     (_, stats), _ = nnx.jit(muonjax.nnx.value_and_grad(lambda model: model(X)))(model)
-    assert np.isfinite(stats["attention"]["max_logits"][...]).all()
+    assert np.isfinite(stats["attention"]).all()
 
 
 def test_the_larger_of_two():

@@ -1,4 +1,4 @@
-"""MuonClip in five lines: models that are watched without a change to their code, and optimizers that get it all."""
+"""MuonClip in five lines: models that are measured without a change to their code, and optimizers that get it all."""
 
 import functools
 import warnings
@@ -15,7 +15,7 @@ from flax.training import train_state
 import muonjax
 from tests.clipping.attentions import EXACT
 from tests.clipping.test_attention_fn import MASK, X, want
-from tests.tools.tiers import quick
+from tests.tools.tiers import quick, thorough
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_five_lines():
         return loss, stats
 
     _, before = step(model, optimizer, X)
-    logits = before["blocks"][0]["attention"]["max_logits"][...]
+    logits = before["blocks/0/attention"]
     params = nnx.state(model.blocks[0].attention, nnx.Param)
     first = muonjax.metrics(optimizer.opt_state)
     assert first["qk_clip/num_clipped"] > 0
@@ -72,8 +72,8 @@ def test_five_lines():
     assert want(params, model.blocks[0].norm(X), is_causal=True).max() <= 0.5 * EXACT
 
 
-def test_muonclip_trains_a_watched_model():
-    model = muonjax.nnx.watch(Model(nnx.Rngs(0)))
+def test_muonclip_trains_a_model():
+    model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, muonjax.muonclip(1e-2, threshold=1.0), wrt=nnx.Param)
 
     @nnx.jit
@@ -87,29 +87,13 @@ def test_muonclip_trains_a_watched_model():
     assert muonjax.metrics(optimizer.opt_state)["qk_clip/total_clipped"] > 0
 
 
-def test_a_watched_model_computes_what_it_did():
-    plain, watched = Model(nnx.Rngs(0)), muonjax.nnx.watch(Model(nnx.Rngs(0)))
-    np.testing.assert_array_equal(watched(X), plain(X))
-    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (watched, plain)))
-    y, sown = nnx.capture(watched, nnx.Intermediate)(X)
-    np.testing.assert_array_equal(y, plain(X))
-    expected = want(nnx.state(plain.blocks[0].attention), plain.blocks[0].norm(X), is_causal=True)
-    np.testing.assert_allclose(sown["blocks"][0]["attention"]["max_logits"][...], expected, rtol=1e-6)
-    assert isinstance(watched.blocks[0].attention, nnx.MultiHeadAttention)
-
-
-def test_watching_survives_split_and_merge_and_again():
-    model = muonjax.nnx.watch(Model(nnx.Rngs(0)))
-    kind = type(model.blocks[0].attention)
-    assert type(muonjax.nnx.watch(model).blocks[0].attention) is kind
-    merged = nnx.clone(nnx.merge(*nnx.split(model)))
-    for watched in (model, merged):
-        _, sown = nnx.capture(watched, nnx.Intermediate)(X)
-        assert sown["blocks"][1]["attention"]["max_logits"][...].shape == (4,)
+def test_a_model_is_its_own_watched_one():
+    model = Model(nnx.Rngs(0))
+    assert muonjax.nnx.watch(model) is model
 
 
 def test_aux_of_the_loss():
-    model = muonjax.nnx.watch(Block(nnx.Rngs(0)))
+    model = Block(nnx.Rngs(0))
 
     def with_aux(model, x):
         return loss_fn(model, x), {"accuracy": 1.0}
@@ -117,36 +101,70 @@ def test_aux_of_the_loss():
     (loss, (aux, stats)), grads = muonjax.nnx.value_and_grad(with_aux, has_aux=True)(model, X)
     (alone, _), alone_grads = muonjax.nnx.value_and_grad(loss_fn)(model, X)
     assert (float(loss), aux) == (float(alone), {"accuracy": 1.0})
-    assert stats["attention"]["max_logits"][...].shape == (4,)
+    assert stats["attention"].shape == (4,)
     jax.tree.map(np.testing.assert_array_equal, grads, alone_grads)
     with pytest.raises(TypeError, match="first argument of the loss must be the model"):
         muonjax.nnx.value_and_grad(lambda x: x)(X)
 
 
-class Bare(nnx.Module):
-    """An attention without Flax's."""
+class Noisy(nnx.Module):
+    """A model with running means, and one that draws random numbers, its own and its caller's."""
 
     def __init__(self, rngs):
-        self.query = nnx.Linear(8, 8, rngs=rngs)
-        self.key = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.block = Block(rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x, rngs):
+        return self.dropout(self.block(self.norm(x))) + jax.random.normal(rngs.noise(), x.shape)
 
 
-CAPPED = functools.partial(lambda query, key, value, **kwargs: value, softcap=50.0)
+def noisy_loss(model, x, rngs, kind="mean"):
+    return getattr(jnp, kind)(model(x, rngs) ** 2)
 
 
-@pytest.mark.parametrize(("make", "reason"), [
-    (functools.partial(Block, normalize_qk=True), "'attention': normalizes its queries and keys"),
-    (Bare, "'': is no nnx.MultiHeadAttention"),
-    (functools.partial(Block, attention_fn=CAPPED), "softcap=50.0 caps"),
+ATTENTION = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("attention")))
+
+
+@pytest.mark.parametrize("argnums", [0, 1, thorough((0, 1)), ATTENTION])
+def test_all_else_is_as_nnx_has_it(argnums):
+    """Gradients of any argument, running means, the counts of random numbers, keywords."""
+    results = []
+    for value_and_grad in (nnx.value_and_grad, muonjax.nnx.value_and_grad):
+        model, rngs = Noisy(nnx.Rngs(0)), nnx.Rngs(noise=1)
+
+        keywords = {} if value_and_grad is nnx.value_and_grad else {"kind": "mean"}  # Flax's takes none
+
+        @nnx.jit
+        def step(model, rngs):
+            return value_and_grad(noisy_loss, argnums=argnums)(model, X, rngs, **keywords)  # noqa: B023
+
+        loss, grads = step(model, rngs)
+        if keywords:
+            loss, max_logits = loss
+            assert {name: x.shape for name, x in max_logits.items()} == {"block/attention": (4,)}
+        results.append((loss, grads, nnx.state(model, nnx.Not(nnx.RngKey)), rngs.noise.count[...]))
+    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def capped(query, key, value, **_):
+    logits = 50 * jnp.tanh(jnp.einsum("...thd,...shd->...hts", query, key) / 50)
+    return jnp.einsum("...hts,...shd->...thd", jax.nn.softmax(logits), value)
+
+
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({"normalize_qk": True}, "its queries are normalized"), ({"attention_fn": capped}, "the logits are capped"),
 ])  # fmt: skip
-def test_says_what_it_cannot_watch(make, reason):
-    with pytest.raises(ValueError, match=f"watch: no nnx.MultiHeadAttention.*{reason}"):
-        muonjax.nnx.watch(make(nnx.Rngs(0)))
-    both = nnx.List([Block(nnx.Rngs(0)), make(nnx.Rngs(0))])
-    with pytest.warns(UserWarning, match="watch: not watched: '1.*Leave them out"):
-        muonjax.nnx.watch(both)
-    _, sown = nnx.capture(lambda blocks: blocks[0](X), nnx.Intermediate)(both)
-    assert sown[0]["attention"]["max_logits"][...].shape == (4,)
+def test_says_what_it_cannot_measure(settings, reason):
+    block = Block(nnx.Rngs(0), **settings)
+    with pytest.raises(ValueError, match=rf"no attention can be clipped.*\.py:\d+.*: {reason}"):
+        muonjax.nnx.value_and_grad(loss_fn)(block, X)
+    both = nnx.List([Block(nnx.Rngs(0)), block])
+    (_, max_logits), _ = muonjax.nnx.value_and_grad(lambda blocks: (blocks[1](blocks[0](X)) ** 2).mean())(
+        both
+    )
+    assert list(max_logits) == ["0/attention"]
 
 
 # Linen.
@@ -251,17 +269,3 @@ def test_watching_linen_leaves_normalized_attention_alone():
         y, sown = model.apply(variables, X, mutable=["intermediates"])
     assert not jax.tree.leaves(sown)
     np.testing.assert_array_equal(y, model.apply(variables, X))
-
-
-# What goes wrong with MultiSteps.
-
-
-def test_multisteps_around_the_clip_warns():
-    """It would hand on the last micro-batch's logits alone."""
-    params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
-    with pytest.warns(UserWarning, match="inside of optax.MultiSteps.*every_k"):
-        optax.MultiSteps(muonjax.muonclip(1e-2), 4).init(params)
-    with pytest.warns(UserWarning, match="inside of optax.MultiSteps"):
-        optax.chain(optax.MultiSteps(muonjax.qk_clip(1.0), 4).gradient_transformation()).init(params)
-    inner = optax.MultiSteps(muonjax.muon(1e-2), 4).gradient_transformation()
-    optax.chain(inner, muonjax.qk_clip(1.0, every_k=4)).init(params)

@@ -81,6 +81,7 @@ WITHOUT = {
     "muonjax.linen.join_adapters": {"Raises"},
     "muonjax.linen.watch": {"Args"},
     "muonjax.nnx.adapters": {"Raises"},
+    "muonjax.nnx.watch": {"Raises"},
     "muonjax.equinox.dimension_numbers": {"Example"},  # the tests run without Equinox
     # They need a file, and a package that the tests do not install.
     "muonjax.linen.load_lycoris": {"Example"},

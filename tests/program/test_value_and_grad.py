@@ -7,7 +7,17 @@ import pytest
 
 from muonjax import value_and_grad
 from muonjax._program.rewrite import report
-from tests.program.attention import attend, by_hand, custom_softmax, layer, scanned, tokens, unrolled, weights
+from tests.program.attention import (
+    attend,
+    by_hand,
+    custom_softmax,
+    dot_product_attention,
+    layer,
+    scanned,
+    tokens,
+    unrolled,
+    weights,
+)
 from tests.program.finder import finder
 from tests.tools.tiers import thorough
 
@@ -259,6 +269,21 @@ def test_compiled_once_outside_of_jit():
         return rewritten.eqns[-1].params["jaxpr"]
 
     assert body() is body()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_logits_are_measured_without_a_bias(causal):
+    """JAX's attention transposes the scaled logits before it adds the bias; they were measured with it."""
+    w, x = weights(1), tokens()
+    bias = 3 * np.random.default_rng(2).standard_normal(
+        (1, w["q"].shape[2], x.shape[1], x.shape[1]), np.float32
+    )
+    each = functools.partial(
+        layer, attend=functools.partial(dot_product_attention, bias=bias, is_causal=causal)
+    )
+    (_, maxima), _ = jax.jit(value_and_grad(functools.partial(unrolled, layer=each)))(w, x)
+    expected = by_hand(w, x, causal).max((0, 1))
+    np.testing.assert_allclose(maxima["max_logits"].reshape(-1), expected, rtol=2e-5)
 
 
 def test_no_attention():

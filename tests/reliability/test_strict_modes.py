@@ -324,8 +324,8 @@ ELSEWHERE = {
     "muonjax.nnx.remove_loha",
     "muonjax.nnx.save_lycoris",
     "muonjax.nnx.unmerge",
-    "muonjax.nnx.value_and_grad",  # jax.value_and_grad and nnx.capture
-    "muonjax.nnx.watch",  # makes every attention's function muonjax.nnx.attention_fn
+    "muonjax.nnx.value_and_grad",  # muonjax.value_and_grad
+    "muonjax.nnx.watch",  # does nothing
 }
 
 
