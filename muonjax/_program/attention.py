@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from muonjax._program.graph import line_of
-from muonjax._program.layout import PLACED, Atom, Layout, Shard
+from muonjax._program.layout import PLACED, Atom, Layout, Shard, joined
 from muonjax._program.rewrite import Probe, Step
 from muonjax._program.values import Image, Term
 from muonjax._program.walk import Attention, Walk
@@ -244,18 +244,22 @@ class _Finder:
         custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
         place = min(places, key=lambda place: (custom[place], place not in raw, len(place)))
         is_layer = [query.leaf in walk.layers[place[: n + 1]] for n in range(len(place))]
+        if any(atoms and atoms[0].axis == PLACED for atoms in logits.seen.axes):
+            raise _Refused("its logits are changed after others were put beside them")
         image = self.query.images[0]
         if sum(is_layer) != sum(a.size > 1 for a in image.layout.loops):
             raise _Refused("which layer an iteration of its loop is can't be told")
         axis = [k for k, atoms in enumerate(logits.seen.axes) if {a.axis for a in atoms} & self.normalized]
         found = self.query.heads(image.layout)
         heads = sorted(found, key=lambda d: [(a.axis, -a.stride) for a in found[d]])
-        axes = [{a.axis for a in atoms} for atoms in logits.seen.axes]
-        kept = [axes.index({d}) for d in heads if {d} in axes]
-        if len(axis) != 1 or len(kept) < len(heads):
+        axes = logits.seen.axes
+        kept = [k for k, atoms in enumerate(axes) if any(a.axis in heads for a in atoms)]
+        kept.sort(key=lambda k: (heads.index(axes[k][0].axis), -axes[k][0].stride))
+        together = joined([a for k in kept for a in axes[k]])
+        if len(axis) != 1 or [a.axis for a in together] != heads or not all(a.is_whole for a in together):
             raise _Refused("its logits are reshaped before softmax")
         mesh_axes = {shard.axis: shard.mesh_axes for shard in image.layout.shards}
-        of_heads = [mesh_axes.get(found[d][0].axis, ()) for d in heads]
+        of_heads = [mesh_axes.get(found[axes[k][0].axis][0].axis, ()) for k in kept]
         path = (
             Step(step.equation, step.body, layer, (*[()] * sum(is_layer[n + 1 :]), *of_heads))
             for n, (step, layer) in enumerate(zip(place, is_layer, strict=True))

@@ -98,7 +98,7 @@ class Layout(NamedTuple):
         axes = []
         for n, atoms in zip(counts, self.axes, strict=True):
             is_placed = n > 1 and atoms and atoms[0].axis == PLACED
-            axes.append(other(n * length(atoms)) if is_placed else _joined((*other(n), *atoms)))
+            axes.append(other(n * length(atoms)) if is_placed else joined((*other(n), *atoms)))
         return self._replace(axes=tuple(axes))
 
     def place(self, axis: int, start: int, size: int) -> Layout:
@@ -177,7 +177,7 @@ class Layout(NamedTuple):
     def reshape(self, shape: Sequence[int]) -> Layout:
         if any(atoms and atoms[0].axis == PLACED for atoms in self.axes):
             return self._reshape_placed(shape)
-        queue, axes = [a for atoms in self.axes for a in _joined(atoms)], []
+        queue, axes = [a for atoms in self.axes for a in joined(atoms)], []
         queue.reverse()
         for size in shape:
             got: list[Atom] = []
@@ -194,7 +194,7 @@ class Layout(NamedTuple):
                     size = 1
                 else:
                     return self._lost(shape)
-            axes.append(_joined(got))
+            axes.append(joined(got))
         return self._replace(axes=tuple(axes))
 
     def _reshape_placed(self, shape: Sequence[int]) -> Layout:
@@ -261,18 +261,16 @@ def merged(
 
 def _rejoined(layouts: Sequence[Layout], axis: int) -> Layout | None:
     """Neighbouring slices of one run put together again."""
-    outside = {
-        (x.axes[:axis], tuple(_joined(x.axes[axis])[1:]), x.axes[axis + 1 :], x.taken) for x in layouts
-    }
+    outside = {(x.axes[:axis], tuple(joined(x.axes[axis])[1:]), x.axes[axis + 1 :], x.taken) for x in layouts}
     if len(outside) > 1 or not all(x.axes[axis] for x in layouts):
         return None
-    firsts = [_joined(x.axes[axis])[0] for x in layouts]
+    firsts = [joined(x.axes[axis])[0] for x in layouts]
     ends = [a.start + a.size for a in firsts]
     same = len({(a.axis, a.stride, a.of) for a in firsts}) == 1 and firsts[0].axis >= 0
     if not same or [a.start for a in firsts[1:]] != ends[:-1]:
         return None
     run = firsts[0]._replace(size=ends[-1] - firsts[0].start)
-    return layouts[0]._with(axis, (run, *_joined(layouts[0].axes[axis])[1:]))
+    return layouts[0]._with(axis, (run, *joined(layouts[0].axes[axis])[1:]))
 
 
 def _hulls(atoms: Iterable[Atom]) -> tuple[Atom, ...]:
@@ -310,7 +308,7 @@ def _split(atom: Atom, inner: int) -> tuple[Atom, Atom] | None:
     return outer, Atom(atom.axis, atom.stride, inner, 0, inner)
 
 
-def _joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
+def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
     """Neighbouring runs that are one."""
     out: list[Atom] = []
     for atom in atoms:

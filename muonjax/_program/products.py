@@ -95,6 +95,7 @@ def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
         side = sides[0]
         rest = right if side is left else left
         value = by_parameter(walk, i, product, side, rest, result)
+        value = value._replace(logits=_logits_after(walk, i, rest, side, result))
         return _or_logits(walk, i, value, left, right) if _may_be_learned(side, rest) else value
     for side, rest in ((left, right), (right, left)):
         walk.record_meeting(side.value.images, rest.value)
@@ -177,7 +178,7 @@ def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
     for mine, theirs in zip(side.summed, rest.summed, strict=False):
         for image in rest.value.images:
             atoms = set(image.layout.atoms([theirs]))
-            if atoms and atoms <= walk.later_batches[image.product]:
+            if atoms and atoms <= walk.later_batches[image.product] - walk.heads[image.product]:
                 gated.append(mine)
     return gated if len(set(gated)) < len(side.summed) else []
 
@@ -199,7 +200,9 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
             if not rest.given:
                 for image in side.value.images:
                     walk.record_gate(image, side.given)
-        return product._replace(images=tuple(m for s in (left, right) for m in _bent_all(walk, i, s, result)))
+        images = [m for s in (left, right) for m in _bent_all(walk, i, s, result)]
+        logits = _logits_after(walk, i, left, right, result) or _logits_after(walk, i, right, left, result)
+        return product._replace(images=tuple(images), logits=logits)
     for side in (left, right) if a.kind & b.kind & PARAMETER else ():
         walk.record_parts(i, side.value.images)
         for image in side.value.images:
@@ -223,10 +226,20 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
         if not rest.value.kind & PARAMETER:
-            moved = side.value.map(functools.partial(result, side))
-            logits = () if side.summed else _scaled_logits(i, walk.nodes[i], moved, rest.value)
-            return product._replace(images=moved.images, logits=logits)
+            logits = _logits_after(walk, i, side, rest, result)
+            return product._replace(
+                images=side.value.map(functools.partial(result, side)).images, logits=logits
+            )
     return product
+
+
+def _logits_after(walk: Walk, i: int, side: Side, rest: Side, result) -> tuple[Logits, ...]:
+    """What a product makes of logits: a factor scales them, a matrix mixes those of several heads."""
+    moved = side.value.map(functools.partial(result, side))
+    if not side.summed:
+        return _scaled_logits(i, walk.nodes[i], moved, rest.value)
+    mixed = "a product mixes its logits", i
+    return tuple(x if x.stage != "logits" else x._replace(problem=x.problem or mixed) for x in moved.logits)
 
 
 def _bent_all(walk: Walk, i: int, side: Side, result) -> list[Image]:

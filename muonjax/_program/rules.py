@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +63,6 @@ def _pick(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
     elif node.name == "squeeze":
         sources[:] = [axis for axis in range(len(old)) if axis not in node.params["dimensions"]]
     else:
-        if not old and (known := walk.known(at)) is not None:
-            walk.graph.known[out] = known
         for axis, to in enumerate(node.params["broadcast_dimensions"]):
             sources[to] = axis if old[axis] == new[to] else None
     return [_picked(values[0], sources, new)]
@@ -158,7 +157,14 @@ def _put_together(walk: Walk, i: int, values: Sequence[Value], axis: int, sizes:
     images = concatenated(values, axis, sizes)
     if not all(v.images for v in values):
         images = tuple(_bent(walk, m, "put together with something else", i) for m in images)
-    return whole._replace(images=images)
+    logits = tuple(
+        x._replace(layout=x.layout.place(axis, start, sum(sizes)))
+        for v, start in zip(values, starts, strict=True)
+        for x in v.logits
+    )
+    if len(logits) > 1 and logits[0].stage == "logits":
+        logits = (logits[0]._replace(problem=logits[0].problem or ("its logits are joined with others", i)),)
+    return whole._replace(images=images, logits=logits)
 
 
 @rule("dynamic_update_slice")
@@ -197,6 +203,12 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [axis for axis in range(len(old)) if axis not in gone]
     sources: list[int | None] = [None] * len(new)
+    start = walk.known(node.inputs[1])
+    if start is not None and walk.shape(node.inputs[1]) == (1,):  # `jnp.take(x, 2, axis)`
+        (axis,) = numbers.start_index_map
+        first = min(max(int(start), 0), old[axis] - sizes[axis])
+        sources = [kept[numbers.offset_dims.index(at)] for at in range(len(new))]
+        return [_picked(_cut(x, axis, first, first + sizes[axis]), sources, new)]
     for at, axis in zip(numbers.offset_dims, kept, strict=True):
         sources[at] = axis if sizes[axis] == old[axis] else None
     picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
@@ -294,6 +306,15 @@ def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Val
 )
 def _random(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     return [Value(NOISE)] * len(node.outputs)
+
+
+# Of a number that stands in the program, as an index that may be negative.
+FOLDED: dict[str, Callable[..., Any]] = {
+    "lt": operator.lt,
+    "add": operator.add,
+    "select_n": lambda which, *cases: cases[int(which)],
+    **dict.fromkeys(["broadcast_in_dim", "convert_element_type", "reshape", "squeeze"], lambda x: x),
+}
 
 
 # Sums, products, and everything else entry by entry.
@@ -430,10 +451,10 @@ def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
         bent = factor.kind & PARAMETER and factor.kind & DATA
         walk.record_meeting(v.images, factor)
         for m in v.images:
-            if bent:
+            own = walk.bit(m.product) & factor.before
+            if bent and not own:
                 walk.record_gate(m, factor.repeats)
             if bent or (is_div and v is y):
-                own = walk.bit(m.product) & factor.before
                 why = "normalized" if own else "multiplied by another activation"
                 images.append(_bent(walk, m, why, i))
             else:

@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from muonjax._program import products  # noqa: F401  registers its rules
 from muonjax._program.graph import Graph, Node
 from muonjax._program.layout import Atom, Run, whole
-from muonjax._program.rules import RULES, SPREADING, spread
+from muonjax._program.rules import FOLDED, RULES, SPREADING, spread
 from muonjax._program.values import DATA, NOISE, PARAMETER, Image, Logits, Term, Value, dependent
 
 Product: TypeAlias = tuple[int, int]  # the operation, and which of the parameters in it
@@ -250,6 +252,10 @@ class Walk:
 
     def _apply(self, i: int, node: Node) -> None:
         values = [self.values[x] for x in node.inputs]
+        if node.name in FOLDED:
+            known = [self.known(x) for x in node.inputs]
+            if all(k is not None and np.ndim(k) == 0 for k in known):
+                self.graph.known[node.outputs[0]] = FOLDED[node.name](*known)
         if node.name in SPREADING:
             shape = self.shape(node.outputs[0])
             values = [spread(v, self.shape(x), shape) for v, x in zip(values, node.inputs, strict=True)]

@@ -218,3 +218,154 @@ def test_queries_keys_and_values_unpacked_along_an_axis(of_parameter):
         ("query", HEADS, 0, D),
         ("key", HEADS, D, D),
     ]
+
+
+GROUPED = weights(
+    q=(D, 4, SIZE),
+    k=(D, 2, SIZE),
+    v=(D, 2, SIZE),
+    o=(4, SIZE, D),
+    sinks=(4,),
+    mix=(4, 4),
+    gate=(D, 4),
+    last=(D, D),
+)
+
+
+def grouped(p, x, turn=lambda q: q, soften=jax.nn.softmax, gate=lambda x: 1.0):
+    """Two queries for each key head, whose logits have one axis of heads."""
+    q, k, v = (jnp.einsum("btd,dhs->bths", x, p[name]) for name in "qkv")
+    q = turn(q).reshape(*x.shape[:2], 2, 2, SIZE)
+    logits = jnp.einsum("btkgs,buks->bkgtu", q, turn(k)) / np.sqrt(SIZE)
+    shares = soften(logits.reshape(x.shape[0], 4, *logits.shape[3:])).reshape(logits.shape)
+    y = jnp.einsum("bkgtu,buks->btkgs", shares, v).reshape(*x.shape[:2], 4, SIZE) * gate(x)
+    return jnp.mean((jnp.einsum("bths,hsd->btd", y, p["o"]) @ p["last"]) ** 2)
+
+
+def of_grouped(**settings):
+    """A program, whose settings are functions of the parameters, and what `check_clip` says of it."""
+
+    def loss(p, x):
+        return grouped(p, x, **{name: setting(p) for name, setting in settings.items()})
+
+    rng = np.random.default_rng(0)
+    p, x = jax.tree.map(lambda s: jnp.float32(rng.normal(size=s.shape)), (GROUPED, X))
+    with pytest.warns(UserWarning, match="never uses"):
+        program = muonjax.inspect(loss, p, x)
+    return program, lambda: program.check_clip(p, x)
+
+
+def with_sinks(p):
+    """gpt-oss: a learned logit for each head beside those of the keys."""
+
+    def soften(logits):
+        sinks = jnp.broadcast_to(p["sinks"][:, None, None], (*logits.shape[:3], 1))
+        return jax.nn.softmax(jnp.concatenate([logits, sinks], -1))[..., :-1]
+
+    return soften
+
+
+def with_sinks_in_the_sum(p):
+    """Its kernels: the sink takes part in the maximum and in the sum."""
+
+    def soften(logits):
+        sinks = p["sinks"][:, None, None]
+        largest = jnp.maximum(logits.max(-1, keepdims=True), sinks)
+        shares = jnp.exp(logits - largest)
+        return shares / (shares.sum(-1, keepdims=True) + jnp.exp(sinks - largest))
+
+    return soften
+
+
+@pytest.mark.parametrize("soften", [lambda p: jax.nn.softmax, with_sinks, with_sinks_in_the_sum])
+def test_a_sink_is_no_logit_of_the_keys(soften):
+    program, check = of_grouped(soften=soften)
+    found = {("q", "query"): (4, 0, 4 * SIZE, (0, None)), ("k", "key"): (2, 0, 2 * SIZE, (0, None))}
+    assert entries(program) == [found]
+    assert max(map(abs, check().values())) < 1e-5
+    assert program.dimension_numbers()["sinks"] is None
+    assert program.dimension_numbers()["o"] == muonjax.MuonDimensionNumbers((0, 1), 2)
+
+
+def test_heads_that_are_mixed_before_softmax_are_refused():
+    """Talking heads."""
+    program, _ = of_grouped(
+        soften=lambda p: lambda logits: jax.nn.softmax(jnp.einsum("bhtu,hg->bgtu", logits, p["mix"]))
+    )
+    (problem,) = entries(program)
+    assert problem.startswith("a product mixes its logits: test_found_in_libraries.py")
+
+
+def test_heads_that_are_mixed_after_softmax_are_found():
+    program, check = of_grouped(
+        soften=lambda p: lambda logits: jnp.einsum("bhtu,hg->bgtu", jax.nn.softmax(logits), p["mix"])
+    )
+    assert [set(found) for found in entries(program)] == [{("q", "query"), ("k", "key")}]
+    assert max(map(abs, check().values())) < 1e-5
+
+
+def test_a_mask_after_a_sink_is_refused():
+    """The largest logit would be the sink's, or one that is masked."""
+
+    def soften(p):
+        def masked(logits):
+            sinks = jnp.broadcast_to(p["sinks"][:, None, None], (*logits.shape[:3], 1))
+            joined = jnp.concatenate([logits, sinks], -1)
+            keep = np.tril(np.ones(joined.shape[-2:], bool), 1)
+            return jax.nn.softmax(jnp.where(keep, joined, -1e9))[..., :-1]
+
+        return masked
+
+    program, _ = of_grouped(soften=soften)
+    (problem,) = entries(program)
+    assert problem == "its logits are changed after others were put beside them"
+
+
+def test_one_softmax_of_two_products_is_refused():
+    """Keys of two kinds, such as local and compressed ones."""
+
+    def loss(p, x):
+        q, k, v, c = (jnp.reshape(x @ p[name], (*x.shape[:2], HEADS, SIZE)) for name in "qkvc")
+        logits = [jnp.einsum("bqhd,bkhd->bhqk", q, keys) for keys in (k, c)]
+        y = jnp.einsum(
+            "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.concatenate(logits, -1)), jnp.concatenate([v, v], 1)
+        )
+        return jnp.mean((y.reshape(x.shape) @ p["o"]) ** 2)
+
+    (problem,) = entries(muonjax.inspect(loss, QKV | weights(c=(D, D)), X))
+    assert problem.startswith("its logits are joined with others: test_found_in_libraries.py")
+
+
+def test_normalized_queries_of_shared_keys_are_no_experts():
+    """Qwen3: a norm of each head's queries differs along heads and not along features, as an expert's gate does."""
+
+    def turn(p):
+        return lambda q: q * jax.lax.rsqrt(jnp.mean(q**2, -1, keepdims=True) + 1e-6)
+
+    program, _ = of_grouped(turn=turn)
+    assert entries(program)[0].startswith("its queries are normalized")
+    assert program.dimension_numbers()["q"] == muonjax.MuonDimensionNumbers(0, (1, 2))
+
+
+@pytest.mark.parametrize("function", [jax.nn.sigmoid, lambda x: 1 / jnp.abs(x)])
+def test_a_factor_of_each_head_counts_no_experts(function):
+    """A gate of heads, and a softmax's sum that divides last, as in MaxText: `o` stays one matrix."""
+    program, _ = of_grouped(gate=lambda p: lambda x: function(x @ p["gate"])[..., None])
+    assert program.dimension_numbers()["o"] == muonjax.MuonDimensionNumbers((0, 1), 2)
+
+
+def test_an_index_that_stands_in_the_program():
+    """Haliax unbinds queries, keys and values by `jnp.take`, a gather whose index is compared with zero first."""
+
+    def loss(p, x):
+        qkv = jnp.einsum("btd,dnhs->btnhs", x, p["qkv"])
+        q, k, v = (jnp.take(qkv, i, axis=2) for i in (-3, 1, 2))
+        return jnp.mean(jax.nn.dot_product_attention(q, k, v) ** 2)
+
+    program = muonjax.inspect(loss, weights(qkv=(D, 3, HEADS, SIZE)), X)
+    assert program.dimension_numbers()["qkv"] == muonjax.MuonDimensionNumbers(0, (2, 3))
+    (scales,) = (a.site.scales for a in program.attentions)
+    assert [(s.factor, s.entries, s.start, s.size) for s in scales] == [
+        ("query", HEADS, 0, D),
+        ("key", HEADS, D, D),
+    ]
