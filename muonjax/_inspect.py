@@ -19,7 +19,7 @@ from muonjax._clipping.qk_clip import apply_qk_clip
 from muonjax._clipping.sites import Site
 from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._program import attention
-from muonjax._program.decisions import Decision, decide
+from muonjax._program.decisions import PENALTY, Decision, decide
 from muonjax._program.graph import Graph
 from muonjax._program.rewrite import report
 from muonjax._program.shared import shared
@@ -232,7 +232,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
       ValueError: no product, look-up or sum uses `params`.
 
     Warns:
-      UserWarning: a parameter is never used.
+      UserWarning: a parameter is never used, or in a penalty alone.
 
     Example:
       >>> import jax, jax.numpy as jnp, muonjax
@@ -277,14 +277,17 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
     walk, paths = Walk(Graph(closed, range(len(leaves)))), list(flatten_paths(params))
     decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
-    unused = [name for name, decision in decisions.items() if decision.why == "never used"]
+    unused = [
+        name for name, decision in decisions.items() if decision.why.startswith(("never used", PENALTY))
+    ]
     if leaves and len(unused) == len(paths):
         raise ValueError(
             f"{call}: nothing that it returns comes from these parameters by a product, a look-up or a sum; give your "
             "loss and the tree that it takes."
         )
     if unused:
-        warnings.warn(f"{call} never uses {listed(unused, ', ')}; Adam gets them.", stacklevel=2)
+        names = listed([f"{name} ({decisions[name].why})" for name in unused], ", ")
+        warnings.warn(f"{call}: parameters that meet no data go to Adam: {names}.", stacklevel=2)
     return Program(decisions, [a for a, _ in _attentions(walk, paths)], params, fun)
 
 

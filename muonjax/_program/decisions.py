@@ -19,6 +19,8 @@ from muonjax._program.walk import Use, Walk
 
 Region: TypeAlias = frozenset[Run]
 
+PENALTY = "in a penalty alone"  # it meets no data
+
 
 class Decision(NamedTuple):
     """What becomes of one parameter."""
@@ -53,7 +55,12 @@ def _decide(walk: Walk, ends: Ends, leaf: int, shape: Any, uses: list[Use], is_l
     scale = walk.scales[leaf]
     uses = [u for u in uses if u.kind != "product" or not walk.bit(u.product) & scale] or uses
     if not uses:
-        return Decision(None, "never used")
+        parameter = walk.graph.parameters[leaf]
+        readers = (
+            n for n, live in zip(walk.nodes, walk.graph.live, strict=True) if live and parameter in n.inputs
+        )
+        reader = next(readers, None)
+        return Decision(None, "never used" if reader is None else f"{PENALTY}: {line_of(reader.equation)}")
     if not walk.graph.is_float(walk.graph.parameters[leaf]):
         return Decision(None, "whole numbers")
     products = [u for u in uses if u.kind == "product"]

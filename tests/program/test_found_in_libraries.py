@@ -250,7 +250,7 @@ def of_grouped(**settings):
 
     rng = np.random.default_rng(0)
     p, x = jax.tree.map(lambda s: jnp.float32(rng.normal(size=s.shape)), (GROUPED, X))
-    with pytest.warns(UserWarning, match="never uses"):
+    with pytest.warns(UserWarning, match="never used"):
         program = muonjax.inspect(loss, p, x)
     return program, lambda: program.check_clip(p, x)
 

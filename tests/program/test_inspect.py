@@ -87,8 +87,19 @@ def test_nothing_depends_on_the_parameters():
 
 
 def test_unused_parameters_are_named_once():
-    with pytest.warns(UserWarning, match=r"inspect\(mlp\) never uses spare; Adam gets them"):
+    with pytest.warns(UserWarning, match=r"inspect\(mlp\): .* no data go to Adam: spare \(never used\)"):
         muonjax.inspect(mlp, {**PARAMS, "spare": leaf(3, 3)}, X)
+
+
+def test_parameters_in_a_penalty_alone_are_told_from_those_that_are_never_used():
+    def loss(params, x):
+        return mlp(params, x) + 0.1 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+
+    with pytest.warns(
+        UserWarning, match=r"no data go to Adam: spare \(in a penalty alone: .*test_inspect.py:\d+\)"
+    ):
+        program = muonjax.inspect(loss, {**PARAMS, "spare": leaf(3, 3)}, X)
+    assert program.dimension_numbers()["spare"] is None
 
 
 def test_two_uses_that_contradict_each_other_are_named_with_their_lines():
