@@ -44,6 +44,7 @@ def one_quick_check(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_quick_check")
 def test_a_kernel_that_is_wrong_gives_exit_status_1(monkeypatch, capsys):
     right = _blocked.symmetric_product

@@ -96,6 +96,7 @@ class Callable:
         return x @ self.w + self.b
 
 
+@pytest.mark.thorough
 def test_trees_that_can_be_called():
     """An Equinox module is a tree, though it can be called; a function and a partial are functions."""
     tree = Callable(jnp.ones((4, 8)), jnp.ones(8))

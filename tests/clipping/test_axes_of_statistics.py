@@ -13,7 +13,7 @@ from flax import nnx
 
 import muonjax
 from tests.tools.oracles import normal
-from tests.tools.tiers import quick
+from tests.tools.tiers import quick, thorough
 
 N = 3  # layers, heads, and examples of a batch
 X = normal(N, 5, 12, seed=3)
@@ -185,7 +185,7 @@ def test_axes_that_sizes_confirm():
     assert clipped({"a": {"max_logits": jnp.full((1, 1, 1), 400.0)}}, one) == 0.5
 
 
-@pytest.mark.parametrize("levels", [(2, 3), (2, 2)])
+@pytest.mark.parametrize("levels", [(2, 3), thorough((2, 2))])
 def test_two_levels_of_layers(levels):
     """Layers in the order of the site's axes; the array beside the statistic says which axis is left for heads."""
     shape, hot = (*levels, 2), (1, 0, 1)

@@ -30,14 +30,7 @@ from tests.tools.tiers import quick, thorough
 # At learning rate zero.
 
 
-@quick(
-    "grouped 8:2 with RoPE-query",
-    "multi-head with biases-query",
-    "latent, low-rank query-query",
-    "multi-query with RoPE-balanced",
-    "grouped 8:2 with RoPE-group",
-    "fused, heads first-query",
-)
+@quick("multi-head with biases-query", "multi-query with RoPE-balanced", "fused, heads first-query")
 @pytest.mark.parametrize(
     ("kind", "shared_keys"),
     [(kind, "query") for kind in ATTENTIONS]

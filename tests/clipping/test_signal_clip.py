@@ -50,6 +50,7 @@ def test_max_output(entries, signal):
     assert set(state.maxima) == {"out/max_output"}
 
 
+@pytest.mark.thorough
 def test_qk_clip_is_an_instance_of_signal_clip():
     params, maxima, site = latent(True, "i h d")
     powers = {"query": 0.5, "key": 0.5, "rotary": 1.0}
@@ -68,6 +69,7 @@ def test_qk_clip_is_an_instance_of_signal_clip():
     )
 
 
+@pytest.mark.thorough
 def test_two_rules_at_once():
     params, maxima, site = multi_head()
     params = {"attention": params, "out": {"kernel": normal(16, 24), "bias": normal(24, seed=1)}}

@@ -94,6 +94,7 @@ def test_the_bound():
 # NumPy's numbers, and values that are only known when the program runs.
 
 
+@pytest.mark.thorough
 def test_numpy_settings():
     params, _, _ = multi_head()
     hot = {"max_logits": jnp.full(4, 400.0)}

@@ -92,6 +92,7 @@ def test_a_model_is_its_own_watched_one():
     assert muonjax.nnx.watch(model) is model
 
 
+@pytest.mark.thorough
 def test_aux_of_the_loss():
     model = Block(nnx.Rngs(0))
 

@@ -50,6 +50,7 @@ def test_layers_decide():
     assert nothing == (None,) * 4
 
 
+@pytest.mark.thorough
 def test_an_attention_knows_its_heads():
     numbers = muonjax.equinox.dimension_numbers(Model(), attention="heads")
     assert numbers.attention.key_proj.weight == muonjax.FusedDimensionNumbers(1, 0, 4, 0)

@@ -74,6 +74,7 @@ def test_the_monitors_statistics_are_logged_and_drawn(finished):
     assert (out / "statistics.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_the_clip_is_counted_and_the_bar_shows_no_value_that_is_not_there(finished):
     out, output = finished
     with (out / "metrics.csv").open() as file:

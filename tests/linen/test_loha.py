@@ -15,7 +15,6 @@ from muonjax import adapter_mask, apply_qk_clip, mha_site
 from muonjax import linen as linen_loha
 from muonjax._adapters.config import LoHaConfig
 from muonjax.linen._loha import LoHa
-from tests.tools.tiers import quick
 
 
 def disturb(tree, seed=0):
@@ -73,7 +72,7 @@ def test_linen_adopts_trained_parameters_and_starts_as_they_are(decompose):
     np.testing.assert_array_equal(params["up"]["kernel"], plain["up"]["kernel"])
 
 
-@quick("False")
+@pytest.mark.thorough
 @pytest.mark.parametrize("decompose", [False, True])
 def test_linen_merges_into_the_plain_model(decompose):
     plain, params = adopted(decompose)
@@ -163,6 +162,7 @@ def test_linen_routing_knows_the_factors():
     assert numbers["dora_scale"] is numbers["hada_scale"] is None
 
 
+@pytest.mark.thorough
 def test_linen_rank_dropout_follows_the_dropout_stream():
     params = Network(rank_dropout=0.5).init(jax.random.key(0), X)["params"]
     adapters, frozen = linen_loha.split_adapters(params)

@@ -34,6 +34,7 @@ def make(leaves, mesh_shape, mode="owner", chunks=1) -> Assignment:
     return assign_owners(leaves, mesh_shape, axes=tuple(mesh_shape), mode=mode, chunks=chunks, cost=cubes)
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(
@@ -120,6 +121,7 @@ def test_few_matrices_reach_many_replicas_without_padding():
     assert many.cost.sent == 2 * 32 * 64 * 4 * 7  # nine on eight, each padded to two
 
 
+@pytest.mark.thorough
 def test_llama_8b_on_64_devices():
     leaves = {n: jax.ShapeDtypeStruct(s, "float32") for n, (s, _) in sharding.llama_8b(P("fsdp")).items()}
     distribution = muonjax.Distribution(AbstractMesh((64,), ("fsdp",)), P("fsdp"), mode="owner")
@@ -129,6 +131,7 @@ def test_llama_8b_on_64_devices():
     assert plan.cost.collectives == 2
 
 
+@pytest.mark.thorough
 def test_the_table_shows_every_mode_and_marks_the_chosen():
     kernel = jax.ShapeDtypeStruct((64, 256), "float32")
     params = {f"layer_{i}": {"mlp": {"up": {"kernel": kernel}}} for i in range(4)}

@@ -140,7 +140,7 @@ def test_explicit_axes_need_no_distribution(fsdp, tensor, set_mesh):
         assert results[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
 
 
-@pytest.mark.parametrize("set_mesh", [True, False])
+@pytest.mark.parametrize("set_mesh", [thorough(True), False])
 def test_an_abstract_mesh_stands_for_the_mesh_that_is_set_or_that_the_arrays_are_on(set_mesh):
     mesh = make_mesh(AxisType.Explicit, fsdp=4, tensor=2)
     values = put(tree(MATRICES), SPECS, mesh)

@@ -68,6 +68,7 @@ def test_forward_mode_of_msign(mode):
     np.testing.assert_allclose(jax.jit(run)(w), jax.jit(forwards)(w), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_mcsgn_of_a_replicated_matrix_and_of_one_for_each_device():
     def loss(replicated, own, x):
         return jnp.sum(jnp.tanh(x @ mcsgn(replicated)) + jnp.tanh(x @ mcsgn(own)))
@@ -76,6 +77,7 @@ def test_mcsgn_of_a_replicated_matrix_and_of_one_for_each_device():
     check(loss, (P(), P("data"), P("data")), arguments)
 
 
+@pytest.mark.thorough
 def test_sylvester_of_replicated_coefficients():
     def loss(a, b, c):
         return jnp.sum(jnp.sin(sylvester(a, b, c)))

@@ -77,6 +77,7 @@ def test_the_inverse_root_is_one_and_never_more():
         assert np.linalg.norm(q @ h @ q, 2) < 1 + 1e-5
 
 
+@pytest.mark.thorough
 def test_pre_deflation_takes_the_largest_off_and_keeps_the_polar_factor():
     for shape in ((64, 96), (2, 64, 96)):
         x = np.broadcast_to(oracles.with_spectrum(SPECTRA["cliff"], 96), shape)

@@ -110,7 +110,7 @@ def test_accurate_is_as_exact_as_the_condition_allows(condition, n, tall):
     assert oracles.polar_error(y, x.astype(np.float64)) < np.finfo(np.float32).eps * condition
 
 
-@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("form", ["standard", thorough("gram")])
 def test_half_precision_loses_little(form):
     half = NewtonSchulz(compute_dtype=jnp.bfloat16, form=form)
     for name in ("log to 1e-3", "one dominant", "gaussian"):
@@ -256,6 +256,7 @@ def test_complex_entries_whose_absolute_value_overflows():
     np.testing.assert_allclose(y, np.full((1, 2), (1 + 1j) / 2), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_float64_is_computed_in_float64():
     with jax.enable_x64(True):
         x = oracles.with_spectrum(np.geomspace(1, 1e-3, 24), 60)

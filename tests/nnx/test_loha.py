@@ -107,6 +107,7 @@ def test_merging_and_removing_need_an_adapter():
             call(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.thorough
 def test_removed_adapters_leave_a_plain_model_with_what_was_merged():
     model = Mixed(nnx.Rngs(0))
     before, paths = model(TOKENS), paths_of(model)
@@ -238,6 +239,7 @@ def test_qk_clip_refuses_a_frozen_kernel_under_an_adapter():
     np.testing.assert_allclose(kernel[:, 0], model.attention.query.kernel[...][:, 0] / 2, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_rank_dropout_drops_while_training_only_and_keeps_the_mean():
     layer = LoHaLinear(6, 5, rank=4, rank_dropout=0.5, use_bias=False, rngs=nnx.Rngs(0))
     train_nnx(layer)

@@ -199,7 +199,7 @@ def test_the_monitor_measures_the_momentum():
 # Meshes
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, thorough(AxisType.Explicit)])
 def test_the_state_is_sharded_as_its_parameter_and_no_collective_is_added(axis_type):
     tree = {"w": normal(16, 512), "v": normal(32, 256, seed=1)}
     specs = {"w": P("fsdp", "tensor"), "v": P("tensor", "fsdp")}

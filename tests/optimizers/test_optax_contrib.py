@@ -115,7 +115,7 @@ def test_every_argument_has_a_case():
     "settings",
     [
         {},
-        ALL,
+        thorough(ALL),
         *(thorough({name: value}) for name, value in ALL.items() if name != "learning_rate"),
         *(thorough({"preconditioning": name}) for name in ("spectral", "schatten")),
         thorough({"ns_coeffs": "dion"}),
@@ -155,6 +155,7 @@ def test_complex_matrices_equal_those_of_optax(preconditioning):
     assert_near(ours, theirs)
 
 
+@pytest.mark.thorough
 def test_a_state_goes_on_with_either():
     tree = params()
     both = optax_contrib.muon(0.1, ns_coeffs="dion"), optax.contrib.muon(0.1, ns_coeffs="dion")
@@ -177,7 +178,7 @@ def test_hyperparameters_may_be_traced():
     assert_near(trajectory(tx, tree)[2], trajectory(plain, tree)[2])
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [thorough(AxisType.Auto), AxisType.Explicit])
 def test_a_mesh_changes_nothing(axis_type):
     """With its matrices cut along both axes; Optax raises for these where the axis types are explicit."""
     tree = {"w": normal(16, 64), "v": normal(64, 16, seed=1), "stack": normal(4, 16, 64, seed=2)}

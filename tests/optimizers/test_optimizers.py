@@ -182,6 +182,7 @@ def test_ten_steps_equal_torch():
         np.testing.assert_allclose(ours[name], weight.detach().numpy(), atol=0.03)
 
 
+@pytest.mark.thorough
 def test_adamw_and_not_nadamw_takes_the_rest():
     tree, _ = run(muonjax.muon(0.01, newton_schulz=SHORT), params())
     adamw = optax.adamw(
@@ -202,6 +203,7 @@ def test_a_given_adam_is_used_as_it_is():
     )
 
 
+@pytest.mark.thorough
 def test_rms_none_is_the_width_rule():
     for rms, scale in ((None, 1.0), (0.2, 0.2 * 32**0.5)):
         tx = muonjax.muon(1.0, rms=rms, weight_decay=0.0, newton_schulz=NewtonSchulz.accurate())
@@ -210,6 +212,7 @@ def test_rms_none_is_the_width_rule():
         np.testing.assert_allclose(np.linalg.norm(updates["kernel"], 2), scale, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_weight_decay_mask_covers_both_halves():
     mask = {"embed": False, "attention": False, "mlp": False}
     zero = jax.tree.map(jnp.zeros_like, params())
@@ -236,7 +239,7 @@ def test_momentum_takes_its_dtype():
     assert {x.dtype for x in kernels} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, thorough(jnp.float16)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, *map(thorough, [jnp.float32, jnp.float16])])
 def test_parameters_keep_their_dtype(dtype):
     tree = params(dtype)
     tx = muonjax.muon(0.01)
@@ -300,6 +303,7 @@ def test_tree_map_params():
     assert "other" in leaves
 
 
+@pytest.mark.thorough
 def test_chain_multi_steps_masked_partition_and_if_finite():
     muon = muonjax.muon(0.01, newton_schulz=SHORT)
     only_mlp = {"embed": False, "attention": False, "mlp": True}

@@ -48,6 +48,7 @@ def test_leaves_without_dimension_numbers_pass_through():
     assert not np.array_equal(y["w"], tree["w"])
 
 
+@pytest.mark.thorough
 def test_adaptive_scales_each_matrix_by_its_own_dual_norm():
     x = normal(3, 6, 9) * jnp.asarray([1.0, 10.0, 0.1])[:, None, None]
     numbers = MuonDimensionNumbers(1, 2)
@@ -61,6 +62,7 @@ def test_groups_are_shapes_up_to_transposition():
     assert group_by_shape(arrays) == [[0, 1], [2], [3]]
 
 
+@pytest.mark.thorough
 def test_map_groups_gives_every_array_its_own_result():
     arrays = [normal(2, 4, 8), normal(3, 8, 4, seed=1), normal(1, 5, 5, seed=2), normal(7, 4, 8, seed=3)]
     results = map_groups(lambda x: x * jnp.sum(x * x, axis=(-2, -1), keepdims=True), arrays, Policy("cpu"))
@@ -68,6 +70,7 @@ def test_map_groups_gives_every_array_its_own_result():
         np.testing.assert_allclose(y, x * jnp.sum(x * x, axis=(-2, -1), keepdims=True), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
     x = normal(6, 4, 8)
     once = map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x], Policy("cpu"))[0]
@@ -76,6 +79,7 @@ def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
     np.testing.assert_allclose(parts, once, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_stacks_that_share_small_operations_get_what_each_gets_alone(monkeypatch):
     """Stacks of several shapes and ranks, one in chunks, a matrix too small for a deflation, another dtype."""
     monkeypatch.setattr(Policy, "stack_elements", 4 * 24 * 40)
@@ -137,6 +141,7 @@ def test_no_retrace_over_steps():
     assert len(traces) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.nan
 def test_nan_stays_in_its_matrix_of_the_group():
     tree = {"a": normal(8, 12), "b": normal(12, 8).at[0, 0].set(jnp.nan), "c": normal(8, 12, seed=2)}
