@@ -12,10 +12,10 @@ from muonjax._int8_momentum import (
     check_kind,
     check_real,
     dequantize,
-    quantize,
+    quantize_tree,
     zeros,
 )
-from muonjax._linalg import at_least_float32, scaled
+from muonjax._linalg import at_least_float32
 from muonjax._mesh.distribution import Distribution, even_sharding, spread_specs
 from muonjax._mesh.layout import size_of
 from muonjax._offload import offload
@@ -76,6 +76,8 @@ def trace(
 def _int8_trace(
     decay: Any, nesterov: bool, distribution: Distribution | None
 ) -> optax.GradientTransformation:
+    plain = optax.trace(decay, nesterov)
+
     def init(params: optax.Params) -> Int8TraceState:
         _check(params, distribution)
         return zeros(params)
@@ -85,17 +87,10 @@ def _int8_trace(
         check_kind("trace", state, Int8TraceState((), ()))
         _check(updates, distribution)
 
-        def step(g: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
-            wide = g.astype(at_least_float32(g.dtype))
-            m = scaled(dequantize(values, scale).astype(wide.dtype), decay) + wide
-            ahead = wide + scaled(m, decay) if nesterov else m
-            return ahead.astype(g.dtype), *quantize(m)
-
-        gradients, treedef = jax.tree.flatten(updates)
-        state_leaves = map(jax.tree.leaves, state)
-        results = [step(*leaf) for leaf in zip(gradients, *state_leaves, strict=True)]
-        updates, values, scale = (treedef.unflatten([r[i] for r in results]) for i in range(3))
-        return updates, Int8TraceState(values, scale)
+        wide = jax.tree.map(lambda g: g.astype(at_least_float32(g.dtype)), updates)
+        m = jax.tree.map(lambda g, *int8: dequantize(*int8).astype(g.dtype), wide, *state)
+        found, new = plain.update(wide, optax.TraceState(m))
+        return jax.tree.map(lambda x, g: x.astype(g.dtype), found, updates), quantize_tree(new.trace)
 
     return offload(optax.GradientTransformation(init, update))
 
