@@ -86,9 +86,9 @@ def _int8_trace(
         del params
         check_kind("trace", state, Int8TraceState((), ()))
         _check(updates, distribution)
-
         wide = jax.tree.map(lambda g: g.astype(at_least_float32(g.dtype)), updates)
         m = jax.tree.map(lambda g, *int8: dequantize(*int8).astype(g.dtype), wide, *state)
+        new: Any
         found, new = plain.update(wide, optax.TraceState(m))
         return jax.tree.map(lambda x, g: x.astype(g.dtype), found, updates), quantize_tree(new.trace)
 
