@@ -15,7 +15,7 @@ from muonjax._int8_momentum import (
     quantize,
     zeros,
 )
-from muonjax._linalg import at_least_float32, scaled
+from muonjax._linalg import at_least_float32
 from muonjax._mesh.distribution import Distribution, even_sharding, spread_specs
 from muonjax._mesh.layout import size_of
 from muonjax._offload import leaf_by_leaf
@@ -63,10 +63,8 @@ def trace(
     plain = optax.trace(decay, nesterov, accumulator_dtype=accumulator_dtype)
 
     def step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-        ahead: Any
-        new: Any
-        ahead, new = plain.update(g, optax.TraceState(m))
-        return ahead, new.trace if accumulator_dtype is not None else new.trace.astype(m.dtype)
+        ahead, momentum = _optax_step(plain, g, m)
+        return ahead, momentum if accumulator_dtype is not None else momentum.astype(m.dtype)
 
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
@@ -80,15 +78,16 @@ def trace(
 def _int8_trace(
     decay: Any, nesterov: bool, distribution: Distribution | None
 ) -> optax.GradientTransformation:
+    plain = optax.trace(decay, nesterov)
+
     def init(params: optax.Params) -> Int8TraceState:
         _check(params, distribution)
         return zeros(params)
 
     def step(g: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
         wide = g.astype(at_least_float32(g.dtype))
-        m = scaled(dequantize(values, scale).astype(wide.dtype), decay) + wide
-        ahead = wide + scaled(m, decay) if nesterov else m
-        return ahead.astype(g.dtype), *quantize(m)
+        ahead, momentum = _optax_step(plain, wide, dequantize(values, scale).astype(wide.dtype))
+        return ahead.astype(g.dtype), *quantize(momentum)
 
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
@@ -98,6 +97,16 @@ def _int8_trace(
         return updates, Int8TraceState(*new)
 
     return optax.GradientTransformation(init, update)
+
+
+def _optax_step(
+    plain: optax.GradientTransformation, g: jax.Array, m: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The update and the new momentum of one leaf."""
+    new: Any
+    ahead: Any
+    ahead, new = plain.update(g, optax.TraceState(m))
+    return ahead, new.trace
 
 
 def _check(tree: Any, distribution: Distribution | None) -> None:

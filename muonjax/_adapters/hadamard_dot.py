@@ -128,6 +128,7 @@ def _linear(
     form: str,
     precision: lax.PrecisionLike,
 ) -> Float[Array, "*tokens n"]:
+    """What both compute, x · ΔW where w is None, in the form that is asked for or that costs less."""
     check_factors(call, factors)
     _check(call, x, w, factors, magnitude, form)
     (m, r), n, tokens = factors[0].shape, factors[1].shape[1], x.size // x.shape[-1]

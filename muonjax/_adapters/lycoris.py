@@ -56,9 +56,8 @@ def to_tensors(adapter: Adapter, place: Place) -> dict[str, np.ndarray]:
     tensors = {"hada_w1_a": w1b if tucker else w1b.T, "hada_w1_b": rows(w1a)}
     tensors |= {"hada_w2_a": w2b if tucker else w2b.T, "hada_w2_b": rows(w2a)}
     for name, core in zip(CORES, adapter.cores or (), strict=tucker):
-        tensors[name] = np.moveaxis(
-            np.asarray(core), (-1, -2), (0, 1)
-        )  # [*window, in, out] -> [out, in, *window]
+        # [*window, in, out] -> [out, in, *window]
+        tensors[name] = np.moveaxis(np.asarray(core), (-1, -2), (0, 1))
     # Their scale is alpha / rank, rank-stabilized or not.
     tensors[_ALPHA] = np.asarray(float(adapter.scale) * rank, np.float32)
     if adapter.magnitude is not None:

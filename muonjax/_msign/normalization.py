@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -43,19 +42,9 @@ def inner(x: Float[Array, "*batch m n"], y: Float[Array, "*batch m n"]) -> Float
     return jnp.sum(x * y, axis=(-2, -1), keepdims=True)
 
 
-@jax.custom_jvp
 def unit_norm(x: Float[Array, "*batch m n"]) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch 1 1"]]:
     """x / |x|_F and 1 / |x|_F, both 0 for a zero matrix, so that its value and its gradient are 0."""
     square = square_norm(x)
     # Not `square > 0`: a NaN must take the branch that keeps it.
     inverse = jnp.where(square == 0, jnp.zeros_like(square), lax.rsqrt(jnp.where(square == 0, 1.0, square)))
     return x * inverse, inverse
-
-
-@unit_norm.defjvp
-def _unit_norm_jvp(primals, tangents):
-    (x,), (dx,) = primals, tangents
-    unit, inverse = unit_norm(x)
-    radial = inner(unit, dx)
-    # In terms of `unit` alone, so that x itself is not kept.
-    return (unit, inverse), (inverse * (dx - unit * radial), -inverse * inverse * radial)

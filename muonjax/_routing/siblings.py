@@ -94,13 +94,8 @@ class Siblings:
         found = {words(q.path)[-1]: q.shape for q in self._folders.get(words(p.path)[:-1], ())}
         weights = [found[n] for n in ([base] if base else ("w", "kernel", "weight")) if n in found]
         a, b = (found.get(name[: len(name) - 1] + letter, ()) for letter in "ab")
-        return any(
-            len(weight) == len(a) == len(b) > 2
-            and weight[:-1] == a[:-1]
-            and (*b[:-2], b[-1]) == (*weight[:-2], weight[-1])
-            and a[-1] == b[-2]
-            for weight in weights
-        )
+        pairs = [((*w[:-1], a[-1]), (*w[:-2], a[-1], w[-1])) for w in weights if a and len(w) > 2]
+        return (a, b) in pairs
 
     def _outputs_first(self, parameters: Sequence[Parameter]) -> bool:
         votes = 0

@@ -9,6 +9,7 @@ from muonjax._adapters import lycoris as _lycoris
 from muonjax._adapters.lycoris import layer_name
 from muonjax.nnx._layers import check_kernel, check_plain, function_of, layers, place_of
 from muonjax.nnx._loha import LoHa, adapter_of
+from muonjax.nnx._model import adapted_layers
 
 
 def save_lycoris(
@@ -24,14 +25,9 @@ def save_lycoris(
     Raises:
       ValueError: If the model has no adapter, or two layers have one name.
     """
-    found = {
-        path: (adapter.adapter(), place_of(layer))
-        for path, layer in layers(model)
-        if (adapter := adapter_of(layer)) is not None
-    }
-    if not found:
-        raise ValueError("save_lycoris: the model has no LoHa adapter; add_loha adds one.")
-    _lycoris.write(file, found, name_of)
+    found = adapted_layers(model, "save_lycoris")
+    adapters = {path: (adapter.adapter(), place_of(layer)) for path, layer, adapter in found}
+    _lycoris.write(file, adapters, name_of)
 
 
 def load_lycoris(

@@ -110,7 +110,7 @@ def remove_loha(model: nnx.Module) -> list[str]:
       >>> muonjax.nnx.remove_loha(model)
       ['query', 'value']
     """
-    found = _adapted(model, "remove_loha")
+    found = adapted_layers(model, "remove_loha")
     for _, layer, _ in found:
         setattr(layer, function_of(layer), plain_function(layer))
     return [path for path, _, _ in found]
@@ -137,7 +137,7 @@ def merge(model: nnx.Module) -> None:
       >>> muonjax.nnx.adapters(model)["query"].merged
       True
     """
-    for _, layer, adapter in _adapted(model, "merge", merged=False):
+    for _, layer, adapter in adapted_layers(model, "merge", merged=False):
         layer.kernel[...], norms = adapter.adapter().merge(layer.kernel[...])
         if adapter.norms is not None:
             adapter.norms[...] = norms
@@ -166,7 +166,7 @@ def unmerge(model: nnx.Module) -> None:
       >>> muonjax.nnx.adapters(model)["query"].merged
       False
     """
-    for _, layer, adapter in _adapted(model, "unmerge", merged=True):
+    for _, layer, adapter in adapted_layers(model, "unmerge", merged=True):
         norms = None if adapter.norms is None else adapter.norms[...]
         layer.kernel[...] = adapter.adapter().unmerge(layer.kernel[...], norms)
         adapter.merged = False
@@ -189,16 +189,20 @@ def adapters(model: nnx.Module) -> dict[str, LoHa]:
       >>> sorted(muonjax.nnx.adapters(model))
       ['query', 'value']
     """
-    found = ((path, adapter_of(layer)) for path, layer in layers(model))
-    return {path: adapter for path, adapter in found if adapter is not None}
+    return {path: adapter for path, _, adapter in _found(model)}
 
 
-def _adapted(model: nnx.Module, call: str, *, merged: bool | None = None) -> list[tuple[str, Layer, LoHa]]:
-    """Path, layer and adapter of each adapted layer; with `merged` given, all of them must be so."""
-    found = [
-        (path, layer, adapter) for path, layer in layers(model) if (adapter := adapter_of(layer)) is not None
-    ]
-    if not found:
+def _found(model: nnx.Module) -> list[tuple[str, Layer, LoHa]]:
+    """Path, layer and adapter of each adapted layer."""
+    found = ((path, layer, adapter_of(layer)) for path, layer in layers(model))
+    return [(path, layer, adapter) for path, layer, adapter in found if adapter is not None]
+
+
+def adapted_layers(
+    model: nnx.Module, call: str, *, merged: bool | None = None
+) -> list[tuple[str, Layer, LoHa]]:
+    """Path, layer and adapter of each adapted layer, one at least; with `merged` given, all of them must be so."""
+    if not (found := _found(model)):
         raise ValueError(f"{call}: the model has no LoHa adapter; add_loha adds one.")
     wrong = [path for path, _, adapter in found if adapter.merged != merged]
     if wrong and merged is not None:
