@@ -111,9 +111,10 @@ def reporting_advice(argument: str, *, layers: bool = False) -> str:
     scan = ", under nn.scan(variable_axes={'params': 0, 'intermediates': 0})" if layers else ""
     return (
         "muonjax.value_and_grad(loss_fn) takes gradients and returns ((loss, max_logits), grads), in NNX "
-        "muonjax.nnx.value_and_grad(loss_fn), for optimizer.update(model, grads, max_logits=max_logits). Why it leaves "
-        "an attention out says inspect(...).attentions; give it muonjax's attention_fn, or pass "
-        "{module path: muonjax.max_logits(query, key)}, or take it out of the sites. In Linen also "
+        "muonjax.nnx.value_and_grad(loss_fn), for optimizer.update(model, grads, max_logits=max_logits). Its names are "
+        "those of the sites of inspect, so give the optimizer these: muonclip(learning_rate, inspect(loss_fn, params, "
+        "...)). Why it leaves an attention out says inspect(...).attentions; give that one muonjax's attention_fn, or "
+        "pass {module path: muonjax.max_logits(query, key)}, or take it out of the sites. In Linen also "
         "model.apply(..., mutable=['intermediates']) inside of `with muonjax.linen.watch():`"
         f"{scan}, and pass the second of what it returns; a TrainState that passes it on is muonjax.linen.TrainState."
     )
@@ -143,10 +144,14 @@ def _layers_first(
     if in_order:
         readings = [axes for axes in readings if axes == expected]
     if not readings or (heads is None and expected not in readings):
+        fix = (
+            "What value_and_grad returns fits the sites of muonjax.inspect"
+            if in_order
+            else "Stacked layers need nn.scan(variable_axes={'params': 0, 'intermediates': 0})"
+        )
         raise ValueError(
             f"{argument} of {target.path!r} have shape {jnp.shape(value)}; the parameters say "
-            f"{(*target.layers, target.entries)}, layers before heads (and a batch between them). Stacked layers need "
-            "nn.scan(variable_axes={'params': 0, 'intermediates': 0})."
+            f"{(*target.layers, target.entries)}, layers before heads (and a batch between them). {fix}."
         )
     # Axes of length 1 may stand anywhere.
     if len({tuple(axis for axis in axes if array.shape[axis] > 1) for axes in readings}) > 1:
