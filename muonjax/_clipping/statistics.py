@@ -15,7 +15,7 @@ from jax import lax
 
 from muonjax._clipping.attention_fn import AXES
 from muonjax._clipping.largest import larger, largest
-from muonjax._clipping.matching import Target
+from muonjax._clipping.matching import Target, module_of
 from muonjax._trees import flatten_paths, listed
 
 if TYPE_CHECKING:
@@ -34,7 +34,10 @@ def match_statistics(
     # Linen's collections are no part of a path: {"params": ...} is trained, {"intermediates": ...} comes back.
     signals = {t.signal.removeprefix("params/"): i for i, t in enumerate(targets)}
     attentions = Counter(t.path for t in targets)
-    modules = {t.path.removeprefix("params/"): i for i, t in enumerate(targets) if attentions[t.path] == 1}
+    alone = [(i, t) for i, t in enumerate(targets) if attentions[t.path] == 1]
+    # Where one parameter holds all projections, the program knows no larger module than its own.
+    modules = {module_of([part.path for part in t.parts]).removeprefix("params/"): i for i, t in alone}
+    modules |= {t.path.removeprefix("params/"): i for i, t in alone}
     found: list[list[Any]] = [[] for _ in targets]
     others, by_module = [], False
     statistics = _statistics(tree)
@@ -111,10 +114,9 @@ def reporting_advice(argument: str, *, layers: bool = False) -> str:
     scan = ", under nn.scan(variable_axes={'params': 0, 'intermediates': 0})" if layers else ""
     return (
         "muonjax.value_and_grad(loss_fn) takes gradients and returns ((loss, max_logits), grads), in NNX "
-        "muonjax.nnx.value_and_grad(loss_fn), for optimizer.update(model, grads, max_logits=max_logits). Its names are "
-        "those of the sites of inspect, so give the optimizer these: muonclip(learning_rate, inspect(loss_fn, params, "
-        "...)). Why it leaves an attention out says inspect(...).attentions; give that one muonjax's attention_fn, or "
-        "pass {module path: muonjax.max_logits(query, key)}, or take it out of the sites. In Linen also "
+        "muonjax.nnx.value_and_grad(loss_fn), for optimizer.update(model, grads, max_logits=max_logits). Why it leaves "
+        "an attention out says inspect(...).attentions; give that one muonjax's attention_fn, or pass "
+        "{module path: muonjax.max_logits(query, key)}, or take it out of the sites. In Linen also "
         "model.apply(..., mutable=['intermediates']) inside of `with muonjax.linen.watch():`"
         f"{scan}, and pass the second of what it returns; a TrainState that passes it on is muonjax.linen.TrainState."
     )

@@ -195,34 +195,6 @@ def test_nnx_with_its_own_value_and_grad():
         eval(update, {"optimizer": optimizer, "model": model, "grads": grads, "max_logits": max_logits})
 
 
-class Fused(nn.Module):
-    """An attention by one projection, in a module of its own."""
-
-    @nn.compact
-    def __call__(self, x):
-        q, k, v = jnp.moveaxis(nn.DenseGeneral((3, 2, 4), name="qkv_proj")(x), -3, 0)
-        y = nn.dot_product_attention(q, k, v)
-        return nn.DenseGeneral(8, axis=(-2, -1), name="out")(y)
-
-
-def test_what_value_and_grad_names_needs_the_sites_of_the_program():
-    """Names find the module, and the program the projection."""
-    model = nn.Sequential([Fused()])
-    params = model.init(jax.random.key(0), X)["params"]
-
-    def loss_fn(params):
-        return (model.apply({"params": params}, X) ** 2).mean()
-
-    (_, max_logits), grads = muonjax.value_and_grad(loss_fn)(params)
-    tx = muonjax.muonclip(1e-3)
-    with pytest.raises(ValueError, match=r"max_logits has 'layers_0/qkv_proj' \[2\]") as error:
-        tx.update(grads, tx.init(params), params, max_logits=max_logits)
-    (code,) = re.findall(r"muonclip\(.*?\)\)", str(error.value))
-    names = {"muonclip": muonjax.muonclip, "inspect": muonjax.inspect, "loss_fn": loss_fn, "params": params}
-    tx = eval(code.replace(", ...", ""), names | {"learning_rate": 1e-3})
-    tx.update(grads, tx.init(params), params, max_logits=max_logits)
-
-
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
