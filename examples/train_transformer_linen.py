@@ -43,8 +43,7 @@ class Transformer(nn.Module):
         x = x + nn.Embed(self.context, self.width, name="position_embedding")(jnp.arange(tokens.shape[1]))
         blocks = nn.scan(
             Block,
-            # Kernels become (layers, ...), statistics (layers, heads).
-            variable_axes={"params": 0, "intermediates": 0},
+            variable_axes={"params": 0},  # kernels become (layers, ...)
             split_rngs={"params": True},
             length=self.layers,
         )
@@ -73,29 +72,22 @@ def main() -> None:
     tx = muonjax.muonclip(schedule, threshold=args.threshold)
     state = muonjax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    def cross_entropy(logits, tokens):
+    @jax.jit
+    def loss_fn(params, tokens):
+        logits = model.apply({"params": params}, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     @jax.jit
     def step(state, tokens):
-        def loss_fn(params):
-            with muonjax.linen.watch():  # every attention reports its largest logits
-                logits, sown = state.apply_fn({"params": params}, tokens[:, :-1], mutable=["intermediates"])
-            return cross_entropy(logits, tokens), sown
-
-        (loss, max_logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(state.params, tokens)
         return state.apply_gradients(grads=grads, max_logits=max_logits), loss
-
-    @jax.jit
-    def evaluate(params):
-        return cross_entropy(model.apply({"params": params}, held_out[:, :-1]), held_out)
 
     for count in range(args.steps):
         state, loss = step(state, text.batch(0, count, args.batch, args.context))
         if (count + 1) % 20 == 0 or count + 1 == args.steps:
             clips = muonjax.metrics(state.opt_state)["qk_clip/total_clipped"]  # heads scaled, over all steps
             print(
-                f"step {count + 1}: loss {loss:.3f}, held out {evaluate(state.params):.3f}, {clips:.0f} clips"
+                f"step {count + 1}: loss {loss:.3f}, held out {loss_fn(state.params, held_out):.3f}, {clips:.0f} clips"
             )
 
 

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from muonjax._clipping.factors import Scale
 from muonjax._clipping.largest import larger
+from muonjax._clipping.matching import module_of
 from muonjax._clipping.qk_clip import apply_qk_clip
 from muonjax._clipping.sites import Site
 from muonjax._matrix_view import DimensionNumbersTree
@@ -357,7 +358,7 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
     for site in attention.sites(walk):
         calls.setdefault(site.spans or site.projections or site.line, []).append(site)
     groups = list(calls.values())
-    roots = [_root([paths[x.leaf] for x in group[0].spans or group[0].projections]) for group in groups]
+    roots = [module_of([paths[x.leaf] for x in group[0].spans or group[0].projections]) for group in groups]
     found = []
     for group, root in zip(groups, roots, strict=True):
         site = group[0]
@@ -379,17 +380,6 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
         )
         found.append((Attention(name, site.line, public, ""), group))
     return found
-
-
-def _root(paths: Sequence[str]) -> str:
-    """The path of the module that holds all of these."""
-    split = [path.split("/") for path in paths]
-    common = []
-    for names in zip(*split, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return "/".join(common[: min((len(path) for path in split), default=1) - 1])
 
 
 def _scale(span: attention.Span, path: str, root: str) -> Scale:

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import posixpath
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,11 @@ from muonjax._trees import dtype_of, flatten_paths, is_masked
 def below(root: str, path: str) -> str:
     """The path of something below the module `root`, which is "" for the whole tree."""
     return f"{root}/{path}" if root else path
+
+
+def module_of(paths: Sequence[str]) -> str:
+    """The path of the smallest module that holds all of these parameters."""
+    return posixpath.commonpath([path.rpartition("/")[0] for path in paths] or [""])
 
 
 class Modules:

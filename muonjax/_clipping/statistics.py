@@ -15,7 +15,7 @@ from jax import lax
 
 from muonjax._clipping.attention_fn import AXES
 from muonjax._clipping.largest import larger, largest
-from muonjax._clipping.matching import Target
+from muonjax._clipping.matching import Target, module_of
 from muonjax._trees import flatten_paths, listed
 
 if TYPE_CHECKING:
@@ -34,7 +34,10 @@ def match_statistics(
     # Linen's collections are no part of a path: {"params": ...} is trained, {"intermediates": ...} comes back.
     signals = {t.signal.removeprefix("params/"): i for i, t in enumerate(targets)}
     attentions = Counter(t.path for t in targets)
-    modules = {t.path.removeprefix("params/"): i for i, t in enumerate(targets) if attentions[t.path] == 1}
+    alone = [(i, t) for i, t in enumerate(targets) if attentions[t.path] == 1]
+    # Where one parameter holds all projections, the program knows no larger module than its own.
+    modules = {module_of([part.path for part in t.parts]).removeprefix("params/"): i for i, t in alone}
+    modules |= {t.path.removeprefix("params/"): i for i, t in alone}
     found: list[list[Any]] = [[] for _ in targets]
     others, by_module = [], False
     statistics = _statistics(tree)
@@ -112,7 +115,7 @@ def reporting_advice(argument: str, *, layers: bool = False) -> str:
     return (
         "muonjax.value_and_grad(loss_fn) takes gradients and returns ((loss, max_logits), grads), in NNX "
         "muonjax.nnx.value_and_grad(loss_fn), for optimizer.update(model, grads, max_logits=max_logits). Why it leaves "
-        "an attention out says inspect(...).attentions; give it muonjax's attention_fn, or pass "
+        "an attention out says inspect(...).attentions; give that one muonjax's attention_fn, or pass "
         "{module path: muonjax.max_logits(query, key)}, or take it out of the sites. In Linen also "
         "model.apply(..., mutable=['intermediates']) inside of `with muonjax.linen.watch():`"
         f"{scan}, and pass the second of what it returns; a TrainState that passes it on is muonjax.linen.TrainState."
@@ -143,10 +146,14 @@ def _layers_first(
     if in_order:
         readings = [axes for axes in readings if axes == expected]
     if not readings or (heads is None and expected not in readings):
+        fix = (
+            "What value_and_grad returns fits the sites of muonjax.inspect"
+            if in_order
+            else "Stacked layers need nn.scan(variable_axes={'params': 0, 'intermediates': 0})"
+        )
         raise ValueError(
             f"{argument} of {target.path!r} have shape {jnp.shape(value)}; the parameters say "
-            f"{(*target.layers, target.entries)}, layers before heads (and a batch between them). Stacked layers need "
-            "nn.scan(variable_axes={'params': 0, 'intermediates': 0})."
+            f"{(*target.layers, target.entries)}, layers before heads (and a batch between them). {fix}."
         )
     # Axes of length 1 may stand anywhere.
     if len({tuple(axis for axis in axes if array.shape[axis] > 1) for axes in readings}) > 1:

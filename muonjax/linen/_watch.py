@@ -1,8 +1,7 @@
 """Report the largest logits of every attention of an existing Linen model, and hand them to the optimizer."""
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import optax
@@ -12,13 +11,13 @@ from flax.training import train_state
 from muonjax.linen._attention import attention_fn
 
 
-@contextlib.contextmanager
-def watch() -> Iterator[None]:
+def watch() -> AbstractContextManager[None]:
     """Makes every `nn.MultiHeadDotProductAttention` that runs inside report its largest logits, for QK-Clip.
 
     Each runs with `attention_fn(...)` around the attention function that it has, and with `sow_weights=True`: nothing
     in the model changes. Apply the model with `mutable=["intermediates"]`. One that normalizes its queries and keys
-    runs as it is.
+    runs as it is. Where the gradients come from `muonjax.value_and_grad`, which reads the logits from the program,
+    nothing has to report them.
 
     Returns:
       A context manager.
@@ -35,24 +34,22 @@ def watch() -> Iterator[None]:
       >>> sown["intermediates"]["max_logits"].shape
       (4,)
     """
+    return nn.intercept_methods(_reporting)
 
-    def interceptor(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        module = context.module
-        attends = isinstance(module, nn.MultiHeadDotProductAttention) and context.method_name == "__call__"
-        if not attends or module.normalize_qk:
-            return call(*args, **kwargs)
-        function = module.attention_fn
-        # A bound module is frozen; for the time of this call it has another attention function.
-        object.__setattr__(
-            module, "attention_fn", function if hasattr(function, "reports") else attention_fn(function)
-        )
-        try:
-            return call(*args, **kwargs | {"sow_weights": True})
-        finally:
-            object.__setattr__(module, "attention_fn", function)
 
-    with nn.intercept_methods(interceptor):
-        yield
+def _reporting(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    module = context.module
+    attends = isinstance(module, nn.MultiHeadDotProductAttention) and context.method_name == "__call__"
+    if not attends or module.normalize_qk:
+        return call(*args, **kwargs)
+    function = module.attention_fn
+    reporting = function if hasattr(function, "reports") else attention_fn(function)
+    # A bound module is frozen; for the time of this call it has another attention function.
+    object.__setattr__(module, "attention_fn", reporting)
+    try:
+        return call(*args, **kwargs | {"sow_weights": True})
+    finally:
+        object.__setattr__(module, "attention_fn", function)
 
 
 class TrainState(train_state.TrainState):
@@ -71,17 +68,12 @@ class TrainState(train_state.TrainState):
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, muonjax
       >>> model, x = nn.MultiHeadDotProductAttention(4), jnp.ones((2, 6, 8))
-      >>> state = muonjax.linen.TrainState.create(
-      ...     apply_fn=model.apply,
-      ...     params=model.init(jax.random.key(0), x)["params"],
-      ...     tx=muonjax.muonclip(1e-2),
-      ... )
+      >>> params = model.init(jax.random.key(0), x)["params"]
+      >>> state = muonjax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=muonjax.muonclip(1e-2))
       >>> def loss_fn(params):
-      ...     with muonjax.linen.watch():
-      ...         y, sown = state.apply_fn({"params": params}, x, mutable=["intermediates"])
-      ...     return (y**2).mean(), sown
-      >>> (loss, sown), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-      >>> state = state.apply_gradients(grads=grads, max_logits=sown)
+      ...     return (state.apply_fn({"params": params}, x) ** 2).mean()
+      >>> (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(state.params)
+      >>> state = state.apply_gradients(grads=grads, max_logits=max_logits)
       >>> int(state.step), muonjax.metrics(state.opt_state)["qk_clip/num_clipped"]
       (1, 0.0)
     """
@@ -93,6 +85,3 @@ class TrainState(train_state.TrainState):
         update = functools.partial(optax.with_extra_args_support(self.tx).update, max_logits=max_logits)
         bound = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
         return train_state.TrainState.apply_gradients(bound, grads=grads, **kwargs).replace(tx=self.tx)
-
-
-__test__ = {"watch": watch}  # a doctest is not found behind a decorator

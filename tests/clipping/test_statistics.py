@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import muonjax
 from tests.clipping.attentions import multi_head, zero_update
+from tests.tools.oracles import normal
 
 
 def test_statistics_come_in_every_form():
@@ -114,6 +116,38 @@ def test_statistics_by_module_are_all_claimed():
     params = {"a": multi_head()[0]}
     with pytest.raises(ValueError, match=r"statistics without a site \['b'\]"):
         muonjax.apply_qk_clip(params, {"a": jnp.ones(4), "b": jnp.ones(4)}, muonjax.mha_site(), 1.0)
+
+
+class Fused(nn.Module):
+    """An attention whose projections are one kernel."""
+
+    @nn.compact
+    def __call__(self, x):
+        q, k, v = jnp.moveaxis(nn.DenseGeneral((3, 4, 3), name="qkv_proj")(x), -3, 0)
+        return nn.DenseGeneral(12, axis=(-2, -1), name="out")(nn.dot_product_attention(q, k, v))
+
+
+def test_the_program_s_statistic_of_a_fused_projection():
+    """Names find its module, the program the projection: the statistic of the one fitted no site of the other."""
+    x = normal(2, 5, 12)
+    model = nn.Sequential([Fused(), Fused()])
+    params = model.init(jax.random.key(0), x)["params"]
+    loss = lambda params: (model.apply({"params": params}, x) ** 2).mean()  # noqa: E731
+    (_, statistics), _ = jax.jit(muonjax.value_and_grad(loss))(params)
+    assert list(statistics) == ["layers_0/qkv_proj", "layers_1/qkv_proj"]
+    by_names, by_program = (
+        muonjax.apply_qk_clip(params, statistics, sites, 0.5 * statistics["layers_0/qkv_proj"].max())
+        for sites in (muonjax.sites_from(params), muonjax.inspect(loss, params).sites)
+    )
+    jax.tree.map(np.testing.assert_array_equal, by_names, by_program)
+    assert (by_names["layers_0"]["qkv_proj"]["kernel"] != params["layers_0"]["qkv_proj"]["kernel"]).any()
+
+
+def test_the_program_s_statistic_of_an_ensemble():
+    """Its heads are those of all members, of which names make layers."""
+    params = {"a": {name: {"kernel": jnp.ones((3, 8, 4, 2))} for name in ("query", "key")}}
+    with pytest.raises(ValueError, match=r"shape \(12,\).* fits the sites of muonjax.inspect"):
+        muonjax.apply_qk_clip(params, {"a": jnp.ones(12)}, muonjax.mha_site(), 1.0)
 
 
 def test_missing_arguments():
