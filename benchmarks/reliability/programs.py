@@ -144,7 +144,7 @@ def client(library: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("libraries", nargs="*", choices=[[], *CLIENTS])
+    parser.add_argument("libraries", nargs="*", choices=CLIENTS)
     libraries = parser.parse_args().libraries
     known = measure.read("programs")
     clients = {row["library"]: row for row in known.pop("clients", [])}

@@ -5,7 +5,7 @@ import importlib
 from tests.program.library_models.model import MODELS, Model
 
 for _file in (
-    *("transformers_text", "transformers_others", "linen", "nnx", "haiku", "equinox", "plain"),
+    *("transformers_text", "transformers_others", "linen", "nnx", "published", "haiku", "equinox", "plain"),
     *("maxtext", "levanter", "tunix", "penzai"),  # each in an environment of its own
 ):
     importlib.import_module(f"tests.program.library_models.{_file}_models")
