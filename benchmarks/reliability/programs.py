@@ -144,8 +144,10 @@ def client(library: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("libraries", nargs="*", choices=CLIENTS)
+    parser.add_argument("libraries", nargs="*", help=f"of {', '.join(CLIENTS)}")
     libraries = parser.parse_args().libraries
+    if unknown := set(libraries).difference(CLIENTS):
+        parser.error(f"no library of {', '.join(CLIENTS)}: {', '.join(unknown)}")
     known = measure.read("programs")
     clients = {row["library"]: row for row in known.pop("clients", [])}
     if libraries:
