@@ -1,15 +1,18 @@
 """Library models as functions: how many of their parameters and attentions are read rightly, with names and without.
 
-    python -m benchmarks.reliability.programs
+    python -m benchmarks.reliability.programs                    # those that the extra [test] installs
+    python -m benchmarks.reliability.programs maxtext penzai     # each of these, in an environment that has it
 
 The models and the answers are those of tests/program/library_models, written by hand. Names alone read the same
 parameter trees, as they are and with random names.
 """
 
+import argparse
+import importlib.metadata
 import importlib.util
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import muonjax
@@ -24,6 +27,9 @@ from tests.program.library_models.answers import (
     same_heads,
 )
 from tests.program.library_models.model import Entry, flattened, scrambled
+
+CLIENTS = ("maxtext", "levanter", "tunix", "penzai")
+PACKAGES = {"levanter": "marin-levanter", "tunix": "google-tunix"}
 
 Answers = Mapping[str, Any]  # dimension numbers, None or "refused" by path
 
@@ -116,10 +122,46 @@ def _renamed(line: str, names: Mapping[str, str]) -> str:
     )
 
 
+def of_libraries(libraries: Collection[str]) -> dict[str, Entry]:
+    found = {name: entry for name, entry in MODELS.items() if entry.needs in libraries}
+    return {name: entry for name, entry in found.items() if importlib.util.find_spec(entry.needs)}
+
+
+def client(library: str) -> dict[str, Any]:
+    """The rows of one library of which the tests' own environment has not the versions."""
+    models = of_libraries([library])
+    rows = rows_of(models)[:2]
+    version = importlib.metadata.version(PACKAGES.get(library, library))
+    provenance = measure.provenance()
+    return {
+        "library": library,
+        "version": version,
+        "models": sorted(models),
+        "rows": rows,
+        "provenance": provenance,
+    }
+
+
 def main() -> None:
-    models = {name: entry for name, entry in MODELS.items() if importlib.util.find_spec(entry.needs)}
-    rows = rows_of(models)
-    measure.write("programs", {"models": sorted(models), "rows": rows}, rows)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("libraries", nargs="*", help=f"of {', '.join(CLIENTS)}")
+    libraries = parser.parse_args().libraries
+    if unknown := set(libraries).difference(CLIENTS):
+        parser.error(f"no library of {', '.join(CLIENTS)}: {', '.join(unknown)}")
+    known = measure.read("programs")
+    clients = {row["library"]: row for row in known.pop("clients", [])}
+    if libraries:
+        clients |= {library: client(library) for library in libraries}
+        ordered = [clients[name] for name in CLIENTS if name in clients]
+        measure.write(
+            "programs", known | {"clients": ordered}, *(clients[name]["rows"] for name in libraries)
+        )
+    else:
+        models = of_libraries({entry.needs for entry in MODELS.values()}.difference(CLIENTS))
+        rows = rows_of(models)
+        measure.write(
+            "programs", {"models": sorted(models), "rows": rows, "clients": [*clients.values()]}, rows
+        )
 
 
 if __name__ == "__main__":

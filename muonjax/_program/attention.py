@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from muonjax._program.graph import line_of
-from muonjax._program.layout import PLACED, Atom, Layout, Shard, joined
+from muonjax._program.layout import PLACED, Atom, Layout, Shard, joined, other
 from muonjax._program.rewrite import Probe, Step
 from muonjax._program.values import Image, Term
 from muonjax._program.walk import Attention, Walk
@@ -253,18 +253,36 @@ class _Finder:
         found = self.query.heads(image.layout)
         heads = sorted(found, key=lambda d: [(a.axis, -a.stride) for a in found[d]])
         axes = logits.seen.axes
-        kept = [k for k, atoms in enumerate(axes) if any(a.axis in heads for a in atoms)]
-        kept.sort(key=lambda k: (heads.index(axes[k][0].axis), -axes[k][0].stride))
-        together = joined([a for k in kept for a in axes[k]])
-        if len(axis) != 1 or [a.axis for a in together] != heads or not all(a.is_whole for a in together):
+        counted = {
+            k: mine for k, atoms in enumerate(axes) if (mine := [a for a in joined(atoms) if a.axis in found])
+        }
+        kept = sorted(counted, key=lambda k: heads.index(counted[k][0].axis))
+        atoms = [a for k in kept for a in counted[k]]
+        around = [self._around(image.layout, joined(axes[k]), found) for k in kept]
+        if len(axis) != 1 or [a.axis for a in atoms] != heads or not all(a.is_whole for a in atoms):
             raise _Refused("its logits are reshaped before softmax")
         mesh_axes = {shard.axis: shard.mesh_axes for shard in image.layout.shards}
-        of_heads = [mesh_axes.get(found[axes[k][0].axis][0].axis, ()) for k in kept]
+        of_heads = [mesh_axes.get(found[counted[k][0].axis][0].axis, ()) for k in kept]
         path = (
             Step(step.equation, step.body, layer, (*[()] * sum(is_layer[n + 1 :]), *of_heads))
             for n, (step, layer) in enumerate(zip(place, is_layer, strict=True))
         )
-        return Probe(tuple(path), places[place], axis[0], tuple(kept), raw.get(place))
+        return Probe(tuple(path), places[place], axis[0], tuple(kept), raw.get(place), tuple(around))
+
+    def _around(self, layout: Layout, atoms: Sequence[Atom], heads: Container[int]) -> tuple[int, ...]:
+        """Along an axis of the logits: entries outside of the heads, as of a batch, heads, and entries inside."""
+        runs = [
+            run
+            for a in atoms
+            for run in (layout.axes[self.query.axes[a.axis]] if a.axis in heads else other(a.size))
+        ]
+        where = [k for k, run in enumerate(runs) if run.axis >= 0]
+        first, stop = where[0], where[-1] + 1
+        if len(where) < stop - first:
+            raise _Refused("its heads have other entries between them")
+        return tuple(
+            math.prod(r.size for r in part) for part in (runs[:first], runs[first:stop], runs[stop:])
+        )
 
 
 def _of_all_devices(atoms: Sequence[Atom], shard: Shard) -> list[Atom]:

@@ -49,18 +49,20 @@ class Node:
     place: tuple[Step, ...]
 
     @property
-    def _scopes(self) -> str:
-        return "" if self.equation is None else str(self.equation.source_info.name_stack)
-
-    @property
     def is_transposed(self) -> bool:
         """Whether it belongs to the backward pass of a gradient that the function takes by itself."""
-        return "transpose(" in self._scopes
+        return self.equation is not None and _pass(self.equation.source_info.name_stack) == "backward"
 
     @property
     def is_differentiated(self) -> bool:
         """Whether it belongs to the forward pass of such a gradient: perhaps only the backward pass uses its result."""
-        return "jvp(" in self._scopes and not self.is_transposed
+        return self.equation is not None and _pass(self.equation.source_info.name_stack) == "forward"
+
+
+@functools.lru_cache(1024)
+def _pass(name_stack: Any) -> str:
+    scopes = str(name_stack)
+    return "backward" if "transpose(" in scopes else "forward" if "jvp(" in scopes else ""
 
 
 class Loop(NamedTuple):

@@ -42,6 +42,9 @@ class Probe(NamedTuple):
     softmax_axis: int
     heads: tuple[int, ...]  # the axes kept, in this order; all others are maximized over
     raw: Var | None = None  # the logits before mask and bias: measured where `variable` does not mask
+    around: tuple[
+        tuple[int, ...], ...
+    ] = ()  # of each kept axis: entries outside of a head, heads, entries inside
 
 
 class _Manual(NamedTuple):
@@ -93,9 +96,8 @@ def _reporting(body: Body, probes: tuple[Probe, ...], inside: tuple[_Manual, ...
     def measure(variable: Var, like: JaxprEqn) -> None:
         for probe in here.pop(variable):
             logits = [variable] if probe.raw is None else [variable, probe.raw]
-            maxima[probe] = _append(
-                eqns, _largest, logits, like, inside, axis=probe.softmax_axis, heads=probe.heads
-            )
+            settings = {"axis": probe.softmax_axis, "heads": probe.heads, "around": probe.around}
+            maxima[probe] = _append(eqns, _largest, logits, like, inside, **settings)
 
     for index, eqn in enumerate(opened(body).eqns):
         # Where the logits are read first, softmax computes its maximum, in the same scope.
@@ -252,9 +254,14 @@ def _last_output(*operands: jax.Array, body: ClosedJaxpr) -> jax.Array:
 
 
 def _largest(
-    logits: jax.Array, raw: jax.Array | None = None, *, axis: int, heads: tuple[int, ...]
+    logits: jax.Array,
+    raw: jax.Array | None = None,
+    *,
+    axis: int,
+    heads: tuple[int, ...],
+    around: tuple[tuple[int, ...], ...],
 ) -> jax.Array:
-    """The maximum that softmax computes along `axis`, then that over all axes but `heads`."""
+    """The maximum that softmax computes along `axis`, then that over all but the heads."""
     if raw is not None:  # NaN stays: it is no comparison's
         logits = jnp.where(logits - raw <= MASKED, -jnp.inf, raw)
     rows = jax.lax.reduce_max(jax.lax.stop_gradient(logits), (axis,))
@@ -264,7 +271,11 @@ def _largest(
     kept = [head - (head > axis) for head in heads]
     others = tuple(i for i in range(rows.ndim) if i not in kept)
     maxima = jax.lax.reduce_max(rows, others) if others else rows
-    return jnp.transpose(maxima, [sorted(kept).index(head) for head in kept]).astype(jnp.float32)
+    maxima = jnp.transpose(maxima, [sorted(kept).index(head) for head in kept]).astype(jnp.float32)
+    if any((outer, inner) != (1, 1) for outer, _, inner in around):
+        maxima = maxima.reshape([n for sizes in around for n in sizes])
+        maxima = jax.lax.reduce_max(maxima, [k for k in range(maxima.ndim) if k % 3 != 1])
+    return maxima
 
 
 def _nothing(aval: Any) -> jax.Array:

@@ -232,11 +232,12 @@ def _looked_up(
             every = t.layout.atoms(range(len(t.layout.axes)))
             walk.record(i, "product", t, k=k, rows=t.inner[0], columns=every)
             continue
-        layout = t.layout._replace(loops=(*t.layout.loops, *t.layout.atoms(picked)))
-        looked = (*t.looked, i) if by_data and t.layout.atoms(picked) else t.looked
-        if by_data:
-            walk.record(i, "looked up", t, rows=t.layout.atoms(picked))
-        terms.append(t._replace(layout=layout.pick(sources, shape), looked=looked))
+        rows = t.layout.atoms(picked)
+        layout = t.layout._replace(loops=(*t.layout.loops, *rows)).pick(sources, shape)
+        if by_data and rows:
+            walk.record(i, "looked up", t, rows=rows)
+            t = t._replace(looked=(*t.looked, i))
+        terms.append(t._replace(layout=layout))
     return result._replace(terms=tuple(terms))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -78,7 +79,13 @@ class Walk:
             is_key = "key" in str(getattr(graph.avals[x], "dtype", ""))
             inputs = (Image((-1, k), whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(NOISE if is_key else DATA, inputs=inputs)
-        self._run()
+        collects = gc.isenabled()
+        gc.disable()  # it would go through all of JAX's objects for the many small ones that are made here
+        try:
+            self._run()
+        finally:
+            if collects:
+                gc.enable()
         self._unite_heads()
 
     def shape(self, value: int) -> tuple[int, ...]:

@@ -369,3 +369,34 @@ def test_an_index_that_stands_in_the_program():
         ("query", HEADS, 0, D),
         ("key", HEADS, D, D),
     ]
+
+
+@pytest.mark.parametrize("merged", ["products", "logits"])
+def test_heads_and_batch_in_one_axis(merged):
+    """As ported from `torch.bmm`: queries, or logits, with one axis for examples and heads."""
+
+    def loss(p, x):
+        b, t, _ = x.shape
+        q, k, v = ((x @ p[name]).reshape(b, t, HEADS, SIZE).swapaxes(1, 2) for name in "qkv")
+        if merged == "products":
+            q, k, v = (z.reshape(b * HEADS, t, SIZE) for z in (q, k, v))
+        shares = jax.nn.softmax((q @ k.swapaxes(-1, -2) / np.sqrt(SIZE)).reshape(b * HEADS, t, t))
+        y = (shares.reshape(*q.shape[:-1], t) @ v).reshape(b, HEADS, t, SIZE).swapaxes(1, 2)
+        return jnp.mean((y.reshape(x.shape) @ p["o"]) ** 2)
+
+    rng = np.random.default_rng(0)
+    p, x = jax.tree.map(lambda s: jnp.float32(rng.normal(size=s.shape)), (QKV, X))
+    program = muonjax.inspect(loss, p, x)
+    assert entries(program) == [FOUND]
+    assert max(map(abs, program.check_clip(p, x).values())) < 1e-5
+
+
+def test_a_norm_before_tokens_are_sorted_is_no_table():
+    """Mixtral in Levanter: the tokens, in whose norm a parameter is a factor, are sorted by their expert."""
+
+    def loss(p, x):
+        y = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True)) * p["norm"]
+        return jnp.mean((jnp.take(y, jnp.argsort(y[:, 0, 0]), axis=0) @ p["w"] @ p["last"]) ** 2)
+
+    program = muonjax.inspect(loss, weights(norm=(D,), w=(D, D), last=(D, D)), X)
+    assert program.why("norm").startswith("multiplied entry by entry")

@@ -19,7 +19,10 @@ from tests.program.library_models.answers import (
 from tests.program.library_models.model import flattened, scrambled
 from tests.tools import tiers
 
-pytestmark = pytest.mark.promotes("the libraries' models promote dtypes and ranks")
+pytestmark = [
+    pytest.mark.promotes("the libraries' models promote dtypes and ranks"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 # One of each library and of each kind of layer.
 QUICK = (

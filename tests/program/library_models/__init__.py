@@ -4,7 +4,10 @@ import importlib
 
 from tests.program.library_models.model import MODELS, Model
 
-for _file in ("transformers_text", "transformers_others", "linen", "nnx", "haiku", "equinox", "plain"):
+for _file in (
+    *("transformers_text", "transformers_others", "linen", "nnx", "published", "haiku", "equinox", "plain"),
+    *("maxtext", "levanter", "tunix", "penzai"),  # each in an environment of its own
+):
     importlib.import_module(f"tests.program.library_models.{_file}_models")
 
 __all__ = ["MODELS", "Model"]

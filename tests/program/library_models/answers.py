@@ -12,9 +12,9 @@ An attention, `*` for the part of its parameters' paths that differs between lay
     query q/kernel@1 4x16; key qkv/kernel@1 4x16+64
     refused: its queries are normalized
 
-of each parameter the axis that holds the heads, how many there are, how many entries each has, at which position the
-first begins (+64), how far apart they are if not side by side (/48), and the only positions of other axes that
-count (0:8@2).
+of each parameter the axis that holds the heads (1,2 for two of them), how many there are, how many entries each has,
+at which position the first begins (+64), how far apart they are if not side by side (/48), and the only positions of
+other axes that count (0:8@2).
 """
 
 import itertools
@@ -104,11 +104,12 @@ def expected_attention(model: Model, line: str) -> Heads | str:
         count, width, start, stride = re.fullmatch(
             r"(\d+)x(\d+)(?:\+(\d+))?(?:/(\d+))?", count_width
         ).groups()
-        grid, axis = np.zeros(shapes[path], int), int(axis)
+        grid, axes = np.zeros(shapes[path], int), [int(a) for a in axis.split(",")]
         for head, offset in itertools.product(range(int(count)), range(int(width))):
             position = int(start or 0) + head * int(stride or width) + offset
             index: list[Any] = [slice(None)] * grid.ndim
-            index[axis] = position
+            for a, at in zip(axes, np.unravel_index(position, [grid.shape[a] for a in axes]), strict=True):
+                index[a] = at
             for other in others:
                 low, high, along = re.split("[:@]", other)
                 index[int(along)] = slice(int(low), int(high))

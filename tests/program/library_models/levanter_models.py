@@ -8,11 +8,13 @@ HEAD = "no product after it, an output head"
 
 
 def language(config, leaves, attentions=(), per_head=None):
-    """`config.build` and the loss that Levanter's trainer differentiates, over two texts."""
+    """`config.build` and the loss that Levanter's trainer differentiates, of one text."""
     import equinox as eqx
     import haliax as hax
     from levanter.models.lm_model import LmExample
 
+    # Experts are chosen in a shard_map. Its trainer sets a mesh too.
+    jax.set_mesh(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]))
     whole = eqx.filter_eval_shape(lambda: config.build(hax.Axis("vocab", 99), key=jax.random.key(0)))
     arrays, static = eqx.partition(whole, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     params, structure = jax.tree.flatten(arrays)
@@ -24,29 +26,24 @@ def language(config, leaves, attentions=(), per_head=None):
     def loss(params, text):
         model = eqx.combine(jax.tree.unflatten(structure, [params[name] for name in names]), static)
 
-        def one(text):
-            example = LmExample.causal(hax.named(text, config.max_Pos))
-            return model.compute_next_token_loss(example, key=jax.random.key(0)).scalar()
+        example = LmExample.causal(hax.named(text, config.max_Pos))
+        return model.compute_next_token_loss(example, key=jax.random.key(0)).scalar()
 
-        return jax.vmap(one)(text).mean()
-
-    return Model(
-        loss, dict(zip(names, params, strict=True)), [tokens(2, 8)], leaves, attentions, per_head or {}
-    )
+    return Model(loss, dict(zip(names, params, strict=True)), [tokens(8)], leaves, attentions, per_head or {})
 
 
 SIZES = {"max_seq_len": 8, "hidden_dim": 32, "num_layers": 3, "num_heads": 4}
-LLAMA = {
+TIED = {
     "*token_embeddings/weight": "looked up",
-    "lm_head/weight": HEAD,
     "*norm/weight": "multiplied entry by entry",
 }
+LLAMA = TIED | {"lm_head/weight": HEAD}
 ATTENTION = {  # stored (layers, out, in)
     "*/q_proj/weight": "4>1,2,3",
     "*/{k_proj,v_proj}/weight": "3>1,2",
     "*/o_proj/weight": "2,3>1",
-    "*/{gate_proj,up_proj,down_proj}/weight": "2>1",
 }
+DENSE = {"*/{gate_proj,up_proj,down_proj}/weight": "2>1"}
 PER_HEAD = {"*/q_proj/weight": "4>3", "*/{k_proj,v_proj}/weight": "3>2"}
 
 
@@ -60,7 +57,7 @@ def llama():
     from levanter.models.llama import LlamaConfig
 
     config = LlamaConfig(**SIZES, intermediate_dim=48, num_kv_heads=2)
-    return language(config, LLAMA | ATTENTION, [SITE], PER_HEAD)
+    return language(config, LLAMA | ATTENTION | DENSE, [SITE], PER_HEAD)
 
 
 @model("levanter")
@@ -92,7 +89,8 @@ def mixtral():
     config = MixtralConfig(
         **SIZES, intermediate_dim=48, num_kv_heads=2, n_routed_experts=4, num_experts_per_tok=2
     )
-    return language(config, LLAMA | ATTENTION, [SITE], PER_HEAD)
+    experts = {"*/gate/weight": "2>1|1>2", "*/{w1,w2,w3}/weight": "2>3|3>2"}
+    return language(config, LLAMA | ATTENTION | experts, [SITE], PER_HEAD)
 
 
 @model("levanter")
@@ -100,7 +98,7 @@ def qwen3():
     from levanter.models.qwen import Qwen3Config
 
     config = Qwen3Config(**SIZES, intermediate_dim=48, num_kv_heads=2)
-    return language(config, LLAMA | ATTENTION, ["refused: its queries are normalized"], PER_HEAD)
+    return language(config, LLAMA | ATTENTION | DENSE, ["refused: its queries are normalized"], PER_HEAD)
 
 
 @model("levanter")
@@ -108,4 +106,4 @@ def gemma2():
     from levanter.models.gemma import Gemma2Config
 
     config = Gemma2Config(**SIZES, intermediate_dim=48, num_kv_heads=2, head_dim=8)
-    return language(config, LLAMA | ATTENTION, ["refused: the logits are capped"], PER_HEAD)
+    return language(config, TIED | ATTENTION | DENSE, ["refused: the logits are capped"], PER_HEAD)

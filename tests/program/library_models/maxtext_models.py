@@ -38,7 +38,7 @@ def decoder(name, leaves, attentions=(), per_head=None, settings=""):
 
     def loss(params, rest, data):
         with mesh, nn.logical_axis_rules(config.logical_axis_rules):
-            whole = nnx.merge(graph, params, rest)
+            whole = nnx.merge(graph, params, rest, copy=True)
             return trainer.loss_fn(whole, config, dict(data), None, None)[0]
 
     words = (
