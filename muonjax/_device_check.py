@@ -205,7 +205,7 @@ def times(quick: bool, platform: str) -> dict[str, Any]:
     shapes = {"out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     shapes |= dict.fromkeys(("query", "key", "value"), (width, width))
     numbers = MuonDimensionNumbers(0, 1)
-    methods = {"Optax": optax.contrib.muon(1e-3, consistent_rms=0.2)} | {
+    methods = {"Optax": optax.contrib.muon(1e-3)} | {
         name: muon(
             1e-3,
             newton_schulz=PRESETS[name][0],

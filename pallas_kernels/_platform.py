@@ -30,12 +30,7 @@ def platform_of(*arrays: Any, mesh: Any = None) -> str:
     All of these are part of the key of JAX's caches: no trace for one platform is used on another.
     """
     device = _device_of(arrays, mesh)
-    if isinstance(device, str):
-        name = device
-    elif hasattr(device, "platform"):
-        name = device.platform
-    else:  # an AbstractDevice of JAX 0.10.0
-        name = next((name for name in ("cpu", "tpu") if name in device.device_kind.lower()), "gpu")
+    name = device if isinstance(device, str) else device.platform
     return _NAMES.get(name, name)
 
 

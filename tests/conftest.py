@@ -72,10 +72,6 @@ def pytest_runtest_call(item):
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items):
     tiers.mark_others(items)
-    if jax.__version_info__ < (0, 10, 2):
-        for item in items:
-            if "test_offload.py" in item.nodeid or "_offload.offload" in item.nodeid:
-                item.add_marker(pytest.mark.skip(reason="this JAX has no host memory on a CPU"))
 
 
 def pytest_collection_finish(session):

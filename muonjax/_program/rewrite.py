@@ -140,7 +140,7 @@ def _enclosing(
         new, avals = _while(bodies[0], *arguments)
         first = [_append(eqns, _nothing, [], eqn, inside, aval=aval) for aval in avals]
     elif name == "shard_map":
-        manual = _Manual(eqn.params["mesh"], versions.manual_axes(eqn), eqn.params["check_vma"])
+        manual = _Manual(eqn.params["mesh"], eqn.params["newly_manual_axes"], eqn.params["check_vma"])
         new, local = _shard_map(bodies[0], *arguments, manual, tuple(step.sharded for step in steps))
         specs = [PartitionSpec(*(axes or None for axes in step.sharded)) for step in steps]
         avals = [

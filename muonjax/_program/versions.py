@@ -154,9 +154,3 @@ def _one_sliced_output() -> Any:
     """The tree of a scan's sliced outputs where there is one (JAX 0.12)."""
     (eqn,) = jax.make_jaxpr(lambda: jax.lax.scan(lambda c, _: (c, c), 0.0, length=1)[1])().eqns
     return eqn.params["ft_out"].unpack()[1]
-
-
-def manual_axes(eqn: JaxprEqn) -> frozenset[Any]:
-    """The mesh axes of a `shard_map`; JAX 0.10.0 gives them another name."""
-    params = eqn.params
-    return params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]

@@ -193,6 +193,8 @@ def test_says_what_a_user_asks(name):
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if not is_value(name)])
 def test_documents_its_arguments_and_no_others(name):
+    if "optax_contrib" in name and "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters:
+        pytest.skip("it points to Optax for arguments that this Optax does not have yet")
     found = sections(name)
     public = PUBLIC[name]
     if inspect.isclass(public) and "Args" not in found and not is_record(public):
