@@ -48,7 +48,8 @@ def map_groups(
     whole = f if policy.is_cpu else jax.jit(f)  # one trace for all stacks of a shape
     kept: dict[int, Any] = {}
     second: Callable[..., jax.Array] = whole
-    if isinstance(f, TwoPasses) and policy.is_gpu:
+    # One stack shares nothing, and in one pass what it rounds is kept.
+    if isinstance(f, TwoPasses) and policy.shares_small_matrices and len(stacks) > 1:
         kept, second = _first_passes(f, stacks, matrices, policy), jax.jit(f.second)
     last: int | None = None
     for number, indices in enumerate(stacks):
@@ -96,7 +97,7 @@ def _stacked(
 ) -> tuple[Inexact[Array, "count m n"], Any]:
     """Some of the matrices, wide, as one array; on a GPU it is not made before `before` is, which is returned."""
     parts = [matrices[i] for i in indices]
-    if policy.is_gpu:
+    if policy.one_stack_at_a_time:
         parts, before = jax.lax.optimization_barrier((parts, before))
     parts = [_transpose(part, policy) if _is_tall(part) else part for part in parts]
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0], before

@@ -80,13 +80,19 @@ class Policy:
         return 32 << 20
 
     @property
-    def is_gpu(self) -> bool:
-        """Whether the rules for GPUs apply.
+    def one_stack_at_a_time(self) -> bool:
+        """Whether a stack waits for the one before it, so that the memory of one serves the next.
 
-        A stack waits for the one before it, so that the memory of one serves the next: XLA's scheduler begins several,
-        and keeps them (counted: twice the memory). On a TPU waiting would keep the next stack's copy into the chip's
-        memory from running beside the products. What is k x k in the deflation is made for all stacks at once:
-        282 launches become 198 in the update of GPT-2, 1,542 become 816 in that of Llama; each matrix is rounded twice.
+        Of several, XLA's scheduler for GPUs begins some at once and keeps them (counted: twice the memory). On a TPU
+        waiting would keep the next stack's copy into the chip's memory from running beside the products.
+        """
+        return self.platform == "gpu"
+
+    @property
+    def shares_small_matrices(self) -> bool:
+        """Whether what is k x k in the deflation is made for all stacks at once, each of which is then rounded twice.
+
+        On a GPU launches take the time (benchmarks/gpu/choices.py counts them with and without).
         """
         return self.platform == "gpu"
 
@@ -94,11 +100,15 @@ class Policy:
         """How many of `count` matrices of `shape` run as one batch: the largest divisor whose batch is small enough.
 
         On a CPU a batched product is slower than the same products one after the other as soon as one matrix
-        fills the caches (measured: benchmarks/optimizer/batching.py). On an accelerator few large launches win. Counted
-        on a GPU (benchmarks/gpu/small_matrices.py): a leaf that is a stack already is not copied, and 64 heads of
-        7168 x 128 in one batch take 26 % less time than in two, and 0.4 of the memory.
+        fills the caches (measured: benchmarks/optimizer/batching.py). On an accelerator few large launches win, and a
+        loop copies its stack. Counted on a GPU (benchmarks/gpu/small_matrices.py): 64 heads of 7168 x 128 take 26 %
+        less time in one batch than in two, and 0.4 of the memory; 128 experts of 2048 x 768 take 15 % less in one than
+        in four, and 0.76 of the memory. Four of 4096 x 14336 would take 5 % less, but twice the memory.
         """
-        elements = 1 << 18 if self.is_cpu else 64 << 20 if self.platform == "gpu" else self.stack_elements
+        if self.platform == "gpu":
+            elements = (256 if math.prod(shape) < 4 << 20 else 64) << 20
+        else:
+            elements = 1 << 18 if self.is_cpu else self.stack_elements
         largest = max(1, int(elements // math.prod(shape)))
         return max(size for size in range(1, count + 1) if count % size == 0 and size <= largest)
 

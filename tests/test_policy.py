@@ -158,3 +158,8 @@ def test_chunks_divide_the_count_and_are_as_large_as_they_may_be(platform):
     assert policy.chunk_size(7, (1, elements // 5)) == 1
     assert policy.chunk_size(7, (2, elements)) == 1
     assert policy.chunk_size(7, (1, 1)) == 7
+
+
+def test_small_matrices_run_in_larger_batches_on_a_gpu():
+    assert Policy("gpu").chunk_size(128, (2048, 768)) == 128
+    assert Policy("gpu").chunk_size(4, (4096, 14336)) == 1

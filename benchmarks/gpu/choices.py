@@ -23,7 +23,6 @@ TREES = {
     "8 of 4096 × 4096": {"x": ((4096, 4096), 8)},
     "3 of 4096 × 14336": {"x": ((14336, 4096), 1), "y": ((4096, 14336), 2)},
 }
-PLAIN = "{} Polar Express steps, no deflation"
 _NOT_FUSED = {"joins_last_steps": lambda self, m, n: False}
 PLAIN = "{} Polar Express steps, no deflation"
 # The method, what replaces a rule, and the trees that it concerns.
@@ -34,6 +33,7 @@ CHOICES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "balanced": ("balanced", {}, (0, 1, 2, 3, 4)),
     "6 steps, no deflation": (PLAIN.format(6), {}, (0, 1, 2, 3, 4)),
     "balanced, steps not fused": ("balanced", _NOT_FUSED, (1, 2, 4)),
+    "balanced, nothing shared": ("balanced", {"shares_small_matrices": False}, (1, 3, 4)),
     "balanced, stacks of 16 Mi": ("balanced", {"stack_elements": 16 << 20}, (0, 1, 3)),
     "balanced, stacks of 64 Mi": ("balanced", {"stack_elements": 64 << 20}, (1, 3)),
 }

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,3 +175,11 @@ def test_bad_trees(tree, numbers, error, message):
 def test_settings_must_be_a_value():
     with pytest.raises(TypeError, match="must be a NewtonSchulz"):
         muonjax.orthogonalize(newton_schulz="fast")
+
+
+@pytest.mark.parametrize(("shapes", "times"), [([(3, 32, 48)], 1), ([(3, 32, 48), (3, 32, 64)], 2)])
+def test_a_single_stack_is_rounded_once_on_a_gpu(shapes, times):
+    """Between the passes over several stacks, what is rounded would stay in memory."""
+    f = polar_function(muonjax.NewtonSchulz(), Policy("gpu"))
+    text = str(jax.make_jaxpr(lambda xs: map_groups(f, xs, Policy("gpu")))([jnp.ones(s) for s in shapes]))
+    assert len(re.findall(r":f16\[3,32,48\] = convert_element_type", text)) == times
