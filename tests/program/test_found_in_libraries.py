@@ -400,3 +400,18 @@ def test_a_norm_before_tokens_are_sorted_is_no_table():
 
     program = muonjax.inspect(loss, weights(norm=(D,), w=(D, D), last=(D, D)), X)
     assert program.why("norm").startswith("multiplied entry by entry")
+
+
+def test_one_learned_query_of_all_examples():
+    """Pooling by attention: queries made of parameters alone, with no axis that counts them."""
+
+    def loss(p, x):
+        shares = jax.nn.softmax(jnp.einsum("d,bkd->bk", p["query"] @ p["q"], x @ p["k"]) / np.sqrt(D))
+        return jnp.mean((jnp.einsum("bk,bkd->bd", shares, x @ p["v"]) @ p["o"]) ** 2)
+
+    rng = np.random.default_rng(0)
+    p, x = jax.tree.map(lambda s: jnp.float32(rng.normal(size=s.shape)), (QKV | weights(query=(D,)), X))
+    program = muonjax.inspect(loss, p, x)
+    assert program.why("query").startswith("a learned input")
+    assert program.dimension_numbers()["q"] == muonjax.MuonDimensionNumbers(0, 1)
+    assert max(map(abs, program.check_clip(p, x).values())) < 1e-5
