@@ -85,9 +85,6 @@ class Layout(NamedTuple):
         """The runs of the origin along these axes."""
         return tuple(a for i in axes for a in self.axes[i] if a.axis >= 0)
 
-    def transpose(self, order: Sequence[int]) -> Layout:
-        return self._replace(axes=tuple(self.axes[i] for i in order))
-
     def pick(self, sources: Sequence[int | None], shape: Sequence[int]) -> Layout:
         """Axis i is the axis `sources[i]` of this array, or a new one of `shape[i]` entries."""
         axes = (other(n) if s is None else self.axes[s] for s, n in zip(sources, shape, strict=True))
@@ -166,7 +163,8 @@ class Layout(NamedTuple):
 
     def loop(self, axis: int) -> Layout:
         """One entry of an axis that a loop, a lookup or a batch visits entry by entry."""
-        return self._without(axis)._replace(loops=(*self.loops, *self.atoms([axis])))
+        kept = (*self.axes[:axis], *self.axes[axis + 1 :])
+        return self._replace(axes=kept, loops=(*self.loops, *self.atoms([axis])))
 
     @property
     def settled(self) -> Layout:
@@ -215,9 +213,6 @@ class Layout(NamedTuple):
 
     def _with(self, axis: int, atoms: Sequence[Atom]) -> Layout:
         return self._replace(axes=(*self.axes[:axis], tuple(atoms), *self.axes[axis + 1 :]))
-
-    def _without(self, axis: int) -> Layout:
-        return self._replace(axes=(*self.axes[:axis], *self.axes[axis + 1 :]))
 
     def _take(self, atom: Atom, start: int, size: int) -> Layout:
         if atom.axis < 0:

@@ -255,6 +255,15 @@ def of_grouped(**settings):
     return program, lambda: program.check_clip(p, x)
 
 
+def causal(logits):
+    return jnp.where(np.tril(np.ones(logits.shape[-2:], bool)), logits, -1e9)
+
+
+def with_a_mask(p):
+    """Tunix's Llama: the mask comes after the reshape."""
+    return lambda logits: jax.nn.softmax(causal(logits))
+
+
 def with_sinks(p):
     """gpt-oss: a learned logit for each head beside those of the keys."""
 
@@ -277,7 +286,7 @@ def with_sinks_in_the_sum(p):
     return soften
 
 
-@pytest.mark.parametrize("soften", [lambda p: jax.nn.softmax, with_sinks, with_sinks_in_the_sum])
+@pytest.mark.parametrize("soften", [with_a_mask, with_sinks, with_sinks_in_the_sum])
 def test_a_sink_is_no_logit_of_the_keys(soften):
     program, check = of_grouped(soften=soften)
     found = {("q", "query"): (4, 0, 4 * SIZE, (0, None)), ("k", "key"): (2, 0, 2 * SIZE, (0, None))}
@@ -380,7 +389,8 @@ def test_heads_and_batch_in_one_axis(merged):
         q, k, v = ((x @ p[name]).reshape(b, t, HEADS, SIZE).swapaxes(1, 2) for name in "qkv")
         if merged == "products":
             q, k, v = (z.reshape(b * HEADS, t, SIZE) for z in (q, k, v))
-        shares = jax.nn.softmax((q @ k.swapaxes(-1, -2) / np.sqrt(SIZE)).reshape(b * HEADS, t, t))
+        logits = (q @ k.swapaxes(-1, -2) / np.sqrt(SIZE)).reshape(b * HEADS, t, t)
+        shares = jax.nn.softmax(causal(logits))
         y = (shares.reshape(*q.shape[:-1], t) @ v).reshape(b, HEADS, t, SIZE).swapaxes(1, 2)
         return jnp.mean((y.reshape(x.shape) @ p["o"]) ** 2)
 
@@ -400,3 +410,18 @@ def test_a_norm_before_tokens_are_sorted_is_no_table():
 
     program = muonjax.inspect(loss, weights(norm=(D,), w=(D, D), last=(D, D)), X)
     assert program.why("norm").startswith("multiplied entry by entry")
+
+
+def test_one_learned_query_of_all_examples():
+    """Pooling by attention: queries made of parameters alone, with no axis that counts them."""
+
+    def loss(p, x):
+        shares = jax.nn.softmax(jnp.einsum("d,bkd->bk", p["query"] @ p["q"], x @ p["k"]) / np.sqrt(D))
+        return jnp.mean((jnp.einsum("bk,bkd->bd", shares, x @ p["v"]) @ p["o"]) ** 2)
+
+    rng = np.random.default_rng(0)
+    p, x = jax.tree.map(lambda s: jnp.float32(rng.normal(size=s.shape)), (QKV | weights(query=(D,)), X))
+    program = muonjax.inspect(loss, p, x)
+    assert program.why("query").startswith("a learned input")
+    assert program.dimension_numbers()["q"] == muonjax.MuonDimensionNumbers(0, 1)
+    assert max(map(abs, program.check_clip(p, x).values())) < 1e-5

@@ -77,7 +77,7 @@ def step(rng, layout, positions, aligned):
     )
     if kind == "transpose":
         order = rng.sample(range(len(shape)), len(shape))
-        return layout.transpose(order), positions.transpose(order)
+        return layout.pick(order, shape), positions.transpose(order)
     if kind == "split" and shape and not placed and not (aligned and not is_one_run(atoms)):
         new = (*shape[:axis], *factors(rng, shape[axis]), *shape[axis + 1 :])
         return layout.reshape(new), positions.reshape(new)
