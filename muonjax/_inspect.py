@@ -233,7 +233,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
       ValueError: no product, look-up or sum uses `params`.
 
     Warns:
-      UserWarning: a parameter is never used, or in a penalty alone.
+      UserWarning: a parameter is never used, or without data alone, as in a penalty.
 
     Example:
       >>> import jax, jax.numpy as jnp, muonjax

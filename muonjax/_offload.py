@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import optax
 
+from muonjax._update_arguments import refuse_positional
+
 
 def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Any Optax transformation, whose state may lie in host memory.
@@ -13,8 +15,8 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
     An array of the state that lies there is copied to the device where the update reads it, and its new value back.
     The copies are asynchronous and one for each array: XLA's scheduler starts the next ones while the last are used; on
     a TPU as many as there is free memory for. The optimizers of muonjax, `trace` and `ema_nesterov` do so by
-    themselves, with momentum leaf by leaf so that two leaves at most are on the device; others, and `optax.MultiSteps`
-    around any, need this wrapper.
+    themselves, with momentum leaf by leaf so that two leaves at most are on the device, and AdamW's moments at once;
+    others, and `optax.MultiSteps` around any, need this wrapper.
 
     Args:
       tx: Such as `optax.adamw(1e-3)`.
@@ -49,11 +51,7 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
         *unnamed: Any,
         **extra_args: Any,
     ):
-        if unnamed:
-            raise TypeError(
-                "update(grads, state, params) takes no fourth positional argument; give attention logits by their "
-                "name, max_logits=."
-            )
+        refuse_positional(unnamed)
         if not any(map(_is_on_host, jax.tree.leaves(state))):
             return update(updates, state, params, **extra_args)
         here = jax.tree.map(lambda x: _move(x, "Device") if _is_on_host(x) else x, state)
@@ -71,18 +69,22 @@ def leaf_by_leaf(step: Callable[..., tuple[Any, ...]], updates: Any, *states: An
     The next leaf's copy to the device is in flight meanwhile.
     """
     leaves, treedef = jax.tree.flatten(updates)
+    for state in states:
+        jax.tree.map(lambda *_: None, updates, state)  # raises where they are of other parameters
     results: list[tuple[Any, ...]] = []
+    back: list[Any] = []  # the last copies to the host
     for u, *state in zip(leaves, *map(jax.tree.leaves, states), strict=True):
         on_host = [_is_on_host(x) for x in state]
         if not any(on_host):
             results.append(step(u, *state))
             continue
-        if results:
-            u, _ = jax.lax.optimization_barrier((u, results[-1][1:]))
+        if back:
+            u, _ = jax.lax.optimization_barrier((u, back))
         state = [_move(x, "Device") if host else x for x, host in zip(state, on_host, strict=True)]
         # One computation makes both. Else the update would be made again from the state wherever it is read.
         u, *new = jax.lax.optimization_barrier(step(u, *state))
-        results.append((u, *(_move(x, "Host") if host else x for x, host in zip(new, on_host, strict=True))))
+        back = [_move(x, "Host") if host else x for x, host in zip(new, on_host, strict=True)]
+        results.append((u, *back))
     return (
         [treedef.unflatten(found) for found in zip(*results, strict=True)] if results else [updates, *states]
     )

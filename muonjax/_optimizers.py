@@ -24,7 +24,7 @@ from muonjax._orthogonalize import check_newton_schulz, orthogonalize
 from muonjax._partition import partition_by_route
 from muonjax._routing.dimension_numbers import decays
 from muonjax._trace import trace
-from muonjax._update_arguments import check_order, other_state
+from muonjax._update_arguments import check_order, other_state, refuse_positional
 
 
 class MatrixSettings(TypedDict, total=False):
@@ -110,7 +110,7 @@ def _orthogonalized(
         return optax.chain(
             trace(decay, nesterov, mu_dtype, distribution=distribution),
             orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
-            *rest(numbers),
+            *map(offload, rest(numbers)),
         )
 
     return partition_by_route(call, matrices, adamw if adam is None else adam, muon_weight_dimension_numbers)
@@ -395,7 +395,14 @@ def _then_clip(
         made: Any = optimizer.init({})
         return pair and len(state[0]) == len(made)
 
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+    def update(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *unnamed: Any,
+        **extra_args: Any,
+    ):
+        refuse_positional(unnamed)
         check_order(call, updates, state, params)
         if not is_own(state):
             raise ValueError(other_state(call, state))

@@ -13,7 +13,13 @@ from muonjax._offload import offload
 from muonjax._routing.dimension_numbers import dimension_numbers as route
 from muonjax._routing.parameters import check_parameters
 from muonjax._trees import flatten_paths, is_masked
-from muonjax._update_arguments import check_order, is_trainable, other_state, with_gradients
+from muonjax._update_arguments import (
+    check_order,
+    is_trainable,
+    other_state,
+    refuse_positional,
+    with_gradients,
+)
 from muonjax._warn_user import warn_user
 
 
@@ -50,7 +56,14 @@ def partition_by_route(
     def init(params: optax.Params):
         return members(params, params, warn=True).init(params)
 
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+    def update(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *unnamed: Any,
+        **extra_args: Any,
+    ):
+        refuse_positional(unnamed)
         check_order(call, updates, state, params)
         if params is not None:
             params = with_gradients(updates, params)

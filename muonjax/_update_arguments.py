@@ -21,6 +21,15 @@ def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
         raise ValueError(f"{call}: gradients and state {order}.")
 
 
+def refuse_positional(unnamed: tuple[Any, ...]) -> None:
+    """Raise for what stands after the parameters, where it would reach a member of the chain as something else."""
+    if unnamed:
+        raise TypeError(
+            "update(grads, state, params) takes no fourth positional argument; give attention logits by their name, "
+            "max_logits=."
+        )
+
+
 def other_state(call: str, state: Any) -> str:
     """The message for a state that another optimizer made, or whose tuples a checkpoint has lost."""
     if isinstance(state, Mapping):

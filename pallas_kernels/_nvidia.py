@@ -39,7 +39,8 @@ def suitable_gpu(implementation: str, dtype: jnp.dtype, capabilities: tuple[int,
         cores = device.num_cores
     else:
         device = backend.get_default_device()
-        capability = int(str(getattr(device, "compute_capability", None) or 0).partition(".")[0])
+        major = str(getattr(device, "compute_capability", "")).partition(".")[0]
+        capability = int(major) if major.isdigit() else 0  # AMD's are names
         cores = getattr(device, "core_count", None)
     if device.platform != "gpu" or capability not in capabilities:
         reason = f"needs a GPU of compute capability {named}, the device is {device.device_kind!r}"

@@ -68,7 +68,7 @@ def test_a_kernel_that_does_not_compile_gives_exit_status_1(monkeypatch, capsys)
 
 @pytest.mark.nan
 @pytest.mark.usefixtures("one_quick_check")
-@pytest.mark.parametrize("broken", ["nan", thorough("lower precision"), thorough("not orthogonal")])
+@pytest.mark.parametrize("broken", [thorough("nan"), thorough("lower precision"), thorough("not orthogonal")])
 def test_results_that_are_off_give_exit_status_1(broken, monkeypatch, capsys):
     right = _device_check.newton_schulz
     change = {

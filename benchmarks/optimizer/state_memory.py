@@ -37,6 +37,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "muon": lambda: muonjax.muon(1e-3),
     "muon, int8": lambda: muonjax.muon(1e-3, mu_dtype=jnp.int8),
     "trace": lambda: muonjax.trace(0.95, nesterov=True),
+    "trace, int8": lambda: muonjax.trace(0.95, True, jnp.int8),
 }
 CASES = [
     Case("H100", "muon", 8, 4096),
@@ -77,12 +78,12 @@ def count(case: Case) -> dict[str, Any]:
     host = compiled(case, "pinned_host")
     device = None if case.note.startswith("1.5") else compiled(case, None)  # which does not fit
     policy, matrix = Policy(ahead_of_time.CHIPS[case.chip].platform), 4 * case.size**2
-    together = 1 if case.optimizer == "trace" else int(policy.stack_elements // case.size**2)
+    together = 1 if case.optimizer.startswith("trace") else int(policy.stack_elements // case.size**2)
     group = matrix * min(case.count, max(1, together))
     after = host.memory_analysis()
     added = after.temp_size_in_bytes - (device.memory_analysis().temp_size_in_bytes if device else 0)
     # The device's arguments without state: gradients and parameters.
-    others = 2 * case.count * matrix if case.optimizer != "trace" else case.count * matrix
+    others = 2 * case.count * matrix if not case.optimizer.startswith("trace") else case.count * matrix
     text = host.as_text()
     # Memory space 5 is the host's.
     copies = [line.partition(" copy-start(")[0] for line in text.splitlines() if " copy-start(" in line]

@@ -81,9 +81,13 @@ def reporting(
                 )
     parameters = inspect.signature(base).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    defaults = {name: p.default for name, p in inspect.signature(like).parameters.items()}
+    signature = inspect.signature(like)
+    defaults = {name: p.default for name, p in signature.parameters.items() if name not in DROPOUT}
 
-    def attention_fn(query, key, value, *, module=None, **given):
+    def attention_fn(*arguments, **keywords):
+        given = signature.bind(*arguments, **keywords).arguments
+        query, key, value = (given.pop(name) for name in ("query", "key", "value"))
+        module = given.pop("module", None)
         if rotate is not None:
             query, key = rotate(query), rotate(key)
         unused = () if given.get("dropout_rate") else DROPOUT
@@ -106,7 +110,7 @@ def reporting(
         return base(query, key, value, **given)
 
     public: Any = attention_fn
-    public.__signature__ = inspect.signature(like)  # Linen passes only what it reads there
+    public.__signature__ = signature  # Linen passes only what it reads there
     public.reports = True  # for those who wrap a whole model
     return public
 

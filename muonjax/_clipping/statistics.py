@@ -115,9 +115,9 @@ def reporting_advice(argument: str, *, layers: bool = False) -> str:
     return (
         "muonjax.value_and_grad(loss_fn) takes gradients and returns ((loss, max_logits), grads), in NNX "
         "muonjax.nnx.value_and_grad(loss_fn), for optimizer.update(model, grads, max_logits=max_logits). Why it leaves "
-        "an attention out says inspect(...).attentions; give that one muonjax's attention_fn, or pass "
-        "{module path: muonjax.max_logits(query, key)}, or take it out of the sites. In Linen also "
-        "model.apply(..., mutable=['intermediates']) inside of `with muonjax.linen.watch():`"
+        "an attention out says inspect(...).attentions; give one that is a kernel muonjax's attention_fn "
+        "(docs/qk_clip.md), or pass {module path: muonjax.max_logits(query, key)}, or take it out of the sites. In "
+        "Linen also model.apply(..., mutable=['intermediates']) inside of `with muonjax.linen.watch():`"
         f"{scan}, and pass the second of what it returns; a TrainState that passes it on is muonjax.linen.TrainState."
     )
 
@@ -165,7 +165,7 @@ def _layers_first(
         raise ValueError(
             f"{argument} of {target.path!r} have shape {jnp.shape(value)}, and layers and heads "
             f"{(*target.layers, target.entries)} fit several of its axes, {readings}. Give the statistic {fix}. What "
-            f"muonjax's watch and attention_fn sow needs no such help."
+            f"muonjax.linen.watch and attention_fn sow needs no such help."
         )
     axes = readings[0]
     rest = tuple(axis for axis in range(array.ndim) if axis not in axes)

@@ -19,7 +19,7 @@ from muonjax._program.walk import Use, Walk
 
 Region: TypeAlias = frozenset[Run]
 
-PENALTY = "in a penalty alone"  # it meets no data
+PENALTY = "used without data, as in a penalty"
 
 
 class Decision(NamedTuple):

@@ -23,11 +23,11 @@ def attention_fn(
 
     Call the attention with `sow_weights=True`, the model through `nnx.capture(model, nnx.Intermediate)`, and pass
     what comes back to `tx.update(..., max_logits=...)`. Without `sow_weights`, or outside of `nnx.capture`, nothing is
-    measured. `watch` does the first for a whole model, `value_and_grad` the second. The module sows
-    `max_logits`, `[heads]`, and not the attention weights; if it is called several times, the largest of all calls.
-    Beside it stands `max_logits_axes`, longer by one: its shape tells `muonclip` which axis of stacked statistics is
-    that of heads. Everything that Flax passes (mask, `is_causal`, dropout, cache, precision) reaches `base` as it was,
-    except the module, so that NNX keeps its fused attention.
+    measured. Only an attention whose softmax is hidden, as in a kernel, needs this: `value_and_grad` reads all others.
+    The module sows `max_logits`, `[heads]`, and not the attention weights; if it is called several times, the largest
+    of all calls. Beside it stands `max_logits_axes`, longer by one: its shape tells `muonclip` which axis of stacked
+    statistics is that of heads. Everything that Flax passes (mask, `is_causal`, dropout, cache, precision) reaches
+    `base` as it was, except the module, so that NNX keeps its fused attention.
 
     Args:
       base: The attention function to wrap: softmax(scale · query keyᵀ, masked) value, and nothing else. What its

@@ -1,6 +1,7 @@
 """Gradients of an NNX model with the largest logits of its attentions, read from the program of the loss."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,7 +18,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` that also returns the largest logits of each attention head.
 
-    They are read from the program, as in `muonjax.value_and_grad`: nothing in the model has to report them.
+    They are read from the program, as in `muonjax.value_and_grad`: nothing in the model has to report them. What a
+    kernel hides is not read: `attention_fn` sows it, for Flax's `value_and_grad` around `nnx.capture`.
 
     Args:
       loss_fn: A function whose first argument is the model and whose result is the loss.
@@ -80,9 +82,7 @@ def _is_parameter_of_the_model(path: tuple[Any, ...], value: Any) -> bool:
 
 
 def watch(model: Model) -> Model:
-    """The model as it is: `value_and_grad` reads the largest logits of any model, watched or not.
-
-    It stands here for programs that call it, as earlier versions asked for.
+    """The model as it is, for programs that call it: `value_and_grad` reads the largest logits of any model.
 
     Args:
       model: Any NNX module.
@@ -90,11 +90,21 @@ def watch(model: Model) -> Model:
     Returns:
       The model itself.
 
+    Warns:
+      DeprecationWarning: Always; inside of `nnx.capture` alone, nothing is sown any more.
+
     Example:
-      >>> import muonjax
+      >>> import muonjax, warnings
       >>> from flax import nnx
       >>> model = nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0))
-      >>> muonjax.nnx.watch(model) is model
+      >>> with warnings.catch_warnings(action="ignore"):
+      ...   muonjax.nnx.watch(model) is model
       True
     """
+    warnings.warn(
+        "muonjax.nnx.watch does nothing: muonjax.nnx.value_and_grad reads the largest logits of any model. For "
+        "nnx.capture, give the attention attention_fn=muonjax.nnx.attention_fn() and call it with sow_weights=True.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
     return model

@@ -491,3 +491,20 @@ def test_all_that_hides_pairs_counts_whatever_its_rank():
     expected = expected & (np.arange(5)[:, None] < queries[:, None, None, None])
     got = _visible_pairs(jnp.zeros((2, 5, 3, 4)), jnp.zeros((2, 7, 3, 4)), arguments)
     np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("module", [muonjax.linen, muonjax.nnx], ids=["linen", "nnx"])
+def test_arguments_by_place_and_by_name_reach_the_base(module):
+    """Those of dropout also where they are Flax's defaults, for the base may have others."""
+    got = {}
+
+    def base(
+        query, key, value, bias=None, mask=None, broadcast_dropout=False, dropout_rate=0.0, deterministic=True
+    ):
+        got.update(bias=bias, dropout=(broadcast_dropout, dropout_rate, deterministic))
+        return value
+
+    x, bias = jnp.ones((1, 2, 1, 4)), jnp.zeros((1, 1, 2, 2))
+    module.attention_fn(base)(x, x, x, bias, dropout_rate=0.5, broadcast_dropout=True, deterministic=False)
+    assert got["bias"] is bias
+    assert got["dropout"] == (True, 0.5, False)

@@ -78,7 +78,7 @@ def test_the_plan_is_what_the_compiler_makes_of_it(platform, name):
     "case",
     [
         state_memory.Case("H100", "muon", 8, 4096),
-        state_memory.Case("H100", "muon, int8", 8, 4096),
+        state_memory.Case("H100", "trace, int8", 8, 4096),
         state_memory.Case("v5e", "trace", 6, 4096),
     ],
     ids=lambda c: f"{c.chip} {c.optimizer}",
@@ -93,4 +93,4 @@ def test_state_in_host_memory_passes_through_the_device_leaf_by_leaf(case):
     # Of a GPU only the copies back are seen: its description can't say that arguments are in host memory.
     assert row["asynchronous"] == case.count * (1 if case.chip == "H100" else 2) * (2 if int8 else 1)
     assert row["synchronous"] == 0
-    assert row["added_mib"] <= 2.01 * matrix
+    assert row["added_mib"] <= 2.01 * matrix * (33 / 128 if int8 else 1)

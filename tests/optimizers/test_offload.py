@@ -17,13 +17,14 @@ from tests.tools.tiers import thorough
 
 SHORT = muonjax.NewtonSchulz(num_steps=1, deflation=0)
 SHAPES = {f"attention/{name}/kernel": (16, 2, 32) for name in ("query", "key", "value")}
-SHAPES |= {"up/kernel": (16, 64), "up/bias": (64,), "embedding/embedding": (32, 16)}
+SHAPES |= {"gate/kernel": (1, 64), "up/kernel": (16, 64), "up/bias": (64,), "embedding/embedding": (32, 16)}
 STATISTICS = {"attention": jnp.array([400.0, 50.0])}
 OPTIMIZERS = {
     "muon": lambda **kw: muonjax.muon(0.1, newton_schulz=SHORT, **kw),
     "int8": lambda **kw: muonjax.muon(0.1, newton_schulz=SHORT, mu_dtype=jnp.int8, **kw),
     "muonclip": lambda **kw: muonjax.muonclip(0.1, muonjax.mha_site(), newton_schulz=SHORT, **kw),
     "normuon": lambda **kw: muonjax.normuon(0.1, newton_schulz=SHORT, **kw),
+    "muonh": lambda **kw: muonjax.muonh(0.1, adam_learning_rate=0.1, newton_schulz=SHORT, **kw),
     "adamclip": lambda: muonjax.adamclip(0.1, muonjax.mha_site()),
     "ema_nesterov": lambda: muonjax.ema_nesterov(muonjax.muon(0.1, newton_schulz=SHORT), 0.5),
     "offload(adamw)": lambda: muonjax.offload(optax.adamw(0.1)),
@@ -40,7 +41,7 @@ def params(mesh):
         for parent in parents:
             node = node.setdefault(parent, {})
         node[name] = leaf
-    specs = jax.tree.map(lambda p: P("fsdp") if p.ndim > 1 else P(), tree)
+    specs = jax.tree.map(lambda p: P("fsdp") if p.ndim > 1 and len(p) > 1 else P(), tree)
     return jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), tree, specs), specs
 
 
@@ -140,6 +141,14 @@ def test_outside_of_jit_the_state_stays_where_it_is():
     )
     _, state = tx.update(tree, jax.device_put(tx.init(tree), shardings))
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"pinned_host"}
+
+
+def test_a_state_of_other_parameters_is_refused():
+    """Leaf by leaf, the momentum of one leaf would go to another."""
+    tx, x = muonjax.trace(0.9), jnp.ones((2, 3))
+    for other in ({"b": x, "z": x}, {"a": x}):
+        with pytest.raises(ValueError, match=r"[Kk]ey"):
+            tx.update(other, tx.init({"a": x, "b": x}))
 
 
 def test_what_is_no_transformation_is_refused():

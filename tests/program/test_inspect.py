@@ -96,7 +96,8 @@ def test_parameters_in_a_penalty_alone_are_told_from_those_that_are_never_used()
         return mlp(params, x) + 0.1 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
 
     with pytest.warns(
-        UserWarning, match=r"no data go to Adam: spare \(in a penalty alone: .*test_inspect.py:\d+\)"
+        UserWarning,
+        match=r"no data go to Adam: spare \(used without data, as in a penalty: .*test_inspect.py:\d+\)",
     ):
         program = muonjax.inspect(loss, {**PARAMS, "spare": leaf(3, 3)}, X)
     assert program.dimension_numbers()["spare"] is None
