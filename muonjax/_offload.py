@@ -81,8 +81,7 @@ def leaf_by_leaf(step: Callable[..., tuple[Any, ...]], updates: Any, *states: An
         if back:
             u, _ = jax.lax.optimization_barrier((u, back))
         state = [_move(x, "Device") if host else x for x, host in zip(state, on_host, strict=True)]
-        # One computation makes both. Else the update would be made again from the state wherever it is read.
-        u, *new = jax.lax.optimization_barrier(step(u, *state))
+        u, *new = step(u, *state)
         back = [_move(x, "Host") if host else x for x, host in zip(new, on_host, strict=True)]
         results.append((u, *back))
     return (
