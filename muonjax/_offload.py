@@ -84,9 +84,7 @@ def leaf_by_leaf(step: Callable[..., tuple[Any, ...]], updates: Any, *states: An
         u, *new = step(u, *state)
         back = [_move(x, "Host") if host else x for x, host in zip(new, on_host, strict=True)]
         results.append((u, *back))
-    return (
-        [treedef.unflatten(found) for found in zip(*results, strict=True)] if results else [updates, *states]
-    )
+    return [treedef.unflatten(result[i] for result in results) for i in range(1 + len(states))]
 
 
 def _is_on_host(x: Any) -> bool:
