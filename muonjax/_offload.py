@@ -22,7 +22,7 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
       tx: Such as `optax.adamw(1e-3)`.
 
     Returns:
-      The same transformation to the bit; `state_shardings(tx, params, memory_kind="pinned_host")` places its state.
+      The same transformation; `state_shardings(tx, params, memory_kind="pinned_host")` places its state.
 
     Raises:
       TypeError: `tx` is no Optax transformation.
