@@ -57,26 +57,31 @@ class Policy:
     def symmetric_in_blocks(self, m: int) -> bool:
         """Whether half precision makes a symmetric product m x m in 2 x 2 blocks, three of them by products.
 
-        Counted on a TPU: a step of the iteration takes 15 % less time for m = 2048 and 4096, and 5 % less for m = 1024.
-        On a GPU it would take 4 % less for 4096 x 4096 and 9 % less for 4096 x 14336, with four launches more for each
-        product, of which there are too many already.
+        That saves a quarter of the flops, and takes copies. Counted (benchmarks/optimizer/policy_choices.py): on a v5e
+        and a v6e an update of 4096 x 4096 takes an eighth less time, on a v5p it would take as long or longer. On a GPU
+        it would take up to 6 % less, with four launches more for each product, of which there are too many already.
         """
-        return self.platform == "tpu" and m >= 2048
+        return self._is_lite_tpu and m >= 2048
+
+    @property
+    def _is_lite_tpu(self) -> bool:
+        """Whether JAX calls it "lite", as a v5e and a v6e: with less memory bandwidth than a v5p."""
+        return self.platform == "tpu" and "lite" in self.kind
 
     @property
     def stack_elements(self) -> float:
         """How many elements are stacked at most, to run as one batch.
 
         On a CPU the loop over chunks reads the stack where it is. On an accelerator a stack is traffic and memory, and
-        small ones are launches. Counted on the updates of GPT-2 small and Llama-8B (benchmarks/gpu/model.py,
-        benchmarks/tpu/model.py): on a GPU two matrices of 4096 x 4096 at a time. On a v5p one, 24 of 768 x 768 and 6 of
-        768 x 3072. A v5e and a v6e, which JAX calls "lite", keep in their fast memory only what is smaller: 8 matrices
-        of 1024 x 4096 one by one take 13 and 35 % less time than in two stacks, on a v5p 36 % more.
+        small ones are launches. Counted (benchmarks/optimizer/policy_choices.py): on a GPU two matrices of 4096 x 4096
+        at a time. On a v5p one, 24 of 768 x 768 and 6 of 768 x 3072. A v5e and a v6e keep in their fast memory only
+        what is smaller: 8 matrices of 1024 x 4096 take 16 and 53 % more time in two stacks than one by one, on a v5p 29
+        % less.
         """
         if self.is_cpu:
             return math.inf
         if self.platform == "tpu":
-            return (4 if "lite" in self.kind else 17) << 20
+            return (4 if self._is_lite_tpu else 17) << 20
         return 32 << 20
 
     @property
@@ -101,9 +106,9 @@ class Policy:
 
         On a CPU a batched product is slower than the same products one after the other as soon as one matrix
         fills the caches (measured: benchmarks/optimizer/batching.py). On an accelerator few large launches win, and a
-        loop copies its stack. Counted on a GPU (benchmarks/gpu/small_matrices.py): 64 heads of 7168 x 128 take 26 %
-        less time in one batch than in two, and 0.4 of the memory; 128 experts of 2048 x 768 take 15 % less in one than
-        in four, and 0.76 of the memory. Four of 4096 x 14336 would take 5 % less, but twice the memory.
+        loop copies its stack. Counted on a GPU (benchmarks/optimizer/policy_choices.py): 64 heads of 7168 x 128 take 29
+        % less time in one batch than in two, and less than half of the memory, 128 experts of 2048 x 768 a quarter less
+        than in eight. Four of 4096 x 14336 would take twice the memory.
         """
         if self.platform == "gpu":
             elements = (256 if math.prod(shape) < 4 << 20 else 64) << 20

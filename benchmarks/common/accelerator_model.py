@@ -59,7 +59,8 @@ Method = tuple[Callable[[Tree], Tree], jax.typing.DTypeLike]
 def ours(**settings: Any) -> Method:
     """Our update of every matrix, with `NewtonSchulz(**settings)`, float32 in and out."""
     newton_schulz = muonjax.NewtonSchulz(**settings)
-    tx = muonjax.orthogonalize(newton_schulz=newton_schulz)
+    last_two = muonjax.MuonDimensionNumbers(-2, -1)
+    tx = muonjax.orthogonalize(newton_schulz=newton_schulz, dimension_numbers=last_two)
     return lambda tree: tx.update(tree, tx.init(tree))[0], jnp.float32
 
 

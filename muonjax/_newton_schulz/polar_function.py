@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False) -> TwoPasses:
-    """x -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`."""
+    """x -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`.
+
+    In half precision a wide x is looked at twice: for what the deflation's k x k matrices are made of, and to apply
+    them. Between the two, batching makes those of many stacks at once.
+    """
 
     def polar(
         x: Inexact[Array, "*batch m n"],
