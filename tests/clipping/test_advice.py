@@ -67,7 +67,7 @@ def test_the_number_of_heads_that_is_asked_for(name):
     state = tx.init(params)
     assert {path: m.shape for path, m in state[-1].maxima.items()} == {"block_0/a": shape, "block_1/a": shape}
     statistics = {path: jnp.full(m.shape, 400.0) for path, m in state[-1].maxima.items()}
-    _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params, max_logits=statistics)
+    _, state = jax.jit(tx.update)(jax.tree.map(jnp.zeros_like, params), state, params, max_logits=statistics)
     assert int(state[-1].num_clipped) == 2 * statistics["block_0/a"].size
 
 
@@ -227,7 +227,7 @@ def test_linen_without(forgotten):
     names = {"muonjax": muonjax, "model": model(eval(axes))}
     with eval(context, names):
         _, sown = eval(apply.replace("...", "{'params': params}, X"), names | {"params": params, "X": X})
-    tx.update(params, tx.init(params), params, max_logits=sown)
+    jax.jit(tx.update)(params, tx.init(params), params, max_logits=sown)
     assert muonjax.linen.TrainState.__name__ in message
 
 
@@ -259,7 +259,7 @@ def test_states(make):
         tx.update(ATTENTION, ATTENTION, state, **more)
     (code,) = re.findall(r"tx\.update\((.*?)\)", str(error.value))
     names = {"grads": ATTENTION, "state": state, "params": ATTENTION}
-    tx.update(*eval(code, names), **more)
+    jax.jit(tx.update)(*eval(code, names), **more)
     with pytest.raises(
         ValueError, match=r"gradients and state are exchanged; call tx\.update\(grads, state, params"
     ):

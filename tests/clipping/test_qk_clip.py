@@ -50,7 +50,8 @@ def test_one_clip_is_exact(kind, shared_keys):
         np.testing.assert_allclose(after, np.minimum(before, threshold), rtol=3e-6)
     assert int(state.num_clipped) == hot.sum()
     np.testing.assert_allclose(state.factors[""], np.where(hot, threshold / before, 1), rtol=1e-6)
-    direct = muonjax.apply_qk_clip(params, {"max_logits": before}, site, threshold, shared_keys=shared_keys)
+    apply = functools.partial(muonjax.apply_qk_clip, sites=site, threshold=threshold, shared_keys=shared_keys)
+    direct = jax.jit(apply)(params, {"max_logits": before})
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), direct, clipped)
 
 

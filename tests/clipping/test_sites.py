@@ -21,9 +21,10 @@ THRESHOLD = 100.0
 
 def clip(params, site, gamma=GAMMA, name="attention", **settings):
     """What each parameter was multiplied by, if `gamma` is what the logits ask for."""
-    ones = jax.tree.map(jnp.ones_like, params)
+    ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), params)
     statistics = {name: jnp.asarray(THRESHOLD / gamma)}
-    return muonjax.apply_qk_clip({name: ones}, statistics, site, THRESHOLD, **settings)[name]
+    apply = jax.jit(lambda tree, seen: muonjax.apply_qk_clip(tree, seen, site, THRESHOLD, **settings))
+    return apply({name: ones}, statistics)[name]
 
 
 def weights(**shapes):
@@ -31,7 +32,7 @@ def weights(**shapes):
     tree = {}
     for path, shape in shapes.items():
         module, leaf = path.split("__")
-        tree.setdefault(module, {})[leaf] = jnp.ones(shape)
+        tree.setdefault(module, {})[leaf] = np.ones(shape, np.float32)
     return tree
 
 

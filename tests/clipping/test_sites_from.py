@@ -175,11 +175,13 @@ def test_refuses(model):
 def test_scales_the_queries_and_keys_of(model):
     """Every product of a query and its key is scaled by γ of its head, and nothing else is touched."""
     leaves, num_heads, _, maxima = MODELS[model]
-    params = jax.tree.map(lambda s: jnp.ones(s.shape), tree(leaves))
+    params = jax.tree.map(lambda s: np.ones(s.shape, np.float32), tree(leaves))
     sites = muonjax.sites_from(params, num_heads=num_heads)
     gamma = jnp.asarray(np.random.default_rng(0).uniform(0.1, 0.9, maxima), F32)
     (path,) = muonjax.qk_clip(1.0, sites).init(params).maxima
-    clipped = muonjax.apply_qk_clip(params, {path: 1 / gamma}, sites, 1.0)
+    clipped = jax.jit(lambda tree, seen: muonjax.apply_qk_clip(tree, seen, sites, 1.0))(
+        params, {path: 1 / gamma}
+    )
     changed = {
         jax.tree_util.keystr(path, simple=True, separator="/"): np.unique(np.round(leaf, 6)).size
         for path, leaf in jax.tree_util.tree_leaves_with_path(clipped)

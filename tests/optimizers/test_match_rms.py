@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from muonjax import MuonDimensionNumbers
 def scale(shape, numbers=None, **settings):
     tx = muonjax.match_rms(**settings, dimension_numbers=numbers)
     x = jnp.ones(shape)
-    return float(tx.update({"w": x}, tx.init(None))[0]["w"].ravel()[0])
+    return float(np.ravel(jax.jit(tx.update)({"w": x}, tx.init(None))[0]["w"])[0])
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_several_clips_and_monitors():
     tx = muonjax.monitor(optax.chain(muonjax.muonclip(1e-3), muonjax.signal_clip(rule)))
     params = PARAMS | {"out": {"kernel": jnp.ones((4, 2))}}
     signals = {"out": {"max_output": jnp.array([6.0, 1.0])}}
-    _, state = tx.update(params, tx.init(params), params, max_logits=HOT, signals=signals)
+    _, state = jax.jit(tx.update)(params, tx.init(params), params, max_logits=HOT, signals=signals)
     found = muonjax.metrics(state)
     assert found["qk_clip/largest"] == 400.0
     assert found["qk_clip_1/smallest_factor"] == 0.5

@@ -21,7 +21,7 @@ GRADIENTS = jax.tree.map(lambda x: x + 1.0, PARAMS)
 
 
 def one_step(tx, gradients=GRADIENTS):
-    return tx.update(gradients, tx.init(PARAMS), PARAMS)
+    return jax.jit(tx.update)(gradients, tx.init(PARAMS), PARAMS)
 
 
 def test_the_updates_are_those_of_the_inner_transformation():
@@ -55,7 +55,7 @@ def test_orthogonality_is_the_least_distance_to_a_multiple_of_an_orthogonal_matr
     u = np.random.default_rng(1).standard_normal((8, 16))
     for matrix in (u, u.T, 1e-12 * u):
         params = {"dense": {"kernel": jnp.asarray(matrix, jnp.float32)}}
-        _, state = tx.update(params, tx.init(params), params)
+        _, state = jax.jit(tx.update)(params, tx.init(params), params)
         gram = u @ u.T
         best = np.trace(gram) / np.sum(gram**2)
         want = np.linalg.norm(best * gram - np.eye(8)) / np.sqrt(8)
@@ -69,7 +69,7 @@ def test_orthogonality_is_the_least_distance_to_a_multiple_of_an_orthogonal_matr
 def test_orthogonality_at_its_ends(matrix, want):
     tx = muonjax.monitor(optax.identity())
     params = {"dense": {"kernel": jnp.asarray(matrix, jnp.float32)}}
-    _, state = tx.update(params, tx.init(params), params)
+    _, state = jax.jit(tx.update)(params, tx.init(params), params)
     assert float(state.statistics["muon"]["orthogonality"]) == pytest.approx(want, abs=1e-3)
 
 
@@ -122,9 +122,9 @@ def test_matrices_are_those_that_the_inner_transformation_orthogonalizes(around)
     """Per head, and a leaf that a rule gave to Adam under "adam", through whatever is around `orthogonalize`."""
     numbers = {"attention": {"q": A_MATRIX_A_HEAD, "k": None}}
     tx = muonjax.monitor(around(muonjax.muon(1e-2, muon_weight_dimension_numbers=numbers, **PLAIN_MUON)))
-    state = tx.init(HEADS)
+    state, update = tx.init(HEADS), jax.jit(tx.update)
     for _ in range(2):
-        _, state = tx.update(HEADS, state, HEADS)
+        _, state = update(HEADS, state, HEADS)
     assert set(state.statistics) == {"muon", "adam"}
     assert float(state.statistics["muon"]["orthogonality"]) < 1e-3
     assert float(state.statistics["adam"]["orthogonality"]) == 0
@@ -136,7 +136,7 @@ def test_dimension_numbers_where_nothing_else_tells():
         muonjax.monitor(optax.sgd(0.1)).init(params)
     numbers = {"block": muonjax.MuonDimensionNumbers(-2, -1), "dense": None}
     tx = muonjax.monitor(optax.sgd(0.1), dimension_numbers=numbers)
-    _, state = tx.update(params, tx.init(params), params)
+    _, state = jax.jit(tx.update)(params, tx.init(params), params)
     assert float(state.statistics["muon"]["orthogonality"]) == pytest.approx(
         0.8**0.5, rel=1e-4
     )  # rank one of five
@@ -184,7 +184,7 @@ def test_nothing_over_nothing_is_nothing():
     tx = muonjax.monitor(optax.identity(), groups=lambda path: path)
     params = {"zero": jnp.zeros(3), "one": jnp.ones(3), "moved": jnp.zeros(3)}
     updates = {"zero": jnp.zeros(3), "one": jnp.zeros(3), "moved": jnp.ones(3)}
-    _, state = tx.update(updates, tx.init(params), params)
+    _, state = jax.jit(tx.update)(updates, tx.init(params), params)
     ratios = {name: float(values["update_to_weight"]) for name, values in state.statistics.items()}
     assert ratios == {"zero": 0.0, "one": 0.0, "moved": float("inf")}
 
@@ -192,7 +192,7 @@ def test_nothing_over_nothing_is_nothing():
 def test_what_is_infinite_is_shown():
     tx = muonjax.monitor(optax.identity(), groups=lambda path: path)
     params = {"inf": jnp.array([1.0, jnp.inf]), "nan": jnp.array([1.0, jnp.nan])}
-    _, state = tx.update(params, tx.init(params), params)
+    _, state = jax.jit(tx.update)(params, tx.init(params), params)
     assert float(state.statistics["inf"]["update_rms"]) == float("inf")
     assert np.isnan(state.statistics["nan"]["update_rms"])
 
@@ -215,7 +215,9 @@ def test_a_group_can_be_left_out_and_a_clip_gets_its_statistics():
     tx = muonjax.monitor(
         muonjax.muonclip(1e-3, muonjax.mha_site()), groups=lambda p: "q" if "query" in p else None
     )
-    _, state = tx.update(params, tx.init(params), params, max_logits={"attention": jnp.array([400.0, 50.0])})
+    _, state = jax.jit(tx.update)(
+        params, tx.init(params), params, max_logits={"attention": jnp.array([400.0, 50.0])}
+    )
     assert set(state.statistics) == {"q"}
 
 

@@ -140,10 +140,10 @@ def test_golden_values():
     """Two steps on a fixed matrix, so that a change of any default shows."""
     w = jnp.asarray([[1.0, 2.0, 0.5], [0.0, 1.0, -1.0]])
     tx = muonjax.muon(0.1)
-    state = tx.init({"kernel": w})
+    state, update = tx.init({"kernel": w}), jax.jit(tx.update)
     tree = {"kernel": w}
     for sign in (1.0, -0.5):
-        updates, state = tx.update({"kernel": sign * w[:, ::-1]}, state, tree)
+        updates, state = update({"kernel": sign * w[:, ::-1]}, state, tree)
         tree = optax.apply_updates(tree, updates)
     u, _, vh = np.linalg.svd(np.asarray(w[:, ::-1], np.float64), full_matrices=False)
     # First direction 1.95 G, second (0.95 (0.95 - 0.5) - 0.5) G < 0: the polar factor turns its sign.
