@@ -29,7 +29,7 @@ class Modules:
     """The leaves of a tree of parameters by path, and the names of the children of each module: one walk for all."""
 
     def __init__(self, params: Any):
-        self.leaves = flatten_paths(params)
+        self.params, self.leaves = params, flatten_paths(params)
         self.children: dict[str, dict[str, None]] = {}  # dictionaries as ordered sets
         self._roots: dict[str, list[str]] = {}
         for leaf in self.leaves:

@@ -250,7 +250,7 @@ def test_sites_from_escapes_names():
         ({"a": FLAX | weights(query_ln__scale=(4,))}, r"'a' normalizes its queries and keys \(query_ln\)"),
         (
             {"a": {n: {"kernel": jnp.ones((4, 4, 4, 4))} for n in ("query", "key", "value", "out")}},
-            "axis of layers of 'a' can't be told",
+            "axis of layers can't be told",
         ),
     ],
 )  # fmt: skip
