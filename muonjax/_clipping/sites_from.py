@@ -4,7 +4,7 @@ import re
 from typing import Any, NamedTuple
 
 from muonjax._clipping.errors import errors_of
-from muonjax._clipping.matching import Modules, leaf_path, norms_of
+from muonjax._clipping.matching import Modules, leaf_path, refuse_norms
 from muonjax._clipping.sites import QK_NORMS, Site, mha_site
 from muonjax._matrix_view import MuonDimensionNumbers, axes_of
 from muonjax._routing.dimension_numbers import Route, routes
@@ -137,11 +137,7 @@ def _site(root: str, own: dict[str, _Projection], modules: Modules, num_heads: i
 
 def _refuse(root: str, modules: Modules) -> None:
     """What can't be clipped, or needs no clip, as far as paths tell."""
-    if norms := norms_of(root, QK_NORMS, modules):
-        raise ValueError(
-            f"{root!r} normalizes its queries and keys ({', '.join(norms)}), which bounds its logits without a clip; "
-            "name the other attention modules with mha_site."
-        )
+    refuse_norms(root, QK_NORMS, modules)
     parent = root.rpartition("/")[0]
     around = [name for name in modules.children.get(parent, ()) if re.match(r"post_.*(norm|ln)", name)]
     kinds = [r"att|ln_0", r"ffw|ffn|feed_?forward|mlp|ln_1"]

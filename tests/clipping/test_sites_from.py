@@ -202,7 +202,7 @@ def test_queries_and_keys_exchanged():
     """With more key heads than query heads nothing was scaled, and the state said that it was."""
     params = {"a": {"query": {"kernel": jnp.ones((8, 2, 4))}, "key": {"kernel": jnp.ones((8, 4, 4))}}}
     with pytest.raises(
-        ValueError, match="'a/query/kernel' has 2 heads and 'a/key/kernel' 4: several query heads"
+        ValueError, match=r"'a/query/kernel' has 2 heads .* 'a/key/kernel' 4 of 4: .* several query heads"
     ):
         muonjax.adamclip(1e-3, muonjax.mha_site()).init(params)
 
