@@ -33,7 +33,7 @@ from muonjax._matrix_view import (
     one_or_several,
 )
 from muonjax._routing import roles
-from muonjax._routing.matrices import is_broadcast, is_dense_general, matrices
+from muonjax._routing.matrices import is_dense_general, matrices
 from muonjax._routing.named_axes import by_axis_names, named_axes
 from muonjax._routing.output_heads import depthwise, is_input_patches, output_heads
 from muonjax._routing.parameters import check_parameters, is_name, tables
@@ -266,8 +266,6 @@ def _decide(
         return None, "vector" if rank else "scalar"
     if is_input_patches(p):
         return None, roles.PATCHES.name
-    if is_broadcast(p):
-        return None, roles.TOKENS.name
     unknown = role is roles.UNKNOWN and p.stacked is None and not siblings.bias(p)
     if unknown and rank == 3 and scan_axis is not None:
         i = scan_axis % 3
