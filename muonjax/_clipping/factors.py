@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -15,6 +15,8 @@ from muonjax._linalg import at_least_float32
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
+
+    from muonjax._clipping.matching import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,12 +131,6 @@ def overlap(a: Part, b: Part) -> bool:
     return a.held != b.held or (first < second + b.size and second < first + a.size)
 
 
-def scaled(p: Float[Array, "*parameter"], f: Float[Array, "*#parameter"]) -> Float[Array, "*parameter"]:
-    """f·p in the dtype of p, and p bit for bit where f = 1."""
-    wide = at_least_float32(p.dtype)
-    return jnp.where(f == 1, p, (f.astype(wide) * p.astype(wide)).astype(p.dtype))
-
-
 def scaled_update(
     u: Float[Array, "*parameter"], p: Float[Array, "*parameter"], f: Float[Array, "*#parameter"]
 ) -> Float[Array, "*parameter"]:
@@ -159,18 +155,16 @@ def clip_factor(
     return jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny)
 
 
-def parameter_factors(
-    parts: Iterable[tuple[Part, ...]], groups: Iterable[int], gammas: Iterable[jax.Array]
-) -> dict[str, jax.Array]:
+def parameter_factors(targets: Sequence[Target], gammas: Sequence[jax.Array]) -> dict[str, jax.Array]:
     """What each parameter is multiplied by: γ**power · (the group's smallest γ)**group_power, head by head.
 
-    For each module its parts, how many groups share a key head, and γ of shape [*layers, entries].
+    `gammas` are [*layers, entries], one for each target.
     """
     factors: dict[str, jax.Array] = {}
-    for module, count, gamma in zip(parts, groups, gammas, strict=True):
-        grouped = gamma.reshape(*gamma.shape[:-1], count, -1)
+    for target, gamma in zip(targets, gammas, strict=True):
+        grouped = gamma.reshape(*gamma.shape[:-1], target.groups, -1)
         smallest = grouped.min(-1, keepdims=True)
-        for part in module:
+        for part in target.parts:
             own, shared = part.scale.power, part.scale.group_power
             if own == shared == 0:
                 continue

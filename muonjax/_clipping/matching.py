@@ -1,10 +1,10 @@
 """Find the modules that sites match in a tree of parameters, and check that the clip can scale them."""
 
-import math
 import numbers
 import posixpath
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from muonjax._clipping.factors import Part, part_of
 from muonjax._clipping.sites import Site
-from muonjax._trees import dtype_of, flatten_paths, is_masked
+from muonjax._trees import dtype_of, flatten_paths, is_masked, listed
 
 
 def below(root: str, path: str) -> str:
@@ -29,7 +29,7 @@ class Modules:
     """The leaves of a tree of parameters by path, and the names of the children of each module: one walk for all."""
 
     def __init__(self, params: Any):
-        self.leaves = flatten_paths(params)
+        self.params, self.leaves = params, flatten_paths(params)
         self.children: dict[str, dict[str, None]] = {}  # dictionaries as ordered sets
         self._roots: dict[str, list[str]] = {}
         for leaf in self.leaves:
@@ -71,24 +71,25 @@ class Target(NamedTuple):
     layers: tuple[int, ...]  # sizes of the axes of stacked layers
     entries: int  # of the signal, in one layer
     groups: int  # how many groups of entries share a key head; `entries` where none do
+    name: str = ""  # in a clip's state: the path of the module; the signal's where a module has several
+    threshold: Any = None
 
 
 def as_sites(sites: Any) -> tuple[Site, ...]:
     """One site or several, as a tuple; a `Program` has them."""
-    if not isinstance(sites, Site):
-        sites = getattr(sites, "sites", sites)
-    # A string is several strings, too.
-    iterable = isinstance(sites, Iterable) and not isinstance(sites, str)
-    several: tuple[Any, ...] = (sites,) if isinstance(sites, Site) else tuple(sites) if iterable else ()
-    if not several or not all(isinstance(site, Site) for site in several):
-        threshold = (
-            f" A threshold is given by name: threshold={sites!r}." if isinstance(sites, numbers.Real) else ""
-        )
-        raise TypeError(
-            f"sites={reprlib.repr(sites)} must be a Site or several: nothing is clipped without; make one with "
-            f"mha_site, such as muonjax.mha_site().{threshold}"
-        )
-    return several
+    found = getattr(sites, "sites", sites)
+    if isinstance(found, Site):
+        return (found,)
+    several = tuple(found) if isinstance(found, Iterable) and not isinstance(found, str) else ()
+    if several and all(isinstance(site, Site) for site in several):
+        return several
+    threshold = (
+        f" A threshold is given by name: threshold={sites!r}." if isinstance(sites, numbers.Real) else ""
+    )
+    raise TypeError(
+        f"sites={reprlib.repr(sites)} must be a Site or several: nothing is clipped without; make one with mha_site, "
+        f"such as muonjax.mha_site().{threshold}"
+    )
 
 
 def find_targets(modules: Modules, sites: Iterable[Site]) -> list[Target]:
@@ -102,7 +103,8 @@ def find_targets(modules: Modules, sites: Iterable[Site]) -> list[Target]:
                     f"two sites match {root!r}, which would be clipped twice; narrow their paths."
                 )
             targets[root, target.signal] = target
-    return list(targets.values())
+    count = Counter(root for root, _ in targets)
+    return [t._replace(name=t.path if count[t.path] == 1 else t.signal) for t in targets.values()]
 
 
 def _matched(site: Site, modules: Modules) -> list[str]:
@@ -110,45 +112,55 @@ def _matched(site: Site, modules: Modules) -> list[str]:
     anchor = site.scales[0].path.rpartition("/")[0] or site.scales[0].path
     if re.fullmatch(r"(?:\w|/|\\\W)*", site.path):  # a plain path, perhaps escaped: no search, one look
         path = re.sub(r"\\(\W)", r"\1", site.path)
-        matched = [path] if (not path or modules.has(path)) and modules.has(below(path, anchor)) else []
+        matched = [path] if modules.has(below(path, anchor)) else []
     else:
-        pattern = re.compile(site.path)
-        matched = [root for root in modules.with_child(anchor) if pattern.fullmatch(root)]
+        matched = [root for root in modules.with_child(anchor) if re.fullmatch(site.path, root)]
     if matched:
         return matched
-    message = f"the site {site.path!r} matches no module"
     if roots := modules.with_child(anchor):
-        raise ValueError(f"{message} with {anchor!r}: it has to match a whole path, one of {_some(roots)}.")
-    parents = sorted({path.rpartition("/")[0] for path in modules.leaves})
+        raise ValueError(
+            f"the site {site.path!r} matches no module with {anchor!r}: it has to match a whole path, one of "
+            f"[{listed(list(map(repr, roots)), ', ')}]."
+        )
+    parents = sorted({repr(path.rpartition("/")[0]) for path in modules.leaves})
     raise ValueError(
-        f"{message}: none has {anchor!r} among the parameters of {_some(parents)}. Give the site the projections' own "
-        "names; a frozen one that is not among the parameters can't be clipped."
+        f"the site {site.path!r} matches no module: none has {anchor!r} among the parameters of "
+        f"[{listed(parents, ', ')}]. Give the site the projections' own names; a frozen one that is not among the "
+        "parameters can't be clipped."
     )
 
 
-def _some(paths: Sequence[str]) -> str:
-    return f"{list(paths[:8])}" + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
-
-
 def _target(site: Site, root: str, modules: Modules) -> Target:
-    _refuse_norms(site, root, modules)
-    parts, known = [], []
-    for scale in site.scales:
-        path = leaf_path(root, scale.path, modules)
-        known.append(path)
-        leaf = modules.leaves.get(path)
-        if leaf is None and scale.optional:
-            continue
-        _check_leaf(root, path, leaf)
-        parts.append(part_of(scale, path, jnp.shape(modules.leaves[path]), site.scan_axis))
-    _refuse_adapters(root, known, modules)
+    paths = [leaf_path(root, scale.path, modules) for scale in site.scales]
+    parts = [
+        part_of(scale, path, _shape(root, path, modules), site.scan_axis)
+        for scale, path in zip(site.scales, paths, strict=True)
+        if not scale.optional or modules.leaves.get(path) is not None
+    ]
+    if {"query", "key"} & {scale.factor for scale in site.scales}:
+        refuse_norms(root, site.norms, modules, parts[0].size // parts[0].entries)
+    # What an adapter adds to queries and keys would not be scaled with the kernel.
+    projections = {path.rpartition("/")[0] for path in paths} - {root}
+    feeding = {path for module in projections for path in modules.leaves_below(module)}
+    if others := sorted(feeding.difference(paths)):
+        raise ValueError(
+            f"{others} feed the queries or keys of {root!r} too, and its site can't scale them. Merge them into the "
+            f"kernels, or take the module out of the sites."
+        )
     if len({part.layers for part in parts}) > 1:
         layers = {part.path: part.layers for part in parts}
         raise ValueError(
             f"the parameters of {root!r} disagree on the stack of layers: {layers}; see scan_axis."
         )
-    entries, groups = _head_counts(root, parts)
-    _refuse_unnamed_norms(site, root, parts[0], modules)
+    counts = {(part.scale.factor, part.entries) for part in parts}  # a bias has as many heads as its kernel
+    sizes = {n for _, n in counts}
+    entries, groups = max(sizes), min(sizes)
+    if len(counts) > len({factor for factor, _ in counts}) or entries % groups or sizes - {entries, groups}:
+        shown = {part.path: part.entries for part in parts}
+        raise ValueError(
+            f"the head counts of {root!r} do not fit each other: {shown}. Query heads have to be a multiple of key "
+            f"heads, and a bias has its kernel's; see the site's layout and num_heads."
+        )
     return Target(root, below(root, site.signal), tuple(parts), parts[0].layers, entries, groups)
 
 
@@ -172,43 +184,30 @@ def leaf_path(root: str, path: str, modules: Modules) -> str:
     return asked
 
 
-def norms_of(root: str, norms: Sequence[str], modules: Modules) -> list[str]:
-    """Children of a module that normalize its queries and keys, by their names."""
-    pattern = re.compile("|".join(f"(?:{norm})" for norm in norms) or "(?!)", re.IGNORECASE)
-    return [child for child in modules.children.get(root, ()) if pattern.fullmatch(child)]
+def refuse_norms(root: str, norms: Sequence[str], modules: Modules, size: int | None = None) -> None:
+    """Refuse a module that normalizes its queries and keys, as the names of its children tell, or, if they say no more
+    than "norm", their length: the size of a head."""
 
+    def normalizes(child: str) -> bool:
+        if any(re.fullmatch(norm, child, re.IGNORECASE) for norm in norms):
+            return True
+        inside = modules.leaves_below(below(root, child)) if norms and NORM.fullmatch(child) else ()
+        return any(jnp.shape(modules.leaves[path])[-1:] == (size,) for path in inside)
 
-def _refuse_norms(site: Site, root: str, modules: Modules) -> None:
-    if {"query", "key"}.isdisjoint(scale.factor for scale in site.scales):
-        return
-    if norms := norms_of(root, site.norms, modules):
+    if found := [child for child in modules.children.get(root, ()) if normalizes(child)]:
         raise ValueError(
-            f"{root!r} normalizes its queries and keys ({', '.join(norms)}), so scaling their kernels can't change the "
-            f"logits. Take it out of the sites, by a path that matches only the others: the norm bounds them already."
+            f"{root!r} normalizes its queries and keys ({', '.join(found)}), so scaling their kernels can't change the "
+            "logits: the norm bounds them already. Take it out of the sites, by a path that matches only the others; "
+            "if that norm has another purpose, give its Site norms=()."
         )
 
 
-def _refuse_unnamed_norms(site: Site, root: str, query: Part, modules: Modules) -> None:
-    """Refuse a "LayerNorm_0" inside an attention that is as long as a head, and not as the input."""
-    if not site.norms or {scale.factor for scale in site.scales} != {"query", "key"}:
-        return
-    head = query.size // query.entries
-    inputs = math.prod(query.shape) // (math.prod(query.layers) * query.total)
-    found = [
-        path
-        for child in modules.children.get(root, ())
-        if re.fullmatch(r"_?(layer_?norm|rms_?norm|norm|ln)_?\d*", child, re.IGNORECASE)
-        for path in modules.leaves_below(below(root, child))
-        if jnp.shape(modules.leaves[path])[-1:] == (head,) and head != inputs
-    ]
-    if found:
-        raise ValueError(
-            f"{found[0]!r} is as long as a head of {root!r}, so it seems to normalize its queries or keys, and scaling "
-            f"their kernels can't change the logits. Take {root!r} out of the sites, or give its Site norms=()."
-        )
+NORM = re.compile(r"_?(layer_?norm|rms_?norm|norm|ln)_?\d*", re.IGNORECASE)
 
 
-def _check_leaf(root: str, path: str, leaf: Any) -> None:
+def _shape(root: str, path: str, modules: Modules) -> tuple[int, ...]:
+    """The shape of a parameter that can be scaled."""
+    leaf = modules.leaves.get(path)
     if leaf is None:
         raise ValueError(
             f"{root!r} has no parameter {path!r}. If only an adapter or one of query and key is trained, its logits "
@@ -228,28 +227,4 @@ def _check_leaf(root: str, path: str, leaf: Any) -> None:
             f"{path!r} is {dtype}, whose few bits lose nearly every factor; keep master weights in float32, clip "
             f"those, and quantize afterwards."
         )
-
-
-def _refuse_adapters(root: str, known: Sequence[str], modules: Modules) -> None:
-    """What an adapter adds to queries and keys would not be scaled with the kernel."""
-    projections = dict.fromkeys(path.rpartition("/")[0] for path in known)
-    feeding = {path for module in projections if module != root for path in modules.leaves_below(module)}
-    if others := sorted(feeding.difference(known)):
-        raise ValueError(
-            f"{others} feed the queries or keys of {root!r} too, and its site can't scale them. Merge them into the "
-            f"kernels, or take the module out of the sites."
-        )
-
-
-def _head_counts(root: str, parts: Sequence[Part]) -> tuple[int, int]:
-    """Entries of the signal, and how many groups of them share a key head."""
-    counts = {(part.scale.factor, part.entries) for part in parts}  # a bias has as many heads as its kernel
-    sizes = {n for _, n in counts}
-    entries, groups = max(sizes), min(sizes)
-    if len(counts) > len({factor for factor, _ in counts}) or entries % groups or sizes - {entries, groups}:
-        shown = {part.path: part.entries for part in parts}
-        raise ValueError(
-            f"the head counts of {root!r} do not fit each other: {shown}. Query heads have to be a multiple of key "
-            f"heads, and a bias has its kernel's; see the site's layout and num_heads."
-        )
-    return entries, groups
+    return jnp.shape(leaf)

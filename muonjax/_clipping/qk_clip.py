@@ -1,20 +1,20 @@
 """QK-Clip: scale queries and keys so that the largest logit of each attention head stays below a threshold."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from muonjax._clipping.errors import errors_of
-from muonjax._clipping.factors import Part, clip_factor, overlap, parameter_factors, scaled
+from muonjax._clipping.factors import Part, clip_factor, overlap, parameter_factors, scaled_update
 from muonjax._clipping.matching import Modules, Target, as_sites, find_targets
 from muonjax._clipping.sites import Site, Sites
 from muonjax._clipping.sites_from import find_sites
 from muonjax._clipping.statistics import match_statistics
-from muonjax._clipping.transform import Clip, Watched, check_every_k, check_threshold
+from muonjax._clipping.transform import Clip, check_every_k, check_threshold
 from muonjax._trees import is_masked
 
 SharedKeys = Literal["query", "balanced", "group"]
@@ -91,11 +91,8 @@ def qk_clip(
         _check_shared_keys(shared_keys)
         given = None if sites is None else as_sites(sites)
 
-    def find(modules: Modules) -> list[Watched]:
-        targets = _find(modules, find_sites(modules) if given is None else given, shared_keys)
-        attentions = Counter(t.path for t in targets)
-        # By module; by signal where a module has several, as one with self- and cross-attention.
-        return [Watched(t.path if attentions[t.path] == 1 else t.signal, t, threshold) for t in targets]
+    def find(modules: Modules) -> list[Target]:
+        return _find(modules, find_sites(modules) if given is None else given, shared_keys, threshold)
 
     return Clip("qk_clip", "max_logits", find, every_k, axis_name).transformation()
 
@@ -137,70 +134,61 @@ def apply_qk_clip(
         check_threshold(threshold)
         _check_shared_keys(shared_keys)
         modules = Modules(params)
-        targets = _find(modules, as_sites(sites), shared_keys)
+        targets = _find(modules, as_sites(sites), shared_keys, threshold)
         statistics = match_statistics("max_logits", max_logits, targets)
     gammas = [clip_factor(s, threshold) for s in statistics]
-    factors = parameter_factors((t.parts for t in targets), (t.groups for t in targets), gammas)
+    factors = parameter_factors(targets, gammas)
     treedef = jax.tree.structure(params, is_leaf=is_masked)
     return treedef.unflatten(
-        scaled(p, factors[path]) if path in factors else p for path, p in modules.leaves.items()
+        scaled_update(p, jnp.zeros_like(p), factors[path]) if path in factors else p
+        for path, p in modules.leaves.items()
     )
 
 
-def _find(modules: Modules, sites: Sequence[Site], shared_keys: SharedKeys) -> list[Target]:
+def _find(modules: Modules, sites: Sequence[Site], shared_keys: SharedKeys, threshold: Any) -> list[Target]:
     """The attention modules, with the powers that this clip gives to their queries and keys."""
-    targets = find_targets(modules, sites)
-    scaled: dict[str, list[Part]] = {}
-    for target in targets:
+    targets = [
+        _with_powers(target, shared_keys)._replace(threshold=threshold)
+        for target in find_targets(modules, sites)
+    ]
+    scaled: dict[str, list[tuple[int, Part]]] = {}
+    for i, target in enumerate(targets):
         for part in target.parts:
-            if any(overlap(part, other) for other in scaled.get(part.path, ())):
+            others = scaled.setdefault(part.path, [])
+            if any(i != j and overlap(part, other) for j, other in others):
                 raise ValueError(
                     f"two sites of {target.path!r} scale {part.path!r}, which would be clipped twice; let their "
                     f"attentions sow one statistic, the larger of both."
                 )
-        for part in target.parts:
-            scaled.setdefault(part.path, []).append(part)
-    return [_with_powers(target, shared_keys) for target in targets]
+            others.append((i, part))
+    return targets
 
 
 def _with_powers(target: Target, shared_keys: SharedKeys) -> Target:
+    """The target with its powers; raises unless queries and keys can be multiplied, feature by feature."""
     table = OWN_KEYS if target.groups == target.entries else SHARED_KEYS[shared_keys]
     if unknown := {part.scale.factor for part in target.parts} - set(table):
         raise ValueError(
             f"the site of {target.path!r} has factors {sorted(unknown)}; it knows query, key and rotary. For other "
             f"signals use signal_clip."
         )
-    _check_head_sizes(target)
+    first = {part.scale.factor: part for part in reversed(target.parts)}  # a kernel, before its bias
+    heads = {factor: (part.entries, int(part.inside.sum())) for factor, part in first.items()}
+    (queries, features), (keys, key_features) = (heads.get(factor, (0, 0)) for factor in ("query", "key"))
+    if queries and keys and (queries < keys or features != key_features):
+        width = first["key"].size
+        count = "" if width % features else f": give num_kv_heads={width // features}"
+        raise ValueError(
+            f"{first['query'].path!r} has {queries} heads of {features} features and {first['key'].path!r} {keys} of "
+            f"{key_features}: they can't be multiplied; several query heads may share a key head, and not the reverse. "
+            f"See the site's layout and head counts{count}."
+        )
 
     def with_powers(part: Part) -> Part:
         own, shared = table[part.scale.factor]
         return part._replace(scale=dataclasses.replace(part.scale, power=own, group_power=shared))
 
     return target._replace(parts=tuple(map(with_powers, target.parts)))
-
-
-def _check_head_sizes(target: Target) -> None:
-    """Refuse heads of different size: a query and its key are multiplied feature by feature."""
-    query, key = (
-        [part for part in target.parts if part.scale.factor == factor] for factor in ("query", "key")
-    )
-    if query and query[0].entries != target.entries:
-        raise ValueError(
-            f"{query[0].path!r} has {query[0].entries} heads and {key[0].path!r} {target.entries}: several query heads "
-            "may share a key head, and not the reverse. Is the site's query its key?"
-        )
-    sizes = {int(part.inside.sum()) for part in query}, {int(part.inside.sum()) for part in key}
-    if query and key and sizes[0] != sizes[1]:
-        width, length = int(query[0].inside.sum()), key[0].size
-        fix = (
-            f"give num_kv_heads={length // width}"
-            if length % width == 0
-            else "see the site's layout and num_heads"
-        )
-        raise ValueError(
-            f"the query heads of {target.path!r} have {sizes[0]} features and its key heads {sizes[1]}: with "
-            f"{query[0].entries} query heads and {key[0].entries} key heads they can't be multiplied; {fix}."
-        )
 
 
 def _check_shared_keys(shared_keys: str) -> None:

@@ -2,15 +2,14 @@
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 
 import optax
 
 from muonjax._clipping.errors import errors_of
-from muonjax._clipping.matching import Modules, find_targets
+from muonjax._clipping.matching import Modules, Target, find_targets
 from muonjax._clipping.sites import Site
-from muonjax._clipping.transform import Clip, Watched, check_every_k, check_threshold
+from muonjax._clipping.transform import Clip, check_every_k, check_threshold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,22 +116,21 @@ def signal_clip(
         if not rules or not all(isinstance(rule, SignalRule) for rule in rules):
             raise TypeError(f"rules={rules!r} must be a SignalRule or several.")
 
-    def find(modules: Modules) -> list[Watched]:
-        watched = [
-            Watched(t.signal, t, rule.threshold) for rule in rules for t in find_targets(modules, [rule.site])
+    def find(modules: Modules) -> list[Target]:
+        targets = [
+            target._replace(name=target.signal, threshold=rule.threshold)
+            for rule in rules
+            for target in find_targets(modules, [rule.site])
         ]
-        twice = sorted(name for name, count in Counter(w.name for w in watched).items() if count > 1)
-        if twice:
+        names = [target.name for target in targets]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two rules go by the same signal {twice}; merge their scales.")
-        for name, target, _ in watched:
-            shared = [
-                part.path for part in target.parts if part.scale.power and part.entries != target.entries
-            ]
-            if shared:
+        for target in targets:
+            if shared := [p.path for p in target.parts if p.scale.power and p.entries != target.entries]:
                 raise ValueError(
-                    f"several entries of {name!r} share {shared}, which can't take the γ of one of them; give it a "
-                    f"group_power, or power=0."
+                    f"several entries of {target.name!r} share {shared}, which can't take the γ of one of them; give "
+                    f"it a group_power, or power=0."
                 )
-        return watched
+        return targets
 
     return Clip("signal_clip", "signals", find, every_k, axis_name).transformation()

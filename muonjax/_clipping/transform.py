@@ -67,21 +67,13 @@ def unboxed(leaf: Any) -> jax.Array:
     return jax.tree.leaves(leaf)[0]
 
 
-class Watched(NamedTuple):
-    """A module with its signal, and its name in the state's dictionaries."""
-
-    name: str
-    target: Target
-    threshold: optax.ScalarOrSchedule
-
-
 @dataclasses.dataclass(frozen=True)
 class Clip:
     """A pair of `init` and `update` for the modules that `find` returns."""
 
     call: str  # the public function, for errors
     argument: str  # the name of the argument with the statistics in `update`
-    find: Callable[[Modules], Sequence[Watched]]
+    find: Callable[[Modules], Sequence[Target]]
     every_k: int
     axis_name: str | tuple[str, ...] | None
 
@@ -94,8 +86,8 @@ class Clip:
         placeholder = not jax.tree.leaves(params, is_leaf=is_masked)
         with errors_of(self.call):
             modules = Modules(params)
-            watched = [] if placeholder else self.find(modules)
-        self._warn_of_low_precision(watched, modules)
+            targets = [] if placeholder else self.find(modules)
+        self._warn_of_low_precision(targets, modules)
 
         def full(value: float, dtype: jax.typing.DTypeLike = jnp.float32) -> Any:
             # A new array for each field: a buffer that is in two places can't be donated.
@@ -104,11 +96,11 @@ class Clip:
                 if placeholder
                 else {
                     name: jnp.full(shape, value, dtype) + zeros[name].astype(dtype)
-                    for name, shape in _shapes(watched).items()
+                    for name, shape in _shapes(targets).items()
                 }
             )
 
-        zeros = {w.name: zero_beside(modules.leaves[w.target.parts[0].path]) for w in watched}
+        zeros = {t.name: zero_beside(modules.leaves[t.parts[0].path]) for t in targets}
 
         return QKClipState(
             count=jnp.zeros([], jnp.int32),
@@ -126,18 +118,15 @@ class Clip:
             statistics = extra_args.get(self.argument)
             self._check_arguments(params, statistics)
             modules = Modules(params)
-            watched = self.find(modules)
-            self._check_state(state, watched)
-            found = match_statistics(self.argument, statistics, [w.target for w in watched])
-        maxima = {w.name: s for w, s in zip(watched, found, strict=True)}
+            targets = self.find(modules)
+            self._check_state(state, targets)
+            found = match_statistics(self.argument, statistics, targets)
+        maxima = {t.name: s for t, s in zip(targets, found, strict=True)}
         if self.axis_name is not None:
             # Replicas that clip by their own maxima would diverge.
             maxima = {name: largest_of_devices(s, self.axis_name) for name, s in maxima.items()}
-        state, gammas = self._next(state, maxima, {w.name: w.threshold for w in watched})
-        targets = [w.target for w in watched]
-        factors = parameter_factors(
-            (t.parts for t in targets), (t.groups for t in targets), (gammas[w.name] for w in watched)
-        )
+        state, gammas = self._next(state, maxima, {t.name: t.threshold for t in targets})
+        factors = parameter_factors(targets, [gammas[t.name] for t in targets])
         paths = flatten_paths(updates)
         treedef = jax.tree.structure(updates, is_leaf=is_masked)
         if lost := [path for path in factors if path not in paths or is_masked(paths[path])]:
@@ -184,9 +173,9 @@ class Clip:
         if statistics is None:
             raise ValueError(f"needs this step's statistics: {usage}. {reporting_advice(self.argument)}")
 
-    def _check_state(self, state: QKClipState, watched: Sequence[Watched]) -> None:
+    def _check_state(self, state: QKClipState, targets: Sequence[Target]) -> None:
         """Raise unless modules, heads and accumulation are those of the state; the threshold may have changed."""
-        here, there = _shapes(watched), {name: tuple(f.shape) for name, f in state.factors.items()}
+        here, there = _shapes(targets), {name: tuple(f.shape) for name, f in state.factors.items()}
         if here != there:
             raise ValueError(
                 f"this state was made for {there} (shapes of [*layers, heads]), but sites and parameters say {here}. "
@@ -199,8 +188,8 @@ class Clip:
                 "init."
             )
 
-    def _warn_of_low_precision(self, watched: Sequence[Watched], modules: Modules) -> None:
-        low = {part.path: modules.leaves[part.path].dtype for w in watched for part in w.target.parts}
+    def _warn_of_low_precision(self, targets: Sequence[Target], modules: Modules) -> None:
+        low = {part.path: modules.leaves[part.path].dtype for t in targets for part in t.parts}
         low = {path: dtype for path, dtype in low.items() if jnp.finfo(dtype).bits < 32}
         if low:
             path, dtype = next(iter(low.items()))
@@ -210,8 +199,8 @@ class Clip:
             )
 
 
-def _shapes(watched: Sequence[Watched]) -> dict[str, tuple[int, ...]]:
-    return {w.name: (*w.target.layers, w.target.entries) for w in watched}
+def _shapes(targets: Sequence[Target]) -> dict[str, tuple[int, ...]]:
+    return {t.name: (*t.layers, t.entries) for t in targets}
 
 
 def check_every_k(every_k: Any) -> None:

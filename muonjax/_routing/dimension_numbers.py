@@ -33,7 +33,7 @@ from muonjax._matrix_view import (
     one_or_several,
 )
 from muonjax._routing import roles
-from muonjax._routing.matrices import is_broadcast, is_dense_general, matrices
+from muonjax._routing.matrices import is_dense_general, matrices
 from muonjax._routing.named_axes import by_axis_names, named_axes
 from muonjax._routing.output_heads import depthwise, is_input_patches, output_heads
 from muonjax._routing.parameters import check_parameters, is_name, tables
@@ -142,6 +142,7 @@ def routes(
     known: Mapping[str, Role] | None = None,
     head_sizes: Mapping[tuple[str, ...], int] | None = None,
     outputs_first: bool | None = None,
+    partial: bool = False,
 ) -> tuple[list[Route | optax.MaskedNode], Any]:
     """The routes of all leaves in order, masked nodes among them, and the tree's structure.
 
@@ -153,10 +154,11 @@ def routes(
       known: Path to role, from those who know more than names (`muonjax.nnx.dimension_numbers` of a module).
       head_sizes: Path of an attention to the size of its heads, from those who know it.
       outputs_first: Whether leaves called `weight` are (out, in, *window); None: the biases tell.
+      partial: Leave None where a leaf can't be decided, and output heads among the matrices.
     """
     if attention not in ("whole", "heads"):
         raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
-    check_parameters(params)
+    check_parameters(params, warn=not partial)
     paths, leaves, treedef = flatten_with_names(params)
     ruled = apply_rules(["/".join(path) for path in paths], rules)
     known = tables(params) | dict(known or {})
@@ -182,7 +184,7 @@ def routes(
             projects = role.kind or role.parts > 1
             ones = len(shape) - 2 if projects and len(shape) > 3 and {*shape[:-2]} == {1} else 0
             undecided.append(Parameter(path, role, shape[ones:], tuple(range(ones, len(shape))), shape))
-    found |= _decide_all(_fitting(undecided), attention, scan_axis, head_sizes, outputs_first)
+    found |= _decide_all(_fitting(undecided), attention, scan_axis, head_sizes, outputs_first, partial)
     return [
         leaf if is_masked(leaf) else Route("/".join(path), *_shape_and_dtype(leaf), *found[path])
         for path, leaf in zip(paths, leaves, strict=True)
@@ -199,10 +201,14 @@ def _decide_all(
     scan_axis: int | None,
     head_sizes: Mapping[tuple[str, ...], int] | None,
     outputs_first: bool | None,
+    partial: bool,
 ) -> dict[tuple[str, ...], tuple[DimensionNumbers | None, str]]:
     parameters = unstack(undecided, scan_axis)
     siblings = Siblings(parameters, head_sizes, outputs_first)
     decided = {p.path: _decide(p, siblings, attention, scan_axis) for p in parameters}
+    if partial:
+        found = {path: answer or (None, "undecided") for path, answer in decided.items()}
+        return {p.path: (_on_leaf(found[p.path][0], p.axes), found[p.path][1]) for p in parameters}
     if refused := [p for p in parameters if decided[p.path] is None]:
         raise ValueError(undecided_message(refused, parameters, attention))
     found = {path: answer for path, answer in decided.items() if answer}
@@ -260,8 +266,6 @@ def _decide(
         return None, "vector" if rank else "scalar"
     if is_input_patches(p):
         return None, roles.PATCHES.name
-    if is_broadcast(p):
-        return None, roles.TOKENS.name
     unknown = role is roles.UNKNOWN and p.stacked is None and not siblings.bias(p)
     if unknown and rank == 3 and scan_axis is not None:
         i = scan_axis % 3

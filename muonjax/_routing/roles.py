@@ -39,7 +39,9 @@ VALUE = Role("attention value", ranks=(2, 3), kind="value")
 OUT = Role("attention output", ranks=(2, 3), kind="out")
 FUSED_QKV = Role("attention q, k, v", ranks=(2, 3, 4), parts=3)
 FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2)
-MLA_UP = Role("attention key, value", ranks=(2, 3))  # the up-projection of MLA's keys and values
+MLA_UP = Role(
+    "attention key, value", ranks=(2, 3), layouts={3: MuonDimensionNumbers(0, (1, 2))}
+)  # of latents
 INTERLEAVED = Role("projections interleaved by head")
 GATE_UP = Role("gate and up", ranks=(2, 3, 4), parts=2)
 EXPERTS = Role("experts", ranks=(2, 3), layouts={3: MuonDimensionNumbers(1, 2)})

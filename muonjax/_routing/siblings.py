@@ -1,9 +1,9 @@
 """Read from the parameters beside a leaf what it does not show itself: bias, attention, order of axes."""
 
 import itertools
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from muonjax._routing.roles import FUSED_KV, FUSED_QKV, Role, attention_scope, layer_of, module, words
@@ -35,8 +35,8 @@ class Siblings:
     """What the parameters of a tree show together.
 
     Attributes:
-      biases: Module to the shape of its bias.
-      attentions: Attention module to the shapes of its projections by kind, "query" to "out".
+      attentions: Attention module to the shapes of its projections by kind, "query" to "out"; "fused" is query, key and
+        value on one axis of heads.
       head_sizes: Attention's scope to the size of its heads, where its module shows it.
       outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox store them.
     """
@@ -47,25 +47,27 @@ class Siblings:
         head_sizes: Mapping[tuple[str, ...], int] | None = None,
         outputs_first: bool | None = None,
     ):
-        self.biases: dict[tuple[str, ...], Shape] = {
-            module(p.path): p.shape for p in parameters if p.role.name == "bias"
-        }
-        self.attentions: dict[tuple[str, ...], dict[str, Shape]] = {}
-        self._modules: dict[tuple[str, ...], list[Parameter]] = {}
-        self._folders: dict[tuple[str, ...], list[Parameter]] = {}
-        self.head_sizes = head_sizes or {}
+        self._biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
+        self._folders: dict[tuple[str, ...], list[Parameter]] = defaultdict(list)
+        self._beside: dict[tuple[str, ...], list[Parameter]] = defaultdict(list)
+        self.attentions: dict[tuple[str, ...], dict[str, Shape]] = defaultdict(dict)
         for p in parameters:
-            scope = layer_of(p.path)[0]
-            self._modules.setdefault(scope, []).append(p)
-            self._folders.setdefault(words(p.path)[:-1], []).append(p)
-            if p.role.kind or p.role in (FUSED_QKV, FUSED_KV):
-                shapes = self.attentions.setdefault(attention_scope(scope), {})
-                shapes[p.role.kind or f"{p.role.parts} fused"] = p.shape
+            scope, fused = layer_of(p.path)[0], p.role in (FUSED_QKV, FUSED_KV)
+            self._folders[words(p.path)[:-1]].append(p)
+            self._beside[scope].append(p)
+            if p.role.kind:
+                self.attentions[attention_scope(scope)][p.role.kind] = p.shape
+            elif fused and (axis := axis_of_parts(p)) is not None and len(p.shape) == 4:
+                kind = "query" if p.role is FUSED_QKV else "key"
+                self.attentions[attention_scope(scope)].setdefault(kind, p.shape[:axis] + p.shape[axis + 1 :])
+            elif fused:
+                self.attentions[attention_scope(scope)]["fused"] = p.shape
+        self.head_sizes = head_sizes or {}
         self.outputs_first = self._outputs_first(parameters) if outputs_first is None else outputs_first
 
     def bias(self, p: Parameter) -> Shape | None:
         """The shape of the bias beside a weight, on one layer's axes."""
-        shape = self.biases.get(module(p.path))
+        shape = self._biases.get(module(p.path))
         if shape and (len(shape) > 2 or (shape[1:] == (1,) and is_weight(p))):
             # (16, 1, 1) is a convolution's in PyTorch's order.
             return tuple(size for size in shape if size > 1) or (1,)
@@ -73,25 +75,22 @@ class Siblings:
 
     def attention(self, p: Parameter) -> dict[str, Shape]:
         """The shapes of the attention that a projection belongs to."""
-        shapes = self.attentions.get(attention_scope(layer_of(p.path)[0]), {})
-        if "query" not in shapes and "3 fused" in shapes and len(shapes.get("out", ())) == 3:
-            return shapes | {"query": _query_in(shapes["3 fused"], shapes["out"])}
-        return shapes
+        return self.attentions.get(attention_scope(layer_of(p.path)[0]), {})
 
-    def beside(self, p: Parameter) -> Iterable[Parameter]:
-        """Other parameters whose layer is in the same scope."""
-        return (q for q in self._modules.get(layer_of(p.path)[0], ()) if q.path != p.path)
+    def beside(self, p: Parameter) -> Sequence[Parameter]:
+        """The parameters whose layer is in the same scope."""
+        return self._beside[layer_of(p.path)[0]]
 
-    def partners(self, p: Parameter) -> Iterable[Parameter]:
-        """The other parameters in the same dictionary: of an adapter's factor, the other factor."""
-        return (q for q in self._folders.get(words(p.path)[:-1], ()) if q.path != p.path)
+    def folder(self, p: Parameter) -> Sequence[Parameter]:
+        """The parameters in the same dictionary: of an adapter's factor, both factors."""
+        return self._folders[words(p.path)[:-1]]
 
     def is_batched_factor(self, p: Parameter) -> bool:
         """Whether an adapter has a pair of factors for each matrix of its weight: [*batch, in, rank] beside
         [*batch, rank, out] and [*batch, in, out]."""
         name = words(p.path)[-1]
         base = re.sub(r"_?lora_[ab]$", "", name)
-        found = {words(q.path)[-1]: q.shape for q in self._folders.get(words(p.path)[:-1], ())}
+        found = {words(q.path)[-1]: q.shape for q in self.folder(p)}
         weights = [found[n] for n in ([base] if base else ("w", "kernel", "weight")) if n in found]
         a, b = (found.get(name[: len(name) - 1] + letter, ()) for letter in "ab")
         pairs = [((*w[:-1], a[-1]), (*w[:-2], a[-1], w[-1])) for w in weights if a and len(w) > 2]
@@ -115,16 +114,15 @@ class Siblings:
         return votes > 0
 
 
+def axis_of_parts(p: Parameter) -> int | None:
+    """The axis, before the last, that counts the parts of a fused kernel."""
+    return next((i for i, size in enumerate(p.shape[:-1]) if size == p.role.parts), None)
+
+
 def is_weight(p: Parameter) -> bool:
     """Whether the leaf is called `weight`, as PyTorch, Equinox and axlearn call what Flax calls `kernel`."""
     path = words(p.path)
     return bool(path) and bool(re.fullmatch(r"weights?(_(v|ih|hh)\w*)?", path[-1]))
-
-
-def is_bias_of_blocks(bias: Shape, shape: Shape) -> bool:
-    """Whether a bias has every output of a matrix per block, [blocks, in, out], in one axis or by block."""
-    blocks = math.prod(shape[:-2])
-    return blocks > 1 and bias in ((*shape[:-2], shape[-1]), (blocks * shape[-1],))
 
 
 def is_window(shape: Shape) -> bool:
@@ -147,6 +145,11 @@ def is_outputs_first(p: Parameter, siblings: Siblings) -> bool:
     return is_weight(p) and len(p.shape) > 2 and likely and not is_window(p.shape)
 
 
+def is_einsum(p: Parameter) -> bool:
+    """Whether a name says that the leaf is the weight of an einsum."""
+    return any("einsum" in name for name in words(p.path))
+
+
 class Arrangement(NamedTuple):
     """The order of the axes d (features), h (heads) and s (size of a head) in projections and output kernel."""
 
@@ -155,64 +158,36 @@ class Arrangement(NamedTuple):
 
 
 FLAX = Arrangement("dhs", "hsd")
-
-# Flax first; axlearn and simply; Gemma's einsums; outputs first.
-_ARRANGEMENTS = [
-    Arrangement(*pair) for pair in (("dhs", "hsd"), ("dhs", "dhs"), ("hds", "hsd"), ("hsd", "dhs"))
-]
+EINSUM = Arrangement("hds", "hsd")  # Gemma's
+_ARRANGEMENTS = (FLAX, Arrangement("dhs", "dhs"), EINSUM, Arrangement("hsd", "dhs"))
 
 
-def arrangements(shapes: Mapping[str, Shape], *, einsum: bool = False) -> list[Arrangement]:
-    """The arrangements that all projections of an attention agree with, the likeliest first.
-
-    Args:
-      shapes: By kind, of one layer; only those with three axes are looked at.
-      einsum: Whether the names say that these are weights of einsums, [heads, d, size] in Gemma.
-    """
-    shapes = {kind: shape for kind, shape in shapes.items() if len(shape) == 3}
-    order = sorted(_ARRANGEMENTS, key=lambda a: a.projection != "hds") if einsum else _ARRANGEMENTS
-    scored = [(_agreement(shapes, a), a) for a in order]
-    return [a for score, a in sorted(scored, key=lambda pair: -pair[0]) if score >= 0]
-
-
-def has_heads_of_flax(shapes: Mapping[str, Shape]) -> bool:
-    """Whether query [d, heads, size] and output [heads, size, d] have equal heads.
-
-    Where no arrangement is likely, as in a small model whose heads are larger than d, this and Flax's name decide."""
-    query, out = shapes.get("query", ()), shapes.get("out", ())
-    return len(query) == len(out) == 3 and query[1] == out[0]
+def arrangement(p: Parameter, siblings: Siblings) -> Arrangement | None:
+    """Where d, heads and size are in the projections of this attention; None where the siblings do not tell."""
+    shapes = {kind: shape for kind, shape in siblings.attention(p).items() if len(shape) == 3}
+    order = sorted(_ARRANGEMENTS, key=lambda a: a is not EINSUM) if is_einsum(p) else _ARRANGEMENTS
+    score, _, best = max((_agreement(shapes, a), -i, a) for i, a in enumerate(order))
+    if score < 0:  # as in a small model whose heads are larger than d: Flax's name and equal heads decide
+        query, out = shapes.get("query"), shapes.get("out")
+        named = words(p.path)[-1] == "kernel" and bool(query and out and query[1] == out[0])
+        return FLAX if named or (words(p.path)[-1] == "kernel" and [*shapes] == ["out"]) else None
+    return best if best.out == "hsd" or p.role.kind != "out" or len(shapes) > 1 else None
 
 
 def _agreement(shapes: Mapping[str, Shape], arrangement: Arrangement) -> int:
     """How many pairs of sizes agree of those that rarely differ; −1 if sizes differ that must agree."""
-
-    def read(kind: str) -> dict[str, int] | None:
-        order = arrangement.out if kind == "out" else arrangement.projection
-        return dict(zip(order, shapes[kind], strict=True)) if kind in shapes else None
-
-    query, key, value, out = map(read, ("query", "key", "value", "out"))
-    for kernel in (query, key, value, out):
-        if kernel and kernel["s"] >= kernel["d"] and kernel["h"] > 1:
-            return -1
-        if kernel and kernel["h"] * kernel["s"] > 64 * kernel["d"]:
-            return -1
+    read = {
+        kind: dict(zip(arrangement.out if kind == "out" else arrangement.projection, shape, strict=True))
+        for kind, shape in shapes.items()
+    }
+    if any((k["s"] >= k["d"] and k["h"] > 1) or k["h"] * k["s"] > 64 * k["d"] for k in read.values()):
+        return -1
+    fused, query, key, value, out = map(read.get, ("fused", "query", "key", "value", "out"))
+    if fused and out and (fused["h"] <= out["h"] or (fused["h"] - out["h"]) % 2):
+        return -1
     if query and out and query["h"] != out["h"]:
         return -1
     if any(a and b and b["h"] % a["h"] for a, b in ((value, query), (value, key), (key, query), (key, out))):
         return -1
-    pairs = itertools.combinations([kernel for kernel in (query, key, value, out) if kernel], 2)
+    pairs = itertools.combinations(read.values(), 2)
     return sum((a["d"] == b["d"]) + (a["s"] == b["s"]) for a, b in pairs)
-
-
-def _query_in(fused: Shape, out: Shape) -> Shape:
-    """The shape of the query's part of a kernel that holds query, key and value; () where it can't be told."""
-    if len(fused) == 4 and 3 in fused[:-1]:
-        batch = fused.index(3)
-        return fused[:batch] + fused[batch + 1 :]
-    if len(fused) == 3:
-        for a in arrangements({"out": out}):
-            d, heads, size = (fused[a.projection.index(axis)] for axis in "dhs")
-            sizes = dict(zip(a.out, out, strict=True))
-            if (d, size) == (sizes["d"], sizes["s"]) and heads > sizes["h"]:
-                return tuple(sizes["h"] if axis == "h" else fused[i] for i, axis in enumerate(a.projection))
-    return ()

@@ -9,13 +9,12 @@ of the module agree.
 import math
 from collections.abc import Sequence
 
-from muonjax._routing.matrices import is_einsum
 from muonjax._routing.roles import ADAPTER, layer_of
 from muonjax._routing.rules import INSPECT
 from muonjax._routing.siblings import (
     Parameter,
     Siblings,
-    is_bias_of_blocks,
+    is_einsum,
     is_outputs_first,
     is_window,
 )
@@ -69,10 +68,11 @@ def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
     bias = siblings.bias(p)
     if not role.muon and ranks and rank > min(ranks) == 1 and sum(size > 1 for size in p.shape) <= 1:
         return None  # a norm's scale stored as (1, 1, 1, 64), or a stack of one
-    if bias and len(bias) == 1 and rank > 1 and (bias[0] in p.shape or is_bias_of_blocks(bias, p.shape)):
+    if bias and len(bias) == 1 and rank > 1 and bias[0] in p.shape:
         return False  # a stack's bias has an axis of layers too
-    if role is ADAPTER:
-        return _is_stacked_factor(p, siblings)
+    if role is ADAPTER and rank > 2:  # its factors share the rank; in a stack both have one axis more
+        both = all(len(q.shape) > 2 for q in siblings.folder(p) if q.role is ADAPTER)
+        return None if is_einsum(p) and siblings.is_batched_factor(p) else both
     if role.kind and rank == 4:
         rank_of = {kind: len(shape) for kind, shape in siblings.attention(p).items()}
         if rank_of.get("key") == 3 and role.kind in ("query", "out"):
@@ -84,16 +84,6 @@ def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
     if ranks and rank == min(ranks):
         return False
     return None
-
-
-def _is_stacked_factor(p: Parameter, siblings: Siblings) -> bool | None:
-    """An adapter's factors [*in, rank] and [rank, *out] share the rank; in a stack both have one axis more."""
-    partners = [q.shape for q in siblings.partners(p) if q.role is ADAPTER]
-    if len(p.shape) == 2:
-        return False
-    if is_einsum(p) and siblings.is_batched_factor(p):
-        return None
-    return all(len(shape) > 2 for shape in partners)
 
 
 def _peel(parameters: Sequence[Parameter], depth: int, scan_axis: int | None) -> list[Parameter]:

@@ -50,9 +50,10 @@ DENSE = ("q_proj", "k_proj", "o_proj")
 # Parameters that `sites_from` refuses, whose number of heads is all that is missing; and the statistic of a module.
 MERGED = {
     "heads in a merged axis": (projections((64, 64), (64, 64), (64, 64), DENSE), (4,)),
-    "a stack of them": (projections((3, 64, 64), (3, 64, 64), (3, 64, 64), DENSE), (3, 4)),
-    "stored (out, in)": (projections((64, 64), (16, 64), (64, 64), DENSE, "weight"), (4,)),
-    "GPT-2": (tree(c_attn__kernel=(64, 192), c_proj__kernel=(64, 64)), (4,)),
+    "stored (out, in)": (
+        projections((64, 64), (16, 64), (64, 64), DENSE, "weight") | {"up": {"weight": jnp.ones((256, 64))}},
+        (4,),
+    ),
 }
 
 

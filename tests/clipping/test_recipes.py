@@ -185,7 +185,7 @@ def test_plain_arrays_as_equinox_stores_them():
     statistics = {
         f"layers/{i}/attention": jnp.asarray(exact(p["attention"])) for i, p in enumerate(params["layers"])
     }
-    sites = muonjax.sites_from(params, num_heads=HEADS)
+    sites = muonjax.mha_site(query="query_proj", key="key_proj", layout="(h d) i", num_heads=HEADS)
     clipped = muonjax.apply_qk_clip(params, statistics, sites, 5.0)
     for layer in clipped["layers"]:
         np.testing.assert_allclose(exact(layer["attention"]), 5.0, rtol=3e-6)
