@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
 from muonjax._clipping.factors import Scale
 from muonjax._clipping.largest import larger
@@ -22,8 +22,7 @@ from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._program import attention
 from muonjax._program.decisions import PENALTY, Decision, decide
 from muonjax._program.graph import Graph
-from muonjax._program.rewrite import report
-from muonjax._program.shared import shared
+from muonjax._program.report import run
 from muonjax._program.walk import Walk
 from muonjax._routing.dimension_numbers import dimension_numbers as by_names
 from muonjax._trees import flatten_paths, flatten_with_names, listed
@@ -330,7 +329,7 @@ def maxima_of(
 ) -> tuple[list[Any], dict[str, jax.Array]]:
     """What a function returns for these inputs, and the largest logits [*layers, heads] of each site by its name."""
     probes = [call.probe for _, calls in sites for call in calls if call.probe is not None]
-    results = jaxpr_as_fun(shared(report(closed, probes)))(*leaves)
+    results = run(closed, probes, *leaves)
     count = len(results) - len(probes)
     maxima = iter(results[count:])
     return results[:count], {

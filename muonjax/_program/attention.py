@@ -11,7 +11,7 @@ import numpy as np
 
 from muonjax._program.graph import line_of
 from muonjax._program.layout import PLACED, Atom, Layout, Shard, joined, other
-from muonjax._program.rewrite import Probe, Step
+from muonjax._program.report import Probe, Step
 from muonjax._program.values import Image, Term
 from muonjax._program.walk import Attention, Walk
 

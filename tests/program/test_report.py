@@ -8,7 +8,7 @@ from jax.extend.core import check_jaxpr, jaxpr_as_fun
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from muonjax._program.rewrite import Probe, report
+from muonjax._program.report import Probe
 from muonjax._program.versions import bodies, opened
 from tests.program import attention
 from tests.program.attention import (
@@ -18,6 +18,7 @@ from tests.program.attention import (
     check,
     custom_softmax,
     layer,
+    report,
     scanned,
     tokens,
     unrolled,

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from muonjax import value_and_grad
-from muonjax._program.shared import shared
+from muonjax._program.report import run
+from muonjax._program.stretches import as_call, stretches
 from tests.program.attention import by_hand, layer, tokens, unrolled, unstacked, weights
 
 
@@ -20,8 +20,9 @@ def functions(layers):
             x = layer(x, w)
         return jnp.mean(x)
 
-    closed = shared(jax.make_jaxpr(loss)(unstacked(weights(layers)), tokens()))
-    return {id(eqn.params["jaxpr"]) for eqn in closed.eqns if "inline" in eqn.params}
+    jaxpr = jax.make_jaxpr(loss)(unstacked(weights(layers)), tokens()).jaxpr
+    calls = [as_call(eqns, outputs) for _, eqns, outputs in stretches(jaxpr.eqns, jaxpr.outvars, ())]
+    return {id(eqn.params["jaxpr"]) for eqn in calls if "inline" in eqn.params}
 
 
 def test_more_layers_are_no_more_functions():
@@ -33,7 +34,7 @@ def test_literals_count_bit_by_bit():
         return [1 / (x * zero) for zero in (0.0, -0.0, 0.0)]
 
     closed = jax.make_jaxpr(loss)(1.0)
-    np.testing.assert_array_equal(jaxpr_as_fun(shared(closed))(1.0), [np.inf, -np.inf, np.inf])
+    np.testing.assert_array_equal(run(closed, [], 1.0), [np.inf, -np.inf, np.inf])
 
 
 def test_order_of_effects_stays():
@@ -45,7 +46,7 @@ def test_order_of_effects_stays():
         return before + ref[...]
 
     closed = jax.make_jaxpr(loss)(2.0)
-    np.testing.assert_allclose(jaxpr_as_fun(shared(closed))(2.0)[0], 2 + np.sin(2), rtol=1e-6)
+    np.testing.assert_allclose(run(closed, [], 2.0)[0], 2 + np.sin(2), rtol=1e-6)
 
 
 def test_scopes_and_lines_are_those_of_jax():

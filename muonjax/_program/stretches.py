@@ -9,31 +9,40 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from muonjax._program import versions
-from muonjax._program.versions import opened
 
 
-def shared(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """`closed` with calls in place of its stretches; what has a body or an effect stays as it is."""
-    jaxpr, new, start = opened(closed), [], 0
-    last: dict[Any, int] = {
-        v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)
-    }
-    last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if isinstance(v, Var)}
-    for stop, eqn in enumerate(jaxpr.eqns, 1):
-        if stop == len(jaxpr.eqns) or not _belong_together(eqn, jaxpr.eqns[stop]):
-            kept = [v for e in jaxpr.eqns[start:stop] for v in e.outvars if last.get(v, 0) >= stop]
-            new.append(_as_call(jaxpr.eqns[start:stop], kept) if _is_plain(eqn) else eqn)
-            start = stop
-    return versions.extended(closed, new, [])
+def stretches(
+    eqns: Sequence[JaxprEqn], kept: Container[Any], apart: Container[int]
+) -> Iterator[tuple[int, Sequence[JaxprEqn], list[Any]]]:
+    """The number of each stretch's first operation, its operations, and those of its results that are used elsewhere.
+
+    `kept` are needed too; operations `apart` and those that have a body or an effect are alone.
+    """
+    last: dict[Any, int] = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if isinstance(v, Var)}
+    plain = [i not in apart and _is_plain(eqn) for i, eqn in enumerate(eqns)]
+    start = 0
+    for stop in range(1, len(eqns) + 1):
+        if (
+            stop < len(eqns)
+            and plain[stop - 1]
+            and plain[stop]
+            and _belong_together(eqns[stop - 1], eqns[stop])
+        ):
+            continue
+        outputs = [v for eqn in eqns[start:stop] for v in eqn.outvars]
+        if plain[start]:
+            outputs = [v for v in outputs if v in kept or last.get(v, 0) >= stop]
+        yield start, eqns[start:stop], outputs
+        start = stop
 
 
 def _is_plain(eqn: JaxprEqn) -> bool:
@@ -52,8 +61,6 @@ def _belong_together(a: JaxprEqn, b: JaxprEqn) -> bool:
         and one.name_stack == two.name_stack
         and a.ctx == b.ctx
         and _line(one.traceback) == _line(two.traceback)
-        and _is_plain(a)
-        and _is_plain(b)
     )
 
 
@@ -80,7 +87,10 @@ class _Stretch:
         return [values[v] for v in self.outputs]
 
 
-def _as_call(eqns: Sequence[JaxprEqn], outputs: list[Any]) -> JaxprEqn:
+def as_call(eqns: Sequence[JaxprEqn], outputs: list[Any]) -> JaxprEqn:
+    """One operation that does what these do; one with a body or an effect stays as it is."""
+    if not _is_plain(eqns[0]):
+        return eqns[0]
     made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
     read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
     inputs: list[Any] = [v for v in read if v not in made]
