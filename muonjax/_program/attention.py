@@ -121,9 +121,8 @@ class _Finder:
             raise _Refused(f"{logits.problem[0]}: {self._line(logits.problem[1])}")
         for operand, name in ((self.query, "queries"), (self.key, "keys")):
             for image in operand.images:
-                if not image.linear:
-                    why, where = image.after or ("changed", self.attention.product)
-                    raise _Refused(f"its {name} are {why}: {self._line(where)}")
+                if image.after is not None:
+                    raise _Refused(f"its {name} are {image.after[0]}: {self._line(image.after[1])}")
         own, shared = self._split_keys()
         queries = list(self._spans(self.query, "query" if own else "rotary", shared))
         keys = list(self._spans(self.key._replace(images=tuple(own)), "key", {}))

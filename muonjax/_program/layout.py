@@ -173,6 +173,11 @@ class Layout(NamedTuple):
         return self._replace(taken=tuple(a for a in self.taken if a.size > 1), loops=(*self.loops, *single))
 
     def reshape(self, shape: Sequence[int]) -> Layout:
+        longer = [atoms for atoms in self.axes if length(atoms) > 1]
+        if [length(atoms) for atoms in longer] == [
+            n for n in shape if n > 1
+        ]:  # axes of one entry come and go
+            return self._replace(axes=tuple(longer.pop(0) if n > 1 else () for n in shape))
         if any(atoms and atoms[0].axis == PLACED for atoms in self.axes):
             return self._reshape_placed(shape)
         queue, axes = [a for atoms in self.axes for a in joined(atoms)], []

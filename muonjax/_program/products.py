@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from muonjax._program.graph import Node
 from muonjax._program.layout import OTHER, Atom, Layout, other, whole
-from muonjax._program.rules import _scaled_logits, rule
-from muonjax._program.values import DATA, PARAMETER, Image, Logits, Term, Value, dependent
+from muonjax._program.rules import bent, rule, scaled_logits
+from muonjax._program.values import DATA, PARAMETER, Image, Logits, Term, Value, dependent, moved
 
 if TYPE_CHECKING:
     from muonjax._program.walk import Walk
@@ -78,7 +78,7 @@ def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
     if left.is_parameter and right.is_parameter:
         return _of_parameters(i, product, left, right, result)
     for side, rest in ((left, right), (right, left)):
-        hot = rest.value.one_hot
+        hot = rest.value.axes("one hot")
         if side.value.terms and hot and side.is_parameter and set(hot) & set(rest.summed):
             return _lookup(walk, i, product, side, result)
         if hot:
@@ -159,8 +159,7 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, res
         if kind == "product":
             images.append(Image((i, k), result(side, layout)))
     if not images:  # a scale, written as a product
-        kept = [_moved(m, rest, result) for m in rest.value.images]
-        return product._replace(images=tuple(kept))
+        return product._replace(images=_moved(rest.value.images, rest, result))
     for image in rest.value.images:  # an axis that one product gives and the next has as a batch: experts
         walk.later_batches[image.product].update(image.layout.atoms(rest.batch))
     if walk.graph.is_stack_of_scalars(rest.operand):  # losses and their weights
@@ -185,9 +184,9 @@ def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
 
 def _cuts_input(side: Side) -> bool:
     """Whether the sum runs over stretches of two axes of an argument, as over the pixels of a patch."""
-    for image in side.value.inputs:
-        inside = image.layout.atoms(side.summed)
-        outside = {a.axis for a in image.layout.atoms(side.given)}
+    for mark in side.value.marks:
+        inside = mark.layout.atoms(side.summed) if mark.what == "input" else ()
+        outside = {a.axis for a in mark.layout.atoms(side.given)}
         if len({a.axis for a in inside if a.axis in outside and a.stride == 1}) > 1:
             return True
     return False
@@ -212,9 +211,8 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
         for x in found:  # several where softmaxes are subtracted
             walk.record_attention(i, x, x.layout.atoms(side.summed), values)
         if found:
-            images = tuple(_moved(m, values, result) for m in values.value.images)
             walk.consume(i, left.operand, right.operand)
-            return product._replace(images=images)
+            return product._replace(images=_moved(values.value.images, values, result))
     if a.kind & b.kind & PARAMETER:
         features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
         # Entry by entry, as of two towers.
@@ -227,30 +225,27 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
     for side, rest in ((left, right), (right, left)):
         if not rest.value.kind & PARAMETER:
             logits = _logits_after(walk, i, side, rest, result)
-            return product._replace(
-                images=side.value.map(functools.partial(result, side)).images, logits=logits
-            )
+            return product._replace(images=_moved(side.value.images, side, result), logits=logits)
     return product
 
 
 def _logits_after(walk: Walk, i: int, side: Side, rest: Side, result) -> tuple[Logits, ...]:
     """What a product makes of logits: a factor scales them, a matrix mixes those of several heads."""
-    moved = side.value.map(functools.partial(result, side))
+    value = side.value.map(functools.partial(result, side))
     if not side.summed:
-        return _scaled_logits(i, walk.nodes[i], moved, rest.value)
+        return scaled_logits(i, walk.nodes[i], value, rest.value)
     mixed = "a product mixes its logits", i
-    return tuple(x if x.stage != "logits" else x._replace(problem=x.problem or mixed) for x in moved.logits)
+    return tuple(x if x.stage != "logits" else x._replace(problem=x.problem or mixed) for x in value.logits)
 
 
 def _bent_all(walk: Walk, i: int, side: Side, result) -> list[Image]:
-    walk.record_parts(i, side.value.images)
-    return [_moved(m, side, result)._replace(linear=False) for m in side.value.images]
+    return [
+        bent(walk, m, "multiplied by another activation", i) for m in _moved(side.value.images, side, result)
+    ]
 
 
-def _moved(image: Image, side: Side, result) -> Image:
-    moved = image.map(lambda layout: result(side, layout))
-    assert moved is not None  # nothing is cut
-    return moved
+def _moved(images: Sequence[Image], side: Side, result) -> tuple[Image, ...]:
+    return moved(images, functools.partial(result, side))
 
 
 @rule("conv_general_dilated")

@@ -19,7 +19,6 @@ from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from muonjax._program import versions
-from muonjax._program.stretches import as_call, stretches
 from muonjax._program.versions import Body, opened
 
 MASKED = -1e4  # what is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well
@@ -76,25 +75,19 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
             maxima[probe] = _largest(values[probe.variable], raw, probe)
 
     measure(list(values))
-    kept = {*jaxpr.outvars, *here, *(p.raw for found in here.values() for p in found)}
-    for index, eqns, outputs in stretches(jaxpr.eqns, kept, deeper):
-        first = eqns[0]
-        scope = source_info_util.current_name_stack() + first.source_info.name_stack
-        with source_info_util.user_context(first.source_info.traceback, name_stack=scope), first.ctx.manager:
+    for index, eqn in enumerate(jaxpr.eqns):
+        operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
+        scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
             if index in deeper:
-                outs, found = _enclosing(first, tuple(deeper[index]), _read(first, values))
+                outs, found = _enclosing(eqn, tuple(deeper[index]), operands)
                 maxima |= zip(deeper[index], found, strict=True)
             else:
-                call = as_call(eqns, outputs)
-                outs = _bound(call, _read(call, values))
-            values |= zip(outputs, outs, strict=True)
-            measure(outputs)
+                outs = _bound(eqn, operands)
+            values |= zip(eqn.outvars, outs, strict=True)
+            measure(eqn.outvars)
     results = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
     return [*results, *(maxima[probe] for probe in probes)]
-
-
-def _read(eqn: JaxprEqn, values: dict[Any, Any]) -> list[Any]:
-    return [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
 
 
 def _bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:

@@ -1,8 +1,7 @@
-"""What each primitive does to what is known of its operands: one rule for each."""
+"""What operations entry by entry and reductions do to what is known of their operands; all rules by primitive."""
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muonjax._program.graph import Node
+from muonjax._program.layout import whole as all_of
 from muonjax._program.values import (
     DATA,
     NOISE,
     PARAMETER,
     Image,
     Logits,
+    Mark,
     Value,
-    concatenated,
     dependent,
     summed,
 )
@@ -39,265 +39,21 @@ def rule(names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-# Structure: entries move, nothing is computed.
-
-
-@rule(
-    """
-    convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
-    mesh_cast pvary pcast to_varying psum psum2 psum_invariant pmax ppermute device_put name neg real imag conj
-    stop_gradient rev
-    """
-)
-def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    return values
-
-
-@rule("transpose squeeze broadcast_in_dim")
-def _pick(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (at, *_), out = node.inputs, node.outputs[0]
-    old, new = walk.shape(at), walk.shape(out)
-    sources: list[int | None] = [None] * len(new)
-    if node.name == "transpose":
-        sources[:] = node.params["permutation"]
-    elif node.name == "squeeze":
-        sources[:] = [axis for axis in range(len(old)) if axis not in node.params["dimensions"]]
-    else:
-        for axis, to in enumerate(node.params["broadcast_dimensions"]):
-            sources[to] = axis if old[axis] == new[to] else None
-    return [_picked(values[0], sources, new)]
-
-
-@rule("tile")
-def _tile(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    return [values[0].map(lambda layout: layout.tile(node.params["reps"]))]
-
-
-def _picked(x: Value, sources: Sequence[int | None], shape: Sequence[int]) -> Value:
-    """Axis i is the axis `sources[i]`, or a new one along which entries repeat."""
-    moved = x.map(lambda layout: layout.pick(sources, shape))
-    repeats = (
-        to for to, source in enumerate(sources) if source in x.repeats or (source is None and shape[to] > 1)
-    )
-    return moved._replace(
-        one_hot=_positions(x.one_hot or (), sources) or None,
-        counts=next(iter(_positions((x.counts,), sources)), None) if x.counts is not None else None,
-        repeats=frozenset(repeats),
-    )
-
-
-def _positions(axes: Sequence[int], sources: Sequence[int | None]) -> tuple[int, ...]:
-    return tuple(sources.index(axis) for axis in axes if axis in sources)
-
-
-@rule("reshape")
-def _reshape(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    if [n for n in old if n > 1] == [n for n in new if n > 1]:  # only axes of one entry come and go
-        longer = [axis for axis, n in enumerate(old) if n > 1]
-        longer.reverse()
-        return [_picked(values[0], [longer.pop() if n > 1 else None for n in new], new)]
-    return [values[0].map(lambda layout: layout.reshape(new))]
-
-
-@rule("slice")
-def _slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    starts, stops = node.params["start_indices"], node.params["limit_indices"]
-    steps, x = node.params["strides"] or [1] * len(starts), values[0]
-    for axis, (start, stop, step) in enumerate(zip(starts, stops, steps, strict=True)):
-        x = _cut(x, axis, start, stop, step)
-    return [x]
-
-
-def _cut(x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
-    return x.map(lambda layout: layout.cut(axis, int(start), int(stop), int(step)))
-
-
-@rule("split")
-def _split(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    ends = list(itertools.accumulate(node.params["sizes"], initial=0))
-    return [_cut(values[0], node.params["axis"], *at) for at in itertools.pairwise(ends)]
-
-
-@rule("unstack")
-def _unstack(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    axis, shape = node.params["axis"], walk.shape(node.outputs[0])
-    kept = [k for k in range(len(shape) + 1) if k != axis]
-    return [_picked(_cut(values[0], axis, k, k + 1), kept, shape) for k in range(len(node.outputs))]
-
-
-@rule("concatenate")
-def _concatenate(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    axis = node.params["dimension"]
-    return [_put_together(walk, i, values, axis, [walk.shape(x)[axis] for x in node.inputs])]
-
-
-@rule("stack")
-def _stack(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    axis, shape = node.params["axis"], list(walk.shape(node.outputs[0]))
-    shape[axis] = 1
-    sources: list[int | None] = list(range(len(shape) - 1))
-    sources.insert(axis, None)
-    return [_put_together(walk, i, [_picked(v, sources, shape) for v in values], axis, [1] * len(values))]
-
-
-def _put_together(walk: Walk, i: int, values: Sequence[Value], axis: int, sizes: Sequence[int]) -> Value:
-    if len(values) == 1:
-        return values[0]
-    whole, starts = dependent(values), [sum(sizes[:k]) for k in range(len(sizes))]
-    if whole.is_weight:
-        terms = (
-            t._replace(layout=t.layout.place(axis, start, sum(sizes)))
-            for v, start in zip(values, starts, strict=True)
-            for t in v.terms
-        )
-        return whole._replace(terms=tuple(terms))
-    values = [walk.as_input(v) if v.is_weight else v for v in values]
-    walk.record_terms(i, "joined with data", values)
-    images = concatenated(values, axis, sizes)
-    if not all(v.images for v in values):
-        images = tuple(_bent(walk, m, "put together with something else", i) for m in images)
-    logits = tuple(
-        x._replace(layout=x.layout.place(axis, start, sum(sizes)))
-        for v, start in zip(values, starts, strict=True)
-        for x in v.logits
-    )
-    if len(logits) > 1 and logits[0].stage == "logits":
-        logits = (logits[0]._replace(problem=logits[0].problem or ("its logits are joined with others", i)),)
-    return whole._replace(images=images, logits=logits)
-
-
-@rule("dynamic_update_slice")
-def _update(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    x, update = values[:2]
-    old, new = walk.shape(node.inputs[1]), walk.shape(node.outputs[0])
-    sources = [axis if n == m else None for axis, (n, m) in enumerate(zip(old, new, strict=True))]
-    wider = [axis for axis, source in enumerate(sources) if source is None]
-    if x.terms or update.terms or not _is_zero(walk, node.inputs[0]) or _atoms(update, wider):
-        return walk.unknown(i, node, values)
-    return [dependent(values)._replace(images=_picked(update, sources, new).images)]  # zeros around it
-
-
-def _atoms(value: Value, axes: Sequence[int]) -> bool:
-    return any(m.layout.atoms(axes) for m in value.images)
-
-
-@rule("pad")
-def _pad(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    x, shape = values[0], walk.shape(node.outputs[0])
-    for axis, (low, high, inside) in enumerate(node.params["padding_config"]):
-        if low or high or inside:
-            at = (axis, max(low, 0), shape[axis])
-            if inside or low < 0 or high < 0:
-                return [dependent(values)]
-            x = x.map(lambda layout, at=at: layout.place(*at))
-    return [x._replace(kind=x.kind | values[1].kind)]
-
-
-@rule("gather")
-def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    x, indices = values
-    numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
-    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    by_data = bool(indices.kind & DATA)
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [axis for axis in range(len(old)) if axis not in gone]
-    sources: list[int | None] = [None] * len(new)
-    start = walk.known(node.inputs[1])
-    if start is not None and walk.shape(node.inputs[1]) == (1,):  # `jnp.take(x, 2, axis)`
-        (axis,) = numbers.start_index_map
-        first = min(max(int(start), 0), old[axis] - sizes[axis])
-        sources = [kept[numbers.offset_dims.index(at)] for at in range(len(new))]
-        return [_picked(_cut(x, axis, first, first + sizes[axis]), sources, new)]
-    for at, axis in zip(numbers.offset_dims, kept, strict=True):
-        sources[at] = axis if sizes[axis] == old[axis] else None
-    picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
-    if not x.terms:
-        walk.record_read(x, picked, indices)
-        if _atoms(x, picked):
-            walk.record_parts(i, x.images)
-            return [dependent(values)]
-        return [dependent(values)._replace(images=_picked(x, sources, new).images)]
-    return [_looked_up(walk, i, x, picked, sources, new, by_data, dependent(values))]
-
-
-def _looked_up(
-    walk: Walk, i: int, x: Value, picked: Sequence[int], sources: Sequence[int | None], shape: Sequence[int],
-    by_data: bool, result: Value,
-) -> Value:  # fmt: skip
-    """Entries of `picked` axes of a parameter, at indices that are known only when it runs."""
-    terms = []
-    for k, t in enumerate(x.terms):
-        if by_data and t.inner and not t.layout.atoms(picked):  # a table times a matrix: rows of the product
-            every = t.layout.atoms(range(len(t.layout.axes)))
-            walk.record(i, "product", t, k=k, rows=t.inner[0], columns=every)
-            continue
-        rows = t.layout.atoms(picked)
-        layout = t.layout._replace(loops=(*t.layout.loops, *rows)).pick(sources, shape)
-        if by_data and rows:
-            walk.record(i, "looked up", t, rows=rows)
-            t = t._replace(looked=(*t.looked, i))
-        terms.append(t._replace(layout=layout))
-    return result._replace(terms=tuple(terms))
-
-
-@rule("dynamic_slice")
-def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    x, old, new = values[0], walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    starts = [walk.known(s) for s in node.inputs[1:]]
-    if all(s is not None for s in starts):
-        for axis, (start, n, m) in enumerate(zip(starts, old, new, strict=True)):
-            first = min(max(int(start), 0), n - m)
-            x = _cut(x, axis, first, first + m)
-        return [x]
-    sources = [axis if n == m else None for axis, (n, m) in enumerate(zip(old, new, strict=True))]
-    picked = [axis for axis, source in enumerate(sources) if source is None]
-    by_data = any(v.kind & DATA for v in values[1:])
-    if not x.terms:
-        images = tuple(m.map(lambda layout: layout.pick(sources, new)) for m in x.images)
-        return [dependent(values)._replace(images=images)]
-    return [_looked_up(walk, i, x, picked, sources, new, by_data, dependent(values))]
-
-
-@rule("scan_slice")
-def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (x,) = values
-    for t in x.terms:
-        if t.layout.atoms([0]):
-            walk.layers[node.params["scan"]].add(t.leaf)
-    return [x.map(lambda layout: layout.loop(0))]
-
-
-@rule("scan_stack")
-def _scan_stack(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (x,), shape = values, walk.shape(node.outputs[0])
-    return [x.map(lambda layout: layout.pick([None, *range(len(shape) - 1)], shape))._replace(logits=())]
-
-
-@rule("shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all")
-def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    axes = [a if isinstance(a, tuple) else (a,) if a else () for a in node.params.get("spec", ())]
-    return [
-        x.map(lambda layout, n=out: layout.resize(walk.shape(n), axes))
-        if len(walk.shape(at)) == len(walk.shape(out))
-        else x.opaque()
-        for x, at, out in zip(values, node.inputs, node.outputs, strict=True)
-    ]
-
-
 # Numbers that are no function of the parameters.
 
 
 @rule("iota")
 def _iota(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    return [Value(counts=node.params["dimension"])]
+    shape, axis = walk.shape(node.outputs[0]), node.params["dimension"]
+    counting = all_of([n if k == axis else 1 for k, n in enumerate(shape)])
+    return [Value(marks=(Mark("counts", counting),))]
 
 
 @rule("eq")
 def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     for counting, index in (values, values[::-1]):
-        if counting.counts is not None and index.kind & DATA:
-            return [dependent(values)._replace(one_hot=(counting.counts,))]
+        if index.kind & DATA and (found := [m for m in counting.marks if m.what == "counts"]):
+            return [dependent(values)._replace(marks=(Mark("one hot", found[0].layout),))]
     return [dependent(values)]
 
 
@@ -323,10 +79,10 @@ FOLDED: dict[str, Callable[..., Any]] = {
 
 def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     """Repeated along the axes where it has one entry: operations entry by entry do so by themselves."""
-    if old == shape or not (x.kind or x.counts is not None):
+    if old == shape or not (x.kind or x.marks):
         return x
-    old = old or [-1] * len(shape)  # a scalar beside an array
-    return _picked(x, [k if n == shape[k] else None for k, n in enumerate(old)], shape)
+    beside = old or [-1] * len(shape)  # a scalar beside an array
+    return x.repeated(old, [k if n == shape[k] else None for k, n in enumerate(beside)], shape)
 
 
 @rule("add sub add_any select_n join complex")
@@ -335,14 +91,14 @@ def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     if node.name in ("select_n", "join"):
         values = values[1:]
     elif len(values) == 2:  # Python's sum begins with 0
-        values = [v for v, x in zip(values, node.inputs, strict=True) if not _is_zero(walk, x)]
+        values = [v for v, x in zip(values, node.inputs, strict=True) if not is_zero(walk, x)]
         if len(values) == 1:
             return values
     if whole.is_weight:
         return [_of_weights(walk, i, "added", values)]
     followed = dependent(values)
     if not followed.kind & PARAMETER:
-        return [whole._replace(inputs=tuple(m for v in values for m in v.inputs))]
+        return [whole._replace(marks=_kept(values, "input"))]
     if node.name not in ("select_n", "join"):
         values = [walk.as_input(v) if v.is_weight else v for v in values]
     weights = [v for v in values if v.is_weight]
@@ -365,11 +121,15 @@ def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
         v for v in values if not v.is_weight and not v.images and not (plain and not v.kind & PARAMETER)
     ]
     if strangers and node.name != "complex":
-        images = tuple(_bent(walk, m, "something else is added", i) for m in images)
+        images = tuple(bent(walk, m, "something else is added", i) for m in images)
     return [whole._replace(images=images, logits=_sum_of_logits(i, node, values))]
 
 
-def _is_zero(walk: Walk, value: int) -> bool:
+def _kept(values: Sequence[Value], *what: str) -> tuple[Mark, ...]:
+    return tuple(m for v in values for m in v.marks if m.what in what)
+
+
+def is_zero(walk: Walk, value: int) -> bool:
     known = walk.known(value)
     return known is not None and np.ndim(known) == 0 and known == 0
 
@@ -421,9 +181,9 @@ def _at(logits: Logits, node: Node) -> Logits:
     return logits._replace(value=node.outputs[0], seen=logits.layout)
 
 
-def _bent(walk: Walk, image: Image, why: str, i: int) -> Image:
+def bent(walk: Walk, image: Image, why: str, i: int) -> Image:
     walk.record_parts(i, [image])
-    return image._replace(linear=False, after=image.after or (why, i))
+    return image._replace(after=image.after or (why, i))
 
 
 @rule("mul div")
@@ -436,28 +196,29 @@ def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
             terms = tuple(t._replace(noisy=t.noisy or noisy) for v in values for t in v.terms)
             return [whole._replace(terms=terms)]
         return [_of_weights(walk, i, "multiplied", values)]
-    one_hot = x.one_hot or y.one_hot
     if not whole.kind & PARAMETER:
-        return [whole._replace(one_hot=one_hot, inputs=x.inputs + y.inputs)]
+        return [whole._replace(marks=_kept(values, "input", "one hot"))]
     x, y = values = [walk.as_input(v) if v.is_weight and other.images else v for v, other in ((x, y), (y, x))]
     for v, labels in ((x, y), (y, x)):
-        if v.is_weight and len(labels.repeats) == len([n for n in walk.shape(node.outputs[0]) if n > 1]):
+        if v.is_weight and len(labels.axes("repeats")) == len(
+            [n for n in walk.shape(node.outputs[0]) if n > 1]
+        ):
             for t in v.terms:  # one factor for all of it, as a spectral norm
                 walk.scales[t.leaf] |= labels.before
-        walk.record_read(v, labels.one_hot or (), labels)
+        walk.record_read(v, labels.axes("one hot"), labels)
     walk.record_terms(i, "multiplied", [v for v in values if v.is_weight])
     terms = tuple(t for v in values for t in v.terms)
     images: list[Image] = []
     for v, factor in ((x, y), (y, x)):
-        bent = factor.kind & PARAMETER and factor.kind & DATA
+        is_bent = factor.kind & PARAMETER and factor.kind & DATA
         walk.record_meeting(v.images, factor)
         for m in v.images:
             own = walk.bit(m.product) & factor.before
-            if bent and not own:
-                walk.record_gate(m, factor.repeats)
-            if bent or (is_div and v is y):
+            if is_bent and not own:
+                walk.record_gate(m, factor.axes("repeats"))
+            if is_bent or (is_div and v is y):
                 why = "normalized" if own else "multiplied by another activation"
-                images.append(_bent(walk, m, why, i))
+                images.append(bent(walk, m, why, i))
             else:
                 images.append(m)
     if (
@@ -468,14 +229,14 @@ def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
     ):
         walk.entrywise[node.outputs[0]] = x.images + y.images
     merged = summed([whole._replace(images=tuple(images))]) if len(images) > 1 else tuple(images)
-    return [whole._replace(terms=terms, images=merged, logits=_scaled_logits(i, node, x, y))]
+    return [whole._replace(terms=terms, images=merged, logits=scaled_logits(i, node, x, y))]
 
 
 def _is_linear_or_normalized(image: Image) -> bool:
-    return image.linear or (image.after or ("",))[0] == "normalized"
+    return image.after is None or image.after[0] == "normalized"
 
 
-def _scaled_logits(i: int, node: Node, x: Value, y: Value) -> tuple[Logits, ...]:
+def scaled_logits(i: int, node: Node, x: Value, y: Value) -> tuple[Logits, ...]:
     for v, factor in ((x, y), (y, x)):
         if v.logits:
             first = v.logits[0]
@@ -512,7 +273,7 @@ def _max(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
 def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,) = values
     walk.record_parts(i, x.images)
-    result = x.opaque()
+    result = dependent([x])
     if node.name == "reduce_max" and x.logits and x.logits[0].stage == "logits":
         largest = x.logits[0]._replace(stage="largest")
         result = result._replace(logits=_without(Value(logits=(largest,)), node.params["axes"]).logits)
@@ -523,7 +284,7 @@ def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
 def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,), axes = values, node.params["axes"]
     if x.is_weight:  # a norm of a parameter, or a mean
-        return [x.opaque()]
+        return [dependent([x])]
     towers = walk.entrywise.get(node.inputs[0], ())
     if len({m.product for m in towers if m.layout.atoms(axes)}) > 1:  # a product over features, as by einsum
         walk.consume(i, *node.inputs)
@@ -554,7 +315,7 @@ def _elementwise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seq
         several = [v for v in values if v.terms]
         return [whole._replace(terms=several[0].terms if len(several) == 1 else ())]
     walk.record_terms(i, node.name, [v for v in values if v.is_weight])
-    images = tuple(_bent(walk, m, node.name, i) for v in values for m in v.images)
+    images = tuple(bent(walk, m, node.name, i) for v in values for m in v.images)
     if len({m.product for m in images}) < len(images):
         images = summed([Value(images=images)])
     logits = ()

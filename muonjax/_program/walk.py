@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from muonjax._program import products  # noqa: F401  registers its rules
+from muonjax._program import products, structure  # noqa: F401  register their rules
 from muonjax._program.graph import Graph, Node
 from muonjax._program.layout import Atom, Run, whole
 from muonjax._program.rules import FOLDED, RULES, SPREADING, spread
-from muonjax._program.values import DATA, NOISE, PARAMETER, Image, Logits, Term, Value, dependent
+from muonjax._program.values import DATA, NOISE, PARAMETER, Image, Logits, Mark, Term, Value, dependent
 
 Product: TypeAlias = tuple[int, int]  # the operation, and which of the parameters in it
 
@@ -75,10 +75,10 @@ class Walk:
         for k, x in enumerate(graph.parameters):
             terms = (Term(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(PARAMETER, terms)
-        for k, x in enumerate((*graph.arguments, *graph.constants)):
+        for x in (*graph.arguments, *graph.constants):
             is_key = "key" in str(getattr(graph.avals[x], "dtype", ""))
-            inputs = (Image((-1, k), whole(graph.shape(x))),) if graph.is_float(x) else ()
-            self.values[x] = Value(NOISE if is_key else DATA, inputs=inputs)
+            marks = (Mark("input", whole(graph.shape(x))),) if graph.is_float(x) else ()
+            self.values[x] = Value(NOISE if is_key else DATA, marks=marks)
         collects = gc.isenabled()
         gc.disable()  # it would go through all of JAX's objects for the many small ones that are made here
         try:
@@ -241,7 +241,7 @@ class Walk:
 
     def _first(self, value: Value) -> Value:
         """What a loop carries at first: a parameter as it is; of an activation only what it depends on."""
-        return value if value.is_weight else value.opaque()
+        return value if value.is_weight else dependent([value])
 
     def _close(self, loop: Any, carried: dict[int, Value]) -> bool:
         """Whether the end of a loop's body gives the carried values another meaning than its begin."""
