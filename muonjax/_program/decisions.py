@@ -13,7 +13,6 @@ from muonjax._matrix_view import (
     one_or_several,
 )
 from muonjax._program.graph import line_of
-from muonjax._program.heads import Ends
 from muonjax._program.layout import Atom, Run
 from muonjax._program.walk import Use, Walk
 
@@ -40,26 +39,51 @@ class _Form(NamedTuple):
     cut: tuple[int, int | tuple[int, ...], int] | None = None  # axis, parts, how often they repeat
 
 
+class _Ends(NamedTuple):
+    """The values that another product takes, and those that reach the loss without one."""
+
+    consumed: set[int]
+    direct: set[int]
+
+
+def _ends(walk: Walk) -> _Ends:
+    graph = walk.graph
+
+    def floats(values: Iterable[int]) -> list[int]:
+        """Whole numbers, as of an argmax, end a path."""
+        return [x for x in values if graph.is_float(x)]
+
+    def through(i: int) -> list[int]:
+        node = graph.nodes[i]
+        return [] if node.is_transposed or node.name == "stop_gradient" else floats(node.inputs)
+
+    def directly(i: int) -> list[int]:
+        node = graph.nodes[i]
+        return [] if node.is_transposed else floats({*node.inputs}.difference(walk.consumers.get(i, ())))
+
+    taken = floats(x for i, operands in walk.consumers.items() if i in graph.live for x in operands)
+    return _Ends(graph.upstream(taken, through), graph.upstream(floats(graph.outputs), directly))
+
+
 def decide(walk: Walk, is_loss: bool) -> list[Decision]:
     """One decision per parameter."""
-    ends = Ends(walk)
+    ends = _ends(walk)
     by_leaf: dict[int, list[Use]] = {}
     for use in walk.uses.values():
         by_leaf.setdefault(use.term.leaf, []).append(use)
     return [_decide(walk, ends, k, shape, by_leaf.get(k, []), is_loss) for k, shape in enumerate(walk.shapes)]
 
 
-def _decide(walk: Walk, ends: Ends, leaf: int, shape: Any, uses: list[Use], is_loss: bool) -> Decision:
+def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_loss: bool) -> Decision:
     forward = [u for u in uses if not u.kind.startswith("transposed ")]
     uses = forward or [u._replace(kind=u.kind.removeprefix("transposed ")) for u in uses]
     scale = walk.scales[leaf]
     uses = [u for u in uses if u.kind != "product" or not walk.bit(u.product) & scale] or uses
     if not uses:
         parameter = walk.graph.parameters[leaf]
-        readers = (
-            n for n, live in zip(walk.nodes, walk.graph.live, strict=True) if live and parameter in n.inputs
+        reader = next(
+            (walk.nodes[i] for i in sorted(walk.graph.live) if parameter in walk.nodes[i].inputs), None
         )
-        reader = next(readers, None)
         return Decision(None, "never used" if reader is None else f"{PENALTY}: {line_of(reader.equation)}")
     if not walk.graph.is_float(walk.graph.parameters[leaf]):
         return Decision(None, "whole numbers")
@@ -99,7 +123,7 @@ def _is_depthwise(use: Use) -> bool:
     return use.groups > 1 and use.depth == 1
 
 
-def _is_head(walk: Walk, ends: Ends, use: Use) -> bool:
+def _is_head(walk: Walk, ends: _Ends, use: Use) -> bool:
     value = walk.nodes[use.node].outputs[0]
     chosen = any((use.node, k) in walk.read for k in range(4))
     return (chosen and value in ends.direct) or value not in ends.consumed

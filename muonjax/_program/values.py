@@ -82,8 +82,10 @@ class Value(NamedTuple):
         """After an operation that only moves entries."""
         if not (self.images or self.terms or self.logits or self.marks):
             return self
-        parts = (moved(x, move) for x in (self.terms, self.images, self.logits))
-        return Value(self.kind, *parts, self.before, moved(self.marks, move))
+        terms, images, logits, marks = (
+            moved(x, move) for x in (self.terms, self.images, self.logits, self.marks)
+        )
+        return Value(self.kind, terms, images, logits, self.before, marks)
 
     def repeated(self, old: Sequence[int], sources: Sequence[int | None], shape: Sequence[int]) -> Value:
         """Axis i is the axis `sources[i]`, or a new one along which entries repeat."""

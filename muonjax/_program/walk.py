@@ -82,7 +82,7 @@ class Walk:
         collects = gc.isenabled()
         gc.disable()  # it would go through all of JAX's objects for the many small ones that are made here
         try:
-            self._run()
+            self._follow(0, len(self.nodes))
         finally:
             if collects:
                 gc.enable()
@@ -211,51 +211,36 @@ class Walk:
 
     # The pass.
 
-    def _run(self) -> None:
-        ends: dict[int, list[Any]] = {}
-        for loop in self.graph.loops:
-            ends.setdefault(loop.last, []).append(loop)
-        carried: dict[int, Value] = {}
-        rounds: dict[tuple[int, int], int] = {}
-        i = 0
-        while i <= len(self.nodes):
-            again = None
-            for loop in ends.get(i, ()):  # inner loops first
-                if self._close(loop, carried) and rounds.setdefault(loop[:2], 0) < 4:
-                    rounds[loop[:2]] += 1
-                    again = loop.first
-                    break
-            if again is not None:
-                i = again
+    def _follow(self, first: int, last: int) -> None:
+        """Every live operation in nodes[first:last]; a loop's body until what it carries stays the same."""
+        i = first
+        while i < last:
+            if (loop := self.graph.loops.get(i)) is None:
+                if i in self.graph.live:
+                    self._apply(i, self.nodes[i])
+                i += 1
                 continue
-            if i == len(self.nodes):
-                break
-            node = self.nodes[i]
-            if self.graph.live[i]:
-                if node.name == "carry":
-                    out = carried.get(i) or self._first(self.values[node.inputs[0]])
-                    self.values[node.outputs[0]] = out
-                else:
-                    self._apply(i, node)
-            i += 1
+            carries = [self.nodes[c] for c in loop.carries if c in self.graph.live]
+            now = [self._first(self.values[c.inputs[0]]) for c in carries]
+            for _ in range(5):
+                for carry, value in zip(carries, now, strict=True):
+                    self.values[carry.outputs[0]] = value
+                self._follow(loop.carries.stop, loop.last)
+                before, now = now, list(map(self._next, carries))
+                if now == before:
+                    break
+            i = loop.last
 
     def _first(self, value: Value) -> Value:
         """What a loop carries at first: a parameter as it is; of an activation only what it depends on."""
         return value if value.is_weight else dependent([value])
 
-    def _close(self, loop: Any, carried: dict[int, Value]) -> bool:
-        """Whether the end of a loop's body gives the carried values another meaning than its begin."""
-        changed = False
-        for c in loop.carries:
-            if not self.graph.live[c]:
-                continue
-            start, end = (self.values[x] for x in self.nodes[c].inputs)
-            now = self.values[self.nodes[c].outputs[0]]
-            same = start.is_weight and end.terms == start.terms and end.kind == start.kind
-            new = now if same else Value(start.kind | end.kind | now.kind, before=start.before)
-            if new != now:
-                carried[c], changed = new, True
-        return changed
+    def _next(self, carry: Node) -> Value:
+        """What it carries after another iteration."""
+        start, end = (self.values[x] for x in carry.inputs)
+        now = self.values[carry.outputs[0]]
+        same = start.is_weight and end.terms == start.terms and end.kind == start.kind
+        return now if same else Value(start.kind | end.kind | now.kind, before=start.before)
 
     def _apply(self, i: int, node: Node) -> None:
         values = [self.values[x] for x in node.inputs]
