@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muonjax._program.graph import Node
+from muonjax._program.layout import Layout
 from muonjax._program.layout import whole as all_of
 from muonjax._program.values import (
     DATA,
@@ -17,6 +18,7 @@ from muonjax._program.values import (
     Image,
     Logits,
     Mark,
+    Term,
     Value,
     dependent,
     summed,
@@ -74,7 +76,22 @@ FOLDED: dict[str, Callable[..., Any]] = {
 }
 
 
-# Sums, products, and everything else entry by entry.
+# Entry by entry. What is linear in an operand leaves its images linear: sums and choices in all together, a product in
+# each, a quotient in the first. All other functions bend them.
+
+_CHOICES = ("select_n", "join")
+_SUMS = ("add", "sub", "add_any", "complex", *_CHOICES)
+_SCALES = ("mul", "div")
+_EXPONENTIALS = ("exp", "exp2", "logistic")
+_BENDS = ("tanh", "logistic", "erf", "erfc", "max", "sin", "cos")  # are taken of activations, not of weights
+_ENTRYWISE = """
+    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
+    clz complex cos cosh cumlogsumexp cummax cumprod cumsum digamma div erf erf_inv erfc exp exp2 expm1 floor ge gt
+    igamma integer_pow is_finite join le lgamma log log1p logistic lt max min mul ne nextafter not and or xor polygamma
+    population_count pow random_gamma_grad rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square sub tan tanh
+"""
+SPREADING = frozenset(f"{_ENTRYWISE} eq".split()) - {"join"}
 
 
 def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
@@ -85,48 +102,44 @@ def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     return x.repeated(old, [k if n == shape[k] else None for k, n in enumerate(beside)], shape)
 
 
-@rule("add sub add_any select_n join complex")
-def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    whole = dependent(values)
-    if node.name in ("select_n", "join"):
-        values = values[1:]
-    elif len(values) == 2:  # Python's sum begins with 0
-        values = [v for v, x in zip(values, node.inputs, strict=True) if not is_zero(walk, x)]
+@rule(_ENTRYWISE)
+def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    name, whole, operands = node.name, dependent(values), node.inputs
+    if name in _CHOICES:
+        values, operands = values[1:], operands[1:]
+    elif name in _SUMS:  # Python's sum begins with 0
+        values = [v for v, x in zip(values, operands, strict=True) if not is_zero(walk, x)]
         if len(values) == 1:
             return values
+    if name in _BENDS and whole.is_weight:
+        values = [walk.as_input(v) for v in values]
+        whole = dependent(values)
     if whole.is_weight:
-        return [_of_weights(walk, i, "added", values)]
-    followed = dependent(values)
-    if not followed.kind & PARAMETER:
-        return [whole._replace(marks=_kept(values, "input"))]
-    if node.name not in ("select_n", "join"):
+        return [whole._replace(terms=_of_weights(walk, i, name, values))]
+    if not dependent(values).kind & PARAMETER:
+        kept = ("input", "one hot") if name in _SCALES else ("input",) if name in _SUMS else ()
+        return [whole._replace(marks=tuple(m for v in values for m in v.marks if m.what in kept))]
+    if (name in _SCALES and any(v.images for v in values)) or (name in _SUMS and name not in _CHOICES):
         values = [walk.as_input(v) if v.is_weight else v for v in values]
     weights = [v for v in values if v.is_weight]
-    activations = [v for v in values if v.images or v.logits]
-    walk.record_terms(i, "added", weights)
-    if not activations:
-        # A masked parameter, or one of several that data choose or mix.
-        followed_terms = all(v.terms for v in values if v.kind & PARAMETER)
-        return [whole._replace(terms=tuple(t for v in values for t in v.terms) if followed_terms else ())]
-    if any(not m.linear for v in activations for m in v.images):
-        for v in activations:
+    walk.record_terms(
+        i, {**dict.fromkeys(_SUMS, "added"), **dict.fromkeys(_SCALES, "multiplied")}.get(name, name), weights
+    )
+    if name in _SCALES:
+        walk.record_factors(i, *values)
+    elif name in _SUMS and any(not m.linear for v in values for m in v.images):
+        for v in values:
             walk.record_parts(i, v.images)
-    images = summed(activations)
-    walk.record_sum(images)
-    biases = tuple(t._replace(layout=t.layout.settled) for v in weights for t in v.terms)
-    if biases:
+    images = summed(v._replace(images=_images(walk, i, node, v, values)) for v in values)
+    if name in _SUMS:
+        walk.record_sum(images)
+        biases = tuple(t._replace(layout=t.layout.settled) for v in weights for t in v.terms)
         images = tuple(m._replace(biases=m.biases + biases) for m in images)
-    plain = node.name in ("select_n", "join")  # zeros or the like instead: a mask
-    strangers = [
-        v for v in values if not v.is_weight and not v.images and not (plain and not v.kind & PARAMETER)
-    ]
-    if strangers and node.name != "complex":
-        images = tuple(bent(walk, m, "something else is added", i) for m in images)
-    return [whole._replace(images=images, logits=_sum_of_logits(i, node, values))]
-
-
-def _kept(values: Sequence[Value], *what: str) -> tuple[Mark, ...]:
-    return tuple(m for v in values for m in v.marks if m.what in what)
+    logits = _logits(i, node, values, operands)
+    # A masked parameter, or one of several that data choose or mix.
+    mixed = name in _SUMS and not images and not logits and all(v.terms for v in values if v.kind & PARAMETER)
+    terms = tuple(t for v in values for t in v.terms) if mixed or name in _SCALES else ()
+    return [whole._replace(terms=terms, images=images, logits=logits)]
 
 
 def is_zero(walk: Walk, value: int) -> bool:
@@ -134,17 +147,20 @@ def is_zero(walk: Walk, value: int) -> bool:
     return known is not None and np.ndim(known) == 0 and known == 0
 
 
-def _of_weights(walk: Walk, i: int, kind: str, values: Sequence[Value]) -> Value:
+def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple[Term, ...]:
     """Parameters entry by entry are used as they are; one that repeats, as a bias or a gain does, is only that."""
-    cover, terms = [_cover(v) for v in values], []
     several = sum(bool(v.terms) for v in values) > 1
+    if name not in _SUMS + _SCALES:  # an exponential of a parameter, say
+        return () if several else tuple(t for v in values for t in v.terms)
+    noisy = name in _SCALES and any(v.kind & NOISE and not v.is_weight for v in values)
+    cover, terms = [_cover(v) for v in values], []
     for v, mine in zip(values, cover, strict=True):
         for t in v.terms:
             if any(mine < other for other in cover) or (several and t.noisy):
-                walk.record(i, kind, t)
+                walk.record(i, "added" if name in _SUMS else "multiplied", t)
             else:
-                terms.append(t)
-    return dependent(values)._replace(terms=tuple(dict.fromkeys(terms)))
+                terms.append(t._replace(noisy=t.noisy or noisy))
+    return tuple(dict.fromkeys(terms))
 
 
 def _cover(v: Value) -> frozenset[int]:
@@ -152,33 +168,30 @@ def _cover(v: Value) -> frozenset[int]:
     return frozenset(a for t in v.terms for a, atoms in enumerate(t.layout.axes) if t.layout.atoms([a]))
 
 
-def _sum_of_logits(i: int, node: Node, values: Sequence[Value]) -> tuple[Logits, ...]:
-    held = [v for v in values if v.logits]
-    if not held:
-        return ()
-    first = held[0].logits[0]
-    others = [v for v in values if v is not held[0]]
-    if first.stage == "weights":  # of several softmaxes
-        return tuple(dict.fromkeys(x for v in held for x in v.logits if x.stage == "weights"))
-    if node.name in ("select_n", "join"):
-        if any(x.product != first.product for v in held for x in v.logits):
-            first = first._replace(problem=first.problem or ("its logits are one of two kinds", i))
-        return (_at(first, node) if first.stage == "logits" else first,)
-    (other,) = others
-    if other.logits:
-        second = other.logits[0]
-        if "largest" in (first.stage, second.stage):  # the largest logit is subtracted
-            return (first if first.stage == "logits" else second,)
-        return (first._replace(problem=first.problem or ("a second term is added to the logits", i)),)
-    if other.kind & PARAMETER:
-        learned = ("a learned bias is added to the logits", i)
-        return (_at(first, node)._replace(problem=first.problem or learned),)
-    raw = node.inputs[values.index(held[0])], first.layout  # as they are here, not where they were scaled
-    return (_at(first, node)._replace(raw=first.raw or raw),)
-
-
-def _at(logits: Logits, node: Node) -> Logits:
-    return logits._replace(value=node.outputs[0], seen=logits.layout)
+def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -> tuple[Image, ...]:
+    """The images in one operand after the operation."""
+    if node.name in _SUMS:  # a mask puts zeros or the like in their place
+        is_mask = node.name in _CHOICES
+        strangers = (
+            u for u in values if not u.is_weight and not u.images and (u.kind & PARAMETER or not is_mask)
+        )
+        why = "something else is added" if any(strangers) and node.name != "complex" else ""
+        return tuple(bent(walk, m, why, i) if why else m for m in v.images)
+    if node.name not in _SCALES:
+        return tuple(bent(walk, m, node.name, i) for m in v.images)
+    factor = values[1] if v is values[0] else values[0]
+    is_bent = factor.is_activation or (node.name == "div" and v is values[1])
+    return tuple(
+        bent(
+            walk,
+            m,
+            "normalized" if walk.bit(m.product) & factor.before else "multiplied by another activation",
+            i,
+        )
+        if is_bent
+        else m
+        for m in v.images
+    )
 
 
 def bent(walk: Walk, image: Image, why: str, i: int) -> Image:
@@ -186,98 +199,59 @@ def bent(walk: Walk, image: Image, why: str, i: int) -> Image:
     return image._replace(after=image.after or (why, i))
 
 
-@rule("mul div")
-def _mul(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    whole, (x, y) = dependent(values), values
-    is_div = node.name == "div"
-    if whole.is_weight:
-        if not (x.is_weight and y.is_weight):
-            noisy = bool((x.kind | y.kind) & NOISE)
-            terms = tuple(t._replace(noisy=t.noisy or noisy) for v in values for t in v.terms)
-            return [whole._replace(terms=terms)]
-        return [_of_weights(walk, i, "multiplied", values)]
-    if not whole.kind & PARAMETER:
-        return [whole._replace(marks=_kept(values, "input", "one hot"))]
-    x, y = values = [walk.as_input(v) if v.is_weight and other.images else v for v, other in ((x, y), (y, x))]
-    for v, labels in ((x, y), (y, x)):
-        if v.is_weight and len(labels.axes("repeats")) == len(
-            [n for n in walk.shape(node.outputs[0]) if n > 1]
-        ):
-            for t in v.terms:  # one factor for all of it, as a spectral norm
-                walk.scales[t.leaf] |= labels.before
-        walk.record_read(v, labels.axes("one hot"), labels)
-    walk.record_terms(i, "multiplied", [v for v in values if v.is_weight])
-    terms = tuple(t for v in values for t in v.terms)
-    images: list[Image] = []
-    for v, factor in ((x, y), (y, x)):
-        is_bent = factor.kind & PARAMETER and factor.kind & DATA
-        walk.record_meeting(v.images, factor)
-        for m in v.images:
-            own = walk.bit(m.product) & factor.before
-            if is_bent and not own:
-                walk.record_gate(m, factor.axes("repeats"))
-            if is_bent or (is_div and v is y):
-                why = "normalized" if own else "multiplied by another activation"
-                images.append(bent(walk, m, why, i))
-            else:
-                images.append(m)
-    if (
-        x.images
-        and y.images
-        and x.before != y.before
-        and all(map(_is_linear_or_normalized, x.images + y.images))
-    ):
-        walk.entrywise[node.outputs[0]] = x.images + y.images
-    merged = summed([whole._replace(images=tuple(images))]) if len(images) > 1 else tuple(images)
-    return [whole._replace(terms=terms, images=merged, logits=scaled_logits(i, node, x, y))]
+def _logits(i: int, node: Node, values: Sequence[Value], operands: Sequence[int]) -> tuple[Logits, ...]:
+    """What it makes of logits, of their maximum, or of softmax's weights."""
+    stages = ("logits", "weights", "largest")
+    held = sorted((v for v in values if v.logits), key=lambda v: stages.index(v.logits[0].stage))
+    if not held:
+        return ()
+    (first, *_), name = held[0].logits, node.name
+    if first.stage != "logits":  # of several softmaxes, if they are subtracted
+        return tuple(dict.fromkeys(x for v in held for x in v.logits if x.stage == first.stage))
+    if name in _EXPONENTIALS:
+        return (first._replace(stage="weights"),)
+    others = [v for v in values if v is not held[0]]
+    why, raw = "", first.raw
+    if name in _CHOICES:
+        several = any(x.product != first.product for v in held for x in v.logits)
+        why = "its logits are one of two kinds" if several else ""
+    elif name in _SUMS and len(held) > 1:
+        if held[1].logits[0].stage == "largest":  # the largest logit is subtracted
+            return (first,)
+        why = "a second term is added to the logits"
+    elif name in _SUMS and others[0].kind & PARAMETER:
+        why = "a learned bias is added to the logits"
+    elif name in _SUMS:  # as they are here, not where they were scaled
+        raw = raw or (operands[values.index(held[0])], first.layout)
+    elif name in _SCALES:
+        return scaled_logits(i, node, held[0], *others)
+    else:
+        why = "the logits are capped" if name == "tanh" else f"the logits pass {name}"
+    return (_at(first, node, why, i)._replace(raw=raw),)
 
 
-def _is_linear_or_normalized(image: Image) -> bool:
-    return image.after is None or image.after[0] == "normalized"
+def _at(logits: Logits, node: Node, why: str, i: int) -> Logits:
+    """The same logits as the result of another operation."""
+    problem = logits.problem or ((why, i) if why else None)
+    return logits._replace(value=node.outputs[0], seen=logits.layout, problem=problem)
 
 
-def scaled_logits(i: int, node: Node, x: Value, y: Value) -> tuple[Logits, ...]:
-    for v, factor in ((x, y), (y, x)):
-        if v.logits:
-            first = v.logits[0]
-            if first.stage != "logits":
-                return v.logits
-            problem = first.problem
-            if factor.kind & DATA and factor.kind & PARAMETER:
-                problem = problem or ("the logits are multiplied by another activation", i)
-            if first.raw is not None:
-                problem = problem or ("something is added to the logits before they are scaled", i)
-            return (_at(first, node)._replace(problem=problem),)
-    return ()
-
-
-@rule("exp exp2 logistic")
-def _exp(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (x,) = values
-    (result,) = _elementwise(walk, i, node, values)
-    if x.logits and x.logits[0].stage == "logits":
-        result = result._replace(logits=(x.logits[0]._replace(stage="weights"),))
-    return [result]
-
-
-@rule("max min clamp")
-def _max(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (result,) = _elementwise(walk, i, node, values)
-    found = next((x for v in values for x in v.logits), None)
-    if found is not None and found.stage != "logits":
-        result = result._replace(logits=(found,))
-    return [result]
+def scaled_logits(i: int, node: Node, v: Value, factor: Value) -> tuple[Logits, ...]:
+    if not v.logits or v.logits[0].stage != "logits":
+        return v.logits
+    why = "something is added to the logits before they are scaled" if v.logits[0].raw is not None else ""
+    if factor.is_activation:
+        why = "the logits are multiplied by another activation"
+    return (_at(v.logits[0], node, why, i),)
 
 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
 def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,) = values
     walk.record_parts(i, x.images)
-    result = dependent([x])
-    if node.name == "reduce_max" and x.logits and x.logits[0].stage == "logits":
-        largest = x.logits[0]._replace(stage="largest")
-        result = result._replace(logits=_without(Value(logits=(largest,)), node.params["axes"]).logits)
-    return [result]
+    is_softmax = node.name == "reduce_max" and x.logits and x.logits[0].stage == "logits"
+    largest = (x.logits[0]._replace(stage="largest"),) if is_softmax else ()
+    return [_without(dependent([x])._replace(logits=largest), node)]
 
 
 @rule("reduce_sum")
@@ -288,51 +262,18 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     towers = walk.entrywise.get(node.inputs[0], ())
     if len({m.product for m in towers if m.layout.atoms(axes)}) > 1:  # a product over features, as by einsum
         walk.consume(i, *node.inputs)
-    for image in x.images:
-        if image.linear:
-            walk.summed[image.product].update(image.layout.atoms(axes))
     linear = tuple(image for image in x.images if image.linear)
+    for image in linear:
+        walk.summed[image.product].update(image.layout.atoms(axes))
     totals = tuple(x._replace(stage="largest") for x in x.logits if x.stage == "weights")
-    return [_without(x._replace(terms=(), images=linear, logits=totals), axes)]
+    return [_without(x._replace(terms=(), images=linear, logits=totals), node)]
 
 
-def _without(x: Value, axes: Sequence[int]) -> Value:
-    def kept(layout: Any) -> Any:
-        return layout.pick(
-            [a for a in range(len(layout.axes)) if a not in axes], [1] * (len(layout.axes) - len(axes))
-        )
+def _without(x: Value, node: Node) -> Value:
+    """Without the axes that are reduced."""
+
+    def kept(layout: Layout) -> Layout:
+        left = [atoms for axis, atoms in enumerate(layout.axes) if axis not in node.params["axes"]]
+        return layout._replace(axes=tuple(left))
 
     return x.map(kept)
-
-
-def _elementwise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    """Any function entry by entry: what it makes is no linear image any more."""
-    whole = dependent(values)
-    if whole.is_weight and node.name in _BENDS:
-        values = [walk.as_input(v) for v in values]
-        whole = dependent(values)
-    if whole.is_weight:  # an exponential of a parameter, say; it is still used as the parameter is
-        several = [v for v in values if v.terms]
-        return [whole._replace(terms=several[0].terms if len(several) == 1 else ())]
-    walk.record_terms(i, node.name, [v for v in values if v.is_weight])
-    images = tuple(bent(walk, m, node.name, i) for v in values for m in v.images)
-    if len({m.product for m in images}) < len(images):
-        images = summed([Value(images=images)])
-    logits = ()
-    if held := [v.logits[0] for v in values if v.logits]:
-        first = held[0]
-        capped = ("the logits are capped" if node.name == "tanh" else f"the logits pass {node.name}", i)
-        is_bent = first.stage == "logits"
-        logits = (_at(first, node)._replace(problem=first.problem or capped) if is_bent else first,)
-    return [whole._replace(images=images, logits=logits)]
-
-
-_BENDS = frozenset({"tanh", "logistic", "erf", "erfc", "max", "sin", "cos"})  # of activations, not of weights
-_FUNCTIONS = """
-    abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clz cos cosh
-    cumlogsumexp cummax cumprod cumsum digamma erf erf_inv erfc expm1 floor ge gt igamma integer_pow is_finite le lgamma
-    log log1p lt ne nextafter not and or xor polygamma population_count pow random_gamma_grad rem round rsqrt shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh
-"""
-rule(_FUNCTIONS)(_elementwise)
-SPREADING = frozenset(f"{_FUNCTIONS} add sub mul div max min add_any select_n eq complex clamp".split())

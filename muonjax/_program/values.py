@@ -78,6 +78,11 @@ class Value(NamedTuple):
         """Made of parameters alone."""
         return bool(self.kind & PARAMETER) and not self.kind & DATA
 
+    @property
+    def is_activation(self) -> bool:
+        """Made of parameters and data."""
+        return bool(self.kind & PARAMETER and self.kind & DATA)
+
     def map(self, move: Move) -> Value:
         """After an operation that only moves entries."""
         if not (self.images or self.terms or self.logits or self.marks):

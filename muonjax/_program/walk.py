@@ -128,6 +128,22 @@ class Walk:
         for m in images:
             self.met[m.product] |= other.before
 
+    def record_factors(self, i: int, x: Value, y: Value) -> None:
+        """A product entry by entry."""
+        for v, factor in ((x, y), (y, x)):
+            repeats, hot = factor.axes("repeats"), factor.axes("one hot")
+            if v.is_weight and len(repeats) == sum(n > 1 for n in self.shape(self.nodes[i].outputs[0])):
+                for t in v.terms:  # one factor for all of it, as a spectral norm
+                    self.scales[t.leaf] |= factor.before
+            self.record_read(v, hot, factor)
+            self.record_meeting(v.images, factor)
+            for m in v.images if factor.is_activation else ():
+                if not self.bit(m.product) & factor.before:
+                    self.record_gate(m, repeats)
+        both = x.images + y.images if x.images and y.images and x.before != y.before else ()
+        if both and all(m.linear or m.after[0] == "normalized" for m in both):
+            self.entrywise[self.nodes[i].outputs[0]] = both
+
     def record_parts(self, i: int, images: Iterable[Image]) -> None:
         for m in images:
             if m.linear:
