@@ -20,7 +20,7 @@ from muonjax._clipping.qk_clip import apply_qk_clip
 from muonjax._clipping.sites import Site
 from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._program import attention
-from muonjax._program.decisions import PENALTY, Decision, decide
+from muonjax._program.decisions import Decision, decide
 from muonjax._program.graph import Graph
 from muonjax._program.report import run
 from muonjax._program.walk import Walk
@@ -277,9 +277,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
     walk, paths = Walk(Graph(closed, range(len(leaves)))), list(flatten_paths(params))
     decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
-    unused = [
-        name for name, decision in decisions.items() if decision.why.startswith(("never used", PENALTY))
-    ]
+    unused = [name for name, decision in decisions.items() if not decision.meets_data]
     if leaves and len(unused) == len(paths):
         raise ValueError(
             f"{call}: nothing that it returns comes from these parameters by a product, a look-up or a sum; give your "

@@ -18,8 +18,6 @@ from muonjax._program.walk import Use, Walk
 
 Region: TypeAlias = frozenset[Run]
 
-PENALTY = "used without data, as in a penalty"
-
 
 class Decision(NamedTuple):
     """What becomes of one parameter."""
@@ -29,6 +27,7 @@ class Decision(NamedTuple):
     per_head: DimensionNumbers | None = None  # with a matrix for each attention head
     problem: str = ""  # why it can't be decided: two uses with their lines
     by_names: bool = False  # nothing is decided; routing by names may
+    meets_data: bool = True
 
 
 class _Form(NamedTuple):
@@ -84,7 +83,8 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         reader = next(
             (walk.nodes[i] for i in sorted(walk.graph.live) if parameter in walk.nodes[i].inputs), None
         )
-        return Decision(None, "never used" if reader is None else f"{PENALTY}: {line_of(reader.equation)}")
+        why = f"used without data, as in a penalty: {line_of(reader.equation)}" if reader else "never used"
+        return Decision(None, why, meets_data=False)
     if not walk.graph.is_float(walk.graph.parameters[leaf]):
         return Decision(None, "whole numbers")
     products = [u for u in uses if u.kind == "product"]
