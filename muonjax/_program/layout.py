@@ -321,3 +321,16 @@ def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
         else:
             out.append(atom)
     return tuple(out)
+
+
+def hull(regions: Iterable[frozenset[Run]]) -> frozenset[Run]:
+    """For each run the smallest part that holds all of these."""
+    regions = list(regions)
+    keys = set.intersection(*({run[:2] for run in region} for region in regions))
+    found = set()
+    for axis, period in keys:
+        same = [run for region in regions for run in region if run[:2] == (axis, period)]
+        start, stop = min(run.start for run in same), max(run.stop for run in same)
+        if stop - start < period:
+            found.add(Run(axis, period, start, stop))
+    return frozenset(found)
