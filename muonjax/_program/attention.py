@@ -55,7 +55,7 @@ def sites(walk: Walk) -> list[Site]:
     for i, images in walk.opaque.items():
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
-        terms = tuple(walk.use_of(m.product).term for m in images)
+        terms = tuple(m.product.use.term for m in images)
         why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
         found[i] = Site(line_of(node.equation), problem=why, projections=terms)
     return [site for _, site in sorted(found.items())]
@@ -64,9 +64,7 @@ def sites(walk: Walk) -> list[Site]:
 def _site(walk: Walk, attention: Attention) -> Site:
     line = line_of(walk.nodes[attention.product].equation)
     finder = _Finder(walk, attention)
-    projections = tuple(
-        walk.use_of(m.product).term for m in (*finder.query.value.images, *finder.key.value.images)
-    )
+    projections = tuple(m.product.use.term for m in (*finder.query.value.images, *finder.key.value.images))
     try:
         return finder.site(line)._replace(projections=projections)
     except _Refused as refused:
@@ -84,7 +82,7 @@ class _Finder:
         self.query, self.key = (left, right) if is_query else (right, left)
         # Axes of a parameter out of which queries and keys take different entries: they count these, and no layers.
         taken = {
-            (walk.use_of(image.product).term.leaf, a.axis, a.start)
+            (image.product.use.term.leaf, a.axis, a.start)
             for operand in (left, right)
             for image in operand.value.images
             for a in image.layout.loops
@@ -160,7 +158,7 @@ class _Finder:
         self, operand: Side, images: Sequence[Image], factor: str, shared: dict[tuple[int, int], Image]
     ) -> Iterator[Span]:
         for image in images:
-            use = self.walk.use_of(image.product)
+            use = image.product.use
             columns = {a.axis for a in use.columns}
             for term in (None, *image.biases):
                 layout = image.layout if term is None else term.layout
@@ -214,7 +212,7 @@ class _Finder:
     def _refuse_other_uses(self, own: Sequence[Image]) -> None:
         """A projection that reaches more than these logits can't be scaled for them."""
         for image in (*self.query.value.images, *own):
-            for region, i in self.walk.parts[image.product]:
+            for region, i in image.product.parts:
                 pairs = ((a, b) for a in region for b in image.layout.region if a[:2] == b[:2])
                 overlap = all(a.start < b.stop and b.start < a.stop for a, b in pairs)
                 if i != self.attention.product and overlap:

@@ -14,6 +14,7 @@ from muonjax._matrix_view import (
 )
 from muonjax._program.graph import line_of
 from muonjax._program.layout import Atom, Run, hull
+from muonjax._program.values import Product
 from muonjax._program.walk import Use, Walk
 
 
@@ -78,7 +79,7 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
     forward = [u for u in uses if not u.kind.startswith("transposed ")]
     uses = forward or [u._replace(kind=u.kind.removeprefix("transposed ")) for u in uses]
     scale = walk.scales[leaf]
-    uses = [u for u in uses if u.kind != "product" or not walk.bit(u.product) & scale] or uses
+    uses = [u for u in uses if u.kind != "product" or not u.product.bit & scale] or uses
     if not uses:
         parameter = walk.graph.parameters[leaf]
         reader = next(
@@ -128,8 +129,7 @@ def _is_depthwise(use: Use) -> bool:
 
 def _is_head(walk: Walk, ends: _Ends, use: Use) -> bool:
     value = walk.nodes[use.node].outputs[0]
-    chosen = any((use.node, k) in walk.read for k in range(4))
-    return (chosen and value in ends.direct) or value not in ends.consumed
+    return (use.node in walk.read and value in ends.direct) or value not in ends.consumed
 
 
 def _line(walk: Walk, use: Use) -> str:
@@ -155,7 +155,7 @@ def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) 
     if form.cut is None:
         form = form._replace(cut=_slices(walk, shape, form.columns, uses))
     numbers = _numbers(form)
-    heads = {a for a in walk.heads[use.product] if a.axis in form.columns}
+    heads = {a for a in use.product.heads if a.axis in form.columns}
     per_head = _numbers_per_head(form, shape, heads) if heads else numbers
     return Decision(numbers, f"{_described(form)}: {_line(walk, use)}", per_head)
 
@@ -177,8 +177,8 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     """Rows, columns and parts of a parameter in one product; a text says what can't be expressed."""
     product = use.product
     rows, columns, batch = set(use.rows), set(use.columns), set(use.batch)
-    heads, experts = walk.heads[product], walk.later_batches[product]
-    summed, counting = batch & walk.summed[product], columns & (experts - heads)
+    heads, experts = product.heads, product.batches
+    summed, counting = batch & product.summed, columns & (experts - heads)
     counting = counting if counting != columns else set()
     batch = (batch - summed) | counting
     summed |= {a for a in batch if a.axis in walk.summed_slices[leaf]}
@@ -197,19 +197,17 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     if use.groups > 1:
         axis = next(iter(column_axes))
         return form._replace(cut=(axis, use.groups, 1))
-    cut = _parts(walk, product, shape, column_axes)
+    cut = _parts(product, shape, column_axes)
     if cut is not None and cut[1] == (1,) * shape[cut[0]]:  # an axis that counts query, key and value
         return form._replace(columns=column_axes - {cut[0]})
     return form._replace(cut=cut)
 
 
-def _parts(
-    walk: Walk, product: tuple[int, int], shape: tuple[int, ...], columns: frozenset[int]
-) -> _Cut | None:
+def _parts(product: Product, shape: tuple[int, ...], columns: frozenset[int]) -> _Cut | None:
     """Along which axis, and into which sizes, the result of a product is cut for different purposes."""
     # Those that are put together again count as one.
-    together = {region: hull(found) for found in walk.rejoined[product] for region in found}
-    groups = {together.get(region, region) for region, _ in walk.parts[product]}
+    together = {region: hull(found) for found in product.rejoined for region in found}
+    groups = {together.get(region, region) for region, _ in product.parts}
     if len(groups) < 2:
         return None
     keys = set.intersection(*({run[:2] for run in g} for g in groups))
@@ -256,8 +254,8 @@ def _meet(walk: Walk, a: Use, b: Use) -> bool:
     """Whether one of two products is multiplied by what depends on the other, or by it."""
     first, second = a.product, b.product
     return bool(
-        (walk.met[first] | walk.values[a.operand].before) & walk.bit(second)
-        or (walk.met[second] | walk.values[b.operand].before) & walk.bit(first)
+        (first.met | walk.values[a.operand].before) & second.bit
+        or (second.met | walk.values[b.operand].before) & first.bit
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 OTHER = -1  # the axis of a run that counts something else: a batch, positions
 PLACED = -2  # says where in a longer axis the runs after it stand, as in a concatenation: at `start` of `of`
@@ -35,6 +35,9 @@ class Run(NamedTuple):
     period: int
     start: int
     stop: int
+
+
+Region: TypeAlias = frozenset[Run]
 
 
 def length(atoms: Sequence[Atom]) -> int:
@@ -72,7 +75,7 @@ class Layout(NamedTuple):
     shards: tuple[Shard, ...] = ()
 
     @property
-    def region(self) -> frozenset[Run]:
+    def region(self) -> Region:
         """Which part of the origin this is; nothing if it is all of it."""
         parts = (a for a in (*(a for atoms in self.axes for a in atoms), *self.taken) if a.axis >= 0)
         return frozenset(
@@ -323,7 +326,7 @@ def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
     return tuple(out)
 
 
-def hull(regions: Iterable[frozenset[Run]]) -> frozenset[Run]:
+def hull(regions: Iterable[Region]) -> Region:
     """For each run the smallest part that holds all of these."""
     regions = list(regions)
     keys = set.intersection(*({run[:2] for run in region} for region in regions))

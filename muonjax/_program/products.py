@@ -88,7 +88,7 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
             chosen = [mine for mine, theirs in zip(side.summed, rest.summed, strict=True) if theirs in hot]
             walk.record_read(side.value, chosen, rest.value)
             for image in side.value.images:
-                walk.later_batches[image.product].update(image.layout.atoms(chosen))
+                image.product.batches.update(image.layout.atoms(chosen))
     sides = [s for s in (left, right) if s.is_parameter and s.value.terms]
     if not sides:
         sides = [s for s in (left, right) if s.is_matrix]
@@ -159,17 +159,17 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
         axes = {"rows": rows, "columns": columns, "batch": batch}
         walk.record(i, kind, t, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra)
         if kind == "product":
-            images.append(Image((i, k), side.along(layout)))
+            images.append(Image(walk.product(i, k), side.along(layout)))
     if not images:  # a scale, written as a product
         return product._replace(images=rest.moved.images)
     for image in rest.value.images:  # an axis that one product gives and the next has as a batch: experts
-        walk.later_batches[image.product].update(image.layout.atoms(rest.batch))
+        image.product.batches.update(image.layout.atoms(rest.batch))
     if walk.graph.is_stack_of_scalars(rest.operand):  # losses and their weights
         return product
     walk.consume(i, rest.operand, *([] if side.value.is_weight else [side.operand]))
     before = product.before
     for image in images:
-        before |= walk.bit(image.product)
+        before |= image.product.bit
     return product._replace(images=tuple(images), before=before, kind=product.kind | DATA)
 
 
@@ -179,7 +179,7 @@ def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
     for mine, theirs in zip(side.summed, rest.summed, strict=False):
         for image in rest.value.images:
             atoms = set(image.layout.atoms([theirs]))
-            if atoms and atoms <= walk.later_batches[image.product] - walk.heads[image.product]:
+            if atoms and atoms <= image.product.batches - image.product.heads:
                 gated.append(mine)
     return gated if len(set(gated)) < len(side.summed) else []
 
@@ -208,7 +208,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
     for side in (left, right) if a.kind & b.kind & PARAMETER else ():
         walk.record_parts(i, side.value.images)
         for image in side.value.images:
-            walk.heads[image.product].update(image.layout.atoms(side.batch))
+            image.product.heads.update(image.layout.atoms(side.batch))
     for side, values in ((left, right), (right, left)):
         found = [x for x in side.value.logits if x.stage == "weights" and x.layout.atoms(side.summed)]
         for x in found:  # several where softmaxes are subtracted

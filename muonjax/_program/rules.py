@@ -185,7 +185,7 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
         bent(
             walk,
             m,
-            "normalized" if walk.bit(m.product) & factor.before else "multiplied by another activation",
+            "normalized" if m.product.bit & factor.before else "multiplied by another activation",
             i,
         )
         if is_bent
@@ -264,7 +264,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
         walk.consume(i, *node.inputs)
     linear = tuple(image for image in x.images if image.linear)
     for image in linear:
-        walk.summed[image.product].update(image.layout.atoms(axes))
+        image.product.summed.update(image.layout.atoms(axes))
     totals = tuple(x._replace(stage="largest") for x in x.logits if x.stage == "weights")
     return [_without(x._replace(terms=(), images=linear, logits=totals), node)]
 

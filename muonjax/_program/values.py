@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from muonjax._program.layout import OTHER, Atom, Layout, merged, whole
+from muonjax._program.layout import OTHER, Atom, Layout, Region, merged, whole
 
 # What a value depends on. A number that is written in the program depends on nothing.
 DATA, NOISE, PARAMETER = 1, 2, 4
@@ -26,10 +27,25 @@ class Term(NamedTuple):
     looked: tuple[int, ...] = ()  # the operations that looked up a part of it by data
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class Product:
+    """What becomes of an activation's product with one parameter; axes are those of the parameter."""
+
+    bit: int
+    use: Any = None
+    summed: set[Atom] = dataclasses.field(default_factory=set)  # afterwards
+    batches: set[Atom] = dataclasses.field(default_factory=set)  # of a product with another parameter
+    heads: set[Atom] = dataclasses.field(default_factory=set)  # batches of a product of two activations
+    # The parts that are used apart, with the operations that use them; those that are put together again.
+    parts: set[tuple[Region, int]] = dataclasses.field(default_factory=set)
+    rejoined: set[frozenset[Region]] = dataclasses.field(default_factory=set)
+    met: int = 0  # as bits, the products on which depends what it is multiplied by
+
+
 class Image(NamedTuple):
     """What is left of one product with a parameter: its axes as axes of that parameter."""
 
-    product: tuple[int, int]  # operation, number of the term
+    product: Product
     layout: Layout
     biases: tuple[Term, ...] = ()  # parameters that were added since then
     # The first operation that does not commute with scaling the parameter: what, and its number.

@@ -5,17 +5,26 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from muonjax._program import products, structure  # noqa: F401  register their rules
 from muonjax._program.graph import Graph, Node
-from muonjax._program.layout import Atom, Run, whole
+from muonjax._program.layout import Atom, whole
 from muonjax._program.rules import FOLDED, RULES, SPREADING, spread
-from muonjax._program.values import DATA, NOISE, PARAMETER, Image, Logits, Mark, Term, Value, dependent
-
-Product: TypeAlias = tuple[int, int]  # the operation, and which of the parameters in it
+from muonjax._program.values import (
+    DATA,
+    NOISE,
+    PARAMETER,
+    Image,
+    Logits,
+    Mark,
+    Product,
+    Term,
+    Value,
+    dependent,
+)
 
 
 class Use(NamedTuple):
@@ -31,7 +40,7 @@ class Use(NamedTuple):
     groups: int = 1  # of a convolution
     depth: int = 0  # input features of each of a convolution's groups
     is_patch: bool = False  # of windows that do not overlap
-    product: Product = (-1, 0)
+    product: Any = None
 
 
 class Attention(NamedTuple):
@@ -55,23 +64,14 @@ class Walk:
         self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
         self.pairs: dict[int, Any] = {}  # products of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
-        self.read: set[Product] = set()  # products with columns of which labels choose one
+        self.read: set[int] = set()  # products with columns of which labels choose one
         self.layers: dict[Any, set[int]] = defaultdict(set)  # scans, with the parameters that they slice
-        # Axes of a product's parameter: summed over afterwards; batches of a product with another parameter, and of a
-        # product of two activations.
-        self.summed: dict[Product, set[Atom]] = defaultdict(set)
-        self.later_batches: dict[Product, set[Atom]] = defaultdict(set)
-        self.heads: dict[Product, set[Atom]] = defaultdict(set)
-        # Of each product: the parts that are used apart, with the operations that use them; those put together again.
-        self.parts: dict[Product, set[tuple[frozenset[Run], int]]] = defaultdict(set)
-        self.rejoined: dict[Product, set[frozenset[frozenset[Run]]]] = defaultdict(set)
+        self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
         self.summed_slices: dict[int, set[int]] = defaultdict(set)  # axes whose products are added up
-        # As bits: of each product, those that what it meets depends on; of a parameter, those in its own scale.
-        self.met: dict[Product, int] = defaultdict(int)
-        self.scales: dict[int, int] = defaultdict(int)
+        self.scales: dict[int, int] = defaultdict(
+            int
+        )  # of a parameter, the products in its own scale, as bits
         self.entrywise: dict[int, tuple[Image, ...]] = {}  # products of two activations entry by entry
-        self._products: dict[Product, Term] = {}
-        self._bits: dict[Product, int] = {}
         for k, x in enumerate(graph.parameters):
             terms = (Term(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(PARAMETER, terms)
@@ -95,21 +95,18 @@ class Walk:
         """The number that stands in the program, if one does."""
         return self.graph.known.get(value)
 
-    def bit(self, product: Product) -> int:
-        return 1 << self._bits.setdefault(product, len(self._bits))
-
-    def use_of(self, product: Product) -> Use:
-        i, k = product
-        return self.uses[i, self._products[product].leaf, k]
+    def product(self, i: int, k: int) -> Product:
+        return self.products.setdefault((i, k), Product(1 << len(self.products)))
 
     # What the rules record.
 
     def record(self, i: int, kind: str, term: Term, *, k: int = 0, **axes: Any) -> None:
+        product = self.product(i, k) if kind == "product" else None
         if self.nodes[i].is_transposed:
             kind = f"transposed {kind}"
-        self.uses[i, term.leaf, k] = Use(kind, i, term, product=(i, k), **axes)
-        if kind == "product":
-            self._products[i, k] = term
+        self.uses[i, term.leaf, k] = use = Use(kind, i, term, product=product, **axes)
+        if product is not None:
+            product.use = use
 
     def record_terms(self, i: int, kind: str, values: Iterable[Value]) -> None:
         for v in values:
@@ -121,12 +118,12 @@ class Walk:
         if labels.kind & DATA and not labels.kind & PARAMETER:
             for image in value.images:
                 if image.layout.atoms(axes):
-                    self.read.add(image.product)
+                    self.read.add(image.product.use.node)
 
     def record_meeting(self, images: Iterable[Image], other: Value) -> None:
         """Two activations are multiplied by each other, entry by entry or not."""
         for m in images:
-            self.met[m.product] |= other.before
+            m.product.met |= other.before
 
     def record_factors(self, i: int, x: Value, y: Value) -> None:
         """A product entry by entry."""
@@ -138,7 +135,7 @@ class Walk:
             self.record_read(v, hot, factor)
             self.record_meeting(v.images, factor)
             for m in v.images if factor.is_activation else ():
-                if not self.bit(m.product) & factor.before:
+                if not m.product.bit & factor.before:
                     self.record_gate(m, repeats)
         both = x.images + y.images if x.images and y.images and x.before != y.before else ()
         if both and all(m.linear or m.after[0] == "normalized" for m in both):
@@ -147,17 +144,17 @@ class Walk:
     def record_parts(self, i: int, images: Iterable[Image]) -> None:
         for m in images:
             if m.linear:
-                self.parts[m.product].add((m.layout.region, i))
+                m.product.parts.add((m.layout.region, i))
 
     def record_sum(self, images: Sequence[Image]) -> None:
         """Products with slices of one parameter, added up: a sum over heads, written as a loop."""
         by_leaf: dict[int, list[Image]] = defaultdict(list)
         for m in images:
-            if m.linear and (term := self._products.get(m.product)):
-                by_leaf[term.leaf].append(m)
+            if m.linear and m.product.use.kind == "product":
+                by_leaf[m.product.use.term.leaf].append(m)
         for leaf, found in by_leaf.items():
             for m in found[1:]:
-                if self.bit(found[0].product) & self.values[self.use_of(m.product).operand].before:
+                if found[0].product.bit & self.values[m.product.use.operand].before:
                     continue  # layers, one after the other
                 moved = {a.axis for a in set(m.layout.loops) ^ set(found[0].layout.loops)}
                 self.summed_slices[leaf].update(moved)
@@ -168,7 +165,7 @@ class Walk:
         same = set(m.layout.atoms(axes & set(repeated)))
         different = set(m.layout.atoms(axes - set(repeated)))
         if same and different:
-            self.later_batches[m.product].update(different)
+            m.product.batches.update(different)
 
     def record_attention(self, i: int, logits: Logits, keys: tuple[Atom, ...], values: Any) -> None:
         for side in self.pairs[logits.product]:
@@ -180,7 +177,7 @@ class Walk:
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:
             for image in side.value.images:
-                self.heads[image.product].update(image.layout.atoms(side.given))
+                image.product.heads.update(image.layout.atoms(side.given))
 
     def as_input(self, value: Value, features: Sequence[int] = (-1,)) -> Value:
         """A product of parameters that is used as an activation is: its first factor is a learned input.
@@ -195,8 +192,8 @@ class Walk:
         for k, t in enumerate(value.terms):
             if t in last:
                 columns = t.layout.atoms(range(len(t.layout.axes)))
-                images.append(Image((t.made, k), t.layout.settled))
-                before |= self.bit((t.made, k))
+                images.append(Image(self.product(t.made, k), t.layout.settled))
+                before |= images[-1].product.bit
             elif len(t.inner) == 1:
                 self.record(t.made, "a learned input", t)
                 continue
@@ -223,7 +220,7 @@ class Walk:
             *_, values = by_operand = [frozenset(found) for found in zip(*regions, strict=True)]
             if len(values) == len(regions) > 1:  # otherwise, subtracted softmaxes
                 for product, found in zip(operands, by_operand, strict=True):
-                    self.rejoined[product].add(found)
+                    product.rejoined.add(found)
 
     # The pass.
 
