@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
 from muonjax._clipping.factors import Scale
 from muonjax._clipping.largest import larger
@@ -20,10 +20,9 @@ from muonjax._clipping.qk_clip import apply_qk_clip
 from muonjax._clipping.sites import Site
 from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._program import attention
-from muonjax._program.decisions import PENALTY, Decision, decide
+from muonjax._program.decisions import Decision, decide
 from muonjax._program.graph import Graph
-from muonjax._program.rewrite import report
-from muonjax._program.shared import shared
+from muonjax._program.report import run
 from muonjax._program.walk import Walk
 from muonjax._routing.dimension_numbers import dimension_numbers as by_names
 from muonjax._trees import flatten_paths, flatten_with_names, listed
@@ -278,9 +277,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
     walk, paths = Walk(Graph(closed, range(len(leaves)))), list(flatten_paths(params))
     decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
-    unused = [
-        name for name, decision in decisions.items() if decision.why.startswith(("never used", PENALTY))
-    ]
+    unused = [name for name, decision in decisions.items() if not decision.meets_data]
     if leaves and len(unused) == len(paths):
         raise ValueError(
             f"{call}: nothing that it returns comes from these parameters by a product, a look-up or a sum; give your "
@@ -330,7 +327,7 @@ def maxima_of(
 ) -> tuple[list[Any], dict[str, jax.Array]]:
     """What a function returns for these inputs, and the largest logits [*layers, heads] of each site by its name."""
     probes = [call.probe for _, calls in sites for call in calls if call.probe is not None]
-    results = jaxpr_as_fun(shared(report(closed, probes)))(*leaves)
+    results = run(closed, probes, *leaves)
     count = len(results) - len(probes)
     maxima = iter(results[count:])
     return results[:count], {

@@ -11,7 +11,8 @@ import numpy as np
 
 from muonjax._program.graph import line_of
 from muonjax._program.layout import PLACED, Atom, Layout, Shard, joined, other
-from muonjax._program.rewrite import Probe, Step
+from muonjax._program.products import Side
+from muonjax._program.report import Probe, Step
 from muonjax._program.values import Image, Term
 from muonjax._program.walk import Attention, Walk
 
@@ -54,7 +55,7 @@ def sites(walk: Walk) -> list[Site]:
     for i, images in walk.opaque.items():
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
-        terms = tuple(walk.use_of(m.product).term for m in images)
+        terms = tuple(m.product.use.term for m in images)
         why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
         found[i] = Site(line_of(node.equation), problem=why, projections=terms)
     return [site for _, site in sorted(found.items())]
@@ -63,23 +64,11 @@ def sites(walk: Walk) -> list[Site]:
 def _site(walk: Walk, attention: Attention) -> Site:
     line = line_of(walk.nodes[attention.product].equation)
     finder = _Finder(walk, attention)
-    projections = tuple(walk.use_of(m.product).term for m in (*finder.query.images, *finder.key.images))
+    projections = tuple(m.product.use.term for m in (*finder.query.value.images, *finder.key.value.images))
     try:
         return finder.site(line)._replace(projections=projections)
     except _Refused as refused:
         return Site(line, problem=str(refused), projections=projections)
-
-
-class _Operand(NamedTuple):
-    """Queries, or keys."""
-
-    images: tuple[Image, ...]
-    axes: dict[int, int]  # its axis behind each axis of the product along which softmax does not normalize
-    summed: tuple[int, ...]
-
-    def heads(self, layout: Layout) -> dict[int, tuple[Atom, ...]]:
-        """The runs of a parameter along the axes of the product."""
-        return {d: atoms for d, axis in sorted(self.axes.items()) if (atoms := layout.atoms([axis]))}
 
 
 class _Finder:
@@ -89,44 +78,36 @@ class _Finder:
         self.walk, self.shapes, self.attention = walk, walk.shapes, attention
         left, right = walk.pairs[attention.product]
         self.normalized = {a.axis for a in attention.keys}
-        first = len(left.batch) + len(left.given)  # axis of the product that the right operand gives
-        numbers = range(first), (*range(len(left.batch)), *range(first, first + len(right.given)))
-        operands = [
-            _Operand(
-                side.value.images,
-                {
-                    d: x
-                    for d, x in zip(n, (*side.batch, *side.given), strict=True)
-                    if d not in self.normalized
-                },
-                side.summed,
-            )
-            for side, n in zip((left, right), numbers, strict=True)
-        ]
-        self.query, self.key = operands if max(self.normalized) >= first else operands[::-1]
+        is_query = left.sources[max(self.normalized)] is None
+        self.query, self.key = (left, right) if is_query else (right, left)
         # Axes of a parameter out of which queries and keys take different entries: they count these, and no layers.
         taken = {
-            (walk.use_of(image.product).term.leaf, a.axis, a.start)
-            for operand in operands
-            for image in operand.images
+            (image.product.use.term.leaf, a.axis, a.start)
+            for operand in (left, right)
+            for image in operand.value.images
             for a in image.layout.loops
             if a.size == 1
         }
         axes = [x[:2] for x in taken]
         self.selecting = {axis for axis in axes if axes.count(axis) > 1}
 
+    def heads(self, operand: Side, layout: Layout) -> dict[int, tuple[Atom, ...]]:
+        """The runs of a parameter along the axes of the product along which softmax does not normalize."""
+        found = enumerate(operand.along(layout).axes)
+        runs = {d: tuple(a for a in atoms if a.axis >= 0) for d, atoms in found if d not in self.normalized}
+        return {d: atoms for d, atoms in runs.items() if atoms}
+
     def site(self, line: str) -> Site:
         logits = self.attention.logits
         if logits.problem:
             raise _Refused(f"{logits.problem[0]}: {self._line(logits.problem[1])}")
         for operand, name in ((self.query, "queries"), (self.key, "keys")):
-            for image in operand.images:
-                if not image.linear:
-                    why, where = image.after or ("changed", self.attention.product)
-                    raise _Refused(f"its {name} are {why}: {self._line(where)}")
+            for image in operand.value.images:
+                if image.after is not None:
+                    raise _Refused(f"its {name} are {image.after[0]}: {self._line(image.after[1])}")
         own, shared = self._split_keys()
-        queries = list(self._spans(self.query, "query" if own else "rotary", shared))
-        keys = list(self._spans(self.key._replace(images=tuple(own)), "key", {}))
+        queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
+        keys = list(self._spans(self.key, own, "key", {}))
         self._refuse_other_uses(own)
         if any(q[:4] == k[:4] and q.start < k.start + k.size and k.start < q.start + q.size and q.span == k.span
                for q in queries for k in keys):  # fmt: skip
@@ -149,17 +130,17 @@ class _Finder:
 
     def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
         """Keys of the heads' own; and those that all heads share, by the features where they stand."""
-        heads = {d for image in self.query.images for d in self.query.heads(image.layout)}
+        heads = {d for image in self.query.value.images for d in self.heads(self.query, image.layout)}
         values = {(image.product, image.layout.region) for image in self.attention.values.value.images}
         own, shared = [], {}
-        for image in self.key.images:
-            alone = heads and heads.isdisjoint(self.key.heads(image.layout))
+        for image in self.key.value.images:
+            alone = heads and heads.isdisjoint(self.heads(self.key, image.layout))
             place = self._place(image)
             if (image.product, image.layout.region) in values:
                 continue
             if alone and place is not None:
                 shared[place] = image
-            elif alone and len(self.key.images) > 1:
+            elif alone and len(self.key.value.images) > 1:
                 raise _Refused("some of its keys are shared by all heads")
             else:
                 own.append(image)
@@ -173,9 +154,11 @@ class _Finder:
             return None
         return atoms[0].start, atoms[0].start + math.prod(a.size for a in atoms[1:])
 
-    def _spans(self, operand: _Operand, factor: str, shared: dict[tuple[int, int], Image]) -> Iterator[Span]:
-        for image in operand.images:
-            use = self.walk.use_of(image.product)
+    def _spans(
+        self, operand: Side, images: Sequence[Image], factor: str, shared: dict[tuple[int, int], Image]
+    ) -> Iterator[Span]:
+        for image in images:
+            use = image.product.use
             columns = {a.axis for a in use.columns}
             for term in (None, *image.biases):
                 layout = image.layout if term is None else term.layout
@@ -194,9 +177,9 @@ class _Finder:
                 rotary = any(a + first <= start and stop <= b + first for a, b in shared)
                 yield span._replace(span=(start, stop), factor="rotary" if rotary else span.factor)
 
-    def _span(self, leaf: int, layout: Layout, held: set[int], operand: _Operand, factor: str) -> Span:
+    def _span(self, leaf: int, layout: Layout, held: set[int], operand: Side, factor: str) -> Span:
         shape = self.shapes[leaf]
-        heads = [a for atoms in operand.heads(layout).values() for a in atoms if a.axis in held]
+        heads = [a for atoms in self.heads(operand, layout).values() for a in atoms if a.axis in held]
         heads.sort(key=lambda a: (a.axis, -a.stride))
         features = [a for a in (*layout.atoms(operand.summed), *layout.taken) if a.axis in held]
         for shard in layout.shards:
@@ -228,8 +211,8 @@ class _Finder:
 
     def _refuse_other_uses(self, own: Sequence[Image]) -> None:
         """A projection that reaches more than these logits can't be scaled for them."""
-        for image in (*self.query.images, *own):
-            for region, i in self.walk.parts[image.product]:
+        for image in (*self.query.value.images, *own):
+            for region, i in image.product.parts:
                 pairs = ((a, b) for a in region for b in image.layout.region if a[:2] == b[:2])
                 overlap = all(a.start < b.stop and b.start < a.stop for a, b in pairs)
                 if i != self.attention.product and overlap:
@@ -246,11 +229,11 @@ class _Finder:
         is_layer = [query.leaf in walk.layers[place[: n + 1]] for n in range(len(place))]
         if any(atoms and atoms[0].axis == PLACED for atoms in logits.seen.axes):
             raise _Refused("its logits are changed after others were put beside them")
-        image = self.query.images[0]
+        image = self.query.value.images[0]
         if sum(is_layer) != sum(a.size > 1 for a in image.layout.loops):
             raise _Refused("which layer an iteration of its loop is can't be told")
         axis = [k for k, atoms in enumerate(logits.seen.axes) if {a.axis for a in atoms} & self.normalized]
-        found = self.query.heads(image.layout)
+        found = self.heads(self.query, image.layout)
         heads = sorted(found, key=lambda d: [(a.axis, -a.stride) for a in found[d]])
         axes = logits.seen.axes
         counted = {
@@ -271,11 +254,8 @@ class _Finder:
 
     def _around(self, layout: Layout, atoms: Sequence[Atom], heads: Container[int]) -> tuple[int, ...]:
         """Along an axis of the logits: entries outside of the heads, as of a batch, heads, and entries inside."""
-        runs = [
-            run
-            for a in atoms
-            for run in (layout.axes[self.query.axes[a.axis]] if a.axis in heads else other(a.size))
-        ]
+        along = self.query.along(layout)
+        runs = [run for a in atoms for run in (along.axes[a.axis] if a.axis in heads else other(a.size))]
         where = [k for k, run in enumerate(runs) if run.axis >= 0]
         first, stop = where[0], where[-1] + 1
         if len(where) < stop - first:

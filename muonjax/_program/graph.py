@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -66,11 +66,10 @@ def _pass(name_stack: Any) -> str:
 
 
 class Loop(NamedTuple):
-    """The operations of a loop's body, `nodes[first:last]`, and the "carry" operations before them."""
+    """The "carry" operations of a loop, and where the operations of its body end that come after them."""
 
-    first: int
+    carries: range
     last: int
-    carries: tuple[int, ...]
 
 
 class Graph:
@@ -80,7 +79,7 @@ class Graph:
         """`parameters`: which of the inputs are parameters."""
         jaxpr = opened(closed)
         self.nodes: list[Node] = []
-        self.loops: list[Loop] = []
+        self.loops: dict[int, Loop] = {}  # by its first operation
         self.avals: list[Any] = []
         self.known: dict[int, Any] = {}  # values of literals
         self.variables: list[Any] = []  # the variable of each value, in the body where it is first seen
@@ -92,7 +91,10 @@ class Graph:
         self.elsewhere: dict[int, list[tuple[tuple[Step, ...], Any]]] = {}
         self.outputs = self._walk(jaxpr, self.constants, inputs, ())
         self.producer = {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
-        self.live = self._live()
+        ends = [x for node in self.nodes if node.is_differentiated for x in node.outputs]
+        used = self.upstream([*self.outputs, *ends], lambda i: self.nodes[i].inputs)
+        # Operations that an output of the function depends on, or a gradient that the function takes.
+        self.live = {self.producer[x] for x in used if x in self.producer}
 
     def _new(self, variable: Any) -> int:
         self.avals.append(variable.aval)
@@ -198,7 +200,8 @@ class Graph:
         """Give each carried value its second source, the end of the body."""
         for i, out in enumerate(outs):
             self.nodes[first + i].inputs += (out,)
-        self.loops.append(Loop(first, len(self.nodes), tuple(range(first, first + len(carry)))))
+        if carry:
+            self.loops[first] = Loop(range(first, first + len(carry)), len(self.nodes))
 
     def _cond(self, eqn: JaxprEqn, inputs: list[int], place: tuple[Step, ...], position: int) -> list[int]:
         branches = [
@@ -210,16 +213,14 @@ class Graph:
             for *values, v in zip(*branches, eqn.outvars, strict=True)
         ]
 
-    def _live(self) -> list[bool]:
-        """Which operations an output of the function depends on, or a gradient that the function takes."""
-        live, pending = [False] * len(self.nodes), list(self.outputs)
-        pending += [x for node in self.nodes if node.is_differentiated for x in node.outputs]
+    def upstream(self, values: Iterable[int], inputs: Callable[[int], Iterable[int]]) -> set[int]:
+        """These values and all that they depend on; `inputs` says which inputs of an operation are followed."""
+        found, pending = set(), list(values)
         while pending:
-            i = self.producer.get(pending.pop())
-            if i is not None and not live[i]:
-                live[i] = True
-                pending += self.nodes[i].inputs
-        return live
+            if (value := pending.pop()) not in found:
+                found.add(value)
+                pending += inputs(self.producer[value]) if value in self.producer else ()
+        return found
 
     def variables_of(self, value: int) -> dict[tuple[Step, ...], Any]:
         """The variable that a value has in each body where it has one."""

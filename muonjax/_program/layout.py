@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 OTHER = -1  # the axis of a run that counts something else: a batch, positions
 PLACED = -2  # says where in a longer axis the runs after it stand, as in a concatenation: at `start` of `of`
@@ -35,6 +35,9 @@ class Run(NamedTuple):
     period: int
     start: int
     stop: int
+
+
+Region: TypeAlias = frozenset[Run]
 
 
 def length(atoms: Sequence[Atom]) -> int:
@@ -72,7 +75,7 @@ class Layout(NamedTuple):
     shards: tuple[Shard, ...] = ()
 
     @property
-    def region(self) -> frozenset[Run]:
+    def region(self) -> Region:
         """Which part of the origin this is; nothing if it is all of it."""
         parts = (a for a in (*(a for atoms in self.axes for a in atoms), *self.taken) if a.axis >= 0)
         return frozenset(
@@ -173,6 +176,11 @@ class Layout(NamedTuple):
         return self._replace(taken=tuple(a for a in self.taken if a.size > 1), loops=(*self.loops, *single))
 
     def reshape(self, shape: Sequence[int]) -> Layout:
+        longer = [atoms for atoms in self.axes if length(atoms) > 1]
+        if [length(atoms) for atoms in longer] == [
+            n for n in shape if n > 1
+        ]:  # axes of one entry come and go
+            return self._replace(axes=tuple(longer.pop(0) if n > 1 else () for n in shape))
         if any(atoms and atoms[0].axis == PLACED for atoms in self.axes):
             return self._reshape_placed(shape)
         queue, axes = [a for atoms in self.axes for a in joined(atoms)], []
@@ -316,3 +324,16 @@ def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
         else:
             out.append(atom)
     return tuple(out)
+
+
+def hull(regions: Iterable[Region]) -> Region:
+    """For each run the smallest part that holds all of these."""
+    regions = list(regions)
+    keys = set.intersection(*({run[:2] for run in region} for region in regions))
+    found = set()
+    for axis, period in keys:
+        same = [run for region in regions for run in region if run[:2] == (axis, period)]
+        start, stop = min(run.start for run in same), max(run.stop for run in same)
+        if stop - start < period:
+            found.add(Run(axis, period, start, stop))
+    return frozenset(found)

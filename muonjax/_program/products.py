@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muonjax._program.graph import Node
-from muonjax._program.layout import OTHER, Atom, Layout, other, whole
-from muonjax._program.rules import _scaled_logits, rule
+from muonjax._program.layout import OTHER, Atom, Layout, whole
+from muonjax._program.rules import bent, rule, scaled_logits
 from muonjax._program.values import DATA, PARAMETER, Image, Logits, Term, Value, dependent
 
 if TYPE_CHECKING:
@@ -22,6 +21,19 @@ class Side:
         self.value, self.operand = value, operand
         self.summed, self.batch = tuple(summed), tuple(batch)
         self.given = tuple(a for a in range(rank) if a not in self.summed and a not in self.batch)
+        self.sources: Sequence[
+            int | None
+        ] = ()  # of each axis of the product, its axis, if it is one of this operand
+        self.shape: tuple[int, ...] = ()  # of the product
+
+    def along(self, layout: Layout) -> Layout:
+        """The axes of the product in place of those of this operand."""
+        return layout.pick(self.sources, self.shape)
+
+    @property
+    def moved(self) -> Value:
+        """Its value along the axes of the product."""
+        return self.value.map(self.along)
 
     @property
     def is_parameter(self) -> bool:
@@ -48,25 +60,16 @@ def _columns(t: Term, side: Side) -> tuple[Atom, ...]:
 
 @rule("dot_general")
 def _dot(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (left_sum, right_sum), (left_batch, right_batch) = node.params["dimension_numbers"]
+    sums, batches = node.params["dimension_numbers"]
     ranks = [len(walk.shape(x)) for x in node.inputs]
-    left = Side(values[0], node.inputs[0], ranks[0], left_sum, left_batch)
-    right = Side(values[1], node.inputs[1], ranks[1], right_sum, right_batch)
-    n = walk.shape(node.outputs[0])
-
-    def axes(side: Side) -> list[int | None]:
-        """The axes of the result as axes of one operand."""
-        nothing: list[int | None] = [None]
-        mine = [*side.batch, *side.given]
-        return [*mine, *nothing * len(right.given)] if side is left else [
-            *side.batch, *nothing * len(left.given), *side.given
-        ]  # fmt: skip
-
-    return [multiply(walk, i, left, right, lambda side, layout: layout.pick(axes(side), n))]
+    left, right = map(Side, values, node.inputs, ranks, sums, batches)
+    left.sources = (*left.batch, *left.given, *[None] * len(right.given))
+    right.sources = (*right.batch, *[None] * len(left.given), *right.given)
+    left.shape = right.shape = walk.shape(node.outputs[0])
+    return [multiply(walk, i, left, right)]
 
 
-def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
-    """The value of a product; `result(side, layout)` is an operand's layout along the axes of the product."""
+def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
     a, b = left.value, right.value
     product = dependent([a, b])
     if not product.kind & PARAMETER:
@@ -76,16 +79,16 @@ def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
         if side.value.is_weight and not (side.is_parameter or rest.value.is_weight):
             side.value = walk.as_input(side.value, side.summed or (-1,))
     if left.is_parameter and right.is_parameter:
-        return _of_parameters(i, product, left, right, result)
+        return _of_parameters(i, product, left, right)
     for side, rest in ((left, right), (right, left)):
-        hot = rest.value.one_hot
+        hot = rest.value.axes("one hot")
         if side.value.terms and hot and side.is_parameter and set(hot) & set(rest.summed):
-            return _lookup(walk, i, product, side, result)
+            return _lookup(walk, i, product, side)
         if hot:
             chosen = [mine for mine, theirs in zip(side.summed, rest.summed, strict=True) if theirs in hot]
             walk.record_read(side.value, chosen, rest.value)
             for image in side.value.images:
-                walk.later_batches[image.product].update(image.layout.atoms(chosen))
+                image.product.batches.update(image.layout.atoms(chosen))
     sides = [s for s in (left, right) if s.is_parameter and s.value.terms]
     if not sides:
         sides = [s for s in (left, right) if s.is_matrix]
@@ -94,12 +97,12 @@ def multiply(walk: Walk, i: int, left: Side, right: Side, result) -> Value:
     if sides:
         side = sides[0]
         rest = right if side is left else left
-        value = by_parameter(walk, i, product, side, rest, result)
-        value = value._replace(logits=_logits_after(walk, i, rest, side, result))
+        value = by_parameter(walk, i, product, side, rest)
+        value = value._replace(logits=_logits_after(walk, i, rest, side))
         return _or_logits(walk, i, value, left, right) if _may_be_learned(side, rest) else value
     for side, rest in ((left, right), (right, left)):
         walk.record_meeting(side.value.images, rest.value)
-    return _of_activations(walk, i, product, left, right, result)
+    return _of_activations(walk, i, product, left, right)
 
 
 def _may_be_learned(side: Side, rest: Side) -> bool:
@@ -116,7 +119,7 @@ def _or_logits(walk: Walk, i: int, value: Value, left: Side, right: Side) -> Val
     return value._replace(logits=(Logits(i, everything, value=walk.nodes[i].outputs[0], seen=everything),))
 
 
-def _of_parameters(i: int, product: Value, left: Side, right: Side, result) -> Value:
+def _of_parameters(i: int, product: Value, left: Side, right: Side) -> Value:
     """Not used yet: a penalty, or factors of a matrix (adapters)."""
     terms = []
     for side, before in ((left, False), (right, True)):
@@ -124,23 +127,22 @@ def _of_parameters(i: int, product: Value, left: Side, right: Side, result) -> V
             between = t.layout.atoms(side.summed)
             inner = (between, *t.inner) if before else (*t.inner, between)
             inner = inner if between else t.inner
-            terms.append(t._replace(layout=result(side, t.layout), inner=inner, made=i))
+            terms.append(t._replace(layout=side.along(t.layout), inner=inner, made=i))
     return product._replace(terms=tuple(terms))
 
 
-def _lookup(walk: Walk, i: int, product: Value, side: Side, result) -> Value:
+def _lookup(walk: Walk, i: int, product: Value, side: Side) -> Value:
     """One row of a table for each index: the other operand is one-hot."""
     terms = []
     for t in side.value.terms:
         rows = t.layout.atoms(side.summed)
         walk.record(i, "looked up", t, rows=rows)
-        layout = result(side, t.layout)
-        looked = t._replace(layout=layout._replace(loops=(*layout.loops, *rows)), looked=(*t.looked, i))
-        terms.append(looked)
+        layout = side.along(t.layout)._replace(loops=(*t.layout.loops, *rows))
+        terms.append(t._replace(layout=layout, looked=(*t.looked, i)))
     return product._replace(terms=tuple(terms))
 
 
-def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, result, **extra) -> Value:
+def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **extra) -> Value:
     """The product of an activation with a parameter, or with a sum of several."""
     walk.record_terms(i, "a learned input", [rest.value] if rest.value.is_weight else [])
     walk.record_parts(i, rest.value.images)
@@ -157,18 +159,17 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, res
         axes = {"rows": rows, "columns": columns, "batch": batch}
         walk.record(i, kind, t, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra)
         if kind == "product":
-            images.append(Image((i, k), result(side, layout)))
+            images.append(Image(walk.product(i, k), side.along(layout)))
     if not images:  # a scale, written as a product
-        kept = [_moved(m, rest, result) for m in rest.value.images]
-        return product._replace(images=tuple(kept))
+        return product._replace(images=rest.moved.images)
     for image in rest.value.images:  # an axis that one product gives and the next has as a batch: experts
-        walk.later_batches[image.product].update(image.layout.atoms(rest.batch))
+        image.product.batches.update(image.layout.atoms(rest.batch))
     if walk.graph.is_stack_of_scalars(rest.operand):  # losses and their weights
         return product
     walk.consume(i, rest.operand, *([] if side.value.is_weight else [side.operand]))
     before = product.before
     for image in images:
-        before |= walk.bit(image.product)
+        before |= image.product.bit
     return product._replace(images=tuple(images), before=before, kind=product.kind | DATA)
 
 
@@ -178,43 +179,43 @@ def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
     for mine, theirs in zip(side.summed, rest.summed, strict=False):
         for image in rest.value.images:
             atoms = set(image.layout.atoms([theirs]))
-            if atoms and atoms <= walk.later_batches[image.product] - walk.heads[image.product]:
+            if atoms and atoms <= image.product.batches - image.product.heads:
                 gated.append(mine)
     return gated if len(set(gated)) < len(side.summed) else []
 
 
 def _cuts_input(side: Side) -> bool:
     """Whether the sum runs over stretches of two axes of an argument, as over the pixels of a patch."""
-    for image in side.value.inputs:
-        inside = image.layout.atoms(side.summed)
-        outside = {a.axis for a in image.layout.atoms(side.given)}
+    for mark in side.value.marks:
+        inside = mark.layout.atoms(side.summed) if mark.what == "input" else ()
+        outside = {a.axis for a in mark.layout.atoms(side.given)}
         if len({a.axis for a in inside if a.axis in outside and a.stride == 1}) > 1:
             return True
     return False
 
 
-def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side, result) -> Value:
+def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side) -> Value:
     a, b = left.value, right.value
     if not left.summed and a.kind & b.kind & PARAMETER:  # entry by entry, written as an einsum
         for side, rest in ((left, right), (right, left)):
             if not rest.given:
                 for image in side.value.images:
                     walk.record_gate(image, side.given)
-        images = [m for s in (left, right) for m in _bent_all(walk, i, s, result)]
-        logits = _logits_after(walk, i, left, right, result) or _logits_after(walk, i, right, left, result)
+        why = "multiplied by another activation"
+        images = [bent(walk, m, why, i) for s in (left, right) for m in s.moved.images]
+        logits = _logits_after(walk, i, left, right) or _logits_after(walk, i, right, left)
         return product._replace(images=tuple(images), logits=logits)
     for side in (left, right) if a.kind & b.kind & PARAMETER else ():
         walk.record_parts(i, side.value.images)
         for image in side.value.images:
-            walk.heads[image.product].update(image.layout.atoms(side.batch))
+            image.product.heads.update(image.layout.atoms(side.batch))
     for side, values in ((left, right), (right, left)):
         found = [x for x in side.value.logits if x.stage == "weights" and x.layout.atoms(side.summed)]
         for x in found:  # several where softmaxes are subtracted
             walk.record_attention(i, x, x.layout.atoms(side.summed), values)
         if found:
-            images = tuple(_moved(m, values, result) for m in values.value.images)
             walk.consume(i, left.operand, right.operand)
-            return product._replace(images=images)
+            return product._replace(images=values.moved.images)
     if a.kind & b.kind & PARAMETER:
         features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
         # Entry by entry, as of two towers.
@@ -226,77 +227,62 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side,
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
         if not rest.value.kind & PARAMETER:
-            logits = _logits_after(walk, i, side, rest, result)
-            return product._replace(
-                images=side.value.map(functools.partial(result, side)).images, logits=logits
-            )
+            logits = _logits_after(walk, i, side, rest)
+            return product._replace(images=side.moved.images, logits=logits)
     return product
 
 
-def _logits_after(walk: Walk, i: int, side: Side, rest: Side, result) -> tuple[Logits, ...]:
+def _logits_after(walk: Walk, i: int, side: Side, rest: Side) -> tuple[Logits, ...]:
     """What a product makes of logits: a factor scales them, a matrix mixes those of several heads."""
-    moved = side.value.map(functools.partial(result, side))
     if not side.summed:
-        return _scaled_logits(i, walk.nodes[i], moved, rest.value)
-    mixed = "a product mixes its logits", i
-    return tuple(x if x.stage != "logits" else x._replace(problem=x.problem or mixed) for x in moved.logits)
-
-
-def _bent_all(walk: Walk, i: int, side: Side, result) -> list[Image]:
-    walk.record_parts(i, side.value.images)
-    return [_moved(m, side, result)._replace(linear=False) for m in side.value.images]
-
-
-def _moved(image: Image, side: Side, result) -> Image:
-    moved = image.map(lambda layout: result(side, layout))
-    assert moved is not None  # nothing is cut
-    return moved
+        return scaled_logits(i, walk.nodes[i], side.moved, rest.value)
+    why = "a product mixes its logits", i
+    return tuple(
+        x._replace(problem=x.problem or why) if x.stage == "logits" else x for x in side.moved.logits
+    )
 
 
 @rule("conv_general_dilated")
 def _conv(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    x, w = values
-    product = dependent(values)
-    if not w.terms:
-        walk.record_terms(i, "conv_general_dilated", values)
-        if product.kind & PARAMETER:
-            walk.consume(i, *node.inputs)
-        return [product]
-    numbers = node.params["dimension_numbers"]
+    numbers, shape = node.params["dimension_numbers"], walk.shape(node.inputs[1])
     out, into, *window = numbers.rhs_spec
-    shape = walk.shape(node.inputs[1])
-    kernel = Side(w, node.inputs[1], len(shape), (into, *window), ())
-    data = Side(x, node.inputs[0], len(shape), (), ())
-    rank = len(walk.shape(node.outputs[0]))
-
-    def result(side: Side, layout: Layout) -> Layout:
-        axes = [other(n) for n in walk.shape(node.outputs[0])]
-        if side is kernel:
-            axes[numbers.out_spec[1]] = layout.axes[out]
-        return Layout(tuple(axes[:rank]), layout.taken, layout.loops)
-
-    strides, sizes = node.params["window_strides"], [shape[axis] for axis in window]
+    sources: list[int | None] = [None] * len(shape)
+    sources[numbers.out_spec[1]] = out
+    sizes = tuple(shape[axis] for axis in window)
     extra = {
         "groups": node.params["feature_group_count"] * node.params["batch_group_count"],
         "depth": shape[into],
-        "is_patch": tuple(strides) == tuple(sizes) and max(sizes, default=1) > 1,
+        "is_patch": tuple(node.params["window_strides"]) == sizes and max(sizes, default=1) > 1,
     }
-    return [by_parameter(walk, i, product, kernel, data, result, **extra)]
+    return [_by_kernel(walk, i, node, values, (into, *window), (), sources, **extra)]
 
 
 @rule("ragged_dot_general")
 def _ragged(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     """Each expert's matrix times the rows that belong to it."""
-    x, w, _ = values
-    product = dependent(values)
-    if not w.terms:
-        walk.record_terms(i, node.name, values)
-        return [product]
     numbers = node.params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
     batch = (*batch, *numbers.rhs_group_dimensions)
-    side = Side(w, node.inputs[1], len(walk.shape(node.inputs[1])), summed, batch)
-    data = Side(x, node.inputs[0], len(walk.shape(node.inputs[0])), (), ())
-    n = walk.shape(node.outputs[0])
-    given = [None] * (len(n) - len(side.given)) + list(side.given)
-    return [by_parameter(walk, i, product, side, data, lambda s, layout: layout.pick(given, n))]
+    given = [axis for axis in range(len(walk.shape(node.inputs[1]))) if axis not in (*summed, *batch)]
+    rank = len(walk.shape(node.outputs[0]))
+    return [_by_kernel(walk, i, node, values, summed, batch, [None] * (rank - len(given)) + given)]
+
+
+def _by_kernel(
+    walk: Walk, i: int, node: Node, values: Sequence[Value], summed: Sequence[int], batch: Sequence[int],
+    sources: Sequence[int | None], **extra: Any,
+) -> Value:  # fmt: skip
+    """A product whose second operand has the parameters; of the first one, no axis is followed."""
+    product = dependent(values)
+    if not values[1].terms:
+        walk.record_terms(i, node.name, values)
+        if product.kind & PARAMETER:
+            walk.consume(i, *node.inputs[:2])
+        return product
+    data, kernel = (
+        Side(v, x, len(walk.shape(x)), *axes)
+        for v, x, axes in zip(values[:2], node.inputs[:2], (((), ()), (summed, batch)), strict=True)
+    )
+    data.sources, kernel.sources = [None] * len(sources), sources
+    data.shape = kernel.shape = walk.shape(node.outputs[0])
+    return by_parameter(walk, i, product, kernel, data, **extra)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from muonjax._program.layout import Atom, Layout, merged
+from muonjax._program.layout import OTHER, Atom, Layout, Region, merged, whole
 
 # What a value depends on. A number that is written in the program depends on nothing.
 DATA, NOISE, PARAMETER = 1, 2, 4
 
 _MOST = 6  # images that are followed through one value: a residual stream is the sum of all layers
+
+Move: TypeAlias = Callable[[Layout], Layout | None]  # where entries go; None if nothing of the origin is left
 
 
 class Term(NamedTuple):
@@ -24,21 +27,33 @@ class Term(NamedTuple):
     looked: tuple[int, ...] = ()  # the operations that looked up a part of it by data
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class Product:
+    """What becomes of an activation's product with one parameter; axes are those of the parameter."""
+
+    bit: int
+    use: Any = None
+    summed: set[Atom] = dataclasses.field(default_factory=set)  # afterwards
+    batches: set[Atom] = dataclasses.field(default_factory=set)  # of a product with another parameter
+    heads: set[Atom] = dataclasses.field(default_factory=set)  # batches of a product of two activations
+    # The parts that are used apart, with the operations that use them; those that are put together again.
+    parts: set[tuple[Region, int]] = dataclasses.field(default_factory=set)
+    rejoined: set[frozenset[Region]] = dataclasses.field(default_factory=set)
+    met: int = 0  # as bits, the products on which depends what it is multiplied by
+
+
 class Image(NamedTuple):
     """What is left of one product with a parameter: its axes as axes of that parameter."""
 
-    product: tuple[int, int]  # operation, number of the term
+    product: Product
     layout: Layout
-    linear: bool = True  # no operation since then but those that commute with scaling the parameter
     biases: tuple[Term, ...] = ()  # parameters that were added since then
-    after: tuple[str, int] | None = None  # the first operation that does not commute: what, and its number
+    # The first operation that does not commute with scaling the parameter: what, and its number.
+    after: tuple[str, int] | None = None
 
-    def map(self, change: Callable[[Layout], Layout | None]) -> Image | None:
-        """After an operation that only moves entries; None if it leaves all of this out."""
-        layout = change(self.layout)
-        moved = [(t, change(t.layout)) for t in self.biases]
-        biases = tuple(t._replace(layout=y) for t, y in moved if y is not None)
-        return None if layout is None else self._replace(layout=layout, biases=biases)
+    @property
+    def linear(self) -> bool:
+        return self.after is None
 
 
 class Logits(NamedTuple):
@@ -53,6 +68,17 @@ class Logits(NamedTuple):
     raw: tuple[int, Layout] | None = None  # the logits before data or constants were added, if any were
 
 
+class Mark(NamedTuple):
+    """What is known of some axes of an array, as a layout that has runs along these alone.
+
+    "counts": it counts 0, 1, 2, ... along one; "one hot": it is one for a single index along one; "input": they are
+    those of an argument of the function; "repeats": it differs along all but those that only repeat it.
+    """
+
+    what: str
+    layout: Layout
+
+
 class Value(NamedTuple):
     """One array."""
 
@@ -61,33 +87,53 @@ class Value(NamedTuple):
     images: tuple[Image, ...] = ()
     logits: tuple[Logits, ...] = ()
     before: int = 0  # the products that it depends on, as bits
-    one_hot: tuple[int, ...] | None = None  # the axes along which it is one for a single index
-    counts: int | None = None  # the axis along which it counts 0, 1, 2, ...
-    inputs: tuple[Image, ...] = ()  # arguments of the function, as long as entries only move
-    repeats: frozenset[int] = frozenset()  # axes along which it was repeated just before
+    marks: tuple[Mark, ...] = ()
 
     @property
     def is_weight(self) -> bool:
         """Made of parameters alone."""
         return bool(self.kind & PARAMETER) and not self.kind & DATA
 
-    def map(self, change: Callable[[Layout], Layout | None]) -> Value:
-        """After an operation that only moves entries; None drops what it leaves out."""
-        if not (self.images or self.terms or self.logits or self.inputs):
-            return self.opaque()
+    @property
+    def is_activation(self) -> bool:
+        """Made of parameters and data."""
+        return bool(self.kind & PARAMETER and self.kind & DATA)
 
-        def moved(items: Any) -> Any:
-            layouts = [change(x.layout) for x in items]
-            return tuple(x._replace(layout=y) for x, y in zip(items, layouts, strict=True) if y is not None)
+    def map(self, move: Move) -> Value:
+        """After an operation that only moves entries."""
+        if not (self.images or self.terms or self.logits or self.marks):
+            return self
+        terms, images, logits, marks = (
+            moved(x, move) for x in (self.terms, self.images, self.logits, self.marks)
+        )
+        return Value(self.kind, terms, images, logits, self.before, marks)
 
-        images = tuple(y for x in self.images if (y := x.map(change)) is not None)
-        return Value(
-            self.kind, moved(self.terms), images, moved(self.logits), self.before, inputs=moved(self.inputs)
+    def repeated(self, old: Sequence[int], sources: Sequence[int | None], shape: Sequence[int]) -> Value:
+        """Axis i is the axis `sources[i]`, or a new one along which entries repeat."""
+        known = any(m.what == "repeats" for m in self.marks) or not self.kind
+        marked = self if known else self._replace(marks=(*self.marks, Mark("repeats", whole(old))))
+        return marked.map(lambda layout: layout.pick(sources, shape))
+
+    def axes(self, what: str) -> tuple[int, ...]:
+        """The axes along which it is one hot, or counts, or repeats itself."""
+        repeats = what == "repeats"
+        return tuple(
+            k
+            for mark in self.marks
+            if mark.what == what
+            for k, atoms in enumerate(mark.layout.axes)
+            if atoms and all((a.axis == OTHER) == repeats for a in atoms)
         )
 
-    def opaque(self) -> Value:
-        """After an operation of which nothing is known but what it depends on."""
-        return Value(self.kind, before=self.before)
+
+def moved(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
+    """Each with another layout; those of which nothing is left are left out."""
+    found = ((x, move(x.layout)) for x in items)
+    return tuple(
+        x._replace(layout=y, biases=moved(x.biases, move)) if isinstance(x, Image) else x._replace(layout=y)
+        for x, y in found
+        if y is not None
+    )
 
 
 def dependent(values: Iterable[Value]) -> Value:
@@ -109,36 +155,28 @@ def concatenated(values: Sequence[Value], axis: int, sizes: Sequence[int]) -> tu
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
 
     def join(layouts: list[Layout], where: list[int]) -> Layout:
-        if len(where) == len(sizes):
-            return merged(layouts, axis, sizes)
-        if len(where) == 1:
+        if len(where) == 1 < len(sizes):
             return layouts[0].place(axis, starts[where[0]], sum(sizes))
-        return merged(layouts, axis, sizes, rejoin=False)
+        return merged(layouts, axis, sizes, rejoin=len(where) == len(sizes))
 
     return _grouped(values, join)
 
 
 def _grouped(values: Iterable[Value], join: Callable[[list[Layout], list[int]], Layout]) -> tuple[Image, ...]:
-    groups: dict[tuple[int, int], list[tuple[int, Image]]] = {}
-    for i, value in enumerate(values):
-        for image in value.images:
-            groups.setdefault(image.product, []).append((i, image))
-    found = []
-    for product, pairs in groups.items():
-        images = [image for _, image in pairs]
-        after = next((x.after for x in images if x.after), None)
-        layout = join([x.layout for x in images], [i for i, _ in pairs])
-        biases: dict[int, list[tuple[int, Term]]] = {}
-        for i, x in pairs:
-            for term in x.biases:
-                biases.setdefault(term.leaf, []).append((i, term))
-        joined = tuple(
-            terms[0][1]._replace(layout=join([t.layout for _, t in terms], [i for i, _ in terms]))
-            for terms in biases.values()
-        )
-        found.append(Image(product, layout, all(x.linear for x in images), joined, after))
-    if len(found) > _MOST:
-        found = [
-            x._replace(linear=False, after=x.after or ("sums of too many projections", -1)) for x in found
-        ]
-    return tuple(found[-_MOST:])
+    def grouped(found: Iterable[tuple[int, Any, Any]]) -> list[Any]:
+        """Those with the same key as one; each comes with the number of its value and its key."""
+        groups: dict[Any, list[tuple[int, Any]]] = {}
+        for i, key, x in found:
+            groups.setdefault(key, []).append((i, x))
+        return [(pairs, pairs[0][1]._replace(layout=join([x.layout for _, x in pairs], [i for i, _ in pairs])))
+                for pairs in groups.values()]  # fmt: skip
+
+    images = []
+    for pairs, image in grouped((i, m.product, m) for i, v in enumerate(values) for m in v.images):
+        biases = grouped((i, t.leaf, t) for i, m in pairs for t in m.biases)
+        after = next((m.after for _, m in pairs if m.after), None)
+        images.append(image._replace(biases=tuple(t for _, t in biases), after=after))
+    if len(images) > _MOST:
+        many = ("sums of too many projections", -1)
+        images = [m._replace(after=m.after or many) for m in images]
+    return tuple(images[-_MOST:])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 Body: TypeAlias = Jaxpr | ClosedJaxpr  # JAX 0.12 has one type for both
 
@@ -75,6 +75,11 @@ def opened(body: Body) -> Jaxpr:
     return body.jaxpr if isinstance(body, ClosedJaxpr) else body
 
 
+def constants(body: Body) -> Sequence[Any]:
+    """The values of a jaxpr's constants."""
+    return getattr(body, "consts", ())
+
+
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """How many of a scan's inputs are constants, and how many are carried; the others are sliced."""
     if "num_consts" in eqn.params:
@@ -94,40 +99,12 @@ def varying(aval: Any) -> frozenset[Any]:
     return aval.vma if kind is None else kind.varying
 
 
-def inlined() -> Any:
-    """The setting of a `jit` that becomes part of what it is traced into, as those of `jax.numpy`."""
-    kinds = getattr(jax, "Inline", None)  # since JAX 0.12
-    return True if kinds is None else kinds.JAX_EARLY
-
-
-def extended(body: Body, eqns: Sequence[JaxprEqn], outputs: Sequence[Any], inputs: Sequence[Var] = ()) -> Any:
-    """`body` with other equations, and with further inputs and outputs after its own."""
-    jaxpr = opened(body)
-    debug = jaxpr.debug_info
-    names, paths = debug.arg_names, debug.result_paths
-    jaxpr = jaxpr.replace(
-        invars=[*jaxpr.invars, *inputs],
-        outvars=[*jaxpr.outvars, *outputs],
-        eqns=list(eqns),
-        debug_info=debug._replace(
-            arg_names=None if names is None else (*names, *("" for _ in inputs)),
-            result_paths=(*paths, *("max_logits" for _ in outputs)) if isinstance(paths, tuple) else None,
-        ),
-    )
-    # In JAX 0.12 `replace` keeps the constants' values, and the test is never true.
-    return (
-        ClosedJaxpr(jaxpr, body.consts)
-        if isinstance(body, ClosedJaxpr) and body is not opened(body)
-        else jaxpr
-    )
-
-
-def with_bodies(eqn: JaxprEqn, new: Sequence[Body], count: int) -> dict[str, Any]:
+def with_bodies(eqn: JaxprEqn, new: Sequence[ClosedJaxpr], count: int) -> dict[str, Any]:
     """An equation's parameters with `new` in place of its bodies, in their order; each returns `count` values more."""
     params = dict(eqn.params)
-    for (name, _), body in zip(bodies(eqn), new, strict=True):
+    for (name, old), body in zip(bodies(eqn), new, strict=True):
         if isinstance(name, str):
-            params[name] = body
+            params[name] = body if isinstance(old, ClosedJaxpr) else body.jaxpr
     if eqn.primitive.name == "cond":
         params["branches"] = tuple(new)
     if "ft_out" in params:

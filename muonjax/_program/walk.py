@@ -5,17 +5,26 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from muonjax._program import products  # noqa: F401  registers its rules
+from muonjax._program import products, structure  # noqa: F401  register their rules
 from muonjax._program.graph import Graph, Node
-from muonjax._program.layout import Atom, Run, whole
+from muonjax._program.layout import Atom, whole
 from muonjax._program.rules import FOLDED, RULES, SPREADING, spread
-from muonjax._program.values import DATA, NOISE, PARAMETER, Image, Logits, Term, Value, dependent
-
-Product: TypeAlias = tuple[int, int]  # the operation, and which of the parameters in it
+from muonjax._program.values import (
+    DATA,
+    NOISE,
+    PARAMETER,
+    Image,
+    Logits,
+    Mark,
+    Product,
+    Term,
+    Value,
+    dependent,
+)
 
 
 class Use(NamedTuple):
@@ -31,7 +40,7 @@ class Use(NamedTuple):
     groups: int = 1  # of a convolution
     depth: int = 0  # input features of each of a convolution's groups
     is_patch: bool = False  # of windows that do not overlap
-    product: Product = (-1, 0)
+    product: Any = None
 
 
 class Attention(NamedTuple):
@@ -55,34 +64,25 @@ class Walk:
         self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
         self.pairs: dict[int, Any] = {}  # products of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
-        self.read: set[Product] = set()  # products with columns of which labels choose one
+        self.read: set[int] = set()  # products with columns of which labels choose one
         self.layers: dict[Any, set[int]] = defaultdict(set)  # scans, with the parameters that they slice
-        # Axes of a product's parameter: summed over afterwards; batches of a product with another parameter, and of a
-        # product of two activations.
-        self.summed: dict[Product, set[Atom]] = defaultdict(set)
-        self.later_batches: dict[Product, set[Atom]] = defaultdict(set)
-        self.heads: dict[Product, set[Atom]] = defaultdict(set)
-        # Of each product: the parts that are used apart, with the operations that use them; those put together again.
-        self.parts: dict[Product, set[tuple[frozenset[Run], int]]] = defaultdict(set)
-        self.rejoined: dict[Product, set[frozenset[frozenset[Run]]]] = defaultdict(set)
+        self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
         self.summed_slices: dict[int, set[int]] = defaultdict(set)  # axes whose products are added up
-        # As bits: of each product, those that what it meets depends on; of a parameter, those in its own scale.
-        self.met: dict[Product, int] = defaultdict(int)
-        self.scales: dict[int, int] = defaultdict(int)
+        self.scales: dict[int, int] = defaultdict(
+            int
+        )  # of a parameter, the products in its own scale, as bits
         self.entrywise: dict[int, tuple[Image, ...]] = {}  # products of two activations entry by entry
-        self._products: dict[Product, Term] = {}
-        self._bits: dict[Product, int] = {}
         for k, x in enumerate(graph.parameters):
             terms = (Term(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(PARAMETER, terms)
-        for k, x in enumerate((*graph.arguments, *graph.constants)):
+        for x in (*graph.arguments, *graph.constants):
             is_key = "key" in str(getattr(graph.avals[x], "dtype", ""))
-            inputs = (Image((-1, k), whole(graph.shape(x))),) if graph.is_float(x) else ()
-            self.values[x] = Value(NOISE if is_key else DATA, inputs=inputs)
+            marks = (Mark("input", whole(graph.shape(x))),) if graph.is_float(x) else ()
+            self.values[x] = Value(NOISE if is_key else DATA, marks=marks)
         collects = gc.isenabled()
         gc.disable()  # it would go through all of JAX's objects for the many small ones that are made here
         try:
-            self._run()
+            self._follow(0, len(self.nodes))
         finally:
             if collects:
                 gc.enable()
@@ -95,21 +95,18 @@ class Walk:
         """The number that stands in the program, if one does."""
         return self.graph.known.get(value)
 
-    def bit(self, product: Product) -> int:
-        return 1 << self._bits.setdefault(product, len(self._bits))
-
-    def use_of(self, product: Product) -> Use:
-        i, k = product
-        return self.uses[i, self._products[product].leaf, k]
+    def product(self, i: int, k: int) -> Product:
+        return self.products.setdefault((i, k), Product(1 << len(self.products)))
 
     # What the rules record.
 
     def record(self, i: int, kind: str, term: Term, *, k: int = 0, **axes: Any) -> None:
+        product = self.product(i, k) if kind == "product" else None
         if self.nodes[i].is_transposed:
             kind = f"transposed {kind}"
-        self.uses[i, term.leaf, k] = Use(kind, i, term, product=(i, k), **axes)
-        if kind == "product":
-            self._products[i, k] = term
+        self.uses[i, term.leaf, k] = use = Use(kind, i, term, product=product, **axes)
+        if product is not None:
+            product.use = use
 
     def record_terms(self, i: int, kind: str, values: Iterable[Value]) -> None:
         for v in values:
@@ -121,27 +118,43 @@ class Walk:
         if labels.kind & DATA and not labels.kind & PARAMETER:
             for image in value.images:
                 if image.layout.atoms(axes):
-                    self.read.add(image.product)
+                    self.read.add(image.product.use.node)
 
     def record_meeting(self, images: Iterable[Image], other: Value) -> None:
         """Two activations are multiplied by each other, entry by entry or not."""
         for m in images:
-            self.met[m.product] |= other.before
+            m.product.met |= other.before
+
+    def record_factors(self, i: int, x: Value, y: Value) -> None:
+        """A product entry by entry."""
+        for v, factor in ((x, y), (y, x)):
+            repeats, hot = factor.axes("repeats"), factor.axes("one hot")
+            if v.is_weight and len(repeats) == sum(n > 1 for n in self.shape(self.nodes[i].outputs[0])):
+                for t in v.terms:  # one factor for all of it, as a spectral norm
+                    self.scales[t.leaf] |= factor.before
+            self.record_read(v, hot, factor)
+            self.record_meeting(v.images, factor)
+            for m in v.images if factor.is_activation else ():
+                if not m.product.bit & factor.before:
+                    self.record_gate(m, repeats)
+        both = x.images + y.images if x.images and y.images and x.before != y.before else ()
+        if both and all(m.linear or m.after[0] == "normalized" for m in both):
+            self.entrywise[self.nodes[i].outputs[0]] = both
 
     def record_parts(self, i: int, images: Iterable[Image]) -> None:
         for m in images:
             if m.linear:
-                self.parts[m.product].add((m.layout.region, i))
+                m.product.parts.add((m.layout.region, i))
 
     def record_sum(self, images: Sequence[Image]) -> None:
         """Products with slices of one parameter, added up: a sum over heads, written as a loop."""
         by_leaf: dict[int, list[Image]] = defaultdict(list)
         for m in images:
-            if m.linear and (term := self._products.get(m.product)):
-                by_leaf[term.leaf].append(m)
+            if m.linear and m.product.use.kind == "product":
+                by_leaf[m.product.use.term.leaf].append(m)
         for leaf, found in by_leaf.items():
             for m in found[1:]:
-                if self.bit(found[0].product) & self.values[self.use_of(m.product).operand].before:
+                if found[0].product.bit & self.values[m.product.use.operand].before:
                     continue  # layers, one after the other
                 moved = {a.axis for a in set(m.layout.loops) ^ set(found[0].layout.loops)}
                 self.summed_slices[leaf].update(moved)
@@ -152,7 +165,7 @@ class Walk:
         same = set(m.layout.atoms(axes & set(repeated)))
         different = set(m.layout.atoms(axes - set(repeated)))
         if same and different:
-            self.later_batches[m.product].update(different)
+            m.product.batches.update(different)
 
     def record_attention(self, i: int, logits: Logits, keys: tuple[Atom, ...], values: Any) -> None:
         for side in self.pairs[logits.product]:
@@ -164,7 +177,7 @@ class Walk:
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:
             for image in side.value.images:
-                self.heads[image.product].update(image.layout.atoms(side.given))
+                image.product.heads.update(image.layout.atoms(side.given))
 
     def as_input(self, value: Value, features: Sequence[int] = (-1,)) -> Value:
         """A product of parameters that is used as an activation is: its first factor is a learned input.
@@ -179,8 +192,8 @@ class Walk:
         for k, t in enumerate(value.terms):
             if t in last:
                 columns = t.layout.atoms(range(len(t.layout.axes)))
-                images.append(Image((t.made, k), t.layout.settled))
-                before |= self.bit((t.made, k))
+                images.append(Image(self.product(t.made, k), t.layout.settled))
+                before |= images[-1].product.bit
             elif len(t.inner) == 1:
                 self.record(t.made, "a learned input", t)
                 continue
@@ -207,55 +220,40 @@ class Walk:
             *_, values = by_operand = [frozenset(found) for found in zip(*regions, strict=True)]
             if len(values) == len(regions) > 1:  # otherwise, subtracted softmaxes
                 for product, found in zip(operands, by_operand, strict=True):
-                    self.rejoined[product].add(found)
+                    product.rejoined.add(found)
 
     # The pass.
 
-    def _run(self) -> None:
-        ends: dict[int, list[Any]] = {}
-        for loop in self.graph.loops:
-            ends.setdefault(loop.last, []).append(loop)
-        carried: dict[int, Value] = {}
-        rounds: dict[tuple[int, int], int] = {}
-        i = 0
-        while i <= len(self.nodes):
-            again = None
-            for loop in ends.get(i, ()):  # inner loops first
-                if self._close(loop, carried) and rounds.setdefault(loop[:2], 0) < 4:
-                    rounds[loop[:2]] += 1
-                    again = loop.first
-                    break
-            if again is not None:
-                i = again
+    def _follow(self, first: int, last: int) -> None:
+        """Every live operation in nodes[first:last]; a loop's body until what it carries stays the same."""
+        i = first
+        while i < last:
+            if (loop := self.graph.loops.get(i)) is None:
+                if i in self.graph.live:
+                    self._apply(i, self.nodes[i])
+                i += 1
                 continue
-            if i == len(self.nodes):
-                break
-            node = self.nodes[i]
-            if self.graph.live[i]:
-                if node.name == "carry":
-                    out = carried.get(i) or self._first(self.values[node.inputs[0]])
-                    self.values[node.outputs[0]] = out
-                else:
-                    self._apply(i, node)
-            i += 1
+            carries = [self.nodes[c] for c in loop.carries if c in self.graph.live]
+            now = [self._first(self.values[c.inputs[0]]) for c in carries]
+            for _ in range(5):
+                for carry, value in zip(carries, now, strict=True):
+                    self.values[carry.outputs[0]] = value
+                self._follow(loop.carries.stop, loop.last)
+                before, now = now, list(map(self._next, carries))
+                if now == before:
+                    break
+            i = loop.last
 
     def _first(self, value: Value) -> Value:
         """What a loop carries at first: a parameter as it is; of an activation only what it depends on."""
-        return value if value.is_weight else value.opaque()
+        return value if value.is_weight else dependent([value])
 
-    def _close(self, loop: Any, carried: dict[int, Value]) -> bool:
-        """Whether the end of a loop's body gives the carried values another meaning than its begin."""
-        changed = False
-        for c in loop.carries:
-            if not self.graph.live[c]:
-                continue
-            start, end = (self.values[x] for x in self.nodes[c].inputs)
-            now = self.values[self.nodes[c].outputs[0]]
-            same = start.is_weight and end.terms == start.terms and end.kind == start.kind
-            new = now if same else Value(start.kind | end.kind | now.kind, before=start.before)
-            if new != now:
-                carried[c], changed = new, True
-        return changed
+    def _next(self, carry: Node) -> Value:
+        """What it carries after another iteration."""
+        start, end = (self.values[x] for x in carry.inputs)
+        now = self.values[carry.outputs[0]]
+        same = start.is_weight and end.terms == start.terms and end.kind == start.kind
+        return now if same else Value(start.kind | end.kind | now.kind, before=start.before)
 
     def _apply(self, i: int, node: Node) -> None:
         values = [self.values[x] for x in node.inputs]

@@ -38,7 +38,7 @@ def inspect(loss_fn: Callable[..., Any], model: nnx.Module, *args: Any, **kwargs
     structure, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
-        return loss_fn(nnx.merge(structure, params, rest), *args, **kwargs)
+        return loss_fn(nnx.merge(structure, params, rest, copy=True), *args, **kwargs)
 
     loss.__name__ = getattr(loss_fn, "__name__", "loss")
     return inspect_function(loss, params, rest, *args, **kwargs)

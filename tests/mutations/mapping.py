@@ -41,7 +41,7 @@ USED_BY = {
     "muonjax/equinox/": ["tests/equinox"],
     "muonjax/_program/": [
         "tests/program/test_inspect.py",
-        "tests/program/test_rewrite.py",
+        "tests/program/test_report.py",
         "tests/program/test_value_and_grad.py",
         "tests/program/test_hostile_programs.py",
         "tests/program/test_researchers_programs.py",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jax.extend.core import Literal
 
-from muonjax._program.rewrite import Probe, Step
+from muonjax._program.report import Probe, Step
 from muonjax._program.versions import bodies, opened, scan_counts
 
 ELEMENTWISE = {

@@ -183,6 +183,18 @@ def test_a_step_of_an_nnx_model():
     assert muonjax.metrics(optimizer.opt_state)["qk_clip/total_clipped"] > 0
 
 
+def test_a_clip_of_an_nnx_model_that_counts_is_checked():
+    """Dropout counts its calls in the model's state."""
+    model = nnx.MultiHeadAttention(
+        2, 8, decode=False, dropout_rate=0.5, deterministic=False, rngs=nnx.Rngs(0)
+    )
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    program = muonjax.nnx.inspect(lambda model, x: jnp.mean(model(x) ** 2), model, x)
+    _, params, rest = nnx.split(model, nnx.Param, ...)
+    (deviation,) = program.check_clip(params, rest, x).values()
+    assert abs(deviation) < 1e-5
+
+
 def test_in_a_chain_of_ones_own():
     program = muonjax.inspect(mlp, PARAMS, X)
     tx = optax.chain(muonjax.orthogonalize(dimension_numbers=program), optax.scale(-0.1))

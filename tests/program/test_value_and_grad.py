@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from muonjax import value_and_grad
-from muonjax._program.rewrite import report
 from tests.program.attention import (
     attend,
     by_hand,
     custom_softmax,
     dot_product_attention,
     layer,
+    report,
     scanned,
     tokens,
     unrolled,

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import source_info_util
 from jax.extend.core import check_jaxpr, jaxpr_as_fun
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from muonjax._program.rewrite import Probe, report
+from muonjax import value_and_grad
+from muonjax._program.report import Probe, run
 from muonjax._program.versions import bodies, opened
 from tests.program import attention
 from tests.program.attention import (
@@ -18,6 +20,7 @@ from tests.program.attention import (
     check,
     custom_softmax,
     layer,
+    report,
     scanned,
     tokens,
     unrolled,
@@ -319,3 +322,50 @@ def test_any_softmax_axis_and_order_of_heads():
     expected = [logits.max((1, 2)).T, logits.max((1, 2)), logits.max((0, 1, 3)), logits.max()]
     for maximum, other in zip(maxima, expected, strict=True):
         np.testing.assert_array_equal(maximum, other)
+
+
+def test_order_of_effects_stays():
+    ref = jax.new_ref(jnp.float32(1))
+
+    def loss(x):
+        before = x * ref[...]
+        ref[...] = jnp.sin(x)
+        return before + ref[...]
+
+    closed = jax.make_jaxpr(loss)(2.0)
+    np.testing.assert_allclose(run(closed, [], 2.0)[0], 2 + np.sin(2), rtol=1e-6)
+
+
+def test_scopes_and_lines_are_those_of_jax():
+    w, x = weights(3), tokens()
+
+    def each(x, w):
+        with jax.named_scope("block"):
+            return layer(x, w)
+
+    def places(transform):
+        fun = transform(functools.partial(unrolled, layer=each))
+        return {
+            (str(eqn.source_info.name_stack), source_info_util.summarize(eqn.source_info))
+            for eqn in jax.jit(fun).trace(w, x).jaxpr.eqns
+        }
+
+    ours = {(scope, line) for scope, line in places(value_and_grad) if "muonjax/_" not in line}
+    assert ours == places(jax.value_and_grad)
+
+
+def test_inside_of_shard_map():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    w, x = weights(2), tokens()
+
+    def step(transform, w, x):
+        def local(w, x):
+            out, grads = transform(unrolled)(w, x)
+            return jax.tree.map(lambda y: jax.lax.pmean(y, "data"), (out, grads))
+
+        f = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        return jax.jit(f)(w, x)
+
+    (loss, maxima), grads = step(value_and_grad, w, x)
+    jax.tree.map(np.testing.assert_array_equal, (loss, grads), step(jax.value_and_grad, w, x))
+    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max(1), rtol=2e-5)

@@ -1,0 +1,233 @@
+"""Run a jaxpr so that it also returns each head's largest attention logit, and is otherwise the one that it was.
+
+The softmax computes the maximum of its logits anyway. `run` adds this maximum, reduced to one number a head, to what is
+returned by the body that holds it and by every body around it. All else is bound as JAX itself binds it when it runs a
+jaxpr: scopes, contexts, custom derivatives, random numbers and the order of operations stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import PartitionSpec
+
+from muonjax._program import versions
+from muonjax._program.versions import Body, opened
+
+MASKED = -1e4  # what is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well
+
+
+class Step(NamedTuple):
+    """One enclosing equation on the way from the outermost jaxpr to the logits."""
+
+    equation: int  # index among the enclosing jaxpr's equations
+    body: int = 0  # which of its bodies: the branch of a cond, 0 otherwise
+    layer: bool = False  # of a scan: its iterations are layers, and a leading axis; otherwise maximized over
+    sharded: tuple[
+        tuple[str, ...], ...
+    ] = ()  # of a shard_map: mesh axes that divide each kept axis; () if none
+
+
+class Probe(NamedTuple):
+    """Where logits are, and which of their axes are kept."""
+
+    path: tuple[Step, ...]
+    variable: Var  # the logits after scale, bias and mask, in the innermost body
+    softmax_axis: int
+    heads: tuple[int, ...]  # the axes kept, in this order; all others are maximized over
+    raw: Var | None = None  # the logits before mask and bias: measured where `variable` does not mask
+    around: tuple[
+        tuple[int, ...], ...
+    ] = ()  # of each kept axis: entries outside of a head, heads, entries inside
+
+
+def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
+    """What `body` returns, and for each probe the largest logits, float32 [*layers, *heads].
+
+    NaN stays NaN; a head whose logits are all masked, or whose branch is not taken, has -inf. No derivative passes.
+
+    Raises:
+        ValueError: for a probe inside of an equation that can't return more, such as a kernel.
+    """
+    jaxpr = opened(body)
+    values: dict[Any, Any] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*versions.constants(body), *arrays], strict=True)
+    )
+    here: dict[Var, list[Probe]] = {}
+    deeper: dict[int, list[Probe]] = {}
+    for probe in dict.fromkeys(probes):
+        if probe.path:
+            deeper.setdefault(probe.path[0].equation, []).append(probe)
+        else:
+            here.setdefault(probe.variable, []).append(probe)
+    maxima: dict[Probe, Any] = {}
+
+    def measure(variables: Sequence[Any]) -> None:
+        for probe in [probe for v in variables for probe in here.get(v, ())]:
+            raw = None if probe.raw is None else values[probe.raw]
+            maxima[probe] = _largest(values[probe.variable], raw, probe)
+
+    measure(list(values))
+    for index, eqn in enumerate(jaxpr.eqns):
+        operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
+        scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
+            if index in deeper:
+                outs, found = _enclosing(eqn, tuple(deeper[index]), operands)
+                maxima |= zip(deeper[index], found, strict=True)
+            else:
+                outs = _bound(eqn, operands)
+            values |= zip(eqn.outvars, outs, strict=True)
+            measure(eqn.outvars)
+    results = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+    return [*results, *(maxima[probe] for probe in probes)]
+
+
+def _bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def _enclosing(eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]) -> tuple[list[Any], list[Any]]:
+    """What `eqn` returns, and the maxima of the probes in its bodies."""
+    name, count = eqn.primitive.name, len(probes)
+    steps = [probe.path[0] for probe in probes]
+    deeper = tuple(probe._replace(path=probe.path[1:]) for probe in probes)
+    bodies = tuple(body for _, body in versions.bodies(eqn))
+    if name.startswith("custom_") or name == versions.CUDNN:
+        # Its outputs are fixed: the logits are computed from its operands once more.
+        return _bound(eqn, operands), run(bodies[0], deeper, *jax.lax.stop_gradient(operands))[-count:]
+    if name == "while":
+        return _while(eqn, bodies, deeper, operands)
+    if name == "shard_map":
+        return _shard_map(eqn, bodies[0], deeper, operands, steps)
+    if name not in versions.EXTENSIBLE:
+        raise ValueError(
+            f"report(closed, probes) has a probe inside of {name!r}, whose outputs are fixed; "
+            "take the variable that goes into it, or comes out, instead."
+        )
+    new = _branches(bodies[0], bodies, deeper, tuple(step.body for step in steps))
+    outs = _bound(eqn, operands, **versions.with_bodies(eqn, new, count))
+    results, maxima = outs[:-count], outs[-count:]
+    if name == "scan":
+        maxima = [
+            x if step.layer else jax.lax.reduce_max(x, (0,)) for x, step in zip(maxima, steps, strict=True)
+        ]
+    return results, maxima
+
+
+def _while(
+    eqn: JaxprEqn, bodies: Sequence[Body], probes: tuple[Probe, ...], operands: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The largest of all iterations so far is carried."""
+    body, condition = bodies
+    conditions, others = versions.while_counts(eqn)
+    consts, carry = operands[:conditions], operands[conditions:]
+    consts_of_body, carry = carry[:others], carry[others:]
+
+    def iterate(state: Any) -> Any:
+        carry, largest = state
+        outs = run(body, probes, *consts_of_body, *carry)
+        return outs[: len(carry)], list(map(jax.lax.max, largest, outs[len(carry) :]))
+
+    def goes_on(state: Any) -> Any:
+        return run(condition, [], *consts, *state[0])[0]
+
+    start = [_nothing(aval) for aval in _traced(body, probes).out_avals[len(carry) :]]
+    return jax.lax.while_loop(goes_on, iterate, (carry, start))
+
+
+def _shard_map(
+    eqn: JaxprEqn, body: Body, probes: tuple[Probe, ...], operands: list[Any], steps: Sequence[Step]
+) -> tuple[list[Any], list[Any]]:
+    """Maxima over the devices that hold other parts of a head's logits."""
+    mesh, axis_names, check_vma = (eqn.params[key] for key in ("mesh", "newly_manual_axes", "check_vma"))
+
+    def local(*operands: Any) -> Any:
+        outs = run(body, probes, *operands)
+        results, maxima = outs[: -len(probes)], []
+        for maximum, step in zip(outs[-len(probes) :], steps, strict=True):
+            differs = versions.varying(jax.typeof(maximum)) if check_vma else axis_names
+            axes = (differs & axis_names).difference(*step.sharded)
+            axes = tuple(a for a in mesh.axis_names if a in axes)
+            maxima.append(jax.lax.pmax(maximum, axes) if axes else maximum)
+        return results, maxima
+
+    specs = [PartitionSpec(*(axes or None for axes in step.sharded)) for step in steps]
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=eqn.params["in_specs"], out_specs=(list(eqn.params["out_specs"]), specs),
+        axis_names=axis_names, check_vma=check_vma,
+    )(*operands)  # fmt: skip
+
+
+def _cached(f: Callable[..., Any]) -> Callable[..., Any]:
+    """One result for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step."""
+    results: weakref.WeakKeyDictionary[Body, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(f)
+    def cached(body: Body, *rest: Any) -> Any:
+        known = results.setdefault(body, {})
+        if rest not in known:
+            known[rest] = f(body, *rest)
+        return known[rest]
+
+    return cached
+
+
+@_cached
+def _branches(
+    _: Body, bodies: tuple[Body, ...], probes: tuple[Probe, ...], branches: tuple[int, ...]
+) -> list[Any]:
+    """Each body returns the maxima of its own probes, and -inf for those of the others."""
+    all_of_them = list(zip(branches, probes, strict=True))
+    own = [[key for key in all_of_them if key[0] == i] for i in range(len(bodies))]
+    traced = [_traced(body, tuple(p for _, p in mine)) for body, mine in zip(bodies, own, strict=True)]
+    if len(bodies) == 1:
+        return traced
+    count = len(opened(bodies[0]).outvars)
+    avals = {key: x for new, mine in zip(traced, own, strict=True)
+             for key, x in zip(mine, new.out_avals[count:], strict=True)}  # fmt: skip
+
+    def branch(i: int, *operands: Any) -> list[Any]:
+        outs = jaxpr_as_fun(traced[i])(*operands)
+        found = dict(zip(own[i], outs[count:], strict=True))
+        return [*outs[:count], *(found[k] if k in found else _nothing(avals[k]) for k in all_of_them)]
+
+    return [jax.make_jaxpr(functools.partial(branch, i))(*new.in_avals) for i, new in enumerate(traced)]
+
+
+@_cached
+def _traced(body: Body, probes: tuple[Probe, ...]) -> Any:
+    return jax.make_jaxpr(functools.partial(run, body, probes))(*(v.aval for v in opened(body).invars))
+
+
+def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Array:
+    """The maximum that softmax computes along `axis`, then that over all but the heads."""
+    if raw is not None:  # NaN stays: it is no comparison's
+        logits = jnp.where(logits - raw <= MASKED, -jnp.inf, raw)
+    rows = jax.lax.reduce_max(jax.lax.stop_gradient(logits), (probe.softmax_axis,))
+    # XLA would make one maximum over all logits of the two: another pass over them, on a TPU with a copy of them. So it
+    # merges the first one with softmax's. Softmax's own result is not used: a TPU never writes it, unless asked for it.
+    rows = jax.lax.optimization_barrier(rows)
+    kept = [head - (head > probe.softmax_axis) for head in probe.heads]
+    others = tuple(i for i in range(rows.ndim) if i not in kept)
+    maxima = jax.lax.reduce_max(rows, others) if others else rows
+    maxima = jnp.transpose(maxima, [sorted(kept).index(head) for head in kept]).astype(jnp.float32)
+    if any((outer, inner) != (1, 1) for outer, _, inner in probe.around):
+        maxima = maxima.reshape([n for sizes in probe.around for n in sizes])
+        maxima = jax.lax.reduce_max(maxima, [k for k in range(maxima.ndim) if k % 3 != 1])
+    return maxima
+
+
+def _nothing(aval: Any) -> jax.Array:
+    """-inf for a maximum that is not computed, of the same type."""
+    nothing = jax.lax.full(aval.shape, -jnp.inf, aval.dtype, sharding=aval.sharding)
+    varying = tuple(versions.varying(aval))
+    return jax.lax.pcast(nothing, varying, to="varying") if varying else nothing

@@ -1,0 +1,226 @@
+"""Operations that only move entries: what each does to the axes of an array."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from muonjax._program.graph import Node
+from muonjax._program.layout import Layout
+from muonjax._program.rules import bent, is_zero, rule
+from muonjax._program.values import DATA, Move, Value, concatenated, dependent, moved
+
+if TYPE_CHECKING:
+    from muonjax._program.walk import Walk
+
+
+@rule(
+    """
+    convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
+    mesh_cast pvary pcast to_varying psum psum2 psum_invariant pmax ppermute device_put name neg real imag conj
+    stop_gradient rev
+    """
+)
+def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    return values
+
+
+@rule("broadcast_in_dim")
+def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    sources: list[int | None] = [None] * len(new)
+    for axis, to in enumerate(node.params["broadcast_dimensions"]):
+        sources[to] = axis if old[axis] == new[to] else None
+    return [values[0].repeated(old, sources, new)]
+
+
+@rule("transpose squeeze reshape tile slice split unstack pad scan_stack")
+def _moved(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    return [values[0].map(move) for move in _moves(node, old, new)]
+
+
+def _moves(node: Node, old: Sequence[int], new: Sequence[int]) -> list[Move]:
+    """Where entries go, for each result; `old` and `new` are the shapes of the operand and of the first result."""
+    p = node.params
+    match node.name:
+        case "transpose":
+            return [lambda y: y.pick(p["permutation"], new)]
+        case "squeeze":
+            kept = [axis for axis in range(len(old)) if axis not in p["dimensions"]]
+            return [lambda y: y.pick(kept, new)]
+        case "reshape":
+            return [lambda y: y.reshape(new)]
+        case "tile":
+            return [lambda y: y.tile(p["reps"])]
+        case "slice":
+            every = zip(p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(old), strict=True)
+            return [_cut(dict(enumerate(every)))]
+        case "split":
+            ends = itertools.accumulate(p["sizes"], initial=0)
+            return [_cut({p["axis"]: pair}) for pair in itertools.pairwise(ends)]
+        case "unstack":
+            kept = [axis for axis in range(len(old)) if axis != p["axis"]]
+            return [_cut({p["axis"]: (k, k + 1)}, kept, new) for k in range(old[p["axis"]])]
+        case "pad":
+            return [_pad(p["padding_config"], new)]
+        case _:  # what a scan collects
+            return [lambda y: y.pick([None, *range(len(old))], new)]
+
+
+def _cut(
+    where: dict[int, Sequence[int]], sources: Sequence[int | None] = (), shape: Sequence[int] = ()
+) -> Move:
+    """Some entries along axes; then axis i is the axis `sources[i]`, if any are given."""
+
+    def cut(layout: Layout | None) -> Layout | None:
+        for axis, part in where.items():
+            layout = None if layout is None else layout.cut(axis, *map(int, part))
+        return layout.pick(sources, shape) if layout is not None and sources else layout
+
+    return cut
+
+
+def _pad(config: Sequence[tuple[int, int, int]], shape: Sequence[int]) -> Move:
+    def pad(layout: Layout) -> Layout | None:
+        for axis, (low, high, inside) in enumerate(config):
+            if inside or low < 0 or high < 0:
+                return None
+            if low or high:
+                layout = layout.place(axis, low, shape[axis])
+        return layout
+
+    return pad
+
+
+@rule("concatenate stack")
+def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    axis = node.params["dimension" if node.name == "concatenate" else "axis"]
+    sizes = [walk.shape(x)[axis] for x in node.inputs] if node.name == "concatenate" else [1] * len(values)
+    if node.name == "stack":
+        shape = [n if k != axis else 1 for k, n in enumerate(walk.shape(node.outputs[0]))]
+        sources: list[int | None] = list(range(len(shape) - 1))
+        sources.insert(axis, None)
+        values = [v.map(lambda layout: layout.pick(sources, shape)) for v in values]
+    if len(values) == 1:
+        return values
+    whole, total = dependent(values), sum(sizes)
+    if not whole.is_weight:
+        values = [walk.as_input(v) if v.is_weight else v for v in values]
+        walk.record_terms(i, "joined with data", values)
+    images = concatenated(values, axis, sizes)
+    if not all(v.images for v in values):
+        images = tuple(bent(walk, m, "put together with something else", i) for m in images)
+    starts = itertools.accumulate(sizes, initial=0)
+    placed = [
+        v.map(lambda layout, start=start: layout.place(axis, start, total))
+        for v, start in zip(values, starts, strict=False)
+    ]
+    logits = tuple(x for v in placed for x in v.logits)
+    if len(logits) > 1 and logits[0].stage == "logits":
+        logits = (logits[0]._replace(problem=logits[0].problem or ("its logits are joined with others", i)),)
+    terms = tuple(t for v in placed for t in v.terms) if whole.is_weight else ()
+    return [whole._replace(terms=terms, images=images, logits=logits)]
+
+
+@rule("dynamic_update_slice")
+def _update(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    x, update = values[:2]
+    sources, new = _same_sizes(walk, node.inputs[1], node.outputs[0])
+    wider = [axis for axis, source in enumerate(sources) if source is None]
+    if x.terms or update.terms or not is_zero(walk, node.inputs[0]) or _atoms(update, wider):
+        return walk.unknown(i, node, values)
+    around = dependent(values)  # zeros
+    return [around._replace(images=moved(update.images, lambda layout: layout.pick(sources, new)))]
+
+
+def _same_sizes(walk: Walk, old: int, new: int) -> tuple[list[int | None], tuple[int, ...]]:
+    """Axes that stay whole, as sources; and the new shape."""
+    shapes = zip(walk.shape(old), walk.shape(new), strict=True)
+    return [axis if n == m else None for axis, (n, m) in enumerate(shapes)], walk.shape(new)
+
+
+def _atoms(value: Value, axes: Sequence[int]) -> bool:
+    return any(m.layout.atoms(axes) for m in value.images)
+
+
+@rule("gather")
+def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    x, indices = values
+    numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
+    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [axis for axis in range(len(old)) if axis not in gone]
+    start = walk.known(node.inputs[1])
+    if start is not None and walk.shape(node.inputs[1]) == (1,):  # `jnp.take(x, 2, axis)`
+        (axis,) = numbers.start_index_map
+        sources = [kept[numbers.offset_dims.index(at)] for at in range(len(new))]
+        return [x.map(_cut({axis: _inside(start, old[axis], sizes[axis])}, sources, new))]
+    sources: list[int | None] = [None] * len(new)
+    for at, axis in zip(numbers.offset_dims, kept, strict=True):
+        sources[at] = axis if sizes[axis] == old[axis] else None
+    picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
+    if not x.terms:
+        walk.record_read(x, picked, indices)
+        if _atoms(x, picked):
+            walk.record_parts(i, x.images)
+            return [dependent(values)]
+    return [_looked_up(walk, i, values, picked, sources, new)]
+
+
+def _inside(start: int, size: int, part: int) -> tuple[int, int]:
+    """Where `part` entries are read that begin at `start`, if there are so many."""
+    first = min(max(int(start), 0), size - part)
+    return first, first + part
+
+
+def _looked_up(
+    walk: Walk, i: int, values: Sequence[Value], picked: Sequence[int], sources: Sequence[int | None],
+    shape: Sequence[int],
+) -> Value:  # fmt: skip
+    """Entries of `picked` axes at indices that are known only when it runs."""
+    x, *indices = values
+    by_data = any(v.kind & DATA for v in indices)
+    terms = []
+    for k, t in enumerate(x.terms):
+        if by_data and t.inner and not t.layout.atoms(picked):  # a table times a matrix: rows of the product
+            every = t.layout.atoms(range(len(t.layout.axes)))
+            walk.record(i, "product", t, k=k, rows=t.inner[0], columns=every)
+            continue
+        rows = t.layout.atoms(picked)
+        layout = t.layout._replace(loops=(*t.layout.loops, *rows)).pick(sources, shape)
+        if by_data and rows:
+            walk.record(i, "looked up", t, rows=rows)
+            t = t._replace(looked=(*t.looked, i))
+        terms.append(t._replace(layout=layout))
+    images = moved(x.images, lambda layout: layout.pick(sources, shape)) if not x.terms else ()
+    return dependent(values)._replace(terms=tuple(terms), images=images)
+
+
+@rule("dynamic_slice")
+def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    starts = [walk.known(s) for s in node.inputs[1:]]
+    sources, new = _same_sizes(walk, node.inputs[0], node.outputs[0])
+    if all(s is not None for s in starts):
+        sizes = zip(starts, walk.shape(node.inputs[0]), new, strict=True)
+        return [values[0].map(_cut({axis: _inside(*at) for axis, at in enumerate(sizes)}))]
+    picked = [axis for axis, source in enumerate(sources) if source is None]
+    return [_looked_up(walk, i, values, picked, sources, new)]
+
+
+@rule("scan_slice")
+def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (x,) = values
+    walk.layers[node.params["scan"]].update(t.leaf for t in x.terms if t.layout.atoms([0]))
+    return [x.map(lambda layout: layout.loop(0))]
+
+
+@rule("shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all")
+def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    axes = [a if isinstance(a, tuple) else (a,) if a else () for a in node.params.get("spec", ())]
+    shapes = ((walk.shape(at), walk.shape(out)) for at, out in zip(node.inputs, node.outputs, strict=True))
+    return [
+        x.map(lambda layout, new=new: layout.resize(new, axes)) if len(old) == len(new) else dependent([x])
+        for x, (old, new) in zip(values, shapes, strict=True)
+    ]
