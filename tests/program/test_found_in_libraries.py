@@ -425,3 +425,17 @@ def test_one_learned_query_of_all_examples():
     assert program.why("query").startswith("a learned input")
     assert program.dimension_numbers()["q"] == muonjax.MuonDimensionNumbers(0, 1)
     assert max(map(abs, program.check_clip(p, x).values())) < 1e-5
+
+
+def test_a_head_of_one_column_is_no_matrix_of_its_own():
+    """Gated delta nets: a rate for each head, by one kernel."""
+
+    def loss(p, x):
+        q, k, v = (jnp.reshape(x @ p[name], (*x.shape[:2], HEADS, SIZE)) for name in "qkv")
+        rate = jax.nn.sigmoid(x @ p["rate"])
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q, k * rate[..., None])
+        return jnp.mean((jnp.einsum("bhqk,bkhd->bqhd", logits, v).reshape(x.shape) @ p["o"]) ** 2)
+
+    numbers = muonjax.inspect(loss, QKV | weights(rate=(D, HEADS)), X).dimension_numbers("heads")
+    assert numbers["rate"] == muonjax.MuonDimensionNumbers(0, 1)
+    assert numbers["q"] == muonjax.FusedDimensionNumbers(0, 1, HEADS, 1)
