@@ -272,7 +272,9 @@ def _numbers(form: _Form) -> DimensionNumbers:
 def _numbers_per_head(form: _Form, shape: tuple[int, ...], heads: set[Atom]) -> DimensionNumbers:
     counts = {axis: math.prod(a.size for a in heads if a.axis == axis) for axis in _axes(heads)}
     columns = form.columns - {axis for axis, count in counts.items() if count == shape[axis]}
-    if columns and columns != form.columns:
+    if not columns:  # a number for each head: a vector has no orthogonal form
+        return _numbers(form)
+    if columns != form.columns:
         return _numbers(form._replace(columns=columns))
     head = min(heads)
     if form.cut is not None and form.cut[2] > 1:  # queries, keys and values of a head side by side

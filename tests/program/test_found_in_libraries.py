@@ -425,3 +425,45 @@ def test_one_learned_query_of_all_examples():
     assert program.why("query").startswith("a learned input")
     assert program.dimension_numbers()["q"] == muonjax.MuonDimensionNumbers(0, 1)
     assert max(map(abs, program.check_clip(p, x).values())) < 1e-5
+
+
+def test_a_head_of_one_column_is_no_matrix_of_its_own():
+    """Gated delta nets: a rate for each head, by one kernel."""
+
+    def loss(p, x):
+        q, k, v = (jnp.reshape(x @ p[name], (*x.shape[:2], HEADS, SIZE)) for name in "qkv")
+        rate = jax.nn.sigmoid(x @ p["rate"])
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q, k * rate[..., None])
+        return jnp.mean((jnp.einsum("bhqk,bkhd->bqhd", logits, v).reshape(x.shape) @ p["o"]) ** 2)
+
+    numbers = muonjax.inspect(loss, QKV | weights(rate=(D, HEADS)), X).dimension_numbers("heads")
+    assert numbers["rate"] == muonjax.MuonDimensionNumbers(0, 1)
+    assert numbers["q"] == muonjax.FusedDimensionNumbers(0, 1, HEADS, 1)
+
+
+@pytest.mark.xfail(strict=True, reason="what is cut after a function entry by entry counts as one matrix")
+def test_parts_that_are_cut_after_an_activation():
+    """Gated delta nets: queries, keys and values by one kernel, a depthwise convolution and SiLU before they part."""
+
+    def loss(p, x):
+        q, k, v = jnp.split(jax.nn.silu(x @ p["qkv"]), 3, -1)
+        return jnp.mean((jnp.einsum("bqk,bkd->bqd", jnp.einsum("bqd,bkd->bqk", q, k), v) @ p["o"]) ** 2)
+
+    numbers = muonjax.inspect(loss, weights(qkv=(D, 3 * D), o=(D, D)), X).dimension_numbers()
+    assert numbers["qkv"] == muonjax.FusedDimensionNumbers(0, 1, 3, 1)
+
+
+@pytest.mark.xfail(strict=True, reason="every part is cut into heads, those without heads too")
+def test_heads_of_some_parts_of_a_kernel():
+    """Flux: queries, keys, values and a dense layer by one kernel."""
+
+    def loss(p, x):
+        *qkv, up = jnp.split(x @ p["in"], [D, 2 * D, 3 * D], -1)
+        q, k, v = (jnp.reshape(y, (*x.shape[:2], HEADS, SIZE)) for y in qkv)
+        read = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v)
+        out = jnp.concatenate([read.reshape(x.shape), jax.nn.gelu(up)], -1) @ p["out"]
+        return jnp.mean((out @ p["o"]) ** 2)
+
+    shapes = weights(**{"in": (D, 5 * D)}, out=(3 * D, D), o=(D, D))
+    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers("heads")
+    assert numbers["in"] == muonjax.FusedDimensionNumbers(0, 1, (*[SIZE] * 6, 2 * D), 1)

@@ -6,7 +6,14 @@ from tests.program.library_models.model import MODELS, Model
 
 for _file in (
     *("transformers_text", "transformers_others", "linen", "nnx", "published", "haiku", "equinox", "plain"),
-    *("maxtext", "levanter", "tunix", "penzai"),  # each in an environment of its own
+    *(
+        "maxtext",
+        "levanter",
+        "tunix",
+        "penzai",
+        "keras_hub_text",
+        "keras_hub_others",
+    ),  # each in an environment of its own
 ):
     importlib.import_module(f"tests.program.library_models.{_file}_models")
 
