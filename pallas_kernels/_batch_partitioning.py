@@ -67,7 +67,7 @@ def _batch_axes(specs: list[PartitionSpec], implementation: str) -> str | tuple[
     """The mesh axes over which the batch is sharded."""
     if any(axis is not None for spec in specs for axis in spec[1:]):
         raise ValueError(
-            f"symmetric_product(implementation={implementation!r}) needs whole matrices on each device, got operands "
+            f"implementation={implementation!r} needs whole matrices on each device, got operands "
             f"[batch, rows, columns] sharded as {', '.join(map(str, specs))}; call it inside jax.shard_map, or "
             "gather the matrices first with jax.lax.with_sharding_constraint (jax.reshard on an explicit mesh)."
         )

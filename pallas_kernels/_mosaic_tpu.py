@@ -18,7 +18,7 @@ from pallas_kernels._reference import Operands
 from pallas_kernels._triangle import rectangle, unfold
 
 # Chips whose two cores run one program together and share its tiles ("megacore").
-_TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
+TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 
 # Rows of a tile. VMEM holds the largest: with slices of 1024 columns, 24 MiB with C.
 _TILES = (256, 384, 512, 768, 1024)
@@ -218,4 +218,4 @@ def _require(dtype: jnp.dtype) -> int:
     device = jax.sharding.get_abstract_mesh().abstract_device or backend.get_default_device()
     if device.platform != "tpu":
         raise NotImplementedError(refusal("tpu", f"needs a TPU, the device is {device.device_kind!r}"))
-    return 2 if device.device_kind in _TWO_CORES else 1
+    return 2 if device.device_kind in TWO_CORES else 1

@@ -35,11 +35,11 @@ from muonjax._policy import Policy
 # R of fused steps is larger by this number in memory. Without the factors a^2 it gets smaller with each step, so that
 # its square would be below the least normal float16: an error that grows with m, and a large one where such numbers are
 # taken for zero.
-_MAGNIFIED = 16.0
+MAGNIFIED = 16.0
 
 # The fourth power of the bound is larger by this number. For a matrix of rank one the bound is the singular value
 # itself, rounding does not average out where entries are equal, and the first polynomial multiplies an excess by 24.
-_ABOVE_ROUNDING = 1.05
+ABOVE_ROUNDING = 1.05
 
 # How large the product of the factors a of two or three fused steps, without the last, may be: it multiplies rounding
 # errors. With 4.07 (two of three Polar Express steps) the polar error rises by 0.05 where all singular values are
@@ -141,11 +141,7 @@ def iterate(
     shrinking: Shrinking | None = None,
 ) -> jax.Array:
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in float32; by bfloat16."""
-    if settings.restarts is not None or any(a == 0 for a, _, _ in settings.steps):
-        raise ValueError(
-            f"NewtonSchulz(coefficients={settings.coefficients}, restarts={settings.restarts}): in bfloat16 all steps "
-            "but the last ones restart, and each needs a linear term; give compute_dtype='float32'."
-        )
+    require_steps(settings)
     m, n = x.shape[-2], x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
     product = shared(SymmetricProduct(policy.platform, dtype, settings.implementation), m, axis_name)
     products = _Products(product, axis_name, policy.symmetric_in_blocks(m))
@@ -156,12 +152,21 @@ def iterate(
         z, basis = (power_of_two_scale(x, axis_name) * x).astype(dtype), None
     else:
         z, basis = shrink(x, shrinking, dtype), shrinking.v
-    q, z = _steps(products, z, settings, basis, _fused(settings, policy, m, n))
+    q, z = _steps(products, z, settings, basis, fused_steps(settings, policy, m, n))
     # A stack's result is cut, and in half precision that moves half as much.
     return products.summed(q, z) if x.ndim == 2 else products.rounded(q, z).astype(jnp.float32)
 
 
-def _fused(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int, jnp.dtype]:
+def require_steps(settings: NewtonSchulz) -> None:
+    """Raises for steps that can't be made in half precision."""
+    if settings.restarts is not None or any(a == 0 for a, _, _ in settings.steps):
+        raise ValueError(
+            f"NewtonSchulz(coefficients={settings.coefficients}, restarts={settings.restarts}): in bfloat16 all steps "
+            "but the last ones restart, and each needs a linear term; give compute_dtype='float32'."
+        )
+
+
+def fused_steps(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int, jnp.dtype]:
     """How many of the last steps are made as one map, and in which dtype.
 
     In bfloat16 two are accurate enough, unless one of them is the second of all steps; in float16 three, or all but the
@@ -188,7 +193,7 @@ def _steps(
 
     Args:
       basis: Of directions that have been shrunk to about the same size.
-      fused: As `_fused` gives it.
+      fused: As `fused_steps` gives it.
     """
     number, dtype = fused
     steps = settings.steps
@@ -218,7 +223,7 @@ def _bound(
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """r^2 where it is made, the inverse of an upper bound of R's largest eigenvalue, and its root."""
     if normalization != "schatten":
-        above = _ABOVE_ROUNDING**0.25
+        above = ABOVE_ROUNDING**0.25
         if normalization == "aol":
             bound = jnp.full_like(square_norm(r), above)
         else:
@@ -228,7 +233,7 @@ def _bound(
     fourth = or_one(square_norm(r2))
     if basis is not None and basis.shape[-1] > 1:
         fourth = _without_other_fourth_powers(products, r, fourth, basis)
-    fourth = _ABOVE_ROUNDING * fourth
+    fourth = ABOVE_ROUNDING * fourth
     return r2, fourth**-0.25, fourth**-0.125
 
 
@@ -241,14 +246,18 @@ def _without_other_fourth_powers(
     longer than 1. So they sum to s = tr(V^H R V) at least, and if the largest is at most M, the fourth powers of the
     others sum to (s - M)^4 / (k - 1)^3 at least. Each pass lowers the bound, and with it M.
     """
-    others = basis.shape[-1] - 1
     v = basis.astype(products.dtype)
-    # Less by 1/100: the rounding of V can make combinations longer by 1/250.
-    s = 0.99 * jnp.sum(products.summed(r, v) * v.astype(jnp.float32), (-2, -1), keepdims=True)
+    s = jnp.sum(products.summed(r, v) * v.astype(jnp.float32), (-2, -1), keepdims=True)
+    return less_other_fourth_powers(fourth, s, basis.shape[-1], r.shape[-1])
+
+
+def less_other_fourth_powers(fourth: jax.Array, s: jax.Array, k: int, m: int) -> jax.Array:
+    """The bound of `_without_other_fourth_powers`, from the sums over all m eigenvalues and over k directions."""
+    s = 0.99 * s  # the rounding of V can make combinations longer by 1/250
     bound = fourth
     for _ in range(3):
-        bound = fourth - others * (jnp.maximum(s - bound**0.25, 0) / others) ** 4
-        bound = jnp.maximum(bound, fourth / r.shape[-1])
+        bound = fourth - (k - 1) * (jnp.maximum(s - bound**0.25, 0) / (k - 1)) ** 4
+        bound = jnp.maximum(bound, fourth / m)
     return bound
 
 
@@ -283,26 +292,28 @@ def _map(
         )
         return q if factor is None else factor * _plus_identity(q)
 
-    def polynomial(r2):
-        q = b / a * square * (inverse_bound * r.astype(jnp.float32))
-        if r2 is not None:
-            # Numbers times matrices, not numbers times numbers: on a device each of these would be a launch.
-            q = q + c / a * square**2 * (inverse_bound * (inverse_bound * r2.astype(jnp.float32)))
-        return q if factor is None else factor * _plus_identity(q)
+    r2 = r2 if c == 0 or r2 is not None else products.symmetric(r)
+    q = polynomial(row, r, r2, square, inverse_bound)
+    return q if factor is None else factor * _plus_identity(q)
 
-    if c == 0:
-        return polynomial(None)
-    r2 = products.symmetric(r) if r2 is None else r2
-    return polynomial(r2)
+
+def polynomial(row: Any, r: jax.Array, r2: jax.Array | None, square: float, inverse_bound: Any) -> jax.Array:
+    """Q of `_map`, in float32; r2 may be left out where c is 0."""
+    a, b, c = row
+    q = b / a * square * (inverse_bound * r.astype(jnp.float32))
+    if r2 is not None and c != 0:
+        # Numbers times matrices, not numbers times numbers: on a device each of these would be a launch.
+        q = q + c / a * square**2 * (inverse_bound * (inverse_bound * r2.astype(jnp.float32)))
+    return q
 
 
 def _fused_map(
     products: _Products, z: jax.Array, rows: Coefficients, square: float, inverse_bound: jax.Array, dtype: Any
 ) -> jax.Array:
     """Q of the steps a a' .. (1 + Q) x, as `_map`, by matrices of `dtype`."""
-    r = products.scaled_gram(z, _MAGNIFIED * square * inverse_bound, dtype)
+    r = products.scaled_gram(z, MAGNIFIED * square * inverse_bound, dtype)
     products = products._replace(on_small_side=products.on_small_side._replace(dtype=dtype))
-    square = 1 / _MAGNIFIED
+    square = 1 / MAGNIFIED
     q = _map(products, r, rows[0], square, 1.0)
     total, square = q, rows[0][0] ** 2 * square
     for row in rows[1:]:

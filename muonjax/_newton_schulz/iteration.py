@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._linalg import MatrixProduct
-from muonjax._newton_schulz import half_precision
+from muonjax._newton_schulz import half_precision, in_vmem
 from muonjax._newton_schulz.deflation import pre_deflate, shrink_dominant
 from muonjax._newton_schulz.gram_form import composition, segments
 from muonjax._newton_schulz.normalization import Normalized, normalize
@@ -81,6 +81,8 @@ def polar_factor(
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
     half = functools.partial(half_precision.iterate, shrinking=shrinking)
     iterate = half if dtype == jnp.bfloat16 else _iterate
+    if settings.implementation == in_vmem.NAME:
+        iterate = in_vmem.iterate
     tall = not axis_name and x.shape[-2] > x.shape[-1]
     y = iterate(x.mT if tall else x, settings, policy, dtype, axis_name)
     return (y.mT if tall else y).astype(x.dtype)

@@ -280,7 +280,7 @@ SCHEDULES = {name: settings.coefficients for name, settings in PRESETS.items()} 
 )
 def test_how_many_steps_are_fused(schedule, gpu, tpu):
     settings = NewtonSchulz(coefficients=SCHEDULES[schedule])
-    fused = [half_precision._fused(settings, Policy(platform), 64, 256) for platform in PLATFORMS]
+    fused = [half_precision.fused_steps(settings, Policy(platform), 64, 256) for platform in PLATFORMS]
     assert fused == [(gpu, jnp.float16), (tpu, jnp.bfloat16)]
 
 
