@@ -159,15 +159,20 @@ def test_full_products_are_not_mirrored():
 
 
 @pytest.mark.parametrize(
-    ("platform", "m", "share"), [("tpu", 2048, 3 / 4), ("tpu", 1024, 1), ("gpu", 2048, 1)]
+    ("policy", "m", "share"),
+    [
+        (Policy("tpu", "TPU v5 lite"), 2048, 3 / 4),
+        (Policy("tpu", "TPU v6 lite"), 2048, 3 / 4),
+        (Policy("tpu", "TPU v5 lite"), 1024, 1),
+        (Policy("tpu", "TPU v5"), 2048, 1),
+        (Policy("gpu"), 2048, 1),
+    ],
 )
-def test_large_products_on_a_tpu_are_made_in_blocks(platform, m, share):
+def test_large_products_on_a_lite_tpu_are_made_in_blocks(policy, m, share):
     """Three of four, of the two symmetric products of each step. Nothing is compiled for it."""
     settings = dataclasses.replace(NewtonSchulz.fast(), deflation=0)
     x = jax.ShapeDtypeStruct((m, m), "float32")
-    work = count_work(
-        lambda x: half_precision.iterate(x, settings, Policy(platform), jnp.dtype("bfloat16")), x
-    )
+    work = count_work(lambda x: half_precision.iterate(x, settings, policy, jnp.dtype("bfloat16")), x)
     assert work.flops == len(settings.steps) * (1 + 2 * share) * 2 * m**3
 
 

@@ -36,15 +36,6 @@ def test_blocks_take_three_quarters_of_the_multiply_adds():
     assert flops(lambda a: in_blocks(product, a, a), 256, 512) == pytest.approx(3 / 4 * whole, rel=1e-2)
 
 
-@pytest.mark.parametrize(("kind", "saved"), [("TPU v5 lite", 1 / 4), ("TPU v6 lite", 1 / 4), ("TPU v5", 0)])
-def test_where_a_tpu_multiplies_large_matrices_in_blocks(kind, saved, monkeypatch):
-    """Seven of the eleven products of "balanced" are symmetric."""
-    f = functools.partial(polar_factor, settings=NewtonSchulz(deflation=0), policy=Policy("tpu", kind))
-    blocks = flops(f, 2048, 2048)
-    monkeypatch.setattr(Policy, "symmetric_in_blocks", lambda self, m: False)
-    assert flops(f, 2048, 2048) - blocks == pytest.approx(7 * saved * 2 * 2048**3, rel=0.05)
-
-
 @pytest.mark.parametrize("shape", [(48, 64), (47, 96)])
 def test_orthogonalization_in_blocks_is_as_accurate(shape, monkeypatch):
     x = jax.random.normal(jax.random.key(1), shape)
