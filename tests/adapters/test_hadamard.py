@@ -10,6 +10,7 @@ import pytest
 
 from muonjax import hadamard_dot, hadamard_linear, hadamard_weight
 from muonjax._adapters.hadamard import column_norms
+from tests.tools.oracles import on_device
 from tests.tools.tiers import nightly, quick, thorough
 
 M, N, R, T = 301, 200, 5, 7  # 3 blocks of 100 rows and 1 more
@@ -45,7 +46,7 @@ def relative(got, want):
 
 
 def as_float32(arrays):
-    return [jnp.asarray(a, jnp.float32) for a in arrays]
+    return [on_device(a) for a in arrays]
 
 
 @pytest.mark.parametrize("m", [1, 300, *map(thorough, [8, 128, 1024])])
@@ -183,7 +184,7 @@ def test_second_derivative_is_that_of_the_plain_product(call):
         w = (f[0] @ f[1]) * (f[2] @ f[3])
         return jnp.ones((2, 6)) @ w if call is not hadamard_weight else w
 
-    got, want = (jax.hessian(lambda a, c=c: jnp.sum(c(a, *f[1:]) ** 2))(f[0]) for c in (call, plain))
+    got, want = (jax.jit(jax.hessian(lambda a, c=c: jnp.sum(c(a, *f[1:]) ** 2)))(f[0]) for c in (call, plain))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -198,8 +199,9 @@ def test_mixed_second_derivative_is_that_of_the_plain_product(form):
 
     def mixed(call):
         value = lambda x, w, *f: jnp.sum(jnp.tanh(call(x, w, *f)))  # noqa: E731
-        forward = jax.jacfwd(jax.grad(value, argnums=(1, 2)))(x, w, *f)
-        return *forward, jax.jacrev(jax.grad(value), argnums=(0, 1, 2))(x, w, *f)
+        forward = jax.jacfwd(jax.grad(value, argnums=(1, 2)))
+        backward = jax.jacrev(jax.grad(value), argnums=(0, 1, 2))
+        return jax.jit(lambda *args: (*forward(*args), *backward(*args)))(x, w, *f)
 
     got, want = mixed(functools.partial(hadamard_linear, form=form)), mixed(plain)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -211,7 +213,7 @@ def test_mixed_second_derivative_is_that_of_the_plain_product(form):
 def test_vmap_of_the_gradient(form):
     f = as_float32(factors(m=9, n=6, r=2, batch=(3,)))
     x = jax.random.normal(jax.random.key(0), (3, T, 9))
-    grad = jax.grad(lambda x, a, *f: jnp.sum(hadamard_dot(x, a, *f, form=form) ** 2), argnums=(0, 1))
+    grad = jax.jit(jax.grad(lambda x, a, *f: jnp.sum(hadamard_dot(x, a, *f, form=form) ** 2), argnums=(0, 1)))
     for got, *each in zip(
         jax.vmap(grad)(x, *f), *(grad(x[i], *(a[i] for a in f)) for i in range(3)), strict=True
     ):

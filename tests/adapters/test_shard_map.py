@@ -4,12 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from muonjax import hadamard_dot, hadamard_linear, hadamard_weight
 from muonjax._adapters.adapter import Adapter
+from tests.tools.oracles import normal
 from tests.tools.sharded import DEVICES, check
 from tests.tools.tiers import quick
 
@@ -18,7 +18,7 @@ REPLICATED, SPLIT = P(), P("data")
 
 
 def random(*shape):
-    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
+    return normal(*shape, seed=sum(shape))
 
 
 def factors(*batch):

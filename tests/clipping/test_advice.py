@@ -220,7 +220,7 @@ def test_linen_without(forgotten):
         with muonjax.linen.watch():
             _, sown = model({"params": 0}).apply({"params": params}, X, mutable=["intermediates"])
     with pytest.raises(ValueError, match="max_logits has no arrays") as error:
-        tx.update(params, tx.init(params), params, max_logits=sown)
+        jax.jit(tx.update)(params, tx.init(params), params, max_logits=sown)
     message = str(error.value)
     (axes,) = re.findall(r"nn\.scan\(variable_axes=(\{.*?\})\)", message)
     (apply,) = re.findall(r"model\.apply\(.*?\)", message)

@@ -181,7 +181,7 @@ def test_rematerialisation_does_not_measure_twice():
             )
 
     model = nn.remat(Layer)()
-    params = model.init(jax.random.key(0), X)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), X)["params"]
 
     def loss_fn(params):
         y, sown = model.apply({"params": params}, X, mutable=["intermediates"])

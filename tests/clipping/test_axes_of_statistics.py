@@ -109,7 +109,8 @@ HOT = jnp.ones((N, N)).at[0, 1].set(400.0)
 
 
 def clipped(statistics, params=PARAMS, **site):
-    got = muonjax.apply_qk_clip(params, statistics, muonjax.mha_site(**site), 100.0)
+    apply = functools.partial(muonjax.apply_qk_clip, sites=muonjax.mha_site(**site))
+    got = jax.jit(apply)(params, statistics)
     return np.asarray(got["a"]["query"]["kernel"])[:, 0, :, 0]
 
 

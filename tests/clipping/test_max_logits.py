@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import muonjax
+from tests.tools.oracles import on_device
 from tests.tools.tiers import thorough
 
 max_logits = jax.jit(
@@ -39,7 +40,7 @@ def inputs(batch=(2,), t=13, s=13, heads=4, key_heads=4, size=8, seed=0):
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((*batch, t, heads, size))
     k = rng.standard_normal((*batch, s, key_heads, size))
-    return jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32)
+    return on_device(q), on_device(k)
 
 
 @pytest.mark.parametrize("blocks", [(512, 512), (5, 3)])

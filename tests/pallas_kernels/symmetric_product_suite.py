@@ -9,6 +9,7 @@ import pytest
 from jax import test_util
 
 from pallas_kernels import symmetric_product
+from tests.tools.oracles import on_device
 from tests.tools.tiers import thorough
 
 # In the quick tests each dtype has one of these, and the tests of one shape take two dtypes.
@@ -21,7 +22,7 @@ def draw(shape, dtype, seed=0):
     value = rng.standard_normal(shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         value = value + 1j * rng.standard_normal(shape)
-    return jnp.asarray(value, dtype)
+    return on_device(value, dtype)
 
 
 def exact(x):

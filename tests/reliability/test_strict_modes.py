@@ -16,6 +16,7 @@ import muonjax
 import muonjax.linen
 import muonjax.nnx
 import pallas_kernels
+from tests.tools.oracles import normal
 from tests.tools.tiers import quick
 
 MODES = {
@@ -34,7 +35,7 @@ KNOWN = {
 
 
 def array(*shape, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), dtype)
+    return normal(*shape, seed=sum(shape), dtype=dtype)
 
 
 @functools.cache

@@ -6,7 +6,12 @@ import numpy as np
 
 def normal(*shape, seed=0, scale=1.0, dtype=jnp.float32):
     """Independent standard normal numbers, times `scale`."""
-    return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), dtype)
+    return on_device(scale * np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def on_device(x, dtype=jnp.float32):
+    """NumPy's x, which NumPy rounds: JAX would compile a program for each shape, as it does without a dtype."""
+    return jnp.asarray(np.asarray(x, dtype), dtype)
 
 
 def polar(x):
