@@ -181,8 +181,10 @@ class _Model:
 
     def _is_untaken(self, layer: _Layer, head: Path) -> bool:
         """Whether no other parameter takes a layer's output; inside of a head no other parameter of the head."""
-        inside = [words(p.path)[: len(head)] == head for p in self.parameters]
-        taken = Counter(w for (takes, _), own in zip(self.widths, inside, strict=True) if own for w in takes)
+        taken = Counter(self.taken)
+        if head:
+            inside = (q for q in self.parameters if words(q.path)[: len(head)] == head)
+            taken = Counter(w for q in inside for w in _widths(q, self.decided[q.path])[0])
         taken.subtract(_widths(layer.p, self.decided[layer.p.path])[0])
         if taken[layer.columns] > 0:
             return False
