@@ -184,7 +184,22 @@ def routes(
             projects = role.kind or role.parts > 1
             ones = len(shape) - 2 if projects and len(shape) > 3 and {*shape[:-2]} == {1} else 0
             undecided.append(Parameter(path, role, shape[ones:], tuple(range(ones, len(shape))), shape))
-    found |= _decide_all(_fitting(undecided), attention, scan_axis, head_sizes, outputs_first, partial)
+    parameters = unstack(_fitting(undecided), scan_axis)
+    siblings = Siblings(parameters, head_sizes, outputs_first)
+    decided = {p.path: _decide(p, siblings, attention, scan_axis) for p in parameters}
+    refused = [p for p in parameters if decided[p.path] is None]
+    if refused and not partial:
+        raise ValueError(undecided_message(refused, parameters, attention))
+    answers = {path: answer or (None, "undecided") for path, answer in decided.items()}
+    if not partial:
+        numbers = {path: answer[0] for path, answer in answers.items()}
+        for path in depthwise(parameters, numbers):
+            numbers[path], answers[path] = None, (None, "one input channel: depthwise")
+        heads, chances = output_heads(parameters, numbers)
+        answers |= {path: (None, why) for path, why in heads.items()}
+        if chances:
+            warn_user(chances_message(chances, parameters))
+    found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}
     return [
         leaf if is_masked(leaf) else Route("/".join(path), *_shape_and_dtype(leaf), *found[path])
         for path, leaf in zip(paths, leaves, strict=True)
@@ -193,32 +208,6 @@ def routes(
 
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     return ((), None) if is_name(leaf) else (jnp.shape(leaf), dtype_of(leaf))
-
-
-def _decide_all(
-    undecided: Sequence[Parameter],
-    attention: str,
-    scan_axis: int | None,
-    head_sizes: Mapping[tuple[str, ...], int] | None,
-    outputs_first: bool | None,
-    partial: bool,
-) -> dict[tuple[str, ...], tuple[DimensionNumbers | None, str]]:
-    parameters = unstack(undecided, scan_axis)
-    siblings = Siblings(parameters, head_sizes, outputs_first)
-    decided = {p.path: _decide(p, siblings, attention, scan_axis) for p in parameters}
-    refused = [p for p in parameters if decided[p.path] is None]
-    if refused and not partial:
-        raise ValueError(undecided_message(refused, parameters, attention))
-    found = {path: answer or (None, "undecided") for path, answer in decided.items()}
-    if not partial:
-        numbers = {path: answer[0] for path, answer in found.items()}
-        for path in depthwise(parameters, numbers):
-            numbers[path], found[path] = None, (None, "one input channel: depthwise")
-        heads, chances = output_heads(parameters, numbers)
-        found |= {path: (None, why) for path, why in heads.items()}
-        if chances:
-            warn_user(chances_message(chances, parameters))
-    return {p.path: (_on_leaf(found[p.path][0], p.axes), found[p.path][1]) for p in parameters}
 
 
 def _better(named: Role, known: Role | None) -> Role:
