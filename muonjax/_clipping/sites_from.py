@@ -118,7 +118,7 @@ def _site(root: str, own: dict[str, _Projection], modules: Modules, num_heads: i
     if merged and stored.startswith("weight") and rows < columns:  # what is (out, in) in PyTorch and Equinox
         raise refusal("the order of inputs and outputs")
     heads = num_heads if merged else query.shape[columns[0]]
-    if heads is None:
+    if not heads:
         raise refusal("the heads", "give num_heads: muonjax.sites_from(params, num_heads=...). Or ")
     size, rest = divmod(query.shape[columns[0]], heads)
     key_heads, key_rest = divmod(key.shape[columns[0]], size or 1)
