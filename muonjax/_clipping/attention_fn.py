@@ -74,11 +74,11 @@ def reporting(
     with errors_of(call):
         fixed = _settings_of(base)
         for name, value in settings.items():
-            settings[name] = value if fixed.get(name) is None else fixed[name]
-            if value not in (None, settings[name]):
+            if value is not None and fixed.get(name) not in (None, value):
                 raise ValueError(
                     f"{name}={value} contradicts the attention function, which has {fixed[name]}."
                 )
+            settings[name] = fixed.get(name) if value is None else value
     parameters = inspect.signature(base).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     signature = inspect.signature(like)
@@ -124,17 +124,16 @@ def _visible_pairs(
 
     A bias hides a pair where it is so low that no softmax sees it: half the lowest number of its dtype, or -1e9.
     """
-    T, S = query.shape[-3], key.shape[-3]
     masks = []
     if (mask := arguments.get("mask")) is not None:
         masks.append(jnp.asarray(mask).astype(bool))
     if (bias := arguments.get("bias")) is not None:
         bias = jnp.asarray(bias)
         masks.append(bias > max(float(jnp.finfo(bias.dtype).min) / 2, -1e9))
-    if (lengths := arguments.get("key_value_seq_lengths")) is not None:
-        masks.append((jnp.arange(S)[None] < jnp.asarray(lengths)[:, None])[:, None, None, :])
-    if (lengths := arguments.get("query_seq_lengths")) is not None:
-        masks.append((jnp.arange(T)[None] < jnp.asarray(lengths)[:, None])[:, None, :, None])
+    for name, x, new_axes in (("key_value_seq_lengths", key, (1, 2)), ("query_seq_lengths", query, (1, 3))):
+        if (lengths := arguments.get(name)) is not None:
+            seen = jnp.arange(x.shape[-3])[None] < jnp.asarray(lengths)[:, None]
+            masks.append(jnp.expand_dims(seen, new_axes))
     rank = max((mask.ndim for mask in masks), default=0)
     masks = [mask.reshape((1,) * (rank - mask.ndim) + mask.shape) for mask in masks]
     return functools.reduce(jnp.logical_and, masks) if masks else None

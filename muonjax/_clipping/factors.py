@@ -103,11 +103,7 @@ def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[in
             f"{path!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and layers on "
             f"{'leading axes' if scan_axis is None else f'axes {scan_axis}'}. See the site's layout and scan_axis."
         )
-    stack = (
-        tuple(range(count))
-        if scan_axis is None or not count
-        else tuple(axis % len(shape) for axis in scan_axis)
-    )
+    stack = tuple(axis % len(shape) for axis in (scan_axis or range(count))) if count else ()
     # A scale names the axes of one layer: `nn.scan` on axis 1 makes a kernel (d, L, heads, head_dim) but a bias
     # (heads, L, head_dim), and no count from either end fits both.
     own = [axis for axis in range(len(shape)) if axis not in stack]

@@ -251,12 +251,10 @@ def _visible_blocks(
     if not T or not S:
         return np.zeros((0, 2), np.int32)
     # A last block that would stick out starts earlier: a maximum doesn't mind an overlap.
-    q_starts = [min(i, T - block_q) for i in range(0, T, block_q)]
-    k_starts = [min(j, S - block_k) for j in range(0, S, block_k)]
     pairs = [
         (i, j)
-        for i in q_starts
-        for j in k_starts
+        for i in (min(i, T - block_q) for i in range(0, T, block_q))
+        for j in [min(j, S - block_k) for j in range(0, S, block_k)]
         if (right is None or j <= i + block_q - 1 + right) and (left is None or j + block_k - 1 >= i - left)
     ]
     return np.asarray(pairs, np.int32).reshape(-1, 2)

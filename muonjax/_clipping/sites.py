@@ -141,7 +141,7 @@ def mla_site(
     the shared rotary key, the values and the latent projections: √γ·√γ·(nope part) + γ·1·(rotary part) = γ·logit.
 
     Args:
-      path: Regular expression for the whole "/"-joined path of the modules.
+      path: As in `mha_site`.
       nope: Number of a head's features without position, first in both kernels: 128 in DeepSeek-V3.
       query: Name of the projection to a head's nope + rotary features: the second of a low-rank pair ("wq_b"), or a
         direct one ("wq" in DeepSeek, "query" in MaxText).
@@ -150,7 +150,7 @@ def mla_site(
         and "(h d) i" in PyTorch.
       num_heads: Number of heads; needed where h is in brackets.
       scan_axis: As in `mha_site`.
-      signal: Name of the statistic below the module.
+      signal: As in `mha_site`.
 
     Returns:
       A `Site` for `qk_clip`.
@@ -197,7 +197,7 @@ def fused_qkv_site(
     """Attention whose queries, keys and values come from one projection.
 
     Args:
-      path: Regular expression for the whole "/"-joined path of the modules.
+      path: As in `mha_site`.
       num_heads: Number of query heads.
       head_dim: Features of a head.
       num_kv_heads: Number of key heads, and of value heads; None: as many.
@@ -230,12 +230,13 @@ def fused_qkv_site(
                 f"layout={layout!r}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: grouped keys need all queries "
                 "first, '(3 h d)' or '(3 h) d'; for another order write a Site by hand."
             )
+    width = num_heads * head_dim
     if by_head:
         query = {"entries": num_heads, "span": (0, head_dim)}
         key = {"entries": num_heads, "span": (head_dim, 2 * head_dim)}
     else:
-        query = {"entries": num_heads, "size": num_heads * head_dim}
-        key = {"entries": num_kv_heads, "start": num_heads * head_dim, "size": num_kv_heads * head_dim}
+        query = {"entries": num_heads, "size": width}
+        key = {"entries": num_kv_heads, "start": width, "size": num_kv_heads * head_dim}
     scales = _projection(name, *kernel, factor="query", **query) + _projection(
         name, *kernel, factor="key", **key
     )

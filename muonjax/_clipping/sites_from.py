@@ -118,7 +118,7 @@ def _site(root: str, own: dict[str, _Projection], modules: Modules, num_heads: i
     if merged and stored.startswith("weight") and rows < columns:  # what is (out, in) in PyTorch and Equinox
         raise refusal("the order of inputs and outputs")
     heads = num_heads if merged else query.shape[columns[0]]
-    if heads is None:
+    if not heads:
         raise refusal("the heads", "give num_heads: muonjax.sites_from(params, num_heads=...). Or ")
     size, rest = divmod(query.shape[columns[0]], heads)
     key_heads, key_rest = divmod(key.shape[columns[0]], size or 1)
@@ -138,12 +138,11 @@ def _site(root: str, own: dict[str, _Projection], modules: Modules, num_heads: i
 def _refuse(root: str, modules: Modules) -> None:
     """What can't be clipped, or needs no clip, as far as paths tell."""
     refuse_norms(root, QK_NORMS, modules)
-    parent = root.rpartition("/")[0]
-    around = [name for name in modules.children.get(parent, ()) if re.match(r"post_.*(norm|ln)", name)]
-    kinds = [r"att|ln_0", r"ffw|ffn|feed_?forward|mlp|ln_1"]
-    if all(any(re.search(kind, name) for name in around) for kind in kinds):
+    beside = modules.children.get(root.rpartition("/")[0], ())
+    after = ", ".join(name for name in beside if re.match(r"post_.*(norm|ln)", name))
+    if re.search("att|ln_0", after) and re.search("ffw|ffn|feed_?forward|mlp|ln_1", after):
         raise ValueError(
-            f"the layer of {root!r} has norms after attention and feed-forward ({', '.join(around)}), as Gemma 2, "
-            f"which caps its logits: the cap bounds them without a clip, and parameters don't show it. If this one has "
-            f"none, name it with mha_site; {INSPECT}."
+            f"the layer of {root!r} has norms after attention and feed-forward ({after}), as Gemma 2, which caps its "
+            "logits: the cap bounds them without a clip, and parameters don't show it. If this one has none, name it "
+            f"with mha_site; {INSPECT}."
         )

@@ -177,14 +177,29 @@ def routes(
         elif dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             found[path] = None, "not a floating-point leaf"
         elif path in axis_names:
-            found[path] = by_axis_names(path, role, axis_names, attention)
+            found[path] = by_axis_names(path, role, axis_names[path], attention)
         else:
             role = _better(role, known.get(name))
             # A projection by a 1 x 1 convolution is a dense one.
             projects = role.kind or role.parts > 1
             ones = len(shape) - 2 if projects and len(shape) > 3 and {*shape[:-2]} == {1} else 0
             undecided.append(Parameter(path, role, shape[ones:], tuple(range(ones, len(shape))), shape))
-    found |= _decide_all(_fitting(undecided), attention, scan_axis, head_sizes, outputs_first, partial)
+    parameters = unstack(_fitting(undecided), scan_axis)
+    siblings = Siblings(parameters, head_sizes, outputs_first)
+    decided = {p.path: _decide(p, siblings, attention, scan_axis) for p in parameters}
+    refused = [p for p in parameters if decided[p.path] is None]
+    if refused and not partial:
+        raise ValueError(undecided_message(refused, parameters, attention))
+    answers = {path: answer or (None, "undecided") for path, answer in decided.items()}
+    if not partial:
+        numbers = {path: answer[0] for path, answer in answers.items()}
+        for path in depthwise(parameters, numbers):
+            numbers[path], answers[path] = None, (None, "one input channel: depthwise")
+        heads, chances = output_heads(parameters, numbers)
+        answers |= {path: (None, why) for path, why in heads.items()}
+        if chances:
+            warn_user(chances_message(chances, parameters))
+    found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}
     return [
         leaf if is_masked(leaf) else Route("/".join(path), *_shape_and_dtype(leaf), *found[path])
         for path, leaf in zip(paths, leaves, strict=True)
@@ -193,33 +208,6 @@ def routes(
 
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     return ((), None) if is_name(leaf) else (jnp.shape(leaf), dtype_of(leaf))
-
-
-def _decide_all(
-    undecided: Sequence[Parameter],
-    attention: str,
-    scan_axis: int | None,
-    head_sizes: Mapping[tuple[str, ...], int] | None,
-    outputs_first: bool | None,
-    partial: bool,
-) -> dict[tuple[str, ...], tuple[DimensionNumbers | None, str]]:
-    parameters = unstack(undecided, scan_axis)
-    siblings = Siblings(parameters, head_sizes, outputs_first)
-    decided = {p.path: _decide(p, siblings, attention, scan_axis) for p in parameters}
-    if partial:
-        found = {path: answer or (None, "undecided") for path, answer in decided.items()}
-        return {p.path: (_on_leaf(found[p.path][0], p.axes), found[p.path][1]) for p in parameters}
-    if refused := [p for p in parameters if decided[p.path] is None]:
-        raise ValueError(undecided_message(refused, parameters, attention))
-    found = {path: answer for path, answer in decided.items() if answer}
-    numbers = {path: answer[0] for path, answer in found.items()}
-    for path in depthwise(parameters, numbers):
-        numbers[path], found[path] = None, (None, "one input channel: depthwise")
-    heads, chances = output_heads(parameters, numbers)
-    found |= {path: (None, why) for path, why in heads.items()}
-    if chances:
-        warn_user(chances_message(chances, parameters))
-    return {p.path: (_on_leaf(found[p.path][0], p.axes), found[p.path][1]) for p in parameters}
 
 
 def _better(named: Role, known: Role | None) -> Role:
@@ -239,18 +227,16 @@ def _fitting(parameters: Sequence[Parameter]) -> list[Parameter]:
     biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
     sizes = Counter(size for p in parameters if p.role.name != "bias" for size in set(p.shape))
 
-    def fits(p: Parameter) -> bool:
-        bias = biases.get(module(p.path))
-        if p.role is roles.NORM:
-            return not bias or len(p.shape) == len(bias)
-        return p.role is not roles.TABLE or (
-            sum(size > 1 for size in p.shape) <= 2 and (not bias or sizes[p.shape[0]] == 1)
-        )
+    def fitting(p: Parameter) -> Role:
+        bias = biases.get(module(p.path), ())
+        if p.role is roles.NORM and bias and len(p.shape) != len(bias):
+            return roles.DENSE
+        is_long = sum(size > 1 for size in p.shape) > 2
+        if p.role is roles.TABLE and (is_long or (bias and sizes[p.shape[0]] > 1)):
+            return roles.UNKNOWN
+        return p.role
 
-    return [
-        p if fits(p) else p._replace(role=roles.DENSE if p.role is roles.NORM else roles.UNKNOWN)
-        for p in parameters
-    ]
+    return [p._replace(role=fitting(p)) for p in parameters]
 
 
 def _decide(
@@ -278,12 +264,7 @@ def _decide(
     sides = [math.prod(p.shape[i] for i in axes_of(axes)) for axes in numbers[:2]]
     if 1 in sides:
         return None, f"{role.name} with one {'row' if sides[0] == 1 else 'column'}"
-    name = role.name
-    if rank == 2 and role in (roles.EXPERTS, roles.CONVOLUTION):
-        name = "dense"
-    elif rank > 3 and role in (roles.DENSE, roles.UNKNOWN):
-        name = "convolution"
-    return numbers, name + (", stacked" if math.prod(p.shape) < math.prod(p.leaf_shape) else "")
+    return numbers, role.name + (", stacked" if math.prod(p.shape) < math.prod(p.leaf_shape) else "")
 
 
 def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> DimensionNumbers | None:

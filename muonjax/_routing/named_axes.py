@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from muonjax._matrix_view import DimensionNumbers, MuonDimensionNumbers, one_or_several
-from muonjax._routing.roles import Role, layer_of, module
+from muonjax._routing.roles import Role, layer_of
 from muonjax._trees import is_masked, names
 
 _BATCH = r"\w*(layers?|blocks?|stack\w*|scan\w*|experts?|qkv|kv|gate_up)"
@@ -44,13 +44,9 @@ def _names_of(node: Any) -> tuple[str, ...] | None:
 
 
 def by_axis_names(
-    path: tuple[str, ...],
-    role: Role,
-    axis_names: Mapping[tuple[str, ...], tuple[str, ...]],
-    attention: str,
+    path: tuple[str, ...], role: Role, axes: tuple[str, ...], attention: str
 ) -> tuple[DimensionNumbers | None, str]:
     """The matrices of a leaf whose axes have names."""
-    axes = axis_names[path]
     batch = [i for i, name in enumerate(axes) if re.fullmatch(_BATCH, name)]
     inner = [i for i in range(len(axes)) if i not in batch]
     if not role.muon:
@@ -59,24 +55,15 @@ def by_axis_names(
         return None, "embedding or output head: an axis of the vocabulary or of positions"
     if len(inner) < 2:
         return None, "vector" if inner else "scalar"
+    # A layer goes from the model's axis to those of heads or of the hidden layer, or, as an output, back.
     heads = [i for i in inner if re.fullmatch(_HEAD, axes[i])]
-    others = [i for i in inner if i not in heads]
-    is_down = bool(re.fullmatch(_DOWN, layer_of(path)[1]))
-    if heads and others:
-        if role.kind == "out" or is_down:
-            rows, outputs = heads, others
-        elif attention == "heads":
-            rows, outputs = others, [i for i in heads if re.fullmatch(_HEAD_SIZE, axes[i])] or heads
-        else:
-            rows, outputs = others, heads
-    else:
-        bias = next((a for p, a in axis_names.items() if p != path and module(p) == module(path)), ())
-        outputs = [i for i in inner if axes[i] in bias]
-        if not outputs or len(outputs) == len(inner):
-            embed = [i for i in inner if re.search(r"embed|hidden|model", axes[i])]
-            outputs = embed if is_down and embed else [i for i in inner if i not in embed] or inner[-1:]
-        rows = [i for i in inner if i not in outputs]
-        if not rows:
-            rows, outputs = inner[:-1], inner[-1:]
+    model = [i for i in inner if (i not in heads if heads else re.search(r"embed|hidden|model", axes[i]))]
+    wide = [i for i in inner if i not in model]
+    if not model or not wide:
+        model, wide = inner[:-1], inner[-1:]
+    is_down = role.kind == "out" or bool(re.fullmatch(_DOWN, layer_of(path)[1]))
+    if heads and attention == "heads" and not is_down:
+        wide = [i for i in wide if re.fullmatch(_HEAD_SIZE, axes[i])] or wide
+    rows, outputs = (wide, model) if is_down else (model, wide)
     numbers = MuonDimensionNumbers(one_or_several(rows), one_or_several(outputs))
     return numbers, f"{role.name}, by the names of its axes"

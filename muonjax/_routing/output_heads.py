@@ -13,10 +13,12 @@ and sizes confirm it:
 A layer that only names or only sizes speak for stays with Muon, and a warning names it.
 """
 
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from muonjax._matrix_view import DimensionNumbers, axes_of
 from muonjax._routing import roles
@@ -54,8 +56,7 @@ def is_input_patches(p: Parameter) -> bool:
         return False
     names = r"embed|patch|stem" if inputs <= 4 else r"embed|patch"
     named = any(re.search(names, name.lower()) for name in words(p.path)[-4:-1])
-    large = window[-1] >= 8 and outputs >= 128
-    return window[-1] % 2 == 0 and inputs <= 16 and (large or named)
+    return window[-1] % 2 == 0 and inputs <= 16 and (named or (window[-1] >= 8 and outputs >= 128))
 
 
 def depthwise(parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]) -> list[Path]:
@@ -63,13 +64,11 @@ def depthwise(parameters: Sequence[Parameter], decided: Mapping[Path, DimensionN
     inputs = {p.path: _input_channels(p, decided[p.path]) for p in parameters}
     found = [p for p in parameters if inputs[p.path] == 1]
     if len(found) == 1:
-        (p,) = found
-        like = [
-            q for q in parameters if inputs[q.path] > 1 and (_stem(q), _scope(q)) == (_stem(p), _scope(p))
-        ]
-        others = [q for q in parameters if inputs[q.path] > 1]
-        first = all(_number(p) < _number(q) for q in like) and all(len(p.path) <= len(q.path) for q in others)
-        if first and (len(p.shape) > 3 or like):
+        first, *others = (_layer(p, None) for p in (*found, *(q for q in parameters if inputs[q.path] > 1)))
+        like = [q for q in others if (q.stem, q.scope) == (first.stem, first.scope)]
+        is_first = all(first.number < q.number for q in like)
+        is_first &= all(len(first.p.path) <= len(q.p.path) for q in others)
+        if is_first and (len(first.p.shape) > 3 or like):
             return []
     return [p.path for p in found]
 
@@ -92,16 +91,17 @@ def output_heads(
     only names, or only sizes, speak for, and what these say."""
     model = _Model(parameters, decided)
     heads, chances = {}, {}
-    for p in model.dense:
-        if decided[p.path] is None:
+    for layer in model.dense:
+        path = layer.p.path
+        if decided[path] is None:
             continue
-        names, sizes = model.witnesses(p)
+        names, sizes = model.witnesses(layer)
         if sizes and names:
-            heads[p.path] = "output head: " + ", ".join((names + sizes)[:2])
-        elif names and not p.role.kind:
-            chances[p.path] = f"{names[0]}, but its sizes do not say so"
-        elif sizes and not model.is_multiple(p):
-            chances[p.path] = f"{sizes[0]}, but its name does not say so"
+            heads[path] = "output head: " + ", ".join((names + sizes)[:2])
+        elif names and not layer.p.role.kind:
+            chances[path] = f"{names[0]}, but its sizes do not say so"
+        elif sizes and not model.is_multiple(layer):
+            chances[path] = f"{sizes[0]}, but its name does not say so"
     return heads, {} if heads or model.has_head else chances
 
 
@@ -109,118 +109,114 @@ _NAME, _LAST = "by its name", "the last of its kind"
 _UNTAKEN, _VOCABULARY = "no other parameter takes its output", "gives what the model takes"
 
 
+class _Layer(NamedTuple):
+    """A dense layer: its module's name, as `fc` and 2 of fc2, the module around it, and what it takes and gives."""
+
+    p: Parameter
+    scope: Path
+    stem: str
+    number: int
+    rows: int
+    columns: int
+
+
 class _Model:
     """The widths that the parameters of a tree take and give, and the modules where a model may end."""
 
     def __init__(self, parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]):
-        self.numbers = decided
+        self.decided = decided
         self.parameters = parameters
-        self.dense = [p for p in parameters if self._is_dense(p)]
+        self.dense = [_layer(p, decided[p.path]) for p in parameters if _is_dense(p, decided[p.path])]
         self.tables = {p.shape for p in parameters if p.role.name == "embedding" and not is_position(p.path)}
-        self.taken, self.given = Counter(), Counter()
-        for p in parameters:
-            takes, gives = self._widths(p)
-            self.taken.update(takes)
-            self.given.update(gives)
+        self.widths = [_widths(p, decided[p.path]) for p in parameters]
+        self.taken = Counter(width for takes, _ in self.widths for width in takes)
+        self.given = Counter(width for _, gives in self.widths for width in gives)
         self.root = self._ground(())
-        self.series: dict[tuple[Path, str], list[Parameter]] = defaultdict(list)
-        for p in self.dense:
-            self.series[_scope(p), _stem(p)].append(p)
-        for layers in self.series.values():
-            layers.sort(key=_number)
-        modules = {module(p.path)[:i] for p in self.dense for i in range(1, len(module(p.path)))}
+        self.series: dict[tuple[Path, str], list[_Layer]] = defaultdict(list)
+        for layer in sorted(self.dense, key=lambda layer: layer.number):
+            self.series[layer.scope, layer.stem].append(layer)
+        modules = {(*q.scope, "")[:i] for q in self.dense for i in range(1, len(q.scope) + 1)}
         ends = {self._ground(path) for path in modules if self._is_end(path)}
         below_root = (path for path in modules if len(path) == len(self.root) + 1)
         tops = {self._ground(path) for path in below_root if not re.search(r"\D\d+$", path[-1])}  # no blocks
-        at_root = any(scope == self.root for scope, _ in self.series)
+        at_root = any(layer.scope == self.root for layer in self.dense)
         self.has_head = any(p.role is roles.HEAD for p in parameters)
         self.ends = {self.root} | ends | (set() if at_root or self.has_head or ends else tops)
 
-    def witnesses(self, p: Parameter) -> tuple[list[str], list[str]]:
+    def witnesses(self, layer: _Layer) -> tuple[list[str], list[str]]:
         """What says that a dense layer is an output head, of the four in the module's docstring: names, sizes."""
-        scope, columns, head = _scope(p), self._sides(p)[1], head_module(p.path)
-        if not any(self._is_layer(q) for q in self.parameters if q.path != p.path):
-            return [], []  # nothing leads to it: a layer alone is no head
-        sizes = [_UNTAKEN] if self._is_untaken(p, columns, head) else []
+        path = layer.p.path
+        if not any(self._leads(q) for q in self.parameters if q.path != path):
+            return [], []  # a layer alone is no head
+        head = head_module(path)
+        sizes = [_UNTAKEN] if self._is_untaken(layer, head) else []
         if head:  # what others in it take is the layer before the last
             return ([_NAME], sizes) if sizes and not _is_hidden(head[:-1]) else ([], [])
-        if scope not in self.ends:
+        if layer.scope not in self.ends:
             return [], []
-        if _is_hidden(module(p.path)[len(self.root) :]):
-            series = self.series[scope, _stem(p)]  # up2 after up1, where a U-shaped model ends
-            ends = len(series) > 1 and p is series[-1] and self._gives_what_the_model_takes(p, True)
+        if _is_hidden(module(path)[len(self.root) :]):
+            series = self.series[layer.scope, layer.stem]  # up2 after up1, where a U-shaped model ends
+            ends = len(series) > 1 and layer is series[-1] and self._gives_what_the_model_takes(layer, True)
             return [], [_VOCABULARY] * ends
-        own, last = bool(_END.fullmatch(_stem(p))), self._is_last(p)
-        if not sizes and self._gives_what_the_model_takes(p, own or last):
+        own, last = bool(_END.fullmatch(layer.stem)), self._is_last(layer)
+        if not sizes and self._gives_what_the_model_takes(layer, own or last):
             sizes = [_VOCABULARY]
-        names = [_NAME] if own or (last and scope != self.root) else []
+        names = [_NAME] if own or (last and layer.scope != self.root) else []
         return names + ([_LAST] if last else []), sizes
 
-    def _is_last(self, p: Parameter) -> bool:
+    def _is_last(self, layer: _Layer) -> bool:
         """Whether the layer is the last of a numbered series, or the only plain one where a model ends; also one that
         the next of its series does not follow, but begins anew with an input of the series."""
-        layers, columns = self.series[_scope(p), _stem(p)], self._sides(p)[1]
-        others = [
-            q
-            for (scope, stem), found in self.series.items()
-            for q in found
-            if scope == _scope(p) and stem != _stem(p)
-        ]
-        if any(self._sides(q)[0] == columns for q in others):
+        layers = self.series[layer.scope, layer.stem]
+        others = (q for q in self.dense if q.scope == layer.scope and q.stem != layer.stem)
+        if any(q.rows == layer.columns for q in others):
             return False
         if len(layers) == 1:
-            plain = _PLAIN.fullmatch(_stem(p) or "layers")
-            return bool(plain or (_scope(p) != self.root and _PROJECTION.fullmatch(_stem(p))))
-        later = [q for q in layers if _number(q) > _number(p)]
-        if not later:
-            return True
-        inputs = [self._sides(q)[0] for q in layers if _number(q) <= _number(p)]
-        return self._sides(later[0])[0] in inputs and not self.taken[columns] and not self.is_multiple(p)
+            plain = _PLAIN.fullmatch(layer.stem or "layers")
+            return bool(plain or (layer.scope != self.root and _PROJECTION.fullmatch(layer.stem)))
+        following = next((q for q in layers if q.number > layer.number), None)
+        inputs = [q.rows for q in layers if q.number <= layer.number]
+        begins_anew = following and following.rows in inputs and not self.taken[layer.columns]
+        return not following or bool(begins_anew and not self.is_multiple(layer))
 
-    def _is_untaken(self, p: Parameter, columns: int, head: Path) -> bool:
+    def _is_untaken(self, layer: _Layer, head: Path) -> bool:
         """Whether no other parameter takes a layer's output; inside of a head no other parameter of the head."""
-        taken, given = Counter(self.taken), Counter(self.given)
+        taken = Counter(self.taken)
         if head:
             inside = (q for q in self.parameters if words(q.path)[: len(head)] == head)
-            taken = Counter(width for q in inside for width in self._widths(q)[0])
-        taken.subtract(self._widths(p)[0])
-        given.subtract([columns])
-        if taken[columns] > 0:
+            taken = Counter(w for q in inside for w in _widths(q, self.decided[q.path])[0])
+        taken.subtract(_widths(layer.p, self.decided[layer.p.path])[0])
+        if taken[layer.columns] > 0:
             return False
+        given = self.given - Counter([layer.columns])
         # 120 may be 96 and 24, put together.
-        orphans = {self._sides(q)[0] for q in self.dense if q is not p} - set(given)
-        return not any(given[width - columns] > 0 for width in orphans if width > columns)
+        orphans = {q.rows for q in self.dense if q is not layer} - set(given)
+        return not any(given[width - layer.columns] > 0 for width in orphans if width > layer.columns)
 
-    def _gives_what_the_model_takes(self, p: Parameter, end: bool) -> bool:
+    def _gives_what_the_model_takes(self, layer: _Layer, end: bool) -> bool:
         """Whether a layer undoes an embedding, or alone gives what others take, as an autoencoder's last layer does."""
-        rows, columns = self._sides(p)
-        matrices = [q for q in self.parameters if self.numbers[q.path] and q is not p]
+        rows, columns = layer.rows, layer.columns
+        matrices = [q for q in self.parameters if self.decided[q.path] and q is not layer.p]
         if (columns, rows) in self.tables:
             return rows != columns or bool(matrices)
         if not end or self.given[columns] != 1 or rows == columns or any(len(q.shape) > 3 for q in matrices):
             return False
-        widths = [self._widths(q) for q in self.parameters if q is not p]
+        widths = [w for q, w in zip(self.parameters, self.widths, strict=True) if q is not layer.p]
         reached, new = set(), {columns}  # from what it gives back to what it takes, through the others
         while new:
             reached |= new
             new = {width for takes, gives in widths if takes & new for width in gives} - reached
         return rows in reached
 
-    def _is_dense(self, p: Parameter) -> bool:
-        """Whether this is one layer's dense kernel, of one column too."""
-        plain = p.role in (roles.DENSE, roles.EXPERTS, roles.UNKNOWN)
-        plain = plain or bool(p.role.kind and _END.fullmatch(_stem(p)))
-        return plain and len(p.leaf_shape) == 2 and (bool(self.numbers[p.path]) or 1 in p.shape)
-
-    def _is_layer(self, p: Parameter) -> bool:
+    def _leads(self, p: Parameter) -> bool:
         """Whether a parameter may lead to a head: a table of tokens, a matrix, another head; no adapter."""
         if p.role.name == "embedding":
             return not is_position(p.path)
-        return p.role is roles.HEAD or (self.numbers[p.path] is not None and p.role is not roles.ADAPTER)
+        return p.role is roles.HEAD or (self.decided[p.path] is not None and p.role is not roles.ADAPTER)
 
-    def is_multiple(self, p: Parameter) -> bool:
+    def is_multiple(self, layer: _Layer) -> bool:
         """Whether a layer's output may be split into parts of a width that others take."""
-        columns = self._sides(p)[1]
+        columns = layer.columns
         return not self.taken[columns] and any(columns % width == 0 for width in self.taken if width > 15)
 
     def _is_end(self, path: Path) -> bool:
@@ -231,44 +227,40 @@ class _Model:
 
     def _ground(self, path: Path) -> Path:
         """The module inside of `path` in which its parameters first part."""
-        below = [_scope(p) for p in self.parameters if words(p.path)[: len(path)] == path]
-        common = min(below, key=len, default=path)
-        for other in below:
-            while other[: len(common)] != common:
-                common = common[:-1]
-        return common
-
-    def _sides(self, p: Parameter) -> tuple[int, int]:
-        numbers = self.numbers[p.path]
-        if numbers is None:
-            return max(p.shape), 1
-        rows, columns = (math.prod(p.shape[i] for i in axes_of(axes)) for axes in numbers[:2])
-        return rows, columns
-
-    def _widths(self, p: Parameter) -> tuple[set[int], set[int]]:
-        """The widths that a parameter takes, the rows of a kernel, and those that it gives."""
-        numbers = self.numbers[p.path]
-        if p.role.name in ("scale", "embedding") and p.shape:
-            return {p.shape[-1]}, {p.shape[-1]}
-        if p.role is roles.HEAD and len(p.shape) == 2:
-            return {p.shape[0]}, set()
-        if numbers is None:
-            return set(), set()
-        rows, columns = ([p.shape[i] for i in axes_of(axes)] for axes in numbers[:2])
-        return {*rows, math.prod(rows)}, {math.prod(columns)}
+        below = [module(p.path)[:-1] for p in self.parameters if words(p.path)[: len(path)] == path]
+        shared = itertools.takewhile(lambda names: len({*names}) == 1, zip(*below, strict=False))
+        return tuple(names[0] for names in shared)
 
 
-def _scope(p: Parameter) -> Path:
-    return module(p.path)[:-1]
+def _is_dense(p: Parameter, numbers: DimensionNumbers | None) -> bool:
+    """Whether this is one layer's dense kernel, of one column too."""
+    plain = p.role in (roles.DENSE, roles.EXPERTS, roles.UNKNOWN)
+    plain = plain or bool(p.role.kind and _END.fullmatch(stem((module(p.path) or ("",))[-1])))
+    return plain and len(p.leaf_shape) == 2 and (bool(numbers) or 1 in p.shape)
 
 
-def _stem(p: Parameter) -> str:
-    return stem((module(p.path) or ("",))[-1])
+def _layer(p: Parameter, numbers: DimensionNumbers | None) -> _Layer:
+    *scope, name = module(p.path) or ("",)
+    number = re.search(r"(\d+)$", name)
+    sides = (max(p.shape), 1) if numbers is None else [math.prod(side) for side in _sides(p, numbers)]
+    return _Layer(p, tuple(scope), stem(name), int(number[1]) if number else -1, *sides)
 
 
-def _number(p: Parameter) -> int:
-    found = re.search(r"(\d+)$", (module(p.path) or ("",))[-1])
-    return int(found[1]) if found else -1
+def _sides(p: Parameter, numbers: DimensionNumbers) -> list[list[int]]:
+    """The sizes of the axes that are rows, and of those that are columns."""
+    return [[p.shape[i] for i in axes_of(axes)] for axes in numbers[:2]]
+
+
+def _widths(p: Parameter, numbers: DimensionNumbers | None) -> tuple[set[int], set[int]]:
+    """The widths that a parameter takes, the rows of a kernel, and those that it gives."""
+    if p.role.name in ("scale", "embedding") and p.shape:
+        return {p.shape[-1]}, {p.shape[-1]}
+    if p.role is roles.HEAD and len(p.shape) == 2:
+        return {p.shape[0]}, set()
+    if numbers is None:
+        return set(), set()
+    rows, columns = _sides(p, numbers)
+    return {*rows, math.prod(rows)}, {math.prod(columns)}
 
 
 def _is_hidden(path: Path) -> bool:

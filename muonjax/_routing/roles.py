@@ -7,6 +7,7 @@ adapters. A path is read in snake case, without numbers, and split at slashes an
 
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -116,15 +117,23 @@ _PROJECTIONS = (
     (FUSED_KV, rf"(\w+_)?w?kv{_SIDE}"),
     (INTERLEAVED, r"query_key_value|(q_wi|o_wo)(_fused)?"),
 )
-_OUT = (
-    rf"(w_?|to_|attn_|attention_|c_|linear_|fc_)?(o|out|output|proj){_SIDE}|post|attn_vec_einsum|dense|linear"
+_IN_ATTENTION = (
+    (
+        OUT,
+        rf"(w_?|to_|attn_|attention_|c_|linear_|fc_)?(o|out|output|proj){_SIDE}|post|attn_vec_einsum|dense|linear",
+    ),
+    (FUSED_QKV, "in_proj"),
+    (ATTENTION_GATE, r"(gate|gating)(_proj)?"),
+)
+_ANYWHERE = (
+    (GATE_UP, r"(gate_up|up_gate|gate_and_up)(_proj)?|wi_fused|gating_einsum"),
+    (CONVOLUTION, r"\w*conv\w*"),
 )
 
 _OF_STATE_SPACE = ("A_log", "Lambda", "Lambda_re", "log_step", "log_dt")  # beside them, a letter is one too
 
 _ADAPTER = r"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
 _ADAPTER_CORE = r"hada_t[12]"
-_GATE_UP = r"(gate_up|up_gate|gate_and_up)(_proj)?|wi_fused|gating_einsum"
 _DENSE = (
     r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin\d?|fc\d?|proj|projection|mlp|ffn?|ffw|up|down|gate|router"
     r"|intermediate|hidden|out|output|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?"
@@ -138,8 +147,10 @@ def read_roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
     ['dense', 'bias', 'scale']
     """
     attentions = {scope for scope, name in map(layer_of, paths) if (_projection(name) or VALUE) is not VALUE}
-    weights = {words(path) for path in paths}
-    return [_role(path, attentions, weights) for path in paths]
+    folders: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for *folder, name in filter(None, map(words, paths)):
+        folders[tuple(folder)].add(name)
+    return [_role(words(path) or ("",), attentions, folders[words(path)[:-1]]) for path in paths]
 
 
 @functools.cache
@@ -221,8 +232,7 @@ def is_position(path: tuple[str, ...]) -> bool:
     )
 
 
-def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[tuple[str, ...]]) -> Role:
-    path = words(path) or ("",)
+def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], beside: set[str]) -> Role:
     names = [name for name in map(_snake, path) if name] or [""]
     scope, name = layer_of(path)
     last_two = "/".join(names[-2:] if len(names) > 1 else ["", names[0]])
@@ -230,13 +240,12 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[t
         return ADAPTER
     if re.fullmatch(_ADAPTER_CORE, name):
         return ADAPTER_CORE
-    beside = {leaf[-1] for leaf in leaves if leaf and leaf[:-1] == path[:-1]}
-    if re.fullmatch("[A-Z]", path[-1]) and not beside.isdisjoint(_OF_STATE_SPACE):
-        return STATE_SPACE  # S4's P, DSS' W
-    if re.fullmatch(r"[A-D](_(re|im|real|imag))|[CD]", path[-1]):
+    letter = re.fullmatch("[A-Z]", path[-1])  # S4's P, DSS' W; A and B without a C are an adapter's factors
+    of_state_space = letter and beside & {*_OF_STATE_SPACE, *("CD" if path[-1] in "AB" else "")}
+    if of_state_space or re.fullmatch(r"[A-D](_(re|im|real|imag))|[CD]", path[-1]):
         return STATE_SPACE
-    if re.fullmatch("[AB]", path[-1]):  # without a C these are an adapter's factors
-        return STATE_SPACE if not beside.isdisjoint("CD") else UNKNOWN
+    if path[-1] in ("A", "B"):
+        return UNKNOWN
     if path[-1] == "E" or (path[-1] == "R" and "E" in beside):  # entities and relations
         return TABLE
     if re.fullmatch("[F-JL-NPRSTX-Z]", path[-1]):
@@ -246,11 +255,9 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], leaves: set[t
     role = next((role for role, pattern in _NOT_MUON if re.fullmatch(pattern, last_two)), None)
     if role is BIAS:
         return _bias(path, re.sub("^b_", "", name), attentions)
-    if role in (NORM, TABLE) and any(re.fullmatch(_CONDITION, n) for n in names[-3:-1]):
-        role = None
-    if role is HEAD and "router" in names:
-        role = None
-    if role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}:
+    is_condition = role in (NORM, TABLE) and any(re.fullmatch(_CONDITION, n) for n in names[-3:-1])
+    is_query = role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}
+    if is_condition or is_query or (role is HEAD and "router" in names):
         role = None
     return role or _weight_role(path, name, scope, attentions)
 
@@ -266,23 +273,15 @@ def _bias(path: tuple[str, ...], name: str, attentions: set[tuple[str, ...]]) ->
 def _weight_role(
     path: tuple[str, ...], name: str, scope: tuple[str, ...], attentions: set[tuple[str, ...]]
 ) -> Role:
-    last = _snake(path[-1]) if path else ""  # the tree may be one array
     is_attention = scope in attentions or bool(scope and re.search(r"att(n|en)", _snake(scope[-1])))
     projection = _projection(name)
     # A gated layer's values belong to no attention.
     if projection and (is_attention or projection is not VALUE):
         return projection
-    if is_attention and re.fullmatch(_OUT, name):
-        return OUT
-    if is_attention and name == "in_proj":
-        return FUSED_QKV
-    if is_attention and re.fullmatch(r"(gate|gating)(_proj)?", name):
-        return ATTENTION_GATE
-    if re.fullmatch(_GATE_UP, name):
-        return GATE_UP
-    if re.fullmatch(r"\w*conv\w*", name):
-        return CONVOLUTION
-    if name != last and re.fullmatch(r"(\w+_)?(router|gate|gating)(_logits)?", name):
+    for role, pattern in (*_IN_ATTENTION, *_ANYWHERE) if is_attention else _ANYWHERE:
+        if re.fullmatch(pattern, name):
+            return role
+    if name != _snake(path[-1]) and re.fullmatch(r"(\w+_)?(router|gate|gating)(_logits)?", name):
         return ROUTER
     if any(re.search(r"(^|_)(experts?|moe)(_|$)", _snake(n)) for n in path):
         return EXPERTS

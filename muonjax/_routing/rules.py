@@ -33,19 +33,29 @@ def apply_rules(paths: Sequence[str], rules: Rules) -> dict[str, DimensionNumber
 
 def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter], attention: str) -> str:
     """The message for leaves that can't be decided, with rules that decide all of them, numbered ones together."""
-    p, others = undecided[0], len(undecided) - 1
+    p = undecided[0]
     what = "takes query, key and value as one matrix" if _is_whole(p) else "gives it to Adam"
     folded = attention == "heads" and len(p.shape) < 4
     state = "interleaved" if p.role is INTERLEAVED else "folded into one axis" if folded else ""
     why = f", because its heads are {state}" if state else ""
-    also = f", nor {others} other{'s' if others > 1 else ''}" if others else ""
     return (
         f"dimension_numbers(params) can't tell which matrices the leaf {'/'.join(p.path)!r} ({p.role.name}) of shape "
-        f"{p.leaf_shape} holds{why}{also}. The rule rules=[{_suggested_rules(undecided, parameters)}] {what}; "
-        "MuonDimensionNumbers(reduction_axis, output_axis) instead names the axes that the layer sums over and those "
-        "that it gives; FusedDimensionNumbers(0, 1, parts=..., axis=1) cuts one of them, parts=number_of_heads or "
-        "parts=(queries, keys, values) long. In muon: "
+        f"{p.leaf_shape} holds{why}{_others(undecided, 'nor')}. The rule rules=[{_suggested(undecided, parameters)}] "
+        f"{what}; MuonDimensionNumbers(reduction_axis, output_axis) instead names the axes that the layer sums over "
+        "and those that it gives; FusedDimensionNumbers(0, 1, parts=..., axis=1) cuts one of them, "
+        "parts=number_of_heads or parts=(queries, keys, values) long. In muon: "
         f"muon_weight_dimension_numbers=lambda params: dimension_numbers(params, rules=...). {INSPECT}"
+    )
+
+
+def chances_message(why: Mapping[tuple[str, ...], str], parameters: Sequence[Parameter]) -> str:
+    """The message for leaves that only names, or only sizes, call output heads."""
+    found = [p for p in parameters if p.path in why]
+    p = found[0]
+    return (
+        f"muonjax can't tell whether the leaf {'/'.join(p.path)!r} of shape {p.leaf_shape}{_others(found, 'or')} is an "
+        f"output head: {why[p.path]}. Muon takes it; rules=[{_suggested(found, parameters)}] gives it to Adam. "
+        f"{INSPECT}"
     )
 
 
@@ -55,36 +65,22 @@ INSPECT = (
 )
 
 
-def chances_message(why: Mapping[tuple[str, ...], str], parameters: Sequence[Parameter]) -> str:
-    """The message for leaves that only names, or only sizes, call output heads."""
-    found = [p for p in parameters if p.path in why]
-    p, others = found[0], len(found) - 1
-    also = f", or {others} other{'s' if others > 1 else ''}," if others else ""
-    rules = _suggested_rules(found, parameters)
-    return (
-        f"muonjax can't tell whether the leaf {'/'.join(p.path)!r} of shape {p.leaf_shape}{also} is an output head: "
-        f"{why[p.path]}. Muon takes it; rules=[{rules}] gives it to Adam. {INSPECT}"
-    )
+def _others(found: Sequence[Parameter], conjunction: str) -> str:
+    others = len(found) - 1
+    return f", {conjunction} {others} other{'s' * (others > 1)}" if others else ""
 
 
-def _suggested_rules(found: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
+def _suggested(found: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
     """Rules for these leaves and no others, those that are numbered alike together, as a person pastes them."""
-    every: dict[str, int] = Counter(map(_numbered, parameters))
-    alike = Counter(map(_numbered, found))
-    exact = (
-        re.escape("/".join(p.path)) if alike[_numbered(p)] < every[_numbered(p)] else _numbered(p)
+    paths = {p.path: re.escape("/".join(p.path)) for p in parameters}
+    alike = {path: re.sub(r"\d+", r"\\d+", pattern) for path, pattern in paths.items()}
+    every, own = Counter(alike.values()), Counter(alike[p.path] for p in found)
+    rules = (
+        f"(r'^{alike[p.path] if own[alike[p.path]] == every[alike[p.path]] else paths[p.path]}$', "
+        f"{'MuonDimensionNumbers(0, 1)' if _is_whole(p) else None})"
         for p in found
     )
-    rules = (
-        f"(r'^{pattern}$', {'MuonDimensionNumbers(0, 1)' if _is_whole(p) else None})"
-        for p, pattern in zip(found, exact, strict=True)
-    )
     return ", ".join(dict.fromkeys(rules))
-
-
-def _numbered(p: Parameter) -> str:
-    """An expression for a leaf and all that are numbered like it."""
-    return re.sub(r"\d+", r"\\d+", re.escape("/".join(p.path)))
 
 
 def _is_whole(p: Parameter) -> bool:

@@ -38,12 +38,11 @@ def unstack(parameters: Sequence[Parameter], scan_axis: int | None = None) -> li
         siblings = Siblings(current)
         current = [p._replace(stacked=_verdict(p, siblings)) for p in current]
         peeled = {p.path: p for p in _peel(current, 0, scan_axis)}
-        following = [peeled[p.path] for p in current]
-        if following == current:
+        before, current = current, [peeled[p.path] for p in current]
+        if current == before:
             return current
         if scan_axis is not None:
-            _check_scan_axis(scan_axis, current, following)
-        current = following
+            _check_scan_axis(scan_axis, before, current)
 
 
 def _check_scan_axis(scan_axis: int, before: Sequence[Parameter], after: Sequence[Parameter]) -> None:

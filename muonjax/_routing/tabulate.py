@@ -71,15 +71,9 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
 
 
 def _fit(path: str, room: int) -> str:
-    """Shortens long names in their middle, no more than needed: `MultiHea…ention_0/query/kernel`."""
-    names, longest = path.split("/"), 40
-    while len("/".join(names)) > room and longest > 8:
-        longest -= 1
-        head, tail = longest // 2, longest - longest // 2 - 1
-        names = [
-            name if len(name) <= longest else f"{name[:head]}…{name[-tail:]}" for name in path.split("/")
-        ]
-    return "/".join(names)
+    """Shortens a long path in its middle."""
+    half = (room - 1) // 2
+    return path if len(path) <= room else f"{path[:half]}…{path[half + 1 - room :]}"
 
 
 def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.MaskedNode], Any]:
@@ -131,15 +125,17 @@ def _matrices(route: Route) -> Counter[tuple[int, int]]:
 
 
 def _totals(found: list[Route]) -> list[str]:
-    total = max(1, sum(math.prod(route.shape) for route in found))
-    lines = []
+    total, lines = max(1, sum(math.prod(route.shape) for route in found)), []
     for optimizer in ("Muon", "Adam"):
         mine = [route for route in found if (route.numbers is not None) == (optimizer == "Muon")]
         size = sum(math.prod(route.shape) for route in mine)
         matrices = sum(_matrices(route).total() for route in mine)
-        held = f"{len(mine)} " + ("leaf" if len(mine) == 1 else "leaves")
-        if matrices:
-            held = f"{matrices} {'matrix' if matrices == 1 else 'matrices'} in {held}"
-        noun = "parameter" if size == 1 else "parameters"
-        lines.append(f"{optimizer}: {size:,} {noun} ({100 * size / total:.1f} %), {held}")
+        held = _counted(len(mine), "leaf", "leaves")
+        held = f"{_counted(matrices, 'matrix', 'matrices')} in {held}" if matrices else held
+        parameters = _counted(size, "parameter", "parameters")
+        lines.append(f"{optimizer}: {parameters} ({100 * size / total:.1f} %), {held}")
     return lines
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count:,} {one if count == 1 else several}"

@@ -221,6 +221,9 @@ def test_heads_that_contradict_the_kernels():
     leaves = MODELS["simply"][0]
     with pytest.raises(ValueError, match="4 heads of 'block_0/attn' can't be told"):
         muonjax.sites_from(tree(leaves), num_heads=4)
+    for num_heads in (0, 100):  # more heads than features divided by zero
+        with pytest.raises(ValueError, match=r"give num_heads|100 heads"):
+            muonjax.sites_from(tree(MODELS["Transformers' Llama"][0]), num_heads=num_heads)
 
 
 def test_sites_none_is_sites_from():
