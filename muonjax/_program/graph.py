@@ -33,8 +33,13 @@ class Step(NamedTuple):
     """One enclosing equation on the way from the outermost jaxpr to an operation."""
 
     equation: int  # its index in the enclosing jaxpr
-    body: int  # which of its bodies
-    kind: str  # the primitive
+    body: int = 0  # which of its bodies: the branch of a cond, 0 otherwise
+    kind: str = ""  # the primitive
+    # Where logits are reported:
+    layer: bool = False  # of a scan: its iterations are layers, and a leading axis; otherwise maximized over
+    sharded: tuple[
+        tuple[str, ...], ...
+    ] = ()  # of a shard_map: mesh axes that divide each kept axis; () if none
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -47,16 +52,7 @@ class Node:
     outputs: tuple[int, ...]
     equation: JaxprEqn | None
     place: tuple[Step, ...]
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether it belongs to the backward pass of a gradient that the function takes by itself."""
-        return self.equation is not None and _pass(self.equation.source_info.name_stack) == "backward"
-
-    @property
-    def is_differentiated(self) -> bool:
-        """Whether it belongs to the forward pass of such a gradient: perhaps only the backward pass uses its result."""
-        return self.equation is not None and _pass(self.equation.source_info.name_stack) == "forward"
+    passes: str  # of a gradient that the function takes by itself: "forward" or "backward"
 
 
 @functools.lru_cache(1024)
@@ -91,7 +87,8 @@ class Graph:
         self.elsewhere: dict[int, list[tuple[tuple[Step, ...], Any]]] = {}
         self.outputs = self._walk(jaxpr, self.constants, inputs, ())
         self.producer = {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
-        ends = [x for node in self.nodes if node.is_differentiated for x in node.outputs]
+        # Perhaps only the backward pass uses what the forward pass returns.
+        ends = [x for node in self.nodes if node.passes == "forward" for x in node.outputs]
         used = self.upstream([*self.outputs, *ends], lambda i: self.nodes[i].inputs)
         # Operations that an output of the function depends on, or a gradient that the function takes.
         self.live = {self.producer[x] for x in used if x in self.producer}
@@ -106,7 +103,8 @@ class Graph:
         equation: JaxprEqn | None, place: tuple[Step, ...],
     ) -> list[int]:  # fmt: skip
         outputs = [self._new(v) for v in outs]
-        self.nodes.append(Node(name, params, tuple(inputs), tuple(outputs), equation, place))
+        passes = "" if equation is None else _pass(equation.source_info.name_stack)
+        self.nodes.append(Node(name, params, tuple(inputs), tuple(outputs), equation, place, passes))
         return outputs
 
     def _walk(

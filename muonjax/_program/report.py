@@ -19,20 +19,10 @@ from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from muonjax._program import versions
+from muonjax._program.graph import Step
 from muonjax._program.versions import Body, opened
 
 MASKED = -1e4  # what is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well
-
-
-class Step(NamedTuple):
-    """One enclosing equation on the way from the outermost jaxpr to the logits."""
-
-    equation: int  # index among the enclosing jaxpr's equations
-    body: int = 0  # which of its bodies: the branch of a cond, 0 otherwise
-    layer: bool = False  # of a scan: its iterations are layers, and a leading axis; otherwise maximized over
-    sharded: tuple[
-        tuple[str, ...], ...
-    ] = ()  # of a shard_map: mesh axes that divide each kept axis; () if none
 
 
 class Probe(NamedTuple):
