@@ -16,10 +16,10 @@ Body: TypeAlias = Jaxpr | ClosedJaxpr  # JAX 0.12 has one type for both
 
 # Equations that can return more than they do; all others are opaque: a rule for derivatives or for batching,
 # or a kernel, is written for the outputs as they are.
-CALLS = frozenset(
+_CALLS = frozenset(
     {"jit", "pjit", "call", "closed_call", "checkpoint", "remat", "remat2", "compute_on", "xla_metadata_call"}
 )
-EXTENSIBLE = CALLS | {"scan", "while", "cond", "shard_map"}
+EXTENSIBLE = _CALLS | {"scan", "while", "cond", "shard_map"}
 CUDNN = "dot_product_attention_fwd_wrapper"  # jax.nn.dot_product_attention(implementation="cudnn")
 
 
