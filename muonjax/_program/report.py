@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from muonjax._program import versions
 from muonjax._program.graph import Step
+from muonjax._program.stretches import as_call, stretches
 from muonjax._program.versions import Body, opened
 
 MASKED = -1e4  # what is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well
@@ -65,9 +66,9 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
             maxima[probe] = _largest(values[probe.variable], raw, probe)
 
     measure(list(values))
-    # No value is dropped on the way, as jaxpr_as_fun does after its last use: 40 unrolled layers would then take 1.7
-    # times as long to trace.
-    for index, eqn in enumerate(jaxpr.eqns):
+    kept = {*jaxpr.outvars, *here, *(p.raw for found in here.values() for p in found)}
+    for index, eqns, outputs in stretches(jaxpr.eqns, kept, deeper):
+        eqn = eqns[0] if index in deeper else as_call(eqns, outputs)
         operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
         scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
@@ -76,8 +77,8 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
                 maxima |= zip(deeper[index], found, strict=True)
             else:
                 outs = _bound(eqn, operands)
-            values |= zip(eqn.outvars, outs, strict=True)
-            measure(eqn.outvars)
+            values |= zip(outputs, outs, strict=True)
+            measure(outputs)
     results = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
     return [*results, *(maxima[probe] for probe in probes)]
 
