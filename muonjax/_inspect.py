@@ -173,11 +173,8 @@ class Program:
         return deviations
 
     def _largest(self, params: Any, args: Any, kwargs: Any) -> dict[str, jax.Array]:
-        leaves, structure = jax.tree.flatten(params)
-        closed = jax.make_jaxpr(lambda *leaves: self._fun(structure.unflatten(leaves), *args, **kwargs))(
-            *leaves
-        )
-        return maxima_of(find_probes(closed, [params], self._call), closed, leaves)[1]
+        closed = jax.make_jaxpr(lambda params: self._fun(params, *args, **kwargs))(params)
+        return find_maxima(closed, [params], self._call)[1]
 
     def __repr__(self) -> str:
         matrices = sum(d.numbers is not None for d in self._decisions.values())
@@ -293,21 +290,36 @@ def _name(fun: Callable[..., Any]) -> str:
     return f"inspect({getattr(fun, '__name__', fun)})"
 
 
-def find_probes(
+def find_maxima(
+    closed: ClosedJaxpr, arguments: Sequence[Any], call: str
+) -> tuple[list[Any], dict[str, jax.Array]]:
+    """What a function returns, and the largest logits [*layers, heads] of each attention that can be clipped, by name.
+
+    The leaves of `arguments` are the inputs of `closed`. All of these are parameters, or, as where a loss is
+    differentiated by its input too, those of one argument are.
+    """
+    sites = _clippable(closed, arguments, call)
+    probes = [call.probe for _, calls in sites for call in calls if call.probe is not None]
+    results = run(closed, probes, *jax.tree.leaves(arguments))
+    count = len(results) - len(probes)
+    maxima = iter(results[count:])
+    return results[:count], {
+        name: _of_all_calls(calls, [next(maxima) for _ in calls]) for name, calls in sites
+    }
+
+
+def _clippable(
     closed: ClosedJaxpr, arguments: Sequence[Any], call: str
 ) -> list[tuple[str, list[attention.Site]]]:
-    """Name and calls of each attention that can be clipped; the leaves of `arguments` are the inputs of `closed`.
-
-    All of these are parameters, or, as where a loss is differentiated by its input too, those of one argument are.
-    """
+    """Name and calls of each attention that can be clipped."""
+    whole = arguments[0] if len(arguments) == 1 else arguments
+    ends = itertools.accumulate((len(jax.tree.leaves(x)) for x in arguments), initial=0)
     found, used = [], False
-    for one in [None] if len(arguments) == 1 else [None, *range(len(arguments))]:
-        start = 0 if one is None else len(jax.tree.leaves(arguments[:one]))
-        tree = arguments[one or 0] if one is not None or len(arguments) == 1 else arguments
+    for tree, start in [(whole, 0), *(zip(arguments, ends, strict=False) if len(arguments) > 1 else ())]:
         walk = Walk(Graph(closed, range(start, start + len(jax.tree.leaves(tree)))))
         found, used = _attentions(walk, list(flatten_paths(tree))), used or bool(walk.uses)
-        if any(a.site for a, _ in found):
-            return [(a.name, calls) for a, calls in found if a.site is not None]
+        if clippable := [(a.name, calls) for a, calls in found if a.site is not None]:
+            return clippable
     if not used:
         raise ValueError(
             f"{call}: nothing that it returns depends on the arguments to differentiate by; give the parameters "
@@ -320,19 +332,6 @@ def find_probes(
         )
     refused = listed([f"{a.line}: {a.problem}" for a, _ in found])
     raise ValueError(f"{call}: no attention can be clipped. {refused}. Use jax.value_and_grad and muon.")
-
-
-def maxima_of(
-    sites: Sequence[tuple[str, list[attention.Site]]], closed: ClosedJaxpr, leaves: Sequence[Any]
-) -> tuple[list[Any], dict[str, jax.Array]]:
-    """What a function returns for these inputs, and the largest logits [*layers, heads] of each site by its name."""
-    probes = [call.probe for _, calls in sites for call in calls if call.probe is not None]
-    results = run(closed, probes, *leaves)
-    count = len(results) - len(probes)
-    maxima = iter(results[count:])
-    return results[:count], {
-        name: _of_all_calls(calls, [next(maxima) for _ in calls]) for name, calls in sites
-    }
 
 
 def _of_all_calls(calls: Sequence[attention.Site], maxima: Sequence[jax.Array]) -> jax.Array:

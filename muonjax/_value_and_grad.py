@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from muonjax._inspect import find_probes, maxima_of
+from muonjax._inspect import find_maxima
 
 
 def value_and_grad(
@@ -61,15 +61,15 @@ def with_max_logits(
     @functools.wraps(fun)
     def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         chosen = [argnums] if isinstance(argnums, int) else list(argnums)
-        leaves, structure = jax.tree.flatten([args[i] for i in chosen])
+        arguments = [args[i] for i in chosen]
         aux_leaves: list[Any] = []
         aux_structure: Any = None
         call = f"value_and_grad({getattr(fun, '__name__', fun)})"
 
-        def traced(*leaves: Any) -> list[Any]:
+        def traced(*arguments: Any) -> list[Any]:
             nonlocal aux_leaves, aux_structure
             given = list(args)
-            for i, argument in zip(chosen, jax.tree.unflatten(structure, leaves), strict=True):
+            for i, argument in zip(chosen, arguments, strict=True):
                 given[i] = argument
             result = fun(*given, **kwargs)
             if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
@@ -85,9 +85,7 @@ def with_max_logits(
             aux_leaves, aux_structure = jax.tree.flatten(aux)
             return [loss, *filter(_is_traced, aux_leaves)]
 
-        closed = jax.make_jaxpr(traced)(*leaves)
-        sites = find_probes(closed, [args[i] for i in chosen], call)
-        (loss, *results), max_logits = maxima_of(sites, closed, leaves)
+        (loss, *results), max_logits = find_maxima(jax.make_jaxpr(traced)(*arguments), arguments, call)
         arrays = iter(results)
         aux_leaves = [next(arrays) if _is_traced(leaf) else leaf for leaf in aux_leaves]
         return loss, (jax.tree.unflatten(aux_structure, aux_leaves), max_logits) if has_aux else max_logits

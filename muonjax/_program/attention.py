@@ -12,7 +12,7 @@ import numpy as np
 from muonjax._program.graph import line_of
 from muonjax._program.layout import PLACED, Atom, Layout, Shard, joined, other
 from muonjax._program.products import Side
-from muonjax._program.report import Probe, Step
+from muonjax._program.report import Probe
 from muonjax._program.values import Image, Term
 from muonjax._program.walk import Attention, Walk
 
@@ -62,7 +62,7 @@ def sites(walk: Walk) -> list[Site]:
 
 
 def _site(walk: Walk, attention: Attention) -> Site:
-    line = line_of(walk.nodes[attention.product].equation)
+    line = line_of(walk.nodes[attention.logits.product].equation)
     finder = _Finder(walk, attention)
     projections = tuple(m.product.use.term for m in (*finder.query.value.images, *finder.key.value.images))
     try:
@@ -76,7 +76,7 @@ class _Finder:
 
     def __init__(self, walk: Walk, attention: Attention):
         self.walk, self.shapes, self.attention = walk, walk.shapes, attention
-        left, right = walk.pairs[attention.product]
+        left, right = walk.pairs[attention.logits.product]
         self.normalized = {a.axis for a in attention.keys}
         is_query = left.sources[max(self.normalized)] is None
         self.query, self.key = (left, right) if is_query else (right, left)
@@ -215,7 +215,7 @@ class _Finder:
             for region, i in image.product.parts:
                 pairs = ((a, b) for a in region for b in image.layout.region if a[:2] == b[:2])
                 overlap = all(a.start < b.stop and b.start < a.stop for a, b in pairs)
-                if i != self.attention.product and overlap:
+                if i != self.attention.logits.product and overlap:
                     raise _Refused(f"its projection is used for something else too: {self._line(i)}")
 
     def _probe(self, query: Span) -> Probe:
@@ -247,7 +247,7 @@ class _Finder:
         mesh_axes = {shard.axis: shard.mesh_axes for shard in image.layout.shards}
         of_heads = [mesh_axes.get(found[counted[k][0].axis][0].axis, ()) for k in kept]
         path = (
-            Step(step.equation, step.body, layer, (*[()] * sum(is_layer[n + 1 :]), *of_heads))
+            step._replace(layer=layer, sharded=(*[()] * sum(is_layer[n + 1 :]), *of_heads))
             for n, (step, layer) in enumerate(zip(place, is_layer, strict=True))
         )
         return Probe(tuple(path), places[place], axis[0], tuple(kept), raw.get(place), tuple(around))

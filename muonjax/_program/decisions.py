@@ -56,11 +56,13 @@ def _ends(walk: Walk) -> _Ends:
 
     def through(i: int) -> list[int]:
         node = graph.nodes[i]
-        return [] if node.is_transposed or node.name == "stop_gradient" else floats(node.inputs)
+        return [] if node.passes == "backward" or node.name == "stop_gradient" else floats(node.inputs)
 
     def directly(i: int) -> list[int]:
         node = graph.nodes[i]
-        return [] if node.is_transposed else floats({*node.inputs}.difference(walk.consumers.get(i, ())))
+        return (
+            [] if node.passes == "backward" else floats({*node.inputs}.difference(walk.consumers.get(i, ())))
+        )
 
     taken = floats(x for i, operands in walk.consumers.items() if i in graph.live for x in operands)
     return _Ends(graph.upstream(taken, through), graph.upstream(floats(graph.outputs), directly))
@@ -98,9 +100,9 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         return _no_matrix(walk, uses)
     if is_loss and all(_is_head(walk, ends, u) for u in products):
         return _adam(walk, "no product after it, an output head", products[0])
-    matrices = [u for u in products if u.rows and u.columns and not _is_depthwise(u)]
+    matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
     if not matrices:
-        why = "a depthwise convolution" if _is_depthwise(products[0]) else "multiplied by vectors"
+        why = "a depthwise convolution" if products[0].is_depthwise else "multiplied by vectors"
         return _adam(walk, why, products[0])
     if unknown := [u for u in uses if u.kind.startswith("unknown: ")]:
         name = unknown[0].kind.removeprefix("unknown: ")
@@ -121,10 +123,6 @@ def _no_matrix(walk: Walk, uses: list[Use]) -> Decision:
 
 def _adam(walk: Walk, why: str, use: Use, by_names: bool = False) -> Decision:
     return Decision(None, f"{why}: {_line(walk, use)}", by_names=by_names)
-
-
-def _is_depthwise(use: Use) -> bool:
-    return use.groups > 1 and use.depth == 1
 
 
 def _is_head(walk: Walk, ends: _Ends, use: Use) -> bool:

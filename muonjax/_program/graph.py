@@ -17,24 +17,22 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
-from muonjax._program.versions import CALLS, CUDNN, Body, bodies, opened, scan_counts, while_counts
+from muonjax._program.versions import CUDNN, EXTENSIBLE, Body, bodies, opened, scan_counts, while_counts
 
-_ENTERED = CALLS | {
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "custom_lin",
-    "shard_map",
-    CUDNN,
-}
+_ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", CUDNN}
 
 
 class Step(NamedTuple):
     """One enclosing equation on the way from the outermost jaxpr to an operation."""
 
     equation: int  # its index in the enclosing jaxpr
-    body: int  # which of its bodies
-    kind: str  # the primitive
+    body: int = 0  # which of its bodies: the branch of a cond, 0 otherwise
+    kind: str = ""  # the primitive
+    # Where logits are reported:
+    layer: bool = False  # of a scan: its iterations are layers, and a leading axis; otherwise maximized over
+    sharded: tuple[
+        tuple[str, ...], ...
+    ] = ()  # of a shard_map: mesh axes that divide each kept axis; () if none
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -47,16 +45,7 @@ class Node:
     outputs: tuple[int, ...]
     equation: JaxprEqn | None
     place: tuple[Step, ...]
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether it belongs to the backward pass of a gradient that the function takes by itself."""
-        return self.equation is not None and _pass(self.equation.source_info.name_stack) == "backward"
-
-    @property
-    def is_differentiated(self) -> bool:
-        """Whether it belongs to the forward pass of such a gradient: perhaps only the backward pass uses its result."""
-        return self.equation is not None and _pass(self.equation.source_info.name_stack) == "forward"
+    passes: str  # of a gradient that the function takes by itself: "forward" or "backward"
 
 
 @functools.lru_cache(1024)
@@ -91,7 +80,8 @@ class Graph:
         self.elsewhere: dict[int, list[tuple[tuple[Step, ...], Any]]] = {}
         self.outputs = self._walk(jaxpr, self.constants, inputs, ())
         self.producer = {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
-        ends = [x for node in self.nodes if node.is_differentiated for x in node.outputs]
+        # Perhaps only the backward pass uses what the forward pass returns.
+        ends = [x for node in self.nodes if node.passes == "forward" for x in node.outputs]
         used = self.upstream([*self.outputs, *ends], lambda i: self.nodes[i].inputs)
         # Operations that an output of the function depends on, or a gradient that the function takes.
         self.live = {self.producer[x] for x in used if x in self.producer}
@@ -106,8 +96,19 @@ class Graph:
         equation: JaxprEqn | None, place: tuple[Step, ...],
     ) -> list[int]:  # fmt: skip
         outputs = [self._new(v) for v in outs]
-        self.nodes.append(Node(name, params, tuple(inputs), tuple(outputs), equation, place))
+        passes = "" if equation is None else _pass(equation.source_info.name_stack)
+        self.nodes.append(Node(name, params, tuple(inputs), tuple(outputs), equation, place, passes))
         return outputs
+
+    def _each(
+        self, name: str, values: Sequence[Sequence[int]], variables: Sequence[Any], equation: JaxprEqn | None,
+        place: tuple[Step, ...], **params: Any,
+    ) -> list[int]:  # fmt: skip
+        """One operation for each variable, of one value out of each of these lists."""
+        return [
+            self._add(name, params, inputs, [v], equation, place)[0]
+            for *inputs, v in zip(*values, variables, strict=True)
+        ]
 
     def _walk(
         self, jaxpr: Any, consts: Sequence[int], args: Sequence[int], place: tuple[Step, ...]
@@ -121,29 +122,35 @@ class Graph:
             return number
 
         for position, eqn in enumerate(jaxpr.eqns):
-            inputs = [read(atom) for atom in eqn.invars]
-            name = eqn.primitive.name
+            inputs, name = [read(atom) for atom in eqn.invars], eqn.primitive.name
+            inside = bodies(eqn) if name in _ENTERED else []
+            found = [(body, (*place, Step(position, i, name))) for i, (_, body) in enumerate(inside)]
             if name == "scan":
-                outputs = self._scan(eqn, inputs, place, position)
+                consts, carried = scan_counts(eqn)
+                outputs = self._loop(eqn, *found[0], inputs, consts, carried)
             elif name == "while":
-                outputs = self._while(eqn, inputs, place, position)
+                conditions, consts = while_counts(eqn)
+                outputs = self._loop(eqn, *found[0], inputs[conditions:], consts, len(eqn.outvars))
             elif name == "cond":
-                outputs = self._cond(eqn, inputs, place, position)
-            elif name in _ENTERED and (found := bodies(eqn)):
-                body, inner = found[0][1], (*place, Step(position, 0, name))
-                if name == "shard_map":
-                    inputs = self._resized(
-                        "shard", inputs, opened(body).invars, eqn, inner, eqn.params["in_specs"]
-                    )
-                outputs = self._enter(body, inputs, inner)
-                if name == "shard_map":
-                    outputs = self._resized("unshard", outputs, eqn.outvars, eqn, place, [()] * len(outputs))
-                for x, v in zip(outputs, eqn.outvars, strict=True):
-                    self.elsewhere.setdefault(x, []).append((place, v))
+                branches = [self._enter(body, inputs[1:], inner) for body, inner in found]
+                which = [inputs[0]] * len(eqn.outvars)
+                outputs = self._each("join", [which, *branches], eqn.outvars, eqn, place)
+            elif found:
+                outputs = self._call(eqn, *found[0], inputs)
             else:
                 outputs = self._add(name, eqn.params, inputs, eqn.outvars, eqn, place)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _call(self, eqn: JaxprEqn, body: Body, inner: tuple[Step, ...], inputs: list[int]) -> list[int]:
+        if eqn.primitive.name == "shard_map":
+            inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner, eqn.params["in_specs"])
+        outputs = self._enter(body, inputs, inner)
+        if eqn.primitive.name == "shard_map":
+            outputs = self._resized("unshard", outputs, eqn.outvars, eqn, inner[:-1], [()] * len(outputs))
+        for x, v in zip(outputs, eqn.outvars, strict=True):
+            self.elsewhere.setdefault(x, []).append((inner[:-1], v))
+        return outputs
 
     def _resized(
         self, name: str, values: list[int], variables: Sequence[Any], eqn: JaxprEqn, place: tuple[Step, ...],
@@ -151,9 +158,7 @@ class Graph:
     ) -> list[int]:  # fmt: skip
         """Into and out of a `shard_map`, where an array is one device's part of it."""
         return [
-            x
-            if self.avals[x].shape == v.aval.shape
-            else self._add(name, {"spec": spec}, [x], [v], eqn, place)[0]
+            x if self.shape(x) == v.aval.shape else self._add(name, {"spec": spec}, [x], [v], eqn, place)[0]
             for x, v, spec in zip(values, variables, specs, strict=True)
         ]
 
@@ -163,55 +168,23 @@ class Graph:
             self.elsewhere.setdefault(x, []).append((place, v))
         return self._walk(jaxpr, [self._new(v) for v in jaxpr.constvars], inputs, place)
 
-    def _scan(self, eqn: JaxprEqn, inputs: list[int], place: tuple[Step, ...], position: int) -> list[int]:
-        consts, carried = scan_counts(eqn)
-        body = eqn.params["jaxpr"]
-        inner, variables = (*place, Step(position, 0, "scan")), opened(body).invars
-        first = len(self.nodes)
-        carry = self._carry(inputs[consts : consts + carried], variables[consts : consts + carried], inner)
-        sliced = [
-            self._add("scan_slice", {"scan": inner}, [x], [v], eqn, inner)[0]
-            for x, v in zip(inputs[consts + carried :], variables[consts + carried :], strict=True)
-        ]
+    def _loop(
+        self, eqn: JaxprEqn, body: Body, inner: tuple[Step, ...], inputs: list[int], consts: int, carried: int
+    ) -> list[int]:
+        """A scan or a while: its inputs are constants, then what is carried, then what is sliced."""
+        first, after = len(self.nodes), consts + carried
+        variables = opened(body).invars
+        carry = self._each("carry", [inputs[consts:after]], variables[consts:after], None, inner)
+        sliced = self._each("scan_slice", [inputs[after:]], variables[after:], eqn, inner, scan=inner)
         outs = self._enter(body, [*inputs[:consts], *carry, *sliced], inner)
-        self._close(first, carry, outs[:carried])
-        stacked = [
-            self._add("scan_stack", {"scan": inner}, [x], [v], eqn, place)[0]
-            for x, v in zip(outs[carried:], eqn.outvars[carried:], strict=True)
-        ]
-        return [*outs[:carried], *stacked]
-
-    def _while(self, eqn: JaxprEqn, inputs: list[int], place: tuple[Step, ...], position: int) -> list[int]:
-        consts = sum(while_counts(eqn))
-        body, inner = eqn.params["body_jaxpr"], (*place, Step(position, 0, "while"))
-        variables = opened(body).invars[while_counts(eqn)[1] :]
-        first = len(self.nodes)
-        carry = self._carry(inputs[consts:], variables, inner)
-        outs = self._enter(body, [*inputs[while_counts(eqn)[0] : consts], *carry], inner)
-        self._close(first, carry, outs)
-        return outs
-
-    def _carry(self, inputs: Sequence[int], variables: Sequence[Any], place: tuple[Step, ...]) -> list[int]:
-        return [
-            self._add("carry", {}, [x], [v], None, place)[0] for x, v in zip(inputs, variables, strict=True)
-        ]
-
-    def _close(self, first: int, carry: Sequence[int], outs: Sequence[int]) -> None:
-        """Give each carried value its second source, the end of the body."""
-        for i, out in enumerate(outs):
+        for i, out in enumerate(
+            outs[:carried]
+        ):  # the second source of what is carried is the end of the body
             self.nodes[first + i].inputs += (out,)
         if carry:
-            self.loops[first] = Loop(range(first, first + len(carry)), len(self.nodes))
-
-    def _cond(self, eqn: JaxprEqn, inputs: list[int], place: tuple[Step, ...], position: int) -> list[int]:
-        branches = [
-            self._enter(body, inputs[1:], (*place, Step(position, i, "cond")))
-            for i, (_, body) in enumerate(bodies(eqn))
-        ]
-        return [
-            self._add("join", {}, [inputs[0], *values], [v], eqn, place)[0]
-            for *values, v in zip(*branches, eqn.outvars, strict=True)
-        ]
+            self.loops[first] = Loop(range(first, first + carried), len(self.nodes))
+        stacked = self._each("scan_stack", [outs[carried:]], eqn.outvars[carried:], eqn, inner[:-1])
+        return [*outs[:carried], *stacked]
 
     def upstream(self, values: Iterable[int], inputs: Callable[[int], Iterable[int]]) -> set[int]:
         """These values and all that they depend on; `inputs` says which inputs of an operation are followed."""
@@ -230,11 +203,10 @@ class Graph:
         return found
 
     def is_stack_of_scalars(self, value: int) -> bool:
-        node = self.nodes[self.producer[value]] if value in self.producer else None
-        if node is None or node.name not in ("concatenate", "stack"):
-            return False
-        singles = [self.producer.get(x) for x in node.inputs]
-        return all(i is not None and self.shape(self.nodes[i].inputs[0]) == () for i in singles)
+        made = [self.nodes[self.producer[value]]] if value in self.producer else []
+        inputs = [x for node in made if node.name in ("concatenate", "stack") for x in node.inputs]
+        singles = [self.nodes[self.producer[x]].inputs for x in inputs if x in self.producer]
+        return 0 < len(inputs) == len(singles) and all(xs and self.shape(xs[0]) == () for xs in singles)
 
     def shape(self, value: int) -> tuple[int, ...]:
         return self.avals[value].shape

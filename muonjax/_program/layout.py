@@ -126,18 +126,10 @@ class Layout(NamedTuple):
         atoms = self.axes[axis]
         if atoms and atoms[0].axis == PLACED:
             return self._cut_placed(axis, start, stop)
-        if (
-            step != 1
-            and len(atoms) == 1
-            and start < step
-            and atoms[0].size % step == 0
-            and atoms[0].axis != OTHER
-        ):
-            # x[..., 1::2]: one of each run of `step`.
-            split = _split(atoms[0], step)
-            if split is not None and -(-(stop - start) // step) == split[0].size:
-                return self._with(axis, split[:1])._take(split[1], start, 1)
         count = -(-(stop - start) // step)
+        each = len(atoms) == 1 and start < step and atoms[0].axis >= 0 and count * step == atoms[0].size
+        if step > 1 and each and (split := _split(atoms[0], step)):  # x[..., 1::2]: one of each run of `step`
+            return self._with(axis, split[:1])._take(split[1], start, 1)
         if (start, stop, step) == (0, length(atoms), 1):
             return self
         inner = math.prod(a.size for a in atoms[1:])
@@ -177,9 +169,7 @@ class Layout(NamedTuple):
 
     def reshape(self, shape: Sequence[int]) -> Layout:
         longer = [atoms for atoms in self.axes if length(atoms) > 1]
-        if [length(atoms) for atoms in longer] == [
-            n for n in shape if n > 1
-        ]:  # axes of one entry come and go
+        if list(map(length, longer)) == [n for n in shape if n > 1]:  # axes of one entry come and go
             return self._replace(axes=tuple(longer.pop(0) if n > 1 else () for n in shape))
         if any(atoms and atoms[0].axis == PLACED for atoms in self.axes):
             return self._reshape_placed(shape)

@@ -249,9 +249,10 @@ def _conv(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
     sources: list[int | None] = [None] * len(shape)
     sources[numbers.out_spec[1]] = out
     sizes = tuple(shape[axis] for axis in window)
+    groups = node.params["feature_group_count"] * node.params["batch_group_count"]
     extra = {
-        "groups": node.params["feature_group_count"] * node.params["batch_group_count"],
-        "depth": shape[into],
+        "groups": groups,
+        "is_depthwise": groups > 1 and shape[into] == 1,
         "is_patch": tuple(node.params["window_strides"]) == sizes and max(sizes, default=1) > 1,
     }
     return [_by_kernel(walk, i, node, values, (into, *window), (), sources, **extra)]

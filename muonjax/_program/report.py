@@ -19,20 +19,11 @@ from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from muonjax._program import versions
+from muonjax._program.graph import Step
+from muonjax._program.stretches import as_call, stretches
 from muonjax._program.versions import Body, opened
 
 MASKED = -1e4  # what is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well
-
-
-class Step(NamedTuple):
-    """One enclosing equation on the way from the outermost jaxpr to the logits."""
-
-    equation: int  # index among the enclosing jaxpr's equations
-    body: int = 0  # which of its bodies: the branch of a cond, 0 otherwise
-    layer: bool = False  # of a scan: its iterations are layers, and a leading axis; otherwise maximized over
-    sharded: tuple[
-        tuple[str, ...], ...
-    ] = ()  # of a shard_map: mesh axes that divide each kept axis; () if none
 
 
 class Probe(NamedTuple):
@@ -75,7 +66,9 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
             maxima[probe] = _largest(values[probe.variable], raw, probe)
 
     measure(list(values))
-    for index, eqn in enumerate(jaxpr.eqns):
+    kept = {*jaxpr.outvars, *here, *(p.raw for found in here.values() for p in found)}
+    for index, eqns, outputs in stretches(jaxpr.eqns, kept, deeper):
+        eqn = eqns[0] if index in deeper else as_call(eqns, outputs)
         operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
         scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
@@ -84,8 +77,8 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
                 maxima |= zip(deeper[index], found, strict=True)
             else:
                 outs = _bound(eqn, operands)
-            values |= zip(eqn.outvars, outs, strict=True)
-            measure(eqn.outvars)
+            values |= zip(outputs, outs, strict=True)
+            measure(outputs)
     results = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
     return [*results, *(maxima[probe] for probe in probes)]
 

@@ -16,10 +16,10 @@ Body: TypeAlias = Jaxpr | ClosedJaxpr  # JAX 0.12 has one type for both
 
 # Equations that can return more than they do; all others are opaque: a rule for derivatives or for batching,
 # or a kernel, is written for the outputs as they are.
-CALLS = frozenset(
+_CALLS = frozenset(
     {"jit", "pjit", "call", "closed_call", "checkpoint", "remat", "remat2", "compute_on", "xla_metadata_call"}
 )
-EXTENSIBLE = CALLS | {"scan", "while", "cond", "shard_map"}
+EXTENSIBLE = _CALLS | {"scan", "while", "cond", "shard_map"}
 CUDNN = "dot_product_attention_fwd_wrapper"  # jax.nn.dot_product_attention(implementation="cudnn")
 
 
@@ -97,6 +97,12 @@ def varying(aval: Any) -> frozenset[Any]:
     """The mesh axes along which an array inside a `shard_map` differs from device to device."""
     kind = getattr(aval, "mat", None)
     return aval.vma if kind is None else kind.varying
+
+
+def inlined() -> Any:
+    """The setting of a `jit` that becomes part of what it is traced into, as those of `jax.numpy`."""
+    kinds = getattr(jax, "Inline", None)  # since JAX 0.12
+    return True if kinds is None else kinds.JAX_EARLY
 
 
 def with_bodies(eqn: JaxprEqn, new: Sequence[ClosedJaxpr], count: int) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Use(NamedTuple):
     batch: tuple[Atom, ...] = ()
     operand: int = -1  # the activation that it is multiplied with
     groups: int = 1  # of a convolution
-    depth: int = 0  # input features of each of a convolution's groups
+    is_depthwise: bool = False  # each group of one feature
     is_patch: bool = False  # of windows that do not overlap
     product: Any = None
 
@@ -46,7 +46,6 @@ class Use(NamedTuple):
 class Attention(NamedTuple):
     """softmax(Q K^T) V."""
 
-    product: int  # the operation Q K^T
     logits: Logits
     keys: tuple[Atom, ...]  # the axes of the product along which softmax normalizes
     values: Any  # the operand with the values
@@ -102,7 +101,7 @@ class Walk:
 
     def record(self, i: int, kind: str, term: Term, *, k: int = 0, **axes: Any) -> None:
         product = self.product(i, k) if kind == "product" else None
-        if self.nodes[i].is_transposed:
+        if self.nodes[i].passes == "backward":
             kind = f"transposed {kind}"
         self.uses[i, term.leaf, k] = use = Use(kind, i, term, product=product, **axes)
         if product is not None:
@@ -138,7 +137,7 @@ class Walk:
                 if not m.product.bit & factor.before:
                     self.record_gate(m, repeats)
         both = x.images + y.images if x.images and y.images and x.before != y.before else ()
-        if both and all(m.linear or m.after[0] == "normalized" for m in both):
+        if both and all(m.after is None or m.after[0] == "normalized" for m in both):
             self.entrywise[self.nodes[i].outputs[0]] = both
 
     def record_parts(self, i: int, images: Iterable[Image]) -> None:
@@ -173,7 +172,7 @@ class Walk:
                 for use in [use for use in self.uses if use[0] == logits.product]:
                     del self.uses[use]
                 side.value = self.as_input(side.value, side.summed)
-        self.attentions[logits.product] = Attention(logits.product, logits, keys, values)
+        self.attentions[logits.product] = Attention(logits, keys, values)
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:
             for image in side.value.images:
@@ -203,14 +202,15 @@ class Walk:
         return Value(value.kind | DATA, images=tuple(images), before=before)
 
     def consume(self, i: int, *operands: int) -> None:
-        if not self.nodes[i].is_transposed:
+        if self.nodes[i].passes != "backward":
             self.consumers[i] = operands
 
     def _unite_heads(self) -> None:
         """Heads that are computed one by one, each from its part of the same three products, are no parts of these."""
         groups: dict[Any, list[Any]] = {}
         for attention in self.attentions.values():
-            images = [side.value.images for side in (*self.pairs[attention.product], attention.values)]
+            sides = (*self.pairs[attention.logits.product], attention.values)
+            images = [side.value.images for side in sides]
             if all(images):
                 first = [found[0] for found in images]
                 groups.setdefault(tuple(m.product for m in first), []).append(

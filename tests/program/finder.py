@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from jax.extend.core import Literal
 
-from muonjax._program.report import Probe, Step
+from muonjax._program.graph import Step
+from muonjax._program.report import Probe
 from muonjax._program.versions import bodies, opened, scan_counts
 
 ELEMENTWISE = {
@@ -56,7 +57,7 @@ def search(jaxpr, path, parameters, logits, heads, sharded) -> Iterator[Probe]:
                 inside = {v for v, outer in zip(inner.invars, given, strict=True) if outer in parameters}
                 layer = name == "scan" and any(v in inside for v in inner.invars[sum(scan_counts(eqn)) :])
                 found = {v for v, outer in zip(inner.invars, given, strict=True) if outer in logits}
-                step = Step(i, b, layer, sharded if name == "shard_map" else ())
+                step = Step(i, b, layer=layer, sharded=sharded if name == "shard_map" else ())
                 yield from search(inner, (*path, step), inside, found, heads, sharded)
                 if name in ("jit", "pjit"):
                     logits |= {o for o, v in zip(eqn.outvars, inner.outvars, strict=True) if v in found}
