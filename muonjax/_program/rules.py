@@ -365,7 +365,7 @@ def _sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
         v for v in values if not v.is_weight and not v.images and not (plain and not v.kind & PARAMETER)
     ]
     if strangers and node.name != "complex":
-        images = tuple(_bent(walk, m, "something else is added", i) for m in images)
+        images = tuple(_bent(walk, m, "added to something else", i) for m in images)
     return [whole._replace(images=images, logits=_sum_of_logits(i, node, values))]
 
 
