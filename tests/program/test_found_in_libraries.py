@@ -481,3 +481,22 @@ def test_heads_of_some_parts_of_a_kernel():
     shapes = weights(**{"in": (D, 5 * D)}, out=(3 * D, D), o=(D, D))
     numbers = muonjax.inspect(loss, shapes, X).dimension_numbers("heads")
     assert numbers["in"] == muonjax.FusedDimensionNumbers(0, 1, (*[SIZE] * 6, 2 * D), 1)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=ValueError, reason="what stands beside a projection is refused by its name"
+)
+def test_a_gate_beside_the_kernel_of_the_queries_is_not_refused_by_its_name():
+    """As of two towers in one dictionary."""
+
+    def loss(p, x):
+        flat = {"q": p["q"]["kernel"], "k": p["k"]["kernel"], "v": p["v"], "o": p["o"]}
+        return jnp.mean((attend(flat, x) * jax.nn.silu(x @ p["q"]["gate"])) ** 2)
+
+    shapes = weights(v=(D, D), o=(D, D)) | {
+        "q": weights(kernel=(D, D), gate=(D, D)),
+        "k": weights(kernel=(D, D)),
+    }
+    program = muonjax.inspect(loss, shapes, X)
+    assert [a.problem for a in program.attentions] == [""]
+    jax.eval_shape(muonjax.muonclip(1e-2, program).init, shapes)
