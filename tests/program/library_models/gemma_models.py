@@ -47,14 +47,14 @@ def text(made, leaves, attentions, per_head, inputs=None):
     return Model(loss, params, inputs, leaves, attentions, per_head)
 
 
-def transformer(**settings):
+def transformer(dtype=jnp.bfloat16, **settings):
     from gemma import gm
 
     kinds = gm.nn.config.AttentionType
     config = gm.nn.config.TransformerConfig(
         **SIZES | {"attention_types": [kinds.LOCAL_SLIDING, kinds.GLOBAL], **settings}
     )
-    return gm.nn.Transformer(config=config, tokens="tokens")
+    return gm.nn.Transformer(config=config, tokens="tokens", dtype=dtype)
 
 
 def each_layer(line):
@@ -154,7 +154,7 @@ def gemma3_images():
     pooled = "; ".join(f"{n} {at}/{n}/kernel@1 3x1; {n} {at}/{n}/bias@0 3x1" for n in ("query", "key"))
     sites = [pooled, *["refused: its queries are normalized"] * 2]
     heads = PER_HEAD | {"*/{query,key,value}/kernel": "0>2"}
-    made = transformer(use_qk_norm=True, vision_encoder=tower)
+    made = transformer(jnp.float32, use_qk_norm=True, vision_encoder=tower)
     return text(made, leaves, sites, heads, [tokens(2, 8), shape(2, 16, 16, 3, dtype=jnp.uint8)])
 
 
