@@ -67,7 +67,7 @@ GROUPED = "query layer_*/attn/q_einsum/w@0 4x1; key layer_*/attn/kv_einsum/w@1 2
 @model("gemma")
 def gemma():
     """The first generation: grouped queries, local layers and global ones."""
-    return text(transformer(), LEAVES, each_layer(GROUPED), PER_HEAD)
+    return text(transformer(jnp.float32), LEAVES, each_layer(GROUPED), PER_HEAD)
 
 
 @model("gemma")
