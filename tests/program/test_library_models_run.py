@@ -41,7 +41,6 @@ RUN = (
     "penzai-llama",
     "keras_hub-gpt2",
     "keras_hub-llama",
-    "keras_hub-stable_diffusion_3",
     "gemma-gemma",
 )
 
