@@ -28,8 +28,8 @@ from tests.program.library_models.answers import (
 )
 from tests.program.library_models.model import Entry, flattened, scrambled
 
-CLIENTS = ("maxtext", "levanter", "tunix", "penzai")
-PACKAGES = {"levanter": "marin-levanter", "tunix": "google-tunix"}
+CLIENTS = ("maxtext", "levanter", "tunix", "penzai", "keras_hub", "gemma")
+PACKAGES = {"levanter": "marin-levanter", "tunix": "google-tunix", "keras_hub": "keras-hub"}
 
 Answers = Mapping[str, Any]  # dimension numbers, None or "refused" by path
 

@@ -175,7 +175,7 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
         strangers = (
             u for u in values if not u.is_weight and not u.images and (u.kind & PARAMETER or not is_mask)
         )
-        why = "something else is added" if any(strangers) and node.name != "complex" else ""
+        why = "added to something else" if any(strangers) and node.name != "complex" else ""
         return tuple(bent(walk, m, why, i) if why else m for m in v.images)
     if node.name not in _SCALES:
         return tuple(bent(walk, m, node.name, i) for m in v.images)

@@ -441,7 +441,21 @@ def test_a_head_of_one_column_is_no_matrix_of_its_own():
     assert numbers["q"] == muonjax.FusedDimensionNumbers(0, 1, HEADS, 1)
 
 
-@pytest.mark.xfail(strict=True, reason="what is cut after a function entry by entry counts as one matrix")
+def test_queries_of_adapters_alone_are_added_to_frozen_ones():
+    """Gemma's adapters: a clip of them alone leaves the frozen part of the queries as large as it is."""
+
+    def loss(p, x, frozen):
+        q, k, v = (jnp.reshape(x @ p[name] + x @ frozen, (*x.shape[:2], HEADS, SIZE)) for name in "qkv")
+        read = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v)
+        return jnp.mean((read.reshape(x.shape) @ p["o"]) ** 2)
+
+    (problem,) = entries(muonjax.inspect(loss, QKV, X, jax.ShapeDtypeStruct((D, D), jnp.float32)))
+    assert problem.startswith("its queries are added to something else: test_found_in_libraries.py")
+
+
+@pytest.mark.xfail(
+    strict=True, reason="what is cut after a function, or a sum with data, counts as one matrix"
+)
 def test_parts_that_are_cut_after_an_activation():
     """Gated delta nets: queries, keys and values by one kernel, a depthwise convolution and SiLU before they part."""
 
@@ -467,3 +481,22 @@ def test_heads_of_some_parts_of_a_kernel():
     shapes = weights(**{"in": (D, 5 * D)}, out=(3 * D, D), o=(D, D))
     numbers = muonjax.inspect(loss, shapes, X).dimension_numbers("heads")
     assert numbers["in"] == muonjax.FusedDimensionNumbers(0, 1, (*[SIZE] * 6, 2 * D), 1)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=ValueError, reason="what stands beside a projection is refused by its name"
+)
+def test_a_gate_beside_the_kernel_of_the_queries_is_not_refused_by_its_name():
+    """As of two towers in one dictionary."""
+
+    def loss(p, x):
+        flat = {"q": p["q"]["kernel"], "k": p["k"]["kernel"], "v": p["v"], "o": p["o"]}
+        return jnp.mean((attend(flat, x) * jax.nn.silu(x @ p["q"]["gate"])) ** 2)
+
+    shapes = weights(v=(D, D), o=(D, D)) | {
+        "q": weights(kernel=(D, D), gate=(D, D)),
+        "k": weights(kernel=(D, D)),
+    }
+    program = muonjax.inspect(loss, shapes, X)
+    assert [a.problem for a in program.attentions] == [""]
+    jax.eval_shape(muonjax.muonclip(1e-2, program).init, shapes)

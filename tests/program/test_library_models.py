@@ -51,7 +51,10 @@ QUICK = (
 )
 
 # Read wrongly: the small programs that show it are in test_found_in_libraries.py.
-KNOWN = {"keras_hub-qwen3_5_experts": "a kernel that is cut into parts after a function of its result"}
+KNOWN = {
+    "keras_hub-qwen3_5_experts": "a kernel that is cut into parts after a function of its result",
+    "gemma-gemma3_adapters": "a kernel that is cut into parts after its result is added to data",
+}
 KNOWN_HEADS = KNOWN | {"keras_hub-flux": "heads in some parts of a kernel, another size in the others"}
 
 

@@ -39,6 +39,9 @@ RUN = (
     "levanter-gpt2",
     "tunix-llama3",
     "penzai-llama",
+    "keras_hub-gpt2",
+    "keras_hub-llama",
+    "gemma-gemma",
 )
 
 
@@ -90,7 +93,18 @@ def what_softmax_gets(name):
 
 # But for NNX, whose softmax is called inside of JAX, Equinox, which calls it for each example, Linen's scan, which
 # takes the effect of a report for a dependence between layers, and libraries that have a softmax of their own.
-OTHERS = ("nnx", "equinox", "linen_scan", "vit_with", "maxtext", "levanter", "tunix", "penzai")
+OTHERS = (
+    "nnx",
+    "equinox",
+    "linen_scan",
+    "vit_with",
+    "maxtext",
+    "levanter",
+    "tunix",
+    "penzai",
+    "keras_hub",
+    "gemma-",
+)
 REPORTING = [name for name in RUN if not any(kind in name for kind in OTHERS)]
 
 

@@ -6,14 +6,8 @@ from tests.program.library_models.model import MODELS, Model
 
 for _file in (
     *("transformers_text", "transformers_others", "linen", "nnx", "published", "haiku", "equinox", "plain"),
-    *(
-        "maxtext",
-        "levanter",
-        "tunix",
-        "penzai",
-        "keras_hub_text",
-        "keras_hub_others",
-    ),  # each in an environment of its own
+    # Each in an environment of its own.
+    *("maxtext", "levanter", "tunix", "penzai", "keras_hub_text", "keras_hub_others", "gemma"),
 ):
     importlib.import_module(f"tests.program.library_models.{_file}_models")
 
