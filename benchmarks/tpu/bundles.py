@@ -64,7 +64,9 @@ def schedule(listing: str) -> Loop:
         begins = tag == "LB" and depth
         del open_loops[len(depth) + (0 if begins else 1) :]
         while len(open_loops) <= len(depth):
-            open_loops[-1].inner.append(Loop())
+            # A bundle of an outer loop can stand inside of an inner one, which then goes on.
+            if begins or not open_loops[-1].inner:
+                open_loops[-1].inner.append(Loop())
             open_loops.append(open_loops[-1].inner[-1])
         loop = open_loops[-1]
         loop.bundles += 1
