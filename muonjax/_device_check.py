@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from muonjax._matrix_view import MuonDimensionNumbers
+from muonjax._newton_schulz import in_vmem
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.iteration import newton_schulz
 from muonjax._newton_schulz.settings import NewtonSchulz
@@ -61,9 +62,11 @@ def report(*, quick: bool = False) -> dict[str, Any]:
         | {name: _version(name) for name in ("muonjax", "jax", "jaxlib", "optax", "flax")},
         "policy": choices(policy_of(jnp.zeros(()))),
         "accuracy": [
-            accuracy(name, shape)
+            accuracy(name, shape, kernel)
             for shape in ([(128, 192)] if quick else [(256, 256), (256, 768)])
+            for kernel in ((None, in_vmem.NAME) if device.platform == "tpu" else (None,))
             for name in PRESETS
+            if kernel is None or name != "accurate"  # which is float32
         ],
         "implementations": [
             implementation(name, dtype, 64 if quick else 256)
@@ -131,13 +134,14 @@ def recorded(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
     return (u * s[:, None]) @ v.mT
 
 
-def accuracy(preset: str, shape: tuple[int, int]) -> dict[str, Any]:
+def accuracy(preset: str, shape: tuple[int, int], implementation: str | None = None) -> dict[str, Any]:
     """How far results of a preset are from the polar factor, on recorded and on hostile matrices.
 
     Of a hostile matrix those directions count that lie within the interval of the polynomials. Stated is the error of
     the polynomials there, and what rounding may add.
     """
     settings, lower, recorded_stated = PRESETS[preset]
+    settings = dataclasses.replace(settings, implementation=implementation)
     rng = np.random.default_rng(0)
     named = hostile(*shape, rng)
     x = np.concatenate([recorded(*shape, rng), np.stack(list(named.values()))]).astype(np.float32)
@@ -154,7 +158,7 @@ def accuracy(preset: str, shape: tuple[int, int]) -> dict[str, Any]:
     finite = bool(np.isfinite(y).all())
     largest = float(np.linalg.norm(y, 2, axis=(-2, -1)).max()) if finite else np.inf
     return {
-        "preset": preset,
+        "preset": preset if implementation is None else f"{preset}, {implementation!r}",
         "shape": shape,
         "matrices": len(x),
         "recorded": float(mean),

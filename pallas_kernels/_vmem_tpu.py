@@ -175,10 +175,10 @@ def symmetric(out: Any, a: Any, y: Any, entries: Callable[[jax.Array, Any], jax.
     m = out.shape[0]
     size = 256 if m % 256 == 0 else 128
     t = m // size
-    tiles, (_, width) = t * (t + 1) // 2, rectangle(t)
+    tiles, width = t * (t + 1) // 2, rectangle(t)[1]
 
     # Several tiles in one pass of the loop: the products of one hide what is left to do of another.
-    together: Any = next(number for number in (3, 2, 1) if tiles % number == 0)
+    together = next(number for number in (3, 2, 1) if tiles % number == 0)
 
     @pl.loop(0, tiles, unroll=together)
     def _(number):

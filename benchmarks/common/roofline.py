@@ -95,6 +95,10 @@ class Tpu:
         return max(arithmetic, traffic)
 
 
+# Of a TPU's chip, that share the matrices of a Pallas kernel.
+CORES = {"v5e": 1, "v5p": 2, "v6e": 1}
+
+
 class Ends(NamedTuple):
     """The two ends of every modelled time."""
 

@@ -1,4 +1,4 @@
-"""Check and time the TPU kernel and whole updates on a TPU, beside the modelled figures; at most ten minutes.
+"""Check and time the TPU kernels and whole updates on a TPU, beside the modelled figures; at most ten minutes.
 
     python -m benchmarks.tpu.run [--out benchmarks/results] [--dry-run]
 
@@ -64,15 +64,16 @@ def timed(calls, chip, rounds):
     )
     baseline = next(iter(seconds.values()))
     return {
-        name: measure.summary(own, baseline) | {"modelled_ms": modelled(chip, *calls[name])}
+        name: measure.summary(own, baseline) | {"modelled_ms": modelled(chip, name, *calls[name])}
         for name, own in seconds.items()
     }
 
 
-def modelled(chip, f, *arguments):
+def modelled(chip, method, f, *arguments):
     if chip is None:
         return None
-    found = hlo_launches.launches(f.lower(*arguments).compile().as_text())
+    text = f.lower(*arguments).compile().as_text()
+    found = [accelerator_model.with_cycles(chip, method, launch) for launch in hlo_launches.launches(text)]
     return roofline.total_seconds(chip, found)[0] * 1e3  # of a TPU the two ends are the same
 
 
@@ -93,9 +94,10 @@ def product(implementation, shape, chip, rounds):
 def step(implementation, tree, chip, rounds):
     """Whole updates of a tree, by each method: the sum of the programs that the model counts."""
     totals: dict[str, dict[str, float]] = {}
-    for name, (update, dtype) in (
-        accelerator_model.methods() | accelerator_model.kernel_methods(implementation)
-    ).items():
+    chosen = accelerator_model.methods() | accelerator_model.kernel_methods(implementation)
+    if tree in accelerator_model.IN_VMEM:
+        chosen |= accelerator_model.kernel_methods("tpu_vmem")
+    for name, (update, dtype) in chosen.items():
         total = {"ms": 0.0, "modelled_ms": 0.0}
         for shapes, count in accelerator_model.parts(tree, name, "tpu"):
             arrays = {key: draw(shape, dtype, i) for i, (key, shape) in enumerate(shapes.items())}
