@@ -372,7 +372,7 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
             scales=scales,
             signal="max_logits" if is_alone else name,
             scan_axis=stack or None,
-            norms=(),
+            exact=True,
         )
         found.append((Attention(name, site.line, public, ""), group))
     return found

@@ -137,16 +137,10 @@ def _target(site: Site, root: str, modules: Modules) -> Target:
         for scale, path in zip(site.scales, paths, strict=True)
         if not scale.optional or modules.leaves.get(path) is not None
     ]
-    if {"query", "key"} & {scale.factor for scale in site.scales}:
-        refuse_norms(root, site.norms, modules, parts[0].size // parts[0].entries)
-    # What an adapter adds to queries and keys would not be scaled with the kernel.
-    projections = {path.rpartition("/")[0] for path in paths} - {root}
-    feeding = {path for module in projections for path in modules.leaves_below(module)}
-    if others := sorted(feeding.difference(paths)):
-        raise ValueError(
-            f"{others} feed the queries or keys of {root!r} too, and its site can't scale them. Merge them into the "
-            f"kernels, or take the module out of the sites."
-        )
+    if not site.exact:
+        if {"query", "key"} & {scale.factor for scale in site.scales}:
+            refuse_norms(root, site.norms, modules, parts[0].size // parts[0].entries)
+        _refuse_adapters(root, paths, modules)
     if len({part.layers for part in parts}) > 1:
         layers = {part.path: part.layers for part in parts}
         raise ValueError(
@@ -162,6 +156,17 @@ def _target(site: Site, root: str, modules: Modules) -> Target:
             f"heads, and a bias has its kernel's; see the site's layout and num_heads."
         )
     return Target(root, below(root, site.signal), tuple(parts), parts[0].layers, entries, groups)
+
+
+def _refuse_adapters(root: str, paths: Sequence[str], modules: Modules) -> None:
+    """Refuse what stands beside the projections: an adapter adds to queries and keys, and would not be scaled."""
+    projections = {path.rpartition("/")[0] for path in paths} - {root}
+    feeding = {path for module in projections for path in modules.leaves_below(module)}
+    if others := sorted(feeding.difference(paths)):
+        raise ValueError(
+            f"{others} feed the queries or keys of {root!r} too, and its site can't scale them. Merge them into the "
+            f"kernels, or take the module out of the sites."
+        )
 
 
 NAMES = {"kernel": ("kernel", "w", "weight", "weights"), "bias": ("bias", "b")}  # in the libraries for JAX

@@ -483,9 +483,6 @@ def test_heads_of_some_parts_of_a_kernel():
     assert numbers["in"] == muonjax.FusedDimensionNumbers(0, 1, (*[SIZE] * 6, 2 * D), 1)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="what stands beside a projection is refused by its name"
-)
 def test_a_gate_beside_the_kernel_of_the_queries_is_not_refused_by_its_name():
     """As of two towers in one dictionary."""
 
