@@ -126,11 +126,11 @@ class Graph:
             inside = bodies(eqn) if name in _ENTERED else []
             found = [(body, (*place, Step(position, i, name))) for i, (_, body) in enumerate(inside)]
             if name == "scan":
-                fixed, carried = scan_counts(eqn)
-                outputs = self._loop(eqn, *found[0], inputs, fixed, carried)
+                constants, carried = scan_counts(eqn)
+                outputs = self._loop(eqn, *found[0], inputs, constants, carried)
             elif name == "while":
-                conditions, fixed = while_counts(eqn)
-                outputs = self._loop(eqn, *found[0], inputs[conditions:], fixed, len(eqn.outvars))
+                conditions, constants = while_counts(eqn)
+                outputs = self._loop(eqn, *found[0], inputs[conditions:], constants, len(eqn.outvars))
             elif name == "cond":
                 branches = [self._enter(body, inputs[1:], inner) for body, inner in found]
                 which = [inputs[0]] * len(eqn.outvars)
