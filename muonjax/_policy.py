@@ -54,6 +54,13 @@ class Policy:
         """
         return n > 1.5 * m
 
+    def has_short_side(self, m: int, n: int, by_kernel: bool) -> bool:
+        """Whether an m x n matrix is orthogonalized by polynomials of its Gram matrix in place of a deflation.
+
+        TODO figures
+        """
+        return self.platform == "gpu" and 8 <= m <= 128 and (by_kernel or n >= 8 * m)
+
     def symmetric_in_blocks(self, m: int) -> bool:
         """Whether half precision makes a symmetric product m x m in 2 x 2 blocks, three of them by products.
 
