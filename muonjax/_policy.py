@@ -59,7 +59,7 @@ class Policy:
 
         TODO figures
         """
-        return self.platform == "gpu" and 8 <= m <= 128 and (by_kernel or n >= 8 * m)
+        return self.platform == "gpu" and 8 <= m <= 128 and (by_kernel or n >= 16 * m)
 
     def symmetric_in_blocks(self, m: int) -> bool:
         """Whether half precision makes a symmetric product m x m in 2 x 2 blocks, three of them by products.

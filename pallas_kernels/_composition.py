@@ -11,11 +11,11 @@ float16 numbers for each, and the others of float16. The identity is never added
 multiplies its rounding errors.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels._kernel_batch import folded, refusal
 from pallas_kernels._mosaic_gpu import require
@@ -68,18 +68,15 @@ def _by_kernel(r: jax.Array, rows: Rows, alpha: float, beta: float) -> jax.Array
     *batch, m, _ = r.shape
     if m > LARGEST:
         raise NotImplementedError(refusal("hopper", f"keeps matrices up to {LARGEST} x {LARGEST}, got {r.shape}"))
-    size = math.prod(batch)
-    # As an argument, one for each matrix: a partitioned function can't hold a constant.
-    numbers = np.asarray([*((a**2, b / a, c / b) for a, b, c in rows), (alpha, beta, 0)], np.float32)
-    numbers = jnp.asarray(np.broadcast_to(numbers, (size, *numbers.shape)))
-    return folded("hopper", _launched, r.reshape(size, m, m), numbers).reshape(r.shape)
+    launch = functools.partial(_launched, rows, alpha, beta)
+    return folded("hopper", launch, r.reshape(math.prod(batch), m, m)).reshape(r.shape)
 
 
-def _launched(r: jax.Array, numbers: jax.Array) -> jax.Array:
+def _launched(rows: Rows, alpha: float, beta: float, r: jax.Array) -> jax.Array:
     """The launch on one device, for its part of the batch: padded with zeros, and cut again."""
     from pallas_kernels import _composition_sm90  # only here: JAX 0.10 can't run it
 
     m = r.shape[-1]
     after = (0, -m % _MULTIPLE)
-    out = _composition_sm90.launch(jnp.pad(r, ((0, 0), after, after)) if after[1] else r, numbers)
-    return out[:, :m, :m]
+    padded = jnp.pad(r, ((0, 0), after, after)) if after[1] else r
+    return _composition_sm90.launch(padded, rows, alpha, beta)[:, :m, :m]

@@ -185,9 +185,10 @@ class _Walk:
             dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
             depth = math.prod(operand[1][int(d)] for d in re.findall(r"\d+", dims.group(1))) if dims else 1
         elif i.op == "custom-call" and self._kernel_of(i, _COMPOSITIONS):
-            ((_, (batch, m, _)),), ((_, (_, rows, _)),) = (shapes(left(o)) for o in i.operands)
+            ((_, (batch, m, _)),) = shapes(left(i.operands[0]))
+            number = int(re.search(r"polynomials:(\d+)", i.attributes).group(1))
             results.append((batch, m, m))
-            flops["composition"] += 2.0 * batch * m**3 * (6 * rows - 10)
+            flops["composition"] += 2.0 * batch * m**3 * (6 * number - 4)
             return
         elif i.op == "custom-call" and self._kernel_of(i, _SYMMETRIC_KERNELS):
             # [batch, m, k], the first operand with three axes. A kernel that says what it costs is believed.
