@@ -23,14 +23,13 @@ from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._policy import Policy
 from pallas_kernels._composition import composition
 
-_OPENING = never_above_one(polar_express(4, lower=1e-3))
+# Rounding errors of float16, which the opening multiplies by 247, may lift a singular value by as much as this safety
+# between its steps, and after them by `_MARGIN`: above its interval a polynomial would multiply them without bound.
+_OPENING = never_above_one(polar_express(4, lower=1e-3, safety=1.05))
+_MARGIN = 1.15
 
 # Added to R, whose largest eigenvalue is at most 1: sums of float32 leave no eigenvalue below zero.
 _RIDGE = 4e-6
-
-# How much larger than its bound the largest singular value after the opening may be: `_OPENING` multiplies the rounding
-# errors of float16 by 277.
-_ABOVE_ROUNDING = 1.1
 
 _SUMS = MatrixProduct("float16", None)
 
@@ -56,7 +55,7 @@ def iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = (
     bound = or_one(jnp.sqrt(square_norm(gram)))
     r = gram / bound
     t = polynomials(jnp.where(on_diagonal(r), r + _RIDGE, r), _OPENING, 1.0, 0.0)
-    gain = math.prod(a for a, _, _ in _OPENING) / _ABOVE_ROUNDING * jax.lax.rsqrt(bound)
+    gain = math.prod(a for a, _, _ in _OPENING) / _MARGIN * jax.lax.rsqrt(bound)
     added = jax.lax.optimization_barrier(_SUMS(t, rounded))
     z = jax.lax.optimization_barrier((gain * (scale * x + added)).astype(jnp.float16))
     factor = math.prod(a for a, _, _ in settings.steps)
