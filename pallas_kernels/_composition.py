@@ -6,9 +6,9 @@ p_k(..p_1(X)) = a (1 + T) X,    a: the product of all factors a
 Q = (b / a) R + (c / a) R²,    T <- T + Q + T Q,    R <- a² (1 + Q) R (1 + Q)
 ```
 
-A step keeps R positive, whatever the rounding of Q, if its two products with R are exact: they are of float32, or of two
-float16 numbers for each, and the others of float16. The identity is never added to a matrix before that is rounded: a
-multiplies its rounding errors.
+A step keeps R positive, whatever the rounding of Q, if its two products with R are exact: they are of float32, or of
+two float16 numbers for each, and the others of float16. The identity is never added to a matrix before that is
+rounded: a multiplies its rounding errors.
 """
 
 import functools
@@ -54,9 +54,7 @@ def composition(
 
 
 def _coarse(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(
-        a.astype(jnp.float16), b.astype(jnp.float16), preferred_element_type=jnp.float32
-    )
+    return jnp.matmul(a.astype(jnp.float16), b.astype(jnp.float16), preferred_element_type=jnp.float32)
 
 
 def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -67,7 +65,9 @@ def _by_kernel(r: jax.Array, rows: Rows, alpha: float, beta: float) -> jax.Array
     require(jnp.dtype(jnp.float16))
     *batch, m, _ = r.shape
     if m > LARGEST:
-        raise NotImplementedError(refusal("hopper", f"keeps matrices up to {LARGEST} x {LARGEST}, got {r.shape}"))
+        raise NotImplementedError(
+            refusal("hopper", f"keeps matrices up to {LARGEST} x {LARGEST}, got {r.shape}")
+        )
     launch = functools.partial(_launched, rows, alpha, beta)
     return folded("hopper", launch, r.reshape(math.prod(batch), m, m)).reshape(r.shape)
 

@@ -1,6 +1,6 @@
 """The kernel: `composition` on Hopper, one matrix for each CTA, in Pallas on Mosaic GPU. Not yet run on a GPU.
 
-R comes in once, everything else stays in shared memory and registers, and T goes out. A warpgroup has 64 rows of each
+R comes in once, everything else stays in shared memory and registers, and alpha T + beta I goes out. A warpgroup has 64 rows of each
 matrix. All of them are symmetric, so that each product is A Bᵀ of rows in memory; a barrier of the warpgroups stands
 where one reads what the others write.
 
@@ -48,9 +48,7 @@ def _kernel(r_gmem, out_gmem, *, rows: Rows, alpha: float, beta: float):
         def product(*pairs):
             """The sum of A Bᵀ over the pairs of A, of which the own rows, and B."""
 
-            @functools.partial(
-                pl.run_scoped, accumulator=plgpu.WGMMAAccumulatorRef((ROWS, m), jnp.float32)
-            )
+            @functools.partial(pl.run_scoped, accumulator=plgpu.WGMMAAccumulatorRef((ROWS, m), jnp.float32))
             def result(accumulator):
                 for a, b in pairs:
                     plgpu.wgmma(accumulator, a.at[own], b.transpose((1, 0)))
@@ -85,7 +83,9 @@ def _kernel(r_gmem, out_gmem, *, rows: Rows, alpha: float, beta: float):
                     lambda found, i: jnp.where(step == i, numbers[i], found), range(1, len(rows)), numbers[0]
                 )
 
-            square, linear, factor = map(own_of, zip(*((c / b, b / a, a**2) for a, b, c in rows)))
+            square, linear, factor = map(
+                own_of, zip(*((c / b, b / a, a**2) for a, b, c in rows), strict=True)
+            )
             q = linear * plus_r(square * product((high_smem, high_smem)))
             q_smem[own] = q.astype(jnp.float16)
             t_smem[own] = total_smem[own].astype(jnp.float16)
