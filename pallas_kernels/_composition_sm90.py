@@ -1,8 +1,8 @@
 """The kernel: `composition` on Hopper, one matrix for each CTA, in Pallas on Mosaic GPU. Not yet run on a GPU.
 
-R comes in once, everything else stays in shared memory and registers, and alpha T + beta I goes out. A warpgroup has 64 rows of each
-matrix. All of them are symmetric, so that each product is A Bᵀ of rows in memory; a barrier of the warpgroups stands
-where one reads what the others write.
+R comes in once, everything else stays in shared memory and registers, and alpha T + beta I goes out. A warpgroup has 64
+rows of each matrix. All of them are symmetric, so that each product is A Bᵀ of rows in memory; a barrier of the
+warpgroups stands where one reads what the others write.
 
 Products are of float16 with float32 sums. Q is rounded, and is then what the step is made of; R is kept as the sum of
 two float16 numbers, and multiplied as both.
