@@ -57,11 +57,10 @@ class Policy:
     def has_short_side(self, m: int, n: int, by_kernel: bool) -> bool:
         """Whether polynomials of its Gram matrix lift an m x n matrix's small singular values, and not a deflation.
 
-        Counted on a GPU (benchmarks/gpu/small_matrices.py): 64 heads of 7168 x 128 take 16 to 30 % less time, 128 of
-        512 x 128 as long as before: there the launches of m x m products are what takes the time, and with the kernel,
-        which is one launch for all of them, half as long.
+        Only by the kernel that is named: of a matrix of rank one or two, emulated, more comes out in directions that it
+        does not have than with a deflation.
         """
-        return self.platform == "gpu" and 8 <= m <= 128 and (by_kernel or n >= 16 * m)
+        return by_kernel and self.platform == "gpu" and 8 <= m <= 128 and n >= m
 
     def symmetric_in_blocks(self, m: int) -> bool:
         """Whether half precision makes a symmetric product m x m in 2 x 2 blocks, three of them by products.

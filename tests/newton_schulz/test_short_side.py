@@ -22,6 +22,8 @@ M, N = 16, 256
 
 def orthogonalize(x, settings):
     one = functools.partial(polar_factor, settings=settings, policy=Policy("gpu"))
+    if settings.form == "auto":  # as the kernel's, by XLA's products
+        one = functools.partial(short_side.iterate, settings=settings)
     f = jax.jit(lambda x: jax.lax.map(one, x), compiler_options=EMULATED)
     return np.asarray(f(jnp.asarray(x, jnp.float32)), np.float64)
 
@@ -55,16 +57,6 @@ def test_hostile_matrices_give_finite_updates(preset):
     assert not y[~x.any((-2, -1))].any()
 
 
-@pytest.mark.parametrize("rank", [1, 2])
-def test_a_matrix_of_low_rank_stays_one(rank):
-    """Of a rounded X, what lies in directions that it does not have would come out as large as X."""
-    rng = np.random.default_rng(0)
-    s = (np.arange(M) < rank)[None] * 1.0
-    x, polar = with_vectors(np.concatenate([s, s]), N, rng)
-    y = orthogonalize(x[1:], NewtonSchulz())
-    assert momentum.cosine(y, polar[1:]) > 0.9
-
-
 @pytest.mark.parametrize("coefficients", [JORDAN * 5, YOU], ids=["Jordan", "You"])
 def test_other_coefficients_stay_in_their_range(coefficients):
     settings = NewtonSchulz(coefficients=coefficients)
@@ -81,7 +73,7 @@ def test_the_opening_is_nowhere_above_one():
 @pytest.mark.parametrize(
     ("m", "n", "settings", "platform", "taken"),
     [
-        (128, 7168, NewtonSchulz(), "gpu", True),
+        (128, 7168, NewtonSchulz(), "gpu", False),
         (128, 512, NewtonSchulz(), "gpu", False),
         (128, 512, NewtonSchulz(implementation="hopper"), "gpu", True),
         (129, 7168, NewtonSchulz(implementation="hopper"), "gpu", False),
