@@ -99,6 +99,9 @@ def _stacked(
     parts = [matrices[i] for i in indices]
     if policy.one_stack_at_a_time:
         parts, before = jax.lax.optimization_barrier((parts, before))
+    if policy.platform == "gpu" and all(map(_is_tall, parts)):
+        # As one: XLA reads a stack either way, and writes each transposed part. 10 % of 2 leaves of 64 x 512 x 128.
+        return _transpose(jnp.concatenate(parts), policy), before
     parts = [_transpose(part, policy) if _is_tall(part) else part for part in parts]
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0], before
 

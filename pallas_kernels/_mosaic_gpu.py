@@ -16,7 +16,7 @@ NEEDS_JAX = (0, 11)
 
 def symmetric_product(o: Operands) -> jax.Array:
     """The product by the kernel."""
-    return launch_batch("hopper", functools.partial(launched, _require(o.x.dtype)), o)
+    return launch_batch("hopper", functools.partial(launched, require(o.x.dtype)), o)
 
 
 def launched(
@@ -41,7 +41,7 @@ def _aligned(x: jax.Array) -> jax.Array:
     return jnp.pad(x, missing) if any(after for _, after in missing) else x
 
 
-def _require(dtype: jnp.dtype) -> int:
+def require(dtype: jnp.dtype) -> int:
     """The number of multiprocessors of a device that can run the kernel, or an error that says why not."""
     if jax.__version_info__ < NEEDS_JAX:
         reason = f"needs JAX {'.'.join(map(str, NEEDS_JAX))} or newer, this is {jax.__version__}"

@@ -35,7 +35,7 @@ def triangle(step: jax.Array, t: int, group: int) -> tuple[jax.Array, jax.Array]
     return unfold(row, column, t)
 
 
-def _transforms(minor: int, dtype: jnp.dtype) -> tuple:
+def transforms(minor: int, dtype: jnp.dtype) -> tuple:
     """The tiled, swizzled layout in shared memory that TMA writes and wgmma reads without conflicts."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(minor * size * 8)
@@ -56,7 +56,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
     c_slots = min(2, tiles.squares)
 
     def shared(number, rows, columns):
-        return plgpu.SMEM((number, rows, columns), dtype, transforms=_transforms(columns, dtype))
+        return plgpu.SMEM((number, rows, columns), dtype, transforms=transforms(columns, dtype))
 
     @functools.partial(
         pl.run_scoped,

@@ -6,6 +6,7 @@ Needs `pip install "muonjax[cuda13]"` on Python 3.12; writes benchmarks/results/
 """
 
 import argparse
+import dataclasses
 import json
 from typing import Any
 
@@ -43,6 +44,11 @@ METHODS = {
     "Optax, bfloat16": (_optax, jnp.bfloat16),
     "fast": (_ours(muonjax.NewtonSchulz.fast()), jnp.float32),
     "balanced": (_ours(muonjax.NewtonSchulz()), jnp.float32),
+    'fast, "hopper"': (
+        _ours(dataclasses.replace(muonjax.NewtonSchulz.fast(), implementation="hopper")),
+        jnp.float32,
+    ),
+    'balanced, "hopper"': (_ours(muonjax.NewtonSchulz(implementation="hopper")), jnp.float32),
 }
 
 

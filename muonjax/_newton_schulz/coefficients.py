@@ -189,3 +189,9 @@ def evaluate(coefficients: Coefficients, s):
     for a, b, c in coefficients:
         s = s * (a + s * s * (b + s * s * c))
     return s
+
+
+def never_above_one(rows: Coefficients) -> Coefficients:
+    """The rows, the last one smaller, so that their composition is at most 1 on [0, 1]."""
+    top = float(evaluate(rows, np.linspace(0, 1.001, 10_001)).max())
+    return (*rows[:-1], tuple(c / top for c in rows[-1]))  # pyright: ignore[reportReturnType]

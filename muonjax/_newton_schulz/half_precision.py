@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._linalg import MatrixProduct, on_diagonal, scaled, square_norm
+from muonjax._newton_schulz import short_side
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.normalization import Normalization, inverse_row_norms, largest_eigenvalue, or_one
 from muonjax._newton_schulz.products import SymmetricProduct, in_blocks, shared
@@ -119,7 +120,7 @@ def first_pass(
 ) -> Sketch | None:
     """What the deflation of x [*batch, m, n] begins with; None where there is none."""
     rank = min(settings.deflation, x.shape[-2] // 8)
-    if not rank:
+    if not rank or short_side.takes(settings, policy, *_sizes(x, axis_name)):
         return None
     over_columns = functools.partial(_over_columns, axis_name=axis_name)
     scale_of = functools.partial(power_of_two_scale, axis_name=axis_name)
@@ -142,7 +143,9 @@ def iterate(
 ) -> jax.Array:
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in float32; by bfloat16."""
     require_steps(settings)
-    m, n = x.shape[-2], x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
+    m, n = _sizes(x, axis_name)
+    if short_side.takes(settings, policy, m, n):
+        return short_side.iterate(x.astype(jnp.float32), settings, axis_name)
     product = shared(SymmetricProduct(policy.platform, dtype, settings.implementation), m, axis_name)
     products = _Products(product, axis_name, policy.symmetric_in_blocks(m))
     x = x.astype(jnp.float32)
@@ -155,6 +158,11 @@ def iterate(
     q, z = _steps(products, z, settings, basis, fused_steps(settings, policy, m, n))
     # A stack's result is cut, and in half precision that moves half as much.
     return products.summed(q, z) if x.ndim == 2 else products.rounded(q, z).astype(jnp.float32)
+
+
+def _sizes(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[int, int]:
+    """m and n of x [*batch, m, n], n counted over `axis_name`."""
+    return x.shape[-2], x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
 
 
 def require_steps(settings: NewtonSchulz) -> None:

@@ -51,8 +51,9 @@ class NewtonSchulz(metaclass=_Presets):
         computes as a GPU does. float32 means true float32 everywhere, never TF32. float64 and complex inputs keep
         their own.
       implementation: Which symmetric products to run; see `pallas_kernels.symmetric_product`. One that is named
-        makes whole products: devices that share a matrix don't share these. "tpu_vmem" is all of the iteration in
-        one launch, on TPUs, for a matrix that their VMEM holds.
+        makes whole products: devices that share a matrix don't share these. "hopper" takes matrices with a short side
+        of 8 to 128 by a kernel of their own, one launch for all products on the small side. "tpu_vmem" is all of the
+        iteration in one launch, on TPUs, for a matrix that their VMEM holds.
 
     Raises:
       ValueError, TypeError: On construction, naming the setting.

@@ -123,7 +123,7 @@ def test_shard_map_is_left_alone(kind):
 @kinds
 def test_the_hopper_kernel_is_guarded(kind, monkeypatch):
     """The op as a user calls it: traced with the real kernel, compiled with a stand-in."""
-    monkeypatch.setattr(_mosaic_gpu, "_require", lambda dtype: 132)
+    monkeypatch.setattr(_mosaic_gpu, "require", lambda dtype: 132)
 
     def run(x):
         return symmetric_product(x, implementation="hopper")
