@@ -35,11 +35,11 @@ _SUMS = MatrixProduct("float16", None)
 
 
 def takes(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> bool:
-    """Whether m x n matrices are made here; other settings keep their own way."""
+    """Whether m x n matrices are made here; other settings keep their own way: Jordan's steps would end at 1.28."""
     by_kernel = settings.implementation == "hopper"
-    plain = (by_kernel or settings.implementation is None) and all(b != 0 for _, b, _ in settings.steps)
+    presets = NewtonSchulz.fast(), NewtonSchulz.balanced()
     return (
-        plain
+        settings.steps in [preset.steps for preset in presets]
         and settings.deflation > 0
         and (settings.form, settings.normalization) == ("auto", "schatten")
         and policy.has_short_side(m, n, by_kernel)

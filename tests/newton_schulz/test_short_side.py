@@ -10,14 +10,14 @@ import pytest
 
 from benchmarks.common import hostile, momentum
 from benchmarks.optimizer.half_precision import EMULATED, PRESETS, with_vectors
-from muonjax import JORDAN, YOU, NewtonSchulz
+from muonjax import JORDAN, NewtonSchulz
 from muonjax._newton_schulz import short_side
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.iteration import polar_factor
 from muonjax._policy import Policy
 from tests.tools.tiers import quick
 
-M, N = 16, 256
+M, N = 64, 128
 
 
 def orthogonalize(x, settings):
@@ -57,15 +57,6 @@ def test_hostile_matrices_give_finite_updates(preset):
     assert not y[~x.any((-2, -1))].any()
 
 
-@pytest.mark.parametrize("coefficients", [JORDAN * 5, YOU], ids=["Jordan", "You"])
-def test_other_coefficients_stay_in_their_range(coefficients):
-    settings = NewtonSchulz(coefficients=coefficients)
-    spectra = np.stack([momentum.interpolated(s, M) for s in momentum.spectra()[::6]])
-    y = orthogonalize(with_vectors(spectra, N, np.random.default_rng(0))[0], settings)
-    most = evaluate(coefficients, np.linspace(0, 1, 10_001)).max()
-    assert np.linalg.norm(y, 2, axis=(-2, -1)).max() <= most + 0.05
-
-
 def test_the_opening_is_nowhere_above_one():
     assert evaluate(short_side._OPENING, np.linspace(0, 1, 10_001)).max() <= 1 + 1e-7
 
@@ -79,7 +70,8 @@ def test_the_opening_is_nowhere_above_one():
         (129, 7168, NewtonSchulz(implementation="hopper"), "gpu", False),
         (7, 7168, NewtonSchulz(), "gpu", False),
         (128, 7168, NewtonSchulz(implementation="quack"), "gpu", False),
-        (128, 7168, NewtonSchulz(deflation=0), "gpu", False),
+        (128, 7168, NewtonSchulz(deflation=0, implementation="hopper"), "gpu", False),
+        (128, 7168, NewtonSchulz(coefficients=JORDAN * 5, implementation="hopper"), "gpu", False),
         (128, 7168, NewtonSchulz(), "tpu", False),
     ],
 )
