@@ -67,7 +67,8 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
 
     measure(list(values))
     kept = {*jaxpr.outvars, *here, *(p.raw for found in here.values() for p in found)}
-    for index, eqns, outputs in stretches(jaxpr.eqns, kept, deeper):
+    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
+    for index, eqns, outputs in stretches(jaxpr.eqns, kept, deeper, last):
         eqn = eqns[0] if index in deeper else as_call(eqns, outputs)
         operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
         scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -79,6 +80,9 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
                 outs = _bound(eqn, operands)
             values |= zip(outputs, outs, strict=True)
             measure(outputs)
+        for v in {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)} - kept:
+            if last[v] < index + len(eqns):  # outside of jit it would stay in memory
+                values.pop(v, None)
     results = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
     return [*results, *(maxima[probe] for probe in probes)]
 

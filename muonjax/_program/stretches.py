@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,13 +21,13 @@ from muonjax._program import versions
 
 
 def stretches(
-    eqns: Sequence[JaxprEqn], kept: Container[Any], apart: Container[int]
+    eqns: Sequence[JaxprEqn], kept: Container[Any], apart: Container[int], last: Mapping[Any, int]
 ) -> Iterator[tuple[int, Sequence[JaxprEqn], list[Any]]]:
     """The number of each stretch's first operation, its operations, and those of its results that are used elsewhere.
 
-    `kept` are needed too; operations `apart` and those that have a body or an effect are alone.
+    `kept` are needed too, others up to the `last` operation that reads them; operations `apart` and those that have a
+    body or an effect are alone.
     """
-    last: dict[Any, int] = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if isinstance(v, Var)}
     plain = [i not in apart and _is_plain(eqn) for i, eqn in enumerate(eqns)]
     start = 0
     for stop in range(1, len(eqns) + 1):

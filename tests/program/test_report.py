@@ -369,3 +369,19 @@ def test_inside_of_shard_map():
     (loss, maxima), grads = step(value_and_grad, w, x)
     jax.tree.map(np.testing.assert_array_equal, (loss, grads), step(jax.value_and_grad, w, x))
     np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max(1), rtol=2e-5)
+
+
+def test_outside_of_jit_arrays_stay_to_their_last_use_alone():
+    alive = []
+
+    def loss(x):
+        for _ in range(9):
+            x = x @ x
+        jax.debug.callback(lambda: alive.append(len(jax.live_arrays())))
+        return x.sum()
+
+    x = jnp.eye(4)
+    closed, before = jax.make_jaxpr(loss)(x), len(jax.live_arrays())
+    run(closed, [], x)
+    jax.effects_barrier()
+    assert alive[0] - before <= 2

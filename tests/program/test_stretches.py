@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Var
 
 from muonjax._program.report import run
 from muonjax._program.stretches import as_call, stretches
@@ -16,7 +17,8 @@ def functions(layers):
         return jnp.mean(x)
 
     jaxpr = jax.make_jaxpr(loss)(unstacked(weights(layers)), tokens()).jaxpr
-    calls = [as_call(eqns, outputs) for _, eqns, outputs in stretches(jaxpr.eqns, jaxpr.outvars, ())]
+    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
+    calls = [as_call(eqns, outputs) for _, eqns, outputs in stretches(jaxpr.eqns, jaxpr.outvars, (), last)]
     return {id(eqn.params["jaxpr"]) for eqn in calls if "inline" in eqn.params}
 
 
