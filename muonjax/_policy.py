@@ -105,7 +105,7 @@ class Policy:
     def shares_small_matrices(self) -> bool:
         """Whether what is k x k in the deflation is made for all stacks at once, each of which is then rounded twice.
 
-        On a GPU launches take the time (benchmarks/gpu/choices.py counts them with and without).
+        On a GPU launches take the time (benchmarks/optimizer/policy_choices.py counts them with and without).
         """
         return self.platform == "gpu"
 

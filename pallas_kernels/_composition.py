@@ -50,7 +50,8 @@ def composition(
             once = r + _exact(q, r)
             r = a**2 * (once + _exact(once, q))
     assert total is not None
-    return (alpha * total + beta * jnp.eye(r.shape[-1], dtype=r.dtype)).astype(jnp.float16)
+    identity = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=r.dtype), r.shape)
+    return (alpha * total + beta * identity).astype(jnp.float16)
 
 
 def _coarse(a: jax.Array, b: jax.Array) -> jax.Array:
