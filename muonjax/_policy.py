@@ -54,14 +54,6 @@ class Policy:
         """
         return n > 1.5 * m
 
-    def has_short_side(self, m: int, n: int, by_kernel: bool) -> bool:
-        """Whether polynomials of its Gram matrix lift an m x n matrix's small singular values, and not a deflation.
-
-        Only by the kernel that is named: of a matrix of rank one or two, emulated, more comes out in directions that it
-        does not have than with a deflation.
-        """
-        return by_kernel and self.platform == "gpu" and 8 <= m <= 128 and n >= m
-
     def symmetric_in_blocks(self, m: int) -> bool:
         """Whether half precision makes a symmetric product m x m in 2 x 2 blocks, three of them by products.
 

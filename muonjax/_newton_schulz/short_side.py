@@ -21,7 +21,7 @@ from muonjax._newton_schulz.normalization import or_one
 from muonjax._newton_schulz.scaling import power_of_two_scale
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._policy import Policy
-from pallas_kernels._composition import composition
+from pallas_kernels._composition import LARGEST, composition
 
 # Rounding errors of float16, which the opening multiplies by 247, may lift a singular value by as much as this safety
 # between its steps, and after them by `_MARGIN`: above its interval a polynomial would multiply them without bound.
@@ -35,14 +35,19 @@ _SUMS = MatrixProduct("float16", None)
 
 
 def takes(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> bool:
-    """Whether m x n matrices are made here; other settings keep their own way: Jordan's steps would end at 1.28."""
-    by_kernel = settings.implementation == "hopper"
+    """Whether m x n matrices are made here: where the kernel is named. Jordan's steps, for one, would end at 1.28.
+
+    No default takes this way: of a matrix of rank one or two, emulated, more comes out in directions that it does not
+    have than with a deflation.
+    """
     presets = NewtonSchulz.fast(), NewtonSchulz.balanced()
     return (
-        settings.steps in [preset.steps for preset in presets]
+        (settings.implementation, policy.platform) == ("hopper", "gpu")
+        and 8 <= m <= LARGEST
+        and m <= n
+        and settings.steps in [preset.steps for preset in presets]
         and settings.deflation > 0
         and (settings.form, settings.normalization) == ("auto", "schatten")
-        and policy.has_short_side(m, n, by_kernel)
     )
 
 
