@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +13,7 @@ from muonjax._matrix_view import (
     one_or_several,
 )
 from muonjax._program.graph import line_of
-from muonjax._program.layout import Atom, Run, hull
+from muonjax._program.layout import Atom, Region, Run, hull
 from muonjax._program.values import Product
 from muonjax._program.walk import Use, Walk
 
@@ -153,7 +153,7 @@ def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) 
     if form.cut is None:
         form = form._replace(cut=_slices(walk, shape, form.columns, uses))
     numbers = _numbers(form)
-    heads = {a for a in use.product.heads if a.axis in form.columns}
+    heads = {(a, region) for u in uses for a, region in u.product.heads if a.axis in form.columns}
     per_head = _numbers_per_head(form, shape, heads) if heads else numbers
     return Decision(numbers, f"{_described(form)}: {_line(walk, use)}", per_head)
 
@@ -175,7 +175,7 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     """Rows, columns and parts of a parameter in one product; a text says what can't be expressed."""
     product = use.product
     rows, columns, batch = set(use.rows), set(use.columns), set(use.batch)
-    heads, experts = product.heads, product.batches
+    heads, experts = {a for a, _ in product.heads}, product.batches
     summed, counting = batch & product.summed, columns & (experts - heads)
     counting = counting if counting != columns else set()
     batch = (batch - summed) | counting
@@ -196,9 +196,10 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
         axis = next(iter(column_axes))
         return form._replace(cut=(axis, use.groups, 1))
     cut = _parts(product, shape, column_axes)
-    if cut is not None and cut[1] == (1,) * shape[cut[0]]:  # an axis that counts query, key and value
-        return form._replace(columns=column_axes - {cut[0]})
-    return form._replace(cut=cut)
+    if cut is None or cut[1] != (1,) * shape[cut[0]]:
+        return form._replace(cut=cut)
+    others = column_axes - {cut[0]}  # an axis that counts query, key and value; vectors stay one matrix
+    return form._replace(columns=others or column_axes)
 
 
 def _parts(product: Product, shape: tuple[int, ...], columns: frozenset[int]) -> _Cut | None:
@@ -267,16 +268,33 @@ def _numbers(form: _Form) -> DimensionNumbers:
     return FusedDimensionNumbers(rows, columns, parts, axis, repeats)
 
 
-def _numbers_per_head(form: _Form, shape: tuple[int, ...], heads: set[Atom]) -> DimensionNumbers:
-    counts = {axis: math.prod(a.size for a in heads if a.axis == axis) for axis in _axes(heads)}
-    columns = form.columns - {axis for axis, count in counts.items() if count == shape[axis]}
+def _numbers_per_head(
+    form: _Form, shape: tuple[int, ...], heads: set[tuple[Atom, Region]]
+) -> DimensionNumbers:
+    columns = form.columns - {a.axis for a, _ in heads if a.stride == 1}
     if not columns:  # a number for each head: a vector has no orthogonal form
         return _numbers(form)
     if columns != form.columns:
         return _numbers(form._replace(columns=columns))
-    head = min(heads)
-    if form.cut is not None and form.cut[2] > 1:  # queries, keys and values of a head side by side
-        axis, parts, repeats = form.cut
-        sizes = parts if isinstance(parts, tuple) else (shape[axis] // repeats // parts,) * parts
-        return _numbers(form._replace(cut=(axis, sizes * repeats, 1)))
-    return _numbers(form._replace(cut=(head.axis, shape[head.axis] // head.stride, 1)))
+    axes = {a.axis for a, _ in heads}
+    axis, parts, repeats = form.cut if form.cut and form.cut[0] in axes else (min(axes), 1, 1)
+    sizes = parts if isinstance(parts, tuple) else (shape[axis] // repeats // parts,) * parts
+    if repeats == 1:  # otherwise queries, keys and values of a head are side by side, which are parts already
+        whole = [
+            Run(axis, shape[axis], stop - size, stop)
+            for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)
+        ]
+        sizes = tuple(n for part in whole for n in _heads_in(part, heads))
+    return _numbers(form._replace(cut=(axis, sizes * repeats, 1)))
+
+
+def _heads_in(part: Run, heads: set[tuple[Atom, Region]]) -> tuple[int, ...]:
+    """The sizes of the heads in a part; all of it where there are none."""
+    size = part.stop - part.start
+    found = [a.stride for a, region in heads if a.axis == part.axis and _is_inside(part, region)]
+    head = min(found, default=size)
+    return (head,) * (size // head) if size % head == 0 else (size,)
+
+
+def _is_inside(part: Run, region: Region) -> bool:
+    return all(run.start <= part.start and part.stop <= run.stop for run in region if run[:2] == part[:2])

@@ -175,6 +175,7 @@ class Layout(NamedTuple):
             return self._reshape_placed(shape)
         queue, axes = [a for atoms in self.axes for a in joined(atoms)], []
         queue.reverse()
+        taken = list(self.taken)
         for size in shape:
             got: list[Atom] = []
             while size > 1:
@@ -188,18 +189,23 @@ class Layout(NamedTuple):
                     got.append(split[0])
                     queue.append(split[1])
                     size = 1
+                elif not atom.is_whole and atom.axis >= 0:  # cut where no entry of an even split begins
+                    taken.append(atom)
+                    queue.append(atom._replace(start=0, of=atom.size))
                 else:
                     return self._lost(shape)
             axes.append(joined(got))
-        return self._replace(axes=tuple(axes))
+        return self._replace(axes=tuple(axes), taken=tuple(taken))
 
     def _reshape_placed(self, shape: Sequence[int]) -> Layout:
-        """A placed axis stays if the reshape leaves it alone."""
+        """A placed axis stays if the reshape leaves it alone; where positions of a batch stood may be forgotten."""
         old = [length(atoms) for atoms in self.axes]
         (axis, *more) = (i for i, atoms in enumerate(self.axes) if atoms and atoms[0].axis == PLACED)
         before = math.prod(old[:axis])
         where = [j for j, n in enumerate(shape) if n == old[axis] and math.prod(shape[:j]) == before]
         if more or not where:
+            if not self.atoms([axis]):
+                return self._with(axis, other(old[axis])).reshape(shape)
             return self._lost(shape)
         stood = self._with(axis, other(old[axis])).reshape(shape)
         return stood._with(where[0], self.axes[axis])

@@ -145,7 +145,8 @@ def _lookup(walk: Walk, i: int, product: Value, side: Side) -> Value:
 def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **extra) -> Value:
     """The product of an activation with a parameter, or with a sum of several."""
     walk.record_terms(i, "a learned input", [rest.value] if rest.value.is_weight else [])
-    walk.record_parts(i, rest.value.images)
+    if not extra.get("is_depthwise"):
+        walk.record_parts(i, rest.value.images)
     images = []
     experts = _experts(walk, side, rest)
     is_patch = extra.pop("is_patch", False) or _cuts_input(rest)
@@ -166,6 +167,8 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
         image.product.batches.update(image.layout.atoms(rest.batch))
     if walk.graph.is_stack_of_scalars(rest.operand):  # losses and their weights
         return product
+    if extra.get("is_depthwise"):
+        images += [bent(walk, m, "convolved", i, apart=True) for m in rest.moved.images]
     walk.consume(i, rest.operand, *([] if side.value.is_weight else [side.operand]))
     before = product.before
     for image in images:
@@ -179,7 +182,7 @@ def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
     for mine, theirs in zip(side.summed, rest.summed, strict=False):
         for image in rest.value.images:
             atoms = set(image.layout.atoms([theirs]))
-            if atoms and atoms <= image.product.batches - image.product.heads:
+            if atoms and atoms <= image.product.batches - {a for a, _ in image.product.heads}:
                 gated.append(mine)
     return gated if len(set(gated)) < len(side.summed) else []
 
@@ -207,8 +210,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
         return product._replace(images=tuple(images), logits=logits)
     for side in (left, right) if a.kind & b.kind & PARAMETER else ():
         walk.record_parts(i, side.value.images)
-        for image in side.value.images:
-            image.product.heads.update(image.layout.atoms(side.batch))
+        walk.record_heads(side.value.images, side.batch)
     for side, values in ((left, right), (right, left)):
         found = [x for x in side.value.logits if x.stage == "weights" and x.layout.atoms(side.summed)]
         for x in found:  # several where softmaxes are subtracted
@@ -248,6 +250,9 @@ def _conv(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
     out, into, *window = numbers.rhs_spec
     sources: list[int | None] = [None] * len(shape)
     sources[numbers.out_spec[1]] = out
+    features: list[int | None] = [None] * len(shape)
+    if walk.shape(node.inputs[0])[numbers.lhs_spec[1]] == shape[out]:
+        features[numbers.out_spec[1]] = numbers.lhs_spec[1]
     sizes = tuple(shape[axis] for axis in window)
     groups = node.params["feature_group_count"] * node.params["batch_group_count"]
     extra = {
@@ -255,7 +260,7 @@ def _conv(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
         "is_depthwise": groups > 1 and shape[into] == 1,
         "is_patch": tuple(node.params["window_strides"]) == sizes and max(sizes, default=1) > 1,
     }
-    return [_by_kernel(walk, i, node, values, (into, *window), (), sources, **extra)]
+    return [_by_kernel(walk, i, node, values, (into, *window), (), sources, features, **extra)]
 
 
 @rule("ragged_dot_general")
@@ -271,9 +276,9 @@ def _ragged(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
 
 def _by_kernel(
     walk: Walk, i: int, node: Node, values: Sequence[Value], summed: Sequence[int], batch: Sequence[int],
-    sources: Sequence[int | None], **extra: Any,
+    sources: Sequence[int | None], features: Sequence[int | None] = (), **extra: Any,
 ) -> Value:  # fmt: skip
-    """A product whose second operand has the parameters; of the first one, no axis is followed."""
+    """A product whose second operand has the parameters; of the first one, only features that stay are followed."""
     product = dependent(values)
     if not values[1].terms:
         walk.record_terms(i, node.name, values)
@@ -284,6 +289,6 @@ def _by_kernel(
         Side(v, x, len(walk.shape(x)), *axes)
         for v, x, axes in zip(values[:2], node.inputs[:2], (((), ()), (summed, batch)), strict=True)
     )
-    data.sources, kernel.sources = [None] * len(sources), sources
+    data.sources, kernel.sources = features or [None] * len(sources), sources
     data.shape = kernel.shape = walk.shape(node.outputs[0])
     return by_parameter(walk, i, product, kernel, data, **extra)

@@ -127,9 +127,8 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     )
     if name in _SCALES:
         walk.record_factors(i, *values)
-    elif name in _SUMS and any(not m.linear for v in values for m in v.images):
-        for v in values:
-            walk.record_parts(i, v.images)
+    elif name in _SUMS:
+        walk.record_meeting_parts(i, values)
     images = summed(v._replace(images=_images(walk, i, node, v, values)) for v in values)
     if name in _SUMS:
         walk.record_sum(images)
@@ -172,31 +171,36 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
     """The images in one operand after the operation."""
     if node.name in _SUMS:  # a mask puts zeros or the like in their place
         is_mask = node.name in _CHOICES
-        strangers = (
+        strangers = [
             u for u in values if not u.is_weight and not u.images and (u.kind & PARAMETER or not is_mask)
-        )
-        why = "added to something else" if any(strangers) and node.name != "complex" else ""
-        return tuple(bent(walk, m, why, i) if why else m for m in v.images)
+        ]
+        if not strangers or node.name == "complex":
+            return v.images
+        of_data = not any(u.kind & PARAMETER for u in strangers)
+        return tuple(bent(walk, m, "added to something else", i, of_data) for m in v.images)
     if node.name not in _SCALES:
-        return tuple(bent(walk, m, node.name, i) for m in v.images)
+        return tuple(bent(walk, m, node.name, i, apart=True) for m in v.images)
     factor = values[1] if v is values[0] else values[0]
-    is_bent = factor.is_activation or (node.name == "div" and v is values[1])
+    if not factor.is_activation and not (node.name == "div" and v is values[1]):
+        return v.images
+    own = {(m.product, m.layout) for m in factor.images}  # of a function of itself, as SiLU
     return tuple(
         bent(
             walk,
             m,
             "normalized" if m.product.bit & factor.before else "multiplied by another activation",
             i,
+            (m.product, m.layout) in own,
         )
-        if is_bent
-        else m
         for m in v.images
     )
 
 
-def bent(walk: Walk, image: Image, why: str, i: int) -> Image:
-    walk.record_parts(i, [image])
-    return image._replace(after=image.after or (why, i))
+def bent(walk: Walk, image: Image, why: str, i: int, apart: bool = False) -> Image:
+    """After an operation that does not commute with scaling; `apart` where each entry is still one column's."""
+    if not apart:
+        walk.record_parts(i, [image])
+    return image._replace(after=image.after or (why, i), apart=image.apart and apart)
 
 
 def _logits(i: int, node: Node, values: Sequence[Value], operands: Sequence[int]) -> tuple[Logits, ...]:
@@ -263,6 +267,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     if len({m.product for m in towers if m.layout.atoms(axes)}) > 1:  # a product over features, as by einsum
         walk.consume(i, *node.inputs)
     linear = tuple(image for image in x.images if image.linear)
+    walk.record_parts(i, [image for image in x.images if not image.linear])
     for image in linear:
         image.product.summed.update(image.layout.atoms(axes))
     totals = tuple(x._replace(stage="largest") for x in x.logits if x.stage == "weights")

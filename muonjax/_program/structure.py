@@ -109,6 +109,7 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
     if not whole.is_weight:
         values = [walk.as_input(v) if v.is_weight else v for v in values]
         walk.record_terms(i, "joined with data", values)
+    walk.record_meeting_parts(i, values)
     images = concatenated(values, axis, sizes)
     if not all(v.images for v in values):
         images = tuple(bent(walk, m, "put together with something else", i) for m in images)

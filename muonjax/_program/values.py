@@ -35,7 +35,8 @@ class Product:
     use: Any = None
     summed: set[Atom] = dataclasses.field(default_factory=set)  # afterwards
     batches: set[Atom] = dataclasses.field(default_factory=set)  # of a product with another parameter
-    heads: set[Atom] = dataclasses.field(default_factory=set)  # batches of a product of two activations
+    # Batches of a product of two activations, each with the part in which it counts heads.
+    heads: set[tuple[Atom, Region]] = dataclasses.field(default_factory=set)
     # The parts that are used apart, with the operations that use them; those that are put together again.
     parts: set[tuple[Region, int]] = dataclasses.field(default_factory=set)
     rejoined: set[frozenset[Region]] = dataclasses.field(default_factory=set)
@@ -50,6 +51,7 @@ class Image(NamedTuple):
     biases: tuple[Term, ...] = ()  # parameters that were added since then
     # The first operation that does not commute with scaling the parameter: what, and its number.
     after: tuple[str, int] | None = None
+    apart: bool = True  # no operation yet that mixes its columns: it may still be cut into parts
 
     @property
     def linear(self) -> bool:
@@ -145,6 +147,11 @@ def dependent(values: Iterable[Value]) -> Value:
     return Value(kind, before=before)
 
 
+def alike(images: Sequence[Image]) -> bool:
+    """Whether these are the same part of one product, or parts after the same function."""
+    return len({m.layout for m in images}) == 1 or len({m.after for m in images}) == 1
+
+
 def summed(values: Iterable[Value]) -> tuple[Image, ...]:
     """The images in a sum: parts of one product count once."""
     return _grouped(values, lambda layouts, _: layouts[0] if len(set(layouts)) == 1 else merged(layouts))
@@ -175,7 +182,8 @@ def _grouped(values: Iterable[Value], join: Callable[[list[Layout], list[int]], 
     for pairs, image in grouped((i, m.product, m) for i, v in enumerate(values) for m in v.images):
         biases = grouped((i, t.leaf, t) for i, m in pairs for t in m.biases)
         after = next((m.after for _, m in pairs if m.after), None)
-        images.append(image._replace(biases=tuple(t for _, t in biases), after=after))
+        apart = alike([m for _, m in pairs]) and all(m.apart for _, m in pairs)
+        images.append(image._replace(biases=tuple(t for _, t in biases), after=after, apart=apart))
     if len(images) > _MOST:
         many = ("sums of too many projections", -1)
         images = [m._replace(after=m.after or many) for m in images]

@@ -23,6 +23,7 @@ from muonjax._program.values import (
     Product,
     Term,
     Value,
+    alike,
     dependent,
 )
 
@@ -142,8 +143,15 @@ class Walk:
 
     def record_parts(self, i: int, images: Iterable[Image]) -> None:
         for m in images:
-            if m.linear:
+            if m.apart:
                 m.product.parts.add((m.layout.region, i))
+
+    def record_meeting_parts(self, i: int, values: Iterable[Value]) -> None:
+        """Parts of one product come together after different functions of each."""
+        found = [m for v in values for m in v.images]
+        self.record_parts(
+            i, [m for m in found if any(m.product is n.product and not alike([m, n]) for n in found)]
+        )
 
     def record_sum(self, images: Sequence[Image]) -> None:
         """Products with slices of one parameter, added up: a sum over heads, written as a loop."""
@@ -166,6 +174,10 @@ class Walk:
         if same and different:
             m.product.batches.update(different)
 
+    def record_heads(self, images: Iterable[Image], axes: Sequence[int]) -> None:
+        for m in images:
+            m.product.heads.update((a, m.layout.region) for a in m.layout.atoms(axes))
+
     def record_attention(self, i: int, logits: Logits, keys: tuple[Atom, ...], values: Any) -> None:
         for side in self.pairs[logits.product]:
             if side.value.is_weight:  # learned queries, or keys: what looked like a factored matrix
@@ -175,8 +187,7 @@ class Walk:
         self.attentions[logits.product] = Attention(logits, keys, values)
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:
-            for image in side.value.images:
-                image.product.heads.update(image.layout.atoms(side.given))
+            self.record_heads(side.value.images, side.given)
 
     def as_input(self, value: Value, features: Sequence[int] = (-1,)) -> Value:
         """A product of parameters that is used as an activation is: its first factor is a learned input.

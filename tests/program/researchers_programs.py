@@ -959,7 +959,9 @@ def attention_over_the_states_of_a_scan(p, x):
     return sq(jnp.tanh(jnp.einsum("bqk,kbd->bqd", a, v)) @ p["out"][:S])
 
 
-@program(X, w=((D, D), M), spatial=((T, T), "1 | 0"), b=((T, 1), "added"), out=((D // 2, 1), "head"))
+@program(
+    X, w=((D, D), "0 | 1 / 2 of 1"), spatial=((T, T), "1 | 0"), b=((T, 1), "added"), out=((D // 2, 1), "head")
+)
 def gmlp(p, x):
     u, v = jnp.split(jax.nn.gelu(x @ p["w"]), 2, -1)
     return sq((u * (jnp.einsum("st,btd->bsd", p["spatial"], norm(v)) + p["b"])) @ p["out"])

@@ -453,9 +453,6 @@ def test_queries_of_adapters_alone_are_added_to_frozen_ones():
     assert problem.startswith("its queries are added to something else: test_found_in_libraries.py")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what is cut after a function, or a sum with data, counts as one matrix"
-)
 def test_parts_that_are_cut_after_an_activation():
     """Gated delta nets: queries, keys and values by one kernel, a depthwise convolution and SiLU before they part."""
 
@@ -467,7 +464,53 @@ def test_parts_that_are_cut_after_an_activation():
     assert numbers["qkv"] == muonjax.FusedDimensionNumbers(0, 1, 3, 1)
 
 
-@pytest.mark.xfail(strict=True, reason="every part is cut into heads, those without heads too")
+def convolved(x, kernel):
+    """Each feature by itself along the positions."""
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1,), "SAME", dimension_numbers=("NTC", "TIO", "NTC"), feature_group_count=x.shape[-1]
+    )
+
+
+@pytest.mark.parametrize(
+    "convolve", [lambda y, p: convolved(y, p["conv"]), lambda y, p: y + y[:, :1] * p["add"]]
+)
+def test_parts_that_are_cut_after_a_depthwise_convolution(convolve):
+    def loss(p, x):
+        y = jax.nn.silu(convolve(x @ p["qkv"], p))
+        q, k, v = jnp.split(y, [D, D + SIZE], -1)
+        gates = jnp.einsum("btd,bts->bds", q, k)
+        return jnp.mean((jnp.einsum("bds,btv->bsd", gates, v) @ p["o"]) ** 2)
+
+    shapes = weights(qkv=(D, 2 * D + SIZE), conv=(3, 1, 2 * D + SIZE), add=(2 * D + SIZE,), o=(D, D))
+    with pytest.warns(UserWarning, match="never used"):
+        numbers = muonjax.inspect(loss, shapes, X).dimension_numbers()
+    assert numbers["qkv"] == muonjax.FusedDimensionNumbers(0, 1, (D, SIZE, D), 1)
+    assert numbers["conv"] is None
+
+
+def test_parts_that_are_cut_after_a_sum_with_data():
+    """Gemma's adapters: beside a frozen kernel."""
+
+    def loss(p, x, frozen):
+        q, k, v = jnp.split(x @ p["a"] @ p["b"] + x @ frozen, 3, -1)
+        return jnp.mean((jnp.einsum("bqk,bkd->bqd", jnp.einsum("bqd,bkd->bqk", q, k), v) @ p["o"]) ** 2)
+
+    frozen = jax.ShapeDtypeStruct((D, 3 * D), jnp.float32)
+    numbers = muonjax.inspect(loss, weights(a=(D, 2), b=(2, 3 * D), o=(D, D)), X, frozen).dimension_numbers()
+    assert numbers["b"] == muonjax.FusedDimensionNumbers(0, 1, 3, 1)
+
+
+def test_columns_that_are_used_one_by_one_stay_one_matrix():
+    """Gemma3n: coefficients of its streams."""
+
+    def loss(p, x):
+        mix = x @ p["mix"] + 1
+        return jnp.mean(((x * mix[..., :1] + jnp.roll(x, 1, 0) * mix[..., 1:]) @ p["w"] @ p["o"]) ** 2)
+
+    shapes = weights(mix=(D, 2), w=(D, D), o=(D, D))
+    assert muonjax.inspect(loss, shapes, X).dimension_numbers()["mix"] == muonjax.MuonDimensionNumbers(0, 1)
+
+
 def test_heads_of_some_parts_of_a_kernel():
     """Flux: queries, keys, values and a dense layer by one kernel."""
 

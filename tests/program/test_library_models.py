@@ -50,22 +50,6 @@ QUICK = (
     "jax-state_space",
 )
 
-# Read wrongly: the small programs that show it are in test_found_in_libraries.py.
-KNOWN = {
-    "keras_hub-qwen3_5_experts": "a kernel that is cut into parts after a function of its result",
-    "gemma-gemma3_adapters": "a kernel that is cut into parts after its result is added to data",
-}
-KNOWN_HEADS = KNOWN | {"keras_hub-flux": "heads in some parts of a kernel, another size in the others"}
-
-
-def cases(known):
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(reason=known[name], strict=True))
-        if name in known
-        else name
-        for name in MODELS
-    ]
-
 
 def inspected(model):
     with warnings.catch_warnings():
@@ -106,7 +90,7 @@ def wrong(model, found, answers):
     }
 
 
-@pytest.mark.parametrize("name", cases(KNOWN))
+@pytest.mark.parametrize("name", MODELS)
 @tiers.quick(*QUICK)
 def test_every_parameter_is_decided_rightly(name, read):
     model, program = read(name)
@@ -115,7 +99,7 @@ def test_every_parameter_is_decided_rightly(name, read):
     assert not any(d.by_names or d.problem for d in program._decisions.values())
 
 
-@pytest.mark.parametrize("name", cases(KNOWN_HEADS))
+@pytest.mark.parametrize("name", MODELS)
 @tiers.quick(*QUICK)
 def test_each_head_has_its_matrices(name, read):
     model, program = read(name)

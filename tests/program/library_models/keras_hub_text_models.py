@@ -281,7 +281,11 @@ def qwen3_5_experts():
     }  # fmt: skip
     return causal(
         "Qwen3_5Moe", leaves, ["refused: its queries are normalized"],
-        {"*/query/kernel": "0>2/2@2", "*/{key,value}/kernel": "0>2"},
+        {
+            "*/query/kernel": "0>2/2@2",
+            "*/{key,value}/kernel": "0>2",
+            "*/in_proj_qkv/kernel": "0>1/8,8,8,8,12,12,12,12@1",
+        },
         vocabulary_size=99, num_layers=2, num_query_heads=4, num_key_value_heads=2, head_dim=8, hidden_dim=64,
         moe_intermediate_dim=20, shared_expert_intermediate_size=24, num_experts=3, top_k=2,
         layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
