@@ -23,6 +23,7 @@ from muonjax._program import attention
 from muonjax._program.decisions import Decision, decide
 from muonjax._program.graph import Graph
 from muonjax._program.report import run
+from muonjax._program.values import Term
 from muonjax._program.walk import Walk
 from muonjax._routing.dimension_numbers import dimension_numbers as by_names
 from muonjax._trees import flatten_paths, flatten_with_names, listed
@@ -352,9 +353,9 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
     """Named attentions with their calls; one that is called several times is one."""
     calls: dict[Any, list[attention.Site]] = {}
     for site in attention.sites(walk):
-        calls.setdefault(site.spans or site.projections or site.line, []).append(site)
+        calls.setdefault(site.spans or _terms(site) or site.line, []).append(site)
     groups = list(calls.values())
-    roots = [module_of([paths[x.leaf] for x in group[0].spans or group[0].projections]) for group in groups]
+    roots = [module_of([paths[x.leaf] for x in group[0].spans or _terms(group[0])]) for group in groups]
     found = []
     for group, root in zip(groups, roots, strict=True):
         site = group[0]
@@ -376,6 +377,11 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
         )
         found.append((Attention(name, site.line, public, ""), group))
     return found
+
+
+def _terms(site: attention.Site) -> tuple[Term, ...]:
+    """The parameters of its queries and keys, as it multiplies by them."""
+    return tuple(product.use.term for product in site.products)
 
 
 def _scale(span: attention.Span, path: str, root: str) -> Scale:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from muonjax._program.graph import line_of
-from muonjax._program.layout import PLACED, Atom, Layout, Shard, joined, other
+from muonjax._program.layout import PLACED, Atom, Layout, Shard, joined, other, overlap
 from muonjax._program.products import Side
 from muonjax._program.report import Probe
-from muonjax._program.values import Image, Term
-from muonjax._program.walk import Attention, Walk
+from muonjax._program.values import Image, Product
+from muonjax._program.walk import Attention, Use, Walk
 
 
 class Span(NamedTuple):
@@ -42,7 +42,7 @@ class Site(NamedTuple):
     index: tuple[int, ...] = ()  # the layer on the first axes, where they are taken one by one
     heads: int = 1
     problem: str = ""
-    projections: tuple[Term, ...] = ()  # of queries and keys, as this attention multiplies by them
+    products: tuple[Product, ...] = ()  # that give its queries and keys
 
 
 class _Refused(Exception):
@@ -55,20 +55,36 @@ def sites(walk: Walk) -> list[Site]:
     for i, images in walk.opaque.items():
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
-        terms = tuple(m.product.use.term for m in images)
         why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-        found[i] = Site(line_of(node.equation), problem=why, projections=terms)
-    return [site for _, site in sorted(found.items())]
+        found[i] = Site(line_of(node.equation), problem=why, products=tuple(m.product for m in images))
+    return [_unless_used_elsewhere(walk, site, found.values()) for _, site in sorted(found.items())]
+
+
+def _unless_used_elsewhere(walk: Walk, site: Site, found: Iterable[Site]) -> Site:
+    """A clip of a kernel may change no other product: only all calls of one attention share it."""
+    mine = {p for other in found if other.spans == site.spans for p in other.products} if site.spans else ()
+    for use in walk.uses.values():
+        if use.kind == "product" and use.product not in mine and any(_share(use, p.use) for p in mine):
+            line = line_of(walk.nodes[use.node].equation)
+            return site._replace(
+                spans=(), probe=None, problem=f"its projection is used for something else too: {line}"
+            )
+    return site
+
+
+def _share(a: Use, b: Use) -> bool:
+    """Whether two uses are of one parameter, and not of different parts of it."""
+    return a.term.leaf == b.term.leaf and overlap(a.term.layout.region, b.term.layout.region)
 
 
 def _site(walk: Walk, attention: Attention) -> Site:
     line = line_of(walk.nodes[attention.logits.product].equation)
     finder = _Finder(walk, attention)
-    projections = tuple(m.product.use.term for m in (*finder.query.value.images, *finder.key.value.images))
+    products = tuple(m.product for m in (*finder.query.value.images, *finder.key.value.images))
     try:
-        return finder.site(line)._replace(projections=projections)
+        return finder.site(line)._replace(products=products)
     except _Refused as refused:
-        return Site(line, problem=str(refused), projections=projections)
+        return Site(line, problem=str(refused), products=products)
 
 
 class _Finder:
@@ -105,6 +121,8 @@ class _Finder:
             for image in operand.value.images:
                 if image.after is not None:
                     raise _Refused(f"its {name} are {image.after[0]}: {self._line(image.after[1])}")
+                if image.layout.is_reversed:
+                    raise _Refused(f"its {name} are in the opposite order of the parameter's")
         own, shared = self._split_keys()
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
         keys = list(self._spans(self.key, own, "key", {}))
@@ -213,9 +231,7 @@ class _Finder:
         """A projection that reaches more than these logits can't be scaled for them."""
         for image in (*self.query.value.images, *own):
             for region, i in image.product.parts:
-                pairs = ((a, b) for a in region for b in image.layout.region if a[:2] == b[:2])
-                overlap = all(a.start < b.stop and b.start < a.stop for a, b in pairs)
-                if i != self.attention.logits.product and overlap:
+                if i != self.attention.logits.product and overlap(region, image.layout.region):
                     raise _Refused(f"its projection is used for something else too: {self._line(i)}")
 
     def _probe(self, query: Span) -> Probe:

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 OTHER = -1  # the axis of a run that counts something else: a batch, positions
-PLACED = -2  # says where in a longer axis the runs after it stand, as in a concatenation: at `start` of `of`
+# Says where in a longer axis the runs after it stand, as in a concatenation: at `start` of `of`. With the stride -1
+# they stand in the opposite order.
+PLACED = -2
 
 
 class Atom(NamedTuple):
@@ -105,6 +107,18 @@ class Layout(NamedTuple):
         """From `start` on in a longer axis of `size`, whose other entries come from elsewhere."""
         return self._with(axis, (Atom(PLACED, 0, 1, start, size), *self.axes[axis]))
 
+    def reverse(self, axis: int) -> Layout:
+        """One axis in the opposite order."""
+        atoms = self.axes[axis]
+        if _is_reversed(atoms):
+            return self._with(axis, atoms[1:])
+        is_known = any(a.axis != OTHER for a in atoms)
+        return self._with(axis, (Atom(PLACED, -1, 1, 0, length(atoms)), *atoms)) if is_known else self
+
+    @property
+    def is_reversed(self) -> bool:
+        return any(map(_is_reversed, self.axes))
+
     def resize(self, shape: Sequence[int], spec: Sequence[tuple[str, ...]] = ()) -> Layout:
         """Another number of entries, on one device of several or on all of them; `spec` names the mesh axes."""
         axes, shards = [], list(self.shards)
@@ -124,7 +138,7 @@ class Layout(NamedTuple):
     def cut(self, axis: int, start: int, stop: int, step: int = 1) -> Layout | None:
         """Entries start:stop:step of one axis; None if none of them are of the origin."""
         atoms = self.axes[axis]
-        if atoms and atoms[0].axis == PLACED:
+        if atoms and atoms[0].axis == PLACED and step == 1:
             return self._cut_placed(axis, start, stop)
         count = -(-(stop - start) // step)
         each = len(atoms) == 1 and start < step and atoms[0].axis >= 0 and count * step == atoms[0].size
@@ -132,6 +146,8 @@ class Layout(NamedTuple):
             return self._with(axis, split[:1])._take(split[1], start, 1)
         if (start, stop, step) == (0, length(atoms), 1):
             return self
+        if atoms and atoms[0].axis == PLACED:  # one of every `step` entries: which ones is not followed
+            return self._lost([count if k == axis else length(x) for k, x in enumerate(self.axes)])
         inner = math.prod(a.size for a in atoms[1:])
         if atoms and step == 1 and start % inner == 0 and stop % inner == 0:
             first = atoms[0]
@@ -148,6 +164,9 @@ class Layout(NamedTuple):
     def _cut_placed(self, axis: int, start: int, stop: int) -> Layout | None:
         place, *atoms = self.axes[axis]
         plain, size = self._with(axis, atoms), length(atoms)
+        if place.stride < 0:  # counted from the other end
+            part = plain.cut(axis, size - stop, size - start)
+            return part and part.reverse(axis)
         low, high = max(start - place.start, 0), min(stop - place.start, size)
         if low >= high:
             return None
@@ -222,6 +241,10 @@ class Layout(NamedTuple):
         if atom.axis < 0:
             return self
         return self._replace(taken=(*self.taken, atom._replace(start=atom.start + start, size=size)))
+
+
+def _is_reversed(atoms: Sequence[Atom]) -> bool:
+    return bool(atoms) and atoms[0][:2] == (PLACED, -1)
 
 
 def whole(shape: Sequence[int], *, least: int = 2) -> Layout:
@@ -320,6 +343,12 @@ def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
         else:
             out.append(atom)
     return tuple(out)
+
+
+def overlap(a: Region, b: Region) -> bool:
+    """Whether two parts of a parameter may have entries in common."""
+    pairs = ((x, y) for x in a for y in b if x[:2] == y[:2])
+    return all(x.start < y.stop and y.start < x.stop for x, y in pairs)
 
 
 def hull(regions: Iterable[Region]) -> Region:

@@ -83,6 +83,7 @@ _CHOICES = ("select_n", "join")
 _SUMS = ("add", "sub", "add_any", "complex", *_CHOICES)
 _SCALES = ("mul", "div")
 _EXPONENTIALS = ("exp", "exp2", "logistic")
+_MOST = 6  # images of one value that are followed
 _BENDS = ("tanh", "logistic", "erf", "erfc", "max", "sin", "cos")  # are taken of activations, not of weights
 _ENTRYWISE = """
     abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
@@ -130,6 +131,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     elif name in _SUMS:
         walk.record_meeting_parts(i, values)
     images = summed(v._replace(images=_images(walk, i, node, v, values)) for v in values)
+    images = latest(walk, i, images)
     if name in _SUMS:
         walk.record_sum(images)
         biases = tuple(t._replace(layout=t.layout.settled) for v in weights for t in v.terms)
@@ -201,6 +203,17 @@ def bent(walk: Walk, image: Image, why: str, i: int, apart: bool = False) -> Ima
     if not apart:
         walk.record_parts(i, [image])
     return image._replace(after=image.after or (why, i), apart=image.apart and apart)
+
+
+def latest(walk: Walk, i: int, images: tuple[Image, ...]) -> tuple[Image, ...]:
+    """Those that are followed on, of the many in a residual stream, which is the sum of all layers."""
+    if len(images) > _MOST:  # a product with data has summed over the columns of some
+        gone = {m for m in images if not m.layout.atoms(range(len(m.layout.axes)))}
+        walk.record_parts(i, gone)
+        images = tuple(m for m in images if m not in gone)
+    if len(images) > _MOST:
+        images = tuple(bent(walk, m, "sums of too many projections", i) for m in images)[-_MOST:]
+    return images
 
 
 def _logits(i: int, node: Node, values: Sequence[Value], operands: Sequence[int]) -> tuple[Logits, ...]:

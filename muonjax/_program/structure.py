@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from muonjax._program.graph import Node
 from muonjax._program.layout import Layout
-from muonjax._program.rules import bent, is_zero, rule
+from muonjax._program.rules import bent, is_zero, latest, rule
 from muonjax._program.values import DATA, Move, Value, concatenated, dependent, moved
 
 if TYPE_CHECKING:
@@ -18,12 +19,19 @@ if TYPE_CHECKING:
 @rule(
     """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
-    mesh_cast pvary pcast to_varying psum psum2 psum_invariant pmax ppermute device_put name neg real imag conj
-    stop_gradient rev
+    mesh_cast pvary pcast to_varying psum psum2 psum_invariant ppermute device_put name neg real imag conj
+    stop_gradient
     """
 )
 def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     return values
+
+
+@rule("pmax")
+def _largest_of_devices(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    return [
+        v._replace(images=tuple(bent(walk, m, node.name, i, apart=True) for m in v.images)) for v in values
+    ]
 
 
 @rule("broadcast_in_dim")
@@ -35,7 +43,7 @@ def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     return [values[0].repeated(old, sources, new)]
 
 
-@rule("transpose squeeze reshape tile slice split unstack pad scan_stack")
+@rule("transpose squeeze reshape rev tile slice split unstack pad scan_stack")
 def _moved(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
     return [values[0].map(move) for move in _moves(node, old, new)]
@@ -52,6 +60,8 @@ def _moves(node: Node, old: Sequence[int], new: Sequence[int]) -> list[Move]:
             return [lambda y: y.pick(kept, new)]
         case "reshape":
             return [lambda y: y.reshape(new)]
+        case "rev":
+            return [lambda y: functools.reduce(Layout.reverse, p["dimensions"], y)]
         case "tile":
             return [lambda y: y.tile(p["reps"])]
         case "slice":
@@ -110,7 +120,7 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
         values = [walk.as_input(v) if v.is_weight else v for v in values]
         walk.record_terms(i, "joined with data", values)
     walk.record_meeting_parts(i, values)
-    images = concatenated(values, axis, sizes)
+    images = latest(walk, i, concatenated(values, axis, sizes))
     if not all(v.images for v in values):
         images = tuple(bent(walk, m, "put together with something else", i) for m in images)
     starts = itertools.accumulate(sizes, initial=0)

@@ -11,8 +11,6 @@ from muonjax._program.layout import OTHER, Atom, Layout, Region, merged, whole
 # What a value depends on. A number that is written in the program depends on nothing.
 DATA, NOISE, PARAMETER = 1, 2, 4
 
-_MOST = 6  # images that are followed through one value: a residual stream is the sum of all layers
-
 Move: TypeAlias = Callable[[Layout], Layout | None]  # where entries go; None if nothing of the origin is left
 
 
@@ -184,7 +182,4 @@ def _grouped(values: Iterable[Value], join: Callable[[list[Layout], list[int]], 
         after = next((m.after for _, m in pairs if m.after), None)
         apart = alike([m for _, m in pairs]) and all(m.apart for _, m in pairs)
         images.append(image._replace(biases=tuple(t for _, t in biases), after=after, apart=apart))
-    if len(images) > _MOST:
-        many = ("sums of too many projections", -1)
-        images = [m._replace(after=m.after or many) for m in images]
-    return tuple(images[-_MOST:])
+    return tuple(images)

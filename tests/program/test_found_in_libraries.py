@@ -1,5 +1,7 @@
 """What models of public libraries showed: one small function for each cause."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -540,3 +542,80 @@ def test_a_gate_beside_the_kernel_of_the_queries_is_not_refused_by_its_name():
     program = muonjax.inspect(loss, shapes, X)
     assert [a.problem for a in program.attentions] == [""]
     jax.eval_shape(muonjax.muonclip(1e-2, program).init, shapes)
+
+
+def of_three(turn, p, x):
+    """Attention by one kernel, whose queries, keys and values `turn` moves first."""
+    return jnp.mean((attended(*turn(jnp.split(x @ p["qkv"], 3, -1))) @ p["o"]) ** 2)
+
+
+def heads_turned(parts):
+    q, k, v = (jnp.reshape(y, (*y.shape[:2], HEADS, SIZE)) for y in parts)
+    return jnp.flip(q, 2), jnp.flip(k, 2), v
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [lambda y: (jnp.flip(y[0], -1), jnp.flip(y[1], -1), y[2]), heads_turned],
+    ids=["features", "heads"],
+)
+def test_attention_in_the_opposite_order_is_refused_or_clipped_right(turn):
+    rng = np.random.default_rng(0)
+    shapes = weights(qkv=(D, 3 * D), o=(D, D))
+    p, x = jax.tree.map(lambda s: jnp.float32(rng.normal(size=s.shape)), (shapes, X))
+    fun = functools.partial(of_three, turn)
+    program = muonjax.inspect(fun, p, x)
+    (attention,) = program.attentions
+    assert attention.problem or max(map(abs, program.check_clip(p, x).values())) < 1e-5
+
+
+@pytest.mark.parametrize("flip", ["result", "kernel"])
+def test_parts_in_the_opposite_order(flip):
+    """The first part of what is flipped is the last of the kernel."""
+
+    def loss(p, x):
+        y = jnp.flip(x @ p["w"], -1) if flip == "result" else x @ jnp.flip(p["w"], 1)
+        q, k, v = jnp.split(y, [2 * D, 3 * D], -1)
+        gate = jnp.einsum("bqd,bkd->bqk", q, jnp.concatenate([k, k], -1))
+        return jnp.mean((jnp.einsum("bqk,bkd->bqd", gate, v) @ p["o"]) ** 2)
+
+    numbers = muonjax.inspect(loss, weights(w=(D, 4 * D), o=(D, D)), X).dimension_numbers()
+    assert numbers["w"] == muonjax.FusedDimensionNumbers(0, 1, (D, D, 2 * D), 1)
+
+
+@pytest.mark.parametrize("count", [3, 8])
+@pytest.mark.parametrize("first", [True, False])
+def test_queries_in_a_long_sum_are_used_for_something_else_too(count, first):
+    names = [f"w{i}" for i in range(count)]
+
+    def loss(p, x):
+        q = x @ p["q"]
+        terms = [x @ p[name] for name in names]
+        total = sum([q, *terms] if first else [*terms, q])
+        return jnp.mean((attended(q, x @ p["k"], x @ p["v"]) @ p["out"]) ** 2) + jnp.mean(
+            (total @ p["out"]) ** 2
+        )
+
+    (problem,) = entries(muonjax.inspect(loss, weights(**dict.fromkeys([*names, *"qkv", "out"], (D, D))), X))
+    assert problem.startswith("its projection is used for something else too: test_found_in_libraries.py")
+
+
+def attended(q, k, v):
+    q, k, v = (jnp.reshape(y, (*y.shape[:2], HEADS, SIZE)) for y in (q, k, v))
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*q.shape[:2], D)
+
+
+@pytest.mark.parametrize("shared", ["q", "k"])
+def test_a_kernel_of_two_products_is_no_kernel_of_one_attention(shared):
+    """Multiplied twice: beside attention, or as the keys of two attentions."""
+
+    def loss(p, x):
+        y = attend(p, x)
+        if shared == "q":
+            return jnp.mean((y @ p["out"]) ** 2) + jnp.mean(jnp.tanh(x @ p["q"]) @ p["out"])
+        return jnp.mean((attended(y @ p["q2"], y @ p["k"], y @ p["v2"]) @ p["out"]) ** 2)
+
+    more = weights(out=(D, D)) | (weights(q2=(D, D), v2=(D, D)) if shared == "k" else {})
+    for problem in entries(muonjax.inspect(loss, QKV | more, X)):
+        assert problem.startswith("its projection is used for something else too: test_found_in_libraries.py")
