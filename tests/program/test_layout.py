@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from muonjax._program.layout import PLACED, Shard, merged, whole
+from muonjax._program.layout import PLACED, Shard, length, merged, whole
 
 
 def digits(layout, shape):
@@ -17,9 +17,10 @@ def digits(layout, shape):
     for axis, atoms in enumerate(layout.axes):
         at = np.arange(shape[axis])
         while atoms and atoms[0].axis == PLACED:
-            at = at - atoms[0].start
+            place = atoms[0]
+            at = place.of - 1 - at if place.stride < 0 else at - place.start
             atoms = atoms[1:]
-            outside = (at < 0) | (at >= np.prod([a.size for a in atoms if a.axis != PLACED], dtype=int))
+            outside = (at < 0) | (at >= length(atoms))
             at = np.where(outside, 0, at)
             inside &= np.expand_dims(~outside, [i for i in range(len(shape)) if i != axis])
         for a in reversed(atoms):
@@ -73,7 +74,7 @@ def step(rng, layout, positions, aligned):
     atoms = layout.axes[axis] if layout.axes else ()
     placed, here = any(a.axis == PLACED for a in sum(layout.axes, ())), any(a.axis == PLACED for a in atoms)
     kind = rng.choice(
-        ["transpose", "split", "join", "cut", "place", "pick"] + ["tile", "loop"] * (not aligned)
+        ["transpose", "split", "join", "cut", "place", "pick", "flip"] + ["tile", "loop"] * (not aligned)
     )
     if kind == "transpose":
         order = rng.sample(range(len(shape)), len(shape))
@@ -101,6 +102,8 @@ def step(rng, layout, positions, aligned):
         return layout.place(axis, low, low + shape[axis] + high), np.pad(
             positions, around, constant_values=-1
         )
+    if kind == "flip" and shape:
+        return layout.reverse(axis), np.flip(positions, axis)
     if kind == "pick":
         n = rng.randint(1, 3)
         sources = [*range(axis), None, *range(axis, len(shape))]
