@@ -19,7 +19,8 @@ from muonjax._clipping.matching import module_of
 from muonjax._clipping.qk_clip import apply_qk_clip
 from muonjax._clipping.sites import Site
 from muonjax._matrix_view import DimensionNumbersTree
-from muonjax._program import attention
+from muonjax._program.attention import Call, Span
+from muonjax._program.attention import calls as calls_of
 from muonjax._program.decisions import Decision, decide
 from muonjax._program.graph import Graph
 from muonjax._program.report import run
@@ -300,7 +301,7 @@ def find_maxima(
     differentiated by its input too, those of one argument are.
     """
     sites = _clippable(closed, arguments, call)
-    probes = [call.probe for _, calls in sites for call in calls if call.probe is not None]
+    probes = [each.probe for _, calls in sites for each in calls if each.probe is not None]
     results = run(closed, probes, *jax.tree.leaves(arguments))
     count = len(results) - len(probes)
     maxima = iter(results[count:])
@@ -309,9 +310,7 @@ def find_maxima(
     }
 
 
-def _clippable(
-    closed: ClosedJaxpr, arguments: Sequence[Any], call: str
-) -> list[tuple[str, list[attention.Site]]]:
+def _clippable(closed: ClosedJaxpr, arguments: Sequence[Any], call: str) -> list[tuple[str, list[Call]]]:
     """Name and calls of each attention that can be clipped."""
     whole = arguments[0] if len(arguments) == 1 else arguments
     ends = itertools.accumulate((len(jax.tree.leaves(x)) for x in arguments), initial=0)
@@ -335,7 +334,7 @@ def _clippable(
     raise ValueError(f"{call}: no attention can be clipped. {refused}. Use jax.value_and_grad and muon.")
 
 
-def _of_all_calls(calls: Sequence[attention.Site], maxima: Sequence[jax.Array]) -> jax.Array:
+def _of_all_calls(calls: Sequence[Call], maxima: Sequence[jax.Array]) -> jax.Array:
     """The largest of a site's calls, each in the layer where it is."""
     shape = (*calls[0].layers, calls[0].heads)
     indices: dict[tuple[int, ...], list[jax.Array]] = {call.index: [] for call in calls}
@@ -349,25 +348,25 @@ def _of_all_calls(calls: Sequence[attention.Site], maxima: Sequence[jax.Array]) 
     return jnp.stack([each.get(index, nothing) for index in layers]).reshape(shape)
 
 
-def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[attention.Site]]]:
+def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[Call]]]:
     """Named attentions with their calls; one that is called several times is one."""
-    calls: dict[Any, list[attention.Site]] = {}
-    for site in attention.sites(walk):
-        calls.setdefault(site.spans or _terms(site) or site.line, []).append(site)
+    calls: dict[Any, list[Call]] = {}
+    for call in calls_of(walk):
+        calls.setdefault(call.spans or _terms(call) or call.line, []).append(call)
     groups = list(calls.values())
     roots = [module_of([paths[x.leaf] for x in group[0].spans or _terms(group[0])]) for group in groups]
     found = []
     for group, root in zip(groups, roots, strict=True):
-        site = group[0]
-        if not site.spans:
-            found.append((Attention(root, site.line, None, site.problem), group))
+        first = group[0]
+        if not first.spans:
+            found.append((Attention(root, first.line, None, first.problem), group))
             continue
         is_alone = roots.count(root) == 1
-        name = (root or "max_logits") if is_alone else paths[site.spans[0].leaf]
+        name = (root or "max_logits") if is_alone else paths[first.spans[0].leaf]
         same = sum(other.name.partition(":")[0] == name for other, _ in found)
         name = f"{name}:{same + 1}" if same else name  # heads of one projection, written one by one
-        scales = tuple(_scale(span, paths[span.leaf], root if is_alone else "") for span in site.spans)
-        stack = site.spans[0].stack
+        scales = tuple(_scale(span, paths[span.leaf], root if is_alone else "") for span in first.spans)
+        stack = first.spans[0].stack
         public = Site(
             path=re.escape(root) if is_alone else "",
             scales=scales,
@@ -375,16 +374,16 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
             scan_axis=stack or None,
             exact=True,
         )
-        found.append((Attention(name, site.line, public, ""), group))
+        found.append((Attention(name, first.line, public, ""), group))
     return found
 
 
-def _terms(site: attention.Site) -> tuple[Term, ...]:
+def _terms(call: Call) -> tuple[Term, ...]:
     """The parameters of its queries and keys, as it multiplies by them."""
-    return tuple(product.use.term for product in site.products)
+    return tuple(product.use.term for product in call.products)
 
 
-def _scale(span: attention.Span, path: str, root: str) -> Scale:
+def _scale(span: Span, path: str, root: str) -> Scale:
     run = span.size // span.entries
     return Scale(
         path=path.removeprefix(f"{root}/") if root else path,

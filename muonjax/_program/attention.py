@@ -13,8 +13,8 @@ from muonjax._program.graph import line_of
 from muonjax._program.layout import PLACED, Atom, Layout, Shard, joined, other, overlap
 from muonjax._program.products import Side
 from muonjax._program.report import Probe
-from muonjax._program.values import Image, Product
-from muonjax._program.walk import Attention, Use, Walk
+from muonjax._program.values import Image, Product, Use
+from muonjax._program.walk import Attention, Walk
 
 
 class Span(NamedTuple):
@@ -32,7 +32,7 @@ class Span(NamedTuple):
     index: tuple[int, ...] = ()  # of those that a constant index chooses, the first of them: the layer
 
 
-class Site(NamedTuple):
+class Call(NamedTuple):
     """One attention: what to scale, and where its largest logits are; or why it can't be clipped."""
 
     line: str
@@ -49,27 +49,25 @@ class _Refused(Exception):
     """Why this attention can't be clipped."""
 
 
-def sites(walk: Walk) -> list[Site]:
+def calls(walk: Walk) -> list[Call]:
     """One for each attention, in the order of the program."""
-    found = {i: _site(walk, attention) for i, attention in walk.attentions.items()}
+    found = {i: _call(walk, attention) for i, attention in walk.attentions.items()}
     for i, images in walk.opaque.items():
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
         why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-        found[i] = Site(line_of(node.equation), problem=why, products=tuple(m.product for m in images))
-    return [_unless_used_elsewhere(walk, site, found.values()) for _, site in sorted(found.items())]
+        found[i] = Call(line_of(node.equation), problem=why, products=tuple(m.product for m in images))
+    return [_unless_used_elsewhere(walk, call, found.values()) for _, call in sorted(found.items())]
 
 
-def _unless_used_elsewhere(walk: Walk, site: Site, found: Iterable[Site]) -> Site:
-    """A clip of a kernel may change no other product: only all calls of one attention share it."""
-    mine = {p for other in found if other.spans == site.spans for p in other.products} if site.spans else ()
+def _unless_used_elsewhere(walk: Walk, call: Call, found: Iterable[Call]) -> Call:
+    """A clip of a kernel may change no other product: only the calls of one attention share it."""
+    mine = {p for other in found if other.spans == call.spans for p in other.products} if call.spans else ()
     for use in walk.uses.values():
         if use.kind == "product" and use.product not in mine and any(_share(use, p.use) for p in mine):
-            line = line_of(walk.nodes[use.node].equation)
-            return site._replace(
-                spans=(), probe=None, problem=f"its projection is used for something else too: {line}"
-            )
-    return site
+            why = f"its projection is used for something else too: {line_of(walk.nodes[use.node].equation)}"
+            return call._replace(spans=(), probe=None, problem=why)
+    return call
 
 
 def _share(a: Use, b: Use) -> bool:
@@ -77,14 +75,14 @@ def _share(a: Use, b: Use) -> bool:
     return a.term.leaf == b.term.leaf and overlap(a.term.layout.region, b.term.layout.region)
 
 
-def _site(walk: Walk, attention: Attention) -> Site:
+def _call(walk: Walk, attention: Attention) -> Call:
     line = line_of(walk.nodes[attention.logits.product].equation)
     finder = _Finder(walk, attention)
     products = tuple(m.product for m in (*finder.query.value.images, *finder.key.value.images))
     try:
-        return finder.site(line)._replace(products=products)
+        return finder.call(line)._replace(products=products)
     except _Refused as refused:
-        return Site(line, problem=str(refused), products=products)
+        return Call(line, problem=str(refused), products=products)
 
 
 class _Finder:
@@ -113,7 +111,7 @@ class _Finder:
         runs = {d: tuple(a for a in atoms if a.axis >= 0) for d, atoms in found if d not in self.normalized}
         return {d: atoms for d, atoms in runs.items() if atoms}
 
-    def site(self, line: str) -> Site:
+    def call(self, line: str) -> Call:
         logits = self.attention.logits
         if logits.problem:
             raise _Refused(f"{logits.problem[0]}: {self._line(logits.problem[1])}")
@@ -141,7 +139,7 @@ class _Finder:
                 raise _Refused(why)
         first = queries[0]
         spans = tuple(s._replace(index=()) for s in spans)
-        return Site(line, spans, self._probe(first), layers.pop(), first.index, first.entries)
+        return Call(line, spans, self._probe(first), layers.pop(), first.index, first.entries)
 
     def _line(self, i: int) -> str:
         return "" if i < 0 else line_of(self.walk.nodes[i].equation)

@@ -1,4 +1,9 @@
-"""Decide from its uses which optimizer takes a parameter, and as which matrices."""
+"""Decide from its uses which optimizer takes a parameter, and as which matrices.
+
+The first that holds of these, each with its line: never used; whole numbers; looked up; in no product; an output head
+of a loss; in products with vectors alone; used by an operation that is not followed, or in a last product without a
+loss, both left to names; an embedding of patches. All others are matrices, if their products agree.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,8 @@ from muonjax._matrix_view import (
 )
 from muonjax._program.graph import line_of
 from muonjax._program.layout import Atom, Region, Run, hull
-from muonjax._program.values import Product
-from muonjax._program.walk import Use, Walk
+from muonjax._program.values import Product, Use
+from muonjax._program.walk import Walk
 
 
 class Decision(NamedTuple):
@@ -41,10 +46,10 @@ class _Form(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """The values that another product takes, and those that reach the loss without one."""
+    """Which values go on from where they are, over operations that are no products."""
 
-    consumed: set[int]
-    direct: set[int]
+    consumed: set[int]  # to another product
+    direct: set[int]  # to what the function returns
 
 
 def _ends(walk: Walk) -> _Ends:
@@ -126,6 +131,7 @@ def _adam(walk: Walk, why: str, use: Use, by_names: bool = False) -> Decision:
 
 
 def _is_head(walk: Walk, ends: _Ends, use: Use) -> bool:
+    """No other product takes what this one gives; or labels choose one of its columns, and that reaches the loss."""
     value = walk.nodes[use.node].outputs[0]
     return (use.node in walk.read and value in ends.direct) or value not in ends.consumed
 

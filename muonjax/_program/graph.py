@@ -1,8 +1,9 @@
 """A jaxpr as one flat list of operations: calls are entered, loops and branches become operations of their own.
 
-A value is the number of an array. What a loop carries is one value, which comes from before the loop and from the
-end of its body ("carry"); the slices that a scan takes are "scan_slice", what it collects "scan_stack"; a value that
-comes from several branches is a "join".
+A value is the number of an array. Operations that are no primitives: what a loop carries is one value, which comes from
+before the loop and from the end of its body ("carry"); the slices that a scan takes are "scan_slice" (`scan`: the place
+of its body), what it collects "scan_stack"; a value that comes from several branches is a "join"; into and out of a
+`shard_map` an array is divided ("shard", `spec`: the mesh axes) and whole again ("unshard").
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ class Step(NamedTuple):
     kind: str = ""  # the primitive
     # Where logits are reported:
     layer: bool = False  # of a scan: its iterations are layers, and a leading axis; otherwise maximized over
-    sharded: tuple[
-        tuple[str, ...], ...
-    ] = ()  # of a shard_map: mesh axes that divide each kept axis; () if none
+    sharded: tuple[tuple[str, ...], ...] = ()  # of a shard_map: mesh axes that divide each kept axis
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -177,9 +176,7 @@ class Graph:
         carry = self._each("carry", [inputs[consts:after]], variables[consts:after], None, inner)
         sliced = self._each("scan_slice", [inputs[after:]], variables[after:], eqn, inner, scan=inner)
         outs = self._enter(body, [*inputs[:consts], *carry, *sliced], inner)
-        for i, out in enumerate(
-            outs[:carried]
-        ):  # the second source of what is carried is the end of the body
+        for i, out in enumerate(outs[:carried]):  # its second source is the end of the body
             self.nodes[first + i].inputs += (out,)
         if carry:
             self.loops[first] = Loop(range(first, first + carried), len(self.nodes))

@@ -21,9 +21,8 @@ class Side:
         self.value, self.operand = value, operand
         self.summed, self.batch = tuple(summed), tuple(batch)
         self.given = tuple(a for a in range(rank) if a not in self.summed and a not in self.batch)
-        self.sources: Sequence[
-            int | None
-        ] = ()  # of each axis of the product, its axis, if it is one of this operand
+        # Of each axis of the product, its axis, if it is one of this operand.
+        self.sources: Sequence[int | None] = ()
         self.shape: tuple[int, ...] = ()  # of the product
 
     def along(self, layout: Layout) -> Layout:
@@ -72,7 +71,7 @@ def _dot(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Va
 def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
     a, b = left.value, right.value
     product = dependent([a, b])
-    if not product.kind & PARAMETER:
+    if not product.depends_on & PARAMETER:
         return product
     for side, rest in ((left, right), (right, left)):
         # Repeated for each example.
@@ -173,7 +172,7 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
     before = product.before
     for image in images:
         before |= image.product.bit
-    return product._replace(images=tuple(images), before=before, kind=product.kind | DATA)
+    return product._replace(images=tuple(images), before=before, depends_on=product.depends_on | DATA)
 
 
 def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
@@ -199,7 +198,7 @@ def _cuts_input(side: Side) -> bool:
 
 def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side) -> Value:
     a, b = left.value, right.value
-    if not left.summed and a.kind & b.kind & PARAMETER:  # entry by entry, written as an einsum
+    if not left.summed and a.depends_on & b.depends_on & PARAMETER:  # entry by entry, written as an einsum
         for side, rest in ((left, right), (right, left)):
             if not rest.given:
                 for image in side.value.images:
@@ -208,7 +207,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
         images = [bent(walk, m, why, i) for s in (left, right) for m in s.moved.images]
         logits = _logits_after(walk, i, left, right) or _logits_after(walk, i, right, left)
         return product._replace(images=tuple(images), logits=logits)
-    for side in (left, right) if a.kind & b.kind & PARAMETER else ():
+    for side in (left, right) if a.depends_on & b.depends_on & PARAMETER else ():
         walk.record_parts(i, side.value.images)
         walk.record_heads(side.value.images, side.batch)
     for side, values in ((left, right), (right, left)):
@@ -218,7 +217,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
         if found:
             walk.consume(i, left.operand, right.operand)
             return product._replace(images=values.moved.images)
-    if a.kind & b.kind & PARAMETER:
+    if a.depends_on & b.depends_on & PARAMETER:
         features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
         # Entry by entry, as of two towers.
         matched = a.images and b.images and features and a.before != b.before
@@ -228,7 +227,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
             return _or_logits(walk, i, product, left, right)
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
-        if not rest.value.kind & PARAMETER:
+        if not rest.value.depends_on & PARAMETER:
             logits = _logits_after(walk, i, side, rest)
             return product._replace(images=side.moved.images, logits=logits)
     return product
@@ -282,7 +281,7 @@ def _by_kernel(
     product = dependent(values)
     if not values[1].terms:
         walk.record_terms(i, node.name, values)
-        if product.kind & PARAMETER:
+        if product.depends_on & PARAMETER:
             walk.consume(i, *node.inputs[:2])
         return product
     data, kernel = (

@@ -36,7 +36,7 @@ class Probe(NamedTuple):
     raw: Var | None = None  # the logits before mask and bias: measured where `variable` does not mask
     around: tuple[
         tuple[int, ...], ...
-    ] = ()  # of each kept axis: entries outside of a head, heads, entries inside
+    ] = ()  # of a kept axis: entries outside of a head, heads, entries inside
 
 
 def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
@@ -107,7 +107,7 @@ def _enclosing(eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]) ->
         return _shard_map(eqn, bodies[0], deeper, operands, steps)
     if name not in versions.EXTENSIBLE:
         raise ValueError(
-            f"report(closed, probes) has a probe inside of {name!r}, whose outputs are fixed; "
+            f"run(body, probes) has a probe inside of {name!r}, whose outputs are fixed; "
             "take the variable that goes into it, or comes out, instead."
         )
     new = _branches(bodies[0], bodies, deeper, tuple(step.body for step in steps))

@@ -54,7 +54,7 @@ def _iota(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
 @rule("eq")
 def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     for counting, index in (values, values[::-1]):
-        if index.kind & DATA and (found := [m for m in counting.marks if m.what == "counts"]):
+        if index.depends_on & DATA and (found := [m for m in counting.marks if m.what == "counts"]):
             return [dependent(values)._replace(marks=(Mark("one hot", found[0].layout),))]
     return [dependent(values)]
 
@@ -97,7 +97,7 @@ SPREADING = frozenset(f"{_ENTRYWISE} eq".split()) - {"join"}
 
 def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     """Repeated along the axes where it has one entry: operations entry by entry do so by themselves."""
-    if old == shape or not (x.kind or x.marks):
+    if old == shape or not (x.depends_on or x.marks):
         return x
     beside = old or [-1] * len(shape)  # a scalar beside an array
     return x.repeated(old, [k if n == shape[k] else None for k, n in enumerate(beside)], shape)
@@ -117,7 +117,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         whole = dependent(values)
     if whole.is_weight:
         return [whole._replace(terms=_of_weights(walk, i, name, values))]
-    if not dependent(values).kind & PARAMETER:
+    if not dependent(values).depends_on & PARAMETER:
         kept = ("input", "one hot") if name in _SCALES else ("input",) if name in _SUMS else ()
         return [whole._replace(marks=tuple(m for v in values for m in v.marks if m.what in kept))]
     if (name in _SCALES and any(v.images for v in values)) or (name in _SUMS and name not in _CHOICES):
@@ -138,7 +138,12 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         images = tuple(m._replace(biases=m.biases + biases) for m in images)
     logits = _logits(i, node, values, operands)
     # A masked parameter, or one of several that data choose or mix.
-    mixed = name in _SUMS and not images and not logits and all(v.terms for v in values if v.kind & PARAMETER)
+    mixed = (
+        name in _SUMS
+        and not images
+        and not logits
+        and all(v.terms for v in values if v.depends_on & PARAMETER)
+    )
     terms = tuple(t for v in values for t in v.terms) if mixed or name in _SCALES else ()
     return [whole._replace(terms=terms, images=images, logits=logits)]
 
@@ -153,7 +158,7 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
     several = sum(bool(v.terms) for v in values) > 1
     if name not in _SUMS + _SCALES:  # an exponential of a parameter, say
         return () if several else tuple(t for v in values for t in v.terms)
-    noisy = name in _SCALES and any(v.kind & NOISE and not v.is_weight for v in values)
+    noisy = name in _SCALES and any(v.depends_on & NOISE and not v.is_weight for v in values)
     cover, terms = [_cover(v) for v in values], []
     for v, mine in zip(values, cover, strict=True):
         for t in v.terms:
@@ -174,11 +179,13 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
     if node.name in _SUMS:  # a mask puts zeros or the like in their place
         is_mask = node.name in _CHOICES
         strangers = [
-            u for u in values if not u.is_weight and not u.images and (u.kind & PARAMETER or not is_mask)
+            u
+            for u in values
+            if not u.is_weight and not u.images and (u.depends_on & PARAMETER or not is_mask)
         ]
         if not strangers or node.name == "complex":
             return v.images
-        of_data = not any(u.kind & PARAMETER for u in strangers)
+        of_data = not any(u.depends_on & PARAMETER for u in strangers)
         return tuple(bent(walk, m, "added to something else", i, of_data) for m in v.images)
     if node.name not in _SCALES:
         return tuple(bent(walk, m, node.name, i, apart=True) for m in v.images)
@@ -236,7 +243,7 @@ def _logits(i: int, node: Node, values: Sequence[Value], operands: Sequence[int]
         if held[1].logits[0].stage == "largest":  # the largest logit is subtracted
             return (first,)
         why = "a second term is added to the logits"
-    elif name in _SUMS and others[0].kind & PARAMETER:
+    elif name in _SUMS and others[0].depends_on & PARAMETER:
         why = "a learned bias is added to the logits"
     elif name in _SUMS:  # as they are here, not where they were scaled
         raw = raw or (operands[values.index(held[0])], first.layout)

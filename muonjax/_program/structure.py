@@ -115,24 +115,23 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
         values = [v.map(lambda layout: layout.pick(sources, shape)) for v in values]
     if len(values) == 1:
         return values
-    whole, total = dependent(values), sum(sizes)
-    if not whole.is_weight:
+    joined = dependent(values)
+    if not joined.is_weight:
         values = [walk.as_input(v) if v.is_weight else v for v in values]
         walk.record_terms(i, "joined with data", values)
     walk.record_meeting_parts(i, values)
     images = latest(walk, i, concatenated(values, axis, sizes))
     if not all(v.images for v in values):
         images = tuple(bent(walk, m, "put together with something else", i) for m in images)
-    starts = itertools.accumulate(sizes, initial=0)
     placed = [
-        v.map(lambda layout, start=start: layout.place(axis, start, total))
-        for v, start in zip(values, starts, strict=False)
+        v.map(functools.partial(Layout.place, axis=axis, start=stop - size, size=sum(sizes)))
+        for v, size, stop in zip(values, sizes, itertools.accumulate(sizes), strict=True)
     ]
     logits = tuple(x for v in placed for x in v.logits)
     if len(logits) > 1 and logits[0].stage == "logits":
         logits = (logits[0]._replace(problem=logits[0].problem or ("its logits are joined with others", i)),)
-    terms = tuple(t for v in placed for t in v.terms) if whole.is_weight else ()
-    return [whole._replace(terms=terms, images=images, logits=logits)]
+    terms = tuple(t for v in placed for t in v.terms) if joined.is_weight else ()
+    return [joined._replace(terms=terms, images=images, logits=logits)]
 
 
 @rule("dynamic_update_slice")
@@ -192,7 +191,7 @@ def _looked_up(
 ) -> Value:  # fmt: skip
     """Entries of `picked` axes at indices that are known only when it runs."""
     x, *indices = values
-    by_data = any(v.kind & DATA for v in indices)
+    by_data = any(v.depends_on & DATA for v in indices)
     terms = []
     for k, t in enumerate(x.terms):
         if by_data and t.inner and not t.layout.atoms(picked):  # a table times a matrix: rows of the product

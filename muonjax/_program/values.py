@@ -1,4 +1,10 @@
-"""What is known of an array while a function is followed: which parameters and products it is made of."""
+"""What is known of an array while a function is followed: which parameters and products it is made of.
+
+In `q, k, v = jnp.split(x @ p["qkv"], 3, -1)` the parameter is a `Term` of the product's operand. The product with it is
+a `Product`, and its result holds one `Image` of this product. The split gives three images of it, each with the region
+of its columns; a region that is used apart from the others is a part, a matrix of its own. What softmax takes is
+`Logits`. A value may be a sum, so it may hold several terms, images and logits.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +31,28 @@ class Term(NamedTuple):
     looked: tuple[int, ...] = ()  # the operations that looked up a part of it by data
 
 
+class Use(NamedTuple):
+    """One thing that is done with a parameter; axes are those of the parameter."""
+
+    kind: str  # "product", "looked up", or what else is done with it
+    node: int
+    term: Term
+    rows: tuple[Atom, ...] = ()
+    columns: tuple[Atom, ...] = ()
+    batch: tuple[Atom, ...] = ()
+    operand: int = -1  # the activation that it is multiplied with
+    groups: int = 1  # of a convolution
+    is_depthwise: bool = False  # each group of one feature
+    is_patch: bool = False  # of windows that do not overlap
+    product: Any = None  # if it is one, what becomes of it: a `Product`
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Product:
     """What becomes of an activation's product with one parameter; axes are those of the parameter."""
 
     bit: int
-    use: Any = None
+    use: Any = None  # its `Use`
     summed: set[Atom] = dataclasses.field(default_factory=set)  # afterwards
     batches: set[Atom] = dataclasses.field(default_factory=set)  # of a product with another parameter
     # Batches of a product of two activations, each with the part in which it counts heads.
@@ -82,7 +104,7 @@ class Mark(NamedTuple):
 class Value(NamedTuple):
     """One array."""
 
-    kind: int = 0
+    depends_on: int = 0
     terms: tuple[Term, ...] = ()
     images: tuple[Image, ...] = ()
     logits: tuple[Logits, ...] = ()
@@ -92,12 +114,12 @@ class Value(NamedTuple):
     @property
     def is_weight(self) -> bool:
         """Made of parameters alone."""
-        return bool(self.kind & PARAMETER) and not self.kind & DATA
+        return bool(self.depends_on & PARAMETER) and not self.depends_on & DATA
 
     @property
     def is_activation(self) -> bool:
         """Made of parameters and data."""
-        return bool(self.kind & PARAMETER and self.kind & DATA)
+        return bool(self.depends_on & PARAMETER and self.depends_on & DATA)
 
     def map(self, move: Move) -> Value:
         """After an operation that only moves entries."""
@@ -106,11 +128,11 @@ class Value(NamedTuple):
         terms, images, logits, marks = (
             moved(x, move) for x in (self.terms, self.images, self.logits, self.marks)
         )
-        return Value(self.kind, terms, images, logits, self.before, marks)
+        return Value(self.depends_on, terms, images, logits, self.before, marks)
 
     def repeated(self, old: Sequence[int], sources: Sequence[int | None], shape: Sequence[int]) -> Value:
         """Axis i is the axis `sources[i]`, or a new one along which entries repeat."""
-        known = any(m.what == "repeats" for m in self.marks) or not self.kind
+        known = any(m.what == "repeats" for m in self.marks) or not self.depends_on
         marked = self if known else self._replace(marks=(*self.marks, Mark("repeats", whole(old))))
         return marked.map(lambda layout: layout.pick(sources, shape))
 
@@ -138,11 +160,11 @@ def moved(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
 
 def dependent(values: Iterable[Value]) -> Value:
     """A value that depends on all of these, in a way that is not followed."""
-    kind = before = 0
+    depends_on = before = 0
     for v in values:
-        kind |= v.kind
+        depends_on |= v.depends_on
         before |= v.before
-    return Value(kind, before=before)
+    return Value(depends_on, before=before)
 
 
 def alike(images: Sequence[Image]) -> bool:

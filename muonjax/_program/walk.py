@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from muonjax._program import products, structure  # noqa: F401  register their rules
+from muonjax._program import products, structure  # noqa: F401  with `rules`, they fill RULES
 from muonjax._program.graph import Graph, Node
 from muonjax._program.layout import Atom, whole
 from muonjax._program.rules import FOLDED, RULES, SPREADING, spread
@@ -22,26 +22,14 @@ from muonjax._program.values import (
     Mark,
     Product,
     Term,
+    Use,
     Value,
     alike,
     dependent,
 )
 
-
-class Use(NamedTuple):
-    """One thing that is done with a parameter."""
-
-    kind: str  # "product", "looked up", or what else is done with it
-    node: int
-    term: Term
-    rows: tuple[Atom, ...] = ()
-    columns: tuple[Atom, ...] = ()
-    batch: tuple[Atom, ...] = ()
-    operand: int = -1  # the activation that it is multiplied with
-    groups: int = 1  # of a convolution
-    is_depthwise: bool = False  # each group of one feature
-    is_patch: bool = False  # of windows that do not overlap
-    product: Any = None
+# What a loop carries changes only from a parameter, or from what depends on less: that settles in a few rounds.
+_ROUNDS = 5
 
 
 class Attention(NamedTuple):
@@ -49,7 +37,7 @@ class Attention(NamedTuple):
 
     logits: Logits
     keys: tuple[Atom, ...]  # the axes of the product along which softmax normalizes
-    values: Any  # the operand with the values
+    values: products.Side
 
 
 class Walk:
@@ -62,15 +50,14 @@ class Walk:
         self.uses: dict[tuple[int, int, int], Use] = {}
         self.attentions: dict[int, Attention] = {}
         self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
-        self.pairs: dict[int, Any] = {}  # products of two images: their operands
+        self.pairs: dict[int, tuple[products.Side, products.Side]] = {}  # of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
         self.read: set[int] = set()  # products with columns of which labels choose one
         self.layers: dict[Any, set[int]] = defaultdict(set)  # scans, with the parameters that they slice
         self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
         self.summed_slices: dict[int, set[int]] = defaultdict(set)  # axes whose products are added up
-        self.scales: dict[int, int] = defaultdict(
-            int
-        )  # of a parameter, the products in its own scale, as bits
+        # Of a parameter, the products in its own scale, as bits.
+        self.scales: dict[int, int] = defaultdict(int)
         self.entrywise: dict[int, tuple[Image, ...]] = {}  # products of two activations entry by entry
         for k, x in enumerate(graph.parameters):
             terms = (Term(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
@@ -115,7 +102,7 @@ class Walk:
 
     def record_read(self, value: Value, axes: Sequence[int], labels: Value) -> None:
         """Data that depend on no parameter choose one entry along these axes."""
-        if labels.kind & DATA and not labels.kind & PARAMETER:
+        if labels.depends_on & DATA and not labels.depends_on & PARAMETER:
             for image in value.images:
                 if image.layout.atoms(axes):
                     self.read.add(image.product.use.node)
@@ -142,6 +129,10 @@ class Walk:
             self.entrywise[self.nodes[i].outputs[0]] = both
 
     def record_parts(self, i: int, images: Iterable[Image]) -> None:
+        """An operation that mixes columns takes these images: the region of each is used, by itself.
+
+        What comes later says nothing about parts, so this is called before an image is `bent`.
+        """
         for m in images:
             if m.apart:
                 m.product.parts.add((m.layout.region, i))
@@ -210,7 +201,7 @@ class Walk:
             else:
                 columns = t.inner[-1]
             self.record(t.made, "product", t, k=k, rows=t.inner[0], columns=columns)
-        return Value(value.kind | DATA, images=tuple(images), before=before)
+        return Value(value.depends_on | DATA, images=tuple(images), before=before)
 
     def consume(self, i: int, *operands: int) -> None:
         if self.nodes[i].passes != "backward":
@@ -246,7 +237,7 @@ class Walk:
                 continue
             carries = [self.nodes[c] for c in loop.carries if c in self.graph.live]
             now = [self._first(self.values[c.inputs[0]]) for c in carries]
-            for _ in range(5):
+            for _ in range(_ROUNDS):
                 for carry, value in zip(carries, now, strict=True):
                     self.values[carry.outputs[0]] = value
                 self._follow(loop.carries.stop, loop.last)
@@ -263,8 +254,8 @@ class Walk:
         """What it carries after another iteration."""
         start, end = (self.values[x] for x in carry.inputs)
         now = self.values[carry.outputs[0]]
-        same = start.is_weight and end.terms == start.terms and end.kind == start.kind
-        return now if same else Value(start.kind | end.kind | now.kind, before=start.before)
+        same = start.is_weight and end.terms == start.terms and end.depends_on == start.depends_on
+        return now if same else Value(start.depends_on | end.depends_on | now.depends_on, before=start.before)
 
     def _apply(self, i: int, node: Node) -> None:
         values = [self.values[x] for x in node.inputs]
@@ -280,9 +271,9 @@ class Walk:
             self.values[x] = out if self.graph.is_float(x) else out._replace(images=(), logits=())
 
     def unknown(self, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-        if not values or not any(v.kind for v in values):
-            return [Value(dependent(values).kind)] * len(node.outputs)
-        alone = all(v.is_weight or not v.kind for v in values)  # a penalty perhaps, as a determinant
+        if not values or not any(v.depends_on for v in values):
+            return [Value(dependent(values).depends_on)] * len(node.outputs)
+        alone = all(v.is_weight or not v.depends_on for v in values)  # a penalty perhaps, as a determinant
         self.record_terms(
             i, f"{'alone' if alone else 'unknown'}: {node.name}", [v for v in values if v.is_weight]
         )
