@@ -9,7 +9,7 @@ import optax
 from muonjax._clipping.errors import errors_of
 from muonjax._clipping.matching import Modules, Target, find_targets
 from muonjax._clipping.sites import Site
-from muonjax._clipping.transform import Clip, check_every_k, check_threshold
+from muonjax._clipping.transform import check_every_k, check_threshold, clip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,4 +133,4 @@ def signal_clip(
                 )
         return targets
 
-    return Clip("signal_clip", "signals", find, every_k, axis_name).transformation()
+    return clip("signal_clip", "signals", find, every_k, axis_name)
