@@ -7,16 +7,9 @@ from collections.abc import Callable
 from flax import nnx
 
 from muonjax._adapters.config import LoHaConfig
+from muonjax._clipping.errors import errors_of
 from muonjax._trees import listed
-from muonjax.nnx._layers import (
-    Layer,
-    check_kernel,
-    check_plain,
-    function_of,
-    layers,
-    place_of,
-    plain_function,
-)
+from muonjax.nnx._layers import Layer, function_of, layers, place_of, plain_function
 from muonjax.nnx._loha import LoHa, adapter_of, new_adapter
 
 
@@ -69,23 +62,16 @@ def add_loha(
     if not matched:
         paths = listed([path for path, _ in layers(model)], ", ")
         raise ValueError(f"add_loha(path_rule={path_rule!r}) matches none of the layers {paths}.")
-    new = [_new_adapter(path, layer, config, rngs) for path, layer in matched]
+    new = []
+    for path, layer in matched:
+        if adapter_of(layer) is not None:
+            raise ValueError(f"add_loha: {path!r} has an adapter already; remove_loha removes it.")
+        tucker = config.tucker and place_of(layer).window_size > 1
+        with errors_of(f"add_loha: {path!r}"):
+            new.append(new_adapter(layer, dataclasses.replace(config, tucker=tucker), rngs))
     for (_, layer), adapter in zip(matched, new, strict=True):
         setattr(layer, function_of(layer), nnx.data(adapter))
     return [path for path, _ in matched]
-
-
-def _new_adapter(path: str, layer: Layer, config: LoHaConfig, rngs: nnx.Rngs) -> LoHa:
-    if adapter_of(layer) is not None:
-        raise ValueError(f"add_loha: {path!r} has an adapter already; remove_loha removes it.")
-    check_plain(layer, f"add_loha: {path!r}")
-    check_kernel(layer, f"add_loha: {path!r}")
-    if place_of(layer).window_size == 1:
-        config = dataclasses.replace(config, tucker=False)
-    try:
-        return new_adapter(layer, config, rngs)
-    except ValueError as error:
-        raise ValueError(f"add_loha: {path!r}: {error}") from None
 
 
 def remove_loha(model: nnx.Module) -> list[str]:
