@@ -158,8 +158,8 @@ def _next(
         return new if every_k == 1 else jnp.where(due, new, otherwise)
 
     def gamma(name: str) -> jax.Array:
-        threshold = thresholds[name]
-        limit = threshold(clips_so_far) if callable(threshold) else threshold
+        limit: Any = thresholds[name]
+        limit = limit(clips_so_far) if callable(limit) else limit
         return at_clip(clip_factor(maxima[name], limit), 1.0)
 
     gammas = {name: gamma(name) for name in maxima}
