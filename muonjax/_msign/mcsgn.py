@@ -98,16 +98,6 @@ def _iterate(
     return lax.scan(step, x, rows)[0]
 
 
-def _directional_derivative(
-    x: Float[Array, "*batch n n"],
-    direction: Float[Array, "*batch n n"],
-    rows: Float[Array, "steps 3"],
-    dot: MatrixProduct,
-) -> Float[Array, "*batch n n"]:
-    """The derivative of `_iterate` at x in `direction`: nine products a step, in a rolled loop that keeps nothing."""
-    return jax.jvp(lambda x: _iterate(x, rows, dot), (x,), (direction,))[1]
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def polynomial_mcsgn(
     x: Float[Array, "*batch n n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
@@ -118,6 +108,9 @@ def polynomial_mcsgn(
 
 @polynomial_mcsgn.defjvp
 def _polynomial_mcsgn_jvp(dot, primals, tangents):
-    derivative = functools.partial(_directional_derivative, dot=dot)
+    def derivative(x, direction, rows):
+        # Nine products a step, in a rolled loop that keeps nothing.
+        return jax.jvp(lambda x: _iterate(x, rows, dot), (x,), (direction,))[1]
+
     tangent = tangent_by_normalization(_normalized, adjoint, derivative, primals, tangents)
     return polynomial_mcsgn(*primals, dot), tangent
