@@ -78,9 +78,7 @@ class Target(NamedTuple):
 def as_sites(sites: Any) -> tuple[Site, ...]:
     """One site or several, as a tuple; a `Program` has them."""
     found = getattr(sites, "sites", sites)
-    if isinstance(found, Site):
-        return (found,)
-    several = tuple(found) if isinstance(found, Iterable) and not isinstance(found, str) else ()
+    several = (found,) if isinstance(found, Site) else tuple(found) if isinstance(found, Iterable) else ()
     if several and all(isinstance(site, Site) for site in several):
         return several
     threshold = (
@@ -92,12 +90,12 @@ def as_sites(sites: Any) -> tuple[Site, ...]:
     )
 
 
-def find_targets(modules: Modules, sites: Iterable[Site]) -> list[Target]:
-    """Every module that the sites match, checked against the parameters."""
+def find_targets(modules: Modules, sites: Iterable[Site], threshold: Any = None) -> list[Target]:
+    """Every module that the sites match, checked against the parameters, with its threshold."""
     targets: dict[tuple[str, str], Target] = {}
     for site in sites:
         for root in _matched(site, modules):
-            target = _target(site, root, modules)
+            target = _target(site, root, modules)._replace(threshold=threshold)
             if (root, target.signal) in targets:
                 raise ValueError(
                     f"two sites match {root!r}, which would be clipped twice; narrow their paths."

@@ -118,9 +118,9 @@ def signal_clip(
 
     def find(modules: Modules) -> list[Target]:
         targets = [
-            target._replace(name=target.signal, threshold=rule.threshold)
+            target._replace(name=target.signal)
             for rule in rules
-            for target in find_targets(modules, [rule.site])
+            for target in find_targets(modules, [rule.site], rule.threshold)
         ]
         names = [target.name for target in targets]
         if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -235,15 +235,12 @@ def fused_qkv_site(
             )
     width = num_heads * head_dim
     if by_head:
-        query = {"entries": num_heads, "span": (0, head_dim)}
-        key = {"entries": num_heads, "span": (head_dim, 2 * head_dim)}
+        query, key = {"span": (0, head_dim)}, {"span": (head_dim, 2 * head_dim)}
     else:
-        query = {"entries": num_heads, "size": width}
-        key = {"entries": num_kv_heads, "start": width, "size": num_kv_heads * head_dim}
-    scales = _projection(name, *kernel, factor="query", **query) + _projection(
-        name, *kernel, factor="key", **key
-    )
-    return Site(path=path, scales=scales, signal=signal, scan_axis=scan_axes)
+        query, key = {"size": width}, {"start": width, "size": num_kv_heads * head_dim}
+    queries = _projection(name, *kernel, entries=num_heads, factor="query", **query)
+    keys = _projection(name, *kernel, entries=num_kv_heads, factor="key", **key)
+    return Site(path=path, scales=queries + keys, signal=signal, scan_axis=scan_axes)
 
 
 def _projection(name: str, rank: int, axes: tuple[int, ...], **part: Any) -> tuple[Scale, ...]:
