@@ -44,16 +44,8 @@ def dimension_numbers(
     except ImportError as error:
         raise ImportError("muonjax.equinox needs Equinox: pip install 'muonjax[equinox]'.") from error
     arrays = eqx.filter(params, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
-    layers = (
-        eqx.nn.Embedding,
-        eqx.nn.Linear,
-        eqx.nn.Conv,
-        eqx.nn.ConvTranspose,
-        eqx.nn.LayerNorm,
-        eqx.nn.RMSNorm,
-        eqx.nn.GroupNorm,
-        eqx.nn.BatchNorm,
-    )
+    norms = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
+    layers = (eqx.nn.Embedding, eqx.nn.Linear, eqx.nn.Conv, eqx.nn.ConvTranspose, *norms)
     known = {
         name: role
         for path, layer in _nodes(arrays, layers)
@@ -80,13 +72,13 @@ def _layer(eqx: Any, path: tuple[Any, ...], layer: Any) -> dict[str, Role]:
         case eqx.nn.Conv() | eqx.nn.ConvTranspose():
             rank = layer.num_spatial_dims + 2
             rows, groups = (1, *range(2, rank)), layer.groups
-            numbers: Any = MuonDimensionNumbers(rows, 0)
-            role = Role("convolution", ranks=(rank,), layouts={rank: numbers})
-            if groups > 1:
-                split = FusedDimensionNumbers(rows, 0, groups, 0)
-                role = Role("grouped convolution", ranks=(rank,), layouts={rank: split})
             if layer.in_channels == groups:
                 role = Role("one input channel: depthwise", muon=False, ranks=(rank,))
+            elif groups > 1:
+                split = FusedDimensionNumbers(rows, 0, groups, 0)
+                role = Role("grouped convolution", ranks=(rank,), layouts={rank: split})
+            else:
+                role = Role("convolution", ranks=(rank,), layouts={rank: MuonDimensionNumbers(rows, 0)})
             roles = {"weight": role, "bias": BIAS._replace(ranks=(rank - 1,))}
         case _:
             roles = {"weight": SCALE._replace(ranks=()), "bias": BIAS._replace(ranks=())}
