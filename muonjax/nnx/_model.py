@@ -175,23 +175,19 @@ def adapters(model: nnx.Module) -> dict[str, LoHa]:
       >>> sorted(muonjax.nnx.adapters(model))
       ['query', 'value']
     """
-    return {path: adapter for path, _, adapter in _found(model)}
-
-
-def _found(model: nnx.Module) -> list[tuple[str, Layer, LoHa]]:
-    """Path, layer and adapter of each adapted layer."""
-    found = ((path, layer, adapter_of(layer)) for path, layer in layers(model))
-    return [(path, layer, adapter) for path, layer, adapter in found if adapter is not None]
+    found = {path: adapter_of(layer) for path, layer in layers(model)}
+    return {path: adapter for path, adapter in found.items() if adapter is not None}
 
 
 def adapted_layers(
     model: nnx.Module, call: str, *, merged: bool | None = None
 ) -> list[tuple[str, Layer, LoHa]]:
     """Path, layer and adapter of each adapted layer, one at least; with `merged` given, all of them must be so."""
-    if not (found := _found(model)):
+    found = adapters(model)
+    if not found:
         raise ValueError(f"{call}: the model has no LoHa adapter; add_loha adds one.")
-    wrong = [path for path, _, adapter in found if adapter.merged != merged]
+    wrong = [path for path, adapter in found.items() if adapter.merged != merged]
     if wrong and merged is not None:
         state = "not merged" if merged else "merged already; merging twice would add ΔW twice"
         raise ValueError(f"{call}: {listed(wrong, ', ')}: {state}.")
-    return found
+    return [(path, layer, found[path]) for path, layer in layers(model) if path in found]
