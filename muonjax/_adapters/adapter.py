@@ -164,12 +164,10 @@ class Adapter(NamedTuple):
 
         def outputs(start: jax.Array | int, count: int) -> jax.Array:
             """`count` output channels from `start`, with the kernel of these channels alone."""
-            b1, b2 = (lax.dynamic_slice_in_dim(b, start, count, axis=1) for b in (w1b, w2b))
-            part = lax.dynamic_slice_in_dim(rhs, start, count, axis=rhs.ndim - 1)
-            magnitude = self.magnitude
-            if magnitude is not None:
-                magnitude = lax.dynamic_slice_in_dim(magnitude, start, count)
-            kernel, _ = self._replace(factors=(w1a, b1, w2a, b2), magnitude=magnitude).merge(part)
+            b1, b2, kernel, magnitude = jax.tree.map(
+                lambda x: lax.dynamic_slice_in_dim(x, start, count, axis=-1), (w1b, w2b, rhs, self.magnitude)
+            )
+            kernel, _ = self._replace(factors=(w1a, b1, w2a, b2), magnitude=magnitude).merge(kernel)
             return lax.conv_general_dilated(
                 lhs, kernel, *args, feature_group_count=feature_group_count, **settings
             )
