@@ -33,14 +33,9 @@ class Modules:
         self.children: dict[str, dict[str, None]] = {}  # dictionaries as ordered sets
         self._roots: dict[str, list[str]] = {}
         for leaf in self.leaves:
-            path = leaf
-            while path:
-                module, _, child = path.rpartition("/")
-                siblings = self.children.setdefault(module, {})
-                if child in siblings:
-                    break
-                siblings[child] = None
-                path = module
+            names = leaf.split("/")
+            for depth, child in enumerate(names):
+                self.children.setdefault("/".join(names[:depth]), {})[child] = None
 
     def has(self, path: str) -> bool:
         """Whether there is a module or leaf of this path."""
@@ -90,18 +85,19 @@ def as_sites(sites: Any) -> tuple[Site, ...]:
     )
 
 
-def find_targets(modules: Modules, sites: Iterable[Site], threshold: Any = None) -> list[Target]:
-    """Every module that the sites match, checked against the parameters, with its threshold."""
-    targets: dict[tuple[str, str], Target] = {}
-    for site in sites:
+def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> list[Target]:
+    """Every module that the sites match, checked against the parameters, with the threshold that stands by its site."""
+    targets: dict[str, Target] = {}
+    for site, threshold in sites:
         for root in _matched(site, modules):
-            target = _target(site, root, modules)._replace(threshold=threshold)
-            if (root, target.signal) in targets:
+            target = _target(site, root, modules)
+            if target.signal in targets:
                 raise ValueError(
-                    f"two sites match {root!r}, which would be clipped twice; narrow their paths."
+                    f"two sites match {root!r} by the signal {site.signal!r}, which would be clipped twice; narrow "
+                    "their paths, or merge their scales."
                 )
-            targets[root, target.signal] = target
-    count = Counter(root for root, _ in targets)
+            targets[target.signal] = target._replace(threshold=threshold)
+    count = Counter(t.path for t in targets.values())
     return [t._replace(name=t.path if count[t.path] == 1 else t.signal) for t in targets.values()]
 
 

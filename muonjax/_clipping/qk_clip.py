@@ -147,7 +147,8 @@ def apply_qk_clip(
 
 def _find(modules: Modules, sites: Sequence[Site], shared_keys: SharedKeys, threshold: Any) -> list[Target]:
     """The attention modules, with the powers that this clip gives to their queries and keys."""
-    targets = [_with_powers(target, shared_keys) for target in find_targets(modules, sites, threshold)]
+    found = find_targets(modules, [(site, threshold) for site in sites])
+    targets = [_with_powers(target, shared_keys) for target in found]
     scaled: dict[str, list[tuple[int, Part]]] = {}
     for i, target in enumerate(targets):
         for part in target.parts:
