@@ -4,7 +4,7 @@ Flax's layers take the function that multiplies, `dot_general` or `conv_general_
 that replaces this function: the layer, its kernel and the kernel's path stay what they were.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -12,9 +12,10 @@ from flax import nnx
 from jax import lax
 
 from muonjax._adapters.adapter import SCALE, TRAINED, Adapter
-from muonjax._adapters.config import LoHaConfig, check_rate
+from muonjax._adapters.config import LoHaConfig, Place, check_rate
 from muonjax._clipping.errors import errors_of
-from muonjax.nnx._layers import Layer, function_of, place_of, plain_function
+
+Layer: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Conv
 
 
 class LoHaParam(nnx.Param):
@@ -186,6 +187,25 @@ class LoHaConv(nnx.Conv):
         super().__init__(in_features, out_features, kernel_size, rngs=rngs, **conv)
         with errors_of("LoHaConv"):
             self.conv_general_dilated = nnx.data(new_adapter(self, config, rngs))
+
+
+def place_of(layer: Layer) -> Place:
+    """The kernel's shape and the division of its axes."""
+    shape = tuple(layer.kernel.shape)
+    if isinstance(layer, nnx.Conv):
+        window = len(layer.kernel_size)
+        return Place(shape, window + 1, window)
+    return Place(shape, np.size(layer.in_features))
+
+
+def function_of(layer: Layer) -> str:
+    """The attribute that holds the layer's product, which an adapter replaces."""
+    return "conv_general_dilated" if isinstance(layer, nnx.Conv) else "dot_general"
+
+
+def plain_function(layer: Layer) -> Any:
+    """Flax's own value of this attribute; an `nnx.LinearGeneral` takes lax.dot_general when it is called."""
+    return None if isinstance(layer, nnx.LinearGeneral) else getattr(lax, function_of(layer))
 
 
 def new_adapter(layer: Layer, config: LoHaConfig, rngs: nnx.Rngs) -> LoHa:

@@ -2,15 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from flax import nnx
 
 from muonjax._adapters.config import LoHaConfig
 from muonjax._clipping.errors import errors_of
-from muonjax._trees import listed
-from muonjax.nnx._layers import Layer, function_of, layers, place_of, plain_function
-from muonjax.nnx._loha import LoHa, adapter_of, new_adapter
+from muonjax._trees import joined, listed
+from muonjax.nnx._loha import Layer, LoHa, adapter_of, function_of, new_adapter, place_of, plain_function
 
 
 def add_loha(
@@ -156,6 +155,13 @@ def unmerge(model: nnx.Module) -> None:
         norms = None if adapter.norms is None else adapter.norms[...]
         layer.kernel[...] = adapter.adapter().unmerge(layer.kernel[...], norms)
         adapter.merged = False
+
+
+def layers(model: nnx.Module) -> Iterator[tuple[str, Layer]]:
+    """Paths and layers that can be adapted, in the model's order."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.Linear | nnx.LinearGeneral | nnx.Conv):
+            yield joined(path), module
 
 
 def adapters(model: nnx.Module) -> dict[str, LoHa]:
