@@ -187,5 +187,5 @@ def _spread(factors: Float[Array, "*layers entries"], part: Part) -> Float[Array
         f = jnp.pad(f, [(0, 0)] * len(layers) + [(start, after)], constant_values=1.0)
     f = f.reshape(*layers, *(part.shape[axis] for axis in part.held))
     order = (*part.stack, *part.held)  # axis i of f belongs at axis order[i] of the parameter
-    f = jnp.transpose(f, sorted(range(f.ndim), key=order.__getitem__))
-    return f.reshape([n if axis in order else 1 for axis, n in enumerate(part.shape)])
+    f = jnp.transpose(f, np.argsort(order).tolist())
+    return jnp.expand_dims(f, [axis for axis in range(len(part.shape)) if axis not in order])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from muonjax._clipping.errors import errors_of
+from muonjax._clipping.errors import errors_of, whole_number
 from muonjax._linalg import at_least_float32
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ def max_logits(
     """
     with errors_of("max_logits"):
         _check(query, key)
-        block_q, block_k = _block_size("block_q", block_q), _block_size("block_k", block_k)
+        block_q, block_k = whole_number("block_q", block_q), whole_number("block_k", block_k)
+        if min(block_q, block_k) < 1:
+            raise ValueError(f"block_q={block_q}, block_k={block_k}: blocks have at least one position.")
         left, right = _window(is_causal, local_window_size)
         if mask is not None:
             mask = _normal_mask(mask, query.shape, key.shape)
@@ -187,16 +189,6 @@ def _check(query: jax.Array, key: jax.Array) -> None:
         raise ValueError(f"heads of depth zero have no logits, got {shapes}.")
     if not key.shape[-2] or query.shape[-2] % key.shape[-2]:
         raise ValueError(f"{query.shape[-2]} query heads are not a multiple of {key.shape[-2]} key heads.")
-
-
-def _block_size(name: str, size: Any) -> int:
-    try:
-        size = operator.index(size)
-    except TypeError:
-        raise TypeError(f"{name}={size} must be a whole number that is known while tracing.") from None
-    if size < 1:
-        raise ValueError(f"{name}={size}: blocks have at least one position.")
-    return size
 
 
 def _window(is_causal: Any, local_window_size: Any) -> tuple[int | None, int | None]:
