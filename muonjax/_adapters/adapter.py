@@ -56,12 +56,8 @@ class Adapter(NamedTuple):
 
     def named(self) -> dict[str, Any]:
         """The arrays that train, by the same names."""
-        values = dict(zip(FACTORS, self.factors, strict=True))
-        if self.cores is not None:
-            values |= dict(zip(CORES, self.cores, strict=True))
-        if self.magnitude is not None:
-            values[MAGNITUDE] = self.magnitude
-        return values
+        values = (*self.factors, *(self.cores or (None, None)), self.magnitude)
+        return {name: value for name, value in zip(TRAINED, values, strict=True) if value is not None}
 
     def delta(self, shape: Sequence[int]) -> jax.Array:
         """ΔW in the kernel's shape."""
