@@ -39,8 +39,7 @@ class Modules:
 
     def has(self, path: str) -> bool:
         """Whether there is a module or leaf of this path."""
-        module, _, child = path.rpartition("/")
-        return child in self.children.get(module, ())
+        return path in self.children or path in self.leaves
 
     def with_child(self, path: str) -> list[str]:
         """All modules that have `path` below them."""

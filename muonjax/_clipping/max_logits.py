@@ -219,11 +219,8 @@ def _normal_mask(
     *batch, T, heads, _ = query
     S, key_heads = key[-3:-1]
     logits = (*batch, heads, T, S)
-    try:
-        fits = np.broadcast_shapes(mask.shape, logits) == logits
-    except ValueError:
-        fits = False
-    if not fits:
+    pairs = zip(reversed(mask.shape), reversed(logits), strict=False)
+    if mask.ndim > len(logits) or any(m not in (1, n) for m, n in pairs):
         raise ValueError(
             f"mask=... has shape {list(mask.shape)}, which does not broadcast to [*batch, heads, T, S] = "
             f"{list(logits)}."
