@@ -56,12 +56,8 @@ class Adapter(NamedTuple):
 
     def named(self) -> dict[str, Any]:
         """The arrays that train, by the same names."""
-        values = dict(zip(FACTORS, self.factors, strict=True))
-        if self.cores is not None:
-            values |= dict(zip(CORES, self.cores, strict=True))
-        if self.magnitude is not None:
-            values[MAGNITUDE] = self.magnitude
-        return values
+        values = (*self.factors, *(self.cores or (None, None)), self.magnitude)
+        return {name: value for name, value in zip(TRAINED, values, strict=True) if value is not None}
 
     def delta(self, shape: Sequence[int]) -> jax.Array:
         """ΔW in the kernel's shape."""
@@ -164,12 +160,10 @@ class Adapter(NamedTuple):
 
         def outputs(start: jax.Array | int, count: int) -> jax.Array:
             """`count` output channels from `start`, with the kernel of these channels alone."""
-            b1, b2 = (lax.dynamic_slice_in_dim(b, start, count, axis=1) for b in (w1b, w2b))
-            part = lax.dynamic_slice_in_dim(rhs, start, count, axis=rhs.ndim - 1)
-            magnitude = self.magnitude
-            if magnitude is not None:
-                magnitude = lax.dynamic_slice_in_dim(magnitude, start, count)
-            kernel, _ = self._replace(factors=(w1a, b1, w2a, b2), magnitude=magnitude).merge(part)
+            b1, b2, kernel, magnitude = jax.tree.map(
+                lambda x: lax.dynamic_slice_in_dim(x, start, count, axis=-1), (w1b, w2b, rhs, self.magnitude)
+            )
+            kernel, _ = self._replace(factors=(w1a, b1, w2a, b2), magnitude=magnitude).merge(kernel)
             return lax.conv_general_dilated(
                 lhs, kernel, *args, feature_group_count=feature_group_count, **settings
             )

@@ -92,10 +92,8 @@ class LoHaConfig:
             name: initial(name, one, shape, kernel.dtype)
             for (name, shape), one in zip(shapes.items(), keys, strict=True)
         }
-        adapter = Adapter.of(values | {SCALE: self.scale})
-        if not self.decompose:
-            return adapter
-        return adapter._replace(magnitude=column_norms(kernel.reshape(-1, place.outputs)))
+        magnitude = column_norms(kernel.reshape(-1, place.outputs)) if self.decompose else None
+        return Adapter.of(values | {SCALE: self.scale})._replace(magnitude=magnitude)
 
 
 def check_rate(rank_dropout: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import jax
 from jax import lax
 
 from muonjax._adapters.hadamard import Factors, check_factors, common_dtype
@@ -130,8 +129,24 @@ def _linear(
 ) -> Float[Array, "*tokens n"]:
     """What both compute, x · ΔW where w is None, in the form that is asked for or that costs less."""
     check_factors(call, factors)
-    _check(call, x, w, factors, magnitude, form)
-    (m, r), n, tokens = factors[0].shape, factors[1].shape[1], x.size // x.shape[-1]
+    (m, r), n = factors[0].shape[-2:], factors[1].shape[-1]
+    if factors[0].ndim != 2:
+        raise ValueError(
+            f"{call} takes factors of one matrix, got {factors[0].shape}; use jax.vmap for a stack."
+        )
+    if x.ndim < 1 or x.shape[-1] != m:
+        raise ValueError(f"{call}: x of shape {x.shape} does not end in {m}, the rows of w1a.")
+    if form not in ("auto", "rows", "kronecker"):
+        raise ValueError(f"{call}(form={form!r}) is unknown; use 'auto', 'rows' or 'kronecker'.")
+    if w is not None and w.shape != (m, n):
+        raise ValueError(f"{call}(x, w, …): w has shape {w.shape}, the factors make {(m, n)}.")
+    if magnitude is not None and magnitude.shape != (n,):
+        raise ValueError(f"{call}(…, magnitude=…) needs one for each of {n} columns, got {magnitude.shape}.")
+    if magnitude is not None and form == "kronecker":
+        raise ValueError(
+            f"{call}(…, magnitude=…, form='kronecker'): the norms need W + ΔW; use 'rows' or 'auto'."
+        )
+    tokens = x.size // m
     if form == "auto":
         by_rows = (2 * r + (tokens if w is None else 0)) * m * n  # multiply-adds besides those of x·W
         form = "kronecker" if magnitude is None and tokens * r**2 * (m + n) <= by_rows else "rows"
@@ -142,30 +157,3 @@ def _linear(
     else:
         y = dot_by_rows(rows, w, factors, scale, precision, magnitude)
     return y.astype(common_dtype(rows, *factors)).reshape(*x.shape[:-1], n)
-
-
-def _check(
-    call: str,
-    x: jax.Array,
-    w: jax.Array | None,
-    factors: Factors,
-    magnitude: jax.Array | None,
-    form: str,
-) -> None:
-    w1a, made = factors[0], (factors[0].shape[0], factors[1].shape[-1])
-    if w1a.ndim != 2:
-        raise ValueError(f"{call} takes factors of one matrix, got {w1a.shape}; use jax.vmap for a stack.")
-    if x.ndim < 1 or x.shape[-1] != made[0]:
-        raise ValueError(f"{call}: x of shape {x.shape} does not end in {made[0]}, the rows of w1a.")
-    if form not in ("auto", "rows", "kronecker"):
-        raise ValueError(f"{call}(form={form!r}) is unknown; use 'auto', 'rows' or 'kronecker'.")
-    if w is not None and w.shape != made:
-        raise ValueError(f"{call}(x, w, …): w has shape {w.shape}, the factors make {made}.")
-    if magnitude is not None and magnitude.shape != made[1:]:
-        raise ValueError(
-            f"{call}(…, magnitude=…) needs one for each of {made[1]} columns, got {magnitude.shape}."
-        )
-    if magnitude is not None and form == "kronecker":
-        raise ValueError(
-            f"{call}(…, magnitude=…, form='kronecker'): the norms need W + ΔW; use 'rows' or 'auto'."
-        )

@@ -11,14 +11,12 @@ cotangent starts from what comes after the loop, and `_zero_from_cotangent` make
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from muonjax._adapters.hadamard import (
     Factors,
@@ -56,7 +54,7 @@ def dot_by_rows(
         if magnitude is not None:
             squares += jnp.sum(jnp.square(block), axis=0)
         columns = [lax.dynamic_slice_in_dim(each, start, count, axis=1) for each in (x, carried)]
-        return y + _multiply_kept(*columns, block, dtype, precision), squares, carried
+        return y + _multiply(_value_of(*columns), block, dtype, precision), squares, carried
 
     operands = [v for v in (x, w, *factors, scale) if v is not None]
     total = (_zeros((x.shape[0], n), dtype, operands), _zeros((n,), dtype, operands), x)
@@ -86,7 +84,7 @@ def dot_by_kronecker(
         b = lax.dynamic_slice_in_dim(w1b, start, count)
         left = (a[:, :, None] * w2a[:, None, :]).reshape(len(a), -1)
         right = (b[:, None, :] * w2b[None, :, :]).reshape(-1, b.shape[1])
-        inner = _multiply_kept(x, carried, left, dtype, precision).astype(x.dtype)
+        inner = _multiply(_value_of(x, carried), left, dtype, precision).astype(x.dtype)
         return y + _multiply(inner, right, dtype, precision), carried
 
     total = (_zeros((x.shape[0], w1b.shape[1]), dtype, (x, *factors)), x)
@@ -116,29 +114,15 @@ def _multiply(
     return y.astype(dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-def _multiply_kept(
-    x: Float[Array, "tokens k"],
-    carried: Float[Array, "tokens k"],
-    w: Float[Array, "k n"],
-    dtype: Any,
-    precision: lax.PrecisionLike,
-) -> Float[Array, "tokens n"]:
-    """`_multiply(x, w, …)`, whose derivative keeps x, and gives its cotangent to `carried`, which equals x."""
-    return _multiply(x, w, dtype, precision)
+@jax.custom_jvp
+def _value_of(x: Float[Array, "tokens k"], carried: Float[Array, "tokens k"]) -> Float[Array, "tokens k"]:
+    """x, which the derivative keeps; its cotangent goes to `carried`, which equals x."""
+    return x
 
 
-@functools.partial(_multiply_kept.defjvp, symbolic_zeros=True)
-def _(dtype: Any, precision: lax.PrecisionLike, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    x, _, w = primals
-    _, dx, dw = tangents
-    y = _multiply_kept(*primals, dtype, precision)
-    dy = jnp.zeros_like(y)
-    if not isinstance(dx, SymbolicZero):
-        dy += _multiply(dx, w, dtype, precision)
-    if not isinstance(dw, SymbolicZero):
-        dy += _multiply(x, dw, dtype, precision)
-    return y, dy
+@_value_of.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return primals[0], tangents[1]
 
 
 @jax.custom_jvp

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -48,13 +47,8 @@ def to_tensors(adapter: Adapter, place: Place) -> dict[str, np.ndarray]:
     adapter.check(place.shape)
     rank, tucker = w1a.shape[1], adapter.cores is not None
     window = 1 if tucker else place.window_size
-
-    def rows(factor: np.ndarray) -> np.ndarray:
-        grid = factor.reshape(window, -1, rank)  # window first -> channels first
-        return grid.swapaxes(0, 1).reshape(-1, rank).T
-
-    tensors = {"hada_w1_a": w1b if tucker else w1b.T, "hada_w1_b": rows(w1a)}
-    tensors |= {"hada_w2_a": w2b if tucker else w2b.T, "hada_w2_b": rows(w2a)}
+    tensors = {"hada_w1_a": w1b if tucker else w1b.T, "hada_w1_b": _exchanged(w1a, window).T}
+    tensors |= {"hada_w2_a": w2b if tucker else w2b.T, "hada_w2_b": _exchanged(w2a, window).T}
     for name, core in zip(CORES, adapter.cores or (), strict=tucker):
         # [*window, in, out] -> [out, in, *window]
         tensors[name] = np.moveaxis(np.asarray(core), (-1, -2), (0, 1))
@@ -102,19 +96,23 @@ def from_tensors(tensors: Mapping[str, Any], place: Place) -> Adapter:
     """The adapter of one layer's tensors, which have no `problems_of`; float32 is exact for half precision."""
     named = {name: jnp.asarray(value, jnp.float32) for name, value in tensors.items()}
     rank, tucker = _rank(tensors), CORES[0] in named
-    window = 1 if tucker else place.window_size
-
-    def rows(b: jax.Array) -> jax.Array:
-        grid = b.T.reshape(-1, window, rank)  # channels first -> window first
-        return grid.swapaxes(0, 1).reshape(-1, rank)
-
+    channels = place.rows // place.window_size
+    w1a, w2a = (_exchanged(named[b].T, channels) for b in ("hada_w1_b", "hada_w2_b"))
     w1b, w2b = (named[a] if tucker else named[a].T for a in ("hada_w1_a", "hada_w2_a"))
     return Adapter(
-        (rows(named["hada_w1_b"]), w1b, rows(named["hada_w2_b"]), w2b),
+        (w1a, w1b, w2a, w2b),
         float(named[_ALPHA].reshape(())) / rank,
         tuple(jnp.moveaxis(named[t], (0, 1), (-1, -2)) for t in CORES) if tucker else None,  # pyright: ignore
         named[MAGNITUDE].reshape(-1) if MAGNITUDE in named else None,
     )
+
+
+def _exchanged(factor: Any, size: int) -> Any:
+    """A factor's rows, numbered by two indices, the first of this size, in the order with the second index first.
+
+    The rows of a convolution's window are in front of its channels here, and behind them in a file.
+    """
+    return factor.reshape(size, -1, factor.shape[-1]).swapaxes(0, 1).reshape(factor.shape)
 
 
 def _rank(tensors: Mapping[str, Any]) -> int:

@@ -95,15 +95,13 @@ class Part(NamedTuple):
 def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None) -> Part:
     """The part of the parameter of this shape that `scale` scales; raises ValueError where it does not fit."""
     count = len(shape) - scale.rank
-    bad = scan_axis is not None and (
-        len(scan_axis) != count or not all(-len(shape) <= axis < len(shape) for axis in scan_axis)
-    )
-    if count < 0 or (count > 0 and bad):
+    stack = tuple(range(count)) if scan_axis is None or count == 0 else scan_axis
+    if len(stack) != count or not all(-len(shape) <= axis < len(shape) for axis in stack):
         raise ValueError(
             f"{path!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and layers on "
             f"{'leading axes' if scan_axis is None else f'axes {scan_axis}'}. See the site's layout and scan_axis."
         )
-    stack = tuple(axis % len(shape) for axis in (scan_axis or range(count))) if count else ()
+    stack = tuple(axis % len(shape) for axis in stack)
     # A scale names the axes of one layer: `nn.scan` on axis 1 makes a kernel (d, L, heads, head_dim) but a bias
     # (heads, L, head_dim), and no count from either end fits both.
     own = [axis for axis in range(len(shape)) if axis not in stack]
@@ -189,5 +187,5 @@ def _spread(factors: Float[Array, "*layers entries"], part: Part) -> Float[Array
         f = jnp.pad(f, [(0, 0)] * len(layers) + [(start, after)], constant_values=1.0)
     f = f.reshape(*layers, *(part.shape[axis] for axis in part.held))
     order = (*part.stack, *part.held)  # axis i of f belongs at axis order[i] of the parameter
-    f = jnp.transpose(f, sorted(range(f.ndim), key=order.__getitem__))
-    return f.reshape([n if axis in order else 1 for axis, n in enumerate(part.shape)])
+    f = jnp.transpose(f, np.argsort(order).tolist())
+    return jnp.expand_dims(f, [axis for axis in range(len(part.shape)) if axis not in order])

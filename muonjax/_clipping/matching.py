@@ -33,19 +33,13 @@ class Modules:
         self.children: dict[str, dict[str, None]] = {}  # dictionaries as ordered sets
         self._roots: dict[str, list[str]] = {}
         for leaf in self.leaves:
-            path = leaf
-            while path:
-                module, _, child = path.rpartition("/")
-                siblings = self.children.setdefault(module, {})
-                if child in siblings:
-                    break
-                siblings[child] = None
-                path = module
+            names = leaf.split("/")
+            for depth, child in enumerate(names):
+                self.children.setdefault("/".join(names[:depth]), {})[child] = None
 
     def has(self, path: str) -> bool:
         """Whether there is a module or leaf of this path."""
-        module, _, child = path.rpartition("/")
-        return child in self.children.get(module, ())
+        return path in self.children or path in self.leaves
 
     def with_child(self, path: str) -> list[str]:
         """All modules that have `path` below them."""
@@ -78,9 +72,7 @@ class Target(NamedTuple):
 def as_sites(sites: Any) -> tuple[Site, ...]:
     """One site or several, as a tuple; a `Program` has them."""
     found = getattr(sites, "sites", sites)
-    if isinstance(found, Site):
-        return (found,)
-    several = tuple(found) if isinstance(found, Iterable) and not isinstance(found, str) else ()
+    several = (found,) if isinstance(found, Site) else tuple(found) if isinstance(found, Iterable) else ()
     if several and all(isinstance(site, Site) for site in several):
         return several
     threshold = (
@@ -92,18 +84,19 @@ def as_sites(sites: Any) -> tuple[Site, ...]:
     )
 
 
-def find_targets(modules: Modules, sites: Iterable[Site]) -> list[Target]:
-    """Every module that the sites match, checked against the parameters."""
-    targets: dict[tuple[str, str], Target] = {}
-    for site in sites:
+def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> list[Target]:
+    """Every module that the sites match, checked against the parameters, with the threshold that stands by its site."""
+    targets: dict[str, Target] = {}
+    for site, threshold in sites:
         for root in _matched(site, modules):
             target = _target(site, root, modules)
-            if (root, target.signal) in targets:
+            if target.signal in targets:
                 raise ValueError(
-                    f"two sites match {root!r}, which would be clipped twice; narrow their paths."
+                    f"two sites match {root!r} by the signal {site.signal!r}, which would be clipped twice; narrow "
+                    "their paths, or merge their scales."
                 )
-            targets[root, target.signal] = target
-    count = Counter(root for root, _ in targets)
+            targets[target.signal] = target._replace(threshold=threshold)
+    count = Counter(t.path for t in targets.values())
     return [t._replace(name=t.path if count[t.path] == 1 else t.signal) for t in targets.values()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterator
@@ -12,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from muonjax._clipping.errors import errors_of
+from muonjax._clipping.errors import errors_of, whole_number
 from muonjax._linalg import at_least_float32
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Float32, Int32
+    from jaxtyping import Array, Bool, Float, Float32
 
 
 def max_logits(
@@ -72,7 +73,9 @@ def max_logits(
     """
     with errors_of("max_logits"):
         _check(query, key)
-        block_q, block_k = _block_size("block_q", block_q), _block_size("block_k", block_k)
+        block_q, block_k = whole_number("block_q", block_q), whole_number("block_k", block_k)
+        if min(block_q, block_k) < 1:
+            raise ValueError(f"block_q={block_q}, block_k={block_k}: blocks have at least one position.")
         left, right = _window(is_causal, local_window_size)
         if mask is not None:
             mask = _normal_mask(mask, query.shape, key.shape)
@@ -80,6 +83,8 @@ def max_logits(
     *batch, T, heads, depth = query.shape
     S, key_heads = key.shape[-3:-1]
     dtype = at_least_float32(query.dtype, key.dtype)
+    if not (math.prod(batch) and T and S):
+        return jnp.full((heads,), -jnp.inf, dtype)
     if query.dtype != key.dtype:
         query, key = query.astype(dtype), key.astype(dtype)
     query = query.reshape(math.prod(batch), T, key_heads, heads // key_heads, depth)
@@ -87,19 +92,38 @@ def max_logits(
     factor = jnp.asarray(depth**-0.5 if scale is None else scale, dtype)
     block_q, block_k = min(block_q, T), min(block_k, S)
 
+    def visible_pairs(start: jax.Array | np.ndarray) -> Iterator[jax.Array]:
+        """Which pairs of the block at `start` are visible, broadcastable to its logits."""
+        i, j = start[0] + jnp.arange(block_q), start[1] + jnp.arange(block_k)
+        ahead = (j[None, :] - i[:, None])[None, None, None]
+        if right is not None:
+            yield ahead <= right
+        if left is not None:
+            yield -ahead <= left
+        if mask is not None:
+            m = mask if mask.shape[-2] == 1 else lax.dynamic_slice_in_dim(mask, start[0], block_q, -2)
+            yield m if mask.shape[-1] == 1 else lax.dynamic_slice_in_dim(m, start[1], block_k, -1)
+
     def block(start: jax.Array | np.ndarray) -> Float[Array, "batch key_heads group"]:
         """Maximum over one block."""
         q = lax.dynamic_slice_in_dim(query, start[0], block_q, 1)
         k = lax.dynamic_slice_in_dim(key, start[1], block_k, 1)
         logits = jnp.einsum("btkgd,bskd->bkgts", q, k, precision=precision, preferred_element_type=dtype)
         logits = logits * factor
-        for visible in _visible(start, block_q, block_k, left, right, mask):
+        for visible in visible_pairs(start):
             logits = jnp.where(visible, logits, -jnp.inf)
         return logits.max((-2, -1))
 
-    starts = _visible_blocks(T, S, block_q, block_k, left, right)
-    if not starts.size or not math.prod(batch):
-        return jnp.full((heads,), -jnp.inf, dtype)
+    # Static, so that a block that is hidden whole costs nothing; the first one never is. A last block that would stick
+    # out starts earlier: a maximum doesn't mind an overlap.
+    queries = [min(i, T - block_q) for i in range(0, T, block_q)]
+    keys = [min(j, S - block_k) for j in range(0, S, block_k)]
+    in_sight = [
+        (i, j)
+        for i, j in itertools.product(queries, keys)
+        if (right is None or j <= i + block_q - 1 + right) and (left is None or j + block_k - 1 >= i - left)
+    ]
+    starts = np.asarray(in_sight, np.int32)
     # The first block starts the running maximum: in shard_map a constant has another type than the data.
     best = block(starts[0])
     if len(starts) > 1:
@@ -167,16 +191,6 @@ def _check(query: jax.Array, key: jax.Array) -> None:
         raise ValueError(f"{query.shape[-2]} query heads are not a multiple of {key.shape[-2]} key heads.")
 
 
-def _block_size(name: str, size: Any) -> int:
-    try:
-        size = operator.index(size)
-    except TypeError:
-        raise TypeError(f"{name}={size} must be a whole number that is known while tracing.") from None
-    if size < 1:
-        raise ValueError(f"{name}={size}: blocks have at least one position.")
-    return size
-
-
 def _window(is_causal: Any, local_window_size: Any) -> tuple[int | None, int | None]:
     """How far a query sees to the left and to the right; None is without end."""
     left = right = None
@@ -205,11 +219,8 @@ def _normal_mask(
     *batch, T, heads, _ = query
     S, key_heads = key[-3:-1]
     logits = (*batch, heads, T, S)
-    try:
-        fits = np.broadcast_shapes(mask.shape, logits) == logits
-    except ValueError:
-        fits = False
-    if not fits:
+    pairs = zip(reversed(mask.shape), reversed(logits), strict=False)
+    if mask.ndim > len(logits) or any(m not in (1, n) for m, n in pairs):
         raise ValueError(
             f"mask=... has shape {list(mask.shape)}, which does not broadcast to [*batch, heads, T, S] = "
             f"{list(logits)}."
@@ -221,40 +232,3 @@ def _normal_mask(
         mask = jnp.broadcast_to(mask, (*batch, mask_heads, mask_T, mask_S))
     split = (1, 1) if mask_heads == 1 else (key_heads, heads // key_heads)
     return mask.reshape(-1, *split, mask_T, mask_S)
-
-
-def _visible(
-    start: Any,
-    block_q: int,
-    block_k: int,
-    left: int | None,
-    right: int | None,
-    mask: Bool[Array, "#batch #key_heads #group #T #S"] | None,
-) -> Iterator[jax.Array]:
-    """Which pairs of the block at `start` are visible, broadcastable to [batch, key_heads, group, block_q, block_k]."""
-    if left is not None or right is not None:
-        j, i = start[1] + jnp.arange(block_k), start[0] + jnp.arange(block_q)
-        ahead = (j[None, :] - i[:, None])[None, None, None]
-        if right is not None:
-            yield ahead <= right
-        if left is not None:
-            yield -ahead <= left
-    if mask is not None:
-        m = mask if mask.shape[-2] == 1 else lax.dynamic_slice_in_dim(mask, start[0], block_q, -2)
-        yield m if mask.shape[-1] == 1 else lax.dynamic_slice_in_dim(m, start[1], block_k, -1)
-
-
-def _visible_blocks(
-    T: int, S: int, block_q: int, block_k: int, left: int | None, right: int | None
-) -> Int32[np.ndarray, "blocks 2"]:
-    """First query and first key of every block that is not wholly hidden; static, so that no work is wasted."""
-    if not T or not S:
-        return np.zeros((0, 2), np.int32)
-    # A last block that would stick out starts earlier: a maximum doesn't mind an overlap.
-    pairs = [
-        (i, j)
-        for i in (min(i, T - block_q) for i in range(0, T, block_q))
-        for j in [min(j, S - block_k) for j in range(0, S, block_k)]
-        if (right is None or j <= i + block_q - 1 + right) and (left is None or j + block_k - 1 >= i - left)
-    ]
-    return np.asarray(pairs, np.int32).reshape(-1, 2)

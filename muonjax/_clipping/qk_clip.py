@@ -14,7 +14,7 @@ from muonjax._clipping.matching import Modules, Target, as_sites, find_targets
 from muonjax._clipping.sites import Site, Sites
 from muonjax._clipping.sites_from import find_sites
 from muonjax._clipping.statistics import match_statistics
-from muonjax._clipping.transform import Clip, check_every_k, check_threshold
+from muonjax._clipping.transform import check_every_k, check_threshold, clip
 from muonjax._trees import is_masked
 
 SharedKeys = Literal["query", "balanced", "group"]
@@ -94,7 +94,7 @@ def qk_clip(
     def find(modules: Modules) -> list[Target]:
         return _find(modules, find_sites(modules) if given is None else given, shared_keys, threshold)
 
-    return Clip("qk_clip", "max_logits", find, every_k, axis_name).transformation()
+    return clip("qk_clip", "max_logits", find, every_k, axis_name)
 
 
 def apply_qk_clip(
@@ -147,10 +147,8 @@ def apply_qk_clip(
 
 def _find(modules: Modules, sites: Sequence[Site], shared_keys: SharedKeys, threshold: Any) -> list[Target]:
     """The attention modules, with the powers that this clip gives to their queries and keys."""
-    targets = [
-        _with_powers(target, shared_keys)._replace(threshold=threshold)
-        for target in find_targets(modules, sites)
-    ]
+    found = find_targets(modules, [(site, threshold) for site in sites])
+    targets = [_with_powers(target, shared_keys) for target in found]
     scaled: dict[str, list[tuple[int, Part]]] = {}
     for i, target in enumerate(targets):
         for part in target.parts:

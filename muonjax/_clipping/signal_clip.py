@@ -9,7 +9,7 @@ import optax
 from muonjax._clipping.errors import errors_of
 from muonjax._clipping.matching import Modules, Target, find_targets
 from muonjax._clipping.sites import Site
-from muonjax._clipping.transform import Clip, check_every_k, check_threshold
+from muonjax._clipping.transform import check_every_k, check_threshold, clip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,20 +117,13 @@ def signal_clip(
             raise TypeError(f"rules={rules!r} must be a SignalRule or several.")
 
     def find(modules: Modules) -> list[Target]:
-        targets = [
-            target._replace(name=target.signal, threshold=rule.threshold)
-            for rule in rules
-            for target in find_targets(modules, [rule.site])
-        ]
-        names = [target.name for target in targets]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two rules go by the same signal {twice}; merge their scales.")
+        targets = find_targets(modules, [(rule.site, rule.threshold) for rule in rules])
         for target in targets:
             if shared := [p.path for p in target.parts if p.scale.power and p.entries != target.entries]:
                 raise ValueError(
-                    f"several entries of {target.name!r} share {shared}, which can't take the γ of one of them; give "
+                    f"several entries of {target.signal!r} share {shared}, which can't take the γ of one of them; give "
                     f"it a group_power, or power=0."
                 )
-        return targets
+        return [target._replace(name=target.signal) for target in targets]
 
-    return Clip("signal_clip", "signals", find, every_k, axis_name).transformation()
+    return clip("signal_clip", "signals", find, every_k, axis_name)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
-from muonjax._clipping.errors import errors_of
+from muonjax._clipping.errors import errors_of, whole_number
 from muonjax._clipping.factors import Scale
 
 # Names of the children of an attention module that normalize its queries and keys after their projections: "query_ln"
@@ -118,8 +118,8 @@ def mha_site(
       ['query/kernel', 'query/bias', 'key/kernel', 'key/bias']
     """
     with errors_of("mha_site"):
-        num_heads = _whole("num_heads", num_heads)
-        num_kv_heads = num_heads if num_kv_heads is None else _whole("num_kv_heads", num_kv_heads)
+        num_heads = None if num_heads is None else whole_number("num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
         kernel = _kernel(layout, ("hd",), num_heads, num_kv_heads)
         scan_axes = _axes(scan_axis)
     queries = _projection(query, *kernel, entries=num_heads, factor="query")
@@ -170,8 +170,8 @@ def mla_site(
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
     with errors_of("mla_site"):
-        num_heads, scan_axes = _whole("num_heads", num_heads), _axes(scan_axis)
-        nope = operator.index(nope)
+        num_heads = None if num_heads is None else whole_number("num_heads", num_heads)
+        nope, scan_axes = whole_number("nope", nope), _axes(scan_axis)
         if nope < 1:
             raise ValueError(
                 f"nope={nope} must be at least 1: the number of a head's features without position."
@@ -224,8 +224,9 @@ def fused_qkv_site(
       [('qkv/kernel', 0, 512, 8), ('qkv/kernel', 512, 128, 2)]
     """
     with errors_of("fused_qkv_site"):
-        num_heads, head_dim, scan_axes = operator.index(num_heads), operator.index(head_dim), _axes(scan_axis)
-        num_kv_heads = num_heads if num_kv_heads is None else operator.index(num_kv_heads)
+        num_heads, head_dim = whole_number("num_heads", num_heads), whole_number("head_dim", head_dim)
+        num_kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
+        scan_axes = _axes(scan_axis)
         kernel = _kernel(layout, ("3hd", "h3d"), num_heads, num_kv_heads)
         by_head = layout.index("h") < layout.index("3")
         if num_kv_heads != num_heads and (by_head or "(3 h" not in layout):
@@ -235,15 +236,12 @@ def fused_qkv_site(
             )
     width = num_heads * head_dim
     if by_head:
-        query = {"entries": num_heads, "span": (0, head_dim)}
-        key = {"entries": num_heads, "span": (head_dim, 2 * head_dim)}
+        query, key = {"span": (0, head_dim)}, {"span": (head_dim, 2 * head_dim)}
     else:
-        query = {"entries": num_heads, "size": width}
-        key = {"entries": num_kv_heads, "start": width, "size": num_kv_heads * head_dim}
-    scales = _projection(name, *kernel, factor="query", **query) + _projection(
-        name, *kernel, factor="key", **key
-    )
-    return Site(path=path, scales=scales, signal=signal, scan_axis=scan_axes)
+        query, key = {"size": width}, {"start": width, "size": num_kv_heads * head_dim}
+    queries = _projection(name, *kernel, entries=num_heads, factor="query", **query)
+    keys = _projection(name, *kernel, entries=num_kv_heads, factor="key", **key)
+    return Site(path=path, scales=queries + keys, signal=signal, scan_axis=scan_axes)
 
 
 def _projection(name: str, rank: int, axes: tuple[int, ...], **part: Any) -> tuple[Scale, ...]:
@@ -276,13 +274,6 @@ def _kernel(
     if heads is None and kv_heads is not None:
         raise ValueError(f"num_kv_heads={kv_heads}: give num_heads too, or neither.")
     return len(parts), tuple(i - len(parts) for i, p in enumerate(parts) if p != ["i"])
-
-
-def _whole(name: str, number: Any) -> int | None:
-    try:
-        return None if number is None else operator.index(number)
-    except TypeError:
-        raise TypeError(f"{name}={number!r} must be a whole number.") from None
 
 
 def _axes(scan_axis: Any) -> tuple[int, ...] | None:

@@ -1,7 +1,7 @@
 """Find attention modules by the names of their projections, whose axes routing tells."""
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from muonjax._clipping.errors import errors_of
 from muonjax._clipping.matching import Modules, leaf_path, refuse_norms
@@ -59,7 +59,7 @@ def find_sites(modules: Modules, num_heads: int | None = None) -> tuple[Site, ..
         raise ValueError(
             f"the axis of layers can't be told among the parameters; {INSPECT}; or name the modules with mha_site."
         ) from None
-    attentions: dict[str, dict[str, _Projection]] = {}
+    attentions: dict[str, dict[str, Route]] = {}  # the kinds of projections; their paths below the module
     paths = [tuple(route.path.split("/")) for route in found]
     for path, route, role in zip(paths, found, read_roles(paths), strict=True):
         scope = layer_of(path)[0]
@@ -68,7 +68,7 @@ def find_sites(modules: Modules, num_heads: int | None = None) -> tuple[Site, ..
             continue
         kind = "other" if role in (FUSED_QKV, FUSED_KV, INTERLEAVED, MLA_UP) else role.kind
         own = attentions.setdefault("/".join(path[:depth]), {})
-        own.setdefault(kind, _Projection(path[depth], route.shape, route.numbers))
+        own.setdefault(kind, route._replace(path=path[depth]))
     sites = [
         _site(root, own, modules, num_heads)
         for root, own in sorted(attentions.items())
@@ -83,24 +83,18 @@ def find_sites(modules: Modules, num_heads: int | None = None) -> tuple[Site, ..
     return tuple(sites)
 
 
-class _Projection(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    numbers: Any
-
-
-def _site(root: str, own: dict[str, _Projection], modules: Modules, num_heads: int | None) -> Site:
+def _site(root: str, own: dict[str, Route], modules: Modules, num_heads: int | None) -> Site:
     _refuse(root, modules)
     if "other" in own:
         raise ValueError(
-            f"names don't tell how {own['other'].name!r} of {root!r} is divided; {INSPECT}; or see mla_site and "
+            f"names don't tell how {own['other'].path!r} of {root!r} is divided; {INSPECT}; or see mla_site and "
             "fused_qkv_site."
         )
     query, key, out = own["query"], own["key"], own.get("out")
 
     def refusal(what: str, fix: str = "") -> ValueError:
         return ValueError(
-            f"{what} of {root!r} can't be told from {query.name!r} of shape {query.shape} and the kernels beside it; "
+            f"{what} of {root!r} can't be told from {query.path!r} of shape {query.shape} and the kernels beside it; "
             f"{fix}{INSPECT}; or name the module with mha_site."
         )
 
@@ -114,7 +108,7 @@ def _site(root: str, own: dict[str, _Projection], modules: Modules, num_heads: i
     if layers not in ((), (0,)) and not (o and axes_of(o.output_axis) > axes_of(o.reduction_axis)):
         raise refusal("the axis of layers")
     merged = len(columns) == 1
-    stored = leaf_path(root, f"{query.name}/kernel", modules).rpartition("/")[2]
+    stored = leaf_path(root, f"{query.path}/kernel", modules).rpartition("/")[2]
     if merged and stored.startswith("weight") and rows < columns:  # what is (out, in) in PyTorch and Equinox
         raise refusal("the order of inputs and outputs")
     heads = num_heads if merged else query.shape[columns[0]]
@@ -131,7 +125,7 @@ def _site(root: str, own: dict[str, _Projection], modules: Modules, num_heads: i
     axes = tuple(axis - rank if axis == rank - 1 else axis for axis in layers)
     layout = " ".join(letters[axis] for axis in range(rank) if axis in letters)
     return mha_site(
-        re.escape(root), query=query.name, key=key.name, layout=layout, scan_axis=axes or None, **counts
+        re.escape(root), query=query.path, key=key.path, layout=layout, scan_axis=axes or None, **counts
     )
 
 

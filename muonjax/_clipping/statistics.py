@@ -119,7 +119,7 @@ def _layers_first(
     orders = _orders(array.ndim, len(target.layers), heads)
     sizes = (*target.layers, target.entries)
     fitting = [axes for axes in orders if tuple(array.shape[axis] for axis in axes) == sizes]
-    fitting = [expected] if in_order and expected in fitting else fitting * (not in_order)
+    fitting = [axes for axes in fitting if axes == expected or not in_order]
     if not fitting or (heads is None and expected not in fitting):
         fix = (
             "What value_and_grad returns fits the sites of muonjax.inspect"

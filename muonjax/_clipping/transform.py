@@ -1,6 +1,5 @@
 """The transformation that `qk_clip` and `signal_clip` share: scale the weights whose signal exceeds its threshold."""
 
-import dataclasses
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -67,136 +66,137 @@ def unboxed(leaf: Any) -> jax.Array:
     return jax.tree.leaves(leaf)[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Clip:
-    """A pair of `init` and `update` for the modules that `find` returns."""
+def clip(
+    call: str,
+    argument: str,
+    find: Callable[[Modules], Sequence[Target]],
+    every_k: int,
+    axis_name: str | tuple[str, ...] | None,
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation for the modules that `find` returns.
 
-    call: str  # the public function, for errors
-    argument: str  # the name of the argument with the statistics in `update`
-    find: Callable[[Modules], Sequence[Target]]
-    every_k: int
-    axis_name: str | tuple[str, ...] | None
+    Args:
+      call: The public function, for errors.
+      argument: The name of the argument with the statistics in `update`.
+      find: The modules, with their thresholds.
+      every_k: As in `qk_clip`.
+      axis_name: As in `qk_clip`.
+    """
 
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
-        return optax.GradientTransformationExtraArgs(self.init, self.update)
-
-    def init(self, params: optax.Params) -> QKClipState:
+    def init(params: optax.Params) -> QKClipState:
         # To find the parts of a state that are like parameters, Optax calls `init` with a placeholder without leaves.
         # No part of this state is like a parameter; for Optax, one array in the place of each dictionary means that.
         placeholder = not jax.tree.leaves(params, is_leaf=is_masked)
-        with errors_of(self.call):
+        with errors_of(call):
             modules = Modules(params)
-            targets = [] if placeholder else self.find(modules)
-        self._warn_of_low_precision(targets, modules)
+            targets = [] if placeholder else find(modules)
+        _warn_of_low_precision(call, targets, modules)
+        zeros = {t.name: zero_beside(modules.leaves[t.parts[0].path]) for t in targets}
 
         def full(value: float, dtype: jax.typing.DTypeLike = jnp.float32) -> Any:
             # A new array for each field: a buffer that is in two places can't be donated.
-            return (
-                jnp.zeros([])
-                if placeholder
-                else {
-                    name: jnp.full(shape, value, dtype) + zeros[name].astype(dtype)
-                    for name, shape in _shapes(targets).items()
-                }
-            )
-
-        zeros = {t.name: zero_beside(modules.leaves[t.parts[0].path]) for t in targets}
+            if placeholder:
+                return jnp.zeros([])
+            shapes = _shapes(targets).items()
+            return {name: jnp.full(shape, value, dtype) + zeros[name].astype(dtype) for name, shape in shapes}
 
         return QKClipState(
             count=jnp.zeros([], jnp.int32),
-            running_max=full(-jnp.inf) if self.every_k > 1 else {},
+            running_max=full(-jnp.inf) if every_k > 1 else {},
             maxima=full(-jnp.inf),
             factors=full(1.0),
             clips=full(0, jnp.int32),
         )
 
-    def update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any):
-        check_order(self.call, updates, state, params)
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
+        check_order(call, updates, state, params)
         if not hasattr(state, "factors"):
-            raise ValueError(other_state(self.call, state))
-        with errors_of(self.call):
-            statistics = extra_args.get(self.argument)
-            self._check_arguments(params, statistics)
+            raise ValueError(other_state(call, state))
+        usage = f"tx.update(grads, state, params, {argument}=...)"
+        with errors_of(call):
+            if params is None:
+                raise ValueError(f"it scales weights, so it needs them: call {usage}.")
+            if extra_args.get(argument) is None:
+                raise ValueError(f"needs this step's statistics: {usage}. {reporting_advice(argument)}")
             modules = Modules(params)
-            targets = self.find(modules)
-            self._check_state(state, targets)
-            found = match_statistics(self.argument, statistics, targets)
+            targets = find(modules)
+            _check_state(state, targets, every_k)
+            found = match_statistics(argument, extra_args[argument], targets)
         maxima = {t.name: s for t, s in zip(targets, found, strict=True)}
-        if self.axis_name is not None:
+        if axis_name is not None:
             # Replicas that clip by their own maxima would diverge.
-            maxima = {name: largest_of_devices(s, self.axis_name) for name, s in maxima.items()}
-        state, gammas = self._next(state, maxima, {t.name: t.threshold for t in targets})
+            maxima = {name: largest_of_devices(s, axis_name) for name, s in maxima.items()}
+        state, gammas = _next(state, maxima, {t.name: t.threshold for t in targets}, every_k)
         factors = parameter_factors(targets, [gammas[t.name] for t in targets])
         paths = flatten_paths(updates)
-        treedef = jax.tree.structure(updates, is_leaf=is_masked)
         if lost := [path for path in factors if path not in paths or is_masked(paths[path])]:
             raise ValueError(
-                f"{self.call}: the updates have no leaf {lost[0]!r}, so the parameter can't be scaled; if it is "
-                f"frozen, take its module out of the sites."
+                f"{call}: the updates have no leaf {lost[0]!r}, so the parameter can't be scaled; if it is frozen, "
+                "take its module out of the sites."
             )
         new = (
             scaled_update(u, modules.leaves[path], factors[path]) if path in factors else u
             for path, u in paths.items()
         )
-        return treedef.unflatten(new), state
+        return jax.tree.structure(updates, is_leaf=is_masked).unflatten(new), state
 
-    def _next(self, state: QKClipState, maxima: dict[str, jax.Array], thresholds: dict[str, Any]):
-        """The state after this update, and γ of each module: 1 at an update that does not clip."""
-        every = self.every_k == 1
-        due = (state.count + 1) % self.every_k == 0
-        # As the state is sharded, also where the statistics are not: its buffers can be donated.
-        maxima = {name: sharded_like(s, state.maxima[name]) for name, s in maxima.items()}
-        if not every:
-            maxima = {name: larger(s, state.running_max[name]) for name, s in maxima.items()}
+    return optax.GradientTransformationExtraArgs(init, update)
 
-        def at_clip(new: Any, old: Any) -> Any:
-            return new if every else jax.tree.map(lambda a, b: jnp.where(due, a, b), new, old)
 
-        def limit(threshold: Any) -> Any:
-            return threshold(state.count // self.every_k) if callable(threshold) else threshold
+def _next(
+    state: QKClipState, maxima: dict[str, jax.Array], thresholds: dict[str, Any], every_k: int
+) -> tuple[QKClipState, dict[str, jax.Array]]:
+    """The state after this update, and γ of each module: 1 at an update that does not clip."""
+    # As the state is sharded, also where the statistics are not: its buffers can be donated.
+    maxima = {name: sharded_like(s, state.maxima[name]) for name, s in maxima.items()}
+    if every_k > 1:
+        maxima = {name: larger(s, state.running_max[name]) for name, s in maxima.items()}
+    due = (state.count + 1) % every_k == 0
+    clips_so_far = state.count // every_k
 
-        gammas = {name: clip_factor(s, limit(thresholds[name])) for name, s in maxima.items()}
-        gammas = gammas if every else {name: jnp.where(due, gamma, 1.0) for name, gamma in gammas.items()}
-        after = QKClipState(
-            count=jnp.asarray(optax.safe_increment(state.count)),
-            running_max={} if every else {name: jnp.where(due, -jnp.inf, s) for name, s in maxima.items()},
-            maxima=at_clip(maxima, state.maxima),
-            factors=at_clip(gammas, state.factors),
-            clips={name: state.clips[name] + (gamma < 1).astype(jnp.int32) for name, gamma in gammas.items()},
+    def at_clip(new: jax.Array, otherwise: Any) -> jax.Array:
+        return new if every_k == 1 else jnp.where(due, new, otherwise)
+
+    def gamma(name: str) -> jax.Array:
+        limit: Any = thresholds[name]
+        limit = limit(clips_so_far) if callable(limit) else limit
+        return at_clip(clip_factor(maxima[name], limit), 1.0)
+
+    gammas = {name: gamma(name) for name in maxima}
+    after = QKClipState(
+        count=jnp.asarray(optax.safe_increment(state.count)),
+        running_max={name: jnp.where(due, -jnp.inf, s) for name, s in maxima.items()} if every_k > 1 else {},
+        maxima={name: at_clip(s, state.maxima[name]) for name, s in maxima.items()},
+        factors={name: at_clip(g, state.factors[name]) for name, g in gammas.items()},
+        clips={name: state.clips[name] + (g < 1).astype(jnp.int32) for name, g in gammas.items()},
+    )
+    return after, gammas
+
+
+def _check_state(state: QKClipState, targets: Sequence[Target], every_k: int) -> None:
+    """Raise unless modules, heads and accumulation are those of the state; the threshold may have changed."""
+    here, there = _shapes(targets), {name: tuple(f.shape) for name, f in state.factors.items()}
+    if here != there:
+        raise ValueError(
+            f"this state was made for {there} (shapes of [*layers, heads]), but sites and parameters say {here}. "
+            f"Take the sites that it was made with, or start the clip anew with init."
         )
-        return after, gammas
+    if bool(state.running_max) != (every_k > 1):
+        made = "every_k=1" if every_k > 1 else "every_k > 1"
+        raise ValueError(
+            f"every_k={every_k}, but this state was made with {made}; keep that, or start the clip anew with init."
+        )
 
-    def _check_arguments(self, params: Any, statistics: Any) -> None:
-        usage = f"tx.update(grads, state, params, {self.argument}=...)"
-        if params is None:
-            raise ValueError(f"it scales weights, so it needs them: call {usage}.")
-        if statistics is None:
-            raise ValueError(f"needs this step's statistics: {usage}. {reporting_advice(self.argument)}")
 
-    def _check_state(self, state: QKClipState, targets: Sequence[Target]) -> None:
-        """Raise unless modules, heads and accumulation are those of the state; the threshold may have changed."""
-        here, there = _shapes(targets), {name: tuple(f.shape) for name, f in state.factors.items()}
-        if here != there:
-            raise ValueError(
-                f"this state was made for {there} (shapes of [*layers, heads]), but sites and parameters say {here}. "
-                f"Take the sites that it was made with, or start the clip anew with init."
-            )
-        if bool(state.running_max) != (self.every_k > 1):
-            made = "every_k=1" if self.every_k > 1 else "every_k > 1"
-            raise ValueError(
-                f"every_k={self.every_k}, but this state was made with {made}; keep that, or start the clip anew with "
-                "init."
-            )
-
-    def _warn_of_low_precision(self, targets: Sequence[Target], modules: Modules) -> None:
-        low = {part.path: modules.leaves[part.path].dtype for t in targets for part in t.parts}
-        low = {path: dtype for path, dtype in low.items() if jnp.finfo(dtype).bits < 32}
-        if low:
-            path, dtype = next(iter(low.items()))
-            warn_user(
-                f"{self.call}: {path!r} (and {len(low) - 1} more) is {dtype}, in which a factor near 1 rounds away: a "
-                f"logit less than a percent above the threshold stays there. Keep float32 master weights."
-            )
+def _warn_of_low_precision(call: str, targets: Sequence[Target], modules: Modules) -> None:
+    low = {part.path: modules.leaves[part.path].dtype for t in targets for part in t.parts}
+    low = {path: dtype for path, dtype in low.items() if jnp.finfo(dtype).bits < 32}
+    if low:
+        path, dtype = next(iter(low.items()))
+        warn_user(
+            f"{call}: {path!r} (and {len(low) - 1} more) is {dtype}, in which a factor near 1 rounds away: a logit "
+            "less than a percent above the threshold stays there. Keep float32 master weights."
+        )
 
 
 def _shapes(targets: Sequence[Target]) -> dict[str, tuple[int, ...]]:

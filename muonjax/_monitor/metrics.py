@@ -48,9 +48,7 @@ def metrics(state: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     counts: dict[str, int] = {}
     for part in _parts(state):
-        name, values = (
-            ("qk_clip", _of_clip(part)) if isinstance(part, QKClipState) else ("monitor", _of_monitor(part))
-        )
+        name, values = _of_clip(part) if isinstance(part, QKClipState) else _of_monitor(part)
         counts[name] = counts.get(name, -1) + 1
         prefix = f"{name}_{counts[name]}" if counts[name] else name
         found |= {f"{prefix}/{key}": value for key, value in values.items()}
@@ -85,10 +83,10 @@ def _as_part(node: Any) -> QKClipState | MonitorState | None:
     return None
 
 
-def _of_clip(state: QKClipState) -> dict[str, Any]:
+def _of_clip(state: QKClipState) -> tuple[str, dict[str, Any]]:
     maxima = {path: unboxed(signal).max() for path, signal in state.maxima.items()}
     factors = [unboxed(factor).min() for factor in state.factors.values()]
-    return {
+    return "qk_clip", {
         "largest": functools.reduce(jnp.maximum, maxima.values(), -jnp.inf),
         "num_clipped": state.num_clipped,
         "total_clipped": state.total_clipped,
@@ -97,8 +95,8 @@ def _of_clip(state: QKClipState) -> dict[str, Any]:
     }
 
 
-def _of_monitor(state: MonitorState) -> dict[str, Any]:
-    return {
+def _of_monitor(state: MonitorState) -> tuple[str, dict[str, Any]]:
+    return "monitor", {
         f"{group}/{name}": unboxed(value)
         for group, statistics in state.statistics.items()
         for name, value in statistics.items()

@@ -131,9 +131,7 @@ def monitor(
         # A checkpoint may have been restored in another dtype.
         last = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), state.statistics)
 
-        def measured():
-            return _measure(members, pieces, updates, found, inner_state, params)
-
+        measured = functools.partial(_measure, members, pieces, updates, found, inner_state, params)
         statistics = jax.lax.cond(state.count % every_k == 0, measured, lambda: last)
         return found, MonitorState(inner_state, jnp.asarray(optax.safe_increment(state.count)), statistics)
 
@@ -243,6 +241,5 @@ def _local_deviation(update: jax.Array, *, view: MatrixView) -> Float32[Array, "
     gram = dot.with_adjoint(u, u)
     trace = jnp.sum(jnp.abs(u) ** 2, (-2, -1))
     fourth = square_norm(gram)[..., 0, 0] * gram.shape[-1]
-    return jnp.where(fourth == 0, 0, jnp.maximum(1 - trace**2 / jnp.where(fourth == 0, 1, fourth), 0)).astype(
-        jnp.float32
-    )
+    share = trace**2 / jnp.where(fourth == 0, 1, fourth)
+    return jnp.where(fourth == 0, 0, jnp.maximum(1 - share, 0)).astype(jnp.float32)

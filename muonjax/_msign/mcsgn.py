@@ -6,15 +6,12 @@ import functools
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from muonjax._linalg import MatrixProduct, adjoint, at_least_float32
+from muonjax._linalg import MatrixProduct, adjoint
 from muonjax._msign.arguments import matrices, product_of, rows_beside, schedule
-from muonjax._msign.normalization import inner
-from muonjax._msign.polynomial_gradient import about_mean, tangent_by_normalization
+from muonjax._msign.normalization import inner, normalized
+from muonjax._msign.polynomial_gradient import iterate, tangent_by_normalization
 from muonjax._newton_schulz.coefficients import Coefficients
-from muonjax._newton_schulz.scaling import power_of_two_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -76,36 +73,15 @@ def _normalized(
     x: Float[Array, "*batch n n"],
 ) -> tuple[Float[Array, "*batch n n"], Float[Array, "*batch 1 1"]]:
     """x / r with r = sqrt(tr(x^2)), and 1 / r, in float32 or wider: 0 for a zero matrix, NaN for no real r."""
-    x = x.astype(at_least_float32(x.dtype))
-    scale = power_of_two_scale(x)
-    x = x * scale
-    is_zero = jnp.all(x == 0, axis=(-2, -1), keepdims=True)
-    # Not positive: rsqrt is NaN, or infinite for a nilpotent matrix, whose zero entries become NaN by it.
-    root = lax.rsqrt(jnp.where(is_zero, 1.0, inner(x, adjoint(x))))
-    inverse = jnp.where(is_zero, 0.0, root)
-    return x * inverse, scale * inverse
+    # Infinite for a nilpotent matrix, whose zero entries become NaN by it.
+    return normalized(x, lambda x: inner(x, adjoint(x)))
 
 
 def _iterate(
     x: Float[Array, "*batch n n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
 ) -> Float[Array, "*batch n n"]:
-    """X <- X (a I + b X^2 + c X^4), once for each row, as a rolled loop."""
-
-    def step(x, row):
-        share, rest, _, _ = about_mean(dot(x, x), row, dot)
-        return share * x + dot(x, rest), None
-
-    return lax.scan(step, x, rows)[0]
-
-
-def _directional_derivative(
-    x: Float[Array, "*batch n n"],
-    direction: Float[Array, "*batch n n"],
-    rows: Float[Array, "steps 3"],
-    dot: MatrixProduct,
-) -> Float[Array, "*batch n n"]:
-    """The derivative of `_iterate` at x in `direction`: nine products a step, in a rolled loop that keeps nothing."""
-    return jax.jvp(lambda x: _iterate(x, rows, dot), (x,), (direction,))[1]
+    """X <- (a I + b X^2 + c X^4) X, once for each row."""
+    return iterate(x, rows, dot, lambda x: dot(x, x))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -118,6 +94,9 @@ def polynomial_mcsgn(
 
 @polynomial_mcsgn.defjvp
 def _polynomial_mcsgn_jvp(dot, primals, tangents):
-    derivative = functools.partial(_directional_derivative, dot=dot)
+    def derivative(x, direction, rows):
+        # Nine products a step, in a rolled loop that keeps nothing.
+        return jax.jvp(lambda x: _iterate(x, rows, dot), (x,), (direction,))[1]
+
     tangent = tangent_by_normalization(_normalized, adjoint, derivative, primals, tangents)
     return polynomial_mcsgn(*primals, dot), tangent

@@ -1,9 +1,11 @@
-"""Bring matrices to wide orientation and unit Frobenius norm, and back."""
+"""Bring matrices to wide orientation and unit norm, and back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,12 +23,12 @@ def widened(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch short long"]:
 
 
 def normalized(
-    x: Float[Array, "*batch m n"],
+    x: Float[Array, "*batch m n"], square: Callable[[jax.Array], jax.Array] = square_norm
 ) -> tuple[Float[Array, "*batch short long"], Float[Array, "*batch 1 1"]]:
-    """`widened(x)` over its Frobenius norm, and the inverse of that norm."""
+    """`widened(x)` over its norm, and the inverse of that norm, as `unit_norm`."""
     wide = widened(x)
     scale = power_of_two_scale(wide)
-    unit, inverse = unit_norm(wide * scale)
+    unit, inverse = unit_norm(wide * scale, square)
     return unit, scale * inverse
 
 
@@ -42,9 +44,11 @@ def inner(x: Float[Array, "*batch m n"], y: Float[Array, "*batch m n"]) -> Float
     return jnp.sum(x * y, axis=(-2, -1), keepdims=True)
 
 
-def unit_norm(x: Float[Array, "*batch m n"]) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch 1 1"]]:
-    """x / |x|_F and 1 / |x|_F, both 0 for a zero matrix, so that its value and its gradient are 0."""
-    square = square_norm(x)
-    # Not `square > 0`: a NaN must take the branch that keeps it.
-    inverse = jnp.where(square == 0, jnp.zeros_like(square), lax.rsqrt(jnp.where(square == 0, 1.0, square)))
+def unit_norm(
+    x: Float[Array, "*batch m n"], square: Callable[[jax.Array], jax.Array] = square_norm
+) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch 1 1"]]:
+    """x / r and 1 / r with r^2 = `square(x)`, |x|_F^2 by default; both 0 for a zero matrix, as are their gradients."""
+    is_zero = jnp.all(x == 0, axis=(-2, -1), keepdims=True)
+    # Not `square > 0`: a NaN must take the branch that keeps it, and a square that is none becomes one.
+    inverse = jnp.where(is_zero, 0.0, lax.rsqrt(jnp.where(is_zero, 1.0, square(x))))
     return x * inverse, inverse

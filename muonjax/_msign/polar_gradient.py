@@ -137,29 +137,21 @@ def _tangent(
     along = dot.with_adjoint(dx, factor)
     k = along - adjoint(along)
 
-    def solve_rotation(_, k):
-        return lyapunov(p, _skew(k), rows, dot, with_inverse=False)[0]
+    # Nothing is outside of the rows of a square matrix.
+    outside = None if x.shape[-2] == x.shape[-1] else dx - dot(along, factor)
 
-    def rotation_system(z):
-        return dot(p, z) + dot(z, p)
-
-    if x.shape[-2] == x.shape[-1]:
-        z = lax.custom_linear_solve(rotation_system, k, solve_rotation, symmetric=True)
-        return dot(_skew(z), factor)
-
-    def solve_both(_, right_hand_side):
-        k, outside = right_hand_side
-        z, inverse = lyapunov(p, _skew(k), rows, dot, with_inverse=True)
-        assert inverse is not None
-        return z, dot(inverse, outside)
-
-    def both_systems(unknown):
+    def systems(unknown):
         z, y = unknown
-        return rotation_system(z), dot(p, y)
+        return dot(p, z) + dot(z, p), None if y is None else dot(p, y)
 
-    outside = dx - dot(along, factor)
-    z, y = lax.custom_linear_solve(both_systems, (k, outside), solve_both, symmetric=True)
-    return dot(_skew(z), factor) + y
+    def solve(_, right_hand_side):
+        k, outside = right_hand_side
+        z, inverse = lyapunov(p, _skew(k), rows, dot, with_inverse=outside is not None)
+        return z, None if inverse is None else dot(inverse, outside)
+
+    z, y = lax.custom_linear_solve(systems, (k, outside), solve, symmetric=True)
+    rotation = dot(_skew(z), factor)
+    return rotation if y is None else rotation + y
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))

@@ -56,7 +56,10 @@ def about_mean(
 
 
 def iterate(
-    x: Float[Array, "*batch m n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
+    x: Float[Array, "*batch m n"],
+    rows: Float[Array, "steps 3"],
+    dot: MatrixProduct,
+    gram: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Float[Array, "*batch m n"]:
     """X <- (a I + b A + c A^2) X with A = X X^T, once for each row of `rows`, as a rolled loop.
 
@@ -64,13 +67,15 @@ def iterate(
       x: Wide for speed; singular values inside the rows' interval.
       rows: Each (a, b, c).
       dot: The matrix product.
+      gram: Another A than X X^T.
 
     Returns:
       U diag(f(s)) V^T, f the composition of the odd quintics.
     """
 
     def step(x, row):
-        share, rest, _, _ = about_mean(dot.with_adjoint(x, x), row, dot)
+        a = dot.with_adjoint(x, x) if gram is None else gram(x)
+        share, rest, _, _ = about_mean(a, row, dot)
         return share * x + dot(rest, x), None
 
     return lax.scan(step, x, rows)[0]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
-from muonjax._linalg import MatrixProduct, adjoint, at_least_float32
+from muonjax._linalg import adjoint, at_least_float32
 from muonjax._msign.arguments import CONVERGED, matrices, product_of, rows_beside
 from muonjax._msign.mcsgn import polynomial_mcsgn
 from muonjax._newton_schulz.scaling import power_of_two_scale
@@ -70,29 +70,17 @@ def sylvester(
     a, b, c = (jnp.broadcast_to(v.astype(wide) + zero, batch + v.shape[-2:]) for v in (a, b, c))
     dot, rows = product_of(c, precision), rows_beside(c, CONVERGED)
 
-    def system(x):
-        return dot(a, x) + dot(x, b)
+    def by_blocks(a, b, c):
+        # The solution is linear in c: bring c to the size of a, or a large c would set the scale of the block.
+        size = power_of_two_scale(c) / power_of_two_scale(a)
+        block = jnp.concatenate(
+            [jnp.concatenate([a, -size * c], -1), jnp.concatenate([jnp.zeros_like(adjoint(c)), -b], -1)], -2
+        )
+        return -0.5 * polynomial_mcsgn(block, rows, dot)[..., :m, m:] / size
 
-    def solve(_, c):
-        return _solve_by_blocks(a, b, c, rows, dot)
-
-    def solve_transpose(_, c):
-        return _solve_by_blocks(adjoint(a), adjoint(b), c, rows, dot)
-
-    return lax.custom_linear_solve(system, c, solve, transpose_solve=solve_transpose).astype(dtype)
-
-
-def _solve_by_blocks(
-    a: Float[Array, "*batch m m"],
-    b: Float[Array, "*batch n n"],
-    c: Float[Array, "*batch m n"],
-    rows: Float[Array, "steps 3"],
-    dot: MatrixProduct,
-) -> Float[Array, "*batch m n"]:
-    m = a.shape[-1]
-    # The solution is linear in c: bring c to the size of a, or a large c would set the scale of the block.
-    size = power_of_two_scale(c) / power_of_two_scale(a)
-    block = jnp.concatenate(
-        [jnp.concatenate([a, -size * c], -1), jnp.concatenate([jnp.zeros_like(adjoint(c)), -b], -1)], -2
-    )
-    return -0.5 * polynomial_mcsgn(block, rows, dot)[..., :m, m:] / size
+    return lax.custom_linear_solve(
+        lambda x: dot(a, x) + dot(x, b),
+        c,
+        lambda _, c: by_blocks(a, b, c),
+        transpose_solve=lambda _, c: by_blocks(adjoint(a), adjoint(b), c),
+    ).astype(dtype)

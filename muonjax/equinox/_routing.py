@@ -44,37 +44,22 @@ def dimension_numbers(
     except ImportError as error:
         raise ImportError("muonjax.equinox needs Equinox: pip install 'muonjax[equinox]'.") from error
     arrays = eqx.filter(params, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
-    layers = (
-        eqx.nn.Embedding,
-        eqx.nn.Linear,
-        eqx.nn.Conv,
-        eqx.nn.ConvTranspose,
-        eqx.nn.LayerNorm,
-        eqx.nn.RMSNorm,
-        eqx.nn.GroupNorm,
-        eqx.nn.BatchNorm,
-    )
-    known: dict[str, Role] = {}
-    head_sizes: dict[tuple[str, ...], int] = {}
-    kinds = (*layers, eqx.nn.MultiheadAttention)
-    for path, node in _nodes(arrays, kinds):
-        if isinstance(node, eqx.nn.MultiheadAttention):
-            head_sizes[names(path)] = node.qk_size
-            for below, layer in _nodes(node, layers):
-                known |= _layer(eqx, (*path, *below), layer)
-        else:
-            known |= _layer(eqx, path, node)
+    norms = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
+    layers = (eqx.nn.Embedding, eqx.nn.Linear, eqx.nn.Conv, eqx.nn.ConvTranspose, *norms)
+    known = {
+        name: role
+        for path, layer in _nodes(arrays, layers)
+        for name, role in _layer(eqx, path, layer).items()
+    }
+    head_sizes = {names(path): node.qk_size for path, node in _nodes(arrays, eqx.nn.MultiheadAttention)}
     settings: Any = {"rules": rules, "attention": attention, "scan_axis": scan_axis}
     return numbers_tree(*routes(arrays, known=known, head_sizes=head_sizes, outputs_first=True, **settings))
 
 
-def _nodes(tree: Any, kinds: tuple[type, ...]) -> list[tuple[Any, Any]]:
-    """The outermost modules of these kinds below the root, with their paths."""
-    found = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: x is not tree and isinstance(x, kinds)
-    )
-    found = [(path, node) for path, node in found if isinstance(node, kinds)]
-    return [((), tree), *found] if isinstance(tree, kinds) else found
+def _nodes(tree: Any, kinds: Any) -> list[tuple[Any, Any]]:
+    """The outermost modules of these kinds, with their paths."""
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [(path, node) for path, node in found if isinstance(node, kinds)]
 
 
 def _layer(eqx: Any, path: tuple[Any, ...], layer: Any) -> dict[str, Role]:
@@ -87,13 +72,13 @@ def _layer(eqx: Any, path: tuple[Any, ...], layer: Any) -> dict[str, Role]:
         case eqx.nn.Conv() | eqx.nn.ConvTranspose():
             rank = layer.num_spatial_dims + 2
             rows, groups = (1, *range(2, rank)), layer.groups
-            numbers: Any = MuonDimensionNumbers(rows, 0)
-            role = Role("convolution", ranks=(rank,), layouts={rank: numbers})
-            if groups > 1:
-                split = FusedDimensionNumbers(rows, 0, groups, 0)
-                role = Role("grouped convolution", ranks=(rank,), layouts={rank: split})
             if layer.in_channels == groups:
                 role = Role("one input channel: depthwise", muon=False, ranks=(rank,))
+            elif groups > 1:
+                split = FusedDimensionNumbers(rows, 0, groups, 0)
+                role = Role("grouped convolution", ranks=(rank,), layouts={rank: split})
+            else:
+                role = Role("convolution", ranks=(rank,), layouts={rank: MuonDimensionNumbers(rows, 0)})
             roles = {"weight": role, "bias": BIAS._replace(ranks=(rank - 1,))}
         case _:
             roles = {"weight": SCALE._replace(ranks=()), "bias": BIAS._replace(ranks=())}

@@ -4,15 +4,18 @@ Flax's layers take the function that multiplies, `dot_general` or `conv_general_
 that replaces this function: the layer, its kernel and the kernel's path stay what they were.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from flax import nnx
 from jax import lax
 
 from muonjax._adapters.adapter import SCALE, TRAINED, Adapter
-from muonjax._adapters.config import LoHaConfig, check_rate
-from muonjax.nnx._layers import Layer, check_plain, function_of, place_of
+from muonjax._adapters.config import LoHaConfig, Place, check_rate
+from muonjax._clipping.errors import errors_of
+
+Layer: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Conv
 
 
 class LoHaParam(nnx.Param):
@@ -135,8 +138,8 @@ class LoHaLinear(nnx.Linear):
     ):
         config = LoHaConfig(rank, alpha, rank_stabilized, rank_dropout, decompose)
         super().__init__(in_features, out_features, rngs=rngs, **linear)
-        check_plain(self, "LoHaLinear")
-        self.dot_general = nnx.data(new_adapter(self, config, rngs))
+        with errors_of("LoHaLinear"):
+            self.dot_general = nnx.data(new_adapter(self, config, rngs))
 
 
 class LoHaConv(nnx.Conv):
@@ -182,12 +185,32 @@ class LoHaConv(nnx.Conv):
     ):
         config = LoHaConfig(rank, alpha, rank_stabilized, rank_dropout, decompose, tucker)
         super().__init__(in_features, out_features, kernel_size, rngs=rngs, **conv)
-        check_plain(self, "LoHaConv")
-        self.conv_general_dilated = nnx.data(new_adapter(self, config, rngs))
+        with errors_of("LoHaConv"):
+            self.conv_general_dilated = nnx.data(new_adapter(self, config, rngs))
+
+
+def place_of(layer: Layer) -> Place:
+    """The kernel's shape and the division of its axes."""
+    shape = tuple(layer.kernel.shape)
+    if isinstance(layer, nnx.Conv):
+        window = len(layer.kernel_size)
+        return Place(shape, window + 1, window)
+    return Place(shape, np.size(layer.in_features))
+
+
+def function_of(layer: Layer) -> str:
+    """The attribute that holds the layer's product, which an adapter replaces."""
+    return "conv_general_dilated" if isinstance(layer, nnx.Conv) else "dot_general"
+
+
+def plain_function(layer: Layer) -> Any:
+    """Flax's own value of this attribute; an `nnx.LinearGeneral` takes lax.dot_general when it is called."""
+    return None if isinstance(layer, nnx.LinearGeneral) else getattr(lax, function_of(layer))
 
 
 def new_adapter(layer: Layer, config: LoHaConfig, rngs: nnx.Rngs) -> LoHa:
     """An adapter of a layer, with ΔW = 0."""
+    check_layer(layer)
     adapter = config.new_adapter(layer.kernel[...], rngs.params(), place_of(layer))
     is_convolution = isinstance(layer, nnx.Conv)
     return LoHa(adapter, is_convolution=is_convolution, rank_dropout=config.rank_dropout, rngs=rngs)
@@ -197,3 +220,22 @@ def adapter_of(layer: Layer) -> LoHa | None:
     """The layer's adapter, if it has one."""
     value = getattr(layer, function_of(layer))
     return value if isinstance(value, LoHa) else None
+
+
+def check_layer(layer: Layer) -> None:
+    """Raises ValueError for a layer without an adapter that can't have one, and for a stack of layers."""
+    if isinstance(layer, nnx.Conv) and layer.mask is not None:
+        raise ValueError("the convolution has a mask, and ΔW is not masked; remove the mask.")
+    own_class = getattr(layer, "dot_general_cls", None)  # LinearGeneral prefers it to its dot_general
+    is_plain = getattr(layer, function_of(layer)) is plain_function(layer) and own_class is None
+    if not is_plain and adapter_of(layer) is None:
+        raise ValueError(
+            f"the layer multiplies by a {function_of(layer)} of its own, which an adapter would replace; leave it out."
+        )
+    if getattr(layer, "batch_axis", None):
+        raise ValueError("the layer multiplies a batch of matrices; leave it out.")
+    if layer.kernel.ndim != place_of(layer).inputs + np.size(layer.out_features):
+        raise ValueError(
+            f"this is a stack of layers, its kernel of shape {layer.kernel.shape}; make the stack of LoHaLinear, or "
+            "adapt inside nnx.vmap."
+        )

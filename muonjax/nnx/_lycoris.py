@@ -7,9 +7,9 @@ from flax import nnx
 
 from muonjax._adapters import lycoris as _lycoris
 from muonjax._adapters.lycoris import layer_name
-from muonjax.nnx._layers import check_kernel, check_plain, function_of, layers, place_of
-from muonjax.nnx._loha import LoHa, adapter_of
-from muonjax.nnx._model import adapted_layers
+from muonjax._clipping.errors import errors_of
+from muonjax.nnx._loha import LoHa, adapter_of, check_layer, function_of, place_of
+from muonjax.nnx._model import adapted_layers, layers
 
 
 def save_lycoris(
@@ -57,12 +57,10 @@ def load_lycoris(
     by_path = dict(layers(model))
     found = _lycoris.read(file, {path: place_of(layer) for path, layer in by_path.items()}, name_of)
     for path in found:
-        call = f"load_lycoris: {path!r}"
-        check_kernel(by_path[path], call)
-        if (own := adapter_of(by_path[path])) is None:
-            check_plain(by_path[path], call)
-        elif own.merged:
-            raise ValueError(f"{call} has a merged adapter; unmerge the model first.")
+        with errors_of(f"load_lycoris: {path!r}"):
+            check_layer(by_path[path])
+        if (own := adapter_of(by_path[path])) and own.merged:
+            raise ValueError(f"load_lycoris: {path!r} has a merged adapter; unmerge the model first.")
     for path, adapter in found.items():
         layer, dtype = by_path[path], by_path[path].kernel.dtype
         adapter = adapter._replace(

@@ -2,22 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from flax import nnx
 
 from muonjax._adapters.config import LoHaConfig
-from muonjax._trees import listed
-from muonjax.nnx._layers import (
-    Layer,
-    check_kernel,
-    check_plain,
-    function_of,
-    layers,
-    place_of,
-    plain_function,
-)
-from muonjax.nnx._loha import LoHa, adapter_of, new_adapter
+from muonjax._clipping.errors import errors_of
+from muonjax._trees import joined, listed
+from muonjax.nnx._loha import Layer, LoHa, adapter_of, function_of, new_adapter, place_of, plain_function
 
 
 def add_loha(
@@ -69,23 +61,16 @@ def add_loha(
     if not matched:
         paths = listed([path for path, _ in layers(model)], ", ")
         raise ValueError(f"add_loha(path_rule={path_rule!r}) matches none of the layers {paths}.")
-    new = [_new_adapter(path, layer, config, rngs) for path, layer in matched]
+    new = []
+    for path, layer in matched:
+        if adapter_of(layer) is not None:
+            raise ValueError(f"add_loha: {path!r} has an adapter already; remove_loha removes it.")
+        tucker = config.tucker and place_of(layer).window_size > 1
+        with errors_of(f"add_loha: {path!r}"):
+            new.append(new_adapter(layer, dataclasses.replace(config, tucker=tucker), rngs))
     for (_, layer), adapter in zip(matched, new, strict=True):
         setattr(layer, function_of(layer), nnx.data(adapter))
     return [path for path, _ in matched]
-
-
-def _new_adapter(path: str, layer: Layer, config: LoHaConfig, rngs: nnx.Rngs) -> LoHa:
-    if adapter_of(layer) is not None:
-        raise ValueError(f"add_loha: {path!r} has an adapter already; remove_loha removes it.")
-    check_plain(layer, f"add_loha: {path!r}")
-    check_kernel(layer, f"add_loha: {path!r}")
-    if place_of(layer).window_size == 1:
-        config = dataclasses.replace(config, tucker=False)
-    try:
-        return new_adapter(layer, config, rngs)
-    except ValueError as error:
-        raise ValueError(f"add_loha: {path!r}: {error}") from None
 
 
 def remove_loha(model: nnx.Module) -> list[str]:
@@ -172,6 +157,13 @@ def unmerge(model: nnx.Module) -> None:
         adapter.merged = False
 
 
+def layers(model: nnx.Module) -> Iterator[tuple[str, Layer]]:
+    """Paths and layers that can be adapted, in the model's order."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.Linear | nnx.LinearGeneral | nnx.Conv):
+            yield joined(path), module
+
+
 def adapters(model: nnx.Module) -> dict[str, LoHa]:
     """The adapters of a model by the path of their layer.
 
@@ -189,23 +181,19 @@ def adapters(model: nnx.Module) -> dict[str, LoHa]:
       >>> sorted(muonjax.nnx.adapters(model))
       ['query', 'value']
     """
-    return {path: adapter for path, _, adapter in _found(model)}
-
-
-def _found(model: nnx.Module) -> list[tuple[str, Layer, LoHa]]:
-    """Path, layer and adapter of each adapted layer."""
-    found = ((path, layer, adapter_of(layer)) for path, layer in layers(model))
-    return [(path, layer, adapter) for path, layer, adapter in found if adapter is not None]
+    found = {path: adapter_of(layer) for path, layer in layers(model)}
+    return {path: adapter for path, adapter in found.items() if adapter is not None}
 
 
 def adapted_layers(
     model: nnx.Module, call: str, *, merged: bool | None = None
 ) -> list[tuple[str, Layer, LoHa]]:
     """Path, layer and adapter of each adapted layer, one at least; with `merged` given, all of them must be so."""
-    if not (found := _found(model)):
+    found = adapters(model)
+    if not found:
         raise ValueError(f"{call}: the model has no LoHa adapter; add_loha adds one.")
-    wrong = [path for path, _, adapter in found if adapter.merged != merged]
+    wrong = [path for path, adapter in found.items() if adapter.merged != merged]
     if wrong and merged is not None:
         state = "not merged" if merged else "merged already; merging twice would add ΔW twice"
         raise ValueError(f"{call}: {listed(wrong, ', ')}: {state}.")
-    return found
+    return [(path, layer, found[path]) for path, layer in layers(model) if path in found]

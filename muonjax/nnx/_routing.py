@@ -87,10 +87,8 @@ def _layer(module: Any) -> dict[str, Role]:
         case nnx.LinearGeneral():
             batch, inputs, outputs = len(module.batch_axis), len(module.in_features), len(module.out_features)
             axes = tuple(range(batch, batch + inputs)), tuple(range(batch + inputs, batch + inputs + outputs))
-            return {
-                "kernel": _role("dense", *axes, batch=batch),
-                "bias": BIAS._replace(ranks=(batch + outputs,)),
-            }
+            role = _role("dense", *axes, batch=batch)
+            return {"kernel": role, "bias": BIAS._replace(ranks=(batch + outputs,))}
         case nnx.Einsum():
             operands, result = module.einsum_str.replace(" ", "").replace("...", "").split("->")
             inputs, kernel = operands.split(",")
@@ -103,9 +101,9 @@ def _layer(module: Any) -> dict[str, Role]:
             if groups == module.in_features > 1:
                 return {"kernel": Role("depthwise convolution", muon=False, ranks=(rank,)), "bias": BIAS}
             window = tuple(range(rank - 2))
-            in_axis, out_axis = (
-                (rank - 1, rank - 2) if getattr(module, "transpose_kernel", False) else (rank - 2, rank - 1)
-            )
+            in_axis, out_axis = rank - 2, rank - 1
+            if getattr(module, "transpose_kernel", False):
+                in_axis, out_axis = out_axis, in_axis
             role = _role("convolution", (*window, in_axis), (out_axis,))
             if groups > 1:  # each group maps its own inputs to its own share of the outputs
                 split = FusedDimensionNumbers((*window, in_axis), out_axis, groups, out_axis)

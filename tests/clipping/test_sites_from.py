@@ -261,7 +261,7 @@ def calls(count):
     sys.setprofile(profile)
     try:
         modules = Modules(params)
-        targets = find_targets(modules, find_sites(modules))
+        targets = find_targets(modules, [(site, 100.0) for site in find_sites(modules)])
 
     finally:
         sys.setprofile(None)

@@ -1,4 +1,4 @@
-"""Gradients of an NNX model with the largest logits of its attentions, read from the program of the loss."""
+"""What the program of a loss does with an NNX model, and its gradients with the largest logits of attentions."""
 
 import functools
 import warnings
@@ -8,9 +8,45 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
+from muonjax._inspect import Program
+from muonjax._inspect import inspect as inspect_function
 from muonjax._value_and_grad import with_max_logits
 
 Model = TypeVar("Model", bound=nnx.Module)
+
+
+def inspect(loss_fn: Callable[..., Any], model: nnx.Module, *args: Any, **kwargs: Any) -> Program:
+    """`muonjax.inspect` for a function of an NNX model; nothing is computed, and the model stays as it is.
+
+    Args:
+      loss_fn: Your loss `loss_fn(model, *args, **kwargs)`.
+      model: The model; its `nnx.Param`s are the parameters.
+      *args: Further arguments, arrays or `jax.ShapeDtypeStruct`s.
+      **kwargs: Keyword arguments of `loss_fn`.
+
+    Returns:
+      A `Program`, for `nnx.Optimizer(model, muonjax.muonclip(1e-3, program), wrt=nnx.Param)`.
+
+    Raises:
+      TypeError: If `model` is no NNX module.
+      ValueError: As `muonjax.inspect`.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> from flax import nnx
+      >>> model = nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0))
+      >>> program = muonjax.nnx.inspect(lambda model, x: (model(x) ** 2).mean(), model, jnp.ones((2, 6, 8)))
+      >>> program.why("key/bias")
+      'added: <doctest muonjax.nnx._program.inspect[3]>:1'
+    """
+    _check_model("inspect", model)
+    structure, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
+        return loss_fn(nnx.merge(structure, params, rest, copy=True), *args, **kwargs)
+
+    loss.__name__ = getattr(loss_fn, "__name__", "loss")
+    return inspect_function(loss, params, rest, *args, **kwargs)
 
 
 def value_and_grad(
@@ -68,13 +104,15 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def value_and_gradients(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(model, nnx.Module):
-            raise TypeError(
-                f"value_and_grad: the first argument of the loss must be the model, got {type(model)}."
-            )
+        _check_model("value_and_grad", model)
         return differentiated(model, *args, kwargs)  # Flax takes no keywords
 
     return value_and_gradients
+
+
+def _check_model(call: str, model: Any) -> None:
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"{call}: the first argument of the loss must be the model, got {type(model)}.")
 
 
 def _is_parameter_of_the_model(path: tuple[Any, ...], value: Any) -> bool:
