@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import at_least_float32
+from muonjax._linalg import at_least_float32, sum_over
 from muonjax._newton_schulz import half_precision
 from muonjax._newton_schulz.iteration import polar_factor
 from muonjax._newton_schulz.settings import NewtonSchulz
@@ -50,11 +49,9 @@ def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = F
 def exchange_dtype(x: Any, settings: NewtonSchulz, policy: Policy) -> jnp.dtype:
     """Dtype in which a mesh exchanges x: bfloat16 where the iteration rounds to a half type anyway (it has float32's
     range)."""
-    half = (
-        jnp.finfo(policy.compute_dtype(x.dtype, settings.compute_dtype)).bits == 16
-        and jnp.finfo(x.dtype).bits > 16
-    )
-    return jnp.dtype(jnp.bfloat16) if half else x.dtype
+    operands = policy.compute_dtype(x.dtype, settings.compute_dtype)
+    rounds = jnp.finfo(operands).bits == 16 < jnp.finfo(x.dtype).bits
+    return jnp.dtype(jnp.bfloat16) if rounds else x.dtype
 
 
 def _dual_norm(
@@ -62,5 +59,4 @@ def _dual_norm(
 ) -> Float[Array, "*batch 1 1"]:
     """<g, y> of each matrix: the dual of the spectral norm, where y is g's polar factor."""
     product = jnp.sum(g.conj() * y, axis=(-2, -1), keepdims=True, dtype=at_least_float32(g.dtype))
-    product = jax.lax.psum(product, axis_name) if axis_name else product
-    return product.real.astype(y.real.dtype)
+    return sum_over(axis_name, product).real.astype(y.real.dtype)
