@@ -23,18 +23,20 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 }
 
 
-def check_range(call: str, name: str, value: Any, wanted: str, why: str) -> None:
-    """Raise ValueError for a known number that is not `wanted`, a name in `_RANGES`; `why` ends the message."""
-    if is_known(value) and not _RANGES[wanted](value):
-        raise ValueError(f"{call}({name}={value!r}) must be {wanted}{why}")
+def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, schedule: bool = False) -> None:
+    """Raise unless it is one number, known or traced, or a schedule where those are allowed; and a known one in range.
 
-
-def check_number(call: str, name: str, value: Any, *, schedule: bool = False) -> None:
-    """Raise TypeError unless it is one number, known or traced, or a schedule where those are allowed."""
-    if not (
-        is_known(value)
-        or (isinstance(value, jax.Array) and value.ndim == 0)
-        or (schedule and callable(value))
-    ):
+    Args:
+      call: The public function.
+      name: Of the argument.
+      value: What was given.
+      wanted: The range, a name in `_RANGES`.
+      why: Ends the message of a number out of it.
+      schedule: Whether a schedule may be given.
+    """
+    is_traced = isinstance(value, jax.Array) and value.ndim == 0
+    if not (is_known(value) or is_traced or (schedule and callable(value))):
         also = " or a schedule" if schedule else ""
         raise TypeError(f"{call}({name}={value!r}) must be a number{also}.")
+    if is_known(value) and not _RANGES[wanted](value):
+        raise ValueError(f"{call}({name}={value!r}) must be {wanted}{why}")

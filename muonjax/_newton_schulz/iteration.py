@@ -24,7 +24,7 @@ from muonjax._newton_schulz.gram_form import composition, segments
 from muonjax._newton_schulz.normalization import Normalized, normalize
 from muonjax._newton_schulz.products import SymmetricProduct, shared, sizes
 from muonjax._newton_schulz.scaling import below_one
-from muonjax._newton_schulz.settings import NewtonSchulz
+from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._newton_schulz.thin_deflation import Shrinking
 from muonjax._policy import Policy, policy_of
 from pallas_kernels._xla_workarounds import materialize
@@ -110,11 +110,7 @@ def newton_schulz(
 
     Source: Bernstein & Newhouse, "Old optimizer, new norm", 2024; Amsel et al., "The Polar Express", 2025.
     """
-    settings = NewtonSchulz() if settings is None else settings
-    if not isinstance(settings, NewtonSchulz):
-        raise TypeError(
-            f"newton_schulz(x, settings={settings!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
-        )
+    settings = settings_of(settings, "newton_schulz", "x, settings")
     if not hasattr(x, "ndim"):
         raise TypeError(f"newton_schulz(x) needs an array, got {type(x).__name__}; give jnp.asarray(x).")
     if x.ndim < 2:

@@ -143,6 +143,13 @@ class NewtonSchulz(metaclass=_Presets):
         return cls(coefficients=_ACCURATE, deflation=0, form="standard", compute_dtype=jnp.float32)
 
 
+def settings_of(given: Any, call: str, name: str = "newton_schulz") -> NewtonSchulz:
+    """The settings that are given, `NewtonSchulz()` for None; for all else an error in the name of `call`."""
+    if not isinstance(given, NewtonSchulz | None):
+        raise TypeError(f"{call}({name}={given!r}) must be a NewtonSchulz, such as NewtonSchulz.fast().")
+    return NewtonSchulz() if given is None else given
+
+
 NewtonSchulz.__init__ = explains_keywords("NewtonSchulz")(NewtonSchulz.__init__)
 
 
