@@ -44,13 +44,7 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
         raise TypeError(f"offload(tx={tx!r}) must be an Optax transformation, such as optax.adamw(1e-3).")
     update = optax.with_extra_args_support(tx).update
 
-    def on_device(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        *unnamed: Any,
-        **extra_args: Any,
-    ):
+    def on_device(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
         refuse_positional(unnamed)
         if not any(map(_is_on_host, jax.tree.leaves(state))):
             return update(updates, state, params, **extra_args)

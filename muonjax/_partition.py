@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._int8_momentum import check_kind
+from muonjax._int8_momentum import check_kind, has_int8
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
 from muonjax._offload import offload
 from muonjax._routing.dimension_numbers import dimension_numbers as route
@@ -56,13 +56,7 @@ def partition_by_route(
     def init(params: optax.Params):
         return members(params, params, warn=True).init(params)
 
-    def update(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        *unnamed: Any,
-        **extra_args: Any,
-    ):
+    def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
         refuse_positional(unnamed)
         check_order(call, updates, state, params)
         if params is not None:
@@ -140,7 +134,7 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
     """
     if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):
         raise ValueError(other_state(call, state))
-    check_kind(call, state, expected)
+    check_kind(call, state, has_int8(expected))
     paths = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree.leaves_with_path(expected)]
     found = [jax.numpy.shape(leaf) for leaf in jax.tree.leaves(state)]
     if found != [shape for _, shape in paths]:
