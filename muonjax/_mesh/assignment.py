@@ -96,23 +96,18 @@ def assign_owners(
     """
     alike: dict[Axes, list[int]] = collections.defaultdict(list)
     for index, leaf in enumerate(leaves):
-        alike[_layout(leaf, mesh_shape, ()).group.exchange].append(index)
+        alike[leaf_layout(leaf, mesh_shape).group.exchange].append(index)
     layouts: dict[int, LeafLayout] = {}
     for sharding, members in alike.items():
         own = [leaves[i] for i in members]
         choices = [
-            [_layout(leaf, mesh_shape, axes, tensor) for leaf in own] for tensor in _choices(sharding, mode)
+            [leaf_layout(leaf, mesh_shape, axes, tensor) for leaf in own]
+            for tensor in _choices(sharding, mode)
         ]
         if len(choices) > 1:
             choices.sort(key=lambda found: _assignment(own, found, mesh_shape, chunks, cost).cost.seconds)
         layouts |= zip(members, choices[0], strict=True)
     return _assignment(leaves, [layouts[i] for i in range(len(leaves))], mesh_shape, chunks, cost)
-
-
-def _layout(leaf: ShardedLeaf, mesh_shape: Mapping[str, int], axes: Axes, tensor: Axes = ()) -> LeafLayout:
-    layout = leaf_layout(leaf, mesh_shape, axes, tensor) or leaf_layout(leaf, mesh_shape, axes)
-    assert layout is not None  # a single owner is always possible
-    return layout
 
 
 def _choices(sharding: Axes, mode: Mode) -> list[Axes]:
