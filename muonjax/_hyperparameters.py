@@ -1,6 +1,7 @@
 """Check that hyperparameters are numbers, and tell those whose range can be checked from those that are traced."""
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -14,6 +15,18 @@ def is_known(value: Any) -> TypeGuard[float]:
     if isinstance(value, (int, float, np.number)):
         return True
     return isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, Tracer) and value.ndim == 0
+
+
+def is_whole(value: Any) -> bool:
+    """Whether `value` is a whole number, Python's or NumPy's."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def whole_number(call: str, name: str, value: Any, least: int, why: str) -> int:
+    """`value` as Python's; raises ValueError unless it is a whole number, at least `least`. `why` ends the message."""
+    if not is_whole(value) or value < least:
+        raise ValueError(f"{call}({name}={value!r}) needs a whole number{why}")
+    return int(value)
 
 
 _RANGES: dict[str, Callable[[float], bool]] = {

@@ -15,6 +15,7 @@ from muonjax._routing.parameters import check_parameters
 from muonjax._trees import flatten_paths, is_masked
 from muonjax._update_arguments import (
     check_order,
+    check_transformation,
     is_trainable,
     other_state,
     refuse_positional,
@@ -36,11 +37,7 @@ def partition_by_route(
       matrices: Makes the transformation of the matrices from their dimension numbers.
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
-
-    if not (hasattr(adam, "init") and hasattr(adam, "update")):
-        raise TypeError(
-            f"{call}(adam={adam!r}) must be an Optax transformation, such as adam=optax.adamw(1e-3)."
-        )
+    check_transformation(f"{call}(adam", adam)
     matrices(None)  # what is wrong with the settings is said now, and not at init
     adam = offload(adam)
 

@@ -67,7 +67,7 @@ def test_learning_rates_that_are_none(rate, make):
 
 def test_settings_of_another_kind():
     with pytest.raises(
-        TypeError, match=r"adam=.*adamw.* must be an Optax transformation.*adam=optax.adamw\(1e-3\)"
+        TypeError, match=r"muon\(adam=.*adamw.* must be an Optax transformation.* optax.adamw\(1e-3\)"
     ):
         muonjax.muon(1e-2, adam=optax.adamw)
     with pytest.raises(
