@@ -16,14 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from muonjax._cost_model import BYTES_A_SECOND, Work
-from muonjax._mesh.layout import (
-    Axes,
-    ExchangeGroup,
-    LeafLayout,
-    ShardedLeaf,
-    leaf_layout,
-    size_of,
-)
+from muonjax._mesh.layout import Axes, ExchangeGroup, LeafLayout, ShardedLeaf, leaf_layout, size_of
 from muonjax._mesh.rounds import Round, Units, make_rounds
 
 Mode = Literal["owner", "tensor_parallel", "hybrid", "auto"]

@@ -150,12 +150,7 @@ def leaf_layout(
     sizes = {i: local[i] * size_of(mesh_shape, axes) for i, axes in zip(own, gathered, strict=True)}
     sizes[split] //= num_shares
     unit = UnitLayout(
-        _unit_view(view, sizes),
-        tall,
-        tuple(local[i] for i in own),
-        gathered,
-        own.index(split),
-        num_shares,
+        _unit_view(view, sizes), tall, tuple(local[i] for i in own), gathered, own.index(split), num_shares
     )
     stored_once = of_matrix | of_batch
     replicas = tuple(

@@ -47,11 +47,7 @@ class Memory(NamedTuple):
 
 
 def iterate(
-    x: jax.Array,
-    settings: NewtonSchulz,
-    policy: Policy,
-    dtype: jnp.dtype,
-    axis_name: tuple[str, ...] = (),
+    x: jax.Array, settings: NewtonSchulz, policy: Policy, dtype: jnp.dtype, axis_name: tuple[str, ...] = ()
 ) -> jax.Array:
     """x [*batch, m, n] with m <= n -> its orthogonalization, in x's dtype.
 

@@ -27,9 +27,7 @@ def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = F
     """
 
     def polar(
-        x: Inexact[Array, "*batch m n"],
-        axis_name: tuple[str, ...] = (),
-        shrinking: Shrinking | None = None,
+        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = (), shrinking: Shrinking | None = None
     ) -> Inexact[Array, "*batch m n"]:
         y = polar_factor(x, settings, policy, axis_name, shrinking)
         return y * _dual_norm(x, y, axis_name) if adaptive else y
