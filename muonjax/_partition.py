@@ -109,18 +109,16 @@ def _route(
 def _check_gradients(gradients: Any, params: Any, call: str) -> None:
     """One gradient for each parameter, of its shape."""
     found, wanted = flatten_paths(gradients), flatten_paths(params)
-    same = "; update(grads, state, params) needs both as one tree"
     for path in (*wanted, *found):
-        if path not in found:
-            raise ValueError(f"{call}: {path!r} is a parameter without a gradient{same}.")
-        if path not in wanted:
-            raise ValueError(f"{call}: {path!r} is a gradient without a parameter{same}.")
-        if is_masked(found[path]) or is_masked(wanted[path]):
-            continue
-        shapes = jax.numpy.shape(found[path]), jax.numpy.shape(wanted[path])
-        if shapes[0] != shapes[1]:
+        if not (path in found and path in wanted):
+            lone = "gradient without a parameter" if path in found else "parameter without a gradient"
             raise ValueError(
-                f"{call}: the gradient of {path!r} has shape {shapes[0]}, the parameter {shapes[1]}."
+                f"{call}: {path!r} is a {lone}; update(grads, state, params) needs both as one tree."
+            )
+        gradient, parameter = jnp.shape(found[path]), jnp.shape(wanted[path])
+        if gradient != parameter and not (is_masked(found[path]) or is_masked(wanted[path])):
+            raise ValueError(
+                f"{call}: the gradient of {path!r} has shape {gradient}, the parameter {parameter}."
             )
 
 
@@ -133,7 +131,7 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
         raise ValueError(other_state(call, state))
     check_kind(call, state, has_int8(expected))
     paths = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree.leaves_with_path(expected)]
-    found = [jax.numpy.shape(leaf) for leaf in jax.tree.leaves(state)]
+    found = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
     if found != [shape for _, shape in paths]:
         differing = (
             f"{p} {list(want)} is {list(got)}"

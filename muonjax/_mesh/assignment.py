@@ -54,14 +54,12 @@ class Assignment(NamedTuple):
     Attributes:
       mesh_shape: Sizes of the mesh's axes.
       leaves: All leaves.
-      layouts: The layout of each leaf.
       rounds: The rounds of all groups.
       cost: Of the busiest device, the exchange included.
     """
 
     mesh_shape: Mapping[str, int]
     leaves: tuple[ShardedLeaf, ...]
-    layouts: tuple[LeafLayout, ...]
     rounds: tuple[Round, ...]
     cost: ModeCost
 
@@ -152,7 +150,7 @@ def _assignment(
         total.collectives,
         total.seconds + total.sent / BYTES_A_SECOND,
     )
-    return Assignment(mesh_shape, tuple(leaves), tuple(layouts), rounds, busiest)
+    return Assignment(mesh_shape, tuple(leaves), rounds, busiest)
 
 
 def _balance(

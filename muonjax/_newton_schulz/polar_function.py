@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from muonjax._batching import TwoPasses
 from muonjax._linalg import at_least_float32, sum_over
 from muonjax._newton_schulz import half_precision
 from muonjax._newton_schulz.iteration import polar_factor
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
 from muonjax._policy import Policy
-from muonjax._two_passes import TwoPasses
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact
