@@ -47,8 +47,6 @@ def is_input_patches(p: Parameter) -> bool:
 
     Its window is even, and it is named for an embedding, or it is large and sees few channels.
     """
-    if len(p.shape) not in (4, 5):
-        return False
     *window, inputs, outputs = p.shape
     if is_weight(p) and is_trailing_window(p.shape):
         outputs, inputs, *window = p.shape
