@@ -8,6 +8,7 @@ the extra memory is the stack and one chunk's iteration, never a second stack.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,33 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._policy import Policy
-from muonjax._two_passes import TwoPasses
 from pallas_kernels._xla_workarounds import unknown_to_xla
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoPasses:
+    """A function of a matrix that looks at it twice: f(x) = second(x, k) with [k] = between([first(x)]).
+
+    What lies between is small, and made for many matrices at once.
+
+    Attributes:
+      whole: f, with the mesh axes that shard the columns (default: none).
+      first: x -> a small tree of arrays.
+      between: Of many of these, from matrices of any sizes.
+      second: x and its own -> f(x).
+    """
+
+    whole: Callable[..., jax.Array]
+    first: Callable[[jax.Array], Any]
+    between: Callable[[Sequence[Any]], list[Any]]
+    second: Callable[[jax.Array, Any], jax.Array]
+
+    def __call__(self, x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
+        """f(x), alone."""
+        return self.whole(x, axis_name)
 
 
 def group_by_shape(matrices: Sequence[Inexact[Array, "_batch _m _n"]]) -> list[list[int]]:

@@ -45,7 +45,7 @@ def cautious_weight_decay(
     Source: Chen et al., "Cautious weight decay", 2025 (arXiv:2510.12402), eq. (2).
     """
     call, wanted = "cautious_weight_decay", "finite and not negative"
-    check_range(call, "weight_decay", weight_decay, wanted, "; 0 turns it off.")
+    check_range(call, "weight_decay", weight_decay, wanted, "; 0 turns it off.", schedule=True)
     decay = optax.add_decayed_weights(weight_decay, mask)
 
     def agreeing(

@@ -1,13 +1,13 @@
 """What `python -m muonjax` checks and times on the device that JAX has; every result is compared with float64."""
 
 import dataclasses
-import importlib.metadata
 import inspect
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -15,12 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muonjax._matrix_view import MuonDimensionNumbers
+from muonjax import MuonDimensionNumbers, NewtonSchulz, __version__, muon, newton_schulz
 from muonjax._newton_schulz import in_vmem
 from muonjax._newton_schulz.coefficients import evaluate
-from muonjax._newton_schulz.iteration import newton_schulz
-from muonjax._newton_schulz.settings import NewtonSchulz
-from muonjax._optimizers import muon
 from muonjax._policy import Policy, policy_of
 from pallas_kernels import symmetric_product
 from pallas_kernels._api import IMPLEMENTATIONS
@@ -53,39 +50,39 @@ RECORDED = (
 
 def report(*, quick: bool = False) -> dict[str, Any]:
     """Everything that is printed, as JSON takes it."""
-    device = jax.devices()[0]
+    device, policy = jax.devices()[0], policy_of(jnp.zeros(()))
+    checks = [
+        check
+        for shape in ([(128, 192)] if quick else [(256, 256), (256, 768)])
+        for kernel in ((None, in_vmem.NAME) if device.platform == "tpu" else (None,))
+        for preset in PRESETS
+        if kernel is None or preset != "accurate"  # which is float32
+        for check in polar_errors(preset, shape, kernel)
+    ]
+    checks += [
+        product_error(name, dtype, 64 if quick else 256)
+        for name in IMPLEMENTATIONS
+        for dtype in ("float32", "bfloat16")
+    ]
+    what, timed = times(quick, device.platform)
+    wrong = sum(not row["ok"] for row in [*checks, *timed])
     found = {
         "device": device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores",
-        "platform": policy_of(jnp.zeros(())).platform,
+        "platform": policy.platform,
         "date": time.strftime("%Y-%m-%d"),
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in ("muonjax", "jax", "jaxlib", "optax", "flax")},
-        "policy": choices(policy_of(jnp.zeros(()))),
-        "accuracy": [
-            accuracy(name, shape, kernel)
-            for shape in ([(128, 192)] if quick else [(256, 256), (256, 768)])
-            for kernel in ((None, in_vmem.NAME) if device.platform == "tpu" else (None,))
-            for name in PRESETS
-            if kernel is None or name != "accurate"  # which is float32
-        ],
-        "implementations": [
-            implementation(name, dtype, 64 if quick else 256)
-            for name in IMPLEMENTATIONS
-            for dtype in ("float32", "bfloat16")
-        ],
-        "times": times(quick, device.platform),
+        "versions": {"python": platform.python_version(), "muonjax": __version__}
+        | {name: metadata.version(name) for name in ("jax", "jaxlib", "optax", "flax")},
+        "policy": choices(policy),
+        "checks": checks,
+        "timed": what,
+        "times": timed,
+        "ok": not wrong,
     }
-    rows = [*found["accuracy"], *found["implementations"], *found["times"]["rows"]]
-    wrong, where = sum(not row["ok"] for row in rows), f"{found['device']} ({found['platform']})"
-    verdict = f"{wrong} of {len(rows)} checks FAILED on {where}: please open an issue with --json."
-    return found | {"ok": not wrong, "verdict": verdict if wrong else f"Everything is right on {where}."}
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "unknown"
+    where = f"{found['device']} ({policy.platform})"
+    failed = (
+        f"{wrong} of {len(checks) + len(timed)} checks FAILED on {where}: please open an issue with --json."
+    )
+    return found | {"verdict": failed if wrong else f"Everything is right on {where}."}
 
 
 def choices(policy: Policy) -> list[dict[str, str]]:
@@ -97,15 +94,13 @@ def choices(policy: Policy) -> list[dict[str, str]]:
         "chunk_size": (12, (768, 3072)),
     }
     rows = []
-    fields = {field.name for field in dataclasses.fields(Policy)}
     for name, rule in vars(Policy).items():
-        if name.startswith("_") or name in fields | {"is_cpu"}:
+        if name.startswith("_") or name in ("kind", "is_cpu"):
             continue
         choice = getattr(policy, name)
         choice = choice(*arguments[name]) if callable(choice) else choice
-        rows.append(
-            {"rule": name, "choice": str(choice), "reason": " ".join((inspect.getdoc(rule) or "").split())}
-        )
+        reason = " ".join((inspect.getdoc(rule) or "").split())
+        rows.append({"rule": name, "choice": str(choice), "reason": reason})
     return rows
 
 
@@ -134,7 +129,9 @@ def recorded(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
     return (u * s[:, None]) @ v.mT
 
 
-def accuracy(preset: str, shape: tuple[int, int], implementation: str | None = None) -> dict[str, Any]:
+def polar_errors(
+    preset: str, shape: tuple[int, int], implementation: str | None = None
+) -> list[dict[str, Any]]:
     """How far results of a preset are from the polar factor, on recorded and on hostile matrices.
 
     Of a hostile matrix those directions count that lie within the interval of the polynomials. Stated is the error of
@@ -155,21 +152,18 @@ def accuracy(preset: str, shape: tuple[int, int], implementation: str | None = N
     mean = np.mean([np.linalg.norm(a - b) for a, b in zip(y[:count], polar, strict=True)]) / shape[0] ** 0.5
     errors = {name: _error(a, b, lower) for name, a, b in zip(named, x[count:], y[count:], strict=True)}
     worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
-    finite = bool(np.isfinite(y).all())
-    largest = float(np.linalg.norm(y, 2, axis=(-2, -1)).max()) if finite else np.inf
-    return {
-        "preset": preset if implementation is None else f"{preset}, {implementation!r}",
-        "shape": shape,
-        "matrices": len(x),
-        "recorded": float(mean),
-        "recorded_stated": recorded_stated,
-        "worst": worst,
-        "error": errors[worst],
-        "stated": stated,
-        "largest": largest,
-        "largest_stated": LARGEST,
-        "ok": bool(finite and mean <= recorded_stated and errors[worst] <= stated and largest <= LARGEST),
-    }
+    largest = np.linalg.norm(y, 2, axis=(-2, -1)).max() if np.isfinite(y).all() else np.nan
+    what = f"{preset}, {shape[0]} x {shape[1]}" + (f", {implementation!r}" if implementation else "")
+    return [
+        _compared(f"{what}, recorded", mean, recorded_stated),
+        _compared(f"{what}, worst hostile, {worst!r}", errors[worst], stated),
+        _compared(f"{what}, largest singular value", largest, LARGEST),
+    ]
+
+
+def _compared(what: str, error: Any, stated: float) -> dict[str, Any]:
+    """A row of the report; NaN is not right."""
+    return {"check": what, "error": float(error), "stated": stated, "ok": bool(error <= stated)}
 
 
 def _svd(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -184,76 +178,55 @@ def _error(x: np.ndarray, y: np.ndarray, lower: float) -> float:
     return float(np.linalg.norm(found if inside.any() else y) / max(1, inside.sum()) ** 0.5)
 
 
-def implementation(name: str, dtype: str, m: int) -> dict[str, Any]:
+def product_error(name: str, dtype: str, m: int) -> dict[str, Any]:
     """alpha X X^T + beta C by one implementation: its error, or the reason why it can't run here."""
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((2, m, m + 64)), dtype)
     c = symmetric_product(x, implementation="reference")
-    row = {"implementation": name, "dtype": dtype}
+    what = f"{name!r}, {dtype}"
     try:
         s = symmetric_product(x, c=c, alpha=1.5, beta=-0.5, implementation=name)
     except NotImplementedError as error:
-        return row | {"reason": str(error), "ok": True}
+        return {"check": what, "reason": str(error), "ok": True}
     except Exception as error:  # a kernel that does not compile is what this is to find
-        return row | {"reason": f"{type(error).__name__}: {error}"[:300], "ok": False}
+        return {"check": what, "reason": f"{type(error).__name__}: {error}"[:300], "ok": False}
     s, x, c = (np.asarray(a, np.float64) for a in (s, x, c))
     want = 1.5 * x @ x.mT - 0.5 * c
-    error = np.linalg.norm(s - want) / np.linalg.norm(want)
-    stated = max(float(jnp.finfo(dtype).eps), 16 * float(jnp.finfo(jnp.float32).eps))  # never TF32
-    return row | {"error": float(error), "stated": stated, "ok": bool(error <= stated and (s == s.mT).all())}
+    error = np.linalg.norm(s - want) / np.linalg.norm(want) if (s == s.mT).all() else np.nan
+    # Never TF32.
+    return _compared(what, error, max(float(jnp.finfo(dtype).eps), 16 * float(jnp.finfo(jnp.float32).eps)))
 
 
-def times(quick: bool, platform: str) -> dict[str, Any]:
+def times(quick: bool, platform: str) -> tuple[str, list[dict[str, Any]]]:
     """Milliseconds of an update of GPT-2-small's matrices, and of Optax's, in turn; medians."""
     width, layers = (64, 1) if quick else (768, 1 if platform == "cpu" else 12)
-    shapes = {"out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
-    shapes |= dict.fromkeys(("query", "key", "value"), (width, width))
-    numbers = MuonDimensionNumbers(0, 1)
+    shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
+    shapes |= dict.fromkeys(("query", "key", "value", "out"), (width, width))
     methods = {"Optax": optax.contrib.muon(1e-3)} | {
-        name: muon(
-            1e-3,
-            newton_schulz=PRESETS[name][0],
-            muon_weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: numbers, tree),
-        )
+        name: muon(1e-3, newton_schulz=PRESETS[name][0], muon_weight_dimension_numbers=MuonDimensionNumbers())
         for name in ("fast", "balanced")
     }
-    rows = []
+    rng, rows = np.random.default_rng(2), []
     for dtype in ("float32", "bfloat16"):
-        keys = iter(jax.random.split(jax.random.key(0), layers * len(shapes)))
         tree = {
-            f"{name}_{layer}": jax.random.normal(next(keys), shape, dtype)
-            for layer in range(layers)
+            name: [jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(layers)]
             for name, shape in shapes.items()
         }
-        calls = {name: _step(tx, tree) for name, tx in methods.items()}
-        finite = all(
-            bool(jnp.isfinite(leaf).all()) for call in calls.values() for leaf in jax.tree.leaves(call())
-        )
-        seconds = _interleaved(calls, at_least=2, limit=1.0 if quick else 8.0)
-        ratios = {
-            n: statistics.median(a / b for a, b in zip(s, seconds["Optax"], strict=True))
-            for n, s in seconds.items()
-        }
-        ms = {name: 1e3 * statistics.median(taken) for name, taken in seconds.items()}
-        rows.append(
-            {"dtype": dtype, "ms": ms, "ratio": ratios, "rounds": len(seconds["Optax"]), "ok": finite}
-        )
-    return {"what": f"An update of {layers} of 12 layers of width {width}", "rows": rows}
+        calls = {name: _update(tx, tree) for name, tx in methods.items()}
+        finite = all(bool(jnp.isfinite(x).all()) for call in calls.values() for x in jax.tree.leaves(call()))
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
+        end = time.perf_counter() + (1 if quick else 8)
+        while time.perf_counter() < end or len(seconds["balanced"]) < 2:
+            for name, call in calls.items():
+                start = time.perf_counter()
+                jax.block_until_ready(call())
+                seconds[name].append(time.perf_counter() - start)
+        ms = {name: 1e3 * statistics.median(own) for name, own in seconds.items()}
+        rows.append({"dtype": dtype, "ms": ms, "rounds": len(seconds["Optax"]), "ok": finite})
+    return f"An update of {layers} of 12 layers of width {width}", rows
 
 
-def _step(tx: optax.GradientTransformation, tree: dict[str, jax.Array]) -> Callable[[], Any]:
+def _update(tx: optax.GradientTransformation, tree: Any) -> Callable[[], Any]:
     state = jax.jit(tx.init)(tree)
     compiled = jax.jit(tx.update).lower(tree, state, tree).compile()
     return lambda: compiled(tree, state, tree)[0]
-
-
-def _interleaved(calls: dict[str, Callable[[], Any]], at_least: int, limit: float) -> dict[str, list[float]]:
-    """Seconds of each call, in turn, until `limit` seconds are over."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    end = time.perf_counter() + limit
-    while time.perf_counter() < end or len(min(seconds.values(), key=len)) < at_least:
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[name].append(time.perf_counter() - start)
-    return seconds

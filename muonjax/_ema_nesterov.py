@@ -77,7 +77,8 @@ def ema_nesterov(
 
     Source: Yau et al., "EMA-Nesterov", 2026 (arXiv:2605.25395); modded-nanogpt, track 3, records 39 and 40.
     """
-    check_range("ema_nesterov", "beta", beta, "in [0, 1)", ": m would grow by itself; 0.3 is usual.")
+    why = ": m would grow by itself; 0.3 is usual."
+    check_range("ema_nesterov", "beta", beta, "in [0, 1)", why, schedule=True)
     check_range("ema_nesterov", "decay", decay, "in [0, 1)", ": it is a mean's; 0.99 is usual.")
     inner = optax.with_extra_args_support(inner)
 

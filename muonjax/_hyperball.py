@@ -89,7 +89,8 @@ def hyperball(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899); with R that follows `qk_clip`, so that what it has shrunk stays shrunk.
     """
-    check_range("hyperball", "learning_rate", learning_rate, "finite and not negative", "; 0.02 is usual.")
+    wanted = "finite and not negative"
+    check_range("hyperball", "learning_rate", learning_rate, wanted, "; 0.02 is usual.", schedule=True)
     rate = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
 
     def init(params: optax.Params) -> HyperballState:

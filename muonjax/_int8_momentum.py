@@ -141,9 +141,9 @@ def has_int8(state: Any) -> bool | None:
     return any(isinstance(node, Int8TraceState) for node in found) if found else None
 
 
-def check_kind(call: str, state: Any, expected: Any) -> None:
-    """Raise where one state has its momentum in int8 and the other has not."""
-    found, wanted = has_int8(state), has_int8(expected)
+def check_kind(call: str, state: Any, wanted: bool | None) -> None:
+    """Raise where the momentum in a state is in int8 and should not be, or the reverse."""
+    found = has_int8(state)
     if None not in (found, wanted) and found != wanted:
         held, name = ("a float type", "jnp.int8") if wanted else ("int8", "jnp.float32")
         raise ValueError(

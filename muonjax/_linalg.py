@@ -75,6 +75,11 @@ def scaled(a: jax.Array, number: jax.Array | float) -> jax.Array:
     return a.astype(dtype) * number.astype(dtype)
 
 
+def sum_over(axis_name: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """x, summed over the mesh axes of a `jax.shard_map`; as it is where there are none."""
+    return jax.lax.psum(x, axis_name) if axis_name else x
+
+
 dot = MatrixProduct()  # in the arrays' own dtype, where float32 means true float32
 
 

@@ -13,10 +13,7 @@ Rule = Literal["rms", "width", "spectral"]
 
 
 def match_rms(
-    rms: float = 0.2,
-    *,
-    dimension_numbers: DimensionNumbersTree | None = None,
-    rule: Rule = "rms",
+    rms: float = 0.2, *, dimension_numbers: DimensionNumbersTree | None = None, rule: Rule = "rms"
 ) -> optax.GradientTransformation:
     r"""Scale orthogonalized updates by their shape.
 

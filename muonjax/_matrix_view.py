@@ -171,68 +171,6 @@ def _axes(call: str, leaf: str, name: str, value: Any, shape: tuple[int, ...]) -
     return tuple(axis % len(shape) for axis in axes)
 
 
-def _checked(
-    leaf: Any, numbers: DimensionNumbers, call: str, path: Any
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int | None, int | tuple[int, ...]]:
-    """Shape, reduction axes, output axes, the axis that is cut and its parts, all checked."""
-    shape = tuple(leaf.shape)
-    named = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
-    named = f"the leaf {named!r}" if named else "the leaf"
-    if len(shape) < 2:
-        raise ValueError(
-            f"{call} needs matrices, but {named} has shape {shape}; give it to Adam instead: None in its place in the "
-            "dimension numbers."
-        )
-    if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
-        raise TypeError(
-            f"{call} needs float or complex leaves, but {named} of shape {shape} is {leaf.dtype}; keep integers out of "
-            "the optimizer (optax.masked) or cast them."
-        )
-    if jax.numpy.finfo(leaf.dtype).bits < 16:
-        raise TypeError(
-            f"{call}: {named} is {leaf.dtype}, whose few bits round momentum and most steps away; train master weights "
-            "in float32 and quantize those."
-        )
-    reduction = _axes(call, named, "reduction_axis", numbers.reduction_axis, shape)
-    output = _axes(call, named, "output_axis", numbers.output_axis, shape)
-    if not reduction or not output:
-        raise ValueError(
-            f"{call}: {numbers} leaves one side of the matrix without an axis ({named} has shape {shape})."
-        )
-    if len(set(reduction + output)) != len(reduction + output):
-        raise ValueError(
-            f"{call}: {numbers} uses an axis of {named} of shape {shape} twice; reduction and output axes must be "
-            "disjoint."
-        )
-    if 0 in shape:
-        raise ValueError(
-            f"{call}: {named} of shape {shape} has an empty dimension, so there is nothing to update."
-        )
-    cut, parts = None, 1
-    if isinstance(numbers, FusedDimensionNumbers):
-        (cut,), parts = _axes(call, named, "axis", numbers.axis, shape), numbers.parts
-        if problem := _check_parts(numbers, cut in reduction + output, shape[cut]):
-            raise ValueError(f"{call}: {numbers} can't cut {named} of shape {shape}: {problem}.")
-        if numbers.repeats > 1 and isinstance(parts, int):
-            parts = (shape[cut] // numbers.repeats // parts,) * parts
-    return shape, reduction, output, cut, parts
-
-
-def _check_parts(numbers: FusedDimensionNumbers, is_side: bool, size: int) -> str:
-    """What is wrong with the parts of an axis of `size`; "" if nothing is."""
-    parts = numbers.parts
-    if not is_side:
-        return "`axis` must be one of the reduction or output axes"
-    if numbers.repeats < 1 or size % numbers.repeats:
-        return f"`repeats` must divide {size}, the size of its axis"
-    size //= numbers.repeats
-    each = "the size of its axis" + ("" if numbers.repeats == 1 else " divided by `repeats`")
-    if isinstance(parts, tuple):
-        fits = all(part >= 1 for part in parts) and sum(parts) == size
-        return "" if fits else f"the sizes in `parts` must be positive and sum to {size}, {each}"
-    return "" if parts >= 1 and size % parts == 0 else f"`parts` must divide {size}, {each}"
-
-
 def view_of(
     shape: tuple[int, ...],
     reduction: tuple[int, ...],
@@ -284,22 +222,77 @@ def matrix_pieces(
 ) -> list[Piece]:
     """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order."""
     entries = resolve_dimension_numbers(numbers, tree, call=call)
-    found = []
+    found: list[Piece] = []
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for i, ((path, leaf), entry) in enumerate(zip(leaves, entries, strict=True)):
-        if entry is None:
-            continue
-        shape, reduction, output, cut, parts = _checked(leaf, entry, call, path)
-        if cut is None or isinstance(parts, int):
-            assert isinstance(parts, int)
-            found.append(Piece(i, view_of(shape, reduction, output, cut, parts)))
-            continue
-        repeats = getattr(entry, "repeats", 1)
-        for part, start in zip(parts, itertools.accumulate(parts, initial=0), strict=False):
-            piece = (*shape[:cut], repeats * part, *shape[cut + 1 :])
-            view = view_of(piece, reduction, output)
-            found.append(Piece(i, view, cut, start, math.gcd(*parts), repeats))
+        if entry is not None:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            found += _pieces(i, leaf, f"the leaf {name!r}" if name else "the leaf", entry, call)
     return found
+
+
+def _pieces(i: int, leaf: Any, named: str, numbers: DimensionNumbers, call: str) -> list[Piece]:
+    """The pieces of the i-th leaf, after all checks."""
+    shape = tuple(leaf.shape)
+    if len(shape) < 2:
+        raise ValueError(
+            f"{call} needs matrices, but {named} has shape {shape}; give it to Adam instead: None in its place in the "
+            "dimension numbers."
+        )
+    if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+        raise TypeError(
+            f"{call} needs float or complex leaves, but {named} of shape {shape} is {leaf.dtype}; keep integers out of "
+            "the optimizer (optax.masked) or cast them."
+        )
+    if jax.numpy.finfo(leaf.dtype).bits < 16:
+        raise TypeError(
+            f"{call}: {named} is {leaf.dtype}, whose few bits round momentum and most steps away; train master weights "
+            "in float32 and quantize those."
+        )
+    reduction = _axes(call, named, "reduction_axis", numbers.reduction_axis, shape)
+    output = _axes(call, named, "output_axis", numbers.output_axis, shape)
+    if not reduction or not output:
+        raise ValueError(
+            f"{call}: {numbers} leaves one side of the matrix without an axis ({named} has shape {shape})."
+        )
+    if len(set(reduction + output)) != len(reduction + output):
+        raise ValueError(
+            f"{call}: {numbers} uses an axis of {named} of shape {shape} twice; reduction and output axes must be "
+            "disjoint."
+        )
+    if 0 in shape:
+        raise ValueError(
+            f"{call}: {named} of shape {shape} has an empty dimension, so there is nothing to update."
+        )
+    if not isinstance(numbers, FusedDimensionNumbers):
+        return [Piece(i, view_of(shape, reduction, output))]
+    (cut,), parts, repeats = _axes(call, named, "axis", numbers.axis, shape), numbers.parts, numbers.repeats
+    if problem := _check_parts(numbers, cut in reduction + output, shape[cut]):
+        raise ValueError(f"{call}: {numbers} can't cut {named} of shape {shape}: {problem}.")
+    if isinstance(parts, int):
+        if repeats == 1:
+            return [Piece(i, view_of(shape, reduction, output, cut, parts))]
+        parts = (shape[cut] // repeats // parts,) * parts
+    found = []
+    for part, start in zip(parts, itertools.accumulate(parts, initial=0), strict=False):
+        view = view_of((*shape[:cut], repeats * part, *shape[cut + 1 :]), reduction, output)
+        found.append(Piece(i, view, cut, start, math.gcd(*parts), repeats))
+    return found
+
+
+def _check_parts(numbers: FusedDimensionNumbers, is_side: bool, size: int) -> str:
+    """What is wrong with the parts of an axis of `size`; "" if nothing is."""
+    parts = numbers.parts
+    if not is_side:
+        return "`axis` must be one of the reduction or output axes"
+    if numbers.repeats < 1 or size % numbers.repeats:
+        return f"`repeats` must divide {size}, the size of its axis"
+    size //= numbers.repeats
+    each = "the size of its axis" + ("" if numbers.repeats == 1 else " divided by `repeats`")
+    if isinstance(parts, tuple):
+        fits = all(part >= 1 for part in parts) and sum(parts) == size
+        return "" if fits else f"the sizes in `parts` must be positive and sum to {size}, {each}"
+    return "" if parts >= 1 and size % parts == 0 else f"`parts` must divide {size}, {each}"
 
 
 def replace_pieces(leaves: Sequence[Any], pieces: Sequence[Piece], results: Sequence[Any]) -> list[Any]:

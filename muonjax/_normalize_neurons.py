@@ -42,10 +42,7 @@ class NormalizeNeuronsState(NamedTuple):
 
 
 def normalize_neurons(
-    decay: float = 0.95,
-    *,
-    eps: float = 1e-8,
-    dimension_numbers: DimensionNumbersTree | None = None,
+    decay: float = 0.95, *, eps: float = 1e-8, dimension_numbers: DimensionNumbersTree | None = None
 ) -> optax.GradientTransformation:
     r"""Divide each neuron of an orthogonalized update by the root of its running mean square, and keep the norm.
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from muonjax._update_arguments import refuse_positional
+from muonjax._update_arguments import check_transformation, refuse_positional
 
 
 def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -40,17 +40,10 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
 
     Source: JAX's guide to host offloading.
     """
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(f"offload(tx={tx!r}) must be an Optax transformation, such as optax.adamw(1e-3).")
+    check_transformation("offload(tx", tx)
     update = optax.with_extra_args_support(tx).update
 
-    def on_device(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        *unnamed: Any,
-        **extra_args: Any,
-    ):
+    def on_device(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
         refuse_positional(unnamed)
         if not any(map(_is_on_host, jax.tree.leaves(state))):
             return update(updates, state, params, **extra_args)

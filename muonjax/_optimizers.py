@@ -11,16 +11,16 @@ import optax
 from muonjax._clipping.qk_clip import SharedKeys, qk_clip
 from muonjax._clipping.sites import Sites
 from muonjax._hyperball import hyperball
-from muonjax._hyperparameters import check_number, check_range
+from muonjax._hyperparameters import check_range
 from muonjax._inspect import Program
 from muonjax._keywords import explains_keywords
 from muonjax._match_rms import match_rms
 from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
-from muonjax._newton_schulz.settings import NewtonSchulz
+from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._normalize_neurons import normalize_neurons
 from muonjax._offload import offload
-from muonjax._orthogonalize import check_newton_schulz, orthogonalize
+from muonjax._orthogonalize import orthogonalize
 from muonjax._partition import partition_by_route
 from muonjax._routing.dimension_numbers import decays
 from muonjax._trace import trace
@@ -97,14 +97,13 @@ def _orthogonalized(
       adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` with b2 = 0.95.
       distribution: How the parameters are sharded (see `orthogonalize`).
     """
-    check_number(call, "decay", decay)
     check_range(call, "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
     if not (mu_dtype is None or _is_dtype_of_momentum(mu_dtype)):
         raise TypeError(
             f"{call}(mu_dtype={mu_dtype!r}) must be a float type or jnp.int8, such as jnp.bfloat16."
         )
     check_distribution(distribution, call=call)
-    check_newton_schulz(newton_schulz, call=call)
+    settings_of(newton_schulz, call)
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(
@@ -158,8 +157,7 @@ def muon(
     """
     _check_step("muon", learning_rate, weight_decay, weight_decay_mask)
     if rms is not None:
-        check_number("muon", "rms", rms)
-    check_range("muon", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
+        check_range("muon", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
 
     def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
         return (
@@ -205,7 +203,7 @@ def normuon(
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
     _check_step("normuon", learning_rate, weight_decay, weight_decay_mask)
-    check_number("normuon", "rms", rms)
+    check_range("normuon", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
 
     def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
         return (
@@ -277,11 +275,9 @@ def _is_dtype_of_momentum(dtype: Any) -> bool:
 
 def _check_step(call: str, learning_rate: Any, weight_decay: Any = 0.0, mask: Any = None) -> None:
     """Raise for settings of another type or out of range. What schedules and traced numbers are is not known yet."""
-    check_number(call, "learning_rate", learning_rate, schedule=True)
-    check_number(call, "weight_decay", weight_decay, schedule=True)
-    not_negative = "finite and not negative"
-    check_range(call, "learning_rate", learning_rate, not_negative, ": it is the length of a step.")
-    check_range(call, "weight_decay", weight_decay, not_negative, "; 0 turns it off.")
+    wanted = "finite and not negative"
+    check_range(call, "learning_rate", learning_rate, wanted, ": it is the length of a step.", schedule=True)
+    check_range(call, "weight_decay", weight_decay, wanted, "; 0 turns it off.", schedule=True)
     if not callable(mask) and not all(np.asarray(x).dtype.kind == "b" for x in jax.tree.leaves(mask)):
         raise TypeError(
             f"{call}(weight_decay_mask={mask!r}) must be a tree of booleans, a prefix of the parameters' tree, or a "
@@ -395,13 +391,7 @@ def _then_clip(
         made: Any = optimizer.init({})
         return pair and len(state[0]) == len(made)
 
-    def update(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        *unnamed: Any,
-        **extra_args: Any,
-    ):
+    def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
         refuse_positional(unnamed)
         check_order(call, updates, state, params)
         if not is_own(state):

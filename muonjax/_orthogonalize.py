@@ -12,17 +12,9 @@ from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._mesh.owner_loop import Function
 from muonjax._mesh.sharded_map import find_mesh
 from muonjax._newton_schulz.polar_function import exchange_dtype, polar_function
-from muonjax._newton_schulz.settings import NewtonSchulz
+from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._policy import Policy, policy_of
 from muonjax._seen_matrices import show_matrices
-
-
-def check_newton_schulz(settings: Any, *, call: str) -> None:
-    """Raise unless these are settings of the orthogonalization, or None."""
-    if not isinstance(settings, NewtonSchulz | None):
-        raise TypeError(
-            f"{call}(newton_schulz={settings!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
-        )
 
 
 def orthogonalize(
@@ -64,8 +56,7 @@ def orthogonalize(
     Source: Jordan et al., "Muon", 2024; Bernstein & Newhouse, "Old optimizer, new norm", 2024, for
     `adaptive`.
     """
-    check_newton_schulz(newton_schulz, call="orthogonalize")
-    settings = NewtonSchulz() if newton_schulz is None else newton_schulz
+    settings = settings_of(newton_schulz, "orthogonalize")
     check_distribution(distribution, call="orthogonalize")
 
     def init(params: optax.Params) -> optax.OptState:

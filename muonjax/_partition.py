@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._int8_momentum import check_kind
+from muonjax._int8_momentum import check_kind, has_int8
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
 from muonjax._offload import offload
 from muonjax._routing.dimension_numbers import dimension_numbers as route
@@ -15,6 +15,7 @@ from muonjax._routing.parameters import check_parameters
 from muonjax._trees import flatten_paths, is_masked
 from muonjax._update_arguments import (
     check_order,
+    check_transformation,
     is_trainable,
     other_state,
     refuse_positional,
@@ -36,11 +37,7 @@ def partition_by_route(
       matrices: Makes the transformation of the matrices from their dimension numbers.
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
-
-    if not (hasattr(adam, "init") and hasattr(adam, "update")):
-        raise TypeError(
-            f"{call}(adam={adam!r}) must be an Optax transformation, such as adam=optax.adamw(1e-3)."
-        )
+    check_transformation(f"{call}(adam", adam)
     matrices(None)  # what is wrong with the settings is said now, and not at init
     adam = offload(adam)
 
@@ -56,13 +53,7 @@ def partition_by_route(
     def init(params: optax.Params):
         return members(params, params, warn=True).init(params)
 
-    def update(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        *unnamed: Any,
-        **extra_args: Any,
-    ):
+    def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
         refuse_positional(unnamed)
         check_order(call, updates, state, params)
         if params is not None:
@@ -118,18 +109,16 @@ def _route(
 def _check_gradients(gradients: Any, params: Any, call: str) -> None:
     """One gradient for each parameter, of its shape."""
     found, wanted = flatten_paths(gradients), flatten_paths(params)
-    same = "; update(grads, state, params) needs both as one tree"
     for path in (*wanted, *found):
-        if path not in found:
-            raise ValueError(f"{call}: {path!r} is a parameter without a gradient{same}.")
-        if path not in wanted:
-            raise ValueError(f"{call}: {path!r} is a gradient without a parameter{same}.")
-        if is_masked(found[path]) or is_masked(wanted[path]):
-            continue
-        shapes = jax.numpy.shape(found[path]), jax.numpy.shape(wanted[path])
-        if shapes[0] != shapes[1]:
+        if not (path in found and path in wanted):
+            lone = "gradient without a parameter" if path in found else "parameter without a gradient"
             raise ValueError(
-                f"{call}: the gradient of {path!r} has shape {shapes[0]}, the parameter {shapes[1]}."
+                f"{call}: {path!r} is a {lone}; update(grads, state, params) needs both as one tree."
+            )
+        gradient, parameter = jnp.shape(found[path]), jnp.shape(wanted[path])
+        if gradient != parameter and not (is_masked(found[path]) or is_masked(wanted[path])):
+            raise ValueError(
+                f"{call}: the gradient of {path!r} has shape {gradient}, the parameter {parameter}."
             )
 
 
@@ -140,9 +129,9 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
     """
     if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):
         raise ValueError(other_state(call, state))
-    check_kind(call, state, expected)
+    check_kind(call, state, has_int8(expected))
     paths = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree.leaves_with_path(expected)]
-    found = [jax.numpy.shape(leaf) for leaf in jax.tree.leaves(state)]
+    found = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
     if found != [shape for _, shape in paths]:
         differing = (
             f"{p} {list(want)} is {list(got)}"

@@ -58,55 +58,38 @@ def trace(
 
     Source: `optax.trace`; linear 8-bit momentum for Muon: Gupta et al., 2025 (arXiv:2509.23106).
     """
-    if accumulator_dtype is not None and jnp.dtype(accumulator_dtype) == jnp.int8:
-        return _int8_trace(decay, nesterov, distribution)
-    plain = optax.trace(decay, nesterov, accumulator_dtype=accumulator_dtype)
+    int8 = accumulator_dtype is not None and jnp.dtype(accumulator_dtype) == jnp.int8
+    plain = optax.trace(decay, nesterov, accumulator_dtype=None if int8 else accumulator_dtype)
+    kind: Any = Int8TraceState if int8 else optax.TraceState
 
-    def step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-        ahead, momentum = _optax_step(plain, g, m)
+    def optax_step(g: jax.Array, m: jax.Array) -> tuple[Any, Any]:
+        ahead, new = plain.update(g, optax.TraceState(m))
+        return ahead, new.trace  # pyright: ignore[reportAttributeAccessIssue]
+
+    def step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, ...]:
+        ahead, momentum = optax_step(g, m)
         return ahead, momentum if accumulator_dtype is not None else momentum.astype(m.dtype)
 
-    def update(updates: optax.Updates, state: Any, params: Any = None):
-        del params
-        check_kind("trace", state, optax.TraceState(()))
-        updates, momentum = leaf_by_leaf(step, updates, state.trace)
-        return updates, optax.TraceState(momentum)
+    def int8_step(g: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
+        wide = g.astype(at_least_float32(g.dtype))
+        ahead, momentum = optax_step(wide, dequantize(values, scale).astype(wide.dtype))
+        return ahead.astype(g.dtype), *quantize(momentum)
 
-    return optax.GradientTransformation(plain.init, update)
-
-
-def _int8_trace(
-    decay: Any, nesterov: bool, distribution: Distribution | None
-) -> optax.GradientTransformation:
-    plain = optax.trace(decay, nesterov)
-
-    def init(params: optax.Params) -> Int8TraceState:
+    def init(params: optax.Params) -> Any:
+        if not int8:
+            return plain.init(params)
         _check(params, distribution)
         return zeros(params)
 
-    def step(g: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
-        wide = g.astype(at_least_float32(g.dtype))
-        ahead, momentum = _optax_step(plain, wide, dequantize(values, scale).astype(wide.dtype))
-        return ahead.astype(g.dtype), *quantize(momentum)
-
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
-        check_kind("trace", state, Int8TraceState((), ()))
-        _check(updates, distribution)
-        updates, *new = leaf_by_leaf(step, updates, *state)
-        return updates, Int8TraceState(*new)
+        check_kind("trace", state, int8)
+        if int8:
+            _check(updates, distribution)
+        updates, *new = leaf_by_leaf(int8_step if int8 else step, updates, *state)
+        return updates, kind(*new)
 
     return optax.GradientTransformation(init, update)
-
-
-def _optax_step(
-    plain: optax.GradientTransformation, g: jax.Array, m: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The update and the new momentum of one leaf."""
-    new: Any
-    ahead: Any
-    ahead, new = plain.update(g, optax.TraceState(m))
-    return ahead, new.trace
 
 
 def _check(tree: Any, distribution: Distribution | None) -> None:

@@ -112,9 +112,8 @@ def broadcast_prefix(
       ValueError: `prefix` is no prefix of `tree`; names the first leaf without an entry, or entry without a leaf.
     """
     try:
-        # Wrapped, for an entry may be a tree itself, as a named tuple or None is.
-        boxed = jax.tree.map(_Entry, prefix, is_leaf=is_leaf)
-        return [entry.value for entry in jax.tree.leaves(jax.tree.broadcast(boxed, tree))]
+        # Up to the leaves of `tree`, for an entry may be a tree itself, as a named tuple or None is.
+        return jax.tree.structure(tree).flatten_up_to(jax.tree.broadcast(prefix, tree, is_leaf=is_leaf))
     except ValueError as error:
         difference = (
             _difference(prefix, tree, is_leaf) or f"the containers differ. {' '.join(str(error).split())}"
@@ -139,13 +138,6 @@ def _difference(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None) -
         return f"the leaf {'/'.join(lone[0])!r} has no entry"
     lone = [entry for entry in entries if not any(path[: len(entry)] == entry for path in leaves)]
     return f"the entry {'/'.join(lone[0])!r} has no leaf" if lone else ""
-
-
-class _Entry:
-    """An opaque leaf."""
-
-    def __init__(self, value: Any):
-        self.value = value
 
 
 def _named(path: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:

@@ -9,6 +9,12 @@ import jax.numpy as jnp
 from muonjax._trees import dtype_of, flatten_paths, is_masked
 
 
+def check_transformation(argument: str, given: Any) -> None:
+    """Raise unless it is an Optax transformation; `argument` begins the message, as "muon(adam"."""
+    if not (hasattr(given, "init") and hasattr(given, "update")):
+        raise TypeError(f"{argument}={given!r}) must be an Optax transformation, such as optax.adamw(1e-3).")
+
+
 def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
     """Raise where the state stands in the place of the gradients or of the parameters, and they in its."""
     if params is None:

@@ -158,13 +158,11 @@ def scale_by_muon(
 
     def init(params: optax.Params) -> MuonState:
         coefficients = _checked(jnp.asarray(ns_coeffs))
-        if coefficients.ndim == 2:
-            if not coefficients.shape[0] <= ns_steps:
-                raise ValueError(
-                    f"scale_by_muon(ns_steps={ns_steps}) is less than the {len(coefficients)} rows of ns_coeffs; give "
-                    f"as many steps, and Optax takes each row once."
-                )
-            coefficients = coefficients[-ns_steps:]
+        if coefficients.ndim == 2 and len(coefficients) > ns_steps:
+            raise ValueError(
+                f"scale_by_muon(ns_steps={ns_steps}) is less than the {len(coefficients)} rows of ns_coeffs; give "
+                f"as many steps, and Optax takes each row once."
+            )
         mu: Any = optax.tree.zeros_like(params, dtype=mu_dtype)
         return MuonState(jnp.zeros([], jnp.int32), mu, coefficients)
 

@@ -16,14 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from muonjax._cost_model import BYTES_A_SECOND, Work
-from muonjax._mesh.layout import (
-    Axes,
-    ExchangeGroup,
-    LeafLayout,
-    ShardedLeaf,
-    leaf_layout,
-    size_of,
-)
+from muonjax._mesh.layout import Axes, ExchangeGroup, LeafLayout, ShardedLeaf, leaf_layout, size_of
 from muonjax._mesh.rounds import Round, Units, make_rounds
 
 Mode = Literal["owner", "tensor_parallel", "hybrid", "auto"]
@@ -61,14 +54,12 @@ class Assignment(NamedTuple):
     Attributes:
       mesh_shape: Sizes of the mesh's axes.
       leaves: All leaves.
-      layouts: The layout of each leaf.
       rounds: The rounds of all groups.
       cost: Of the busiest device, the exchange included.
     """
 
     mesh_shape: Mapping[str, int]
     leaves: tuple[ShardedLeaf, ...]
-    layouts: tuple[LeafLayout, ...]
     rounds: tuple[Round, ...]
     cost: ModeCost
 
@@ -96,23 +87,18 @@ def assign_owners(
     """
     alike: dict[Axes, list[int]] = collections.defaultdict(list)
     for index, leaf in enumerate(leaves):
-        alike[_layout(leaf, mesh_shape, ()).group.exchange].append(index)
+        alike[leaf_layout(leaf, mesh_shape).group.exchange].append(index)
     layouts: dict[int, LeafLayout] = {}
     for sharding, members in alike.items():
         own = [leaves[i] for i in members]
         choices = [
-            [_layout(leaf, mesh_shape, axes, tensor) for leaf in own] for tensor in _choices(sharding, mode)
+            [leaf_layout(leaf, mesh_shape, axes, tensor) for leaf in own]
+            for tensor in _choices(sharding, mode)
         ]
         if len(choices) > 1:
             choices.sort(key=lambda found: _assignment(own, found, mesh_shape, chunks, cost).cost.seconds)
         layouts |= zip(members, choices[0], strict=True)
     return _assignment(leaves, [layouts[i] for i in range(len(leaves))], mesh_shape, chunks, cost)
-
-
-def _layout(leaf: ShardedLeaf, mesh_shape: Mapping[str, int], axes: Axes, tensor: Axes = ()) -> LeafLayout:
-    layout = leaf_layout(leaf, mesh_shape, axes, tensor) or leaf_layout(leaf, mesh_shape, axes)
-    assert layout is not None  # a single owner is always possible
-    return layout
 
 
 def _choices(sharding: Axes, mode: Mode) -> list[Axes]:
@@ -164,7 +150,7 @@ def _assignment(
         total.collectives,
         total.seconds + total.sent / BYTES_A_SECOND,
     )
-    return Assignment(mesh_shape, tuple(leaves), tuple(layouts), rounds, busiest)
+    return Assignment(mesh_shape, tuple(leaves), rounds, busiest)
 
 
 def _balance(

@@ -11,9 +11,10 @@ from muonjax._mesh.assignment import MODES, ModeCost
 from muonjax._mesh.distribution import Distribution, check_distribution, distribution_of
 from muonjax._mesh.sharded_map import find_mesh
 from muonjax._newton_schulz.polar_function import exchange_dtype, polar_function
-from muonjax._newton_schulz.settings import NewtonSchulz
+from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._policy import policy_of
 from muonjax._routing.dimension_numbers import dimension_numbers as route
+from muonjax._routing.tabulate import counted
 
 
 class MeshPlan(NamedTuple):
@@ -58,12 +59,8 @@ class MeshPlan(NamedTuple):
         ]
         axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh_shape.items())
         devices = math.prod(self.mesh_shape.values())
-        title = f"{_counted(self.matrices, 'matrix', 'matrices')} on {_counted(devices, 'device', 'devices')}"
+        title = f"{counted(self.matrices, 'matrix', 'matrices')} on {counted(devices, 'device', 'devices')}"
         return "\n".join((f"{title} ({axes}); * is chosen", *lines))
-
-
-def _counted(count: int, one: str, several: str) -> str:
-    return f"{count} {one if count == 1 else several}"
 
 
 def plan(
@@ -100,7 +97,7 @@ def plan(
 
     Source: the assignment is Graham's, "Bounds on multiprocessing timing anomalies", 1969.
     """
-    settings = NewtonSchulz() if newton_schulz is None else newton_schulz
+    settings = settings_of(newton_schulz, "plan")
     check_distribution(distribution, call="plan")
     distribution = distribution_of(params, call="plan") if distribution is None else distribution
     leaves = jax.tree.leaves(params)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from muonjax._hyperparameters import whole_number
 from muonjax._mesh.assignment import MODES, Mode
 from muonjax._mesh.layout import Axes, size_of
 from muonjax._trees import broadcast_prefix
@@ -63,8 +64,7 @@ class Distribution:
                 raise ValueError(f"{call}(axes={axes!r}): the mesh has no axis {unknown[0]!r}, only {names}.")
         if self.mode not in MODES:
             raise ValueError(f"{call}(mode={self.mode!r}) is unknown; choose one of {MODES}.")
-        if not isinstance(self.chunks, int) or self.chunks < 1:
-            raise ValueError(f"{call}(chunks={self.chunks!r}) needs a whole number, at least 1.")
+        object.__setattr__(self, "chunks", whole_number(call, "chunks", self.chunks, 1, ", at least 1."))
         for path, spec in jax.tree_util.tree_leaves_with_path(self.param_specs, is_leaf=_is_spec):
             where = f"{call}(param_specs=...) at {jax.tree_util.keystr(path) or 'its root'}"
             if not _is_spec(spec):

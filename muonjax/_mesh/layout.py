@@ -115,9 +115,9 @@ def unit_axes(view: MatrixView) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def leaf_layout(
-    leaf: ShardedLeaf, mesh_shape: Mapping[str, int], replica_axes: Axes, tensor: Axes = ()
-) -> LeafLayout | None:
-    """How a leaf is exchanged if its matrices stay sharded over the mesh axes `tensor`; None if they can't.
+    leaf: ShardedLeaf, mesh_shape: Mapping[str, int], replica_axes: Axes = (), tensor: Axes = ()
+) -> LeafLayout:
+    """How a leaf is exchanged if its matrices stay sharded over the mesh axes `tensor`; if they can't, over none.
 
     Args:
       leaf: Its view and its sharding.
@@ -133,7 +133,8 @@ def leaf_layout(
     of_batch = {axis for i in batch for axis in sharding[i]}
     tensor = tuple(axis for axis in tensor if axis in of_matrix)
     if view.cut in own and any(axis in tensor for axis in sharding[view.cut]):
-        return None  # would divide the fused matrices among devices, and not each of them
+        # It would divide the fused matrices among devices, and not each of them.
+        return leaf_layout(leaf, mesh_shape, replica_axes)
 
     tall = view.fan_in > view.fan_out
     longer = _leaf_axes(view, view.reduction_axes if tall else view.output_axes)
@@ -142,19 +143,14 @@ def leaf_layout(
     num_shares = math.prod(mesh_shape[axis] for axis in tensor if axis in exchange)
     divisible = [i for i in sorted(longer) if i != view.cut and local[i] % num_shares == 0]
     if not divisible and num_shares > 1:
-        return None
+        return leaf_layout(leaf, mesh_shape, replica_axes)
     split = max(divisible, key=local.__getitem__, default=own[0])
 
     gathered = tuple(tuple(axis for axis in sharding[i] if axis in exchange) for i in own)
     sizes = {i: local[i] * size_of(mesh_shape, axes) for i, axes in zip(own, gathered, strict=True)}
     sizes[split] //= num_shares
     unit = UnitLayout(
-        _unit_view(view, sizes),
-        tall,
-        tuple(local[i] for i in own),
-        gathered,
-        own.index(split),
-        num_shares,
+        _unit_view(view, sizes), tall, tuple(local[i] for i in own), gathered, own.index(split), num_shares
     )
     stored_once = of_matrix | of_batch
     replicas = tuple(

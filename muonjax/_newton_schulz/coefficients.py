@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from muonjax._hyperparameters import whole_number
+
 Coefficients: TypeAlias = tuple[tuple[float, float, float], ...]
 
 JORDAN: Coefficients = ((3.4445, -4.7750, 2.0315),)
@@ -128,8 +130,7 @@ def polar_express(
     Theorem 3.1; J. Su, kexue.fm/archives/10996. Both of Su's articles print b = +1.268 at t = 6; it is
     negative.
     """
-    if not isinstance(num_steps, int) or num_steps < 1:
-        raise ValueError(f"polar_express(num_steps={num_steps!r}) needs a whole number of steps, at least 1.")
+    whole_number("polar_express", "num_steps", num_steps, 1, " of steps, at least 1.")
     if not 0 < lower < 1:
         raise ValueError(
             f"polar_express(lower={lower!r}) must be in (0, 1): the largest singular value is 1."
@@ -178,9 +179,7 @@ def checked_rows(call: str, coefficients: Any) -> Coefficients:
 
 
 def take_steps(coefficients: Coefficients, num_steps: int) -> Coefficients:
-    """The first `num_steps` rows; a table that is too short repeats its last row."""
-    if num_steps < 1:
-        raise ValueError(f"take_steps(num_steps={num_steps!r}) needs at least 1 step.")
+    """The first `num_steps` rows, 1 or more; a table that is too short repeats its last row."""
     return coefficients[:num_steps] + coefficients[-1:] * (num_steps - len(coefficients))
 
 

@@ -30,7 +30,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import adjoint, dot, identity_like, inverse_norm, on_diagonal, scaled, square_norm
+from muonjax._linalg import (
+    adjoint,
+    dot,
+    identity_like,
+    inverse_norm,
+    on_diagonal,
+    scaled,
+    square_norm,
+    sum_over,
+)
 from muonjax._newton_schulz.inverse_root import inverse_root
 from pallas_kernels._api import symmetric_product_on
 
@@ -78,13 +87,11 @@ class Deflation(NamedTuple):
 
 
 def pre_deflate(
-    x: Inexact[Array, "*batch m n"],
-    rank: int,
-    over_columns: Callable[[jax.Array], jax.Array] = lambda products: products,
+    x: Inexact[Array, "*batch m n"], rank: int, axis_name: tuple[str, ...] = ()
 ) -> Inexact[Array, "*batch m n"]:
     """x with a few of its `rank` dominant directions shrunk, roughly, before its Gram matrix is made.
 
-    `over_columns` sums products over the devices that share the columns.
+    The mesh axes `axis_name` shard the columns.
     """
 
     def project(v):
@@ -92,7 +99,7 @@ def pre_deflate(
 
     def lift(b):
         """X B^H. Not X (X^H V) as a whole: it would transpose X, which takes longer than the rest."""
-        return over_columns(dot.with_adjoint(x, b))
+        return sum_over(axis_name, dot.with_adjoint(x, b))
 
     start = _like(x[..., :1], random_start(x.shape[-2], min(rank, _PRE_DEFLATED)))
     v = _dominant_subspace(lambda v: lift(project(v)), start, num_steps=1)

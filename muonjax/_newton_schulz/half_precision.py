@@ -15,7 +15,6 @@ where all singular values are equal. Float16 has three more significant bits, an
 which are of moderate size.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,11 +22,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import MatrixProduct, on_diagonal, scaled, square_norm
+from muonjax._linalg import MatrixProduct, on_diagonal, scaled, square_norm, sum_over
 from muonjax._newton_schulz import short_side
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.normalization import Normalization, inverse_row_norms, largest_eigenvalue, or_one
-from muonjax._newton_schulz.products import SymmetricProduct, in_blocks, shared
+from muonjax._newton_schulz.products import SymmetricProduct, in_blocks, shared, sizes
 from muonjax._newton_schulz.scaling import power_of_two_scale
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch, shrink, shrinkings, sketch
@@ -79,9 +78,6 @@ class _Products(NamedTuple):
         """Whether the kernel of a named implementation makes symmetric products; it multiplies by numbers as well."""
         return self.on_small_side.implementation is not None
 
-    def over_columns(self, products: jax.Array) -> jax.Array:
-        return _over_columns(products, self.axis_name)
-
     def gram(self, z: jax.Array) -> jax.Array:
         """z z^H."""
         if self.by_kernel:
@@ -90,7 +86,7 @@ class _Products(NamedTuple):
 
     def sums(self, z: jax.Array) -> jax.Array:
         """z z^H in float32, without a kernel."""
-        return self.over_columns(self._plain(self.summed, z, z))
+        return sum_over(self.axis_name, self._plain(self.summed, z, z))
 
     def scaled_gram(self, z: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
         """`scale` z z^H, rounded once, to `dtype` (a kernel's own)."""
@@ -98,7 +94,7 @@ class _Products(NamedTuple):
         return product.astype(dtype)
 
     def _gram_by_kernel(self, z: jax.Array, scale: Any) -> jax.Array:
-        return self.over_columns(self.on_small_side(z, alpha=scale))
+        return sum_over(self.axis_name, self.on_small_side(z, alpha=scale))
 
     def symmetric(self, a: jax.Array, y: jax.Array | None = None, c: jax.Array | None = None) -> jax.Array:
         """A Y^H + C, where Y is A, or commutes with it."""
@@ -111,20 +107,14 @@ class _Products(NamedTuple):
         return in_blocks(product, a, y) if self.blocks else product.with_adjoint(a, y)
 
 
-def _over_columns(products: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
-    return jax.lax.psum(products, axis_name) if axis_name else products
-
-
 def first_pass(
     x: jax.Array, settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...] = ()
 ) -> Sketch | None:
     """What the deflation of x [*batch, m, n] begins with; None where there is none."""
     rank = min(settings.deflation, x.shape[-2] // 8)
-    if not rank or short_side.takes(settings, policy, *_sizes(x, axis_name)):
+    if not rank or short_side.takes(settings, policy, *sizes(x, axis_name)):
         return None
-    over_columns = functools.partial(_over_columns, axis_name=axis_name)
-    scale_of = functools.partial(power_of_two_scale, axis_name=axis_name)
-    return sketch(x.astype(jnp.float32), rank, policy.finer_half, over_columns, scale_of)
+    return sketch(x.astype(jnp.float32), rank, policy.finer_half, axis_name)
 
 
 def between(sketches: Sequence[Sketch | None], policy: Policy) -> list[Shrinking | None]:
@@ -143,7 +133,7 @@ def iterate(
 ) -> jax.Array:
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in float32; by bfloat16."""
     require_steps(settings)
-    m, n = _sizes(x, axis_name)
+    m, n = sizes(x, axis_name)
     if short_side.takes(settings, policy, m, n):
         return short_side.iterate(x.astype(jnp.float32), settings, axis_name)
     product = shared(SymmetricProduct(policy.platform, dtype, settings.implementation), m, axis_name)
@@ -158,11 +148,6 @@ def iterate(
     q, z = _steps(products, z, settings, basis, fused_steps(settings, policy, m, n))
     # A stack's result is cut, and in half precision that moves half as much.
     return products.summed(q, z) if x.ndim == 2 else products.rounded(q, z).astype(jnp.float32)
-
-
-def _sizes(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[int, int]:
-    """m and n of x [*batch, m, n], n counted over `axis_name`."""
-    return x.shape[-2], x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
 
 
 def require_steps(settings: NewtonSchulz) -> None:
@@ -237,36 +222,36 @@ def _bound(
         else:
             bound = above * largest_eigenvalue(r.astype(jnp.float32), normalization)
         return None, 1 / bound, jax.lax.rsqrt(bound)
-    r2 = products.symmetric(r)
-    fourth = or_one(square_norm(r2))
-    if basis is not None and basis.shape[-1] > 1:
-        fourth = _without_other_fourth_powers(products, r, fourth, basis)
-    fourth = ABOVE_ROUNDING * fourth
-    return r2, fourth**-0.25, fourth**-0.125
+    r2, k, trace = products.symmetric(r), 0 if basis is None else basis.shape[-1], None
+    if basis is not None and k > 1:
+        v = basis.astype(products.dtype)
+        trace = jnp.sum(products.summed(r, v) * v.astype(jnp.float32), (-2, -1), keepdims=True)
+    return r2, *bound_of_fourth_powers(square_norm(r2), trace, k, r.shape[-1])
 
 
-def _without_other_fourth_powers(
-    products: _Products, r: jax.Array, fourth: jax.Array, basis: jax.Array
-) -> jax.Array:
-    """An upper bound of the fourth power of R's largest eigenvalue, from the sum over all of them.
+def bound_of_fourth_powers(
+    fourth: jax.Array, trace: jax.Array | None, k: int, m: int
+) -> tuple[jax.Array, jax.Array]:
+    """The inverse of an upper bound of R's largest eigenvalue, and its root, from the sum of all fourth powers.
 
     By interlacing, the k largest eigenvalues of R are at least those of V^H R V, for no combination of V's columns is
     longer than 1. So they sum to s = tr(V^H R V) at least, and if the largest is at most M, the fourth powers of the
     others sum to (s - M)^4 / (k - 1)^3 at least. Each pass lowers the bound, and with it M.
+
+    Args:
+      fourth: The sum.
+      trace: s, where more than one direction is known; else None.
+      k: Columns of V.
+      m: Rows of R.
     """
-    v = basis.astype(products.dtype)
-    s = jnp.sum(products.summed(r, v) * v.astype(jnp.float32), (-2, -1), keepdims=True)
-    return less_other_fourth_powers(fourth, s, basis.shape[-1], r.shape[-1])
-
-
-def less_other_fourth_powers(fourth: jax.Array, s: jax.Array, k: int, m: int) -> jax.Array:
-    """The bound of `_without_other_fourth_powers`, from the sums over all m eigenvalues and over k directions."""
-    s = 0.99 * s  # the rounding of V can make combinations longer by 1/250
-    bound = fourth
-    for _ in range(3):
-        bound = fourth - (k - 1) * (jnp.maximum(s - bound**0.25, 0) / (k - 1)) ** 4
-        bound = jnp.maximum(bound, fourth / m)
-    return bound
+    fourth = bound = or_one(fourth)
+    if trace is not None:
+        s = 0.99 * trace  # the rounding of V can make combinations longer by 1/250
+        for _ in range(3):
+            bound = fourth - (k - 1) * (jnp.maximum(s - bound**0.25, 0) / (k - 1)) ** 4
+            bound = jnp.maximum(bound, fourth / m)
+    bound = ABOVE_ROUNDING * bound
+    return bound**-0.25, bound**-0.125
 
 
 def _plus(products: _Products, q: jax.Array, z: jax.Array) -> jax.Array:

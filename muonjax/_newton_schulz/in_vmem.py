@@ -17,7 +17,6 @@ from muonjax._linalg import dot, square_norm
 from muonjax._newton_schulz import half_precision
 from muonjax._newton_schulz.deflation import random_start
 from muonjax._newton_schulz.half_precision import polynomial
-from muonjax._newton_schulz.normalization import or_one
 from muonjax._newton_schulz.scaling import scale_of_largest
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import Sketch, shrinkings, with_rest
@@ -48,11 +47,7 @@ class Memory(NamedTuple):
 
 
 def iterate(
-    x: jax.Array,
-    settings: NewtonSchulz,
-    policy: Policy,
-    dtype: jnp.dtype,
-    axis_name: tuple[str, ...] = (),
+    x: jax.Array, settings: NewtonSchulz, policy: Policy, dtype: jnp.dtype, axis_name: tuple[str, ...] = ()
 ) -> jax.Array:
     """x [*batch, m, n] with m <= n -> its orthogonalization, in x's dtype.
 
@@ -219,11 +214,8 @@ def _bound(memory: Memory, m: int) -> tuple[jax.Array, jax.Array]:
         return fourth, s
 
     fourth, s = jax.lax.fori_loop(0, memory.q.shape[0] // 128, more, (jnp.zeros((1, 1), jnp.float32),) * 2)
-    fourth = or_one(fourth)
-    if v is not None and v.shape[1] > 1:
-        fourth = half_precision.less_other_fourth_powers(fourth, s, v.shape[1], m)
-    fourth = half_precision.ABOVE_ROUNDING * fourth
-    return fourth**-0.25, fourth**-0.125
+    k = 0 if v is None else v.shape[1]
+    return half_precision.bound_of_fourth_powers(fourth, s if k > 1 else None, k, m)
 
 
 def _each_rows(out: Any, entries: Any) -> None:

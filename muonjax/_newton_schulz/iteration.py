@@ -13,20 +13,18 @@ multiply in half precision, and take the same steps in another order (`half_prec
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import MatrixProduct
+from muonjax._linalg import MatrixProduct, sum_over
 from muonjax._newton_schulz import half_precision, in_vmem
 from muonjax._newton_schulz.deflation import pre_deflate, shrink_dominant
 from muonjax._newton_schulz.gram_form import composition, segments
 from muonjax._newton_schulz.normalization import Normalized, normalize
-from muonjax._newton_schulz.products import SymmetricProduct, shared
+from muonjax._newton_schulz.products import SymmetricProduct, shared, sizes
 from muonjax._newton_schulz.scaling import below_one
-from muonjax._newton_schulz.settings import NewtonSchulz
+from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._newton_schulz.thin_deflation import Shrinking
 from muonjax._policy import Policy, policy_of
 from pallas_kernels._xla_workarounds import materialize
@@ -43,20 +41,17 @@ def _iterate(
     axis_name: tuple[str, ...],
 ) -> Inexact[Array, "*batch m n"]:
     """X with m <= n, n counted over `axis_name` -> its orthogonalization, in `dtype`: float32 or wider."""
-    m, n = x.shape[-2], x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
+    m, n = sizes(x, axis_name)
     apply = MatrixProduct(dtype.name, "highest")
     product = SymmetricProduct(policy.platform, dtype, settings.implementation)
     small_product = shared(product, m, axis_name)
-
-    def over_columns(gram):
-        return jax.lax.psum(gram, axis_name) if axis_name else gram
 
     x, nonzero = below_one(x.astype(dtype), axis_name)
     first, *others = segments(settings, m, n, dtype)
     rank, deflation = min(settings.deflation, m // 8), None
     if rank and len(first) > 1:  # the Gram form won't look at X again before its end
-        x = materialize(lambda x: pre_deflate(x, rank, over_columns), x, policy.platform)
-    gram, other_fourth_powers = over_columns(product(x)), 0.0
+        x = materialize(lambda x: pre_deflate(x, rank, axis_name), x, policy.platform)
+    gram, other_fourth_powers = sum_over(axis_name, product(x)), 0.0
     if rank:  # W X has the same polar factor, and smaller dominant singular values
         deflation = shrink_dominant(gram, rank, policy.platform)
         gram, other_fourth_powers = deflation.gram, deflation.other_fourth_powers
@@ -66,7 +61,7 @@ def _iterate(
     q = composition(first, r._replace(scale=jnp.where(nonzero, r.scale, 0)), small_product)
     x = apply(q if deflation is None else deflation.apply_right(q), x)
     for rows in others:
-        x = apply(composition(rows, Normalized(over_columns(product(x))), small_product), x)
+        x = apply(composition(rows, Normalized(sum_over(axis_name, product(x))), small_product), x)
     return x
 
 
@@ -115,11 +110,7 @@ def newton_schulz(
 
     Source: Bernstein & Newhouse, "Old optimizer, new norm", 2024; Amsel et al., "The Polar Express", 2025.
     """
-    settings = NewtonSchulz() if settings is None else settings
-    if not isinstance(settings, NewtonSchulz):
-        raise TypeError(
-            f"newton_schulz(x, settings={settings!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
-        )
+    settings = settings_of(settings, "newton_schulz", "x, settings")
     if not hasattr(x, "ndim"):
         raise TypeError(f"newton_schulz(x) needs an array, got {type(x).__name__}; give jnp.asarray(x).")
     if x.ndim < 2:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import at_least_float32
+from muonjax._batching import TwoPasses
+from muonjax._linalg import at_least_float32, sum_over
 from muonjax._newton_schulz import half_precision
 from muonjax._newton_schulz.iteration import polar_factor
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
 from muonjax._policy import Policy
-from muonjax._two_passes import TwoPasses
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact
@@ -28,9 +27,7 @@ def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = F
     """
 
     def polar(
-        x: Inexact[Array, "*batch m n"],
-        axis_name: tuple[str, ...] = (),
-        shrinking: Shrinking | None = None,
+        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = (), shrinking: Shrinking | None = None
     ) -> Inexact[Array, "*batch m n"]:
         y = polar_factor(x, settings, policy, axis_name, shrinking)
         return y * _dual_norm(x, y, axis_name) if adaptive else y
@@ -50,11 +47,9 @@ def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = F
 def exchange_dtype(x: Any, settings: NewtonSchulz, policy: Policy) -> jnp.dtype:
     """Dtype in which a mesh exchanges x: bfloat16 where the iteration rounds to a half type anyway (it has float32's
     range)."""
-    half = (
-        jnp.finfo(policy.compute_dtype(x.dtype, settings.compute_dtype)).bits == 16
-        and jnp.finfo(x.dtype).bits > 16
-    )
-    return jnp.dtype(jnp.bfloat16) if half else x.dtype
+    operands = policy.compute_dtype(x.dtype, settings.compute_dtype)
+    rounds = jnp.finfo(operands).bits == 16 < jnp.finfo(x.dtype).bits
+    return jnp.dtype(jnp.bfloat16) if rounds else x.dtype
 
 
 def _dual_norm(
@@ -62,5 +57,4 @@ def _dual_norm(
 ) -> Float[Array, "*batch 1 1"]:
     """<g, y> of each matrix: the dual of the spectral norm, where y is g's polar factor."""
     product = jnp.sum(g.conj() * y, axis=(-2, -1), keepdims=True, dtype=at_least_float32(g.dtype))
-    product = jax.lax.psum(product, axis_name) if axis_name else product
-    return product.real.astype(y.real.dtype)
+    return sum_over(axis_name, product).real.astype(y.real.dtype)

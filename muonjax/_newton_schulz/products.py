@@ -1,5 +1,6 @@
 """Symmetric products of one call: which implementation, in which precision, on which devices; and in 2 x 2 blocks."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +49,11 @@ class SymmetricProduct(NamedTuple):
             implementation=self.implementation,
             axis_name=self.together,
         )
+
+
+def sizes(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[int, int]:
+    """m and n of x [*batch, m, n], n counted over `axis_name`."""
+    return x.shape[-2], x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
 
 
 def shared(product: SymmetricProduct, m: int, axis_name: tuple[str, ...]) -> SymmetricProduct:

@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from muonjax._hyperparameters import is_whole, whole_number
 from muonjax._keywords import explains_keywords
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
 from muonjax._newton_schulz.normalization import Normalization
@@ -75,19 +75,16 @@ class NewtonSchulz(metaclass=_Presets):
     implementation: str | None = None
 
     def __post_init__(self):
+        def keep(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
         call = "NewtonSchulz"
-        rows = checked_rows(call, self.coefficients)
-        object.__setattr__(self, "coefficients", rows)
-        for name in ("num_steps", "deflation"):
-            object.__setattr__(self, name, _plain(getattr(self, name)))
-        if self.num_steps is not None and (not _is_whole(self.num_steps) or self.num_steps < 1):
-            raise ValueError(
-                f"{call}(num_steps={self.num_steps!r}) needs a whole number of steps, at least 1."
-            )
-        if not _is_whole(self.deflation) or self.deflation < 0:
-            raise ValueError(
-                f"{call}(deflation={self.deflation!r}) needs a whole number of directions; 0 turns it off."
-            )
+        keep("coefficients", checked_rows(call, self.coefficients))
+        if self.num_steps is not None:
+            steps = whole_number(call, "num_steps", self.num_steps, 1, " of steps, at least 1.")
+            keep("num_steps", steps)
+        directions = whole_number(call, "deflation", self.deflation, 0, " of directions; 0 turns it off.")
+        keep("deflation", directions)
         for name, kind in (("form", Form), ("normalization", Normalization)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(
@@ -95,8 +92,7 @@ class NewtonSchulz(metaclass=_Presets):
                 )
         if self.restarts is not None:
             restarts = self.restarts if isinstance(self.restarts, Sequence) else (self.restarts,)
-            restarts = tuple(map(_plain, restarts))
-            inside = all(_is_whole(r) and 0 < r < len(self.steps) for r in restarts)
+            inside = all(is_whole(r) and 0 < r < len(self.steps) for r in restarts)
             if not inside or sorted(set(restarts)) != list(restarts):
                 raise ValueError(
                     f"{call}(restarts={self.restarts!r}) must be ascending whole numbers between the first and "
@@ -107,7 +103,7 @@ class NewtonSchulz(metaclass=_Presets):
                     f"{call}(restarts={self.restarts!r}, form='standard'): the standard form restarts after every "
                     f"step; leave restarts out, or give form='gram'."
                 )
-            object.__setattr__(self, "restarts", restarts)
+            keep("restarts", tuple(map(int, restarts)))
         if self.compute_dtype is not None:
             try:
                 dtype = jnp.dtype(self.compute_dtype)
@@ -118,7 +114,7 @@ class NewtonSchulz(metaclass=_Presets):
                     f"{call}(compute_dtype={self.compute_dtype!r}) must be one of {', '.join(_COMPUTE_DTYPES)}: others "
                     "lack the range for products of products."
                 )
-            object.__setattr__(self, "compute_dtype", dtype)
+            keep("compute_dtype", dtype)
 
     @property
     def steps(self) -> Coefficients:
@@ -143,13 +139,11 @@ class NewtonSchulz(metaclass=_Presets):
         return cls(coefficients=_ACCURATE, deflation=0, form="standard", compute_dtype=jnp.float32)
 
 
+def settings_of(given: Any, call: str, name: str = "newton_schulz") -> NewtonSchulz:
+    """The settings that are given, `NewtonSchulz()` for None; for all else an error in the name of `call`."""
+    if not isinstance(given, NewtonSchulz | None):
+        raise TypeError(f"{call}({name}={given!r}) must be a NewtonSchulz, such as NewtonSchulz.fast().")
+    return NewtonSchulz() if given is None else given
+
+
 NewtonSchulz.__init__ = explains_keywords("NewtonSchulz")(NewtonSchulz.__init__)
-
-
-def _plain(value: Any) -> Any:
-    """NumPy's whole numbers as Python's; anything else as it is."""
-    return int(value) if isinstance(value, np.integer) else value
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

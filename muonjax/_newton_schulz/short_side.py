@@ -15,7 +15,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import MatrixProduct, on_diagonal, square_norm
+from muonjax._linalg import MatrixProduct, on_diagonal, square_norm, sum_over
 from muonjax._newton_schulz.coefficients import never_above_one, polar_express
 from muonjax._newton_schulz.normalization import or_one
 from muonjax._newton_schulz.scaling import power_of_two_scale
@@ -68,5 +68,4 @@ def iterate(x: jax.Array, settings: NewtonSchulz, axis_name: tuple[str, ...] = (
 
 
 def _gram(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
-    gram = _SUMS.with_adjoint(x, x)
-    return jax.lax.psum(gram, axis_name) if axis_name else gram
+    return sum_over(axis_name, _SUMS.with_adjoint(x, x))

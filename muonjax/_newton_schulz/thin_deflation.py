@@ -16,13 +16,13 @@ Inverse roots come from products, whatever the rank of X: a Cholesky factorizati
 eigenvalue negative, as in a matrix of rank one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import MatrixProduct, dot, identity_like, inverse_norm, on_diagonal
+from muonjax._linalg import MatrixProduct, dot, identity_like, inverse_norm, on_diagonal, sum_over
 from muonjax._newton_schulz.deflation import random_start
 from muonjax._newton_schulz.inverse_root import bounded_inverse_root
 from muonjax._newton_schulz.scaling import power_of_two_scale
@@ -60,13 +60,7 @@ class Shrinking(NamedTuple):
     d: jax.Array
 
 
-def sketch(
-    x: jax.Array,
-    rank: int,
-    dtype: jnp.dtype,
-    over_columns: Callable[[jax.Array], jax.Array] = lambda products: products,
-    scale_of: Callable[[jax.Array], jax.Array] = power_of_two_scale,
-) -> Sketch:
+def sketch(x: jax.Array, rank: int, dtype: jnp.dtype, axis_name: tuple[str, ...] = ()) -> Sketch:
     """The first pass over x [*batch, m, n], float32.
 
     Args:
@@ -74,19 +68,18 @@ def sketch(
       rank: How many directions; half as many more are shrunk, which makes up for a second step of subspace iteration.
       dtype: Half precision with the most digits: of a matrix of rank one its rounding errors stay, and in bfloat16 they
         would turn what is left of the one direction by 20 degrees.
-      over_columns: Sums products over the devices that share the columns.
-      scale_of: The scale that `scaling` gives, over these devices.
+      axis_name: Mesh axes that shard the columns.
     """
     k = rank + rank // 2
     # In memory, for the second pass to read what the first one reads: one kernel less to compile.
-    scale = jax.lax.optimization_barrier(scale_of(x))
+    scale = jax.lax.optimization_barrier(power_of_two_scale(x, axis_name))
     rounded = _rounded(x, scale, dtype)
     # Columns of moderate length: no entry of B is then out of float16's range.
     start = (random_start(x.shape[-2], k) * x.shape[-2] ** -0.5).astype(dtype)
     start = jnp.broadcast_to(start, (*x.shape[:-2], *start.shape))
     # B's rows are not orthonormal yet, and what a root of B B^H takes them apart by multiplies their rounding.
     b = with_rest(_product(dtype).of_adjoint(start, rounded), dtype, (0, 1), -2)
-    y = over_columns(_sums(dtype).with_adjoint(rounded, b))
+    y = sum_over(axis_name, _sums(dtype).with_adjoint(rounded, b))
     if b.shape[-2] > k:
         y = y[..., :k] + y[..., k:]
     return Sketch(scale, dot.of_adjoint(start.astype(y.dtype), y), y, rounded)

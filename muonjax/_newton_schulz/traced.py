@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import MatrixProduct, at_least_float32, scaled, square_norm
+from muonjax._linalg import MatrixProduct, at_least_float32, scaled, square_norm, sum_over
 from muonjax._newton_schulz.products import SymmetricProduct
 from muonjax._newton_schulz.scaling import power_of_two_scale
 from muonjax._policy import Policy
@@ -26,12 +26,11 @@ def traced_iteration(
     eps: jax.typing.ArrayLike,
     policy: Policy,
 ) -> Callable[..., jax.Array]:
-    """The map of one matrix that Optax computes. The coefficients are arrays: they come from the state."""
+    """The map of one matrix with m <= n that Optax computes. The coefficients are arrays: they come from the state."""
 
     def iterate(
         x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
     ) -> Inexact[Array, "*batch m n"]:
-        tall = not axis_name and x.shape[-2] > x.shape[-1]
         # In JAX's own precision, as Optax; only that a CPU has no units for half types.
         dtype = at_least_float32(x.dtype) if policy.is_cpu else x.dtype
         apply = MatrixProduct(dtype.name, None)
@@ -41,14 +40,13 @@ def traced_iteration(
             return symmetric(a) if policy.is_cpu else apply.with_adjoint(a, a)
 
         def gram_of(x: jax.Array) -> jax.Array:
-            gram = square(x)
-            return jax.lax.psum(gram, axis_name) if axis_name else gram
+            return sum_over(axis_name, square(x))
 
         def step(row: jax.Array, x: jax.Array, gram: jax.Array) -> jax.Array:
             a, b, c = row
             return scaled(x, a) + apply(scaled(gram, b) + scaled(square(gram), c), x)
 
-        original, x = x, (x.mT if tall else x).astype(at_least_float32(x.dtype))
+        original, x = x, x.astype(at_least_float32(x.dtype))
         scale = power_of_two_scale(x, axis_name)  # exact; Optax overflows at large scales
         x = scaled(x, scale)
         gram = gram_of(x)
@@ -59,7 +57,7 @@ def traced_iteration(
         last = len(rows) - 1
         x = step(rows[0], x, gram)
         x = jax.lax.fori_loop(1, num_steps, lambda i, x: step(rows[jnp.minimum(i, last)], x, gram_of(x)), x)
-        return (x.mT if tall else x).astype(original.dtype)
+        return x.astype(original.dtype)
 
     return iterate
 

@@ -35,7 +35,7 @@ from muonjax._matrix_view import (
 from muonjax._routing import roles
 from muonjax._routing.matrices import is_dense_general, matrices
 from muonjax._routing.named_axes import by_axis_names, named_axes
-from muonjax._routing.output_heads import depthwise, is_input_patches, output_heads
+from muonjax._routing.output_heads import for_adam, is_input_patches
 from muonjax._routing.parameters import check_parameters, is_name, tables
 from muonjax._routing.roles import Role, module
 from muonjax._routing.rules import Rules, apply_rules, chances_message, undecided_message
@@ -192,11 +192,8 @@ def routes(
         raise ValueError(undecided_message(refused, parameters, attention))
     answers = {path: answer or (None, "undecided") for path, answer in decided.items()}
     if not partial:
-        numbers = {path: answer[0] for path, answer in answers.items()}
-        for path in depthwise(parameters, numbers):
-            numbers[path], answers[path] = None, (None, "one input channel: depthwise")
-        heads, chances = output_heads(parameters, numbers)
-        answers |= {path: (None, why) for path, why in heads.items()}
+        ends, chances = for_adam(parameters, {path: numbers for path, (numbers, _) in answers.items()})
+        answers |= {path: (None, why) for path, why in ends.items()}
         if chances:
             warn_user(chances_message(chances, parameters))
     found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}

@@ -47,8 +47,6 @@ def is_input_patches(p: Parameter) -> bool:
 
     Its window is even, and it is named for an embedding, or it is large and sees few channels.
     """
-    if len(p.shape) not in (4, 5):
-        return False
     *window, inputs, outputs = p.shape
     if is_weight(p) and is_trailing_window(p.shape):
         outputs, inputs, *window = p.shape
@@ -59,7 +57,33 @@ def is_input_patches(p: Parameter) -> bool:
     return window[-1] % 2 == 0 and inputs <= 16 and (named or (window[-1] >= 8 and outputs >= 128))
 
 
-def depthwise(parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]) -> list[Path]:
+def for_adam(
+    parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]
+) -> tuple[dict[Path, str], dict[Path, str]]:
+    """Paths of the kernels that are depthwise convolutions, or output heads though their name alone does not say so,
+    and why; and of those that only names, or only sizes, call output heads, and what these say."""
+    found = dict.fromkeys(_depthwise(parameters, decided), "one input channel: depthwise")
+    decided = {**decided, **dict.fromkeys(found)}
+    model = _Model(parameters, decided)
+    heads: dict[Path, str] = {}
+    chances: dict[Path, str] = {}
+    for layer in model.dense:
+        path = layer.p.path
+        if decided[path] is None:
+            continue
+        names, sizes = model.witnesses(layer)
+        if sizes and names:
+            heads[path] = "output head: " + ", ".join((names + sizes)[:2])
+        elif names and not layer.p.role.kind:
+            chances[path] = f"{names[0]}, but its sizes do not say so"
+        elif sizes and not model.is_multiple(layer):
+            chances[path] = f"{sizes[0]}, but its name does not say so"
+    return found | heads, {} if heads or model.has_head else chances
+
+
+def _depthwise(
+    parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]
+) -> list[Path]:
     """Convolutions of one input channel, which a depthwise one has for each output; but not a model's first one."""
     inputs = {p.path: _input_channels(p, decided[p.path]) for p in parameters}
     found = [p for p in parameters if inputs[p.path] == 1]
@@ -82,27 +106,6 @@ def _input_channels(p: Parameter, numbers: DimensionNumbers | None) -> int:
         return 0
     rows = axes_of(numbers.reduction_axis)
     return 0 if len(rows) < 2 else p.shape[rows[0] if axes_of(numbers.output_axis) == (0,) else rows[-1]]
-
-
-def output_heads(
-    parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]
-) -> tuple[dict[Path, str], dict[Path, str]]:
-    """Paths of the kernels that are output heads though their name alone does not say so, and why; and of those that
-    only names, or only sizes, speak for, and what these say."""
-    model = _Model(parameters, decided)
-    heads, chances = {}, {}
-    for layer in model.dense:
-        path = layer.p.path
-        if decided[path] is None:
-            continue
-        names, sizes = model.witnesses(layer)
-        if sizes and names:
-            heads[path] = "output head: " + ", ".join((names + sizes)[:2])
-        elif names and not layer.p.role.kind:
-            chances[path] = f"{names[0]}, but its sizes do not say so"
-        elif sizes and not model.is_multiple(layer):
-            chances[path] = f"{sizes[0]}, but its name does not say so"
-    return heads, {} if heads or model.has_head else chances
 
 
 _NAME, _LAST = "by its name", "the last of its kind"

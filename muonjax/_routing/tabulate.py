@@ -130,12 +130,13 @@ def _totals(found: list[Route]) -> list[str]:
         mine = [route for route in found if (route.numbers is not None) == (optimizer == "Muon")]
         size = sum(math.prod(route.shape) for route in mine)
         matrices = sum(_matrices(route).total() for route in mine)
-        held = _counted(len(mine), "leaf", "leaves")
-        held = f"{_counted(matrices, 'matrix', 'matrices')} in {held}" if matrices else held
-        parameters = _counted(size, "parameter", "parameters")
+        held = counted(len(mine), "leaf", "leaves")
+        held = f"{counted(matrices, 'matrix', 'matrices')} in {held}" if matrices else held
+        parameters = counted(size, "parameter", "parameters")
         lines.append(f"{optimizer}: {parameters} ({100 * size / total:.1f} %), {held}")
     return lines
 
 
-def _counted(count: int, one: str, several: str) -> str:
+def counted(count: int, one: str, several: str) -> str:
+    """A count and its noun, "1 leaf" or "1,024 leaves"."""
     return f"{count:,} {one if count == 1 else several}"

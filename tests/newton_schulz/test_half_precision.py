@@ -255,11 +255,9 @@ def test_what_is_subtracted_leaves_a_bound_of_the_largest_eigenvalue(thin):
         (found,) = thin_deflation.shrinkings([thin_deflation.sketch(x, 12, thin)], thin)
         r = products.gram(thin_deflation.shrink(x, found, half))
         largest = np.linalg.eigvalsh(np.asarray(r, np.float64))[-1]
-        fourth = square_norm(products.symmetric(r))
-        bound = half_precision._without_other_fourth_powers(
-            products, r, jnp.where(fourth == 0, 1, fourth), found.v
-        )
-        assert 0.99 * largest**4 <= float(bound[0, 0]) <= 1.01 * (float(fourth[0, 0]) or 1), name
+        r2, inverse_bound, _ = half_precision._bound(products, r, found.v, "schatten")
+        bound = float(inverse_bound[0, 0]) ** -4 / half_precision.ABOVE_ROUNDING
+        assert 0.99 * largest**4 <= bound <= 1.01 * (float(square_norm(r2)[0, 0]) or 1), name
 
 
 def wide_spectra():

@@ -67,7 +67,7 @@ def test_learning_rates_that_are_none(rate, make):
 
 def test_settings_of_another_kind():
     with pytest.raises(
-        TypeError, match=r"adam=.*adamw.* must be an Optax transformation.*adam=optax.adamw\(1e-3\)"
+        TypeError, match=r"muon\(adam=.*adamw.* must be an Optax transformation.* optax.adamw\(1e-3\)"
     ):
         muonjax.muon(1e-2, adam=optax.adamw)
     with pytest.raises(
@@ -116,6 +116,12 @@ def test_arguments_of_another_kind():
         muonjax.monitor(1e-3)
     with pytest.raises(TypeError, match=r"newton_schulz\(x, settings=5\) must be a NewtonSchulz"):
         muonjax.newton_schulz(jnp.eye(3), 5)
+    with pytest.raises(TypeError, match=r"plan\(newton_schulz=5\) must be a NewtonSchulz"):
+        muonjax.plan(PARAMS, newton_schulz=5)
+    with pytest.raises(TypeError, match=r"match_rms\(rms='0.2'\) must be a number\."):
+        muonjax.match_rms("0.2")
+    with pytest.raises(TypeError, match=r"hyperball\(learning_rate='x'\) must be a number or a schedule"):
+        muonjax.hyperball("x")
     with pytest.raises(TypeError, match=r"newton_schulz\(x\) needs an array, got list"):
         muonjax.newton_schulz([[1.0, 0.0], [0.0, 2.0]])
     with pytest.raises(
