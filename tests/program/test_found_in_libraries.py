@@ -490,16 +490,22 @@ def test_parts_that_are_cut_after_a_depthwise_convolution(convolve):
     assert numbers["conv"] is None
 
 
-def test_parts_that_are_cut_after_a_sum_with_data():
-    """Gemma's adapters: beside a frozen kernel."""
+@pytest.mark.parametrize("layers", [0, 8])
+def test_parts_that_are_cut_after_a_sum_with_data(layers):
+    """Gemma's adapters: beside a frozen kernel, also after many layers."""
+    names = [f"w{i}" for i in range(layers)]
 
     def loss(p, x, frozen):
+        for name in names:
+            x = x + jnp.tanh(x) @ p[name]
         q, k, v = jnp.split(x @ p["a"] @ p["b"] + x @ frozen, 3, -1)
         return jnp.mean((jnp.einsum("bqk,bkd->bqd", jnp.einsum("bqd,bkd->bqk", q, k), v) @ p["o"]) ** 2)
 
     frozen = jax.ShapeDtypeStruct((D, 3 * D), jnp.float32)
-    numbers = muonjax.inspect(loss, weights(a=(D, 2), b=(2, 3 * D), o=(D, D)), X, frozen).dimension_numbers()
-    assert numbers["b"] == muonjax.FusedDimensionNumbers(0, 1, 3, 1)
+    shapes = weights(a=(D, 2), b=(2, 3 * D), o=(D, D), **dict.fromkeys(names, (D, D)))
+    assert muonjax.inspect(loss, shapes, X, frozen).dimension_numbers()["b"] == muonjax.FusedDimensionNumbers(
+        0, 1, 3, 1
+    )
 
 
 def test_columns_that_are_used_one_by_one_stay_one_matrix():
