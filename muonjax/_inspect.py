@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -355,7 +356,7 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
         calls.setdefault(call.spans or _terms(call) or call.line, []).append(call)
     groups = list(calls.values())
     roots = [module_of([paths[x.leaf] for x in group[0].spans or _terms(group[0])]) for group in groups]
-    found = []
+    found, named = [], Counter()
     for group, root in zip(groups, roots, strict=True):
         first = group[0]
         if not first.spans:
@@ -363,8 +364,9 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
             continue
         is_alone = roots.count(root) == 1
         name = (root or "max_logits") if is_alone else paths[first.spans[0].leaf]
-        same = sum(other.name.partition(":")[0] == name for other, _ in found)
-        name = f"{name}:{same + 1}" if same else name  # heads of one projection, written one by one
+        named[name] += 1
+        if named[name] > 1:  # heads of one projection, written one by one
+            name = f"{name}:{named[name]}"
         scales = tuple(_scale(span, paths[span.leaf], root if is_alone else "") for span in first.spans)
         stack = first.spans[0].stack
         public = Site(

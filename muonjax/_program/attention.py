@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,22 +58,27 @@ def calls(walk: Walk) -> list[Call]:
         name = str(node.params.get("name") or node.name)
         why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
         found[i] = Call(line_of(node.equation), problem=why, products=tuple(m.product for m in images))
-    return [_unless_used_elsewhere(walk, call, found.values()) for _, call in sorted(found.items())]
-
-
-def _unless_used_elsewhere(walk: Walk, call: Call, found: Iterable[Call]) -> Call:
-    """A clip of a kernel may change no other product: only the calls of one attention share it."""
-    mine = {p for other in found if other.spans == call.spans for p in other.products} if call.spans else ()
+    mine, uses = defaultdict(set), defaultdict(list)
+    for call in found.values():
+        mine[call.spans].update(call.products)
     for use in walk.uses.values():
-        if use.kind == "product" and use.product not in mine and any(_share(use, p.use) for p in mine):
-            why = f"its projection is used for something else too: {line_of(walk.nodes[use.node].equation)}"
-            return call._replace(spans=(), probe=None, problem=why)
+        if use.kind == "product":
+            uses[use.term.leaf].append(use)
+    return [_unless_used_elsewhere(walk, call, mine[call.spans], uses) for _, call in sorted(found.items())]
+
+
+def _unless_used_elsewhere(
+    walk: Walk, call: Call, mine: Collection[Product], uses: Mapping[int, Sequence[Use]]
+) -> Call:
+    """A clip of a kernel may change no other product: only all calls of one attention, `mine`, share it."""
+    for own in (product.use.term for product in mine if call.spans):
+        for use in uses[own.leaf]:
+            if use.product not in mine and overlap(use.term.layout.region, own.layout.region):
+                why = (
+                    f"its projection is used for something else too: {line_of(walk.nodes[use.node].equation)}"
+                )
+                return call._replace(spans=(), probe=None, problem=why)
     return call
-
-
-def _share(a: Use, b: Use) -> bool:
-    """Whether two uses are of one parameter, and not of different parts of it."""
-    return a.term.leaf == b.term.leaf and overlap(a.term.layout.region, b.term.layout.region)
 
 
 def _call(walk: Walk, attention: Attention) -> Call:
