@@ -156,12 +156,14 @@ def read(
     try:
         # It refuses a header that is invalid or claims what the file does not hold, before it allocates a tensor.
         with package.safe_open(os.fspath(file), framework="flax") as opened:
-            header = {}
+            layers: dict[str, dict[str, TensorInfo]] = {}
             for key in opened.keys():  # noqa: SIM118  # a file is no mapping
+                layer, _, name = key.rpartition(".")
                 tensor = opened.get_slice(key)
                 dtype = str(tensor.get_dtype())
-                header[key] = TensorInfo(_DTYPES.get(dtype, dtype), tuple(tensor.get_shape()))
-            layers = _checked_layers(header, {name: places[path] for name, path in names.items()})
+                info = TensorInfo(_DTYPES.get(dtype, dtype), tuple(tensor.get_shape()))
+                layers.setdefault(layer, {})[name] = info
+            _check_layers(layers, {name: places[path] for name, path in names.items()})
             return {
                 names[layer]: _read_layer(opened, layer, tensors, places[names[layer]])
                 for layer, tensors in layers.items()
@@ -170,12 +172,8 @@ def read(
         raise ValueError(f"{os.fspath(file)} was not loaded: {error}.") from None
 
 
-def _checked_layers(header: Mapping[str, Any], places: Mapping[str, Place]) -> dict[str, dict[str, Any]]:
-    """The header's tensors by layer and name; raises ValueError if a layer or a tensor does not fit."""
-    layers: dict[str, dict[str, Any]] = {}
-    for key, info in header.items():
-        layer, _, tensor = key.rpartition(".")
-        layers.setdefault(layer, {})[tensor] = info
+def _check_layers(layers: Mapping[str, Mapping[str, TensorInfo]], places: Mapping[str, Place]) -> None:
+    """Raises ValueError if a layer or a tensor does not fit."""
     wrong = [] if layers else ["it holds no tensor"]
     for layer, tensors in layers.items():
         if layer in places:
@@ -184,7 +182,6 @@ def _checked_layers(header: Mapping[str, Any], places: Mapping[str, Place]) -> d
             wrong.append(f"no layer of the model is called {layer!r}")
     if wrong:
         raise ValueError(listed(wrong))
-    return layers
 
 
 def _read_layer(opened: Any, layer: str, names: Iterable[str], place: Place) -> Adapter:

@@ -149,13 +149,14 @@ def clip_factor(
     return jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny)
 
 
-def parameter_factors(targets: Sequence[Target], gammas: Sequence[jax.Array]) -> dict[str, jax.Array]:
+def parameter_factors(targets: Sequence[Target], gammas: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """What each parameter is multiplied by: γ**power · (the group's smallest γ)**group_power, head by head.
 
-    `gammas` are [*layers, entries], one for each target.
+    `gammas` are [*layers, entries], by the name of the target.
     """
     factors: dict[str, jax.Array] = {}
-    for target, gamma in zip(targets, gammas, strict=True):
+    for target in targets:
+        gamma = gammas[target.name]
         grouped = gamma.reshape(*gamma.shape[:-1], target.groups, -1)
         smallest = grouped.min(-1, keepdims=True)
         for part in target.parts:

@@ -94,12 +94,13 @@ def max_logits(
 
     def visible_pairs(start: jax.Array | np.ndarray) -> Iterator[jax.Array]:
         """Which pairs of the block at `start` are visible, broadcastable to its logits."""
-        i, j = start[0] + jnp.arange(block_q), start[1] + jnp.arange(block_k)
-        ahead = (j[None, :] - i[:, None])[None, None, None]
-        if right is not None:
-            yield ahead <= right
-        if left is not None:
-            yield -ahead <= left
+        if left is not None or right is not None:
+            i, j = start[0] + jnp.arange(block_q), start[1] + jnp.arange(block_k)
+            ahead = (j[None, :] - i[:, None])[None, None, None]
+            if right is not None:
+                yield ahead <= right
+            if left is not None:
+                yield -ahead <= left
         if mask is not None:
             m = mask if mask.shape[-2] == 1 else lax.dynamic_slice_in_dim(mask, start[0], block_q, -2)
             yield m if mask.shape[-1] == 1 else lax.dynamic_slice_in_dim(m, start[1], block_k, -1)

@@ -136,7 +136,7 @@ def apply_qk_clip(
         modules = Modules(params)
         targets = _find(modules, as_sites(sites), shared_keys, threshold)
         statistics = match_statistics("max_logits", max_logits, targets)
-    gammas = [clip_factor(s, threshold) for s in statistics]
+    gammas = {name: clip_factor(s, threshold) for name, s in statistics.items()}
     factors = parameter_factors(targets, gammas)
     treedef = jax.tree.structure(params, is_leaf=is_masked)
     return treedef.unflatten(

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float32
 
 
-def match_statistics(
-    argument: str, tree: Any, targets: Sequence[Target]
-) -> list[Float32[Array, "... _entries"]]:
-    """The targets' statistics, layers first.
+def match_statistics(argument: str, tree: Any, targets: Sequence[Target]) -> dict[str, jax.Array]:
+    """The targets' statistics by name, layers first: float32 [*layers, entries].
 
     Either the tree names signals, as Flax's intermediates do among much else, or it names modules; then all of it must
     be statistics, of the axes [*layers, *batch, heads]. A signal was sown as [*batch, heads], and a scan has put layers
@@ -74,7 +72,7 @@ def match_statistics(
             f"without a site {unclaimed}; {argument} has {listed(shapes, ', ') or 'no arrays'}. "
             f"{reporting_advice(argument, layers=any(t.layers for t in missing))}"
         )
-    return [functools.reduce(larger, found[t.signal]) for t in targets]
+    return {t.name: functools.reduce(larger, found[t.signal]) for t in targets}
 
 
 def _statistics(tree: Any) -> dict[str, Any]:

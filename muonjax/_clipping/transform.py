@@ -121,13 +121,12 @@ def clip(
             modules = Modules(params)
             targets = find(modules)
             _check_state(state, targets, every_k)
-            found = match_statistics(argument, extra_args[argument], targets)
-        maxima = {t.name: s for t, s in zip(targets, found, strict=True)}
+            maxima = match_statistics(argument, extra_args[argument], targets)
         if axis_name is not None:
             # Replicas that clip by their own maxima would diverge.
             maxima = {name: largest_of_devices(s, axis_name) for name, s in maxima.items()}
-        state, gammas = _next(state, maxima, {t.name: t.threshold for t in targets}, every_k)
-        factors = parameter_factors(targets, [gammas[t.name] for t in targets])
+        state, gammas = _next(state, maxima, targets, every_k)
+        factors = parameter_factors(targets, gammas)
         paths = flatten_paths(updates)
         if lost := [path for path in factors if path not in paths or is_masked(paths[path])]:
             raise ValueError(
@@ -144,7 +143,7 @@ def clip(
 
 
 def _next(
-    state: QKClipState, maxima: dict[str, jax.Array], thresholds: dict[str, Any], every_k: int
+    state: QKClipState, maxima: dict[str, jax.Array], targets: Sequence[Target], every_k: int
 ) -> tuple[QKClipState, dict[str, jax.Array]]:
     """The state after this update, and γ of each module: 1 at an update that does not clip."""
     # As the state is sharded, also where the statistics are not: its buffers can be donated.
@@ -157,12 +156,11 @@ def _next(
     def at_clip(new: jax.Array, otherwise: Any) -> jax.Array:
         return new if every_k == 1 else jnp.where(due, new, otherwise)
 
-    def gamma(name: str) -> jax.Array:
-        limit: Any = thresholds[name]
+    gammas = {}
+    for target in targets:
+        limit: Any = target.threshold
         limit = limit(clips_so_far) if callable(limit) else limit
-        return at_clip(clip_factor(maxima[name], limit), 1.0)
-
-    gammas = {name: gamma(name) for name in maxima}
+        gammas[target.name] = at_clip(clip_factor(maxima[target.name], limit), 1.0)
     after = QKClipState(
         count=jnp.asarray(optax.safe_increment(state.count)),
         running_max={name: jnp.where(due, -jnp.inf, s) for name, s in maxima.items()} if every_k > 1 else {},

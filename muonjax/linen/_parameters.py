@@ -132,7 +132,7 @@ def merge(params: Any) -> Any:
     if not adapters:
         raise ValueError("merge(params): no LoHa adapter in it; was it merged already?")
     for layer, adapter in adapters.items():
-        flat[(*layer, "kernel")] = _over_stack(_merged, "merge", layer, adapter, flat)
+        flat[(*layer, "kernel")] = _over_stack(lambda a, w: a.merge(w)[0], "merge", layer, adapter, flat)
         flat = {p: value for p, value in flat.items() if p[: len(layer) + 1] != (*layer, HOLDER)}
     return unflatten_dict(flat)
 
@@ -169,10 +169,6 @@ def unmerge(merged: Any, params: Any) -> Any:
         flat[(*layer, "kernel")] = _over_stack(Adapter.unmerge, "unmerge", layer, adapter, flat)
         flat |= {p: value for p, value in given.items() if p[: len(layer) + 1] == (*layer, HOLDER)}
     return unflatten_dict(flat)
-
-
-def _merged(adapter: Adapter, kernel: jax.Array) -> jax.Array:
-    return adapter.merge(kernel)[0]
 
 
 def _norms(adapter: Adapter, kernel: jax.Array) -> jax.Array:

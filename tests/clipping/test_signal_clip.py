@@ -129,3 +129,14 @@ def test_entries_that_share_a_parameter_cannot_each_scale_it():
         ValueError, match=r"several entries of 'max_logits' share \['key/kernel', .*group_power"
     ):
         muonjax.signal_clip(rule).init(multi_head(4, 2)[0])
+
+
+def test_two_rules_of_one_signal():
+    kernel, bias = muonjax.Scale(path="kernel", rank=2), muonjax.Scale(path="bias", rank=1)
+    rules = [
+        muonjax.SignalRule(muonjax.Site(path="out", scales=(s,), signal="s"), 5.0) for s in (kernel, bias)
+    ]
+    with pytest.raises(
+        ValueError, match=r"signal_clip: two sites match 'out' by the signal 's'.*merge their scales"
+    ):
+        muonjax.signal_clip(rules).init({"out": {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)}})

@@ -127,6 +127,8 @@ def test_numpy_settings():
     (lambda: muonjax.qk_clip(1.0, every_k=np.float32(2)), TypeError, "static_args"),
     (lambda: muonjax.qk_clip(1.0, every_k=np.bool_(True)), TypeError, "every_k=.*True"),
     (lambda: muonjax.mha_site(layout="i (h d)", num_heads=4.0), TypeError, "num_heads=4.0 must be a whole number"),
+    (lambda: muonjax.mla_site(nope=2.5), TypeError, "mla_site: nope=2.5 must be a whole number"),
+    (lambda: muonjax.fused_qkv_site(num_heads=4, head_dim="8"), TypeError, "head_dim='8' must be a whole number"),
 ])  # fmt: skip
 def test_numpy_settings_out_of_range(make, error, message):
     with pytest.raises(error, match=message):
