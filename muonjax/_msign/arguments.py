@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from muonjax._hyperparameters import whole_number
 from muonjax._linalg import MatrixProduct, at_least_float32
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
 
@@ -31,21 +31,10 @@ def matrices(call: str, x: Any) -> Float[Array, "*batch m n"]:
     return x
 
 
-def whole_number(call: str, name: str, value: Any, least: int) -> int:
-    """`value` as an int, if it is a whole number of steps, at least `least`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise ValueError(f"{call}({name}={value!r}) needs a whole number of steps, at least {least}.")
-    return number
-
-
 def schedule(call: str, coefficients: Any, num_steps: int | None) -> Coefficients:
     """The rows that will run: all of the table or its first `num_steps`, by default the converged schedule."""
     if num_steps is not None:
-        num_steps = whole_number(call, "num_steps", num_steps, 1)
+        num_steps = whole_number(call, "num_steps", num_steps, 1, " of steps, at least 1.")
     if coefficients is None:
         return CONVERGED if num_steps is None else polar_express(num_steps)
     rows = checked_rows(call, coefficients)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from muonjax._msign.arguments import matrices, product_of, rows_beside, schedule, whole_number
+from muonjax._hyperparameters import whole_number
+from muonjax._msign.arguments import matrices, product_of, rows_beside, schedule
 from muonjax._msign.normalization import normalized, oriented_like
 from muonjax._msign.polar_gradient import polar_msign, polishing
 from muonjax._msign.polynomial_gradient import iterate, polynomial_msign
@@ -81,7 +82,7 @@ def msign(
     rows = schedule("msign", coefficients, num_steps)
     if gradient not in ("polynomial", "polar", "autodiff"):
         raise ValueError(f"msign(gradient={gradient!r}) must be 'polynomial', 'polar' or 'autodiff'.")
-    polish = whole_number("msign", "polish", polish, 0)
+    polish = whole_number("msign", "polish", polish, 0, " of steps, at least 0.")
     if polish and gradient != "polar":
         raise ValueError(
             f"msign(polish={polish}) belongs to gradient='polar', got {gradient!r}: the others differentiate "
