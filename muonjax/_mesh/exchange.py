@@ -76,14 +76,8 @@ def _run_round(
     group, mesh_shape = round_.group, assignment.mesh_shape
     replicas, devices = size_of(mesh_shape, group.replicas), size_of(mesh_shape, group.exchange)
     ranks = group.ranks(mesh_shape)  # the owners come replica by replica
-    if replicas > 1:
-        packs = [
-            functools.partial(_pack, round_, units, replica * len(ranks), ranks)
-            for replica in range(replicas)
-        ]
-        buffer = jax.lax.switch(jax.lax.axis_index(group.replicas), packs)
-    else:
-        buffer = _pack(round_, units, 0, ranks)
+    packs = [functools.partial(_pack, round_, units, r * len(ranks), ranks) for r in range(replicas)]
+    buffer = jax.lax.switch(jax.lax.axis_index(group.replicas) if replicas > 1 else 0, packs)
     if devices > 1:
         buffer = jax.lax.all_to_all(buffer, group.exchange, 0, 0)
     buffer = apply_to_owned(f, buffer, round_, mesh_shape, policy)
