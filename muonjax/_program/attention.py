@@ -57,7 +57,7 @@ def calls(walk: Walk) -> list[Call]:
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
         why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-        found[i] = Call(line_of(node.equation), problem=why, products=tuple(m.product for m in images))
+        found[i, -1] = Call(line_of(node.equation), problem=why, products=tuple(m.product for m in images))
     mine, uses = defaultdict(set), defaultdict(list)
     for call in found.values():
         mine[call.spans].update(call.products)
@@ -71,9 +71,10 @@ def _unless_used_elsewhere(
     walk: Walk, call: Call, mine: Collection[Product], uses: Mapping[int, Sequence[Use]]
 ) -> Call:
     """A clip of a kernel may change no other product: only all calls of one attention, `mine`, share it."""
-    for own in (product.use.term for product in mine if call.spans):
-        for use in uses[own.leaf]:
-            if use.product not in mine and overlap(use.term.layout.region, own.layout.region):
+    for product in mine if call.spans else ():
+        for use in uses[product.use.term.leaf]:
+            pairs = itertools.product(product.regions, use.product.regions)
+            if use.product not in mine and any(overlap(*pair) for pair in pairs):
                 why = (
                     f"its projection is used for something else too: {line_of(walk.nodes[use.node].equation)}"
                 )
@@ -125,19 +126,30 @@ class _Finder:
             for image in operand.value.images:
                 if image.after is not None:
                     raise _Refused(f"its {name} are {image.after[0]}: {self._line(image.after[1])}")
+                for term in (image.product.use.term, *image.biases):
+                    if term.after is not None:
+                        where = self._line(term.after[1])
+                        raise _Refused(f"a parameter of its {name} {term.after[0]} before: {where}")
                 if image.layout.is_reversed:
                     raise _Refused(f"its {name} are in the opposite order of the parameter's")
+                if any(image.layout.is_placed(d) for d in set(operand.batch) | set(operand.given)):
+                    raise _Refused(f"heads of its {name} are put together from several products")
         own, shared = self._split_keys()
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
         keys = list(self._spans(self.key, own, "key", {}))
         self._refuse_other_uses(own)
-        if any(q[:4] == k[:4] and q.start < k.start + k.size and k.start < q.start + q.size and q.span == k.span
-               for q in queries for k in keys):  # fmt: skip
+        if any(_share(q, k) for q in queries for k in keys):
             raise _Refused("its queries and keys are one projection, whose factor would count twice")
         spans = (*queries, *keys)
         layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
+        for q, k in itertools.product(queries[:1], keys[:1]):
+            sizes = [s.span[1] - s.span[0] for s in (q, k)]
+            if q.entries % k.entries or (q.factor == "query" and len(set(sizes)) > 1):
+                counts = f"{q.entries} of {sizes[0]} features, its keys {k.entries} of {sizes[1]}"
+                raise _Refused(f"its queries have heads that can't be told from those of its keys: {counts}")
         for differ, why in (
             ({s.entries for s in queries}, "its queries have several numbers of heads"),
+            ({s.entries for s in keys if s.factor == "key"}, "its keys have several numbers of heads"),
             (layers, "its queries and keys are in different stacks of layers"),
             ({s.index for s in spans}, "its queries and keys are of different layers of a stack"),
         ):
@@ -205,7 +217,8 @@ class _Finder:
         heads.sort(key=lambda a: (a.axis, -a.stride))
         features = [a for a in (*layout.atoms(operand.summed), *layout.taken) if a.axis in held]
         for shard in layout.shards:
-            heads, features = _of_all_devices(heads, shard), _of_all_devices(features, shard)
+            every = _of_all_devices([*heads, *features], shard)
+            heads, features = every[: len(heads)], every[len(heads) :]
         chosen = [a for a in layout.loops if a.size == 1 and (leaf, a.axis) in self.selecting]
         features, held = [*features, *chosen], held | {a.axis for a in chosen}
         single = {a.axis: a.start * a.stride for a in layout.loops if a.size == 1 and a not in chosen}
@@ -254,6 +267,9 @@ class _Finder:
             raise _Refused("which layer an iteration of its loop is can't be told")
         axis = [k for k, atoms in enumerate(logits.seen.axes) if {a.axis for a in atoms} & self.normalized]
         found = self.heads(self.query, image.layout)
+        count = math.prod(a.size for atoms in found.values() for a in atoms)
+        if count * math.prod(s.parts for s in image.layout.shards) % query.entries or count > query.entries:
+            raise _Refused("its heads are no columns of the projection of its queries")
         heads = sorted(found, key=lambda d: [(a.axis, -a.stride) for a in found[d]])
         axes = logits.seen.axes
         counted = {
@@ -283,6 +299,14 @@ class _Finder:
         return tuple(
             math.prod(r.size for r in part) for part in (runs[:first], runs[first:stop], runs[stop:])
         )
+
+
+def _share(q: Span, k: Span) -> bool:
+    """Whether two runs of positions of a parameter may have some in common."""
+    if (q.leaf, q.index) != (k.leaf, k.index):
+        return False
+    apart = q.start >= k.start + k.size or k.start >= q.start + q.size
+    return q.axes != k.axes or not (apart or (q[:4] == k[:4] and q.span != k.span))
 
 
 def _of_all_devices(atoms: Sequence[Atom], shard: Shard) -> list[Atom]:

@@ -119,6 +119,10 @@ class Layout(NamedTuple):
     def is_reversed(self) -> bool:
         return any(map(_is_reversed, self.axes))
 
+    def is_placed(self, axis: int) -> bool:
+        """Whether other entries than the origin's stand beside its runs along an axis."""
+        return self.axes[axis][:1] != () and self.axes[axis][0].axis == PLACED and bool(self.atoms([axis]))
+
     def resize(self, shape: Sequence[int], spec: Sequence[tuple[str, ...]] = ()) -> Layout:
         """Another number of entries, on one device of several or on all of them; `spec` names the mesh axes."""
         axes, shards = [], list(self.shards)
@@ -131,7 +135,9 @@ class Layout(NamedTuple):
             else:
                 size = first.size * n // old
                 axes.append((first._replace(size=size, of=size), *atoms[1:]))
-                if i < len(spec):
+                if n > old:
+                    shards = [s for s in shards if (s.axis, s.parts * old) != (first.axis, n)]
+                elif i < len(spec):
                     shards.append(Shard(first.axis, old // n, spec[i]))
         return self._replace(axes=tuple(axes), shards=tuple(shards))
 
@@ -174,6 +180,10 @@ class Layout(NamedTuple):
         if part is None or high - low == stop - start:
             return part
         return part.place(axis, place.start + low - start, stop - start)
+
+    def add_up(self, axes: Iterable[int]) -> Layout:
+        """Entries along these axes, which are then gone, are added up."""
+        return self._replace(taken=(*self.taken, *self.atoms(axes)))
 
     def loop(self, axis: int) -> Layout:
         """One entry of an axis that a loop, a lookup or a batch visits entry by entry."""

@@ -35,6 +35,11 @@ class Side:
         return self.value.map(self.along)
 
     @property
+    def added_up(self) -> Value:
+        """The same, with all that it sums over added up."""
+        return self.value.map(lambda layout: self.along(layout.add_up(self.summed)))
+
+    @property
     def is_parameter(self) -> bool:
         """Whether it is made of parameters alone. One that is repeated for each example is a learned input."""
         return self.value.is_weight and not any(
@@ -229,7 +234,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
     for side, rest in ((left, right), (right, left)):
         if not rest.value.depends_on & PARAMETER:
             logits = _logits_after(walk, i, side, rest)
-            return product._replace(images=side.moved.images, logits=logits)
+            return product._replace(images=side.added_up.images, logits=logits)
     return product
 
 

@@ -86,7 +86,7 @@ _EXPONENTIALS = ("exp", "exp2", "logistic")
 _MOST = 6  # images of one value that are followed
 _BENDS = ("tanh", "logistic", "erf", "erfc", "max", "sin", "cos")  # are taken of activations, not of weights
 _ENTRYWISE = """
-    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
+    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     clz complex cos cosh cumlogsumexp cummax cumprod cumsum digamma div erf erf_inv erfc exp exp2 expm1 floor ge gt
     igamma integer_pow is_finite join le lgamma log log1p logistic lt max min mul ne nextafter not and or xor polygamma
     population_count pow random_gamma_grad rem round rsqrt select_n shift_left shift_right_arithmetic
@@ -103,6 +103,11 @@ def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     return x.repeated(old, [k if n == shape[k] else None for k, n in enumerate(beside)], shape)
 
 
+@rule("neg")
+def _negative(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    return [v._replace(logits=scaled_logits(i, node, v, Value())) for v in values]
+
+
 @rule(_ENTRYWISE)
 def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     name, whole, operands = node.name, dependent(values), node.inputs
@@ -111,7 +116,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     elif name in _SUMS:  # Python's sum begins with 0
         values = [v for v, x in zip(values, operands, strict=True) if not is_zero(walk, x)]
         if len(values) == 1:
-            return values
+            return values if name != "sub" else _negative(walk, i, node, values)
     if name in _BENDS and whole.is_weight:
         values = [walk.as_input(v) for v in values]
         whole = dependent(values)
@@ -144,7 +149,8 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         and not logits
         and all(v.terms for v in values if v.depends_on & PARAMETER)
     )
-    terms = tuple(t for v in values for t in v.terms) if mixed or name in _SCALES else ()
+    kept = values if mixed or name in _SCALES else ()
+    terms = tuple(_changed(t, _change(name, v, values), i) for v in kept for t in v.terms)
     return [whole._replace(terms=terms, images=images, logits=logits)]
 
 
@@ -157,7 +163,7 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
     """Parameters entry by entry are used as they are; one that repeats, as a bias or a gain does, is only that."""
     several = sum(bool(v.terms) for v in values) > 1
     if name not in _SUMS + _SCALES:  # an exponential of a parameter, say
-        return () if several else tuple(t for v in values for t in v.terms)
+        return () if several else tuple(_changed(t, f"passes {name}", i) for v in values for t in v.terms)
     noisy = name in _SCALES and any(v.depends_on & NOISE and not v.is_weight for v in values)
     cover, terms = [_cover(v) for v in values], []
     for v, mine in zip(values, cover, strict=True):
@@ -165,8 +171,29 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
             if any(mine < other for other in cover) or (several and t.noisy):
                 walk.record(i, "added" if name in _SUMS else "multiplied", t)
             else:
-                terms.append(t._replace(noisy=t.noisy or noisy))
-    return tuple(dict.fromkeys(terms))
+                t = t._replace(noisy=t.noisy or noisy)
+                terms.append(_changed(t, _change(name, v, values), i))
+    terms.sort(key=lambda t: t.after is not None)  # of one parameter, changed and as it is
+    return tuple({t._replace(after=None): t for t in terms}.values())
+
+
+def _changed(t: Term, why: str, i: int) -> Term:
+    return t._replace(after=t.after or ((why, i) if why else None))
+
+
+def _change(name: str, v: Value, values: Sequence[Value]) -> str:
+    """Why an operation on parameters `v` and others does not commute with scaling `v`; "" if it does."""
+    others = [u for u in values if u is not v]
+    if name in _CHOICES:  # a mask puts constants in their place
+        return "is replaced by data" if any(u.depends_on & DATA and not u.terms for u in others) else ""
+    if name in _SUMS:
+        alone = [u for u in others if not u.terms or u.depends_on & NOISE or _cover(u) < _cover(v)]
+        return "is added to something else" if alone else ""
+    if name == "div" and v is values[1]:
+        return "is a divisor"
+    if any(u.is_weight and not u.terms for u in others):
+        return "is normalized"
+    return "is multiplied by a parameter" if not others or any(_cover(u) == _cover(v) for u in others) else ""
 
 
 def _cover(v: Value) -> frozenset[int]:
@@ -178,11 +205,7 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
     """The images in one operand after the operation."""
     if node.name in _SUMS:  # a mask puts zeros or the like in their place
         is_mask = node.name in _CHOICES
-        strangers = [
-            u
-            for u in values
-            if not u.is_weight and not u.images and (u.depends_on & PARAMETER or not is_mask)
-        ]
+        strangers = [u for u in values if not u.is_weight and not u.images and (u.depends_on or not is_mask)]
         if not strangers or node.name == "complex":
             return v.images
         of_data = not any(u.depends_on & PARAMETER for u in strangers)
@@ -234,19 +257,23 @@ def _logits(i: int, node: Node, values: Sequence[Value], operands: Sequence[int]
         return tuple(dict.fromkeys(x for v in held for x in v.logits if x.stage == first.stage))
     if name in _EXPONENTIALS:
         return (first._replace(stage="weights"),)
-    others = [v for v in values if v is not held[0]]
+    at = next(k for k, v in enumerate(values) if v is held[0])
+    others = [v for k, v in enumerate(values) if k != at]
     why, raw = "", first.raw
     if name in _CHOICES:
         several = any(x.product != first.product for v in held for x in v.logits)
-        why = "its logits are one of two kinds" if several else ""
+        learned = any(v.depends_on & PARAMETER and not v.logits for v in others)
+        why = "its logits are one of two kinds" if several or learned else ""
     elif name in _SUMS and len(held) > 1:
         if held[1].logits[0].stage == "largest":  # the largest logit is subtracted
             return (first,)
         why = "a second term is added to the logits"
     elif name in _SUMS and others[0].depends_on & PARAMETER:
         why = "a learned bias is added to the logits"
+    elif name == "sub" and at == 1:
+        why = "the logits are subtracted"
     elif name in _SUMS:  # as they are here, not where they were scaled
-        raw = raw or (operands[values.index(held[0])], first.layout)
+        raw = raw or (operands[at], first.layout)
     elif name in _SCALES:
         return scaled_logits(i, node, held[0], *others)
     else:
@@ -298,6 +325,7 @@ def _without(x: Value, node: Node) -> Value:
     """Without the axes that are reduced."""
 
     def kept(layout: Layout) -> Layout:
+        layout = layout.add_up(node.params["axes"])
         left = [atoms for axis, atoms in enumerate(layout.axes) if axis not in node.params["axes"]]
         return layout._replace(axes=tuple(left))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @rule(
     """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
-    mesh_cast pvary pcast to_varying psum psum2 psum_invariant ppermute device_put name neg real imag conj
+    mesh_cast pvary pcast to_varying psum psum2 psum_invariant device_put name real imag conj
     stop_gradient
     """
 )
@@ -46,7 +46,10 @@ def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
 @rule("transpose squeeze reshape rev tile slice split unstack pad scan_stack")
 def _moved(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    return [values[0].map(move) for move in _moves(node, old, new)]
+    x, *padding = values
+    if padding and not is_zero(walk, node.inputs[1]):
+        x = x._replace(images=tuple(bent(walk, m, "padded", i, apart=True) for m in x.images))
+    return [x.map(move) for move in _moves(node, old, new)]
 
 
 def _moves(node: Node, old: Sequence[int], new: Sequence[int]) -> list[Move]:
@@ -226,9 +229,19 @@ def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     return [x.map(lambda layout: layout.loop(0))]
 
 
+@rule("ppermute")
+def _to_other_devices(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    """Heads meet those of another device, where they are divided."""
+    return [
+        v._replace(images=tuple(bent(walk, m, "exchanged", i) if m.layout.shards else m for m in v.images))
+        for v in values
+    ]
+
+
 @rule("shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all")
 def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    axes = [a if isinstance(a, tuple) else (a,) if a else () for a in node.params.get("spec", ())]
+    spec = node.params.get("spec", [node.params.get("axis_name")] * len(walk.shape(node.outputs[0])))
+    axes = [a if isinstance(a, tuple) else (a,) if a else () for a in spec]
     shapes = ((walk.shape(at), walk.shape(out)) for at, out in zip(node.inputs, node.outputs, strict=True))
     return [
         x.map(lambda layout, new=new: layout.resize(new, axes)) if len(old) == len(new) else dependent([x])

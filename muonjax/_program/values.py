@@ -29,6 +29,8 @@ class Term(NamedTuple):
     made: int = -1  # the last of these products
     noisy: bool = False  # multiplied by random numbers
     looked: tuple[int, ...] = ()  # the operations that looked up a part of it by data
+    # The first operation that does not commute with scaling it: what, and its number.
+    after: tuple[str, int] | None = None
 
 
 class Use(NamedTuple):
@@ -61,6 +63,12 @@ class Product:
     parts: set[tuple[Region, int]] = dataclasses.field(default_factory=set)
     rejoined: set[frozenset[Region]] = dataclasses.field(default_factory=set)
     met: int = 0  # as bits, the products on which depends what it is multiplied by
+
+    @property
+    def regions(self) -> set[Region]:
+        """The parts of the parameter that are used."""
+        own = self.use.term.layout.region
+        return {own | region for region, _ in self.parts} or {own}
 
 
 class Image(NamedTuple):

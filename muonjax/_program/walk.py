@@ -48,7 +48,9 @@ class Walk:
         self.shapes = [graph.shape(x) for x in graph.parameters]
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses: dict[tuple[int, int, int], Use] = {}
-        self.attentions: dict[int, Attention] = {}
+        self.attentions: dict[
+            tuple[int, int], Attention
+        ] = {}  # by product and by the logits that enter softmax
         self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
         self.pairs: dict[int, tuple[products.Side, products.Side]] = {}  # of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
@@ -175,7 +177,7 @@ class Walk:
                 for use in [use for use in self.uses if use[0] == logits.product]:
                     del self.uses[use]
                 side.value = self.as_input(side.value, side.summed)
-        self.attentions[logits.product] = Attention(logits, keys, values)
+        self.attentions[logits.product, logits.value] = Attention(logits, keys, values)
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:
             self.record_heads(side.value.images, side.given)
@@ -253,6 +255,7 @@ class Walk:
     def _next(self, carry: Node) -> Value:
         """What it carries after another iteration."""
         start, end = (self.values[x] for x in carry.inputs)
+        self.record_parts(-1, (*start.images, *end.images))
         now = self.values[carry.outputs[0]]
         same = start.is_weight and end.terms == start.terms and end.depends_on == start.depends_on
         return now if same else Value(start.depends_on | end.depends_on | now.depends_on, before=start.before)

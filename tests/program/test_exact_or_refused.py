@@ -1,0 +1,294 @@
+"""Attention in unusual spellings: a clip scales all logits of its head and no others, or is refused with a reason."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import muonjax
+
+pytestmark = pytest.mark.promotes("the programs are spelled as users spell theirs")
+
+B, T, D, H, S = 2, 6, 12, 4, 3
+X = (B, T, D)
+QKVO = {"q": (D, H * S), "k": (D, H * S), "v": (D, H * S), "o": (H * S, D)}
+
+
+def draw(shape, seed):
+    return jnp.asarray(0.5 * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def heads(x, count=H):
+    return x.reshape(*x.shape[:-1], count, -1)
+
+
+def logits_of(q, k):
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k)
+
+
+def read(logits, v):
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v).reshape(*v.shape[:2], -1)
+
+
+def projected(p, x):
+    return [heads(x @ p[name]) for name in "qkv"]
+
+
+def attention(change=lambda q, k, p: (q, k), spell=lambda logits, p: logits, weights=lambda p: p):
+    """A loss and its logits, with changes of queries and keys, of the logits, or of the parameters."""
+
+    def fun(p, x):
+        q, k, v = projected(weights(p), x)
+        logits = spell(logits_of(*change(q, k, p)), p)
+        return jnp.mean((read(logits, v) @ p["o"]) ** 2), logits
+
+    return fun
+
+
+def quantized(w):
+    step = jnp.max(jnp.abs(w)) / 7
+    return w + lax.stop_gradient(jnp.round(w / step) * step - w)
+
+
+def two_branches(p, x):
+    q, k, v = projected(p, x)
+    logits = logits_of(q, k)
+    local = jnp.tril(jnp.ones((T, T), bool)) & ~jnp.tril(jnp.ones((T, T), bool), -2)
+    causal = jnp.tril(jnp.ones((T, T), bool))
+
+    def attend(mask):
+        return lambda logits, v: read(jnp.where(mask, logits, -1e9), v)
+
+    y = lax.cond(x[0, 0, 0] < 0, attend(local), attend(causal), logits, v)
+    mask = jnp.where(x[0, 0, 0] < 0, local, causal)
+    return jnp.mean((y @ p["o"]) ** 2), jnp.where(mask, logits, -jnp.inf)
+
+
+def carried_queries(p, x):
+    """The queries of one position are read by the next."""
+
+    def step(before, row):
+        q, k, v = projected(p, row[:, None])
+        logits = logits_of(q, k)
+        return q.reshape(B, -1), (read(logits, v)[:, 0] + before, logits)
+
+    _, (y, logits) = lax.scan(step, jnp.zeros((B, H * S)), x.swapaxes(0, 1))
+    return jnp.mean((y @ p["o"]) ** 2), logits[0]
+
+
+EYE, R = jnp.eye(S), draw((S, S), 9)
+SHARED = {
+    "bias": (S,),
+    "w": (H, S, S),
+    "e": (),
+    "mix": (T, T),
+    "first": (D, H * S // 2),
+    "last": (D, H * S // 2),
+}
+EXACT = {
+    "plain": attention(),
+    "negative": attention(spell=lambda a, p: -a),
+    "zero_minus": attention(spell=lambda a, p: 0 - a),
+    "a_rotation_by_a_matrix": attention(lambda q, k, p: (q @ R, k @ R)),
+    "half_of_the_features_rotated_by_a_matrix": attention(
+        lambda q, k, p: (jnp.concatenate([q[..., :2] @ R[:2, :2], q[..., 2:]], -1), k)
+    ),
+    "masked_kernel": attention(weights=lambda p: p | {"q": jnp.tril(p["q"])}),
+    "two_softmaxes_of_one_product": two_branches,
+}
+REFUSED = {
+    "subtracted": (attention(spell=lambda a, p: 1.0 - a), "the logits are subtracted"),
+    "weight_norm": (
+        attention(weights=lambda p: p | {"q": p["q"] / jnp.linalg.norm(p["q"], axis=0)}),
+        "a parameter of its queries is normalized before",
+    ),
+    "a_function_of_the_kernel": (
+        attention(weights=lambda p: p | {"k": jnp.tanh(p["k"])}),
+        "a parameter of its keys passes tanh before",
+    ),
+    "quantized_straight_through": (
+        attention(weights=lambda p: p | {"q": quantized(p["q"])}),
+        "a parameter of its queries is",
+    ),
+    "added_to_a_frozen_kernel": (
+        attention(weights=lambda p: p | {"q": p["q"] + R[0, 0] * jnp.ones((D, H * S))}),
+        "a parameter of its queries is added to something else before",
+    ),
+    "a_function_of_the_bias": (
+        attention(lambda q, k, p: (q + jnp.exp(p["e"]) * jnp.ones((H, S)), k)),
+        "a parameter of its queries",
+    ),
+    "a_bias_that_heads_share": (
+        attention(lambda q, k, p: (q, k + p["bias"])),
+        "its keys have several numbers of heads",
+    ),
+    "keys_in_part_of_data": (
+        attention(lambda q, k, p: (q, jnp.where((jnp.arange(T) < 2)[:, None, None], draw((T, H, S), 8), k))),
+        "its keys are",
+    ),
+    "keys_padded_with_ones": (
+        attention(lambda q, k, p: (q, lax.pad(k[:, 1:], 1.0, [(0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)]))),
+        "its keys are padded",
+    ),
+    "logits_in_part_learned": (
+        attention(spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a)),
+        "its logits are one of two kinds",
+    ),
+    "one_matrix_for_each_head": (
+        attention(lambda q, k, p: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k)),
+        "its ",
+    ),
+    "keys_by_the_transposed_kernel": (
+        attention(weights=lambda p: p | {"k": p["q"].T}),
+        "its queries and keys are one projection",
+    ),
+    "queries_carried_by_a_loop": (carried_queries, "its projection is used for something else too"),
+}
+
+
+def prepared(fun):
+    shapes = QKVO | SHARED
+    p = {name: draw(shape, i) for i, (name, shape) in enumerate(shapes.items())}
+    x = 2 * draw(X, 99)
+    with pytest.warns(UserWarning, match="never used|no data"):
+        program = muonjax.inspect(lambda p, x: fun(p, x)[0], p, x)
+    return p, x, program
+
+
+def check_exact(fun, p, x, program):
+    """Each head's maximum is that of its logits, and a clip of one head halves its logits and no others'."""
+    (_, maxima), _ = muonjax.value_and_grad(lambda p, x: fun(p, x)[0])(p, x)
+    ((name, found),) = maxima.items()
+    logits = np.asarray(jax.jit(fun)(p, x)[1])
+    np.testing.assert_allclose(found, logits.max((0, 2, 3)), rtol=1e-5)
+    for head in range(H):
+        alone = {name: jnp.full(H, -jnp.inf).at[head].set(200.0)}
+        clipped = muonjax.apply_qk_clip(p, alone, program.sites, 100.0)
+        expected = np.where(np.arange(H)[:, None, None] == head, logits / 2, logits)
+        np.testing.assert_allclose(jax.jit(fun)(clipped, x)[1], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_clip_scales_the_logits_of_its_head_alone(name):
+    p, x, program = prepared(EXACT[name])
+    assert [a.problem for a in program.attentions] == [""]
+    check_exact(EXACT[name], p, x, program)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_clip_would_not_scale_is_refused(name):
+    fun, reason = REFUSED[name]
+    _, _, program = prepared(fun)
+    (attention,) = program.attentions
+    assert attention.problem.startswith(reason)
+
+
+def on_two_devices(spell, w_specs, x_spec=PartitionSpec(), out=PartitionSpec(), whole=projected):
+    """`spell(w, x)` -> queries, keys and values of one device; and the logits of all heads."""
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+
+    def fun(p, x):
+        def local(p, x):
+            q, k, v = spell(p, x)
+            return read(logits_of(q, k), v)
+
+        y = jax.shard_map(local, mesh=mesh, in_specs=(w_specs, x_spec), out_specs=out)(p, x)
+        q, k, _ = whole(p, x)
+        return jnp.mean(y**2), logits_of(q, k)
+
+    return fun
+
+
+def side_by_side(p, x):
+    """[H, 3, S]: queries, keys and values of a head together."""
+    return [
+        heads(x @ p["w"], p["w"].shape[1] // (3 * S)).reshape(*x.shape[:2], -1, 3, S)[..., i, :]
+        for i in range(3)
+    ]
+
+
+def exchanged(p, x):
+    """Ulysses: sequences are divided before, heads after."""
+    return [lax.all_to_all(y, "m", 2, 1, tiled=True) for y in projected(p, x)]
+
+
+def scattered(p, x):
+    return [lax.psum_scatter(y, "m", scatter_dimension=2, tiled=True) for y in projected(p, x)]
+
+
+ROWS, COLUMNS = PartitionSpec("m"), PartitionSpec(None, "m")
+DIVIDED = {
+    "heads_side_by_side": (
+        side_by_side,
+        COLUMNS,
+        PartitionSpec(),
+        PartitionSpec(None, None, "m"),
+        side_by_side,
+    ),
+    "exchanged": (exchanged, PartitionSpec(), COLUMNS, PartitionSpec(None, None, "m"), projected),
+    "scattered": (scattered, ROWS, PartitionSpec(None, None, "m"), PartitionSpec(None, None, "m"), projected),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_heads_divided_among_devices(name):
+    spell, specs, x_spec, out, whole = DIVIDED[name]
+    fun = on_two_devices(spell, specs, x_spec, out, whole)
+    p = (
+        {"w": draw((D, 3 * H * S), 0)}
+        if spell is side_by_side
+        else {n: draw(QKVO[n], i) for i, n in enumerate("qkv")}
+    )
+    x = 2 * draw(X, 99)
+    program = muonjax.inspect(lambda p, x: fun(p, x)[0], p, x)
+    assert [a.problem for a in program.attentions] == [""]
+    check_exact(fun, p, x, program)
+
+
+def test_keys_of_another_devices_heads_are_refused():
+    def spell(p, x):
+        q, k, v = (heads(x @ p[name], H // 2) for name in "qkv")
+        return q, lax.ppermute(k, "m", [(0, 1), (1, 0)]), v
+
+    fun = on_two_devices(spell, COLUMNS, out=PartitionSpec(None, None, "m"))
+    (attention,) = muonjax.inspect(
+        lambda p, x: fun(p, x)[0], {n: draw(QKVO[n], 0) for n in "qkv"}, draw(X, 1)
+    ).attentions
+    assert attention.problem.startswith("its keys are exchanged")
+
+
+def test_heads_of_two_products_are_refused():
+    def loss(p, x):
+        q = jnp.concatenate([heads(x @ p[name], 2) for name in ("first", "last")], 2)
+        k, v = (heads(x @ p[name]) for name in "kv")
+        return jnp.mean((read(logits_of(q, k), v) @ p["o"]) ** 2)
+
+    shapes = {n: QKVO[n] for n in "kvo"} | {"first": (D, 2 * S), "last": (D, 2 * S)}
+    (attention,) = muonjax.inspect(
+        loss, {n: draw(shape, 0) for n, shape in shapes.items()}, draw(X, 1)
+    ).attentions
+    assert attention.problem == "heads of its queries are put together from several products"
+
+
+def test_a_product_of_two_activations_times_itself():
+    """A Gram matrix of features, as in losses that decorrelate them: it had no message."""
+
+    def loss(p, x):
+        y = x @ p["w"]
+        gram = jnp.einsum("btd,bte->bde", y, y)
+        return jnp.mean(gram * gram)
+
+    assert muonjax.inspect(loss, {"w": draw((D, D), 0)}, draw(X, 1)).attentions == ()
+
+
+def test_data_of_fewer_bits_in_larger_words():
+    def loss(p, x, packed):
+        frozen = lax.bitcast_convert_type(packed, jnp.int4).reshape(D, D).astype(jnp.float32)
+        return jnp.mean((jnp.tanh(x @ frozen + x @ p["w"]) @ p["out"]) ** 2)
+
+    shapes = {"w": (D, D), "out": (D, D)}
+    p = {name: draw(shape, 0) for name, shape in shapes.items()}
+    numbers = muonjax.inspect(loss, p, draw(X, 1), jnp.zeros((D, D // 2), jnp.uint8)).dimension_numbers()
+    assert numbers["w"] == muonjax.MuonDimensionNumbers(0, 1)
