@@ -18,7 +18,7 @@ from muonjax._newton_schulz.coefficients import evaluate, take_steps
 from muonjax._newton_schulz.gram_form import gram_restarts
 from muonjax._newton_schulz.products import SymmetricProduct, shared
 from tests.tools import oracles
-from tests.tools.tiers import examples, quick, thorough
+from tests.tools.tiers import every_pair, examples, quick, thorough
 
 PRESETS = {
     "fast": NewtonSchulz.fast(),
@@ -59,6 +59,7 @@ SPECTRA += ["rank deficient", "plateau below"]
 SHAPES = [(37, 101), *map(thorough, [(48, 48), (16, 256)])]
 
 
+@every_pair
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("preset", PRESETS)
@@ -78,6 +79,7 @@ def test_polar_error_is_within_the_minimax_bound(preset, name, shape):
     assert np.linalg.norm(y, 2) <= 1 + max(0.06, minimax_error(preset) + 1e-3)
 
 
+@every_pair
 @pytest.mark.parametrize("n", [96, thorough(256)])
 @pytest.mark.parametrize("name", [*SPECTRA, "as many equal as are shrunk"])
 @pytest.mark.parametrize("preset", ["fast", "balanced"])
@@ -123,6 +125,7 @@ def test_half_precision_loses_little(form):
         assert error <= np.hypot(single, 0.06)
 
 
+@every_pair
 @quick(
     "schatten-64-auto-(33, 200)-None",
     "frobenius-64-auto-(33, 200)-None",
