@@ -83,7 +83,6 @@ def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
     np.testing.assert_allclose(parts, once, atol=1e-6)
 
 
-@pytest.mark.rounding
 @pytest.mark.thorough
 def test_stacks_that_share_small_operations_get_what_each_gets_alone(monkeypatch):
     """Stacks of several shapes and ranks, one in chunks, a matrix too small for a deflation, another dtype."""
