@@ -162,7 +162,7 @@ def test_tiny_runs_of_dtypes_and_wrappers(tmp_path, monkeypatch):
     assert muon["held_out"] != wrapped["held_out"]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_tiny_sweeps_are_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(transfer, "IMAGES", tmp_path)

@@ -30,6 +30,7 @@ from tests.tools.tiers import quick, thorough
 # At learning rate zero.
 
 
+@pytest.mark.rounding
 @quick("multi-head with biases-query", "multi-query with RoPE-balanced", "fused, heads first-query")
 @pytest.mark.parametrize(
     ("kind", "shared_keys"),
@@ -98,6 +99,7 @@ def test_heads_below_the_threshold_are_bit_identical_to_muon_alone():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-8), cold, alone)
 
 
+@pytest.mark.rounding
 @pytest.mark.thorough
 def test_ten_steps_leave_the_weights_of_calm_heads_bit_identical_to_muon_alone():
     """Each optimizer in one program with `apply_updates`, as people train: weights, momentum and all."""
@@ -340,6 +342,7 @@ def test_scanned_rematerialised_and_donated(scan_axis):
     np.testing.assert_allclose(state[1].factors["attention"], jnp.minimum(1, 5 / before), rtol=1e-6)
 
 
+@pytest.mark.rounding
 @pytest.mark.thorough
 def test_a_deep_model_is_exact_after_as_many_clips_as_layers():
     """Each clip of a layer changes the inputs of the next: one clip makes one more layer exact."""
@@ -461,6 +464,7 @@ def test_optax_can_map_over_the_state():
 # Against an optimizer that pushes one head up, for thousands of steps.
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("shared_keys", ["balanced", *map(thorough, ["query", "group"])])
 def test_tug_of_war(shared_keys):
     """One head is pushed up by 1 % per step for 3,000 steps, together with three calm ones that share its key."""
@@ -499,6 +503,7 @@ def test_tug_of_war(shared_keys):
         assert (history[-1, 1:] < 1e-6).all()
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize(
     "kind",
     [

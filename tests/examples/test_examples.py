@@ -1,6 +1,7 @@
 """Run the examples as programs, at a tiny size."""
 
 import csv
+import functools
 import hashlib
 import pathlib
 import re
@@ -11,6 +12,8 @@ import sys
 import time
 
 import pytest
+
+from tests.examples.refusals import refusal
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--sample", "0"]
@@ -23,10 +26,13 @@ def command(*arguments, script="train_transformer.py"):
     return [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
 
 
-def run(*arguments, fails=False, **settings):
+def run(*arguments, **settings):
     done = subprocess.run(command(*arguments, **settings), capture_output=True, text=True, check=False)
-    assert bool(done.returncode) is fails, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+refused = functools.partial(refusal, "train_transformer")
 
 
 def parameters(output):
@@ -89,9 +95,12 @@ def test_the_clip_is_counted_and_the_bar_shows_no_value_that_is_not_there(finish
 
 
 @pytest.mark.thorough
-def test_killed_and_resumed_ends_in_the_same_bits(finished, tmp_path):
+def test_killed_twice_and_resumed_ends_in_the_same_bits(finished, tmp_path):
+    """First in its first checkpoint: a temporary folder is none, --resume says so, and --out may start again."""
     _, whole = finished
     out = tmp_path / "killed"
+    (out / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert "holds no complete checkpoint" in refused(*TINY, "--resume", out)
     process = subprocess.Popen(
         command(*TINY, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -106,15 +115,6 @@ def test_killed_and_resumed_ends_in_the_same_bits(finished, tmp_path):
     assert parameters(resumed) == parameters(whole)
     with (out / "metrics.csv").open() as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 13))
-
-
-@pytest.mark.thorough
-def test_killed_in_its_first_checkpoint_starts_again(finished, tmp_path):
-    """A temporary folder is not a checkpoint: --resume says so, and --out may start again."""
-    out = tmp_path / "killed"
-    (out / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
-    assert "holds no complete checkpoint" in run(*TINY, "--resume", out, fails=True)
-    assert parameters(run(*TINY, "--out", out)) == parameters(finished[1])
 
 
 def damage(folder, kind):
@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_is_refused_and_left_alone(finished, tmp_path, kind
     shutil.copytree(finished[0], out)
     damage(out, kind)
     before = contents(out)
-    message = run(*TINY, "--resume", out, fails=True)
+    message = refused(*TINY, "--resume", out)
     assert "--resume: the checkpoint" in message
     assert "damaged" in message
     assert contents(out) == before
@@ -150,16 +150,16 @@ def test_a_damaged_checkpoint_is_refused_and_left_alone(finished, tmp_path, kind
 @pytest.mark.thorough
 def test_another_run_and_no_run_are_refused(finished, tmp_path):
     before = contents(finished[0])
-    assert "width: 16 there, 8 here" in run(*TINY, "--width", "8", "--resume", finished[0], fails=True)
-    assert "holds no complete checkpoint" in run(*TINY, "--resume", tmp_path, fails=True)
-    assert "holds a run already" in run(*TINY, "--out", finished[0], fails=True)
+    assert "width: 16 there, 8 here" in refused(*TINY, "--width", "8", "--resume", finished[0])
+    assert "holds no complete checkpoint" in refused(*TINY, "--resume", tmp_path)
+    assert "holds a run already" in refused(*TINY, "--out", finished[0])
     assert contents(finished[0]) == before
 
 
 @pytest.mark.thorough
 def test_bad_flags():
-    assert "--steps must be at least 1" in run("--steps", "0", fails=True)
-    assert "multiple of --heads" in run("--width", "10", "--heads", "3", fails=True)
+    assert "--steps must be at least 1" in refused("--steps", "0")
+    assert "multiple of --heads" in refused("--width", "10", "--heads", "3")
 
 
 @pytest.mark.thorough
@@ -211,5 +211,5 @@ def test_loha_adapters_on_a_finished_run(finished, tmp_path):
     before, muon, adamw = re.findall(r"held-out loss ([\d.]+)", output)
     assert muon != before != adamw
     assert "trainable parameters" in output
-    missing = run("--start", tmp_path, *flags, fails=True, script="loha_finetune.py")
+    missing = refusal("loha_finetune", "--start", tmp_path, *flags)
     assert "holds no checkpoint; first: python examples/train_transformer.py" in missing

@@ -96,7 +96,7 @@ def test_all_public_transformations_are_here():
 
 @pytest.mark.nan("the monitor starts from it")
 @quick("qk_clip")
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", [nightly(name) if name in ("muon", "muonh") else name for name in PUBLIC])
 def test_the_state_is_donated(name):
     """`init` shards each array of the state as `update` returns it, whatever the statistics' sharding."""
     tx, mesh = optax.with_extra_args_support(PUBLIC[name]()), make_mesh(AxisType.Explicit, a=8)

@@ -31,7 +31,8 @@ def even_share():
     ("name", "axis_type"),
     [
         ("fsdp_tp", AxisType.Auto),
-        *(thorough(name, AxisType.Auto) for name in LIMITS if name != "fsdp_tp"),
+        *(thorough(name, AxisType.Auto) for name in ("hsdp", "replicated")),
+        *(nightly(name, AxisType.Auto) for name in ("fsdp", "experts")),
         thorough("fsdp_tp", AxisType.Explicit),
         *(nightly(name, AxisType.Explicit) for name in LIMITS if name != "fsdp_tp"),
     ],
@@ -60,7 +61,13 @@ def test_four_matrices_are_divided_among_pairs_of_devices():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "case", [sharding.fsdp(12), sharding.fsdp(24), sharding.CASES["hsdp"], sharding.CASES["replicated"]]
+    "case",
+    [
+        nightly(sharding.fsdp(12)),
+        sharding.fsdp(24),
+        sharding.CASES["hsdp"],
+        nightly(sharding.CASES["replicated"]),
+    ],
 )
 def test_memory_is_the_buffers_and_one_iteration(case):
     row = sharding.memory("", case)

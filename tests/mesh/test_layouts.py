@@ -64,7 +64,7 @@ def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["tensor_parallel", thorough("hybrid"), thorough("auto")])
+@pytest.mark.parametrize("mode", ["tensor_parallel", "hybrid", nightly("auto")])
 def test_the_other_modes(mode):
     # All of the iteration, for here it sums over the mesh.
     names = ("rows", "both", "tall", "experts", "query", "one_axis_twice_turned", "fused")

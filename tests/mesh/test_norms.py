@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 import muonjax
 from benchmarks.common import hlo_counts
 from tests.mesh.layouts import NUMBERS, SPECS, make_mesh, put, tree, under
-from tests.tools.tiers import quick
+from tests.tools.tiers import every_pair
 
 MESHES = [{"fsdp": 8, "tensor": 1}, {"fsdp": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}]
 MEMBERS = {
@@ -44,10 +44,7 @@ def turned(params):
 
 
 @pytest.mark.thorough
-@quick(
-    "hyperball-{'fsdp': 2, 'tensor': 4}-AxisType.Auto",
-    "normalize_neurons-{'fsdp': 4, 'tensor': 2}-AxisType.Explicit",
-)
+@every_pair
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("member", MEMBERS)

@@ -77,6 +77,7 @@ def test_the_inverse_root_is_one_and_never_more():
         assert np.linalg.norm(q @ h @ q, 2) < 1 + 1e-5
 
 
+@pytest.mark.rounding
 @pytest.mark.thorough
 def test_pre_deflation_takes_the_largest_off_and_keeps_the_polar_factor():
     for shape in ((64, 96), (2, 64, 96)):
@@ -108,6 +109,7 @@ def test_the_sum_over_the_others_is_worth_its_price():
     assert found == pytest.approx(0.5**4 * (10 - 10**0.25), rel=1e-4)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("restarts", [None, ()])
 @pytest.mark.parametrize("steps", [7, *map(thorough, [3, 5])])
 @pytest.mark.parametrize("name", SPECTRA)

@@ -53,6 +53,7 @@ def test_no_singular_value_comes_out_above_1_2(name, platform):
     assert top == 0 if name == "zero" else 0.7 < top <= 1.2
 
 
+@pytest.mark.rounding
 @pytest.mark.thorough
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_a_tall_matrix_is_the_transpose_of_a_wide_one(platform):
@@ -63,6 +64,7 @@ def test_a_tall_matrix_is_the_transpose_of_a_wide_one(platform):
     np.testing.assert_allclose(tall, wide.T, atol=1e-6)
 
 
+@pytest.mark.rounding
 @pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(64, 64), (64, 160)], ids=str)
 def test_a_cpu_computes_as_a_gpu_where_it_is_asked_to(shape):
@@ -75,6 +77,7 @@ def test_a_cpu_computes_as_a_gpu_where_it_is_asked_to(shape):
     assert np.abs(here(x) - muonjax.newton_schulz(x)).max() > 1e-3  # not in float32
 
 
+@pytest.mark.rounding
 @quick("balanced")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_named_implementation_is_as_accurate(preset):
@@ -89,6 +92,7 @@ def test_a_named_implementation_is_as_accurate(preset):
         assert momentum.polar_error(y[i], polar) == pytest.approx(want, abs=0.005)
 
 
+@pytest.mark.rounding
 @quick("1e-30-gpu", "1e+30-tpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
@@ -110,6 +114,7 @@ def test_a_bad_number_stays_in_its_matrix(bad, platform):
     np.testing.assert_array_equal(y[jnp.array([0, 2])], clean[jnp.array([0, 2])])
 
 
+@pytest.mark.rounding
 @quick("balanced-0.2-gpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize(("preset", "most"), [("fast", 0.27), ("balanced", 0.20)])
@@ -245,6 +250,7 @@ def test_rank_one_keeps_its_direction(rows):
     assert np.sum(x * y) > 0.99 * np.linalg.norm(x) * np.linalg.norm(y)
 
 
+@pytest.mark.rounding
 @pytest.mark.thorough
 @pytest.mark.parametrize("thin", [jnp.float16, jnp.bfloat16])
 def test_what_is_subtracted_leaves_a_bound_of_the_largest_eigenvalue(thin):
@@ -287,6 +293,7 @@ def test_how_many_steps_are_fused(schedule, gpu, tpu):
     assert fused == [(gpu, jnp.float16), (tpu, jnp.bfloat16)]
 
 
+@pytest.mark.rounding
 @quick("gpu-fast-of the axes")
 @pytest.mark.parametrize("vectors", ["random", "of the axes"])
 @pytest.mark.parametrize(

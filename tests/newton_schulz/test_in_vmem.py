@@ -20,7 +20,7 @@ from muonjax._newton_schulz.iteration import polar_factor
 from muonjax._policy import Policy
 from pallas_kernels import _kernel_batch, _vmem_tpu
 from tests.tools import oracles
-from tests.tools.tiers import nightly, quick
+from tests.tools.tiers import every_pair, nightly, quick
 
 needs_libtpu = pytest.mark.skipif(
     ahead_of_time.missing("tpu") is not None, reason=ahead_of_time.missing("tpu") or ""
@@ -64,6 +64,7 @@ def matrices(count, m, n, dtype="float32"):
     return jnp.asarray(x, dtype)
 
 
+@every_pair
 @quick("fast-2-256-256-eager-TPU v5 lite", "balanced-3-200-700-on_wait-TPU v5p")
 @pytest.mark.parametrize(("copies", "kind"), [("eager", "TPU v5 lite"), ("on_wait", "TPU v5p")])
 @pytest.mark.parametrize(

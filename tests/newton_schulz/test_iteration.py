@@ -18,7 +18,7 @@ from muonjax._newton_schulz.coefficients import evaluate, take_steps
 from muonjax._newton_schulz.gram_form import gram_restarts
 from muonjax._newton_schulz.products import SymmetricProduct, shared
 from tests.tools import oracles
-from tests.tools.tiers import examples, quick, thorough
+from tests.tools.tiers import every_pair, examples, quick, thorough
 
 PRESETS = {
     "fast": NewtonSchulz.fast(),
@@ -59,6 +59,8 @@ SPECTRA += ["rank deficient", "plateau below"]
 SHAPES = [(37, 101), *map(thorough, [(48, 48), (16, 256)])]
 
 
+@pytest.mark.rounding
+@every_pair
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("preset", PRESETS)
@@ -78,6 +80,8 @@ def test_polar_error_is_within_the_minimax_bound(preset, name, shape):
     assert np.linalg.norm(y, 2) <= 1 + max(0.06, minimax_error(preset) + 1e-3)
 
 
+@pytest.mark.rounding
+@every_pair
 @pytest.mark.parametrize("n", [96, thorough(256)])
 @pytest.mark.parametrize("name", [*SPECTRA, "as many equal as are shrunk"])
 @pytest.mark.parametrize("preset", ["fast", "balanced"])
@@ -102,6 +106,7 @@ def test_deflation_finds_a_long_tail():
     assert oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), fast), x) < 0.35
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("condition", [1e3, 1e5])
 @pytest.mark.parametrize(("n", "tall"), [thorough(64, False), thorough(256, False), (256, True)])
 def test_accurate_is_as_exact_as_the_condition_allows(condition, n, tall):
@@ -110,6 +115,7 @@ def test_accurate_is_as_exact_as_the_condition_allows(condition, n, tall):
     assert oracles.polar_error(y, x.astype(np.float64)) < np.finfo(np.float32).eps * condition
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("form", ["standard", thorough("gram")])
 def test_half_precision_loses_little(form):
     half = NewtonSchulz(compute_dtype=jnp.bfloat16, form=form)
@@ -123,6 +129,8 @@ def test_half_precision_loses_little(form):
         assert error <= np.hypot(single, 0.06)
 
 
+@pytest.mark.rounding
+@every_pair
 @quick(
     "schatten-64-auto-(33, 200)-None",
     "frobenius-64-auto-(33, 200)-None",
@@ -249,6 +257,7 @@ def test_complex_matrices():
     )
 
 
+@pytest.mark.rounding
 @pytest.mark.thorough
 def test_complex_entries_whose_absolute_value_overflows():
     x = jnp.full((1, 2), 3e38 + 3e38j, jnp.complex64)
@@ -256,6 +265,7 @@ def test_complex_entries_whose_absolute_value_overflows():
     np.testing.assert_allclose(y, np.full((1, 2), (1 + 1j) / 2), atol=1e-5)
 
 
+@pytest.mark.rounding
 @pytest.mark.thorough
 def test_float64_is_computed_in_float64():
     with jax.enable_x64(True):

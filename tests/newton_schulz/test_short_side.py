@@ -33,6 +33,7 @@ def by_deflation(settings):
     return dataclasses.replace(settings, form="standard")
 
 
+@pytest.mark.rounding
 @quick("fast-1")
 @pytest.mark.parametrize("steeper", [1, 1.39])
 @pytest.mark.parametrize("preset", PRESETS)

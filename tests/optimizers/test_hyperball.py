@@ -87,6 +87,7 @@ DIRECTIONS = {
 }
 
 
+@pytest.mark.rounding
 @quick("bfloat16-orthogonal", "bfloat16-constant", "float32-orthogonal")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -65,6 +65,7 @@ def test_blocks_divide_the_axis_and_are_not_short(length, size):
     assert block_size(length) == size
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("shape", [(3, 256), (5,), (), thorough((2, 3, 130)), thorough((4, 1))])
 def test_rounding_is_at_most_half_a_unit(shape):
     x = np.asarray(normal(*shape), np.float64)

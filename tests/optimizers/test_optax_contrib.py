@@ -264,7 +264,7 @@ def both_ways(x, numbers):
     return view.to_matrices, view.to_leaf
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.promotes("Optax's own tests promote")
 def test_the_tests_of_optax_pass_unchanged(monkeypatch):
     """Those of the Optax that is installed, if it brings them along."""

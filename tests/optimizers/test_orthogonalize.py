@@ -64,6 +64,7 @@ def test_groups_are_shapes_up_to_transposition():
     assert group_by_shape(arrays) == [[0, 1], [2], [3]]
 
 
+@pytest.mark.rounding
 @pytest.mark.thorough
 def test_map_groups_gives_every_array_its_own_result():
     arrays = [normal(2, 4, 8), normal(3, 8, 4, seed=1), normal(1, 5, 5, seed=2), normal(7, 4, 8, seed=3)]
@@ -72,6 +73,7 @@ def test_map_groups_gives_every_array_its_own_result():
         np.testing.assert_allclose(y, x * jnp.sum(x * x, axis=(-2, -1), keepdims=True), rtol=1e-6)
 
 
+@pytest.mark.rounding
 @pytest.mark.thorough
 def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
     x = normal(6, 4, 8)

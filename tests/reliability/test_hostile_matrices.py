@@ -25,7 +25,7 @@ LOWER = {"fast": 2e-2, "balanced": 1e-2}
 
 # Short sides with both neighbours of each switch: 8 (deflation), 16 (of two directions), 512 (its largest rank).
 QUICK = (9, 136, 160)
-THOROUGH = (1, 2, 7, 8, 15, 16, 17, 24, 63, 64, 72, 96, 128, 200, 256, 320)
+THOROUGH = (1, 2, 7, 8, 15, 16, 17, 24, 64, 72, 128, 320)
 NIGHTLY = sorted({*range(1, 321), 511, 512, 520} - {*QUICK, *THOROUGH})
 SIDES = [*QUICK, *map(thorough, THOROUGH), *map(nightly, NIGHTLY)]
 

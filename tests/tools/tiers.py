@@ -4,6 +4,8 @@ The markers are in pyproject.toml. `pytest -n auto` is the quick tier, `.ci/run`
 `pytest --hypothesis-profile=nightly tests/reliability` draws 20,000 examples.
 """
 
+import itertools
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -26,8 +28,34 @@ def quick(*ids, others="thorough"):
     return pytest.mark.quick(*ids, others=others)
 
 
+# Of a test with several `parametrize`, the thorough cases are those that bring two values together for the first time;
+# what only adds a third to two that have met runs at night.
+every_pair = pytest.mark.every_pair
+
+
 def mark_others(items):
-    """Give their marker to the cases that `quick` does not name."""
+    """Give their marker to the cases that `quick` does not name, and the night what `every_pair` leaves out."""
+    mark_not_quick(items)
+    crossed = [item for item in items if item.get_closest_marker("every_pair")]
+    for _, cases in itertools.groupby(crossed, lambda item: item.nodeid.partition("[")[0]):
+        leave_pairs_that_met(list(cases))
+
+
+def leave_pairs_that_met(cases):
+    def pairs(case):
+        values = [(name, repr(value)) for name, value in case.callspec.params.items()]
+        return set(itertools.combinations(values, 2))
+
+    left = [case for case in cases if case.get_closest_marker("thorough")]
+    met = set().union(*(pairs(case) for case in cases if not case.get_closest_marker("thorough")))
+    while left and not pairs(case := max(left, key=lambda case: len(pairs(case) - met))) <= met:
+        met |= pairs(case)
+        left.remove(case)
+    for case in left:
+        case.add_marker("nightly")
+
+
+def mark_not_quick(items):
     named, met = {}, {}
     for item in items:
         marker = item.get_closest_marker("quick")
