@@ -1,7 +1,9 @@
 """Orthogonalize matrices with a short side on a GPU: few passes over X, and polynomials of its Gram matrix.
 
 Where m is small, passes over X and launches take the time, not products of m x m matrices. So `_OPENING`, more
-polynomials before the steps, lifts small singular values instead of the deflation: four products with X in all.
+polynomials before the steps, lifts small singular values instead of the deflation: four products with X in all. All
+polynomials of a half together are a (1 + T), where a is the product of their first coefficients and T, m x m, comes
+from one launch (`pallas_kernels/_composition`):
 
     Z = (1 + T) X,    T of X X^H by the opening,    result = a (1 + T') Z,    T' of Z Z^H by the steps
 
@@ -38,7 +40,7 @@ def takes(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> bool:
     """Whether m x n matrices are made here: where the kernel is named. Jordan's steps, for one, would end at 1.28.
 
     No default takes this way: of a matrix of rank one or two, emulated, more comes out in directions that it does not
-    have than with a deflation.
+    have than with a deflation. Its bound of X X^H is Schatten's.
     """
     presets = NewtonSchulz.fast(), NewtonSchulz.balanced()
     return (
