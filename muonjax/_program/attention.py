@@ -241,11 +241,14 @@ class _Finder:
     def _probe(self, query: Span) -> Probe:
         walk, logits = self.walk, self.attention.logits
         places = walk.graph.variables_of(logits.value)
-        raw = {}
-        if logits.raw is not None and logits.raw[1] == logits.seen:  # logits and mask, or a bias as ALiBi's
-            raw = walk.graph.variables_of(logits.raw[0])
+        raw = {} if logits.raw is None else walk.graph.variables_of(logits.raw[0])
         custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
         place = min(places, key=lambda place: (custom[place], place not in raw, len(place)))
+        if logits.raw is not None:  # logits and mask, or a bias as ALiBi's
+            if place not in raw:
+                raise _Refused("something is added to its logits in another function than masks them")
+            if _row_major(logits.raw[1]) != _row_major(logits.seen):
+                raise _Refused("something is added to its logits before their axes change order")
         is_layer = [query.leaf in walk.layers[place[: n + 1]] for n in range(len(place))]
         if any(atoms and atoms[0].axis == PLACED for atoms in logits.seen.axes):
             raise _Refused("its logits are changed after others were put beside them")
@@ -270,7 +273,9 @@ class _Finder:
             step._replace(layer=layer, sharded=(*[()] * sum(is_layer[n + 1 :]), *of_heads))
             for n, (step, layer) in enumerate(zip(place, is_layer, strict=True))
         )
-        return Probe(tuple(path), places[place], axis[0], tuple(kept), raw.get(place), tuple(around))
+        return Probe(
+            tuple(path), places[place], axis[0], tuple(kept), raw.get(place), tuple(around), logits.unit
+        )
 
     def _around(self, layout: Layout, atoms: Sequence[Atom], heads: Container[int]) -> tuple[int, ...]:
         """Along an axis of the logits: entries outside of the heads, as of a batch, heads, and entries inside."""
@@ -283,6 +288,11 @@ class _Finder:
         return tuple(
             math.prod(r.size for r in part) for part in (runs[:first], runs[first:stop], runs[stop:])
         )
+
+
+def _row_major(layout: Layout) -> tuple[Atom, ...]:
+    """The order of all entries, which a reshape leaves as it is."""
+    return joined([a for atoms in layout.axes for a in joined(atoms)])
 
 
 def _of_all_devices(atoms: Sequence[Atom], shard: Shard) -> list[Atom]:
