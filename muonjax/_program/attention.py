@@ -125,8 +125,11 @@ class _Finder:
             for image in operand.value.images:
                 if image.after is not None:
                     raise _Refused(f"its {name} are {image.after[0]}: {self._line(image.after[1])}")
-                if image.layout.is_reversed:
-                    raise _Refused(f"its {name} are in the opposite order of the parameter's")
+                for layout in (image.layout, *(bias.layout for bias in image.biases)):
+                    if layout.is_reversed:
+                        raise _Refused(f"its {name} are in the opposite order of the parameter's")
+                    if any(a.axis < 0 for a in layout.loops):
+                        raise _Refused("its loop does not take its layers one by one in their order")
         own, shared = self._split_keys()
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
         keys = list(self._spans(self.key, own, "key", {}))
