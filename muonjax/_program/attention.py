@@ -249,7 +249,9 @@ class _Finder:
         place = min(places, key=lambda place: (custom[place], place not in raw, len(place)))
         if logits.raw is not None:  # logits and mask, or a bias as ALiBi's
             if place not in raw:
-                raise _Refused("something is added to its logits in another function than masks them")
+                raise _Refused(
+                    "something is added to its logits in a function that does not return them without it"
+                )
             if _row_major(logits.raw[1]) != _row_major(logits.seen):
                 raise _Refused("something is added to its logits before their axes change order")
         is_layer = [query.leaf in walk.layers[place[: n + 1]] for n in range(len(place))]

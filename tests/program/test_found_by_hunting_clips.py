@@ -192,7 +192,7 @@ def test_a_bias_inside_of_another_function_is_refused():
         return jnp.mean(read(p, x, logits) ** 2)
 
     (problem,) = problems(muonjax.inspect(loss, weights(), X))
-    assert problem == "something is added to its logits in another function than masks them"
+    assert problem == "something is added to its logits in a function that does not return them without it"
 
 
 @pytest.mark.parametrize("causal", [False, True])
