@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import muonjax
+from muonjax._clipping.attention_fn import AXES
 
 pytestmark = pytest.mark.promotes("the functions are written as models are")
 
@@ -91,6 +92,23 @@ def test_a_sown_statistic_without_its_axes_still_has_to_tell_layers_from_heads()
     tx = muonjax.qk_clip(1.0, program)
     with pytest.raises(ValueError, match="fit several of its axes"):
         tx.update(p, tx.init(p), p, max_logits={"intermediates": {"max_logits": (maxima,)}})
+
+
+def test_a_statistic_with_its_axes_may_have_layers_last():
+    p, statistic = weights(HEADS), 10 + np.abs(draw(HEADS, HEADS))
+
+    def loss(p, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, p)[0] ** 2)
+
+    program = muonjax.inspect(loss, p, X)
+    plain, marked = (
+        muonjax.apply_qk_clip(p, tree, program, 10.0)
+        for tree in (
+            {"max_logits": statistic},
+            {"max_logits": statistic.T, f"max_logits{AXES}": np.zeros((HEADS + 1, HEADS))},
+        )
+    )
+    jax.tree.map(np.testing.assert_array_equal, plain, marked)
 
 
 # Differential attention: two attentions of one projection, whose heads' features are halves of the projection's.
@@ -238,6 +256,18 @@ def test_layers_in_another_order_are_refused(change):
     program = muonjax.inspect(functools.partial(scanned, change=change), weights(2), X)
     assert problems(program) == ["its loop does not take its layers one by one in their order"]
     assert program.dimension_numbers()["q"] == muonjax.MuonDimensionNumbers(1, 2)
+
+
+def test_matrices_that_a_sum_takes_in_both_orders():
+    def loss(p, x):
+        def both(x, w):
+            one, other = w
+            return jnp.tanh(x @ one + x @ other), None
+
+        return jnp.mean(jax.lax.scan(both, x, (p, p[::-1]))[0])
+
+    program = muonjax.inspect(loss, draw(2, D, D), X)
+    assert program.dimension_numbers() == muonjax.MuonDimensionNumbers(1, 2)
 
 
 @pytest.mark.parametrize("change", [lambda w: w, of_all(lambda w: w[::-1][::-1])], ids=["", "twice"])
