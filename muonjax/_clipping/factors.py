@@ -91,6 +91,13 @@ class Part(NamedTuple):
         inside[slice(*self.scale.span)] = True
         return inside
 
+    @property
+    def positions(self) -> np.ndarray:
+        """Which positions on the axes that hold the entries are scaled."""
+        positions = np.zeros(self.total, bool)
+        positions[self.scale.start :][: self.size] = np.tile(self.inside, self.entries)
+        return positions
+
 
 def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None) -> Part:
     """The part of the parameter of this shape that `scale` scales; raises ValueError where it does not fit."""
@@ -121,8 +128,7 @@ def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[in
 
 def overlap(a: Part, b: Part) -> bool:
     """Whether two parts of one parameter may have an entry in common."""
-    first, second = a.scale.start, b.scale.start
-    return a.held != b.held or (first < second + b.size and second < first + a.size)
+    return a.held != b.held or bool((a.positions & b.positions).any())
 
 
 def scaled_update(

@@ -67,6 +67,7 @@ class Target(NamedTuple):
     groups: int  # how many groups of entries share a key head; `entries` where none do
     name: str = ""  # in a clip's state: the path of the module; the signal's where a module has several
     threshold: Any = None
+    exact: bool = False  # its site is a program's, whose statistics `value_and_grad` returns
 
 
 def as_sites(sites: Any) -> tuple[Site, ...]:
@@ -148,7 +149,8 @@ def _target(site: Site, root: str, modules: Modules) -> Target:
             f"the head counts of {root!r} do not fit each other: {shown}. Query heads have to be a multiple of key "
             f"heads, and a bias has its kernel's; see the site's layout and num_heads."
         )
-    return Target(root, below(root, site.signal), tuple(parts), parts[0].layers, entries, groups)
+    signal = below(root, site.signal)
+    return Target(root, signal, tuple(parts), parts[0].layers, entries, groups, exact=site.exact)
 
 
 def _refuse_adapters(root: str, paths: Sequence[str], modules: Modules) -> None:

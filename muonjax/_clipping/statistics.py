@@ -56,7 +56,9 @@ def match_statistics(argument: str, tree: Any, targets: Sequence[Target]) -> dic
             path = re.sub(r"(/value)?/\d+$", "", path)  # Flax's plain `sow` appends to a tuple
         if target := sown_at(path):
             marker = statistics.get(f"{given}{AXES}")
-            found[target.signal].append(_layers_first(argument, target, value, marker))
+            # By the very name that `value_and_grad` gives it: what is sown has more to its path, or a marker.
+            in_order = target.exact and given == target.signal and marker is None
+            found[target.signal].append(_layers_first(argument, target, value, marker, in_order=in_order))
         elif target := modules.get(path):
             by_module = True
             found[target.signal].append(_layers_first(argument, target, value, in_order=True))

@@ -130,9 +130,12 @@ class _Finder:
                     if term.after is not None:
                         where = self._line(term.after[1])
                         raise _Refused(f"a parameter of its {name} {term.after[0]} before: {where}")
-                if image.layout.is_reversed:
-                    raise _Refused(f"its {name} are in the opposite order of the parameter's")
-                if any(image.layout.is_placed(d) for d in set(operand.batch) | set(operand.given)):
+                for layout in (image.layout, *(bias.layout for bias in image.biases)):
+                    if layout.is_reversed:
+                        raise _Refused(f"its {name} are in the opposite order of the parameter's")
+                    if any(a.axis < 0 for a in layout.loops):
+                        raise _Refused("its loop does not take its layers one by one in their order")
+                if any(image.layout.is_placed(d) for d in (*operand.batch, *operand.given)):
                     raise _Refused(f"heads of its {name} are put together from several products")
         own, shared = self._split_keys()
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
@@ -254,11 +257,16 @@ class _Finder:
     def _probe(self, query: Span) -> Probe:
         walk, logits = self.walk, self.attention.logits
         places = walk.graph.variables_of(logits.value)
-        raw = {}
-        if logits.raw is not None and logits.raw[1] == logits.seen:  # logits and mask, or a bias as ALiBi's
-            raw = walk.graph.variables_of(logits.raw[0])
+        raw = {} if logits.raw is None else walk.graph.variables_of(logits.raw[0])
         custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
         place = min(places, key=lambda place: (custom[place], place not in raw, len(place)))
+        if logits.raw is not None:  # logits and mask, or a bias as ALiBi's
+            if place not in raw:
+                raise _Refused(
+                    "something is added to its logits in a function that does not return them without it"
+                )
+            if _row_major(logits.raw[1]) != _row_major(logits.seen):
+                raise _Refused("something is added to its logits before their axes change order")
         is_layer = [query.leaf in walk.layers[place[: n + 1]] for n in range(len(place))]
         if any(atoms and atoms[0].axis == PLACED for atoms in logits.seen.axes):
             raise _Refused("its logits are changed after others were put beside them")
@@ -286,7 +294,9 @@ class _Finder:
             step._replace(layer=layer, sharded=(*[()] * sum(is_layer[n + 1 :]), *of_heads))
             for n, (step, layer) in enumerate(zip(place, is_layer, strict=True))
         )
-        return Probe(tuple(path), places[place], axis[0], tuple(kept), raw.get(place), tuple(around))
+        return Probe(
+            tuple(path), places[place], axis[0], tuple(kept), raw.get(place), tuple(around), logits.unit
+        )
 
     def _around(self, layout: Layout, atoms: Sequence[Atom], heads: Container[int]) -> tuple[int, ...]:
         """Along an axis of the logits: entries outside of the heads, as of a batch, heads, and entries inside."""
@@ -307,6 +317,11 @@ def _share(q: Span, k: Span) -> bool:
         return False
     apart = q.start >= k.start + k.size or k.start >= q.start + q.size
     return q.axes != k.axes or not (apart or (q[:4] == k[:4] and q.span != k.span))
+
+
+def _row_major(layout: Layout) -> tuple[Atom, ...]:
+    """The order of all entries, which a reshape leaves as it is."""
+    return joined([a for atoms in layout.axes for a in joined(atoms)])
 
 
 def _of_all_devices(atoms: Sequence[Atom], shard: Shard) -> list[Atom]:

@@ -180,7 +180,7 @@ def _axes(atoms: Iterable[Atom]) -> frozenset[int]:
 def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | str:
     """Rows, columns and parts of a parameter in one product; a text says what can't be expressed."""
     product = use.product
-    rows, columns, batch = set(use.rows), set(use.columns), set(use.batch)
+    rows, columns, batch = set(use.rows), set(use.columns), {a for a in use.batch if a.axis >= 0}
     heads, experts = {a for a, _ in product.heads}, product.batches
     summed, counting = batch & product.summed, columns & (experts - heads)
     counting = counting if counting != columns else set()

@@ -67,7 +67,8 @@ class Layout(NamedTuple):
     Attributes:
       axes: The runs along each axis; their sizes multiply to its size. An axis of one entry has none.
       taken: Runs out of which a constant index or a slice took a part.
-      loops: Runs that a loop, a lookup or a batch axis enumerates: every position is visited.
+      loops: Runs that a loop, a lookup or a batch axis enumerates: every position is visited. What else is there, no
+        run of the origin, tells that they are visited in another order, or other entries beside them.
       shards: Axes of the origin of which this is one device's part; the runs above are those of one device.
     """
 
@@ -188,7 +189,7 @@ class Layout(NamedTuple):
     def loop(self, axis: int) -> Layout:
         """One entry of an axis that a loop, a lookup or a batch visits entry by entry."""
         kept = (*self.axes[:axis], *self.axes[axis + 1 :])
-        return self._replace(axes=kept, loops=(*self.loops, *self.atoms([axis])))
+        return self._replace(axes=kept, loops=(*self.loops, *(self.axes[axis] if self.atoms([axis]) else ())))
 
     @property
     def settled(self) -> Layout:

@@ -23,7 +23,9 @@ from muonjax._program.graph import Step
 from muonjax._program.stretches import as_call, stretches
 from muonjax._program.versions import Body, opened
 
-MASKED = -1e4  # what is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well
+# What is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well. It is -1e4 in many
+# models, which is -9984 in bfloat16, and less exact where it is added to a logit of this precision.
+MASKED = -9e3
 
 
 class Probe(NamedTuple):
@@ -37,6 +39,7 @@ class Probe(NamedTuple):
     around: tuple[
         tuple[int, ...], ...
     ] = ()  # of a kept axis: entries outside of a head, heads, entries inside
+    unit: float = 1.0  # of the logits, in those of exp
 
 
 def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
@@ -208,6 +211,7 @@ def _traced(body: Body, probes: tuple[Probe, ...]) -> Any:
 def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Array:
     """The maximum that softmax computes along `axis`, then that over all but the heads."""
     if raw is not None:  # NaN stays: it is no comparison's
+        raw = raw.reshape(logits.shape)
         logits = jnp.where(logits - raw <= MASKED, -jnp.inf, raw)
     rows = jax.lax.reduce_max(jax.lax.stop_gradient(logits), (probe.softmax_axis,))
     # XLA would make one maximum over all logits of the two: another pass over them, on a TPU with a copy of them. So it
@@ -220,7 +224,7 @@ def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Arra
     if any((outer, inner) != (1, 1) for outer, _, inner in probe.around):
         maxima = maxima.reshape([n for sizes in probe.around for n in sizes])
         maxima = jax.lax.reduce_max(maxima, [k for k in range(maxima.ndim) if k % 3 != 1])
-    return maxima
+    return maxima if probe.unit == 1 else maxima * probe.unit
 
 
 def _nothing(aval: Any) -> jax.Array:

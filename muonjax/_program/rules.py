@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -256,7 +257,7 @@ def _logits(i: int, node: Node, values: Sequence[Value], operands: Sequence[int]
     if first.stage != "logits":  # of several softmaxes, if they are subtracted
         return tuple(dict.fromkeys(x for v in held for x in v.logits if x.stage == first.stage))
     if name in _EXPONENTIALS:
-        return (first._replace(stage="weights"),)
+        return (first._replace(stage="weights", unit=math.log(2) if name == "exp2" else 1.0),)
     at = next(k for k, v in enumerate(values) if v is held[0])
     others = [v for k, v in enumerate(values) if k != at]
     why, raw = "", first.raw

@@ -96,6 +96,7 @@ class Logits(NamedTuple):
     seen: Layout = Layout(())  # their layout
     problem: tuple[str, int] | None = None  # why scaling query and key does not scale them: reason, operation
     raw: tuple[int, Layout] | None = None  # the logits before data or constants were added, if any were
+    unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
 
 
 class Mark(NamedTuple):

@@ -1,0 +1,295 @@
+"""What small programs showed that were written to mislead the clip: one for each cause."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import muonjax
+from muonjax._clipping.attention_fn import AXES
+
+pytestmark = pytest.mark.promotes("the functions are written as models are")
+
+D, HEADS, SIZE, LENGTH = 12, 3, 4, 6
+X = np.random.default_rng(0).standard_normal((2, LENGTH, D)).astype(np.float32)
+NAMES = "qkvo"
+
+
+def draw(*shape, seed=0):
+    return (np.random.default_rng(seed).standard_normal(shape) * 0.5).astype(np.float32)
+
+
+def weights(layers=0, suffix=""):
+    shape = (layers, D, D) if layers else (D, D)
+    return {n + suffix: draw(*shape, seed=k + 10 * len(suffix)) for k, n in enumerate(NAMES)}
+
+
+def project(p, x, names, heads=HEADS):
+    return [jnp.reshape(x @ p[n], (*x.shape[:2], heads, -1)) for n in names]
+
+
+def logits_of(p, x, queries="q", keys="k"):
+    """[batch, heads, queries, keys], in NumPy or JAX as `x` is."""
+    q, k = (jnp.reshape(x @ p[n], (*x.shape[:2], HEADS, SIZE)) for n in (queries, keys))
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k)
+
+
+def by_hand(p, x):
+    """The same in float64."""
+    q, k = (np.reshape(np.float64(x) @ np.float64(p[n]), (*x.shape[:2], HEADS, SIZE)) for n in "qk")
+    return np.einsum("bqhd,bkhd->bhqk", q, k)
+
+
+def read(p, x, logits, softmax=jax.nn.softmax, values="v", out="o"):
+    (v,) = project(p, x, values)
+    return x + jnp.tanh(jnp.einsum("bhqk,bkhd->bqhd", softmax(logits), v).reshape(x.shape) @ p[out])
+
+
+def measured(loss, p, *args):
+    (_, maxima), _ = jax.jit(muonjax.value_and_grad(loss))(p, *args)
+    return maxima
+
+
+def problems(program):
+    return [a.problem for a in program.attentions]
+
+
+# As many layers as heads, in stacks that stand at the root, or in a module with a second attention.
+
+
+def layer(x, w, seconds=False):
+    x = read(w, x, logits_of(w, x))
+    return read(w, x, logits_of(w, x, "q2", "k2"), values=["v2"], out="o2") if seconds else x
+
+
+@pytest.mark.parametrize("seconds", [False, True])
+@pytest.mark.parametrize("module", ["", "layers"])
+def test_as_many_layers_as_heads(seconds, module):
+    p = weights(HEADS) | (weights(HEADS, "2") if seconds else {})
+
+    def loss(p, x):
+        w = p[module] if module else p
+        return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w, seconds), None), x, w)[0] ** 2)
+
+    p = {module: p} if module else p
+    program = muonjax.inspect(loss, p, X)
+    assert len(program.attentions) == 1 + seconds
+    assert max(program.check_clip(p, X).values()) < 1e-5
+    tx = muonjax.muonclip(0.02, program, threshold=1.0)
+    (_, maxima), grads = jax.jit(muonjax.value_and_grad(loss))(p, X)
+    jax.jit(tx.update)(grads, tx.init(p), p, max_logits=maxima)
+
+
+def test_a_sown_statistic_without_its_axes_still_has_to_tell_layers_from_heads():
+    p = weights(HEADS)
+
+    def loss(p, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, p)[0] ** 2)
+
+    program, maxima = muonjax.inspect(loss, p, X), jnp.ones((HEADS, HEADS))
+    tx = muonjax.qk_clip(1.0, program)
+    with pytest.raises(ValueError, match="fit several of its axes"):
+        tx.update(p, tx.init(p), p, max_logits={"intermediates": {"max_logits": (maxima,)}})
+
+
+def test_a_statistic_with_its_axes_may_have_layers_last():
+    p, statistic = weights(HEADS), 10 + np.abs(draw(HEADS, HEADS))
+
+    def loss(p, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, p)[0] ** 2)
+
+    program = muonjax.inspect(loss, p, X)
+    plain, marked = (
+        muonjax.apply_qk_clip(p, tree, program, 10.0)
+        for tree in (
+            {"max_logits": statistic},
+            {"max_logits": statistic.T, f"max_logits{AXES}": np.zeros((HEADS + 1, HEADS))},
+        )
+    )
+    jax.tree.map(np.testing.assert_array_equal, plain, marked)
+
+
+# Differential attention: two attentions of one projection, whose heads' features are halves of the projection's.
+
+
+def test_two_attentions_of_disjoint_features_of_every_head():
+    p = weights()
+
+    def loss(p, x):
+        q, k, v = project(p, x, "qkv")
+        halves = [jnp.split(y, 2, -1) for y in (q, k)]
+        one, two = (
+            jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", *pair)) for pair in zip(*halves, strict=True)
+        )
+        y = jnp.einsum("bhqk,bkhd->bqhd", one - 0.3 * two, v).reshape(x.shape)
+        return jnp.mean((y @ p["o"]) ** 2)
+
+    program = muonjax.inspect(loss, p, X)
+    assert [s.span for a in program.attentions for s in a.site.scales] == [(0, 2)] * 2 + [(2, None)] * 2
+    clip = program.check_clip(p, X)
+    assert len(clip) == 2
+    assert max(clip.values()) < 1e-5
+
+
+def test_sites_whose_features_overlap_are_refused():
+    def site(signal, first, end):
+        scales = [
+            muonjax.Scale(path=n, rank=2, entries=HEADS, span=(first, end), factor=factor)
+            for n, factor in (("q", "query"), ("k", "key"))
+        ]
+        return muonjax.Site(path="", scales=tuple(scales), signal=signal)
+
+    p = {n: weights()[n] for n in "qk"}
+    muonjax.qk_clip(1.0, [site("a", 0, 2), site("b", 2, None)]).init(p)
+    with pytest.raises(ValueError, match="clipped twice"):
+        muonjax.qk_clip(1.0, [site("a", 0, 3), site("b", 2, None)]).init(p)
+
+
+# Largest logits where something is added to them.
+
+
+def hides_the_largest(p):
+    """A mask under which every head's largest logit is another one."""
+    logits = by_hand(p, X)
+    return logits < np.sort(logits.reshape(2, HEADS, -1))[..., -12, None, None]
+
+
+@pytest.mark.parametrize("number", [-1e4, -1e9])
+def test_a_mask_that_was_rounded_to_bfloat16(number):
+    p = weights()
+    kept = hides_the_largest(p)
+
+    def loss(p, x):
+        logits = logits_of(p, x) + jnp.where(kept, 0, number).astype(jnp.bfloat16)
+        return jnp.mean(read(p, x, logits) ** 2)
+
+    expected = np.where(kept, by_hand(p, X), -np.inf).max((0, 2, 3))
+    np.testing.assert_allclose(measured(loss, p, X)["max_logits"], expected, rtol=1e-5)
+
+
+def masked_after_bias(p, x, move):
+    """A bias, then a mask; in between `move` gives the logits other axes."""
+    q, (k,), (v,) = project(p, x, "q", 4)[0], project(p, x, "k", 2), project(p, x, "v", 2)
+    q = q.reshape(*q.shape[:2], 2, 2, -1)
+    logits = jnp.einsum("bqgrd,bkgd->bgrqk", q, k) + 5.0 * jnp.arange(LENGTH)
+    weights = jax.nn.softmax(jnp.where(np.tri(LENGTH, dtype=bool), move(logits), -1e9))
+    weights = weights.reshape(len(x), 2, 2, LENGTH, LENGTH)
+    y = jnp.einsum("bgrqk,bkgd->bqgrd", weights, v)
+    return jnp.mean((y.reshape(*x.shape[:2], -1) @ p["o"]) ** 2)
+
+
+GROUPED = {"q": draw(D, 16), "k": draw(D, 8, seed=1), "v": draw(D, 8, seed=2), "o": draw(16, D, seed=3)}
+
+
+def test_a_bias_before_a_reshape_is_not_measured():
+    loss = functools.partial(masked_after_bias, move=lambda x: x.reshape(x.shape[0], 4, LENGTH, LENGTH))
+    q, k = (np.float64(X) @ np.float64(GROUPED[n]) for n in "qk")
+    q, k = q.reshape(2, LENGTH, 4, 4), np.repeat(k.reshape(2, LENGTH, 2, 4), 2, 2)
+    logits = np.einsum("bqhd,bkhd->bhqk", q, k)
+    expected = np.where(np.tri(LENGTH, dtype=bool), logits, -np.inf).max((0, 2, 3))
+    np.testing.assert_allclose(measured(loss, GROUPED, X)["max_logits"], expected, rtol=1e-5)
+
+
+def test_a_bias_before_a_transpose_is_refused():
+    loss = functools.partial(masked_after_bias, move=lambda x: x.swapaxes(1, 2))
+    (problem,) = problems(muonjax.inspect(loss, GROUPED, X))
+    assert problem == "something is added to its logits before their axes change order"
+
+
+def test_a_bias_inside_of_another_function_is_refused():
+    """There the logits without the bias are no result of it."""
+
+    @jax.jit
+    def biased(p, x):
+        return logits_of(p, x) + 5.0 * jnp.arange(LENGTH)
+
+    def loss(p, x):
+        logits = jnp.where(np.tri(LENGTH, dtype=bool), biased(p, x), -1e9)
+        return jnp.mean(read(p, x, logits) ** 2)
+
+    (problem,) = problems(muonjax.inspect(loss, weights(), X))
+    assert problem == "something is added to its logits in a function that does not return them without it"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_softmax_of_powers_of_two(causal):
+    p = weights()
+    mask = np.where(np.tri(LENGTH, dtype=bool), 0.0, -1e9) if causal else np.zeros((LENGTH, LENGTH))
+
+    def softmax(logits):
+        powers = jnp.exp2(logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True)))
+        return powers / powers.sum(-1, keepdims=True)
+
+    def loss(p, x):
+        return jnp.mean(read(p, x, logits_of(p, x) * np.log2(np.e) + mask, softmax) ** 2)
+
+    expected = (by_hand(p, X) + mask).max((0, 2, 3))
+    np.testing.assert_allclose(measured(loss, p, X)["max_logits"], expected, rtol=1e-5)
+    assert max(muonjax.inspect(loss, p, X).check_clip(p, X).values()) < 1e-5
+
+
+# A scan over a stack in another order than its own.
+
+
+def scanned(p, x, change=lambda w: w, reverse=False):
+    return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, change(p), reverse=reverse)[0] ** 2)
+
+
+def of_all(move):
+    return lambda p: jax.tree.map(move, p)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        of_all(lambda w: w[::-1]),
+        lambda p: p | {"k": p["k"][::-1]},
+        of_all(lambda w: jnp.concatenate([w, w])),
+        of_all(lambda w: jnp.repeat(w, 2, 0)),
+        of_all(lambda w: jnp.pad(w, [(0, 1), (0, 0), (0, 0)])),
+    ],
+    ids=["reversed", "reversed keys", "one after the other", "repeated", "padded"],
+)
+def test_layers_in_another_order_are_refused(change):
+    program = muonjax.inspect(functools.partial(scanned, change=change), weights(2), X)
+    assert problems(program) == ["its loop does not take its layers one by one in their order"]
+    assert program.dimension_numbers()["q"] == muonjax.MuonDimensionNumbers(1, 2)
+
+
+def test_matrices_that_a_sum_takes_in_both_orders():
+    def loss(p, x):
+        def both(x, w):
+            one, other = w
+            return jnp.tanh(x @ one + x @ other), None
+
+        return jnp.mean(jax.lax.scan(both, x, (p, p[::-1]))[0])
+
+    program = muonjax.inspect(loss, draw(2, D, D), X)
+    assert program.dimension_numbers() == muonjax.MuonDimensionNumbers(1, 2)
+
+
+@pytest.mark.parametrize("change", [lambda w: w, of_all(lambda w: w[::-1][::-1])], ids=["", "twice"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_layers_in_their_order_and_a_scan_from_the_last_one(change, reverse):
+    p, x, expected = weights(2), X, {}
+    for i in [1, 0] if reverse else [0, 1]:
+        w = {n: v[i] for n, v in p.items()}
+        expected[i] = by_hand(w, x).max((0, 2, 3))
+        x = np.asarray(jax.jit(layer)(x, w))
+    loss = functools.partial(scanned, change=change, reverse=reverse)
+    assert problems(muonjax.inspect(loss, p, X)) == [""]
+    found = measured(loss, p, X)["max_logits"]
+    np.testing.assert_allclose(found, [expected[0], expected[1]], rtol=1e-4)
+
+
+def test_a_reversed_bias_is_refused():
+    def loss(p, x):
+        q, k, v = project(p, x, "qkv")
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q + p["b"][::-1], k)
+        y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v).reshape(x.shape)
+        return jnp.mean((y @ p["o"]) ** 2)
+
+    program = muonjax.inspect(loss, weights() | {"b": draw(HEADS, SIZE, seed=9)}, X)
+    assert problems(program) == ["its queries are in the opposite order of the parameter's"]
