@@ -295,8 +295,9 @@ def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
 @rule("reduce_sum")
 def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,), axes = values, node.params["axes"]
-    if x.is_weight:  # a norm of a parameter, or a mean
-        return [dependent([x])]
+    terms = _reduced_terms(i, x, axes)
+    if x.is_weight:
+        return [_without(dependent([x])._replace(terms=terms), node)]
     towers = walk.entrywise.get(node.inputs[0], ())
     if len({m.product for m in towers if m.layout.atoms(axes)}) > 1:  # a product over features, as by einsum
         walk.consume(i, *node.inputs)
@@ -305,7 +306,27 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     for image in linear:
         image.product.summed.update(image.layout.atoms(axes))
     totals = tuple(x._replace(stage="largest") for x in x.logits if x.stage == "weights")
-    return [_without(x._replace(terms=(), images=linear, logits=totals), node)]
+    return [_without(x._replace(terms=terms, images=linear, logits=totals), node)]
+
+
+def _reduced_terms(i: int, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
+    """Parameters that are summed: a mixture of several, or a product of two; nothing of a norm or a penalty."""
+    terms = [t for t in x.terms if t.layout.atoms(axes) and _along(t, axes)]
+    factors = len({_along(t, axes) for t in terms}) > 1
+    found = []
+    for k, t in enumerate(terms):
+        summed = t.layout.atoms(axes)
+        if factors:
+            t = t._replace(inner=(summed, *t.inner) if k else (*t.inner, summed), made=i)
+        else:
+            t = t._replace(layout=t.layout._replace(loops=(*t.layout.loops, *summed)))
+        found.append(t)
+    return tuple(found)
+
+
+def _along(t: Term, axes: Sequence[int]) -> frozenset[int]:
+    """The other axes along which it differs."""
+    return frozenset(k for k in range(len(t.layout.axes)) if k not in axes and t.layout.atoms([k]))
 
 
 def _without(x: Value, node: Node) -> Value:
