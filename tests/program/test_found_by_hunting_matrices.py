@@ -196,6 +196,13 @@ def padding_that_cuts_all_of_it(p, x):
     return head(p, jax.nn.relu(x @ (p["w"] + nothing)) @ p["o"])
 
 
+@program(X, to=PROGRAMS, **ONE)
+def bits_of_an_activation(p, x):
+    y = x @ p["w"]
+    odd = lax.bitcast_convert_type(y, jnp.uint8).sum(-1) % 2  # four for each number
+    return head(p, jax.nn.relu(y * odd.astype(y.dtype)) @ p["o"])
+
+
 @pytest.mark.parametrize("program", PROGRAMS + HEADS, ids=lambda program: program.fun.__name__)
 def test_every_parameter_is_read_as_what_it_does(program):
     with warnings.catch_warnings():
