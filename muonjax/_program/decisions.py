@@ -18,7 +18,7 @@ from muonjax._matrix_view import (
     one_or_several,
 )
 from muonjax._program.graph import line_of
-from muonjax._program.layout import Atom, Region, Run, hull
+from muonjax._program.layout import Atom, Region, Run, hull, overlap
 from muonjax._program.values import Product, Use
 from muonjax._program.walk import Walk
 
@@ -213,11 +213,15 @@ def _parts(product: Product, shape: tuple[int, ...], columns: frozenset[int]) ->
     # Those that are put together again count as one.
     together = {region: hull(found) for found in product.rejoined for region in found}
     groups = {together.get(region, region) for region, _ in product.parts}
+    groups |= {region for region, _ in product.mixed if not any(overlap(region, g) for g in groups)}
     if len(groups) < 2:
         return None
     keys = set.intersection(*({run[:2] for run in g} for g in groups))
     for axis, period in sorted(keys):
         runs = sorted({run for g in groups for run in g if run[:2] == (axis, period)})
+        mixed = (a.stride * a.of for _, atoms in product.mixed for a in atoms if a.axis == axis)
+        if any(run.stop % size for size in mixed for run in runs):  # it cuts what is normalized together
+            continue
         if axis in columns and len(runs) > 1 and _tile(runs):
             return axis, tuple(run.stop - run.start for run in runs), shape[axis] // period
     return None

@@ -91,6 +91,10 @@ class Layout(NamedTuple):
         """The runs of the origin along these axes."""
         return tuple(a for i in axes for a in self.axes[i] if a.axis >= 0)
 
+    def atoms_beside(self, axes: Iterable[int]) -> tuple[Atom, ...]:
+        """Those along all others."""
+        return self.atoms(set(range(len(self.axes))).difference(axes))
+
     def pick(self, sources: Sequence[int | None], shape: Sequence[int]) -> Layout:
         """Axis i is the axis `sources[i]` of this array, or a new one of `shape[i]` entries."""
         axes = (other(n) if s is None else self.axes[s] for s, n in zip(sources, shape, strict=True))

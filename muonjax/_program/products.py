@@ -41,10 +41,13 @@ class Side:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is made of parameters alone. One that is repeated for each example is a learned input."""
-        return self.value.is_weight and not any(
-            a.axis == OTHER for t in self.value.terms for atoms in t.layout.axes for a in atoms
-        )
+        """Whether it is made of parameters alone. One that is repeated for each example is a learned input.
+
+        Of two factors of a matrix, each repeats along the axis of the other.
+        """
+        along = zip(*(t.layout.axes for t in self.value.terms), strict=True)
+        runs = ({a.axis for atoms in found for a in atoms} for found in along)
+        return self.value.is_weight and {OTHER} not in runs
 
     @property
     def is_matrix(self) -> bool:

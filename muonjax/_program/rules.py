@@ -100,6 +100,8 @@ def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     """Repeated along the axes where it has one entry: operations entry by entry do so by themselves."""
     if old == shape or not (x.depends_on or x.marks):
         return x
+    if len(old) not in (0, len(shape)):  # bits of one number as several
+        return dependent([x])
     beside = old or [-1] * len(shape)  # a scalar beside an array
     return x.repeated(old, [k if n == shape[k] else None for k, n in enumerate(beside)], shape)
 
@@ -209,10 +211,17 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
         strangers = [u for u in values if not u.is_weight and not u.images and (u.depends_on or not is_mask)]
         if not strangers or node.name == "complex":
             return v.images
-        of_data = not any(u.depends_on & PARAMETER for u in strangers)
-        return tuple(bent(walk, m, "added to something else", i, of_data) for m in v.images)
+        return tuple(
+            bent(walk, m, "added to something else", i, all(_keeps_apart(m, u) for u in strangers))
+            for m in v.images
+        )
     if node.name not in _SCALES:
-        return tuple(bent(walk, m, node.name, i, apart=True) for m in v.images)
+        axes = [node.params["axis"]] if "axis" in node.params else []  # of running sums
+        mixed = [m for m in v.images if m.layout.atoms(axes)]
+        walk.record_reduced(i, mixed, axes)
+        return tuple(
+            bent(walk, m, node.name, i, m not in mixed or bool(m.layout.atoms_beside(axes))) for m in v.images
+        )
     factor = values[1] if v is values[0] else values[0]
     if not factor.is_activation and not (node.name == "div" and v is values[1]):
         return v.images
@@ -223,10 +232,17 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
             m,
             "normalized" if m.product.bit & factor.before else "multiplied by another activation",
             i,
-            (m.product, m.layout) in own,
+            (m.product, m.layout) in own or (factor.is_activation and _keeps_apart(m, factor)),
         )
         for m in v.images
     )
+
+
+def _keeps_apart(m: Image, u: Value) -> bool:
+    """Whether it is data, or a statistic of columns beside others of the same product, as in a norm of each head."""
+    repeats = u.axes("repeats")
+    is_statistic = bool(repeats) and bool(m.product.bit & u.before) and not u.images
+    return not u.depends_on & PARAMETER or (is_statistic and bool(m.layout.atoms_beside(repeats)))
 
 
 def bent(walk: Walk, image: Image, why: str, i: int, apart: bool = False) -> Image:
@@ -300,7 +316,7 @@ def scaled_logits(i: int, node: Node, v: Value, factor: Value) -> tuple[Logits, 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
 def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,) = values
-    walk.record_parts(i, x.images)
+    walk.record_reduced(i, x.images, node.params["axes"])
     is_softmax = node.name == "reduce_max" and x.logits and x.logits[0].stage == "logits"
     largest = (x.logits[0]._replace(stage="largest"),) if is_softmax else ()
     return [_without(dependent([x])._replace(logits=largest), node)]
@@ -309,17 +325,38 @@ def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
 @rule("reduce_sum")
 def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,), axes = values, node.params["axes"]
-    if x.is_weight:  # a norm of a parameter, or a mean
-        return [dependent([x])]
+    terms = _reduced_terms(i, x, axes)
+    if x.is_weight:
+        return [_without(dependent([x])._replace(terms=terms), node)]
     towers = walk.entrywise.get(node.inputs[0], ())
     if len({m.product for m in towers if m.layout.atoms(axes)}) > 1:  # a product over features, as by einsum
         walk.consume(i, *node.inputs)
     linear = tuple(image for image in x.images if image.linear)
-    walk.record_parts(i, [image for image in x.images if not image.linear])
+    walk.record_reduced(i, [image for image in x.images if not image.linear], axes)
     for image in linear:
         image.product.summed.update(image.layout.atoms(axes))
     totals = tuple(x._replace(stage="largest") for x in x.logits if x.stage == "weights")
-    return [_without(x._replace(terms=(), images=linear, logits=totals), node)]
+    return [_without(x._replace(terms=terms, images=linear, logits=totals), node)]
+
+
+def _reduced_terms(i: int, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
+    """Parameters that are summed: a mixture of several, or a product of two; nothing of a norm or a penalty."""
+    terms = [t for t in x.terms if t.layout.atoms(axes) and _along(t, axes)]
+    factors = len({_along(t, axes) for t in terms}) > 1
+    found = []
+    for k, t in enumerate(terms):
+        summed = t.layout.atoms(axes)
+        if factors:
+            t = t._replace(inner=(summed, *t.inner) if k else (*t.inner, summed), made=i)
+        else:
+            t = t._replace(layout=t.layout._replace(loops=(*t.layout.loops, *summed)))
+        found.append(t)
+    return tuple(found)
+
+
+def _along(t: Term, axes: Sequence[int]) -> frozenset[int]:
+    """The other axes along which it differs."""
+    return frozenset(k for k in range(len(t.layout.axes)) if k not in axes and t.layout.atoms([k]))
 
 
 def _without(x: Value, node: Node) -> Value:

@@ -77,7 +77,7 @@ def _moves(node: Node, old: Sequence[int], new: Sequence[int]) -> list[Move]:
             kept = [axis for axis in range(len(old)) if axis != p["axis"]]
             return [_cut({p["axis"]: (k, k + 1)}, kept, new) for k in range(old[p["axis"]])]
         case "pad":
-            return [_pad(p["padding_config"], new)]
+            return [_pad(p["padding_config"], old, new)]
         case _:  # what a scan collects
             return [lambda y: y.pick([None, *range(len(old))], new)]
 
@@ -95,13 +95,13 @@ def _cut(
     return cut
 
 
-def _pad(config: Sequence[tuple[int, int, int]], shape: Sequence[int]) -> Move:
-    def pad(layout: Layout) -> Layout | None:
+def _pad(config: Sequence[tuple[int, int, int]], old: Sequence[int], new: Sequence[int]) -> Move:
+    def pad(layout: Layout | None) -> Layout | None:
         for axis, (low, high, inside) in enumerate(config):
-            if inside or low < 0 or high < 0:
-                return None
-            if low or high:
-                layout = layout.place(axis, low, shape[axis])
+            start, stop = max(-low, 0), old[axis] - max(-high, 0)  # less than none cuts
+            layout = None if layout is None or inside or start >= stop else layout.cut(axis, start, stop)
+            if layout is not None and (low > 0 or high > 0):
+                layout = layout.place(axis, max(low, 0), new[axis])
         return layout
 
     return pad

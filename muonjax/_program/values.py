@@ -62,6 +62,8 @@ class Product:
     # The parts that are used apart, with the operations that use them; those that are put together again.
     parts: set[tuple[Region, int]] = dataclasses.field(default_factory=set)
     rejoined: set[frozenset[Region]] = dataclasses.field(default_factory=set)
+    # Runs of columns that are mixed while others stay apart, as by a norm of each head; with the part that holds them.
+    mixed: set[tuple[Region, tuple[Atom, ...]]] = dataclasses.field(default_factory=set)
     met: int = 0  # as bits, the products on which depends what it is multiplied by
 
     @property
@@ -178,7 +180,7 @@ def dependent(values: Iterable[Value]) -> Value:
 
 def alike(images: Sequence[Image]) -> bool:
     """Whether these are the same part of one product, or parts after the same function."""
-    return len({m.layout for m in images}) == 1 or len({m.after for m in images}) == 1
+    return len({m.layout for m in images}) == 1 or len({(m.after, m.apart) for m in images}) == 1
 
 
 def summed(values: Iterable[Value]) -> tuple[Image, ...]:

@@ -139,6 +139,15 @@ class Walk:
             if m.apart:
                 m.product.parts.add((m.layout.region, i))
 
+    def record_reduced(self, i: int, images: Iterable[Image], axes: Sequence[int]) -> None:
+        """Columns along these axes are mixed: by itself that says nothing about those along others."""
+        for m in images:
+            within = *m.layout.atoms(axes), *(a for a in m.layout.taken if a.is_whole)
+            if m.apart and within and m.layout.atoms_beside(axes):
+                m.product.mixed.add((m.layout.region, within))
+            else:
+                self.record_parts(i, [m])
+
     def record_meeting_parts(self, i: int, values: Iterable[Value]) -> None:
         """Parts of one product come together after different functions of each."""
         found = [m for v in values for m in v.images]

@@ -1,0 +1,218 @@
+"""Which matrices are in a parameter whose parts are normalized together, mixed, or moved by padding."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import muonjax
+from tests.program.hostile_programs import program
+from tests.program.test_hostile_programs import answer, described
+
+pytestmark = pytest.mark.promotes("the programs are written as people write them")
+
+B, T, D, H, S = 2, 6, 12, 3, 4
+X = jax.ShapeDtypeStruct((B, T, D), "float32")
+FUSED: dict[str, Any] = {"w": ((D, 3 * D), "0 | 1 / 3 of 1"), "out": ((D, 1), "an output head")}
+ONE: dict[str, Any] = {"w": ((D, D), "0 | 1"), "o": ((D, D), "0 | 1"), "out": ((D, 1), "an output head")}
+PROGRAMS = []
+HEADS = []  # programs with an attention, of nine heads in one kernel
+
+
+def rms(z, axis=-1):
+    return z * lax.rsqrt(jnp.mean(z * z, axis, keepdims=True) + 1e-6)
+
+
+def head(p, y):
+    return jnp.mean(jnp.tanh(y @ p["out"]) ** 2)
+
+
+def attend(p, q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return head(p, jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(B, T, D))
+
+
+# Parts that are normalized by themselves, in one call.
+
+
+@program(X, to=HEADS, **FUSED)
+def queries_and_keys_normalized_together(p, x):
+    z = (x @ p["w"]).reshape(B, T, 3, H, S)
+    qk = rms(z[:, :, :2])
+    return attend(p, qk[:, :, 0], qk[:, :, 1], z[:, :, 2])
+
+
+@program(X, to=HEADS, **FUSED)
+def queries_and_keys_concatenated_to_be_normalized(p, x):
+    q, k, v = (z.reshape(B, T, H, S) for z in jnp.split(x @ p["w"], 3, -1))
+    q, k = jnp.split(rms(jnp.concatenate([q, k], 2)), 2, 2)
+    return attend(p, q, k, v)
+
+
+@program(X, to=HEADS, **FUSED)
+def queries_keys_and_values_normalized_together(p, x):
+    return attend(p, *jnp.moveaxis(rms((x @ p["w"]).reshape(B, T, 3, H, S)), 2, 0))
+
+
+@program(X, to=PROGRAMS, **FUSED)
+def gates_of_one_norm_each(p, x):
+    i, f, g = jnp.moveaxis(rms((x @ p["w"]).reshape(B, T, 3, D)), 2, 0)
+    return head(p, jax.nn.sigmoid(i) * jnp.tanh(g) + jax.nn.sigmoid(f))
+
+
+@program(X, to=PROGRAMS, **FUSED)
+def gates_of_one_layer_norm_each(p, x):
+    z = (x @ p["w"]).reshape(B, T, 3, D)
+    z = z - z.mean(-1, keepdims=True)
+    i, f, g = jnp.moveaxis(z / jnp.sqrt(jnp.mean(z * z, -1, keepdims=True) + 1e-6), 2, 0)
+    return head(p, jax.nn.sigmoid(i) * jnp.tanh(g) + jax.nn.sigmoid(f))
+
+
+@program(X, to=PROGRAMS, **FUSED)
+def a_softmax_of_each_part(p, x):
+    z = jax.nn.softmax((x @ p["w"]).reshape(B, T, 3, D), -1)
+    return head(p, z[:, :, 0] * z[:, :, 1] + z[:, :, 2])
+
+
+@program(X, to=PROGRAMS, w=((D, 3 * D), "0 | 1"), out=((D, 1), "an output head"))
+def gates_of_one_norm_for_all(p, x):
+    i, f, g = jnp.split(rms(x @ p["w"]), 3, -1)
+    return head(p, jax.nn.sigmoid(i) * jnp.tanh(g) + jax.nn.sigmoid(f))
+
+
+@program(X, to=PROGRAMS, w=((D, 2 * D), "0 | 1"), out=((D, 1), "an output head"))
+def a_gate_cut_through_normalized_heads(p, x):
+    a, b = jnp.split(rms((x @ p["w"]).reshape(B, T, H, 2 * S)), 2, -1)
+    return head(p, (a * jax.nn.sigmoid(b)).reshape(B, T, D))
+
+
+@program(X, to=PROGRAMS, **FUSED)
+def one_part_pooled_over_its_features(p, x):
+    q, k, v = jnp.moveaxis((x @ p["w"]).reshape(B, T, 3, H, S), 2, 0)
+    y = jnp.tanh(k) * v * q.max(-1, keepdims=True)
+    return head(p, y.reshape(B, T, D))
+
+
+@program(X, to=PROGRAMS, w=((D, D), "0 | 1"), o=((S + 2, D), "0 | 1"), out=((D, 1), "an output head"))
+def running_sums_over_the_features(p, x):
+    a, b = jnp.split(jnp.cumsum(x @ p["w"], -1), 2, -1)
+    return head(p, jax.nn.relu((jnp.tanh(a) * b) @ p["o"]))
+
+
+@program(X, to=PROGRAMS, w=((D, 2 * D), "0 | 1 / 2 of 1"), out=((D, 1), "an output head"))
+def running_sums_over_one_part(p, x):
+    a, b = jnp.split(x @ p["w"], 2, -1)
+    first, second = jnp.split(jnp.cumsum(a, -1), 2, -1)
+    return head(p, jnp.tanh(b) * jnp.tile(jnp.tanh(first) * second, 2))
+
+
+@program(X, to=PROGRAMS, w=((D, 2 * D), "0 | 1 / 2 of 1"), out=((D, 1), "an output head"))
+def running_sums_over_time(p, x):
+    a, b = jnp.split(jnp.cumsum(x @ p["w"], 1), 2, -1)
+    return head(p, jnp.tanh(a) * b)
+
+
+# Mixtures of parameters.
+
+BANK: dict[str, Any] = ONE | {"w": ((3, D, D), "1 | 2")}
+
+
+@program(X, to=PROGRAMS, **BANK)
+def a_mean_of_matrices(p, x):
+    return head(p, jax.nn.relu(x @ p["w"].mean(0)) @ p["o"])
+
+
+@program(X, to=PROGRAMS, a=((3,), "multiplied entry by entry"), **BANK)
+def a_learned_mixture_of_matrices(p, x):
+    w = (jax.nn.softmax(p["a"])[:, None, None] * p["w"]).sum(0)
+    return head(p, jax.nn.relu(x @ w) @ p["o"])
+
+
+@program(X, to=PROGRAMS, g=((D, 3), "0 | 1"), **BANK)
+def a_mixture_of_matrices_chosen_by_data(p, x):
+    gate = jax.nn.softmax(jnp.tanh(x.mean(1)) @ p["g"])
+    w = (gate[:, :, None, None] * p["w"]).sum(1)
+    return head(p, jax.nn.relu(jnp.einsum("btd,bdf->btf", x, w)) @ p["o"])
+
+
+@program(X, to=PROGRAMS, a=((3,), "multiplied entry by entry"), b=((3, D), "added"), **ONE)
+def a_learned_mixture_of_biases(p, x):
+    b = (jax.nn.softmax(p["a"])[:, None] * p["b"]).sum(0)
+    return head(p, jax.nn.relu(x @ p["w"] + b) @ p["o"])
+
+
+FACTORS: dict[str, Any] = {"u": ((D, 2), "0 | 1"), "v": ((D, 2), "1 | 0"), "o": ONE["o"], "out": ONE["out"]}
+
+
+@program(X, to=PROGRAMS, **FACTORS)
+def two_factors_by_a_sum_of_products(p, x):
+    w = (p["u"][:, None, :] * p["v"][None]).sum(-1)
+    return head(p, jax.nn.relu(x @ w) @ p["o"])
+
+
+@program(X, to=PROGRAMS, **FACTORS)
+def two_factors_alone(p, x):
+    return head(p, jax.nn.relu(x @ (p["u"] @ p["v"].T)) @ p["o"])
+
+
+@program(X, to=PROGRAMS, g=((D,), "multiplied entry by entry"), **ONE)
+def a_matrix_of_normalized_columns(p, x):
+    w = p["g"] * p["w"] / jnp.sqrt(jnp.sum(p["w"] ** 2, 0))
+    return head(p, jax.nn.relu(x @ w) @ p["o"])
+
+
+@program(X, to=PROGRAMS, n=((D, D), "in a penalty"), **ONE)
+def a_penalty_of_columns(p, x):
+    norms = jnp.sqrt(jnp.sum(p["n"] ** 2, 0))
+    return head(p, jax.nn.relu(x @ p["w"]) @ p["o"]) + 1e-3 * jnp.sum(norms)
+
+
+@program(X, to=PROGRAMS, g=((D,), "multiplied entry by entry"), **ONE)
+def a_gain_before_a_mean_over_time(p, x):
+    return head(p, jax.nn.relu((rms(x) * p["g"]).mean(1) @ p["w"]) @ p["o"])
+
+
+# Padding that cuts.
+
+
+@program(X, to=HEADS, **FUSED)
+def a_shift_by_padding(p, x):
+    z = x @ p["w"]
+    z = 0.5 * z + 0.5 * lax.pad(z, 0.0, ((0, 0, 0), (1, -1, 0), (0, 0, 0)))
+    return attend(p, *(y.reshape(B, T, H, S) for y in jnp.split(z, 3, -1)))
+
+
+@program(X, to=PROGRAMS, **ONE)
+def a_matrix_shifted_by_padding(p, x):
+    return head(p, jax.nn.relu(x @ lax.pad(p["w"], 0.0, ((0, 0, 0), (-2, 2, 0)))) @ p["o"])
+
+
+@program(X, to=PROGRAMS, n=((D, D), "in a penalty"), **ONE)
+def padding_that_cuts_all_of_it(p, x):
+    nothing = lax.pad(p["n"], 0.0, ((0, 0, 0), (-D - 1, D + 1, 0)))
+    return head(p, jax.nn.relu(x @ (p["w"] + nothing)) @ p["o"])
+
+
+@program(X, to=PROGRAMS, **ONE)
+def bits_of_an_activation(p, x):
+    y = x @ p["w"]
+    odd = lax.bitcast_convert_type(y, jnp.uint8).sum(-1) % 2  # four for each number
+    return head(p, jax.nn.relu(y * odd.astype(y.dtype)) @ p["o"])
+
+
+@pytest.mark.parametrize("program", PROGRAMS + HEADS, ids=lambda program: program.fun.__name__)
+def test_every_parameter_is_read_as_what_it_does(program):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # parameters that are never used
+        read = muonjax.inspect(program.fun, program.params, *program.args)
+    found = {name: answer(read.decision(name), right) for name, right in program.expected.items()}
+    assert found == program.expected
+
+
+@pytest.mark.parametrize("program", HEADS, ids=lambda program: program.fun.__name__)
+def test_every_head_is_a_matrix(program):
+    read = muonjax.inspect(program.fun, program.params, *program.args)
+    assert described(read.decision("w").per_head) == "0 | 1 / 9 of 1"
