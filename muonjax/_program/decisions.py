@@ -219,12 +219,17 @@ def _parts(product: Product, shape: tuple[int, ...], columns: frozenset[int]) ->
     keys = set.intersection(*({run[:2] for run in g} for g in groups))
     for axis, period in sorted(keys):
         runs = sorted({run for g in groups for run in g if run[:2] == (axis, period)})
-        mixed = (a.stride * a.of for _, atoms in product.mixed for a in atoms if a.axis == axis)
-        if any(run.stop % size for size in mixed for run in runs):  # it cuts what is normalized together
+        mixed = [a for _, atoms in product.mixed for a in atoms if a.axis == axis]
+        if any(_divides(run.stop, a) for a in mixed for run in runs):  # what is normalized together
             continue
         if axis in columns and len(runs) > 1 and _tile(runs):
             return axis, tuple(run.stop - run.start for run in runs), shape[axis] // period
     return None
+
+
+def _divides(position: int, a: Atom) -> bool:
+    """Whether a cut at this position has entries of the run on both sides."""
+    return a.start * a.stride < position % (a.stride * a.of) < (a.start + a.size) * a.stride
 
 
 def _tile(runs: Sequence[Run]) -> bool:

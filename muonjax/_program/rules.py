@@ -171,6 +171,8 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
     cover, terms = [_cover(v) for v in values], []
     for v, mine in zip(values, cover, strict=True):
         for t in v.terms:
+            if any(t.leaf == u.leaf and mine < _cover(w) for w in values for u in w.terms):
+                continue  # its own mean, say
             if any(mine < other for other in cover) or (several and t.noisy):
                 walk.record(i, "added" if name in _SUMS else "multiplied", t)
             else:
@@ -341,7 +343,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
 
 def _reduced_terms(i: int, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
     """Parameters that are summed: a mixture of several, or a product of two; nothing of a norm or a penalty."""
-    terms = [t for t in x.terms if t.layout.atoms(axes) and _along(t, axes)]
+    terms = [t for t in x.terms if t.after is None and t.layout.atoms(axes) and _along(t, axes)]
     factors = len({_along(t, axes) for t in terms}) > 1
     found = []
     for k, t in enumerate(terms):

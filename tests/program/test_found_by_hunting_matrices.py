@@ -216,3 +216,31 @@ def test_every_parameter_is_read_as_what_it_does(program):
 def test_every_head_is_a_matrix(program):
     read = muonjax.inspect(program.fun, program.params, *program.args)
     assert described(read.decision("w").per_head) == "0 | 1 / 9 of 1"
+
+
+def test_a_norm_of_one_of_two_parts_does_not_join_them():
+    """Queries beside gates in one kernel, as Qwen3.5's: a head's queries are normalized, its gates are not."""
+
+    def loss(p, x):
+        q, gate = jnp.split(jnp.einsum("btd,dhs->bths", x, p["q"]), 2, -1)
+        q = q * jax.lax.rsqrt(jnp.mean(q**2, -1, keepdims=True) + 1e-6)
+        return jnp.mean((jnp.einsum("bths,hso->bto", q * jax.nn.sigmoid(gate), p["o"]) @ p["out"]) ** 2)
+
+    shapes = {"q": (12, 3, 8), "o": (3, 4, 12), "out": (12, 12)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    numbers = muonjax.inspect(loss, params, jax.ShapeDtypeStruct((2, 6, 12), jnp.float32)).dimension_numbers()
+    assert numbers["q"] == muonjax.FusedDimensionNumbers(0, (1, 2), 2, 2)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_a_table_without_its_mean_is_what_the_table_is(centered):
+    """DeBERTa's relative positions: the mean that is subtracted is no parameter of its own."""
+
+    def loss(p, x):
+        table = p["table"] - jnp.mean(p["table"], -1, keepdims=True) if centered else p["table"]
+        return jnp.mean((jax.nn.softmax(x @ p["q"] @ (table @ p["k"]).T) @ p["out"]) ** 2)
+
+    shapes = {"table": (5, 12), "q": (12, 12), "k": (12, 12), "out": (5, 12)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    program = muonjax.inspect(loss, params, jax.ShapeDtypeStruct((2, 6, 12), jnp.float32))
+    assert program.why("table").startswith("multiplied along axis 1")
