@@ -85,6 +85,8 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
         # Repeated for each example.
         if side.value.is_weight and not (side.is_parameter or rest.value.is_weight):
             side.value = walk.as_input(side.value, side.summed or (-1,))
+        if any(x.stage == "weights" and x.layout.atoms(rest.summed) for x in rest.value.logits):
+            side.value = walk.as_input(side.value, side.given)  # learned values
     if left.is_parameter and right.is_parameter:
         return _of_parameters(i, product, left, right)
     for side, rest in ((left, right), (right, left)):

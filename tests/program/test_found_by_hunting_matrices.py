@@ -244,4 +244,7 @@ def test_a_table_without_its_mean_is_what_the_table_is(centered):
 
     shapes = {"table": (5, D), "q": (D, D), "k": (D, D), "v": (D, D), "out": (D, 1)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    assert muonjax.inspect(loss, params, X).why("table").startswith("a learned input")
+    program = muonjax.inspect(loss, params, X)
+    assert program.why("table").startswith("a learned input")
+    assert program.dimension_numbers()["v"] == muonjax.MuonDimensionNumbers(0, 1)
+    assert [a.problem for a in program.attentions] == [""]
