@@ -21,7 +21,7 @@ def match_rms(
     min(m, n)) times that. With `rule`
 
     - "rms": times `rms` sqrt(max(m, n)): every update of full rank has the root mean square `rms`. AdamW's is
-      usually 0.2 to 0.4, so 0.2 lets Muon take AdamW's learning rate and weight decay (Moonlight).
+      usually 0.2 to 0.4, so 0.2 lets Muon take AdamW's weight decay, and two to four times its rate.
     - "width": times sqrt(max(1, fan_out / fan_in)), Jordan's; `rms` is not used.
     - "spectral": times sqrt(fan_out / fan_in), the spectral norm at the scale of the layer (Bernstein); `rms`
       is not used.

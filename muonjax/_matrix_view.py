@@ -112,7 +112,7 @@ def one_or_several(axes: Sequence[int]) -> int | tuple[int, ...]:
 class MatrixView(NamedTuple):
     """How one leaf becomes matrices: which axes are rows, which are columns, which only count."""
 
-    leaf_shape: tuple[int, ...]
+    leaf_shape: tuple[int, ...]  # of the leaf, or of the piece of it that is viewed
     shape: tuple[int, ...]  # with a fused axis cut in two; all axes below count on this one
     batch_axes: tuple[int, ...]
     reduction_axes: tuple[int, ...]
@@ -194,7 +194,7 @@ class Piece(NamedTuple):
     leaf: int  # its index among the leaves
     view: MatrixView
     axis: int | None = None  # the axis that is cut; None: the piece is the leaf
-    start: int = 0
+    start: int = 0  # within one stretch
     step: int = 1  # the leaf is cut at multiples of it
     repeats: int = 1  # how many stretches of the axis the piece is made of, at equal distances
 

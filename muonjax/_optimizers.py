@@ -109,7 +109,7 @@ def _orthogonalized(
         return optax.chain(
             trace(decay, nesterov, mu_dtype, distribution=distribution),
             orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
-            *map(offload, rest(numbers)),
+            *map(offload, rest(numbers)),  # `trace` moves its own state, and `orthogonalize` has none
         )
 
     return partition_by_route(call, matrices, adamw if adam is None else adam, muon_weight_dimension_numbers)

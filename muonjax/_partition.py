@@ -38,7 +38,7 @@ def partition_by_route(
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
     check_transformation(f"{call}(adam", adam)
-    matrices(None)  # what is wrong with the settings is said now, and not at init
+    matrices(None)  # for its checks alone: what is wrong with the settings is said now, and not at init
     adam = offload(adam)
 
     def members(tree: Any, params: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
@@ -115,8 +115,10 @@ def _check_gradients(gradients: Any, params: Any, call: str) -> None:
             raise ValueError(
                 f"{call}: {path!r} is a {lone}; update(grads, state, params) needs both as one tree."
             )
+        if is_masked(found[path]) or is_masked(wanted[path]):
+            continue
         gradient, parameter = jnp.shape(found[path]), jnp.shape(wanted[path])
-        if gradient != parameter and not (is_masked(found[path]) or is_masked(wanted[path])):
+        if gradient != parameter:
             raise ValueError(
                 f"{call}: the gradient of {path!r} has shape {gradient}, the parameter {parameter}."
             )

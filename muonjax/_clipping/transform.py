@@ -126,15 +126,15 @@ def clip(
             # Replicas that clip by their own maxima would diverge.
             maxima = {name: largest_of_devices(s, axis_name) for name, s in maxima.items()}
         state, gammas = _next(state, maxima, targets, every_k)
-        factors = parameter_factors(targets, gammas)
+        scales = parameter_factors(targets, gammas)
         paths = flatten_paths(updates)
-        if lost := [path for path in factors if path not in paths or is_masked(paths[path])]:
+        if lost := [path for path in scales if path not in paths or is_masked(paths[path])]:
             raise ValueError(
                 f"{call}: the updates have no leaf {lost[0]!r}, so the parameter can't be scaled; if it is frozen, "
                 "take its module out of the sites."
             )
         new = (
-            scaled_update(u, modules.leaves[path], factors[path]) if path in factors else u
+            scaled_update(u, modules.leaves[path], scales[path]) if path in scales else u
             for path, u in paths.items()
         )
         return jax.tree.structure(updates, is_leaf=is_masked).unflatten(new), state

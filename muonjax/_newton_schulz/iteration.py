@@ -57,8 +57,9 @@ def _iterate(
         gram, other_fourth_powers = deflation.gram, deflation.other_fourth_powers
         if settings.normalization == "aol":  # which rescales the rows of W X, not of X
             x, deflation = deflation.apply(x), None
-    x, r = normalize(x, gram, other_fourth_powers, settings.normalization, small_product)
-    q = composition(first, r._replace(scale=jnp.where(nonzero, r.scale, 0)), small_product)
+    x, normalized = normalize(x, gram, other_fourth_powers, settings.normalization, small_product)
+    normalized = normalized._replace(scale=jnp.where(nonzero, normalized.scale, 0))
+    q = composition(first, normalized, small_product)
     x = apply(q if deflation is None else deflation.apply_right(q), x)
     for rows in others:
         x = apply(composition(rows, Normalized(sum_over(axis_name, product(x))), small_product), x)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._program.graph import line_of
 from muonjax._program.layout import PLACED, Atom, Layout, Shard, joined, other, overlap
 from muonjax._program.products import Side
 from muonjax._program.report import Probe
@@ -57,7 +56,7 @@ def calls(walk: Walk) -> list[Call]:
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
         why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-        found[i, -1] = Call(line_of(node.equation), problem=why, products=tuple(m.product for m in images))
+        found[i, -1] = Call(walk.graph.line(i), problem=why, products=tuple(m.product for m in images))
     mine, uses = defaultdict(set), defaultdict(list)
     for call in found.values():
         mine[call.spans].update(call.products)
@@ -75,15 +74,13 @@ def _unless_used_elsewhere(
         for use in uses[product.use.term.leaf]:
             pairs = itertools.product(product.regions, use.product.regions)
             if use.product not in mine and any(overlap(*pair) for pair in pairs):
-                why = (
-                    f"its projection is used for something else too: {line_of(walk.nodes[use.node].equation)}"
-                )
+                why = f"its projection is used for something else too: {walk.graph.line(use.node)}"
                 return call._replace(spans=(), probe=None, problem=why)
     return call
 
 
 def _call(walk: Walk, attention: Attention) -> Call:
-    line = line_of(walk.nodes[attention.logits.product].equation)
+    line = walk.graph.line(attention.logits.product)
     finder = _Finder(walk, attention)
     products = tuple(m.product for m in (*finder.query.value.images, *finder.key.value.images))
     try:
@@ -163,7 +160,7 @@ class _Finder:
         return Call(line, spans, self._probe(first), layers.pop(), first.index, first.entries)
 
     def _line(self, i: int) -> str:
-        return "" if i < 0 else line_of(self.walk.nodes[i].equation)
+        return "" if i < 0 else self.walk.graph.line(i)
 
     def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
         """Keys of the heads' own; and those that all heads share, by the features where they stand."""

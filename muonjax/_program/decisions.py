@@ -17,7 +17,6 @@ from muonjax._matrix_view import (
     MuonDimensionNumbers,
     one_or_several,
 )
-from muonjax._program.graph import line_of
 from muonjax._program.layout import Atom, Region, Run, hull, overlap
 from muonjax._program.values import Product, Use
 from muonjax._program.walk import Walk
@@ -89,10 +88,12 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
     uses = [u for u in uses if u.kind != "product" or not u.product.bit & scale] or uses
     if not uses:
         parameter = walk.graph.parameters[leaf]
-        reader = next(
-            (walk.nodes[i] for i in sorted(walk.graph.live) if parameter in walk.nodes[i].inputs), None
+        reader = next((i for i in sorted(walk.graph.live) if parameter in walk.nodes[i].inputs), None)
+        why = (
+            f"used without data, as in a penalty: {walk.graph.line(reader)}"
+            if reader is not None
+            else "never used"
         )
-        why = f"used without data, as in a penalty: {line_of(reader.equation)}" if reader else "never used"
         return Decision(None, why, meets_data=False)
     if not walk.graph.is_float(walk.graph.parameters[leaf]):
         return Decision(None, "whole numbers")
@@ -103,7 +104,7 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         return Decision(None, f"looked up: {_line(walk, lookups[0])}{also}")
     if not products:
         return _no_matrix(walk, uses)
-    if is_loss and all(_is_head(walk, ends, u) for u in products):
+    if is_loss and all(_is_output_head(walk, ends, u) for u in products):
         return _adam(walk, "no product after it, an output head", products[0])
     matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
     if not matrices:
@@ -112,7 +113,7 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
     if unknown := [u for u in uses if u.kind.startswith("unknown: ")]:
         name = unknown[0].kind.removeprefix("unknown: ")
         return _adam(walk, f"{name} is not followed", unknown[0], by_names=True)
-    if not is_loss and all(_is_head(walk, ends, u) for u in matrices):
+    if not is_loss and all(_is_output_head(walk, ends, u) for u in matrices):
         return _adam(walk, "last product", matrices[0], by_names=True)
     if all(u.is_patch and not walk.values[u.operand].before for u in matrices):
         return _adam(walk, "an embedding of patches, windows that do not overlap", matrices[0])
@@ -130,14 +131,14 @@ def _adam(walk: Walk, why: str, use: Use, by_names: bool = False) -> Decision:
     return Decision(None, f"{why}: {_line(walk, use)}", by_names=by_names)
 
 
-def _is_head(walk: Walk, ends: _Ends, use: Use) -> bool:
+def _is_output_head(walk: Walk, ends: _Ends, use: Use) -> bool:
     """No other product takes what this one gives; or labels choose one of its columns, and that reaches the loss."""
     value = walk.nodes[use.node].outputs[0]
     return (use.node in walk.read and value in ends.direct) or value not in ends.consumed
 
 
 def _line(walk: Walk, use: Use) -> str:
-    return line_of(walk.nodes[use.node].equation)
+    return walk.graph.line(use.node)
 
 
 def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) -> Decision:

@@ -71,6 +71,7 @@ class Graph:
         self.avals: list[Any] = []
         self.known: dict[int, Any] = {}  # values of literals
         self.variables: list[Any] = []  # the variable of each value, in the body where it is first seen
+        self.callers: dict[tuple[Step, ...], JaxprEqn] = {}  # of each body, by its place
         inputs = [self._new(v) for v in jaxpr.invars]
         self.parameters = [inputs[i] for i in parameters]
         self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
@@ -124,6 +125,7 @@ class Graph:
             inputs, name = [read(atom) for atom in eqn.invars], eqn.primitive.name
             inside = bodies(eqn) if name in _ENTERED else []
             found = [(body, (*place, Step(position, i, name))) for i, (_, body) in enumerate(inside)]
+            self.callers |= {inner: eqn for _, inner in found}
             if name == "scan":
                 constants, carried = scan_counts(eqn)
                 outputs = self._loop(eqn, *found[0], inputs, constants, carried)
@@ -199,6 +201,12 @@ class Graph:
             found[self.nodes[self.producer[value]].place] = self.variables[value]
         return found
 
+    def line(self, operation: int) -> str:
+        """File and line of the user's code that an operation comes from, or a call of the library's that has it."""
+        node = self.nodes[operation]
+        around = [self.callers[node.place[:depth]] for depth in range(len(node.place), 0, -1)]
+        return next(filter(None, map(_line_of, [node.equation, *around])), "")
+
     def is_stack_of_scalars(self, value: int) -> bool:
         made = [self.nodes[self.producer[value]]] if value in self.producer else []
         inputs = [x for node in made if node.name in ("concatenate", "stack") for x in node.inputs]
@@ -220,8 +228,8 @@ def _is_float(dtype: Any) -> bool:
 _LIBRARIES = ("site-packages", "dist-packages", "/muonjax/_program/", "<frozen", "/lib/python3")
 
 
-def line_of(equation: JaxprEqn | None) -> str:
-    """File and line of the user's code that made an equation: "model.py:41"."""
+def _line_of(equation: JaxprEqn | None) -> str:
+    """File and line of the user's code that made an equation: "model.py:41"; "" where a library traced it once."""
     if equation is None:
         return ""
     frames: Iterator[Any] = iter(getattr(equation.source_info.traceback, "frames", ()))

@@ -91,7 +91,7 @@ class Image(NamedTuple):
 class Logits(NamedTuple):
     """What is left of the product of two images: attention logits and what softmax makes of them."""
 
-    product: int
+    product: int  # the operation
     layout: Layout  # the axes as axes of the product's result
     stage: str = "logits"  # "largest": their maximum; "weights": after the exponential
     value: int = -1  # the logits that enter softmax, masked and scaled
@@ -124,7 +124,7 @@ class Value(NamedTuple):
 
     @property
     def is_weight(self) -> bool:
-        """Made of parameters alone."""
+        """Made of parameters, perhaps with constants and random numbers, without data."""
         return bool(self.depends_on & PARAMETER) and not self.depends_on & DATA
 
     @property

@@ -28,9 +28,6 @@ from muonjax._program.values import (
     dependent,
 )
 
-# What a loop carries changes only from a parameter, or from what depends on less: that settles in a few rounds.
-_ROUNDS = 5
-
 
 class Attention(NamedTuple):
     """softmax(Q K^T) V."""
@@ -246,11 +243,12 @@ class Walk:
                     self._apply(i, self.nodes[i])
                 i += 1
                 continue
-            carries = [self.nodes[c] for c in loop.carries if c in self.graph.live]
-            now = [self._first(self.values[c.inputs[0]]) for c in carries]
-            for _ in range(_ROUNDS):
+            carries = [c for c in loop.carries if c in self.graph.live]
+            now = [self._first(self.values[self.nodes[c].inputs[0]]) for c in carries]
+            # What is carried only comes to depend on more, at worst one place further in each round.
+            for _ in range(len(carries) + 3):
                 for carry, value in zip(carries, now, strict=True):
-                    self.values[carry.outputs[0]] = value
+                    self.values[self.nodes[carry].outputs[0]] = value
                 self._follow(loop.carries.stop, loop.last)
                 before, now = now, list(map(self._next, carries))
                 if now == before:
@@ -261,11 +259,11 @@ class Walk:
         """What a loop carries at first: a parameter as it is; of an activation only what it depends on."""
         return value if value.is_weight else dependent([value])
 
-    def _next(self, carry: Node) -> Value:
+    def _next(self, carry: int) -> Value:
         """What it carries after another iteration."""
-        start, end = (self.values[x] for x in carry.inputs)
-        self.record_parts(-1, (*start.images, *end.images))
-        now = self.values[carry.outputs[0]]
+        start, end = (self.values[x] for x in self.nodes[carry].inputs)
+        self.record_parts(carry, (*start.images, *end.images))
+        now = self.values[self.nodes[carry].outputs[0]]
         same = start.is_weight and end.terms == start.terms and end.depends_on == start.depends_on
         return now if same else Value(start.depends_on | end.depends_on | now.depends_on, before=start.before)
 

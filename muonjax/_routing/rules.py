@@ -44,7 +44,7 @@ def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Param
         f"{what}; MuonDimensionNumbers(reduction_axis, output_axis) instead names the axes that the layer sums over "
         "and those that it gives; FusedDimensionNumbers(0, 1, parts=..., axis=1) cuts one of them, "
         "parts=number_of_heads or parts=(queries, keys, values) long. In muon: "
-        f"muon_weight_dimension_numbers=lambda params: dimension_numbers(params, rules=...). {INSPECT}"
+        f"muon_weight_dimension_numbers=lambda params: muonjax.linen.dimension_numbers(params, rules=...). {INSPECT}"
     )
 
 

@@ -552,6 +552,15 @@ def adaptive_norms(p, c, x):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
+@program(X, w=((D, D), "0 | 1"), out=((D, 1), "head"))
+def a_delay_of_seven_iterations(p, x):
+    def step(line, row):
+        return (row, *line[:-1]), jnp.tanh(line[-1] @ p["w"])
+
+    _, y = jax.lax.scan(step, (jnp.zeros((B, D)),) * 7, x.swapaxes(0, 1))
+    return jnp.mean((y @ p["out"]) ** 2)
+
+
 @program(X, v=((D, H, S), "0 | 1, 2"), o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"))
 def an_output_projection_by_einsum(p, x):
     y = jnp.tanh(jnp.einsum("btd,dhs->bths", x, p["v"]))

@@ -78,15 +78,8 @@ def carried_queries(p, x):
     return jnp.mean((y @ p["o"]) ** 2), logits[0]
 
 
-EYE, R = jnp.eye(S), draw((S, S), 9)
-SHARED = {
-    "bias": (S,),
-    "w": (H, S, S),
-    "e": (),
-    "mix": (T, T),
-    "first": (D, H * S // 2),
-    "last": (D, H * S // 2),
-}
+R = draw((S, S), 9)
+SHARED = {"bias": (S,), "w": (H, S, S), "e": (), "mix": (T, T)}  # each program uses one of these, or none
 EXACT = {
     "plain": attention(),
     "negative": attention(spell=lambda a, p: -a),
@@ -110,7 +103,7 @@ REFUSED = {
     ),
     "quantized_straight_through": (
         attention(weights=lambda p: p | {"q": quantized(p["q"])}),
-        "a parameter of its queries is",
+        "a parameter of its queries is normalized before: test_exact_or_refused.py:",
     ),
     "added_to_a_frozen_kernel": (
         attention(weights=lambda p: p | {"q": p["q"] + R[0, 0] * jnp.ones((D, H * S))}),
@@ -118,7 +111,7 @@ REFUSED = {
     ),
     "a_function_of_the_bias": (
         attention(lambda q, k, p: (q + jnp.exp(p["e"]) * jnp.ones((H, S)), k)),
-        "a parameter of its queries",
+        "a parameter of its queries passes exp before: test_exact_or_refused.py:",
     ),
     "a_bias_that_heads_share": (
         attention(lambda q, k, p: (q, k + p["bias"])),
@@ -126,7 +119,7 @@ REFUSED = {
     ),
     "keys_in_part_of_data": (
         attention(lambda q, k, p: (q, jnp.where((jnp.arange(T) < 2)[:, None, None], draw((T, H, S), 8), k))),
-        "its keys are",
+        "its keys are added to something else: test_exact_or_refused.py:",
     ),
     "keys_padded_with_ones": (
         attention(lambda q, k, p: (q, lax.pad(k[:, 1:], 1.0, [(0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)]))),
@@ -134,17 +127,20 @@ REFUSED = {
     ),
     "logits_in_part_learned": (
         attention(spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a)),
-        "its logits are one of two kinds",
+        "its logits are one of two kinds: test_exact_or_refused.py:",
     ),
     "one_matrix_for_each_head": (
         attention(lambda q, k, p: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k)),
-        "its ",
+        "its queries have heads that can't be told from those of its keys: 1 of 3 features, its keys 4 of 3",
     ),
     "keys_by_the_transposed_kernel": (
         attention(weights=lambda p: p | {"k": p["q"].T}),
         "its queries and keys are one projection",
     ),
-    "queries_carried_by_a_loop": (carried_queries, "its projection is used for something else too"),
+    "queries_carried_by_a_loop": (
+        carried_queries,
+        "its projection is used for something else too: test_exact_or_refused.py:",
+    ),
 }
 
 
