@@ -247,6 +247,8 @@ class Walk:
             now = [self._first(self.values[self.nodes[c].inputs[0]]) for c in carries]
             # What is carried only comes to depend on more, at worst one place further in each round.
             for _ in range(len(carries) + 3):
+                for use in [use for use in self.uses if loop.carries.stop <= use[0] < loop.last]:
+                    del self.uses[use]  # of a round that knew less
                 for carry, value in zip(carries, now, strict=True):
                     self.values[self.nodes[carry].outputs[0]] = value
                 self._follow(loop.carries.stop, loop.last)

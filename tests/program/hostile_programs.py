@@ -552,10 +552,10 @@ def adaptive_norms(p, c, x):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
-@program(X, w=((D, D), "0 | 1"), out=((D, 1), "head"))
+@program(X, w=((D, D), "0 | 1"), gain=((D,), "multiplied"), out=((D, 1), "head"))
 def a_delay_of_seven_iterations(p, x):
     def step(line, row):
-        return (row, *line[:-1]), jnp.tanh(line[-1] @ p["w"])
+        return (row, *line[:-1]), jnp.tanh((line[-1] * p["gain"]) @ p["w"])
 
     _, y = jax.lax.scan(step, (jnp.zeros((B, D)),) * 7, x.swapaxes(0, 1))
     return jnp.mean((y @ p["out"]) ** 2)
