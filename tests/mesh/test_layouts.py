@@ -327,7 +327,8 @@ def test_twenty_steps_of_muon_drift_less_than_a_millionth(axis_type):
         shardings = distribution and muonjax.state_shardings(tx, params, distribution)
         state = jax.jit(tx.init, out_shardings=shardings)(params)
         for _ in range(20):
-            params, state = step(params, state)
+            # One after the other: if steps queue up, XLA's collectives on a CPU wait for threads, and abort.
+            params, state = jax.block_until_ready(step(params, state))
         assert len(traces) == 1
         return params
 
