@@ -100,8 +100,6 @@ def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     """Repeated along the axes where it has one entry: operations entry by entry do so by themselves."""
     if old == shape or not (x.depends_on or x.marks):
         return x
-    if len(old) not in (0, len(shape)):  # bits of one number as several
-        return dependent([x])
     beside = old or [-1] * len(shape)  # a scalar beside an array
     return x.repeated(old, [k if n == shape[k] else None for k, n in enumerate(beside)], shape)
 

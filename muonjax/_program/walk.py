@@ -45,9 +45,8 @@ class Walk:
         self.shapes = [graph.shape(x) for x in graph.parameters]
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses: dict[tuple[int, int, int], Use] = {}
-        self.attentions: dict[
-            tuple[int, int], Attention
-        ] = {}  # by product and by the logits that enter softmax
+        # By product and by the logits that enter softmax.
+        self.attentions: dict[tuple[int, int], Attention] = {}
         self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
         self.pairs: dict[int, tuple[products.Side, products.Side]] = {}  # of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
