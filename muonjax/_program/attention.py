@@ -13,7 +13,7 @@ import numpy as np
 from muonjax._program.layout import PLACED, Atom, Layout, Shard, joined, other, overlap
 from muonjax._program.products import Side
 from muonjax._program.report import Probe
-from muonjax._program.values import Image, Product, Use
+from muonjax._program.values import Image, Use
 from muonjax._program.walk import Attention, Walk
 
 
@@ -42,7 +42,7 @@ class Call(NamedTuple):
     index: tuple[int, ...] = ()  # the layer on the first axes, where they are taken one by one
     heads: int = 1
     problem: str = ""
-    products: tuple[Product, ...] = ()  # that give its queries and keys
+    uses: tuple[Use, ...] = ()  # of parameters: products that give its queries and keys, and added biases
 
 
 class _Refused(Exception):
@@ -56,25 +56,30 @@ def calls(walk: Walk) -> list[Call]:
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
         why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-        found[i, -1] = Call(walk.graph.line(i), problem=why, products=tuple(m.product for m in images))
+        found[i, -1] = Call(walk.graph.line(i), problem=why, uses=tuple(m.product.use for m in images))
+    for i, at in walk.softmaxes.items():
+        if i not in {product for product, _ in walk.attentions}:
+            why = f"it can't be followed from its queries and keys to its values: {walk.graph.line(at)}"
+            found[i, -1] = Call(walk.graph.line(i), problem=why)
     mine, uses = defaultdict(set), defaultdict(list)
     for call in found.values():
-        mine[call.spans].update(call.products)
+        mine[call.spans].update(call.uses)
     for use in walk.uses.values():
-        if use.kind == "product":
+        if use.kind in ("product", "added", "multiplied", "looked up"):
             uses[use.term.leaf].append(use)
     return [_unless_used_elsewhere(walk, call, mine[call.spans], uses) for _, call in sorted(found.items())]
 
 
 def _unless_used_elsewhere(
-    walk: Walk, call: Call, mine: Collection[Product], uses: Mapping[int, Sequence[Use]]
+    walk: Walk, call: Call, mine: Collection[Use], uses: Mapping[int, Sequence[Use]]
 ) -> Call:
-    """A clip of a kernel may change no other product: only all calls of one attention, `mine`, share it."""
-    for product in mine if call.spans else ():
-        for use in uses[product.use.term.leaf]:
-            pairs = itertools.product(product.regions, use.product.regions)
-            if use.product not in mine and any(overlap(*pair) for pair in pairs):
-                why = f"its projection is used for something else too: {walk.graph.line(use.node)}"
+    """A clip of a parameter may change nothing else: only all calls of one attention, `mine`, share it."""
+    for own in mine if call.spans else ():
+        for use in uses[own.term.leaf]:
+            pairs = itertools.product(own.regions, use.regions)
+            if use not in mine and any(overlap(*pair) for pair in pairs):
+                what = "projection" if own.product else "bias"
+                why = f"its {what} is used for something else too: {walk.graph.line(use.node)}"
                 return call._replace(spans=(), probe=None, problem=why)
     return call
 
@@ -82,11 +87,13 @@ def _unless_used_elsewhere(
 def _call(walk: Walk, attention: Attention) -> Call:
     line = walk.graph.line(attention.logits.product)
     finder = _Finder(walk, attention)
-    products = tuple(m.product for m in (*finder.query.value.images, *finder.key.value.images))
+    images = (*finder.query.value.images, *finder.key.value.images)
+    biases = dict.fromkeys(walk.uses[t.added, t.leaf, 0] for m in images for t in m.biases)
+    uses = (*(m.product.use for m in images), *biases)
     try:
-        return finder.call(line)._replace(products=products)
+        return finder.call(line)._replace(uses=uses)
     except _Refused as refused:
-        return Call(line, problem=str(refused), products=products)
+        return Call(line, problem=str(refused), uses=uses)
 
 
 class _Finder:
@@ -128,13 +135,16 @@ class _Finder:
                         where = self._line(term.after[1])
                         raise _Refused(f"a parameter of its {name} {term.after[0]} before: {where}")
                 for layout in (image.layout, *(bias.layout for bias in image.biases)):
-                    if layout.is_reversed:
-                        raise _Refused(f"its {name} are in the opposite order of the parameter's")
+                    if layout.is_reordered:
+                        raise _Refused(f"its {name} are in another order than the parameter's")
                     if any(a.axis < 0 for a in layout.loops):
-                        raise _Refused("its loop does not take its layers one by one in their order")
+                        raise _Refused(
+                            "its loop takes layers in another order than a parameter has, or of several"
+                        )
                 if any(image.layout.is_placed(d) for d in (*operand.batch, *operand.given)):
                     raise _Refused(f"heads of its {name} are put together from several products")
         own, shared = self._split_keys()
+        own = [] if any(map(self._is_read_in_turns, own)) else own
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
         keys = list(self._spans(self.key, own, "key", {}))
         self._refuse_other_uses(own)
@@ -187,6 +197,18 @@ class _Finder:
         if more or not atoms or atoms[0].axis != PLACED:
             return None
         return atoms[0].start, atoms[0].start + math.prod(a.size for a in atoms[1:])
+
+    def _is_read_in_turns(self, key: Image) -> bool:
+        """Whether neighbouring heads of queries read different heads of keys, and are no group that shares one."""
+        query = self.query.value.images[0].layout
+        found = self.heads(self.query, query)
+        order = sorted(found, key=lambda d: [(a.axis, -a.stride) for a in found[d]])
+        counted = []
+        for operand, layout in ((self.query, query), (self.key, key.layout)):
+            runs = [a for d in order for a in operand.along(layout).axes[d]]
+            outside = itertools.takewhile(lambda a: a.axis < 0, runs)
+            counted.append(math.prod(a.size for a in outside) if any(a.axis >= 0 for a in runs) else 1)
+        return counted[1] > counted[0]
 
     def _spans(
         self, operand: Side, images: Sequence[Image], factor: str, shared: dict[tuple[int, int], Image]

@@ -54,22 +54,22 @@ class _Ends(NamedTuple):
 def _ends(walk: Walk) -> _Ends:
     graph = walk.graph
 
-    def floats(values: Iterable[int]) -> list[int]:
-        """Whole numbers, as of an argmax, end a path."""
-        return [x for x in values if graph.is_float(x)]
+    def numbers(values: Iterable[int]) -> list[int]:
+        """Indices, as of an argmax, end a path."""
+        return [x for x in values if graph.is_followed(x)]
 
     def through(i: int) -> list[int]:
         node = graph.nodes[i]
-        return [] if node.passes == "backward" or node.name == "stop_gradient" else floats(node.inputs)
+        return [] if node.passes == "backward" or node.name == "stop_gradient" else numbers(node.inputs)
 
     def directly(i: int) -> list[int]:
         node = graph.nodes[i]
         return (
-            [] if node.passes == "backward" else floats({*node.inputs}.difference(walk.consumers.get(i, ())))
+            [] if node.passes == "backward" else numbers({*node.inputs}.difference(walk.consumers.get(i, ())))
         )
 
-    taken = floats(x for i, operands in walk.consumers.items() if i in graph.live for x in operands)
-    return _Ends(graph.upstream(taken, through), graph.upstream(floats(graph.outputs), directly))
+    taken = numbers(x for i, operands in walk.consumers.items() if i in graph.live for x in operands)
+    return _Ends(graph.upstream(taken, through), graph.upstream(numbers(graph.outputs), directly))
 
 
 def decide(walk: Walk, is_loss: bool) -> list[Decision]:

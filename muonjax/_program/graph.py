@@ -15,10 +15,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
-from muonjax._program.versions import CUDNN, EXTENSIBLE, Body, bodies, opened, scan_counts, while_counts
+from muonjax._program.versions import (
+    CUDNN,
+    EXTENSIBLE,
+    Body,
+    bodies,
+    constants,
+    opened,
+    scan_counts,
+    while_counts,
+)
 
 _ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", CUDNN}
 
@@ -69,13 +79,15 @@ class Graph:
         self.nodes: list[Node] = []
         self.loops: dict[int, Loop] = {}  # by its first operation
         self.avals: list[Any] = []
-        self.known: dict[int, Any] = {}  # values of literals
+        self.known: dict[int, Any] = {}  # values of literals, and of constant indices
         self.variables: list[Any] = []  # the variable of each value, in the body where it is first seen
         self.callers: dict[tuple[Step, ...], JaxprEqn] = {}  # of each body, by its place
         inputs = [self._new(v) for v in jaxpr.invars]
         self.parameters = [inputs[i] for i in parameters]
         self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
         self.constants = [self._new(v) for v in jaxpr.constvars]
+        pairs = zip(self.constants, constants(closed), strict=True)
+        self.known |= {x: c for x, c in pairs if _is_index(c)}
         # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
         self.elsewhere: dict[int, list[tuple[tuple[Step, ...], Any]]] = {}
         self.outputs = self._walk(jaxpr, self.constants, inputs, ())
@@ -219,12 +231,26 @@ class Graph:
     def is_float(self, value: int) -> bool:
         return _is_float(getattr(self.avals[value], "dtype", None))
 
+    def is_followed(self, value: int) -> bool:
+        """Whether it is a number, perhaps a quantized one or a sum of those, and no index, as of an argmax."""
+        if self.is_float(value):
+            return True
+        made = self.nodes[self.producer[value]].name if value in self.producer else ""
+        return made in _PRODUCTS or getattr(self.avals[value], "dtype", None) in _QUANTIZED
+
 
 @functools.cache
 def _is_float(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
+def _is_index(constant: Any) -> bool:
+    is_small = getattr(constant, "ndim", 2) == 1 and not isinstance(constant, Tracer)
+    return is_small and not jnp.issubdtype(constant.dtype, jnp.inexact)
+
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_QUANTIZED = tuple(map(jnp.dtype, (jnp.int4, jnp.int8, jnp.uint4, jnp.uint8)))
 _LIBRARIES = ("site-packages", "dist-packages", "/muonjax/_program/", "<frozen", "/lib/python3")
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 
 OTHER = -1  # the axis of a run that counts something else: a batch, positions
 # Says where in a longer axis the runs after it stand, as in a concatenation: at `start` of `of`. With the stride -1
-# they stand in the opposite order.
-PLACED = -2
+# they stand in the opposite order, with REORDERED in any other.
+PLACED, REORDERED = -2, -2
 
 
 class Atom(NamedTuple):
@@ -120,9 +120,16 @@ class Layout(NamedTuple):
         is_known = any(a.axis != OTHER for a in atoms)
         return self._with(axis, (Atom(PLACED, -1, 1, 0, length(atoms)), *atoms)) if is_known else self
 
+    def reorder(self, axis: int, size: int) -> Layout:
+        """As many entries of one axis, in an order that is not followed."""
+        atoms = self.axes[axis]
+        if size == 1 or all(a.axis == OTHER for a in atoms):
+            return self.add_up([axis])._with(axis, other(size))
+        return self._with(axis, (Atom(PLACED, REORDERED, 1, 0, size), *atoms))
+
     @property
-    def is_reversed(self) -> bool:
-        return any(map(_is_reversed, self.axes))
+    def is_reordered(self) -> bool:
+        return any(a.axis == PLACED and a.stride for atoms in (*self.axes, self.taken) for a in atoms)
 
     def is_placed(self, axis: int) -> bool:
         """Whether other entries than the origin's stand beside its runs along an axis."""
@@ -175,6 +182,8 @@ class Layout(NamedTuple):
     def _cut_placed(self, axis: int, start: int, stop: int) -> Layout | None:
         place, *atoms = self.axes[axis]
         plain, size = self._with(axis, atoms), length(atoms)
+        if place.stride == REORDERED:
+            return plain.reorder(axis, stop - start)
         if place.stride < 0:  # counted from the other end
             part = plain.cut(axis, size - stop, size - start)
             return part and part.reverse(axis)
@@ -198,8 +207,10 @@ class Layout(NamedTuple):
     @property
     def settled(self) -> Layout:
         """Constant indices count as a loop's, as in layers that are taken from a stack one by one."""
-        single = tuple(a for a in self.taken if a.size == 1)
-        return self._replace(taken=tuple(a for a in self.taken if a.size > 1), loops=(*self.loops, *single))
+        single = tuple(a for a in self.taken if a.size == 1 and a.axis >= 0)
+        return self._replace(
+            taken=tuple(a for a in self.taken if a not in single), loops=(*self.loops, *single)
+        )
 
     def reshape(self, shape: Sequence[int]) -> Layout:
         longer = [atoms for atoms in self.axes if length(atoms) > 1]
@@ -246,7 +257,7 @@ class Layout(NamedTuple):
 
     def _lost(self, shape: Sequence[int]) -> Layout:
         """A reshape that divides no run evenly: all that stays known are the parts that were taken."""
-        taken = (*self.taken, *self.atoms(range(len(self.axes))))
+        taken = (*self.taken, *(a for atoms in self.axes for a in atoms if a.axis >= 0 or a.stride))
         return self._replace(axes=tuple(other(n) for n in shape), taken=taken)
 
     def _with(self, axis: int, atoms: Sequence[Atom]) -> Layout:
@@ -281,7 +292,10 @@ def merged(
         size = sum(sizes) if i == axis else length(alternatives[0])
         if len(set(alternatives)) == 1 and i != axis:
             axes.append(alternatives[0])
-        elif len({tuple((a.axis == PLACED, a.size) for a in x) for x in alternatives}) == 1 and i != axis:
+        elif (
+            len({tuple(a if a.axis == PLACED else a.size for a in x) for x in alternatives}) == 1
+            and i != axis
+        ):
             # Atom by atom: of a head's features the halves are mixed, the heads are not.
             together = [set(atoms) for atoms in zip(*alternatives, strict=True)]
             axes.append(tuple(s.pop() if len(s) == 1 else other(max(s).size)[0] for s in map(set, together)))

@@ -154,6 +154,7 @@ def _lookup(walk: Walk, i: int, product: Value, side: Side) -> Value:
 def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **extra) -> Value:
     """The product of an activation with a parameter, or with a sum of several."""
     walk.record_terms(i, "a learned input", [rest.value] if rest.value.is_weight else [])
+    product = product._replace(scores=-1, weights=-1)
     if not extra.get("is_depthwise"):
         walk.record_parts(i, rest.value.images)
     images = []
@@ -226,8 +227,11 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
             walk.record_attention(i, x, x.layout.atoms(side.summed), values)
         if found:
             walk.consume(i, left.operand, right.operand)
-            return product._replace(images=values.moved.images)
+            return product._replace(images=values.moved.images, scores=-1, weights=-1)
+        if side.summed:
+            walk.record_weights(i, side.value, values.value)
     if a.depends_on & b.depends_on & PARAMETER:
+        product = product._replace(scores=i, weights=-1)
         features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
         # Entry by entry, as of two towers.
         matched = a.images and b.images and features and a.before != b.before
@@ -290,7 +294,7 @@ def _by_kernel(
     """A product whose second operand has the parameters; of the first one, only features that stay are followed."""
     product = dependent(values)
     if not values[1].terms:
-        walk.record_terms(i, node.name, values)
+        walk.record_terms(i, f"unknown: {node.name}", values)
         if product.depends_on & PARAMETER:
             walk.consume(i, *node.inputs[:2])
         return product

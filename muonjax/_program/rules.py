@@ -68,11 +68,11 @@ def _random(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     return [Value(NOISE)] * len(node.outputs)
 
 
-# Of a number that stands in the program, as an index that may be negative.
+# Of numbers that stand in the program, as an index that may be negative.
 FOLDED: dict[str, Callable[..., Any]] = {
     "lt": operator.lt,
     "add": operator.add,
-    "select_n": lambda which, *cases: cases[int(which)],
+    "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
     **dict.fromkeys(["broadcast_in_dim", "convert_element_type", "reshape", "squeeze"], lambda x: x),
 }
 
@@ -136,11 +136,13 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         walk.record_factors(i, *values)
     elif name in _SUMS:
         walk.record_meeting_parts(i, values)
+    if name in _EXPONENTIALS:
+        whole = whole._replace(weights=whole.scores)
     images = summed(v._replace(images=_images(walk, i, node, v, values)) for v in values)
     images = latest(walk, i, images)
     if name in _SUMS:
         walk.record_sum(images)
-        biases = tuple(t._replace(layout=t.layout.settled) for v in weights for t in v.terms)
+        biases = tuple(t._replace(layout=t.layout.settled, added=i) for v in weights for t in v.terms)
         images = tuple(m._replace(biases=m.biases + biases) for m in images)
     logits = _logits(i, node, values, operands)
     # A masked parameter, or one of several that data choose or mix.
@@ -167,7 +169,9 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
         return () if several else tuple(_changed(t, f"passes {name}", i) for v in values for t in v.terms)
     noisy = name in _SCALES and any(v.depends_on & NOISE and not v.is_weight for v in values)
     cover, terms = [_cover(v) for v in values], []
-    for v, mine in zip(values, cover, strict=True):
+    if name in _SUMS:  # of a column and a row, as of any that repeat along an axis of the sum
+        cover = [*cover, frozenset().union(*cover)]
+    for v, mine in zip(values, cover, strict=False):
         for t in v.terms:
             if any(t.leaf == u.leaf and mine < _cover(w) for w in values for u in w.terms):
                 continue  # its own mean, say
@@ -220,7 +224,8 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
         mixed = [m for m in v.images if m.layout.atoms(axes)]
         walk.record_reduced(i, mixed, axes)
         return tuple(
-            bent(walk, m, node.name, i, m not in mixed or bool(m.layout.atoms_beside(axes))) for m in v.images
+            bent(walk, m, f"changed by {node.name}", i, m not in mixed or bool(m.layout.atoms_beside(axes)))
+            for m in v.images
         )
     factor = values[1] if v is values[0] else values[0]
     if not factor.is_activation and not (node.name == "div" and v is values[1]):
@@ -331,6 +336,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     towers = walk.entrywise.get(node.inputs[0], ())
     if len({m.product for m in towers if m.layout.atoms(axes)}) > 1:  # a product over features, as by einsum
         walk.consume(i, *node.inputs)
+        x = x._replace(scores=i)
     linear = tuple(image for image in x.images if image.linear)
     walk.record_reduced(i, [image for image in x.images if not image.linear], axes)
     for image in linear:

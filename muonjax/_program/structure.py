@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from muonjax._program.graph import Node
-from muonjax._program.layout import Layout
+from muonjax._program.layout import PLACED, Layout
 from muonjax._program.rules import bent, is_zero, latest, rule
 from muonjax._program.values import DATA, Move, Value, concatenated, dependent, moved
 
@@ -30,7 +32,8 @@ def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
 @rule("pmax")
 def _largest_of_devices(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     return [
-        v._replace(images=tuple(bent(walk, m, node.name, i, apart=True) for m in v.images)) for v in values
+        v._replace(images=tuple(bent(walk, m, f"changed by {node.name}", i, apart=True) for m in v.images))
+        for v in values
     ]
 
 
@@ -174,6 +177,9 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     for at, axis in zip(numbers.offset_dims, kept, strict=True):
         sources[at] = axis if sizes[axis] == old[axis] else None
     picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
+    if start is not None and len(picked) == 1 and _is_order(start, old[picked[0]]):
+        axes = [picked[0] if at not in numbers.offset_dims else source for at, source in enumerate(sources)]
+        return [x.map(lambda layout: layout.reorder(picked[0], old[picked[0]]).pick(axes, new))]
     if not x.terms:
         walk.record_read(x, picked, indices)
         if _atoms(x, picked):
@@ -184,8 +190,13 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
 
 def _inside(start: int, size: int, part: int) -> tuple[int, int]:
     """Where `part` entries are read that begin at `start`, if there are so many."""
-    first = min(max(int(start), 0), size - part)
+    first = min(max(int(np.squeeze(start)), 0), size - part)
     return first, first + part
+
+
+def _is_order(indices: Any, size: int) -> bool:
+    """Whether these are all positions of an axis, each once."""
+    return np.array_equal(np.sort(indices, None), np.arange(size))
 
 
 def _looked_up(
@@ -195,6 +206,7 @@ def _looked_up(
     """Entries of `picked` axes at indices that are known only when it runs."""
     x, *indices = values
     by_data = any(v.depends_on & DATA for v in indices)
+    x = _one_of_several(x, picked)
     terms = []
     for k, t in enumerate(x.terms):
         if by_data and t.inner and not t.layout.atoms(picked):  # a table times a matrix: rows of the product
@@ -209,6 +221,16 @@ def _looked_up(
         terms.append(t._replace(layout=layout))
     images = moved(x.images, lambda layout: layout.pick(sources, shape)) if not x.terms else ()
     return dependent(values)._replace(terms=tuple(terms), images=images)
+
+
+def _one_of_several(x: Value, axes: Sequence[int]) -> Value:
+    """Parameters that were put together along `axes`, which a loop enumerates now: it visits each of them only once."""
+
+    def seen(layout: Layout) -> Layout:
+        places = [layout.axes[k][0] for k in axes if layout.axes[k] and layout.axes[k][0].axis == PLACED]
+        return layout._replace(loops=(*layout.loops, *places))
+
+    return x._replace(terms=moved(x.terms, seen))
 
 
 @rule("dynamic_slice")
@@ -226,7 +248,7 @@ def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> S
 def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,) = values
     walk.layers[node.params["scan"]].update(t.leaf for t in x.terms if t.layout.atoms([0]))
-    return [x.map(lambda layout: layout.loop(0))]
+    return [_one_of_several(x, [0]).map(lambda layout: layout.loop(0))]
 
 
 @rule("ppermute")

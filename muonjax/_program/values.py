@@ -31,6 +31,7 @@ class Term(NamedTuple):
     looked: tuple[int, ...] = ()  # the operations that looked up a part of it by data
     # The first operation that does not commute with scaling it: what, and its number.
     after: tuple[str, int] | None = None
+    added: int = -1  # the operation that adds it to an image
 
 
 class Use(NamedTuple):
@@ -47,6 +48,13 @@ class Use(NamedTuple):
     is_depthwise: bool = False  # each group of one feature
     is_patch: bool = False  # of windows that do not overlap
     product: Any = None  # if it is one, what becomes of it: a `Product`
+
+    @property
+    def regions(self) -> set[Region]:
+        """The parts of the parameter that are used."""
+        own = self.term.layout.region
+        parts = () if self.product is None else self.product.parts
+        return {own | region for region, _ in parts} or {own}
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -65,12 +73,6 @@ class Product:
     # Runs of columns that are mixed while others stay apart, as by a norm of each head; with the part that holds them.
     mixed: set[tuple[Region, tuple[Atom, ...]]] = dataclasses.field(default_factory=set)
     met: int = 0  # as bits, the products on which depends what it is multiplied by
-
-    @property
-    def regions(self) -> set[Region]:
-        """The parts of the parameter that are used."""
-        own = self.use.term.layout.region
-        return {own | region for region, _ in self.parts} or {own}
 
 
 class Image(NamedTuple):
@@ -121,6 +123,10 @@ class Value(NamedTuple):
     logits: tuple[Logits, ...] = ()
     before: int = 0  # the products that it depends on, as bits
     marks: tuple[Mark, ...] = ()
+    # The last product of two activations that it is made of, with no product by a parameter since; and the last one of
+    # which an exponential was taken.
+    scores: int = -1
+    weights: int = -1
 
     @property
     def is_weight(self) -> bool:
@@ -139,7 +145,7 @@ class Value(NamedTuple):
         terms, images, logits, marks = (
             moved(x, move) for x in (self.terms, self.images, self.logits, self.marks)
         )
-        return Value(self.depends_on, terms, images, logits, self.before, marks)
+        return self._replace(terms=terms, images=images, logits=logits, marks=marks)
 
     def repeated(self, old: Sequence[int], sources: Sequence[int | None], shape: Sequence[int]) -> Value:
         """Axis i is the axis `sources[i]`, or a new one along which entries repeat."""
@@ -172,10 +178,12 @@ def moved(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
 def dependent(values: Iterable[Value]) -> Value:
     """A value that depends on all of these, in a way that is not followed."""
     depends_on = before = 0
+    scores = weights = -1
     for v in values:
         depends_on |= v.depends_on
         before |= v.before
-    return Value(depends_on, before=before)
+        scores, weights = max(scores, v.scores), max(weights, v.weights)
+    return Value(depends_on, before=before, scores=scores, weights=weights)
 
 
 def alike(images: Sequence[Image]) -> bool:

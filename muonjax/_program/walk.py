@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -48,6 +49,8 @@ class Walk:
         # By product and by the logits that enter softmax.
         self.attentions: dict[tuple[int, int], Attention] = {}
         self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
+        # Products of two activations of which an exponential multiplies a third, where that is.
+        self.softmaxes: dict[int, int] = {}
         self.pairs: dict[int, tuple[products.Side, products.Side]] = {}  # of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
         self.read: set[int] = set()  # products with columns of which labels choose one
@@ -105,6 +108,11 @@ class Walk:
                 if image.layout.atoms(axes):
                     self.read.add(image.product.use.node)
 
+    def record_weights(self, i: int, weights: Value, values: Value) -> None:
+        """Perhaps those of a softmax, which is no sum of its own exponentials."""
+        if weights.weights >= 0 and values.is_activation and values.weights != weights.weights:
+            self.softmaxes.setdefault(weights.weights, i)
+
     def record_meeting(self, images: Iterable[Image], other: Value) -> None:
         """Two activations are multiplied by each other, entry by entry or not."""
         for m in images:
@@ -114,6 +122,8 @@ class Walk:
         """A product entry by entry."""
         for v, factor in ((x, y), (y, x)):
             repeats, hot = factor.axes("repeats"), factor.axes("one hot")
+            if repeats:
+                self.record_weights(i, factor, v)
             if v.is_weight and len(repeats) == sum(n > 1 for n in self.shape(self.nodes[i].outputs[0])):
                 for t in v.terms:  # one factor for all of it, as a spectral norm
                     self.scales[t.leaf] |= factor.before
@@ -266,20 +276,20 @@ class Walk:
         self.record_parts(carry, (*start.images, *end.images))
         now = self.values[self.nodes[carry].outputs[0]]
         same = start.is_weight and end.terms == start.terms and end.depends_on == start.depends_on
-        return now if same else Value(start.depends_on | end.depends_on | now.depends_on, before=start.before)
+        return now if same else dependent([start, end, now])._replace(before=start.before)
 
     def _apply(self, i: int, node: Node) -> None:
         values = [self.values[x] for x in node.inputs]
         if node.name in FOLDED:
-            known = [self.known(x) for x in node.inputs]
-            if all(k is not None and np.ndim(k) == 0 for k in known):
+            known, size = [self.known(x) for x in node.inputs], math.prod(self.shape(node.outputs[0]))
+            if all(k is not None and np.size(k) in (1, size) for k in known):
                 self.graph.known[node.outputs[0]] = FOLDED[node.name](*known)
         if node.name in SPREADING:
             shape = self.shape(node.outputs[0])
             values = [spread(v, self.shape(x), shape) for v, x in zip(values, node.inputs, strict=True)]
         outs = RULES.get(node.name, Walk.unknown)(self, i, node, values)
         for x, out in zip(node.outputs, outs, strict=True):
-            self.values[x] = out if self.graph.is_float(x) else out._replace(images=(), logits=())
+            self.values[x] = out if self.graph.is_followed(x) else out._replace(images=(), logits=())
 
     def unknown(self, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
         if not values or not any(v.depends_on for v in values):

@@ -254,7 +254,7 @@ def of_all(move):
 )
 def test_layers_in_another_order_are_refused(change):
     program = muonjax.inspect(functools.partial(scanned, change=change), weights(2), X)
-    assert problems(program) == ["its loop does not take its layers one by one in their order"]
+    assert problems(program) == ["its loop takes layers in another order than a parameter has, or of several"]
     assert program.dimension_numbers()["q"] == muonjax.MuonDimensionNumbers(1, 2)
 
 
@@ -292,4 +292,181 @@ def test_a_reversed_bias_is_refused():
         return jnp.mean((y @ p["o"]) ** 2)
 
     program = muonjax.inspect(loss, weights() | {"b": draw(HEADS, SIZE, seed=9)}, X)
-    assert problems(program) == ["its queries are in the opposite order of the parameter's"]
+    assert problems(program) == ["its queries are in another order than the parameter's"]
+
+
+def test_layers_put_together_inside_of_the_function_are_refused():
+    """A scan over a stack of several parameters: its largest logits would be those of all of them."""
+    layers = [weights(), weights(suffix="")]
+
+    def loss(layers, x):
+        return scanned(jax.tree.map(lambda *w: jnp.stack(w), *layers), x)
+
+    program = muonjax.inspect(loss, layers, X)
+    assert problems(program) == ["its loop takes layers in another order than a parameter has, or of several"]
+    assert program.dimension_numbers()[1]["q"] == muonjax.MuonDimensionNumbers(0, 1)
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_a_kernel_whose_columns_have_a_constant_order_is_refused(of_keys):
+    order = np.random.default_rng(0).permutation(D)
+    name, what = ("k", "keys") if of_keys else ("q", "queries")
+
+    def loss(p, x):
+        p = p | {name: p[name][:, order]}
+        return jnp.mean(read(p, x, logits_of(p, x)) ** 2)
+
+    (problem,) = problems(muonjax.inspect(loss, weights(), X))
+    assert problem == f"its {what} are in another order than the parameter's"
+
+
+@pytest.mark.parametrize("use", ["values", "gain", "other half"])
+def test_a_bias_that_is_used_for_something_else_is_refused(use):
+    def loss(p, x):
+        q = (x @ p["q"] + p["b"][:D]).reshape(*x.shape[:2], HEADS, SIZE)
+        k, v = project(p, x, "kv")
+        if use == "values":
+            v = v + p["b"][:D].reshape(HEADS, SIZE)
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v).reshape(x.shape)
+        return jnp.mean((y * {"gain": p["b"][:D]}.get(use, p["b"][D:]) @ p["o"]) ** 2)
+
+    program = muonjax.inspect(loss, weights() | {"b": draw(2 * D, seed=9)}, X)
+    (problem,) = problems(program)
+    if use == "other half":
+        assert problem == ""
+        assert max(program.check_clip(weights() | {"b": draw(2 * D, seed=9)}, X).values()) < 1e-5
+    else:
+        assert problem.startswith("its bias is used for something else too: test_found_by_hunting_clips.py:")
+
+
+# Queries that share a key head: beside each other, or in turns.
+
+PAIRS = 2
+
+
+def grouped_logits(p, x, spelling):
+    """[batch, heads, queries, keys]; query head h reads key head h // 2, or h % 2."""
+    q = x @ p["q"]
+    k = jnp.reshape(x @ p["k"], (*x.shape[:2], PAIRS, SIZE))
+    if spelling == "in turns":
+        q = q.reshape(*x.shape[:2], PAIRS, PAIRS, SIZE)
+        return jnp.einsum("bqgnd,bknd->bgnqk", q, k).reshape(x.shape[0], 2 * PAIRS, LENGTH, LENGTH)
+    k = jnp.tile(k, (1, 1, 2, 1)) if spelling == "tiled" else jnp.repeat(k, 2, 2)
+    return jnp.einsum("bqhd,bkhd->bhqk", q.reshape(*x.shape[:2], 2 * PAIRS, SIZE), k)
+
+
+@pytest.mark.parametrize("shared_keys", ["query", "balanced", "group"])
+@pytest.mark.parametrize("spelling", ["repeated", "tiled", "in turns"])
+def test_each_query_head_is_clipped_with_the_key_head_that_it_reads(spelling, shared_keys):
+    p = {"q": draw(D, 16), "k": draw(D, 8, seed=1), "v": draw(D, 16, seed=2), "o": draw(16, D, seed=3)}
+
+    def loss(p, x):
+        v = jnp.reshape(x @ p["v"], (*x.shape[:2], 2 * PAIRS, SIZE))
+        weights = jax.nn.softmax(grouped_logits(p, x, spelling))
+        return jnp.mean((jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*x.shape[:2], 16) @ p["o"]) ** 2)
+
+    program = muonjax.inspect(loss, p, X)
+    assert problems(program) == [""]
+    logits = jax.jit(functools.partial(grouped_logits, spelling=spelling))
+    before = logits(p, X)
+    maxima = measured(loss, p, X)
+    np.testing.assert_allclose(maxima["max_logits"], before.max((0, 2, 3)), rtol=1e-5)
+    threshold = float(jnp.median(before.max((0, 2, 3))))
+    after = logits(muonjax.apply_qk_clip(p, maxima, program, threshold, shared_keys=shared_keys), X)
+    factor = np.minimum(1, threshold / before.max((0, 2, 3)))
+    if shared_keys == "group":  # the whole group as its hottest head
+        group = [[0, 1], [2, 3]] if spelling == "repeated" else [[0], [1], [2], [3]]
+        for heads in group:
+            factor[heads] = factor[heads].min()
+    np.testing.assert_allclose(after, factor[:, None, None] * before, rtol=1e-4, atol=1e-5)
+
+
+# No attention is left out: where its logits are lost, it is listed with the line that multiplies its values.
+
+
+def written_in_place(p, x):
+    q, k, v = project(p, x, "qkv")
+    buffer = jnp.zeros_like(q)
+    for h in range(HEADS):
+        buffer = buffer.at[:, :, h].set(q[:, :, h])
+    return jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", buffer, k)), v
+
+
+def changed_in_place(p, x):
+    return jax.nn.softmax(logits_of(p, x).at[..., 0].add(-3.0)), project(p, x, "v")[0]
+
+
+def multiplied_entry_by_entry(p, x):
+    q, k, v = project(p, x, "qkv")
+    return jax.nn.softmax(jnp.moveaxis((q[:, :, None] * k[:, None]).sum(-1), 3, 1)), v
+
+
+def largest_three(p, x):
+    largest, where = jax.lax.top_k(logits_of(p, x), 3)
+    chosen = jax.nn.one_hot(where, LENGTH)
+    return jnp.einsum("bhqn,bhqnk->bhqk", jax.nn.softmax(largest), chosen), project(p, x, "v")[0]
+
+
+@pytest.mark.parametrize("by_product", [True, False])
+@pytest.mark.parametrize(
+    "spell",
+    [written_in_place, changed_in_place, multiplied_entry_by_entry, largest_three, None],
+    ids=lambda spell: getattr(spell, "__name__", "plain"),
+)
+def test_no_attention_is_left_out(spell, by_product):
+    def loss(p, x):
+        weights, v = spell(p, x) if spell else (jax.nn.softmax(logits_of(p, x)), project(p, x, "v")[0])
+        if by_product:
+            y = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+        else:
+            y = (jnp.moveaxis(weights, 1, -1)[..., None] * v[:, None]).sum(2)
+        return jnp.mean((y.reshape(x.shape) @ p["o"]) ** 2)
+
+    (problem,) = problems(muonjax.inspect(loss, weights(), X))
+    if spell is None and by_product:
+        assert problem == ""
+    else:
+        assert problem.startswith(
+            "it can't be followed from its queries and keys to its values: test_found_by"
+        )
+
+
+def kernels_of_features(p, x):
+    """Linear attention."""
+    q, k, v = project(p, x, "qkv")
+    return jnp.einsum("bqhd,bkhd,bkhe->bqhe", jnp.exp(q), jax.nn.softmax(k, 1), v)
+
+
+def decayed_state(p, x):
+    """A state-space product: the exponential is the decay's."""
+    q, k, v = project(p, x, "qkv")
+    time = jnp.cumsum(jax.nn.softplus(x @ p["o"])[..., :HEADS], 1)
+    decay = jnp.exp(jnp.minimum(time[:, :, None] - time[:, None], 0))
+    return jnp.einsum("bqhd,bkhd,bqkh,bkhe->bqhe", q, k, decay, v)
+
+
+def rectified(p, x):
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.relu(logits_of(p, x)), project(p, x, "v")[0])
+
+
+def two_towers(p, x):
+    q, k, v = (y.reshape(-1, D) for y in project(p, x, "qkv"))
+    soft = jax.nn.softmax(q @ k.T)
+    return jnp.sum(soft * jax.nn.log_softmax(k @ q.T)) + v
+
+
+def pooled_after_a_product(p, x):
+    """Of products of queries and keys nothing is left but what a layer made of them."""
+    y = rectified(p, x).reshape(x.shape) @ p["o"]
+    return y + jnp.einsum("bth,btd->bhd", jax.nn.softmax(y[..., :1], 1), y)
+
+
+@pytest.mark.parametrize(
+    "spell", [kernels_of_features, decayed_state, rectified, two_towers, pooled_after_a_product]
+)
+def test_no_softmax_of_keys_is_no_attention(spell):
+    program = muonjax.inspect(
+        lambda p, x: jnp.mean((spell(p, x).reshape(x.shape) @ p["o"]) ** 2), weights(), X
+    )
+    assert problems(program) == []

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -203,6 +204,72 @@ def bits_of_an_activation(p, x):
     return head(p, jax.nn.relu(y * odd.astype(y.dtype)) @ p["o"])
 
 
+# Columns and rows in a constant order.
+
+ORDER = np.random.default_rng(0).permutation(D)
+
+
+@program(X, to=PROGRAMS, **ONE)
+def columns_in_a_constant_order(p, x):
+    return head(p, jax.nn.relu(x @ p["w"][:, ORDER]) @ p["o"])
+
+
+@program(X, to=PROGRAMS, **ONE)
+def rows_in_a_constant_order(p, x):
+    return head(p, jax.nn.relu(x @ p["w"][jnp.asarray(ORDER)]) @ p["o"])
+
+
+@program(X, to=PROGRAMS, **ONE)
+def columns_taken_in_both_orders(p, x):
+    w = jnp.take(p["w"], jnp.asarray(ORDER), axis=1)[:, np.argsort(ORDER)]
+    return head(p, jax.nn.relu(x @ w) @ p["o"])
+
+
+@program(X, jax.ShapeDtypeStruct((D,), "int32"), to=PROGRAMS, **ONE | {"w": ((D, D), "looked up")})
+def rows_in_an_order_of_data(p, x, order):
+    return head(p, jax.nn.relu(p["w"][order]) @ p["o"])
+
+
+# Products of eight bits, as in quantized training: what they give goes on as whole numbers.
+
+
+def rounded(x, scale):
+    return jnp.clip(jnp.round(x * scale), -127, 127).astype(jnp.int8)
+
+
+@jax.custom_vjp
+def in_eight_bits(x, w):
+    sums = lax.dot_general(
+        rounded(x, 16), rounded(w, 64), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.int32
+    )
+    return sums.astype(jnp.float32) / (16 * 64)
+
+
+in_eight_bits.defvjp(
+    lambda x, w: (in_eight_bits(x, w), (x, w)),
+    lambda saved, g: (g @ saved[1].T, jnp.einsum("...i,...o->io", saved[0], g)),
+)
+
+
+@program(X, to=PROGRAMS, **ONE)
+def layers_of_eight_bits(p, x):
+    y = in_eight_bits(jax.nn.relu(in_eight_bits(x, p["w"])), p["o"])
+    return jnp.mean(in_eight_bits(jnp.tanh(y), p["out"]) ** 2)
+
+
+@program(X, to=PROGRAMS, e=((7, D), "looked up"), h=((D, 7), "an output head"), **ONE)
+def an_index_of_the_largest_ends_a_path(p, x):
+    logits = jax.nn.relu(x @ p["w"]) @ p["h"]
+    again = jax.nn.one_hot(jnp.argmax(logits, -1), 7) @ p["e"]
+    return head(p, again @ p["o"]) - jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+
+
+@program(X, to=PROGRAMS, u=((D,), "added"), v=((5,), "added"), **ONE)
+def a_column_and_a_row_added_up(p, x):
+    gain = (p["u"][:, None] + p["v"][None]).sum(-1)
+    return head(p, jax.nn.relu((x * gain) @ p["w"]) @ p["o"])
+
+
 @pytest.mark.parametrize("program", PROGRAMS + HEADS, ids=lambda program: program.fun.__name__)
 def test_every_parameter_is_read_as_what_it_does(program):
     with warnings.catch_warnings():
@@ -248,3 +315,16 @@ def test_a_table_without_its_mean_is_what_the_table_is(centered):
     assert program.why("table").startswith("a learned input")
     assert program.dimension_numbers()["v"] == muonjax.MuonDimensionNumbers(0, 1)
     assert [a.problem for a in program.attentions] == [""]
+
+
+def test_a_convolution_whose_second_operand_is_data_is_left_to_names():
+    def loss(p, x):
+        y = lax.conv_general_dilated(
+            p["conv"]["kernel"], x, (1,), [(2, 2)], dimension_numbers=("HNC", "OHI", "HNC")
+        )
+        return jnp.mean(jnp.tanh(y) ** 2)
+
+    params = {"conv": {"kernel": jax.ShapeDtypeStruct((3, 5, D), jnp.float32)}}
+    decision = muonjax.inspect(loss, params, X).decision("conv/kernel")
+    assert decision.by_names
+    assert decision.why.startswith("conv_general_dilated: test_found_by_hunting_matrices.py:")
