@@ -382,7 +382,7 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
 
 def _terms(call: Call) -> tuple[Term, ...]:
     """The parameters of its queries and keys, as it multiplies by them."""
-    return tuple(use.term for use in call.uses if use.product)
+    return tuple(image.product.use.term for image in call.images)
 
 
 def _scale(span: Span, path: str, root: str) -> Scale:

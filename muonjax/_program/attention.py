@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +42,7 @@ class Call(NamedTuple):
     index: tuple[int, ...] = ()  # the layer on the first axes, where they are taken one by one
     heads: int = 1
     problem: str = ""
-    uses: tuple[Use, ...] = ()  # of parameters: products that give its queries and keys, and added biases
+    images: tuple[Image, ...] = ()  # what a clip scales; of a refused one, its queries and keys
 
 
 class _Refused(Exception):
@@ -56,44 +56,54 @@ def calls(walk: Walk) -> list[Call]:
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
         why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-        found[i, -1] = Call(walk.graph.line(i), problem=why, uses=tuple(m.product.use for m in images))
+        found[i, -1] = Call(walk.graph.line(i), problem=why, images=images)
     for i, at in walk.softmaxes.items():
         if i not in {product for product, _ in walk.attentions}:
             why = f"it can't be followed from its queries and keys to its values: {walk.graph.line(at)}"
             found[i, -1] = Call(walk.graph.line(i), problem=why)
-    mine, uses = defaultdict(set), defaultdict(list)
-    for call in found.values():
-        mine[call.spans].update(call.uses)
+    one, uses = defaultdict(list), defaultdict(list)
+    for (product, _), call in found.items():
+        one[call.spans].append((product, call))
     for use in walk.uses.values():
         if use.kind in ("product", "added", "multiplied", "looked up"):
             uses[use.term.leaf].append(use)
-    return [_unless_used_elsewhere(walk, call, mine[call.spans], uses) for _, call in sorted(found.items())]
+    return [_unless_used_elsewhere(walk, call, one[call.spans], uses) for _, call in sorted(found.items())]
 
 
 def _unless_used_elsewhere(
-    walk: Walk, call: Call, mine: Collection[Use], uses: Mapping[int, Sequence[Use]]
+    walk: Walk, call: Call, one: Sequence[tuple[int, Call]], uses: Mapping[int, Sequence[Use]]
 ) -> Call:
-    """A clip of a parameter may change nothing else: only all calls of one attention, `mine`, share it."""
-    for own in mine if call.spans else ():
-        for use in uses[own.term.leaf]:
-            pairs = itertools.product(own.regions, use.regions)
-            if use not in mine and any(overlap(*pair) for pair in pairs):
-                what = "projection" if own.product else "bias"
-                why = f"its {what} is used for something else too: {walk.graph.line(use.node)}"
-                return call._replace(spans=(), probe=None, problem=why)
-    return call
+    """A clip may change nothing else: what it scales reaches only the calls of `one` attention, with their products."""
+    if not call.spans:
+        return call
+    images = [m for _, other in one for m in other.images]
+    biases = {walk.uses[t.added, t.leaf, 0] for m in images for t in m.biases}
+    mine, products = biases.union(m.product.use for m in images), {product for product, _ in one}
+    parts = ((m, *part) for m in call.images for part in m.product.parts)
+    beyond = [
+        ("projection", i) for m, part, i in parts if i not in products and overlap(part, m.layout.region)
+    ]
+    beyond += [
+        ("projection" if own.product else "bias", use.node)
+        for own in mine
+        for use in uses[own.term.leaf]
+        if use not in mine and any(itertools.starmap(overlap, itertools.product(own.regions, use.regions)))
+    ]
+    if not beyond:
+        return call
+    what, i = min(beyond, key=lambda found: found[1])
+    why = f"its {what} is used for something else too: {walk.graph.line(i)}"
+    return call._replace(spans=(), probe=None, problem=why)
 
 
 def _call(walk: Walk, attention: Attention) -> Call:
     line = walk.graph.line(attention.logits.product)
     finder = _Finder(walk, attention)
-    images = (*finder.query.value.images, *finder.key.value.images)
-    biases = dict.fromkeys(walk.uses[t.added, t.leaf, 0] for m in images for t in m.biases)
-    uses = (*(m.product.use for m in images), *biases)
     try:
-        return finder.call(line)._replace(uses=uses)
+        return finder.call(line)
     except _Refused as refused:
-        return Call(line, problem=str(refused), uses=uses)
+        images = (*finder.query.value.images, *finder.key.value.images)
+        return Call(line, problem=str(refused), images=images)
 
 
 class _Finder:
@@ -147,7 +157,6 @@ class _Finder:
         own = [] if any(map(self._is_read_in_turns, own)) else own
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
         keys = list(self._spans(self.key, own, "key", {}))
-        self._refuse_other_uses(own)
         if any(_share(q, k) for q in queries for k in keys):
             raise _Refused("its queries and keys are one projection, whose factor would count twice")
         spans = (*queries, *keys)
@@ -167,7 +176,8 @@ class _Finder:
                 raise _Refused(why)
         first = queries[0]
         spans = tuple(s._replace(index=()) for s in spans)
-        return Call(line, spans, self._probe(first), layers.pop(), first.index, first.entries)
+        images = (*self.query.value.images, *own)
+        return Call(line, spans, self._probe(first), layers.pop(), first.index, first.entries, images=images)
 
     def _line(self, i: int) -> str:
         return "" if i < 0 else self.walk.graph.line(i)
@@ -265,13 +275,6 @@ class _Finder:
             stack,
             tuple(single.values()),
         )
-
-    def _refuse_other_uses(self, own: Sequence[Image]) -> None:
-        """A projection that reaches more than these logits can't be scaled for them."""
-        for image in (*self.query.value.images, *own):
-            for region, i in image.product.parts:
-                if i != self.attention.logits.product and overlap(region, image.layout.region):
-                    raise _Refused(f"its projection is used for something else too: {self._line(i)}")
 
     def _probe(self, query: Span) -> Probe:
         walk, logits = self.walk, self.attention.logits

@@ -470,3 +470,25 @@ def test_no_softmax_of_keys_is_no_attention(spell):
         lambda p, x: jnp.mean((spell(p, x).reshape(x.shape) @ p["o"]) ** 2), weights(), X
     )
     assert problems(program) == []
+
+
+def test_queries_that_read_keys_and_their_means():
+    """Two attentions of the same projections are one: its largest logit is that of both."""
+
+    def both(p, x):
+        q, k, v = project(p, x, "qkv")
+        means = [y.reshape(x.shape[0], LENGTH // 2, 2, HEADS, SIZE).mean(2) for y in (k, v)]
+        pairs = [(jnp.einsum("bqhd,bkhd->bhqk", q, keys), values) for keys, values in ((k, v), means)]
+        y = sum(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(a), values) for a, values in pairs)
+        return jnp.mean((y.reshape(x.shape) @ p["o"]) ** 2), jnp.concatenate([a for a, _ in pairs], -1)
+
+    p = weights()
+    program = muonjax.inspect(lambda p, x: both(p, x)[0], p, X)
+    assert problems(program) == [""]
+    maxima = measured(lambda p, x: both(p, x)[0], p, X)
+    before = jax.jit(both)(p, X)[1]
+    np.testing.assert_allclose(maxima["max_logits"], before.max((0, 2, 3)), rtol=1e-5)
+    threshold = 0.7 * float(before.max((0, 2, 3)).min())
+    after = jax.jit(both)(muonjax.apply_qk_clip(p, maxima, program, threshold), X)[1]
+    factor = (threshold / before.max((0, 2, 3)))[:, None, None]
+    np.testing.assert_allclose(after, factor * before, rtol=1e-4, atol=1e-5)
