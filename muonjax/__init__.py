@@ -28,8 +28,6 @@ from muonjax._hyperball import HyperballState as HyperballState
 from muonjax._hyperball import hyperball as hyperball
 from muonjax._inspect import Program as Program
 from muonjax._inspect import inspect as inspect
-from muonjax._int8_momentum import Int8TraceState as Int8TraceState
-from muonjax._int8_momentum import cast_momentum as cast_momentum
 from muonjax._match_rms import match_rms as match_rms
 from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
@@ -38,6 +36,9 @@ from muonjax._mesh.cost_report import MeshPlan as MeshPlan
 from muonjax._mesh.cost_report import plan as plan
 from muonjax._mesh.distribution import Distribution as Distribution
 from muonjax._mesh.state_shardings import state_shardings as state_shardings
+from muonjax._momentum import Int8TraceState as Int8TraceState
+from muonjax._momentum import cast_momentum as cast_momentum
+from muonjax._momentum import trace as trace
 from muonjax._monitor.metrics import metrics as metrics
 from muonjax._monitor.monitor import MonitorState as MonitorState
 from muonjax._monitor.monitor import monitor as monitor
@@ -61,7 +62,6 @@ from muonjax._optimizers import muonh as muonh
 from muonjax._optimizers import normuon as normuon
 from muonjax._orthogonalize import orthogonalize as orthogonalize
 from muonjax._routing.tabulate import tabulate as tabulate
-from muonjax._trace import trace as trace
 from muonjax._value_and_grad import value_and_grad as value_and_grad
 
 __version__ = "0.1.0"

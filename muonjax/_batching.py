@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._policy import Policy
-from pallas_kernels._xla_workarounds import unknown_to_xla
+from pallas_kernels._platform import unknown_to_xla
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muonjax._hyperparameters import check_range
+from muonjax._arguments import check_range
 from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import (
     DimensionNumbersTree,

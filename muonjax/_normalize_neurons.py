@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._arguments import check_range
 from muonjax._explicit_axes import zero_beside
-from muonjax._hyperparameters import check_range
 from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import (
     DimensionNumbersTree,

@@ -8,23 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from muonjax._arguments import check_order, check_range, explains_keywords, other_state, refuse_positional
 from muonjax._clipping.qk_clip import SharedKeys, qk_clip
 from muonjax._clipping.sites import Sites
 from muonjax._hyperball import hyperball
-from muonjax._hyperparameters import check_range
 from muonjax._inspect import Program
-from muonjax._keywords import explains_keywords
 from muonjax._match_rms import match_rms
 from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
+from muonjax._momentum import trace
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._normalize_neurons import normalize_neurons
 from muonjax._offload import offload
 from muonjax._orthogonalize import orthogonalize
 from muonjax._partition import partition_by_route
 from muonjax._routing.dimension_numbers import decays
-from muonjax._trace import trace
-from muonjax._update_arguments import check_order, other_state, refuse_positional
 
 
 class MatrixSettings(TypedDict, total=False):

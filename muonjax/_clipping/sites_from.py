@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from muonjax._clipping.errors import errors_of
+from muonjax._arguments import errors_of
 from muonjax._clipping.matching import Modules, leaf_path, refuse_norms
 from muonjax._clipping.sites import QK_NORMS, Site, mha_site
 from muonjax._matrix_view import MuonDimensionNumbers, axes_of

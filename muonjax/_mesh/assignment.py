@@ -15,9 +15,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from muonjax._cost_model import BYTES_A_SECOND, Work
+from muonjax._mesh.cost_model import Work
 from muonjax._mesh.layout import Axes, ExchangeGroup, LeafLayout, ShardedLeaf, leaf_layout, size_of
 from muonjax._mesh.rounds import Round, Units, make_rounds
+from muonjax._policy import BYTES_A_SECOND
 
 Mode = Literal["owner", "tensor_parallel", "hybrid", "auto"]
 MODES = get_args(Mode)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from muonjax._hyperparameters import whole_number
+from muonjax._arguments import whole_number
 from muonjax._mesh.assignment import MODES, Mode
 from muonjax._mesh.layout import Axes, size_of
 from muonjax._trees import broadcast_prefix

@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from muonjax._arguments import warn_user
 from muonjax._batching import map_groups
-from muonjax._cost_model import Work, count_work
 from muonjax._explicit_axes import sharded_like
 from muonjax._matrix_view import MatrixView
 from muonjax._mesh.assignment import Assignment, assign_owners
+from muonjax._mesh.cost_model import Work, count_work
 from muonjax._mesh.distribution import Distribution, even_sharding, partition_spec, spread_specs
 from muonjax._mesh.exchange import exchange
 from muonjax._mesh.layout import ShardedLeaf
 from muonjax._mesh.owner_loop import Function
 from muonjax._policy import Policy
-from muonjax._warn_user import warn_user
 
 
 class OnMesh(NamedTuple):

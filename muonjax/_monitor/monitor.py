@@ -12,11 +12,11 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from muonjax._explicit_axes import is_explicit
-from muonjax._int8_momentum import cast_momentum, has_int8
 from muonjax._linalg import at_least_float32, dot, square_norm
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces
+from muonjax._momentum import cast_momentum, has_int8
+from muonjax._orthogonalize import seen_matrices
 from muonjax._routing.dimension_numbers import dimension_numbers as route
-from muonjax._seen_matrices import seen_matrices
 from muonjax._trees import is_masked, leaf_paths, names
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._arguments import warn_user
 from muonjax._matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
@@ -42,7 +43,6 @@ from muonjax._routing.rules import Rules, apply_rules, chances_message, undecide
 from muonjax._routing.siblings import Parameter, Siblings
 from muonjax._routing.stacked_layers import unstack
 from muonjax._trees import dtype_of, flatten_with_names, is_masked
-from muonjax._warn_user import warn_user
 
 
 class Route(NamedTuple):

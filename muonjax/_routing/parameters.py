@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
+from muonjax._arguments import warn_user
 from muonjax._routing.roles import EMBEDDING, Role
 from muonjax._trees import Key, is_masked, names
-from muonjax._warn_user import warn_user
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
