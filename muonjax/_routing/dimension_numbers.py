@@ -35,14 +35,13 @@ from muonjax._matrix_view import (
 )
 from muonjax._routing import roles
 from muonjax._routing.matrices import is_dense_general, matrices
-from muonjax._routing.named_axes import by_axis_names, named_axes
+from muonjax._routing.nodes import by_axis_names, named_axes, tables
 from muonjax._routing.output_heads import for_adam, is_input_patches
-from muonjax._routing.parameters import check_parameters, is_name, tables
 from muonjax._routing.roles import Role, module
-from muonjax._routing.rules import Rules, apply_rules, chances_message, undecided_message
+from muonjax._routing.rules import Rules, apply_rules, chances_message, check_parameters, undecided_message
 from muonjax._routing.siblings import Parameter, Siblings
 from muonjax._routing.stacked_layers import unstack
-from muonjax._trees import dtype_of, flatten_with_names, is_masked
+from muonjax._trees import Key, dtype_of, flatten_with_names, is_masked
 
 
 class Route(NamedTuple):
@@ -204,7 +203,8 @@ def routes(
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    return ((), None) if is_name(leaf) else (jnp.shape(leaf), dtype_of(leaf))
+    # In a list of pairs (path, array) the path is a leaf too.
+    return ((), None) if isinstance(leaf, Key) else (jnp.shape(leaf), dtype_of(leaf))
 
 
 def _better(named: Role, known: Role | None) -> Role:

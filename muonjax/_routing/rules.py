@@ -1,14 +1,46 @@
-"""Apply the rules that a caller gives for leaves, and suggest one where a leaf can't be decided."""
+"""Check the tree and apply the rules that a caller gives, and suggest a rule where a leaf can't be decided."""
 
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
+
+from muonjax._arguments import warn_user
 from muonjax._matrix_view import DimensionNumbers
 from muonjax._routing.roles import INTERLEAVED
 from muonjax._routing.siblings import Parameter
 
+_COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
+
 Rules = Sequence[tuple[str, DimensionNumbers | None]]
+
+
+def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool = True) -> None:
+    """Raises TypeError for a module or an optimizer in place of parameters; warns of other collections beside them."""
+    kind = type(params).__name__
+    if callable(getattr(params, "dimension_numbers", None)):
+        raise TypeError(f"{call}(params) got what inspect returned; it is second: {call}(params, program).")
+    if hasattr(params, "update") and hasattr(params, "init") and isinstance(params, tuple):
+        raise TypeError(f"{call}(params) got an optimizer, {kind}; give the parameters that it is to train.")
+    is_one = jax.tree_util.all_leaves([params]) or isinstance(params, tuple)  # as hk.Transformed is
+    if is_one and hasattr(params, "init") and hasattr(params, "apply"):
+        raise TypeError(
+            f"{call}(params) got the module {kind}; give its parameters, model.init(key, x)['params']."
+        )
+    if jax.tree_util.all_leaves([params]) and hasattr(params, "__dict__") and not hasattr(params, "dtype"):
+        raise TypeError(
+            f"{call}(params) got {kind}, which holds no arrays that JAX sees; of an NNX module give "
+            "nnx.state(model, nnx.Param)."
+        )
+    if warn and isinstance(params, Mapping) and "params" in params:
+        beside = [str(name) for name in params if name in _COLLECTIONS]
+        if beside:
+            warn_user(
+                f"{call}(params) got {', '.join(beside)} beside 'params': an optimizer would train these too. "
+                "Give variables['params'] alone."
+            )
 
 
 def apply_rules(paths: Sequence[str], rules: Rules) -> dict[str, DimensionNumbers | None]:

@@ -1,6 +1,7 @@
-"""Read dimension numbers from the names of axes, as Haliax's and penzai's named arrays carry them.
+"""Read what the nodes of a tree say: tables by their module's type, and dimension numbers by the names of axes.
 
-Neither library is imported: an array counts as named if it has `axes` with names and sizes, or `named_axes`.
+Equinox's modules tell the former, Haliax's and penzai's named arrays the latter. None of these libraries is imported:
+an array counts as named if it has `axes` with names and sizes, or `named_axes`.
 """
 
 import re
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 
 from muonjax._matrix_view import DimensionNumbers, MuonDimensionNumbers, one_or_several
-from muonjax._routing.roles import Role, layer_of
+from muonjax._routing.roles import EMBEDDING, Role, layer_of
 from muonjax._trees import is_masked, names
 
 _BATCH = r"\w*(layers?|blocks?|stack\w*|scan\w*|experts?|qkv|kv|gate_up)"
@@ -18,6 +19,20 @@ _HEAD = r"\w*(head|q_per|group|projection)\w*"
 _HEAD_SIZE = r"(\w*_)?(head_?(size|dim)|projection)"
 _DOWN = r"(\w+_)?(down|wo|o|out|output|c_proj|fc2|w2|linear2)(_\w+)?"
 _TABLE = r"\w*(vocab|position|pos)\w*"
+
+
+def tables(params: Any) -> dict[str, Role]:
+    """Paths of the parameters of modules whose type is called Embedding or Embed, as Equinox calls them."""
+
+    def is_table(node: Any) -> bool:
+        return type(node).__name__ in ("Embedding", "Embed") and not is_masked(node)
+
+    return {
+        "/".join(names((*path, *below))): EMBEDDING
+        for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_table)
+        if is_table(node)
+        for below, _ in jax.tree_util.tree_leaves_with_path(node)
+    }
 
 
 def named_axes(params: Any) -> dict[tuple[str, ...], tuple[str, ...]]:
