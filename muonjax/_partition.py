@@ -18,7 +18,7 @@ from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_di
 from muonjax._momentum import check_kind, has_int8
 from muonjax._offload import offload
 from muonjax._routing.dimension_numbers import dimension_numbers as route
-from muonjax._routing.rules import check_parameters
+from muonjax._routing.given import check_parameters
 from muonjax._trees import dtype_of, flatten_paths, is_masked
 
 

@@ -34,11 +34,19 @@ from muonjax._matrix_view import (
     one_or_several,
 )
 from muonjax._routing import roles
+from muonjax._routing.given import (
+    Rules,
+    apply_rules,
+    by_axis_names,
+    chances_message,
+    check_parameters,
+    named_axes,
+    tables,
+    undecided_message,
+)
 from muonjax._routing.matrices import is_dense_general, matrices
-from muonjax._routing.nodes import by_axis_names, named_axes, tables
 from muonjax._routing.output_heads import for_adam, is_input_patches
 from muonjax._routing.roles import Role, module
-from muonjax._routing.rules import Rules, apply_rules, chances_message, check_parameters, undecided_message
 from muonjax._routing.siblings import Parameter, Siblings
 from muonjax._routing.stacked_layers import unstack
 from muonjax._trees import Key, dtype_of, flatten_with_names, is_masked
@@ -180,7 +188,7 @@ def routes(
         else:
             role = _better(role, known.get(name))
             # A projection by a 1 x 1 convolution is a dense one.
-            projects = role.kind or role.parts > 1
+            projects = role.projection or role.parts > 1
             ones = len(shape) - 2 if projects and len(shape) > 3 and {*shape[:-2]} == {1} else 0
             undecided.append(Parameter(path, role, shape[ones:], tuple(range(ones, len(shape))), shape))
     parameters = unstack(_fitting(undecided), scan_axis)
@@ -215,7 +223,8 @@ def _better(named: Role, known: Role | None) -> Role:
         return named
     if named.parts > 1 and len(known.ranks) == 1 and known.ranks[0] not in named.ranks:
         return known
-    return named if known.muon and (named.kind or named.parts > 1 or named is roles.INTERLEAVED) else known
+    tells_more = named.projection or named.parts > 1 or named is roles.INTERLEAVED
+    return named if known.muon and tells_more else known
 
 
 def _fitting(parameters: Sequence[Parameter]) -> list[Parameter]:

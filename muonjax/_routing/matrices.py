@@ -35,7 +35,7 @@ from muonjax._routing.siblings import (
 def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
     """The matrices in one layer's parameter, on that layer's axes; None where nothing tells."""
     role, rank = p.role, len(p.shape)
-    if role in (roles.INTERLEAVED, roles.LETTER):
+    if role in (roles.INTERLEAVED, roles.LONE_LETTER):
         return None
     if role is roles.ADAPTER:
         return _adapter(p, siblings)
@@ -46,14 +46,14 @@ def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbe
         numbers = _fused(p, siblings)
     elif rank == 2:
         numbers = _dense(p, siblings)
-    elif role.kind:
+    elif role.projection:
         numbers = _attention(p, siblings)
     else:
         numbers = role.layouts.get(rank) or _kernel(p, siblings)
     if (
         attention == "heads"
         and numbers
-        and (role.kind not in ("", "out") or is_fused or role is roles.MLA_UP)
+        and (role.projection not in ("", "out") or is_fused or role is roles.MLA_UP)
     ):
         return _by_head(p, siblings, numbers)
     return numbers
@@ -109,9 +109,9 @@ def _attention(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
     found = _arrangement(p, siblings) if len(p.shape) == 3 else None
     if found is None:
         return None
-    d, heads, size = map((found.out if p.role.kind == "out" else found.projection).index, "dhs")
+    d, heads, size = map((found.out if p.role.projection == "out" else found.projection).index, "dhs")
     both = tuple(sorted((heads, size)))
-    return MuonDimensionNumbers(both, d) if p.role.kind == "out" else MuonDimensionNumbers(d, both)
+    return MuonDimensionNumbers(both, d) if p.role.projection == "out" else MuonDimensionNumbers(d, both)
 
 
 class _Arrangement(NamedTuple):
@@ -128,21 +128,21 @@ _ARRANGEMENTS = (_FLAX, _Arrangement("dhs", "dhs"), _EINSUM, _Arrangement("hsd",
 
 def _arrangement(p: Parameter, siblings: Siblings) -> _Arrangement | None:
     """Where d, heads and size are in the projections of this attention; None where the siblings do not tell."""
-    shapes = {kind: shape for kind, shape in siblings.attention(p).items() if len(shape) == 3}
+    shapes = {name: shape for name, shape in siblings.attention(p).items() if len(shape) == 3}
     order = sorted(_ARRANGEMENTS, key=lambda a: a is not _EINSUM) if is_einsum(p) else _ARRANGEMENTS
     score, _, best = max((_agreement(shapes, a), -i, a) for i, a in enumerate(order))
     if score < 0:  # as in a small model whose heads are larger than d: Flax's name and equal heads decide
         query, out = shapes.get("query"), shapes.get("out")
         named = words(p.path)[-1] == "kernel" and bool(query and out and query[1] == out[0])
         return _FLAX if named or (words(p.path)[-1] == "kernel" and [*shapes] == ["out"]) else None
-    return best if best.out == "hsd" or p.role.kind != "out" or len(shapes) > 1 else None
+    return best if best.out == "hsd" or p.role.projection != "out" or len(shapes) > 1 else None
 
 
 def _agreement(shapes: Mapping[str, Shape], arrangement: _Arrangement) -> int:
     """How many pairs of sizes agree of those that rarely differ; −1 if sizes differ that must agree."""
     read = {
-        kind: dict(zip(arrangement.out if kind == "out" else arrangement.projection, shape, strict=True))
-        for kind, shape in shapes.items()
+        name: dict(zip(arrangement.out if name == "out" else arrangement.projection, shape, strict=True))
+        for name, shape in shapes.items()
     }
     if any((k["s"] >= k["d"] and k["h"] > 1) or k["h"] * k["s"] > 64 * k["d"] for k in read.values()):
         return -1

@@ -34,7 +34,7 @@ class Siblings:
     """What the parameters of a tree show together.
 
     Attributes:
-      attentions: Attention module to the shapes of its projections by kind, "query" to "out"; "fused" is query, key and
+      attentions: Attention module to the shapes of its projections, "query" to "out"; "fused" is query, key and
         value on one axis of heads.
       head_sizes: Attention's scope to the size of its heads, where its module shows it.
       outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox store them.
@@ -54,11 +54,11 @@ class Siblings:
             scope, fused = layer_of(p.path)[0], p.role in (FUSED_QKV, FUSED_KV)
             self._folders[words(p.path)[:-1]].append(p)
             self._beside[scope].append(p)
-            if p.role.kind:
-                self.attentions[attention_scope(scope)][p.role.kind] = p.shape
+            if p.role.projection:
+                self.attentions[attention_scope(scope)][p.role.projection] = p.shape
             elif fused and (axis := axis_of_parts(p)) is not None and len(p.shape) == 4:
-                kind = "query" if p.role is FUSED_QKV else "key"
-                self.attentions[attention_scope(scope)].setdefault(kind, p.shape[:axis] + p.shape[axis + 1 :])
+                name = "query" if p.role is FUSED_QKV else "key"
+                self.attentions[attention_scope(scope)].setdefault(name, p.shape[:axis] + p.shape[axis + 1 :])
             elif fused:
                 self.attentions[attention_scope(scope)]["fused"] = p.shape
         self.head_sizes = head_sizes or {}

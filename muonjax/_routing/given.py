@@ -1,20 +1,31 @@
-"""Check the tree and apply the rules that a caller gives, and suggest a rule where a leaf can't be decided."""
+"""What is said of a leaf and not inferred: by the caller's rules, by the types of modules, by the names of axes.
+
+And what is said to the caller: that a tree holds no parameters, and which rule decides a leaf that nothing tells of.
+Equinox's modules have such types, Haliax's and penzai's arrays such names; none of these libraries is imported.
+"""
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from muonjax._arguments import warn_user
-from muonjax._matrix_view import DimensionNumbers
-from muonjax._routing.roles import INTERLEAVED
+from muonjax._matrix_view import DimensionNumbers, MuonDimensionNumbers, one_or_several
+from muonjax._routing.roles import EMBEDDING, INTERLEAVED, Role, layer_of
 from muonjax._routing.siblings import Parameter
+from muonjax._trees import names
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
 Rules = Sequence[tuple[str, DimensionNumbers | None]]
+
+_BATCH = r"\w*(layers?|blocks?|stack\w*|scan\w*|experts?|qkv|kv|gate_up)"
+_HEAD = r"\w*(head|q_per|group|projection)\w*"
+_HEAD_SIZE = r"(\w*_)?(head_?(size|dim)|projection)"
+_DOWN = r"(\w+_)?(down|wo|o|out|output|c_proj|fc2|w2|linear2)(_\w+)?"
+_TABLE = r"\w*(vocab|position|pos)\w*"
 
 
 def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool = True) -> None:
@@ -61,6 +72,65 @@ def apply_rules(paths: Sequence[str], rules: Rules) -> dict[str, DimensionNumber
         for path in matched:
             ruled.setdefault(path, numbers)
     return ruled
+
+
+def tables(params: Any) -> dict[str, Role]:
+    """Paths of the parameters of modules whose type is called Embedding or Embed, as Equinox calls them."""
+    found = _inside(params, lambda node: type(node).__name__ in ("Embedding", "Embed"))
+    return {"/".join(path): EMBEDDING for path, _ in found}
+
+
+def named_axes(params: Any) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Path of each leaf inside a named array to the names of its axes, in order, in lower case.
+
+    An array counts as named if it has `axes` with names and sizes, or `named_axes`.
+    """
+    found = _inside(params, lambda node: _names_of(node) is not None)
+    return {path: _names_of(node) or () for path, node in found}
+
+
+def _inside(params: Any, is_node: Callable[[Any], bool]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The path of each leaf inside of such nodes, and the node."""
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_node):
+        if is_node(node):
+            for below, _ in jax.tree_util.tree_leaves_with_path(node):
+                yield names((*path, *below)), node
+
+
+def _names_of(node: Any) -> tuple[str, ...] | None:
+    axes = getattr(node, "axes", None)
+    if hasattr(node, "array") and isinstance(axes, tuple) and all(hasattr(a, "name") for a in axes):
+        return tuple(a.name.lower() for a in axes)
+    named = getattr(node, "named_axes", None)
+    if isinstance(named, Mapping) and not getattr(node, "positional_shape", ()):
+        return tuple(str(name).lower() for name in named)
+    return None
+
+
+def by_axis_names(
+    path: tuple[str, ...], role: Role, axes: tuple[str, ...], attention: str
+) -> tuple[DimensionNumbers | None, str]:
+    """The matrices of a leaf whose axes have names."""
+    batch = [i for i, name in enumerate(axes) if re.fullmatch(_BATCH, name)]
+    inner = [i for i in range(len(axes)) if i not in batch]
+    if not role.muon:
+        return None, role.name
+    if any(re.fullmatch(_TABLE, name) for name in axes):
+        return None, "embedding or output head: an axis of the vocabulary or of positions"
+    if len(inner) < 2:
+        return None, "vector" if inner else "scalar"
+    # A layer goes from the model's axis to those of heads or of the hidden layer, or, as an output, back.
+    heads = [i for i in inner if re.fullmatch(_HEAD, axes[i])]
+    model = [i for i in inner if (i not in heads if heads else re.search(r"embed|hidden|model", axes[i]))]
+    wide = [i for i in inner if i not in model]
+    if not model or not wide:
+        model, wide = inner[:-1], inner[-1:]
+    is_down = role.projection == "out" or bool(re.fullmatch(_DOWN, layer_of(path)[1]))
+    if heads and attention == "heads" and not is_down:
+        wide = [i for i in wide if re.fullmatch(_HEAD_SIZE, axes[i])] or wide
+    rows, outputs = (wide, model) if is_down else (model, wide)
+    numbers = MuonDimensionNumbers(one_or_several(rows), one_or_several(outputs))
+    return numbers, f"{role.name}, by the names of its axes"
 
 
 def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter], attention: str) -> str:
