@@ -1,4 +1,16 @@
-"""How the matrices of a sharded leaf are stored on a mesh, and over which mesh axes they are exchanged."""
+"""How the matrices of a sharded leaf are stored on a mesh, and over which mesh axes they are exchanged.
+
+The words of this folder:
+
+  unit       What has one owner: a matrix, or several that are fused along one axis.
+  owner      The device that computes a unit; devices, where its matrices stay sharded over the mesh axes `tensor`.
+  block      What one device stores of a unit.
+  share      What one device sends of a block to one device of the owner.
+  replicas   Devices that store the same blocks and divide the work on them.
+  group      Leaves that are exchanged over the same mesh axes.
+  kind       Units of one group and one layout, which are interchangeable.
+  round      One all-to-all of a group to the owners, and one back.
+"""
 
 import math
 from collections.abc import Mapping
