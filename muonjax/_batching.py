@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from muonjax._matrix_view import MatrixView
 from muonjax._policy import Policy
 from pallas_kernels._platform import unknown_to_xla
 
@@ -44,6 +45,17 @@ class TwoPasses:
     def __call__(self, x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
         """f(x), alone."""
         return self.whole(x, axis_name)
+
+
+def map_leaves(
+    f: Callable[[jax.Array], jax.Array],
+    leaves: Sequence[jax.Array],
+    views: Sequence[MatrixView],
+    policy: Policy,
+) -> list[jax.Array]:
+    """f on each matrix of these leaves, as `map_groups`."""
+    matrices = [view.to_matrices(x) for view, x in zip(views, leaves, strict=True)]
+    return [view.to_leaf(y) for view, y in zip(views, map_groups(f, matrices, policy), strict=True)]
 
 
 def map_groups(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from muonjax._batching import map_groups
+from muonjax._batching import map_leaves
 from muonjax._matrix_view import DimensionNumbersTree, Piece, matrix_pieces, replace_pieces
 from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._mesh.owner_loop import Function
@@ -107,9 +107,7 @@ def map_matrices(
     policy = policy_of(*(leaves[p.leaf] for p in pieces), mesh=mesh)
     f = function(policy)
     if on_mesh is None:
-        matrices = [v.to_matrices(x) for v, x in zip(views, inputs, strict=True)]
-        matrices = map_groups(f, matrices, policy)
-        results = [v.to_leaf(y) for v, y in zip(views, matrices, strict=True)]
+        results = map_leaves(f, inputs, views, policy)
     else:
         dtypes = [exchanged(x, policy) for x in inputs]
         results = on_mesh.map(f, inputs, views, dtypes, policy, call=call)

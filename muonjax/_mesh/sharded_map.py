@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from muonjax._arguments import warn_user
-from muonjax._batching import map_groups
+from muonjax._batching import map_leaves
 from muonjax._explicit_axes import sharded_like
 from muonjax._matrix_view import MatrixView
 from muonjax._mesh.assignment import Assignment, assign_owners
@@ -89,9 +89,7 @@ class OnMesh(NamedTuple):
             specs = self.specs
 
             def on_blocks(*blocks):
-                matrices = [v.to_matrices(x) for v, x in zip(views, blocks, strict=True)]
-                results = map_groups(f, matrices, policy)
-                return tuple(v.to_leaf(y) for v, y in zip(views, results, strict=True))
+                return tuple(map_leaves(f, blocks, views, policy))
         else:
             assignment = self.assign(f, leaves, views, dtypes)
             specs = tuple(partition_spec(leaf.sharding) for leaf in assignment.leaves)
