@@ -10,9 +10,9 @@ import optax
 
 from muonjax._batching import map_leaves
 from muonjax._matrix_view import DimensionNumbersTree, Piece, matrix_pieces, replace_pieces
-from muonjax._mesh.distribution import Distribution, check_distribution
+from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
 from muonjax._mesh.owner_loop import Function
-from muonjax._mesh.sharded_map import find_mesh
+from muonjax._mesh.sharded_map import map_on_mesh
 from muonjax._newton_schulz.iteration import exchange_dtype, polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._policy import Policy, policy_of
@@ -110,7 +110,7 @@ def map_matrices(
         results = map_leaves(f, inputs, views, policy)
     else:
         dtypes = [exchanged(x, policy) for x in inputs]
-        results = on_mesh.map(f, inputs, views, dtypes, policy, call=call)
+        results = map_on_mesh(on_mesh, f, inputs, views, dtypes, policy, call=call)
     return jax.tree.unflatten(treedef, replace_pieces(leaves, pieces, results))
 
 
