@@ -37,14 +37,14 @@ def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, sche
       schedule: Whether a schedule may be given.
     """
     is_traced = isinstance(value, jax.Array) and value.ndim == 0
-    if not (is_known(value) or is_traced or (schedule and callable(value))):
+    if not (_is_known(value) or is_traced or (schedule and callable(value))):
         also = " or a schedule" if schedule else ""
         raise TypeError(f"{call}({name}={value!r}) must be a number{also}.")
-    if is_known(value) and not _RANGES[wanted](value):
+    if _is_known(value) and not _RANGES[wanted](value):
         raise ValueError(f"{call}({name}={value!r}) must be {wanted}{why}")
 
 
-def is_known(value: Any) -> TypeGuard[float]:
+def _is_known(value: Any) -> TypeGuard[float]:
     """Whether `value` is a number to check: neither traced (`optax.inject_hyperparams`) nor a schedule."""
     if isinstance(value, (int, float, np.number)):
         return True

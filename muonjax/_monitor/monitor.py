@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from muonjax._arguments import check_transformation
 from muonjax._explicit_axes import is_explicit
 from muonjax._linalg import at_least_float32, dot, square_norm
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces
@@ -94,10 +95,7 @@ def monitor(
 
     Source: `optax.monitor`, for a member of a chain that measures its input.
     """
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(
-            f"monitor(inner={inner!r}) must be an Optax transformation, such as muonjax.muon(1e-3)."
-        )
+    check_transformation("monitor(inner", inner)
     if every_k < 1:
         raise ValueError(
             f"monitor(every_k={every_k!r}) must be at least 1: the number of steps between measurements."
