@@ -87,6 +87,31 @@ def newton_schulz(
     return polar_factor(x, settings, policy_of(x), axis_name)
 
 
+def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False) -> TwoPasses:
+    """x -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`.
+
+    In half precision a wide x is looked at twice: for what the deflation's k x k matrices are made of, and to apply
+    them. Between the two, batching makes those of many stacks at once.
+    """
+
+    def polar(
+        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = (), shrinking: Shrinking | None = None
+    ) -> Inexact[Array, "*batch m n"]:
+        y = polar_factor(x, settings, policy, axis_name, shrinking)
+        return y * _dual_norm(x, y, axis_name) if adaptive else y
+
+    def first(x: Inexact[Array, "*batch m n"]) -> Sketch | None:
+        half = policy.compute_dtype(x.dtype, settings.compute_dtype) == jnp.bfloat16
+        sketch = half_precision.first_pass(x, settings, policy) if half else None
+        # It would stay in memory until the second pass.
+        return None if sketch is None else sketch._replace(rounded=None)
+
+    def second(x: Inexact[Array, "*batch m n"], shrinking: Shrinking | None) -> Inexact[Array, "*batch m n"]:
+        return polar(x, shrinking=shrinking)
+
+    return TwoPasses(polar, first, functools.partial(half_precision.between, policy=policy), second)
+
+
 def polar_factor(
     x: Inexact[Array, "*batch m n"],
     settings: NewtonSchulz,
@@ -189,31 +214,6 @@ def _left_factor(
         p = polynomial(*row)
         q = product(q, p, alpha=scale if step == len(rows) else 1.0)
     return q
-
-
-def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False) -> TwoPasses:
-    """x -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`.
-
-    In half precision a wide x is looked at twice: for what the deflation's k x k matrices are made of, and to apply
-    them. Between the two, batching makes those of many stacks at once.
-    """
-
-    def polar(
-        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = (), shrinking: Shrinking | None = None
-    ) -> Inexact[Array, "*batch m n"]:
-        y = polar_factor(x, settings, policy, axis_name, shrinking)
-        return y * _dual_norm(x, y, axis_name) if adaptive else y
-
-    def first(x: Inexact[Array, "*batch m n"]) -> Sketch | None:
-        half = policy.compute_dtype(x.dtype, settings.compute_dtype) == jnp.bfloat16
-        sketch = half_precision.first_pass(x, settings, policy) if half else None
-        # It would stay in memory until the second pass.
-        return None if sketch is None else sketch._replace(rounded=None)
-
-    def second(x: Inexact[Array, "*batch m n"], shrinking: Shrinking | None) -> Inexact[Array, "*batch m n"]:
-        return polar(x, shrinking=shrinking)
-
-    return TwoPasses(polar, first, functools.partial(half_precision.between, policy=policy), second)
 
 
 def exchange_dtype(x: Any, settings: NewtonSchulz, policy: Policy) -> jnp.dtype:
