@@ -8,6 +8,8 @@ from muonjax._adapters.hadamard import hadamard_weight as hadamard_weight
 from muonjax._adapters.hadamard_dot import hadamard_dot as hadamard_dot
 from muonjax._adapters.hadamard_dot import hadamard_linear as hadamard_linear
 from muonjax._cautious_weight_decay import cautious_weight_decay as cautious_weight_decay
+from muonjax._clipped_optimizers import adamclip as adamclip
+from muonjax._clipped_optimizers import muonclip as muonclip
 from muonjax._clipping.factors import Scale as Scale
 from muonjax._clipping.max_logits import max_logits as max_logits
 from muonjax._clipping.max_logits import max_logits_bound as max_logits_bound
@@ -55,9 +57,7 @@ from muonjax._normalize_neurons import NormalizeNeuronsState as NormalizeNeurons
 from muonjax._normalize_neurons import normalize_neurons as normalize_neurons
 from muonjax._offload import offload as offload
 from muonjax._optimizers import MuonSettings as MuonSettings
-from muonjax._optimizers import adamclip as adamclip
 from muonjax._optimizers import muon as muon
-from muonjax._optimizers import muonclip as muonclip
 from muonjax._optimizers import muonh as muonh
 from muonjax._optimizers import normuon as normuon
 from muonjax._orthogonalize import orthogonalize as orthogonalize

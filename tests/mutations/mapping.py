@@ -18,6 +18,8 @@ USED_BY = {
         "tests/routing/test_dimension_numbers.py",
     ],
     "muonjax/_batching": ["tests/optimizers/test_orthogonalize.py"],
+    "muonjax/_optimizers": ["tests/optimizers/test_first_mistakes.py", "tests/optimizers/test_optimizers.py"],
+    "muonjax/_clipped_optimizers": ["tests/optimizers/test_optimizers.py", "tests/clipping/test_qk_clip.py"],
     "muonjax/_orthogonalize": ["tests/optimizers/test_optimizers.py", "tests/optimizers/test_monitor.py"],
     "muonjax/_match_rms": ["tests/optimizers/test_optimizers.py"],
     "muonjax/_momentum": [
