@@ -7,7 +7,7 @@ The words of this folder:
   block      What one device stores of a unit.
   share      What one device sends of a block to one device of the owner.
   replicas   Devices that store the same blocks and divide the work on them.
-  group      Leaves that are exchanged over the same mesh axes.
+  group      Leaves that are exchanged over the same mesh axes, in one dtype.
   kind       Units of one group and one layout, which are interchangeable.
   round      One all-to-all of a group to the owners, and one back.
 """
@@ -38,7 +38,7 @@ class ShardedLeaf(NamedTuple):
 
 
 class UnitLayout(NamedTuple):
-    """Shape and sharding of a unit: what has one owner, a matrix or several that are fused along one axis.
+    """Shape and sharding of a unit.
 
     Attributes:
       view: Of the unit, as its owner sees it.
@@ -75,7 +75,7 @@ class UnitLayout(NamedTuple):
 
 
 class ExchangeGroup(NamedTuple):
-    """Leaves that are exchanged together, in one all-to-all to the owners and one back.
+    """The mesh axes over which some leaves are exchanged together.
 
     Attributes:
       exchange: Mesh axes of the all-to-all.

@@ -13,7 +13,7 @@ from muonjax._mesh.layout import ExchangeGroup, LeafLayout, UnitLayout
 # are cut between matrices.
 _LARGEST = 2**30
 
-Kind = tuple[ExchangeGroup, UnitLayout]  # of units, which are interchangeable
+Kind = tuple[ExchangeGroup, UnitLayout]  # of units (`layout`)
 
 
 class OwnedUnits(NamedTuple):
