@@ -300,6 +300,10 @@ class MatrixView(NamedTuple):
         """Columns of each matrix."""
         return math.prod(self._sizes(self.output_axes))
 
+    def summed_over(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """`shape` after a sum over these axes that keeps them."""
+        return tuple(1 if axis in axes else size for axis, size in enumerate(self.shape))
+
     @property
     def _order(self) -> tuple[int, ...]:
         return self.batch_axes + self.reduction_axes + self.output_axes

@@ -94,16 +94,12 @@ class ExchangeGroup(NamedTuple):
         """The mesh axes whose coordinates identify an owner."""
         return self.replicas + tuple(axis for axis in self.exchange if axis not in self.tensor)
 
-    @property
-    def share_axes(self) -> Axes:
-        """The tensor axes that are exchanged too: they shard rows, and shard the longer side at the owner."""
-        return tuple(axis for axis in self.exchange if axis in self.tensor)
-
     def ranks(self, mesh_shape: Mapping[str, int]) -> list[list[int]]:
         """[owner, share] -> the device's rank in the all-to-all, for the owners of one replica."""
         sizes = [mesh_shape[axis] for axis in self.exchange]
         order = sorted(range(len(sizes)), key=lambda i: self.exchange[i] in self.tensor)
-        shares = size_of(mesh_shape, self.share_axes)
+        # Tensor axes that are exchanged shard rows, and shard the longer side at the owner.
+        shares = size_of(mesh_shape, tuple(axis for axis in self.exchange if axis in self.tensor))
         return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, shares).tolist()
 
 
