@@ -8,6 +8,8 @@ from muonjax._adapters.hadamard import hadamard_weight as hadamard_weight
 from muonjax._adapters.hadamard_dot import hadamard_dot as hadamard_dot
 from muonjax._adapters.hadamard_dot import hadamard_linear as hadamard_linear
 from muonjax._cautious_weight_decay import cautious_weight_decay as cautious_weight_decay
+from muonjax._clipped_optimizers import adamclip as adamclip
+from muonjax._clipped_optimizers import muonclip as muonclip
 from muonjax._clipping.factors import Scale as Scale
 from muonjax._clipping.max_logits import max_logits as max_logits
 from muonjax._clipping.max_logits import max_logits_bound as max_logits_bound
@@ -28,8 +30,6 @@ from muonjax._hyperball import HyperballState as HyperballState
 from muonjax._hyperball import hyperball as hyperball
 from muonjax._inspect import Program as Program
 from muonjax._inspect import inspect as inspect
-from muonjax._int8_momentum import Int8TraceState as Int8TraceState
-from muonjax._int8_momentum import cast_momentum as cast_momentum
 from muonjax._match_rms import match_rms as match_rms
 from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
@@ -38,6 +38,9 @@ from muonjax._mesh.cost_report import MeshPlan as MeshPlan
 from muonjax._mesh.cost_report import plan as plan
 from muonjax._mesh.distribution import Distribution as Distribution
 from muonjax._mesh.state_shardings import state_shardings as state_shardings
+from muonjax._momentum import Int8TraceState as Int8TraceState
+from muonjax._momentum import cast_momentum as cast_momentum
+from muonjax._momentum import trace as trace
 from muonjax._monitor.metrics import metrics as metrics
 from muonjax._monitor.monitor import MonitorState as MonitorState
 from muonjax._monitor.monitor import monitor as monitor
@@ -54,14 +57,11 @@ from muonjax._normalize_neurons import NormalizeNeuronsState as NormalizeNeurons
 from muonjax._normalize_neurons import normalize_neurons as normalize_neurons
 from muonjax._offload import offload as offload
 from muonjax._optimizers import MuonSettings as MuonSettings
-from muonjax._optimizers import adamclip as adamclip
 from muonjax._optimizers import muon as muon
-from muonjax._optimizers import muonclip as muonclip
 from muonjax._optimizers import muonh as muonh
 from muonjax._optimizers import normuon as normuon
 from muonjax._orthogonalize import orthogonalize as orthogonalize
 from muonjax._routing.tabulate import tabulate as tabulate
-from muonjax._trace import trace as trace
 from muonjax._value_and_grad import value_and_grad as value_and_grad
 
 __version__ = "0.1.0"

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from muonjax._matrix_view import MatrixView
 from muonjax._policy import Policy
-from pallas_kernels._xla_workarounds import unknown_to_xla
+from pallas_kernels._platform import unknown_to_xla
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact
@@ -46,12 +47,15 @@ class TwoPasses:
         return self.whole(x, axis_name)
 
 
-def group_by_shape(matrices: Sequence[Inexact[Array, "_batch _m _n"]]) -> list[list[int]]:
-    """Indices of the arrays that can share a loop: same (short side, long side, dtype), in first-seen order."""
-    groups: dict[tuple, list[int]] = {}
-    for index, x in enumerate(matrices):
-        groups.setdefault((*sorted(x.shape[-2:]), x.dtype), []).append(index)
-    return list(groups.values())
+def map_leaves(
+    f: Callable[[jax.Array], jax.Array],
+    leaves: Sequence[jax.Array],
+    views: Sequence[MatrixView],
+    policy: Policy,
+) -> list[jax.Array]:
+    """f on each matrix of these leaves, as `map_groups`."""
+    matrices = [view.to_matrices(x) for view, x in zip(views, leaves, strict=True)]
+    return [view.to_leaf(y) for view, y in zip(views, map_groups(f, matrices, policy), strict=True)]
 
 
 def map_groups(
@@ -98,6 +102,29 @@ def map_groups(
     return results  # pyright: ignore[reportReturnType]  # every index is in one group
 
 
+def group_by_shape(matrices: Sequence[Inexact[Array, "_batch _m _n"]]) -> list[list[int]]:
+    """Indices of the arrays that can share a loop: same (short side, long side, dtype), in first-seen order."""
+    groups: dict[tuple, list[int]] = {}
+    for index, x in enumerate(matrices):
+        groups.setdefault((*sorted(x.shape[-2:]), x.dtype), []).append(index)
+    return list(groups.values())
+
+
+def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> list[list[int]]:
+    """A group in parts of about equal size, each to be stacked; an array that is large by itself stays alone."""
+    number, filled = 1, 0
+    for i in group:
+        if filled and filled + matrices[i].size > policy.stack_elements:
+            number, filled = number + 1, 0
+        filled += matrices[i].size
+    total = sum(matrices[i].size for i in group)
+    ends = itertools.accumulate(matrices[i].size for i in group)
+    stacks: list[list[int]] = [[] for _ in range(number)]
+    for i, end in zip(group, ends, strict=True):
+        stacks[(end - 1) * number // total].append(i)
+    return [stack for stack in stacks if stack]
+
+
 def _first_passes(
     f: TwoPasses, stacks: Sequence[list[int]], matrices: Sequence[jax.Array], policy: Policy
 ) -> dict[int, Any]:
@@ -129,39 +156,6 @@ def _stacked(
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0], before
 
 
-def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> list[list[int]]:
-    """A group in parts of about equal size, each to be stacked; an array that is large by itself stays alone."""
-    number, filled = 1, 0
-    for i in group:
-        if filled and filled + matrices[i].size > policy.stack_elements:
-            number, filled = number + 1, 0
-        filled += matrices[i].size
-    total = sum(matrices[i].size for i in group)
-    ends = itertools.accumulate(matrices[i].size for i in group)
-    stacks: list[list[int]] = [[] for _ in range(number)]
-    for i, end in zip(group, ends, strict=True):
-        stacks[(end - 1) * number // total].append(i)
-    return [stack for stack in stacks if stack]
-
-
-def _is_tall(x: Inexact[Array, "*batch m n"]) -> bool:
-    return x.shape[-2] > x.shape[-1]
-
-
-def _transpose(x: Inexact[Array, "*batch m n"], policy: Policy) -> Inexact[Array, "*batch n m"]:
-    if not policy.is_cpu:
-        return x.mT
-    # Fused into its neighbours, a transpose runs element by element; alone, it has a kernel ten times faster.
-    return jax.lax.optimization_barrier(jax.lax.optimization_barrier(x).mT)
-
-
-def _chunks(stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "number *chunk m n"]:
-    count, *shape = stack.shape
-    size = policy.chunk_size(count, (shape[0], shape[1]))
-    # One matrix goes without a batch axis: products of batches of one take a slower way through XLA on a CPU.
-    return stack if size == 1 else stack.reshape(-1, size, *shape)
-
-
 def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "count m n"]:
     chunks = _chunks(stack, policy)
     if len(chunks) == 1:
@@ -172,3 +166,21 @@ def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact
         return jax.lax.dynamic_update_index_in_dim(chunks, f(chunk), step, 0)
 
     return jax.lax.fori_loop(0, len(chunks), body, chunks).reshape(stack.shape)
+
+
+def _chunks(stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "number *chunk m n"]:
+    count, *shape = stack.shape
+    size = policy.chunk_size(count, (shape[0], shape[1]))
+    # One matrix goes without a batch axis: products of batches of one take a slower way through XLA on a CPU.
+    return stack if size == 1 else stack.reshape(-1, size, *shape)
+
+
+def _transpose(x: Inexact[Array, "*batch m n"], policy: Policy) -> Inexact[Array, "*batch n m"]:
+    if not policy.is_cpu:
+        return x.mT
+    # Fused into its neighbours, a transpose runs element by element; alone, it has a kernel ten times faster.
+    return jax.lax.optimization_barrier(jax.lax.optimization_barrier(x).mT)
+
+
+def _is_tall(x: Inexact[Array, "*batch m n"]) -> bool:
+    return x.shape[-2] > x.shape[-1]

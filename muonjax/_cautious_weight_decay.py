@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._hyperparameters import check_range
+from muonjax._arguments import check_range
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Num

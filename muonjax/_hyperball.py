@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muonjax._hyperparameters import check_range
+from muonjax._arguments import check_range
 from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import (
     DimensionNumbersTree,
@@ -115,7 +115,8 @@ def hyperball(
         leaves, treedef = jax.tree.flatten(updates)
         weights = treedef.flatten_up_to(params)
         pieces = matrix_pieces(dimension_numbers, updates, call="hyperball")
-        kept = arrays_of_pieces(treedef, state.rms, [_sphere(p.view) for p in pieces], call="hyperball")
+        spheres = [p.view.summed_over(p.view.reduction_axes + p.view.output_axes) for p in pieces]
+        kept = arrays_of_pieces(treedef, state.rms, spheres, call="hyperball")
         steps = [
             _step(piece.take(leaves), piece.take(weights), rms, piece.view, eta)
             for piece, rms in zip(pieces, kept, strict=True)
@@ -125,11 +126,6 @@ def hyperball(
         return updates, HyperballState(of_rate, tree_of_pieces(treedef, pieces, [rms for _, rms in steps]))
 
     return optax.GradientTransformation(init, update)
-
-
-def _sphere(view: MatrixView) -> tuple[int, ...]:
-    """The shape of one number for each matrix."""
-    return tuple(size if axis in view.batch_axes else 1 for axis, size in enumerate(view.shape))
 
 
 def _wide(leaf: Any, view: MatrixView) -> Inexact[Array, "*split"]:

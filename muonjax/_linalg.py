@@ -1,12 +1,15 @@
-"""Adjoints, Frobenius norms, Hermitian parts, and matrix products at a stated precision."""
+"""Matrix products at a stated precision, symmetric ones at half the work; adjoints, norms, Hermitian parts."""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels._api import symmetric_product_on
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact
@@ -58,6 +61,64 @@ class MatrixProduct(NamedTuple):
         return (a, b) if self.operands is None else (a.astype(self.operands), b.astype(self.operands))
 
 
+class SymmetricProduct(NamedTuple):
+    """alpha A Y^H + beta C, Hermitian: Y is A, or commutes with it.
+
+    Attributes:
+      platform: Of the devices.
+      dtype: That A, Y and C are rounded to.
+      implementation: See `pallas_kernels.symmetric_product`.
+      together: Mesh axes whose devices share the work.
+    """
+
+    platform: str
+    dtype: jnp.dtype
+    implementation: str | None
+    together: tuple[str, ...] = ()
+
+    def __call__(
+        self,
+        a: jax.Array,
+        y: jax.Array | None = None,
+        c: jax.Array | None = None,
+        alpha: Any = 1.0,
+        beta: Any = 0.0,
+    ) -> jax.Array:
+        """`alpha` and `beta` are numbers, or [*batch, 1, 1]."""
+        y, c = (None if matrix is None else matrix.astype(self.dtype) for matrix in (y, c))
+        alpha, beta = (
+            number[..., 0, 0] if isinstance(number, jax.Array) else number for number in (alpha, beta)
+        )
+        return symmetric_product_on(
+            self.platform,
+            a.astype(self.dtype),
+            y=y,
+            c=c,
+            alpha=alpha,
+            beta=beta,
+            implementation=self.implementation,
+            axis_name=self.together,
+        )
+
+    def shared_by(self, axis_name: tuple[str, ...]) -> SymmetricProduct:
+        """Each device along these mesh axes makes a part of the product; a named implementation makes whole ones."""
+        return self._replace(together=axis_name if self.implementation is None else ())
+
+
+def in_blocks(product: MatrixProduct, a: jax.Array, y: jax.Array) -> jax.Array:
+    """A Y^H, known to be Hermitian, by three products of half its size; the fourth block is a transpose.
+
+    The diagonal blocks are not mirrored: their deviation from symmetry is smaller than the rounding of their entries.
+    """
+    half = a.shape[-2] // 2
+    (a1, a2), (y1, y2) = ((x[..., :half, :], x[..., half:, :]) for x in (a, y))
+    left = product.with_adjoint(a2, y1)
+    # Without barriers XLA makes the transpose a part of the products, which take three times as long then.
+    right = jax.lax.optimization_barrier(adjoint(jax.lax.optimization_barrier(left)))
+    rows = [product.with_adjoint(a1, y1), right], [left, product.with_adjoint(a2, y2)]
+    return jnp.concatenate([jnp.concatenate(row, -1) for row in rows], -2)
+
+
 def at_least_float32(*dtypes: Any) -> jnp.dtype:
     """The dtype that holds all of these and float32, also where JAX promotes nothing by itself."""
     with jax.numpy_dtype_promotion("standard"):
@@ -73,6 +134,11 @@ def scaled(a: jax.Array, number: jax.Array | float) -> jax.Array:
         return number * a
     dtype = at_least_float32(a.dtype)
     return a.astype(dtype) * number.astype(dtype)
+
+
+def sizes(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[int, int]:
+    """m and n of x [*batch, m, n], n counted over `axis_name`."""
+    return x.shape[-2], x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
 
 
 def sum_over(axis_name: tuple[str, ...], x: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 import optax
 
-from muonjax._hyperparameters import check_range
+from muonjax._arguments import check_range
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces, replace_pieces
 
 Rule = Literal["rms", "width", "spectral"]

@@ -109,58 +109,98 @@ def one_or_several(axes: Sequence[int]) -> int | tuple[int, ...]:
     return axes[0] if len(axes) == 1 else tuple(axes)
 
 
-class MatrixView(NamedTuple):
-    """How one leaf becomes matrices: which axes are rows, which are columns, which only count."""
+def resolve_dimension_numbers(
+    numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
+) -> list[DimensionNumbers | None]:
+    """One entry per leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree, a function, or None.
 
-    leaf_shape: tuple[int, ...]  # of the leaf, or of the piece of it that is viewed
-    shape: tuple[int, ...]  # with a fused axis cut in two; all axes below count on this one
-    batch_axes: tuple[int, ...]
-    reduction_axes: tuple[int, ...]
-    output_axes: tuple[int, ...]
-    cut: int | None = None  # the axis of `leaf_shape` that is two of `shape`'s: cut and cut + 1
-
-    def _sizes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self.shape[axis] for axis in axes)
-
-    @property
-    def batch(self) -> int:
-        """The number of matrices in the leaf."""
-        return math.prod(self._sizes(self.batch_axes))
-
-    @property
-    def fan_in(self) -> int:
-        """Rows of each matrix: the product of the axes that the layer sums over."""
-        return math.prod(self._sizes(self.reduction_axes))
-
-    @property
-    def fan_out(self) -> int:
-        """Columns of each matrix."""
-        return math.prod(self._sizes(self.output_axes))
-
-    @property
-    def _order(self) -> tuple[int, ...]:
-        return self.batch_axes + self.reduction_axes + self.output_axes
-
-    def split(self, leaf: jax.Array) -> jax.Array:
-        """`leaf` in `shape`. With explicit axis types a fused axis is gathered: shards need not end where parts do."""
-        return (leaf if self.cut is None else whole_along(leaf, self.cut)).reshape(self.shape)
-
-    def join(self, split: Inexact[Array, "*split"], like: Inexact[Array, "*leaf"]) -> Inexact[Array, "*leaf"]:
-        """The inverse of `split`, sharded as `like`."""
-        leaf = split.reshape(self.leaf_shape)
-        return leaf if self.cut is None else sharded_like(leaf, like)
-
-    def to_matrices(self, leaf: jax.Array) -> Inexact[Array, "batch fan_in fan_out"]:
-        """The leaf as a stack of matrices."""
-        return leaf.reshape(self.shape).transpose(self._order).reshape(self.batch, self.fan_in, self.fan_out)
-
-    def to_leaf(self, matrices: Inexact[Array, "batch fan_in fan_out"]) -> jax.Array:
-        """The inverse of `to_matrices`."""
-        inverse = sorted(range(len(self.shape)), key=self._order.__getitem__)
-        return matrices.reshape(self._sizes(self._order)).transpose(inverse).reshape(self.leaf_shape)
+    None for the whole of it means that every leaf is one plain matrix (fan_in, fan_out). A tree without leaves, which
+    Optax gives to `init` to find the parts of a state that are like parameters, fits all.
+    """
+    if not jax.tree.leaves(tree):
+        return []
+    given = tree_of(MuonDimensionNumbers() if numbers is None else numbers, tree)
+    entries = broadcast_prefix(given, tree, is_leaf=_is_entry, call=call, what="the dimension numbers")
+    for entry in entries:
+        if not _is_entry(entry):
+            raise TypeError(
+                f"{call}: dimension numbers hold {entry!r}; expected MuonDimensionNumbers or None."
+            )
+    return [None if is_masked(entry) else entry for entry in entries]
 
 
-def _axes(call: str, leaf: str, name: str, value: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _is_entry(x: Any) -> bool:
+    return x is None or isinstance(x, (MuonDimensionNumbers, FusedDimensionNumbers, optax.MaskedNode))
+
+
+def matrix_pieces(
+    numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
+) -> list[Piece]:
+    """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order."""
+    entries = resolve_dimension_numbers(numbers, tree, call=call)
+    found: list[Piece] = []
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for i, ((path, leaf), entry) in enumerate(zip(leaves, entries, strict=True)):
+        if entry is not None:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            found += _pieces(i, leaf, f"the leaf {name!r}" if name else "the leaf", entry, call)
+    return found
+
+
+def _pieces(i: int, leaf: Any, named: str, numbers: DimensionNumbers, call: str) -> list[Piece]:
+    """The pieces of the i-th leaf, after all checks."""
+    shape = tuple(leaf.shape)
+    if len(shape) < 2:
+        raise ValueError(
+            f"{call} needs matrices, but {named} has shape {shape}; give it to Adam instead: None in its place in the "
+            "dimension numbers."
+        )
+    if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+        raise TypeError(
+            f"{call} needs float or complex leaves, but {named} of shape {shape} is {leaf.dtype}; keep integers out of "
+            "the optimizer (optax.masked) or cast them."
+        )
+    if jax.numpy.finfo(leaf.dtype).bits < 16:
+        raise TypeError(
+            f"{call}: {named} is {leaf.dtype}, whose few bits round momentum and most steps away; train master weights "
+            "in float32 and quantize those."
+        )
+    reduction = _checked_axes(call, named, "reduction_axis", numbers.reduction_axis, shape)
+    output = _checked_axes(call, named, "output_axis", numbers.output_axis, shape)
+    if not reduction or not output:
+        raise ValueError(
+            f"{call}: {numbers} leaves one side of the matrix without an axis ({named} has shape {shape})."
+        )
+    if len(set(reduction + output)) != len(reduction + output):
+        raise ValueError(
+            f"{call}: {numbers} uses an axis of {named} of shape {shape} twice; reduction and output axes must be "
+            "disjoint."
+        )
+    if 0 in shape:
+        raise ValueError(
+            f"{call}: {named} of shape {shape} has an empty dimension, so there is nothing to update."
+        )
+    if not isinstance(numbers, FusedDimensionNumbers):
+        return [Piece(i, view_of(shape, reduction, output))]
+    (cut,), parts, repeats = (
+        _checked_axes(call, named, "axis", numbers.axis, shape),
+        numbers.parts,
+        numbers.repeats,
+    )
+    if problem := _check_parts(numbers, cut in reduction + output, shape[cut]):
+        raise ValueError(f"{call}: {numbers} can't cut {named} of shape {shape}: {problem}.")
+    if isinstance(parts, int):
+        if repeats == 1:
+            return [Piece(i, view_of(shape, reduction, output, cut, parts))]
+        parts = (shape[cut] // repeats // parts,) * parts
+    found = []
+    for part, start in zip(parts, itertools.accumulate(parts, initial=0), strict=False):
+        view = view_of((*shape[:cut], repeats * part, *shape[cut + 1 :]), reduction, output)
+        found.append(Piece(i, view, cut, start, math.gcd(*parts), repeats))
+    return found
+
+
+def _checked_axes(call: str, leaf: str, name: str, value: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     try:
         axes = tuple(map(operator.index, value if isinstance(value, Sequence) else (value,)))
     except TypeError:
@@ -169,6 +209,21 @@ def _axes(call: str, leaf: str, name: str, value: Any, shape: tuple[int, ...]) -
         if not -len(shape) <= axis < len(shape):
             raise ValueError(f"{call}: {name}={value!r} names axis {axis}, but {leaf} has shape {shape}.")
     return tuple(axis % len(shape) for axis in axes)
+
+
+def _check_parts(numbers: FusedDimensionNumbers, is_side: bool, size: int) -> str:
+    """What is wrong with the parts of an axis of `size`; "" if nothing is."""
+    parts = numbers.parts
+    if not is_side:
+        return "`axis` must be one of the reduction or output axes"
+    if numbers.repeats < 1 or size % numbers.repeats:
+        return f"`repeats` must divide {size}, the size of its axis"
+    size //= numbers.repeats
+    each = "the size of its axis" + ("" if numbers.repeats == 1 else " divided by `repeats`")
+    if isinstance(parts, tuple):
+        fits = all(part >= 1 for part in parts) and sum(parts) == size
+        return "" if fits else f"the sizes in `parts` must be positive and sum to {size}, {each}"
+    return "" if parts >= 1 and size % parts == 0 else f"`parts` must divide {size}, {each}"
 
 
 def view_of(
@@ -217,82 +272,59 @@ def _in_stretches(x: jax.Array, piece: Piece) -> jax.Array:
     return x if axis is None or n == 1 else x.reshape(*x.shape[:axis], n, -1, *x.shape[axis + 1 :])
 
 
-def matrix_pieces(
-    numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
-) -> list[Piece]:
-    """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order."""
-    entries = resolve_dimension_numbers(numbers, tree, call=call)
-    found: list[Piece] = []
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    for i, ((path, leaf), entry) in enumerate(zip(leaves, entries, strict=True)):
-        if entry is not None:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            found += _pieces(i, leaf, f"the leaf {name!r}" if name else "the leaf", entry, call)
-    return found
+class MatrixView(NamedTuple):
+    """How one leaf becomes matrices: which axes are rows, which are columns, which only count."""
 
+    leaf_shape: tuple[int, ...]  # of the leaf, or of the piece of it that is viewed
+    shape: tuple[int, ...]  # with a fused axis cut in two; all axes below count on this one
+    batch_axes: tuple[int, ...]
+    reduction_axes: tuple[int, ...]
+    output_axes: tuple[int, ...]
+    cut: int | None = None  # the axis of `leaf_shape` that is two of `shape`'s: cut and cut + 1
 
-def _pieces(i: int, leaf: Any, named: str, numbers: DimensionNumbers, call: str) -> list[Piece]:
-    """The pieces of the i-th leaf, after all checks."""
-    shape = tuple(leaf.shape)
-    if len(shape) < 2:
-        raise ValueError(
-            f"{call} needs matrices, but {named} has shape {shape}; give it to Adam instead: None in its place in the "
-            "dimension numbers."
-        )
-    if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
-        raise TypeError(
-            f"{call} needs float or complex leaves, but {named} of shape {shape} is {leaf.dtype}; keep integers out of "
-            "the optimizer (optax.masked) or cast them."
-        )
-    if jax.numpy.finfo(leaf.dtype).bits < 16:
-        raise TypeError(
-            f"{call}: {named} is {leaf.dtype}, whose few bits round momentum and most steps away; train master weights "
-            "in float32 and quantize those."
-        )
-    reduction = _axes(call, named, "reduction_axis", numbers.reduction_axis, shape)
-    output = _axes(call, named, "output_axis", numbers.output_axis, shape)
-    if not reduction or not output:
-        raise ValueError(
-            f"{call}: {numbers} leaves one side of the matrix without an axis ({named} has shape {shape})."
-        )
-    if len(set(reduction + output)) != len(reduction + output):
-        raise ValueError(
-            f"{call}: {numbers} uses an axis of {named} of shape {shape} twice; reduction and output axes must be "
-            "disjoint."
-        )
-    if 0 in shape:
-        raise ValueError(
-            f"{call}: {named} of shape {shape} has an empty dimension, so there is nothing to update."
-        )
-    if not isinstance(numbers, FusedDimensionNumbers):
-        return [Piece(i, view_of(shape, reduction, output))]
-    (cut,), parts, repeats = _axes(call, named, "axis", numbers.axis, shape), numbers.parts, numbers.repeats
-    if problem := _check_parts(numbers, cut in reduction + output, shape[cut]):
-        raise ValueError(f"{call}: {numbers} can't cut {named} of shape {shape}: {problem}.")
-    if isinstance(parts, int):
-        if repeats == 1:
-            return [Piece(i, view_of(shape, reduction, output, cut, parts))]
-        parts = (shape[cut] // repeats // parts,) * parts
-    found = []
-    for part, start in zip(parts, itertools.accumulate(parts, initial=0), strict=False):
-        view = view_of((*shape[:cut], repeats * part, *shape[cut + 1 :]), reduction, output)
-        found.append(Piece(i, view, cut, start, math.gcd(*parts), repeats))
-    return found
+    def _sizes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.shape[axis] for axis in axes)
 
+    @property
+    def batch(self) -> int:
+        """The number of matrices in the leaf."""
+        return math.prod(self._sizes(self.batch_axes))
 
-def _check_parts(numbers: FusedDimensionNumbers, is_side: bool, size: int) -> str:
-    """What is wrong with the parts of an axis of `size`; "" if nothing is."""
-    parts = numbers.parts
-    if not is_side:
-        return "`axis` must be one of the reduction or output axes"
-    if numbers.repeats < 1 or size % numbers.repeats:
-        return f"`repeats` must divide {size}, the size of its axis"
-    size //= numbers.repeats
-    each = "the size of its axis" + ("" if numbers.repeats == 1 else " divided by `repeats`")
-    if isinstance(parts, tuple):
-        fits = all(part >= 1 for part in parts) and sum(parts) == size
-        return "" if fits else f"the sizes in `parts` must be positive and sum to {size}, {each}"
-    return "" if parts >= 1 and size % parts == 0 else f"`parts` must divide {size}, {each}"
+    @property
+    def fan_in(self) -> int:
+        """Rows of each matrix: the product of the axes that the layer sums over."""
+        return math.prod(self._sizes(self.reduction_axes))
+
+    @property
+    def fan_out(self) -> int:
+        """Columns of each matrix."""
+        return math.prod(self._sizes(self.output_axes))
+
+    def summed_over(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """`shape` after a sum over these axes that keeps them."""
+        return tuple(1 if axis in axes else size for axis, size in enumerate(self.shape))
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return self.batch_axes + self.reduction_axes + self.output_axes
+
+    def split(self, leaf: jax.Array) -> jax.Array:
+        """`leaf` in `shape`. With explicit axis types a fused axis is gathered: shards need not end where parts do."""
+        return (leaf if self.cut is None else whole_along(leaf, self.cut)).reshape(self.shape)
+
+    def join(self, split: Inexact[Array, "*split"], like: Inexact[Array, "*leaf"]) -> Inexact[Array, "*leaf"]:
+        """The inverse of `split`, sharded as `like`."""
+        leaf = split.reshape(self.leaf_shape)
+        return leaf if self.cut is None else sharded_like(leaf, like)
+
+    def to_matrices(self, leaf: jax.Array) -> Inexact[Array, "batch fan_in fan_out"]:
+        """The leaf as a stack of matrices."""
+        return leaf.reshape(self.shape).transpose(self._order).reshape(self.batch, self.fan_in, self.fan_out)
+
+    def to_leaf(self, matrices: Inexact[Array, "batch fan_in fan_out"]) -> jax.Array:
+        """The inverse of `to_matrices`."""
+        inverse = sorted(range(len(self.shape)), key=self._order.__getitem__)
+        return matrices.reshape(self._sizes(self._order)).transpose(inverse).reshape(self.leaf_shape)
 
 
 def replace_pieces(leaves: Sequence[Any], pieces: Sequence[Piece], results: Sequence[Any]) -> list[Any]:
@@ -331,27 +363,3 @@ def arrays_of_pieces(treedef: Any, tree: Any, shapes: Sequence[tuple[int, ...]],
             "with init, or restore the state of these parameters."
         )
     return arrays
-
-
-def resolve_dimension_numbers(
-    numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
-) -> list[DimensionNumbers | None]:
-    """One entry per leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree, a function, or None.
-
-    None for the whole of it means that every leaf is one plain matrix (fan_in, fan_out). A tree without leaves, which
-    Optax gives to `init` to find the parts of a state that are like parameters, fits all.
-    """
-    if not jax.tree.leaves(tree):
-        return []
-    given = tree_of(MuonDimensionNumbers() if numbers is None else numbers, tree)
-    entries = broadcast_prefix(given, tree, is_leaf=_is_entry, call=call, what="the dimension numbers")
-    for entry in entries:
-        if not _is_entry(entry):
-            raise TypeError(
-                f"{call}: dimension numbers hold {entry!r}; expected MuonDimensionNumbers or None."
-            )
-    return [None if is_masked(entry) else entry for entry in entries]
-
-
-def _is_entry(x: Any) -> bool:
-    return x is None or isinstance(x, (MuonDimensionNumbers, FusedDimensionNumbers, optax.MaskedNode))

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._arguments import check_range
 from muonjax._explicit_axes import zero_beside
-from muonjax._hyperparameters import check_range
 from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import (
     DimensionNumbersTree,
@@ -98,8 +98,8 @@ def normalize_neurons(
         del params
         leaves, treedef = jax.tree.flatten(updates)
         pieces = matrix_pieces(dimension_numbers, updates, call="normalize_neurons")
-        wanted = [_neurons(piece.view) for piece in pieces]
-        kept = arrays_of_pieces(treedef, state.second_moment, wanted, call="normalize_neurons")
+        neurons = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]
+        kept = arrays_of_pieces(treedef, state.second_moment, neurons, call="normalize_neurons")
         pairs = [
             _normalize(piece.take(leaves), moment, piece.view, decay, eps)
             for piece, moment in zip(pieces, kept, strict=True)
@@ -109,11 +109,6 @@ def normalize_neurons(
         return treedef.unflatten(leaves), NormalizeNeuronsState(moments)
 
     return optax.GradientTransformation(init, update)
-
-
-def _neurons(view: MatrixView) -> tuple[int, ...]:
-    """The shape of one number for each neuron."""
-    return tuple(1 if axis in view.reduction_axes else size for axis, size in enumerate(view.shape))
 
 
 def _normalize(

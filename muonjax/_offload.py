@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from muonjax._update_arguments import check_transformation, refuse_positional
+from muonjax._arguments import check_transformation, refuse_positional
 
 
 def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

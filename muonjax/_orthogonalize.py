@@ -1,20 +1,22 @@
 """The Optax transformation `orthogonalize`: every matrix of the updates becomes nearly orthogonal."""
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import optax
 
-from muonjax._batching import map_groups
-from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, replace_pieces
-from muonjax._mesh.distribution import Distribution, check_distribution
+from muonjax._batching import map_leaves
+from muonjax._matrix_view import DimensionNumbersTree, Piece, matrix_pieces, replace_pieces
+from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
 from muonjax._mesh.owner_loop import Function
-from muonjax._mesh.sharded_map import find_mesh
-from muonjax._newton_schulz.polar_function import exchange_dtype, polar_function
+from muonjax._mesh.sharded_map import map_on_mesh
+from muonjax._newton_schulz.iteration import exchange_dtype, polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._policy import Policy, policy_of
-from muonjax._seen_matrices import show_matrices
+from muonjax._trees import leaf_paths
 
 
 def orthogonalize(
@@ -60,7 +62,7 @@ def orthogonalize(
     check_distribution(distribution, call="orthogonalize")
 
     def init(params: optax.Params) -> optax.OptState:
-        show_matrices(params, lambda: matrix_pieces(dimension_numbers, params, call="orthogonalize"))
+        _show_matrices(params, lambda: matrix_pieces(dimension_numbers, params, call="orthogonalize"))
         return optax.EmptyState()
 
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
@@ -105,10 +107,33 @@ def map_matrices(
     policy = policy_of(*(leaves[p.leaf] for p in pieces), mesh=mesh)
     f = function(policy)
     if on_mesh is None:
-        matrices = [v.to_matrices(x) for v, x in zip(views, inputs, strict=True)]
-        matrices = map_groups(f, matrices, policy)
-        results = [v.to_leaf(y) for v, y in zip(views, matrices, strict=True)]
+        results = map_leaves(f, inputs, views, policy)
     else:
         dtypes = [exchanged(x, policy) for x in inputs]
-        results = on_mesh.map(f, inputs, views, dtypes, policy, call=call)
+        results = map_on_mesh(on_mesh, f, inputs, views, dtypes, policy, call=call)
     return jax.tree.unflatten(treedef, replace_pieces(leaves, pieces, results))
+
+
+# `monitor` asks which leaves are taken as which matrices, through every wrapper of Optax around `orthogonalize`.
+Seen = dict[tuple[str, ...], list[Piece]]
+_seen: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("muonjax_seen_matrices", default=None)
+
+
+@contextlib.contextmanager
+def seen_matrices() -> Iterator[Seen]:
+    """The pieces of each leaf, by its path, of every `_show_matrices` that is called inside."""
+    found: Seen = {}
+    token = _seen.set(found)
+    try:
+        yield found
+    finally:
+        _seen.reset(token)
+
+
+def _show_matrices(tree: Any, pieces: Callable[[], list[Piece]]) -> None:
+    """Show the pieces of `tree` to whoever is looking; they are not computed for nobody."""
+    seen = _seen.get()
+    if seen is not None:
+        paths = leaf_paths(tree)
+        for piece in pieces():
+            seen.setdefault(paths[piece.leaf], []).append(piece)

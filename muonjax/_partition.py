@@ -7,21 +7,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._int8_momentum import check_kind, has_int8
-from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
-from muonjax._offload import offload
-from muonjax._routing.dimension_numbers import dimension_numbers as route
-from muonjax._routing.parameters import check_parameters
-from muonjax._trees import flatten_paths, is_masked
-from muonjax._update_arguments import (
+from muonjax._arguments import (
     check_order,
     check_transformation,
-    is_trainable,
     other_state,
     refuse_positional,
-    with_gradients,
+    warn_user,
 )
-from muonjax._warn_user import warn_user
+from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
+from muonjax._momentum import check_kind, has_int8
+from muonjax._offload import offload
+from muonjax._routing.dimension_numbers import dimension_numbers as route
+from muonjax._routing.given import check_parameters
+from muonjax._trees import dtype_of, flatten_paths, is_masked
 
 
 def partition_by_route(
@@ -57,7 +55,7 @@ def partition_by_route(
         refuse_positional(unnamed)
         check_order(call, updates, state, params)
         if params is not None:
-            params = with_gradients(updates, params)
+            params = _with_gradients(updates, params)
             _check_gradients(updates, params, call)
         tx = members(updates, updates if params is None else params)
         _check_state(state, jax.eval_shape(tx.init, updates), call)
@@ -98,7 +96,7 @@ def _route(
             f"{call}: none of the parameters is a matrix for Muon, so all of them train with the other optimizer; "
             "muonjax.tabulate(params) says why."
         )
-    trained = map(is_trainable, jax.tree.leaves(params))
+    trained = map(_is_trainable, jax.tree.leaves(params))
     labels = treedef.unflatten(
         "muon" if n is not None else "adam" if floating else "fixed"
         for n, floating in zip(flat, trained, strict=True)
@@ -145,3 +143,20 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
             f"arrays and not {len(paths)}, or of other shapes ({next(differing, 'the first ones agree')}). Restore it "
             f"under the settings that it was made with, or start anew with init."
         )
+
+
+def _is_trainable(leaf: Any) -> bool:
+    """Whether it is an array, or its shape, of real or complex numbers."""
+    return (hasattr(leaf, "dtype") or isinstance(leaf, (float, complex))) and jnp.issubdtype(
+        dtype_of(leaf), jnp.inexact
+    )
+
+
+def _with_gradients(updates: Any, params: Any) -> Any:
+    """The parameters without what can't be trained and has no gradient: numbers and functions in an Equinox module."""
+    found, given = flatten_paths(updates), flatten_paths(params)
+    lone = [path for path in given if path not in found]
+    if not lone or any(_is_trainable(given[path]) for path in lone) or not found.keys() <= given.keys():
+        return params
+    treedef = jax.tree.structure(updates, is_leaf=is_masked)
+    return treedef.unflatten(given[path] for path in found)

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _reference
+from pallas_kernels._platform import unknown_to_xla
 from pallas_kernels._reference import Operands, epilogue, mirror, product
-from pallas_kernels._xla_workarounds import unknown_to_xla
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact

@@ -27,7 +27,7 @@ from benchmarks.common import measure, momentum
 from benchmarks.training.book import Book, Rows, command_line, summary
 from benchmarks.training.small_models import Model
 from benchmarks.training.small_runs import SIZES, Recipe, Trainer
-from muonjax._int8_momentum import dequantize, quantize
+from muonjax._momentum import dequantize, quantize
 
 DTYPES = ("float32", "bfloat16", "int8")
 TEXTS = ("documentation", "source")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import jax
 import jax.numpy as jnp
 
-from muonjax._clipping.errors import errors_of
+from muonjax._arguments import errors_of
 from muonjax._clipping.largest import larger
 from muonjax._clipping.max_logits import max_logits
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from muonjax._clipping.errors import errors_of, whole_number
+from muonjax._arguments import errors_of, static_integer
 from muonjax._linalg import at_least_float32
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def max_logits(
     """
     with errors_of("max_logits"):
         _check(query, key)
-        block_q, block_k = whole_number("block_q", block_q), whole_number("block_k", block_k)
+        block_q, block_k = static_integer("block_q", block_q), static_integer("block_k", block_k)
         if min(block_q, block_k) < 1:
             raise ValueError(f"block_q={block_q}, block_k={block_k}: blocks have at least one position.")
         left, right = _window(is_causal, local_window_size)

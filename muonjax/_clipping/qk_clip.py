@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._clipping.errors import errors_of
+from muonjax._arguments import errors_of
 from muonjax._clipping.factors import Part, clip_factor, overlap, parameter_factors, scaled_update
 from muonjax._clipping.matching import Modules, Target, as_sites, find_targets
 from muonjax._clipping.sites import Site, Sites

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
-from muonjax._clipping.errors import errors_of, whole_number
+from muonjax._arguments import errors_of, static_integer
 from muonjax._clipping.factors import Scale
 
 # Names of the children of an attention module that normalize its queries and keys after their projections: "query_ln"
@@ -118,8 +118,8 @@ def mha_site(
       ['query/kernel', 'query/bias', 'key/kernel', 'key/bias']
     """
     with errors_of("mha_site"):
-        num_heads = None if num_heads is None else whole_number("num_heads", num_heads)
-        num_kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
+        num_heads = None if num_heads is None else static_integer("num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else static_integer("num_kv_heads", num_kv_heads)
         kernel = _kernel(layout, ("hd",), num_heads, num_kv_heads)
         scan_axes = _axes(scan_axis)
     queries = _projection(query, *kernel, entries=num_heads, factor="query")
@@ -170,8 +170,8 @@ def mla_site(
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
     with errors_of("mla_site"):
-        num_heads = None if num_heads is None else whole_number("num_heads", num_heads)
-        nope, scan_axes = whole_number("nope", nope), _axes(scan_axis)
+        num_heads = None if num_heads is None else static_integer("num_heads", num_heads)
+        nope, scan_axes = static_integer("nope", nope), _axes(scan_axis)
         if nope < 1:
             raise ValueError(
                 f"nope={nope} must be at least 1: the number of a head's features without position."
@@ -224,8 +224,8 @@ def fused_qkv_site(
       [('qkv/kernel', 0, 512, 8), ('qkv/kernel', 512, 128, 2)]
     """
     with errors_of("fused_qkv_site"):
-        num_heads, head_dim = whole_number("num_heads", num_heads), whole_number("head_dim", head_dim)
-        num_kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
+        num_heads, head_dim = static_integer("num_heads", num_heads), static_integer("head_dim", head_dim)
+        num_kv_heads = num_heads if num_kv_heads is None else static_integer("num_kv_heads", num_kv_heads)
         scan_axes = _axes(scan_axis)
         kernel = _kernel(layout, ("3hd", "h3d"), num_heads, num_kv_heads)
         by_head = layout.index("h") < layout.index("3")

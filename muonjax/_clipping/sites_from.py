@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from muonjax._clipping.errors import errors_of
+from muonjax._arguments import errors_of
 from muonjax._clipping.matching import Modules, leaf_path, refuse_norms
 from muonjax._clipping.sites import QK_NORMS, Site, mha_site
 from muonjax._matrix_view import MuonDimensionNumbers, axes_of
@@ -59,16 +59,16 @@ def find_sites(modules: Modules, num_heads: int | None = None) -> tuple[Site, ..
         raise ValueError(
             f"the axis of layers can't be told among the parameters; {INSPECT}; or name the modules with mha_site."
         ) from None
-    attentions: dict[str, dict[str, Route]] = {}  # the kinds of projections; their paths below the module
+    attentions: dict[str, dict[str, Route]] = {}  # projections by name; their paths below the module
     paths = [tuple(route.path.split("/")) for route in found]
     for path, route, role in zip(paths, found, read_roles(paths), strict=True):
         scope = layer_of(path)[0]
         depth = next((i for i in range(len(path)) if words(path[:i]) == scope), None)
         if depth is None or len(route.shape) < 2:
             continue
-        kind = "other" if role in (FUSED_QKV, FUSED_KV, INTERLEAVED, MLA_UP) else role.kind
+        name = "other" if role in (FUSED_QKV, FUSED_KV, INTERLEAVED, MLA_UP) else role.projection
         own = attentions.setdefault("/".join(path[:depth]), {})
-        own.setdefault(kind, route._replace(path=path[depth]))
+        own.setdefault(name, route._replace(path=path[depth]))
     sites = [
         _site(root, own, modules, num_heads)
         for root, own in sorted(attentions.items())

@@ -15,9 +15,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from muonjax._cost_model import BYTES_A_SECOND, Work
+from muonjax._mesh.cost_model import Work
 from muonjax._mesh.layout import Axes, ExchangeGroup, LeafLayout, ShardedLeaf, leaf_layout, size_of
-from muonjax._mesh.rounds import Round, Units, make_rounds
+from muonjax._mesh.rounds import Kind, Round, make_rounds
+from muonjax._policy import BYTES_A_SECOND
 
 Mode = Literal["owner", "tensor_parallel", "hybrid", "auto"]
 MODES = get_args(Mode)
@@ -85,11 +86,11 @@ def assign_owners(
       chunks: Rounds of each group.
       cost: The work on a matrix.
     """
-    alike: dict[Axes, list[int]] = collections.defaultdict(list)
+    by_sharding: dict[Axes, list[int]] = collections.defaultdict(list)
     for index, leaf in enumerate(leaves):
-        alike[leaf_layout(leaf, mesh_shape).group.exchange].append(index)
+        by_sharding[leaf_layout(leaf, mesh_shape).group.exchange].append(index)
     layouts: dict[int, LeafLayout] = {}
-    for sharding, members in alike.items():
+    for sharding, members in by_sharding.items():
         own = [leaves[i] for i in members]
         choices = [
             [leaf_layout(leaf, mesh_shape, axes, tensor) for leaf in own]
@@ -115,18 +116,20 @@ def _assignment(
     chunks: int,
     cost: Cost,
 ) -> Assignment:
-    works, ideal = {}, 0.0
+    """What the owners do if the leaves are exchanged as `layouts` say."""
+    works: dict[Kind, Work] = {}  # on one unit
+    alone = 0.0  # flops of one device that does everything
     for leaf, (group, unit, _) in zip(leaves, layouts, strict=True):
         tensor = size_of(mesh_shape, group.tensor)
         matrices, m, columns = unit.matrices
         works[group, unit] = cost(group.dtype, m, columns, tensor).times(matrices)
-        ideal += leaf.view.batch * cost(group.dtype, m, columns * tensor, 1).flops
-    flops, seconds, owned = _balance(layouts, works, mesh_shape)
-    rounds = make_rounds(layouts, owned, chunks)
+        alone += leaf.view.batch * cost(group.dtype, m, columns * tensor, 1).flops
+    flops, seconds, counts = _balance(layouts, works, mesh_shape)
+    rounds = make_rounds(layouts, counts, chunks)
 
     total = Work(flops=float(flops.max(initial=0.0)), seconds=float(seconds.max(initial=0.0)))
-    for kind, counts in owned.items():
-        total += works[kind]._replace(flops=0.0, seconds=0.0).times(int(counts.max()))
+    for kind, of_owners in counts.items():
+        total += works[kind]._replace(flops=0.0, seconds=0.0).times(int(of_owners.max()))
     largest = 0.0
     for round_ in rounds:
         replicas = size_of(mesh_shape, round_.group.replicas)
@@ -140,7 +143,7 @@ def _assignment(
         else:
             total += Work(0.0, 1.0 * row * round_.size * (replicas - 1), int(replicas > 1))
             largest = max(largest, row * round_.size * replicas)
-    even, mean = ideal / math.prod(mesh_shape.values()), float(flops.mean())
+    even, mean = alone / math.prod(mesh_shape.values()), float(flops.mean())
     busiest = ModeCost(
         total.flops,
         total.flops / even if even else 1.0,
@@ -154,17 +157,17 @@ def _assignment(
 
 
 def _balance(
-    layouts: Sequence[LeafLayout], works: Mapping[Units, Work], mesh_shape: Mapping[str, int]
-) -> tuple[np.ndarray, np.ndarray, dict[Units, np.ndarray]]:
+    layouts: Sequence[LeafLayout], works: Mapping[Kind, Work], mesh_shape: Mapping[str, int]
+) -> tuple[np.ndarray, np.ndarray, dict[Kind, np.ndarray]]:
     """Flops and seconds of every device, and for each kind of units how many every owner gets."""
-    num_units: dict[Units, int] = collections.defaultdict(int)
+    num_units: dict[Kind, int] = collections.defaultdict(int)
     for group, unit, count in layouts:
         num_units[group, unit] += count
     devices = {group: _owner_devices(group, mesh_shape) for group, _ in num_units}
     stored = {group: np.zeros(len(own), int) for group, own in devices.items()}
     flops, seconds = np.zeros(math.prod(mesh_shape.values())), np.zeros(math.prod(mesh_shape.values()))
 
-    def costliest_first(kind: Units):
+    def costliest_first(kind: Kind):
         return (-works[kind].flops, -kind[1].share_size, kind[1].matrices)
 
     counts = {}

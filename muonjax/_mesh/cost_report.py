@@ -8,9 +8,9 @@ import jax
 
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces
 from muonjax._mesh.assignment import MODES, ModeCost
-from muonjax._mesh.distribution import Distribution, check_distribution, distribution_of
-from muonjax._mesh.sharded_map import find_mesh
-from muonjax._newton_schulz.polar_function import exchange_dtype, polar_function
+from muonjax._mesh.distribution import Distribution, check_distribution, distribution_of, find_mesh
+from muonjax._mesh.sharded_map import assign
+from muonjax._newton_schulz.iteration import exchange_dtype, polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._policy import policy_of
 from muonjax._routing.dimension_numbers import dimension_numbers as route
@@ -112,7 +112,7 @@ def plan(
     def in_mode(mode: Any) -> ModeCost:
         on_mesh = find_mesh(dataclasses.replace(distribution, mode=mode), params, chosen, call="plan")
         assert on_mesh is not None  # a distribution was given
-        return on_mesh.assign(polar, inputs, views, dtypes).cost
+        return assign(on_mesh, polar, inputs, views, dtypes).cost
 
     return MeshPlan(
         dict(distribution.mesh.shape),

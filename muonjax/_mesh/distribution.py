@@ -1,15 +1,15 @@
-"""Distribution: how the parameters are sharded over a mesh, as a hashable value."""
+"""Distribution: how the parameters are sharded over a mesh, as a hashable value; and whether anything says so."""
 
 import dataclasses
 import functools
 import reprlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from muonjax._hyperparameters import whole_number
+from muonjax._arguments import warn_user, whole_number
 from muonjax._mesh.assignment import MODES, Mode
 from muonjax._mesh.layout import Axes, size_of
 from muonjax._trees import broadcast_prefix
@@ -156,3 +156,48 @@ def distribution_of(params: Any, *, call: str) -> Distribution:
             f"{call}(params) finds {len(meshes)} meshes under the parameters; give it the distribution."
         )
     return Distribution(meshes.pop(), specs)
+
+
+class OnMesh(NamedTuple):
+    """A mesh with its settings, and how the chosen leaves are sharded over it.
+
+    Attributes:
+      distribution: Without its `param_specs`.
+      specs: Of each chosen leaf.
+      explicit: Whether the leaves' own types say it, and not the user.
+    """
+
+    distribution: Distribution
+    specs: tuple[Any, ...]
+    explicit: bool
+
+
+def find_mesh(
+    distribution: Distribution | None, tree: Any, chosen: Sequence[int], *, call: str
+) -> OnMesh | None:
+    """How the `chosen` leaves of `tree` are sharded; None: on one device, or nothing says it.
+
+    A `distribution` is trusted; without one, explicit axis types say it.
+    """
+    leaves = jax.tree.leaves(tree)
+    if distribution is not None:
+        specs = spread_specs(distribution.param_specs, tree, call=call)
+        own = dataclasses.replace(distribution, param_specs=None)
+        return OnMesh(own, tuple(specs[i] for i in chosen), explicit=False)
+    shardings = [jax.typeof(leaves[i]).sharding for i in chosen]
+    # An array that was made under no mesh at all has a mesh without axes.
+    for mesh in dict.fromkeys(s.mesh for s in shardings):
+        if AxisType.Explicit in mesh.axis_types:
+            return OnMesh(Distribution(mesh, None), tuple(s.spec for s in shardings), explicit=True)
+        if mesh.size > 1 and AxisType.Manual not in mesh.axis_types:
+            _warn_of(mesh, call)
+    return None
+
+
+@functools.cache
+def _warn_of(mesh: AbstractMesh, call: str) -> None:
+    warn_user(
+        f"{call} runs on arrays of the mesh {dict(mesh.shape)} whose axis types are Auto, and can't see how they are "
+        "sharded: XLA will gather matrices and repeat work on every device. Pass "
+        "distribution=muonjax.Distribution(mesh, param_specs), or make the mesh with explicit axis types."
+    )

@@ -6,8 +6,7 @@ blocks of its matrices. The owner applies the function and replaces the blocks b
 `all_to_all` returns them. Where leaves are replicated, one `all_gather` gives the results to all replicas; where only
 few replicas own units, a `psum` with zeros does so.
 
-A unit is what has one owner, a block what one device stores of it, and a share what one device sends of a block to one
-device, where several own the unit together (`layout`).
+Units, blocks and shares are explained in `layout`.
 """
 
 import functools

@@ -1,4 +1,16 @@
-"""How the matrices of a sharded leaf are stored on a mesh, and over which mesh axes they are exchanged."""
+"""How the matrices of a sharded leaf are stored on a mesh, and over which mesh axes they are exchanged.
+
+The words of this folder:
+
+  unit       What has one owner: a matrix, or several that are fused along one axis.
+  owner      The device that computes a unit; devices, where its matrices stay sharded over the mesh axes `tensor`.
+  block      What one device stores of a unit.
+  share      What one device sends of a block to one device of the owner.
+  replicas   Devices that store the same blocks and divide the work on them.
+  group      Leaves that are exchanged over the same mesh axes, in one dtype.
+  kind       Units of one group and one layout, which are interchangeable.
+  round      One all-to-all of a group to the owners, and one back.
+"""
 
 import math
 from collections.abc import Mapping
@@ -26,7 +38,7 @@ class ShardedLeaf(NamedTuple):
 
 
 class UnitLayout(NamedTuple):
-    """Shape and sharding of a unit: what has one owner, a matrix or several that are fused along one axis.
+    """Shape and sharding of a unit.
 
     Attributes:
       view: Of the unit, as its owner sees it.
@@ -63,7 +75,7 @@ class UnitLayout(NamedTuple):
 
 
 class ExchangeGroup(NamedTuple):
-    """Leaves that are exchanged together, in one all-to-all to the owners and one back.
+    """The mesh axes over which some leaves are exchanged together.
 
     Attributes:
       exchange: Mesh axes of the all-to-all.
@@ -82,16 +94,12 @@ class ExchangeGroup(NamedTuple):
         """The mesh axes whose coordinates identify an owner."""
         return self.replicas + tuple(axis for axis in self.exchange if axis not in self.tensor)
 
-    @property
-    def share_axes(self) -> Axes:
-        """The tensor axes that are exchanged too: they shard rows, and shard the longer side at the owner."""
-        return tuple(axis for axis in self.exchange if axis in self.tensor)
-
     def ranks(self, mesh_shape: Mapping[str, int]) -> list[list[int]]:
         """[owner, share] -> the device's rank in the all-to-all, for the owners of one replica."""
         sizes = [mesh_shape[axis] for axis in self.exchange]
         order = sorted(range(len(sizes)), key=lambda i: self.exchange[i] in self.tensor)
-        shares = size_of(mesh_shape, self.share_axes)
+        # Tensor axes that are exchanged shard rows, and shard the longer side at the owner.
+        shares = size_of(mesh_shape, tuple(axis for axis in self.exchange if axis in self.tensor))
         return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, shares).tolist()
 
 

@@ -13,7 +13,7 @@ from muonjax._mesh.layout import ExchangeGroup, LeafLayout, UnitLayout
 # are cut between matrices.
 _LARGEST = 2**30
 
-Units = tuple[ExchangeGroup, UnitLayout]  # units that are interchangeable
+Kind = tuple[ExchangeGroup, UnitLayout]  # of units (`layout`)
 
 
 class OwnedUnits(NamedTuple):
@@ -60,10 +60,10 @@ def _size(owned: Sequence[OwnedUnits]) -> int:
 
 
 def make_rounds(
-    layouts: Sequence[LeafLayout], counts: Mapping[Units, np.ndarray], chunks: int
+    layouts: Sequence[LeafLayout], counts: Mapping[Kind, np.ndarray], chunks: int
 ) -> tuple[Round, ...]:
     """Which units go to which owner: units of a kind are interchangeable, so each owner gets consecutive ones."""
-    queues: dict[Units, list[tuple[int, int]]] = collections.defaultdict(list)
+    queues: dict[Kind, list[tuple[int, int]]] = collections.defaultdict(list)
     for leaf, (group, unit, num_units) in enumerate(layouts):
         queues[group, unit] += [(leaf, index) for index in range(num_units)]
     owned: dict[ExchangeGroup, list[list[tuple[UnitLayout, int, int]]]] = {}

@@ -1,111 +1,101 @@
 """Apply a function to every matrix of sharded leaves, once and not on every device."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from muonjax._batching import map_groups
-from muonjax._cost_model import Work, count_work
+from muonjax._batching import map_leaves
 from muonjax._explicit_axes import sharded_like
 from muonjax._matrix_view import MatrixView
 from muonjax._mesh.assignment import Assignment, assign_owners
-from muonjax._mesh.distribution import Distribution, even_sharding, partition_spec, spread_specs
+from muonjax._mesh.cost_model import Work, count_work
+from muonjax._mesh.distribution import OnMesh, even_sharding, partition_spec
 from muonjax._mesh.exchange import exchange
 from muonjax._mesh.layout import ShardedLeaf
 from muonjax._mesh.owner_loop import Function
 from muonjax._policy import Policy
-from muonjax._warn_user import warn_user
 
 
-class OnMesh(NamedTuple):
-    """A mesh with its settings, and how the chosen leaves are sharded over it.
+def map_on_mesh(
+    on_mesh: OnMesh,
+    f: Function,
+    leaves: Sequence[jax.Array],
+    views: Sequence[MatrixView],
+    dtypes: Sequence[jnp.dtype],
+    policy: Policy,
+    *,
+    call: str,
+) -> list[jax.Array]:
+    """f on each matrix of the leaves, once; the results are sharded as the leaves are.
 
-    Attributes:
-      distribution: Without its `param_specs`.
-      specs: Of each chosen leaf.
-      explicit: Whether the leaves' own types say it, and not the user.
+    Args:
+      on_mesh: How the leaves are sharded.
+      f: [*batch, m, n] with m <= n, and the mesh axes that shard the columns -> the same shape and dtype.
+      leaves: Arrays.
+      views: Of each leaf.
+      dtypes: In which each leaf is exchanged.
+      policy: For the mesh's devices.
+      call: The public function, for errors.
+    """
+    if not leaves:
+        return []
+    mesh = _mesh_with_devices(on_mesh.distribution.mesh, leaves, call)
+    if on_mesh.explicit and mesh.size == 1:
+        specs = on_mesh.specs
+
+        def on_blocks(*blocks):
+            return tuple(map_leaves(f, blocks, views, policy))
+    else:
+        assignment = assign(on_mesh, f, leaves, views, dtypes)
+        specs = tuple(partition_spec(leaf.sharding) for leaf in assignment.leaves)
+
+        def on_blocks(*blocks):
+            return tuple(exchange(f, blocks, assignment, policy))
+
+    # check_vma: an all-gather makes replicas, which the checker can't see.
+    run = jax.shard_map(on_blocks, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    if AxisType.Explicit not in mesh.axis_types:
+        return list(run(*leaves))
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    results = run(*map(jax.sharding.reshard, leaves, shardings))
+    return [sharded_like(y, x) for y, x in zip(results, leaves, strict=True)]
+
+
+def assign(
+    on_mesh: OnMesh,
+    f: Function,
+    leaves: Sequence[Any],
+    views: Sequence[MatrixView],
+    dtypes: Sequence[jnp.dtype],
+) -> Assignment:
+    """Assign an owner to each matrix; only the shapes of leaves and mesh count.
+
+    Args:
+      on_mesh: How the leaves are sharded.
+      f: As in `map_on_mesh`.
+      leaves: Arrays or `jax.ShapeDtypeStruct`s.
+      views: Of each leaf.
+      dtypes: In which each leaf is exchanged.
     """
 
-    distribution: Distribution
-    specs: tuple[Any, ...]
-    explicit: bool
+    @functools.cache
+    def cost(dtype, m: int, columns: int, devices: int) -> Work:
+        x = jax.ShapeDtypeStruct((m, columns), dtype)
+        axis_name = ("columns",) if devices > 1 else ()
+        return count_work(lambda x: f(x, axis_name), x, axis_sizes={"columns": devices})
 
-    def assign(
-        self, f: Function, leaves: Sequence[Any], views: Sequence[MatrixView], dtypes: Sequence[jnp.dtype]
-    ) -> Assignment:
-        """Assign an owner to each matrix; only the shapes of leaves and mesh count.
-
-        Args:
-          f: As in `map`.
-          leaves: Arrays or `jax.ShapeDtypeStruct`s.
-          views: Of each leaf.
-          dtypes: In which each leaf is exchanged.
-        """
-
-        @functools.cache
-        def cost(dtype, m: int, columns: int, devices: int) -> Work:
-            x = jax.ShapeDtypeStruct((m, columns), dtype)
-            axis_name = ("columns",) if devices > 1 else ()
-            return count_work(lambda x: f(x, axis_name), x, axis_sizes={"columns": devices})
-
-        d = self.distribution
-        mesh_shape = dict(d.mesh.shape)
-        sharded = [
-            ShardedLeaf(view, even_sharding(leaf.shape, spec, mesh_shape), jnp.dtype(dtype))
-            for leaf, view, spec, dtype in zip(leaves, views, self.specs, dtypes, strict=True)
-        ]
-        axes = tuple(d.mesh.axis_names) if d.axes is None else d.axes
-        return assign_owners(sharded, mesh_shape, axes=axes, mode=d.mode, chunks=d.chunks, cost=cost)
-
-    def map(
-        self,
-        f: Function,
-        leaves: Sequence[jax.Array],
-        views: Sequence[MatrixView],
-        dtypes: Sequence[jnp.dtype],
-        policy: Policy,
-        *,
-        call: str,
-    ) -> list[jax.Array]:
-        """f on each matrix of the leaves, once; the results are sharded as the leaves are.
-
-        Args:
-          f: [*batch, m, n] with m <= n, and the mesh axes that shard the columns -> the same shape and dtype.
-          leaves: Arrays.
-          views: Of each leaf.
-          dtypes: In which each leaf is exchanged.
-          policy: For the mesh's devices.
-          call: The public function, for errors.
-        """
-        if not leaves:
-            return []
-        mesh = _mesh_with_devices(self.distribution.mesh, leaves, call)
-        if self.explicit and mesh.size == 1:
-            specs = self.specs
-
-            def on_blocks(*blocks):
-                matrices = [v.to_matrices(x) for v, x in zip(views, blocks, strict=True)]
-                results = map_groups(f, matrices, policy)
-                return tuple(v.to_leaf(y) for v, y in zip(views, results, strict=True))
-        else:
-            assignment = self.assign(f, leaves, views, dtypes)
-            specs = tuple(partition_spec(leaf.sharding) for leaf in assignment.leaves)
-
-            def on_blocks(*blocks):
-                return tuple(exchange(f, blocks, assignment, policy))
-
-        # check_vma: an all-gather makes replicas, which the checker can't see.
-        run = jax.shard_map(on_blocks, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
-        if AxisType.Explicit not in mesh.axis_types:
-            return list(run(*leaves))
-        shardings = [NamedSharding(mesh, spec) for spec in specs]
-        results = run(*map(jax.sharding.reshard, leaves, shardings))
-        return [sharded_like(y, x) for y, x in zip(results, leaves, strict=True)]
+    d = on_mesh.distribution
+    mesh_shape = dict(d.mesh.shape)
+    sharded = [
+        ShardedLeaf(view, even_sharding(leaf.shape, spec, mesh_shape), jnp.dtype(dtype))
+        for leaf, view, spec, dtype in zip(leaves, views, on_mesh.specs, dtypes, strict=True)
+    ]
+    axes = tuple(d.mesh.axis_names) if d.axes is None else d.axes
+    return assign_owners(sharded, mesh_shape, axes=axes, mode=d.mode, chunks=d.chunks, cost=cost)
 
 
 def _mesh_with_devices(
@@ -134,34 +124,3 @@ def _mesh_with_devices(
                 f"{other.size}, {dict(other.shape)}; make the Distribution with the mesh of the parameters."
             )
     return mesh
-
-
-def find_mesh(
-    distribution: Distribution | None, tree: Any, chosen: Sequence[int], *, call: str
-) -> OnMesh | None:
-    """How the `chosen` leaves of `tree` are sharded; None: on one device, or nothing says it.
-
-    A `distribution` is trusted; without one, explicit axis types say it.
-    """
-    leaves = jax.tree.leaves(tree)
-    if distribution is not None:
-        specs = spread_specs(distribution.param_specs, tree, call=call)
-        own = dataclasses.replace(distribution, param_specs=None)
-        return OnMesh(own, tuple(specs[i] for i in chosen), explicit=False)
-    shardings = [jax.typeof(leaves[i]).sharding for i in chosen]
-    # An array that was made under no mesh at all has a mesh without axes.
-    for mesh in dict.fromkeys(s.mesh for s in shardings):
-        if AxisType.Explicit in mesh.axis_types:
-            return OnMesh(Distribution(mesh, None), tuple(s.spec for s in shardings), explicit=True)
-        if mesh.size > 1 and AxisType.Manual not in mesh.axis_types:
-            _warn_of(mesh, call)
-    return None
-
-
-@functools.cache
-def _warn_of(mesh: AbstractMesh, call: str) -> None:
-    warn_user(
-        f"{call} runs on arrays of the mesh {dict(mesh.shape)} whose axis types are Auto, and can't see how they are "
-        "sharded: XLA will gather matrices and repeat work on every device. Pass "
-        "distribution=muonjax.Distribution(mesh, param_specs), or make the mesh with explicit axis types."
-    )

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from muonjax._arguments import check_transformation
 from muonjax._explicit_axes import is_explicit
-from muonjax._int8_momentum import cast_momentum, has_int8
 from muonjax._linalg import at_least_float32, dot, square_norm
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces
+from muonjax._momentum import cast_momentum, has_int8
+from muonjax._orthogonalize import seen_matrices
 from muonjax._routing.dimension_numbers import dimension_numbers as route
-from muonjax._seen_matrices import seen_matrices
 from muonjax._trees import is_masked, leaf_paths, names
 
 if TYPE_CHECKING:
@@ -94,10 +95,7 @@ def monitor(
 
     Source: `optax.monitor`, for a member of a chain that measures its input.
     """
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(
-            f"monitor(inner={inner!r}) must be an Optax transformation, such as muonjax.muon(1e-3)."
-        )
+    check_transformation("monitor(inner", inner)
     if every_k < 1:
         raise ValueError(
             f"monitor(every_k={every_k!r}) must be at least 1: the number of steps between measurements."

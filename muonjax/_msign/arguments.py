@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from muonjax._hyperparameters import whole_number
+from muonjax._arguments import whole_number
 from muonjax._linalg import MatrixProduct, at_least_float32
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
 

@@ -23,7 +23,7 @@ from muonjax._msign.arguments import rows_beside
 from muonjax._msign.normalization import oriented_like, unit_norm, widened
 from muonjax._msign.polynomial_gradient import about_mean, iterate, plus_transpose
 from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express
-from muonjax._newton_schulz.scaling import power_of_two_scale
+from muonjax._newton_schulz.normalization import power_of_two_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

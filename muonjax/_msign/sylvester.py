@@ -10,7 +10,7 @@ from jax import lax
 from muonjax._linalg import adjoint, at_least_float32
 from muonjax._msign.arguments import CONVERGED, matrices, product_of, rows_beside
 from muonjax._msign.mcsgn import polynomial_mcsgn
-from muonjax._newton_schulz.scaling import power_of_two_scale
+from muonjax._newton_schulz.normalization import power_of_two_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

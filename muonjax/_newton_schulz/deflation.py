@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from muonjax._linalg import (
     adjoint,
     dot,
+    hermitian_part,
     identity_like,
     inverse_norm,
     on_diagonal,
@@ -40,7 +41,7 @@ from muonjax._linalg import (
     square_norm,
     sum_over,
 )
-from muonjax._newton_schulz.inverse_root import inverse_root
+from muonjax._newton_schulz.coefficients import never_above_one, polar_express
 from pallas_kernels._api import symmetric_product_on
 
 if TYPE_CHECKING:
@@ -62,6 +63,12 @@ _PRE_DEFLATED = 8
 
 # The root mean square polar error that an inexact subspace may cause each time that it is shrunk, as estimated.
 _TOLERANCE = 0.025
+
+
+# Added to k x k matrices in units of their norm: no direction is then below 1e-3 of the largest. Smaller ones would be
+# rounding errors of A = X X^H in float32.
+_RIDGE = 1e-6
+_POLYNOMIALS = never_above_one(polar_express(5, lower=1e-2))
 
 
 class Deflation(NamedTuple):
@@ -177,6 +184,23 @@ def _dominant_subspace(
         return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, _like(v, multiply(v)))
 
     return jax.lax.fori_loop(0, num_steps, subspace_step, start)
+
+
+@jax.jit  # one trace for its three uses
+def inverse_root(h: jax.Array) -> jax.Array:
+    """Q = h^(-1/2) of positive semidefinite h [*batch, k, k], by products, where h is well conditioned."""
+    eye = identity_like(h)
+    inverse_bound = inverse_norm(h)
+    rows = jnp.asarray(_POLYNOMIALS, h.dtype)
+
+    def step(t, carry):
+        r, q = carry
+        a, b, c = rows[t]
+        p = a * eye + b * r + c * dot(r, r)
+        return hermitian_part(dot(dot(p, r), p)), hermitian_part(dot(q, p))
+
+    start = scaled(h, inverse_bound) + _RIDGE * eye, scaled(eye, jnp.sqrt(inverse_bound))
+    return jax.lax.fori_loop(0, len(rows), step, start)[1]
 
 
 def random_start(m: int, k: int) -> Float32[Array, "m k"]:

@@ -22,12 +22,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import MatrixProduct, on_diagonal, scaled, square_norm, sum_over
+from muonjax._linalg import (
+    MatrixProduct,
+    SymmetricProduct,
+    in_blocks,
+    on_diagonal,
+    scaled,
+    sizes,
+    square_norm,
+    sum_over,
+)
 from muonjax._newton_schulz import short_side
 from muonjax._newton_schulz.coefficients import Coefficients
-from muonjax._newton_schulz.normalization import Normalization, inverse_row_norms, largest_eigenvalue, or_one
-from muonjax._newton_schulz.products import SymmetricProduct, in_blocks, shared, sizes
-from muonjax._newton_schulz.scaling import power_of_two_scale
+from muonjax._newton_schulz.normalization import (
+    Normalization,
+    inverse_row_norms,
+    largest_eigenvalue,
+    or_one,
+    power_of_two_scale,
+)
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch, shrink, shrinkings, sketch
 from muonjax._policy import Policy
@@ -136,7 +149,8 @@ def iterate(
     m, n = sizes(x, axis_name)
     if short_side.takes(settings, policy, m, n):
         return short_side.iterate(x.astype(jnp.float32), settings, axis_name)
-    product = shared(SymmetricProduct(policy.platform, dtype, settings.implementation), m, axis_name)
+    product = SymmetricProduct(policy.platform, dtype, settings.implementation)
+    product = product.shared_by(axis_name if policy.shares_products(m, dtype) else ())
     products = _Products(product, axis_name, policy.symmetric_in_blocks(m))
     x = x.astype(jnp.float32)
     if shrinking is None:

@@ -17,7 +17,7 @@ from muonjax._linalg import dot, square_norm
 from muonjax._newton_schulz import half_precision
 from muonjax._newton_schulz.deflation import random_start
 from muonjax._newton_schulz.half_precision import polynomial
-from muonjax._newton_schulz.scaling import scale_of_largest
+from muonjax._newton_schulz.normalization import scale_of_largest
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import Sketch, shrinkings, with_rest
 from muonjax._policy import Policy

@@ -4,84 +4,46 @@ With m <= n (else of the transpose) and R = X X^H [m, m], a step is a polynomial
 
     X <- (a I + b R + c R^2) X,    each s <- a s + b s^3 + c s^5.
 
-Before the first one X is scaled by a power of two (`scaling`), its dominant directions are shrunk (`deflation`), and it
-is divided by an upper bound of its largest singular value (`normalization`). The standard form makes R anew for each
-step; the Gram form follows it through several steps and multiplies X once at their end (`gram_form`). Accelerators
-multiply in half precision, and take the same steps in another order (`half_precision`).
+Before the first one X is scaled by a power of two, its dominant directions are shrunk (`deflation`), and it is divided
+by an upper bound of its largest singular value (`normalization`). The standard form makes R anew for each step; the
+Gram form follows it through several steps and multiplies X once at their end. That is cheaper where n > 1.5 m, but
+rounding makes R slightly indefinite, and polynomials multiply that until R is made anew. Accelerators multiply in half
+precision, and take the same steps in another order (`half_precision`).
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import MatrixProduct, sum_over
+from muonjax._batching import TwoPasses
+from muonjax._linalg import (
+    MatrixProduct,
+    SymmetricProduct,
+    at_least_float32,
+    on_diagonal,
+    scaled,
+    sizes,
+    sum_over,
+)
 from muonjax._newton_schulz import half_precision, in_vmem
-from muonjax._newton_schulz.deflation import pre_deflate, shrink_dominant
-from muonjax._newton_schulz.gram_form import composition, segments
-from muonjax._newton_schulz.normalization import Normalized, normalize
-from muonjax._newton_schulz.products import SymmetricProduct, shared, sizes
-from muonjax._newton_schulz.scaling import below_one
+from muonjax._newton_schulz.coefficients import Coefficients
+from muonjax._newton_schulz.deflation import ROUNDING, pre_deflate, shrink_dominant
+from muonjax._newton_schulz.normalization import Normalized, below_one, normalize
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
-from muonjax._newton_schulz.thin_deflation import Shrinking
+from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
 from muonjax._policy import Policy, policy_of
-from pallas_kernels._xla_workarounds import materialize
+from pallas_kernels._platform import materialize
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Inexact
+    from jaxtyping import Array, Float, Inexact
 
-
-def _iterate(
-    x: Inexact[Array, "*batch m n"],
-    settings: NewtonSchulz,
-    policy: Policy,
-    dtype: jnp.dtype,
-    axis_name: tuple[str, ...],
-) -> Inexact[Array, "*batch m n"]:
-    """X with m <= n, n counted over `axis_name` -> its orthogonalization, in `dtype`: float32 or wider."""
-    m, n = sizes(x, axis_name)
-    apply = MatrixProduct(dtype.name, "highest")
-    product = SymmetricProduct(policy.platform, dtype, settings.implementation)
-    small_product = shared(product, m, axis_name)
-
-    x, nonzero = below_one(x.astype(dtype), axis_name)
-    first, *others = segments(settings, m, n, dtype)
-    rank, deflation = min(settings.deflation, m // 8), None
-    if rank and len(first) > 1:  # the Gram form won't look at X again before its end
-        x = materialize(lambda x: pre_deflate(x, rank, axis_name), x, policy.platform)
-    gram, other_fourth_powers = sum_over(axis_name, product(x)), 0.0
-    if rank:  # W X has the same polar factor, and smaller dominant singular values
-        deflation = shrink_dominant(gram, rank, policy.platform)
-        gram, other_fourth_powers = deflation.gram, deflation.other_fourth_powers
-        if settings.normalization == "aol":  # which rescales the rows of W X, not of X
-            x, deflation = deflation.apply(x), None
-    x, normalized = normalize(x, gram, other_fourth_powers, settings.normalization, small_product)
-    normalized = normalized._replace(scale=jnp.where(nonzero, normalized.scale, 0))
-    q = composition(first, normalized, small_product)
-    x = apply(q if deflation is None else deflation.apply_right(q), x)
-    for rows in others:
-        x = apply(composition(rows, Normalized(sum_over(axis_name, product(x))), small_product), x)
-    return x
-
-
-def polar_factor(
-    x: Inexact[Array, "*batch m n"],
-    settings: NewtonSchulz,
-    policy: Policy,
-    axis_name: tuple[str, ...] = (),
-    shrinking: Shrinking | None = None,
-) -> Inexact[Array, "*batch m n"]:
-    """`newton_schulz` of checked arguments; `shrinking` is that of a wide x in half precision, where it is known."""
-    dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
-    half = functools.partial(half_precision.iterate, shrinking=shrinking)
-    iterate = half if dtype == jnp.bfloat16 else _iterate
-    if settings.implementation == in_vmem.NAME:
-        iterate = in_vmem.iterate
-    tall = not axis_name and x.shape[-2] > x.shape[-1]
-    y = iterate(x.mT if tall else x, settings, policy, dtype, axis_name)
-    return (y.mT if tall else y).astype(x.dtype)
+# How large the rounding errors of R may grow.
+_TOLERATED = 1e-2
 
 
 def newton_schulz(
@@ -123,3 +85,148 @@ def newton_schulz(
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}.")
     return polar_factor(x, settings, policy_of(x), axis_name)
+
+
+def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False) -> TwoPasses:
+    """x -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`.
+
+    In half precision a wide x is looked at twice: for what the deflation's k x k matrices are made of, and to apply
+    them. Between the two, batching makes those of many stacks at once.
+    """
+
+    def polar(
+        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = (), shrinking: Shrinking | None = None
+    ) -> Inexact[Array, "*batch m n"]:
+        y = polar_factor(x, settings, policy, axis_name, shrinking)
+        return y * _dual_norm(x, y, axis_name) if adaptive else y
+
+    def first(x: Inexact[Array, "*batch m n"]) -> Sketch | None:
+        half = policy.compute_dtype(x.dtype, settings.compute_dtype) == jnp.bfloat16
+        sketch = half_precision.first_pass(x, settings, policy) if half else None
+        # It would stay in memory until the second pass.
+        return None if sketch is None else sketch._replace(rounded=None)
+
+    def second(x: Inexact[Array, "*batch m n"], shrinking: Shrinking | None) -> Inexact[Array, "*batch m n"]:
+        return polar(x, shrinking=shrinking)
+
+    return TwoPasses(polar, first, functools.partial(half_precision.between, policy=policy), second)
+
+
+def polar_factor(
+    x: Inexact[Array, "*batch m n"],
+    settings: NewtonSchulz,
+    policy: Policy,
+    axis_name: tuple[str, ...] = (),
+    shrinking: Shrinking | None = None,
+) -> Inexact[Array, "*batch m n"]:
+    """`newton_schulz` of checked arguments; `shrinking` is that of a wide x in half precision, where it is known."""
+    dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
+    half = functools.partial(half_precision.iterate, shrinking=shrinking)
+    iterate = half if dtype == jnp.bfloat16 else _iterate
+    if settings.implementation == in_vmem.NAME:
+        iterate = in_vmem.iterate
+    tall = not axis_name and x.shape[-2] > x.shape[-1]
+    y = iterate(x.mT if tall else x, settings, policy, dtype, axis_name)
+    return (y.mT if tall else y).astype(x.dtype)
+
+
+def _iterate(
+    x: Inexact[Array, "*batch m n"],
+    settings: NewtonSchulz,
+    policy: Policy,
+    dtype: jnp.dtype,
+    axis_name: tuple[str, ...],
+) -> Inexact[Array, "*batch m n"]:
+    """X with m <= n, n counted over `axis_name` -> its orthogonalization, in `dtype`: float32 or wider."""
+    m, n = sizes(x, axis_name)
+    apply = MatrixProduct(dtype.name, "highest")
+    product = SymmetricProduct(policy.platform, dtype, settings.implementation)
+    small_product = product.shared_by(axis_name if policy.shares_products(m, dtype) else ())
+
+    x, nonzero = below_one(x.astype(dtype), axis_name)
+    first, *others = _segments(settings, m, n, dtype)
+    rank, deflation = min(settings.deflation, m // 8), None
+    if rank and len(first) > 1:  # the Gram form won't look at X again before its end
+        x = materialize(lambda x: pre_deflate(x, rank, axis_name), x, policy.platform)
+    gram, other_fourth_powers = sum_over(axis_name, product(x)), 0.0
+    if rank:  # W X has the same polar factor, and smaller dominant singular values
+        deflation = shrink_dominant(gram, rank, policy.platform)
+        gram, other_fourth_powers = deflation.gram, deflation.other_fourth_powers
+        if settings.normalization == "aol":  # which rescales the rows of W X, not of X
+            x, deflation = deflation.apply(x), None
+    x, normalized = normalize(x, gram, other_fourth_powers, settings.normalization, small_product)
+    normalized = normalized._replace(scale=jnp.where(nonzero, normalized.scale, 0))
+    q = _left_factor(first, normalized, small_product)
+    x = apply(q if deflation is None else deflation.apply_right(q), x)
+    for rows in others:
+        x = apply(_left_factor(rows, Normalized(sum_over(axis_name, product(x))), small_product), x)
+    return x
+
+
+def _segments(settings: NewtonSchulz, m: int, n: int, dtype: jnp.dtype) -> list[Coefficients]:
+    """The steps, cut where the Gram matrix is made anew. This is the one rule behind form="auto"."""
+    steps = settings.steps
+    if settings.form == "gram" or (settings.form == "auto" and n > 1.5 * m):
+        cuts = gram_restarts(steps, dtype) if settings.restarts is None else settings.restarts
+    else:
+        cuts = range(1, len(steps))
+    return [steps[i:j] for i, j in itertools.pairwise([0, *cuts, len(steps)])]
+
+
+def gram_restarts(steps: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int, ...]:
+    """Where the Gram form restarts by default: before rounding can have grown to `_TOLERATED`.
+
+    An error in R of the size of its rounding, on a direction where R is next to nothing, is multiplied by p(0)^2 = a^2
+    at each update of R.
+    """
+    cuts, error = [], ROUNDING * float(jnp.finfo(dtype).eps)
+    grown = error
+    for t in range(1, len(steps)):
+        grown *= steps[t - 1][0] ** 2
+        if grown > _TOLERATED:
+            cuts.append(t)
+            grown = error
+    return tuple(cuts)
+
+
+def _left_factor(
+    rows: Coefficients, normalized: Normalized, product: SymmetricProduct
+) -> Inexact[Array, "*batch m m"]:
+    """Q with p_k(..p_1(X)) = Q X: after P = a I + b R + c R^2 comes Q <- Q P, R <- P R P."""
+    r, r2, inverse_bound, scale = normalized
+    diagonal = on_diagonal(r)
+
+    def polynomial(a, b, c, scale: Any = 1.0):
+        """P, times `scale`; the identity by a mask: XLA would keep a I for each a, computed before a loop."""
+        p = scaled(r, scale * b * inverse_bound)
+        own = scale * a
+        p = jnp.where(diagonal, p + (own.astype(p.dtype) if isinstance(own, jax.Array) else own), p)
+        if c == 0:
+            return p
+        c = scale * c * inverse_bound**2
+        return p + (product(r, alpha=c) if r2 is None else scaled(r2, c))
+
+    if len(rows) == 1:
+        return polynomial(*rows[0], scale)
+    q = p = polynomial(*rows[0])
+    for step, row in enumerate(rows[1:], 2):
+        r, r2, inverse_bound = product(product(r, p, alpha=inverse_bound), p), None, 1.0
+        p = polynomial(*row)
+        q = product(q, p, alpha=scale if step == len(rows) else 1.0)
+    return q
+
+
+def exchange_dtype(x: Any, settings: NewtonSchulz, policy: Policy) -> jnp.dtype:
+    """Dtype in which a mesh exchanges x: bfloat16 where the iteration rounds to a half type anyway (it has float32's
+    range)."""
+    operands = policy.compute_dtype(x.dtype, settings.compute_dtype)
+    rounds = jnp.finfo(operands).bits == 16 < jnp.finfo(x.dtype).bits
+    return jnp.dtype(jnp.bfloat16) if rounds else x.dtype
+
+
+def _dual_norm(
+    g: Inexact[Array, "*batch m n"], y: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...]
+) -> Float[Array, "*batch 1 1"]:
+    """<g, y> of each matrix: the dual of the spectral norm, where y is g's polar factor."""
+    product = jnp.sum(g.conj() * y, axis=(-2, -1), keepdims=True, dtype=at_least_float32(g.dtype))
+    return sum_over(axis_name, product).real.astype(y.real.dtype)

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 
 from muonjax._linalg import MatrixProduct, on_diagonal, square_norm, sum_over
 from muonjax._newton_schulz.coefficients import never_above_one, polar_express
-from muonjax._newton_schulz.normalization import or_one
-from muonjax._newton_schulz.scaling import power_of_two_scale
+from muonjax._newton_schulz.normalization import or_one, power_of_two_scale
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._policy import Policy
 from pallas_kernels._composition import LARGEST, composition

@@ -16,16 +16,21 @@ Inverse roots come from products, whatever the rank of X: a Cholesky factorizati
 eigenvalue negative, as in a matrix of rank one.
 """
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from muonjax._linalg import MatrixProduct, dot, identity_like, inverse_norm, on_diagonal, sum_over
+from muonjax._linalg import MatrixProduct, dot, identity_like, inverse_norm, on_diagonal, scaled, sum_over
+from muonjax._newton_schulz.coefficients import never_above_one, polar_express
 from muonjax._newton_schulz.deflation import random_start
-from muonjax._newton_schulz.inverse_root import bounded_inverse_root
-from muonjax._newton_schulz.scaling import power_of_two_scale
+from muonjax._newton_schulz.normalization import power_of_two_scale
+
+# Of the bounded root. One stage less raises the mean polar error on recorded spectra to the power 1.39 by 0.03.
+_STAGES, _LOWER = 4, 2e-2
 
 
 class Sketch(NamedTuple):
@@ -140,6 +145,36 @@ def _roots(matrices: Sequence[jax.Array]) -> list[list[jax.Array]]:
                 found[i].append(part.reshape(matrices[i].shape))
             start += len(g)
     return found
+
+
+def bounded_inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Q and a number s [*batch, 1, 1]: s Q = h^(-1/2) of positive semidefinite h [*batch, k, k], in few launches.
+
+    Right for eigenvalues above `_LOWER`^2 |h|_F, and bounded below: what is shrunk by it is
+    not shrunk below the rounding errors of bfloat16.
+    """
+    inverse_bound = inverse_norm(h)
+    r, eye = scaled(h, inverse_bound), identity_like(h)
+    q: Any = None
+    for stage, (c0, c1, c2, c3, c4) in enumerate(_quartics()):
+        r2 = dot(r, r)
+        p = dot(r2, c3 * r + c4 * r2) + (c0 * eye + c1 * r + c2 * r2)
+        # P on the right here and on the left below: XLA would join products that share an operand, and copy the others.
+        q = p if q is None else dot(q, p)
+        if stage < _STAGES - 1:
+            r = dot(p, dot(p, r))
+    return q, jnp.sqrt(inverse_bound)
+
+
+@functools.cache
+def _quartics() -> tuple[np.ndarray, ...]:
+    """p of each stage, which is two cubics, s p(s^2) = f2(f1(s)), as coefficients of 1, r, .., r^4."""
+    rows = never_above_one(polar_express(2 * _STAGES, lower=_LOWER, safety=1.0, degrees=(3, 3) * _STAGES))
+    r, found = np.polynomial.Polynomial([0.0, 1.0]), []
+    for (a1, b1, _), (a2, b2, _) in zip(rows[::2], rows[1::2], strict=True):
+        first = a1 + b1 * r
+        found.append((first * (a2 + b2 * r * first**2)).coef)
+    return tuple(found)
 
 
 def with_rest(a: jax.Array, dtype: jnp.dtype, parts: tuple[int, ...], axis: int) -> jax.Array:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import MatrixProduct, at_least_float32, scaled, square_norm, sum_over
-from muonjax._newton_schulz.products import SymmetricProduct
-from muonjax._newton_schulz.scaling import power_of_two_scale
+from muonjax._linalg import MatrixProduct, SymmetricProduct, at_least_float32, scaled, square_norm, sum_over
+from muonjax._newton_schulz.normalization import power_of_two_scale
 from muonjax._policy import Policy
 
 if TYPE_CHECKING:

@@ -2,5 +2,5 @@
 
 In the order in which to read it: `dimension_numbers` lists the evidence and decides; `roles` reads names, `siblings`
 what stands beside a leaf, `stacked_layers` the axes that count layers, `matrices` one layer's axes, `output_heads` the
-ends of a model. `named_axes` is for arrays whose axes have names, `rules` for what the caller says.
+ends of a model. `given` is for what callers, modules and arrays say outright.
 """

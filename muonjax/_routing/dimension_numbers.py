@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._arguments import warn_user
 from muonjax._matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
@@ -33,16 +34,22 @@ from muonjax._matrix_view import (
     one_or_several,
 )
 from muonjax._routing import roles
+from muonjax._routing.given import (
+    Rules,
+    apply_rules,
+    by_axis_names,
+    chances_message,
+    check_parameters,
+    named_axes,
+    tables,
+    undecided_message,
+)
 from muonjax._routing.matrices import is_dense_general, matrices
-from muonjax._routing.named_axes import by_axis_names, named_axes
 from muonjax._routing.output_heads import for_adam, is_input_patches
-from muonjax._routing.parameters import check_parameters, is_name, tables
 from muonjax._routing.roles import Role, module
-from muonjax._routing.rules import Rules, apply_rules, chances_message, undecided_message
 from muonjax._routing.siblings import Parameter, Siblings
 from muonjax._routing.stacked_layers import unstack
-from muonjax._trees import dtype_of, flatten_with_names, is_masked
-from muonjax._warn_user import warn_user
+from muonjax._trees import Key, dtype_of, flatten_with_names, is_masked
 
 
 class Route(NamedTuple):
@@ -181,7 +188,7 @@ def routes(
         else:
             role = _better(role, known.get(name))
             # A projection by a 1 x 1 convolution is a dense one.
-            projects = role.kind or role.parts > 1
+            projects = role.projection or role.parts > 1
             ones = len(shape) - 2 if projects and len(shape) > 3 and {*shape[:-2]} == {1} else 0
             undecided.append(Parameter(path, role, shape[ones:], tuple(range(ones, len(shape))), shape))
     parameters = unstack(_fitting(undecided), scan_axis)
@@ -204,7 +211,8 @@ def routes(
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    return ((), None) if is_name(leaf) else (jnp.shape(leaf), dtype_of(leaf))
+    # In a list of pairs (path, array) the path is a leaf too.
+    return ((), None) if isinstance(leaf, Key) else (jnp.shape(leaf), dtype_of(leaf))
 
 
 def _better(named: Role, known: Role | None) -> Role:
@@ -215,7 +223,8 @@ def _better(named: Role, known: Role | None) -> Role:
         return named
     if named.parts > 1 and len(known.ranks) == 1 and known.ranks[0] not in named.ranks:
         return known
-    return named if known.muon and (named.kind or named.parts > 1 or named is roles.INTERLEAVED) else known
+    tells_more = named.projection or named.parts > 1 or named is roles.INTERLEAVED
+    return named if known.muon and tells_more else known
 
 
 def _fitting(parameters: Sequence[Parameter]) -> list[Parameter]:

@@ -6,7 +6,10 @@ output axis), the attention's other projections (they agree on d, heads and size
 axes are (in, out); equal small axes before larger ones are a window). Where none of them tells, there is no answer.
 """
 
+import itertools
 import re
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from muonjax._matrix_view import (
     DimensionNumbers,
@@ -19,9 +22,10 @@ from muonjax._routing import roles
 from muonjax._routing.roles import layer_of, module, words
 from muonjax._routing.siblings import (
     Parameter,
+    Shape,
     Siblings,
-    arrangement,
     axis_of_parts,
+    is_einsum,
     is_outputs_first,
     is_weight,
     is_window,
@@ -31,7 +35,7 @@ from muonjax._routing.siblings import (
 def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
     """The matrices in one layer's parameter, on that layer's axes; None where nothing tells."""
     role, rank = p.role, len(p.shape)
-    if role in (roles.INTERLEAVED, roles.LETTER):
+    if role in (roles.INTERLEAVED, roles.LONE_LETTER):
         return None
     if role is roles.ADAPTER:
         return _adapter(p, siblings)
@@ -42,14 +46,14 @@ def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbe
         numbers = _fused(p, siblings)
     elif rank == 2:
         numbers = _dense(p, siblings)
-    elif role.kind:
+    elif role.projection:
         numbers = _attention(p, siblings)
     else:
         numbers = role.layouts.get(rank) or _kernel(p, siblings)
     if (
         attention == "heads"
         and numbers
-        and (role.kind not in ("", "out") or is_fused or role is roles.MLA_UP)
+        and (role.projection not in ("", "out") or is_fused or role is roles.MLA_UP)
     ):
         return _by_head(p, siblings, numbers)
     return numbers
@@ -102,12 +106,55 @@ def is_dense_general(p: Parameter) -> bool:
 
 def _attention(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
     """Query, key, value [d, heads, size] and output [heads, size, d], in the order that the siblings agree on."""
-    found = arrangement(p, siblings) if len(p.shape) == 3 else None
+    found = _arrangement(p, siblings) if len(p.shape) == 3 else None
     if found is None:
         return None
-    d, heads, size = map((found.out if p.role.kind == "out" else found.projection).index, "dhs")
+    d, heads, size = map((found.out if p.role.projection == "out" else found.projection).index, "dhs")
     both = tuple(sorted((heads, size)))
-    return MuonDimensionNumbers(both, d) if p.role.kind == "out" else MuonDimensionNumbers(d, both)
+    return MuonDimensionNumbers(both, d) if p.role.projection == "out" else MuonDimensionNumbers(d, both)
+
+
+class _Arrangement(NamedTuple):
+    """The order of the axes d (features), h (heads) and s (size of a head) in projections and output kernel."""
+
+    projection: str
+    out: str
+
+
+_FLAX = _Arrangement("dhs", "hsd")
+_EINSUM = _Arrangement("hds", "hsd")  # Gemma's
+_ARRANGEMENTS = (_FLAX, _Arrangement("dhs", "dhs"), _EINSUM, _Arrangement("hsd", "dhs"))
+
+
+def _arrangement(p: Parameter, siblings: Siblings) -> _Arrangement | None:
+    """Where d, heads and size are in the projections of this attention; None where the siblings do not tell."""
+    shapes = {name: shape for name, shape in siblings.attention(p).items() if len(shape) == 3}
+    order = sorted(_ARRANGEMENTS, key=lambda a: a is not _EINSUM) if is_einsum(p) else _ARRANGEMENTS
+    score, _, best = max((_agreement(shapes, a), -i, a) for i, a in enumerate(order))
+    if score < 0:  # as in a small model whose heads are larger than d: Flax's name and equal heads decide
+        query, out = shapes.get("query"), shapes.get("out")
+        named = words(p.path)[-1] == "kernel" and bool(query and out and query[1] == out[0])
+        return _FLAX if named or (words(p.path)[-1] == "kernel" and [*shapes] == ["out"]) else None
+    return best if best.out == "hsd" or p.role.projection != "out" or len(shapes) > 1 else None
+
+
+def _agreement(shapes: Mapping[str, Shape], arrangement: _Arrangement) -> int:
+    """How many pairs of sizes agree of those that rarely differ; −1 if sizes differ that must agree."""
+    read = {
+        name: dict(zip(arrangement.out if name == "out" else arrangement.projection, shape, strict=True))
+        for name, shape in shapes.items()
+    }
+    if any((k["s"] >= k["d"] and k["h"] > 1) or k["h"] * k["s"] > 64 * k["d"] for k in read.values()):
+        return -1
+    fused, query, key, value, out = map(read.get, ("fused", "query", "key", "value", "out"))
+    if fused and out and (fused["h"] <= out["h"] or (fused["h"] - out["h"]) % 2):
+        return -1
+    if query and out and query["h"] != out["h"]:
+        return -1
+    if any(a and b and b["h"] % a["h"] for a, b in ((value, query), (value, key), (key, query), (key, out))):
+        return -1
+    pairs = itertools.combinations(read.values(), 2)
+    return sum((a["d"] == b["d"]) + (a["s"] == b["s"]) for a, b in pairs)
 
 
 def _by_head(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> DimensionNumbers | None:
@@ -123,7 +170,7 @@ def _by_head(p: Parameter, siblings: Siblings, numbers: DimensionNumbers) -> Dim
 
 def _fused(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
     """Query, key and value as [d, 3·d], its transpose, with an axis of three, or with unequal parts."""
-    shape, batch, found = p.shape, axis_of_parts(p), arrangement(p, siblings)
+    shape, batch, found = p.shape, axis_of_parts(p), _arrangement(p, siblings)
     if len(shape) == 2:
         return _fused_flat(p, siblings)
     if len(shape) == 4 and batch is not None and found:

@@ -74,7 +74,7 @@ def for_adam(
         names, sizes = model.witnesses(layer)
         if sizes and names:
             heads[path] = "output head: " + ", ".join((names + sizes)[:2])
-        elif names and not layer.p.role.kind:
+        elif names and not layer.p.role.projection:
             chances[path] = f"{names[0]}, but its sizes do not say so"
         elif sizes and not model.is_multiple(layer):
             chances[path] = f"{sizes[0]}, but its name does not say so"
@@ -238,7 +238,7 @@ class _Model:
 def _is_dense(p: Parameter, numbers: DimensionNumbers | None) -> bool:
     """Whether this is one layer's dense kernel, of one column too."""
     plain = p.role in (roles.DENSE, roles.EXPERTS, roles.UNKNOWN)
-    plain = plain or bool(p.role.kind and _END.fullmatch(stem((module(p.path) or ("",))[-1])))
+    plain = plain or bool(p.role.projection and _END.fullmatch(stem((module(p.path) or ("",))[-1])))
     return plain and len(p.leaf_shape) == 2 and (bool(numbers) or 1 in p.shape)
 
 

@@ -23,7 +23,7 @@ class Role(NamedTuple):
       ranks: The ranks that the parameter of one layer, not a stack of layers, may have; empty: unknown.
       layouts: Rank of one layer's parameter to its matrices, where nothing but the rank has to be known.
       parts: Number of matrices fused along one axis, for query, key and value in one kernel.
-      kind: "query", "key", "value" or "out" in an attention; "" elsewhere.
+      projection: "query", "key", "value" or "out" of an attention; "norm" of what is called a norm; else "".
     """
 
     name: str
@@ -31,13 +31,13 @@ class Role(NamedTuple):
     ranks: tuple[int, ...] = ()
     layouts: Mapping[int, DimensionNumbers] = {}
     parts: int = 1
-    kind: str = ""
+    projection: str = ""
 
 
-QUERY = Role("attention query", ranks=(2, 3), kind="query")
-KEY = Role("attention key", ranks=(2, 3), kind="key")
-VALUE = Role("attention value", ranks=(2, 3), kind="value")
-OUT = Role("attention output", ranks=(2, 3), kind="out")
+QUERY = Role("attention query", ranks=(2, 3), projection="query")
+KEY = Role("attention key", ranks=(2, 3), projection="key")
+VALUE = Role("attention value", ranks=(2, 3), projection="value")
+OUT = Role("attention output", ranks=(2, 3), projection="out")
 FUSED_QKV = Role("attention q, k, v", ranks=(2, 3, 4), parts=3)
 FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2)
 MLA_UP = Role(
@@ -53,11 +53,11 @@ DENSE = Role("dense", ranks=(2,))
 ATTENTION_GATE = Role("attention gate", ranks=(2, 3))
 ROUTER = Role("router", ranks=(2,))
 UNKNOWN = Role("matrix")
-LETTER = Role("a letter")
+LONE_LETTER = Role("a letter")  # such as W, of which nothing tells the axes
 
 BIAS = Role("bias", muon=False, ranks=(1,))
 SCALE = Role("scale", muon=False, ranks=(1,))
-NORM = Role("scale", muon=False, ranks=(1,), kind="norm")  # a `weight`: a matrix where its shape is one
+NORM = Role("scale", muon=False, ranks=(1,), projection="norm")  # a `weight`: a matrix where its shape is one
 EMBEDDING = Role("embedding", muon=False)
 TABLE = Role("embedding", muon=False, ranks=(2,))
 PATCHES = Role("patch embedding", muon=False)
@@ -153,6 +153,66 @@ def read_roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
     return [_role(words(path) or ("",), attentions, folders[words(path)[:-1]]) for path in paths]
 
 
+def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], beside: set[str]) -> Role:
+    names = [name for name in map(_snake, path) if name] or [""]
+    scope, name = layer_of(path)
+    last_two = "/".join(names[-2:] if len(names) > 1 else ["", names[0]])
+    if re.fullmatch(_ADAPTER, name) or re.fullmatch(rf".*/({_ADAPTER})|(\w+_)?lora(_\w+)?/[ab]", last_two):
+        return ADAPTER
+    if re.fullmatch(_ADAPTER_CORE, name):
+        return ADAPTER_CORE
+    letter = re.fullmatch("[A-Z]", path[-1])  # S4's P, DSS' W; A and B without a C are an adapter's factors
+    of_state_space = letter and beside & {*_OF_STATE_SPACE, *("CD" if path[-1] in "AB" else "")}
+    if of_state_space or re.fullmatch(r"[A-D](_(re|im|real|imag))|[CD]", path[-1]):
+        return STATE_SPACE
+    if path[-1] in ("A", "B"):
+        return UNKNOWN
+    if path[-1] == "E" or (path[-1] == "R" and "E" in beside):  # entities and relations
+        return TABLE
+    if re.fullmatch("[F-JL-NPRSTX-Z]", path[-1]):
+        return LONE_LETTER
+    if path[-1].endswith("_b") and path[-1][:-1] + "w" in beside:
+        return _bias(path, layer_of((*path[:-1], path[-1][:-1] + "w"))[1], attentions)
+    role = next((role for role, pattern in _NOT_MUON if re.fullmatch(pattern, last_two)), None)
+    if role is BIAS:
+        return _bias(path, re.sub("^b_", "", name), attentions)
+    is_condition = role in (NORM, TABLE) and any(re.fullmatch(_CONDITION, n) for n in names[-3:-1])
+    is_query = role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}
+    if is_condition or is_query or (role is HEAD and "router" in names):
+        role = None
+    return role or _weight_role(path, name, scope, attentions)
+
+
+def _bias(path: tuple[str, ...], name: str, attentions: set[tuple[str, ...]]) -> Role:
+    if projection := _projection(name):
+        return BIAS._replace(ranks=(1, 2) if projection.parts == 1 else (1, 2, 3))
+    if _weight_role(path, name, layer_of(path)[0], attentions) in (UNKNOWN, ATTENTION_GATE):
+        return BIAS._replace(ranks=(1, 2, 3, 4))  # DenseGeneral's may have the rank of its output
+    return BIAS
+
+
+def _weight_role(
+    path: tuple[str, ...], name: str, scope: tuple[str, ...], attentions: set[tuple[str, ...]]
+) -> Role:
+    is_attention = scope in attentions or bool(scope and re.search(r"att(n|en)", _snake(scope[-1])))
+    projection = _projection(name)
+    # A gated layer's values belong to no attention.
+    if projection and (is_attention or projection is not VALUE):
+        return projection
+    for role, pattern in (*_IN_ATTENTION, *_ANYWHERE) if is_attention else _ANYWHERE:
+        if re.fullmatch(pattern, name):
+            return role
+    if name != _snake(path[-1]) and re.fullmatch(r"(\w+_)?(router|gate|gating)(_logits)?", name):
+        return ROUTER
+    if any(re.search(r"(^|_)(experts?|moe)(_|$)", _snake(n)) for n in path):
+        return EXPERTS
+    return DENSE if re.fullmatch(_DENSE, name) else UNKNOWN
+
+
+def _projection(name: str) -> Role | None:
+    return next((role for role, pattern in _PROJECTIONS if re.fullmatch(pattern, name)), None)
+
+
 @functools.cache
 def words(path: tuple[str, ...]) -> tuple[str, ...]:
     """The names of a path, split at slashes and dots, without the index of an array container at its end.
@@ -230,66 +290,6 @@ def is_position(path: tuple[str, ...]) -> bool:
         re.search(r"(^|_)(pos|position\w*|rel|relative|wpe|type|time\w*)(_|$)", _snake(n))
         for n in words(path)[-2:]
     )
-
-
-def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], beside: set[str]) -> Role:
-    names = [name for name in map(_snake, path) if name] or [""]
-    scope, name = layer_of(path)
-    last_two = "/".join(names[-2:] if len(names) > 1 else ["", names[0]])
-    if re.fullmatch(_ADAPTER, name) or re.fullmatch(rf".*/({_ADAPTER})|(\w+_)?lora(_\w+)?/[ab]", last_two):
-        return ADAPTER
-    if re.fullmatch(_ADAPTER_CORE, name):
-        return ADAPTER_CORE
-    letter = re.fullmatch("[A-Z]", path[-1])  # S4's P, DSS' W; A and B without a C are an adapter's factors
-    of_state_space = letter and beside & {*_OF_STATE_SPACE, *("CD" if path[-1] in "AB" else "")}
-    if of_state_space or re.fullmatch(r"[A-D](_(re|im|real|imag))|[CD]", path[-1]):
-        return STATE_SPACE
-    if path[-1] in ("A", "B"):
-        return UNKNOWN
-    if path[-1] == "E" or (path[-1] == "R" and "E" in beside):  # entities and relations
-        return TABLE
-    if re.fullmatch("[F-JL-NPRSTX-Z]", path[-1]):
-        return LETTER
-    if path[-1].endswith("_b") and path[-1][:-1] + "w" in beside:
-        return _bias(path, layer_of((*path[:-1], path[-1][:-1] + "w"))[1], attentions)
-    role = next((role for role, pattern in _NOT_MUON if re.fullmatch(pattern, last_two)), None)
-    if role is BIAS:
-        return _bias(path, re.sub("^b_", "", name), attentions)
-    is_condition = role in (NORM, TABLE) and any(re.fullmatch(_CONDITION, n) for n in names[-3:-1])
-    is_query = role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}
-    if is_condition or is_query or (role is HEAD and "router" in names):
-        role = None
-    return role or _weight_role(path, name, scope, attentions)
-
-
-def _bias(path: tuple[str, ...], name: str, attentions: set[tuple[str, ...]]) -> Role:
-    if projection := _projection(name):
-        return BIAS._replace(ranks=(1, 2) if projection.parts == 1 else (1, 2, 3))
-    if _weight_role(path, name, layer_of(path)[0], attentions) in (UNKNOWN, ATTENTION_GATE):
-        return BIAS._replace(ranks=(1, 2, 3, 4))  # DenseGeneral's may have the rank of its output
-    return BIAS
-
-
-def _weight_role(
-    path: tuple[str, ...], name: str, scope: tuple[str, ...], attentions: set[tuple[str, ...]]
-) -> Role:
-    is_attention = scope in attentions or bool(scope and re.search(r"att(n|en)", _snake(scope[-1])))
-    projection = _projection(name)
-    # A gated layer's values belong to no attention.
-    if projection and (is_attention or projection is not VALUE):
-        return projection
-    for role, pattern in (*_IN_ATTENTION, *_ANYWHERE) if is_attention else _ANYWHERE:
-        if re.fullmatch(pattern, name):
-            return role
-    if name != _snake(path[-1]) and re.fullmatch(r"(\w+_)?(router|gate|gating)(_logits)?", name):
-        return ROUTER
-    if any(re.search(r"(^|_)(experts?|moe)(_|$)", _snake(n)) for n in path):
-        return EXPERTS
-    return DENSE if re.fullmatch(_DENSE, name) else UNKNOWN
-
-
-def _projection(name: str) -> Role | None:
-    return next((role for role, pattern in _PROJECTIONS if re.fullmatch(pattern, name)), None)
 
 
 def stem(name: str) -> str:

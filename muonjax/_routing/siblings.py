@@ -1,6 +1,5 @@
-"""Read from the parameters beside a leaf what it does not show itself: bias, attention, order of axes."""
+"""Read from the parameters beside a leaf what it does not show itself: its bias, its attention, the order of axes."""
 
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ class Siblings:
     """What the parameters of a tree show together.
 
     Attributes:
-      attentions: Attention module to the shapes of its projections by kind, "query" to "out"; "fused" is query, key and
+      attentions: Attention module to the shapes of its projections, "query" to "out"; "fused" is query, key and
         value on one axis of heads.
       head_sizes: Attention's scope to the size of its heads, where its module shows it.
       outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox store them.
@@ -55,11 +54,11 @@ class Siblings:
             scope, fused = layer_of(p.path)[0], p.role in (FUSED_QKV, FUSED_KV)
             self._folders[words(p.path)[:-1]].append(p)
             self._beside[scope].append(p)
-            if p.role.kind:
-                self.attentions[attention_scope(scope)][p.role.kind] = p.shape
+            if p.role.projection:
+                self.attentions[attention_scope(scope)][p.role.projection] = p.shape
             elif fused and (axis := axis_of_parts(p)) is not None and len(p.shape) == 4:
-                kind = "query" if p.role is FUSED_QKV else "key"
-                self.attentions[attention_scope(scope)].setdefault(kind, p.shape[:axis] + p.shape[axis + 1 :])
+                name = "query" if p.role is FUSED_QKV else "key"
+                self.attentions[attention_scope(scope)].setdefault(name, p.shape[:axis] + p.shape[axis + 1 :])
             elif fused:
                 self.attentions[attention_scope(scope)]["fused"] = p.shape
         self.head_sizes = head_sizes or {}
@@ -148,46 +147,3 @@ def is_outputs_first(p: Parameter, siblings: Siblings) -> bool:
 def is_einsum(p: Parameter) -> bool:
     """Whether a name says that the leaf is the weight of an einsum."""
     return any("einsum" in name for name in words(p.path))
-
-
-class Arrangement(NamedTuple):
-    """The order of the axes d (features), h (heads) and s (size of a head) in projections and output kernel."""
-
-    projection: str
-    out: str
-
-
-FLAX = Arrangement("dhs", "hsd")
-EINSUM = Arrangement("hds", "hsd")  # Gemma's
-_ARRANGEMENTS = (FLAX, Arrangement("dhs", "dhs"), EINSUM, Arrangement("hsd", "dhs"))
-
-
-def arrangement(p: Parameter, siblings: Siblings) -> Arrangement | None:
-    """Where d, heads and size are in the projections of this attention; None where the siblings do not tell."""
-    shapes = {kind: shape for kind, shape in siblings.attention(p).items() if len(shape) == 3}
-    order = sorted(_ARRANGEMENTS, key=lambda a: a is not EINSUM) if is_einsum(p) else _ARRANGEMENTS
-    score, _, best = max((_agreement(shapes, a), -i, a) for i, a in enumerate(order))
-    if score < 0:  # as in a small model whose heads are larger than d: Flax's name and equal heads decide
-        query, out = shapes.get("query"), shapes.get("out")
-        named = words(p.path)[-1] == "kernel" and bool(query and out and query[1] == out[0])
-        return FLAX if named or (words(p.path)[-1] == "kernel" and [*shapes] == ["out"]) else None
-    return best if best.out == "hsd" or p.role.kind != "out" or len(shapes) > 1 else None
-
-
-def _agreement(shapes: Mapping[str, Shape], arrangement: Arrangement) -> int:
-    """How many pairs of sizes agree of those that rarely differ; −1 if sizes differ that must agree."""
-    read = {
-        kind: dict(zip(arrangement.out if kind == "out" else arrangement.projection, shape, strict=True))
-        for kind, shape in shapes.items()
-    }
-    if any((k["s"] >= k["d"] and k["h"] > 1) or k["h"] * k["s"] > 64 * k["d"] for k in read.values()):
-        return -1
-    fused, query, key, value, out = map(read.get, ("fused", "query", "key", "value", "out"))
-    if fused and out and (fused["h"] <= out["h"] or (fused["h"] - out["h"]) % 2):
-        return -1
-    if query and out and query["h"] != out["h"]:
-        return -1
-    if any(a and b and b["h"] % a["h"] for a, b in ((value, query), (value, key), (key, query), (key, out))):
-        return -1
-    pairs = itertools.combinations(read.values(), 2)
-    return sum((a["d"] == b["d"]) + (a["s"] == b["s"]) for a, b in pairs)

@@ -9,8 +9,8 @@ of the module agree.
 import math
 from collections.abc import Sequence
 
+from muonjax._routing.given import INSPECT
 from muonjax._routing.roles import ADAPTER, layer_of
-from muonjax._routing.rules import INSPECT
 from muonjax._routing.siblings import Parameter, Siblings, is_einsum, is_outputs_first, is_window
 
 
@@ -66,11 +66,16 @@ def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
     if role is ADAPTER and rank > 2:  # its factors share the rank; in a stack both have one axis more
         both = all(len(q.shape) > 2 for q in siblings.folder(p) if q.role is ADAPTER)
         return None if is_einsum(p) and siblings.is_batched_factor(p) else both
-    if role.kind and rank == 4:
-        rank_of = {kind: len(shape) for kind, shape in siblings.attention(p).items()}
-        if rank_of.get("key") == 3 and role.kind in ("query", "out"):
+    if role.projection and rank == 4:
+        rank_of = {projection: len(shape) for projection, shape in siblings.attention(p).items()}
+        if rank_of.get("key") == 3 and role.projection in ("query", "out"):
             return None  # queries grouped by key head
-    if not role.kind and role.muon and rank > 3 and (is_window(p.shape) or is_outputs_first(p, siblings)):
+    if (
+        not role.projection
+        and role.muon
+        and rank > 3
+        and (is_window(p.shape) or is_outputs_first(p, siblings))
+    ):
         return None
     if ranks and rank > max(ranks):
         return True
@@ -106,7 +111,7 @@ def _peel_together(
 ) -> tuple[list[Parameter] | None, bool]:
     """The parameters without their common axis of layers, None if there is none; and whether it is likely."""
     # It may be (d, groups, heads, size): one attention kernel of rank four alone does not show a stack.
-    if len(parameters) == 1 and parameters[0].role.kind and scan_axis is None:
+    if len(parameters) == 1 and parameters[0].role.projection and scan_axis is None:
         return None, False
     ranks = [len(p.shape) for p in parameters]
     deepest = max(ranks)

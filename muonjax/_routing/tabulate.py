@@ -13,7 +13,7 @@ import optax
 
 from muonjax._matrix_view import matrix_pieces, resolve_dimension_numbers
 from muonjax._routing.dimension_numbers import Route, routes
-from muonjax._routing.parameters import check_parameters
+from muonjax._routing.given import check_parameters
 from muonjax._trees import dtype_of, flatten_with_names, is_masked, tree_of
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")

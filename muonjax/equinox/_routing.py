@@ -6,8 +6,8 @@ import jax
 
 from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
 from muonjax._routing.dimension_numbers import numbers_tree, routes
+from muonjax._routing.given import Rules
 from muonjax._routing.roles import BIAS, DENSE, EMBEDDING, SCALE, Role
-from muonjax._routing.rules import Rules
 from muonjax._trees import names
 
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from muonjax._adapters.adapter import SCALE, TRAINED, Adapter
 from muonjax._adapters.config import LoHaConfig, Place, check_rate
-from muonjax._clipping.errors import errors_of
+from muonjax._arguments import errors_of
 
 Layer: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Conv
 

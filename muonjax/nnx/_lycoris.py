@@ -7,7 +7,7 @@ from flax import nnx
 
 from muonjax._adapters import lycoris as _lycoris
 from muonjax._adapters.lycoris import layer_name
-from muonjax._clipping.errors import errors_of
+from muonjax._arguments import errors_of
 from muonjax.nnx._loha import LoHa, adapter_of, check_layer, function_of, place_of
 from muonjax.nnx._model import adapted_layers, layers
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from flax import nnx
 
 from muonjax._adapters.config import LoHaConfig
-from muonjax._clipping.errors import errors_of
+from muonjax._arguments import errors_of
 from muonjax._trees import joined, listed
 from muonjax.nnx._loha import Layer, LoHa, adapter_of, function_of, new_adapter, place_of, plain_function
 

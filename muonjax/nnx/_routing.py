@@ -6,8 +6,8 @@ from flax import nnx
 
 from muonjax._matrix_view import FusedDimensionNumbers, MuonDimensionNumbers, one_or_several
 from muonjax._routing.dimension_numbers import numbers_tree, routes
+from muonjax._routing.given import Rules
 from muonjax._routing.roles import BIAS, DENSE, EMBEDDING, Role
-from muonjax._routing.rules import Rules
 
 
 def dimension_numbers(

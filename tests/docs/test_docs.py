@@ -6,8 +6,10 @@ import inspect
 import io
 import pathlib
 import re
+import sys
 import unicodedata
 
+import jax
 import optax
 import pytest
 
@@ -156,3 +158,27 @@ def test_gradient_picture_names_what_is_there():
         assert (ROOT / "muonjax" / part).is_dir() or (ROOT / "muonjax" / f"{part}.py").exists(), part
     for name in names:
         assert hasattr(muonjax, name)
+
+
+def test_files_on_the_way_of_a_kernel_are_those_that_run():
+    page = (DOCS / "way_of_a_gradient.md").read_text()
+    section = re.search(r"### One kernel, file by file\n(.*?)\n## ", page, flags=re.DOTALL)
+    assert section is not None
+    listed = {f"muonjax/{path}.py" for path in re.findall(r"`(_\w+(?:/\w+)?)`", section[1])}
+    listed |= set(re.findall(r"`(pallas_kernels/\w+\.py)`", section[1]))
+    entered = set()
+
+    def enter(frame, event, _):
+        entered.add(frame.f_code.co_filename)
+
+    # Of a size that no other test has: what JAX has traced before is not traced again.
+    params = {"query": {"kernel": jax.ShapeDtypeStruct((264, 3, 88), "float32")}}
+    tx = muonjax.muon(1e-3)
+    before = sys.getprofile()
+    sys.setprofile(enter)
+    try:
+        jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
+    finally:
+        sys.setprofile(before)
+    ours = {pathlib.Path(f).relative_to(ROOT).as_posix() for f in entered if f.startswith(f"{ROOT}/")}
+    assert {f for f in ours if f.startswith(("muonjax/", "pallas_kernels/"))} == listed

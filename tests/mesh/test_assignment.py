@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from benchmarks.optimizer import sharding
-from muonjax._cost_model import Work
 from muonjax._matrix_view import MatrixView, MuonDimensionNumbers
 from muonjax._mesh.assignment import Assignment, ModeCost, assign_owners
+from muonjax._mesh.cost_model import Work
 from muonjax._mesh.layout import ShardedLeaf, unit_axes
 from tests.mesh.layouts import make_mesh
 from tests.tools.tiers import quick

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import hlo_counts
-from muonjax._cost_model import Work, count_work
+from muonjax._mesh.cost_model import Work, count_work
 from tests.mesh.layouts import make_mesh
 
 X = jax.ShapeDtypeStruct((8, 16), "float32")

@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from muonjax import Distribution
-from muonjax._mesh.distribution import spread_specs
-from muonjax._mesh.sharded_map import _warn_of
+from muonjax._mesh.distribution import _warn_of, spread_specs
 from tests.mesh.layouts import QUICK, make_mesh
 from tests.tools.tiers import examples
 

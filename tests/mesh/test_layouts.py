@@ -86,7 +86,7 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_pr
     monkeypatch.setattr(_sharded, "symmetric_product", counted)
     for worth in (False, True):
         flops = 0.0 if worth else np.inf
-        monkeypatch.setattr("muonjax._newton_schulz.products.flops_a_second", lambda _, flops=flops: flops)
+        monkeypatch.setattr("muonjax._policy.flops_a_second", lambda _, flops=flops: flops)
         products.clear()
         found.append(on_mesh(make_mesh(fsdp=4, tensor=2), names, settings, mode="tensor_parallel")[1])
         assert bool(products) == worth

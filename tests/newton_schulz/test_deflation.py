@@ -6,8 +6,7 @@ import pytest
 import muonjax
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz.coefficients import evaluate
-from muonjax._newton_schulz.deflation import _other_fourth_powers, pre_deflate, shrink_dominant
-from muonjax._newton_schulz.inverse_root import inverse_root
+from muonjax._newton_schulz.deflation import _other_fourth_powers, inverse_root, pre_deflate, shrink_dominant
 from tests.tools import oracles
 from tests.tools.tiers import thorough
 

@@ -12,12 +12,11 @@ import muonjax
 from benchmarks.common import momentum
 from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import NewtonSchulz
-from muonjax._cost_model import count_work
-from muonjax._linalg import square_norm
-from muonjax._newton_schulz import half_precision, inverse_root, thin_deflation
+from muonjax._linalg import SymmetricProduct, square_norm
+from muonjax._mesh.cost_model import count_work
+from muonjax._newton_schulz import deflation, half_precision, thin_deflation
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.iteration import polar_factor
-from muonjax._newton_schulz.products import SymmetricProduct
 from muonjax._policy import Policy
 from tests.tools.tiers import quick
 
@@ -195,15 +194,15 @@ def test_the_bound_is_one_and_at_most_as_loose_as_the_trace(normalization):
 
 
 def test_the_polynomials_of_the_inverse_root_are_nowhere_above_one():
-    assert evaluate(inverse_root._POLYNOMIALS, np.linspace(0, 1, 10_001)).max() <= 1 + 1e-7
+    assert evaluate(deflation._POLYNOMIALS, np.linspace(0, 1, 10_001)).max() <= 1 + 1e-7
 
 
 def bounded(h):
-    root, number = inverse_root.bounded_inverse_root(h)
+    root, number = thin_deflation.bounded_inverse_root(h)
     return number * root
 
 
-@pytest.mark.parametrize("root", [inverse_root.inverse_root, bounded])
+@pytest.mark.parametrize("root", [deflation.inverse_root, bounded])
 def test_inverse_roots_never_exceed_the_inverse_root(root):
     s = np.geomspace(1, 1e-7, 32)
     u = np.linalg.qr(np.random.default_rng(0).standard_normal((32, 32)))[0]

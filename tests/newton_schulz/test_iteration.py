@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from muonjax import NewtonSchulz
+from muonjax._linalg import SymmetricProduct
 from muonjax._newton_schulz.coefficients import evaluate, take_steps
-from muonjax._newton_schulz.gram_form import gram_restarts
-from muonjax._newton_schulz.products import SymmetricProduct, shared
+from muonjax._newton_schulz.iteration import gram_restarts
+from muonjax._policy import Policy
 from tests.tools import oracles
 from tests.tools.tiers import every_pair, examples, quick, thorough
 
@@ -355,10 +356,11 @@ def test_auto_form_is_gram_only_where_wide():
     [(256, "float32", False), (512, "float32", True), (1024, "bfloat16", False), (4096, "bfloat16", True)],
 )
 def test_devices_share_products_only_where_that_saves_more_than_it_sends(m, dtype, worth):
+    assert Policy("gpu").shares_products(m, jnp.dtype(dtype)) == worth
     product = SymmetricProduct("gpu", jnp.dtype(dtype), None)
-    assert shared(product, m, ("tensor",)).together == ("tensor",) * worth
+    assert product.shared_by(("tensor",)).together == ("tensor",)
     # A named implementation is used, and the shares are none.
-    assert shared(product._replace(implementation="reference"), m, ("tensor",)).together == ()
+    assert product._replace(implementation="reference").shared_by(("tensor",)).together == ()
 
 
 @pytest.mark.parametrize("form", ["gram", thorough("standard")])

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from muonjax import NewtonSchulz
-from muonjax._linalg import MatrixProduct
+from muonjax._linalg import MatrixProduct, in_blocks
 from muonjax._newton_schulz.iteration import polar_factor
-from muonjax._newton_schulz.products import in_blocks
 from muonjax._policy import Policy
 
 

@@ -5,17 +5,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-# What a device sends in a second: an H100's 200 GB/s to the others of its node. Over slower links a byte is worth
-# more, and what is chosen by this sends too much.
-BYTES_A_SECOND = 2e11
-
-
-def flops_a_second(dtype: jax.typing.DTypeLike) -> float:
-    """The useful speed of an H100 in products of this dtype."""
-    return 4e14 if jnp.dtype(dtype).itemsize <= 2 else 5e13
+from muonjax._policy import flops_a_second
 
 
 class Work(NamedTuple):

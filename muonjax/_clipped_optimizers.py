@@ -1,0 +1,137 @@
+"""The optimizers that clip attention logits: one that is given, then `qk_clip`."""
+
+from typing import Any, TypedDict, Unpack
+
+import jax
+import optax
+
+from muonjax._arguments import check_order, explains_keywords, other_state, refuse_positional
+from muonjax._clipping.qk_clip import SharedKeys, qk_clip
+from muonjax._clipping.sites import Sites
+from muonjax._inspect import Program
+from muonjax._offload import offload
+from muonjax._optimizers import MuonSettings, muon
+
+
+class AdamWSettings(TypedDict, total=False):
+    """Keywords of `optax.adamw`."""
+
+    b1: float
+    b2: float
+    eps: float
+    eps_root: float
+    mu_dtype: jax.typing.DTypeLike | None
+    weight_decay: float
+    mask: Any
+    nesterov: bool
+
+
+@explains_keywords("muonclip", muon, qk_clip)
+def muonclip(
+    learning_rate: optax.ScalarOrSchedule,
+    sites: Sites | None = None,
+    *,
+    threshold: optax.ScalarOrSchedule = 100.0,
+    shared_keys: SharedKeys = "query",
+    every_k: int = 1,
+    axis_name: str | tuple[str, ...] | None = None,
+    **settings: Unpack[MuonSettings],
+) -> optax.GradientTransformationExtraArgs:
+    """MuonClip, the optimizer of Kimi K2: `muon`, then `qk_clip`.
+
+    With S the largest attention logit of a head and gamma = min(1, threshold / S), the head's query and key that `muon`
+    arrives at are scaled so that the same inputs give at most `threshold`: each by sqrt(gamma) where the head has a key
+    of its own, otherwise as `qk_clip` says.
+
+    Args:
+      sites: The attention modules to watch: what `muonjax.inspect` returns, which then says which leaves are matrices
+        too; or sites, such as `[mha_site()]`; None: all that `sites_from(params)` finds.
+      threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
+      every_k: As in `qk_clip`; `optax.inject_hyperparams` needs static_args=("sites", "every_k").
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`; the
+      statistics, [*layers, heads] for each module, are those of `qk_clip`. The last entry of its state is a
+      `QKClipState`.
+
+    Raises:
+      ValueError: While tracing, if a site matches no parameter or `max_logits` is missing or does not fit the
+        sites; otherwise as `muon` and `qk_clip`.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> tx = muonjax.muonclip(1e-3, muonjax.mha_site(), threshold=100.0)
+      >>> statistics = {"attention": jnp.array([400.0, 50.0])}  # one logit per head
+      >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
+      >>> state[-1].factors["attention"]
+      Array([0.25, 1.  ], dtype=float32)
+
+    Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
+    """
+    if isinstance(sites, Program) and settings.get("muon_weight_dimension_numbers") is None:
+        settings["muon_weight_dimension_numbers"] = sites
+    clip = qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
+    return _then_clip("muonclip", muon(learning_rate, **settings), clip)
+
+
+@explains_keywords("adamclip", optax.adamw, muonclip)
+def adamclip(
+    learning_rate: optax.ScalarOrSchedule,
+    sites: Sites | None = None,
+    *,
+    threshold: optax.ScalarOrSchedule = 100.0,
+    shared_keys: SharedKeys = "query",
+    every_k: int = 1,
+    axis_name: str | tuple[str, ...] | None = None,
+    **settings: Unpack[AdamWSettings],
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW, then `qk_clip`, for Adam's attention logits can run away too.
+
+    Args:
+      learning_rate: A number or an Optax schedule.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`.
+
+    Raises:
+      ValueError: As `qk_clip`.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> tx = muonjax.adamclip(1e-3, muonjax.mha_site(), threshold=100.0, b2=0.95)
+      >>> statistics = {"attention": jnp.array([50.0, 25.0])}
+      >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
+      >>> int(state[-1].num_clipped)
+      0
+
+    Source: J. Su, kexue.fm/archives/11126.
+    """
+    clip = qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
+    return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip)
+
+
+def _then_clip(
+    call: str, optimizer: optax.GradientTransformation, clip: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Their chain, which knows the state of another optimizer."""
+    chain = optax.chain(optimizer, clip)
+
+    def is_own(state: Any) -> bool:
+        pair = isinstance(state, (tuple, list)) and len(state) == 2 and hasattr(state[1], "factors")
+        made: Any = optimizer.init({})
+        return pair and len(state[0]) == len(made)
+
+    def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
+        refuse_positional(unnamed)
+        check_order(call, updates, state, params)
+        if not is_own(state):
+            raise ValueError(other_state(call, state))
+        return chain.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(chain.init, update)
+
+
+# A doctest is not found behind a decorator.
+__test__ = {f.__name__: f for f in (muonclip, adamclip)}
