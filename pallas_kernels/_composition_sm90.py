@@ -9,6 +9,7 @@ two float16 numbers, and multiplied as both.
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._composition import Rows
 from pallas_kernels._mosaic_gpu_sm90 import transforms
 
 # Rows of a warpgroup.
 ROWS = 64
 
 
-def _kernel(r_gmem, out_gmem, *, rows: Rows, alpha: float, beta: float):
+def _kernel(r_gmem, out_gmem, *, rows: Sequence[tuple[float, float, float]], alpha: float, beta: float):
     _, m, _ = r_gmem.shape
     groups = m // ROWS
 
@@ -110,7 +110,7 @@ def _kernel(r_gmem, out_gmem, *, rows: Rows, alpha: float, beta: float):
         plgpu.wait_smem_to_gmem(0)
 
 
-def launch(r: jax.Array, rows: Rows, alpha: float, beta: float) -> jax.Array:
+def launch(r: jax.Array, rows: Sequence[tuple[float, float, float]], alpha: float, beta: float) -> jax.Array:
     """One launch: R [batch, m, m], m = 64 or 128, gives alpha T + beta I in float16."""
     batch, m, _ = r.shape
     run = plgpu.kernel(

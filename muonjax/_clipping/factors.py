@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,6 @@ from muonjax._linalg import at_least_float32
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-    from muonjax._clipping.matching import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +95,20 @@ class Part(NamedTuple):
         positions = np.zeros(self.total, bool)
         positions[self.scale.start :][: self.size] = np.tile(self.inside, self.entries)
         return positions
+
+
+class Target(NamedTuple):
+    """One module that a site matched. All static, so that every mistake raises while tracing."""
+
+    path: str  # of the module
+    signal: str  # full path of the statistic
+    parts: tuple[Part, ...]  # only of parameters that exist
+    layers: tuple[int, ...]  # sizes of the axes of stacked layers
+    entries: int  # of the signal, in one layer
+    groups: int  # how many groups of entries share a key head; `entries` where none do
+    name: str = ""  # in a clip's state: the path of the module; the signal's where a module has several
+    threshold: Any = None
+    exact: bool = False  # its site is a program's, whose statistics `value_and_grad` returns
 
 
 def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None) -> Part:

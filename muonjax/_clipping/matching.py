@@ -6,11 +6,11 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
-from muonjax._clipping.factors import Part, part_of
+from muonjax._clipping.factors import Target, part_of
 from muonjax._clipping.sites import Site
 from muonjax._trees import dtype_of, flatten_paths, is_masked, listed
 
@@ -54,20 +54,6 @@ class Modules:
             path = below(module, child)
             found += [path] if path in self.leaves else self.leaves_below(path)
         return found
-
-
-class Target(NamedTuple):
-    """One module that a site matched. All static, so that every mistake raises while tracing."""
-
-    path: str  # of the module
-    signal: str  # full path of the statistic
-    parts: tuple[Part, ...]  # only of parameters that exist
-    layers: tuple[int, ...]  # sizes of the axes of stacked layers
-    entries: int  # of the signal, in one layer
-    groups: int  # how many groups of entries share a key head; `entries` where none do
-    name: str = ""  # in a clip's state: the path of the module; the signal's where a module has several
-    threshold: Any = None
-    exact: bool = False  # its site is a program's, whose statistics `value_and_grad` returns
 
 
 def as_sites(sites: Any) -> tuple[Site, ...]:

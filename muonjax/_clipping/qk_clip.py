@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._arguments import errors_of
-from muonjax._clipping.factors import Part, clip_factor, overlap, parameter_factors, scaled_update
-from muonjax._clipping.matching import Modules, Target, as_sites, find_targets
+from muonjax._clipping.factors import Part, Target, clip_factor, overlap, parameter_factors, scaled_update
+from muonjax._clipping.matching import Modules, as_sites, find_targets
 from muonjax._clipping.sites import Site, Sites
 from muonjax._clipping.sites_from import find_sites
 from muonjax._clipping.statistics import match_statistics

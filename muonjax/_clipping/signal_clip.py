@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import optax
 
 from muonjax._arguments import errors_of
-from muonjax._clipping.matching import Modules, Target, find_targets
+from muonjax._clipping.factors import Target
+from muonjax._clipping.matching import Modules, find_targets
 from muonjax._clipping.sites import Site
 from muonjax._clipping.transform import check_every_k, check_threshold, clip
 

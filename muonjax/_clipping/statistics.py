@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from muonjax._clipping.attention_fn import AXES
+from muonjax._clipping.factors import Target
 from muonjax._clipping.largest import larger, largest
-from muonjax._clipping.matching import Target, below, module_of
+from muonjax._clipping.matching import below, module_of
 from muonjax._trees import flatten_paths, listed
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 
 from muonjax._arguments import check_order, errors_of, other_state, warn_user
-from muonjax._clipping.factors import clip_factor, parameter_factors, scaled_update
+from muonjax._clipping.factors import Target, clip_factor, parameter_factors, scaled_update
 from muonjax._clipping.largest import larger, largest_of_devices
-from muonjax._clipping.matching import Modules, Target
+from muonjax._clipping.matching import Modules
 from muonjax._clipping.statistics import match_statistics, reporting_advice
 from muonjax._explicit_axes import sharded_like, zero_beside
 from muonjax._trees import flatten_paths, is_masked
