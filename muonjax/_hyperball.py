@@ -19,6 +19,7 @@ from muonjax._matrix_view import (
     replace_pieces,
     tree_of_pieces,
 )
+from muonjax._update_arguments import require_params
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact
@@ -108,8 +109,7 @@ def hyperball(
         return HyperballState(rate.init(jnp.zeros(())), tree_of_pieces(treedef, pieces, kept))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
-        if params is None:
-            raise ValueError("hyperball: update(updates, state, params) needs params.")
+        require_params("hyperball", params)
         eta: Any
         eta, of_rate = rate.update(jnp.ones(()), state.learning_rate)
         leaves, treedef = jax.tree.flatten(updates)

@@ -24,7 +24,7 @@ from muonjax._orthogonalize import orthogonalize
 from muonjax._partition import partition_by_route
 from muonjax._routing.dimension_numbers import decays
 from muonjax._trace import trace
-from muonjax._update_arguments import check_order, other_state, refuse_positional
+from muonjax._update_arguments import check_order, other_state, refuse_positional, require_params
 
 
 class MatrixSettings(TypedDict, total=False):
@@ -99,8 +99,10 @@ def _orthogonalized(
     """
     check_range(call, "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
     if not (mu_dtype is None or _is_dtype_of_momentum(mu_dtype)):
+        injected = " optax.inject_hyperparams takes a dtype for a schedule: give it static_args='mu_dtype'."
         raise TypeError(
             f"{call}(mu_dtype={mu_dtype!r}) must be a float type or jnp.int8, such as jnp.bfloat16."
+            f"{injected if isinstance(mu_dtype, jax.Array) else ''}"
         )
     check_distribution(distribution, call=call)
     settings_of(newton_schulz, call)
@@ -267,6 +269,8 @@ def muonh(
 
 
 def _is_dtype_of_momentum(dtype: Any) -> bool:
+    if isinstance(dtype, jax.Array):
+        return False
     try:
         return jnp.issubdtype(dtype, jnp.inexact) or jnp.dtype(dtype) == jnp.int8
     except TypeError:  # such as "bf16"
@@ -393,6 +397,7 @@ def _then_clip(
 
     def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
         refuse_positional(unnamed)
+        require_params(call, params)
         check_order(call, updates, state, params)
         if not is_own(state):
             raise ValueError(other_state(call, state))

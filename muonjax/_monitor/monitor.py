@@ -18,6 +18,7 @@ from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix
 from muonjax._routing.dimension_numbers import dimension_numbers as route
 from muonjax._seen_matrices import seen_matrices
 from muonjax._trees import is_masked, leaf_paths, names
+from muonjax._update_arguments import require_params
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float32
@@ -118,8 +119,7 @@ def monitor(
         return MonitorState(inner.init(params), jnp.zeros([], jnp.int32), statistics)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
-        if params is None:
-            raise ValueError("monitor: update(updates, state, params) needs params.")
+        require_params("monitor", params)
         found, inner_state = inner.update(updates, state.inner, params, **extra_args)
         pieces = _pieces(inner, dimension_numbers, params)
         members = _members(groups, params, pieces)

@@ -1,19 +1,23 @@
 """Check that a tree holds parameters, and read from its nodes which of them are tables."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from muonjax._routing.roles import EMBEDDING, Role
-from muonjax._trees import Key, is_masked, names
+from muonjax._trees import Key, flatten_paths, is_masked, names
 from muonjax._warn_user import warn_user
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
 
 def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool = True) -> None:
-    """Raises TypeError for a module or an optimizer in place of parameters; warns of other collections beside them."""
+    """Raises TypeError for a module or an optimizer in place of parameters, and for what is no array among them.
+
+    Warns of other collections beside them.
+    """
     kind = type(params).__name__
     if callable(getattr(params, "dimension_numbers", None)):
         raise TypeError(f"{call}(params) got what inspect returned; it is second: {call}(params, program).")
@@ -29,6 +33,13 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
             f"{call}(params) got {kind}, which holds no arrays that JAX sees; of an NNX module give "
             "nnx.state(model, nnx.Param)."
         )
+    for path, leaf in flatten_paths(params).items():
+        is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
+        if callable(leaf) or not (is_number or is_masked(leaf) or is_name(leaf)):
+            raise TypeError(
+                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}. Give the arrays alone; for Equinox that is "
+                "eqx.filter(model, eqx.is_inexact_array)."
+            )
     if warn and isinstance(params, Mapping) and "params" in params:
         beside = [str(name) for name in params if name in _COLLECTIONS]
         if beside:
