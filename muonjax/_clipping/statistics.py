@@ -114,6 +114,8 @@ def _layers_first(
     array = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)
     if target.entries == 1 and array.shape == target.layers:
         array = array[..., None]  # a signal of one number per layer needs no axis for it
+    elif array.ndim == 1 and set(target.layers) == {1}:
+        array = array.reshape(*target.layers, -1)  # to a program a scan of length one is no loop
     heads = _longer_axis(array.shape, jnp.shape(marker)) if marker is not None else None
     expected = (*range(len(target.layers)), array.ndim - 1)
     orders = _orders(array.ndim, len(target.layers), heads)
