@@ -47,7 +47,8 @@ def draw(runs: dict[str, pathlib.Path], to: pathlib.Path, threshold: float | Non
         steps, heads = columns["step of clipped_heads"], columns["clipped_heads"]
         panels["clips"].fill_between(steps, heads, step="mid", color=COLORS[name], linewidth=0)
         title = f"Heads that {name} scaled, per step: {sum(heads):,.0f} in all"
-        panels["clips"].set(ylim=(0, max(heads)), ylabel="heads", title=title)
+        panels["clips"].set(ylim=(0, 1.05 * max(heads)), ylabel="heads", title=title)
+        panels["clips"].yaxis.get_major_locator().set_params(integer=True)
     panels["loss"].set(ylabel="loss (nats per byte)", title="Training loss, and held-out loss (dots)")
     panels["logits"].set(
         ylabel="largest logit", title="Largest attention logit of each layer (darker: deeper)"

@@ -77,6 +77,12 @@ def check_transformation(argument: str, given: Any) -> None:
         raise TypeError(f"{argument}={given!r}) must be an Optax transformation, such as optax.adamw(1e-3).")
 
 
+def require_params(call: str, params: Any) -> None:
+    """Raise where `update` was called without parameters."""
+    if params is None:
+        raise ValueError(f"{call} needs params: call tx.update(grads, state, params).")
+
+
 def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
     """Raise where the state stands in the place of the gradients or of the parameters, and they in its."""
     if params is None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._arguments import check_range
+from muonjax._arguments import check_range, require_params
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Num
@@ -59,8 +59,7 @@ def cautious_weight_decay(
         return jnp.where(agree, weight, jnp.zeros_like(weight))
 
     def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None):
-        if params is None:
-            raise ValueError("cautious_weight_decay: update(updates, state, params) needs params.")
+        require_params("cautious_weight_decay", params)
         # add_decayed_weights reads the weights of unmasked leaves only, so all of them can be given.
         weights = jax.tree.map(agreeing, updates, params, is_leaf=lambda x: x is None)
         updates, _ = decay.update(updates, state, weights)

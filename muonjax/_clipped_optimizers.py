@@ -5,7 +5,13 @@ from typing import Any, TypedDict, Unpack
 import jax
 import optax
 
-from muonjax._arguments import check_order, explains_keywords, other_state, refuse_positional
+from muonjax._arguments import (
+    check_order,
+    explains_keywords,
+    other_state,
+    refuse_positional,
+    require_params,
+)
 from muonjax._clipping.qk_clip import SharedKeys, qk_clip
 from muonjax._clipping.sites import Sites
 from muonjax._inspect import Program
@@ -125,6 +131,7 @@ def _then_clip(
 
     def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
         refuse_positional(unnamed)
+        require_params(call, params)
         check_order(call, updates, state, params)
         if not is_own(state):
             raise ValueError(other_state(call, state))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muonjax._arguments import check_range
+from muonjax._arguments import check_range, require_params
 from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import (
     DimensionNumbersTree,
@@ -108,8 +108,7 @@ def hyperball(
         return HyperballState(rate.init(jnp.zeros(())), tree_of_pieces(treedef, pieces, kept))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
-        if params is None:
-            raise ValueError("hyperball: update(updates, state, params) needs params.")
+        require_params("hyperball", params)
         eta: Any
         eta, of_rate = rate.update(jnp.ones(()), state.learning_rate)
         leaves, treedef = jax.tree.flatten(updates)

@@ -81,8 +81,10 @@ def _orthogonalized(
     """
     check_range(call, "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
     if not (mu_dtype is None or _is_dtype_of_momentum(mu_dtype)):
+        injected = " optax.inject_hyperparams takes a dtype for a schedule: give it static_args='mu_dtype'."
         raise TypeError(
             f"{call}(mu_dtype={mu_dtype!r}) must be a float type or jnp.int8, such as jnp.bfloat16."
+            f"{injected if isinstance(mu_dtype, jax.Array) else ''}"
         )
     check_distribution(distribution, call=call)
     settings_of(newton_schulz, call)
@@ -249,6 +251,8 @@ def muonh(
 
 
 def _is_dtype_of_momentum(dtype: Any) -> bool:
+    if isinstance(dtype, jax.Array):
+        return False
     try:
         return jnp.issubdtype(dtype, jnp.inexact) or jnp.dtype(dtype) == jnp.int8
     except TypeError:  # such as "bf16"

@@ -12,6 +12,7 @@ from muonjax._arguments import (
     check_transformation,
     other_state,
     refuse_positional,
+    require_params,
     warn_user,
 )
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
@@ -53,11 +54,11 @@ def partition_by_route(
 
     def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
         refuse_positional(unnamed)
+        require_params(call, params)
         check_order(call, updates, state, params)
-        if params is not None:
-            params = _with_gradients(updates, params)
-            _check_gradients(updates, params, call)
-        tx = members(updates, updates if params is None else params)
+        params = _with_gradients(updates, params)
+        _check_gradients(updates, params, call)
+        tx = members(updates, params)
         _check_state(state, jax.eval_shape(tx.init, updates), call)
         return tx.update(updates, state, params, **extra_args)
 
@@ -80,12 +81,6 @@ def _route(
     source = route if numbers is None else numbers
     treedef = jax.tree.structure(tree)
     check_parameters(tree, call)
-    for path, leaf in flatten_paths(tree).items():
-        if callable(leaf):
-            raise TypeError(
-                f"{call}: {path!r} is no array but {leaf!r}. Give the optimizer the arrays alone; for Equinox that is "
-                "eqx.filter(model, eqx.is_inexact_array)."
-            )
     flat = resolve_dimension_numbers(source, tree, call=call)
     numbers = treedef.unflatten(flat)
     if any(flat):  # None for a tree that is one leaf would mean that it is a matrix

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from muonjax._inspect import find_maxima
+from muonjax._trees import flatten_paths
 
 
 def value_and_grad(
@@ -35,7 +38,7 @@ def value_and_grad(
 
     Raises:
       ValueError: No attention is found in `fun`, or none that can be clipped; with the reasons and their lines.
-      TypeError: `fun` returns no scalar, or with `has_aux` no pair.
+      TypeError: `fun` returns no scalar, or with `has_aux` no pair; a parameter is a function or an integer.
 
     Example:
       >>> import jax, jax.numpy as jnp, muonjax
@@ -50,7 +53,15 @@ def value_and_grad(
       {'max_logits': (2,)}
     """
 
-    return jax.value_and_grad(with_max_logits(fun, argnums, has_aux), argnums, has_aux=True)
+    differentiated = jax.value_and_grad(with_max_logits(fun, argnums, has_aux), argnums, has_aux=True)
+
+    @functools.wraps(fun)
+    def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
+        for argument in (args[i] for i in _chosen(argnums) if i < len(args)):
+            _check_differentiable(_call(fun), argument)
+        return differentiated(*args, **kwargs)
+
+    return value_and_gradients
 
 
 def with_max_logits(
@@ -60,11 +71,11 @@ def with_max_logits(
 
     @functools.wraps(fun)
     def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        chosen = [argnums] if isinstance(argnums, int) else list(argnums)
+        chosen = _chosen(argnums)
         arguments = [args[i] for i in chosen]
         aux_leaves: list[Any] = []
         aux_structure: Any = None
-        call = f"value_and_grad({getattr(fun, '__name__', fun)})"
+        call = _call(fun)
 
         def traced(*arguments: Any) -> list[Any]:
             nonlocal aux_leaves, aux_structure
@@ -91,6 +102,29 @@ def with_max_logits(
         return loss, (jax.tree.unflatten(aux_structure, aux_leaves), max_logits) if has_aux else max_logits
 
     return measured
+
+
+def _chosen(argnums: int | Sequence[int]) -> list[int]:
+    return [argnums] if isinstance(argnums, int) else list(argnums)
+
+
+def _call(fun: Callable[..., Any]) -> str:
+    return f"value_and_grad({getattr(fun, '__name__', fun)})"
+
+
+def _check_differentiable(call: str, params: Any) -> None:
+    """Raise for a leaf that has no derivative, by its path; JAX names its type alone."""
+    for path, leaf in flatten_paths(params).items():
+        if callable(leaf):
+            raise TypeError(
+                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}. Give arrays alone; in Equinox the first of "
+                "eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss puts both together."
+            )
+        if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise TypeError(
+                f"{call}: {path!r} is {leaf.dtype}, which has no derivative; give it to the loss in another argument, "
+                "not among the arguments to differentiate by. Of an NNX model it is muonjax.nnx.value_and_grad."
+            )
 
 
 def _is_traced(leaf: Any) -> bool:

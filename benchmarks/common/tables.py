@@ -78,6 +78,7 @@ _JINJA.filters |= {
     "f": _format,
     "quartiles": _quartiles,
     "mean": statistics.mean,
+    "median": statistics.median,
     "column": lambda rows, key: [row[key] for row in rows],
     "where": lambda rows, **keys: [row for row in rows if all(row[key] == keys[key] for key in keys)],
     # The optimistic and the pessimistic end, or their common value.

@@ -100,7 +100,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    titles = ("FSDP", "HSDP", "replicated")
+    titles, counted = ("FSDP", "HSDP", "replicated"), sorted({row["devices"] for row in rows})
     figures = {"mebibytes": "MiB sent", "gigaflops": "GFLOP of products"}
     figure, panels = plt.subplots(2, 3, figsize=(10, 5.4), sharex=True, sharey="row", layout="constrained")
     for line, (key, label) in zip(panels, figures.items(), strict=True):
@@ -114,13 +114,17 @@ def draw(rows: list[dict[str, Any]]) -> None:
                 panel.plot(*zip(*own, strict=True), marker=marker, label=name) if own else None
             panel.set_xscale("log", base=2)
             panel.set_yscale("symlog", linthresh=1) if key == "mebibytes" else panel.set_yscale("log")
-            panel.set_xticks(DEVICES, [str(d) for d in DEVICES])
+            panel.set_xticks(counted, [str(d) for d in counted])
+            panel.yaxis.set(major_formatter="{x:g}", minor_formatter="")
             panel.grid(alpha=0.3)
-        line[0].set_ylabel(f"{label}, per device and step")
+        if key == "gigaflops":
+            line[0].set_yticks((20, 50, 100, 200, 500))
+        line[0].set_ylabel(label)
     for title, above, below in zip(titles, *panels, strict=True):
         above.set_title(title if title != "HSDP" else "HSDP, replicas of 8 devices")
         below.set_xlabel("devices")
     panels[0][0].legend()
+    figure.suptitle("Per device and step")
     figure.savefig(PICTURE, dpi=150)
 
 

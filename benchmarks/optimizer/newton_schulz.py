@@ -122,19 +122,22 @@ def draw(content: dict[str, Any]) -> None:
     figure, panels = plt.subplots(1, len(ASPECTS), figsize=(13, 4.4), sharey=True, layout="constrained")
     for axes, aspect in zip(panels, ASPECTS, strict=True):
         rows = content["shapes"][str(aspect)]
-        # Labels of the presets to the lower left of their marks, all others to the right: many are close together.
+        # Labels of the presets below their marks, most others to the right: many are close together.
         peers = {"optax": None, **PEERS}
         kinds = (
-            (OURS, "C0", "o", (-5, -9), "right"),
+            (OURS, "C0", "o", (8, -11), "right"),
             (STEPS, "C7", ".", (4, -8), "left"),
             (peers, "C3", "x", (4, 3), "left"),
         )
+        beside = ((-5, -4), "right") if aspect == 1 else ((4, -5), "left")
+        crowded = {"4 steps": ((4, 3), "left"), "You, 5 steps": beside, "Polar Express, 5 steps": beside}
         for names, color, marker, aside, align in kinds:
             for name in names:
                 at = rows[name]["ratio"], rows[name]["polar_error"]
                 axes.plot(*at, marker, color=color)
                 label = name.removesuffix(", 5 steps").removesuffix(", 10 steps") if names is peers else name
-                axes.annotate(label, at, aside, textcoords="offset points", fontsize=7, color=color, ha=align)
+                offset, end = crowded.get(name, (aside, align))
+                axes.annotate(label, at, offset, textcoords="offset points", fontsize=7, color=color, ha=end)
         width = content["width"]
         axes.set(
             title=f"{width} × {aspect * width}",
@@ -143,7 +146,7 @@ def draw(content: dict[str, Any]) -> None:
             yscale="log",
         )
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("polar error on real spectra, mean")
+    panels[0].set_ylabel("polar error on recorded spectra, mean")
     figure.savefig(IMAGE, dpi=120)
     plt.close(figure)
 

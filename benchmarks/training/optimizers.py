@@ -31,6 +31,7 @@ from muonjax import NewtonSchulz
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib import ticker
 
 PICTURE = pathlib.Path(__file__).parents[2] / "docs" / "images" / "training.png"
 FIRST_RATE = 2**-8  # 0.0039; AdamW's usual 1e-3 is two factors of two below
@@ -107,28 +108,38 @@ def draw(best: list[dict[str, Any]], rows: list[dict[str, Any]], to: pathlib.Pat
             color = COLORS[row["optimizer"]]
             steps, losses = zip(*row["curve"], strict=True)
             label = f"{row['optimizer']}: {row['held_out']:.3f} ± {row['spread']:.3f}"
-            by_step.plot(steps, losses, ".-", color=color, label=label, markersize=4)
+            # MuonClip's line is Muon's where nothing was clipped.
+            line = {
+                "color": color,
+                "markersize": 4,
+                "linestyle": "--" if row["optimizer"] == "MuonClip" else "-",
+            }
+            by_step.plot(steps, losses, marker=".", label=label, **line)
             if "seconds" in row:
-                by_time.plot([s * row["seconds"] for s in steps], losses, ".-", color=color, markersize=4)
+                by_time.plot([s * row["seconds"] for s in steps], losses, marker=".", **line)
             first = min(r["seed"] for r in rows)
             swept = sorted(
                 (r["learning_rate"], r["held_out"])
                 for r in rows
                 if (r["task"], r["optimizer"], r["seed"]) == (task, row["optimizer"], first)
             )
-            by_rate.plot(*zip(*swept, strict=True), "o-", color=color, markersize=4)
+            by_rate.plot(*zip(*swept, strict=True), marker="o", **line)
         unit = "nats" if task == "digits" else "nats per byte"
         ends = [row["held_out"] for row in mine]
         top = min(max(row["curve"][0][1] for row in mine), statistics.median(ends) * 8)
         for axes in (by_step, by_time):
             axes.set(ylim=(min(ends) * 0.9, top), yscale="log", ylabel=f"held-out loss ({unit})")
-        by_step.set(xlabel="step", title=f"{task}: each at its best rate, mean of the seeds")
-        by_time.set(xlabel="seconds of steps", title="the same by time")
+        by_step.set(xlabel="step", title=f"{task}: best rates, mean of the seeds")
+        by_time.set(xlabel="time of all steps so far, seconds", title="the same by time")
         by_rate.set(xlabel="learning rate", title="last loss by learning rate, first seed")
         by_rate.set(xscale="log", yscale="log", ylabel=f"held-out loss ({unit})")
+        tried = sorted({r["learning_rate"] for r in rows if r["task"] == task})
+        by_rate.set_xticks(tried, [f"{rate:.2g}" for rate in tried])
+        by_rate.xaxis.set_minor_locator(ticker.NullLocator())
         by_step.legend(fontsize=8, frameon=False)
         for axes in (by_step, by_time, by_rate):
             axes.grid(alpha=0.3, which="both")
+            axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
     to.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(to, dpi=110)
     plt.close(figure)

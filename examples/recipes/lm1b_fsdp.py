@@ -1,6 +1,6 @@
 """Train Flax's lm1b example with MuonClip, sharded over four devices (FSDP) by its own logical axis rules.
 
-pip install muonjax && python examples/recipes/lm1b_fsdp.py   # a CPU simulates the four devices
+pip install -e . && python examples/recipes/lm1b_fsdp.py   # a CPU simulates the four devices
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Train a vision transformer on scikit-learn's digits with MuonClip, the model written as in bonsai and big_vision.
 
-pip install muonjax scikit-learn && python examples/recipes/vit_digits.py
+pip install -e . scikit-learn && python examples/recipes/vit_digits.py
 """
 
 import argparse

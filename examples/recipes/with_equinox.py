@@ -1,6 +1,6 @@
 """Train an Equinox transformer with MuonClip: `inspect` reads the loss function, so the model does not change.
 
-pip install equinox && python examples/recipes/with_equinox.py
+pip install -e . equinox && python examples/recipes/with_equinox.py
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Train a Haiku model with MuonClip: `inspect` reads the loss function, so the model does not change.
 
-pip install dm-haiku && python examples/recipes/with_haiku.py
+pip install -e . dm-haiku && python examples/recipes/with_haiku.py
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Train a Keras model on JAX with Muon: `muonjax.keras.Optimizer` around any Optax transformation.
 
-pip install keras && python examples/recipes/with_keras.py
+pip install -e . keras && python examples/recipes/with_keras.py
 """
 
 import argparse

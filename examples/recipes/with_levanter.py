@@ -1,6 +1,6 @@
 """Train a Llama of Levanter with Muon, by Levanter's own trainer: an OptimizerConfig of four lines.
 
-pip install marin-levanter --pre && python examples/recipes/with_levanter.py
+pip install -e . marin-levanter --pre && python examples/recipes/with_levanter.py
 """
 
 import argparse

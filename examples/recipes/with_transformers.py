@@ -1,6 +1,6 @@
 """Fine-tune Transformers' Flax GPT-2 with MuonClip: `inspect` reads the loss function, so no name of GPT-2 is needed.
 
-    pip install muonjax "transformers<5" && python examples/recipes/with_transformers.py
+    pip install -e . "transformers<5" && python examples/recipes/with_transformers.py
     python examples/recipes/with_transformers.py --checkpoint gpt2   # downloads the weights
 
 Transformers has Flax models up to version 4; without `--checkpoint` the model is tiny and random.

@@ -1,6 +1,6 @@
 """Train a Llama of Tunix with Muon, by Tunix's own trainer: one line.
 
-pip install google-tunix && python examples/recipes/with_tunix.py
+pip install -e . google-tunix && python examples/recipes/with_tunix.py
 """
 
 import argparse

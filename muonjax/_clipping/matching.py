@@ -66,8 +66,8 @@ def as_sites(sites: Any) -> tuple[Site, ...]:
         f" A threshold is given by name: threshold={sites!r}." if isinstance(sites, numbers.Real) else ""
     )
     raise TypeError(
-        f"sites={reprlib.repr(sites)} must be a Site or several: nothing is clipped without; make one with mha_site, "
-        f"such as muonjax.mha_site().{threshold}"
+        f"sites={reprlib.repr(sites)} must be a Site, such as muonjax.mha_site(), several, or what "
+        f"muonjax.inspect(loss_fn, params, batch) returns: nothing is clipped without.{threshold}"
     )
 
 

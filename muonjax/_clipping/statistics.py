@@ -94,12 +94,12 @@ def reporting_advice(argument: str, *, layers: bool = False) -> str:
         return "Sow a statistic in every module that a site names, and pass what Flax collected."
     scan = ", under nn.scan(variable_axes={'params': 0, 'intermediates': 0})" if layers else ""
     return (
-        "muonjax.value_and_grad(loss_fn) takes gradients and returns ((loss, max_logits), grads), in NNX "
-        "muonjax.nnx.value_and_grad(loss_fn), for optimizer.update(model, grads, max_logits=max_logits). Why it leaves "
-        "an attention out says inspect(...).attentions; give one that is a kernel muonjax's attention_fn "
-        "(docs/qk_clip.md), or pass {module path: muonjax.max_logits(query, key)}, or take it out of the sites. In "
-        "Linen also model.apply(..., mutable=['intermediates']) inside of `with muonjax.linen.watch():`"
-        f"{scan}, and pass the second of what it returns; a TrainState that passes it on is muonjax.linen.TrainState."
+        "muonjax.value_and_grad(loss_fn) in place of jax.value_and_grad returns ((loss, max_logits), grads); in NNX it "
+        "is muonjax.nnx.value_and_grad(loss_fn), then optimizer.update(model, grads, max_logits=max_logits); a Linen "
+        "TrainState that passes them on is muonjax.linen.TrainState. inspect(...).attentions says why an attention is "
+        "left out: pass {module path: muonjax.max_logits(query, key)} for it, take it out of the sites, or, in Flax, "
+        "give it muonjax's attention_fn (docs/qk_clip.md) or call model.apply(..., mutable=['intermediates']) inside "
+        f"of `with muonjax.linen.watch():`{scan} and pass the second of what it returns."
     )
 
 
@@ -115,6 +115,8 @@ def _layers_first(
     array = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)
     if target.entries == 1 and array.shape == target.layers:
         array = array[..., None]  # a signal of one number per layer needs no axis for it
+    elif array.ndim == 1 and set(target.layers) == {1}:
+        array = array.reshape(*target.layers, -1)  # to a program a scan of length one is no loop
     heads = _longer_axis(array.shape, jnp.shape(marker)) if marker is not None else None
     expected = (*range(len(target.layers)), array.ndim - 1)
     orders = _orders(array.ndim, len(target.layers), heads)

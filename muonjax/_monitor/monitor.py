@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from muonjax._arguments import check_transformation
+from muonjax._arguments import check_transformation, require_params
 from muonjax._explicit_axes import is_explicit
 from muonjax._linalg import at_least_float32, dot, square_norm
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces
@@ -116,8 +116,7 @@ def monitor(
         return MonitorState(inner.init(params), jnp.zeros([], jnp.int32), statistics)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
-        if params is None:
-            raise ValueError("monitor: update(updates, state, params) needs params.")
+        require_params("monitor", params)
         found, inner_state = inner.update(updates, state.inner, params, **extra_args)
         pieces = _pieces(inner, dimension_numbers, params)
         members = _members(groups, params, pieces)

@@ -5,6 +5,7 @@ Equinox's modules have such types, Haliax's and penzai's arrays such names; none
 """
 
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from muonjax._arguments import warn_user
 from muonjax._matrix_view import DimensionNumbers, MuonDimensionNumbers, one_or_several
 from muonjax._routing.roles import EMBEDDING, INTERLEAVED, Role, layer_of
 from muonjax._routing.siblings import Parameter
-from muonjax._trees import names
+from muonjax._trees import Key, flatten_paths, is_masked, names
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
@@ -29,7 +30,10 @@ _TABLE = r"\w*(vocab|position|pos)\w*"
 
 
 def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool = True) -> None:
-    """Raises TypeError for a module or an optimizer in place of parameters; warns of other collections beside them."""
+    """Raises TypeError for a module or an optimizer in place of parameters, and for what is no array among them.
+
+    Warns of other collections beside them.
+    """
     kind = type(params).__name__
     if callable(getattr(params, "dimension_numbers", None)):
         raise TypeError(f"{call}(params) got what inspect returned; it is second: {call}(params, program).")
@@ -45,6 +49,13 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
             f"{call}(params) got {kind}, which holds no arrays that JAX sees; of an NNX module give "
             "nnx.state(model, nnx.Param)."
         )
+    for path, leaf in flatten_paths(params).items():
+        is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
+        if callable(leaf) or not (is_number or is_masked(leaf) or isinstance(leaf, Key)):
+            raise TypeError(
+                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}. Give the arrays alone; for Equinox that is "
+                "eqx.filter(model, eqx.is_inexact_array)."
+            )
     if warn and isinstance(params, Mapping) and "params" in params:
         beside = [str(name) for name in params if name in _COLLECTIONS]
         if beside:

@@ -112,7 +112,10 @@ def value_and_grad(
 
 def _check_model(call: str, model: Any) -> None:
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"{call}: the first argument of the loss must be the model, got {type(model)}.")
+        raise TypeError(
+            f"muonjax.nnx.{call}: the first argument of the loss must be the model, got {type(model).__name__}. Of a "
+            f"loss of parameters it is muonjax.{call}."
+        )
 
 
 def _is_parameter_of_the_model(path: tuple[Any, ...], value: Any) -> bool:

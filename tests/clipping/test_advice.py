@@ -138,8 +138,9 @@ def test_a_threshold_in_the_place_of_sites():
         muonjax.muonclip(1e-3, 100.0)
     (setting,) = re.findall(r"threshold=[\d.]+\d", str(error.value))
     assert eval(f"muonjax.muonclip(1e-3, {setting})", {"muonjax": muonjax}).init(ATTENTION)
-    (code,) = calls(str(error.value))
-    assert muonjax.muonclip(1e-3, eval(code)).init(ATTENTION)
+    site, program = calls(str(error.value))
+    assert muonjax.muonclip(1e-3, eval(site)).init(ATTENTION)
+    assert program == "muonjax.inspect(loss_fn, params, batch)"
 
 
 def test_a_model_without_attention():

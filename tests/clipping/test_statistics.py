@@ -183,3 +183,16 @@ def test_two_attentions_in_one_module_have_a_statistic_each():
     ]
     with pytest.raises(ValueError, match=r"scale 'self_key/(kernel|bias)', which would be clipped twice"):
         muonjax.qk_clip(100.0, shared).init(params)
+
+
+def test_a_stack_of_one_layer():
+    """A scan of length one is no loop for the program, whose statistic has no axis of layers then."""
+    params = {"a": {name: {"kernel": jnp.ones((1, 8, 2, 4))} for name in ("query", "key")}}
+    tx = muonjax.qk_clip(10.0, muonjax.mha_site())
+    state = tx.init(params)
+    assert state.factors["a"].shape == (1, 2)
+    for statistic in (jnp.array([40.0, 5.0]), jnp.array([[40.0, 5.0]])):
+        _, new = jax.jit(tx.update)(params, state, params, max_logits={"a": statistic})
+        np.testing.assert_allclose(new.factors["a"], [[0.25, 1.0]])
+    with pytest.raises(ValueError, match=r"have shape \(3,\); the parameters say \(1, 2\)"):
+        tx.update(params, state, params, max_logits={"a": jnp.ones(3)})

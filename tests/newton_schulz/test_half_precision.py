@@ -322,3 +322,13 @@ def test_fused_steps_are_as_good_as_the_standard_form(platform, preset, vectors,
         if cases[name].min() > 0:
             errors = [momentum.polar_error(y[name], polar) for y in (fused, standard)]
             assert errors[0] <= errors[1] + 0.02, name
+
+
+@pytest.mark.rounding
+def test_a_cpu_multiplies_a_tall_matrix_under_jit():
+    """XLA's CPU compiler has no product of bfloat16 with float32 sums whose result it transposes at once."""
+    settings = NewtonSchulz(compute_dtype="bfloat16")
+    wide = jnp.asarray(np.random.default_rng(0).standard_normal((8, 32)), jnp.float32)
+    run = jax.jit(lambda x: muonjax.newton_schulz(x, settings))
+    for x in (wide, jnp.stack([wide, 2 * wide])):
+        np.testing.assert_allclose(run(x.mT).mT, run(x), atol=2e-2)

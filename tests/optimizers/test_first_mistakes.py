@@ -1,6 +1,8 @@
 """What somebody new to the library gets wrong, and whether the message says what to do."""
 
+import functools
 import inspect
+import pathlib
 import re
 from typing import NamedTuple
 
@@ -199,6 +201,79 @@ def test_a_module_with_functions_in_it():
         TypeError, match=r"'activation' is no array.*eqx.filter\(model, eqx.is_inexact_array\)"
     ):
         muonjax.muon(1e-2).init(model)
+
+
+def test_what_is_no_array_in_a_tree():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
+    for call, name in (
+        (muonjax.tabulate, "tabulate"),
+        (muonjax.linen.dimension_numbers, "dimension_numbers"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"{name}: 'activation' is no array.*eqx.filter\(model, eqx.is_in"
+        ):
+            call(model)
+    with pytest.raises(TypeError, match="muon: 'path' is no array but PosixPath"):
+        muonjax.muon(1e-2).init({"dense": {"kernel": jnp.ones((8, 8))}, "path": pathlib.Path("x")})
+
+
+MAKE = {
+    "muon": muonjax.muon,
+    "normuon": muonjax.normuon,
+    "muonh": functools.partial(muonjax.muonh, adam_learning_rate=1e-3),
+    "muonclip": muonjax.muonclip,
+    "adamclip": muonjax.adamclip,
+    "hyperball": muonjax.hyperball,
+    "cautious_weight_decay": muonjax.cautious_weight_decay,
+    "monitor": lambda rate: muonjax.monitor(optax.sgd(rate)),
+}
+
+
+@pytest.mark.nan("the state of `monitor` has NaN for what was not measured")
+@pytest.mark.parametrize("name", MAKE)
+def test_update_without_params(name):
+    tx = MAKE[name](1e-2)
+    state = tx.init(ATTENTION)
+    with pytest.raises(ValueError, match=rf"^{name} needs params: call tx\.update\(grads, state, params"):
+        jax.jit(tx.update)(ATTENTION, state)
+
+
+def test_a_dtype_in_inject_hyperparams():
+    """Optax takes `jnp.bfloat16`, which can be called, for a schedule, and hands on what it returns."""
+    with pytest.raises(TypeError, match=r"muon\(mu_dtype=Array.*inject_hyperparams") as error:
+        optax.inject_hyperparams(muonjax.muon)(1e-3, mu_dtype=jnp.bfloat16).init(PARAMS)
+    (static,) = re.findall(r"static_args='(\w+)'", str(error.value))
+    tx = optax.inject_hyperparams(muonjax.muon, static_args=static)(1e-3, mu_dtype=jnp.bfloat16)
+    assert any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(tx.init(PARAMS)))
+
+
+def test_sites_that_are_a_loss():
+    with pytest.raises(
+        TypeError, match=r"sites=<function .* must be a Site.*muonjax\.inspect\(loss_fn, params, batch\)"
+    ):
+        muonjax.muonclip(1e-3, lambda params, x: x)
+
+
+def loss_with_a_leaf(params, x):
+    q, k, v = (jnp.einsum("btd,dhs->bths", x, params[name]) for name in "qkv")
+    return jnp.mean(jax.nn.dot_product_attention(q, k, v) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (
+            jnp.arange(3),
+            r"'other' is int32, which has no derivative.*not among the arguments to differentiate",
+        ),
+        (jax.nn.relu, r"'other' is no array but .*eqx\.partition\(model, eqx\.is_inexact_array\)"),
+    ],
+)
+def test_value_and_grad_by_what_has_no_derivative(leaf, message):
+    params = {name: jnp.ones((8, 2, 4)) for name in "qkv"}
+    with pytest.raises(TypeError, match=rf"value_and_grad\(loss_with_a_leaf\): {message}"):
+        muonjax.value_and_grad(loss_with_a_leaf)(params | {"other": leaf}, jnp.ones((1, 3, 8)))
 
 
 def shape(*sizes):
