@@ -237,7 +237,8 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
             m,
             "normalized" if m.product.bit & factor.before else "multiplied by another activation",
             i,
-            (m.product, m.layout) in own or (factor.is_activation and _keeps_apart(m, factor)),
+            (m.product, m.layout) in own
+            or (factor.is_activation and (not m.product.bit & factor.before or _keeps_apart(m, factor))),
         )
         for m in v.images
     )
