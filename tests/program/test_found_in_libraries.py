@@ -625,3 +625,34 @@ def test_a_kernel_of_two_products_is_no_kernel_of_one_attention(shared):
     more = weights(out=(D, D)) | (weights(q2=(D, D), v2=(D, D)) if shared == "k" else {})
     for problem in entries(muonjax.inspect(loss, QKV | more, X)):
         assert problem.startswith("its projection is used for something else too: test_found_in_libraries.py")
+
+
+STACKED = weights(q=(3, D, D), k=(3, D, D), v=(3, D, D), o=(3, D, D))
+
+
+@pytest.mark.parametrize("largest", [False, True])
+def test_collectives_over_an_axis_of_vmap(largest):
+    """GPT-J's mesh transformer: each entry of a mapped axis has its own heads, and their results are added up."""
+
+    @jax.custom_vjp
+    def add(x):
+        return jax.lax.psum(x, "shard")
+
+    add.defvjp(lambda x: (add(x), None), lambda _, g: (g,))
+
+    def loss(p, x):
+        def shard(w):
+            q, k, v = (jnp.reshape(x @ w[name], (*x.shape[:2], HEADS, SIZE)) for name in "qkv")
+            read = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v)
+            y = x + add(read.reshape(x.shape) @ w["o"])
+            if largest:
+                y = y / jax.lax.pmax(jax.lax.stop_gradient(abs(y).max()), "shard")
+            return jnp.mean(jnp.tanh(y @ w["up"]) ** 2)
+
+        return jnp.mean(jax.vmap(shard, axis_name="shard")(p))
+
+    shapes = STACKED | weights(up=(3, D, 5))
+    program = muonjax.inspect(loss, shapes, X)
+    (attention,) = program.attentions
+    assert [(s.axes, s.entries, s.size) for s in attention.site.scales] == [((-3, -1), 6, 3 * D)] * 2
+    assert program.dimension_numbers()["o"] == muonjax.MuonDimensionNumbers((0, 1), 2)
