@@ -241,18 +241,18 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
             m,
             "normalized" if m.product.bit & factor.before else "multiplied by another activation",
             i,
-            (m.product, m.layout) in own
-            or (factor.is_activation and (not m.product.bit & factor.before or _keeps_apart(m, factor))),
+            (m.product, m.layout) in own or (factor.is_activation and _keeps_apart(m, factor)),
         )
         for m in v.images
     )
 
 
 def _keeps_apart(m: Image, u: Value) -> bool:
-    """Whether it is data, or a statistic of columns beside others of the same product, as in a norm of each head."""
+    """Whether it comes from elsewhere, or is a statistic of columns beside others, as in a norm of each head."""
+    if not m.product.bit & u.before:
+        return True
     repeats = u.axes("repeats")
-    is_statistic = bool(repeats) and bool(m.product.bit & u.before) and not u.images
-    return not u.depends_on & PARAMETER or (is_statistic and bool(m.layout.atoms_beside(repeats)))
+    return bool(repeats and not u.images and m.layout.atoms_beside(repeats))
 
 
 def bent(walk: Walk, image: Image, why: str, i: int, apart: bool = False) -> Image:
