@@ -127,7 +127,7 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
         walk.record_terms(i, "joined with data", values)
     walk.record_meeting_parts(i, values)
     images = latest(walk, i, concatenated(values, axis, sizes))
-    if not all(v.images for v in values):
+    if not all(v.images or is_zero(walk, x) for v, x in zip(values, node.inputs, strict=True)):
         images = tuple(bent(walk, m, "put together with something else", i) for m in images)
     placed = [
         v.map(functools.partial(Layout.place, axis=axis, start=stop - size, size=sum(sizes)))

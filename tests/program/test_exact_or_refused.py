@@ -88,6 +88,9 @@ EXACT = {
     "half_of_the_features_rotated_by_a_matrix": attention(
         lambda q, k, p: (jnp.concatenate([q[..., :2] @ R[:2, :2], q[..., 2:]], -1), k)
     ),
+    "zeros_beside_the_features": attention(
+        lambda q, k, p: tuple(jnp.concatenate([z, jnp.zeros_like(z)], -1) for z in (q, k))
+    ),
     "masked_kernel": attention(weights=lambda p: p | {"q": jnp.tril(p["q"])}),
     "two_softmaxes_of_one_product": two_branches,
 }
@@ -96,6 +99,10 @@ REFUSED = {
     "weight_norm": (
         attention(weights=lambda p: p | {"q": p["q"] / jnp.linalg.norm(p["q"], axis=0)}),
         "a parameter of its queries is normalized before",
+    ),
+    "ones_beside_the_features": (
+        attention(lambda q, k, p: tuple(jnp.concatenate([z, jnp.ones_like(z)], -1) for z in (q, k))),
+        "its queries are put together with something else",
     ),
     "a_function_of_the_kernel": (
         attention(weights=lambda p: p | {"k": jnp.tanh(p["k"])}),
