@@ -30,6 +30,13 @@ from muonjax._program.versions import (
     while_counts,
 )
 
+# Over an axis of a `vmap`, which is an axis of the array then.
+_COLLECTIVES = {
+    "psum": "reduce_sum",
+    "psum_invariant": "reduce_sum",
+    "pmax": "reduce_max",
+    "pmin": "reduce_min",
+}
 _ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", CUDNN}
 
 
@@ -150,6 +157,10 @@ class Graph:
                 outputs = self._each("join", [which, *branches], eqn.outvars, eqn, place)
             elif found:
                 outputs = self._call(eqn, *found[0], inputs)
+            elif name in _COLLECTIVES and (
+                axes := tuple(a for a in eqn.params["axes"] if isinstance(a, int))
+            ):
+                outputs = self._each(_COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=axes)
             else:
                 outputs = self._add(name, eqn.params, inputs, eqn.outvars, eqn, place)
             env.update(zip(eqn.outvars, outputs, strict=True))

@@ -306,8 +306,9 @@ def merged(
     taken = [x.taken for x in layouts]
     common = tuple(a for a in first.taken if all(a in t for t in taken))
     mixed += [a for t in taken for a in t if a not in common]
+    lost = tuple(dict.fromkeys(a for t in taken for a in t if a.axis == PLACED and a not in common))
     loops = tuple(dict.fromkeys(a for x in layouts for a in x.loops))
-    return Layout(tuple(axes), common + _hulls(mixed), loops, first.shards)
+    return Layout(tuple(axes), common + lost + _hulls(mixed), loops, first.shards)
 
 
 def _rejoined(layouts: Sequence[Layout], axis: int) -> Layout | None:

@@ -112,6 +112,10 @@ def _negative(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequen
 @rule(_ENTRYWISE)
 def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     name, whole, operands = node.name, dependent(values), node.inputs
+    if name == "lt" and is_zero(walk, operands[1]) and any(m.what == "counts" for m in values[0].marks):
+        walk.graph.known[node.outputs[0]] = False  # a count is no index from the end
+    if name == "select_n" and (which := walk.known(operands[0])) is not None and np.ndim(which) == 0:
+        return [values[1 + int(which)]]
     if name in _CHOICES:
         values, operands = values[1:], operands[1:]
     elif name in _SUMS:  # Python's sum begins with 0
@@ -244,10 +248,11 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
 
 
 def _keeps_apart(m: Image, u: Value) -> bool:
-    """Whether it is data, or a statistic of columns beside others of the same product, as in a norm of each head."""
+    """Whether it comes from elsewhere, or is a statistic of columns beside others, as in a norm of each head."""
+    if not m.product.bit & u.before:
+        return True
     repeats = u.axes("repeats")
-    is_statistic = bool(repeats) and bool(m.product.bit & u.before) and not u.images
-    return not u.depends_on & PARAMETER or (is_statistic and bool(m.layout.atoms_beside(repeats)))
+    return bool(repeats and not u.images and m.layout.atoms_beside(repeats))
 
 
 def bent(walk: Walk, image: Image, why: str, i: int, apart: bool = False) -> Image:

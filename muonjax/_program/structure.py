@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muonjax._program.graph import Node
-from muonjax._program.layout import PLACED, Layout
+from muonjax._program.layout import PLACED, Layout, length, whole
 from muonjax._program.rules import bent, is_zero, latest, rule
-from muonjax._program.values import DATA, Move, Value, concatenated, dependent, moved
+from muonjax._program.values import DATA, Mark, Move, Value, concatenated, dependent, moved
 
 if TYPE_CHECKING:
     from muonjax._program.walk import Walk
@@ -127,7 +127,7 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
         walk.record_terms(i, "joined with data", values)
     walk.record_meeting_parts(i, values)
     images = latest(walk, i, concatenated(values, axis, sizes))
-    if not all(v.images for v in values):
+    if not all(v.images or is_zero(walk, x) for v, x in zip(values, node.inputs, strict=True)):
         images = tuple(bent(walk, m, "put together with something else", i) for m in images)
     placed = [
         v.map(functools.partial(Layout.place, axis=axis, start=stop - size, size=sum(sizes)))
@@ -241,14 +241,20 @@ def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> S
         sizes = zip(starts, walk.shape(node.inputs[0]), new, strict=True)
         return [values[0].map(_cut({axis: _inside(*at) for axis, at in enumerate(sizes)}))]
     picked = [axis for axis, source in enumerate(sources) if source is None]
+    counts = ((axis, m) for axis in picked if new[axis] == 1 for m in values[1 + axis].marks)
+    for axis, m in counts:  # layers, chosen by the number of the iteration
+        if m.scan is not None and length(m.layout.loops) == walk.shape(node.inputs[0])[axis]:
+            walk.record_layers(m.scan, values[0], axis)
     return [_looked_up(walk, i, values, picked, sources, new)]
 
 
 @rule("scan_slice")
 def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (x,) = values
-    walk.layers[node.params["scan"]].update(t.leaf for t in x.terms if t.layout.atoms([0]))
-    return [_one_of_several(x, [0]).map(lambda layout: layout.loop(0))]
+    (x,), scan = values, node.params["scan"]
+    walk.record_layers(scan, x, 0)
+    counting = Mark("counts", whole(walk.shape(node.inputs[0])))
+    marks = tuple(m._replace(scan=scan) if m == counting else m for m in x.marks)
+    return [_one_of_several(x._replace(marks=marks), [0]).map(lambda layout: layout.loop(0))]
 
 
 @rule("ppermute")

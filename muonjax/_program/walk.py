@@ -108,6 +108,10 @@ class Walk:
                 if image.layout.atoms(axes):
                     self.read.add(image.product.use.node)
 
+    def record_layers(self, scan: Any, value: Value, axis: int) -> None:
+        """Each iteration of a scan takes one entry of this axis, in their order."""
+        self.layers[scan].update(t.leaf for t in value.terms if t.layout.atoms([axis]))
+
     def record_weights(self, i: int, weights: Value, values: Value) -> None:
         """Perhaps those of a softmax, which is no sum of its own exponentials."""
         if weights.weights >= 0 and values.is_activation and values.weights != weights.weights:

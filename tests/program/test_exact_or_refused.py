@@ -78,6 +78,12 @@ def carried_queries(p, x):
     return jnp.mean((y @ p["o"]) ** 2), logits[0]
 
 
+def turned(z):
+    """As llama-2-jax rotates: halves in the opposite order, and joined again."""
+    halves = z.reshape(*z.shape[:-2], 2, -1, z.shape[-1])[..., ::-1, :, :]
+    return 0.6 * z + 0.8 * halves.reshape(z.shape)
+
+
 R = draw((S, S), 9)
 SHARED = {"bias": (S,), "w": (H, S, S), "e": (), "mix": (T, T)}  # each program uses one of these, or none
 EXACT = {
@@ -88,6 +94,9 @@ EXACT = {
     "half_of_the_features_rotated_by_a_matrix": attention(
         lambda q, k, p: (jnp.concatenate([q[..., :2] @ R[:2, :2], q[..., 2:]], -1), k)
     ),
+    "zeros_beside_the_features": attention(
+        lambda q, k, p: tuple(jnp.concatenate([z, jnp.zeros_like(z)], -1) for z in (q, k))
+    ),
     "masked_kernel": attention(weights=lambda p: p | {"q": jnp.tril(p["q"])}),
     "two_softmaxes_of_one_product": two_branches,
 }
@@ -96,6 +105,14 @@ REFUSED = {
     "weight_norm": (
         attention(weights=lambda p: p | {"q": p["q"] / jnp.linalg.norm(p["q"], axis=0)}),
         "a parameter of its queries is normalized before",
+    ),
+    "added_to_itself_in_another_order": (
+        attention(lambda q, k, p: (turned(q), turned(k))),
+        "its queries are in another order",
+    ),
+    "ones_beside_the_features": (
+        attention(lambda q, k, p: tuple(jnp.concatenate([z, jnp.ones_like(z)], -1) for z in (q, k))),
+        "its queries are put together with something else",
     ),
     "a_function_of_the_kernel": (
         attention(weights=lambda p: p | {"k": jnp.tanh(p["k"])}),

@@ -116,6 +116,36 @@ def running_sums_over_time(p, x):
     return head(p, jnp.tanh(a) * b)
 
 
+@program(
+    X, to=PROGRAMS, **dict.fromkeys("wg", ((D, 2 * D), "0 | 1 / 2 of 1")), out=((D, 1), "an output head")
+)
+def two_sides_gated_before_they_part(p, x):
+    """AlphaFold's fused triangle multiplication."""
+    left, right = jnp.split((x @ p["w"]) * jax.nn.sigmoid(x @ p["g"]), 2, -1)
+    return head(p, jnp.einsum("bid,bjd->bijd", left, right).sum(1))
+
+
+@program(
+    X,
+    jax.ShapeDtypeStruct((B, T), "int32"),
+    to=PROGRAMS,
+    w=((D, 2 * D), "0 | 1 / 2 of 1, 12 times"),
+    table=((3, 2 * D), "looked up"),
+    out=((D, 1), "an output head"),
+)
+def two_parts_of_a_sum_with_looked_up_biases(p, x, which):
+    """GPT-OSS's experts, whose biases are looked up, with gates beside values."""
+    z = x @ p["w"] + p["table"][which]
+    return head(p, jax.nn.sigmoid(z[..., ::2]) * jnp.minimum(z[..., 1::2], 7.0))
+
+
+@program(X, to=PROGRAMS, w=((D, 2 * D), "0 | 1 / 2 of 1"), out=((D, 1), "an output head"))
+def a_part_gated_by_what_the_other_makes(p, x):
+    a, b = jnp.split(x @ p["w"], 2, -1)
+    z = (a * jax.nn.sigmoid(b.mean(1, keepdims=True))).reshape(B, T, 2, D // 2)
+    return head(p, jnp.tile(z[:, :, 0] * jnp.tanh(z[:, :, 1]), 2))
+
+
 # Mixtures of parameters.
 
 BANK: dict[str, Any] = ONE | {"w": ((3, D, D), "1 | 2")}

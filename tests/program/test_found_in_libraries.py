@@ -625,3 +625,77 @@ def test_a_kernel_of_two_products_is_no_kernel_of_one_attention(shared):
     more = weights(out=(D, D)) | (weights(q2=(D, D), v2=(D, D)) if shared == "k" else {})
     for problem in entries(muonjax.inspect(loss, QKV | more, X)):
         assert problem.startswith("its projection is used for something else too: test_found_in_libraries.py")
+
+
+STACKED = weights(q=(3, D, D), k=(3, D, D), v=(3, D, D), o=(3, D, D))
+
+
+@pytest.mark.parametrize(
+    "take", [lambda w, i: w[i], lambda w, i: jax.lax.dynamic_index_in_dim(w, i, 0, False)], ids=["[]", "lax"]
+)
+def test_layers_taken_by_the_number_of_the_iteration(take):
+    """AlphaFold's layer_stack: parameters stay outside of the scan, which goes over 0, 1, 2."""
+
+    def loss(p, x):
+        def layer(x, i):
+            return attend({name: take(w, i) for name, w in p.items()}, x), None
+
+        return jnp.mean(jax.lax.scan(layer, x, jnp.arange(3))[0] ** 2)
+
+    p, x = jax.tree.map(lambda s: jnp.asarray(_normal(s.shape)), STACKED), jnp.asarray(_normal(X.shape))
+    program = muonjax.inspect(loss, p, x)
+    assert program.attentions[0].site.scan_axis is not None
+    assert all(d == muonjax.MuonDimensionNumbers(1, 2) for d in program.dimension_numbers().values())
+    (_, maxima), _ = jax.jit(muonjax.value_and_grad(loss))(p, x)
+    (found,) = maxima.values()
+    expected = []
+    for i in range(3):
+        q, k = (np.reshape(x @ p[name][i], (*x.shape[:2], HEADS, SIZE)) for name in "qk")
+        expected.append(np.einsum("bqhd,bkhd->bhqk", q, k).max((0, 2, 3)) / np.sqrt(SIZE))
+        x = attend({name: w[i] for name, w in p.items()}, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert abs(program.check_clip(p, jnp.asarray(_normal(X.shape)))["max_logits"]) < 1e-5
+
+
+def _normal(shape):
+    return (np.random.default_rng(len(shape)).standard_normal(shape) * 0.3).astype(np.float32)
+
+
+@pytest.mark.parametrize("order", [lambda i: 2 - i, lambda i: i // 2], ids=["backwards", "one layer twice"])
+def test_layers_taken_in_another_order(order):
+    def loss(p, x):
+        def layer(x, i):
+            return attend({name: w[order(i)] for name, w in p.items()}, x), None
+
+        return jnp.mean(jax.lax.scan(layer, x, jnp.arange(3))[0] ** 2)
+
+    (attention,) = muonjax.inspect(loss, STACKED, X).attentions
+    assert attention.problem == "which layer an iteration of its loop is can't be told"
+
+
+@pytest.mark.parametrize("largest", [False, True])
+def test_collectives_over_an_axis_of_vmap(largest):
+    """GPT-J's mesh transformer: each entry of a mapped axis has its own heads, and their results are added up."""
+
+    @jax.custom_vjp
+    def add(x):
+        return jax.lax.psum(x, "shard")
+
+    add.defvjp(lambda x: (add(x), None), lambda _, g: (g,))
+
+    def loss(p, x):
+        def shard(w):
+            q, k, v = (jnp.reshape(x @ w[name], (*x.shape[:2], HEADS, SIZE)) for name in "qkv")
+            read = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v)
+            y = x + add(read.reshape(x.shape) @ w["o"])
+            if largest:
+                y = y / jax.lax.pmax(jax.lax.stop_gradient(abs(y).max()), "shard")
+            return jnp.mean(jnp.tanh(y @ w["up"]) ** 2)
+
+        return jnp.mean(jax.vmap(shard, axis_name="shard")(p))
+
+    shapes = STACKED | weights(up=(3, D, 5))
+    program = muonjax.inspect(loss, shapes, X)
+    (attention,) = program.attentions
+    assert [(s.axes, s.entries, s.size) for s in attention.site.scales] == [((-3, -1), 6, 3 * D)] * 2
+    assert program.dimension_numbers()["o"] == muonjax.MuonDimensionNumbers((0, 1), 2)
