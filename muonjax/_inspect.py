@@ -23,6 +23,7 @@ from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._program.attention import Call, Span
 from muonjax._program.attention import calls as calls_of
 from muonjax._program.decisions import Decision, decide
+from muonjax._program.follow import follow
 from muonjax._program.graph import Graph
 from muonjax._program.report import run
 from muonjax._program.values import Term
@@ -275,7 +276,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         raise
     first = next(iter(jax.tree.leaves(outputs)), None)
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
-    walk, paths = Walk(Graph(closed, range(len(leaves)))), list(flatten_paths(params))
+    walk, paths = follow(Graph(closed, range(len(leaves)))), list(flatten_paths(params))
     decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
     unused = [name for name, decision in decisions.items() if not decision.meets_data]
     if leaves and len(unused) == len(paths):
@@ -317,7 +318,7 @@ def _clippable(closed: ClosedJaxpr, arguments: Sequence[Any], call: str) -> list
     ends = itertools.accumulate((len(jax.tree.leaves(x)) for x in arguments), initial=0)
     found, used = [], False
     for tree, start in [(whole, 0), *(zip(arguments, ends, strict=False) if len(arguments) > 1 else ())]:
-        walk = Walk(Graph(closed, range(start, start + len(jax.tree.leaves(tree)))))
+        walk = follow(Graph(closed, range(start, start + len(jax.tree.leaves(tree)))))
         found, used = _attentions(walk, list(flatten_paths(tree))), used or bool(walk.uses)
         if clippable := [(a.name, calls) for a, calls in found if a.site is not None]:
             return clippable

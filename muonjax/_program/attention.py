@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from muonjax._program.layout import PLACED, Atom, Layout, Shard, joined, other, overlap
-from muonjax._program.products import Side
 from muonjax._program.report import Probe
-from muonjax._program.values import Image, Use
+from muonjax._program.values import Image, Side, Use
 from muonjax._program.walk import Attention, Walk
 
 

@@ -3,66 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from muonjax._program.graph import Node
-from muonjax._program.layout import OTHER, Atom, Layout, whole
+from muonjax._program.layout import whole
 from muonjax._program.rules import bent, rule, scaled_logits
-from muonjax._program.values import DATA, PARAMETER, Image, Logits, Term, Value, dependent
-
-if TYPE_CHECKING:
-    from muonjax._program.walk import Walk
-
-
-class Side:
-    """One operand of a product: its value, and which of its axes are summed over, are batches, are given."""
-
-    def __init__(self, value: Value, operand: int, rank: int, summed: Sequence[int], batch: Sequence[int]):
-        self.value, self.operand = value, operand
-        self.summed, self.batch = tuple(summed), tuple(batch)
-        self.given = tuple(a for a in range(rank) if a not in self.summed and a not in self.batch)
-        # Of each axis of the product, its axis, if it is one of this operand.
-        self.sources: Sequence[int | None] = ()
-        self.shape: tuple[int, ...] = ()  # of the product
-
-    def along(self, layout: Layout) -> Layout:
-        """The axes of the product in place of those of this operand."""
-        return layout.pick(self.sources, self.shape)
-
-    @property
-    def moved(self) -> Value:
-        """Its value along the axes of the product."""
-        return self.value.map(self.along)
-
-    @property
-    def added_up(self) -> Value:
-        """The same, with all that it sums over added up."""
-        return self.value.map(lambda layout: self.along(layout.add_up(self.summed)))
-
-    @property
-    def is_parameter(self) -> bool:
-        """Whether it is made of parameters alone. One that is repeated for each example is a learned input.
-
-        Of two factors of a matrix, each repeats along the axis of the other.
-        """
-        along = zip(*(t.layout.axes for t in self.value.terms), strict=True)
-        runs = ({a.axis for atoms in found for a in atoms} for found in along)
-        return self.value.is_weight and {OTHER} not in runs
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether a parameter in it has summed and given axes, so that this is a product by a matrix."""
-        return any(_rows(t, self) and _columns(t, self) for t in self.value.terms)
-
-
-def _rows(t: Term, side: Side) -> tuple[Atom, ...]:
-    return t.layout.atoms(side.summed) or (t.inner[0] if t.inner else ())
-
-
-def _columns(t: Term, side: Side) -> tuple[Atom, ...]:
-    # One of several parameters multiplied by each other: the axis between it and its neighbour.
-    between = t.inner[1:] if not t.layout.atoms(side.summed) else t.inner
-    return t.layout.atoms(side.given) or (between[-1] if between else ())
+from muonjax._program.values import DATA, PARAMETER, Image, Logits, Side, Value, dependent
+from muonjax._program.walk import Walk
 
 
 @rule("dot_general")
@@ -161,7 +108,7 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
     experts = _experts(walk, side, rest)
     is_patch = extra.pop("is_patch", False) or _cuts_input(rest)
     for k, t in enumerate(side.value.terms):
-        rows, columns = _rows(t, side), _columns(t, side)
+        rows, columns = side.rows(t), side.columns(t)
         kind = "product" if t.layout.atoms(side.summed) or t.inner else "multiplied"
         layout = t.layout.settled
         batch = (*layout.atoms(side.batch), *layout.loops)

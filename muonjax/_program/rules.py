@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +24,9 @@ from muonjax._program.values import (
     dependent,
     summed,
 )
+from muonjax._program.walk import Walk
 
-if TYPE_CHECKING:
-    from muonjax._program.walk import Walk
-
-Rule = Callable[["Walk", int, Node, Sequence[Value]], Sequence[Value]]
+Rule = Callable[[Walk, int, Node, Sequence[Value]], Sequence[Value]]
 RULES: dict[str, Rule] = {}
 
 
@@ -40,6 +38,24 @@ def rule(names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    """What takes parameters and has no rule; perhaps a kernel of attention."""
+    if not values or not any(v.depends_on for v in values):
+        return [Value(dependent(values).depends_on)] * len(node.outputs)
+    alone = all(v.is_weight or not v.depends_on for v in values)  # a penalty perhaps, as a determinant
+    walk.record_terms(
+        i, f"{'alone' if alone else 'unknown'}: {node.name}", [v for v in values if v.is_weight]
+    )
+    for v in values:
+        walk.record_parts(i, v.images)
+    parts = {(m.product, m.layout.region): m for v in values for m in v.images}
+    # A kernel, a callback.
+    if len(parts) > 2 and any(word in node.name for word in ("call", "attention")):
+        walk.opaque[i] = tuple(parts.values())
+        walk.consume(i, *node.inputs)
+    return [dependent(values)] * len(node.outputs)
 
 
 # Numbers that are no function of the parameters.

@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from muonjax._program.graph import Node
 from muonjax._program.layout import PLACED, Layout, length, whole
-from muonjax._program.rules import bent, is_zero, latest, rule
+from muonjax._program.rules import bent, is_zero, latest, rule, unknown
 from muonjax._program.values import DATA, Mark, Move, Value, concatenated, dependent, moved
-
-if TYPE_CHECKING:
-    from muonjax._program.walk import Walk
+from muonjax._program.walk import Walk
 
 
 @rule(
@@ -146,7 +144,7 @@ def _update(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     sources, new = _same_sizes(walk, node.inputs[1], node.outputs[0])
     wider = [axis for axis, source in enumerate(sources) if source is None]
     if x.terms or update.terms or not is_zero(walk, node.inputs[0]) or _atoms(update, wider):
-        return walk.unknown(i, node, values)
+        return unknown(walk, i, node, values)
     around = dependent(values)  # zeros
     return [around._replace(images=moved(update.images, lambda layout: layout.pick(sources, new)))]
 

@@ -166,6 +166,56 @@ class Value(NamedTuple):
         )
 
 
+class Side:
+    """One operand of a product: its value, and which of its axes are summed over, are batches, are given."""
+
+    def __init__(self, value: Value, operand: int, rank: int, summed: Sequence[int], batch: Sequence[int]):
+        self.value, self.operand = value, operand
+        self.summed, self.batch = tuple(summed), tuple(batch)
+        self.given = tuple(a for a in range(rank) if a not in self.summed and a not in self.batch)
+        # Of each axis of the product, its axis, if it is one of this operand.
+        self.sources: Sequence[int | None] = ()
+        self.shape: tuple[int, ...] = ()  # of the product
+
+    def along(self, layout: Layout) -> Layout:
+        """The axes of the product in place of those of this operand."""
+        return layout.pick(self.sources, self.shape)
+
+    @property
+    def moved(self) -> Value:
+        """Its value along the axes of the product."""
+        return self.value.map(self.along)
+
+    @property
+    def added_up(self) -> Value:
+        """The same, with all that it sums over added up."""
+        return self.value.map(lambda layout: self.along(layout.add_up(self.summed)))
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is made of parameters alone. One that is repeated for each example is a learned input.
+
+        Of two factors of a matrix, each repeats along the axis of the other.
+        """
+        along = zip(*(t.layout.axes for t in self.value.terms), strict=True)
+        runs = ({a.axis for atoms in found for a in atoms} for found in along)
+        return self.value.is_weight and {OTHER} not in runs
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether a parameter in it has summed and given axes, so that this is a product by a matrix."""
+        return any(self.rows(t) and self.columns(t) for t in self.value.terms)
+
+    def rows(self, t: Term) -> tuple[Atom, ...]:
+        """The axes of a parameter in it over which the product sums."""
+        return t.layout.atoms(self.summed) or (t.inner[0] if t.inner else ())
+
+    def columns(self, t: Term) -> tuple[Atom, ...]:
+        """Those that it gives; of one of several parameters multiplied by each other, the axis beside its neighbour."""
+        between = t.inner[1:] if not t.layout.atoms(self.summed) else t.inner
+        return t.layout.atoms(self.given) or (between[-1] if between else ())
+
+
 def moved(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
     """Each with another layout; those of which nothing is left are left out."""
     found = ((x, move(x.layout)) for x in items)

@@ -1,19 +1,13 @@
-"""Follow every parameter through a function: what each is used for, and which products make attention."""
+"""What the rules record while a function is followed: uses of parameters, products that make attention."""
 
 from __future__ import annotations
 
-import gc
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from muonjax._program import products, structure  # noqa: F401  with `rules`, they fill RULES
-from muonjax._program.graph import Graph, Node
+from muonjax._program.graph import Graph
 from muonjax._program.layout import Atom, whole
-from muonjax._program.rules import FOLDED, RULES, SPREADING, spread
 from muonjax._program.values import (
     DATA,
     NOISE,
@@ -22,11 +16,11 @@ from muonjax._program.values import (
     Logits,
     Mark,
     Product,
+    Side,
     Term,
     Use,
     Value,
     alike,
-    dependent,
 )
 
 
@@ -35,7 +29,7 @@ class Attention(NamedTuple):
 
     logits: Logits
     keys: tuple[Atom, ...]  # the axes of the product along which softmax normalizes
-    values: products.Side
+    values: Side
 
 
 class Walk:
@@ -51,7 +45,7 @@ class Walk:
         self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
         # Products of two activations of which an exponential multiplies a third, where that is.
         self.softmaxes: dict[int, int] = {}
-        self.pairs: dict[int, tuple[products.Side, products.Side]] = {}  # of two images: their operands
+        self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
         self.read: set[int] = set()  # products with columns of which labels choose one
         self.layers: dict[Any, set[int]] = defaultdict(set)  # scans, with the parameters that they slice
@@ -67,14 +61,6 @@ class Walk:
             is_key = "key" in str(getattr(graph.avals[x], "dtype", ""))
             marks = (Mark("input", whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(NOISE if is_key else DATA, marks=marks)
-        collects = gc.isenabled()
-        gc.disable()  # it would go through all of JAX's objects for the many small ones that are made here
-        try:
-            self._follow(0, len(self.nodes))
-        finally:
-            if collects:
-                gc.enable()
-        self._unite_heads()
 
     def shape(self, value: int) -> tuple[int, ...]:
         return self.graph.shape(value)
@@ -228,7 +214,7 @@ class Walk:
         if self.nodes[i].passes != "backward":
             self.consumers[i] = operands
 
-    def _unite_heads(self) -> None:
+    def unite_heads(self) -> None:
         """Heads that are computed one by one, each from its part of the same three products, are no parts of these."""
         groups: dict[Any, list[Any]] = {}
         for attention in self.attentions.values():
@@ -244,69 +230,3 @@ class Walk:
             if len(values) == len(regions) > 1:  # otherwise, subtracted softmaxes
                 for product, found in zip(operands, by_operand, strict=True):
                     product.rejoined.add(found)
-
-    # The pass.
-
-    def _follow(self, first: int, last: int) -> None:
-        """Every live operation in nodes[first:last]; a loop's body until what it carries stays the same."""
-        i = first
-        while i < last:
-            if (loop := self.graph.loops.get(i)) is None:
-                if i in self.graph.live:
-                    self._apply(i, self.nodes[i])
-                i += 1
-                continue
-            carries = [c for c in loop.carries if c in self.graph.live]
-            now = [self._first(self.values[self.nodes[c].inputs[0]]) for c in carries]
-            # What is carried only comes to depend on more, at worst one place further in each round.
-            for _ in range(len(carries) + 3):
-                for use in [use for use in self.uses if loop.carries.stop <= use[0] < loop.last]:
-                    del self.uses[use]  # of a round that knew less
-                for carry, value in zip(carries, now, strict=True):
-                    self.values[self.nodes[carry].outputs[0]] = value
-                self._follow(loop.carries.stop, loop.last)
-                before, now = now, list(map(self._next, carries))
-                if now == before:
-                    break
-            i = loop.last
-
-    def _first(self, value: Value) -> Value:
-        """What a loop carries at first: a parameter as it is; of an activation only what it depends on."""
-        return value if value.is_weight else dependent([value])
-
-    def _next(self, carry: int) -> Value:
-        """What it carries after another iteration."""
-        start, end = (self.values[x] for x in self.nodes[carry].inputs)
-        self.record_parts(carry, (*start.images, *end.images))
-        now = self.values[self.nodes[carry].outputs[0]]
-        same = start.is_weight and end.terms == start.terms and end.depends_on == start.depends_on
-        return now if same else dependent([start, end, now])._replace(before=start.before)
-
-    def _apply(self, i: int, node: Node) -> None:
-        values = [self.values[x] for x in node.inputs]
-        if node.name in FOLDED:
-            known, size = [self.known(x) for x in node.inputs], math.prod(self.shape(node.outputs[0]))
-            if all(k is not None and np.size(k) in (1, size) for k in known):
-                self.graph.known[node.outputs[0]] = FOLDED[node.name](*known)
-        if node.name in SPREADING:
-            shape = self.shape(node.outputs[0])
-            values = [spread(v, self.shape(x), shape) for v, x in zip(values, node.inputs, strict=True)]
-        outs = RULES.get(node.name, Walk.unknown)(self, i, node, values)
-        for x, out in zip(node.outputs, outs, strict=True):
-            self.values[x] = out if self.graph.is_followed(x) else out._replace(images=(), logits=())
-
-    def unknown(self, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-        if not values or not any(v.depends_on for v in values):
-            return [Value(dependent(values).depends_on)] * len(node.outputs)
-        alone = all(v.is_weight or not v.depends_on for v in values)  # a penalty perhaps, as a determinant
-        self.record_terms(
-            i, f"{'alone' if alone else 'unknown'}: {node.name}", [v for v in values if v.is_weight]
-        )
-        for v in values:
-            self.record_parts(i, v.images)
-        parts = {(m.product, m.layout.region): m for v in values for m in v.images}
-        # A kernel, a callback.
-        if len(parts) > 2 and any(word in node.name for word in ("call", "attention")):
-            self.opaque[i] = tuple(parts.values())
-            self.consume(i, *node.inputs)
-        return [dependent(values)] * len(node.outputs)
