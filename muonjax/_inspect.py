@@ -8,6 +8,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -250,6 +251,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
             f"inspect(fun, params, ...): the first argument is a {type(fun).__name__}; it must be your loss function."
         )
     call = _name(fun)
+    check_arguments(call, fun, params, *args, **kwargs)
     leaves, structure = jax.tree.flatten(params)
     if functions := [path for path, leaf in flatten_paths(params).items() if callable(leaf)]:
         raise TypeError(
@@ -288,6 +290,19 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         names = listed([f"{name} ({decisions[name].why})" for name in unused], ", ")
         warnings.warn(f"{call}: parameters that meet no data go to Adam: {names}.", stacklevel=2)
     return Program(decisions, [a for a, _ in _attentions(walk, paths)], params, fun)
+
+
+def check_arguments(call: str, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raise TypeError where a function does not take these arguments."""
+    try:
+        signature(fun).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{call}: {error}. Give what {getattr(fun, '__name__', 'fun')} takes after its first argument too, as a "
+            "batch: arrays or jax.ShapeDtypeStructs."
+        ) from None
+    except ValueError:  # a builtin without a signature
+        return
 
 
 def _name(fun: Callable[..., Any]) -> str:

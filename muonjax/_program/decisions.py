@@ -1,6 +1,6 @@
 """Decide from its uses which optimizer takes a parameter, and as which matrices.
 
-The first that holds of these, each with its line: never used; whole numbers; looked up; in no product; an output head
+The first that holds of these, each with its line: whole numbers; never used; looked up; in no product; an output head
 of a loss; in products with vectors alone; used by an operation that is not followed, or in a last product without a
 loss, both left to names; an embedding of patches. All others are matrices, if their products agree.
 """
@@ -82,6 +82,8 @@ def decide(walk: Walk, is_loss: bool) -> list[Decision]:
 
 
 def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_loss: bool) -> Decision:
+    if not walk.graph.is_float(walk.graph.parameters[leaf]):
+        return Decision(None, "whole numbers")
     forward = [u for u in uses if not u.kind.startswith("transposed ")]
     uses = forward or [u._replace(kind=u.kind.removeprefix("transposed ")) for u in uses]
     scale = walk.scales[leaf]
@@ -95,8 +97,6 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
             else "never used"
         )
         return Decision(None, why, meets_data=False)
-    if not walk.graph.is_float(walk.graph.parameters[leaf]):
-        return Decision(None, "whole numbers")
     products = [u for u in uses if u.kind == "product"]
     within = {i for u in products for i in u.term.looked}  # lookups of a matrix: of an expert, an adapter
     if lookups := [u for u in uses if u.kind == "looked up" and u.node not in within]:

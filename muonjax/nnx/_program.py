@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from muonjax._inspect import Program
+from muonjax._inspect import Program, check_arguments
 from muonjax._inspect import inspect as inspect_function
 from muonjax._value_and_grad import with_max_logits
 
@@ -40,6 +40,7 @@ def inspect(loss_fn: Callable[..., Any], model: nnx.Module, *args: Any, **kwargs
       'added: <doctest muonjax.nnx._program.inspect[3]>:1'
     """
     _check_model("inspect", model)
+    check_arguments(f"inspect({getattr(loss_fn, '__name__', loss_fn)})", loss_fn, model, *args, **kwargs)
     structure, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import warnings
 from types import SimpleNamespace
 
 import jax
@@ -266,6 +267,34 @@ def test_a_loss_with_more_results():
 
     with pytest.raises(TypeError, match=r"needs one scalar from fun, got a tuple.*has_aux=True"):
         muonjax.value_and_grad(loss)(ones(PARAMS), ones(X))
+
+
+def test_arguments_that_the_function_does_not_take_are_named():
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    params = {"w": jnp.ones((3, 3))}
+    with pytest.raises(
+        TypeError, match=r"inspect\(loss\): missing .*'x'. Give what loss takes after its first"
+    ):
+        muonjax.inspect(loss, params)
+    with pytest.raises(TypeError, match=r"inspect\(loss\): too many positional arguments"):
+        muonjax.inspect(loss, params, jnp.ones((2, 3)), jnp.ones(3))
+    with pytest.raises(TypeError, match=r"inspect\(loss\): missing .*'x'"):
+        muonjax.nnx.inspect(loss, nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
+
+
+def test_counters_beside_the_parameters_are_no_unused_parameters():
+    """The keys and counts of an NNX module's dropout, say."""
+
+    def loss(params, x):
+        return jnp.mean((jnp.tanh(x @ params["w"]) @ params["out"]) ** 2)
+
+    params = {"w": jnp.ones((3, 3)), "out": jnp.ones((3, 2)), "count": jnp.zeros((), jnp.uint32)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program = muonjax.inspect(loss, params, jnp.ones((2, 3)))
+    assert program.why("count") == "whole numbers"
 
 
 def test_a_module_that_is_no_argument_is_asked_for():
