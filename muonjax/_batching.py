@@ -1,8 +1,8 @@
 """Batch matrices of equal shape, so that each shape is compiled once.
 
 A group is a list of arrays [batch_i, m, n] of one dtype whose matrices have the same m <= n (tall ones are
-transposed). Its matrices are stacked, on a CPU all of them, on an accelerator in parts that bound the memory: large
-ones stay alone and are never copied. A loop goes over a stack in chunks and writes each chunk's result over its input:
+transposed). Its arrays are stacked, on a CPU all of them, on an accelerator in parts that bound the memory: a large
+one stays alone and is never copied. A loop goes over a stack in chunks and writes each chunk's result over its input:
 the extra memory is the stack and one chunk's iteration, never a second stack.
 """
 
@@ -111,18 +111,20 @@ def group_by_shape(matrices: Sequence[Inexact[Array, "_batch _m _n"]]) -> list[l
 
 
 def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> list[list[int]]:
-    """A group in parts of about equal size, each to be stacked; an array that is large by itself stays alone."""
-    number, filled = 1, 0
-    for i in group:
-        if filled and filled + matrices[i].size > policy.stack_elements:
-            number, filled = number + 1, 0
-        filled += matrices[i].size
-    total = sum(matrices[i].size for i in group)
-    ends = itertools.accumulate(matrices[i].size for i in group)
-    stacks: list[list[int]] = [[] for _ in range(number)]
-    for i, end in zip(group, ends, strict=True):
-        stacks[(end - 1) * number // total].append(i)
-    return [stack for stack in stacks if stack]
+    """A group in parts, each one array or within the policy's bound; about equal ones, if unequal arrays allow it."""
+    sizes, bound, filled = {i: matrices[i].size for i in group}, policy.stack_elements, 0
+    full: list[list[int]] = []
+    for i, size in sizes.items():
+        if not full or filled + size > bound:
+            full.append([])
+            filled = 0
+        full[-1].append(i)
+        filled += size
+    even: list[list[int]] = [[] for _ in full]
+    for i, end in zip(group, itertools.accumulate(sizes.values()), strict=True):
+        even[(end - 1) * len(full) // sum(sizes.values())].append(i)
+    fits = all(len(stack) == 1 or sum(sizes[i] for i in stack) <= bound for stack in even)
+    return [stack for stack in even if stack] if fits else full
 
 
 def _first_passes(
