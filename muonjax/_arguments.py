@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 _RANGES: dict[str, Callable[[float], bool]] = {
     "in [0, 1)": lambda value: 0 <= value < 1,
+    "positive": lambda value: value > 0,
     "finite and not negative": lambda value: 0 <= value < math.inf,
     "positive and finite": lambda value: 0 < value < math.inf,
 }
@@ -36,11 +37,12 @@ def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, sche
       why: Ends the message of a number out of it.
       schedule: Whether a schedule may be given.
     """
-    is_traced = isinstance(value, jax.Array) and value.ndim == 0
-    if not (_is_known(value) or is_traced or (schedule and callable(value))):
+    is_jax_scalar = isinstance(value, jax.Array) and value.ndim == 0
+    if not (_is_known(value) or is_jax_scalar or (schedule and callable(value))):
         also = " or a schedule" if schedule else ""
         raise TypeError(f"{call}({name}={value!r}) must be a number{also}.")
-    if _is_known(value) and not _RANGES[wanted](value):
+    # Python's number: inside of `jit`, a comparison of a known array is traced.
+    if _is_known(value) and not _RANGES[wanted](float(value)):
         raise ValueError(f"{call}({name}={value!r}) must be {wanted}{why}")
 
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._arguments import check_range
 from muonjax._linalg import at_least_float32
-from muonjax._mesh.distribution import Distribution, even_sharding, spread_specs
+from muonjax._mesh.distribution import Distribution, check_distribution, even_sharding, spread_specs
 from muonjax._mesh.layout import size_of
 from muonjax._offload import leaf_by_leaf
 
@@ -65,8 +66,9 @@ def trace(
       An `optax.GradientTransformation` whose state is `optax.TraceState`, or an `Int8TraceState`.
 
     Raises:
-      TypeError: While tracing, a complex leaf for int8.
-      ValueError: While tracing, a block that would cross a shard, or a state in int8 for another dtype or the reverse.
+      TypeError: A decay that is no number; while tracing, a complex leaf for int8.
+      ValueError: A decay out of its range; while tracing, a block that would cross a shard, or a state in int8 for
+        another dtype or the reverse.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax
@@ -76,6 +78,8 @@ def trace(
 
     Source: `optax.trace`; linear 8-bit momentum for Muon: Gupta et al., 2025 (arXiv:2509.23106).
     """
+    check_range("trace", "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
+    check_distribution(distribution, call="trace")
     int8 = accumulator_dtype is not None and jnp.dtype(accumulator_dtype) == jnp.int8
     plain = optax.trace(decay, nesterov, accumulator_dtype=None if int8 else accumulator_dtype)
     kind: Any = Int8TraceState if int8 else optax.TraceState

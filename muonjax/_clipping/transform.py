@@ -1,15 +1,13 @@
 """The transformation that `qk_clip` and `signal_clip` share: scale the weights whose signal exceeds its threshold."""
 
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from muonjax._arguments import check_order, errors_of, other_state, warn_user
+from muonjax._arguments import check_order, errors_of, is_whole, other_state, warn_user
 from muonjax._clipping.factors import Target, clip_factor, parameter_factors, scaled_update
 from muonjax._clipping.largest import larger, largest_of_devices
 from muonjax._clipping.matching import Modules
@@ -201,20 +199,10 @@ def _shapes(targets: Sequence[Target]) -> dict[str, tuple[int, ...]]:
 
 def check_every_k(every_k: Any) -> None:
     """Raise unless it is a positive whole number, Python's or NumPy's."""
-    if isinstance(every_k, bool) or not isinstance(every_k, numbers.Integral):
+    if not is_whole(every_k):
         raise TypeError(
             f"every_k={every_k!r} must be a Python int. optax.inject_hyperparams makes arrays of numbers, but not with "
             "optax.inject_hyperparams(..., static_args='every_k')."
         )
     if every_k < 1:
         raise ValueError(f"every_k={every_k} must be at least 1.")
-
-
-def check_threshold(threshold: Any) -> None:
-    """Raise unless it is positive. Schedules and JAX arrays pass: their values are not known yet."""
-    if callable(threshold) or isinstance(threshold, jax.Array):
-        return
-    if np.ndim(threshold) or not isinstance(threshold, (numbers.Real, np.generic, np.ndarray)):
-        raise TypeError(f"threshold={threshold!r} must be a number or a schedule.")
-    if not float(threshold) > 0:
-        raise ValueError(f"threshold={threshold!r} must be positive; Kimi K2 used 100.")
