@@ -150,6 +150,8 @@ def routes(
     head_sizes: Mapping[tuple[str, ...], int] | None = None,
     outputs_first: bool | None = None,
     partial: bool = False,
+    call: str = "dimension_numbers",
+    warn: bool = True,
 ) -> tuple[list[Route | optax.MaskedNode], Any]:
     """The routes of all leaves in order, masked nodes among them, and the tree's structure.
 
@@ -161,11 +163,13 @@ def routes(
       known: Path to role, from those who know more than names (`muonjax.nnx.dimension_numbers` of a module).
       head_sizes: Path of an attention to the size of its heads, from those who know it.
       outputs_first: Whether leaves called `weight` are (out, in, *window); None: the biases tell.
-      partial: Leave None where a leaf can't be decided, and output heads among the matrices.
+      partial: Leave None where a leaf can't be decided, and output heads among the matrices, and do not warn.
+      call: Whom `params` were given to, for messages about them.
+      warn: Whether to warn of what may be wrong.
     """
     if attention not in ("whole", "heads"):
         raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
-    check_parameters(params, warn=not partial)
+    check_parameters(params, call, warn=warn and not partial)
     paths, leaves, treedef = flatten_with_names(params)
     ruled = apply_rules(["/".join(path) for path in paths], rules)
     known = tables(params) | dict(known or {})
@@ -201,7 +205,7 @@ def routes(
     if not partial:
         ends, chances = for_adam(parameters, {path: numbers for path, (numbers, _) in answers.items()})
         answers |= {path: (None, why) for path, why in ends.items()}
-        if chances:
+        if chances and warn:
             warn_user(chances_message(chances, parameters))
     found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}
     return [

@@ -1,6 +1,7 @@
 """Trees of parameters in every form that libraries give them, and what is mistaken for one."""
 
 import re
+import warnings
 
 import equinox as eqx
 import jax
@@ -99,6 +100,19 @@ def test_statistics_beside_parameters_are_warned_about():
     variables = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mean": leaf(4)}}
     with pytest.warns(UserWarning, match=re.escape("got batch_stats beside 'params'")):
         muonjax.linen.dimension_numbers(variables)
+
+
+@pytest.mark.parametrize("numbers", [None, lambda tree: jax.tree.map(lambda _: None, tree)])
+def test_an_optimizer_warns_once(numbers):
+    variables = {"params": {"Dense_0": {"kernel": jnp.ones((4, 5))}}, "batch_stats": {"mean": jnp.ones(4)}}
+    tx = muonjax.muon(1e-3, muon_weight_dimension_numbers=numbers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = tx.init(variables)
+        tx.update(variables, state, variables)
+    found = [str(warning.message) for warning in caught if "batch_stats" in str(warning.message)]
+    assert len(found) == 1
+    assert found[0].startswith("muon(params) got batch_stats beside 'params'")
 
 
 COINCIDENCE = {f"Dense_{i}": {"kernel": leaf(n, 100)} for i, n in enumerate((784, 100, 100))}
