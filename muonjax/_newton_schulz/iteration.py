@@ -164,7 +164,7 @@ def _iterate(
 
 
 def _segments(settings: NewtonSchulz, m: int, n: int, dtype: jnp.dtype) -> list[Coefficients]:
-    """The steps, cut where the Gram matrix is made anew. This is the one rule behind form="auto"."""
+    """The steps, cut where the Gram matrix is made anew; this is form="auto" from float32 on (see `half_precision`)."""
     steps = settings.steps
     if settings.form == "gram" or (settings.form == "auto" and n > 1.5 * m):
         cuts = gram_restarts(steps, dtype) if settings.restarts is None else settings.restarts
