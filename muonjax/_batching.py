@@ -18,10 +18,13 @@ import jax.numpy as jnp
 
 from muonjax._matrix_view import MatrixView
 from muonjax._policy import Policy
-from pallas_kernels._platform import unknown_to_xla
+from pallas_kernels._platform import numbers_from_loop
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact
+
+Function = Callable[..., jax.Array]
+"""[*batch, m, n], and the mesh axes that shard the columns (default: none) -> the same shape and dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class TwoPasses:
       second: x and its own -> f(x).
     """
 
-    whole: Callable[..., jax.Array]
+    whole: Function
     first: Callable[[jax.Array], Any]
     between: Callable[[Sequence[Any]], list[Any]]
     second: Callable[[jax.Array, Any], jax.Array]
@@ -48,18 +51,15 @@ class TwoPasses:
 
 
 def map_leaves(
-    f: Callable[[jax.Array], jax.Array],
-    leaves: Sequence[jax.Array],
-    views: Sequence[MatrixView],
-    policy: Policy,
+    f: Function | TwoPasses, leaves: Sequence[jax.Array], views: Sequence[MatrixView], policy: Policy
 ) -> list[jax.Array]:
-    """f on each matrix of these leaves, as `map_groups`."""
+    """f on each matrix that `views` show in these leaves, as `map_groups`."""
     matrices = [view.to_matrices(x) for view, x in zip(views, leaves, strict=True)]
     return [view.to_leaf(y) for view, y in zip(views, map_groups(f, matrices, policy), strict=True)]
 
 
 def map_groups(
-    f: Callable[[jax.Array], jax.Array], matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
+    f: Function | TwoPasses, matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
 ) -> list[Inexact[Array, "_batch _m _n"]]:
     """f on each matrix, compiled once per group.
 
@@ -94,7 +94,7 @@ def map_groups(
         else:
             stack = _map_stack(whole, stack, policy)
         sizes = [matrices[i].shape[0] for i in indices]
-        starts = unknown_to_xla([0, *itertools.accumulate(sizes[:-1])], policy.platform)
+        starts = numbers_from_loop([0, *itertools.accumulate(sizes[:-1])], policy.platform)
         for i, start in zip(indices, starts, strict=True):
             alone = len(indices) == 1
             result = stack if alone else jax.lax.dynamic_slice_in_dim(stack, start, len(matrices[i]))
