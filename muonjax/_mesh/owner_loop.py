@@ -15,12 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from muonjax._batching import Function
 from muonjax._mesh.layout import UnitLayout
 from muonjax._mesh.rounds import Round
 from muonjax._policy import Policy
-
-Function = Callable[..., jax.Array]
-"""[*batch, m, n], and the mesh axes that shard the columns (default: none) -> the same shape and dtype."""
 
 
 class _Loop(NamedTuple):

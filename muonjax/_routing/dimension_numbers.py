@@ -15,6 +15,7 @@ an output head, a warning says so.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -45,9 +46,9 @@ from muonjax._routing.given import (
     undecided_message,
 )
 from muonjax._routing.matrices import is_dense_general, matrices
-from muonjax._routing.output_heads import for_adam, is_input_patches
-from muonjax._routing.roles import Role, module
-from muonjax._routing.siblings import Parameter, Siblings
+from muonjax._routing.output_heads import for_adam
+from muonjax._routing.roles import Parameter, Role, module, words
+from muonjax._routing.siblings import Siblings, is_trailing_window, is_weight, is_window
 from muonjax._routing.stacked_layers import unstack
 from muonjax._trees import Key, dtype_of, flatten_with_names, is_masked
 
@@ -260,7 +261,7 @@ def _decide(
         return None, role.name
     if rank < 2:
         return None, "vector" if rank else "scalar"
-    if is_input_patches(p):
+    if _is_input_patches(p):
         return None, roles.PATCHES.name
     unknown = role is roles.UNKNOWN and p.stacked is None and not siblings.bias(p)
     if unknown and rank == 3 and scan_axis is not None:
@@ -275,6 +276,21 @@ def _decide(
     if 1 in sides:
         return None, f"{role.name} with one {'row' if sides[0] == 1 else 'column'}"
     return numbers, role.name + (", stacked" if math.prod(p.shape) < math.prod(p.leaf_shape) else "")
+
+
+def _is_input_patches(p: Parameter) -> bool:
+    """Whether a convolution's kernel cuts an image or a video into patches.
+
+    Its window is even, and it is named for an embedding, or it is large and sees few channels.
+    """
+    *window, inputs, outputs = p.shape
+    if is_weight(p) and is_trailing_window(p.shape):
+        outputs, inputs, *window = p.shape
+    elif not is_window(p.shape):
+        return False
+    names = r"embed|patch|stem" if inputs <= 4 else r"embed|patch"
+    named = any(re.search(names, name.lower()) for name in words(p.path)[-4:-1])
+    return window[-1] % 2 == 0 and inputs <= 16 and (named or (window[-1] >= 8 and outputs >= 128))
 
 
 def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> DimensionNumbers | None:

@@ -19,9 +19,8 @@ from muonjax._matrix_view import (
     one_or_several,
 )
 from muonjax._routing import roles
-from muonjax._routing.roles import layer_of, module, words
+from muonjax._routing.roles import Parameter, layer_of, module, words
 from muonjax._routing.siblings import (
-    Parameter,
     Shape,
     Siblings,
     axis_of_parts,

@@ -3,31 +3,10 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
-from muonjax._routing.roles import FUSED_KV, FUSED_QKV, Role, attention_scope, layer_of, module, words
+from muonjax._routing.roles import FUSED_KV, FUSED_QKV, Parameter, attention_scope, layer_of, module, words
 
 Shape = tuple[int, ...]
-
-
-class Parameter(NamedTuple):
-    """A leaf as one layer sees it.
-
-    Attributes:
-      path: Names from the root.
-      role: What it is in its layer.
-      shape: Its shape in one layer.
-      axes: For each axis of `shape`, which axis of the leaf it is.
-      leaf_shape: Its shape as it is stored.
-      stacked: True where further axes enumerate layers, but it is not known which ones.
-    """
-
-    path: tuple[str, ...]
-    role: Role
-    shape: Shape
-    axes: tuple[int, ...]
-    leaf_shape: Shape
-    stacked: bool | None = None
 
 
 class Siblings:

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 
 from muonjax._routing.given import INSPECT
-from muonjax._routing.roles import ADAPTER, layer_of
-from muonjax._routing.siblings import Parameter, Siblings, is_einsum, is_outputs_first, is_window
+from muonjax._routing.roles import ADAPTER, Parameter, layer_of
+from muonjax._routing.siblings import Siblings, is_einsum, is_outputs_first, is_window
 
 
 def unstack(parameters: Sequence[Parameter], scan_axis: int | None = None) -> list[Parameter]:
