@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from muonjax._batching import TwoPasses
 from muonjax._linalg import (
     MatrixProduct,
     SymmetricProduct,
-    at_least_float32,
     on_diagonal,
     scaled,
     sizes,
@@ -35,12 +33,12 @@ from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.deflation import ROUNDING, pre_deflate, shrink_dominant
 from muonjax._newton_schulz.normalization import Normalized, below_one, normalize
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
-from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
+from muonjax._newton_schulz.thin_deflation import Shrinking
 from muonjax._policy import Policy, policy_of
 from pallas_kernels._platform import materialize
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Inexact
+    from jaxtyping import Array, Inexact
 
 # How large the rounding errors of R may grow.
 _TOLERATED = 1e-2
@@ -85,31 +83,6 @@ def newton_schulz(
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}.")
     return polar_factor(x, settings, policy_of(x), axis_name)
-
-
-def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False) -> TwoPasses:
-    """x -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`.
-
-    In half precision a wide x is looked at twice: for what the deflation's k x k matrices are made of, and to apply
-    them. Between the two, batching makes those of many stacks at once.
-    """
-
-    def polar(
-        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = (), shrinking: Shrinking | None = None
-    ) -> Inexact[Array, "*batch m n"]:
-        y = polar_factor(x, settings, policy, axis_name, shrinking)
-        return y * _dual_norm(x, y, axis_name) if adaptive else y
-
-    def first(x: Inexact[Array, "*batch m n"]) -> Sketch | None:
-        half = policy.compute_dtype(x.dtype, settings.compute_dtype) == jnp.bfloat16
-        sketch = half_precision.first_pass(x, settings, policy) if half else None
-        # It would stay in memory until the second pass.
-        return None if sketch is None else sketch._replace(rounded=None)
-
-    def second(x: Inexact[Array, "*batch m n"], shrinking: Shrinking | None) -> Inexact[Array, "*batch m n"]:
-        return polar(x, shrinking=shrinking)
-
-    return TwoPasses(polar, first, functools.partial(half_precision.between, policy=policy), second)
 
 
 def polar_factor(
@@ -214,19 +187,3 @@ def _left_factor(
         p = polynomial(*row)
         q = product(q, p, alpha=scale if step == len(rows) else 1.0)
     return q
-
-
-def exchange_dtype(x: Any, settings: NewtonSchulz, policy: Policy) -> jnp.dtype:
-    """Dtype in which a mesh exchanges x: bfloat16 where the iteration rounds to a half type anyway (it has float32's
-    range)."""
-    operands = policy.compute_dtype(x.dtype, settings.compute_dtype)
-    rounds = jnp.finfo(operands).bits == 16 < jnp.finfo(x.dtype).bits
-    return jnp.dtype(jnp.bfloat16) if rounds else x.dtype
-
-
-def _dual_norm(
-    g: Inexact[Array, "*batch m n"], y: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...]
-) -> Float[Array, "*batch 1 1"]:
-    """<g, y> of each matrix: the dual of the spectral norm, where y is g's polar factor."""
-    product = jnp.sum(g.conj() * y, axis=(-2, -1), keepdims=True, dtype=at_least_float32(g.dtype))
-    return sum_over(axis_name, product).real.astype(y.real.dtype)
