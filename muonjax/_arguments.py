@@ -75,7 +75,7 @@ def check_transformation(argument: str, given: Any) -> None:
 
 
 def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
-    """Raise where the state stands in the place of the gradients or of the parameters, and they in its."""
+    """Raise where the state is exchanged with the gradients or with the parameters."""
     if params is None:
         return
     first, second, third = (jax.tree.structure(tree) for tree in (updates, state, params))
@@ -90,8 +90,8 @@ def refuse_positional(unnamed: tuple[Any, ...]) -> None:
     """Raise for what stands after the parameters, where it would reach a member of the chain as something else."""
     if unnamed:
         raise TypeError(
-            "update(grads, state, params) takes no fourth positional argument; give attention logits by their name, "
-            "max_logits=."
+            "update(grads, state, params) takes no fourth positional argument; give what else the optimizer takes "
+            "by its name, as max_logits=."
         )
 
 
@@ -124,11 +124,11 @@ def errors_of(call: str) -> Iterator[None]:
         raise
 
 
-_BETWEEN = ("muonjax", "optax", "jax", "jaxlib", "flax", "equinox", "contextlib", "functools")
+_BETWEEN = ("muonjax", "optax", "jax", "jaxlib", "flax", "equinox", "keras", "contextlib", "functools")
 
 
 def warn_user(message: str) -> None:
-    """Raises a UserWarning whose file and line are those of the innermost frame of none of these libraries."""
+    """Warn, with the file and line of the innermost frame of none of these libraries."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1

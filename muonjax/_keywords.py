@@ -5,7 +5,7 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -14,7 +14,7 @@ T = TypeVar("T")
 _STEPS = "newton_schulz=NewtonSchulz(num_steps=...)"
 _ADAM = "adam=optax.adamw(...) with this setting"
 # Of optax.contrib.muon, torch.optim.Muon, Keller Jordan's Muon and MaxText.
-OTHERS = {
+_OTHERS = {
     "lr": "learning_rate",
     "beta": "decay",
     "momentum": "decay",
@@ -50,9 +50,9 @@ def explains_keywords(
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         signature = _whole_signature(function, sources)
-        parameters = {key: p for key, p in signature.parameters.items() if key != "self"}
-        named = [key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
-        placed = list(signature.parameters)[: len(signature.parameters) - len(named)]
+        named = [key for key, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
+        placed = [key for key in signature.parameters if key not in named]
+        known = [key for key in signature.parameters if key != "self"]
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -62,16 +62,14 @@ def explains_keywords(
                     or f"{name}({', '.join(placed).removeprefix('self')}) takes settings by name: {'=, '.join(named)}=."
                 )
             for keyword in kwargs:
-                if keyword not in signature.parameters:
-                    raise TypeError(
-                        f"{name} has no argument {keyword!r}{_meant(keyword, signature.parameters)}."
-                    )
+                if keyword not in known:
+                    raise TypeError(f"{name} has no argument {keyword!r}{_meant(keyword, known)}.")
             return function(*args, **kwargs)
 
         public: Any = checked
         public.__signature__ = signature
         if sources:
-            public.__doc__ = _whole_docstring(function, sources, list(signature.parameters))
+            public.__doc__ = _whole_docstring(function, sources, known)
         return checked
 
     return decorate
@@ -112,10 +110,9 @@ def _arguments(function: Callable[..., Any]) -> dict[str, str]:
     return {entry.partition(":")[0]: entry for entry in entries if entry}
 
 
-def _meant(keyword: str, parameters: Mapping[str, inspect.Parameter]) -> str:
-    known = [parameter for parameter in parameters if parameter != "self"]
-    other = _ADAM if keyword.startswith("adam_") else OTHERS.get(keyword)
-    if other and "learning_rate" in parameters:
+def _meant(keyword: str, known: Sequence[str]) -> str:
+    other = _ADAM if keyword.startswith("adam_") else _OTHERS.get(keyword)
+    if other and "learning_rate" in known:  # they are other names of an optimizer's settings
         return f": in muonjax it is {other}"
     if near := difflib.get_close_matches(keyword, known, 1):
         return f". Did you mean {near[0]}"

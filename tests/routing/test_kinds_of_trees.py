@@ -117,6 +117,8 @@ def test_an_optimizer_warns_once(numbers):
 
 COINCIDENCE = {f"Dense_{i}": {"kernel": leaf(n, 100)} for i, n in enumerate((784, 100, 100))}
 VARIABLES = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mean": leaf(4)}}
+IN_KERAS: dict = {"__name__": "keras.src.trainers"}
+exec(compile("def build(call, params): return call(params)", "trainers.py", "exec"), IN_KERAS)
 
 
 @pytest.mark.thorough  # which run without --jax-strict: its wrappers are of no library
@@ -128,6 +130,7 @@ VARIABLES = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mea
         muonjax.tabulate,
         lambda p: jax.eval_shape(muonjax.muon(1e-3).init, p),
         lambda p: jax.eval_shape(optax.chain(optax.clip(1.0), muonjax.muon(1e-3)).init, p),
+        lambda p: IN_KERAS["build"](muonjax.tabulate, p),
     ],
 )
 def test_a_warning_points_at_the_line_that_called(call, params):
