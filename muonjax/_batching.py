@@ -80,23 +80,22 @@ def map_groups(
         kept, second = _first_passes(f, stacks, matrices, policy), jax.jit(f.second)
     last: int | None = None
     for number, indices in enumerate(stacks):
+        parts, own = [matrices[i] for i in indices], kept.get(number)
         # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it. The first
         # one after what lies between the passes: XLA would keep what the second shares with the first.
-        if last is None:
-            stack, own = _stacked(indices, matrices, policy, kept.get(number))
-        else:
-            stack, results[last] = _stacked(indices, matrices, policy, results[last])
-            own = kept.get(number)
-        last = indices[-1]
+        if policy.one_stack_at_a_time and last is None:
+            parts, own = jax.lax.optimization_barrier((parts, own))
+        elif policy.one_stack_at_a_time:
+            parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
+        stack, last = _stacked(parts, policy), indices[-1]
         if number in kept:
             (chunk,) = _chunks(stack, policy)
             stack = second(chunk, own).reshape(stack.shape)
         else:
             stack = _map_stack(whole, stack, policy)
-        sizes = [matrices[i].shape[0] for i in indices]
+        sizes, alone = [matrices[i].shape[0] for i in indices], len(indices) == 1
         starts = numbers_from_loop([0, *itertools.accumulate(sizes[:-1])], policy.platform)
         for i, start in zip(indices, starts, strict=True):
-            alone = len(indices) == 1
             result = stack if alone else jax.lax.dynamic_slice_in_dim(stack, start, len(matrices[i]))
             results[i] = _transpose(result, policy) if _is_tall(matrices[i]) else result
     return results  # pyright: ignore[reportReturnType]  # every index is in one group
@@ -133,29 +132,26 @@ def _first_passes(
     """What the second pass over each stack needs; one that would go in several chunks has none."""
     first = jax.jit(f.first)
     kept: dict[int, Any] = {}
-    last = -1
+    last: int | None = None
     for number, indices in enumerate(stacks):
-        stack, before = _stacked(indices, matrices, policy, kept.get(last))
-        if last in kept:
-            kept[last] = before
-        chunks = _chunks(stack, policy)
+        parts = [matrices[i] for i in indices]
+        if policy.one_stack_at_a_time and last is None:
+            parts = jax.lax.optimization_barrier(parts)
+        elif policy.one_stack_at_a_time:
+            parts, kept[last] = jax.lax.optimization_barrier((parts, kept[last]))
+        chunks = _chunks(_stacked(parts, policy), policy)
         if len(chunks) == 1:
             kept[number], last = first(chunks[0]), number
     return dict(zip(kept, f.between(list(kept.values())), strict=True))
 
 
-def _stacked(
-    indices: list[int], matrices: Sequence[jax.Array], policy: Policy, before: Any
-) -> tuple[Inexact[Array, "count m n"], Any]:
-    """Some of the matrices, wide, as one array; on a GPU it is not made before `before` is, which is returned."""
-    parts = [matrices[i] for i in indices]
-    if policy.one_stack_at_a_time:
-        parts, before = jax.lax.optimization_barrier((parts, before))
+def _stacked(parts: Sequence[jax.Array], policy: Policy) -> Inexact[Array, "count m n"]:
+    """Some of the matrices, wide, as one array."""
     if policy.platform == "gpu" and all(map(_is_tall, parts)):
         # As one: XLA reads a stack either way, and writes each transposed part. 10 % of 2 leaves of 64 x 512 x 128.
-        return _transpose(jnp.concatenate(parts), policy), before
+        return _transpose(jnp.concatenate(parts), policy)
     parts = [_transpose(part, policy) if _is_tall(part) else part for part in parts]
-    return jnp.concatenate(parts) if len(parts) > 1 else parts[0], before
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "count m n"]:
