@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from muonjax._policy import Policy, policy_of
 from pallas_kernels._platform import materialize
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Inexact
+    from jaxtyping import Array, Bool, Inexact
 
 # How large the rounding errors of R may grow.
 _TOLERATED = 1e-2
@@ -94,10 +94,12 @@ def polar_factor(
 ) -> Inexact[Array, "*batch m n"]:
     """`newton_schulz` of checked arguments; `shrinking` is that of a wide x in half precision, where it is known."""
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
-    half = functools.partial(half_precision.iterate, shrinking=shrinking)
-    iterate = half if dtype == jnp.bfloat16 else _iterate
     if settings.implementation == in_vmem.NAME:
         iterate = in_vmem.iterate
+    elif dtype == jnp.bfloat16:
+        iterate = functools.partial(half_precision.iterate, shrinking=shrinking)
+    else:
+        iterate = _iterate
     tall = not axis_name and x.shape[-2] > x.shape[-1]
     y = iterate(x.mT if tall else x, settings, policy, dtype, axis_name)
     return (y.mT if tall else y).astype(x.dtype)
@@ -118,10 +120,11 @@ def _iterate(
 
     x, nonzero = below_one(x.astype(dtype), axis_name)
     first, *others = _segments(settings, m, n, dtype)
-    rank, deflation = min(settings.deflation, m // 8), None
+    rank = min(settings.deflation, m // 8)
     if rank and len(first) > 1:  # the Gram form won't look at X again before its end
         x = materialize(lambda x: pre_deflate(x, rank, axis_name), x, policy.platform)
-    gram, other_fourth_powers = sum_over(axis_name, product(x)), 0.0
+    gram = sum_over(axis_name, product(x))
+    deflation, other_fourth_powers = None, 0.0
     if rank:  # W X has the same polar factor, and smaller dominant singular values
         deflation = shrink_dominant(gram, rank, policy.platform)
         gram, other_fourth_powers = deflation.gram, deflation.other_fourth_powers
@@ -166,24 +169,30 @@ def _left_factor(
     rows: Coefficients, normalized: Normalized, product: SymmetricProduct
 ) -> Inexact[Array, "*batch m m"]:
     """Q with p_k(..p_1(X)) = Q X: after P = a I + b R + c R^2 comes Q <- Q P, R <- P R P."""
-    r, r2, inverse_bound, scale = normalized
-    diagonal = on_diagonal(r)
-
-    def polynomial(a, b, c, scale: Any = 1.0):
-        """P, times `scale`; the identity by a mask: XLA would keep a I for each a, computed before a loop."""
-        p = scaled(r, scale * b * inverse_bound)
-        own = scale * a
-        p = jnp.where(diagonal, p + (own.astype(p.dtype) if isinstance(own, jax.Array) else own), p)
-        if c == 0:
-            return p
-        c = scale * c * inverse_bound**2
-        return p + (product(r, alpha=c) if r2 is None else scaled(r2, c))
-
+    diagonal = on_diagonal(normalized.r)
     if len(rows) == 1:
-        return polynomial(*rows[0], scale)
-    q = p = polynomial(*rows[0])
+        return _polynomial(rows[0], normalized, product, diagonal)
+    now = normalized._replace(scale=1.0)  # which goes into the last product
+    q = p = _polynomial(rows[0], now, product, diagonal)
     for step, row in enumerate(rows[1:], 2):
-        r, r2, inverse_bound = product(product(r, p, alpha=inverse_bound), p), None, 1.0
-        p = polynomial(*row)
-        q = product(q, p, alpha=scale if step == len(rows) else 1.0)
+        now = Normalized(product(product(now.r, p, alpha=now.inverse_bound), p))
+        p = _polynomial(row, now, product, diagonal)
+        q = product(q, p, alpha=normalized.scale if step == len(rows) else 1.0)
     return q
+
+
+def _polynomial(
+    row: tuple[float, float, float],
+    normalized: Normalized,
+    product: SymmetricProduct,
+    diagonal: Bool[Array, "*batch m m"],
+) -> Inexact[Array, "*batch m m"]:
+    """P times the scale; I as the mask `diagonal`, for XLA would keep a I for each a, computed before a loop."""
+    (a, b, c), (r, r2, inverse_bound, scale) = row, normalized
+    p = scaled(r, scale * b * inverse_bound)
+    own = scale * a
+    p = jnp.where(diagonal, p + (own.astype(p.dtype) if isinstance(own, jax.Array) else own), p)
+    if c == 0:
+        return p
+    c = scale * c * inverse_bound**2
+    return p + (product(r, alpha=c) if r2 is None else scaled(r2, c))
