@@ -73,22 +73,22 @@ def map_groups(
     results: list[jax.Array | None] = [None] * len(matrices)
     stacks = [s for group in group_by_shape(matrices) for s in _stacks(group, matrices, policy)]
     whole = f if policy.is_cpu else jax.jit(f)  # one trace for all stacks of a shape
-    kept: dict[int, Any] = {}
-    second: Callable[..., jax.Array] = whole
     # One stack shares nothing, and in one pass what it rounds is kept.
-    if isinstance(f, TwoPasses) and policy.shares_small_matrices and len(stacks) > 1:
-        kept, second = _first_passes(f, stacks, matrices, policy), jax.jit(f.second)
+    apart = f if isinstance(f, TwoPasses) and policy.shares_small_matrices and len(stacks) > 1 else None
+    kept = _first_passes(apart, stacks, matrices, policy) if apart else {}
+    second = jax.jit(apart.second) if apart else None
     last: int | None = None
     for number, indices in enumerate(stacks):
         parts, own = [matrices[i] for i in indices], kept.get(number)
         # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it. The first
         # one after what lies between the passes: XLA would keep what the second shares with the first.
-        if policy.one_stack_at_a_time and last is None:
-            parts, own = jax.lax.optimization_barrier((parts, own))
-        elif policy.one_stack_at_a_time:
-            parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
+        if policy.one_stack_at_a_time:
+            if last is None:
+                parts, own = jax.lax.optimization_barrier((parts, own))
+            else:
+                parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
         stack, last = _stacked(parts, policy), indices[-1]
-        if number in kept:
+        if second and number in kept:
             (chunk,) = _chunks(stack, policy)
             stack = second(chunk, own).reshape(stack.shape)
         else:
@@ -135,10 +135,11 @@ def _first_passes(
     last: int | None = None
     for number, indices in enumerate(stacks):
         parts = [matrices[i] for i in indices]
-        if policy.one_stack_at_a_time and last is None:
-            parts = jax.lax.optimization_barrier(parts)
-        elif policy.one_stack_at_a_time:
-            parts, kept[last] = jax.lax.optimization_barrier((parts, kept[last]))
+        if policy.one_stack_at_a_time:
+            if last is None:
+                parts = jax.lax.optimization_barrier(parts)
+            else:
+                parts, kept[last] = jax.lax.optimization_barrier((parts, kept[last]))
         chunks = _chunks(_stacked(parts, policy), policy)
         if len(chunks) == 1:
             kept[number], last = first(chunks[0]), number
