@@ -1,8 +1,8 @@
 """Batch matrices of equal shape, so that each shape is compiled once.
 
 A group is a list of arrays [batch_i, m, n] of one dtype whose matrices have the same m <= n (tall ones are
-transposed). Its matrices are stacked, on a CPU all of them, on an accelerator in parts that bound the memory: large
-ones stay alone and are never copied. A loop goes over a stack in chunks and writes each chunk's result over its input:
+transposed). Its arrays are stacked, on a CPU all of them, on an accelerator in parts that bound the memory: a large
+one stays alone and is never copied. A loop goes over a stack in chunks and writes each chunk's result over its input:
 the extra memory is the stack and one chunk's iteration, never a second stack.
 """
 
@@ -18,10 +18,13 @@ import jax.numpy as jnp
 
 from muonjax._matrix_view import MatrixView
 from muonjax._policy import Policy
-from pallas_kernels._platform import unknown_to_xla
+from pallas_kernels._platform import numbers_from_loop
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact
+
+Function = Callable[..., jax.Array]
+"""[*batch, m, n], and the mesh axes that shard the columns (default: none) -> the same shape and dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class TwoPasses:
       second: x and its own -> f(x).
     """
 
-    whole: Callable[..., jax.Array]
+    whole: Function
     first: Callable[[jax.Array], Any]
     between: Callable[[Sequence[Any]], list[Any]]
     second: Callable[[jax.Array, Any], jax.Array]
@@ -48,18 +51,15 @@ class TwoPasses:
 
 
 def map_leaves(
-    f: Callable[[jax.Array], jax.Array],
-    leaves: Sequence[jax.Array],
-    views: Sequence[MatrixView],
-    policy: Policy,
+    f: Function | TwoPasses, leaves: Sequence[jax.Array], views: Sequence[MatrixView], policy: Policy
 ) -> list[jax.Array]:
-    """f on each matrix of these leaves, as `map_groups`."""
+    """f on each matrix that `views` show in these leaves, as `map_groups`."""
     matrices = [view.to_matrices(x) for view, x in zip(views, leaves, strict=True)]
     return [view.to_leaf(y) for view, y in zip(views, map_groups(f, matrices, policy), strict=True)]
 
 
 def map_groups(
-    f: Callable[[jax.Array], jax.Array], matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
+    f: Function | TwoPasses, matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
 ) -> list[Inexact[Array, "_batch _m _n"]]:
     """f on each matrix, compiled once per group.
 
@@ -73,30 +73,29 @@ def map_groups(
     results: list[jax.Array | None] = [None] * len(matrices)
     stacks = [s for group in group_by_shape(matrices) for s in _stacks(group, matrices, policy)]
     whole = f if policy.is_cpu else jax.jit(f)  # one trace for all stacks of a shape
-    kept: dict[int, Any] = {}
-    second: Callable[..., jax.Array] = whole
     # One stack shares nothing, and in one pass what it rounds is kept.
-    if isinstance(f, TwoPasses) and policy.shares_small_matrices and len(stacks) > 1:
-        kept, second = _first_passes(f, stacks, matrices, policy), jax.jit(f.second)
+    apart = f if isinstance(f, TwoPasses) and policy.shares_small_matrices and len(stacks) > 1 else None
+    kept = _first_passes(apart, stacks, matrices, policy) if apart else {}
+    second = jax.jit(apart.second) if apart else None
     last: int | None = None
     for number, indices in enumerate(stacks):
+        parts, own = [matrices[i] for i in indices], kept.get(number)
         # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it. The first
         # one after what lies between the passes: XLA would keep what the second shares with the first.
-        if last is None:
-            stack, own = _stacked(indices, matrices, policy, kept.get(number))
-        else:
-            stack, results[last] = _stacked(indices, matrices, policy, results[last])
-            own = kept.get(number)
-        last = indices[-1]
-        if number in kept:
+        if policy.one_stack_at_a_time:
+            if last is None:
+                parts, own = jax.lax.optimization_barrier((parts, own))
+            else:
+                parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
+        stack, last = _stacked(parts, policy), indices[-1]
+        if second and number in kept:
             (chunk,) = _chunks(stack, policy)
             stack = second(chunk, own).reshape(stack.shape)
         else:
             stack = _map_stack(whole, stack, policy)
-        sizes = [matrices[i].shape[0] for i in indices]
-        starts = unknown_to_xla([0, *itertools.accumulate(sizes[:-1])], policy.platform)
+        sizes, alone = [matrices[i].shape[0] for i in indices], len(indices) == 1
+        starts = numbers_from_loop([0, *itertools.accumulate(sizes[:-1])], policy.platform)
         for i, start in zip(indices, starts, strict=True):
-            alone = len(indices) == 1
             result = stack if alone else jax.lax.dynamic_slice_in_dim(stack, start, len(matrices[i]))
             results[i] = _transpose(result, policy) if _is_tall(matrices[i]) else result
     return results  # pyright: ignore[reportReturnType]  # every index is in one group
@@ -111,18 +110,20 @@ def group_by_shape(matrices: Sequence[Inexact[Array, "_batch _m _n"]]) -> list[l
 
 
 def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> list[list[int]]:
-    """A group in parts of about equal size, each to be stacked; an array that is large by itself stays alone."""
-    number, filled = 1, 0
-    for i in group:
-        if filled and filled + matrices[i].size > policy.stack_elements:
-            number, filled = number + 1, 0
-        filled += matrices[i].size
-    total = sum(matrices[i].size for i in group)
-    ends = itertools.accumulate(matrices[i].size for i in group)
-    stacks: list[list[int]] = [[] for _ in range(number)]
-    for i, end in zip(group, ends, strict=True):
-        stacks[(end - 1) * number // total].append(i)
-    return [stack for stack in stacks if stack]
+    """A group in parts, each one array or within the policy's bound; about equal ones, if unequal arrays allow it."""
+    sizes, bound, filled = {i: matrices[i].size for i in group}, policy.stack_elements, 0
+    full: list[list[int]] = []
+    for i, size in sizes.items():
+        if not full or filled + size > bound:
+            full.append([])
+            filled = 0
+        full[-1].append(i)
+        filled += size
+    even: list[list[int]] = [[] for _ in full]
+    for i, end in zip(group, itertools.accumulate(sizes.values()), strict=True):
+        even[(end - 1) * len(full) // sum(sizes.values())].append(i)
+    fits = all(len(stack) == 1 or sum(sizes[i] for i in stack) <= bound for stack in even)
+    return [stack for stack in even if stack] if fits else full
 
 
 def _first_passes(
@@ -131,29 +132,27 @@ def _first_passes(
     """What the second pass over each stack needs; one that would go in several chunks has none."""
     first = jax.jit(f.first)
     kept: dict[int, Any] = {}
-    last = -1
+    last: int | None = None
     for number, indices in enumerate(stacks):
-        stack, before = _stacked(indices, matrices, policy, kept.get(last))
-        if last in kept:
-            kept[last] = before
-        chunks = _chunks(stack, policy)
+        parts = [matrices[i] for i in indices]
+        if policy.one_stack_at_a_time:
+            if last is None:
+                parts = jax.lax.optimization_barrier(parts)
+            else:
+                parts, kept[last] = jax.lax.optimization_barrier((parts, kept[last]))
+        chunks = _chunks(_stacked(parts, policy), policy)
         if len(chunks) == 1:
             kept[number], last = first(chunks[0]), number
     return dict(zip(kept, f.between(list(kept.values())), strict=True))
 
 
-def _stacked(
-    indices: list[int], matrices: Sequence[jax.Array], policy: Policy, before: Any
-) -> tuple[Inexact[Array, "count m n"], Any]:
-    """Some of the matrices, wide, as one array; on a GPU it is not made before `before` is, which is returned."""
-    parts = [matrices[i] for i in indices]
-    if policy.one_stack_at_a_time:
-        parts, before = jax.lax.optimization_barrier((parts, before))
+def _stacked(parts: Sequence[jax.Array], policy: Policy) -> Inexact[Array, "count m n"]:
+    """Some of the matrices, wide, as one array."""
     if policy.platform == "gpu" and all(map(_is_tall, parts)):
         # As one: XLA reads a stack either way, and writes each transposed part. 10 % of 2 leaves of 64 x 512 x 128.
-        return _transpose(jnp.concatenate(parts), policy), before
+        return _transpose(jnp.concatenate(parts), policy)
     parts = [_transpose(part, policy) if _is_tall(part) else part for part in parts]
-    return jnp.concatenate(parts) if len(parts) > 1 else parts[0], before
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "count m n"]:

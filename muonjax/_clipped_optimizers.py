@@ -5,16 +5,11 @@ from typing import Any, TypedDict, Unpack
 import jax
 import optax
 
-from muonjax._arguments import (
-    check_order,
-    explains_keywords,
-    other_state,
-    refuse_positional,
-    require_params,
-)
+from muonjax._arguments import check_order, other_state, refuse_positional, require_params
 from muonjax._clipping.qk_clip import SharedKeys, qk_clip
 from muonjax._clipping.sites import Sites
 from muonjax._inspect import Program
+from muonjax._keywords import explains_keywords
 from muonjax._offload import offload
 from muonjax._optimizers import MuonSettings, muon
 

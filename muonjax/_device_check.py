@@ -89,6 +89,8 @@ def choices(policy: Policy) -> list[dict[str, str]]:
     """What the policy chooses for a float32 matrix of 768 x 3072, and why: what its docstrings say."""
     arguments = {
         "compute_dtype": (jnp.float32,),
+        "exchange_dtype": (jnp.float32,),
+        "shares_products": (768, jnp.dtype(jnp.float32)),
         "joins_last_steps": (768, 3072),
         "symmetric_in_blocks": (768,),
         "chunk_size": (12, (768, 3072)),

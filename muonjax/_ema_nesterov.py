@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._arguments import check_range
-from muonjax._clipping.transform import QKClipState, unboxed
+from muonjax._clipping.transform import QKClipState
 from muonjax._linalg import at_least_float32, scaled
 from muonjax._offload import leaf_by_leaf
+from muonjax._trees import unboxed
 
 
 class EmaNesterovState(NamedTuple):

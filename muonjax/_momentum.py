@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._arguments import check_range
 from muonjax._linalg import at_least_float32
-from muonjax._mesh.distribution import Distribution, even_sharding, spread_specs
+from muonjax._mesh.distribution import Distribution, check_distribution, even_sharding, spread_specs
 from muonjax._mesh.layout import size_of
 from muonjax._offload import leaf_by_leaf
 
@@ -65,8 +66,9 @@ def trace(
       An `optax.GradientTransformation` whose state is `optax.TraceState`, or an `Int8TraceState`.
 
     Raises:
-      TypeError: While tracing, a complex leaf for int8.
-      ValueError: While tracing, a block that would cross a shard, or a state in int8 for another dtype or the reverse.
+      TypeError: A decay that is no number; while tracing, a complex leaf for int8.
+      ValueError: A decay out of its range; while tracing, a block that would cross a shard, or a state in int8 for
+        another dtype or the reverse.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax
@@ -76,28 +78,26 @@ def trace(
 
     Source: `optax.trace`; linear 8-bit momentum for Muon: Gupta et al., 2025 (arXiv:2509.23106).
     """
-    int8 = accumulator_dtype is not None and jnp.dtype(accumulator_dtype) == jnp.int8
-    plain = optax.trace(decay, nesterov, accumulator_dtype=None if int8 else accumulator_dtype)
+    check_range("trace", "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
+    check_distribution(distribution, call="trace")
+    dtype = None if accumulator_dtype is None else jax.dtypes.canonicalize_dtype(accumulator_dtype)
+    int8 = dtype == jnp.int8
     kind: Any = Int8TraceState if int8 else optax.TraceState
 
-    def optax_step(g: jax.Array, m: jax.Array) -> tuple[Any, Any]:
-        ahead, new = plain.update(g, optax.TraceState(m))
-        return ahead, new.trace  # pyright: ignore[reportAttributeAccessIssue]
-
     def step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, ...]:
-        ahead, momentum = optax_step(g, m)
-        return ahead, momentum if accumulator_dtype is not None else momentum.astype(m.dtype)
+        new = g + decay * m
+        return g + decay * new if nesterov else new, new if int8 else new.astype(dtype or m.dtype)
 
     def int8_step(g: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
         wide = g.astype(at_least_float32(g.dtype))
-        ahead, momentum = optax_step(wide, dequantize(values, scale).astype(wide.dtype))
-        return ahead.astype(g.dtype), *quantize(momentum)
+        ahead, new = step(wide, dequantize(values, scale).astype(wide.dtype))
+        return ahead.astype(g.dtype), *quantize(new)
 
     def init(params: optax.Params) -> Any:
         if not int8:
-            return plain.init(params)
+            return optax.trace(decay, accumulator_dtype=dtype).init(params)
         _check_blocks(params, distribution)
-        return zeros(params)
+        return _zeros(params)
 
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
@@ -112,7 +112,7 @@ def trace(
 
 def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
     """Raise for complex leaves, and for blocks that would cross a shard, as far as that is known."""
-    check_real(tree, "trace(accumulator_dtype=jnp.int8)")
+    _check_real(tree, "trace(accumulator_dtype=jnp.int8)")
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if distribution is None:
         shardings = [(own.mesh, own.spec) for own in (jax.typeof(leaf).sharding for _, leaf in leaves)]
@@ -157,7 +157,7 @@ def dequantize(values: Int8[Array, "*leaf"], scale: Float32[Array, "*blocks"]) -
     return (_in_blocks(values).astype(jnp.float32) * scale[..., None]).reshape(values.shape)
 
 
-def zeros(tree: Any) -> Int8TraceState:
+def _zeros(tree: Any) -> Int8TraceState:
     """Momentum zero for a tree of parameters, sharded as they are."""
     # Not `quantize` of zeros: XLA would reduce the constants while it compiles, for minutes.
     values = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.int8), tree)
@@ -166,7 +166,7 @@ def zeros(tree: Any) -> Int8TraceState:
     )
 
 
-def quantize_tree(tree: Any) -> Int8TraceState:
+def _quantize_tree(tree: Any) -> Int8TraceState:
     """`quantize` of every leaf."""
     leaves, treedef = jax.tree.flatten(tree)
     pairs = [quantize(x.astype(at_least_float32(x.dtype))) for x in leaves]
@@ -214,15 +214,15 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
         if dtype == jnp.int8:
             if int8:
                 return node
-            check_real(node.trace, "cast_momentum")
-            return quantize_tree(node.trace)
+            _check_real(node.trace, "cast_momentum")
+            return _quantize_tree(node.trace)
         wide = jax.tree.map(dequantize, node.trace, node.scale) if int8 else node.trace
         return optax.TraceState(jax.tree.map(lambda m: m.astype(dtype), wide))
 
     return treedef.unflatten(map(cast, nodes))
 
 
-def check_real(tree: Any, call: str) -> None:
+def _check_real(tree: Any, call: str) -> None:
     """Raise for complex leaves."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muonjax._arguments import check_range, explains_keywords
+from muonjax._arguments import check_range
 from muonjax._hyperball import hyperball
+from muonjax._keywords import explains_keywords
 from muonjax._match_rms import match_rms
 from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution

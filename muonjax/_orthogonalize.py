@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import optax
 
-from muonjax._batching import map_leaves
+from muonjax._batching import Function, map_leaves
 from muonjax._matrix_view import DimensionNumbersTree, Piece, matrix_pieces, replace_pieces
 from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
-from muonjax._mesh.owner_loop import Function
 from muonjax._mesh.sharded_map import map_on_mesh
-from muonjax._newton_schulz.iteration import exchange_dtype, polar_function
+from muonjax._newton_schulz.polar_function import polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._policy import Policy, policy_of
 from muonjax._trees import leaf_paths
@@ -73,7 +72,7 @@ def orthogonalize(
             dimension_numbers,
             distribution,
             call="orthogonalize",
-            exchanged=lambda x, policy: exchange_dtype(x, settings, policy),
+            exchanged=lambda x, policy: policy.exchange_dtype(x.dtype, settings.compute_dtype),
         )
         return updates, state
 

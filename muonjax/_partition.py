@@ -18,7 +18,7 @@ from muonjax._arguments import (
 from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
 from muonjax._momentum import check_kind, has_int8
 from muonjax._offload import offload
-from muonjax._routing.dimension_numbers import dimension_numbers as route
+from muonjax._routing.dimension_numbers import numbers_tree, routes
 from muonjax._routing.given import check_parameters
 from muonjax._trees import dtype_of, flatten_paths, is_masked
 
@@ -75,13 +75,15 @@ def _fixed() -> optax.GradientTransformation:
 
 
 def _route(
-    numbers: DimensionNumbersTree | None, tree: Any, params: Any, call: str, *, warn: bool
+    given: DimensionNumbersTree | None, tree: Any, params: Any, call: str, *, warn: bool
 ) -> tuple[Any, Any]:
-    """Dimension numbers and the label, "muon", "adam" or "fixed", for every leaf of `tree`, the parameters' tree."""
-    source = route if numbers is None else numbers
+    """Dimension numbers and the label, "muon", "adam" or "fixed", for every leaf of parameters or their gradients."""
     treedef = jax.tree.structure(tree)
-    check_parameters(tree, call)
-    flat = resolve_dimension_numbers(source, tree, call=call)
+    check_parameters(tree, call, warn=warn and given is not None)
+    if given is None:
+        flat = treedef.flatten_up_to(numbers_tree(*routes(tree, call=call, warn=warn)))
+    else:
+        flat = resolve_dimension_numbers(given, tree, call=call)
     numbers = treedef.unflatten(flat)
     if any(flat):  # None for a tree that is one leaf would mean that it is a matrix
         # Here and not in the chain only: momentum would turn an integer leaf into a float one.
@@ -122,6 +124,7 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
 
     Otherwise momentum of another shape would broadcast, or Optax would speak of trees.
     """
+    # A restored state may be of another class, with the same fields.
     if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):
         raise ValueError(other_state(call, state))
     check_kind(call, state, has_int8(expected))

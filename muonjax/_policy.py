@@ -50,6 +50,13 @@ class Policy:
             return jnp.dtype(asked)
         return jnp.dtype(jnp.float32 if self.is_cpu else jnp.bfloat16)
 
+    def exchange_dtype(
+        self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None
+    ) -> jnp.dtype:
+        """Of what a mesh exchanges: bfloat16 where products round to a half type anyway (it has float32's range)."""
+        rounds = jnp.finfo(self.compute_dtype(dtype, asked)).bits == 16 < jnp.finfo(dtype).bits
+        return jnp.dtype(jnp.bfloat16 if rounds else dtype)
+
     @property
     def finer_half(self) -> jnp.dtype:
         """Of thin products and of fused steps' m x m matrices: float16 has three digits more, but no unit of a TPU."""

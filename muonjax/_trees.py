@@ -17,6 +17,11 @@ def is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
+def unboxed(leaf: Any) -> jax.Array:
+    """The array in a leaf of a state: `nnx.Optimizer` keeps each in a variable."""
+    return jax.tree.leaves(leaf)[0]
+
+
 def names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """A key path as names, without the box of Flax at its end: `.value` of a metadata box or of an NNX variable.
 

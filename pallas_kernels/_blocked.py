@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _reference
-from pallas_kernels._platform import unknown_to_xla
+from pallas_kernels._platform import numbers_from_loop
 from pallas_kernels._reference import Operands, epilogue, mirror, product
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _in_blocks(o: Operands, *, rows: int, platform: str) -> Inexact[Array, "*bat
     x, _, c, alpha, beta = o
     bounds = [x.shape[-2] * i // rows for i in range(rows + 1)]
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
-    starts = unknown_to_xla(bounds[:-1], platform)
+    starts = numbers_from_loop(bounds[:-1], platform)
 
     def cut(a, i, axis=-2):
         return lax.dynamic_slice_in_dim(a, starts[i], sizes[i], axis, allow_negative_indices=False)

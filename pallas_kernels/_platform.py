@@ -77,7 +77,7 @@ def _of_device(array: Any) -> Any:
     return next(iter(array.devices())) if concrete else None
 
 
-def unknown_to_xla(numbers: Sequence[int], platform: str) -> Sequence[jax.typing.ArrayLike]:
+def numbers_from_loop(numbers: Sequence[int], platform: str) -> Sequence[jax.typing.ArrayLike]:
     """On a CPU the numbers as results of a loop, int32 each; elsewhere as they are.
 
     XLA compiles equal kernels once, but a slice at a constant of its own is a kernel of its own: with 96 layers of
@@ -99,5 +99,5 @@ def materialize(f: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str
     """
     if platform != "cpu":
         return f(x)
-    _, one = unknown_to_xla((0, 1), platform)
+    _, one = numbers_from_loop((0, 1), platform)
     return lax.cond(one == 1, f, lambda x: x, x)

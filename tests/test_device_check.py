@@ -11,6 +11,7 @@ import pytest
 from benchmarks.common import momentum
 from muonjax import _device_check
 from muonjax.__main__ import main
+from muonjax._policy import Policy
 from pallas_kernels import _blocked
 from tests.tools.tiers import thorough
 
@@ -18,6 +19,14 @@ from tests.tools.tiers import thorough
 def test_the_recorded_spectra_are_those_of_the_data():
     spectra = [-np.log10(s[list(_device_check.PLACES)]) for s in momentum.spectra()[5::11]]
     np.testing.assert_allclose(_device_check.RECORDED, spectra, atol=0.0051)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_each_rule_of_the_policy_has_an_example(platform):
+    rows = _device_check.choices(Policy(platform))
+    assert {"compute_dtype", "chunk_size", "stack_elements"} <= {row["rule"] for row in rows}
+    assert not {"platform", "kind"} & {row["rule"] for row in rows}
+    assert all(row["reason"] for row in rows)
 
 
 @pytest.mark.thorough
@@ -28,9 +37,7 @@ def test_a_device_where_all_is_right(capsys):
     assert "Everything is right" in report["verdict"]
     ran = {row["check"].split(",")[0] for row in report["checks"] if "error" in row}
     assert ran == {"fast", "balanced", "accurate", "'reference'", "'blocked'"}
-    assert {"compute_dtype", "chunk_size", "stack_elements"} <= {row["rule"] for row in report["policy"]}
-    assert not {"platform", "kind"} & {row["rule"] for row in report["policy"]}
-    assert all(row["reason"] for row in report["policy"])
+    assert report["policy"]
     assert set(report["times"][0]["ms"]) == {"Optax", "fast", "balanced"}
 
 

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._arguments import errors_of
+from muonjax._arguments import check_range, errors_of
 from muonjax._clipping.factors import Part, Target, clip_factor, overlap, parameter_factors, scaled_update
 from muonjax._clipping.matching import Modules, as_sites, find_targets
 from muonjax._clipping.sites import Site, Sites
 from muonjax._clipping.sites_from import find_sites
 from muonjax._clipping.statistics import match_statistics
-from muonjax._clipping.transform import check_every_k, check_threshold, clip
+from muonjax._clipping.transform import check_every_k, clip
 from muonjax._trees import is_masked
+
+_USUAL = "; Kimi K2 used 100."
 
 SharedKeys = Literal["query", "balanced", "group"]
 
@@ -85,8 +87,8 @@ def qk_clip(
     Source: Kimi Team, "Kimi K2", 2025, section 2.1, Algorithm 1; J. Su, kexue.fm/archives/11126 (whose
     translation in circulation prints Q·γ and K·γ: that clips twice).
     """
+    check_range("qk_clip", "threshold", threshold, "positive", _USUAL, schedule=True)
     with errors_of("qk_clip"):
-        check_threshold(threshold)
         check_every_k(every_k)
         _check_shared_keys(shared_keys)
         given = None if sites is None else as_sites(sites)
@@ -130,8 +132,8 @@ def apply_qk_clip(
 
     Source: as `qk_clip`.
     """
+    check_range("apply_qk_clip", "threshold", threshold, "positive", _USUAL)
     with errors_of("apply_qk_clip"):
-        check_threshold(threshold)
         _check_shared_keys(shared_keys)
         modules = Modules(params)
         targets = _find(modules, as_sites(sites), shared_keys, threshold)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import optax
 
-from muonjax._arguments import errors_of
+from muonjax._arguments import check_range, errors_of
 from muonjax._clipping.factors import Target
 from muonjax._clipping.matching import Modules, find_targets
 from muonjax._clipping.sites import Site
-from muonjax._clipping.transform import check_every_k, check_threshold, clip
+from muonjax._clipping.transform import check_every_k, clip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,8 @@ class SignalRule:
     products: tuple[tuple[str, ...], ...] | None = None
 
     def __post_init__(self):
+        check_range("SignalRule", "threshold", self.threshold, "positive", ".", schedule=True)
         with errors_of("SignalRule"):
-            check_threshold(self.threshold)
             self._check_powers()
 
     def _check_powers(self):

@@ -1,21 +1,19 @@
 """The transformation that `qk_clip` and `signal_clip` share: scale the weights whose signal exceeds its threshold."""
 
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from muonjax._arguments import check_order, errors_of, other_state, warn_user
+from muonjax._arguments import check_order, errors_of, is_whole, other_state, warn_user
 from muonjax._clipping.factors import Target, clip_factor, parameter_factors, scaled_update
 from muonjax._clipping.largest import larger, largest_of_devices
 from muonjax._clipping.matching import Modules
 from muonjax._clipping.statistics import match_statistics, reporting_advice
 from muonjax._explicit_axes import sharded_like, zero_beside
-from muonjax._trees import flatten_paths, is_masked
+from muonjax._trees import flatten_paths, is_masked, unboxed
 
 
 class QKClipState(NamedTuple):
@@ -59,11 +57,6 @@ class QKClipState(NamedTuple):
         return sum((jnp.sum(unboxed(n)) for n in self.clips.values()), jnp.zeros([], jnp.int32))
 
 
-def unboxed(leaf: Any) -> jax.Array:
-    """The array in a leaf of a state: `nnx.Optimizer` keeps each in a variable."""
-    return jax.tree.leaves(leaf)[0]
-
-
 def clip(
     call: str,
     argument: str,
@@ -84,17 +77,16 @@ def clip(
     def init(params: optax.Params) -> QKClipState:
         # To find the parts of a state that are like parameters, Optax calls `init` with a placeholder without leaves.
         # No part of this state is like a parameter; for Optax, one array in the place of each dictionary means that.
-        placeholder = not jax.tree.leaves(params, is_leaf=is_masked)
+        if not jax.tree.leaves(params, is_leaf=is_masked):
+            return QKClipState(jnp.zeros([], jnp.int32), *(jnp.zeros([]) for _ in range(4)))  # pyright: ignore
         with errors_of(call):
             modules = Modules(params)
-            targets = [] if placeholder else find(modules)
+            targets = find(modules)
         _warn_of_low_precision(call, targets, modules)
         zeros = {t.name: zero_beside(modules.leaves[t.parts[0].path]) for t in targets}
 
-        def full(value: float, dtype: jax.typing.DTypeLike = jnp.float32) -> Any:
+        def full(value: float, dtype: jax.typing.DTypeLike = jnp.float32) -> dict[str, jax.Array]:
             # A new array for each field: a buffer that is in two places can't be donated.
-            if placeholder:
-                return jnp.zeros([])
             shapes = _shapes(targets).items()
             return {name: jnp.full(shape, value, dtype) + zeros[name].astype(dtype) for name, shape in shapes}
 
@@ -123,7 +115,7 @@ def clip(
         if axis_name is not None:
             # Replicas that clip by their own maxima would diverge.
             maxima = {name: largest_of_devices(s, axis_name) for name, s in maxima.items()}
-        state, gammas = _next(state, maxima, targets, every_k)
+        state, gammas = _advance(state, maxima, targets, every_k)
         scales = parameter_factors(targets, gammas)
         paths = flatten_paths(updates)
         if lost := [path for path in scales if path not in paths or is_masked(paths[path])]:
@@ -140,7 +132,7 @@ def clip(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _next(
+def _advance(
     state: QKClipState, maxima: dict[str, jax.Array], targets: Sequence[Target], every_k: int
 ) -> tuple[QKClipState, dict[str, jax.Array]]:
     """The state after this update, and γ of each module: 1 at an update that does not clip."""
@@ -201,20 +193,10 @@ def _shapes(targets: Sequence[Target]) -> dict[str, tuple[int, ...]]:
 
 def check_every_k(every_k: Any) -> None:
     """Raise unless it is a positive whole number, Python's or NumPy's."""
-    if isinstance(every_k, bool) or not isinstance(every_k, numbers.Integral):
+    if not is_whole(every_k):
         raise TypeError(
             f"every_k={every_k!r} must be a Python int. optax.inject_hyperparams makes arrays of numbers, but not with "
             "optax.inject_hyperparams(..., static_args='every_k')."
         )
     if every_k < 1:
         raise ValueError(f"every_k={every_k} must be at least 1.")
-
-
-def check_threshold(threshold: Any) -> None:
-    """Raise unless it is positive. Schedules and JAX arrays pass: their values are not known yet."""
-    if callable(threshold) or isinstance(threshold, jax.Array):
-        return
-    if np.ndim(threshold) or not isinstance(threshold, (numbers.Real, np.generic, np.ndarray)):
-        raise TypeError(f"threshold={threshold!r} must be a number or a schedule.")
-    if not float(threshold) > 0:
-        raise ValueError(f"threshold={threshold!r} must be positive; Kimi K2 used 100.")

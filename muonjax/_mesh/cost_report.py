@@ -10,7 +10,7 @@ from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces
 from muonjax._mesh.assignment import MODES, ModeCost
 from muonjax._mesh.distribution import Distribution, check_distribution, distribution_of, find_mesh
 from muonjax._mesh.sharded_map import assign
-from muonjax._newton_schulz.iteration import exchange_dtype, polar_function
+from muonjax._newton_schulz.polar_function import polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._policy import policy_of
 from muonjax._routing.dimension_numbers import dimension_numbers as route
@@ -105,7 +105,7 @@ def plan(
     pieces = matrix_pieces(route if dimension_numbers is None else dimension_numbers, params, call="plan")
     chosen, views = [p.leaf for p in pieces], [p.view for p in pieces]
     inputs = [p.take(leaves) for p in pieces]
-    dtypes = [exchange_dtype(x, settings, policy) for x in inputs]
+    dtypes = [policy.exchange_dtype(x.dtype, settings.compute_dtype) for x in inputs]
 
     polar = polar_function(settings, policy)
 

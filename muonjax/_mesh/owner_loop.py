@@ -2,7 +2,7 @@
 
 Owners differ in the number and shapes of their matrices, but all devices run one program. So there is one loop for each
 shape. It reads its length, and the offsets of the matrices in the exchanged buffer, from tables that are indexed by the
-owner's coordinates in the mesh. Each shape is thus compiled once, for all owners.
+owner's coordinates in the mesh. Each shape is thus compiled once, for all owners. `layout` explains the words.
 """
 
 import collections
@@ -15,38 +15,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from muonjax._batching import Function
 from muonjax._mesh.layout import UnitLayout
 from muonjax._mesh.rounds import Round
 from muonjax._policy import Policy
 
-Function = Callable[..., jax.Array]
-"""[*batch, m, n], and the mesh axes that shard the columns (default: none) -> the same shape and dtype."""
-
 
 class _Loop(NamedTuple):
-    """The units of one shape, a batch in each iteration.
+    """The units of one shape, a batch in each step.
 
     Attributes:
       layouts: The different layouts of units of this shape.
-      batch: Number of units in an iteration.
-      offsets: [owners, iterations], where each batch starts in the buffer.
-      which: [owners, iterations], the index of each batch's layout in `layouts`.
-      length: [owners], number of iterations.
+      batch: Number of units in a step, which are of one layout.
+      offsets: [owners, steps], where each batch starts in the buffer.
+      layout_index: [owners, steps], of each batch's layout in `layouts`.
+      length: [owners], number of steps.
     """
 
     layouts: tuple[UnitLayout, ...]
     batch: int
     offsets: np.ndarray
-    which: np.ndarray
+    layout_index: np.ndarray
     length: np.ndarray
 
     @property
     def width(self) -> int:
-        """Columns of the buffer that a batch takes."""
+        """Columns of the buffer that a batch takes: shares of one shape, from as many devices, are equal."""
         return self.batch * self.layouts[0].share_size
 
     def in_step(self, idle_offset: int) -> "_Loop":
-        """The same number of iterations on all owners; those that have finished read at `idle_offset`."""
+        """The same number of steps on all owners; those that have finished read at `idle_offset`."""
         busy = np.arange(self.offsets.shape[1]) < self.length[:, None]
         return self._replace(
             offsets=np.where(busy, self.offsets, idle_offset),
@@ -62,8 +60,7 @@ def apply_to_owned(
     owner = jax.lax.axis_index(group.owner_axes) if group.owner_axes else 0
     loops = _loops(round_, policy)
     if group.tensor:
-        # Owners that sum over mesh axes need equally many iterations; one that has finished works on zeros past the
-        # end.
+        # Owners that sum over mesh axes need equally many steps; one that has finished works on zeros past the end.
         loops = [loop.in_step(size) for loop in loops]
         buffer = jnp.pad(buffer, ((0, 0), (0, max(loop.width for loop in loops))))
 
@@ -76,12 +73,12 @@ def apply_to_owned(
             return f(x, group.tensor)
         # On a CPU one at a time, which is no slower there, and each as a batch of one: without a batch axis, the order
         # of XLA's sums depends on the number of devices, and the result would not be bit for bit equal on every mesh.
-        return jax.lax.map(lambda x: f(x[None], group.tensor)[0], x)
+        return jax.lax.map(lambda one: f(one[None], group.tensor)[0], x)
 
     exchanged = {axis: mesh_shape[axis] for axis in group.exchange}
     for loop in loops:
-        offsets, which = jnp.asarray(own(loop.offsets)), jnp.asarray(own(loop.which))
-        body = functools.partial(_iteration, apply, loop, offsets, which, exchanged)
+        tables = jnp.asarray(own(loop.offsets)), jnp.asarray(own(loop.layout_index))
+        body = functools.partial(_batch_step, apply, loop, exchanged, tables)
         buffer = jax.lax.fori_loop(0, own(loop.length), body, buffer)
     return buffer[:, :size]
 
@@ -100,37 +97,47 @@ def _loops(round_: Round, policy: Policy) -> list[_Loop]:
         counts = [collections.Counter(layout for _, layout in row) for row in rows]
         layouts = tuple(dict.fromkeys(layout for count in counts for layout in count))
         common = math.gcd(*(number for count in counts for number in count.values()))
+        # Units of one layout follow each other in the buffer, as `rounds` puts them, so no batch has two layouts.
         batch = 1 if policy.is_cpu else policy.chunk_size(common, shape[1:])
         length = np.array([len(row) // batch for row in rows])
         offsets = np.zeros((len(rows), length.max()), np.int32)
-        which = np.zeros_like(offsets)
+        layout_index = np.zeros_like(offsets)
         for owner, row in enumerate(rows):
             offsets[owner, : length[owner]] = [offset for offset, _ in row[::batch]]
-            which[owner, : length[owner]] = [layouts.index(layout) for _, layout in row[::batch]]
-        loops.append(_Loop(layouts, batch, offsets, which, length))
+            layout_index[owner, : length[owner]] = [layouts.index(layout) for _, layout in row[::batch]]
+        loops.append(_Loop(layouts, batch, offsets, layout_index, length))
     return loops
 
 
-def _iteration(
+def _batch_step(
     apply: Callable[[jax.Array], jax.Array],
     loop: _Loop,
-    offsets: jax.Array,
-    which: jax.Array,
     exchanged: Mapping[str, int],
-    index: jax.Array,
+    tables: tuple[jax.Array, jax.Array],
+    step: jax.Array,
     buffer: jax.Array,
 ) -> jax.Array:
-    """Takes a batch of matrices from the buffer and writes the results over it; `exchanged`: mesh axes and sizes."""
-    start = (0, offsets[index])
+    """Takes a batch of matrices from the buffer and writes the results over it.
+
+    Args:
+      apply: [matrices, m, n] -> the same.
+      loop: Of this shape.
+      exchanged: Mesh axes and their sizes.
+      tables: This owner's offsets and indices of layouts, [steps].
+      step: Which of them.
+      buffer: [devices, size].
+    """
+    offset, layout_index = (table[step] for table in tables)
+    start = (0, offset)
     blocks = jax.lax.dynamic_slice(buffer, start, (buffer.shape[0], loop.width))
     assemble, divide = (
         [functools.partial(way, layout, exchanged, loop.batch) for layout in loop.layouts]
         for way in (_assemble, _divide)
     )
-    x = jax.lax.switch(which[index], assemble, blocks)
+    x = jax.lax.switch(layout_index, assemble, blocks)
     # The barriers keep f's operations apart from the exchange: fused with it, f could round differently on each mesh.
     y = jax.lax.optimization_barrier(apply(jax.lax.optimization_barrier(x)))
-    return jax.lax.dynamic_update_slice(buffer, jax.lax.switch(which[index], divide, y), start)
+    return jax.lax.dynamic_update_slice(buffer, jax.lax.switch(layout_index, divide, y), start)
 
 
 def _assemble(layout: UnitLayout, exchanged: Mapping[str, int], batch: int, blocks: jax.Array) -> jax.Array:

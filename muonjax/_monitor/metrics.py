@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from muonjax._clipping.transform import QKClipState, unboxed
+from muonjax._clipping.transform import QKClipState
 from muonjax._monitor.monitor import MonitorState
+from muonjax._trees import unboxed
 
 
 def metrics(state: Any) -> dict[str, Any]:

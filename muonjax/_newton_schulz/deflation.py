@@ -64,10 +64,11 @@ _PRE_DEFLATED = 8
 # The root mean square polar error that an inexact subspace may cause each time that it is shrunk, as estimated.
 _TOLERANCE = 0.025
 
-
 # Added to k x k matrices in units of their norm: no direction is then below 1e-3 of the largest. Smaller ones would be
 # rounding errors of A = X X^H in float32.
 _RIDGE = 1e-6
+
+# Of steps whose product is about R^(-1/2), for eigenvalues of R from 1e-4 to 1.
 _POLYNOMIALS = never_above_one(polar_express(5, lower=1e-2))
 
 
@@ -111,7 +112,7 @@ def pre_deflate(
     start = _like(x[..., :1], random_start(x.shape[-2], min(rank, _PRE_DEFLATED)))
     v = _dominant_subspace(lambda v: lift(project(v)), start, num_steps=1)
     b = project(v)
-    _, d = _shrinking(v, lift(b))
+    _, d = _map_to_one_target(v, lift(b))
     return x - dot(dot(v, d), b)
 
 
@@ -127,37 +128,39 @@ def shrink_dominant(gram: Inexact[Array, "*batch m m"], rank: int, platform: str
     start = _like(gram[..., :rank], random_start(gram.shape[-1], rank))
     v = _dominant_subspace(lambda v: dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
     av = dot(gram, v)
-    h, d = _shrinking(v, av)
+    h, d = _map_to_one_target(v, av)
 
     # W A W = A - P S^H - S P^H with P = V D and S = A V - P (V^H A V) / 2.
     p = dot(v, d)
     s = av - dot(p, h) / 2
-    both = jnp.concatenate
-    removed = symmetric_product_on(platform, both([p, s], axis=-1), y=both([s, p], axis=-1))
+    ps, sp = jnp.concatenate([p, s], axis=-1), jnp.concatenate([s, p], axis=-1)
+    removed = symmetric_product_on(platform, ps, y=sp)
     shrunk = _above_rounding(gram) - removed
     w = identity_like(d) - dot(dot(adjoint(v), v), d)  # V^H W = w V^H
     return Deflation(p, v, shrunk, _other_fourth_powers(dot(dot(w, h), adjoint(w))))
 
 
-def _shrinking(
+def _map_to_one_target(
     v: Inexact[Array, "*batch m k"], av: Inexact[Array, "*batch m k"]
 ) -> tuple[Inexact[Array, "*batch k k"], Inexact[Array, "*batch k k"]]:
-    """V^H A V and D, from V and A V."""
+    """H = V^H A V and D, from V and A V."""
     h = dot(adjoint(v), av)
     inverse_bound = inverse_norm(h)
-    root = inverse_root(scaled(h, inverse_bound))
-    inverse = dot(root, root)
+    inverse_sqrt = inverse_root(scaled(h, inverse_bound))
+    inverse = dot(inverse_sqrt, inverse_sqrt)
     # The common target of the k directions: close to the smallest of their singular values, so that none of them is
     # then much larger than the rest.
-    target = jax.lax.rsqrt(_largest_eigenvalue(inverse))
-    d = identity_like(root) - scaled(root, target)
+    target = jax.lax.rsqrt(_mean_of_largest(inverse))
+    d = identity_like(inverse_sqrt) - scaled(inverse_sqrt, target)
 
+    # Where U spans the other directions, A is small: U^H (A V - V H) is about -(U^H V) H. So the sines U^H V times D,
+    # the error of W, are about -U^H (A V - V H) D H^-1 (D commutes with H). W has them twice, beside its diagonal.
     residual = dot(scaled(av - dot(v, h), inverse_bound), dot(d, inverse))
     return h, scaled(d, jnp.minimum(1, _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual)))
 
 
-def _largest_eigenvalue(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
-    """Of positive semidefinite a: a mean that weights each with its 16th power."""
+def _mean_of_largest(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
+    """About the largest eigenvalue of positive semidefinite a: a mean that weights each with its 16th power."""
 
     def square(_, power):
         power = dot(power, power)

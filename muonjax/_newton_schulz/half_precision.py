@@ -36,8 +36,8 @@ from muonjax._newton_schulz import short_side
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.normalization import (
     Normalization,
+    eigenvalue_bound,
     inverse_row_norms,
-    largest_eigenvalue,
     or_one,
     power_of_two_scale,
 )
@@ -234,7 +234,7 @@ def _bound(
         if normalization == "aol":
             bound = jnp.full_like(square_norm(r), above)
         else:
-            bound = above * largest_eigenvalue(r.astype(jnp.float32), normalization)
+            bound = above * eigenvalue_bound(r.astype(jnp.float32), normalization)
         return None, 1 / bound, jax.lax.rsqrt(bound)
     r2, k, trace = products.symmetric(r), 0 if basis is None else basis.shape[-1], None
     if basis is not None and k > 1:

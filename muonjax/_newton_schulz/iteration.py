@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from muonjax._batching import TwoPasses
 from muonjax._linalg import (
     MatrixProduct,
     SymmetricProduct,
-    at_least_float32,
     on_diagonal,
     scaled,
     sizes,
@@ -35,12 +33,12 @@ from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.deflation import ROUNDING, pre_deflate, shrink_dominant
 from muonjax._newton_schulz.normalization import Normalized, below_one, normalize
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
-from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
+from muonjax._newton_schulz.thin_deflation import Shrinking
 from muonjax._policy import Policy, policy_of
 from pallas_kernels._platform import materialize
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Inexact
+    from jaxtyping import Array, Bool, Inexact
 
 # How large the rounding errors of R may grow.
 _TOLERATED = 1e-2
@@ -87,31 +85,6 @@ def newton_schulz(
     return polar_factor(x, settings, policy_of(x), axis_name)
 
 
-def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False) -> TwoPasses:
-    """x -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`.
-
-    In half precision a wide x is looked at twice: for what the deflation's k x k matrices are made of, and to apply
-    them. Between the two, batching makes those of many stacks at once.
-    """
-
-    def polar(
-        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = (), shrinking: Shrinking | None = None
-    ) -> Inexact[Array, "*batch m n"]:
-        y = polar_factor(x, settings, policy, axis_name, shrinking)
-        return y * _dual_norm(x, y, axis_name) if adaptive else y
-
-    def first(x: Inexact[Array, "*batch m n"]) -> Sketch | None:
-        half = policy.compute_dtype(x.dtype, settings.compute_dtype) == jnp.bfloat16
-        sketch = half_precision.first_pass(x, settings, policy) if half else None
-        # It would stay in memory until the second pass.
-        return None if sketch is None else sketch._replace(rounded=None)
-
-    def second(x: Inexact[Array, "*batch m n"], shrinking: Shrinking | None) -> Inexact[Array, "*batch m n"]:
-        return polar(x, shrinking=shrinking)
-
-    return TwoPasses(polar, first, functools.partial(half_precision.between, policy=policy), second)
-
-
 def polar_factor(
     x: Inexact[Array, "*batch m n"],
     settings: NewtonSchulz,
@@ -121,10 +94,12 @@ def polar_factor(
 ) -> Inexact[Array, "*batch m n"]:
     """`newton_schulz` of checked arguments; `shrinking` is that of a wide x in half precision, where it is known."""
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
-    half = functools.partial(half_precision.iterate, shrinking=shrinking)
-    iterate = half if dtype == jnp.bfloat16 else _iterate
     if settings.implementation == in_vmem.NAME:
         iterate = in_vmem.iterate
+    elif dtype == jnp.bfloat16:
+        iterate = functools.partial(half_precision.iterate, shrinking=shrinking)
+    else:
+        iterate = _iterate
     tall = not axis_name and x.shape[-2] > x.shape[-1]
     y = iterate(x.mT if tall else x, settings, policy, dtype, axis_name)
     if tall and policy.is_cpu and dtype == jnp.bfloat16:
@@ -148,10 +123,11 @@ def _iterate(
 
     x, nonzero = below_one(x.astype(dtype), axis_name)
     first, *others = _segments(settings, m, n, dtype)
-    rank, deflation = min(settings.deflation, m // 8), None
+    rank = min(settings.deflation, m // 8)
     if rank and len(first) > 1:  # the Gram form won't look at X again before its end
         x = materialize(lambda x: pre_deflate(x, rank, axis_name), x, policy.platform)
-    gram, other_fourth_powers = sum_over(axis_name, product(x)), 0.0
+    gram = sum_over(axis_name, product(x))
+    deflation, other_fourth_powers = None, 0.0
     if rank:  # W X has the same polar factor, and smaller dominant singular values
         deflation = shrink_dominant(gram, rank, policy.platform)
         gram, other_fourth_powers = deflation.gram, deflation.other_fourth_powers
@@ -167,7 +143,7 @@ def _iterate(
 
 
 def _segments(settings: NewtonSchulz, m: int, n: int, dtype: jnp.dtype) -> list[Coefficients]:
-    """The steps, cut where the Gram matrix is made anew. This is the one rule behind form="auto"."""
+    """The steps, cut where the Gram matrix is made anew; this is form="auto" from float32 on (see `half_precision`)."""
     steps = settings.steps
     if settings.form == "gram" or (settings.form == "auto" and n > 1.5 * m):
         cuts = gram_restarts(steps, dtype) if settings.restarts is None else settings.restarts
@@ -196,40 +172,30 @@ def _left_factor(
     rows: Coefficients, normalized: Normalized, product: SymmetricProduct
 ) -> Inexact[Array, "*batch m m"]:
     """Q with p_k(..p_1(X)) = Q X: after P = a I + b R + c R^2 comes Q <- Q P, R <- P R P."""
-    r, r2, inverse_bound, scale = normalized
-    diagonal = on_diagonal(r)
-
-    def polynomial(a, b, c, scale: Any = 1.0):
-        """P, times `scale`; the identity by a mask: XLA would keep a I for each a, computed before a loop."""
-        p = scaled(r, scale * b * inverse_bound)
-        own = scale * a
-        p = jnp.where(diagonal, p + (own.astype(p.dtype) if isinstance(own, jax.Array) else own), p)
-        if c == 0:
-            return p
-        c = scale * c * inverse_bound**2
-        return p + (product(r, alpha=c) if r2 is None else scaled(r2, c))
-
+    diagonal = on_diagonal(normalized.r)
     if len(rows) == 1:
-        return polynomial(*rows[0], scale)
-    q = p = polynomial(*rows[0])
+        return _polynomial(rows[0], normalized, product, diagonal)
+    now = normalized._replace(scale=1.0)  # which goes into the last product
+    q = p = _polynomial(rows[0], now, product, diagonal)
     for step, row in enumerate(rows[1:], 2):
-        r, r2, inverse_bound = product(product(r, p, alpha=inverse_bound), p), None, 1.0
-        p = polynomial(*row)
-        q = product(q, p, alpha=scale if step == len(rows) else 1.0)
+        now = Normalized(product(product(now.r, p, alpha=now.inverse_bound), p))
+        p = _polynomial(row, now, product, diagonal)
+        q = product(q, p, alpha=normalized.scale if step == len(rows) else 1.0)
     return q
 
 
-def exchange_dtype(x: Any, settings: NewtonSchulz, policy: Policy) -> jnp.dtype:
-    """Dtype in which a mesh exchanges x: bfloat16 where the iteration rounds to a half type anyway (it has float32's
-    range)."""
-    operands = policy.compute_dtype(x.dtype, settings.compute_dtype)
-    rounds = jnp.finfo(operands).bits == 16 < jnp.finfo(x.dtype).bits
-    return jnp.dtype(jnp.bfloat16) if rounds else x.dtype
-
-
-def _dual_norm(
-    g: Inexact[Array, "*batch m n"], y: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...]
-) -> Float[Array, "*batch 1 1"]:
-    """<g, y> of each matrix: the dual of the spectral norm, where y is g's polar factor."""
-    product = jnp.sum(g.conj() * y, axis=(-2, -1), keepdims=True, dtype=at_least_float32(g.dtype))
-    return sum_over(axis_name, product).real.astype(y.real.dtype)
+def _polynomial(
+    row: tuple[float, float, float],
+    normalized: Normalized,
+    product: SymmetricProduct,
+    diagonal: Bool[Array, "*batch m m"],
+) -> Inexact[Array, "*batch m m"]:
+    """P times the scale; I as the mask `diagonal`, for XLA would keep a I for each a, computed before a loop."""
+    (a, b, c), (r, r2, inverse_bound, scale) = row, normalized
+    p = scaled(r, scale * b * inverse_bound)
+    own = scale * a
+    p = jnp.where(diagonal, p + (own.astype(p.dtype) if isinstance(own, jax.Array) else own), p)
+    if c == 0:
+        return p
+    c = scale * c * inverse_bound**2
+    return p + (product(r, alpha=c) if r2 is None else scaled(r2, c))

@@ -23,10 +23,10 @@ Normalization = Literal["schatten", "frobenius", "aol", "spectral"]
 def below_one(
     x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
 ) -> tuple[Inexact[Array, "*batch m n"], Bool[Array, "*batch 1 1"]]:
-    """x with entries below 1, and whether it is not zero.
+    """x with entries below 1 (a zero matrix with ones), and whether it is not zero.
 
-    A zero matrix passes as the identity, for its result is to be multiplied by zero: derivatives at zero overflow. The
-    identity is added, for XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
+    A zero matrix becomes the identity, for its result is to be multiplied by zero: derivatives at zero overflow. It is
+    added, for XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
     """
     largest = largest_entry(x, axis_name)
     nonzero = largest != 0
@@ -92,34 +92,47 @@ def normalize(
     normalization: Normalization,
     product: Callable[[jax.Array], jax.Array],
 ) -> tuple[Inexact[Array, "*batch m n"], Normalized]:
-    """x, which only "aol" changes, and its Gram matrix divided by an upper bound of the largest eigenvalue.
+    """x, which only "aol" changes, and its Gram matrix A divided by an upper bound of the largest eigenvalue.
 
     Args:
       other_fourth_powers: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` except the
-        largest; "schatten" subtracts it.
+        largest.
     """
     if normalization == "aol":
         rows = inverse_row_norms(gram)
         return scaled(x, rows), Normalized(scaled(scaled(gram, rows), rows.mT))
-    if normalization != "schatten":
-        bound = largest_eigenvalue(gram, normalization)
-        return x, Normalized(gram / bound.astype(gram.dtype), scale=jax.lax.rsqrt(bound))
-    # ||A||_F first, then ||A^2||_F of what is left: the fourth power of A is no number where A is large or small.
-    schatten4 = jnp.sqrt(or_one(square_norm(gram)))
-    gram = gram / schatten4.astype(gram.dtype)
+    if normalization == "schatten":
+        return x, _by_fourth_powers(gram, other_fourth_powers, product)
+    bound = eigenvalue_bound(gram, normalization)
+    return x, Normalized(gram / bound.astype(gram.dtype), scale=jax.lax.rsqrt(bound))
+
+
+def _by_fourth_powers(
+    gram: Inexact[Array, "*batch m m"],
+    other_fourth_powers: Float[Array, "*batch 1 1"] | float,
+    product: Callable[[jax.Array], jax.Array],
+) -> Normalized:
+    """By the Schatten-8 norm of X: with A = f B, f = ||A||_F, no eigenvalue of A is above f ||B^2||_F^(1/2).
+
+    ||B^2||_F^2 is the sum of the fourth powers of B's eigenvalues. Of all but the largest, some of it is known and
+    subtracted: `other_fourth_powers` / f^4. What is left is that of the largest at least, and 1/m of the sum.
+    """
+    # B, for the fourth power of A is no number where A is large or small.
+    frobenius = jnp.sqrt(or_one(square_norm(gram)))
+    gram = gram / frobenius.astype(gram.dtype)
     gram2 = product(gram)
     fourth = square_norm(gram2)
     # After deflation, a matrix of rank one is so small that the fourth power of its norm would not be a number.
     other_fourth_powers = jnp.where(
-        other_fourth_powers == 0, 0, (jnp.sqrt(jnp.sqrt(or_one(other_fourth_powers))) / schatten4) ** 4
+        other_fourth_powers == 0, 0, (jnp.sqrt(jnp.sqrt(or_one(other_fourth_powers))) / frobenius) ** 4
     )
     fourth = jnp.maximum(fourth - other_fourth_powers, fourth / gram.shape[-1])
-    schatten8 = jnp.sqrt(jnp.sqrt(or_one(fourth)))
-    return x, Normalized(gram, gram2, 1 / schatten8, jax.lax.rsqrt(schatten4 * schatten8))
+    bound = jnp.sqrt(jnp.sqrt(or_one(fourth)))
+    return Normalized(gram, gram2, 1 / bound, jax.lax.rsqrt(frobenius * bound))
 
 
-def largest_eigenvalue(gram: jax.Array, normalization: Normalization) -> Float[Array, "*batch 1 1"]:
-    """Of A, exactly ("spectral"), or its trace, which is no smaller ("frobenius"); of a zero matrix 1."""
+def eigenvalue_bound(gram: jax.Array, normalization: Normalization) -> Float[Array, "*batch 1 1"]:
+    """The largest eigenvalue of A ("spectral"), or its trace, which is no smaller ("frobenius"); of a zero matrix 1."""
     if normalization == "frobenius":
         return or_one(jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None])
     return or_one(jnp.linalg.eigvalsh(gram)[..., -1:, None])

@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from muonjax._arguments import explains_keywords, is_whole, whole_number
+from muonjax._arguments import is_whole, whole_number
+from muonjax._keywords import explains_keywords
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
 from muonjax._newton_schulz.normalization import Normalization
 

@@ -15,6 +15,7 @@ an output head, a warning says so.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -45,9 +46,9 @@ from muonjax._routing.given import (
     undecided_message,
 )
 from muonjax._routing.matrices import is_dense_general, matrices
-from muonjax._routing.output_heads import for_adam, is_input_patches
-from muonjax._routing.roles import Role, module
-from muonjax._routing.siblings import Parameter, Siblings
+from muonjax._routing.output_heads import for_adam
+from muonjax._routing.roles import Parameter, Role, module, words
+from muonjax._routing.siblings import Siblings, is_trailing_window, is_weight, is_window
 from muonjax._routing.stacked_layers import unstack
 from muonjax._trees import Key, dtype_of, flatten_with_names, is_masked
 
@@ -150,6 +151,8 @@ def routes(
     head_sizes: Mapping[tuple[str, ...], int] | None = None,
     outputs_first: bool | None = None,
     partial: bool = False,
+    call: str = "dimension_numbers",
+    warn: bool = True,
 ) -> tuple[list[Route | optax.MaskedNode], Any]:
     """The routes of all leaves in order, masked nodes among them, and the tree's structure.
 
@@ -161,11 +164,13 @@ def routes(
       known: Path to role, from those who know more than names (`muonjax.nnx.dimension_numbers` of a module).
       head_sizes: Path of an attention to the size of its heads, from those who know it.
       outputs_first: Whether leaves called `weight` are (out, in, *window); None: the biases tell.
-      partial: Leave None where a leaf can't be decided, and output heads among the matrices.
+      partial: Leave None where a leaf can't be decided, and output heads among the matrices, and do not warn.
+      call: Whom `params` were given to, for messages about them.
+      warn: Whether to warn of what may be wrong.
     """
     if attention not in ("whole", "heads"):
         raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
-    check_parameters(params, warn=not partial)
+    check_parameters(params, call, warn=warn and not partial)
     paths, leaves, treedef = flatten_with_names(params)
     ruled = apply_rules(["/".join(path) for path in paths], rules)
     known = tables(params) | dict(known or {})
@@ -201,7 +206,7 @@ def routes(
     if not partial:
         ends, chances = for_adam(parameters, {path: numbers for path, (numbers, _) in answers.items()})
         answers |= {path: (None, why) for path, why in ends.items()}
-        if chances:
+        if chances and warn:
             warn_user(chances_message(chances, parameters))
     found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}
     return [
@@ -256,7 +261,7 @@ def _decide(
         return None, role.name
     if rank < 2:
         return None, "vector" if rank else "scalar"
-    if is_input_patches(p):
+    if _is_input_patches(p):
         return None, roles.PATCHES.name
     unknown = role is roles.UNKNOWN and p.stacked is None and not siblings.bias(p)
     if unknown and rank == 3 and scan_axis is not None:
@@ -271,6 +276,21 @@ def _decide(
     if 1 in sides:
         return None, f"{role.name} with one {'row' if sides[0] == 1 else 'column'}"
     return numbers, role.name + (", stacked" if math.prod(p.shape) < math.prod(p.leaf_shape) else "")
+
+
+def _is_input_patches(p: Parameter) -> bool:
+    """Whether a convolution's kernel cuts an image or a video into patches.
+
+    Its window is even, and it is named for an embedding, or it is large and sees few channels.
+    """
+    *window, inputs, outputs = p.shape
+    if is_weight(p) and is_trailing_window(p.shape):
+        outputs, inputs, *window = p.shape
+    elif not is_window(p.shape):
+        return False
+    names = r"embed|patch|stem" if inputs <= 4 else r"embed|patch"
+    named = any(re.search(names, name.lower()) for name in words(p.path)[-4:-1])
+    return window[-1] % 2 == 0 and inputs <= 16 and (named or (window[-1] >= 8 and outputs >= 128))
 
 
 def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> DimensionNumbers | None:

@@ -14,8 +14,7 @@ import jax
 
 from muonjax._arguments import warn_user
 from muonjax._matrix_view import DimensionNumbers, MuonDimensionNumbers, one_or_several
-from muonjax._routing.roles import EMBEDDING, INTERLEAVED, Role, layer_of
-from muonjax._routing.siblings import Parameter
+from muonjax._routing.roles import EMBEDDING, INTERLEAVED, Parameter, Role, layer_of
 from muonjax._trees import Key, flatten_paths, is_masked, names
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")

@@ -19,14 +19,13 @@ from muonjax._matrix_view import (
     one_or_several,
 )
 from muonjax._routing import roles
-from muonjax._routing.roles import layer_of, module, words
+from muonjax._routing.roles import Parameter, layer_of, module, words
 from muonjax._routing.siblings import (
-    Parameter,
     Shape,
     Siblings,
     axis_of_parts,
     is_einsum,
-    is_outputs_first,
+    is_outputs_first_convolution,
     is_weight,
     is_window,
 )
@@ -78,7 +77,7 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
     last = MuonDimensionNumbers(tuple(range(rank - 1)), rank - 1)
     transposed = MuonDimensionNumbers((*range(rank - 2), rank - 1), rank - 2)
     outputs_first = MuonDimensionNumbers(tuple(range(1, rank)), 0)
-    trailing = is_outputs_first(p, siblings)
+    trailing = is_outputs_first_convolution(p, siblings)
     if len(bias) == 1:
         is_transposed = "transpose" in "/".join(p.path).lower()  # Keras' and Haiku's are [*window, out, in]
         orders = ((last, -1), (transposed, -2), (outputs_first, 0))

@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from muonjax._matrix_view import DimensionNumbers, axes_of
 from muonjax._routing import roles
-from muonjax._routing.roles import head_module, is_position, module, stem, words
-from muonjax._routing.siblings import Parameter, is_trailing_window, is_weight, is_window
+from muonjax._routing.roles import Parameter, head_module, is_position, module, stem, words
 
 Path = tuple[str, ...]
 
@@ -40,21 +39,6 @@ _HIDDEN = re.compile(
 )
 _PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions")
 _PROJECTION = re.compile(r"proj|projection")
-
-
-def is_input_patches(p: Parameter) -> bool:
-    """Whether a convolution's kernel cuts an image or a video into patches.
-
-    Its window is even, and it is named for an embedding, or it is large and sees few channels.
-    """
-    *window, inputs, outputs = p.shape
-    if is_weight(p) and is_trailing_window(p.shape):
-        outputs, inputs, *window = p.shape
-    elif not is_window(p.shape):
-        return False
-    names = r"embed|patch|stem" if inputs <= 4 else r"embed|patch"
-    named = any(re.search(names, name.lower()) for name in words(p.path)[-4:-1])
-    return window[-1] % 2 == 0 and inputs <= 16 and (named or (window[-1] >= 8 and outputs >= 128))
 
 
 def for_adam(

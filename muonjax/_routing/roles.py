@@ -34,6 +34,26 @@ class Role(NamedTuple):
     projection: str = ""
 
 
+class Parameter(NamedTuple):
+    """A leaf as one layer sees it.
+
+    Attributes:
+      path: Names from the root.
+      role: What it is in its layer.
+      shape: Its shape in one layer.
+      axes: For each axis of `shape`, which axis of the leaf it is.
+      leaf_shape: Its shape as it is stored.
+      stacked: True where further axes enumerate layers, but it is not known which ones.
+    """
+
+    path: tuple[str, ...]
+    role: Role
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    leaf_shape: tuple[int, ...]
+    stacked: bool | None = None
+
+
 QUERY = Role("attention query", ranks=(2, 3), projection="query")
 KEY = Role("attention key", ranks=(2, 3), projection="key")
 VALUE = Role("attention value", ranks=(2, 3), projection="value")

@@ -3,41 +3,19 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
-from muonjax._routing.roles import FUSED_KV, FUSED_QKV, Role, attention_scope, layer_of, module, words
+from muonjax._routing.roles import FUSED_KV, FUSED_QKV, Parameter, attention_scope, layer_of, module, words
 
 Shape = tuple[int, ...]
-
-
-class Parameter(NamedTuple):
-    """A leaf as one layer sees it.
-
-    Attributes:
-      path: Names from the root.
-      role: What it is in its layer.
-      shape: Its shape in one layer.
-      axes: For each axis of `shape`, which axis of the leaf it is.
-      leaf_shape: Its shape as it is stored.
-      stacked: True where further axes enumerate layers, but it is not known which ones.
-    """
-
-    path: tuple[str, ...]
-    role: Role
-    shape: Shape
-    axes: tuple[int, ...]
-    leaf_shape: Shape
-    stacked: bool | None = None
 
 
 class Siblings:
     """What the parameters of a tree show together.
 
     Attributes:
-      attentions: Attention module to the shapes of its projections, "query" to "out"; "fused" is query, key and
-        value on one axis of heads.
       head_sizes: Attention's scope to the size of its heads, where its module shows it.
-      outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox store them.
+      outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox store them; else
+        (*window, in, out).
     """
 
     def __init__(
@@ -49,20 +27,22 @@ class Siblings:
         self._biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
         self._folders: dict[tuple[str, ...], list[Parameter]] = defaultdict(list)
         self._beside: dict[tuple[str, ...], list[Parameter]] = defaultdict(list)
-        self.attentions: dict[tuple[str, ...], dict[str, Shape]] = defaultdict(dict)
+        self._attentions: dict[tuple[str, ...], dict[str, Shape]] = defaultdict(dict)
         for p in parameters:
             scope, fused = layer_of(p.path)[0], p.role in (FUSED_QKV, FUSED_KV)
             self._folders[words(p.path)[:-1]].append(p)
             self._beside[scope].append(p)
             if p.role.projection:
-                self.attentions[attention_scope(scope)][p.role.projection] = p.shape
+                self._attentions[attention_scope(scope)][p.role.projection] = p.shape
             elif fused and (axis := axis_of_parts(p)) is not None and len(p.shape) == 4:
                 name = "query" if p.role is FUSED_QKV else "key"
-                self.attentions[attention_scope(scope)].setdefault(name, p.shape[:axis] + p.shape[axis + 1 :])
+                self._attentions[attention_scope(scope)].setdefault(
+                    name, p.shape[:axis] + p.shape[axis + 1 :]
+                )
             elif fused:
-                self.attentions[attention_scope(scope)]["fused"] = p.shape
+                self._attentions[attention_scope(scope)]["fused"] = p.shape
         self.head_sizes = head_sizes or {}
-        self.outputs_first = self._outputs_first(parameters) if outputs_first is None else outputs_first
+        self.outputs_first = self._are_outputs_first(parameters) if outputs_first is None else outputs_first
 
     def bias(self, p: Parameter) -> Shape | None:
         """The shape of the bias beside a weight, on one layer's axes."""
@@ -73,8 +53,9 @@ class Siblings:
         return shape
 
     def attention(self, p: Parameter) -> dict[str, Shape]:
-        """The shapes of the attention that a projection belongs to."""
-        return self.attentions.get(attention_scope(layer_of(p.path)[0]), {})
+        """The shapes of all projections of the attention that one belongs to, "query" to "out"; "fused" is query, key
+        and value on one axis of heads."""
+        return self._attentions.get(attention_scope(layer_of(p.path)[0]), {})
 
     def beside(self, p: Parameter) -> Sequence[Parameter]:
         """The parameters whose layer is in the same scope."""
@@ -86,16 +67,16 @@ class Siblings:
 
     def is_batched_factor(self, p: Parameter) -> bool:
         """Whether an adapter has a pair of factors for each matrix of its weight: [*batch, in, rank] beside
-        [*batch, rank, out] and [*batch, in, out]."""
+        [*batch, rank, out] and [*batch, in, out], as w_lora_a beside w_lora_b and w."""
         name = words(p.path)[-1]
         base = re.sub(r"_?lora_[ab]$", "", name)
         found = {words(q.path)[-1]: q.shape for q in self.folder(p)}
         weights = [found[n] for n in ([base] if base else ("w", "kernel", "weight")) if n in found]
-        a, b = (found.get(name[: len(name) - 1] + letter, ()) for letter in "ab")
+        a, b = (found.get(name[:-1] + letter, ()) for letter in "ab")
         pairs = [((*w[:-1], a[-1]), (*w[:-2], a[-1], w[-1])) for w in weights if a and len(w) > 2]
         return (a, b) in pairs
 
-    def _outputs_first(self, parameters: Sequence[Parameter]) -> bool:
+    def _are_outputs_first(self, parameters: Sequence[Parameter]) -> bool:
         votes = 0
         for p in parameters:
             bias = self.bias(p)
@@ -125,7 +106,8 @@ def is_weight(p: Parameter) -> bool:
 
 
 def is_window(shape: Shape) -> bool:
-    """Whether the leading axes of [*window, in, out] look like a window: equal, small and before larger ones."""
+    """Whether the leading axes of [*window, in, out] look like a window: the last two equal and small, none as large as
+    the outputs; one more may count frames."""
     window = shape[:-2]
     return len(shape) in (4, 5) and window[-1] == window[-2] <= 32 and max(window) < shape[-1]
 
@@ -136,7 +118,7 @@ def is_trailing_window(shape: Shape) -> bool:
     return len(shape) in (4, 5) and len(set(window)) == 1 and window[0] <= 32 and window[0] < shape[0]
 
 
-def is_outputs_first(p: Parameter, siblings: Siblings) -> bool:
+def is_outputs_first_convolution(p: Parameter, siblings: Siblings) -> bool:
     """Whether a leaf called `weight` of three axes or more is a convolution's [out, in, *window]."""
     likely = siblings.outputs_first or is_trailing_window(p.shape)
     if p.role.name == "convolution" and len(p.shape) == 3:  # of one window axis, which is the shortest

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 
 from muonjax._routing.given import INSPECT
-from muonjax._routing.roles import ADAPTER, layer_of
-from muonjax._routing.siblings import Parameter, Siblings, is_einsum, is_outputs_first, is_window
+from muonjax._routing.roles import ADAPTER, Parameter, layer_of
+from muonjax._routing.siblings import Siblings, is_einsum, is_outputs_first_convolution, is_window
 
 
 def unstack(parameters: Sequence[Parameter], scan_axis: int | None = None) -> list[Parameter]:
@@ -74,7 +74,7 @@ def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
         not role.projection
         and role.muon
         and rank > 3
-        and (is_window(p.shape) or is_outputs_first(p, siblings))
+        and (is_window(p.shape) or is_outputs_first_convolution(p, siblings))
     ):
         return None
     if ranks and rank > max(ranks):

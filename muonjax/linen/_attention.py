@@ -10,8 +10,8 @@ import optax
 from flax import linen as nn
 from flax.training import train_state
 
-from muonjax._arguments import explains_keywords
 from muonjax._clipping.attention_fn import MeasuringSettings, reporting
+from muonjax._keywords import explains_keywords
 
 SLIP = (
     "muonjax.linen.attention_fn makes an attention function: write attention_fn=muonjax.linen.attention_fn(), with "

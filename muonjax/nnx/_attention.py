@@ -6,8 +6,8 @@ from typing import Unpack
 import jax
 from flax import nnx
 
-from muonjax._arguments import explains_keywords
 from muonjax._clipping.attention_fn import MeasuringSettings, reporting
+from muonjax._keywords import explains_keywords
 
 SLIP = (
     "muonjax.nnx.attention_fn makes an attention function: write attention_fn=muonjax.nnx.attention_fn(), with "

@@ -120,7 +120,9 @@ def test_numpy_settings():
 
 
 @pytest.mark.parametrize(("make", "error", "message"), [
-    (lambda: muonjax.qk_clip(np.float32(-1)), ValueError, "qk_clip: threshold=.*must be positive"),
+    (lambda: muonjax.qk_clip(np.float32(-1)), ValueError, r"qk_clip\(threshold=.*must be positive"),
+    (lambda: muonjax.qk_clip(jnp.float32(-1)), ValueError, "must be positive"),
+    (lambda: muonjax.qk_clip(jnp.ones(2)), TypeError, "must be a number or a schedule"),
     (lambda: muonjax.qk_clip(np.array(0.0)), ValueError, "must be positive"),
     (lambda: muonjax.qk_clip("100"), TypeError, "must be a number or a schedule"),
     (lambda: muonjax.qk_clip(np.ones(2)), TypeError, "must be a number or a schedule"),

@@ -160,25 +160,30 @@ def test_gradient_picture_names_what_is_there():
         assert hasattr(muonjax, name)
 
 
-def test_files_on_the_way_of_a_kernel_are_those_that_run():
+def test_files_on_the_way_of_a_kernel_are_those_that_run_in_their_order():
     page = (DOCS / "way_of_a_gradient.md").read_text()
     section = re.search(r"### One kernel, file by file\n(.*?)\n## ", page, flags=re.DOTALL)
     assert section is not None
-    listed = {f"muonjax/{path}.py" for path in re.findall(r"`(_\w+(?:/\w+)?)`", section[1])}
-    listed |= set(re.findall(r"`(pallas_kernels/\w+\.py)`", section[1]))
-    entered = set()
+    name = r"`(_\w+(?:/\w+)?|pallas_kernels/\w+\.py)`"
+    listed, rows = (
+        [path if path.endswith(".py") else f"muonjax/{path}.py" for path in re.findall(pattern, section[1])]
+        for pattern in (name, rf"\| \d+ \| {name}")
+    )
+    entered = {}
 
     def enter(frame, event, _):
-        entered.add(frame.f_code.co_filename)
+        entered.setdefault(frame.f_code.co_filename)
 
     # Of a size that no other test has: what JAX has traced before is not traced again.
     params = {"query": {"kernel": jax.ShapeDtypeStruct((264, 3, 88), "float32")}}
-    tx = muonjax.muon(1e-3)
     before = sys.getprofile()
     sys.setprofile(enter)
     try:
+        tx = muonjax.muon(1e-3)
         jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
     finally:
         sys.setprofile(before)
-    ours = {pathlib.Path(f).relative_to(ROOT).as_posix() for f in entered if f.startswith(f"{ROOT}/")}
-    assert {f for f in ours if f.startswith(("muonjax/", "pallas_kernels/"))} == listed
+    ours = [pathlib.Path(f).relative_to(ROOT).as_posix() for f in entered if f.startswith(f"{ROOT}/")]
+    ours = [f for f in ours if f.startswith(("muonjax/", "pallas_kernels/"))]
+    assert set(ours) == set(listed)
+    assert [f for f in ours if f in rows] == rows

@@ -97,6 +97,25 @@ def test_settings_of_another_type(make, setting, message):
         make(**({"learning_rate": 1e-3} | setting))
 
 
+@pytest.mark.parametrize(("setting", "error"), [
+    ({"decay": 1.0}, ValueError),
+    ({"decay": jnp.float32(-0.1)}, ValueError),
+    ({"decay": "0.9"}, TypeError),
+    ({"distribution": "fsdp"}, TypeError),
+])  # fmt: skip
+def test_momentum_of_its_own_is_checked_too(setting, error):
+    (name,) = setting
+    with pytest.raises(error, match=rf"^trace\({name}="):
+        muonjax.trace(**({"decay": 0.9} | setting))
+
+
+def test_a_known_setting_is_checked_inside_of_jit():
+    good, bad = jnp.float32(0.9), jnp.float32(-1)
+    jax.eval_shape(lambda: muonjax.muon(1e-3, decay=good).init(PARAMS))
+    with pytest.raises(ValueError, match=r"decay=.*must be in \[0, 1\)"):
+        jax.eval_shape(lambda: muonjax.muon(1e-3, decay=bad).init(PARAMS))
+
+
 def test_settings_without_their_names():
     program = muonjax.inspect(lambda params: jnp.ones(4) @ params["w"] @ jnp.ones(4), {"w": jnp.ones((4, 4))})
     with pytest.raises(

@@ -10,7 +10,7 @@ import muonjax
 from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import MuonDimensionNumbers, NewtonSchulz
 from muonjax._batching import group_by_shape, map_groups
-from muonjax._newton_schulz.iteration import polar_function
+from muonjax._newton_schulz.polar_function import polar_function
 from muonjax._policy import Policy
 from tests.tools import oracles
 from tests.tools.oracles import normal
@@ -99,6 +99,26 @@ def test_stacks_that_share_small_operations_get_what_each_gets_alone(monkeypatch
         assert y.dtype == x.dtype
         apart = jnp.linalg.norm(y - alone(x), axis=(-2, -1)) / jnp.linalg.norm(y, axis=(-2, -1))
         assert apart.max() < 0.05  # one different rounding at the beginning makes 0.03
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ((1, 1, 1, 1), [2, 2]),  # even, and not three and one
+        ((4, 1, 1), [4, 2]),  # a large one stays alone
+        ((32, 1, 1, 1, 1), [32, 3, 1]),
+        ((1, 4, 1), [1, 4, 1]),
+        ((2, 2, 1, 2, 1), [2, 3, 3]),
+        ((3, 3), [3, 3]),
+    ],
+)
+def test_no_stack_but_a_lone_array_is_larger_than_the_bound(counts, expected, monkeypatch):
+    monkeypatch.setattr(Policy, "stack_elements", 3 * 4 * 8)
+    monkeypatch.setattr(Policy, "chunk_size", lambda self, count, shape: count)
+    leaves = [jax.ShapeDtypeStruct((count, 4, 8), "float32") for count in counts]
+    program = jax.make_jaxpr(lambda xs: map_groups(jnp.sin, xs, Policy("gpu")))(leaves)
+    sines = [e.outvars[0].aval for e in program.eqns if e.primitive.name == "jit"]
+    assert [sine.size // (4 * 8) for sine in sines] == expected
 
 
 @pytest.mark.parametrize(

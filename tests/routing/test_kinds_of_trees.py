@@ -1,6 +1,7 @@
 """Trees of parameters in every form that libraries give them, and what is mistaken for one."""
 
 import re
+import warnings
 
 import equinox as eqx
 import jax
@@ -101,8 +102,23 @@ def test_statistics_beside_parameters_are_warned_about():
         muonjax.linen.dimension_numbers(variables)
 
 
+@pytest.mark.parametrize("numbers", [None, lambda tree: jax.tree.map(lambda _: None, tree)])
+def test_an_optimizer_warns_once(numbers):
+    variables = {"params": {"Dense_0": {"kernel": jnp.ones((4, 5))}}, "batch_stats": {"mean": jnp.ones(4)}}
+    tx = muonjax.muon(1e-3, muon_weight_dimension_numbers=numbers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = tx.init(variables)
+        tx.update(variables, state, variables)
+    found = [str(warning.message) for warning in caught if "batch_stats" in str(warning.message)]
+    assert len(found) == 1
+    assert found[0].startswith("muon(params) got batch_stats beside 'params'")
+
+
 COINCIDENCE = {f"Dense_{i}": {"kernel": leaf(n, 100)} for i, n in enumerate((784, 100, 100))}
 VARIABLES = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mean": leaf(4)}}
+IN_KERAS: dict = {"__name__": "keras.src.trainers"}
+exec(compile("def build(call, params): return call(params)", "trainers.py", "exec"), IN_KERAS)
 
 
 @pytest.mark.thorough  # which run without --jax-strict: its wrappers are of no library
@@ -114,6 +130,7 @@ VARIABLES = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mea
         muonjax.tabulate,
         lambda p: jax.eval_shape(muonjax.muon(1e-3).init, p),
         lambda p: jax.eval_shape(optax.chain(optax.clip(1.0), muonjax.muon(1e-3)).init, p),
+        lambda p: IN_KERAS["build"](muonjax.tabulate, p),
     ],
 )
 def test_a_warning_points_at_the_line_that_called(call, params):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from muonjax._routing.roles import read_roles
-from muonjax._routing.siblings import Parameter, Siblings
+from muonjax._routing.roles import Parameter, read_roles
+from muonjax._routing.siblings import Siblings
 from muonjax._routing.stacked_layers import _verdict
 
 # From the layers of Flax and of others: [d, heads size] or [d, heads, size]; [d, 3, heads, size]; [*window, in, out].
