@@ -251,7 +251,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
             f"inspect(fun, params, ...): the first argument is a {type(fun).__name__}; it must be your loss function."
         )
     call = _name(fun)
-    check_arguments(call, fun, params, *args, **kwargs)
+    check_arguments(fun, params, *args, **kwargs)
     leaves, structure = jax.tree.flatten(params)
     if functions := [path for path, leaf in flatten_paths(params).items() if callable(leaf)]:
         raise TypeError(
@@ -292,14 +292,14 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     return Program(decisions, [a for a, _ in _attentions(walk, paths)], params, fun)
 
 
-def check_arguments(call: str, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Raise TypeError where a function does not take these arguments."""
+def check_arguments(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raise TypeError where a function that is to be inspected does not take these arguments."""
     try:
         signature(fun).bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"{call}: {error}. Give what {getattr(fun, '__name__', 'fun')} takes after its first argument too, as a "
-            "batch: arrays or jax.ShapeDtypeStructs."
+            f"{_name(fun)}: {error}. Give what {getattr(fun, '__name__', 'fun')} takes after its first argument too, "
+            "as a batch: arrays or jax.ShapeDtypeStructs."
         ) from None
     except ValueError:  # a builtin without a signature
         return

@@ -79,10 +79,10 @@ def _route(
 ) -> tuple[Any, Any]:
     """Dimension numbers and the label, "muon", "adam" or "fixed", for every leaf of parameters or their gradients."""
     treedef = jax.tree.structure(tree)
-    check_parameters(tree, call, warn=warn and given is not None)
     if given is None:
         flat = treedef.flatten_up_to(numbers_tree(*routes(tree, call=call, warn=warn)))
     else:
+        check_parameters(tree, call, warn=warn)
         flat = resolve_dimension_numbers(given, tree, call=call)
     numbers = treedef.unflatten(flat)
     if any(flat):  # None for a tree that is one leaf would mean that it is a matrix

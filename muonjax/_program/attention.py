@@ -126,10 +126,11 @@ class _Finder:
         self.selecting = {axis for axis in axes if axes.count(axis) > 1}
 
     def heads(self, operand: Side, layout: Layout) -> dict[int, tuple[Atom, ...]]:
-        """The runs of a parameter along the axes of the product along which softmax does not normalize."""
+        """The runs of a parameter along the axes of the product that softmax does not normalize, in its order."""
         found = enumerate(operand.along(layout).axes)
         runs = {d: tuple(a for a in atoms if a.axis >= 0) for d, atoms in found if d not in self.normalized}
-        return {d: atoms for d, atoms in runs.items() if atoms}
+        found = [(d, atoms) for d, atoms in runs.items() if atoms]
+        return dict(sorted(found, key=lambda entry: [(a.axis, -a.stride) for a in entry[1]]))
 
     def call(self, line: str) -> Call:
         logits = self.attention.logits
@@ -210,11 +211,9 @@ class _Finder:
     def _is_read_in_turns(self, key: Image) -> bool:
         """Whether neighbouring heads of queries read different heads of keys, and are no group that shares one."""
         query = self.query.value.images[0].layout
-        found = self.heads(self.query, query)
-        order = sorted(found, key=lambda d: [(a.axis, -a.stride) for a in found[d]])
         counted = []
         for operand, layout in ((self.query, query), (self.key, key.layout)):
-            runs = [a for d in order for a in operand.along(layout).axes[d]]
+            runs = [a for d in self.heads(self.query, query) for a in operand.along(layout).axes[d]]
             outside = itertools.takewhile(lambda a: a.axis < 0, runs)
             counted.append(math.prod(a.size for a in outside) if any(a.axis >= 0 for a in runs) else 1)
         return counted[1] > counted[0]
@@ -299,7 +298,7 @@ class _Finder:
         count = math.prod(a.size for atoms in found.values() for a in atoms)
         if count * math.prod(s.parts for s in image.layout.shards) % query.entries or count > query.entries:
             raise _Refused("its heads are no columns of the projection of its queries")
-        heads = sorted(found, key=lambda d: [(a.axis, -a.stride) for a in found[d]])
+        heads = list(found)
         axes = logits.seen.axes
         counted = {
             k: mine for k, atoms in enumerate(axes) if (mine := [a for a in joined(atoms) if a.axis in found])

@@ -194,7 +194,7 @@ def _inside(start: int, size: int, part: int) -> tuple[int, int]:
 
 def _is_order(indices: Any, size: int) -> bool:
     """Whether these are all positions of an axis, each once."""
-    return np.array_equal(np.sort(indices, None), np.arange(size))
+    return np.size(indices) == size and np.array_equal(np.sort(indices, None), np.arange(size))
 
 
 def _looked_up(

@@ -40,7 +40,7 @@ def inspect(loss_fn: Callable[..., Any], model: nnx.Module, *args: Any, **kwargs
       'added: <doctest muonjax.nnx._program.inspect[3]>:1'
     """
     _check_model("inspect", model)
-    check_arguments(f"inspect({getattr(loss_fn, '__name__', loss_fn)})", loss_fn, model, *args, **kwargs)
+    check_arguments(loss_fn, model, *args, **kwargs)
     structure, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
