@@ -58,7 +58,7 @@ def optimizers(case: sharding.Case, maxtext: Any) -> dict[str, optax.GradientTra
     found = {
         "muonjax": sharding.muon(case, AxisType.Auto),
         "Optax": optax.contrib.muon(
-            1e-3, muon_weight_dimension_numbers=dict.fromkeys(case.leaves, muonjax.MuonDimensionNumbers(1, 2))
+            1e-3, program=dict.fromkeys(case.leaves, muonjax.MuonDimensionNumbers(1, 2))
         ),
     }
     if maxtext is not None:

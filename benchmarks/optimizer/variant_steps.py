@@ -20,12 +20,12 @@ EVERY = 10
 
 def optimizers(grads: Any) -> dict[str, optax.GradientTransformation]:
     """By name; without weight decay, for Hyperball has none."""
-    whole = muonjax.linen.dimension_numbers(grads)
-    heads = muonjax.linen.dimension_numbers(grads, attention="heads")
+    whole = muonjax.dimension_numbers(grads)
+    heads = muonjax.dimension_numbers(grads, attention="heads")
     adam = optax.adamw(1e-3)
 
     def settings(numbers: Any) -> dict[str, Any]:
-        return {"muon_weight_dimension_numbers": numbers, "adam": adam}
+        return {"program": numbers, "adam": adam}
 
     muon = muonjax.muon(1e-3, weight_decay=0.0, **settings(whole))
     return {

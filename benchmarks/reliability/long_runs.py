@@ -69,7 +69,7 @@ def weight_norms(gradients: str, precision: str, *, steps: int = STEPS) -> dict[
         rms=RMS,
         weight_decay=WEIGHT_DECAY,
         mu_dtype=mu_dtype,
-        muon_weight_dimension_numbers=NUMBERS,
+        program=NUMBERS,
         newton_schulz=accurate,
     )
     constant = normal(SHAPES, 1, dtype)

@@ -100,7 +100,7 @@ def compile_step(name: str, rounds: int, option: bool) -> ahead_of_time.Compiled
     distribution = muonjax.Distribution(mesh, specs, mode="owner", chunks=rounds)
     tx = muonjax.muon(
         1e-3,
-        muon_weight_dimension_numbers=muonjax.MuonDimensionNumbers(1, 2),
+        program=muonjax.MuonDimensionNumbers(1, 2),
         newton_schulz=SETTINGS,
         distribution=distribution,
     )

@@ -49,11 +49,11 @@ def optax_muon(rate: Any, numbers: Any, sites: Any) -> optax.GradientTransformat
 
 
 def ours(preset: NewtonSchulz, rate: Any, numbers: Any, sites: Any) -> optax.GradientTransformation:
-    return muonjax.muon(rate, newton_schulz=preset, muon_weight_dimension_numbers=numbers)
+    return muonjax.muon(rate, newton_schulz=preset, program=numbers)
 
 
 def muonclip(rate: Any, numbers: Any, sites: Any) -> optax.GradientTransformation:
-    return muonjax.muonclip(rate, sites, muon_weight_dimension_numbers=numbers)
+    return muonjax.muonclip(rate, sites, dimension_numbers=numbers)
 
 
 COLORS = {"AdamW": "C1", "Optax's Muon": "C7", "fast": "C2", "balanced": "C3", "MuonClip": "C0"}

@@ -47,7 +47,7 @@ class Recipe:
         adam = functools.partial(optax.adamw, b2=0.95, weight_decay=DECAY, mask=decays)
         if self.size == "adamw":
             return adam(rate)
-        numbers = muonjax.linen.dimension_numbers(params, attention=self.attention)
+        numbers = muonjax.dimension_numbers(params, attention=self.attention)
         decay = muonjax.cautious_weight_decay if self.cautious else optax.add_decayed_weights
         if self.size == "hyperball":
             length = [muonjax.hyperball(rate, dimension_numbers=numbers)]

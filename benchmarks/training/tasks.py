@@ -110,7 +110,7 @@ class Run:
         self.graph, state = nnx.split(model, nnx.Param)
         self.params = nnx.to_pure_dict(state)
         # From the model, not only from names: a kernel with one input channel could be a depthwise one.
-        numbers = nnx.to_pure_dict(muonjax.nnx.dimension_numbers(model))
+        numbers = nnx.to_pure_dict(muonjax.dimension_numbers(model))
         self.optimizer = optax.with_extra_args_support(optimizer(numbers, task.sites))
         self.opt_state = self.optimizer.init(self.params)
         self.task, self.seed, self.steps_done = task, seed, 0

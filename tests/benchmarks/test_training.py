@@ -90,7 +90,7 @@ def test_a_tiny_run_is_continued(tmp_path, monkeypatch):
 
 def test_the_convolutions_are_matrices():
     model = training_tasks.ConvNet(4, rngs=nnx.Rngs(0))
-    numbers = nnx.to_pure_dict(muonjax.nnx.dimension_numbers(model))
+    numbers = nnx.to_pure_dict(muonjax.dimension_numbers(model))
     table = muonjax.tabulate(nnx.to_pure_dict(nnx.state(model, nnx.Param)), numbers)
     goes = {line.split()[0]: line for line in table.splitlines() if "/" in line}
     assert "9×4" in goes["first/kernel"]
