@@ -29,7 +29,6 @@ class MatrixSettings(TypedDict, total=False):
     decay: float
     nesterov: bool
     mu_dtype: jax.typing.DTypeLike | None
-    muon_weight_dimension_numbers: DimensionNumbersTree | None
     newton_schulz: NewtonSchulz | None
     adam: optax.GradientTransformation | None
     distribution: Distribution | None
@@ -56,11 +55,11 @@ def _orthogonalized(
     call: str,
     rest: Callable[[Any], tuple[optax.GradientTransformation, ...]],
     adamw: optax.GradientTransformation,
+    program: DimensionNumbersTree | None,
     *,
     decay: float = 0.95,
     nesterov: bool = True,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
     newton_schulz: NewtonSchulz | None = None,
     adam: optax.GradientTransformation | None = None,
     distribution: Distribution | None = None,
@@ -71,12 +70,12 @@ def _orthogonalized(
       call: Names the optimizer in errors.
       rest: Makes the members of the chain after orthogonalization, from the matrices' dimension numbers.
       adamw: The transformation of all other leaves where `adam` is None.
+      program: Which leaves are matrices, and how: what `muonjax.inspect` returns, a tree of `MuonDimensionNumbers` or
+        None, a prefix, or a function of the parameters. None reads it off names and shapes (`muonjax.tabulate` shows
+        how).
       decay: Coefficient of the momentum, in [0, 1).
       nesterov: Look one step ahead, G + decay M; False takes M itself.
       mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is the parameter's.
-      muon_weight_dimension_numbers: Which leaves are matrices, and how: what `muonjax.inspect` returns, a tree of
-        `MuonDimensionNumbers` or None, a prefix, or a function of the parameters. None reads it off paths and shapes
-        (`muonjax.tabulate` shows how).
       newton_schulz: Settings of the orthogonalization; None is `NewtonSchulz.balanced()`.
       adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` with b2 = 0.95.
       distribution: How the parameters are sharded (see `orthogonalize`).
@@ -98,12 +97,13 @@ def _orthogonalized(
             *map(offload, rest(numbers)),  # `trace` moves its own state, and `orthogonalize` has none
         )
 
-    return partition_by_route(call, matrices, adamw if adam is None else adam, muon_weight_dimension_numbers)
+    return partition_by_route(call, matrices, adamw if adam is None else adam, program)
 
 
 @explains_keywords("muon", _orthogonalized)
 def muon(
     learning_rate: optax.ScalarOrSchedule,
+    program: DimensionNumbersTree | None = None,
     *,
     weight_decay: float = 0.1,
     weight_decay_mask: Any = None,
@@ -154,12 +154,14 @@ def muon(
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return _orthogonalized("muon", rest, _adamw(learning_rate, weight_decay, weight_decay_mask), **settings)
+    adamw = _adamw(learning_rate, weight_decay, weight_decay_mask)
+    return _orthogonalized("muon", rest, adamw, program, **settings)
 
 
 @explains_keywords("normuon", muon)
 def normuon(
     learning_rate: optax.ScalarOrSchedule,
+    program: DimensionNumbersTree | None = None,
     *,
     neuron_decay: float = 0.95,
     weight_decay: float = 0.1,
@@ -199,14 +201,14 @@ def normuon(
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return _orthogonalized(
-        "normuon", rest, _adamw(learning_rate, weight_decay, weight_decay_mask), **settings
-    )
+    adamw = _adamw(learning_rate, weight_decay, weight_decay_mask)
+    return _orthogonalized("normuon", rest, adamw, program, **settings)
 
 
 @explains_keywords("muonh", _orthogonalized)
 def muonh(
     learning_rate: optax.ScalarOrSchedule,
+    program: DimensionNumbersTree | None = None,
     *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     **settings: Unpack[MatrixSettings],
@@ -258,6 +260,7 @@ def muonh(
         "muonh",
         rest,
         _adamw(0.0 if adam_learning_rate is None else adam_learning_rate, 0.0, None),
+        program,
         **settings,
     )
 

@@ -156,7 +156,7 @@ def muon(
     auto = axis_type == AxisType.Auto
     return muonjax.muon(
         1e-3,
-        muon_weight_dimension_numbers=NUMBERS,
+        program=NUMBERS,
         newton_schulz=newton_schulz,
         distribution=muonjax.Distribution(case.mesh(), case.specs, **settings) if auto else None,
     )
