@@ -50,8 +50,6 @@ TREES |= {
         ("4096x14336", ("down", "gate", "up")),
     )
 }
-# Those whose matrices a TPU's VMEM holds.
-IN_VMEM = ("GPT-2-small", "Llama-8B, 1024x4096")
 DEFAULT_TREES = {
     "gpu": ("GPT-2-small", "Llama-8B, 4 layers"),
     "tpu": ("GPT-2-small", "Llama-8B, 4096x4096", "Llama-8B, 1024x4096", "Llama-8B, 4096x14336"),
@@ -244,8 +242,6 @@ def main(platform: str, implementation: str, document: str) -> None:
     if reason := ahead_of_time.missing(platform):
         parser.error(reason)
     available = methods(arguments.maxtext) | kernel_methods(implementation)
-    if platform == "tpu":
-        available |= kernel_methods("tpu_vmem")
     chosen = arguments.methods.split(";") if arguments.methods else list(available)
     # Compile a small program first, so that what is loaded only once does not count in the compile time of another.
     warm_up = {"x": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
@@ -253,8 +249,6 @@ def main(platform: str, implementation: str, document: str) -> None:
         ahead_of_time.compile_for(ahead_of_time.CHIPS[chip], optax_update, warm_up)
         for tree in arguments.trees.split(";"):
             for name in chosen:
-                if "tpu_vmem" in name and tree not in IN_VMEM:
-                    continue
                 key = {"chip": chip, "tree": tree, "method": name}
                 same = [row for row in rows if key.items() <= row.items()]
                 if same and not arguments.again:

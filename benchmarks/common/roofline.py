@@ -133,14 +133,12 @@ def gpu(
             "bf16": half,
             "f16": half,
             "symmetric": half,
-            "composition": half,
             "f32 default": tf32,
             "f32 highest": f32,
         },
         efficiency={
             **shares,
             "symmetric": efficiency * symmetric,
-            "composition": COMPOSITION,
             "f32 highest": 0.75,
         },
         memory=memory,
@@ -159,10 +157,6 @@ _DATASHEETS = {
     "H100": (990e12, 495e12, 67e12, 3.35e12, 132),
     "B200": (2250e12, 1125e12, 75e12, 8e12, 148),
 }
-
-# Of a kernel that composes polynomials, of the peak in half types. Counted in the PTX of `_composition_sm90`: six
-# products of a step take 6,100 cycles of the matrix units, what 8 warps do between them 7,000, and nothing overlaps.
-COMPOSITION = 0.4
 
 _CALIBRATION = pathlib.Path(__file__).parents[1] / "results" / "calibration.json"
 _FITTED = json.loads(_CALIBRATION.read_text())["constants"] if _CALIBRATION.exists() else {}

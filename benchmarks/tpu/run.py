@@ -95,8 +95,6 @@ def step(implementation, tree, chip, rounds):
     """Whole updates of a tree, by each method: the sum of the programs that the model counts."""
     totals: dict[str, dict[str, float]] = {}
     chosen = accelerator_model.methods() | accelerator_model.kernel_methods(implementation)
-    if tree in accelerator_model.IN_VMEM:
-        chosen |= accelerator_model.kernel_methods("tpu_vmem")
     for name, (update, dtype) in chosen.items():
         total = {"ms": 0.0, "modelled_ms": 0.0}
         for shapes, count in accelerator_model.parts(tree, name, "tpu"):
