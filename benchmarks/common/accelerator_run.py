@@ -68,7 +68,7 @@ def modelled(chip, method, f, *arguments):
     if chip is None:
         return None
     text = f.lower(*arguments).compile().as_text()
-    found = [accelerator_model.with_cycles(chip, method, launch) for launch in hlo_launches.launches(text)]
+    found = hlo_launches.launches(text)
     return [seconds * 1e3 for seconds in roofline.total_seconds(chip, found)]
 
 
