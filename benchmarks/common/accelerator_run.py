@@ -59,12 +59,12 @@ def timed(calls, chip, rounds):
     )
     baseline = next(iter(seconds.values()))
     return {
-        name: measure.summary(own, baseline) | {"modelled_ms": modelled(chip, name, *calls[name])}
+        name: measure.summary(own, baseline) | {"modelled_ms": modelled(chip, *calls[name])}
         for name, own in seconds.items()
     }
 
 
-def modelled(chip, method, f, *arguments):
+def modelled(chip, f, *arguments):
     if chip is None:
         return None
     text = f.lower(*arguments).compile().as_text()

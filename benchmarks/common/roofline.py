@@ -92,9 +92,6 @@ class Tpu:
         return max(arithmetic, traffic)
 
 
-# Of a TPU's chip, that share the matrices of a Pallas kernel.
-
-
 class Ends(NamedTuple):
     """The two ends of every modelled time."""
 
