@@ -41,7 +41,8 @@ class MuonSettings(MatrixSettings, total=False):
     Example:
       >>> import muonjax, optax
       >>> from typing import Unpack
-      >>> def warmed_up(peak: float, **settings: Unpack[muonjax.MuonSettings]):
+      >>> from muonjax._optimizers import MuonSettings
+      >>> def warmed_up(peak: float, **settings: Unpack[MuonSettings]):
       ...     return muonjax.muon(optax.warmup_constant_schedule(0.0, peak, 100), **settings)
       >>> tx = warmed_up(2e-3, decay=0.9)
     """

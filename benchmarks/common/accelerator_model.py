@@ -7,13 +7,10 @@ soon as it is known; a program whose result is already there is not compiled aga
 import argparse
 import dataclasses
 import gzip
-import importlib.util
 import json
 import math
 import pathlib
 import re
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -80,40 +77,10 @@ def optax_update(tree: Tree) -> Tree:
     return jax.tree.map(one, tree)
 
 
-def maxtext(checkout: pathlib.Path) -> Callable[[Tree], Tree]:
-    """MaxText's Muon on one device, from a checkout of AI-Hypercomputer/maxtext.
-
-    Source: src/maxtext/optimizers/muon.py there, commit e591f30: `orthogonalize`, five steps of Jordan's coefficients,
-    Frobenius norm, one loop for each parameter, products with float32 sums rounded to the parameter's type.
-    """
-    folder = checkout / "src" / "maxtext" / "optimizers"
-    for name in ("maxtext", "maxtext.optimizers"):  # without what else the packages import
-        package = types.ModuleType(name)
-        package.__path__ = [str(folder if name.endswith("optimizers") else folder.parent)]
-        sys.modules[name] = package
-    spec = importlib.util.spec_from_file_location("maxtext.optimizers.muon", folder / "muon.py")
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(f"--maxtext {checkout}: there is no {folder / 'muon.py'}.")
-    muon = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(muon)
-
-    def one(x):
-        return muon.orthogonalize(
-            x,
-            jnp.asarray(muonjax.JORDAN[0]),
-            5,
-            muon.get_precond_fn("frobenius"),
-            muon.NS_ITERATORS["frobenius"],
-            muon.MuonDimensionNumbers(),
-        )
-
-    return lambda tree: jax.tree.map(one, tree)
-
-
-def methods(maxtext_checkout: pathlib.Path | None = None) -> dict[str, Method]:
+def methods() -> dict[str, Method]:
     """The methods to compare, by their names in the tables."""
     fast = muonjax.NewtonSchulz.fast().coefficients
-    found = {
+    return {
         "Optax, float32": (optax_update, jnp.float32),
         "Optax, bfloat16": (optax_update, jnp.bfloat16),
         "fast": ours(coefficients=fast),
@@ -123,9 +90,6 @@ def methods(maxtext_checkout: pathlib.Path | None = None) -> dict[str, Method]:
             coefficients=muonjax.polar_express(6, lower=3e-4), deflation=0
         ),
     }
-    if maxtext_checkout:
-        found["MaxText, bfloat16"] = (maxtext(maxtext_checkout), jnp.bfloat16)
-    return found
 
 
 def kernel_methods(implementation: str) -> dict[str, Method]:
@@ -147,7 +111,7 @@ def parts(tree: str, method: str, platform: str) -> list[tuple[dict[str, tuple[i
     matrices = TREES[tree]
     if platform == "gpu":
         groups = [list(matrices)]
-    elif method.startswith(("Optax", "MaxText")):
+    elif method.startswith("Optax"):
         counts: dict[tuple[int, int], int] = {}
         for shape, count in matrices.values():
             counts[shape] = counts.get(shape, 0) + count
@@ -205,7 +169,6 @@ def model(
         "teraflops": flops,
         "temporary_megabytes": temporary / 1e6,
         "compile_processor_seconds": seconds,
-        "phases": hlo_launches.by_phase(launches, roofline.ROOFLINES[chip.name].pessimistic.seconds),
     }
 
 
@@ -237,13 +200,12 @@ def main(platform: str, implementation: str, document: str) -> None:
     parser.add_argument(
         "--texts", type=pathlib.Path, help="a folder that keeps the programs, to count them again"
     )
-    parser.add_argument("--maxtext", type=pathlib.Path, help="a checkout of AI-Hypercomputer/maxtext")
     parser.add_argument("--out", type=pathlib.Path, default=measure.RESULTS / f"{platform}_model.json")
     arguments = parser.parse_args()
     rows = json.loads(arguments.out.read_text())["results"] if arguments.out.exists() else []
     if reason := ahead_of_time.missing(platform):
         parser.error(reason)
-    available = methods(arguments.maxtext) | kernel_methods(implementation)
+    available = methods() | kernel_methods(implementation)
     if platform == "tpu":
         available |= kernel_methods("tpu_vmem")
     chosen = arguments.methods.split(";") if arguments.methods else list(available)
@@ -266,7 +228,7 @@ def main(platform: str, implementation: str, document: str) -> None:
                 row |= {"commit": measure.provenance()["commit"]}
                 rows = [other for other in rows if other not in same] + [row]
                 _write(arguments.out, platform, rows)
-                print(json.dumps({k: v for k, v in row.items() if k != "phases"}), flush=True)
+                print(json.dumps(row), flush=True)
 
 
 def _place(row: dict[str, Any]) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from benchmarks.common import hlo_counts
 from muonjax import NewtonSchulz
-from muonjax._momentum import block_size, dequantize, quantize
+from muonjax._momentum import Int8TraceState, block_size, dequantize, quantize
 from tests.mesh.layouts import make_mesh, put, under
 from tests.tools.oracles import normal
 from tests.tools.tiers import thorough
@@ -41,7 +41,7 @@ def numpy_rounded(x):
 
 def momenta(state):
     def is_trace(node):
-        return isinstance(node, (optax.TraceState, muonjax.Int8TraceState))
+        return isinstance(node, (optax.TraceState, Int8TraceState))
 
     return [node for node in jax.tree.leaves(state, is_leaf=is_trace) if is_trace(node)]
 
