@@ -65,14 +65,9 @@ def make_optimizer(name: str, rate: float, steps: int) -> optax.GradientTransfor
     return optax.adamw(schedule, b2=0.95, weight_decay=0.0)
 
 
-def forward(model: Transformer, tokens: jax.Array) -> jax.Array:
-    """Logits; the attention logits that the layers report are not needed here."""
-    return nnx.capture(lambda model, tokens: model(tokens), nnx.Intermediate)(model, tokens)[0]
-
-
 def loss_of(model: Transformer, windows: jax.Array) -> jax.Array:
     """Mean loss in nats per byte."""
-    return cross_entropy(forward(model, windows[:, :-1]), windows)
+    return cross_entropy(model(windows[:, :-1]), windows)
 
 
 evaluate = nnx.jit(loss_of)
@@ -120,9 +115,9 @@ def adapt(model: Transformer, optimizer: str, rate: float, text: Text, context: 
     muonjax.nnx.add_loha(model, LAYERS, rank=args.rank, alpha=args.alpha, rngs=nnx.Rngs(args.seed + 1))
     took = fine_tune(model, make_optimizer(optimizer, rate, args.steps), text, context, args)
     held_out = text.held_out_windows(context)
-    apart, loss_apart = forward(model, held_out[:4, :-1]), float(evaluate(model, held_out))
+    apart, loss_apart = model(held_out[:4, :-1]), float(evaluate(model, held_out))
     muonjax.nnx.merge(model)
-    merged, loss_merged = forward(model, held_out[:4, :-1]), float(evaluate(model, held_out))
+    merged, loss_merged = model(held_out[:4, :-1]), float(evaluate(model, held_out))
     muonjax.nnx.remove_loha(model)  # a plain Transformer again
     difference = float(jnp.abs(merged - apart).max())
     if difference > 1e-3 * float(jnp.abs(apart).max()):

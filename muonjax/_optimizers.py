@@ -4,17 +4,15 @@ from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
-from muonjax._arguments import check_range
+from muonjax._arguments import check_flag, check_mask, check_range, check_rate
 from muonjax._hyperball import hyperball
 from muonjax._keywords import explains_keywords
 from muonjax._match_rms import match_rms
 from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
-from muonjax._momentum import trace
+from muonjax._momentum import momentum_dtype, trace
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._normalize_neurons import normalize_neurons
 from muonjax._offload import offload
@@ -40,7 +38,8 @@ class MuonSettings(MatrixSettings, total=False):
     Example:
       >>> import muonjax, optax
       >>> from typing import Unpack
-      >>> def warmed_up(peak: float, **settings: Unpack[muonjax.MuonSettings]):
+      >>> from muonjax._optimizers import MuonSettings
+      >>> def warmed_up(peak: float, **settings: Unpack[MuonSettings]):
       ...     return muonjax.muon(optax.warmup_constant_schedule(0.0, peak, 100), **settings)
       >>> tx = warmed_up(2e-3, decay=0.9)
     """
@@ -80,12 +79,8 @@ def _orthogonalized(
       distribution: How the parameters are sharded (see `orthogonalize`).
     """
     check_range(call, "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
-    if not (mu_dtype is None or _is_dtype_of_momentum(mu_dtype)):
-        injected = " optax.inject_hyperparams takes a dtype for a schedule: give it static_args='mu_dtype'."
-        raise TypeError(
-            f"{call}(mu_dtype={mu_dtype!r}) must be a float type or jnp.int8, such as jnp.bfloat16."
-            f"{injected if isinstance(mu_dtype, jax.Array) else ''}"
-        )
+    check_flag(call, "nesterov", nesterov)
+    momentum_dtype(call, "mu_dtype", mu_dtype)
     check_distribution(distribution, call=call)
     settings_of(newton_schulz, call)
 
@@ -190,6 +185,7 @@ def normuon(
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
     _check_step("normuon", learning_rate, weight_decay, weight_decay_mask)
+    check_range("normuon", "neuron_decay", neuron_decay, "in [0, 1)", "; 0.95 is usual.")
     check_range("normuon", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
 
     def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
@@ -246,32 +242,26 @@ def muonh(
             "muonh(adam_learning_rate=None) needs a learning rate for embeddings, biases and norms, such as 1e-3, "
             "or adam=: its own learning rate is in units of a weight's norm."
         )
+    if adam_learning_rate is not None:
+        check_rate("muonh", "adam_learning_rate", adam_learning_rate, "; 1e-3 is usual.")
 
     def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
         return (hyperball(learning_rate, dimension_numbers=numbers),)
 
-    return _orthogonalized("muonh", rest, _adamw(adam_learning_rate or 0.0, 0.0, None), program, **settings)
-
-
-def _is_dtype_of_momentum(dtype: Any) -> bool:
-    if isinstance(dtype, jax.Array):
-        return False
-    try:
-        return jnp.issubdtype(dtype, jnp.inexact) or jnp.dtype(dtype) == jnp.int8
-    except TypeError:  # such as "bf16"
-        return False
+    return _orthogonalized(
+        "muonh",
+        rest,
+        _adamw(0.0 if adam_learning_rate is None else adam_learning_rate, 0.0, None),
+        program,
+        **settings,
+    )
 
 
 def _check_step(call: str, learning_rate: Any, weight_decay: Any = 0.0, mask: Any = None) -> None:
     """Raise for settings of another type or out of range. What schedules and traced numbers are is not known yet."""
-    wanted = "finite and not negative"
-    check_range(call, "learning_rate", learning_rate, wanted, ": it is the length of a step.", schedule=True)
-    check_range(call, "weight_decay", weight_decay, wanted, "; 0 turns it off.", schedule=True)
-    if not callable(mask) and not all(np.asarray(x).dtype.kind == "b" for x in jax.tree.leaves(mask)):
-        raise TypeError(
-            f"{call}(weight_decay_mask={mask!r}) must be a tree of booleans, a prefix of the parameters' tree, or a "
-            "function of the parameters that returns one."
-        )
+    check_rate(call, "learning_rate", learning_rate, ": it is the length of a step.")
+    check_rate(call, "weight_decay", weight_decay, "; 0 turns it off.")
+    check_mask(call, "weight_decay_mask", mask)
 
 
 def _adamw(
