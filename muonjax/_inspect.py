@@ -128,6 +128,18 @@ class Program:
 
         return structure.unflatten(map(numbers, named))
 
+    def skipped(self, params: Any) -> str:
+        """A sentence about parameters that are masked in `params` or left out, and their attentions; "" for none."""
+        trained = {name for name, leaf in flatten_paths(params).items() if not is_masked(leaf)}
+        if not (left := [name for name in self._decisions if name not in trained]):
+            return ""
+        sites = [
+            (a.name, f"{a.name}/" if a.site.path else "", a.site.scales) for a in self.attentions if a.site
+        ]
+        calm = [name for name, root, scales in sites if any(root + scale.path in left for scale in scales)]
+        clips = f"; not clipped: {listed(calm, ', ')}" if calm else ""
+        return f"Not among these parameters: {listed(left, ', ')}{clips}."
+
     def why(self, path: str) -> str:
         """The reason for the decision on one parameter, with the file and line of its use.
 

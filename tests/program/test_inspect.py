@@ -1,5 +1,6 @@
 """`inspect` and `Program` as a user meets them."""
 
+import re
 import sys
 import warnings
 from types import SimpleNamespace
@@ -74,6 +75,49 @@ def test_parameters_that_were_not_inspected_are_named():
     program = muonjax.inspect(mlp, PARAMS, X)
     with pytest.raises(ValueError, match="without the parameters extra"):
         program.dimension_numbers({**PARAMS, "extra": leaf(2)})
+
+
+def two_layers(params, x):
+    for name in ("below", "above"):
+        x = layer(x, params[name])
+    return jnp.mean((x @ params["out"]) ** 2)
+
+
+def test_parts_of_a_model_train_with_the_program_of_all_of_it():
+    """What another optimizer has is masked for this one; it is not asked for, and the table says so."""
+    one = unstacked(jax.tree.map(jnp.asarray, weights()))[0]
+    params, x = {"below": one, "above": one, "out": jnp.ones((tokens().shape[-1], 1))}, tokens()
+    program = muonjax.inspect(two_layers, params, x)
+    grads = jax.grad(two_layers)(params, x)
+    optimizers = {"train": muonjax.muon(1e-3, program), "frozen": optax.set_to_zero()}
+    tx = optax.partition(optimizers, {"below": "frozen", "above": "train", "out": "train"})
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert not any(map(np.any, jax.tree.leaves(updates["below"])))
+    whole = muonjax.muon(1e-3, program)
+    expected, _ = whole.update(grads, whole.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, updates["above"], expected["above"])
+    for part in ({"below": optax.MaskedNode()} | params | {"below": optax.MaskedNode()}, {"above": one}):
+        last = muonjax.tabulate(part, program).splitlines()[-1]
+        assert re.fullmatch(r"Not among these parameters: .*below/q.*; not clipped: below\.", last)
+    assert "Not among" not in muonjax.tabulate(params, program)
+
+
+def test_an_nnx_optimizer_of_a_part():
+    attention = {"num_heads": 2, "in_features": 8, "decode": False, "rngs": nnx.Rngs(0)}
+    model = nnx.Sequential(nnx.MultiHeadAttention(**attention), nnx.MultiHeadAttention(**attention))
+    only_second = nnx.All(nnx.Param, nnx.PathContains(1))
+
+    def loss_fn(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    program = muonjax.inspect(loss_fn, model, x)
+    optimizer = nnx.Optimizer(model, muonjax.muon(0.1, program), wrt=only_second)
+    value_and_grad = muonjax.value_and_grad(loss_fn, argnums=nnx.DiffState(0, only_second))
+    (before, max_logits), grads = value_and_grad(model, x)
+    optimizer.update(model, grads)
+    assert loss_fn(model, x) < before
+    assert list(max_logits) == ["layers/0", "layers/1"]
 
 
 def test_nothing_depends_on_the_parameters():

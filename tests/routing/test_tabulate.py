@@ -3,6 +3,7 @@
 import jax
 import optax
 import pytest
+from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from muonjax._routing.dimension_numbers import FusedDimensionNumbers, dimension_numbers
@@ -84,14 +85,23 @@ def test_masked_and_empty_trees():
     assert tabulate({}).splitlines()[-1] == "Adam: 0 parameters (0.0 %), 0 leaves"
 
 
-def test_fits_a_hundred_columns():
-    """Long names are shortened in the middle; numbers at their ends stay, so that leaves stay apart."""
-    block = {
-        "MultiHeadDotProductAttention_0": {"query": {"kernel": leaf(24, 768, 12, 64)}},
-        "norm": {"scale": leaf(24, 768)},
-    }
-    tree = {"decoder_of_the_model_7": {"block": block}}
-    lines = tabulate(tree).splitlines()
-    assert max(map(len, lines)) <= 100
-    assert "_0/query/kernel" in lines[2]
-    assert "24 of 768×768" in lines[2]
+def test_names_are_whole_and_reasons_fit_the_terminal(monkeypatch):
+    """A long reason is shortened in its middle: at its end is the line of the code."""
+    query = {"MultiHeadDotProductAttention_0": {"query": {"kernel": leaf(24, 768, 12, 64)}}}
+    tree = {"decoder_of_the_model_7": {"block": query | {"norm": {"scale": leaf(24, 768)}}}}
+    name = "decoder_of_the_model_7/block/MultiHeadDotProductAttention_0/query/kernel"
+    for columns, reason in (("160", "attention query, stacked"), ("70", "attention…y, stacked")):
+        monkeypatch.setenv("COLUMNS", columns)
+        line = tabulate(tree).splitlines()[2]
+        assert line.startswith(f"{name}  24×768×12×64")
+        assert line.endswith(f"  {reason}")
+
+
+def test_an_nnx_model_has_its_parameters_alone():
+    rngs = nnx.Rngs(0)
+    model = nnx.Dict(
+        up=nnx.Linear(4, 5, rngs=rngs), drop=nnx.Dropout(0.5, rngs=rngs), bn=nnx.BatchNorm(5, rngs=rngs)
+    )
+    leaves = [line.split()[0] for line in tabulate(model).splitlines()[2:6]]
+    assert leaves == ["bn/bias", "bn/scale", "up/bias", "up/kernel"]
+    assert tabulate(model, dimension_numbers(model)) == tabulate(model)
