@@ -61,9 +61,7 @@ def make_optimizer(name: str, rate: float, steps: int) -> optax.GradientTransfor
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), steps, 0.1 * rate)
     if name == "muon":
         # Every factor is a thin matrix [in, rank] or [rank, out], so its Gram matrix is rank × rank.
-        return muonjax.muon(
-            schedule, weight_decay=0.0, muon_weight_dimension_numbers=muonjax.nnx.dimension_numbers
-        )
+        return muonjax.muon(schedule, weight_decay=0.0)
     return optax.adamw(schedule, b2=0.95, weight_decay=0.0)
 
 

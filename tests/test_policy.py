@@ -41,7 +41,7 @@ def update(transformation, x):
 CALLS = {
     "newton_schulz": muonjax.newton_schulz,
     "orthogonalize": lambda x: update(muonjax.orthogonalize(dimension_numbers=NUMBERS), x),
-    "muon": lambda x: update(muonjax.muon(1e-3, muon_weight_dimension_numbers=NUMBERS), x),
+    "muon": lambda x: update(muonjax.muon(1e-3, NUMBERS), x),
     "symmetric_product": symmetric_product,
 }
 

@@ -5,12 +5,9 @@ soon as it is known; a program whose result is already there is not compiled aga
 """
 
 import argparse
-import dataclasses
 import gzip
 import json
-import math
 import pathlib
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -47,8 +44,6 @@ TREES |= {
         ("4096x14336", ("down", "gate", "up")),
     )
 }
-# Those whose matrices a TPU's VMEM holds.
-IN_VMEM = ("GPT-2-small", "Llama-8B, 1024x4096")
 DEFAULT_TREES = {
     "gpu": ("GPT-2-small", "Llama-8B, 4 layers"),
     "tpu": ("GPT-2-small", "Llama-8B, 4096x4096", "Llama-8B, 1024x4096", "Llama-8B, 4096x14336"),
@@ -149,7 +144,7 @@ def model(
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(gzip.compress(json.dumps(compiled).encode()))
-        own = [with_cycles(chip.name, name, launch) for launch in hlo_launches.launches(compiled.text)]
+        own = hlo_launches.launches(compiled.text)
         launches += [hlo_launches.repeated(launch, count) for launch in own]
         temporary = max(temporary, compiled.temporary)
         seconds += compiled.seconds * count
@@ -172,23 +167,6 @@ def model(
     }
 
 
-def with_cycles(chip: str, method: str, launch: hlo_launches.Launch) -> hlo_launches.Launch:
-    """The launch, with cycles if it is the kernel whose bundles benchmarks/tpu/bundles.py counted.
-
-    What the kernel can't hide comes on top: the load of the first matrix, and the store of two blocks of columns.
-    """
-    if not launch.name.startswith("tpu_vmem"):
-        return launch
-    batch, m, n = map(int, re.findall(r"f32\[(\d+),(\d+),(\d+)\]", launch.kernel)[0])
-    key = {"chip": chip, "m": m, "n": n, "preset": method.partition(",")[0]}
-    (row,) = (row for row in measure.read("tpu_bundles")["results"] if key.items() <= row.items())
-    model: Any = roofline.ROOFLINES[chip].pessimistic
-    ends = 4 * (m * n + 2 * m * min(n, 512)) / model.memory * model.clock
-    return dataclasses.replace(
-        launch, cycles=round(math.ceil(batch / roofline.CORES[chip]) * row["cycles"] + ends)
-    )
-
-
 def main(platform: str, implementation: str, document: str) -> None:
     """The command line of benchmarks/gpu/model.py and benchmarks/tpu/model.py."""
     chips = [chip.name for chip in ahead_of_time.CHIPS.values() if chip.platform == platform]
@@ -206,8 +184,6 @@ def main(platform: str, implementation: str, document: str) -> None:
     if reason := ahead_of_time.missing(platform):
         parser.error(reason)
     available = methods() | kernel_methods(implementation)
-    if platform == "tpu":
-        available |= kernel_methods("tpu_vmem")
     chosen = arguments.methods.split(";") if arguments.methods else list(available)
     # Compile a small program first, so that what is loaded only once does not count in the compile time of another.
     warm_up = {"x": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
@@ -215,8 +191,6 @@ def main(platform: str, implementation: str, document: str) -> None:
         ahead_of_time.compile_for(ahead_of_time.CHIPS[chip], optax_update, warm_up)
         for tree in arguments.trees.split(";"):
             for name in chosen:
-                if "tpu_vmem" in name and tree not in IN_VMEM:
-                    continue
                 key = {"chip": chip, "tree": tree, "method": name}
                 same = [row for row in rows if key.items() <= row.items()]
                 if same and not arguments.again:

@@ -59,16 +59,16 @@ def timed(calls, chip, rounds):
     )
     baseline = next(iter(seconds.values()))
     return {
-        name: measure.summary(own, baseline) | {"modelled_ms": modelled(chip, name, *calls[name])}
+        name: measure.summary(own, baseline) | {"modelled_ms": modelled(chip, *calls[name])}
         for name, own in seconds.items()
     }
 
 
-def modelled(chip, method, f, *arguments):
+def modelled(chip, f, *arguments):
     if chip is None:
         return None
     text = f.lower(*arguments).compile().as_text()
-    found = [accelerator_model.with_cycles(chip, method, launch) for launch in hlo_launches.launches(text)]
+    found = hlo_launches.launches(text)
     return [seconds * 1e3 for seconds in roofline.total_seconds(chip, found)]
 
 

@@ -32,8 +32,6 @@ _ALGORITHMS = {
 
 # Files of pallas_kernels whose launches compute one triangle of a symmetric product.
 _SYMMETRIC_KERNELS = ("_mosaic_gpu", "_mosaic_tpu", "_quack")
-# The file whose launches compose polynomials of a matrix, in one block for each.
-_COMPOSITIONS = ("_composition_sm90",)
 
 # Calls of libraries that factorize or solve: far from a roofline, so the model counts them by name.
 _FACTORIZATIONS = re.compile(r"potrf|cholesky|triangular|trsm|geqrf|syev|gesvd|getrf", re.I)
@@ -49,7 +47,7 @@ class Launch:
       count: How often it runs.
       flops: Two per multiply-add, of matrix products, by the type in which they are multiplied: "bf16", "f16", "f32
         highest", "f32 default" (TF32 on a GPU, one pass in bfloat16 on a TPU), or "symmetric" for a kernel that
-        computes one triangle, or "composition" for one that composes polynomials.
+        computes one triangle.
       results: The sizes of the products' results.
       moved: Bytes read from and written to main memory, each operand once.
       asynchronous: Whether it runs beside what follows it.
@@ -168,13 +166,7 @@ class _Walk:
             operand = shapes(left(i.operands[0]))[0]
             dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
             depth = math.prod(operand[1][int(d)] for d in re.findall(r"\d+", dims.group(1))) if dims else 1
-        elif i.op == "custom-call" and self._kernel_of(i, _COMPOSITIONS):
-            ((_, (batch, m, _)),) = shapes(left(i.operands[0]))
-            number = int(re.search(r"polynomials:(\d+)", i.attributes).group(1))
-            results.append((batch, m, m))
-            flops["composition"] += 2.0 * batch * m**3 * (6 * number - 4)
-            return
-        elif i.op == "custom-call" and self._kernel_of(i, _SYMMETRIC_KERNELS):
+        elif i.op == "custom-call" and self._is_symmetric_kernel(i):
             # [batch, m, k], the first operand with three axes. A kernel that says what it costs is believed.
             operand = next(s for o in i.operands for s in shapes(left(o)) if len(s[1]) == 3)
             batch, m, k = operand[1]
@@ -189,8 +181,8 @@ class _Walk:
         flops[kind] += 2.0 * products * math.prod(result) * depth
         results.append(result)
 
-    def _kernel_of(self, i: Instruction, files: tuple[str, ...]) -> bool:
-        return any(pathlib.PurePath(file).stem in files for file, _ in self.frames(i.attributes))
+    def _is_symmetric_kernel(self, i: Instruction) -> bool:
+        return any(pathlib.PurePath(file).stem in _SYMMETRIC_KERNELS for file, _ in self.frames(i.attributes))
 
     def _shape(self, computation: str, operand: str) -> str:
         found = self.by_name[computation].get(operand.split(" ")[-1].lstrip("%"))

@@ -92,10 +92,6 @@ class Tpu:
         return max(arithmetic, traffic)
 
 
-# Of a TPU's chip, that share the matrices of a Pallas kernel.
-CORES = {"v5e": 1, "v5p": 2, "v6e": 1}
-
-
 class Ends(NamedTuple):
     """The two ends of every modelled time."""
 
@@ -130,14 +126,12 @@ def gpu(
             "bf16": half,
             "f16": half,
             "symmetric": half,
-            "composition": half,
             "f32 default": tf32,
             "f32 highest": f32,
         },
         efficiency={
             **shares,
             "symmetric": efficiency * symmetric,
-            "composition": COMPOSITION,
             "f32 highest": 0.75,
         },
         memory=memory,
@@ -155,10 +149,6 @@ def gpu(
 _DATASHEETS = {
     "H100": (990e12, 495e12, 67e12, 3.35e12, 132),
 }
-
-# Of a kernel that composes polynomials, of the peak in half types. Counted in the PTX of `_composition_sm90`: six
-# products of a step take 6,100 cycles of the matrix units, what 8 warps do between them 7,000, and nothing overlaps.
-COMPOSITION = 0.4
 
 # The least rms of log(measured / modelled), 0.05: the pessimistic end over 65 shapes of five compiled standard steps in
 # PyTorch (tyler-romero/greyhound, commit 5ae93d6), the optimistic one over products in JAX (marin-community/marin,

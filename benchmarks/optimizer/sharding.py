@@ -145,7 +145,7 @@ def muon(case: Case, axis_type: AxisType | None) -> optax.GradientTransformation
     auto = axis_type == AxisType.Auto
     return muonjax.muon(
         1e-3,
-        muon_weight_dimension_numbers=NUMBERS,
+        program=NUMBERS,
         distribution=muonjax.Distribution(case.mesh(), case.specs) if auto else None,
     )
 

@@ -301,7 +301,7 @@ def test_twenty_steps_of_muon_drift_less_than_a_millionth(axis_type):
 
     def train(params, distribution=None):
         numbers = {n: NUMBERS[n] for n in MATRICES} | {"bias": None}
-        tx = muonjax.muon(1e-3, muon_weight_dimension_numbers=numbers, distribution=distribution)
+        tx = muonjax.muon(1e-3, numbers, distribution=distribution)
 
         def loss(params):
             return sum(jnp.sum(jnp.sin(3 * p) ** 2) for p in params.values())

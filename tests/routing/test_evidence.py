@@ -383,7 +383,7 @@ def test_unequal_parts_are_matrices_of_their_own():
 def test_parts_that_do_not_fit(parts, axis, message):
     params, numbers = {"w": jnp.ones((8, 24))}, FusedDimensionNumbers(0, 1, parts, axis)
     with pytest.raises(ValueError, match=message):
-        muonjax.muon(1e-3, muon_weight_dimension_numbers={"w": numbers}).init(params)
+        muonjax.muon(1e-3, {"w": numbers}).init(params)
     with pytest.raises(ValueError, match=r"'w'.*(sum to|must be|must divide)"):
         dimension_numbers(params, rules=[("w", numbers)])
 

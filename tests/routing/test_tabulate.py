@@ -3,10 +3,8 @@
 import jax
 import optax
 import pytest
-from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
-import muonjax.nnx
 from muonjax._routing.dimension_numbers import FusedDimensionNumbers, dimension_numbers
 from muonjax._routing.tabulate import tabulate
 
@@ -54,16 +52,13 @@ def test_given_tree_function_and_prefix():
 
 
 def test_a_given_tree_keeps_the_reasons_of_whoever_gave_it():
-    """Those of a rule or of a layer's type too; what nobody explained is "given"."""
+    """Those of a rule too; what nobody explained is "given"."""
     by_rule = tabulate(PARAMS, dimension_numbers(PARAMS, rules=[("c_attn", MuonDimensionNumbers(0, 1))]))
     reasons = {line.split()[0]: line.split("  ")[-1].strip() for line in by_rule.splitlines()[2:7]}
     assert reasons["c_attn/kernel"] == "rule"
     assert reasons["block/query/kernel"] == "attention query, stacked"
     mine = {"unheard_of": {"kernel": leaf(6, 7)}}
     assert "given" in tabulate(mine, {"unheard_of": {"kernel": MuonDimensionNumbers(1, 0)}})
-    model = nnx.eval_shape(lambda: nnx.Dict(mix=nnx.Einsum("btd,hde->bthe", (4, 8, 6), rngs=nnx.Rngs(0))))
-    state = nnx.as_pure(nnx.state(model, nnx.Param))
-    assert "einsum" in tabulate(state, muonjax.nnx.dimension_numbers(model))
 
 
 def test_given_tree_must_fit():
