@@ -28,9 +28,6 @@ from muonjax._inspect import inspect as inspect
 from muonjax._match_rms import match_rms as match_rms
 from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
-from muonjax._mesh.assignment import ModeCost as ModeCost
-from muonjax._mesh.cost_report import MeshPlan as MeshPlan
-from muonjax._mesh.cost_report import plan as plan
 from muonjax._mesh.distribution import Distribution as Distribution
 from muonjax._mesh.state_shardings import state_shardings as state_shardings
 from muonjax._momentum import cast_momentum as cast_momentum

@@ -143,8 +143,6 @@ def test_arguments_of_another_kind():
         muonjax.monitor(1e-3)
     with pytest.raises(TypeError, match=r"newton_schulz\(x, settings=5\) must be a NewtonSchulz"):
         muonjax.newton_schulz(jnp.eye(3), 5)
-    with pytest.raises(TypeError, match=r"plan\(newton_schulz=5\) must be a NewtonSchulz"):
-        muonjax.plan(PARAMS, newton_schulz=5)
     with pytest.raises(TypeError, match=r"match_rms\(rms='0.2'\) must be a number\."):
         muonjax.match_rms("0.2")
     with pytest.raises(TypeError, match=r"hyperball\(learning_rate='x'\) must be a number or a schedule"):

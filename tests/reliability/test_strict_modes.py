@@ -265,7 +265,6 @@ CASES = {
     "muonjax.normalize_neurons": of_transformation(lambda: muonjax.normalize_neurons(), matrices),
     "muonjax.normuon": of_transformation(lambda: muonjax.normuon(1e-2)),
     "muonjax.orthogonalize": of_transformation(lambda: muonjax.orthogonalize(), matrices),
-    "muonjax.plan": lambda: muonjax.plan(matrices(), replicated(matrices())),
     "muonjax.qk_clip": of_clip(lambda: muonjax.qk_clip(100.0, [SITE])),
     "muonjax.signal_clip": of_clip(
         lambda: muonjax.signal_clip(muonjax.SignalRule(SITE, 100.0)), name="signals"
