@@ -5,10 +5,10 @@ The evidence, in this order; what comes first decides:
   1. a rule of the caller's; its leaf is evidence only of where a model ends;
   2. the names of the axes, where the array carries them;
   3. the names in the path: what the parameter is (`roles`), if its shape fits;
-  4. which axes count layers: all parameters of a scanned module have one axis more (`stacked_layers`);
+  4. which axes count layers: all parameters of a scanned module have one axis more (`stacked`);
   5. its bias, its attention's other projections, the order of axes in the rest of the tree, and last its own shape
-     (`matrices`);
-  6. whether it is an end of the model: a patch embedding or an output head (`output_heads`).
+     (`axes`);
+  6. whether it is an end of the model: a patch embedding or an output head (`ends`).
 
 What none of them tells is refused, with a rule that decides it. One warning lists the leaves that may be an end of the
 model, or are one by their name or their position alone.
@@ -34,6 +34,8 @@ from muonjax._matrix_view import (
 )
 from muonjax._nnx_models import parameters_of
 from muonjax._routing import roles
+from muonjax._routing.axes import matrices
+from muonjax._routing.ends import for_adam, patch_embedding
 from muonjax._routing.given import (
     Rules,
     apply_rules,
@@ -46,11 +48,9 @@ from muonjax._routing.given import (
     undecided_message,
     unlike_their_names,
 )
-from muonjax._routing.matrices import matrices
-from muonjax._routing.output_heads import for_adam, patch_embedding
+from muonjax._routing.neighbors import Siblings
 from muonjax._routing.roles import Parameter
-from muonjax._routing.siblings import Siblings
-from muonjax._routing.stacked_layers import unstack
+from muonjax._routing.stacked import unstack
 from muonjax._trees import Key, dtype_of, flatten_with_names, is_masked
 
 

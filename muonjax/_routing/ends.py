@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from muonjax._matrix_view import DimensionNumbers, axes_of
 from muonjax._routing import roles
+from muonjax._routing.neighbors import is_bare, is_trailing_window, is_weight, is_window
 from muonjax._routing.roles import Parameter, head_module, module, stem, words
-from muonjax._routing.siblings import is_bare, is_trailing_window, is_weight, is_window
 
 Path = tuple[str, ...]
 

@@ -8,8 +8,8 @@ of three axes shows that there is a stack; its axis is the only position at whic
 import math
 from collections.abc import Sequence
 
+from muonjax._routing.neighbors import Siblings, is_outputs_first_convolution, is_window
 from muonjax._routing.roles import Parameter
-from muonjax._routing.siblings import Siblings, is_outputs_first_convolution, is_window
 
 
 def unstack(parameters: Sequence[Parameter]) -> list[Parameter]:

@@ -17,8 +17,7 @@ from muonjax._matrix_view import (
     one_or_several,
 )
 from muonjax._routing import roles
-from muonjax._routing.roles import Parameter, layer_of, words
-from muonjax._routing.siblings import (
+from muonjax._routing.neighbors import (
     Siblings,
     axis_of_parts,
     is_bare,
@@ -27,6 +26,7 @@ from muonjax._routing.siblings import (
     is_weight,
     is_window,
 )
+from muonjax._routing.roles import Parameter, layer_of, words
 
 
 def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
