@@ -18,7 +18,7 @@ from muonjax._matrix_view import (
 )
 from muonjax._routing import roles
 from muonjax._routing.neighbors import (
-    Siblings,
+    Neighbors,
     axis_of_parts,
     is_bare,
     is_einsum,
@@ -29,25 +29,25 @@ from muonjax._routing.neighbors import (
 from muonjax._routing.roles import Parameter, layer_of, words
 
 
-def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbers | None:
+def matrices(p: Parameter, neighbors: Neighbors, attention: str) -> DimensionNumbers | None:
     """The matrices in one layer's parameter, on that layer's axes; None where nothing tells."""
     role, rank = p.role, len(p.shape)
     only_flat = role in (roles.ADAPTER, roles.RECURRENT)
     if role in (roles.INTERLEAVED, roles.LONE_LETTER) or (only_flat and rank != 2):
         return None
     if role is roles.RECURRENT:
-        return _recurrent(p, siblings)
+        return _recurrent(p, neighbors)
     if role is roles.GATE_UP:
-        return _gate_up(p, siblings)
+        return _gate_up(p, neighbors)
     is_fused = role in (roles.FUSED_QKV, roles.FUSED_KV)
     if is_fused:
-        numbers = _fused(p, siblings)
+        numbers = _fused(p, neighbors)
     elif rank == 2:
-        numbers = _dense(p, siblings)
+        numbers = _dense(p, neighbors)
     elif role.projection:
-        numbers = _attention(p, siblings) if rank == 3 else None
+        numbers = _attention(p, neighbors) if rank == 3 else None
     else:
-        numbers = role.layouts.get(rank) or _kernel(p, siblings)
+        numbers = role.layouts.get(rank) or _kernel(p, neighbors)
     has_heads = is_fused or role in (roles.QUERY, roles.KEY, roles.VALUE, roles.MLA_UP)
     if attention == "heads" and numbers and has_heads:
         *heads, last = axes_of(numbers.output_axis)
@@ -55,24 +55,24 @@ def matrices(p: Parameter, siblings: Siblings, attention: str) -> DimensionNumbe
     return numbers
 
 
-def _dense(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers:
+def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers:
     """(in, out), or (out, in) where the bias or the rest of the tree says so."""
-    bias, outputs_first = siblings.bias(p), is_weight(p) and siblings.outputs_first
+    bias, outputs_first = neighbors.bias(p), is_weight(p) and neighbors.outputs_first
     if bias and p.shape[0] != p.shape[1]:
         outputs_first = bias == p.shape[:1]
     elif p.role is roles.ROUTER and is_weight(p) and 8 * p.shape[0] <= p.shape[1]:
         outputs_first = True  # there are fewer experts than features
     elif re.fullmatch(r"(\w+_)?(down|wo)(_proj)?", layer_of(p.path)[1]):
-        up = [q for q in siblings.beside(p) if re.fullmatch(r"(\w+_)?(up|wi)(_proj)?", layer_of(q.path)[1])]
+        up = [q for q in neighbors.beside(p) if re.fullmatch(r"(\w+_)?(up|wi)(_proj)?", layer_of(q.path)[1])]
         outputs_first ^= any(q.shape == p.shape and p.shape[0] != p.shape[1] for q in up)  # [d, hidden] both
     return MuonDimensionNumbers(1, 0) if outputs_first else MuonDimensionNumbers(0, 1)
 
 
-def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
+def _kernel(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     """The kernel of a convolution, of a DenseGeneral, or of an einsum with a bias."""
-    shape, rank, bias = p.shape, len(p.shape), siblings.bias(p) or ()
+    shape, rank, bias = p.shape, len(p.shape), neighbors.bias(p) or ()
     is_transposed = "transpose" in "/".join(p.path).lower()  # Keras' and Haiku's are [*window, out, in]
-    first = 0 if is_outputs_first_convolution(p, siblings) else rank - 2 if is_transposed else rank - 1
+    first = 0 if is_outputs_first_convolution(p, neighbors) else rank - 2 if is_transposed else rank - 1
     likely = first == 0 or p.role is roles.CONVOLUTION or (is_window(shape) and not is_bare(p))
     if len(bias) == 1:
         outputs = [axis for axis in (first, rank - 1, rank - 2, 0) if shape[axis] == bias[0]][:1]
@@ -89,9 +89,9 @@ def _kernel(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
 _ORDERS = (("dhs", "hsd"), ("dhs", "dhs"), ("hds", "hsd"))
 
 
-def _attention(p: Parameter, siblings: Siblings) -> MuonDimensionNumbers | None:
+def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     """Query, key, value and output in the first order that no shape in the attention contradicts."""
-    shapes = {name: shape for name, shape in siblings.attention(p).items() if len(shape) == 3}
+    shapes = {name: shape for name, shape in neighbors.attention(p).items() if len(shape) == 3}
     if [*shapes] == ["out"] and words(p.path)[-1] != "kernel" and not is_einsum(p):
         return None  # in two orders
     for order in reversed(_ORDERS) if is_einsum(p) else _ORDERS:
@@ -113,10 +113,10 @@ def _contradict(read: Mapping[str, Mapping[str, int]]) -> bool:
     return bool(query and out and query != out) or any(a and b and a % b for a, b in multiples)
 
 
-def _fused(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
+def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """Query, key and value, or key and value: on an axis of their own, or side by side in one of two axes."""
-    bias, parts, batch = siblings.bias(p), p.role.parts, axis_of_parts(p)
-    if len(p.shape) == 4 and batch is not None and (inner := _attention(p, siblings)):
+    bias, parts, batch = neighbors.bias(p), p.role.parts, axis_of_parts(p)
+    if len(p.shape) == 4 and batch is not None and (inner := _attention(p, neighbors)):
         rows, columns = ([i + (i >= batch) for i in axes_of(axes)] for axes in inner)
         return MuonDimensionNumbers(one_or_several(rows), one_or_several(columns))
     if len(p.shape) != 2:
@@ -129,32 +129,32 @@ def _fused(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
     return FusedDimensionNumbers(1 - axis, axis, parts, axis) if fits else None
 
 
-def _gate_up(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
+def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """Gate and up side by side in the last axis, or on an axis of two."""
     shape, rank, batch = p.shape, len(p.shape), axis_of_parts(p)
     if rank == 2:
-        numbers = _dense(p, siblings)
+        numbers = _dense(p, neighbors)
         (axis,) = axes_of(numbers.output_axis)
         return FusedDimensionNumbers(*numbers, 2, axis) if shape[axis] % 2 == 0 else None
     if batch is None or batch + 4 <= rank:  # on an axis of two, below experts or not
         return None
     inner = tuple(i for i in range(rank - 3, rank) if i != batch)
     sides = tuple(shape[i] for i in inner)
-    down = [q.shape[-2:] for q in siblings.beside(p) if q.role.muon and len(q.shape) == rank - 1]
+    down = [q.shape[-2:] for q in neighbors.beside(p) if q.role.muon and len(q.shape) == rank - 1]
     if sides[0] != sides[1] and sides in down:
         inner = inner[::-1]  # stored as the down kernel is
     return MuonDimensionNumbers(*inner)
 
 
-def _recurrent(p: Parameter, siblings: Siblings) -> DimensionNumbers | None:
+def _recurrent(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """The kernels of a GRU's or an LSTM's gates side by side: as many as the recurrent one is longer than wide."""
-    flat = [q for q in siblings.beside(p) if len(q.shape) == 2]
+    flat = [q for q in neighbors.beside(p) if len(q.shape) == 2]
     kernels = [q.shape for q in flat if re.search("(hh|_h)$", layer_of(q.path)[1])]
     if len(kernels) != 1:
         return None
     hidden, outputs = sorted(kernels[0])
     if hidden == outputs:
-        return _dense(p, siblings)
+        return _dense(p, neighbors)
     axis = kernels[0].index(outputs)
     is_cut = outputs in (3 * hidden, 4 * hidden) and p.shape[axis] == outputs
     return FusedDimensionNumbers(1 - axis, axis, outputs // hidden, axis) if is_cut else None

@@ -48,7 +48,7 @@ from muonjax._routing.given import (
     undecided_message,
     unlike_their_names,
 )
-from muonjax._routing.neighbors import Siblings
+from muonjax._routing.neighbors import Neighbors
 from muonjax._routing.roles import Parameter
 from muonjax._routing.stacked import unstack
 from muonjax._trees import Key, dtype_of, flatten_with_names, is_masked
@@ -189,8 +189,8 @@ def routes(
             role = roles.EMBEDDING if name in in_tables else role
             undecided.append(Parameter(path, role, shape, tuple(range(len(shape))), shape))
     parameters = unstack(undecided)
-    siblings = Siblings(parameters)
-    decided = {p.path: _decide(p, siblings, attention) for p in parameters}
+    neighbors = Neighbors(parameters)
+    decided = {p.path: _decide(p, neighbors, attention) for p in parameters}
     refused = [p for p in parameters if decided[p.path] is None]
     if refused and not partial:
         raise ValueError(undecided_message(refused, parameters, attention))
@@ -219,9 +219,9 @@ def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     return ((), None) if isinstance(leaf, Key) else (jnp.shape(leaf), dtype_of(leaf))
 
 
-def _decide(p: Parameter, siblings: Siblings, attention: str) -> tuple[DimensionNumbers | None, str] | None:
+def _decide(p: Parameter, neighbors: Neighbors, attention: str) -> tuple[DimensionNumbers | None, str] | None:
     """One leaf, as one layer sees it; None where nothing tells."""
-    role, rank, bias = p.role, len(p.shape), siblings.bias(p)
+    role, rank, bias = p.role, len(p.shape), neighbors.bias(p)
     long_axes = sum(size > 1 for size in p.shape)
     if role in (roles.NORM, roles.TABLE) and bias and len(bias) < rank:
         return None  # a matrix, or the table of a head that is tied
@@ -235,7 +235,7 @@ def _decide(p: Parameter, siblings: Siblings, attention: str) -> tuple[Dimension
         return None, why
     if long_axes <= 1:
         return None, "vector"
-    numbers = None if p.stacked else matrices(p, siblings, attention)
+    numbers = None if p.stacked else matrices(p, neighbors, attention)
     if numbers is None:
         return None
     sides = [math.prod(p.shape[i] for i in axes_of(axes)) for axes in numbers[:2]]

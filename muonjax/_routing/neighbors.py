@@ -9,7 +9,7 @@ from muonjax._routing.roles import FUSED_KV, FUSED_QKV, Parameter, attention_sco
 Shape = tuple[int, ...]
 
 
-class Siblings:
+class Neighbors:
     """What the parameters of a tree show together.
 
     Attributes:
@@ -96,9 +96,9 @@ def is_trailing_window(shape: Shape) -> bool:
     return len(shape) in (4, 5) and len(set(window)) == 1 and window[0] <= 32 and window[0] < shape[0]
 
 
-def is_outputs_first_convolution(p: Parameter, siblings: Siblings) -> bool:
+def is_outputs_first_convolution(p: Parameter, neighbors: Neighbors) -> bool:
     """Whether a leaf called `weight` of three axes or more is a convolution's [out, in, *window]."""
-    likely = siblings.outputs_first or is_trailing_window(p.shape)
+    likely = neighbors.outputs_first or is_trailing_window(p.shape)
     if p.role.name == "convolution" and len(p.shape) == 3:  # of one window axis, which is the shortest
         likely = likely or p.shape[2] < min(p.shape[:2])
     return is_weight(p) and len(p.shape) > 2 and likely and not is_window(p.shape)

@@ -159,7 +159,7 @@ _DENSE = (
 
 
 def read_roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
-    """Reads the role of every path of a tree. Siblings matter: `out` is an attention's only beside a query or a key.
+    """Reads the role of every path of a tree. Neighbors matter: `out` is an attention's only beside a query or a key.
 
     >>> [role.name for role in read_roles([("Dense_0", "kernel"), ("Dense_0", "bias"), ("ln_f", "scale")])]
     ['dense', 'bias', 'scale']

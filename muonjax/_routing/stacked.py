@@ -8,7 +8,7 @@ of three axes shows that there is a stack; its axis is the only position at whic
 import math
 from collections.abc import Sequence
 
-from muonjax._routing.neighbors import Siblings, is_outputs_first_convolution, is_window
+from muonjax._routing.neighbors import Neighbors, is_outputs_first_convolution, is_window
 from muonjax._routing.roles import Parameter
 
 
@@ -23,24 +23,28 @@ def unstack(parameters: Sequence[Parameter]) -> list[Parameter]:
     """
     current = list(parameters)
     while True:
-        siblings = Siblings(current)
-        current = [p._replace(stacked=_verdict(p, siblings)) for p in current]
+        neighbors = Neighbors(current)
+        current = [p._replace(stacked=_verdict(p, neighbors)) for p in current]
         peeled = {p.path: p for p in _peel(current, 0)}
         before, current = current, [peeled[p.path] for p in current]
         if current == before:
             return current
 
 
-def _verdict(p: Parameter, siblings: Siblings) -> bool | None:
+def _verdict(p: Parameter, neighbors: Neighbors) -> bool | None:
     """True for a stack, False for one layer, None where it can't be told from this leaf alone."""
-    rank, ranks, bias = len(p.shape), p.role.ranks, siblings.bias(p)
+    rank, ranks, bias = len(p.shape), p.role.ranks, neighbors.bias(p)
     if bias and len(bias) == 1 and rank > 1 and bias[0] in p.shape:
         return False  # a stack's bias has an axis of layers too
-    if p.role.projection in ("query", "out") and rank == 4 and len(siblings.attention(p).get("key", ())) == 3:
+    if (
+        p.role.projection in ("query", "out")
+        and rank == 4
+        and len(neighbors.attention(p).get("key", ())) == 3
+    ):
         return None  # queries grouped by key head
     if not p.role.muon and sum(size > 1 for size in p.shape) <= 1 < rank and 1 in ranks:
         return None  # a norm's scale stored as (1, 1, 1, 64), or a stack of one
-    is_convolution = is_window(p.shape) or is_outputs_first_convolution(p, siblings)
+    is_convolution = is_window(p.shape) or is_outputs_first_convolution(p, neighbors)
     if p.role.muon and not p.role.projection and rank > 3 and is_convolution:
         return None
     return True if rank > max(ranks, default=rank) else False if rank == min(ranks, default=0) else None
