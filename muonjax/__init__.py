@@ -21,7 +21,6 @@ from muonjax._clipping.sites import Site as Site
 from muonjax._clipping.sites import fused_qkv_site as fused_qkv_site
 from muonjax._clipping.sites import mha_site as mha_site
 from muonjax._clipping.sites import mla_site as mla_site
-from muonjax._clipping.sites_from import sites_from as sites_from
 from muonjax._clipping.transform import QKClipState as QKClipState
 from muonjax._ema_nesterov import EmaNesterovState as EmaNesterovState
 from muonjax._ema_nesterov import ema_nesterov as ema_nesterov

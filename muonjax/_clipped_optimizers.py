@@ -5,8 +5,13 @@ from typing import Any, TypedDict, Unpack
 import jax
 import optax
 
-from muonjax._arguments import check_order, other_state, refuse_positional, require_params
-from muonjax._clipping.qk_clip import SharedKeys, qk_clip
+from muonjax._arguments import (
+    check_order,
+    other_state,
+    refuse_positional,
+    require_params,
+)
+from muonjax._clipping.qk_clip import SharedKeys, clip_logits, qk_clip
 from muonjax._clipping.sites import Sites
 from muonjax._inspect import Program
 from muonjax._keywords import explains_keywords
@@ -45,8 +50,8 @@ def muonclip(
     of its own, otherwise as `qk_clip` says.
 
     Args:
-      sites: The attention modules to watch: what `muonjax.inspect` returns, which then says which leaves are matrices
-        too; or sites, such as `[mha_site()]`; None: all that `sites_from(params)` finds.
+      sites: What `muonjax.inspect` returns, which says where attention is and which leaves are matrices. By hand,
+        sites such as `mha_site()`.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
       every_k: As in `qk_clip`; `optax.inject_hyperparams` needs static_args=("sites", "every_k").
 
@@ -56,8 +61,8 @@ def muonclip(
       `QKClipState`.
 
     Raises:
-      ValueError: While tracing, if a site matches no parameter or `max_logits` is missing or does not fit the
-        sites; otherwise as `muon` and `qk_clip`.
+      ValueError: No program or sites; while tracing, if `max_logits` is missing or does not fit them; otherwise as
+        `muon` and `qk_clip`.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -72,8 +77,9 @@ def muonclip(
     """
     if isinstance(sites, Program) and settings.get("muon_weight_dimension_numbers") is None:
         settings["muon_weight_dimension_numbers"] = sites
-    clip = qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
-    return _then_clip("muonclip", muon(learning_rate, **settings), clip)
+    optimizer = muon(learning_rate, **settings)
+    clip = clip_logits("muonclip", threshold, sites, shared_keys, every_k, axis_name)
+    return _then_clip("muonclip", optimizer, clip)
 
 
 @explains_keywords("adamclip", optax.adamw, muonclip)
@@ -96,7 +102,7 @@ def adamclip(
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`.
 
     Raises:
-      ValueError: As `qk_clip`.
+      ValueError, TypeError: A setting out of its range; otherwise as `qk_clip`.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -109,7 +115,7 @@ def adamclip(
 
     Source: J. Su, kexue.fm/archives/11126.
     """
-    clip = qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
+    clip = clip_logits("adamclip", threshold, sites, shared_keys, every_k, axis_name)
     return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip)
 
 

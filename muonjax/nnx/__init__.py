@@ -1,6 +1,5 @@
-"""muonjax for Flax NNX: routing of parameters, attention that reports its largest logits, LoHa adapters."""
+"""muonjax for Flax NNX: routing of parameters, programs of models, LoHa adapters."""
 
-from muonjax.nnx._attention import attention_fn as attention_fn
 from muonjax.nnx._loha import LoHa as LoHa
 from muonjax.nnx._loha import LoHaConv as LoHaConv
 from muonjax.nnx._loha import LoHaLinear as LoHaLinear
@@ -14,5 +13,4 @@ from muonjax.nnx._model import remove_loha as remove_loha
 from muonjax.nnx._model import unmerge as unmerge
 from muonjax.nnx._program import inspect as inspect
 from muonjax.nnx._program import value_and_grad as value_and_grad
-from muonjax.nnx._program import watch as watch
 from muonjax.nnx._routing import dimension_numbers as dimension_numbers

@@ -1,9 +1,8 @@
 """What the program of a loss does with an NNX model, and its gradients with the largest logits of attentions."""
 
 import functools
-import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from flax import nnx
@@ -11,8 +10,6 @@ from flax import nnx
 from muonjax._inspect import Program, check_arguments
 from muonjax._inspect import inspect as inspect_function
 from muonjax._value_and_grad import with_max_logits
-
-Model = TypeVar("Model", bound=nnx.Module)
 
 
 def inspect(loss_fn: Callable[..., Any], model: nnx.Module, *args: Any, **kwargs: Any) -> Program:
@@ -56,7 +53,7 @@ def value_and_grad(
     """`nnx.value_and_grad` that also returns the largest logits of each attention head.
 
     They are read from the program, as in `muonjax.value_and_grad`: nothing in the model has to report them. What a
-    kernel hides is not read: `attention_fn` sows it, for Flax's `value_and_grad` around `nnx.capture`.
+    kernel hides is not read.
 
     Args:
       loss_fn: A function whose first argument is the model and whose result is the loss.
@@ -76,9 +73,10 @@ def value_and_grad(
       >>> import jax.numpy as jnp, muonjax
       >>> from flax import nnx
       >>> model = nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0))
-      >>> optimizer = nnx.Optimizer(model, muonjax.muonclip(1e-2), wrt=nnx.Param)
       >>> def loss_fn(model, x):
       ...     return (model(x) ** 2).mean()
+      >>> program = muonjax.nnx.inspect(loss_fn, model, jnp.ones((2, 6, 8)))
+      >>> optimizer = nnx.Optimizer(model, muonjax.muonclip(1e-2, program), wrt=nnx.Param)
       >>> (loss, max_logits), grads = muonjax.nnx.value_and_grad(loss_fn)(model, jnp.ones((2, 6, 8)))
       >>> updates = optimizer.update(model, grads, max_logits=max_logits)
       >>> sorted(muonjax.metrics(optimizer.opt_state))[:2]
@@ -121,32 +119,3 @@ def _check_model(call: str, model: Any) -> None:
 
 def _is_parameter_of_the_model(path: tuple[Any, ...], value: Any) -> bool:
     return path[0] == 0 and isinstance(value, nnx.Param)
-
-
-def watch(model: Model) -> Model:
-    """The model as it is, for programs that call it: `value_and_grad` reads the largest logits of any model.
-
-    Args:
-      model: Any NNX module.
-
-    Returns:
-      The model itself.
-
-    Warns:
-      DeprecationWarning: Always; inside of `nnx.capture` alone, nothing is sown any more.
-
-    Example:
-      >>> import muonjax, warnings
-      >>> from flax import nnx
-      >>> model = nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0))
-      >>> with warnings.catch_warnings(action="ignore"):
-      ...   muonjax.nnx.watch(model) is model
-      True
-    """
-    warnings.warn(
-        "muonjax.nnx.watch does nothing: muonjax.nnx.value_and_grad reads the largest logits of any model. For "
-        "nnx.capture, give the attention attention_fn=muonjax.nnx.attention_fn() and call it with sow_weights=True.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return model
