@@ -7,9 +7,10 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -32,20 +33,24 @@ def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, sche
       why: Ends the message of a number out of it.
       schedule: Whether a schedule may be given.
     """
-    is_jax_scalar = isinstance(value, jax.Array) and value.ndim == 0
-    if not (_is_known(value) or is_jax_scalar or (schedule and callable(value))):
+    if not (_is_number(value) or (schedule and callable(value))):
         also = " or a schedule" if schedule else ""
         raise TypeError(f"{call}({name}={value!r}) must be a number{also}.")
     # Python's number: inside of `jit`, a comparison of a known array is traced.
-    if _is_known(value) and not _RANGES[wanted](float(value)):
+    is_known = _is_number(value) and not isinstance(
+        value, Tracer
+    )  # `optax.inject_hyperparams` traces numbers
+    if is_known and not _RANGES[wanted](float(value)):
         raise ValueError(f"{call}({name}={value!r}) must be {wanted}{why}")
 
 
-def _is_known(value: Any) -> TypeGuard[float]:
-    """Whether `value` is a number to check: neither traced (`optax.inject_hyperparams`) nor a schedule."""
-    if isinstance(value, (int, float, np.number)):
-        return True
-    return isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, Tracer) and value.ndim == 0
+def _is_number(value: Any) -> bool:
+    """Whether `value` is one real number, Python's, NumPy's or JAX's, known or traced; a bool is none."""
+    if not isinstance(value, np.generic | np.ndarray | jax.Array):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return value.ndim == 0 and (
+        jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    )
 
 
 def is_whole(value: Any) -> bool:
@@ -63,6 +68,8 @@ def whole_number(call: str, name: str, value: Any, least: int, why: str) -> int:
 def static_integer(name: str, value: Any) -> int:
     """`value` as an int, Python's or NumPy's, that is known while tracing."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name}={value!r} must be a whole number that is known while tracing.") from None

@@ -3,10 +3,13 @@
 from typing import Any, TypedDict, Unpack
 
 import jax
+import numpy as np
 import optax
 
 from muonjax._arguments import (
     check_order,
+    check_range,
+    errors_of,
     other_state,
     refuse_positional,
     require_params,
@@ -77,7 +80,8 @@ def muonclip(
     """
     if isinstance(sites, Program) and settings.get("muon_weight_dimension_numbers") is None:
         settings["muon_weight_dimension_numbers"] = sites
-    optimizer = muon(learning_rate, **settings)
+    with errors_of("muonclip"):
+        optimizer = muon(learning_rate, **settings)
     clip = clip_logits("muonclip", threshold, sites, shared_keys, every_k, axis_name)
     return _then_clip("muonclip", optimizer, clip)
 
@@ -115,8 +119,21 @@ def adamclip(
 
     Source: J. Su, kexue.fm/archives/11126.
     """
+    _check_adamw(learning_rate=learning_rate, **settings)
     clip = clip_logits("adamclip", threshold, sites, shared_keys, every_k, axis_name)
     return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip)
+
+
+def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, **numbers: Any) -> None:
+    for name, value in numbers.items():
+        wanted = "in [0, 1)" if name in ("b1", "b2") else "finite and not negative"
+        check_range("adamclip", name, value, wanted, ".", schedule=name in ("learning_rate", "weight_decay"))
+    if not callable(mask) and not all(np.asarray(x).dtype == bool for x in jax.tree.leaves(mask)):
+        raise TypeError(
+            f"adamclip(mask={mask!r}) must be a tree of booleans, or a function of the parameters."
+        )
+    if not isinstance(nesterov, bool):
+        raise TypeError(f"adamclip(nesterov={nesterov!r}) must be True or False.")
 
 
 def _then_clip(

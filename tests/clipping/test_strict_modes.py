@@ -121,6 +121,7 @@ def test_numpy_settings():
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: muonjax.mha_site(layout="i (h d)", num_heads=4.0), "mha_site: num_heads=4.0 must be a whole number"),
+    (lambda: muonjax.mha_site(layout="i (h d)", num_heads=True), "num_heads=True must be a whole number"),
     (lambda: muonjax.mla_site(nope=2.5), "mla_site: nope=2.5 must be a whole number"),
     (lambda: muonjax.fused_qkv_site(num_heads=4, head_dim="8"), "head_dim='8' must be a whole number"),
 ])  # fmt: skip

@@ -92,7 +92,7 @@ def test_settings_of_another_kind():
 ])  # fmt: skip
 def test_settings_of_another_type(make, setting, message):
     """Said when the optimizer is made, with its name, and not by NumPy in the first update."""
-    call = {muonjax.normuon: r"normuon\(", muonjax.muon: r"muon\(", muonjax.muonclip: r"muon\("}[
+    call = {muonjax.normuon: r"normuon\(", muonjax.muon: r"muon\(", muonjax.muonclip: r"muonclip: muon\("}[
         make
     ]
     with pytest.raises(TypeError, match=rf"^{call}.*{re.escape(message)}"):
