@@ -7,7 +7,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -37,20 +37,20 @@ def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, sche
         also = " or a schedule" if schedule else ""
         raise TypeError(f"{call}({name}={value!r}) must be a number{also}.")
     # Python's number: inside of `jit`, a comparison of a known array is traced.
-    is_known = _is_number(value) and not isinstance(
-        value, Tracer
-    )  # `optax.inject_hyperparams` traces numbers
-    if is_known and not _RANGES[wanted](float(value)):
+    if _is_number(value) and not isinstance(value, Tracer) and not _RANGES[wanted](float(value)):
         raise ValueError(f"{call}({name}={value!r}) must be {wanted}{why}")
 
 
-def _is_number(value: Any) -> bool:
-    """Whether `value` is one real number, Python's, NumPy's or JAX's, known or traced; a bool is none."""
+def _is_number(value: Any) -> TypeGuard[float]:
+    """Whether `value` is one real number, also one that `optax.inject_hyperparams` traces; a bool is none."""
     if not isinstance(value, np.generic | np.ndarray | jax.Array):
         return isinstance(value, int | float) and not isinstance(value, bool)
-    return value.ndim == 0 and (
-        jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
-    )
+    return value.ndim == 0 and is_real(value.dtype)
+
+
+def is_real(dtype: Any) -> bool:
+    """Whether a dtype has real numbers: neither bool nor complex."""
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
 def is_whole(value: Any) -> bool:

@@ -68,12 +68,10 @@ def as_sites(call: str, sites: Any) -> tuple[Site, ...]:
     several = (found,) if isinstance(found, Site) else tuple(found) if isinstance(found, Iterable) else ()
     if several and all(isinstance(site, Site) for site in several):
         return several
-    threshold = (
-        f" A threshold is given by name: threshold={sites!r}." if isinstance(sites, numbers.Real) else ""
-    )
+    given = f"threshold={sites!r}" if isinstance(sites, numbers.Real) else reprlib.repr(sites)
     raise TypeError(
-        f"{reprlib.repr(sites)} must be what muonjax.inspect(loss_fn, params, batch) returns, or sites such as "
-        f"muonjax.mha_site().{threshold}"
+        f"{given} stands where it takes what muonjax.inspect(loss_fn, params, batch) returns, or sites such as "
+        "muonjax.mha_site(). Give all other settings by their names."
     )
 
 
@@ -85,8 +83,9 @@ def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> tuple[l
     targets: dict[str, Target] = {}
     not_trained: set[str] = set()
     for site, threshold in sites:
-        plain = re.sub(r"\\(\W)", r"\1", site.path)
-        if site.exact and not _is_trained(site, plain, modules):
+        plain = _plain(site.path)
+        leaves = [] if plain is None else [modules.leaves.get(below(plain, s.path)) for s in site.scales]
+        if site.exact and any(leaf is None or is_masked(leaf) for leaf in leaves):
             not_trained.add(plain or site.signal)
             continue
         for root in _matched(site, plain, modules):
@@ -108,15 +107,15 @@ def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> tuple[l
     ], not_trained
 
 
-def _is_trained(site: Site, root: str, modules: Modules) -> bool:
-    leaves = [modules.leaves.get(below(root, scale.path)) for scale in site.scales]
-    return not any(leaf is None or is_masked(leaf) for leaf in leaves)
+def _plain(path: str) -> str | None:
+    """The only path that this regular expression matches, perhaps escaped; None if there may be others."""
+    return re.sub(r"\\(\W)", r"\1", path) if re.fullmatch(r"(?:\w|/|\\\W)*", path) else None
 
 
-def _matched(site: Site, plain: str, modules: Modules) -> list[str]:
+def _matched(site: Site, plain: str | None, modules: Modules) -> list[str]:
     # The child that tells a site's module from others: the submodule of the first parameter.
     anchor = site.scales[0].path.rpartition("/")[0] or site.scales[0].path
-    if re.fullmatch(r"(?:\w|/|\\\W)*", site.path):  # no search, one look
+    if plain is not None:  # no search, one look
         matched = [plain] if modules.has(below(plain, anchor)) else []
     else:
         matched = [root for root in modules.with_child(anchor) if re.fullmatch(site.path, root)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from muonjax._arguments import is_real
 from muonjax._clipping.factors import Target
 from muonjax._clipping.largest import largest
 from muonjax._trees import listed
@@ -48,10 +49,9 @@ def _by_entry(argument: str, key: str, value: Any, target: Target) -> Float32[Ar
 
     As many layers as heads can't be told from each other by their sizes, so the order is always this one.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    dtype = getattr(value, "dtype", jnp.float32 if is_number else None)
-    if dtype is None or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
-        what = type(value).__name__ if dtype is None else dtype
+    dtype = getattr(value, "dtype", type(value))
+    if not (dtype in (int, float) or (hasattr(value, "dtype") and is_real(dtype))):
+        what = getattr(dtype, "__name__", dtype)
         raise TypeError(f"{argument} of {key!r} is {what}; give an array of real numbers, [*layers, heads].")
     array = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)
     if target.entries == 1 and array.shape == target.layers:

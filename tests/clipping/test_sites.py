@@ -1,6 +1,7 @@
 """What each site scales: every layout against an index written out by hand, and what it refuses."""
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -360,16 +361,34 @@ def test_sites_may_come_from_a_generator():
     assert set(tx.init(params).factors) == set(tx.init(params).factors) == {"a", "b"}
 
 
+def test_exact_sites_skip_what_is_not_trained_by_one_path_alone():
+    """A regular expression that matches nothing is a mistake of a hand, and a module without its query is one too."""
+    scales = tuple(scale for scale in muonjax.mha_site().scales if not scale.optional)
+    a, b, anything = (muonjax.Site(path=path, scales=scales, exact=True) for path in ("a", "b", "a|c"))
+    assert set(muonjax.qk_clip(1.0, [a, b]).init({"a": attention()}).factors) == {"a"}
+    assert set(muonjax.qk_clip(1.0, anything).init({"a": attention()}).factors) == {"a"}
+    masked = {"a": attention(), "b": attention() | {"query": {"kernel": optax.MaskedNode()}}}
+    assert set(muonjax.qk_clip(1.0, [a, b]).init(masked).factors) == {"a"}
+    with pytest.raises(ValueError, match=r"'a\|c' matches no module"):
+        muonjax.qk_clip(1.0, [a, anything]).init({"b": attention()})
+    with pytest.raises(
+        ValueError, match="no attention of the program is trained here: the parameters lack a, b"
+    ):
+        muonjax.qk_clip(1.0, [a, b]).init({"c": attention()})
+
+
 @pytest.mark.parametrize("sites", [[], "attention", [None]])
 def test_no_sites(sites):
-    with pytest.raises(TypeError, match=rf"qk_clip: {re.escape(repr(sites))} must be .*muonjax\.mha_site"):
+    with pytest.raises(
+        TypeError, match=rf"qk_clip: {re.escape(repr(sites))} stands where .*muonjax\.mha_site"
+    ):
         muonjax.qk_clip(1.0, sites)
-    with pytest.raises(TypeError, match=f"apply_qk_clip: {re.escape(repr(sites))} must be"):
+    with pytest.raises(TypeError, match=f"apply_qk_clip: {re.escape(repr(sites))} stands where"):
         muonjax.apply_qk_clip({"attention": attention()}, {"attention": jnp.ones(H)}, sites)
 
 
 def test_a_threshold_in_the_place_of_sites():
-    with pytest.raises(TypeError, match=r"muonclip: 100.0 must be .*threshold=100.0\."):
+    with pytest.raises(TypeError, match=r"muonclip: threshold=100\.0 stands where .* by their names"):
         muonjax.muonclip(1e-3, 100.0)
 
 
@@ -470,3 +489,34 @@ def test_updates_without_a_leaf_for_a_hot_weight(missing):
     updates = {"attention": attention() | {"query": {"kernel": missing}}}
     with pytest.raises(ValueError, match="qk_clip: the updates have no leaf 'attention/query/kernel'"):
         tx.update(updates, tx.init(params), params, max_logits={"attention": jnp.ones(H)})
+
+
+def calls(count, sites):
+    """Function calls, Python's and C's, that it takes to find so many attentions."""
+    params = {
+        f"layer_{i}": {"attention": attention(), "mlp": {"kernel": np.ones((8, 8))}} for i in range(count)
+    }
+    total = 0
+
+    def profile(frame, event, argument):
+        nonlocal total
+        total += event in ("call", "c_call")
+
+    tx, shapes = muonjax.qk_clip(100.0, sites(count)), jax.eval_shape(lambda: params)
+    sys.setprofile(profile)
+    try:
+        assert len(jax.eval_shape(tx.init, shapes).factors) == count
+    finally:
+        sys.setprofile(None)
+    return total
+
+
+@pytest.mark.parametrize("sites", [
+    lambda count: muonjax.mha_site("layer_.*/attention"),
+    lambda count: [muonjax.mha_site(f"layer_{i}/attention") for i in range(count)],
+])  # fmt: skip
+def test_finding_attentions_is_linear(sites):
+    """It took 1.2, 20 and 114 seconds for 100, 400 and 1,000 attentions."""
+    calls(2, sites)  # what is cached is cached
+    few, many = calls(20, sites), calls(80, sites)
+    assert many < 4.5 * few

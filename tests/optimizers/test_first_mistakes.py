@@ -157,7 +157,9 @@ def test_arguments_of_another_kind():
         TypeError, match=r"tabulate\(params\) got the module Transformed; give its parameters"
     ):
         muonjax.tabulate(NamedTuple("Transformed", [("init", object), ("apply", object)])(len, len))
-    with pytest.raises(TypeError, match=r"muonclip: \{'a': .* must be what muonjax\.inspect") as error:
+    with pytest.raises(
+        TypeError, match=r"muonclip: \{'a': .* stands where it takes what muonjax\.inspect"
+    ) as error:
         muonjax.muonclip(1e-3, {"a": jnp.ones((8, 8))})
     assert "\n" not in str(error.value)
 
@@ -271,7 +273,7 @@ def test_a_dtype_in_inject_hyperparams():
 
 def test_sites_that_are_a_loss():
     with pytest.raises(
-        TypeError, match=r"<function .* must be what muonjax\.inspect\(loss_fn, params, batch\)"
+        TypeError, match=r"<function .* stands where it takes what muonjax\.inspect\(loss_fn, params, batch\)"
     ):
         muonjax.muonclip(1e-3, lambda params, x: x)
 
