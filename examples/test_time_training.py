@@ -117,13 +117,7 @@ class Model(nnx.Module):
         dimension = width // args.heads
         self.embedding = nnx.Linear(2 * dimension + 1, width, use_bias=False, rngs=rngs)
         self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            args.heads,
-            width,
-            use_bias=False,
-            decode=False,
-            rngs=rngs,
-        )
+        self.attention = nnx.MultiHeadAttention(args.heads, width, use_bias=False, decode=False, rngs=rngs)
         self.memory_norm = nnx.RMSNorm(width, rngs=rngs)
         self.memory = Memory(width, args.heads, args.chunk, kind, gradient, rngs=rngs)
         self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
@@ -157,7 +151,9 @@ class Trainer:
             recall_batch, pairs=args.pairs, questions=args.chunk, dimension=args.width // args.heads
         )
         self.size, self.key = args.batch, jax.random.key(args.seed)
-        program = muonjax.inspect(self.loss, self.params, *self.batch(self.key, self.size))
+        program = muonjax.inspect(
+            self.loss, self.params, *jax.eval_shape(functools.partial(self.batch, size=self.size), self.key)
+        )
         self.optimizer = muonjax.muonclip(rate, program, weight_decay=0.01)
         self.opt_state = self.optimizer.init(self.params)
         self.step = jax.jit(self._step)

@@ -3,12 +3,14 @@
 from typing import Any, TypedDict, Unpack
 
 import jax
-import numpy as np
 import optax
 
 from muonjax._arguments import (
+    check_flag,
+    check_mask,
     check_order,
     check_range,
+    check_rate,
     errors_of,
     other_state,
     refuse_positional,
@@ -18,6 +20,7 @@ from muonjax._clipping.qk_clip import SharedKeys, clip_logits, qk_clip
 from muonjax._clipping.sites import Sites
 from muonjax._inspect import Program
 from muonjax._keywords import explains_keywords
+from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._offload import offload
 from muonjax._optimizers import MuonSettings, muon
 
@@ -38,12 +41,13 @@ class AdamWSettings(TypedDict, total=False):
 @explains_keywords("muonclip", muon, qk_clip)
 def muonclip(
     learning_rate: optax.ScalarOrSchedule,
-    sites: Sites | None = None,
+    program: Sites | None = None,
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     shared_keys: SharedKeys = "query",
-    every_k: int = 1,
+    every_k: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
+    dimension_numbers: DimensionNumbersTree | None = None,
     **settings: Unpack[MuonSettings],
 ) -> optax.GradientTransformationExtraArgs:
     """MuonClip, the optimizer of Kimi K2: `muon`, then `qk_clip`.
@@ -53,10 +57,11 @@ def muonclip(
     of its own, otherwise as `qk_clip` says.
 
     Args:
-      sites: What `muonjax.inspect` returns, which says where attention is and which leaves are matrices. By hand,
-        sites such as `mha_site()`.
+      program: What `muonjax.inspect` returns: it says which leaves are matrices and where attention is. Or, for an
+        attention inside of a kernel, sites by hand, such as `mha_site()`.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
-      every_k: As in `qk_clip`; `optax.inject_hyperparams` needs static_args=("sites", "every_k").
+      every_k: As in `qk_clip`; None is 1.
+      dimension_numbers: Beside sites by hand, which leaves are matrices: what `muon` takes as `program`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`; the
@@ -78,22 +83,22 @@ def muonclip(
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
     """
-    if isinstance(sites, Program) and settings.get("muon_weight_dimension_numbers") is None:
-        settings["muon_weight_dimension_numbers"] = sites
+    if dimension_numbers is None and isinstance(program, Program):
+        dimension_numbers = program
     with errors_of("muonclip"):
-        optimizer = muon(learning_rate, **settings)
-    clip = clip_logits("muonclip", threshold, sites, shared_keys, every_k, axis_name)
+        optimizer = muon(learning_rate, dimension_numbers, **settings)
+    clip = clip_logits("muonclip", threshold, program, shared_keys, every_k, axis_name)
     return _then_clip("muonclip", optimizer, clip)
 
 
 @explains_keywords("adamclip", optax.adamw, muonclip)
 def adamclip(
     learning_rate: optax.ScalarOrSchedule,
-    sites: Sites | None = None,
+    program: Sites | None = None,
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     shared_keys: SharedKeys = "query",
-    every_k: int = 1,
+    every_k: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     **settings: Unpack[AdamWSettings],
 ) -> optax.GradientTransformationExtraArgs:
@@ -120,20 +125,18 @@ def adamclip(
     Source: J. Su, kexue.fm/archives/11126.
     """
     _check_adamw(learning_rate=learning_rate, **settings)
-    clip = clip_logits("adamclip", threshold, sites, shared_keys, every_k, axis_name)
+    clip = clip_logits("adamclip", threshold, program, shared_keys, every_k, axis_name)
     return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip)
 
 
 def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, **numbers: Any) -> None:
+    check_mask("adamclip", "mask", mask)
+    check_flag("adamclip", "nesterov", nesterov)
     for name, value in numbers.items():
-        wanted = "in [0, 1)" if name in ("b1", "b2") else "finite and not negative"
-        check_range("adamclip", name, value, wanted, ".", schedule=name in ("learning_rate", "weight_decay"))
-    if not callable(mask) and not all(np.asarray(x).dtype == bool for x in jax.tree.leaves(mask)):
-        raise TypeError(
-            f"adamclip(mask={mask!r}) must be a tree of booleans, or a function of the parameters."
-        )
-    if not isinstance(nesterov, bool):
-        raise TypeError(f"adamclip(nesterov={nesterov!r}) must be True or False.")
+        if name in ("b1", "b2"):
+            check_range("adamclip", name, value, "in [0, 1)", ".")
+        else:
+            check_rate("adamclip", name, value, ".")
 
 
 def _then_clip(

@@ -1,6 +1,5 @@
 """What `python -m muonjax` checks and times on the device that JAX has; every result is compared with float64."""
 
-import dataclasses
 import inspect
 import os
 import platform
@@ -16,7 +15,6 @@ import numpy as np
 import optax
 
 from muonjax import MuonDimensionNumbers, NewtonSchulz, __version__, muon, newton_schulz
-from muonjax._newton_schulz import in_vmem
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._policy import Policy, policy_of
 from pallas_kernels import symmetric_product
@@ -54,10 +52,8 @@ def report(*, quick: bool = False) -> dict[str, Any]:
     checks = [
         check
         for shape in ([(128, 192)] if quick else [(256, 256), (256, 768)])
-        for kernel in ((None, in_vmem.NAME) if device.platform == "tpu" else (None,))
         for preset in PRESETS
-        if kernel is None or preset != "accurate"  # which is float32
-        for check in polar_errors(preset, shape, kernel)
+        for check in polar_errors(preset, shape)
     ]
     checks += [
         product_error(name, dtype, 64 if quick else 256)
@@ -131,16 +127,13 @@ def recorded(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
     return (u * s[:, None]) @ v.mT
 
 
-def polar_errors(
-    preset: str, shape: tuple[int, int], implementation: str | None = None
-) -> list[dict[str, Any]]:
+def polar_errors(preset: str, shape: tuple[int, int]) -> list[dict[str, Any]]:
     """How far results of a preset are from the polar factor, on recorded and on hostile matrices.
 
     Of a hostile matrix those directions count that lie within the interval of the polynomials. Stated is the error of
     the polynomials there, and what rounding may add.
     """
     settings, lower, recorded_stated = PRESETS[preset]
-    settings = dataclasses.replace(settings, implementation=implementation)
     rng = np.random.default_rng(0)
     named = hostile(*shape, rng)
     x = np.concatenate([recorded(*shape, rng), np.stack(list(named.values()))]).astype(np.float32)
@@ -155,7 +148,7 @@ def polar_errors(
     errors = {name: _error(a, b, lower) for name, a, b in zip(named, x[count:], y[count:], strict=True)}
     worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
     largest = np.linalg.norm(y, 2, axis=(-2, -1)).max() if np.isfinite(y).all() else np.nan
-    what = f"{preset}, {shape[0]} x {shape[1]}" + (f", {implementation!r}" if implementation else "")
+    what = f"{preset}, {shape[0]} x {shape[1]}"
     return [
         _compared(f"{what}, recorded", mean, recorded_stated),
         _compared(f"{what}, worst hostile, {worst!r}", errors[worst], stated),
@@ -205,7 +198,7 @@ def times(quick: bool, platform: str) -> tuple[str, list[dict[str, Any]]]:
     shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
     shapes |= dict.fromkeys(("query", "key", "value", "out"), (width, width))
     methods = {"Optax": optax.contrib.muon(1e-3)} | {
-        name: muon(1e-3, newton_schulz=PRESETS[name][0], muon_weight_dimension_numbers=MuonDimensionNumbers())
+        name: muon(1e-3, newton_schulz=PRESETS[name][0], program=MuonDimensionNumbers())
         for name in ("fast", "balanced")
     }
     rng, rows = np.random.default_rng(2), []

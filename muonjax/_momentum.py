@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._arguments import check_range
+from muonjax._arguments import check_flag, check_range, given_dtype
 from muonjax._linalg import at_least_float32
 from muonjax._mesh.distribution import Distribution, check_distribution, even_sharding, spread_specs
 from muonjax._mesh.layout import size_of
@@ -79,18 +79,25 @@ def trace(
     Source: `optax.trace`; linear 8-bit momentum for Muon: Gupta et al., 2025 (arXiv:2509.23106).
     """
     check_range("trace", "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
+    check_flag("trace", "nesterov", nesterov)
     check_distribution(distribution, call="trace")
-    dtype = None if accumulator_dtype is None else jax.dtypes.canonicalize_dtype(accumulator_dtype)
+    dtype = momentum_dtype("trace", "accumulator_dtype", accumulator_dtype)
     int8 = dtype == jnp.int8
     kind: Any = Int8TraceState if int8 else optax.TraceState
 
-    def step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, ...]:
+    def wide_step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # In float32 at least: bfloat16 would round a decay of 0.999 to 1.
+        wide = at_least_float32(g.dtype, m.dtype)
+        g, m = g.astype(wide), m.astype(wide)
         new = g + decay * m
-        return g + decay * new if nesterov else new, new if int8 else new.astype(dtype or m.dtype)
+        return g + decay * new if nesterov else new, new
+
+    def step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ahead, new = wide_step(g, m)
+        return ahead.astype(jnp.promote_types(g.dtype, m.dtype)), new.astype(dtype or m.dtype)
 
     def int8_step(g: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
-        wide = g.astype(at_least_float32(g.dtype))
-        ahead, new = step(wide, dequantize(values, scale).astype(wide.dtype))
+        ahead, new = wide_step(g, dequantize(values, scale))
         return ahead.astype(g.dtype), *quantize(new)
 
     def init(params: optax.Params) -> Any:
@@ -108,6 +115,14 @@ def trace(
         return updates, kind(*new)
 
     return optax.GradientTransformation(init, update)
+
+
+def momentum_dtype(call: str, name: str, given: Any) -> Any:
+    """The dtype that an argument gives the momentum, None for the parameter's."""
+    if given is None:
+        return None
+    wanted = "a float type or jnp.int8, such as jnp.bfloat16"
+    return jax.dtypes.canonicalize_dtype(given_dtype(call, name, given, (jnp.inexact, jnp.int8), wanted))
 
 
 def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
@@ -146,8 +161,10 @@ def _in_blocks(x: jax.Array) -> jax.Array:
 def quantize(x: Float[Array, "*leaf"]) -> tuple[Int8[Array, "*leaf"], Float32[Array, "*blocks"]]:
     """The nearest integers in units of a 127th of each block's largest entry. NaN and inf make their block NaN."""
     blocks = _in_blocks(x)
-    largest = jnp.max(jnp.abs(blocks), axis=-1).astype(jnp.float32)
-    # Of zeros too: a branch would be a kernel more on a GPU.
+    # The bits of |x| as an integer are in the order of |x|, with NaN above inf; a maximum of floats may ignore NaN.
+    bits = jax.lax.bitcast_convert_type(blocks.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
+    # Zeros are divided too: a branch would be one more kernel on a GPU.
     scale = jnp.maximum(largest, _SMALLEST) / _LARGEST
     return jnp.round(blocks / scale[..., None].astype(x.dtype)).astype(jnp.int8).reshape(x.shape), scale
 
@@ -198,9 +215,7 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
       >>> restored = muonjax.muon(1e-3).init(params)
       >>> updates, state = tx.update(params, muonjax.cast_momentum(restored, jnp.int8), params)
     """
-    dtype = jnp.dtype(dtype)
-    if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(f"cast_momentum(dtype={dtype.name}) must be a float type or jnp.int8.")
+    dtype = given_dtype("cast_momentum", "dtype", dtype, (jnp.inexact, jnp.int8), "a float type or jnp.int8")
     nodes, treedef = jax.tree.flatten(state, is_leaf=_is_trace)
     if not any(map(_is_trace, nodes)):
         raise ValueError(

@@ -73,7 +73,7 @@ class Policy:
     def symmetric_in_blocks(self, m: int) -> bool:
         """Whether half precision makes a symmetric product m x m in 2 x 2 blocks, three of them by products.
 
-        That saves a quarter of the flops, and takes copies. Counted (benchmarks/optimizer/policy_choices.py): on a v5e
+        That saves a quarter of the flops, and takes copies. Counted (docs/kernels.md): on a v5e
         and a v6e an update of 4096 x 4096 takes an eighth less time, on a v5p it would take as long or longer. On a GPU
         it would take up to 6 % less, with four launches more for each product, of which there are too many already.
         """
@@ -97,7 +97,7 @@ class Policy:
         """How many elements are stacked at most, to run as one batch.
 
         On a CPU the loop over chunks reads the stack where it is. On an accelerator a stack is traffic and memory, and
-        small ones are launches. Counted (benchmarks/optimizer/policy_choices.py): on a GPU two matrices of 4096 x 4096
+        small ones are launches. Counted (docs/kernels.md): on a GPU two matrices of 4096 x 4096
         at a time. On a v5p one, 24 of 768 x 768 and 6 of 768 x 3072. A v5e and a v6e keep in their fast memory only
         what is smaller: 8 matrices of 1024 x 4096 take 16 and 53 % more time in two stacks than one by one, on a v5p 29
         % less.
@@ -121,7 +121,7 @@ class Policy:
     def shares_small_matrices(self) -> bool:
         """Whether what is k x k in the deflation is made for all stacks at once, each of which is then rounded twice.
 
-        On a GPU launches take the time (benchmarks/optimizer/policy_choices.py counts them with and without).
+        On a GPU launches take the time (docs/kernels.md).
         """
         return self.platform == "gpu"
 
@@ -130,7 +130,7 @@ class Policy:
 
         On a CPU a batched product is slower than the same products one after the other as soon as one matrix
         fills the caches (measured: benchmarks/optimizer/batching.py). On an accelerator few large launches win, and a
-        loop copies its stack. Counted on a GPU (benchmarks/optimizer/policy_choices.py): 64 heads of 7168 x 128 take 29
+        loop copies its stack. Counted on a GPU (docs/kernels.md): 64 heads of 7168 x 128 take 29
         % less time in one batch than in two, and less than half of the memory, 128 experts of 2048 x 768 a quarter less
         than in eight. Four of 4096 x 14336 would take twice the memory.
         """

@@ -6,20 +6,31 @@ Equal matrices share one loop, and on a mesh each matrix is orthogonalized once.
 the same up to rounding; for the rest see docs/coming_from.md.
 """
 
-from typing import Any, get_args
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
+from muonjax._arguments import check_range
+from muonjax._linalg import MatrixProduct, SymmetricProduct, at_least_float32, scaled, square_norm, sum_over
 from muonjax._match_rms import match_rms
 from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution
 from muonjax._newton_schulz.coefficients import JORDAN, YOU
-from muonjax._newton_schulz.traced import Preconditioning, traced_iteration
+from muonjax._newton_schulz.normalization import power_of_two_scale
 from muonjax._orthogonalize import map_matrices
 from muonjax._partition import partition_by_route
+from muonjax._policy import Policy
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Inexact
+
+Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
 _PRESETS = {"standard": JORDAN[0], "dion": YOU}
 
@@ -157,7 +168,7 @@ def scale_by_muon(
     _check_preconditioning(preconditioning)
 
     def init(params: optax.Params) -> MuonState:
-        coefficients = _checked(jnp.asarray(ns_coeffs))
+        coefficients = _checked("scale_by_muon", jnp.asarray(ns_coeffs), ns_steps)
         if coefficients.ndim == 2 and len(coefficients) > ns_steps:
             raise ValueError(
                 f"scale_by_muon(ns_steps={ns_steps}) is less than the {len(coefficients)} rows of ns_coeffs; give "
@@ -177,7 +188,7 @@ def scale_by_muon(
         else:
             direction = optax.tree.bias_correction(mu, beta, count)
         updates = map_matrices(
-            lambda policy: traced_iteration(state.ns_coeffs, ns_steps, preconditioning, eps, policy),
+            lambda policy: _iteration(state.ns_coeffs, ns_steps, preconditioning, eps, policy),
             direction,
             weight_dimension_numbers,
             distribution,
@@ -206,7 +217,7 @@ def orthogonalize_via_newton_schulz(
       ns_coeffs: (a, b, c), or a row for each step.
       ns_steps: Number of steps, >= 1, where there is one row.
       preconditioning: What x is divided by, or how its rows are scaled, before the first step.
-      eps: Added to the divisor.
+      eps: Added to the divisor of "frobenius" and "spectral"; the others have Optax's default, whatever is given.
       dimension_numbers: Axes that are rows and columns; not used where x is a matrix.
 
     Returns:
@@ -231,9 +242,9 @@ def orthogonalize_via_newton_schulz(
         raise ValueError(
             f"orthogonalize_via_newton_schulz(x) of shape {x.shape} needs dimension_numbers: which axes are a matrix."
         )
-    coefficients = _checked(ns_coeffs)
+    coefficients = _checked("orthogonalize_via_newton_schulz", ns_coeffs, ns_steps)
     return map_matrices(
-        lambda policy: traced_iteration(coefficients, ns_steps, preconditioning, eps, policy),
+        lambda policy: _iteration(coefficients, ns_steps, preconditioning, eps, policy),
         x,
         dimension_numbers,
         None,
@@ -245,9 +256,11 @@ def _two_axes(params: Any) -> Any:
     return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
 
 
-def _checked(coefficients: jax.Array) -> jax.Array:
+def _checked(call: str, coefficients: jax.Array, ns_steps: Any) -> jax.Array:
     if coefficients.ndim not in (1, 2) or coefficients.shape[-1] != 3:
         raise ValueError(f"ns_coeffs must have shape (3,) or (n, 3), and have {coefficients.shape}.")
+    if coefficients.ndim == 1:
+        check_range(call, "ns_steps", ns_steps, "positive", "; without a step nothing is orthogonalized.")
     return coefficients
 
 
@@ -256,3 +269,69 @@ def _check_preconditioning(preconditioning: str) -> None:
         raise ValueError(
             f"preconditioning={preconditioning!r} is unknown; choose one of {get_args(Preconditioning)}."
         )
+
+
+def _iteration(
+    coefficients: jax.Array,
+    ns_steps: Any,
+    preconditioning: Preconditioning,
+    eps: jax.typing.ArrayLike,
+    policy: Policy,
+) -> Callable[..., jax.Array]:
+    """The map of one matrix with m <= n that Optax computes. The coefficients are arrays: they come from the state."""
+
+    def iterate(
+        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
+    ) -> Inexact[Array, "*batch m n"]:
+        # In JAX's own precision, as Optax; only that a CPU has no units for half types.
+        dtype = at_least_float32(x.dtype) if policy.is_cpu else x.dtype
+        apply = MatrixProduct(dtype.name, None)
+        symmetric = SymmetricProduct(policy.platform, dtype, None)
+
+        def square(a: jax.Array) -> jax.Array:
+            return symmetric(a) if policy.is_cpu else apply.with_adjoint(a, a)
+
+        def gram_of(x: jax.Array) -> jax.Array:
+            return sum_over(axis_name, square(x))
+
+        def step(row: jax.Array, x: jax.Array, gram: jax.Array) -> jax.Array:
+            a, b, c = row
+            return scaled(x, a) + apply(scaled(gram, b) + scaled(square(gram), c), x)
+
+        original, x = x, x.astype(at_least_float32(x.dtype))
+        scale = power_of_two_scale(x, axis_name)  # exact; Optax overflows at large scales
+        x = scaled(x, scale)
+        gram = gram_of(x)
+        rows = _row_factors(gram, preconditioning, eps, scale)
+        x, gram = scaled(x, rows), scaled(scaled(gram, rows), rows.mT)
+        rows = coefficients if coefficients.ndim == 2 else coefficients[None]
+        num_steps = ns_steps if coefficients.ndim == 1 else len(rows)
+        last = len(rows) - 1
+        x = step(rows[0], x, gram)
+        x = jax.lax.fori_loop(1, num_steps, lambda i, x: step(rows[jnp.minimum(i, last)], x, gram_of(x)), x)
+        return x.astype(original.dtype)
+
+    return iterate
+
+
+def _row_factors(
+    gram: Inexact[Array, "*batch m m"],
+    preconditioning: Preconditioning,
+    eps: jax.typing.ArrayLike,
+    scale: Float[Array, "*batch 1 1"],
+) -> Float[Array, "*batch _m 1"]:
+    """What Optax multiplies the rows by before its first step. `eps` counts at the scale of the unscaled matrix."""
+    if preconditioning in ("aol", "schatten"):
+        bound = (
+            jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
+            if preconditioning == "aol"
+            else jnp.sqrt(square_norm(gram))
+        )
+        # Optax 0.2.8 doesn't pass `eps` on to these two.
+        return jax.lax.rsqrt(jnp.maximum(bound, jnp.asarray(1e-8, scale.dtype) * scale * scale))
+    square = (
+        jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
+        if preconditioning == "frobenius"
+        else jnp.linalg.eigvalsh(gram)[..., -1:, None]
+    )
+    return 1 / (jnp.sqrt(square) + jnp.asarray(eps, scale.dtype) * scale)

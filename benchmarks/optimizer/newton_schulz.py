@@ -34,7 +34,6 @@ PEERS = {
     "Jordan, 5 steps": plain(coefficients=muonjax.JORDAN, num_steps=5, form="standard"),
     "You, 5 steps": plain(coefficients=muonjax.YOU, form="standard"),
     "Polar Express, 5 steps": plain(coefficients=polar_express(5, safety=1.02), form="standard"),
-    "Gram, 5 steps": plain(coefficients=polar_express(5, safety=1.05), form="gram", restarts=(2,)),
     "DeepSeek-V4, 10 steps": plain(
         coefficients=8 * muonjax.JORDAN + 2 * ((2.0, -1.5, 0.5),), form="standard"
     ),

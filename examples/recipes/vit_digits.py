@@ -86,7 +86,7 @@ def main():
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
 
     model = ViT(args.layers, nnx.Rngs(0))
-    program = muonjax.nnx.inspect(loss_fn, model, images[:64], labels[:64])
+    program = muonjax.inspect(loss_fn, model, images[:64], labels[:64])
     print(muonjax.tabulate(nnx.state(model, nnx.Param), program))
     schedule = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, max(1, args.steps // 10), args.steps)
     optimizer = nnx.Optimizer(
@@ -95,7 +95,7 @@ def main():
 
     @nnx.jit
     def step(model, optimizer, images, labels):
-        (loss, max_logits), grads = muonjax.nnx.value_and_grad(loss_fn)(model, images, labels)
+        (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(model, images, labels)
         optimizer.update(model, grads, max_logits=max_logits)
         return loss
 

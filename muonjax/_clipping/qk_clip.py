@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._arguments import check_range, errors_of
+from muonjax._arguments import check_choice, check_range, errors_of
 from muonjax._clipping.factors import Part, Target, clip_factor, overlap, parameter_factors, scaled_update
 from muonjax._clipping.matching import Modules, as_sites, find_targets
 from muonjax._clipping.sites import Site, Sites
@@ -95,14 +95,17 @@ def clip_logits(
     threshold: optax.ScalarOrSchedule,
     sites: Sites | None,
     shared_keys: SharedKeys,
-    every_k: int,
+    every_k: int | None,
     axis_name: str | tuple[str, ...] | None,
 ) -> optax.GradientTransformationExtraArgs:
     """`qk_clip`, of the public function `call`."""
     check_range(call, "threshold", threshold, "positive and finite", _USUAL, schedule=True)
+    check_choice(call, "shared_keys", shared_keys, tuple(SHARED_KEYS))
     with errors_of(call):
-        _check_shared_keys(shared_keys)
         given = as_sites(call, sites)
+    every_k = (
+        1 if every_k is None else every_k
+    )  # inject_hyperparams makes an array of a default that is a number
     return clip(
         call, "max_logits", lambda modules: _find(modules, given, shared_keys, threshold), every_k, axis_name
     )
@@ -142,8 +145,8 @@ def apply_qk_clip(
     Source: as `qk_clip`.
     """
     check_range("apply_qk_clip", "threshold", threshold, "positive and finite", _USUAL)
+    check_choice("apply_qk_clip", "shared_keys", shared_keys, tuple(SHARED_KEYS))
     with errors_of("apply_qk_clip"):
-        _check_shared_keys(shared_keys)
         modules = Modules(params)
         targets, not_trained = _find(modules, as_sites("apply_qk_clip", sites), shared_keys, threshold)
         statistics = match_statistics("max_logits", max_logits, targets, not_trained)
@@ -200,8 +203,3 @@ def _with_powers(target: Target, shared_keys: SharedKeys) -> Target:
         return part._replace(scale=dataclasses.replace(part.scale, power=own, group_power=shared))
 
     return target._replace(parts=tuple(map(with_powers, target.parts)))
-
-
-def _check_shared_keys(shared_keys: str) -> None:
-    if shared_keys not in SHARED_KEYS:
-        raise ValueError(f"shared_keys={shared_keys!r} is unknown; use one of {', '.join(SHARED_KEYS)}.")

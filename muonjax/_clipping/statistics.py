@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from muonjax._arguments import is_real
 from muonjax._clipping.factors import Target
 from muonjax._clipping.largest import largest
 from muonjax._trees import listed
@@ -50,7 +49,10 @@ def _by_entry(argument: str, key: str, value: Any, target: Target) -> Float32[Ar
     As many layers as heads can't be told from each other by their sizes, so the order is always this one.
     """
     dtype = getattr(value, "dtype", type(value))
-    if not (dtype in (int, float) or (hasattr(value, "dtype") and is_real(dtype))):
+    is_real = hasattr(value, "dtype") and any(
+        jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)
+    )
+    if not (is_real or dtype in (int, float)):
         what = getattr(dtype, "__name__", dtype)
         raise TypeError(f"{argument} of {key!r} is {what}; give an array of real numbers, [*layers, heads].")
     array = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)

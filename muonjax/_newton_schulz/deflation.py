@@ -85,10 +85,6 @@ class Deflation(NamedTuple):
     gram: Inexact[Array, "*batch m m"]
     other_fourth_powers: Float[Array, "*batch 1 1"]
 
-    def apply(self, x: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch m n"]:
-        """W x."""
-        return x - dot(self.p, dot(adjoint(self.v), x))
-
     def apply_right(self, q: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
         """q W."""
         return q - dot(dot(q, self.p), adjoint(self.v))

@@ -27,20 +27,12 @@ from muonjax._linalg import (
     SymmetricProduct,
     in_blocks,
     on_diagonal,
-    scaled,
     sizes,
     square_norm,
     sum_over,
 )
-from muonjax._newton_schulz import short_side
 from muonjax._newton_schulz.coefficients import Coefficients
-from muonjax._newton_schulz.normalization import (
-    Normalization,
-    eigenvalue_bound,
-    inverse_row_norms,
-    or_one,
-    power_of_two_scale,
-)
+from muonjax._newton_schulz.normalization import Normalization, or_one, power_of_two_scale, trace_or_one
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch, shrink, shrinkings, sketch
 from muonjax._policy import Policy
@@ -125,9 +117,7 @@ def first_pass(
 ) -> Sketch | None:
     """What the deflation of x [*batch, m, n] begins with; None where there is none."""
     rank = min(settings.deflation, x.shape[-2] // 8)
-    if not rank or short_side.takes(settings, policy, *sizes(x, axis_name)):
-        return None
-    return sketch(x.astype(jnp.float32), rank, policy.finer_half, axis_name)
+    return sketch(x.astype(jnp.float32), rank, policy.finer_half, axis_name) if rank else None
 
 
 def between(sketches: Sequence[Sketch | None], policy: Policy) -> list[Shrinking | None]:
@@ -147,8 +137,6 @@ def iterate(
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in float32; by bfloat16."""
     require_steps(settings)
     m, n = sizes(x, axis_name)
-    if short_side.takes(settings, policy, m, n):
-        return short_side.iterate(x.astype(jnp.float32), settings, axis_name)
     product = SymmetricProduct(policy.platform, dtype, settings.implementation)
     product = product.shared_by(axis_name if policy.shares_products(m, dtype) else ())
     products = _Products(product, axis_name, policy.symmetric_in_blocks(m))
@@ -166,10 +154,10 @@ def iterate(
 
 def require_steps(settings: NewtonSchulz) -> None:
     """Raises for steps that can't be made in half precision."""
-    if settings.restarts is not None or any(a == 0 for a, _, _ in settings.steps):
+    if any(a == 0 for a, _, _ in settings.steps):
         raise ValueError(
-            f"NewtonSchulz(coefficients={settings.coefficients}, restarts={settings.restarts}): in bfloat16 all steps "
-            "but the last ones restart, and each needs a linear term; give compute_dtype='float32'."
+            f"NewtonSchulz(coefficients={settings.coefficients}): in bfloat16 each step needs a linear term; give "
+            "compute_dtype='float32'."
         )
 
 
@@ -206,9 +194,6 @@ def _steps(
     steps = settings.steps
     apart = len(steps) - number if number > 1 else len(steps)
     r = products.gram(z)
-    if settings.normalization == "aol":
-        z = scaled(z, inverse_row_norms(r.astype(jnp.float32))).astype(z.dtype)
-        r, basis = products.gram(z), None
     r2, inverse_bound, root = _bound(products, r, basis, settings.normalization)
     factor = math.prod(a for a, _, _ in steps) * root
     factors = [None] * (len(steps) - 1) + [factor]  # of 1 + Q, for the last step alone
@@ -229,12 +214,8 @@ def _bound(
     products: _Products, r: jax.Array, basis: jax.Array | None, normalization: Normalization
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """r^2 where it is made, the inverse of an upper bound of R's largest eigenvalue, and its root."""
-    if normalization != "schatten":
-        above = ABOVE_ROUNDING**0.25
-        if normalization == "aol":
-            bound = jnp.full_like(square_norm(r), above)
-        else:
-            bound = above * eigenvalue_bound(r.astype(jnp.float32), normalization)
+    if normalization == "frobenius":
+        bound = ABOVE_ROUNDING**0.25 * trace_or_one(r.astype(jnp.float32))
         return None, 1 / bound, jax.lax.rsqrt(bound)
     r2, k, trace = products.symmetric(r), 0 if basis is None else basis.shape[-1], None
     if basis is not None and k > 1:

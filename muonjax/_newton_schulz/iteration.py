@@ -13,7 +13,6 @@ precision, and take the same steps in another order (`half_precision`).
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from muonjax._linalg import (
     sizes,
     sum_over,
 )
-from muonjax._newton_schulz import half_precision, in_vmem
+from muonjax._newton_schulz import half_precision
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.deflation import ROUNDING, pre_deflate, shrink_dominant
 from muonjax._newton_schulz.normalization import Normalized, below_one, normalize
@@ -94,14 +93,12 @@ def polar_factor(
 ) -> Inexact[Array, "*batch m n"]:
     """`newton_schulz` of checked arguments; `shrinking` is that of a wide x in half precision, where it is known."""
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
-    if settings.implementation == in_vmem.NAME:
-        iterate = in_vmem.iterate
-    elif dtype == jnp.bfloat16:
-        iterate = functools.partial(half_precision.iterate, shrinking=shrinking)
-    else:
-        iterate = _iterate
     tall = not axis_name and x.shape[-2] > x.shape[-1]
-    y = iterate(x.mT if tall else x, settings, policy, dtype, axis_name)
+    wide = x.mT if tall else x
+    if dtype == jnp.bfloat16:
+        y = half_precision.iterate(wide, settings, policy, dtype, axis_name, shrinking)
+    else:
+        y = _iterate(wide, settings, policy, dtype, axis_name)
     if tall and policy.is_cpu and dtype == jnp.bfloat16:
         # XLA makes the transposition a part of the last product, and has none of bfloat16 with float32 sums.
         y = jax.lax.optimization_barrier(y)
@@ -131,9 +128,7 @@ def _iterate(
     if rank:  # W X has the same polar factor, and smaller dominant singular values
         deflation = shrink_dominant(gram, rank, policy.platform)
         gram, other_fourth_powers = deflation.gram, deflation.other_fourth_powers
-        if settings.normalization == "aol":  # which rescales the rows of W X, not of X
-            x, deflation = deflation.apply(x), None
-    x, normalized = normalize(x, gram, other_fourth_powers, settings.normalization, small_product)
+    normalized = normalize(gram, other_fourth_powers, settings.normalization, small_product)
     normalized = normalized._replace(scale=jnp.where(nonzero, normalized.scale, 0))
     q = _left_factor(first, normalized, small_product)
     x = apply(q if deflation is None else deflation.apply_right(q), x)
@@ -146,7 +141,7 @@ def _segments(settings: NewtonSchulz, m: int, n: int, dtype: jnp.dtype) -> list[
     """The steps, cut where the Gram matrix is made anew; this is form="auto" from float32 on (see `half_precision`)."""
     steps = settings.steps
     if settings.form == "gram" or (settings.form == "auto" and n > 1.5 * m):
-        cuts = gram_restarts(steps, dtype) if settings.restarts is None else settings.restarts
+        cuts = gram_restarts(steps, dtype)
     else:
         cuts = range(1, len(steps))
     return [steps[i:j] for i, j in itertools.pairwise([0, *cuts, len(steps)])]

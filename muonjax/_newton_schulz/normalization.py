@@ -17,7 +17,7 @@ from muonjax._linalg import scaled, square_norm
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact
 
-Normalization = Literal["schatten", "frobenius", "aol", "spectral"]
+Normalization = Literal["schatten", "frobenius"]
 
 
 def below_one(
@@ -86,37 +86,24 @@ class Normalized(NamedTuple):
 
 
 def normalize(
-    x: Inexact[Array, "*batch m n"],
     gram: Inexact[Array, "*batch m m"],
     other_fourth_powers: Float[Array, "*batch 1 1"] | float,
     normalization: Normalization,
     product: Callable[[jax.Array], jax.Array],
-) -> tuple[Inexact[Array, "*batch m n"], Normalized]:
-    """x, which only "aol" changes, and its Gram matrix A divided by an upper bound of the largest eigenvalue.
+) -> Normalized:
+    """The Gram matrix A divided by an upper bound of its largest eigenvalue: its trace or its Schatten norm.
+
+    The Schatten-8 norm of X: with A = f B, f = ||A||_F, no eigenvalue of A is above f ||B^2||_F^(1/2). ||B^2||_F^2 is
+    the sum of the fourth powers of B's eigenvalues. Of all but the largest, some of it is known and subtracted:
+    `other_fourth_powers` / f^4. What is left is that of the largest at least, and 1/m of the sum.
 
     Args:
       other_fourth_powers: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` except the
         largest.
     """
-    if normalization == "aol":
-        rows = inverse_row_norms(gram)
-        return scaled(x, rows), Normalized(scaled(scaled(gram, rows), rows.mT))
-    if normalization == "schatten":
-        return x, _by_fourth_powers(gram, other_fourth_powers, product)
-    bound = eigenvalue_bound(gram, normalization)
-    return x, Normalized(gram / bound.astype(gram.dtype), scale=jax.lax.rsqrt(bound))
-
-
-def _by_fourth_powers(
-    gram: Inexact[Array, "*batch m m"],
-    other_fourth_powers: Float[Array, "*batch 1 1"] | float,
-    product: Callable[[jax.Array], jax.Array],
-) -> Normalized:
-    """By the Schatten-8 norm of X: with A = f B, f = ||A||_F, no eigenvalue of A is above f ||B^2||_F^(1/2).
-
-    ||B^2||_F^2 is the sum of the fourth powers of B's eigenvalues. Of all but the largest, some of it is known and
-    subtracted: `other_fourth_powers` / f^4. What is left is that of the largest at least, and 1/m of the sum.
-    """
+    if normalization == "frobenius":
+        bound = trace_or_one(gram)
+        return Normalized(gram / bound.astype(gram.dtype), scale=jax.lax.rsqrt(bound))
     # B, for the fourth power of A is no number where A is large or small.
     frobenius = jnp.sqrt(or_one(square_norm(gram)))
     gram = gram / frobenius.astype(gram.dtype)
@@ -131,16 +118,9 @@ def _by_fourth_powers(
     return Normalized(gram, gram2, 1 / bound, jax.lax.rsqrt(frobenius * bound))
 
 
-def eigenvalue_bound(gram: jax.Array, normalization: Normalization) -> Float[Array, "*batch 1 1"]:
-    """The largest eigenvalue of A ("spectral"), or its trace, which is no smaller ("frobenius"); of a zero matrix 1."""
-    if normalization == "frobenius":
-        return or_one(jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None])
-    return or_one(jnp.linalg.eigvalsh(gram)[..., -1:, None])
-
-
-def inverse_row_norms(gram: jax.Array) -> Float[Array, "*batch m 1"]:
-    """d with |diag(d) A diag(d)|_2 <= 1: d^-2 are the sums of the rows' absolute values."""
-    return jax.lax.rsqrt(or_one(jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)))
+def trace_or_one(gram: jax.Array) -> Float[Array, "*batch 1 1"]:
+    """The trace, which is no smaller than the largest eigenvalue; of a zero matrix 1."""
+    return or_one(jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None])
 
 
 def or_one(number: jax.Array | float) -> jax.Array:

@@ -1,16 +1,16 @@
 """The settings of an orthogonalization: which polynomials, in which form and precision."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from muonjax._arguments import is_whole, whole_number
+from muonjax._arguments import whole_number
 from muonjax._keywords import explains_keywords
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
 from muonjax._newton_schulz.normalization import Normalization
+from pallas_kernels._api import IMPLEMENTATIONS
 
 Form = Literal["auto", "standard", "gram"]
 
@@ -41,19 +41,14 @@ class NewtonSchulz(metaclass=_Presets):
         shorter side); on accelerators half as many more. 0 turns it off.
       form: "standard", "gram", or "auto", which takes the Gram form for n > 1.5 m. In bfloat16 the Gram form has the
         last steps only, as many as stay accurate.
-      restarts: Steps after which the Gram form makes its Gram matrix anew, such as (2,); None: before rounding can
-        grow to 1 % (see `gram_restarts` in the source). Not in bfloat16.
-      normalization: The bound of the largest singular value: "schatten" (Schatten-8, free), "frobenius" (as
-        most implementations; wastes a step or more), "aol" (rescales rows; changes the polar factor),
-        "spectral" (exact; an eigenvalue problem).
+      normalization: The bound of the largest singular value: "schatten" (Schatten-8, free) or "frobenius" (as in most
+        implementations; wastes a step or more).
       compute_dtype: Dtype of the products' operands; None is the input's own precision on a CPU (half types
         are widened to float32) and bfloat16 on accelerators, as the arrays' devices or mesh say. "bfloat16" on a CPU
         computes as a GPU does. float32 means true float32 everywhere, never TF32. float64 and complex inputs keep
         their own.
       implementation: Which symmetric products to run; see `pallas_kernels.symmetric_product`. One that is named
-        makes whole products: devices that share a matrix don't share these. "hopper" takes matrices with a short side
-        of 8 to 128 by a kernel of their own, one launch for all products on the small side. "tpu_vmem" is all of the
-        iteration in one launch, on TPUs, for a matrix that their VMEM holds.
+        makes whole products: devices that share a matrix don't share these.
 
     Raises:
       ValueError, TypeError: On construction, naming the setting.
@@ -69,7 +64,6 @@ class NewtonSchulz(metaclass=_Presets):
     num_steps: int | None = None
     deflation: int = 64
     form: Form = "auto"
-    restarts: tuple[int, ...] | None = None
     normalization: Normalization = "schatten"
     compute_dtype: jax.typing.DTypeLike | None = None
     implementation: str | None = None
@@ -85,36 +79,25 @@ class NewtonSchulz(metaclass=_Presets):
             keep("num_steps", steps)
         directions = whole_number(call, "deflation", self.deflation, 0, " of directions; 0 turns it off.")
         keep("deflation", directions)
-        for name, kind in (("form", Form), ("normalization", Normalization)):
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(
-                    f"{call}({name}={getattr(self, name)!r}) is unknown; choose one of {get_args(kind)}."
-                )
-        if self.restarts is not None:
-            restarts = self.restarts if isinstance(self.restarts, Sequence) else (self.restarts,)
-            inside = all(is_whole(r) and 0 < r < len(self.steps) for r in restarts)
-            if not inside or sorted(set(restarts)) != list(restarts):
-                raise ValueError(
-                    f"{call}(restarts={self.restarts!r}) must be ascending whole numbers between the first and "
-                    f"the last of {len(self.steps)} steps."
-                )
-            if self.form == "standard":
-                raise ValueError(
-                    f"{call}(restarts={self.restarts!r}, form='standard'): the standard form restarts after every "
-                    f"step; leave restarts out, or give form='gram'."
-                )
-            keep("restarts", tuple(map(int, restarts)))
-        if self.compute_dtype is not None:
-            try:
-                dtype = jnp.dtype(self.compute_dtype)
+        for name, known in (
+            ("form", get_args(Form)),
+            ("normalization", get_args(Normalization)),
+            ("implementation", (None, *IMPLEMENTATIONS)),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, str | None) or value not in known:
+                raise ValueError(f"{call}({name}={value!r}) is unknown; choose one of {known}.")
+        if (given := self.compute_dtype) is not None:
+            try:  # an array has a dtype, but is none
+                dtype = jnp.dtype(given).name if isinstance(given, str | type | jnp.dtype) else None
             except TypeError:
                 dtype = None
-            if dtype is None or dtype.name not in _COMPUTE_DTYPES:
+            if dtype not in _COMPUTE_DTYPES:
                 raise TypeError(
-                    f"{call}(compute_dtype={self.compute_dtype!r}) must be one of {', '.join(_COMPUTE_DTYPES)}: others "
-                    "lack the range for products of products."
+                    f"{call}(compute_dtype={given!r}) must be one of {', '.join(_COMPUTE_DTYPES)}: others lack the "
+                    "range for products of products."
                 )
-            keep("compute_dtype", dtype)
+            keep("compute_dtype", jnp.dtype(dtype))
 
     @property
     def steps(self) -> Coefficients:

@@ -3,7 +3,7 @@
 The evidence, in this order; what comes first decides:
 
   1. a rule of the caller's; its leaf is no evidence for others;
-  2. the layer's type, where a module is given; the names of the axes, where the array carries them;
+  2. the names of the axes, where the array carries them;
   3. the names in the path: what the parameter is (`roles`), if its shape fits;
   4. which axes count layers: all parameters of a scanned module have one axis more (`stacked_layers`);
   5. its bias, its attention's other projections, its adapter's other factor, the order of axes in the rest of the tree,
@@ -17,7 +17,7 @@ an output head, a warning says so.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -34,6 +34,7 @@ from muonjax._matrix_view import (
     matrix_pieces,
     one_or_several,
 )
+from muonjax._nnx_models import parameters_of
 from muonjax._routing import roles
 from muonjax._routing.given import (
     Rules,
@@ -42,8 +43,10 @@ from muonjax._routing.given import (
     chances_message,
     check_parameters,
     named_axes,
+    settings_message,
     tables,
     undecided_message,
+    unlike_their_names,
 )
 from muonjax._routing.matrices import is_dense_general, matrices
 from muonjax._routing.output_heads import for_adam
@@ -89,8 +92,9 @@ def dimension_numbers(
 
     Args:
       params: A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
-        metadata boxes, `nnx.State`, an NNX or Equinox module's arrays, Haliax's named arrays. `optax.MaskedNode`s stay
-        what they are. Pass the whole tree, unmasked where you can: its neighbours tell what a leaf is.
+        metadata boxes, an NNX module or its `nnx.State`, an Equinox module's arrays, Haliax's named arrays.
+        `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked where you can: its neighbours tell what a
+        leaf is.
       rules: Pairs (regular expression, dimension numbers or None); the first match decides. The expression is
         searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the
         leaf's own axes.
@@ -99,7 +103,8 @@ def dimension_numbers(
         shapes, where all parameters of a stack agree, and the shorter axis if they agree on several.
 
     Returns:
-      The tree with `MuonDimensionNumbers`, `FusedDimensionNumbers` or None in place of the leaves.
+      The tree with `MuonDimensionNumbers`, `FusedDimensionNumbers` or None in place of the leaves; of an NNX module
+      its `nnx.Param`s.
 
     Raises:
       ValueError: A leaf that can't be decided, a rule that matches no leaf, another `attention`, a `scan_axis` on which
@@ -147,9 +152,6 @@ def routes(
     rules: Rules = (),
     attention: str = "whole",
     scan_axis: int | None = None,
-    known: Mapping[str, Role] | None = None,
-    head_sizes: Mapping[tuple[str, ...], int] | None = None,
-    outputs_first: bool | None = None,
     partial: bool = False,
     call: str = "dimension_numbers",
     warn: bool = True,
@@ -161,19 +163,17 @@ def routes(
       rules: As in `dimension_numbers`.
       attention: As in `dimension_numbers`.
       scan_axis: As in `dimension_numbers`.
-      known: Path to role, from those who know more than names (`muonjax.nnx.dimension_numbers` of a module).
-      head_sizes: Path of an attention to the size of its heads, from those who know it.
-      outputs_first: Whether leaves called `weight` are (out, in, *window); None: the biases tell.
       partial: Leave None where a leaf can't be decided, and output heads among the matrices, and do not warn.
       call: Whom `params` were given to, for messages about them.
       warn: Whether to warn of what may be wrong.
     """
     if attention not in ("whole", "heads"):
         raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
+    layers, params = params, parameters_of(params)
     check_parameters(params, call, warn=warn and not partial)
     paths, leaves, treedef = flatten_with_names(params)
     ruled = apply_rules(["/".join(path) for path in paths], rules)
-    known = tables(params) | dict(known or {})
+    in_tables = tables(params)
     axis_names = named_axes(params)
     found: dict[tuple[str, ...], tuple[DimensionNumbers | None, str]] = {}
     undecided: list[Parameter] = []
@@ -191,13 +191,13 @@ def routes(
         elif path in axis_names:
             found[path] = by_axis_names(path, role, axis_names[path], attention)
         else:
-            role = _better(role, known.get(name))
+            role = roles.EMBEDDING if name in in_tables else role
             # A projection by a 1 x 1 convolution is a dense one.
             projects = role.projection or role.parts > 1
             ones = len(shape) - 2 if projects and len(shape) > 3 and {*shape[:-2]} == {1} else 0
             undecided.append(Parameter(path, role, shape[ones:], tuple(range(ones, len(shape))), shape))
     parameters = unstack(_fitting(undecided), scan_axis)
-    siblings = Siblings(parameters, head_sizes, outputs_first)
+    siblings = Siblings(parameters)
     decided = {p.path: _decide(p, siblings, attention, scan_axis) for p in parameters}
     refused = [p for p in parameters if decided[p.path] is None]
     if refused and not partial:
@@ -208,6 +208,10 @@ def routes(
         answers |= {path: (None, why) for path, why in ends.items()}
         if chances and warn:
             warn_user(chances_message(chances, parameters))
+        special = unlike_their_names(layers)
+        taken = ["/".join(path) for path, (numbers, _) in answers.items() if numbers]
+        if warn and (wrong := [path for path in taken if path in special]):
+            warn_user(settings_message(wrong))
     found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}
     return [
         leaf if is_masked(leaf) else Route("/".join(path), *_shape_and_dtype(leaf), *found[path])
@@ -218,18 +222,6 @@ def routes(
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     # In a list of pairs (path, array) the path is a leaf too.
     return ((), None) if isinstance(leaf, Key) else (jnp.shape(leaf), dtype_of(leaf))
-
-
-def _better(named: Role, known: Role | None) -> Role:
-    """A layer's type tells its axes; only names tell heads, patches, masks and fused parts."""
-    if known is None or (
-        known.muon and not named.muon and named.name not in ("scale", "embedding", "position")
-    ):
-        return named
-    if named.parts > 1 and len(known.ranks) == 1 and known.ranks[0] not in named.ranks:
-        return known
-    tells_more = named.projection or named.parts > 1 or named is roles.INTERLEAVED
-    return named if known.muon and tells_more else known
 
 
 def _fitting(parameters: Sequence[Parameter]) -> list[Parameter]:

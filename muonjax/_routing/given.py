@@ -1,7 +1,7 @@
-"""What is said of a leaf and not inferred: by the caller's rules, by the types of modules, by the names of axes.
+"""What is said of a leaf and not inferred: by the caller's rules, by the names of axes.
 
 And what is said to the caller: that a tree holds no parameters, and which rule decides a leaf that nothing tells of.
-Equinox's modules have such types, Haliax's and penzai's arrays such names; none of these libraries is imported.
+Haliax's and penzai's arrays have such names; neither library is imported.
 """
 
 import re
@@ -14,8 +14,8 @@ import jax
 
 from muonjax._arguments import warn_user
 from muonjax._matrix_view import DimensionNumbers, MuonDimensionNumbers, one_or_several
-from muonjax._routing.roles import EMBEDDING, INTERLEAVED, Parameter, Role, layer_of
-from muonjax._trees import Key, flatten_paths, is_masked, names
+from muonjax._routing.roles import INTERLEAVED, Parameter, Role, layer_of
+from muonjax._trees import Key, flatten_paths, is_masked, listed, names
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
@@ -84,10 +84,20 @@ def apply_rules(paths: Sequence[str], rules: Rules) -> dict[str, DimensionNumber
     return ruled
 
 
-def tables(params: Any) -> dict[str, Role]:
+def tables(params: Any) -> set[str]:
     """Paths of the parameters of modules whose type is called Embedding or Embed, as Equinox calls them."""
     found = _inside(params, lambda node: type(node).__name__ in ("Embedding", "Embed"))
-    return {"/".join(path): EMBEDDING for path, _ in found}
+    return {"/".join(path) for path, _ in found}
+
+
+def unlike_their_names(params: Any) -> set[str]:
+    """Paths of the parameters of layers whose settings say what names can't: groups, the letters of an einsum."""
+
+    def has_settings(node: Any) -> bool:
+        groups = getattr(node, "feature_group_count", getattr(node, "groups", 1))  # Flax's and Equinox's
+        return (isinstance(groups, int) and groups > 1) or isinstance(getattr(node, "einsum_str", None), str)
+
+    return {"/".join(path) for path, _ in _inside(params, has_settings)}
 
 
 def named_axes(params: Any) -> dict[tuple[str, ...], tuple[str, ...]]:
@@ -156,7 +166,7 @@ def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Param
         f"{what}; MuonDimensionNumbers(reduction_axis, output_axis) instead names the axes that the layer sums over "
         "and those that it gives; FusedDimensionNumbers(0, 1, parts=..., axis=1) cuts one of them, "
         "parts=number_of_heads or parts=(queries, keys, values) long. In muon: "
-        f"muon_weight_dimension_numbers=lambda params: muonjax.linen.dimension_numbers(params, rules=...). {INSPECT}"
+        f"program=lambda params: muonjax.dimension_numbers(params, rules=...). {INSPECT}"
     )
 
 
@@ -171,9 +181,17 @@ def chances_message(why: Mapping[tuple[str, ...], str], parameters: Sequence[Par
     )
 
 
+def settings_message(paths: Sequence[str]) -> str:
+    """The message for matrices of layers whose settings names can't show."""
+    return (
+        f"muonjax goes by names and takes {listed(paths, ', ')} for plain kernels, but the layers have groups or an "
+        f"einsum of their own. {INSPECT}"
+    )
+
+
 INSPECT = (
     "Or your function says it: program = muonjax.inspect(loss_fn, params, batch), then "
-    "muonjax.muon(learning_rate, muon_weight_dimension_numbers=program)."
+    "muonjax.muon(learning_rate, program)."
 )
 
 

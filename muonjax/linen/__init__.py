@@ -1,6 +1,5 @@
-"""muonjax for Flax Linen: routing of parameters, a train state that passes the largest logits on, LoHa adapters."""
+"""muonjax for Flax Linen: a train state that passes the largest logits on, LoHa adapters."""
 
-from muonjax._routing.dimension_numbers import dimension_numbers as dimension_numbers
 from muonjax.linen._loha import LoHaConv as LoHaConv
 from muonjax.linen._loha import LoHaDense as LoHaDense
 from muonjax.linen._loha import loha as loha

@@ -69,7 +69,7 @@ def trained(model, tx, wrt=nnx.Param):
     @nnx.jit
     def step(model, optimizer, x):
         argnums = nnx.DiffState(0, wrt)
-        (loss, max_logits), grads = muonjax.nnx.value_and_grad(loss_fn, argnums=argnums)(model, x)
+        (loss, max_logits), grads = muonjax.value_and_grad(loss_fn, argnums=argnums)(model, x)
         optimizer.update(model, grads, max_logits=max_logits)
         return loss, max_logits
 
@@ -79,7 +79,7 @@ def trained(model, tx, wrt=nnx.Param):
 def test_one_clip_is_exact():
     """`nnx.Optimizer` initializes with paths that end in .value and updates without."""
     model = Model(nnx.Rngs(0))
-    program = muonjax.nnx.inspect(loss_fn, model, X)
+    program = muonjax.inspect(loss_fn, model, X)
     optimizer, step = trained(model, optax.chain(optax.sgd(0.0), muonjax.qk_clip(0.5, program)))
     _, before = step(model, optimizer, X)
     first = muonjax.metrics(optimizer.opt_state)
@@ -92,7 +92,7 @@ def test_one_clip_is_exact():
 
 def test_muonclip_trains_a_model():
     model = Model(nnx.Rngs(0))
-    program = muonjax.nnx.inspect(loss_fn, model, X)
+    program = muonjax.inspect(loss_fn, model, X)
     optimizer, step = trained(model, muonjax.muonclip(1e-2, program, threshold=1.0))
     losses = [float(step(model, optimizer, X)[0]) for _ in range(3)]
     assert losses[2] < losses[0]
@@ -108,7 +108,7 @@ KEYS = nnx.All(nnx.Param, nnx.Not(nnx.All(nnx.PathContains(0), nnx.PathContains(
 def test_parts_of_a_model(make, wrt):
     """The attention of which queries or keys are not trained is skipped, and its statistic is left aside."""
     model = Model(nnx.Rngs(0))
-    program = muonjax.nnx.inspect(loss_fn, model, X)
+    program = muonjax.inspect(loss_fn, model, X)
     optimizer, step = trained(model, make(0.0, program, threshold=0.5), wrt)
     frozen = jax.tree.map(jnp.copy, nnx.state(model.blocks[0], nnx.Param))
     _, max_logits = step(model, optimizer, X)
@@ -122,7 +122,7 @@ def test_parts_of_a_model(make, wrt):
 
 def test_a_part_without_attention():
     model = Model(nnx.Rngs(0))
-    program = muonjax.nnx.inspect(loss_fn, model, X)
+    program = muonjax.inspect(loss_fn, model, X)
     with pytest.raises(ValueError, match=r"adamclip: no attention of the program is trained.*muonjax\.muon"):
         nnx.Optimizer(
             model, muonjax.adamclip(1e-3, program), wrt=nnx.All(nnx.Param, nnx.PathContains("norm"))
@@ -136,13 +136,13 @@ def test_aux_of_the_loss():
     def with_aux(model, x):
         return loss_fn(model, x), {"accuracy": 1.0}
 
-    (loss, (aux, stats)), grads = muonjax.nnx.value_and_grad(with_aux, has_aux=True)(model, X)
-    (alone, _), alone_grads = muonjax.nnx.value_and_grad(loss_fn)(model, X)
+    (loss, (aux, stats)), grads = muonjax.value_and_grad(with_aux, has_aux=True)(model, X)
+    (alone, _), alone_grads = muonjax.value_and_grad(loss_fn)(model, X)
     assert (float(loss), aux) == (float(alone), {"accuracy": 1.0})
     assert stats["attention"].shape == (4,)
     jax.tree.map(np.testing.assert_array_equal, grads, alone_grads)
     with pytest.raises(TypeError, match="first argument of the loss must be the model"):
-        muonjax.nnx.value_and_grad(lambda x: x)(X)
+        muonjax.value_and_grad(lambda x: x)(X)
 
 
 class Noisy(nnx.Module):
@@ -168,7 +168,7 @@ ATTENTION = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("attention")))
 def test_all_else_is_as_nnx_has_it(argnums):
     """Gradients of any argument, running means, the counts of random numbers, keywords."""
     results = []
-    for value_and_grad in (nnx.value_and_grad, muonjax.nnx.value_and_grad):
+    for value_and_grad in (nnx.value_and_grad, muonjax.value_and_grad):
         model, rngs = Noisy(nnx.Rngs(0)), nnx.Rngs(noise=1)
 
         keywords = {} if value_and_grad is nnx.value_and_grad else {"kind": "mean"}  # Flax's takes none
@@ -197,9 +197,9 @@ def capped(query, key, value, **_):
 def test_says_what_it_cannot_measure(settings, reason):
     block = Block(nnx.Rngs(0), **settings)
     with pytest.raises(ValueError, match=rf"no attention can be clipped.*\.py:\d+.*: {reason}"):
-        muonjax.nnx.value_and_grad(loss_fn)(block, X)
+        muonjax.value_and_grad(loss_fn)(block, X)
     both = nnx.List([Block(nnx.Rngs(0)), block])
-    grad = muonjax.nnx.value_and_grad(lambda blocks: (blocks[1](blocks[0](X)) ** 2).mean())
+    grad = muonjax.value_and_grad(lambda blocks: (blocks[1](blocks[0](X)) ** 2).mean())
     (_, max_logits), _ = nnx.jit(grad)(both)
     assert list(max_logits) == ["0/attention"]
 

@@ -135,15 +135,14 @@ def test_half_precision_loses_little(form):
 @quick(
     "schatten-64-auto-(33, 200)-None",
     "frobenius-64-auto-(33, 200)-None",
-    "aol-64-auto-(33, 200)-bfloat16",
-    "spectral-64-auto-(33, 200)-None",
+    "frobenius-64-auto-(33, 200)-bfloat16",
 )
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(33, 200), *map(thorough, [(1, 1), (1, 9), (64, 64)])], ids=str)
 @pytest.mark.parametrize(
     ("deflation", "form"), [thorough(0, "standard"), thorough(64, "standard"), (64, "auto")]
 )
-@pytest.mark.parametrize("normalization", ["schatten", "frobenius", "aol", "spectral"])
+@pytest.mark.parametrize("normalization", ["schatten", "frobenius"])
 def test_every_normalization_bounds_the_largest_singular_value(normalization, deflation, form, shape, dtype):
     """f rises without bound above 1, so a bound that fails shows at once: adversarial for each norm, over
     dtypes."""
@@ -401,13 +400,12 @@ def test_reverse_mode_agrees_with_forward_mode(form):
         ({"deflation": 0.125}, ValueError, "deflation=0.125.*whole number"),
         ({"form": "gramm"}, ValueError, "form='gramm'.*'gram'"),
         ({"normalization": "l2"}, ValueError, "normalization='l2'"),
-        ({"restarts": (4,)}, ValueError, r"restarts=\(4,\)"),
-        ({"restarts": (2, 1)}, ValueError, "ascending"),
-        ({"restarts": 4}, ValueError, "restarts=4"),
-        ({"restarts": (1, "a")}, ValueError, "whole numbers"),
+        ({"implementation": "nonsense"}, ValueError, "implementation='nonsense'.*'hopper'"),
+        ({"implementation": jnp.ones(2)}, ValueError, "implementation=Array"),
         ({"num_steps": True}, ValueError, "num_steps=True"),
         ({"compute_dtype": jnp.int32}, TypeError, "compute_dtype=.*int32"),
         ({"compute_dtype": "float33"}, TypeError, "float33"),
+        ({"compute_dtype": jnp.ones(2)}, TypeError, "compute_dtype=Array"),
         ({"compute_dtype": "float16"}, TypeError, "float16.*bfloat16, float32, float64.*range"),
     ],
 )
@@ -416,17 +414,11 @@ def test_bad_settings(arguments, error, message):
         NewtonSchulz(**arguments)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        NewtonSchulz(form="gram", restarts=(2,)),
-        NewtonSchulz(coefficients=((0.0, 1.0, 0.0), (2.0, -1.0, 0.0))),
-    ],
-)
-def test_what_half_precision_lacks_is_refused(settings):
+def test_what_half_precision_lacks_is_refused():
+    settings = NewtonSchulz(coefficients=((0.0, 1.0, 0.0), (2.0, -1.0, 0.0)))
     muonjax.newton_schulz(jnp.ones((3, 3)), settings)
     half = dataclasses.replace(settings, compute_dtype="bfloat16")
-    with pytest.raises(ValueError, match=r"restarts=.*in bfloat16.*compute_dtype='float32'"):
+    with pytest.raises(ValueError, match=r"in bfloat16.*linear term.*compute_dtype='float32'"):
         muonjax.newton_schulz(jnp.ones((3, 3)), half)
 
 

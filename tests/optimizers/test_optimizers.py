@@ -239,6 +239,32 @@ def test_momentum_takes_its_dtype():
     assert {x.dtype for x in kernels} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.parametrize("decay", [0.95, 0.99, 0.995])
+def test_momentum_in_bfloat16_decays_as_it_should(decay):
+    """bfloat16 rounds 0.99 to 0.98828 and 0.995 to 0.99609: the momentum would shrink to 0.85 or grow to 1.28."""
+    tx, gradients = muonjax.trace(decay), np.random.default_rng(0).normal(size=(2000, 64)) + 0.5
+
+    def final(dtype):
+        def step(state, gradient):
+            return tx.update({"w": gradient}, state)[1], None
+
+        given = jnp.asarray(gradients, dtype)
+        return jax.lax.scan(step, tx.init({"w": given[0]}), given)[0].trace["w"].astype(jnp.float32)
+
+    found, expected = jnp.linalg.norm(final(jnp.bfloat16)), jnp.linalg.norm(final(jnp.float32))
+    assert abs(found / expected - 1) < 0.01
+
+
+def test_the_rates_of_muonh_can_be_injected():
+    tx = optax.inject_hyperparams(muonjax.muonh)(learning_rate=0.02, adam_learning_rate=1e-3)
+    params = {"w": normal(4, 6), "b": jnp.ones(3)}
+    updates, _ = tx.update(params, tx.init(params), params)
+    expected, _ = (plain := muonjax.muonh(0.02, adam_learning_rate=1e-3)).update(
+        params, plain.init(params), params
+    )
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, *map(thorough, [jnp.float32, jnp.float16])])
 def test_parameters_keep_their_dtype(dtype):
     tree = params(dtype)
@@ -344,8 +370,8 @@ def test_inject_hyperparams():
 def test_inject_hyperparams_into_the_clipped(optimizer):
     tree = {"attention": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}
     logits = {"attention": jnp.array([400.0, 50.0])}
-    injected = optax.inject_hyperparams(optimizer, static_args="every_k")
-    tx, plain = (f(learning_rate=0.01, sites=muonjax.mha_site()) for f in (injected, optimizer))
+    injected = optax.inject_hyperparams(optimizer)
+    tx, plain = (f(learning_rate=0.01, program=muonjax.mha_site()) for f in (injected, optimizer))
     updates, state = tx.update(tree, tx.init(tree), tree, max_logits=logits)
     expected, _ = plain.update(tree, plain.init(tree), tree, max_logits=logits)
     chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
@@ -361,11 +387,11 @@ def test_every_setting_of_the_parts_reaches_the_clipped():
         return {n: p.default for n, p in inspect.signature(f).parameters.items()}
 
     clip = {n: v for n, v in settings(muonjax.qk_clip).items() if n not in ("threshold", "sites")}
-    own = {"learning_rate", "sites", "threshold", *clip}
+    own = {"learning_rate", "program", "threshold", "dimension_numbers", *clip}
     for clipped, part in ((muonjax.muonclip, muonjax.muon), (muonjax.adamclip, optax.adamw)):
         found = settings(clipped)
-        assert {n: found[n] for n in clip} == clip
-        given = {n: v for n, v in settings(part).items() if n != "learning_rate"}
+        assert {n: found[n] for n in clip} == clip | {"every_k": None}
+        given = {n: v for n, v in settings(part).items() if n not in ("learning_rate", "program")}
         assert {n: v for n, v in found.items() if n not in own} == given
 
 
@@ -407,7 +433,7 @@ def test_nnx_optimizer_with_muonclip():
 
     @nnx.jit
     def step(model, optimizer):
-        (loss, max_logits), grads = muonjax.nnx.value_and_grad(lambda m: jnp.mean(m(tokens) ** 2))(model)
+        (loss, max_logits), grads = muonjax.value_and_grad(lambda m: jnp.mean(m(tokens) ** 2))(model)
         optimizer.update(model, grads, max_logits=max_logits)
         return loss
 
@@ -423,19 +449,19 @@ def test_nnx_optimizer_with_muonclip():
     [
         (
             {"b": jnp.ones(3)},
-            {"muon_weight_dimension_numbers": MuonDimensionNumbers()},
+            {"program": MuonDimensionNumbers()},
             ValueError,
             "shape \\(3,\\)",
         ),
         (
             {"w": jnp.ones((3, 3))},
-            {"muon_weight_dimension_numbers": {"v": None}},
+            {"program": {"v": None}},
             ValueError,
             "muon: the dimension numbers",
         ),
         (
             {"w": jnp.ones((3, 3), jnp.int32)},
-            {"muon_weight_dimension_numbers": MuonDimensionNumbers()},
+            {"program": MuonDimensionNumbers()},
             TypeError,
             "int32",
         ),

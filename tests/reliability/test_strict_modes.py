@@ -255,7 +255,6 @@ CASES = {
     "muonjax.normalize_neurons": of_transformation(lambda: muonjax.normalize_neurons(), matrices),
     "muonjax.normuon": of_transformation(lambda: muonjax.normuon(1e-2)),
     "muonjax.orthogonalize": of_transformation(lambda: muonjax.orthogonalize(), matrices),
-    "muonjax.plan": lambda: muonjax.plan(matrices(), replicated(matrices())),
     "muonjax.qk_clip": of_clip(lambda: muonjax.qk_clip(100.0, [SITE])),
     "muonjax.signal_clip": of_clip(
         lambda: muonjax.signal_clip(muonjax.SignalRule(SITE, 100.0)), name="signals"
@@ -270,14 +269,16 @@ CASES = {
         muonjax.linen.LoHaConv(4, (3,), rank=2, tucker=True, decompose=True), array(1, 5, 8)
     ),
     "muonjax.linen.LoHaDense": linen_adapters,
-    "muonjax.linen.dimension_numbers": lambda: muonjax.linen.dimension_numbers(attention_parameters()),
+    "muonjax.dimension_numbers": lambda: [
+        muonjax.dimension_numbers(attention_parameters()),
+        muonjax.dimension_numbers(Model(nnx.Rngs(0))),
+    ],
     "muonjax.linen.load_lycoris": linen_files,
     "muonjax.linen.unmerge": linen_unmerge,
     "muonjax.nnx.LoHaLinear": lambda: gradient(
         muonjax.nnx.LoHaLinear(8, 4, rank=2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), array(3, 8)
     ),
     "muonjax.nnx.add_loha": nnx_adapters,
-    "muonjax.nnx.dimension_numbers": lambda: muonjax.nnx.dimension_numbers(Model(nnx.Rngs(0))),
     "muonjax.nnx.load_lycoris": nnx_files,
     "pallas_kernels.symmetric_product": lambda: [
         pallas_kernels.symmetric_product(
@@ -304,12 +305,10 @@ ELSEWHERE = {
     "muonjax.linen.split_adapters",
     "muonjax.nnx.LoHaConv",
     "muonjax.nnx.adapters",
-    "muonjax.nnx.inspect",  # muonjax.inspect
     "muonjax.nnx.merge",
     "muonjax.nnx.remove_loha",
     "muonjax.nnx.save_lycoris",
     "muonjax.nnx.unmerge",
-    "muonjax.nnx.value_and_grad",  # muonjax.value_and_grad
 }
 
 

@@ -1,6 +1,7 @@
 """Every leaf of real Flax models, and of trees with the names in use elsewhere, goes where it belongs."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,6 @@ from flax import nnx
 from flax.core import freeze
 from optax.contrib import MuonDimensionNumbers
 
-import muonjax.linen
-import muonjax.nnx
 from muonjax._matrix_view import matrix_pieces
 from muonjax._routing.dimension_numbers import FusedDimensionNumbers, dimension_numbers, routes
 
@@ -187,7 +186,7 @@ def test_nnx_transformer(stack_axis):
     scopes = ["blocks/0", "blocks/1"] if stack_axis is None else ["blocks"]
     expected = {f"{scope}/{path}": shape for scope in scopes for path, shape in block.items()}
     assert matrices(state) == expected
-    assert muonjax.nnx.dimension_numbers(model) == dimension_numbers(nnx.as_pure(state))
+    assert dimension_numbers(model) == dimension_numbers(nnx.as_pure(state))
 
 
 def test_nnx_paths_with_and_without_value():
@@ -218,36 +217,23 @@ class NnxZoo(nnx.Module):
         self.lm_head = nnx.Linear(D, VOCAB, rngs=rngs)
 
 
-def test_nnx_module_knows_more_than_names():
-    model = nnx.eval_shape(lambda: NnxZoo(nnx.Rngs(0)))
-    found = muonjax.nnx.dimension_numbers(model)
-    numbers = {path: value for path, value in nnx.to_flat_state(found) if value is not None}
-    assert numbers == {
-        ("first", "kernel"): MuonDimensionNumbers(1, (0, 2)),
-        ("second", "kernel"): MuonDimensionNumbers(1, 2),
-        ("third", "kernel"): MuonDimensionNumbers((0, 1), (2, 3)),
-        ("fourth", "kernel"): MuonDimensionNumbers(1, 2),
-        ("stem", "kernel"): MuonDimensionNumbers((0, 1, 2), 3),
-        ("groups", "kernel"): FusedDimensionNumbers((0, 1), 2, 4, 2),
-        ("upward", "kernel"): MuonDimensionNumbers((0, 2), 1),
-        ("adapter", "lora_a"): MuonDimensionNumbers(0, 1),
-        ("adapter", "lora_b"): MuonDimensionNumbers(0, 1),
-        ("c_attn", "kernel"): FusedDimensionNumbers(0, 1, 3, 1),
-    }
-
-
-def test_nnx_module_finds_stacks_of_unnamed_layers():
-    """A vmapped LinearGeneral without bias: only its type says that one layer's kernel has three axes."""
-
-    @nnx.split_rngs(splits=LAYERS)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def stack(rngs):
-        return nnx.LinearGeneral(D, (H, 9), use_bias=False, rngs=rngs)
-
-    model = nnx.eval_shape(lambda: nnx.Dict(thing=stack(nnx.Rngs(0))))
-    with pytest.raises(ValueError, match="thing/kernel"):
-        muonjax.nnx.dimension_numbers(nnx.state(model, nnx.Param))
-    assert muonjax.nnx.dimension_numbers(model)["thing"]["kernel"] == MuonDimensionNumbers(1, (2, 3))
+def test_settings_that_names_do_not_show_are_warned_about():
+    """Groups and an einsum's letters, in NNX and Equinox: the layers say that there are some, names do not."""
+    zoo = nnx.eval_shape(lambda: NnxZoo(nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="first/kernel"):
+        dimension_numbers(zoo)
+    plain = nnx.Dict(up=nnx.Linear(D, MLP, rngs=nnx.Rngs(0)), down=nnx.Linear(MLP, D, rngs=nnx.Rngs(0)))
+    for name in ("mixer", "doubler", "gate"):
+        model = nnx.Dict(**{name: getattr(zoo, name)}, **plain)
+        with pytest.warns(UserWarning, match=rf"takes {name}/kernel for plain kernels.*muonjax\.inspect"):
+            dimension_numbers(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dimension_numbers(model, rules=[(name, None)])
+    eqx = pytest.importorskip("equinox")
+    model = eqx.filter_eval_shape(lambda: eqx.nn.Conv2d(16, 32, 3, groups=4, key=jax.random.key(0)))
+    with pytest.warns(UserWarning, match=r"takes 0/weight for plain kernels"):
+        dimension_numbers([eqx.filter(model, lambda x: hasattr(x, "dtype"))])
 
 
 class Convolutions(nn.Module):
@@ -517,7 +503,7 @@ def test_trees_of_every_kind():
     assert numbers_of(freeze(plain)) == expected
     boxed = jax.tree.map(lambda x: nn.LogicallyPartitioned(x, (None,) * len(x.shape)), plain)
     assert numbers_of(boxed) == expected
-    result = muonjax.linen.dimension_numbers(boxed)
+    result = dimension_numbers(boxed)
     assert result["layers"]["Dense_0"]["kernel"].value == MuonDimensionNumbers(0, 2)
 
     traced = []
@@ -609,29 +595,8 @@ def test_what_cannot_be_decided_raises(params, settings, message):
         dimension_numbers(params, **settings)
 
 
-def test_doors_take_the_same_settings():
-    params = model_params()
-    settings = {"rules": [("Dense_1", None)], "attention": "heads"}
-    assert muonjax.linen.dimension_numbers(params, **settings) == dimension_numbers(params, **settings)
+def test_an_nnx_module_stands_for_its_parameters():
+    heads = functools.partial(dimension_numbers, attention="heads", rules=[("up/kernel", None)])
     model = nnx_model()
-    heads = functools.partial(muonjax.nnx.dimension_numbers, attention="heads", rules=[("up/kernel", None)])
     assert heads(model)["blocks"][0]["attention"]["query"]["kernel"] == MuonDimensionNumbers(0, 2)
     assert heads(nnx.as_pure(nnx.state(model, nnx.Param))) == heads(model)
-
-
-class FoldedAttention(nnx.Module):
-    def __init__(self, rngs):
-        self.num_heads = H
-        self.q_proj = nnx.Linear(D, H * S, rngs=rngs)
-        self.k_proj = nnx.Linear(D, 2 * S, rngs=rngs)
-        self.o_proj = nnx.Linear(H * S, D, rngs=rngs)
-
-
-def test_an_nnx_module_knows_its_heads():
-    model = nnx.eval_shape(lambda: nnx.List([FoldedAttention(nnx.Rngs(0))]))
-    found = muonjax.nnx.dimension_numbers(model, attention="heads")[0]
-    assert found["q_proj"]["kernel"] == FusedDimensionNumbers(0, 1, H, 1)
-    assert found["k_proj"]["kernel"] == FusedDimensionNumbers(0, 1, 2, 1)
-    assert found["o_proj"]["kernel"] == MuonDimensionNumbers(0, 1)
-    with pytest.raises(ValueError, match="heads are folded"):
-        muonjax.nnx.dimension_numbers(nnx.state(model, nnx.Param), attention="heads")

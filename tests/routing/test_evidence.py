@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 import muonjax
@@ -384,7 +383,7 @@ def test_unequal_parts_are_matrices_of_their_own():
 def test_parts_that_do_not_fit(parts, axis, message):
     params, numbers = {"w": jnp.ones((8, 24))}, FusedDimensionNumbers(0, 1, parts, axis)
     with pytest.raises(ValueError, match=message):
-        muonjax.muon(1e-3, muon_weight_dimension_numbers={"w": numbers}).init(params)
+        muonjax.muon(1e-3, {"w": numbers}).init(params)
     with pytest.raises(ValueError, match=r"'w'.*(sum to|must be|must divide)"):
         dimension_numbers(params, rules=[("w", numbers)])
 
@@ -393,15 +392,6 @@ def test_tables_of_unequal_parts_and_empty_leaves():
     numbers = {"w": FusedDimensionNumbers(0, 1, (16, 4, 4), 1), "none": None}
     assert "8×16 + 2 of 8×4" in muonjax.tabulate({"w": leaf(8, 24), "none": None}, numbers)
     assert "3 matrices in 1 leaf" in muonjax.tabulate({"w": leaf(8, 24), "none": None}, numbers)
-
-
-def test_a_plan_of_unequal_parts():
-    mesh = AbstractMesh((1,), ("x",))
-    numbers = FusedDimensionNumbers(0, 1, (16, 4, 4), 1)
-    distribution = muonjax.Distribution(mesh, PartitionSpec())
-    assert muonjax.plan({"w": leaf(8, 24)}, distribution, dimension_numbers={"w": numbers}).matrices == 3
-    one = muonjax.plan({"dense": {"kernel": leaf(8, 24)}}, distribution)
-    assert "1 matrix on 1 device " in str(one)
 
 
 # Warnings
