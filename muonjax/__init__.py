@@ -19,7 +19,6 @@ from muonjax._clipping.sites import Site as Site
 from muonjax._clipping.sites import fused_qkv_site as fused_qkv_site
 from muonjax._clipping.sites import mha_site as mha_site
 from muonjax._clipping.sites import mla_site as mla_site
-from muonjax._clipping.sites_from import sites_from as sites_from
 from muonjax._ema_nesterov import ema_nesterov as ema_nesterov
 from muonjax._ema_nesterov import ema_nesterov_params as ema_nesterov_params
 from muonjax._hyperball import hyperball as hyperball

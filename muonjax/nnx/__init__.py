@@ -1,6 +1,5 @@
-"""muonjax for Flax NNX: attention that reports its largest logits, LoHa adapters."""
+"""muonjax for Flax NNX: LoHa adapters."""
 
-from muonjax.nnx._attention import attention_fn as attention_fn
 from muonjax.nnx._loha import LoHa as LoHa
 from muonjax.nnx._loha import LoHaConv as LoHaConv
 from muonjax.nnx._loha import LoHaLinear as LoHaLinear

@@ -144,7 +144,7 @@ def test_only_adapters_train_in_linen_by_a_mask_and_by_splitting():
 
 def test_qk_clip_refuses_a_frozen_kernel_under_an_adapter():
     _, params = adopted()
-    maxima = {"MultiHeadAttention_0": {"max_logits": jnp.array([400.0, 1.0])}}
+    maxima = {"MultiHeadAttention_0": jnp.array([400.0, 1.0])}
     with pytest.raises(ValueError, match=r"hada_w1_a.*Merge them into the kernels"):
         apply_qk_clip(params, maxima, [mha_site()], 100.0)
     apply_qk_clip(linen_loha.merge(params), maxima, [mha_site()], 100.0)

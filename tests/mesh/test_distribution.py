@@ -71,7 +71,7 @@ def test_values_that_are_no_mesh_or_no_spec():
         lambda given: muonjax.muon(1e-3, distribution=given),
         lambda given: muonjax.normuon(1e-3, distribution=given),
         lambda given: muonjax.muonh(1e-3, adam_learning_rate=1e-3, distribution=given),
-        lambda given: muonjax.muonclip(1e-3, distribution=given),
+        lambda given: muonjax.muonclip(1e-3, muonjax.mha_site(), distribution=given),
         lambda given: muonjax.orthogonalize(distribution=given),
         lambda given: muonjax.state_shardings(optax.sgd(0.1), {"w": X}, given),
     ],

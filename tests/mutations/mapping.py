@@ -55,10 +55,10 @@ USED_BY = {
     "muonjax/_adapters/hadamard": ["tests/adapters/test_hadamard.py", "tests/linen", "tests/nnx"],
     "muonjax/_adapters/": ["tests/adapters", "tests/linen", "tests/nnx"],
     "muonjax/_mesh/cost_model": ["tests/mesh/test_assignment.py", *_MESH],
-    "muonjax/linen/": ["tests/linen", "tests/clipping/test_watch.py", "tests/routing"],
+    "muonjax/linen/": ["tests/linen", "tests/clipping/test_in_flax.py", "tests/routing"],
     "muonjax/nnx/": [
         "tests/nnx",
-        "tests/clipping/test_watch.py",
+        "tests/clipping/test_in_flax.py",
         "tests/routing",
         "tests/program/test_inspect.py",
     ],

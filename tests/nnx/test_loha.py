@@ -224,7 +224,7 @@ def test_the_mask_is_true_for_adapters_alone():
 def test_qk_clip_refuses_a_frozen_kernel_under_an_adapter():
     model, sites = Mixed(nnx.Rngs(0)), [mha_site()]
     add_loha(model, "query", rank=2, rngs=nnx.Rngs(1))
-    maxima = {"attention": {"max_logits": jnp.array([400.0, 1.0])}}
+    maxima = {"attention": jnp.array([400.0, 1.0])}
 
     def clipped(*kinds):
         return apply_qk_clip(nnx.to_pure_dict(nnx.state(model, *kinds)), maxima, sites, 100.0)

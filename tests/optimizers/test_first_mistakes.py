@@ -42,7 +42,7 @@ def test_other_keywords_of_other_calls():
         muonjax.NewtonSchulz(num_step=3)
     with pytest.raises(TypeError, match="muonclip has no argument 'tau': in muonjax it is threshold"):
         muonjax.muonclip(1e-2, tau=30.0)
-    muonjax.adamclip(1e-2, b1=0.8)  # its own
+    muonjax.adamclip(1e-2, muonjax.mha_site(), b1=0.8)  # its own
     tx = optax.inject_hyperparams(muonjax.muon)(learning_rate=0.01)
     assert "learning_rate" in tx.init(PARAMS).hyperparams
     with pytest.raises(
@@ -96,8 +96,10 @@ def test_settings_of_another_kind():
 ])  # fmt: skip
 def test_settings_of_another_type(make, setting, message):
     """Said when the optimizer is made, with its name, and not by NumPy in the first update."""
-    call = "normuon" if make is muonjax.normuon else "muon"
-    with pytest.raises(TypeError, match=rf"^{call}\(.*{re.escape(message)}"):
+    call = {muonjax.normuon: r"normuon\(", muonjax.muon: r"muon\(", muonjax.muonclip: r"muonclip: muon\("}[
+        make
+    ]
+    with pytest.raises(TypeError, match=rf"^{call}.*{re.escape(message)}"):
         make(**({"learning_rate": 1e-3} | setting))
 
 
@@ -159,7 +161,9 @@ def test_arguments_of_another_kind():
         TypeError, match=r"tabulate\(params\) got the module Transformed; give its parameters"
     ):
         muonjax.tabulate(NamedTuple("Transformed", [("init", object), ("apply", object)])(len, len))
-    with pytest.raises(TypeError, match=r"sites=\{'a': .* must be a Site") as error:
+    with pytest.raises(
+        TypeError, match=r"muonclip: \{'a': .* stands where it takes what muonjax\.inspect"
+    ) as error:
         muonjax.muonclip(1e-3, {"a": jnp.ones((8, 8))})
     assert "\n" not in str(error.value)
 
@@ -212,14 +216,14 @@ def test_gradients_of_another_shape():
 
 def test_the_state_of_another_optimizer():
     state = optax.adamw(1e-3).init(ATTENTION)
-    for tx, name in ((muonjax.muonclip(1e-2), "muonclip"), (muonjax.muon(1e-2), "muon")):
+    for tx, name in ((muonjax.muonclip(1e-2, muonjax.mha_site()), "muonclip"), (muonjax.muon(1e-2), "muon")):
         with pytest.raises(
             ValueError, match=f"{name}: this is the state of another optimizer, with ScaleByAdamState"
         ):
             update(tx, ATTENTION, ATTENTION, state, max_logits={"a": jnp.ones(2)})
 
 
-@pytest.mark.parametrize("make", [muonjax.muon, muonjax.muonclip])
+@pytest.mark.parametrize("make", [muonjax.muon, lambda rate: muonjax.muonclip(rate, muonjax.mha_site())])
 def test_a_state_whose_tuples_have_become_mappings(make):
     """Orbax restores so without a target, and Flax's `to_state_dict` makes such trees."""
     tx = make(1e-3)
@@ -260,8 +264,8 @@ MAKE = {
     "muon": muonjax.muon,
     "normuon": muonjax.normuon,
     "muonh": functools.partial(muonjax.muonh, adam_learning_rate=1e-3),
-    "muonclip": muonjax.muonclip,
-    "adamclip": muonjax.adamclip,
+    "muonclip": lambda rate: muonjax.muonclip(rate, muonjax.mha_site()),
+    "adamclip": lambda rate: muonjax.adamclip(rate, muonjax.mha_site()),
     "hyperball": muonjax.hyperball,
     "cautious_weight_decay": muonjax.cautious_weight_decay,
     "monitor": lambda rate: muonjax.monitor(optax.sgd(rate)),
@@ -288,7 +292,7 @@ def test_a_dtype_in_inject_hyperparams():
 
 def test_sites_that_are_a_loss():
     with pytest.raises(
-        TypeError, match=r"sites=<function .* must be a Site.*muonjax\.inspect\(loss_fn, params, batch\)"
+        TypeError, match=r"<function .* stands where it takes what muonjax\.inspect\(loss_fn, params, batch\)"
     ):
         muonjax.muonclip(1e-3, lambda params, x: x)
 
