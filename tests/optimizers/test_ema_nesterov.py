@@ -175,8 +175,6 @@ def test_beta_may_be_traced():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: muonjax.ema_nesterov(sgd(), 1.0), r"beta=1.0.* must be in \[0, 1\)"),
-        (lambda: muonjax.ema_nesterov(sgd(), 0.5, decay=1.0), r"decay=1.0.* must be in \[0, 1\)"),
         (lambda: muonjax.ema_nesterov_params(sgd().init({"w": jnp.ones(2)}), {"w": jnp.ones(2)}), "finds 0"),
         (
             lambda: muonjax.ema_nesterov_params(

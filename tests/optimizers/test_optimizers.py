@@ -465,7 +465,6 @@ def test_nnx_optimizer_with_muonclip():
             TypeError,
             "int32",
         ),
-        ({"w": jnp.ones((3, 3))}, {"rms": -1.0}, ValueError, "rms=-1.0"),
         ({"strange": {"kernel": jnp.ones((3, 4, 5))}}, {}, ValueError, "strange/kernel"),
     ],
 )
