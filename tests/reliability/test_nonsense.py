@@ -110,7 +110,9 @@ def kinds_of(function: Any, parameter: inspect.Parameter) -> set[Any]:
     if Any in kinds and parameter.name.endswith("mask"):
         return {types.NoneType}
     is_tree = (
-        Any in kinds or Iterable in map(typing.get_origin, kinds) or kinds <= {jax.Array, types.NoneType}
+        Any in kinds
+        or any(typing.get_origin(kind) is Iterable for kind in kinds)
+        or kinds <= {jax.Array, types.NoneType}
     )
     is_module = any(inspect.isclass(kind) and issubclass(kind, (nnx.Module, nnx.Rngs)) for kind in kinds)
     return set() if is_tree or is_module else kinds
