@@ -1,10 +1,8 @@
 """Muon and MuonClip for JAX: Optax gradient transformations for people who train Flax models."""
 
 from muonjax import optax_contrib as optax_contrib
-from muonjax._adapters.adapter import adapter_mask as adapter_mask
-from muonjax._adapters.hadamard import hadamard_weight as hadamard_weight
-from muonjax._adapters.hadamard_dot import hadamard_dot as hadamard_dot
-from muonjax._adapters.hadamard_dot import hadamard_linear as hadamard_linear
+from muonjax._adapters.hadamard_linear import hadamard_linear as hadamard_linear
+from muonjax._adapters.layers import adapter_mask as adapter_mask
 from muonjax._cautious_weight_decay import cautious_weight_decay as cautious_weight_decay
 from muonjax._clipped_optimizers import adamclip as adamclip
 from muonjax._clipped_optimizers import muonclip as muonclip

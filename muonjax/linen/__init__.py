@@ -3,11 +3,5 @@
 from muonjax.linen._loha import LoHaConv as LoHaConv
 from muonjax.linen._loha import LoHaDense as LoHaDense
 from muonjax.linen._loha import loha as loha
-from muonjax.linen._lycoris import load_lycoris as load_lycoris
-from muonjax.linen._lycoris import save_lycoris as save_lycoris
-from muonjax.linen._parameters import adopt as adopt
-from muonjax.linen._parameters import join_adapters as join_adapters
-from muonjax.linen._parameters import merge as merge
-from muonjax.linen._parameters import split_adapters as split_adapters
-from muonjax.linen._parameters import unmerge as unmerge
+from muonjax.linen._loha import merge as merge
 from muonjax.linen._train_state import TrainState as TrainState

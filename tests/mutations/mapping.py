@@ -51,7 +51,6 @@ USED_BY = {
         "tests/program/test_researchers_programs.py",
     ],
     "muonjax/_clipping/": ["tests/clipping", "tests/reliability/test_adversarial_attention.py"],
-    "muonjax/_adapters/hadamard": ["tests/adapters/test_hadamard.py", "tests/linen", "tests/nnx"],
     "muonjax/_adapters/": ["tests/adapters", "tests/linen", "tests/nnx"],
     "muonjax/_mesh/cost_model": ["tests/mesh/test_assignment.py", *_MESH],
     "muonjax/linen/": ["tests/linen", "tests/clipping/test_in_flax.py", "tests/routing"],
