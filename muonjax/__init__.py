@@ -1,7 +1,5 @@
 """Muon and MuonClip for JAX: Optax gradient transformations for people who train Flax models."""
 
-import importlib
-
 from muonjax import optax_contrib as optax_contrib
 from muonjax._adapters.adapter import adapter_mask as adapter_mask
 from muonjax._adapters.hadamard import hadamard_weight as hadamard_weight
@@ -22,11 +20,8 @@ from muonjax._clipping.sites import fused_qkv_site as fused_qkv_site
 from muonjax._clipping.sites import mha_site as mha_site
 from muonjax._clipping.sites import mla_site as mla_site
 from muonjax._clipping.sites_from import sites_from as sites_from
-from muonjax._clipping.transform import QKClipState as QKClipState
-from muonjax._ema_nesterov import EmaNesterovState as EmaNesterovState
 from muonjax._ema_nesterov import ema_nesterov as ema_nesterov
 from muonjax._ema_nesterov import ema_nesterov_params as ema_nesterov_params
-from muonjax._hyperball import HyperballState as HyperballState
 from muonjax._hyperball import hyperball as hyperball
 from muonjax._inspect import Program as Program
 from muonjax._inspect import inspect as inspect
@@ -38,11 +33,9 @@ from muonjax._mesh.cost_report import MeshPlan as MeshPlan
 from muonjax._mesh.cost_report import plan as plan
 from muonjax._mesh.distribution import Distribution as Distribution
 from muonjax._mesh.state_shardings import state_shardings as state_shardings
-from muonjax._momentum import Int8TraceState as Int8TraceState
 from muonjax._momentum import cast_momentum as cast_momentum
 from muonjax._momentum import trace as trace
 from muonjax._monitor.metrics import metrics as metrics
-from muonjax._monitor.monitor import MonitorState as MonitorState
 from muonjax._monitor.monitor import monitor as monitor
 from muonjax._msign.mcsgn import mcsgn as mcsgn
 from muonjax._msign.msign import msign as msign
@@ -53,10 +46,8 @@ from muonjax._newton_schulz.coefficients import YOU as YOU
 from muonjax._newton_schulz.coefficients import polar_express as polar_express
 from muonjax._newton_schulz.iteration import newton_schulz as newton_schulz
 from muonjax._newton_schulz.settings import NewtonSchulz as NewtonSchulz
-from muonjax._normalize_neurons import NormalizeNeuronsState as NormalizeNeuronsState
 from muonjax._normalize_neurons import normalize_neurons as normalize_neurons
 from muonjax._offload import offload as offload
-from muonjax._optimizers import MuonSettings as MuonSettings
 from muonjax._optimizers import muon as muon
 from muonjax._optimizers import muonh as muonh
 from muonjax._optimizers import normuon as normuon
@@ -70,7 +61,9 @@ __version__ = "0.1.0"
 def __getattr__(name: str):
     # They import Flax or Keras, or ask for Equinox; who does not use them need not load it.
     if name in ("equinox", "keras", "linen", "nnx"):
-        return importlib.import_module(f"muonjax.{name}")
+        from importlib import import_module
+
+        return import_module(f"muonjax.{name}")
     raise AttributeError(f"module 'muonjax' has no attribute {name!r}")
 
 

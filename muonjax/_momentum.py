@@ -84,13 +84,19 @@ def trace(
     int8 = dtype == jnp.int8
     kind: Any = Int8TraceState if int8 else optax.TraceState
 
-    def step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, ...]:
+    def wide_step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # In float32 at least: bfloat16 would round a decay of 0.999 to 1.
+        wide = at_least_float32(g.dtype, m.dtype)
+        g, m = g.astype(wide), m.astype(wide)
         new = g + decay * m
-        return g + decay * new if nesterov else new, new if int8 else new.astype(dtype or m.dtype)
+        return g + decay * new if nesterov else new, new
+
+    def step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ahead, new = wide_step(g, m)
+        return ahead.astype(jnp.promote_types(g.dtype, m.dtype)), new.astype(dtype or m.dtype)
 
     def int8_step(g: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
-        wide = g.astype(at_least_float32(g.dtype))
-        ahead, new = step(wide, dequantize(values, scale).astype(wide.dtype))
+        ahead, new = wide_step(g, dequantize(values, scale))
         return ahead.astype(g.dtype), *quantize(new)
 
     def init(params: optax.Params) -> Any:
@@ -146,8 +152,10 @@ def _in_blocks(x: jax.Array) -> jax.Array:
 def quantize(x: Float[Array, "*leaf"]) -> tuple[Int8[Array, "*leaf"], Float32[Array, "*blocks"]]:
     """The nearest integers in units of a 127th of each block's largest entry. NaN and inf make their block NaN."""
     blocks = _in_blocks(x)
-    largest = jnp.max(jnp.abs(blocks), axis=-1).astype(jnp.float32)
-    # Of zeros too: a branch would be a kernel more on a GPU.
+    # The bits of |x| as an integer are in the order of |x|, with NaN above inf; a maximum of floats may ignore NaN.
+    bits = jax.lax.bitcast_convert_type(blocks.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
+    # Zeros are divided too: a branch would be one more kernel on a GPU.
     scale = jnp.maximum(largest, _SMALLEST) / _LARGEST
     return jnp.round(blocks / scale[..., None].astype(x.dtype)).astype(jnp.int8).reshape(x.shape), scale
 

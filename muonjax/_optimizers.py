@@ -41,7 +41,8 @@ class MuonSettings(MatrixSettings, total=False):
     Example:
       >>> import muonjax, optax
       >>> from typing import Unpack
-      >>> def warmed_up(peak: float, **settings: Unpack[muonjax.MuonSettings]):
+      >>> from muonjax._optimizers import MuonSettings
+      >>> def warmed_up(peak: float, **settings: Unpack[MuonSettings]):
       ...     return muonjax.muon(optax.warmup_constant_schedule(0.0, peak, 100), **settings)
       >>> tx = warmed_up(2e-3, decay=0.9)
     """
@@ -244,11 +245,21 @@ def muonh(
             "muonh(adam_learning_rate=None) needs a learning rate for embeddings, biases and norms, such as 1e-3, "
             "or adam=: its own learning rate is in units of a weight's norm."
         )
+    if adam_learning_rate is not None:
+        wanted = "finite and not negative"
+        check_range(
+            "muonh", "adam_learning_rate", adam_learning_rate, wanted, "; 1e-3 is usual.", schedule=True
+        )
 
     def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
         return (hyperball(learning_rate, dimension_numbers=numbers),)
 
-    return _orthogonalized("muonh", rest, _adamw(adam_learning_rate or 0.0, 0.0, None), **settings)
+    return _orthogonalized(
+        "muonh",
+        rest,
+        _adamw(0.0 if adam_learning_rate is None else adam_learning_rate, 0.0, None),
+        **settings,
+    )
 
 
 def _is_dtype_of_momentum(dtype: Any) -> bool:

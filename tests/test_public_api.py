@@ -53,8 +53,6 @@ def signature(value: Any) -> str:
 def constructor(cls: type) -> str:
     """Flax's metaclass hides the arguments of `__init__`; and where that is Flax's own, it is not ours to list."""
     made_by = cls.__init__
-    if made_by is dict.__init__:  # a TypedDict: its keys are listed as members
-        return ""
     if made_by is object.__init__:
         return signature(cls)
     return "" if made_by.__module__.startswith("flax") else re.sub(r"\(self(, )?", "(", signature(made_by))
@@ -97,6 +95,10 @@ def test_public_names_and_signatures_are_those_of_the_list(package):
     if not is_importable(package):
         pytest.skip("Keras is not installed; the nightly workflow runs this with it")
     assert public_api(package) == listed()[package], "if this is wanted: python -m tests.test_public_api"
+
+
+def test_dir_lists_the_package_and_no_module_that_it_uses():
+    assert "importlib" not in dir(importlib.import_module("muonjax"))
 
 
 if __name__ == "__main__":

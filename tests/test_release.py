@@ -28,6 +28,21 @@ def test_version_is_the_same_everywhere():
     assert done.stdout.strip() == muonjax.__version__, done.stderr
 
 
+def test_an_editable_install_has_the_two_packages_alone(tmp_path):
+    code = "import muonjax, pallas_kernels, importlib.util as u; print([n for n in %r if u.find_spec(n)])"
+    others = ["tests", "benchmarks", "plots", "meshes", "checkpoints"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code % others],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 @pytest.mark.parametrize("tag", ["v9.9.9", muonjax.__version__])
 def test_another_tag_is_refused(tag):
     assert "does not name the version" in release(f"r['check_version']('{tag}')").stderr

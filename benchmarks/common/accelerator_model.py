@@ -5,15 +5,9 @@ soon as it is known; a program whose result is already there is not compiled aga
 """
 
 import argparse
-import dataclasses
 import gzip
-import importlib.util
 import json
-import math
 import pathlib
-import re
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -78,40 +72,10 @@ def optax_update(tree: Tree) -> Tree:
     return jax.tree.map(one, tree)
 
 
-def maxtext(checkout: pathlib.Path) -> Callable[[Tree], Tree]:
-    """MaxText's Muon on one device, from a checkout of AI-Hypercomputer/maxtext.
-
-    Source: src/maxtext/optimizers/muon.py there, commit e591f30: `orthogonalize`, five steps of Jordan's coefficients,
-    Frobenius norm, one loop for each parameter, products with float32 sums rounded to the parameter's type.
-    """
-    folder = checkout / "src" / "maxtext" / "optimizers"
-    for name in ("maxtext", "maxtext.optimizers"):  # without what else the packages import
-        package = types.ModuleType(name)
-        package.__path__ = [str(folder if name.endswith("optimizers") else folder.parent)]
-        sys.modules[name] = package
-    spec = importlib.util.spec_from_file_location("maxtext.optimizers.muon", folder / "muon.py")
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(f"--maxtext {checkout}: there is no {folder / 'muon.py'}.")
-    muon = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(muon)
-
-    def one(x):
-        return muon.orthogonalize(
-            x,
-            jnp.asarray(muonjax.JORDAN[0]),
-            5,
-            muon.get_precond_fn("frobenius"),
-            muon.NS_ITERATORS["frobenius"],
-            muon.MuonDimensionNumbers(),
-        )
-
-    return lambda tree: jax.tree.map(one, tree)
-
-
-def methods(maxtext_checkout: pathlib.Path | None = None) -> dict[str, Method]:
+def methods() -> dict[str, Method]:
     """The methods to compare, by their names in the tables."""
     fast = muonjax.NewtonSchulz.fast().coefficients
-    found = {
+    return {
         "Optax, float32": (optax_update, jnp.float32),
         "Optax, bfloat16": (optax_update, jnp.bfloat16),
         "fast": ours(coefficients=fast),
@@ -121,9 +85,6 @@ def methods(maxtext_checkout: pathlib.Path | None = None) -> dict[str, Method]:
             coefficients=muonjax.polar_express(6, lower=3e-4), deflation=0
         ),
     }
-    if maxtext_checkout:
-        found["MaxText, bfloat16"] = (maxtext(maxtext_checkout), jnp.bfloat16)
-    return found
 
 
 def kernel_methods(implementation: str) -> dict[str, Method]:
@@ -145,7 +106,7 @@ def parts(tree: str, method: str, platform: str) -> list[tuple[dict[str, tuple[i
     matrices = TREES[tree]
     if platform == "gpu":
         groups = [list(matrices)]
-    elif method.startswith(("Optax", "MaxText")):
+    elif method.startswith("Optax"):
         counts: dict[tuple[int, int], int] = {}
         for shape, count in matrices.values():
             counts[shape] = counts.get(shape, 0) + count
@@ -183,8 +144,7 @@ def model(
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(gzip.compress(json.dumps(compiled).encode()))
-        own = [with_cycles(chip.name, name, launch) for launch in hlo_launches.launches(compiled.text)]
-        launches += [hlo_launches.repeated(launch, count) for launch in own]
+        launches += [hlo_launches.repeated(launch, count) for launch in hlo_launches.launches(compiled.text)]
         temporary = max(temporary, compiled.temporary)
         seconds += compiled.seconds * count
     flops: dict[str, float] = {}
@@ -203,25 +163,7 @@ def model(
         "teraflops": flops,
         "temporary_megabytes": temporary / 1e6,
         "compile_processor_seconds": seconds,
-        "phases": hlo_launches.by_phase(launches, roofline.ROOFLINES[chip.name].pessimistic.seconds),
     }
-
-
-def with_cycles(chip: str, method: str, launch: hlo_launches.Launch) -> hlo_launches.Launch:
-    """The launch, with cycles if it is the kernel whose bundles benchmarks/tpu/bundles.py counted.
-
-    What the kernel can't hide comes on top: the load of the first matrix, and the store of two blocks of columns.
-    """
-    if not launch.name.startswith("tpu_vmem"):
-        return launch
-    batch, m, n = map(int, re.findall(r"f32\[(\d+),(\d+),(\d+)\]", launch.kernel)[0])
-    key = {"chip": chip, "m": m, "n": n, "preset": method.partition(",")[0]}
-    (row,) = (row for row in measure.read("tpu_bundles")["results"] if key.items() <= row.items())
-    model: Any = roofline.ROOFLINES[chip].pessimistic
-    ends = 4 * (m * n + 2 * m * min(n, 512)) / model.memory * model.clock
-    return dataclasses.replace(
-        launch, cycles=round(math.ceil(batch / roofline.CORES[chip]) * row["cycles"] + ends)
-    )
 
 
 def main(platform: str, implementation: str, document: str) -> None:
@@ -235,13 +177,12 @@ def main(platform: str, implementation: str, document: str) -> None:
     parser.add_argument(
         "--texts", type=pathlib.Path, help="a folder that keeps the programs, to count them again"
     )
-    parser.add_argument("--maxtext", type=pathlib.Path, help="a checkout of AI-Hypercomputer/maxtext")
     parser.add_argument("--out", type=pathlib.Path, default=measure.RESULTS / f"{platform}_model.json")
     arguments = parser.parse_args()
     rows = json.loads(arguments.out.read_text())["results"] if arguments.out.exists() else []
     if reason := ahead_of_time.missing(platform):
         parser.error(reason)
-    available = methods(arguments.maxtext) | kernel_methods(implementation)
+    available = methods() | kernel_methods(implementation)
     chosen = arguments.methods.split(";") if arguments.methods else list(available)
     # Compile a small program first, so that what is loaded only once does not count in the compile time of another.
     warm_up = {"x": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
@@ -260,7 +201,7 @@ def main(platform: str, implementation: str, document: str) -> None:
                 row |= {"commit": measure.provenance()["commit"]}
                 rows = [other for other in rows if other not in same] + [row]
                 _write(arguments.out, platform, rows)
-                print(json.dumps({k: v for k, v in row.items() if k != "phases"}), flush=True)
+                print(json.dumps(row), flush=True)
 
 
 def _place(row: dict[str, Any]) -> tuple[int, int, int]:

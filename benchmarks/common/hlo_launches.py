@@ -1,4 +1,4 @@
-"""Count what a program compiled for an accelerator executes: launches, flops, bytes and phases, loops unrolled.
+"""Count what a program compiled for an accelerator executes: launches, flops and bytes, loops unrolled.
 
 Counted on the text of the optimized HLO. A launch is an instruction of the schedule that computes or copies: on a
 GPU a kernel, on a TPU a step of the one program. An instruction inside of a loop counts as often as the loop runs.
@@ -10,7 +10,6 @@ import functools
 import math
 import pathlib
 import re
-from collections.abc import Callable
 
 from benchmarks.common.hlo_text import Instruction, commas, parse, shapes, size, source_frames
 
@@ -53,7 +52,6 @@ class Launch:
       moved: Bytes read from and written to main memory, each operand once.
       asynchronous: Whether it runs beside what follows it.
       cycles: XLA's own estimate, on a TPU.
-      phase: What it is for: the source file of the library that asked for it, or a named scope.
       kernel: What is compiled for it: equal for launches that can share it.
     """
 
@@ -65,7 +63,6 @@ class Launch:
     moved: float
     asynchronous: bool
     cycles: int | None
-    phase: str
     kernel: str = ""
 
     @property
@@ -74,48 +71,38 @@ class Launch:
         return bool(_FACTORIZATIONS.search(self.kind))
 
 
-def launches(text: str, unknown_trips: int | None = None) -> list[Launch]:
+def launches(text: str) -> list[Launch]:
     """The launches of a program, in the order of the text.
 
     Args:
       text: The optimized HLO, as `jax.jit(f).lower(...).compile().as_text()` gives it.
-      unknown_trips: Iterations of a loop whose length can't be read; None raises instead.
+
+    Raises:
+      ValueError: If the length of a loop can't be read.
     """
-    return _Walk(text, unknown_trips).run()
-
-
-def by_instruction(text: str, unknown_trips: int | None = None) -> list[tuple[Instruction, list[Launch]]]:
-    """Each instruction of the schedule, and the launches that it stands for: many for a loop, none for a view."""
-    walk = _Walk(text, unknown_trips)
-    return [(i, walk.launches_of(i, walk.entry, 1)) for i in walk.computations[walk.entry]]
+    walk = _Walk(text)
+    return walk.visit(walk.entry, 1)
 
 
 class _Walk:
-    def __init__(self, text: str, unknown_trips: int | None):
-        self.unknown_trips = unknown_trips
+    def __init__(self, text: str):
         self.computations, self.entry = parse(text)
         self.frames = source_frames(text)
         self.by_name = {
             name: {i.name: i for i in instructions} for name, instructions in self.computations.items()
         }
 
-    def run(self) -> list[Launch]:
-        return self._visit(self.entry, 1)
+    def visit(self, name: str, times: int) -> list[Launch]:
+        """Of a computation that runs so often."""
+        return [launch for i in self.computations[name] for launch in self._launches_of(i, name, times)]
 
-    def _visit(self, name: str, times: int) -> list[Launch]:
-        found: list[Launch] = []
-        for i in self.computations[name]:
-            found += self.launches_of(i, name, times)
-        return _with_neighbours_phase(found)
-
-    def launches_of(self, i: Instruction, computation: str, times: int) -> list[Launch]:
-        """Of one instruction of a computation that runs so often."""
+    def _launches_of(self, i: Instruction, computation: str, times: int) -> list[Launch]:
         if i.op == "while":
-            return self._visit(_required(i, "body"), times * self._trips(i))
+            return self.visit(_required(i, "body"), times * self._trips(i))
         if i.op == "call" or (i.op == "async-start" and i.called("calls")):
-            return self._visit(_required(i, "to_apply" if i.op == "call" else "calls"), times)
+            return self.visit(_required(i, "to_apply" if i.op == "call" else "calls"), times)
         if i.op == "conditional":
-            branches = [self._visit(branch, times) for branch in _branches(i)]
+            branches = [self.visit(branch, times) for branch in _branches(i)]
             return max(branches, key=lambda branch: sum(launch.moved * launch.count for launch in branch))
         return [] if i.op in _FREE else [self._launch(i, computation, times)]
 
@@ -130,8 +117,6 @@ class _Walk:
                     limits.append(int(inner.operands[0]))
                 if called := inner.called("calls"):
                     pending.append(called)
-        if not limits and self.unknown_trips is not None:
-            return self.unknown_trips
         if not limits:
             raise ValueError(f"The loop {i.name} has no length that can be read off its condition.")
         return max(limits)
@@ -151,7 +136,6 @@ class _Walk:
             moved=self._moved(i, computation),
             asynchronous=i.op in ("copy-start", "slice-start"),
             cycles=int(cycles.group(1)) if cycles else None,
-            phase=self._phase(i),
             kernel=self._kernel(i, computation),
         )
 
@@ -250,20 +234,6 @@ class _Walk:
                 moved += size(names[k.operands[1].lstrip("%")].shape) if updated else size(shape)
         return moved
 
-    def _phase(self, i: Instruction) -> str:
-        if scope := re.search(r'op_name="[^"]*\bphase:(\w+)', i.attributes):
-            return scope.group(1)
-        frames = self.frames(i.attributes)
-        if any(function == "mirror" for _, function in frames):
-            return "mirror"
-        for file, _ in frames:
-            path = pathlib.PurePath(file)
-            if "muonjax" in path.parts[:-1]:
-                return path.stem.lstrip("_")
-            if path.stem in ("_muon", "muon"):
-                return "iteration"
-        return ""
-
 
 def _required(i: Instruction, key: str) -> str:
     name = i.called(key)
@@ -276,16 +246,6 @@ def _branches(i: Instruction) -> list[str]:
     if listed := re.search(r"branch_computations=\{([^}]*)\}", i.attributes):
         return [name.strip().lstrip("%") for name in listed.group(1).split(",")]
     return re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", i.attributes)
-
-
-def _with_neighbours_phase(found: list[Launch]) -> list[Launch]:
-    """Copies and casts that XLA put in say nothing of their origin: they go to the phase before, or the first one."""
-    phase = next((launch.phase for launch in found if launch.phase), "")
-    filled = []
-    for launch in found:
-        phase = launch.phase or phase
-        filled.append(launch if launch.phase else dataclasses.replace(launch, phase=phase))
-    return filled
 
 
 def _multiplied_in(dtype: str, attributes: str) -> tuple[str, int]:
@@ -312,22 +272,6 @@ def _convolution_depth(i: Instruction, left: tuple[int, ...], result: tuple[int,
         if result[of_result.index(axis)] == 1:
             depth *= left[of_left.index(axis)]
     return depth
-
-
-Phases = dict[str, dict[str, float]]
-
-
-def by_phase(found: list[Launch], seconds: Callable[[Launch], float]) -> Phases:
-    """Launches, gigabytes and milliseconds of each phase."""
-    phases: Phases = {}
-    for launch in found:
-        row = phases.setdefault(
-            launch.phase or "other", {"launches": 0, "gigabytes": 0.0, "milliseconds": 0.0}
-        )
-        row["launches"] += launch.count
-        row["gigabytes"] += launch.count * launch.moved / 1e9
-        row["milliseconds"] += launch.count * seconds(launch) * 1e3
-    return phases
 
 
 def repeated(launch: Launch, times: int) -> Launch:

@@ -4,7 +4,8 @@
 
 No GPU is needed, but `pip install "muonjax[cuda13]"` on Python 3.12. Reports, for each case, the registers and
 spilled bytes that ptxas prints, and how many wgmma, TMA and transposing stores there are in the PTX.
-`--target` is a description of a GPU that `benchmarks/gpu/run.py` saves; without it, an H100's published figures.
+`--target` is a file with the description of a GPU, `target_config` of JAX's topology; without it, an H100's published
+figures.
 """
 
 import argparse
@@ -117,7 +118,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one case")
     parser.add_argument(
-        "--target", type=pathlib.Path, help="a target description saved by benchmarks/gpu/run.py"
+        "--target", type=pathlib.Path, help="a file with the target_config of a GPU's topology"
     )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parents[1] / "results")
     arguments = parser.parse_args()

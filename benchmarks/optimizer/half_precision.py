@@ -1,18 +1,15 @@
-"""Polar error of the accelerators' half precision, emulated on a CPU, on recorded and adversarial spectra.
+"""Polar error of the accelerators' half precision, emulated on a CPU, on recorded spectra and hostile matrices.
 
-    python -m benchmarks.optimizer.half_precision [rows] [joined] [hostile]
+    python -m benchmarks.optimizer.half_precision [rows] [hostile]
 
 The program is the one that runs on a GPU or a TPU: operands rounded to bfloat16, sums in float32. Optax's default with
-bfloat16 matrices and the same presets in float32 stand beside it. "joined" compares the fused last steps of wide
-matrices (a Gram form, see `half_precision.py` of the library) with the standard form, on 20,000 random spectra, on
-recorded and on adversarial ones. "hostile" counts what is finite of matrices of low rank, repeated, sparse, constant
-and of extreme size (`benchmarks/common/hostile.py`), at short sides on both sides of each switch. Nothing here has run
-on an accelerator: order and rounding of a device's own sums differ.
+bfloat16 matrices and the same presets in float32 stand beside it. "hostile" counts what is finite of matrices of low
+rank, repeated, sparse, constant and of extreme size (`benchmarks/common/hostile.py`), at short sides on both sides of
+each switch. Nothing here has run on an accelerator: order and rounding of a device's own sums differ.
 """
 
 import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,11 +28,6 @@ PLATFORMS = {"gpu": "gpu", "tpu": "tpu", "float32": "cpu"}
 # XLA would leave some of the roundings to bfloat16 out, on a CPU.
 EMULATED = {"xla_allow_excess_precision": False}
 SHAPES = ((192, 192), (192, 768), (384, 384))
-
-# The presets that join steps, and the shapes of wide matrices with the number of random spectra of each.
-JOINED = (("fast", "gpu"), ("balanced", "gpu"), ("balanced", "tpu"))
-WIDE = {(16, 48): 8_000, (32, 64): 6_000, (48, 192): 4_000, (64, 256): 2_000}
-BATCH = 250
 
 # Short sides of hostile matrices, square and twice as wide.
 SIDES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 48, 63, 64, 72, 96, 128, 136, 160, 200, 256, 320)
@@ -72,76 +64,12 @@ def errors(m: int, n: int, every: int = 3) -> dict[str, dict[str, float]]:
     return rows
 
 
-class StandardForm(Policy):
-    """The policy of the same platform, without fused steps."""
-
-    def joins_last_steps(self, m: int, n: int) -> bool:
-        return False
-
-
-def random_spectra(m: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Singular values [count, m] of five kinds in turn, the largest 1."""
-    s = np.empty((count, m))
-    for i in range(count):
-        match i % 5:
-            case 0:  # a random number of decades, crowded at one end or the other
-                s[i] = 10 ** -(rng.uniform(0, 6) * rng.random(m) ** 10 ** rng.uniform(-0.7, 0.7))
-            case 1:  # up to five levels
-                s[i] = rng.choice(10 ** -rng.uniform(0, 4, rng.integers(1, 6)), m)
-            case 2:  # of a Gaussian matrix
-                s[i] = np.linalg.svd(rng.standard_normal((m, rng.integers(m, 4 * m))), compute_uv=False)
-            case 3:  # a few dominant directions over a narrow rest
-                s[i] = rng.uniform(0.1, 1, m)
-                s[i, : rng.integers(1, m // 2)] *= 10 ** rng.uniform(0, 4)
-            case 4:  # of low rank
-                s[i] = rng.uniform(0.01, 1, m) * (np.arange(m) < rng.integers(1, m))
-    return s / s.max(-1, keepdims=True)
-
-
 def with_vectors(s: np.ndarray, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Matrices [count, m, n] with singular values s and their polar factors; every fourth one is diagonal."""
     count, m = s.shape
     u, v = (np.linalg.qr(rng.standard_normal((count, k, m)))[0] for k in (m, n))
     u[::4], v[::4] = np.eye(m), np.eye(n, m)
     return (u * s[:, None]) @ v.mT, (u * (s > 0)[:, None]) @ v.mT
-
-
-def cases() -> Iterator[tuple[str, tuple[int, int], np.ndarray]]:
-    """Names, shapes and spectra [count, m] that fused steps are tried on."""
-    for (m, n), count in WIDE.items():
-        yield "random", (m, n), random_spectra(m, count, np.random.default_rng(m))
-        yield "recorded", (m, n), np.stack([momentum.interpolated(s, m) for s in momentum.spectra()])
-        yield "adversarial", (m, n), np.stack(list(momentum.adversarial(m).values()))
-
-
-def joined() -> list[dict[str, Any]]:
-    """For each preset, shape and kind of spectra: polar errors and the largest singular values of both forms."""
-    rows = []
-    for kind, (m, n), spectra in cases():
-        found = {method: {form: [] for form in (Policy, StandardForm)} for method in JOINED}
-        rng = np.random.default_rng(n)
-        for start in range(0, len(spectra), BATCH):
-            x, polar = with_vectors(spectra[start : start + BATCH], n, rng)
-            for (preset, platform), forms in found.items():
-                for form, results in forms.items():
-                    results.append(_measured(_orthogonalizer(preset, form(platform)), x, polar))
-        for (preset, platform), forms in found.items():
-            (error, top), (plain, plain_top) = (np.concatenate(results, 1) for results in forms.values())
-            rows.append(
-                {
-                    "method": f"{preset} {platform}",
-                    "kind": kind,
-                    "shape": (m, n),
-                    "count": len(error),
-                    "joined": float(error.mean()),
-                    "standard": float(plain.mean()),
-                    "worst_excess": float((error - plain).max()),
-                    "worse_by_0.02": int(np.sum(error > plain + 0.02)),
-                    "largest": float(top.max()),
-                    "largest_standard": float(plain_top.max()),
-                }
-            )
-    return rows
 
 
 def hostile_rows() -> list[dict[str, Any]]:
@@ -173,13 +101,6 @@ def _orthogonalizer(preset: str, policy: Policy) -> Any:
     return jax.jit(lambda x: jax.lax.map(one, x), compiler_options=EMULATED)
 
 
-def _measured(f: Any, x: np.ndarray, polar: np.ndarray) -> np.ndarray:
-    """Polar error and largest singular value of each matrix: [2, count]."""
-    y = np.asarray(f(jnp.asarray(x, jnp.float32)), np.float64)
-    error = np.linalg.norm(y - polar, axis=(-2, -1)) / np.sqrt(x.shape[-2])
-    return np.stack([error, np.sqrt(np.linalg.eigvalsh(y @ y.mT)[:, -1])])
-
-
 def recorded() -> list[dict[str, Any]]:
     """A row for each shape and method, on recorded spectra."""
     return [
@@ -188,6 +109,4 @@ def recorded() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    measure.run_parts(
-        __doc__, "half_precision", {"rows": recorded, "joined": joined, "hostile": hostile_rows}
-    )
+    measure.run_parts(__doc__, "half_precision", {"rows": recorded, "hostile": hostile_rows})

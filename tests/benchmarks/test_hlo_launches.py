@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from benchmarks.common import roofline
-from benchmarks.common.hlo_launches import by_phase, launches
+from benchmarks.common.hlo_launches import launches
 
 HERE = pathlib.Path(__file__).parent
 # Two products in a loop of five, one of which a fusion hides, and an update of one row in place.
@@ -49,20 +49,6 @@ def test_a_tpu_s_convolution_counts_as_the_product_that_it_is():
     (product,) = (launch for launch in launches(TPU) if launch.flops)
     assert product.flops == {"bf16": 2 * 3 * 64 * 64 * 32}
     assert product.cycles == 1500
-
-
-def test_phases_are_scopes_and_else_source_files():
-    found = named(GPU)
-    assert {name: launch.phase for name, launch in found.items()} == {
-        "f": "deflation",
-        "g": "subspace",
-        "copied": "mirror",
-        "out": "batching",
-    }
-    h100 = roofline.ROOFLINES["H100"].optimistic
-    phases = by_phase(launches(GPU), h100.seconds)
-    assert phases["deflation"]["launches"] == 5
-    assert phases["deflation"]["milliseconds"] == pytest.approx(5e3 * h100.launch)  # tiny: the least time
 
 
 def test_a_loop_without_a_length_is_an_error():

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from benchmarks.common import hlo_counts
 from muonjax import NewtonSchulz
-from muonjax._momentum import block_size, dequantize, quantize
+from muonjax._momentum import Int8TraceState, block_size, dequantize, quantize
 from tests.mesh.layouts import make_mesh, put, under
 from tests.tools.oracles import normal
 from tests.tools.tiers import thorough
@@ -41,7 +41,7 @@ def numpy_rounded(x):
 
 def momenta(state):
     def is_trace(node):
-        return isinstance(node, (optax.TraceState, muonjax.Int8TraceState))
+        return isinstance(node, (optax.TraceState, Int8TraceState))
 
     return [node for node in jax.tree.leaves(state, is_leaf=is_trace) if is_trace(node)]
 
@@ -73,6 +73,20 @@ def test_rounding_is_at_most_half_a_unit(shape):
     assert found.shape == shape
     largest = np.max(np.abs(x), axis=-1, keepdims=True) if shape else np.abs(x)
     assert (np.abs(np.asarray(found) - x) <= largest / 127 * 0.501).all()
+
+
+@pytest.mark.nan("put in, and expected")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(768, 768), (3, 257), (5,)])
+def test_nan_is_not_lost(shape, dtype):
+    """XLA's maximum on a CPU may ignore NaN; its block has to keep it when the next gradient is finite."""
+    tx = muonjax.trace(0.95, True, jnp.int8)
+    gradient = jnp.asarray(normal(*shape), dtype).reshape(-1).at[3].set(jnp.nan).reshape(shape)
+    update = jax.jit(tx.update)
+    _, state = update({"w": gradient}, tx.init({"w": gradient}))
+    found, _ = update({"w": jnp.ones(shape, dtype)}, state)
+    assert jnp.isnan(found["w"]).any()
+    assert shape == (5,) or not jnp.isnan(found["w"]).all()  # other blocks have none
 
 
 @pytest.mark.nan("put in, and expected")

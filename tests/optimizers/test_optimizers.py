@@ -239,6 +239,32 @@ def test_momentum_takes_its_dtype():
     assert {x.dtype for x in kernels} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.parametrize("decay", [0.95, 0.99, 0.995])
+def test_momentum_in_bfloat16_decays_as_it_should(decay):
+    """bfloat16 rounds 0.99 to 0.98828 and 0.995 to 0.99609: the momentum would shrink to 0.85 or grow to 1.28."""
+    tx, gradients = muonjax.trace(decay), np.random.default_rng(0).normal(size=(2000, 64)) + 0.5
+
+    def final(dtype):
+        def step(state, gradient):
+            return tx.update({"w": gradient}, state)[1], None
+
+        given = jnp.asarray(gradients, dtype)
+        return jax.lax.scan(step, tx.init({"w": given[0]}), given)[0].trace["w"].astype(jnp.float32)
+
+    found, expected = jnp.linalg.norm(final(jnp.bfloat16)), jnp.linalg.norm(final(jnp.float32))
+    assert abs(found / expected - 1) < 0.01
+
+
+def test_the_rates_of_muonh_can_be_injected():
+    tx = optax.inject_hyperparams(muonjax.muonh)(learning_rate=0.02, adam_learning_rate=1e-3)
+    params = {"w": normal(4, 6), "b": jnp.ones(3)}
+    updates, _ = tx.update(params, tx.init(params), params)
+    expected, _ = (plain := muonjax.muonh(0.02, adam_learning_rate=1e-3)).update(
+        params, plain.init(params), params
+    )
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, *map(thorough, [jnp.float32, jnp.float16])])
 def test_parameters_keep_their_dtype(dtype):
     tree = params(dtype)

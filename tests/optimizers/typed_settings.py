@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import muonjax
+from muonjax._optimizers import MuonSettings
 
 
 def calls() -> None:
@@ -29,6 +30,6 @@ def calls() -> None:
     muonjax.adamclip(1e-3, rms=0.2)  # pyright: ignore[reportCallIssue]
 
 
-def handed_on(**settings: Unpack[muonjax.MuonSettings]) -> optax.GradientTransformation:
+def handed_on(**settings: Unpack[MuonSettings]) -> optax.GradientTransformation:
     """A function of the user's."""
     return muonjax.muonclip(1e-3, **settings)
