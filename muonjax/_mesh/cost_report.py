@@ -10,7 +10,7 @@ from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces
 from muonjax._mesh.assignment import MODES, ModeCost
 from muonjax._mesh.distribution import Distribution, check_distribution, distribution_of, find_mesh
 from muonjax._mesh.sharded_map import assign
-from muonjax._newton_schulz.polar_function import polar_function
+from muonjax._newton_schulz.polar_factor import polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._policy import policy_of
 from muonjax._routing.dimension_numbers import dimension_numbers as route

@@ -33,7 +33,7 @@ from muonjax._linalg import (
 )
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.normalization import Normalization, or_one, power_of_two_scale, trace_or_one
-from muonjax._newton_schulz.settings import NewtonSchulz
+from muonjax._newton_schulz.settings import NewtonSchulz, takes_gram_form
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch, shrink, shrinkings, sketch
 from muonjax._policy import Policy
 
@@ -173,8 +173,7 @@ def fused_steps(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple
     number = min(most, len(settings.steps) - before)
     while number > 1 and math.prod(a for a, _, _ in settings.steps[-number:-1]) > _LARGEST_FACTOR[number]:
         number -= 1
-    fused = policy.joins_last_steps(m, n) if settings.form == "auto" else settings.form == "gram"
-    return (number if number > 1 and fused else 1), dtype
+    return (number if number > 1 and takes_gram_form(settings, m, n) else 1), dtype
 
 
 def _steps(
