@@ -61,20 +61,13 @@ def make_optimizer(name: str, rate: float, steps: int) -> optax.GradientTransfor
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), steps, 0.1 * rate)
     if name == "muon":
         # Every factor is a thin matrix [in, rank] or [rank, out], so its Gram matrix is rank × rank.
-        return muonjax.muon(
-            schedule, weight_decay=0.0, muon_weight_dimension_numbers=muonjax.nnx.dimension_numbers
-        )
+        return muonjax.muon(schedule, weight_decay=0.0)
     return optax.adamw(schedule, b2=0.95, weight_decay=0.0)
-
-
-def forward(model: Transformer, tokens: jax.Array) -> jax.Array:
-    """Logits; the attention logits that the layers report are not needed here."""
-    return nnx.capture(lambda model, tokens: model(tokens), nnx.Intermediate)(model, tokens)[0]
 
 
 def loss_of(model: Transformer, windows: jax.Array) -> jax.Array:
     """Mean loss in nats per byte."""
-    return cross_entropy(forward(model, windows[:, :-1]), windows)
+    return cross_entropy(model(windows[:, :-1]), windows)
 
 
 evaluate = nnx.jit(loss_of)
@@ -122,9 +115,9 @@ def adapt(model: Transformer, optimizer: str, rate: float, text: Text, context: 
     muonjax.nnx.add_loha(model, LAYERS, rank=args.rank, alpha=args.alpha, rngs=nnx.Rngs(args.seed + 1))
     took = fine_tune(model, make_optimizer(optimizer, rate, args.steps), text, context, args)
     held_out = text.held_out_windows(context)
-    apart, loss_apart = forward(model, held_out[:4, :-1]), float(evaluate(model, held_out))
+    apart, loss_apart = model(held_out[:4, :-1]), float(evaluate(model, held_out))
     muonjax.nnx.merge(model)
-    merged, loss_merged = forward(model, held_out[:4, :-1]), float(evaluate(model, held_out))
+    merged, loss_merged = model(held_out[:4, :-1]), float(evaluate(model, held_out))
     muonjax.nnx.remove_loha(model)  # a plain Transformer again
     difference = float(jnp.abs(merged - apart).max())
     if difference > 1e-3 * float(jnp.abs(apart).max()):

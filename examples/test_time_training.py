@@ -117,14 +117,7 @@ class Model(nnx.Module):
         dimension = width // args.heads
         self.embedding = nnx.Linear(2 * dimension + 1, width, use_bias=False, rngs=rngs)
         self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            args.heads,
-            width,
-            use_bias=False,
-            decode=False,
-            attention_fn=muonjax.nnx.attention_fn(),
-            rngs=rngs,
-        )
+        self.attention = nnx.MultiHeadAttention(args.heads, width, use_bias=False, decode=False, rngs=rngs)
         self.memory_norm = nnx.RMSNorm(width, rngs=rngs)
         self.memory = Memory(width, args.heads, args.chunk, kind, gradient, rngs=rngs)
         self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
@@ -138,7 +131,7 @@ class Model(nnx.Module):
         time = jnp.arange(tokens.shape[1])
         chunk = time // self.memory.chunk
         mask = (time[:, None] >= time) & (chunk[:, None] == chunk)
-        x = x + self.attention(self.attention_norm(x), mask=mask, sow_weights=True)
+        x = x + self.attention(self.attention_norm(x), mask=mask)
         x = x + self.memory(self.memory_norm(x))
         x = x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
         return self.head(self.final_norm(x))
@@ -153,25 +146,27 @@ class Trainer:
         rate = optax.warmup_cosine_decay_schedule(
             0.0, args.learning_rate, max(1, args.steps // 10), args.steps, 0.05 * args.learning_rate
         )
-        self.optimizer = muonjax.muonclip(rate, [muonjax.mha_site("attention")], weight_decay=0.01)
-        self.opt_state = self.optimizer.init(self.params)
         self.questions = args.chunk
         self.batch = functools.partial(
             recall_batch, pairs=args.pairs, questions=args.chunk, dimension=args.width // args.heads
         )
         self.size, self.key = args.batch, jax.random.key(args.seed)
+        program = muonjax.inspect(
+            self.loss, self.params, *jax.eval_shape(functools.partial(self.batch, size=self.size), self.key)
+        )
+        self.optimizer = muonjax.muonclip(rate, program, weight_decay=0.01)
+        self.opt_state = self.optimizer.init(self.params)
         self.step = jax.jit(self._step)
-        self.evaluate = jax.jit(lambda params, tokens, values: self.loss(params, tokens, values)[0])
+        self.evaluate = jax.jit(self.loss)
 
     def loss(self, params, tokens, values):
-        """Squared distance from the expected values, which have norm 1; and the largest attention logits."""
-        model = nnx.merge(self.graph, nnx.State(params))
-        answers, max_logits = nnx.capture(lambda model, x: model(x), nnx.Intermediate)(model, tokens)
-        return jnp.mean(jnp.sum((answers[:, -self.questions :] - values) ** 2, axis=-1)), max_logits
+        """Squared distance from the expected values, which have norm 1."""
+        answers = nnx.merge(self.graph, nnx.State(params))(tokens)
+        return jnp.mean(jnp.sum((answers[:, -self.questions :] - values) ** 2, axis=-1))
 
     def _step(self, params, opt_state, step):
         tokens, values = self.batch(jax.random.fold_in(self.key, step), self.size)
-        (loss, max_logits), grads = jax.value_and_grad(self.loss, has_aux=True)(params, tokens, values)
+        (loss, max_logits), grads = muonjax.value_and_grad(self.loss)(params, tokens, values)
         updates, opt_state = self.optimizer.update(grads, opt_state, params, max_logits=max_logits)
         return optax.apply_updates(params, updates), opt_state, loss
 

@@ -41,13 +41,7 @@ class Block(nnx.Module):
         small = nnx.initializers.variance_scaling(0.1 / depth, "fan_in", "truncated_normal")
         self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(
-            heads,
-            width,
-            use_bias=False,
-            decode=False,
-            out_kernel_init=small,
-            attention_fn=muonjax.nnx.attention_fn(),  # reports each head's largest logit
-            rngs=rngs,
+            heads, width, use_bias=False, decode=False, out_kernel_init=small, rngs=rngs
         )
         self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
         self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
@@ -55,7 +49,7 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         mask = nnx.make_causal_mask(x[..., 0])
-        x = x + self.attention(self.attention_norm(x), mask=mask, sow_weights=True)
+        x = x + self.attention(self.attention_norm(x), mask=mask)
         return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
 
 
@@ -85,7 +79,7 @@ def make_schedule(args: argparse.Namespace) -> optax.Schedule:
 
 
 def make_optimizer(
-    args: argparse.Namespace, distribution: muonjax.Distribution | None = None
+    args: argparse.Namespace, program: muonjax.Program, distribution: muonjax.Distribution | None = None
 ) -> optax.GradientTransformation:
     """The optimizer by name: weight decay 0.1 on matrices, b2 = 0.95 where Adam is involved."""
     schedule = make_schedule(args)
@@ -94,16 +88,15 @@ def make_optimizer(
         "weight_decay": 0.1,
         "mask": lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
     }
-    sites = [muonjax.mha_site("blocks/.*/attention")]
     match args.optimizer:
         case "muonclip":
-            return muonjax.muonclip(schedule, sites, threshold=args.threshold, distribution=distribution)
+            return muonjax.muonclip(schedule, program, threshold=args.threshold, distribution=distribution)
         case "muon":
-            return muonjax.muon(schedule, distribution=distribution)
+            return muonjax.muon(schedule, program, distribution=distribution)
         case "adamw":
             return optax.adamw(schedule, **adam)
         case "adamclip":
-            return muonjax.adamclip(schedule, sites, threshold=args.threshold, **adam)
+            return muonjax.adamclip(schedule, program, threshold=args.threshold, **adam)
     raise SystemExit(f"--optimizer {args.optimizer} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
 
 
@@ -119,38 +112,38 @@ class Trainer:
         model = Transformer(args.layers, args.width, args.heads, args.context, rngs=nnx.Rngs(args.seed))
         self.graph, params = nnx.split(model, nnx.Param)
         params = nnx.to_pure_dict(params)
+        tokens = jax.ShapeDtypeStruct((args.batch, args.context + 1), jnp.int32)
+        # It reads the loss: which parameters are matrices, and where attention is. Nothing is computed.
+        self.program = muonjax.inspect(self.loss, params, tokens)
         self.layout = meshes.Layout(args.mesh, params)
         self.params = self.layout.params(params)
         # Every tenth step it measures the sizes of updates and weights, and keeps them in its state.
         self.optimizer = muonjax.monitor(
-            make_optimizer(args, self.layout.distribution), every_k=MONITOR_EVERY
+            make_optimizer(args, self.program, self.layout.distribution), every_k=MONITOR_EVERY
         )
         self.opt_state = self.layout.init(self.optimizer, self.params)
-        self.layers, self.clips = args.layers, args.optimizer.endswith("clip")
+        self.clips = args.optimizer.endswith("clip")
         out = None
         if self.layout.mesh:  # results keep the shardings of the arguments
             out = (*jax.tree.map(lambda x: x.sharding, (self.params, self.opt_state)), None, None, None)
         self.step = jax.jit(self._step, donate_argnums=(0, 1), out_shardings=out)
-        self.evaluate = jax.jit(
-            lambda params, tokens: cross_entropy(self.forward(params, tokens[:, :-1])[0], tokens)
-        )
-        self.next_logits = jax.jit(lambda params, tokens, last: self.forward(params, tokens)[0][0, last])
+        self.evaluate = jax.jit(self.loss)
+        self.next_logits = jax.jit(lambda params, tokens, last: self.forward(params, tokens)[0, last])
 
-    def forward(self, params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        """Logits, and the largest attention logits that the layers recorded (`sow`)."""
-        model = nnx.merge(self.graph, nnx.State(params))
-        return nnx.capture(lambda model, tokens: model(tokens), nnx.Intermediate)(model, tokens)
+    def forward(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Logits [batch, time, 256]."""
+        return nnx.merge(self.graph, nnx.State(params))(tokens)
+
+    def loss(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Mean loss in nats per byte of predicting tokens[:, 1:]."""
+        return cross_entropy(self.forward(params, tokens[:, :-1]), tokens)
 
     def _step(self, params: Any, opt_state: Any, tokens: jax.Array):
-        def loss_fn(params):
-            logits, sown = self.forward(params, tokens[:, :-1])
-            return cross_entropy(logits, tokens), sown
-
-        (loss, max_logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        (loss, max_logits), grads = muonjax.value_and_grad(self.loss)(params, tokens)
         updates, opt_state = self.optimizer.update(grads, opt_state, params, max_logits=max_logits)
-        by_layer = [max_logits["blocks"][i]["attention"]["max_logits"].max() for i in range(self.layers)]
+        by_layer = jnp.stack([heads.max() for heads in max_logits.values()])
         clipped = opt_state.inner[-1].num_clipped if self.clips else 0
-        return optax.apply_updates(params, updates), opt_state, loss, jnp.stack(by_layer), clipped
+        return optax.apply_updates(params, updates), opt_state, loss, by_layer, clipped
 
     def sample(self, params: Any, prompt: bytes, length: int, context: int, seed: int) -> str:
         """Text that continues `prompt`, sampled at temperature 0.8."""
@@ -238,6 +231,8 @@ def train(args: argparse.Namespace) -> float:
     path = args.out / "metrics.csv" if first else pathlib.Path(os.devnull)
     metrics = Metrics(path, args.layers, start, state["opt_state"])
     quiet = args.quiet or not first
+    if first:
+        print(describe(trainer))
     bar = tqdm(
         range(start, args.steps),
         initial=start,
@@ -255,7 +250,6 @@ def train(args: argparse.Namespace) -> float:
         metrics.close()
         saver.close()
     params = state["params"]
-    fingerprint = checkpoints.digest(params)
     if not first:
         return held_out
     plots.draw(
@@ -265,13 +259,19 @@ def train(args: argparse.Namespace) -> float:
     )
     plots.draw_statistics({args.optimizer: args.out / "metrics.csv"}, args.out / "statistics.png")
     print(f"{args.optimizer}: held-out loss {held_out:.4f} nats per byte after {args.steps} steps")
-    print(
-        f"Fingerprint of the parameters {fingerprint}: a run that is killed and resumed ends with the same."
-    )
     if args.sample and jax.process_count() == 1:
         print(f"--- a sample\n{trainer.sample(params, b'The ', args.sample, args.context, args.seed)}\n---")
     print(f"Metrics, picture and checkpoints are in {args.out}")
     return held_out
+
+
+def describe(trainer: Trainer) -> str:
+    """One line: what the program says of the parameters and of attention."""
+    shares = muonjax.tabulate(trainer.params, trainer.program).splitlines()
+    muon = next(line for line in shares if line.startswith("Muon: "))
+    count = len(trainer.program.attentions)
+    clips = f"; the clip watches {count} attention{'s' * (count != 1)}" if trainer.clips else ""
+    return f"{muon}, read from the loss{clips}"
 
 
 def run(

@@ -28,9 +28,6 @@ from muonjax._inspect import inspect as inspect
 from muonjax._match_rms import match_rms as match_rms
 from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
-from muonjax._mesh.assignment import ModeCost as ModeCost
-from muonjax._mesh.cost_report import MeshPlan as MeshPlan
-from muonjax._mesh.cost_report import plan as plan
 from muonjax._mesh.distribution import Distribution as Distribution
 from muonjax._mesh.state_shardings import state_shardings as state_shardings
 from muonjax._momentum import cast_momentum as cast_momentum
@@ -52,6 +49,7 @@ from muonjax._optimizers import muon as muon
 from muonjax._optimizers import muonh as muonh
 from muonjax._optimizers import normuon as normuon
 from muonjax._orthogonalize import orthogonalize as orthogonalize
+from muonjax._routing.dimension_numbers import dimension_numbers as dimension_numbers
 from muonjax._routing.tabulate import tabulate as tabulate
 from muonjax._value_and_grad import value_and_grad as value_and_grad
 
@@ -59,13 +57,16 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    # They import Flax or Keras, or ask for Equinox; who does not use them need not load it.
-    if name in ("equinox", "keras", "linen", "nnx"):
-        from importlib import import_module
+    from difflib import get_close_matches
+    from importlib import import_module
 
+    if name in ("linen", "nnx"):  # They import Flax, which need not be loaded without them.
         return import_module(f"muonjax.{name}")
-    raise AttributeError(f"module 'muonjax' has no attribute {name!r}")
+    near = get_close_matches(name.lower(), [n for n in globals() if n[0] != "_"], 1)
+    raise AttributeError(
+        f"module 'muonjax' has no attribute {name!r}{f'. Did you mean {near[0]}?' if near else ''}"
+    )
 
 
 def __dir__():
-    return [*globals(), "equinox", "linen", "nnx"]  # help() loads what is listed, so without Keras
+    return [*globals(), "linen", "nnx"]

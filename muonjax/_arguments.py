@@ -3,13 +3,13 @@
 import contextlib
 import math
 import numbers
-import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -22,7 +22,7 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 
 
 def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, schedule: bool = False) -> None:
-    """Raise unless it is one number, known or traced, or a schedule where those are allowed; and a known one in range.
+    """Raise unless it is one real number, known or traced, or an allowed schedule; and, if known, in its range.
 
     Args:
       call: The public function.
@@ -32,20 +32,58 @@ def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, sche
       why: Ends the message of a number out of it.
       schedule: Whether a schedule may be given.
     """
-    is_jax_scalar = isinstance(value, jax.Array) and value.ndim == 0
-    if not (_is_known(value) or is_jax_scalar or (schedule and callable(value))):
-        also = " or a schedule" if schedule else ""
-        raise TypeError(f"{call}({name}={value!r}) must be a number{also}.")
+    if schedule and callable(value):
+        return
+    if not _is_real(value):
+        raise TypeError(f"{call}({name}={value!r}) must be a number{' or a schedule' if schedule else ''}.")
     # Python's number: inside of `jit`, a comparison of a known array is traced.
-    if _is_known(value) and not _RANGES[wanted](float(value)):
+    if not isinstance(value, Tracer) and not _RANGES[wanted](float(value)):
         raise ValueError(f"{call}({name}={value!r}) must be {wanted}{why}")
 
 
-def _is_known(value: Any) -> TypeGuard[float]:
-    """Whether `value` is a number to check: neither traced (`optax.inject_hyperparams`) nor a schedule."""
-    if isinstance(value, (int, float, np.number)):
-        return True
-    return isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, Tracer) and value.ndim == 0
+def check_rate(call: str, name: str, value: Any, why: str) -> None:
+    """`check_range` of a learning rate or a weight decay: a number or a schedule."""
+    check_range(call, name, value, "finite and not negative", why, schedule=True)
+
+
+def _is_real(value: Any) -> bool:
+    """Whether `value` is one real number, Python's, NumPy's or JAX's, which may be traced. A boolean is not."""
+    dtype = getattr(value, "dtype", type(value))
+    is_number = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) and not np.ndim(value)
+    return is_number and (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating))
+
+
+def check_flag(call: str, name: str, value: Any) -> None:
+    """Raise unless it is True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{call}({name}={value!r}) must be True or False.")
+
+
+def check_choice(call: str, name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise unless it is one of these words."""
+    if not (isinstance(value, str) and value in choices):
+        raise ValueError(f"{call}({name}={value!r}) is unknown; choose one of {tuple(choices)}.")
+
+
+def given_dtype(call: str, name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.dtype:
+    """`value` as a dtype, one of `kinds`, for which `wanted` has the words. An array, which has a dtype, is refused."""
+    is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
+    with contextlib.suppress(TypeError):
+        # NumPy takes None for float64.
+        dtype = jnp.dtype("V" if is_array or value is None else value)
+        if any(jnp.issubdtype(dtype, kind) for kind in kinds):
+            return dtype
+    injected = f" optax.inject_hyperparams takes a dtype for a schedule: give it static_args={name!r}."
+    raise TypeError(f"{call}({name}={value!r}) must be {wanted}.{injected if is_array else ''}")
+
+
+def check_mask(call: str, name: str, mask: Any) -> None:
+    """Raise unless it is a tree of booleans or a function; None is a tree without leaves."""
+    if not callable(mask) and not all(np.asarray(x).dtype.kind == "b" for x in jax.tree.leaves(mask)):
+        raise TypeError(
+            f"{call}({name}={mask!r}) must be a tree of booleans, a prefix of the parameters' tree, or a function of "
+            "the parameters that returns one."
+        )
 
 
 def is_whole(value: Any) -> bool:
@@ -62,10 +100,9 @@ def whole_number(call: str, name: str, value: Any, least: int, why: str) -> int:
 
 def static_integer(name: str, value: Any) -> int:
     """`value` as an int, Python's or NumPy's, that is known while tracing."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r} must be a whole number that is known while tracing.") from None
+    if not is_whole(value):
+        raise TypeError(f"{name}={value!r} must be a whole number that is known while tracing.")
+    return int(value)
 
 
 def check_transformation(argument: str, given: Any) -> None:

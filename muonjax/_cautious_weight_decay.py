@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._arguments import check_range, require_params
+from muonjax._arguments import check_mask, check_rate, require_params
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Num
@@ -44,8 +44,8 @@ def cautious_weight_decay(
 
     Source: Chen et al., "Cautious weight decay", 2025 (arXiv:2510.12402), eq. (2).
     """
-    call, wanted = "cautious_weight_decay", "finite and not negative"
-    check_range(call, "weight_decay", weight_decay, wanted, "; 0 turns it off.", schedule=True)
+    check_rate("cautious_weight_decay", "weight_decay", weight_decay, "; 0 turns it off.")
+    check_mask("cautious_weight_decay", "mask", mask)
     decay = optax.add_decayed_weights(weight_decay, mask)
 
     def agreeing(

@@ -10,6 +10,7 @@ from muonjax._clipping.qk_clip import SharedKeys, qk_clip
 from muonjax._clipping.sites import Sites
 from muonjax._inspect import Program
 from muonjax._keywords import explains_keywords
+from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._offload import offload
 from muonjax._optimizers import MuonSettings, muon
 
@@ -30,12 +31,13 @@ class AdamWSettings(TypedDict, total=False):
 @explains_keywords("muonclip", muon, qk_clip)
 def muonclip(
     learning_rate: optax.ScalarOrSchedule,
-    sites: Sites | None = None,
+    program: Sites | None = None,
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     shared_keys: SharedKeys = "query",
-    every_k: int = 1,
+    every_k: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
+    dimension_numbers: DimensionNumbersTree | None = None,
     **settings: Unpack[MuonSettings],
 ) -> optax.GradientTransformationExtraArgs:
     """MuonClip, the optimizer of Kimi K2: `muon`, then `qk_clip`.
@@ -45,10 +47,11 @@ def muonclip(
     of its own, otherwise as `qk_clip` says.
 
     Args:
-      sites: The attention modules to watch: what `muonjax.inspect` returns, which then says which leaves are matrices
-        too; or sites, such as `[mha_site()]`; None: all that `sites_from(params)` finds.
+      program: What `muonjax.inspect` returns: it says which leaves are matrices and where attention is. Or, for an
+        attention inside of a kernel, sites by hand, such as `[mha_site()]`; None: all that `sites_from(params)` finds.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
-      every_k: As in `qk_clip`; `optax.inject_hyperparams` needs static_args=("sites", "every_k").
+      every_k: As in `qk_clip`; None is 1.
+      dimension_numbers: Beside sites by hand, which leaves are matrices: what `muon` takes as `program`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`; the
@@ -70,20 +73,23 @@ def muonclip(
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
     """
-    if isinstance(sites, Program) and settings.get("muon_weight_dimension_numbers") is None:
-        settings["muon_weight_dimension_numbers"] = sites
-    clip = qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
-    return _then_clip("muonclip", muon(learning_rate, **settings), clip)
+    if dimension_numbers is None and isinstance(program, Program):
+        dimension_numbers = program
+    every_k = (
+        1 if every_k is None else every_k
+    )  # inject_hyperparams makes an array of a default that is a number
+    clip = qk_clip(threshold, program, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
+    return _then_clip("muonclip", muon(learning_rate, dimension_numbers, **settings), clip)
 
 
 @explains_keywords("adamclip", optax.adamw, muonclip)
 def adamclip(
     learning_rate: optax.ScalarOrSchedule,
-    sites: Sites | None = None,
+    program: Sites | None = None,
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     shared_keys: SharedKeys = "query",
-    every_k: int = 1,
+    every_k: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     **settings: Unpack[AdamWSettings],
 ) -> optax.GradientTransformationExtraArgs:
@@ -109,7 +115,10 @@ def adamclip(
 
     Source: J. Su, kexue.fm/archives/11126.
     """
-    clip = qk_clip(threshold, sites, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
+    every_k = (
+        1 if every_k is None else every_k
+    )  # inject_hyperparams makes an array of a default that is a number
+    clip = qk_clip(threshold, program, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
     return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip)
 
 

@@ -197,7 +197,7 @@ def times(quick: bool, platform: str) -> tuple[str, list[dict[str, Any]]]:
     shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
     shapes |= dict.fromkeys(("query", "key", "value", "out"), (width, width))
     methods = {"Optax": optax.contrib.muon(1e-3)} | {
-        name: muon(1e-3, newton_schulz=PRESETS[name][0], muon_weight_dimension_numbers=MuonDimensionNumbers())
+        name: muon(1e-3, newton_schulz=PRESETS[name][0], program=MuonDimensionNumbers())
         for name in ("fast", "balanced")
     }
     rng, rows = np.random.default_rng(2), []

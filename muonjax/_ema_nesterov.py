@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._arguments import check_range
+from muonjax._arguments import check_range, check_transformation
 from muonjax._clipping.transform import QKClipState
 from muonjax._linalg import at_least_float32, scaled
 from muonjax._offload import leaf_by_leaf
-from muonjax._trees import unboxed
+from muonjax._trees import dtype_of, unboxed
 
 
 class EmaNesterovState(NamedTuple):
@@ -78,6 +78,7 @@ def ema_nesterov(
 
     Source: Yau et al., "EMA-Nesterov", 2026 (arXiv:2605.25395); modded-nanogpt, track 3, records 39 and 40.
     """
+    check_transformation("ema_nesterov(inner", inner)
     why = ": m would grow by itself; 0.3 is usual."
     check_range("ema_nesterov", "beta", beta, "in [0, 1)", why, schedule=True)
     check_range("ema_nesterov", "decay", decay, "in [0, 1)", ": it is a mean's; 0.99 is usual.")
@@ -88,9 +89,18 @@ def ema_nesterov(
 
     def init(params: optax.Params) -> EmaNesterovState:
         state = inner.init(params)
-        _check_members(state)
+        if _members(state, QKClipState):
+            raise ValueError(
+                "ema_nesterov(inner): a clip inside would clip the weights, and not what the model sees ahead of them; "
+                "put it after: optax.chain(muonjax.ema_nesterov(muonjax.muon(...), beta), muonjax.qk_clip(...))."
+            )
+        if _members(state, optax.MultiStepsState):
+            raise ValueError(
+                "ema_nesterov(inner): optax.MultiSteps inside would move the parameters between its steps; put it "
+                "around: optax.MultiSteps(muonjax.ema_nesterov(...), k)."
+            )
         count = jnp.zeros([], jnp.int32)
-        ema = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(p.dtype)), params)
+        ema = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params)
         return EmaNesterovState(state, count, at(count), ema)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
@@ -100,6 +110,7 @@ def ema_nesterov(
         ahead = at(count)
 
         def step(u: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+            u = jnp.asarray(u)  # a parameter may be a Python number
             change = u.astype(m.dtype) + scaled(m, state.beta)  # from θ, which is beta m behind
             ema = scaled(m, decay) + scaled(change, 1 - decay)
             # From y to θ' is the update, and from θ' to the next y what it is ahead: no difference of weights is taken.
@@ -139,7 +150,7 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
             f"ema_nesterov_params(state, params) needs the state of an optimizer with one ema_nesterov, and finds "
             f"{len(found)}."
         )
-    leaves, treedef = jax.tree.flatten(params)
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
     means = jax.tree.leaves(found[0].ema)
     if [p.shape for p in leaves] != [m.shape for m in means]:
         raise ValueError(
@@ -153,19 +164,6 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
     return treedef.unflatten(weights)
 
 
-def _members(state: Any, kind: type | tuple[type, ...]) -> list[Any]:
+def _members(state: Any, kind: type) -> list[Any]:
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     return [node for node in nodes if isinstance(node, kind)]
-
-
-def _check_members(state: Any) -> None:
-    if _members(state, QKClipState):
-        raise ValueError(
-            "ema_nesterov(inner): a clip inside would clip the weights, and not what the model sees ahead of them; put "
-            "it after: optax.chain(muonjax.ema_nesterov(muonjax.muon(...), beta), muonjax.qk_clip(...))."
-        )
-    if _members(state, optax.MultiStepsState):
-        raise ValueError(
-            "ema_nesterov(inner): optax.MultiSteps inside would move the parameters between its steps; put it around: "
-            "optax.MultiSteps(muonjax.ema_nesterov(...), k)."
-        )

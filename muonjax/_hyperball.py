@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muonjax._arguments import check_range, require_params
+from muonjax._arguments import check_rate, require_params
 from muonjax._linalg import at_least_float32
 from muonjax._matrix_view import (
     DimensionNumbersTree,
@@ -89,8 +89,7 @@ def hyperball(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899); with R that follows `qk_clip`, so that what it has shrunk stays shrunk.
     """
-    wanted = "finite and not negative"
-    check_range("hyperball", "learning_rate", learning_rate, wanted, "; 0.02 is usual.", schedule=True)
+    check_rate("hyperball", "learning_rate", learning_rate, "; 0.02 is usual.")
     rate = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
 
     def init(params: optax.Params) -> HyperballState:

@@ -21,6 +21,7 @@ from muonjax._clipping.matching import module_of
 from muonjax._clipping.qk_clip import apply_qk_clip
 from muonjax._clipping.sites import Site
 from muonjax._matrix_view import DimensionNumbersTree
+from muonjax._nnx_models import as_function_of_parameters
 from muonjax._program.attention import Call, Span
 from muonjax._program.attention import calls as calls_of
 from muonjax._program.decisions import Decision, decide
@@ -29,8 +30,8 @@ from muonjax._program.graph import Graph
 from muonjax._program.report import run
 from muonjax._program.values import Term
 from muonjax._program.walk import Walk
-from muonjax._routing.dimension_numbers import dimension_numbers as by_names
-from muonjax._trees import flatten_paths, flatten_with_names, listed
+from muonjax._routing.dimension_numbers import numbers_tree, routes
+from muonjax._trees import flatten_paths, flatten_with_names, is_masked, listed
 
 
 class Attention(NamedTuple):
@@ -53,8 +54,8 @@ class Attention(NamedTuple):
 class Program:
     """What a function does with its parameters; made by `muonjax.inspect`.
 
-    It can stand wherever dimension numbers or sites are expected: `muon(lr, muon_weight_dimension_numbers=program)`,
-    `muonclip(lr, program)`, `tabulate(params, program)`.
+    Optimizers take it as their second argument, `muon(lr, program)` or `muonclip(lr, program)`, and so does
+    `tabulate(params, program)`.
 
     Attributes:
       attentions: The attentions in the order in which they are computed.
@@ -82,10 +83,14 @@ class Program:
         self._decisions, self._params, self._fun = decisions, params, fun
         self._call = _name(fun)
 
-    def dimension_numbers(self, attention: Literal["whole", "heads"] = "whole") -> DimensionNumbersTree:
-        """The tree that `muon_weight_dimension_numbers` takes: for each parameter its axes as a matrix, or None.
+    def dimension_numbers(
+        self, params: Any = None, *, attention: Literal["whole", "heads"] = "whole"
+    ) -> DimensionNumbersTree:
+        """The tree that optimizers take in place of the program: for each parameter its axes as a matrix, or None.
 
         Args:
+          params: Some or all of the parameters that were inspected, by their paths; sizes may differ. What is masked
+            (`optax.MaskedNode`) stays so. None: all of them.
           attention: "whole" makes one matrix of an attention projection, "heads" one for each head of queries, keys
             and values.
 
@@ -93,18 +98,49 @@ class Program:
           A tree like the parameters.
 
         Raises:
-          ValueError: two uses of a parameter contradict each other; names both, with their lines.
+          ValueError: two uses of a parameter contradict each other; names both, with their lines. Or `params` has a
+            parameter that was not inspected.
         """
-        return self._numbers(self._params, attention)
-
-    def __call__(self, params: Any) -> DimensionNumbersTree:
-        """Dimension numbers for `params`, which have the paths of those that were inspected; sizes may differ."""
-        if getattr(params, "shape", None) == () and "" not in self._decisions:
-            raise TypeError(
-                f"{self._call} was called with a number: optax.inject_hyperparams takes it for a schedule. Of muonclip "
-                "give it static_args=('sites', 'every_k'), of muon static_args='muon_weight_dimension_numbers'."
+        paths, leaves, structure = flatten_with_names(self._params if params is None else params)
+        named = {"/".join(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+        trained = [name for name, leaf in named.items() if not is_masked(leaf)]
+        if missing := [name for name in trained if name not in self._decisions]:
+            raise ValueError(
+                f"{self._call} was inspected without the parameters {listed(missing, ', ')}; inspect it with the tree "
+                "that the optimizer gets."
             )
-        return self._numbers(params, "whole")
+        found = {name: self._decisions[name] for name in trained}
+        if wrong := [f"{name!r}: {d.problem}" for name, d in found.items() if d.problem]:
+            raise ValueError(
+                f"{self._call} uses a parameter in two ways: {listed(wrong)}. Say which one counts, with a tree in "
+                "place of the program: program.dimension_numbers(others) | {name: MuonDimensionNumbers(...)}."
+            )
+        by_name = dict.fromkeys(named)
+        if any(d.by_names for d in found.values()):
+            tree = numbers_tree(
+                *routes(structure.unflatten(leaves), warn=False)
+            )  # the program knows the ends
+            by_name = dict(zip(named, structure.flatten_up_to(tree), strict=True))
+
+        def numbers(name: str) -> Any:
+            if name not in found:
+                return named[name]
+            d = found[name]
+            return by_name[name] if d.by_names else d.per_head if attention == "heads" else d.numbers
+
+        return structure.unflatten(map(numbers, named))
+
+    def skipped(self, params: Any) -> str:
+        """A sentence about parameters that are masked in `params` or left out, and their attentions; "" for none."""
+        trained = {name for name, leaf in flatten_paths(params).items() if not is_masked(leaf)}
+        if not (left := [name for name in self._decisions if name not in trained]):
+            return ""
+        sites = [
+            (a.name, f"{a.name}/" if a.site.path else "", a.site.scales) for a in self.attentions if a.site
+        ]
+        calm = [name for name, root, scales in sites if any(root + scale.path in left for scale in scales)]
+        clips = f"; not clipped: {listed(calm, ', ')}" if calm else ""
+        return f"Not among these parameters: {listed(left, ', ')}{clips}."
 
     def why(self, path: str) -> str:
         """The reason for the decision on one parameter, with the file and line of its use.
@@ -158,7 +194,7 @@ class Program:
         For tests and doubters: it runs the function, twice for each attention.
 
         Args:
-          params: Parameters, with arrays as leaves.
+          params: Parameters, with arrays as leaves, or an NNX model.
           *args: The function's further arguments, arrays.
           **kwargs: Its keyword arguments.
 
@@ -166,51 +202,25 @@ class Program:
           For each attention how far the logits are from half, relative: some 1e-6 in float32. NaN where no logit is
           positive.
         """
-        before, deviations, sites = self._largest(params, args, kwargs), {}, self.sites
+        fun, params, args = as_function_of_parameters(self._fun, params, args)
+        before, deviations, sites = self._largest(fun, params, args, kwargs), {}, self.sites
         nothing = {name: jnp.full_like(maxima, -jnp.inf) for name, maxima in before.items()}
         for name, maxima in before.items():
             hottest = jnp.unravel_index(jnp.argmax(maxima), maxima.shape)
             alone = nothing | {name: nothing[name].at[hottest].set(maxima[hottest])}
             half = maxima[hottest] / 2
             clipped = apply_qk_clip(params, alone, sites, jnp.abs(half))
-            after = self._largest(clipped, args, kwargs)[name][hottest]
+            after = self._largest(fun, clipped, args, kwargs)[name][hottest]
             deviations[name] = float(jnp.where(half > 0, after / half - 1, jnp.nan))
         return deviations
 
-    def _largest(self, params: Any, args: Any, kwargs: Any) -> dict[str, jax.Array]:
-        closed = jax.make_jaxpr(lambda params: self._fun(params, *args, **kwargs))(params)
+    def _largest(self, fun: Any, params: Any, args: Any, kwargs: Any) -> dict[str, jax.Array]:
+        closed = jax.make_jaxpr(lambda params: fun(params, *args, **kwargs))(params)
         return find_maxima(closed, [params], self._call)[1]
 
     def __repr__(self) -> str:
         matrices = sum(d.numbers is not None for d in self._decisions.values())
         return f"<Program of {self._call}: matrices {matrices}, attentions {len(self.attentions)}>"
-
-    def _numbers(self, params: Any, attention: str) -> DimensionNumbersTree:
-        paths, _, structure = flatten_with_names(params)
-        named = ["/".join(path) for path in paths]
-        if missing := [name for name in named if name not in self._decisions]:
-            raise ValueError(
-                f"{self._call} was inspected without the parameters {listed(missing, ', ')}; inspect it with the tree "
-                "that the optimizer gets."
-            )
-        decisions = [self._decisions[name] for name in named]
-        if wrong := [f"{n!r}: {d.problem}" for n, d in zip(named, decisions, strict=True) if d.problem]:
-            raise ValueError(
-                f"{self._call} uses a parameter in two ways: {listed(wrong)}. Say which one counts: "
-                "muon_weight_dimension_numbers=lambda params: {**program(params), ...}."
-            )
-        if any(d.by_names for d in decisions):
-            names = jax.tree.leaves(
-                by_names(params), is_leaf=lambda x: x is None or hasattr(x, "reduction_axis")
-            )
-        else:
-            names = [None] * len(decisions)
-        heads = attention == "heads"
-        numbers = (
-            name if d.by_names else d.per_head if heads else d.numbers
-            for d, name in zip(decisions, names, strict=True)
-        )
-        return structure.unflatten(numbers)
 
 
 def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Program:
@@ -220,9 +230,11 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     are looked up, and what comes after.
 
     Args:
-      fun: Your loss `fun(params, *args, **kwargs)`; of several losses, as of a GAN, a function that adds them. A
-        forward function works too, but its last product is then no known output head.
-      params: A tree of arrays or `jax.ShapeDtypeStruct`s, the one that the optimizer gets.
+      fun: Your loss `fun(params, *args, **kwargs)`, or `fun(model, *args, **kwargs)` of an NNX model; of several
+        losses, as of a GAN, a function that adds them. A forward function works too, but its last product is then no
+        known output head.
+      params: A tree of arrays or `jax.ShapeDtypeStruct`s, the one that the optimizer gets. Or an NNX model, which stays
+        as it is; its `nnx.Param`s are the parameters.
       *args: Further arguments, arrays or `jax.ShapeDtypeStruct`s; what is no array stays as it is.
       **kwargs: Keyword arguments of `fun`, likewise.
 
@@ -250,8 +262,9 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         raise TypeError(
             f"inspect(fun, params, ...): the first argument is a {type(fun).__name__}; it must be your loss function."
         )
-    call = _name(fun)
-    check_arguments(fun, params, *args, **kwargs)
+    call, whole = _name(fun), fun
+    _check_arguments(fun, params, *args, **kwargs)
+    fun, params, args = as_function_of_parameters(fun, params, args)
     leaves, structure = jax.tree.flatten(params)
     if functions := [path for path, leaf in flatten_paths(params).items() if callable(leaf)]:
         raise TypeError(
@@ -272,8 +285,8 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     except Exception as error:
         if type(error).__name__ == "TraceContextError":  # Flax's
             error.add_note(
-                f"{call}: fun changes a module that is none of its arguments. Give the model to "
-                "muonjax.nnx.inspect(loss_fn, model, ...), or merge it in fun from a state that is an argument."
+                f"{call}: fun changes a module that is none of its arguments. Give the model itself, "
+                "muonjax.inspect(loss_fn, model, ...), or merge it in fun from a state that is an argument."
             )
         raise
     first = next(iter(jax.tree.leaves(outputs)), None)
@@ -289,10 +302,10 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     if unused:
         names = listed([f"{name} ({decisions[name].why})" for name in unused], ", ")
         warnings.warn(f"{call}: parameters that meet no data go to Adam: {names}.", stacklevel=2)
-    return Program(decisions, [a for a, _ in _attentions(walk, paths)], params, fun)
+    return Program(decisions, [a for a, _ in _attentions(walk, paths)], params, whole)
 
 
-def check_arguments(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def _check_arguments(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Raise TypeError where a function that is to be inspected does not take these arguments."""
     try:
         signature(fun).bind(*args, **kwargs)

@@ -32,7 +32,10 @@ _OTHERS = {
     "mask": "weight_decay_mask",
     "wd": "weight_decay",
     "tau": "threshold",
-    "dimension_numbers": "muon_weight_dimension_numbers",
+    "dimension_numbers": "program, the second argument",
+    "muon_weight_dimension_numbers": "program, the second argument; beside sites by hand, dimension_numbers",
+    "rules": "the second argument, a function: lambda params: muonjax.dimension_numbers(params, rules=...)",
+    "sites": "the second argument of muonclip and adamclip",
 }
 
 

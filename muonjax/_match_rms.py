@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 import optax
 
-from muonjax._arguments import check_range
+from muonjax._arguments import check_choice, check_range
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces, replace_pieces
 
 Rule = Literal["rms", "width", "spectral"]
@@ -48,8 +48,7 @@ def match_rms(
     "Muon", 2024; Bernstein & Newhouse, "Modular duality in deep learning", 2024.
     """
     check_range("match_rms", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
-    if rule not in get_args(Rule):
-        raise ValueError(f"match_rms(rule={rule!r}) is unknown; choose one of {get_args(Rule)}.")
+    check_choice("match_rms", "rule", rule, get_args(Rule))
 
     def scale(view: MatrixView) -> float:
         if rule == "rms":

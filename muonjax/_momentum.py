@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._arguments import check_range
+from muonjax._arguments import check_flag, check_range, given_dtype
 from muonjax._linalg import at_least_float32
 from muonjax._mesh.distribution import Distribution, check_distribution, even_sharding, spread_specs
 from muonjax._mesh.layout import size_of
@@ -79,8 +79,9 @@ def trace(
     Source: `optax.trace`; linear 8-bit momentum for Muon: Gupta et al., 2025 (arXiv:2509.23106).
     """
     check_range("trace", "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
+    check_flag("trace", "nesterov", nesterov)
     check_distribution(distribution, call="trace")
-    dtype = None if accumulator_dtype is None else jax.dtypes.canonicalize_dtype(accumulator_dtype)
+    dtype = momentum_dtype("trace", "accumulator_dtype", accumulator_dtype)
     int8 = dtype == jnp.int8
     kind: Any = Int8TraceState if int8 else optax.TraceState
 
@@ -114,6 +115,14 @@ def trace(
         return updates, kind(*new)
 
     return optax.GradientTransformation(init, update)
+
+
+def momentum_dtype(call: str, name: str, given: Any) -> Any:
+    """The dtype that an argument gives the momentum, None for the parameter's."""
+    if given is None:
+        return None
+    wanted = "a float type or jnp.int8, such as jnp.bfloat16"
+    return jax.dtypes.canonicalize_dtype(given_dtype(call, name, given, (jnp.inexact, jnp.int8), wanted))
 
 
 def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
@@ -206,9 +215,7 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
       >>> restored = muonjax.muon(1e-3).init(params)
       >>> updates, state = tx.update(params, muonjax.cast_momentum(restored, jnp.int8), params)
     """
-    dtype = jnp.dtype(dtype)
-    if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(f"cast_momentum(dtype={dtype.name}) must be a float type or jnp.int8.")
+    dtype = given_dtype("cast_momentum", "dtype", dtype, (jnp.inexact, jnp.int8), "a float type or jnp.int8")
     nodes, treedef = jax.tree.flatten(state, is_leaf=_is_trace)
     if not any(map(_is_trace, nodes)):
         raise ValueError(

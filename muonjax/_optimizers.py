@@ -4,17 +4,15 @@ from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
-from muonjax._arguments import check_range
+from muonjax._arguments import check_flag, check_mask, check_range, check_rate
 from muonjax._hyperball import hyperball
 from muonjax._keywords import explains_keywords
 from muonjax._match_rms import match_rms
 from muonjax._matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
-from muonjax._momentum import trace
+from muonjax._momentum import momentum_dtype, trace
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._normalize_neurons import normalize_neurons
 from muonjax._offload import offload
@@ -29,7 +27,6 @@ class MatrixSettings(TypedDict, total=False):
     decay: float
     nesterov: bool
     mu_dtype: jax.typing.DTypeLike | None
-    muon_weight_dimension_numbers: DimensionNumbersTree | None
     newton_schulz: NewtonSchulz | None
     adam: optax.GradientTransformation | None
     distribution: Distribution | None
@@ -56,11 +53,11 @@ def _orthogonalized(
     call: str,
     rest: Callable[[Any], tuple[optax.GradientTransformation, ...]],
     adamw: optax.GradientTransformation,
+    program: DimensionNumbersTree | None,
     *,
     decay: float = 0.95,
     nesterov: bool = True,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    muon_weight_dimension_numbers: DimensionNumbersTree | None = None,
     newton_schulz: NewtonSchulz | None = None,
     adam: optax.GradientTransformation | None = None,
     distribution: Distribution | None = None,
@@ -71,23 +68,19 @@ def _orthogonalized(
       call: Names the optimizer in errors.
       rest: Makes the members of the chain after orthogonalization, from the matrices' dimension numbers.
       adamw: The transformation of all other leaves where `adam` is None.
+      program: Which leaves are matrices, and how: what `muonjax.inspect` returns, a tree of `MuonDimensionNumbers` or
+        None, a prefix, or a function of the parameters. None reads it off names and shapes (`muonjax.tabulate` shows
+        how).
       decay: Coefficient of the momentum, in [0, 1).
       nesterov: Look one step ahead, G + decay M; False takes M itself.
       mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is the parameter's.
-      muon_weight_dimension_numbers: Which leaves are matrices, and how: what `muonjax.inspect` returns, a tree of
-        `MuonDimensionNumbers` or None, a prefix, or a function of the parameters. None reads it off paths and shapes
-        (`muonjax.tabulate` shows how).
       newton_schulz: Settings of the orthogonalization; None is `NewtonSchulz.balanced()`.
       adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` with b2 = 0.95.
       distribution: How the parameters are sharded (see `orthogonalize`).
     """
     check_range(call, "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
-    if not (mu_dtype is None or _is_dtype_of_momentum(mu_dtype)):
-        injected = " optax.inject_hyperparams takes a dtype for a schedule: give it static_args='mu_dtype'."
-        raise TypeError(
-            f"{call}(mu_dtype={mu_dtype!r}) must be a float type or jnp.int8, such as jnp.bfloat16."
-            f"{injected if isinstance(mu_dtype, jax.Array) else ''}"
-        )
+    check_flag(call, "nesterov", nesterov)
+    momentum_dtype(call, "mu_dtype", mu_dtype)
     check_distribution(distribution, call=call)
     settings_of(newton_schulz, call)
 
@@ -98,12 +91,13 @@ def _orthogonalized(
             *map(offload, rest(numbers)),  # `trace` moves its own state, and `orthogonalize` has none
         )
 
-    return partition_by_route(call, matrices, adamw if adam is None else adam, muon_weight_dimension_numbers)
+    return partition_by_route(call, matrices, adamw if adam is None else adam, program)
 
 
 @explains_keywords("muon", _orthogonalized)
 def muon(
     learning_rate: optax.ScalarOrSchedule,
+    program: DimensionNumbersTree | None = None,
     *,
     weight_decay: float = 0.1,
     weight_decay_mask: Any = None,
@@ -154,12 +148,14 @@ def muon(
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return _orthogonalized("muon", rest, _adamw(learning_rate, weight_decay, weight_decay_mask), **settings)
+    adamw = _adamw(learning_rate, weight_decay, weight_decay_mask)
+    return _orthogonalized("muon", rest, adamw, program, **settings)
 
 
 @explains_keywords("normuon", muon)
 def normuon(
     learning_rate: optax.ScalarOrSchedule,
+    program: DimensionNumbersTree | None = None,
     *,
     neuron_decay: float = 0.95,
     weight_decay: float = 0.1,
@@ -189,6 +185,7 @@ def normuon(
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
     _check_step("normuon", learning_rate, weight_decay, weight_decay_mask)
+    check_range("normuon", "neuron_decay", neuron_decay, "in [0, 1)", "; 0.95 is usual.")
     check_range("normuon", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
 
     def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
@@ -199,14 +196,14 @@ def normuon(
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return _orthogonalized(
-        "normuon", rest, _adamw(learning_rate, weight_decay, weight_decay_mask), **settings
-    )
+    adamw = _adamw(learning_rate, weight_decay, weight_decay_mask)
+    return _orthogonalized("normuon", rest, adamw, program, **settings)
 
 
 @explains_keywords("muonh", _orthogonalized)
 def muonh(
     learning_rate: optax.ScalarOrSchedule,
+    program: DimensionNumbersTree | None = None,
     *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     **settings: Unpack[MatrixSettings],
@@ -246,10 +243,7 @@ def muonh(
             "or adam=: its own learning rate is in units of a weight's norm."
         )
     if adam_learning_rate is not None:
-        wanted = "finite and not negative"
-        check_range(
-            "muonh", "adam_learning_rate", adam_learning_rate, wanted, "; 1e-3 is usual.", schedule=True
-        )
+        check_rate("muonh", "adam_learning_rate", adam_learning_rate, "; 1e-3 is usual.")
 
     def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
         return (hyperball(learning_rate, dimension_numbers=numbers),)
@@ -258,29 +252,16 @@ def muonh(
         "muonh",
         rest,
         _adamw(0.0 if adam_learning_rate is None else adam_learning_rate, 0.0, None),
+        program,
         **settings,
     )
 
 
-def _is_dtype_of_momentum(dtype: Any) -> bool:
-    if isinstance(dtype, jax.Array):
-        return False
-    try:
-        return jnp.issubdtype(dtype, jnp.inexact) or jnp.dtype(dtype) == jnp.int8
-    except TypeError:  # such as "bf16"
-        return False
-
-
 def _check_step(call: str, learning_rate: Any, weight_decay: Any = 0.0, mask: Any = None) -> None:
     """Raise for settings of another type or out of range. What schedules and traced numbers are is not known yet."""
-    wanted = "finite and not negative"
-    check_range(call, "learning_rate", learning_rate, wanted, ": it is the length of a step.", schedule=True)
-    check_range(call, "weight_decay", weight_decay, wanted, "; 0 turns it off.", schedule=True)
-    if not callable(mask) and not all(np.asarray(x).dtype.kind == "b" for x in jax.tree.leaves(mask)):
-        raise TypeError(
-            f"{call}(weight_decay_mask={mask!r}) must be a tree of booleans, a prefix of the parameters' tree, or a "
-            "function of the parameters that returns one."
-        )
+    check_rate(call, "learning_rate", learning_rate, ": it is the length of a step.")
+    check_rate(call, "weight_decay", weight_decay, "; 0 turns it off.")
+    check_mask(call, "weight_decay_mask", mask)
 
 
 def _adamw(

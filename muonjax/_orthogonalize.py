@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import optax
 
+from muonjax._arguments import check_flag
 from muonjax._batching import Function, map_leaves
 from muonjax._matrix_view import DimensionNumbersTree, Piece, matrix_pieces, replace_pieces
 from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
@@ -58,6 +59,7 @@ def orthogonalize(
     `adaptive`.
     """
     settings = settings_of(newton_schulz, "orthogonalize")
+    check_flag("orthogonalize", "adaptive", adaptive)
     check_distribution(distribution, call="orthogonalize")
 
     def init(params: optax.Params) -> optax.OptState:

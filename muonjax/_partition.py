@@ -1,5 +1,6 @@
 """Split the parameters between two optimizers, one for matrices and one for everything else, as routing says."""
 
+import reprlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -36,6 +37,7 @@ def partition_by_route(
       matrices: Makes the transformation of the matrices from their dimension numbers.
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
+    _check_program(call, dimension_numbers)
     check_transformation(f"{call}(adam", adam)
     matrices(None)  # for its checks alone: what is wrong with the settings is said now, and not at init
     adam = offload(adam)
@@ -63,6 +65,19 @@ def partition_by_route(
         return tx.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_program(call: str, given: Any) -> None:
+    """Raise for a setting without its name, or parameters, in place of a program or a tree."""
+    for leaf in jax.tree.leaves(given, is_leaf=lambda x: hasattr(x, "reduction_axis")):
+        if not (hasattr(leaf, "reduction_axis") or hasattr(leaf, "dimension_numbers") or callable(leaf)):
+            injected = (
+                " optax.inject_hyperparams takes a function for a schedule: give it static_args='program'."
+            )
+            raise TypeError(
+                f"{call}(program={reprlib.repr(given)}) must be what muonjax.inspect(loss_fn, params, batch) returns, "
+                f"or dimension numbers. Settings go by name.{injected if isinstance(given, jax.Array) else ''}"
+            )
 
 
 def _fixed() -> optax.GradientTransformation:

@@ -91,12 +91,16 @@ def dtype_of(leaf: Any) -> Any:
 
 
 def tree_of(tree_or_function: Any, params: Any) -> Any:
-    """The tree itself, or what the function returns for `params`.
+    """The tree itself, or what the function returns for `params`, or what a `Program` says of them.
 
     A tree may be callable too (an Equinox module, an `nnx.Module`): only what has no structure is a function.
     """
+    is_leaf = jax.tree_util.all_leaves([tree_or_function])
+    # No method __call__: optax.inject_hyperparams would take a program for a schedule.
+    if is_leaf and hasattr(tree_or_function, "dimension_numbers"):
+        return tree_or_function.dimension_numbers(params)
     is_function = isinstance(tree_or_function, jax.tree_util.Partial) or (
-        callable(tree_or_function) and jax.tree_util.all_leaves([tree_or_function])
+        callable(tree_or_function) and is_leaf
     )
     return tree_or_function(params) if is_function else tree_or_function
 

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from muonjax._inspect import find_maxima
+from muonjax._nnx_models import is_model, value_and_grad_of_model
 from muonjax._trees import flatten_paths
 
 
 def value_and_grad(
-    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+    fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` that also returns the largest attention logits of each head, for any JAX function.
 
@@ -26,8 +27,9 @@ def value_and_grad(
     `Ref`s. As under `jax.jit`, `fun` can't branch in Python on a value computed from the traced arguments.
 
     Args:
-      fun: Returns a scalar, or with `has_aux` a scalar and a tree of anything.
-      argnums: The positional arguments to differentiate by, as in `jax.value_and_grad`: the parameters.
+      fun: Returns a scalar, or with `has_aux` a scalar and a tree of anything. Its first argument may be an NNX model.
+      argnums: The positional arguments to differentiate by, as in `jax.value_and_grad`: the parameters. For an NNX
+        model as in `nnx.value_and_grad`, an `nnx.DiffState` too.
       has_aux: Whether `fun` returns a pair (loss, aux).
 
     Returns:
@@ -53,18 +55,19 @@ def value_and_grad(
       {'max_logits': (2,)}
     """
 
-    differentiated = jax.value_and_grad(with_max_logits(fun, argnums, has_aux), argnums, has_aux=True)
-
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
+        if args and is_model(args[0]):
+            return value_and_grad_of_model(_with_max_logits, fun, argnums, has_aux)(*args, **kwargs)
         for argument in (args[i] for i in _chosen(argnums) if i < len(args)):
             _check_differentiable(_call(fun), argument)
-        return differentiated(*args, **kwargs)
+        measured = _with_max_logits(fun, argnums, has_aux)
+        return jax.value_and_grad(measured, argnums, has_aux=True)(*args, **kwargs)
 
     return value_and_gradients
 
 
-def with_max_logits(
+def _with_max_logits(
     fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool
 ) -> Callable[..., tuple[Any, Any]]:
     """`fun` that returns (loss, max_logits), or with `has_aux` (loss, (aux, max_logits)): what is differentiated."""
@@ -114,6 +117,8 @@ def _call(fun: Callable[..., Any]) -> str:
 
 def _check_differentiable(call: str, params: Any) -> None:
     """Raise for a leaf that has no derivative, by its path; JAX names its type alone."""
+    if is_model(params):
+        raise TypeError(f"{call}: an NNX model must be the first argument of fun.")
     for path, leaf in flatten_paths(params).items():
         if callable(leaf):
             raise TypeError(
@@ -123,7 +128,7 @@ def _check_differentiable(call: str, params: Any) -> None:
         if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
                 f"{call}: {path!r} is {leaf.dtype}, which has no derivative; give it to the loss in another argument, "
-                "not among the arguments to differentiate by. Of an NNX model it is muonjax.nnx.value_and_grad."
+                "not among the arguments to differentiate by. An NNX model is given itself."
             )
 
 

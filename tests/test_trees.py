@@ -104,7 +104,7 @@ def test_trees_that_can_be_called():
     assert tree_of(lambda params: params + 1, 1) == 2
     assert tree_of(jax.tree_util.Partial(lambda params: params + 1), 1) == 2
     for numbers in (None, Callable(muonjax.MuonDimensionNumbers(), None)):
-        tx = muonjax.muon(1e-2, muon_weight_dimension_numbers=numbers)
+        tx = muonjax.muon(1e-2, numbers)
         updates, _ = tx.update(tree, tx.init(tree), tree)
         assert isinstance(updates, Callable)
         assert updates.w.shape == (4, 8)

@@ -144,7 +144,8 @@ def model(
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(gzip.compress(json.dumps(compiled).encode()))
-        launches += [hlo_launches.repeated(launch, count) for launch in hlo_launches.launches(compiled.text)]
+        own = hlo_launches.launches(compiled.text)
+        launches += [hlo_launches.repeated(launch, count) for launch in own]
         temporary = max(temporary, compiled.temporary)
         seconds += compiled.seconds * count
     flops: dict[str, float] = {}

@@ -68,7 +68,8 @@ def modelled(chip, f, *arguments):
     if chip is None:
         return None
     text = f.lower(*arguments).compile().as_text()
-    return [seconds * 1e3 for seconds in roofline.total_seconds(chip, hlo_launches.launches(text))]
+    found = hlo_launches.launches(text)
+    return [seconds * 1e3 for seconds in roofline.total_seconds(chip, found)]
 
 
 def product(implementations, shape, chip, rounds):

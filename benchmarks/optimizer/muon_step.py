@@ -49,14 +49,12 @@ def gpt2(layers: int, width: int, vocabulary: int, rng: np.random.Generator) -> 
 def main() -> None:
     args = measure.options(__doc__, layers=12, width=768, vocabulary=50_304, rounds=7)
     grads, polar = gpt2(args.layers, args.width, args.vocabulary, np.random.default_rng(0))
-    numbers = muonjax.linen.dimension_numbers(grads)
+    numbers = muonjax.dimension_numbers(grads)
     adam = optax.adamw(1e-3)
     optimizers = {
         "optax": optax.contrib.muon(1e-3, consistent_rms=0.2, muon_weight_dimension_numbers=numbers),
         **{
-            name: muonjax.muon(
-                1e-3, newton_schulz=preset, muon_weight_dimension_numbers=numbers, adam=adam, weight_decay=0.0
-            )
+            name: muonjax.muon(1e-3, newton_schulz=preset, program=numbers, adam=adam, weight_decay=0.0)
             for name, preset in PRESETS.items()
         },
     }

@@ -41,13 +41,12 @@ def of_program(program: muonjax.Program) -> Answers:
     }
 
 
-def of_names(params: Any, library: str) -> Answers:
+def of_names(params: Any) -> Answers:
     """What `muonjax.muon` does without a program; one parameter that is refused refuses the model."""
-    outputs_first = True if library == "equinox" else None  # as `muonjax.equinox` has it
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # what can't be told for sure
-            found = [r for r in routes(params, outputs_first=outputs_first)[0] if isinstance(r, Route)]
+            found = [r for r in routes(params)[0] if isinstance(r, Route)]
     except ValueError:
         return dict.fromkeys(flattened(params)[0], "refused")
     return {route.path: route.numbers for route in found}
@@ -101,8 +100,8 @@ def rows_of(models: Mapping[str, Entry]) -> list[dict[str, Any]]:
         other_right = {back[path]: answer for path, answer in right.items()}
         totals[kinds[0]] += count(model, of_program(program), right) + count_attentions(model, program)
         totals[kinds[1]] += count(other, of_program(there), other_right) + count_attentions(renamed, there)
-        totals[kinds[2]] += count(model, of_names(model.params, entry.needs), right)
-        totals[kinds[3]] += count(other, of_names(other.params, entry.needs), other_right)
+        totals[kinds[2]] += count(model, of_names(model.params), right)
+        totals[kinds[3]] += count(other, of_names(other.params), other_right)
     columns = [f"{what}_{how}" for what in ("models", "leaves") for how in ("right", "wrong", "refused")]
     attention_columns = [f"attentions_{how}" for how in ("found", "refused", "wrong")]
     return [

@@ -92,7 +92,7 @@ def main():
 
     @nnx.jit
     def step(model, optimizer, images, labels):
-        (loss, max_logits), grads = muonjax.nnx.value_and_grad(loss_fn)(model, images, labels)
+        (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(model, images, labels)
         optimizer.update(model, grads, max_logits=max_logits)
         return loss
 

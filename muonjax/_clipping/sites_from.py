@@ -21,7 +21,7 @@ def sites_from(params: Any, *, num_heads: int | None = None) -> tuple[Site, ...]
 
     `muonjax.inspect` reads them from your function, for any attention and without names. Here a module counts as
     attention if it has a query and a key projection of its own, called as in Flax, MaxText, Transformers, axlearn and
-    others; the axes of their kernels are those of `muonjax.linen.dimension_numbers`. What can't be told is refused.
+    others; the axes of their kernels are those of `muonjax.dimension_numbers`. What can't be told is refused.
 
     Args:
       params: The parameters, or their shapes from `jax.eval_shape`.

@@ -95,7 +95,7 @@ def reporting_advice(argument: str, *, layers: bool = False) -> str:
     scan = ", under nn.scan(variable_axes={'params': 0, 'intermediates': 0})" if layers else ""
     return (
         "muonjax.value_and_grad(loss_fn) in place of jax.value_and_grad returns ((loss, max_logits), grads); in NNX it "
-        "is muonjax.nnx.value_and_grad(loss_fn), then optimizer.update(model, grads, max_logits=max_logits); a Linen "
+        "is muonjax.value_and_grad(loss_fn), then optimizer.update(model, grads, max_logits=max_logits); a Linen "
         "TrainState that passes them on is muonjax.linen.TrainState. inspect(...).attentions says why an attention is "
         "left out: pass {module path: muonjax.max_logits(query, key)} for it, take it out of the sites, or, in Flax, "
         "give it muonjax's attention_fn (docs/qk_clip.md) or call model.apply(..., mutable=['intermediates']) inside "

@@ -1,6 +1,8 @@
 """Flatten what optimizer states keep for a log into one dictionary of numbers."""
 
 import functools
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,13 +12,16 @@ from jax.core import Tracer
 
 from muonjax._clipping.transform import QKClipState
 from muonjax._monitor.monitor import MonitorState
-from muonjax._trees import unboxed
+from muonjax._trees import dtype_of, names, unboxed
 
 
 def metrics(state: Any) -> dict[str, Any]:
-    """What the clips and monitors in an optimizer's state have measured, as one flat mapping for a logger.
+    """What an optimizer's state keeps for a log, as one flat mapping from names to numbers.
 
-    They are found wherever they are: in a chain at any depth, in `optax.MultiSteps` or `optax.inject_hyperparams`, in
+    - `count`: how many updates there were, where a part of the state counts them; of several counts the largest;
+    - `learning_rate`, where `optax.inject_hyperparams` keeps it.
+
+    What clips and monitors have measured is found wherever they are: in a chain at any depth, in `optax.MultiSteps`, in
     Flax's `TrainState.opt_state`, in `nnx.Optimizer.opt_state`, and in `nnx.state` of an optimizer or train state. For
     each `QKClipState`
 
@@ -32,10 +37,7 @@ def metrics(state: Any) -> dict[str, Any]:
 
     Returns:
       A dictionary of Python floats; it waits for the step that computes them. Inside of `jit` it is one of float32
-      arrays. Before the first clip signals are -inf.
-
-    Raises:
-      ValueError: Neither a clip nor a monitor in the state.
+      arrays. NaN stands for what was not measured yet. A state that keeps nothing of this gives an empty dictionary.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -43,24 +45,26 @@ def metrics(state: Any) -> dict[str, Any]:
       >>> tx = muonjax.muonclip(1e-3, threshold=100.0)
       >>> statistics = {"attention": jnp.array([400.0, 50.0])}
       >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
-      >>> muonjax.metrics(state)["qk_clip/num_clipped"]
-      1.0
+      >>> found = muonjax.metrics(state)
+      >>> found["count"], found["qk_clip/num_clipped"]
+      (1.0, 1.0)
     """
-    found: dict[str, Any] = {}
-    counts: dict[str, int] = {}
+    leaves = [(names(path), leaf) for path, leaf in jax.tree.leaves_with_path(state) if not jnp.shape(leaf)]
+    found = {path[-1]: x for path, x in leaves if path[-2:] == ("hyperparams", "learning_rate")}
+    # A parameter of this name is no integer.
+    counts = [x for path, x in leaves if path[-1:] == ("count",) and jnp.issubdtype(dtype_of(x), jnp.integer)]
+    found |= {"count": functools.reduce(jnp.maximum, counts)} if counts else {}
+    seen = Counter[str]()
     for part in _parts(state):
         name, values = _of_clip(part) if isinstance(part, QKClipState) else _of_monitor(part)
-        counts[name] = counts.get(name, -1) + 1
-        prefix = f"{name}_{counts[name]}" if counts[name] else name
+        prefix = f"{name}_{seen[name]}" if seen[name] else name
+        seen[name] += 1
         found |= {f"{prefix}/{key}": value for key, value in values.items()}
-    if not found:
-        raise ValueError(
-            "metrics(state) finds neither a clip nor a monitor in this state; use muonclip, qk_clip or monitor, and "
-            "pass the optimizer's state."
-        )
+    # The maximum of nothing is -inf; a log has NaN for it, as for what a monitor has not measured.
     if any(isinstance(value, Tracer) for value in found.values()):
-        return {key: jnp.asarray(value, jnp.float32) for key, value in found.items()}
-    return {key: float(value) for key, value in jax.device_get(found).items()}
+        numbers = {key: jnp.asarray(value, jnp.float32) for key, value in found.items()}
+        return {key: jnp.where(value == -jnp.inf, jnp.nan, value) for key, value in numbers.items()}
+    return {key: math.nan if x == -math.inf else float(x) for key, x in jax.device_get(found).items()}
 
 
 def _parts(state: Any) -> Iterator[QKClipState | MonitorState]:

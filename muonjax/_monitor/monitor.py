@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from muonjax._arguments import check_transformation, require_params
+from muonjax._arguments import check_transformation, require_params, whole_number
 from muonjax._explicit_axes import is_explicit
 from muonjax._linalg import at_least_float32, dot, square_norm
 from muonjax._matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces
@@ -82,8 +82,8 @@ def monitor(
       An `optax.GradientTransformationExtraArgs` whose state is a `MonitorState`; `update` needs `params`.
 
     Raises:
-      ValueError: If `every_k` is less than 1, `update` gets no `params` or a state with other groups, or nothing tells
-        which leaves are matrices.
+      ValueError, TypeError: An argument of another type or out of its range; `update` gets no `params` or a state with
+        other groups, or nothing tells which leaves are matrices.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -96,19 +96,17 @@ def monitor(
     Source: `optax.monitor`, for a member of a chain that measures its input.
     """
     check_transformation("monitor(inner", inner)
-    if every_k < 1:
-        raise ValueError(
-            f"monitor(every_k={every_k!r}) must be at least 1: the number of steps between measurements."
+    if not (groups is None or callable(groups)):
+        raise TypeError(
+            f"monitor(groups={groups!r}) must be a function from a leaf's path to its group's name."
         )
+    every_k = whole_number("monitor", "every_k", every_k, 1, " of steps, at least 1.")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> MonitorState:
-        def unknown() -> dict[str, jax.Array]:
-            # A new array for each: a buffer that is in two places can't be donated.
-            return {name: jnp.full((), jnp.nan, jnp.float32) for name in STATISTICS}
-
         members = _members(groups, params, _pieces(inner, dimension_numbers, params))
-        statistics: Any = {group: unknown() for group in members}
+        # A new array for each: a buffer that is in two places can't be donated.
+        statistics: Any = {g: {s: jnp.full((), jnp.nan, jnp.float32) for s in STATISTICS} for g in members}
         if not jax.tree.leaves(params, is_leaf=is_masked):
             # Optax's placeholder for the parameters has no groups; one array in the place of the dictionary tells it
             # that no part of it is like a parameter.

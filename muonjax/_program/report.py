@@ -69,7 +69,8 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
             maxima[probe] = _largest(values[probe.variable], raw, probe)
 
     measure(list(values))
-    kept = {*jaxpr.outvars, *here, *(p.raw for found in here.values() for p in found)}
+    returned = {v for v in jaxpr.outvars if isinstance(v, Var)}  # a constant is a Literal, which has no hash
+    kept = {*returned, *here, *(p.raw for found in here.values() for p in found)}
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
     for index, eqns, outputs in stretches(jaxpr.eqns, kept, deeper, last):
         eqn = eqns[0] if index in deeper else as_call(eqns, outputs)
@@ -86,7 +87,7 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
         for v in {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)} - kept:
             if last[v] < index + len(eqns):  # outside of jit it would stay in memory
                 values.pop(v, None)
-    results = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+    results = [jnp.asarray(v.val) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
     return [*results, *(maxima[probe] for probe in probes)]
 
 

@@ -1,23 +1,21 @@
-"""Decide which parameters go to Muon and as which matrices, from paths, shapes and siblings.
+"""Decide by names which parameters go to Muon and as which matrices: from paths, shapes and what is beside a leaf.
 
 The evidence, in this order; what comes first decides:
 
-  1. a rule of the caller's; its leaf is no evidence for others;
-  2. the layer's type, where a module is given; the names of the axes, where the array carries them;
+  1. a rule of the caller's; its leaf is evidence only of where a model ends;
+  2. the names of the axes, where the array carries them;
   3. the names in the path: what the parameter is (`roles`), if its shape fits;
-  4. which axes count layers: all parameters of a scanned module have one axis more (`stacked_layers`);
-  5. its bias, its attention's other projections, its adapter's other factor, the order of axes in the rest of the tree,
-     and last its own shape (`matrices`);
-  6. whether it is an end of the model: a patch embedding or an output head (`output_heads`).
+  4. which axes count layers: all parameters of a scanned module have one axis more (`stacked`);
+  5. its bias, its attention's other projections, the order of axes in the rest of the tree, and last its own shape
+     (`axes`);
+  6. whether it is an end of the model: a patch embedding or an output head (`ends`).
 
-What none of them tells is refused, with a rule that decides it. Sizes alone decide nothing: where only they speak for
-an output head, a warning says so.
+What none of them tells is refused, with a rule that decides it. One warning lists the leaves that may be an end of the
+model, or are one by their name or their position alone.
 """
 
 import math
-import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -34,7 +32,10 @@ from muonjax._matrix_view import (
     matrix_pieces,
     one_or_several,
 )
+from muonjax._nnx_models import parameters_of
 from muonjax._routing import roles
+from muonjax._routing.axes import matrices
+from muonjax._routing.ends import for_adam, patch_embedding
 from muonjax._routing.given import (
     Rules,
     apply_rules,
@@ -42,14 +43,14 @@ from muonjax._routing.given import (
     chances_message,
     check_parameters,
     named_axes,
+    settings_message,
     tables,
     undecided_message,
+    unlike_their_names,
 )
-from muonjax._routing.matrices import is_dense_general, matrices
-from muonjax._routing.output_heads import for_adam
-from muonjax._routing.roles import Parameter, Role, module, words
-from muonjax._routing.siblings import Siblings, is_trailing_window, is_weight, is_window
-from muonjax._routing.stacked_layers import unstack
+from muonjax._routing.neighbors import Neighbors
+from muonjax._routing.roles import Parameter
+from muonjax._routing.stacked import unstack
 from muonjax._trees import Key, dtype_of, flatten_with_names, is_masked
 
 
@@ -68,7 +69,6 @@ def dimension_numbers(
     *,
     rules: Rules = (),
     attention: Literal["whole", "heads"] = "whole",
-    scan_axis: int | None = None,
 ) -> Any:
     """Says of every leaf whether Muon takes it, and which of its axes are the matrix's rows and columns.
 
@@ -89,21 +89,20 @@ def dimension_numbers(
 
     Args:
       params: A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
-        metadata boxes, `nnx.State`, an NNX or Equinox module's arrays, Haliax's named arrays. `optax.MaskedNode`s stay
-        what they are. Pass the whole tree, unmasked where you can: its neighbours tell what a leaf is.
+        metadata boxes, an NNX module or its `nnx.State`, an Equinox module's arrays, Haliax's named arrays.
+        `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked where you can: its neighbours tell what a
+        leaf is.
       rules: Pairs (regular expression, dimension numbers or None); the first match decides. The expression is
         searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the
         leaf's own axes.
       attention: "whole" or "heads".
-      scan_axis: The axis of layers in stacked leaves (negative: from the leaf's end); None: found from the
-        shapes, where all parameters of a stack agree, and the shorter axis if they agree on several.
 
     Returns:
-      The tree with `MuonDimensionNumbers`, `FusedDimensionNumbers` or None in place of the leaves.
+      The tree with `MuonDimensionNumbers`, `FusedDimensionNumbers` or None in place of the leaves; of an NNX module
+      its `nnx.Param`s.
 
     Raises:
-      ValueError: A leaf that can't be decided, a rule that matches no leaf, another `attention`, a `scan_axis` on which
-        neighbours differ.
+      ValueError: A leaf that can't be decided, a rule that matches no leaf, another `attention`.
       TypeError: A rule that gives an integer leaf to Muon.
 
     Example:
@@ -117,7 +116,7 @@ def dimension_numbers(
     al. (arXiv 2605.08933) compare whole matrices, groups of heads and single heads; Jordan, "Muon" (2024), on
     convolutions, and on query, key and value apart.
     """
-    return numbers_tree(*routes(params, rules=rules, attention=attention, scan_axis=scan_axis))
+    return numbers_tree(*routes(params, rules=rules, attention=attention))
 
 
 def numbers_tree(found: Sequence[Any], treedef: Any) -> Any:
@@ -146,10 +145,6 @@ def routes(
     *,
     rules: Rules = (),
     attention: str = "whole",
-    scan_axis: int | None = None,
-    known: Mapping[str, Role] | None = None,
-    head_sizes: Mapping[tuple[str, ...], int] | None = None,
-    outputs_first: bool | None = None,
     partial: bool = False,
     call: str = "dimension_numbers",
     warn: bool = True,
@@ -160,23 +155,21 @@ def routes(
       params: As in `dimension_numbers`.
       rules: As in `dimension_numbers`.
       attention: As in `dimension_numbers`.
-      scan_axis: As in `dimension_numbers`.
-      known: Path to role, from those who know more than names (`muonjax.nnx.dimension_numbers` of a module).
-      head_sizes: Path of an attention to the size of its heads, from those who know it.
-      outputs_first: Whether leaves called `weight` are (out, in, *window); None: the biases tell.
       partial: Leave None where a leaf can't be decided, and output heads among the matrices, and do not warn.
       call: Whom `params` were given to, for messages about them.
       warn: Whether to warn of what may be wrong.
     """
     if attention not in ("whole", "heads"):
         raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
+    layers, params = params, parameters_of(params)
     check_parameters(params, call, warn=warn and not partial)
     paths, leaves, treedef = flatten_with_names(params)
     ruled = apply_rules(["/".join(path) for path in paths], rules)
-    known = tables(params) | dict(known or {})
+    in_tables = tables(params)
     axis_names = named_axes(params)
     found: dict[tuple[str, ...], tuple[DimensionNumbers | None, str]] = {}
     undecided: list[Parameter] = []
+    told: list[Parameter] = []  # by a rule, and still what leads to another layer, or comes after it
     for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
         name = "/".join(path)
         if is_masked(leaf):
@@ -186,28 +179,34 @@ def routes(
             leaf = jax.ShapeDtypeStruct(shape, "float32" if dtype == jax.dtypes.float0 else dtype or bool)
             matrix_pieces({name: ruled[name]}, {name: leaf}, call="dimension_numbers(rules=...)")
             found[path] = ruled[name], "rule"
+            if role.muon and len(shape) == 2:
+                told.append(Parameter(path, role, shape, (0, 1), shape))
         elif dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             found[path] = None, "not a floating-point leaf"
         elif path in axis_names:
             found[path] = by_axis_names(path, role, axis_names[path], attention)
         else:
-            role = _better(role, known.get(name))
-            # A projection by a 1 x 1 convolution is a dense one.
-            projects = role.projection or role.parts > 1
-            ones = len(shape) - 2 if projects and len(shape) > 3 and {*shape[:-2]} == {1} else 0
-            undecided.append(Parameter(path, role, shape[ones:], tuple(range(ones, len(shape))), shape))
-    parameters = unstack(_fitting(undecided), scan_axis)
-    siblings = Siblings(parameters, head_sizes, outputs_first)
-    decided = {p.path: _decide(p, siblings, attention, scan_axis) for p in parameters}
+            role = roles.EMBEDDING if name in in_tables else role
+            undecided.append(Parameter(path, role, shape, tuple(range(len(shape))), shape))
+    parameters = unstack(undecided)
+    neighbors = Neighbors(parameters)
+    decided = {p.path: _decide(p, neighbors, attention) for p in parameters}
     refused = [p for p in parameters if decided[p.path] is None]
     if refused and not partial:
         raise ValueError(undecided_message(refused, parameters, attention))
     answers = {path: answer or (None, "undecided") for path, answer in decided.items()}
     if not partial:
-        ends, chances = for_adam(parameters, {path: numbers for path, (numbers, _) in answers.items()})
-        answers |= {path: (None, why) for path, why in ends.items()}
+        every = {path: numbers for path, (numbers, _) in answers.items()}
+        every |= {p.path: found[p.path][0] or MuonDimensionNumbers(0, 1) for p in told}
+        ends, chances = for_adam([*parameters, *told], every)
+        answers |= {path: (None, why) for path, why in ends.items() if path not in found}
+        chances = {path: said for path, said in chances.items() if path not in found}
         if chances and warn:
             warn_user(chances_message(chances, parameters))
+        special = unlike_their_names(layers)
+        taken = ["/".join(path) for path, (numbers, _) in answers.items() if numbers]
+        if warn and (wrong := [path for path in taken if path in special]):
+            warn_user(settings_message(wrong))
     found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}
     return [
         leaf if is_masked(leaf) else Route("/".join(path), *_shape_and_dtype(leaf), *found[path])
@@ -220,77 +219,29 @@ def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     return ((), None) if isinstance(leaf, Key) else (jnp.shape(leaf), dtype_of(leaf))
 
 
-def _better(named: Role, known: Role | None) -> Role:
-    """A layer's type tells its axes; only names tell heads, patches, masks and fused parts."""
-    if known is None or (
-        known.muon and not named.muon and named.name not in ("scale", "embedding", "position")
-    ):
-        return named
-    if named.parts > 1 and len(known.ranks) == 1 and known.ranks[0] not in named.ranks:
-        return known
-    tells_more = named.projection or named.parts > 1 or named is roles.INTERLEAVED
-    return named if known.muon and tells_more else known
-
-
-def _fitting(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The same parameters, without the roles that their shapes do not fit: a norm's weight has as many axes as its
-    bias, a table two and no bias (one as long as the vocabulary is that of a tied head)."""
-    biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
-    sizes = Counter(size for p in parameters if p.role.name != "bias" for size in set(p.shape))
-
-    def fitting(p: Parameter) -> Role:
-        bias = biases.get(module(p.path), ())
-        if p.role is roles.NORM and bias and len(p.shape) != len(bias):
-            return roles.DENSE
-        is_long = sum(size > 1 for size in p.shape) > 2
-        if p.role is roles.TABLE and (is_long or (bias and sizes[p.shape[0]] > 1)):
-            return roles.UNKNOWN
-        return p.role
-
-    return [p._replace(role=fitting(p)) for p in parameters]
-
-
-def _decide(
-    p: Parameter, siblings: Siblings, attention: str, scan_axis: int | None
-) -> tuple[DimensionNumbers | None, str] | None:
+def _decide(p: Parameter, neighbors: Neighbors, attention: str) -> tuple[DimensionNumbers | None, str] | None:
     """One leaf, as one layer sees it; None where nothing tells."""
-    role, rank = p.role, len(p.shape)
-    if role is roles.NORM and sum(size > 1 for size in p.shape) > 1 and siblings.bias(p) != p.shape:
-        return (None, role.name) if p.path[-1] != "kernel" else None
+    role, rank, bias = p.role, len(p.shape), neighbors.bias(p)
+    long_axes = sum(size > 1 for size in p.shape)
+    if role in (roles.NORM, roles.TABLE) and bias and len(bias) < rank:
+        return None  # a matrix, or the table of a head that is tied
+    if role is roles.NORM and not bias and p.path[-1] == "kernel" and long_axes > 1:
+        return None
     if not role.muon:
         return None, role.name
     if rank < 2:
         return None, "vector" if rank else "scalar"
-    if _is_input_patches(p):
-        return None, roles.PATCHES.name
-    unknown = role is roles.UNKNOWN and p.stacked is None and not siblings.bias(p)
-    if unknown and rank == 3 and scan_axis is not None:
-        i = scan_axis % 3
-        return MuonDimensionNumbers(*(j for j in range(3) if j != i)), f"{role.name}, stacked"
-    if sum(size > 1 for size in p.shape) <= 1:
+    if why := patch_embedding(p):
+        return None, why
+    if long_axes <= 1:
         return None, "vector"
-    numbers = None if p.stacked and not is_dense_general(p) else matrices(p, siblings, attention)
+    numbers = None if p.stacked else matrices(p, neighbors, attention)
     if numbers is None:
         return None
     sides = [math.prod(p.shape[i] for i in axes_of(axes)) for axes in numbers[:2]]
     if 1 in sides:
         return None, f"{role.name} with one {'row' if sides[0] == 1 else 'column'}"
     return numbers, role.name + (", stacked" if math.prod(p.shape) < math.prod(p.leaf_shape) else "")
-
-
-def _is_input_patches(p: Parameter) -> bool:
-    """Whether a convolution's kernel cuts an image or a video into patches.
-
-    Its window is even, and it is named for an embedding, or it is large and sees few channels.
-    """
-    *window, inputs, outputs = p.shape
-    if is_weight(p) and is_trailing_window(p.shape):
-        outputs, inputs, *window = p.shape
-    elif not is_window(p.shape):
-        return False
-    names = r"embed|patch|stem" if inputs <= 4 else r"embed|patch"
-    named = any(re.search(names, name.lower()) for name in words(p.path)[-4:-1])
-    return window[-1] % 2 == 0 and inputs <= 16 and (named or (window[-1] >= 8 and outputs >= 128))
 
 
 def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> DimensionNumbers | None:

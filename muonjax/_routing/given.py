@@ -1,7 +1,7 @@
-"""What is said of a leaf and not inferred: by the caller's rules, by the types of modules, by the names of axes.
+"""What is said of a leaf and not inferred: by the caller's rules, by the names of axes.
 
 And what is said to the caller: that a tree holds no parameters, and which rule decides a leaf that nothing tells of.
-Equinox's modules have such types, Haliax's and penzai's arrays such names; none of these libraries is imported.
+Haliax's and penzai's arrays have such names; neither library is imported.
 """
 
 import re
@@ -14,8 +14,8 @@ import jax
 
 from muonjax._arguments import warn_user
 from muonjax._matrix_view import DimensionNumbers, MuonDimensionNumbers, one_or_several
-from muonjax._routing.roles import EMBEDDING, INTERLEAVED, Parameter, Role, layer_of
-from muonjax._trees import Key, flatten_paths, is_masked, names
+from muonjax._routing.roles import INTERLEAVED, RECURRENT, Parameter, Role, layer_of
+from muonjax._trees import Key, flatten_paths, is_masked, listed, names
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
@@ -84,10 +84,20 @@ def apply_rules(paths: Sequence[str], rules: Rules) -> dict[str, DimensionNumber
     return ruled
 
 
-def tables(params: Any) -> dict[str, Role]:
+def tables(params: Any) -> set[str]:
     """Paths of the parameters of modules whose type is called Embedding or Embed, as Equinox calls them."""
     found = _inside(params, lambda node: type(node).__name__ in ("Embedding", "Embed"))
-    return {"/".join(path): EMBEDDING for path, _ in found}
+    return {"/".join(path) for path, _ in found}
+
+
+def unlike_their_names(params: Any) -> set[str]:
+    """Paths of the parameters of layers whose settings say what names can't: groups, the letters of an einsum."""
+
+    def has_settings(node: Any) -> bool:
+        groups = getattr(node, "feature_group_count", getattr(node, "groups", 1))  # Flax's and Equinox's
+        return (isinstance(groups, int) and groups > 1) or isinstance(getattr(node, "einsum_str", None), str)
+
+    return {"/".join(path) for path, _ in _inside(params, has_settings)}
 
 
 def named_axes(params: Any) -> dict[tuple[str, ...], tuple[str, ...]]:
@@ -146,7 +156,7 @@ def by_axis_names(
 def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter], attention: str) -> str:
     """The message for leaves that can't be decided, with rules that decide all of them, numbered ones together."""
     p = undecided[0]
-    what = "takes query, key and value as one matrix" if _is_whole(p) else "gives it to Adam"
+    what = "takes its parts as one matrix" if _is_whole(p) else "gives it to Adam"
     folded = attention == "heads" and len(p.shape) < 4
     state = "interleaved" if p.role is INTERLEAVED else "folded into one axis" if folded else ""
     why = f", because its heads are {state}" if state else ""
@@ -156,24 +166,36 @@ def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Param
         f"{what}; MuonDimensionNumbers(reduction_axis, output_axis) instead names the axes that the layer sums over "
         "and those that it gives; FusedDimensionNumbers(0, 1, parts=..., axis=1) cuts one of them, "
         "parts=number_of_heads or parts=(queries, keys, values) long. In muon: "
-        f"muon_weight_dimension_numbers=lambda params: muonjax.linen.dimension_numbers(params, rules=...). {INSPECT}"
+        f"program=lambda params: muonjax.dimension_numbers(params, rules=...). {INSPECT}"
     )
 
 
-def chances_message(why: Mapping[tuple[str, ...], str], parameters: Sequence[Parameter]) -> str:
-    """The message for leaves that only names, or only sizes, call output heads."""
+def chances_message(why: Mapping[tuple[str, ...], tuple[str, str]], parameters: Sequence[Parameter]) -> str:
+    """The warning for leaves that only a name or a position gives to an optimizer: which one, and the reason."""
     found = [p for p in parameters if p.path in why]
-    p = found[0]
+    said = dict.fromkeys(
+        f"{optimizer} takes {re.sub(r'[0-9]+', '*', '/'.join(p.path))!r} {p.leaf_shape}: {reason}"
+        for p in found
+        for optimizer, reason in [why[p.path]]
+    )
+    adams = [p for p in found if why[p.path][0] == "Adam"]
     return (
-        f"muonjax can't tell whether the leaf {'/'.join(p.path)!r} of shape {p.leaf_shape}{_others(found, 'or')} is an "
-        f"output head: {why[p.path]}. Muon takes it; rules=[{_suggested(found, parameters)}] gives it to Adam. "
-        f"{INSPECT}"
+        f"muonjax can't tell whether these leaves are at an end of the model: {'; '.join(said)}. To say otherwise: "
+        f"rules=[{_suggested(found, parameters, adams)}]. {INSPECT}"
+    )
+
+
+def settings_message(paths: Sequence[str]) -> str:
+    """The message for matrices of layers whose settings names can't show."""
+    return (
+        f"muonjax goes by names and takes {listed(paths, ', ')} for plain kernels, but the layers have groups or an "
+        f"einsum of their own. {INSPECT}"
     )
 
 
 INSPECT = (
     "Or your function says it: program = muonjax.inspect(loss_fn, params, batch), then "
-    "muonjax.muon(learning_rate, muon_weight_dimension_numbers=program)."
+    "muonjax.muon(learning_rate, program)."
 )
 
 
@@ -182,18 +204,25 @@ def _others(found: Sequence[Parameter], conjunction: str) -> str:
     return f", {conjunction} {others} other{'s' * (others > 1)}" if others else ""
 
 
-def _suggested(found: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
+def _suggested(
+    found: Sequence[Parameter], parameters: Sequence[Parameter], matrices: Sequence[Parameter] = ()
+) -> str:
     """Rules for these leaves and no others, those that are numbered alike together, as a person pastes them."""
     paths = {p.path: re.escape("/".join(p.path)) for p in parameters}
     alike = {path: re.sub(r"\d+", r"\\d+", pattern) for path, pattern in paths.items()}
     every, own = Counter(alike.values()), Counter(alike[p.path] for p in found)
     rules = (
         f"(r'^{alike[p.path] if own[alike[p.path]] == every[alike[p.path]] else paths[p.path]}$', "
-        f"{'MuonDimensionNumbers(0, 1)' if _is_whole(p) else None})"
+        f"{_whole(p) if _is_whole(p) or p in matrices else None})"
         for p in found
     )
     return ", ".join(dict.fromkeys(rules))
 
 
+def _whole(p: Parameter) -> str:
+    *rows, columns = range(len(p.leaf_shape))
+    return f"MuonDimensionNumbers({one_or_several(rows)}, {columns})"
+
+
 def _is_whole(p: Parameter) -> bool:
-    return p.role is INTERLEAVED and len(p.shape) == 2
+    return p.role in (INTERLEAVED, RECURRENT) and len(p.shape) == 2

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -12,24 +13,25 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._matrix_view import matrix_pieces, resolve_dimension_numbers
+from muonjax._nnx_models import parameters_of
 from muonjax._routing.dimension_numbers import Route, routes
 from muonjax._routing.given import check_parameters
 from muonjax._trees import dtype_of, flatten_with_names, is_masked, tree_of
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
-_WIDTH = 100
 
 
 def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None = None) -> str:
     """Says of every leaf which optimizer takes it, as how many matrices of which size, and why.
 
     Args:
-      params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`.
+      params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`; an NNX model's `nnx.Param`s.
       dimension_numbers: what `muonjax.inspect` returned, whose reasons name lines of your code; the tree to show, a
         prefix of it, or a function from `params` to it; None: the default routing, with its reasons.
 
     Returns:
-      The table as text, at most 100 columns wide where the names allow it, with parameter counts at its end.
+      The table as text, as wide as the terminal where the names allow it, with parameter counts at its end, and with
+      what a program has and `params` lack.
 
     Raises:
       ValueError: a leaf can't be decided, or `dimension_numbers` does not fit `params`.
@@ -50,6 +52,7 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
       Adam: 16,448 parameters (80.1 %), 2 leaves
       Every leaf is float32.
     """
+    params = parameters_of(params)
     check_parameters(params, "tabulate", warn=False)
     found, _ = routes(params) if dimension_numbers is None else _given(params, dimension_numbers)
     leaves = [route for route in found if isinstance(route, Route)]
@@ -58,22 +61,24 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     if len(dtypes) == 1:  # a column that says the same in every line says it once, below
         rows = [row[:2] + row[3:] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = max(20, _WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
-    rows = [(_fit(row[0], room), *row[1:]) for row in rows]
-    widths[0] = max(len(row[0]) for row in rows)
+    room = max(20, shutil.get_terminal_size((100, 0)).columns - sum(widths[:-1]) - 2 * (len(widths) - 1))
+    rows = [(*row[:-1], _fit(row[-1], room)) for row in rows]
+    widths[-1] = max(len(row[-1]) for row in rows)
 
     rule = "  ".join("─" * width for width in widths)
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines = [lines[0], rule, *lines[1:], rule, *_totals(leaves)]
     if len(dtypes) == 1:
         lines.append(f"Every leaf is {dtypes[0]}.")
+    if skipped := getattr(dimension_numbers, "skipped", lambda params: "")(params):
+        lines.append(skipped)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _fit(path: str, room: int) -> str:
-    """Shortens a long path in its middle."""
+def _fit(reason: str, room: int) -> str:
+    """Shortens a long reason in its middle, for a line of code is at its end."""
     half = (room - 1) // 2
-    return path if len(path) <= room else f"{path[:half]}…{path[half + 1 - room :]}"
+    return reason if len(reason) <= room else f"{reason[:half]}…{reason[half + 1 - room :]}"
 
 
 def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.MaskedNode], Any]:

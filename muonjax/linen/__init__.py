@@ -1,6 +1,5 @@
-"""muonjax for Flax Linen: routing of parameters, attention that reports its largest logits, LoHa adapters."""
+"""muonjax for Flax Linen: attention that reports its largest logits, LoHa adapters."""
 
-from muonjax._routing.dimension_numbers import dimension_numbers as dimension_numbers
 from muonjax.linen._attention import TrainState as TrainState
 from muonjax.linen._attention import attention_fn as attention_fn
 from muonjax.linen._attention import watch as watch

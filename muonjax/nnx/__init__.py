@@ -1,4 +1,4 @@
-"""muonjax for Flax NNX: routing of parameters, attention that reports its largest logits, LoHa adapters."""
+"""muonjax for Flax NNX: attention that reports its largest logits, LoHa adapters."""
 
 from muonjax.nnx._attention import attention_fn as attention_fn
 from muonjax.nnx._loha import LoHa as LoHa
@@ -12,7 +12,3 @@ from muonjax.nnx._model import add_loha as add_loha
 from muonjax.nnx._model import merge as merge
 from muonjax.nnx._model import remove_loha as remove_loha
 from muonjax.nnx._model import unmerge as unmerge
-from muonjax.nnx._program import inspect as inspect
-from muonjax.nnx._program import value_and_grad as value_and_grad
-from muonjax.nnx._program import watch as watch
-from muonjax.nnx._routing import dimension_numbers as dimension_numbers

@@ -127,9 +127,9 @@ DENSE_LAYER = {"dense": {"kernel": jnp.ones((8, 16)), "bias": jnp.zeros(16)}}
 @pytest.mark.parametrize("make", [muonjax.muonclip, muonjax.adamclip, muonjax.qk_clip])
 def test_every_k_in_inject_hyperparams(make):
     with pytest.raises(TypeError, match=r"every_k=.* must be a Python int") as error:
-        optax.inject_hyperparams(make)(1.0).init(ATTENTION)
+        optax.inject_hyperparams(make)(1.0, every_k=2).init(ATTENTION)
     (code,) = calls(str(error.value))
-    tx = eval(code.replace("...", "make"), {"optax": optax, "make": make})(1.0)
+    tx = eval(code.replace("...", "make"), {"optax": optax, "make": make})(1.0, every_k=2)
     assert tx.init(ATTENTION)
 
 
@@ -182,12 +182,12 @@ def test_nnx_with_its_own_value_and_grad():
     def loss_fn(model):
         return (model(X) ** 2).mean()
 
-    (_, stats), grads = nnx.jit(muonjax.nnx.value_and_grad(loss_fn))(model)
+    (_, stats), grads = nnx.jit(muonjax.value_and_grad(loss_fn))(model)
     optimizer.update(model, grads, max_logits=stats)  # read from the program
     _, sown = nnx.capture(model, nnx.Intermediate)(X)
-    with pytest.raises(ValueError, match=r"max_logits has no arrays. .*muonjax.nnx.value_and_grad") as empty:
+    with pytest.raises(ValueError, match=r"max_logits has no arrays. .*muonjax.value_and_grad") as empty:
         optimizer.update(model, grads, max_logits=sown)
-    with pytest.raises(ValueError, match=r"needs this step's statistics.*muonjax.nnx.value_and_grad") as none:
+    with pytest.raises(ValueError, match=r"needs this step's statistics.*muonjax.value_and_grad") as none:
         optimizer.update(model, grads)
     for error in (empty, none):
         message, names = str(error.value), {"muonjax": muonjax, "model": model, "loss_fn": loss_fn}

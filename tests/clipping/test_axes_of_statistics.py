@@ -95,7 +95,7 @@ def test_nnx_statistics_on_any_axis(axis):
 
     @nnx.jit
     def step(model, optimizer):
-        (_, stats), grads = muonjax.nnx.value_and_grad(lambda m: (m(X) ** 2).mean())(model)
+        (_, stats), grads = muonjax.value_and_grad(lambda m: (m(X) ** 2).mean())(model)
         optimizer.update(model, grads, max_logits=stats)
 
     before = nnx.to_pure_dict(nnx.state(model, nnx.Param))

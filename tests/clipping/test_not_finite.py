@@ -115,7 +115,7 @@ def test_one_call_of_an_nnx_module():
             return (self.attention(x) + self.attention(x * jnp.nan) + self.attention(x)).sum()
 
     model = Twice(nnx.Rngs(0))
-    (_, stats), _ = nnx.jit(muonjax.nnx.value_and_grad(lambda model: model(X)))(model)
+    (_, stats), _ = nnx.jit(muonjax.value_and_grad(lambda model: model(X)))(model)
     assert np.isfinite(stats["attention"]).all()
 
 

@@ -59,7 +59,7 @@ def test_five_lines():
 
     @nnx.jit
     def step(model, optimizer, x):
-        (loss, stats), grads = muonjax.nnx.value_and_grad(loss_fn)(model, x)
+        (loss, stats), grads = muonjax.value_and_grad(loss_fn)(model, x)
         optimizer.update(model, grads, max_logits=stats)
         return loss, stats
 
@@ -78,19 +78,13 @@ def test_muonclip_trains_a_model():
 
     @nnx.jit
     def step(model, optimizer, x):
-        (loss, stats), grads = muonjax.nnx.value_and_grad(loss_fn)(model, x)
+        (loss, stats), grads = muonjax.value_and_grad(loss_fn)(model, x)
         optimizer.update(model, grads, max_logits=stats)
         return loss
 
     losses = [float(step(model, optimizer, X)) for _ in range(3)]
     assert losses[2] < losses[0]
     assert muonjax.metrics(optimizer.opt_state)["qk_clip/total_clipped"] > 0
-
-
-def test_a_model_is_its_own_watched_one():
-    model = Model(nnx.Rngs(0))
-    with pytest.deprecated_call(match=r"nnx\.value_and_grad reads"):
-        assert muonjax.nnx.watch(model) is model
 
 
 @pytest.mark.thorough
@@ -100,13 +94,13 @@ def test_aux_of_the_loss():
     def with_aux(model, x):
         return loss_fn(model, x), {"accuracy": 1.0}
 
-    (loss, (aux, stats)), grads = muonjax.nnx.value_and_grad(with_aux, has_aux=True)(model, X)
-    (alone, _), alone_grads = muonjax.nnx.value_and_grad(loss_fn)(model, X)
+    (loss, (aux, stats)), grads = muonjax.value_and_grad(with_aux, has_aux=True)(model, X)
+    (alone, _), alone_grads = muonjax.value_and_grad(loss_fn)(model, X)
     assert (float(loss), aux) == (float(alone), {"accuracy": 1.0})
     assert stats["attention"].shape == (4,)
     jax.tree.map(np.testing.assert_array_equal, grads, alone_grads)
-    with pytest.raises(TypeError, match="first argument of the loss must be the model"):
-        muonjax.nnx.value_and_grad(lambda x: x)(X)
+    with pytest.raises(TypeError, match="an NNX model must be the first argument of fun"):
+        muonjax.value_and_grad(lambda x, model: loss_fn(model, x), argnums=1)(X, model)
 
 
 class Noisy(nnx.Module):
@@ -132,7 +126,7 @@ ATTENTION = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("attention")))
 def test_all_else_is_as_nnx_has_it(argnums):
     """Gradients of any argument, running means, the counts of random numbers, keywords."""
     results = []
-    for value_and_grad in (nnx.value_and_grad, muonjax.nnx.value_and_grad):
+    for value_and_grad in (nnx.value_and_grad, muonjax.value_and_grad):
         model, rngs = Noisy(nnx.Rngs(0)), nnx.Rngs(noise=1)
 
         keywords = {} if value_and_grad is nnx.value_and_grad else {"kind": "mean"}  # Flax's takes none
@@ -161,9 +155,9 @@ def capped(query, key, value, **_):
 def test_says_what_it_cannot_measure(settings, reason):
     block = Block(nnx.Rngs(0), **settings)
     with pytest.raises(ValueError, match=rf"no attention can be clipped.*\.py:\d+.*: {reason}"):
-        muonjax.nnx.value_and_grad(loss_fn)(block, X)
+        muonjax.value_and_grad(loss_fn)(block, X)
     both = nnx.List([Block(nnx.Rngs(0)), block])
-    grad = muonjax.nnx.value_and_grad(lambda blocks: (blocks[1](blocks[0](X)) ** 2).mean())
+    grad = muonjax.value_and_grad(lambda blocks: (blocks[1](blocks[0](X)) ** 2).mean())
     (_, max_logits), _ = nnx.jit(grad)(both)
     assert list(max_logits) == ["0/attention"]
 

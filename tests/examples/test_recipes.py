@@ -188,7 +188,7 @@ def test_vit():
 
     model = recipe.ViT(2, nnx.Rngs(0))
     images = jax.random.uniform(jax.random.key(0), (3, 8, 8, 1))
-    (_, statistics), _ = muonjax.nnx.value_and_grad(recipe.loss_fn)(model, images, jnp.arange(3))
+    (_, statistics), _ = muonjax.value_and_grad(recipe.loss_fn)(model, images, jnp.arange(3))
     inputs, x = [], model.pos_embeddings(images)
     for layer in model.layers:
         inputs.append(np.asarray(layer.layernorm_before(x), np.float64))

@@ -1,6 +1,8 @@
-"""`muonjax.keras.Optimizer` in Keras's own training loop, against Keras's optimizers and Optax by hand."""
+"""The optimizer of the recipe for Keras, in Keras's own training loop, against Keras's optimizers and Optax by hand."""
 
 import os
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,8 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 keras = pytest.importorskip("keras")
 if keras.backend.backend() != "jax":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
-Optimizer = pytest.importorskip("muonjax.keras").Optimizer
-
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples" / "recipes"))
+from with_keras import Optimizer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # Keras's own
 TOKENS = np.random.default_rng(0).integers(0, 11, (16, 6))
@@ -93,11 +95,3 @@ def test_two_variables_with_one_path_are_refused():
     variables = [keras.Variable(jnp.ones(2), name="same") for _ in range(2)]
     with pytest.raises(ValueError, match="two variables are called 'same'; give their layers a name="):
         Optimizer(muonjax.muon(1e-2)).build(variables)
-
-
-def test_its_doctest_runs():
-    import doctest
-
-    import muonjax.keras
-
-    assert doctest.testmod(muonjax.keras) == (0, 4)

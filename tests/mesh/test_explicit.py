@@ -57,7 +57,7 @@ def put(tree, specs, mesh):
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs)
 
 
-MATRICES = {"muon_weight_dimension_numbers": NUMBERS, "newton_schulz": QUICK}
+MATRICES = {"program": NUMBERS, "newton_schulz": QUICK}
 PUBLIC = {
     "adamclip": lambda: muonjax.adamclip(1e-3, SITE),
     "cautious_weight_decay": lambda: muonjax.cautious_weight_decay(0.1),

@@ -5,7 +5,7 @@ import pathlib
 from tests.mutations.breaks import ROOT
 
 _STEPS = ["tests/newton_schulz/test_iteration.py", "tests/newton_schulz/test_half_precision.py"]
-_ROUTES = ["tests/routing", "tests/equinox", "tests/zoo"]
+_ROUTES = ["tests/routing", "tests/zoo"]
 _MESH = ["tests/mesh/test_layouts.py", "tests/mesh/test_exchange.py", "tests/mesh/test_distribution.py"]
 
 # Beside the tests that are named as a file or its folder are. The longest path that fits counts.
@@ -43,7 +43,7 @@ USED_BY = {
     "muonjax/_inspect": ["tests/program/test_inspect.py"],
     "muonjax/_value_and_grad": ["tests/program/test_value_and_grad.py"],
     "muonjax/_routing/": _ROUTES,
-    "muonjax/equinox/": ["tests/equinox"],
+    "muonjax/_nnx_models": ["tests/program/test_inspect.py", "tests/clipping/test_watch.py"],
     "muonjax/_program/": [
         "tests/program/test_inspect.py",
         "tests/program/test_report.py",

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from muonjax import adapter_mask, apply_qk_clip, mha_site
+from muonjax import adapter_mask, apply_qk_clip, dimension_numbers, mha_site
 from muonjax import nnx as nnx_loha
 from muonjax.nnx import LoHaConv, LoHaLinear, LoHaParam, adapters, add_loha
 from tests.tools.tiers import quick
@@ -207,7 +207,7 @@ def test_only_adapters_train_in_nnx():
 def test_muon_takes_every_factor():
     model = Mixed(nnx.Rngs(0))
     add_loha(model, "attention|up", rank=2, rngs=nnx.Rngs(1))
-    numbers = nnx_loha.dimension_numbers(nnx.state(model, LoHaParam))
+    numbers = dimension_numbers(nnx.state(model, LoHaParam))
     found = jax.tree.leaves(numbers, is_leaf=lambda n: n is None or hasattr(n, "output_axis"))
     assert len(found) == 5 * 4
     assert all(n == optax.contrib.MuonDimensionNumbers(0, 1) for n in found)

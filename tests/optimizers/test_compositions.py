@@ -102,8 +102,8 @@ NUMBERS = {"dense": {"kernel": muonjax.MuonDimensionNumbers(), "bias": None}}
     [
         (muonjax.monitor(muonjax.muon(1e-3)), 3),  # the momentum of the kernel, two moments of the bias
         (muonjax.monitor(optax.sgd(1e-3, momentum=0.9), dimension_numbers=NUMBERS), 2),
-        (muonjax.normuon(1e-3, muon_weight_dimension_numbers=NUMBERS), 4),
-        (muonjax.muonh(1e-3, adam_learning_rate=1e-3, muon_weight_dimension_numbers=NUMBERS), 4),
+        (muonjax.normuon(1e-3, NUMBERS), 4),
+        (muonjax.muonh(1e-3, adam_learning_rate=1e-3, program=NUMBERS), 4),
         (muonjax.hyperball(1e-3, dimension_numbers=NUMBERS), 1),
         (muonjax.normalize_neurons(dimension_numbers=NUMBERS), 1),
         (muonjax.orthogonalize(dimension_numbers=NUMBERS), 0),

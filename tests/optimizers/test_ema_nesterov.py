@@ -156,6 +156,13 @@ def test_the_mean_is_sharded_as_its_parameter():
     assert after.ema["dense"]["kernel"].addressable_shards[0].data.shape == (2, 16)
 
 
+def test_a_parameter_may_be_a_python_number():
+    tx, params = muonjax.ema_nesterov(optax.sgd(1.0), 0.5, decay=0.0), {"w": 0.0}
+    updates, state = tx.update({"w": 1.0}, tx.init(params), params)
+    params = {"w": params["w"] + float(updates["w"])}
+    assert (params["w"], float(muonjax.ema_nesterov_params(state, params)["w"])) == (-1.5, -1.0)
+
+
 def test_beta_may_be_traced():
     tree = {"w": normal(3, 4)}
     injected = optax.inject_hyperparams(lambda beta: muonjax.ema_nesterov(sgd(), beta))(0.4)

@@ -25,8 +25,12 @@ ATTENTION = {"a": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "
     ("lr", "it is learning_rate"),
     ("adam_learning_rate", "adam=optax.adamw"),
     ("consistent_rms", "it is rms"),
+    ("muon_weight_dimension_numbers", "it is program, the second argument"),
+    ("dimension_numbers", "it is program, the second argument"),
+    ("rules", "it is the second argument, a function: lambda params: muonjax.dimension_numbers(params, rules="),
+    ("sites", "it is the second argument of muonclip"),
     ("weight_decy", "Did you mean weight_decay"),
-    ("zzz", "Its arguments are learning_rate, weight_decay, "),
+    ("zzz", "Its arguments are learning_rate, program, weight_decay, "),
 ])  # fmt: skip
 def test_other_keywords(keyword, message):
     with pytest.raises(TypeError, match=re.escape(message)):
@@ -117,13 +121,15 @@ def test_a_known_setting_is_checked_inside_of_jit():
 
 
 def test_settings_without_their_names():
-    program = muonjax.inspect(lambda params: jnp.ones(4) @ params["w"] @ jnp.ones(4), {"w": jnp.ones((4, 4))})
+    for given in (0.1, PARAMS, "wd"):
+        with pytest.raises(TypeError, match=r"muon\(program=.* must be what muonjax.inspect.* go by name\.$"):
+            muonjax.muon(1e-3, given)
     with pytest.raises(
-        TypeError, match=r"muon\(learning_rate\) takes settings by name: weight_decay=, .*numbers="
+        TypeError, match=r"muon\(learning_rate, program\) takes settings by name: weight_decay=, "
     ):
-        muonjax.muon(1e-3, program)
+        muonjax.muon(1e-3, None, 0.1)
     with pytest.raises(
-        TypeError, match=r"muonclip\(learning_rate, sites\) takes settings by name: threshold=, "
+        TypeError, match=r"muonclip\(learning_rate, program\) takes settings by name: threshold=, "
     ):
         muonjax.muonclip(1e-3, None, 100.0)
     with pytest.raises(
@@ -137,8 +143,6 @@ def test_arguments_of_another_kind():
         muonjax.monitor(1e-3)
     with pytest.raises(TypeError, match=r"newton_schulz\(x, settings=5\) must be a NewtonSchulz"):
         muonjax.newton_schulz(jnp.eye(3), 5)
-    with pytest.raises(TypeError, match=r"plan\(newton_schulz=5\) must be a NewtonSchulz"):
-        muonjax.plan(PARAMS, newton_schulz=5)
     with pytest.raises(TypeError, match=r"match_rms\(rms='0.2'\) must be a number\."):
         muonjax.match_rms("0.2")
     with pytest.raises(TypeError, match=r"hyperball\(learning_rate='x'\) must be a number or a schedule"):
@@ -170,6 +174,21 @@ def test_tabulate_names_itself(first):
     if first is None:
         with pytest.raises(TypeError, match=r"what inspect returned.*tabulate\(params, program\)"):
             muonjax.tabulate(given, {"w": jnp.ones((4, 4))})
+
+
+@pytest.mark.parametrize("name", ["muon_clip", "MuonClip", "Muon", "value_and_gradient", "clip_qk"])
+def test_names_that_are_nearly_right(name):
+    meant = {
+        "MuonClip": "muonclip",
+        "muon_clip": "muonclip",
+        "Muon": "muon",
+        "value_and_gradient": "value_and_grad",
+    }
+    with pytest.raises(
+        AttributeError, match=rf"no attribute '{name}'(\. Did you mean {meant.get(name)}\?)?$"
+    ) as error:
+        getattr(muonjax, name)
+    assert ("Did you mean" in str(error.value)) == (name in meant)
 
 
 def test_one_parameter():
@@ -227,7 +246,7 @@ def test_what_is_no_array_in_a_tree():
     model = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
     for call, name in (
         (muonjax.tabulate, "tabulate"),
-        (muonjax.linen.dimension_numbers, "dimension_numbers"),
+        (muonjax.dimension_numbers, "dimension_numbers"),
     ):
         with pytest.raises(
             TypeError, match=rf"{name}: 'activation' is no array.*eqx.filter\(model, eqx.is_in"

@@ -128,7 +128,7 @@ def test_a_parameter_costs_little_more_than_a_byte(name):
     tree = {"attention": {n: {"kernel": jnp.ones((768, 12, 64))} for n in ("query", "key", "value")}}
     tree["attention"]["out"] = {"kernel": jnp.ones((12, 64, 768))}
     tree |= {"up": {"kernel": jnp.ones((768, 3072))}, "down": {"kernel": jnp.ones((3072, 768))}}
-    other = {"sites": SITES} if name == "muonclip" else {"adam": optax.sgd(0.1)} if name == "muonh" else {}
+    other = {"program": SITES} if name == "muonclip" else {"adam": optax.sgd(0.1)} if name == "muonh" else {}
     tx = getattr(muonjax, name)(0.1, mu_dtype=jnp.int8, **other)
     (momentum,) = momenta(jax.eval_shape(tx.init, tree))
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(momentum))
@@ -167,7 +167,7 @@ def test_a_new_state_is_made_without_arithmetic():
 @pytest.mark.parametrize("name", ["muon", "normuon", "muonh", "muonclip"])
 def test_every_optimizer_takes_it(name):
     tree = params()
-    other = {"sites": SITES} if name == "muonclip" else {}
+    other = {"program": SITES} if name == "muonclip" else {}
     other |= {"adam_learning_rate": 0.01} if name == "muonh" else {}
     extra = {"max_logits": {"attention": jnp.asarray([1.0, 500.0])}} if name == "muonclip" else {}
     results = []
@@ -222,7 +222,7 @@ def test_the_state_is_sharded_as_its_parameter_and_no_collective_is_added(axis_t
     explicit = axis_type is AxisType.Explicit
     distribution = None if explicit else muonjax.Distribution(mesh, specs)
     everywhere = muonjax.Distribution(mesh, specs)
-    settings = {"newton_schulz": SHORT, "muon_weight_dimension_numbers": muonjax.MuonDimensionNumbers()}
+    settings = {"newton_schulz": SHORT, "program": muonjax.MuonDimensionNumbers()}
     counts, results = [], []
     for dtype in (jnp.int8, jnp.float32):
         tx = muonjax.muon(0.1, mu_dtype=dtype, distribution=distribution, **settings)
@@ -289,7 +289,7 @@ def test_a_state_of_another_dtype_is_refused_with_the_call_that_converts_it(name
     def optimizer(dtype):
         if name == "chain":
             return optax.chain(muonjax.trace(0.9, accumulator_dtype=dtype), optax.scale(-0.1))
-        sites = {"sites": SITES} if name == "muonclip" else {}
+        sites = {"program": SITES} if name == "muonclip" else {}
         return getattr(muonjax, name)(0.1, mu_dtype=dtype, newton_schulz=SHORT, **sites)
 
     extra = {"max_logits": {"attention": jnp.ones(2)}} if name == "muonclip" else {}

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -31,6 +32,7 @@ def schedule(count):
 ])  # fmt: skip
 def test_finds_the_clip(tx):
     assert muonjax.metrics(clipped(tx)) == {
+        "count": 1.0,
         "qk_clip/largest": 400.0,
         "qk_clip/num_clipped": 1.0,
         "qk_clip/total_clipped": 1.0,
@@ -39,10 +41,30 @@ def test_finds_the_clip(tx):
     }
 
 
+@pytest.mark.nan
 def test_before_the_first_step():
-    found = muonjax.metrics(muonjax.muonclip(1e-3).init(PARAMS))
-    assert found["qk_clip/largest"] == -float("inf")
-    assert found["qk_clip/smallest_factor"] == 1.0
+    state = muonjax.muonclip(1e-3).init(PARAMS)
+    for found in (muonjax.metrics(state), jax.jit(muonjax.metrics)(state)):
+        assert np.isnan(found["qk_clip/largest"])
+        assert np.isnan(found["qk_clip/largest/attention"])
+        assert (found["count"], found["qk_clip/smallest_factor"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("tx", [
+    muonjax.muon(1e-3),
+    muonjax.muonh(schedule, adam=optax.sgd(0.1)),
+    optax.MultiSteps(optax.inject_hyperparams(muonjax.muon)(1e-3), 1),
+    optax.chain(muonjax.monitor(optax.identity(), groups=lambda path: None), optax.scale(2.0)),
+])  # fmt: skip
+def test_the_count_and_the_rate_of_any_optimizer(tx):
+    params = PARAMS | {"count": jnp.ones(())}  # a parameter of that name
+    state = tx.init(params)
+    assert muonjax.metrics(state)["count"] == 0
+    for _ in range(2):
+        _, state = tx.update(params, state, params)
+    found = muonjax.metrics(state)
+    assert found.pop("learning_rate", 1e-3) == pytest.approx(1e-3)
+    assert found == {"count": 2.0}
 
 
 @pytest.mark.nan
@@ -100,5 +122,4 @@ def test_a_state_whose_tuples_have_become_mappings(as_mappings):
 
 
 def test_a_state_without_any():
-    with pytest.raises(ValueError, match="finds neither a clip nor a monitor"):
-        muonjax.metrics(optax.adam(1e-3).init(PARAMS))
+    assert muonjax.metrics(optax.sgd(1e-3).init(PARAMS)) == muonjax.metrics(()) == {}

@@ -121,7 +121,7 @@ PLAIN_MUON = {"weight_decay": 0.0, "newton_schulz": SETTINGS}
 def test_matrices_are_those_that_the_inner_transformation_orthogonalizes(around):
     """Per head, and a leaf that a rule gave to Adam under "adam", through whatever is around `orthogonalize`."""
     numbers = {"attention": {"q": A_MATRIX_A_HEAD, "k": None}}
-    tx = muonjax.monitor(around(muonjax.muon(1e-2, muon_weight_dimension_numbers=numbers, **PLAIN_MUON)))
+    tx = muonjax.monitor(around(muonjax.muon(1e-2, numbers, **PLAIN_MUON)))
     state, update = tx.init(HEADS), jax.jit(tx.update)
     for _ in range(2):
         _, state = update(HEADS, state, HEADS)
@@ -141,9 +141,7 @@ def test_dimension_numbers_where_nothing_else_tells():
         0.8**0.5, rel=1e-4
     )  # rank one of five
     assert float(state.statistics["adam"]["weight_rms"]) == pytest.approx(0.5)
-    muon = muonjax.monitor(
-        muonjax.muon(1e-3, muon_weight_dimension_numbers=numbers), groups=lambda path: "all"
-    )
+    muon = muonjax.monitor(muonjax.muon(1e-3, numbers), groups=lambda path: "all")
     assert set(muon.init(params).statistics) == {"all"}  # muon was told, so nobody else must be
 
 

@@ -370,8 +370,8 @@ def test_inject_hyperparams():
 def test_inject_hyperparams_into_the_clipped(optimizer):
     tree = {"attention": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}
     logits = {"attention": jnp.array([400.0, 50.0])}
-    injected = optax.inject_hyperparams(optimizer, static_args="every_k")
-    tx, plain = (f(learning_rate=0.01, sites=muonjax.mha_site()) for f in (injected, optimizer))
+    injected = optax.inject_hyperparams(optimizer)
+    tx, plain = (f(learning_rate=0.01, program=muonjax.mha_site()) for f in (injected, optimizer))
     updates, state = tx.update(tree, tx.init(tree), tree, max_logits=logits)
     expected, _ = plain.update(tree, plain.init(tree), tree, max_logits=logits)
     chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
@@ -387,11 +387,11 @@ def test_every_setting_of_the_parts_reaches_the_clipped():
         return {n: p.default for n, p in inspect.signature(f).parameters.items()}
 
     clip = {n: v for n, v in settings(muonjax.qk_clip).items() if n not in ("threshold", "sites")}
-    own = {"learning_rate", "sites", "threshold", *clip}
+    own = {"learning_rate", "program", "threshold", "dimension_numbers", *clip}
     for clipped, part in ((muonjax.muonclip, muonjax.muon), (muonjax.adamclip, optax.adamw)):
         found = settings(clipped)
-        assert {n: found[n] for n in clip} == clip
-        given = {n: v for n, v in settings(part).items() if n != "learning_rate"}
+        assert {n: found[n] for n in clip} == clip | {"every_k": None}
+        given = {n: v for n, v in settings(part).items() if n not in ("learning_rate", "program")}
         assert {n: v for n, v in found.items() if n not in own} == given
 
 
@@ -455,19 +455,19 @@ def test_nnx_optimizer_with_muonclip():
     [
         (
             {"b": jnp.ones(3)},
-            {"muon_weight_dimension_numbers": MuonDimensionNumbers()},
+            {"program": MuonDimensionNumbers()},
             ValueError,
             "shape \\(3,\\)",
         ),
         (
             {"w": jnp.ones((3, 3))},
-            {"muon_weight_dimension_numbers": {"v": None}},
+            {"program": {"v": None}},
             ValueError,
             "muon: the dimension numbers",
         ),
         (
             {"w": jnp.ones((3, 3), jnp.int32)},
-            {"muon_weight_dimension_numbers": MuonDimensionNumbers()},
+            {"program": MuonDimensionNumbers()},
             TypeError,
             "int32",
         ),

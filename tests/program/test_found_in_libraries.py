@@ -106,7 +106,7 @@ def test_a_rotation_by_einsum_with_constants_is_no_other_use_and_no_head():
 
     program = muonjax.inspect(lambda p, x: jnp.mean(attend(p, x, turn=turn) ** 2), QKV, X)
     assert entries(program) == [FOUND]
-    assert program.dimension_numbers("heads")["q"] == muonjax.FusedDimensionNumbers(0, 1, HEADS, 1)
+    assert program.dimension_numbers(attention="heads")["q"] == muonjax.FusedDimensionNumbers(0, 1, HEADS, 1)
 
 
 def test_a_scalar_times_a_product():
@@ -145,7 +145,7 @@ def test_queries_that_share_a_key_head_are_heads_of_their_own():
         return jnp.mean(jnp.einsum("bkgtu,buks->btkgs", a, v) ** 2)
 
     shapes = weights(q=(4, D, SIZE), k=(2, D, SIZE), v=(2, D, SIZE))
-    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers("heads")
+    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers(attention="heads")
     assert numbers["q"] == numbers["k"] == muonjax.MuonDimensionNumbers(1, 2)
 
 
@@ -159,7 +159,7 @@ def test_a_matrix_for_each_head_of_an_interleaved_kernel():
         return jnp.mean((y @ p["o"]) ** 2)
 
     shapes = weights(qkv=(D, 3 * D), o=(D, D))
-    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers("heads")
+    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers(attention="heads")
     assert numbers["qkv"] == muonjax.FusedDimensionNumbers(0, 1, 3 * HEADS, 1)
 
 
@@ -214,7 +214,7 @@ def test_queries_keys_and_values_unpacked_along_an_axis(of_parameter):
 
     program = muonjax.inspect(loss, weights(qkv=(D, 3, HEADS, SIZE)), X)
     assert program.dimension_numbers()["qkv"] == muonjax.MuonDimensionNumbers(0, (2, 3))
-    assert program.dimension_numbers("heads")["qkv"] == muonjax.MuonDimensionNumbers(0, 3)
+    assert program.dimension_numbers(attention="heads")["qkv"] == muonjax.MuonDimensionNumbers(0, 3)
     (scales,) = (a.site.scales for a in program.attentions)
     assert [(s.factor, s.entries, s.start, s.size) for s in scales] == [
         ("query", HEADS, 0, D),
@@ -438,7 +438,7 @@ def test_a_head_of_one_column_is_no_matrix_of_its_own():
         logits = jnp.einsum("bqhd,bkhd->bhqk", q, k * rate[..., None])
         return jnp.mean((jnp.einsum("bhqk,bkhd->bqhd", logits, v).reshape(x.shape) @ p["o"]) ** 2)
 
-    numbers = muonjax.inspect(loss, QKV | weights(rate=(D, HEADS)), X).dimension_numbers("heads")
+    numbers = muonjax.inspect(loss, QKV | weights(rate=(D, HEADS)), X).dimension_numbers(attention="heads")
     assert numbers["rate"] == muonjax.MuonDimensionNumbers(0, 1)
     assert numbers["q"] == muonjax.FusedDimensionNumbers(0, 1, HEADS, 1)
 
@@ -530,7 +530,7 @@ def test_heads_of_some_parts_of_a_kernel():
         return jnp.mean((out @ p["o"]) ** 2)
 
     shapes = weights(**{"in": (D, 5 * D)}, out=(3 * D, D), o=(D, D))
-    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers("heads")
+    numbers = muonjax.inspect(loss, shapes, X).dimension_numbers(attention="heads")
     assert numbers["in"] == muonjax.FusedDimensionNumbers(0, 1, (*[SIZE] * 6, 2 * D), 1)
 
 

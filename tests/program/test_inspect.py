@@ -41,10 +41,8 @@ def ones(tree):
 def test_a_program_stands_for_dimension_numbers():
     program = muonjax.inspect(mlp, PARAMS, X)
     params = ones(PARAMS)
-    by_program = muonjax.muon(0.1, muon_weight_dimension_numbers=program)
-    by_hand = muonjax.muon(
-        0.1, muon_weight_dimension_numbers={"up": NUMBERS(0, 1), "bias": None, "out": None}
-    )
+    by_program = muonjax.muon(0.1, program)
+    by_hand = muonjax.muon(0.1, program={"up": NUMBERS(0, 1), "bias": None, "out": None})
     one, _ = by_program.update(params, by_program.init(params), params)
     two, _ = by_hand.update(params, by_hand.init(params), params)
     jax.tree.map(np.testing.assert_array_equal, one, two)
@@ -70,13 +68,56 @@ def test_python_values_stay_as_they_are():
 def test_other_sizes_than_those_inspected():
     program = muonjax.inspect(mlp, PARAMS, X)
     other = {"up": leaf(32, 64), "bias": leaf(64), "out": leaf(64, 1)}
-    assert program(other) == program(PARAMS)
+    assert program.dimension_numbers(other) == program.dimension_numbers(PARAMS)
 
 
 def test_parameters_that_were_not_inspected_are_named():
     program = muonjax.inspect(mlp, PARAMS, X)
     with pytest.raises(ValueError, match="without the parameters extra"):
-        program({**PARAMS, "extra": leaf(2)})
+        program.dimension_numbers({**PARAMS, "extra": leaf(2)})
+
+
+def two_layers(params, x):
+    for name in ("below", "above"):
+        x = layer(x, params[name])
+    return jnp.mean((x @ params["out"]) ** 2)
+
+
+def test_parts_of_a_model_train_with_the_program_of_all_of_it():
+    """What another optimizer has is masked for this one; it is not asked for, and the table says so."""
+    one = unstacked(jax.tree.map(jnp.asarray, weights()))[0]
+    params, x = {"below": one, "above": one, "out": jnp.ones((tokens().shape[-1], 1))}, tokens()
+    program = muonjax.inspect(two_layers, params, x)
+    grads = jax.grad(two_layers)(params, x)
+    optimizers = {"train": muonjax.muon(1e-3, program), "frozen": optax.set_to_zero()}
+    tx = optax.partition(optimizers, {"below": "frozen", "above": "train", "out": "train"})
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert not any(map(np.any, jax.tree.leaves(updates["below"])))
+    whole = muonjax.muon(1e-3, program)
+    expected, _ = whole.update(grads, whole.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, updates["above"], expected["above"])
+    for part in ({"below": optax.MaskedNode()} | params | {"below": optax.MaskedNode()}, {"above": one}):
+        last = muonjax.tabulate(part, program).splitlines()[-1]
+        assert re.fullmatch(r"Not among these parameters: .*below/q.*; not clipped: below\.", last)
+    assert "Not among" not in muonjax.tabulate(params, program)
+
+
+def test_an_nnx_optimizer_of_a_part():
+    attention = {"num_heads": 2, "in_features": 8, "decode": False, "rngs": nnx.Rngs(0)}
+    model = nnx.Sequential(nnx.MultiHeadAttention(**attention), nnx.MultiHeadAttention(**attention))
+    only_second = nnx.All(nnx.Param, nnx.PathContains(1))
+
+    def loss_fn(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    program = muonjax.inspect(loss_fn, model, x)
+    optimizer = nnx.Optimizer(model, muonjax.muon(0.1, program), wrt=only_second)
+    value_and_grad = muonjax.value_and_grad(loss_fn, argnums=nnx.DiffState(0, only_second))
+    (before, max_logits), grads = value_and_grad(model, x)
+    optimizer.update(model, grads)
+    assert loss_fn(model, x) < before
+    assert list(max_logits) == ["layers/0", "layers/1"]
 
 
 def test_nothing_depends_on_the_parameters():
@@ -170,12 +211,12 @@ def test_a_step_of_an_nnx_model():
     def loss_fn(model, x):
         return jnp.mean(model(x) ** 2)
 
-    program = muonjax.nnx.inspect(loss_fn, model, x)
+    program = muonjax.inspect(loss_fn, model, x)
     optimizer = nnx.Optimizer(model, muonjax.muonclip(0.1, program, threshold=0.01), wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer, x):
-        (loss, max_logits), grads = muonjax.nnx.value_and_grad(loss_fn)(model, x)
+        (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(model, x)
         optimizer.update(model, grads, max_logits=max_logits)
         return loss
 
@@ -190,9 +231,8 @@ def test_a_clip_of_an_nnx_model_that_counts_is_checked():
         2, 8, decode=False, dropout_rate=0.5, deterministic=False, rngs=nnx.Rngs(0)
     )
     x = jax.random.normal(jax.random.key(1), (2, 5, 8))
-    program = muonjax.nnx.inspect(lambda model, x: jnp.mean(model(x) ** 2), model, x)
-    _, params, rest = nnx.split(model, nnx.Param, ...)
-    (deviation,) = program.check_clip(params, rest, x).values()
+    program = muonjax.inspect(lambda model, x: jnp.mean(model(x) ** 2), model, x)
+    (deviation,) = program.check_clip(model, x).values()
     assert abs(deviation) < 1e-5
 
 
@@ -227,15 +267,15 @@ def test_heads_that_a_shard_map_divides_are_counted_on_all_devices(devices):
 
 
 def test_a_program_in_inject_hyperparams():
-    """Optax takes what is callable for a schedule, and calls it with the number of the step."""
+    """Optax would take what is callable for a schedule, and makes arrays of numbers, defaults too."""
     params = unstacked(jax.tree.map(jnp.asarray, weights()))[0]
     program = muonjax.inspect(lambda params, x: (layer(x, params) ** 2).mean(), params, tokens())
-    for make, name in ((muonjax.muonclip, "sites"), (muonjax.muon, "muon_weight_dimension_numbers")):
-        with pytest.raises(TypeError, match="inject_hyperparams") as error:
-            optax.inject_hyperparams(make)(1e-3, **{name: program}).init(params)
-        (static,) = re.findall(rf"{make.__name__}\b.*?static_args=(\([^)]*\)|'\w+')", str(error.value))
-        tx = optax.inject_hyperparams(make, static_args=eval(static))(1e-3, **{name: program})
-        assert tx.init(params).hyperparams["learning_rate"] == jnp.float32(1e-3)
+    for make in (muonjax.muonclip, muonjax.adamclip, muonjax.muon, muonjax.normuon):
+        tx = optax.inject_hyperparams(make)(1e-3, program)
+        assert jax.jit(tx.init)(params).hyperparams["learning_rate"] == jnp.float32(1e-3)
+    injected = optax.inject_hyperparams(muonjax.muon)(1e-3, lambda params: params)
+    with pytest.raises(TypeError, match=r"muon\(program=.*inject_hyperparams.*static_args='program'"):
+        injected.init(params)
 
 
 def test_what_inspect_is_given_in_another_order():
@@ -281,7 +321,7 @@ def test_arguments_that_the_function_does_not_take_are_named():
     with pytest.raises(TypeError, match=r"inspect\(loss\): too many positional arguments"):
         muonjax.inspect(loss, params, jnp.ones((2, 3)), jnp.ones(3))
     with pytest.raises(TypeError, match=r"inspect\(loss\): missing .*'x'"):
-        muonjax.nnx.inspect(loss, nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
+        muonjax.inspect(loss, nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
 
 
 def test_counters_beside_the_parameters_are_no_unused_parameters():
@@ -318,8 +358,8 @@ def test_a_module_that_is_no_argument_is_asked_for():
 
     with pytest.raises(errors.TraceContextError) as error:
         muonjax.inspect(closed_over, nnx.state(model, nnx.Param), x)
-    assert "muonjax.nnx.inspect(loss_fn, model, ...)" in " ".join(error.value.__notes__)
-    assert muonjax.nnx.inspect(loss_fn, model, x).decision("up/kernel").numbers == NUMBERS(0, 1)
+    assert "muonjax.inspect(loss_fn, model, ...)" in " ".join(error.value.__notes__)
+    assert muonjax.inspect(loss_fn, model, x).decision("up/kernel").numbers == NUMBERS(0, 1)
 
 
 def test_several_losses_are_added():
@@ -363,7 +403,7 @@ def test_heads_that_are_cut_and_put_together_again_are_the_same_heads():
     params, x = {name: leaf(8, 4, 4) for name in "qkv"}, leaf(1, 3, 8)
     one, other = (muonjax.inspect(loss, params, x, cut) for cut in (True, False))
     assert one.sites == other.sites
-    assert one.dimension_numbers("heads") == other.dimension_numbers("heads")
+    assert one.dimension_numbers(attention="heads") == other.dimension_numbers(attention="heads")
 
 
 def test_parts_that_are_put_together_and_cut_again_are_the_same_parts():

@@ -147,6 +147,6 @@ def test_optimizers_take_the_program(name, read):
         if any(attention.site for attention in program.attentions):
             optimizer = muonjax.muonclip(1e-2, program)
         else:
-            optimizer = muonjax.muon(1e-2, muon_weight_dimension_numbers=program)
+            optimizer = muonjax.muon(1e-2, program)
         state = jax.eval_shape(optimizer.init, model.params)
     assert len(jax.tree.leaves(optax.tree_utils.tree_get(state, "trace"))) > 0

@@ -119,6 +119,18 @@ def test_auxiliary_output_of_any_kind():
     assert jax.tree.structure(grads) == jax.tree.structure(w)
 
 
+def test_constants_in_the_auxiliary_output():
+    """JAX has them as literals in the jaxpr."""
+
+    def loss(w, x):
+        return unrolled(w, x), {"zero": jnp.zeros_like(w["q"][0, 0, 0, 0]), "three": jnp.float32(3)}
+
+    for function in (loss, jax.jit(loss)):
+        (_, (aux, _)), _ = value_and_grad(function, has_aux=True)(weights(), tokens())
+        assert all(isinstance(x, jax.Array) for x in aux.values())
+        assert {name: float(x) for name, x in aux.items()} == {"zero": 0, "three": 3}
+
+
 def test_under_vmap():
     w, x = weights(), tokens()
     many = jax.tree.map(lambda value: np.stack([value, 2 * value]), w)

@@ -167,7 +167,7 @@ TREES = st.recursive(
 @examples(3)
 @given(params=TREES, numbers=st.one_of(st.none(), DIMENSION_NUMBERS))
 def test_any_tree_is_optimized_or_refused_by_name(params, numbers):
-    tx = muonjax.muon(1e-3, muon_weight_dimension_numbers=numbers)
+    tx = muonjax.muon(1e-3, numbers)
 
     def step(params):
         updates, state = tx.update(params, tx.init(params), params)
@@ -187,7 +187,7 @@ NUMBERS = {n: MuonDimensionNumbers(-2, -1) if len(s) > 1 else None for n, s in P
 @jax.jit
 def three_steps(params, gradients):
     """Parameters and the last update of every leaf, after `gradients` [3, ...]."""
-    tx = muonjax.muon(RATE, rms=RMS, weight_decay=DECAY, muon_weight_dimension_numbers=NUMBERS)
+    tx = muonjax.muon(RATE, rms=RMS, weight_decay=DECAY, program=NUMBERS)
     state = tx.init(params)
     updates = None
     for i in range(3):

@@ -130,7 +130,7 @@ def test_parameters_may_change_their_dtype(saved):
         (muonclip(), params(width=12), "muon: this state was made for other parameters.*12"),
         (muonclip(adam=optax.sgd(0.1)), params(), "muon: .*another `adam`"),
         (
-            muonclip(muon_weight_dimension_numbers=lambda p: jax.tree.map(lambda _: None, p)),
+            muonclip(dimension_numbers=lambda p: jax.tree.map(lambda _: None, p)),
             params(),
             "muon: .*another routing",
         ),

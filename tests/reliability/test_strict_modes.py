@@ -265,7 +265,6 @@ CASES = {
     "muonjax.normalize_neurons": of_transformation(lambda: muonjax.normalize_neurons(), matrices),
     "muonjax.normuon": of_transformation(lambda: muonjax.normuon(1e-2)),
     "muonjax.orthogonalize": of_transformation(lambda: muonjax.orthogonalize(), matrices),
-    "muonjax.plan": lambda: muonjax.plan(matrices(), replicated(matrices())),
     "muonjax.qk_clip": of_clip(lambda: muonjax.qk_clip(100.0, [SITE])),
     "muonjax.signal_clip": of_clip(
         lambda: muonjax.signal_clip(muonjax.SignalRule(SITE, 100.0)), name="signals"
@@ -282,7 +281,10 @@ CASES = {
     ),
     "muonjax.linen.LoHaDense": linen_adapters,
     "muonjax.linen.attention_fn": linen_attention,
-    "muonjax.linen.dimension_numbers": lambda: muonjax.linen.dimension_numbers(attention_parameters()),
+    "muonjax.dimension_numbers": lambda: [
+        muonjax.dimension_numbers(attention_parameters()),
+        muonjax.dimension_numbers(Model(nnx.Rngs(0))),
+    ],
     "muonjax.linen.load_lycoris": linen_files,
     "muonjax.linen.unmerge": linen_unmerge,
     "muonjax.nnx.LoHaLinear": lambda: gradient(
@@ -292,7 +294,6 @@ CASES = {
     "muonjax.nnx.attention_fn": lambda: nnx.capture(lambda m, x: m(x, sow_weights=True), nnx.Intermediate)(
         Model(nnx.Rngs(0)), array(1, 3, 8)
     ),
-    "muonjax.nnx.dimension_numbers": lambda: muonjax.nnx.dimension_numbers(Model(nnx.Rngs(0))),
     "muonjax.nnx.load_lycoris": nnx_files,
     "pallas_kernels.symmetric_product": lambda: [
         pallas_kernels.symmetric_product(
@@ -320,13 +321,10 @@ ELSEWHERE = {
     "muonjax.linen.watch",  # makes every attention's function muonjax.linen.attention_fn
     "muonjax.nnx.LoHaConv",
     "muonjax.nnx.adapters",
-    "muonjax.nnx.inspect",  # muonjax.inspect
     "muonjax.nnx.merge",
     "muonjax.nnx.remove_loha",
     "muonjax.nnx.save_lycoris",
     "muonjax.nnx.unmerge",
-    "muonjax.nnx.value_and_grad",  # muonjax.value_and_grad
-    "muonjax.nnx.watch",  # does nothing
 }
 
 

@@ -12,8 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-import muonjax.linen
-import muonjax.nnx
+import muonjax
 from muonjax._routing.dimension_numbers import routes
 
 
@@ -60,7 +59,7 @@ def test_a_flat_tree_trains_as_the_nested_one():
 
 
 def test_an_equinox_embedding_is_a_table():
-    """Without muonjax.equinox too, whatever its field is called."""
+    """Whatever its field is called."""
     model = eqx.filter_eval_shape(
         lambda key: (eqx.nn.Embedding(30, 8, key=key), eqx.nn.Linear(8, 8, key=key)), jax.random.key(0)
     )
@@ -69,20 +68,8 @@ def test_an_equinox_embedding_is_a_table():
     assert found["1/weight"] is not None
 
 
-def test_a_linear_layer_called_norm_is_a_matrix():
-    """The module says so to NNX, a bias with fewer axes to names."""
-    model = nnx.eval_shape(
-        lambda: nnx.Dict(norm=nnx.Linear(8, 48, rngs=nnx.Rngs(0)), scale=nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-    )
-    assert muonjax.nnx.dimension_numbers(model)["norm"]["kernel"] is not None
-    params = {"norm": {"kernel": leaf(8, 48), "bias": leaf(48)}, "Dense_0": {"kernel": leaf(8, 8)}}
-    assert {r.path: r.numbers for r in routes(params)[0]}["norm/kernel"] is not None
-    with pytest.raises(ValueError, match="norm/kernel"):
-        routes({"norm": {"kernel": leaf(8, 48)}})
-
-
 @pytest.mark.parametrize(
-    "call", [muonjax.linen.dimension_numbers, muonjax.tabulate, lambda p: muonjax.muon(1e-3).init(p)]
+    "call", [muonjax.dimension_numbers, muonjax.tabulate, lambda p: muonjax.muon(1e-3).init(p)]
 )
 @pytest.mark.parametrize(
     ("given", "message"),
@@ -99,13 +86,13 @@ def test_what_is_no_tree_of_parameters(call, given, message):
 def test_statistics_beside_parameters_are_warned_about():
     variables = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mean": leaf(4)}}
     with pytest.warns(UserWarning, match=re.escape("got batch_stats beside 'params'")):
-        muonjax.linen.dimension_numbers(variables)
+        muonjax.dimension_numbers(variables)
 
 
 @pytest.mark.parametrize("numbers", [None, lambda tree: jax.tree.map(lambda _: None, tree)])
 def test_an_optimizer_warns_once(numbers):
     variables = {"params": {"Dense_0": {"kernel": jnp.ones((4, 5))}}, "batch_stats": {"mean": jnp.ones(4)}}
-    tx = muonjax.muon(1e-3, muon_weight_dimension_numbers=numbers)
+    tx = muonjax.muon(1e-3, numbers)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         state = tx.init(variables)
@@ -126,7 +113,7 @@ exec(compile("def build(call, params): return call(params)", "trainers.py", "exe
 @pytest.mark.parametrize(
     "call",
     [
-        muonjax.linen.dimension_numbers,
+        muonjax.dimension_numbers,
         muonjax.tabulate,
         lambda p: jax.eval_shape(muonjax.muon(1e-3).init, p),
         lambda p: jax.eval_shape(optax.chain(optax.clip(1.0), muonjax.muon(1e-3)).init, p),
