@@ -38,7 +38,7 @@ from muonjax._newton_schulz.coefficients import JORDAN as JORDAN
 from muonjax._newton_schulz.coefficients import NEWTON_SCHULZ as NEWTON_SCHULZ
 from muonjax._newton_schulz.coefficients import YOU as YOU
 from muonjax._newton_schulz.coefficients import polar_express as polar_express
-from muonjax._newton_schulz.iteration import newton_schulz as newton_schulz
+from muonjax._newton_schulz.polar_factor import newton_schulz as newton_schulz
 from muonjax._newton_schulz.settings import NewtonSchulz as NewtonSchulz
 from muonjax._normalize_neurons import normalize_neurons as normalize_neurons
 from muonjax._offload import offload as offload

@@ -141,12 +141,6 @@ def test_a_policy_is_a_value():
     assert len({Policy("cpu"), Policy("cpu"), Policy("gpu")}) == 2
 
 
-def test_the_last_steps_are_fused_where_that_saves_products():
-    policy = Policy("gpu")
-    assert policy.joins_last_steps(64, 97)
-    assert not policy.joins_last_steps(64, 96)
-
-
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_chunks_divide_the_count_and_are_as_large_as_they_may_be(platform):
     policy, elements = Policy(platform), 1 << (18 if platform == "cpu" else 26)
