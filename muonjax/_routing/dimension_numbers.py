@@ -116,7 +116,8 @@ def dimension_numbers(
     al. (arXiv 2605.08933) compare whole matrices, groups of heads and single heads; Jordan, "Muon" (2024), on
     convolutions, and on query, key and value apart.
     """
-    return numbers_tree(*routes(params, rules=rules, attention=attention))
+    arrays = parameters_of(params)
+    return numbers_tree(*routes(arrays, rules=rules, attention=attention, layers=params))
 
 
 def numbers_tree(found: Sequence[Any], treedef: Any) -> Any:
@@ -145,6 +146,7 @@ def routes(
     *,
     rules: Rules = (),
     attention: str = "whole",
+    layers: Any = None,
     partial: bool = False,
     call: str = "dimension_numbers",
     warn: bool = True,
@@ -155,13 +157,13 @@ def routes(
       params: As in `dimension_numbers`.
       rules: As in `dimension_numbers`.
       attention: As in `dimension_numbers`.
+      layers: The modules that `params` are of, where these are no tree of modules.
       partial: Leave None where a leaf can't be decided, and output heads among the matrices, and do not warn.
       call: Whom `params` were given to, for messages about them.
       warn: Whether to warn of what may be wrong.
     """
     if attention not in ("whole", "heads"):
         raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
-    layers, params = params, parameters_of(params)
     check_parameters(params, call, warn=warn and not partial)
     paths, leaves, treedef = flatten_with_names(params)
     ruled = apply_rules(["/".join(path) for path in paths], rules)
@@ -203,7 +205,7 @@ def routes(
         chances = {path: said for path, said in chances.items() if path not in found}
         if chances and warn:
             warn_user(chances_message(chances, parameters))
-        special = unlike_their_names(layers)
+        special = unlike_their_names(params if layers is None else layers)
         taken = ["/".join(path) for path, (numbers, _) in answers.items() if numbers]
         if warn and (wrong := [path for path in taken if path in special]):
             warn_user(settings_message(wrong))

@@ -52,9 +52,10 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
       Adam: 16,448 parameters (80.1 %), 2 leaves
       Every leaf is float32.
     """
-    params = parameters_of(params)
+    layers, params = params, parameters_of(params)
     check_parameters(params, "tabulate", warn=False)
-    found, _ = routes(params) if dimension_numbers is None else _given(params, dimension_numbers)
+    by_names = dimension_numbers is None
+    found, _ = routes(params, layers=layers) if by_names else _given(params, dimension_numbers)
     leaves = [route for route in found if isinstance(route, Route)]
     dtypes = sorted({str(route.dtype) for route in leaves})
     rows = [_HEADER, *map(_row, leaves)]

@@ -68,6 +68,22 @@ def test_an_equinox_embedding_is_a_table():
     assert found["1/weight"] is not None
 
 
+@pytest.mark.parametrize("by", ["names", "program"])
+def test_an_nnx_module_is_a_tree_to_optax(by):
+    """Flax's modules are trees of JAX: without `nnx.Optimizer`, gradients and updates are modules too."""
+    model, x = (
+        nnx.Dict(up=nnx.Linear(8, 16, rngs=nnx.Rngs(0)), out=nnx.Linear(16, 1, rngs=nnx.Rngs(0))),
+        jnp.ones((2, 8)),
+    )
+
+    def loss(model, x):
+        return (model.out(jnp.tanh(model.up(x))) ** 2).mean()
+
+    tx = muonjax.muon(1e-2, None if by == "names" else muonjax.inspect(loss, model, x))
+    updates, _ = tx.update(jax.grad(loss)(model, x), tx.init(model), model)
+    assert loss(optax.apply_updates(model, updates), x) < loss(model, x)
+
+
 @pytest.mark.parametrize(
     "call", [muonjax.dimension_numbers, muonjax.tabulate, lambda p: muonjax.muon(1e-3).init(p)]
 )
