@@ -147,7 +147,6 @@ def routes(
     rules: Rules = (),
     attention: str = "whole",
     layers: Any = None,
-    partial: bool = False,
     call: str = "dimension_numbers",
     warn: bool = True,
 ) -> tuple[list[Route | optax.MaskedNode], Any]:
@@ -158,13 +157,12 @@ def routes(
       rules: As in `dimension_numbers`.
       attention: As in `dimension_numbers`.
       layers: The modules that `params` are of, where these are no tree of modules.
-      partial: Leave None where a leaf can't be decided, and output heads among the matrices, and do not warn.
       call: Whom `params` were given to, for messages about them.
       warn: Whether to warn of what may be wrong.
     """
     if attention not in ("whole", "heads"):
         raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
-    check_parameters(params, call, warn=warn and not partial)
+    check_parameters(params, call, warn=warn)
     paths, leaves, treedef = flatten_with_names(params)
     ruled = apply_rules(["/".join(path) for path in paths], rules)
     in_tables = tables(params)
@@ -194,21 +192,20 @@ def routes(
     neighbors = Neighbors(parameters)
     decided = {p.path: _decide(p, neighbors, attention) for p in parameters}
     refused = [p for p in parameters if decided[p.path] is None]
-    if refused and not partial:
+    if refused:
         raise ValueError(undecided_message(refused, parameters, attention))
-    answers = {path: answer or (None, "undecided") for path, answer in decided.items()}
-    if not partial:
-        every = {path: numbers for path, (numbers, _) in answers.items()}
-        every |= {p.path: found[p.path][0] or MuonDimensionNumbers(0, 1) for p in told}
-        ends, chances = for_adam([*parameters, *told], every)
-        answers |= {path: (None, why) for path, why in ends.items() if path not in found}
-        chances = {path: said for path, said in chances.items() if path not in found}
-        if chances and warn:
-            warn_user(chances_message(chances, parameters))
-        special = unlike_their_names(params if layers is None else layers)
-        taken = ["/".join(path) for path, (numbers, _) in answers.items() if numbers]
-        if warn and (wrong := [path for path in taken if path in special]):
-            warn_user(settings_message(wrong))
+    answers = {path: answer for path, answer in decided.items() if answer}
+    every = {path: numbers for path, (numbers, _) in answers.items()}
+    every |= {p.path: found[p.path][0] or MuonDimensionNumbers(0, 1) for p in told}
+    ends, chances = for_adam([*parameters, *told], every)
+    answers |= {path: (None, why) for path, why in ends.items() if path not in found}
+    chances = {path: said for path, said in chances.items() if path not in found}
+    if chances and warn:
+        warn_user(chances_message(chances, parameters))
+    special = unlike_their_names(params if layers is None else layers)
+    taken = ["/".join(path) for path, (numbers, _) in answers.items() if numbers]
+    if warn and (wrong := [path for path in taken if path in special]):
+        warn_user(settings_message(wrong))
     found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}
     return [
         leaf if is_masked(leaf) else Route("/".join(path), *_shape_and_dtype(leaf), *found[path])

@@ -157,7 +157,7 @@ def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Param
     """The message for leaves that can't be decided, with rules that decide all of them, numbered ones together."""
     p = undecided[0]
     what = "takes its parts as one matrix" if _is_whole(p) else "gives it to Adam"
-    folded = attention == "heads" and len(p.shape) < 4
+    folded = attention == "heads" and len(p.shape) < 4 and p.role.name.startswith("attention")
     state = "interleaved" if p.role is INTERLEAVED else "folded into one axis" if folded else ""
     why = f", because its heads are {state}" if state else ""
     return (
@@ -173,15 +173,18 @@ def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Param
 def chances_message(why: Mapping[tuple[str, ...], tuple[str, str]], parameters: Sequence[Parameter]) -> str:
     """The warning for leaves that only a name or a position gives to an optimizer: which one, and the reason."""
     found = [p for p in parameters if p.path in why]
-    said = dict.fromkeys(
-        f"{optimizer} takes {re.sub(r'[0-9]+', '*', '/'.join(p.path))!r} {p.leaf_shape}: {reason}"
-        for p in found
-        for optimizer, reason in [why[p.path]]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for p in found:
+        path = "/".join(p.path)
+        alike.setdefault((re.sub(r"\d+", "*", path), str(p.leaf_shape), *why[p.path]), []).append(path)
+    said = (
+        f"{optimizer} takes {(paths[0] if len(paths) == 1 else name)!r} {shape}: {reason}"
+        for (name, shape, optimizer, reason), paths in alike.items()
     )
     adams = [p for p in found if why[p.path][0] == "Adam"]
     return (
         f"muonjax can't tell whether these leaves are at an end of the model: {'; '.join(said)}. To say otherwise: "
-        f"rules=[{_suggested(found, parameters, adams)}]. {INSPECT}"
+        f"muonjax.dimension_numbers(params, rules=[{_suggested(found, parameters, adams)}]). {INSPECT}"
     )
 
 
