@@ -59,7 +59,6 @@ class LatentAttention(nn.Module):
         shared = jnp.broadcast_to(rotate(shared[..., None, :]), (*k.shape[:-1], self.rotary))
         k = jnp.concatenate([k, shared], -1)
 
-        self.sow("intermediates", "max_logits", muonjax.max_logits(q, k, is_causal=True))  # for QK-Clip
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=False, name="out")(y)
 
@@ -84,25 +83,24 @@ class Transformer(nn.Module):
 def train(args: argparse.Namespace, clip: bool) -> dict[str, np.ndarray]:
     """Losses [steps], each head's largest logit [steps, layers, heads], and whether it was clipped."""
     text, model = Text(), Transformer(args.layers, args.width, args.heads)
-    params = jax.jit(model.init)(jax.random.key(args.seed), text.batch(0, 0, 1, args.context)[:, :-1])[
-        "params"
-    ]
+    tokens = text.batch(0, 0, 1, args.context)
+    params = jax.jit(model.init)(jax.random.key(args.seed), tokens[:, :-1])["params"]
+
+    def loss_fn(params, tokens):
+        logits = model.apply({"params": params}, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    program = muonjax.inspect(loss_fn, params, tokens)
     rate = optax.warmup_constant_schedule(0.0, args.learning_rate, max(1, args.steps // 10))
-    site = muonjax.mla_site("attention_.*", nope=16)
     inner = muonjax.muon(rate, weight_decay=0.0)
-    tx = optax.chain(inner, muonjax.qk_clip(args.threshold, site)) if clip else inner
+    tx = optax.chain(inner, muonjax.qk_clip(args.threshold, program)) if clip else inner
     state = tx.init(params)
 
     @jax.jit
     def step(params, state, tokens):
-        def loss_fn(params):
-            logits, sown = model.apply({"params": params}, tokens[:, :-1], mutable=["intermediates"])
-            loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-            return loss, sown["intermediates"]
-
-        (loss, sown), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, state = tx.update(grads, state, params, max_logits=sown)
-        maxima = jnp.stack([sown[f"attention_{i}"]["max_logits"][0] for i in range(args.layers)])
+        (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(params, tokens)
+        updates, state = tx.update(grads, state, params, max_logits=max_logits)
+        maxima = jnp.stack([max_logits[f"attention_{i}"] for i in range(args.layers)])
         return optax.apply_updates(params, updates), state, loss, maxima
 
     name = "MuonClip" if clip else "Muon"

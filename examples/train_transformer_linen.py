@@ -64,18 +64,20 @@ def main() -> None:
     model = Transformer(args.layers, args.width, args.heads, args.context)
     held_out = text.held_out_windows(args.context)
     params = jax.jit(model.init)(jax.random.key(0), held_out[:1, :-1])["params"]
-    print(muonjax.tabulate(params))
-
-    rate = args.learning_rate
-    warmup = max(1, args.steps // 10)
-    schedule = optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, args.steps, 0.1 * rate)
-    tx = muonjax.muonclip(schedule, threshold=args.threshold)
-    state = muonjax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     @jax.jit
     def loss_fn(params, tokens):
         logits = model.apply({"params": params}, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    program = muonjax.inspect(loss_fn, params, held_out[:1])
+    print(muonjax.tabulate(params, program))
+
+    rate = args.learning_rate
+    warmup = max(1, args.steps // 10)
+    schedule = optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, args.steps, 0.1 * rate)
+    tx = muonjax.muonclip(schedule, program, threshold=args.threshold)
+    state = muonjax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     @jax.jit
     def step(state, tokens):

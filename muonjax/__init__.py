@@ -1,10 +1,8 @@
 """Muon and MuonClip for JAX: Optax gradient transformations for people who train Flax models."""
 
 from muonjax import optax_contrib as optax_contrib
-from muonjax._adapters.adapter import adapter_mask as adapter_mask
-from muonjax._adapters.hadamard import hadamard_weight as hadamard_weight
-from muonjax._adapters.hadamard_dot import hadamard_dot as hadamard_dot
-from muonjax._adapters.hadamard_dot import hadamard_linear as hadamard_linear
+from muonjax._adapters.hadamard_linear import hadamard_linear as hadamard_linear
+from muonjax._adapters.layers import adapter_mask as adapter_mask
 from muonjax._cautious_weight_decay import cautious_weight_decay as cautious_weight_decay
 from muonjax._clipped_optimizers import adamclip as adamclip
 from muonjax._clipped_optimizers import muonclip as muonclip
@@ -19,7 +17,6 @@ from muonjax._clipping.sites import Site as Site
 from muonjax._clipping.sites import fused_qkv_site as fused_qkv_site
 from muonjax._clipping.sites import mha_site as mha_site
 from muonjax._clipping.sites import mla_site as mla_site
-from muonjax._clipping.sites_from import sites_from as sites_from
 from muonjax._ema_nesterov import ema_nesterov as ema_nesterov
 from muonjax._ema_nesterov import ema_nesterov_params as ema_nesterov_params
 from muonjax._hyperball import hyperball as hyperball
@@ -28,9 +25,6 @@ from muonjax._inspect import inspect as inspect
 from muonjax._match_rms import match_rms as match_rms
 from muonjax._matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
-from muonjax._mesh.assignment import ModeCost as ModeCost
-from muonjax._mesh.cost_report import MeshPlan as MeshPlan
-from muonjax._mesh.cost_report import plan as plan
 from muonjax._mesh.distribution import Distribution as Distribution
 from muonjax._mesh.state_shardings import state_shardings as state_shardings
 from muonjax._momentum import cast_momentum as cast_momentum
@@ -44,7 +38,7 @@ from muonjax._newton_schulz.coefficients import JORDAN as JORDAN
 from muonjax._newton_schulz.coefficients import NEWTON_SCHULZ as NEWTON_SCHULZ
 from muonjax._newton_schulz.coefficients import YOU as YOU
 from muonjax._newton_schulz.coefficients import polar_express as polar_express
-from muonjax._newton_schulz.iteration import newton_schulz as newton_schulz
+from muonjax._newton_schulz.polar_factor import newton_schulz as newton_schulz
 from muonjax._newton_schulz.settings import NewtonSchulz as NewtonSchulz
 from muonjax._normalize_neurons import normalize_neurons as normalize_neurons
 from muonjax._offload import offload as offload

@@ -5,8 +5,18 @@ from typing import Any, TypedDict, Unpack
 import jax
 import optax
 
-from muonjax._arguments import check_order, other_state, refuse_positional, require_params
-from muonjax._clipping.qk_clip import SharedKeys, qk_clip
+from muonjax._arguments import (
+    check_flag,
+    check_mask,
+    check_order,
+    check_range,
+    check_rate,
+    errors_of,
+    other_state,
+    refuse_positional,
+    require_params,
+)
+from muonjax._clipping.qk_clip import SharedKeys, clip_logits, qk_clip
 from muonjax._clipping.sites import Sites
 from muonjax._inspect import Program
 from muonjax._keywords import explains_keywords
@@ -48,7 +58,7 @@ def muonclip(
 
     Args:
       program: What `muonjax.inspect` returns: it says which leaves are matrices and where attention is. Or, for an
-        attention inside of a kernel, sites by hand, such as `[mha_site()]`; None: all that `sites_from(params)` finds.
+        attention inside of a kernel, sites by hand, such as `mha_site()`.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
       every_k: As in `qk_clip`; None is 1.
       dimension_numbers: Beside sites by hand, which leaves are matrices: what `muon` takes as `program`.
@@ -59,8 +69,8 @@ def muonclip(
       `QKClipState`.
 
     Raises:
-      ValueError: While tracing, if a site matches no parameter or `max_logits` is missing or does not fit the
-        sites; otherwise as `muon` and `qk_clip`.
+      ValueError: No program or sites; while tracing, if `max_logits` is missing or does not fit them; otherwise as
+        `muon` and `qk_clip`.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -75,11 +85,10 @@ def muonclip(
     """
     if dimension_numbers is None and isinstance(program, Program):
         dimension_numbers = program
-    every_k = (
-        1 if every_k is None else every_k
-    )  # inject_hyperparams makes an array of a default that is a number
-    clip = qk_clip(threshold, program, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
-    return _then_clip("muonclip", muon(learning_rate, dimension_numbers, **settings), clip)
+    with errors_of("muonclip"):
+        optimizer = muon(learning_rate, dimension_numbers, **settings)
+    clip = clip_logits("muonclip", threshold, program, shared_keys, every_k, axis_name)
+    return _then_clip("muonclip", optimizer, clip)
 
 
 @explains_keywords("adamclip", optax.adamw, muonclip)
@@ -102,7 +111,7 @@ def adamclip(
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`.
 
     Raises:
-      ValueError: As `qk_clip`.
+      ValueError, TypeError: A setting out of its range; otherwise as `qk_clip`.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -115,11 +124,19 @@ def adamclip(
 
     Source: J. Su, kexue.fm/archives/11126.
     """
-    every_k = (
-        1 if every_k is None else every_k
-    )  # inject_hyperparams makes an array of a default that is a number
-    clip = qk_clip(threshold, program, shared_keys=shared_keys, every_k=every_k, axis_name=axis_name)
+    _check_adamw(learning_rate=learning_rate, **settings)
+    clip = clip_logits("adamclip", threshold, program, shared_keys, every_k, axis_name)
     return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip)
+
+
+def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, **numbers: Any) -> None:
+    check_mask("adamclip", "mask", mask)
+    check_flag("adamclip", "nesterov", nesterov)
+    for name, value in numbers.items():
+        if name in ("b1", "b2"):
+            check_range("adamclip", name, value, "in [0, 1)", ".")
+        else:
+            check_rate("adamclip", name, value, ".")
 
 
 def _then_clip(

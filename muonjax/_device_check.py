@@ -87,7 +87,6 @@ def choices(policy: Policy) -> list[dict[str, str]]:
         "compute_dtype": (jnp.float32,),
         "exchange_dtype": (jnp.float32,),
         "shares_products": (768, jnp.dtype(jnp.float32)),
-        "joins_last_steps": (768, 3072),
         "symmetric_in_blocks": (768,),
         "chunk_size": (12, (768, 3072)),
     }

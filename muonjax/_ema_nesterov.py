@@ -50,8 +50,8 @@ def ema_nesterov(
     `ema_nesterov_params(state, params)`, which are θ; where `beta` is 0 both are the same. The state has one copy of
     the parameters more than that of `inner`.
 
-    A clip has to see what the model sees, so it comes after: `chain(ema_nesterov(muon(1e-3), beta), qk_clip(100.0))`.
-    `optax.MultiSteps` goes around.
+    A clip has to see what the model sees, so it comes after:
+    `chain(ema_nesterov(muon(1e-3), beta), qk_clip(100.0, program))`. `optax.MultiSteps` goes around.
 
     Args:
       inner: Any transformation with learning rate and weight decay included, such as `muon(1e-3)`. In host memory,

@@ -30,7 +30,7 @@ from muonjax._program.graph import Graph
 from muonjax._program.report import run
 from muonjax._program.values import Term
 from muonjax._program.walk import Walk
-from muonjax._routing.dimension_numbers import dimension_numbers as by_names
+from muonjax._routing.dimension_numbers import numbers_tree, routes
 from muonjax._trees import flatten_paths, flatten_with_names, is_masked, listed
 
 
@@ -117,7 +117,9 @@ class Program:
             )
         by_name = dict.fromkeys(named)
         if any(d.by_names for d in found.values()):
-            tree = by_names(structure.unflatten(leaves))
+            tree = numbers_tree(
+                *routes(structure.unflatten(leaves), warn=False)
+            )  # the program knows the ends
             by_name = dict(zip(named, structure.flatten_up_to(tree), strict=True))
 
         def numbers(name: str) -> Any:

@@ -89,16 +89,8 @@ class SymmetricProduct(NamedTuple):
         alpha, beta = (
             number[..., 0, 0] if isinstance(number, jax.Array) else number for number in (alpha, beta)
         )
-        return symmetric_product_on(
-            self.platform,
-            a.astype(self.dtype),
-            y=y,
-            c=c,
-            alpha=alpha,
-            beta=beta,
-            implementation=self.implementation,
-            axis_name=self.together,
-        )
+        a = a.astype(self.dtype)
+        return symmetric_product_on(self.platform, a, y, c, alpha, beta, self.implementation, self.together)
 
     def shared_by(self, axis_name: tuple[str, ...]) -> SymmetricProduct:
         """Each device along these mesh axes makes a part of the product; a named implementation makes whole ones."""

@@ -13,7 +13,7 @@ from muonjax._batching import Function, map_leaves
 from muonjax._matrix_view import DimensionNumbersTree, Piece, matrix_pieces, replace_pieces
 from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
 from muonjax._mesh.sharded_map import map_on_mesh
-from muonjax._newton_schulz.polar_function import polar_function
+from muonjax._newton_schulz.polar_factor import polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._policy import Policy, policy_of
 from muonjax._trees import leaf_paths

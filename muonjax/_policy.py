@@ -62,14 +62,6 @@ class Policy:
         """Of thin products and of fused steps' m x m matrices: float16 has three digits more, but no unit of a TPU."""
         return jnp.dtype(jnp.bfloat16 if self.platform == "tpu" else jnp.float16)
 
-    def joins_last_steps(self, m: int, n: int) -> bool:
-        """Whether half precision makes the last steps of an m x n matrix as one map on the small side.
-
-        For each but the first of them that takes three m x m products more and two m x n products less: 3 m against 2 n
-        multiply-adds.
-        """
-        return n > 1.5 * m
-
     def symmetric_in_blocks(self, m: int) -> bool:
         """Whether half precision makes a symmetric product m x m in 2 x 2 blocks, three of them by products.
 

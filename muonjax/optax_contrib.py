@@ -30,7 +30,7 @@ from muonjax._policy import Policy
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact
 
-Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
+_Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
 _PRESETS = {"standard": JORDAN[0], "dion": YOU}
 
@@ -47,7 +47,7 @@ def muon(
     *,
     nesterov: bool = True,
     adaptive: bool = False,
-    preconditioning: Preconditioning = "frobenius",
+    preconditioning: _Preconditioning = "frobenius",
     adam_b1: jax.typing.ArrayLike = 0.9,
     adam_b2: jax.typing.ArrayLike = 0.999,
     adam_eps_root: jax.typing.ArrayLike = 0.0,
@@ -137,7 +137,7 @@ def scale_by_muon(
     *,
     nesterov: bool = True,
     adaptive: bool = False,
-    preconditioning: Preconditioning = "frobenius",
+    preconditioning: _Preconditioning = "frobenius",
     weight_dimension_numbers: DimensionNumbersTree | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformation:
@@ -206,7 +206,7 @@ def orthogonalize_via_newton_schulz(
     x: jax.Array,
     ns_coeffs: jax.Array,
     ns_steps: Any = 5,
-    preconditioning: Preconditioning = "frobenius",
+    preconditioning: _Preconditioning = "frobenius",
     eps: jax.typing.ArrayLike = 1e-8,
     dimension_numbers: MuonDimensionNumbers | None = None,
 ) -> jax.Array:
@@ -265,16 +265,16 @@ def _checked(call: str, coefficients: jax.Array, ns_steps: Any) -> jax.Array:
 
 
 def _check_preconditioning(preconditioning: str) -> None:
-    if preconditioning not in get_args(Preconditioning):
+    if preconditioning not in get_args(_Preconditioning):
         raise ValueError(
-            f"preconditioning={preconditioning!r} is unknown; choose one of {get_args(Preconditioning)}."
+            f"preconditioning={preconditioning!r} is unknown; choose one of {get_args(_Preconditioning)}."
         )
 
 
 def _iteration(
     coefficients: jax.Array,
     ns_steps: Any,
-    preconditioning: Preconditioning,
+    preconditioning: _Preconditioning,
     eps: jax.typing.ArrayLike,
     policy: Policy,
 ) -> Callable[..., jax.Array]:
@@ -316,7 +316,7 @@ def _iteration(
 
 def _row_factors(
     gram: Inexact[Array, "*batch m m"],
-    preconditioning: Preconditioning,
+    preconditioning: _Preconditioning,
     eps: jax.typing.ArrayLike,
     scale: Float[Array, "*batch 1 1"],
 ) -> Float[Array, "*batch _m 1"]:

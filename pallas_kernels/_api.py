@@ -82,22 +82,12 @@ def symmetric_product(
              [12., 19.]], dtype=float32)
     """
     arrays = [a for a in (x, y, c) if a is not None]
-    return symmetric_product_on(
-        platform_of(*arrays),
-        x,
-        y=y,
-        c=c,
-        alpha=alpha,
-        beta=beta,
-        implementation=implementation,
-        axis_name=axis_name,
-    )
+    return symmetric_product_on(platform_of(*arrays), x, y, c, alpha, beta, implementation, axis_name)
 
 
 def symmetric_product_on(
     platform: str,
     x: Inexact[Array, "*batch m k"],
-    *,
     y: Inexact[Array, "*batch m k"] | None = None,
     c: Inexact[Array, "*batch m m"] | None = None,
     alpha: jax.typing.ArrayLike = 1.0,

@@ -27,10 +27,10 @@ def launch_batch(implementation: str, launch: Launch, o: Operands) -> jax.Array:
     size = math.prod(batch)
     scale = jnp.stack([jnp.broadcast_to(n, batch).reshape(size) for n in (o.alpha, o.beta)], axis=-1)
     flat = jax.tree.map(lambda a: a.reshape(size, *a.shape[-2:]), (o.x, o.y, o.c))
-    return folded(implementation, launch, *flat, scale).reshape(*batch, m, m)
+    return _folded(implementation, launch, *flat, scale).reshape(*batch, m, m)
 
 
-def folded(implementation: str, launch: Launch, *arguments: jax.Array | None) -> jax.Array:
+def _folded(implementation: str, launch: Launch, *arguments: jax.Array | None) -> jax.Array:
     """The kernel on arrays [batch, ...]; `jax.vmap` makes the batch longer."""
     run = jax.custom_batching.custom_vmap(by_batch(launch, implementation))
 
@@ -43,7 +43,7 @@ def folded(implementation: str, launch: Launch, *arguments: jax.Array | None) ->
                 argument = jnp.broadcast_to(argument, (size, *argument.shape))
             return argument.reshape(-1, *argument.shape[2:])
 
-        out = folded(implementation, launch, *map(fold, arguments, batched))
+        out = _folded(implementation, launch, *map(fold, arguments, batched))
         return out.reshape(size, -1, *out.shape[1:]), True
 
     return run(*arguments)

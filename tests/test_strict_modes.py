@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import muonjax
-from muonjax._newton_schulz.iteration import polar_factor
+from muonjax._newton_schulz.polar_factor import polar_factor
 from muonjax._policy import Policy
 from tests.tools.tiers import quick
 

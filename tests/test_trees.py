@@ -48,10 +48,9 @@ def test_two_leaves_never_have_one_path():
 def test_qk_clip_tells_modules_with_slashes_apart():
     kernels = {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}
     params = {"x/y": {"attn": kernels}, "x": {"y": {"attn": jax.tree.map(lambda x: 2 * x, kernels)}}}
-    hot = {"attn": jnp.array([400.0, 50.0])}
-    clipped = muonjax.apply_qk_clip(
-        params, {"x/y": hot, "x": {"y": hot}}, muonjax.mha_site(".*attn"), threshold=100.0
-    )
+    hot = jnp.array([400.0, 50.0])
+    statistics = {"'x/y'/attn": hot, "x/y/attn": hot}
+    clipped = muonjax.apply_qk_clip(params, statistics, muonjax.mha_site(".*attn"), threshold=100.0)
     assert clipped["x/y"]["attn"]["key"]["kernel"][0, :, 0].tolist() == [0.5, 1.0]
     assert clipped["x"]["y"]["attn"]["key"]["kernel"][0, :, 0].tolist() == [1.0, 2.0]
 

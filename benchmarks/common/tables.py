@@ -11,7 +11,6 @@ below a table that no sentence follows.
 import json
 import pathlib
 import re
-import statistics
 import string
 import textwrap
 from typing import Any
@@ -57,8 +56,8 @@ def _table(rows: Any, heading: str, cells: str) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def _read(name: str, folder: str = "results") -> dict[str, Any]:
-    return json.loads((BENCHMARKS / folder / f"{name}.json").read_text())
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
 
 
 def _added_lines(page: str, client: str) -> int:
@@ -77,8 +76,6 @@ _JINJA.filters |= {
     "table": _table,
     "f": _format,
     "quartiles": _quartiles,
-    "mean": statistics.mean,
-    "median": statistics.median,
     "column": lambda rows, key: [row[key] for row in rows],
     "where": lambda rows, **keys: [row for row in rows if all(row[key] == keys[key] for key in keys)],
     # The optimistic and the pessimistic end, or their common value.

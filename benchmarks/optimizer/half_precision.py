@@ -20,7 +20,7 @@ from optax.contrib import _muon
 
 from benchmarks.common import hostile, measure, momentum
 from muonjax import NewtonSchulz
-from muonjax._newton_schulz.iteration import polar_factor
+from muonjax._newton_schulz.polar_factor import polar_factor
 from muonjax._policy import Policy
 
 PRESETS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced()}

@@ -9,13 +9,12 @@ optimizer's work on one device, divided by the number of devices.
 
 import contextlib
 import math
-import time
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import muonjax
@@ -41,10 +40,6 @@ class Case(NamedTuple):
         names, sizes = tuple(self.mesh_shape), tuple(self.mesh_shape.values())
         devices = jax.devices()[: self.devices]
         return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(names), devices=devices)
-
-    def abstract_mesh(self) -> AbstractMesh:
-        """The mesh without devices."""
-        return AbstractMesh(tuple(self.mesh_shape.values()), tuple(self.mesh_shape))
 
     @property
     def devices(self) -> int:
@@ -145,20 +140,13 @@ def needed_mebibytes(case: Case) -> float:
     return sum(shares.values()) + group
 
 
-def muon(
-    case: Case,
-    axis_type: AxisType | None,
-    *,
-    newton_schulz: muonjax.NewtonSchulz | None = None,
-    **settings: Any,
-) -> optax.GradientTransformation:
+def muon(case: Case, axis_type: AxisType | None) -> optax.GradientTransformation:
     """muonjax's Muon, with a Distribution where the axis types are not explicit."""
     auto = axis_type == AxisType.Auto
     return muonjax.muon(
         1e-3,
         program=NUMBERS,
-        newton_schulz=newton_schulz,
-        distribution=muonjax.Distribution(case.mesh(), case.specs, **settings) if auto else None,
+        distribution=muonjax.Distribution(case.mesh(), case.specs) if auto else None,
     )
 
 
@@ -218,76 +206,17 @@ def fsdp(count: int) -> Case:
     return Case("FSDP 8", {"fsdp": 8}, both_ways(P("fsdp", None), P("fsdp", None), count))
 
 
-def llama_8b(spec: P, layers: int = 32) -> dict[str, tuple[tuple[int, ...], P]]:
-    """The matrices of Llama-3-8B, seven per layer, unscanned."""
-    shapes = {
-        "query": (4096, 4096),
-        "key": (4096, 1024),
-        "value": (4096, 1024),
-        "out": (4096, 4096),
-        "gate": (4096, 14336),
-        "up": (4096, 14336),
-        "down": (14336, 4096),
-    }
-    return {f"{name}_{i}": (shape, spec) for i in range(layers) for name, shape in shapes.items()}
-
-
-def llama(devices: int) -> dict[str, Any]:
-    """Imbalance between owners, and the time to plan and to compile."""
-    case = Case(f"Llama-3-8B, {devices} devices", {"fsdp": devices}, llama_8b(P("fsdp", None)))
-    began = time.perf_counter()
-    distribution = muonjax.Distribution(case.abstract_mesh(), case.specs, mode="owner")
-    cost = muonjax.plan(case.params(None), distribution, dimension_numbers=NUMBERS).cost
-    planned = time.perf_counter()
-    compile_step(muon(case, AxisType.Auto, mode="owner"), case, AxisType.Auto)
-    return {
-        "title": case.title,
-        "imbalance": cost.imbalance,
-        "plan_seconds": planned - began,
-        "compile_seconds": time.perf_counter() - planned,
-    }
-
-
-def modes(case: Case) -> dict[str, Any]:
-    """The planned cost of every mode for the busiest device."""
-    distribution = muonjax.Distribution(case.abstract_mesh(), case.specs)
-    plan = muonjax.plan(case.params(None), distribution, dimension_numbers=NUMBERS).modes
-    return {
-        "title": case.title,
-        "matrices": case.matrices,
-        "modes": {
-            mode: {
-                "redundancy": cost.redundancy,
-                "mebibytes": cost.sent / 2**20,
-                "collectives": cost.collectives,
-                "auto": cost == plan["auto"],
-            }
-            for mode, cost in plan.items()
-            if mode != "auto"
-        },
-    }
-
-
 def main() -> None:
     """The command."""
-    jax.config.update("jax_num_cpu_devices", 64)
+    jax.config.update("jax_num_cpu_devices", 8)
     rows = {}
     for name, case in CASES.items():
         rows[name] = run_case(case)
         print(name, rows[name], flush=True)
     deeper = [memory(f"FSDP 8, {2 * count} matrices", fsdp(count)) for count in (4, 12, 24, 48)]
     wider = [memory(f"{CASES[name].title}, 24 matrices", CASES[name]) for name in ("hsdp", "replicated")]
-    large = [llama(devices) for devices in (8, 64)]
-    layer_by_8 = Case("one layer of Llama-3-8B, FSDP 8", {"fsdp": 8}, llama_8b(P("fsdp", None), 1))
-    layer_by_64 = Case(
-        "one layer of Llama-3-8B, FSDP × tensor 8 × 8",
-        {"fsdp": 8, "tensor": 8},
-        llama_8b(P("fsdp", "tensor"), 1),
-    )
-    few = [modes(case) for case in (CASES["four"], layer_by_8, layer_by_64)]
-    costs = {f"{row['title']}, {mode}": cost for row in few for mode, cost in row["modes"].items()}
-    results = {"rows": rows, "memory": [*deeper, *wider], "llama": large, "modes": few}
-    measure.write("sharding", results, results["memory"], large, costs)
+    results = {"rows": rows, "memory": [*deeper, *wider]}
+    measure.write("sharding", results, results["memory"])
 
 
 if __name__ == "__main__":

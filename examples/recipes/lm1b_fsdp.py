@@ -83,6 +83,11 @@ def make_mesh(devices):
     return jax.make_mesh(shape, ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3, devices=devices)
 
 
+def loss_fn(params, apply_fn, tokens):
+    logits = apply_fn({"params": params}, tokens)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
 def make_state(model: nn.Module, tokens: jax.Array, mesh: Mesh, threshold: float) -> muonjax.linen.TrainState:
     """Parameters and optimizer state, created with their shardings."""
 
@@ -94,7 +99,8 @@ def make_state(model: nn.Module, tokens: jax.Array, mesh: Mesh, threshold: float
     params = jax.jit(lambda: nn.unbox(init()), out_shardings=shardings)()
     # With it each matrix is orthogonalized on one device; without it, on every device.
     distribution = muonjax.Distribution(mesh, shardings)
-    tx = muonjax.muonclip(1e-2, threshold=threshold, distribution=distribution)
+    program = muonjax.inspect(loss_fn, params, model.apply, tokens)
+    tx = muonjax.muonclip(1e-2, program, threshold=threshold, distribution=distribution)
     state_shardings = muonjax.state_shardings(tx, params, distribution)
     opt_state = jax.jit(tx.init, out_shardings=state_shardings)(params)
     count = jax.device_put(jnp.zeros([], jnp.int32), NamedSharding(mesh, P()))
@@ -104,15 +110,9 @@ def make_state(model: nn.Module, tokens: jax.Array, mesh: Mesh, threshold: float
 
 
 def step(state, tokens):
-    """One update. `watch` makes every attention of the model report its largest logits."""
-
-    def loss_fn(params):
-        with muonjax.linen.watch():
-            logits, sown = state.apply_fn({"params": params}, tokens, mutable=["intermediates"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean(), sown
-
-    (loss, sown), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-    return state.apply_gradients(grads=grads, max_logits=sown), loss
+    """One update, with the largest logits of each attention."""
+    (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(state.params, state.apply_fn, tokens)
+    return state.apply_gradients(grads=grads, max_logits=max_logits), loss
 
 
 def main():

@@ -86,9 +86,12 @@ def main():
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
 
     model = ViT(args.layers, nnx.Rngs(0))
-    print(muonjax.tabulate(nnx.state(model, nnx.Param)))
+    program = muonjax.inspect(loss_fn, model, images[:64], labels[:64])
+    print(muonjax.tabulate(nnx.state(model, nnx.Param), program))
     schedule = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, max(1, args.steps // 10), args.steps)
-    optimizer = nnx.Optimizer(model, muonjax.muonclip(schedule, threshold=args.threshold), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(
+        model, muonjax.muonclip(schedule, program, threshold=args.threshold), wrt=nnx.Param
+    )
 
     @nnx.jit
     def step(model, optimizer, images, labels):

@@ -17,9 +17,11 @@ import textwrap
 
 os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")  # no Google Cloud
 
+import jax
+import jax.numpy as jnp
 import optax
 from flax import linen as nn
-from flax import nnx
+from flax import nnx, traverse_util
 from maxtext.configs import pyconfig
 from maxtext.layers.attention_op import AttentionOp
 from maxtext.optimizers import optimizers
@@ -38,23 +40,32 @@ TINY = shlex.split("""
 
 
 def optimizer(learning_rate_schedule, config, model=None, mesh=None):
-    """MuonClip for MaxText's `get_optimizer`; it reads the parameters' paths and shapes, so no rule per model."""
+    """MuonClip for MaxText's `get_optimizer`; it reads the parameters' paths and shapes, so no rule per model.
+
+    The softmax is inside of a kernel, so a site says by hand where attention is.
+    """
     params = nnx.state(model, nnx.Param)
     specs = nnx.get_partition_spec(params)
     shardings = nn.logical_to_mesh_sharding(specs, mesh, config.logical_axis_rules)
-    sites = None  # found by their parameters, but for latent attention
     if config.attention_type == "mla":
-        stacks = (name for name in nnx.to_pure_dict(params)["decoder"] if name.endswith("layers"))
-        at = {"nope": config.qk_nope_head_dim, "scan_axis": config.param_scan_axis}
-        sites = [muonjax.mla_site(f"decoder/{stack}/self_attention", **at) for stack in stacks]
+        site = muonjax.mla_site(nope=config.qk_nope_head_dim, scan_axis=config.param_scan_axis)
+    else:
+        site = muonjax.mha_site(scan_axis=config.param_scan_axis)
     return muonjax.muonclip(
         learning_rate_schedule,
-        sites,
+        site,
         threshold=config.qk_clip_threshold,
         weight_decay=config.muon_weight_decay,
         mu_dtype=config.mu_dtype,
         distribution=muonjax.Distribution(mesh, nnx.as_pure(shardings)),
     )
+
+
+def largest_logits(sown):
+    """{module path: [layers, batch, heads]} from what MaxText's attentions have sown."""
+    leaves = traverse_util.flatten_dict(sown, sep="/")
+    found = {path.removesuffix("/max_logits"): x for path, x in leaves.items() if path.endswith("max_logits")}
+    return {p.removesuffix("/attention_op"): jnp.stack(jax.tree.leaves(x)).max(0) for p, x in found.items()}
 
 
 def record_max_logits(attention_op):
@@ -77,7 +88,7 @@ EDITS = [  # a line of MaxText, and what replaces it
         "train_step",
         "state.apply_gradients(grads)",
         """
-        state.apply_gradients(grads, max_logits=intermediate_outputs)
+        state.apply_gradients(grads, max_logits=largest_logits(intermediate_outputs))
         """,
     ),
     (  # with gradient accumulation: the maximum over micro-batches, not their sum
@@ -98,6 +109,7 @@ for module, name, line, replacement in EDITS:  # in memory; in your own copy of 
         raise SystemExit(f"{module.__name__}.{name} has not one line {line!r}: another version of MaxText?")
     exec(source.replace(line, "; ".join(textwrap.dedent(replacement).split("\n")[1:-1])), module.__dict__)
     setattr(trainer, name, getattr(module, name))
+trainer.largest_logits = largest_logits
 record_max_logits(AttentionOp)
 
 

@@ -108,7 +108,6 @@ class Target(NamedTuple):
     groups: int  # how many groups of entries share a key head; `entries` where none do
     name: str = ""  # in a clip's state: the path of the module; the signal's where a module has several
     threshold: Any = None
-    exact: bool = False  # its site is a program's, whose statistics `value_and_grad` returns
 
 
 def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None) -> Part:

@@ -29,7 +29,7 @@ class Modules:
     """The leaves of a tree of parameters by path, and the names of the children of each module: one walk for all."""
 
     def __init__(self, params: Any):
-        self.params, self.leaves = params, flatten_paths(params)
+        self.leaves = flatten_paths(params)
         self.children: dict[str, dict[str, None]] = {}  # dictionaries as ordered sets
         self._roots: dict[str, list[str]] = {}
         for leaf in self.leaves:
@@ -56,26 +56,39 @@ class Modules:
         return found
 
 
-def as_sites(sites: Any) -> tuple[Site, ...]:
+def as_sites(call: str, sites: Any) -> tuple[Site, ...]:
     """One site or several, as a tuple; a `Program` has them."""
+    if sites is None:
+        first = "100.0" if call == "qk_clip" else "2e-3"
+        raise ValueError(
+            "it needs to know where attention is, and your function says it. These two lines make the optimizer:\n"
+            f"  program = muonjax.inspect(loss_fn, params, batch)\n  tx = muonjax.{call}({first}, program)"
+        )
     found = getattr(sites, "sites", sites)
     several = (found,) if isinstance(found, Site) else tuple(found) if isinstance(found, Iterable) else ()
     if several and all(isinstance(site, Site) for site in several):
         return several
-    threshold = (
-        f" A threshold is given by name: threshold={sites!r}." if isinstance(sites, numbers.Real) else ""
-    )
+    given = f"threshold={sites!r}" if isinstance(sites, numbers.Real) else reprlib.repr(sites)
     raise TypeError(
-        f"sites={reprlib.repr(sites)} must be a Site, such as muonjax.mha_site(), several, or what "
-        f"muonjax.inspect(loss_fn, params, batch) returns: nothing is clipped without.{threshold}"
+        f"{given} stands where it takes what muonjax.inspect(loss_fn, params, batch) returns, or sites such as "
+        "muonjax.mha_site(). Give all other settings by their names."
     )
 
 
-def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> list[Target]:
-    """Every module that the sites match, checked against the parameters, with the threshold that stands by its site."""
+def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> tuple[list[Target], set[str]]:
+    """Every module that the sites match, checked against the parameters, with the threshold that stands by its site.
+
+    Also the keys of the statistics of a program's attentions whose parameters are not all trained: they are skipped.
+    """
     targets: dict[str, Target] = {}
+    not_trained: set[str] = set()
     for site, threshold in sites:
-        for root in _matched(site, modules):
+        plain = _plain(site.path)
+        leaves = [] if plain is None else [modules.leaves.get(below(plain, s.path)) for s in site.scales]
+        if site.exact and any(leaf is None or is_masked(leaf) for leaf in leaves):
+            not_trained.add(plain or site.signal)
+            continue
+        for root in _matched(site, plain, modules):
             target = _target(site, root, modules)
             if target.signal in targets:
                 raise ValueError(
@@ -83,16 +96,27 @@ def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> list[Ta
                     "their paths, or merge their scales."
                 )
             targets[target.signal] = target._replace(threshold=threshold)
+    if not targets:
+        raise ValueError(
+            f"no attention of the program is trained here: the parameters lack {listed(sorted(not_trained), ', ')}. "
+            "Give the tree that was inspected, or take the optimizer without the clip, such as muonjax.muon."
+        )
     count = Counter(t.path for t in targets.values())
-    return [t._replace(name=t.path if count[t.path] == 1 else t.signal) for t in targets.values()]
+    return [
+        t._replace(name=t.path if count[t.path] == 1 else t.signal) for t in targets.values()
+    ], not_trained
 
 
-def _matched(site: Site, modules: Modules) -> list[str]:
+def _plain(path: str) -> str | None:
+    """The only path that this regular expression matches, perhaps escaped; None if there may be others."""
+    return re.sub(r"\\(\W)", r"\1", path) if re.fullmatch(r"(?:\w|/|\\\W)*", path) else None
+
+
+def _matched(site: Site, plain: str | None, modules: Modules) -> list[str]:
     # The child that tells a site's module from others: the submodule of the first parameter.
     anchor = site.scales[0].path.rpartition("/")[0] or site.scales[0].path
-    if re.fullmatch(r"(?:\w|/|\\\W)*", site.path):  # a plain path, perhaps escaped: no search, one look
-        path = re.sub(r"\\(\W)", r"\1", site.path)
-        matched = [path] if modules.has(below(path, anchor)) else []
+    if plain is not None:  # no search, one look
+        matched = [plain] if modules.has(below(plain, anchor)) else []
     else:
         matched = [root for root in modules.with_child(anchor) if re.fullmatch(site.path, root)]
     if matched:
@@ -136,7 +160,7 @@ def _target(site: Site, root: str, modules: Modules) -> Target:
             f"heads, and a bias has its kernel's; see the site's layout and num_heads."
         )
     signal = below(root, site.signal)
-    return Target(root, signal, tuple(parts), parts[0].layers, entries, groups, exact=site.exact)
+    return Target(root, signal, tuple(parts), parts[0].layers, entries, groups)
 
 
 def _refuse_adapters(root: str, paths: Sequence[str], modules: Modules) -> None:

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._arguments import check_range, errors_of
+from muonjax._arguments import check_choice, check_range, errors_of
 from muonjax._clipping.factors import Part, Target, clip_factor, overlap, parameter_factors, scaled_update
 from muonjax._clipping.matching import Modules, as_sites, find_targets
 from muonjax._clipping.sites import Site, Sites
-from muonjax._clipping.sites_from import find_sites
 from muonjax._clipping.statistics import match_statistics
-from muonjax._clipping.transform import check_every_k, clip
+from muonjax._clipping.transform import clip
 from muonjax._trees import is_masked
 
 _USUAL = "; Kimi K2 used 100."
@@ -58,8 +57,9 @@ def qk_clip(
     Args:
       threshold: τ, the largest pre-softmax logit allowed, after the 1/√d scale and the mask; > 0 (Kimi K2: 100). Or a
         schedule, a function of the number of clips.
-      sites: The attention modules, from `mha_site`, `mla_site`, `fused_qkv_site` or `sites_from`; None:
-        `sites_from(params)`.
+      sites: Where attention is: what `muonjax.inspect` returns. By hand, where the softmax is inside of a kernel, sites
+        from `mha_site`, `mla_site` or `fused_qkv_site`. An attention of the program whose parameters are frozen, masked
+        or not given is skipped.
       shared_keys: Where several query heads share a key head, "query" puts γ on the query and leaves the key alone;
         "balanced" gives the key √ of the group's smallest γ and the queries the rest; "group" scales the whole group
         as its hottest head. Only the first leaves the calm heads of a group alone (docs/qk_clip.md).
@@ -67,19 +67,19 @@ def qk_clip(
       axis_name: Mesh axes to take the maximum over, inside `shard_map` or `pmap`. `jit` on a mesh needs none.
 
     Returns:
-      A transformation whose `update` needs `params` and `max_logits`, which are Linen's "intermediates", the State of
-      `nnx.capture`, or a dict `{module path: [*layers, *batch, heads]}`. Its state is a `QKClipState`.
+      A transformation whose `update` needs `params` and `max_logits`, a dict `{module path: [*layers, *batch, heads]}`
+      as `muonjax.value_and_grad` returns it. Its state is a `QKClipState`.
 
     Raises:
-      ValueError: Settings out of range; while tracing: a site that matches nothing, or a module that is frozen, adapted
-        or normalised; statistics without a site or the reverse; shapes that do not fit; missing arguments.
-      TypeError: `sites` or `every_k` of another type.
+      ValueError: No sites, or settings out of range; while tracing: a site by hand that matches nothing, or a module
+        that is frozen, adapted or normalized; statistics without a site or the reverse; shapes that do not fit.
+      TypeError: A setting or a statistic of another type.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax
       >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
       >>> tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(100.0, muonjax.mha_site()))
-      >>> statistics = {"attention": {"max_logits": jnp.array([400.0, 50.0])}}
+      >>> statistics = {"attention": jnp.array([400.0, 50.0])}
       >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
       >>> optax.apply_updates(params, updates)["attention"]["query"]["kernel"][0, :, 0]
       Array([0.5, 1. ], dtype=float32)
@@ -87,16 +87,28 @@ def qk_clip(
     Source: Kimi Team, "Kimi K2", 2025, section 2.1, Algorithm 1; J. Su, kexue.fm/archives/11126 (whose
     translation in circulation prints Q·γ and K·γ: that clips twice).
     """
-    check_range("qk_clip", "threshold", threshold, "positive", _USUAL, schedule=True)
-    with errors_of("qk_clip"):
-        check_every_k(every_k)
-        _check_shared_keys(shared_keys)
-        given = None if sites is None else as_sites(sites)
+    return clip_logits("qk_clip", threshold, sites, shared_keys, every_k, axis_name)
 
-    def find(modules: Modules) -> list[Target]:
-        return _find(modules, find_sites(modules) if given is None else given, shared_keys, threshold)
 
-    return clip("qk_clip", "max_logits", find, every_k, axis_name)
+def clip_logits(
+    call: str,
+    threshold: optax.ScalarOrSchedule,
+    sites: Sites | None,
+    shared_keys: SharedKeys,
+    every_k: int | None,
+    axis_name: str | tuple[str, ...] | None,
+) -> optax.GradientTransformationExtraArgs:
+    """`qk_clip`, of the public function `call`."""
+    check_range(call, "threshold", threshold, "positive and finite", _USUAL, schedule=True)
+    check_choice(call, "shared_keys", shared_keys, tuple(SHARED_KEYS))
+    with errors_of(call):
+        given = as_sites(call, sites)
+    every_k = (
+        1 if every_k is None else every_k
+    )  # inject_hyperparams makes an array of a default that is a number
+    return clip(
+        call, "max_logits", lambda modules: _find(modules, given, shared_keys, threshold), every_k, axis_name
+    )
 
 
 def apply_qk_clip(
@@ -132,12 +144,12 @@ def apply_qk_clip(
 
     Source: as `qk_clip`.
     """
-    check_range("apply_qk_clip", "threshold", threshold, "positive", _USUAL)
+    check_range("apply_qk_clip", "threshold", threshold, "positive and finite", _USUAL)
+    check_choice("apply_qk_clip", "shared_keys", shared_keys, tuple(SHARED_KEYS))
     with errors_of("apply_qk_clip"):
-        _check_shared_keys(shared_keys)
         modules = Modules(params)
-        targets = _find(modules, as_sites(sites), shared_keys, threshold)
-        statistics = match_statistics("max_logits", max_logits, targets)
+        targets, not_trained = _find(modules, as_sites("apply_qk_clip", sites), shared_keys, threshold)
+        statistics = match_statistics("max_logits", max_logits, targets, not_trained)
     gammas = {name: clip_factor(s, threshold) for name, s in statistics.items()}
     factors = parameter_factors(targets, gammas)
     treedef = jax.tree.structure(params, is_leaf=is_masked)
@@ -147,9 +159,11 @@ def apply_qk_clip(
     )
 
 
-def _find(modules: Modules, sites: Sequence[Site], shared_keys: SharedKeys, threshold: Any) -> list[Target]:
-    """The attention modules, with the powers that this clip gives to their queries and keys."""
-    found = find_targets(modules, [(site, threshold) for site in sites])
+def _find(
+    modules: Modules, sites: Sequence[Site], shared_keys: SharedKeys, threshold: Any
+) -> tuple[list[Target], set[str]]:
+    """The attention modules, with the powers that this clip gives to their queries and keys; those not trained."""
+    found, not_trained = find_targets(modules, [(site, threshold) for site in sites])
     targets = [_with_powers(target, shared_keys) for target in found]
     scaled: dict[str, list[tuple[int, Part]]] = {}
     for i, target in enumerate(targets):
@@ -157,11 +171,11 @@ def _find(modules: Modules, sites: Sequence[Site], shared_keys: SharedKeys, thre
             others = scaled.setdefault(part.path, [])
             if any(i != j and overlap(part, other) for j, other in others):
                 raise ValueError(
-                    f"two sites of {target.path!r} scale {part.path!r}, which would be clipped twice; let their "
-                    f"attentions sow one statistic, the larger of both."
+                    f"two sites of {target.path!r} scale {part.path!r}, which would be clipped twice; give one site "
+                    f"both, and the larger statistic."
                 )
             others.append((i, part))
-    return targets
+    return targets, not_trained
 
 
 def _with_powers(target: Target, shared_keys: SharedKeys) -> Target:
@@ -189,8 +203,3 @@ def _with_powers(target: Target, shared_keys: SharedKeys) -> Target:
         return part._replace(scale=dataclasses.replace(part.scale, power=own, group_power=shared))
 
     return target._replace(parts=tuple(map(with_powers, target.parts)))
-
-
-def _check_shared_keys(shared_keys: str) -> None:
-    if shared_keys not in SHARED_KEYS:
-        raise ValueError(f"shared_keys={shared_keys!r} is unknown; use one of {', '.join(SHARED_KEYS)}.")

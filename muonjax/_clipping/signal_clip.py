@@ -10,7 +10,7 @@ from muonjax._arguments import check_range, errors_of
 from muonjax._clipping.factors import Target
 from muonjax._clipping.matching import Modules, find_targets
 from muonjax._clipping.sites import Site
-from muonjax._clipping.transform import check_every_k, clip
+from muonjax._clipping.transform import clip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SignalRule:
     products: tuple[tuple[str, ...], ...] | None = None
 
     def __post_init__(self):
-        check_range("SignalRule", "threshold", self.threshold, "positive", ".", schedule=True)
+        check_range("SignalRule", "threshold", self.threshold, "positive and finite", ".", schedule=True)
         with errors_of("SignalRule"):
             self._check_powers()
 
@@ -88,8 +88,8 @@ def signal_clip(
       axis_name: As in `qk_clip`.
 
     Returns:
-      A transformation whose `update` needs `params` and `signals`, a tree of statistics as `qk_clip` takes
-      it. Its state is a `QKClipState`, with dictionaries by the statistics' paths.
+      A transformation whose `update` needs `params` and `signals`, a dict {module path: signal}, by the path of the
+      signal where a module has several. Its state is a `QKClipState` with the same keys.
 
     Raises:
       ValueError: As `qk_clip`.
@@ -112,19 +112,18 @@ def signal_clip(
     Source: J. Su, kexue.fm/archives/11126, last part.
     """
     with errors_of("signal_clip"):
-        check_every_k(every_k)
         rules = (rules,) if isinstance(rules, SignalRule) else tuple(rules)
         if not rules or not all(isinstance(rule, SignalRule) for rule in rules):
             raise TypeError(f"rules={rules!r} must be a SignalRule or several.")
 
-    def find(modules: Modules) -> list[Target]:
-        targets = find_targets(modules, [(rule.site, rule.threshold) for rule in rules])
+    def find(modules: Modules) -> tuple[list[Target], set[str]]:
+        targets, not_trained = find_targets(modules, [(rule.site, rule.threshold) for rule in rules])
         for target in targets:
             if shared := [p.path for p in target.parts if p.scale.power and p.entries != target.entries]:
                 raise ValueError(
                     f"several entries of {target.signal!r} share {shared}, which can't take the γ of one of them; give "
                     f"it a group_power, or power=0."
                 )
-        return [target._replace(name=target.signal) for target in targets]
+        return targets, not_trained
 
     return clip("signal_clip", "signals", find, every_k, axis_name)

@@ -21,7 +21,7 @@ QK_NORMS = (*_KEY_NORMS, rf"_?(q|query)_?{_NORM}", rf"_?{_NORM}_?(q|query)")
 class Site:
     """Modules whose weights a clip scales, the parameters that it scales there, and the signal that it goes by.
 
-    Make one with `mha_site`, `mla_site`, `fused_qkv_site` or `sites_from`; by hand for an attention of another kind.
+    Make one with `mha_site`, `mla_site` or `fused_qkv_site`; by hand for an attention of another kind.
 
     Attributes:
       path: Regular expression that matches the whole "/"-joined path of the modules.
@@ -118,8 +118,8 @@ def mha_site(
       ['query/kernel', 'query/bias', 'key/kernel', 'key/bias']
     """
     with errors_of("mha_site"):
-        num_heads = None if num_heads is None else static_integer("num_heads", num_heads)
-        num_kv_heads = num_heads if num_kv_heads is None else static_integer("num_kv_heads", num_kv_heads)
+        num_heads = None if num_heads is None else _size("num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else _size("num_kv_heads", num_kv_heads)
         kernel = _kernel(layout, ("hd",), num_heads, num_kv_heads)
         scan_axes = _axes(scan_axis)
     queries = _projection(query, *kernel, entries=num_heads, factor="query")
@@ -170,12 +170,8 @@ def mla_site(
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
     with errors_of("mla_site"):
-        num_heads = None if num_heads is None else static_integer("num_heads", num_heads)
-        nope, scan_axes = static_integer("nope", nope), _axes(scan_axis)
-        if nope < 1:
-            raise ValueError(
-                f"nope={nope} must be at least 1: the number of a head's features without position."
-            )
+        num_heads = None if num_heads is None else _size("num_heads", num_heads)
+        nope, scan_axes = _size("nope", nope), _axes(scan_axis)
         kernel = _kernel(layout, ("hd",), num_heads, num_heads)
     scales = (
         *_projection(query, *kernel, entries=num_heads, span=(0, nope), factor="query"),
@@ -224,8 +220,8 @@ def fused_qkv_site(
       [('qkv/kernel', 0, 512, 8), ('qkv/kernel', 512, 128, 2)]
     """
     with errors_of("fused_qkv_site"):
-        num_heads, head_dim = static_integer("num_heads", num_heads), static_integer("head_dim", head_dim)
-        num_kv_heads = num_heads if num_kv_heads is None else static_integer("num_kv_heads", num_kv_heads)
+        num_heads, head_dim = _size("num_heads", num_heads), _size("head_dim", head_dim)
+        num_kv_heads = num_heads if num_kv_heads is None else _size("num_kv_heads", num_kv_heads)
         scan_axes = _axes(scan_axis)
         kernel = _kernel(layout, ("3hd", "h3d"), num_heads, num_kv_heads)
         by_head = layout.index("h") < layout.index("3")
@@ -267,13 +263,20 @@ def _kernel(
         )
     if heads is None and ["h"] not in parts:
         raise ValueError(f"layout={layout!r} has its heads in a merged axis: give num_heads.")
-    if heads is not None and (heads < 1 or kv_heads is None or kv_heads < 1 or heads % kv_heads):
+    if heads is not None and (kv_heads is None or heads % kv_heads):
         raise ValueError(
             f"num_heads={heads}, num_kv_heads={kv_heads}: the first must be a multiple of the second."
         )
     if heads is None and kv_heads is not None:
         raise ValueError(f"num_kv_heads={kv_heads}: give num_heads too, or neither.")
     return len(parts), tuple(i - len(parts) for i, p in enumerate(parts) if p != ["i"])
+
+
+def _size(name: str, value: Any) -> int:
+    value = static_integer(name, value)
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1.")
+    return value
 
 
 def _axes(scan_axis: Any) -> tuple[int, ...] | None:

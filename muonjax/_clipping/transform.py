@@ -1,6 +1,6 @@
 """The transformation that `qk_clip` and `signal_clip` share: scale the weights whose signal exceeds its threshold."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from muonjax._arguments import check_order, errors_of, is_whole, other_state, wa
 from muonjax._clipping.factors import Target, clip_factor, parameter_factors, scaled_update
 from muonjax._clipping.largest import larger, largest_of_devices
 from muonjax._clipping.matching import Modules
-from muonjax._clipping.statistics import match_statistics, reporting_advice
+from muonjax._clipping.statistics import match_statistics
 from muonjax._explicit_axes import sharded_like, zero_beside
 from muonjax._trees import flatten_paths, is_masked, unboxed
 
@@ -19,7 +19,7 @@ from muonjax._trees import flatten_paths, is_masked, unboxed
 class QKClipState(NamedTuple):
     """The state of `qk_clip` and `signal_clip`; `muonjax.metrics` flattens it for a log.
 
-    The keys of the dictionaries are the paths of the modules (`qk_clip`) or of the signals (`signal_clip`); their
+    The keys of the dictionaries are the paths of the modules, or of the signals where a module has several; their
     arrays are [*layers, heads].
 
     Attributes:
@@ -60,7 +60,7 @@ class QKClipState(NamedTuple):
 def clip(
     call: str,
     argument: str,
-    find: Callable[[Modules], Sequence[Target]],
+    find: Callable[[Modules], tuple[Sequence[Target], Collection[str]]],
     every_k: int,
     axis_name: str | tuple[str, ...] | None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -69,10 +69,13 @@ def clip(
     Args:
       call: The public function, for errors.
       argument: The name of the argument with the statistics in `update`.
-      find: The modules, with their thresholds.
+      find: The modules, with their thresholds, and the keys of statistics of modules that are not trained.
       every_k: As in `qk_clip`.
       axis_name: As in `qk_clip`.
     """
+    with errors_of(call):
+        _check_every_k(every_k)
+        _check_axis_name(axis_name)
 
     def init(params: optax.Params) -> QKClipState:
         # To find the parts of a state that are like parameters, Optax calls `init` with a placeholder without leaves.
@@ -81,7 +84,7 @@ def clip(
             return QKClipState(jnp.zeros([], jnp.int32), *(jnp.zeros([]) for _ in range(4)))  # pyright: ignore
         with errors_of(call):
             modules = Modules(params)
-            targets = find(modules)
+            targets, _ = find(modules)
         _warn_of_low_precision(call, targets, modules)
         zeros = {t.name: zero_beside(modules.leaves[t.parts[0].path]) for t in targets}
 
@@ -102,16 +105,13 @@ def clip(
         check_order(call, updates, state, params)
         if not hasattr(state, "factors"):
             raise ValueError(other_state(call, state))
-        usage = f"tx.update(grads, state, params, {argument}=...)"
         with errors_of(call):
-            if params is None:
-                raise ValueError(f"it scales weights, so it needs them: call {usage}.")
-            if extra_args.get(argument) is None:
-                raise ValueError(f"needs this step's statistics: {usage}. {reporting_advice(argument)}")
+            if params is None or extra_args.get(argument) is None:
+                raise ValueError(_missing(argument, "params" if params is None else argument))
             modules = Modules(params)
-            targets = find(modules)
+            targets, not_trained = find(modules)
             _check_state(state, targets, every_k)
-            maxima = match_statistics(argument, extra_args[argument], targets)
+            maxima = match_statistics(argument, extra_args[argument], targets, not_trained)
         if axis_name is not None:
             # Replicas that clip by their own maxima would diverge.
             maxima = {name: largest_of_devices(s, axis_name) for name, s in maxima.items()}
@@ -191,8 +191,17 @@ def _shapes(targets: Sequence[Target]) -> dict[str, tuple[int, ...]]:
     return {t.name: (*t.layers, t.entries) for t in targets}
 
 
-def check_every_k(every_k: Any) -> None:
-    """Raise unless it is a positive whole number, Python's or NumPy's."""
+def _missing(argument: str, missing: str) -> str:
+    usage = f"tx.update(grads, state, params, {argument}={argument})"
+    if argument != "max_logits" or missing != argument:
+        return f"update needs {missing}: call {usage}."
+    return (
+        "update needs max_logits: (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(params, batch), then\n"
+        f"{usage}. Linen's TrainState that passes it on is muonjax.linen.TrainState."
+    )
+
+
+def _check_every_k(every_k: Any) -> None:
     if not is_whole(every_k):
         raise TypeError(
             f"every_k={every_k!r} must be a Python int. optax.inject_hyperparams makes arrays of numbers, but not with "
@@ -200,3 +209,11 @@ def check_every_k(every_k: Any) -> None:
         )
     if every_k < 1:
         raise ValueError(f"every_k={every_k} must be at least 1.")
+
+
+def _check_axis_name(axis_name: Any) -> None:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if axis_name is not None and not (names and all(isinstance(name, str) and name for name in names)):
+        raise TypeError(
+            f"axis_name={axis_name!r} must be the name of a mesh axis, as 'data', or a tuple of names."
+        )

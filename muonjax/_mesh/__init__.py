@@ -1,4 +1,4 @@
-"""Orthogonalization of sharded parameters: layout, owners, all-to-all exchange, and what it costs.
+"""Orthogonalization of sharded parameters: layout, owners and all-to-all exchange.
 
 In the order in which to read it: `layout` says how a device stores matrices, in units that have one owner; `assignment`
 and `rounds` say which owner gets which units, and in which exchange; `exchange` packs, sends and unpacks them;

@@ -1,4 +1,4 @@
-"""What a function of one matrix costs, read off its jaxpr: the plan of a mesh weighs matrices by it."""
+"""What a function of one matrix costs, read off its jaxpr: owners are assigned by it."""
 
 import math
 from collections.abc import Callable
@@ -16,13 +16,11 @@ class Work(NamedTuple):
     Attributes:
       flops: two per multiply-add, of matrix products alone.
       sent: bytes a device sends, in sums and gathers over mesh axes.
-      collectives: how many of these there are.
       seconds: that the products take, at `flops_a_second`.
     """
 
     flops: float = 0.0
     sent: float = 0.0
-    collectives: int = 0
     seconds: float = 0.0
 
     def __add__(self, other: tuple) -> "Work":
@@ -30,7 +28,7 @@ class Work(NamedTuple):
 
     def times(self, count: int) -> "Work":
         """`count` times as much."""
-        return Work(self.flops * count, self.sent * count, self.collectives * count, self.seconds * count)
+        return Work(*(a * count for a in self))
 
 
 def count_work(f: Callable[..., Any], *arrays: Any, axis_sizes: dict[str, int] | None = None) -> Work:
@@ -58,9 +56,9 @@ def _count(jaxpr: Jaxpr | ClosedJaxpr, sizes: dict[str, int]) -> Work:
             total += Work(flops=flops, seconds=flops / flops_a_second(given[0].dtype))
         elif name in ("psum", "psum_invariant", "pmax"):
             devices = math.prod(sizes[axis] for axis in parameters["axes"])
-            total += Work(sent=2.0 * _bytes(given) * (devices - 1) / devices, collectives=1)
+            total += Work(sent=2.0 * _bytes(given) * (devices - 1) / devices)
         elif name == "all_gather":
-            total += Work(sent=1.0 * _bytes(given) * (parameters["axis_size"] - 1), collectives=1)
+            total += Work(sent=1.0 * _bytes(given) * (parameters["axis_size"] - 1))
         elif name == "cond":
             total += max((_count(branch, sizes) for branch in parameters["branches"]), default=Work())
         else:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from muonjax._arguments import warn_user, whole_number
-from muonjax._mesh.assignment import MODES, Mode
+from muonjax._arguments import warn_user
 from muonjax._mesh.layout import Axes, size_of
 from muonjax._trees import broadcast_prefix
 
@@ -19,22 +18,16 @@ from muonjax._trees import broadcast_prefix
 class Distribution:
     """How parameters are sharded over a mesh: a value, hashable, never part of an optimizer's state.
 
+    How matrices are divided among the devices follows from it: each belongs to one device, or, where these are fewer
+    than the devices, to several that share its work.
+
     Args:
-      mesh: A `jax.sharding.Mesh`; or an `AbstractMesh`, for `muonjax.plan` without devices, or for use where the arrays
-        or `jax.set_mesh` have a mesh of its shape.
+      mesh: A `jax.sharding.Mesh`.
       param_specs: A tree of `PartitionSpec`s, or of `NamedSharding`s, like the parameters or a prefix of them;
         None in it is a replicated leaf.
-      axes: The mesh axes along which replicas divide the work; None: all. Along an axis that is not named here,
-        devices that store the same matrices repeat the same work, and nothing is gathered.
-      mode: "owner" gives each matrix to one device; "tensor_parallel" leaves it on all devices that store it,
-        which divide its work; "hybrid" does one along some mesh axes and the other along the rest; "auto"
-        takes the one that `muonjax.plan` finds cheapest, separately for leaves that are sharded over different mesh
-        axes.
-      chunks: Number of all-to-all rounds, at least 1; with two or more, XLA can overlap the exchange of one with the
-        work on another.
 
     Raises:
-      ValueError, TypeError: On construction: a mode or an axis that does not exist, or what is no spec.
+      ValueError, TypeError: On construction: no mesh, an axis that the mesh lacks, or what is no spec.
 
     Example:
       >>> import jax, muonjax
@@ -44,27 +37,16 @@ class Distribution:
       >>> tx = muonjax.muon(1e-3, distribution=distribution)
     """
 
-    mesh: Mesh | AbstractMesh
+    mesh: Mesh
     param_specs: Any
-    axes: Axes | None = dataclasses.field(default=None, kw_only=True)
-    mode: Mode = dataclasses.field(default="auto", kw_only=True)
-    chunks: int = dataclasses.field(default=1, kw_only=True)
 
     def __post_init__(self):
         call = "Distribution"
-        if not isinstance(self.mesh, (Mesh, AbstractMesh)):
+        if not isinstance(self.mesh, Mesh):
             raise TypeError(
                 f"{call}(mesh={self.mesh!r}) needs a jax.sharding.Mesh, such as jax.make_mesh(...)."
             )
         names = tuple(self.mesh.axis_names)
-        if self.axes is not None:
-            axes = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
-            object.__setattr__(self, "axes", axes)
-            if unknown := [axis for axis in axes if axis not in names]:
-                raise ValueError(f"{call}(axes={axes!r}): the mesh has no axis {unknown[0]!r}, only {names}.")
-        if self.mode not in MODES:
-            raise ValueError(f"{call}(mode={self.mode!r}) is unknown; choose one of {MODES}.")
-        object.__setattr__(self, "chunks", whole_number(call, "chunks", self.chunks, 1, ", at least 1."))
         for path, spec in jax.tree_util.tree_leaves_with_path(self.param_specs, is_leaf=_is_spec):
             where = f"{call}(param_specs=...) at {jax.tree_util.keystr(path) or 'its root'}"
             if not _is_spec(spec):
@@ -81,7 +63,7 @@ class Distribution:
     @functools.cached_property
     def _value(self) -> tuple:
         specs, treedef = jax.tree.flatten(self.param_specs, is_leaf=_is_spec)
-        return self.mesh, tuple(map(_mesh_axes, specs)), treedef, self.axes, self.mode, self.chunks
+        return self.mesh, tuple(map(_mesh_axes, specs)), treedef
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Distribution) and self._value == other._value
@@ -142,32 +124,16 @@ def check_distribution(distribution: Any, *, call: str) -> None:
         )
 
 
-def distribution_of(params: Any, *, call: str) -> Distribution:
-    """The Distribution that arrays, or `jax.ShapeDtypeStruct`s with a sharding, say by themselves."""
-
-    def sharding(x: Any) -> NamedSharding | None:
-        found = getattr(x, "sharding", None)
-        return found if isinstance(found, NamedSharding) else None
-
-    specs = jax.tree.map(sharding, params)
-    meshes = {spec.mesh for spec in jax.tree.leaves(specs)}
-    if len(meshes) != 1:
-        raise ValueError(
-            f"{call}(params) finds {len(meshes)} meshes under the parameters; give it the distribution."
-        )
-    return Distribution(meshes.pop(), specs)
-
-
 class OnMesh(NamedTuple):
-    """A mesh with its settings, and how the chosen leaves are sharded over it.
+    """A mesh, and how the chosen leaves are sharded over it.
 
     Attributes:
-      distribution: Without its `param_specs`.
+      mesh: With devices, or that of the leaves' own types.
       specs: Of each chosen leaf.
       explicit: Whether the leaves' own types say it, and not the user.
     """
 
-    distribution: Distribution
+    mesh: Mesh | AbstractMesh
     specs: tuple[Any, ...]
     explicit: bool
 
@@ -182,13 +148,12 @@ def find_mesh(
     leaves = jax.tree.leaves(tree)
     if distribution is not None:
         specs = spread_specs(distribution.param_specs, tree, call=call)
-        own = dataclasses.replace(distribution, param_specs=None)
-        return OnMesh(own, tuple(specs[i] for i in chosen), explicit=False)
+        return OnMesh(distribution.mesh, tuple(specs[i] for i in chosen), explicit=False)
     shardings = [jax.typeof(leaves[i]).sharding for i in chosen]
     # An array that was made under no mesh at all has a mesh without axes.
     for mesh in dict.fromkeys(s.mesh for s in shardings):
         if AxisType.Explicit in mesh.axis_types:
-            return OnMesh(Distribution(mesh, None), tuple(s.spec for s in shardings), explicit=True)
+            return OnMesh(mesh, tuple(s.spec for s in shardings), explicit=True)
         if mesh.size > 1 and AxisType.Manual not in mesh.axis_types:
             _warn_of(mesh, call)
     return None

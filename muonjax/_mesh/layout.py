@@ -122,15 +122,12 @@ def unit_axes(view: MatrixView) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(i for i in range(len(view.leaf_shape)) if i not in own), tuple(sorted(own))
 
 
-def leaf_layout(
-    leaf: ShardedLeaf, mesh_shape: Mapping[str, int], replica_axes: Axes = (), tensor: Axes = ()
-) -> LeafLayout:
+def leaf_layout(leaf: ShardedLeaf, mesh_shape: Mapping[str, int], tensor: Axes = ()) -> LeafLayout:
     """How a leaf is exchanged if its matrices stay sharded over the mesh axes `tensor`; if they can't, over none.
 
     Args:
       leaf: Its view and its sharding.
       mesh_shape: Sizes of the mesh's axes.
-      replica_axes: Mesh axes over which replicas divide the work.
       tensor: Mesh axes over which a matrix has several owners; those that don't shard the leaf's matrices are ignored.
     """
     view = leaf.view
@@ -142,7 +139,7 @@ def leaf_layout(
     tensor = tuple(axis for axis in tensor if axis in of_matrix)
     if view.cut in own and any(axis in tensor for axis in sharding[view.cut]):
         # It would divide the fused matrices among devices, and not each of them.
-        return leaf_layout(leaf, mesh_shape, replica_axes)
+        return leaf_layout(leaf, mesh_shape)
 
     tall = view.fan_in > view.fan_out
     longer = _leaf_axes(view, view.reduction_axes if tall else view.output_axes)
@@ -151,7 +148,7 @@ def leaf_layout(
     num_shares = math.prod(mesh_shape[axis] for axis in tensor if axis in exchange)
     divisible = [i for i in sorted(longer) if i != view.cut and local[i] % num_shares == 0]
     if not divisible and num_shares > 1:
-        return leaf_layout(leaf, mesh_shape, replica_axes)
+        return leaf_layout(leaf, mesh_shape)
     split = max(divisible, key=local.__getitem__, default=own[0])
 
     gathered = tuple(tuple(axis for axis in sharding[i] if axis in exchange) for i in own)
@@ -160,12 +157,8 @@ def leaf_layout(
     unit = UnitLayout(
         _unit_view(view, sizes), tall, tuple(local[i] for i in own), gathered, own.index(split), num_shares
     )
-    stored_once = of_matrix | of_batch
-    replicas = tuple(
-        axis
-        for axis, size in mesh_shape.items()
-        if axis in replica_axes and size > 1 and axis not in stored_once
-    )
+    sharded = of_matrix | of_batch
+    replicas = tuple(axis for axis, size in mesh_shape.items() if size > 1 and axis not in sharded)
     group = ExchangeGroup(exchange, replicas, tensor, leaf.dtype)
     return LeafLayout(group, unit, math.prod(local[i] for i in batch))
 

@@ -29,7 +29,8 @@ class _Loop(NamedTuple):
       batch: Number of units in a step, which are of one layout.
       offsets: [owners, steps], where each batch starts in the buffer.
       layout_index: [owners, steps], of each batch's layout in `layouts`.
-      length: [owners], number of steps.
+      length: [owners], number of steps: equal where owners sum over mesh axes, and those that have finished read past
+        the end of the buffer.
     """
 
     layouts: tuple[UnitLayout, ...]
@@ -43,14 +44,6 @@ class _Loop(NamedTuple):
         """Columns of the buffer that a batch takes: shares of one shape, from as many devices, are equal."""
         return self.batch * self.layouts[0].share_size
 
-    def in_step(self, idle_offset: int) -> "_Loop":
-        """The same number of steps on all owners; those that have finished read at `idle_offset`."""
-        busy = np.arange(self.offsets.shape[1]) < self.length[:, None]
-        return self._replace(
-            offsets=np.where(busy, self.offsets, idle_offset),
-            length=np.full_like(self.length, self.length.max()),
-        )
-
 
 def apply_to_owned(
     f: Function, buffer: jax.Array, round_: Round, mesh_shape: Mapping[str, int], policy: Policy
@@ -59,9 +52,7 @@ def apply_to_owned(
     group, size = round_.group, buffer.shape[1]
     owner = jax.lax.axis_index(group.owner_axes) if group.owner_axes else 0
     loops = _loops(round_, policy)
-    if group.tensor:
-        # Owners that sum over mesh axes need equally many steps; one that has finished works on zeros past the end.
-        loops = [loop.in_step(size) for loop in loops]
+    if group.tensor:  # one that has finished works on zeros past the end
         buffer = jnp.pad(buffer, ((0, 0), (0, max(loop.width for loop in loops))))
 
     def own(table: np.ndarray) -> Any:
@@ -100,11 +91,13 @@ def _loops(round_: Round, policy: Policy) -> list[_Loop]:
         # Units of one layout follow each other in the buffer, as `rounds` puts them, so no batch has two layouts.
         batch = 1 if policy.is_cpu else policy.chunk_size(common, shape[1:])
         length = np.array([len(row) // batch for row in rows])
-        offsets = np.zeros((len(rows), length.max()), np.int32)
+        offsets = np.full((len(rows), length.max()), round_.size if round_.group.tensor else 0, np.int32)
         layout_index = np.zeros_like(offsets)
         for owner, row in enumerate(rows):
             offsets[owner, : length[owner]] = [offset for offset, _ in row[::batch]]
             layout_index[owner, : length[owner]] = [layouts.index(layout) for _, layout in row[::batch]]
+        if round_.group.tensor:
+            length[:] = length.max()
         loops.append(_Loop(layouts, batch, offsets, layout_index, length))
     return loops
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._mesh.layout import ExchangeGroup, LeafLayout, UnitLayout
+from muonjax._mesh.layout import ExchangeGroup, LeafLayout, UnitLayout, size_of
 
 # Elements that one device sends to one owner in a round, at most: half of what an index of 32 bits reaches, for rounds
 # are cut between matrices.
@@ -54,14 +54,22 @@ class Round(NamedTuple):
         """
         return 2 * sum(self.sizes(replicas)) < replicas * self.size
 
+    def sent(self, mesh_shape: Mapping[str, int]) -> float:
+        """Bytes that one device sends: to the owners, back, and to the other replicas."""
+        replicas = size_of(mesh_shape, self.group.replicas)
+        exchanged = size_of(mesh_shape, self.group.exchange)
+        row = exchanged * self.group.dtype.itemsize
+        both_ways = 2.0 * row * self.size * (exchanged - 1) / exchanged
+        if self.sums(replicas):
+            return both_ways + 2.0 * row * sum(self.sizes(replicas)) * (replicas - 1) / replicas
+        return both_ways + 1.0 * row * self.size * (replicas - 1)
+
 
 def _size(owned: Sequence[OwnedUnits]) -> int:
     return sum(units.count * units.layout.share_size for units in owned)
 
 
-def make_rounds(
-    layouts: Sequence[LeafLayout], counts: Mapping[Kind, np.ndarray], chunks: int
-) -> tuple[Round, ...]:
+def make_rounds(layouts: Sequence[LeafLayout], counts: Mapping[Kind, np.ndarray]) -> tuple[Round, ...]:
     """Which units go to which owner: units of a kind are interchangeable, so each owner gets consecutive ones."""
     queues: dict[Kind, list[tuple[int, int]]] = collections.defaultdict(list)
     for leaf, (group, unit, num_units) in enumerate(layouts):
@@ -76,7 +84,7 @@ def make_rounds(
     rounds = []
     for group, lists in owned.items():
         largest = max(sum(layout.share_size for layout, _, _ in units) for units in lists)
-        count = max(chunks, -(-largest // _LARGEST))
+        count = max(1, -(-largest // _LARGEST))
         for i in range(count):
             cut = [units[len(units) * i // count : len(units) * (i + 1) // count] for units in lists]
             rounds.append(Round(group, tuple(map(_consecutive, cut))))

@@ -42,7 +42,8 @@ def map_on_mesh(
     """
     if not leaves:
         return []
-    mesh = _mesh_with_devices(on_mesh.distribution.mesh, leaves, call)
+    mesh = on_mesh.mesh
+    _check_mesh(mesh, leaves, call)
     if on_mesh.explicit and mesh.size == 1:
         specs = on_mesh.specs
 
@@ -87,32 +88,16 @@ def assign(
         axis_name = ("columns",) if devices > 1 else ()
         return count_work(lambda x: f(x, axis_name), x, axis_sizes={"columns": devices})
 
-    d = on_mesh.distribution
-    mesh_shape = dict(d.mesh.shape)
+    mesh_shape = dict(on_mesh.mesh.shape)
     sharded = [
         ShardedLeaf(view, even_sharding(leaf.shape, spec, mesh_shape), jnp.dtype(dtype))
         for leaf, view, spec, dtype in zip(leaves, views, on_mesh.specs, dtypes, strict=True)
     ]
-    axes = tuple(d.mesh.axis_names) if d.axes is None else d.axes
-    return assign_owners(sharded, mesh_shape, axes=axes, mode=d.mode, chunks=d.chunks, cost=cost)
+    return assign_owners(sharded, mesh_shape, cost)
 
 
-def _mesh_with_devices(
-    mesh: Mesh | AbstractMesh, leaves: Sequence[jax.Array], call: str
-) -> Mesh | AbstractMesh:
-    """The mesh; for one without devices of its own, the mesh of its shape that is set, or that the leaves are on."""
-    found = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
-    if isinstance(mesh, AbstractMesh):
-        here = [jax.sharding.get_abstract_mesh(), *found]
-        same = [m for m in here if (m.axis_names, m.axis_sizes) == (mesh.axis_names, mesh.axis_sizes)]
-        if not same:
-            raise ValueError(
-                f"{call}: the Distribution's AbstractMesh {dict(mesh.shape)} has no devices of its own, and no mesh of "
-                f"that shape is set (here are {jax.device_count()} devices). Give the Distribution a "
-                "jax.make_mesh(...), or call it under jax.set_mesh of that shape."
-            )
-        mesh = same[0]
-    for other in found:
+def _check_mesh(mesh: Mesh | AbstractMesh, leaves: Sequence[jax.Array], call: str) -> None:
+    for other in [jax.typeof(leaf).sharding.mesh for leaf in leaves]:
         if other.size > 1 and AxisType.Manual in other.axis_types:
             raise ValueError(
                 f"{call}(distribution=...) runs its own shard_map, and can't run inside of another; call it outside."
@@ -122,4 +107,3 @@ def _mesh_with_devices(
                 f"{call}: the Distribution's mesh {dict(mesh.shape)} has {mesh.size} devices, but the arrays are on "
                 f"{other.size}, {dict(other.shape)}; make the Distribution with the mesh of the parameters."
             )
-    return mesh

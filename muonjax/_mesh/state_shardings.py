@@ -10,7 +10,6 @@ from jax.tree_util import GetAttrKey
 from muonjax._mesh.distribution import (
     Distribution,
     check_distribution,
-    distribution_of,
     even_sharding,
     partition_spec,
     spread_specs,
@@ -60,9 +59,10 @@ def state_shardings(
         )
     check_distribution(distribution, call="state_shardings")
     if distribution is None:
-        distribution = distribution_of(params, call="state_shardings")
-    specs = spread_specs(distribution.param_specs, params, call="state_shardings")
-    mesh, mesh_shape = distribution.mesh, dict(distribution.mesh.shape)
+        mesh, found = _sharding_of(params)
+    else:
+        mesh, found = distribution.mesh, distribution.param_specs
+    specs, mesh_shape = spread_specs(found, params, call="state_shardings"), dict(mesh.shape)
 
     of_params = {
         path: (leaf.shape, spec)
@@ -85,3 +85,19 @@ def state_shardings(
         return NamedSharding(mesh, explicit or PartitionSpec())
 
     return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(tx.init, params))
+
+
+def _sharding_of(params: Any) -> tuple[Any, Any]:
+    """The mesh and the shardings that arrays, or `jax.ShapeDtypeStruct`s with a sharding, say by themselves."""
+
+    def sharding(x: Any) -> NamedSharding | None:
+        found = getattr(x, "sharding", None)
+        return found if isinstance(found, NamedSharding) else None
+
+    specs = jax.tree.map(sharding, params)
+    meshes = {spec.mesh for spec in jax.tree.leaves(specs)}
+    if len(meshes) != 1:
+        raise ValueError(
+            f"state_shardings(params) finds {len(meshes)} meshes under the parameters; give it the distribution."
+        )
+    return meshes.pop(), specs

@@ -42,7 +42,7 @@ def metrics(state: Any) -> dict[str, Any]:
     Example:
       >>> import jax.numpy as jnp, muonjax
       >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
-      >>> tx = muonjax.muonclip(1e-3, threshold=100.0)
+      >>> tx = muonjax.muonclip(1e-3, muonjax.mha_site(), threshold=100.0)
       >>> statistics = {"attention": jnp.array([400.0, 50.0])}
       >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
       >>> found = muonjax.metrics(state)

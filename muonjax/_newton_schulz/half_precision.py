@@ -33,14 +33,14 @@ from muonjax._linalg import (
 )
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.normalization import Normalization, or_one, power_of_two_scale, trace_or_one
-from muonjax._newton_schulz.settings import NewtonSchulz
+from muonjax._newton_schulz.settings import NewtonSchulz, takes_gram_form
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch, shrink, shrinkings, sketch
 from muonjax._policy import Policy
 
 # R of fused steps is larger by this number in memory. Without the factors a^2 it gets smaller with each step, so that
 # its square would be below the least normal float16: an error that grows with m, and a large one where such numbers are
 # taken for zero.
-MAGNIFIED = 16.0
+_MAGNIFIED = 16.0
 
 # The fourth power of the bound is larger by this number. For a matrix of rank one the bound is the singular value
 # itself, rounding does not average out where entries are equal, and the first polynomial multiplies an excess by 24.
@@ -135,7 +135,11 @@ def iterate(
     shrinking: Shrinking | None = None,
 ) -> jax.Array:
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in float32; by bfloat16."""
-    require_steps(settings)
+    if any(a == 0 for a, _, _ in settings.steps):
+        raise ValueError(
+            f"NewtonSchulz(coefficients={settings.coefficients}): in bfloat16 each step needs a linear term; give "
+            "compute_dtype='float32'."
+        )
     m, n = sizes(x, axis_name)
     product = SymmetricProduct(policy.platform, dtype, settings.implementation)
     product = product.shared_by(axis_name if policy.shares_products(m, dtype) else ())
@@ -152,15 +156,6 @@ def iterate(
     return products.summed(q, z) if x.ndim == 2 else products.rounded(q, z).astype(jnp.float32)
 
 
-def require_steps(settings: NewtonSchulz) -> None:
-    """Raises for steps that can't be made in half precision."""
-    if any(a == 0 for a, _, _ in settings.steps):
-        raise ValueError(
-            f"NewtonSchulz(coefficients={settings.coefficients}): in bfloat16 each step needs a linear term; give "
-            "compute_dtype='float32'."
-        )
-
-
 def fused_steps(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int, jnp.dtype]:
     """How many of the last steps are made as one map, and in which dtype.
 
@@ -173,8 +168,7 @@ def fused_steps(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple
     number = min(most, len(settings.steps) - before)
     while number > 1 and math.prod(a for a, _, _ in settings.steps[-number:-1]) > _LARGEST_FACTOR[number]:
         number -= 1
-    fused = policy.joins_last_steps(m, n) if settings.form == "auto" else settings.form == "gram"
-    return (number if number > 1 and fused else 1), dtype
+    return (number if number > 1 and takes_gram_form(settings, m, n) else 1), dtype
 
 
 def _steps(
@@ -196,68 +190,50 @@ def _steps(
     r = products.gram(z)
     r2, inverse_bound, root = _bound(products, r, basis, settings.normalization)
     factor = math.prod(a for a, _, _ in steps) * root
-    factors = [None] * (len(steps) - 1) + [factor]  # of 1 + Q, for the last step alone
-    q = _map(products, r, steps[0], 1.0, inverse_bound, r2, factors[0])
+    q = _map(products, r, steps[0], 1.0, inverse_bound, r2)
     # The product of the factors a, a number at trace time: on a device each scalar would be a launch.
     gain = steps[0][0]
-    for row, own in zip(steps[1:apart], factors[1:apart], strict=True):
+    for row in steps[1:apart]:
         z = _plus(products, q, z)
-        q = _map(products, products.gram(z), row, gain**2, inverse_bound, factor=own)
+        q = _map(products, products.gram(z), row, gain**2, inverse_bound)
         gain = row[0] * gain
     if number > 1:
         z = _plus(products, q, z)
-        q = factor * _plus_identity(_fused_map(products, z, steps[apart:], gain**2, inverse_bound, dtype))
-    return q.astype(products.dtype), z
+        q = _fused_map(products, z, steps[apart:], gain**2, inverse_bound, dtype)
+    q = q.astype(jnp.float32)  # for the one rounding of 1 + Q, which is small where Q is near -1
+    return (factor * jnp.where(on_diagonal(q), q + 1, q)).astype(products.dtype), z
 
 
 def _bound(
     products: _Products, r: jax.Array, basis: jax.Array | None, normalization: Normalization
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """r^2 where it is made, the inverse of an upper bound of R's largest eigenvalue, and its root."""
-    if normalization == "frobenius":
-        bound = ABOVE_ROUNDING**0.25 * trace_or_one(r.astype(jnp.float32))
-        return None, 1 / bound, jax.lax.rsqrt(bound)
-    r2, k, trace = products.symmetric(r), 0 if basis is None else basis.shape[-1], None
-    if basis is not None and k > 1:
-        v = basis.astype(products.dtype)
-        trace = jnp.sum(products.summed(r, v) * v.astype(jnp.float32), (-2, -1), keepdims=True)
-    return r2, *bound_of_fourth_powers(square_norm(r2), trace, k, r.shape[-1])
-
-
-def bound_of_fourth_powers(
-    fourth: jax.Array, trace: jax.Array | None, k: int, m: int
-) -> tuple[jax.Array, jax.Array]:
-    """The inverse of an upper bound of R's largest eigenvalue, and its root, from the sum of all fourth powers.
+    """r^2 where it is made, the inverse of an upper bound of R's largest eigenvalue, and its root.
 
     By interlacing, the k largest eigenvalues of R are at least those of V^H R V, for no combination of V's columns is
     longer than 1. So they sum to s = tr(V^H R V) at least, and if the largest is at most M, the fourth powers of the
     others sum to (s - M)^4 / (k - 1)^3 at least. Each pass lowers the bound, and with it M.
-
-    Args:
-      fourth: The sum.
-      trace: s, where more than one direction is known; else None.
-      k: Columns of V.
-      m: Rows of R.
     """
-    fourth = bound = or_one(fourth)
+    if normalization == "frobenius":
+        bound = ABOVE_ROUNDING**0.25 * trace_or_one(r.astype(jnp.float32))
+        return None, 1 / bound, jax.lax.rsqrt(bound)
+    r2 = products.symmetric(r)
+    trace, others = None, 0 if basis is None else basis.shape[-1] - 1
+    if basis is not None and others > 0:
+        v = basis.astype(products.dtype)
+        trace = jnp.sum(products.summed(r, v) * v.astype(jnp.float32), (-2, -1), keepdims=True)
+    fourth = bound = or_one(square_norm(r2))
     if trace is not None:
         s = 0.99 * trace  # the rounding of V can make combinations longer by 1/250
         for _ in range(3):
-            bound = fourth - (k - 1) * (jnp.maximum(s - bound**0.25, 0) / (k - 1)) ** 4
-            bound = jnp.maximum(bound, fourth / m)
+            bound = fourth - others * (jnp.maximum(s - bound**0.25, 0) / others) ** 4
+            bound = jnp.maximum(bound, fourth / r.shape[-1])
     bound = ABOVE_ROUNDING * bound
-    return bound**-0.25, bound**-0.125
+    return r2, bound**-0.25, bound**-0.125
 
 
 def _plus(products: _Products, q: jax.Array, z: jax.Array) -> jax.Array:
     """(1 + Q) z, as a product to which z is added: some libraries do both in one operation."""
     return z + products.rounded(q, z)
-
-
-def _plus_identity(q: jax.Array) -> jax.Array:
-    """1 + Q in float32, for the one rounding after it: it is small where Q is near -1."""
-    q = q.astype(jnp.float32)
-    return jnp.where(on_diagonal(q), q + 1, q)
 
 
 def _map(
@@ -267,30 +243,21 @@ def _map(
     square: float,
     inverse_bound: Any,
     r2: jax.Array | None = None,
-    factor: jax.Array | None = None,
 ) -> jax.Array:
     """Q of the step a x + (b R + c R^2) x = a (1 + Q) x, R = `square` `inverse_bound` r; r2 = r^2 where known.
 
-    With a `factor`, that times 1 + Q. In float32, but a kernel rounds it.
+    In float32, but a kernel rounds it.
     """
     a, b, c = row
     if products.by_kernel and r2 is None and c != 0:
-        q = products.on_small_side(
+        return products.on_small_side(
             r, None, r, c / a * (square * inverse_bound) ** 2, b / a * (square * inverse_bound)
         )
-        return q if factor is None else factor * _plus_identity(q)
-
-    r2 = r2 if c == 0 or r2 is not None else products.symmetric(r)
-    q = polynomial(row, r, r2, square, inverse_bound)
-    return q if factor is None else factor * _plus_identity(q)
-
-
-def polynomial(row: Any, r: jax.Array, r2: jax.Array | None, square: float, inverse_bound: Any) -> jax.Array:
-    """Q of `_map`, in float32; r2 may be left out where c is 0."""
-    a, b, c = row
+    if c != 0 and r2 is None:
+        r2 = products.symmetric(r)
+    # Numbers times matrices, not numbers times numbers: on a device each of these would be a launch.
     q = b / a * square * (inverse_bound * r.astype(jnp.float32))
-    if r2 is not None and c != 0:
-        # Numbers times matrices, not numbers times numbers: on a device each of these would be a launch.
+    if c != 0 and r2 is not None:
         q = q + c / a * square**2 * (inverse_bound * (inverse_bound * r2.astype(jnp.float32)))
     return q
 
@@ -299,9 +266,9 @@ def _fused_map(
     products: _Products, z: jax.Array, rows: Coefficients, square: float, inverse_bound: jax.Array, dtype: Any
 ) -> jax.Array:
     """Q of the steps a a' .. (1 + Q) x, as `_map`, by matrices of `dtype`."""
-    r = products.scaled_gram(z, MAGNIFIED * square * inverse_bound, dtype)
+    r = products.scaled_gram(z, _MAGNIFIED * square * inverse_bound, dtype)
     products = products._replace(on_small_side=products.on_small_side._replace(dtype=dtype))
-    square = 1 / MAGNIFIED
+    square = 1 / _MAGNIFIED
     q = _map(products, r, rows[0], square, 1.0)
     total, square = q, rows[0][0] ** 2 * square
     for row in rows[1:]:

@@ -28,10 +28,10 @@ def below_one(
     A zero matrix becomes the identity, for its result is to be multiplied by zero: derivatives at zero overflow. It is
     added, for XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
     """
-    largest = largest_entry(x, axis_name)
+    largest = _largest_entry(x, axis_name)
     nonzero = largest != 0
     other = jnp.expand_dims(jnp.eye(*x.shape[-2:], dtype=x.dtype), tuple(range(x.ndim - 2)))
-    return jnp.where(nonzero, scaled(x, scale_of_largest(largest)), x + other), nonzero
+    return jnp.where(nonzero, scaled(x, _scale_of_largest(largest)), x + other), nonzero
 
 
 def power_of_two_scale(
@@ -47,10 +47,10 @@ def power_of_two_scale(
       x: Of float32, float64 or complex.
       axis_name: Mesh axes over which each matrix is cut.
     """
-    return scale_of_largest(largest_entry(x, axis_name))
+    return _scale_of_largest(_largest_entry(x, axis_name))
 
 
-def scale_of_largest(largest: Float[Array, "*batch 1 1"]) -> Float[Array, "*batch 1 1"]:
+def _scale_of_largest(largest: Float[Array, "*batch 1 1"]) -> Float[Array, "*batch 1 1"]:
     """The power of two that brings a matrix's largest entry into [0.5, 1); see `power_of_two_scale`."""
     info = jnp.finfo(largest.dtype)
     largest = jnp.where((largest >= info.tiny) & (largest < jnp.inf), largest, jnp.ones_like(largest))
@@ -61,7 +61,7 @@ def scale_of_largest(largest: Float[Array, "*batch 1 1"]) -> Float[Array, "*batc
     return jax.lax.bitcast_convert_type(exponent << info.nmant, largest.dtype)
 
 
-def largest_entry(
+def _largest_entry(
     x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
 ) -> Float[Array, "*batch 1 1"]:
     """The largest absolute value of each matrix (complex: of real and imaginary parts); a constant to derivatives."""

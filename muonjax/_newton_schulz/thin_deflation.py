@@ -83,7 +83,7 @@ def sketch(x: jax.Array, rank: int, dtype: jnp.dtype, axis_name: tuple[str, ...]
     start = (random_start(x.shape[-2], k) * x.shape[-2] ** -0.5).astype(dtype)
     start = jnp.broadcast_to(start, (*x.shape[:-2], *start.shape))
     # B's rows are not orthonormal yet, and what a root of B B^H takes them apart by multiplies their rounding.
-    b = with_rest(_product(dtype).of_adjoint(start, rounded), dtype, (0, 1), -2)
+    b = _with_rest(_product(dtype).of_adjoint(start, rounded), dtype, (0, 1), -2)
     y = sum_over(axis_name, _sums(dtype).with_adjoint(rounded, b))
     if b.shape[-2] > k:
         y = y[..., :k] + y[..., k:]
@@ -108,8 +108,8 @@ def shrink(x: jax.Array, w: Shrinking, dtype: jnp.dtype) -> jax.Array:
     thin = w.v.dtype
     rounded = _rounded(x, w.scale, thin) if w.rounded is None else w.rounded
     p = _product(thin)(w.v, w.d) if thin == jnp.float16 else dot(w.v.astype(w.d.dtype), w.d)
-    p = with_rest(p, thin, (0, 1, 0), -1)
-    c = with_rest(_product(thin).of_adjoint(w.v, rounded), thin, (0, 0, 1), -2)
+    p = _with_rest(p, thin, (0, 1, 0), -1)
+    c = _with_rest(_product(thin).of_adjoint(w.v, rounded), thin, (0, 0, 1), -2)
     return jax.lax.optimization_barrier((w.scale * x - _sums(thin)(p, c)).astype(dtype))
 
 
@@ -177,7 +177,7 @@ def _quartics() -> tuple[np.ndarray, ...]:
     return tuple(found)
 
 
-def with_rest(a: jax.Array, dtype: jnp.dtype, parts: tuple[int, ...], axis: int) -> jax.Array:
+def _with_rest(a: jax.Array, dtype: jnp.dtype, parts: tuple[int, ...], axis: int) -> jax.Array:
     """A rounded (part 0) and the rest of it (part 1), side by side; float16 alone, whose rest is small enough.
 
     Rounded to bfloat16 alone, p and c would leave 1/256 of the largest singular value, of either sign.

@@ -1,6 +1,6 @@
-"""Which parameters Muon takes, and as which matrices: decided from paths, shapes and siblings.
+"""Routing by names: which parameters Muon takes, and as which matrices, decided from paths and shapes alone.
 
-In the order in which to read it: `dimension_numbers` lists the evidence and decides; `roles` reads names, `siblings`
-what stands beside a leaf, `stacked_layers` the axes that count layers, `matrices` one layer's axes, `output_heads` the
-ends of a model. `given` is for what callers, modules and arrays say outright.
+Read it in this order: `dimension_numbers` lists the evidence and decides. `roles` reads names, `neighbors` reads what
+is beside a leaf, `stacked` finds the axes that count layers, `axes` the rows and columns of one layer, `ends` the two
+ends of a model. `given` has rules, named axes and messages.
 """

@@ -1,22 +1,20 @@
-"""Decide which parameters go to Muon and as which matrices, from paths, shapes and siblings.
+"""Decide by names which parameters go to Muon and as which matrices: from paths, shapes and what is beside a leaf.
 
 The evidence, in this order; what comes first decides:
 
-  1. a rule of the caller's; its leaf is no evidence for others;
+  1. a rule of the caller's; its leaf is evidence only of where a model ends;
   2. the names of the axes, where the array carries them;
   3. the names in the path: what the parameter is (`roles`), if its shape fits;
-  4. which axes count layers: all parameters of a scanned module have one axis more (`stacked_layers`);
-  5. its bias, its attention's other projections, its adapter's other factor, the order of axes in the rest of the tree,
-     and last its own shape (`matrices`);
-  6. whether it is an end of the model: a patch embedding or an output head (`output_heads`).
+  4. which axes count layers: all parameters of a scanned module have one axis more (`stacked`);
+  5. its bias, its attention's other projections, the order of axes in the rest of the tree, and last its own shape
+     (`axes`);
+  6. whether it is an end of the model: a patch embedding or an output head (`ends`).
 
-What none of them tells is refused, with a rule that decides it. Sizes alone decide nothing: where only they speak for
-an output head, a warning says so.
+What none of them tells is refused, with a rule that decides it. One warning lists the leaves that may be an end of the
+model, or are one by their name or their position alone.
 """
 
 import math
-import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +34,8 @@ from muonjax._matrix_view import (
 )
 from muonjax._nnx_models import parameters_of
 from muonjax._routing import roles
+from muonjax._routing.axes import matrices
+from muonjax._routing.ends import for_adam, patch_embedding
 from muonjax._routing.given import (
     Rules,
     apply_rules,
@@ -48,11 +48,9 @@ from muonjax._routing.given import (
     undecided_message,
     unlike_their_names,
 )
-from muonjax._routing.matrices import is_dense_general, matrices
-from muonjax._routing.output_heads import for_adam
-from muonjax._routing.roles import Parameter, Role, module, words
-from muonjax._routing.siblings import Siblings, is_trailing_window, is_weight, is_window
-from muonjax._routing.stacked_layers import unstack
+from muonjax._routing.neighbors import Neighbors
+from muonjax._routing.roles import Parameter
+from muonjax._routing.stacked import unstack
 from muonjax._trees import Key, dtype_of, flatten_with_names, is_masked
 
 
@@ -71,7 +69,6 @@ def dimension_numbers(
     *,
     rules: Rules = (),
     attention: Literal["whole", "heads"] = "whole",
-    scan_axis: int | None = None,
 ) -> Any:
     """Says of every leaf whether Muon takes it, and which of its axes are the matrix's rows and columns.
 
@@ -99,16 +96,13 @@ def dimension_numbers(
         searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the
         leaf's own axes.
       attention: "whole" or "heads".
-      scan_axis: The axis of layers in stacked leaves (negative: from the leaf's end); None: found from the
-        shapes, where all parameters of a stack agree, and the shorter axis if they agree on several.
 
     Returns:
       The tree with `MuonDimensionNumbers`, `FusedDimensionNumbers` or None in place of the leaves; of an NNX module
       its `nnx.Param`s.
 
     Raises:
-      ValueError: A leaf that can't be decided, a rule that matches no leaf, another `attention`, a `scan_axis` on which
-        neighbours differ.
+      ValueError: A leaf that can't be decided, a rule that matches no leaf, another `attention`.
       TypeError: A rule that gives an integer leaf to Muon.
 
     Example:
@@ -123,7 +117,7 @@ def dimension_numbers(
     convolutions, and on query, key and value apart.
     """
     arrays = parameters_of(params)
-    return numbers_tree(*routes(arrays, rules=rules, attention=attention, scan_axis=scan_axis, layers=params))
+    return numbers_tree(*routes(arrays, rules=rules, attention=attention, layers=params))
 
 
 def numbers_tree(found: Sequence[Any], treedef: Any) -> Any:
@@ -152,7 +146,6 @@ def routes(
     *,
     rules: Rules = (),
     attention: str = "whole",
-    scan_axis: int | None = None,
     layers: Any = None,
     partial: bool = False,
     call: str = "dimension_numbers",
@@ -164,7 +157,6 @@ def routes(
       params: As in `dimension_numbers`.
       rules: As in `dimension_numbers`.
       attention: As in `dimension_numbers`.
-      scan_axis: As in `dimension_numbers`.
       layers: The modules that `params` are of, where these are no tree of modules.
       partial: Leave None where a leaf can't be decided, and output heads among the matrices, and do not warn.
       call: Whom `params` were given to, for messages about them.
@@ -179,6 +171,7 @@ def routes(
     axis_names = named_axes(params)
     found: dict[tuple[str, ...], tuple[DimensionNumbers | None, str]] = {}
     undecided: list[Parameter] = []
+    told: list[Parameter] = []  # by a rule, and still what leads to another layer, or comes after it
     for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
         name = "/".join(path)
         if is_masked(leaf):
@@ -188,26 +181,28 @@ def routes(
             leaf = jax.ShapeDtypeStruct(shape, "float32" if dtype == jax.dtypes.float0 else dtype or bool)
             matrix_pieces({name: ruled[name]}, {name: leaf}, call="dimension_numbers(rules=...)")
             found[path] = ruled[name], "rule"
+            if role.muon and len(shape) == 2:
+                told.append(Parameter(path, role, shape, (0, 1), shape))
         elif dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             found[path] = None, "not a floating-point leaf"
         elif path in axis_names:
             found[path] = by_axis_names(path, role, axis_names[path], attention)
         else:
             role = roles.EMBEDDING if name in in_tables else role
-            # A projection by a 1 x 1 convolution is a dense one.
-            projects = role.projection or role.parts > 1
-            ones = len(shape) - 2 if projects and len(shape) > 3 and {*shape[:-2]} == {1} else 0
-            undecided.append(Parameter(path, role, shape[ones:], tuple(range(ones, len(shape))), shape))
-    parameters = unstack(_fitting(undecided), scan_axis)
-    siblings = Siblings(parameters)
-    decided = {p.path: _decide(p, siblings, attention, scan_axis) for p in parameters}
+            undecided.append(Parameter(path, role, shape, tuple(range(len(shape))), shape))
+    parameters = unstack(undecided)
+    neighbors = Neighbors(parameters)
+    decided = {p.path: _decide(p, neighbors, attention) for p in parameters}
     refused = [p for p in parameters if decided[p.path] is None]
     if refused and not partial:
         raise ValueError(undecided_message(refused, parameters, attention))
     answers = {path: answer or (None, "undecided") for path, answer in decided.items()}
     if not partial:
-        ends, chances = for_adam(parameters, {path: numbers for path, (numbers, _) in answers.items()})
-        answers |= {path: (None, why) for path, why in ends.items()}
+        every = {path: numbers for path, (numbers, _) in answers.items()}
+        every |= {p.path: found[p.path][0] or MuonDimensionNumbers(0, 1) for p in told}
+        ends, chances = for_adam([*parameters, *told], every)
+        answers |= {path: (None, why) for path, why in ends.items() if path not in found}
+        chances = {path: said for path, said in chances.items() if path not in found}
         if chances and warn:
             warn_user(chances_message(chances, parameters))
         special = unlike_their_names(params if layers is None else layers)
@@ -226,65 +221,29 @@ def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     return ((), None) if isinstance(leaf, Key) else (jnp.shape(leaf), dtype_of(leaf))
 
 
-def _fitting(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The same parameters, without the roles that their shapes do not fit: a norm's weight has as many axes as its
-    bias, a table two and no bias (one as long as the vocabulary is that of a tied head)."""
-    biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
-    sizes = Counter(size for p in parameters if p.role.name != "bias" for size in set(p.shape))
-
-    def fitting(p: Parameter) -> Role:
-        bias = biases.get(module(p.path), ())
-        if p.role is roles.NORM and bias and len(p.shape) != len(bias):
-            return roles.DENSE
-        is_long = sum(size > 1 for size in p.shape) > 2
-        if p.role is roles.TABLE and (is_long or (bias and sizes[p.shape[0]] > 1)):
-            return roles.UNKNOWN
-        return p.role
-
-    return [p._replace(role=fitting(p)) for p in parameters]
-
-
-def _decide(
-    p: Parameter, siblings: Siblings, attention: str, scan_axis: int | None
-) -> tuple[DimensionNumbers | None, str] | None:
+def _decide(p: Parameter, neighbors: Neighbors, attention: str) -> tuple[DimensionNumbers | None, str] | None:
     """One leaf, as one layer sees it; None where nothing tells."""
-    role, rank = p.role, len(p.shape)
-    if role is roles.NORM and sum(size > 1 for size in p.shape) > 1 and siblings.bias(p) != p.shape:
-        return (None, role.name) if p.path[-1] != "kernel" else None
+    role, rank, bias = p.role, len(p.shape), neighbors.bias(p)
+    long_axes = sum(size > 1 for size in p.shape)
+    if role in (roles.NORM, roles.TABLE) and bias and len(bias) < rank:
+        return None  # a matrix, or the table of a head that is tied
+    if role is roles.NORM and not bias and p.path[-1] == "kernel" and long_axes > 1:
+        return None
     if not role.muon:
         return None, role.name
     if rank < 2:
         return None, "vector" if rank else "scalar"
-    if _is_input_patches(p):
-        return None, roles.PATCHES.name
-    unknown = role is roles.UNKNOWN and p.stacked is None and not siblings.bias(p)
-    if unknown and rank == 3 and scan_axis is not None:
-        i = scan_axis % 3
-        return MuonDimensionNumbers(*(j for j in range(3) if j != i)), f"{role.name}, stacked"
-    if sum(size > 1 for size in p.shape) <= 1:
+    if why := patch_embedding(p):
+        return None, why
+    if long_axes <= 1:
         return None, "vector"
-    numbers = None if p.stacked and not is_dense_general(p) else matrices(p, siblings, attention)
+    numbers = None if p.stacked else matrices(p, neighbors, attention)
     if numbers is None:
         return None
     sides = [math.prod(p.shape[i] for i in axes_of(axes)) for axes in numbers[:2]]
     if 1 in sides:
         return None, f"{role.name} with one {'row' if sides[0] == 1 else 'column'}"
     return numbers, role.name + (", stacked" if math.prod(p.shape) < math.prod(p.leaf_shape) else "")
-
-
-def _is_input_patches(p: Parameter) -> bool:
-    """Whether a convolution's kernel cuts an image or a video into patches.
-
-    Its window is even, and it is named for an embedding, or it is large and sees few channels.
-    """
-    *window, inputs, outputs = p.shape
-    if is_weight(p) and is_trailing_window(p.shape):
-        outputs, inputs, *window = p.shape
-    elif not is_window(p.shape):
-        return False
-    names = r"embed|patch|stem" if inputs <= 4 else r"embed|patch"
-    named = any(re.search(names, name.lower()) for name in words(p.path)[-4:-1])
-    return window[-1] % 2 == 0 and inputs <= 16 and (named or (window[-1] >= 8 and outputs >= 128))
 
 
 def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> DimensionNumbers | None:

@@ -14,7 +14,7 @@ import jax
 
 from muonjax._arguments import warn_user
 from muonjax._matrix_view import DimensionNumbers, MuonDimensionNumbers, one_or_several
-from muonjax._routing.roles import INTERLEAVED, Parameter, Role, layer_of
+from muonjax._routing.roles import INTERLEAVED, RECURRENT, Parameter, Role, layer_of
 from muonjax._trees import Key, flatten_paths, is_masked, listed, names
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
@@ -156,7 +156,7 @@ def by_axis_names(
 def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter], attention: str) -> str:
     """The message for leaves that can't be decided, with rules that decide all of them, numbered ones together."""
     p = undecided[0]
-    what = "takes query, key and value as one matrix" if _is_whole(p) else "gives it to Adam"
+    what = "takes its parts as one matrix" if _is_whole(p) else "gives it to Adam"
     folded = attention == "heads" and len(p.shape) < 4
     state = "interleaved" if p.role is INTERLEAVED else "folded into one axis" if folded else ""
     why = f", because its heads are {state}" if state else ""
@@ -170,14 +170,18 @@ def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Param
     )
 
 
-def chances_message(why: Mapping[tuple[str, ...], str], parameters: Sequence[Parameter]) -> str:
-    """The message for leaves that only names, or only sizes, call output heads."""
+def chances_message(why: Mapping[tuple[str, ...], tuple[str, str]], parameters: Sequence[Parameter]) -> str:
+    """The warning for leaves that only a name or a position gives to an optimizer: which one, and the reason."""
     found = [p for p in parameters if p.path in why]
-    p = found[0]
+    said = dict.fromkeys(
+        f"{optimizer} takes {re.sub(r'[0-9]+', '*', '/'.join(p.path))!r} {p.leaf_shape}: {reason}"
+        for p in found
+        for optimizer, reason in [why[p.path]]
+    )
+    adams = [p for p in found if why[p.path][0] == "Adam"]
     return (
-        f"muonjax can't tell whether the leaf {'/'.join(p.path)!r} of shape {p.leaf_shape}{_others(found, 'or')} is an "
-        f"output head: {why[p.path]}. Muon takes it; rules=[{_suggested(found, parameters)}] gives it to Adam. "
-        f"{INSPECT}"
+        f"muonjax can't tell whether these leaves are at an end of the model: {'; '.join(said)}. To say otherwise: "
+        f"rules=[{_suggested(found, parameters, adams)}]. {INSPECT}"
     )
 
 
@@ -200,18 +204,25 @@ def _others(found: Sequence[Parameter], conjunction: str) -> str:
     return f", {conjunction} {others} other{'s' * (others > 1)}" if others else ""
 
 
-def _suggested(found: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
+def _suggested(
+    found: Sequence[Parameter], parameters: Sequence[Parameter], matrices: Sequence[Parameter] = ()
+) -> str:
     """Rules for these leaves and no others, those that are numbered alike together, as a person pastes them."""
     paths = {p.path: re.escape("/".join(p.path)) for p in parameters}
     alike = {path: re.sub(r"\d+", r"\\d+", pattern) for path, pattern in paths.items()}
     every, own = Counter(alike.values()), Counter(alike[p.path] for p in found)
     rules = (
         f"(r'^{alike[p.path] if own[alike[p.path]] == every[alike[p.path]] else paths[p.path]}$', "
-        f"{'MuonDimensionNumbers(0, 1)' if _is_whole(p) else None})"
+        f"{_whole(p) if _is_whole(p) or p in matrices else None})"
         for p in found
     )
     return ", ".join(dict.fromkeys(rules))
 
 
+def _whole(p: Parameter) -> str:
+    *rows, columns = range(len(p.leaf_shape))
+    return f"MuonDimensionNumbers({one_or_several(rows)}, {columns})"
+
+
 def _is_whole(p: Parameter) -> bool:
-    return p.role is INTERLEAVED and len(p.shape) == 2
+    return p.role in (INTERLEAVED, RECURRENT) and len(p.shape) == 2

@@ -1,6 +1,6 @@
 """Read what a parameter is from its path: a bias, an attention kernel, a convolution, an embedding.
 
-Names only; shapes are read in `stacked_layers`, `matrices` and `output_heads`. The conventions known here are those of
+Names only; shapes are read in `stacked`, `axes` and `ends`. The conventions known here are those of
 Flax's own layers, MaxText, T5X, axlearn, Hugging Face, Gemma, Haiku, Equinox, Levanter, penzai, nanoGPT and the common
 adapters. A path is read in snake case, without numbers, and split at slashes and dots.
 """
@@ -67,11 +67,11 @@ INTERLEAVED = Role("projections interleaved by head")
 GATE_UP = Role("gate and up", ranks=(2, 3, 4), parts=2)
 EXPERTS = Role("experts", ranks=(2, 3), layouts={3: MuonDimensionNumbers(1, 2)})
 CONVOLUTION = Role("convolution", ranks=(2, 3, 4, 5))
-ADAPTER_CORE = Role("adapter core", ranks=(3, 4, 5))  # the Tucker form's [*window, rank, rank]
-ADAPTER = Role("adapter factor", ranks=(2,))
+ADAPTER = Role("adapter factor", ranks=(2, 3))
 DENSE = Role("dense", ranks=(2,))
 ATTENTION_GATE = Role("attention gate", ranks=(2, 3))
 ROUTER = Role("router", ranks=(2,))
+RECURRENT = Role("gates of a recurrent cell", ranks=(2,))
 UNKNOWN = Role("matrix")
 LONE_LETTER = Role("a letter")  # such as W, of which nothing tells the axes
 
@@ -87,13 +87,12 @@ DEPTHWISE = Role("depthwise convolution", muon=False)
 POSITION = Role("position", muon=False)
 TOKENS = Role("learned tokens", muon=False)
 
-_WEIGHT = r"(?:kernel|w|weights?|weight_(?:v|ih|hh))"
+_WEIGHT = r"(?:kernel|w|weights?|weight_v)"
 _VECTOR = r"(?:bias|biases|b|offset|beta)"
 _EMBED = r"(?:\w+_)?(?:embed\w*|emb|wte|wpe|embedder|lookup|lut|relative_attention_bias)|tok|shared"
 
 # The first name that fits decides: "module/leaf" as a whole, in snake case and without numbers.
 _NOT_MUON = (
-    (SCALE._replace(ranks=(0,)), r".*/hada_scale"),  # of an adapter: one number, unless stacked
     (BIAS, rf".*/({_VECTOR}|\w+_bias|bias_\w+|b_\w+)"),
     (SCALE, r".*/((\w+_)?(scale|gamma|gain|magnitude|ln\d*(_\w+)?)|\w*norm\w*|rms\w*|weight_g)"),
     (NORM, r"((\w+_)?(ln|bn|gn|rms)|\w*norm)\d*(_\w+)?/(weight|w|g|kernel)"),
@@ -153,7 +152,6 @@ _ANYWHERE = (
 _OF_STATE_SPACE = ("A_log", "Lambda", "Lambda_re", "log_step", "log_dt")  # beside them, a letter is one too
 
 _ADAPTER = r"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
-_ADAPTER_CORE = r"hada_t[12]"
 _DENSE = (
     r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin\d?|fc\d?|proj|projection|mlp|ffn?|ffw|up|down|gate|router"
     r"|intermediate|hidden|out|output|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?"
@@ -161,7 +159,7 @@ _DENSE = (
 
 
 def read_roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
-    """Reads the role of every path of a tree. Siblings matter: `out` is an attention's only beside a query or a key.
+    """Reads the role of every path of a tree. Neighbors matter: `out` is an attention's only beside a query or a key.
 
     >>> [role.name for role in read_roles([("Dense_0", "kernel"), ("Dense_0", "bias"), ("ln_f", "scale")])]
     ['dense', 'bias', 'scale']
@@ -179,17 +177,11 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], beside: set[s
     last_two = "/".join(names[-2:] if len(names) > 1 else ["", names[0]])
     if re.fullmatch(_ADAPTER, name) or re.fullmatch(rf".*/({_ADAPTER})|(\w+_)?lora(_\w+)?/[ab]", last_two):
         return ADAPTER
-    if re.fullmatch(_ADAPTER_CORE, name):
-        return ADAPTER_CORE
     letter = re.fullmatch("[A-Z]", path[-1])  # S4's P, DSS' W; A and B without a C are an adapter's factors
     of_state_space = letter and beside & {*_OF_STATE_SPACE, *("CD" if path[-1] in "AB" else "")}
     if of_state_space or re.fullmatch(r"[A-D](_(re|im|real|imag))|[CD]", path[-1]):
         return STATE_SPACE
-    if path[-1] in ("A", "B"):
-        return UNKNOWN
-    if path[-1] == "E" or (path[-1] == "R" and "E" in beside):  # entities and relations
-        return TABLE
-    if re.fullmatch("[F-JL-NPRSTX-Z]", path[-1]):
+    if re.fullmatch("[A-JL-NPRSTX-Z]", path[-1]):
         return LONE_LETTER
     if path[-1].endswith("_b") and path[-1][:-1] + "w" in beside:
         return _bias(path, layer_of((*path[:-1], path[-1][:-1] + "w"))[1], attentions)
@@ -219,6 +211,9 @@ def _weight_role(
     # A gated layer's values belong to no attention.
     if projection and (is_attention or projection is not VALUE):
         return projection
+    is_lstm = name == "linear" and _snake("".join(scope[-1:])) == "lstm"  # Haiku's
+    if is_lstm or re.fullmatch("weight_[ih]h|(dense|w)_[ih]|[ih]h", name):
+        return RECURRENT
     for role, pattern in (*_IN_ATTENTION, *_ANYWHERE) if is_attention else _ANYWHERE:
         if re.fullmatch(pattern, name):
             return role
@@ -245,8 +240,6 @@ def words(path: tuple[str, ...]) -> tuple[str, ...]:
         if not re.fullmatch(rf"{_WEIGHT}|{_VECTOR}|scale", _snake(found[-2])):
             break
         found.pop()
-    if len(found) > 1 and found[-1] == "0" and found[-2].isdigit():
-        found.pop()  # a list of pairs, kernel and bias
     return tuple(found)
 
 
@@ -302,14 +295,6 @@ def head_module(path: tuple[str, ...]) -> tuple[str, ...]:
     names = r"(?!pre_)((\w+_)?heads?|cls|predictions|\w*classifier)|(class|bbox|box)_embed\d*"
     modules = words(path)[:-1]
     return next((modules[: i + 1] for i, n in enumerate(modules) if re.fullmatch(names, _snake(n))), ())
-
-
-def is_position(path: tuple[str, ...]) -> bool:
-    """Whether an embedding is indexed by positions or token types, not by a vocabulary."""
-    return any(
-        re.search(r"(^|_)(pos|position\w*|rel|relative|wpe|type|time\w*)(_|$)", _snake(n))
-        for n in words(path)[-2:]
-    )
 
 
 def stem(name: str) -> str:

@@ -6,76 +6,59 @@ parameters of a trained model fit beside the adapters.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import lax
 
-from muonjax._adapters.adapter import MAGNITUDE, SCALE, Adapter
-from muonjax._adapters.config import LoHaConfig, Place, initial
-from muonjax._adapters.hadamard import column_norms
+from muonjax._adapters.hadamard_linear import adapted_kernel
+from muonjax._adapters.layers import FACTORS, SCALE, apply_adapter, factor_shapes, initial, scale_of
+from muonjax._trees import listed
 
-HOLDER = "loha"
+_HOLDER = "loha"
 
 
 class LoHa(nn.Module):
     """The adapter of one layer, which replaces its `dot_general` or `conv_general_dilated`; see `loha`.
 
-    Its parameters are at "<layer>/loha/": hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b, for the Tucker form
-    hada_t1 and hada_t2, for DoRA dora_scale, and hada_scale, the factor of ΔW, which does not train.
+    Its parameters are at "<layer>/loha/": hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b, and hada_scale, the factor of
+    ΔW, which does not train.
     """
 
-    config: LoHaConfig
-    is_convolution: bool = False
+    rank: int
+    scale: float
+    function: Callable[..., jax.Array] = lax.dot_general
     param_dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
-        config = self.config
-        inputs = rhs.ndim - 1 if self.is_convolution else len(args[0][0][1])  # axes that are summed over
-        place = Place(rhs.shape, inputs, rhs.ndim - 2 if self.is_convolution else 0)
-        values = {
-            name: self.param(name, functools.partial(initial, name), shape, self.param_dtype)
-            for name, shape in config.shapes(place).items()
-        }
-        scale = jax.lax.stop_gradient(self.param(SCALE, lambda _: jnp.float32(config.scale)))
-        adapter = Adapter.of(values | {SCALE: scale})
-        if config.decompose:
-            columns = rhs.reshape(-1, place.outputs)
-            adapter = adapter._replace(magnitude=self.param(MAGNITUDE, lambda _: column_norms(columns)))
-        if config.rank_dropout and self.has_rng("dropout"):
-            adapter = adapter.drop_ranks(self.make_rng("dropout"), config.rank_dropout)
-        function = adapter.convolution if self.is_convolution else adapter.dot_general
-        return function(lhs, rhs, *args, **settings)
+        inputs = len(args[0][0][1]) if self.function is lax.dot_general else rhs.ndim - 1
+        factors = [
+            self.param(name, functools.partial(initial, name), shape, self.param_dtype)
+            for name, shape in factor_shapes("loha", rhs.shape, inputs, self.rank).items()
+        ]
+        scale = lax.stop_gradient(self.param(SCALE, lambda _: jnp.float32(self.scale)))
+        return apply_adapter(self.function, factors, scale, lhs, rhs, *args, **settings)
 
 
-def loha(
-    rank: int,
-    *,
-    alpha: float | None = None,
-    rank_stabilized: bool = False,
-    rank_dropout: float = 0.0,
-    decompose: bool = False,
-    param_dtype: Any = jnp.float32,
-) -> functools.partial[LoHa]:
+def loha(rank: int, *, alpha: float | None = None, param_dtype: Any = jnp.float32) -> functools.partial[LoHa]:
     """Makes LoHa adapters: `dot_general_cls` of `nn.Dense`, `nn.DenseGeneral`; `qkv_dot_general_cls` of an attention.
 
     Args:
       rank: The rank of each of the two products; ΔW has rank up to rank².
       alpha: ΔW is scaled by alpha / rank; None: alpha = rank.
-      rank_stabilized: Scale by alpha / √rank instead.
-      rank_dropout: The probability of leaving out a rank of the first product, wherever `apply` gets a
-        "dropout" stream.
-      decompose: DoRA: normalize the columns of W + ΔW, and scale each by a trained magnitude.
       param_dtype: The dtype of the factors.
 
     Returns:
       A function without arguments, which the layer calls to make its adapter.
 
     Raises:
-      ValueError: If a setting is out of range; when the layer is initialised, if the rank does not fit its kernel.
+      ValueError: If a setting is out of range; when the layer is initialized, if the rank does not fit its kernel.
 
     Example:
       >>> attention = nn.MultiHeadAttention(num_heads=2, qkv_dot_general_cls=loha(2))
@@ -85,20 +68,10 @@ def loha(
 
     Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
-    config = LoHaConfig(rank, alpha, rank_stabilized, rank_dropout, decompose)
-    return functools.partial(LoHa, config, param_dtype=param_dtype, name=HOLDER)
+    return functools.partial(LoHa, rank, scale_of("loha", rank, alpha), param_dtype=param_dtype, name=_HOLDER)
 
 
-def LoHaDense(
-    features: int,
-    *,
-    rank: int,
-    alpha: float | None = None,
-    rank_stabilized: bool = False,
-    rank_dropout: float = 0.0,
-    decompose: bool = False,
-    **dense: Any,
-) -> nn.Dense:
+def LoHaDense(features: int, *, rank: int, alpha: float | None = None, **dense: Any) -> nn.Dense:
     """`nn.Dense` with a LoHa adapter: y = x · (W + ΔW) + b, and ΔW = 0 at the start.
 
     It is an `nn.Dense`, with the name that an `nn.Dense` would get.
@@ -107,9 +80,6 @@ def LoHaDense(
       features: The size of y's last axis.
       rank: As in `loha`.
       alpha: As in `loha`.
-      rank_stabilized: As in `loha`.
-      rank_dropout: As in `loha`.
-      decompose: As in `loha`.
       **dense: `nn.Dense`'s own settings.
 
     Returns:
@@ -125,35 +95,20 @@ def LoHaDense(
 
     Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
-    config = LoHaConfig(rank, alpha, rank_stabilized, rank_dropout, decompose)
-    param_dtype = dense.get("param_dtype", jnp.float32)
-    adapter = functools.partial(LoHa, config, param_dtype=param_dtype, name=HOLDER)
+    adapter = loha(rank, alpha=alpha, param_dtype=dense.get("param_dtype", jnp.float32))
     return nn.Dense(features, dot_general_cls=adapter, **dense)
 
 
 def LoHaConv(
-    features: int,
-    kernel_size: Any,
-    *,
-    rank: int,
-    alpha: float | None = None,
-    rank_stabilized: bool = False,
-    rank_dropout: float = 0.0,
-    decompose: bool = False,
-    tucker: bool = False,
-    **conv: Any,
+    features: int, kernel_size: Any, *, rank: int, alpha: float | None = None, **conv: Any
 ) -> nn.Conv:
-    """`nn.Conv` with a LoHa adapter of its kernel as a matrix (window · in) × out, or in the Tucker form.
+    """`nn.Conv` with a LoHa adapter of its kernel as a matrix (window · in) × out.
 
     Args:
       features: The number of channels of y.
       kernel_size: The window.
       rank: As in `loha`.
       alpha: As in `loha`.
-      rank_stabilized: As in `loha`.
-      rank_dropout: As in `loha`.
-      decompose: As in `loha`.
-      tucker: A core [*window, rank, rank] between factors [in, rank] and [rank, out]: fewer parameters.
       **conv: `nn.Conv`'s own settings.
 
     Returns:
@@ -173,7 +128,51 @@ def LoHaConv(
     """
     if conv.get("mask") is not None:
         raise ValueError("LoHaConv(mask=…): ΔW is not masked; remove the mask.")
-    config = LoHaConfig(rank, alpha, rank_stabilized, rank_dropout, decompose, tucker)
-    param_dtype = conv.get("param_dtype", jnp.float32)
-    adapter = functools.partial(LoHa, config, is_convolution=True, param_dtype=param_dtype, name=HOLDER)
+    adapter = loha(rank, alpha=alpha, param_dtype=conv.get("param_dtype", jnp.float32))
+    adapter = functools.partial(adapter, function=lax.conv_general_dilated)
     return nn.Conv(features, kernel_size, conv_general_dilated_cls=adapter, **conv)
+
+
+def merge(params: Any) -> Any:
+    """Parameters of the plain model with the adapted model's outputs: kernels with ΔW added, no adapters.
+
+    Args:
+      params: The adapted model's parameters.
+
+    Returns:
+      A tree like the plain model's parameters, plain dicts without boxes of metadata.
+
+    Raises:
+      ValueError: If `params` has no adapter, as after merging.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, muonjax
+      >>> x = jnp.ones((1, 6))
+      >>> params = muonjax.linen.LoHaDense(4, rank=2).init(jax.random.key(0), x)["params"]
+      >>> sorted(muonjax.linen.merge(params))
+      ['bias', 'kernel']
+    """
+    flat: dict[tuple[str, ...], Any] = dict(flatten_dict(nn.unbox(params)))
+    layers = sorted(path[:-2] for path in flat if path[-2:] == (_HOLDER, FACTORS[0]))
+    if not layers:
+        raise ValueError("merge(params): no LoHa adapter in it; was it merged already?")
+    if lost := ["/".join(layer) for layer in layers if (*layer, _HOLDER, SCALE) not in flat]:
+        raise ValueError(
+            f"merge: the adapters of {listed(lost, ', ')} have no {SCALE}; give all parameters, frozen ones too."
+        )
+    for layer in layers:
+        *factors, scale = (flat.pop((*layer, _HOLDER, name)) for name in (*FACTORS, SCALE))
+        kernel, stack = flat[(*layer, "kernel")], factors[0].ndim - 2
+        shapes = [factor.shape for factor in factors]
+        if {leaf.shape[:stack] for leaf in (*factors, kernel)} != {scale.shape} or shapes[0][-1] != shapes[1][
+            -2
+        ]:
+            raise ValueError(
+                f"merge: the adapter at {'/'.join(layer)!r} is stacked along another axis than its first, with "
+                f"factors of shapes {shapes}; scan with variable_axes={{'params': 0}}."
+            )
+        merged = adapted_kernel
+        for _ in range(stack):  # `nn.scan` stacks kernels and adapters along leading axes
+            merged = jax.vmap(merged)
+        flat[(*layer, "kernel")] = merged(kernel, factors, scale)
+    return unflatten_dict(flat)

@@ -1,9 +1,11 @@
-"""NNX layers with LoHa adapters: dense layers and convolutions.
+"""NNX layers with LoHa adapters: dense layers and convolutions, new ones and those of an existing model.
 
 Flax's layers take the function that multiplies, `dot_general` or `conv_general_dilated`. An adapter is a module
 that replaces this function: the layer, its kernel and the kernel's path stay what they were.
 """
 
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -11,9 +13,9 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from muonjax._adapters.adapter import SCALE, TRAINED, Adapter
-from muonjax._adapters.config import LoHaConfig, Place, check_rate
-from muonjax._arguments import errors_of
+from muonjax._adapters.hadamard_linear import adapted_kernel
+from muonjax._adapters.layers import FACTORS, apply_adapter, factor_shapes, initial, scale_of
+from muonjax._trees import joined, listed
 
 Layer: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Conv
 
@@ -32,70 +34,25 @@ class LoHaParam(nnx.Param):
 
 
 class LoHa(nnx.Module):
-    """The adapter of one layer, which replaces its `dot_general` or `conv_general_dilated`.
+    """The adapter of one layer, which replaces its `dot_general` or `conv_general_dilated`; at the start ΔW = 0."""
 
-    Attributes:
-      hada_w1_a: A factor, [in, rank].
-      hada_w1_b: A factor, [rank, out].
-      hada_w2_a: A factor, [in, rank].
-      hada_w2_b: A factor, [rank, out].
-      hada_t1: A core of the Tucker form, [*window, rank, rank], or None.
-      hada_t2: The other core, or None.
-      dora_scale: DoRA's magnitude, [out], or None.
-      scale: alpha / rank, or alpha / √rank.
-      merged: Whether the kernel holds ΔW already; the adapter then multiplies by the kernel alone.
+    def __init__(self, call: str, layer: Layer, rank: int, alpha: float | None, rngs: nnx.Rngs):
+        self.scale = scale_of(call, rank, alpha)
+        self.is_convolution = isinstance(layer, nnx.Conv)
+        _check_layer(call, layer)
+        shapes = factor_shapes(call, layer.kernel.shape, _inputs(layer), rank)
+        keys = jax.random.split(rngs.params(), len(shapes))
+        for (name, shape), key in zip(shapes.items(), keys, strict=True):
+            setattr(self, name, LoHaParam(initial(name, key, shape, layer.kernel.dtype)))
 
-    Example:
-      >>> import muonjax
-      >>> from flax import nnx
-      >>> model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False)
-      >>> paths = muonjax.nnx.add_loha(model, "query|value", rank=2, rngs=nnx.Rngs(1))
-      >>> muonjax.nnx.adapters(model)["query"].scale
-      1.0
-
-    Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
-    """
-
-    def __init__(
-        self,
-        adapter: Adapter,
-        *,
-        is_convolution: bool = False,
-        rank_dropout: float = 0.0,
-        rngs: nnx.Rngs | None = None,
-    ):
-        check_rate(rank_dropout)
-        if rank_dropout and rngs is None:
-            raise ValueError(f"rank_dropout={rank_dropout} needs rngs with a stream to draw from.")
-        trained = adapter.named()
-        for name in TRAINED:
-            setattr(self, name, nnx.data(LoHaParam(trained[name]) if name in trained else None))
-        magnitude = adapter.magnitude
-        self.norms = nnx.data(None if magnitude is None else nnx.Variable(magnitude))
-        self.scale = float(adapter.scale)
-        self.is_convolution = is_convolution
-        self.rank_dropout = rank_dropout
-        self.rngs = nnx.data(rngs.fork() if rank_dropout and rngs is not None else None)
-        self.deterministic = False
-        self.merged = False
-
-    def adapter(self) -> Adapter:
-        """The adapter as plain arrays."""
-        trained = {name: getattr(self, name) for name in TRAINED}
-        values = {name: value[...] for name, value in trained.items() if value is not None}
-        return Adapter.of(values | {SCALE: self.scale})
+    def factors(self) -> list[jax.Array]:
+        """w1a [in, rank], w1b [rank, out], w2a [in, rank], w2b [rank, out]."""
+        return [getattr(self, name)[...] for name in FACTORS]
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
-        if self.merged:
-            function = lax.conv_general_dilated if self.is_convolution else lax.dot_general
-            return function(lhs, rhs, *args, **settings)
-        adapter = self.adapter()
-        if self.rank_dropout and not self.deterministic:
-            assert self.rngs is not None
-            adapter = adapter.drop_ranks(self.rngs.dropout(), self.rank_dropout)
-        function = adapter.convolution if self.is_convolution else adapter.dot_general
-        return function(lhs, rhs, *args, **settings)
+        function = lax.conv_general_dilated if self.is_convolution else lax.dot_general
+        return apply_adapter(function, self.factors(), self.scale, lhs, rhs, *args, **settings)
 
 
 class LoHaLinear(nnx.Linear):
@@ -106,10 +63,7 @@ class LoHaLinear(nnx.Linear):
       out_features: The size of y's.
       rank: The rank of each of the two products; ΔW has rank up to rank².
       alpha: ΔW is scaled by alpha / rank; None: alpha = rank.
-      rank_stabilized: Scale by alpha / √rank instead.
-      rank_dropout: The probability of leaving out a rank of the first product while training.
-      decompose: DoRA: normalize the columns of W + ΔW, and scale each by a trained magnitude.
-      rngs: Streams "params" and, for rank dropout, "dropout".
+      rngs: The stream "params".
       **linear: `nnx.Linear`'s own settings.
 
     Example:
@@ -130,20 +84,15 @@ class LoHaLinear(nnx.Linear):
         *,
         rank: int,
         alpha: float | None = None,
-        rank_stabilized: bool = False,
-        rank_dropout: float = 0.0,
-        decompose: bool = False,
         rngs: nnx.Rngs,
         **linear: Any,
     ):
-        config = LoHaConfig(rank, alpha, rank_stabilized, rank_dropout, decompose)
         super().__init__(in_features, out_features, rngs=rngs, **linear)
-        with errors_of("LoHaLinear"):
-            self.dot_general = nnx.data(new_adapter(self, config, rngs))
+        self.dot_general = nnx.data(LoHa("LoHaLinear", self, rank, alpha, rngs))
 
 
 class LoHaConv(nnx.Conv):
-    """`nnx.Conv` with a LoHa adapter of its kernel as a matrix (window · in) × out, or in the Tucker form.
+    """`nnx.Conv` with a LoHa adapter of its kernel as a matrix (window · in) × out.
 
     Args:
       in_features: The number of channels of x.
@@ -151,10 +100,6 @@ class LoHaConv(nnx.Conv):
       kernel_size: The window.
       rank: As in `LoHaLinear`.
       alpha: As in `LoHaLinear`.
-      rank_stabilized: As in `LoHaLinear`.
-      rank_dropout: As in `LoHaLinear`.
-      decompose: As in `LoHaLinear`.
-      tucker: A core [*window, rank, rank] between factors [in, rank] and [rank, out]: fewer parameters.
       rngs: As in `LoHaLinear`.
       **conv: `nnx.Conv`'s own settings.
 
@@ -176,66 +121,125 @@ class LoHaConv(nnx.Conv):
         *,
         rank: int,
         alpha: float | None = None,
-        rank_stabilized: bool = False,
-        rank_dropout: float = 0.0,
-        decompose: bool = False,
-        tucker: bool = False,
         rngs: nnx.Rngs,
         **conv: Any,
     ):
-        config = LoHaConfig(rank, alpha, rank_stabilized, rank_dropout, decompose, tucker)
         super().__init__(in_features, out_features, kernel_size, rngs=rngs, **conv)
-        with errors_of("LoHaConv"):
-            self.conv_general_dilated = nnx.data(new_adapter(self, config, rngs))
+        self.conv_general_dilated = nnx.data(LoHa("LoHaConv", self, rank, alpha, rngs))
 
 
-def place_of(layer: Layer) -> Place:
-    """The kernel's shape and the division of its axes."""
-    shape = tuple(layer.kernel.shape)
-    if isinstance(layer, nnx.Conv):
-        window = len(layer.kernel_size)
-        return Place(shape, window + 1, window)
-    return Place(shape, np.size(layer.in_features))
+def add_loha(
+    model: nnx.Module,
+    path_rule: str | Callable[[str], bool],
+    *,
+    rank: int,
+    alpha: float | None = None,
+    rngs: nnx.Rngs,
+) -> list[str]:
+    """Gives LoHa adapters to layers of an existing model, in place.
+
+    Every `nnx.Linear`, `nnx.LinearGeneral` (the projections of an attention) and `nnx.Conv` that matches
+    `path_rule` gets one. Kernels, their paths and the model's outputs stay as they are: ΔW = 0.
+
+    Args:
+      model: Any NNX module.
+      path_rule: A regular expression searched in the layer's path, "blocks/0/attention/query", or a function
+        of that path.
+      rank: As in `LoHaLinear`.
+      alpha: As in `LoHaLinear`.
+      rngs: As in `LoHaLinear`.
+
+    Returns:
+      The paths of the adapted layers.
+
+    Raises:
+      ValueError: If no layer matches, a layer has an adapter already, or the rank does not fit. The model is then
+        unchanged.
+
+    Example:
+      >>> model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False)
+      >>> add_loha(model, "query|value", rank=2, rngs=nnx.Rngs(1))
+      ['query', 'value']
+
+    Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
+    """
+    takes = (lambda path: bool(re.search(path_rule, path))) if isinstance(path_rule, str) else path_rule
+    matched = [(path, layer) for path, layer in _layers(model) if takes(path)]
+    if not matched:
+        found = listed([path for path, _ in _layers(model)], ", ")
+        raise ValueError(f"add_loha(path_rule={path_rule!r}) matches none of the layers {found}.")
+    new = [(layer, LoHa(f"add_loha: {path!r}", layer, rank, alpha, rngs)) for path, layer in matched]
+    for layer, adapter in new:
+        setattr(layer, _function(layer), nnx.data(adapter))
+    return [path for path, _ in matched]
 
 
-def function_of(layer: Layer) -> str:
+def merge(model: nnx.Module) -> None:
+    """Adds every adapter's ΔW to its kernel and removes the adapters, in place; the outputs stay as they are.
+
+    Args:
+      model: Any NNX module with adapters.
+
+    Returns:
+      None; the model is changed.
+
+    Raises:
+      ValueError: If the model has no adapter, as after merging.
+
+    Example:
+      >>> import muonjax
+      >>> from flax import nnx
+      >>> model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False)
+      >>> paths = muonjax.nnx.add_loha(model, "query|value", rank=2, rngs=nnx.Rngs(1))
+      >>> muonjax.nnx.merge(model)
+      >>> nnx.state(model, muonjax.nnx.LoHaParam)
+      State({})
+    """
+    adapted = [layer for _, layer in _layers(model) if isinstance(getattr(layer, _function(layer)), LoHa)]
+    if not adapted:
+        raise ValueError("merge(model): no LoHa adapter in it; was it merged already?")
+    for layer in adapted:
+        adapter = getattr(layer, _function(layer))
+        layer.kernel[...] = adapted_kernel(layer.kernel[...], adapter.factors(), adapter.scale)
+        setattr(layer, _function(layer), _plain_function(layer))
+
+
+def _layers(model: nnx.Module) -> Iterator[tuple[str, Layer]]:
+    """Paths and layers that can be adapted, in the model's order."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.Linear | nnx.LinearGeneral | nnx.Conv):
+            yield joined(path), module
+
+
+def _inputs(layer: Layer) -> int:
+    """The number of the kernel's first axes that are summed over."""
+    return len(layer.kernel_size) + 1 if isinstance(layer, nnx.Conv) else np.size(layer.in_features)
+
+
+def _function(layer: Layer) -> str:
     """The attribute that holds the layer's product, which an adapter replaces."""
     return "conv_general_dilated" if isinstance(layer, nnx.Conv) else "dot_general"
 
 
-def plain_function(layer: Layer) -> Any:
+def _plain_function(layer: Layer) -> Any:
     """Flax's own value of this attribute; an `nnx.LinearGeneral` takes lax.dot_general when it is called."""
-    return None if isinstance(layer, nnx.LinearGeneral) else getattr(lax, function_of(layer))
+    return None if isinstance(layer, nnx.LinearGeneral) else getattr(lax, _function(layer))
 
 
-def new_adapter(layer: Layer, config: LoHaConfig, rngs: nnx.Rngs) -> LoHa:
-    """An adapter of a layer, with ΔW = 0."""
-    check_layer(layer)
-    adapter = config.new_adapter(layer.kernel[...], rngs.params(), place_of(layer))
-    is_convolution = isinstance(layer, nnx.Conv)
-    return LoHa(adapter, is_convolution=is_convolution, rank_dropout=config.rank_dropout, rngs=rngs)
-
-
-def adapter_of(layer: Layer) -> LoHa | None:
-    """The layer's adapter, if it has one."""
-    value = getattr(layer, function_of(layer))
-    return value if isinstance(value, LoHa) else None
-
-
-def check_layer(layer: Layer) -> None:
-    """Raises ValueError for a layer without an adapter that can't have one, and for a stack of layers."""
+def _check_layer(call: str, layer: Layer) -> None:
+    """Raises ValueError for a layer that can't have a new adapter."""
+    function = getattr(layer, _function(layer))
+    if isinstance(function, LoHa):
+        raise ValueError(f"{call} has an adapter already; muonjax.nnx.merge(model) adds it to the kernel.")
     if isinstance(layer, nnx.Conv) and layer.mask is not None:
-        raise ValueError("the convolution has a mask, and ΔW is not masked; remove the mask.")
-    own_class = getattr(layer, "dot_general_cls", None)  # LinearGeneral prefers it to its dot_general
-    is_plain = getattr(layer, function_of(layer)) is plain_function(layer) and own_class is None
-    if not is_plain and adapter_of(layer) is None:
+        raise ValueError(f"{call}: the convolution has a mask, and ΔW is not masked; remove the mask.")
+    # LinearGeneral prefers its dot_general_cls to its dot_general.
+    if function is not _plain_function(layer) or getattr(layer, "dot_general_cls", None) is not None:
         raise ValueError(
-            f"the layer multiplies by a {function_of(layer)} of its own, which an adapter would replace; leave it out."
+            f"{call}: the layer multiplies by its own {_function(layer)}, which an adapter would replace; leave it out."
         )
-    if getattr(layer, "batch_axis", None):
-        raise ValueError("the layer multiplies a batch of matrices; leave it out.")
-    if layer.kernel.ndim != place_of(layer).inputs + np.size(layer.out_features):
+    if layer.kernel.ndim != _inputs(layer) + np.size(layer.out_features):
         raise ValueError(
-            f"this is a stack of layers, its kernel of shape {layer.kernel.shape}; make the stack of LoHaLinear, or "
-            "adapt inside nnx.vmap."
+            f"{call}: the kernel of shape {layer.kernel.shape} is a batch of matrices or a stack of layers; leave it "
+            "out, make the stack of LoHaLinear, or adapt inside nnx.vmap."
         )

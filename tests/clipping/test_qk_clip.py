@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
 
 import muonjax
 from muonjax._clipping.factors import clip_factor
@@ -22,7 +22,6 @@ from tests.clipping.attentions import (
     multi_head,
     normal,
     projected,
-    rope,
     zero_update,
 )
 from tests.tools.tiers import quick, thorough
@@ -296,48 +295,41 @@ class Block(nn.Module):
     def __call__(self, x, _=None):
         attention = nn.MultiHeadDotProductAttention(
             4,
-            attention_fn=muonjax.linen.attention_fn(block_q=4, block_k=6),
             kernel_init=nn.initializers.normal(0.7),
             bias_init=nn.initializers.normal(1.0),
             out_kernel_init=nn.initializers.normal(0.02),
             name="attention",
         )
         h = nn.LayerNorm()(x)
-        return x + attention(h, mask=nn.make_causal_mask(h[..., 0]), sow_weights=True), None
+        return x + attention(h, mask=nn.make_causal_mask(h[..., 0])), None
+
+
+def stack(block, scan_axis):
+    """The loss of three scanned blocks, and parameters."""
+    axes = {"params": scan_axis}
+    model = nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=3)()
+    params = model.init(jax.random.key(0), X)["params"]
+    return lambda params: (model.apply({"params": params}, X)[0] ** 2).mean(), params
 
 
 @pytest.mark.nan("donates buffers, which JAX does not do under jax_debug_nans")
 @pytest.mark.parametrize("scan_axis", [1, *map(thorough, [0, -1])])
 def test_scanned_rematerialised_and_donated(scan_axis):
-    model = nn.scan(
-        nn.remat(Block, prevent_cse=False),
-        variable_axes={"params": scan_axis, "intermediates": 0},
-        split_rngs={"params": True},
-        length=3,
-    )()
-    params = model.init(jax.random.key(0), X)["params"]
-    tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(5.0, muonjax.sites_from(params)))
-
-    def loss_fn(params):
-        (y, _), variables = model.apply({"params": params}, X, mutable=["intermediates"])
-        return (y**2).mean(), variables
+    loss_fn, params = stack(nn.remat(Block, prevent_cse=False), scan_axis)
+    tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(5.0, muonjax.mha_site(scan_axis=scan_axis)))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state):
-        (_, statistics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, state = tx.update(grads, state, params, max_logits=statistics)
-        return (
-            optax.apply_updates(params, updates),
-            state,
-            statistics["intermediates"]["attention"]["max_logits"],
-        )
+        (_, max_logits), grads = muonjax.value_and_grad(loss_fn)(params)
+        updates, state = tx.update(grads, state, params, max_logits=max_logits)
+        return optax.apply_updates(params, updates), state, max_logits["attention"]
 
     donated = jax.tree.map(jnp.copy, params), tx.init(params)
     clipped, state, before = step(*donated)
     assert all(p.is_deleted() for p in jax.tree.leaves(donated[0]))
     assert before.shape == (3, 4)
     assert (before[0] > 5).all()
-    after = loss_fn(clipped)[1]["intermediates"]["attention"]["max_logits"]
+    after = muonjax.value_and_grad(loss_fn)(clipped)[0][1]["attention"]
     np.testing.assert_allclose(after[0], 5.0, rtol=3e-6)  # deeper layers see other inputs now
     np.testing.assert_allclose(state[1].factors["attention"], jnp.minimum(1, 5 / before), rtol=1e-6)
 
@@ -346,51 +338,18 @@ def test_scanned_rematerialised_and_donated(scan_axis):
 @pytest.mark.thorough
 def test_a_deep_model_is_exact_after_as_many_clips_as_layers():
     """Each clip of a layer changes the inputs of the next: one clip makes one more layer exact."""
-    axes = {"params": 0, "intermediates": 0}
-    model = nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=3)()
-    params = model.init(jax.random.key(0), X)["params"]
-    sites = muonjax.sites_from(params)
-
-    @jax.jit
-    def measured(params):
-        return model.apply({"params": params}, X, mutable=["intermediates"])[1]
-
+    loss_fn, params = stack(Block, 0)
+    program = muonjax.inspect(loss_fn, params)
+    measured = jax.jit(lambda params: muonjax.value_and_grad(loss_fn)(params)[0][1])
     # Outputs that are large compared with the residual stream, so that a clip changes the layers above.
     params["attention"]["out"]["kernel"] *= 100
     worst = []
     for _ in range(3):
-        params = muonjax.apply_qk_clip(params, measured(params), sites, 5.0)
-        worst.append(measured(params)["intermediates"]["attention"]["max_logits"].max(1))
+        params = muonjax.apply_qk_clip(params, measured(params), program, 5.0)
+        worst.append(measured(params)["attention"].max(1))
     assert worst[0][1:].max() > 5.1
     for clips, largest in enumerate(worst, start=1):
         assert largest[:clips].max() <= 5 * EXACT
-
-
-def test_nnx_optimizer_end_to_end():
-    """`nnx.Optimizer` initialises with paths that end in .value and updates without."""
-    attention = nnx.MultiHeadAttention(
-        8, 16, num_kv_heads=2, decode=False, bias_init=nnx.initializers.normal(1.0),
-        kernel_init=nnx.initializers.normal(0.7), attention_fn=muonjax.nnx.attention_fn(rotate=rope), rngs=nnx.Rngs(0),
-    )  # fmt: skip
-    model = nnx.Dict(attention=attention)
-    tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(5.0, muonjax.mha_site("attention")))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer):
-        def loss_fn(model):
-            forward = nnx.capture(
-                lambda m: m.attention(X, is_causal=True, sow_weights=True), nnx.Intermediate
-            )
-            y, sown = forward(model)
-            return (y**2).mean(), sown
-
-        (_, sown), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
-        optimizer.update(model, grads, max_logits=sown)
-        return nnx.to_pure_dict(sown)["attention"]["max_logits"]
-
-    assert step(model, optimizer).max() > 5.5
-    assert step(model, optimizer).max() <= 5 * EXACT
 
 
 # With other transformations.
@@ -568,23 +527,89 @@ def test_a_query_that_is_pushed_alone_drains_its_key():
 # Refusals.
 
 
+SITE = muonjax.mha_site()
+OPTIMIZERS = [muonjax.qk_clip, muonjax.muonclip, muonjax.adamclip]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"threshold": 0.0}, ValueError, "threshold=0.0"),
+        ({"threshold": 0.0}, ValueError, r"\(threshold=0.0\) must be positive and finite"),
         ({"threshold": -1}, ValueError, "threshold=-1"),
-        ({"threshold": float("nan")}, ValueError, "threshold=nan"),
-        ({"every_k": 0}, ValueError, "every_k=0"),
-        ({"every_k": 2.0}, TypeError, "every_k=2.0.*static_args"),
-        ({"every_k": True}, TypeError, "every_k=True"),
-        ({"shared_keys": "none"}, ValueError, "shared_keys='none'"),
+        ({"threshold": np.float32(-1)}, ValueError, "threshold=.*must be positive"),
+        ({"threshold": jnp.float32(-1)}, ValueError, "threshold=.*must be positive"),
+        ({"threshold": np.nan}, ValueError, "threshold=nan"),
+        ({"threshold": np.inf}, ValueError, "threshold=inf"),
+        ({"threshold": True}, TypeError, "threshold=True.*must be a number or a schedule"),
+        ({"threshold": np.bool_(True)}, TypeError, "must be a number or a schedule"),
+        ({"threshold": np.array("0.1")}, TypeError, "must be a number or a schedule"),
+        ({"threshold": "100"}, TypeError, "must be a number or a schedule"),
+        ({"threshold": 1j}, TypeError, "must be a number or a schedule"),
+        ({"threshold": jnp.ones(2)}, TypeError, "must be a number or a schedule"),
+        ({"every_k": 0}, ValueError, ": every_k=0"),
+        ({"every_k": 2.0}, TypeError, ": every_k=2.0.*static_args"),
+        ({"every_k": True}, TypeError, ": every_k=True"),
+        ({"every_k": np.bool_(True)}, TypeError, ": every_k=.*True"),
+        ({"shared_keys": "none"}, ValueError, r"\(shared_keys='none'\) is unknown"),
+        ({"axis_name": 3}, TypeError, ": axis_name=3 must be the name"),
+        ({"axis_name": ""}, TypeError, ": axis_name=''"),
+        ({"axis_name": ()}, TypeError, r": axis_name=\(\)"),
+        ({"axis_name": ("a", 1.5)}, TypeError, r": axis_name=\('a', 1.5\)"),
     ],
 )
-def test_bad_settings(arguments, error, message):
-    with pytest.raises(error, match=message):
-        muonjax.qk_clip(**({"threshold": 100.0, "sites": muonjax.mha_site()} | arguments))
-    with pytest.raises(TypeError, match="SignalRule"):
-        muonjax.signal_clip([muonjax.mha_site()])
+def test_bad_settings(make, arguments, error, message):
+    rate = {} if make is muonjax.qk_clip else {"learning_rate": 1e-3}
+    with pytest.raises(error, match=rf"^{make.__name__}.*{message}"):
+        make(**{"threshold": 100.0} | rate | arguments, **{NAMES[make]: SITE})
+
+
+NAMES = {make: list(inspect.signature(make).parameters)[1] for make in OPTIMIZERS}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"learning_rate": -1}, ValueError, r"\(learning_rate=-1\) must be finite and not negative"),
+        ({"learning_rate": np.nan}, ValueError, "learning_rate=nan"),
+        ({"learning_rate": None}, TypeError, "learning_rate=None.*a number or a schedule"),
+        ({"learning_rate": 1j}, TypeError, "a number or a schedule"),
+        ({"weight_decay": -1}, ValueError, "weight_decay=-1"),
+        ({"b1": 1.0}, ValueError, r"b1=1.0\) must be in \[0, 1\)"),
+        ({"b2": np.nan}, ValueError, "b2=nan"),
+        ({"eps": -1e-8}, ValueError, "eps=-1e-08"),
+        ({"eps_root": "0"}, TypeError, "eps_root='0'"),
+        ({"mask": "yes"}, TypeError, "mask='yes'.*must be a tree of booleans"),
+        ({"nesterov": "no"}, TypeError, "nesterov='no'.*True or False"),
+    ],
+)
+def test_bad_settings_of_adamw(arguments, error, message):
+    with pytest.raises(error, match=rf"^adamclip.*{message}"):
+        muonjax.adamclip(**{"learning_rate": 1e-3} | arguments, **{NAMES[muonjax.adamclip]: SITE})
+
+
+def test_bad_settings_of_muon_are_muonclip_s():
+    with pytest.raises(ValueError, match=r"^muonclip: .*learning_rate=-1.0"):
+        muonjax.muonclip(-1.0, SITE)
+    with pytest.raises(ValueError, match=r"^muonclip: .*decay=2"):
+        muonjax.muonclip(1.0, SITE, decay=2)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_without_a_program(make):
+    """The two lines that are shown make the optimizer."""
+    params, _, _ = multi_head()
+    with pytest.raises(ValueError, match=rf"^{make.__name__}: ") as error:
+        make(1e-3)
+    _, first, second = str(error.value).splitlines()
+
+    def loss_fn(params, x):
+        q, k, v = (projected(params, name, x) for name in ("query", "key", "value"))
+        return (jax.nn.dot_product_attention(q, k, v) ** 2).mean()
+
+    names = {"muonjax": muonjax, "loss_fn": loss_fn, "params": params, "batch": X}
+    exec(f"{first.strip()}\n{second.strip()}", names)
+    assert jax.tree.leaves(names["tx"].init(params))
 
 
 def test_a_site_for_another_signal_is_no_site_of_qk_clip():

@@ -41,13 +41,13 @@ def test_max_output(entries, signal):
     threshold = float(jnp.median(before)) if before.ndim else 7.0
     tx = muonjax.signal_clip(muonjax.SignalRule(output_site(entries), threshold))
     zeros = jax.tree.map(jnp.zeros_like, params)
-    statistics = {"out": {"max_output": before}}
+    statistics = {"out": before}
     updates, state = jax.jit(tx.update)(zeros, tx.init(params), params, signals=statistics)
     np.testing.assert_allclose(
         signal(optax.apply_updates(params, updates)), jnp.minimum(before, threshold), rtol=3e-6
     )
     assert int(state.num_clipped) == int((before > threshold).sum())
-    assert set(state.maxima) == {"out/max_output"}
+    assert set(state.maxima) == {"out"}
 
 
 @pytest.mark.thorough
@@ -79,10 +79,7 @@ def test_two_rules_at_once():
         muonjax.SignalRule(output_site(), optax.constant_schedule(6.0)),
     ]
     tx = muonjax.signal_clip(rules)
-    statistics = {
-        "attention": {"max_logits": maxima(params["attention"])},
-        "out": {"max_output": max_output(params)},
-    }
+    statistics = {"attention": maxima(params["attention"]), "out": max_output(params)}
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = tx.update(zeros, tx.init(params), params, signals=statistics)
     new = optax.apply_updates(params, updates)
@@ -129,6 +126,18 @@ def test_entries_that_share_a_parameter_cannot_each_scale_it():
         ValueError, match=r"several entries of 'max_logits' share \['key/kernel', .*group_power"
     ):
         muonjax.signal_clip(rule).init(multi_head(4, 2)[0])
+
+
+def test_rules_are_needed():
+    for rules in ([], [multi_head()[2]]):
+        with pytest.raises(TypeError, match=r"signal_clip: rules=.* must be a SignalRule"):
+            muonjax.signal_clip(rules)
+    with pytest.raises(ValueError, match=r"SignalRule\(threshold=inf\)"):
+        muonjax.SignalRule(output_site(), threshold=np.inf)
+    tx = muonjax.signal_clip(muonjax.SignalRule(output_site(), 5.0))
+    params = {"out": {"kernel": jnp.ones((4, 2))}}
+    with pytest.raises(ValueError, match=r"signal_clip: update needs signals: .*signals=signals"):
+        tx.update(params, tx.init(params), params)
 
 
 def test_two_rules_of_one_signal():

@@ -119,21 +119,14 @@ def test_numpy_settings():
     muonjax.fused_qkv_site(num_heads=np.int64(4), head_dim=np.int64(2))
 
 
-@pytest.mark.parametrize(("make", "error", "message"), [
-    (lambda: muonjax.qk_clip(np.float32(-1)), ValueError, r"qk_clip\(threshold=.*must be positive"),
-    (lambda: muonjax.qk_clip(jnp.float32(-1)), ValueError, "must be positive"),
-    (lambda: muonjax.qk_clip(jnp.ones(2)), TypeError, "must be a number or a schedule"),
-    (lambda: muonjax.qk_clip(np.array(0.0)), ValueError, "must be positive"),
-    (lambda: muonjax.qk_clip("100"), TypeError, "must be a number or a schedule"),
-    (lambda: muonjax.qk_clip(np.ones(2)), TypeError, "must be a number or a schedule"),
-    (lambda: muonjax.qk_clip(1.0, every_k=np.float32(2)), TypeError, "static_args"),
-    (lambda: muonjax.qk_clip(1.0, every_k=np.bool_(True)), TypeError, "every_k=.*True"),
-    (lambda: muonjax.mha_site(layout="i (h d)", num_heads=4.0), TypeError, "num_heads=4.0 must be a whole number"),
-    (lambda: muonjax.mla_site(nope=2.5), TypeError, "mla_site: nope=2.5 must be a whole number"),
-    (lambda: muonjax.fused_qkv_site(num_heads=4, head_dim="8"), TypeError, "head_dim='8' must be a whole number"),
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: muonjax.mha_site(layout="i (h d)", num_heads=4.0), "mha_site: num_heads=4.0 must be a whole number"),
+    (lambda: muonjax.mha_site(layout="i (h d)", num_heads=True), "num_heads=True must be a whole number"),
+    (lambda: muonjax.mla_site(nope=2.5), "mla_site: nope=2.5 must be a whole number"),
+    (lambda: muonjax.fused_qkv_site(num_heads=4, head_dim="8"), "head_dim='8' must be a whole number"),
 ])  # fmt: skip
-def test_numpy_settings_out_of_range(make, error, message):
-    with pytest.raises(error, match=message):
+def test_numbers_of_another_type(make, message):
+    with pytest.raises(TypeError, match=message):
         make()
 
 

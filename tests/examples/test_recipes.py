@@ -76,17 +76,17 @@ TOKENS[1, 10:] = 0  # padding
 
 
 @pytest.mark.thorough
-def test_lm1b_under_watch():
+def test_lm1b():
     import lm1b_fsdp as recipe
 
     model = recipe.TransformerLM()
     params = nn.unbox(model.init(jax.random.key(0), TOKENS)["params"])
-    apply = lambda **more: model.apply({"params": params}, TOKENS, mutable=["intermediates"], **more)[1]  # noqa: E731
-    with muonjax.linen.watch():
-        sown = apply()
-    seen = apply(capture_intermediates=lambda module, _: module.name == "LayerNorm_0")["intermediates"][
-        "decoder"
-    ]
+    (_, statistics), _ = muonjax.value_and_grad(recipe.loss_fn)(params, model.apply, TOKENS)
+    _, seen = model.apply(
+        {"params": params}, TOKENS, mutable=["intermediates"],
+        capture_intermediates=lambda module, _: module.name == "LayerNorm_0",
+    )  # fmt: skip
+    seen = seen["intermediates"]["decoder"]
     visible = (CAUSAL & (TOKENS > 0)[:, None] & (TOKENS > 0)[:, :, None])[:, None]
 
     def of(params):
@@ -98,7 +98,7 @@ def test_lm1b_under_watch():
             found[name] = largest(q, k, visible, 8**-0.5)
         return found
 
-    check(sown, of, params, muonjax.sites_from(params))
+    check(statistics, of, params, muonjax.inspect(recipe.loss_fn, params, model.apply, TOKENS))
 
 
 @pytest.mark.thorough
@@ -188,6 +188,7 @@ def test_vit():
 
     model = recipe.ViT(2, nnx.Rngs(0))
     images = jax.random.uniform(jax.random.key(0), (3, 8, 8, 1))
+    program = muonjax.inspect(recipe.loss_fn, model, images, jnp.arange(3))
     (_, statistics), _ = muonjax.value_and_grad(recipe.loss_fn)(model, images, jnp.arange(3))
     inputs, x = [], model.pos_embeddings(images)
     for layer in model.layers:
@@ -206,7 +207,7 @@ def test_vit():
         return found
 
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    check(statistics, of, params, muonjax.sites_from(params))
+    check(statistics, of, params, program)
 
 
 PAGES = RECIPES.parents[1] / "docs" / "recipes"

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from muonjax import FusedDimensionNumbers, MuonDimensionNumbers, NewtonSchulz
+from muonjax._mesh.assignment import _tensor_axes as TENSOR_AXES
+from muonjax._mesh.sharded_map import assign
 
 PLAIN = MuonDimensionNumbers(-2, -1)
 
@@ -72,6 +75,30 @@ def under(mesh):
     return jax.set_mesh(mesh) if explicit else contextlib.nullcontext()
 
 
+def dividing(how):
+    """Instead of the cheapest choice, one by hand: one owner for each matrix, all devices that store it, or some."""
+    choices = {
+        "owner": lambda sharding: [()],
+        "tensor_parallel": lambda sharding: [sharding],
+        "hybrid": lambda sharding: TENSOR_AXES(sharding)[1:-1] or [()],
+        "auto": TENSOR_AXES,
+    }
+    return mock.patch("muonjax._mesh.assignment._tensor_axes", choices[how])
+
+
+def assigned(tx, params):
+    """The assignment of owners that `tx.update` makes for these shapes; nothing runs."""
+    found = []
+
+    def kept(*arguments):
+        found.append(assign(*arguments))
+        return found[-1]
+
+    with mock.patch("muonjax._mesh.sharded_map.assign", kept):
+        jax.eval_shape(lambda x: tx.update(x, tx.init(x))[0], params)
+    return found[-1]
+
+
 def orthogonalize(values, numbers, newton_schulz=QUICK, **settings):
     tx = muonjax.orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, **settings)
     return jax.jit(lambda x: tx.update(x, tx.init(x))[0])(values)
@@ -83,13 +110,13 @@ def on_one_device(newton_schulz=QUICK):
     return jax.tree.map(np.asarray, orthogonalize(tree(), NUMBERS, newton_schulz))
 
 
-def on_mesh(mesh, names=tuple(LAYOUTS), newton_schulz=QUICK, *, set_mesh=True, **settings):
-    """The layouts' leaves, orthogonalized on the mesh."""
+def on_mesh(mesh, names=tuple(LAYOUTS), newton_schulz=QUICK, *, set_mesh=True, divided="auto"):
+    """The layouts' leaves, orthogonalized on the mesh, whose matrices are `divided` by one of `dividing`."""
     values = put(tree(names), SPECS, mesh)
     explicit = AxisType.Explicit in mesh.axis_types
     own = {name: SPECS[name] for name in names}
-    distribution = None if explicit else muonjax.Distribution(mesh, own, **settings)
-    with under(mesh) if set_mesh else contextlib.nullcontext():
+    distribution = None if explicit else muonjax.Distribution(mesh, own)
+    with under(mesh) if set_mesh else contextlib.nullcontext(), dividing(divided):
         results = orthogonalize(
             values, {n: NUMBERS[n] for n in names}, newton_schulz, distribution=distribution
         )

@@ -20,11 +20,8 @@ def test_half_precision_is_exchanged_in_half_the_bytes():
     x = jax.ShapeDtypeStruct((16, 16, 64), "float32", sharding=NamedSharding(mesh, P(None, "fsdp")))
     numbers = muonjax.MuonDimensionNumbers(1, 2)
     params = {"w": x}
-    planned = []
     for settings in (HALF, NewtonSchulz(num_steps=2, deflation=0, compute_dtype=jnp.float32)):
-        distribution = muonjax.Distribution(mesh, {"w": P(None, "fsdp")}, mode="owner")
-        cost = muonjax.plan(params, distribution, dimension_numbers=numbers, newton_schulz=settings).cost
-        planned.append(cost.sent)
+        distribution = muonjax.Distribution(mesh, {"w": P(None, "fsdp")})
         tx = muonjax.orthogonalize(
             dimension_numbers=numbers, newton_schulz=settings, distribution=distribution
         )
@@ -34,7 +31,6 @@ def test_half_precision_is_exchanged_in_half_the_bytes():
         kind = "bf16" if settings is HALF else "f32"
         assert len(sent) == 2
         assert all(f"x{kind}>" in line.rpartition("->")[2] for line in sent)
-    assert planned[0] == planned[1] / 2
 
 
 def test_rounding_for_the_exchange_takes_results_no_further_from_the_polar_factor():
@@ -42,7 +38,7 @@ def test_rounding_for_the_exchange_takes_results_no_further_from_the_polar_facto
     x = jax.random.normal(jax.random.key(0), (16, 64))
     tx = [
         muonjax.orthogonalize(newton_schulz=HALF, distribution=d)
-        for d in (None, muonjax.Distribution(mesh, P("fsdp"), mode="owner"))
+        for d in (None, muonjax.Distribution(mesh, P("fsdp")))
     ]
     here, there = (jax.jit(lambda x, t=t: t.update(x, t.init(x))[0])({"w": x})["w"] for t in tx)
     assert there.dtype == jnp.float32

@@ -76,7 +76,7 @@ PUBLIC = {
     "signal_clip": lambda: muonjax.signal_clip(RULE),
     "trace": lambda: muonjax.trace(0.9),
 }
-STATISTICS = {"max_logits": {"attention": 400.0}, "signals": {"attention": {"query": {"size": 400.0}}}}
+STATISTICS = {"max_logits": {"attention": 400.0}, "signals": {"attention/query": 400.0}}
 
 
 def test_all_public_transformations_are_here():

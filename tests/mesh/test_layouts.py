@@ -1,13 +1,11 @@
 """However the leaves are sharded, the results are those of one device."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import muonjax
@@ -20,6 +18,7 @@ from tests.mesh.layouts import (
     NUMBERS,
     QUICK,
     SPECS,
+    dividing,
     make_mesh,
     on_mesh,
     on_one_device,
@@ -53,7 +52,7 @@ def check(results, names=tuple(LAYOUTS), newton_schulz=QUICK, atol=2e-6):
 def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz):
     found = []
     for sizes in MESHES:
-        values, results = on_mesh(make_mesh(**sizes), names, newton_schulz, mode="owner")
+        values, results = on_mesh(make_mesh(**sizes), names, newton_schulz, divided="owner")
         check(results, names, newton_schulz)
         for name, x in values.items():
             assert results[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
@@ -64,11 +63,11 @@ def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["tensor_parallel", "hybrid", nightly("auto")])
-def test_the_other_modes(mode):
+@pytest.mark.parametrize("divided", ["tensor_parallel", "hybrid", nightly("auto")])
+def test_several_devices_share_a_matrix(divided):
     # All of the iteration, for here it sums over the mesh.
     names = ("rows", "both", "tall", "experts", "query", "one_axis_twice_turned", "fused")
-    _, results = on_mesh(make_mesh(fsdp=4, tensor=2), names, newton_schulz=NewtonSchulz(), mode=mode)
+    _, results = on_mesh(make_mesh(fsdp=4, tensor=2), names, newton_schulz=NewtonSchulz(), divided=divided)
     check(results, names, newton_schulz=NewtonSchulz(), atol=5e-6)
 
 
@@ -88,7 +87,7 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_pr
         flops = 0.0 if worth else np.inf
         monkeypatch.setattr("muonjax._policy.flops_a_second", lambda _, flops=flops: flops)
         products.clear()
-        found.append(on_mesh(make_mesh(fsdp=4, tensor=2), names, settings, mode="tensor_parallel")[1])
+        found.append(on_mesh(make_mesh(fsdp=4, tensor=2), names, settings, divided="tensor_parallel")[1])
         assert bool(products) == worth
     each, shared = found
     for name in names:
@@ -97,9 +96,8 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_pr
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("axes", [None, thorough(("fsdp", "tensor")), thorough(())])
-def test_replicas_divide_the_work_or_repeat_it(axes):
-    _, results = on_mesh(make_mesh(**THREE), mode="owner", axes=axes)
+def test_replicas_divide_the_work():
+    _, results = on_mesh(make_mesh(**THREE), divided="owner")
     check(results)
 
 
@@ -114,13 +112,14 @@ def test_few_matrices_on_many_replicas(sizes):
         "rows": P("fsdp" if "fsdp" in sizes else None),
         "tall": P("tensor" if "tensor" in sizes else None),
     }
-    distribution = muonjax.Distribution(mesh, specs, mode="owner")
+    distribution = muonjax.Distribution(mesh, specs)
     numbers = {name: NUMBERS[name] for name in specs}
     values = put(tree(tuple(specs)), specs, mesh)
     tx = muonjax.orthogonalize(dimension_numbers=numbers, newton_schulz=QUICK, distribution=distribution)
     update = jax.jit(lambda x: tx.update(x, tx.init(x))[0])
-    assert "all-reduce" in update.lower(values).compile().as_text()
-    results = update(values)
+    with dividing("owner"):
+        assert "all-reduce" in update.lower(values).compile().as_text()
+        results = update(values)
     check(results, tuple(specs))
     for name, x in values.items():
         assert results[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
@@ -138,17 +137,6 @@ def test_explicit_axes_need_no_distribution(fsdp, tensor, set_mesh):
     check(results, names)
     for name, x in values.items():
         assert results[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
-
-
-@pytest.mark.parametrize("set_mesh", [thorough(True), False])
-def test_an_abstract_mesh_stands_for_the_mesh_that_is_set_or_that_the_arrays_are_on(set_mesh):
-    mesh = make_mesh(AxisType.Explicit, fsdp=4, tensor=2)
-    values = put(tree(MATRICES), SPECS, mesh)
-    abstract = AbstractMesh((4, 2), ("fsdp", "tensor"))
-    distribution = muonjax.Distribution(abstract, {name: SPECS[name] for name in MATRICES})
-    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
-        results = orthogonalize(values, {n: NUMBERS[n] for n in MATRICES}, distribution=distribution)
-    check(results, MATRICES)
 
 
 @pytest.mark.thorough
@@ -202,7 +190,7 @@ def test_a_distribution_over_explicit_axes():
         results = orthogonalize(
             values,
             {n: NUMBERS[n] for n in MATRICES},
-            distribution=muonjax.Distribution(mesh, other, mode="owner"),
+            distribution=muonjax.Distribution(mesh, other),
         )
     check(results, MATRICES)
     for name, x in values.items():
@@ -210,10 +198,11 @@ def test_a_distribution_over_explicit_axes():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["owner", thorough("tensor_parallel")])
-def test_chunks_change_nothing_but_the_number_of_rounds(mode):
-    _, whole = on_mesh(make_mesh(fsdp=4, tensor=2), mode=mode, names=MATRICES)
-    _, parts = on_mesh(make_mesh(fsdp=4, tensor=2), mode=mode, names=MATRICES, chunks=3)
+@pytest.mark.parametrize("divided", ["owner", thorough("tensor_parallel")])
+def test_an_exchange_in_several_rounds_changes_nothing(divided, monkeypatch):
+    _, whole = on_mesh(make_mesh(fsdp=4, tensor=2), MATRICES, divided=divided)
+    monkeypatch.setattr("muonjax._mesh.rounds._LARGEST", 300)
+    _, parts = on_mesh(make_mesh(fsdp=4, tensor=2), MATRICES, divided=divided)
     for name in MATRICES:
         np.testing.assert_array_equal(whole[name], parts[name], err_msg=name)
 
@@ -230,10 +219,10 @@ def test_accelerators_take_their_matrices_in_batches(monkeypatch):
         return exchange(counted, blocks, assignment, Policy("gpu"))
 
     monkeypatch.setattr("muonjax._mesh.sharded_map.exchange", on_gpu)
-    for mode in ("owner", "tensor_parallel"):
-        _, results = on_mesh(make_mesh(fsdp=4, tensor=2), mode=mode)
+    for divided in ("owner", "tensor_parallel"):
+        _, results = on_mesh(make_mesh(fsdp=4, tensor=2), divided=divided)
         check(results)
-    _, results = on_mesh(make_mesh(fsdp=1, tensor=1), ("experts",), mode="owner")
+    _, results = on_mesh(make_mesh(fsdp=1, tensor=1), ("experts",), divided="owner")
     check(results, ("experts",))
     assert sizes[-1] == 8  # all of them at once
 
@@ -250,7 +239,7 @@ def test_wrong_specs_cost_a_reshard_and_nothing_else():
     results = orthogonalize(
         values,
         {n: NUMBERS[n] for n in MATRICES},
-        distribution=muonjax.Distribution(mesh, wrong, mode="owner"),
+        distribution=muonjax.Distribution(mesh, wrong),
     )
     check(results, MATRICES)
 
@@ -259,7 +248,7 @@ def test_wrong_specs_cost_a_reshard_and_nothing_else():
 def test_numpy_arrays_and_a_mesh_set_outside():
     mesh = make_mesh(fsdp=4, tensor=2)
     values = {name: np.asarray(x) for name, x in tree(MATRICES).items()}
-    distribution = muonjax.Distribution(mesh.abstract_mesh, {name: SPECS[name] for name in MATRICES})
+    distribution = muonjax.Distribution(mesh, {name: SPECS[name] for name in MATRICES})
     with jax.set_mesh(mesh):
         results = orthogonalize(values, {n: NUMBERS[n] for n in MATRICES}, distribution=distribution)
     check(results, MATRICES)
@@ -275,7 +264,7 @@ def test_dtypes_are_exchanged_apart_and_zeros_and_nan_stay_in_their_matrix():
     x["2"] = x["2"].at[3, 5].set(jnp.nan)
     x["half"] = x["0"].astype(jnp.bfloat16)
     specs = dict.fromkeys(x, P("fsdp"))
-    distribution = muonjax.Distribution(mesh, specs, mode="owner")
+    distribution = muonjax.Distribution(mesh, specs)
     results = orthogonalize(put(x, specs, mesh), None, distribution=distribution)
     expected = orthogonalize(x, None)
     for name in x:
@@ -288,12 +277,13 @@ def test_dtypes_are_exchanged_apart_and_zeros_and_nan_stay_in_their_matrix():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["tensor_parallel", thorough("owner")])
-def test_adaptive_has_the_norm_of_the_whole_matrix(mode):
+@pytest.mark.parametrize("divided", ["tensor_parallel", thorough("owner")])
+def test_adaptive_has_the_norm_of_the_whole_matrix(divided):
     mesh = make_mesh(fsdp=4, tensor=2)
     values, names = put(tree(MATRICES), SPECS, mesh), {n: NUMBERS[n] for n in MATRICES}
-    distribution = muonjax.Distribution(mesh, {n: SPECS[n] for n in MATRICES}, mode=mode)
-    results = orthogonalize(values, names, adaptive=True, distribution=distribution)
+    distribution = muonjax.Distribution(mesh, {n: SPECS[n] for n in MATRICES})
+    with dividing(divided):
+        results = orthogonalize(values, names, adaptive=True, distribution=distribution)
     expected = orthogonalize(tree(MATRICES), names, adaptive=True)
     for name in MATRICES:
         np.testing.assert_allclose(

@@ -30,7 +30,6 @@ USED_BY = {
     "muonjax/_arguments": [
         "tests/optimizers/test_first_mistakes.py",
         "tests/optimizers/test_optimizers.py",
-        "tests/optimizers/test_hyperball.py",
         "tests/clipping/test_strict_modes.py",
     ],
     "muonjax/_partition": [
@@ -52,13 +51,12 @@ USED_BY = {
         "tests/program/test_researchers_programs.py",
     ],
     "muonjax/_clipping/": ["tests/clipping", "tests/reliability/test_adversarial_attention.py"],
-    "muonjax/_adapters/hadamard": ["tests/adapters/test_hadamard.py", "tests/linen", "tests/nnx"],
     "muonjax/_adapters/": ["tests/adapters", "tests/linen", "tests/nnx"],
     "muonjax/_mesh/cost_model": ["tests/mesh/test_assignment.py", *_MESH],
-    "muonjax/linen/": ["tests/linen", "tests/clipping/test_watch.py", "tests/routing"],
+    "muonjax/linen/": ["tests/linen", "tests/clipping/test_in_flax.py", "tests/routing"],
     "muonjax/nnx/": [
         "tests/nnx",
-        "tests/clipping/test_watch.py",
+        "tests/clipping/test_in_flax.py",
         "tests/routing",
         "tests/program/test_inspect.py",
     ],
@@ -76,5 +74,6 @@ def tests_of(file: str) -> list[str]:
     )
     own, whole = f"{tests}/test_{path.stem.strip('_')}.py", [str(tests)] if tests.name != "tests" else []
     users = USED_BY[fits] if (fits := max(filter(file.startswith, USED_BY), key=len, default="")) else []
-    api = "tests/test_public_api.py"  # settings and what they are unless given
-    return [file, *dict.fromkeys(name for name in (own, api, *users, *whole) if (ROOT / name).exists())]
+    # Settings: what they are unless given, and what they refuse.
+    settings = "tests/test_public_api.py", "tests/reliability/test_nonsense.py"
+    return [file, *dict.fromkeys(name for name in (own, *settings, *users, *whole) if (ROOT / name).exists())]

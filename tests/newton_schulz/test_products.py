@@ -9,7 +9,7 @@ import pytest
 
 from muonjax import NewtonSchulz
 from muonjax._linalg import MatrixProduct, in_blocks
-from muonjax._newton_schulz.iteration import polar_factor
+from muonjax._newton_schulz.polar_factor import polar_factor
 from muonjax._policy import Policy
 
 

@@ -9,15 +9,7 @@ from flax import nnx
 
 from muonjax import adapter_mask, apply_qk_clip, dimension_numbers, mha_site
 from muonjax import nnx as nnx_loha
-from muonjax.nnx import LoHaConv, LoHaLinear, LoHaParam, adapters, add_loha
-from tests.tools.tiers import quick
-
-SETTINGS = [
-    {"rank": 2},
-    {"rank": 2, "alpha": 5.0},
-    {"rank": 4, "alpha": 1.0, "rank_stabilized": True},
-    {"rank": 3, "alpha": 7.0, "decompose": True},
-]
+from muonjax.nnx import LoHaConv, LoHaLinear, LoHaParam, add_loha
 
 
 def train_nnx(model):
@@ -35,12 +27,8 @@ def train_nnx(model):
 def weight64(layer, holder):
     """The kernel that the layer should act with, by NumPy."""
     kernel = np.asarray(layer.kernel[...], np.float64)
-    w1a, w1b, w2a, w2b = (np.asarray(factor, np.float64) for factor in holder.adapter().factors)
-    v = kernel + (holder.scale * (w1a @ w1b) * (w2a @ w2b)).reshape(kernel.shape)
-    if holder.dora_scale is None:
-        return v
-    columns = v.reshape(-1, kernel.shape[-1])
-    return (columns * np.asarray(holder.dora_scale[...]) / np.linalg.norm(columns, axis=0)).reshape(v.shape)
+    w1a, w1b, w2a, w2b = (np.asarray(factor, np.float64) for factor in holder.factors())
+    return kernel + (holder.scale * (w1a @ w1b) * (w2a @ w2b)).reshape(kernel.shape)
 
 
 class Mixed(nnx.Module):
@@ -67,10 +55,9 @@ TOKENS = jnp.arange(10).reshape(2, 5)
 LAYERS = ["attention/key", "attention/out", "attention/query", "attention/value", "conv", "up"]
 
 
-@quick("settings0", "settings3")
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_nnx_linear_starts_plain_then_follows_its_factors(settings):
-    layer = LoHaLinear(6, 5, rngs=nnx.Rngs(0), **settings)
+@pytest.mark.parametrize("alpha", [None, 5.0])
+def test_nnx_linear_starts_plain_then_follows_its_factors(alpha):
+    layer = LoHaLinear(6, 5, rank=2, alpha=alpha, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (3, 6))
     np.testing.assert_allclose(layer(x), x @ layer.kernel[...] + layer.bias[...], atol=1e-6)
     train_nnx(layer)
@@ -79,66 +66,34 @@ def test_nnx_linear_starts_plain_then_follows_its_factors(settings):
     assert np.abs(layer(x) - x @ layer.kernel[...]).max() > 0.1
 
 
-@quick("bfloat16-settings4", "float32-settings0")
-@pytest.mark.parametrize(
-    ("dtype", "settings"), [*((jnp.float32, each) for each in SETTINGS), (jnp.bfloat16, SETTINGS[-1])]
-)
-def test_nnx_merge_and_unmerge(settings, dtype):
-    layer = train_nnx(LoHaLinear(6, 5, rngs=nnx.Rngs(0), param_dtype=dtype, **settings))
+@pytest.mark.parametrize(("dtype", "exact"), [(jnp.float32, 5e-6), (jnp.bfloat16, 0.1)])
+def test_nnx_merge_leaves_a_plain_layer_with_the_same_outputs(dtype, exact):
+    layer = train_nnx(LoHaLinear(6, 5, rank=3, alpha=7.0, param_dtype=dtype, rngs=nnx.Rngs(0)))
     x = jax.random.normal(jax.random.key(1), (3, 6))
-    kernel, apart = np.asarray(layer.kernel[...], np.float32), layer(x)
-    exact = 5e-6 if dtype == jnp.float32 else 0.1
+    adapted, want = layer(x), weight64(layer, layer.dot_general)
     nnx_loha.merge(layer)
-    np.testing.assert_allclose(layer(x), apart, atol=exact)
-    np.testing.assert_allclose(layer(x), x @ layer.kernel[...] + layer.bias[...], atol=1e-6)
-    assert np.abs(np.asarray(layer.kernel[...], np.float32) - kernel).max() > 0.1
-    with pytest.raises(ValueError, match="merging twice"):
+    assert layer.dot_general is jax.lax.dot_general
+    np.testing.assert_allclose(layer(x), adapted, atol=exact)
+    np.testing.assert_allclose(np.asarray(layer.kernel[...], np.float64), want, atol=exact)
+    with pytest.raises(ValueError, match="merged already"):
         nnx_loha.merge(layer)
-    nnx_loha.unmerge(layer)
-    np.testing.assert_allclose(np.asarray(layer.kernel[...], np.float32), kernel, atol=exact / 5)
-    np.testing.assert_allclose(layer(x), apart, atol=exact)
-    with pytest.raises(ValueError, match="not merged"):
-        nnx_loha.unmerge(layer)
-
-
-def test_merging_and_removing_need_an_adapter():
-    for call in (nnx_loha.merge, nnx_loha.remove_loha):
-        with pytest.raises(ValueError, match="has no LoHa adapter"):
-            call(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.thorough
-def test_removed_adapters_leave_a_plain_model_with_what_was_merged():
-    model = Mixed(nnx.Rngs(0))
-    before, paths = model(TOKENS), paths_of(model)
-    add_loha(model, "up|conv", rank=2, rngs=nnx.Rngs(1))
-    assert sorted(nnx_loha.remove_loha(train_nnx(model))) == ["conv", "up"]
-    np.testing.assert_array_equal(model(TOKENS), before)
-    add_loha(model, "up|conv", rank=2, rngs=nnx.Rngs(1))
-    nnx_loha.merge(train_nnx(model))
-    after = model(TOKENS)
-    nnx_loha.remove_loha(model)
-    np.testing.assert_array_equal(model(TOKENS), after)
-    assert paths_of(model) == paths
-    assert not adapters(model)
-    add_loha(model, "up", rank=2, rngs=nnx.Rngs(1))  # and it can be adapted again
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("decompose", [False, True])
-def test_add_loha_in_place_changes_no_output_and_no_path(decompose):
+def test_add_loha_in_place_changes_no_output_and_no_path():
     model = Mixed(nnx.Rngs(0))
     before, paths = model(TOKENS), paths_of(model)
     query = model.attention.query
-    assert sorted(add_loha(model, ".", rank=2, decompose=decompose, rngs=nnx.Rngs(1))) == LAYERS
+    assert sorted(add_loha(model, ".", rank=2, rngs=nnx.Rngs(1))) == LAYERS
     np.testing.assert_allclose(model(TOKENS), before, atol=1e-5)
     assert model.attention.query is query
     assert paths <= paths_of(model)
-    assert set(adapters(model)) == set(LAYERS)
     after = train_nnx(model)(TOKENS)
     assert np.abs(after - before).max() > 0.1
     nnx_loha.merge(model)
     np.testing.assert_allclose(model(TOKENS), after, atol=2e-5)
+    assert paths_of(model) == paths
+    add_loha(model, "up", rank=2, rngs=nnx.Rngs(1))  # and it can be adapted again
 
 
 def test_add_loha_takes_the_layers_of_the_rule():
@@ -153,16 +108,16 @@ def test_add_loha_takes_the_layers_of_the_rule():
     ("settings", "message"),
     [
         ({"path_rule": "nothing", "rank": 2}, "matches none of the layers"),
-        ({"path_rule": ".", "rank": 0}, "rank=0 is not possible"),
+        ({"path_rule": ".", "rank": 0}, "rank=0.* needs a whole number"),
         ({"path_rule": "conv|up", "rank": 9}, "'conv'|'up'.*rank=9 is not possible.*choose 1 to 8"),
-        ({"path_rule": "up", "rank": 2, "rank_dropout": 1.0}, "below 1"),
+        ({"path_rule": "up", "rank": 2, "alpha": float("nan")}, "alpha=nan.* must be positive and finite"),
     ],
 )
 def test_add_loha_refuses_and_leaves_the_model_alone(settings, message):
     model = Mixed(nnx.Rngs(0))
     with pytest.raises(ValueError, match=message):
         add_loha(model, rngs=nnx.Rngs(1), **settings)
-    assert not adapters(model)
+    assert not nnx.to_flat_state(nnx.state(model, LoHaParam))
 
 
 def test_a_second_adapter_is_refused():
@@ -170,7 +125,7 @@ def test_a_second_adapter_is_refused():
     add_loha(model, "up", rank=2, rngs=nnx.Rngs(1))
     with pytest.raises(ValueError, match="'up' has an adapter already"):
         add_loha(model, ".", rank=2, rngs=nnx.Rngs(1))
-    assert set(adapters(model)) == {"up"}
+    assert len(nnx.to_flat_state(nnx.state(model, LoHaParam))) == 4
 
 
 def test_a_stack_of_layers_is_refused_but_a_stack_of_adapted_layers_works():
@@ -186,7 +141,7 @@ def test_a_stack_of_layers_is_refused_but_a_stack_of_adapted_layers_works():
 @pytest.mark.thorough
 def test_only_adapters_train_in_nnx():
     model = Mixed(nnx.Rngs(0))
-    add_loha(model, "attention|up", rank=2, decompose=True, rngs=nnx.Rngs(1))
+    add_loha(model, "attention|up", rank=2, rngs=nnx.Rngs(1))
     frozen = jax.tree.map(jnp.copy, nnx.state(model, nnx.All(nnx.Param, nnx.Not(LoHaParam))))
     moving = jax.tree.map(jnp.copy, nnx.state(model, LoHaParam))
     optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=LoHaParam)
@@ -215,7 +170,7 @@ def test_muon_takes_every_factor():
 
 def test_the_mask_is_true_for_adapters_alone():
     model = Mixed(nnx.Rngs(0))
-    add_loha(model, "up", rank=2, decompose=True, rngs=nnx.Rngs(1))
+    add_loha(model, "up", rank=2, rngs=nnx.Rngs(1))
     mask = nnx.to_flat_state(adapter_mask(nnx.state(model, nnx.Param)))
     trained = nnx.to_flat_state(nnx.state(model, LoHaParam))
     assert {path for path, value in mask if jax.tree.leaves(value) == [True]} == {path for path, _ in trained}
@@ -224,7 +179,7 @@ def test_the_mask_is_true_for_adapters_alone():
 def test_qk_clip_refuses_a_frozen_kernel_under_an_adapter():
     model, sites = Mixed(nnx.Rngs(0)), [mha_site()]
     add_loha(model, "query", rank=2, rngs=nnx.Rngs(1))
-    maxima = {"attention": {"max_logits": jnp.array([400.0, 1.0])}}
+    maxima = {"attention": jnp.array([400.0, 1.0])}
 
     def clipped(*kinds):
         return apply_qk_clip(nnx.to_pure_dict(nnx.state(model, *kinds)), maxima, sites, 100.0)
@@ -234,54 +189,28 @@ def test_qk_clip_refuses_a_frozen_kernel_under_an_adapter():
     with pytest.raises(ValueError, match=r"no parameter 'attention/query/kernel'\. If only an adapter"):
         clipped(LoHaParam)
     nnx_loha.merge(train_nnx(model))
-    nnx_loha.remove_loha(model)
     kernel = clipped(nnx.Param)["attention"]["query"]["kernel"]
     np.testing.assert_allclose(kernel[:, 0], model.attention.query.kernel[...][:, 0] / 2, rtol=1e-6)
 
 
-@pytest.mark.thorough
-def test_rank_dropout_drops_while_training_only_and_keeps_the_mean():
-    layer = LoHaLinear(6, 5, rank=4, rank_dropout=0.5, use_bias=False, rngs=nnx.Rngs(0))
-    train_nnx(layer)
-    x = jnp.eye(6)
-    layer.eval()
-    whole = layer(x)
-    np.testing.assert_array_equal(layer(x), whole)
-    layer.train()
-    assert np.abs(layer(x) - layer(x)).max() > 1e-3
-    adapter, keys = layer.dot_general.adapter(), jax.random.split(jax.random.key(1), 400)
-    draws = jax.vmap(lambda key: adapter.drop_ranks(key, 0.5).delta((6, 5)))(keys)
-    spread = np.std(draws, axis=0) / 400**0.5
-    assert np.all(np.abs(np.mean(draws, axis=0) - adapter.delta((6, 5))) < 4.5 * spread + 1e-6)
-
-
-# 256 channels are walked over in blocks.
-@quick("False-False-256-conv0")
 @pytest.mark.parametrize(
-    ("tucker", "decompose", "channels", "conv"),
+    "conv",
     [
-        (False, False, 256, {"padding": "CIRCULAR"}),
-        (False, True, 256, {"strides": 2, "padding": "VALID"}),
-        (True, True, 256, {"padding": "CIRCULAR"}),
-        (True, False, 8, {"strides": 2, "padding": "VALID"}),
-        (False, True, 8, {"feature_group_count": 2, "kernel_dilation": 2}),
+        {"padding": "CIRCULAR"},
+        {"strides": 2, "padding": "VALID", "feature_group_count": 2, "kernel_dilation": 2},
     ],
 )
-def test_nnx_convolution_is_the_one_with_the_merged_kernel(tucker, channels, conv, decompose):
-    settings = {"rank": 2, "alpha": 3.0, "decompose": decompose, "tucker": tucker}
-    layer = LoHaConv(6, channels, (3, 2), rngs=nnx.Rngs(0), **settings, **conv)
-    plain = nnx.Conv(6, channels, (3, 2), rngs=nnx.Rngs(0), **conv)
+def test_nnx_convolution_is_the_one_with_the_adapted_kernel(conv):
+    layer = LoHaConv(6, 8, (3, 2), rank=2, alpha=3.0, rngs=nnx.Rngs(0), **conv)
+    plain = nnx.Conv(6, 8, (3, 2), rngs=nnx.Rngs(0), **conv)
     x = jax.random.normal(jax.random.key(1), (2, 7, 7, 6))
     np.testing.assert_allclose(layer(x), plain(x), atol=1e-5)
     train_nnx(layer)
-    kernel, _ = layer.conv_general_dilated.adapter().merge(layer.kernel[...])
-    plain.kernel[...] = kernel
+    plain.kernel[...] = jnp.asarray(weight64(layer, layer.conv_general_dilated), jnp.float32)
     np.testing.assert_allclose(layer(x), plain(x), atol=1e-4)
-    if not tucker:
-        np.testing.assert_allclose(kernel, weight64(layer, layer.conv_general_dilated), atol=1e-5)
     loss = lambda layer: jnp.sum(layer(x) ** 2)  # noqa: E731
     grads = jax.tree.leaves(nnx.grad(loss, argnums=nnx.DiffState(0, LoHaParam))(layer))
-    assert len(grads) == 4 + 2 * tucker + decompose
+    assert len(grads) == 4
     assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in grads)
 
 
@@ -293,7 +222,7 @@ def test_masked_convolutions_and_batched_dense_layers_are_refused():
         nnx.Linear(3, 4, dot_general=function, rngs=nnx.Rngs(0)),
         nnx.LinearGeneral(3, 4, dot_general_cls=lambda: function, rngs=nnx.Rngs(0)),
     ):
-        with pytest.raises(ValueError, match="a dot_general of its own"):
+        with pytest.raises(ValueError, match="its own dot_general"):
             add_loha(own, "", rank=1, rngs=nnx.Rngs(0))
     batched = nnx.LinearGeneral(3, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="batch of matrices"):

@@ -112,8 +112,8 @@ def test_inside_of_multi_steps_every_micro_batch_sees_the_same_parameters():
 def test_the_clip_scales_what_the_model_sees():
     """The weights with their look-ahead, not the weights alone."""
     params, maxima, site = multi_head()
-    statistics = maxima(params)
-    threshold = 0.5 * float(jnp.min(statistics))
+    statistics = {"max_logits": maxima(params)}
+    threshold = 0.5 * float(jnp.min(maxima(params)))
     wrapped, clip = muonjax.ema_nesterov(sgd(), 0.9, decay=0.5), muonjax.qk_clip(threshold, site)
     tx = optax.chain(wrapped, clip)
     grads = jax.tree.map(lambda p: -0.1 * p, params)
@@ -123,7 +123,7 @@ def test_the_clip_scales_what_the_model_sees():
     clipped, _ = jax.jit(tx.update)(grads, (state, clip.init(params)), params, max_logits=statistics)
     seen = optax.apply_updates(params, unclipped)
     expected = muonjax.apply_qk_clip(seen, statistics, site, threshold)
-    assert float(jnp.max(maxima(expected) / maxima(seen) * statistics)) <= threshold * EXACT
+    assert float(jnp.max(maxima(expected) / maxima(seen) * statistics["max_logits"])) <= threshold * EXACT
     found = optax.apply_updates(params, clipped)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -175,8 +175,6 @@ def test_beta_may_be_traced():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: muonjax.ema_nesterov(sgd(), 1.0), r"beta=1.0.* must be in \[0, 1\)"),
-        (lambda: muonjax.ema_nesterov(sgd(), 0.5, decay=1.0), r"decay=1.0.* must be in \[0, 1\)"),
         (lambda: muonjax.ema_nesterov_params(sgd().init({"w": jnp.ones(2)}), {"w": jnp.ones(2)}), "finds 0"),
         (
             lambda: muonjax.ema_nesterov_params(

@@ -184,12 +184,6 @@ def test_a_schedule_and_a_leaf_that_is_no_matrix():
     assert steps == [-1.0, -0.5, 0.0]
 
 
-@pytest.mark.parametrize("rate", [-1.0, float("inf"), np.float32(-1), jnp.float32(-1)], ids=repr)
-def test_a_rate_out_of_range_is_refused(rate):
-    with pytest.raises(ValueError, match=r"hyperball\(learning_rate="):
-        muonjax.hyperball(rate)
-
-
 def test_bad_input_is_refused():
     tx = muonjax.hyperball(0.1)
     with pytest.raises(ValueError, match=r"the leaf \['w'\] of shape \(2, 2\) has a matrix of zeros"):

@@ -167,11 +167,6 @@ def test_a_state_of_other_parameters_is_refused():
             tx.update(other, tx.init({"a": x, "b": x}))
 
 
-def test_what_is_no_transformation_is_refused():
-    with pytest.raises(TypeError, match=r"offload\(tx=0.1\)"):
-        muonjax.offload(0.1)
-
-
 def test_a_memory_that_is_not_there_is_named_with_those_that_are():
     mesh = make_mesh(fsdp=1)
     tree, specs = params(mesh)

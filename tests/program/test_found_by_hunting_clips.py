@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import muonjax
-from muonjax._clipping.attention_fn import AXES
 
 pytestmark = pytest.mark.promotes("the functions are written as models are")
 
@@ -80,35 +79,6 @@ def test_as_many_layers_as_heads(seconds, module):
     tx = muonjax.muonclip(0.02, program, threshold=1.0)
     (_, maxima), grads = jax.jit(muonjax.value_and_grad(loss))(p, X)
     jax.jit(tx.update)(grads, tx.init(p), p, max_logits=maxima)
-
-
-def test_a_sown_statistic_without_its_axes_still_has_to_tell_layers_from_heads():
-    p = weights(HEADS)
-
-    def loss(p, x):
-        return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, p)[0] ** 2)
-
-    program, maxima = muonjax.inspect(loss, p, X), jnp.ones((HEADS, HEADS))
-    tx = muonjax.qk_clip(1.0, program)
-    with pytest.raises(ValueError, match="fit several of its axes"):
-        tx.update(p, tx.init(p), p, max_logits={"intermediates": {"max_logits": (maxima,)}})
-
-
-def test_a_statistic_with_its_axes_may_have_layers_last():
-    p, statistic = weights(HEADS), 10 + np.abs(draw(HEADS, HEADS))
-
-    def loss(p, x):
-        return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, p)[0] ** 2)
-
-    program = muonjax.inspect(loss, p, X)
-    plain, marked = (
-        muonjax.apply_qk_clip(p, tree, program, 10.0)
-        for tree in (
-            {"max_logits": statistic},
-            {"max_logits": statistic.T, f"max_logits{AXES}": np.zeros((HEADS + 1, HEADS))},
-        )
-    )
-    jax.tree.map(np.testing.assert_array_equal, plain, marked)
 
 
 # Differential attention: two attentions of one projection, whose heads' features are halves of the projection's.

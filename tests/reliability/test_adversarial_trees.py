@@ -99,24 +99,6 @@ def settings_of(draw):
                     },
                 ),
             ),
-            st.tuples(
-                st.just(muonjax.match_rms),
-                st.fixed_dictionaries({"rms": number, "rule": st.sampled_from(["rms", "width", "height"])}),
-            ),
-            st.tuples(
-                st.just(muonjax.muon),
-                st.fixed_dictionaries(
-                    {"learning_rate": st.just(1e-3)},
-                    optional={"decay": number, "weight_decay": number, "rms": number},
-                ),
-            ),
-            st.tuples(
-                st.just(muonjax.qk_clip),
-                st.fixed_dictionaries(
-                    {"threshold": number, "sites": st.just(muonjax.mha_site())},
-                    optional={"every_k": WHOLE, "shared_keys": st.sampled_from(["query", "group", "key"])},
-                ),
-            ),
         )
     )
 
@@ -129,15 +111,9 @@ def test_any_settings_are_taken_or_refused_by_name(data):
     if function is NewtonSchulz and made is not None:
         assert hash(made) == hash(NewtonSchulz(**arguments))
         assert all(map(math.isfinite, np.ravel(made.steps)))
-    if isinstance(made, tuple) and not isinstance(made, optax.GradientTransformation):  # a schedule
+    if isinstance(made, tuple):  # a schedule
         assert np.isfinite(made).all()
         assert len(made) == arguments["num_steps"]
-    if function is muonjax.muon and made is not None:
-        assert 0 <= arguments.get("decay", 0) < 1
-        assert 0 <= arguments.get("weight_decay", 0) < math.inf
-        assert 0 < arguments.get("rms", 1) < math.inf
-    if function is muonjax.match_rms and made is not None:
-        assert 0 < arguments["rms"] < math.inf
 
 
 NAMES = [

@@ -16,11 +16,6 @@ from tests.tools.views import matrix_view
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: muonjax.muon(1e-3, decay=1.0), "decay=1.0"),
-        (lambda: muonjax.muon(1e-3, decay=float("nan")), "decay=nan"),
-        (lambda: muonjax.muon(1e-3, weight_decay=-0.1), "weight_decay=-0.1"),
-        (lambda: muonjax.muon(1e-3, rms=0.0), "rms=0.0"),
-        (lambda: muonjax.match_rms(float("inf")), "rms=inf"),
         (lambda: muonjax.polar_express(10, safety=1e300), "safety=1e\\+300"),
         (lambda: muonjax.max_logits(jnp.ones((1, 2, 1, 0)), jnp.ones((1, 2, 1, 0))), "depth zero"),
     ],

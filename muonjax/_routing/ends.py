@@ -1,4 +1,4 @@
-"""Find the layers at the two ends of a model, which belong to Adam: patch embeddings and output heads.
+"""Find the two ends of a model, which belong to Adam: output heads, and embeddings of patches and tokens.
 
 The name of `lm_head` is enough (`roles`). Any other dense layer is a head where its name or its place says so,
 
@@ -10,7 +10,8 @@ and sizes confirm it:
   3. no other parameter takes what it gives, alone or in a concatenation;
   4. it gives what the model takes: it is [d, vocabulary] beside a table [vocabulary, d], or an autoencoder's last.
 
-A layer that only names or only sizes speak for stays with Muon, and a warning names it.
+A layer that only names or only sizes speak for stays with Muon. A warning lists it, and every leaf that only its
+position or an ambiguous name gives to Adam.
 """
 
 import itertools
@@ -22,7 +23,8 @@ from typing import NamedTuple
 
 from muonjax._matrix_view import DimensionNumbers, axes_of
 from muonjax._routing import roles
-from muonjax._routing.roles import Parameter, head_module, is_position, module, stem, words
+from muonjax._routing.neighbors import is_bare, is_trailing_window, is_weight, is_window
+from muonjax._routing.roles import Parameter, head_module, module, stem, words
 
 Path = tuple[str, ...]
 
@@ -38,54 +40,88 @@ _HIDDEN = re.compile(
     r"|features?|extractor|embed\w*|emb|patch\w*|film|hyper\w*|proj_in)(_\w+)?|(ada|cond|modulat|time|scale_shift)\w*"
 )
 _PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions")
-_PROJECTION = re.compile(r"proj|projection")
 
 
 def for_adam(
     parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]
-) -> tuple[dict[Path, str], dict[Path, str]]:
-    """Paths of the kernels that are depthwise convolutions, or output heads though their name alone does not say so,
-    and why; and of those that only names, or only sizes, call output heads, and what these say."""
-    found = dict.fromkeys(_depthwise(parameters, decided), "one input channel: depthwise")
+) -> tuple[dict[Path, str], dict[Path, tuple[str, str]]]:
+    """The ends of a model that no name in `roles` shows.
+
+    Returns:
+      Paths of kernels that are depthwise convolutions or output heads, and why; and paths of the leaves that only a
+      name or only a position gives to an optimizer, that optimizer, and what name or position say.
+    """
+    found, doubts = _depthwise(parameters, decided)
     decided = {**decided, **dict.fromkeys(found)}
     model = _Model(parameters, decided)
-    heads: dict[Path, str] = {}
-    chances: dict[Path, str] = {}
     for layer in model.dense:
         path = layer.p.path
         if decided[path] is None:
             continue
         names, sizes = model.witnesses(layer)
         if sizes and names:
-            heads[path] = "output head: " + ", ".join((names + sizes)[:2])
+            found[path] = "output head: " + ", ".join((names + sizes)[:2])
+            if _NAME not in names or layer.p.role.projection:
+                doubts[path] = ", ".join((names + sizes)[:2])
         elif names and not layer.p.role.projection:
-            chances[path] = f"{names[0]}, but its sizes do not say so"
-        elif sizes and not model.is_multiple(layer):
-            chances[path] = f"{sizes[0]}, but its name does not say so"
-    return found | heads, {} if heads or model.has_head else chances
+            doubts[path] = f"{names[0]} an output head, but its sizes do not say so"
+        elif sizes:
+            doubts[path] = f"{sizes[0]}, as of an output head, but its name does not say so"
+    modules = Counter(module(p.path) for p in parameters)
+    for p in parameters:
+        is_long = sum(size > 1 for size in p.shape) > 1
+        if patch_embedding(p) not in ("", roles.PATCHES.name):
+            doubts[p.path] = patch_embedding(p)
+        elif words(p.path)[-1:] == ("b",) and is_long and modules[module(p.path)] == 1:
+            doubts[p.path] = "a bias by its name, a matrix by its axes"
+        elif p.path not in doubts and model.may_be_a_table(p):
+            doubts[p.path] = "no other parameter gives its input, so that it may be an embedding"
+    after = {**decided, **dict.fromkeys(found)}
+    return found, {path: ("Muon" if after[path] else "Adam", why) for path, why in doubts.items()}
+
+
+def patch_embedding(p: Parameter) -> str:
+    """Why a convolution's kernel cuts an image or a video into patches; "" if nothing says so.
+
+    Its window is even, and it is named for an embedding, or it is large and sees few channels.
+    """
+    if is_weight(p) and is_trailing_window(p.shape):
+        outputs, inputs, *window = p.shape
+    elif is_window(p.shape):
+        *window, inputs, outputs = p.shape
+    else:
+        return ""
+    if window[-1] % 2 or inputs > 16 or not p.role.muon:
+        return ""
+    names = r"embed|patch|stem" if inputs <= 4 else r"embed|patch"
+    if any(re.search(names, name.lower()) for name in words(p.path)[-4:-1]):
+        return roles.PATCHES.name
+    is_large = window[-1] >= 8 and outputs >= 128
+    return "a large window that sees few channels, as of a patch embedding" if is_large else ""
 
 
 def _depthwise(
     parameters: Sequence[Parameter], decided: Mapping[Path, DimensionNumbers | None]
-) -> list[Path]:
-    """Convolutions of one input channel, which a depthwise one has for each output; but not a model's first one."""
+) -> tuple[dict[Path, str], dict[Path, str]]:
+    """Convolutions of one input channel, which a depthwise one has for each output; but not a model's first one. And
+    one that may be either."""
     inputs = {p.path: _input_channels(p, decided[p.path]) for p in parameters}
-    found = [p for p in parameters if inputs[p.path] == 1]
-    if len(found) == 1:
-        first, *others = (_layer(p, None) for p in (*found, *(q for q in parameters if inputs[q.path] > 1)))
-        like = [q for q in others if (q.stem, q.scope) == (first.stem, first.scope)]
-        is_first = all(first.number < q.number for q in like)
-        is_first &= all(len(first.p.path) <= len(q.p.path) for q in others)
-        if is_first and (len(first.p.shape) > 3 or like):
-            return []
-    return [p.path for p in found]
+    found = {path: "one input channel: depthwise" for path, size in inputs.items() if size == 1}
+    if len(found) != 1:
+        return found, {}
+    convolutions = [_layer(p, None) for p in parameters if inputs[p.path]]
+    first, *others = sorted(convolutions, key=lambda q: q.p.path not in found)
+    like = [q for q in others if (q.stem, q.scope) == (first.stem, first.scope)]
+    if all(first.number < q.number for q in like) and (like or len(first.p.shape) > 3):
+        return {}, {}
+    return found, dict.fromkeys(found, "one input channel, as of a depthwise convolution or a first layer")
 
 
 def _input_channels(p: Parameter, numbers: DimensionNumbers | None) -> int:
     """The channels that a convolution's window sees; 0 for what is none."""
     if p.role is roles.CONVOLUTION and len(p.shape) == 2:
         # (window, channels), as a temporal convolution has it
-        return int(numbers is not None and 8 * min(p.shape) <= max(p.shape))
+        return int(numbers is not None and min(p.shape) <= 8 and 8 * min(p.shape) <= max(p.shape))
     if numbers is None or p.role.layouts or p.role not in (roles.CONVOLUTION, roles.UNKNOWN):
         return 0
     rows = axes_of(numbers.reduction_axis)
@@ -114,7 +150,7 @@ class _Model:
         self.decided = decided
         self.parameters = parameters
         self.dense = [_layer(p, decided[p.path]) for p in parameters if _is_dense(p, decided[p.path])]
-        self.tables = {p.shape for p in parameters if p.role.name == "embedding" and not is_position(p.path)}
+        self.tables = {p.shape for p in parameters if p.role.name == "embedding"}
         self.widths = [_widths(p, decided[p.path]) for p in parameters]
         self.taken = Counter(width for takes, _ in self.widths for width in takes)
         self.given = Counter(width for _, gives in self.widths for width in gives)
@@ -159,8 +195,8 @@ class _Model:
         if any(q.rows == layer.columns for q in others):
             return False
         if len(layers) == 1:
-            plain = _PLAIN.fullmatch(layer.stem or "layers")
-            return bool(plain or (layer.scope != self.root and _PROJECTION.fullmatch(layer.stem)))
+            below = layer.scope != self.root and re.fullmatch("proj|projection", layer.stem)
+            return bool(below or _PLAIN.fullmatch(layer.stem or "layers"))
         following = next((q for q in layers if q.number > layer.number), None)
         inputs = [q.rows for q in layers if q.number <= layer.number]
         begins_anew = following and following.rows in inputs and not self.taken[layer.columns]
@@ -185,7 +221,7 @@ class _Model:
         rows, columns = layer.rows, layer.columns
         matrices = [q for q in self.parameters if self.decided[q.path] and q is not layer.p]
         if (columns, rows) in self.tables:
-            return rows != columns or bool(matrices)
+            return True
         if not end or self.given[columns] != 1 or rows == columns or any(len(q.shape) > 3 for q in matrices):
             return False
         widths = [w for q, w in zip(self.parameters, self.widths, strict=True) if q is not layer.p]
@@ -197,20 +233,25 @@ class _Model:
 
     def _leads(self, p: Parameter) -> bool:
         """Whether a parameter may lead to a head: a table of tokens, a matrix, another head; no adapter."""
-        if p.role.name == "embedding":
-            return not is_position(p.path)
-        return p.role is roles.HEAD or (self.decided[p.path] is not None and p.role is not roles.ADAPTER)
+        is_matrix = self.decided[p.path] is not None and p.role is not roles.ADAPTER
+        return is_matrix or p.role is roles.HEAD or p.role.name == "embedding"
 
     def is_multiple(self, layer: _Layer) -> bool:
         """Whether a layer's output may be split into parts of a width that others take."""
         columns = layer.columns
         return not self.taken[columns] and any(columns % width == 0 for width in self.taken if width > 15)
 
+    def may_be_a_table(self, p: Parameter) -> bool:
+        """Whether a matrix without a name that says what it is takes what no other parameter gives."""
+        numbers = self.decided[p.path]
+        if not numbers or p.role is not roles.UNKNOWN or len(p.leaf_shape) != 2 or not is_bare(p):
+            return False
+        return len(self.parameters) > 1 and not self.given[p.shape[axes_of(numbers.reduction_axis)[0]]]
+
     def _is_end(self, path: Path) -> bool:
-        """Whether a module is a part of the model that ends it, and in no block."""
+        """Whether a module is a part of the model that ends it."""
         names = path[len(self.root) :]
-        blocks = any(re.search(r"\d$", name) for name in names[:-1])
-        return bool(names) and bool(_END.fullmatch(stem(names[-1]))) and not blocks and not _is_hidden(names)
+        return bool(names) and bool(_END.fullmatch(stem(names[-1]))) and not _is_hidden(names)
 
     def _ground(self, path: Path) -> Path:
         """The module inside of `path` in which its parameters first part."""

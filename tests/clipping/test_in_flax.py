@@ -1,6 +1,5 @@
-"""MuonClip in five lines: models that are measured without a change to their code, and optimizers that get it all."""
+"""MuonClip with Flax: models of which nothing has to change, parts of models, `TrainState`."""
 
-import functools
 import warnings
 
 import jax
@@ -14,8 +13,20 @@ from flax.training import train_state
 
 import muonjax
 from tests.clipping.attentions import EXACT
-from tests.clipping.test_attention_fn import MASK, X, want
-from tests.tools.tiers import quick, thorough
+from tests.tools.oracles import normal
+from tests.tools.tiers import thorough
+
+X = normal(2, 7, 8)
+MASK = nn.make_causal_mask(X[..., 0])
+
+
+def want(params, x=X, **settings):
+    """The maxima from the parameters of an attention."""
+    params = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
+    q, k = (
+        jnp.einsum("...d,dhe->...he", x, params[n]["kernel"]) + params[n]["bias"] for n in ("query", "key")
+    )
+    return muonjax.max_logits(q, k, **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -52,39 +63,70 @@ def loss_fn(model, x):
     return (model(x) ** 2).mean()
 
 
-def test_five_lines():
-    model = Model(nnx.Rngs(0))
-    tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(0.5))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+def trained(model, tx, wrt=nnx.Param):
+    """An optimizer of the model, and its compiled step."""
 
     @nnx.jit
     def step(model, optimizer, x):
-        (loss, stats), grads = muonjax.value_and_grad(loss_fn)(model, x)
-        optimizer.update(model, grads, max_logits=stats)
-        return loss, stats
+        argnums = nnx.DiffState(0, wrt)
+        (loss, max_logits), grads = muonjax.value_and_grad(loss_fn, argnums=argnums)(model, x)
+        optimizer.update(model, grads, max_logits=max_logits)
+        return loss, max_logits
 
+    return nnx.Optimizer(model, tx, wrt=wrt), step
+
+
+def test_one_clip_is_exact():
+    """`nnx.Optimizer` initializes with paths that end in .value and updates without."""
+    model = Model(nnx.Rngs(0))
+    program = muonjax.inspect(loss_fn, model, X)
+    optimizer, step = trained(model, optax.chain(optax.sgd(0.0), muonjax.qk_clip(0.5, program)))
     _, before = step(model, optimizer, X)
-    logits = before["blocks/0/attention"]
-    params = nnx.state(model.blocks[0].attention, nnx.Param)
     first = muonjax.metrics(optimizer.opt_state)
     assert first["qk_clip/num_clipped"] > 0
-    np.testing.assert_allclose(first["qk_clip/largest/blocks/0/attention"], logits.max(), rtol=1e-6)
+    largest = before["blocks/0/attention"].max()
+    np.testing.assert_allclose(first["qk_clip/largest/blocks/0/attention"], largest, rtol=1e-6)
+    params = nnx.state(model.blocks[0].attention, nnx.Param)
     assert want(params, model.blocks[0].norm(X), is_causal=True).max() <= 0.5 * EXACT
 
 
 def test_muonclip_trains_a_model():
     model = Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, muonjax.muonclip(1e-2, threshold=1.0), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        (loss, stats), grads = muonjax.value_and_grad(loss_fn)(model, x)
-        optimizer.update(model, grads, max_logits=stats)
-        return loss
-
-    losses = [float(step(model, optimizer, X)) for _ in range(3)]
+    program = muonjax.inspect(loss_fn, model, X)
+    optimizer, step = trained(model, muonjax.muonclip(1e-2, program, threshold=1.0))
+    losses = [float(step(model, optimizer, X)[0]) for _ in range(3)]
     assert losses[2] < losses[0]
     assert muonjax.metrics(optimizer.opt_state)["qk_clip/total_clipped"] > 0
+
+
+SECOND = nnx.All(nnx.Param, nnx.PathContains(1))
+KEYS = nnx.All(nnx.Param, nnx.Not(nnx.All(nnx.PathContains(0), nnx.PathContains("query"))))
+
+
+@pytest.mark.parametrize("wrt", [SECOND, KEYS])
+@pytest.mark.parametrize("make", [muonjax.muonclip, muonjax.adamclip])
+def test_parts_of_a_model(make, wrt):
+    """The attention of which queries or keys are not trained is skipped, and its statistic is left aside."""
+    model = Model(nnx.Rngs(0))
+    program = muonjax.inspect(loss_fn, model, X)
+    optimizer, step = trained(model, make(0.0, program, threshold=0.5), wrt)
+    frozen = jax.tree.map(jnp.copy, nnx.state(model.blocks[0], nnx.Param))
+    _, max_logits = step(model, optimizer, X)
+    assert set(max_logits) == {"blocks/0/attention", "blocks/1/attention"}
+    assert set(optimizer.opt_state[-1].factors) == {"blocks/1/attention"}
+    jax.tree.map(np.testing.assert_array_equal, frozen, nnx.state(model.blocks[0], nnx.Param))
+    attention = model.blocks[1].attention
+    x = model.blocks[1].norm(model.blocks[0](X))
+    assert want(nnx.state(attention, nnx.Param), x, is_causal=True).max() <= 0.5 * EXACT
+
+
+def test_a_part_without_attention():
+    model = Model(nnx.Rngs(0))
+    program = muonjax.inspect(loss_fn, model, X)
+    with pytest.raises(ValueError, match=r"adamclip: no attention of the program is trained.*muonjax\.muon"):
+        nnx.Optimizer(
+            model, muonjax.adamclip(1e-3, program), wrt=nnx.All(nnx.Param, nnx.PathContains("norm"))
+        )
 
 
 @pytest.mark.thorough
@@ -99,8 +141,8 @@ def test_aux_of_the_loss():
     assert (float(loss), aux) == (float(alone), {"accuracy": 1.0})
     assert stats["attention"].shape == (4,)
     jax.tree.map(np.testing.assert_array_equal, grads, alone_grads)
-    with pytest.raises(TypeError, match="an NNX model must be the first argument of fun"):
-        muonjax.value_and_grad(lambda x, model: loss_fn(model, x), argnums=1)(X, model)
+    with pytest.raises(TypeError, match="first argument of the loss must be the model"):
+        muonjax.value_and_grad(lambda x: x)(X)
 
 
 class Noisy(nnx.Module):
@@ -178,24 +220,20 @@ class LinenModel(nn.Module):
         return x
 
 
-def linen_loss(state, params):
-    with muonjax.linen.watch():
-        y, sown = state.apply_fn({"params": params}, X, mutable=["intermediates"])
-    return (y**2).mean(), sown
-
-
 def test_train_state_hands_the_statistics_on():
     model = LinenModel()
     params = model.init(jax.random.key(0), X)["params"]
-    tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(0.5))
+
+    def linen_loss(params):
+        return (model.apply({"params": params}, X) ** 2).mean()
+
+    tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(0.5, muonjax.inspect(linen_loss, params)))
     state = muonjax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     @jax.jit
     def step(state):
-        (_, sown), grads = jax.value_and_grad(functools.partial(linen_loss, state), has_aux=True)(
-            state.params
-        )
-        return state.apply_gradients(grads=grads, max_logits=sown)
+        (_, max_logits), grads = muonjax.value_and_grad(linen_loss)(state.params)
+        return state.apply_gradients(grads=grads, max_logits=max_logits)
 
     after = step(state)
     assert isinstance(after, muonjax.linen.TrainState)
@@ -206,7 +244,7 @@ def test_train_state_hands_the_statistics_on():
         want(params["attention_0"], mask=MASK).max(), rtol=1e-6,
     )  # fmt: skip
     assert want(after.params["attention_0"], mask=MASK).max() <= 0.5 * EXACT
-    with pytest.raises(ValueError, match=r"statistics.*muonjax\.linen\.TrainState"):
+    with pytest.raises(ValueError, match=r"(?s)update needs max_logits.*muonjax\.linen\.TrainState"):
         state.apply_gradients(grads=params)
     plain = muonjax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
     expected = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
@@ -214,53 +252,3 @@ def test_train_state_hands_the_statistics_on():
         np.testing.assert_array_equal, *(s.apply_gradients(grads=params).params for s in (plain, expected))
     )
     plain.apply_gradients(grads=params, max_logits={})  # as Optax's own, which drop what they don't take
-
-
-@quick("scan", "<lambda>")
-@pytest.mark.parametrize("wrap", [lambda module: module, nn.remat, "scan"])
-def test_watching_linen(wrap):
-    if wrap == "scan":
-
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return nn.MultiHeadDotProductAttention(4, name="attention")(x, mask=MASK), None
-
-        axes = {"params": 0, "intermediates": 0}
-        model = nn.scan(Layer, variable_axes=axes, split_rngs={"params": True}, length=3)()
-        variables = model.init(jax.random.key(0), X, None)
-        apply = functools.partial(model.apply, variables, X, None)
-        shape = (3, 4)
-    else:
-        model = wrap(LinenModel)()
-        variables = model.init(jax.random.key(0), X)
-        apply = functools.partial(model.apply, variables, X)
-        shape = (4,)
-    plain = apply()
-    with muonjax.linen.watch():
-        watched, sown = apply(mutable=["intermediates"])
-        unmeasured = apply()
-    jax.tree.map(np.testing.assert_array_equal, watched, plain)
-    jax.tree.map(np.testing.assert_array_equal, unmeasured, plain)
-    longer = (*shape[:-1], shape[-1] + 1)
-    assert {leaf.shape for leaf in jax.tree.leaves(sown)} == {shape, longer}
-    _, nothing = apply(mutable=["intermediates"])
-    assert not jax.tree.leaves(nothing)  # outside of the context
-
-
-def test_a_bound_module_is_afterwards_what_it_was():
-    model = nn.MultiHeadDotProductAttention(4)
-    bound = model.bind(model.init(jax.random.key(0), X))
-    function = bound.attention_fn
-    with muonjax.linen.watch():
-        bound(X)
-    assert bound.attention_fn is function
-
-
-def test_watching_linen_leaves_normalized_attention_alone():
-    model = nn.MultiHeadDotProductAttention(4, normalize_qk=True)
-    variables = model.init(jax.random.key(0), X)
-    with muonjax.linen.watch():
-        y, sown = model.apply(variables, X, mutable=["intermediates"])
-    assert not jax.tree.leaves(sown)
-    np.testing.assert_array_equal(y, model.apply(variables, X))

@@ -2,35 +2,27 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from muonjax._routing.roles import FUSED_KV, FUSED_QKV, Parameter, attention_scope, layer_of, module, words
 
 Shape = tuple[int, ...]
 
 
-class Siblings:
+class Neighbors:
     """What the parameters of a tree show together.
 
     Attributes:
-      head_sizes: Attention's scope to the size of its heads, where its module shows it.
       outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox store them; else
         (*window, in, out).
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        head_sizes: Mapping[tuple[str, ...], int] | None = None,
-        outputs_first: bool | None = None,
-    ):
+    def __init__(self, parameters: Sequence[Parameter]):
         self._biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
-        self._folders: dict[tuple[str, ...], list[Parameter]] = defaultdict(list)
         self._beside: dict[tuple[str, ...], list[Parameter]] = defaultdict(list)
         self._attentions: dict[tuple[str, ...], dict[str, Shape]] = defaultdict(dict)
         for p in parameters:
             scope, fused = layer_of(p.path)[0], p.role in (FUSED_QKV, FUSED_KV)
-            self._folders[words(p.path)[:-1]].append(p)
             self._beside[scope].append(p)
             if p.role.projection:
                 self._attentions[attention_scope(scope)][p.role.projection] = p.shape
@@ -39,10 +31,7 @@ class Siblings:
                 self._attentions[attention_scope(scope)].setdefault(
                     name, p.shape[:axis] + p.shape[axis + 1 :]
                 )
-            elif fused:
-                self._attentions[attention_scope(scope)]["fused"] = p.shape
-        self.head_sizes = head_sizes or {}
-        self.outputs_first = self._are_outputs_first(parameters) if outputs_first is None else outputs_first
+        self.outputs_first = self._are_outputs_first(parameters)
 
     def bias(self, p: Parameter) -> Shape | None:
         """The shape of the bias beside a weight, on one layer's axes."""
@@ -53,28 +42,12 @@ class Siblings:
         return shape
 
     def attention(self, p: Parameter) -> dict[str, Shape]:
-        """The shapes of all projections of the attention that one belongs to, "query" to "out"; "fused" is query, key
-        and value on one axis of heads."""
+        """The shapes of all projections of the attention that one belongs to, "query" to "out"."""
         return self._attentions.get(attention_scope(layer_of(p.path)[0]), {})
 
     def beside(self, p: Parameter) -> Sequence[Parameter]:
         """The parameters whose layer is in the same scope."""
         return self._beside[layer_of(p.path)[0]]
-
-    def folder(self, p: Parameter) -> Sequence[Parameter]:
-        """The parameters in the same dictionary: of an adapter's factor, both factors."""
-        return self._folders[words(p.path)[:-1]]
-
-    def is_batched_factor(self, p: Parameter) -> bool:
-        """Whether an adapter has a pair of factors for each matrix of its weight: [*batch, in, rank] beside
-        [*batch, rank, out] and [*batch, in, out], as w_lora_a beside w_lora_b and w."""
-        name = words(p.path)[-1]
-        base = re.sub(r"_?lora_[ab]$", "", name)
-        found = {words(q.path)[-1]: q.shape for q in self.folder(p)}
-        weights = [found[n] for n in ([base] if base else ("w", "kernel", "weight")) if n in found]
-        a, b = (found.get(name[:-1] + letter, ()) for letter in "ab")
-        pairs = [((*w[:-1], a[-1]), (*w[:-2], a[-1], w[-1])) for w in weights if a and len(w) > 2]
-        return (a, b) in pairs
 
     def _are_outputs_first(self, parameters: Sequence[Parameter]) -> bool:
         votes = 0
@@ -102,7 +75,12 @@ def axis_of_parts(p: Parameter) -> int | None:
 def is_weight(p: Parameter) -> bool:
     """Whether the leaf is called `weight`, as PyTorch, Equinox and axlearn call what Flax calls `kernel`."""
     path = words(p.path)
-    return bool(path) and bool(re.fullmatch(r"weights?(_(v|ih|hh)\w*)?", path[-1]))
+    return bool(path) and bool(re.fullmatch("weights?(_v)?", path[-1]))
+
+
+def is_bare(p: Parameter) -> bool:
+    """Whether the leaf is no kernel or bias of a module: its name is its own."""
+    return module(p.path) == words(p.path)
 
 
 def is_window(shape: Shape) -> bool:
@@ -118,9 +96,9 @@ def is_trailing_window(shape: Shape) -> bool:
     return len(shape) in (4, 5) and len(set(window)) == 1 and window[0] <= 32 and window[0] < shape[0]
 
 
-def is_outputs_first_convolution(p: Parameter, siblings: Siblings) -> bool:
+def is_outputs_first_convolution(p: Parameter, neighbors: Neighbors) -> bool:
     """Whether a leaf called `weight` of three axes or more is a convolution's [out, in, *window]."""
-    likely = siblings.outputs_first or is_trailing_window(p.shape)
+    likely = neighbors.outputs_first or is_trailing_window(p.shape)
     if p.role.name == "convolution" and len(p.shape) == 3:  # of one window axis, which is the shortest
         likely = likely or p.shape[2] < min(p.shape[:2])
     return is_weight(p) and len(p.shape) > 2 and likely and not is_window(p.shape)

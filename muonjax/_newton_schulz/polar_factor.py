@@ -1,0 +1,114 @@
+"""The polar factor: of an array, in the precision that platform and settings say; and as a function for batching."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from muonjax._batching import TwoPasses
+from muonjax._linalg import at_least_float32, sum_over
+from muonjax._newton_schulz import half_precision, iteration
+from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
+from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
+from muonjax._policy import Policy, policy_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Inexact
+
+
+def newton_schulz(
+    x: Inexact[Array, "*batch m n"], settings: NewtonSchulz | None = None, *, axis_name: tuple[str, ...] = ()
+) -> Inexact[Array, "*batch m n"]:
+    """The polar factor U V^H of x = U S V^H, approximately: every singular value is moved close to 1.
+
+    Args:
+      x: [*batch, m, n], float or complex, wide or tall, at any scale (1e-30 and 1e30 give the same).
+      settings: Which polynomials, in which form and precision; `NewtonSchulz()` if None.
+      axis_name: Mesh axes, inside of `jax.shard_map`, over which the columns of one matrix are cut: x is then
+        this device's share of a wide matrix, and Gram matrices are summed over the axes.
+
+    Returns:
+      Same shape and dtype. A zero matrix gives zeros; a matrix with NaN or inf gives NaN in that matrix only.
+
+    Raises:
+      ValueError: If x is no matrix, or has an empty dimension.
+      TypeError: If x holds integers.
+
+    Example:
+      >>> import jax, muonjax
+      >>> x = jax.random.normal(jax.random.key(0), (32, 128))
+      >>> y = muonjax.newton_schulz(x, muonjax.NewtonSchulz.accurate())
+      >>> bool(abs(y @ y.T - jax.numpy.eye(32)).max() < 1e-5)
+      True
+
+    Source: Bernstein & Newhouse, "Old optimizer, new norm", 2024; Amsel et al., "The Polar Express", 2025.
+    """
+    settings = settings_of(settings, "newton_schulz", "x, settings")
+    if not hasattr(x, "ndim"):
+        raise TypeError(f"newton_schulz(x) needs an array, got {type(x).__name__}; give jnp.asarray(x).")
+    if x.ndim < 2:
+        raise ValueError(
+            f"newton_schulz(x) needs a matrix, got shape {x.shape}; give a bias to Adam instead."
+        )
+    if 0 in x.shape:
+        raise ValueError(f"newton_schulz(x) got shape {x.shape}: an empty matrix has no polar factor.")
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}.")
+    return polar_factor(x, settings, policy_of(x), axis_name)
+
+
+def polar_factor(
+    x: Inexact[Array, "*batch m n"],
+    settings: NewtonSchulz,
+    policy: Policy,
+    axis_name: tuple[str, ...] = (),
+    shrinking: Shrinking | None = None,
+) -> Inexact[Array, "*batch m n"]:
+    """`newton_schulz` of checked arguments; `shrinking` is that of a wide x in half precision, where it is known."""
+    dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
+    tall = not axis_name and x.shape[-2] > x.shape[-1]
+    wide = x.mT if tall else x
+    if dtype == jnp.bfloat16:
+        y = half_precision.iterate(wide, settings, policy, dtype, axis_name, shrinking)
+    else:
+        y = iteration.iterate(wide, settings, policy, dtype, axis_name)
+    if tall and policy.is_cpu and dtype == jnp.bfloat16:
+        # XLA makes the transposition a part of the last product, and has none of bfloat16 with float32 sums.
+        y = jax.lax.optimization_barrier(y)
+    return (y.mT if tall else y).astype(x.dtype)
+
+
+def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False) -> TwoPasses:
+    """x -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`.
+
+    In half precision a wide x is looked at twice: for what the deflation's k x k matrices are made of, and to apply
+    them. Between the two, batching makes those of many stacks at once.
+    """
+
+    def polar(
+        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = (), shrinking: Shrinking | None = None
+    ) -> Inexact[Array, "*batch m n"]:
+        y = polar_factor(x, settings, policy, axis_name, shrinking)
+        return y * _dual_norm(x, y, axis_name) if adaptive else y
+
+    def first(x: Inexact[Array, "*batch m n"]) -> Sketch | None:
+        half = policy.compute_dtype(x.dtype, settings.compute_dtype) == jnp.bfloat16
+        sketch = half_precision.first_pass(x, settings, policy) if half else None
+        # It would stay in memory until the second pass.
+        return None if sketch is None else sketch._replace(rounded=None)
+
+    def second(x: Inexact[Array, "*batch m n"], shrinking: Shrinking | None) -> Inexact[Array, "*batch m n"]:
+        return polar(x, shrinking=shrinking)
+
+    return TwoPasses(polar, first, functools.partial(half_precision.between, policy=policy), second)
+
+
+def _dual_norm(
+    g: Inexact[Array, "*batch m n"], y: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...]
+) -> Float[Array, "*batch 1 1"]:
+    """<g, y> of each matrix: the dual of the spectral norm, where y is g's polar factor."""
+    product = jnp.sum(g.conj() * y, axis=(-2, -1), keepdims=True, dtype=at_least_float32(g.dtype))
+    return sum_over(axis_name, product).real.astype(y.real.dtype)
