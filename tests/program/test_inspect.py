@@ -93,6 +93,12 @@ def test_parts_of_a_model_train_with_the_program_of_all_of_it():
     tx = optax.partition(optimizers, {"below": "frozen", "above": "train", "out": "train"})
     updates, _ = tx.update(grads, tx.init(params), params)
     assert not any(map(np.any, jax.tree.leaves(updates["below"])))
+    optimizers["train"] = muonjax.muonclip(1e-3, program, threshold=0.01)
+    tx = optax.partition(optimizers, {"below": "frozen", "above": "train", "out": "train"})
+    (_, max_logits), _ = muonjax.value_and_grad(two_layers)(params, x)
+    clipped, _ = tx.update(grads, tx.init(params), params, max_logits=max_logits)
+    assert not any(map(np.any, jax.tree.leaves(clipped["below"])))
+    assert np.abs(clipped["above"]["q"]).max() > 10 * np.abs(updates["above"]["q"]).max()
     whole = muonjax.muon(1e-3, program)
     expected, _ = whole.update(grads, whole.init(params), params)
     jax.tree.map(np.testing.assert_array_equal, updates["above"], expected["above"])
@@ -112,11 +118,12 @@ def test_an_nnx_optimizer_of_a_part():
 
     x = jax.random.normal(jax.random.key(1), (2, 5, 8))
     program = muonjax.inspect(loss_fn, model, x)
-    optimizer = nnx.Optimizer(model, muonjax.muon(0.1, program), wrt=only_second)
+    optimizer = nnx.Optimizer(model, muonjax.muonclip(0.1, program, threshold=0.01), wrt=only_second)
     value_and_grad = muonjax.value_and_grad(loss_fn, argnums=nnx.DiffState(0, only_second))
     (before, max_logits), grads = value_and_grad(model, x)
-    optimizer.update(model, grads)
+    optimizer.update(model, grads, max_logits=max_logits)
     assert loss_fn(model, x) < before
+    assert list(optimizer.opt_state[-1].factors) == ["layers/1"]
     assert list(max_logits) == ["layers/0", "layers/1"]
 
 
