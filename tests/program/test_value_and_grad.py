@@ -208,7 +208,23 @@ def test_costs_nothing(loss, remat):
     plain = compiled(jax.value_and_grad(fun), w, x)
     assert ours.cost_analysis()["flops"] <= 1.01 * plain.cost_analysis()["flops"]
     temporary = ours.memory_analysis().temp_size_in_bytes
-    assert temporary <= 1.02 * plain.memory_analysis().temp_size_in_bytes
+    assert temporary <= 1.04 * plain.memory_analysis().temp_size_in_bytes  # logits have one more reader
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("width", [thorough(256), 64])
+def test_to_the_bit_with_the_optimizations_of_xla(width):
+    """A second reader of softmax's maximum would change how XLA fuses, from some 32 tokens on."""
+    random = np.random.default_rng(0)
+    shapes = dict.fromkeys("qkv", (2, width, 4, width // 4)) | {"o": (2, 4, width // 4, width)}
+    w = {n: np.float32(random.normal(size=shape) / np.sqrt(width)) for n, shape in shapes.items()}
+    x = np.float32(random.normal(size=(2, 64, width)))
+    for loss in (unrolled, scanned):
+        fun = functools.partial(
+            loss, layer=functools.partial(layer, attend=functools.partial(attend, causal=True))
+        )
+        (value, _), grads = jax.jit(value_and_grad(fun))(w, x)
+        assert_same((value, grads), jax.jit(jax.value_and_grad(fun))(w, x))
 
 
 def test_scopes_reach_the_program():
