@@ -70,15 +70,15 @@ def _reduced(table: np.ndarray, axes: Iterable[int]) -> np.ndarray:
     return total.squeeze(tuple(axis + 1 for axis in axes))
 
 
-def _smallest(table: np.ndarray) -> np.ndarray:
-    """One entry along each axis where all are equal."""
-    if not table.size:
-        return np.reshape(_UNTOUCHED, (3, *[1] * (table.ndim - 1)))
+def _smallest(table: np.ndarray | None) -> np.ndarray | None:
+    """One entry along each axis where all are equal; None where nothing is touched."""
+    if table is None or not table.size:
+        return None
     for axis in range(1, table.ndim):
         first = table.take([0], axis)
         if table.shape[axis] > 1 and np.array_equal(np.broadcast_to(first, table.shape), table, True):
             table = first
-    return table
+    return None if table.ravel().tolist() == _UNTOUCHED else table
 
 
 class Certificate:
@@ -93,9 +93,8 @@ class Certificate:
         self.first = 1 + len(self.loops)
         self.tables: dict[int, np.ndarray] = {}
         self.at: dict[int, np.ndarray] = {}  # those that arrive at the logits
-        self.penalties: set[int] = (
-            set()
-        )  # numbers made of parameters alone, as those that are added to a loss
+        # Numbers made of parameters alone, as those that are added to a loss.
+        self.penalties: set[int] = set()
 
     def touch(self, leaf: int, spans: Sequence[tuple[Any, np.ndarray]]) -> None:
         """A clip scales these spans of a parameter by logarithms [*layers, entries]."""
@@ -118,8 +117,8 @@ class Certificate:
             table = table.transpose(0, *(1 + np.argsort(order)))
             tables.append(np.expand_dims(table, [1 + k for k in range(len(shape)) if k not in order]))
         table = functools.reduce(_product, tables)  # an entry of two spans is scaled twice
-        loops = range(1, self.first)
-        self.tables[self.graph.parameters[leaf]] = _smallest(np.expand_dims(table, tuple(loops)))
+        found = _smallest(np.expand_dims(table, tuple(range(1, self.first))))
+        self.tables |= {} if found is None else {self.graph.parameters[leaf]: found}
 
     def failure(self) -> int | None:
         """The first operation that is not followed; None if nothing but the logits changes."""
@@ -159,10 +158,9 @@ class Certificate:
         others = [x for x in node.inputs if x not in self.penalties]
         if len(others) == len(node.inputs):
             try:
-                found = [_smallest(table) if table is not None else None for table in self._followed(node)]
+                found = list(map(_smallest, self._followed(node)))
                 if not (is_weight and shape == ()):
-                    return [t if t is not None and (t.size > 3 or t.ravel().tolist() != _UNTOUCHED) else None
-                            for t in found]  # fmt: skip
+                    return found
             except _Unproved:
                 if not is_weight or node.name == "shard":
                     raise
@@ -201,8 +199,6 @@ class Certificate:
             return [self._dot(node)]
         if name in _SEVERAL:
             return [self._of_several(node)]
-        if name == "optimization_barrier":
-            return [self.tables.get(x) for x in node.inputs]
         if len(touched) > 1 or node.inputs.index(touched[0]) != (name == "conv_general_dilated"):
             raise _Unproved
         old, new = walk.shape(touched[0]), walk.shape(node.outputs[0])
@@ -226,12 +222,9 @@ class Certificate:
         axis += self.first
         if node.name == "stack":
             tables = [np.expand_dims(table, axis) for table in tables]
-        wide = [
-            np.repeat(t, n, axis) if t.shape[axis] == 1 else t for t, n in zip(tables, sizes, strict=True)
-        ]
-        shape = np.broadcast_shapes(*(t.take([0], axis).shape for t in tables))
-        every = [np.broadcast_to(t, (*shape[:axis], t.shape[axis], *shape[axis + 1 :])) for t in wide]
-        return np.concatenate(every, axis)
+        shape = np.broadcast_shapes(*(table.take([0], axis).shape for table in tables))
+        shapes = ((*shape[:axis], n, *shape[axis + 1 :]) for n in sizes)
+        return np.concatenate(list(map(np.broadcast_to, tables, shapes)), axis)
 
     def _dot(self, node: Node) -> np.ndarray:
         """Factors are equal along the axes that are summed over."""
@@ -290,10 +283,11 @@ class Certificate:
             case "broadcast_in_dim":
                 table = placed(p["broadcast_dimensions"], range(len(old)))
             case "slice":
-                for axis, (start, stop) in enumerate(
-                    zip(p["start_indices"], p["limit_indices"], strict=True)
-                ):
-                    table = cut(axis, start, stop, p["strides"][axis] if p["strides"] else 1)
+                parts = zip(
+                    p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(old), strict=True
+                )
+                for axis, part in enumerate(parts):
+                    table = cut(axis, *part)
             case "split":
                 ends = itertools.pairwise(itertools.accumulate(p["sizes"], initial=0))
                 return [cut(p["axis"], *part) for part in ends]
@@ -310,11 +304,8 @@ class Certificate:
                 gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
                 for axis in numbers.start_index_map if self.walk.shape(node.inputs[1]) == (1,) else ():
                     table = self._picked(table, axes[axis], node.inputs[1], old[axis], sizes[axis])
-                if any(
-                    table.shape[k] > 1
-                    for axis, k in enumerate(axes)
-                    if axis in gone or sizes[axis] != old[axis]
-                ):
+                gone_or_cut = (k for k in range(len(old)) if k in gone or sizes[k] != old[k])
+                if any(table.shape[axes[k]] > 1 for k in gone_or_cut):
                     raise _Unproved
                 table = placed(numbers.offset_dims, [k for k in range(len(old)) if k not in gone])
             case "scan_slice":
@@ -332,7 +323,7 @@ class Certificate:
             case name if name in _SAME_FACTORS and self.walk.graph.is_float(node.outputs[0]):
                 changed = {k for k in range(len(old)) if old[k] != new[k]}
                 if name == "rev":
-                    table = np.flip(table, [axes[axis] for axis in p["dimensions"]])
+                    table = np.flip(table, tuple(axes[axis] for axis in p["dimensions"]))
                 if name == "pad":
                     changed.update(k for k, config in enumerate(p["padding_config"]) if any(config))
                 is_other = name == "pad" and not is_zero(self.walk, node.inputs[1])
@@ -365,9 +356,10 @@ class Certificate:
 
         `value` are the logits, which it sees in the shape of `seen`.
         """
-        if value not in self.at:
+        try:
+            table = self._reshaped(self.at[value], self.walk.shape(value), self.walk.shape(seen))
+        except (KeyError, _Unproved):
             return None
-        table = self._reshaped(self.at[value], self.walk.shape(value), self.walk.shape(seen))
         layers = [k for k in range(1, self.first) if table.shape[k] > 1]
         path = tuple(
             step._replace(layer=any(probe.path[: n + 1] == self.loops[k - 1] for k in layers))

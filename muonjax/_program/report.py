@@ -71,7 +71,11 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
                 values[probe.variable] = _of_the_first(values[probe.variable])
 
     measure(list(values))
-    kept = {*jaxpr.outvars, *here, *(p.raw for found in here.values() for p in found)}
+    kept = {
+        *(v for v in jaxpr.outvars if isinstance(v, Var)),
+        *here,
+        *(p.raw for found in here.values() for p in found),
+    }
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
     for index, eqns, outputs in stretches(jaxpr.eqns, kept, deeper, last):
         eqn = eqns[0] if index in deeper else as_call(eqns, outputs)

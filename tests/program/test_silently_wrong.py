@@ -1,5 +1,7 @@
 """Programs written to mislead: a clip is exact for each head and changes nothing but through softmax, or is refused."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import muonjax
+from muonjax._program.certificate import Certificate
 
 pytestmark = [
     pytest.mark.promotes("the programs are spelled as users spell theirs"),
@@ -231,7 +234,7 @@ ROWS = {
     "a_gate_by_the_largest_query": plain(more=lambda q, k, p, x: jnp.mean(x * jnp.max(q, (2, 3))[..., None])),
     "a_gate_by_each_heads_norm": plain(more=lambda q, k, p, x: jnp.mean(jnp.sum(q**2, -1) * jnp.sum(x))),
     "a_penalty_on_the_queries": plain(more=lambda q, k, p, x: 1e-2 * jnp.sum(q**2)),
-    "a_sum_of_the_keys": plain(more=lambda q, k, p, x: jnp.mean(k)),
+    "a_sum_of_the_keys": plain(more=lambda q, k, p, x: jnp.sum(k)),
     "heads_stacked_one_by_one": stacked_one_by_one,
     "heads_of_a_kernel_each": stacked_from_kernels(False),
     "heads_of_a_kernel_each_and_one_key": stacked_from_kernels(True),
@@ -303,3 +306,25 @@ def test_a_clip_is_exact_for_each_head_or_refused(name):
     assert program.attentions
     if any(a.site is not None for a in program.attentions):
         check_exact(ROWS[name], p, x, program)
+
+
+@pytest.mark.parametrize(
+    "name", ["a_gate_by_the_sum_of_squares", "a_penalty_on_the_queries", "a_sum_of_the_keys"]
+)
+def test_check_clip_sees_what_else_a_clip_changes(name):
+    """Without the proof these are accepted."""
+    follow = Certificate.failure
+    with mock.patch.object(Certificate, "failure", lambda self: follow(self) and None):
+        p, x, program = inspected(ROWS[name])
+        assert program.check_clip(p, x)["max_logits"] > 1e-3
+    p, x, program = inspected(plain())
+    assert program.check_clip(p, x)["max_logits"] < 1e-5
+
+
+def test_a_penalty_on_parameters_is_no_other_use():
+    def fun(p, x):
+        loss, logits = plain()(p, x)
+        return loss + 1e-2 * sum(jnp.sum(w**2) for w in jax.tree.leaves(p)), logits
+
+    _, _, program = inspected(fun)
+    assert [a.problem for a in program.attentions] == [""]

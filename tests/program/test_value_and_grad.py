@@ -91,6 +91,13 @@ def test_closes_over_tracers():
     np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5)
 
 
+def test_a_constant_that_a_function_returns_beside_attention():
+    inner = jax.jit(lambda w, x: (unrolled(w, x), 3.0))
+    (_, (aux, maxima)), _ = value_and_grad(inner, has_aux=True)(weights(), tokens())
+    assert aux == 3
+    assert list(maxima) == ["max_logits"]
+
+
 def test_auxiliary_output_of_any_kind():
     w, x = weights(), tokens()
     marker = object()
