@@ -122,7 +122,7 @@ class Certificate:
 
     def failure(self) -> int | None:
         """The first operation that is not followed; None if nothing but the logits changes."""
-        graph, done = self.graph, -1
+        graph, done, seen = self.graph, -1, set()
         pending = [i for x in self.tables for i in graph.readers[x]]
         heapq.heapify(pending)
         while pending:
@@ -135,15 +135,13 @@ class Certificate:
             except _Unproved:
                 return i
             for x, table in zip(node.outputs, found, strict=True):
-                if (table is None or x in self.tables) and x not in self.penalties:
-                    continue
-                if x in self.logits:
+                if x in self.logits and table is not None:
                     self.at[x] = table
-                    continue
-                if table is not None:
-                    self.tables[x] = table
-                for reader in graph.readers[x]:
-                    heapq.heappush(pending, reader)
+                elif x not in seen and (table is not None or x in self.penalties):
+                    seen.add(x)
+                    self.tables |= {} if table is None else {x: table}
+                    for reader in graph.readers[x]:
+                        heapq.heappush(pending, reader)
         for i in (i for loop in graph.loops.values() for i in loop.carries if i in graph.live):
             if len({x in self.tables for x in graph.nodes[i].inputs}) > 1:
                 return i

@@ -321,9 +321,12 @@ def test_check_clip_sees_what_else_a_clip_changes(name):
     assert program.check_clip(p, x)["max_logits"] < 1e-5
 
 
-def test_a_penalty_on_parameters_is_no_other_use():
+@pytest.mark.parametrize("looped", [False, True])
+def test_a_penalty_on_parameters_is_no_other_use(looped):
     def fun(p, x):
         loss, logits = plain()(p, x)
+        if looped:
+            return loss + lax.scan(lambda c, row: (c + jnp.sum(row**2), None), 0.0, p["q"])[0], logits
         return loss + 1e-2 * sum(jnp.sum(w**2) for w in jax.tree.leaves(p)), logits
 
     _, _, program = inspected(fun)
