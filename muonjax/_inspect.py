@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from muonjax._clipping.factors import Scale
@@ -189,9 +190,10 @@ class Program:
         return found
 
     def check_clip(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Clips the head with the largest logits of each attention to half of them, and measures it again.
+        """Clips each attention by another factor for each head, between 1 and 1/2, and measures what changes.
 
-        For tests and doubters: it runs the function, twice for each attention.
+        For tests and doubters: it runs the function twice for each attention, vectorized, with the parameters as they
+        are and clipped. Softmax gets the logits of the first in both, so that everything else must stay equal.
 
         Args:
           params: Parameters, with arrays as leaves, or an NNX model.
@@ -199,24 +201,27 @@ class Program:
           **kwargs: Its keyword arguments.
 
         Returns:
-          For each attention how far the logits are from half, relative: some 1e-6 in float32. NaN where no logit is
-          positive.
+          For each attention the largest relative deviation: of a head's logits from its factor times what they were,
+          and of what the function returns from what it returned. Some 1e-6 in float32.
         """
         fun, params, args = as_function_of_parameters(self._fun, params, args)
-        before, deviations, sites = self._largest(fun, params, args, kwargs), {}, self.sites
-        nothing = {name: jnp.full_like(maxima, -jnp.inf) for name, maxima in before.items()}
-        for name, maxima in before.items():
-            hottest = jnp.unravel_index(jnp.argmax(maxima), maxima.shape)
-            alone = nothing | {name: nothing[name].at[hottest].set(maxima[hottest])}
-            half = maxima[hottest] / 2
-            clipped = apply_qk_clip(params, alone, sites, jnp.abs(half))
-            after = self._largest(fun, clipped, args, kwargs)[name][hottest]
-            deviations[name] = float(jnp.where(half > 0, after / half - 1, jnp.nan))
-        return deviations
-
-    def _largest(self, fun: Any, params: Any, args: Any, kwargs: Any) -> dict[str, jax.Array]:
+        deviations, sites = {}, self.sites
         closed = jax.make_jaxpr(lambda params: fun(params, *args, **kwargs))(params)
-        return find_maxima(closed, [params], self._call)[1]
+
+        def run_both(both: Any) -> Any:
+            return find_maxima(closed, [both], self._call, shared=True)
+
+        shapes = jax.eval_shape(run_both, params)[1]
+        nothing = {name: jnp.full(x.shape, -jnp.inf) for name, x in shapes.items()}
+        for name, shape in shapes.items():
+            factors = jnp.linspace(0.5, 1.0, shape.size).reshape(shape.shape)
+            clipped = apply_qk_clip(params, nothing | {name: 1 / factors}, sites, 1.0)
+            results, maxima = jax.vmap(run_both)(jax.tree.map(lambda *x: jnp.stack(x), params, clipped))
+            logits, after = maxima[name]
+            found = [_deviation(factors * logits, after, each=True)]
+            found += [_deviation(*x) for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
+            deviations[name] = float(np.max(found))
+        return deviations
 
     def __repr__(self) -> str:
         matrices = sum(d.numbers is not None for d in self._decisions.values())
@@ -322,16 +327,22 @@ def _name(fun: Callable[..., Any]) -> str:
     return f"inspect({getattr(fun, '__name__', fun)})"
 
 
+def _deviation(x: jax.Array, y: jax.Array, each: bool = False) -> float:
+    """How far `y` is from `x`, in units of the largest entry or of `each`; two that are -inf are equal."""
+    unit = jnp.abs(x) if each else jnp.max(jnp.abs(x), initial=0)
+    return float(jnp.max(jnp.where(x == y, 0.0, jnp.abs(y - x) / unit), initial=0))
+
+
 def find_maxima(
-    closed: ClosedJaxpr, arguments: Sequence[Any], call: str
+    closed: ClosedJaxpr, arguments: Sequence[Any], call: str, shared: bool = False
 ) -> tuple[list[Any], dict[str, jax.Array]]:
     """What a function returns, and the largest logits [*layers, heads] of each attention that can be clipped, by name.
 
     The leaves of `arguments` are the inputs of `closed`. All of these are parameters, or, as where a loss is
-    differentiated by its input too, those of one argument are.
+    differentiated by its input too, those of one argument are. `shared` as in `Probe`.
     """
     sites = _clippable(closed, arguments, call)
-    probes = [each.probe for _, calls in sites for each in calls if each.probe is not None]
+    probes = [each.probe._replace(shared=shared) for _, calls in sites for each in calls if each.probe]
     results = run(closed, probes, *jax.tree.leaves(arguments))
     count = len(results) - len(probes)
     maxima = iter(results[count:])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._program.layout import PLACED, Atom, Layout, Shard, joined, other, overlap
+from muonjax._program.certificate import Certificate
+from muonjax._program.layout import PLACED, Atom, Layout, joined
 from muonjax._program.report import Probe
-from muonjax._program.values import Image, Side, Use
+from muonjax._program.values import Image, Side
 from muonjax._program.walk import Attention, Walk
 
 
@@ -60,39 +61,42 @@ def calls(walk: Walk) -> list[Call]:
         if i not in {product for product, _ in walk.attentions}:
             why = f"it can't be followed from its queries and keys to its values: {walk.graph.line(at)}"
             found[i, -1] = Call(walk.graph.line(i), problem=why)
-    one, uses = defaultdict(list), defaultdict(list)
-    for (product, _), call in found.items():
-        one[call.spans].append((product, call))
-    for use in walk.uses.values():
-        if use.kind in ("product", "added", "multiplied", "looked up"):
-            uses[use.term.leaf].append(use)
-    return [_unless_used_elsewhere(walk, call, one[call.spans], uses) for _, call in sorted(found.items())]
+    one = defaultdict(list)
+    for at, call in found.items():
+        one[call.spans].append((at, call))
+    for spans, group in one.items():
+        if spans:
+            found |= _proved(walk, group)
+    return [call for _, call in sorted(found.items())]
 
 
-def _unless_used_elsewhere(
-    walk: Walk, call: Call, one: Sequence[tuple[int, Call]], uses: Mapping[int, Sequence[Use]]
-) -> Call:
-    """A clip may change nothing else: what it scales reaches only the calls of `one` attention, with their products."""
-    if not call.spans:
-        return call
-    images = [m for _, other in one for m in other.images]
-    biases = {walk.uses[t.added, t.leaf, 0] for m in images for t in m.biases}
-    mine, products = biases.union(m.product.use for m in images), {product for product, _ in one}
-    parts = ((m, *part) for m in call.images for part in m.product.parts)
-    beyond = [
-        ("projection", i) for m, part, i in parts if i not in products and overlap(part, m.layout.region)
-    ]
-    beyond += [
-        ("projection" if own.product else "bias", use.node)
-        for own in mine
-        for use in uses[own.term.leaf]
-        if use not in mine and any(itertools.starmap(overlap, itertools.product(own.regions, use.regions)))
-    ]
-    if not beyond:
-        return call
-    what, i = min(beyond, key=lambda found: found[1])
-    why = f"its {what} is used for something else too: {walk.graph.line(i)}"
-    return call._replace(spans=(), probe=None, problem=why)
+def _proved(walk: Walk, group: Sequence[tuple[tuple[int, int], Call]]) -> dict[tuple[int, int], Call]:
+    """The calls of one attention, or why a clip would not scale the logits of each of its heads alone."""
+    first, random, proved = group[0][1], np.random.default_rng(0), {}
+    logs = 2.0 * random.integers(1, 1 << 40, (*first.layers, first.heads))
+    groups = next((s.entries for s in first.spans if s.factor == "key"), first.heads)
+    keys = logs.reshape(*first.layers, groups, -1).min(-1) / 2
+    queries = logs - np.repeat(keys, first.heads // groups, -1)
+    of_factor = {"rotary": logs, "key": keys, "query": queries}
+    logits = [walk.attentions[at].logits for at, _ in group]
+    places = [x.value if x.raw is None else x.raw[0] for x in logits]
+    certificate = Certificate(walk, [call.probe for _, call in group if call.probe], places)
+    for leaf in {s.leaf for s in first.spans}:
+        certificate.touch(leaf, [(s, of_factor[s.factor]) for s in first.spans if s.leaf == leaf])
+    why = ""
+    if (i := certificate.failure()) is not None:
+        divides = walk.nodes[i].name in ("shard", "all_to_all", "psum_scatter", "reduce_scatter")
+        why = (
+            "a shard_map divides its heads or layers"
+            if divides
+            else "a clip of it would change something else too"
+        )
+        why += f": {walk.graph.line(i)}"
+    for place, x, (at, call) in zip(places, logits, group, strict=True):
+        probe = call.probe and certificate.located(call.probe, place, x.value, logs[call.index])
+        why = why or ("" if probe else "the heads of its logits are not those of its projections")
+        proved[at] = call._replace(probe=probe)
+    return {at: call._replace(spans=(), probe=None, problem=why) for at, call in group} if why else proved
 
 
 def _call(walk: Walk, attention: Attention) -> Call:
@@ -151,14 +155,16 @@ class _Finder:
                         raise _Refused(
                             "its loop takes layers in another order than a parameter has, or of several"
                         )
-                if any(image.layout.is_placed(d) for d in (*operand.batch, *operand.given)):
+                placed = [
+                    d
+                    for d in operand.batch
+                    if image.layout.axes[d][:1] and image.layout.axes[d][0].axis == PLACED
+                ]
+                if placed or any(map(image.layout.is_placed, operand.given)):
                     raise _Refused(f"heads of its {name} are put together from several products")
         own, shared = self._split_keys()
-        own = [] if any(map(self._is_read_in_turns, own)) else own
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
         keys = list(self._spans(self.key, own, "key", {}))
-        if any(_share(q, k) for q in queries for k in keys):
-            raise _Refused("its queries and keys are one projection, whose factor would count twice")
         spans = (*queries, *keys)
         layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
         for q, k in itertools.product(queries[:1], keys[:1]):
@@ -177,7 +183,7 @@ class _Finder:
         first = queries[0]
         spans = tuple(s._replace(index=()) for s in spans)
         images = (*self.query.value.images, *own)
-        return Call(line, spans, self._probe(first), layers.pop(), first.index, first.entries, images=images)
+        return Call(line, spans, self._probe(), layers.pop(), first.index, first.entries, images=images)
 
     def _line(self, i: int) -> str:
         return "" if i < 0 else self.walk.graph.line(i)
@@ -208,16 +214,6 @@ class _Finder:
             return None
         return atoms[0].start, atoms[0].start + math.prod(a.size for a in atoms[1:])
 
-    def _is_read_in_turns(self, key: Image) -> bool:
-        """Whether neighbouring heads of queries read different heads of keys, and are no group that shares one."""
-        query = self.query.value.images[0].layout
-        counted = []
-        for operand, layout in ((self.query, query), (self.key, key.layout)):
-            runs = [a for d in self.heads(self.query, query) for a in operand.along(layout).axes[d]]
-            outside = itertools.takewhile(lambda a: a.axis < 0, runs)
-            counted.append(math.prod(a.size for a in outside) if any(a.axis >= 0 for a in runs) else 1)
-        return counted[1] > counted[0]
-
     def _spans(
         self, operand: Side, images: Sequence[Image], factor: str, shared: dict[tuple[int, int], Image]
     ) -> Iterator[Span]:
@@ -246,9 +242,6 @@ class _Finder:
         heads = [a for atoms in self.heads(operand, layout).values() for a in atoms if a.axis in held]
         heads.sort(key=lambda a: (a.axis, -a.stride))
         features = [a for a in (*layout.atoms(operand.summed), *layout.taken) if a.axis in held]
-        for shard in layout.shards:
-            every = _of_all_devices([*heads, *features], shard)
-            heads, features = every[: len(heads)], every[len(heads) :]
         chosen = [a for a in layout.loops if a.size == 1 and (leaf, a.axis) in self.selecting]
         features, held = [*features, *chosen], held | {a.axis for a in chosen}
         single = {a.axis: a.start * a.stride for a in layout.loops if a.size == 1 and a not in chosen}
@@ -274,12 +267,14 @@ class _Finder:
             tuple(single.values()),
         )
 
-    def _probe(self, query: Span) -> Probe:
+    def _probe(self) -> Probe:
         walk, logits = self.walk, self.attention.logits
         places = walk.graph.variables_of(logits.value)
         raw = {} if logits.raw is None else walk.graph.variables_of(logits.raw[0])
         custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
         place = min(places, key=lambda place: (custom[place], place not in raw, len(place)))
+        if any(step.kind == "while" for step in place):
+            raise _Refused("it is inside of a loop of unknown length, which has no gradient")
         if logits.raw is not None:  # logits and mask, or a bias as ALiBi's
             if place not in raw:
                 raise _Refused(
@@ -287,67 +282,12 @@ class _Finder:
                 )
             if _row_major(logits.raw[1]) != _row_major(logits.seen):
                 raise _Refused("something is added to its logits before their axes change order")
-        is_layer = [query.leaf in walk.layers[place[: n + 1]] for n in range(len(place))]
-        if any(atoms and atoms[0].axis == PLACED for atoms in logits.seen.axes):
-            raise _Refused("its logits are changed after others were put beside them")
-        image = self.query.value.images[0]
-        if sum(is_layer) != sum(a.size > 1 for a in image.layout.loops):
-            raise _Refused("which layer an iteration of its loop is can't be told")
-        axis = [k for k, atoms in enumerate(logits.seen.axes) if {a.axis for a in atoms} & self.normalized]
-        found = self.heads(self.query, image.layout)
-        count = math.prod(a.size for atoms in found.values() for a in atoms)
-        if count * math.prod(s.parts for s in image.layout.shards) % query.entries or count > query.entries:
-            raise _Refused("its heads are no columns of the projection of its queries")
-        heads = list(found)
-        axes = logits.seen.axes
-        counted = {
-            k: mine for k, atoms in enumerate(axes) if (mine := [a for a in joined(atoms) if a.axis in found])
-        }
-        kept = sorted(counted, key=lambda k: heads.index(counted[k][0].axis))
-        atoms = [a for k in kept for a in counted[k]]
-        around = [self._around(image.layout, joined(axes[k]), found) for k in kept]
-        if len(axis) != 1 or [a.axis for a in atoms] != heads or not all(a.is_whole for a in atoms):
-            raise _Refused("its logits are reshaped before softmax")
-        mesh_axes = {shard.axis: shard.mesh_axes for shard in image.layout.shards}
-        of_heads = [mesh_axes.get(found[counted[k][0].axis][0].axis, ()) for k in kept]
-        path = (
-            step._replace(layer=layer, sharded=(*[()] * sum(is_layer[n + 1 :]), *of_heads))
-            for n, (step, layer) in enumerate(zip(place, is_layer, strict=True))
-        )
-        return Probe(
-            tuple(path), places[place], axis[0], tuple(kept), raw.get(place), tuple(around), logits.unit
-        )
-
-    def _around(self, layout: Layout, atoms: Sequence[Atom], heads: Container[int]) -> tuple[int, ...]:
-        """Along an axis of the logits: entries outside of the heads, as of a batch, heads, and entries inside."""
-        along = self.query.along(layout)
-        runs = [run for a in atoms for run in (along.axes[a.axis] if a.axis in heads else other(a.size))]
-        where = [k for k, run in enumerate(runs) if run.axis >= 0]
-        first, stop = where[0], where[-1] + 1
-        if len(where) < stop - first:
-            raise _Refused("its heads have other entries between them")
-        return tuple(
-            math.prod(r.size for r in part) for part in (runs[:first], runs[first:stop], runs[stop:])
-        )
-
-
-def _share(q: Span, k: Span) -> bool:
-    """Whether two runs of positions of a parameter may have some in common."""
-    if (q.leaf, q.index) != (k.leaf, k.index):
-        return False
-    apart = q.start >= k.start + k.size or k.start >= q.start + q.size
-    return q.axes != k.axes or not (apart or (q[:4] == k[:4] and q.span != k.span))
+        return Probe(place, places[place], raw=raw.get(place), unit=logits.unit)
 
 
 def _row_major(layout: Layout) -> tuple[Atom, ...]:
     """The order of all entries, which a reshape leaves as it is."""
     return joined([a for atoms in layout.axes for a in joined(atoms)])
-
-
-def _of_all_devices(atoms: Sequence[Atom], shard: Shard) -> list[Atom]:
-    """The runs with the outermost one along a sharded axis as long as it is on all devices together."""
-    first = max((a for a in atoms if a.axis == shard.axis), key=lambda a: a.stride, default=None)
-    return [a._replace(size=a.size * shard.parts, of=a.of * shard.parts) if a is first else a for a in atoms]
 
 
 def _outermost(axis: int, heads: Sequence[Atom], features: Sequence[Atom]) -> tuple[int, int]:

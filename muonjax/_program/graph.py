@@ -3,7 +3,7 @@
 A value is the number of an array. Operations that are no primitives: what a loop carries is one value, which comes from
 before the loop and from the end of its body ("carry"); the slices that a scan takes are "scan_slice" (`scan`: the place
 of its body), what it collects "scan_stack"; a value that comes from several branches is a "join"; into and out of a
-`shard_map` an array is divided ("shard", `spec`: the mesh axes) and whole again ("unshard").
+`shard_map` an array is divided ("shard") and whole again ("unshard").
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class Step(NamedTuple):
     kind: str = ""  # the primitive
     # Where logits are reported:
     layer: bool = False  # of a scan: its iterations are layers, and a leading axis; otherwise maximized over
-    sharded: tuple[tuple[str, ...], ...] = ()  # of a shard_map: mesh axes that divide each kept axis
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -66,8 +65,10 @@ class Node:
 
 @functools.lru_cache(1024)
 def _pass(name_stack: Any) -> str:
-    scopes = str(name_stack)
-    return "backward" if "transpose(" in scopes else "forward" if "jvp(" in scopes else ""
+    transforms = [
+        x.name for x in name_stack.stack if type(x).__name__ == "Transform"
+    ]  # and no scope of a user's
+    return "backward" if "transpose" in transforms else "forward" if "jvp" in transforms else ""
 
 
 class Loop(NamedTuple):
@@ -104,6 +105,15 @@ class Graph:
         used = self.upstream([*self.outputs, *ends], lambda i: self.nodes[i].inputs)
         # Operations that an output of the function depends on, or a gradient that the function takes.
         self.live = {self.producer[x] for x in used if x in self.producer}
+
+    @functools.cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """The operations that take a value."""
+        readers: dict[int, list[int]] = {x: [] for x in range(len(self.avals))}
+        for i, node in enumerate(self.nodes):
+            for x in node.inputs:
+                readers[x].append(i)
+        return readers
 
     def _new(self, variable: Any) -> int:
         self.avals.append(variable.aval)
@@ -168,22 +178,21 @@ class Graph:
 
     def _call(self, eqn: JaxprEqn, body: Body, inner: tuple[Step, ...], inputs: list[int]) -> list[int]:
         if eqn.primitive.name == "shard_map":
-            inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner, eqn.params["in_specs"])
+            inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner)
         outputs = self._enter(body, inputs, inner)
         if eqn.primitive.name == "shard_map":
-            outputs = self._resized("unshard", outputs, eqn.outvars, eqn, inner[:-1], [()] * len(outputs))
+            outputs = self._resized("unshard", outputs, eqn.outvars, eqn, inner[:-1])
         for x, v in zip(outputs, eqn.outvars, strict=True):
             self.elsewhere.setdefault(x, []).append((inner[:-1], v))
         return outputs
 
     def _resized(
-        self, name: str, values: list[int], variables: Sequence[Any], eqn: JaxprEqn, place: tuple[Step, ...],
-        specs: Sequence[Any],
-    ) -> list[int]:  # fmt: skip
+        self, name: str, values: list[int], variables: Sequence[Any], eqn: JaxprEqn, place: tuple[Step, ...]
+    ) -> list[int]:
         """Into and out of a `shard_map`, where an array is one device's part of it."""
         return [
-            x if self.shape(x) == v.aval.shape else self._add(name, {"spec": spec}, [x], [v], eqn, place)[0]
-            for x, v, spec in zip(values, variables, specs, strict=True)
+            x if self.shape(x) == v.aval.shape else self._add(name, {}, [x], [v], eqn, place)[0]
+            for x, v in zip(values, variables, strict=True)
         ]
 
     def _enter(self, body: Body, inputs: Sequence[int], place: tuple[Step, ...]) -> list[int]:

@@ -53,14 +53,6 @@ def other(size: int) -> tuple[Atom, ...]:
     return (Atom(OTHER, 0, size, 0, size),) if size > 1 else ()
 
 
-class Shard(NamedTuple):
-    """The first run along an axis of the origin is divided among devices."""
-
-    axis: int
-    parts: int
-    mesh_axes: tuple[str, ...]
-
-
 class Layout(NamedTuple):
     """The axes of an array as runs of its origin, in row-major order.
 
@@ -69,13 +61,11 @@ class Layout(NamedTuple):
       taken: Runs out of which a constant index or a slice took a part.
       loops: Runs that a loop, a lookup or a batch axis enumerates: every position is visited. What else is there, no
         run of the origin, tells that they are visited in another order, or other entries beside them.
-      shards: Axes of the origin of which this is one device's part; the runs above are those of one device.
     """
 
     axes: tuple[tuple[Atom, ...], ...]
     taken: tuple[Atom, ...] = ()
     loops: tuple[Atom, ...] = ()
-    shards: tuple[Shard, ...] = ()
 
     @property
     def region(self) -> Region:
@@ -135,10 +125,10 @@ class Layout(NamedTuple):
         """Whether other entries than the origin's stand beside its runs along an axis."""
         return self.axes[axis][:1] != () and self.axes[axis][0].axis == PLACED and bool(self.atoms([axis]))
 
-    def resize(self, shape: Sequence[int], spec: Sequence[tuple[str, ...]] = ()) -> Layout:
-        """Another number of entries, on one device of several or on all of them; `spec` names the mesh axes."""
-        axes, shards = [], list(self.shards)
-        for i, (atoms, n) in enumerate(zip(self.axes, shape, strict=True)):
+    def resize(self, shape: Sequence[int]) -> Layout:
+        """Another number of entries, on one device of several or on all of them."""
+        axes = []
+        for atoms, n in zip(self.axes, shape, strict=True):
             first, old = (atoms[0] if atoms else None), length(atoms)
             if n == old:
                 axes.append(atoms)
@@ -147,11 +137,7 @@ class Layout(NamedTuple):
             else:
                 size = first.size * n // old
                 axes.append((first._replace(size=size, of=size), *atoms[1:]))
-                if n > old:
-                    shards = [s for s in shards if (s.axis, s.parts * old) != (first.axis, n)]
-                elif i < len(spec):
-                    shards.append(Shard(first.axis, old // n, spec[i]))
-        return self._replace(axes=tuple(axes), shards=tuple(shards))
+        return self._replace(axes=tuple(axes))
 
     def cut(self, axis: int, start: int, stop: int, step: int = 1) -> Layout | None:
         """Entries start:stop:step of one axis; None if none of them are of the origin."""
@@ -308,7 +294,7 @@ def merged(
     mixed += [a for t in taken for a in t if a not in common]
     lost = tuple(dict.fromkeys(a for t in taken for a in t if a.axis == PLACED and a not in common))
     loops = tuple(dict.fromkeys(a for x in layouts for a in x.loops))
-    return Layout(tuple(axes), common + lost + _hulls(mixed), loops, first.shards)
+    return Layout(tuple(axes), common + lost + _hulls(mixed), loops)
 
 
 def _rejoined(layouts: Sequence[Layout], axis: int) -> Layout | None:

@@ -101,7 +101,8 @@ def _lookup(walk: Walk, i: int, product: Value, side: Side) -> Value:
 def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **extra) -> Value:
     """The product of an activation with a parameter, or with a sum of several."""
     walk.record_terms(i, "a learned input", [rest.value] if rest.value.is_weight else [])
-    product = product._replace(scores=-1, weights=-1)
+    if not rest.value.logits:  # a convolution of logits
+        product = product._replace(scores=-1, weights=-1)
     if not extra.get("is_depthwise"):
         walk.record_parts(i, rest.value.images)
     images = []

@@ -33,13 +33,13 @@ class Probe(NamedTuple):
 
     path: tuple[Step, ...]
     variable: Var  # the logits after scale, bias and mask, in the innermost body
-    softmax_axis: int
-    heads: tuple[int, ...]  # the axes kept, in this order; all others are maximized over
+    heads: tuple[int, ...] = ()  # the axes kept, in this order; all others are maximized over
     raw: Var | None = None  # the logits before mask and bias: measured where `variable` does not mask
     around: tuple[
         tuple[int, ...], ...
     ] = ()  # of a kept axis: entries outside of a head, heads, entries inside
     unit: float = 1.0  # of the logits, in those of exp
+    shared: bool = False  # under `vmap`, softmax gets the logits of the first example in all of them
 
 
 def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
@@ -67,6 +67,8 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
         for probe in [probe for v in variables for probe in here.get(v, ())]:
             raw = None if probe.raw is None else values[probe.raw]
             maxima[probe] = _largest(values[probe.variable], raw, probe)
+            if probe.shared:
+                values[probe.variable] = _of_the_first(values[probe.variable])
 
     measure(list(values))
     returned = {v for v in jaxpr.outvars if isinstance(v, Var)}  # a constant is a Literal, which has no hash
@@ -104,12 +106,11 @@ def _enclosing(eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]) ->
     bodies = tuple(body for _, body in versions.bodies(eqn))
     if name.startswith("custom_") or name == versions.CUDNN:
         # Its outputs are fixed: the logits are computed from its operands once more.
-        return _bound(eqn, operands), run(bodies[0], deeper, *jax.lax.stop_gradient(operands))[-count:]
-    if name == "while":
-        return _while(eqn, bodies, deeper, operands)
+        again = run(bodies[0], deeper, *jax.lax.stop_gradient(operands))
+        return again[:-count] if probes[0].shared else _bound(eqn, operands), again[-count:]
     if name == "shard_map":
-        return _shard_map(eqn, bodies[0], deeper, operands, steps)
-    if name not in versions.EXTENSIBLE:
+        return _shard_map(eqn, bodies[0], deeper, operands)
+    if name not in versions.EXTENSIBLE - {"while"}:
         raise ValueError(
             f"run(body, probes) has a probe inside of {name!r}, whose outputs are fixed; "
             "take the variable that goes into it, or comes out, instead."
@@ -124,44 +125,22 @@ def _enclosing(eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]) ->
     return results, maxima
 
 
-def _while(
-    eqn: JaxprEqn, bodies: Sequence[Body], probes: tuple[Probe, ...], operands: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    """The largest of all iterations so far is carried."""
-    body, condition = bodies
-    conditions, others = versions.while_counts(eqn)
-    consts, carry = operands[:conditions], operands[conditions:]
-    consts_of_body, carry = carry[:others], carry[others:]
-
-    def iterate(state: Any) -> Any:
-        carry, largest = state
-        outs = run(body, probes, *consts_of_body, *carry)
-        return outs[: len(carry)], list(map(jax.lax.max, largest, outs[len(carry) :]))
-
-    def goes_on(state: Any) -> Any:
-        return run(condition, [], *consts, *state[0])[0]
-
-    start = [_nothing(aval) for aval in _traced(body, probes).out_avals[len(carry) :]]
-    return jax.lax.while_loop(goes_on, iterate, (carry, start))
-
-
 def _shard_map(
-    eqn: JaxprEqn, body: Body, probes: tuple[Probe, ...], operands: list[Any], steps: Sequence[Step]
+    eqn: JaxprEqn, body: Body, probes: tuple[Probe, ...], operands: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Maxima over the devices that hold other parts of a head's logits."""
+    """Maxima over all devices."""
     mesh, axis_names, check_vma = (eqn.params[key] for key in ("mesh", "newly_manual_axes", "check_vma"))
 
     def local(*operands: Any) -> Any:
         outs = run(body, probes, *operands)
         results, maxima = outs[: -len(probes)], []
-        for maximum, step in zip(outs[-len(probes) :], steps, strict=True):
+        for maximum in outs[-len(probes) :]:
             differs = versions.varying(jax.typeof(maximum)) if check_vma else axis_names
-            axes = (differs & axis_names).difference(*step.sharded)
-            axes = tuple(a for a in mesh.axis_names if a in axes)
+            axes = tuple(a for a in mesh.axis_names if a in differs & axis_names)
             maxima.append(jax.lax.pmax(maximum, axes) if axes else maximum)
         return results, maxima
 
-    specs = [PartitionSpec(*(axes or None for axes in step.sharded)) for step in steps]
+    specs = [PartitionSpec()] * len(probes)
     return jax.shard_map(
         local, mesh=mesh, in_specs=eqn.params["in_specs"], out_specs=(list(eqn.params["out_specs"]), specs),
         axis_names=axis_names, check_vma=check_vma,
@@ -209,19 +188,26 @@ def _traced(body: Body, probes: tuple[Probe, ...]) -> Any:
     return jax.make_jaxpr(functools.partial(run, body, probes))(*(v.aval for v in opened(body).invars))
 
 
+@jax.custom_batching.custom_vmap
+def _of_the_first(x: jax.Array) -> jax.Array:
+    return x
+
+
+@_of_the_first.def_vmap
+def _(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    return (x[0] if is_batched[0] else x), False
+
+
 def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Array:
-    """The maximum that softmax computes along `axis`, then that over all but the heads."""
+    """The maximum over all axes but the heads."""
     if raw is not None:  # NaN stays: it is no comparison's
         raw = raw.reshape(logits.shape)
         logits = jnp.where(logits - raw <= MASKED, -jnp.inf, raw)
-    rows = jax.lax.reduce_max(jax.lax.stop_gradient(logits), (probe.softmax_axis,))
-    # XLA would make one maximum over all logits of the two: another pass over them, on a TPU with a copy of them. So it
-    # merges the first one with softmax's. Softmax's own result is not used: a TPU never writes it, unless asked for it.
-    rows = jax.lax.optimization_barrier(rows)
-    kept = [head - (head > probe.softmax_axis) for head in probe.heads]
-    others = tuple(i for i in range(rows.ndim) if i not in kept)
-    maxima = jax.lax.reduce_max(rows, others) if others else rows
-    maxima = jnp.transpose(maxima, [sorted(kept).index(head) for head in kept]).astype(jnp.float32)
+    # Softmax's own maximum is not used: one more reader of it changes how XLA rounds.
+    kept = sorted(probe.heads)
+    others = tuple(axis for axis in range(logits.ndim) if axis not in kept)
+    maxima = jax.lax.reduce_max(jax.lax.stop_gradient(logits), others)
+    maxima = jnp.transpose(maxima, [kept.index(head) for head in probe.heads]).astype(jnp.float32)
     if any((outer, inner) != (1, 1) for outer, _, inner in probe.around):
         maxima = maxima.reshape([n for sizes in probe.around for n in sizes])
         maxima = jax.lax.reduce_max(maxima, [k for k in range(maxima.ndim) if k % 3 != 1])

@@ -156,13 +156,13 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         walk.record_factors(i, *values)
     elif name in _SUMS:
         walk.record_meeting_parts(i, values)
-    if name in _EXPONENTIALS:
+    if name in (*_EXPONENTIALS, "pow"):
         whole = whole._replace(weights=whole.scores)
     images = summed(v._replace(images=_images(walk, i, node, v, values)) for v in values)
     images = latest(walk, i, images)
     if name in _SUMS:
-        walk.record_sum(images)
-        biases = tuple(t._replace(layout=t.layout.settled, added=i) for v in weights for t in v.terms)
+        walk.record_sum(images if name not in _CHOICES else ())
+        biases = tuple(t._replace(layout=t.layout.settled) for v in weights for t in v.terms)
         images = tuple(m._replace(biases=m.biases + biases) for m in images)
     logits = _logits(i, node, values, operands)
     # A masked parameter, or one of several that data choose or mix.

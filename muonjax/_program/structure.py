@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from muonjax._program.graph import Node
-from muonjax._program.layout import PLACED, Layout, length, whole
+from muonjax._program.layout import PLACED, Layout, whole
 from muonjax._program.rules import bent, is_zero, latest, rule, unknown
 from muonjax._program.values import DATA, Mark, Move, Value, concatenated, dependent, moved
 from muonjax._program.walk import Walk
@@ -19,20 +19,12 @@ from muonjax._program.walk import Walk
 @rule(
     """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
-    mesh_cast pvary pcast to_varying psum psum2 psum_invariant device_put name real imag conj
+    mesh_cast pvary pcast to_varying psum psum2 pmax psum_invariant ppermute device_put name real imag conj
     stop_gradient
     """
 )
 def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     return values
-
-
-@rule("pmax")
-def _largest_of_devices(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    return [
-        v._replace(images=tuple(bent(walk, m, f"changed by {node.name}", i, apart=True) for m in v.images))
-        for v in values
-    ]
 
 
 @rule("broadcast_in_dim")
@@ -48,6 +40,10 @@ def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
 def _moved(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
     x, *padding = values
+    if node.params.get("dimensions") and node.name == "reshape":  # in another order
+        return unknown(walk, i, node, values)
+    if padding and any(inside for *_, inside in node.params["padding_config"]):
+        return unknown(walk, i, node, values)
     if padding and not is_zero(walk, node.inputs[1]):
         x = x._replace(images=tuple(bent(walk, m, "padded", i, apart=True) for m in x.images))
     return [x.map(move) for move in _moves(node, old, new)]
@@ -98,9 +94,9 @@ def _cut(
 
 def _pad(config: Sequence[tuple[int, int, int]], old: Sequence[int], new: Sequence[int]) -> Move:
     def pad(layout: Layout | None) -> Layout | None:
-        for axis, (low, high, inside) in enumerate(config):
+        for axis, (low, high, _) in enumerate(config):
             start, stop = max(-low, 0), old[axis] - max(-high, 0)  # less than none cuts
-            layout = None if layout is None or inside or start >= stop else layout.cut(axis, start, stop)
+            layout = None if layout is None or start >= stop else layout.cut(axis, start, stop)
             if layout is not None and (low > 0 or high > 0):
                 layout = layout.place(axis, max(low, 0), new[axis])
         return layout
@@ -136,17 +132,6 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
         logits = (logits[0]._replace(problem=logits[0].problem or ("its logits are joined with others", i)),)
     terms = tuple(t for v in placed for t in v.terms) if joined.is_weight else ()
     return [joined._replace(terms=terms, images=images, logits=logits)]
-
-
-@rule("dynamic_update_slice")
-def _update(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    x, update = values[:2]
-    sources, new = _same_sizes(walk, node.inputs[1], node.outputs[0])
-    wider = [axis for axis, source in enumerate(sources) if source is None]
-    if x.terms or update.terms or not is_zero(walk, node.inputs[0]) or _atoms(update, wider):
-        return unknown(walk, i, node, values)
-    around = dependent(values)  # zeros
-    return [around._replace(images=moved(update.images, lambda layout: layout.pick(sources, new)))]
 
 
 def _same_sizes(walk: Walk, old: int, new: int) -> tuple[list[int | None], tuple[int, ...]]:
@@ -239,37 +224,21 @@ def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> S
         sizes = zip(starts, walk.shape(node.inputs[0]), new, strict=True)
         return [values[0].map(_cut({axis: _inside(*at) for axis, at in enumerate(sizes)}))]
     picked = [axis for axis, source in enumerate(sources) if source is None]
-    counts = ((axis, m) for axis in picked if new[axis] == 1 for m in values[1 + axis].marks)
-    for axis, m in counts:  # layers, chosen by the number of the iteration
-        if m.scan is not None and length(m.layout.loops) == walk.shape(node.inputs[0])[axis]:
-            walk.record_layers(m.scan, values[0], axis)
     return [_looked_up(walk, i, values, picked, sources, new)]
 
 
 @rule("scan_slice")
 def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,), scan = values, node.params["scan"]
-    walk.record_layers(scan, x, 0)
     counting = Mark("counts", whole(walk.shape(node.inputs[0])))
     marks = tuple(m._replace(scan=scan) if m == counting else m for m in x.marks)
     return [_one_of_several(x._replace(marks=marks), [0]).map(lambda layout: layout.loop(0))]
 
 
-@rule("ppermute")
-def _to_other_devices(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    """Heads meet those of another device, where they are divided."""
-    return [
-        v._replace(images=tuple(bent(walk, m, "exchanged", i) if m.layout.shards else m for m in v.images))
-        for v in values
-    ]
-
-
 @rule("shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all")
 def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    spec = node.params.get("spec", [node.params.get("axis_name")] * len(walk.shape(node.outputs[0])))
-    axes = [a if isinstance(a, tuple) else (a,) if a else () for a in spec]
     shapes = ((walk.shape(at), walk.shape(out)) for at, out in zip(node.inputs, node.outputs, strict=True))
     return [
-        x.map(lambda layout, new=new: layout.resize(new, axes)) if len(old) == len(new) else dependent([x])
+        x.map(lambda layout, new=new: layout.resize(new)) if len(old) == len(new) else dependent([x])
         for x, (old, new) in zip(values, shapes, strict=True)
     ]

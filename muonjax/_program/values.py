@@ -31,7 +31,6 @@ class Term(NamedTuple):
     looked: tuple[int, ...] = ()  # the operations that looked up a part of it by data
     # The first operation that does not commute with scaling it: what, and its number.
     after: tuple[str, int] | None = None
-    added: int = -1  # the operation that adds it to an image
 
 
 class Use(NamedTuple):
@@ -48,13 +47,6 @@ class Use(NamedTuple):
     is_depthwise: bool = False  # each group of one feature
     is_patch: bool = False  # of windows that do not overlap
     product: Any = None  # if it is one, what becomes of it: a `Product`
-
-    @property
-    def regions(self) -> set[Region]:
-        """The parts of the parameter that are used."""
-        own = self.term.layout.region
-        parts = () if self.product is None else self.product.parts
-        return {own | region for region, _ in parts} or {own}
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from muonjax._program.graph import Graph
-from muonjax._program.layout import Atom, whole
+from muonjax._program.layout import Atom, length, whole
 from muonjax._program.values import (
     DATA,
     NOISE,
@@ -48,7 +48,6 @@ class Walk:
         self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
         self.read: set[int] = set()  # products with columns of which labels choose one
-        self.layers: dict[Any, set[int]] = defaultdict(set)  # scans, with the parameters that they slice
         self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
         self.summed_slices: dict[int, set[int]] = defaultdict(set)  # axes whose products are added up
         # Of a parameter, the products in its own scale, as bits.
@@ -68,6 +67,11 @@ class Walk:
     def known(self, value: int) -> Any:
         """The number that stands in the program, if one does."""
         return self.graph.known.get(value)
+
+    def counter(self, value: int, size: int) -> Any:
+        """The scan whose iterations it counts, if these are `size`; None for another index."""
+        marks = (m for m in self.values[value].marks if m.scan is not None)
+        return next((m.scan for m in marks if length(m.layout.loops) == size), None)
 
     def product(self, i: int, k: int) -> Product:
         return self.products.setdefault((i, k), Product(1 << len(self.products)))
@@ -93,10 +97,6 @@ class Walk:
             for image in value.images:
                 if image.layout.atoms(axes):
                     self.read.add(image.product.use.node)
-
-    def record_layers(self, scan: Any, value: Value, axis: int) -> None:
-        """Each iteration of a scan takes one entry of this axis, in their order."""
-        self.layers[scan].update(t.leaf for t in value.terms if t.layout.atoms([axis]))
 
     def record_weights(self, i: int, weights: Value, values: Value) -> None:
         """Perhaps those of a softmax, which is no sum of its own exponentials."""

@@ -49,6 +49,7 @@ USED_BY = {
         "tests/program/test_value_and_grad.py",
         "tests/program/test_hostile_programs.py",
         "tests/program/test_researchers_programs.py",
+        "tests/program/test_silently_wrong.py",
     ],
     "muonjax/_clipping/": ["tests/clipping", "tests/reliability/test_adversarial_attention.py"],
     "muonjax/_adapters/": ["tests/adapters", "tests/linen", "tests/nnx"],

@@ -25,16 +25,16 @@ ELEMENTWISE = {
 }
 
 
-def finder(*heads, sharded=()):
+def finder(*heads):
     def find(closed, leaves):
         jaxpr = opened(closed)
-        probes = list(search(jaxpr, (), set(jaxpr.invars[:leaves]), set(), heads, sharded))
+        probes = list(search(jaxpr, (), set(jaxpr.invars[:leaves]), set(), heads))
         return [(f"site{i}", probe) for i, probe in enumerate(probes)]
 
     return find
 
 
-def search(jaxpr, path, parameters, logits, heads, sharded) -> Iterator[Probe]:
+def search(jaxpr, path, parameters, logits, heads) -> Iterator[Probe]:
     """Adds to `logits` the variables of `jaxpr` that are images of logits."""
     for i, eqn in enumerate(jaxpr.eqns):
         name = eqn.primitive.name
@@ -47,7 +47,7 @@ def search(jaxpr, path, parameters, logits, heads, sharded) -> Iterator[Probe]:
             logits |= {*eqn.outvars}
         elif (name == "reduce_max" and marked[0]) or (name.startswith("custom_jvp") and any(marked)):
             variable = variables[marked.index(True)]
-            yield Probe(path, variable, variable.aval.ndim - 1, heads)
+            yield Probe(path, variable, heads)
         elif name not in ("custom_jvp_call", "custom_vjp_call", "reduce"):
             for b, (key, body) in enumerate(bodies(eqn)):
                 if key == "cond_jaxpr":
@@ -57,7 +57,7 @@ def search(jaxpr, path, parameters, logits, heads, sharded) -> Iterator[Probe]:
                 inside = {v for v, outer in zip(inner.invars, given, strict=True) if outer in parameters}
                 layer = name == "scan" and any(v in inside for v in inner.invars[sum(scan_counts(eqn)) :])
                 found = {v for v, outer in zip(inner.invars, given, strict=True) if outer in logits}
-                step = Step(i, b, layer=layer, sharded=sharded if name == "shard_map" else ())
-                yield from search(inner, (*path, step), inside, found, heads, sharded)
+                step = Step(i, b, layer=layer)
+                yield from search(inner, (*path, step), inside, found, heads)
                 if name in ("jit", "pjit"):
                     logits |= {o for o, v in zip(eqn.outvars, inner.outvars, strict=True) if v in found}

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from muonjax._program.layout import PLACED, Shard, length, merged, whole
+from muonjax._program.layout import PLACED, length, merged, whole
 
 
 def digits(layout, shape):
@@ -158,7 +158,6 @@ def test_parts_that_are_put_together(origin):
 @pytest.mark.parametrize("n", [2, 4])
 def test_one_devices_part(n):
     """It is as long as the part, knows of how many it is one, and is whole again on all devices."""
-    part = whole((8, 6)).resize((8 // n, 6), [("x",), ()])
+    part = whole((8, 6)).resize((8 // n, 6))
     assert part.axes == whole((8 // n, 6)).axes
-    assert part.shards == (Shard(0, n, ("x",)),)
     assert part.resize((8, 6)).axes == whole((8, 6)).axes

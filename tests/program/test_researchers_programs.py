@@ -10,7 +10,7 @@ from tests.program.test_hostile_programs import answer
 
 pytestmark = pytest.mark.promotes("the programs are written as people write them")
 
-KNOWN = {"attention_by_a_counter": "refused: which layer an iteration is can't be told yet"}
+KNOWN = {"attention_by_a_counter": "refused: a layer that an index of the loop's own chooses"}
 
 
 def cases():

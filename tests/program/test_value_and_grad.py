@@ -91,6 +91,13 @@ def test_closes_over_tracers():
     np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5)
 
 
+def test_a_constant_that_a_function_returns_beside_attention():
+    inner = jax.jit(lambda w, x: (unrolled(w, x), 3.0))
+    (_, (aux, maxima)), _ = value_and_grad(inner, has_aux=True)(weights(), tokens())
+    assert aux == 3
+    assert list(maxima) == ["max_logits"]
+
+
 def test_auxiliary_output_of_any_kind():
     w, x = weights(), tokens()
     marker = object()
@@ -220,7 +227,23 @@ def test_costs_nothing(loss, remat):
     plain = compiled(jax.value_and_grad(fun), w, x)
     assert ours.cost_analysis()["flops"] <= 1.01 * plain.cost_analysis()["flops"]
     temporary = ours.memory_analysis().temp_size_in_bytes
-    assert temporary <= 1.02 * plain.memory_analysis().temp_size_in_bytes
+    assert temporary <= 1.04 * plain.memory_analysis().temp_size_in_bytes  # logits have one more reader
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("width", [thorough(256), 64])
+def test_to_the_bit_with_the_optimizations_of_xla(width):
+    """A second reader of softmax's maximum would change how XLA fuses, from some 32 tokens on."""
+    random = np.random.default_rng(0)
+    shapes = dict.fromkeys("qkv", (2, width, 4, width // 4)) | {"o": (2, 4, width // 4, width)}
+    w = {n: np.float32(random.normal(size=shape) / np.sqrt(width)) for n, shape in shapes.items()}
+    x = np.float32(random.normal(size=(2, 64, width)))
+    for loss in (unrolled, scanned):
+        fun = functools.partial(
+            loss, layer=functools.partial(layer, attend=functools.partial(attend, causal=True))
+        )
+        (value, _), grads = jax.jit(value_and_grad(fun))(w, x)
+        assert_same((value, grads), jax.jit(jax.value_and_grad(fun))(w, x))
 
 
 def test_scopes_reach_the_program():
