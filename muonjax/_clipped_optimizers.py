@@ -5,7 +5,9 @@ from typing import Any, TypedDict, Unpack
 import jax
 import optax
 
-from muonjax._arguments import (
+from muonjax._clip.qk_clip import SharedKeys, clip_logits, qk_clip
+from muonjax._clip.sites import Sites
+from muonjax._common.arguments import (
     check_flag,
     check_mask,
     check_order,
@@ -16,12 +18,10 @@ from muonjax._arguments import (
     refuse_positional,
     require_params,
 )
-from muonjax._clipping.qk_clip import SharedKeys, clip_logits, qk_clip
-from muonjax._clipping.sites import Sites
-from muonjax._inspect import Program
-from muonjax._keywords import explains_keywords
-from muonjax._matrix_view import DimensionNumbersTree
-from muonjax._offload import offload
+from muonjax._common.keywords import explains_keywords
+from muonjax._inspect.program import Program
+from muonjax._matrices.matrix_view import DimensionNumbersTree
+from muonjax._mesh.offload import offload
 from muonjax._optimizers import MuonSettings, muon
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from muonjax import MuonDimensionNumbers, NewtonSchulz, __version__, muon, newton_schulz
+from muonjax._common.platform import Policy, policy_of
 from muonjax._newton_schulz.coefficients import evaluate
-from muonjax._policy import Policy, policy_of
 from pallas_kernels import symmetric_product
 from pallas_kernels._api import IMPLEMENTATIONS
 

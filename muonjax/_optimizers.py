@@ -6,19 +6,19 @@ from typing import Any, TypedDict, Unpack
 import jax
 import optax
 
-from muonjax._arguments import check_flag, check_mask, check_range, check_rate
-from muonjax._hyperball import hyperball
-from muonjax._keywords import explains_keywords
-from muonjax._match_rms import match_rms
-from muonjax._matrix_view import DimensionNumbersTree
+from muonjax._common.arguments import check_flag, check_mask, check_range, check_rate
+from muonjax._common.keywords import explains_keywords
+from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
-from muonjax._momentum import momentum_dtype, trace
+from muonjax._mesh.offload import offload
+from muonjax._names.dimension_numbers import decays
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
-from muonjax._normalize_neurons import normalize_neurons
-from muonjax._offload import offload
-from muonjax._orthogonalize import orthogonalize
 from muonjax._partition import partition_by_route
-from muonjax._routing.dimension_numbers import decays
+from muonjax._transforms.hyperball import hyperball
+from muonjax._transforms.match_rms import match_rms
+from muonjax._transforms.momentum import momentum_dtype, trace
+from muonjax._transforms.normalize_neurons import normalize_neurons
+from muonjax._transforms.orthogonalize import orthogonalize
 
 
 class MatrixSettings(TypedDict, total=False):

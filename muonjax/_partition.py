@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._arguments import (
+from muonjax._common.arguments import (
     check_order,
     check_transformation,
     other_state,
@@ -16,12 +16,12 @@ from muonjax._arguments import (
     require_params,
     warn_user,
 )
-from muonjax._matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
-from muonjax._momentum import check_kind, has_int8
-from muonjax._offload import offload
-from muonjax._routing.dimension_numbers import numbers_tree, routes
-from muonjax._routing.given import check_parameters
-from muonjax._trees import dtype_of, flatten_paths, is_masked
+from muonjax._common.trees import dtype_of, flatten_paths, is_masked
+from muonjax._matrices.matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
+from muonjax._mesh.offload import offload
+from muonjax._names.dimension_numbers import numbers_tree, routes
+from muonjax._names.given import check_parameters
+from muonjax._transforms.momentum import check_kind, has_int8
 
 
 def partition_by_route(

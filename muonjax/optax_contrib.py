@@ -16,16 +16,23 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
-from muonjax._arguments import check_range
-from muonjax._linalg import MatrixProduct, SymmetricProduct, at_least_float32, scaled, square_norm, sum_over
-from muonjax._match_rms import match_rms
-from muonjax._matrix_view import DimensionNumbersTree
+from muonjax._common.arguments import check_range
+from muonjax._common.linalg import (
+    MatrixProduct,
+    SymmetricProduct,
+    at_least_float32,
+    scaled,
+    square_norm,
+    sum_over,
+)
+from muonjax._common.platform import Policy
+from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution
 from muonjax._newton_schulz.coefficients import JORDAN, YOU
 from muonjax._newton_schulz.normalization import power_of_two_scale
-from muonjax._orthogonalize import map_matrices
 from muonjax._partition import partition_by_route
-from muonjax._policy import Policy
+from muonjax._transforms.match_rms import match_rms
+from muonjax._transforms.orthogonalize import map_matrices
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.common import momentum
 from muonjax import _device_check
 from muonjax.__main__ import main
-from muonjax._policy import Policy
+from muonjax._common.platform import Policy
 from pallas_kernels import _blocked
 from tests.tools.tiers import thorough
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonjax
-from muonjax._matrix_view import (
+from muonjax._matrices.matrix_view import (
     FusedDimensionNumbers,
     MuonDimensionNumbers,
     matrix_pieces,

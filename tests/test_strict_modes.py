@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import muonjax
+from muonjax._common.platform import Policy
 from muonjax._newton_schulz.polar_factor import polar_factor
-from muonjax._policy import Policy
 from tests.tools.tiers import quick
 
 STACK = np.random.default_rng(0).standard_normal((2, 24, 32)).astype(np.float32)

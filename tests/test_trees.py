@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import muonjax
-from muonjax._trees import broadcast_prefix, dtype_of, flatten_paths, flatten_with_names, tree_of
+from muonjax._common.trees import broadcast_prefix, dtype_of, flatten_paths, flatten_with_names, tree_of
 
 
 def test_paths():

@@ -18,7 +18,7 @@ import muonjax
 from benchmarks.common import measure
 from benchmarks.optimizer import newton_schulz as methods
 from muonjax import NewtonSchulz, _batching
-from muonjax._policy import Policy, policy_of
+from muonjax._common.platform import Policy, policy_of
 
 SHAPES = ((64, 64), (64, 256), (128, 128), (128, 512), (256, 256), (512, 512), (768, 768))
 CHUNKS = (1, 2, 4, 8, 16)

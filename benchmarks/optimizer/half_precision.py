@@ -20,8 +20,8 @@ from optax.contrib import _muon
 
 from benchmarks.common import hostile, measure, momentum
 from muonjax import NewtonSchulz
+from muonjax._common.platform import Policy
 from muonjax._newton_schulz.polar_factor import polar_factor
-from muonjax._policy import Policy
 
 PRESETS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced()}
 PLATFORMS = {"gpu": "gpu", "tpu": "tpu", "float32": "cpu"}

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import muonjax
 from benchmarks.common import ahead_of_time, hlo_launches, measure
-from muonjax._policy import Policy
+from muonjax._common.platform import Policy
 
 
 class Case(NamedTuple):

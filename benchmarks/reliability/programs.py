@@ -3,7 +3,7 @@
     python -m benchmarks.reliability.programs                    # those that the extra [test] installs
     python -m benchmarks.reliability.programs maxtext penzai     # each of these, in an environment that has it
 
-The models and the answers are those of tests/program/library_models, written by hand. Names alone read the same
+The models and the answers are those of tests/inspect/library_models, written by hand. Names alone read the same
 parameter trees, as they are and with random names.
 """
 
@@ -17,16 +17,16 @@ from typing import Any
 
 import muonjax
 from benchmarks.common import measure
-from muonjax._routing.dimension_numbers import Route, routes
-from tests.program.library_models import MODELS, Model
-from tests.program.library_models.answers import (
+from muonjax._names.dimension_numbers import Route, routes
+from tests.inspect.library_models import MODELS, Model
+from tests.inspect.library_models.answers import (
     expected_attention,
     expected_leaves,
     found_attention,
     is_right,
     same_heads,
 )
-from tests.program.library_models.model import Entry, flattened, scrambled
+from tests.inspect.library_models.model import Entry, flattened, scrambled
 
 CLIENTS = ("maxtext", "levanter", "tunix", "penzai", "keras_hub", "gemma")
 PACKAGES = {"levanter": "marin-levanter", "tunix": "google-tunix", "keras_hub": "keras-hub"}

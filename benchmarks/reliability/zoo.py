@@ -14,7 +14,7 @@ from typing import Any
 from optax.contrib import MuonDimensionNumbers
 
 from benchmarks.common import measure
-from muonjax._routing.dimension_numbers import Route, routes
+from muonjax._names.dimension_numbers import Route, routes
 from tests.zoo.reader import Leaf, params, read_zoo, same_matrices
 
 Answers = Sequence[Any] | None  # dimension numbers, leaf by leaf; None: the tree is refused

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from muonjax._policy import flops_a_second
+from muonjax._common.platform import flops_a_second
 
 
 class Work(NamedTuple):

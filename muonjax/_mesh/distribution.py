@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from muonjax._arguments import warn_user
+from muonjax._common.arguments import warn_user
+from muonjax._common.trees import broadcast_prefix
 from muonjax._mesh.layout import Axes, size_of
-from muonjax._trees import broadcast_prefix
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from muonjax._matrix_view import MatrixView, view_of
+from muonjax._matrices.matrix_view import MatrixView, view_of
 
 Axes = tuple[str, ...]  # mesh axes
 

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._batching import Function
+from muonjax._common.platform import Policy
+from muonjax._matrices.batching import Function
 from muonjax._mesh.layout import UnitLayout
 from muonjax._mesh.rounds import Round
-from muonjax._policy import Policy
 
 
 class _Loop(NamedTuple):

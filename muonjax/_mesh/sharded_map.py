@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from muonjax._batching import Function, map_leaves
-from muonjax._explicit_axes import sharded_like
-from muonjax._matrix_view import MatrixView
+from muonjax._common.explicit_axes import sharded_like
+from muonjax._common.platform import Policy
+from muonjax._matrices.batching import Function, map_leaves
+from muonjax._matrices.matrix_view import MatrixView
 from muonjax._mesh.assignment import Assignment, assign_owners
 from muonjax._mesh.cost_model import Work, count_work
 from muonjax._mesh.distribution import OnMesh, even_sharding, partition_spec
 from muonjax._mesh.exchange import exchange
 from muonjax._mesh.layout import ShardedLeaf
-from muonjax._policy import Policy
 
 
 def map_on_mesh(

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from muonjax._arguments import whole_number
-from muonjax._linalg import MatrixProduct, at_least_float32
+from muonjax._common.arguments import whole_number
+from muonjax._common.linalg import MatrixProduct, at_least_float32
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from muonjax._linalg import MatrixProduct, adjoint
+from muonjax._common.linalg import MatrixProduct, adjoint
 from muonjax._msign.arguments import matrices, product_of, rows_beside, schedule
 from muonjax._msign.normalization import inner, normalized
 from muonjax._msign.polynomial_gradient import iterate, tangent_by_normalization

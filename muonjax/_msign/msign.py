@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from muonjax._arguments import whole_number
+from muonjax._common.arguments import whole_number
 from muonjax._msign.arguments import matrices, product_of, rows_beside, schedule
 from muonjax._msign.normalization import normalized, oriented_like
 from muonjax._msign.polar_gradient import polar_msign, polishing

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muonjax._linalg import adjoint, at_least_float32, square_norm
+from muonjax._common.linalg import adjoint, at_least_float32, square_norm
 from muonjax._newton_schulz.normalization import power_of_two_scale
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from muonjax._linalg import MatrixProduct, adjoint, hermitian_part, identity_like
+from muonjax._common.linalg import MatrixProduct, adjoint, hermitian_part, identity_like
 from muonjax._msign.arguments import rows_beside
 from muonjax._msign.normalization import oriented_like, unit_norm, widened
 from muonjax._msign.polynomial_gradient import about_mean, iterate, plus_transpose

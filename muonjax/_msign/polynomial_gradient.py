@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muonjax._linalg import MatrixProduct, adjoint, identity_like
+from muonjax._common.linalg import MatrixProduct, adjoint, identity_like
 from muonjax._msign.linear_call import linear_map_with_known_transpose
 from muonjax._msign.normalization import inner, normalized, oriented_like, widened
 

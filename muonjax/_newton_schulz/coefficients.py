@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from muonjax._arguments import whole_number
+from muonjax._common.arguments import whole_number
 
 Coefficients: TypeAlias = tuple[tuple[float, float, float], ...]
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import (
+from muonjax._common.linalg import (
     adjoint,
     dot,
     hermitian_part,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import (
+from muonjax._common.linalg import (
     MatrixProduct,
     SymmetricProduct,
     in_blocks,
@@ -31,11 +31,11 @@ from muonjax._linalg import (
     square_norm,
     sum_over,
 )
+from muonjax._common.platform import Policy
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.normalization import Normalization, or_one, power_of_two_scale, trace_or_one
 from muonjax._newton_schulz.settings import NewtonSchulz, takes_gram_form
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch, shrink, shrinkings, sketch
-from muonjax._policy import Policy
 
 # R of fused steps is larger by this number in memory. Without the factors a^2 it gets smaller with each step, so that
 # its square would be below the least normal float16: an error that grows with m, and a large one where such numbers are

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import MatrixProduct, SymmetricProduct, on_diagonal, scaled, sizes, sum_over
+from muonjax._common.linalg import MatrixProduct, SymmetricProduct, on_diagonal, scaled, sizes, sum_over
+from muonjax._common.platform import Policy
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.deflation import ROUNDING, pre_deflate, shrink_dominant
 from muonjax._newton_schulz.normalization import Normalized, below_one, normalize
 from muonjax._newton_schulz.settings import NewtonSchulz, takes_gram_form
-from muonjax._policy import Policy
 from pallas_kernels._platform import materialize
 
 if TYPE_CHECKING:

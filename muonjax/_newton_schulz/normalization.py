@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muonjax._linalg import scaled, square_norm
+from muonjax._common.linalg import scaled, square_norm
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from muonjax._batching import TwoPasses
-from muonjax._linalg import at_least_float32, sum_over
+from muonjax._common.linalg import at_least_float32, sum_over
+from muonjax._common.platform import Policy, policy_of
+from muonjax._matrices.batching import TwoPasses
 from muonjax._newton_schulz import half_precision, iteration
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
-from muonjax._policy import Policy, policy_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact

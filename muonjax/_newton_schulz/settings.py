@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from muonjax._arguments import whole_number
-from muonjax._keywords import explains_keywords
+from muonjax._common.arguments import whole_number
+from muonjax._common.keywords import explains_keywords
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
 from muonjax._newton_schulz.normalization import Normalization
 from pallas_kernels._api import IMPLEMENTATIONS

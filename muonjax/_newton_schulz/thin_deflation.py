@@ -24,7 +24,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._linalg import MatrixProduct, dot, identity_like, inverse_norm, on_diagonal, scaled, sum_over
+from muonjax._common.linalg import (
+    MatrixProduct,
+    dot,
+    identity_like,
+    inverse_norm,
+    on_diagonal,
+    scaled,
+    sum_over,
+)
 from muonjax._newton_schulz.coefficients import never_above_one, polar_express
 from muonjax._newton_schulz.deflation import random_start
 from muonjax._newton_schulz.normalization import power_of_two_scale

@@ -15,9 +15,9 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
-from muonjax._adapters.hadamard_linear import adapted_kernel
-from muonjax._adapters.layers import FACTORS, SCALE, apply_adapter, factor_shapes, initial, scale_of
-from muonjax._trees import listed
+from muonjax._common.trees import listed
+from muonjax.loha.hadamard_linear import adapted_kernel
+from muonjax.loha.layers import FACTORS, SCALE, apply_adapter, factor_shapes, initial, scale_of
 
 _HOLDER = "loha"
 

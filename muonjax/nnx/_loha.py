@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from muonjax._adapters.hadamard_linear import adapted_kernel
-from muonjax._adapters.layers import FACTORS, apply_adapter, factor_shapes, initial, scale_of
-from muonjax._trees import joined, listed
+from muonjax._common.trees import joined, listed
+from muonjax.loha.hadamard_linear import adapted_kernel
+from muonjax.loha.layers import FACTORS, apply_adapter, factor_shapes, initial, scale_of
 
 Layer: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Conv
 

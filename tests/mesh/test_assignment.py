@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from benchmarks.common import hlo_counts
 from benchmarks.optimizer import sharding
-from muonjax._matrix_view import MatrixView, MuonDimensionNumbers
+from muonjax._common.platform import BYTES_A_SECOND
+from muonjax._matrices.matrix_view import MatrixView, MuonDimensionNumbers
 from muonjax._mesh.assignment import Assignment, _owner_devices, assign_owners
 from muonjax._mesh.cost_model import Work
 from muonjax._mesh.layout import ShardedLeaf, unit_axes
-from muonjax._policy import BYTES_A_SECOND
 from tests.mesh.layouts import assigned, dividing
 from tests.tools.tiers import quick
 from tests.tools.views import matrix_view

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from muonjax import NewtonSchulz
+from muonjax._common.platform import Policy
 from muonjax._mesh.exchange import exchange
-from muonjax._policy import Policy
 from pallas_kernels import _sharded
 from tests.mesh.layouts import (
     LAYOUTS,
@@ -85,7 +85,7 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_pr
     monkeypatch.setattr(_sharded, "symmetric_product", counted)
     for worth in (False, True):
         flops = 0.0 if worth else np.inf
-        monkeypatch.setattr("muonjax._policy.flops_a_second", lambda _, flops=flops: flops)
+        monkeypatch.setattr("muonjax._common.platform.flops_a_second", lambda _, flops=flops: flops)
         products.clear()
         found.append(on_mesh(make_mesh(fsdp=4, tensor=2), names, settings, divided="tensor_parallel")[1])
         assert bool(products) == worth

@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 from muonjax import JORDAN, NEWTON_SCHULZ, mcsgn, msign, polar_express, sylvester
-from muonjax._linalg import dot
+from muonjax._common.linalg import dot
 from muonjax._msign.mcsgn import _iterate, _normalized
 from tests.msign import oracles as msign_oracles
 from tests.tools.tiers import thorough

@@ -5,61 +5,64 @@ import pathlib
 from tests.mutations.breaks import ROOT
 
 _STEPS = ["tests/newton_schulz/test_iteration.py", "tests/newton_schulz/test_half_precision.py"]
-_ROUTES = ["tests/routing", "tests/zoo"]
+_ROUTES = ["tests/names", "tests/zoo"]
 _MESH = ["tests/mesh/test_layouts.py", "tests/mesh/test_exchange.py", "tests/mesh/test_distribution.py"]
 
 # Beside the tests that are named as a file or its folder are. The longest path that fits counts.
 USED_BY = {
     "muonjax/_newton_schulz/": ["tests/newton_schulz", "tests/reliability/test_adversarial_matrices.py"],
-    "muonjax/_policy": [*_STEPS, "tests/optimizers/test_orthogonalize.py"],
-    "muonjax/_linalg": [*_STEPS, "tests/msign", "tests/optimizers/test_orthogonalize.py"],
-    "muonjax/_matrix_view": [
+    "muonjax/_common/platform": [*_STEPS, "tests/optimizers/test_orthogonalize.py"],
+    "muonjax/_common/linalg": [*_STEPS, "tests/msign", "tests/optimizers/test_orthogonalize.py"],
+    "muonjax/_matrices/matrix_view": [
         "tests/optimizers/test_orthogonalize.py",
-        "tests/routing/test_dimension_numbers.py",
+        "tests/names/test_dimension_numbers.py",
     ],
-    "muonjax/_batching": ["tests/optimizers/test_orthogonalize.py"],
+    "muonjax/_matrices/batching": ["tests/optimizers/test_orthogonalize.py"],
     "muonjax/_optimizers": ["tests/optimizers/test_first_mistakes.py", "tests/optimizers/test_optimizers.py"],
-    "muonjax/_clipped_optimizers": ["tests/optimizers/test_optimizers.py", "tests/clipping/test_qk_clip.py"],
-    "muonjax/_orthogonalize": ["tests/optimizers/test_optimizers.py", "tests/optimizers/test_monitor.py"],
-    "muonjax/_match_rms": ["tests/optimizers/test_optimizers.py"],
-    "muonjax/_momentum": [
+    "muonjax/_clipped_optimizers": ["tests/optimizers/test_optimizers.py", "tests/clip/test_qk_clip.py"],
+    "muonjax/_transforms/orthogonalize": [
+        "tests/optimizers/test_optimizers.py",
+        "tests/optimizers/test_monitor.py",
+    ],
+    "muonjax/_transforms/match_rms": ["tests/optimizers/test_optimizers.py"],
+    "muonjax/_transforms/momentum": [
         "tests/optimizers/test_optimizers.py",
         "tests/optimizers/test_int8_momentum.py",
         "tests/mesh/test_explicit.py",
     ],
-    "muonjax/_arguments": [
+    "muonjax/_common/arguments": [
         "tests/optimizers/test_first_mistakes.py",
         "tests/optimizers/test_optimizers.py",
-        "tests/clipping/test_strict_modes.py",
+        "tests/clip/test_strict_modes.py",
     ],
     "muonjax/_partition": [
         "tests/optimizers/test_first_mistakes.py",
         "tests/reliability/test_restored_elsewhere.py",
         "tests/optimizers/test_optimizers.py",
     ],
-    "muonjax/_explicit_axes": ["tests/mesh/test_explicit.py"],
-    "muonjax/_monitor/": ["tests/optimizers/test_monitor.py", "tests/optimizers/test_metrics.py"],
-    "muonjax/_inspect": ["tests/program/test_inspect.py"],
-    "muonjax/_value_and_grad": ["tests/program/test_value_and_grad.py"],
-    "muonjax/_routing/": _ROUTES,
-    "muonjax/_nnx_models": ["tests/program/test_inspect.py", "tests/clipping/test_watch.py"],
-    "muonjax/_program/": [
-        "tests/program/test_inspect.py",
-        "tests/program/test_report.py",
-        "tests/program/test_value_and_grad.py",
-        "tests/program/test_hostile_programs.py",
-        "tests/program/test_researchers_programs.py",
-        "tests/program/test_silently_wrong.py",
+    "muonjax/_common/explicit_axes": ["tests/mesh/test_explicit.py"],
+    "muonjax/_transforms/": ["tests/optimizers/test_monitor.py", "tests/optimizers/test_metrics.py"],
+    "muonjax/_inspect/program": ["tests/inspect/test_inspect.py"],
+    "muonjax/_inspect/value_and_grad": ["tests/inspect/test_value_and_grad.py"],
+    "muonjax/_names/": _ROUTES,
+    "muonjax/_common/nnx_models": ["tests/inspect/test_inspect.py", "tests/clip/test_watch.py"],
+    "muonjax/_inspect/": [
+        "tests/inspect/test_inspect.py",
+        "tests/inspect/test_report.py",
+        "tests/inspect/test_value_and_grad.py",
+        "tests/inspect/test_hostile_programs.py",
+        "tests/inspect/test_researchers_programs.py",
+        "tests/inspect/test_silently_wrong.py",
     ],
-    "muonjax/_clipping/": ["tests/clipping", "tests/reliability/test_adversarial_attention.py"],
-    "muonjax/_adapters/": ["tests/adapters", "tests/linen", "tests/nnx"],
+    "muonjax/_clip/": ["tests/clip", "tests/reliability/test_adversarial_attention.py"],
+    "muonjax/loha/": ["tests/loha", "tests/linen", "tests/nnx"],
     "muonjax/_mesh/cost_model": ["tests/mesh/test_assignment.py", *_MESH],
-    "muonjax/linen/": ["tests/linen", "tests/clipping/test_in_flax.py", "tests/routing"],
+    "muonjax/linen/": ["tests/linen", "tests/clip/test_in_flax.py", "tests/names"],
     "muonjax/nnx/": [
         "tests/nnx",
-        "tests/clipping/test_in_flax.py",
-        "tests/routing",
-        "tests/program/test_inspect.py",
+        "tests/clip/test_in_flax.py",
+        "tests/names",
+        "tests/inspect/test_inspect.py",
     ],
     "pallas_kernels/": ["tests/pallas_kernels", *_STEPS],
 }

@@ -12,12 +12,12 @@ import muonjax
 from benchmarks.common import momentum
 from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import NewtonSchulz
-from muonjax._linalg import SymmetricProduct, square_norm
+from muonjax._common.linalg import SymmetricProduct, square_norm
+from muonjax._common.platform import Policy
 from muonjax._mesh.cost_model import count_work
 from muonjax._newton_schulz import deflation, half_precision, thin_deflation
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.polar_factor import polar_factor
-from muonjax._policy import Policy
 from tests.tools.tiers import quick
 
 PRESETS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced()}

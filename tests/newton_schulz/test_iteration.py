@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from muonjax import NewtonSchulz
-from muonjax._linalg import SymmetricProduct
+from muonjax._common.linalg import SymmetricProduct
+from muonjax._common.platform import Policy
 from muonjax._newton_schulz.coefficients import evaluate, take_steps
 from muonjax._newton_schulz.iteration import gram_restarts
-from muonjax._policy import Policy
 from tests.tools import oracles
 from tests.tools.tiers import every_pair, examples, quick, thorough
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from muonjax import NewtonSchulz
-from muonjax._linalg import MatrixProduct, in_blocks
+from muonjax._common.linalg import MatrixProduct, in_blocks
+from muonjax._common.platform import Policy
 from muonjax._newton_schulz.polar_factor import polar_factor
-from muonjax._policy import Policy
 
 
 def flops(f, *shape):

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import muonjax
-from tests.clipping.attentions import EXACT, multi_head
+from tests.clip.attentions import EXACT, multi_head
 from tests.mesh.layouts import make_mesh
 from tests.tools.oracles import normal
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from benchmarks.common import hlo_counts
 from muonjax import NewtonSchulz
-from muonjax._momentum import Int8TraceState, block_size, dequantize, quantize
+from muonjax._transforms.momentum import Int8TraceState, block_size, dequantize, quantize
 from tests.mesh.layouts import make_mesh, put, under
 from tests.tools.oracles import normal
 from tests.tools.tiers import thorough

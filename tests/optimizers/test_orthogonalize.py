@@ -9,9 +9,9 @@ import pytest
 import muonjax
 from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import MuonDimensionNumbers, NewtonSchulz
-from muonjax._batching import group_by_shape, map_groups
+from muonjax._common.platform import Policy
+from muonjax._matrices.batching import group_by_shape, map_groups
 from muonjax._newton_schulz.polar_factor import polar_function
-from muonjax._policy import Policy
 from tests.tools import oracles
 from tests.tools.oracles import normal
 

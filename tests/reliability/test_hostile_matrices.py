@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import muonjax
-import muonjax._orthogonalize
+import muonjax._transforms.orthogonalize
 from benchmarks.common import hostile
 from benchmarks.optimizer.half_precision import EMULATED, PRESETS
+from muonjax._common.platform import Policy
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.polar_factor import polar_factor
-from muonjax._policy import Policy
 from tests.tools.tiers import nightly, thorough
 
 PLATFORMS = ("gpu", "tpu")
@@ -82,7 +82,7 @@ def test_hostile_matrices(m, platform):
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_rank_one_momentum_of_a_whole_optimizer(platform, monkeypatch):
     """The gradients of layers that see one input, as they came from users."""
-    monkeypatch.setattr(muonjax._orthogonalize, "policy_of", lambda *_, **__: Policy(platform))
+    monkeypatch.setattr(muonjax._transforms.orthogonalize, "policy_of", lambda *_, **__: Policy(platform))
     tx = muonjax.orthogonalize()
     row = jax.random.normal(jax.random.key(0), (256,))
     matrices = {

@@ -1,6 +1,6 @@
 """The view of one leaf, as the tests take it."""
 
-from muonjax._matrix_view import matrix_pieces
+from muonjax._matrices.matrix_view import matrix_pieces
 
 
 def matrix_view(leaf, numbers, *, call):

@@ -1,0 +1,209 @@
+"""The factor of each signal, and how it is spread over the part of a parameter that feeds the signal."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muonjax._common.linalg import at_least_float32
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Multiply by γ**power, entry by entry, the part of one parameter that feeds a signal.
+
+    The signal has entries: heads, output dimensions, or groups of them. Flatten the parameter's `axes`, take `size`
+    positions from `start`: they are `entries` runs of equal length, and of each run the positions `span` are scaled.
+    So a kernel (d, heads, head_dim) is `axes=(-2, -1)`, and the keys of a fused (d, 3·heads·head_dim) are
+    `axes=(-1,)`, `start=heads·head_dim`, `size=heads·head_dim`, `entries=heads`.
+
+    Attributes:
+      path: The parameter's path below the site's module: "query/kernel".
+      rank: Number of axes of one layer's parameter; the further ones of a stacked parameter count layers.
+      axes: The axes of one layer's parameter, negative, that hold the entries.
+      entries: How many; None: as many as the first of the axes is long. 1 for a signal of one number per layer.
+      start: First position on the flattened axes.
+      size: How many positions; None: all from `start`.
+      span: (first, end) within the run of each entry; an end of None is the run's own.
+      power: The exponent a in γ**a · g**b, where g is the smallest γ of the entries that share a key head.
+      group_power: The exponent b.
+      factor: Name of the linear factor that the parameter belongs to; a kernel and its bias share one.
+      optional: Whether the parameter may be missing, as a bias may.
+
+    Raises:
+      ValueError: While tracing, if the parameter's shape does not fit; naming both.
+
+    Example:
+      >>> import muonjax
+      >>> keys = muonjax.Scale(path="kv/kernel", rank=2, entries=4, size=32, power=0.5, factor="key")  # (d, 2·32)
+      >>> keys.span  # all eight features of each of the four heads
+      (0, None)
+    """
+
+    path: str
+    rank: int
+    axes: tuple[int, ...] = (-1,)
+    entries: int | None = None
+    start: int = 0
+    size: int | None = None
+    span: tuple[int, int | None] = (0, None)
+    power: float = 1.0
+    group_power: float = 0.0
+    factor: str = "output"
+    optional: bool = False
+
+
+class Part(NamedTuple):
+    """A `Scale` of one parameter of known shape, layers stacked."""
+
+    scale: Scale
+    path: str  # of the parameter, from the root of the tree
+    shape: tuple[int, ...]
+    stack: tuple[int, ...]  # axes that count layers
+    held: tuple[int, ...]  # axes that hold the entries
+    entries: int
+    size: int
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self.shape[axis] for axis in self.stack)
+
+    @property
+    def total(self) -> int:
+        """Positions on the axes that hold the entries."""
+        return math.prod(self.shape[axis] for axis in self.held)
+
+    @property
+    def inside(self) -> np.ndarray:
+        """Which positions of the run of an entry are scaled."""
+        inside = np.zeros(self.size // self.entries, bool)
+        inside[slice(*self.scale.span)] = True
+        return inside
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Which positions on the axes that hold the entries are scaled."""
+        positions = np.zeros(self.total, bool)
+        positions[self.scale.start :][: self.size] = np.tile(self.inside, self.entries)
+        return positions
+
+
+class Target(NamedTuple):
+    """One module that a site matched. All static, so that every mistake raises while tracing."""
+
+    path: str  # of the module
+    signal: str  # full path of the statistic
+    parts: tuple[Part, ...]  # only of parameters that exist
+    layers: tuple[int, ...]  # sizes of the axes of stacked layers
+    entries: int  # of the signal, in one layer
+    groups: int  # how many groups of entries share a key head; `entries` where none do
+    name: str = ""  # in a clip's state: the path of the module; the signal's where a module has several
+    threshold: Any = None
+
+
+def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None) -> Part:
+    """The part of the parameter of this shape that `scale` scales; raises ValueError where it does not fit."""
+    count = len(shape) - scale.rank
+    stack = tuple(range(count)) if scan_axis is None or count == 0 else scan_axis
+    if len(stack) != count or not all(-len(shape) <= axis < len(shape) for axis in stack):
+        raise ValueError(
+            f"{path!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and layers on "
+            f"{'leading axes' if scan_axis is None else f'axes {scan_axis}'}. See the site's layout and scan_axis."
+        )
+    stack = tuple(axis % len(shape) for axis in stack)
+    # A scale names the axes of one layer: `nn.scan` on axis 1 makes a kernel (d, L, heads, head_dim) but a bias
+    # (heads, L, head_dim), and no count from either end fits both.
+    own = [axis for axis in range(len(shape)) if axis not in stack]
+    held = tuple(own[axis] for axis in scale.axes)
+    total = math.prod(shape[axis] for axis in held)
+    entries = shape[held[0]] if scale.entries is None else scale.entries
+    size = total - scale.start if scale.size is None else scale.size
+    part = Part(scale, path, tuple(shape), stack, held, entries, size)
+    divides = part.entries > 0 and part.size >= part.entries and part.size % part.entries == 0
+    if not divides or scale.start + size > total or not part.inside.any():
+        raise ValueError(
+            f"{path!r} of shape {part.shape} does not hold {part.entries} heads, features {scale.span} of each, in "
+            f"positions {scale.start}:{scale.start + size} of {total}. See the site's layout and sizes."
+        )
+    return part
+
+
+def overlap(a: Part, b: Part) -> bool:
+    """Whether two parts of one parameter may have an entry in common."""
+    return a.held != b.held or bool((a.positions & b.positions).any())
+
+
+def scaled_update(
+    u: Float[Array, "*parameter"], p: Float[Array, "*parameter"], f: Float[Array, "*#parameter"]
+) -> Float[Array, "*parameter"]:
+    """u' with p + u' = f·(p + u), and u bit for bit where f = 1 (where 0·p would turn −0 into 0, and inf into NaN)."""
+    # A half-precision update of a float32 weight would miss the bound.
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.promote_types(u.dtype, p.dtype)
+    wide = at_least_float32(dtype)
+    u, p, f = u.astype(wide), p.astype(wide), f.astype(wide)
+    return jnp.where(f == 1, u, f * u + (f - 1) * p).astype(dtype)
+
+
+def clip_factor(
+    signal: Float[Array, "*layers entries"], threshold: jax.typing.ArrayLike
+) -> Float[Array, "*layers entries"]:
+    """γ = min(1, threshold / S); exactly 1 where S is not a finite number above the threshold, and the threshold not
+    positive (a schedule's can't be checked)."""
+    threshold = jnp.asarray(threshold, jnp.float32)
+    hot = (signal > threshold) & jnp.isfinite(signal) & (threshold > 0)
+    gamma = jnp.where(hot, threshold / jnp.where(hot, signal, 1.0), 1.0)
+    # Never zero: the head could not recover, and γ·γ^(-1/2) would be NaN.
+    return jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny)
+
+
+def parameter_factors(targets: Sequence[Target], gammas: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What each parameter is multiplied by: γ**power · (the group's smallest γ)**group_power, head by head.
+
+    `gammas` are [*layers, entries], by the name of the target.
+    """
+    factors: dict[str, jax.Array] = {}
+    for target in targets:
+        gamma = gammas[target.name]
+        grouped = gamma.reshape(*gamma.shape[:-1], target.groups, -1)
+        smallest = grouped.min(-1, keepdims=True)
+        for part in target.parts:
+            own, shared = part.scale.power, part.scale.group_power
+            if own == shared == 0:
+                continue
+            f = _power(smallest, shared)  # one per group: all that a shared key can take
+            if part.entries == gamma.shape[-1]:
+                f = f * _power(grouped, own)
+            f = _spread(f.reshape(*gamma.shape[:-1], -1), part)
+            factors[part.path] = factors[part.path] * f if part.path in factors else f
+    return factors
+
+
+def _power(x: Float[Array, "*shape"], power: float) -> Float[Array, "*shape"]:
+    # By name where it can be: exact, and faster than a general power.
+    return {0.0: jnp.ones_like, 0.5: jnp.sqrt, 1.0: lambda x: x}.get(power, lambda x: x**power)(x)
+
+
+def _spread(factors: Float[Array, "*layers entries"], part: Part) -> Float[Array, "*#parameter"]:
+    """Factors on the axes of the parameter that hold them, broadcastable to it; 1 outside."""
+    layers = factors.shape[:-1]
+    # A broadcast and no gather: with the heads sharded it needs no exchange.
+    inside = part.inside.reshape((1,) * factors.ndim + (-1,))
+    f = jnp.where(inside, factors[..., None], 1.0).reshape(*layers, part.size)
+    if part.size != part.total:
+        start = part.scale.start
+        after = part.total - start - part.size
+        f = jnp.pad(f, [(0, 0)] * len(layers) + [(start, after)], constant_values=1.0)
+    f = f.reshape(*layers, *(part.shape[axis] for axis in part.held))
+    order = (*part.stack, *part.held)  # axis i of f belongs at axis order[i] of the parameter
+    f = jnp.transpose(f, np.argsort(order).tolist())
+    return jnp.expand_dims(f, [axis for axis in range(len(part.shape)) if axis not in order])

@@ -1,0 +1,235 @@
+"""The largest attention logit of each head, block by block: the statistic that QK-Clip acts on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from muonjax._common.arguments import errors_of, static_integer
+from muonjax._common.linalg import at_least_float32
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Float32
+
+
+def max_logits(
+    query: Float[Array, "*batch T heads D"],
+    key: Float[Array, "*batch S key_heads D"],
+    *,
+    mask: jax.Array | None = None,  # broadcastable to [*batch, heads, T, S]
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    scale: float | None = None,
+    precision: lax.PrecisionLike = None,
+    block_q: int = 512,
+    block_k: int = 512,
+) -> Float[Array, " heads"]:
+    r"""Largest scaled, masked attention logit of each head, without an S×S matrix.
+
+    $$S_h = \max_{b,\,(i,j)\ \text{visible}} \mathrm{scale}\; q_{b,i,h} \cdot k_{b,j,h}$$
+
+    The maximum is signed and runs over all leading axes (they are batch) and all visible pairs of positions:
+    after the scale and the mask, before an attention bias, a soft-cap and the softmax. Logits are made block
+    by block, and a block that `is_causal` or `local_window_size` hides whole is never made, so that the
+    memory is that of one block: batch × heads × block_q × block_k. No gradient flows back. Under `vmap` or
+    `scan` the layers' axis comes first.
+
+    Args:
+      query: `[*batch, T, heads, D]`, Flax's and `jax.nn.dot_product_attention`'s layout.
+      key: `[*batch, S, key_heads, D]`; `key_heads` divides `heads` (grouped and multi-query attention).
+      mask: True (or non-zero) where a query sees a key; any shape that broadcasts to `[*batch, heads, T, S]`.
+      is_causal: Query i sees keys j ≤ i. As in JAX and Flax both count from 0, also where T ≠ S.
+      local_window_size: Query i sees keys i − left … i + right; one number means both. As in JAX.
+      scale: Factor on the dot products; default 1/√D.
+      precision: Of the products; by default JAX's own, the one that attention uses too.
+      block_q: Queries in one block, ≥ 1. Need not divide T.
+      block_k: Keys in one block, ≥ 1. Need not divide S.
+
+    Returns:
+      `[heads]`, float32 (float64 for float64 input). −inf for a head whose every pair is masked.
+
+    Raises:
+      ValueError: Shapes that do not fit together, or a block or window size out of range.
+      TypeError: A block, a window or `is_causal` that is traced, or no whole number.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> query = jnp.array([1.0, 2.0]).reshape(1, 2, 1, 1)  # one batch, two positions, one head, depth one
+      >>> key = jnp.array([3.0, 5.0]).reshape(1, 2, 1, 1)
+      >>> muonjax.max_logits(query, key)
+      Array([10.], dtype=float32)
+      >>> muonjax.max_logits(query, -key, is_causal=True)  # the pair (0, 1) is hidden
+      Array([-3.], dtype=float32)
+
+    Source: Kimi K2 (arXiv 2507.20534), section 2.1.
+    """
+    with errors_of("max_logits"):
+        _check(query, key)
+        block_q, block_k = static_integer("block_q", block_q), static_integer("block_k", block_k)
+        if min(block_q, block_k) < 1:
+            raise ValueError(f"block_q={block_q}, block_k={block_k}: blocks have at least one position.")
+        left, right = _window(is_causal, local_window_size)
+        if mask is not None:
+            mask = _normal_mask(mask, query.shape, key.shape)
+    query, key = lax.stop_gradient((query, key))
+    *batch, T, heads, depth = query.shape
+    S, key_heads = key.shape[-3:-1]
+    dtype = at_least_float32(query.dtype, key.dtype)
+    if not (math.prod(batch) and T and S):
+        return jnp.full((heads,), -jnp.inf, dtype)
+    if query.dtype != key.dtype:
+        query, key = query.astype(dtype), key.astype(dtype)
+    query = query.reshape(math.prod(batch), T, key_heads, heads // key_heads, depth)
+    key = key.reshape(math.prod(batch), S, key_heads, depth)
+    factor = jnp.asarray(depth**-0.5 if scale is None else scale, dtype)
+    block_q, block_k = min(block_q, T), min(block_k, S)
+
+    def visible_pairs(start: jax.Array | np.ndarray) -> Iterator[jax.Array]:
+        """Which pairs of the block at `start` are visible, broadcastable to its logits."""
+        if left is not None or right is not None:
+            i, j = start[0] + jnp.arange(block_q), start[1] + jnp.arange(block_k)
+            ahead = (j[None, :] - i[:, None])[None, None, None]
+            if right is not None:
+                yield ahead <= right
+            if left is not None:
+                yield -ahead <= left
+        if mask is not None:
+            m = mask if mask.shape[-2] == 1 else lax.dynamic_slice_in_dim(mask, start[0], block_q, -2)
+            yield m if mask.shape[-1] == 1 else lax.dynamic_slice_in_dim(m, start[1], block_k, -1)
+
+    def block(start: jax.Array | np.ndarray) -> Float[Array, "batch key_heads group"]:
+        """Maximum over one block."""
+        q = lax.dynamic_slice_in_dim(query, start[0], block_q, 1)
+        k = lax.dynamic_slice_in_dim(key, start[1], block_k, 1)
+        logits = jnp.einsum("btkgd,bskd->bkgts", q, k, precision=precision, preferred_element_type=dtype)
+        logits = logits * factor
+        for visible in visible_pairs(start):
+            logits = jnp.where(visible, logits, -jnp.inf)
+        return logits.max((-2, -1))
+
+    # Static, so that a block that is hidden whole costs nothing; the first one never is. A last block that would stick
+    # out starts earlier: a maximum doesn't mind an overlap.
+    queries = [min(i, T - block_q) for i in range(0, T, block_q)]
+    keys = [min(j, S - block_k) for j in range(0, S, block_k)]
+    in_sight = [
+        (i, j)
+        for i, j in itertools.product(queries, keys)
+        if (right is None or j <= i + block_q - 1 + right) and (left is None or j + block_k - 1 >= i - left)
+    ]
+    starts = np.asarray(in_sight, np.int32)
+    # The first block starts the running maximum: in shard_map a constant has another type than the data.
+    best = block(starts[0])
+    if len(starts) > 1:
+        best, _ = lax.scan(lambda best, start: (jnp.maximum(best, block(start)), None), best, starts[1:])
+    # Over the batch last, so that a sharded batch costs one all-reduce and not one per block.
+    return best.max(0).reshape(heads)
+
+
+def max_logits_bound(
+    lse: Float[Array, "*batch T heads"], *, dtype: jax.typing.DTypeLike | None = None
+) -> Float32[Array, " heads"]:
+    r"""Upper bound of each head's largest logit, from the log-sum-exp that flash attention has anyway.
+
+    $$\max_j s_{ij} \;\le\; \log \sum_j e^{s_{ij}} \;\le\; \max_j s_{ij} + \log S$$
+
+    It costs one pass over `[*batch, T, heads]`. Clipping on a bound is safe, never exact: the factor is
+    smaller than needed by at most 1 − τ/(τ + log S), and a head within log S below the threshold may be
+    clipped early. A soft-cap or an attention bias inside the softmax makes it a bound of something else.
+
+    Args:
+      lse: `[*batch, T, heads]`, as `jax.nn.dot_product_attention(..., return_residual=True)` returns it.
+      dtype: The least precise dtype that `lse` went through, whose rounding is added; default: `lse.dtype`
+        (JAX returns it in the queries' dtype, bfloat16 as a rule).
+
+    Returns:
+      `[heads]`, float32; −inf, +inf and NaN are passed on.
+
+    Raises:
+      ValueError: `lse` has fewer than two axes, or is not floating point.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, muonjax
+      >>> q, k = jax.random.normal(jax.random.key(0), (2, 1, 16, 4, 8))
+      >>> _, lse = jax.nn.dot_product_attention(q, k, k, return_residual=True)
+      >>> bool((muonjax.max_logits(q, k) <= muonjax.max_logits_bound(lse)).all())
+      True
+
+    Source: the inequality between maximum and log-sum-exp; Dao et al., "FlashAttention", 2022, which keeps the latter.
+    """
+    if lse.ndim < 2 or not jnp.issubdtype(lse.dtype, jnp.floating):
+        raise ValueError(
+            f"max_logits_bound(lse) needs floating [*batch, T, heads], got {lse.dtype}{list(lse.shape)}; "
+            f"pass the residual of jax.nn.dot_product_attention(..., return_residual=True)."
+        )
+    cast = float(jnp.finfo(lse.dtype if dtype is None else dtype).eps) / 2
+    # Of the float32 sum and logarithm; absolute too, because near 0 a relative margin is none.
+    inside = 4 * float(jnp.finfo(jnp.float32).eps)
+    top = lax.stop_gradient(lse).astype(jnp.float32).max(tuple(range(lse.ndim - 1)))
+    size = jnp.where(jnp.isfinite(top), jnp.abs(top), 0)  # infinities stay as they are
+    return top + cast * size + inside * (1 + size)
+
+
+def _check(query: jax.Array, key: jax.Array) -> None:
+    shapes = f"{list(query.shape)} and {list(key.shape)}"
+    if query.ndim < 3 or key.ndim != query.ndim:
+        raise ValueError(
+            f"query and key: needs [*batch, T, heads, D] and [*batch, S, key_heads, D], got {shapes}; reshape the "
+            f"projections to heads first."
+        )
+    if query.shape[:-3] != key.shape[:-3] or query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key: batch and depth must agree, got {shapes}.")
+    if not query.shape[-1]:
+        raise ValueError(f"heads of depth zero have no logits, got {shapes}.")
+    if not key.shape[-2] or query.shape[-2] % key.shape[-2]:
+        raise ValueError(f"{query.shape[-2]} query heads are not a multiple of {key.shape[-2]} key heads.")
+
+
+def _window(is_causal: Any, local_window_size: Any) -> tuple[int | None, int | None]:
+    """How far a query sees to the left and to the right; None is without end."""
+    left = right = None
+    try:
+        is_causal = bool(is_causal)
+        if local_window_size is not None:
+            pair = local_window_size if np.ndim(local_window_size) else (local_window_size,) * 2
+            pair = tuple(map(operator.index, pair))
+            if len(pair) != 2 or min(pair) < 0:
+                raise ValueError(
+                    f"local_window_size={local_window_size}: give one number or (left, right), none negative."
+                )
+            left, right = pair
+    except TypeError:
+        raise TypeError(
+            f"is_causal={is_causal} and local_window_size={local_window_size} must be a bool and whole numbers that "
+            f"are known while tracing, for hidden blocks are left out of the program; pass traced ones as mask=."
+        ) from None
+    return left, 0 if is_causal else right
+
+
+def _normal_mask(
+    mask: jax.Array, query: tuple[int, ...], key: tuple[int, ...]
+) -> Bool[Array, "#batch #key_heads #group #T #S"]:
+    """Mask as bool; only batch axes are ever enlarged."""
+    *batch, T, heads, _ = query
+    S, key_heads = key[-3:-1]
+    logits = (*batch, heads, T, S)
+    pairs = zip(reversed(mask.shape), reversed(logits), strict=False)
+    if mask.ndim > len(logits) or any(m not in (1, n) for m, n in pairs):
+        raise ValueError(
+            f"mask=... has shape {list(mask.shape)}, which does not broadcast to [*batch, heads, T, S] = "
+            f"{list(logits)}."
+        )
+    mask = jnp.asarray(lax.stop_gradient(mask)).astype(bool)
+    mask = mask.reshape((1,) * (len(logits) - mask.ndim) + mask.shape)
+    *lead, mask_heads, mask_T, mask_S = mask.shape
+    if any(n != 1 for n in lead):
+        mask = jnp.broadcast_to(mask, (*batch, mask_heads, mask_T, mask_S))
+    split = (1, 1) if mask_heads == 1 else (key_heads, heads // key_heads)
+    return mask.reshape(-1, *split, mask_T, mask_S)

@@ -1,0 +1,205 @@
+"""QK-Clip: scale queries and keys so that the largest logit of each attention head stays below a threshold."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muonjax._clip.factors import Part, Target, clip_factor, overlap, parameter_factors, scaled_update
+from muonjax._clip.matching import Modules, as_sites, find_targets
+from muonjax._clip.sites import Site, Sites
+from muonjax._clip.statistics import match_statistics
+from muonjax._clip.transform import clip
+from muonjax._common.arguments import check_choice, check_range, errors_of
+from muonjax._common.trees import is_masked
+
+_USUAL = "; Kimi K2 used 100."
+
+SharedKeys = Literal["query", "balanced", "group"]
+
+# For each factor of the logit: (power of γ, power of the group's smallest γ). Along a product they sum to one.
+OWN_KEYS = {"query": (0.5, 0.0), "key": (0.5, 0.0), "rotary": (1.0, 0.0)}
+SHARED_KEYS = {
+    "query": {"query": (1.0, 0.0), "key": (0.0, 0.0), "rotary": (1.0, 0.0)},
+    "balanced": {"query": (1.0, -0.5), "key": (0.0, 0.5), "rotary": (1.0, 0.0)},
+    "group": {"query": (0.0, 0.5), "key": (0.0, 0.5), "rotary": (0.0, 1.0)},
+}
+
+
+def qk_clip(
+    threshold: optax.ScalarOrSchedule,
+    sites: Sites | None = None,
+    *,
+    shared_keys: SharedKeys = "query",
+    every_k: int = 1,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""QK-Clip: scale down the queries and keys of every head whose attention logits exceed a threshold.
+
+    With S the largest logit of a head in the forward pass,
+
+    $$\gamma = \min(1, \tau / S), \qquad W_q \leftarrow \sqrt\gamma\, W_q, \qquad W_k \leftarrow \sqrt\gamma\, W_k$$
+
+    for each head of each layer, kernels and biases alike. What is scaled is the new weight: u' = f·u + (f − 1)·p, so
+    that p + u' = f·(p + u); where f = 1 the update passes bit for bit. γ is exactly 1 for a maximum that is
+    negative, zero, infinite or NaN; such a measurement hides no finite one of another call, example, micro-batch or
+    device.
+
+    It is the last member of the chain, after everything that changes the update; `optax.MultiSteps` has to
+    be inside: `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(..., every_k=k))`. Around the clip it
+    would hand on the last micro-batch's logits alone. The bound is exact for the weights and inputs that S was
+    measured on: with a learning rate, the statistic is one step old. bfloat16 parameters round factors near 1 away
+    (`init` warns): keep float32 master weights.
+
+    Args:
+      threshold: τ, the largest pre-softmax logit allowed, after the 1/√d scale and the mask; > 0 (Kimi K2: 100). Or a
+        schedule, a function of the number of clips.
+      sites: Where attention is: what `muonjax.inspect` returns. By hand, where the softmax is inside of a kernel, sites
+        from `mha_site`, `mla_site` or `fused_qkv_site`. An attention of the program whose parameters are frozen, masked
+        or not given is skipped.
+      shared_keys: Where several query heads share a key head, "query" puts γ on the query and leaves the key alone;
+        "balanced" gives the key √ of the group's smallest γ and the queries the rest; "group" scales the whole group
+        as its hottest head. Only the first leaves the calm heads of a group alone (docs/qk_clip.md).
+      every_k: Clip at every k-th update, on the largest logits since the last clip; for gradient accumulation.
+      axis_name: Mesh axes to take the maximum over, inside `shard_map` or `pmap`. `jit` on a mesh needs none.
+
+    Returns:
+      A transformation whose `update` needs `params` and `max_logits`, a dict `{module path: [*layers, *batch, heads]}`
+      as `muonjax.value_and_grad` returns it. Its state is a `QKClipState`.
+
+    Raises:
+      ValueError: No sites, or settings out of range; while tracing: a site by hand that matches nothing, or a module
+        that is frozen, adapted or normalized; statistics without a site or the reverse; shapes that do not fit.
+      TypeError: A setting or a statistic of another type.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax, optax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(100.0, muonjax.mha_site()))
+      >>> statistics = {"attention": jnp.array([400.0, 50.0])}
+      >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
+      >>> optax.apply_updates(params, updates)["attention"]["query"]["kernel"][0, :, 0]
+      Array([0.5, 1. ], dtype=float32)
+
+    Source: Kimi Team, "Kimi K2", 2025, section 2.1, Algorithm 1; J. Su, kexue.fm/archives/11126 (whose
+    translation in circulation prints Q·γ and K·γ: that clips twice).
+    """
+    return clip_logits("qk_clip", threshold, sites, shared_keys, every_k, axis_name)
+
+
+def clip_logits(
+    call: str,
+    threshold: optax.ScalarOrSchedule,
+    sites: Sites | None,
+    shared_keys: SharedKeys,
+    every_k: int | None,
+    axis_name: str | tuple[str, ...] | None,
+) -> optax.GradientTransformationExtraArgs:
+    """`qk_clip`, of the public function `call`."""
+    check_range(call, "threshold", threshold, "positive and finite", _USUAL, schedule=True)
+    check_choice(call, "shared_keys", shared_keys, tuple(SHARED_KEYS))
+    with errors_of(call):
+        given = as_sites(call, sites)
+    every_k = (
+        1 if every_k is None else every_k
+    )  # inject_hyperparams makes an array of a default that is a number
+    return clip(
+        call, "max_logits", lambda modules: _find(modules, given, shared_keys, threshold), every_k, axis_name
+    )
+
+
+def apply_qk_clip(
+    params: optax.Params,
+    max_logits: Any,
+    sites: Sites,
+    threshold: jax.typing.ArrayLike = 100.0,
+    *,
+    shared_keys: SharedKeys = "query",
+) -> optax.Params:
+    """QK-Clip of parameters by statistics that were measured on these very parameters: exact, layer by layer.
+
+    Args:
+      params: Parameters, with arrays as leaves.
+      max_logits: As `qk_clip` takes them.
+      sites: As in `qk_clip`.
+      threshold: The largest logit allowed; > 0.
+      shared_keys: As in `qk_clip`.
+
+    Returns:
+      The parameters; heads at or below the threshold are bit for bit what they were.
+
+    Raises:
+      ValueError: As `qk_clip`.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> statistics = {"attention": jnp.array([400.0, 50.0])}
+      >>> clipped = muonjax.apply_qk_clip(params, statistics, muonjax.mha_site(), 100.0)
+      >>> clipped["attention"]["key"]["kernel"][0, :, 0]
+      Array([0.5, 1. ], dtype=float32)
+
+    Source: as `qk_clip`.
+    """
+    check_range("apply_qk_clip", "threshold", threshold, "positive and finite", _USUAL)
+    check_choice("apply_qk_clip", "shared_keys", shared_keys, tuple(SHARED_KEYS))
+    with errors_of("apply_qk_clip"):
+        modules = Modules(params)
+        targets, not_trained = _find(modules, as_sites("apply_qk_clip", sites), shared_keys, threshold)
+        statistics = match_statistics("max_logits", max_logits, targets, not_trained)
+    gammas = {name: clip_factor(s, threshold) for name, s in statistics.items()}
+    factors = parameter_factors(targets, gammas)
+    treedef = jax.tree.structure(params, is_leaf=is_masked)
+    return treedef.unflatten(
+        scaled_update(p, jnp.zeros_like(p), factors[path]) if path in factors else p
+        for path, p in modules.leaves.items()
+    )
+
+
+def _find(
+    modules: Modules, sites: Sequence[Site], shared_keys: SharedKeys, threshold: Any
+) -> tuple[list[Target], set[str]]:
+    """The attention modules, with the powers that this clip gives to their queries and keys; those not trained."""
+    found, not_trained = find_targets(modules, [(site, threshold) for site in sites])
+    targets = [_with_powers(target, shared_keys) for target in found]
+    scaled: dict[str, list[tuple[int, Part]]] = {}
+    for i, target in enumerate(targets):
+        for part in target.parts:
+            others = scaled.setdefault(part.path, [])
+            if any(i != j and overlap(part, other) for j, other in others):
+                raise ValueError(
+                    f"two sites of {target.path!r} scale {part.path!r}, which would be clipped twice; give one site "
+                    f"both, and the larger statistic."
+                )
+            others.append((i, part))
+    return targets, not_trained
+
+
+def _with_powers(target: Target, shared_keys: SharedKeys) -> Target:
+    """The target with its powers; raises unless queries and keys can be multiplied, feature by feature."""
+    table = OWN_KEYS if target.groups == target.entries else SHARED_KEYS[shared_keys]
+    if unknown := {part.scale.factor for part in target.parts} - set(table):
+        raise ValueError(
+            f"the site of {target.path!r} has factors {sorted(unknown)}; it knows query, key and rotary. For other "
+            f"signals use signal_clip."
+        )
+    first = {part.scale.factor: part for part in reversed(target.parts)}  # a kernel, before its bias
+    heads = {factor: (part.entries, int(part.inside.sum())) for factor, part in first.items()}
+    (queries, features), (keys, key_features) = (heads.get(factor, (0, 0)) for factor in ("query", "key"))
+    if queries and keys and (queries < keys or features != key_features):
+        width = first["key"].size
+        count = "" if width % features else f": give num_kv_heads={width // features}"
+        raise ValueError(
+            f"{first['query'].path!r} has {queries} heads of {features} features and {first['key'].path!r} {keys} of "
+            f"{key_features}: they can't be multiplied; several query heads may share a key head, and not the reverse. "
+            f"See the site's layout and head counts{count}."
+        )
+
+    def with_powers(part: Part) -> Part:
+        own, shared = table[part.scale.factor]
+        return part._replace(scale=dataclasses.replace(part.scale, power=own, group_power=shared))
+
+    return target._replace(parts=tuple(map(with_powers, target.parts)))

@@ -1,0 +1,325 @@
+"""From softmax(Q Kᵀ) V to the parameters that a clip scales, and to the place where the logits are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from muonjax._inspect.certificate import Certificate
+from muonjax._inspect.layout import PLACED, Atom, Layout, joined
+from muonjax._inspect.report import Probe
+from muonjax._inspect.values import Image, Side
+from muonjax._inspect.walk import Attention, Walk
+
+
+class Span(NamedTuple):
+    """The positions in one parameter that feed the heads: `Scale` in `muonjax.qk_clip` has the same words."""
+
+    leaf: int
+    rank: int  # of one layer's parameter
+    axes: tuple[int, ...]  # of one layer's parameter, negative
+    entries: int
+    start: int
+    size: int
+    span: tuple[int, int]
+    factor: str  # "query", "key", or "rotary": a query whose key stays as it is
+    stack: tuple[int, ...]  # axes of the parameter that count layers
+    index: tuple[int, ...] = ()  # of those that a constant index chooses, the first of them: the layer
+
+
+class Call(NamedTuple):
+    """One attention: what to scale, and where its largest logits are; or why it can't be clipped."""
+
+    line: str
+    spans: tuple[Span, ...] = ()
+    probe: Probe | None = None
+    layers: tuple[int, ...] = ()
+    index: tuple[int, ...] = ()  # the layer on the first axes, where they are taken one by one
+    heads: int = 1
+    problem: str = ""
+    images: tuple[Image, ...] = ()  # what a clip scales; of a refused one, its queries and keys
+
+
+class _Refused(Exception):
+    """Why this attention can't be clipped."""
+
+
+def calls(walk: Walk) -> list[Call]:
+    """One for each attention, in the order of the program."""
+    found = {i: _call(walk, attention) for i, attention in walk.attentions.items()}
+    for i, images in walk.opaque.items():
+        node = walk.nodes[i]
+        name = str(node.params.get("name") or node.name)
+        why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
+        found[i, -1] = Call(walk.graph.line(i), problem=why, images=images)
+    for i, at in walk.softmaxes.items():
+        if i not in {product for product, _ in walk.attentions}:
+            why = f"it can't be followed from its queries and keys to its values: {walk.graph.line(at)}"
+            found[i, -1] = Call(walk.graph.line(i), problem=why)
+    one = defaultdict(list)
+    for at, call in found.items():
+        one[call.spans].append((at, call))
+    for spans, group in one.items():
+        if spans:
+            found |= _proved(walk, group)
+    return [call for _, call in sorted(found.items())]
+
+
+def _proved(walk: Walk, group: Sequence[tuple[tuple[int, int], Call]]) -> dict[tuple[int, int], Call]:
+    """The calls of one attention, or why a clip would not scale the logits of each of its heads alone."""
+    first, random, proved = group[0][1], np.random.default_rng(0), {}
+    logs = 2.0 * random.integers(1, 1 << 40, (*first.layers, first.heads))
+    groups = next((s.entries for s in first.spans if s.factor == "key"), first.heads)
+    keys = logs.reshape(*first.layers, groups, -1).min(-1) / 2
+    queries = logs - np.repeat(keys, first.heads // groups, -1)
+    of_factor = {"rotary": logs, "key": keys, "query": queries}
+    logits = [walk.attentions[at].logits for at, _ in group]
+    places = [x.value if x.raw is None else x.raw[0] for x in logits]
+    certificate = Certificate(walk, [call.probe for _, call in group if call.probe], places)
+    for leaf in {s.leaf for s in first.spans}:
+        certificate.touch(leaf, [(s, of_factor[s.factor]) for s in first.spans if s.leaf == leaf])
+    why = ""
+    if (i := certificate.failure()) is not None:
+        divides = walk.nodes[i].name in ("shard", "all_to_all", "psum_scatter", "reduce_scatter")
+        why = (
+            "a shard_map divides its heads or layers"
+            if divides
+            else "a clip of it would change something else too"
+        )
+        why += f": {walk.graph.line(i)}"
+    for place, x, (at, call) in zip(places, logits, group, strict=True):
+        probe = call.probe and certificate.located(call.probe, place, x.value, logs[call.index])
+        why = why or ("" if probe else "the heads of its logits are not those of its projections")
+        proved[at] = call._replace(probe=probe)
+    return {at: call._replace(spans=(), probe=None, problem=why) for at, call in group} if why else proved
+
+
+def _call(walk: Walk, attention: Attention) -> Call:
+    line = walk.graph.line(attention.logits.product)
+    finder = _Finder(walk, attention)
+    try:
+        return finder.call(line)
+    except _Refused as refused:
+        images = (*finder.query.value.images, *finder.key.value.images)
+        return Call(line, problem=str(refused), images=images)
+
+
+class _Finder:
+    """The two operands of one product of queries and keys."""
+
+    def __init__(self, walk: Walk, attention: Attention):
+        self.walk, self.shapes, self.attention = walk, walk.shapes, attention
+        left, right = walk.pairs[attention.logits.product]
+        self.normalized = {a.axis for a in attention.keys}
+        is_query = left.sources[max(self.normalized)] is None
+        self.query, self.key = (left, right) if is_query else (right, left)
+        # Axes of a parameter out of which queries and keys take different entries: they count these, and no layers.
+        taken = {
+            (image.product.use.term.leaf, a.axis, a.start)
+            for operand in (left, right)
+            for image in operand.value.images
+            for a in image.layout.loops
+            if a.size == 1
+        }
+        axes = [x[:2] for x in taken]
+        self.selecting = {axis for axis in axes if axes.count(axis) > 1}
+
+    def heads(self, operand: Side, layout: Layout) -> dict[int, tuple[Atom, ...]]:
+        """The runs of a parameter along the axes of the product that softmax does not normalize, in its order."""
+        found = enumerate(operand.along(layout).axes)
+        runs = {d: tuple(a for a in atoms if a.axis >= 0) for d, atoms in found if d not in self.normalized}
+        found = [(d, atoms) for d, atoms in runs.items() if atoms]
+        return dict(sorted(found, key=lambda entry: [(a.axis, -a.stride) for a in entry[1]]))
+
+    def call(self, line: str) -> Call:
+        logits = self.attention.logits
+        if logits.problem:
+            raise _Refused(f"{logits.problem[0]}: {self._line(logits.problem[1])}")
+        for operand, name in ((self.query, "queries"), (self.key, "keys")):
+            for image in operand.value.images:
+                if image.after is not None:
+                    raise _Refused(f"its {name} are {image.after[0]}: {self._line(image.after[1])}")
+                for term in (image.product.use.term, *image.biases):
+                    if term.after is not None:
+                        where = self._line(term.after[1])
+                        raise _Refused(f"a parameter of its {name} {term.after[0]} before: {where}")
+                for layout in (image.layout, *(bias.layout for bias in image.biases)):
+                    if layout.is_reordered:
+                        raise _Refused(f"its {name} are in another order than the parameter's")
+                    if any(a.axis < 0 for a in layout.loops):
+                        raise _Refused(
+                            "its loop takes layers in another order than a parameter has, or of several"
+                        )
+                placed = [
+                    d
+                    for d in operand.batch
+                    if image.layout.axes[d][:1] and image.layout.axes[d][0].axis == PLACED
+                ]
+                if placed or any(map(image.layout.is_placed, operand.given)):
+                    raise _Refused(f"heads of its {name} are put together from several products")
+        own, shared = self._split_keys()
+        queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
+        keys = list(self._spans(self.key, own, "key", {}))
+        spans = (*queries, *keys)
+        layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
+        for q, k in itertools.product(queries[:1], keys[:1]):
+            sizes = [s.span[1] - s.span[0] for s in (q, k)]
+            if q.entries % k.entries or (q.factor == "query" and len(set(sizes)) > 1):
+                counts = f"{q.entries} of {sizes[0]} features, its keys {k.entries} of {sizes[1]}"
+                raise _Refused(f"its queries have heads that can't be told from those of its keys: {counts}")
+        for differ, why in (
+            ({s.entries for s in queries}, "its queries have several numbers of heads"),
+            ({s.entries for s in keys if s.factor == "key"}, "its keys have several numbers of heads"),
+            (layers, "its queries and keys are in different stacks of layers"),
+            ({s.index for s in spans}, "its queries and keys are of different layers of a stack"),
+        ):
+            if len(differ) > 1:
+                raise _Refused(why)
+        first = queries[0]
+        spans = tuple(s._replace(index=()) for s in spans)
+        images = (*self.query.value.images, *own)
+        return Call(line, spans, self._probe(), layers.pop(), first.index, first.entries, images=images)
+
+    def _line(self, i: int) -> str:
+        return "" if i < 0 else self.walk.graph.line(i)
+
+    def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
+        """Keys of the heads' own; and those that all heads share, by the features where they stand."""
+        heads = {d for image in self.query.value.images for d in self.heads(self.query, image.layout)}
+        values = {(image.product, image.layout.region) for image in self.attention.values.value.images}
+        own, shared = [], {}
+        for image in self.key.value.images:
+            alone = heads and heads.isdisjoint(self.heads(self.key, image.layout))
+            place = self._place(image)
+            if (image.product, image.layout.region) in values:
+                continue
+            if alone and place is not None:
+                shared[place] = image
+            elif alone and len(self.key.value.images) > 1:
+                raise _Refused("some of its keys are shared by all heads")
+            else:
+                own.append(image)
+        return own, shared
+
+    def _place(self, image: Image) -> tuple[int, int] | None:
+        """Where in the sum over features an image stands that was put together with others."""
+        (axis, *more) = self.key.summed
+        atoms = image.layout.axes[axis]
+        if more or not atoms or atoms[0].axis != PLACED:
+            return None
+        return atoms[0].start, atoms[0].start + math.prod(a.size for a in atoms[1:])
+
+    def _spans(
+        self, operand: Side, images: Sequence[Image], factor: str, shared: dict[tuple[int, int], Image]
+    ) -> Iterator[Span]:
+        for image in images:
+            use = image.product.use
+            columns = {a.axis for a in use.columns}
+            for term in (None, *image.biases):
+                layout = image.layout if term is None else term.layout
+                leaf = use.term.leaf if term is None else term.leaf
+                held = columns if term is None else set(range(len(self.shapes[leaf])))
+                held = held | {a.axis for a in layout.taken}
+                span = self._span(leaf, layout, held, operand, factor)
+                yield from self._apart(span, shared) if shared else [span]
+
+    def _apart(self, span: Span, shared: dict[tuple[int, int], Image]) -> Iterator[Span]:
+        """The features of a query that meet the heads' own keys, and those that meet shared ones."""
+        first, last = span.span
+        inside = [first, *sorted({edge + first for place in shared for edge in place}), last]
+        for start, stop in itertools.pairwise(inside):
+            if start < stop:
+                rotary = any(a + first <= start and stop <= b + first for a, b in shared)
+                yield span._replace(span=(start, stop), factor="rotary" if rotary else span.factor)
+
+    def _span(self, leaf: int, layout: Layout, held: set[int], operand: Side, factor: str) -> Span:
+        shape = self.shapes[leaf]
+        heads = [a for atoms in self.heads(operand, layout).values() for a in atoms if a.axis in held]
+        heads.sort(key=lambda a: (a.axis, -a.stride))
+        features = [a for a in (*layout.atoms(operand.summed), *layout.taken) if a.axis in held]
+        chosen = [a for a in layout.loops if a.size == 1 and (leaf, a.axis) in self.selecting]
+        features, held = [*features, *chosen], held | {a.axis for a in chosen}
+        single = {a.axis: a.start * a.stride for a in layout.loops if a.size == 1 and a not in chosen}
+        looped = tuple(dict.fromkeys(a.axis for a in layout.loops if a.size > 1))
+        stack = (*single, *looped)
+        held = held - set(stack)
+        if any(math.prod(a.size for a in layout.loops if a.axis == axis) != shape[axis] for axis in looped):
+            raise _Refused("only some of the layers in a stack are used")
+        own = [axis for axis in range(len(shape)) if axis not in stack]
+        order = sorted(
+            held & {a.axis for a in (*heads, *features)}, key=lambda x: _outermost(x, heads, features)
+        )
+        found = _runs(shape, order, heads, features)
+        if found is None:
+            raise _Refused("its heads do not lie one after the other in the parameter")
+        return Span(
+            leaf,
+            len(own),
+            tuple(own.index(a) - len(own) for a in order),
+            *found,
+            factor,
+            stack,
+            tuple(single.values()),
+        )
+
+    def _probe(self) -> Probe:
+        walk, logits = self.walk, self.attention.logits
+        places = walk.graph.variables_of(logits.value)
+        raw = {} if logits.raw is None else walk.graph.variables_of(logits.raw[0])
+        custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
+        place = min(places, key=lambda place: (custom[place], place not in raw, len(place)))
+        if any(step.kind == "while" for step in place):
+            raise _Refused("it is inside of a loop of unknown length, which has no gradient")
+        if logits.raw is not None:  # logits and mask, or a bias as ALiBi's
+            if place not in raw:
+                raise _Refused(
+                    "something is added to its logits in a function that does not return them without it"
+                )
+            if _row_major(logits.raw[1]) != _row_major(logits.seen):
+                raise _Refused("something is added to its logits before their axes change order")
+        return Probe(place, places[place], raw=raw.get(place), unit=logits.unit)
+
+
+def _row_major(layout: Layout) -> tuple[Atom, ...]:
+    """The order of all entries, which a reshape leaves as it is."""
+    return joined([a for atoms in layout.axes for a in joined(atoms)])
+
+
+def _outermost(axis: int, heads: Sequence[Atom], features: Sequence[Atom]) -> tuple[int, int]:
+    """What an index takes comes first, then the heads, then a head's features."""
+    if any(a.axis == axis for a in heads):
+        return 1, axis
+    return (0 if all(a.size == 1 for a in features if a.axis == axis) else 2), axis
+
+
+def _runs(
+    shape: Sequence[int], axes: Sequence[int], heads: Sequence[Atom], features: Sequence[Atom]
+) -> tuple[int, int, int, tuple[int, int]] | None:
+    """Entries, start, size and span of the heads on the flattened `axes`; None where they are no such runs."""
+    weight = {axis: math.prod(shape[x] for x in axes[k + 1 :]) for k, axis in enumerate(axes)}
+    total = math.prod(shape[axis] for axis in axes)
+
+    def positions(atoms: Sequence[Atom]) -> np.ndarray:
+        found = np.zeros(1, int)
+        for a in atoms:
+            steps = (a.start + np.arange(a.size)) * a.stride * weight[a.axis]
+            found = (found[:, None] + steps).reshape(-1)
+        return found
+
+    first, inside = positions(heads), np.sort(positions(features))
+    count, width = len(first), len(inside)
+    run = int(first[1] - first[0]) if count > 1 else total
+    if (np.diff(first) != run).any() or (np.diff(inside) != 1).any() or run <= 0:
+        return None
+    base = int(first[0] + inside[0])
+    if count == 1:
+        return 1, base, width, (0, width)
+    start = base - base % run if base % run + width <= run else base
+    if start + count * run > total:
+        return None
+    return count, start, count * run, (base - start, base - start + width)

@@ -1,0 +1,316 @@
+"""Decide from its uses which optimizer takes a parameter, and as which matrices.
+
+The first that holds of these, each with its line: whole numbers; never used; looked up; in no product; an output head
+of a loss; in products with vectors alone; used by an operation that is not followed, or in a last product without a
+loss, both left to names; an embedding of patches. All others are matrices, if their products agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from muonjax._inspect.layout import Atom, Region, Run, hull, overlap
+from muonjax._inspect.values import Product, Use
+from muonjax._inspect.walk import Walk
+from muonjax._matrices.matrix_view import (
+    DimensionNumbers,
+    FusedDimensionNumbers,
+    MuonDimensionNumbers,
+    one_or_several,
+)
+
+
+class Decision(NamedTuple):
+    """What becomes of one parameter."""
+
+    numbers: DimensionNumbers | None  # None: Adam
+    why: str
+    per_head: DimensionNumbers | None = None  # with a matrix for each attention head
+    problem: str = ""  # why it can't be decided: two uses with their lines
+    by_names: bool = False  # nothing is decided; routing by names may
+    meets_data: bool = True
+
+
+_Cut: TypeAlias = tuple[int, int | tuple[int, ...], int]  # axis, parts, how often they repeat
+
+
+class _Form(NamedTuple):
+    """The axes of a parameter in one product."""
+
+    rows: frozenset[int]
+    columns: frozenset[int]
+    cut: _Cut | None = None
+
+
+class _Ends(NamedTuple):
+    """Which values go on from where they are, over operations that are no products."""
+
+    consumed: set[int]  # to another product
+    direct: set[int]  # to what the function returns
+
+
+def _ends(walk: Walk) -> _Ends:
+    graph = walk.graph
+
+    def numbers(values: Iterable[int]) -> list[int]:
+        """Indices, as of an argmax, end a path."""
+        return [x for x in values if graph.is_followed(x)]
+
+    def through(i: int) -> list[int]:
+        node = graph.nodes[i]
+        return [] if node.passes == "backward" or node.name == "stop_gradient" else numbers(node.inputs)
+
+    def directly(i: int) -> list[int]:
+        node = graph.nodes[i]
+        return (
+            [] if node.passes == "backward" else numbers({*node.inputs}.difference(walk.consumers.get(i, ())))
+        )
+
+    taken = numbers(x for i, operands in walk.consumers.items() if i in graph.live for x in operands)
+    return _Ends(graph.upstream(taken, through), graph.upstream(numbers(graph.outputs), directly))
+
+
+def decide(walk: Walk, is_loss: bool) -> list[Decision]:
+    """One decision per parameter."""
+    ends = _ends(walk)
+    by_leaf: dict[int, list[Use]] = {}
+    for use in walk.uses.values():
+        by_leaf.setdefault(use.term.leaf, []).append(use)
+    return [_decide(walk, ends, k, shape, by_leaf.get(k, []), is_loss) for k, shape in enumerate(walk.shapes)]
+
+
+def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_loss: bool) -> Decision:
+    if not walk.graph.is_float(walk.graph.parameters[leaf]):
+        return Decision(None, "whole numbers")
+    forward = [u for u in uses if not u.kind.startswith("transposed ")]
+    uses = forward or [u._replace(kind=u.kind.removeprefix("transposed ")) for u in uses]
+    scale = walk.scales[leaf]
+    uses = [u for u in uses if u.kind != "product" or not u.product.bit & scale] or uses
+    if not uses:
+        parameter = walk.graph.parameters[leaf]
+        reader = next((i for i in sorted(walk.graph.live) if parameter in walk.nodes[i].inputs), None)
+        why = (
+            f"used without data, as in a penalty: {walk.graph.line(reader)}"
+            if reader is not None
+            else "never used"
+        )
+        return Decision(None, why, meets_data=False)
+    products = [u for u in uses if u.kind == "product"]
+    within = {i for u in products for i in u.term.looked}  # lookups of a matrix: of an expert, an adapter
+    if lookups := [u for u in uses if u.kind == "looked up" and u.node not in within]:
+        also = f", and multiplied: {_line(walk, products[0])}" if products else ""
+        return Decision(None, f"looked up: {_line(walk, lookups[0])}{also}")
+    if not products:
+        return _no_matrix(walk, uses)
+    if is_loss and all(_is_output_head(walk, ends, u) for u in products):
+        return _adam(walk, "no product after it, an output head", products[0])
+    matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
+    if not matrices:
+        why = "a depthwise convolution" if products[0].is_depthwise else "multiplied by vectors"
+        return _adam(walk, why, products[0])
+    if unknown := [u for u in uses if u.kind.startswith("unknown: ")]:
+        name = unknown[0].kind.removeprefix("unknown: ")
+        return _adam(walk, f"{name} is not followed", unknown[0], by_names=True)
+    if not is_loss and all(_is_output_head(walk, ends, u) for u in matrices):
+        return _adam(walk, "last product", matrices[0], by_names=True)
+    if all(u.is_patch and not walk.values[u.operand].before for u in matrices):
+        return _adam(walk, "an embedding of patches, windows that do not overlap", matrices[0])
+    return _matrix(walk, leaf, shape, matrices)
+
+
+def _no_matrix(walk: Walk, uses: list[Use]) -> Decision:
+    first = uses[0]
+    *unknown, kind = first.kind.split(": ")
+    words = {"added": "added", "multiplied": "multiplied entry by entry", "product": "a vector in a product"}
+    return _adam(walk, words.get(kind, kind), first, by_names=bool(unknown))
+
+
+def _adam(walk: Walk, why: str, use: Use, by_names: bool = False) -> Decision:
+    return Decision(None, f"{why}: {_line(walk, use)}", by_names=by_names)
+
+
+def _is_output_head(walk: Walk, ends: _Ends, use: Use) -> bool:
+    """No other product takes what this one gives; or labels choose one of its columns, and that reaches the loss."""
+    value = walk.nodes[use.node].outputs[0]
+    return (use.node in walk.read and value in ends.direct) or value not in ends.consumed
+
+
+def _line(walk: Walk, use: Use) -> str:
+    return walk.graph.line(use.node)
+
+
+def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) -> Decision:
+    forms: dict[_Form, Use] = {}
+    for use in uses:
+        form = _form(walk, leaf, shape, use)
+        if isinstance(form, str):
+            return Decision(None, form, problem=form)
+        turned = form._replace(rows=form.columns, columns=form.rows)
+        if turned not in forms:
+            forms.setdefault(form, use)
+    (form, use), *others = forms.items()
+    if others:
+        second, elsewhere = others[0]
+        problem = (
+            f"{_described(form)} in {_line(walk, use)}, but {_described(second)} in {_line(walk, elsewhere)}"
+        )
+        return Decision(None, problem, problem=problem)
+    if form.cut is None:
+        form = form._replace(cut=_slices(walk, shape, form.columns, uses))
+    numbers = _numbers(form)
+    heads = {(a, region) for u in uses for a, region in u.product.heads if a.axis in form.columns}
+    per_head = _numbers_per_head(form, shape, heads) if heads else numbers
+    return Decision(numbers, f"{_described(form)}: {_line(walk, use)}", per_head)
+
+
+def _described(form: _Form) -> str:
+    axes = sorted(form.rows)
+    text = f"multiplied along ax{'is' if len(axes) == 1 else 'es'} {', '.join(map(str, axes))}"
+    if form.cut is not None:
+        count = form.cut[1] if isinstance(form.cut[1], int) else len(form.cut[1])
+        text += f", in {count} parts"
+    return text
+
+
+def _axes(atoms: Iterable[Atom]) -> frozenset[int]:
+    return frozenset(a.axis for a in atoms)
+
+
+def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | str:
+    """Rows, columns and parts of a parameter in one product; a text says what can't be expressed."""
+    product = use.product
+    rows, columns, batch = set(use.rows), set(use.columns), {a for a in use.batch if a.axis >= 0}
+    heads, experts = {a for a, _ in product.heads}, product.batches
+    summed, counting = batch & product.summed, columns & (experts - heads)
+    counting = counting if counting != columns else set()
+    batch = (batch - summed) | counting
+    summed |= {a for a in batch if a.axis in walk.summed_slices[leaf]}
+    batch -= summed
+    row_axes, column_axes = _axes(rows | summed), _axes(columns - counting)
+    if row_axes & column_axes:
+        return f"one axis of it is both summed and given: {_line(walk, use)}"
+    form = _Form(row_axes, column_axes)
+    split = _axes(batch) & (row_axes | column_axes)
+    if split:
+        (axis, *more) = split
+        outer = [a for a in batch if a.axis == axis]
+        if more or len(outer) > 1 or outer[0].stride * outer[0].of != shape[axis]:
+            return f"matrices inside of an axis: {_line(walk, use)}"
+        return form._replace(cut=(axis, outer[0].size, 1))
+    if use.groups > 1:
+        axis = next(iter(column_axes))
+        return form._replace(cut=(axis, use.groups, 1))
+    cut = _parts(product, shape, column_axes)
+    if cut is None or cut[1] != (1,) * shape[cut[0]]:
+        return form._replace(cut=cut)
+    others = column_axes - {cut[0]}  # an axis that counts query, key and value; vectors stay one matrix
+    return form._replace(columns=others or column_axes)
+
+
+def _parts(product: Product, shape: tuple[int, ...], columns: frozenset[int]) -> _Cut | None:
+    """Along which axis, and into which sizes, the result of a product is cut for different purposes."""
+    # Those that are put together again count as one.
+    together = {region: hull(found) for found in product.rejoined for region in found}
+    groups = {together.get(region, region) for region, _ in product.parts}
+    groups |= {region for region, _ in product.mixed if not any(overlap(region, g) for g in groups)}
+    if len(groups) < 2:
+        return None
+    keys = set.intersection(*({run[:2] for run in g} for g in groups))
+    for axis, period in sorted(keys):
+        runs = sorted({run for g in groups for run in g if run[:2] == (axis, period)})
+        mixed = [a for _, atoms in product.mixed for a in atoms if a.axis == axis]
+        if any(_divides(run.stop, a) for a in mixed for run in runs):  # what is normalized together
+            continue
+        if axis in columns and len(runs) > 1 and _tile(runs):
+            return axis, tuple(run.stop - run.start for run in runs), shape[axis] // period
+    return None
+
+
+def _divides(position: int, a: Atom) -> bool:
+    """Whether a cut at this position has entries of the run on both sides."""
+    return a.start * a.stride < position % (a.stride * a.of) < (a.start + a.size) * a.stride
+
+
+def _tile(runs: Sequence[Run]) -> bool:
+    """Whether they follow each other, from the first position to the last."""
+    return [0, *(run.stop for run in runs)] == [*(run.start for run in runs), runs[0].period]
+
+
+def _slices(walk: Walk, shape: tuple[int, ...], columns: frozenset[int], uses: Sequence[Use]) -> _Cut | None:
+    """As `_parts`, of a parameter that is cut before its products.
+
+    Neighbouring slices are one matrix as long as their products do not meet: heads computed one by one do not, queries
+    and keys do, and so do gates of which one feeds the other.
+    """
+    products: dict[Run, list[Use]] = {}
+    for use in uses:
+        found = [run for run in use.term.layout.region if run.axis in columns]
+        if len(found) != 1:
+            return None
+        products.setdefault(found[0], []).append(use)
+    runs = sorted(products)
+    axis, period = runs[0][:2]
+    if {run[:2] for run in runs} != {(axis, period)} or not _tile(runs):
+        return None
+    groups = [runs[:1]]
+    for run in runs[1:]:
+        if any(_meet(walk, a, b) for other in groups[-1] for a in products[other] for b in products[run]):
+            groups.append([run])
+        else:
+            groups[-1].append(run)
+    if len(groups) < 2:
+        return None
+    return axis, tuple(group[-1].stop - group[0].start for group in groups), shape[axis] // period
+
+
+def _meet(walk: Walk, a: Use, b: Use) -> bool:
+    """Whether one of two products is multiplied by what depends on the other, or by it."""
+    first, second = a.product, b.product
+    return bool(
+        (first.met | walk.values[a.operand].before) & second.bit
+        or (second.met | walk.values[b.operand].before) & first.bit
+    )
+
+
+def _numbers(form: _Form) -> DimensionNumbers:
+    rows, columns = one_or_several(sorted(form.rows)), one_or_several(sorted(form.columns))
+    if form.cut is None:
+        return MuonDimensionNumbers(rows, columns)
+    axis, parts, repeats = form.cut
+    if isinstance(parts, tuple) and len(set(parts)) == 1:
+        parts = len(parts)
+    return FusedDimensionNumbers(rows, columns, parts, axis, repeats)
+
+
+def _numbers_per_head(
+    form: _Form, shape: tuple[int, ...], heads: set[tuple[Atom, Region]]
+) -> DimensionNumbers:
+    columns = form.columns - {a.axis for a, _ in heads if a.stride == 1}
+    if not columns:  # a number for each head: a vector has no orthogonal form
+        return _numbers(form)
+    if columns != form.columns:
+        return _numbers(form._replace(columns=columns))
+    axes = {a.axis for a, _ in heads}
+    axis, parts, repeats = form.cut if form.cut and form.cut[0] in axes else (min(axes), 1, 1)
+    sizes = parts if isinstance(parts, tuple) else (shape[axis] // repeats // parts,) * parts
+    if repeats == 1:  # otherwise queries, keys and values of a head are side by side, which are parts already
+        whole = [
+            Run(axis, shape[axis], stop - size, stop)
+            for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)
+        ]
+        sizes = tuple(n for part in whole for n in _heads_in(part, heads))
+    return _numbers(form._replace(cut=(axis, sizes * repeats, 1)))
+
+
+def _heads_in(part: Run, heads: set[tuple[Atom, Region]]) -> tuple[int, ...]:
+    """The sizes of the heads in a part; all of it where there are none."""
+    size = part.stop - part.start
+    found = [a.stride for a, region in heads if a.axis == part.axis and _is_inside(part, region)]
+    head = min(found, default=size)
+    return (head,) * (size // head) if size % head == 0 else (size,)
+
+
+def _is_inside(part: Run, region: Region) -> bool:
+    return all(run.start <= part.start and part.stop <= run.stop for run in region if run[:2] == part[:2])

@@ -1,0 +1,79 @@
+"""Follow every parameter through a function, operation by operation: one rule for each primitive says what happens."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import numpy as np
+
+from muonjax._inspect import products, structure  # noqa: F401  with `rules`, they fill RULES
+from muonjax._inspect.graph import Graph, Node
+from muonjax._inspect.rules import FOLDED, RULES, SPREADING, spread, unknown
+from muonjax._inspect.values import Value, dependent
+from muonjax._inspect.walk import Walk
+
+
+def follow(graph: Graph) -> Walk:
+    """What one pass over the operations finds out."""
+    walk, collects = Walk(graph), gc.isenabled()
+    gc.disable()  # it would go through all of JAX's objects for the many small ones that are made here
+    try:
+        _follow(walk, 0, len(graph.nodes))
+    finally:
+        if collects:
+            gc.enable()
+    walk.unite_heads()
+    return walk
+
+
+def _follow(walk: Walk, first: int, last: int) -> None:
+    """Every live operation in nodes[first:last]; a loop's body until what it carries stays the same."""
+    i = first
+    while i < last:
+        if (loop := walk.graph.loops.get(i)) is None:
+            if i in walk.graph.live:
+                _apply(walk, i, walk.nodes[i])
+            i += 1
+            continue
+        carries = [c for c in loop.carries if c in walk.graph.live]
+        now = [_first(walk.values[walk.nodes[c].inputs[0]]) for c in carries]
+        # What is carried only comes to depend on more, at worst one place further in each round.
+        for _ in range(len(carries) + 3):
+            for use in [use for use in walk.uses if loop.carries.stop <= use[0] < loop.last]:
+                del walk.uses[use]  # of a round that knew less
+            for carry, value in zip(carries, now, strict=True):
+                walk.values[walk.nodes[carry].outputs[0]] = value
+            _follow(walk, loop.carries.stop, loop.last)
+            before, now = now, [_next(walk, c) for c in carries]
+            if now == before:
+                break
+        i = loop.last
+
+
+def _first(value: Value) -> Value:
+    """What a loop carries at first: a parameter as it is; of an activation only what it depends on."""
+    return value if value.is_weight else dependent([value])
+
+
+def _next(walk: Walk, carry: int) -> Value:
+    """What it carries after another iteration."""
+    start, end = (walk.values[x] for x in walk.nodes[carry].inputs)
+    walk.record_parts(carry, (*start.images, *end.images))
+    now = walk.values[walk.nodes[carry].outputs[0]]
+    same = start.is_weight and end.terms == start.terms and end.depends_on == start.depends_on
+    return now if same else dependent([start, end, now])._replace(before=start.before)
+
+
+def _apply(walk: Walk, i: int, node: Node) -> None:
+    values = [walk.values[x] for x in node.inputs]
+    if node.name in FOLDED:
+        known, size = [walk.known(x) for x in node.inputs], math.prod(walk.shape(node.outputs[0]))
+        if all(k is not None and np.size(k) in (1, size) for k in known):
+            walk.graph.known[node.outputs[0]] = FOLDED[node.name](*known)
+    if node.name in SPREADING:
+        shape = walk.shape(node.outputs[0])
+        values = [spread(v, walk.shape(x), shape) for v, x in zip(values, node.inputs, strict=True)]
+    outs = RULES.get(node.name, unknown)(walk, i, node, values)
+    for x, out in zip(node.outputs, outs, strict=True):
+        walk.values[x] = out if walk.graph.is_followed(x) else out._replace(images=(), logits=())

@@ -1,0 +1,293 @@
+"""A jaxpr as one flat list of operations: calls are entered, loops and branches become operations of their own.
+
+A value is the number of an array. Operations that are no primitives: what a loop carries is one value, which comes from
+before the loop and from the end of its body ("carry"); the slices that a scan takes are "scan_slice" (`scan`: the place
+of its body), what it collects "scan_stack"; a value that comes from several branches is a "join"; into and out of a
+`shard_map` an array is divided ("shard") and whole again ("unshard").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn, Literal
+
+from muonjax._inspect.versions import (
+    CUDNN,
+    EXTENSIBLE,
+    Body,
+    bodies,
+    constants,
+    opened,
+    scan_counts,
+    while_counts,
+)
+
+# Over an axis of a `vmap`, which is an axis of the array then.
+_COLLECTIVES = {
+    "psum": "reduce_sum",
+    "psum_invariant": "reduce_sum",
+    "pmax": "reduce_max",
+    "pmin": "reduce_min",
+}
+_ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", CUDNN}
+
+
+class Step(NamedTuple):
+    """One enclosing equation on the way from the outermost jaxpr to an operation."""
+
+    equation: int  # its index in the enclosing jaxpr
+    body: int = 0  # which of its bodies: the branch of a cond, 0 otherwise
+    kind: str = ""  # the primitive
+    # Where logits are reported:
+    layer: bool = False  # of a scan: its iterations are layers, and a leading axis; otherwise maximized over
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Node:
+    """One operation."""
+
+    name: str
+    params: dict[str, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    equation: JaxprEqn | None
+    place: tuple[Step, ...]
+    passes: str  # of a gradient that the function takes by itself: "forward" or "backward"
+
+
+@functools.lru_cache(1024)
+def _pass(name_stack: Any) -> str:
+    transforms = [
+        x.name for x in name_stack.stack if type(x).__name__ == "Transform"
+    ]  # and no scope of a user's
+    return "backward" if "transpose" in transforms else "forward" if "jvp" in transforms else ""
+
+
+class Loop(NamedTuple):
+    """The "carry" operations of a loop, and where the operations of its body end that come after them."""
+
+    carries: range
+    last: int
+
+
+class Graph:
+    """The operations of a function in an order in which they can run."""
+
+    def __init__(self, closed: Body, parameters: range):
+        """`parameters`: which of the inputs are parameters."""
+        jaxpr = opened(closed)
+        self.nodes: list[Node] = []
+        self.loops: dict[int, Loop] = {}  # by its first operation
+        self.avals: list[Any] = []
+        self.known: dict[int, Any] = {}  # values of literals, and of constant indices
+        self.variables: list[Any] = []  # the variable of each value, in the body where it is first seen
+        self.callers: dict[tuple[Step, ...], JaxprEqn] = {}  # of each body, by its place
+        inputs = [self._new(v) for v in jaxpr.invars]
+        self.parameters = [inputs[i] for i in parameters]
+        self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
+        self.constants = [self._new(v) for v in jaxpr.constvars]
+        pairs = zip(self.constants, constants(closed), strict=True)
+        self.known |= {x: c for x, c in pairs if _is_index(c)}
+        # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
+        self.elsewhere: dict[int, list[tuple[tuple[Step, ...], Any]]] = {}
+        self.outputs = self._walk(jaxpr, self.constants, inputs, ())
+        self.producer = {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
+        # Perhaps only the backward pass uses what the forward pass returns.
+        ends = [x for node in self.nodes if node.passes == "forward" for x in node.outputs]
+        used = self.upstream([*self.outputs, *ends], lambda i: self.nodes[i].inputs)
+        # Operations that an output of the function depends on, or a gradient that the function takes.
+        self.live = {self.producer[x] for x in used if x in self.producer}
+
+    @functools.cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """The operations that take a value."""
+        readers: dict[int, list[int]] = {x: [] for x in range(len(self.avals))}
+        for i, node in enumerate(self.nodes):
+            for x in node.inputs:
+                readers[x].append(i)
+        return readers
+
+    def _new(self, variable: Any) -> int:
+        self.avals.append(variable.aval)
+        self.variables.append(variable)
+        return len(self.avals) - 1
+
+    def _add(
+        self, name: str, params: Any, inputs: Sequence[int], outs: Sequence[Any],
+        equation: JaxprEqn | None, place: tuple[Step, ...],
+    ) -> list[int]:  # fmt: skip
+        outputs = [self._new(v) for v in outs]
+        passes = "" if equation is None else _pass(equation.source_info.name_stack)
+        self.nodes.append(Node(name, params, tuple(inputs), tuple(outputs), equation, place, passes))
+        return outputs
+
+    def _each(
+        self, name: str, values: Sequence[Sequence[int]], variables: Sequence[Any], equation: JaxprEqn | None,
+        place: tuple[Step, ...], **params: Any,
+    ) -> list[int]:  # fmt: skip
+        """One operation for each variable, of one value out of each of these lists."""
+        return [
+            self._add(name, params, inputs, [v], equation, place)[0]
+            for *inputs, v in zip(*values, variables, strict=True)
+        ]
+
+    def _walk(
+        self, jaxpr: Any, consts: Sequence[int], args: Sequence[int], place: tuple[Step, ...]
+    ) -> list[int]:
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+        def read(atom: Any) -> int:
+            if not isinstance(atom, Literal):
+                return env[atom]
+            self.known[number := self._new(atom)] = atom.val
+            return number
+
+        for position, eqn in enumerate(jaxpr.eqns):
+            inputs, name = [read(atom) for atom in eqn.invars], eqn.primitive.name
+            inside = bodies(eqn) if name in _ENTERED else []
+            found = [(body, (*place, Step(position, i, name))) for i, (_, body) in enumerate(inside)]
+            self.callers |= {inner: eqn for _, inner in found}
+            if name == "scan":
+                constants, carried = scan_counts(eqn)
+                outputs = self._loop(eqn, *found[0], inputs, constants, carried)
+            elif name == "while":
+                conditions, constants = while_counts(eqn)
+                outputs = self._loop(eqn, *found[0], inputs[conditions:], constants, len(eqn.outvars))
+            elif name == "cond":
+                branches = [self._enter(body, inputs[1:], inner) for body, inner in found]
+                which = [inputs[0]] * len(eqn.outvars)
+                outputs = self._each("join", [which, *branches], eqn.outvars, eqn, place)
+            elif found:
+                outputs = self._call(eqn, *found[0], inputs)
+            elif name in _COLLECTIVES and (
+                axes := tuple(a for a in eqn.params["axes"] if isinstance(a, int))
+            ):
+                outputs = self._each(_COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=axes)
+            else:
+                outputs = self._add(name, eqn.params, inputs, eqn.outvars, eqn, place)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _call(self, eqn: JaxprEqn, body: Body, inner: tuple[Step, ...], inputs: list[int]) -> list[int]:
+        if eqn.primitive.name == "shard_map":
+            inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner)
+        outputs = self._enter(body, inputs, inner)
+        if eqn.primitive.name == "shard_map":
+            outputs = self._resized("unshard", outputs, eqn.outvars, eqn, inner[:-1])
+        for x, v in zip(outputs, eqn.outvars, strict=True):
+            self.elsewhere.setdefault(x, []).append((inner[:-1], v))
+        return outputs
+
+    def _resized(
+        self, name: str, values: list[int], variables: Sequence[Any], eqn: JaxprEqn, place: tuple[Step, ...]
+    ) -> list[int]:
+        """Into and out of a `shard_map`, where an array is one device's part of it."""
+        return [
+            x if self.shape(x) == v.aval.shape else self._add(name, {}, [x], [v], eqn, place)[0]
+            for x, v in zip(values, variables, strict=True)
+        ]
+
+    def _enter(self, body: Body, inputs: Sequence[int], place: tuple[Step, ...]) -> list[int]:
+        jaxpr = opened(body)
+        for x, v in zip(inputs, jaxpr.invars, strict=True):
+            self.elsewhere.setdefault(x, []).append((place, v))
+        return self._walk(jaxpr, [self._new(v) for v in jaxpr.constvars], inputs, place)
+
+    def _loop(
+        self, eqn: JaxprEqn, body: Body, inner: tuple[Step, ...], inputs: list[int], consts: int, carried: int
+    ) -> list[int]:
+        """A scan or a while: its inputs are constants, then what is carried, then what is sliced."""
+        first, after = len(self.nodes), consts + carried
+        variables = opened(body).invars
+        carry = self._each("carry", [inputs[consts:after]], variables[consts:after], None, inner)
+        sliced = self._each("scan_slice", [inputs[after:]], variables[after:], eqn, inner, scan=inner)
+        outs = self._enter(body, [*inputs[:consts], *carry, *sliced], inner)
+        for i, out in enumerate(outs[:carried]):  # its second source is the end of the body
+            self.nodes[first + i].inputs += (out,)
+        if carry:
+            self.loops[first] = Loop(range(first, first + carried), len(self.nodes))
+        stacked = self._each("scan_stack", [outs[carried:]], eqn.outvars[carried:], eqn, inner[:-1])
+        return [*outs[:carried], *stacked]
+
+    def upstream(self, values: Iterable[int], inputs: Callable[[int], Iterable[int]]) -> set[int]:
+        """These values and all that they depend on; `inputs` says which inputs of an operation are followed."""
+        found, pending = set(), list(values)
+        while pending:
+            if (value := pending.pop()) not in found:
+                found.add(value)
+                pending += inputs(self.producer[value]) if value in self.producer else ()
+        return found
+
+    def variables_of(self, value: int) -> dict[tuple[Step, ...], Any]:
+        """The variable that a value has in each body where it has one."""
+        found = dict(self.elsewhere.get(value, ()))
+        if value in self.producer:
+            found[self.nodes[self.producer[value]].place] = self.variables[value]
+        return found
+
+    def line(self, operation: int) -> str:
+        """File and line of the user's code that an operation comes from, or a call of the library's that has it."""
+        node = self.nodes[operation]
+        around = [self.callers[node.place[:depth]] for depth in range(len(node.place), 0, -1)]
+        return next(filter(None, map(_line_of, [node.equation, *around])), "")
+
+    def is_stack_of_scalars(self, value: int) -> bool:
+        made = [self.nodes[self.producer[value]]] if value in self.producer else []
+        inputs = [x for node in made if node.name in ("concatenate", "stack") for x in node.inputs]
+        singles = [self.nodes[self.producer[x]].inputs for x in inputs if x in self.producer]
+        return 0 < len(inputs) == len(singles) and all(xs and self.shape(xs[0]) == () for xs in singles)
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        return self.avals[value].shape
+
+    def is_float(self, value: int) -> bool:
+        return _is_float(getattr(self.avals[value], "dtype", None))
+
+    def is_followed(self, value: int) -> bool:
+        """Whether it is a number, perhaps a quantized one or a sum of those, and no index, as of an argmax."""
+        if self.is_float(value):
+            return True
+        made = self.nodes[self.producer[value]].name if value in self.producer else ""
+        return made in _PRODUCTS or getattr(self.avals[value], "dtype", None) in _QUANTIZED
+
+
+@functools.cache
+def _is_float(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _is_index(constant: Any) -> bool:
+    is_small = getattr(constant, "ndim", 2) == 1 and not isinstance(constant, Tracer)
+    return is_small and not jnp.issubdtype(constant.dtype, jnp.inexact)
+
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_QUANTIZED = tuple(map(jnp.dtype, (jnp.int4, jnp.int8, jnp.uint4, jnp.uint8)))
+_LIBRARIES = ("site-packages", "dist-packages", "/muonjax/_inspect/", "<frozen", "/lib/python3")
+
+
+def _line_of(equation: JaxprEqn | None) -> str:
+    """File and line of the user's code that made an equation: "model.py:41"; "" where a library traced it once."""
+    if equation is None:
+        return ""
+    frames: Iterator[Any] = iter(getattr(equation.source_info.traceback, "frames", ()))
+    for frame in frames:
+        if not any(part in frame.file_name for part in _LIBRARIES):
+            return f"{_shown(frame.file_name)}:{frame.line_num}"
+    where = source_info_util.summarize(equation.source_info).split(" ")[0]
+    return ":".join(where.rpartition("/")[2].split(":")[:2])
+
+
+def _shown(file: str) -> str:
+    """The name of a file, or `In[3]` of a notebook's cell, whose file has a number for a name."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cell = shell.compile.format_code_name(file) if shell is not None else None
+    return cell[1] if cell else file.rpartition("/")[2]

@@ -1,0 +1,255 @@
+"""The rules of products: by a parameter, of two parameters, of two activations, and convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from muonjax._inspect.graph import Node
+from muonjax._inspect.layout import whole
+from muonjax._inspect.rules import bent, rule, scaled_logits
+from muonjax._inspect.values import DATA, PARAMETER, Image, Logits, Side, Value, dependent
+from muonjax._inspect.walk import Walk
+
+
+@rule("dot_general")
+def _dot(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    sums, batches = node.params["dimension_numbers"]
+    ranks = [len(walk.shape(x)) for x in node.inputs]
+    left, right = map(Side, values, node.inputs, ranks, sums, batches)
+    left.sources = (*left.batch, *left.given, *[None] * len(right.given))
+    right.sources = (*right.batch, *[None] * len(left.given), *right.given)
+    left.shape = right.shape = walk.shape(node.outputs[0])
+    return [multiply(walk, i, left, right)]
+
+
+def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
+    a, b = left.value, right.value
+    product = dependent([a, b])
+    if not product.depends_on & PARAMETER:
+        return product
+    for side, rest in ((left, right), (right, left)):
+        # Repeated for each example.
+        if side.value.is_weight and not (side.is_parameter or rest.value.is_weight):
+            side.value = walk.as_input(side.value, side.summed or (-1,))
+        if any(x.stage == "weights" and x.layout.atoms(rest.summed) for x in rest.value.logits):
+            side.value = walk.as_input(side.value, side.given)  # learned values
+    if left.is_parameter and right.is_parameter:
+        return _of_parameters(i, product, left, right)
+    for side, rest in ((left, right), (right, left)):
+        hot = rest.value.axes("one hot")
+        if side.value.terms and hot and side.is_parameter and set(hot) & set(rest.summed):
+            return _lookup(walk, i, product, side)
+        if hot:
+            chosen = [mine for mine, theirs in zip(side.summed, rest.summed, strict=True) if theirs in hot]
+            walk.record_read(side.value, chosen, rest.value)
+            for image in side.value.images:
+                image.product.batches.update(image.layout.atoms(chosen))
+    sides = [s for s in (left, right) if s.is_parameter and s.value.terms]
+    if not sides:
+        sides = [s for s in (left, right) if s.is_matrix]
+        if len(sides) > 1:  # both hold parameters and data: the matrix has fewer products before it
+            sides = sorted(sides, key=lambda s: (s.value.before.bit_count(), not s.value.terms))[:1]
+    if sides:
+        side = sides[0]
+        rest = right if side is left else left
+        value = by_parameter(walk, i, product, side, rest)
+        value = value._replace(logits=_logits_after(walk, i, rest, side))
+        return _or_logits(walk, i, value, left, right) if _may_be_learned(side, rest) else value
+    for side, rest in ((left, right), (right, left)):
+        walk.record_meeting(side.value.images, rest.value)
+    return _of_activations(walk, i, product, left, right)
+
+
+def _may_be_learned(side: Side, rest: Side) -> bool:
+    """Whether a product of parameters may be learned queries or keys: its last factor has the features."""
+    first, *_, last = (bool(t.layout.atoms(side.summed)) for t in (*side.value.terms[:1], *side.value.terms))
+    is_chain = all(t.inner for t in side.value.terms) and side.value.is_weight
+    return is_chain and last and not first and any(m.linear for m in rest.value.images)
+
+
+def _or_logits(walk: Walk, i: int, value: Value, left: Side, right: Side) -> Value:
+    """What attention makes of a product, if it is one of queries and keys."""
+    walk.pairs[i] = (left, right)
+    everything = whole(walk.shape(walk.nodes[i].outputs[0]), least=1)  # one device may have one head
+    return value._replace(logits=(Logits(i, everything, value=walk.nodes[i].outputs[0], seen=everything),))
+
+
+def _of_parameters(i: int, product: Value, left: Side, right: Side) -> Value:
+    """Not used yet: a penalty, or factors of a matrix (adapters)."""
+    terms = []
+    for side, before in ((left, False), (right, True)):
+        for t in side.value.terms:
+            between = t.layout.atoms(side.summed)
+            inner = (between, *t.inner) if before else (*t.inner, between)
+            inner = inner if between else t.inner
+            terms.append(t._replace(layout=side.along(t.layout), inner=inner, made=i))
+    return product._replace(terms=tuple(terms))
+
+
+def _lookup(walk: Walk, i: int, product: Value, side: Side) -> Value:
+    """One row of a table for each index: the other operand is one-hot."""
+    terms = []
+    for t in side.value.terms:
+        rows = t.layout.atoms(side.summed)
+        walk.record(i, "looked up", t, rows=rows)
+        layout = side.along(t.layout)._replace(loops=(*t.layout.loops, *rows))
+        terms.append(t._replace(layout=layout, looked=(*t.looked, i)))
+    return product._replace(terms=tuple(terms))
+
+
+def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **extra) -> Value:
+    """The product of an activation with a parameter, or with a sum of several."""
+    walk.record_terms(i, "a learned input", [rest.value] if rest.value.is_weight else [])
+    if not rest.value.logits:  # a convolution of logits
+        product = product._replace(scores=-1, weights=-1)
+    if not extra.get("is_depthwise"):
+        walk.record_parts(i, rest.value.images)
+    images = []
+    experts = _experts(walk, side, rest)
+    is_patch = extra.pop("is_patch", False) or _cuts_input(rest)
+    for k, t in enumerate(side.value.terms):
+        rows, columns = side.rows(t), side.columns(t)
+        kind = "product" if t.layout.atoms(side.summed) or t.inner else "multiplied"
+        layout = t.layout.settled
+        batch = (*layout.atoms(side.batch), *layout.loops)
+        each = t.layout.atoms(experts)
+        rows, batch = tuple(a for a in rows if a not in each), (*batch, *each)
+        axes = {"rows": rows, "columns": columns, "batch": batch}
+        walk.record(i, kind, t, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra)
+        if kind == "product":
+            images.append(Image(walk.product(i, k), side.along(layout)))
+    if not images:  # a scale, written as a product
+        return product._replace(images=rest.moved.images)
+    for image in rest.value.images:  # an axis that one product gives and the next has as a batch: experts
+        image.product.batches.update(image.layout.atoms(rest.batch))
+    if walk.graph.is_stack_of_scalars(rest.operand):  # losses and their weights
+        return product
+    if extra.get("is_depthwise"):
+        images += [bent(walk, m, "convolved", i, apart=True) for m in rest.moved.images]
+    walk.consume(i, rest.operand, *([] if side.value.is_weight else [side.operand]))
+    before = product.before
+    for image in images:
+        before |= image.product.bit
+    return product._replace(images=tuple(images), before=before, depends_on=product.depends_on | DATA)
+
+
+def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
+    """Summed axes of a parameter that count experts: the activation was gated along them."""
+    gated = []
+    for mine, theirs in zip(side.summed, rest.summed, strict=False):
+        for image in rest.value.images:
+            atoms = set(image.layout.atoms([theirs]))
+            if atoms and atoms <= image.product.batches - {a for a, _ in image.product.heads}:
+                gated.append(mine)
+    return gated if len(set(gated)) < len(side.summed) else []
+
+
+def _cuts_input(side: Side) -> bool:
+    """Whether the sum runs over stretches of two axes of an argument, as over the pixels of a patch."""
+    for mark in side.value.marks:
+        inside = mark.layout.atoms(side.summed) if mark.what == "input" else ()
+        outside = {a.axis for a in mark.layout.atoms(side.given)}
+        if len({a.axis for a in inside if a.axis in outside and a.stride == 1}) > 1:
+            return True
+    return False
+
+
+def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side) -> Value:
+    a, b = left.value, right.value
+    if not left.summed and a.depends_on & b.depends_on & PARAMETER:  # entry by entry, written as an einsum
+        for side, rest in ((left, right), (right, left)):
+            if not rest.given:
+                for image in side.value.images:
+                    walk.record_gate(image, side.given)
+        why = "multiplied by another activation"
+        images = [bent(walk, m, why, i) for s in (left, right) for m in s.moved.images]
+        logits = _logits_after(walk, i, left, right) or _logits_after(walk, i, right, left)
+        return product._replace(images=tuple(images), logits=logits)
+    for side in (left, right) if a.depends_on & b.depends_on & PARAMETER else ():
+        walk.record_parts(i, side.value.images)
+        walk.record_heads(side.value.images, side.batch)
+    for side, values in ((left, right), (right, left)):
+        found = [x for x in side.value.logits if x.stage == "weights" and x.layout.atoms(side.summed)]
+        for x in found:  # several where softmaxes are subtracted
+            walk.record_attention(i, x, x.layout.atoms(side.summed), values)
+        if found:
+            walk.consume(i, left.operand, right.operand)
+            return product._replace(images=values.moved.images, scores=-1, weights=-1)
+        if side.summed:
+            walk.record_weights(i, side.value, values.value)
+    if a.depends_on & b.depends_on & PARAMETER:
+        product = product._replace(scores=i, weights=-1)
+        features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
+        # Entry by entry, as of two towers.
+        matched = a.images and b.images and features and a.before != b.before
+        if (left.given and right.given) or matched:
+            walk.consume(i, left.operand, right.operand)
+        if a.images and b.images and (left.given or right.given):
+            return _or_logits(walk, i, product, left, right)
+    # A mask or a rotation by constants: still the image of one product.
+    for side, rest in ((left, right), (right, left)):
+        if not rest.value.depends_on & PARAMETER:
+            logits = _logits_after(walk, i, side, rest)
+            return product._replace(images=side.added_up.images, logits=logits)
+    return product
+
+
+def _logits_after(walk: Walk, i: int, side: Side, rest: Side) -> tuple[Logits, ...]:
+    """What a product makes of logits: a factor scales them, a matrix mixes those of several heads."""
+    if not side.summed:
+        return scaled_logits(i, walk.nodes[i], side.moved, rest.value)
+    why = "a product mixes its logits", i
+    return tuple(
+        x._replace(problem=x.problem or why) if x.stage == "logits" else x for x in side.moved.logits
+    )
+
+
+@rule("conv_general_dilated")
+def _conv(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    numbers, shape = node.params["dimension_numbers"], walk.shape(node.inputs[1])
+    out, into, *window = numbers.rhs_spec
+    sources: list[int | None] = [None] * len(shape)
+    sources[numbers.out_spec[1]] = out
+    features: list[int | None] = [None] * len(shape)
+    if walk.shape(node.inputs[0])[numbers.lhs_spec[1]] == shape[out]:
+        features[numbers.out_spec[1]] = numbers.lhs_spec[1]
+    sizes = tuple(shape[axis] for axis in window)
+    groups = node.params["feature_group_count"] * node.params["batch_group_count"]
+    extra = {
+        "groups": groups,
+        "is_depthwise": groups > 1 and shape[into] == 1,
+        "is_patch": tuple(node.params["window_strides"]) == sizes and max(sizes, default=1) > 1,
+    }
+    return [_by_kernel(walk, i, node, values, (into, *window), (), sources, features, **extra)]
+
+
+@rule("ragged_dot_general")
+def _ragged(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    """Each expert's matrix times the rows that belong to it."""
+    numbers = node.params["ragged_dot_dimension_numbers"]
+    (_, summed), (_, batch) = numbers.dot_dimension_numbers
+    batch = (*batch, *numbers.rhs_group_dimensions)
+    given = [axis for axis in range(len(walk.shape(node.inputs[1]))) if axis not in (*summed, *batch)]
+    rank = len(walk.shape(node.outputs[0]))
+    return [_by_kernel(walk, i, node, values, summed, batch, [None] * (rank - len(given)) + given)]
+
+
+def _by_kernel(
+    walk: Walk, i: int, node: Node, values: Sequence[Value], summed: Sequence[int], batch: Sequence[int],
+    sources: Sequence[int | None], features: Sequence[int | None] = (), **extra: Any,
+) -> Value:  # fmt: skip
+    """A product whose second operand has the parameters; of the first one, only features that stay are followed."""
+    product = dependent(values)
+    if not values[1].terms:
+        walk.record_terms(i, f"unknown: {node.name}", values)
+        if product.depends_on & PARAMETER:
+            walk.consume(i, *node.inputs[:2])
+        return product
+    data, kernel = (
+        Side(v, x, len(walk.shape(x)), *axes)
+        for v, x, axes in zip(values[:2], node.inputs[:2], (((), ()), (summed, batch)), strict=True)
+    )
+    data.sources, kernel.sources = features or [None] * len(sources), sources
+    data.shape = kernel.shape = walk.shape(node.outputs[0])
+    return by_parameter(walk, i, product, kernel, data, **extra)

@@ -1,0 +1,443 @@
+"""Read from the user's own function which parameters are matrices, where attention is, and where its logits are."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from muonjax._clip.factors import Scale
+from muonjax._clip.largest import larger
+from muonjax._clip.matching import module_of
+from muonjax._clip.qk_clip import apply_qk_clip
+from muonjax._clip.sites import Site
+from muonjax._common.nnx_models import as_function_of_parameters
+from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, listed
+from muonjax._inspect.attention import Call, Span
+from muonjax._inspect.attention import calls as calls_of
+from muonjax._inspect.decisions import Decision, decide
+from muonjax._inspect.follow import follow
+from muonjax._inspect.graph import Graph
+from muonjax._inspect.report import run
+from muonjax._inspect.values import Term
+from muonjax._inspect.walk import Walk
+from muonjax._matrices.matrix_view import DimensionNumbersTree
+from muonjax._names.dimension_numbers import numbers_tree, routes
+
+
+class Attention(NamedTuple):
+    """One attention of a program.
+
+    Attributes:
+      name: The path of its module, of its query projection where several share a module, "max_logits" for the only one
+        at the root: the key of its entry in `max_logits`.
+      line: File and line of its product of queries and keys.
+      site: What a clip scales; None if that would not scale its logits.
+      problem: Why not, "" if it can be clipped.
+    """
+
+    name: str
+    line: str
+    site: Site | None
+    problem: str
+
+
+class Program:
+    """What a function does with its parameters; made by `muonjax.inspect`.
+
+    Optimizers take it as their second argument, `muon(lr, program)` or `muonclip(lr, program)`, and so does
+    `tabulate(params, program)`.
+
+    Attributes:
+      attentions: The attentions in the order in which they are computed.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> def loss(params, x):
+      ...   return jnp.mean((jnp.tanh(x @ params["in"]) @ params["mid"] @ params["out"]) ** 2)
+      >>> params = {"in": jnp.ones((4, 8)), "mid": jnp.ones((8, 8)), "out": jnp.ones((8, 1))}
+      >>> program = muonjax.inspect(loss, params, jnp.ones((2, 4)))
+      >>> program.dimension_numbers()["in"]
+      MuonDimensionNumbers(reduction_axis=0, output_axis=1)
+      >>> program.dimension_numbers()["out"] is None  # an output head
+      True
+    """
+
+    def __init__(
+        self,
+        decisions: dict[str, Decision],
+        attentions: Sequence[Attention],
+        params: Any,
+        fun: Callable[..., Any],
+    ):
+        self.attentions = tuple(attentions)
+        self._decisions, self._params, self._fun = decisions, params, fun
+        self._call = _name(fun)
+
+    def dimension_numbers(
+        self, params: Any = None, *, attention: Literal["whole", "heads"] = "whole"
+    ) -> DimensionNumbersTree:
+        """The tree that optimizers take in place of the program: for each parameter its axes as a matrix, or None.
+
+        Args:
+          params: Some or all of the parameters that were inspected, by their paths; sizes may differ. What is masked
+            (`optax.MaskedNode`) stays so. None: all of them.
+          attention: "whole" makes one matrix of an attention projection, "heads" one for each head of queries, keys
+            and values.
+
+        Returns:
+          A tree like the parameters.
+
+        Raises:
+          ValueError: two uses of a parameter contradict each other; names both, with their lines. Or `params` has a
+            parameter that was not inspected.
+        """
+        paths, leaves, structure = flatten_with_names(self._params if params is None else params)
+        named = {"/".join(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+        trained = [name for name, leaf in named.items() if not is_masked(leaf)]
+        if missing := [name for name in trained if name not in self._decisions]:
+            raise ValueError(
+                f"{self._call} was inspected without the parameters {listed(missing, ', ')}; inspect it with the tree "
+                "that the optimizer gets."
+            )
+        found = {name: self._decisions[name] for name in trained}
+        if wrong := [f"{name!r}: {d.problem}" for name, d in found.items() if d.problem]:
+            raise ValueError(
+                f"{self._call} uses a parameter in two ways: {listed(wrong)}. Say which one counts, with a tree in "
+                "place of the program: program.dimension_numbers(others) | {name: MuonDimensionNumbers(...)}."
+            )
+        by_name = dict.fromkeys(named)
+        if any(d.by_names for d in found.values()):
+            tree = numbers_tree(
+                *routes(structure.unflatten(leaves), warn=False)
+            )  # the program knows the ends
+            by_name = dict(zip(named, structure.flatten_up_to(tree), strict=True))
+
+        def numbers(name: str) -> Any:
+            if name not in found:
+                return named[name]
+            d = found[name]
+            return by_name[name] if d.by_names else d.per_head if attention == "heads" else d.numbers
+
+        return structure.unflatten(map(numbers, named))
+
+    def skipped(self, params: Any) -> str:
+        """A sentence about parameters that are masked in `params` or left out, and their attentions; "" for none."""
+        trained = {name for name, leaf in flatten_paths(params).items() if not is_masked(leaf)}
+        if not (left := [name for name in self._decisions if name not in trained]):
+            return ""
+        sites = [
+            (a.name, f"{a.name}/" if a.site.path else "", a.site.scales) for a in self.attentions if a.site
+        ]
+        calm = [name for name, root, scales in sites if any(root + scale.path in left for scale in scales)]
+        clips = f"; not clipped: {listed(calm, ', ')}" if calm else ""
+        return f"Not among these parameters: {listed(left, ', ')}{clips}."
+
+    def why(self, path: str) -> str:
+        """The reason for the decision on one parameter, with the file and line of its use.
+
+        Args:
+          path: Its "/"-joined path.
+
+        Returns:
+          Such as "multiplied along axis 0: model.py:41".
+
+        Raises:
+          KeyError: there is no such parameter.
+        """
+        return self.decision(path).why
+
+    def decision(self, path: str) -> Decision:
+        """The decision on one parameter, by its "/"-joined path."""
+        if path not in self._decisions:
+            there = listed([repr(name) for name in self._decisions], ", ")
+            raise KeyError(f"{self._call} has no parameter {path!r}; there are {there}")
+        return self._decisions[path]
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """What `qk_clip`, `muonclip` and `adamclip` take as sites: every attention that can be clipped exactly.
+
+        Raises:
+          ValueError: none can; with the reasons and their lines.
+
+        Warns:
+          UserWarning: some can't.
+        """
+        refused = listed([f"{a.name!r} ({a.line}): {a.problem}" for a in self.attentions if a.site is None])
+        found = tuple(a.site for a in self.attentions if a.site is not None)
+        if not self.attentions:
+            raise ValueError(
+                f"{self._call} has no attention: no softmax of a product of two activations, multiplied by a third. "
+                "Use muon instead of muonclip."
+            )
+        if not found:
+            raise ValueError(
+                f"{self._call}: no attention can be clipped. {refused}. Use muon instead of muonclip."
+            )
+        if refused:
+            warnings.warn(f"{self._call}: not clipped are {refused}.", stacklevel=2)
+        return found
+
+    def check_clip(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Clips each attention by another factor for each head, between 1 and 1/2, and measures what changes.
+
+        For tests and doubters: it runs the function twice for each attention, vectorized, with the parameters as they
+        are and clipped. Softmax gets the logits of the first in both, so that everything else must stay equal.
+
+        Args:
+          params: Parameters, with arrays as leaves, or an NNX model.
+          *args: The function's further arguments, arrays.
+          **kwargs: Its keyword arguments.
+
+        Returns:
+          For each attention the largest relative deviation: of a head's logits from its factor times what they were,
+          and of what the function returns from what it returned. Some 1e-6 in float32.
+        """
+        fun, params, args = as_function_of_parameters(self._fun, params, args)
+        deviations, sites = {}, self.sites
+        closed = jax.make_jaxpr(lambda params: fun(params, *args, **kwargs))(params)
+
+        def run_both(both: Any) -> Any:
+            return find_maxima(closed, [both], self._call, shared=True)
+
+        shapes = jax.eval_shape(run_both, params)[1]
+        nothing = {name: jnp.full(x.shape, -jnp.inf) for name, x in shapes.items()}
+        for name, shape in shapes.items():
+            factors = jnp.linspace(0.5, 1.0, shape.size).reshape(shape.shape)
+            clipped = apply_qk_clip(params, nothing | {name: 1 / factors}, sites, 1.0)
+            results, maxima = jax.vmap(run_both)(jax.tree.map(lambda *x: jnp.stack(x), params, clipped))
+            logits, after = maxima[name]
+            found = [_deviation(factors * logits, after, each=True)]
+            found += [_deviation(*x) for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
+            deviations[name] = float(np.max(found))
+        return deviations
+
+    def __repr__(self) -> str:
+        matrices = sum(d.numbers is not None for d in self._decisions.values())
+        return f"<Program of {self._call}: matrices {matrices}, attentions {len(self.attentions)}>"
+
+
+def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Program:
+    """Reads what a function does with its parameters: which are matrices, where attention is, how to clip it.
+
+    Nothing is computed, and no name matters: the jaxpr of `fun` says which axes of a parameter are summed over, which
+    are looked up, and what comes after.
+
+    Args:
+      fun: Your loss `fun(params, *args, **kwargs)`, or `fun(model, *args, **kwargs)` of an NNX model; of several
+        losses, as of a GAN, a function that adds them. A forward function works too, but its last product is then no
+        known output head.
+      params: A tree of arrays or `jax.ShapeDtypeStruct`s, the one that the optimizer gets. Or an NNX model, which stays
+        as it is; its `nnx.Param`s are the parameters.
+      *args: Further arguments, arrays or `jax.ShapeDtypeStruct`s; what is no array stays as it is.
+      **kwargs: Keyword arguments of `fun`, likewise.
+
+    Returns:
+      A `Program`.
+
+    Raises:
+      TypeError: `fun` does not take these arguments.
+      ValueError: no product, look-up or sum uses `params`.
+
+    Warns:
+      UserWarning: a parameter is never used, or without data alone, as in a penalty.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, muonjax
+      >>> def loss(params, tokens):
+      ...   x = params["embed"][tokens]
+      ...   return -jnp.mean(jax.nn.log_softmax(jax.nn.relu(x @ params["up"]) @ params["head"]))
+      >>> params = {"embed": jnp.ones((256, 64)), "head": jnp.ones((256, 256)), "up": jnp.ones((64, 256))}
+      >>> program = muonjax.inspect(loss, params, jax.ShapeDtypeStruct((2, 8), "int32"))
+      >>> [name for name, numbers in program.dimension_numbers().items() if numbers]
+      ['up']
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"inspect(fun, params, ...): the first argument is a {type(fun).__name__}; it must be your loss function."
+        )
+    call, whole = _name(fun), fun
+    _check_arguments(fun, params, *args, **kwargs)
+    fun, params, args = as_function_of_parameters(fun, params, args)
+    leaves, structure = jax.tree.flatten(params)
+    if functions := [path for path, leaf in flatten_paths(params).items() if callable(leaf)]:
+        raise TypeError(
+            f"{call}: {functions[0]!r} in the parameters is a function. Give arrays alone; in Equinox the first of "
+            "eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss puts both together."
+        )
+
+    def traced(leaves: list[Any], arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        filled = [next(given) if _is_array(x) else x for x in rest]
+        more, keywords = jax.tree.unflatten(rest_structure, filled)
+        return fun(jax.tree.unflatten(structure, leaves), *more, **keywords)
+
+    rest, rest_structure = jax.tree.flatten((args, kwargs))
+    shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+    try:
+        closed, outputs = jax.make_jaxpr(traced, return_shape=True)(shapes, [x for x in rest if _is_array(x)])
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":  # Flax's
+            error.add_note(
+                f"{call}: fun changes a module that is none of its arguments. Give the model itself, "
+                "muonjax.inspect(loss_fn, model, ...), or merge it in fun from a state that is an argument."
+            )
+        raise
+    first = next(iter(jax.tree.leaves(outputs)), None)
+    is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
+    walk, paths = follow(Graph(closed, range(len(leaves)))), list(flatten_paths(params))
+    decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
+    unused = [name for name, decision in decisions.items() if not decision.meets_data]
+    if leaves and len(unused) == len(paths):
+        raise ValueError(
+            f"{call}: nothing that it returns comes from these parameters by a product, a look-up or a sum; give your "
+            "loss and the tree that it takes."
+        )
+    if unused:
+        names = listed([f"{name} ({decisions[name].why})" for name in unused], ", ")
+        warnings.warn(f"{call}: parameters that meet no data go to Adam: {names}.", stacklevel=2)
+    return Program(decisions, [a for a, _ in _attentions(walk, paths)], params, whole)
+
+
+def _check_arguments(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raise TypeError where a function that is to be inspected does not take these arguments."""
+    try:
+        signature(fun).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{_name(fun)}: {error}. Give what {getattr(fun, '__name__', 'fun')} takes after its first argument too, "
+            "as a batch: arrays or jax.ShapeDtypeStructs."
+        ) from None
+    except ValueError:  # a builtin without a signature
+        return
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return f"inspect({getattr(fun, '__name__', fun)})"
+
+
+def _deviation(x: jax.Array, y: jax.Array, each: bool = False) -> float:
+    """How far `y` is from `x`, in units of the largest entry or of `each`; two that are -inf are equal."""
+    unit = jnp.abs(x) if each else jnp.max(jnp.abs(x), initial=0)
+    return float(jnp.max(jnp.where(x == y, 0.0, jnp.abs(y - x) / unit), initial=0))
+
+
+def find_maxima(
+    closed: ClosedJaxpr, arguments: Sequence[Any], call: str, shared: bool = False
+) -> tuple[list[Any], dict[str, jax.Array]]:
+    """What a function returns, and the largest logits [*layers, heads] of each attention that can be clipped, by name.
+
+    The leaves of `arguments` are the inputs of `closed`. All of these are parameters, or, as where a loss is
+    differentiated by its input too, those of one argument are. `shared` as in `Probe`.
+    """
+    sites = _clippable(closed, arguments, call)
+    probes = [each.probe._replace(shared=shared) for _, calls in sites for each in calls if each.probe]
+    results = run(closed, probes, *jax.tree.leaves(arguments))
+    count = len(results) - len(probes)
+    maxima = iter(results[count:])
+    return results[:count], {
+        name: _of_all_calls(calls, [next(maxima) for _ in calls]) for name, calls in sites
+    }
+
+
+def _clippable(closed: ClosedJaxpr, arguments: Sequence[Any], call: str) -> list[tuple[str, list[Call]]]:
+    """Name and calls of each attention that can be clipped."""
+    whole = arguments[0] if len(arguments) == 1 else arguments
+    ends = itertools.accumulate((len(jax.tree.leaves(x)) for x in arguments), initial=0)
+    found, used = [], False
+    for tree, start in [(whole, 0), *(zip(arguments, ends, strict=False) if len(arguments) > 1 else ())]:
+        walk = follow(Graph(closed, range(start, start + len(jax.tree.leaves(tree)))))
+        found, used = _attentions(walk, list(flatten_paths(tree))), used or bool(walk.uses)
+        if clippable := [(a.name, calls) for a, calls in found if a.site is not None]:
+            return clippable
+    if not used:
+        raise ValueError(
+            f"{call}: nothing that it returns depends on the arguments to differentiate by; give the parameters "
+            "that fun uses as an argument, do not close over them."
+        )
+    if not found:
+        raise ValueError(
+            f"{call} finds no attention: no softmax of a product of two activations, multiplied by a third; use "
+            "jax.value_and_grad."
+        )
+    refused = listed([f"{a.line}: {a.problem}" for a, _ in found])
+    raise ValueError(f"{call}: no attention can be clipped. {refused}. Use jax.value_and_grad and muon.")
+
+
+def _of_all_calls(calls: Sequence[Call], maxima: Sequence[jax.Array]) -> jax.Array:
+    """The largest of a site's calls, each in the layer where it is."""
+    shape = (*calls[0].layers, calls[0].heads)
+    indices: dict[tuple[int, ...], list[jax.Array]] = {call.index: [] for call in calls}
+    for call, maximum in zip(calls, maxima, strict=True):
+        indices[call.index].append(maximum.reshape(shape[len(call.index) :]))
+    each = {index: functools.reduce(larger, found) for index, found in indices.items()}
+    if () in each:
+        return each[()]
+    nothing = jnp.full_like(next(iter(each.values())), -jnp.inf)  # a layer of the stack that is not used
+    layers = itertools.product(*(range(n) for n in shape[: len(calls[0].index)]))
+    return jnp.stack([each.get(index, nothing) for index in layers]).reshape(shape)
+
+
+def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[Call]]]:
+    """Named attentions with their calls; one that is called several times is one."""
+    calls: dict[Any, list[Call]] = {}
+    for call in calls_of(walk):
+        calls.setdefault(call.spans or _terms(call) or call.line, []).append(call)
+    groups = list(calls.values())
+    roots = [module_of([paths[x.leaf] for x in group[0].spans or _terms(group[0])]) for group in groups]
+    found, named = [], Counter()
+    for group, root in zip(groups, roots, strict=True):
+        first = group[0]
+        if not first.spans:
+            found.append((Attention(root, first.line, None, first.problem), group))
+            continue
+        is_alone = roots.count(root) == 1
+        name = (root or "max_logits") if is_alone else paths[first.spans[0].leaf]
+        named[name] += 1
+        if named[name] > 1:  # heads of one projection, written one by one
+            name = f"{name}:{named[name]}"
+        scales = tuple(_scale(span, paths[span.leaf], root if is_alone else "") for span in first.spans)
+        stack = first.spans[0].stack
+        public = Site(
+            path=re.escape(root) if is_alone else "",
+            scales=scales,
+            signal="max_logits" if is_alone else name,
+            scan_axis=stack or None,
+            exact=True,
+        )
+        found.append((Attention(name, first.line, public, ""), group))
+    return found
+
+
+def _terms(call: Call) -> tuple[Term, ...]:
+    """The parameters of its queries and keys, as it multiplies by them."""
+    return tuple(image.product.use.term for image in call.images)
+
+
+def _scale(span: Span, path: str, root: str) -> Scale:
+    run = span.size // span.entries
+    return Scale(
+        path=path.removeprefix(f"{root}/") if root else path,
+        rank=span.rank,
+        axes=span.axes,
+        entries=span.entries,
+        start=span.start,
+        size=span.size,
+        span=(span.span[0], None if span.span[1] == run else span.span[1]),
+        factor=span.factor,
+    )
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct) or (hasattr(x, "shape") and hasattr(x, "dtype"))

@@ -1,0 +1,221 @@
+"""Run a jaxpr so that it also returns each head's largest attention logit, and is otherwise the one that it was.
+
+The softmax computes the maximum of its logits anyway. `run` adds this maximum, reduced to one number a head, to what is
+returned by the body that holds it and by every body around it. All else is bound as JAX itself binds it when it runs a
+jaxpr: scopes, contexts, custom derivatives, random numbers and the order of operations stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import PartitionSpec
+
+from muonjax._inspect import versions
+from muonjax._inspect.graph import Step
+from muonjax._inspect.stretches import as_call, stretches
+from muonjax._inspect.versions import Body, opened
+
+# What is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well. It is -1e4 in many
+# models, which is -9984 in bfloat16, and less exact where it is added to a logit of this precision.
+MASKED = -9e3
+
+
+class Probe(NamedTuple):
+    """Where logits are, and which of their axes are kept."""
+
+    path: tuple[Step, ...]
+    variable: Var  # the logits after scale, bias and mask, in the innermost body
+    heads: tuple[int, ...] = ()  # the axes kept, in this order; all others are maximized over
+    raw: Var | None = None  # the logits before mask and bias: measured where `variable` does not mask
+    around: tuple[
+        tuple[int, ...], ...
+    ] = ()  # of a kept axis: entries outside of a head, heads, entries inside
+    unit: float = 1.0  # of the logits, in those of exp
+    shared: bool = False  # under `vmap`, softmax gets the logits of the first example in all of them
+
+
+def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
+    """What `body` returns, and for each probe the largest logits, float32 [*layers, *heads].
+
+    NaN stays NaN; a head whose logits are all masked, or whose branch is not taken, has -inf. No derivative passes.
+
+    Raises:
+        ValueError: for a probe inside of an equation that can't return more, such as a kernel.
+    """
+    jaxpr = opened(body)
+    values: dict[Any, Any] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*versions.constants(body), *arrays], strict=True)
+    )
+    here: dict[Var, list[Probe]] = {}
+    deeper: dict[int, list[Probe]] = {}
+    for probe in dict.fromkeys(probes):
+        if probe.path:
+            deeper.setdefault(probe.path[0].equation, []).append(probe)
+        else:
+            here.setdefault(probe.variable, []).append(probe)
+    maxima: dict[Probe, Any] = {}
+
+    def measure(variables: Sequence[Any]) -> None:
+        for probe in [probe for v in variables for probe in here.get(v, ())]:
+            raw = None if probe.raw is None else values[probe.raw]
+            maxima[probe] = _largest(values[probe.variable], raw, probe)
+            if probe.shared:
+                values[probe.variable] = _of_the_first(values[probe.variable])
+
+    measure(list(values))
+    returned = {v for v in jaxpr.outvars if isinstance(v, Var)}  # a constant is a Literal, which has no hash
+    kept = {*returned, *here, *(p.raw for found in here.values() for p in found)}
+    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
+    for index, eqns, outputs in stretches(jaxpr.eqns, kept, deeper, last):
+        eqn = eqns[0] if index in deeper else as_call(eqns, outputs)
+        operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
+        scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
+            if index in deeper:
+                outs, found = _enclosing(eqn, tuple(deeper[index]), operands)
+                maxima |= zip(deeper[index], found, strict=True)
+            else:
+                outs = _bound(eqn, operands)
+            values |= zip(outputs, outs, strict=True)
+            measure(outputs)
+        for v in {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)} - kept:
+            if last[v] < index + len(eqns):  # outside of jit it would stay in memory
+                values.pop(v, None)
+    results = [jnp.asarray(v.val) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+    return [*results, *(maxima[probe] for probe in probes)]
+
+
+def _bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def _enclosing(eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]) -> tuple[list[Any], list[Any]]:
+    """What `eqn` returns, and the maxima of the probes in its bodies."""
+    name, count = eqn.primitive.name, len(probes)
+    steps = [probe.path[0] for probe in probes]
+    deeper = tuple(probe._replace(path=probe.path[1:]) for probe in probes)
+    bodies = tuple(body for _, body in versions.bodies(eqn))
+    if name.startswith("custom_") or name == versions.CUDNN:
+        # Its outputs are fixed: the logits are computed from its operands once more.
+        again = run(bodies[0], deeper, *jax.lax.stop_gradient(operands))
+        return again[:-count] if probes[0].shared else _bound(eqn, operands), again[-count:]
+    if name == "shard_map":
+        return _shard_map(eqn, bodies[0], deeper, operands)
+    if name not in versions.EXTENSIBLE - {"while"}:
+        raise ValueError(
+            f"run(body, probes) has a probe inside of {name!r}, whose outputs are fixed; "
+            "take the variable that goes into it, or comes out, instead."
+        )
+    new = _branches(bodies[0], bodies, deeper, tuple(step.body for step in steps))
+    outs = _bound(eqn, operands, **versions.with_bodies(eqn, new, count))
+    results, maxima = outs[:-count], outs[-count:]
+    if name == "scan":
+        maxima = [
+            x if step.layer else jax.lax.reduce_max(x, (0,)) for x, step in zip(maxima, steps, strict=True)
+        ]
+    return results, maxima
+
+
+def _shard_map(
+    eqn: JaxprEqn, body: Body, probes: tuple[Probe, ...], operands: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Maxima over all devices."""
+    mesh, axis_names, check_vma = (eqn.params[key] for key in ("mesh", "newly_manual_axes", "check_vma"))
+
+    def local(*operands: Any) -> Any:
+        outs = run(body, probes, *operands)
+        results, maxima = outs[: -len(probes)], []
+        for maximum in outs[-len(probes) :]:
+            differs = versions.varying(jax.typeof(maximum)) if check_vma else axis_names
+            axes = tuple(a for a in mesh.axis_names if a in differs & axis_names)
+            maxima.append(jax.lax.pmax(maximum, axes) if axes else maximum)
+        return results, maxima
+
+    specs = [PartitionSpec()] * len(probes)
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=eqn.params["in_specs"], out_specs=(list(eqn.params["out_specs"]), specs),
+        axis_names=axis_names, check_vma=check_vma,
+    )(*operands)  # fmt: skip
+
+
+def _cached(f: Callable[..., Any]) -> Callable[..., Any]:
+    """One result for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step."""
+    results: weakref.WeakKeyDictionary[Body, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(f)
+    def cached(body: Body, *rest: Any) -> Any:
+        known = results.setdefault(body, {})
+        if rest not in known:
+            known[rest] = f(body, *rest)
+        return known[rest]
+
+    return cached
+
+
+@_cached
+def _branches(
+    _: Body, bodies: tuple[Body, ...], probes: tuple[Probe, ...], branches: tuple[int, ...]
+) -> list[Any]:
+    """Each body returns the maxima of its own probes, and -inf for those of the others."""
+    all_of_them = list(zip(branches, probes, strict=True))
+    own = [[key for key in all_of_them if key[0] == i] for i in range(len(bodies))]
+    traced = [_traced(body, tuple(p for _, p in mine)) for body, mine in zip(bodies, own, strict=True)]
+    if len(bodies) == 1:
+        return traced
+    count = len(opened(bodies[0]).outvars)
+    avals = {key: x for new, mine in zip(traced, own, strict=True)
+             for key, x in zip(mine, new.out_avals[count:], strict=True)}  # fmt: skip
+
+    def branch(i: int, *operands: Any) -> list[Any]:
+        outs = jaxpr_as_fun(traced[i])(*operands)
+        found = dict(zip(own[i], outs[count:], strict=True))
+        return [*outs[:count], *(found[k] if k in found else _nothing(avals[k]) for k in all_of_them)]
+
+    return [jax.make_jaxpr(functools.partial(branch, i))(*new.in_avals) for i, new in enumerate(traced)]
+
+
+@_cached
+def _traced(body: Body, probes: tuple[Probe, ...]) -> Any:
+    return jax.make_jaxpr(functools.partial(run, body, probes))(*(v.aval for v in opened(body).invars))
+
+
+@jax.custom_batching.custom_vmap
+def _of_the_first(x: jax.Array) -> jax.Array:
+    return x
+
+
+@_of_the_first.def_vmap
+def _(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    return (x[0] if is_batched[0] else x), False
+
+
+def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Array:
+    """The maximum over all axes but the heads."""
+    if raw is not None:  # NaN stays: it is no comparison's
+        raw = raw.reshape(logits.shape)
+        logits = jnp.where(logits - raw <= MASKED, -jnp.inf, raw)
+    # Softmax's own maximum is not used: one more reader of it changes how XLA rounds.
+    kept = sorted(probe.heads)
+    others = tuple(axis for axis in range(logits.ndim) if axis not in kept)
+    maxima = jax.lax.reduce_max(jax.lax.stop_gradient(logits), others)
+    maxima = jnp.transpose(maxima, [kept.index(head) for head in probe.heads]).astype(jnp.float32)
+    if any((outer, inner) != (1, 1) for outer, _, inner in probe.around):
+        maxima = maxima.reshape([n for sizes in probe.around for n in sizes])
+        maxima = jax.lax.reduce_max(maxima, [k for k in range(maxima.ndim) if k % 3 != 1])
+    return maxima if probe.unit == 1 else maxima * probe.unit
+
+
+def _nothing(aval: Any) -> jax.Array:
+    """-inf for a maximum that is not computed, of the same type."""
+    nothing = jax.lax.full(aval.shape, -jnp.inf, aval.dtype, sharding=aval.sharding)
+    varying = tuple(versions.varying(aval))
+    return jax.lax.pcast(nothing, varying, to="varying") if varying else nothing

@@ -1,0 +1,397 @@
+"""What operations entry by entry and reductions do to what is known of their operands; all rules by primitive."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from muonjax._inspect.graph import Node
+from muonjax._inspect.layout import Layout
+from muonjax._inspect.layout import whole as all_of
+from muonjax._inspect.values import (
+    DATA,
+    NOISE,
+    PARAMETER,
+    Image,
+    Logits,
+    Mark,
+    Term,
+    Value,
+    dependent,
+    summed,
+)
+from muonjax._inspect.walk import Walk
+
+Rule = Callable[[Walk, int, Node, Sequence[Value]], Sequence[Value]]
+RULES: dict[str, Rule] = {}
+
+
+def rule(names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for these primitives."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names.split(), function))
+        return function
+
+    return register
+
+
+def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    """What takes parameters and has no rule; perhaps a kernel of attention."""
+    if not values or not any(v.depends_on for v in values):
+        return [Value(dependent(values).depends_on)] * len(node.outputs)
+    alone = all(v.is_weight or not v.depends_on for v in values)  # a penalty perhaps, as a determinant
+    walk.record_terms(
+        i, f"{'alone' if alone else 'unknown'}: {node.name}", [v for v in values if v.is_weight]
+    )
+    for v in values:
+        walk.record_parts(i, v.images)
+    parts = {(m.product, m.layout.region): m for v in values for m in v.images}
+    # A kernel, a callback.
+    if len(parts) > 2 and any(word in node.name for word in ("call", "attention")):
+        walk.opaque[i] = tuple(parts.values())
+        walk.consume(i, *node.inputs)
+    return [dependent(values)] * len(node.outputs)
+
+
+# Numbers that are no function of the parameters.
+
+
+@rule("iota")
+def _iota(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    shape, axis = walk.shape(node.outputs[0]), node.params["dimension"]
+    counting = all_of([n if k == axis else 1 for k, n in enumerate(shape)])
+    return [Value(marks=(Mark("counts", counting),))]
+
+
+@rule("eq")
+def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    for counting, index in (values, values[::-1]):
+        if index.depends_on & DATA and (found := [m for m in counting.marks if m.what == "counts"]):
+            return [dependent(values)._replace(marks=(Mark("one hot", found[0].layout),))]
+    return [dependent(values)]
+
+
+@rule(
+    "random_bits random_wrap random_unwrap random_seed random_fold_in random_split random_gamma threefry2x32 "
+    "rng_bit_generator rng_uniform"
+)
+def _random(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    return [Value(NOISE)] * len(node.outputs)
+
+
+# Of numbers that stand in the program, as an index that may be negative.
+FOLDED: dict[str, Callable[..., Any]] = {
+    "lt": operator.lt,
+    "add": operator.add,
+    "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
+    **dict.fromkeys(["broadcast_in_dim", "convert_element_type", "reshape", "squeeze"], lambda x: x),
+}
+
+
+# Entry by entry. What is linear in an operand leaves its images linear: sums and choices in all together, a product in
+# each, a quotient in the first. All other functions bend them.
+
+_CHOICES = ("select_n", "join")
+_SUMS = ("add", "sub", "add_any", "complex", *_CHOICES)
+_SCALES = ("mul", "div")
+_EXPONENTIALS = ("exp", "exp2", "logistic")
+_MOST = 6  # images of one value that are followed
+_BENDS = ("tanh", "logistic", "erf", "erfc", "max", "sin", "cos")  # are taken of activations, not of weights
+_ENTRYWISE = """
+    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    clz complex cos cosh cumlogsumexp cummax cumprod cumsum digamma div erf erf_inv erfc exp exp2 expm1 floor ge gt
+    igamma integer_pow is_finite join le lgamma log log1p logistic lt max min mul ne nextafter not and or xor polygamma
+    population_count pow random_gamma_grad rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square sub tan tanh
+"""
+SPREADING = frozenset(f"{_ENTRYWISE} eq".split()) - {"join"}
+
+
+def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
+    """Repeated along the axes where it has one entry: operations entry by entry do so by themselves."""
+    if old == shape or not (x.depends_on or x.marks):
+        return x
+    beside = old or [-1] * len(shape)  # a scalar beside an array
+    return x.repeated(old, [k if n == shape[k] else None for k, n in enumerate(beside)], shape)
+
+
+@rule("neg")
+def _negative(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    return [v._replace(logits=scaled_logits(i, node, v, Value())) for v in values]
+
+
+@rule(_ENTRYWISE)
+def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    name, whole, operands = node.name, dependent(values), node.inputs
+    if name == "lt" and is_zero(walk, operands[1]) and any(m.what == "counts" for m in values[0].marks):
+        walk.graph.known[node.outputs[0]] = False  # a count is no index from the end
+    if name == "select_n" and (which := walk.known(operands[0])) is not None and np.ndim(which) == 0:
+        return [values[1 + int(which)]]
+    if name in _CHOICES:
+        values, operands = values[1:], operands[1:]
+    elif name in _SUMS:  # Python's sum begins with 0
+        values = [v for v, x in zip(values, operands, strict=True) if not is_zero(walk, x)]
+        if len(values) == 1:
+            return values if name != "sub" else _negative(walk, i, node, values)
+    if name in _BENDS and whole.is_weight:
+        values = [walk.as_input(v) for v in values]
+        whole = dependent(values)
+    if whole.is_weight:
+        return [whole._replace(terms=_of_weights(walk, i, name, values))]
+    if not dependent(values).depends_on & PARAMETER:
+        kept = ("input", "one hot") if name in _SCALES else ("input",) if name in _SUMS else ()
+        return [whole._replace(marks=tuple(m for v in values for m in v.marks if m.what in kept))]
+    if (name in _SCALES and any(v.images for v in values)) or (name in _SUMS and name not in _CHOICES):
+        values = [walk.as_input(v) if v.is_weight else v for v in values]
+    weights = [v for v in values if v.is_weight]
+    walk.record_terms(
+        i, {**dict.fromkeys(_SUMS, "added"), **dict.fromkeys(_SCALES, "multiplied")}.get(name, name), weights
+    )
+    if name in _SCALES:
+        walk.record_factors(i, *values)
+    elif name in _SUMS:
+        walk.record_meeting_parts(i, values)
+    if name in (*_EXPONENTIALS, "pow"):
+        whole = whole._replace(weights=whole.scores)
+    images = summed(v._replace(images=_images(walk, i, node, v, values)) for v in values)
+    images = latest(walk, i, images)
+    if name in _SUMS:
+        walk.record_sum(images if name not in _CHOICES else ())
+        biases = tuple(t._replace(layout=t.layout.settled) for v in weights for t in v.terms)
+        images = tuple(m._replace(biases=m.biases + biases) for m in images)
+    logits = _logits(i, node, values, operands)
+    # A masked parameter, or one of several that data choose or mix.
+    mixed = (
+        name in _SUMS
+        and not images
+        and not logits
+        and all(v.terms for v in values if v.depends_on & PARAMETER)
+    )
+    kept = values if mixed or name in _SCALES else ()
+    terms = tuple(_changed(t, _change(name, v, values), i) for v in kept for t in v.terms)
+    return [whole._replace(terms=terms, images=images, logits=logits)]
+
+
+def is_zero(walk: Walk, value: int) -> bool:
+    known = walk.known(value)
+    return known is not None and np.ndim(known) == 0 and known == 0
+
+
+def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple[Term, ...]:
+    """Parameters entry by entry are used as they are; one that repeats, as a bias or a gain does, is only that."""
+    several = sum(bool(v.terms) for v in values) > 1
+    if name not in _SUMS + _SCALES:  # an exponential of a parameter, say
+        return () if several else tuple(_changed(t, f"passes {name}", i) for v in values for t in v.terms)
+    noisy = name in _SCALES and any(v.depends_on & NOISE and not v.is_weight for v in values)
+    cover, terms = [_cover(v) for v in values], []
+    if name in _SUMS:  # of a column and a row, as of any that repeat along an axis of the sum
+        cover = [*cover, frozenset().union(*cover)]
+    for v, mine in zip(values, cover, strict=False):
+        for t in v.terms:
+            if any(t.leaf == u.leaf and mine < _cover(w) for w in values for u in w.terms):
+                continue  # its own mean, say
+            if any(mine < other for other in cover) or (several and t.noisy):
+                walk.record(i, "added" if name in _SUMS else "multiplied", t)
+            else:
+                t = t._replace(noisy=t.noisy or noisy)
+                terms.append(_changed(t, _change(name, v, values), i))
+    terms.sort(key=lambda t: t.after is not None)  # of one parameter, changed and as it is
+    return tuple({t._replace(after=None): t for t in terms}.values())
+
+
+def _changed(t: Term, why: str, i: int) -> Term:
+    return t._replace(after=t.after or ((why, i) if why else None))
+
+
+def _change(name: str, v: Value, values: Sequence[Value]) -> str:
+    """Why an operation on parameters `v` and others does not commute with scaling `v`; "" if it does."""
+    others = [u for u in values if u is not v]
+    if name in _CHOICES:  # a mask puts constants in their place
+        return "is replaced by data" if any(u.depends_on & DATA and not u.terms for u in others) else ""
+    if name in _SUMS:
+        alone = [u for u in others if not u.terms or u.depends_on & NOISE or _cover(u) < _cover(v)]
+        return "is added to something else" if alone else ""
+    if name == "div" and v is values[1]:
+        return "is a divisor"
+    if any(u.is_weight and not u.terms for u in others):
+        return "is normalized"
+    return "is multiplied by a parameter" if not others or any(_cover(u) == _cover(v) for u in others) else ""
+
+
+def _cover(v: Value) -> frozenset[int]:
+    """The axes along which a value made of parameters differs."""
+    return frozenset(a for t in v.terms for a, atoms in enumerate(t.layout.axes) if t.layout.atoms([a]))
+
+
+def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -> tuple[Image, ...]:
+    """The images in one operand after the operation."""
+    if node.name in _SUMS:  # a mask puts zeros or the like in their place
+        is_mask = node.name in _CHOICES
+        strangers = [u for u in values if not u.is_weight and not u.images and (u.depends_on or not is_mask)]
+        if not strangers or node.name == "complex":
+            return v.images
+        return tuple(
+            bent(walk, m, "added to something else", i, all(_keeps_apart(m, u) for u in strangers))
+            for m in v.images
+        )
+    if node.name not in _SCALES:
+        axes = [node.params["axis"]] if "axis" in node.params else []  # of running sums
+        mixed = [m for m in v.images if m.layout.atoms(axes)]
+        walk.record_reduced(i, mixed, axes)
+        return tuple(
+            bent(walk, m, f"changed by {node.name}", i, m not in mixed or bool(m.layout.atoms_beside(axes)))
+            for m in v.images
+        )
+    factor = values[1] if v is values[0] else values[0]
+    if not factor.is_activation and not (node.name == "div" and v is values[1]):
+        return v.images
+    own = {(m.product, m.layout) for m in factor.images}  # of a function of itself, as SiLU
+    return tuple(
+        bent(
+            walk,
+            m,
+            "normalized" if m.product.bit & factor.before else "multiplied by another activation",
+            i,
+            (m.product, m.layout) in own or (factor.is_activation and _keeps_apart(m, factor)),
+        )
+        for m in v.images
+    )
+
+
+def _keeps_apart(m: Image, u: Value) -> bool:
+    """Whether it comes from elsewhere, or is a statistic of columns beside others, as in a norm of each head."""
+    if not m.product.bit & u.before:
+        return True
+    repeats = u.axes("repeats")
+    return bool(repeats and not u.images and m.layout.atoms_beside(repeats))
+
+
+def bent(walk: Walk, image: Image, why: str, i: int, apart: bool = False) -> Image:
+    """After an operation that does not commute with scaling; `apart` where each entry is still one column's."""
+    if not apart:
+        walk.record_parts(i, [image])
+    return image._replace(after=image.after or (why, i), apart=image.apart and apart)
+
+
+def latest(walk: Walk, i: int, images: tuple[Image, ...]) -> tuple[Image, ...]:
+    """Those that are followed on, of the many in a residual stream, which is the sum of all layers."""
+    if len(images) > _MOST:  # a product with data has summed over the columns of some
+        gone = {m for m in images if not m.layout.atoms(range(len(m.layout.axes)))}
+        walk.record_parts(i, gone)
+        images = tuple(m for m in images if m not in gone)
+    if len(images) > _MOST:
+        images = tuple(bent(walk, m, "sums of too many projections", i) for m in images)[-_MOST:]
+    return images
+
+
+def _logits(i: int, node: Node, values: Sequence[Value], operands: Sequence[int]) -> tuple[Logits, ...]:
+    """What it makes of logits, of their maximum, or of softmax's weights."""
+    stages = ("logits", "weights", "largest")
+    held = sorted((v for v in values if v.logits), key=lambda v: stages.index(v.logits[0].stage))
+    if not held:
+        return ()
+    (first, *_), name = held[0].logits, node.name
+    if first.stage != "logits":  # of several softmaxes, if they are subtracted
+        return tuple(dict.fromkeys(x for v in held for x in v.logits if x.stage == first.stage))
+    if name in _EXPONENTIALS:
+        return (first._replace(stage="weights", unit=math.log(2) if name == "exp2" else 1.0),)
+    at = next(k for k, v in enumerate(values) if v is held[0])
+    others = [v for k, v in enumerate(values) if k != at]
+    why, raw = "", first.raw
+    if name in _CHOICES:
+        several = any(x.product != first.product for v in held for x in v.logits)
+        learned = any(v.depends_on & PARAMETER and not v.logits for v in others)
+        why = "its logits are one of two kinds" if several or learned else ""
+    elif name in _SUMS and len(held) > 1:
+        if held[1].logits[0].stage == "largest":  # the largest logit is subtracted
+            return (first,)
+        why = "a second term is added to the logits"
+    elif name in _SUMS and others[0].depends_on & PARAMETER:
+        why = "a learned bias is added to the logits"
+    elif name == "sub" and at == 1:
+        why = "the logits are subtracted"
+    elif name in _SUMS:  # as they are here, not where they were scaled
+        raw = raw or (operands[at], first.layout)
+    elif name in _SCALES:
+        return scaled_logits(i, node, held[0], *others)
+    else:
+        why = "the logits are capped" if name == "tanh" else f"the logits pass {name}"
+    return (_at(first, node, why, i)._replace(raw=raw),)
+
+
+def _at(logits: Logits, node: Node, why: str, i: int) -> Logits:
+    """The same logits as the result of another operation."""
+    problem = logits.problem or ((why, i) if why else None)
+    return logits._replace(value=node.outputs[0], seen=logits.layout, problem=problem)
+
+
+def scaled_logits(i: int, node: Node, v: Value, factor: Value) -> tuple[Logits, ...]:
+    if not v.logits or v.logits[0].stage != "logits":
+        return v.logits
+    why = "something is added to the logits before they are scaled" if v.logits[0].raw is not None else ""
+    if factor.is_activation:
+        why = "the logits are multiplied by another activation"
+    return (_at(v.logits[0], node, why, i),)
+
+
+@rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
+def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (x,) = values
+    walk.record_reduced(i, x.images, node.params["axes"])
+    is_softmax = node.name == "reduce_max" and x.logits and x.logits[0].stage == "logits"
+    largest = (x.logits[0]._replace(stage="largest"),) if is_softmax else ()
+    return [_without(dependent([x])._replace(logits=largest), node)]
+
+
+@rule("reduce_sum")
+def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (x,), axes = values, node.params["axes"]
+    terms = _reduced_terms(i, x, axes)
+    if x.is_weight:
+        return [_without(dependent([x])._replace(terms=terms), node)]
+    towers = walk.entrywise.get(node.inputs[0], ())
+    if len({m.product for m in towers if m.layout.atoms(axes)}) > 1:  # a product over features, as by einsum
+        walk.consume(i, *node.inputs)
+        x = x._replace(scores=i)
+    linear = tuple(image for image in x.images if image.linear)
+    walk.record_reduced(i, [image for image in x.images if not image.linear], axes)
+    for image in linear:
+        image.product.summed.update(image.layout.atoms(axes))
+    totals = tuple(x._replace(stage="largest") for x in x.logits if x.stage == "weights")
+    return [_without(x._replace(terms=terms, images=linear, logits=totals), node)]
+
+
+def _reduced_terms(i: int, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
+    """Parameters that are summed: a mixture of several, or a product of two; nothing of a norm or a penalty."""
+    terms = [t for t in x.terms if t.after is None and t.layout.atoms(axes) and _along(t, axes)]
+    factors = len({_along(t, axes) for t in terms}) > 1
+    found = []
+    for k, t in enumerate(terms):
+        summed = t.layout.atoms(axes)
+        if factors:
+            t = t._replace(inner=(summed, *t.inner) if k else (*t.inner, summed), made=i)
+        else:
+            t = t._replace(layout=t.layout._replace(loops=(*t.layout.loops, *summed)))
+        found.append(t)
+    return tuple(found)
+
+
+def _along(t: Term, axes: Sequence[int]) -> frozenset[int]:
+    """The other axes along which it differs."""
+    return frozenset(k for k in range(len(t.layout.axes)) if k not in axes and t.layout.atoms([k]))
+
+
+def _without(x: Value, node: Node) -> Value:
+    """Without the axes that are reduced."""
+
+    def kept(layout: Layout) -> Layout:
+        layout = layout.add_up(node.params["axes"])
+        left = [atoms for axis, atoms in enumerate(layout.axes) if axis not in node.params["axes"]]
+        return layout._replace(axes=tuple(left))
+
+    return x.map(kept)

@@ -1,0 +1,244 @@
+"""Operations that only move entries: what each does to the axes of an array."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from muonjax._inspect.graph import Node
+from muonjax._inspect.layout import PLACED, Layout, whole
+from muonjax._inspect.rules import bent, is_zero, latest, rule, unknown
+from muonjax._inspect.values import DATA, Mark, Move, Value, concatenated, dependent, moved
+from muonjax._inspect.walk import Walk
+
+
+@rule(
+    """
+    convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
+    mesh_cast pvary pcast to_varying psum psum2 pmax psum_invariant ppermute device_put name real imag conj
+    stop_gradient
+    """
+)
+def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    return values
+
+
+@rule("broadcast_in_dim")
+def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    sources: list[int | None] = [None] * len(new)
+    for axis, to in enumerate(node.params["broadcast_dimensions"]):
+        sources[to] = axis if old[axis] == new[to] else None
+    return [values[0].repeated(old, sources, new)]
+
+
+@rule("transpose squeeze reshape rev tile slice split unstack pad scan_stack")
+def _moved(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    x, *padding = values
+    if node.params.get("dimensions") and node.name == "reshape":  # in another order
+        return unknown(walk, i, node, values)
+    if padding and any(inside for *_, inside in node.params["padding_config"]):
+        return unknown(walk, i, node, values)
+    if padding and not is_zero(walk, node.inputs[1]):
+        x = x._replace(images=tuple(bent(walk, m, "padded", i, apart=True) for m in x.images))
+    return [x.map(move) for move in _moves(node, old, new)]
+
+
+def _moves(node: Node, old: Sequence[int], new: Sequence[int]) -> list[Move]:
+    """Where entries go, for each result; `old` and `new` are the shapes of the operand and of the first result."""
+    p = node.params
+    match node.name:
+        case "transpose":
+            return [lambda y: y.pick(p["permutation"], new)]
+        case "squeeze":
+            kept = [axis for axis in range(len(old)) if axis not in p["dimensions"]]
+            return [lambda y: y.pick(kept, new)]
+        case "reshape":
+            return [lambda y: y.reshape(new)]
+        case "rev":
+            return [lambda y: functools.reduce(Layout.reverse, p["dimensions"], y)]
+        case "tile":
+            return [lambda y: y.tile(p["reps"])]
+        case "slice":
+            every = zip(p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(old), strict=True)
+            return [_cut(dict(enumerate(every)))]
+        case "split":
+            ends = itertools.accumulate(p["sizes"], initial=0)
+            return [_cut({p["axis"]: pair}) for pair in itertools.pairwise(ends)]
+        case "unstack":
+            kept = [axis for axis in range(len(old)) if axis != p["axis"]]
+            return [_cut({p["axis"]: (k, k + 1)}, kept, new) for k in range(old[p["axis"]])]
+        case "pad":
+            return [_pad(p["padding_config"], old, new)]
+        case _:  # what a scan collects
+            return [lambda y: y.pick([None, *range(len(old))], new)]
+
+
+def _cut(
+    where: dict[int, Sequence[int]], sources: Sequence[int | None] = (), shape: Sequence[int] = ()
+) -> Move:
+    """Some entries along axes; then axis i is the axis `sources[i]`, if any are given."""
+
+    def cut(layout: Layout | None) -> Layout | None:
+        for axis, part in where.items():
+            layout = None if layout is None else layout.cut(axis, *map(int, part))
+        return layout.pick(sources, shape) if layout is not None and sources else layout
+
+    return cut
+
+
+def _pad(config: Sequence[tuple[int, int, int]], old: Sequence[int], new: Sequence[int]) -> Move:
+    def pad(layout: Layout | None) -> Layout | None:
+        for axis, (low, high, _) in enumerate(config):
+            start, stop = max(-low, 0), old[axis] - max(-high, 0)  # less than none cuts
+            layout = None if layout is None or start >= stop else layout.cut(axis, start, stop)
+            if layout is not None and (low > 0 or high > 0):
+                layout = layout.place(axis, max(low, 0), new[axis])
+        return layout
+
+    return pad
+
+
+@rule("concatenate stack")
+def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    axis = node.params["dimension" if node.name == "concatenate" else "axis"]
+    sizes = [walk.shape(x)[axis] for x in node.inputs] if node.name == "concatenate" else [1] * len(values)
+    if node.name == "stack":
+        shape = [n if k != axis else 1 for k, n in enumerate(walk.shape(node.outputs[0]))]
+        sources: list[int | None] = list(range(len(shape) - 1))
+        sources.insert(axis, None)
+        values = [v.map(lambda layout: layout.pick(sources, shape)) for v in values]
+    if len(values) == 1:
+        return values
+    joined = dependent(values)
+    if not joined.is_weight:
+        values = [walk.as_input(v) if v.is_weight else v for v in values]
+        walk.record_terms(i, "joined with data", values)
+    walk.record_meeting_parts(i, values)
+    images = latest(walk, i, concatenated(values, axis, sizes))
+    if not all(v.images or is_zero(walk, x) for v, x in zip(values, node.inputs, strict=True)):
+        images = tuple(bent(walk, m, "put together with something else", i) for m in images)
+    placed = [
+        v.map(functools.partial(Layout.place, axis=axis, start=stop - size, size=sum(sizes)))
+        for v, size, stop in zip(values, sizes, itertools.accumulate(sizes), strict=True)
+    ]
+    logits = tuple(x for v in placed for x in v.logits)
+    if len(logits) > 1 and logits[0].stage == "logits":
+        logits = (logits[0]._replace(problem=logits[0].problem or ("its logits are joined with others", i)),)
+    terms = tuple(t for v in placed for t in v.terms) if joined.is_weight else ()
+    return [joined._replace(terms=terms, images=images, logits=logits)]
+
+
+def _same_sizes(walk: Walk, old: int, new: int) -> tuple[list[int | None], tuple[int, ...]]:
+    """Axes that stay whole, as sources; and the new shape."""
+    shapes = zip(walk.shape(old), walk.shape(new), strict=True)
+    return [axis if n == m else None for axis, (n, m) in enumerate(shapes)], walk.shape(new)
+
+
+def _atoms(value: Value, axes: Sequence[int]) -> bool:
+    return any(m.layout.atoms(axes) for m in value.images)
+
+
+@rule("gather")
+def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    x, indices = values
+    numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
+    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [axis for axis in range(len(old)) if axis not in gone]
+    start = walk.known(node.inputs[1])
+    if start is not None and walk.shape(node.inputs[1]) == (1,):  # `jnp.take(x, 2, axis)`
+        (axis,) = numbers.start_index_map
+        sources = [kept[numbers.offset_dims.index(at)] for at in range(len(new))]
+        return [x.map(_cut({axis: _inside(start, old[axis], sizes[axis])}, sources, new))]
+    sources: list[int | None] = [None] * len(new)
+    for at, axis in zip(numbers.offset_dims, kept, strict=True):
+        sources[at] = axis if sizes[axis] == old[axis] else None
+    picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
+    if start is not None and len(picked) == 1 and _is_order(start, old[picked[0]]):
+        axes = [picked[0] if at not in numbers.offset_dims else source for at, source in enumerate(sources)]
+        return [x.map(lambda layout: layout.reorder(picked[0], old[picked[0]]).pick(axes, new))]
+    if not x.terms:
+        walk.record_read(x, picked, indices)
+        if _atoms(x, picked):
+            walk.record_parts(i, x.images)
+            return [dependent(values)]
+    return [_looked_up(walk, i, values, picked, sources, new)]
+
+
+def _inside(start: int, size: int, part: int) -> tuple[int, int]:
+    """Where `part` entries are read that begin at `start`, if there are so many."""
+    first = min(max(int(np.squeeze(start)), 0), size - part)
+    return first, first + part
+
+
+def _is_order(indices: Any, size: int) -> bool:
+    """Whether these are all positions of an axis, each once."""
+    return np.size(indices) == size and np.array_equal(np.sort(indices, None), np.arange(size))
+
+
+def _looked_up(
+    walk: Walk, i: int, values: Sequence[Value], picked: Sequence[int], sources: Sequence[int | None],
+    shape: Sequence[int],
+) -> Value:  # fmt: skip
+    """Entries of `picked` axes at indices that are known only when it runs."""
+    x, *indices = values
+    by_data = any(v.depends_on & DATA for v in indices)
+    x = _one_of_several(x, picked)
+    terms = []
+    for k, t in enumerate(x.terms):
+        if by_data and t.inner and not t.layout.atoms(picked):  # a table times a matrix: rows of the product
+            every = t.layout.atoms(range(len(t.layout.axes)))
+            walk.record(i, "product", t, k=k, rows=t.inner[0], columns=every)
+            continue
+        rows = t.layout.atoms(picked)
+        layout = t.layout._replace(loops=(*t.layout.loops, *rows)).pick(sources, shape)
+        if by_data and rows:
+            walk.record(i, "looked up", t, rows=rows)
+            t = t._replace(looked=(*t.looked, i))
+        terms.append(t._replace(layout=layout))
+    images = moved(x.images, lambda layout: layout.pick(sources, shape)) if not x.terms else ()
+    return dependent(values)._replace(terms=tuple(terms), images=images)
+
+
+def _one_of_several(x: Value, axes: Sequence[int]) -> Value:
+    """Parameters that were put together along `axes`, which a loop enumerates now: it visits each of them only once."""
+
+    def seen(layout: Layout) -> Layout:
+        places = [layout.axes[k][0] for k in axes if layout.axes[k] and layout.axes[k][0].axis == PLACED]
+        return layout._replace(loops=(*layout.loops, *places))
+
+    return x._replace(terms=moved(x.terms, seen))
+
+
+@rule("dynamic_slice")
+def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    starts = [walk.known(s) for s in node.inputs[1:]]
+    sources, new = _same_sizes(walk, node.inputs[0], node.outputs[0])
+    if all(s is not None for s in starts):
+        sizes = zip(starts, walk.shape(node.inputs[0]), new, strict=True)
+        return [values[0].map(_cut({axis: _inside(*at) for axis, at in enumerate(sizes)}))]
+    picked = [axis for axis, source in enumerate(sources) if source is None]
+    return [_looked_up(walk, i, values, picked, sources, new)]
+
+
+@rule("scan_slice")
+def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (x,), scan = values, node.params["scan"]
+    counting = Mark("counts", whole(walk.shape(node.inputs[0])))
+    marks = tuple(m._replace(scan=scan) if m == counting else m for m in x.marks)
+    return [_one_of_several(x._replace(marks=marks), [0]).map(lambda layout: layout.loop(0))]
+
+
+@rule("shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all")
+def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    shapes = ((walk.shape(at), walk.shape(out)) for at, out in zip(node.inputs, node.outputs, strict=True))
+    return [
+        x.map(lambda layout, new=new: layout.resize(new)) if len(old) == len(new) else dependent([x])
+        for x, (old, new) in zip(values, shapes, strict=True)
+    ]

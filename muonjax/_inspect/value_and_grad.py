@@ -1,0 +1,137 @@
+"""`jax.value_and_grad` that also returns each head's largest attention logit, for any JAX function."""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from muonjax._common.nnx_models import is_model, value_and_grad_of_model
+from muonjax._common.trees import flatten_paths
+from muonjax._inspect.program import find_maxima
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad` that also returns the largest attention logits of each head, for any JAX function.
+
+    The logits are read from the program: a softmax computes their maximum anyway, which becomes one more output. Loss
+    and gradients stay as they are, to the bit under `jax.jit`. Only the arguments `argnums` are traced; everything else
+    that `fun` is given or reads stays as it is: Python's flags and strings, arrays and tracers from around, mutable
+    `Ref`s. As under `jax.jit`, `fun` can't branch in Python on a value computed from the traced arguments.
+
+    Args:
+      fun: Returns a scalar, or with `has_aux` a scalar and a tree of anything. Its first argument may be an NNX model.
+      argnums: The positional arguments to differentiate by, as in `jax.value_and_grad`: the parameters. For an NNX
+        model as in `nnx.value_and_grad`, an `nnx.DiffState` too.
+      has_aux: Whether `fun` returns a pair (loss, aux).
+
+    Returns:
+      A function of `fun`'s arguments that returns ((loss, max_logits), grads), or with `has_aux`
+      ((loss, (aux, max_logits)), grads). `max_logits` has for each attention that can be clipped exactly an array
+      [*layers, heads], float32, by its name in `Program.attentions`: the largest logit after scale and mask; where a
+      bias is added, without it.
+
+    Raises:
+      ValueError: No attention is found in `fun`, or none that can be clipped; with the reasons and their lines.
+      TypeError: `fun` returns no scalar, or with `has_aux` no pair; a parameter is a function or an integer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, muonjax
+      >>> def loss(params, x):
+      ...   q, k, v = (jnp.einsum("btd,dhs->bths", x, params[name]) for name in "qkv")
+      ...   return jnp.mean(jax.nn.dot_product_attention(q, k, v) ** 2)
+      >>> params = {name: jnp.ones((8, 2, 4)) for name in "qkv"}
+      >>> (value, max_logits), grads = muonjax.value_and_grad(loss)(params, jnp.ones((1, 3, 8)))
+      >>> tx = muonjax.muonclip(1e-3, muonjax.inspect(loss, params, jnp.ones((1, 3, 8))))
+      >>> updates, state = tx.update(grads, tx.init(params), params, max_logits=max_logits)
+      >>> {name: maxima.shape for name, maxima in max_logits.items()}
+      {'max_logits': (2,)}
+    """
+
+    @functools.wraps(fun)
+    def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
+        if args and is_model(args[0]):
+            return value_and_grad_of_model(_with_max_logits, fun, argnums, has_aux)(*args, **kwargs)
+        for argument in (args[i] for i in _chosen(argnums) if i < len(args)):
+            _check_differentiable(_call(fun), argument)
+        measured = _with_max_logits(fun, argnums, has_aux)
+        return jax.value_and_grad(measured, argnums, has_aux=True)(*args, **kwargs)
+
+    return value_and_gradients
+
+
+def _with_max_logits(
+    fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool
+) -> Callable[..., tuple[Any, Any]]:
+    """`fun` that returns (loss, max_logits), or with `has_aux` (loss, (aux, max_logits)): what is differentiated."""
+
+    @functools.wraps(fun)
+    def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        chosen = _chosen(argnums)
+        arguments = [args[i] for i in chosen]
+        aux_leaves: list[Any] = []
+        aux_structure: Any = None
+        call = _call(fun)
+
+        def traced(*arguments: Any) -> list[Any]:
+            nonlocal aux_leaves, aux_structure
+            given = list(args)
+            for i, argument in zip(chosen, arguments, strict=True):
+                given[i] = argument
+            result = fun(*given, **kwargs)
+            if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
+                raise TypeError(
+                    f"value_and_grad(fun, has_aux=True) needs a pair (loss, aux) from fun, got {result!r}."
+                )
+            loss, aux = result if has_aux else (result, None)
+            if not jax.tree_util.all_leaves([loss]):
+                raise TypeError(
+                    f"{call} needs one scalar from fun, got a {type(loss).__name__}; return the sum of several losses, "
+                    "or call value_and_grad(fun, has_aux=True) if fun returns (loss, aux)."
+                )
+            aux_leaves, aux_structure = jax.tree.flatten(aux)
+            return [loss, *filter(_is_traced, aux_leaves)]
+
+        (loss, *results), max_logits = find_maxima(jax.make_jaxpr(traced)(*arguments), arguments, call)
+        arrays = iter(results)
+        aux_leaves = [next(arrays) if _is_traced(leaf) else leaf for leaf in aux_leaves]
+        return loss, (jax.tree.unflatten(aux_structure, aux_leaves), max_logits) if has_aux else max_logits
+
+    return measured
+
+
+def _chosen(argnums: int | Sequence[int]) -> list[int]:
+    return [argnums] if isinstance(argnums, int) else list(argnums)
+
+
+def _call(fun: Callable[..., Any]) -> str:
+    return f"value_and_grad({getattr(fun, '__name__', fun)})"
+
+
+def _check_differentiable(call: str, params: Any) -> None:
+    """Raise for a leaf that has no derivative, by its path; JAX names its type alone."""
+    if is_model(params):
+        raise TypeError(f"{call}: an NNX model must be the first argument of fun.")
+    for path, leaf in flatten_paths(params).items():
+        if callable(leaf):
+            raise TypeError(
+                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}. Give arrays alone; in Equinox the first of "
+                "eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss puts both together."
+            )
+        if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise TypeError(
+                f"{call}: {path!r} is {leaf.dtype}, which has no derivative; give it to the loss in another argument, "
+                "not among the arguments to differentiate by. An NNX model is given itself."
+            )
+
+
+def _is_traced(leaf: Any) -> bool:
+    """Whether a result depends on a trace; all others, arrays or not, are kept beside it."""
+    return isinstance(leaf, Tracer)

@@ -1,0 +1,269 @@
+"""What is known of an array while a function is followed: which parameters and products it is made of.
+
+In `q, k, v = jnp.split(x @ p["qkv"], 3, -1)` the parameter is a `Term` of the product's operand. The product with it is
+a `Product`, and its result holds one `Image` of this product. The split gives three images of it, each with the region
+of its columns; a region that is used apart from the others is a part, a matrix of its own. What softmax takes is
+`Logits`. A value may be a sum, so it may hold several terms, images and logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from muonjax._inspect.layout import OTHER, Atom, Layout, Region, merged, whole
+
+# What a value depends on. A number that is written in the program depends on nothing.
+DATA, NOISE, PARAMETER = 1, 2, 4
+
+Move: TypeAlias = Callable[[Layout], Layout | None]  # where entries go; None if nothing of the origin is left
+
+
+class Term(NamedTuple):
+    """A parameter seen along the axes of an array, perhaps after structural operations."""
+
+    leaf: int
+    layout: Layout
+    inner: tuple[tuple[Atom, ...], ...] = ()  # axes of the leaf over which products with other parameters sum
+    made: int = -1  # the last of these products
+    noisy: bool = False  # multiplied by random numbers
+    looked: tuple[int, ...] = ()  # the operations that looked up a part of it by data
+    # The first operation that does not commute with scaling it: what, and its number.
+    after: tuple[str, int] | None = None
+
+
+class Use(NamedTuple):
+    """One thing that is done with a parameter; axes are those of the parameter."""
+
+    kind: str  # "product", "looked up", or what else is done with it
+    node: int
+    term: Term
+    rows: tuple[Atom, ...] = ()
+    columns: tuple[Atom, ...] = ()
+    batch: tuple[Atom, ...] = ()
+    operand: int = -1  # the activation that it is multiplied with
+    groups: int = 1  # of a convolution
+    is_depthwise: bool = False  # each group of one feature
+    is_patch: bool = False  # of windows that do not overlap
+    product: Any = None  # if it is one, what becomes of it: a `Product`
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Product:
+    """What becomes of an activation's product with one parameter; axes are those of the parameter."""
+
+    bit: int
+    use: Any = None  # its `Use`
+    summed: set[Atom] = dataclasses.field(default_factory=set)  # afterwards
+    batches: set[Atom] = dataclasses.field(default_factory=set)  # of a product with another parameter
+    # Batches of a product of two activations, each with the part in which it counts heads.
+    heads: set[tuple[Atom, Region]] = dataclasses.field(default_factory=set)
+    # The parts that are used apart, with the operations that use them; those that are put together again.
+    parts: set[tuple[Region, int]] = dataclasses.field(default_factory=set)
+    rejoined: set[frozenset[Region]] = dataclasses.field(default_factory=set)
+    # Runs of columns that are mixed while others stay apart, as by a norm of each head; with the part that holds them.
+    mixed: set[tuple[Region, tuple[Atom, ...]]] = dataclasses.field(default_factory=set)
+    met: int = 0  # as bits, the products on which depends what it is multiplied by
+
+
+class Image(NamedTuple):
+    """What is left of one product with a parameter: its axes as axes of that parameter."""
+
+    product: Product
+    layout: Layout
+    biases: tuple[Term, ...] = ()  # parameters that were added since then
+    # The first operation that does not commute with scaling the parameter: what, and its number.
+    after: tuple[str, int] | None = None
+    apart: bool = True  # no operation yet that mixes its columns: it may still be cut into parts
+
+    @property
+    def linear(self) -> bool:
+        return self.after is None
+
+
+class Logits(NamedTuple):
+    """What is left of the product of two images: attention logits and what softmax makes of them."""
+
+    product: int  # the operation
+    layout: Layout  # the axes as axes of the product's result
+    stage: str = "logits"  # "largest": their maximum; "weights": after the exponential
+    value: int = -1  # the logits that enter softmax, masked and scaled
+    seen: Layout = Layout(())  # their layout
+    problem: tuple[str, int] | None = None  # why scaling query and key does not scale them: reason, operation
+    raw: tuple[int, Layout] | None = None  # the logits before data or constants were added, if any were
+    unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
+
+
+class Mark(NamedTuple):
+    """What is known of some axes of an array, as a layout that has runs along these alone.
+
+    "counts": it counts 0, 1, 2, ... along one; "one hot": it is one for a single index along one; "input": they are
+    those of an argument of the function; "repeats": it differs along all but those that only repeat it.
+    """
+
+    what: str
+    layout: Layout
+    scan: Any = None  # whose iterations it counts: the place of its body
+
+
+class Value(NamedTuple):
+    """One array."""
+
+    depends_on: int = 0
+    terms: tuple[Term, ...] = ()
+    images: tuple[Image, ...] = ()
+    logits: tuple[Logits, ...] = ()
+    before: int = 0  # the products that it depends on, as bits
+    marks: tuple[Mark, ...] = ()
+    # The last product of two activations that it is made of, with no product by a parameter since; and the last one of
+    # which an exponential was taken.
+    scores: int = -1
+    weights: int = -1
+
+    @property
+    def is_weight(self) -> bool:
+        """Made of parameters, perhaps with constants and random numbers, without data."""
+        return bool(self.depends_on & PARAMETER) and not self.depends_on & DATA
+
+    @property
+    def is_activation(self) -> bool:
+        """Made of parameters and data."""
+        return bool(self.depends_on & PARAMETER and self.depends_on & DATA)
+
+    def map(self, move: Move) -> Value:
+        """After an operation that only moves entries."""
+        if not (self.images or self.terms or self.logits or self.marks):
+            return self
+        terms, images, logits, marks = (
+            moved(x, move) for x in (self.terms, self.images, self.logits, self.marks)
+        )
+        return self._replace(terms=terms, images=images, logits=logits, marks=marks)
+
+    def repeated(self, old: Sequence[int], sources: Sequence[int | None], shape: Sequence[int]) -> Value:
+        """Axis i is the axis `sources[i]`, or a new one along which entries repeat."""
+        known = any(m.what == "repeats" for m in self.marks) or not self.depends_on
+        marked = self if known else self._replace(marks=(*self.marks, Mark("repeats", whole(old))))
+        return marked.map(lambda layout: layout.pick(sources, shape))
+
+    def axes(self, what: str) -> tuple[int, ...]:
+        """The axes along which it is one hot, or counts, or repeats itself."""
+        repeats = what == "repeats"
+        return tuple(
+            k
+            for mark in self.marks
+            if mark.what == what
+            for k, atoms in enumerate(mark.layout.axes)
+            if atoms and all((a.axis == OTHER) == repeats for a in atoms)
+        )
+
+
+class Side:
+    """One operand of a product: its value, and which of its axes are summed over, are batches, are given."""
+
+    def __init__(self, value: Value, operand: int, rank: int, summed: Sequence[int], batch: Sequence[int]):
+        self.value, self.operand = value, operand
+        self.summed, self.batch = tuple(summed), tuple(batch)
+        self.given = tuple(a for a in range(rank) if a not in self.summed and a not in self.batch)
+        # Of each axis of the product, its axis, if it is one of this operand.
+        self.sources: Sequence[int | None] = ()
+        self.shape: tuple[int, ...] = ()  # of the product
+
+    def along(self, layout: Layout) -> Layout:
+        """The axes of the product in place of those of this operand."""
+        return layout.pick(self.sources, self.shape)
+
+    @property
+    def moved(self) -> Value:
+        """Its value along the axes of the product."""
+        return self.value.map(self.along)
+
+    @property
+    def added_up(self) -> Value:
+        """The same, with all that it sums over added up."""
+        return self.value.map(lambda layout: self.along(layout.add_up(self.summed)))
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is made of parameters alone. One that is repeated for each example is a learned input.
+
+        Of two factors of a matrix, each repeats along the axis of the other.
+        """
+        along = zip(*(t.layout.axes for t in self.value.terms), strict=True)
+        runs = ({a.axis for atoms in found for a in atoms} for found in along)
+        return self.value.is_weight and {OTHER} not in runs
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether a parameter in it has summed and given axes, so that this is a product by a matrix."""
+        return any(self.rows(t) and self.columns(t) for t in self.value.terms)
+
+    def rows(self, t: Term) -> tuple[Atom, ...]:
+        """The axes of a parameter in it over which the product sums."""
+        return t.layout.atoms(self.summed) or (t.inner[0] if t.inner else ())
+
+    def columns(self, t: Term) -> tuple[Atom, ...]:
+        """Those that it gives; of one of several parameters multiplied by each other, the axis beside its neighbour."""
+        between = t.inner[1:] if not t.layout.atoms(self.summed) else t.inner
+        return t.layout.atoms(self.given) or (between[-1] if between else ())
+
+
+def moved(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
+    """Each with another layout; those of which nothing is left are left out."""
+    found = ((x, move(x.layout)) for x in items)
+    return tuple(
+        x._replace(layout=y, biases=moved(x.biases, move)) if isinstance(x, Image) else x._replace(layout=y)
+        for x, y in found
+        if y is not None
+    )
+
+
+def dependent(values: Iterable[Value]) -> Value:
+    """A value that depends on all of these, in a way that is not followed."""
+    depends_on = before = 0
+    scores = weights = -1
+    for v in values:
+        depends_on |= v.depends_on
+        before |= v.before
+        scores, weights = max(scores, v.scores), max(weights, v.weights)
+    return Value(depends_on, before=before, scores=scores, weights=weights)
+
+
+def alike(images: Sequence[Image]) -> bool:
+    """Whether these are the same part of one product, or parts after the same function."""
+    return len({m.layout for m in images}) == 1 or len({(m.after, m.apart) for m in images}) == 1
+
+
+def summed(values: Iterable[Value]) -> tuple[Image, ...]:
+    """The images in a sum: parts of one product count once."""
+    return _grouped(values, lambda layouts, _: layouts[0] if len(set(layouts)) == 1 else merged(layouts))
+
+
+def concatenated(values: Sequence[Value], axis: int, sizes: Sequence[int]) -> tuple[Image, ...]:
+    """The images in a concatenation along `axis`; slices of one product that are put together again are whole."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+
+    def join(layouts: list[Layout], where: list[int]) -> Layout:
+        if len(where) == 1 < len(sizes):
+            return layouts[0].place(axis, starts[where[0]], sum(sizes))
+        return merged(layouts, axis, sizes, rejoin=len(where) == len(sizes))
+
+    return _grouped(values, join)
+
+
+def _grouped(values: Iterable[Value], join: Callable[[list[Layout], list[int]], Layout]) -> tuple[Image, ...]:
+    def grouped(found: Iterable[tuple[int, Any, Any]]) -> list[Any]:
+        """Those with the same key as one; each comes with the number of its value and its key."""
+        groups: dict[Any, list[tuple[int, Any]]] = {}
+        for i, key, x in found:
+            groups.setdefault(key, []).append((i, x))
+        return [(pairs, pairs[0][1]._replace(layout=join([x.layout for _, x in pairs], [i for i, _ in pairs])))
+                for pairs in groups.values()]  # fmt: skip
+
+    images = []
+    for pairs, image in grouped((i, m.product, m) for i, v in enumerate(values) for m in v.images):
+        biases = grouped((i, t.leaf, t) for i, m in pairs for t in m.biases)
+        after = next((m.after for _, m in pairs if m.after), None)
+        apart = alike([m for _, m in pairs]) and all(m.apart for _, m in pairs)
+        images.append(image._replace(biases=tuple(t for _, t in biases), after=after, apart=apart))
+    return tuple(images)

@@ -1,0 +1,232 @@
+"""What the rules record while a function is followed: uses of parameters, products that make attention."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from muonjax._inspect.graph import Graph
+from muonjax._inspect.layout import Atom, length, whole
+from muonjax._inspect.values import (
+    DATA,
+    NOISE,
+    PARAMETER,
+    Image,
+    Logits,
+    Mark,
+    Product,
+    Side,
+    Term,
+    Use,
+    Value,
+    alike,
+)
+
+
+class Attention(NamedTuple):
+    """softmax(Q K^T) V."""
+
+    logits: Logits
+    keys: tuple[Atom, ...]  # the axes of the product along which softmax normalizes
+    values: Side
+
+
+class Walk:
+    """What one pass over the operations finds out."""
+
+    def __init__(self, graph: Graph):
+        self.graph, self.nodes = graph, graph.nodes
+        self.shapes = [graph.shape(x) for x in graph.parameters]
+        self.values: list[Value] = [Value()] * len(graph.avals)
+        self.uses: dict[tuple[int, int, int], Use] = {}
+        # By product and by the logits that enter softmax.
+        self.attentions: dict[tuple[int, int], Attention] = {}
+        self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
+        # Products of two activations of which an exponential multiplies a third, where that is.
+        self.softmaxes: dict[int, int] = {}
+        self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
+        self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
+        self.read: set[int] = set()  # products with columns of which labels choose one
+        self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
+        self.summed_slices: dict[int, set[int]] = defaultdict(set)  # axes whose products are added up
+        # Of a parameter, the products in its own scale, as bits.
+        self.scales: dict[int, int] = defaultdict(int)
+        self.entrywise: dict[int, tuple[Image, ...]] = {}  # products of two activations entry by entry
+        for k, x in enumerate(graph.parameters):
+            terms = (Term(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
+            self.values[x] = Value(PARAMETER, terms)
+        for x in (*graph.arguments, *graph.constants):
+            is_key = "key" in str(getattr(graph.avals[x], "dtype", ""))
+            marks = (Mark("input", whole(graph.shape(x))),) if graph.is_float(x) else ()
+            self.values[x] = Value(NOISE if is_key else DATA, marks=marks)
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        return self.graph.shape(value)
+
+    def known(self, value: int) -> Any:
+        """The number that stands in the program, if one does."""
+        return self.graph.known.get(value)
+
+    def counter(self, value: int, size: int) -> Any:
+        """The scan whose iterations it counts, if these are `size`; None for another index."""
+        marks = (m for m in self.values[value].marks if m.scan is not None)
+        return next((m.scan for m in marks if length(m.layout.loops) == size), None)
+
+    def product(self, i: int, k: int) -> Product:
+        return self.products.setdefault((i, k), Product(1 << len(self.products)))
+
+    # What the rules record.
+
+    def record(self, i: int, kind: str, term: Term, *, k: int = 0, **axes: Any) -> None:
+        product = self.product(i, k) if kind == "product" else None
+        if self.nodes[i].passes == "backward":
+            kind = f"transposed {kind}"
+        self.uses[i, term.leaf, k] = use = Use(kind, i, term, product=product, **axes)
+        if product is not None:
+            product.use = use
+
+    def record_terms(self, i: int, kind: str, values: Iterable[Value]) -> None:
+        for v in values:
+            for t in v.terms:
+                self.record(i, kind, t)
+
+    def record_read(self, value: Value, axes: Sequence[int], labels: Value) -> None:
+        """Data that depend on no parameter choose one entry along these axes."""
+        if labels.depends_on & DATA and not labels.depends_on & PARAMETER:
+            for image in value.images:
+                if image.layout.atoms(axes):
+                    self.read.add(image.product.use.node)
+
+    def record_weights(self, i: int, weights: Value, values: Value) -> None:
+        """Perhaps those of a softmax, which is no sum of its own exponentials."""
+        if weights.weights >= 0 and values.is_activation and values.weights != weights.weights:
+            self.softmaxes.setdefault(weights.weights, i)
+
+    def record_meeting(self, images: Iterable[Image], other: Value) -> None:
+        """Two activations are multiplied by each other, entry by entry or not."""
+        for m in images:
+            m.product.met |= other.before
+
+    def record_factors(self, i: int, x: Value, y: Value) -> None:
+        """A product entry by entry."""
+        for v, factor in ((x, y), (y, x)):
+            repeats, hot = factor.axes("repeats"), factor.axes("one hot")
+            if repeats:
+                self.record_weights(i, factor, v)
+            if v.is_weight and len(repeats) == sum(n > 1 for n in self.shape(self.nodes[i].outputs[0])):
+                for t in v.terms:  # one factor for all of it, as a spectral norm
+                    self.scales[t.leaf] |= factor.before
+            self.record_read(v, hot, factor)
+            self.record_meeting(v.images, factor)
+            for m in v.images if factor.is_activation else ():
+                if not m.product.bit & factor.before:
+                    self.record_gate(m, repeats)
+        both = x.images + y.images if x.images and y.images and x.before != y.before else ()
+        if both and all(m.after is None or m.after[0] == "normalized" for m in both):
+            self.entrywise[self.nodes[i].outputs[0]] = both
+
+    def record_parts(self, i: int, images: Iterable[Image]) -> None:
+        """An operation that mixes columns takes these images: the region of each is used, by itself.
+
+        What comes later says nothing about parts, so this is called before an image is `bent`.
+        """
+        for m in images:
+            if m.apart:
+                m.product.parts.add((m.layout.region, i))
+
+    def record_reduced(self, i: int, images: Iterable[Image], axes: Sequence[int]) -> None:
+        """Columns along these axes are mixed: by itself that says nothing about those along others."""
+        for m in images:
+            within = *m.layout.atoms(axes), *(a for a in m.layout.taken if a.is_whole)
+            if m.apart and within and m.layout.atoms_beside(axes):
+                m.product.mixed.add((m.layout.region, within))
+            else:
+                self.record_parts(i, [m])
+
+    def record_meeting_parts(self, i: int, values: Iterable[Value]) -> None:
+        """Parts of one product come together after different functions of each."""
+        found = [m for v in values for m in v.images]
+        self.record_parts(
+            i, [m for m in found if any(m.product is n.product and not alike([m, n]) for n in found)]
+        )
+
+    def record_sum(self, images: Sequence[Image]) -> None:
+        """Products with slices of one parameter, added up: a sum over heads, written as a loop."""
+        by_leaf: dict[int, list[Image]] = defaultdict(list)
+        for m in images:
+            if m.linear and m.product.use.kind == "product":
+                by_leaf[m.product.use.term.leaf].append(m)
+        for leaf, found in by_leaf.items():
+            for m in found[1:]:
+                if found[0].product.bit & self.values[m.product.use.operand].before:
+                    continue  # layers, one after the other
+                moved = {a.axis for a in set(m.layout.loops) ^ set(found[0].layout.loops)}
+                self.summed_slices[leaf].update(moved)
+
+    def record_gate(self, m: Image, repeated: Iterable[int]) -> None:
+        """A factor that differs along one axis of a product's columns and not along another: a gate of experts."""
+        axes = set(range(len(m.layout.axes)))
+        same = set(m.layout.atoms(axes & set(repeated)))
+        different = set(m.layout.atoms(axes - set(repeated)))
+        if same and different:
+            m.product.batches.update(different)
+
+    def record_heads(self, images: Iterable[Image], axes: Sequence[int]) -> None:
+        for m in images:
+            m.product.heads.update((a, m.layout.region) for a in m.layout.atoms(axes))
+
+    def record_attention(self, i: int, logits: Logits, keys: tuple[Atom, ...], values: Any) -> None:
+        for side in self.pairs[logits.product]:
+            if side.value.is_weight:  # learned queries, or keys: what looked like a factored matrix
+                for use in [use for use in self.uses if use[0] == logits.product]:
+                    del self.uses[use]
+                side.value = self.as_input(side.value, side.summed)
+        self.attentions[logits.product, logits.value] = Attention(logits, keys, values)
+        # Queries that share a key head are counted by an axis of their own.
+        for side in self.pairs[logits.product]:
+            self.record_heads(side.value.images, side.given)
+
+    def as_input(self, value: Value, features: Sequence[int] = (-1,)) -> Value:
+        """A product of parameters that is used as an activation is: its first factor is a learned input.
+
+        The others are matrices; the features are the columns of the last one.
+        """
+        if not value.terms or not all(t.inner and t.layout.axes for t in value.terms):
+            return value
+        features = [range(len(value.terms[0].layout.axes))[axis] for axis in features]
+        last = [t for t in value.terms if t.layout.atoms(features)] or value.terms[-1:]
+        images, before = [], value.before
+        for k, t in enumerate(value.terms):
+            if t in last:
+                columns = t.layout.atoms(range(len(t.layout.axes)))
+                images.append(Image(self.product(t.made, k), t.layout.settled))
+                before |= images[-1].product.bit
+            elif len(t.inner) == 1:
+                self.record(t.made, "a learned input", t)
+                continue
+            else:
+                columns = t.inner[-1]
+            self.record(t.made, "product", t, k=k, rows=t.inner[0], columns=columns)
+        return Value(value.depends_on | DATA, images=tuple(images), before=before)
+
+    def consume(self, i: int, *operands: int) -> None:
+        if self.nodes[i].passes != "backward":
+            self.consumers[i] = operands
+
+    def unite_heads(self) -> None:
+        """Heads that are computed one by one, each from its part of the same three products, are no parts of these."""
+        groups: dict[Any, list[Any]] = {}
+        for attention in self.attentions.values():
+            sides = (*self.pairs[attention.logits.product], attention.values)
+            images = [side.value.images for side in sides]
+            if all(images):
+                first = [found[0] for found in images]
+                groups.setdefault(tuple(m.product for m in first), []).append(
+                    [m.layout.region for m in first]
+                )
+        for operands, regions in groups.items():
+            *_, values = by_operand = [frozenset(found) for found in zip(*regions, strict=True)]
+            if len(values) == len(regions) > 1:  # otherwise, subtracted softmaxes
+                for product, found in zip(operands, by_operand, strict=True):
+                    product.rejoined.add(found)

@@ -1,0 +1,253 @@
+"""Decide by names which parameters go to Muon and as which matrices: from paths, shapes and what is beside a leaf.
+
+The evidence, in this order; what comes first decides:
+
+  1. a rule of the caller's; its leaf is evidence only of where a model ends;
+  2. the names of the axes, where the array carries them;
+  3. the names in the path: what the parameter is (`roles`), if its shape fits;
+  4. which axes count layers: all parameters of a scanned module have one axis more (`stacked`);
+  5. its bias, its attention's other projections, the order of axes in the rest of the tree, and last its own shape
+     (`axes`);
+  6. whether it is an end of the model: a patch embedding or an output head (`ends`).
+
+What none of them tells is refused, with a rule that decides it. One warning lists the leaves that may be an end of the
+model, or are one by their name or their position alone.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muonjax._common.arguments import warn_user
+from muonjax._common.nnx_models import parameters_of
+from muonjax._common.trees import Key, dtype_of, flatten_with_names, is_masked
+from muonjax._matrices.matrix_view import (
+    DimensionNumbers,
+    FusedDimensionNumbers,
+    MuonDimensionNumbers,
+    axes_of,
+    explained,
+    matrix_pieces,
+    one_or_several,
+)
+from muonjax._names import roles
+from muonjax._names.axes import matrices
+from muonjax._names.ends import for_adam, patch_embedding
+from muonjax._names.given import (
+    Rules,
+    apply_rules,
+    by_axis_names,
+    chances_message,
+    check_parameters,
+    named_axes,
+    settings_message,
+    tables,
+    undecided_message,
+    unlike_their_names,
+)
+from muonjax._names.neighbors import Neighbors
+from muonjax._names.roles import Parameter
+from muonjax._names.stacked import unstack
+
+
+class Route(NamedTuple):
+    """Where one leaf goes, and why, in a few words."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    numbers: DimensionNumbers | None
+    why: str
+
+
+def dimension_numbers(
+    params: Any,
+    *,
+    rules: Rules = (),
+    attention: Literal["whole", "heads"] = "whole",
+) -> Any:
+    """Says of every leaf whether Muon takes it, and which of its axes are the matrix's rows and columns.
+
+    A weight that maps `reduction_axis` to `output_axis` is a matrix; every other axis is a batch of matrices:
+
+      - a dense kernel [in, out], an adapter's factor: one matrix;
+      - an attention's query, key and value [d, heads, size]: one matrix d × (heads·size), or with
+        `attention="heads"` a matrix per head; its output [heads, size, d]: one matrix in either case;
+      - a convolution [*window, in, out]: one matrix (window·in) × out;
+      - query, key and value in one kernel: three matrices, also of unequal sizes; experts: a matrix each; a scanned
+        stack: a matrix per layer.
+
+    Biases, scales, embeddings of tokens, patches and positions, output heads, state-space parameters, depthwise
+    convolutions, vectors and integers are None: they belong to Adam.
+
+    Whole matrices are the default, as in Moonlight, whose update RMS muonjax follows; a matrix per head is GLM-5's
+    "Muon Split".
+
+    Args:
+      params: A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
+        metadata boxes, an NNX module or its `nnx.State`, an Equinox module's arrays, Haliax's named arrays.
+        `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked where you can: its neighbours tell what a
+        leaf is.
+      rules: Pairs (regular expression, dimension numbers or None); the first match decides. The expression is
+        searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the
+        leaf's own axes.
+      attention: "whole" or "heads".
+
+    Returns:
+      The tree with `MuonDimensionNumbers`, `FusedDimensionNumbers` or None in place of the leaves; of an NNX module
+      its `nnx.Param`s.
+
+    Raises:
+      ValueError: A leaf that can't be decided, a rule that matches no leaf, another `attention`.
+      TypeError: A rule that gives an integer leaf to Muon.
+
+    Example:
+      >>> import jax
+      >>> leaf = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+      >>> dimension_numbers({"query": {"bias": leaf(12, 64), "kernel": leaf(768, 12, 64)}})
+      {'query': {'bias': None, 'kernel': MuonDimensionNumbers(reduction_axis=0, output_axis=(1, 2))}}
+
+    Sources: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982), whose published example gives
+    Muon every matrix but the embedding and the head; GLM-5 team, "GLM-5" (arXiv 2602.15763), on Muon Split; Zhang et
+    al. (arXiv 2605.08933) compare whole matrices, groups of heads and single heads; Jordan, "Muon" (2024), on
+    convolutions, and on query, key and value apart.
+    """
+    arrays = parameters_of(params)
+    return numbers_tree(*routes(arrays, rules=rules, attention=attention, layers=params))
+
+
+def numbers_tree(found: Sequence[Any], treedef: Any) -> Any:
+    """The tree of dimension numbers of what `routes` returns."""
+    numbers = [explained(r.numbers, r.why) if isinstance(r, Route) else r for r in found]
+    return jax.tree.unflatten(treedef, numbers)
+
+
+def decays(params: Any) -> Any:
+    """Which leaves weight decay is for: a tree of booleans, False for biases, scales and other vectors.
+
+    >>> import jax.numpy as jnp
+    >>> decays({"embedding": jnp.ones((9, 4)), "query": {"bias": jnp.ones((2, 4))}, "scale": jnp.ones(4)})
+    {'embedding': True, 'query': {'bias': False}, 'scale': False}
+    """
+    paths, leaves, treedef = flatten_with_names(params)
+    vectors = ("bias", "scale")
+    return treedef.unflatten(
+        leaf if is_masked(leaf) else role.name not in vectors and jnp.ndim(leaf) > 1
+        for role, leaf in zip(roles.read_roles(paths), leaves, strict=True)
+    )
+
+
+def routes(
+    params: Any,
+    *,
+    rules: Rules = (),
+    attention: str = "whole",
+    layers: Any = None,
+    call: str = "dimension_numbers",
+    warn: bool = True,
+) -> tuple[list[Route | optax.MaskedNode], Any]:
+    """The routes of all leaves in order, masked nodes among them, and the tree's structure.
+
+    Args:
+      params: As in `dimension_numbers`.
+      rules: As in `dimension_numbers`.
+      attention: As in `dimension_numbers`.
+      layers: The modules that `params` are of, where these are no tree of modules.
+      call: Whom `params` were given to, for messages about them.
+      warn: Whether to warn of what may be wrong.
+    """
+    if attention not in ("whole", "heads"):
+        raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
+    check_parameters(params, call, warn=warn)
+    paths, leaves, treedef = flatten_with_names(params)
+    ruled = apply_rules(["/".join(path) for path in paths], rules)
+    in_tables = tables(params)
+    axis_names = named_axes(params)
+    found: dict[tuple[str, ...], tuple[DimensionNumbers | None, str]] = {}
+    undecided: list[Parameter] = []
+    told: list[Parameter] = []  # by a rule, and still what leads to another layer, or comes after it
+    for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
+        name = "/".join(path)
+        if is_masked(leaf):
+            continue
+        shape, dtype = _shape_and_dtype(leaf)
+        if name in ruled:
+            leaf = jax.ShapeDtypeStruct(shape, "float32" if dtype == jax.dtypes.float0 else dtype or bool)
+            matrix_pieces({name: ruled[name]}, {name: leaf}, call="dimension_numbers(rules=...)")
+            found[path] = ruled[name], "rule"
+            if role.muon and len(shape) == 2:
+                told.append(Parameter(path, role, shape, (0, 1), shape))
+        elif dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            found[path] = None, "not a floating-point leaf"
+        elif path in axis_names:
+            found[path] = by_axis_names(path, role, axis_names[path], attention)
+        else:
+            role = roles.EMBEDDING if name in in_tables else role
+            undecided.append(Parameter(path, role, shape, tuple(range(len(shape))), shape))
+    parameters = unstack(undecided)
+    neighbors = Neighbors(parameters)
+    decided = {p.path: _decide(p, neighbors, attention) for p in parameters}
+    refused = [p for p in parameters if decided[p.path] is None]
+    if refused:
+        raise ValueError(undecided_message(refused, parameters, attention))
+    answers = {path: answer for path, answer in decided.items() if answer}
+    every = {path: numbers for path, (numbers, _) in answers.items()}
+    every |= {p.path: found[p.path][0] or MuonDimensionNumbers(0, 1) for p in told}
+    ends, chances = for_adam([*parameters, *told], every)
+    answers |= {path: (None, why) for path, why in ends.items() if path not in found}
+    chances = {path: said for path, said in chances.items() if path not in found}
+    if chances and warn:
+        warn_user(chances_message(chances, parameters))
+    special = unlike_their_names(params if layers is None else layers)
+    taken = ["/".join(path) for path, (numbers, _) in answers.items() if numbers]
+    if warn and (wrong := [path for path in taken if path in special]):
+        warn_user(settings_message(wrong))
+    found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}
+    return [
+        leaf if is_masked(leaf) else Route("/".join(path), *_shape_and_dtype(leaf), *found[path])
+        for path, leaf in zip(paths, leaves, strict=True)
+    ], treedef
+
+
+def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    # In a list of pairs (path, array) the path is a leaf too.
+    return ((), None) if isinstance(leaf, Key) else (jnp.shape(leaf), dtype_of(leaf))
+
+
+def _decide(p: Parameter, neighbors: Neighbors, attention: str) -> tuple[DimensionNumbers | None, str] | None:
+    """One leaf, as one layer sees it; None where nothing tells."""
+    role, rank, bias = p.role, len(p.shape), neighbors.bias(p)
+    long_axes = sum(size > 1 for size in p.shape)
+    if role in (roles.NORM, roles.TABLE) and bias and len(bias) < rank:
+        return None  # a matrix, or the table of a head that is tied
+    if role is roles.NORM and not bias and p.path[-1] == "kernel" and long_axes > 1:
+        return None
+    if not role.muon:
+        return None, role.name
+    if rank < 2:
+        return None, "vector" if rank else "scalar"
+    if why := patch_embedding(p):
+        return None, why
+    if long_axes <= 1:
+        return None, "vector"
+    numbers = None if p.stacked else matrices(p, neighbors, attention)
+    if numbers is None:
+        return None
+    sides = [math.prod(p.shape[i] for i in axes_of(axes)) for axes in numbers[:2]]
+    if 1 in sides:
+        return None, f"{role.name} with one {'row' if sides[0] == 1 else 'column'}"
+    return numbers, role.name + (", stacked" if math.prod(p.shape) < math.prod(p.leaf_shape) else "")
+
+
+def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> DimensionNumbers | None:
+    """Dimension numbers of one layer, written in the axes of the leaf."""
+    if numbers is None or axes == tuple(range(len(axes))):
+        return numbers
+    rows, columns = (one_or_several(tuple(axes[i] for i in axes_of(part))) for part in numbers[:2])
+    if isinstance(numbers, FusedDimensionNumbers):
+        return FusedDimensionNumbers(rows, columns, numbers.parts, axes[numbers.axis])
+    return MuonDimensionNumbers(rows, columns)

@@ -1,0 +1,148 @@
+"""Print which optimizer takes each leaf, as which matrices and why: one line per leaf."""
+
+import contextlib
+import math
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muonjax._common.nnx_models import parameters_of
+from muonjax._common.trees import dtype_of, flatten_with_names, is_masked, tree_of
+from muonjax._matrices.matrix_view import matrix_pieces, resolve_dimension_numbers
+from muonjax._names.dimension_numbers import Route, routes
+from muonjax._names.given import check_parameters
+
+_HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
+
+
+def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None = None) -> str:
+    """Says of every leaf which optimizer takes it, as how many matrices of which size, and why.
+
+    Args:
+      params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`; an NNX model's `nnx.Param`s.
+      dimension_numbers: what `muonjax.inspect` returned, whose reasons name lines of your code; the tree to show, a
+        prefix of it, or a function from `params` to it; None: the default routing, with its reasons.
+
+    Returns:
+      The table as text, as wide as the terminal where the names allow it, with parameter counts at its end, and with
+      what a program has and `params` lack.
+
+    Raises:
+      ValueError: a leaf can't be decided, or `dimension_numbers` does not fit `params`.
+
+    Example:
+      >>> import jax
+      >>> leaf = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+      >>> query = {"bias": leaf(4, 16), "kernel": leaf(64, 4, 16)}
+      >>> params = {"embed": {"embedding": leaf(256, 64)}, "query": query}
+      >>> print(tabulate(params))
+      leaf             shape    goes to  matrices  why
+      ───────────────  ───────  ───────  ────────  ───────────────
+      embed/embedding  256×64   Adam               embedding
+      query/bias       4×16     Adam               bias
+      query/kernel     64×4×16  Muon     64×64     attention query
+      ───────────────  ───────  ───────  ────────  ───────────────
+      Muon: 4,096 parameters (19.9 %), 1 matrix in 1 leaf
+      Adam: 16,448 parameters (80.1 %), 2 leaves
+      Every leaf is float32.
+    """
+    layers, params = params, parameters_of(params)
+    check_parameters(params, "tabulate", warn=False)
+    by_names = dimension_numbers is None
+    found, _ = routes(params, layers=layers) if by_names else _given(params, dimension_numbers)
+    leaves = [route for route in found if isinstance(route, Route)]
+    dtypes = sorted({str(route.dtype) for route in leaves})
+    rows = [_HEADER, *map(_row, leaves)]
+    if len(dtypes) == 1:  # a column that says the same in every line says it once, below
+        rows = [row[:2] + row[3:] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = max(20, shutil.get_terminal_size((100, 0)).columns - sum(widths[:-1]) - 2 * (len(widths) - 1))
+    rows = [(*row[:-1], _fit(row[-1], room)) for row in rows]
+    widths[-1] = max(len(row[-1]) for row in rows)
+
+    rule = "  ".join("─" * width for width in widths)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [lines[0], rule, *lines[1:], rule, *_totals(leaves)]
+    if len(dtypes) == 1:
+        lines.append(f"Every leaf is {dtypes[0]}.")
+    if skipped := getattr(dimension_numbers, "skipped", lambda params: "")(params):
+        lines.append(skipped)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _fit(reason: str, room: int) -> str:
+    """Shortens a long reason in its middle, for a line of code is at its end."""
+    half = (room - 1) // 2
+    return reason if len(reason) <= room else f"{reason[:half]}…{reason[half + 1 - room :]}"
+
+
+def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.MaskedNode], Any]:
+    """Routes by a tree of the caller's own."""
+    paths, leaves, treedef = flatten_with_names(params)
+    # Masked leaves too get an entry here, which is then ignored.
+    indices = jax.tree.unflatten(treedef, range(len(leaves)))
+    numbers = resolve_dimension_numbers(
+        lambda _: tree_of(dimension_numbers, params), indices, call="tabulate(params, dimension_numbers)"
+    )
+    reason = getattr(dimension_numbers, "why", None)  # a `Program` knows the line of the code
+    by_names = {} if reason else _reasons_for_adam(params)
+
+    def route(path: str, leaf: Any, number: Any) -> Route:
+        why = by_names.get(path, "given") if number is None else getattr(number, "why", "given")
+        return Route(path, jnp.shape(leaf), dtype_of(leaf), number, reason(path) if reason else why)
+
+    return [
+        leaf if is_masked(leaf) else route("/".join(path), leaf, number)
+        for path, leaf, number in zip(paths, leaves, numbers, strict=True)
+    ], treedef
+
+
+def _reasons_for_adam(params: Any) -> dict[str, str]:
+    """What names say about the leaves that are no matrices; nothing where they can't tell all of the tree."""
+    with contextlib.suppress(ValueError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {r.path: r.why for r in routes(params)[0] if isinstance(r, Route) and r.numbers is None}
+    return {}
+
+
+def _row(route: Route) -> tuple[str, ...]:
+    shape = "×".join(map(str, route.shape)) or "scalar"
+    found = _matrices(route)
+    matrices = " + ".join(
+        f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}" for (m, n), count in found.items()
+    )
+    return route.path, shape, str(route.dtype), "Muon" if found else "Adam", matrices, route.why
+
+
+def _matrices(route: Route) -> Counter[tuple[int, int]]:
+    """How many matrices of each size a leaf holds."""
+    found: Counter[tuple[int, int]] = Counter()
+    if route.numbers is not None:
+        leaf = {route.path: jax.ShapeDtypeStruct(route.shape, route.dtype)}
+        for piece in matrix_pieces({route.path: route.numbers}, leaf, call="tabulate"):
+            found[piece.view.fan_in, piece.view.fan_out] += piece.view.batch
+    return found
+
+
+def _totals(found: list[Route]) -> list[str]:
+    total, lines = max(1, sum(math.prod(route.shape) for route in found)), []
+    for optimizer in ("Muon", "Adam"):
+        mine = [route for route in found if (route.numbers is not None) == (optimizer == "Muon")]
+        size = sum(math.prod(route.shape) for route in mine)
+        matrices = sum(_matrices(route).total() for route in mine)
+        held = counted(len(mine), "leaf", "leaves")
+        held = f"{counted(matrices, 'matrix', 'matrices')} in {held}" if matrices else held
+        parameters = counted(size, "parameter", "parameters")
+        lines.append(f"{optimizer}: {parameters} ({100 * size / total:.1f} %), {held}")
+    return lines
+
+
+def counted(count: int, one: str, several: str) -> str:
+    """A count and its noun, "1 leaf" or "1,024 leaves"."""
+    return f"{count:,} {one if count == 1 else several}"

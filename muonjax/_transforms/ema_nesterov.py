@@ -1,0 +1,169 @@
+"""EMA-Nesterov: gradients are taken ahead of the weights, along the running mean of their changes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muonjax._clip.transform import QKClipState
+from muonjax._common.arguments import check_range, check_transformation
+from muonjax._common.linalg import at_least_float32, scaled
+from muonjax._common.trees import dtype_of, unboxed
+from muonjax._mesh.offload import leaf_by_leaf
+
+
+class EmaNesterovState(NamedTuple):
+    """State of `ema_nesterov`.
+
+    Attributes:
+      inner: The state of the transformation inside.
+      count: Updates so far, int32.
+      beta: How far the parameters of the training loop are ahead of the weights, in units of `ema`; a float.
+      ema: The mean of the changes of the weights, like the parameters, in float32 or wider.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax, optax
+      >>> state = muonjax.ema_nesterov(optax.sgd(0.1), 0.5).init({"w": jnp.ones((2, 2), jnp.bfloat16)})
+      >>> state.ema["w"].dtype, int(state.count)
+      (dtype('float32'), 0)
+    """
+
+    inner: Any
+    count: jax.Array
+    beta: jax.Array
+    ema: Any
+
+
+def ema_nesterov(
+    inner: optax.GradientTransformation, beta: optax.ScalarOrSchedule, *, decay: float = 0.99
+) -> optax.GradientTransformationExtraArgs:
+    r"""EMA-Nesterov around any optimizer: it steps from a point ahead of the weights, where the gradient was taken.
+
+    With weights θ, the mean m of their changes and a step A of `inner`,
+
+        y <- θ + beta m               what the model sees, and where its gradient is taken
+        θ' <- A(y)
+        m <- decay m + (1 - decay) (θ' - θ)
+
+    The parameters of the training loop are y. For evaluation and for a checkpoint of the model take
+    `ema_nesterov_params(state, params)`, which are θ; where `beta` is 0 both are the same. The state has one copy of
+    the parameters more than that of `inner`.
+
+    A clip has to see what the model sees, so it comes after:
+    `chain(ema_nesterov(muon(1e-3), beta), qk_clip(100.0, program))`. `optax.MultiSteps` goes around.
+
+    Args:
+      inner: Any transformation with learning rate and weight decay included, such as `muon(1e-3)`. In host memory,
+        others than muonjax's need `offload(inner)`.
+      beta: A number in [0, 1), or a schedule; at the step `t`, counted from 0, the gradient is taken at `beta(t)`. The
+        authors' record has 0.3 to 0.6 times the learning rate over its maximum, and 0 in the first tenth or so of the
+        steps and in the last quarter: with 3125 steps `jnp.where((500 <= t) & (t < 2400), 0.6 * rate(t) / top, 0.0)`.
+      decay: Of m, in [0, 1).
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose state is an `EmaNesterovState`.
+
+    Raises:
+      ValueError: `beta` or `decay` out of range; from `init`, a clip or `optax.MultiSteps` inside.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax, optax
+      >>> tx = muonjax.ema_nesterov(optax.sgd(1.0), 0.5, decay=0.0)
+      >>> params = {"w": jnp.zeros(())}
+      >>> updates, state = tx.update({"w": jnp.ones(())}, tx.init(params), params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> float(params["w"]), float(muonjax.ema_nesterov_params(state, params)["w"])
+      (-1.5, -1.0)
+
+    Source: Yau et al., "EMA-Nesterov", 2026 (arXiv:2605.25395); modded-nanogpt, track 3, records 39 and 40.
+    """
+    check_transformation("ema_nesterov(inner", inner)
+    why = ": m would grow by itself; 0.3 is usual."
+    check_range("ema_nesterov", "beta", beta, "in [0, 1)", why, schedule=True)
+    check_range("ema_nesterov", "decay", decay, "in [0, 1)", ": it is a mean's; 0.99 is usual.")
+    inner = optax.with_extra_args_support(inner)
+
+    def at(count: jax.Array) -> jax.Array:
+        return jnp.asarray(beta(count) if callable(beta) else beta, jnp.result_type(float))
+
+    def init(params: optax.Params) -> EmaNesterovState:
+        state = inner.init(params)
+        if _members(state, QKClipState):
+            raise ValueError(
+                "ema_nesterov(inner): a clip inside would clip the weights, and not what the model sees ahead of them; "
+                "put it after: optax.chain(muonjax.ema_nesterov(muonjax.muon(...), beta), muonjax.qk_clip(...))."
+            )
+        if _members(state, optax.MultiStepsState):
+            raise ValueError(
+                "ema_nesterov(inner): optax.MultiSteps inside would move the parameters between its steps; put it "
+                "around: optax.MultiSteps(muonjax.ema_nesterov(...), k)."
+            )
+        count = jnp.zeros([], jnp.int32)
+        ema = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params)
+        return EmaNesterovState(state, count, at(count), ema)
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+        updates, after = inner.update(updates, state.inner, params, **extra_args)
+
+        count = jnp.asarray(optax.safe_increment(state.count))
+        ahead = at(count)
+
+        def step(u: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+            u = jnp.asarray(u)  # a parameter may be a Python number
+            change = u.astype(m.dtype) + scaled(m, state.beta)  # from θ, which is beta m behind
+            ema = scaled(m, decay) + scaled(change, 1 - decay)
+            # From y to θ' is the update, and from θ' to the next y what it is ahead: no difference of weights is taken.
+            return (u.astype(m.dtype) + scaled(ema, ahead)).astype(u.dtype), ema
+
+        updates, ema = leaf_by_leaf(step, updates, state.ema)
+        return updates, EmaNesterovState(after, count, ahead, ema)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
+    """The weights θ behind the parameters y of the training loop: for evaluation, and to keep.
+
+    Args:
+      state: An optimizer's state with an `EmaNesterovState` in it, alone or in a chain at any depth.
+      params: The parameters of the training loop after the update that returned `state`.
+
+    Returns:
+      params - beta m, with the dtypes of `params`.
+
+    Raises:
+      ValueError: Not one `EmaNesterovState` in the state, or one of other parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"w": jnp.eye(4)}
+      >>> tx = muonjax.ema_nesterov(muonjax.muon(1e-3), 0.5)
+      >>> bool((muonjax.ema_nesterov_params(tx.init(params), params)["w"] == params["w"]).all())
+      True
+
+    Source: as `ema_nesterov`; compare `optax.contrib.schedule_free_eval_params`.
+    """
+    found = _members(state, EmaNesterovState)
+    if len(found) != 1:
+        raise ValueError(
+            f"ema_nesterov_params(state, params) needs the state of an optimizer with one ema_nesterov, and finds "
+            f"{len(found)}."
+        )
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
+    means = jax.tree.leaves(found[0].ema)
+    if [p.shape for p in leaves] != [m.shape for m in means]:
+        raise ValueError(
+            f"ema_nesterov_params(state, params): the state has {len(means)} arrays and params {len(leaves)}, or of "
+            "other shapes; give the parameters that the optimizer updates."
+        )
+    beta = unboxed(found[0].beta)
+    weights = [
+        (p.astype(m.dtype) - scaled(m, beta)).astype(p.dtype) for p, m in zip(leaves, means, strict=True)
+    ]
+    return treedef.unflatten(weights)
+
+
+def _members(state: Any, kind: type) -> list[Any]:
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]

@@ -1,0 +1,263 @@
+"""Momentum, as `optax.trace`, in a dtype that stays: also 8-bit integers, with a float32 scale for each block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muonjax._common.arguments import check_flag, check_range, given_dtype
+from muonjax._common.linalg import at_least_float32
+from muonjax._mesh.distribution import Distribution, check_distribution, even_sharding, spread_specs
+from muonjax._mesh.layout import size_of
+from muonjax._mesh.offload import leaf_by_leaf
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int8
+
+_LARGEST = 127
+_SMALLEST = 256 * float(jnp.finfo(jnp.float32).tiny)
+
+
+class Int8TraceState(NamedTuple):
+    """State of `trace(accumulator_dtype=jnp.int8)`: the momentum is `trace` times its block's `scale`.
+
+    Attributes:
+      trace: A tree like the parameters, of their shapes, int8.
+      scale: A tree like the parameters, float32; a parameter's last axis has an entry for each block instead. Blocks
+        are of one size, at most 128 and at least 64 where such a number divides the axis; otherwise there is one.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> state = muonjax.trace(0.95, accumulator_dtype=jnp.int8).init({"w": jnp.ones((6, 768))})
+      >>> state.trace["w"].shape, state.scale["w"].shape
+      ((6, 768), (6, 6))
+    """
+
+    trace: Any
+    scale: Any
+
+
+def trace(
+    decay: float,
+    nesterov: bool = False,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    distribution: Distribution | None = None,
+) -> optax.GradientTransformation:
+    r"""`optax.trace` whose state keeps its dtype, whatever that of the gradients; and int8 is one of them.
+
+        M <- decay M + G
+
+    In int8 a number takes a byte, and each block of up to 128 numbers along the last axis a float32 scale: 1.03 bytes a
+    parameter where that axis is a multiple of 128. M is read, updated and rounded again where the gradient is read. The
+    update is taken from M before it is rounded.
+
+    Args:
+      decay: In [0, 1).
+      nesterov: Return G + decay M instead of M.
+      accumulator_dtype: Of M; None is the parameter's. `muonjax.cast_momentum` converts a state.
+      distribution: As in `orthogonalize`; with it, or with explicit axis types, blocks that would cross a shard are
+        refused. They would need collectives.
+
+    Returns:
+      An `optax.GradientTransformation` whose state is `optax.TraceState`, or an `Int8TraceState`.
+
+    Raises:
+      TypeError: A decay that is no number; while tracing, a complex leaf for int8.
+      ValueError: A decay out of its range; while tracing, a block that would cross a shard, or a state in int8 for
+        another dtype or the reverse.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax, optax
+      >>> tx = optax.chain(muonjax.trace(0.95, True, jnp.int8), muonjax.orthogonalize(), optax.scale(-0.02))
+      >>> tx.init({"w": jnp.ones((64, 64))})[0].trace["w"].dtype
+      dtype('int8')
+
+    Source: `optax.trace`; linear 8-bit momentum for Muon: Gupta et al., 2025 (arXiv:2509.23106).
+    """
+    check_range("trace", "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
+    check_flag("trace", "nesterov", nesterov)
+    check_distribution(distribution, call="trace")
+    dtype = momentum_dtype("trace", "accumulator_dtype", accumulator_dtype)
+    int8 = dtype == jnp.int8
+    kind: Any = Int8TraceState if int8 else optax.TraceState
+
+    def wide_step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # In float32 at least: bfloat16 would round a decay of 0.999 to 1.
+        wide = at_least_float32(g.dtype, m.dtype)
+        g, m = g.astype(wide), m.astype(wide)
+        new = g + decay * m
+        return g + decay * new if nesterov else new, new
+
+    def step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ahead, new = wide_step(g, m)
+        return ahead.astype(jnp.promote_types(g.dtype, m.dtype)), new.astype(dtype or m.dtype)
+
+    def int8_step(g: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
+        ahead, new = wide_step(g, dequantize(values, scale))
+        return ahead.astype(g.dtype), *quantize(new)
+
+    def init(params: optax.Params) -> Any:
+        if not int8:
+            return optax.trace(decay, accumulator_dtype=dtype).init(params)
+        _check_blocks(params, distribution)
+        return _zeros(params)
+
+    def update(updates: optax.Updates, state: Any, params: Any = None):
+        del params
+        check_kind("trace", state, int8)
+        if int8:
+            _check_blocks(updates, distribution)
+        updates, *new = leaf_by_leaf(int8_step if int8 else step, updates, *state)
+        return updates, kind(*new)
+
+    return optax.GradientTransformation(init, update)
+
+
+def momentum_dtype(call: str, name: str, given: Any) -> Any:
+    """The dtype that an argument gives the momentum, None for the parameter's."""
+    if given is None:
+        return None
+    wanted = "a float type or jnp.int8, such as jnp.bfloat16"
+    return jax.dtypes.canonicalize_dtype(given_dtype(call, name, given, (jnp.inexact, jnp.int8), wanted))
+
+
+def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
+    """Raise for complex leaves, and for blocks that would cross a shard, as far as that is known."""
+    _check_real(tree, "trace(accumulator_dtype=jnp.int8)")
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if distribution is None:
+        shardings = [(own.mesh, own.spec) for own in (jax.typeof(leaf).sharding for _, leaf in leaves)]
+    else:
+        specs = spread_specs(distribution.param_specs, tree, call="trace")
+        shardings = [(distribution.mesh, spec) for spec in specs]
+    for (path, leaf), (mesh, spec) in zip(leaves, shardings, strict=True):
+        if leaf.ndim == 0:
+            continue
+        mesh_shape = dict(mesh.shape)
+        length, block = leaf.shape[-1], block_size(leaf.shape[-1])
+        shards = size_of(mesh_shape, even_sharding(leaf.shape, spec, mesh_shape)[-1])
+        if length // shards % block:
+            raise ValueError(
+                f"trace(accumulator_dtype=jnp.int8): the last axis of {jax.tree_util.keystr(path)} {leaf.shape} has "
+                f"blocks of {block}, and its {shards} shards have {length // shards} entries each, so that a block "
+                "would cross a shard. Shard another axis of it, or take jnp.bfloat16."
+            )
+
+
+def block_size(length: int) -> int:
+    """Of an axis of this length: its largest divisor from 64 to 128, so that no block is cut; else the whole axis."""
+    return next((size for size in range(min(length, 128), 63, -1) if length % size == 0), max(length, 1))
+
+
+def _in_blocks(x: jax.Array) -> jax.Array:
+    shape = x.shape or (1,)
+    return x.reshape(*shape[:-1], -1, block_size(shape[-1]))
+
+
+def quantize(x: Float[Array, "*leaf"]) -> tuple[Int8[Array, "*leaf"], Float32[Array, "*blocks"]]:
+    """The nearest integers in units of a 127th of each block's largest entry. NaN and inf make their block NaN."""
+    blocks = _in_blocks(x)
+    # The bits of |x| as an integer are in the order of |x|, with NaN above inf; a maximum of floats may ignore NaN.
+    bits = jax.lax.bitcast_convert_type(blocks.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
+    # Zeros are divided too: a branch would be one more kernel on a GPU.
+    scale = jnp.maximum(largest, _SMALLEST) / _LARGEST
+    return jnp.round(blocks / scale[..., None].astype(x.dtype)).astype(jnp.int8).reshape(x.shape), scale
+
+
+def dequantize(values: Int8[Array, "*leaf"], scale: Float32[Array, "*blocks"]) -> Float32[Array, "*leaf"]:
+    """The inverse of `quantize`, up to its rounding."""
+    return (_in_blocks(values).astype(jnp.float32) * scale[..., None]).reshape(values.shape)
+
+
+def _zeros(tree: Any) -> Int8TraceState:
+    """Momentum zero for a tree of parameters, sharded as they are."""
+    # Not `quantize` of zeros: XLA would reduce the constants while it compiles, for minutes.
+    values = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.int8), tree)
+    return Int8TraceState(
+        values, jax.tree.map(lambda v: jnp.zeros_like(_in_blocks(v)[..., 0], jnp.float32), values)
+    )
+
+
+def _quantize_tree(tree: Any) -> Int8TraceState:
+    """`quantize` of every leaf."""
+    leaves, treedef = jax.tree.flatten(tree)
+    pairs = [quantize(x.astype(at_least_float32(x.dtype))) for x in leaves]
+    return Int8TraceState(*(treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1)))
+
+
+def _is_trace(node: Any) -> bool:
+    return isinstance(node, (optax.TraceState, Int8TraceState))
+
+
+def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
+    """An optimizer's state with its momentum in another dtype: for a checkpoint that goes on under another `mu_dtype`.
+
+    Args:
+      state: With the states of `trace` or `optax.trace` in it, at any depth; all else stays as it is.
+      dtype: A float type, or `jnp.int8`.
+
+    Returns:
+      The state, as an optimizer with `mu_dtype=dtype` keeps it.
+
+    Raises:
+      ValueError: No momentum in the state.
+      TypeError: `dtype` is neither; or complex momentum for int8.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"w": jnp.eye(64)}
+      >>> tx = muonjax.muon(1e-3, mu_dtype=jnp.int8)
+      >>> restored = muonjax.muon(1e-3).init(params)
+      >>> updates, state = tx.update(params, muonjax.cast_momentum(restored, jnp.int8), params)
+    """
+    dtype = given_dtype("cast_momentum", "dtype", dtype, (jnp.inexact, jnp.int8), "a float type or jnp.int8")
+    nodes, treedef = jax.tree.flatten(state, is_leaf=_is_trace)
+    if not any(map(_is_trace, nodes)):
+        raise ValueError(
+            "cast_momentum(state) finds no momentum in this state; give that of muon or of a chain with trace."
+        )
+
+    def cast(node: Any) -> Any:
+        if not _is_trace(node):
+            return node
+        int8 = isinstance(node, Int8TraceState)
+        if dtype == jnp.int8:
+            if int8:
+                return node
+            _check_real(node.trace, "cast_momentum")
+            return _quantize_tree(node.trace)
+        wide = jax.tree.map(dequantize, node.trace, node.scale) if int8 else node.trace
+        return optax.TraceState(jax.tree.map(lambda m: m.astype(dtype), wide))
+
+    return treedef.unflatten(map(cast, nodes))
+
+
+def _check_real(tree: Any, call: str) -> None:
+    """Raise for complex leaves."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{call}: int8 momentum has no imaginary part, but the leaf {jax.tree_util.keystr(path)} is "
+                f"{leaf.dtype}; leave the momentum's dtype out."
+            )
+
+
+def has_int8(state: Any) -> bool | None:
+    """Whether the momentum in a state is in int8; None if there is none."""
+    found = [n for n in jax.tree.leaves(state, is_leaf=_is_trace) if _is_trace(n)]
+    return any(isinstance(node, Int8TraceState) for node in found) if found else None
+
+
+def check_kind(call: str, state: Any, wanted: bool | None) -> None:
+    """Raise where the momentum in a state is in int8 and should not be, or the reverse."""
+    found = has_int8(state)
+    if None not in (found, wanted) and found != wanted:
+        held, name = ("a float type", "jnp.int8") if wanted else ("int8", "jnp.float32")
+        raise ValueError(
+            f"{call}: this state has its momentum in {held}; state = muonjax.cast_momentum(state, {name}) converts it."
+        )

@@ -1,0 +1,240 @@
+"""Statistics of an optimizer's step, kept in its state: sizes of updates, weights and momentum, and orthogonality."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from muonjax._common.arguments import check_transformation, require_params, whole_number
+from muonjax._common.explicit_axes import is_explicit
+from muonjax._common.linalg import at_least_float32, dot, square_norm
+from muonjax._common.trees import is_masked, leaf_paths, names
+from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces
+from muonjax._names.dimension_numbers import dimension_numbers as route
+from muonjax._transforms.momentum import cast_momentum, has_int8
+from muonjax._transforms.orthogonalize import seen_matrices
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float32
+
+Groups = Callable[[str], str | None]
+
+STATISTICS = ("update_rms", "weight_rms", "update_to_weight", "momentum_norm", "orthogonality", "non_finite")
+
+
+class MonitorState(NamedTuple):
+    """State of `monitor`.
+
+    Attributes:
+      inner: The state of the transformation that is watched.
+      count: Steps so far, int32.
+      statistics: For each group of leaves a mapping from the names in `monitor` to float32 scalars; NaN until the first
+        step has been measured.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax, optax
+      >>> state = muonjax.monitor(optax.sgd(0.1), groups=lambda path: "all").init({"w": jnp.ones((2, 2))})
+      >>> list(state.statistics), int(state.count)
+      (['all'], 0)
+    """
+
+    inner: Any
+    count: jax.Array
+    statistics: dict[str, dict[str, jax.Array]]
+
+
+def monitor(
+    inner: optax.GradientTransformation,
+    *,
+    groups: Groups | None = None,
+    dimension_numbers: DimensionNumbersTree | None = None,
+    every_k: int = 10,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Keep statistics of each step of `inner` in its state; the updates are those of `inner`.
+
+    For each group of leaves
+
+    - `update_rms`, `weight_rms`: root mean square of the entries of what `inner` returns, and of the parameters;
+    - `update_to_weight`: the first over the second; 0 where both are 0;
+    - `momentum_norm`: Frobenius norm of the momentum (`optax.trace`'s, Adam's first moment), all leaves together;
+    - `orthogonality`: how far the updates are from multiples of orthogonal matrices, 0 at best and below 1: the least
+      ||c U U^T - I||_F / sqrt(m) over all numbers c, for U [m, n] with m <= n, as root mean square over the matrices.
+      With weight decay in the update, its share is in there too. 0 for a group without matrices;
+    - `non_finite`: the share of leaves whose gradient has a NaN or an infinity.
+
+    `muonjax.metrics(state)` makes one flat mapping of them for a logger.
+
+    Args:
+      inner: Any transformation, such as `muon(1e-3)`.
+      groups: From a leaf's path, "block_0/attention/query/kernel", to the name of its group, or None for no statistics.
+        None: "muon" for the matrices and "adam" for all other leaves.
+      dimension_numbers: Which leaves are matrices, and how, as in `orthogonalize`. None: those that `inner`
+        orthogonalizes, as it does; if it orthogonalizes none, as `muon` reads them off paths and shapes.
+      every_k: Measure at the first step and every `every_k` steps, >= 1; between, the last values stay.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose state is a `MonitorState`; `update` needs `params`.
+
+    Raises:
+      ValueError, TypeError: An argument of another type or out of its range; `update` gets no `params` or a state with
+        other groups, or nothing tells which leaves are matrices.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"dense": {"kernel": jnp.eye(4), "bias": jnp.zeros(4)}}
+      >>> tx = muonjax.monitor(muonjax.muon(1e-3, weight_decay=0.0))
+      >>> _, state = tx.update(params, tx.init(params), params)
+      >>> round(float(state.statistics["muon"]["update_rms"]), 4)
+      0.0002
+
+    Source: `optax.monitor`, for a member of a chain that measures its input.
+    """
+    check_transformation("monitor(inner", inner)
+    if not (groups is None or callable(groups)):
+        raise TypeError(
+            f"monitor(groups={groups!r}) must be a function from a leaf's path to its group's name."
+        )
+    every_k = whole_number("monitor", "every_k", every_k, 1, " of steps, at least 1.")
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> MonitorState:
+        members = _members(groups, params, _pieces(inner, dimension_numbers, params))
+        # A new array for each: a buffer that is in two places can't be donated.
+        statistics: Any = {g: {s: jnp.full((), jnp.nan, jnp.float32) for s in STATISTICS} for g in members}
+        if not jax.tree.leaves(params, is_leaf=is_masked):
+            # Optax's placeholder for the parameters has no groups; one array in the place of the dictionary tells it
+            # that no part of it is like a parameter.
+            statistics = jnp.zeros([])
+        return MonitorState(inner.init(params), jnp.zeros([], jnp.int32), statistics)
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+        require_params("monitor", params)
+        found, inner_state = inner.update(updates, state.inner, params, **extra_args)
+        pieces = _pieces(inner, dimension_numbers, params)
+        members = _members(groups, params, pieces)
+        if set(members) != set(state.statistics):
+            raise ValueError(
+                f"monitor: the state has the groups {sorted(state.statistics)}, these parameters {sorted(members)}; "
+                "start anew with init, or restore the state under the groups that it was made with."
+            )
+        # A checkpoint may have been restored in another dtype.
+        last = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), state.statistics)
+
+        measured = functools.partial(_measure, members, pieces, updates, found, inner_state, params)
+        statistics = jax.lax.cond(state.count % every_k == 0, measured, lambda: last)
+        return found, MonitorState(inner_state, jnp.asarray(optax.safe_increment(state.count)), statistics)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _pieces(
+    inner: optax.GradientTransformation, dimension_numbers: DimensionNumbersTree | None, params: Any
+) -> list[Piece]:
+    """The matrices among the parameters."""
+    if dimension_numbers is not None:
+        return matrix_pieces(dimension_numbers, params, call="monitor")
+    with seen_matrices() as seen:
+        jax.eval_shape(lambda params: inner.init(params), params)  # a new function: JAX would remember `init`
+    if seen:
+        paths = _paths(params)
+        return [piece._replace(leaf=paths[path]) for path, own in seen.items() for piece in own]
+    try:
+        return matrix_pieces(route, params, call="monitor")
+    except ValueError as error:
+        raise ValueError(f"{error} In monitor: dimension_numbers=, the same function.") from None
+
+
+def _paths(params: Any) -> dict[tuple[str, ...], int]:
+    """The index of each leaf by its path."""
+    return {path: i for i, path in enumerate(leaf_paths(params))}
+
+
+def _members(groups: Groups | None, params: Any, pieces: Sequence[Piece]) -> dict[str, list[int]]:
+    """Group to the indices of its leaves."""
+    matrices = {piece.leaf for piece in pieces}
+    members: dict[str, list[int]] = {}
+    for path, index in _paths(params).items():
+        label = ("muon" if index in matrices else "adam") if groups is None else groups("/".join(path))
+        if label is not None:
+            members.setdefault(label, []).append(index)
+    return members
+
+
+def _measure(
+    members: dict[str, list[int]],
+    pieces: Sequence[Piece],
+    gradients: Any,
+    updates: Any,
+    state: Any,
+    params: Any,
+) -> dict[str, dict[str, jax.Array]]:
+    momentum = _momentum(state, _paths(params))
+    gradients, updates, weights = (jax.tree.leaves(tree) for tree in (gradients, updates, params))
+
+    def of_group(indices: list[int]) -> dict[str, Any]:
+        size = sum(weights[i].size for i in indices)
+        update, weight = (_root([leaves[i] for i in indices], size) for leaves in (updates, weights))
+        deviations = [_deviation(p.take(updates), p.view) for p in pieces if p.leaf in indices]
+        non_finite = sum(jnp.any(~jnp.isfinite(gradients[i])).astype(jnp.float32) for i in indices)
+        values = (
+            update,
+            weight,
+            update / jnp.where((update == 0) & (weight == 0), 1, weight),
+            _root([m for i in indices for m in momentum.get(i, ())]),
+            jnp.sqrt(jnp.mean(jnp.concatenate(deviations))) if deviations else jnp.float32(0),
+            non_finite / len(indices),
+        )
+        return dict(zip(STATISTICS, values, strict=True))
+
+    return {group: of_group(indices) for group, indices in members.items()}
+
+
+def _momentum(state: Any, paths: dict[tuple[str, ...], int]) -> dict[int, list[jax.Array]]:
+    """First moments in an optimizer's state by the index of their parameter: what is under `trace` or `mu`."""
+    found: dict[int, list[jax.Array]] = {}
+    if has_int8(state):
+        state = cast_momentum(state, jnp.float32)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        for depth, key in enumerate(path):
+            if isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("trace", "mu"):
+                index = paths.get(names(path[depth + 1 :]))
+                if index is not None:
+                    found.setdefault(index, []).append(leaf)
+    return found
+
+
+def _root(arrays: Sequence[jax.Array], count: int = 1) -> Float32[Array, ""]:
+    """The root of the sum of squares over `count`, of entries of any size."""
+    sizes = [jnp.abs(x).astype(jnp.float32) for x in arrays]
+    largest = functools.reduce(jnp.maximum, map(jnp.max, sizes), jnp.float32(0))
+    scale = jnp.where((largest >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(largest), largest, 1)
+    return scale * jnp.sqrt(sum((jnp.sum((x / scale) ** 2) for x in sizes), jnp.float32(0)) / count)
+
+
+def _deviation(update: jax.Array, view: MatrixView) -> Float32[Array, " batch"]:
+    """The least ||c U U^T - I||_F^2 / m over c: 1 - tr(A)^2 / (m ||A||_F^2) with A = U U^T."""
+    of = functools.partial(_local_deviation, view=view)
+    if not is_explicit(update):
+        return of(update)
+    # XLA divides the products among the devices, as on a mesh with automatic axis types.
+    replicated = NamedSharding(jax.typeof(update).sharding.mesh, PartitionSpec())
+    in_auto_axes: Any = jax.sharding.auto_axes(of, out_sharding=replicated)
+    return in_auto_axes(update)
+
+
+def _local_deviation(update: jax.Array, *, view: MatrixView) -> Float32[Array, " batch"]:
+    u = view.to_matrices(update)
+    u = u.mT if u.shape[-2] > u.shape[-1] else u
+    u = u.astype(at_least_float32(u.dtype))
+    u = u / jnp.maximum(jnp.max(jnp.abs(u), (-2, -1), keepdims=True), jnp.finfo(jnp.float32).tiny)
+    gram = dot.with_adjoint(u, u)
+    trace = jnp.sum(jnp.abs(u) ** 2, (-2, -1))
+    fourth = square_norm(gram)[..., 0, 0] * gram.shape[-1]
+    share = trace**2 / jnp.where(fourth == 0, 1, fourth)
+    return jnp.where(fourth == 0, 0, jnp.maximum(1 - share, 0)).astype(jnp.float32)

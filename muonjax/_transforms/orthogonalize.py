@@ -1,0 +1,140 @@
+"""The Optax transformation `orthogonalize`: every matrix of the updates becomes nearly orthogonal."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import optax
+
+from muonjax._common.arguments import check_flag
+from muonjax._common.platform import Policy, policy_of
+from muonjax._common.trees import leaf_paths
+from muonjax._matrices.batching import Function, map_leaves
+from muonjax._matrices.matrix_view import DimensionNumbersTree, Piece, matrix_pieces, replace_pieces
+from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
+from muonjax._mesh.sharded_map import map_on_mesh
+from muonjax._newton_schulz.polar_factor import polar_function
+from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
+
+
+def orthogonalize(
+    *,
+    dimension_numbers: DimensionNumbersTree | None = None,
+    newton_schulz: NewtonSchulz | None = None,
+    adaptive: bool = False,
+    distribution: Distribution | None = None,
+) -> optax.GradientTransformation:
+    r"""Replace every matrix of the updates by its polar factor: U S V^H -> U V^H, nearly.
+
+    This is steepest descent in the spectral norm. Leaves of equal matrix shape share one compiled loop.
+
+    Args:
+      dimension_numbers: Which axes of a leaf are rows and columns: a tree of `MuonDimensionNumbers`, or a
+        prefix of one, or a function of the updates that returns one. All other axes are batch axes: each
+        index is a matrix of its own. None in the tree leaves that leaf as it is; None for the whole tree
+        says that every leaf is a plain [fan_in, fan_out] matrix.
+      newton_schulz: How; `NewtonSchulz()` if None.
+      adaptive: Multiply each matrix by its dual norm `<G, orthogonalize(G)>` (about the sum of its singular
+        values): steepest descent with its length, as derived. Each matrix of a stacked leaf has its own norm.
+      distribution: How the leaves are sharded over a mesh, so that each matrix is orthogonalized once and not on every
+        device. Needless on one device, and with explicit axis types, where the arrays themselves say it.
+
+    Returns:
+      A stateless `optax.GradientTransformation`.
+
+    Raises:
+      ValueError, TypeError: While tracing: a leaf with fewer than two axes, axes that overlap or are out of
+        range, an empty or an integer leaf, dimension numbers that do not fit the tree.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> tx = muonjax.orthogonalize(newton_schulz=muonjax.NewtonSchulz.accurate())
+      >>> updates, _ = tx.update({"w": 3e-5 * jnp.eye(4)}, tx.init(None))
+      >>> bool(jnp.allclose(updates["w"], jnp.eye(4), atol=1e-5))
+      True
+
+    Source: Jordan et al., "Muon", 2024; Bernstein & Newhouse, "Old optimizer, new norm", 2024, for
+    `adaptive`.
+    """
+    settings = settings_of(newton_schulz, "orthogonalize")
+    check_flag("orthogonalize", "adaptive", adaptive)
+    check_distribution(distribution, call="orthogonalize")
+
+    def init(params: optax.Params) -> optax.OptState:
+        _show_matrices(params, lambda: matrix_pieces(dimension_numbers, params, call="orthogonalize"))
+        return optax.EmptyState()
+
+    def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
+        del params
+        updates = map_matrices(
+            lambda policy: polar_function(settings, policy, adaptive=adaptive),
+            updates,
+            dimension_numbers,
+            distribution,
+            call="orthogonalize",
+            exchanged=lambda x, policy: policy.exchange_dtype(x.dtype, settings.compute_dtype),
+        )
+        return updates, state
+
+    return optax.GradientTransformation(init, update)
+
+
+def map_matrices(
+    function: Callable[[Policy], Function],
+    tree: Any,
+    dimension_numbers: DimensionNumbersTree | None,
+    distribution: Distribution | None,
+    *,
+    call: str,
+    exchanged: Callable[[jax.Array, Policy], Any] = lambda x, policy: x.dtype,
+) -> Any:
+    """A function of each matrix of a tree: equal shapes share a loop, and on a mesh each matrix has one owner.
+
+    Args:
+      function: From the policy to f, with f(x.mT) = f(x).mT.
+      tree: The leaves; those without dimension numbers stay.
+      dimension_numbers: As in `orthogonalize`.
+      distribution: As in `orthogonalize`.
+      call: The public function, for errors.
+      exchanged: Dtype in which a mesh exchanges a leaf.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    pieces = matrix_pieces(dimension_numbers, tree, call=call)
+    views, inputs = [p.view for p in pieces], [p.take(leaves) for p in pieces]
+    on_mesh = find_mesh(distribution, tree, [p.leaf for p in pieces], call=call)
+    mesh = None if distribution is None else distribution.mesh
+    policy = policy_of(*(leaves[p.leaf] for p in pieces), mesh=mesh)
+    f = function(policy)
+    if on_mesh is None:
+        results = map_leaves(f, inputs, views, policy)
+    else:
+        dtypes = [exchanged(x, policy) for x in inputs]
+        results = map_on_mesh(on_mesh, f, inputs, views, dtypes, policy, call=call)
+    return jax.tree.unflatten(treedef, replace_pieces(leaves, pieces, results))
+
+
+# `monitor` asks which leaves are taken as which matrices, through every wrapper of Optax around `orthogonalize`.
+Seen = dict[tuple[str, ...], list[Piece]]
+_seen: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("muonjax_seen_matrices", default=None)
+
+
+@contextlib.contextmanager
+def seen_matrices() -> Iterator[Seen]:
+    """The pieces of each leaf, by its path, of every `_show_matrices` that is called inside."""
+    found: Seen = {}
+    token = _seen.set(found)
+    try:
+        yield found
+    finally:
+        _seen.reset(token)
+
+
+def _show_matrices(tree: Any, pieces: Callable[[], list[Piece]]) -> None:
+    """Show the pieces of `tree` to whoever is looking; they are not computed for nobody."""
+    seen = _seen.get()
+    if seen is not None:
+        paths = leaf_paths(tree)
+        for piece in pieces():
+            seen.setdefault(paths[piece.leaf], []).append(piece)

@@ -1,0 +1,140 @@
+"""The product with an adapted kernel, x · (W + ΔW), whose derivative keeps the factors of ΔW and no large matrix.
+
+ΔW = scale · (w1a·w1b) ∘ (w2a·w2b) has rank up to r² from four thin factors. Its derivative needs both products,
+and the derivative of x · (W + ΔW) needs the sum; each is as large as W. `multiply` computes them again instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from muonjax._common.linalg import at_least_float32
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+def hadamard_linear(
+    x: Float[Array, "*tokens m"],
+    w: Float[Array, "m n"],
+    w1a: Float[Array, "m r"],
+    w1b: Float[Array, "r n"],
+    w2a: Float[Array, "m r"],
+    w2b: Float[Array, "r n"],
+    *,
+    scale: Float[Array, ""] | float = 1.0,
+    precision: lax.PrecisionLike = None,
+) -> Float[Array, "*tokens n"]:
+    """A linear map with a low-rank Hadamard adapter:
+
+        y = x · (W + ΔW),  ΔW = scale · (w1a · w1b) ∘ (w2a · w2b)
+
+    The derivative keeps the arguments alone: W + ΔW and the two products are computed again in the backward pass.
+    Forward mode, reverse mode, `vmap`, `shard_map` and higher orders work.
+
+    Args:
+      x: Tokens, [..., m].
+      w: The weight, [m, n], usually frozen: its gradient would be an m × n matrix.
+      w1a: The first pair's left factor, [m, r].
+      w1b: Its right factor, [r, n].
+      w2a: The second pair's left factor, [m, r].
+      w2b: Its right factor, [r, n].
+      scale: Usually alpha / r; differentiable.
+      precision: The precision of the products, as in `jax.lax.dot_general`.
+
+    Returns:
+      [..., n].
+
+    Raises:
+      ValueError: If a shape does not fit, or the factors are not floating point.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> a, b = jnp.ones((2, 1)), jnp.array([[1.0, 2.0, 3.0]])
+      >>> hadamard_linear(jnp.ones((1, 2)), jnp.ones((2, 3)), a, b, a, b)
+      Array([[ 4., 10., 20.]], dtype=float32)
+
+    Source: Hyeon-Woo et al., "FedPara: Low-Rank Hadamard Product for Communication-Efficient Federated
+    Learning" (2022), proposition 1; Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning
+    to Model Evaluation" (2024), as LoHa.
+    """
+    factors = (w1a, w1b, w2a, w2b)
+    _check(x, w, factors)
+    # The product has the precision of x and w: a layer in half precision may hold its factors in float32.
+    dtype, result = common_dtype(x, w), common_dtype(x, w, *factors)
+
+    def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.matmul(x, w, precision=precision, preferred_element_type=result)
+
+    return multiply(matmul, x.astype(dtype), w.astype(dtype), factors, scale, precision)
+
+
+def multiply(
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    x: jax.Array,
+    kernel: jax.Array,
+    factors: Sequence[jax.Array],
+    scale: jax.Array | float,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """`product(x, kernel + ΔW)`, a dense layer's or a convolution's; the derivative keeps x, kernel and factors.
+
+    ΔW depends neither on x nor on a cotangent, so the compiler may compute it for every layer before the first layer
+    runs. The barrier here lets it begin when x is known, and that of `jax.checkpoint` when the cotangent is.
+    """
+
+    @jax.checkpoint
+    def call(x: jax.Array, kernel: jax.Array, factors: Any, scale: Any) -> jax.Array:
+        x, factors = lax.optimization_barrier((x, factors))
+        return product(x, adapted_kernel(kernel, factors, scale, precision))
+
+    return call(x, kernel, factors, scale)
+
+
+def adapted_kernel(
+    kernel: Float[Array, "*kernel"],
+    factors: Sequence[jax.Array],
+    scale: jax.Array | float,
+    precision: lax.PrecisionLike = None,
+) -> Float[Array, "*kernel"]:
+    """kernel + ΔW in the kernel's shape and dtype, computed in float32 at least and rounded once."""
+    w1a, w1b, w2a, w2b = factors
+    dtype = at_least_float32(common_dtype(kernel, *factors))
+    first, second = (
+        jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
+        for a, b in ((w1a, w1b), (w2a, w2b))
+    )
+    delta = jnp.asarray(scale).astype(dtype) * first * second
+    return (kernel.astype(dtype) + delta.reshape(kernel.shape)).astype(kernel.dtype)
+
+
+def common_dtype(*arrays: jax.Array) -> jnp.dtype:
+    """The dtype that the arrays promote to, whatever `jax_numpy_dtype_promotion` says.
+
+    A layer in half precision may hold its factors in float32, so promotion is part of what these functions do.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*arrays)
+
+
+def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
+    """Raises ValueError unless x, w and the factors fit each other."""
+    w1a, w1b, w2a, w2b = (factor.shape for factor in factors)
+    if not len(w1a) == len(w1b) == 2 or (w2a, w2b) != (w1a, w1b) or w1a[1] != w1b[0] or 0 in w1a + w1b:
+        raise ValueError(
+            f"hadamard_linear needs w1a and w2a [m, r], w1b and w2b [r, n], none of them empty, got {w1a}, {w1b}, "
+            f"{w2a}, {w2b}; are w1a and w1b exchanged? Use jax.vmap for a stack."
+        )
+    if not jnp.issubdtype(common_dtype(*factors), jnp.floating):
+        raise ValueError(f"hadamard_linear needs floating-point factors, got {common_dtype(*factors)}.")
+    m, n = w1a[0], w1b[1]
+    if w.shape != (m, n) or x.shape[-1:] != (m,):
+        raise ValueError(
+            f"hadamard_linear(x, w, …) of factors that make {m, n} needs x [..., {m}] and w {m, n}, got {x.shape} and "
+            f"{w.shape}."
+        )

@@ -1,0 +1,117 @@
+"""Statistics that are NaN or infinite hide no head that is too hot, wherever several of them become one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+
+import muonjax
+from muonjax._clip.largest import larger, largest
+
+pytestmark = pytest.mark.nan
+PARAMS = {"a": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}
+ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
+BAD = [np.nan, np.inf, -np.inf]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("make", [muonjax.muonclip, muonjax.adamclip])
+def test_one_micro_batch(make, first, bad):
+    tx = make(0.0, muonjax.mha_site(), threshold=100.0, every_k=2)
+    state, update = tx.init(PARAMS), jax.jit(tx.update)
+    statistics = [[bad, 400.0], [400.0, 50.0]]
+    for maxima in statistics if first else statistics[::-1]:
+        _, state = update(ZEROS, state, PARAMS, max_logits={"a": jnp.array(maxima)})
+    np.testing.assert_array_equal(state[-1].maxima["a"], [400.0, 400.0])
+    np.testing.assert_array_equal(state[-1].factors["a"], [0.25, 0.25])
+    assert muonjax.metrics(state)["qk_clip/largest"] == 400.0
+
+
+def test_a_head_that_was_never_finite():
+    """It is not clipped, and the log shows it."""
+    tx = muonjax.qk_clip(100.0, muonjax.mha_site(), every_k=3)
+    state, update = tx.init(PARAMS), jax.jit(tx.update)
+    for maxima in ([-np.inf, -np.inf], [np.nan, np.inf], [-np.inf, -np.inf]):
+        updates, state = update(ZEROS, state, PARAMS, max_logits={"a": jnp.array(maxima)})
+    np.testing.assert_array_equal(state.maxima["a"], [np.nan, np.inf])
+    np.testing.assert_array_equal(state.factors["a"], 1.0)
+    jax.tree.map(np.testing.assert_array_equal, updates, ZEROS)
+    assert np.isnan(muonjax.metrics(state)["qk_clip/largest"])
+    _, state = update(ZEROS, state, PARAMS, max_logits={"a": jnp.zeros(2)})
+    np.testing.assert_array_equal(state.running_max["a"], 0.0)  # anew
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_one_call_or_example(bad, dtype):
+    calls = jnp.array([[bad, 50.0], [400.0, bad], [50.0, 50.0]], dtype)
+    expected = muonjax.apply_qk_clip(PARAMS, {"a": jnp.array([400.0, 50.0])}, muonjax.mha_site())
+    got = jax.jit(lambda s: muonjax.apply_qk_clip(PARAMS, {"a": s}, muonjax.mha_site()))(calls)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_signals(bad):
+    scale = muonjax.Scale(path="kernel", rank=2)
+    site = muonjax.Site(path="head", scales=(scale,), signal="max_output")
+    tx = muonjax.signal_clip(muonjax.SignalRule(site, threshold=10.0), every_k=2)
+    params = {"head": {"kernel": jnp.ones((4, 2))}}
+    state = tx.init(params)
+    for signal in ([20.0, bad], [bad, 40.0]):
+        _, state = jax.jit(tx.update)(params, state, params, signals={"head": jnp.array(signal)})
+    np.testing.assert_array_equal(state.factors["head"], [0.5, 0.25])
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_one_device(bad):
+    """Under `shard_map` and `pmap`; the other devices' statistics count."""
+    tx = muonjax.qk_clip(100.0, muonjax.mha_site(), axis_name="data")
+
+    def factors(maxima):
+        return tx.update(ZEROS, tx.init(PARAMS), PARAMS, max_logits={"a": maxima})[1].factors["a"]
+
+    maxima = jnp.array([[bad, 50.0], [400.0, bad], [200.0, bad]])
+    found = jax.jit(jax.vmap(factors, axis_name="data"))(maxima)
+    np.testing.assert_array_equal(found, [[0.25, 1.0]] * 3)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    alone = jax.jit(jax.shard_map(lambda m: factors(m[0]), mesh=mesh, in_specs=P("data"), out_specs=P()))
+    np.testing.assert_array_equal(alone(maxima[1:2]), [0.25, 1.0])
+
+
+X = jax.random.normal(jax.random.key(0), (2, 5, 8))
+
+
+def test_one_call_of_a_module():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            attention = nn.MultiHeadDotProductAttention(2, name="attention")
+            return (attention(x) + attention(x * jnp.nan) + attention(x)).sum()
+
+    model = Twice()
+    variables = model.init(jax.random.key(0), X)
+    (_, max_logits), _ = jax.jit(muonjax.value_and_grad(lambda v: model.apply(v, X)))(variables)
+    assert np.isfinite(max_logits["params/attention"]).all()
+
+
+def test_the_larger_of_two():
+    values = np.array([np.nan, np.inf, -np.inf, -3.0, 0.0, 7.0])
+    for a in values:
+        for b in values:
+            finite = [x for x in (a, b) if np.isfinite(x)]
+            want = max(finite) if finite else np.maximum(a, b)
+            np.testing.assert_array_equal(larger(jnp.float32(a), jnp.float32(b)), want)
+            np.testing.assert_array_equal(largest(jnp.array([a, b], jnp.float32), (0,)), want)
+
+
+def test_a_restored_state_with_nan():
+    """From a version that let NaN stay in the running maximum."""
+    tx = optax.chain(muonjax.qk_clip(100.0, muonjax.mha_site(), every_k=2))
+    (state,) = tx.init(PARAMS)
+    state = state._replace(count=jnp.ones((), jnp.int32), running_max={"a": jnp.full(2, jnp.nan)})
+    _, (state,) = tx.update(ZEROS, (state,), PARAMS, max_logits={"a": jnp.array([400.0, 50.0])})
+    np.testing.assert_array_equal(state.factors["a"], [0.25, 1.0])

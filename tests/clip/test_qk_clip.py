@@ -1,0 +1,633 @@
+"""QK-Clip: exact for every attention, no change to heads below the threshold, and none of the bugs of others."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import muonjax
+from muonjax._clip.factors import clip_factor
+from tests.clip.attentions import (
+    ATTENTIONS,
+    EXACT,
+    X,
+    latent,
+    multi_head,
+    normal,
+    projected,
+    zero_update,
+)
+from tests.tools.tiers import quick, thorough
+
+# At learning rate zero.
+
+
+@pytest.mark.rounding
+@quick("multi-head with biases-query", "multi-query with RoPE-balanced", "fused, heads first-query")
+@pytest.mark.parametrize(
+    ("kind", "shared_keys"),
+    [(kind, "query") for kind in ATTENTIONS]
+    + [(kind, rule) for kind in ATTENTIONS if "RoPE" in kind for rule in ("balanced", "group")],
+)
+def test_one_clip_is_exact(kind, shared_keys):
+    params, maxima, site = ATTENTIONS[kind]()
+    before = np.asarray(maxima(params))
+    threshold = float(np.median(before))
+    tx = muonjax.qk_clip(threshold, site, shared_keys=shared_keys)
+    clipped, state = zero_update(tx, params, {"max_logits": before})
+    after = np.asarray(maxima(clipped))
+    hot = before > threshold
+    assert 0 < hot.sum() < hot.size or hot.size == 1
+    assert (after <= threshold * EXACT).all()
+    if shared_keys != "group":
+        np.testing.assert_allclose(after, np.minimum(before, threshold), rtol=3e-6)
+    assert int(state.num_clipped) == hot.sum()
+    np.testing.assert_allclose(state.factors[""], np.where(hot, threshold / before, 1), rtol=1e-6)
+    apply = functools.partial(muonjax.apply_qk_clip, sites=site, threshold=threshold, shared_keys=shared_keys)
+    direct = jax.jit(apply)(params, {"max_logits": before})
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), direct, clipped)
+
+
+@pytest.mark.parametrize("shared_keys", ["query", "balanced", "group"])
+def test_group_heads_that_share_a_key(shared_keys):
+    """Only "query" leaves the calm heads of a hot head's group as they were."""
+    params, maxima, site = multi_head(4, 2)
+    clipped = muonjax.apply_qk_clip(
+        params, {"max_logits": jnp.asarray([400.0, 1.0, 1.0, 1.0])}, site, 100.0, shared_keys=shared_keys
+    )
+    before, after = maxima(params), maxima(clipped)
+    want = [0.25, 0.25 if shared_keys == "group" else 1, 1, 1]
+    np.testing.assert_allclose(after / before, want, rtol=1e-5)
+    same = [(clipped[n]["kernel"] == params[n]["kernel"]).all((0, 2)).tolist() for n in ("query", "key")]
+    assert same[0] == [False, shared_keys == "query", True, True]
+    assert same[1] == [shared_keys == "query", True]
+
+
+def test_heads_below_the_threshold_are_bit_identical_to_muon_alone():
+    params, maxima, site = multi_head()
+    grads = jax.tree.map(lambda p: normal(*p.shape, seed=5), params)
+    before = maxima(params)
+    threshold = float(np.median(before))
+    calm = np.asarray(before) <= threshold
+
+    def same(got, expected):
+        for name in ("query", "key"):
+            for leaf in ("kernel", "bias"):
+                np.testing.assert_array_equal(
+                    got[name][leaf][..., calm, :], expected[name][leaf][..., calm, :]
+                )
+                assert (got[name][leaf][..., ~calm, :] != expected[name][leaf][..., ~calm, :]).any()
+        np.testing.assert_array_equal(got["value"]["kernel"], expected["value"]["kernel"])
+
+    # Muon's own program, then the clip's.
+    muon, clip = muonjax.muon(0.01), muonjax.qk_clip(threshold, site)
+    alone, _ = jax.jit(muon.update)(grads, muon.init(params), params)
+    same(jax.jit(clip.update)(alone, clip.init(params), params, max_logits={"max_logits": before})[0], alone)
+    # One program for both, which XLA may round otherwise than Muon's: with and without a hot head.
+    both = muonjax.muonclip(0.01, [site], threshold=threshold)
+    update = jax.jit(both.update)
+    cold, _ = update(grads, both.init(params), params, max_logits={"max_logits": jnp.zeros(4)})
+    same(update(grads, both.init(params), params, max_logits={"max_logits": before})[0], cold)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-8), cold, alone)
+
+
+@pytest.mark.rounding
+@pytest.mark.thorough
+def test_ten_steps_leave_the_weights_of_calm_heads_bit_identical_to_muon_alone():
+    """Each optimizer in one program with `apply_updates`, as people train: weights, momentum and all."""
+    params, maxima, site = multi_head()
+    before = maxima(params)
+    threshold = float(np.median(before))
+    calm = np.asarray(before) <= threshold
+
+    def trained(tx):
+        @jax.jit
+        def step(params, state, grads, largest):
+            updates, state = tx.update(grads, state, params, max_logits=largest)
+            return optax.apply_updates(params, updates), state
+
+        p, state = params, tx.init(params)
+        for i in range(10):
+            grads = jax.tree.map(lambda p: normal(*p.shape, seed=i), params)  # noqa: B023
+            largest = {"max_logits": jnp.where(calm, threshold, (1 + i) * threshold)}
+            p, state = step(p, state, grads, largest)
+        return p
+
+    alone, clipped = trained(muonjax.muon(0.01)), trained(muonjax.muonclip(0.01, [site], threshold=threshold))
+    for name in ("query", "key"):
+        for leaf in ("kernel", "bias"):
+            a, b = (np.asarray(tree[name][leaf]) for tree in (alone, clipped))
+            np.testing.assert_array_equal(a[..., calm, :], b[..., calm, :])
+            assert (a[..., ~calm, :] != b[..., ~calm, :]).any()
+    jax.tree.map(np.testing.assert_array_equal, alone["value"], clipped["value"])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_clipped_parameters_keep_their_dtype(dtype):
+    params = {n: {"kernel": jnp.ones((3, 2, 2), dtype)} for n in ("query", "key")}
+    clipped = muonjax.apply_qk_clip(params, {"max_logits": jnp.array([400.0, 50.0])}, muonjax.mha_site())
+    for leaf in jax.tree.leaves(clipped):
+        assert leaf.dtype == dtype
+        np.testing.assert_array_equal(leaf[:, 0], 0.5)
+        np.testing.assert_array_equal(leaf[:, 1], 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_updates_of_calm_heads_pass_bit_by_bit(dtype):
+    """Also −0, which f·u + (f − 1)·p would turn into 0, and beside infinite weights, which would give NaN."""
+    params = {n: {"kernel": jnp.full((3, 2, 2), jnp.inf, dtype)} for n in ("query", "key")}
+    u = jnp.asarray([-0.0, 1e-7, -3.0], dtype)[:, None, None] * jnp.ones((3, 2, 2), dtype)
+    tx = muonjax.qk_clip(100.0, muonjax.mha_site())
+    low = pytest.warns(UserWarning, match="rounds away") if dtype != jnp.float32 else contextlib.nullcontext()
+    with low:
+        state = tx.init(params)
+    updates = {n: {"kernel": u} for n in params}
+    got, _ = jax.jit(tx.update)(updates, state, params, max_logits={"max_logits": jnp.asarray([1.0, 100.0])})
+    for name in params:
+        assert got[name]["kernel"].dtype == dtype
+        assert np.asarray(got[name]["kernel"]).tobytes() == np.asarray(u).tobytes()
+
+
+def test_half_precision_updates_of_float32_weights_keep_the_bound():
+    params, maxima, site = multi_head()
+    before = maxima(params)
+    tx = muonjax.qk_clip(5.0, site)
+    updates = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
+    updates, _ = tx.update(updates, tx.init(params), params, max_logits={"max_logits": before})
+    np.testing.assert_allclose(maxima(optax.apply_updates(params, updates)), 5.0, rtol=3e-6)
+
+
+def test_far_above_the_threshold_the_old_weights_round_and_the_next_step_mends_it():
+    """An update is added: p + (f − 1)·p is off by the rounding of p, large compared with a tiny f·p."""
+    params, maxima, site = latent(True, "i h d")
+    before = maxima(params)
+    threshold = float(before.min()) / 1000
+    tx = muonjax.qk_clip(threshold, site)
+    once, _ = zero_update(tx, params, {"max_logits": before})
+    assert maxima(once).max() <= threshold * (1 + 1e-3)
+    twice, _ = zero_update(tx, once, {"max_logits": maxima(once)})
+    assert maxima(twice).max() <= threshold * EXACT
+    direct = muonjax.apply_qk_clip(params, {"max_logits": before}, site, threshold)  # multiplies
+    np.testing.assert_allclose(maxima(direct), threshold, rtol=3e-6)
+
+
+# The bugs of others, one test each.
+
+
+@pytest.mark.nan
+@pytest.mark.parametrize("bad", [-5.0, 0.0, -np.inf, np.inf, np.nan])
+def test_a_negative_maximum_gives_no_nan(bad):
+    """√(τ/S) of a negative maximum made NaN weights. γ is exactly 1 wherever S says nothing."""
+    np.testing.assert_array_equal(clip_factor(jnp.asarray([bad, 200.0, 100.0]), 100.0), [1.0, 0.5, 1.0])
+    params, _, site = multi_head()
+    clipped, state = zero_update(muonjax.qk_clip(100.0, site), params, {"max_logits": jnp.full(4, bad)})
+    jax.tree.map(np.testing.assert_array_equal, clipped, params)
+    assert int(state.num_clipped) == 0
+
+
+@pytest.mark.parametrize("scan_axis", [0, 1])
+def test_one_hot_head_does_not_clip_that_head_in_every_scanned_layer(scan_axis):
+    params, _, _ = multi_head()
+    params = jax.tree.map(lambda p: jnp.stack([p] * 3, scan_axis), params)
+    maxima = jnp.ones((3, 4)).at[1, 2].set(400.0)
+    clipped = muonjax.apply_qk_clip(
+        params, {"max_logits": maxima}, muonjax.mha_site(scan_axis=scan_axis), 100.0
+    )
+    for leaf in ("kernel", "bias"):
+        ratio = np.moveaxis(np.asarray(clipped["query"][leaf] / params["query"][leaf]), scan_axis, 0)
+        ratio = ratio if leaf == "bias" else ratio[:, 0]
+        np.testing.assert_allclose(ratio[..., 0], np.where(maxima > 100, 0.5, 1.0), rtol=1e-6)
+
+
+def test_accumulation_takes_the_maximum_of_maxima_not_their_sum():
+    params, _, site = multi_head()
+    tx = muonjax.qk_clip(100.0, site, every_k=3)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for i, hot in enumerate((60.0, 200.0, 50.0)):
+        maxima = jnp.asarray([hot, 60.0, 60.0, 60.0])
+        updates, state = update(
+            jax.tree.map(jnp.ones_like, params), state, params, max_logits={"max_logits": maxima}
+        )
+        moved = np.asarray(updates["query"]["kernel"] != 1)
+        assert moved[:, 0].any() == (i == 2)
+        assert not moved[:, 1:].any()
+        assert int(state.num_clipped) == (i == 2)
+    np.testing.assert_array_equal(state.running_max[""], -np.inf)
+    _, state = update(params, state, params, max_logits={"max_logits": jnp.full(4, 300.0)})
+    # Between two clips the state shows the last one.
+    np.testing.assert_array_equal(state.maxima[""], [200.0, 60.0, 60.0, 60.0])
+    np.testing.assert_array_equal(state.factors[""], [0.5, 1.0, 1.0, 1.0])
+    np.testing.assert_array_equal(state.running_max[""], 300.0)
+    assert (int(state.count), int(state.num_clipped), int(state.total_clipped)) == (4, 1, 1)
+
+
+def test_a_path_that_matches_nothing_does_not_silently_clip_nothing():
+    params, _, _ = multi_head()
+    with pytest.raises(ValueError, match="matches no module"):
+        muonjax.qk_clip(100.0, muonjax.mha_site("decoder/.*")).init(params)
+
+
+def test_biases_are_scaled_with_their_kernels():
+    params, maxima, site = multi_head()
+    clipped = muonjax.apply_qk_clip(params, {"max_logits": maxima(params)}, site, 5.0)
+    np.testing.assert_allclose(maxima(clipped), 5.0, rtol=3e-6)
+    for name in ("query", "key"):
+        clipped[name]["bias"] = params[name]["bias"]
+    assert maxima(clipped).max() > 5.5
+
+
+def test_the_square_root_on_a_rotary_query_misses_the_bound():
+    """Its counterpart is a key that all heads share and nobody scales."""
+    params, maxima, site = latent(True, "i h d")
+    before = {"max_logits": maxima(params)}
+    np.testing.assert_allclose(maxima(muonjax.apply_qk_clip(params, before, site, 5.0)), 5.0, rtol=3e-6)
+    kernels = [scale for scale in site.scales if not scale.optional and scale.factor != "rotary"]
+    whole = [
+        dataclasses.replace(s, power=0.5, span=(0, None) if s.factor == "query" else s.span) for s in kernels
+    ]
+    rule = muonjax.SignalRule(muonjax.Site(path="", scales=tuple(whole)), 5.0, products=(("query", "key"),))
+    tx = muonjax.signal_clip(rule)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params, signals=before)
+    assert maxima(optax.apply_updates(params, updates)).max() > 5.5
+
+
+def test_query_and_key_share_the_factor():
+    """Seed texts print W_q·γ and W_k·γ: that squares the clip."""
+    params, maxima, site = multi_head()
+    clipped = muonjax.apply_qk_clip(params, {"max_logits": maxima(params)}, site, 5.0)
+    assert maxima(clipped).min() > 5.0 / EXACT
+
+
+def test_every_head_has_a_count_of_its_own():
+    params, _, site = multi_head()
+    tx = muonjax.qk_clip(100.0, site)
+    state = tx.init(params)
+    for hot in ([400.0, 1.0, 1.0, 1.0], [400.0, 200.0, 1.0, 100.0], [1.0, 1.0, 1.0, 1.0]):
+        _, state = tx.update(params, state, params, max_logits={"max_logits": jnp.asarray(hot)})
+    np.testing.assert_array_equal(state.clips[""], [2, 1, 0, 0])
+    assert (int(state.num_clipped), int(state.total_clipped)) == (0, 3)
+
+
+def test_every_state_buffer_can_be_donated():
+    params, maxima, site = multi_head()
+    tx = muonjax.qk_clip(5.0, site, every_k=2)
+    step = jax.jit(
+        lambda state: tx.update(params, state, params, max_logits={"max_logits": maxima(params)})[1],
+        donate_argnums=0,
+    )
+    state = step(step(tx.init(params)))
+    assert int(state.total_clipped) == 4
+
+
+# Through Flax, with gradients.
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        attention = nn.MultiHeadDotProductAttention(
+            4,
+            kernel_init=nn.initializers.normal(0.7),
+            bias_init=nn.initializers.normal(1.0),
+            out_kernel_init=nn.initializers.normal(0.02),
+            name="attention",
+        )
+        h = nn.LayerNorm()(x)
+        return x + attention(h, mask=nn.make_causal_mask(h[..., 0])), None
+
+
+def stack(block, scan_axis):
+    """The loss of three scanned blocks, and parameters."""
+    axes = {"params": scan_axis}
+    model = nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=3)()
+    params = model.init(jax.random.key(0), X)["params"]
+    return lambda params: (model.apply({"params": params}, X)[0] ** 2).mean(), params
+
+
+@pytest.mark.nan("donates buffers, which JAX does not do under jax_debug_nans")
+@pytest.mark.parametrize("scan_axis", [1, *map(thorough, [0, -1])])
+def test_scanned_rematerialised_and_donated(scan_axis):
+    loss_fn, params = stack(nn.remat(Block, prevent_cse=False), scan_axis)
+    tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(5.0, muonjax.mha_site(scan_axis=scan_axis)))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state):
+        (_, max_logits), grads = muonjax.value_and_grad(loss_fn)(params)
+        updates, state = tx.update(grads, state, params, max_logits=max_logits)
+        return optax.apply_updates(params, updates), state, max_logits["attention"]
+
+    donated = jax.tree.map(jnp.copy, params), tx.init(params)
+    clipped, state, before = step(*donated)
+    assert all(p.is_deleted() for p in jax.tree.leaves(donated[0]))
+    assert before.shape == (3, 4)
+    assert (before[0] > 5).all()
+    after = muonjax.value_and_grad(loss_fn)(clipped)[0][1]["attention"]
+    np.testing.assert_allclose(after[0], 5.0, rtol=3e-6)  # deeper layers see other inputs now
+    np.testing.assert_allclose(state[1].factors["attention"], jnp.minimum(1, 5 / before), rtol=1e-6)
+
+
+@pytest.mark.rounding
+@pytest.mark.thorough
+def test_a_deep_model_is_exact_after_as_many_clips_as_layers():
+    """Each clip of a layer changes the inputs of the next: one clip makes one more layer exact."""
+    loss_fn, params = stack(Block, 0)
+    program = muonjax.inspect(loss_fn, params)
+    measured = jax.jit(lambda params: muonjax.value_and_grad(loss_fn)(params)[0][1])
+    # Outputs that are large compared with the residual stream, so that a clip changes the layers above.
+    params["attention"]["out"]["kernel"] *= 100
+    worst = []
+    for _ in range(3):
+        params = muonjax.apply_qk_clip(params, measured(params), program, 5.0)
+        worst.append(measured(params)["attention"].max(1))
+    assert worst[0][1:].max() > 5.1
+    for clips, largest in enumerate(worst, start=1):
+        assert largest[:clips].max() <= 5 * EXACT
+
+
+# With other transformations.
+
+
+def test_multisteps_keeps_the_bound():
+    """The clip stands outside of `MultiSteps`, which would drop the statistics of all micro-batches but the last."""
+    params, _, site = multi_head()
+    batches = [scale * X for scale in (3.0, 0.5, 0.5, 0.5)]
+
+    @jax.jit
+    def maxima(p, x):
+        return muonjax.max_logits(projected(p, "query", x), projected(p, "key", x))
+
+    def run(tx):
+        p, state = params, tx.init(params)
+        for x in batches:
+            zeros = jax.tree.map(jnp.zeros_like, p)
+            updates, state = tx.update(zeros, state, p, max_logits={"max_logits": maxima(p, x)})
+            p = optax.apply_updates(p, updates)
+        return max(float(maxima(p, x).max()) for x in batches)
+
+    inner = optax.MultiSteps(optax.sgd(0.0), 4).gradient_transformation()
+    assert run(optax.chain(inner, muonjax.qk_clip(5.0, site, every_k=4))) <= 5 * EXACT
+    inside = optax.MultiSteps(optax.chain(optax.sgd(0.0), muonjax.qk_clip(5.0, site)), 4)
+    assert run(inside.gradient_transformation()) > 10
+
+
+def test_a_threshold_schedule_counts_clips():
+    params, _, site = multi_head()
+    tx = muonjax.qk_clip(lambda count: jnp.where(count < 2, 1000.0, 100.0), site, every_k=2)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    seen = []
+    for _ in range(6):
+        _, state = update(
+            params, state, params, max_logits={"max_logits": jnp.asarray([400.0, 1.0, 1.0, 1.0])}
+        )
+        seen.append(int(state.num_clipped))
+    assert seen == [0, 0, 0, 0, 0, 1]
+    assert update._cache_size() == 1
+
+
+def test_the_threshold_can_be_an_injected_hyperparameter():
+    params, maxima, site = multi_head()
+    make = optax.inject_hyperparams(
+        muonjax.qk_clip, static_args=("sites", "every_k", "axis_name", "shared_keys")
+    )
+    tx = make(threshold=5.0, sites=(site,))
+    state = tx.init(params)
+    state.hyperparams["threshold"] = jnp.float32(2.5)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(tx.update)(zeros, state, params, max_logits={"max_logits": maxima(params)})
+    np.testing.assert_allclose(maxima(optax.apply_updates(params, updates)), 2.5, rtol=3e-6)
+
+
+def test_adamclip():
+    params, maxima, site = multi_head()
+    tx = muonjax.adamclip(0.0, [site], threshold=5.0)
+    clipped, _ = zero_update(tx, params, {"max_logits": maxima(params)})
+    np.testing.assert_allclose(maxima(clipped), 5.0, rtol=3e-6)
+
+
+def test_optax_can_map_over_the_state():
+    params, _, site = multi_head()
+    tx = muonjax.qk_clip(5.0, site)
+    state = optax.tree.map_params(tx, lambda x: x, tx.init(params))
+    assert isinstance(state, type(tx.init(params)))
+
+
+# Against an optimizer that pushes one head up, for thousands of steps.
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("shared_keys", ["balanced", *map(thorough, ["query", "group"])])
+def test_tug_of_war(shared_keys):
+    """One head is pushed up by 1 % per step for 3,000 steps, together with three calm ones that share its key."""
+    params, maxima, site = multi_head(4, 1)
+    start = muonjax.apply_qk_clip(params, {"max_logits": maxima(params)}, site, 4.0)
+    tx = muonjax.qk_clip(5.0, site, shared_keys=shared_keys)
+
+    def step(carry, _):
+        params, state = carry
+        largest = maxima(params)
+        updates = jax.tree.map(jnp.zeros_like, params)
+        for leaf in ("kernel", "bias"):
+            push = jnp.asarray([0.01, 0, 0, 0])[:, None]
+            updates["query"][leaf] = push * params["query"][leaf]
+        updates, state = tx.update(updates, state, params, max_logits={"max_logits": largest})
+        return (optax.apply_updates(params, updates), state), largest
+
+    run = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=3000))
+    (end, state), history = run((start, tx.init(start)))
+    assert history[100:, 0].max() <= 5.0 * 1.0101  # one push above the threshold, and no drift
+    assert history[100:, 0].min() >= 5.0 * 0.9999
+    norms = {
+        n: float(jnp.linalg.norm(end[n]["kernel"]) / jnp.linalg.norm(start[n]["kernel"]))
+        for n in ("query", "key")
+    }
+    if shared_keys == "query":
+        assert int(state.total_clipped) > 2900
+        np.testing.assert_array_equal(end["query"]["kernel"][:, 1:], start["query"]["kernel"][:, 1:])
+        jax.tree.map(np.testing.assert_array_equal, end["key"], start["key"])
+        np.testing.assert_array_equal(history[:, 1:], history[:1, 1:] * np.ones((3000, 1), np.float32))
+        assert norms["query"] < 1.3
+    elif shared_keys == "balanced":  # why it is not the default
+        np.testing.assert_allclose(history[-1, 1:], history[0, 1:], rtol=1e-2)
+        assert norms["key"] < 1e-3
+    else:
+        assert (history[-1, 1:] < 1e-6).all()
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "latent, low-rank query",
+        *map(thorough, ["multi-head with biases", "grouped 8:2 with RoPE", "fused, flat"]),
+    ],
+)
+def test_tug_of_war_in_every_attention(kind):
+    """Every factor of one head's logit is pushed up, together by 1 % per step, for 3,000 steps."""
+    params, maxima, site = ATTENTIONS[kind]()
+    before = maxima(params)
+    start = muonjax.apply_qk_clip(params, {"max_logits": before}, site, 4.0)
+    tx = muonjax.qk_clip(5.0, site)
+    hot = jnp.where(jnp.arange(before.size) == 0, 5.0 * 1.01, 0.0)
+    # What the clip would scale down, and by how much, is what is pushed up.
+    ones = jax.tree.map(jnp.ones_like, params)
+    push = jax.tree.map(lambda f: 1 / f - 1, muonjax.apply_qk_clip(ones, {"max_logits": hot}, site, 5.0))
+
+    def step(carry, _):
+        params, state = carry
+        largest = maxima(params)
+        updates, state = tx.update(
+            jax.tree.map(jnp.multiply, push, params), state, params, max_logits={"max_logits": largest}
+        )
+        return (optax.apply_updates(params, updates), state), largest
+
+    (end, state), history = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=3000))(
+        (start, tx.init(start))
+    )
+    assert 5.0 * 0.9999 <= history[100:, 0].min() <= history[100:, 0].max() <= 5.0 * 1.0102
+    np.testing.assert_array_equal(history[:, 1:], np.broadcast_to(history[0, 1:], history[:, 1:].shape))
+    np.testing.assert_array_equal(state.clips[""] > 2900, jnp.arange(before.size) == 0)
+    for old, new, pushed in zip(*map(jax.tree.leaves, (start, end, push)), strict=True):
+        np.testing.assert_array_equal(np.where(pushed > 0, 0, new), np.where(pushed > 0, 0, old))
+        ratio = np.asarray(new / old)[np.asarray(pushed) > 0]
+        assert ((ratio > 1) & (ratio < 5.1 / 4)).all()  # from 4 to 5.05, between the factors
+
+
+def test_a_query_that_is_pushed_alone_drains_its_key():
+    """The clip holds their product, and takes half of it from each: an optimizer that pushes one side makes the other
+    side pay. Shared keys don't."""
+    params, maxima, site = multi_head()
+    start = muonjax.apply_qk_clip(params, {"max_logits": maxima(params)}, site, 4.0)
+    tx = muonjax.qk_clip(5.0, site)
+
+    def step(carry, _):
+        params, state = carry
+        updates = jax.tree.map(jnp.zeros_like, params)
+        updates["query"] = jax.tree.map(lambda p: 0.01 * p, params["query"])
+        updates, state = tx.update(updates, state, params, max_logits={"max_logits": maxima(params)})
+        return (optax.apply_updates(params, updates), state), None
+
+    (end, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=500))((start, tx.init(start)))
+    np.testing.assert_allclose(maxima(end), 5.05, rtol=1e-3)
+    grown, drained = (
+        np.linalg.norm(end[n]["kernel"]) / np.linalg.norm(start[n]["kernel"]) for n in ("query", "key")
+    )
+    assert grown > 10
+    assert drained < 0.1
+
+
+# Refusals.
+
+
+SITE = muonjax.mha_site()
+OPTIMIZERS = [muonjax.qk_clip, muonjax.muonclip, muonjax.adamclip]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"threshold": 0.0}, ValueError, r"\(threshold=0.0\) must be positive and finite"),
+        ({"threshold": -1}, ValueError, "threshold=-1"),
+        ({"threshold": np.float32(-1)}, ValueError, "threshold=.*must be positive"),
+        ({"threshold": jnp.float32(-1)}, ValueError, "threshold=.*must be positive"),
+        ({"threshold": np.nan}, ValueError, "threshold=nan"),
+        ({"threshold": np.inf}, ValueError, "threshold=inf"),
+        ({"threshold": True}, TypeError, "threshold=True.*must be a number or a schedule"),
+        ({"threshold": np.bool_(True)}, TypeError, "must be a number or a schedule"),
+        ({"threshold": np.array("0.1")}, TypeError, "must be a number or a schedule"),
+        ({"threshold": "100"}, TypeError, "must be a number or a schedule"),
+        ({"threshold": 1j}, TypeError, "must be a number or a schedule"),
+        ({"threshold": jnp.ones(2)}, TypeError, "must be a number or a schedule"),
+        ({"every_k": 0}, ValueError, ": every_k=0"),
+        ({"every_k": 2.0}, TypeError, ": every_k=2.0.*static_args"),
+        ({"every_k": True}, TypeError, ": every_k=True"),
+        ({"every_k": np.bool_(True)}, TypeError, ": every_k=.*True"),
+        ({"shared_keys": "none"}, ValueError, r"\(shared_keys='none'\) is unknown"),
+        ({"axis_name": 3}, TypeError, ": axis_name=3 must be the name"),
+        ({"axis_name": ""}, TypeError, ": axis_name=''"),
+        ({"axis_name": ()}, TypeError, r": axis_name=\(\)"),
+        ({"axis_name": ("a", 1.5)}, TypeError, r": axis_name=\('a', 1.5\)"),
+    ],
+)
+def test_bad_settings(make, arguments, error, message):
+    rate = {} if make is muonjax.qk_clip else {"learning_rate": 1e-3}
+    with pytest.raises(error, match=rf"^{make.__name__}.*{message}"):
+        make(**{"threshold": 100.0} | rate | arguments, **{NAMES[make]: SITE})
+
+
+NAMES = {make: list(inspect.signature(make).parameters)[1] for make in OPTIMIZERS}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"learning_rate": -1}, ValueError, r"\(learning_rate=-1\) must be finite and not negative"),
+        ({"learning_rate": np.nan}, ValueError, "learning_rate=nan"),
+        ({"learning_rate": None}, TypeError, "learning_rate=None.*a number or a schedule"),
+        ({"learning_rate": 1j}, TypeError, "a number or a schedule"),
+        ({"weight_decay": -1}, ValueError, "weight_decay=-1"),
+        ({"b1": 1.0}, ValueError, r"b1=1.0\) must be in \[0, 1\)"),
+        ({"b2": np.nan}, ValueError, "b2=nan"),
+        ({"eps": -1e-8}, ValueError, "eps=-1e-08"),
+        ({"eps_root": "0"}, TypeError, "eps_root='0'"),
+        ({"mask": "yes"}, TypeError, "mask='yes'.*must be a tree of booleans"),
+        ({"nesterov": "no"}, TypeError, "nesterov='no'.*True or False"),
+    ],
+)
+def test_bad_settings_of_adamw(arguments, error, message):
+    with pytest.raises(error, match=rf"^adamclip.*{message}"):
+        muonjax.adamclip(**{"learning_rate": 1e-3} | arguments, **{NAMES[muonjax.adamclip]: SITE})
+
+
+def test_bad_settings_of_muon_are_muonclip_s():
+    with pytest.raises(ValueError, match=r"^muonclip: .*learning_rate=-1.0"):
+        muonjax.muonclip(-1.0, SITE)
+    with pytest.raises(ValueError, match=r"^muonclip: .*decay=2"):
+        muonjax.muonclip(1.0, SITE, decay=2)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_without_a_program(make):
+    """The two lines that are shown make the optimizer."""
+    params, _, _ = multi_head()
+    with pytest.raises(ValueError, match=rf"^{make.__name__}: ") as error:
+        make(1e-3)
+    _, first, second = str(error.value).splitlines()
+
+    def loss_fn(params, x):
+        q, k, v = (projected(params, name, x) for name in ("query", "key", "value"))
+        return (jax.nn.dot_product_attention(q, k, v) ** 2).mean()
+
+    names = {"muonjax": muonjax, "loss_fn": loss_fn, "params": params, "batch": X}
+    exec(f"{first.strip()}\n{second.strip()}", names)
+    assert jax.tree.leaves(names["tx"].init(params))
+
+
+def test_a_site_for_another_signal_is_no_site_of_qk_clip():
+    site = muonjax.Site(path="out", scales=(muonjax.Scale(path="kernel", rank=2),), signal="max_output")
+    with pytest.raises(ValueError, match=r"factors \['output'\].*signal_clip"):
+        muonjax.qk_clip(1.0, site).init({"out": {"kernel": jnp.ones((4, 2))}})
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_parameters_are_warned_of(dtype):
+    """At S = 100.2 the factor of a bfloat16 weight rounds to one."""
+    params, _, site = multi_head()
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
+    tx = muonjax.qk_clip(100.0, site)
+    with pytest.warns(UserWarning, match=r"a factor near 1 rounds away.*float32 master weights"):
+        state = tx.init(params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = tx.update(zeros, state, params, max_logits={"max_logits": jnp.full(4, 100.2)})
+    new = optax.apply_updates(params, updates)
+    if dtype == jnp.bfloat16:
+        np.testing.assert_array_equal(new["query"]["kernel"], params["query"]["kernel"])

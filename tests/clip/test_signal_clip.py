@@ -1,0 +1,151 @@
+"""The general rule: any signal that is linear in its factors, of which QK-Clip is one."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import muonjax
+from tests.clip.attentions import EXACT, X, latent, multi_head, normal, zero_update
+
+
+def max_output(params, group=1, whole=False):
+    y = jnp.abs(X @ params["out"]["kernel"] + params["out"]["bias"]).max((0, 1))
+    return y.max() if whole else y.reshape(-1, group).max(1)
+
+
+def output_site(entries=None):
+    return muonjax.Site(
+        path="out",
+        scales=(
+            muonjax.Scale(path="kernel", rank=2, entries=entries),
+            muonjax.Scale(path="bias", rank=1, entries=entries, optional=True),
+        ),
+        signal="max_output",
+    )
+
+
+@pytest.mark.parametrize(("entries", "signal"), [
+    (None, max_output),
+    (3, functools.partial(max_output, group=8)),
+    (1, functools.partial(max_output, whole=True)),
+])  # fmt: skip
+def test_max_output(entries, signal):
+    """The largest output of each output dimension, of each group of eight, of the layer."""
+    params = {"out": {"kernel": normal(16, 24), "bias": normal(24, seed=1, scale=2.0)}}
+    before = signal(params)
+    threshold = float(jnp.median(before)) if before.ndim else 7.0
+    tx = muonjax.signal_clip(muonjax.SignalRule(output_site(entries), threshold))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    statistics = {"out": before}
+    updates, state = jax.jit(tx.update)(zeros, tx.init(params), params, signals=statistics)
+    np.testing.assert_allclose(
+        signal(optax.apply_updates(params, updates)), jnp.minimum(before, threshold), rtol=3e-6
+    )
+    assert int(state.num_clipped) == int((before > threshold).sum())
+    assert set(state.maxima) == {"out"}
+
+
+@pytest.mark.thorough
+def test_qk_clip_is_an_instance_of_signal_clip():
+    params, maxima, site = latent(True, "i h d")
+    powers = {"query": 0.5, "key": 0.5, "rotary": 1.0}
+    scales = tuple(dataclasses.replace(s, power=powers[s.factor]) for s in site.scales)
+    site_with_powers = dataclasses.replace(site, scales=scales)
+    rule = muonjax.SignalRule(site_with_powers, 5.0, products=(("query", "key"), ("rotary",)))
+    tx = muonjax.signal_clip([rule])
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    statistics = {"max_logits": maxima(params)}
+    updates, _ = tx.update(zeros, tx.init(params), params, signals=statistics)
+    expected, _ = zero_update(muonjax.qk_clip(5.0, site), params, statistics)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6),
+        optax.apply_updates(params, updates),
+        expected,
+    )
+
+
+@pytest.mark.thorough
+def test_two_rules_at_once():
+    params, maxima, site = multi_head()
+    params = {"attention": params, "out": {"kernel": normal(16, 24), "bias": normal(24, seed=1)}}
+    qk = tuple(dataclasses.replace(s, power=0.5) for s in site.scales)
+    rules = [
+        muonjax.SignalRule(muonjax.Site(path="attention", scales=qk), 5.0, products=(("query", "key"),)),
+        muonjax.SignalRule(output_site(), optax.constant_schedule(6.0)),
+    ]
+    tx = muonjax.signal_clip(rules)
+    statistics = {"attention": maxima(params["attention"]), "out": max_output(params)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = tx.update(zeros, tx.init(params), params, signals=statistics)
+    new = optax.apply_updates(params, updates)
+    assert maxima(new["attention"]).max() <= 5 * EXACT
+    assert max_output(new).max() <= 6 * EXACT
+
+
+@pytest.mark.parametrize(
+    ("powers", "products", "message"),
+    [
+        ({"query": 1.0, "key": 1.0}, (("query", "key"),), "powers sum to 2.0"),  # the seed's misprint
+        ({"query": 0.5, "key": 0.5}, None, "powers sum to 0.5"),
+        ({"query": 0.5, "key": 0.5}, (("query",),), "not both in a product and in the site"),
+        ({"query": 0.5, "key": 0.5}, (("query", "kye"),), "kye"),
+    ],
+)
+def test_powers_must_sum_to_one(powers, products, message):
+    scales = tuple(
+        muonjax.Scale(path=f"{n}/kernel", rank=3, axes=(-2, -1), factor=n, power=p) for n, p in powers.items()
+    )
+    with pytest.raises(ValueError, match=message):
+        muonjax.SignalRule(muonjax.Site(path="a", scales=scales), 5.0, products)
+
+
+def test_a_negative_group_power_is_refused():
+    query = muonjax.Scale(path="query/kernel", rank=3, axes=(-2, -1), factor="query")
+    key = dataclasses.replace(query, path="key/kernel", factor="key", power=0.5, group_power=-0.5)
+    with pytest.raises(ValueError, match=r"to 1.5 and the group powers to -0.5.*not negative"):
+        muonjax.SignalRule(muonjax.Site(path="a", scales=(query, key)), 5.0, (("query", "key"),))
+
+
+def test_a_bias_must_scale_with_its_kernel():
+    scales = (muonjax.Scale(path="kernel", rank=2), muonjax.Scale(path="bias", rank=1, power=0.5))
+    with pytest.raises(ValueError, match=r"\['kernel'\] have another power"):
+        muonjax.SignalRule(muonjax.Site(path="a", scales=scales), 5.0)
+
+
+def test_entries_that_share_a_parameter_cannot_each_scale_it():
+    _, _, site = multi_head()
+    scales = tuple(dataclasses.replace(s, power=0.5) for s in site.scales)
+    rule = muonjax.SignalRule(dataclasses.replace(site, scales=scales), 5.0, products=(("query", "key"),))
+    muonjax.signal_clip(rule).init(multi_head(4, 4)[0])
+    with pytest.raises(
+        ValueError, match=r"several entries of 'max_logits' share \['key/kernel', .*group_power"
+    ):
+        muonjax.signal_clip(rule).init(multi_head(4, 2)[0])
+
+
+def test_rules_are_needed():
+    for rules in ([], [multi_head()[2]]):
+        with pytest.raises(TypeError, match=r"signal_clip: rules=.* must be a SignalRule"):
+            muonjax.signal_clip(rules)
+    with pytest.raises(ValueError, match=r"SignalRule\(threshold=inf\)"):
+        muonjax.SignalRule(output_site(), threshold=np.inf)
+    tx = muonjax.signal_clip(muonjax.SignalRule(output_site(), 5.0))
+    params = {"out": {"kernel": jnp.ones((4, 2))}}
+    with pytest.raises(ValueError, match=r"signal_clip: update needs signals: .*signals=signals"):
+        tx.update(params, tx.init(params), params)
+
+
+def test_two_rules_of_one_signal():
+    kernel, bias = muonjax.Scale(path="kernel", rank=2), muonjax.Scale(path="bias", rank=1)
+    rules = [
+        muonjax.SignalRule(muonjax.Site(path="out", scales=(s,), signal="s"), 5.0) for s in (kernel, bias)
+    ]
+    with pytest.raises(
+        ValueError, match=r"signal_clip: two sites match 'out' by the signal 's'.*merge their scales"
+    ):
+        muonjax.signal_clip(rules).init({"out": {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)}})

@@ -1,0 +1,206 @@
+"""Models of Haiku's own layers."""
+
+import jax
+import jax.numpy as jnp
+
+from tests.inspect.library_models.linen_models import HEAD
+from tests.inspect.library_models.model import Model, cross_entropy, mean_square, model, shape, tokens
+
+NORM = {"*norm*/offset": "added", "*norm*/scale": "multiplied entry by entry"}
+
+
+def transformed(forward, *inputs):
+    """`apply(params, *inputs)` and the parameters' shapes."""
+    import haiku as hk
+
+    made = hk.without_apply_rng(hk.transform(forward))
+    return made.apply, jax.eval_shape(made.init, jax.random.key(0), *inputs)
+
+
+def block(x):
+    import haiku as hk
+
+    init = hk.initializers.VarianceScaling(1.0)
+    mask = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))[None, None]
+    y = hk.LayerNorm(-1, True, True)(x)
+    x = x + hk.MultiHeadAttention(4, 8, w_init=init, model_size=32, name="a")(y, y, y, mask=mask)
+    return x + hk.nets.MLP([64, 32], name="m")(hk.LayerNorm(-1, True, True)(x))
+
+
+BLOCK_HEADS = {"*/{query,key,value}/w": "0>1/4@1"}
+
+
+def site(at: str, stacked: bool = False) -> str:
+    axis = 1 + stacked
+    return "; ".join(f"{n} {at}/{n}/w@{axis} 4x8; {n} {at}/{n}/b@{axis - 1} 4x8" for n in ("query", "key"))
+
+
+@model("haiku")
+def haiku_transformer():
+    def forward(text):
+        import haiku as hk
+
+        x = hk.Embed(99, 32)(text)
+        x = x + hk.get_parameter("positions", (8, 32), init=jnp.zeros)
+        for _ in range(2):
+            x = block(x)
+        return hk.Linear(99, name="head")(hk.RMSNorm(-1)(x))
+
+    apply, params = transformed(forward, tokens(2, 8))
+
+    def loss(params, text):
+        return cross_entropy(apply(params, text)[:, :-1], text[:, 1:])
+
+    leaves = {
+        "embed/embeddings": "looked up",
+        "*positions": "added",
+        "*norm*/offset": "added",
+        "*norm*/scale": "multiplied entry by entry",
+        "head/w": HEAD,
+        "*/w": "0>1",
+        "*/b": "added",
+    }
+    return Model(loss, params, [tokens(2, 8)], leaves, [site("a"), site("a_1")], BLOCK_HEADS)
+
+
+@model("haiku")
+def haiku_layer_stack():
+    """Layers scanned by `layer_stack`, rematerialized."""
+
+    def forward(text):
+        import haiku as hk
+
+        x = hk.Embed(99, 32)(text)
+        x = hk.experimental.layer_stack(3, name="stack")(hk.remat(block))(x)
+        return hk.Linear(99, name="head")(x)
+
+    apply, params = transformed(forward, tokens(2, 8))
+
+    def loss(params, text):
+        return cross_entropy(apply(params, text)[:, :-1], text[:, 1:])
+
+    leaves = NORM | {
+        "embed/embeddings": "looked up",
+        "head/w": HEAD,
+        "head/b": "added",
+        "*/w": "1>2",
+        "*/b": "added",
+    }
+    return Model(
+        loss,
+        params,
+        [tokens(2, 8)],
+        leaves,
+        [site("stack/a", True)],
+        {"*/{query,key,value}/w": "1>2/4@2"},
+    )
+
+
+@model("haiku")
+def haiku_images():
+    def forward(x):
+        import haiku as hk
+
+        x = jax.nn.relu(hk.Conv2D(16, 3, name="first")(x))
+        x = jax.nn.relu(hk.Conv2D(32, 3, stride=2, feature_group_count=4, name="grouped")(x))
+        x = jax.nn.relu(hk.DepthwiseConv2D(1, 3, name="depthwise")(x))
+        x = jax.nn.relu(hk.SeparableDepthwiseConv2D(2, 3, name="separable")(x))
+        x = jax.nn.relu(hk.Conv2DTranspose(12, 3, stride=2, name="transposed")(x))
+        x = hk.GroupNorm(4)(jax.nn.relu(hk.Linear(20, name="dense")(x)))
+        return hk.Linear(5, name="head")(x.mean((1, 2)))
+
+    apply, params = transformed(forward, shape(2, 8, 8, 3))
+
+    def loss(params, x, labels):
+        return cross_entropy(apply(params, x), labels)
+
+    leaves = {
+        "group_norm/offset": "added",
+        "group_norm/scale": "multiplied entry by entry",
+        "first/w": "0,1,2>3",
+        "grouped/w": "0,1,2>3/4@3",
+        "depthwise*/w": "a depthwise convolution",
+        "separable*/w": "a depthwise convolution",
+        "transposed/w": "0,1,3>2",  # stored (window, out, in)
+        "dense/w": "0>1",
+        "head/w": HEAD,
+        "*/b": "added",
+    }
+    return Model(loss, params, [shape(2, 8, 8, 3), tokens(2)], leaves)
+
+
+@model("haiku")
+def haiku_resnet():
+    """Batch normalization whose averages are an input."""
+    import haiku as hk
+
+    def forward(x):
+        net = hk.nets.ResNet((1, 1, 1, 1), 10, channels_per_group=(16, 16, 32, 32), bottleneck=True)
+        return net(x, is_training=True)
+
+    made = hk.transform_with_state(forward)
+    x = shape(2, 32, 32, 3)
+    params, state = jax.eval_shape(made.init, jax.random.key(0), x)
+
+    def loss(params, state, x, labels):
+        return cross_entropy(made.apply(params, state, None, x)[0], labels)
+
+    leaves = {
+        "*batchnorm*/offset": "added",
+        "*batchnorm*/scale": "multiplied entry by entry",
+        "*initial_conv/w": "0,1,2>3",
+        "*conv_1/w": "0,1,2>3",
+        "*conv*/w": "2>3",  # 1 × 1
+        "*logits/w": HEAD,
+        "*logits/b": "added",
+    }
+    return Model(loss, params, [state, x, tokens(2)], leaves)
+
+
+@model("haiku")
+def haiku_recurrent():
+    """Input and state joined before one product with the four gates; a gated cell with three."""
+
+    def forward(text):
+        import haiku as hk
+
+        x = hk.Embed(30, 16)(text).swapaxes(0, 1)
+        lstm, gru, vanilla = hk.LSTM(24, name="lstm"), hk.GRU(24, name="gru"), hk.VanillaRNN(24, name="rnn")
+        for cell in (lstm, gru, vanilla):
+            x, _ = hk.dynamic_unroll(cell, x, cell.initial_state(x.shape[1]))
+        return hk.Linear(30, name="head")(x)
+
+    apply, params = transformed(forward, tokens(2, 7))
+
+    def loss(params, text):
+        return cross_entropy(apply(params, text).swapaxes(0, 1)[:, :-1], text[:, 1:])
+
+    leaves = {
+        "embed/embeddings": "looked up",
+        "lstm/linear/w": "0>1/4@1",
+        "gru/w_i": "0>1/48,24@1|0>1/3@1",  # update and reset gate pass the sigmoid together
+        "gru/w_h": "0>1/48,24@1|0>1/3@1",  # cut before its products
+        "head/w": HEAD,
+        "rnn/*/w": "0>1",
+        "*b": "added",
+    }
+    return Model(loss, params, [tokens(2, 7)], leaves)
+
+
+@model("haiku")
+def haiku_autoencoder():
+    """A variational autoencoder: the last layer is a head, the code's layers are none."""
+
+    def forward(x, noise):
+        import haiku as hk
+
+        y = jax.nn.relu(hk.Linear(32, name="encoder")(x))
+        mean, log = hk.Linear(4, name="mean")(y), hk.Linear(4, name="log")(y)
+        code = mean + jnp.exp(log / 2) * noise
+        y = jax.nn.relu(hk.Linear(32, name="decoder")(code))
+        divergence = jnp.mean(mean**2 + jnp.exp(log) - log)
+        return mean_square(hk.Linear(20, name="out")(y) - x) + divergence
+
+    apply, params = transformed(forward, shape(2, 20), shape(2, 4))
+    leaves = {"out/w": HEAD, "*/w": "0>1", "*/b": "added"}
+    return Model(apply, params, [shape(2, 20), shape(2, 4)], leaves)

@@ -1,0 +1,356 @@
+"""Models of Flax Linen's own layers."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from tests.inspect.library_models.model import (
+    Model,
+    cross_entropy,
+    mean_square,
+    model,
+    shape,
+    tokens,
+)
+
+HEAD = "no product after it, an output head"
+NORM = {
+    "*Norm_*/bias": "added",
+    "*Norm_*/scale": "multiplied entry by entry",
+}
+ATTENTION = {
+    "*/{query,key,value}/kernel": "0>1,2",
+    "*/out/kernel": "0,1>2",
+}
+ATTENTION_HEADS = {"*/{query,key,value}/kernel": "0>2"}
+
+
+def parameters(module: nn.Module, *inputs, **settings):
+    """Shapes of the parameters, and of all else."""
+    variables = dict(jax.eval_shape(lambda *x: module.init(jax.random.key(0), *x, **settings), *inputs))
+    return variables.pop("params"), variables
+
+
+def measured(module: nn.Module, *inputs):
+    """A model without a head, of parameters alone."""
+    params, _ = parameters(module, *inputs)
+    return (lambda params, *inputs: mean_square(module.apply({"params": params}, *inputs))), params, inputs
+
+
+def site(at: str, axis: int = 1) -> str:
+    """Heads on an axis of their own; `axis` is the kernel's, the bias's is one less."""
+    return "; ".join(
+        f"{name} {at}/{name}/kernel@{axis} 4x1; {name} {at}/{name}/bias@{axis - 1} 4x1" for name in ("query", "key")
+    )  # fmt: skip
+
+
+class Block(nn.Module):
+    """Before each part a norm; the arguments that `nn.scan` wants."""
+
+    options: tuple = ()
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        mask = nn.make_causal_mask(x[..., 0])
+        attention = nn.MultiHeadDotProductAttention(num_heads=4, name="a", **dict(self.options))
+        x = x + attention(nn.LayerNorm()(x), mask=mask)
+        y = nn.gelu(nn.Dense(256, name="up")(nn.LayerNorm()(x)))
+        return x + nn.Dense(64, name="down")(y), None
+
+
+class Language(nn.Module):
+    """Layers one by one or scanned along an axis of the parameters, and a tied head."""
+
+    scan_axis: int | None = None
+    options: tuple = ()
+
+    @nn.compact
+    def __call__(self, text):
+        table = nn.Embed(99, 64, name="table")
+        x = table(text) + self.param("positions", nn.initializers.normal(), (8, 64))
+        if self.scan_axis is None:
+            for _ in range(2):
+                x, _ = Block(self.options)(x)
+        else:
+            layers = nn.scan(
+                nn.remat(Block),
+                variable_axes={"params": self.scan_axis},
+                split_rngs={"params": True},
+                length=3,
+            )
+            x, _ = layers(self.options, name="layers")(x, None)
+        return table.attend(nn.LayerNorm()(x))
+
+
+def language(module, leaves, attentions, per_head):
+    params, _ = parameters(module, tokens(2, 8))
+
+    def loss(params, text):
+        return cross_entropy(module.apply({"params": params}, text)[:, :-1], text[:, 1:])
+
+    return Model(loss, params, [tokens(2, 8)], leaves, attentions, per_head)
+
+
+EMBEDDED = {"table/embedding": "looked up", "positions": "added"} | NORM
+
+
+@model("flax")
+def linen_attention():
+    leaves = EMBEDDED | ATTENTION | {"*/kernel": "0>1", "*/bias": "added"}
+    return language(Language(), leaves, [site("Block_0/a"), site("Block_1/a")], ATTENTION_HEADS)
+
+
+@model("flax")
+def linen_scan():
+    """Layers on the first axis, rematerialized."""
+    leaves = EMBEDDED | {
+        "*/{query,key,value}/kernel": "1>2,3",
+        "*/out/kernel": "1,2>3",
+        "*/kernel": "1>2",
+        "*/bias": "added",
+    }
+    heads = {"*/{query,key,value}/kernel": "1>3"}
+    return language(Language(0), leaves, [site("layers/a", 2)], heads)
+
+
+@model("flax")
+def linen_scan_on_axis_1():
+    """A kernel (d, layers, heads, size), but a bias (heads, layers, size)."""
+    leaves = EMBEDDED | {
+        "*/{query,key,value}/kernel": "0>2,3",
+        "*/out/kernel": "0,2>3",
+        "*/kernel": "0>2",
+        "*/bias": "added",
+    }
+    biases = "; ".join(
+        f"{n} layers/a/{n}/kernel@2 4x1; {n} layers/a/{n}/bias@0 4x1" for n in ("query", "key")
+    )
+    return language(Language(1), leaves, [biases], {"*/{query,key,value}/kernel": "0>3"})
+
+
+@model("flax")
+def linen_normalized_queries():
+    """Scaling the projection of a query that is normalized afterwards changes nothing."""
+    leaves = EMBEDDED | ATTENTION | {
+        "*/{query_ln,key_ln}/scale": "multiplied entry by entry",
+        "*/kernel": "0>1",
+        "*/bias": "added",
+    }  # fmt: skip
+    refused = ["refused: its queries are normalized"] * 2
+    return language(Language(options=(("normalize_qk", True),)), leaves, refused, ATTENTION_HEADS)
+
+
+@model("flax")
+def linen_dropout():
+    """Dropout on the weights of attention; random keys are an input."""
+    module = Language(options=(("dropout_rate", 0.1), ("deterministic", False)))
+    text = tokens(2, 8)
+    variables = jax.eval_shape(
+        lambda text: module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, text), text
+    )
+
+    def loss(params, text, key):
+        logits = module.apply({"params": params}, text, rngs={"dropout": key})
+        return cross_entropy(logits[:, :-1], text[:, 1:])
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    leaves = EMBEDDED | ATTENTION | {"*/kernel": "0>1", "*/bias": "added"}
+    sites = [site("Block_0/a"), site("Block_1/a")]
+    return Model(loss, variables["params"], [text, key], leaves, sites, ATTENTION_HEADS)
+
+
+class Translator(nn.Module):
+    @nn.compact
+    def __call__(self, x, states):
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4, name="own")(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4, name="other")(x, states)
+        return nn.Dense(99, name="head")(x)
+
+
+@model("flax")
+def linen_cross_attention():
+    module = Translator()
+    inputs = [shape(2, 6, 64), shape(2, 5, 48)]
+    params, _ = parameters(module, *inputs)
+
+    def loss(params, x, states, labels):
+        return cross_entropy(module.apply({"params": params}, x, states), labels)
+
+    leaves = ATTENTION | {"head/kernel": HEAD, "*/bias": "added"}
+    return Model(loss, params, [*inputs, tokens(2, 6)], leaves, [site("own"), site("other")], ATTENTION_HEADS)
+
+
+class General(nn.Module):
+    """Dense layers over several axes, and einsums."""
+
+    @nn.compact
+    def __call__(self, x):  # (batch, 6, 8, 10)
+        x = nn.DenseGeneral((4, 5), axis=(-2, -1), name="two_to_two")(x)  # (batch, 6, 4, 5)
+        x = nn.relu(nn.DenseGeneral(7, axis=1, name="inner")(x))  # (batch, 4, 5, 7)
+        x = nn.DenseGeneral(9, axis=-1, batch_dims=(0,), name="for_each_example")(x)
+        x = nn.relu(nn.Einsum((4, 9, 11), "bhij,hjk->bhik", name="for_each_group")(x))
+        return nn.DenseGeneral(3, axis=(1, 2, 3), name="head")(x)
+
+
+@model("flax")
+def linen_general():
+    loss, params, inputs = measured(General(), shape(2, 6, 8, 10))
+    leaves = {
+        "two_to_two/kernel": "0,1>2,3",
+        "inner/kernel": "0>1",
+        "for_each_example/kernel": "1>2",
+        "for_each_group/kernel": "1>2",
+        "head/kernel": HEAD,
+        "*/bias": "added",
+    }
+    return Model(loss, params, inputs, leaves)
+
+
+class Images(nn.Module):
+    @nn.compact
+    def __call__(self, x):  # (batch, 16, 16, 3)
+        x = nn.relu(nn.Conv(16, (3, 3), name="first")(x))
+        x = nn.relu(
+            nn.BatchNorm(use_running_average=False)(nn.Conv(16, (3, 3), strides=2, name="strided")(x))
+        )
+        x = nn.relu(nn.Conv(32, (3, 3), feature_group_count=4, name="grouped")(x))
+        x = nn.relu(nn.GroupNorm(4)(nn.Conv(32, (3, 3), feature_group_count=32, name="depthwise")(x)))
+        x = nn.relu(nn.Conv(24, (1, 1), name="pointwise")(x))
+        x = nn.relu(nn.Conv(24, (2, 2), strides=2, name="windows")(x))
+        x = nn.relu(nn.ConvLocal(8, (2, 2), strides=2, name="local")(x))
+        x = nn.relu(nn.ConvTranspose(12, (3, 3), strides=(2, 2), name="transposed")(x))
+        x = nn.ConvTranspose(10, (3, 3), transpose_kernel=True, name="turned")(x)
+        return nn.Dense(5, name="head")(nn.relu(x).mean((1, 2)))
+
+
+@model("flax")
+def linen_images():
+    module = Images()
+    params, averages = parameters(module, shape(2, 16, 16, 3))
+
+    def loss(params, averages, x, labels):
+        logits, _ = module.apply({"params": params, **averages}, x, mutable=["batch_stats"])
+        return cross_entropy(logits, labels)
+
+    leaves = NORM | {
+        "{first,strided,windows,transposed}/kernel": "0,1,2>3",
+        "grouped/kernel": "0,1,2>3/4@3",
+        "depthwise/kernel": "a depthwise convolution",
+        "pointwise/kernel": "2>3",
+        "local/kernel": "2>3",  # a matrix for each of 2 × 2 places
+        "turned/kernel": "0,1,3>2",
+        "head/kernel": HEAD,
+        "*/bias": "added",
+    }
+    return Model(loss, params, [averages, shape(2, 16, 16, 3), tokens(2)], leaves)
+
+
+class Recurrent(nn.Module):
+    @nn.compact
+    def __call__(self, text):
+        x = nn.Embed(30, 16, name="table")(text)
+        for i, cell in enumerate((nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell, nn.SimpleCell, nn.MGUCell)):
+            x = nn.RNN(cell(24, name=f"cell_{i}"))(x)
+        return nn.Dense(30, name="head")(x)
+
+
+@model("flax")
+def linen_recurrent():
+    """The gates are parameters of their own, joined before the product in some cells."""
+    module = Recurrent()
+    params, _ = parameters(module, tokens(2, 7))
+
+    def loss(params, text):
+        return cross_entropy(module.apply({"params": params}, text)[:, :-1], text[:, 1:])
+
+    leaves = {
+        "table/embedding": "looked up",
+        "head/kernel": HEAD,
+        "*/kernel": "0>1",
+        "*/bias": "added",
+    }
+    return Model(loss, params, [tokens(2, 7)], leaves)
+
+
+class BothWays(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Bidirectional(nn.RNN(nn.GRUCell(8)), nn.RNN(nn.OptimizedLSTMCell(8)))(x)
+        x = nn.RNN(nn.ConvLSTMCell(features=4, kernel_size=(3,)))(x[..., None])
+        return nn.Dense(1, name="head")(x.mean((2, 3)))
+
+
+@model("flax")
+def linen_recurrent_convolution():
+    loss, params, inputs = measured(BothWays(), shape(2, 5, 6))
+    leaves = {
+        "head/kernel": f"{HEAD}|multiplied by vectors",
+        "*/ih/kernel": "0>2/4@2",  # of one feature
+        "*/hh/kernel": "0,1>2/4@2",
+        "*/kernel": "0>1",
+        "*/bias": "added",
+    }
+    return Model(loss, params, inputs, leaves)
+
+
+class Normalized(nn.Module):
+    """Weights that are normalized before their product."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.WeightNorm(nn.Dense(32, name="weight"))(x))
+        x = nn.relu(nn.SpectralNorm(nn.Dense(32, name="spectral"))(x, update_stats=True))
+        x = nn.RMSNorm()(nn.relu(nn.Dense(16, name="plain")(x)))
+        return nn.Dense(4, name="head")(nn.PReLU()(x))
+
+
+@model("flax")
+def linen_normalized_weights():
+    module = Normalized()
+    params, averages = parameters(module, shape(2, 8))
+
+    def loss(params, averages, x):
+        return mean_square(module.apply({"params": params, **averages}, x, mutable=["batch_stats"])[0])
+
+    leaves = {
+        "*/weight/kernel/scale": "multiplied entry by entry",
+        "RMSNorm_0/scale": "multiplied entry by entry",
+        "PReLU_0/negative_slope": "multiplied entry by entry",
+        "head/kernel": HEAD,
+        "*/kernel": "0>1",
+        "*/bias": "added",
+    }
+    return Model(loss, params, [averages, shape(2, 8)], leaves)
+
+
+class ActorCritic(nn.Module):
+    @nn.compact
+    def __call__(self, x):  # (batch, 84, 84, 4) in small
+        for features, size, stride in ((8, 8, 4), (16, 4, 2), (16, 3, 1)):
+            x = nn.relu(nn.Conv(features, (size, size), strides=stride, padding="VALID")(x))
+        x = nn.relu(nn.Dense(32, name="hidden")(x.reshape(x.shape[0], -1)))
+        return nn.Dense(6, name="actor")(x), nn.Dense(1, name="critic")(x)[:, 0]
+
+
+@model("flax")
+def linen_actor_critic():
+    """The loss of PPO: two heads."""
+    module = ActorCritic()
+    params, _ = parameters(module, shape(2, 52, 52, 4))
+
+    def loss(params, x, actions, old, returns):
+        logits, values = module.apply({"params": params}, x)
+        logs = jax.nn.log_softmax(logits)
+        ratio = jnp.exp(jnp.take_along_axis(logs, actions[:, None], 1)[:, 0] - old)
+        gain = returns - jax.lax.stop_gradient(values)
+        policy = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain)
+        return jnp.mean((values - returns) ** 2) - policy.mean() + 0.01 * jnp.sum(jnp.exp(logs) * logs)
+
+    leaves = {
+        "Conv_*/kernel": "0,1,2>3",
+        "hidden/kernel": "0>1",
+        "actor/kernel": HEAD,
+        "critic/kernel": f"{HEAD}|multiplied by vectors",
+        "*/bias": "added",
+    }
+    return Model(loss, params, [shape(2, 52, 52, 4), tokens(2), shape(2), shape(2)], leaves)

@@ -1,0 +1,240 @@
+"""Models of Flax NNX's own layers: parameters are a state, the module is merged inside of the loss."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tests.inspect.library_models.linen_models import ATTENTION, ATTENTION_HEADS, HEAD, site
+from tests.inspect.library_models.model import Model, cross_entropy, mean_square, model, shape, tokens
+
+NORM = {"*norm*/bias": "added", "*norm*/scale": "multiplied entry by entry"}
+
+
+def split(make, kind=nnx.Param):
+    """The static part, shapes of the parameters, and of all else."""
+    return nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), kind, ...)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs, **options):
+        self.norm_a, self.norm_b = nnx.LayerNorm(64, rngs=rngs), nnx.RMSNorm(64, rngs=rngs)
+        self.a = nnx.MultiHeadAttention(4, 64, decode=False, rngs=rngs, **options)
+        self.gate = nnx.Linear(64, 128, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(64, 128, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(128, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.a(self.norm_a(x), mask=nnx.make_causal_mask(x[..., 0]))
+        y = self.norm_b(x)
+        return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
+
+
+class Language(nnx.Module):
+    def __init__(self, rngs, **options):
+        self.table = nnx.Embed(99, 64, rngs=rngs)
+        self.layers = nnx.List([Block(rngs, **options) for _ in range(2)])
+        self.norm_out = nnx.LayerNorm(64, rngs=rngs)
+
+    def __call__(self, text):
+        x = self.table(text)
+        for layer in self.layers:
+            x = layer(x)
+        return self.table.attend(self.norm_out(x))
+
+
+def language(make, leaves, attentions, per_head):
+    graph, params, rest = split(make)
+
+    def loss(params, rest, text):
+        logits = nnx.merge(graph, params, rest)(text)
+        return cross_entropy(logits[:, :-1], text[:, 1:])
+
+    return Model(loss, params, [rest, tokens(2, 8)], leaves, attentions, per_head)
+
+
+EMBEDDED = {"table/embedding": "looked up"} | NORM
+
+
+@model("flax")
+def nnx_attention():
+    leaves = EMBEDDED | ATTENTION | {"*/kernel": "0>1", "*/bias": "added"}
+    return language(Language, leaves, [site("layers/0/a"), site("layers/1/a")], ATTENTION_HEADS)
+
+
+@model("flax")
+def nnx_normalized_queries():
+    leaves = EMBEDDED | ATTENTION | {
+        "*/{query_ln,key_ln}/scale": "multiplied entry by entry",
+        "*/kernel": "0>1",
+        "*/bias": "added",
+    }  # fmt: skip
+    refused = ["refused: its queries are normalized"] * 2
+    return language(lambda rngs: Language(rngs, normalize_qk=True), leaves, refused, ATTENTION_HEADS)
+
+
+class Scanned(nnx.Module):
+    """Layers made by `nnx.vmap`, run by `nnx.scan`, rematerialized."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def layers(rngs):
+            return Block(rngs)
+
+        self.table, self.layers = nnx.Embed(99, 64, rngs=rngs), layers(rngs)
+
+    def __call__(self, text):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def run(x, layer):
+            return layer(x)
+
+        return self.table.attend(run(self.table(text), self.layers))
+
+
+SCANNED = EMBEDDED | {
+    "*/{query,key,value}/kernel": "1>2,3",
+    "*/out/kernel": "1,2>3",
+    "*/kernel": "1>2",
+    "*/bias": "added",
+}
+
+
+@model("flax")
+def nnx_scan():
+    return language(Scanned, SCANNED, [site("layers/a", 2)], {"*/{query,key,value}/kernel": "1>3"})
+
+
+class FusedBlock(nnx.Module):
+    """One projection for queries, keys and values, which `jax.nn.dot_product_attention` takes."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.RMSNorm(32, rngs=rngs)
+        self.qkv = nnx.LinearGeneral(32, (3, 4, 8), rngs=rngs)
+        self.out = nnx.LinearGeneral((4, 8), 32, axis=(-2, -1), rngs=rngs)
+
+    def __call__(self, x):
+        q, k, v = jnp.moveaxis(self.qkv(self.norm(x)), 2, 0)
+        return x + self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True))
+
+
+@model("flax")
+def nnx_fused_in_a_jax_scan():
+    """`jax.lax.scan` and `jax.checkpoint` over the layers' state."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def layers(rngs):
+        return FusedBlock(rngs)
+
+    graph, params, rest = split(layers)
+
+    def loss(params, rest, x):
+        @jax.checkpoint
+        def run(x, state):
+            return nnx.merge(graph, *state)(x), None
+
+        return mean_square(jax.lax.scan(run, x, (params, rest))[0])
+
+    leaves = {
+        "norm/scale": "multiplied entry by entry",
+        "qkv/kernel": "1>3,4",  # queries, keys and values are counted by axis 2
+        "out/kernel": "1,2>3",
+        "*/bias": "added",
+    }
+    line = "; ".join(
+        f"{name} qkv/kernel@3 4x1 {i}:{i + 1}@2; {name} qkv/bias@2 4x1 {i}:{i + 1}@1"
+        for i, name in enumerate(("query", "key"))
+    )
+    return Model(loss, params, [rest, shape(2, 6, 32)], leaves, [line], {"qkv/kernel": "1>4"})
+
+
+class Others(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Conv(3, 16, (3, 3), rngs=rngs)
+        self.batch_norm = nnx.BatchNorm(16, rngs=rngs)
+        self.grouped = nnx.Conv(16, 32, (3, 3), feature_group_count=2, rngs=rngs)
+        self.depthwise = nnx.Conv(32, 32, (3, 3), feature_group_count=32, rngs=rngs)
+        self.transposed = nnx.ConvTranspose(32, 8, (3, 3), strides=2, rngs=rngs)
+        self.group_norm = nnx.GroupNorm(8, 4, rngs=rngs)
+        self.einsum = nnx.Einsum("bhwi,ij->bhwj", (8, 12), (12,), rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.lora = nnx.LoRALinear(12, 20, lora_rank=2, rngs=rngs)
+        self.head = nnx.Linear(20, 5, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.batch_norm(self.first(x)))
+        x = nnx.relu(self.depthwise(nnx.relu(self.grouped(x))))
+        x = nnx.relu(self.group_norm(self.transposed(x)))
+        x = self.dropout(nnx.relu(self.einsum(x))).mean((1, 2))
+        return self.head(nnx.relu(self.lora(x)))
+
+
+@model("flax")
+def nnx_others():
+    """Convolutions, dropout, and an adapter beside its layer."""
+    graph, params, rest = split(Others)
+
+    def loss(params, rest, x, labels):
+        return cross_entropy(nnx.merge(graph, params, rest)(x), labels)
+
+    leaves = NORM | {
+        "{first,transposed}/kernel": "0,1,2>3",
+        "grouped/kernel": "0,1,2>3/2@3",
+        "depthwise/kernel": "a depthwise convolution",
+        "head/kernel": HEAD,
+        "*/{kernel,lora_a,lora_b}": "0>1",
+        "*/bias": "added",
+    }
+    return Model(loss, params, [rest, shape(2, 8, 8, 3), tokens(2)], leaves)
+
+
+@model("flax")
+def nnx_adapters_alone():
+    """The parameters are the adapters; the layers' own weights are inputs."""
+
+    def make(rngs):
+        return nnx.Sequential(
+            nnx.LoRALinear(12, 20, lora_rank=2, rngs=rngs),
+            nnx.relu,
+            nnx.LoRALinear(20, 16, lora_rank=2, rngs=rngs),
+            nnx.relu,
+            nnx.Linear(16, 5, rngs=rngs),
+        )
+
+    graph, adapters, rest = split(make, nnx.LoRAParam)
+
+    def loss(adapters, rest, x, labels):
+        return cross_entropy(nnx.merge(graph, adapters, rest)(x), labels)
+
+    # Whether the frozen head after the last adapter is one more product or a part of the loss, no program says.
+    leaves = {"layers/2/*/lora_b": f"0>1|{HEAD}", "*/{lora_a,lora_b}": "0>1"}
+    return Model(loss, adapters, [rest, shape(2, 12), tokens(2)], leaves)
+
+
+class Recurrent(nnx.Module):
+    def __init__(self, rngs):
+        self.table = nnx.Embed(30, 16, rngs=rngs)
+        kinds = (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell)
+        self.layers = nnx.List([nnx.RNN(kind(16, 16, rngs=rngs)) for kind in kinds])
+        self.head = nnx.Linear(16, 30, rngs=rngs)
+
+    def __call__(self, text):
+        x = self.table(text)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@model("flax")
+def nnx_recurrent():
+    """Four gates side by side in the optimized cell, three in the gated one."""
+    leaves = {
+        "table/embedding": "looked up",
+        "head/kernel": HEAD,
+        "layers/1/*/kernel": "0>1/4@1",
+        "layers/2/*/kernel": "0>1/3@1",
+        "*/kernel": "0>1",
+        "*/bias": "added",
+    }
+    return language(Recurrent, leaves, [], {})

@@ -1,0 +1,425 @@
+"""`inspect` and `Program` as a user meets them."""
+
+import re
+import sys
+import warnings
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import errors, nnx
+from flax import linen as nn
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import muonjax
+from tests.inspect.attention import attend, layer, tokens, unrolled, unstacked, weights
+
+pytestmark = pytest.mark.promotes("the functions are written as people write them")
+NUMBERS = muonjax.MuonDimensionNumbers
+
+
+def leaf(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mlp(params, x):
+    return jnp.mean((jnp.tanh(x @ params["up"] + params["bias"]) @ params["out"]) ** 2)
+
+
+PARAMS = {"up": leaf(8, 16), "bias": leaf(16), "out": leaf(16, 1)}
+X = leaf(4, 8)
+
+
+def ones(tree):
+    return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), tree)
+
+
+def test_a_program_stands_for_dimension_numbers():
+    program = muonjax.inspect(mlp, PARAMS, X)
+    params = ones(PARAMS)
+    by_program = muonjax.muon(0.1, program)
+    by_hand = muonjax.muon(0.1, program={"up": NUMBERS(0, 1), "bias": None, "out": None})
+    one, _ = by_program.update(params, by_program.init(params), params)
+    two, _ = by_hand.update(params, by_hand.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+def test_the_table_says_why_with_the_line_of_the_code():
+    line = f"test_inspect.py:{mlp.__code__.co_firstlineno + 1}"
+    table = muonjax.tabulate(PARAMS, muonjax.inspect(mlp, PARAMS, X))
+    assert f"multiplied along axis 0: {line}" in table
+    assert f"added: {line}" in table
+    assert f"no product after it, an output head: {line}" in table
+
+
+def test_python_values_stay_as_they_are():
+    def loss(params, x, kind, *, double):
+        assert (kind, double) == ("mean", True)
+        return mlp(params, x) * (2 if double else 1)
+
+    program = muonjax.inspect(loss, PARAMS, X, "mean", double=True)
+    assert program.dimension_numbers()["up"] == NUMBERS(0, 1)
+
+
+def test_other_sizes_than_those_inspected():
+    program = muonjax.inspect(mlp, PARAMS, X)
+    other = {"up": leaf(32, 64), "bias": leaf(64), "out": leaf(64, 1)}
+    assert program.dimension_numbers(other) == program.dimension_numbers(PARAMS)
+
+
+def test_parameters_that_were_not_inspected_are_named():
+    program = muonjax.inspect(mlp, PARAMS, X)
+    with pytest.raises(ValueError, match="without the parameters extra"):
+        program.dimension_numbers({**PARAMS, "extra": leaf(2)})
+
+
+def two_layers(params, x):
+    for name in ("below", "above"):
+        x = layer(x, params[name])
+    return jnp.mean((x @ params["out"]) ** 2)
+
+
+def test_parts_of_a_model_train_with_the_program_of_all_of_it():
+    """What another optimizer has is masked for this one; it is not asked for, and the table says so."""
+    one = unstacked(jax.tree.map(jnp.asarray, weights()))[0]
+    params, x = {"below": one, "above": one, "out": jnp.ones((tokens().shape[-1], 1))}, tokens()
+    program = muonjax.inspect(two_layers, params, x)
+    grads = jax.grad(two_layers)(params, x)
+    optimizers = {"train": muonjax.muon(1e-3, program), "frozen": optax.set_to_zero()}
+    tx = optax.partition(optimizers, {"below": "frozen", "above": "train", "out": "train"})
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert not any(map(np.any, jax.tree.leaves(updates["below"])))
+    optimizers["train"] = muonjax.muonclip(1e-3, program, threshold=0.01)
+    tx = optax.partition(optimizers, {"below": "frozen", "above": "train", "out": "train"})
+    (_, max_logits), _ = muonjax.value_and_grad(two_layers)(params, x)
+    clipped, _ = tx.update(grads, tx.init(params), params, max_logits=max_logits)
+    assert not any(map(np.any, jax.tree.leaves(clipped["below"])))
+    assert np.abs(clipped["above"]["q"]).max() > 10 * np.abs(updates["above"]["q"]).max()
+    whole = muonjax.muon(1e-3, program)
+    expected, _ = whole.update(grads, whole.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, updates["above"], expected["above"])
+    for part in ({"below": optax.MaskedNode()} | params | {"below": optax.MaskedNode()}, {"above": one}):
+        last = muonjax.tabulate(part, program).splitlines()[-1]
+        assert re.fullmatch(r"Not among these parameters: .*below/q.*; not clipped: below\.", last)
+    assert "Not among" not in muonjax.tabulate(params, program)
+
+
+def test_an_nnx_optimizer_of_a_part():
+    attention = {"num_heads": 2, "in_features": 8, "decode": False, "rngs": nnx.Rngs(0)}
+    model = nnx.Sequential(nnx.MultiHeadAttention(**attention), nnx.MultiHeadAttention(**attention))
+    only_second = nnx.All(nnx.Param, nnx.PathContains(1))
+
+    def loss_fn(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    program = muonjax.inspect(loss_fn, model, x)
+    optimizer = nnx.Optimizer(model, muonjax.muonclip(0.1, program, threshold=0.01), wrt=only_second)
+    value_and_grad = muonjax.value_and_grad(loss_fn, argnums=nnx.DiffState(0, only_second))
+    (before, max_logits), grads = value_and_grad(model, x)
+    optimizer.update(model, grads, max_logits=max_logits)
+    assert loss_fn(model, x) < before
+    assert list(optimizer.opt_state[-1].factors) == ["layers/1"]
+    assert list(max_logits) == ["layers/0", "layers/1"]
+
+
+def test_nothing_depends_on_the_parameters():
+    def constant(params, x):
+        return jnp.sum(x)
+
+    with pytest.raises(ValueError, match=r"inspect\(constant\): nothing that it returns"):
+        muonjax.inspect(constant, PARAMS, X)
+
+
+def test_unused_parameters_are_named_once():
+    with pytest.warns(UserWarning, match=r"inspect\(mlp\): .* no data go to Adam: spare \(never used\)"):
+        muonjax.inspect(mlp, {**PARAMS, "spare": leaf(3, 3)}, X)
+
+
+def test_parameters_in_a_penalty_alone_are_told_from_those_that_are_never_used():
+    def loss(params, x):
+        return mlp(params, x) + 0.1 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+
+    with pytest.warns(
+        UserWarning,
+        match=r"no data go to Adam: spare \(used without data, as in a penalty: .*test_inspect.py:\d+\)",
+    ):
+        program = muonjax.inspect(loss, {**PARAMS, "spare": leaf(3, 3)}, X)
+    assert program.dimension_numbers()["spare"] is None
+
+
+def test_two_uses_that_contradict_each_other_are_named_with_their_lines():
+    def loss(params, x):
+        y = jnp.einsum("bi,iho->bho", x, params["w"])
+        z = jnp.einsum("bi,hio->bho", jnp.tanh(y[:, 0]), params["w"])
+        return jnp.mean((jnp.tanh(z) @ params["out"]) ** 2) + jnp.mean((jnp.tanh(y) @ params["out"]) ** 2)
+
+    params = {"w": leaf(4, 4, 4), "out": leaf(4, 1)}
+    first = loss.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match=rf"'w'.*:{first}.*:{first + 1}"):
+        muonjax.inspect(loss, params, leaf(2, 4)).dimension_numbers()
+
+
+def test_a_last_product_without_a_loss_is_left_to_names():
+    def forward(params, x):
+        return jnp.tanh(x @ params["layer_0"]["kernel"]) @ params["head"]["kernel"]
+
+    params = {"layer_0": {"kernel": leaf(8, 8)}, "head": {"kernel": leaf(8, 4)}}
+    program = muonjax.inspect(forward, params, X)
+    assert program.why("head/kernel").startswith("last product")
+    numbers = program.dimension_numbers()
+    assert numbers["layer_0"]["kernel"] == NUMBERS(0, 1)
+    assert numbers["head"]["kernel"] is None
+
+
+def test_a_model_without_attention():
+    program = muonjax.inspect(mlp, PARAMS, X)
+    with pytest.raises(ValueError, match=r"inspect\(mlp\) has no attention.*Use muon instead"):
+        muonjax.muonclip(0.1, program).init(ones(PARAMS))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.MultiHeadDotProductAttention(2, name="attention")(x), None
+
+
+@pytest.mark.parametrize("stack", [0, 1])
+def test_scanned_linen_layers_are_clipped_layer_by_layer(stack):
+    """With as many layers as heads, sizes can't tell them apart; the program does."""
+    scan = nn.scan(nn.remat(Block), variable_axes={"params": stack}, split_rngs={"params": True}, length=2)
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    params = scan().init(jax.random.key(0), x, None)["params"]
+    params = jax.tree.map(lambda p: 4 * p, params)
+
+    def loss(params, x):
+        return jnp.mean(scan().apply({"params": params}, x, None)[0] ** 2)
+
+    program = muonjax.inspect(loss, params, x)
+    (_, maxima), _ = jax.jit(muonjax.value_and_grad(loss))(params, x)
+    (name,) = maxima
+    assert maxima[name].shape == (2, 2)
+    kernel = np.moveaxis(np.asarray(params["attention"]["query"]["kernel"]), stack, 0)
+    threshold = float(maxima[name][0].max()) / 2
+    clipped = muonjax.apply_qk_clip(params, maxima, program, threshold)
+    after = np.moveaxis(np.asarray(clipped["attention"]["query"]["kernel"]), stack, 0)
+    factors = np.sqrt(np.minimum(1, threshold / np.asarray(maxima[name], np.float64)))
+    np.testing.assert_allclose(after, kernel * factors[:, None, :, None], rtol=1e-6)
+
+
+def test_a_step_of_an_nnx_model():
+    model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+
+    def loss_fn(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    program = muonjax.inspect(loss_fn, model, x)
+    optimizer = nnx.Optimizer(model, muonjax.muonclip(0.1, program, threshold=0.01), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(model, x)
+        optimizer.update(model, grads, max_logits=max_logits)
+        return loss
+
+    losses = [float(step(model, optimizer, x)) for _ in range(3)]
+    assert losses[-1] < losses[0]
+    assert muonjax.metrics(optimizer.opt_state)["qk_clip/total_clipped"] > 0
+
+
+def test_a_clip_of_an_nnx_model_that_counts_is_checked():
+    """Dropout counts its calls in the model's state."""
+    model = nnx.MultiHeadAttention(
+        2, 8, decode=False, dropout_rate=0.5, deterministic=False, rngs=nnx.Rngs(0)
+    )
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    program = muonjax.inspect(lambda model, x: jnp.mean(model(x) ** 2), model, x)
+    (deviation,) = program.check_clip(model, x).values()
+    assert abs(deviation) < 1e-5
+
+
+def test_in_a_chain_of_ones_own():
+    program = muonjax.inspect(mlp, PARAMS, X)
+    tx = optax.chain(muonjax.orthogonalize(dimension_numbers=program), optax.scale(-0.1))
+    params = ones({"up": PARAMS["up"]})
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["up"].shape == (8, 16)
+
+
+@pytest.mark.parametrize("devices", [(2, 4), (4, 2)], ids=["one head a device", "two heads a device"])
+def test_heads_that_a_shard_map_divides_are_refused(devices):
+    w, x = weights(2), tokens()
+    mesh = jax.make_mesh(devices, ("data", "head"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"q": P(None, "head"), "k": P(None, "head"), "v": P(None, "head"), "o": P("head")}
+
+    def of_one_device(x, w):
+        q, k, v = (jnp.einsum("btd,dhs->bths", x, w[name]) for name in "qkv")
+        return jax.lax.psum(jnp.einsum("bths,hsd->btd", attend(q, k, v), w["o"]), "head")
+
+    mapped = jax.shard_map(of_one_device, mesh=mesh, in_specs=(P("data"), specs), out_specs=P("data"))
+
+    def loss(w, x):
+        return unrolled(w, x, lambda x, w: x + mapped(x, w))
+
+    program = muonjax.inspect(loss, w, x)
+    assert program.dimension_numbers()["o"] == NUMBERS((1, 2), 3)
+    assert {a.problem.split(":")[0] for a in program.attentions} == {
+        "a shard_map divides its heads or layers"
+    }
+
+
+def test_a_program_in_inject_hyperparams():
+    """Optax would take what is callable for a schedule, and makes arrays of numbers, defaults too."""
+    params = unstacked(jax.tree.map(jnp.asarray, weights()))[0]
+    program = muonjax.inspect(lambda params, x: (layer(x, params) ** 2).mean(), params, tokens())
+    for make in (muonjax.muonclip, muonjax.adamclip, muonjax.muon, muonjax.normuon):
+        tx = optax.inject_hyperparams(make)(1e-3, program)
+        assert jax.jit(tx.init)(params).hyperparams["learning_rate"] == jnp.float32(1e-3)
+    injected = optax.inject_hyperparams(muonjax.muon)(1e-3, lambda params: params)
+    with pytest.raises(TypeError, match=r"muon\(program=.*inject_hyperparams.*static_args='program'"):
+        injected.init(params)
+
+
+def test_what_inspect_is_given_in_another_order():
+    with pytest.raises(TypeError, match=r"inspect\(fun, params, \.\.\.\): the first argument is a dict"):
+        muonjax.inspect(PARAMS, mlp, X)
+
+
+def test_a_module_with_functions_in_it():
+    with pytest.raises(
+        TypeError, match=r"inspect\(mlp\): 'act' in the parameters is a function.*eqx.partition\(model"
+    ):
+        muonjax.inspect(mlp, PARAMS | {"act": jnp.tanh}, X)
+
+
+def test_a_parameter_that_there_is_not():
+    program = muonjax.inspect(mlp, PARAMS, X)
+    with pytest.raises(KeyError, match=r"inspect\(mlp\) has no parameter 'upp'; there are .*'up'"):
+        program.why("upp")
+
+
+def test_a_function_without_a_product():
+    with pytest.raises(ValueError, match="nothing that it returns comes from these parameters by a product"):
+        muonjax.inspect(lambda params: (params["w"] ** 2).sum(), {"w": leaf(4, 4)})
+
+
+def test_a_loss_with_more_results():
+    def loss(params, x):
+        return mlp(params, x), x
+
+    with pytest.raises(TypeError, match=r"needs one scalar from fun, got a tuple.*has_aux=True"):
+        muonjax.value_and_grad(loss)(ones(PARAMS), ones(X))
+
+
+def test_arguments_that_the_function_does_not_take_are_named():
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    params = {"w": jnp.ones((3, 3))}
+    with pytest.raises(
+        TypeError, match=r"inspect\(loss\): missing .*'x'. Give what loss takes after its first"
+    ):
+        muonjax.inspect(loss, params)
+    with pytest.raises(TypeError, match=r"inspect\(loss\): too many positional arguments"):
+        muonjax.inspect(loss, params, jnp.ones((2, 3)), jnp.ones(3))
+    with pytest.raises(TypeError, match=r"inspect\(loss\): missing .*'x'"):
+        muonjax.inspect(loss, nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
+
+
+def test_counters_beside_the_parameters_are_no_unused_parameters():
+    """The keys and counts of an NNX module's dropout, say."""
+
+    def loss(params, x):
+        return jnp.mean((jnp.tanh(x @ params["w"]) @ params["out"]) ** 2)
+
+    params = {"w": jnp.ones((3, 3)), "out": jnp.ones((3, 2)), "count": jnp.zeros((), jnp.uint32)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program = muonjax.inspect(loss, params, jnp.ones((2, 3)))
+    assert program.why("count") == "whole numbers"
+
+
+def test_a_module_that_is_no_argument_is_asked_for():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.up = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+            self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+            self.out = nnx.Linear(16, 1, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.out(jax.nn.relu(self.norm(self.up(x))))
+
+    model, x = Model(), jnp.ones((4, 8))
+
+    def closed_over(params, x):
+        nnx.update(model, params)
+        return (model(x) ** 2).mean()
+
+    def loss_fn(model, x):
+        return (model(x) ** 2).mean()
+
+    with pytest.raises(errors.TraceContextError) as error:
+        muonjax.inspect(closed_over, nnx.state(model, nnx.Param), x)
+    assert "muonjax.inspect(loss_fn, model, ...)" in " ".join(error.value.__notes__)
+    assert muonjax.inspect(loss_fn, model, x).decision("up/kernel").numbers == NUMBERS(0, 1)
+
+
+def test_several_losses_are_added():
+    """As of a GAN: what one of them ignores the other one uses."""
+    params = {"generator": PARAMS, "critic": PARAMS}
+
+    def losses(params, x):
+        generator = params["generator"]
+        fake = jnp.tanh(x @ generator["up"] + generator["bias"]) @ generator["out"] * x
+        return mlp(params["critic"], x) - mlp(params["critic"], fake), mlp(params["critic"], fake)
+
+    together = muonjax.inspect(lambda params, x: sum(losses(params, x)), params, X)
+    assert together.decision("critic/up").numbers == NUMBERS(0, 1)
+    assert together.decision("generator/up").numbers == NUMBERS(0, 1)
+    assert together.dimension_numbers() == muonjax.inspect(losses, params, X).dimension_numbers()
+
+
+def test_the_line_in_a_notebook_is_that_of_a_cell(monkeypatch):
+    """IPython gives a cell's code the name of a file that does not exist, and knows its number."""
+
+    def format_code_name(name):
+        return ("Cell", "In[3]") if "ipykernel" in name else None
+
+    shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=format_code_name))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    code = "\ndef loss(params, x):\n    return ((x @ params['up'] + params['bias']) @ params['out']).sum()\n"
+    exec(compile(code, "/tmp/ipykernel_12/4258106292.py", "exec"), names := {})
+    assert muonjax.inspect(names["loss"], PARAMS, X).why("up").endswith(": In[3]:3")
+    assert "test_inspect.py:" in muonjax.inspect(mlp, PARAMS, X).why("up")
+
+
+def attended(q, k, v):
+    return jnp.mean(jax.nn.dot_product_attention(q, k, v) ** 2)
+
+
+def test_heads_that_are_cut_and_put_together_again_are_the_same_heads():
+    def loss(params, x, cut):
+        q, k, v = (jnp.einsum("btd,dhs->bths", x, params[name]) for name in "qkv")
+        return attended(jnp.concatenate(jnp.split(q, 2, 2), 2) if cut else q, k, v)
+
+    params, x = {name: leaf(8, 4, 4) for name in "qkv"}, leaf(1, 3, 8)
+    one, other = (muonjax.inspect(loss, params, x, cut) for cut in (True, False))
+    assert one.sites == other.sites
+    assert one.dimension_numbers(attention="heads") == other.dimension_numbers(attention="heads")
+
+
+def test_parts_that_are_put_together_and_cut_again_are_the_same_parts():
+    def loss(params, x, again):
+        q, k, v = jnp.split(x @ params["qkv"], 3, -1)
+        q, k = jnp.split(jnp.concatenate([q, k], -1), 2, -1) if again else (q, k)
+        return attended(*(y.reshape(1, 3, 4, 4) for y in (q, k, v)))
+
+    params, x = {"qkv": leaf(8, 48)}, leaf(1, 3, 8)
+    one, other = (muonjax.inspect(loss, params, x, again) for again in (True, False))
+    assert one.sites == other.sites
+    assert one.dimension_numbers() == other.dimension_numbers()

@@ -1,0 +1,152 @@
+"""Models of public libraries: each parameter and each attention is decided rightly, whatever the names are."""
+
+import warnings
+
+import jax
+import optax
+import pytest
+
+import muonjax
+from tests.inspect.library_models import MODELS
+from tests.inspect.library_models.answers import (
+    expected_attention,
+    expected_leaves,
+    found_attention,
+    is_right,
+    said,
+    same_heads,
+)
+from tests.inspect.library_models.model import flattened, scrambled
+from tests.tools import tiers
+
+pytestmark = [
+    pytest.mark.promotes("the libraries' models promote dtypes and ranks"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+# One of each library and of each kind of layer.
+QUICK = (
+    "transformers-gpt2",
+    "transformers-bert_masked",
+    "transformers-bloom",
+    "transformers-t5",
+    "transformers-vit",
+    "transformers-regnet",
+    "transformers-roformer",
+    "flax-linen_scan_on_axis_1",
+    "flax-linen_images",
+    "flax-linen_recurrent",
+    "flax-nnx_fused_in_a_jax_scan",
+    "flax-nnx_others",
+    "haiku-haiku_layer_stack",
+    "haiku-haiku_recurrent",
+    "equinox-equinox_scan",
+    "equinox-equinox_images",
+    "jax-byte_model",
+    "jax-grouped_queries_by_einsum",
+    "jax-latent_attention",
+    "jax-chosen_experts",
+    "jax-diffusion_transformer",
+    "jax-state_space",
+)
+
+
+def inspected(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # parameters that are never used
+        return muonjax.inspect(model.loss, model.params, *model.inputs)
+
+
+@pytest.fixture(scope="module")
+def read():
+    """Each model and its program, made once."""
+    known = {}
+
+    def make(name):
+        pytest.importorskip(MODELS[name].needs, reason=f"{MODELS[name].needs} is not installed")
+        if name not in known:
+            model = MODELS[name].make()
+            known[name] = model, inspected(model)
+        return known[name]
+
+    return make
+
+
+def decided(program):
+    """What is said of each parameter, by path."""
+    return {
+        path: (d.numbers, d.per_head if d.numbers else None, d.problem or d.why)
+        for path, d in program._decisions.items()
+    }
+
+
+def wrong(model, found, answers):
+    """What is found and what would be right, by path, where they differ."""
+    shapes = {path: leaf.shape for path, leaf in zip(*flattened(model.params)[:2], strict=True)}
+    return {
+        path: (*found[path], right)
+        for path, right in answers.items()
+        if not is_right(*found[path], right, shapes[path])
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+@tiers.quick(*QUICK)
+def test_every_parameter_is_decided_rightly(name, read):
+    model, program = read(name)
+    found = {path: (numbers, why) for path, (numbers, _, why) in decided(program).items()}
+    assert not wrong(model, found, expected_leaves(model, model.leaves))
+    assert not any(d.by_names or d.problem for d in program._decisions.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@tiers.quick(*QUICK)
+def test_each_head_has_its_matrices(name, read):
+    model, program = read(name)
+    found = {path: (per_head, why) for path, (_, per_head, why) in decided(program).items()}
+    others = {pattern: right for pattern, right in model.leaves.items() if pattern not in model.per_head}
+    answers = expected_leaves(model, {**model.per_head, **others}, every=False)
+    assert not wrong(model, found, answers)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@tiers.quick(*QUICK)
+def test_every_attention_is_found_or_refused_with_its_reason(name, read):
+    model, program = read(name)
+    found = [found_attention(model.params, attention) for attention in program.attentions]
+    wanted = [expected_attention(model, line) for line in model.attentions]
+    right = len(found) == len(wanted) and all(map(same_heads, found, wanted))
+    assert right, (list(map(said, found)), list(map(said, wanted)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@tiers.quick(*QUICK)
+def test_names_do_not_matter(name, read):
+    model, program = read(name)
+    other, path_of = scrambled(model)
+    there = inspected(other)
+    assert {path_of[word]: said_of for word, said_of in decided(there).items()} == decided(program)
+
+    def as_named(heads):
+        if isinstance(heads, str):
+            return heads
+        return {(factor, path_of[word]): grid for (factor, word), grid in heads.items()}
+
+    found = [as_named(found_attention(other.params, attention)) for attention in there.attentions]
+    wanted = [found_attention(model.params, attention) for attention in program.attentions]
+    assert len(found) == len(wanted)
+    assert all(map(same_heads, found, wanted))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@tiers.quick(*QUICK)
+def test_optimizers_take_the_program(name, read):
+    model, program = read(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # attentions that are refused
+        if any(attention.site for attention in program.attentions):
+            optimizer = muonjax.muonclip(1e-2, program)
+        else:
+            optimizer = muonjax.muon(1e-2, program)
+        state = jax.eval_shape(optimizer.init, model.params)
+    assert len(jax.tree.leaves(optax.tree_utils.tree_get(state, "trace"))) > 0

@@ -1,0 +1,372 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from muonjax import value_and_grad
+from tests.inspect.attention import (
+    attend,
+    by_hand,
+    custom_softmax,
+    dot_product_attention,
+    layer,
+    report,
+    scanned,
+    tokens,
+    unrolled,
+    weights,
+)
+from tests.inspect.finder import finder
+from tests.tools.tiers import thorough
+
+
+@pytest.fixture
+def optimized():
+    """Merging equal computations is one of the optimizations that the tests do without."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_without_jit():
+    w, x = weights(2), tokens()
+    (loss, maxima), grads = value_and_grad(scanned)(w, x)
+    expected, expected_grads = jax.value_and_grad(scanned)(w, x)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), grads, expected_grads)
+    assert list(maxima) == ["max_logits"]
+    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max(1), rtol=2e-5)
+
+
+@pytest.mark.parametrize("argnums", [1, -1, (1,), (1, 0), [0, 1]])
+def test_argnums(argnums):
+    w, x = weights(), tokens()
+
+    def loss(x, w):
+        return unrolled(w, x)
+
+    (value, _), grads = jax.jit(value_and_grad(loss, argnums))(x, w)
+    assert_same((value, grads), jax.jit(jax.value_and_grad(loss, argnums))(x, w))
+
+
+def test_everything_but_argnums_stays_as_it_is():
+    w, x = weights(), tokens()
+    seen = []
+
+    def loss(w, batch, kind, *, causal, ref):
+        seen.append((type(batch), kind, causal))
+        each = functools.partial(layer, attend=functools.partial(attend, causal=causal))
+        ref[...] = ref[...] + 1
+        return unrolled(w, batch, each) * (2 if kind == "double" else 1)
+
+    def step(f, ref):
+        return f(loss)(w, x, "double", causal=True, ref=ref)
+
+    ref = jax.new_ref(jnp.float32(0))
+    (value, maxima), grads = step(value_and_grad, ref)
+    assert seen == [(np.ndarray, "double", True)]
+    assert ref[...] == 1
+    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x, causal=True).max((0, 1)), rtol=2e-5)
+    expected, expected_grads = step(jax.value_and_grad, ref)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), grads, expected_grads)
+
+
+def test_closes_over_tracers():
+    w, x = weights(), tokens()
+
+    def step(f, w, x, scale):
+        return f(lambda w: unrolled(w, x) * scale)(w)
+
+    (loss, maxima), grads = jax.jit(functools.partial(step, value_and_grad))(w, x, 3.0)
+    assert_same((loss, grads), jax.jit(functools.partial(step, jax.value_and_grad))(w, x, 3.0))
+    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5)
+
+
+def test_a_constant_that_a_function_returns_beside_attention():
+    inner = jax.jit(lambda w, x: (unrolled(w, x), 3.0))
+    (_, (aux, maxima)), _ = value_and_grad(inner, has_aux=True)(weights(), tokens())
+    assert aux == 3
+    assert list(maxima) == ["max_logits"]
+
+
+def test_auxiliary_output_of_any_kind():
+    w, x = weights(), tokens()
+    marker = object()
+    constant = np.arange(3)
+
+    def loss(w, x):
+        value = unrolled(w, x)
+        return value, {
+            "text": "abc",
+            "twice": 2 * value,
+            "object": marker,
+            "none": None,
+            "array": constant,
+            "int": 3,
+        }
+
+    (value, (aux, maxima)), grads = value_and_grad(loss, has_aux=True)(w, x)
+    assert aux["text"] == "abc"
+    assert aux["object"] is marker
+    assert aux["none"] is None
+    assert aux["array"] is constant
+    assert aux["int"] == 3
+    assert type(aux["int"]) is int
+    np.testing.assert_array_equal(aux["twice"], 2 * value)
+    assert list(maxima) == ["max_logits"]
+    assert jax.tree.structure(grads) == jax.tree.structure(w)
+
+
+def test_constants_in_the_auxiliary_output():
+    """JAX has them as literals in the jaxpr."""
+
+    def loss(w, x):
+        return unrolled(w, x), {"zero": jnp.zeros_like(w["q"][0, 0, 0, 0]), "three": jnp.float32(3)}
+
+    for function in (loss, jax.jit(loss)):
+        (_, (aux, _)), _ = value_and_grad(function, has_aux=True)(weights(), tokens())
+        assert all(isinstance(x, jax.Array) for x in aux.values())
+        assert {name: float(x) for name, x in aux.items()} == {"zero": 0, "three": 3}
+
+
+def test_under_vmap():
+    w, x = weights(), tokens()
+    many = jax.tree.map(lambda value: np.stack([value, 2 * value]), w)
+    (loss, maxima), grads = jax.jit(jax.vmap(value_and_grad(unrolled), (0, None)))(many, x)
+    assert_same((loss, grads), jax.jit(jax.vmap(jax.value_and_grad(unrolled), (0, None)))(many, x))
+    expected = [by_hand(w, x).max((0, 1)), by_hand(jax.tree.map(lambda value: 2 * value, w), x).max((0, 1))]
+    np.testing.assert_allclose(maxima["max_logits"], expected, rtol=2e-5)
+
+
+def test_over_vmap():
+    w, x = weights(), tokens()
+
+    def loss(w, x):
+        return jnp.mean(jax.vmap(lambda x: unrolled(w, x[None]))(x))
+
+    (value, maxima), grads = jax.jit(value_and_grad(loss))(w, x)
+    assert_same((value, grads), jax.jit(jax.value_and_grad(loss))(w, x))
+    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5)
+
+
+@jax.custom_jvp
+def softcap(logits):
+    return 5 * jnp.tanh(logits / 5)
+
+
+softcap.defjvps(lambda t, ans, logits: t)  # straight through
+
+
+@pytest.mark.parametrize("softmax", [jax.nn.softmax, custom_softmax])
+def test_straight_through_derivatives_stay(softmax):
+    w, x = weights(2), tokens()
+
+    def capped(w, x, cap=softcap):
+        each = functools.partial(
+            layer, attend=functools.partial(attend, softmax=lambda logits: cap(softmax(logits)))
+        )
+        return scanned(w, x, each)
+
+    (loss, _), grads = jax.jit(value_and_grad(capped))(w, x)
+    expected = jax.jit(jax.value_and_grad(capped))(w, x)
+    assert_same((loss, grads), expected)
+    plain = functools.partial(capped, cap=lambda logits: 5 * jnp.tanh(logits / 5))
+    other = jax.jit(jax.value_and_grad(plain))(w, x)[1]
+    assert max(jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), grads, other))) > 1e-3
+
+
+@pytest.mark.parametrize("partitionable", [False, True])
+def test_random_numbers_are_the_same(partitionable):
+    w, x = weights(2), tokens()
+
+    def loss(w, x):
+        with jax.threefry_partitionable(partitionable):
+            noise = jax.random.normal(jax.random.key(0), x.shape)
+        return scanned(w, x + noise)
+
+    (value, _), grads = jax.jit(value_and_grad(loss))(w, x)
+    assert_same((value, grads), jax.jit(jax.value_and_grad(loss))(w, x))
+
+
+@pytest.mark.nan("to look for NaN JAX keeps donated arrays")
+def test_donation():
+    w, x = jax.tree.map(jnp.asarray, weights(2)), tokens()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(w, x):
+        (_, maxima), grads = value_and_grad(scanned)(w, x)
+        return jax.tree.map(lambda value, grad: value - grad, w, grads), maxima
+
+    new, _ = step(w, x)
+    assert all(value.is_deleted() for value in jax.tree.leaves(w))
+    assert not any(value.is_deleted() for value in jax.tree.leaves(new))
+
+
+def compiled(fun, *args):
+    return jax.jit(fun).lower(*args).compile()
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("loss", [thorough(unrolled), scanned])
+def test_costs_nothing(loss, remat):
+    shapes = {"q": (3, 64, 4, 32), "k": (3, 64, 4, 32), "v": (3, 64, 4, 32), "o": (3, 4, 32, 64)}
+    w = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((4, 64, 64), np.float32)
+    fun = functools.partial(loss, layer=jax.checkpoint(layer) if remat else layer)
+    ours = compiled(value_and_grad(fun), w, x)
+    plain = compiled(jax.value_and_grad(fun), w, x)
+    assert ours.cost_analysis()["flops"] <= 1.01 * plain.cost_analysis()["flops"]
+    temporary = ours.memory_analysis().temp_size_in_bytes
+    assert temporary <= 1.04 * plain.memory_analysis().temp_size_in_bytes  # logits have one more reader
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("width", [thorough(256), 64])
+def test_to_the_bit_with_the_optimizations_of_xla(width):
+    """A second reader of softmax's maximum would change how XLA fuses, from some 32 tokens on."""
+    random = np.random.default_rng(0)
+    shapes = dict.fromkeys("qkv", (2, width, 4, width // 4)) | {"o": (2, 4, width // 4, width)}
+    w = {n: np.float32(random.normal(size=shape) / np.sqrt(width)) for n, shape in shapes.items()}
+    x = np.float32(random.normal(size=(2, 64, width)))
+    for loss in (unrolled, scanned):
+        fun = functools.partial(
+            loss, layer=functools.partial(layer, attend=functools.partial(attend, causal=True))
+        )
+        (value, _), grads = jax.jit(value_and_grad(fun))(w, x)
+        assert_same((value, grads), jax.jit(jax.value_and_grad(fun))(w, x))
+
+
+def test_scopes_reach_the_program():
+    w, x = weights(2), tokens()
+
+    def each(x, w):
+        with jax.named_scope("block"):
+            return layer(x, w)
+
+    def scopes(fun):
+        text = jax.jit(fun).lower(w, x).as_text(debug_info=True)
+        return text.count("block/")
+
+    fun = functools.partial(scanned, layer=each)
+    assert scopes(value_and_grad(fun)) >= scopes(jax.value_and_grad(fun)) > 0
+
+
+def test_compute_type_stays():
+    from jax.experimental.compute_on import compute_on
+
+    w, x = weights(2), tokens()
+
+    def loss(w, x):
+        if jax.__version_info__ < (0, 12):
+            with compute_on("device_host"):
+                offset = jnp.sin(x)
+        else:
+            space = jax.memory.Space.Device
+            offset = compute_on(jnp.sin, compute_type="device_host", out_memory_spaces=space)(x)
+        return scanned(w, x + offset)
+
+    def count(fun):
+        return jax.jit(fun).lower(w, x).as_text().count("_xla_compute_type")
+
+    assert count(value_and_grad(loss)) == count(jax.value_and_grad(loss)) > 0
+
+
+def test_a_callback_is_called_once():
+    w, x = weights(), tokens()
+    calls = []
+
+    def loss(w, x):
+        jax.debug.callback(lambda value: calls.append(float(value)), x[0, 0, 0])
+        return unrolled(w, x)
+
+    jax.block_until_ready(jax.jit(value_and_grad(loss))(w, x))
+    jax.effects_barrier()
+    assert calls == [float(x[0, 0, 0])]
+
+
+def test_compiled_once_outside_of_jit():
+    """A jitted part of the function is one program for all steps."""
+    w, x = weights(2), tokens()
+    inner = jax.jit(scanned)
+
+    def loss(w, x):
+        return inner(w, x)
+
+    def body():
+        closed = jax.make_jaxpr(loss)(w, x)
+        rewritten = report(closed, [probe for _, probe in finder(1)(closed, 4)])
+        return rewritten.eqns[-1].params["jaxpr"]
+
+    assert body() is body()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_logits_are_measured_without_a_bias(causal):
+    """JAX's attention transposes the scaled logits before it adds the bias; they were measured with it."""
+    w, x = weights(1), tokens()
+    bias = 3 * np.random.default_rng(2).standard_normal(
+        (1, w["q"].shape[2], x.shape[1], x.shape[1]), np.float32
+    )
+    each = functools.partial(
+        layer, attend=functools.partial(dot_product_attention, bias=bias, is_causal=causal)
+    )
+    (_, maxima), _ = jax.jit(value_and_grad(functools.partial(unrolled, layer=each)))(w, x)
+    expected = by_hand(w, x, causal).max((0, 1))
+    np.testing.assert_allclose(maxima["max_logits"].reshape(-1), expected, rtol=2e-5)
+
+
+def test_no_attention():
+    def mean(w, x):
+        return jnp.mean(w * x)
+
+    with pytest.raises(ValueError, match=r"mean.*finds no attention"):
+        value_and_grad(mean)(jnp.ones(3), jnp.ones(3))
+
+
+def test_a_pair_is_needed_for_an_auxiliary_output():
+    with pytest.raises(TypeError, match="pair"):
+        value_and_grad(unrolled, has_aux=True)(weights(), tokens())
+
+
+def test_integers_and_vectors_are_refused_as_by_jax():
+    w, x = weights(), tokens()
+    with pytest.raises(TypeError, match="scalar-output"):
+        value_and_grad(lambda w, x: unrolled(w, x)[None])(w, x)
+    with pytest.raises(TypeError, match="int32"):
+        value_and_grad(unrolled)(jax.tree.map(np.int32, w), x)
+
+
+def test_several_losses_are_refused_and_their_sum_is_taken():
+    w, x = weights(), tokens()
+
+    def losses(w, x):
+        return unrolled(w, x), unrolled(w, 2 * x)
+
+    with pytest.raises(TypeError, match=r"value_and_grad\(losses\) needs one scalar.*sum of several losses"):
+        value_and_grad(losses)(w, x)
+    (loss, maxima), _ = jax.jit(value_and_grad(lambda w, x: sum(losses(w, x))))(w, x)
+    np.testing.assert_allclose(loss, sum(losses(w, x)), rtol=1e-6)
+    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, 2 * x).max((0, 1)), rtol=2e-5)
+    (_, (aux, _)), _ = jax.jit(value_and_grad(losses, has_aux=True))(w, x)
+    np.testing.assert_allclose(aux, losses(w, x)[1], rtol=1e-6)
+
+
+def test_parameters_that_the_function_closes_over_are_asked_for():
+    w, x = weights(), tokens()
+
+    def loss(_, x):
+        return unrolled(w, x)
+
+    with pytest.raises(ValueError, match=r"loss\): nothing that it returns.*give the parameters"):
+        value_and_grad(loss)(jnp.ones(3), x)
+    assert list(value_and_grad(unrolled)(w, x)[0][1]) == ["max_logits"]

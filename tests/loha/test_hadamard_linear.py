@@ -1,0 +1,211 @@
+"""x · (W + ΔW) of a low-rank Hadamard adapter against float64 NumPy, and what its derivative keeps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from muonjax import hadamard_linear
+from muonjax.loha.hadamard_linear import multiply
+from tests.tools.oracles import on_device
+
+M, N, R, T = 301, 200, 5, 7
+
+
+def factors(m=M, n=N, r=R, seed=0, batch=()):
+    rng = np.random.default_rng(seed)
+    shapes = [(*batch, m, r), (*batch, r, n)] * 2
+    return [rng.standard_normal(shape) / r**0.5 for shape in shapes]
+
+
+def weight64(a, b, c, d, scale=1.0):
+    return scale * (a @ b) * (c @ d)
+
+
+def gradients64(g, a, b, c, d, scale):
+    """The vector-Jacobian product of `weight64`, by hand."""
+    left, right = scale * g * (c @ d), scale * g * (a @ b)
+    return left @ b.T, a.T @ left, right @ d.T, c.T @ right, np.sum(g * (a @ b) * (c @ d))
+
+
+def relative(got, want):
+    return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+
+
+def as_float32(arrays):
+    return [on_device(a) for a in arrays]
+
+
+def plain(x, w, a, b, c, d):
+    return x @ (w + (a @ b) * (c @ d))
+
+
+def check_gradients(exact, run):
+    f, rng = factors(), np.random.default_rng(3)
+    x, w, g = (rng.standard_normal(shape) for shape in [(T, M), (M, N), (T, N)])
+    y, vjp = run(lambda s, x, w, *f: hadamard_linear(x, w, *f, scale=s), 0.7, x, w, *f)
+    assert relative(y, x @ (w + weight64(*f, 0.7))) < exact
+    scale, dx, dw, *got = vjp(jnp.asarray(g, y.dtype))
+    assert relative(dx, g @ (w + weight64(*f, 0.7)).T) < exact
+    assert relative(dw, x.T @ g) < exact
+    *want, want_scale = gradients64(x.T @ g, *f, 0.7)
+    assert all(relative(one, other) < exact for one, other in zip(got, want, strict=True))
+    # A sum of as many signs as there are elements cancels: judged by what is summed.
+    assert abs(float(scale) - want_scale) < exact * np.linalg.norm(x.T @ g) * np.linalg.norm(weight64(*f))
+
+
+def test_the_product_and_its_gradients():
+    check_gradients(1e-6, lambda call, s, *args: jax.vjp(call, jnp.float32(s), *as_float32(args)))
+
+
+def test_double_precision_stays_double():
+    with jax.enable_x64(True):
+        check_gradients(1e-13, lambda call, *args: jax.vjp(call, *(jnp.asarray(a) for a in args)))
+
+
+def test_forward_mode_is_the_transpose_of_reverse_mode():
+    f, rng = as_float32(factors()), np.random.default_rng(7)
+    x, w, g = as_float32([rng.standard_normal(shape) for shape in [(T, M), (M, N), (T, N)]])
+    tangents = as_float32(factors(seed=8))
+    call = functools.partial(hadamard_linear, x, w)
+    _, pushed = jax.jvp(call, f, tangents)
+    pulled = jax.vjp(call, *f)[1](g)
+    want = sum(float(jnp.vdot(t, p)) for t, p in zip(tangents, pulled, strict=True))
+    assert float(jnp.vdot(g, pushed)) == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.thorough
+def test_second_derivatives_are_those_of_the_plain_product():
+    f, rng = as_float32(factors(m=6, n=4, r=2)), np.random.default_rng(10)
+    x, w = as_float32([rng.standard_normal((2, 6)), rng.standard_normal((6, 4))])
+
+    def mixed(call):
+        value = lambda x, w, *f: jnp.sum(jnp.tanh(call(x, w, *f)))  # noqa: E731
+        forward = jax.jacfwd(jax.grad(value, argnums=(1, 2)))
+        backward = jax.jacrev(jax.grad(value), argnums=(0, 1, 2))
+        return jax.jit(lambda *args: (*forward(*args), *backward(*args)))(x, w, *f)
+
+    for one, other in zip(*(jax.tree.leaves(mixed(call)) for call in (hadamard_linear, plain)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_vmap_over_examples_and_over_adapters():
+    f = as_float32(factors(m=9, n=6, r=2, batch=(3,)))
+    x, w = jax.random.normal(jax.random.key(0), (3, T, 9)), jax.random.normal(jax.random.key(1), (9, 6))
+    grad = jax.jit(jax.grad(lambda x, *f: jnp.sum(hadamard_linear(x, w, *f) ** 2), argnums=(0, 1)))
+    for got, *each in zip(
+        jax.vmap(grad)(x, *f), *(grad(x[i], *(a[i] for a in f)) for i in range(3)), strict=True
+    ):
+        np.testing.assert_allclose(got, jnp.stack(each), rtol=1e-4, atol=1e-4)
+
+
+def test_vmap_over_examples_computes_one_weight():
+    f = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(M, R), (R, N)] * 2]
+    x, w = jax.ShapeDtypeStruct((3, M), jnp.float32), jax.ShapeDtypeStruct((M, N), jnp.float32)
+    over_examples = jax.vmap(hadamard_linear, in_axes=(0, *[None] * 5))
+    assert f"[3,{M},{N}]" not in str(jax.make_jaxpr(over_examples)(x, w, *f))
+
+
+def test_leading_axes_and_no_axes_of_x():
+    f = as_float32(factors(m=9, n=6, r=2))
+    w = jnp.ones((9, 6))
+    for shape in [(9,), (2, 3, 9), (0, 9)]:
+        x = jnp.ones(shape)
+        np.testing.assert_allclose(hadamard_linear(x, w, *f), plain(x, w, *f), rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_rounds_the_weight_once():
+    x, w, *f = (jnp.asarray(a, jnp.bfloat16) for a in (np.eye(64), np.zeros((64, 32)), *factors(64, 32, 4)))
+    want = weight64(*(np.asarray(a, np.float64) for a in f))
+    got = hadamard_linear(x, w, *f)
+    assert got.dtype == jnp.bfloat16
+    # half an ulp of bfloat16, 2^-9, an element; two rounded products would be three times that
+    assert np.max(np.abs(np.asarray(got, np.float64) - want) / np.abs(want)) < 2.0**-8
+
+
+def test_a_half_precision_input_is_promoted_as_in_a_plain_product():
+    f, rng = factors(m=64, n=32, r=4), np.random.default_rng(9)
+    x, w = jnp.asarray(rng.standard_normal((T, 64)), jnp.bfloat16), rng.standard_normal((64, 32))
+    got = hadamard_linear(x, *as_float32([w, *f]))
+    assert got.dtype == jnp.float32
+    assert relative(got, np.asarray(x, np.float64) @ (w + weight64(*f))) < 1e-6
+    # Half-precision x and w multiply in half precision, also under adapters in single precision.
+    assert hadamard_linear(x, jnp.asarray(w, jnp.bfloat16), *as_float32(f)).dtype == jnp.float32
+
+
+def test_a_double_precision_scale_of_single_precision_factors():
+    with jax.enable_x64(True):
+        x, w, *f = as_float32([np.ones((2, M)), np.ones((M, N)), *factors()])
+        got = hadamard_linear(x, w, *f, scale=jnp.asarray(0.5, jnp.float64))
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, hadamard_linear(x, w, *f, scale=0.5), rtol=1e-5)
+
+
+def test_precision_is_that_of_every_product():
+    call = functools.partial(hadamard_linear, precision="highest")
+    jaxpr = str(jax.make_jaxpr(call)(jnp.ones((2, 9)), jnp.ones((9, 6)), *as_float32(factors(m=9, n=6, r=2))))
+    assert jaxpr.count("dot_general[") == jaxpr.count("HIGHEST") / 2 == 3  # one for each side
+
+
+def test_the_derivative_keeps_its_arguments_alone():
+    given = as_float32([np.ones((T, M)), np.ones((M, N)), *factors()])
+    kept = jax.tree.leaves(jax.vjp(hadamard_linear, *given)[1])
+    assert sorted(leaf.shape for leaf in kept if leaf.ndim) == sorted(a.shape for a in given)
+
+
+def test_the_weight_waits_for_x_and_its_recomputation_for_the_cotangent():
+    given = as_float32([np.ones((T, M)), np.ones((M, N)), *factors()])
+    gradient = jax.grad(lambda *args: jnp.sum(hadamard_linear(*args) ** 2), argnums=2)
+    text = jax.jit(gradient).lower(*given).as_text()
+    assert text.count("optimization_barrier") >= 2
+
+
+# JAX 0.10's CPU compiler drops optimization barriers.
+@pytest.mark.skipif(
+    jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12), reason="its compiler drops barriers"
+)
+@pytest.mark.parametrize("kind", ["dense", "convolution"])
+def test_unrolled_layers_keep_no_matrix(kind):
+    layers, width, window = 24, 256, () if kind == "dense" else (3,)
+    leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    rows = width * (3 if window else 1)
+    adapters = [(leaf(rows, 4), leaf(4, width)) * 2] * layers
+    kernels = [leaf(*window, width, width)] * layers
+
+    def product(x, kernel):
+        if not window:
+            return x @ kernel
+        return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+    def temporary(linear):
+        def loss(adapters, kernels, x):
+            for w, f in zip(kernels, adapters, strict=True):
+                x = jnp.tanh(linear(x, w, *f))
+            return jnp.sum(x**2)
+
+        given = adapters, kernels, leaf(1, 8, width)
+        return jax.jit(jax.grad(loss)).lower(*given).compile().memory_analysis().temp_size_in_bytes
+
+    ours = temporary(lambda x, w, *f: multiply(product, x, w, f, 1.0))
+    assert ours < 0.25 * temporary(
+        lambda x, w, a, b, c, d: product(x, w + ((a @ b) * (c @ d)).reshape(w.shape))
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a, b, x, w: hadamard_linear(x, w, a, a, a, b), "exchanged"),
+        (lambda a, b, x, w: hadamard_linear(x, w, a, b, a, b[:, :3]), "exchanged"),
+        (lambda a, b, x, w: hadamard_linear(x, w, a[:, :0], b[:0], a[:, :0], b[:0]), "none of them empty"),
+        (lambda a, b, x, w: hadamard_linear(x, w, *(f.astype(int) for f in (a, b, a, b))), "floating-point"),
+        (lambda a, b, x, w: hadamard_linear(x[:, :5], w, a, b, a, b), r"needs x \[..., 6\]"),
+        (lambda a, b, x, w: hadamard_linear(x, w, a[None], b[None], a[None], b[None]), "jax.vmap"),
+        (lambda a, b, x, w: hadamard_linear(x, x, a, b, a, b), r"w \(6, 4\), got \(3, 6\) and \(3, 6\)"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.ones((6, 2)), jnp.ones((2, 4)), jnp.ones((3, 6)), jnp.ones((6, 4)))

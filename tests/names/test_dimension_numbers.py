@@ -1,0 +1,368 @@
+"""Real Flax models, rules, and what is refused or warned about; the kinds of layers are in trees/layouts.txt."""
+
+import dataclasses
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.core import freeze
+from optax.contrib import MuonDimensionNumbers
+
+import muonjax
+from muonjax._matrices.matrix_view import matrix_pieces
+from muonjax._names.dimension_numbers import FusedDimensionNumbers, dimension_numbers, routes
+
+D, H, S, MLP, VOCAB, LAYERS = 32, 4, 8, 80, 100, 3  # no two alike, and H·S = D
+
+
+def leaf(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def numbers_of(params, **settings):
+    return {r.path: r.numbers for r in routes(params, **settings)[0]}
+
+
+def matrices(params, **settings):
+    """Path to (count, m, n) of every leaf that goes to Muon; of unequal parts, the first."""
+    found = {}
+    for r in routes(params, **settings)[0]:
+        if r.numbers is not None:
+            view = matrix_pieces(r.numbers, leaf(*r.shape), call="")[0].view
+            found[r.path] = view.batch, view.fan_in, view.fan_out
+    return found
+
+
+class Block(nn.Module):
+    bias: bool = True
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        h = nn.LayerNorm(use_bias=self.bias)(x)
+        x = x + nn.MultiHeadDotProductAttention(H, use_bias=self.bias, name="attention")(h, h)
+        h = nn.Dense(MLP, use_bias=self.bias)(nn.RMSNorm()(x))
+        return x + nn.Dense(D, use_bias=self.bias)(nn.gelu(h)), None
+
+
+class Model(nn.Module):
+    scan_axis: int | None = None
+    bias: bool = True
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCAB, D)(tokens)
+        x = x + self.param("position_embedding", nn.initializers.normal(), (6, D))
+        if self.scan_axis is None:
+            x, _ = nn.remat(Block)(self.bias, name="layers")(x)
+        else:
+            axes = {"params": self.scan_axis}
+            stack = nn.scan(nn.remat(Block), variable_axes=axes, split_rngs={"params": True}, length=LAYERS)
+            x, _ = stack(self.bias, name="layers")(x, None)
+        return nn.Dense(VOCAB)(nn.LayerNorm(name="ln_f")(x))
+
+
+def model_params(**settings):
+    return jax.eval_shape(Model(**settings).init, jax.random.key(0), jnp.zeros((2, 6), int))["params"]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("scan_axis", [None, 0, 1])
+def test_linen_transformer(scan_axis, bias):
+    """Kernels of the blocks and nothing else; the layers' axis is a batch axis wherever it is."""
+    params = model_params(scan_axis=scan_axis, bias=bias)
+    count = 1 if scan_axis is None else LAYERS
+    attention = [f"layers/attention/{name}/kernel" for name in ("query", "key", "value", "out")]
+    mlp = {"layers/Dense_0/kernel": (count, D, MLP), "layers/Dense_1/kernel": (count, MLP, D)}
+    assert matrices(params) == dict.fromkeys(attention, (count, D, D)) | mlp
+    per_head = matrices(params, attention="heads")
+    assert per_head == dict.fromkeys(attention[:3], (count * H, D, S)) | {attention[3]: (count, D, D)} | mlp
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.RMSNorm(D, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(H, D, num_kv_heads=2, decode=False, rngs=rngs)
+        self.up = nnx.Linear(D, MLP, rngs=rngs)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs, stack_axis=None):
+        self.embed = nnx.Embed(VOCAB, D, rngs=rngs)
+        if stack_axis is None:
+            self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
+        else:
+            make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(in_axes=0, out_axes=stack_axis)(NnxBlock))
+            self.blocks = make(rngs)
+        self.norm = nnx.LayerNorm(D, rngs=rngs)
+        self.head = nnx.Linear(D, VOCAB, rngs=rngs)
+
+
+@pytest.mark.parametrize("stack_axis", [None, 0, 1])
+def test_nnx_transformer(stack_axis):
+    """Shared key heads, a list of blocks and `nnx.vmap` stacks, boxed and pure."""
+    model = nnx.eval_shape(lambda: NnxModel(nnx.Rngs(0), stack_axis))
+    state = nnx.state(model, nnx.Param)
+    count, scopes = (1, ["blocks/0", "blocks/1"]) if stack_axis is None else (LAYERS, ["blocks"])
+    columns = {
+        "attention/query": D,
+        "attention/key": 2 * S,
+        "attention/value": 2 * S,
+        "attention/out": D,
+        "up": MLP,
+    }
+    expected = {f"{scope}/{path}/kernel": (count, D, n) for scope in scopes for path, n in columns.items()}
+    assert matrices(state) == expected
+    assert numbers_of(state) == numbers_of(nnx.as_pure(state))
+
+
+def test_the_gates_of_a_recurrent_cell_are_the_matrices_of_its_program():
+    model = nnx.Dict(cell=nnx.GRUCell(16, 24, rngs=nnx.Rngs(0)), head=nnx.Linear(24, 5, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(model)
+
+    def loss(params, x):
+        model = nnx.merge(graph, params)
+        carry, _ = model["cell"](jnp.zeros((2, 24)), x)
+        return jnp.sum(model["head"](model["cell"](carry, x)[0]))
+
+    program = muonjax.inspect(loss, params, jnp.ones((2, 16)))
+    assert numbers_of(params) == {path: program.decision(path).numbers for path in numbers_of(params)}
+
+
+def test_trees_of_every_kind():
+    """Frozen dicts, metadata boxes, tracers and masked nodes are read as plain trees and keep their structure."""
+    plain = model_params(scan_axis=1)
+    expected = numbers_of(plain)
+    assert numbers_of(freeze(plain)) == expected
+    boxed = jax.tree.map(lambda x: nn.LogicallyPartitioned(x, (None,) * len(x.shape)), plain)
+    assert numbers_of(boxed) == expected
+    assert dimension_numbers(boxed)["layers"]["Dense_0"]["kernel"].value == MuonDimensionNumbers(0, 2)
+    traced = []
+    jax.eval_shape(lambda p: traced.append(numbers_of(p)), plain)
+    assert traced == [expected]
+    masked = {"a": optax.MaskedNode(), "dense": {"kernel": leaf(D, MLP)}}
+    assert dimension_numbers(masked, rules=[("^a$", None)]) == {
+        "a": optax.MaskedNode(),
+        "dense": {"kernel": MuonDimensionNumbers(0, 1)},
+    }
+
+
+def test_integers_are_left_alone():
+    tree = {
+        "dense": {"kernel": leaf(D, MLP, dtype="int8")},
+        "other": {"kernel": leaf(D, MLP, dtype="complex64")},
+    }
+    assert set(matrices(tree)) == {"other/kernel"}
+    assert matrices({"w": np.zeros((2, 3), jax.dtypes.float0)}) == {}
+    with pytest.raises(TypeError, match=r"needs float .*'dense/kernel'.*int8"):
+        dimension_numbers(tree, rules=[("dense/kernel", MuonDimensionNumbers(0, 1))])
+
+
+# Rules
+
+
+def test_rules():
+    """The first match decides; the expression is searched; the numbers count the leaf's own axes; a head too."""
+    given = MuonDimensionNumbers(1, (2, 3))
+    tree = {"mystery": {"kernel": leaf(2, 3, 4, 5)}, "lm_head": {"kernel": leaf(D, VOCAB)}}
+    rules = [("mystery", given), ("lm_head", MuonDimensionNumbers(0, 1)), ("kernel", None)]
+    assert numbers_of(tree, rules=rules) == {
+        "mystery/kernel": given,
+        "lm_head/kernel": MuonDimensionNumbers(0, 1),
+    }
+    assert {r.why for r in routes(tree, rules=rules)[0]} == {"rule"}
+    ambiguous = {"odd": {"kernel": leaf(4, 4, 4)}, "norm": {"scale": leaf(4, 4)}}
+    assert numbers_of(ambiguous, rules=[("odd", None)]) == {"odd/kernel": None, "norm/scale": None}
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        (
+            ("no_such", None),
+            ValueError,
+            "'no_such' matches no leaf; paths look like cube/kernel, dense/kernel",
+        ),
+        (("dense", "muon"), TypeError, "'muon' for 'dense'"),
+        (("dense", MuonDimensionNumbers(0, 2)), ValueError, "names axis 2, but the leaf 'dense/kernel'"),
+        (("dense", MuonDimensionNumbers(0, -2)), ValueError, "'dense/kernel'.* twice"),
+        (("vector", MuonDimensionNumbers(0, 1)), ValueError, "needs matrices, but the leaf 'vector'"),
+        (("dense", FusedDimensionNumbers(0, 1, 3, 1)), ValueError, "`parts` must divide"),
+        (("dense", FusedDimensionNumbers(0, 1, (16, 4), 1)), ValueError, r"leaf 'dense/kernel'.*sum to 80"),
+        (("cube", FusedDimensionNumbers(0, 1, 2, 2)), ValueError, "`axis` must be one of"),
+    ],
+)
+def test_bad_rules(rule, error, message):
+    params = {"dense": {"kernel": leaf(D, MLP)}, "vector": leaf(D), "cube": {"kernel": leaf(4, 4, 4)}}
+    rules = [rule, *([("cube", None)] if rule[0] != "cube" else [])]
+    with pytest.raises(error, match=message):
+        dimension_numbers(params, rules=rules)
+
+
+# What is refused, and what is warned about
+
+
+@pytest.mark.parametrize(
+    ("params", "attention", "message"),
+    [
+        (
+            {"thing": {"kernel": leaf(3, 16, 32)}},
+            "whole",
+            r"'thing/kernel' \(matrix\) of shape \(3, 16, 32\).*rule",
+        ),
+        ({"attn": {"query_key_value": {"kernel": leaf(D, 3 * D)}}}, "whole", "interleaved"),
+        (
+            {"q_proj": {"kernel": leaf(D, D)}},
+            "heads",
+            "heads are folded.*FusedDimensionNumbers.*muonjax.inspect",
+        ),
+        ({"attn": {"c_attn": {"kernel": leaf(D, 3 * D)}}}, "heads", "c_attn.*heads are folded"),
+        ({"dense": {"kernel": leaf(D, D)}}, "head", "'head'. is unknown; use 'whole' or 'heads'"),
+    ],
+)
+def test_what_cannot_be_decided_raises(params, attention, message):
+    with pytest.raises(ValueError, match=message):
+        dimension_numbers(params, attention=attention)
+
+
+class NnxZoo(nnx.Module):
+    """Layers with settings that names do not show."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Einsum("btd,hde->bthe", (H, D, S), (H, S), rngs=rngs)
+        self.mixer = nnx.Conv(16, 16, (3, 3), feature_group_count=16, rngs=rngs)
+        self.doubler = nnx.Conv(16, 32, (3, 3), feature_group_count=16, rngs=rngs)
+        self.gate = nnx.Einsum("bde,de->bde", (D, S), rngs=rngs)
+
+
+def test_settings_that_names_do_not_show_are_warned_about():
+    """Groups and an einsum's letters, in NNX and Equinox: the layers say that there are some, names do not."""
+    zoo = nnx.eval_shape(lambda: NnxZoo(nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="first/kernel"):
+        dimension_numbers(zoo)
+    plain = nnx.Dict(up=nnx.Linear(D, MLP, rngs=nnx.Rngs(0)), down=nnx.Linear(MLP, D, rngs=nnx.Rngs(0)))
+    for name in ("mixer", "doubler", "gate"):
+        model = nnx.Dict(**{name: getattr(zoo, name)}, **plain)
+        with pytest.warns(UserWarning, match=rf"takes {name}/kernel for plain kernels.*muonjax\.inspect"):
+            dimension_numbers(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dimension_numbers(model, rules=[(name, None)])
+    eqx = pytest.importorskip("equinox")
+    model = eqx.filter_eval_shape(lambda: eqx.nn.Conv2d(16, 32, 3, groups=4, key=jax.random.key(0)))
+    with pytest.warns(UserWarning, match=r"takes 0/weight for plain kernels"):
+        dimension_numbers([eqx.filter(model, lambda x: hasattr(x, "dtype"))])
+
+
+def test_one_paste_decides_a_tree():
+    """The message has a rule for every leaf that can't be decided, numbered ones together."""
+    layer = {"query_key_value": {"kernel": leaf(8, 24)}, "odd": leaf(3, 4, 5)}
+    odd = {f"layers_{i}": layer for i in range(2)}
+    with pytest.raises(ValueError, match=r"nor 3 others.*layers_\\d\+/query_key_value") as error:
+        dimension_numbers(odd)
+    found = numbers_of(odd, rules=eval(re.search(r"rules=(\[.*?\)\]) ", str(error.value))[1]))
+    assert found["layers_1/odd"] is None
+    assert found["layers_1/query_key_value/kernel"] == MuonDimensionNumbers(0, 1)
+
+
+def test_ends_of_a_model_are_warned_about_once_in_one_line():
+    """The warning says what names and positions decided, and its rules decide the other way."""
+    params = {
+        f"Dense_{i}": {"kernel": leaf(n, m)} for i, (n, m) in enumerate([(784, 64), (64, 64), (64, 10)])
+    }
+    params |= {"nodes": leaf(40, 16), "mix": {"kernel": leaf(16, 784)}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before = numbers_of(params)
+    (text,) = (str(warning.message) for warning in caught)
+    assert text.startswith(
+        "muonjax can't tell whether these leaves are at an end of the model: Adam takes 'Dense_2/kernel' (64, 10): the "
+        "last of its kind, no other parameter takes its output; Muon takes 'nodes' (40, 16): no other parameter gives"
+    )
+    assert "program = muonjax.inspect(loss_fn, params, batch)" in text
+    assert "\n" not in text
+    found = numbers_of(params, rules=eval(re.search(r"rules=(\[.*?\)\])\)\. ", text)[1]))
+    changed = {path for path, numbers in found.items() if numbers != before[path]}
+    assert changed == {"Dense_2/kernel", "nodes"}
+
+
+def test_muon_without_matrices_says_so():
+    with pytest.warns(UserWarning, match="none of the parameters is a matrix"):
+        muonjax.muon(1e-3).init({"scale": jnp.ones(4)})
+
+
+# Named axes
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Named:
+    """Like Haliax's NamedArray."""
+
+    array: object
+    axes: tuple
+
+    def tree_flatten(self):
+        return (self.array,), self.axes
+
+    @classmethod
+    def tree_unflatten(cls, axes, children):
+        return cls(children[0], axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    name: str
+    size: int
+
+
+def named(**sizes):
+    return Named(leaf(*sizes.values()), tuple(Axis(name, size) for name, size in sizes.items()))
+
+
+def test_named_axes_tell_all():
+    stack = {
+        "q_proj": {"weight": named(layers=3, kv_head=2, q_heads_per_group=2, head_size=S, embed=D)},
+        "o_proj": {"weight": named(layers=3, embed=D, kv_head=2, q_heads_per_group=2, head_size=S)},
+        "up_proj": {"weight": named(layers=3, mlp=96, embed=D)},
+        "down_proj": {"weight": named(layers=3, embed=D, mlp=96)},
+        "norm": {"weight": named(layers=3, embed=D)},
+    }
+    params = {"layers": stack, "token_table": named(vocab=100, embed=D)}
+    assert numbers_of(params) == {
+        "layers/down_proj/weight/0": MuonDimensionNumbers(2, 1),
+        "layers/norm/weight/0": None,
+        "layers/o_proj/weight/0": MuonDimensionNumbers((2, 3, 4), 1),
+        "layers/q_proj/weight/0": MuonDimensionNumbers(4, (1, 2, 3)),
+        "layers/up_proj/weight/0": MuonDimensionNumbers(2, 1),
+        "token_table/0": None,
+    }
+    assert dimension_numbers(params)["layers"]["o_proj"]["weight"].array == MuonDimensionNumbers((2, 3, 4), 1)
+    assert numbers_of(params, attention="heads")["layers/q_proj/weight/0"] == MuonDimensionNumbers(4, 3)
+
+
+# Unequal parts
+
+
+def test_unequal_parts_are_matrices_of_their_own():
+    """Each part is orthogonalized and scaled as if it were a leaf."""
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((3, 16, 24)), "float32")
+    numbers = FusedDimensionNumbers(1, 2, parts=(16, 4, 4), axis=2)
+
+    def update(numbers, w):
+        tx = optax.chain(
+            muonjax.orthogonalize(dimension_numbers=numbers), muonjax.match_rms(dimension_numbers=numbers)
+        )
+        return jax.jit(tx.update)(w, tx.init(w))[0]
+
+    parts = [update(MuonDimensionNumbers(1, 2), p) for p in jnp.split(w, (16, 20), axis=2)]
+    np.testing.assert_allclose(update(numbers, w), jnp.concatenate(parts, axis=2), rtol=1e-5, atol=1e-6)
+    given = {"w": FusedDimensionNumbers(0, 1, (16, 4, 4), 1), "none": None}
+    assert "8×16 + 2 of 8×4" in muonjax.tabulate({"w": leaf(8, 24), "none": None}, given)
+    with pytest.raises(ValueError, match=r"'w'.*must be positive"):
+        muonjax.muon(1e-3, {"w": given["w"]._replace(parts=(16, 8, 0))}).init({"w": w[0]})

@@ -1,0 +1,142 @@
+"""Trees of parameters in every form that libraries give them, and what is mistaken for one."""
+
+import re
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+import muonjax
+from muonjax._names.dimension_numbers import routes
+
+
+def leaf(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(50, 16, rngs=rngs)
+        self.pos_embedding = nnx.Param(jnp.ones((9, 16)))
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.lm_head = nnx.Linear(32, 50, rngs=rngs)
+
+
+STATE = nnx.state(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), nnx.Param)
+PURE = nnx.as_pure(STATE)
+FORMS = {
+    "flat state": lambda: nnx.to_flat_state(STATE),
+    "dictionary of tuples, boxed": lambda: dict(nnx.to_flat_state(STATE)),
+    "flatten_dict": lambda: flatten_dict(nnx.to_pure_dict(STATE)),
+    "flatten_dict with slashes": lambda: flatten_dict(nnx.to_pure_dict(STATE), sep="/"),
+    "list of pairs": lambda: list(flatten_dict(nnx.to_pure_dict(STATE)).items()),
+    "list of strings and arrays": lambda: list(flatten_dict(nnx.to_pure_dict(STATE), sep="/").items()),
+    "tree_leaves_with_path": lambda: jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(STATE)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_flat_trees_are_read_by_path(form):
+    expected = {r.path: r.numbers for r in routes(PURE)[0]}
+    assert expected["up/kernel"] is not None
+    assert sum(numbers is not None for numbers in expected.values()) == 1
+    found = {r.path: r.numbers for r in routes(FORMS[form]())[0] if r.dtype is not None}
+    assert found == expected
+
+
+def test_a_flat_tree_trains_as_the_nested_one():
+    params = jax.tree.map(lambda x: jnp.linspace(-1, 1, x.size).reshape(x.shape), nnx.to_pure_dict(STATE))
+    tx = muonjax.muon(1e-2)
+    step = jax.jit(lambda p: tx.update(p, tx.init(p), p)[0])
+    nested, flat = step(params), step(flatten_dict(params))
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), flatten_dict(nested), flat))
+
+
+def test_an_equinox_embedding_is_a_table():
+    """Whatever its field is called."""
+    model = eqx.filter_eval_shape(
+        lambda key: (eqx.nn.Embedding(30, 8, key=key), eqx.nn.Linear(8, 8, key=key)), jax.random.key(0)
+    )
+    found = {r.path: r.numbers for r in routes(eqx.filter(model, lambda x: hasattr(x, "dtype")))[0]}
+    assert found["0/weight"] is None
+    assert found["1/weight"] is not None
+
+
+@pytest.mark.parametrize("by", ["names", "program"])
+def test_an_nnx_module_is_a_tree_to_optax(by):
+    """Flax's modules are trees of JAX: without `nnx.Optimizer`, gradients and updates are modules too."""
+    model, x = (
+        nnx.Dict(up=nnx.Linear(8, 16, rngs=nnx.Rngs(0)), out=nnx.Linear(16, 1, rngs=nnx.Rngs(0))),
+        jnp.ones((2, 8)),
+    )
+
+    def loss(model, x):
+        return (model.out(jnp.tanh(model.up(x))) ** 2).mean()
+
+    tx = muonjax.muon(1e-2, None if by == "names" else muonjax.inspect(loss, model, x))
+    updates, _ = tx.update(jax.grad(loss)(model, x), tx.init(model), model)
+    assert loss(optax.apply_updates(model, updates), x) < loss(model, x)
+
+
+@pytest.mark.parametrize(
+    "call", [muonjax.dimension_numbers, muonjax.tabulate, lambda p: muonjax.muon(1e-3).init(p)]
+)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (nn.Dense(3), r"the module Dense; give its parameters, model.init\(key, x\)\['params'\]"),
+        (optax.adam(1e-3), "an optimizer, .*; give the parameters"),
+    ],
+)
+def test_what_is_no_tree_of_parameters(call, given, message):
+    with pytest.raises(TypeError, match=message):
+        call(given)
+
+
+def test_statistics_beside_parameters_are_warned_about():
+    variables = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mean": leaf(4)}}
+    with pytest.warns(UserWarning, match=re.escape("got batch_stats beside 'params'")):
+        muonjax.dimension_numbers(variables)
+
+
+@pytest.mark.parametrize("numbers", [None, lambda tree: jax.tree.map(lambda _: None, tree)])
+def test_an_optimizer_warns_once(numbers):
+    variables = {"params": {"Dense_0": {"kernel": jnp.ones((4, 5))}}, "batch_stats": {"mean": jnp.ones(4)}}
+    tx = muonjax.muon(1e-3, numbers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = tx.init(variables)
+        tx.update(variables, state, variables)
+    found = [str(warning.message) for warning in caught if "batch_stats" in str(warning.message)]
+    assert len(found) == 1
+    assert found[0].startswith("muon(params) got batch_stats beside 'params'")
+
+
+COINCIDENCE = {f"Dense_{i}": {"kernel": leaf(n, 100)} for i, n in enumerate((784, 100, 100))}
+VARIABLES = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mean": leaf(4)}}
+IN_KERAS: dict = {"__name__": "keras.src.trainers"}
+exec(compile("def build(call, params): return call(params)", "trainers.py", "exec"), IN_KERAS)
+
+
+@pytest.mark.thorough  # which run without --jax-strict: its wrappers are of no library
+@pytest.mark.parametrize("params", [COINCIDENCE, VARIABLES])
+@pytest.mark.parametrize(
+    "call",
+    [
+        muonjax.dimension_numbers,
+        muonjax.tabulate,
+        lambda p: jax.eval_shape(muonjax.muon(1e-3).init, p),
+        lambda p: jax.eval_shape(optax.chain(optax.clip(1.0), muonjax.muon(1e-3)).init, p),
+        lambda p: IN_KERAS["build"](muonjax.tabulate, p),
+    ],
+)
+def test_a_warning_points_at_the_line_that_called(call, params):
+    with pytest.warns(UserWarning, match="output head|batch_stats") as caught:
+        call(params)
+    assert {warning.filename for warning in caught} == {__file__}

@@ -1,0 +1,107 @@
+"""The table says what the routing does, fits a terminal, and adds up."""
+
+import jax
+import optax
+import pytest
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers
+
+from muonjax._names.dimension_numbers import FusedDimensionNumbers, dimension_numbers
+from muonjax._names.tabulate import tabulate
+
+
+def leaf(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+PARAMS = {
+    "Embed_0": {"embedding": leaf(100, 8)},
+    "block": {"query": {"kernel": leaf(3, 8, 2, 4), "bias": leaf(3, 2, 4)}, "norm": {"scale": leaf(3, 8)}},
+    "c_attn": {"kernel": leaf(8, 24)},
+}
+
+
+def test_default_routing():
+    assert tabulate(PARAMS).splitlines() == [
+        "leaf                shape    goes to  matrices  why",
+        "──────────────────  ───────  ───────  ────────  ────────────────────────",
+        "Embed_0/embedding   100×8    Adam               embedding",
+        "block/norm/scale    3×8      Adam               scale",
+        "block/query/bias    3×2×4    Adam               bias",
+        "block/query/kernel  3×8×2×4  Muon     3 of 8×8  attention query, stacked",
+        "c_attn/kernel       8×24     Muon     3 of 8×8  attention q, k, v",
+        "──────────────────  ───────  ───────  ────────  ────────────────────────",
+        "Muon: 384 parameters (31.2 %), 6 matrices in 2 leaves",
+        "Adam: 848 parameters (68.8 %), 3 leaves",
+        "Every leaf is float32.",
+    ]
+
+
+def test_given_tree_function_and_prefix():
+    by_tree = tabulate(PARAMS, dimension_numbers(PARAMS))
+    assert by_tree == tabulate(PARAMS, dimension_numbers)
+    assert by_tree == tabulate(PARAMS)
+    prefix = {
+        "Embed_0": MuonDimensionNumbers(0, 1),
+        "block": None,
+        "c_attn": FusedDimensionNumbers(0, 1, 2, 1),
+    }
+    table = tabulate(PARAMS, prefix)
+    assert "100×8" in table
+    assert "2 of 8×12" in table
+    assert "Muon: 992 parameters" in table
+
+
+def test_a_given_tree_keeps_the_reasons_of_whoever_gave_it():
+    """Those of a rule too; what nobody explained is "given"."""
+    by_rule = tabulate(PARAMS, dimension_numbers(PARAMS, rules=[("c_attn", MuonDimensionNumbers(0, 1))]))
+    reasons = {line.split()[0]: line.split("  ")[-1].strip() for line in by_rule.splitlines()[2:7]}
+    assert reasons["c_attn/kernel"] == "rule"
+    assert reasons["block/query/kernel"] == "attention query, stacked"
+    mine = {"unheard_of": {"kernel": leaf(6, 7)}}
+    assert "given" in tabulate(mine, {"unheard_of": {"kernel": MuonDimensionNumbers(1, 0)}})
+
+
+def test_given_tree_must_fit():
+    with pytest.raises(ValueError, match=r"tabulate\(params, dimension_numbers\).*neither the tree"):
+        tabulate(PARAMS, {"Embed_0": None})
+
+
+def test_several_dtypes_get_a_column_and_scalars_a_word():
+    table = tabulate({"a": leaf(4, 5, dtype="bfloat16"), "b": leaf(), "step": leaf(dtype="int32")})
+    assert "bfloat16  Muon     4×5" in table
+    assert "scalar" in table
+    assert "not a floating-point leaf" in table
+    assert "Every leaf" not in table
+
+
+def test_masked_and_empty_trees():
+    assert tabulate({"a": optax.MaskedNode(), "w": leaf(2, 3)}).splitlines()[2].startswith("w ")
+    assert (
+        tabulate({"a": optax.MaskedNode(), "w": leaf(2, 3)}, dimension_numbers)
+        .splitlines()[2]
+        .startswith("w ")
+    )
+    assert tabulate({}).splitlines()[-1] == "Adam: 0 parameters (0.0 %), 0 leaves"
+
+
+def test_names_are_whole_and_reasons_fit_the_terminal(monkeypatch):
+    """A long reason is shortened in its middle: at its end is the line of the code."""
+    query = {"MultiHeadDotProductAttention_0": {"query": {"kernel": leaf(24, 768, 12, 64)}}}
+    tree = {"decoder_of_the_model_7": {"block": query | {"norm": {"scale": leaf(24, 768)}}}}
+    name = "decoder_of_the_model_7/block/MultiHeadDotProductAttention_0/query/kernel"
+    for columns, reason in (("160", "attention query, stacked"), ("70", "attention…y, stacked")):
+        monkeypatch.setenv("COLUMNS", columns)
+        line = tabulate(tree).splitlines()[2]
+        assert line.startswith(f"{name}  24×768×12×64")
+        assert line.endswith(f"  {reason}")
+
+
+def test_an_nnx_model_has_its_parameters_alone():
+    rngs = nnx.Rngs(0)
+    model = nnx.Dict(
+        up=nnx.Linear(4, 5, rngs=rngs), drop=nnx.Dropout(0.5, rngs=rngs), bn=nnx.BatchNorm(5, rngs=rngs)
+    )
+    leaves = [line.split()[0] for line in tabulate(model).splitlines()[2:6]]
+    assert leaves == ["bn/bias", "bn/scale", "up/bias", "up/kernel"]
+    assert tabulate(model, dimension_numbers(model)) == tabulate(model)
