@@ -35,7 +35,7 @@ def zero_update(tx, params, statistics):
 
 def projected(p, name, x=X):
     y = jnp.einsum("btd,dhe->bthe", x, p[name]["kernel"])
-    return y + p[name]["bias"] if "bias" in p[name] else y
+    return y + p[name]["bias"][None, None] if "bias" in p[name] else y
 
 
 def multi_head(heads=4, key_heads=4, rotate=lambda x: x, seed=0):

@@ -23,7 +23,7 @@ SITES = muonjax.mha_site()
 
 
 def params():
-    shapes = {"attention": {name: {"kernel": (8, 2, 64)} for name in ("query", "key")}}
+    shapes = {"attention": {name: {"kernel": (128, 2, 64)} for name in ("query", "key")}}
     shapes |= {"up": {"kernel": (8, 256), "bias": (256,)}, "down": {"kernel": (64, 130)}}
     return jax.tree.map(lambda s: normal(*s, seed=len(s)), shapes, is_leaf=lambda s: isinstance(s, tuple))
 

@@ -16,7 +16,7 @@ from tests.tools.oracles import normal
 from tests.tools.tiers import thorough
 
 SHORT = muonjax.NewtonSchulz(num_steps=1, deflation=0)
-SHAPES = {f"attention/{name}/kernel": (16, 2, 32) for name in ("query", "key", "value")}
+SHAPES = {f"attention/{name}/kernel": (64, 2, 32) for name in ("query", "key", "value")}
 SHAPES |= {"gate/kernel": (1, 64), "up/kernel": (16, 64), "up/bias": (64,), "embedding/embedding": (32, 16)}
 STATISTICS = {"attention": jnp.array([400.0, 50.0])}
 OPTIMIZERS = {
