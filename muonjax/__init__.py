@@ -12,8 +12,6 @@ from muonjax._clip.sites import Site as Site
 from muonjax._clip.sites import fused_qkv_site as fused_qkv_site
 from muonjax._clip.sites import mha_site as mha_site
 from muonjax._clip.sites import mla_site as mla_site
-from muonjax._clipped_optimizers import adamclip as adamclip
-from muonjax._clipped_optimizers import muonclip as muonclip
 from muonjax._inspect.program import Program as Program
 from muonjax._inspect.program import inspect as inspect
 from muonjax._inspect.value_and_grad import value_and_grad as value_and_grad
@@ -33,9 +31,11 @@ from muonjax._newton_schulz.coefficients import YOU as YOU
 from muonjax._newton_schulz.coefficients import polar_express as polar_express
 from muonjax._newton_schulz.polar_factor import newton_schulz as newton_schulz
 from muonjax._newton_schulz.settings import NewtonSchulz as NewtonSchulz
-from muonjax._optimizers import muon as muon
-from muonjax._optimizers import muonh as muonh
-from muonjax._optimizers import normuon as normuon
+from muonjax._optimizers.muon import muon as muon
+from muonjax._optimizers.muon import muonh as muonh
+from muonjax._optimizers.muon import normuon as normuon
+from muonjax._optimizers.muonclip import adamclip as adamclip
+from muonjax._optimizers.muonclip import muonclip as muonclip
 from muonjax._transforms.cautious_weight_decay import cautious_weight_decay as cautious_weight_decay
 from muonjax._transforms.ema_nesterov import ema_nesterov as ema_nesterov
 from muonjax._transforms.ema_nesterov import ema_nesterov_params as ema_nesterov_params

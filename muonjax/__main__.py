@@ -3,16 +3,236 @@
     python -m muonjax [--quick] [--json]
 
 About a minute on an accelerator, two on a small CPU. The exit status is 1 if any result is not finite, or off by more
-than is stated.
+than is stated. Every result is compared with float64.
 """
 
 import argparse
+import inspect
 import json
+import os
+import platform
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from typing import Any
 
-from muonjax import _device_check
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from muonjax import MuonDimensionNumbers, NewtonSchulz, __version__, muon, newton_schulz
+from muonjax._common.platform import Policy, policy_of
+from muonjax._newton_schulz.coefficients import evaluate
+from pallas_kernels import symmetric_product
+from pallas_kernels._api import IMPLEMENTATIONS
+
+# Each preset with the lower end of its polynomials' interval, and the mean polar error that it may have on recorded
+# momentum.
+PRESETS = {
+    "fast": (NewtonSchulz.fast(), 2e-2, 0.27),
+    "balanced": (NewtonSchulz.balanced(), 1e-2, 0.20),
+    "accurate": (NewtonSchulz.accurate(), 1e-5, 0.012),
+}
+# What rounding and an inexact subspace may add to the error of the polynomials, by the bits of the operands. Without
+# deflation, in float32, it is the machine's precision times the condition number.
+ROUNDING = {16: 0.15, 32: 0.05}
+LARGEST = 1.2
+
+# Singular values of seven momentum matrices of a small transformer, as -log10, and which of 192 they are, the largest
+# first: every eleventh spectrum of benchmarks/data/momentum_spectra.npz, from the sixth on.
+PLACES = (0, 1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 176, 186, 190, 191)
+RECORDED = (
+    (0.00, 0.19, 0.44, 0.79, 1.01, 1.25, 1.57, 2.03, 2.43, 2.80, 3.24, 3.60, 4.05, 4.60, 5.60),
+    (0.00, 0.53, 0.78, 0.95, 1.31, 1.60, 1.88, 2.28, 2.57, 2.79, 2.99, 3.11, 3.19, 3.25, 3.27),
+    (0.00, 0.18, 0.31, 0.43, 0.53, 0.73, 0.96, 1.32, 1.65, 1.99, 2.44, 2.78, 3.22, 3.84, 4.22),
+    (0.00, 0.56, 0.71, 0.85, 1.05, 1.36, 1.71, 2.18, 2.54, 2.85, 3.27, 3.57, 4.11, 4.59, 4.83),
+    (0.00, 0.10, 0.15, 0.23, 0.38, 0.55, 0.77, 1.11, 1.43, 1.83, 2.34, 2.77, 3.33, 3.79, 4.07),
+    (0.00, 0.20, 0.23, 0.34, 0.49, 0.67, 1.02, 1.44, 1.66, 1.85, 2.03, 2.13, 2.21, 2.24, 2.26),
+    (0.00, 0.40, 0.44, 0.55, 0.74, 0.99, 1.31, 1.79, 2.16, 2.51, 2.92, 3.23, 3.74, 4.37, 5.96),
+)
+
+
+def report(*, quick: bool = False) -> dict[str, Any]:
+    """Everything that is printed, as JSON takes it."""
+    device, policy = jax.devices()[0], policy_of(jnp.zeros(()))
+    checks = [
+        check
+        for shape in ([(128, 192)] if quick else [(256, 256), (256, 768)])
+        for preset in PRESETS
+        for check in polar_errors(preset, shape)
+    ]
+    checks += [
+        product_error(name, dtype, 64 if quick else 256)
+        for name in IMPLEMENTATIONS
+        for dtype in ("float32", "bfloat16")
+    ]
+    what, timed = times(quick, device.platform)
+    wrong = sum(not row["ok"] for row in [*checks, *timed])
+    found = {
+        "device": device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores",
+        "platform": policy.platform,
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {"python": platform.python_version(), "muonjax": __version__}
+        | {name: metadata.version(name) for name in ("jax", "jaxlib", "optax", "flax")},
+        "policy": choices(policy),
+        "checks": checks,
+        "timed": what,
+        "times": timed,
+        "ok": not wrong,
+    }
+    where = f"{found['device']} ({policy.platform})"
+    failed = (
+        f"{wrong} of {len(checks) + len(timed)} checks FAILED on {where}: please open an issue with --json."
+    )
+    return found | {"verdict": failed if wrong else f"Everything is right on {where}."}
+
+
+def choices(policy: Policy) -> list[dict[str, str]]:
+    """What the policy chooses for a float32 matrix of 768 x 3072, and why: what its docstrings say."""
+    arguments = {
+        "compute_dtype": (jnp.float32,),
+        "exchange_dtype": (jnp.float32,),
+        "shares_products": (768, jnp.dtype(jnp.float32)),
+        "symmetric_in_blocks": (768,),
+        "chunk_size": (12, (768, 3072)),
+    }
+    rows = []
+    for name, rule in vars(Policy).items():
+        if name.startswith("_") or name in ("kind", "is_cpu"):
+            continue
+        choice = getattr(policy, name)
+        choice = choice(*arguments[name]) if callable(choice) else choice
+        reason = " ".join((inspect.getdoc(rule) or "").split())
+        rows.append({"rule": name, "choice": str(choice), "reason": reason})
+    return rows
+
+
+def hostile(m: int, n: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Matrices that break factorizations and bounds, by name."""
+    normal = rng.standard_normal((m, n))
+    return {
+        "zero": np.zeros((m, n)),
+        "rank 1": np.outer(normal[:, 0], normal[0]),
+        "rank 3": normal[:, :3] @ normal[:3],
+        "constant": np.full((m, n), 0.37),
+        "almost constant": 1 + 1e-3 * normal,
+        "equal rows": np.outer(np.ones(m), normal[0]),
+        "each row twice": normal[np.arange(m) // 2],
+        "one-hot rows": normal * (rng.random(m) < 0.05)[:, None],
+        "one entry": np.eye(m)[:, :1] * np.eye(n)[:1],
+        "identity": np.eye(m, n),
+        "signs": rng.choice([-1.0, 1.0], (m, n)),
+    } | {f"normal, times {scale:g}": scale * normal for scale in (1, 1e-30, 1e-20, 1e20, 1e30, 1e37)}
+
+
+def recorded(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
+    """Matrices [count, m, n] with the singular values of recorded momentum, and random singular vectors."""
+    u, v = (np.linalg.qr(rng.standard_normal((len(RECORDED), k, m)))[0] for k in (m, n))
+    s = np.stack([10 ** -np.interp(np.linspace(0, PLACES[-1], m), PLACES, row) for row in RECORDED])
+    return (u * s[:, None]) @ v.mT
+
+
+def polar_errors(preset: str, shape: tuple[int, int]) -> list[dict[str, Any]]:
+    """How far results of a preset are from the polar factor, on recorded and on hostile matrices.
+
+    Of a hostile matrix those directions count that lie within the interval of the polynomials. Stated is the error of
+    the polynomials there, and what rounding may add.
+    """
+    settings, lower, recorded_stated = PRESETS[preset]
+    rng = np.random.default_rng(0)
+    named = hostile(*shape, rng)
+    x = np.concatenate([recorded(*shape, rng), np.stack(list(named.values()))]).astype(np.float32)
+    y = np.asarray(jax.jit(lambda x: newton_schulz(x, settings))(x), np.float64)
+    bits = jnp.finfo(policy_of(jnp.zeros(())).compute_dtype(jnp.float32, settings.compute_dtype)).bits
+    at = np.geomspace(lower, 1.01, 10_000)
+    rounding = ROUNDING[bits] if settings.deflation else float(np.finfo(np.float32).eps) / lower
+    stated = float(np.abs(evaluate(settings.steps, at) - 1).max()) + rounding
+    count = len(RECORDED)
+    polar = [u @ vh for u, _, vh in map(_svd, x[:count])]
+    mean = np.mean([np.linalg.norm(a - b) for a, b in zip(y[:count], polar, strict=True)]) / shape[0] ** 0.5
+    errors = {name: _error(a, b, lower) for name, a, b in zip(named, x[count:], y[count:], strict=True)}
+    worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
+    largest = np.linalg.norm(y, 2, axis=(-2, -1)).max() if np.isfinite(y).all() else np.nan
+    what = f"{preset}, {shape[0]} x {shape[1]}"
+    return [
+        _compared(f"{what}, recorded", mean, recorded_stated),
+        _compared(f"{what}, worst hostile, {worst!r}", errors[worst], stated),
+        _compared(f"{what}, largest singular value", largest, LARGEST),
+    ]
+
+
+def _compared(what: str, error: Any, stated: float) -> dict[str, Any]:
+    """A row of the report; NaN is not right."""
+    return {"check": what, "error": float(error), "stated": stated, "ok": bool(error <= stated)}
+
+
+def _svd(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    x = x.astype(np.float64)
+    return np.linalg.svd(x / (np.abs(x).max() or 1), full_matrices=False)
+
+
+def _error(x: np.ndarray, y: np.ndarray, lower: float) -> float:
+    u, s, vh = _svd(x)
+    inside = s >= max(lower * np.linalg.norm(s, 8), np.finfo(np.float64).tiny)
+    found = u[:, inside].T @ y @ vh[inside].T - np.eye(inside.sum())
+    return float(np.linalg.norm(found if inside.any() else y) / max(1, inside.sum()) ** 0.5)
+
+
+def product_error(name: str, dtype: str, m: int) -> dict[str, Any]:
+    """alpha X X^T + beta C by one implementation: its error, or the reason why it can't run here."""
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((2, m, m + 64)), dtype)
+    c = symmetric_product(x, implementation="reference")
+    what = f"{name!r}, {dtype}"
+    try:
+        s = symmetric_product(x, c=c, alpha=1.5, beta=-0.5, implementation=name)
+    except NotImplementedError as error:
+        return {"check": what, "reason": str(error), "ok": True}
+    except Exception as error:  # a kernel that does not compile is what this is to find
+        return {"check": what, "reason": f"{type(error).__name__}: {error}"[:300], "ok": False}
+    s, x, c = (np.asarray(a, np.float64) for a in (s, x, c))
+    want = 1.5 * x @ x.mT - 0.5 * c
+    error = np.linalg.norm(s - want) / np.linalg.norm(want) if (s == s.mT).all() else np.nan
+    # Never TF32.
+    return _compared(what, error, max(float(jnp.finfo(dtype).eps), 16 * float(jnp.finfo(jnp.float32).eps)))
+
+
+def times(quick: bool, platform: str) -> tuple[str, list[dict[str, Any]]]:
+    """Milliseconds of an update of GPT-2-small's matrices, and of Optax's, in turn; medians."""
+    width, layers = (64, 1) if quick else (768, 1 if platform == "cpu" else 12)
+    shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
+    shapes |= dict.fromkeys(("query", "key", "value", "out"), (width, width))
+    methods = {"Optax": optax.contrib.muon(1e-3)} | {
+        name: muon(1e-3, newton_schulz=PRESETS[name][0], program=MuonDimensionNumbers())
+        for name in ("fast", "balanced")
+    }
+    rng, rows = np.random.default_rng(2), []
+    for dtype in ("float32", "bfloat16"):
+        tree = {
+            name: [jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(layers)]
+            for name, shape in shapes.items()
+        }
+        calls = {name: _update(tx, tree) for name, tx in methods.items()}
+        finite = all(bool(jnp.isfinite(x).all()) for call in calls.values() for x in jax.tree.leaves(call()))
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
+        end = time.perf_counter() + (1 if quick else 8)
+        while time.perf_counter() < end or len(seconds["balanced"]) < 2:
+            for name, call in calls.items():
+                start = time.perf_counter()
+                jax.block_until_ready(call())
+                seconds[name].append(time.perf_counter() - start)
+        ms = {name: 1e3 * statistics.median(own) for name, own in seconds.items()}
+        rows.append({"dtype": dtype, "ms": ms, "rounds": len(seconds["Optax"]), "ok": finite})
+    return f"An update of {layers} of 12 layers of width {width}", rows
+
+
+def _update(tx: optax.GradientTransformation, tree: Any) -> Callable[[], Any]:
+    state = jax.jit(tx.init)(tree)
+    compiled = jax.jit(tx.update).lower(tree, state, tree).compile()
+    return lambda: compiled(tree, state, tree)[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,9 +243,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small matrices, whose times mean nothing")
     parser.add_argument("--json", action="store_true", help="print JSON alone, to attach to an issue")
     given = parser.parse_args(arguments)
-    report = _device_check.report(quick=given.quick)
-    print(json.dumps(report, indent=1) if given.json else "\n".join(_lines(report)))
-    return 0 if report["ok"] else 1
+    found = report(quick=given.quick)
+    print(json.dumps(found, indent=1) if given.json else "\n".join(_lines(found)))
+    return 0 if found["ok"] else 1
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

@@ -30,7 +30,7 @@ from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution
 from muonjax._newton_schulz.coefficients import JORDAN, YOU
 from muonjax._newton_schulz.normalization import power_of_two_scale
-from muonjax._partition import partition_by_route
+from muonjax._optimizers.partition import partition_by_route
 from muonjax._transforms.match_rms import match_rms
 from muonjax._transforms.orthogonalize import map_matrices
 

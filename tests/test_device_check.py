@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+import muonjax.__main__ as device_check
 from benchmarks.common import momentum
-from muonjax import _device_check
 from muonjax.__main__ import main
 from muonjax._common.platform import Policy
 from pallas_kernels import _blocked
@@ -17,13 +17,13 @@ from tests.tools.tiers import thorough
 
 
 def test_the_recorded_spectra_are_those_of_the_data():
-    spectra = [-np.log10(s[list(_device_check.PLACES)]) for s in momentum.spectra()[5::11]]
-    np.testing.assert_allclose(_device_check.RECORDED, spectra, atol=0.0051)
+    spectra = [-np.log10(s[list(device_check.PLACES)]) for s in momentum.spectra()[5::11]]
+    np.testing.assert_allclose(device_check.RECORDED, spectra, atol=0.0051)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_each_rule_of_the_policy_has_an_example(platform):
-    rows = _device_check.choices(Policy(platform))
+    rows = device_check.choices(Policy(platform))
     assert {"compute_dtype", "chunk_size", "stack_elements"} <= {row["rule"] for row in rows}
     assert not {"platform", "kind"} & {row["rule"] for row in rows}
     assert all(row["reason"] for row in rows)
@@ -44,8 +44,8 @@ def test_a_device_where_all_is_right(capsys):
 @pytest.fixture
 def one_quick_check(monkeypatch):
     """Without the times, which do not depend on what the test breaks."""
-    monkeypatch.setattr(_device_check, "times", lambda *_: ("none", []))
-    monkeypatch.setattr(_device_check, "PRESETS", {"fast": _device_check.PRESETS["fast"]})
+    monkeypatch.setattr(device_check, "times", lambda *_: ("none", []))
+    monkeypatch.setattr(device_check, "PRESETS", {"fast": device_check.PRESETS["fast"]})
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -77,13 +77,13 @@ def test_a_kernel_that_does_not_compile_gives_exit_status_1(monkeypatch, capsys)
 @pytest.mark.usefixtures("one_quick_check")
 @pytest.mark.parametrize("broken", [thorough("nan"), thorough("lower precision"), thorough("not orthogonal")])
 def test_results_that_are_off_give_exit_status_1(broken, monkeypatch, capsys):
-    right = _device_check.newton_schulz
+    right = device_check.newton_schulz
     change = {
         "nan": lambda y: y.at[3, 2, 5].set(np.nan),
         "lower precision": lambda y: y + 0.05 * jax.random.normal(jax.random.key(0), y.shape),
         "not orthogonal": lambda y: 1.3 * y,
     }[broken]
-    monkeypatch.setattr(_device_check, "newton_schulz", lambda x, settings: change(right(x, settings)))
+    monkeypatch.setattr(device_check, "newton_schulz", lambda x, settings: change(right(x, settings)))
     assert main(["--quick"]) == 1
     assert "WRONG: fast" in capsys.readouterr().out
 

@@ -18,8 +18,11 @@ USED_BY = {
         "tests/names/test_dimension_numbers.py",
     ],
     "muonjax/_matrices/batching": ["tests/optimizers/test_orthogonalize.py"],
-    "muonjax/_optimizers": ["tests/optimizers/test_first_mistakes.py", "tests/optimizers/test_optimizers.py"],
-    "muonjax/_clipped_optimizers": ["tests/optimizers/test_optimizers.py", "tests/clip/test_qk_clip.py"],
+    "muonjax/_optimizers/muon": [
+        "tests/optimizers/test_first_mistakes.py",
+        "tests/optimizers/test_optimizers.py",
+    ],
+    "muonjax/_optimizers/muonclip": ["tests/optimizers/test_optimizers.py", "tests/clip/test_qk_clip.py"],
     "muonjax/_transforms/orthogonalize": [
         "tests/optimizers/test_optimizers.py",
         "tests/optimizers/test_monitor.py",
@@ -35,7 +38,7 @@ USED_BY = {
         "tests/optimizers/test_optimizers.py",
         "tests/clip/test_strict_modes.py",
     ],
-    "muonjax/_partition": [
+    "muonjax/_optimizers/partition": [
         "tests/optimizers/test_first_mistakes.py",
         "tests/reliability/test_restored_elsewhere.py",
         "tests/optimizers/test_optimizers.py",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import muonjax
-from muonjax._optimizers import MuonSettings
+from muonjax._optimizers.muon import MuonSettings
 
 
 def calls() -> None:

@@ -22,7 +22,7 @@ from muonjax._common.keywords import explains_keywords
 from muonjax._inspect.program import Program
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.offload import offload
-from muonjax._optimizers import MuonSettings, muon
+from muonjax._optimizers.muon import MuonSettings, muon
 
 
 class AdamWSettings(TypedDict, total=False):

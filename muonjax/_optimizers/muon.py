@@ -13,7 +13,7 @@ from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._mesh.offload import offload
 from muonjax._names.dimension_numbers import decays
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
-from muonjax._partition import partition_by_route
+from muonjax._optimizers.partition import partition_by_route
 from muonjax._transforms.hyperball import hyperball
 from muonjax._transforms.match_rms import match_rms
 from muonjax._transforms.momentum import momentum_dtype, trace
@@ -38,7 +38,7 @@ class MuonSettings(MatrixSettings, total=False):
     Example:
       >>> import muonjax, optax
       >>> from typing import Unpack
-      >>> from muonjax._optimizers import MuonSettings
+      >>> from muonjax._optimizers.muon import MuonSettings
       >>> def warmed_up(peak: float, **settings: Unpack[MuonSettings]):
       ...     return muonjax.muon(optax.warmup_constant_schedule(0.0, peak, 100), **settings)
       >>> tx = warmed_up(2e-3, decay=0.9)
