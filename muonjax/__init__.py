@@ -26,7 +26,6 @@ from muonjax._msign.sylvester import sylvester as sylvester
 from muonjax._names.dimension_numbers import dimension_numbers as dimension_numbers
 from muonjax._names.tabulate import tabulate as tabulate
 from muonjax._newton_schulz.coefficients import JORDAN as JORDAN
-from muonjax._newton_schulz.coefficients import NEWTON_SCHULZ as NEWTON_SCHULZ
 from muonjax._newton_schulz.coefficients import YOU as YOU
 from muonjax._newton_schulz.coefficients import polar_express as polar_express
 from muonjax._newton_schulz.polar_factor import newton_schulz as newton_schulz

@@ -42,17 +42,6 @@ Example:
 
 Source: modded-nanogpt and Dion's code, 2025."""
 
-NEWTON_SCHULZ: Coefficients = ((15 / 8, -10 / 8, 3 / 8),)
-"""The classical quintic: the only one of its degree that converges with order three at 1, and the limit of
-every Polar Express schedule. Slow far from 1 (its slope at zero is 1.875).
-
-Example:
-  >>> import muonjax
-  >>> sum(muonjax.NEWTON_SCHULZ[0])  # 1 stays 1
-  1.0
-
-Source: N. Higham, "Functions of Matrices", 2008, table 5.1 for the Padé family's [2/0]."""
-
 # From here on the interval is so short that the minimax system loses all of its digits (condition number
 # 4.5e11), while its solution agrees with the classical quintic to double precision.
 _CONVERGED = 1 - 5e-6

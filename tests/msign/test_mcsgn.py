@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from muonjax import JORDAN, NEWTON_SCHULZ, mcsgn, msign, polar_express, sylvester
+from muonjax import JORDAN, mcsgn, msign, polar_express, sylvester
 from muonjax._common.linalg import dot
 from muonjax._msign.mcsgn import _iterate, _normalized
 from tests.msign import oracles as msign_oracles
+from tests.tools import oracles
 from tests.tools.tiers import thorough
 
 relative = msign_oracles.relative
@@ -54,7 +55,7 @@ def test_it_is_msign_on_symmetric_matrices_in_value_and_derivatives():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rows", [thorough(polar_express(8) + NEWTON_SCHULZ * 2), JORDAN * 5])
+@pytest.mark.parametrize("rows", [thorough(polar_express(8) + oracles.CLASSICAL * 2), JORDAN * 5])
 def test_all_derivatives_are_those_of_the_steps(rows):
     f = functools.partial(mcsgn, coefficients=rows)
 
@@ -80,7 +81,7 @@ def test_all_derivatives_are_those_of_the_steps(rows):
 
 @pytest.mark.thorough
 def test_second_derivatives():
-    rows = polar_express(8) + NEWTON_SCHULZ * 2
+    rows = polar_express(8) + oracles.CLASSICAL * 2
     with jax.enable_x64(True):
         x = jnp.asarray(with_eigenvalues(EIGENVALUES[:3])[0])
 
@@ -98,7 +99,7 @@ def test_second_derivatives():
 
 @pytest.mark.nightly
 def test_third_derivatives():
-    rows = polar_express(8) + NEWTON_SCHULZ * 2
+    rows = polar_express(8) + oracles.CLASSICAL * 2
     with jax.enable_x64(True):
         x = jnp.asarray(with_eigenvalues(EIGENVALUES[:3])[0])
 

@@ -3,6 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 
+# The classical quintic of order three at 1, the limit of every Polar Express schedule (Higham, "Functions of Matrices",
+# 2008, table 5.1).
+CLASSICAL = ((15 / 8, -10 / 8, 3 / 8),)
+
 
 def normal(*shape, seed=0, scale=1.0, dtype=jnp.float32):
     """Independent standard normal numbers, times `scale`."""
