@@ -25,7 +25,9 @@ PACKAGES = [
 
 def public_names(module) -> set[str]:
     """What a package's `__init__.py` defines, and what it imports under `as`, the mark of a re-export."""
-    names = set(getattr(module, "__all__", ()))
+    if hasattr(module, "__all__"):
+        return set(module.__all__)
+    names = set()
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)

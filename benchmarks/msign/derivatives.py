@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.common import measure
 from muonjax import msign, polar_express
-from muonjax._msign.arguments import CONVERGED
+from muonjax._msign.inputs import CONVERGED
 from tests.msign import oracles as msign_oracles
 from tests.tools import oracles
 

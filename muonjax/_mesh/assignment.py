@@ -20,8 +20,8 @@ import numpy as np
 
 from muonjax._common.platform import BYTES_A_SECOND
 from muonjax._mesh.cost_model import Work
-from muonjax._mesh.layout import Axes, ExchangeGroup, LeafLayout, ShardedLeaf, leaf_layout, size_of
 from muonjax._mesh.rounds import Kind, Round, make_rounds
+from muonjax._mesh.shards import Axes, ExchangeGroup, LeafLayout, ShardedLeaf, leaf_layout, size_of
 
 # (dtype, m, columns on this device, devices that share the columns) -> the work of that device on one matrix.
 Cost = Callable[[Any, int, int, int], Work]

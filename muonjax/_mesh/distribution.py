@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from muonjax._common.arguments import warn_user
 from muonjax._common.trees import broadcast_prefix
-from muonjax._mesh.layout import Axes, size_of
+from muonjax._mesh.shards import Axes, size_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

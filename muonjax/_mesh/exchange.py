@@ -20,9 +20,9 @@ import numpy as np
 from muonjax._common.platform import Policy
 from muonjax._matrices.batching import Function
 from muonjax._mesh.assignment import Assignment
-from muonjax._mesh.layout import ShardedLeaf, UnitLayout, size_of, unit_axes
 from muonjax._mesh.owner_loop import apply_to_owned
 from muonjax._mesh.rounds import Round
+from muonjax._mesh.shards import ShardedLeaf, UnitLayout, size_of, unit_axes
 
 
 def exchange(

@@ -17,8 +17,8 @@ import numpy as np
 
 from muonjax._common.platform import Policy
 from muonjax._matrices.batching import Function
-from muonjax._mesh.layout import UnitLayout
 from muonjax._mesh.rounds import Round
+from muonjax._mesh.shards import UnitLayout
 
 
 class _Loop(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._mesh.layout import ExchangeGroup, LeafLayout, UnitLayout, size_of
+from muonjax._mesh.shards import ExchangeGroup, LeafLayout, UnitLayout, size_of
 
 # Elements that one device sends to one owner in a round, at most: half of what an index of 32 bits reaches, for rounds
 # are cut between matrices.

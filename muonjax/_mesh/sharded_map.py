@@ -16,7 +16,7 @@ from muonjax._mesh.assignment import Assignment, assign_owners
 from muonjax._mesh.cost_model import Work, count_work
 from muonjax._mesh.distribution import OnMesh, even_sharding, partition_spec
 from muonjax._mesh.exchange import exchange
-from muonjax._mesh.layout import ShardedLeaf
+from muonjax._mesh.shards import ShardedLeaf
 
 
 def map_on_mesh(

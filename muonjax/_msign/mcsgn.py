@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import jax
 
 from muonjax._common.linalg import MatrixProduct, adjoint
-from muonjax._msign.arguments import matrices, product_of, rows_beside, schedule
-from muonjax._msign.normalization import inner, normalized
+from muonjax._msign.inputs import matrices, product_of, rows_beside, schedule
 from muonjax._msign.polynomial_gradient import iterate, tangent_by_normalization
+from muonjax._msign.unit_norm import inner, normalized
 from muonjax._newton_schulz.coefficients import Coefficients
 
 if TYPE_CHECKING:

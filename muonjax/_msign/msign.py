@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from muonjax._common.arguments import whole_number
-from muonjax._msign.arguments import matrices, product_of, rows_beside, schedule
-from muonjax._msign.normalization import normalized, oriented_like
+from muonjax._msign.inputs import matrices, product_of, rows_beside, schedule
 from muonjax._msign.polar_gradient import polar_msign, polishing
 from muonjax._msign.polynomial_gradient import iterate, polynomial_msign
+from muonjax._msign.unit_norm import normalized, oriented_like
 from muonjax._newton_schulz.coefficients import Coefficients
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from jax import lax
 
 from muonjax._common.linalg import MatrixProduct, adjoint, identity_like
 from muonjax._msign.linear_call import linear_map_with_known_transpose
-from muonjax._msign.normalization import inner, normalized, oriented_like, widened
+from muonjax._msign.unit_norm import inner, normalized, oriented_like, widened
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

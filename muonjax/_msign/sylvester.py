@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from muonjax._common.linalg import adjoint, at_least_float32
-from muonjax._msign.arguments import CONVERGED, matrices, product_of, rows_beside
+from muonjax._msign.inputs import CONVERGED, matrices, product_of, rows_beside
 from muonjax._msign.mcsgn import polynomial_mcsgn
 from muonjax._newton_schulz.normalization import power_of_two_scale
 

@@ -65,7 +65,7 @@ def public_names():
             a.asname for n in own if isinstance(n, ast.ImportFrom) for a in n.names if a.asname == a.name
         }
         defined = {n.name for n in own if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        for name in sorted(exported | defined):
+        for name in getattr(module, "__all__", sorted(exported | defined)):
             if not name.startswith("_") and not isinstance(getattr(module, name), types.ModuleType):
                 names[f"{module.__name__}.{name}"] = getattr(module, name)
     return names

@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 from muonjax import JORDAN, msign, polar_express
-from muonjax._msign.arguments import CONVERGED
+from muonjax._msign.inputs import CONVERGED
 from tests.msign import oracles as msign_oracles
 from tests.tools import oracles
 from tests.tools.tiers import nightly, quick, thorough

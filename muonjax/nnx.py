@@ -17,6 +17,8 @@ from muonjax._common.trees import joined, listed
 from muonjax.loha.hadamard_linear import adapted_kernel
 from muonjax.loha.layers import FACTORS, apply_adapter, factor_shapes, initial, scale_of
 
+__all__ = ["LoHaConv", "LoHaLinear", "LoHaParam", "add_loha", "merge"]
+
 Layer: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Conv
 
 

@@ -1,4 +1,4 @@
-"""Linen layers with LoHa adapters: dense layers, convolutions, and the projections of Flax's attention.
+"""muonjax for Flax Linen: a train state that passes the largest logits on, and layers with LoHa adapters.
 
 Flax's layers take the function that multiplies, as `dot_general_cls` or `conv_general_dilated_cls`. An adapter
 is a module that replaces this function, under the layer's scope as "loha". The kernel keeps its path, so the
@@ -11,13 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import linen as nn
+from flax.training import train_state
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
 from muonjax._common.trees import listed
 from muonjax.loha.hadamard_linear import adapted_kernel
 from muonjax.loha.layers import FACTORS, SCALE, apply_adapter, factor_shapes, initial, scale_of
+
+__all__ = ["LoHaConv", "LoHaDense", "TrainState", "loha", "merge"]
 
 _HOLDER = "loha"
 
@@ -176,3 +180,39 @@ def merge(params: Any) -> Any:
             merged = jax.vmap(merged)
         flat[(*layer, "kernel")] = merged(kernel, factors, scale)
     return unflatten_dict(flat)
+
+
+class TrainState(train_state.TrainState):
+    """Flax's `TrainState` whose `apply_gradients` hands the largest logits on to the optimizer.
+
+    Attributes:
+      step: As in Flax, as all others.
+      apply_fn: The model's `apply`.
+      params: The parameters.
+      tx: The optimizer, such as `muonclip(1e-2, program)`.
+      opt_state: Its state; `TrainState.create(apply_fn=..., params=..., tx=...)` makes it.
+
+    Raises:
+      ValueError: From `apply_gradients` without `max_logits`, if `tx` is a QK-Clip.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, muonjax
+      >>> model, x = nn.MultiHeadDotProductAttention(4), jnp.ones((2, 6, 8))
+      >>> params = model.init(jax.random.key(0), x)["params"]
+      >>> def loss_fn(params):
+      ...     return (model.apply({"params": params}, x) ** 2).mean()
+      >>> tx = muonjax.muonclip(1e-2, muonjax.inspect(loss_fn, params))
+      >>> state = muonjax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+      >>> (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(state.params)
+      >>> state = state.apply_gradients(grads=grads, max_logits=max_logits)
+      >>> int(state.step), muonjax.metrics(state.opt_state)["qk_clip/num_clipped"]
+      (1, 0.0)
+    """
+
+    def apply_gradients(self, *, grads: Any, max_logits: Any = None, **kwargs: Any) -> Any:
+        """Flax's `apply_gradients`, with `max_logits` for `tx.update` if they are given."""
+        if max_logits is None:
+            return super().apply_gradients(grads=grads, **kwargs)
+        update = functools.partial(optax.with_extra_args_support(self.tx).update, max_logits=max_logits)
+        bound = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
+        return train_state.TrainState.apply_gradients(bound, grads=grads, **kwargs).replace(tx=self.tx)
