@@ -92,7 +92,7 @@ def train(args: argparse.Namespace, clip: bool) -> dict[str, np.ndarray]:
 
     program = muonjax.inspect(loss_fn, params, tokens)
     rate = optax.warmup_constant_schedule(0.0, args.learning_rate, max(1, args.steps // 10))
-    inner = muonjax.muon(rate, weight_decay=0.0)
+    inner = muonjax.muon(rate, program, weight_decay=0.0)
     tx = optax.chain(inner, muonjax.qk_clip(args.threshold, program)) if clip else inner
     state = tx.init(params)
 

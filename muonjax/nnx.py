@@ -203,7 +203,7 @@ def merge(model: nnx.Module) -> None:
     for layer in adapted:
         adapter = getattr(layer, _function(layer))
         layer.kernel[...] = adapted_kernel(layer.kernel[...], adapter.factors(), adapter.scale)
-        setattr(layer, _function(layer), _plain_function(layer))
+        setattr(layer, _function(layer), nnx.static(_plain_function(layer)))
 
 
 def _layers(model: nnx.Module) -> Iterator[tuple[str, Layer]]:

@@ -46,9 +46,8 @@ def stepper(axis_name=None):
     tx = muonjax.qk_clip(THRESHOLD, muonjax.mha_site(), axis_name=axis_name)
 
     def step(params, state, x):
-        logits = jax.tree.map(
-            lambda layer: {"max_logits": maxima(layer, x)}, params, is_leaf=lambda p: "query" in p
-        )
+        layers = {"max_logits": params} if "query" in params else params
+        logits = {name: maxima(layer, x) for name, layer in layers.items()}
         updates, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params, max_logits=logits)
         return optax.apply_updates(params, updates), state
 
