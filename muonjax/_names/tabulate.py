@@ -3,6 +3,7 @@
 import contextlib
 import math
 import shutil
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -62,7 +63,8 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     if len(dtypes) == 1:  # a column that says the same in every line says it once, below
         rows = [row[:2] + row[3:] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = max(20, shutil.get_terminal_size((100, 0)).columns - sum(widths[:-1]) - 2 * (len(widths) - 1))
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    room = max(20, columns - sum(widths[:-1]) - 2 * (len(widths) - 1))
     rows = [(*row[:-1], _fit(row[-1], room)) for row in rows]
     widths[-1] = max(len(row[-1]) for row in rows)
 
@@ -76,10 +78,12 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _fit(reason: str, room: int) -> str:
+def _fit(reason: str, room: float) -> str:
     """Shortens a long reason in its middle, for a line of code is at its end."""
-    half = (room - 1) // 2
-    return reason if len(reason) <= room else f"{reason[:half]}…{reason[half + 1 - room :]}"
+    if len(reason) <= room:
+        return reason
+    head = (int(room) - 1) // 2
+    return f"{reason[:head]}…{reason[head + 1 - int(room) :]}"
 
 
 def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.MaskedNode], Any]:

@@ -1,5 +1,7 @@
 """The table says what the routing does, fits a terminal, and adds up."""
 
+import io
+
 import jax
 import optax
 import pytest
@@ -85,6 +87,11 @@ def test_masked_and_empty_trees():
     assert tabulate({}).splitlines()[-1] == "Adam: 0 parameters (0.0 %), 0 leaves"
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 def test_names_are_whole_and_reasons_fit_the_terminal(monkeypatch):
     """A long reason is shortened in its middle: at its end is the line of the code."""
     query = {"MultiHeadDotProductAttention_0": {"query": {"kernel": leaf(24, 768, 12, 64)}}}
@@ -92,6 +99,7 @@ def test_names_are_whole_and_reasons_fit_the_terminal(monkeypatch):
     name = "decoder_of_the_model_7/block/MultiHeadDotProductAttention_0/query/kernel"
     for columns, reason in (("160", "attention query, stacked"), ("70", "attention…y, stacked")):
         monkeypatch.setenv("COLUMNS", columns)
+        monkeypatch.setattr("sys.stdout", Terminal())
         line = tabulate(tree).splitlines()[2]
         assert line.startswith(f"{name}  24×768×12×64")
         assert line.endswith(f"  {reason}")

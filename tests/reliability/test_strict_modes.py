@@ -15,6 +15,7 @@ import muonjax
 import muonjax.linen
 import muonjax.nnx
 import pallas_kernels
+from tests.test_public_api import public_names
 from tests.tools.oracles import normal
 from tests.tools.tiers import quick
 
@@ -268,11 +269,12 @@ def test_strict(name, mode, request):
 
 
 def test_every_public_function_has_a_case():
+    modules = map(importlib.import_module, ("muonjax", "muonjax.linen", "muonjax.nnx", "pallas_kernels"))
     functions = {
-        f"{package}.{name}"
-        for package in ("muonjax", "muonjax.linen", "muonjax.nnx", "pallas_kernels")
-        for name, value in vars(importlib.import_module(package)).items()
-        if inspect.isfunction(value) and not name.startswith("_")
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name in public_names(module)
+        if inspect.isfunction(getattr(module, name))
     }
     missing = functions - CASES.keys() - ELSEWHERE
     assert not missing, "add a case for each to CASES"
