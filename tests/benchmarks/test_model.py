@@ -45,7 +45,7 @@ def test_more_stacks_of_a_shape_need_no_other_kernels(monkeypatch):
         pytest.skip(reason)
     monkeypatch.setattr(Policy, "stack_elements", 96 * 256)  # one matrix in each
     found = []
-    for count in (2, 6):
+    for count in (4, 12):  # XLA fuses what fewer stacks have in common into one kernel less
         method = accelerator_model.methods()["balanced"]
         monkeypatch.setitem(accelerator_model.TREES, "equal", {"x": ((96, 256), count)})
         found.append(accelerator_model.model(ahead_of_time.CHIPS["H100"], "equal", "balanced", method))
