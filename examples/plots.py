@@ -1,107 +1,86 @@
-"""Draw the metrics of training runs: loss, attention logits, QK-Clip's scalings, and the statistics of `monitor`."""
+"""Draw training runs from lists of `muonjax.metrics(state)`: loss, attention logits, clips, and sizes of updates."""
 
 import csv
 import pathlib
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+History = Sequence[Mapping[str, float]]  # a row for each step
 
-def read(path: pathlib.Path) -> dict[str, list[float]]:
-    """The columns of a metrics file; empty cells are left out together with their step."""
-    columns: dict[str, list[float]] = {}
-    with path.open() as file:
-        for row in csv.DictReader(file):
-            for name, value in row.items():
-                if value:
-                    columns.setdefault(name, []).append(float(value))
-                    columns.setdefault(f"step of {name}", []).append(float(row["step"]))
-    return columns
-
-
-# The same colour for an optimizer in every picture.
+# The same color for an optimizer in every picture.
 COLORS = {"muonclip": "C0", "adamw": "C1", "adamclip": "C2", "muon": "C3"}
 
 
-def draw(runs: dict[str, pathlib.Path], to: pathlib.Path, threshold: float | None = None) -> None:
-    """Loss on the left; the largest attention logit of each layer on the right, over the number of clipped heads."""
-    found = {name: read(path) for name, path in runs.items()}
-    clips = {name: columns for name, columns in found.items() if any(columns.get("clipped_heads", []))}
-    mosaic = [["loss", "logits"], ["loss", "clips"]] if clips else [["loss", "logits"]]
-    figure, panels = plt.subplot_mosaic(
-        mosaic, figsize=(11, 4.4), layout="constrained", height_ratios=[4, 1][: len(mosaic)]
+def read(path: pathlib.Path) -> list[dict[str, float]]:
+    """The rows of a file of metrics, without their empty cells."""
+    with path.open() as file:
+        return [{name: float(x) for name, x in row.items() if x} for row in csv.DictReader(file)]
+
+
+def column(history: History, name: str) -> tuple[list[float], list[float]]:
+    """The steps at which a metric was recorded, and its values."""
+    found = [
+        (row.get("step", row.get("count", i + 1)), row[name]) for i, row in enumerate(history) if name in row
+    ]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def plot(runs: Mapping[str, History], threshold: float | None = None) -> Figure:
+    """Draw what the rows of one or several runs have; a notebook shows the figure that is returned.
+
+    Args:
+      runs: For each optimizer a row for each step: `muonjax.metrics(state)`, with `loss` and `held_out` where they are
+        known, and `logit/<module>` for logits that no clip has recorded.
+      threshold: The threshold of the clip.
+    """
+    figure, ((loss, logits), (sizes, clips)) = plt.subplots(
+        2, 2, figsize=(11, 6), layout="constrained", height_ratios=(2, 1), sharex=True
     )
-    for name, columns in found.items():
-        color = COLORS[name]
-        panels["loss"].plot(columns["step of loss"], columns["loss"], color=color, alpha=0.25, linewidth=1)
-        label = f"{name}: held out {columns['held_out'][-1]:.3f}"
-        panels["loss"].plot(columns["step of held_out"], columns["held_out"], ".-", color=color, label=label)
-        _draw_logits(panels["logits"], name, columns)
-    if threshold is not None and threshold < 1.5 * panels["logits"].get_ylim()[1]:
-        label = f"threshold {threshold:g}"
-        panels["logits"].axhline(threshold, color="black", linestyle="--", linewidth=1, label=label)
-    for name, columns in clips.items():
-        steps, heads = columns["step of clipped_heads"], columns["clipped_heads"]
-        panels["clips"].fill_between(steps, heads, step="mid", color=COLORS[name], linewidth=0)
-        title = f"Heads that {name} scaled, per step: {sum(heads):,.0f} in all"
-        panels["clips"].set(ylim=(0, 1.05 * max(heads)), ylabel="heads", title=title)
-        panels["clips"].yaxis.get_major_locator().set_params(integer=True)
-    panels["loss"].set(ylabel="loss (nats per byte)", title="Training loss, and held-out loss (dots)")
-    panels["logits"].set(
-        ylabel="largest logit", title="Largest attention logit of each layer (darker: deeper)"
-    )
-    for axes in panels.values():
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-    if clips:
-        panels["logits"].set_xlabel("")
-    panels["loss"].legend(fontsize=8, frameon=False)
-    panels["logits"].legend(fontsize=8, frameon=False, loc="upper left")
-    figure.savefig(to, dpi=120)
-    plt.close(figure)
-
-
-STATISTICS = {
-    "update_to_weight": "RMS of updates ÷ RMS of weights",
-    "momentum_norm": "norm of the momentum",
-    "orthogonality": "distance of updates from orthogonal\n(0: singular values equal; 1: one dominates)",
-}
-
-
-def draw_statistics(runs: dict[str, pathlib.Path], to: pathlib.Path) -> None:
-    """What `muonjax.monitor` measured: a panel per statistic; matrices as lines, all other parameters dashed."""
-    figure, panels = plt.subplots(1, len(STATISTICS), figsize=(13, 3.6), layout="constrained")
-    for name, path in runs.items():
-        columns = read(path)
-        for axes, statistic in zip(panels, STATISTICS, strict=True):
-            for group, style in (("muon", "-"), ("adam", "--")):
-                column = f"monitor/{group}/{statistic}"
-                if group == "muon" or statistic != "orthogonality":
-                    label = f"{name}, {'matrices' if group == 'muon' else 'other parameters'}"
-                    steps = columns[f"step of {column}"]
-                    axes.plot(steps, columns[column], style, color=COLORS[name], linewidth=1, label=label)
-    for axes, (statistic, title) in zip(panels, STATISTICS.items(), strict=True):
-        axes.set(xlabel="step", title=title)
-        if statistic != "orthogonality":
-            axes.set_yscale("log")
-        axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=8, frameon=False)
-    figure.savefig(to, dpi=120)
-    plt.close(figure)
-
-
-def _draw_logits(axes: Any, name: str, columns: dict[str, list[float]]) -> None:
-    """One line per layer, darker with depth."""
-    layers = sum(column.startswith("max_logit_") for column in columns)
-    for layer in range(layers):
-        axes.plot(
-            columns["step of loss"],
-            columns[f"max_logit_{layer}"],
-            color=COLORS[name],
-            alpha=0.35 + 0.65 * (layer + 1) / layers,
-            linewidth=1,
-            label=name if layer == layers - 1 else None,
+    for name, history in runs.items():
+        color = COLORS.get(name)
+        (line,) = loss.plot(*column(history, "loss"), color=color, alpha=0.25, linewidth=1)
+        color = line.get_color()
+        steps, held_out = column(history, "held_out")
+        label = f"{name}: held-out {held_out[-1]:.3f}" if held_out else name
+        loss.plot(steps, held_out, ".-", color=color, label=label)
+        _plot_logits(logits, name, history, color)
+        for group, style in (("muon", "-"), ("adam", "--")):
+            ratios = column(history, f"monitor/{group}/update_to_weight")
+            what = "matrices" if group == "muon" else "other parameters"
+            sizes.plot(*ratios, style, color=color, linewidth=1, label=f"{name}, {what}")
+        steps, heads = column(history, "qk_clip/num_clipped")
+        if heads:
+            label = f"{name}: {sum(heads):,.0f} in all"
+            clips.fill_between(steps, heads, step="mid", color=color, linewidth=0, label=label)
+    if threshold is not None:
+        logits.axhline(
+            threshold, color="black", linestyle="--", linewidth=1, label=f"threshold {threshold:g}"
         )
+    loss.set(ylabel="loss (nats per byte)", title="Training loss, and held-out loss (dots)")
+    logits.set(ylabel="largest logit", title="Largest attention logit of each layer (darker: deeper)")
+    sizes.set(ylabel="ratio", yscale="log", xlabel="step", title="RMS of updates ÷ RMS of weights")
+    clips.set(ylabel="heads", xlabel="step", title="Heads that the clip scaled in each step")
+    for axes in (loss, logits, sizes, clips):
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def save(figure: Figure, path: pathlib.Path) -> None:
+    """Write a figure as PNG and forget it."""
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _plot_logits(axes: Axes, name: str, history: History, color: str) -> None:
+    found = (
+        [key for key in history[0] if key.startswith(prefix)] for prefix in ("logit/", "qk_clip/largest/")
+    )
+    layers = next(filter(None, found), [])
+    for i, key in enumerate(layers):
+        alpha, label = 0.35 + 0.65 * (i + 1) / len(layers), name if i == len(layers) - 1 else None
+        axes.plot(*column(history, key), color=color, alpha=alpha, linewidth=1, label=label)

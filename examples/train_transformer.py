@@ -1,7 +1,7 @@
-"""Train a byte-level transformer (Flax NNX) with MuonClip, on the text of Python's own documentation.
+"""Train a byte-level transformer (Flax NNX) with MuonClip and with AdamW, on the text of Python's own documentation.
 
-    python examples/train_transformer.py                      # about three minutes on two CPU cores
-    python examples/train_transformer.py --compare            # MuonClip and AdamW, one picture
+    python examples/train_transformer.py                          # both, one picture; about three minutes on a CPU
+    python examples/train_transformer.py --optimizer muonclip     # one of them
     python examples/train_transformer.py --resume runs/muonclip   # continues a killed run, bit for bit
     python examples/train_transformer.py --mesh fsdp=4,tensor=2   # on eight devices; a CPU simulates them
 
@@ -10,8 +10,10 @@ Read it from `Transformer` downwards: the model, the optimizer, one step, the lo
 
 import argparse
 import csv
+import math
 import os
 import pathlib
+import statistics
 import time
 from typing import Any
 
@@ -29,8 +31,8 @@ from tqdm import tqdm
 import muonjax
 
 OPTIMIZERS = ("muonclip", "muon", "adamw", "adamclip")
-# The best rates of a sweep (benchmarks/training/sweep.py).
 MONITOR_EVERY = 10  # steps between two measurements of muonjax.monitor
+# The best of five rates (benchmarks/training/steps_to_loss.py).
 LEARNING_RATES = {"muonclip": 8e-3, "muon": 8e-3, "adamw": 2e-3, "adamclip": 2e-3}
 
 
@@ -125,7 +127,7 @@ class Trainer:
         self.clips = args.optimizer.endswith("clip")
         out = None
         if self.layout.mesh:  # results keep the shardings of the arguments
-            out = (*jax.tree.map(lambda x: x.sharding, (self.params, self.opt_state)), None, None, None)
+            out = (*jax.tree.map(lambda x: x.sharding, (self.params, self.opt_state)), None, None)
         self.step = jax.jit(self._step, donate_argnums=(0, 1), out_shardings=out)
         self.evaluate = jax.jit(self.loss)
         self.next_logits = jax.jit(lambda params, tokens, last: self.forward(params, tokens)[0, last])
@@ -141,9 +143,8 @@ class Trainer:
     def _step(self, params: Any, opt_state: Any, tokens: jax.Array):
         (loss, max_logits), grads = muonjax.value_and_grad(self.loss)(params, tokens)
         updates, opt_state = self.optimizer.update(grads, opt_state, params, max_logits=max_logits)
-        by_layer = jnp.stack([heads.max() for heads in max_logits.values()])
-        clipped = opt_state.inner[-1].num_clipped if self.clips else 0
-        return optax.apply_updates(params, updates), opt_state, loss, by_layer, clipped
+        by_layer = {f"logit/{module}": heads.max() for module, heads in max_logits.items()}
+        return optax.apply_updates(params, updates), opt_state, loss, by_layer
 
     def sample(self, params: Any, prompt: bytes, length: int, context: int, seed: int) -> str:
         """Text that continues `prompt`, sampled at temperature 0.8."""
@@ -158,45 +159,22 @@ class Trainer:
         return bytes(tokens).decode(errors="replace")
 
 
-class Metrics:
-    """metrics.csv: one row per step, flushed at once; a resumed run first drops the rows after its checkpoint."""
+class Log:
+    """metrics.csv: a row for each step, written at once; a resumed run first drops the rows after its checkpoint."""
 
-    def __init__(self, path: pathlib.Path, layers: int, step: int, opt_state: Any):
-        header = ["step", "loss", "learning_rate", "seconds", "held_out", "clipped_heads"]
-        header += [f"max_logit_{i}" for i in range(layers)]
-        self._statistics = [name for name in muonjax.metrics(opt_state) if name.startswith("monitor/")]
-        header += self._statistics
-        rows = []
-        if step and path.exists():
-            with path.open() as file:
-                rows = [row for row in list(csv.reader(file))[1:] if int(row[0]) <= step]
+    def __init__(self, path: pathlib.Path, step: int):
+        self.rows = [row for row in plots.read(path) if row["step"] <= step] if step and path.exists() else []
         self._file = path.open("w", newline="")
-        self._writer = csv.writer(self._file)
-        self._writer.writerows([header, *rows])
+        self._writer: csv.DictWriter | None = None
 
-    def write(
-        self,
-        step: int,
-        loss: float,
-        rate: float,
-        seconds: float,
-        held_out: float | None,
-        clipped: Any,
-        maxima: Any,
-        opt_state: Any,
-    ) -> None:
-        """Append one step; cells without a value stay empty."""
-        statistics = [""] * len(self._statistics)
-        if (step - 1) % MONITOR_EVERY == 0:
-            found = muonjax.metrics(opt_state)
-            statistics = [f"{found[name]:.6g}" for name in self._statistics]
-        cells = [
-            f"{loss:.6f}",
-            f"{rate:.3e}",
-            f"{seconds:.4f}",
-            "" if held_out is None else f"{held_out:.6f}",
-        ]
-        self._writer.writerow([step, *cells, clipped, *(f"{m:.4f}" for m in maxima), *statistics])
+    def write(self, row: dict[str, float]) -> None:
+        """Append one step; NaN, for what is not measured yet, leaves its cell empty."""
+        if self._writer is None:
+            self._writer = csv.DictWriter(self._file, row)
+            self._writer.writeheader()
+            self._writer.writerows({**row, "step": int(row["step"])} for row in self.rows)
+        self.rows.append({name: x for name, x in row.items() if x == x})
+        self._writer.writerow(self.rows[-1])
         self._file.flush()
 
     def close(self) -> None:
@@ -228,36 +206,30 @@ def train(args: argparse.Namespace) -> float:
     first = jax.process_index() == 0  # of several processes, only one prints and writes
     args.out.mkdir(parents=True, exist_ok=True)
     saver = checkpoints.Checkpoints(folder, settings)
-    path = args.out / "metrics.csv" if first else pathlib.Path(os.devnull)
-    metrics = Metrics(path, args.layers, start, state["opt_state"])
-    quiet = args.quiet or not first
+    log = Log(args.out / "metrics.csv" if first else pathlib.Path(os.devnull), start)
     if first:
-        print(describe(trainer))
+        print(describe(trainer, args))
     bar = tqdm(
         range(start, args.steps),
         initial=start,
         total=args.steps,
         desc=args.optimizer,
-        disable=quiet,
+        disable=args.quiet or not first,
         bar_format="{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
     )
     try:
-        state, held_out = run(args, trainer, text, state, bar, metrics, saver)
+        state, held_out = run(args, trainer, text, state, bar, log, saver)
     except KeyboardInterrupt:
         print(f"\nStopped. Continue from the last checkpoint with --resume {args.out}")
         raise SystemExit(130) from None
     finally:
-        metrics.close()
+        log.close()
         saver.close()
     params = state["params"]
     if not first:
         return held_out
-    plots.draw(
-        {args.optimizer: args.out / "metrics.csv"},
-        args.out / "metrics.png",
-        args.threshold if trainer.clips else None,
-    )
-    plots.draw_statistics({args.optimizer: args.out / "metrics.csv"}, args.out / "statistics.png")
+    figure = plots.plot({args.optimizer: log.rows}, args.threshold if trainer.clips else None)
+    plots.save(figure, args.out / "metrics.png")
     print(f"{args.optimizer}: held-out loss {held_out:.4f} nats per byte after {args.steps} steps")
     if args.sample and jax.process_count() == 1:
         print(f"--- a sample\n{trainer.sample(params, b'The ', args.sample, args.context, args.seed)}\n---")
@@ -265,13 +237,16 @@ def train(args: argparse.Namespace) -> float:
     return held_out
 
 
-def describe(trainer: Trainer) -> str:
-    """One line: what the program says of the parameters and of attention."""
-    shares = muonjax.tabulate(trainer.params, trainer.program).splitlines()
-    muon = next(line for line in shares if line.startswith("Muon: "))
+def describe(trainer: Trainer, args: argparse.Namespace) -> str:
+    """What the program says of the parameters and of attention: in one line, or also for each parameter."""
+    if args.optimizer == "adamw":
+        return "adamw: all parameters"
+    table = muonjax.tabulate(trainer.params, trainer.program)
+    muon = next(line for line in table.splitlines() if line.startswith("Muon: "))
     count = len(trainer.program.attentions)
-    clips = f"; the clip watches {count} attention{'s' * (count != 1)}" if trainer.clips else ""
-    return f"{muon}, read from the loss{clips}"
+    clips = f"the clip watches {count} attention{'s' * (count != 1)}"
+    parts = [f"{muon}, read from the loss"] * args.optimizer.startswith("muon") + [clips] * trainer.clips
+    return f"{table}\n" * args.table + "; ".join(parts)
 
 
 def run(
@@ -280,7 +255,7 @@ def run(
     text: Text,
     state: dict[str, Any],
     bar: tqdm,
-    metrics: Metrics,
+    log: Log,
     saver: checkpoints.Checkpoints,
 ) -> tuple[dict[str, Any], float]:
     """Train for the steps that the progress bar counts; returns the last state and its held-out loss."""
@@ -289,16 +264,17 @@ def run(
     for step in bar:
         began = time.perf_counter()
         tokens = trainer.layout.batch(text.batch(args.seed, step, args.batch, args.context))
-        params, opt_state, loss, maxima, clipped = trainer.step(params, opt_state, tokens)
-        loss, maxima = float(loss), np.asarray(meshes.whole(maxima))
-        seconds, rate, done = time.perf_counter() - began, float(schedule(step)), step + 1
-        due = done % args.eval_every == 0 or done == args.steps
-        if due:
-            held_out = float(trainer.evaluate(params, windows))
-        clips = int(clipped) if trainer.clips else ""
-        metrics.write(done, loss, rate, seconds, held_out if due else None, clips, maxima, opt_state)
-        parts = [f"loss {loss:.2f}", *([] if held_out is None else [f"held out {held_out:.2f}"])]
-        parts += [f"logit {maxima.max():.1f}", *([f"clipped {clips}"] if trainer.clips else [])]
+        params, opt_state, loss, logits = trainer.step(params, opt_state, tokens)
+        row = {"step": step + 1, "loss": float(loss), "held_out": math.nan}
+        row |= {"learning_rate": float(schedule(step)), "seconds": time.perf_counter() - began}
+        done = step + 1
+        if done % args.eval_every == 0 or done == args.steps:
+            held_out = row["held_out"] = float(trainer.evaluate(params, windows))
+        row |= {name: float(x) for name, x in meshes.whole(logits).items()} | measured(step, opt_state)
+        log.write(row)
+        parts = [f"loss {row['loss']:.2f}", *([] if held_out is None else [f"held out {held_out:.2f}"])]
+        if trainer.clips:
+            parts += [f"logit {row['qk_clip/largest']:.1f}", f"clipped {row['qk_clip/num_clipped']:.0f}"]
         bar.set_postfix_str(", ".join(parts))
         if done % args.checkpoint_every == 0 or done == args.steps:
             saver.save(done, {"params": params, "opt_state": opt_state})
@@ -307,16 +283,29 @@ def run(
     return {"params": params, "opt_state": opt_state}, held_out
 
 
+def measured(step: int, opt_state: Any) -> dict[str, float]:
+    """What the optimizer's state keeps; the monitor's numbers only in the steps in which it measures."""
+    found = muonjax.metrics(opt_state)
+    stale = "monitor/" if step % MONITOR_EVERY else None
+    return {name: math.nan if stale and name.startswith(stale) else x for name, x in found.items()}
+
+
 def compare(args: argparse.Namespace) -> None:
-    """Train with MuonClip and with AdamW, each at its own learning rate, and draw both."""
+    """Train with MuonClip and with AdamW, each at its own learning rate, draw both, and say what each step costs."""
+    runs, seconds = {}, {}
     for optimizer in ("muonclip", "adamw"):
         rate = args.learning_rate or LEARNING_RATES[optimizer]
-        own = {"optimizer": optimizer, "out": args.out / optimizer, "learning_rate": rate}
+        own = {"optimizer": optimizer, "out": args.out / optimizer, "learning_rate": rate, "sample": 0}
         train(argparse.Namespace(**{**vars(args), **own}))
-    runs = {name: args.out / name / "metrics.csv" for name in ("muonclip", "adamw")}
-    plots.draw(runs, args.out / "compare.png", args.threshold)
-    plots.draw_statistics(runs, args.out / "statistics.png")
-    print(f"Both runs are drawn in {args.out / 'compare.png'}")
+        runs[optimizer] = plots.read(args.out / optimizer / "metrics.csv")
+        seconds[optimizer] = statistics.median(row["seconds"] for row in runs[optimizer])
+    plots.save(plots.plot(runs, args.threshold), args.out / "compare.png")
+    last = {name: rows[-1]["held_out"] for name, rows in runs.items()}
+    print(
+        f"After {args.steps} steps: muonclip {last['muonclip']:.3f}, adamw {last['adamw']:.3f} nats per byte. "
+        f"A training step with muonclip takes {seconds['muonclip'] / seconds['adamw']:.2f} of adamw's time.\n"
+        f"Both runs are drawn in {args.out / 'compare.png'}"
+    )
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -325,11 +314,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--optimizer", choices=OPTIMIZERS, default="muonclip", help="what trains the model")
-    add("--compare", action="store_true", help="train with muonclip, then with adamw, and draw both")
+    add(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        help="what trains the model; None: muonclip, then adamw, for comparison",
+    )
     add("--learning-rate", type=float, help="peak rate; None: the tuned one of the optimizer")
     add("--threshold", type=float, default=15.0, help="largest attention logit that QK-Clip allows")
-    add("--steps", type=int, default=300, help="length of the run and of its schedule")
+    add("--steps", type=int, default=200, help="length of the run and of its schedule")
     add("--data", help="a file to train on; None: the text of Python's documentation")
     add("--layers", type=int, default=4, help="transformer blocks")
     add("--width", type=int, default=192, help="size of the residual stream")
@@ -342,6 +334,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--checkpoint-every", type=int, default=100, help="steps between checkpoints")
     add("--eval-every", type=int, default=50, help="steps between held-out losses")
     add("--sample", type=int, default=300, help="bytes of text to write at the end; 0 for none")
+    add("--table", action="store_true", help="print where each parameter goes, and why")
     add("--quiet", action="store_true", help="no progress bar")
     add(
         "--mesh",
@@ -357,16 +350,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.width % args.heads:
         parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
-    if args.resume and args.compare:
-        parser.error("--resume continues one run; --compare starts two")
+    if args.resume and not args.optimizer:
+        args.optimizer = "muonclip"
     if args.coordinator and not args.mesh:
         parser.error("--coordinator needs --mesh: several processes share one mesh")
     if args.mesh and (args.batch % args.mesh["fsdp"] or args.heads % args.mesh["tensor"]):
         parser.error("--mesh: fsdp must divide --batch, and tensor --heads")
-    args.out = (
-        args.resume or args.out or pathlib.Path("runs") / ("compare" if args.compare else args.optimizer)
-    )
-    if not args.compare:
+    args.out = args.resume or args.out or pathlib.Path("runs") / (args.optimizer or "compare")
+    if args.optimizer:
         args.learning_rate = args.learning_rate or LEARNING_RATES[args.optimizer]
     return args
 
@@ -375,10 +366,10 @@ def main() -> None:
     """The command."""
     args = parse()
     meshes.start(args)
-    if args.compare:
-        compare(args)
-    else:
+    if args.optimizer:
         train(args)
+    else:
+        compare(args)
 
 
 if __name__ == "__main__":

@@ -21,23 +21,23 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=0.06)
     parser.add_argument("--threshold", type=float, default=20.0)
     args, extra = parser.parse_known_args()
-    results, paths = {}, {}
+    results, runs = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for optimizer in ("muon", "muonclip"):
             out = pathlib.Path(folder) / optimizer
             flags = ["--optimizer", optimizer, "--out", str(out), "--quiet", "--sample", "0", *extra]
             flags += [f"--{k.replace('_', '-')}={v}" for k, v in vars(args).items()]
             held_out = train_transformer.train(train_transformer.parse(flags))
-            paths[optimizer] = out / "metrics.csv"
-            columns = plots.read(paths[optimizer])
-            heads = (values for name, values in columns.items() if name.startswith("max_logit"))
-            logits = [max(step) for step in zip(*heads, strict=True)]
+            runs[optimizer] = plots.read(out / "metrics.csv")
+            logits = [
+                max(x for name, x in row.items() if name.startswith("logit/")) for row in runs[optimizer]
+            ]
             results[optimizer] = {
                 "held_out": round(held_out, 4),
                 "largest_logit": round(max(logits), 2),
                 "steps_above_1.5_thresholds": sum(value > 1.5 * args.threshold for value in logits),
             }
-        plots.draw(paths, IMAGES / "clip_holds.png", args.threshold)
+    plots.save(plots.plot(runs, args.threshold), IMAGES / "clip_holds.png")
     measure.write("clip_holds", {**vars(args), "runs": results}, results)
 
 

@@ -37,7 +37,7 @@ def run(optimizer: str, rate: float, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(optimizer, rate, seed, folder)
         train_transformer.train(args)
-        losses = plots.read(pathlib.Path(folder, "metrics.csv"))["held_out"]
+        _, losses = plots.column(plots.read(pathlib.Path(folder, "metrics.csv")), "held_out")
     key = {"optimizer": optimizer, "learning_rate": rate, "steps": args.steps, "seed": seed}
     return {**key, "held_out": [round(x, 5) for x in losses], "every": EVERY}
 
@@ -57,7 +57,7 @@ def cost(rounds: int = 40) -> dict[str, dict[str, float]]:
         state = [trainer.params, trainer.opt_state]
 
         def step() -> Any:
-            *state[:], loss, _, _ = trainer.step(*state, tokens)
+            *state[:], loss, _ = trainer.step(*state, tokens)
             return loss
 
         return step

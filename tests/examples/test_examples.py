@@ -20,7 +20,7 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--sample", "0"]
 TINY += ["--steps", "12", "--checkpoint-every", "4", "--eval-every", "6", "--quiet"]
 # Below the first logits, so that QK-Clip acts.
-TINY += ["--threshold", "0.001"]
+TINY += ["--optimizer", "muonclip", "--threshold", "0.001"]
 
 
 def command(*arguments, script="train_transformer.py"):
@@ -64,7 +64,7 @@ def test_a_run_leaves_metrics_and_a_picture(finished):
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == list(range(1, 13))
     assert [row["step"] for row in rows if row["held_out"]] == ["6", "12"]
-    assert all(float(row["max_logit_0"]) for row in rows)
+    assert all(float(row["logit/blocks/0/attention"]) for row in rows)
     assert (out / "metrics.png").read_bytes().startswith(b"\x89PNG")
     assert "Muon: " in output
     assert "read from the loss; the clip watches 1 attention" in output
@@ -73,7 +73,7 @@ def test_a_run_leaves_metrics_and_a_picture(finished):
 
 
 @pytest.mark.thorough
-def test_the_monitors_statistics_are_logged_and_drawn(finished):
+def test_the_monitors_statistics_are_logged(finished):
     out, _ = finished
     with (out / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -81,20 +81,19 @@ def test_the_monitors_statistics_are_logged_and_drawn(finished):
     assert [step for step, ratio in ratios.items() if ratio] == [1, 11]
     assert 0 < float(ratios[11]) < 1
     assert all(float(rows[0][f"monitor/{group}/momentum_norm"]) > 0 for group in ("muon", "adam"))
-    assert (out / "statistics.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.thorough
 def test_the_clip_is_counted_and_the_bar_shows_no_value_that_is_not_there(finished):
     out, output = finished
     with (out / "metrics.csv").open() as file:
-        counts = [int(row["clipped_heads"]) for row in csv.DictReader(file)]
+        counts = [float(row["qk_clip/num_clipped"]) for row in csv.DictReader(file)]
     assert counts[0] == 2  # later some logits are negative, which the clip leaves alone
     assert len(counts) == 12
     bars = re.findall(r"/12 \[.*loss.*\]", output)
     assert "held out" not in bars[0]
     assert re.search(r"held out \d", bars[-1])
-    assert f"clipped {counts[-1]}" in bars[-1]
+    assert f"clipped {counts[-1]:.0f}" in bars[-1]
     assert "nan" not in output
 
 
