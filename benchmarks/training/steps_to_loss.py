@@ -48,6 +48,18 @@ def best_rate(runs: list[dict[str, Any]], optimizer: str) -> float:
     return min(same, key=lambda r: r["held_out"][-1])["learning_rate"]
 
 
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each optimizer its final losses at its best rate, over the seeds."""
+    found = {}
+    for optimizer in RATES:
+        rate = best_rate(runs, optimizer)
+        same = [r for r in runs if (r["optimizer"], r["learning_rate"]) == (optimizer, rate)]
+        losses = [r["held_out"][-1] for r in same]
+        found[optimizer] = {"learning_rate": rate, "steps": same[0]["steps"], "seeds": len(losses)}
+        found[optimizer] |= {"mean": sum(losses) / len(losses), "least": min(losses), "most": max(losses)}
+    return found
+
+
 def cost(rounds: int = 40) -> dict[str, dict[str, float]]:
     """Seconds of a whole training step of each optimizer, which take turns."""
     tokens = Text().batch(0, 0, 16, 128)
@@ -87,13 +99,13 @@ def draw(runs: list[dict[str, Any]]) -> None:
 def main() -> None:
     args = measure.options(__doc__, again=0)  # 1 measures the cost of a step again
     known = measure.read("steps_to_loss")
-    runs = known.get("runs", [])
+    runs = known.pop("runs", [])
 
     def add(optimizer: str, rate: float, seed: int) -> None:
         key = {"optimizer": optimizer, "learning_rate": rate, "seed": seed}
         if not any(key.items() <= r.items() for r in runs):
             runs.append(run(optimizer, rate, seed))
-            measure.write("steps_to_loss", {**known, "runs": runs}, runs[-1:])
+            measure.write("steps_to_loss", known | {"runs": runs})
 
     for optimizer, rates in RATES.items():
         for rate in rates:
@@ -102,7 +114,8 @@ def main() -> None:
             add(optimizer, best_rate(runs, optimizer), seed)
     if args.again or "cost" not in known:
         known["cost"] = cost()
-        measure.write("steps_to_loss", {**known, "runs": runs}, known["cost"])
+    known["best"] = summary(runs)
+    measure.write("steps_to_loss", known | {"runs": runs}, known["best"], known["cost"])
     draw(runs)
 
 
