@@ -87,7 +87,7 @@ class Graph:
         self.nodes: list[Node] = []
         self.loops: dict[int, Loop] = {}  # by its first operation
         self.avals: list[Any] = []
-        self.known: dict[int, Any] = {}  # values of literals, and of constant indices
+        self.known: dict[int, Any] = {}  # values of literals, of constant numbers and of constant indices
         self.variables: list[Any] = []  # the variable of each value, in the body where it is first seen
         self.callers: dict[tuple[Step, ...], JaxprEqn] = {}  # of each body, by its place
         inputs = [self._new(v) for v in jaxpr.invars]
@@ -95,7 +95,7 @@ class Graph:
         self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
         self.constants = [self._new(v) for v in jaxpr.constvars]
         pairs = zip(self.constants, constants(closed), strict=True)
-        self.known |= {x: c for x, c in pairs if _is_index(c)}
+        self.known |= {x: c for x, c in pairs if _is_known(c)}
         # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
         self.elsewhere: dict[int, list[tuple[tuple[Step, ...], Any]]] = {}
         self.outputs = self._walk(jaxpr, self.constants, inputs, ())
@@ -264,9 +264,10 @@ def _is_float(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _is_index(constant: Any) -> bool:
-    is_small = getattr(constant, "ndim", 2) == 1 and not isinstance(constant, Tracer)
-    return is_small and not jnp.issubdtype(constant.dtype, jnp.inexact)
+def _is_known(constant: Any) -> bool:
+    """Whether it is a number, as of a mask that the function closes over, or the indices of one axis."""
+    rank, is_value = getattr(constant, "ndim", 2), not isinstance(constant, Tracer)
+    return is_value and (rank == 0 or (rank == 1 and not jnp.issubdtype(constant.dtype, jnp.inexact)))
 
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")

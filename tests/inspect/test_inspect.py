@@ -182,6 +182,21 @@ def test_a_model_without_attention():
         muonjax.muonclip(0.1, program).init(ones(PARAMS))
 
 
+def test_a_mask_by_a_number_that_the_function_closes_over():
+    """Penzai's models hold it as an array, which stands in the program as a constant."""
+    one, x, least = jax.tree.map(jnp.asarray, unstacked(weights())[0]), tokens(), jnp.float32(-1e30)
+
+    def loss(params, x):
+        def masked(logits):
+            return jax.nn.softmax(jnp.where(np.tril(np.ones(logits.shape[-2:], bool)), logits, least))
+
+        q, k, v = (jnp.einsum("btd,dhs->bths", x, params[name]) for name in "qkv")
+        return jnp.mean(attend(q, k, v, masked) ** 2)
+
+    (attention,) = muonjax.inspect(loss, one, x).attentions
+    assert not attention.problem
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _):
