@@ -12,13 +12,11 @@ from tests.inspect.attention import (
     custom_softmax,
     dot_product_attention,
     layer,
-    report,
     scanned,
     tokens,
     unrolled,
     weights,
 )
-from tests.inspect.finder import finder
 from tests.tools.tiers import thorough
 
 
@@ -292,22 +290,6 @@ def test_a_callback_is_called_once():
     jax.block_until_ready(jax.jit(value_and_grad(loss))(w, x))
     jax.effects_barrier()
     assert calls == [float(x[0, 0, 0])]
-
-
-def test_compiled_once_outside_of_jit():
-    """A jitted part of the function is one program for all steps."""
-    w, x = weights(2), tokens()
-    inner = jax.jit(scanned)
-
-    def loss(w, x):
-        return inner(w, x)
-
-    def body():
-        closed = jax.make_jaxpr(loss)(w, x)
-        rewritten = report(closed, [probe for _, probe in finder(1)(closed, 4)])
-        return rewritten.eqns[-1].params["jaxpr"]
-
-    assert body() is body()
 
 
 @pytest.mark.parametrize("causal", [False, True])
