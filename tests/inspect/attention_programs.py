@@ -184,6 +184,9 @@ spelled("logits_divided_by_a_norm", None, spell=lambda a, p: a / jnp.linalg.norm
 spelled("a_temperature_of_each_heads_kernel", None,
         spell=lambda a, p: a / jnp.linalg.norm(heads(p["q"]), axis=(0, 2))[:, None, None])  # fmt: skip
 spelled("the_reciprocal_of_the_logits", None, spell=lambda a, p: 1 / a)
+spelled("a_quotient_by_the_logits", None, spell=lambda a, p: 3.0 / (a + 0.0))
+spelled("keys_divided_by_the_norm_of_the_kernel", None, lambda q, k, p, x: (q, k / jnp.linalg.norm(p["k"])))
+spelled("a_temperature_made_of_the_kernel", None, spell=lambda a, p: a * jnp.mean(jnp.abs(p["q"])))
 spelled("the_square_of_the_logits", None, spell=lambda a, p: a * a)
 spelled("logits_cast_to_int", None, spell=lambda a, p: (9 * a).astype(jnp.int32).astype(jnp.float32))
 spelled("queries_cast_to_int8", None,
@@ -194,6 +197,8 @@ spelled("a_gate_by_the_sum_of_squares", ELSE,
         more=lambda q, k, p, x: jnp.mean(x * jnp.sum(q**2, (2, 3))[..., None]))  # fmt: skip
 spelled("a_gate_by_the_largest_query", ELSE,
         more=lambda q, k, p, x: jnp.mean(x * jnp.max(q, (2, 3))[..., None]))  # fmt: skip
+spelled("a_gate_by_each_heads_norm", None,
+        more=lambda q, k, p, x: jnp.mean(jnp.sum(q**2, -1) * jnp.sum(x)))  # fmt: skip
 spelled("a_penalty_on_the_queries", ELSE, more=lambda q, k, p, x: 1e-2 * jnp.sum(q**2))
 spelled("a_sum_of_the_keys", ELSE, more=lambda q, k, p, x: jnp.sum(k))
 spelled("a_penalty_on_parameters", more=lambda q, k, p, x: 1e-2 * sum(jnp.sum(w**2) for w in p.values()))
@@ -208,6 +213,7 @@ spelled("heads_cut_and_put_together_again", change=lambda q, k, p, x: (jnp.conca
 GATHERED = jnp.array([1, 0, 3, 2])
 spelled("rolled", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), jnp.roll(k, 1, 2)))
 spelled("rolled_queries", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), k))
+spelled("flipped_queries", None, lambda q, k, p, x: (jnp.flip(q, 2), k))
 spelled("flipped_heads", None, lambda q, k, p, x: (jnp.flip(q, 2), jnp.flip(k, 2)))
 spelled("flipped_features", None, lambda q, k, p, x: (jnp.flip(q, 3), jnp.flip(k, 3)))
 spelled("heads_added_up", None, lambda q, k, p, x: (q + jnp.flip(q, 2), k))
@@ -259,9 +265,10 @@ for order in [(0, 1, 3, 2, 4), (0, 1, 2, 4, 3), (0, 1, 4, 3, 2), (0, 1, 4, 2, 3)
 
 @attention(sites=None, **QKVO)
 def an_order_by_reshape(p, x):
-    """[B, T, H, S] from [B, T, S, H] by `dimensions`."""
+    """Of two axes of heads, by `dimensions`."""
     q, k, v = (
-        lax.reshape((x @ p[n]).reshape(B, T, S, H), (B, T, H, S), dimensions=(0, 1, 3, 2)) for n in "qkv"
+        lax.reshape((x @ p[n]).reshape(B, T, 2, 2, S), (B, T, H, S), dimensions=(0, 1, 3, 2, 4))
+        for n in "qkv"
     )
     return end(p, logits_of(q, k), v)
 
@@ -311,6 +318,20 @@ def heads_mapped_by_index(p, x):
         return jax.nn.softmax(logits) @ c, logits
 
     return of_each_head(p, *lax.map(head, jnp.arange(H)))
+
+
+@attention(sites=None, **QKVO)
+def heads_mapped_two_by_two(p, x):
+    q, k, v = projected(p, x)
+
+    def pair(i):
+        a, b, c = (lax.dynamic_slice_in_dim(y, 2 * i, 2, 2) for y in (q, k, v))
+        logits = logits_of(a, b)
+        return mixed(jax.nn.softmax(logits), c), logits
+
+    y, logits = lax.map(pair, jnp.arange(2))
+    y = jnp.moveaxis(y, 0, 2).reshape(B, T, -1)
+    return loss_of(p, y), jnp.moveaxis(logits, 0, 1).reshape(B, H, T, T)
 
 
 @attention(sites=None, **QKVO)
