@@ -99,16 +99,6 @@ def test_inside_of_jit_they_are_arrays():
     assert outside["qk_clip/largest"] == 400.0
 
 
-def test_the_state_of_nnx():
-    model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, muonjax.muonclip(1e-3, SITE), wrt=nnx.Param)
-    params = nnx.state(model, nnx.Param)
-    optimizer.update(model, params, max_logits={"max_logits": jnp.array([400.0, 50.0])})
-    assert muonjax.metrics(optimizer.opt_state)["qk_clip/num_clipped"] == 1.0
-    clip = optimizer.opt_state[-1]  # the path of those who know the chain
-    assert (int(clip.num_clipped), int(clip.total_clipped)) == (1, 1)
-
-
 @pytest.mark.nan
 @pytest.mark.parametrize("as_mappings", [nnx.state, lambda optimizer: to_state_dict(optimizer.opt_state)])
 def test_a_state_whose_tuples_have_become_mappings(as_mappings):
