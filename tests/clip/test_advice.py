@@ -121,19 +121,3 @@ def test_integers_are_left_as_they_are(make):
         assert optax.apply_updates(params, updates)["count"] == 100
         assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
         assert updates["w"].dtype == jnp.float32
-
-
-@pytest.mark.nan("the monitor starts from it")
-def test_metrics_inside_of_jit():
-    tx = optax.chain(muonjax.muonclip(1e-3, SITE), muonjax.monitor(optax.sgd(0.1), groups=lambda path: "all"))
-    state = tx.init(ATTENTION)
-
-    def step(state):
-        statistics = {"a": jnp.array([400.0, 50.0])}
-        _, state = tx.update(ATTENTION, state, ATTENTION, max_logits=statistics)
-        return state, muonjax.metrics(state)
-
-    state, inside = jax.jit(step)(state)
-    assert {k: float(v) for k, v in inside.items()} == muonjax.metrics(state)
-    assert all(v.dtype == jnp.float32 and v.shape == () for v in inside.values())
-    assert inside["qk_clip/smallest_factor"] == 0.25
