@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import muonjax
+from tests.tools.oracles import SHORT
 
 
 def calls(message):
@@ -47,7 +48,8 @@ def test_settings_are_checked_when_the_optimizer_is_made():
 
 
 def of(make, rate=1e-3):
-    return make(rate, SITE) if "clip" in make.__name__ else make(rate)
+    settings = {"newton_schulz": SHORT} if "muon" in make.__name__ else {}
+    return make(rate, SITE, **settings) if "clip" in make.__name__ else make(rate, **settings)
 
 
 OPTIMIZERS = [muonjax.muon, muonjax.normuon, muonjax.muonclip, muonjax.adamclip, muonjax.qk_clip]

@@ -16,10 +16,10 @@ from flax import linen as nn
 
 import muonjax
 from tests.inspect.attention import layer, tokens, unstacked, weights
+from tests.tools.oracles import SHORT
 
 pytestmark = pytest.mark.promotes("the functions are written as people write them")
 NUMBERS = muonjax.MuonDimensionNumbers
-SHORT = muonjax.NewtonSchulz(num_steps=1, deflation=0)  # compiles in a fraction of the time
 
 
 def leaf(*shape, dtype="float32"):

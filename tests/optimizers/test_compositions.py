@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import muonjax
+from tests.tools.oracles import SHORT
 
 PARAMS = {"dense": {"kernel": jax.random.normal(jax.random.key(0), (8, 16)), "bias": jnp.ones(16)}}
-SHORT = muonjax.NewtonSchulz(num_steps=1, deflation=0)  # compiles in a fraction of the time
 GRADIENTS = [jax.tree.map(lambda x, k=k: jnp.sin(k * x), PARAMS) for k in (1.0, 2.0, 3.0)]
 
 

@@ -13,6 +13,7 @@ import pytest
 from flax.serialization import from_state_dict, to_state_dict
 
 import muonjax
+from tests.tools.oracles import SHORT
 
 PARAMS = {"dense": {"kernel": jnp.ones((8, 16)), "bias": jnp.zeros(16)}}
 ATTENTION = {"a": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}
@@ -121,7 +122,7 @@ def test_gradients_of_another_shape():
 def test_a_state_whose_tuples_have_become_mappings(program):
     """Orbax restores so without a target, and Flax's `to_state_dict` makes such trees."""
     make = muonjax.muon if program is None else muonjax.muonclip
-    tx = make(1e-3, program, newton_schulz=muonjax.NewtonSchulz(num_steps=1, deflation=0))
+    tx = make(1e-3, program, newton_schulz=SHORT)
     raw = to_state_dict(tx.init(ATTENTION))
     with pytest.raises(
         ValueError, match=r"is a dict, no tuple.*Restore it as jax.eval_shape\(tx.init, params\)"

@@ -14,12 +14,10 @@ import muonjax
 from muonjax import MuonDimensionNumbers, NewtonSchulz
 from muonjax._newton_schulz.coefficients import take_steps
 from tests.tools import oracles
-from tests.tools.oracles import normal
+from tests.tools.oracles import SHORT, normal
 from tests.tools.tiers import quick, thorough
 
 JORDAN5 = NewtonSchulz(coefficients=muonjax.JORDAN, num_steps=5, normalization="frobenius", deflation=0)
-# For tests of what is around the orthogonalization: it compiles in a fraction of the time.
-SHORT = NewtonSchulz(num_steps=1, deflation=0)
 needs_consistent_rms = pytest.mark.skipif(
     "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters,
     reason=f"the Muon of Optax {optax.__version__} has no consistent_rms",
