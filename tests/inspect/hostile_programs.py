@@ -577,12 +577,6 @@ def a_delay_of_seven_iterations(p, x):
     return jnp.mean((y @ p["out"]) ** 2)
 
 
-@program(X, v=((D, H, S), "0 | 1, 2"), o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"))
-def an_output_projection_by_einsum(p, x):
-    y = jnp.tanh(jnp.einsum("btd,dhs->bths", x, p["v"]))
-    return jnp.mean((jnp.tanh(jnp.einsum("bths,hsd->btd", y, p["o"])) @ p["out"]) ** 2)
-
-
 @program(X, sites=1, q=((D, H, S), "0 | 1, 2"), k=((D, H, S), "0 | 1, 2"), v=((D, H, S), "0 | 1, 2"),
          o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"))  # fmt: skip
 def an_output_projection_by_vmap_and_sum(p, x):
