@@ -370,14 +370,18 @@ def queries_in_chunks(p, x):
     return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(X, sites="something else", **ATTENTION, out=((D, 1), "head"))
+@program(X, sites="would not scale its logits alone", **ATTENTION, out=((D, 1), "head"))
 def queries_that_are_a_gate_too(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     o = attend(q, k, v) * jax.nn.sigmoid(q.reshape(B, T, D))
     return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(X, sites=1, q=((D, D), "0 | 1"), k=((D, D), "0 | 1"), o=((D, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    X,
+    sites="a clip would not scale its logits alone",
+    **{"q": ((D, D), "0 | 1"), "k": ((D, D), "0 | 1"), "o": ((D, D), "0 | 1"), "out": ((D, 1), "head")},
+)
 def keys_that_are_values_too(p, x):
     q, k = heads(x @ p["q"]), heads(x @ p["k"])
     return jnp.mean(((x + attend(q, k, k) @ p["o"]) @ p["out"]) ** 2)

@@ -269,7 +269,7 @@ def test_heads_that_a_shard_map_divides_are_refused(devices):
     program = muonjax.inspect(loss, w, x)
     assert program.dimension_numbers()["o"] == NUMBERS((1, 2), 3)
     assert {a.problem.split(":")[0] for a in program.attentions} == {
-        "a shard_map divides its heads or layers"
+        "a clip would not scale its logits alone"
     }
 
 
