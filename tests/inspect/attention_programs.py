@@ -27,7 +27,8 @@ QKVO: Any = dict.fromkeys("qkvo", (D, D))
 MATRICES: Any = dict.fromkeys("qkvo", ((D, D), "0 | 1"))
 OUT: Any = {"out": ((D, 1), "head")}
 CAUSAL = np.tri(T, dtype=bool)
-ELSE = "a clip of it would change something else too"
+ELSE = "a clip would not scale its logits alone"
+SEVERAL = "its queries and keys are cut into heads or layers in several ways"
 ADDED = "its queries are added to something else: attention_programs.py:"
 
 
@@ -105,11 +106,11 @@ spelled("zeros_beside_the_features", change=lambda q, k, p, x: tuple(
 spelled("ones_beside_the_features", "its queries are put together with something else",
         lambda q, k, p, x: tuple(jnp.concatenate([z, jnp.ones_like(z)], -1) for z in (q, k)))  # fmt: skip
 spelled("a_masked_kernel", weights=lambda p: p | {"q": jnp.tril(p["q"])})
-spelled("a_normalized_kernel", "a parameter of its queries is normalized before",
+spelled("a_normalized_kernel", ELSE,
         weights=lambda p: p | {"q": p["q"] / jnp.linalg.norm(p["q"], axis=0)})  # fmt: skip
-spelled("a_function_of_the_kernel", "a parameter of its keys passes tanh before",
+spelled("a_function_of_the_kernel", ELSE,
         weights=lambda p: p | {"k": jnp.tanh(p["k"])})  # fmt: skip
-spelled("added_to_a_frozen_kernel", "a parameter of its queries is added to something else before",
+spelled("added_to_a_frozen_kernel", ELSE,
         weights=lambda p: p | {"q": p["q"] + R[0, 0] * jnp.ones((D, D))})  # fmt: skip
 spelled("keys_by_the_transposed_kernel", ELSE, weights=lambda p: p | {"k": p["q"].T})
 ORDER = np.random.default_rng(0).permutation(D)
@@ -122,7 +123,7 @@ def quantized(w):
     return w + lax.stop_gradient(jnp.round(w / step) * step - w)
 
 
-spelled("quantized_straight_through", "a parameter of its queries is normalized before: attention_programs.py:",
+spelled("quantized_straight_through", ELSE,
         weights=lambda p: p | {"q": quantized(p["q"])})  # fmt: skip
 
 
@@ -134,9 +135,9 @@ def turned(z):
 
 spelled("added_to_itself_in_another_order", "its queries are in another order",
         lambda q, k, p, x: (turned(q), turned(k)))  # fmt: skip
-spelled("a_function_of_the_bias", "a parameter of its queries passes exp before: attention_programs.py:",
+spelled("a_function_of_the_bias", SEVERAL,
         lambda q, k, p, x: (q + jnp.exp(p["e"]) * jnp.ones((H, S)), k), e=())  # fmt: skip
-spelled("a_bias_that_heads_share", "its keys have several numbers of heads",
+spelled("a_bias_that_heads_share", SEVERAL,
         lambda q, k, p, x: (q, k + p["bias"]), bias=(S,))  # fmt: skip
 spelled("a_reversed_bias", "its queries are in another order than the parameter's",
         lambda q, k, p, x: (q + p["bias"][::-1], k), bias=(H, S))  # fmt: skip
@@ -559,7 +560,7 @@ def heads_before_the_width(p, x):
 # One kernel of queries, keys and values.
 
 
-@attention(sites=1, qkv=((D, 3, H, S), "0 | 2, 3; 0 | 3"))
+@attention(sites=SEVERAL, qkv=((D, 3, H, S), "0 | 2, 3; 0 | 3"))
 def parts_of_a_kernel_unpacked(p, x):
     q, k, v = (jnp.einsum("btd,dhs->bths", x, w) for w in jnp.moveaxis(p["qkv"], 1, 0))
     return jnp.mean(mixed(jax.nn.softmax(logits_of(q, k)), v) ** 2), logits_of(q, k)
@@ -791,7 +792,7 @@ def a_bias_inside_of_another_function(p, x):
 
 # No attention is left out: where its logits are lost, it is listed with the line that multiplies its values.
 
-LOST = "it can't be followed from its queries and keys to its values: attention_programs.py:"
+LOST = "its queries, keys and values can't all be followed to parameters: attention_programs.py:"
 
 
 @program(X, sites=LOST, **QKVO)
@@ -831,10 +832,56 @@ def the_largest_three(p, x):
     )
 
 
+@program(X, sites=LOST, queries=(5, H, S), k=(D, D), v=(D, D))
+def learned_queries(p, x):
+    logits = jnp.einsum("qhd,bkhd->bhqk", p["queries"], heads(x @ p["k"]))
+    return jnp.mean(mixed(jax.nn.softmax(logits), heads(x @ p["v"])) ** 2)
+
+
+@program(X, sites=LOST, latents=(5, D), v=(D, D))
+def learned_queries_of_raw_keys(p, x):
+    shares = jax.nn.softmax(jnp.einsum("qd,bkd->bqk", p["latents"], x))
+    return jnp.mean(jnp.einsum("bqk,bkd->bqd", shares, x @ p["v"]) ** 2)
+
+
+KERNELS_OF_DATA = [constant((D, D), seed) for seed in range(3)]
+ADAPTER: Any = {"a": (D, 2), "b": (2, D)}
+
+
+@program(X, sites=LOST, **ADAPTER)
+def adapted_queries(p, x):
+    kernel, *others = KERNELS_OF_DATA
+    q, k, v = (heads(x @ w) for w in (kernel + p["a"] @ p["b"], *others))
+    return jnp.mean(mixed(jax.nn.softmax(logits_of(q, k)), v) ** 2)
+
+
+@program(X, sites=LOST, **ADAPTER)
+def adapted_queries_by_a_product_each(p, x):
+    q, k, v = (heads(x @ w) for w in KERNELS_OF_DATA)
+    return jnp.mean(mixed(jax.nn.softmax(logits_of(q + heads((x @ p["a"]) @ p["b"]), k)), v) ** 2)
+
+
+@program(X, sites="its keys come from several products, of which heads share some",
+         q1=(D, D), q2=(D, D), **dict.fromkeys(("k1", "k2", "v1", "v2"), (D, S)))  # fmt: skip
+def one_key_head_of_two_experts(p, x):
+    """As pi-0 has it."""
+    q = jnp.concatenate([heads(x @ p[n]) for n in ("q1", "q2")], 1)
+    k, v = (jnp.concatenate([x @ p[f"{n}1"], x @ p[f"{n}2"]], 1) for n in "kv")
+    shares = jax.nn.softmax(jnp.einsum("bqhd,bkd->bhqk", q, k))
+    return jnp.mean(jnp.einsum("bhqk,bkd->bqhd", shares, v) ** 2)
+
+
+@program(X, sites=SEVERAL, a=(H, D, 2), b=(H, 2, S), **QKVO)
+def an_adapter_for_each_head(p, x):
+    q, k, v = projected(p, x)
+    q = q + jnp.einsum("bthr,hrs->bths", jnp.einsum("btd,hdr->bthr", x, p["a"]), p["b"])
+    return end(p, logits_of(q, k), v)[0]
+
+
 # Without a softmax of keys it is none.
 
 
-@program(X, **QKVO)
+@program(X, sites=LOST, **QKVO)
 def kernels_of_features(p, x):
     """Linear attention."""
     q, k, v = projected(p, x)
@@ -859,7 +906,7 @@ def two_towers_of_softmaxes(p, x):
     return loss_of(p, (jnp.sum(soft * jax.nn.log_softmax(k @ q.T)) + v).reshape(x.shape))
 
 
-@program(X, **QKVO)
+@program(X, sites=LOST, **QKVO)
 def a_pool_after_a_rectified_product(p, x):
     """Of products of queries and keys nothing is left but what a layer made of them."""
     q, k, v = projected(p, x)
@@ -875,6 +922,16 @@ def a_rate_for_each_head(p, x):
     return jnp.mean((y @ p["o"] @ p["out"]) ** 2)
 
 
+@program(X, a=(H, S), **QKVO)
+def additive_attention_of_two_steps(p, x):
+    """GATv2: there is no product of queries and keys, so a clip has nothing to scale."""
+    for _ in range(2):
+        q, k = projected(p, x, "qk")
+        logits = jnp.einsum("bqkhd,hd->bqkh", jax.nn.leaky_relu(q[:, :, None] + k[:, None]), p["a"])
+        x = jnp.einsum("bqkh,bkhd->bqhd", jax.nn.softmax(logits, 2), k).reshape(x.shape) @ p["o"]
+    return jnp.mean(x**2)
+
+
 @program(X, w=(D, D))
 def a_gram_matrix_of_features_times_itself(p, x):
     """As in losses that decorrelate them."""
@@ -886,7 +943,7 @@ def a_gram_matrix_of_features_times_itself(p, x):
 
 STACK: Any = dict.fromkeys("qkvo", ((3, D, D), "1 | 2"))
 AS_MANY: Any = dict.fromkeys("qkvo", (H, D, D))
-ANOTHER = "its loop takes layers in another order than a parameter has, or of several"
+ANOTHER = " are in another order than the parameter's"
 
 
 def scanned(p, x, reverse=False):
@@ -1008,7 +1065,7 @@ def divided(name, local, w_specs, x_spec=P(), **parameters):
         return jnp.mean(on_two_devices(attend, w_specs, x_spec, P(None, None, "m"))(p, x) ** 2)
 
     fun.__name__ = name
-    program(X, sites="a shard_map divides its heads or layers: attention_programs.py:", **parameters)(fun)
+    program(X, sites=f"{ELSE}: attention_programs.py:", **parameters)(fun)
 
 
 def side_by_side(p, x):

@@ -386,14 +386,18 @@ def queries_in_chunks(p, x):
     return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(X, sites="something else", **ATTENTION, out=((D, 1), "head"))
+@program(X, sites="would not scale its logits alone", **ATTENTION, out=((D, 1), "head"))
 def queries_that_are_a_gate_too(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     o = attend(q, k, v) * jax.nn.sigmoid(q.reshape(B, T, D))
     return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(X, sites=1, q=((D, D), "0 | 1"), k=((D, D), "0 | 1"), o=((D, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    X,
+    sites="a clip would not scale its logits alone",
+    **{"q": ((D, D), "0 | 1"), "k": ((D, D), "0 | 1"), "o": ((D, D), "0 | 1"), "out": ((D, 1), "head")},
+)
 def keys_that_are_values_too(p, x):
     q, k = heads(x @ p["q"]), heads(x @ p["k"])
     return jnp.mean(((x + attend(q, k, k) @ p["o"]) @ p["out"]) ** 2)
@@ -1005,3 +1009,73 @@ def an_index_of_the_largest_ends_a_path(p, x):
     logits = jax.nn.relu(x @ p["w"]) @ p["h"]
     again = jax.nn.one_hot(jnp.argmax(logits, -1), 7) @ p["e"]
     return end(p, again @ p["o"]) - jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+
+
+# Left to names, since an operation is not followed, and others that were not.
+
+IMAGES = jax.ShapeDtypeStruct((B, 5, 5, 4), "float32")
+
+
+def convolved(x, w, groups=1):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
+@program(IMAGES, ROWS, w=((3, 3, 4, 8), "by names: conv_general_dilated: hostile_programs.py:"),
+         style=((D, 4), "0 | 1"), out=((8, 2), "an output head"))  # fmt: skip
+def a_kernel_for_each_example(p, x, z):
+    """StyleGAN 2's fused convolution: its groups are the examples."""
+    n, h, w, c = x.shape
+    kernels = p["w"][None] * (z @ p["style"])[:, None, None, :, None]
+    kernels = kernels.transpose(1, 2, 3, 0, 4).reshape(3, 3, c, -1)
+    y = convolved(x.transpose(1, 2, 0, 3).reshape(1, h, w, n * c), kernels, n)
+    return end(p, y.reshape(h, w, n, -1).transpose(2, 0, 1, 3).mean((1, 2)))
+
+
+@program(
+    IMAGES, w=((6, 3, 3, 4, 8), "by names: reshape: hostile_programs.py:"), out=((8, 2), "an output head")
+)
+def an_ensemble_of_convolutions(p, x):
+    return end(p, jax.vmap(convolved, (None, 0))(x, p["w"]).mean((2, 3)))
+
+
+@program(X, qk=((2, H, S, S), "2 | 3"), v=((H, S, S), "1 | 2"), out=((D, 2), "an output head"))
+def queries_and_keys_by_one_vmap(p, x):
+    q, k = jax.vmap(lambda w: jnp.einsum("bthi,hij->bthj", heads(x), w))(p["qk"])
+    logits, v = jnp.einsum("bqhd,bkhd->bhqk", q, k), jnp.einsum("bthi,hij->bthj", heads(x), p["v"])
+    return end(p, jnp.einsum("bhqk,bkhd->bqhd", logits, v).reshape(B, T, -1))
+
+
+@program(X, w=((D, D), "0 | 1"), out=((D, 2), "an output head"))
+def a_scope_of_the_users(p, x):
+    with jax.named_scope("transpose(jvp(block))"):
+        y = jnp.tanh(x @ p["w"])
+    return end(p, y)
+
+
+@program(X, w=((D, 5 * D), "0 | 1 / 8, 8, 24 of 1"), out=((D, 2), "an output head"))
+def columns_of_no_use(p, x):
+    a, b = jnp.split(x @ p["w"], 5, -1)[:2]
+    return end(p, jax.nn.silu(a) * b)
+
+
+@program(X, w=((D, D), "by names: pad: hostile_programs.py:"), out=((2 * D - 1, 2), "an output head"))
+def zeros_between(p, x):
+    return end(p, x @ lax.pad(p["w"], 0.0, [(0, 0, 0), (0, 0, 1)]))
+
+
+@program(X, w=((D, 5 * D), "looked up: hostile_programs.py:"), out=((D, 2), "an output head"))
+def an_expert_cut_out_by_data(p, x):
+    return end(p, x @ lax.dynamic_slice(p["w"], (0, D * jnp.argmax(x[0, 0])), (D, D)))
+
+
+@program(
+    X,
+    a=((D, 2), "a learned input: hostile_programs.py:"),
+    b=((2, D), "0 | 1"),
+    out=((D, 2), "an output head"),
+)
+def an_adapter_of_a_closed_over_kernel(p, x):
+    return end(p, x @ (np.eye(D, dtype=np.float32) + p["a"] @ p["b"]))
