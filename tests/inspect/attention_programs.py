@@ -702,7 +702,7 @@ def a_bias_used_elsewhere(p, x, use):
 
 for use, sites in (("values", ELSE), ("gain", ELSE), ("half", 1)):
     fun = functools.partial(a_bias_used_elsewhere, use=use)
-    fun.__name__ = f"a_bias_used_elsewhere_as_{use}"  # pyright: ignore[reportAttributeAccessIssue]
+    fun.__name__ = f"a_bias_used_elsewhere_as_{use}"
     attention(sites=sites, b=(2 * D,), **QKVO)(fun)
 
 
@@ -984,7 +984,7 @@ CHANGES = {
 }
 for name, change in CHANGES.items():
     fun = functools.partial(lambda p, x, change: scanned(jax.tree.map(change, p), x)[0], change=change)
-    fun.__name__ = f"layers_{name}"  # pyright: ignore[reportAttributeAccessIssue]
+    fun.__name__ = f"layers_{name}"
     program(X, sites=ANOTHER, **STACK)(fun)
 
 
