@@ -14,13 +14,7 @@ from typing import Any
 import pytest
 
 LIST = pathlib.Path(__file__).with_name("public_api.txt")
-PACKAGES = [
-    "muonjax",
-    "muonjax.linen",
-    "muonjax.nnx",
-    "muonjax.optax_contrib",
-    "pallas_kernels",
-]
+PACKAGES = ["muonjax", "muonjax.linen", "muonjax.nnx", "muonjax.optax_contrib", "pallas_kernels"]
 
 
 def public_names(module) -> set[str]:

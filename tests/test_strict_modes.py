@@ -55,29 +55,7 @@ def test_half_precision_parameters_keep_their_state_under_float32_gradients(nest
     assert trace == [leaf.dtype for leaf in jax.tree.leaves(state.inner_states["muon"])]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"learning_rate": np.float32(-1e-3)},
-        {"learning_rate": -1e-3},
-        {"decay": np.float32(2)},
-        {"decay": np.int64(2)},
-        {"weight_decay": np.float32(-0.1)},
-        {"weight_decay": np.array(-0.1)},
-        {"rms": np.float32(-1)},
-        {"rms": np.float16(np.inf)},
-    ],
-    ids=str,
-)
-def test_numpy_numbers_out_of_range_are_refused_as_pythons_are(settings):
-    name = next(iter(settings))
-    with pytest.raises(ValueError, match=rf"muon\({name}="):
-        muonjax.muon(**{"learning_rate": 1e-3} | settings)
-
-
 def test_other_bad_settings():
-    with pytest.raises(ValueError, match=r"match_rms\(rms="):
-        muonjax.match_rms(np.float32(-1))
     with pytest.raises(TypeError, match=r"muon\(mu_dtype="):
         muonjax.muon(1e-3, mu_dtype=jnp.int32)
     assert muonjax.NewtonSchulz(num_steps=np.int64(3), deflation=np.int32(8)) == muonjax.NewtonSchulz(

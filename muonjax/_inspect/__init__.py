@@ -1,1 +1,40 @@
-"""What a function does with its parameters, read from its jaxpr: matrices, attention, largest logits."""
+"""What a function does with its parameters, read from its jaxpr: matrices, attention, largest logits.
+
+A weight is a matrix because the function multiplies by it. So nothing here asks for names: `program.inspect` traces
+the function, `graph` makes one flat list of its operations, and `follow` goes through the list once, with one rule
+for each primitive. It keeps for each array a `Value`:
+
+- **terms**: the parameters that the array is made of, as `layout` sees them: each axis of the array is a list of
+  runs of positions along the axes of the parameter. A reshape splits and joins runs, a slice shortens one, an index
+  removes one.
+- **images**: the products with parameters that the array comes from, again with a layout: which columns are where.
+  An image that no operation has bent yet is linear in its parameter.
+- **logits**: a product of two images, up to the maximum and the exponential of its softmax.
+- what it depends on at all: data, random numbers, parameters, products.
+
+The rules (`structure` moves entries, `rules` works entry by entry or reduces, `products` multiplies) record in
+`walk` what is done with each parameter: a use as a product with its rows, columns and batch, a look-up, a sum.
+Columns of one product that different operations take are parts: so a fused query-key-value kernel is three
+matrices. An operation without a rule makes what it touches unknown.
+
+From these records follow two answers:
+
+- `decisions`: for each parameter its axes as a matrix, or AdamW with the line that says why, or a refusal that
+  names two uses that contradict each other. Only a parameter that an unknown operation takes is left to names.
+- `attention`: for each product of queries and keys of which a softmax reads values, the runs of the parameters that
+  a clip has to scale, and where its logits are. A product whose exponentials read values and that can't be followed
+  is listed and refused with its line; so no attention is missed silently.
+
+`certificate` then proves each clip, or refuses it. It draws a factor for each head and follows the logarithms of
+the factors through every operation that a clip changes: the logits of each head must get exactly their factor, and
+no other output may change. It trusts none of the rules above, so a mistake in them costs a refusal and never a
+wrong clip.
+
+`report` runs the function with its largest logits as further results, and is otherwise the function to the bit;
+`value_and_grad` differentiates that. `stretches` keeps this quick to trace, and `versions` has what differs between
+versions of JAX.
+
+To follow a new primitive, write a function (walk, i, node, values) -> values under `@rule("its name")`: `values`
+are the operands, `node.params` the equation's parameters. Return `unknown(...)` for settings that you do not
+handle. If a clip may pass it, the certificate needs its own line.
+"""

@@ -59,7 +59,7 @@ def calls(walk: Walk) -> list[Call]:
         found[i, -1] = Call(walk.graph.line(i), problem=why, images=images)
     for i, at in walk.softmaxes.items():
         if i not in {product for product, _ in walk.attentions}:
-            why = f"it can't be followed from its queries and keys to its values: {walk.graph.line(at)}"
+            why = f"its queries, keys and values can't all be followed to parameters: {walk.graph.line(at)}"
             found[i, -1] = Call(walk.graph.line(i), problem=why)
     one = defaultdict(list)
     for at, call in found.items():
@@ -83,15 +83,8 @@ def _proved(walk: Walk, group: Sequence[tuple[tuple[int, int], Call]]) -> dict[t
     certificate = Certificate(walk, [call.probe for _, call in group if call.probe], places)
     for leaf in {s.leaf for s in first.spans}:
         certificate.touch(leaf, [(s, of_factor[s.factor]) for s in first.spans if s.leaf == leaf])
-    why = ""
-    if (i := certificate.failure()) is not None:
-        divides = walk.nodes[i].name in ("shard", "all_to_all", "psum_scatter", "reduce_scatter")
-        why = (
-            "a shard_map divides its heads or layers"
-            if divides
-            else "a clip of it would change something else too"
-        )
-        why += f": {walk.graph.line(i)}"
+    i = certificate.failure()
+    why = "" if i is None else f"a clip would not scale its logits alone: {walk.graph.line(i)}"
     for place, x, (at, call) in zip(places, logits, group, strict=True):
         probe = call.probe and certificate.located(call.probe, place, x.value, logs[call.index])
         why = why or ("" if probe else "the heads of its logits are not those of its projections")
@@ -118,90 +111,56 @@ class _Finder:
         self.normalized = {a.axis for a in attention.keys}
         is_query = left.sources[max(self.normalized)] is None
         self.query, self.key = (left, right) if is_query else (right, left)
-        # Axes of a parameter out of which queries and keys take different entries: they count these, and no layers.
-        taken = {
-            (image.product.use.term.leaf, a.axis, a.start)
-            for operand in (left, right)
-            for image in operand.value.images
-            for a in image.layout.loops
-            if a.size == 1
-        }
-        axes = [x[:2] for x in taken]
-        self.selecting = {axis for axis in axes if axes.count(axis) > 1}
 
     def heads(self, operand: Side, layout: Layout) -> dict[int, tuple[Atom, ...]]:
-        """The runs of a parameter along the axes of the product that softmax does not normalize, in its order."""
-        found = enumerate(operand.along(layout).axes)
-        runs = {d: tuple(a for a in atoms if a.axis >= 0) for d, atoms in found if d not in self.normalized}
-        found = [(d, atoms) for d, atoms in runs.items() if atoms]
-        return dict(sorted(found, key=lambda entry: [(a.axis, -a.stride) for a in entry[1]]))
+        """The runs of a parameter along the axes of the product that softmax does not normalize."""
+        found = operand.along(layout)
+        kept = (d for d in range(len(found.axes)) if d not in self.normalized)
+        return {d: atoms for d in kept if (atoms := found.atoms([d]))}
 
     def call(self, line: str) -> Call:
         logits = self.attention.logits
         if logits.problem:
-            raise _Refused(f"{logits.problem[0]}: {self._line(logits.problem[1])}")
+            raise _Refused(f"{logits.problem[0]}: {self.walk.graph.line(logits.problem[1])}")
         for operand, name in ((self.query, "queries"), (self.key, "keys")):
             for image in operand.value.images:
                 if image.after is not None:
-                    raise _Refused(f"its {name} are {image.after[0]}: {self._line(image.after[1])}")
-                for term in (image.product.use.term, *image.biases):
-                    if term.after is not None:
-                        where = self._line(term.after[1])
-                        raise _Refused(f"a parameter of its {name} {term.after[0]} before: {where}")
-                for layout in (image.layout, *(bias.layout for bias in image.biases)):
-                    if layout.is_reordered:
-                        raise _Refused(f"its {name} are in another order than the parameter's")
-                    if any(a.axis < 0 for a in layout.loops):
-                        raise _Refused(
-                            "its loop takes layers in another order than a parameter has, or of several"
-                        )
-                placed = [
-                    d
-                    for d in operand.batch
-                    if image.layout.axes[d][:1] and image.layout.axes[d][0].axis == PLACED
-                ]
-                if placed or any(map(image.layout.is_placed, operand.given)):
+                    raise _Refused(f"its {name} are {image.after[0]}: {self.walk.graph.line(image.after[1])}")
+                layouts = [image.layout, *(bias.layout for bias in image.biases)]
+                if any(x.is_reordered or any(a.axis < 0 for a in x.loops) for x in layouts):
+                    raise _Refused(f"its {name} are in another order than the parameter's")
+                batches = (a for d in operand.batch for a in image.layout.axes[d][:1])
+                if any(a.axis == PLACED for a in batches) or any(map(image.layout.is_placed, operand.given)):
                     raise _Refused(f"heads of its {name} are put together from several products")
         own, shared = self._split_keys()
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
         keys = list(self._spans(self.key, own, "key", {}))
         spans = (*queries, *keys)
         layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
+        entries = ({s.entries for s in queries}, {s.entries for s in keys})
+        if max(map(len, (*entries, layers, {s.index for s in spans}))) > 1:
+            raise _Refused("its queries and keys are cut into heads or layers in several ways")
         for q, k in itertools.product(queries[:1], keys[:1]):
             sizes = [s.span[1] - s.span[0] for s in (q, k)]
             if q.entries % k.entries or (q.factor == "query" and len(set(sizes)) > 1):
                 counts = f"{q.entries} of {sizes[0]} features, its keys {k.entries} of {sizes[1]}"
                 raise _Refused(f"its queries have heads that can't be told from those of its keys: {counts}")
-        for differ, why in (
-            ({s.entries for s in queries}, "its queries have several numbers of heads"),
-            ({s.entries for s in keys if s.factor == "key"}, "its keys have several numbers of heads"),
-            (layers, "its queries and keys are in different stacks of layers"),
-            ({s.index for s in spans}, "its queries and keys are of different layers of a stack"),
-        ):
-            if len(differ) > 1:
-                raise _Refused(why)
         first = queries[0]
         spans = tuple(s._replace(index=()) for s in spans)
         images = (*self.query.value.images, *own)
         return Call(line, spans, self._probe(), layers.pop(), first.index, first.entries, images=images)
 
-    def _line(self, i: int) -> str:
-        return "" if i < 0 else self.walk.graph.line(i)
-
     def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
         """Keys of the heads' own; and those that all heads share, by the features where they stand."""
         heads = {d for image in self.query.value.images for d in self.heads(self.query, image.layout)}
-        values = {(image.product, image.layout.region) for image in self.attention.values.value.images}
         own, shared = [], {}
         for image in self.key.value.images:
             alone = heads and heads.isdisjoint(self.heads(self.key, image.layout))
             place = self._place(image)
-            if (image.product, image.layout.region) in values:
-                continue
             if alone and place is not None:
                 shared[place] = image
             elif alone and len(self.key.value.images) > 1:
-                raise _Refused("some of its keys are shared by all heads")
+                raise _Refused("its keys come from several products, of which heads share some")
             else:
                 own.append(image)
         return own, shared
@@ -242,9 +201,7 @@ class _Finder:
         heads = [a for atoms in self.heads(operand, layout).values() for a in atoms if a.axis in held]
         heads.sort(key=lambda a: (a.axis, -a.stride))
         features = [a for a in (*layout.atoms(operand.summed), *layout.taken) if a.axis in held]
-        chosen = [a for a in layout.loops if a.size == 1 and (leaf, a.axis) in self.selecting]
-        features, held = [*features, *chosen], held | {a.axis for a in chosen}
-        single = {a.axis: a.start * a.stride for a in layout.loops if a.size == 1 and a not in chosen}
+        single = {a.axis: a.start * a.stride for a in layout.loops if a.size == 1}
         looped = tuple(dict.fromkeys(a.axis for a in layout.loops if a.size > 1))
         stack = (*single, *looped)
         held = held - set(stack)

@@ -38,19 +38,8 @@ _SAME = """
     psum_invariant ppermute shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all
 """
 _SAME_FACTORS = frozenset(_SAME.split())
-_SEVERAL = (
-    "mul",
-    "div",
-    "add",
-    "sub",
-    "add_any",
-    "max",
-    "complex",
-    "select_n",
-    "join",
-    "concatenate",
-    "stack",
-)
+_OF_SEVERAL = "mul div add sub add_any max complex select_n join concatenate stack"
+_SEVERAL = frozenset(_OF_SEVERAL.split())
 
 
 def _product(a: np.ndarray, b: np.ndarray, sign: int = 1) -> np.ndarray:
@@ -364,26 +353,15 @@ class Certificate:
             for n, step in enumerate(probe.path)
         )
         axes = [k for k in range(self.first, table.ndim) if table.shape[k] > 1]
-        around = {axis: _around(np.moveaxis(table, axis, 0)) for axis in axes}
-        for kept in itertools.permutations(axes):
-            sizes = [n for axis in kept for n in around[axis]]
-            shape = [table.shape[k] for k in layers]
-            turned = table.transpose(
-                0, *layers, *kept, *(k for k in range(1, table.ndim) if k not in (*layers, *kept))
-            )
-            turned = turned.reshape(3, *shape, *sizes)
-            alone = turned[(slice(None),) * (1 + len(layers)) + (slice(1), slice(None), slice(1)) * len(kept)]
-            logs = np.broadcast_to(alone, turned.shape)
-            if np.array_equal(logs, turned) and np.array_equal(alone[0].ravel(), expected.ravel()):
-                heads = tuple(axis - self.first for axis in kept)
-                return probe._replace(path=path, heads=heads, around=tuple(around[axis] for axis in kept))
-        return None
-
-
-def _around(rows: np.ndarray) -> tuple[int, int, int]:
-    """Along the first axis: how often heads begin again, as in a batch, heads, and how often each is repeated."""
-    rows = rows.reshape(len(rows), -1)
-    count = len(np.unique(rows, axis=0))
-    inside = next(n for n in range(1, len(rows)) if not np.array_equal(rows[n], rows[0]))
-    before, rest = divmod(len(rows), count * inside)
-    return (1, len(rows), 1) if rest else (before, count, inside)
+        others = [k for k in range(1, table.ndim) if k not in (*layers, *axes)]
+        table = table.transpose(0, *layers, *axes, *others)
+        heads = expected.reshape(-1, expected.shape[-1])
+        if math.prod(table.shape[1 : 1 + len(layers)]) != len(heads):
+            return None
+        table = table.reshape(3, len(heads), -1)
+        head_of = (heads[:, :, None] == table[0, :, None]).argmax(1)[0]  # of each entry along the axes
+        first = np.array([(head_of == head).argmax() for head in range(heads.shape[1])])
+        if not np.array_equal(table[0][:, first], heads) or (table[..., first[head_of]] != table).any():
+            return None
+        entries = tuple(head_of) if (np.diff(head_of) != 1).any() else ()
+        return probe._replace(path=path, heads=tuple(axis - self.first for axis in axes), entries=entries)

@@ -121,7 +121,7 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
 
 
 def _no_matrix(walk: Walk, uses: list[Use]) -> Decision:
-    first = uses[0]
+    first = max(uses, key=lambda u: u.kind.startswith("unknown: "))
     *unknown, kind = first.kind.split(": ")
     words = {"added": "added", "multiplied": "multiplied entry by entry", "product": "a vector in a product"}
     return _adam(walk, words.get(kind, kind), first, by_names=bool(unknown))
@@ -223,8 +223,11 @@ def _parts(product: Product, shape: tuple[int, ...], columns: frozenset[int]) ->
         mixed = [a for _, atoms in product.mixed for a in atoms if a.axis == axis]
         if any(_divides(run.stop, a) for a in mixed for run in runs):  # what is normalized together
             continue
-        if axis in columns and len(runs) > 1 and _tile(runs):
-            return axis, tuple(run.stop - run.start for run in runs), shape[axis] // period
+        if axis not in columns or len(runs) < 2 or any(a.stop > b.start for a, b in itertools.pairwise(runs)):
+            continue
+        edges = sorted({0, period, *(edge for run in runs for edge in run[2:])})  # with columns of no use
+        if _tile(runs) or all(run.axis != axis for run in product.use.term.layout.region):
+            return axis, tuple(b - a for a, b in itertools.pairwise(edges)), shape[axis] // period
     return None
 
 

@@ -20,7 +20,6 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
 from muonjax._inspect.versions import (
-    CUDNN,
     EXTENSIBLE,
     Body,
     bodies,
@@ -37,7 +36,7 @@ _COLLECTIVES = {
     "pmax": "reduce_max",
     "pmin": "reduce_min",
 }
-_ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", CUDNN}
+_ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_lin"}
 
 
 class Step(NamedTuple):

@@ -159,9 +159,6 @@ class Layout(NamedTuple):
             if part.size == 1:
                 return self._with(axis, atoms[1:])._take(first, start // inner, 1)
             return self._with(axis, (part, *atoms[1:]))
-        if len(atoms) > 1 and step == 1 and start // inner == (stop - 1) // inner:  # inside of an outer entry
-            outer = self._with(axis, atoms[1:])._take(atoms[0], start // inner, 1)
-            return outer.cut(axis, start % inner, start % inner + stop - start)
         hull = self.atoms([axis])
         return self._with(axis, other(count))._replace(taken=(*self.taken, *hull))
 
@@ -206,7 +203,6 @@ class Layout(NamedTuple):
             return self._reshape_placed(shape)
         queue, axes = [a for atoms in self.axes for a in joined(atoms)], []
         queue.reverse()
-        taken = list(self.taken)
         for size in shape:
             got: list[Atom] = []
             while size > 1:
@@ -220,13 +216,10 @@ class Layout(NamedTuple):
                     got.append(split[0])
                     queue.append(split[1])
                     size = 1
-                elif not atom.is_whole and atom.axis >= 0:  # cut where no entry of an even split begins
-                    taken.append(atom)
-                    queue.append(atom._replace(start=0, of=atom.size))
                 else:
                     return self._lost(shape)
             axes.append(joined(got))
-        return self._replace(axes=tuple(axes), taken=tuple(taken))
+        return self._replace(axes=tuple(axes))
 
     def _reshape_placed(self, shape: Sequence[int]) -> Layout:
         """A placed axis stays if the reshape leaves it alone; where positions of a batch stood may be forgotten."""
@@ -278,14 +271,6 @@ def merged(
         size = sum(sizes) if i == axis else length(alternatives[0])
         if len(set(alternatives)) == 1 and i != axis:
             axes.append(alternatives[0])
-        elif (
-            len({tuple(a if a.axis == PLACED else a.size for a in x) for x in alternatives}) == 1
-            and i != axis
-        ):
-            # Atom by atom: of a head's features the halves are mixed, the heads are not.
-            together = [set(atoms) for atoms in zip(*alternatives, strict=True)]
-            axes.append(tuple(s.pop() if len(s) == 1 else other(max(s).size)[0] for s in map(set, together)))
-            mixed += [a for atoms in together if len(atoms) > 1 for a in atoms]
         else:
             axes.append(other(size))
             mixed += [a for atoms in alternatives for a in atoms]
@@ -312,20 +297,11 @@ def _rejoined(layouts: Sequence[Layout], axis: int) -> Layout | None:
 
 
 def _hulls(atoms: Iterable[Atom]) -> tuple[Atom, ...]:
-    """For each run the smallest part that holds all of these.
-
-    One run may be known in two ways: as it is, and as the even and the odd positions of a rotation.
-    """
-    groups: list[list[Atom]] = []
+    """For each axis of the origin the smallest part that holds all of these."""
+    groups: dict[int, list[Atom]] = {}
     for a in atoms:
-        if a.axis >= 0:
-            met = [g for g in groups if any(_overlap(a, b) for b in g)]
-            groups = [g for g in groups if g not in met] + [[a, *(b for g in met for b in g)]]
-    return tuple(map(_hull, groups))
-
-
-def _overlap(a: Atom, b: Atom) -> bool:
-    return a.axis == b.axis and a.stride < b.stride * b.of and b.stride < a.stride * a.of
+        groups.setdefault(a.axis, []).append(a)
+    return tuple(_hull(found) for axis, found in groups.items() if axis >= 0)
 
 
 def _hull(atoms: Sequence[Atom]) -> Atom:

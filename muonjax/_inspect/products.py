@@ -101,8 +101,9 @@ def _lookup(walk: Walk, i: int, product: Value, side: Side) -> Value:
 def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **extra) -> Value:
     """The product of an activation with a parameter, or with a sum of several."""
     walk.record_terms(i, "a learned input", [rest.value] if rest.value.is_weight else [])
-    if not rest.value.logits:  # a convolution of logits
-        product = product._replace(scores=-1, weights=-1)
+    if "groups" not in extra or not rest.value.logits:  # otherwise a convolution of logits
+        walk.one_sided.add(i)
+        product = product._replace(scores=i if side.is_matrix else -1, weights=-1)
     if not extra.get("is_depthwise"):
         walk.record_parts(i, rest.value.images)
     images = []
@@ -187,6 +188,9 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
             walk.consume(i, left.operand, right.operand)
         if a.images and b.images and (left.given or right.given):
             return _or_logits(walk, i, product, left, right)
+    elif left.given and right.given and product.scores < 0:
+        walk.one_sided.add(i)
+        product = product._replace(scores=i, weights=-1)
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
         if not rest.value.depends_on & PARAMETER:
@@ -241,7 +245,7 @@ def _by_kernel(
 ) -> Value:  # fmt: skip
     """A product whose second operand has the parameters; of the first one, only features that stay are followed."""
     product = dependent(values)
-    if not values[1].terms:
+    if not values[1].terms or (extra.get("groups", 1) > 1 and not values[1].is_weight):  # groups of examples
         walk.record_terms(i, f"unknown: {node.name}", values)
         if product.depends_on & PARAMETER:
             walk.consume(i, *node.inputs[:2])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec
@@ -33,11 +34,11 @@ class Probe(NamedTuple):
 
     path: tuple[Step, ...]
     variable: Var  # the logits after scale, bias and mask, in the innermost body
-    heads: tuple[int, ...] = ()  # the axes kept, in this order; all others are maximized over
+    heads: tuple[int, ...] = ()  # the axes kept; all others are maximized over
     raw: Var | None = None  # the logits before mask and bias: measured where `variable` does not mask
-    around: tuple[
-        tuple[int, ...], ...
-    ] = ()  # of a kept axis: entries outside of a head, heads, entries inside
+    entries: tuple[
+        int, ...
+    ] = ()  # the head of each entry of these axes, if they are more or in another order
     unit: float = 1.0  # of the logits, in those of exp
     shared: bool = False  # under `vmap`, softmax gets the logits of the first example in all of them
 
@@ -104,7 +105,7 @@ def _enclosing(eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]) ->
     steps = [probe.path[0] for probe in probes]
     deeper = tuple(probe._replace(path=probe.path[1:]) for probe in probes)
     bodies = tuple(body for _, body in versions.bodies(eqn))
-    if name.startswith("custom_") or name == versions.CUDNN:
+    if name.startswith("custom_"):
         # Its outputs are fixed: the logits are computed from its operands once more.
         again = run(bodies[0], deeper, *jax.lax.stop_gradient(operands))
         return again[:-count] if probes[0].shared else _bound(eqn, operands), again[-count:]
@@ -204,13 +205,11 @@ def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Arra
         raw = raw.reshape(logits.shape)
         logits = jnp.where(logits - raw <= MASKED, -jnp.inf, raw)
     # Softmax's own maximum is not used: one more reader of it changes how XLA rounds.
-    kept = sorted(probe.heads)
-    others = tuple(axis for axis in range(logits.ndim) if axis not in kept)
-    maxima = jax.lax.reduce_max(jax.lax.stop_gradient(logits), others)
-    maxima = jnp.transpose(maxima, [kept.index(head) for head in probe.heads]).astype(jnp.float32)
-    if any((outer, inner) != (1, 1) for outer, _, inner in probe.around):
-        maxima = maxima.reshape([n for sizes in probe.around for n in sizes])
-        maxima = jax.lax.reduce_max(maxima, [k for k in range(maxima.ndim) if k % 3 != 1])
+    others = tuple(axis for axis in range(logits.ndim) if axis not in probe.heads)
+    maxima = jax.lax.reduce_max(jax.lax.stop_gradient(logits), others).astype(jnp.float32)
+    if probe.entries:
+        is_its = np.arange(1 + max(probe.entries))[:, None] == np.array(probe.entries)
+        maxima = jax.lax.reduce_max(jnp.where(is_its, maxima.reshape(-1), -jnp.inf), (1,))
     return maxima if probe.unit == 1 else maxima * probe.unit
 
 

@@ -101,7 +101,6 @@ _SUMS = ("add", "sub", "add_any", "complex", *_CHOICES)
 _SCALES = ("mul", "div")
 _EXPONENTIALS = ("exp", "exp2", "logistic")
 _MOST = 6  # images of one value that are followed
-_BENDS = ("tanh", "logistic", "erf", "erfc", "max", "sin", "cos")  # are taken of activations, not of weights
 _ENTRYWISE = """
     abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     clz complex cos cosh cumlogsumexp cummax cumprod cumsum digamma div erf erf_inv erfc exp exp2 expm1 floor ge gt
@@ -138,9 +137,6 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         values = [v for v, x in zip(values, operands, strict=True) if not is_zero(walk, x)]
         if len(values) == 1:
             return values if name != "sub" else _negative(walk, i, node, values)
-    if name in _BENDS and whole.is_weight:
-        values = [walk.as_input(v) for v in values]
-        whole = dependent(values)
     if whole.is_weight:
         return [whole._replace(terms=_of_weights(walk, i, name, values))]
     if not dependent(values).depends_on & PARAMETER:
@@ -173,7 +169,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         and all(v.terms for v in values if v.depends_on & PARAMETER)
     )
     kept = values if mixed or name in _SCALES else ()
-    terms = tuple(_changed(t, _change(name, v, values), i) for v in kept for t in v.terms)
+    terms = tuple(t for v in kept for t in v.terms)
     return [whole._replace(terms=terms, images=images, logits=logits)]
 
 
@@ -186,7 +182,7 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
     """Parameters entry by entry are used as they are; one that repeats, as a bias or a gain does, is only that."""
     several = sum(bool(v.terms) for v in values) > 1
     if name not in _SUMS + _SCALES:  # an exponential of a parameter, say
-        return () if several else tuple(_changed(t, f"passes {name}", i) for v in values for t in v.terms)
+        return () if several else tuple(t._replace(linear=False) for v in values for t in v.terms)
     noisy = name in _SCALES and any(v.depends_on & NOISE and not v.is_weight for v in values)
     cover, terms = [_cover(v) for v in values], []
     if name in _SUMS:  # of a column and a row, as of any that repeat along an axis of the sum
@@ -198,29 +194,9 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
             if any(mine < other for other in cover) or (several and t.noisy):
                 walk.record(i, "added" if name in _SUMS else "multiplied", t)
             else:
-                t = t._replace(noisy=t.noisy or noisy)
-                terms.append(_changed(t, _change(name, v, values), i))
-    terms.sort(key=lambda t: t.after is not None)  # of one parameter, changed and as it is
-    return tuple({t._replace(after=None): t for t in terms}.values())
-
-
-def _changed(t: Term, why: str, i: int) -> Term:
-    return t._replace(after=t.after or ((why, i) if why else None))
-
-
-def _change(name: str, v: Value, values: Sequence[Value]) -> str:
-    """Why an operation on parameters `v` and others does not commute with scaling `v`; "" if it does."""
-    others = [u for u in values if u is not v]
-    if name in _CHOICES:  # a mask puts constants in their place
-        return "is replaced by data" if any(u.depends_on & DATA and not u.terms for u in others) else ""
-    if name in _SUMS:
-        alone = [u for u in others if not u.terms or u.depends_on & NOISE or _cover(u) < _cover(v)]
-        return "is added to something else" if alone else ""
-    if name == "div" and v is values[1]:
-        return "is a divisor"
-    if any(u.is_weight and not u.terms for u in others):
-        return "is normalized"
-    return "is multiplied by a parameter" if not others or any(_cover(u) == _cover(v) for u in others) else ""
+                linear = t.linear and not (several and name in _SCALES and cover[0] == cover[1])
+                terms.append(t._replace(noisy=t.noisy or noisy, linear=linear))
+    return tuple(dict.fromkeys(terms))
 
 
 def _cover(v: Value) -> frozenset[int]:
@@ -358,6 +334,9 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     if len({m.product for m in towers if m.layout.atoms(axes)}) > 1:  # a product over features, as by einsum
         walk.consume(i, *node.inputs)
         x = x._replace(scores=i)
+    own = [m for m in x.images if m.product.use.node == x.weights]
+    if (own or (x.weights, 0) not in walk.products) and not any(m.layout.atoms(axes) for m in own):
+        walk.normalized.add(x.weights)
     linear = tuple(image for image in x.images if image.linear)
     walk.record_reduced(i, [image for image in x.images if not image.linear], axes)
     for image in linear:
@@ -368,7 +347,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
 
 def _reduced_terms(i: int, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
     """Parameters that are summed: a mixture of several, or a product of two; nothing of a norm or a penalty."""
-    terms = [t for t in x.terms if t.after is None and t.layout.atoms(axes) and _along(t, axes)]
+    terms = [t for t in x.terms if t.linear and t.layout.atoms(axes) and _along(t, axes)]
     factors = len({_along(t, axes) for t in terms}) > 1
     found = []
     for k, t in enumerate(terms):

@@ -29,8 +29,7 @@ class Term(NamedTuple):
     made: int = -1  # the last of these products
     noisy: bool = False  # multiplied by random numbers
     looked: tuple[int, ...] = ()  # the operations that looked up a part of it by data
-    # The first operation that does not commute with scaling it: what, and its number.
-    after: tuple[str, int] | None = None
+    linear: bool = True  # no function of it, as its square
 
 
 class Use(NamedTuple):

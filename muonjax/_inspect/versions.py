@@ -16,11 +16,8 @@ Body: TypeAlias = Jaxpr | ClosedJaxpr  # JAX 0.12 has one type for both
 
 # Equations that can return more than they do; all others are opaque: a rule for derivatives or for batching,
 # or a kernel, is written for the outputs as they are.
-_CALLS = frozenset(
-    {"jit", "pjit", "call", "closed_call", "checkpoint", "remat", "remat2", "compute_on", "xla_metadata_call"}
-)
+_CALLS = frozenset({"jit", "call", "closed_call", "remat2", "compute_on", "xla_metadata_call"})
 EXTENSIBLE = _CALLS | {"scan", "while", "cond", "shard_map"}
-CUDNN = "dot_product_attention_fwd_wrapper"  # jax.nn.dot_product_attention(implementation="cudnn")
 
 
 def bodies(eqn: JaxprEqn) -> list[tuple[str | int, Body]]:
@@ -29,45 +26,12 @@ def bodies(eqn: JaxprEqn) -> list[tuple[str | int, Body]]:
     A `while`'s body comes before its condition.
     """
     found: list[tuple[str | int, Body]] = []
-    if eqn.primitive.name == CUDNN and (visible := _cudnn(tuple(v.aval for v in eqn.invars), **eqn.params)):
-        return [(CUDNN, visible)]
     for name, value in eqn.params.items():
         if isinstance(value, Jaxpr | ClosedJaxpr):
             found.append((name, value))
         elif isinstance(value, tuple):
             found += [(i, body) for i, body in enumerate(value) if isinstance(body, Jaxpr | ClosedJaxpr)]
     return sorted(found, key=lambda entry: entry[0] == "cond_jaxpr")
-
-
-@functools.cache
-def _cudnn(avals: tuple[Any, ...], **params: Any) -> Body | None:
-    """What cuDNN's fused attention computes, in plain operations; None for settings that are not known."""
-    mask, window = params["mask_type"].name, params["sliding_window_length"]
-    known = mask.replace("PADDING_", "") in ("NO_MASK", "PADDING", "CAUSAL") and not params["dropout_rate"]
-    if not known or any(a.size for a in avals[6:]) or params.get("score_mod"):  # packed, paged, changed
-        return None
-
-    def attend(query: Any, key: Any, value: Any, bias: Any, *lengths: Any) -> list[Any]:
-        heads_first = params["layout"] == 1
-        query, key, value = (x.swapaxes(1, 2) if heads_first else x for x in (query, key, value))
-        query_lengths, key_lengths = (x if x.size else None for x in lengths[:2])
-        with jax.numpy_dtype_promotion("standard"):  # JAX's attention promotes, which its fused call does not
-            out: Any = jax.nn.dot_product_attention(
-                query,
-                key,
-                value,
-                bias if bias.size else None,
-                scale=params["scale"],
-                is_causal=mask.endswith("CAUSAL"),
-                query_seq_lengths=query_lengths,
-                key_value_seq_lengths=key_lengths,
-                local_window_size=(window - 1, 0) if window else None,
-                implementation="xla",
-            )
-        statistics = [out[..., 0].swapaxes(1, 2).astype("float32")] if params["is_training"] else []
-        return [out.swapaxes(1, 2) if heads_first else out, *statistics]
-
-    return jax.make_jaxpr(attend)(*avals)
 
 
 def opened(body: Body) -> Jaxpr:

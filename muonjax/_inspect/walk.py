@@ -45,6 +45,10 @@ class Walk:
         self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
         # Products of two activations of which an exponential multiplies a third, where that is.
         self.softmaxes: dict[int, int] = {}
+        # Products of an activation with learned queries or with data, perhaps frozen keys: they are attention if their
+        # exponentials are summed, and not along the columns of a parameter, as a router's.
+        self.one_sided: set[int] = set()
+        self.normalized: set[int] = set()
         self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
         self.read: set[int] = set()  # products with columns of which labels choose one
@@ -100,8 +104,10 @@ class Walk:
 
     def record_weights(self, i: int, weights: Value, values: Value) -> None:
         """Perhaps those of a softmax, which is no sum of its own exponentials."""
-        if weights.weights >= 0 and values.is_activation and values.weights != weights.weights:
-            self.softmaxes.setdefault(weights.weights, i)
+        at = weights.weights
+        is_softmax = at >= 0 and (at not in self.one_sided or at in self.normalized)
+        if is_softmax and values.depends_on & DATA and values.weights != at:
+            self.softmaxes.setdefault(at, i)
 
     def record_meeting(self, images: Iterable[Image], other: Value) -> None:
         """Two activations are multiplied by each other, entry by entry or not."""

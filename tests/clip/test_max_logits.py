@@ -48,8 +48,7 @@ def inputs(batch=(2,), t=13, s=13, heads=4, key_heads=4, size=8, seed=0):
     "hidden", [{}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "window": (3, 3)}]
 )
 @pytest.mark.parametrize(
-    ("t", "s", "key_heads", "batch"),
-    [(6, 17, 2, (2,)), thorough(13, 13, 4, ()), thorough(17, 6, 1, (2, 3))],
+    ("t", "s", "key_heads", "batch"), [(6, 17, 2, (2,)), thorough(13, 13, 4, ()), thorough(17, 6, 1, (2, 3))]
 )
 def test_equals_the_dense_maximum(blocks, hidden, t, s, key_heads, batch):
     q, k = inputs(batch, t, s, key_heads=key_heads)

@@ -12,10 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit]),
-]
+pytestmark = [pytest.mark.thorough, pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])]
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((8, 64, 16), np.float32)
 X[5] *= 3  # the largest logits on one device

@@ -44,22 +44,13 @@ OURS = {
 }
 
 # Sections that a docstring does not need, or still lacks. The test fails for an entry that is no longer true.
-WITHOUT = {
-    "muonjax.adapter_mask": {"Raises"},
-    "muonjax.metrics": {"Raises"},
-}
+WITHOUT = {"muonjax.adapter_mask": {"Raises"}, "muonjax.metrics": {"Raises"}}
 
 
 def public_names():
     """Name to object, for all that a user may import."""
     names = {}
-    for module in (
-        muonjax,
-        muonjax.linen,
-        muonjax.nnx,
-        muonjax.optax_contrib,
-        pallas_kernels,
-    ):
+    for module in (muonjax, muonjax.linen, muonjax.nnx, muonjax.optax_contrib, pallas_kernels):
         own = ast.parse(inspect.getsource(module)).body
         exported = {
             a.asname for n in own if isinstance(n, ast.ImportFrom) for a in n.names if a.asname == a.name

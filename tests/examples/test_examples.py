@@ -167,20 +167,8 @@ def test_bad_flags():
 
 @pytest.mark.thorough
 def test_linen_twin():
-    tiny = [
-        "--steps",
-        "3",
-        "--layers",
-        "2",
-        "--width",
-        "16",
-        "--heads",
-        "2",
-        "--context",
-        "16",
-        "--batch",
-        "2",
-    ]
+    tiny = ["--steps", "3", "--layers", "2", "--width", "16", "--heads", "2"]
+    tiny += ["--context", "16", "--batch", "2"]
     output = run(*tiny, script="train_transformer_linen.py")
     assert "step 3: loss" in output
     assert "Muon" in output

@@ -1,16 +1,19 @@
 """Small functions in which names, sizes and first appearances mislead, with what is right for each parameter.
 
 A matrix is written by its axes, "0 | 1" (summed | given), with its parts behind a slash: "0 | 1 / 3 of 1" are three of
-equal size along axis 1. Everything else is a word of the reason why Adam gets the parameter; "refused" is an error.
+equal size along axis 1. Behind a semicolon are the matrices of each head. Everything else is a word of the reason why
+Adam gets the parameter; "refused" is an error. A parameter with a shape alone may be anything.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 B, T, D, H, S, V = 2, 6, 8, 2, 4, 12
@@ -20,29 +23,44 @@ ROWS = jax.ShapeDtypeStruct((B, D), "float32")
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 
+# How many attentions can be clipped; words of the reason why the only one, or each one, can't; None for either.
+Sites = int | str | tuple[str, ...] | None
+
+
 class HostileProgram(NamedTuple):
     fun: Callable[..., Any]
     params: Any
     args: tuple[Any, ...]
     expected: dict[str, str]
-    sites: int | str  # how many attentions can be clipped; or a word of the reason why the only one can't
+    sites: Sites
+    logits: Callable[..., Any] | None = None  # [batch, heads of all attentions, queries, keys]
 
 
 PROGRAMS: list[HostileProgram] = []
+ANYTHING = "anything"
 
 
 def program(
-    *args: Any,
-    sites: int | str = 0,
-    to: list[HostileProgram] = PROGRAMS,
-    **parameters: tuple[tuple[int, ...], str],
+    *args: Any, sites: Sites = 0, to: list[HostileProgram] = PROGRAMS, logits: bool = False, **parameters: Any
 ):
-    """Adds a function to a list; each parameter is its shape and what is right for it."""
+    """Adds a function to a list; each parameter is its shape and what is right for it.
+
+    With `logits` the function returns its loss and the logits that a clip scales.
+    """
 
     def register(fun: Callable[..., Any]) -> Callable[..., Any]:
-        params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, (shape, _) in parameters.items()}
-        expected = {name: answer for name, (_, answer) in parameters.items()}
-        to.append(HostileProgram(fun, params, args, expected, sites))
+        params: dict[str, Any] = {}
+        expected = {}
+        for path, value in parameters.items():
+            shape, expected[path] = value if value and isinstance(value[0], tuple) else (value, ANYTHING)
+            *modules, name = path.split("/")
+            module = params
+            for each in modules:
+                module = module.setdefault(each, {})
+            module[name] = jax.ShapeDtypeStruct(shape, "float32")
+        loss = functools.wraps(fun)(lambda *given: fun(*given)[0]) if logits else fun
+        reported = (lambda *given: fun(*given)[1]) if logits else None
+        to.append(HostileProgram(loss, params, args, expected, sites, reported))
         return fun
 
     return register
@@ -138,14 +156,6 @@ def a_penalty_is_no_use(p, x):
 
 
 @program(ROWS, w=((D, D), "0 | 1"), out=((D, 1), "head"))
-def forces(p, x):
-    def energy(x):
-        return jnp.sum(jnp.tanh(x @ p["w"]) @ p["out"])
-
-    return jnp.mean((jax.grad(energy)(x) + x) ** 2)
-
-
-@program(ROWS, w=((D, D), "0 | 1"), out=((D, 1), "head"))
 def energy_and_forces(p, x):
     def energy(x):
         return jnp.sum(jnp.tanh(x @ p["w"]) @ p["out"])
@@ -213,14 +223,20 @@ def fused_attention(p, x):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
-@program(X, sites=1, qkv=((D, 3, H, S), "0 | 2, 3"), o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"))
+@program(X, sites=1, qkv=((D, 3, H, S), "0 | 2, 3; 0 | 3"), o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"))
 def fused_attention_with_an_axis_of_three(p, x):
     q, k, v = jnp.moveaxis(jnp.einsum("btd,dzhs->btzhs", x, p["qkv"]), 2, 0)
     o = attend(q, k, v).reshape(B, T, H, S)
     return jnp.mean(((x + jnp.einsum("bths,hsd->btd", o, p["o"])) @ p["out"]) ** 2)
 
 
-@program(X, sites=1, qkv=((D, 3 * D), "0 | 1 / 3 of 1, 2 times"), o=((D, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    X,
+    sites=1,
+    qkv=((D, 3 * D), "0 | 1 / 3 of 1, 2 times; 0 | 1 / 6 of 1"),
+    o=((D, D), "0 | 1"),
+    out=((D, 1), "head"),
+)
 def fused_attention_head_by_head(p, x):
     q, k, v = jnp.split((x @ p["qkv"]).reshape(B, T, H, 3 * S), 3, -1)
     return jnp.mean(((x + attend(q, k, v) @ p["o"]) @ p["out"]) ** 2)
@@ -370,14 +386,18 @@ def queries_in_chunks(p, x):
     return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(X, sites="something else", **ATTENTION, out=((D, 1), "head"))
+@program(X, sites="would not scale its logits alone", **ATTENTION, out=((D, 1), "head"))
 def queries_that_are_a_gate_too(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     o = attend(q, k, v) * jax.nn.sigmoid(q.reshape(B, T, D))
     return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(X, sites=1, q=((D, D), "0 | 1"), k=((D, D), "0 | 1"), o=((D, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    X,
+    sites="a clip would not scale its logits alone",
+    **{"q": ((D, D), "0 | 1"), "k": ((D, D), "0 | 1"), "o": ((D, D), "0 | 1"), "out": ((D, 1), "head")},
+)
 def keys_that_are_values_too(p, x):
     q, k = heads(x @ p["q"]), heads(x @ p["k"])
     return jnp.mean(((x + attend(q, k, k) @ p["o"]) @ p["out"]) ** 2)
@@ -561,12 +581,6 @@ def a_delay_of_seven_iterations(p, x):
     return jnp.mean((y @ p["out"]) ** 2)
 
 
-@program(X, v=((D, H, S), "0 | 1, 2"), o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"))
-def an_output_projection_by_einsum(p, x):
-    y = jnp.tanh(jnp.einsum("btd,dhs->bths", x, p["v"]))
-    return jnp.mean((jnp.tanh(jnp.einsum("bths,hsd->btd", y, p["o"])) @ p["out"]) ** 2)
-
-
 @program(X, sites=1, q=((D, H, S), "0 | 1, 2"), k=((D, H, S), "0 | 1, 2"), v=((D, H, S), "0 | 1, 2"),
          o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"))  # fmt: skip
 def an_output_projection_by_vmap_and_sum(p, x):
@@ -654,3 +668,414 @@ def patches_by_reshape(p, x):
 def a_first_convolution_of_one_pixel(p, x):
     x = jnp.tanh(conv(x, p["first"]) @ p["w"])
     return cross_entropy(x.mean((1, 2)) @ p["out"], jnp.zeros(B, int))
+
+
+@program(IMAGE, **{"conv/kernel": ((3, 5, 8), "conv_general_dilated: hostile_programs.py:")})
+def a_convolution_whose_second_operand_is_data(p, x):
+    y = lax.conv_general_dilated(
+        p["conv"]["kernel"], x[:, 0], (1,), [(2, 2)], dimension_numbers=("HNC", "OIH", "HNC")
+    )
+    return jnp.mean(jnp.tanh(y) ** 2)
+
+
+# Parts that are normalized, gated or moved together.
+
+PARTS: dict[str, Any] = {"w": ((D, 3 * D), "0 | 1 / 3 of 1"), "out": ((D, 1), "an output head")}
+HEADS: dict[str, Any] = PARTS | {"w": ((D, 3 * D), "0 | 1 / 3 of 1; 0 | 1 / 6 of 1")}
+TWO: dict[str, Any] = PARTS | {"w": ((D, 2 * D), "0 | 1 / 2 of 1")}
+ONE: dict[str, Any] = {"w": ((D, D), "0 | 1"), "o": ((D, D), "0 | 1"), "out": ((D, 1), "an output head")}
+
+
+def end(p, y):
+    return jnp.mean(jnp.tanh(y @ p["out"]) ** 2)
+
+
+@program(X, sites="normalized", **HEADS)
+def queries_and_keys_normalized_together(p, x):
+    z = (x @ p["w"]).reshape(B, T, 3, H, S)
+    qk = norm(z[:, :, :2])
+    return end(p, attend(qk[:, :, 0], qk[:, :, 1], z[:, :, 2]))
+
+
+@program(X, sites="normalized", **HEADS)
+def queries_and_keys_concatenated_to_be_normalized(p, x):
+    q, k, v = map(heads, jnp.split(x @ p["w"], 3, -1))
+    q, k = jnp.split(norm(jnp.concatenate([q, k], 2)), 2, 2)
+    return end(p, attend(q, k, v))
+
+
+@program(X, sites=None, **HEADS)
+def a_shift_by_padding(p, x):
+    z = x @ p["w"]
+    z = 0.5 * z + 0.5 * lax.pad(z, 0.0, ((0, 0, 0), (1, -1, 0), (0, 0, 0)))
+    return end(p, attend(*map(heads, jnp.split(z, 3, -1))))
+
+
+@program(X, q=((D, H, 2 * S), "0 | 1, 2 / 2 of 2"), o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"))
+def a_norm_of_queries_beside_their_gates(p, x):
+    """Qwen3.5: a head's queries are normalized, its gates are not."""
+    q, gate = jnp.split(jnp.einsum("btd,dhs->bths", x, p["q"]), 2, -1)
+    return end(p, jnp.einsum("bths,hso->bto", norm(q) * jax.nn.sigmoid(gate), p["o"]))
+
+
+def gated(p, i, f, g):
+    return end(p, jax.nn.sigmoid(i) * jnp.tanh(g) + jax.nn.sigmoid(f))
+
+
+@program(X, **PARTS)
+def gates_of_one_norm_each(p, x):
+    return gated(p, *jnp.moveaxis(norm((x @ p["w"]).reshape(B, T, 3, D)), 2, 0))
+
+
+@program(X, **PARTS)
+def gates_of_one_layer_norm_each(p, x):
+    z = (x @ p["w"]).reshape(B, T, 3, D)
+    z = z - z.mean(-1, keepdims=True)
+    return gated(p, *jnp.moveaxis(z / jnp.sqrt(jnp.mean(z * z, -1, keepdims=True) + 1e-6), 2, 0))
+
+
+@program(X, w=((D, 3 * D), "0 | 1"), out=((D, 1), "an output head"))
+def gates_of_one_norm_for_all(p, x):
+    return gated(p, *jnp.split(norm(x @ p["w"]), 3, -1))
+
+
+@program(X, w=((D, 2 * D), "0 | 1"), out=((D, 1), "an output head"))
+def a_gate_cut_through_normalized_heads(p, x):
+    a, b = jnp.split(norm((x @ p["w"]).reshape(B, T, H, 2 * S)), 2, -1)
+    return end(p, (a * jax.nn.sigmoid(b)).reshape(B, T, D))
+
+
+@program(X, **PARTS)
+def one_part_pooled_over_its_features(p, x):
+    q, k, v = jnp.moveaxis((x @ p["w"]).reshape(B, T, 3, H, S), 2, 0)
+    return end(p, (jnp.tanh(k) * v * q.max(-1, keepdims=True)).reshape(B, T, D))
+
+
+@program(X, w=((D, D), "0 | 1"), o=((D // 2, D), "0 | 1"), out=((D, 1), "an output head"))
+def running_sums_over_the_features(p, x):
+    a, b = jnp.split(jnp.cumsum(x @ p["w"], -1), 2, -1)
+    return end(p, jax.nn.relu((jnp.tanh(a) * b) @ p["o"]))
+
+
+@program(X, **TWO)
+def running_sums_over_one_part(p, x):
+    a, b = jnp.split(x @ p["w"], 2, -1)
+    first, second = jnp.split(jnp.cumsum(a, -1), 2, -1)
+    return end(p, jnp.tanh(b) * jnp.tile(jnp.tanh(first) * second, 2))
+
+
+@program(X, **TWO)
+def running_sums_over_time(p, x):
+    a, b = jnp.split(jnp.cumsum(x @ p["w"], 1), 2, -1)
+    return end(p, jnp.tanh(a) * b)
+
+
+@program(X, **TWO, g=TWO["w"])
+def two_sides_gated_before_they_part(p, x):
+    """AlphaFold's fused triangle multiplication."""
+    left, right = jnp.split((x @ p["w"]) * jax.nn.sigmoid(x @ p["g"]), 2, -1)
+    return end(p, jnp.einsum("bid,bjd->bijd", left, right).sum(1))
+
+
+@program(X, jax.ShapeDtypeStruct((B, T), "int32"), w=((D, 2 * D), "0 | 1 / 2 of 1, 8 times"),
+         table=((3, 2 * D), "looked up"), out=((D, 1), "an output head"))  # fmt: skip
+def two_parts_of_a_sum_with_looked_up_biases(p, x, which):
+    """GPT-OSS's experts, whose biases are looked up, with gates beside values."""
+    z = x @ p["w"] + p["table"][which]
+    return end(p, jax.nn.sigmoid(z[..., ::2]) * jnp.minimum(z[..., 1::2], 7.0))
+
+
+@program(X, **TWO)
+def a_part_gated_by_what_the_other_makes(p, x):
+    a, b = jnp.split(x @ p["w"], 2, -1)
+    z = (a * jax.nn.sigmoid(b.mean(1, keepdims=True))).reshape(B, T, 2, D // 2)
+    return end(p, jnp.tile(z[:, :, 0] * jnp.tanh(z[:, :, 1]), 2))
+
+
+def convolved_in_parts(convolve):
+    """Gated delta nets: queries, keys and values by one kernel, a depthwise convolution and SiLU before they part."""
+
+    def fun(p, x):
+        q, k, v = jnp.split(jax.nn.silu(convolve(x @ p["w"], p)), [D, D + S], -1)
+        mixed = jnp.einsum("bds,btv->bsd", jnp.einsum("btd,bts->bds", q, k), v)
+        return end(p, mixed @ p["o"])
+
+    return fun
+
+
+UNEQUAL: dict[str, Any] = ONE | {"w": ((D, 2 * D + S), "0 | 1 / 8, 4, 8 of 1")}
+
+
+@program(X, conv=((3, 1, 2 * D + S), "depthwise"), **UNEQUAL)
+def parts_that_are_cut_after_a_depthwise_convolution(p, x):
+    def convolve(y, p):
+        numbers = ("NTC", "TIO", "NTC")
+        return lax.conv_general_dilated(
+            y, p["conv"], (1,), "SAME", dimension_numbers=numbers, feature_group_count=y.shape[-1]
+        )
+
+    return convolved_in_parts(convolve)(p, x)
+
+
+@program(X, add=((2 * D + S,), "multiplied"), **UNEQUAL)
+def parts_that_are_cut_after_a_sum_over_time(p, x):
+    return convolved_in_parts(lambda y, p: y + y[:, :1] * p["add"])(p, x)
+
+
+LAYERS = [f"layer{i}" for i in range(8)]
+
+
+@program(X, jax.ShapeDtypeStruct((D, 3 * D), "float32"), a=((D, 2), "0 | 1"), b=((2, 3 * D), "0 | 1 / 3 of 1"),
+         **dict.fromkeys(LAYERS, ((D, D), "0 | 1")), **ONE)  # fmt: skip
+def parts_that_are_cut_after_a_sum_with_data(p, x, frozen):
+    """Gemma's adapters beside a frozen kernel, after many layers."""
+    for name in LAYERS:
+        x = x + jnp.tanh(x) @ p[name]
+    q, k, v = jnp.split(x @ p["w"] @ p["a"] @ p["b"] + x @ frozen, 3, -1)
+    return end(p, jnp.einsum("bqk,bkd->bqd", jnp.einsum("bqd,bkd->bqk", q, k), v) @ p["o"])
+
+
+def opposite_parts(p, y):
+    """The first part of what is flipped is the last of the kernel."""
+    q, k, v = jnp.split(y, [2 * D, 3 * D], -1)
+    gate = jnp.einsum("bqd,bkd->bqk", q, jnp.concatenate([k, k], -1))
+    return end(p, jnp.einsum("bqk,bkd->bqd", gate, v) @ p["o"])
+
+
+OPPOSITE: dict[str, Any] = ONE | {"w": ((D, 4 * D), "0 | 1 / 8, 8, 16 of 1")}
+
+
+@program(X, **OPPOSITE)
+def parts_of_a_flipped_product(p, x):
+    return opposite_parts(p, jnp.flip(x @ p["w"], -1))
+
+
+@program(X, **OPPOSITE)
+def parts_of_a_flipped_kernel(p, x):
+    return opposite_parts(p, x @ jnp.flip(p["w"], 1))
+
+
+@program(X, mix=((D, 2), "0 | 1"), **ONE)
+def columns_that_are_used_one_by_one(p, x):
+    """Gemma3n: coefficients of its streams."""
+    mix = x @ p["mix"] + 1
+    return end(p, (x * mix[..., :1] + jnp.roll(x, 1, 0) * mix[..., 1:]) @ p["w"] @ p["o"])
+
+
+@program(X, x=((D, 2 * S), "0 | 1 / 2 of 1"), w=((S, 3 * S), "0 | 1 / 8, 4 of 1"), out=((S, 1), "head"))
+def gates_cut_before_their_products(p, x):
+    """Haiku's GRU: the candidate's product comes after the gates' one."""
+
+    def step(state, x):
+        gates, new = jnp.split(p["w"], [2 * S], 1)
+        update, reset = jnp.split(jax.nn.sigmoid(x @ p["x"] + state @ gates), 2, -1)
+        state = (1 - update) * state + update * jnp.tanh((reset * state) @ new)
+        return state, state
+
+    return end(p, lax.scan(step, jnp.zeros((T, S)), x)[1])
+
+
+# Mixtures of parameters.
+
+BANK: dict[str, Any] = ONE | {"w": ((3, D, D), "1 | 2")}
+
+
+@program(X, a=((3,), "multiplied entry by entry"), **BANK)
+def a_learned_mixture_of_matrices(p, x):
+    w = (jax.nn.softmax(p["a"])[:, None, None] * p["w"]).sum(0)
+    return end(p, jax.nn.relu(x @ w) @ p["o"])
+
+
+@program(X, g=((D, 3), "0 | 1"), **BANK)
+def a_mixture_of_matrices_chosen_by_data(p, x):
+    gate = jax.nn.softmax(jnp.tanh(x.mean(1)) @ p["g"])
+    w = (gate[:, :, None, None] * p["w"]).sum(1)
+    return end(p, jax.nn.relu(jnp.einsum("btd,bdf->btf", x, w)) @ p["o"])
+
+
+@program(X, a=((3,), "multiplied entry by entry"), b=((3, D), "added"), **ONE)
+def a_learned_mixture_of_biases(p, x):
+    b = (jax.nn.softmax(p["a"])[:, None] * p["b"]).sum(0)
+    return end(p, jax.nn.relu(x @ p["w"] + b) @ p["o"])
+
+
+FACTORS: dict[str, Any] = {"u": ((D, 2), "0 | 1"), "v": ((D, 2), "1 | 0"), "o": ONE["o"], "out": ONE["out"]}
+
+
+@program(X, **FACTORS)
+def two_factors_by_a_sum_of_products(p, x):
+    return end(p, jax.nn.relu(x @ (p["u"][:, None, :] * p["v"][None]).sum(-1)) @ p["o"])
+
+
+@program(X, g=((D,), "multiplied entry by entry"), **ONE)
+def a_gain_before_a_mean_over_time(p, x):
+    return end(p, jax.nn.relu((norm(x) * p["g"]).mean(1) @ p["w"]) @ p["o"])
+
+
+@program(X, u=((D,), "added"), v=((5,), "added"), **ONE)
+def a_column_and_a_row_added_up(p, x):
+    gain = (p["u"][:, None] + p["v"][None]).sum(-1)
+    return end(p, jax.nn.relu((x * gain) @ p["w"]) @ p["o"])
+
+
+@program(X, g=((D,), "multiplied entry by entry"), **ONE)
+def a_norm_before_tokens_are_sorted(p, x):
+    """Mixtral in Levanter: tokens, in whose norm a parameter is a factor, are sorted by their expert."""
+    y = norm(x) * p["g"]
+    return end(p, jnp.take(y, jnp.argsort(y[:, 0, 0]), axis=0) @ p["w"] @ p["o"])
+
+
+@program(X, w=((2, D, D), "1 | 2"))
+def matrices_that_a_sum_takes_in_both_orders(p, x):
+    def both(x, w):
+        one, other = w
+        return jnp.tanh(x @ one + x @ other), None
+
+    return jnp.mean(lax.scan(both, x, (p["w"], p["w"][::-1]))[0])
+
+
+@program(X, w=((D, 2 * D), "0 | 1"), out=((2 * D, 1), "head"))
+def a_stack_of_one_kernel(p, x):
+    return jnp.sum(jnp.tanh(x @ jnp.stack([p["w"]])[0]) @ p["out"])
+
+
+# Padding that cuts, constant orders, few bits.
+
+
+@program(X, **ONE)
+def a_matrix_shifted_by_padding(p, x):
+    return end(p, jax.nn.relu(x @ lax.pad(p["w"], 0.0, ((0, 0, 0), (-2, 2, 0)))) @ p["o"])
+
+
+@program(X, n=((D, D), "in a penalty"), **ONE)
+def padding_that_cuts_all_of_it(p, x):
+    nothing = lax.pad(p["n"], 0.0, ((0, 0, 0), (-D - 1, D + 1, 0)))
+    return end(p, jax.nn.relu(x @ (p["w"] + nothing)) @ p["o"])
+
+
+@program(X, **ONE)
+def bits_of_an_activation(p, x):
+    y = x @ p["w"]
+    odd = lax.bitcast_convert_type(y, jnp.uint8).sum(-1) % 2  # four for each number
+    return end(p, jax.nn.relu(y * odd.astype(y.dtype)) @ p["o"])
+
+
+@program(X, jax.ShapeDtypeStruct((D, D // 2), "uint8"), **ONE)
+def data_of_fewer_bits_in_larger_words(p, x, packed):
+    frozen = lax.bitcast_convert_type(packed, jnp.int4).reshape(D, D).astype(jnp.float32)
+    return end(p, jnp.tanh(x @ frozen + x @ p["w"]) @ p["o"])
+
+
+ORDER = np.random.default_rng(0).permutation(D)
+
+
+@program(X, **ONE)
+def rows_in_a_constant_order(p, x):
+    return end(p, jax.nn.relu(x @ p["w"][jnp.asarray(ORDER)]) @ p["o"])
+
+
+@program(X, jax.ShapeDtypeStruct((D,), "int32"), **ONE | {"w": ((D, D), "looked up")})
+def rows_in_an_order_of_data(p, x, order):
+    return end(p, jax.nn.relu(p["w"][order]) @ p["o"])
+
+
+def rounded(x, scale):
+    return jnp.clip(jnp.round(x * scale), -127, 127).astype(jnp.int8)
+
+
+@jax.custom_vjp
+def in_eight_bits(x, w):
+    """As in quantized training: what it gives goes on as whole numbers."""
+    sums = lax.dot_general(
+        rounded(x, 16), rounded(w, 64), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.int32
+    )
+    return sums.astype(jnp.float32) / (16 * 64)
+
+
+in_eight_bits.defvjp(
+    lambda x, w: (in_eight_bits(x, w), (x, w)),
+    lambda saved, g: (g @ saved[1].T, jnp.einsum("...i,...o->io", saved[0], g)),
+)
+
+
+@program(X, **ONE)
+def layers_of_eight_bits(p, x):
+    y = in_eight_bits(jax.nn.relu(in_eight_bits(x, p["w"])), p["o"])
+    return jnp.mean(in_eight_bits(jnp.tanh(y), p["out"]) ** 2)
+
+
+@program(X, e=((7, D), "looked up"), h=((D, 7), "an output head"), **ONE)
+def an_index_of_the_largest_ends_a_path(p, x):
+    logits = jax.nn.relu(x @ p["w"]) @ p["h"]
+    again = jax.nn.one_hot(jnp.argmax(logits, -1), 7) @ p["e"]
+    return end(p, again @ p["o"]) - jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+
+
+# Left to names, since an operation is not followed, and others that were not.
+
+IMAGES = jax.ShapeDtypeStruct((B, 5, 5, 4), "float32")
+
+
+def convolved(x, w, groups=1):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
+@program(IMAGES, ROWS, w=((3, 3, 4, 8), "by names: conv_general_dilated: hostile_programs.py:"),
+         style=((D, 4), "0 | 1"), out=((8, 2), "an output head"))  # fmt: skip
+def a_kernel_for_each_example(p, x, z):
+    """StyleGAN 2's fused convolution: its groups are the examples."""
+    n, h, w, c = x.shape
+    kernels = p["w"][None] * (z @ p["style"])[:, None, None, :, None]
+    kernels = kernels.transpose(1, 2, 3, 0, 4).reshape(3, 3, c, -1)
+    y = convolved(x.transpose(1, 2, 0, 3).reshape(1, h, w, n * c), kernels, n)
+    return end(p, y.reshape(h, w, n, -1).transpose(2, 0, 1, 3).mean((1, 2)))
+
+
+@program(
+    IMAGES, w=((6, 3, 3, 4, 8), "by names: reshape: hostile_programs.py:"), out=((8, 2), "an output head")
+)
+def an_ensemble_of_convolutions(p, x):
+    return end(p, jax.vmap(convolved, (None, 0))(x, p["w"]).mean((2, 3)))
+
+
+@program(X, qk=((2, H, S, S), "2 | 3"), v=((H, S, S), "1 | 2"), out=((D, 2), "an output head"))
+def queries_and_keys_by_one_vmap(p, x):
+    q, k = jax.vmap(lambda w: jnp.einsum("bthi,hij->bthj", heads(x), w))(p["qk"])
+    logits, v = jnp.einsum("bqhd,bkhd->bhqk", q, k), jnp.einsum("bthi,hij->bthj", heads(x), p["v"])
+    return end(p, jnp.einsum("bhqk,bkhd->bqhd", logits, v).reshape(B, T, -1))
+
+
+@program(X, w=((D, D), "0 | 1"), out=((D, 2), "an output head"))
+def a_scope_of_the_users(p, x):
+    with jax.named_scope("transpose(jvp(block))"):
+        y = jnp.tanh(x @ p["w"])
+    return end(p, y)
+
+
+@program(X, w=((D, 5 * D), "0 | 1 / 8, 8, 24 of 1"), out=((D, 2), "an output head"))
+def columns_of_no_use(p, x):
+    a, b = jnp.split(x @ p["w"], 5, -1)[:2]
+    return end(p, jax.nn.silu(a) * b)
+
+
+@program(X, w=((D, D), "by names: pad: hostile_programs.py:"), out=((2 * D - 1, 2), "an output head"))
+def zeros_between(p, x):
+    return end(p, x @ lax.pad(p["w"], 0.0, [(0, 0, 0), (0, 0, 1)]))
+
+
+@program(X, w=((D, 5 * D), "looked up: hostile_programs.py:"), out=((D, 2), "an output head"))
+def an_expert_cut_out_by_data(p, x):
+    return end(p, x @ lax.dynamic_slice(p["w"], (0, D * jnp.argmax(x[0, 0])), (D, D)))
+
+
+@program(
+    X,
+    a=((D, 2), "a learned input: hostile_programs.py:"),
+    b=((2, D), "0 | 1"),
+    out=((D, 2), "an output head"),
+)
+def an_adapter_of_a_closed_over_kernel(p, x):
+    return end(p, x @ (np.eye(D, dtype=np.float32) + p["a"] @ p["b"]))

@@ -715,7 +715,7 @@ def encoder_and_decoder(p, x, y):
     return sq((x + o @ p["ox"]) @ p["out"])
 
 
-@program(X, **A4, **OUT, sites="it can't be followed")
+@program(X, **A4, **OUT, sites="its queries, keys and values")
 def a_written_cache(p, x):
     q, k, v, _ = mha(p, x)
     k, v = (lax.dynamic_update_slice(jnp.zeros((B, T + 2, H, S)), a, (0, 0, 0, 0)) for a in (k, v))
@@ -875,7 +875,7 @@ def mixture_of_depths(p, x):
     return sq(x @ p["out"])
 
 
-@program(X, w=((D, 4), M), mean=((D, 3), M), out=((D, 1), "head"))
+@program(X, w=((D, 4), M), mean=((D, 3), M), out=((D, 1), "head"), sites="its queries, keys and values")
 def pooled_by_learned_weights(p, x):
     a = jax.nn.softmax(x @ p["w"], 1)
     return sq(jnp.tanh(jnp.einsum("bth,btd->bhd", a, x) @ p["mean"]) @ p["out"][:3])
@@ -1110,6 +1110,7 @@ def keys_average_pooled(p, x):
     X,
     **{"q": ((3, D), "1 | 0"), "a": ((3, 2), "1 | 0"), "b": ((2, D), "1 | 0")},
     **{"k": ((D, D), M), "v": ((D, D), M), "out": ((D, 1), "head")},
+    sites="its queries, keys and values",
 )
 def learned_queries_with_an_adapter(p, x):
     """Which of the two a clip would have to scale is not said."""

@@ -1,5 +1,6 @@
 """`inspect` and `Program` as a user meets them."""
 
+import functools
 import re
 import sys
 import warnings
@@ -12,11 +13,10 @@ import optax
 import pytest
 from flax import errors, nnx
 from flax import linen as nn
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import muonjax
-from tests.inspect.attention import attend, layer, tokens, unrolled, unstacked, weights
+from tests.inspect.attention import layer, tokens, unstacked, weights
+from tests.tools.oracles import SHORT
 
 pytestmark = pytest.mark.promotes("the functions are written as people write them")
 NUMBERS = muonjax.MuonDimensionNumbers
@@ -41,10 +41,10 @@ def ones(tree):
 def test_a_program_stands_for_dimension_numbers():
     program = muonjax.inspect(mlp, PARAMS, X)
     params = ones(PARAMS)
-    by_program = muonjax.muon(0.1, program)
-    by_hand = muonjax.muon(0.1, program={"up": NUMBERS(0, 1), "bias": None, "out": None})
-    one, _ = by_program.update(params, by_program.init(params), params)
-    two, _ = by_hand.update(params, by_hand.init(params), params)
+    by_program = muonjax.muon(0.1, program, newton_schulz=SHORT)
+    by_hand = muonjax.muon(0.1, {"up": NUMBERS(0, 1), "bias": None, "out": None}, newton_schulz=SHORT)
+    one, _ = jax.jit(by_program.update)(params, by_program.init(params), params)
+    two, _ = jax.jit(by_hand.update)(params, by_hand.init(params), params)
     jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
@@ -88,43 +88,28 @@ def test_parts_of_a_model_train_with_the_program_of_all_of_it():
     one = unstacked(jax.tree.map(jnp.asarray, weights()))[0]
     params, x = {"below": one, "above": one, "out": jnp.ones((tokens().shape[-1], 1))}, tokens()
     program = muonjax.inspect(two_layers, params, x)
-    grads = jax.grad(two_layers)(params, x)
-    optimizers = {"train": muonjax.muon(1e-3, program), "frozen": optax.set_to_zero()}
+    grads = jax.jit(jax.grad(two_layers))(params, x)
+    optimizers = {"train": muonjax.muon(1e-3, program, newton_schulz=SHORT), "frozen": optax.set_to_zero()}
     tx = optax.partition(optimizers, {"below": "frozen", "above": "train", "out": "train"})
-    updates, _ = tx.update(grads, tx.init(params), params)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     assert not any(map(np.any, jax.tree.leaves(updates["below"])))
-    optimizers["train"] = muonjax.muonclip(1e-3, program, threshold=0.01)
+    optimizers["train"] = muonjax.muonclip(1e-3, program, threshold=0.01, newton_schulz=SHORT)
     tx = optax.partition(optimizers, {"below": "frozen", "above": "train", "out": "train"})
-    (_, max_logits), _ = muonjax.value_and_grad(two_layers)(params, x)
-    clipped, _ = tx.update(grads, tx.init(params), params, max_logits=max_logits)
+    (_, max_logits), _ = jax.jit(muonjax.value_and_grad(two_layers))(params, x)
+    clipped, _ = jax.jit(tx.update)(grads, tx.init(params), params, max_logits=max_logits)
     assert not any(map(np.any, jax.tree.leaves(clipped["below"])))
     assert np.abs(clipped["above"]["q"]).max() > 10 * np.abs(updates["above"]["q"]).max()
-    whole = muonjax.muon(1e-3, program)
-    expected, _ = whole.update(grads, whole.init(params), params)
-    jax.tree.map(np.testing.assert_array_equal, updates["above"], expected["above"])
+    whole = muonjax.muon(1e-3, program, newton_schulz=SHORT)
+    expected, _ = jax.jit(whole.update)(grads, whole.init(params), params)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8),
+        updates["above"],
+        expected["above"],
+    )
     for part in ({"below": optax.MaskedNode()} | params | {"below": optax.MaskedNode()}, {"above": one}):
         last = muonjax.tabulate(part, program).splitlines()[-1]
         assert re.fullmatch(r"Not among these parameters: .*below/q.*; not clipped: below\.", last)
     assert "Not among" not in muonjax.tabulate(params, program)
-
-
-def test_an_nnx_optimizer_of_a_part():
-    attention = {"num_heads": 2, "in_features": 8, "decode": False, "rngs": nnx.Rngs(0)}
-    model = nnx.Sequential(nnx.MultiHeadAttention(**attention), nnx.MultiHeadAttention(**attention))
-    only_second = nnx.All(nnx.Param, nnx.PathContains(1))
-
-    def loss_fn(model, x):
-        return jnp.mean(model(x) ** 2)
-
-    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
-    program = muonjax.inspect(loss_fn, model, x)
-    optimizer = nnx.Optimizer(model, muonjax.muonclip(0.1, program, threshold=0.01), wrt=only_second)
-    value_and_grad = muonjax.value_and_grad(loss_fn, argnums=nnx.DiffState(0, only_second))
-    (before, max_logits), grads = value_and_grad(model, x)
-    optimizer.update(model, grads, max_logits=max_logits)
-    assert loss_fn(model, x) < before
-    assert list(optimizer.opt_state[-1].factors) == ["layers/1"]
-    assert list(max_logits) == ["layers/0", "layers/1"]
 
 
 def test_nothing_depends_on_the_parameters():
@@ -226,27 +211,6 @@ def test_scanned_linen_layers_are_clipped_layer_by_layer(stack):
     np.testing.assert_allclose(after, kernel * factors[:, None, :, None], rtol=1e-6)
 
 
-def test_a_step_of_an_nnx_model():
-    model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
-
-    def loss_fn(model, x):
-        return jnp.mean(model(x) ** 2)
-
-    program = muonjax.inspect(loss_fn, model, x)
-    optimizer = nnx.Optimizer(model, muonjax.muonclip(0.1, program, threshold=0.01), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(model, x)
-        optimizer.update(model, grads, max_logits=max_logits)
-        return loss
-
-    losses = [float(step(model, optimizer, x)) for _ in range(3)]
-    assert losses[-1] < losses[0]
-    assert muonjax.metrics(optimizer.opt_state)["qk_clip/total_clipped"] > 0
-
-
 def test_a_clip_of_an_nnx_model_that_counts_is_checked():
     """Dropout counts its calls in the model's state."""
     model = nnx.MultiHeadAttention(
@@ -264,28 +228,6 @@ def test_in_a_chain_of_ones_own():
     params = ones({"up": PARAMS["up"]})
     updates, _ = tx.update(params, tx.init(params), params)
     assert updates["up"].shape == (8, 16)
-
-
-@pytest.mark.parametrize("devices", [(2, 4), (4, 2)], ids=["one head a device", "two heads a device"])
-def test_heads_that_a_shard_map_divides_are_refused(devices):
-    w, x = weights(2), tokens()
-    mesh = jax.make_mesh(devices, ("data", "head"), axis_types=(AxisType.Auto,) * 2)
-    specs = {"q": P(None, "head"), "k": P(None, "head"), "v": P(None, "head"), "o": P("head")}
-
-    def of_one_device(x, w):
-        q, k, v = (jnp.einsum("btd,dhs->bths", x, w[name]) for name in "qkv")
-        return jax.lax.psum(jnp.einsum("bths,hsd->btd", attend(q, k, v), w["o"]), "head")
-
-    mapped = jax.shard_map(of_one_device, mesh=mesh, in_specs=(P("data"), specs), out_specs=P("data"))
-
-    def loss(w, x):
-        return unrolled(w, x, lambda x, w: x + mapped(x, w))
-
-    program = muonjax.inspect(loss, w, x)
-    assert program.dimension_numbers()["o"] == NUMBERS((1, 2), 3)
-    assert {a.problem.split(":")[0] for a in program.attentions} == {
-        "a shard_map divides its heads or layers"
-    }
 
 
 def test_a_program_in_inject_hyperparams():
@@ -411,30 +353,3 @@ def test_the_line_in_a_notebook_is_that_of_a_cell(monkeypatch):
     exec(compile(code, "/tmp/ipykernel_12/4258106292.py", "exec"), names := {})
     assert muonjax.inspect(names["loss"], PARAMS, X).why("up").endswith(": In[3]:3")
     assert "test_inspect.py:" in muonjax.inspect(mlp, PARAMS, X).why("up")
-
-
-def attended(q, k, v):
-    return jnp.mean(jax.nn.dot_product_attention(q, k, v) ** 2)
-
-
-def test_heads_that_are_cut_and_put_together_again_are_the_same_heads():
-    def loss(params, x, cut):
-        q, k, v = (jnp.einsum("btd,dhs->bths", x, params[name]) for name in "qkv")
-        return attended(jnp.concatenate(jnp.split(q, 2, 2), 2) if cut else q, k, v)
-
-    params, x = {name: leaf(8, 4, 4) for name in "qkv"}, leaf(1, 3, 8)
-    one, other = (muonjax.inspect(loss, params, x, cut) for cut in (True, False))
-    assert one.sites == other.sites
-    assert one.dimension_numbers(attention="heads") == other.dimension_numbers(attention="heads")
-
-
-def test_parts_that_are_put_together_and_cut_again_are_the_same_parts():
-    def loss(params, x, again):
-        q, k, v = jnp.split(x @ params["qkv"], 3, -1)
-        q, k = jnp.split(jnp.concatenate([q, k], -1), 2, -1) if again else (q, k)
-        return attended(*(y.reshape(1, 3, 4, 4) for y in (q, k, v)))
-
-    params, x = {"qkv": leaf(8, 48)}, leaf(1, 3, 8)
-    one, other = (muonjax.inspect(loss, params, x, again) for again in (True, False))
-    assert one.sites == other.sites
-    assert one.dimension_numbers() == other.dimension_numbers()

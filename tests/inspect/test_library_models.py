@@ -57,27 +57,12 @@ def inspected(model):
         return muonjax.inspect(model.loss, model.params, *model.inputs)
 
 
-@pytest.fixture(scope="module")
-def read():
-    """Each model and its program, made once."""
-    known = {}
-
-    def make(name):
-        pytest.importorskip(MODELS[name].needs, reason=f"{MODELS[name].needs} is not installed")
-        if name not in known:
-            model = MODELS[name].make()
-            known[name] = model, inspected(model)
-        return known[name]
-
-    return make
-
-
-def decided(program):
-    """What is said of each parameter, by path."""
-    return {
-        path: (d.numbers, d.per_head if d.numbers else None, d.problem or d.why)
-        for path, d in program._decisions.items()
-    }
+def decided(model, program):
+    """What is said of each parameter, alone and with a matrix for each head, by path."""
+    paths, _, _ = flattened(model.params)
+    decisions = {path: program.decision(path) for path in paths}
+    assert not any(d.by_names or d.problem for d in decisions.values())
+    return {path: (d.numbers, d.per_head if d.numbers else None, d.why) for path, d in decisions.items()}
 
 
 def wrong(model, found, answers):
@@ -92,61 +77,37 @@ def wrong(model, found, answers):
 
 @pytest.mark.parametrize("name", MODELS)
 @tiers.quick(*QUICK)
-def test_every_parameter_is_decided_rightly(name, read):
-    model, program = read(name)
-    found = {path: (numbers, why) for path, (numbers, _, why) in decided(program).items()}
-    assert not wrong(model, found, expected_leaves(model, model.leaves))
-    assert not any(d.by_names or d.problem for d in program._decisions.values())
-
-
-@pytest.mark.parametrize("name", MODELS)
-@tiers.quick(*QUICK)
-def test_each_head_has_its_matrices(name, read):
-    model, program = read(name)
-    found = {path: (per_head, why) for path, (_, per_head, why) in decided(program).items()}
+def test_every_parameter_and_attention_is_decided_rightly_whatever_the_names_are(name):
+    pytest.importorskip(MODELS[name].needs, reason=f"{MODELS[name].needs} is not installed")
+    model = MODELS[name].make()
+    program = inspected(model)
+    found = decided(model, program)
+    matrices = {path: (numbers, why) for path, (numbers, _, why) in found.items()}
+    assert not wrong(model, matrices, expected_leaves(model, model.leaves))
+    heads = {path: (per_head, why) for path, (_, per_head, why) in found.items()}
     others = {pattern: right for pattern, right in model.leaves.items() if pattern not in model.per_head}
     answers = expected_leaves(model, {**model.per_head, **others}, every=False)
-    assert not wrong(model, found, answers)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@tiers.quick(*QUICK)
-def test_every_attention_is_found_or_refused_with_its_reason(name, read):
-    model, program = read(name)
-    found = [found_attention(model.params, attention) for attention in program.attentions]
+    assert not wrong(model, heads, answers)
+    attentions = [found_attention(model.params, attention) for attention in program.attentions]
     wanted = [expected_attention(model, line) for line in model.attentions]
-    right = len(found) == len(wanted) and all(map(same_heads, found, wanted))
-    assert right, (list(map(said, found)), list(map(said, wanted)))
+    right = len(attentions) == len(wanted) and all(map(same_heads, attentions, wanted))
+    assert right, (list(map(said, attentions)), list(map(said, wanted)))
 
-
-@pytest.mark.parametrize("name", MODELS)
-@tiers.quick(*QUICK)
-def test_names_do_not_matter(name, read):
-    model, program = read(name)
     other, path_of = scrambled(model)
     there = inspected(other)
-    assert {path_of[word]: said_of for word, said_of in decided(there).items()} == decided(program)
+    assert {path_of[word]: said_of for word, said_of in decided(other, there).items()} == found
 
     def as_named(heads):
         if isinstance(heads, str):
             return heads
         return {(factor, path_of[word]): grid for (factor, word), grid in heads.items()}
 
-    found = [as_named(found_attention(other.params, attention)) for attention in there.attentions]
-    wanted = [found_attention(model.params, attention) for attention in program.attentions]
-    assert len(found) == len(wanted)
-    assert all(map(same_heads, found, wanted))
+    scrambled_attentions = [as_named(found_attention(other.params, a)) for a in there.attentions]
+    assert len(scrambled_attentions) == len(attentions)
+    assert all(map(same_heads, scrambled_attentions, attentions))
 
-
-@pytest.mark.parametrize("name", MODELS)
-@tiers.quick(*QUICK)
-def test_optimizers_take_the_program(name, read):
-    model, program = read(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # attentions that are refused
-        if any(attention.site for attention in program.attentions):
-            optimizer = muonjax.muonclip(1e-2, program)
-        else:
-            optimizer = muonjax.muon(1e-2, program)
-        state = jax.eval_shape(optimizer.init, model.params)
+        make = muonjax.muonclip if any(a.site for a in program.attentions) else muonjax.muon
+        state = jax.eval_shape(make(1e-2, program).init, model.params)
     assert len(jax.tree.leaves(optax.tree_utils.tree_get(state, "trace"))) > 0

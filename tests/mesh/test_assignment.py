@@ -64,7 +64,7 @@ def sent(found) -> float:
         ),
         min_size=1,
         max_size=20,
-    ),
+    )
 )
 def test_every_matrix_has_one_owner_and_no_load_is_far_above_the_rest(drawn):
     leaves = [ShardedLeaf(view(b, m, n), ((), *spec), np.dtype(dtype)) for b, m, n, spec, dtype in drawn]

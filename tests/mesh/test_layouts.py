@@ -188,9 +188,7 @@ def test_a_distribution_over_explicit_axes():
     other = {name: P(*reversed(SPECS[name])) for name in ("rows", "both", "tall")} | {"experts": P()}
     with jax.set_mesh(mesh):
         results = orthogonalize(
-            values,
-            {n: NUMBERS[n] for n in MATRICES},
-            distribution=muonjax.Distribution(mesh, other),
+            values, {n: NUMBERS[n] for n in MATRICES}, distribution=muonjax.Distribution(mesh, other)
         )
     check(results, MATRICES)
     for name, x in values.items():
@@ -237,9 +235,7 @@ def test_wrong_specs_cost_a_reshard_and_nothing_else():
         "experts": P("tensor"),
     }
     results = orthogonalize(
-        values,
-        {n: NUMBERS[n] for n in MATRICES},
-        distribution=muonjax.Distribution(mesh, wrong),
+        values, {n: NUMBERS[n] for n in MATRICES}, distribution=muonjax.Distribution(mesh, wrong)
     )
     check(results, MATRICES)
 

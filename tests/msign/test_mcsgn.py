@@ -114,14 +114,8 @@ def test_third_derivatives():
 def test_check_grads():
     with jax.enable_x64(True):
         x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0])
-        check_grads(
-            jax.jit(functools.partial(mcsgn, num_steps=8)),
-            (x,),
-            order=2,
-            modes=("fwd", "rev"),
-            atol=1e-6,
-            rtol=1e-6,
-        )
+        f = jax.jit(functools.partial(mcsgn, num_steps=8))
+        check_grads(f, (x,), order=2, modes=("fwd", "rev"), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.thorough

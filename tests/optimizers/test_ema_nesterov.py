@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from tests.clip.attentions import EXACT, multi_head
 from tests.mesh.layouts import make_mesh
-from tests.tools.oracles import normal
+from tests.tools.oracles import SHORT, normal
 
 STEPS = 50
 BETAS = np.array([0.6 * (1 - t / STEPS) if 5 <= t < 35 else 0.0 for t in range(STEPS + 1)])  # as the record's
@@ -70,7 +70,7 @@ def test_fifty_steps_equal_the_papers_algorithm_in_float64(precise):
 
 
 def test_without_a_look_ahead_it_is_the_optimizer_inside():
-    inner = muonjax.muon(0.02, newton_schulz=muonjax.NewtonSchulz(num_steps=1, deflation=0))
+    inner = muonjax.muon(0.02, newton_schulz=SHORT)
     tree = {"w": normal(3, 4)}
     ahead, weights = trajectory(muonjax.ema_nesterov(inner, 0.0), tree, 3)
     expected, _ = trajectory(muonjax.ema_nesterov(optax.chain(inner), 0.0), tree, 3)
@@ -148,7 +148,7 @@ def test_the_mean_is_sharded_as_its_parameter():
     params = {"dense": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}}
     specs = {"dense": {"kernel": P("fsdp"), "bias": P()}}
     distribution = muonjax.Distribution(make_mesh(fsdp=4), specs)
-    tx = muonjax.ema_nesterov(muonjax.muon(0.1, distribution=distribution), 0.5)
+    tx = muonjax.ema_nesterov(muonjax.muon(0.1, distribution=distribution, newton_schulz=SHORT), 0.5)
     shardings = muonjax.state_shardings(tx, params, distribution)
     assert shardings.ema["dense"]["kernel"].spec == P("fsdp", None)
     state = jax.jit(tx.init, out_shardings=shardings)(params)

@@ -12,13 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from benchmarks.common import hlo_counts
-from muonjax import NewtonSchulz
 from muonjax._transforms.momentum import Int8TraceState, block_size, dequantize, quantize
 from tests.mesh.layouts import make_mesh, put, under
-from tests.tools.oracles import normal
+from tests.tools.oracles import SHORT, normal
 from tests.tools.tiers import thorough
 
-SHORT = NewtonSchulz(num_steps=1, deflation=0)  # for what is around the orthogonalization
 SITES = muonjax.mha_site()
 
 

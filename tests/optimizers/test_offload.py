@@ -12,10 +12,9 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from benchmarks.common import hlo_counts
 from tests.mesh.layouts import make_mesh
-from tests.tools.oracles import normal
+from tests.tools.oracles import SHORT, normal
 from tests.tools.tiers import thorough
 
-SHORT = muonjax.NewtonSchulz(num_steps=1, deflation=0)
 SHAPES = {f"attention/{name}/kernel": (64, 2, 32) for name in ("query", "key", "value")}
 SHAPES |= {"gate/kernel": (1, 64), "up/kernel": (16, 64), "up/bias": (64,), "embedding/embedding": (32, 16)}
 STATISTICS = {"attention": jnp.array([400.0, 50.0])}

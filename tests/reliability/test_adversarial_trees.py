@@ -116,20 +116,8 @@ def test_any_settings_are_taken_or_refused_by_name(data):
         assert len(made) == arguments["num_steps"]
 
 
-NAMES = [
-    "attention",
-    "query",
-    "key",
-    "out",
-    "mlp",
-    "kernel",
-    "bias",
-    "scale",
-    "embedding",
-    "w",
-    "blocks",
-    "head",
-]
+NAMES = ["attention", "query", "key", "out", "mlp", "kernel", "bias", "scale", "embedding"]
+NAMES += ["w", "blocks", "head"]
 LEAVES = st.builds(
     jax.ShapeDtypeStruct,
     st.lists(st.sampled_from([0, 1, 2, 3, 8]), max_size=4).map(tuple),

@@ -9,7 +9,7 @@ import pytest
 
 import muonjax
 from muonjax import NewtonSchulz
-from tests.tools.tiers import quick, thorough
+from tests.tools.tiers import thorough
 
 STATISTICS = {"attention": jnp.asarray([400.0, 50.0])}
 
@@ -74,26 +74,6 @@ def test_another_preset_takes_over_at_once(saved, preset):
     before, _ = advance(muonclip(), tree, state, 3)
     same = digest(after["mlp"]["kernel"]) == digest(before["mlp"]["kernel"])
     assert same is (preset == "balanced")
-
-
-@quick("{'threshold': 10.0}-attention")
-@pytest.mark.parametrize(
-    ("settings", "changes"),
-    [
-        ({"decay": 0.5}, "mlp"),
-        thorough({"weight_decay": 0.5}, "mlp"),
-        thorough({"rms": 0.1}, "mlp"),
-        ({"threshold": 10.0}, "attention"),
-    ],
-    ids=str,
-)
-def test_numbers_may_change(saved, settings, changes):
-    tree, _, folder = saved
-    tx = muonclip(**settings)
-    restored = restore(folder, tx, tree)
-    after, _ = advance(tx, restored["params"], restored["opt_state"], 3)
-    before, _ = advance(muonclip(), restored["params"], restored["opt_state"], 3)
-    assert digest(after[changes]) != digest(before[changes])
 
 
 @pytest.mark.promotes("gradients of another dtype than the momentum, which Optax adds")

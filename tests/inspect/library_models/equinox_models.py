@@ -53,7 +53,7 @@ def site(at: str, stacked: bool = False) -> str:
     )
 
 
-NORMS = {"*norms/*/weight": "multiplied entry by entry", "*norms/*/bias": "added"}
+NORMS = {"*norms/*/weight": "multiplied entry by entry"}
 
 
 @model("equinox")
@@ -82,12 +82,7 @@ def equinox_transformer():
     def loss(params, text):
         return cross_entropy(jax.vmap(whole(params))(text)[:, :-1], text[:, 1:])
 
-    leaves = NORMS | {
-        "table/weight": "looked up",
-        "head/weight": HEAD,
-        "*/weight": "1>0",
-        "*/bias": "added",
-    }
+    leaves = NORMS | {"table/weight": "looked up", "head/weight": HEAD, "*/weight": "1>0"}
     heads = {"*/{query_proj,key_proj,value_proj}/weight": "1>0/4@0"}
     return Model(loss, params, [tokens(2, 8)], leaves, [site("layers/0"), site("layers/1")], heads)
 
@@ -124,7 +119,7 @@ def equinox_scan():
     def loss(params, text):
         return cross_entropy(jax.vmap(whole(params))(text)[:, :-1], text[:, 1:])
 
-    leaves = NORMS | {"shared/*": "looked up", "*/weight": "2>1", "*/bias": "added"}
+    leaves = NORMS | {"shared/*": "looked up", "*/weight": "2>1"}
     heads = {"*/{query_proj,key_proj,value_proj}/weight": "2>1/4@1"}
     return Model(loss, params, [tokens(2, 8)], leaves, [site("layers", True)], heads)
 
@@ -157,7 +152,7 @@ def equinox_rotary():
     def loss(params, x, labels):
         return cross_entropy(jax.vmap(whole(params))(x), labels)
 
-    leaves = {"head/weight": HEAD, "*/weight": "1>0", "*/bias": "added"}
+    leaves = {"head/weight": HEAD, "*/weight": "1>0"}
     line = "query attention/query_proj/weight@0 4x8; key attention/key_proj/weight@0 4x8"
     heads = {"*/{query_proj,key_proj,value_proj}/weight": "1>0/4@0"}
     return Model(loss, params, [shape(2, 6, 32), tokens(2, 6)], leaves, [line], heads)
@@ -202,7 +197,6 @@ def equinox_images():
         "layers/11/layer/weight": "1>0",
         "layers/11/g": "multiplied entry by entry",
         "layers/13/weight": HEAD,
-        "*/bias": "added",
     }
     return Model(loss, params, [shape(2, 3, 8, 8), tokens(2)], leaves)
 
@@ -256,5 +250,5 @@ def equinox_ensemble():
         predicted = eqx.filter_vmap(one, in_axes=(eqx.if_array(0), None))(whole(params), x)
         return mean_square(predicted - y)
 
-    leaves = {"layers/2/weight": HEAD, "*/weight": "2>1", "*/bias": "added"}
+    leaves = {"layers/2/weight": HEAD, "*/weight": "2>1"}
     return Model(loss, params, [shape(4, 6), shape(4, 3)], leaves)

@@ -6,8 +6,6 @@ import jax.numpy as jnp
 from tests.inspect.library_models.linen_models import HEAD
 from tests.inspect.library_models.model import Model, cross_entropy, mean_square, model, shape, tokens
 
-NORM = {"*norm*/offset": "added", "*norm*/scale": "multiplied entry by entry"}
-
 
 def transformed(forward, *inputs):
     """`apply(params, *inputs)` and the parameters' shapes."""
@@ -51,15 +49,7 @@ def haiku_transformer():
     def loss(params, text):
         return cross_entropy(apply(params, text)[:, :-1], text[:, 1:])
 
-    leaves = {
-        "embed/embeddings": "looked up",
-        "*positions": "added",
-        "*norm*/offset": "added",
-        "*norm*/scale": "multiplied entry by entry",
-        "head/w": HEAD,
-        "*/w": "0>1",
-        "*/b": "added",
-    }
+    leaves = {"*positions": "added", "head/w": HEAD}
     return Model(loss, params, [tokens(2, 8)], leaves, [site("a"), site("a_1")], BLOCK_HEADS)
 
 
@@ -79,20 +69,9 @@ def haiku_layer_stack():
     def loss(params, text):
         return cross_entropy(apply(params, text)[:, :-1], text[:, 1:])
 
-    leaves = NORM | {
-        "embed/embeddings": "looked up",
-        "head/w": HEAD,
-        "head/b": "added",
-        "*/w": "1>2",
-        "*/b": "added",
-    }
+    leaves = {"head/w": HEAD, "*/w": "1>2"}
     return Model(
-        loss,
-        params,
-        [tokens(2, 8)],
-        leaves,
-        [site("stack/a", True)],
-        {"*/{query,key,value}/w": "1>2/4@2"},
+        loss, params, [tokens(2, 8)], leaves, [site("stack/a", True)], {"*/{query,key,value}/w": "1>2/4@2"}
     )
 
 
@@ -115,16 +94,12 @@ def haiku_images():
         return cross_entropy(apply(params, x), labels)
 
     leaves = {
-        "group_norm/offset": "added",
-        "group_norm/scale": "multiplied entry by entry",
         "first/w": "0,1,2>3",
         "grouped/w": "0,1,2>3/4@3",
         "depthwise*/w": "a depthwise convolution",
         "separable*/w": "a depthwise convolution",
         "transposed/w": "0,1,3>2",  # stored (window, out, in)
-        "dense/w": "0>1",
         "head/w": HEAD,
-        "*/b": "added",
     }
     return Model(loss, params, [shape(2, 8, 8, 3), tokens(2)], leaves)
 
@@ -146,13 +121,10 @@ def haiku_resnet():
         return cross_entropy(made.apply(params, state, None, x)[0], labels)
 
     leaves = {
-        "*batchnorm*/offset": "added",
-        "*batchnorm*/scale": "multiplied entry by entry",
         "*initial_conv/w": "0,1,2>3",
         "*conv_1/w": "0,1,2>3",
         "*conv*/w": "2>3",  # 1 × 1
         "*logits/w": HEAD,
-        "*logits/b": "added",
     }
     return Model(loss, params, [state, x, tokens(2)], leaves)
 
@@ -176,13 +148,10 @@ def haiku_recurrent():
         return cross_entropy(apply(params, text).swapaxes(0, 1)[:, :-1], text[:, 1:])
 
     leaves = {
-        "embed/embeddings": "looked up",
         "lstm/linear/w": "0>1/4@1",
         "gru/w_i": "0>1/48,24@1|0>1/3@1",  # update and reset gate pass the sigmoid together
         "gru/w_h": "0>1/48,24@1|0>1/3@1",  # cut before its products
         "head/w": HEAD,
-        "rnn/*/w": "0>1",
-        "*b": "added",
     }
     return Model(loss, params, [tokens(2, 7)], leaves)
 
@@ -202,5 +171,5 @@ def haiku_autoencoder():
         return mean_square(hk.Linear(20, name="out")(y) - x) + divergence
 
     apply, params = transformed(forward, shape(2, 20), shape(2, 4))
-    leaves = {"out/w": HEAD, "*/w": "0>1", "*/b": "added"}
+    leaves = {"out/w": HEAD}
     return Model(apply, params, [shape(2, 20), shape(2, 4)], leaves)

@@ -5,10 +5,8 @@ import jax.numpy as jnp
 
 from tests.inspect.library_models.keras_hub_text_models import (
     ATTENTION,
-    DENSE,
     NORM,
     PER_HEAD,
-    SCALED,
     built,
     each_layer,
     site,
@@ -18,7 +16,6 @@ from tests.inspect.library_models.model import cross_entropy, model, shape, toke
 
 PATCHES = "an embedding of patches"
 CONVOLUTION = {"*/kernel": "0,1,2>3"}
-ADDED = {"*{bias,beta}": "added"}
 
 
 def classifying(family, leaves, attentions=(), per_head=None, size=32, task=None, output=(), **settings):
@@ -41,7 +38,7 @@ def deit():
         "*/position_embedding": "added",
         "*/patch_embedding/kernel": PATCHES,
         "predictions/kernel": HEAD,
-    } | NORM | ATTENTION | DENSE  # fmt: skip
+    } | NORM | ATTENTION  # fmt: skip
     sites = [site(f"deit_encoder/transformer_block_{i}/mha") for i in (1, 2)]
     sizes = {"patch_size": 4, "num_layers": 2, "num_heads": 4, "hidden_dim": 64, "intermediate_dim": 128}
     return classifying("DeiT", leaves, sites, PER_HEAD, 16, **sizes)
@@ -55,7 +52,7 @@ def swin():
         "patch_embedding/*/kernel": PATCHES,
         "*/attention_qkv/kernel": "0>1/3@1",
         "predictions/kernel": HEAD,
-    } | NORM | DENSE  # fmt: skip
+    } | NORM  # fmt: skip
     refused = ["refused: a learned bias is added to the logits"] * 4
     heads = {"stage_0/*/attention_qkv/kernel": "0>1/6@1", "stage_1/*/attention_qkv/kernel": "0>1/12@1"}
     return classifying(
@@ -71,7 +68,7 @@ def segformer():
         "conv2d_4/kernel": HEAD,
         "*/{conv2d,conv2d_1,conv2d_2,conv2d_3}/kernel": "0,1,2>3",
         "*/{depthwise_conv2d,depthwise_conv2d_1}/kernel": "a depthwise convolution",
-    } | NORM | DENSE  # fmt: skip
+    } | NORM  # fmt: skip
     at = "hierarchical_encoder_{}_0/seg_former_multihead_attention{}"
     sites = [
         site(at.format(0, ""), "1x16", "1x16", query="dense", key="dense_1"),
@@ -104,7 +101,7 @@ def dinov3():
         "*/projection/kernel": PATCHES,
         "*/lambda1": "multiplied entry by entry",
         "probe/kernel": HEAD,
-    } | NORM | DENSE  # fmt: skip
+    } | NORM  # fmt: skip
     at = "encoder/layers_*/attention"
     sites = each_layer(site(at, "4x16", "4x16", query="q_proj", key="k_proj", biases=("query",)))
     heads = {"*/{q_proj,k_proj,v_proj}/kernel": "0>1/4@1"}
@@ -129,12 +126,10 @@ def siglip():
     """Two towers whose products with each other are no attention; a learned query that pools all patches."""
     leaves = {
         "embedding/patch_embedding/kernel": PATCHES,
-        "embedding/token_embedding/embeddings": "looked up",
         "*embedding/position_embedding/embeddings": "looked up|added",
         "head/variable": "a learned input",
-        "siglip_head/logit_scale": "exp|multiplied",
-        "siglip_head/logit_bias": "added",
-    } | NORM | ATTENTION | DENSE  # fmt: skip
+        "siglip_head/logit_scale": "exp|multiplied"
+    } | NORM | ATTENTION  # fmt: skip
     at = "encoder_block_0/self_attn"
     sites = [site(at), site("head/attention"), site(f"second/{at}")]
 
@@ -177,7 +172,7 @@ def stable_diffusion_3():
         "*/ada_layer_norm/dense/kernel": "0>1/6@1",
         "*/attention_qkv/kernel": "0>1/3@1",
         "output_dense/kernel": HEAD,
-    } | DENSE  # fmt: skip
+    }  # fmt: skip
     fused = [f"joint_block_{{}}/{side}_block/attention_qkv" for side in ("context", "x")]
     line = "; ".join(
         f"{factor} {at}/{leaf}{offset}"
@@ -199,14 +194,14 @@ def stable_diffusion_3():
 @model("keras_hub")
 def flux():
     """Normalized queries and keys of two streams, then of one whose kernel holds a dense layer too."""
-    leaves = SCALED | {
+    leaves = {
         "double_stream_block/*modulation*/kernel": "0>1/6@1",
         "single_stream_block/*modulation*/kernel": "0>1/3@1",
         "double_stream_block/{dense_7,dense_12}/kernel": "0>1/3@1",
         "single_stream_block/dense_16/kernel": "0>1/64,64,64,128@1",
         "last_layer/dense_19/kernel": HEAD,
         "last_layer/*/dense_20/kernel": "0>1/2@1",
-    } | NORM | DENSE  # fmt: skip
+    } | NORM  # fmt: skip
     fused = ",".join(["16"] * 12 + ["128"])
     heads = {
         "double_stream_block/{dense_7,dense_12}/kernel": "0>1/12@1",
@@ -236,7 +231,7 @@ def autoencoder():
     leaves = {
         "encoder/output_projection/kernel": "0,1,2>3/2@3",
         "decoder/output_projection/kernel": HEAD,
-    } | NORM | CONVOLUTION | ADDED  # fmt: skip
+    } | NORM | CONVOLUTION  # fmt: skip
     line = site("*/mid_attention", "1x64", "1x64", 3, (), "query_conv2d", "key_conv2d")
     line += "; query */mid_attention/query_conv2d/bias@0 1x64; key */mid_attention/key_conv2d/bias@0 1x64"
     return built(
@@ -249,7 +244,7 @@ def autoencoder():
 
 @model("keras_hub")
 def resnet():
-    leaves = {"predictions/kernel": HEAD} | NORM | CONVOLUTION | ADDED
+    leaves = {"predictions/kernel": HEAD} | NORM | CONVOLUTION
     return classifying(
         "ResNet", leaves, input_conv_filters=[16], input_conv_kernel_sizes=[7], stackwise_num_filters=[64, 96],
         stackwise_num_blocks=[1, 1], stackwise_num_strides=[1, 2], block_type="bottleneck_block",
@@ -262,7 +257,7 @@ def efficientnet():
     leaves = {
         "predictions/kernel": HEAD,
         "*dwconv*/kernel": "a depthwise convolution",
-    } | NORM | CONVOLUTION | ADDED  # fmt: skip
+    } | NORM | CONVOLUTION  # fmt: skip
     threes = {
         f"stackwise_{word}": value
         for word, value in (
@@ -282,7 +277,7 @@ def xception():
         "predictions/kernel": HEAD,
         "*/depthwise_kernel": "a depthwise convolution",
         "*/pointwise_kernel": "0,1,2>3",
-    } | NORM | CONVOLUTION | ADDED  # fmt: skip
+    } | NORM | CONVOLUTION  # fmt: skip
     filters = [[8, 12], [16, 16], [24, 24]]
     return classifying(
         "Xception", leaves, stackwise_conv_filters=filters, stackwise_pooling=[True, True, False]
@@ -292,5 +287,5 @@ def xception():
 @model("keras_hub")
 def densenet():
     """Every layer reads all before it."""
-    leaves = {"predictions/kernel": HEAD} | NORM | CONVOLUTION | ADDED
+    leaves = {"predictions/kernel": HEAD} | NORM | CONVOLUTION
     return classifying("DenseNet", leaves, stackwise_num_repeats=[2, 1], growth_rate=8)

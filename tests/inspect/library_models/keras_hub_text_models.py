@@ -114,22 +114,18 @@ def each_layer(line, count=2):
     return [line.replace("*", str(i)) for i in range(count)]
 
 
-TABLES = {"*token_embedding/embeddings": "looked up", "*position_embedding/embeddings": "added"}
-SCALED = {"*/scale": "multiplied entry by entry"}
+TABLES = {"*position_embedding/embeddings": "added"}
 NORM = {"*/gamma": "multiplied entry by entry"}
 TABLE = {"token_embedding/embeddings": "looked up"}
 EMBEDDED = TABLE | {"token_embedding/reverse_embeddings": HEAD}
 QUERIES = {"*/{query,key,value,query_dense,key_dense,value_dense}/kernel": "0>1,2"}
 ATTENTION = QUERIES | {"*/attention_output/kernel": "0,1>2"}
-MATRIX = {"*/kernel": "0>1"}
-DENSE = MATRIX | {"*{bias,beta}": "added"}
 PER_HEAD = {"*/{query,key,value,query_dense,key_dense,value_dense}/kernel": "0>2"}
-SEGMENTS = {"segment_embedding/embeddings": "looked up"}
 
 
 @model("keras_hub")
 def gpt2():
-    leaves = TABLES | NORM | ATTENTION | DENSE
+    leaves = TABLES | NORM | ATTENTION
     sites = each_layer(site("transformer_layer_*/self_attention"))
     return causal("GPT2", leaves, sites, PER_HEAD, **SIZES, max_sequence_length=8)
 
@@ -142,9 +138,7 @@ def gpt_neox():
         f"query {at}/kernel@1 4x1 0:16@2; query {at}/bias@0 4x1 0:16@1; "
         f"key {at}/kernel@1 4x1 16:32@2; key {at}/bias@0 4x1 16:32@1"
     )
-    leaves = (
-        {"token_embedding/embeddings": "looked up", "*/query_key_value/kernel": "0>1,2/3@2"} | NORM | DENSE
-    )
+    leaves = {"*/query_key_value/kernel": "0>1,2/3@2"} | NORM
     heads = {"*/query_key_value/kernel": "0>2/3@2"}
     return causal(
         "GPTNeoX", leaves, each_layer(line), heads, **SIZES, rotary_percentage=0.5, max_sequence_length=8
@@ -154,7 +148,7 @@ def gpt_neox():
 @model("keras_hub")
 def bloom():
     """ALiBi."""
-    leaves = TABLE | NORM | QUERIES | DENSE
+    leaves = TABLE | NORM | QUERIES
     line = site("transformer_layer_*/self_attention", query="query_dense", key="key_dense")
     return causal("Bloom", leaves, each_layer(line), PER_HEAD, **SIZES)
 
@@ -162,7 +156,7 @@ def bloom():
 @model("keras_hub")
 def falcon():
     """ALiBi that is added before the logits are scaled."""
-    leaves = TABLE | NORM | QUERIES | DENSE
+    leaves = TABLE | NORM | QUERIES
     refused = ["refused: something is added to the logits before they are scaled"] * 2
     sizes = {k: v for k, v in SIZES.items() if k != "num_heads"}
     return causal("Falcon", leaves, refused, PER_HEAD, **sizes, num_attention_heads=4)
@@ -170,7 +164,7 @@ def falcon():
 
 @model("keras_hub")
 def llama():
-    leaves = EMBEDDED | SCALED | ATTENTION | MATRIX
+    leaves = EMBEDDED | ATTENTION
     line = site("transformer_layer_*/self_attention", key_heads="2x1", biases=())
     return causal("Llama", leaves, each_layer(line), PER_HEAD, **GROUPED)
 
@@ -178,7 +172,7 @@ def llama():
 @model("keras_hub")
 def mixtral():
     """Every expert sees every token; a loss of the router's own."""
-    leaves = EMBEDDED | SCALED | ATTENTION | MATRIX | {"*/experts/*": "1>2"}
+    leaves = EMBEDDED | ATTENTION | {"*/experts/*": "1>2"}
     line = site("transformer_layer_*/self_attention", key_heads="2x1", biases=())
     return causal("Mixtral", leaves, each_layer(line), PER_HEAD, **GROUPED, num_experts=3, sliding_window=4)
 
@@ -187,8 +181,6 @@ GEMMA = {
     "token_embedding/embeddings": "looked up",
     "*/{query,key,value}/kernel": "1>0,2",
     "*/attention_output/kernel": "0,1>2",
-    "*/scale": "multiplied entry by entry",
-    "*/kernel": "0>1",
 }
 GEMMA_PER_HEAD = {"*/{query,key,value}/kernel": "1>2"}
 
@@ -228,16 +220,10 @@ def gemma3n():
     The head of keras_hub's own task is no parameter: it is the table as it was when the model was made.
     """
     leaves = {
-        "*/embeddings": "looked up",
         "*_block_{2,3}/attention/{k_proj,v_proj,k_norm}/*": "never used",
         "*/per_layer_model_projection/kernel": "0>1/4@1|0>1",  # a part of it for each layer
-        "*scale": "multiplied entry by entry",
-        "*/kernel": "0>1",
     }
-    heads = {
-        "*_block_{0,1}/attention/{k_proj,v_proj}/kernel": "0>1/2@1",
-        "*/q_proj/kernel": "0>1/4@1",
-    }
+    heads = {"*_block_{0,1}/attention/{k_proj,v_proj}/kernel": "0>1/2@1", "*/q_proj/kernel": "0>1/4@1"}
     return built(
         "Gemma3nBackbone", {"token_ids": tokens(2, 8), "padding_mask": shape(2, 8, dtype=jnp.bool)}, leaves,
         ["refused: its queries are normalized"] * 4, heads,
@@ -253,9 +239,8 @@ def gemma3n():
 @model("keras_hub")
 def gpt_oss():
     """A learned logit beside those of the keys, and experts whose gates and values are interleaved."""
-    leaves = EMBEDDED | SCALED | ATTENTION | MATRIX | {
+    leaves = EMBEDDED | ATTENTION | {
         "*/sinks": "joined with data",
-        "*bias": "added",
         "*/gate_up_proj": "1>2/128x1,1@2",
         "*/down_proj": "1>2",
     }  # fmt: skip
@@ -266,9 +251,8 @@ def gpt_oss():
 @model("keras_hub")
 def qwen3_5_experts():
     """A gated delta net, then attention whose queries stand beside gates; experts, one of them for all tokens."""
-    leaves = EMBEDDED | SCALED | {
+    leaves = EMBEDDED | {
         "*/conv1d_kernel": "a depthwise convolution",
-        "*/dt_bias": "added",
         "*/A_log": "exp|multiplied",
         "*/in_proj_qkv/kernel": "0>1/16,16,48@1",
         "*/query/kernel": "0>1,2/2@2",
@@ -276,8 +260,7 @@ def qwen3_5_experts():
         "*/attention_output/kernel": "0,1>2",
         "*/shared_expert_gate/kernel": "multiplied by vectors",
         "*/experts/expert_feedforward_gate_dense": "1>2/2@2",
-        "*/experts/expert_feedforward_output_dense": "1>2",
-        "*/kernel": "0>1",
+        "*/experts/expert_feedforward_output_dense": "1>2"
     }  # fmt: skip
     return causal(
         "Qwen3_5Moe", leaves, ["refused: its queries are normalized"],
@@ -295,7 +278,7 @@ def qwen3_5_experts():
 
 @model("keras_hub")
 def bert():
-    leaves = {"pooled_dense/*": "never used"} | TABLES | SEGMENTS | NORM | ATTENTION | DENSE
+    leaves = {"pooled_dense/*": "never used"} | TABLES | NORM | ATTENTION
     sites = each_layer(site("transformer_layer_*/self_attention_layer"))
     return masked("Bert", leaves, sites, PER_HEAD, **SIZES, max_sequence_length=8)
 
@@ -303,7 +286,7 @@ def bert():
 @model("keras_hub")
 def albert():
     """Two layers with the same parameters: one attention, called twice."""
-    leaves = {"pooled_dense/*": "never used"} | TABLES | SEGMENTS | NORM | ATTENTION | DENSE
+    leaves = {"pooled_dense/*": "never used"} | TABLES | NORM | ATTENTION
     sites = [site("group_0_inner_layer_0/self_attention_layer")]
     return masked("Albert", leaves, sites, PER_HEAD, **SIZES, embedding_dim=20, max_sequence_length=8)
 
@@ -311,13 +294,7 @@ def albert():
 @model("keras_hub")
 def deberta():
     """Logits of contents and positions, with the same projections."""
-    leaves = {
-        "token_embedding/embeddings": "looked up",
-        "rel_embedding/rel_embedding": "a learned input",
-        **NORM,
-        "*/{query,key,value}/kernel": "0>1,2",
-        **DENSE,
-    }
+    leaves = {"rel_embedding/rel_embedding": "a learned input", **NORM, "*/{query,key,value}/kernel": "0>1,2"}
     refused = ["refused: a learned bias is added to the logits"] * 2  # of the logits of positions
     return masked("DebertaV3", leaves, refused, PER_HEAD, **SIZES, max_sequence_length=8, bucket_size=6)
 
@@ -325,7 +302,7 @@ def deberta():
 @model("keras_hub")
 def roformer():
     """A rotation of neighbouring features."""
-    leaves = TABLE | SEGMENTS | SCALED | MATRIX
+    leaves = TABLE
     line = site(
         "transformer_layer_*/attention_layer",
         "4x16",
@@ -341,7 +318,7 @@ def roformer():
 @model("keras_hub")
 def f_net():
     """Tokens are mixed by a Fourier transform."""
-    leaves = {"logits/kernel": HEAD} | TABLES | SEGMENTS | NORM | DENSE
+    leaves = {"logits/kernel": HEAD} | TABLES | NORM
     sizes = {k: v for k, v in SIZES.items() if k != "num_heads"}
     return built(
         "FNetBackbone", dict.fromkeys(("token_ids", "segment_ids"), tokens(2, 8)) | {"labels": tokens(2)}, leaves,
@@ -354,13 +331,11 @@ def f_net():
 def xlnet():
     """Logits of contents, positions and segments, each with a bias of its own on the queries."""
     leaves = {
-        "*/word_embedding/embeddings": "looked up",
         "*/mask_emb": "never used",
         "*/segment_encoding": "0>2|multiplied by vectors",
         **NORM,
         "*/{query,key,value,encoding}/kernel": "0>1,2",
         "*/attention_output/kernel": "1,2>0",
-        **DENSE,
     }
     return built(
         "XLNetBackbone", dict.fromkeys(("token_ids", "padding_mask", "segment_ids"), tokens(2, 8)), leaves,
@@ -373,12 +348,7 @@ def xlnet():
 @model("keras_hub")
 def t5():
     """A learned relative bias that the first layer makes for all; none in cross attention."""
-    leaves = {
-        "token_embedding/embeddings": "looked up",
-        "*self_attention/embeddings": "looked up|added",
-        "*/weight": "multiplied entry by entry",
-        "*/kernel": "0>1",
-    }
+    leaves = {"*self_attention/embeddings": "looked up|added", "*/weight": "multiplied entry by entry"}
     bias = "refused: a learned bias is added to the logits"
     at = "transformer_decoder_layer_*/cross_attention"
     cross = each_layer(site(at, "4x8", "4x8", biases=(), query="query_projector", key="key_projector"))
@@ -390,7 +360,7 @@ def t5():
 
 @model("keras_hub")
 def bart():
-    leaves = TABLES | NORM | ATTENTION | DENSE
+    leaves = TABLES | NORM | ATTENTION
     at = "transformer_decoder_layer_{}/{}_attention"
     sites = each_layer(site("transformer_encoder_layer_*/self_attention_layer"))
     sites += [site(at.format(i, kind)) for i in range(2) for kind in ("self", "cross")]
@@ -400,7 +370,7 @@ def bart():
 @model("keras_hub")
 def t5gemma():
     """Grouped queries in cross attention, to an encoder of another width."""
-    leaves = {"*token_embedding/embeddings": "looked up"} | SCALED | ATTENTION | MATRIX
+    leaves = ATTENTION
     sites = [
         site(at, key_heads="2x1", biases=())
         for at in (
@@ -426,7 +396,7 @@ def hearing(family, inputs, leaves, attentions, table, **settings):
     """Sound to text, with the decoder's own table as the head."""
     inputs |= {"decoder_token_ids": tokens(2, 8), "decoder_padding_mask": shape(2, 8, dtype=jnp.bool)}
     return built(
-        f"{family}Backbone", inputs, leaves | NORM | ATTENTION | DENSE, attentions, PER_HEAD,
+        f"{family}Backbone", inputs, leaves | NORM | ATTENTION, attentions, PER_HEAD,
         measure=tied(table, "decoder_sequence_output"), **settings,
     )  # fmt: skip
 

@@ -33,10 +33,7 @@ def language(config, leaves, attentions=(), per_head=None):
 
 
 SIZES = {"max_seq_len": 8, "hidden_dim": 32, "num_layers": 3, "num_heads": 4}
-TIED = {
-    "*token_embeddings/weight": "looked up",
-    "*norm/weight": "multiplied entry by entry",
-}
+TIED = {"*token_embeddings/weight": "looked up", "*norm/weight": "multiplied entry by entry"}
 LLAMA = TIED | {"lm_head/weight": HEAD}
 ATTENTION = {  # stored (layers, out, in)
     "*/q_proj/weight": "4>1,2,3",

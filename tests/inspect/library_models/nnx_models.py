@@ -7,8 +7,6 @@ from flax import nnx
 from tests.inspect.library_models.linen_models import ATTENTION, ATTENTION_HEADS, HEAD, site
 from tests.inspect.library_models.model import Model, cross_entropy, mean_square, model, shape, tokens
 
-NORM = {"*norm*/bias": "added", "*norm*/scale": "multiplied entry by entry"}
-
 
 def split(make, kind=nnx.Param):
     """The static part, shapes of the parameters, and of all else."""
@@ -52,21 +50,16 @@ def language(make, leaves, attentions, per_head):
     return Model(loss, params, [rest, tokens(2, 8)], leaves, attentions, per_head)
 
 
-EMBEDDED = {"table/embedding": "looked up"} | NORM
-
-
 @model("flax")
 def nnx_attention():
-    leaves = EMBEDDED | ATTENTION | {"*/kernel": "0>1", "*/bias": "added"}
+    leaves = ATTENTION
     return language(Language, leaves, [site("layers/0/a"), site("layers/1/a")], ATTENTION_HEADS)
 
 
 @model("flax")
 def nnx_normalized_queries():
-    leaves = EMBEDDED | ATTENTION | {
-        "*/{query_ln,key_ln}/scale": "multiplied entry by entry",
-        "*/kernel": "0>1",
-        "*/bias": "added",
+    leaves = ATTENTION | {
+
     }  # fmt: skip
     refused = ["refused: its queries are normalized"] * 2
     return language(lambda rngs: Language(rngs, normalize_qk=True), leaves, refused, ATTENTION_HEADS)
@@ -92,12 +85,7 @@ class Scanned(nnx.Module):
         return self.table.attend(run(self.table(text), self.layers))
 
 
-SCANNED = EMBEDDED | {
-    "*/{query,key,value}/kernel": "1>2,3",
-    "*/out/kernel": "1,2>3",
-    "*/kernel": "1>2",
-    "*/bias": "added",
-}
+SCANNED = {"*/{query,key,value}/kernel": "1>2,3", "*/out/kernel": "1,2>3", "*/kernel": "1>2"}
 
 
 @model("flax")
@@ -137,10 +125,8 @@ def nnx_fused_in_a_jax_scan():
         return mean_square(jax.lax.scan(run, x, (params, rest))[0])
 
     leaves = {
-        "norm/scale": "multiplied entry by entry",
         "qkv/kernel": "1>3,4",  # queries, keys and values are counted by axis 2
         "out/kernel": "1,2>3",
-        "*/bias": "added",
     }
     line = "; ".join(
         f"{name} qkv/kernel@3 4x1 {i}:{i + 1}@2; {name} qkv/bias@2 4x1 {i}:{i + 1}@1"
@@ -178,13 +164,12 @@ def nnx_others():
     def loss(params, rest, x, labels):
         return cross_entropy(nnx.merge(graph, params, rest)(x), labels)
 
-    leaves = NORM | {
+    leaves = {
         "{first,transposed}/kernel": "0,1,2>3",
         "grouped/kernel": "0,1,2>3/2@3",
         "depthwise/kernel": "a depthwise convolution",
         "head/kernel": HEAD,
         "*/{kernel,lora_a,lora_b}": "0>1",
-        "*/bias": "added",
     }
     return Model(loss, params, [rest, shape(2, 8, 8, 3), tokens(2)], leaves)
 
@@ -229,12 +214,5 @@ class Recurrent(nnx.Module):
 @model("flax")
 def nnx_recurrent():
     """Four gates side by side in the optimized cell, three in the gated one."""
-    leaves = {
-        "table/embedding": "looked up",
-        "head/kernel": HEAD,
-        "layers/1/*/kernel": "0>1/4@1",
-        "layers/2/*/kernel": "0>1/3@1",
-        "*/kernel": "0>1",
-        "*/bias": "added",
-    }
+    leaves = {"head/kernel": HEAD, "layers/1/*/kernel": "0>1/4@1", "layers/2/*/kernel": "0>1/3@1"}
     return language(Recurrent, leaves, [], {})

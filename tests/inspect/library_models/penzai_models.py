@@ -6,7 +6,6 @@ from tests.inspect.library_models.linen_models import HEAD
 from tests.inspect.library_models.model import Model, cross_entropy, model, shape, tokens
 
 LEAVES = {
-    "*embeddings": "looked up",
     "*scale.weights": "multiplied entry by entry",
     "*/attention/query.weights": "0>1,2,3",
     "*/attention/{key,value}.weights": "0>1,2",

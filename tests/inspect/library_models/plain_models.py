@@ -265,11 +265,7 @@ def graph_attention():
         y = jax.nn.elu(jnp.einsum("nmh,mhf->nhf", a, h)).reshape(x.shape[0], -1)
         return cross_entropy(y @ p["head"], labels)
 
-    leaves = {
-        "first": "0>1,2",
-        "{own,other}": "multiplied by vectors",
-        "head": HEAD,
-    }
+    leaves = {"first": "0>1,2", "{own,other}": "multiplied by vectors", "head": HEAD}
     inputs = [shape(6, 10), shape(6, 6, dtype=bool), tokens(6)]
     return Model(loss, params, inputs, leaves, [], {"first": "0>2|0>1,2"})
 
@@ -308,7 +304,6 @@ def state_space():
         "{window,skip}": "multiplied entry by entry",
         "select": "0>1/1,4,4@1",
         "step": "multiplied",  # of rank one
-        "step_bias": "added",
         "log_a": "",
         "out": "0>1",
         "head": HEAD,
@@ -346,7 +341,7 @@ def sliced_projections():
         y = jnp.einsum("bhqk,bkhd->bqhd", a, v).reshape(x.shape)
         return cross_entropy(((x + y @ p["out_proj"].T) @ p["head"].T)[:, :-1], text[:, 1:])
 
-    leaves = {"table": "looked up", "in_proj": "1>0/3@0", "in_bias": "added", "out_proj": "1>0", "head": HEAD}
+    leaves = {"table": "looked up", "in_proj": "1>0/3@0", "out_proj": "1>0", "head": HEAD}
     site = "query in_proj@0 4x8; query in_bias@0 4x8; key in_proj@0 4x8+32; key in_bias@0 4x8+32"
     return Model(loss, params, [tokens(2, 6)], leaves, [site], {"in_proj": "1>0/12@0"})
 

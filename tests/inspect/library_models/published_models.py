@@ -43,12 +43,9 @@ def nanodo():
         return cross_entropy(NanoDO().apply({"params": params}, text)[:, :-1], text[:, 1:])
 
     leaves = {
-        "embed/embedding": "looked up",
         "pos_embed/embedding": "looked up|added",
-        "*/scale": "multiplied entry by entry",
         "*_{query,key,value}/kernel": "0>1,2",
         "*_out/kernel": "0,1>2",
-        "*/kernel": "0>1",
     }
     sites = [f"query block_{i}_query/kernel@1 4x1; key block_{i}_key/kernel@1 4x1" for i in range(2)]
     return Model(loss, params, [tokens(2, 8)], leaves, sites, {"*_{query,key,value}/kernel": "0>2"})
@@ -104,9 +101,6 @@ def vit_with_a_learned_query():
         "encoderblock/mlp/*/kernel": "1>2",
         "pool/out/kernel": "0,1>2",
         "pool/*/kernel": "0>1,2",
-        "pool_mlp/*/kernel": "0>1",
-        "*/scale": "multiplied entry by entry",
-        "*/bias": "added",
     }
     sites = [
         "; ".join(f"{n} {at}/{n}/kernel@{k + 1} 4x1; {n} {at}/{n}/bias@{k} 4x1" for n in ("query", "key"))
@@ -152,13 +146,6 @@ def lm1b():
         losses = -jnp.sum(jax.nn.one_hot(text, 99) * nn.log_softmax(logits), -1)
         return jnp.sum(losses * weights) / jnp.sum(weights)
 
-    leaves = {
-        "shared_embedding/embedding": "looked up",
-        "*/out/kernel": "0,1>2",
-        "attention_*/kernel": "0>1,2",
-        "mlp_*/kernel": "0>1",
-        "*/scale": "multiplied entry by entry",
-        "*/bias": "added",
-    }
+    leaves = {"*/out/kernel": "0,1>2", "attention_*/kernel": "0>1,2"}
     sites = [f"query attention_{i}/query/kernel@1 4x1; key attention_{i}/key/kernel@1 4x1" for i in range(2)]
     return Model(loss, params, [key, tokens(2, 8)], leaves, sites, {"*/{query,key,value}/kernel": "0>2"})

@@ -9,7 +9,6 @@ from tests.inspect.library_models.transformers_text_models import (
     POSITIONS,
     SEPARATE,
     SIZES,
-    TABLE,
     each_layer,
     encoder_decoder,
     of,
@@ -25,9 +24,6 @@ VISION = {
     "patch_size": 8,
 }
 PATCHES = "an embedding of patches"
-NORM = {"*{norm,layernorm_before,layernorm_after,norm1,norm2}/bias": "added"} | {
-    "*{norm,layernorm_before,layernorm_after,norm1,norm2}/scale": "multiplied entry by entry"
-}
 SELF_HEADS = {"*/attention/{query,key,value}/kernel": "0>1/4@1"}
 
 
@@ -41,13 +37,11 @@ def classifying(made):
 @model("transformers")
 def vit():
     made, params = of("FlaxViTForImageClassification", "ViTConfig", **VISION)
-    leaves = NORM | {
+    leaves = {
         "*/cls_token": "joined with data",
         "*/position_embeddings": "added",
         "*/projection/kernel": PATCHES,
         "classifier/kernel": HEAD,
-        "*/kernel": "0>1",
-        "*bias": "added",
     }
     sites = each_layer(self_attention("vit/encoder/layer/*/attention/attention"))
     return Model(classifying(made), params, [shape(2, 3, 32, 32), tokens(2)], leaves, sites, SELF_HEADS)
@@ -60,15 +54,13 @@ def dinov2():
         "FlaxDinov2ForImageClassification", "Dinov2Config", hidden_size=64, num_hidden_layers=2,
         num_attention_heads=4, image_size=28, patch_size=14,
     )  # fmt: skip
-    leaves = NORM | {
+    leaves = {
         "*/cls_token": "joined with data",
         "*/mask_token": "never used",
         "*/position_embeddings": "added",
         "*/lambda1": "multiplied entry by entry",
         "*/projection/kernel": PATCHES,
         "classifier/kernel": HEAD,
-        "*/kernel": "0>1",
-        "*bias": "added",
     }
     sites = each_layer(self_attention("dinov2/encoder/layer/*/attention/attention"))
     return Model(classifying(made), params, [shape(2, 3, 28, 28), tokens(2)], leaves, sites, SELF_HEADS)
@@ -80,14 +72,12 @@ def beit():
     made, params = of(
         "FlaxBeitForImageClassification", "BeitConfig", **VISION, use_relative_position_bias=True
     )
-    leaves = NORM | {
+    leaves = {
         "*/cls_token": "joined with data",
         "*/relative_position_bias_table": "looked up|added",
         "*{lambda_1,lambda_2}": "multiplied entry by entry",
         "*/projection/kernel": PATCHES,
         "classifier/kernel": HEAD,
-        "*/kernel": "0>1",
-        "*bias": "added",
     }
     refused = ["refused: a learned bias is added to the logits"] * 2
     return Model(classifying(made), params, [shape(2, 3, 32, 32), tokens(2)], leaves, refused, SELF_HEADS)
@@ -117,8 +107,6 @@ def resnet():
         "*/{0,2}/convolution/kernel": "2>3",  # 1 × 1
         "*/1/convolution/kernel": "0,1,2>3",
         "*/shortcut/convolution/kernel": "2>3",
-        "*bias": "added",
-        "*/scale": "multiplied entry by entry",
     }
     return Model(loss, params, inputs, leaves)
 
@@ -136,8 +124,6 @@ def regnet():
         "*/stages/0/*/layer/1/convolution/kernel": "0,1,2>3/2@3",
         "*/stages/1/*/layer/1/convolution/kernel": "0,1,2>3/4@3",
         "*/kernel": "2>3",  # 1 × 1, squeeze and excitation too
-        "*bias": "added",
-        "*/scale": "multiplied entry by entry",
     }
     return Model(loss, params, inputs, leaves)
 
@@ -157,13 +143,8 @@ def clip():
     leaves = {
         "logit_scale": "exp|multiplied",
         "*/class_embedding": "joined with data",
-        "*/token_embedding/embedding": TABLE,
         "*/position_embedding/embedding": POSITIONS,
         "*/patch_embedding/kernel": PATCHES,
-        "*/{pre_layrnorm,layer_norm1,layer_norm2,final_layer_norm,post_layernorm}/bias": "added",
-        "*/{pre_layrnorm,layer_norm1,layer_norm2,final_layer_norm,post_layernorm}/scale": "multiplied entry by entry",
-        "*/kernel": "0>1",
-        "*/bias": "added",
     }
     sites = [
         *each_layer(self_attention("vision_model/encoder/layers/*/self_attn", "q_proj", "k_proj")),
@@ -186,15 +167,7 @@ def whisper():
         logits = made(sound, params=params, decoder_input_ids=text[:, :-1]).logits
         return cross_entropy(logits, text[:, 1:])
 
-    leaves = {
-        "*/embed_tokens/embedding": TABLE,
-        "*/embed_positions/embedding": POSITIONS,
-        "*norm/bias": "added",
-        "*norm/scale": "multiplied entry by entry",
-        "*/{conv1,conv2}/kernel": "0,1>2",
-        "*/kernel": "0>1",
-        "*/bias": "added",
-    }
+    leaves = {"*/embed_positions/embedding": POSITIONS, "*/{conv1,conv2}/kernel": "0,1>2"}
     return Model(loss, params, [shape(2, 8, 32), tokens(2, 7)], leaves, encoder_decoder("q", 1), SEPARATE)
 
 
@@ -220,10 +193,6 @@ def wav2vec2():
         "*/conv_layers/1/conv/kernel": "0,1>2",
         "*/pos_conv_embed/conv/weight_v": "1,2>0/4@0",  # stored (out, in, window)
         "*/pos_conv_embed/conv/weight_g": "multiplied entry by entry",
-        "*norm/bias": "added",
-        "*norm/scale": "multiplied entry by entry",
-        "*/kernel": "0>1",
-        "*bias": "added",
     }
     sites = each_layer(self_attention("wav2vec2/encoder/layers/*/attention", "q_proj", "k_proj"))
     return Model(loss, params, [shape(2, 256), tokens(2, 5)], leaves, sites, SEPARATE)

@@ -74,13 +74,9 @@ def gpt2():
         params,
         causal(made)[1],
         {
-            "*/wte/embedding": TABLE,
             "*/wpe/embedding": POSITIONS,
-            "*/ln_*/bias": "added",
-            "*/ln_*/scale": "multiplied entry by entry",
             "*/c_attn/kernel": "1>0/3@0",  # stored (out, in)
             "*/kernel": "1>0",
-            "*/bias": "added",
         },
         each_layer(
             "query transformer/h/*/attn/c_attn/kernel@0 4x16; query transformer/h/*/attn/c_attn/bias@0 4x16; "
@@ -109,14 +105,10 @@ def gpt2_cross_attention():
         params,
         [tokens(2, 8), shape(2, 5, 64)],
         {
-            "*/wte/embedding": TABLE,
             "*/wpe/embedding": POSITIONS,
-            "*/ln_*/bias": "added",
-            "*/ln_*/scale": "multiplied entry by entry",
             "*/attn/c_attn/kernel": "1>0/3@0",
             "*/crossattention/c_attn/kernel": "1>0/2@0",  # keys and values
             "*/kernel": "1>0",
-            "*/bias": "added",
         },
         [
             f"query {at}/attn/c_attn/kernel@0 4x16; query {at}/attn/c_attn/bias@0 4x16; "
@@ -133,13 +125,7 @@ def gpt2_cross_attention():
 
 
 BERT_HEADS = {"*/self/{query,key,value}/kernel": "0>1/4@1"}
-BERT = {
-    "*/word_embeddings/embedding": TABLE,
-    "*/token_type_embeddings/embedding": TABLE,
-    "*/position_embeddings/embedding": POSITIONS,
-    "*/LayerNorm/bias": "added",
-    "*/LayerNorm/scale": "multiplied entry by entry",
-}
+BERT = {"*/position_embeddings/embedding": POSITIONS}
 
 
 def self_attention(at: str, query: str = "query", key: str = "key", biases: str = "qk") -> str:
@@ -155,7 +141,7 @@ def self_attention(at: str, query: str = "query", key: str = "key", biases: str 
 @model("transformers")
 def bert_masked():
     made, params = of("FlaxBertForMaskedLM", "BertConfig", **SIZES)
-    leaves = BERT | {"*/kernel": "0>1", "*bias": "added"}
+    leaves = BERT
     sites = each_layer(self_attention("bert/encoder/layer/*/attention/self"))
     return Model(masked(made)[0], params, masked(made)[1], leaves, sites, BERT_HEADS)
 
@@ -167,7 +153,7 @@ def bert_classifier():
     def loss(params, text, kinds, labels):
         return cross_entropy(made(text, token_type_ids=kinds, params=params).logits, labels)
 
-    leaves = BERT | {"classifier/kernel": HEAD, "*/kernel": "0>1", "*bias": "added"}
+    leaves = BERT | {"classifier/kernel": HEAD}
     sites = each_layer(self_attention("bert/encoder/layer/*/attention/self"))
     return Model(loss, params, [tokens(2, 8), tokens(2, 8), tokens(2)], leaves, sites, BERT_HEADS)
 
@@ -181,7 +167,7 @@ def bert_spans():
         out = made(text, token_type_ids=kinds, params=params)
         return cross_entropy(out.start_logits, begin) + cross_entropy(out.end_logits, end)
 
-    leaves = BERT | {"qa_outputs/kernel": HEAD, "*/kernel": "0>1", "*bias": "added"}
+    leaves = BERT | {"qa_outputs/kernel": HEAD}
     sites = each_layer(self_attention("bert/encoder/layer/*/attention/self"))
     return Model(loss, params, [tokens(2, 8), tokens(2, 8), tokens(2), tokens(2)], leaves, sites, BERT_HEADS)
 
@@ -189,7 +175,7 @@ def bert_spans():
 @model("transformers")
 def roformer():
     made, params = of("FlaxRoFormerForMaskedLM", "RoFormerConfig", **SIZES)
-    leaves = {k: v for k, v in BERT.items() if "position" not in k} | {"*/kernel": "0>1", "*bias": "added"}
+    leaves = {k: v for k, v in BERT.items() if "position" not in k}
     sites = each_layer(self_attention("roformer/encoder/layer/*/attention/self"))
     return Model(masked(made)[0], params, masked(made)[1], leaves, sites, BERT_HEADS)
 
@@ -202,11 +188,7 @@ def electra():
         logits = made(text, token_type_ids=kinds, params=params).logits
         return optax.sigmoid_binary_cross_entropy(logits, is_replaced).mean()
 
-    leaves = BERT | {
-        "*/dense_prediction/kernel": f"{HEAD}|multiplied by vectors",
-        "*/kernel": "0>1",
-        "*bias": "added",
-    }
+    leaves = BERT | {"*/dense_prediction/kernel": f"{HEAD}|multiplied by vectors"}
     sites = each_layer(self_attention("electra/encoder/layer/*/attention/self"))
     return Model(loss, params, [tokens(2, 8)] * 3, leaves, sites, BERT_HEADS)
 
@@ -215,12 +197,7 @@ def electra():
 def albert():
     """Two layers with the same parameters: one attention, called twice."""
     made, params = of("FlaxAlbertForMaskedLM", "AlbertConfig", embedding_size=32, **SIZES)
-    leaves = BERT | {
-        "*layer_norm/bias": "added",
-        "*layer_norm/scale": "multiplied entry by entry",
-        "*/kernel": "0>1",
-        "*bias": "added",
-    }
+    leaves = BERT
     sites = [self_attention("albert/encoder/albert_layer_groups/0/albert_layers/0/attention")]
     heads = {"*/attention/{query,key,value}/kernel": "0>1/4@1"}
     return Model(masked(made)[0], params, masked(made)[1], leaves, sites, heads)
@@ -236,14 +213,7 @@ def distilbert():
     def loss(params, text, labels):
         return cross_entropy(made(text, params=params).logits, labels)
 
-    leaves = {
-        "*/word_embeddings/embedding": TABLE,
-        "*/position_embeddings/embedding": POSITIONS,
-        "*{LayerNorm,layer_norm}/bias": "added",
-        "*{LayerNorm,layer_norm}/scale": "multiplied entry by entry",
-        "*/kernel": "0>1",
-        "*bias": "added",
-    }
+    leaves = {"*/position_embeddings/embedding": POSITIONS}
     sites = each_layer(self_attention("distilbert/transformer/layer/*/attention", "q_lin", "k_lin"))
     heads = {"*/{q_lin,k_lin,v_lin}/kernel": "0>1/4@1"}
     return Model(loss, params, [tokens(2, 8)] * 2, leaves, sites, heads)
@@ -260,14 +230,7 @@ def bloom():
         causal(made)[0],
         params,
         causal(made)[1],
-        {
-            "*/word_embeddings/embedding": TABLE,
-            "*{norm,ln_f}/bias": "added",
-            "*{norm,ln_f}/scale": "multiplied entry by entry",
-            "*/query_key_value/kernel": "0>1/4x16,16,16@1",
-            "*/kernel": "0>1",
-            "*/bias": "added",
-        },
+        {"*/query_key_value/kernel": "0>1/4x16,16,16@1"},
         each_layer(
             f"query {fused}/kernel@1 4x16/48; query {fused}/bias@0 4x16/48; "
             f"key {fused}/kernel@1 4x16+16/48; key {fused}/bias@0 4x16+16/48"
@@ -286,14 +249,7 @@ def gptj():
         "FlaxGPTJForCausalLM", "GPTJConfig", n_embd=64, n_layer=2, n_head=4, vocab_size=99, n_positions=64,
         rotary_dim=8,
     )  # fmt: skip
-    leaves = {
-        "*/wte/embedding": TABLE,
-        "*/ln_*/bias": "added",
-        "*/ln_*/scale": "multiplied entry by entry",
-        "lm_head/kernel": HEAD,
-        "*/kernel": "0>1",
-        "*/bias": "added",
-    }
+    leaves = {"lm_head/kernel": HEAD}
     sites = each_layer(self_attention("transformer/h/*/attn", "q_proj", "k_proj", ""))
     return Model(causal(made)[0], params, causal(made)[1], leaves, sites, SEPARATE)
 
@@ -305,25 +261,15 @@ def gpt_neo():
         "FlaxGPTNeoForCausalLM", "GPTNeoConfig", hidden_size=64, num_layers=2, num_heads=4, vocab_size=99,
         attention_types=[[["global", "local"], 1]], max_position_embeddings=64, window_size=4,
     )  # fmt: skip
-    leaves = {
-        "*/wte/embedding": TABLE,
-        "*/wpe/embedding": POSITIONS,
-        "*/ln_*/bias": "added",
-        "*/ln_*/scale": "multiplied entry by entry",
-        "*/kernel": "0>1",
-        "*/bias": "added",
-    }
+    leaves = {"*/wpe/embedding": POSITIONS}
     sites = each_layer(self_attention("transformer/h/*/attn/attention", "q_proj", "k_proj", ""))
     return Model(causal(made)[0], params, causal(made)[1], leaves, sites, SEPARATE)
-
-
-LLAMA = {"*/embed_tokens/embedding": TABLE, "*norm/weight": "multiplied entry by entry"}
 
 
 @model("transformers")
 def llama():
     made, params = of("FlaxLlamaForCausalLM", "LlamaConfig", **SIZES)
-    leaves = LLAMA | {"lm_head/kernel": HEAD, "*/kernel": "0>1"}
+    leaves = {"lm_head/kernel": HEAD}
     sites = each_layer(self_attention("model/layers/*/self_attn", "q_proj", "k_proj", ""))
     return Model(causal(made)[0], params, causal(made)[1], leaves, sites, SEPARATE)
 
@@ -335,7 +281,7 @@ def grouped(at: str, key_heads: int) -> str:
 @model("transformers")
 def mistral():
     made, params = of("FlaxMistralForCausalLM", "MistralConfig", **SIZES, num_key_value_heads=2)
-    leaves = LLAMA | {"lm_head/kernel": HEAD, "*/kernel": "0>1"}
+    leaves = {"lm_head/kernel": HEAD}
     heads = {"*/q_proj/kernel": "0>1/4@1", "*/{k_proj,v_proj}/kernel": "0>1/2@1"}
     sites = each_layer(grouped("model/layers/*/self_attn", 2))
     return Model(causal(made)[0], params, causal(made)[1], leaves, sites, heads)
@@ -345,7 +291,7 @@ def mistral():
 def gemma():
     """One key head for all queries; a tied head; norms that scale by 1 + weight."""
     made, params = of("FlaxGemmaForCausalLM", "GemmaConfig", **SIZES, num_key_value_heads=1, head_dim=16)
-    leaves = LLAMA | {"*/kernel": "0>1"}
+    leaves = {}
     sites = each_layer(grouped("model/layers/*/self_attn", 1))
     return Model(causal(made)[0], params, causal(made)[1], leaves, sites, {"*/q_proj/kernel": "0>1/4@1"})
 
@@ -356,14 +302,7 @@ def opt():
         "FlaxOPTForCausalLM", "OPTConfig", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, ffn_dim=256,
         vocab_size=99, max_position_embeddings=64, word_embed_proj_dim=64,
     )  # fmt: skip
-    leaves = {
-        "*/embed_tokens/embedding": TABLE,
-        "*/embed_positions/embedding": POSITIONS,
-        "*layer_norm/bias": "added",
-        "*layer_norm/scale": "multiplied entry by entry",
-        "*/kernel": "0>1",
-        "*/bias": "added",
-    }
+    leaves = {"*/embed_positions/embedding": POSITIONS}
     sites = each_layer(self_attention("model/decoder/layers/*/self_attn", "q_proj", "k_proj"))
     return Model(causal(made)[0], params, causal(made)[1], leaves, sites, SEPARATE)
 
@@ -396,14 +335,7 @@ def encoder_decoder(biases: str = "qk", layers: int = 2) -> list[str]:
 @model("transformers")
 def bart():
     made, params = of("FlaxBartForConditionalGeneration", "BartConfig", **BART_SIZES)
-    leaves = {
-        "*/shared/embedding": TABLE,
-        "*/embed_positions/embedding": POSITIONS,
-        "*{norm,embedding}/bias": "added",
-        "*{norm,embedding}/scale": "multiplied entry by entry",
-        "*/kernel": "0>1",
-        "*bias": "added",
-    }
+    leaves = {"*/embed_positions/embedding": POSITIONS}
     return Model(translating(made)[0], params, translating(made)[1], leaves, encoder_decoder(), SEPARATE)
 
 
@@ -411,13 +343,7 @@ def bart():
 def pegasus():
     """Sinusoidal positions, norms before the layers."""
     made, params = of("FlaxPegasusForConditionalGeneration", "PegasusConfig", **BART_SIZES)
-    leaves = {
-        "*/shared/embedding": TABLE,
-        "*norm/bias": "added",
-        "*norm/scale": "multiplied entry by entry",
-        "*/kernel": "0>1",
-        "*bias": "added",
-    }
+    leaves = {}
     return Model(translating(made)[0], params, translating(made)[1], leaves, encoder_decoder(), SEPARATE)
 
 
@@ -451,12 +377,7 @@ def t5():
         translating(made)[0],
         params,
         translating(made)[1],
-        {
-            "shared/embedding": TABLE,
-            "*/relative_attention_bias/embedding": "looked up|added",
-            "*norm/weight": "multiplied entry by entry",
-            "*/kernel": "0>1",
-        },
+        {"*/relative_attention_bias/embedding": "looked up|added"},
         [*refused * 2, *refused, cross[0], *refused, cross[1]],
         {"*/{q,k,v}/kernel": "0>1/4@1"},
     )

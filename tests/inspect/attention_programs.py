@@ -1,0 +1,1110 @@
+"""Attention in unusual spellings, in the format of `hostile_programs`: a clip of it is exact for each head, or refused.
+
+Where a function returns its logits too, they are those that a clip scales: without what is added to them, and minus
+infinity where they are masked.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from tests.inspect.hostile_programs import HostileProgram, norm
+from tests.inspect.hostile_programs import program as add_program
+
+B, T, D, H, S = 2, 8, 24, 4, 6
+X = jax.ShapeDtypeStruct((B, T, D), "float32")
+PROGRAMS: list[HostileProgram] = []
+program = functools.partial(add_program, to=PROGRAMS)
+attention = functools.partial(program, X, logits=True)
+QKVO: Any = dict.fromkeys("qkvo", (D, D))
+MATRICES: Any = dict.fromkeys("qkvo", ((D, D), "0 | 1"))
+OUT: Any = {"out": ((D, 1), "head")}
+CAUSAL = np.tri(T, dtype=bool)
+ELSE = "a clip would not scale its logits alone"
+SEVERAL = "its queries and keys are cut into heads or layers in several ways"
+ADDED = "its queries are added to something else: attention_programs.py:"
+
+
+def heads(x: Any, count: int = H) -> Any:
+    return x.reshape(*x.shape[:-1], count, -1)
+
+
+def projected(p: Any, x: Any, names: str = "qkv") -> list[Any]:
+    return [heads(x @ p[name]) for name in names]
+
+
+def logits_of(q: Any, k: Any) -> Any:
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k)
+
+
+def mixed(shares: Any, v: Any) -> Any:
+    return jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(*shares.shape[:1], shares.shape[2], -1)
+
+
+def loss_of(p: Any, y: Any) -> Any:
+    return jnp.mean((y @ p["o"]) ** 2)
+
+
+def end(p: Any, logits: Any, v: Any) -> tuple[Any, Any]:
+    return loss_of(p, mixed(jax.nn.softmax(logits), v)), logits
+
+
+def layer(p: Any, x: Any, names: str = "qkvo") -> Any:
+    q, k, v, o = names
+    shares = jax.nn.softmax(logits_of(*projected(p, x, q + k)) / np.sqrt(S))
+    return x + jnp.tanh(mixed(shares, heads(x @ p[v])) @ p[o])
+
+
+def constant(shape: tuple[int, ...], seed: int = 0) -> Any:
+    return 0.5 * np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+# One attention, of which one thing is spelled in another way. `sites` as in `hostile_programs`.
+
+
+def spelled(
+    name: str,
+    sites: int | str | None = 1,
+    change: Any = lambda q, k, p, x: (q, k),
+    spell: Any = lambda logits, p: logits,
+    softmax: Any = lambda logits, p: jax.nn.softmax(logits),
+    weights: Any = lambda p: p,
+    more: Any = lambda q, k, p, x: 0.0,
+    kept: Any = None,
+    **parameters: Any,
+) -> None:
+    """Queries and keys are changed, then the logits are spelled; what comes then is no part of them."""
+
+    def fun(p, x):
+        w = weights(p)
+        q, k, v = projected(w, x)
+        logits = spell(logits_of(*change(q, k, p, x)), p)
+        y = loss_of(w, mixed(softmax(logits, p), v)) + more(q, k, p, x)
+        return y, logits if kept is None else jnp.where(kept, logits, -jnp.inf)
+
+    fun.__name__ = name
+    attention(sites=sites, **QKVO | parameters)(fun)
+
+
+R = constant((S, S), 9)
+SPARSE = np.random.default_rng(5).random((B, H, T, T)) < 0.2
+spelled("negative", spell=lambda a, p: -a)
+spelled("zero_minus", spell=lambda a, p: 0 - a)
+spelled("subtracted", "the logits are subtracted", spell=lambda a, p: 1.0 - a)
+spelled("a_rotation_by_a_matrix", change=lambda q, k, p, x: (q @ R, k @ R))
+spelled("a_rotation_of_half_of_the_features", change=lambda q, k, p, x: (
+    jnp.concatenate([q[..., :2] @ R[:2, :2], q[..., 2:]], -1), k))  # fmt: skip
+spelled("zeros_beside_the_features", change=lambda q, k, p, x: tuple(
+    jnp.concatenate([z, jnp.zeros_like(z)], -1) for z in (q, k)))  # fmt: skip
+spelled("ones_beside_the_features", "its queries are put together with something else",
+        lambda q, k, p, x: tuple(jnp.concatenate([z, jnp.ones_like(z)], -1) for z in (q, k)))  # fmt: skip
+spelled("a_masked_kernel", weights=lambda p: p | {"q": jnp.tril(p["q"])})
+spelled("a_normalized_kernel", ELSE,
+        weights=lambda p: p | {"q": p["q"] / jnp.linalg.norm(p["q"], axis=0)})  # fmt: skip
+spelled("a_function_of_the_kernel", ELSE,
+        weights=lambda p: p | {"k": jnp.tanh(p["k"])})  # fmt: skip
+spelled("added_to_a_frozen_kernel", ELSE,
+        weights=lambda p: p | {"q": p["q"] + R[0, 0] * jnp.ones((D, D))})  # fmt: skip
+spelled("keys_by_the_transposed_kernel", ELSE, weights=lambda p: p | {"k": p["q"].T})
+ORDER = np.random.default_rng(0).permutation(D)
+spelled("columns_in_a_constant_order", "its queries are in another order than the parameter's",
+        weights=lambda p: p | {"q": p["q"][:, ORDER]})  # fmt: skip
+
+
+def quantized(w):
+    step = jnp.max(jnp.abs(w)) / 7
+    return w + lax.stop_gradient(jnp.round(w / step) * step - w)
+
+
+spelled("quantized_straight_through", ELSE,
+        weights=lambda p: p | {"q": quantized(p["q"])})  # fmt: skip
+
+
+def turned(z):
+    """As llama-2-jax rotates: halves in the opposite order, and joined again."""
+    halves = z.reshape(*z.shape[:-2], 2, -1, z.shape[-1])[..., ::-1, :, :]
+    return 0.6 * z + 0.8 * halves.reshape(z.shape)
+
+
+spelled("added_to_itself_in_another_order", "its queries are in another order",
+        lambda q, k, p, x: (turned(q), turned(k)))  # fmt: skip
+spelled("a_function_of_the_bias", SEVERAL,
+        lambda q, k, p, x: (q + jnp.exp(p["e"]) * jnp.ones((H, S)), k), e=())  # fmt: skip
+spelled("a_bias_that_heads_share", SEVERAL,
+        lambda q, k, p, x: (q, k + p["bias"]), bias=(S,))  # fmt: skip
+spelled("a_reversed_bias", "its queries are in another order than the parameter's",
+        lambda q, k, p, x: (q + p["bias"][::-1], k), bias=(H, S))  # fmt: skip
+spelled("keys_in_part_of_data", "its keys are added to something else: attention_programs.py:",
+        lambda q, k, p, x: (q, jnp.where((jnp.arange(T) < 2)[:, None, None], constant((T, H, S)), k)))  # fmt: skip
+spelled("keys_padded_with_ones", "its keys are padded", lambda q, k, p, x: (
+    q, lax.pad(k[:, 1:], 1.0, [(0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)])))  # fmt: skip
+spelled("logits_in_part_learned", "its logits are one of two kinds: attention_programs.py:",
+        spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
+spelled("one_matrix_for_each_head",
+        "its queries have heads that can't be told from those of its keys: 1 of 6 features, its keys 4 of 6",
+        lambda q, k, p, x: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k), w=(H, S, S))  # fmt: skip
+for number in (-1e4, -1e9):
+    softmax = functools.partial(
+        lambda a, p, n: jax.nn.softmax(a + jnp.where(SPARSE, 0, n).astype("bfloat16")), n=number
+    )
+    spelled(f"a_mask_of_{number:.0e}_that_was_rounded_to_bfloat16", softmax=softmax, kept=SPARSE)
+
+
+def by_powers_of_two(logits, p):
+    powers = jnp.exp2(logits * np.log2(np.e) + np.where(CAUSAL, 0.0, -1e9))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def by_powers_below_one(logits, p):
+    logits = logits * np.log2(np.e)
+    powers = jnp.exp2(logits - lax.stop_gradient(logits.max(-1, keepdims=True)))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+spelled("powers_of_two_under_a_mask", softmax=by_powers_of_two, kept=CAUSAL)
+spelled("powers_of_two", softmax=by_powers_below_one)
+spelled("powers_of_two_of_a_ninth", None, spell=lambda a, p: a / 9, softmax=lambda a, p: (
+    2**a / (2**a).sum(-1, keepdims=True)))  # fmt: skip
+spelled("a_matrix_that_mixes_the_shares_of_heads", mix=(H, H),
+        softmax=lambda a, p: jnp.einsum("bhtu,hg->bgtu", jax.nn.softmax(a), p["mix"]))  # fmt: skip
+spelled("a_matrix_that_mixes_the_logits_of_heads", "a product mixes its logits: attention_programs.py:", mix=(H, H),
+        softmax=lambda a, p: jax.nn.softmax(jnp.einsum("bhtu,hg->bgtu", a, p["mix"])))  # fmt: skip
+
+
+# What would change where a parameter is scaled: of the kernel, of the queries, of the logits.
+
+spelled("divided_by_the_norm_of_the_kernel", None, lambda q, k, p, x: (q / jnp.linalg.norm(p["q"]), k))
+spelled("logits_divided_by_a_norm", None, spell=lambda a, p: a / jnp.linalg.norm(p["q"]))
+spelled("a_temperature_of_each_heads_kernel", None,
+        spell=lambda a, p: a / jnp.linalg.norm(heads(p["q"]), axis=(0, 2))[:, None, None])  # fmt: skip
+spelled("the_reciprocal_of_the_logits", None, spell=lambda a, p: 1 / a)
+spelled("a_quotient_by_the_logits", None, spell=lambda a, p: 3.0 / (a + 0.0))
+spelled("keys_divided_by_the_norm_of_the_kernel", None, lambda q, k, p, x: (q, k / jnp.linalg.norm(p["k"])))
+spelled("a_temperature_made_of_the_kernel", None, spell=lambda a, p: a * jnp.mean(jnp.abs(p["q"])))
+spelled("the_square_of_the_logits", None, spell=lambda a, p: a * a)
+spelled("logits_cast_to_int", None, spell=lambda a, p: (9 * a).astype(jnp.int32).astype(jnp.float32))
+spelled("queries_cast_to_int8", None,
+        lambda q, k, p, x: ((9 * q).astype(jnp.int8).astype(jnp.float32), k))  # fmt: skip
+spelled("queries_times_their_sign", None, lambda q, k, p, x: (q * jnp.sign(q), k))
+spelled("queries_relative_to_the_first_head", None, lambda q, k, p, x: (q - q[:, :, :1], k))
+spelled("a_gate_by_the_sum_of_squares", ELSE,
+        more=lambda q, k, p, x: jnp.mean(x * jnp.sum(q**2, (2, 3))[..., None]))  # fmt: skip
+spelled("a_gate_by_the_largest_query", ELSE,
+        more=lambda q, k, p, x: jnp.mean(x * jnp.max(q, (2, 3))[..., None]))  # fmt: skip
+spelled("a_gate_by_each_heads_norm", None,
+        more=lambda q, k, p, x: jnp.mean(jnp.sum(q**2, -1) * jnp.sum(x)))  # fmt: skip
+spelled("a_penalty_on_the_queries", ELSE, more=lambda q, k, p, x: 1e-2 * jnp.sum(q**2))
+spelled("a_sum_of_the_keys", ELSE, more=lambda q, k, p, x: jnp.sum(k))
+spelled("a_penalty_on_parameters", more=lambda q, k, p, x: 1e-2 * sum(jnp.sum(w**2) for w in p.values()))
+spelled("a_penalty_on_parameters_in_a_loop",
+        more=lambda q, k, p, x: lax.scan(lambda c, row: (c + jnp.sum(row**2), None), 0.0, p["q"])[0])  # fmt: skip
+spelled("heads_cut_and_put_together_again", change=lambda q, k, p, x: (jnp.concatenate(jnp.split(q, 2, 2), 2), k),
+        q=((D, D), "0 | 1; 0 | 1 / 4 of 1"))  # fmt: skip
+
+
+# Heads and features in another order.
+
+GATHERED = jnp.array([1, 0, 3, 2])
+spelled("rolled", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), jnp.roll(k, 1, 2)))
+spelled("rolled_queries", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), k))
+spelled("flipped_queries", None, lambda q, k, p, x: (jnp.flip(q, 2), k))
+spelled("flipped_heads", None, lambda q, k, p, x: (jnp.flip(q, 2), jnp.flip(k, 2)))
+spelled("flipped_features", None, lambda q, k, p, x: (jnp.flip(q, 3), jnp.flip(k, 3)))
+spelled("heads_added_up", None, lambda q, k, p, x: (q + jnp.flip(q, 2), k))
+spelled("keys_in_another_order_by_gather", None, lambda q, k, p, x: (q, k[:, :, GATHERED]))
+
+
+def across_heads(y):
+    """A rotation of all features of all heads at once: it joins the halves of different heads."""
+    y = y.reshape(B, T, H * S)
+    first, second = jnp.split(y, 2, -1)
+    return heads(0.6 * y + 0.8 * jnp.concatenate([-second, first], -1))
+
+
+def rotated(x, count):
+    """A rotary embedding of neighboring features, of the first `count`."""
+    angles = np.arange(x.shape[1])[:, None] / np.arange(1, count // 2 + 1)
+    cos, sin = np.repeat(np.cos(angles), 2, -1)[:, None], np.repeat(np.sin(angles), 2, -1)[:, None]
+    first, rest = x[..., :count], x[..., count:]
+    half = jnp.stack([-first[..., 1::2], first[..., ::2]], -1).reshape(first.shape)
+    return jnp.concatenate([first * cos + half * sin, rest], -1)
+
+
+def by_einsum(q):
+    """RoFormer: `einsum("bslh,...slh->bslh", query, cos)`."""
+    cos = np.cos(np.arange(T))[:, None, None] * np.ones((1, H, S))
+    return jnp.einsum("blhd,...lhd->blhd", q, cos.astype(np.float32))
+
+
+spelled("a_rotation_across_heads", None, lambda q, k, p, x: (across_heads(q), across_heads(k)))
+for count in (S, 4):  # RoFormer; GPT-J, which rotates some of them
+    spelled(f"a_rotation_of_{count}_neighboring_features",
+            change=lambda q, k, p, x, n=count: (rotated(q, n), rotated(k, n)))  # fmt: skip
+spelled("a_rotation_by_einsum_with_constants", change=lambda q, k, p, x: (by_einsum(q), by_einsum(k)),
+        q=((D, D), "0 | 1; 0 | 1 / 4 of 1"))  # fmt: skip
+
+
+def turned_heads(order):
+    """Queries and keys with axes [batch, position, head, head, feature] in another order, and heads merged again."""
+
+    def change(q, k, p, x):
+        return [y.reshape(B, T, 2, 2, S).transpose(order).reshape(B, T, H, S) for y in (q, k)]
+
+    return change
+
+
+for order in [(0, 1, 3, 2, 4), (0, 1, 2, 4, 3), (0, 1, 4, 3, 2), (0, 1, 4, 2, 3)]:
+    spelled(f"heads_in_the_order_{''.join(map(str, order[2:]))}", None, turned_heads(order))
+
+
+@attention(sites=None, **QKVO)
+def an_order_by_reshape(p, x):
+    """Of two axes of heads, by `dimensions`."""
+    q, k, v = (
+        lax.reshape((x @ p[n]).reshape(B, T, 2, 2, S), (B, T, H, S), dimensions=(0, 1, 3, 2, 4))
+        for n in "qkv"
+    )
+    return end(p, logits_of(q, k), v)
+
+
+@attention(sites=1, **QKVO)
+def a_softmax_over_the_second_axis(p, x):
+    q, k, v = projected(p, x)
+    logits = jnp.einsum("bqhd,bkhd->bkqh", q, k)
+    y = jnp.einsum("bkqh,bkhd->bqhd", jax.nn.softmax(logits, 1), v).reshape(x.shape)
+    return loss_of(p, y), logits.transpose(0, 3, 2, 1)
+
+
+def over_logits(groups):
+    def fun(p, x):
+        q, k, v = projected(p, x)
+        logits = logits_of(q, k)
+        shape = logits.shape
+        kernel = p["c"][:, : H // groups]
+        logits = lax.conv_general_dilated(logits, kernel, (1, 1), "SAME", feature_group_count=groups)
+        return end(p, logits.reshape(shape), v)
+
+    return fun
+
+
+for groups, name in ((1, "a_convolution_over_logits"), (H, "a_depthwise_convolution_over_logits")):
+    fun = over_logits(groups)
+    fun.__name__ = name
+    attention(sites=None, c=(H, H, 3, 3), **QKVO)(fun)
+
+
+# Heads one by one, in the batch, in pairs.
+
+
+def of_each_head(p, y, logits):
+    """From [heads, batch, ...]."""
+    y = y.transpose(1, 2, 0, 3).reshape(B, T, -1)
+    return loss_of(p, y), logits.swapaxes(0, 1)
+
+
+@attention(sites=None, **QKVO)
+def heads_mapped_by_index(p, x):
+    q, k, v = projected(p, x)
+
+    def head(i):
+        a, b, c = (lax.dynamic_index_in_dim(y, i, 2, False) for y in (q, k, v))
+        logits = jnp.einsum("bqd,bkd->bqk", a, b)
+        return jax.nn.softmax(logits) @ c, logits
+
+    return of_each_head(p, *lax.map(head, jnp.arange(H)))
+
+
+@attention(sites=None, **QKVO)
+def heads_mapped_two_by_two(p, x):
+    q, k, v = projected(p, x)
+
+    def pair(i):
+        a, b, c = (lax.dynamic_slice_in_dim(y, 2 * i, 2, 2) for y in (q, k, v))
+        logits = logits_of(a, b)
+        return mixed(jax.nn.softmax(logits), c), logits
+
+    y, logits = lax.map(pair, jnp.arange(2))
+    y = jnp.moveaxis(y, 0, 2).reshape(B, T, -1)
+    return loss_of(p, y), jnp.moveaxis(logits, 0, 1).reshape(B, H, T, T)
+
+
+@attention(sites=None, **QKVO)
+def grouped_keys_by_index(p, x):
+    q = heads(x @ p["q"])
+    k, v = ((x @ p[n])[..., : 2 * S].reshape(B, T, 2, S) for n in "kv")
+
+    def head(i):
+        a = lax.dynamic_index_in_dim(q, i, 2, False)
+        b, c = (lax.dynamic_index_in_dim(y, i // 2, 2, False) for y in (k, v))
+        logits = jnp.einsum("bqd,bkd->bqk", a, b)
+        return jax.nn.softmax(logits) @ c, logits
+
+    return of_each_head(p, *lax.map(head, jnp.arange(H)))
+
+
+@attention(sites=None, **QKVO)
+def heads_stacked_one_by_one(p, x):
+    q, k, v = (jnp.stack([(x @ p[n])[..., S * h : S * h + S] for h in range(H)], 2) for n in "qkv")
+    return end(p, logits_of(q, k), v)
+
+
+def of_a_kernel_each(p, x, shared):
+    q, k, v = (jnp.stack([x @ p[f"{n}{h}"] for h in range(H)], 2) for n in "qkv")
+    return end(p, logits_of(q, jnp.broadcast_to(k[:, :, :1], k.shape) if shared else k), v)
+
+
+KERNELS: Any = {"o": (D, D), **{f"{n}{h}": (D, S) for n in "qkv" for h in range(H)}}
+
+
+@attention(sites=None, **KERNELS)
+def heads_of_a_kernel_each(p, x):
+    return of_a_kernel_each(p, x, False)
+
+
+@attention(sites=None, **KERNELS)
+def heads_of_a_kernel_each_and_one_key(p, x):
+    return of_a_kernel_each(p, x, True)
+
+
+@attention(sites="heads of its queries are put together from several products",
+           q1=(D, D // 2), q2=(D, D // 2), k=(D, D), v=(D, D), o=(D, D))  # fmt: skip
+def heads_of_two_products(p, x):
+    q = jnp.concatenate([heads(x @ p[name], 2) for name in ("q1", "q2")], 2)
+    k, v = projected(p, x, "kv")
+    return end(p, logits_of(q, k), v)
+
+
+@attention(sites=None, **QKVO)
+def heads_cut_into_the_batch(p, x):
+    """SASRec: heads are parts put together along the batch."""
+    q, k, v = (jnp.concatenate(jnp.split(x @ p[n], H, -1), 0) for n in "qkv")
+    logits = jnp.einsum("bqd,bkd->bqk", q, k)
+    y = jnp.concatenate(jnp.split(jax.nn.softmax(logits) @ v, H, 0), -1)
+    return loss_of(p, y), logits.reshape(H, B, T, T).swapaxes(0, 1)
+
+
+def heads_and_batch(p, x, products):
+    """As ported from `torch.bmm`: queries, or logits, with one axis for examples and heads."""
+    q, k, v = (y.swapaxes(1, 2) for y in projected(p, x))
+    if products:
+        q, k, v = (y.reshape(B * H, T, S) for y in (q, k, v))
+    logits = jnp.where(CAUSAL, (q @ k.swapaxes(-1, -2)).reshape(B * H, T, T), -1e9)
+    y = (jax.nn.softmax(logits).reshape(*q.shape[:-1], T) @ v).reshape(B, H, T, S).swapaxes(1, 2)
+    return loss_of(p, y.reshape(x.shape)), jnp.where(CAUSAL, logits.reshape(B, H, T, T), -jnp.inf)
+
+
+@attention(sites=1, **QKVO)
+def heads_and_batch_in_one_axis_of_the_products(p, x):
+    return heads_and_batch(p, x, True)
+
+
+@attention(sites=1, **QKVO)
+def heads_and_batch_in_one_axis_of_the_logits(p, x):
+    return heads_and_batch(p, x, False)
+
+
+@attention(sites=2, **QKVO)
+def two_attentions_of_disjoint_features_of_every_head(p, x):
+    """Differential attention."""
+    q, k, v = projected(p, x)
+    one, two = (logits_of(a, b) for a, b in zip(jnp.split(q, 2, -1), jnp.split(k, 2, -1), strict=True))
+    y = mixed(jax.nn.softmax(one) - 0.3 * jax.nn.softmax(two), v)
+    return loss_of(p, y), jnp.concatenate([one, two], 1)
+
+
+# Queries that share a key head: side by side, or in turns.
+
+SHARED: Any = {"q": (D, D), "k": (D, D // 2), "v": (D, D // 2), "o": (D, D)}
+IN_TURNS = "the heads of its logits are not"
+
+
+def sharing(p, x, repeat):
+    q, (k, v) = heads(x @ p["q"]), (repeat(heads(x @ p[n], 2)) for n in "kv")
+    return end(p, logits_of(q, k), v)
+
+
+@attention(sites=1, **SHARED)
+def keys_repeated_for_two_queries(p, x):
+    return sharing(p, x, lambda y: jnp.repeat(y, 2, 2))
+
+
+@attention(sites=ELSE, **SHARED)
+def tiled_keys(p, x):
+    return sharing(p, x, lambda y: jnp.tile(y, (1, 1, 2, 1)))
+
+
+@attention(sites=IN_TURNS, **SHARED)
+def queries_in_turns(p, x):
+    q, (k, v) = (x @ p["q"]).reshape(B, T, 2, 2, S), (heads(x @ p[n], 2) for n in "kv")
+    logits = jnp.einsum("bqgnd,bknd->bgnqk", q, k).reshape(B, H, T, T)
+    return end(p, logits, jnp.tile(v, (1, 1, 2, 1)))
+
+
+def grouped(p, x, turn=lambda q: q, move=lambda a: a, soften=jax.nn.softmax, gate=1.0, kept=None):
+    """Two queries for each key head, whose logits have one axis of heads."""
+    q, k, v = (jnp.einsum("btd,dhs->bths", x, p[name]) for name in "qkv")
+    q = turn(q).reshape(B, T, 2, 2, S)
+    products = jnp.einsum("btkgs,buks->bkgtu", q, turn(k))
+    logits = move(products)
+    shares = soften(logits.reshape(B, H, *logits.shape[-2:])).reshape(products.shape)
+    y = jnp.einsum("bkgtu,buks->btkgs", shares, v).reshape(B, T, H, S) * gate
+    loss = jnp.mean((jnp.einsum("bths,hsd->btd", y, p["o"]) @ p["out"]) ** 2)
+    logits = products.reshape(B, H, T, T)
+    return loss, logits if kept is None else jnp.where(kept, logits, -jnp.inf)
+
+
+GROUPED: Any = {
+    "q": ((D, H, S), "0 | 1, 2; 0 | 2"),
+    "k": ((D, 2, S), "0 | 1, 2; 0 | 2"),
+    "v": (D, 2, S),
+    "o": ((H, S, D), "0, 1 | 2"),
+    **OUT,
+}
+
+
+@attention(sites=1, **GROUPED)
+def a_mask_after_a_reshape(p, x):
+    """Tunix's Llama."""
+    return grouped(p, x, soften=lambda a: jax.nn.softmax(jnp.where(CAUSAL, a, -1e9)), kept=CAUSAL)
+
+
+@attention(sites=1, **GROUPED)
+def a_bias_before_a_reshape_is_not_measured(p, x):
+    return grouped(
+        p,
+        x,
+        move=lambda a: a + 5.0 * jnp.arange(T),
+        soften=lambda a: jax.nn.softmax(jnp.where(CAUSAL, a, -1e9)),
+        kept=CAUSAL,
+    )
+
+
+@attention(sites="something is added to its logits before their axes change order", **GROUPED)
+def a_bias_before_a_transpose(p, x):
+    return grouped(
+        p,
+        x,
+        move=lambda a: (a + 5.0 * jnp.arange(T)).swapaxes(1, 2),
+        soften=lambda a: jax.nn.softmax(jnp.where(CAUSAL, a, -1e9)),
+    )
+
+
+SINKS: Any = GROUPED | {"sinks": ((H,), "")}
+
+
+def beside(logits, sinks):
+    return jnp.concatenate([logits, jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:3], 1))], -1)
+
+
+@attention(sites=1, **SINKS)
+def sinks_beside_the_logits(p, x):
+    """gpt-oss: a learned logit for each head beside those of the keys."""
+    return grouped(p, x, soften=lambda a: jax.nn.softmax(beside(a, p["sinks"]))[..., :-1])
+
+
+@attention(sites=1, **SINKS)
+def sinks_in_the_sum(p, x):
+    """Its kernels: the sink takes part in the maximum and in the sum."""
+
+    def soften(logits):
+        sinks = p["sinks"][:, None, None]
+        largest = jnp.maximum(logits.max(-1, keepdims=True), sinks)
+        shares = jnp.exp(logits - largest)
+        return shares / (shares.sum(-1, keepdims=True) + jnp.exp(sinks - largest))
+
+    return grouped(p, x, soften=soften)
+
+
+@attention(sites="the heads of its logits are not those of its projections", **SINKS)
+def a_mask_after_a_sink(p, x):
+    """The largest logit would be the sink's, or one that is masked."""
+    keep = np.tri(T, T + 1, 1, bool)
+    return grouped(
+        p, x, soften=lambda a: jax.nn.softmax(jnp.where(keep, beside(a, p["sinks"]), -1e9))[..., :-1]
+    )
+
+
+@attention(sites="its queries are normalized", **GROUPED)
+def normalized_queries_of_shared_keys(p, x):
+    """Qwen3: a norm of each head's queries differs along heads and not along features, as an expert's gate does."""
+    return grouped(p, x, turn=norm)
+
+
+@attention(sites=1, gate=((D, H), "0 | 1"), **GROUPED)
+def a_gate_of_each_head(p, x):
+    return grouped(p, x, gate=jax.nn.sigmoid(x @ p["gate"])[..., None])
+
+
+@attention(sites=1, gate=((D, H), "0 | 1"), **GROUPED)
+def a_sum_of_each_head_that_divides_last(p, x):
+    """As in MaxText: `o` stays one matrix."""
+    return grouped(p, x, gate=1 / jnp.abs(x @ p["gate"])[..., None])
+
+
+@attention(sites=1, q=((H, D, S), "1 | 0, 2; 1 | 2"), k=((2, D, S), "1 | 0, 2; 1 | 2"), v=(2, D, S))
+def heads_before_the_width(p, x):
+    q = jnp.einsum("btd,hds->bths", x, p["q"]).reshape(B, T, 2, 2, S)
+    k, v = (jnp.einsum("btd,hds->bths", x, p[name]) for name in "kv")
+    logits = jnp.einsum("btkgs,buks->bkgtu", q, k)
+    y = jnp.einsum("bkgtu,buks->btkgs", jax.nn.softmax(logits), v)
+    return jnp.mean(y**2), logits.reshape(B, H, T, T)
+
+
+# One kernel of queries, keys and values.
+
+
+@attention(sites=SEVERAL, qkv=((D, 3, H, S), "0 | 2, 3; 0 | 3"))
+def parts_of_a_kernel_unpacked(p, x):
+    q, k, v = (jnp.einsum("btd,dhs->bths", x, w) for w in jnp.moveaxis(p["qkv"], 1, 0))
+    return jnp.mean(mixed(jax.nn.softmax(logits_of(q, k)), v) ** 2), logits_of(q, k)
+
+
+@attention(sites=1, qkv=((D, 3 * D), "0 | 1 / 3 of 1"), o=(D, D))
+def parts_put_together_and_cut_again(p, x):
+    q, k, v = jnp.split(x @ p["qkv"], 3, -1)
+    q, k = map(heads, jnp.split(jnp.concatenate([q, k], -1), 2, -1))
+    return end(p, logits_of(q, k), heads(v))
+
+
+@attention(sites=1, qkv=((D, 3, H, S), "0 | 2, 3; 0 | 3"))
+def parts_taken_by_an_index(p, x):
+    """Haliax unbinds them by `jnp.take`, a gather whose index is compared with zero first."""
+    qkv = jnp.einsum("btd,dnhs->btnhs", x, p["qkv"])
+    q, k, v = (jnp.take(qkv, i, axis=2) for i in (-3, 1, 2))
+    return jnp.mean(mixed(jax.nn.softmax(logits_of(q, k)), v) ** 2), logits_of(q, k)
+
+
+def cut_before_products(p, x, count):
+    """PyTorch's `in_proj_weight`; heads that are computed one by one are no matrices of their own."""
+    width = D // count
+    q, k, v = (
+        jnp.concatenate([x @ p["qkv"][i * D + h * width :][:width].T for h in range(count)], -1)
+        for i in range(3)
+    )
+    return end(p, logits_of(heads(q), heads(k)), heads(v))
+
+
+@attention(sites=1, qkv=((3 * D, D), "1 | 0 / 3 of 0"), o=(D, D))
+def parts_cut_before_their_products(p, x):
+    return cut_before_products(p, x, 1)
+
+
+@attention(sites=None, qkv=((3 * D, D), "1 | 0 / 3 of 0"), o=(D, D))
+def heads_cut_before_their_products(p, x):
+    return cut_before_products(p, x, H)
+
+
+@attention(sites=1, qkv=((D, 5 * D), f"0 | 1 / 24, 24, 24, 48 of 1; 0 | 1 / {'6, ' * 12}48 of 1"),
+           out=((3 * D, D), "0 | 1"), o=(D, D))  # fmt: skip
+def heads_of_some_parts_of_a_kernel(p, x):
+    """Flux: queries, keys, values and a dense layer by one kernel."""
+    *qkv, up = jnp.split(x @ p["qkv"], [D, 2 * D, 3 * D], -1)
+    q, k, v = map(heads, qkv)
+    y = jnp.concatenate([mixed(jax.nn.softmax(logits_of(q, k)), v), jax.nn.gelu(up)], -1)
+    return loss_of(p, y @ p["out"]), logits_of(q, k)
+
+
+# Several inputs, several products, several uses.
+
+FROZEN = jax.ShapeDtypeStruct((D, D), "float32")
+
+
+@program(X, jax.ShapeDtypeStruct((H,), "float32"), sites=1, logits=True, **QKVO)
+def a_mask_of_heads_by_einsum(p, x, mask):
+    """BERT: `einsum("...hqk,h->...hqk", weights, head_mask)`."""
+    q, k, v = projected(p, x)
+    shares = jnp.einsum("bhqk,h->bhqk", jax.nn.softmax(logits_of(q, k)), mask)
+    return loss_of(p, mixed(shares, v)), logits_of(q, k)
+
+
+@program(X, jax.ShapeDtypeStruct((H,), "float32"), sites=1, logits=True, **QKVO)
+def logits_multiplied_by_data_by_einsum(p, x, scale):
+    q, k, v = projected(p, x)
+    return end(p, jnp.einsum("bhqk,h->bhqk", logits_of(q, k), scale), v)
+
+
+@program(X, FROZEN, sites=ADDED, **QKVO)
+def queries_of_adapters_added_to_frozen_ones(p, x, frozen):
+    """Gemma's adapters: a clip of them alone leaves the frozen part of the queries as large as it is."""
+    q, k, v = (heads(x @ p[n] + x @ frozen) for n in "qkv")
+    return end(p, logits_of(q, k), v)[0]
+
+
+@attention(sites=None, **QKVO)
+def one_kernel_on_two_inputs(p, x):
+    q, k, v = projected(p, x)
+    return end(p, logits_of(q + heads(jnp.tanh(x) @ p["q"]), k), v)
+
+
+@attention(sites=None, **QKVO)
+def memory_and_tokens(p, x):
+    q, k, v = projected(p, x)
+    k, v = (jnp.concatenate([heads(jnp.tanh(x) @ p[n]), y], 1) for n, y in (("k", k), ("v", v)))
+    return end(p, logits_of(q, k), v)
+
+
+@attention(sites=1, **QKVO)
+def queries_that_read_keys_and_their_means(p, x):
+    """Two attentions of the same projections are one: its largest logit is that of both."""
+    q, k, v = projected(p, x)
+    means = [y.reshape(B, T // 2, 2, H, S).mean(2) for y in (k, v)]
+    pairs = [(logits_of(q, keys), values) for keys, values in ((k, v), means)]
+    y = sum(mixed(jax.nn.softmax(a), values) for a, values in pairs)
+    return loss_of(p, y), jnp.concatenate([a for a, _ in pairs], -1)
+
+
+@program(X, sites="its logits are joined with others: attention_programs.py:", c=(D, D), **QKVO)
+def one_softmax_of_two_products(p, x):
+    """Keys of two kinds, such as local and compressed ones."""
+    q, k, v, c = projected(p, x, "qkvc")
+    logits = jnp.concatenate([logits_of(q, keys) for keys in (k, c)], -1)
+    return end(p, logits, jnp.concatenate([v, v], 1))[0]
+
+
+@attention(sites=1, **QKVO)
+def two_softmaxes_of_one_product(p, x):
+    q, k, v = projected(p, x)
+    logits = logits_of(q, k)
+    local, first = CAUSAL & ~np.tri(T, k=-2, dtype=bool), x[0, 0, 0] < 0
+
+    def attend(mask):
+        return lambda logits, v: mixed(jax.nn.softmax(jnp.where(mask, logits, -1e9)), v)
+
+    y = lax.cond(first, attend(local), attend(CAUSAL), logits, v)
+    return loss_of(p, y), jnp.where(jnp.where(first, local, CAUSAL), logits, -jnp.inf)
+
+
+@program(X, sites=f"{ELSE}: attention_programs.py:", **QKVO)
+def queries_carried_by_a_loop(p, x):
+    """The queries of one position are read by the next."""
+
+    def step(before, row):
+        q, k, v = projected(p, row[:, None])
+        return q.reshape(B, -1), mixed(jax.nn.softmax(logits_of(q, k)), v)[:, 0] + before
+
+    return loss_of(p, lax.scan(step, jnp.zeros((B, D)), x.swapaxes(0, 1))[1])
+
+
+def a_bias_used_elsewhere(p, x, use):
+    q, k, v = projected(p, x)
+    first, last = jnp.split(p["b"], 2)
+    q, v = q + heads(first), v + heads(first) if use == "values" else v
+    y = mixed(jax.nn.softmax(logits_of(q, k)), v) * {"gain": first, "half": last}.get(use, 1.0)
+    return loss_of(p, y), logits_of(q, k)
+
+
+for use, sites in (("values", ELSE), ("gain", ELSE), ("half", 1)):
+    fun = functools.partial(a_bias_used_elsewhere, use=use)
+    fun.__name__ = f"a_bias_used_elsewhere_as_{use}"
+    attention(sites=sites, b=(2 * D,), **QKVO)(fun)
+
+
+TERMS = [f"w{i}" for i in range(8)]
+
+
+def in_a_long_sum(p, x, first):
+    q, k, v = projected(p, x)
+    terms = [x @ p[name] for name in TERMS]
+    queries = q.reshape(B, T, D)
+    total = sum([queries, *terms] if first else [*terms, queries])
+    return end(p, logits_of(q, k), v)[0] + loss_of(p, total)
+
+
+@program(X, sites=f"{ELSE}: attention_programs.py:", **dict.fromkeys(TERMS, (D, D)), **QKVO)
+def queries_that_begin_a_long_sum(p, x):
+    return in_a_long_sum(p, x, True)
+
+
+@program(X, sites=f"{ELSE}: attention_programs.py:", **dict.fromkeys(TERMS, (D, D)), **QKVO)
+def queries_that_end_a_long_sum(p, x):
+    return in_a_long_sum(p, x, False)
+
+
+@program(X, sites=f"{ELSE}: attention_programs.py:", **QKVO)
+def a_kernel_of_queries_multiplied_again(p, x):
+    q, k, v = projected(p, x)
+    return end(p, logits_of(q, k), v)[0] + jnp.mean(jnp.tanh(x @ p["q"]) @ p["o"])
+
+
+@program(X, sites=(ELSE, ELSE), q2=(D, D), v2=(D, D), **QKVO)
+def a_kernel_of_the_keys_of_two_attentions(p, x):
+    x = layer(p, x)
+    return jnp.mean((layer({"q": p["q2"], "k": p["k"], "v": p["v2"], "o": p["o"]}, x)) ** 2)
+
+
+@program(X, sites=("a learned bias", "a learned bias"), bias=(H, T, T),
+         **{f"layer{i}/{n}": (D, D) for i in range(2) for n in "qkvo"})  # fmt: skip
+def attentions_of_one_line(p, x):
+    """T5's layers: one line of code for all of them."""
+    for name in ("layer0", "layer1"):
+        q, k, v = projected(p[name], x)
+        x = x + mixed(jax.nn.softmax(logits_of(q, k) + p["bias"]), v) @ p[name]["o"]
+    return jnp.mean(x**2)
+
+
+@program(X, sites=1, v=(D, D), o=(D, D), **{"q/kernel": (D, D), "q/gate": (D, D), "k/kernel": (D, D)})
+def a_gate_beside_the_kernel_of_the_queries(p, x):
+    """As of two towers in one dictionary: it is not refused by its name."""
+    flat = {"q": p["q"]["kernel"], "k": p["k"]["kernel"], "v": p["v"], "o": p["o"]}
+    return jnp.mean((layer(flat, x) * jax.nn.silu(x @ p["q"]["gate"])) ** 2)
+
+
+@program(X, sites=1, query=((D,), "a learned input"), **MATRICES, **OUT)
+def one_learned_query_of_all_examples(p, x):
+    """Pooling by attention: queries made of parameters alone, with no axis that counts them."""
+    shares = jax.nn.softmax(jnp.einsum("d,bkd->bk", p["query"] @ p["q"], x @ p["k"]) / np.sqrt(D))
+    return jnp.mean((jnp.einsum("bk,bkd->bd", shares, x @ p["v"]) @ p["o"] @ p["out"]) ** 2)
+
+
+@program(X, sites=1, table=((5, D), "a learned input"), **MATRICES, **OUT)
+def a_table_without_its_mean(p, x):
+    """DeBERTa's relative positions: the mean that is subtracted is no parameter of its own."""
+    table = p["table"] - jnp.mean(p["table"], -1, keepdims=True)
+    q, k, v = heads(x @ p["q"]), heads(table @ p["k"]), heads(table @ p["v"])
+    shares = jax.nn.softmax(jnp.einsum("bqhd,khd->bhqk", q, k))
+    y = jnp.einsum("bhqk,khd->bqhd", shares, v).reshape(B, T, D)
+    return jnp.mean((y @ p["o"] @ p["out"]) ** 2)
+
+
+@program(X, sites=1, first=((1, 1, D), "joined with data"), w=((D, D // 2), "0 | 1"), **MATRICES, **OUT)
+def a_repeated_parameter(p, x):
+    """CLIP: `tile(class_embedding, (batch, 1, 1))` before the patches."""
+    first = jnp.tile(p["first"], (B, 1, 1))
+    x = jnp.concatenate([first, x @ jnp.tile(p["w"], (1, 2))], 1)
+    return jnp.mean((layer(p, x) @ p["out"]) ** 2)
+
+
+@attention(
+    sites="something is added to its logits in a function that does not return them without it", **QKVO
+)
+def a_bias_inside_of_another_function(p, x):
+    q, k, v = projected(p, x)
+    biased = jax.jit(lambda q, k: logits_of(q, k) + 5.0 * jnp.arange(T))
+    return end(p, jnp.where(CAUSAL, biased(q, k), -1e9), v)
+
+
+# No attention is left out: where its logits are lost, it is listed with the line that multiplies its values.
+
+LOST = "its queries, keys and values can't all be followed to parameters: attention_programs.py:"
+
+
+@program(X, sites=LOST, **QKVO)
+def queries_written_in_place(p, x):
+    q, k, v = projected(p, x)
+    buffer = jnp.zeros_like(q)
+    for h in range(H):
+        buffer = buffer.at[:, :, h].set(q[:, :, h])
+    return end(p, logits_of(buffer, k), v)[0]
+
+
+@program(X, sites=LOST, **QKVO)
+def logits_changed_in_place(p, x):
+    q, k, v = projected(p, x)
+    return end(p, logits_of(q, k).at[..., 0].add(-3.0), v)[0]
+
+
+@program(X, sites=LOST, **QKVO)
+def queries_and_keys_multiplied_entry_by_entry(p, x):
+    q, k, v = projected(p, x)
+    return end(p, jnp.moveaxis((q[:, :, None] * k[:, None]).sum(-1), 3, 1), v)[0]
+
+
+@program(X, sites=LOST, **QKVO)
+def values_multiplied_entry_by_entry(p, x):
+    q, k, v = projected(p, x)
+    shares = jnp.moveaxis(jax.nn.softmax(logits_of(q, k)), 1, -1)
+    return loss_of(p, (shares[..., None] * v[:, None]).sum(2).reshape(x.shape))
+
+
+@program(X, sites=LOST, **QKVO)
+def the_largest_three(p, x):
+    q, k, v = projected(p, x)
+    largest, where = lax.top_k(logits_of(q, k), 3)
+    return loss_of(
+        p, mixed(jnp.einsum("bhqn,bhqnk->bhqk", jax.nn.softmax(largest), jax.nn.one_hot(where, T)), v)
+    )
+
+
+@program(X, sites=LOST, queries=(5, H, S), k=(D, D), v=(D, D))
+def learned_queries(p, x):
+    logits = jnp.einsum("qhd,bkhd->bhqk", p["queries"], heads(x @ p["k"]))
+    return jnp.mean(mixed(jax.nn.softmax(logits), heads(x @ p["v"])) ** 2)
+
+
+@program(X, sites=LOST, latents=(5, D), v=(D, D))
+def learned_queries_of_raw_keys(p, x):
+    shares = jax.nn.softmax(jnp.einsum("qd,bkd->bqk", p["latents"], x))
+    return jnp.mean(jnp.einsum("bqk,bkd->bqd", shares, x @ p["v"]) ** 2)
+
+
+KERNELS_OF_DATA = [constant((D, D), seed) for seed in range(3)]
+ADAPTER: Any = {"a": (D, 2), "b": (2, D)}
+
+
+@program(X, sites=LOST, **ADAPTER)
+def adapted_queries(p, x):
+    kernel, *others = KERNELS_OF_DATA
+    q, k, v = (heads(x @ w) for w in (kernel + p["a"] @ p["b"], *others))
+    return jnp.mean(mixed(jax.nn.softmax(logits_of(q, k)), v) ** 2)
+
+
+@program(X, sites=LOST, **ADAPTER)
+def adapted_queries_by_a_product_each(p, x):
+    q, k, v = (heads(x @ w) for w in KERNELS_OF_DATA)
+    return jnp.mean(mixed(jax.nn.softmax(logits_of(q + heads((x @ p["a"]) @ p["b"]), k)), v) ** 2)
+
+
+@program(X, sites="its keys come from several products, of which heads share some",
+         q1=(D, D), q2=(D, D), **dict.fromkeys(("k1", "k2", "v1", "v2"), (D, S)))  # fmt: skip
+def one_key_head_of_two_experts(p, x):
+    """As pi-0 has it."""
+    q = jnp.concatenate([heads(x @ p[n]) for n in ("q1", "q2")], 1)
+    k, v = (jnp.concatenate([x @ p[f"{n}1"], x @ p[f"{n}2"]], 1) for n in "kv")
+    shares = jax.nn.softmax(jnp.einsum("bqhd,bkd->bhqk", q, k))
+    return jnp.mean(jnp.einsum("bhqk,bkd->bqhd", shares, v) ** 2)
+
+
+@program(X, sites=SEVERAL, a=(H, D, 2), b=(H, 2, S), **QKVO)
+def an_adapter_for_each_head(p, x):
+    q, k, v = projected(p, x)
+    q = q + jnp.einsum("bthr,hrs->bths", jnp.einsum("btd,hdr->bthr", x, p["a"]), p["b"])
+    return end(p, logits_of(q, k), v)[0]
+
+
+# Without a softmax of keys it is none.
+
+
+@program(X, sites=LOST, **QKVO)
+def kernels_of_features(p, x):
+    """Linear attention."""
+    q, k, v = projected(p, x)
+    return loss_of(
+        p, jnp.einsum("bqhd,bkhd,bkhe->bqhe", jnp.exp(q), jax.nn.softmax(k, 1), v).reshape(x.shape)
+    )
+
+
+@program(X, **QKVO)
+def a_decayed_state(p, x):
+    """A state-space product: the exponential is the decay's."""
+    q, k, v = projected(p, x)
+    time = jnp.cumsum(jax.nn.softplus(x @ p["o"])[..., :H], 1)
+    decay = jnp.exp(jnp.minimum(time[:, :, None] - time[:, None], 0))
+    return loss_of(p, jnp.einsum("bqhd,bkhd,bqkh,bkhe->bqhe", q, k, decay, v).reshape(x.shape))
+
+
+@program(X, **QKVO)
+def two_towers_of_softmaxes(p, x):
+    q, k, v = (x.reshape(-1, D) @ p[n] for n in "qkv")
+    soft = jax.nn.softmax(q @ k.T)
+    return loss_of(p, (jnp.sum(soft * jax.nn.log_softmax(k @ q.T)) + v).reshape(x.shape))
+
+
+@program(X, sites=LOST, **QKVO)
+def a_pool_after_a_rectified_product(p, x):
+    """Of products of queries and keys nothing is left but what a layer made of them."""
+    q, k, v = projected(p, x)
+    y = mixed(jax.nn.relu(logits_of(q, k)), v) @ p["o"]
+    return loss_of(p, y + jnp.einsum("bth,btd->bhd", jax.nn.softmax(y[..., :1], 1), y))
+
+
+@program(X, rate=((D, H), "0 | 1; 0 | 1"), **MATRICES | OUT | {"q": ((D, D), "0 | 1; 0 | 1 / 4 of 1")})
+def a_rate_for_each_head(p, x):
+    """Gated delta nets: a head of one column is no matrix of its own."""
+    q, k, v = projected(p, x)
+    y = mixed(logits_of(q, k * jax.nn.sigmoid(x @ p["rate"])[..., None]), v)
+    return jnp.mean((y @ p["o"] @ p["out"]) ** 2)
+
+
+@program(X, a=(H, S), **QKVO)
+def additive_attention_of_two_steps(p, x):
+    """GATv2: there is no product of queries and keys, so a clip has nothing to scale."""
+    for _ in range(2):
+        q, k = projected(p, x, "qk")
+        logits = jnp.einsum("bqkhd,hd->bqkh", jax.nn.leaky_relu(q[:, :, None] + k[:, None]), p["a"])
+        x = jnp.einsum("bqkh,bkhd->bqhd", jax.nn.softmax(logits, 2), k).reshape(x.shape) @ p["o"]
+    return jnp.mean(x**2)
+
+
+@program(X, w=(D, D))
+def a_gram_matrix_of_features_times_itself(p, x):
+    """As in losses that decorrelate them."""
+    gram = jnp.einsum("btd,bte->bde", x @ p["w"], x @ p["w"])
+    return jnp.mean(gram * gram)
+
+
+# Stacks of layers.
+
+STACK: Any = dict.fromkeys("qkvo", ((3, D, D), "1 | 2"))
+AS_MANY: Any = dict.fromkeys("qkvo", (H, D, D))
+ANOTHER = " are in another order than the parameter's"
+
+
+def scanned(p, x, reverse=False):
+    """A loss and the logits of each layer's heads."""
+
+    def step(x, w):
+        return layer(w, x), logits_of(*projected(w, x, "qk")) / np.sqrt(S)
+
+    x, logits = lax.scan(step, x, p, reverse=reverse)
+    return jnp.mean(x**2), jnp.moveaxis(logits, 0, 1).reshape(B, -1, T, T)
+
+
+@attention(sites=1, **STACK)
+def layers_in_their_order(p, x):
+    return scanned({n: w[::-1][::-1] for n, w in p.items()}, x)
+
+
+@attention(sites=1, **STACK)
+def layers_from_the_last_one(p, x):
+    return scanned(p, x, reverse=True)
+
+
+@attention(sites=1, **AS_MANY)
+def as_many_layers_as_heads(p, x):
+    return scanned(p, x)
+
+
+@program(X, sites=2, **AS_MANY, **dict.fromkeys("QKVO", (H, D, D)))
+def as_many_layers_of_two_attentions_as_heads(p, x):
+    return jnp.mean(lax.scan(lambda x, w: (layer(w, layer(w, x), "QKVO"), None), x, p)[0] ** 2)
+
+
+CHANGES = {
+    "reversed": lambda w: w[::-1],
+    "one_after_the_other": lambda w: jnp.concatenate([w, w]),
+    "repeated": lambda w: jnp.repeat(w, 2, 0),
+    "padded": lambda w: jnp.pad(w, [(0, 1), (0, 0), (0, 0)]),
+}
+for name, change in CHANGES.items():
+    fun = functools.partial(lambda p, x, change: scanned(jax.tree.map(change, p), x)[0], change=change)
+    fun.__name__ = f"layers_{name}"
+    program(X, sites=ANOTHER, **STACK)(fun)
+
+
+@program(X, sites=ANOTHER, **STACK)
+def layers_of_reversed_keys(p, x):
+    return scanned(p | {"k": p["k"][::-1]}, x)[0]
+
+
+@program(X, sites=ANOTHER, **{f"layer{i}/{n}": ((D, D), "0 | 1") for i in range(2) for n in "qkvo"})
+def layers_put_together_inside_of_the_function(p, x):
+    """Its largest logits would be those of all of them."""
+    return scanned(jax.tree.map(lambda *w: jnp.stack(w), *p.values()), x)[0]
+
+
+def by_number(p, x, order=lambda i: i):
+    """AlphaFold's layer_stack: parameters stay outside of the scan, which goes over 0, 1, 2."""
+
+    def step(x, i):
+        w = {name: w[order(i)] for name, w in p.items()}
+        return layer(w, x), logits_of(*projected(w, x, "qk")) / np.sqrt(S)
+
+    x, logits = lax.scan(step, x, jnp.arange(3))
+    return jnp.mean(x**2), jnp.moveaxis(logits, 0, 1).reshape(B, -1, T, T)
+
+
+@attention(sites=1, **STACK)
+def layers_taken_by_the_number_of_the_iteration(p, x):
+    return by_number(p, x)
+
+
+@program(X, sites=f"{ELSE}: attention_programs.py:", **STACK)
+def layers_taken_backwards(p, x):
+    return by_number(p, x, lambda i: 2 - i)[0]
+
+
+@program(X, sites=f"{ELSE}: attention_programs.py:", **STACK)
+def one_layer_taken_twice(p, x):
+    return by_number(p, x, lambda i: i // 2)[0]
+
+
+@program(
+    X, sites=1, **dict.fromkeys("qkv", ((3, D, D), "1 | 0, 2")), o=((3, D, D), "0, 1 | 2"), out=(3, D, 5)
+)
+def heads_of_an_axis_of_vmap(p, x):
+    """GPT-J's mesh transformer: each entry of a mapped axis has its own heads, and their results are added up."""
+
+    @jax.custom_vjp
+    def add(x):
+        return lax.psum(x, "shard")
+
+    add.defvjp(lambda x: (add(x), None), lambda _, g: (g,))
+
+    def shard(w):
+        q, k, v = projected(w, x)
+        y = x + add(mixed(jax.nn.softmax(logits_of(q, k)), v) @ w["o"])
+        y = y / lax.pmax(lax.stop_gradient(abs(y).max()), "shard")
+        return jnp.mean(jnp.tanh(y @ w["out"]) ** 2)
+
+    return jnp.mean(jax.vmap(shard, axis_name="shard")(p))
+
+
+# Heads and layers divided among devices.
+
+
+def on_two_devices(local, w_specs, x_spec, out):
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    return jax.shard_map(local, mesh=mesh, in_specs=(w_specs, x_spec), out_specs=out)
+
+
+def divided(name, local, w_specs, x_spec=P(), **parameters):
+    """`local(w, x)` -> queries, keys and values of one device."""
+
+    def attend(p, x):
+        q, k, v = local(p, x)
+        return mixed(jax.nn.softmax(logits_of(q, k)), v)
+
+    def fun(p, x):
+        return jnp.mean(on_two_devices(attend, w_specs, x_spec, P(None, None, "m"))(p, x) ** 2)
+
+    fun.__name__ = name
+    program(X, sites=f"{ELSE}: attention_programs.py:", **parameters)(fun)
+
+
+def side_by_side(p, x):
+    """[H, 3, S]: queries, keys and values of a head together."""
+    parts = (x @ p["w"]).reshape(*x.shape[:2], -1, 3, S)
+    return [parts[..., i, :] for i in range(3)]
+
+
+def of_another_device(p, x):
+    q, k, v = (heads(x @ p[name], H // 2) for name in "qkv")
+    return q, lax.ppermute(k, "m", [(0, 1), (1, 0)]), v
+
+
+def exchanged(p, x):
+    """Ulysses: sequences are divided before, heads after."""
+    return [lax.all_to_all(y, "m", 2, 1, tiled=True) for y in projected(p, x)]
+
+
+def scattered(p, x):
+    return [lax.psum_scatter(y, "m", scatter_dimension=2, tiled=True) for y in projected(p, x)]
+
+
+QKV: Any = dict.fromkeys("qkv", (D, D))
+divided("heads_side_by_side", side_by_side, P(None, "m"), w=(D, 3 * D))
+divided("keys_of_another_device", of_another_device, P(None, "m"), **QKV)
+divided("exchanged_heads", exchanged, P(), P(None, "m"), **QKV)
+divided("scattered_heads", scattered, P("m"), P(None, None, "m"), **QKV)
+
+
+@attention(sites=None, **QKVO)
+def layers_as_a_pipeline(p, x):
+    """A layer for each device of a mesh; every device has the input and gives its share of the loss."""
+    layers = {n: jnp.stack([w, w[::-1]]) for n, w in p.items()}
+
+    def local(w, x):
+        w = {n: y[0] for n, y in w.items()}
+        q, k, v = projected(w, x)
+        loss, logits = end(w, logits_of(q, k), v)
+        return loss[None], logits[None]
+
+    y, logits = on_two_devices(local, dict.fromkeys(p, P("m")), P(), (P("m"), P("m")))(layers, x)
+    return jnp.mean(y), logits.reshape(2 * B, H, T, T)
