@@ -149,7 +149,7 @@ REFUSED = {
     ),
     "one_matrix_for_each_head": (
         attention(lambda q, k, p: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k)),
-        "its queries have heads that can't be told from those of its keys: 1 of 3 features, its keys 4 of 3",
+        "its queries and keys are cut into heads or layers in several ways",
     ),
     "keys_by_the_transposed_kernel": (
         attention(weights=lambda p: p | {"k": p["q"].T}),
