@@ -137,14 +137,10 @@ class _Finder:
         keys = list(self._spans(self.key, own, "key", {}))
         spans = (*queries, *keys)
         layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
-        entries = ({s.entries for s in queries}, {s.entries for s in keys})
-        if max(map(len, (*entries, layers, {s.index for s in spans}))) > 1:
+        entries = [{s.entries for s in found} for found in (queries, keys)]
+        several = max(map(len, (*entries, layers, {s.index for s in spans}))) > 1
+        if several or (keys and queries[0].entries % keys[0].entries):
             raise _Refused("its queries and keys are cut into heads or layers in several ways")
-        for q, k in itertools.product(queries[:1], keys[:1]):
-            sizes = [s.span[1] - s.span[0] for s in (q, k)]
-            if q.entries % k.entries or (q.factor == "query" and len(set(sizes)) > 1):
-                counts = f"{q.entries} of {sizes[0]} features, its keys {k.entries} of {sizes[1]}"
-                raise _Refused(f"its queries have heads that can't be told from those of its keys: {counts}")
         first = queries[0]
         spans = tuple(s._replace(index=()) for s in spans)
         images = (*self.query.value.images, *own)
@@ -205,12 +201,10 @@ class _Finder:
         looped = tuple(dict.fromkeys(a.axis for a in layout.loops if a.size > 1))
         stack = (*single, *looped)
         held = held - set(stack)
-        if any(math.prod(a.size for a in layout.loops if a.axis == axis) != shape[axis] for axis in looped):
-            raise _Refused("only some of the layers in a stack are used")
         own = [axis for axis in range(len(shape)) if axis not in stack]
-        order = sorted(
-            held & {a.axis for a in (*heads, *features)}, key=lambda x: _outermost(x, heads, features)
-        )
+        # What an index takes comes first, then the heads, then a head's features.
+        wide = {a.axis for a in features if a.size > 1} - {a.axis for a in heads}
+        order = sorted(held & {a.axis for a in (*heads, *features)}, key=lambda axis: (axis in wide, axis))
         found = _runs(shape, order, heads, features)
         if found is None:
             raise _Refused("its heads do not lie one after the other in the parameter")
@@ -245,13 +239,6 @@ class _Finder:
 def _row_major(layout: Layout) -> tuple[Atom, ...]:
     """The order of all entries, which a reshape leaves as it is."""
     return joined([a for atoms in layout.axes for a in joined(atoms)])
-
-
-def _outermost(axis: int, heads: Sequence[Atom], features: Sequence[Atom]) -> tuple[int, int]:
-    """What an index takes comes first, then the heads, then a head's features."""
-    if any(a.axis == axis for a in heads):
-        return 1, axis
-    return (0 if all(a.size == 1 for a in features if a.axis == axis) else 2), axis
 
 
 def _runs(

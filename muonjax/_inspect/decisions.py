@@ -192,13 +192,8 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     if row_axes & column_axes:
         return f"one axis of it is both summed and given: {_line(walk, use)}"
     form = _Form(row_axes, column_axes)
-    split = _axes(batch) & (row_axes | column_axes)
-    if split:
-        (axis, *more) = split
-        outer = [a for a in batch if a.axis == axis]
-        if more or len(outer) > 1 or outer[0].stride * outer[0].of != shape[axis]:
-            return f"matrices inside of an axis: {_line(walk, use)}"
-        return form._replace(cut=(axis, outer[0].size, 1))
+    if _axes(batch) & (row_axes | column_axes):
+        return f"matrices inside of an axis: {_line(walk, use)}"
     if use.groups > 1:
         axis = next(iter(column_axes))
         return form._replace(cut=(axis, use.groups, 1))

@@ -182,7 +182,7 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
     """Parameters entry by entry are used as they are; one that repeats, as a bias or a gain does, is only that."""
     several = sum(bool(v.terms) for v in values) > 1
     if name not in _SUMS + _SCALES:  # an exponential of a parameter, say
-        return () if several else tuple(t._replace(linear=False) for v in values for t in v.terms)
+        return () if several else tuple(t for v in values for t in v.terms)
     noisy = name in _SCALES and any(v.depends_on & NOISE and not v.is_weight for v in values)
     cover, terms = [_cover(v) for v in values], []
     if name in _SUMS:  # of a column and a row, as of any that repeat along an axis of the sum
@@ -194,8 +194,7 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
             if any(mine < other for other in cover) or (several and t.noisy):
                 walk.record(i, "added" if name in _SUMS else "multiplied", t)
             else:
-                linear = t.linear and not (several and name in _SCALES and cover[0] == cover[1])
-                terms.append(t._replace(noisy=t.noisy or noisy, linear=linear))
+                terms.append(t._replace(noisy=t.noisy or noisy))
     return tuple(dict.fromkeys(terms))
 
 
@@ -209,7 +208,7 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
     if node.name in _SUMS:  # a mask puts zeros or the like in their place
         is_mask = node.name in _CHOICES
         strangers = [u for u in values if not u.is_weight and not u.images and (u.depends_on or not is_mask)]
-        if not strangers or node.name == "complex":
+        if not strangers:
             return v.images
         return tuple(
             bent(walk, m, "added to something else", i, all(_keeps_apart(m, u) for u in strangers))
@@ -347,7 +346,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
 
 def _reduced_terms(i: int, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
     """Parameters that are summed: a mixture of several, or a product of two; nothing of a norm or a penalty."""
-    terms = [t for t in x.terms if t.linear and t.layout.atoms(axes) and _along(t, axes)]
+    terms = [t for t in x.terms if t.layout.atoms(axes) and _along(t, axes)]
     factors = len({_along(t, axes) for t in terms}) > 1
     found = []
     for k, t in enumerate(terms):

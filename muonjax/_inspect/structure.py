@@ -218,11 +218,7 @@ def _one_of_several(x: Value, axes: Sequence[int]) -> Value:
 
 @rule("dynamic_slice")
 def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    starts = [walk.known(s) for s in node.inputs[1:]]
     sources, new = _same_sizes(walk, node.inputs[0], node.outputs[0])
-    if all(s is not None for s in starts):
-        sizes = zip(starts, walk.shape(node.inputs[0]), new, strict=True)
-        return [values[0].map(_cut({axis: _inside(*at) for axis, at in enumerate(sizes)}))]
     picked = [axis for axis, source in enumerate(sources) if source is None]
     return [_looked_up(walk, i, values, picked, sources, new)]
 

@@ -29,7 +29,6 @@ class Term(NamedTuple):
     made: int = -1  # the last of these products
     noisy: bool = False  # multiplied by random numbers
     looked: tuple[int, ...] = ()  # the operations that looked up a part of it by data
-    linear: bool = True  # no function of it, as its square
 
 
 class Use(NamedTuple):

@@ -148,7 +148,7 @@ spelled("keys_padded_with_ones", "its keys are padded", lambda q, k, p, x: (
 spelled("logits_in_part_learned", "its logits are one of two kinds: attention_programs.py:",
         spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
 spelled("one_matrix_for_each_head",
-        "its queries have heads that can't be told from those of its keys: 1 of 6 features, its keys 4 of 6",
+        "its queries and keys are cut into heads or layers in several ways",
         lambda q, k, p, x: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k), w=(H, S, S))  # fmt: skip
 for number in (-1e4, -1e9):
     softmax = functools.partial(
