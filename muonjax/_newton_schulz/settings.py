@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from muonjax._common.arguments import whole_number
+from muonjax._common.arguments import check_choice, whole_number
 from muonjax._common.keywords import explains_keywords
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
 from muonjax._newton_schulz.normalization import Normalization
@@ -84,9 +84,7 @@ class NewtonSchulz(metaclass=_Presets):
             ("normalization", get_args(Normalization)),
             ("implementation", (None, *IMPLEMENTATIONS)),
         ):
-            value = getattr(self, name)
-            if not isinstance(value, str | None) or value not in known:
-                raise ValueError(f"{call}({name}={value!r}) is unknown; choose one of {known}.")
+            check_choice(call, name, getattr(self, name), known)
         if (given := self.compute_dtype) is not None:
             try:  # an array has a dtype, but is none
                 dtype = jnp.dtype(given).name if isinstance(given, str | type | jnp.dtype) else None

@@ -547,15 +547,14 @@ OPTIMIZERS = [muonjax.qk_clip, muonjax.muonclip, muonjax.adamclip]
         ({"threshold": "100"}, TypeError, "must be a number or a schedule"),
         ({"threshold": 1j}, TypeError, "must be a number or a schedule"),
         ({"threshold": jnp.ones(2)}, TypeError, "must be a number or a schedule"),
-        ({"every_k": 0}, ValueError, ": every_k=0"),
-        ({"every_k": 2.0}, TypeError, ": every_k=2.0.*static_args"),
-        ({"every_k": True}, TypeError, ": every_k=True"),
-        ({"every_k": np.bool_(True)}, TypeError, ": every_k=.*True"),
+        ({"every_k": 0}, ValueError, r"\(every_k=0\)"),
+        ({"every_k": 2.0}, ValueError, r"\(every_k=2.0\).*static_args"),
+        ({"every_k": True}, ValueError, r"\(every_k=True\)"),
+        ({"every_k": np.bool_(True)}, ValueError, r"\(every_k=.*True"),
         ({"shared_keys": "none"}, ValueError, r"\(shared_keys='none'\) is unknown"),
-        ({"axis_name": 3}, TypeError, ": axis_name=3 must be the name"),
-        ({"axis_name": ""}, TypeError, ": axis_name=''"),
-        ({"axis_name": ()}, TypeError, r": axis_name=\(\)"),
-        ({"axis_name": ("a", 1.5)}, TypeError, r": axis_name=\('a', 1.5\)"),
+        ({"axis_name": 3}, TypeError, r"\(axis_name=3\) must be the name"),
+        ({"axis_name": ""}, TypeError, r"\(axis_name=''\)"),
+        ({"axis_name": ("a", 1.5)}, TypeError, r"\(axis_name=\('a', 1.5\)\)"),
     ],
 )
 def test_bad_settings(make, arguments, error, message):
@@ -599,16 +598,17 @@ def test_bad_settings_of_muon_are_muonclip_s():
 def test_without_a_program(make):
     """The two lines that are shown make the optimizer."""
     params, _, _ = multi_head()
-    with pytest.raises(ValueError, match=rf"^{make.__name__}: ") as error:
+    with pytest.raises(ValueError, match=rf"^{make.__name__} needs to know where attention is: ") as error:
         make(1e-3)
-    _, first, second = str(error.value).splitlines()
+    first, second = str(error.value).splitlines()
+    first = first.partition(": ")[2].removesuffix(", then")
 
     def loss_fn(params, x):
         q, k, v = (projected(params, name, x) for name in ("query", "key", "value"))
         return (jax.nn.dot_product_attention(q, k, v) ** 2).mean()
 
     names = {"muonjax": muonjax, "loss_fn": loss_fn, "params": params, "batch": X}
-    exec(f"{first.strip()}\n{second.strip()}", names)
+    exec(f"{first}\n{second}", names)
     assert jax.tree.leaves(names["tx"].init(params))
 
 

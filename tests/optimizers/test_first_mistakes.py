@@ -91,12 +91,10 @@ def test_arguments_of_another_kind():
         muonjax.state_shardings(PARAMS, muonjax.muon(1e-3))
     with pytest.raises(TypeError, match=r"at \['w'\] holds Array.{,30}; .*lambda x: x.sharding, params\)"):
         muonjax.Distribution(jax.make_mesh((1,), ("data",)), {"w": jnp.ones((8, 8))})
-    with pytest.raises(
-        TypeError, match=r"tabulate\(params\) got the module Transformed; give its parameters"
-    ):
+    with pytest.raises(TypeError, match=r"tabulate\(params\) got Transformed, which holds no parameters"):
         muonjax.tabulate(NamedTuple("Transformed", [("init", object), ("apply", object)])(len, len))
     with pytest.raises(
-        TypeError, match=r"muonclip: \{'a': .* stands where it takes what muonjax\.inspect"
+        TypeError, match=r"muonclip\(program=\{'a': .* must be what muonjax\.inspect"
     ) as error:
         muonjax.muonclip(1e-3, {"a": jnp.ones((8, 8))})
     assert "\n" not in str(error.value)
@@ -226,7 +224,7 @@ def test_a_dtype_in_inject_hyperparams():
 
 def test_sites_that_are_a_loss():
     with pytest.raises(
-        TypeError, match=r"<function .* stands where it takes what muonjax\.inspect\(loss_fn, params, batch\)"
+        TypeError, match=r"program=<function .* must be what muonjax\.inspect\(loss_fn, params, batch\)"
     ):
         muonjax.muonclip(1e-3, lambda params, x: x)
 
