@@ -120,7 +120,7 @@ def _matched(site: Site, plain: str | None, modules: Modules) -> list[str]:
 
 
 def _target(site: Site, root: str, modules: Modules) -> Target:
-    paths = [leaf_path(root, scale.path, modules) for scale in site.scales]
+    paths = [below(root, scale.path) for scale in site.scales]
     parts = [
         part_of(scale, path, _shape(root, path, modules), site.scan_axis)
         for scale, path in zip(site.scales, paths, strict=True)
@@ -128,7 +128,7 @@ def _target(site: Site, root: str, modules: Modules) -> Target:
     ]
     if not site.exact:
         if {"query", "key"} & {scale.factor for scale in site.scales}:
-            _refuse_norms(root, site.norms, modules, parts[0].size // parts[0].entries)
+            _refuse_norms(root, site.norms, modules)
         _refuse_adapters(root, paths, modules)
     if len({part.layers for part in parts}) > 1:
         layers = {part.path: part.layers for part in parts}
@@ -159,39 +159,16 @@ def _refuse_adapters(root: str, paths: Sequence[str], modules: Modules) -> None:
         )
 
 
-_NAMES = {"kernel": ("kernel", "w", "weight", "weights"), "bias": ("bias", "b")}  # in the libraries for JAX
+_ANY_NORM = r"_?(layer_?norm|rms_?norm|norm|ln)_?\d*"
 
 
-def leaf_path(root: str, path: str, modules: Modules) -> str:
-    """The path of a parameter below a module, also under the name of another library: "query/w" for "query/kernel"."""
-    asked = below(root, path)
-    projection, _, leaf = asked.rpartition("/")
-    if asked in modules.leaves or leaf not in _NAMES:
-        return asked
-    if leaf == "kernel" and projection in modules.leaves:  # an array by itself
-        return projection
-    for name in _NAMES[leaf]:
-        candidate = below(projection, name)
-        if candidate in modules.leaves:
-            return candidate
-        if len(inside := modules.inside.get(candidate, ())) == 1:  # in a box: "query/w/0"
-            return inside[0]
-    return asked
-
-
-_ANY_NORM = re.compile(r"_?(layer_?norm|rms_?norm|norm|ln)_?\d*", re.IGNORECASE)
-
-
-def _refuse_norms(root: str, norms: Sequence[str], modules: Modules, size: int) -> None:
-    """Refuse a module that normalizes its queries and keys, as the names of its children tell, or, if they say no more
-    than "norm", their length: the size of a head."""
-
-    found: dict[str, None] = {}
-    for leaf in modules.inside.get(root, ()):
-        child = leaf.removeprefix(f"{root}/").partition("/")[0]
-        of_heads = norms and _ANY_NORM.fullmatch(child) and jnp.shape(modules.leaves[leaf])[-1:] == (size,)
-        if of_heads or any(re.fullmatch(norm, child, re.IGNORECASE) for norm in norms):
-            found[child] = None
+def _refuse_norms(root: str, norms: Sequence[str], modules: Modules) -> None:
+    """Refuse a module that has a norm of queries and keys among its children, as their names tell."""
+    children = dict.fromkeys(
+        path.removeprefix(f"{root}/").partition("/")[0] for path in modules.inside.get(root, ())
+    )
+    patterns = (_ANY_NORM, *norms) if norms else ()
+    found = [child for child in children if any(re.fullmatch(p, child, re.IGNORECASE) for p in patterns)]
     if found:
         raise ValueError(
             f"{root!r} normalizes its queries and keys ({', '.join(found)}), so scaling their kernels can't change the "
@@ -206,7 +183,7 @@ def _shape(root: str, path: str, modules: Modules) -> tuple[int, ...]:
         masked = "" if leaf is None else " that is not masked out"
         raise ValueError(
             f"{root!r} has no parameter {path!r}{masked}. If it is frozen, or only an adapter is trained, take "
-            f"{root!r} out of the sites; else put the clip after optax.masked or optax.partition, not inside."
+            f"{root!r} out of the sites, or put the clip after optax.masked. If it has another name, write a Site."
         )
     dtype = dtype_of(leaf)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:

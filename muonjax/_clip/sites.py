@@ -87,8 +87,8 @@ def mha_site(
 ) -> Site:
     """Multi-head, grouped-query and multi-query attention with one projection for queries and one for keys.
 
-    The defaults fit `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`. The array of a
-    projection may be called `kernel`, `w` or `weight`, or be the projection itself; its bias `bias` or `b`.
+    The defaults fit `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`. A projection has a
+    `kernel`, and perhaps a `bias`; for other names write a `Site`.
 
     Args:
       path: Regular expression that matches the whole "/"-joined path of the modules (`re.fullmatch`; the rules of

@@ -1,5 +1,6 @@
 """What each site scales: every layout against an index written out by hand, and what it refuses."""
 
+import dataclasses
 import re
 import sys
 
@@ -387,21 +388,18 @@ def test_a_threshold_in_the_place_of_sites():
 # Other libraries' names and layouts.
 
 
-@pytest.mark.parametrize(
-    "names", [("w", "b"), ("weight", "bias"), ("weights", "bias"), ("w/0", "b/0"), (None, None)]
-)
-def test_parameters_under_other_names(names):
-    kernel, bias = names
-    if kernel is None:
-        params = {"query": jnp.ones((D, H, DH)), "key": jnp.ones((D, H, DH))}
-    else:
-        params = {name: {} for name in ("query", "key")}
-        for leaves in params.values():
-            for leaf, shape in ((kernel, (D, H, DH)), (bias, (H, DH))):
-                leaves[leaf.split("/")[0]] = [jnp.ones(shape)] if "/" in leaf else jnp.ones(shape)
-    for name, scaled in clip(params, muonjax.mha_site()).items():
-        for leaf in jax.tree.leaves(scaled):
-            np.testing.assert_allclose(leaf.reshape(-1, H, DH)[0, :, 0], ROOT, rtol=1e-6, err_msg=name)
+def test_parameters_under_other_names():
+    params = {"attention": weights(query__w=(D, H, DH), key__w=(D, H, DH))}
+    with pytest.raises(
+        ValueError, match=r"no parameter 'attention/query/kernel'.*another name, write a Site"
+    ):
+        muonjax.qk_clip(1.0, muonjax.mha_site()).init(params)
+    scales = [
+        muonjax.Scale(path=f"{name}/w", rank=3, axes=(-2, -1), factor=name) for name in ("query", "key")
+    ]
+    site = muonjax.Site(path="attention", scales=tuple(scales))
+    for scaled in jax.tree.leaves(clip(params["attention"], site)):
+        np.testing.assert_allclose(scaled[0, :, 0], ROOT, rtol=1e-6)
 
 
 def test_key_heads_that_were_forgotten():
@@ -427,9 +425,15 @@ def test_an_axis_of_layers_that_no_parameter_has():
         )
 
 
-def test_a_norm_of_the_input_is_no_norm_of_queries():
+def test_a_norm_of_the_input_has_to_be_allowed():
     """ALBERT keeps its layer's norm inside the attention."""
-    muonjax.qk_clip(1.0, muonjax.mha_site()).init({"attention": attention(LayerNorm__scale=(D,))})
+    params = {"attention": attention(LayerNorm__scale=(D,))}
+    with pytest.raises(
+        ValueError, match=r"\(LayerNorm\).*if that norm has another purpose, give its Site norms=\(\)"
+    ):
+        muonjax.qk_clip(1.0, muonjax.mha_site()).init(params)
+    allowed = dataclasses.replace(muonjax.mha_site(), norms=())
+    assert set(muonjax.qk_clip(1.0, allowed).init(params).factors) == {"attention"}
 
 
 # Leaves that people have.
