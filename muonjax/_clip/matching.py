@@ -105,7 +105,7 @@ def _matched(site: Site, plain: str | None, modules: Modules) -> list[str]:
         matched = [root for root in modules.with_child(anchor) if re.fullmatch(site.path, root)]
     if not matched:
         roots = modules.with_child(anchor)
-        shown = roots or sorted({path.rpartition("/")[0] for path in modules.leaves})
+        known = roots or sorted({path.rpartition("/")[0] for path in modules.leaves})
         why = (
             "it has to match a whole path, one of"
             if roots
@@ -113,7 +113,7 @@ def _matched(site: Site, plain: str | None, modules: Modules) -> list[str]:
         )
         raise ValueError(
             f"the site {site.path!r} matches no module with {anchor!r}: {why} "
-            f"[{listed(list(map(repr, shown)), ', ')}]. "
+            f"[{listed(list(map(repr, known)), ', ')}]. "
             "Give the projections' own names; a frozen one that is no parameter here can't be clipped."
         )
     return matched
