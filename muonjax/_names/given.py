@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from muonjax._common.arguments import warn_user
-from muonjax._common.trees import flatten_paths, is_masked, names
+from muonjax._common.trees import flatten_paths, is_masked, listed, names
 from muonjax._matrices.matrix_view import DimensionNumbers, MuonDimensionNumbers, one_or_several
 from muonjax._names.roles import INTERLEAVED, RECURRENT, Parameter, Role, layer_of
 
@@ -155,65 +155,49 @@ def by_axis_names(
     return numbers, f"{role.name}, by the names of its axes"
 
 
-def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter], attention: str) -> str:
-    """The message for leaves that can't be decided, with rules that decide all of them, numbered ones together."""
-    p = undecided[0]
-    what = "takes its parts as one matrix" if _is_whole(p) else "gives it to Adam"
-    folded = attention == "heads" and len(p.shape) < 4 and p.role.name.startswith("attention")
-    state = "interleaved" if p.role is INTERLEAVED else "folded into one axis" if folded else ""
-    why = f", because its heads are {state}" if state else ""
-    others = f", nor {len(undecided) - 1} other{'s' * (len(undecided) > 2)}" if len(undecided) > 1 else ""
-    return (
-        f"dimension_numbers(params) can't tell which matrices the leaf {'/'.join(p.path)!r} ({p.role.name}) of shape "
-        f"{p.leaf_shape} holds{why}{others}. {INSPECT}\nBy hand: rules=[{_suggested(undecided, parameters)}] {what}; "
-        "MuonDimensionNumbers or FusedDimensionNumbers say else. In muon: program=lambda params: "
-        "muonjax.dimension_numbers(params, rules=...)."
-    )
-
-
-def chances_message(why: Mapping[tuple[str, ...], tuple[str, str]], parameters: Sequence[Parameter]) -> str:
-    """The warning for leaves that only a name or a position gives to an optimizer: which one, and the reason."""
-    found = [p for p in parameters if p.path in why]
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for p in found:
-        path = "/".join(p.path)
-        alike.setdefault((re.sub(r"\d+", "*", path), str(p.leaf_shape), *why[p.path]), []).append(path)
-    said = (
-        f"{optimizer} takes {(paths[0] if len(paths) == 1 else name)!r} {shape}: {reason}"
-        for (name, shape, optimizer, reason), paths in alike.items()
-    )
-    adams = [p for p in found if why[p.path][0] == "Adam"]
-    return (
-        f"muonjax can't tell by names alone what these leaves are: {'; '.join(said)}. To say otherwise: "
-        f"muonjax.dimension_numbers(params, rules=[{_suggested(found, parameters, adams)}]). {INSPECT}"
-    )
-
-
 INSPECT = (
     "Your function says it: program = muonjax.inspect(loss_fn, params, batch), then "
     "muonjax.muon(learning_rate, program)."
 )
 
 
+def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter], attention: str) -> str:
+    """The message for leaves that can't be decided, with rules that decide all of them."""
+    p = undecided[0]
+    folded = attention == "heads" and len(p.shape) < 4 and p.role.name.startswith("attention")
+    state = "interleaved" if p.role is INTERLEAVED else "folded into one axis" if folded else ""
+    why = f", because its heads are {state}" if state else ""
+    others = f", nor {len(undecided) - 1} other{'s' * (len(undecided) > 2)}" if len(undecided) > 1 else ""
+    wholes = [p for p in undecided if p.role in (INTERLEAVED, RECURRENT) and len(p.shape) == 2]
+    return (
+        f"dimension_numbers(params) can't tell which matrices the leaf {'/'.join(p.path)!r} ({p.role.name}) of shape "
+        f"{p.leaf_shape} holds{why}{others}. {INSPECT}\nBy hand: rules=[{_suggested(undecided, parameters, wholes)}] "
+        "or FusedDimensionNumbers; in muon, program=lambda params: muonjax.dimension_numbers(params, rules=...)."
+    )
+
+
+def chances_message(why: Mapping[tuple[str, ...], tuple[str, str]], parameters: Sequence[Parameter]) -> str:
+    """The warning for leaves that only a name or a position gives to an optimizer: which one, and the reason."""
+    found = [p for p in parameters if p.path in why]
+    said = [f"{why[p.path][0]} takes {'/'.join(p.path)!r} {p.leaf_shape}: {why[p.path][1]}" for p in found]
+    adams = [p for p in found if why[p.path][0] == "Adam"]
+    return (
+        f"muonjax can't tell by names alone what these leaves are: {listed(said)}. To say otherwise: "
+        f"muonjax.dimension_numbers(params, rules=[{_suggested(found, parameters, adams)}]). {INSPECT}"
+    )
+
+
 def _suggested(
-    found: Sequence[Parameter], parameters: Sequence[Parameter], matrices: Sequence[Parameter] = ()
+    found: Sequence[Parameter], parameters: Sequence[Parameter], matrices: Sequence[Parameter]
 ) -> str:
-    """Rules for these leaves and no others, those that are numbered alike together, as a person pastes them."""
+    """Rules for these leaves and no others, numbered ones together, as a person pastes them; None is Adam."""
     paths = {p.path: re.escape("/".join(p.path)) for p in parameters}
     alike = {path: re.sub(r"\d+", r"\\d+", pattern) for path, pattern in paths.items()}
     every, own = Counter(alike.values()), Counter(alike[p.path] for p in found)
-    rules = (
-        f"(r'^{alike[p.path] if own[alike[p.path]] == every[alike[p.path]] else paths[p.path]}$', "
-        f"{_whole(p) if _is_whole(p) or p in matrices else None})"
-        for p in found
-    )
-    return ", ".join(dict.fromkeys(rules))
-
-
-def _whole(p: Parameter) -> str:
-    *rows, columns = range(len(p.leaf_shape))
-    return f"MuonDimensionNumbers({one_or_several(rows)}, {columns})"
-
-
-def _is_whole(p: Parameter) -> bool:
-    return p.role in (INTERLEAVED, RECURRENT) and len(p.shape) == 2
+    rules: dict[str, None] = {}
+    for p in found:
+        pattern = alike[p.path] if own[alike[p.path]] == every[alike[p.path]] else paths[p.path]
+        *rows, columns = range(len(p.leaf_shape))
+        numbers = f"MuonDimensionNumbers({one_or_several(rows)}, {columns})" if p in matrices else None
+        rules[f"(r'^{pattern}$', {numbers})"] = None
+    return ", ".join(rules)
