@@ -15,6 +15,7 @@ from muonjax._common.arguments import (
     errors_of,
     mesh_axes,
     other_state,
+    shown,
     warn_user,
     whole_number,
 )
@@ -173,15 +174,11 @@ def _advance(
 def _check_state(state: QKClipState, targets: Sequence[Target], every_k: int) -> None:
     """Raise unless modules, heads and accumulation are those of the state; the threshold may have changed."""
     here, there = _shapes(targets), {name: tuple(f.shape) for name, f in state.factors.items()}
-    if here != there:
+    if here != there or bool(state.running_max) != (every_k > 1):
+        made = "every_k > 1" if state.running_max else "every_k=1"
         raise ValueError(
-            f"this state was made for {there} (shapes of [*layers, heads]), but sites and parameters say {here}. "
-            f"Take the sites that it was made with, or start the clip anew with init."
-        )
-    if bool(state.running_max) != (every_k > 1):
-        made = "every_k=1" if every_k > 1 else "every_k > 1"
-        raise ValueError(
-            f"every_k={every_k}, but this state was made with {made}; keep that, or start the clip anew with init."
+            f"this state was made for {shown(there)}, [*layers, heads], and {made}; sites and parameters say "
+            f"{shown(here)}, and every_k={every_k}. Take those that it was made with, or start anew with init."
         )
 
 
