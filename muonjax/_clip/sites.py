@@ -96,7 +96,7 @@ def mha_site(
       query: Name of the query projection.
       key: Name of the key projection.
       layout: Axes of a kernel: i for the input, h for heads, d within a head; brackets for a merged axis. Flax's
-        attention has "i h d", `nn.Dense` "i (h d)", PyTorch's weights "(h d) i", Gemma's einsums "h i d".
+        attention has "i h d", `nn.Dense` "i (h d)", a kernel stored (out, in) "(h d) i", Gemma's einsums "h i d".
       num_heads: Number of query heads; needed where h is in brackets.
       num_kv_heads: Number of key heads; None: as many. Refused if query and key heads then differ in size.
       scan_axis: The axis of layers in stacked parameters, `variable_axes={"params": scan_axis}` of `nn.scan`, one for
@@ -147,7 +147,7 @@ def mla_site(
         direct one ("wq" in DeepSeek, "query" in MaxText).
       key_value: Name of the projection from the latent to a head's nope + value features.
       layout: Axes of both kernels, as in `mha_site`: MaxText has "i h d", DeepSeek's flat kernels are "i (h d)" here
-        and "(h d) i" in PyTorch.
+        and "(h d) i" where they are stored (out, in).
       num_heads: Number of heads; needed where h is in brackets.
       scan_axis: As in `mha_site`.
       signal: As in `mha_site`.

@@ -157,17 +157,17 @@ def test_maxtext():
     np.testing.assert_allclose(after, np.minimum(sown.max(1), threshold), rtol=3e-6)
 
 
-def test_plain_arrays_as_equinox_stores_them():
+def test_kernels_stored_as_equinox_stores_them():
     """(out, in) weights with heads and features on one axis, and one array per attention for the statistics."""
     kernels = {
-        f"{n}_proj": {"weight": normal(HEADS * SIZE, 16, seed=i)} for i, n in enumerate(("query", "key"))
+        f"{n}_proj": {"kernel": normal(HEADS * SIZE, 16, seed=i)} for i, n in enumerate(("query", "key"))
     }
     params = {"layers": [{"attention": kernels}, {"attention": jax.tree.map(lambda w: 2 * w, kernels)}]}
 
     def exact(attention):
         x = np.asarray(X, np.float64)
         return brute_force(
-            *(heads_of(x @ weight(f"{n}_proj", "weight")(attention).T) for n in ("query", "key"))
+            *(heads_of(x @ weight(f"{n}_proj", "kernel")(attention).T) for n in ("query", "key"))
         )
 
     statistics = {
