@@ -172,7 +172,7 @@ def max_logits_bound(
         )
     if dtype is not None:
         dtype = given_dtype("max_logits_bound", "dtype", dtype, (jnp.floating,), "a floating-point dtype")
-    cast = float(jnp.finfo(dtype or lse.dtype).eps) / 2
+    cast = float(jnp.finfo(lse.dtype if dtype is None else dtype).eps) / 2
     # Of the float32 sum and logarithm; absolute too, because near 0 a relative margin is none.
     inside = 4 * float(jnp.finfo(jnp.float32).eps)
     top = lax.stop_gradient(lse).astype(jnp.float32).max(tuple(range(lse.ndim - 1)))
