@@ -221,7 +221,7 @@ def fused_qkv_site(
     call = "fused_qkv_site"
     check_text(call, path=path, name=name, layout=layout, signal=signal)
     num_heads = whole_number(call, "num_heads", num_heads, 1, _HEADS)
-    _, num_kv_heads = _head_counts(call, num_heads, num_kv_heads)
+    num_kv_heads = _head_counts(call, num_heads, num_kv_heads)[1] or num_heads
     head_dim = whole_number(call, "head_dim", head_dim, 1, " of features, at least 1.")
     kernel = _kernel(call, layout, ("3hd", "h3d"), num_heads)
     by_head = layout.index("h") < layout.index("3")
