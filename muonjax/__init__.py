@@ -46,8 +46,8 @@ from muonjax._transforms.momentum import trace as trace
 from muonjax._transforms.monitor import monitor as monitor
 from muonjax._transforms.normalize_neurons import normalize_neurons as normalize_neurons
 from muonjax._transforms.orthogonalize import orthogonalize as orthogonalize
+from muonjax.loha.hadamard_linear import adapter_mask as adapter_mask
 from muonjax.loha.hadamard_linear import hadamard_linear as hadamard_linear
-from muonjax.loha.layers import adapter_mask as adapter_mask
 
 __version__ = "0.1.0"
 

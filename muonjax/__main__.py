@@ -7,7 +7,6 @@ than is stated. Every result is compared with float64.
 """
 
 import argparse
-import inspect
 import json
 import os
 import platform
@@ -24,7 +23,7 @@ import numpy as np
 import optax
 
 from muonjax import MuonDimensionNumbers, NewtonSchulz, __version__, muon, newton_schulz
-from muonjax._common.platform import Policy, policy_of
+from muonjax._common.platform import policy_of
 from muonjax._newton_schulz.coefficients import evaluate
 from pallas_kernels import symmetric_product
 from pallas_kernels._api import IMPLEMENTATIONS
@@ -77,7 +76,6 @@ def report(*, quick: bool = False) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "versions": {"python": platform.python_version(), "muonjax": __version__}
         | {name: metadata.version(name) for name in ("jax", "jaxlib", "optax", "flax")},
-        "policy": choices(policy),
         "checks": checks,
         "timed": what,
         "times": timed,
@@ -88,26 +86,6 @@ def report(*, quick: bool = False) -> dict[str, Any]:
         f"{wrong} of {len(checks) + len(timed)} checks FAILED on {where}: please open an issue with --json."
     )
     return found | {"verdict": failed if wrong else f"Everything is right on {where}."}
-
-
-def choices(policy: Policy) -> list[dict[str, str]]:
-    """What the policy chooses for a float32 matrix of 768 x 3072, and why: what its docstrings say."""
-    arguments = {
-        "compute_dtype": (jnp.float32,),
-        "exchange_dtype": (jnp.float32,),
-        "shares_products": (768, jnp.dtype(jnp.float32)),
-        "symmetric_in_blocks": (768,),
-        "chunk_size": (12, (768, 3072)),
-    }
-    rows = []
-    for name, rule in vars(Policy).items():
-        if name.startswith("_") or name in ("kind", "is_cpu"):
-            continue
-        choice = getattr(policy, name)
-        choice = choice(*arguments[name]) if callable(choice) else choice
-        reason = " ".join((inspect.getdoc(rule) or "").split())
-        rows.append({"rule": name, "choice": str(choice), "reason": reason})
-    return rows
 
 
 def hostile(m: int, n: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -251,9 +229,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield f"{report['device']} ({report['platform']}), {report['date']}; {versions}"
-    yield "\nWhat depends on the platform, for a float32 matrix of 768 x 3072"
-    for choice in report["policy"]:
-        yield f"  {choice['rule']}: {choice['choice']}\n      {choice['reason']}"
     yield "\nErrors beside float64: of polar factors the root mean square, of symmetric products relative"
     for row in report["checks"]:
         found = row.get("reason") or f"{row['error']:.2g} (at most {row['stated']:.2g})"

@@ -18,8 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
 from muonjax._common.trees import listed
-from muonjax.loha.hadamard_linear import adapted_kernel
-from muonjax.loha.layers import FACTORS, SCALE, apply_adapter, factor_shapes, initial, scale_of
+from muonjax.loha import hadamard_linear as shared
 
 __all__ = ["LoHaConv", "LoHaDense", "TrainState", "loha", "merge"]
 
@@ -43,11 +42,11 @@ class LoHa(nn.Module):
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
         inputs = len(args[0][0][1]) if self.function is lax.dot_general else rhs.ndim - 1
         factors = [
-            self.param(name, functools.partial(initial, name), shape, self.param_dtype)
-            for name, shape in factor_shapes("loha", rhs.shape, inputs, self.rank).items()
+            self.param(name, functools.partial(shared.initial, name), shape, self.param_dtype)
+            for name, shape in shared.factor_shapes("loha", rhs.shape, inputs, self.rank).items()
         ]
-        scale = lax.stop_gradient(self.param(SCALE, lambda _: jnp.float32(self.scale)))
-        return apply_adapter(self.function, factors, scale, lhs, rhs, *args, **settings)
+        scale = lax.stop_gradient(self.param(shared.SCALE, lambda _: jnp.float32(self.scale)))
+        return shared.apply_adapter(self.function, factors, scale, lhs, rhs, *args, **settings)
 
 
 def loha(rank: int, *, alpha: float | None = None, param_dtype: Any = jnp.float32) -> functools.partial[LoHa]:
@@ -72,7 +71,9 @@ def loha(rank: int, *, alpha: float | None = None, param_dtype: Any = jnp.float3
 
     Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
-    return functools.partial(LoHa, rank, scale_of("loha", rank, alpha), param_dtype=param_dtype, name=_HOLDER)
+    return functools.partial(
+        LoHa, rank, shared.scale_of("loha", rank, alpha), param_dtype=param_dtype, name=_HOLDER
+    )
 
 
 def LoHaDense(features: int, *, rank: int, alpha: float | None = None, **dense: Any) -> nn.Dense:
@@ -99,6 +100,7 @@ def LoHaDense(features: int, *, rank: int, alpha: float | None = None, **dense: 
 
     Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
+    shared.scale_of("LoHaDense", rank, alpha)  # to raise in the layer's name
     adapter = loha(rank, alpha=alpha, param_dtype=dense.get("param_dtype", jnp.float32))
     return nn.Dense(features, dot_general_cls=adapter, **dense)
 
@@ -132,6 +134,7 @@ def LoHaConv(
     """
     if conv.get("mask") is not None:
         raise ValueError("LoHaConv(mask=…): ΔW is not masked; remove the mask.")
+    shared.scale_of("LoHaConv", rank, alpha)
     adapter = loha(rank, alpha=alpha, param_dtype=conv.get("param_dtype", jnp.float32))
     adapter = functools.partial(adapter, function=lax.conv_general_dilated)
     return nn.Conv(features, kernel_size, conv_general_dilated_cls=adapter, **conv)
@@ -157,15 +160,15 @@ def merge(params: Any) -> Any:
       ['bias', 'kernel']
     """
     flat: dict[tuple[str, ...], Any] = dict(flatten_dict(nn.unbox(params)))
-    layers = sorted(path[:-2] for path in flat if path[-2:] == (_HOLDER, FACTORS[0]))
+    layers = sorted(path[:-2] for path in flat if path[-2:] == (_HOLDER, shared.FACTORS[0]))
     if not layers:
         raise ValueError("merge(params): no LoHa adapter in it; was it merged already?")
-    if lost := ["/".join(layer) for layer in layers if (*layer, _HOLDER, SCALE) not in flat]:
+    if lost := ["/".join(layer) for layer in layers if (*layer, _HOLDER, shared.SCALE) not in flat]:
         raise ValueError(
-            f"merge: the adapters of {listed(lost, ', ')} have no {SCALE}; give all parameters, frozen ones too."
+            f"merge: the adapters of {listed(lost, ', ')} have no {shared.SCALE}; give all parameters, frozen ones too."
         )
     for layer in layers:
-        *factors, scale = (flat.pop((*layer, _HOLDER, name)) for name in (*FACTORS, SCALE))
+        *factors, scale = (flat.pop((*layer, _HOLDER, name)) for name in (*shared.FACTORS, shared.SCALE))
         kernel, stack = flat[(*layer, "kernel")], factors[0].ndim - 2
         shapes = [factor.shape for factor in factors]
         if {leaf.shape[:stack] for leaf in (*factors, kernel)} != {scale.shape} or shapes[0][-1] != shapes[1][
@@ -175,7 +178,7 @@ def merge(params: Any) -> Any:
                 f"merge: the adapter at {'/'.join(layer)!r} is stacked along another axis than its first, with "
                 f"factors of shapes {shapes}; scan with variable_axes={{'params': 0}}."
             )
-        merged = adapted_kernel
+        merged = shared.adapted_kernel
         for _ in range(stack):  # `nn.scan` stacks kernels and adapters along leading axes
             merged = jax.vmap(merged)
         flat[(*layer, "kernel")] = merged(kernel, factors, scale)

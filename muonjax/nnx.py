@@ -14,8 +14,7 @@ from flax import nnx
 from jax import lax
 
 from muonjax._common.trees import joined, listed
-from muonjax.loha.hadamard_linear import adapted_kernel
-from muonjax.loha.layers import FACTORS, apply_adapter, factor_shapes, initial, scale_of
+from muonjax.loha import hadamard_linear as shared
 
 __all__ = ["LoHaConv", "LoHaLinear", "LoHaParam", "add_loha", "merge"]
 
@@ -38,23 +37,23 @@ class LoHaParam(nnx.Param):
 class LoHa(nnx.Module):
     """The adapter of one layer, which replaces its `dot_general` or `conv_general_dilated`; at the start ΔW = 0."""
 
-    def __init__(self, call: str, layer: Layer, rank: int, alpha: float | None, rngs: nnx.Rngs):
-        self.scale = scale_of(call, rank, alpha)
+    def __init__(self, call: str, layer: Layer, rank: int, scale: float, rngs: nnx.Rngs):
+        self.scale = scale
         self.is_convolution = isinstance(layer, nnx.Conv)
         _check_layer(call, layer)
-        shapes = factor_shapes(call, layer.kernel.shape, _inputs(layer), rank)
+        shapes = shared.factor_shapes(call, layer.kernel.shape, _inputs(layer), rank)
         keys = jax.random.split(rngs.params(), len(shapes))
         for (name, shape), key in zip(shapes.items(), keys, strict=True):
-            setattr(self, name, LoHaParam(initial(name, key, shape, layer.kernel.dtype)))
+            setattr(self, name, LoHaParam(shared.initial(name, key, shape, layer.kernel.dtype)))
 
     def factors(self) -> list[jax.Array]:
         """w1a [in, rank], w1b [rank, out], w2a [in, rank], w2b [rank, out]."""
-        return [getattr(self, name)[...] for name in FACTORS]
+        return [getattr(self, name)[...] for name in shared.FACTORS]
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
         function = lax.conv_general_dilated if self.is_convolution else lax.dot_general
-        return apply_adapter(function, self.factors(), self.scale, lhs, rhs, *args, **settings)
+        return shared.apply_adapter(function, self.factors(), self.scale, lhs, rhs, *args, **settings)
 
 
 class LoHaLinear(nnx.Linear):
@@ -89,8 +88,9 @@ class LoHaLinear(nnx.Linear):
         rngs: nnx.Rngs,
         **linear: Any,
     ):
+        scale = shared.scale_of("LoHaLinear", rank, alpha)
         super().__init__(in_features, out_features, rngs=rngs, **linear)
-        self.dot_general = nnx.data(LoHa("LoHaLinear", self, rank, alpha, rngs))
+        self.dot_general = nnx.data(LoHa("LoHaLinear", self, rank, scale, rngs))
 
 
 class LoHaConv(nnx.Conv):
@@ -126,8 +126,9 @@ class LoHaConv(nnx.Conv):
         rngs: nnx.Rngs,
         **conv: Any,
     ):
+        scale = shared.scale_of("LoHaConv", rank, alpha)
         super().__init__(in_features, out_features, kernel_size, rngs=rngs, **conv)
-        self.conv_general_dilated = nnx.data(LoHa("LoHaConv", self, rank, alpha, rngs))
+        self.conv_general_dilated = nnx.data(LoHa("LoHaConv", self, rank, scale, rngs))
 
 
 def add_loha(
@@ -165,12 +166,15 @@ def add_loha(
 
     Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
-    takes = (lambda path: bool(re.search(path_rule, path))) if isinstance(path_rule, str) else path_rule
+    scale = shared.scale_of("add_loha", rank, alpha)
+    takes = re.compile(path_rule).search if isinstance(path_rule, str) else path_rule
+    if not callable(takes):
+        raise TypeError(f"add_loha(path_rule={path_rule!r}) must be a regular expression or a function.")
     matched = [(path, layer) for path, layer in _layers(model) if takes(path)]
     if not matched:
         found = listed([path for path, _ in _layers(model)], ", ")
         raise ValueError(f"add_loha(path_rule={path_rule!r}) matches none of the layers {found}.")
-    new = [(layer, LoHa(f"add_loha: {path!r}", layer, rank, alpha, rngs)) for path, layer in matched]
+    new = [(layer, LoHa(f"add_loha: {path!r}", layer, rank, scale, rngs)) for path, layer in matched]
     for layer, adapter in new:
         setattr(layer, _function(layer), nnx.data(adapter))
     return [path for path, _ in matched]
@@ -202,7 +206,7 @@ def merge(model: nnx.Module) -> None:
         raise ValueError("merge(model): no LoHa adapter in it; was it merged already?")
     for layer in adapted:
         adapter = getattr(layer, _function(layer))
-        layer.kernel[...] = adapted_kernel(layer.kernel[...], adapter.factors(), adapter.scale)
+        layer.kernel[...] = shared.adapted_kernel(layer.kernel[...], adapter.factors(), adapter.scale)
         setattr(layer, _function(layer), nnx.static(_plain_function(layer)))
 
 
@@ -232,16 +236,17 @@ def _check_layer(call: str, layer: Layer) -> None:
     """Raises ValueError for a layer that can't have a new adapter."""
     function = getattr(layer, _function(layer))
     if isinstance(function, LoHa):
-        raise ValueError(f"{call} has an adapter already; muonjax.nnx.merge(model) adds it to the kernel.")
-    if isinstance(layer, nnx.Conv) and layer.mask is not None:
-        raise ValueError(f"{call}: the convolution has a mask, and ΔW is not masked; remove the mask.")
+        why = "has an adapter already; muonjax.nnx.merge(model) adds it to the kernel."
+    elif isinstance(layer, nnx.Conv) and layer.mask is not None:
+        why = "has a mask, and ΔW is not masked; remove the mask."
     # LinearGeneral prefers its dot_general_cls to its dot_general.
-    if function is not _plain_function(layer) or getattr(layer, "dot_general_cls", None) is not None:
-        raise ValueError(
-            f"{call}: the layer multiplies by its own {_function(layer)}, which an adapter would replace; leave it out."
+    elif function is not _plain_function(layer) or getattr(layer, "dot_general_cls", None) is not None:
+        why = f"multiplies by its own {_function(layer)}, which an adapter would replace; leave it out."
+    elif layer.kernel.ndim != _inputs(layer) + np.size(layer.out_features):
+        why = (
+            f"has a kernel of shape {layer.kernel.shape}, a batch of matrices or a stack of layers; leave it out, make "
+            "the stack of LoHaLinear, or adapt inside nnx.vmap."
         )
-    if layer.kernel.ndim != _inputs(layer) + np.size(layer.out_features):
-        raise ValueError(
-            f"{call}: the kernel of shape {layer.kernel.shape} is a batch of matrices or a stack of layers; leave it "
-            "out, make the stack of LoHaLinear, or adapt inside nnx.vmap."
-        )
+    else:
+        return
+    raise ValueError(f"{call}: the layer {why}")

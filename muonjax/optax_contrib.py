@@ -16,7 +16,15 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
-from muonjax._common.arguments import check_range
+from muonjax._common.arguments import (
+    check_choice,
+    check_flag,
+    check_mask,
+    check_range,
+    check_rates,
+    errors_of,
+    given_dtype,
+)
 from muonjax._common.linalg import (
     MatrixProduct,
     SymmetricProduct,
@@ -27,7 +35,7 @@ from muonjax._common.linalg import (
 )
 from muonjax._common.platform import Policy
 from muonjax._matrices.matrix_view import DimensionNumbersTree
-from muonjax._mesh.distribution import Distribution
+from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._newton_schulz.coefficients import JORDAN, YOU
 from muonjax._newton_schulz.normalization import power_of_two_scale
 from muonjax._optimizers.partition import partition_by_route
@@ -93,11 +101,17 @@ def muon(
 
     Source: `optax.contrib.muon`, Optax 0.2.8.
     """
+    call = "optax_contrib.muon"
+    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    check_rates(call, learning_rate=learning_rate, adam_learning_rate=adam_rate, weight_decay=weight_decay)
+    check_rates(call, adam_weight_decay=adam_weight_decay, adam_eps_root=adam_eps_root)
+    check_range(call, "adam_b1", adam_b1, "in [0, 1)", ".")
+    check_range(call, "adam_b2", adam_b2, "in [0, 1)", ".")
+    check_mask(call, "weight_decay_mask", weight_decay_mask)
+    if consistent_rms is not None:
+        check_range(call, "consistent_rms", consistent_rms, "positive and finite", "; 0.2 is usual.")
     if isinstance(ns_coeffs, str):
-        if ns_coeffs not in _PRESETS:
-            raise ValueError(
-                f"optax_contrib.muon(ns_coeffs={ns_coeffs!r}) is unknown; choose one of {tuple(_PRESETS)}."
-            )
+        check_choice(call, "ns_coeffs", ns_coeffs, tuple(_PRESETS))
         ns_coeffs = _PRESETS[ns_coeffs]
     numbers = _two_axes if muon_weight_dimension_numbers is None else muon_weight_dimension_numbers
 
@@ -122,8 +136,10 @@ def muon(
             optax.scale_by_learning_rate(learning_rate),
         )
 
+    with errors_of(call):
+        matrices(None)  # for the checks of the momentum's settings
     adam = optax.adamw(
-        learning_rate if adam_learning_rate is None else adam_learning_rate,
+        adam_rate,
         b1=adam_b1,
         b2=adam_b2,
         eps=eps,
@@ -132,7 +148,7 @@ def muon(
         mu_dtype=mu_dtype,
         nesterov=nesterov,
     )
-    return partition_by_route("optax_contrib.muon", matrices, adam, numbers)
+    return partition_by_route(call, matrices, adam, numbers)
 
 
 def scale_by_muon(
@@ -172,11 +188,25 @@ def scale_by_muon(
 
     Source: `optax.contrib.scale_by_muon`, Optax 0.2.8.
     """
-    _check_preconditioning(preconditioning)
+    call = "scale_by_muon"
+    check_range(call, "beta", beta, "in [0, 1)", "; 0.95 is usual.")
+    check_rates(call, eps=eps)
+    if mu_dtype is not None:
+        given_dtype(call, "mu_dtype", mu_dtype, (jnp.inexact,), "a float type, such as jnp.bfloat16")
+    check_flag(call, "nesterov", nesterov)
+    check_flag(call, "adaptive", adaptive)
+    check_choice(call, "preconditioning", preconditioning, get_args(_Preconditioning))
+    check_distribution(distribution, call=call)
 
     def init(params: optax.Params) -> MuonState:
-        coefficients = _checked("scale_by_muon", jnp.asarray(ns_coeffs), ns_steps)
-        if coefficients.ndim == 2 and len(coefficients) > ns_steps:
+        coefficients = jnp.asarray(ns_coeffs)
+        if coefficients.ndim not in (1, 2) or coefficients.shape[-1] != 3:
+            raise ValueError(
+                f"{call}(ns_coeffs) of shape {coefficients.shape} must have shape (3,) or (n, 3)."
+            )
+        if coefficients.ndim == 1:
+            check_range(call, "ns_steps", ns_steps, "positive", "; without a step nothing is orthogonalized.")
+        elif len(coefficients) > ns_steps:
             raise ValueError(
                 f"scale_by_muon(ns_steps={ns_steps}) is less than the {len(coefficients)} rows of ns_coeffs; give "
                 f"as many steps, and Optax takes each row once."
@@ -199,7 +229,7 @@ def scale_by_muon(
             direction,
             weight_dimension_numbers,
             distribution,
-            call="scale_by_muon",
+            call=call,
         )
         if adaptive:  # of all matrices of a leaf together, as in Optax
             updates = jax.tree.map(lambda x, y: jnp.sum(x.conj() * y) * y, direction, updates)
@@ -209,73 +239,8 @@ def scale_by_muon(
     return optax.GradientTransformation(init, update)
 
 
-def orthogonalize_via_newton_schulz(
-    x: jax.Array,
-    ns_coeffs: jax.Array,
-    ns_steps: Any = 5,
-    preconditioning: _Preconditioning = "frobenius",
-    eps: jax.typing.ArrayLike = 1e-8,
-    dimension_numbers: MuonDimensionNumbers | None = None,
-) -> jax.Array:
-    """Optax's function of this name, for code that imports it; otherwise take `muonjax.newton_schulz`.
-
-    Args:
-      x: A matrix, or with `dimension_numbers` any array of matrices.
-      ns_coeffs: (a, b, c), or a row for each step.
-      ns_steps: Number of steps, >= 1, where there is one row.
-      preconditioning: What x is divided by, or how its rows are scaled, before the first step.
-      eps: Added to the divisor of "frobenius" and "spectral"; the others have Optax's default, whatever is given.
-      dimension_numbers: Axes that are rows and columns; not used where x is a matrix.
-
-    Returns:
-      Same shape and dtype.
-
-    Raises:
-      ValueError: As `muon`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from muonjax.optax_contrib import orthogonalize_via_newton_schulz
-      >>> y = orthogonalize_via_newton_schulz(3 * jnp.eye(4), jnp.asarray([2.0, -1.5, 0.5]), ns_steps=12)
-      >>> bool(jnp.allclose(y, jnp.eye(4), atol=1e-5))
-      True
-
-    Source: `optax.contrib._muon`, Optax 0.2.8.
-    """
-    _check_preconditioning(preconditioning)
-    if x.ndim == 2:
-        dimension_numbers = MuonDimensionNumbers()
-    if dimension_numbers is None:
-        raise ValueError(
-            f"orthogonalize_via_newton_schulz(x) of shape {x.shape} needs dimension_numbers: which axes are a matrix."
-        )
-    coefficients = _checked("orthogonalize_via_newton_schulz", ns_coeffs, ns_steps)
-    return map_matrices(
-        lambda policy: _iteration(coefficients, ns_steps, preconditioning, eps, policy),
-        x,
-        dimension_numbers,
-        None,
-        call="orthogonalize_via_newton_schulz",
-    )
-
-
 def _two_axes(params: Any) -> Any:
     return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
-
-
-def _checked(call: str, coefficients: jax.Array, ns_steps: Any) -> jax.Array:
-    if coefficients.ndim not in (1, 2) or coefficients.shape[-1] != 3:
-        raise ValueError(f"ns_coeffs must have shape (3,) or (n, 3), and have {coefficients.shape}.")
-    if coefficients.ndim == 1:
-        check_range(call, "ns_steps", ns_steps, "positive", "; without a step nothing is orthogonalized.")
-    return coefficients
-
-
-def _check_preconditioning(preconditioning: str) -> None:
-    if preconditioning not in get_args(_Preconditioning):
-        raise ValueError(
-            f"preconditioning={preconditioning!r} is unknown; choose one of {get_args(_Preconditioning)}."
-        )
 
 
 def _iteration(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels import _blocked, _reference, _sharded
@@ -97,7 +98,12 @@ def symmetric_product_on(
 ) -> Inexact[Array, "*batch m m"]:
     """`symmetric_product` with the platform as an argument: inside a loop it can't be found from the arrays."""
     operands = _checked(x, y, c, alpha, beta)
-    axis_name = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(axes, tuple) or not all(isinstance(axis, str) and axis for axis in axes):
+        raise TypeError(
+            f"symmetric_product(axis_name={axis_name!r}) must be the name of a mesh axis, or several."
+        )
+    axis_name = axes
     if axis_name and implementation is not None:
         raise ValueError(
             f"symmetric_product(implementation={implementation!r}, axis_name={axis_name!r}): the parts that devices "
@@ -105,7 +111,7 @@ def symmetric_product_on(
         )
     if implementation is None:
         implementation = _choose(platform, operands.x.shape)
-    elif implementation not in IMPLEMENTATIONS:
+    elif not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"symmetric_product(implementation={implementation!r}): no such implementation; "
             f"choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None for the rule."
@@ -140,9 +146,10 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
     real = jnp.finfo(_reference.accumulator(x.dtype)).dtype
     scalars = []
     for name, value in (("alpha", alpha), ("beta", beta)):
+        dtype = np.dtype(getattr(value, "dtype", type(value)))
+        if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+            raise ValueError(f"symmetric_product({name}={value!r}) needs real numbers.")
         value = jnp.asarray(value)
-        if jnp.iscomplexobj(value):
-            raise ValueError(f"symmetric_product({name}=...) needs real numbers, got {value.dtype.name}.")
         # From the last axis on, as far as there are any, 1 or the batch's own size.
         sizes = zip(reversed(value.shape), reversed(batch), strict=False)
         if value.ndim > len(batch) or any(own not in (1, size) for own, size in sizes):

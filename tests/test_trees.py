@@ -39,20 +39,10 @@ def test_an_attribute_called_value_is_a_name():
 
 
 def test_two_leaves_never_have_one_path():
-    """A name with a slash, as Haiku's have, is left as it is unless it meets another path."""
+    """A name with a slash, as Haiku's have, is left as it is."""
     assert list(flatten_paths({"mlp/~/linear": {"w": 1.0}})) == ["mlp/~/linear/w"]
-    both = {"a/b": {"w": 1.0}, "a": {"b": {"w": 2.0}}}
-    assert flatten_paths(both) == {"'a/b'/w": 1.0, "a/b/w": 2.0}
-
-
-def test_qk_clip_tells_modules_with_slashes_apart():
-    kernels = {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}
-    params = {"x/y": {"attn": kernels}, "x": {"y": {"attn": jax.tree.map(lambda x: 2 * x, kernels)}}}
-    hot = jnp.array([400.0, 50.0])
-    statistics = {"'x/y'/attn": hot, "x/y/attn": hot}
-    clipped = muonjax.apply_qk_clip(params, statistics, muonjax.mha_site(".*attn"), threshold=100.0)
-    assert clipped["x/y"]["attn"]["key"]["kernel"][0, :, 0].tolist() == [0.5, 1.0]
-    assert clipped["x"]["y"]["attn"]["key"]["kernel"][0, :, 0].tolist() == [1.0, 2.0]
+    with pytest.raises(ValueError, match="both called 'a/b'; rename one"):
+        flatten_paths({"a/b": {"w": 1.0}, "a": {"b": {"w": 2.0}}})
 
 
 def is_leaf(x):

@@ -69,32 +69,12 @@ class Part(NamedTuple):
     path: str  # of the parameter, from the root of the tree
     shape: tuple[int, ...]
     stack: tuple[int, ...]  # axes that count layers
+    layers: tuple[int, ...]  # their sizes
     held: tuple[int, ...]  # axes that hold the entries
+    total: int  # positions on these
+    size: int  # how many of them hold entries
     entries: int
-    size: int
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return tuple(self.shape[axis] for axis in self.stack)
-
-    @property
-    def total(self) -> int:
-        """Positions on the axes that hold the entries."""
-        return math.prod(self.shape[axis] for axis in self.held)
-
-    @property
-    def inside(self) -> np.ndarray:
-        """Which positions of the run of an entry are scaled."""
-        inside = np.zeros(self.size // self.entries, bool)
-        inside[slice(*self.scale.span)] = True
-        return inside
-
-    @property
-    def positions(self) -> np.ndarray:
-        """Which positions on the axes that hold the entries are scaled."""
-        positions = np.zeros(self.total, bool)
-        positions[self.scale.start :][: self.size] = np.tile(self.inside, self.entries)
-        return positions
+    inside: np.ndarray  # which positions of the run of an entry are scaled
 
 
 class Target(NamedTuple):
@@ -127,19 +107,27 @@ def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[in
     total = math.prod(shape[axis] for axis in held)
     entries = shape[held[0]] if scale.entries is None else scale.entries
     size = total - scale.start if scale.size is None else scale.size
-    part = Part(scale, path, tuple(shape), stack, held, entries, size)
-    divides = part.entries > 0 and part.size >= part.entries and part.size % part.entries == 0
-    if not divides or scale.start + size > total or not part.inside.any():
+    divides = entries > 0 and size >= entries and size % entries == 0
+    inside = np.zeros(size // entries if divides else 0, bool)
+    inside[slice(*scale.span)] = True
+    if not inside.any() or scale.start + size > total:
         raise ValueError(
-            f"{path!r} of shape {part.shape} does not hold {part.entries} heads, features {scale.span} of each, in "
-            f"positions {scale.start}:{scale.start + size} of {total}. See the site's layout and sizes."
+            f"{path!r} of shape {shape} does not hold {entries} heads, features {scale.span} of each, in positions "
+            f"{scale.start}:{scale.start + size} of {total}. See the site's layout and sizes."
         )
-    return part
+    layers = tuple(shape[axis] for axis in stack)
+    return Part(scale, path, shape, stack, layers, held, total, size, entries, inside)
 
 
 def overlap(a: Part, b: Part) -> bool:
     """Whether two parts of one parameter may have an entry in common."""
-    return a.held != b.held or bool((a.positions & b.positions).any())
+
+    def positions(part: Part) -> np.ndarray:
+        found = np.zeros(part.total, bool)
+        found[part.scale.start :][: part.size] = np.tile(part.inside, part.entries)
+        return found
+
+    return a.held != b.held or bool((positions(a) & positions(b)).any())
 
 
 def scaled_update(

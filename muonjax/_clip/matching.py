@@ -1,9 +1,7 @@
 """Find the modules that sites match in a tree of parameters, and check that the clip can scale them."""
 
-import numbers
 import posixpath
 import re
-import reprlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 
 from muonjax._clip.factors import Target, part_of
 from muonjax._clip.sites import Site
+from muonjax._common.arguments import shown
 from muonjax._common.trees import dtype_of, flatten_paths, is_masked, listed
 
 
@@ -26,53 +25,38 @@ def module_of(paths: Sequence[str]) -> str:
 
 
 class Modules:
-    """The leaves of a tree of parameters by path, and the names of the children of each module: one walk for all."""
+    """The leaves of a tree of parameters by path, and the paths below each of its modules: one walk for all."""
 
     def __init__(self, params: Any):
         self.leaves = flatten_paths(params)
-        self.children: dict[str, dict[str, None]] = {}  # dictionaries as ordered sets
-        self._roots: dict[str, list[str]] = {}
+        self.inside: dict[str, list[str]] = {}  # "" is the whole tree
+        self._with_child: dict[str, list[str]] = {}
         for leaf in self.leaves:
             names = leaf.split("/")
-            for depth, child in enumerate(names):
-                self.children.setdefault("/".join(names[:depth]), {})[child] = None
+            for depth in range(len(names)):
+                self.inside.setdefault("/".join(names[:depth]), []).append(leaf)
 
     def has(self, path: str) -> bool:
         """Whether there is a module or leaf of this path."""
-        return path in self.children or path in self.leaves
+        return path in self.inside or path in self.leaves
 
     def with_child(self, path: str) -> list[str]:
         """All modules that have `path` below them."""
-        if path not in self._roots:
-            self._roots[path] = sorted(module for module in self.children if self.has(below(module, path)))
-        return self._roots[path]
-
-    def leaves_below(self, module: str) -> list[str]:
-        """Paths of the leaves of a module and of the modules in it."""
-        found = []
-        for child in self.children.get(module, ()):
-            path = below(module, child)
-            found += [path] if path in self.leaves else self.leaves_below(path)
-        return found
+        if path not in self._with_child:
+            self._with_child[path] = sorted(module for module in self.inside if self.has(below(module, path)))
+        return self._with_child[path]
 
 
-def as_sites(call: str, sites: Any) -> tuple[Site, ...]:
+def as_sites(call: str, argument: str, sites: Any) -> tuple[Site, ...]:
     """One site or several, as a tuple; a `Program` has them."""
-    if sites is None:
-        first = "100.0" if call == "qk_clip" else "2e-3"
-        raise ValueError(
-            "it needs to know where attention is, and your function says it. These two lines make the optimizer:\n"
-            f"  program = muonjax.inspect(loss_fn, params, batch)\n  tx = muonjax.{call}({first}, program)"
-        )
     found = getattr(sites, "sites", sites)
-    several = (found,) if isinstance(found, Site) else tuple(found) if isinstance(found, Iterable) else ()
-    if several and all(isinstance(site, Site) for site in several):
-        return several
-    given = f"threshold={sites!r}" if isinstance(sites, numbers.Real) else reprlib.repr(sites)
-    raise TypeError(
-        f"{given} stands where it takes what muonjax.inspect(loss_fn, params, batch) returns, or sites such as "
-        "muonjax.mha_site(). Give all other settings by their names."
-    )
+    several = (found,) if isinstance(found, Site) else found if isinstance(found, Sequence) else ()
+    if not several or not all(isinstance(site, Site) for site in several):
+        raise TypeError(
+            f"{call}({argument}={shown(sites)}) must be what muonjax.inspect(loss_fn, params, batch) returns, "
+            "or sites such as muonjax.mha_site(). Give all other settings by their names."
+        )
+    return tuple(several)
 
 
 def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> tuple[list[Target], set[str]]:
@@ -119,23 +103,24 @@ def _matched(site: Site, plain: str | None, modules: Modules) -> list[str]:
         matched = [plain] if modules.has(below(plain, anchor)) else []
     else:
         matched = [root for root in modules.with_child(anchor) if re.fullmatch(site.path, root)]
-    if matched:
-        return matched
-    if roots := modules.with_child(anchor):
-        raise ValueError(
-            f"the site {site.path!r} matches no module with {anchor!r}: it has to match a whole path, one of "
-            f"[{listed(list(map(repr, roots)), ', ')}]."
+    if not matched:
+        roots = modules.with_child(anchor)
+        known = roots or sorted({path.rpartition("/")[0] for path in modules.leaves})
+        why = (
+            "it has to match a whole path, one of"
+            if roots
+            else f"none has {anchor!r} among the parameters of"
         )
-    parents = sorted({repr(path.rpartition("/")[0]) for path in modules.leaves})
-    raise ValueError(
-        f"the site {site.path!r} matches no module: none has {anchor!r} among the parameters of "
-        f"[{listed(parents, ', ')}]. Give the site the projections' own names; a frozen one that is not among the "
-        "parameters can't be clipped."
-    )
+        raise ValueError(
+            f"the site {site.path!r} matches no module with {anchor!r}: {why} "
+            f"[{listed(list(map(repr, known)), ', ')}]. "
+            "Give the projections' own names; a frozen one that is no parameter here can't be clipped."
+        )
+    return matched
 
 
 def _target(site: Site, root: str, modules: Modules) -> Target:
-    paths = [leaf_path(root, scale.path, modules) for scale in site.scales]
+    paths = [below(root, scale.path) for scale in site.scales]
     parts = [
         part_of(scale, path, _shape(root, path, modules), site.scan_axis)
         for scale, path in zip(site.scales, paths, strict=True)
@@ -143,7 +128,7 @@ def _target(site: Site, root: str, modules: Modules) -> Target:
     ]
     if not site.exact:
         if {"query", "key"} & {scale.factor for scale in site.scales}:
-            refuse_norms(root, site.norms, modules, parts[0].size // parts[0].entries)
+            _refuse_norms(root, site.norms, modules)
         _refuse_adapters(root, paths, modules)
     if len({part.layers for part in parts}) > 1:
         layers = {part.path: part.layers for part in parts}
@@ -166,7 +151,7 @@ def _target(site: Site, root: str, modules: Modules) -> Target:
 def _refuse_adapters(root: str, paths: Sequence[str], modules: Modules) -> None:
     """Refuse what stands beside the projections: an adapter adds to queries and keys, and would not be scaled."""
     projections = {path.rpartition("/")[0] for path in paths} - {root}
-    feeding = {path for module in projections for path in modules.leaves_below(module)}
+    feeding = {leaf for module in projections for leaf in modules.inside.get(module, ())}
     if others := sorted(feeding.difference(paths)):
         raise ValueError(
             f"{others} feed the queries or keys of {root!r} too, and its site can't scale them. Merge them into the "
@@ -174,67 +159,36 @@ def _refuse_adapters(root: str, paths: Sequence[str], modules: Modules) -> None:
         )
 
 
-NAMES = {"kernel": ("kernel", "w", "weight", "weights"), "bias": ("bias", "b")}  # in the libraries for JAX
+_ANY_NORM = r"_?(layer_?norm|rms_?norm|norm|ln)_?\d*"
 
 
-def leaf_path(root: str, path: str, modules: Modules) -> str:
-    """The path of a parameter below a module, also under the name of another library: "query/w" for "query/kernel"."""
-    asked = below(root, path)
-    projection, _, leaf = asked.rpartition("/")
-    if asked in modules.leaves or leaf not in NAMES:
-        return asked
-    if leaf == "kernel" and projection in modules.leaves:  # an array by itself
-        return projection
-    for name in NAMES[leaf]:
-        candidate = below(projection, name)
-        if candidate in modules.leaves:
-            return candidate
-        if len(inside := modules.leaves_below(candidate)) == 1:  # in a box: "query/w/0"
-            return inside[0]
-    return asked
-
-
-def refuse_norms(root: str, norms: Sequence[str], modules: Modules, size: int | None = None) -> None:
-    """Refuse a module that normalizes its queries and keys, as the names of its children tell, or, if they say no more
-    than "norm", their length: the size of a head."""
-
-    def normalizes(child: str) -> bool:
-        if any(re.fullmatch(norm, child, re.IGNORECASE) for norm in norms):
-            return True
-        inside = modules.leaves_below(below(root, child)) if norms and NORM.fullmatch(child) else ()
-        return any(jnp.shape(modules.leaves[path])[-1:] == (size,) for path in inside)
-
-    if found := [child for child in modules.children.get(root, ()) if normalizes(child)]:
+def _refuse_norms(root: str, norms: Sequence[str], modules: Modules) -> None:
+    """Refuse a module that has a norm of queries and keys among its children, as their names tell."""
+    children = dict.fromkeys(
+        path.removeprefix(f"{root}/").partition("/")[0] for path in modules.inside.get(root, ())
+    )
+    patterns = (_ANY_NORM, *norms) if norms else ()
+    found = [child for child in children if any(re.fullmatch(p, child, re.IGNORECASE) for p in patterns)]
+    if found:
         raise ValueError(
             f"{root!r} normalizes its queries and keys ({', '.join(found)}), so scaling their kernels can't change the "
-            "logits: the norm bounds them already. Take it out of the sites, by a path that matches only the others; "
-            "if that norm has another purpose, give its Site norms=()."
+            "logits. Take it out of the sites; if that norm has another purpose, give its Site norms=()."
         )
-
-
-NORM = re.compile(r"_?(layer_?norm|rms_?norm|norm|ln)_?\d*", re.IGNORECASE)
 
 
 def _shape(root: str, path: str, modules: Modules) -> tuple[int, ...]:
     """The shape of a parameter that can be scaled."""
     leaf = modules.leaves.get(path)
-    if leaf is None:
+    if leaf is None or is_masked(leaf):
+        masked = "" if leaf is None else " that is not masked out"
         raise ValueError(
-            f"{root!r} has no parameter {path!r}. If only an adapter or one of query and key is trained, its logits "
-            f"can't be clipped: take it out of the sites."
-        )
-    if is_masked(leaf):
-        raise ValueError(
-            f"{path!r} is masked out of this transformation, so it can't be scaled. If it is frozen, take {root!r} "
-            f"out of the sites; if another optimizer has it, put the clip after optax.masked or optax.partition, not "
-            f"inside."
+            f"{root!r} has no parameter {path!r}{masked}. If it is frozen, or only an adapter is trained, take "
+            f"{root!r} out of the sites, or put the clip after optax.masked. If it has another name, write a Site."
         )
     dtype = dtype_of(leaf)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{path!r} is {dtype}; only floating-point weights can be scaled.")
-    if jnp.finfo(dtype).bits < 16:
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
         raise TypeError(
-            f"{path!r} is {dtype}, whose few bits lose nearly every factor; keep master weights in float32, clip "
-            f"those, and quantize afterwards."
+            f"{path!r} is {dtype}; only floating-point weights of 16 bits or more can be scaled. Keep and clip master "
+            "weights in float32, and quantize afterwards."
         )
     return jnp.shape(leaf)

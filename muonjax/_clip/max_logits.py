@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from muonjax._common.arguments import errors_of, static_integer
+from muonjax._common.arguments import check_flag, check_range, given_dtype, whole_number
 from muonjax._common.linalg import at_least_float32
 
 if TYPE_CHECKING:
@@ -57,8 +56,8 @@ def max_logits(
       `[heads]`, float32 (float64 for float64 input). −inf for a head whose every pair is masked.
 
     Raises:
-      ValueError: Shapes that do not fit together, or a block or window size out of range.
-      TypeError: A block, a window or `is_causal` that is traced, or no whole number.
+      ValueError: Shapes that do not fit together; a block or window size that is traced or out of range.
+      TypeError: `is_causal` or `scale` of another type.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -71,14 +70,16 @@ def max_logits(
 
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
-    with errors_of("max_logits"):
-        _check(query, key)
-        block_q, block_k = static_integer("block_q", block_q), static_integer("block_k", block_k)
-        if min(block_q, block_k) < 1:
-            raise ValueError(f"block_q={block_q}, block_k={block_k}: blocks have at least one position.")
-        left, right = _window(is_causal, local_window_size)
-        if mask is not None:
-            mask = _normal_mask(mask, query.shape, key.shape)
+    _check(query, key)
+    block_q, block_k = (
+        whole_number("max_logits", name, size, 1, " of positions, at least 1.")
+        for name, size in (("block_q", block_q), ("block_k", block_k))
+    )
+    left, right = _window(is_causal, local_window_size)
+    if scale is not None:
+        check_range("max_logits", "scale", scale, "finite", "; 1/√D is usual.")
+    if mask is not None:
+        mask = _normal_mask(mask, query.shape, key.shape)
     query, key = lax.stop_gradient((query, key))
     *batch, T, heads, depth = query.shape
     S, key_heads = key.shape[-3:-1]
@@ -169,6 +170,8 @@ def max_logits_bound(
             f"max_logits_bound(lse) needs floating [*batch, T, heads], got {lse.dtype}{list(lse.shape)}; "
             f"pass the residual of jax.nn.dot_product_attention(..., return_residual=True)."
         )
+    if dtype is not None:
+        dtype = given_dtype("max_logits_bound", "dtype", dtype, (jnp.floating,), "a floating-point dtype")
     cast = float(jnp.finfo(lse.dtype if dtype is None else dtype).eps) / 2
     # Of the float32 sum and logarithm; absolute too, because near 0 a relative margin is none.
     inside = 4 * float(jnp.finfo(jnp.float32).eps)
@@ -178,38 +181,29 @@ def max_logits_bound(
 
 
 def _check(query: jax.Array, key: jax.Array) -> None:
-    shapes = f"{list(query.shape)} and {list(key.shape)}"
-    if query.ndim < 3 or key.ndim != query.ndim:
+    fits = query.ndim == key.ndim >= 3 and query.shape[:-3] == key.shape[:-3]
+    if (
+        not fits
+        or not 0 < query.shape[-1] == key.shape[-1]
+        or not key.shape[-2]
+        or query.shape[-2] % key.shape[-2]
+    ):
         raise ValueError(
-            f"query and key: needs [*batch, T, heads, D] and [*batch, S, key_heads, D], got {shapes}; reshape the "
-            f"projections to heads first."
+            f"max_logits(query, key) got {list(query.shape)} and {list(key.shape)}; it needs [*batch, T, heads, D] and "
+            "[*batch, S, key_heads, D] with D > 0, where key_heads divides heads; reshape the projections to heads."
         )
-    if query.shape[:-3] != key.shape[:-3] or query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key: batch and depth must agree, got {shapes}.")
-    if not query.shape[-1]:
-        raise ValueError(f"heads of depth zero have no logits, got {shapes}.")
-    if not key.shape[-2] or query.shape[-2] % key.shape[-2]:
-        raise ValueError(f"{query.shape[-2]} query heads are not a multiple of {key.shape[-2]} key heads.")
 
 
-def _window(is_causal: Any, local_window_size: Any) -> tuple[int | None, int | None]:
+def _window(is_causal: bool, local_window_size: Any) -> tuple[int | None, int | None]:
     """How far a query sees to the left and to the right; None is without end."""
+    check_flag("max_logits", "is_causal", is_causal)
     left = right = None
-    try:
-        is_causal = bool(is_causal)
-        if local_window_size is not None:
-            pair = local_window_size if np.ndim(local_window_size) else (local_window_size,) * 2
-            pair = tuple(map(operator.index, pair))
-            if len(pair) != 2 or min(pair) < 0:
-                raise ValueError(
-                    f"local_window_size={local_window_size}: give one number or (left, right), none negative."
-                )
-            left, right = pair
-    except TypeError:
-        raise TypeError(
-            f"is_causal={is_causal} and local_window_size={local_window_size} must be a bool and whole numbers that "
-            f"are known while tracing, for hidden blocks are left out of the program; pass traced ones as mask=."
-        ) from None
+    if local_window_size is not None:
+        is_pair = isinstance(local_window_size, Sequence) and len(local_window_size) == 2
+        left, right = (
+            whole_number("max_logits", "local_window_size", size, 0, " or two, (left, right), none negative.")
+            for size in (local_window_size if is_pair else (local_window_size,) * 2)
+        )
     return left, 0 if is_causal else right
 
 
@@ -223,7 +217,7 @@ def _normal_mask(
     pairs = zip(reversed(mask.shape), reversed(logits), strict=False)
     if mask.ndim > len(logits) or any(m not in (1, n) for m, n in pairs):
         raise ValueError(
-            f"mask=... has shape {list(mask.shape)}, which does not broadcast to [*batch, heads, T, S] = "
+            f"max_logits(mask=...) has shape {list(mask.shape)}, which does not broadcast to [*batch, heads, T, S] = "
             f"{list(logits)}."
         )
     mask = jnp.asarray(lax.stop_gradient(mask)).astype(bool)

@@ -12,7 +12,7 @@ from muonjax._clip.factors import Part, Target, clip_factor, overlap, parameter_
 from muonjax._clip.matching import Modules, as_sites, find_targets
 from muonjax._clip.sites import Site, Sites
 from muonjax._clip.statistics import match_statistics
-from muonjax._clip.transform import clip
+from muonjax._clip.transform import checked_settings, clip
 from muonjax._common.arguments import check_choice, check_range, errors_of
 from muonjax._common.trees import is_masked
 
@@ -95,19 +95,21 @@ def clip_logits(
     threshold: optax.ScalarOrSchedule,
     sites: Sites | None,
     shared_keys: SharedKeys,
-    every_k: int | None,
+    every_k: int,
     axis_name: str | tuple[str, ...] | None,
 ) -> optax.GradientTransformationExtraArgs:
     """`qk_clip`, of the public function `call`."""
     check_range(call, "threshold", threshold, "positive and finite", _USUAL, schedule=True)
     check_choice(call, "shared_keys", shared_keys, tuple(SHARED_KEYS))
-    with errors_of(call):
-        given = as_sites(call, sites)
-    every_k = (
-        1 if every_k is None else every_k
-    )  # inject_hyperparams makes an array of a default that is a number
+    every_k, axes = checked_settings(call, every_k, axis_name)
+    if sites is None:
+        raise ValueError(
+            f"{call} needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
+            f"tx = muonjax.{call}({'100.0' if call == 'qk_clip' else '2e-3'}, program)"
+        )
+    given = as_sites(call, "sites" if call == "qk_clip" else "program", sites)
     return clip(
-        call, "max_logits", lambda modules: _find(modules, given, shared_keys, threshold), every_k, axis_name
+        call, "max_logits", lambda modules: _find(modules, given, shared_keys, threshold), every_k, axes
     )
 
 
@@ -146,9 +148,10 @@ def apply_qk_clip(
     """
     check_range("apply_qk_clip", "threshold", threshold, "positive and finite", _USUAL)
     check_choice("apply_qk_clip", "shared_keys", shared_keys, tuple(SHARED_KEYS))
+    given = as_sites("apply_qk_clip", "sites", sites)
     with errors_of("apply_qk_clip"):
         modules = Modules(params)
-        targets, not_trained = _find(modules, as_sites("apply_qk_clip", sites), shared_keys, threshold)
+        targets, not_trained = _find(modules, given, shared_keys, threshold)
         statistics = match_statistics("max_logits", max_logits, targets, not_trained)
     gammas = {name: clip_factor(s, threshold) for name, s in statistics.items()}
     factors = parameter_factors(targets, gammas)

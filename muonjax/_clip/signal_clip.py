@@ -9,8 +9,8 @@ import optax
 from muonjax._clip.factors import Target
 from muonjax._clip.matching import Modules, find_targets
 from muonjax._clip.sites import Site
-from muonjax._clip.transform import clip
-from muonjax._common.arguments import check_range, errors_of
+from muonjax._clip.transform import checked_settings, clip
+from muonjax._common.arguments import check_range, errors_of, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,8 @@ class SignalRule:
     products: tuple[tuple[str, ...], ...] | None = None
 
     def __post_init__(self):
+        if not isinstance(self.site, Site):
+            raise TypeError(f"SignalRule(site={shown(self.site)}) must be a Site.")
         check_range("SignalRule", "threshold", self.threshold, "positive and finite", ".", schedule=True)
         with errors_of("SignalRule"):
             self._check_powers()
@@ -57,10 +59,10 @@ class SignalRule:
                 f"{uneven} have another power than the rest of their factor; a kernel and its bias scale alike."
             )
         products = [(f,) for f in powers] if self.products is None else self.products
-        strangers = set(itertools.chain(*products)) ^ set(powers)
-        if strangers:
+        is_tuples = isinstance(products, Sequence) and all(isinstance(p, Sequence) for p in products)
+        if not is_tuples or set(itertools.chain(*products)) != set(powers):
             raise ValueError(
-                f"products={self.products}: {sorted(strangers)} are not both in a product and in the site."
+                f"products={self.products!r} have to be tuples of factors, each of {[*powers]} in one."
             )
         for product in products:
             own, group = (sum(powers[f][i] for f in product) for i in (0, 1))
@@ -111,13 +113,13 @@ def signal_clip(
 
     Source: J. Su, kexue.fm/archives/11126, last part.
     """
-    with errors_of("signal_clip"):
-        rules = (rules,) if isinstance(rules, SignalRule) else tuple(rules)
-        if not rules or not all(isinstance(rule, SignalRule) for rule in rules):
-            raise TypeError(f"rules={rules!r} must be a SignalRule or several.")
+    every_k, axes = checked_settings("signal_clip", every_k, axis_name)
+    several = (rules,) if isinstance(rules, SignalRule) else rules if isinstance(rules, Sequence) else ()
+    if not several or not all(isinstance(rule, SignalRule) for rule in several):
+        raise TypeError(f"signal_clip(rules={shown(rules)}) must be a SignalRule or several.")
 
     def find(modules: Modules) -> tuple[list[Target], set[str]]:
-        targets, not_trained = find_targets(modules, [(rule.site, rule.threshold) for rule in rules])
+        targets, not_trained = find_targets(modules, [(rule.site, rule.threshold) for rule in several])
         for target in targets:
             if shared := [p.path for p in target.parts if p.scale.power and p.entries != target.entries]:
                 raise ValueError(
@@ -126,4 +128,4 @@ def signal_clip(
                 )
         return targets, not_trained
 
-    return clip("signal_clip", "signals", find, every_k, axis_name)
+    return clip("signal_clip", "signals", find, every_k, axes)

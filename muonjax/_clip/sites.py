@@ -1,13 +1,12 @@
 """Sites: which attention modules to clip, and which of their parameters hold queries and keys."""
 
 import dataclasses
-import operator
 import re
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from muonjax._clip.factors import Scale
-from muonjax._common.arguments import errors_of, static_integer
+from muonjax._common.arguments import axis_numbers, check_text, whole_number
 
 # Names of the children of an attention module that normalize its queries and keys after their projections: "query_ln"
 # in Flax, "query_norm" in MaxText, "_query_norm" in Gemma's library, "q_norm" and "q_layernorm" in Transformers,
@@ -52,13 +51,12 @@ class Site:
     exact: bool = False
 
     def __post_init__(self):
+        check_text("Site", path=self.path, signal=self.signal)
         if not self.scales:
-            raise ValueError(
-                f"Site(path={self.path!r}, scales=()) scales nothing; name at least one parameter."
-            )
+            raise ValueError(f"Site(path={self.path!r}, scales=()) scales nothing; name a parameter.")
         try:
             re.compile(self.path)
-        except (re.error, TypeError) as e:
+        except re.error as e:
             raise ValueError(
                 f"Site(path={self.path!r}) is no regular expression ({e}); give one that matches whole paths."
             ) from None
@@ -89,8 +87,8 @@ def mha_site(
 ) -> Site:
     """Multi-head, grouped-query and multi-query attention with one projection for queries and one for keys.
 
-    The defaults fit `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`. The array of a
-    projection may be called `kernel`, `w` or `weight`, or be the projection itself; its bias `bias` or `b`.
+    The defaults fit `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`. A projection has a
+    `kernel`, and perhaps a `bias`; for other names write a `Site`.
 
     Args:
       path: Regular expression that matches the whole "/"-joined path of the modules (`re.fullmatch`; the rules of
@@ -98,7 +96,7 @@ def mha_site(
       query: Name of the query projection.
       key: Name of the key projection.
       layout: Axes of a kernel: i for the input, h for heads, d within a head; brackets for a merged axis. Flax's
-        attention has "i h d", `nn.Dense` "i (h d)", PyTorch's weights "(h d) i", Gemma's einsums "h i d".
+        attention has "i h d", `nn.Dense` "i (h d)", a kernel stored (out, in) "(h d) i", Gemma's einsums "h i d".
       num_heads: Number of query heads; needed where h is in brackets.
       num_kv_heads: Number of key heads; None: as many. Refused if query and key heads then differ in size.
       scan_axis: The axis of layers in stacked parameters, `variable_axes={"params": scan_axis}` of `nn.scan`, one for
@@ -117,14 +115,13 @@ def mha_site(
       >>> [scale.path for scale in site.scales]
       ['query/kernel', 'query/bias', 'key/kernel', 'key/bias']
     """
-    with errors_of("mha_site"):
-        num_heads = None if num_heads is None else _size("num_heads", num_heads)
-        num_kv_heads = num_heads if num_kv_heads is None else _size("num_kv_heads", num_kv_heads)
-        kernel = _kernel(layout, ("hd",), num_heads, num_kv_heads)
-        scan_axes = _axes(scan_axis)
+    call = "mha_site"
+    check_text(call, path=path, query=query, key=key, layout=layout, signal=signal)
+    num_heads, num_kv_heads = _head_counts(call, num_heads, num_kv_heads)
+    kernel = _kernel(call, layout, ("hd",), num_heads)
     queries = _projection(query, *kernel, entries=num_heads, factor="query")
     keys = _projection(key, *kernel, entries=num_kv_heads, factor="key")
-    return Site(path=path, scales=queries + keys, signal=signal, scan_axis=scan_axes)
+    return Site(path=path, scales=queries + keys, signal=signal, scan_axis=_axes(call, scan_axis))
 
 
 def mla_site(
@@ -150,7 +147,7 @@ def mla_site(
         direct one ("wq" in DeepSeek, "query" in MaxText).
       key_value: Name of the projection from the latent to a head's nope + value features.
       layout: Axes of both kernels, as in `mha_site`: MaxText has "i h d", DeepSeek's flat kernels are "i (h d)" here
-        and "(h d) i" in PyTorch.
+        and "(h d) i" where they are stored (out, in).
       num_heads: Number of heads; needed where h is in brackets.
       scan_axis: As in `mha_site`.
       signal: As in `mha_site`.
@@ -169,16 +166,18 @@ def mla_site(
 
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
-    with errors_of("mla_site"):
-        num_heads = None if num_heads is None else _size("num_heads", num_heads)
-        nope, scan_axes = _size("nope", nope), _axes(scan_axis)
-        kernel = _kernel(layout, ("hd",), num_heads, num_heads)
+    call = "mla_site"
+    check_text(call, path=path, query=query, key_value=key_value, layout=layout, signal=signal)
+    num_heads, _ = _head_counts(call, num_heads)
+    nope = whole_number(call, "nope", nope, 1, " of features, at least 1.")
+    kernel = _kernel(call, layout, ("hd",), num_heads)
     scales = (
         *_projection(query, *kernel, entries=num_heads, span=(0, nope), factor="query"),
         *_projection(query, *kernel, entries=num_heads, span=(nope, None), factor="rotary"),
         *_projection(key_value, *kernel, entries=num_heads, span=(0, nope), factor="key"),
     )
     # Norms of the latents (q_norm, q_layernorm, kv_norm) come before these projections: they undo nothing.
+    scan_axes = _axes(call, scan_axis)
     return Site(path=path, scales=scales, signal=signal, scan_axis=scan_axes, norms=_KEY_NORMS)
 
 
@@ -219,17 +218,18 @@ def fused_qkv_site(
       >>> [(s.path, s.start, s.size, s.entries) for s in site.scales if not s.optional]
       [('qkv/kernel', 0, 512, 8), ('qkv/kernel', 512, 128, 2)]
     """
-    with errors_of("fused_qkv_site"):
-        num_heads, head_dim = _size("num_heads", num_heads), _size("head_dim", head_dim)
-        num_kv_heads = num_heads if num_kv_heads is None else _size("num_kv_heads", num_kv_heads)
-        scan_axes = _axes(scan_axis)
-        kernel = _kernel(layout, ("3hd", "h3d"), num_heads, num_kv_heads)
-        by_head = layout.index("h") < layout.index("3")
-        if num_kv_heads != num_heads and (by_head or "(3 h" not in layout):
-            raise ValueError(
-                f"layout={layout!r}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: grouped keys need all queries "
-                "first, '(3 h d)' or '(3 h) d'; for another order write a Site by hand."
-            )
+    call = "fused_qkv_site"
+    check_text(call, path=path, name=name, layout=layout, signal=signal)
+    num_heads = whole_number(call, "num_heads", num_heads, 1, _HEADS)
+    num_kv_heads = _head_counts(call, num_heads, num_kv_heads)[1] or num_heads
+    head_dim = whole_number(call, "head_dim", head_dim, 1, " of features, at least 1.")
+    kernel = _kernel(call, layout, ("3hd", "h3d"), num_heads)
+    by_head = layout.index("h") < layout.index("3")
+    if num_kv_heads != num_heads and (by_head or "(3 h" not in layout):
+        raise ValueError(
+            f"{call}(layout={layout!r}, num_heads={num_heads}, num_kv_heads={num_kv_heads}): grouped keys need all "
+            "queries first, '(3 h d)' or '(3 h) d'; for another order write a Site by hand."
+        )
     width = num_heads * head_dim
     if by_head:
         query, key = {"span": (0, head_dim)}, {"span": (head_dim, 2 * head_dim)}
@@ -237,7 +237,7 @@ def fused_qkv_site(
         query, key = {"size": width}, {"start": width, "size": num_kv_heads * head_dim}
     queries = _projection(name, *kernel, entries=num_heads, factor="query", **query)
     keys = _projection(name, *kernel, entries=num_kv_heads, factor="key", **key)
-    return Site(path=path, scales=queries + keys, signal=signal, scan_axis=scan_axes)
+    return Site(path=path, scales=queries + keys, signal=signal, scan_axis=_axes(call, scan_axis))
 
 
 def _projection(name: str, rank: int, axes: tuple[int, ...], **part: Any) -> tuple[Scale, ...]:
@@ -250,7 +250,7 @@ def _projection(name: str, rank: int, axes: tuple[int, ...], **part: Any) -> tup
 
 
 def _kernel(
-    layout: str, orders: Sequence[str], heads: int | None, kv_heads: int | None
+    call: str, layout: str, orders: Sequence[str], num_heads: int | None
 ) -> tuple[int, tuple[int, ...]]:
     """Rank of a kernel of this layout, and its axes that are not the input's."""
     groups = re.findall(r"\(([^()]*)\)|(\S+)", layout)
@@ -258,29 +258,30 @@ def _kernel(
     order = "".join("".join(p) for p in parts if p != ["i"])
     if order not in orders or parts.count(["i"]) != 1:
         raise ValueError(
-            f"layout={layout!r} can't be read: write i for the input and {' or '.join(' '.join(o) for o in orders)}, "
-            "merged axes in brackets: 'i (h d)'."
+            f"{call}(layout={layout!r}) can't be read: write i for the input and "
+            f"{' or '.join(' '.join(o) for o in orders)}, merged axes in brackets: 'i (h d)'."
         )
-    if heads is None and ["h"] not in parts:
-        raise ValueError(f"layout={layout!r} has its heads in a merged axis: give num_heads.")
-    if heads is not None and (kv_heads is None or heads % kv_heads):
-        raise ValueError(
-            f"num_heads={heads}, num_kv_heads={kv_heads}: the first must be a multiple of the second."
-        )
-    if heads is None and kv_heads is not None:
-        raise ValueError(f"num_kv_heads={kv_heads}: give num_heads too, or neither.")
+    if num_heads is None and ["h"] not in parts:
+        raise ValueError(f"{call}(layout={layout!r}) has its heads in a merged axis: give num_heads.")
     return len(parts), tuple(i - len(parts) for i, p in enumerate(parts) if p != ["i"])
 
 
-def _size(name: str, value: Any) -> int:
-    value = static_integer(name, value)
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1.")
-    return value
+_HEADS = " of heads, at least 1."
 
 
-def _axes(scan_axis: Any) -> tuple[int, ...] | None:
-    """One axis or several, Python's numbers or NumPy's, as a tuple."""
-    if scan_axis is None:
-        return None
-    return tuple(map(operator.index, scan_axis if isinstance(scan_axis, Sequence) else (scan_axis,)))
+def _head_counts(call: str, num_heads: Any, num_kv_heads: Any = None) -> tuple[int | None, int | None]:
+    """The numbers of query and of key heads; None where a kernel's own axis says them."""
+    if num_heads is not None:
+        num_heads = whole_number(call, "num_heads", num_heads, 1, _HEADS)
+    if num_kv_heads is None:
+        return num_heads, num_heads
+    num_kv_heads = whole_number(call, "num_kv_heads", num_kv_heads, 1, _HEADS)
+    if num_heads is None or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{call}(num_heads={num_heads}, num_kv_heads={num_kv_heads}): the first must be a multiple of the second."
+        )
+    return num_heads, num_kv_heads
+
+
+def _axes(call: str, scan_axis: Any) -> tuple[int, ...] | None:
+    return None if scan_axis is None else axis_numbers(call, "scan_axis", scan_axis)

@@ -1,4 +1,4 @@
-"""Match each attention with its statistic: a dict {module path: [*layers, *batch, heads]}."""
+"""Match each attention with its statistic, and take the largest of several, where NaN never hides a finite one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from muonjax._clip.factors import Target
-from muonjax._clip.largest import largest
 from muonjax._common.trees import listed
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float32
+    from jaxtyping import Array, Float, Float32
 
 
 def match_statistics(
@@ -27,8 +26,8 @@ def match_statistics(
       targets: The modules that are clipped.
       ignored: Keys that may be in the dict without a target.
     """
-    form = f"{argument} is a dict {{module path: array [*layers, heads]}}"
-    form += ", as muonjax.value_and_grad returns it." if argument == "max_logits" else "."
+    returned = ", as muonjax.value_and_grad returns it" if argument == "max_logits" else ""
+    form = f"{argument} is a dict {{module path: array [*layers, heads]}}{returned}."
     if not isinstance(given, Mapping):
         raise TypeError(f"{argument}={type(given).__name__}: {form}")
     statistics = {str(path): value for path, value in given.items()}
@@ -68,3 +67,21 @@ def _by_entry(argument: str, key: str, value: Any, target: Target) -> Float32[Ar
             "a batch between them. What value_and_grad returns fits the sites of muonjax.inspect."
         )
     return largest(array, tuple(range(layers, array.ndim - 1)))
+
+
+def larger(a: Float[Array, "*shape"], b: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The larger of two, entry by entry; one that is not finite counts only where neither is, and NaN shows there."""
+    finite = jnp.isfinite(a)
+    return jnp.where(finite == jnp.isfinite(b), jnp.maximum(a, b), jnp.where(finite, a, b))
+
+
+def largest(x: Float[Array, " ..."], axes: tuple[int, ...]) -> Float[Array, " ..."]:
+    """The largest along some axes, as `larger`."""
+    finite = jnp.where(jnp.isfinite(x), x, -jnp.inf).max(axes, initial=-jnp.inf)
+    return larger(finite, x.max(axes, initial=-jnp.inf))
+
+
+def largest_of_devices(x: Float[Array, "*shape"], axis_name: str | tuple[str, ...]) -> Float[Array, "*shape"]:
+    """The largest along mesh axes, as `larger`, by one all-reduce."""
+    finite = jnp.where(jnp.isfinite(x), x, -jnp.inf)
+    return larger(*lax.pmax(jnp.stack([finite, x]), axis_name))

@@ -8,10 +8,17 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._clip.factors import Target, clip_factor, parameter_factors, scaled_update
-from muonjax._clip.largest import larger, largest_of_devices
 from muonjax._clip.matching import Modules
-from muonjax._clip.statistics import match_statistics
-from muonjax._common.arguments import check_order, errors_of, is_whole, other_state, warn_user
+from muonjax._clip.statistics import larger, largest_of_devices, match_statistics
+from muonjax._common.arguments import (
+    check_order,
+    errors_of,
+    mesh_axes,
+    other_state,
+    shown,
+    warn_user,
+    whole_number,
+)
 from muonjax._common.explicit_axes import sharded_like, zero_beside
 from muonjax._common.trees import flatten_paths, is_masked, unboxed
 
@@ -57,12 +64,18 @@ class QKClipState(NamedTuple):
         return sum((jnp.sum(unboxed(n)) for n in self.clips.values()), jnp.zeros([], jnp.int32))
 
 
+def checked_settings(call: str, every_k: Any, axis_name: Any) -> tuple[int, tuple[str, ...]]:
+    """`every_k` and the mesh axes, as `qk_clip` and `signal_clip` take them."""
+    why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
+    return whole_number(call, "every_k", every_k, 1, why), mesh_axes(call, "axis_name", axis_name)
+
+
 def clip(
     call: str,
     argument: str,
     find: Callable[[Modules], tuple[Sequence[Target], Collection[str]]],
     every_k: int,
-    axis_name: str | tuple[str, ...] | None,
+    axes: tuple[str, ...],
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation for the modules that `find` returns.
 
@@ -71,11 +84,8 @@ def clip(
       argument: The name of the argument with the statistics in `update`.
       find: The modules, with their thresholds, and the keys of statistics of modules that are not trained.
       every_k: As in `qk_clip`.
-      axis_name: As in `qk_clip`.
+      axes: Mesh axes to take the maximum over.
     """
-    with errors_of(call):
-        _check_every_k(every_k)
-        _check_axis_name(axis_name)
 
     def init(params: optax.Params) -> QKClipState:
         # To find the parts of a state that are like parameters, Optax calls `init` with a placeholder without leaves.
@@ -112,9 +122,9 @@ def clip(
             targets, not_trained = find(modules)
             _check_state(state, targets, every_k)
             maxima = match_statistics(argument, extra_args[argument], targets, not_trained)
-        if axis_name is not None:
+        if axes:
             # Replicas that clip by their own maxima would diverge.
-            maxima = {name: largest_of_devices(s, axis_name) for name, s in maxima.items()}
+            maxima = {name: largest_of_devices(s, axes) for name, s in maxima.items()}
         state, gammas = _advance(state, maxima, targets, every_k)
         scales = parameter_factors(targets, gammas)
         paths = flatten_paths(updates)
@@ -164,15 +174,11 @@ def _advance(
 def _check_state(state: QKClipState, targets: Sequence[Target], every_k: int) -> None:
     """Raise unless modules, heads and accumulation are those of the state; the threshold may have changed."""
     here, there = _shapes(targets), {name: tuple(f.shape) for name, f in state.factors.items()}
-    if here != there:
+    if here != there or bool(state.running_max) != (every_k > 1):
+        made = "every_k > 1" if state.running_max else "every_k=1"
         raise ValueError(
-            f"this state was made for {there} (shapes of [*layers, heads]), but sites and parameters say {here}. "
-            f"Take the sites that it was made with, or start the clip anew with init."
-        )
-    if bool(state.running_max) != (every_k > 1):
-        made = "every_k=1" if every_k > 1 else "every_k > 1"
-        raise ValueError(
-            f"every_k={every_k}, but this state was made with {made}; keep that, or start the clip anew with init."
+            f"this state was made for {shown(there)}, [*layers, heads], and {made}; sites and parameters say "
+            f"{shown(here)}, and every_k={every_k}. Take those that it was made with, or start anew with init."
         )
 
 
@@ -193,27 +199,9 @@ def _shapes(targets: Sequence[Target]) -> dict[str, tuple[int, ...]]:
 
 def _missing(argument: str, missing: str) -> str:
     usage = f"tx.update(grads, state, params, {argument}={argument})"
-    if argument != "max_logits" or missing != argument:
+    if missing != "max_logits":
         return f"update needs {missing}: call {usage}."
     return (
         "update needs max_logits: (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(params, batch), then\n"
         f"{usage}. Linen's TrainState that passes it on is muonjax.linen.TrainState."
     )
-
-
-def _check_every_k(every_k: Any) -> None:
-    if not is_whole(every_k):
-        raise TypeError(
-            f"every_k={every_k!r} must be a Python int. optax.inject_hyperparams makes arrays of numbers, but not with "
-            "optax.inject_hyperparams(..., static_args='every_k')."
-        )
-    if every_k < 1:
-        raise ValueError(f"every_k={every_k} must be at least 1.")
-
-
-def _check_axis_name(axis_name: Any) -> None:
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if axis_name is not None and not (names and all(isinstance(name, str) and name for name in names)):
-        raise TypeError(
-            f"axis_name={axis_name!r} must be the name of a mesh axis, as 'data', or a tuple of names."
-        )

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import numbers
+import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+shown = reprlib.repr  # a tree or an array in a message would take pages
+
 _RANGES: dict[str, Callable[[float], bool]] = {
     "in [0, 1)": lambda value: 0 <= value < 1,
+    "in (0, 1)": lambda value: 0 < value < 1,
+    "in [1, 2]": lambda value: 1 <= value <= 2,
     "positive": lambda value: value > 0,
+    "finite": math.isfinite,
     "finite and not negative": lambda value: 0 <= value < math.inf,
     "positive and finite": lambda value: 0 < value < math.inf,
 }
@@ -35,15 +41,23 @@ def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, sche
     if schedule and callable(value):
         return
     if not _is_real(value):
-        raise TypeError(f"{call}({name}={value!r}) must be a number{' or a schedule' if schedule else ''}.")
+        raise TypeError(
+            f"{call}({name}={shown(value)}) must be a number{' or a schedule' if schedule else ''}."
+        )
     # Python's number: inside of `jit`, a comparison of a known array is traced.
     if not isinstance(value, Tracer) and not _RANGES[wanted](float(value)):
-        raise ValueError(f"{call}({name}={value!r}) must be {wanted}{why}")
+        raise ValueError(f"{call}({name}={shown(value)}) must be {wanted}{why}")
 
 
 def check_rate(call: str, name: str, value: Any, why: str) -> None:
     """`check_range` of a learning rate or a weight decay: a number or a schedule."""
     check_range(call, name, value, "finite and not negative", why, schedule=True)
+
+
+def check_rates(call: str, **rates: Any) -> None:
+    """`check_rate` of several, by their names."""
+    for name, rate in rates.items():
+        check_rate(call, name, rate, ".")
 
 
 def _is_real(value: Any) -> bool:
@@ -56,13 +70,13 @@ def _is_real(value: Any) -> bool:
 def check_flag(call: str, name: str, value: Any) -> None:
     """Raise unless it is True or False."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{call}({name}={value!r}) must be True or False.")
+        raise TypeError(f"{call}({name}={shown(value)}) must be True or False.")
 
 
-def check_choice(call: str, name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise unless it is one of these words."""
-    if not (isinstance(value, str) and value in choices):
-        raise ValueError(f"{call}({name}={value!r}) is unknown; choose one of {tuple(choices)}.")
+def check_choice(call: str, name: str, value: Any, choices: Sequence[str | None]) -> None:
+    """Raise unless it is one of these words, or None where that is one of them."""
+    if not isinstance(value, str | None) or value not in choices:
+        raise ValueError(f"{call}({name}={shown(value)}) is unknown; choose one of {tuple(choices)}.")
 
 
 def given_dtype(call: str, name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.dtype:
@@ -74,41 +88,57 @@ def given_dtype(call: str, name: str, value: Any, kinds: Sequence[Any], wanted: 
         if any(jnp.issubdtype(dtype, kind) for kind in kinds):
             return dtype
     injected = f" optax.inject_hyperparams takes a dtype for a schedule: give it static_args={name!r}."
-    raise TypeError(f"{call}({name}={value!r}) must be {wanted}.{injected if is_array else ''}")
+    raise TypeError(f"{call}({name}={shown(value)}) must be {wanted}.{injected if is_array else ''}")
+
+
+def check_text(call: str, **texts: Any) -> None:
+    """Raise unless each is a string."""
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{call}({name}={shown(value)}) must be a string.")
+
+
+def mesh_axes(call: str, name: str, value: Any) -> tuple[str, ...]:
+    """The name of a mesh axis, or several, as a tuple; None is no axis."""
+    axes = () if value is None else value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(axis, str) and axis for axis in axes):
+        raise TypeError(
+            f"{call}({name}={shown(value)}) must be the name of a mesh axis, such as 'data', or a tuple of names."
+        )
+    return axes
 
 
 def check_mask(call: str, name: str, mask: Any) -> None:
     """Raise unless it is a tree of booleans or a function; None is a tree without leaves."""
     if not callable(mask) and not all(np.asarray(x).dtype.kind == "b" for x in jax.tree.leaves(mask)):
         raise TypeError(
-            f"{call}({name}={mask!r}) must be a tree of booleans, a prefix of the parameters' tree, or a function of "
-            "the parameters that returns one."
+            f"{call}({name}={shown(mask)}) must be a tree of booleans, a prefix of the parameters' tree, or a function "
+            "of the parameters that returns one."
         )
-
-
-def is_whole(value: Any) -> bool:
-    """Whether `value` is a whole number, Python's or NumPy's."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def whole_number(call: str, name: str, value: Any, least: int, why: str) -> int:
     """`value` as Python's; raises ValueError unless it is a whole number, at least `least`. `why` ends the message."""
-    if not is_whole(value) or value < least:
-        raise ValueError(f"{call}({name}={value!r}) needs a whole number{why}")
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or value < least:
+        raise ValueError(f"{call}({name}={shown(value)}) needs a whole number{why}")
     return int(value)
 
 
-def static_integer(name: str, value: Any) -> int:
-    """`value` as an int, Python's or NumPy's, that is known while tracing."""
-    if not is_whole(value):
-        raise TypeError(f"{name}={value!r} must be a whole number that is known while tracing.")
-    return int(value)
+def axis_numbers(call: str, name: str, value: Any) -> tuple[int, ...]:
+    """An axis, or several, as a tuple of Python's numbers."""
+    axes = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    return tuple(
+        whole_number(call, name, axis, -sys.maxsize, " or several: they name axes.") for axis in axes
+    )
 
 
 def check_transformation(argument: str, given: Any) -> None:
     """Raise unless it is an Optax transformation; `argument` begins the message, as "muon(adam"."""
     if not (hasattr(given, "init") and hasattr(given, "update")):
-        raise TypeError(f"{argument}={given!r}) must be an Optax transformation, such as optax.adamw(1e-3).")
+        raise TypeError(
+            f"{argument}={shown(given)}) must be an Optax transformation, such as optax.adamw(1e-3)."
+        )
 
 
 def require_params(call: str, params: Any) -> None:

@@ -8,9 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-# Of a path, beside an index; a leaf where a list of pairs (path, array) is flattened.
-Key = str | jax.tree_util.DictKey | jax.tree_util.SequenceKey | jax.tree_util.GetAttrKey
-
 
 def is_masked(node: Any) -> bool:
     """Whether Optax has masked a leaf here (`optax.MaskedNode`)."""
@@ -35,19 +32,17 @@ def names(path: tuple[Any, ...]) -> tuple[str, ...]:
 def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
     """Names of the path of each leaf, the leaves, and the structure. Masked leaves are kept, None has no leaf.
 
-    Two leaves or modules never have the same "/"-joined names: where {"a/b": x, "a": {"b": y}} would give both "a/b",
-    the name that contains the slash is quoted, "'a/b'". An attribute called `value` beside others, as an attention
-    module of dataclasses has it, is a name and not a box.
+    Two leaves or modules never have the same "/"-joined names: {"a/b": x, "a": {"b": y}} is refused. An attribute
+    called `value` beside others, as an attention module of dataclasses has it, is a name and not a box.
 
-    A key that is a tuple is a path, as in Flax's `flatten_dict`; so is the path in a list of pairs (path, array) and
-    in an `nnx.FlatState`.
+    A key that is a tuple is a path, as in Flax's `flatten_dict`; so is the path of an array in an `nnx.FlatState`.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
     found = [(_named(path, tree), leaf) for path, leaf in found]
     below = Counter(path[:-1] for path, _ in found)  # a box holds one leaf
     plain = [names(path) if below[path[:-1]] == 1 else _all_names(path) for path, _ in found]
     if any("/" in name for path in plain for name in path):
-        plain = _with_quotes(plain)
+        _refuse_equal(plain)
     return plain, [leaf for _, leaf in found], treedef
 
 
@@ -57,20 +52,15 @@ def leaf_paths(tree: Any) -> list[tuple[str, ...]]:
     return [path for path, leaf in zip(paths, leaves, strict=True) if not is_masked(leaf)]
 
 
-def _with_quotes(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Quote the names with a slash in each path that has a leaf or module in common with another, once joined."""
-    spelled: dict[str, set[tuple[str, ...]]] = {}
+def _refuse_equal(paths: list[tuple[str, ...]]) -> None:
+    spelled: dict[str, tuple[str, ...]] = {}
     for path in paths:
         for end in range(1, len(path) + 1):
-            spelled.setdefault("/".join(path[:end]), set()).add(path[:end])
-
-    def meets_another(path: tuple[str, ...]) -> bool:
-        return any(len(spelled["/".join(path[:end])]) > 1 for end in range(1, len(path) + 1))
-
-    return [
-        tuple(repr(name) if "/" in name else name for name in path) if meets_another(path) else path
-        for path in paths
-    ]
+            name = "/".join(path[:end])
+            if spelled.setdefault(name, path[:end]) != path[:end]:
+                raise ValueError(
+                    f"two modules or leaves of the tree are both called {name!r}; rename one of them."
+                )
 
 
 def flatten_paths(tree: Any) -> dict[str, Any]:
@@ -150,22 +140,11 @@ def _difference(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None) -
 
 
 def _named(path: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
-    """The key path with the path that a flat tree keeps beside its arrays in place of an index."""
+    """The key path with the path that an `nnx.FlatState` keeps beside its arrays in place of an index."""
     index = getattr(path[0], "key", getattr(path[0], "idx", None)) if path else None
     if isinstance(index, int) and hasattr(tree, "paths") and not hasattr(tree, "dtype"):
         return (jax.tree_util.DictKey(tuple(tree.paths[index])), *path[1:])
-    is_array = isinstance(tree, list) and len(path) > 1 and getattr(path[1], "idx", None) == 1
-    if is_array and isinstance(index, int) and _is_pair(tree[index]):
-        return (jax.tree_util.DictKey(tree[index][0]), *path[2:])
     return path
-
-
-def _is_pair(node: Any) -> bool:
-    """Whether this is (path, array), the path a string or a tuple of names, indices or JAX's keys."""
-    if type(node) is not tuple or len(node) != 2:
-        return False
-    keys = node[0] if isinstance(node[0], tuple) else (node[0],)
-    return bool(keys) and all(isinstance(key, Key | int) for key in keys)
 
 
 def _all_names(path: tuple[Any, ...]) -> tuple[str, ...]:

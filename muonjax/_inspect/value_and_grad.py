@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from muonjax._common.arguments import check_flag
 from muonjax._common.nnx_models import is_model, value_and_grad_of_model
 from muonjax._common.trees import flatten_paths
 from muonjax._inspect.program import find_maxima
@@ -54,6 +55,9 @@ def value_and_grad(
       >>> {name: maxima.shape for name, maxima in max_logits.items()}
       {'max_logits': (2,)}
     """
+    check_flag("value_and_grad", "has_aux", has_aux)
+    if not callable(fun):
+        raise TypeError(f"value_and_grad(fun={fun!r}) must be a function.")
 
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey
 
+from muonjax._common.arguments import check_text
 from muonjax._mesh.distribution import (
     Distribution,
     check_distribution,
@@ -58,6 +59,8 @@ def state_shardings(
             f"state_shardings(tx, params): the first argument is a {type(tx).__name__}, no optimizer."
         )
     check_distribution(distribution, call="state_shardings")
+    if memory_kind is not None:
+        check_text("state_shardings", memory_kind=memory_kind)
     if distribution is None:
         mesh, found = _sharding_of(params)
     else:

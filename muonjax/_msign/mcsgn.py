@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import jax
 
 from muonjax._common.linalg import MatrixProduct, adjoint
-from muonjax._msign.inputs import matrices, product_of, rows_beside, schedule
+from muonjax._msign.inputs import inner, matrices, normalized, product_of, rows_beside, schedule
 from muonjax._msign.polynomial_gradient import iterate, tangent_by_normalization
-from muonjax._msign.unit_norm import inner, normalized
 from muonjax._newton_schulz.coefficients import Coefficients
 
 if TYPE_CHECKING:
@@ -60,9 +59,7 @@ def mcsgn(
     """
     x = matrices("mcsgn", x)
     if x.shape[-2] != x.shape[-1]:
-        raise ValueError(
-            f"mcsgn(x) needs square matrices, got shape {x.shape}; msign takes rectangular ones."
-        )
+        raise ValueError(f"mcsgn(x) needs square matrices, got shape {x.shape}; msign takes others.")
     rows = schedule("mcsgn", coefficients, num_steps)
     if x.size == 0:
         return x

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from muonjax._common.arguments import whole_number
-from muonjax._msign.inputs import matrices, product_of, rows_beside, schedule
+from muonjax._common.arguments import check_choice, whole_number
+from muonjax._msign.inputs import matrices, normalized, oriented_like, product_of, rows_beside, schedule
 from muonjax._msign.polar_gradient import polar_msign, polishing
 from muonjax._msign.polynomial_gradient import iterate, polynomial_msign
-from muonjax._msign.unit_norm import normalized, oriented_like
 from muonjax._newton_schulz.coefficients import Coefficients
 
 if TYPE_CHECKING:
@@ -80,8 +79,7 @@ def msign(
     """
     x = matrices("msign", x)
     rows = schedule("msign", coefficients, num_steps)
-    if gradient not in ("polynomial", "polar", "autodiff"):
-        raise ValueError(f"msign(gradient={gradient!r}) must be 'polynomial', 'polar' or 'autodiff'.")
+    check_choice("msign", "gradient", gradient, get_args(Gradient))
     polish = whole_number("msign", "polish", polish, 0, " of steps, at least 0.")
     if polish and gradient != "polar":
         raise ValueError(

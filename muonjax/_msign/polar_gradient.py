@@ -19,9 +19,8 @@ import numpy as np
 from jax import lax
 
 from muonjax._common.linalg import MatrixProduct, adjoint, hermitian_part, identity_like
-from muonjax._msign.inputs import rows_beside
+from muonjax._msign.inputs import oriented_like, rows_beside, unit_norm, widened
 from muonjax._msign.polynomial_gradient import about_mean, iterate, plus_transpose
-from muonjax._msign.unit_norm import oriented_like, unit_norm, widened
 from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express
 from muonjax._newton_schulz.normalization import power_of_two_scale
 

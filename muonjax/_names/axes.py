@@ -32,11 +32,9 @@ from muonjax._names.roles import Parameter, layer_of, words
 def matrices(p: Parameter, neighbors: Neighbors, attention: str) -> DimensionNumbers | None:
     """The matrices in one layer's parameter, on that layer's axes; None where nothing tells."""
     role, rank = p.role, len(p.shape)
-    only_flat = role in (roles.ADAPTER, roles.RECURRENT)
-    if role in (roles.INTERLEAVED, roles.LONE_LETTER) or (only_flat and rank != 2):
+    unknown = role in (roles.INTERLEAVED, roles.LONE_LETTER, roles.RECURRENT)
+    if unknown or (role is roles.ADAPTER and rank != 2):
         return None
-    if role is roles.RECURRENT:
-        return _recurrent(p, neighbors)
     if role is roles.GATE_UP:
         return _gate_up(p, neighbors)
     is_fused = role in (roles.FUSED_QKV, roles.FUSED_KV)
@@ -144,17 +142,3 @@ def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     if sides[0] != sides[1] and sides in down:
         inner = inner[::-1]  # stored as the down kernel is
     return MuonDimensionNumbers(*inner)
-
-
-def _recurrent(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
-    """The kernels of a GRU's or an LSTM's gates side by side: as many as the recurrent one is longer than wide."""
-    flat = [q for q in neighbors.beside(p) if len(q.shape) == 2]
-    kernels = [q.shape for q in flat if re.search("(hh|_h)$", layer_of(q.path)[1])]
-    if len(kernels) != 1:
-        return None
-    hidden, outputs = sorted(kernels[0])
-    if hidden == outputs:
-        return _dense(p, neighbors)
-    axis = kernels[0].index(outputs)
-    is_cut = outputs in (3 * hidden, 4 * hidden) and p.shape[axis] == outputs
-    return FusedDimensionNumbers(1 - axis, axis, outputs // hidden, axis) if is_cut else None

@@ -5,7 +5,7 @@ The evidence, in this order; what comes first decides:
   1. a rule of the caller's; its leaf is evidence only of where a model ends;
   2. the names of the axes, where the array carries them;
   3. the names in the path: what the parameter is (`roles`), if its shape fits;
-  4. which axes count layers: all parameters of a scanned module have one axis more (`stacked`);
+  4. which axes count layers: all parameters of a scanned module have one axis more (`neighbors`);
   5. its bias, its attention's other projections, the order of axes in the rest of the tree, and last its own shape
      (`axes`);
   6. whether it is an end of the model: a patch embedding or an output head (`ends`).
@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import warn_user
+from muonjax._common.arguments import check_choice, warn_user
 from muonjax._common.nnx_models import parameters_of
-from muonjax._common.trees import Key, dtype_of, flatten_with_names, is_masked
+from muonjax._common.trees import dtype_of, flatten_with_names, is_masked
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
@@ -44,14 +44,12 @@ from muonjax._names.given import (
     chances_message,
     check_parameters,
     named_axes,
-    settings_message,
     tables,
     undecided_message,
     unlike_their_names,
 )
-from muonjax._names.neighbors import Neighbors
+from muonjax._names.neighbors import Neighbors, unstack
 from muonjax._names.roles import Parameter
-from muonjax._names.stacked import unstack
 
 
 class Route(NamedTuple):
@@ -160,8 +158,7 @@ def routes(
       call: Whom `params` were given to, for messages about them.
       warn: Whether to warn of what may be wrong.
     """
-    if attention not in ("whole", "heads"):
-        raise ValueError(f"dimension_numbers(attention={attention!r}) is unknown; use 'whole' or 'heads'.")
+    check_choice("dimension_numbers", "attention", attention, ("whole", "heads"))
     check_parameters(params, call, warn=warn)
     paths, leaves, treedef = flatten_with_names(params)
     ruled = apply_rules(["/".join(path) for path in paths], rules)
@@ -174,14 +171,14 @@ def routes(
         name = "/".join(path)
         if is_masked(leaf):
             continue
-        shape, dtype = _shape_and_dtype(leaf)
+        shape, dtype = jnp.shape(leaf), dtype_of(leaf)
         if name in ruled:
-            leaf = jax.ShapeDtypeStruct(shape, "float32" if dtype == jax.dtypes.float0 else dtype or bool)
+            leaf = jax.ShapeDtypeStruct(shape, "float32" if dtype == jax.dtypes.float0 else dtype)
             matrix_pieces({name: ruled[name]}, {name: leaf}, call="dimension_numbers(rules=...)")
             found[path] = ruled[name], "rule"
             if role.muon and len(shape) == 2:
                 told.append(Parameter(path, role, shape, (0, 1), shape))
-        elif dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        elif not jnp.issubdtype(dtype, jnp.inexact):
             found[path] = None, "not a floating-point leaf"
         elif path in axis_names:
             found[path] = by_axis_names(path, role, axis_names[path], attention)
@@ -200,22 +197,17 @@ def routes(
     ends, chances = for_adam([*parameters, *told], every)
     answers |= {path: (None, why) for path, why in ends.items() if path not in found}
     chances = {path: said for path, said in chances.items() if path not in found}
+    special = unlike_their_names(params if layers is None else layers)
+    for path, (numbers, _) in answers.items():
+        if numbers and "/".join(path) in special:
+            chances[path] = "Muon", "its layer has groups or an einsum of its own"
     if chances and warn:
         warn_user(chances_message(chances, parameters))
-    special = unlike_their_names(params if layers is None else layers)
-    taken = ["/".join(path) for path, (numbers, _) in answers.items() if numbers]
-    if warn and (wrong := [path for path in taken if path in special]):
-        warn_user(settings_message(wrong))
     found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}
     return [
-        leaf if is_masked(leaf) else Route("/".join(path), *_shape_and_dtype(leaf), *found[path])
+        leaf if is_masked(leaf) else Route("/".join(path), jnp.shape(leaf), dtype_of(leaf), *found[path])
         for path, leaf in zip(paths, leaves, strict=True)
     ], treedef
-
-
-def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    # In a list of pairs (path, array) the path is a leaf too.
-    return ((), None) if isinstance(leaf, Key) else (jnp.shape(leaf), dtype_of(leaf))
 
 
 def _decide(p: Parameter, neighbors: Neighbors, attention: str) -> tuple[DimensionNumbers | None, str] | None:

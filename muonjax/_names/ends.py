@@ -200,7 +200,8 @@ class _Model:
         following = next((q for q in layers if q.number > layer.number), None)
         inputs = [q.rows for q in layers if q.number <= layer.number]
         begins_anew = following and following.rows in inputs and not self.taken[layer.columns]
-        return not following or bool(begins_anew and not self.is_multiple(layer))
+        may_be_split = any(layer.columns % width == 0 for width in self.taken if width > 15)
+        return not following or bool(begins_anew and not may_be_split)
 
     def _is_untaken(self, layer: _Layer, head: Path) -> bool:
         """Whether no other parameter takes a layer's output; inside of a head no other parameter of the head."""
@@ -235,11 +236,6 @@ class _Model:
         """Whether a parameter may lead to a head: a table of tokens, a matrix, another head; no adapter."""
         is_matrix = self.decided[p.path] is not None and p.role is not roles.ADAPTER
         return is_matrix or p.role is roles.HEAD or p.role.name == "embedding"
-
-    def is_multiple(self, layer: _Layer) -> bool:
-        """Whether a layer's output may be split into parts of a width that others take."""
-        columns = layer.columns
-        return not self.taken[columns] and any(columns % width == 0 for width in self.taken if width > 15)
 
     def may_be_a_table(self, p: Parameter) -> bool:
         """Whether a matrix without a name that says what it is takes what no other parameter gives."""

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from muonjax._common.arguments import warn_user
-from muonjax._common.trees import Key, flatten_paths, is_masked, listed, names
+from muonjax._common.trees import flatten_paths, is_masked, listed, names
 from muonjax._matrices.matrix_view import DimensionNumbers, MuonDimensionNumbers, one_or_several
 from muonjax._names.roles import INTERLEAVED, RECURRENT, Parameter, Role, layer_of
 
@@ -36,21 +36,18 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
     kind = type(params).__name__
     if callable(getattr(params, "dimension_numbers", None)):
         raise TypeError(f"{call}(params) got what inspect returned; it is second: {call}(params, program).")
-    if hasattr(params, "update") and hasattr(params, "init") and isinstance(params, tuple):
-        raise TypeError(f"{call}(params) got an optimizer, {kind}; give the parameters that it is to train.")
-    is_one = jax.tree_util.all_leaves([params]) or isinstance(params, tuple)  # as hk.Transformed is
-    if is_one and hasattr(params, "init") and hasattr(params, "apply"):
+    is_leaf = jax.tree_util.all_leaves([params])
+    makes_others = hasattr(params, "init") and (hasattr(params, "apply") or hasattr(params, "update"))
+    has_no_arrays = is_leaf and hasattr(params, "__dict__") and not hasattr(params, "dtype")
+    # An optimizer and Haiku's `Transformed` are tuples.
+    if has_no_arrays or (makes_others and (is_leaf or isinstance(params, tuple))):
         raise TypeError(
-            f"{call}(params) got the module {kind}; give its parameters, model.init(key, x)['params']."
-        )
-    if jax.tree_util.all_leaves([params]) and hasattr(params, "__dict__") and not hasattr(params, "dtype"):
-        raise TypeError(
-            f"{call}(params) got {kind}, which holds no arrays that JAX sees; of an NNX module give "
-            "nnx.state(model, nnx.Param)."
+            f"{call}(params) got {kind}, which holds no parameters; give a tree of arrays, such as "
+            "model.init(key, x)['params'] or nnx.state(model, nnx.Param)."
         )
     for path, leaf in flatten_paths(params).items():
         is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
-        if callable(leaf) or not (is_number or is_masked(leaf) or isinstance(leaf, Key)):
+        if callable(leaf) or not (is_number or is_masked(leaf)):
             raise TypeError(
                 f"{call}: {path!r} is no array but {reprlib.repr(leaf)}. Give the arrays alone; for Equinox that is "
                 "eqx.filter(model, eqx.is_inexact_array)."
@@ -65,13 +62,18 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
 
 
 def apply_rules(paths: Sequence[str], rules: Rules) -> dict[str, DimensionNumbers | None]:
+    def is_rule(rule: Any) -> bool:
+        is_pair = isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)
+        return is_pair and (rule[1] is None or isinstance(rule[1], DimensionNumbers))
+
+    others = [rule for rule in rules if not is_rule(rule)] if isinstance(rules, Sequence) else [rules]
+    if others:
+        raise TypeError(
+            f"dimension_numbers(rules=...) has {others[0]!r}; give pairs of a regular expression and "
+            "MuonDimensionNumbers, FusedDimensionNumbers or None."
+        )
     ruled: dict[str, DimensionNumbers | None] = {}
     for pattern, numbers in rules:
-        if numbers is not None and not isinstance(numbers, DimensionNumbers):
-            raise TypeError(
-                f"dimension_numbers(rules=...) has {numbers!r} for {pattern!r}; "
-                "give MuonDimensionNumbers, FusedDimensionNumbers or None."
-            )
         matched = [path for path in paths if re.search(pattern, path)]
         if not matched:
             shown = ", ".join(paths[:3])
@@ -153,79 +155,49 @@ def by_axis_names(
     return numbers, f"{role.name}, by the names of its axes"
 
 
+INSPECT = (
+    "Your function says it: program = muonjax.inspect(loss_fn, params, batch), then "
+    "muonjax.muon(learning_rate, program)."
+)
+
+
 def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter], attention: str) -> str:
-    """The message for leaves that can't be decided, with rules that decide all of them, numbered ones together."""
+    """The message for leaves that can't be decided, with rules that decide all of them."""
     p = undecided[0]
-    what = "takes its parts as one matrix" if _is_whole(p) else "gives it to Adam"
     folded = attention == "heads" and len(p.shape) < 4 and p.role.name.startswith("attention")
     state = "interleaved" if p.role is INTERLEAVED else "folded into one axis" if folded else ""
     why = f", because its heads are {state}" if state else ""
+    others = f", nor {len(undecided) - 1} other{'s' * (len(undecided) > 2)}" if len(undecided) > 1 else ""
+    wholes = [p for p in undecided if p.role in (INTERLEAVED, RECURRENT) and len(p.shape) == 2]
     return (
         f"dimension_numbers(params) can't tell which matrices the leaf {'/'.join(p.path)!r} ({p.role.name}) of shape "
-        f"{p.leaf_shape} holds{why}{_others(undecided, 'nor')}. The rule rules=[{_suggested(undecided, parameters)}] "
-        f"{what}; MuonDimensionNumbers(reduction_axis, output_axis) instead names the axes that the layer sums over "
-        "and those that it gives; FusedDimensionNumbers(0, 1, parts=..., axis=1) cuts one of them, "
-        "parts=number_of_heads or parts=(queries, keys, values) long. In muon: "
-        f"program=lambda params: muonjax.dimension_numbers(params, rules=...). {INSPECT}"
+        f"{p.leaf_shape} holds{why}{others}. {INSPECT}\nBy hand: rules=[{_suggested(undecided, parameters, wholes)}] "
+        "or FusedDimensionNumbers; in muon, program=lambda params: muonjax.dimension_numbers(params, rules=...)."
     )
 
 
 def chances_message(why: Mapping[tuple[str, ...], tuple[str, str]], parameters: Sequence[Parameter]) -> str:
     """The warning for leaves that only a name or a position gives to an optimizer: which one, and the reason."""
     found = [p for p in parameters if p.path in why]
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for p in found:
-        path = "/".join(p.path)
-        alike.setdefault((re.sub(r"\d+", "*", path), str(p.leaf_shape), *why[p.path]), []).append(path)
-    said = (
-        f"{optimizer} takes {(paths[0] if len(paths) == 1 else name)!r} {shape}: {reason}"
-        for (name, shape, optimizer, reason), paths in alike.items()
-    )
+    said = [f"{why[p.path][0]} takes {'/'.join(p.path)!r} {p.leaf_shape}: {why[p.path][1]}" for p in found]
     adams = [p for p in found if why[p.path][0] == "Adam"]
     return (
-        f"muonjax can't tell whether these leaves are at an end of the model: {'; '.join(said)}. To say otherwise: "
+        f"muonjax can't tell by names alone what these leaves are: {listed(said)}. To say otherwise: "
         f"muonjax.dimension_numbers(params, rules=[{_suggested(found, parameters, adams)}]). {INSPECT}"
     )
 
 
-def settings_message(paths: Sequence[str]) -> str:
-    """The message for matrices of layers whose settings names can't show."""
-    return (
-        f"muonjax goes by names and takes {listed(paths, ', ')} for plain kernels, but the layers have groups or an "
-        f"einsum of their own. {INSPECT}"
-    )
-
-
-INSPECT = (
-    "Or your function says it: program = muonjax.inspect(loss_fn, params, batch), then "
-    "muonjax.muon(learning_rate, program)."
-)
-
-
-def _others(found: Sequence[Parameter], conjunction: str) -> str:
-    others = len(found) - 1
-    return f", {conjunction} {others} other{'s' * (others > 1)}" if others else ""
-
-
 def _suggested(
-    found: Sequence[Parameter], parameters: Sequence[Parameter], matrices: Sequence[Parameter] = ()
+    found: Sequence[Parameter], parameters: Sequence[Parameter], matrices: Sequence[Parameter]
 ) -> str:
-    """Rules for these leaves and no others, those that are numbered alike together, as a person pastes them."""
+    """Rules for these leaves and no others, numbered ones together, as a person pastes them; None is Adam."""
     paths = {p.path: re.escape("/".join(p.path)) for p in parameters}
     alike = {path: re.sub(r"\d+", r"\\d+", pattern) for path, pattern in paths.items()}
     every, own = Counter(alike.values()), Counter(alike[p.path] for p in found)
-    rules = (
-        f"(r'^{alike[p.path] if own[alike[p.path]] == every[alike[p.path]] else paths[p.path]}$', "
-        f"{_whole(p) if _is_whole(p) or p in matrices else None})"
-        for p in found
-    )
-    return ", ".join(dict.fromkeys(rules))
-
-
-def _whole(p: Parameter) -> str:
-    *rows, columns = range(len(p.leaf_shape))
-    return f"MuonDimensionNumbers({one_or_several(rows)}, {columns})"
-
-
-def _is_whole(p: Parameter) -> bool:
-    return p.role in (INTERLEAVED, RECURRENT) and len(p.shape) == 2
+    rules: dict[str, None] = {}
+    for p in found:
+        pattern = alike[p.path] if own[alike[p.path]] == every[alike[p.path]] else paths[p.path]
+        *rows, columns = range(len(p.leaf_shape))
+        numbers = f"MuonDimensionNumbers({one_or_several(rows)}, {columns})" if p in matrices else None
+        rules[f"(r'^{pattern}$', {numbers})"] = None
+    return ", ".join(rules)

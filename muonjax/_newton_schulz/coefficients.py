@@ -7,11 +7,12 @@ close to 1 on all of ``(0, 1]``.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from muonjax._common.arguments import whole_number
+from muonjax._common.arguments import check_range, whole_number
 
 Coefficients: TypeAlias = tuple[tuple[float, float, float], ...]
 
@@ -77,7 +78,6 @@ def _minimax_cubic(lower: float, upper: float) -> tuple[float, float, float, flo
 _MINIMAX = {3: _minimax_cubic, 5: _minimax_quintic}
 
 
-@functools.lru_cache
 def polar_express(
     num_steps: int,
     *,
@@ -119,22 +119,21 @@ def polar_express(
     Theorem 3.1; J. Su, kexue.fm/archives/10996. Both of Su's articles print b = +1.268 at t = 6; it is
     negative.
     """
-    whole_number("polar_express", "num_steps", num_steps, 1, " of steps, at least 1.")
-    if not 0 < lower < 1:
-        raise ValueError(
-            f"polar_express(lower={lower!r}) must be in (0, 1): the largest singular value is 1."
-        )
-    if not 0 <= cushion < 1:
-        raise ValueError(f"polar_express(cushion={cushion!r}) must be in [0, 1); 0 turns it off.")
-    if not 1 <= safety <= 2:
-        raise ValueError(
-            f"polar_express(safety={safety!r}) must be at least 1, which turns it off, and at most 2."
-        )
-    degrees = (5,) * num_steps if degrees is None else degrees
-    if len(degrees) != num_steps or not set(degrees) <= set(_MINIMAX):
+    num_steps = whole_number("polar_express", "num_steps", num_steps, 1, " of steps, at least 1.")
+    check_range("polar_express", "lower", lower, "in (0, 1)", ": the largest singular value is 1.")
+    check_range("polar_express", "cushion", cushion, "in [0, 1)", "; 0 turns it off.")
+    check_range("polar_express", "safety", safety, "in [1, 2]", "; 1 turns it off.")
+    given = (5,) * num_steps if degrees is None else tuple(degrees) if isinstance(degrees, Sequence) else ()
+    if len(given) != num_steps or any(degree not in _MINIMAX for degree in given):
         raise ValueError(
             f"polar_express(degrees={degrees!r}) needs a 3 or a 5 for each of {num_steps} steps."
         )
+    return _polar_express(float(lower), float(cushion), float(safety), given)
+
+
+@functools.lru_cache
+def _polar_express(lower: float, cushion: float, safety: float, degrees: tuple[int, ...]) -> Coefficients:
+    """`polar_express` of checked arguments."""
     rows = []
     upper = 1.0
     for step, degree in enumerate(degrees):
@@ -144,7 +143,7 @@ def polar_express(
         a, b, c = a * recenter, b * recenter, c * recenter
         lower = recenter * at_lower
         upper = 2 - lower
-        s = safety if step < num_steps - 1 else 1.0
+        s = safety if step < len(degrees) - 1 else 1.0
         rows.append((a / s, b / s**3, c / s**5))
     return tuple(rows)
 

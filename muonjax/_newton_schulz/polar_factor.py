@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from muonjax._common.arguments import mesh_axes
 from muonjax._common.linalg import at_least_float32, sum_over
 from muonjax._common.platform import Policy, policy_of
 from muonjax._matrices.batching import TwoPasses
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def newton_schulz(
-    x: Inexact[Array, "*batch m n"], settings: NewtonSchulz | None = None, *, axis_name: tuple[str, ...] = ()
+    x: Inexact[Array, "*batch m n"],
+    settings: NewtonSchulz | None = None,
+    *,
+    axis_name: str | tuple[str, ...] | None = (),
 ) -> Inexact[Array, "*batch m n"]:
     """The polar factor U V^H of x = U S V^H, approximately: every singular value is moved close to 1.
 
@@ -57,7 +61,7 @@ def newton_schulz(
         raise ValueError(f"newton_schulz(x) got shape {x.shape}: an empty matrix has no polar factor.")
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}.")
-    return polar_factor(x, settings, policy_of(x), axis_name)
+    return polar_factor(x, settings, policy_of(x), mesh_axes("newton_schulz", "axis_name", axis_name))
 
 
 def polar_factor(

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from muonjax._common.arguments import whole_number
+from muonjax._common.arguments import check_choice, given_dtype, whole_number
 from muonjax._common.keywords import explains_keywords
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
 from muonjax._newton_schulz.normalization import Normalization
@@ -14,7 +14,7 @@ from pallas_kernels._api import IMPLEMENTATIONS
 
 Form = Literal["auto", "standard", "gram"]
 
-_COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
+_COMPUTE_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
 
 # The lower ends measured best on recorded momentum whose dominant directions are shrunk.
 _FAST = polar_express(3, lower=2e-2)
@@ -84,20 +84,13 @@ class NewtonSchulz(metaclass=_Presets):
             ("normalization", get_args(Normalization)),
             ("implementation", (None, *IMPLEMENTATIONS)),
         ):
-            value = getattr(self, name)
-            if not isinstance(value, str | None) or value not in known:
-                raise ValueError(f"{call}({name}={value!r}) is unknown; choose one of {known}.")
-        if (given := self.compute_dtype) is not None:
-            try:  # an array has a dtype, but is none
-                dtype = jnp.dtype(given).name if isinstance(given, str | type | jnp.dtype) else None
-            except TypeError:
-                dtype = None
-            if dtype not in _COMPUTE_DTYPES:
-                raise TypeError(
-                    f"{call}(compute_dtype={given!r}) must be one of {', '.join(_COMPUTE_DTYPES)}: others lack the "
-                    "range for products of products."
-                )
-            keep("compute_dtype", jnp.dtype(dtype))
+            check_choice(call, name, getattr(self, name), known)
+        if self.compute_dtype is not None:
+            wanted = "one of bfloat16, float32, float64: others lack the range for products of products"
+            keep(
+                "compute_dtype",
+                given_dtype(call, "compute_dtype", self.compute_dtype, _COMPUTE_DTYPES, wanted),
+            )
 
     @property
     def steps(self) -> Coefficients:

@@ -12,7 +12,7 @@ from muonjax._common.arguments import (
     check_mask,
     check_order,
     check_range,
-    check_rate,
+    check_rates,
     errors_of,
     other_state,
     refuse_positional,
@@ -83,6 +83,8 @@ def muonclip(
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
     """
+    # Its default is None, for optax.inject_hyperparams makes an array of a default that is a number.
+    every_k = 1 if every_k is None else every_k
     if dimension_numbers is None and isinstance(program, Program):
         dimension_numbers = program
     with errors_of("muonclip"):
@@ -124,6 +126,7 @@ def adamclip(
 
     Source: J. Su, kexue.fm/archives/11126.
     """
+    every_k = 1 if every_k is None else every_k
     _check_adamw(learning_rate=learning_rate, **settings)
     clip = clip_logits("adamclip", threshold, program, shared_keys, every_k, axis_name)
     return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip)
@@ -132,11 +135,9 @@ def adamclip(
 def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, **numbers: Any) -> None:
     check_mask("adamclip", "mask", mask)
     check_flag("adamclip", "nesterov", nesterov)
-    for name, value in numbers.items():
-        if name in ("b1", "b2"):
-            check_range("adamclip", name, value, "in [0, 1)", ".")
-        else:
-            check_rate("adamclip", name, value, ".")
+    for name in numbers.keys() & {"b1", "b2"}:
+        check_range("adamclip", name, numbers.pop(name), "in [0, 1)", ".")
+    check_rates("adamclip", **numbers)
 
 
 def _then_clip(

@@ -52,13 +52,13 @@ MUON = functools.partial(muonjax.muon, 1e-2)
      "state_shardings(tx, params): the first argument is a dict, no optimizer"),
     (lambda: muonjax.Distribution(jax.make_mesh((1,), ("data",)), {"w": jnp.ones((8, 8))}),
      "at ['w'] holds Array...; ...lambda x: x.sharding, params)"),
-    (lambda: muonjax.tabulate(MODEL), "tabulate(params) got the module Transformed; give its parameters"),
+    (lambda: muonjax.tabulate(MODEL), "tabulate(params) got Transformed, which holds no parameters"),
     *((functools.partial(muonjax.tabulate, first), "tabulate(params) got ")
       for first in (muonjax.muon(1e-3), lambda params: params, READ)),
     (lambda: muonjax.tabulate(READ, {"w": jnp.ones((4, 4))}), "what inspect returned...tabulate(params, program)"),
-    (lambda: muonjax.muonclip(1e-3, {"a": jnp.ones((8, 8))}), "muonclip: {'a': ... stands where it takes what"),
+    (lambda: muonjax.muonclip(1e-3, {"a": jnp.ones((8, 8))}), "muonclip(program={'a': ... must be what muonjax."),
     (lambda: muonjax.muonclip(1e-3, lambda params, x: x),
-     "<function ... stands where it takes what muonjax.inspect(loss_fn, params, batch)"),
+     "program=<function ... must be what muonjax.inspect(loss_fn, params, batch)"),
     (lambda: MUON().init({"dense": {"kernel": jnp.ones((8, 8))}, "path": pathlib.Path("x")}),
      "muon: 'path' is no array but PosixPath"),
 ])  # fmt: skip

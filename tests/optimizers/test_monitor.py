@@ -135,7 +135,7 @@ def test_matrices_are_those_that_the_inner_transformation_orthogonalizes(around)
 
 def test_dimension_numbers_where_nothing_else_tells():
     params = {"block": {"mystery": jnp.ones((2, 3, 4, 5, 6))}, "dense": {"kernel": jnp.eye(4)}}
-    with pytest.raises(ValueError, match=r"can't tell which matrices.*In monitor: dimension_numbers="):
+    with pytest.raises(ValueError, match=r"(?s)can't tell which matrices.*In monitor: dimension_numbers="):
         muonjax.monitor(optax.sgd(0.1)).init(params)
     numbers = {"block": muonjax.MuonDimensionNumbers(-2, -1), "dense": None}
     tx = muonjax.monitor(optax.sgd(0.1), dimension_numbers=numbers)

@@ -17,7 +17,7 @@ from tests.tools.views import matrix_view
     ("call", "message"),
     [
         (lambda: muonjax.polar_express(10, safety=1e300), "safety=1e\\+300"),
-        (lambda: muonjax.max_logits(jnp.ones((1, 2, 1, 0)), jnp.ones((1, 2, 1, 0))), "depth zero"),
+        (lambda: muonjax.max_logits(jnp.ones((1, 2, 1, 0)), jnp.ones((1, 2, 1, 0))), "with D > 0"),
     ],
 )
 def test_values_out_of_range_are_refused(call, message):
