@@ -132,6 +132,7 @@ def muon(
         mu_dtype=mu_dtype,
         nesterov=nesterov,
     )
+    matrices(None)  # for its checks alone: what is wrong with the settings is said now, and not at init
     return partition_by_route("optax_contrib.muon", matrices, adam, numbers)
 
 

@@ -39,20 +39,23 @@ def partition_by_route(
     """
     _check_program(call, dimension_numbers)
     check_transformation(f"{call}(adam", adam)
-    matrices(None)  # for its checks alone: what is wrong with the settings is said now, and not at init
     adam = offload(adam)
+    last: Any = None, None  # the last tree, as `_kinds` tells it, and its partition
 
-    def members(tree: Any, params: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
-        # Made for the whole tree: routing looks at the neighbours of a leaf, which a partition hides.
+    def decide(tree: Any, params: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
+        nonlocal last
+        # For the whole tree: routing looks at the neighbours of a leaf, which a partition hides.
         numbers, labels = _route(dimension_numbers, tree, params, call, warn=warn)
         inner: dict[Hashable, optax.GradientTransformation] = {"muon": matrices(numbers), "adam": adam}
         if "fixed" in jax.tree.leaves(labels):
             inner["fixed"] = _fixed()
         # A function, for Optax would call a tree that is callable, as an Equinox module is.
-        return optax.partition(inner, lambda _: labels)
+        partition = optax.partition(inner, lambda _: labels)
+        last = _kinds(tree, params), partition
+        return partition
 
     def init(params: optax.Params):
-        return members(params, params, warn=True).init(params)
+        return decide(params, params, warn=True).init(params)
 
     def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
         refuse_positional(unnamed)
@@ -60,11 +63,22 @@ def partition_by_route(
         check_order(call, updates, state, params)
         params = _with_gradients(updates, params)
         _check_gradients(updates, params, call)
-        tx = members(updates, params)
-        _check_state(state, jax.eval_shape(tx.init, updates), call)
-        return tx.update(updates, state, params, **extra_args)
+        kinds, partition = last
+        if kinds != _kinds(updates, params):
+            partition = decide(updates, params)
+        _check_state(state, jax.eval_shape(partition.init, updates), call)
+        return partition.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _kinds(*trees: Any) -> list[Any]:
+    """Structure, shapes and dtypes: all that routing depends on."""
+
+    def kind(leaf: Any) -> Any:
+        return getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))
+
+    return [(jax.tree.structure(tree), [*map(kind, jax.tree.leaves(tree))]) for tree in trees]
 
 
 def _check_program(call: str, given: Any) -> None:
