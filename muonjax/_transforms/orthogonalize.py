@@ -13,7 +13,7 @@ from muonjax._common.trees import leaf_paths
 from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import DimensionNumbersTree, Piece, matrix_pieces, replace_pieces
 from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
-from muonjax._mesh.sharded_map import map_on_mesh
+from muonjax._mesh.exchange import map_on_mesh
 from muonjax._newton_schulz.polar_factor import polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 
