@@ -61,8 +61,7 @@ def partition_by_route(
         refuse_positional(unnamed)
         require_params(call, params)
         check_order(call, updates, state, params)
-        params = _with_gradients(updates, params)
-        _check_gradients(updates, params, call)
+        params = _with_gradients(updates, params, call)
         kinds, partition = last
         if kinds != _kinds(updates, params):
             partition = decide(updates, params)
@@ -130,22 +129,29 @@ def _route(
     return numbers, labels
 
 
-def _check_gradients(gradients: Any, params: Any, call: str) -> None:
-    """One gradient for each parameter, of its shape."""
-    found, wanted = flatten_paths(gradients), flatten_paths(params)
-    for path in (*wanted, *found):
-        if not (path in found and path in wanted):
-            lone = "gradient without a parameter" if path in found else "parameter without a gradient"
-            raise ValueError(
-                f"{call}: {path!r} is a {lone}; update(grads, state, params) needs both as one tree."
-            )
-        if is_masked(found[path]) or is_masked(wanted[path]):
+def _with_gradients(updates: Any, params: Any, call: str) -> Any:
+    """The parameters, each of which has a gradient of its shape; without what can't be trained and has none.
+
+    In an Equinox module these are numbers and functions.
+    """
+    found, given = flatten_paths(updates), flatten_paths(params)
+    fixed = {path for path in given if path not in found and not _is_trainable(given[path])}
+    if fixed and given.keys() - fixed == found.keys():
+        params = jax.tree.structure(updates, is_leaf=is_masked).unflatten(given[path] for path in found)
+    elif lone := [path for path in (*given, *found) if not (path in found and path in given)]:
+        what = "gradient without a parameter" if lone[0] in found else "parameter without a gradient"
+        raise ValueError(
+            f"{call}: {lone[0]!r} is a {what}; update(grads, state, params) needs both as one tree."
+        )
+    for path, gradient in found.items():
+        if is_masked(gradient) or is_masked(given[path]):
             continue
-        gradient, parameter = jnp.shape(found[path]), jnp.shape(wanted[path])
-        if gradient != parameter:
+        if jnp.shape(gradient) != jnp.shape(given[path]):
             raise ValueError(
-                f"{call}: the gradient of {path!r} has shape {gradient}, the parameter {parameter}."
+                f"{call}: the gradient of {path!r} has shape {jnp.shape(gradient)}, the parameter "
+                f"{jnp.shape(given[path])}."
             )
+    return params
 
 
 def _check_state(state: Any, expected: Any, call: str) -> None:
@@ -177,13 +183,3 @@ def _is_trainable(leaf: Any) -> bool:
     return (hasattr(leaf, "dtype") or isinstance(leaf, (float, complex))) and jnp.issubdtype(
         dtype_of(leaf), jnp.inexact
     )
-
-
-def _with_gradients(updates: Any, params: Any) -> Any:
-    """The parameters without what can't be trained and has no gradient: numbers and functions in an Equinox module."""
-    found, given = flatten_paths(updates), flatten_paths(params)
-    lone = [path for path in given if path not in found]
-    if not lone or any(_is_trainable(given[path]) for path in lone) or not found.keys() <= given.keys():
-        return params
-    treedef = jax.tree.structure(updates, is_leaf=is_masked)
-    return treedef.unflatten(given[path] for path in found)
