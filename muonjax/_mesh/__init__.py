@@ -1,7 +1,7 @@
-"""Orthogonalization of sharded parameters: layout, owners and all-to-all exchange.
+"""Sharded parameters: every matrix has one owner, which orthogonalizes it.
 
-In the order in which to read it: `layout` says how a device stores matrices, in units that have one owner; `assignment`
-and `rounds` say which owner gets which units, and in which exchange; `exchange` packs, sends and unpacks them;
-`owner_loop` computes at the owner; `sharded_map` is what `orthogonalize` calls. `distribution` is what users give,
-or arrays say.
+Who computes: `assignment` gives each matrix to a device, or to several where matrices are fewer than devices, so that
+all have equal work. What is exchanged, and when: `exchange` sends the owners what other devices store of their
+matrices, once an update, and the results back. `layout` says how a device stores matrices; `distribution` is what users
+give, or arrays say; `state_shardings` and `offload` place an optimizer's state.
 """

@@ -1,128 +1,238 @@
 """Assign an owner to every matrix, so that the devices of a mesh have equal work. Needs shapes only, no arrays.
 
-The rule is "longest processing time first": the matrices of highest cost are assigned first, each to the owner with the
-least work so far. The load of a device is a sum over all shapes, shardings and dtypes. The device with the highest load
-has at most 4/3 of the best possible load, and in practice a few percent more than the mean (Graham, "Bounds on
+The rule is "longest processing time first": the matrices that take longest are assigned first, each to the owner with
+the least work so far. The load of a device is a sum over all shapes, shardings and dtypes. The device with the highest
+load has at most 4/3 of the best possible load, and in practice a few percent more than the mean (Graham, "Bounds on
 multiprocessing timing anomalies", 1969).
 
-An owner is one device, or the devices along some of the mesh axes that shard a matrix: then the matrix stays sharded
-over these, and they share its work. That pays where there are fewer matrices than devices.
+An owner is one device, or the devices along a mesh axis that shards the longer side of a matrix: then the matrix stays
+sharded over it, and they share its work. That pays where there are fewer matrices than devices.
 """
 
 import collections
+import functools
 import heapq
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from muonjax._common.platform import BYTES_A_SECOND
-from muonjax._mesh.cost_model import Work
-from muonjax._mesh.rounds import Kind, Round, make_rounds
-from muonjax._mesh.shards import Axes, ExchangeGroup, LeafLayout, ShardedLeaf, leaf_layout, size_of
+from muonjax._common.platform import BYTES_A_SECOND, flops_a_second
+from muonjax._matrices.batching import Function
+from muonjax._mesh.layout import (
+    Axes,
+    ExchangeGroup,
+    Kind,
+    ShardedLeaf,
+    UnitLayout,
+    size_of,
+    unit_kind,
+)
 
-# (dtype, m, columns on this device, devices that share the columns) -> the work of that device on one matrix.
-Cost = Callable[[Any, int, int, int], Work]
+# Elements that one device sends to one owner in a round, at most: half of what an index of 32 bits reaches, for rounds
+# are cut between matrices.
+_LARGEST = 2**30
+
+Queues = Mapping[Kind, Sequence[tuple[int, int]]]  # all units of each kind, as (leaf, number)
+
+# (dtype, m, columns on this device, devices that share the columns) -> the seconds of that device for one matrix.
+Cost = Callable[[Any, int, int, int], float]
+
+
+class OwnedUnits(NamedTuple):
+    """Consecutive units of one leaf with the same owner."""
+
+    layout: UnitLayout
+    leaf: int
+    start: int
+    count: int
+
+
+class Round(NamedTuple):
+    """One all-to-all to the owners of a group, and one back.
+
+    Attributes:
+      group: Whose leaves are exchanged.
+      owned: For each replica and each of its owners, in the order of their coordinates, what it gets; equal shapes
+        follow each other.
+    """
+
+    group: ExchangeGroup
+    owned: list[list[list[OwnedUnits]]]
+
+    @property
+    def sizes(self) -> list[int]:
+        """For each replica, the elements that one device sends to the owner that gets most."""
+        return [
+            max(sum(run.count * run.layout.size for run in own) for own in owners) for owners in self.owned
+        ]
+
+    @property
+    def size(self) -> int:
+        """The largest of these, to which the others' parts are padded."""
+        return max(self.sizes)
+
+    @property
+    def sums(self) -> bool:
+        """Whether results reach all replicas by an all-reduce, unpadded, and not by an all-gather.
+
+        A sum with zeros is exact and sends everything twice; a gather pads every replica's part to the largest, which
+        is more where few replicas own anything.
+        """
+        return 2 * sum(self.sizes) < len(self.owned) * self.size
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one device sends: to the owners, back, and to the other replicas."""
+        replicas, devices = len(self.owned), len(self.owned[0])
+        to_replicas = 2.0 * sum(self.sizes) / replicas if self.sums else self.size
+        elements = 2.0 * self.size * (devices - 1) + devices * to_replicas * (replicas - 1)
+        return elements * self.group.dtype.itemsize
 
 
 class Assignment(NamedTuple):
     """Which owner orthogonalizes which matrices.
 
     Attributes:
-      mesh_shape: Sizes of the mesh's axes.
-      leaves: All leaves.
-      rounds: The rounds of all groups.
+      rounds: Of all groups.
       seconds: Predicted for the busiest device, the exchange included: for an H100 and its links to the same node.
     """
 
-    mesh_shape: Mapping[str, int]
-    leaves: tuple[ShardedLeaf, ...]
-    rounds: tuple[Round, ...]
+    rounds: list[Round]
     seconds: float
 
 
 def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: Mapping[str, int], cost: Cost) -> Assignment:
     """Assign an owner to every matrix.
 
-    Over which mesh axes the matrices of a leaf stay sharded is what takes least time for all leaves that are sharded
+    Over which mesh axis the matrices of a leaf stay sharded is what takes least time for all leaves that are sharded
     over the same mesh axes. Latency and slower links between nodes do not count.
     """
-    by_sharding: dict[Axes, list[int]] = collections.defaultdict(list)
-    for index, leaf in enumerate(leaves):
-        by_sharding[leaf_layout(leaf, mesh_shape).group.exchange].append(index)
-    layouts: dict[int, LeafLayout] = {}
-    for sharding, members in by_sharding.items():
-        own = [leaves[i] for i in members]
-        choices = [[leaf_layout(leaf, mesh_shape, axes) for leaf in own] for axes in _tensor_axes(sharding)]
-        if len(choices) > 1:  # on a tie whole matrices, which come first
-            choices = [min(choices, key=lambda found: _assignment(own, found, mesh_shape, cost).seconds)]
-        layouts |= zip(members, choices[0], strict=True)
-    return _assignment(leaves, [layouts[i] for i in range(len(leaves))], mesh_shape, cost)
+    cost = functools.cache(cost)
+    shardings = [unit_kind(leaf, mesh_shape)[0].group.exchange for leaf in leaves]
+
+    def quickest(sharding: Axes) -> Axes:
+        own = [leaf for leaf, other in zip(leaves, shardings, strict=True) if other == sharding]
+        choices = _tensor_axes(sharding, own, mesh_shape)  # on a tie whole matrices, which come first
+        return min(choices, key=lambda axes: _assignment(own, [axes] * len(own), mesh_shape, cost).seconds)
+
+    tensor = {sharding: quickest(sharding) for sharding in dict.fromkeys(shardings)}
+    return _assignment(leaves, [tensor[sharding] for sharding in shardings], mesh_shape, cost)
 
 
-def _tensor_axes(sharding: Axes) -> list[Axes]:
-    """Mesh axes over which matrices that `sharding` shards can stay sharded at their owners."""
-    return [axes for count in range(len(sharding) + 1) for axes in itertools.combinations(sharding, count)]
+def _tensor_axes(sharding: Axes, leaves: Sequence[ShardedLeaf], mesh_shape: Mapping[str, int]) -> list[Axes]:
+    """Mesh axes over which all these matrices, which `sharding` shards, can stay sharded at their owners."""
+    stay = [unit_kind(leaf, mesh_shape, sharding)[0].group.tensor for leaf in leaves]
+    return [(), *((axis,) for axis in sharding if all(axis in axes for axes in stay))]
 
 
 def _assignment(
-    leaves: Sequence[ShardedLeaf], layouts: Sequence[LeafLayout], mesh_shape: Mapping[str, int], cost: Cost
+    leaves: Sequence[ShardedLeaf], tensor: Sequence[Axes], mesh_shape: Mapping[str, int], cost: Cost
 ) -> Assignment:
-    """What the owners do if the leaves are exchanged as `layouts` say."""
-    works: dict[Kind, Work] = {}  # on one unit
-    for group, unit, _ in layouts:
-        matrices, m, columns = unit.matrices
-        works[group, unit] = cost(group.dtype, m, columns, size_of(mesh_shape, group.tensor)).times(matrices)
-    seconds, counts = _balance(layouts, works, mesh_shape)
-    rounds = make_rounds(layouts, counts)
-    sent = sum(works[kind].sent * int(of_owners.max()) for kind, of_owners in counts.items())
-    sent += sum(round_.sent(mesh_shape) for round_ in rounds)
-    return Assignment(mesh_shape, tuple(leaves), rounds, seconds + sent / BYTES_A_SECOND)
+    """What the owners do if the matrices of each leaf stay sharded over the mesh axes `tensor`."""
+    queues: dict[Kind, list[tuple[int, int]]] = collections.defaultdict(list)
+    for i, (leaf, axes) in enumerate(zip(leaves, tensor, strict=True)):
+        kind, num_units = unit_kind(leaf, mesh_shape, axes)
+        queues[kind] += [(i, number) for number in range(num_units)]
+    seconds: dict[Kind, float] = {}  # for one unit
+    for kind in queues:
+        group, (matrices, m, columns) = kind.group, kind.unit.matrices
+        seconds[kind] = matrices * cost(group.dtype, m, columns, size_of(mesh_shape, group.tensor))
+    busiest, counts = _balance(queues, seconds, mesh_shape)
+    rounds = _rounds(queues, counts, mesh_shape)
+    return Assignment(rounds, busiest + sum(round_.sent for round_ in rounds) / BYTES_A_SECOND)
 
 
 def _balance(
-    layouts: Sequence[LeafLayout], works: Mapping[Kind, Work], mesh_shape: Mapping[str, int]
+    queues: Queues, seconds: Mapping[Kind, float], mesh_shape: Mapping[str, int]
 ) -> tuple[float, dict[Kind, np.ndarray]]:
     """Seconds of the busiest device, and for each kind of units how many every owner gets."""
-    num_units: dict[Kind, int] = collections.defaultdict(int)
-    for group, unit, count in layouts:
-        num_units[group, unit] += count
-    devices = {group: _owner_devices(group, mesh_shape) for group, _ in num_units}
+    devices = {group: _owner_devices(group, mesh_shape) for group, _ in queues}
     stored = {group: np.zeros(len(own), int) for group, own in devices.items()}
-    flops, seconds = np.zeros(math.prod(mesh_shape.values())), np.zeros(math.prod(mesh_shape.values()))
-
-    def costliest_first(kind: Kind):
-        return (-works[kind].flops, -kind[1].share_size, kind[1].matrices)
+    loads = np.zeros(math.prod(mesh_shape.values()))
 
     counts = {}
-    for kind in sorted(num_units, key=costliest_first):
+    for kind in sorted(queues, key=lambda kind: (-seconds[kind], -kind.unit.size, kind.unit.matrices)):
         group, unit = kind
-        own, cost = devices[group], works[kind]
+        own = devices[group]
         # Loads in units of this kind's cost, rounded so that sums in different orders compare as equal. Among owners of
         # equal load, the one that stores least comes first.
-        busy = flops[own].max(axis=1) / max(cost.flops, 1.0)
-        queue = [
-            (round(load, 6), int(stored[group][owner]), owner) for owner, load in enumerate(busy.tolist())
-        ]
-        heapq.heapify(queue)
+        busy = np.round(loads[own].max(axis=1) / (seconds[kind] or 1.0), 6)
+        heap = [*zip(busy.tolist(), stored[group].tolist(), range(len(own)), strict=True)]
+        heapq.heapify(heap)
         counts[kind] = np.zeros(len(own), int)
-        for _ in range(num_units[kind]):
-            load, held, owner = queue[0]
-            heapq.heapreplace(queue, (round(load + 1, 6), held + unit.share_size, owner))
+        for _ in queues[kind]:
+            load, held, owner = heap[0]
+            heapq.heapreplace(heap, (round(load + 1, 6), held + unit.size, owner))
             counts[kind][owner] += 1
-        for owner, count in enumerate(counts[kind].tolist()):
-            flops[own[owner]] += count * cost.flops
-            seconds[own[owner]] += count * cost.seconds
-        stored[group] += counts[kind] * unit.share_size
-    return float(seconds.max()), counts
+        loads[own] += counts[kind][:, None] * seconds[kind]
+        stored[group] += counts[kind] * unit.size
+    return float(loads.max()), counts
 
 
 def _owner_devices(group: ExchangeGroup, mesh_shape: Mapping[str, int]) -> np.ndarray:
     """[owner, its devices]: more than one where matrices stay sharded."""
-    names = list(mesh_shape)
-    first = [names.index(axis) for axis in group.owner_axes]
-    rest = [i for i in range(len(names)) if i not in first]
-    devices = np.arange(math.prod(mesh_shape.values())).reshape(tuple(mesh_shape.values()))
-    return devices.transpose(first + rest).reshape(size_of(mesh_shape, group.owner_axes), -1)
+    devices = np.arange(math.prod(mesh_shape.values())).reshape([*mesh_shape.values()])
+    axes = [list(mesh_shape).index(axis) for axis in group.owner_axes]
+    return np.moveaxis(devices, axes, range(len(axes))).reshape(size_of(mesh_shape, group.owner_axes), -1)
+
+
+def _rounds(queues: Queues, counts: Mapping[Kind, np.ndarray], mesh_shape: Mapping[str, int]) -> list[Round]:
+    """Which units go to which owner: units of a kind are interchangeable, so each owner gets consecutive ones."""
+    owned: dict[ExchangeGroup, list[list[tuple[UnitLayout, int, int]]]] = {}
+    for kind in sorted(queues, key=lambda kind: kind.unit.matrices):
+        group, layout = kind
+        queue = iter(queues[kind])
+        lists = owned.setdefault(group, [[] for _ in counts[kind]])
+        for units, count in zip(lists, counts[kind].tolist(), strict=True):
+            units += [(layout, *one) for one in itertools.islice(queue, count)]
+    rounds = []
+    for group, lists in owned.items():
+        largest = max(sum(layout.size for layout, _, _ in units) for units in lists)
+        count = max(1, -(-largest // _LARGEST))
+        for i in range(count):
+            cut = [_runs(units[len(units) * i // count : len(units) * (i + 1) // count]) for units in lists]
+            devices = size_of(mesh_shape, group.exchange)
+            if any(cut):
+                rounds.append(Round(group, [cut[r : r + devices] for r in range(0, len(cut), devices)]))
+    return rounds
+
+
+def _runs(units: Sequence[tuple[UnitLayout, int, int]]) -> list[OwnedUnits]:
+    """Consecutive units of one leaf together: all along a run, number minus position is the same."""
+    runs = itertools.groupby(enumerate(units), lambda one: (one[1][:2], one[1][2] - one[0]))
+    found = [[unit for _, unit in run] for _, run in runs]
+    return [OwnedUnits(*run[0], len(run)) for run in found]
+
+
+def seconds_of(f: Function, dtype: Any, m: int, columns: int, devices: int) -> float:
+    """What the matrix products, and the sums over devices, of f take: a `Cost`. Loops must have a static length."""
+    axes = ("columns",) if devices > 1 else ()
+    x = jax.ShapeDtypeStruct((m, columns), dtype)
+    return _seconds(jax.make_jaxpr(lambda x: f(x, axes), axis_env=[("columns", devices)])(x), devices)
+
+
+def _seconds(jaxpr: Jaxpr | ClosedJaxpr, devices: int) -> float:
+    total = 0.0
+    for equation in jaxpr.eqns:
+        name, parameters = equation.primitive.name, equation.params
+        given: list[Any] = [v.aval for v in equation.invars]
+        if name == "dot_general":
+            made: Any = equation.outvars[0].aval
+            (contracted, _), _ = parameters["dimension_numbers"]
+            depth = math.prod(given[0].shape[i] for i in contracted)
+            total += 2.0 * made.size * depth / flops_a_second(given[0].dtype)
+        elif name in ("psum", "psum_invariant", "pmax", "all_gather"):
+            times = devices - 1 if name == "all_gather" else 2.0 * (devices - 1) / devices
+            total += times * sum(x.size * x.dtype.itemsize for x in given) / BYTES_A_SECOND
+        else:  # a branch that leaves x as it is takes no time, so that all branches are one
+            length = parameters["length"] if name == "scan" else 1
+            inner = [
+                x for x in jax.tree.leaves([*parameters.values()]) if isinstance(x, (ClosedJaxpr, Jaxpr))
+            ]
+            total += length * sum(_seconds(x, devices) for x in inner)
+    return total

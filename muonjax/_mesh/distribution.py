@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from muonjax._common.arguments import warn_user
 from muonjax._common.trees import broadcast_prefix
-from muonjax._mesh.shards import Axes, size_of
+from muonjax._mesh.layout import Axes, size_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,14 +41,13 @@ class Distribution:
     param_specs: Any
 
     def __post_init__(self):
-        call = "Distribution"
         if not isinstance(self.mesh, Mesh):
             raise TypeError(
-                f"{call}(mesh={self.mesh!r}) needs a jax.sharding.Mesh, such as jax.make_mesh(...)."
+                f"Distribution(mesh={self.mesh!r}) needs a jax.sharding.Mesh, such as jax.make_mesh(...)."
             )
         names = tuple(self.mesh.axis_names)
         for path, spec in jax.tree_util.tree_leaves_with_path(self.param_specs, is_leaf=_is_spec):
-            where = f"{call}(param_specs=...) at {jax.tree_util.keystr(path) or 'its root'}"
+            where = f"Distribution(param_specs=...) at {jax.tree_util.keystr(path) or 'its root'}"
             if not _is_spec(spec):
                 raise TypeError(
                     f"{where} holds {reprlib.repr(spec)}; expected a PartitionSpec, a NamedSharding or None, "
@@ -116,11 +115,9 @@ def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
 def check_distribution(distribution: Any, *, call: str) -> None:
     """Raise unless it is a Distribution or None; a mesh alone does not say how the parameters are sharded."""
     if distribution is not None and not isinstance(distribution, Distribution):
-        is_plain = isinstance(distribution, str | int | float)
-        what = repr(distribution) if is_plain else f"{type(distribution).__name__}(...)"
         raise TypeError(
-            f"{call}(distribution={what}) must be a Distribution, which says how each parameter "
-            "is sharded too: muonjax.Distribution(mesh, specs). Leave it out where the mesh has explicit axis types."
+            f"{call}(distribution={type(distribution).__name__}(...)) must be a Distribution(mesh, specs), which says "
+            "how each parameter is sharded too. Leave it out where the mesh has explicit axis types."
         )
 
 
@@ -141,14 +138,15 @@ class OnMesh(NamedTuple):
 def find_mesh(
     distribution: Distribution | None, tree: Any, chosen: Sequence[int], *, call: str
 ) -> OnMesh | None:
-    """How the `chosen` leaves of `tree` are sharded; None: on one device, or nothing says it.
+    """How the `chosen` leaves of `tree` are sharded; None: on one device, or nothing says it, or there are none.
 
     A `distribution` is trusted; without one, explicit axis types say it.
     """
     leaves = jax.tree.leaves(tree)
     if distribution is not None:
         specs = spread_specs(distribution.param_specs, tree, call=call)
-        return OnMesh(distribution.mesh, tuple(specs[i] for i in chosen), explicit=False)
+        on_mesh = OnMesh(distribution.mesh, tuple(specs[i] for i in chosen), explicit=False)
+        return on_mesh if chosen else None
     shardings = [jax.typeof(leaves[i]).sharding for i in chosen]
     # An array that was made under no mesh at all has a mesh without axes.
     for mesh in dict.fromkeys(s.mesh for s in shardings):

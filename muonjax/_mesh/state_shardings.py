@@ -61,10 +61,7 @@ def state_shardings(
     check_distribution(distribution, call="state_shardings")
     if memory_kind is not None:
         check_text("state_shardings", memory_kind=memory_kind)
-    if distribution is None:
-        mesh, found = _sharding_of(params)
-    else:
-        mesh, found = distribution.mesh, distribution.param_specs
+    mesh, found = (distribution.mesh, distribution.param_specs) if distribution else _sharding_of(params)
     specs, mesh_shape = spread_specs(found, params, call="state_shardings"), dict(mesh.shape)
 
     of_params = {
@@ -92,12 +89,8 @@ def state_shardings(
 
 def _sharding_of(params: Any) -> tuple[Any, Any]:
     """The mesh and the shardings that arrays, or `jax.ShapeDtypeStruct`s with a sharding, say by themselves."""
-
-    def sharding(x: Any) -> NamedSharding | None:
-        found = getattr(x, "sharding", None)
-        return found if isinstance(found, NamedSharding) else None
-
-    specs = jax.tree.map(sharding, params)
+    found = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
+    specs = jax.tree.map(lambda spec: spec if isinstance(spec, NamedSharding) else None, found)
     meshes = {spec.mesh for spec in jax.tree.leaves(specs)}
     if len(meshes) != 1:
         raise ValueError(

@@ -1,6 +1,7 @@
 """The optimizers: compositions only. Each line is a member of `optax.chain` that can be had on its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import jax
@@ -19,6 +20,9 @@ from muonjax._transforms.match_rms import match_rms
 from muonjax._transforms.momentum import momentum_dtype, trace
 from muonjax._transforms.normalize_neurons import normalize_neurons
 from muonjax._transforms.orthogonalize import orthogonalize
+
+_STEP = ": it is the length of a step."
+_USUAL_RMS = "; 0.2 is the usual RMS of AdamW's."
 
 
 class MatrixSettings(TypedDict, total=False):
@@ -51,7 +55,8 @@ class MuonSettings(MatrixSettings, total=False):
 
 def _orthogonalized(
     call: str,
-    rest: Callable[[Any], tuple[optax.GradientTransformation, ...]],
+    members: Sequence[Callable[..., optax.GradientTransformation]],
+    end: Sequence[optax.GradientTransformation],
     adamw: optax.GradientTransformation,
     program: DimensionNumbersTree | None,
     *,
@@ -62,11 +67,12 @@ def _orthogonalized(
     adam: optax.GradientTransformation | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Orthogonalized momentum for matrices, then `rest`; Adam for all other leaves.
+    """Orthogonalized momentum for matrices, then `members` and `end`; Adam for all other leaves.
 
     Args:
       call: Names the optimizer in errors.
-      rest: Makes the members of the chain after orthogonalization, from the matrices' dimension numbers.
+      members: Make what follows in the chain, from `dimension_numbers`, those of the matrices.
+      end: What follows them.
       adamw: The transformation of all other leaves where `adam` is None.
       program: Which leaves are matrices, and how: what `muonjax.inspect` returns, a tree of `MuonDimensionNumbers` or
         None, a prefix, or a function of the parameters. None reads it off names and shapes (`muonjax.tabulate` shows
@@ -88,7 +94,9 @@ def _orthogonalized(
         return optax.chain(
             trace(decay, nesterov, mu_dtype, distribution=distribution),
             orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
-            *map(offload, rest(numbers)),  # `trace` moves its own state, and `orthogonalize` has none
+            # `trace` moves its own state, and `orthogonalize` has none.
+            *(offload(member(dimension_numbers=numbers)) for member in members),
+            *map(offload, end),
         )
 
     return partition_by_route(call, matrices, adamw if adam is None else adam, program)
@@ -135,21 +143,10 @@ def muon(
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
     (arXiv:2502.16982).
     """
-    _check_step("muon", learning_rate, weight_decay, weight_decay_mask)
     if rms is not None:
-        check_range("muon", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
-
-    def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
-        return (
-            match_rms(rule="width", dimension_numbers=numbers)
-            if rms is None
-            else match_rms(rms, dimension_numbers=numbers),
-            optax.add_decayed_weights(weight_decay, weight_decay_mask),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-
-    adamw = _adamw(learning_rate, weight_decay, weight_decay_mask)
-    return _orthogonalized("muon", rest, adamw, program, **settings)
+        check_range("muon", "rms", rms, "positive and finite", _USUAL_RMS)
+    size = partial(match_rms, rule="width") if rms is None else partial(match_rms, rms)
+    return _decayed("muon", learning_rate, program, weight_decay, weight_decay_mask, settings, size)
 
 
 @explains_keywords("normuon", muon)
@@ -184,20 +181,10 @@ def normuon(
 
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
-    _check_step("normuon", learning_rate, weight_decay, weight_decay_mask)
     check_range("normuon", "neuron_decay", neuron_decay, "in [0, 1)", "; 0.95 is usual.")
-    check_range("normuon", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
-
-    def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
-        return (
-            normalize_neurons(neuron_decay, dimension_numbers=numbers),
-            match_rms(rms, dimension_numbers=numbers),
-            optax.add_decayed_weights(weight_decay, weight_decay_mask),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-
-    adamw = _adamw(learning_rate, weight_decay, weight_decay_mask)
-    return _orthogonalized("normuon", rest, adamw, program, **settings)
+    check_range("normuon", "rms", rms, "positive and finite", _USUAL_RMS)
+    members = partial(normalize_neurons, neuron_decay), partial(match_rms, rms)
+    return _decayed("normuon", learning_rate, program, weight_decay, weight_decay_mask, settings, *members)
 
 
 @explains_keywords("muonh", _orthogonalized)
@@ -236,7 +223,7 @@ def muonh(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899).
     """
-    _check_step("muonh", learning_rate)
+    check_rate("muonh", "learning_rate", learning_rate, _STEP)
     if adam_learning_rate is None and settings.get("adam") is None:
         raise ValueError(
             "muonh(adam_learning_rate=None) needs a learning rate for embeddings, biases and norms, such as 1e-3, "
@@ -245,23 +232,25 @@ def muonh(
     if adam_learning_rate is not None:
         check_rate("muonh", "adam_learning_rate", adam_learning_rate, "; 1e-3 is usual.")
 
-    def rest(numbers: DimensionNumbersTree) -> tuple[optax.GradientTransformation, ...]:
-        return (hyperball(learning_rate, dimension_numbers=numbers),)
-
-    return _orthogonalized(
-        "muonh",
-        rest,
-        _adamw(0.0 if adam_learning_rate is None else adam_learning_rate, 0.0, None),
-        program,
-        **settings,
-    )
+    adamw = _adamw(0.0 if adam_learning_rate is None else adam_learning_rate, 0.0, None)
+    return _orthogonalized("muonh", [partial(hyperball, learning_rate)], (), adamw, program, **settings)
 
 
-def _check_step(call: str, learning_rate: Any, weight_decay: Any = 0.0, mask: Any = None) -> None:
-    """Raise for settings of another type or out of range. What schedules and traced numbers are is not known yet."""
-    check_rate(call, "learning_rate", learning_rate, ": it is the length of a step.")
+def _decayed(
+    call: str,
+    learning_rate: optax.ScalarOrSchedule,
+    program: DimensionNumbersTree | None,
+    weight_decay: float,
+    mask: Any,
+    settings: MatrixSettings,
+    *members: Callable[..., optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
+    """`_orthogonalized` with these members, then weight decay and the rate; AdamW with both for all other leaves."""
+    check_rate(call, "learning_rate", learning_rate, _STEP)
     check_rate(call, "weight_decay", weight_decay, "; 0 turns it off.")
     check_mask(call, "weight_decay_mask", mask)
+    end = optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
+    return _orthogonalized(call, members, end, _adamw(learning_rate, weight_decay, mask), program, **settings)
 
 
 def _adamw(

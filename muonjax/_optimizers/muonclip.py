@@ -90,7 +90,7 @@ def muonclip(
     with errors_of("muonclip"):
         optimizer = muon(learning_rate, dimension_numbers, **settings)
     clip = clip_logits("muonclip", threshold, program, shared_keys, every_k, axis_name)
-    return _then_clip("muonclip", optimizer, clip)
+    return _then_clip("muonclip", optimizer, clip, 1)
 
 
 @explains_keywords("adamclip", optax.adamw, muonclip)
@@ -129,7 +129,7 @@ def adamclip(
     every_k = 1 if every_k is None else every_k
     _check_adamw(learning_rate=learning_rate, **settings)
     clip = clip_logits("adamclip", threshold, program, shared_keys, every_k, axis_name)
-    return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip)
+    return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip, 3)
 
 
 def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, **numbers: Any) -> None:
@@ -141,21 +141,17 @@ def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, 
 
 
 def _then_clip(
-    call: str, optimizer: optax.GradientTransformation, clip: optax.GradientTransformation
+    call: str, optimizer: optax.GradientTransformation, clip: optax.GradientTransformation, parts: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Their chain, which knows the state of another optimizer."""
+    """Their chain, which knows the state of another optimizer; this one's has so many `parts`."""
     chain = optax.chain(optimizer, clip)
-
-    def is_own(state: Any) -> bool:
-        pair = isinstance(state, (tuple, list)) and len(state) == 2 and hasattr(state[1], "factors")
-        made: Any = optimizer.init({})
-        return pair and len(state[0]) == len(made)
 
     def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
         refuse_positional(unnamed)
         require_params(call, params)
         check_order(call, updates, state, params)
-        if not is_own(state):
+        pair = isinstance(state, (tuple, list)) and len(state) == 2 and hasattr(state[1], "factors")
+        if not (pair and len(state[0]) == parts):
             raise ValueError(other_state(call, state))
         return chain.update(updates, state, params, **extra_args)
 

@@ -39,32 +39,45 @@ def partition_by_route(
     """
     _check_program(call, dimension_numbers)
     check_transformation(f"{call}(adam", adam)
-    matrices(None)  # for its checks alone: what is wrong with the settings is said now, and not at init
     adam = offload(adam)
+    last: Any = None, None  # the last tree, as `_kinds` tells it, and its partition
 
-    def members(tree: Any, params: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
-        # Made for the whole tree: routing looks at the neighbours of a leaf, which a partition hides.
+    def decide(tree: Any, params: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
+        nonlocal last
+        # For the whole tree: routing looks at the neighbours of a leaf, which a partition hides.
         numbers, labels = _route(dimension_numbers, tree, params, call, warn=warn)
         inner: dict[Hashable, optax.GradientTransformation] = {"muon": matrices(numbers), "adam": adam}
         if "fixed" in jax.tree.leaves(labels):
             inner["fixed"] = _fixed()
         # A function, for Optax would call a tree that is callable, as an Equinox module is.
-        return optax.partition(inner, lambda _: labels)
+        partition = optax.partition(inner, lambda _: labels)
+        last = _kinds(tree, params), partition
+        return partition
 
     def init(params: optax.Params):
-        return members(params, params, warn=True).init(params)
+        return decide(params, params, warn=True).init(params)
 
     def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
         refuse_positional(unnamed)
         require_params(call, params)
         check_order(call, updates, state, params)
-        params = _with_gradients(updates, params)
-        _check_gradients(updates, params, call)
-        tx = members(updates, params)
-        _check_state(state, jax.eval_shape(tx.init, updates), call)
-        return tx.update(updates, state, params, **extra_args)
+        params = _with_gradients(updates, params, call)
+        kinds, partition = last
+        if kinds != _kinds(updates, params):
+            partition = decide(updates, params)
+        _check_state(state, jax.eval_shape(partition.init, updates), call)
+        return partition.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _kinds(*trees: Any) -> list[Any]:
+    """Structure, shapes and dtypes: all that routing depends on."""
+
+    def kind(leaf: Any) -> Any:
+        return getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))
+
+    return [(jax.tree.structure(tree), [*map(kind, jax.tree.leaves(tree))]) for tree in trees]
 
 
 def _check_program(call: str, given: Any) -> None:
@@ -116,22 +129,29 @@ def _route(
     return numbers, labels
 
 
-def _check_gradients(gradients: Any, params: Any, call: str) -> None:
-    """One gradient for each parameter, of its shape."""
-    found, wanted = flatten_paths(gradients), flatten_paths(params)
-    for path in (*wanted, *found):
-        if not (path in found and path in wanted):
-            lone = "gradient without a parameter" if path in found else "parameter without a gradient"
-            raise ValueError(
-                f"{call}: {path!r} is a {lone}; update(grads, state, params) needs both as one tree."
-            )
-        if is_masked(found[path]) or is_masked(wanted[path]):
+def _with_gradients(updates: Any, params: Any, call: str) -> Any:
+    """The parameters, each of which has a gradient of its shape; without what can't be trained and has none.
+
+    In an Equinox module these are numbers and functions.
+    """
+    found, given = flatten_paths(updates), flatten_paths(params)
+    fixed = {path for path in given if path not in found and not _is_trainable(given[path])}
+    if fixed and given.keys() - fixed == found.keys():
+        params = jax.tree.structure(updates, is_leaf=is_masked).unflatten(given[path] for path in found)
+    elif lone := [path for path in (*given, *found) if not (path in found and path in given)]:
+        what = "gradient without a parameter" if lone[0] in found else "parameter without a gradient"
+        raise ValueError(
+            f"{call}: {lone[0]!r} is a {what}; update(grads, state, params) needs both as one tree."
+        )
+    for path, gradient in found.items():
+        if is_masked(gradient) or is_masked(given[path]):
             continue
-        gradient, parameter = jnp.shape(found[path]), jnp.shape(wanted[path])
-        if gradient != parameter:
+        if jnp.shape(gradient) != jnp.shape(given[path]):
             raise ValueError(
-                f"{call}: the gradient of {path!r} has shape {gradient}, the parameter {parameter}."
+                f"{call}: the gradient of {path!r} has shape {jnp.shape(gradient)}, the parameter "
+                f"{jnp.shape(given[path])}."
             )
+    return params
 
 
 def _check_state(state: Any, expected: Any, call: str) -> None:
@@ -163,13 +183,3 @@ def _is_trainable(leaf: Any) -> bool:
     return (hasattr(leaf, "dtype") or isinstance(leaf, (float, complex))) and jnp.issubdtype(
         dtype_of(leaf), jnp.inexact
     )
-
-
-def _with_gradients(updates: Any, params: Any) -> Any:
-    """The parameters without what can't be trained and has no gradient: numbers and functions in an Equinox module."""
-    found, given = flatten_paths(updates), flatten_paths(params)
-    lone = [path for path in given if path not in found]
-    if not lone or any(_is_trainable(given[path]) for path in lone) or not found.keys() <= given.keys():
-        return params
-    treedef = jax.tree.structure(updates, is_leaf=is_masked)
-    return treedef.unflatten(given[path] for path in found)

@@ -1,12 +1,12 @@
 """EMA-Nesterov: gradients are taken ahead of the weights, along the running mean of their changes."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._clip.transform import QKClipState
 from muonjax._common.arguments import check_range, check_transformation
 from muonjax._common.linalg import at_least_float32, scaled
 from muonjax._common.trees import dtype_of, unboxed
@@ -89,12 +89,12 @@ def ema_nesterov(
 
     def init(params: optax.Params) -> EmaNesterovState:
         state = inner.init(params)
-        if _members(state, QKClipState):
+        if _members(state, lambda node: hasattr(node, "maxima")):
             raise ValueError(
                 "ema_nesterov(inner): a clip inside would clip the weights, and not what the model sees ahead of them; "
                 "put it after: optax.chain(muonjax.ema_nesterov(muonjax.muon(...), beta), muonjax.qk_clip(...))."
             )
-        if _members(state, optax.MultiStepsState):
+        if _members(state, lambda node: isinstance(node, optax.MultiStepsState)):
             raise ValueError(
                 "ema_nesterov(inner): optax.MultiSteps inside would move the parameters between its steps; put it "
                 "around: optax.MultiSteps(muonjax.ema_nesterov(...), k)."
@@ -144,7 +144,7 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
 
     Source: as `ema_nesterov`; compare `optax.contrib.schedule_free_eval_params`.
     """
-    found = _members(state, EmaNesterovState)
+    found = _members(state, lambda node: isinstance(node, EmaNesterovState))
     if len(found) != 1:
         raise ValueError(
             f"ema_nesterov_params(state, params) needs the state of an optimizer with one ema_nesterov, and finds "
@@ -164,6 +164,5 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
     return treedef.unflatten(weights)
 
 
-def _members(state: Any, kind: type) -> list[Any]:
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
-    return [node for node in nodes if isinstance(node, kind)]
+def _members(state: Any, fits: Callable[[Any], bool]) -> list[Any]:
+    return [node for node in jax.tree.leaves(state, is_leaf=fits) if fits(node)]

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from muonjax._clip.transform import QKClipState
 from muonjax._common.trees import dtype_of, names, unboxed
-from muonjax._transforms.monitor import MonitorState
 
 
 def metrics(state: Any) -> dict[str, Any]:
@@ -56,7 +54,7 @@ def metrics(state: Any) -> dict[str, Any]:
     found |= {"count": functools.reduce(jnp.maximum, counts)} if counts else {}
     seen = Counter[str]()
     for part in _parts(state):
-        name, values = _of_clip(part) if isinstance(part, QKClipState) else _of_monitor(part)
+        name, values = ("qk_clip", _of_clip(part)) if "maxima" in part else ("monitor", _of_monitor(part))
         prefix = f"{name}_{seen[name]}" if seen[name] else name
         seen[name] += 1
         found |= {f"{prefix}/{key}": value for key, value in values.items()}
@@ -67,42 +65,38 @@ def metrics(state: Any) -> dict[str, Any]:
     return {key: math.nan if x == -math.inf else float(x) for key, x in jax.device_get(found).items()}
 
 
-def _parts(state: Any) -> Iterator[QKClipState | MonitorState]:
-    for node in jax.tree.leaves(state, is_leaf=lambda node: _as_part(node) is not None):
-        part = _as_part(node)
-        if part is not None:
-            yield part
-        if isinstance(part, MonitorState):
-            yield from _parts(part.inner)
+def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
+    for node in jax.tree.leaves(state, is_leaf=lambda node: bool(_fields(node))):
+        if fields := _fields(node):
+            yield fields
+            yield from _parts(fields.get("inner"))
 
 
-def _as_part(node: Any) -> QKClipState | MonitorState | None:
-    """The named tuple that a node is, or was: `nnx.state` makes mappings of tuples, without the empty ones."""
-    if isinstance(node, QKClipState | MonitorState):
-        return node
-    if isinstance(node, Mapping):
-        if {"count", "maxima", "factors", "clips"} <= node.keys():
-            return QKClipState(**{"running_max": {}, **node})
-        if node.keys() == set(MonitorState._fields):
-            return MonitorState(**node)
-    return None
+def _fields(node: Any) -> Mapping[str, Any]:
+    """What a clip or a monitor keeps, by name: of its named tuple, or of the mapping that `nnx.state` makes of one."""
+    fields = node if isinstance(node, Mapping) else node._asdict() if hasattr(node, "_asdict") else {}
+    is_clip = fields.keys() >= {"count", "maxima", "factors", "clips"}
+    return fields if is_clip or fields.keys() == {"inner", "count", "statistics"} else {}
 
 
-def _of_clip(state: QKClipState) -> tuple[str, dict[str, Any]]:
-    maxima = {path: unboxed(signal).max() for path, signal in state.maxima.items()}
-    factors = [unboxed(factor).min() for factor in state.factors.values()]
-    return "qk_clip", {
-        "largest": functools.reduce(jnp.maximum, maxima.values(), -jnp.inf),
-        "num_clipped": state.num_clipped,
-        "total_clipped": state.total_clipped,
-        "smallest_factor": functools.reduce(jnp.minimum, factors, 1.0),
-        **{f"largest/{path}" if path else "largest/model": value for path, value in maxima.items()},
+def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
+    maxima, factors, clips = (
+        {path: unboxed(x) for path, x in state[name].items()} for name in ("maxima", "factors", "clips")
+    )
+    largest = {path: signal.max() for path, signal in maxima.items()}
+    smallest = [factor.min() for factor in factors.values()]
+    return {
+        "largest": functools.reduce(jnp.maximum, largest.values(), -jnp.inf),
+        "num_clipped": sum(jnp.sum(factor < 1) for factor in factors.values()),
+        "total_clipped": sum(jnp.sum(count) for count in clips.values()),
+        "smallest_factor": functools.reduce(jnp.minimum, smallest, 1.0),
+        **{f"largest/{path}" if path else "largest/model": value for path, value in largest.items()},
     }
 
 
-def _of_monitor(state: MonitorState) -> tuple[str, dict[str, Any]]:
-    return "monitor", {
+def _of_monitor(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         f"{group}/{name}": unboxed(value)
-        for group, statistics in state.statistics.items()
+        for group, statistics in state["statistics"].items()
         for name, value in statistics.items()
     }

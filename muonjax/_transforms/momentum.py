@@ -11,8 +11,8 @@ import optax
 from muonjax._common.arguments import check_flag, check_range, given_dtype
 from muonjax._common.linalg import at_least_float32
 from muonjax._mesh.distribution import Distribution, check_distribution, even_sharding, spread_specs
+from muonjax._mesh.layout import size_of
 from muonjax._mesh.offload import leaf_by_leaf
-from muonjax._mesh.shards import size_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int8
@@ -104,7 +104,10 @@ def trace(
         if not int8:
             return optax.trace(decay, accumulator_dtype=dtype).init(params)
         _check_blocks(params, distribution)
-        return _zeros(params)
+        # Not `quantize` of zeros: XLA would reduce the constants while it compiles, for minutes.
+        values = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.int8), params)
+        scales = jax.tree.map(lambda v: jnp.zeros_like(_in_blocks(v)[..., 0], jnp.float32), values)
+        return Int8TraceState(values, scales)
 
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
@@ -174,22 +177,6 @@ def dequantize(values: Int8[Array, "*leaf"], scale: Float32[Array, "*blocks"]) -
     return (_in_blocks(values).astype(jnp.float32) * scale[..., None]).reshape(values.shape)
 
 
-def _zeros(tree: Any) -> Int8TraceState:
-    """Momentum zero for a tree of parameters, sharded as they are."""
-    # Not `quantize` of zeros: XLA would reduce the constants while it compiles, for minutes.
-    values = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.int8), tree)
-    return Int8TraceState(
-        values, jax.tree.map(lambda v: jnp.zeros_like(_in_blocks(v)[..., 0], jnp.float32), values)
-    )
-
-
-def _quantize_tree(tree: Any) -> Int8TraceState:
-    """`quantize` of every leaf."""
-    leaves, treedef = jax.tree.flatten(tree)
-    pairs = [quantize(x.astype(at_least_float32(x.dtype))) for x in leaves]
-    return Int8TraceState(*(treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1)))
-
-
 def _is_trace(node: Any) -> bool:
     return isinstance(node, (optax.TraceState, Int8TraceState))
 
@@ -226,13 +213,14 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
         if not _is_trace(node):
             return node
         int8 = isinstance(node, Int8TraceState)
-        if dtype == jnp.int8:
-            if int8:
-                return node
-            _check_real(node.trace, "cast_momentum")
-            return _quantize_tree(node.trace)
-        wide = jax.tree.map(dequantize, node.trace, node.scale) if int8 else node.trace
-        return optax.TraceState(jax.tree.map(lambda m: m.astype(dtype), wide))
+        if dtype != jnp.int8:
+            wide = jax.tree.map(dequantize, node.trace, node.scale) if int8 else node.trace
+            return optax.TraceState(jax.tree.map(lambda m: m.astype(dtype), wide))
+        if int8:
+            return node
+        _check_real(node.trace, "cast_momentum")
+        pairs = jax.tree.map(lambda m: quantize(m.astype(at_least_float32(m.dtype))), node.trace)
+        return Int8TraceState(*jax.tree.transpose(jax.tree.structure(node.trace), None, pairs))
 
     return treedef.unflatten(map(cast, nodes))
 

@@ -18,7 +18,7 @@ from muonjax._common.trees import is_masked, leaf_paths, names
 from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces
 from muonjax._names.dimension_numbers import dimension_numbers as route
 from muonjax._transforms.momentum import cast_momentum, has_int8
-from muonjax._transforms.orthogonalize import seen_matrices
+from muonjax._transforms.orthogonalize import matrices_in
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float32
@@ -139,11 +139,9 @@ def _pieces(
     """The matrices among the parameters."""
     if dimension_numbers is not None:
         return matrix_pieces(dimension_numbers, params, call="monitor")
-    with seen_matrices() as seen:
-        jax.eval_shape(lambda params: inner.init(params), params)  # a new function: JAX would remember `init`
-    if seen:
+    if found := matrices_in(inner, params):
         paths = _paths(params)
-        return [piece._replace(leaf=paths[path]) for path, own in seen.items() for piece in own]
+        return [piece._replace(leaf=paths[path]) for path, piece in found]
     try:
         return matrix_pieces(route, params, call="monitor")
     except ValueError as error:

@@ -1,8 +1,7 @@
 """The Optax transformation `orthogonalize`: every matrix of the updates becomes nearly orthogonal."""
 
-import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from muonjax._common.trees import leaf_paths
 from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import DimensionNumbersTree, Piece, matrix_pieces, replace_pieces
 from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
-from muonjax._mesh.sharded_map import map_on_mesh
+from muonjax._mesh.exchange import map_on_mesh
 from muonjax._newton_schulz.polar_factor import polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 
@@ -63,7 +62,10 @@ def orthogonalize(
     check_distribution(distribution, call="orthogonalize")
 
     def init(params: optax.Params) -> optax.OptState:
-        _show_matrices(params, lambda: matrix_pieces(dimension_numbers, params, call="orthogonalize"))
+        if (seen := _seen.get()) is not None:
+            paths = leaf_paths(params)
+            pieces = matrix_pieces(dimension_numbers, params, call="orthogonalize")
+            seen += [(paths[piece.leaf], piece) for piece in pieces]
         return optax.EmptyState()
 
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
@@ -115,26 +117,18 @@ def map_matrices(
     return jax.tree.unflatten(treedef, replace_pieces(leaves, pieces, results))
 
 
-# `monitor` asks which leaves are taken as which matrices, through every wrapper of Optax around `orthogonalize`.
-Seen = dict[tuple[str, ...], list[Piece]]
-_seen: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("muonjax_seen_matrices", default=None)
+# A context variable, for `orthogonalize` is inside of wrappers of Optax that pass nothing else on.
+_seen: contextvars.ContextVar[list[tuple[tuple[str, ...], Piece]] | None]
+_seen = contextvars.ContextVar("muonjax_matrices", default=None)
 
 
-@contextlib.contextmanager
-def seen_matrices() -> Iterator[Seen]:
-    """The pieces of each leaf, by its path, of every `_show_matrices` that is called inside."""
-    found: Seen = {}
-    token = _seen.set(found)
-    try:
-        yield found
-    finally:
-        _seen.reset(token)
+def matrices_in(tx: optax.GradientTransformation, params: Any) -> list[tuple[tuple[str, ...], Piece]]:
+    """What `orthogonalize` takes, wherever it is in this transformation: the path of each leaf, and its matrices."""
+    found: list[tuple[tuple[str, ...], Piece]] = []
 
+    def run() -> None:
+        _seen.set(found)
+        jax.eval_shape(lambda params: tx.init(params), params)  # a new function: JAX would remember `init`
 
-def _show_matrices(tree: Any, pieces: Callable[[], list[Piece]]) -> None:
-    """Show the pieces of `tree` to whoever is looking; they are not computed for nobody."""
-    seen = _seen.get()
-    if seen is not None:
-        paths = leaf_paths(tree)
-        for piece in pieces():
-            seen.setdefault(paths[piece.leaf], []).append(piece)
+    contextvars.copy_context().run(run)
+    return found

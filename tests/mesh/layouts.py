@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from muonjax import FusedDimensionNumbers, MuonDimensionNumbers, NewtonSchulz
 from muonjax._mesh.assignment import _tensor_axes as TENSOR_AXES
-from muonjax._mesh.sharded_map import assign
+from muonjax._mesh.assignment import assign_owners
 
 PLAIN = MuonDimensionNumbers(-2, -1)
 
@@ -78,9 +78,9 @@ def under(mesh):
 def dividing(how):
     """Instead of the cheapest choice, one by hand: one owner for each matrix, all devices that store it, or some."""
     choices = {
-        "owner": lambda sharding: [()],
-        "tensor_parallel": lambda sharding: [sharding],
-        "hybrid": lambda sharding: TENSOR_AXES(sharding)[1:-1] or [()],
+        "owner": lambda sharding, *_: [()],
+        "tensor_parallel": lambda sharding, *_: [sharding],
+        "hybrid": lambda sharding, *_: [(axis,) for axis in sharding] or [()],
         "auto": TENSOR_AXES,
     }
     return mock.patch("muonjax._mesh.assignment._tensor_axes", choices[how])
@@ -91,10 +91,10 @@ def assigned(tx, params):
     found = []
 
     def kept(*arguments):
-        found.append(assign(*arguments))
+        found.append(assign_owners(*arguments))
         return found[-1]
 
-    with mock.patch("muonjax._mesh.sharded_map.assign", kept):
+    with mock.patch("muonjax._mesh.exchange.assign_owners", kept):
         jax.eval_shape(lambda x: tx.update(x, tx.init(x))[0], params)
     return found[-1]
 

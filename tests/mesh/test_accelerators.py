@@ -74,7 +74,7 @@ def test_the_compiler_sends_what_owners_are_assigned_by(platform, name, collecti
         newton_schulz=QUICK(),
         distribution=muonjax.Distribution(mesh, case.specs),
     )
-    sent = sum(one.sent(case.mesh_shape) for one in assigned(tx, case.params(None)).rounds)
+    sent = sum(one.sent for one in assigned(tx, case.params(None)).rounds)
     assert counts.total_collectives == collectives
     assert counts.mebibytes * 2**20 == pytest.approx(sent, rel=0.01)
 

@@ -1,5 +1,7 @@
 """Every matrix has one owner, and the devices have equal work."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -13,8 +15,7 @@ from benchmarks.optimizer import sharding
 from muonjax._common.platform import BYTES_A_SECOND
 from muonjax._matrices.matrix_view import MatrixView, MuonDimensionNumbers
 from muonjax._mesh.assignment import Assignment, _owner_devices, assign_owners
-from muonjax._mesh.cost_model import Work
-from muonjax._mesh.shards import ShardedLeaf, unit_axes
+from muonjax._mesh.layout import ShardedLeaf, unit_axes
 from tests.mesh.layouts import assigned, dividing
 from tests.tools.tiers import quick
 from tests.tools.views import matrix_view
@@ -26,9 +27,9 @@ def view(*shape) -> MatrixView:
     return matrix_view(jax.ShapeDtypeStruct(shape, "float32"), MuonDimensionNumbers(-2, -1), call="")
 
 
-def cubes(dtype, m, columns, devices) -> Work:
+def cubes(dtype, m, columns, devices) -> float:
     """A cost that any reader can check."""
-    return Work(float(m * m * columns))
+    return float(m * m * columns)
 
 
 def make(leaves, mesh_shape, divided="owner") -> Assignment:
@@ -36,19 +37,21 @@ def make(leaves, mesh_shape, divided="owner") -> Assignment:
         return assign_owners(leaves, mesh_shape, cubes)
 
 
-def loads(found) -> np.ndarray:
+def loads(found, mesh_shape) -> np.ndarray:
     """The work of every device."""
-    work = np.zeros(int(np.prod(list(found.mesh_shape.values()))))
+    work = np.zeros(int(np.prod(list(mesh_shape.values()))))
     for one in found.rounds:
-        for devices, owned in zip(_owner_devices(one.group, found.mesh_shape), one.owned, strict=True):
+        for devices, owned in zip(
+            _owner_devices(one.group, mesh_shape), itertools.chain(*one.owned), strict=True
+        ):
             for run in owned:
                 matrices, m, columns = run.layout.matrices
-                work[devices] += run.count * matrices * cubes(None, m, columns, 1).flops
+                work[devices] += run.count * matrices * cubes(None, m, columns, 1)
     return work
 
 
 def sent(found) -> float:
-    return sum(one.sent(found.mesh_shape) for one in found.rounds)
+    return sum(one.sent for one in found.rounds)
 
 
 @pytest.mark.thorough
@@ -68,18 +71,24 @@ def sent(found) -> float:
 )
 def test_every_matrix_has_one_owner_and_no_load_is_far_above_the_rest(drawn):
     leaves = [ShardedLeaf(view(b, m, n), ((), *spec), np.dtype(dtype)) for b, m, n, spec, dtype in drawn]
-    found = make(leaves, {"fsdp": 4, "tensor": 2})
+    mesh_shape = {"fsdp": 4, "tensor": 2}
+    found = make(leaves, mesh_shape)
     seen = []
     for one in found.rounds:
-        seen += [(run.leaf, run.start + i) for owned in one.owned for run in owned for i in range(run.count)]
+        seen += [
+            (run.leaf, run.start + i)
+            for owned in itertools.chain(*one.owned)
+            for run in owned
+            for i in range(run.count)
+        ]
     assert sorted(seen) == [(i, j) for i, leaf in enumerate(leaves) for j in range(leaf.view.batch)]
     # Graham: where every matrix can go to every owner, none is more than one matrix above the mean.
-    costs = [leaf.view.batch * cubes(None, *sorted(leaf.view.shape[1:]), 1).flops for leaf in leaves]
-    assert loads(found).max() >= max(sum(costs) / 8, 0) * (1 - 1e-9)
+    costs = [leaf.view.batch * cubes(None, *sorted(leaf.view.shape[1:]), 1) for leaf in leaves]
+    assert loads(found, mesh_shape).max() >= max(sum(costs) / 8, 0) * (1 - 1e-9)
     any_owner = all(set(sum(leaf.sharding, ())) in ({"fsdp", "tensor"}, set()) for leaf in leaves)
     if any_owner:
         largest = max(c / leaf.view.batch for c, leaf in zip(costs, leaves, strict=True))
-        assert loads(found).max() <= sum(costs) / 8 + largest + 1e-6
+        assert loads(found, mesh_shape).max() <= sum(costs) / 8 + largest + 1e-6
 
 
 def test_loads_are_summed_over_shapes_shardings_and_dtypes():
@@ -92,7 +101,7 @@ def test_loads_are_summed_over_shapes_shardings_and_dtypes():
         ShardedLeaf(view(8, 32, 64), rows, np.dtype("bfloat16")),
         ShardedLeaf(view(8, 8, 64), ((), (), ()), np.dtype("float32")),
     ]
-    work = loads(make(leaves, {"fsdp": 4, "tensor": 2}))
+    work = loads(make(leaves, {"fsdp": 4, "tensor": 2}), {"fsdp": 4, "tensor": 2})
     assert (work == work[0]).all()
 
 
@@ -107,7 +116,7 @@ def test_units_count_experts_and_layers_but_not_fused_parts():
 def test_replicas_divide_the_work():
     leaves = [ShardedLeaf(view(8, 32, 64), ((), ("fsdp",), ()), np.dtype("float32"))]
     found = make(leaves, {"replica": 2, "fsdp": 4})
-    assert (loads(found) == cubes(None, 32, 64, 1).flops).all()
+    assert (loads(found, {"replica": 2, "fsdp": 4}) == cubes(None, 32, 64, 1)).all()
     # To the owners and back, 4 of 8 matrices, of which a quarter stays; then the other replica's shards.
     assert sent(found) == (2 * 3 / 4 + 1) * 4 * 32 * 64 * 4 / 4
 
@@ -136,7 +145,7 @@ def test_llama_8b_on_64_devices():
     found = make(leaves, {"fsdp": 64})
     assert len(found.rounds) == 1
     # 96 of the largest for 64 devices: no assignment has less work on the busiest one.
-    assert loads(found).max() == 2 * cubes(None, 4096, 14336, 1).flops
+    assert loads(found, {"fsdp": 64}).max() == 2 * cubes(None, 4096, 14336, 1)
 
 
 def test_few_matrices_are_shared_by_some_devices_and_many_are_not():
@@ -144,11 +153,15 @@ def test_few_matrices_are_shared_by_some_devices_and_many_are_not():
         return [ShardedLeaf(view(count, 1024, 4096), ((), ("fsdp",), ("tensor",)), np.dtype("float32"))]
 
     def cost(dtype, m, columns, devices):
-        return Work(flops := 2.0 * m * m * columns, sent=8.0 * m * m * (devices > 1), seconds=flops / 5e13)
+        return 2.0 * m * m * columns / 5e13 + 8.0 * m * m * (devices > 1) / BYTES_A_SECOND
 
     four, many = (assign_owners(leaves(n), {"fsdp": 4, "tensor": 2}, cost) for n in (4, 64))
     assert [one.group.tensor for one in four.rounds] == [("tensor",)]
     assert [one.group.tensor for one in many.rounds] == [()]
+    # "tensor" shards the shorter side of this one, and "fsdp" that of the others.
+    turned = ShardedLeaf(view(1, 128, 32), ((), ("fsdp",), ("tensor",)), np.dtype("float32"))
+    mixed = assign_owners([*leaves(4), turned], {"fsdp": 4, "tensor": 2}, cost)
+    assert [one.group.tensor for one in mixed.rounds] == [()]
 
 
 @quick("owner", "tensor_parallel")
@@ -164,7 +177,7 @@ def test_the_predicted_time_is_that_of_the_compiled_program(divided):
     counts = hlo_counts.count(compiled, devices=8, unknown_trips=1)
     exchange = counts.mebibytes * 2**20 / BYTES_A_SECOND
     # XLA finds a few common subexpressions.
-    assert found.seconds - exchange == pytest.approx(counts.flops / 5e13, rel=0.05)
+    assert found.seconds == pytest.approx(counts.flops / 5e13 + exchange, rel=0.05)
     if divided == "owner":
         assert sent(found) == counts.mebibytes * 2**20
 
@@ -172,4 +185,4 @@ def test_the_predicted_time_is_that_of_the_compiled_program(divided):
 @pytest.mark.parametrize("divided", ["owner", "tensor_parallel", "hybrid", "auto"])
 def test_without_matrices_nothing_is_sent(divided):
     found = make([], {"fsdp": 4, "tensor": 2}, divided)
-    assert (found.rounds, found.seconds) == ((), 0)
+    assert (found.rounds, found.seconds) == ([], 0)

@@ -7,28 +7,29 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import hlo_counts
-from muonjax._mesh.cost_model import Work, count_work
+from muonjax._common.platform import BYTES_A_SECOND, flops_a_second
+from muonjax._mesh.assignment import seconds_of
 from tests.mesh.layouts import make_mesh
 
 X = jax.ShapeDtypeStruct((8, 16), "float32")
 PRODUCT = 2 * 8 * 8 * 16  # x @ x.T
 
 
-def product(x):
+def product(x, axes=()):
     return x @ x.T
 
 
-def looped(x):
+def looped(x, axes=()):
     return jax.lax.fori_loop(0, 5, lambda _, y: y + product(x), jnp.zeros((8, 8)))
 
 
-def branched(x):
+def branched(x, axes=()):
     return jax.lax.cond(x[0, 0] > 0, product, lambda x: x[:, :8], x)
 
 
 @pytest.mark.parametrize(("f", "flops"), [(product, PRODUCT), (looped, 5 * PRODUCT), (branched, PRODUCT)])
 def test_flops_of_loops_and_branches(f, flops):
-    assert count_work(f, X) == Work(flops=flops, seconds=flops / 5e13)
+    assert seconds_of(f, "float32", 8, 16, 1) == flops / flops_a_second("float32")
     compiled = jax.jit(f).lower(X).compile()
     # XLA may take an invariant product out of its loop.
     assert hlo_counts.count(compiled, devices=1).flops in (flops, PRODUCT)
@@ -63,11 +64,7 @@ def test_a_loop_of_unknown_length_is_not_guessed():
     assert hlo_counts.count(compiled, devices=1, unknown_trips=3).flops == 3 * 2 * PRODUCT
 
 
-def test_sums_over_columns_count_as_sent():
-    work = count_work(lambda x: jax.lax.psum(x, "columns"), X, axis_sizes={"columns": 4})
-    assert work == Work(0.0, 8 * 16 * 4 * 2 * 3 / 4)
-
-
-def test_gathers_count_as_sent():
-    work = count_work(lambda x: jax.lax.all_gather(x, "columns"), X, axis_sizes={"columns": 4})
-    assert work == Work(0.0, 8 * 16 * 4 * 3)
+@pytest.mark.parametrize(("collective", "sent"), [(jax.lax.psum, 2 * 3 / 4), (jax.lax.all_gather, 3)])
+def test_what_devices_send_takes_time(collective, sent):
+    seconds = seconds_of(collective, "float32", 8, 16, 4)
+    assert seconds == 8 * 16 * 4 * sent / BYTES_A_SECOND

@@ -199,7 +199,7 @@ def test_a_distribution_over_explicit_axes():
 @pytest.mark.parametrize("divided", ["owner", thorough("tensor_parallel")])
 def test_an_exchange_in_several_rounds_changes_nothing(divided, monkeypatch):
     _, whole = on_mesh(make_mesh(fsdp=4, tensor=2), MATRICES, divided=divided)
-    monkeypatch.setattr("muonjax._mesh.rounds._LARGEST", 300)
+    monkeypatch.setattr("muonjax._mesh.assignment._LARGEST", 300)
     _, parts = on_mesh(make_mesh(fsdp=4, tensor=2), MATRICES, divided=divided)
     for name in MATRICES:
         np.testing.assert_array_equal(whole[name], parts[name], err_msg=name)
@@ -209,14 +209,14 @@ def test_an_exchange_in_several_rounds_changes_nothing(divided, monkeypatch):
 def test_accelerators_take_their_matrices_in_batches(monkeypatch):
     sizes = []
 
-    def on_gpu(f, blocks, assignment, policy):
+    def on_gpu(f, blocks, views, rounds, policy):
         def counted(x, axis_name=()):
             sizes.append(x.shape[0])
             return f(x, axis_name)
 
-        return exchange(counted, blocks, assignment, Policy("gpu"))
+        return exchange(counted, blocks, views, rounds, Policy("gpu"))
 
-    monkeypatch.setattr("muonjax._mesh.sharded_map.exchange", on_gpu)
+    monkeypatch.setattr("muonjax._mesh.exchange.exchange", on_gpu)
     for divided in ("owner", "tensor_parallel"):
         _, results = on_mesh(make_mesh(fsdp=4, tensor=2), divided=divided)
         check(results)

@@ -57,7 +57,7 @@ USED_BY = {
     ],
     "muonjax/_clip/": ["tests/clip", "tests/reliability/test_adversarial_attention.py"],
     "muonjax/loha/": ["tests/loha", "tests/linen", "tests/nnx"],
-    "muonjax/_mesh/cost_model": ["tests/mesh/test_assignment.py", *_MESH],
+    "muonjax/_mesh/": _MESH,
     "muonjax/linen": ["tests/linen", "tests/clip/test_in_flax.py", "tests/names"],
     "muonjax/nnx": [
         "tests/nnx",

@@ -13,8 +13,8 @@ from benchmarks.common import momentum
 from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import NewtonSchulz
 from muonjax._common.linalg import SymmetricProduct, square_norm
-from muonjax._common.platform import Policy
-from muonjax._mesh.cost_model import count_work
+from muonjax._common.platform import Policy, flops_a_second
+from muonjax._mesh.assignment import seconds_of
 from muonjax._newton_schulz import deflation, half_precision, thin_deflation
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.polar_factor import polar_factor
@@ -175,9 +175,12 @@ def test_full_products_are_not_mirrored():
 def test_large_products_on_a_lite_tpu_are_made_in_blocks(policy, m, share):
     """Three of four, of the two symmetric products of each step. Nothing is compiled for it."""
     settings = dataclasses.replace(NewtonSchulz.fast(), deflation=0)
-    x = jax.ShapeDtypeStruct((m, m), "float32")
-    work = count_work(lambda x: half_precision.iterate(x, settings, policy, jnp.dtype("bfloat16")), x)
-    assert work.flops == len(settings.steps) * (1 + 2 * share) * 2 * m**3
+
+    def iterate(x, axes):
+        return half_precision.iterate(x, settings, policy, jnp.dtype("bfloat16"), axes)
+
+    flops = seconds_of(iterate, "float32", m, m, 1) * flops_a_second("bfloat16")
+    assert flops == pytest.approx(len(settings.steps) * (1 + 2 * share) * 2 * m**3)
 
 
 @pytest.mark.parametrize("normalization", ["schatten", "frobenius", "spectral"])

@@ -230,7 +230,7 @@ def test_the_state_is_sharded_as_its_parameter_and_no_collective_is_added(axis_t
             state = jax.jit(tx.init, out_shardings=shardings)(there)
             update = jax.jit(tx.update, out_shardings=(None, shardings)).lower(there, state, there).compile()
             updates, after = update(there, state, there)
-        found = hlo_counts.count(update, devices=4)
+        found = hlo_counts.count(update, devices=4, unknown_trips=1)  # loops at owners, of their own lengths
         counts.append((found.collectives, found.sent))
         results.append(jax.tree.map(np.asarray, updates))
         (momentum,) = momenta(after)

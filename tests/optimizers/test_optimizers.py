@@ -318,6 +318,31 @@ def test_one_trace_over_many_steps():
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_tree_is_routed_once_and_its_chain_is_built_once(jit, monkeypatch):
+    routed, built = [], []
+
+    def numbers(tree):
+        routed.append(tree)
+        return muonjax.dimension_numbers(tree)
+
+    def orthogonalize(**settings):
+        built.append(settings)
+        return muonjax.orthogonalize(**settings)
+
+    monkeypatch.setattr("muonjax._optimizers.muon.orthogonalize", orthogonalize)
+    tx = muonjax.muonclip(0.01, muonjax.mha_site(), dimension_numbers=numbers, newton_schulz=SHORT)
+    statistics = {"attention": jnp.asarray([400.0, 1.0])}
+    expected, _ = run(tx, params(), steps=1, jit=jit, max_logits=statistics)
+    assert (len(routed), len(built)) == (1, 1)
+    # Another tree is another decision, and so is the first one after it.
+    other = {"attention": params()["attention"]}
+    tx.update(other, tx.init(other), other, max_logits=statistics)
+    found, _ = run(tx, params(), steps=1, jit=jit, max_logits=statistics)
+    assert (len(routed), len(built)) == (3, 3)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_tree_map_params():
     tx = muonjax.muon(0.01)
     state = tx.init(params())

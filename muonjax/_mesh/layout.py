@@ -4,8 +4,7 @@ The words of this folder:
 
   unit       What has one owner: a matrix, or several that are fused along one axis.
   owner      The device that computes a unit; devices, where its matrices stay sharded over the mesh axes `tensor`.
-  block      What one device stores of a unit.
-  share      What one device sends of a block to one device of the owner.
+  block      What one device stores of a unit, and sends to its owner.
   replicas   Devices that store the same blocks and divide the work on them.
   group      Leaves that are exchanged over the same mesh axes, in one dtype.
   kind       Units of one group and one layout, which are interchangeable.
@@ -15,8 +14,6 @@ The words of this folder:
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from muonjax._matrices.matrix_view import MatrixView, view_of
 
@@ -45,27 +42,17 @@ class UnitLayout(NamedTuple):
       tall: Whether its matrices must be transposed to have m <= n.
       local_shape: Of the block that one device stores, its axes in the leaf's order.
       gathered: For each of these axes, the mesh axes over which the owner gathers it.
-      split_axis: The axis of a block that is divided among the devices that own the unit together.
-      num_shares: How many these are; 1 where a single device owns the unit.
     """
 
     view: MatrixView
     tall: bool
     local_shape: tuple[int, ...]
     gathered: tuple[Axes, ...]
-    split_axis: int
-    num_shares: int
 
     @property
-    def share_shape(self) -> tuple[int, ...]:
-        """Of what one device sends to another."""
-        axis, count = self.split_axis, self.num_shares
-        return tuple(size // count if i == axis else size for i, size in enumerate(self.local_shape))
-
-    @property
-    def share_size(self) -> int:
-        """Elements that one device sends to another."""
-        return math.prod(self.share_shape)
+    def size(self) -> int:
+        """Elements of a block."""
+        return math.prod(self.local_shape)
 
     @property
     def matrices(self) -> tuple[int, int, int]:
@@ -92,23 +79,14 @@ class ExchangeGroup(NamedTuple):
     @property
     def owner_axes(self) -> Axes:
         """The mesh axes whose coordinates identify an owner."""
-        return self.replicas + tuple(axis for axis in self.exchange if axis not in self.tensor)
-
-    def ranks(self, mesh_shape: Mapping[str, int]) -> list[list[int]]:
-        """[owner, share] -> the device's rank in the all-to-all, for the owners of one replica."""
-        sizes = [mesh_shape[axis] for axis in self.exchange]
-        order = sorted(range(len(sizes)), key=lambda i: self.exchange[i] in self.tensor)
-        # Tensor axes that are exchanged shard rows, and shard the longer side at the owner.
-        shares = size_of(mesh_shape, tuple(axis for axis in self.exchange if axis in self.tensor))
-        return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, shares).tolist()
+        return self.replicas + self.exchange
 
 
-class LeafLayout(NamedTuple):
-    """A leaf's exchange group, the layout of its units, and how many of them one device stores."""
+class Kind(NamedTuple):
+    """Units of one group and one layout, which are interchangeable."""
 
     group: ExchangeGroup
     unit: UnitLayout
-    num_units: int
 
 
 def size_of(mesh_shape: Mapping[str, int], axes: Axes) -> int:
@@ -122,45 +100,31 @@ def unit_axes(view: MatrixView) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(i for i in range(len(view.leaf_shape)) if i not in own), tuple(sorted(own))
 
 
-def leaf_layout(leaf: ShardedLeaf, mesh_shape: Mapping[str, int], tensor: Axes = ()) -> LeafLayout:
-    """How a leaf is exchanged if its matrices stay sharded over the mesh axes `tensor`; if they can't, over none.
+def unit_kind(leaf: ShardedLeaf, mesh_shape: Mapping[str, int], tensor: Axes = ()) -> tuple[Kind, int]:
+    """The kind of a leaf's units, and how many of them one device stores.
 
     Args:
       leaf: Its view and its sharding.
       mesh_shape: Sizes of the mesh's axes.
-      tensor: Mesh axes over which a matrix has several owners; those that don't shard the leaf's matrices are ignored.
+      tensor: Mesh axes over which a matrix has several owners, if they shard its longer side; others are ignored.
     """
     view = leaf.view
     batch, own = unit_axes(view)
     sharding = [tuple(axis for axis in axes if mesh_shape[axis] > 1) for axes in leaf.sharding]
     local = [size // size_of(mesh_shape, axes) for size, axes in zip(view.leaf_shape, sharding, strict=True)]
     of_matrix = {axis for i in own for axis in sharding[i]}
-    of_batch = {axis for i in batch for axis in sharding[i]}
-    tensor = tuple(axis for axis in tensor if axis in of_matrix)
-    if view.cut in own and any(axis in tensor for axis in sharding[view.cut]):
-        # It would divide the fused matrices among devices, and not each of them.
-        return leaf_layout(leaf, mesh_shape)
-
+    stored = {axis for axes in sharding for axis in axes}
     tall = view.fan_in > view.fan_out
-    longer = _leaf_axes(view, view.reduction_axes if tall else view.output_axes)
-    stays = {axis for i in longer for axis in sharding[i] if axis in tensor}
-    exchange = tuple(axis for axis in mesh_shape if axis in of_matrix - stays)
-    num_shares = math.prod(mesh_shape[axis] for axis in tensor if axis in exchange)
-    divisible = [i for i in sorted(longer) if i != view.cut and local[i] % num_shares == 0]
-    if not divisible and num_shares > 1:
-        return leaf_layout(leaf, mesh_shape)
-    split = max(divisible, key=local.__getitem__, default=own[0])
-
+    # A mesh axis along which matrices are fused would divide these among devices, and not each of them.
+    longer = set(_leaf_axes(view, view.reduction_axes if tall else view.output_axes)) - {view.cut}
+    tensor = tuple(axis for axis in tensor if any(axis in sharding[i] for i in longer))
+    exchange = tuple(axis for axis in mesh_shape if axis in of_matrix and axis not in tensor)
     gathered = tuple(tuple(axis for axis in sharding[i] if axis in exchange) for i in own)
     sizes = {i: local[i] * size_of(mesh_shape, axes) for i, axes in zip(own, gathered, strict=True)}
-    sizes[split] //= num_shares
-    unit = UnitLayout(
-        _unit_view(view, sizes), tall, tuple(local[i] for i in own), gathered, own.index(split), num_shares
-    )
-    sharded = of_matrix | of_batch
-    replicas = tuple(axis for axis, size in mesh_shape.items() if size > 1 and axis not in sharded)
-    group = ExchangeGroup(exchange, replicas, tensor, leaf.dtype)
-    return LeafLayout(group, unit, math.prod(local[i] for i in batch))
+    unit = UnitLayout(_unit_view(view, sizes), tall, tuple(local[i] for i in own), gathered)
+    replicas = tuple(axis for axis, size in mesh_shape.items() if size > 1 and axis not in stored)
+    kind = Kind(ExchangeGroup(exchange, replicas, tensor, leaf.dtype), unit)
+    return kind, math.prod(local[i] for i in batch)
 
 
 def _leaf_axes(view: MatrixView, axes: tuple[int, ...]) -> list[int]:
