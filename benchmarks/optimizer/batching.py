@@ -17,8 +17,9 @@ import optax
 import muonjax
 from benchmarks.common import measure
 from benchmarks.optimizer import newton_schulz as methods
-from muonjax import NewtonSchulz, _batching
+from muonjax import NewtonSchulz
 from muonjax._common.platform import Policy, policy_of
+from muonjax._matrices import batching
 
 SHAPES = ((64, 64), (64, 256), (128, 128), (128, 512), (256, 256), (512, 512), (768, 768))
 CHUNKS = (1, 2, 4, 8, 16)
@@ -28,7 +29,7 @@ CHUNKS = (1, 2, 4, 8, 16)
 class FixedChunks(Policy):
     """A policy whose batches have one size."""
 
-    size: int
+    size: int = 1
 
     def chunk_size(self, count, shape):
         return self.size
@@ -38,8 +39,8 @@ def chunked(size: int) -> Any:
     """A function of a stack of matrices that runs `size` of them at once."""
 
     def run(stack: jax.Array) -> jax.Array:
-        return _batching.map_groups(
-            muonjax.newton_schulz, [stack], FixedChunks(policy_of(stack).platform, size)
+        return batching.map_groups(
+            muonjax.newton_schulz, [stack], FixedChunks(policy_of(stack).platform, size=size)
         )[0]
 
     return run

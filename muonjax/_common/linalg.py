@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels._api import symmetric_product_on
 
@@ -153,7 +154,11 @@ def hermitian_part(a: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m 
 
 def identity_like(a: Inexact[Array, "*batch k k"]) -> Inexact[Array, "*#batch k k"]:
     """I in the dtype of A; of A's rank, for JAX's strict mode of promotion."""
-    return jnp.expand_dims(jnp.eye(a.shape[-1], dtype=a.dtype), tuple(range(a.ndim - 2)))
+    k = a.shape[-1]
+    # A small one as a constant: XLA's CPU compiler unrolls the comparison of its rows and columns, which takes longer
+    # than all the rest of a small kernel.
+    eye = jnp.asarray(np.eye(k), a.dtype) if k <= 64 else jnp.eye(k, dtype=a.dtype)
+    return jnp.expand_dims(eye, tuple(range(a.ndim - 2)))
 
 
 def on_diagonal(a: Inexact[Array, "*batch k k"]) -> Bool[Array, "*batch k k"]:

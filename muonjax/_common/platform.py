@@ -100,6 +100,17 @@ class Policy:
             return (4 if self._is_lite_tpu else 17) << 20
         return 32 << 20
 
+    def pads(self, m: int, columns: int) -> bool:
+        """Whether matrices of m rows get so many columns of zeros in all, to share a program.
+
+        Counted: on a CPU a column takes about 2 m^2 multiply-adds, and a program a second or more to compile, which is
+        hundreds of times as long as the zeros of a stack may take in a step. On a GPU it is about forty launches, in
+        whose time it reads and writes as many numbers at least as the zeros may be.
+        """
+        if self.is_cpu:
+            return 2 * m * m * columns <= 3e8
+        return self.platform == "gpu" and m * columns <= 8 << 20
+
     @property
     def one_stack_at_a_time(self) -> bool:
         """Whether a stack waits for the one before it, so that the memory of one serves the next.

@@ -1,9 +1,10 @@
 """Batch matrices of equal shape, so that each shape is compiled once.
 
-A group is a list of arrays [batch_i, m, n] of one dtype whose matrices have the same m <= n (tall ones are
-transposed). Its arrays are stacked, on a CPU all of them, on an accelerator in parts that bound the memory: a large
-one stays alone and is never copied. A loop goes over a stack in chunks and writes each chunk's result over its input:
-the extra memory is the stack and one chunk's iteration, never a second stack.
+A group is a list of arrays [batch_i, m, n_i] of one dtype whose matrices have the same m <= n_i (tall ones are
+transposed). Where the policy says that it costs less than one more program, those with fewer columns get columns of
+zeros, which stay zero. Its arrays are stacked, on a CPU all of them, on an accelerator in parts that bound the memory:
+a large one stays alone and is never copied. A loop goes over a stack in chunks and writes each chunk's result over its
+input: the extra memory is the stack and one chunk's iteration, never a second stack.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ Function = Callable[..., jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class TwoPasses:
-    """A function of a matrix that looks at it twice: f(x) = second(x, k) with [k] = between([first(x)]).
+    """A function of a wide matrix that looks at it twice: f(x) = second(x, k) with [k] = between([first(x)]).
 
-    What lies between is small, and made for many matrices at once.
+    What lies between is small, and made for many matrices at once. Columns of zeros stay zero.
 
     Attributes:
       whole: f, with the mesh axes that shard the columns (default: none).
@@ -61,7 +62,7 @@ def map_leaves(
 def map_groups(
     f: Function | TwoPasses, matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
 ) -> list[Inexact[Array, "_batch _m _n"]]:
-    """f on each matrix, compiled once per group.
+    """f on each matrix, compiled once per group; columns of zeros are added for `TwoPasses` alone.
 
     Args:
       f: [*batch, m, n] -> [*batch, m, n], each matrix on its own; f(x.mT) = f(x).mT.
@@ -71,7 +72,10 @@ def map_groups(
       One array for each input, of the same shape and dtype.
     """
     results: list[jax.Array | None] = [None] * len(matrices)
-    stacks = [s for group in group_by_shape(matrices) for s in _stacks(group, matrices, policy)]
+    groups = group_by_shape(matrices)
+    if isinstance(f, TwoPasses):
+        groups = _with_neighbors(groups, matrices, policy)
+    stacks = [s for group in groups for s in _stacks(group, matrices, policy)]
     whole = f if policy.is_cpu else jax.jit(f)  # one trace for all stacks of a shape
     # One stack shares nothing, and in one pass what it rounds is kept.
     apart = f if isinstance(f, TwoPasses) and policy.shares_small_matrices and len(stacks) > 1 else None
@@ -93,10 +97,11 @@ def map_groups(
             stack = second(chunk, own).reshape(stack.shape)
         else:
             stack = _map_stack(whole, stack, policy)
-        sizes, alone = [matrices[i].shape[0] for i in indices], len(indices) == 1
-        starts = numbers_from_loop([0, *itertools.accumulate(sizes[:-1])], policy.platform)
+        counts, alone = [len(matrices[i]) for i in indices], len(indices) == 1
+        starts = numbers_from_loop([0, *itertools.accumulate(counts[:-1])], policy.platform)
         for i, start in zip(indices, starts, strict=True):
             result = stack if alone else jax.lax.dynamic_slice_in_dim(stack, start, len(matrices[i]))
+            result = result[..., : max(matrices[i].shape[-2:])]
             results[i] = _transpose(result, policy) if _is_tall(matrices[i]) else result
     return results  # pyright: ignore[reportReturnType]  # every index is in one group
 
@@ -109,9 +114,30 @@ def group_by_shape(matrices: Sequence[Inexact[Array, "_batch _m _n"]]) -> list[l
     return list(groups.values())
 
 
+def _with_neighbors(
+    groups: list[list[int]], matrices: Sequence[jax.Array], policy: Policy
+) -> list[list[int]]:
+    """The groups, but one for several shapes of the same short side where the columns of zeros cost little.
+
+    Not for shapes on both sides of n = 1.5 m, where the Gram form begins: no matrix changes its form for its neighbors.
+    """
+    merged: dict[tuple, list[list[int]]] = {}
+    for group in sorted(groups, key=lambda group: max(matrices[group[0]].shape[-2:])):
+        m, n = sorted(matrices[group[0]].shape[-2:])
+        same_side = merged.setdefault((m, n > 1.5 * m, matrices[group[0]].dtype), [])
+        smaller = same_side[-1] if same_side else []
+        zeros = sum(len(matrices[i]) * (n - max(matrices[i].shape[-2:])) for i in smaller)
+        if smaller and policy.pads(m, zeros):
+            same_side[-1] = sorted(smaller + group)
+        else:
+            same_side.append(group)
+    return sorted(group for same_side in merged.values() for group in same_side)
+
+
 def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> list[list[int]]:
     """A group in parts, each one array or within the policy's bound; about equal ones, if unequal arrays allow it."""
-    sizes, bound, filled = {i: matrices[i].size for i in group}, policy.stack_elements, 0
+    m, n = max(sorted(matrices[i].shape[-2:]) for i in group)
+    sizes, bound, filled = {i: len(matrices[i]) * m * n for i in group}, policy.stack_elements, 0
     full: list[list[int]] = []
     for i, size in sizes.items():
         if not full or filled + size > bound:
@@ -147,11 +173,17 @@ def _first_passes(
 
 
 def _stacked(parts: Sequence[jax.Array], policy: Policy) -> Inexact[Array, "count m n"]:
-    """Some of the matrices, wide, as one array."""
+    """Some of the matrices, wide, as one array; columns of zeros where they have fewer than others."""
+    longest = max(max(part.shape[-2:]) for part in parts)
+
+    def padded(part: jax.Array, axis: int) -> jax.Array:
+        zeros = longest - part.shape[axis]
+        return jnp.pad(part, [(0, zeros * (i == axis)) for i in range(3)]) if zeros else part
+
     if policy.platform == "gpu" and all(map(_is_tall, parts)):
         # As one: XLA reads a stack either way, and writes each transposed part. 10 % of 2 leaves of 64 x 512 x 128.
-        return _transpose(jnp.concatenate(parts), policy)
-    parts = [_transpose(part, policy) if _is_tall(part) else part for part in parts]
+        return _transpose(jnp.concatenate([padded(part, 1) for part in parts]), policy)
+    parts = [padded(_transpose(part, policy) if _is_tall(part) else part, 2) for part in parts]
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 

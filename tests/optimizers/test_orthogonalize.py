@@ -89,7 +89,16 @@ def test_stacks_that_share_small_operations_get_what_each_gets_alone(monkeypatch
     monkeypatch.setattr(Policy, "stack_elements", 4 * 24 * 40)
     monkeypatch.setattr(Policy, "chunk_size", lambda self, count, shape: 1 if shape == (32, 32) else count)
     gpu = Policy("gpu")
-    shapes = [(3, 24, 40), (2, 40, 24), (2, 24, 40), (1, 16, 16), (1, 4, 8), (2, 32, 32)]
+    shapes = [
+        (3, 24, 40),
+        (2, 40, 24),
+        (2, 24, 40),
+        (1, 16, 16),
+        (1, 4, 8),
+        (2, 32, 32),
+        (2, 56, 16),
+        (1, 16, 48),
+    ]
     arrays = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
     arrays.append(arrays[0].astype(jnp.bfloat16))
     f = polar_function(muonjax.NewtonSchulz(), gpu, adaptive=True)
@@ -149,6 +158,24 @@ def test_equal_leaves_share_one_compiled_loop():
     two_shapes = {**many, "x": normal(48, 48)}
     assert products(many) == products(one)
     assert products(two_shapes) <= 2 * products(one)
+
+
+def test_neighbors_share_a_program_with_columns_of_zeros():
+    """But no matrix changes its form for its neighbors, and none gets zeros that take longer than a program."""
+    tree = {"a": normal(32, 64), "b": normal(96, 32), "c": normal(2, 32, 128), "tiny": 1e-20 * normal(32, 60)}
+    numbers = MuonDimensionNumbers(-2, -1)
+    assert products(tree, dimension_numbers=numbers) == products({"a": tree["c"]}, dimension_numbers=numbers)
+    together = update(tree, dimension_numbers=numbers)
+    for name, x in tree.items():
+        np.testing.assert_allclose(together[name], muonjax.newton_schulz(x), atol=1e-5)
+    assert products({"a": normal(32, 64), "b": normal(32, 48)}) > products({"a": normal(32, 64)})
+    for platform in ("cpu", "gpu"):
+        assert Policy(platform).pads(128, 4096)
+        assert not Policy(platform).pads(4096, 4096)
+    tpu = Policy("tpu")
+    apart = [normal(1, 8, 16), normal(1, 24, 8)]
+    assert len(jax.eval_shape(lambda xs: map_groups(polar_function(EXACT, tpu), xs, tpu), apart)) == 2
+    assert not tpu.pads(128, 1)
 
 
 def test_no_retrace_over_steps():
