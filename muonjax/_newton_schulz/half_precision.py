@@ -276,7 +276,7 @@ def _fused_map(
         once = products.symmetric(q, y=r, c=r)  # (1 + Q) R
         r = products.symmetric(once, y=q, c=once)
         q = _map(products, r, row, square, 1.0).astype(dtype)
-        # XLA for GPUs would join this product with that of the next step, for both multiply by q, and copy the others.
+        # XLA for GPUs would join this product with that of the next step, as both multiply by q, and copy the others.
         apart = jax.lax.optimization_barrier(q)
         total = products.symmetric(apart, y=total, c=total).astype(jnp.float32) + q.astype(jnp.float32)
         square = row[0] ** 2 * square

@@ -25,8 +25,8 @@ def below_one(
 ) -> tuple[Inexact[Array, "*batch m n"], Bool[Array, "*batch 1 1"]]:
     """x with entries below 1 (a zero matrix with ones), and whether it is not zero.
 
-    A zero matrix becomes the identity, for its result is to be multiplied by zero: derivatives at zero overflow. It is
-    added, for XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
+    A zero matrix becomes the identity, as its result is to be multiplied by zero: derivatives at zero overflow. It is
+    added, because XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
     """
     largest = _largest_entry(x, axis_name)
     nonzero = largest != 0
@@ -40,7 +40,7 @@ def power_of_two_scale(
     """The power of two that brings the largest entry of each matrix into [0.5, 1).
 
     Multiplying by it is exact. Zero (and what counts as zero in every product: subnormal numbers), inf and NaN take
-    the scale of 1. The two largest binades of the dtype end below 4, for what would bring them lower is no normal
+    the scale of 1. The two largest binades of the dtype end below 4, as what would bring them lower is no normal
     number. A constant for differentiation: what follows is invariant to positive scaling.
 
     Args:

@@ -104,7 +104,7 @@ def sketch(x: jax.Array, rank: int, dtype: jnp.dtype, axis_name: tuple[str, ...]
 
 
 def shrinkings(sketches: Sequence[Sketch], dtype: jnp.dtype) -> list[Shrinking]:
-    """W of each; the small matrices of all in one batch, for each operation on them is a launch."""
+    """W of each, with the small matrices of all in one batch, because each operation on them is a launch."""
     ys = [dot(s.y, root) for s, (root, _) in zip(sketches, _roots([s.h for s in sketches]), strict=True)]
     roots = _roots([dot.of_adjoint(y, y) for y in ys])
     found = []
