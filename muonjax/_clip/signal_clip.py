@@ -54,7 +54,7 @@ class SignalRule:
         uneven = [s.path for s in self.site.scales if powers[s.factor] != (s.power, s.group_power)]
         if uneven:
             raise ValueError(
-                f"{uneven} have another power than the rest of their factor; a kernel and its bias scale alike."
+                f"{uneven} have another power than the rest of their factor; a kernel and its bias take the same power."
             )
         products = [(f,) for f in powers] if self.products is None else self.products
         strangers = set(itertools.chain(*products)) ^ set(powers)
