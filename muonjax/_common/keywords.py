@@ -33,7 +33,7 @@ _OTHERS = {
     "wd": "weight_decay",
     "tau": "threshold",
     "dimension_numbers": "program, the second argument",
-    "muon_weight_dimension_numbers": "program, the second argument; beside sites by hand, dimension_numbers",
+    "muon_weight_dimension_numbers": "program, the second argument; with sites by hand, dimension_numbers",
     "rules": "the second argument, a function: lambda params: muonjax.dimension_numbers(params, rules=...)",
     "sites": "the second argument of muonclip and adamclip",
 }
