@@ -116,8 +116,8 @@ def recorded(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
 def polar_errors(preset: str, shape: tuple[int, int]) -> list[dict[str, Any]]:
     """How far results of a preset are from the polar factor, on recorded and on hostile matrices.
 
-    Of a hostile matrix those directions count that lie within the interval of the polynomials. Stated is the error of
-    the polynomials there, and what rounding may add.
+    In a hostile matrix only those directions count that lie within the interval of the polynomials. The error of the
+    polynomials there is stated, and what rounding may add.
     """
     settings, lower, recorded_stated = PRESETS[preset]
     rng = np.random.default_rng(0)

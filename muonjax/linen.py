@@ -2,7 +2,7 @@
 
 Flax's layers take the function that multiplies, as `dot_general_cls` or `conv_general_dilated_cls`. An adapter
 is a module that replaces this function, under the layer's scope as "loha". The kernel keeps its path, so the
-parameters of a trained model fit beside the adapters.
+parameters of a trained model fit next to the adapters.
 """
 
 import functools

@@ -16,7 +16,7 @@ def by_batch(function: Callable[..., jax.Array], implementation: str) -> Callabl
     """`function`, with each device of a mesh computing its own part of the batch.
 
     Args:
-      function: Of arrays [batch, ...], or `None` in place of one, to one array [batch, m, n]. Each matrix of the
+      function: Maps arrays [batch, ...], or `None` for one, to one array [batch, m, n]. Each matrix of the
         result depends on the same matrix of the arguments alone.
       implementation: Its name, for error messages.
 

@@ -19,7 +19,7 @@ def launch_batch(implementation: str, launch: Launch, o: Operands) -> jax.Array:
       implementation: Its name, for error messages.
       launch: The kernel on one device: x and y [batch, m, k], c [batch, m, m] and the scales alpha and beta
         [batch, 2] in float32 to [batch, m, m]; y and c may be None.
-      o: Of any batch.
+      o: An output of any batch.
     """
     *batch, m, _ = o.x.shape
     if 0 in o.x.shape:

@@ -49,7 +49,7 @@ def launch(
 
     Args:
       x, y, c, scale: As `launch_batch` calls it.
-      cores: Of the chip, that share the tiles.
+      cores: The chip's cores, which share the tiles.
       tile, depth: Rows of a tile and columns of a slice, multiples of 128; None for the rules `pick_tile` and
         `pick_depth`.
     """
@@ -146,7 +146,7 @@ def _kernel(scale, x, y, *refs, place, total: int, addend: bool):
     tile = sums.shape[0]
 
     def copies(step):
-        """Of a tile and of its mirror image from their slot to main memory, and whether the tile is on the diagonal."""
+        """The copies of a tile and its mirror image from slot to main memory, and whether it is on the diagonal."""
         b, i, j = place(core, step)
         slot = lax.rem(step, 2)
         rows, columns = pl.ds(i * tile, tile), pl.ds(j * tile, tile)
@@ -188,7 +188,7 @@ def _kernel(scale, x, y, *refs, place, total: int, addend: bool):
 
         @pl.when(diagonal)
         def _():
-            # Nothing says that the entries (i, j) and (j, i) of a product are rounded alike.
+            # Nothing says that the entries (i, j) and (j, i) of a product are rounded equally.
             row, column = (lax.broadcasted_iota(jnp.int32, result.shape, axis) for axis in (0, 1))
             direct[slot] = jnp.where(row >= column, result, transposed).astype(direct.dtype)
 

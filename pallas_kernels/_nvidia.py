@@ -26,7 +26,7 @@ def suitable_gpu(implementation: str, dtype: jnp.dtype, capabilities: tuple[int,
 
     Args:
       implementation: The kernel's name.
-      dtype: Of the operands: bfloat16 and float16 suit.
+      dtype: The dtype of the operands: bfloat16 and float16 suit.
       capabilities: Major compute capabilities that suit.
       named: These in words.
     """

@@ -16,7 +16,7 @@ def rectangle(t: int) -> tuple[int, int]:
 
 
 def unfold(row: Index, column: Index, t: int) -> tuple[jax.Array, jax.Array]:
-    """The block (i, j) with ``0 <= j <= i < t`` that stands at a place of the rectangle."""
+    """The block (i, j) with ``0 <= j <= i < t`` at a place of the rectangle."""
     odd = t % 2
     _, width = rectangle(t)
     lower = row >= column if odd else row > column

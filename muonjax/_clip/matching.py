@@ -60,7 +60,7 @@ def as_sites(call: str, argument: str, sites: Any) -> tuple[Site, ...]:
 
 
 def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> tuple[list[Target], set[str]]:
-    """Every module that the sites match, checked against the parameters, with the threshold that stands by its site.
+    """Every module that the sites match, checked against the parameters, with the threshold of its site.
 
     Also the keys of the statistics of a program's attentions whose parameters are not all trained: they are skipped.
     """
@@ -149,7 +149,7 @@ def _target(site: Site, root: str, modules: Modules) -> Target:
 
 
 def _refuse_adapters(root: str, paths: Sequence[str], modules: Modules) -> None:
-    """Refuse what stands beside the projections: an adapter adds to queries and keys, and would not be scaled."""
+    """Refuse parameters next to the projections: an adapter adds to queries and keys, and would not be scaled."""
     projections = {path.rpartition("/")[0] for path in paths} - {root}
     feeding = {leaf for module in projections for leaf in modules.inside.get(module, ())}
     if others := sorted(feeding.difference(paths)):

@@ -48,7 +48,7 @@ def max_logits(
       is_causal: Query i sees keys j ≤ i. As in JAX and Flax both count from 0, also where T ≠ S.
       local_window_size: Query i sees keys i − left … i + right; one number means both. As in JAX.
       scale: Factor on the dot products; default 1/√D.
-      precision: Of the products; by default JAX's own, the one that attention uses too.
+      precision: That of the products; by default JAX's, which attention uses too.
       block_q: Queries in one block, ≥ 1. Need not divide T.
       block_k: Keys in one block, ≥ 1. Need not divide S.
 
@@ -173,7 +173,7 @@ def max_logits_bound(
     if dtype is not None:
         dtype = given_dtype("max_logits_bound", "dtype", dtype, (jnp.floating,), "a floating-point dtype")
     cast = float(jnp.finfo(lse.dtype if dtype is None else dtype).eps) / 2
-    # Of the float32 sum and logarithm; absolute too, because near 0 a relative margin is none.
+    # The error of the float32 sum and logarithm; absolute too, because a relative margin vanishes near 0.
     inside = 4 * float(jnp.finfo(jnp.float32).eps)
     top = lax.stop_gradient(lse).astype(jnp.float32).max(tuple(range(lse.ndim - 1)))
     size = jnp.where(jnp.isfinite(top), jnp.abs(top), 0)  # infinities stay as they are

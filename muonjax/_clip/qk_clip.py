@@ -43,7 +43,7 @@ def qk_clip(
 
     $$\gamma = \min(1, \tau / S), \qquad W_q \leftarrow \sqrt\gamma\, W_q, \qquad W_k \leftarrow \sqrt\gamma\, W_k$$
 
-    for each head of each layer, kernels and biases alike. What is scaled is the new weight: u' = f·u + (f − 1)·p, so
+    for each head of each layer, kernels and biases. What is scaled is the new weight: u' = f·u + (f − 1)·p, so
     that p + u' = f·(p + u); where f = 1 the update passes bit for bit. γ is exactly 1 for a maximum that is
     negative, zero, infinite or NaN; such a measurement hides no finite one of another call, example, micro-batch or
     device.

@@ -56,7 +56,7 @@ class SignalRule:
         uneven = [s.path for s in self.site.scales if powers[s.factor] != (s.power, s.group_power)]
         if uneven:
             raise ValueError(
-                f"{uneven} have another power than the rest of their factor; a kernel and its bias scale alike."
+                f"{uneven} have another power than the rest of their factor; a kernel and its bias take the same power."
             )
         products = [(f,) for f in powers] if self.products is None else self.products
         is_tuples = isinstance(products, Sequence) and all(isinstance(p, Sequence) for p in products)

@@ -32,7 +32,7 @@ def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, sche
 
     Args:
       call: The public function.
-      name: Of the argument.
+      name: The name of the argument.
       value: What was given.
       wanted: The range, a name in `_RANGES`.
       why: Ends the message of a number out of it.
@@ -160,7 +160,7 @@ def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
 
 
 def refuse_positional(unnamed: tuple[Any, ...]) -> None:
-    """Raise for what stands after the parameters, where it would reach a member of the chain as something else."""
+    """Raise on extra positional arguments, which would reach a member of the chain as something else."""
     if unnamed:
         raise TypeError(
             "update(grads, state, params) takes no fourth positional argument; give what else the optimizer takes "

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 _STEPS = "newton_schulz=NewtonSchulz(num_steps=...)"
 _ADAM = "adam=optax.adamw(...) with this setting"
-# Of optax.contrib.muon, torch.optim.Muon, Keller Jordan's Muon and MaxText.
+# Arguments of optax.contrib.muon, torch.optim.Muon, Keller Jordan's Muon and MaxText.
 _OTHERS = {
     "lr": "learning_rate",
     "beta": "decay",
@@ -33,7 +33,7 @@ _OTHERS = {
     "wd": "weight_decay",
     "tau": "threshold",
     "dimension_numbers": "program, the second argument",
-    "muon_weight_dimension_numbers": "program, the second argument; beside sites by hand, dimension_numbers",
+    "muon_weight_dimension_numbers": "program, the second argument; with sites by hand, dimension_numbers",
     "rules": "the second argument, a function: lambda params: muonjax.dimension_numbers(params, rules=...)",
     "sites": "the second argument of muonclip and adamclip",
 }
@@ -42,7 +42,7 @@ _OTHERS = {
 def explains_keywords(
     name: str, *sources: Callable[..., Any], slip: str = ""
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator whose function shows its whole signature and help, and names what an unknown keyword stands for.
+    """A decorator whose function shows its whole signature and help, and names what an unknown keyword means here.
 
     Args:
       name: The call's, in errors.

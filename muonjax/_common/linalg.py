@@ -66,8 +66,8 @@ class SymmetricProduct(NamedTuple):
     """alpha A Y^H + beta C, Hermitian: Y is A, or commutes with it.
 
     Attributes:
-      platform: Of the devices.
-      dtype: That A, Y and C are rounded to.
+      platform: The platform of the devices.
+      dtype: The dtype that A, Y and C are rounded to.
       implementation: See `pallas_kernels.symmetric_product`.
       together: Mesh axes whose devices share the work.
     """

@@ -1,4 +1,4 @@
-"""Take apart the NNX models that a function is given; Flax is looked up where the caller has imported it."""
+"""Split the NNX models that a function is given; Flax is looked up where the caller has imported it."""
 
 import sys
 from collections.abc import Callable

@@ -25,7 +25,7 @@ class Policy:
 
     Attributes:
       platform: "cpu", "gpu", "tpu" or another name; all but "cpu" are accelerators.
-      kind: Of the device, such as "TPU v6 lite"; "" if it is not known.
+      kind: The kind of the device, such as "TPU v6 lite"; "" if it is not known.
     """
 
     platform: str
@@ -39,7 +39,7 @@ class Policy:
     def compute_dtype(
         self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None
     ) -> jnp.dtype:
-        """Of the operands of products of arrays of `dtype`; `asked` decides for real types up to float32.
+        """The dtype of the operands of products of arrays of `dtype`; `asked` decides for real types up to float32.
 
         A CPU has no matrix units for half types; on accelerators these are 8 times faster or more.
         """
@@ -53,13 +53,13 @@ class Policy:
     def exchange_dtype(
         self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None
     ) -> jnp.dtype:
-        """Of what a mesh exchanges: bfloat16 where products round to a half type anyway (it has float32's range)."""
+        """What a mesh exchanges: bfloat16 where products round to a half type anyway (it has float32's range)."""
         rounds = jnp.finfo(self.compute_dtype(dtype, asked)).bits == 16 < jnp.finfo(dtype).bits
         return jnp.dtype(jnp.bfloat16 if rounds else dtype)
 
     @property
     def finer_half(self) -> jnp.dtype:
-        """Of thin products and of fused steps' m x m matrices: float16 has three digits more, but no unit of a TPU."""
+        """For thin products and fused steps' m x m matrices: float16 has three digits more, but no unit of a TPU."""
         return jnp.dtype(jnp.bfloat16 if self.platform == "tpu" else jnp.float16)
 
     def symmetric_in_blocks(self, m: int) -> bool:
@@ -74,7 +74,7 @@ class Policy:
     def shares_products(self, m: int, dtype: jnp.dtype) -> bool:
         """Whether of a symmetric product of m x m matrices that several devices hold each makes a part.
 
-        Of p devices each saves (1 - 1/p) m^3 flops at least (where "reference" makes both triangles, m^3 more), and
+        Each of p devices saves (1 - 1/p) m^3 flops at least (where "reference" makes both triangles, m^3 more), and
         sends (1 - 1/p) m^2 / 2 numbers. No latency is counted, so the larger saving is no reason to share smaller ones.
         """
         return 2 * m * BYTES_A_SECOND >= flops_a_second(dtype) * dtype.itemsize
@@ -115,8 +115,8 @@ class Policy:
     def one_stack_at_a_time(self) -> bool:
         """Whether a stack waits for the one before it, so that the memory of one serves the next.
 
-        Of several, XLA's scheduler for GPUs begins some at once and keeps them (counted: twice the memory). On a TPU
-        waiting would keep the next stack's copy into the chip's memory from running beside the products.
+        XLA's scheduler for GPUs begins some of several at once and keeps them (counted: twice the memory). On a TPU
+        waiting would keep the next stack's copy into the chip's memory from running during the products.
         """
         return self.platform == "gpu"
 

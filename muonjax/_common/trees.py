@@ -22,7 +22,7 @@ def unboxed(leaf: Any) -> jax.Array:
 def names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """A key path as names, without the box of Flax at its end: `.value` of a metadata box or of an NNX variable.
 
-    NNX initializes an optimizer with `kernel.value` and updates it with `kernel`: both must read alike.
+    NNX initializes an optimizer with `kernel.value` and updates it with `kernel`: both must read the same.
     """
     if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in ("value", "raw_value"):
         path = path[:-1]
@@ -70,7 +70,7 @@ def flatten_paths(tree: Any) -> dict[str, Any]:
 
 
 def joined(path: Iterable[Any]) -> str:
-    """Names joined by "/"; a name that contains a slash is quoted, so that no two paths read alike."""
+    """Names joined by "/"; a name that contains a slash is quoted, so that no two paths read the same."""
     return "/".join(repr(str(name)) if "/" in str(name) else str(name) for name in path)
 
 
@@ -98,7 +98,7 @@ def tree_of(tree_or_function: Any, params: Any) -> Any:
 def broadcast_prefix(
     prefix: Any, tree: Any, *, is_leaf: Callable[[Any], bool] | None = None, call: str, what: str
 ) -> list[Any]:
-    """One entry of `prefix`, the tree or a prefix of it, for each leaf of `tree` (a masked leaf is none).
+    """One entry of `prefix`, the tree or a prefix of it, for each leaf of `tree` (a masked leaf does not count).
 
     Args:
       prefix: The tree of entries.

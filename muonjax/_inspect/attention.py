@@ -162,7 +162,7 @@ class _Finder:
         return own, shared
 
     def _place(self, image: Image) -> tuple[int, int] | None:
-        """Where in the sum over features an image stands that was put together with others."""
+        """Where in the sum over features an image is that was concatenated with others."""
         (axis, *more) = self.key.summed
         atoms = image.layout.axes[axis]
         if more or not atoms or atoms[0].axis != PLACED:

@@ -192,7 +192,7 @@ class Program:
     def check_clip(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Clips each attention by another factor for each head, between 1 and 1/2, and measures what changes.
 
-        For tests and doubters: it runs the function twice for each attention, vectorized, with the parameters as they
+        Use it to verify a clip: it runs the function twice for each attention, vectorized, with the parameters as they
         are and clipped. Softmax gets the logits of the first in both, so that everything else must stay equal.
 
         Args:
@@ -290,7 +290,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     except Exception as error:
         if type(error).__name__ == "TraceContextError":  # Flax's
             error.add_note(
-                f"{call}: fun changes a module that is none of its arguments. Give the model itself, "
+                f"{call}: fun changes a module that is not one of its arguments. Give the model itself, "
                 "muonjax.inspect(loss_fn, model, ...), or merge it in fun from a state that is an argument."
             )
         raise

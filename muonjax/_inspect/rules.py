@@ -84,7 +84,7 @@ def _random(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     return [Value(NOISE)] * len(node.outputs)
 
 
-# Of numbers that stand in the program, as an index that may be negative.
+# Operations on numbers that the program contains, such as an index that may be negative.
 FOLDED: dict[str, Callable[..., Any]] = {
     "lt": operator.lt,
     "add": operator.add,
@@ -239,7 +239,7 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
 
 
 def _keeps_apart(m: Image, u: Value) -> bool:
-    """Whether it comes from elsewhere, or is a statistic of columns beside others, as in a norm of each head."""
+    """Whether it comes from elsewhere, or is a statistic of some columns, as in a norm of each head."""
     if not m.product.bit & u.before:
         return True
     repeats = u.axes("repeats")

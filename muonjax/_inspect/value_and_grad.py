@@ -137,5 +137,5 @@ def _check_differentiable(call: str, params: Any) -> None:
 
 
 def _is_traced(leaf: Any) -> bool:
-    """Whether a result depends on a trace; all others, arrays or not, are kept beside it."""
+    """Whether a result depends on a trace; all others, arrays or not, are kept separately."""
     return isinstance(leaf, Tracer)

@@ -185,7 +185,7 @@ class Side:
     def is_parameter(self) -> bool:
         """Whether it is made of parameters alone. One that is repeated for each example is a learned input.
 
-        Of two factors of a matrix, each repeats along the axis of the other.
+        Each of two factors of a matrix repeats along the axis of the other.
         """
         along = zip(*(t.layout.axes for t in self.value.terms), strict=True)
         runs = ({a.axis for atoms in found for a in atoms} for found in along)

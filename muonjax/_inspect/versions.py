@@ -1,6 +1,6 @@
 """What differs between versions of JAX in the parameters of equations that contain a jaxpr.
 
-Everything that reads or extends such parameters stands here; no module of `jax._src` is imported.
+Everything that reads or extends such parameters is here; no module of `jax._src` is imported.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Walk:
         self.read: set[int] = set()  # products with columns of which labels choose one
         self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
         self.summed_slices: dict[int, set[int]] = defaultdict(set)  # axes whose products are added up
-        # Of a parameter, the products in its own scale, as bits.
+        # For each parameter, the products in its scale, as bits.
         self.scales: dict[int, int] = defaultdict(int)
         self.entrywise: dict[int, tuple[Image, ...]] = {}  # products of two activations entry by entry
         for k, x in enumerate(graph.parameters):
@@ -69,7 +69,7 @@ class Walk:
         return self.graph.shape(value)
 
     def known(self, value: int) -> Any:
-        """The number that stands in the program, if one does."""
+        """The number that the program contains, if it does."""
         return self.graph.known.get(value)
 
     def counter(self, value: int, size: int) -> Any:

@@ -37,7 +37,7 @@ class TwoPasses:
     Attributes:
       whole: f, with the mesh axes that shard the columns (default: none).
       first: x -> a small tree of arrays.
-      between: Of many of these, from matrices of any sizes.
+      between: Works on many of these, from matrices of any sizes.
       second: x and its own -> f(x).
     """
 
@@ -66,7 +66,7 @@ def map_groups(
 
     Args:
       f: [*batch, m, n] -> [*batch, m, n], each matrix on its own; f(x.mT) = f(x).mT.
-      matrices: Of any sizes.
+      matrices: Matrices of any sizes.
 
     Returns:
       One array for each input, of the same shape and dtype.

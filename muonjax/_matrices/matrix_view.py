@@ -42,7 +42,7 @@ class FusedDimensionNumbers(NamedTuple):
         which must sum to it: (32, 8, 8) for the queries, keys and values of 32 heads that share 8 key heads.
       axis: The axis that is cut; one of the two above.
       repeats: How often the sequence of parts repeats along the axis: as many times as there are heads where query, key
-        and value of each head stand together. All stretches of one part are one matrix.
+        and value of each head follow each other. All stretches of one part are one matrix.
 
     Raises:
       ValueError: while tracing, if the parts do not fit a leaf; naming its shape.
@@ -53,7 +53,7 @@ class FusedDimensionNumbers(NamedTuple):
       >>> print(muonjax.tabulate({"w": jnp.ones((8, 24))}, {"w": qkv}).splitlines()[2])
       w     8×24   Muon     3 of 8×8  given
 
-    Source: K. Jordan, "Muon", 2024: query, key and value apart.
+    Source: K. Jordan, "Muon", 2024: query, key and value separately.
     """
 
     reduction_axis: Sequence[int] | int = 0

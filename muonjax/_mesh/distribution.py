@@ -126,7 +126,7 @@ class OnMesh(NamedTuple):
 
     Attributes:
       mesh: With devices, or that of the leaves' own types.
-      specs: Of each chosen leaf.
+      specs: The spec of each chosen leaf.
       explicit: Whether the leaves' own types say it, and not the user.
     """
 

@@ -33,7 +33,7 @@ def state_shardings(
       tx: Any Optax transformation.
       params: Arrays or `jax.ShapeDtypeStruct`s.
       distribution: How the parameters are sharded. None: as the arrays are.
-      memory_kind: Of the arrays like a parameter, and the scales of int8 momentum: "pinned_host" is the host's memory
+      memory_kind: For the arrays like a parameter, and the scales of int8 momentum: "pinned_host" is the host's memory
         (see `muonjax.offload`), None the device's. Counters and other small arrays stay on the device.
 
     Returns:

@@ -38,7 +38,7 @@ def mcsgn(
         iteration diverges or converges to something else, which is noticed only if they make the trace negative.
       coefficients: Rows (a, b, c), one for each step. Default: converged, as in `msign`.
       num_steps: How many rows to run, as in `msign`.
-      precision: Of the products, as in `jax.numpy.matmul`.
+      precision: That of the products, as in `jax.numpy.matmul`.
 
     Returns:
       [*batch, n, n], the dtype of x. Zero for a zero matrix, with a zero gradient; NaN where tr(X²) <= 0,

@@ -35,7 +35,7 @@ def msign(
     - `"polynomial"`: the exact derivative of the polynomial that ran, for any coefficients, number of steps
       and rank. Its backward pass keeps X alone, and its memory does not grow with the steps.
     - `"polar"`: the derivative of the exact polar factor, for full rank: the cheapest for wide and tall
-      matrices, and the one to use where a truncated polynomial stands for the polar factor. At a
+      matrices, and the one to use where a truncated polynomial replaces the polar factor. At a
       rank-deficient matrix the polar factor has no derivative; the result is then finite, but right only for
       cotangents in the range of X.
     - `"autodiff"`: JAX's own, through all steps; keeps every step's intermediates. The reference of the other
@@ -51,7 +51,7 @@ def msign(
       gradient: Which derivative; see above.
       polish: The number of steps that the polar mode adds to a truncated value, for its derivative only; 0 or
         more. Three Polar Express steps need 3 for an error of 0.1 %, five need 2.
-      precision: Of the products, as in `jax.numpy.matmul`. The default holds float32 to float32 on
+      precision: That of the products, as in `jax.numpy.matmul`. The default holds float32 to float32 on
         accelerators that would otherwise round to TF32 or bfloat16.
 
     Returns:

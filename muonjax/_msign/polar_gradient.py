@@ -89,7 +89,7 @@ def lyapunov(
     $$\operatorname{sign}\begin{bmatrix} P & K \\ 0 & -P \end{bmatrix}
       = \begin{bmatrix} I & 2Z \\ 0 & -I \end{bmatrix}$$
 
-    by the same odd polynomials, on blocks: E skew beside P symmetric, so that the 2m x 2m matrix is never formed.
+    by the same odd polynomials, on blocks: E skew and P symmetric, so that the 2m x 2m matrix is never formed.
     Its square is [[S, F], [0, S]] with S = P^2 and F = P E - E P; and since the next E is skew, so that any other
     part of it is rounding, all that it takes of F is W = P F - F P:
 

@@ -36,7 +36,7 @@ def sylvester(
         $(\operatorname{tr} A^2 + \operatorname{tr} B^2)^{1/2}$.
       b: [*batch, n, n], the same.
       c: [*batch, m, n].
-      precision: Of the products, as in `jax.numpy.matmul`.
+      precision: That of the products, as in `jax.numpy.matmul`.
 
     Returns:
       X, [*batch, m, n]. Wrong, without notice, where a or b has an eigenvalue that is not positive.

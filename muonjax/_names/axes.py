@@ -83,7 +83,7 @@ def _kernel(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     return MuonDimensionNumbers(one_or_several(inputs), one_or_several(outputs)) if outputs else None
 
 
-# Of projections and output, d features, h heads of size s: Flax, axlearn, Gemma's einsums.
+# The axes of projections and output, d features, h heads of size s: Flax, axlearn, Gemma's einsums.
 _ORDERS = (("dhs", "hsd"), ("dhs", "dhs"), ("hds", "hsd"))
 
 

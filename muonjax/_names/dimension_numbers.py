@@ -1,4 +1,4 @@
-"""Decide by names which parameters go to Muon and as which matrices: from paths, shapes and what is beside a leaf.
+"""Decide by names which parameters go to Muon and as which matrices: from paths, shapes and the leaves next to a leaf.
 
 The evidence, in this order; what comes first decides:
 
@@ -112,7 +112,7 @@ def dimension_numbers(
     Sources: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982), whose published example gives
     Muon every matrix but the embedding and the head; GLM-5 team, "GLM-5" (arXiv 2602.15763), on Muon Split; Zhang et
     al. (arXiv 2605.08933) compare whole matrices, groups of heads and single heads; Jordan, "Muon" (2024), on
-    convolutions, and on query, key and value apart.
+    convolutions, and on query, key and value separately.
     """
     arrays = parameters_of(params)
     return numbers_tree(*routes(arrays, rules=rules, attention=attention, layers=params))

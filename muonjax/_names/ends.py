@@ -8,7 +8,7 @@ The name of `lm_head` is enough (`roles`). Any other dense layer is a head where
 and sizes confirm it:
 
   3. no other parameter takes what it gives, alone or in a concatenation;
-  4. it gives what the model takes: it is [d, vocabulary] beside a table [vocabulary, d], or an autoencoder's last.
+  4. it gives what the model takes: it is [d, vocabulary] next to a table [vocabulary, d], or an autoencoder's last.
 
 A layer that only names or only sizes speak for stays with Muon. A warning lists it, and every leaf that only its
 position or an ambiguous name gives to Adam.
@@ -118,7 +118,7 @@ def _depthwise(
 
 
 def _input_channels(p: Parameter, numbers: DimensionNumbers | None) -> int:
-    """The channels that a convolution's window sees; 0 for what is none."""
+    """The channels that a convolution's window sees; 0 for other leaves."""
     if p.role is roles.CONVOLUTION and len(p.shape) == 2:
         # (window, channels), as a temporal convolution has it
         return int(numbers is not None and min(p.shape) <= 8 and 8 * min(p.shape) <= max(p.shape))

@@ -31,7 +31,7 @@ _TABLE = r"\w*(vocab|position|pos)\w*"
 def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool = True) -> None:
     """Raises TypeError for a module or an optimizer in place of parameters, and for what is no array among them.
 
-    Warns of other collections beside them.
+    Warns of other collections next to them.
     """
     kind = type(params).__name__
     if callable(getattr(params, "dimension_numbers", None)):

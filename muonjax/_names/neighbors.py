@@ -41,7 +41,7 @@ class Neighbors:
         self.outputs_first = self._are_outputs_first(parameters)
 
     def bias(self, p: Parameter) -> Shape | None:
-        """The shape of the bias beside a weight, on one layer's axes."""
+        """The shape of the bias of a weight, on one layer's axes."""
         shape = self._biases.get(module(p.path))
         if shape and (len(shape) > 2 or (shape[1:] == (1,) and is_weight(p))):
             # (16, 1, 1) is a convolution's in PyTorch's order.

@@ -149,7 +149,7 @@ _ANYWHERE = (
     (CONVOLUTION, r"\w*conv\w*"),
 )
 
-_OF_STATE_SPACE = ("A_log", "Lambda", "Lambda_re", "log_step", "log_dt")  # beside them, a letter is one too
+_OF_STATE_SPACE = ("A_log", "Lambda", "Lambda_re", "log_step", "log_dt")  # next to them, a letter is one too
 
 _ADAPTER = r"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
 _DENSE = (
@@ -159,7 +159,7 @@ _DENSE = (
 
 
 def read_roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
-    """Reads the role of every path of a tree. Neighbors matter: `out` is an attention's only beside a query or a key.
+    """Reads the role of every path of a tree. Neighbors matter: `out` is an attention's only next to a query or a key.
 
     >>> [role.name for role in read_roles([("Dense_0", "kernel"), ("Dense_0", "bias"), ("ln_f", "scale")])]
     ['dense', 'bias', 'scale']

@@ -101,7 +101,7 @@ def polar_express(
       safety: Every step but the last is evaluated at s / `safety`, so that rounding that lifts a singular
         value above the interval can't grow without bound; in [1, 2]. The last step stays plain: nothing
         follows it, and dividing it would keep the whole schedule from converging.
-      degrees: Of each step's polynomial, 3 or 5; None: all quintics. A cubic saves a product and gains half as
+      degrees: The degree of each step, 3 or 5; None: all quintics. A cubic saves a product and gains half as
         many digits: it comes between two numbers of quintics.
 
     Returns:

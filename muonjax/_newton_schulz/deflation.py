@@ -68,7 +68,7 @@ _TOLERANCE = 0.025
 # rounding errors of A = X X^H in float32.
 _RIDGE = 1e-6
 
-# Of steps whose product is about R^(-1/2), for eigenvalues of R from 1e-4 to 1.
+# Steps whose product is about R^(-1/2), for eigenvalues of R from 1e-4 to 1.
 _POLYNOMIALS = never_above_one(polar_express(5, lower=1e-2))
 
 
@@ -119,7 +119,7 @@ def shrink_dominant(gram: Inexact[Array, "*batch m m"], rank: int, platform: str
     Args:
       gram: A = X X^H, in float32 or wider, with entries of moderate size.
       rank: k, in 1..m.
-      platform: Of the device.
+      platform: The platform of the device.
     """
     start = _like(gram[..., :rank], random_start(gram.shape[-1], rank))
     v = _dominant_subspace(lambda v: dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
@@ -150,7 +150,7 @@ def _map_to_one_target(
     d = identity_like(inverse_sqrt) - scaled(inverse_sqrt, target)
 
     # Where U spans the other directions, A is small: U^H (A V - V H) is about -(U^H V) H. So the sines U^H V times D,
-    # the error of W, are about -U^H (A V - V H) D H^-1 (D commutes with H). W has them twice, beside its diagonal.
+    # the error of W, are about -U^H (A V - V H) D H^-1 (D commutes with H). W has them twice, off its diagonal.
     residual = dot(scaled(av - dot(v, h), inverse_bound), dot(d, inverse))
     return h, scaled(d, jnp.minimum(1, _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual)))
 

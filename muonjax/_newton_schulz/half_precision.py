@@ -115,13 +115,13 @@ class _Products(NamedTuple):
 def first_pass(
     x: jax.Array, settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...] = ()
 ) -> Sketch | None:
-    """What the deflation of x [*batch, m, n] begins with; None where there is none."""
+    """What the deflation of x [*batch, m, n] begins with; None if it has no deflation."""
     rank = min(settings.deflation, x.shape[-2] // 8)
     return sketch(x.astype(jnp.float32), rank, policy.finer_half, axis_name) if rank else None
 
 
 def between(sketches: Sequence[Sketch | None], policy: Policy) -> list[Shrinking | None]:
-    """Of what `first_pass` gave, for any number of arrays."""
+    """The second pass over what `first_pass` gave, for any number of arrays."""
     found = iter(shrinkings([s for s in sketches if s is not None], policy.finer_half))
     return [None if s is None else next(found) for s in sketches]
 
@@ -181,7 +181,7 @@ def _steps(
     """The polynomials on z up to the last product: Q and z', the result being Q z'.
 
     Args:
-      basis: Of directions that have been shrunk to about the same size.
+      basis: Directions that have been shrunk to about the same size.
       fused: As `fused_steps` gives it.
     """
     number, dtype = fused
@@ -276,7 +276,7 @@ def _fused_map(
         once = products.symmetric(q, y=r, c=r)  # (1 + Q) R
         r = products.symmetric(once, y=q, c=once)
         q = _map(products, r, row, square, 1.0).astype(dtype)
-        # XLA for GPUs would join this product with that of the next step, for both multiply by q, and copy the others.
+        # XLA for GPUs would join this product with that of the next step, as both multiply by q, and copy the others.
         apart = jax.lax.optimization_barrier(q)
         total = products.symmetric(apart, y=total, c=total).astype(jnp.float32) + q.astype(jnp.float32)
         square = row[0] ** 2 * square

@@ -85,7 +85,7 @@ def _polynomial(
     product: SymmetricProduct,
     diagonal: Bool[Array, "*batch m m"],
 ) -> Inexact[Array, "*batch m m"]:
-    """P times the scale; I as the mask `diagonal`, for XLA would keep a I for each a, computed before a loop."""
+    """P times the scale. I is the mask `diagonal`, since XLA would keep a I for each a, computed before a loop."""
     (a, b, c), (r, r2, inverse_bound, scale) = row, normalized
     p = scaled(r, scale * b * inverse_bound)
     own = scale * a

@@ -25,8 +25,8 @@ def below_one(
 ) -> tuple[Inexact[Array, "*batch m n"], Bool[Array, "*batch 1 1"]]:
     """x with entries below 1 (a zero matrix with ones), and whether it is not zero.
 
-    A zero matrix becomes the identity, for its result is to be multiplied by zero: derivatives at zero overflow. It is
-    added, for XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
+    A zero matrix becomes the identity, as its result is to be multiplied by zero: derivatives at zero overflow. It is
+    added, because XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
     """
     largest = _largest_entry(x, axis_name)
     nonzero = largest != 0
@@ -40,11 +40,11 @@ def power_of_two_scale(
     """The power of two that brings the largest entry of each matrix into [0.5, 1).
 
     Multiplying by it is exact. Zero (and what counts as zero in every product: subnormal numbers), inf and NaN take
-    the scale of 1. The two largest binades of the dtype end below 4, for what would bring them lower is no normal
+    the scale of 1. The two largest binades of the dtype end below 4, as what would bring them lower is no normal
     number. A constant for differentiation: what follows is invariant to positive scaling.
 
     Args:
-      x: Of float32, float64 or complex.
+      x: Matrices in float32, float64 or complex.
       axis_name: Mesh axes over which each matrix is cut.
     """
     return _scale_of_largest(_largest_entry(x, axis_name))
@@ -55,7 +55,7 @@ def _scale_of_largest(largest: Float[Array, "*batch 1 1"]) -> Float[Array, "*bat
     info = jnp.finfo(largest.dtype)
     largest = jnp.where((largest >= info.tiny) & (largest < jnp.inf), largest, jnp.ones_like(largest))
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32 if info.bits == 32 else jnp.int64)
-    # Of bits alone: `ldexp` and `frexp` are a page of code, compiled into everything that reads x.
+    # By bits alone: `ldexp` and `frexp` are a page of code, compiled into everything that reads x.
     bias = info.maxexp - 1
     exponent = jnp.maximum(2 * bias - 1 - (bits >> info.nmant), 1)
     return jax.lax.bitcast_convert_type(exponent << info.nmant, largest.dtype)
@@ -66,7 +66,7 @@ def _largest_entry(
 ) -> Float[Array, "*batch 1 1"]:
     """The largest absolute value of each matrix (complex: of real and imaginary parts); a constant to derivatives."""
     x = jax.lax.stop_gradient(x)
-    # Of a complex entry the larger part, for its absolute value can overflow.
+    # The larger part of a complex entry, because its absolute value can overflow.
     entries = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if jnp.iscomplexobj(x) else jnp.abs(x)
     largest = jnp.max(entries, axis=(-2, -1), keepdims=True)
     return jax.lax.pmax(largest, axis_name) if axis_name else largest
@@ -94,7 +94,7 @@ def normalize(
     """The Gram matrix A divided by an upper bound of its largest eigenvalue: its trace or its Schatten norm.
 
     The Schatten-8 norm of X: with A = f B, f = ||A||_F, no eigenvalue of A is above f ||B^2||_F^(1/2). ||B^2||_F^2 is
-    the sum of the fourth powers of B's eigenvalues. Of all but the largest, some of it is known and subtracted:
+    the sum of the fourth powers of B's eigenvalues. A part of it, of all but the largest, is known and subtracted:
     `other_fourth_powers` / f^4. What is left is that of the largest at least, and 1/m of the sum.
 
     Args:

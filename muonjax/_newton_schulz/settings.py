@@ -23,7 +23,7 @@ _ACCURATE = polar_express(12, lower=1e-5)
 
 
 class _Presets(type):
-    """Names the presets where one is asked for that is none."""
+    """Names the presets if another name is asked for."""
 
     def __getattr__(cls, name: str) -> Any:
         raise AttributeError(f"NewtonSchulz has no preset {name!r}; there are accurate, balanced, fast.")

@@ -37,10 +37,10 @@ from muonjax._newton_schulz.coefficients import never_above_one, polar_express
 from muonjax._newton_schulz.deflation import random_start
 from muonjax._newton_schulz.normalization import power_of_two_scale
 
-# Of the bounded root. One stage less raises the mean polar error on recorded spectra to the power 1.39 by 0.03.
+# For the bounded root. One stage less raises the mean polar error on recorded spectra to the power 1.39 by 0.03.
 _STAGES, _LOWER = 4, 2e-2
 
-# What stays of each direction, at least. Of exact low rank t is no more than 1 / 217 of the largest singular value. The
+# What stays of each direction, at least. At exact low rank t is no more than 1 / 217 of the largest singular value. The
 # errors of float16, 2^-11 at most of that value in each of P, C and X, must be a small part of what is left, or the
 # steps lift them to 1: of 24 x 24 of rank one, 1 / 217 was too little. More costs accuracy where t is small.
 _KEPT = 2**-9
@@ -104,7 +104,7 @@ def sketch(x: jax.Array, rank: int, dtype: jnp.dtype, axis_name: tuple[str, ...]
 
 
 def shrinkings(sketches: Sequence[Sketch], dtype: jnp.dtype) -> list[Shrinking]:
-    """W of each; the small matrices of all in one batch, for each operation on them is a launch."""
+    """W of each, with the small matrices of all in one batch, because each operation on them is a launch."""
     ys = [dot(s.y, root) for s, (root, _) in zip(sketches, _roots([s.h for s in sketches]), strict=True)]
     roots = _roots([dot.of_adjoint(y, y) for y in ys])
     found = []
@@ -129,12 +129,12 @@ def shrink(x: jax.Array, w: Shrinking, dtype: jnp.dtype) -> jax.Array:
 
 
 def _sums(dtype: jnp.dtype) -> MatrixProduct:
-    """Of rounded operands, in float32."""
+    """The product of rounded operands, in float32."""
     return MatrixProduct(dtype.name, None)
 
 
 def _product(dtype: jnp.dtype) -> MatrixProduct:
-    """Of rounded operands; in float16 rounded as well, which saves a pass over it."""
+    """The product of rounded operands; in float16 rounded as well, which saves a pass over it."""
     return MatrixProduct(dtype.name, None, dtype.name if dtype == jnp.float16 else None)
 
 

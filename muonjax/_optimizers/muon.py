@@ -164,7 +164,7 @@ def normuon(
 
     Args:
       learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` begin at two to four times AdamW's.
-      neuron_decay: Of the running mean square of each neuron, in [0, 1).
+      neuron_decay: Decay of the running mean square of each neuron, in [0, 1).
       rms: Root mean square of an update before the learning rate (see `match_rms`), > 0.
 
     Returns:
@@ -201,10 +201,10 @@ def muonh(
     step is an angle. Matrices must not start from zero.
 
     Args:
-      learning_rate: Of the matrices: the length of a step in units of the weight's norm, a number or a schedule, >= 0;
+      learning_rate: For matrices: the length of a step in units of the weight's norm, a number or a schedule, >= 0;
         0.01 to 0.02 is usual.
-      adam_learning_rate: Of all other leaves, for `optax.adamw` with b2 = 0.95 and no weight decay. Needed where `adam`
-        is not given, for `learning_rate` has another unit.
+      adam_learning_rate: For all other leaves, by `optax.adamw` with b2 = 0.95 and no weight decay. Needed if `adam`
+        is not given, because `learning_rate` has another unit.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.

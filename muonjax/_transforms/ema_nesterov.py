@@ -59,7 +59,7 @@ def ema_nesterov(
       beta: A number in [0, 1), or a schedule; at the step `t`, counted from 0, the gradient is taken at `beta(t)`. The
         authors' record has 0.3 to 0.6 times the learning rate over its maximum, and 0 in the first tenth or so of the
         steps and in the last quarter: with 3125 steps `jnp.where((500 <= t) & (t < 2400), 0.6 * rate(t) / top, 0.0)`.
-      decay: Of m, in [0, 1).
+      decay: The decay of m, in [0, 1).
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is an `EmaNesterovState`.

@@ -56,8 +56,8 @@ def hyperball(
         W <- R normalize(W - learning_rate R normalize(O)),    normalize(X) = X / ||X||_F
 
     It takes the place of `optax.scale_by_learning_rate`, at the end of the chain; only `qk_clip` may follow. The norm
-    is that of each whole matrix, on every mesh. No weight decay and no `match_rms` belong beside it: the norm of a
-    weight can't decay, and the length of O does not count. Everything else of a chain may stand before it,
+    is that of each whole matrix, on every mesh. Add no weight decay and no `match_rms`: the norm of a
+    weight can't decay, and the length of O does not count. Everything else of a chain may come before it,
     `normalize_neurons` too.
 
     R is kept in the state, so that the rounding of thousands of steps in bfloat16 does not add up: the norm stays
@@ -132,7 +132,7 @@ def _wide(leaf: Any, view: MatrixView) -> Inexact[Array, "*split"]:
 
 
 def _mean(x: Float[Array, "*split"], view: MatrixView) -> Float[Array, "*#split"]:
-    """Of each matrix, with axes of size 1 for rows and columns."""
+    """The mean of each matrix, with axes of size 1 for rows and columns."""
     return jnp.mean(x, (*view.reduction_axes, *view.output_axes), keepdims=True)
 
 

@@ -35,7 +35,7 @@ def metrics(state: Any) -> dict[str, Any]:
 
     Returns:
       A dictionary of Python floats; it waits for the step that computes them. Inside of `jit` it is one of float32
-      arrays. NaN stands for what was not measured yet. A state that keeps nothing of this gives an empty dictionary.
+      arrays. NaN means that it was not measured yet. A state that keeps nothing of this gives an empty dictionary.
 
     Example:
       >>> import jax.numpy as jnp, muonjax

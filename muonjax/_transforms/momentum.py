@@ -58,7 +58,7 @@ def trace(
     Args:
       decay: In [0, 1).
       nesterov: Return G + decay M instead of M.
-      accumulator_dtype: Of M; None is the parameter's. `muonjax.cast_momentum` converts a state.
+      accumulator_dtype: The dtype of M; None is the parameter's. `muonjax.cast_momentum` converts a state.
       distribution: As in `orthogonalize`; with it, or with explicit axis types, blocks that would cross a shard are
         refused. They would need collectives.
 
@@ -152,7 +152,7 @@ def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
 
 
 def block_size(length: int) -> int:
-    """Of an axis of this length: its largest divisor from 64 to 128, so that no block is cut; else the whole axis."""
+    """The largest divisor of the length from 64 to 128, so that no block is cut; else the whole axis."""
     return next((size for size in range(min(length, 128), 63, -1) if length % size == 0), max(length, 1))
 
 

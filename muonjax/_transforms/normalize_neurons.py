@@ -56,7 +56,7 @@ def normalize_neurons(
     the size of the gradient.
 
     Args:
-      decay: Of the running mean, in [0, 1).
+      decay: The decay of the running mean, in [0, 1).
       eps: Added to the root, > 0.
       dimension_numbers: As in `orthogonalize`. The neurons are the output axes; each matrix of a stacked leaf has its
         own.
@@ -73,7 +73,7 @@ def normalize_neurons(
       >>> tx = muonjax.normalize_neurons()
       >>> updates = {"w": jnp.array([[3.0, 0.1], [4.0, 0.2]])}
       >>> updates, state = tx.update(updates, tx.init(updates))
-      >>> [round(float(norm), 3) for norm in jnp.linalg.norm(updates["w"], axis=0)]  # both neurons alike
+      >>> [round(float(norm), 3) for norm in jnp.linalg.norm(updates["w"], axis=0)]  # both neurons have it
       [3.539, 3.539]
       >>> state.second_moment["w"].shape
       (1, 2)
@@ -85,7 +85,7 @@ def normalize_neurons(
 
     def init(params: optax.Params) -> NormalizeNeuronsState:
         pieces = matrix_pieces(dimension_numbers, params, call="normalize_neurons")
-        # Of a `jax.ShapeDtypeStruct`, too.
+        # This works for a `jax.ShapeDtypeStruct` too.
         leaves = [x if isinstance(x, jax.Array) else jnp.zeros_like(x) for x in jax.tree.leaves(params)]
         # By a sum like that of `update`, so that with explicit axis types they are sharded as it returns them.
         moments = [

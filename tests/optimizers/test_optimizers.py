@@ -353,23 +353,6 @@ def test_tree_map_params():
     assert "other" in leaves
 
 
-@pytest.mark.thorough
-def test_chain_multi_steps_masked_partition_and_if_finite():
-    muon = muonjax.muon(0.01, newton_schulz=SHORT)
-    only_mlp = {"embed": False, "attention": False, "mlp": True}
-    labels = {"embed": "frozen", "attention": "muon", "mlp": "muon"}
-    for tx in (
-        optax.chain(optax.clip_by_global_norm(1.0), muon),
-        optax.MultiSteps(muon, 2),
-        optax.masked(muon, only_mlp),
-        optax.partition({"muon": muon, "frozen": optax.set_to_zero()}, labels),
-        optax.apply_if_finite(muon, 3),
-    ):
-        tree, _ = run(tx, params(), steps=2)
-        assert np.isfinite(tree["mlp"]["kernel"]).all()
-        assert not np.array_equal(tree["mlp"]["kernel"], params()["mlp"]["kernel"])
-
-
 def test_multi_steps_is_the_mean_gradient():
     many, _ = run(optax.MultiSteps(muonjax.muon(0.01, newton_schulz=SHORT), 2), params(), steps=2)
     tx = muonjax.muon(0.01, newton_schulz=SHORT)

@@ -1,0 +1,41 @@
+"""Pages, docstrings and comments are in whole sentences: the telegraphic kinds that a pattern can find."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SOURCES = [path for top in ("muonjax", "pallas_kernels", "examples") for path in (ROOT / top).rglob("*.py")]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+# Not yet rewritten; the test fails for one that is.
+LATER = {
+    "muonjax/_common/trees.py",
+    "muonjax/_inspect/certificate.py",
+    "muonjax/_inspect/values.py",
+    "muonjax/_mesh/owner_loop.py",
+    "muonjax/_mesh/rounds.py",
+    "muonjax/_mesh/sharded_map.py",
+    "muonjax/_mesh/shards.py",
+    "muonjax/_msign/unit_norm.py",
+    "muonjax/_newton_schulz/settings.py",
+}
+TELEGRAPHIC = re.compile(
+    r"(?:^|[.:] |- )(?:Of|Who) .*|.*(?<!there )\b(?:is|are) none\b.*", flags=re.MULTILINE
+)
+
+
+def prose(path: pathlib.Path) -> str:
+    text = path.read_text()
+    if path.suffix == ".md":
+        return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    return "\n".join([*(ast.get_docstring(node) or "" for node in nodes), *re.findall(r"# (.*)", text)])
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *PAGES], ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_sentences_are_whole(path):
+    found = TELEGRAPHIC.findall(prose(path))
+    assert bool(found) == (path.relative_to(ROOT).as_posix() in LATER), found
