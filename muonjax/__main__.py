@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield f"{report['device']} ({report['platform']}), {report['date']}; {versions}"
-    yield "\nErrors beside float64: of polar factors the root mean square, of symmetric products relative"
+    yield "\nErrors against float64: of polar factors the root mean square, of symmetric products relative"
     for row in report["checks"]:
         found = row.get("reason") or f"{row['error']:.2g} (at most {row['stated']:.2g})"
         yield f"  {_mark(row)}{row['check']}: {found}"

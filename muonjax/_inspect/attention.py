@@ -147,7 +147,7 @@ class _Finder:
         return Call(line, spans, self._probe(), layers.pop(), first.index, first.entries, images=images)
 
     def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
-        """Keys of the heads' own; and those that all heads share, by the features where they stand."""
+        """Keys that each head has for itself; and those that all heads share, by the features that they fill."""
         heads = {d for image in self.query.value.images for d in self.heads(self.query, image.layout)}
         own, shared = [], {}
         for image in self.key.value.images:

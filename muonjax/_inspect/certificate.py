@@ -31,7 +31,7 @@ class _Unproved(Exception):
 
 _MOST = 1 << 22  # entries of a table
 _UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]
-# What moves entries along axes on which nothing depends, or none at all, or changes all of them alike.
+# Operations that move entries along axes on which nothing depends, or none at all, or change all of them equally.
 _SAME = """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
     mesh_cast pvary pcast to_varying device_put name real imag conj stop_gradient neg rev tile pad psum psum2 pmax
@@ -43,7 +43,7 @@ _SEVERAL = frozenset(_OF_SEVERAL.split())
 
 
 def _product(a: np.ndarray, b: np.ndarray, sign: int = 1) -> np.ndarray:
-    """Of two arrays entry by entry, or the quotient."""
+    """The product of two arrays entry by entry, or the quotient."""
     if math.prod(np.broadcast_shapes(a.shape, b.shape)) > _MOST:
         raise _Unproved
     return np.stack([a[0] + sign * b[0], np.minimum(a[1], b[1]), np.maximum(a[2], b[2])])

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 OTHER = -1  # the axis of a run that counts something else: a batch, positions
-# Says where in a longer axis the runs after it stand, as in a concatenation: at `start` of `of`. With the stride -1
-# they stand in the opposite order, with REORDERED in any other.
+# Says where in a longer axis the runs after it are, as in a concatenation: at `start` of `of`. With the stride -1
+# they are in the opposite order, with REORDERED in any other.
 PLACED, REORDERED = -2, -2
 
 
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
       axes: The runs along each axis; their sizes multiply to its size. An axis of one entry has none.
       taken: Runs out of which a constant index or a slice took a part.
       loops: Runs that a loop, a lookup or a batch axis enumerates: every position is visited. What else is there, no
-        run of the origin, tells that they are visited in another order, or other entries beside them.
+        run of the origin, tells that they are visited in another order, or with other entries between them.
     """
 
     axes: tuple[tuple[Atom, ...], ...]
@@ -122,7 +122,7 @@ class Layout(NamedTuple):
         return any(a.axis == PLACED and a.stride for atoms in (*self.axes, self.taken) for a in atoms)
 
     def is_placed(self, axis: int) -> bool:
-        """Whether other entries than the origin's stand beside its runs along an axis."""
+        """Whether an axis has entries next to the runs of the origin that are not the origin's."""
         return self.axes[axis][:1] != () and self.axes[axis][0].axis == PLACED and bool(self.atoms([axis]))
 
     def resize(self, shape: Sequence[int]) -> Layout:

@@ -115,7 +115,7 @@ def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     """Repeated along the axes where it has one entry: operations entry by entry do so by themselves."""
     if old == shape or not (x.depends_on or x.marks):
         return x
-    beside = old or [-1] * len(shape)  # a scalar beside an array
+    beside = old or [-1] * len(shape)  # a scalar next to an array
     return x.repeated(old, [k if n == shape[k] else None for k, n in enumerate(beside)], shape)
 
 

@@ -163,7 +163,7 @@ class Side:
         self.value, self.operand = value, operand
         self.summed, self.batch = tuple(summed), tuple(batch)
         self.given = tuple(a for a in range(rank) if a not in self.summed and a not in self.batch)
-        # Of each axis of the product, its axis, if it is one of this operand.
+        # For each axis of the product, the axis of this operand that it comes from, if any.
         self.sources: Sequence[int | None] = ()
         self.shape: tuple[int, ...] = ()  # of the product
 

@@ -98,7 +98,7 @@ class Assignment(NamedTuple):
     """Which owner orthogonalizes which matrices.
 
     Attributes:
-      rounds: Of all groups.
+      rounds: The rounds of all groups.
       seconds: Predicted for the busiest device, the exchange included: for an H100 and its links to the same node.
     """
 

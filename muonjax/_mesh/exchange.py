@@ -53,7 +53,7 @@ def map_on_mesh(
       on_mesh: How the leaves are sharded.
       f: [*batch, m, n] with m <= n, and the mesh axes that shard the columns -> the same shape and dtype.
       leaves: Arrays.
-      views: Of each leaf.
+      views: The view of each leaf.
       dtypes: In which each leaf is exchanged.
       policy: For the mesh's devices.
       call: The public function, for errors.
@@ -103,8 +103,8 @@ def exchange(
     Args:
       f: Takes matrices with m <= n.
       blocks: This device's block of each leaf.
-      views: Of each leaf.
-      rounds: Of all leaves.
+      views: The view of each leaf.
+      rounds: The rounds of all leaves.
       policy: The policy for the devices.
 
     Returns:

@@ -38,9 +38,9 @@ class UnitLayout(NamedTuple):
     """Shape and sharding of a unit.
 
     Attributes:
-      view: Of the unit, as its owner sees it.
+      view: The unit as its owner sees it.
       tall: Whether its matrices must be transposed to have m <= n.
-      local_shape: Of the block that one device stores, its axes in the leaf's order.
+      local_shape: The shape of the block that one device stores, its axes in the leaf's order.
       gathered: For each of these axes, the mesh axes over which the owner gathers it.
     """
 
@@ -68,7 +68,7 @@ class ExchangeGroup(NamedTuple):
       exchange: Mesh axes of the all-to-all.
       replicas: Mesh axes over which the leaves are replicated and the work on them is divided.
       tensor: Mesh axes over which a matrix stays sharded, along its longer side, while its owners work on it.
-      dtype: Of what is exchanged.
+      dtype: The dtype of what is exchanged.
     """
 
     exchange: Axes

@@ -93,6 +93,6 @@ def unit_norm(
 ) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch 1 1"]]:
     """x / r and 1 / r with r^2 = `square(x)`, |x|_F^2 by default; both 0 for a zero matrix, as are their gradients."""
     is_zero = jnp.all(x == 0, axis=(-2, -1), keepdims=True)
-    # Not `square > 0`: a NaN must take the branch that keeps it, and a square that is none becomes one.
+    # Not `square > 0`: a NaN must take the branch that keeps it, and the square of a zero matrix becomes 1.
     inverse = jnp.where(is_zero, 0.0, lax.rsqrt(jnp.where(is_zero, 1.0, square(x))))
     return x * inverse, inverse

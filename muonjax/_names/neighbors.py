@@ -1,4 +1,4 @@
-"""Read from the parameters beside a leaf what it does not show itself: its bias, its attention, its stack of layers.
+"""Read from the parameters next to a leaf what it does not show itself: its bias, its attention, its stack of layers.
 
 In a stack of layers, as `nn.scan` or `nnx.vmap` make it, every parameter below the scanned module has one axis more
 than a layer's, at the same position and of the same size. A norm's scale (L, d), a bias whose shape is not the end of

@@ -15,7 +15,7 @@ from flax import errors, nnx
 from flax import linen as nn
 
 import muonjax
-from tests.inspect.attention import layer, tokens, unstacked, weights
+from tests.inspect.attention import attend, layer, tokens, unstacked, weights
 from tests.tools.oracles import SHORT
 
 pytestmark = pytest.mark.promotes("the functions are written as people write them")
