@@ -1108,3 +1108,18 @@ def layers_as_a_pipeline(p, x):
 
     y, logits = on_two_devices(local, dict.fromkeys(p, P("m")), P(), (P("m"), P("m")))(layers, x)
     return jnp.mean(y), logits.reshape(2 * B, H, T, T)
+
+
+@attention(
+    sites="devices of a shard_map have different layers or heads of its parameter", wq=(2, D, D), wk=(2, D, D)
+)
+def layers_that_are_divided(p, x):
+    """Each device has a layer of its own from the start."""
+
+    def local(w, x):
+        q, k = (heads(x @ w[n][0], H) for n in ("wq", "wk"))
+        y, logits = mixed(jax.nn.softmax(logits_of(q, k)), heads(x, H)), logits_of(q, k)
+        return jnp.mean(y**2)[None], logits[None]
+
+    y, logits = on_two_devices(local, dict.fromkeys(p, P("m")), P(), (P("m"), P("m")))(p, x)
+    return jnp.mean(y), logits.reshape(2 * B, H, T, T)
