@@ -152,12 +152,14 @@ def hermitian_part(a: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m 
     return (a + adjoint(a)) / 2
 
 
-def identity_like(a: Inexact[Array, "*batch k k"]) -> Inexact[Array, "*#batch k k"]:
-    """I in the dtype of A; of A's rank, for JAX's strict mode of promotion."""
+def identity_like(a: Inexact[Array, "*batch k k"], small: bool = False) -> Inexact[Array, "*#batch k k"]:
+    """I in the dtype of A; of A's rank, for JAX's strict mode of promotion.
+
+    A `small` one is a constant: XLA's CPU compiler unrolls the comparison of rows and columns, which takes longer than
+    all the rest of a small kernel. Forward derivatives inside of `shard_map` don't take such a constant.
+    """
     k = a.shape[-1]
-    # A small one as a constant: XLA's CPU compiler unrolls the comparison of its rows and columns, which takes longer
-    # than all the rest of a small kernel.
-    eye = jnp.asarray(np.eye(k), a.dtype) if k <= 64 else jnp.eye(k, dtype=a.dtype)
+    eye = np.eye(k, dtype=a.dtype) if small and k <= 64 else jnp.eye(k, dtype=a.dtype)
     return jnp.expand_dims(eye, tuple(range(a.ndim - 2)))
 
 

@@ -116,8 +116,8 @@ def check_distribution(distribution: Any, *, call: str) -> None:
     """Raise unless it is a Distribution or None; a mesh alone does not say how the parameters are sharded."""
     if distribution is not None and not isinstance(distribution, Distribution):
         raise TypeError(
-            f"{call}(distribution={type(distribution).__name__}(...)) must be a Distribution(mesh, specs), which says "
-            "how each parameter is sharded too. Leave it out where the mesh has explicit axis types."
+            f"{call}(distribution={type(distribution).__name__}(...)) must be a muonjax.Distribution(mesh, specs), "
+            "which says how each parameter is sharded too. Leave it out where the mesh has explicit axis types."
         )
 
 

@@ -132,7 +132,7 @@ def shrink_dominant(gram: Inexact[Array, "*batch m m"], rank: int, platform: str
     ps, sp = jnp.concatenate([p, s], axis=-1), jnp.concatenate([s, p], axis=-1)
     removed = symmetric_product_on(platform, ps, y=sp)
     shrunk = _above_rounding(gram) - removed
-    w = identity_like(d) - dot(dot(adjoint(v), v), d)  # V^H W = w V^H
+    w = identity_like(d, small=True) - dot(dot(adjoint(v), v), d)  # V^H W = w V^H
     return Deflation(p, v, shrunk, _other_fourth_powers(dot(dot(w, h), adjoint(w))))
 
 
@@ -147,7 +147,7 @@ def _map_to_one_target(
     # The common target of the k directions: close to the smallest of their singular values, so that none of them is
     # then much larger than the rest.
     target = jax.lax.rsqrt(_mean_of_largest(inverse))
-    d = identity_like(inverse_sqrt) - scaled(inverse_sqrt, target)
+    d = identity_like(inverse_sqrt, small=True) - scaled(inverse_sqrt, target)
 
     # Where U spans the other directions, A is small: U^H (A V - V H) is about -(U^H V) H. So the sines U^H V times D,
     # the error of W, are about -U^H (A V - V H) D H^-1 (D commutes with H). W has them twice, off its diagonal.
@@ -188,7 +188,7 @@ def _dominant_subspace(
 @jax.jit  # one trace for its three uses
 def inverse_root(h: jax.Array) -> jax.Array:
     """Q = h^(-1/2) of positive semidefinite h [*batch, k, k], by products, where h is well conditioned."""
-    eye = identity_like(h)
+    eye = identity_like(h, small=True)
     inverse_bound = inverse_norm(h)
     rows = jnp.asarray(_POLYNOMIALS, h.dtype)
 
@@ -226,7 +226,7 @@ def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batc
     # A masked sum: a strided slice of the flattened matrix does not compile for a TPU.
     diagonal = jnp.sum(jnp.where(on_diagonal(gram), gram.real, 0), -1)
     delta = ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1) + tiny)
-    return gram + scaled(identity_like(gram), delta[..., None, None])
+    return gram + scaled(identity_like(gram, small=True), delta[..., None, None])
 
 
 def _other_fourth_powers(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:

@@ -112,7 +112,7 @@ def shrinkings(sketches: Sequence[Sketch], dtype: jnp.dtype) -> list[Shrinking]:
         exact = dot(y, root)
         v = exact.astype(dtype)
         # 2 - V^H V is the inverse of V^H V up to the square of what rounding and the root leave it off from 1.
-        d = 2 * identity_like(root) - dot.of_adjoint(v.astype(exact.dtype), exact) - shrunk
+        d = 2 * identity_like(root, small=True) - dot.of_adjoint(v.astype(exact.dtype), exact) - shrunk
         found.append(Shrinking(s.scale, s.rounded, v, dot(exact, (1 - _KEPT) * d)))
     return found
 
@@ -169,7 +169,7 @@ def bounded_inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:
     not shrunk below the rounding errors of bfloat16.
     """
     inverse_bound = inverse_norm(h)
-    r, eye = scaled(h, inverse_bound), identity_like(h)
+    r, eye = scaled(h, inverse_bound), identity_like(h, small=True)
     q: Any = None
     for stage, (c0, c1, c2, c3, c4) in enumerate(_quartics()):
         r2 = dot(r, r)

@@ -78,7 +78,7 @@ def test_values_that_are_no_mesh_or_no_spec():
 )
 def test_a_mesh_or_a_tree_of_specs_is_no_distribution(call):
     with pytest.raises(
-        TypeError, match=r"\(distribution=Mesh\(...\)\) must be a Distribution.*\(mesh, specs\)"
+        TypeError, match=r"\(distribution=Mesh\(...\)\) must be a muonjax.Distribution.*\(mesh, specs\)"
     ):
         call(make_mesh(fsdp=8))
     with pytest.raises(TypeError, match=r"\(distribution=dict\(...\)\) must be"):
