@@ -40,7 +40,7 @@ def test_settings_are_checked_when_the_optimizer_is_made():
     with pytest.raises(TypeError, match="must be a NewtonSchulz"):
         muonjax.muon(1e-3, newton_schulz="fast")
     mesh = jax.make_mesh((1,), ("data",))
-    with pytest.raises(TypeError, match="must be a muonjax.Distribution") as error:
+    with pytest.raises(TypeError, match=r"must be a muonjax\.Distribution") as error:
         muonjax.muonclip(1e-3, SITE, distribution=mesh)
     (code,) = calls(str(error.value))
     names = {"muonjax": muonjax, "mesh": mesh, "specs": jax.sharding.PartitionSpec()}
