@@ -32,8 +32,8 @@ def plot(runs: Mapping[str, History], threshold: float | None = None) -> Figure:
     """Draw what the rows of one or several runs have; a notebook shows the figure that is returned.
 
     Args:
-      runs: For each optimizer a row for each step: `muonjax.metrics(state)`, with `loss` and `held_out` where they are
-        known, and `logit/<module>` for logits that no clip has recorded.
+      runs: For each optimizer a row for each `step` or `count`: `muonjax.metrics(state)`, with `loss` and `held_out`
+        where they are known, and `logit/<module>` for logits that no clip has recorded.
       threshold: The threshold of the clip.
     """
     figure, ((loss, logits), (sizes, clips)) = plt.subplots(
@@ -77,9 +77,8 @@ def save(figure: Figure, path: pathlib.Path) -> None:
 
 
 def _plot_logits(axes: Axes, name: str, history: History, color: str) -> None:
-    found = (
-        [key for key in history[0] if key.startswith(prefix)] for prefix in ("logit/", "qk_clip/largest/")
-    )
+    names = history[0] if history else {}
+    found = ([key for key in names if key.startswith(prefix)] for prefix in ("logit/", "qk_clip/largest/"))
     layers = next(filter(None, found), [])
     for i, key in enumerate(layers):
         alpha, label = 0.35 + 0.65 * (i + 1) / len(layers), name if i == len(layers) - 1 else None

@@ -10,11 +10,11 @@ Read it from `Transformer` downwards: the model, the optimizer, one step, the lo
 
 import argparse
 import csv
-import math
 import os
 import pathlib
 import statistics
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import checkpoints
@@ -163,17 +163,26 @@ class Log:
     """metrics.csv: a row for each step, written at once; a resumed run first drops the rows after its checkpoint."""
 
     def __init__(self, path: pathlib.Path, step: int):
-        self.rows = [row for row in plots.read(path) if row["step"] <= step] if step and path.exists() else []
+        self.rows, names = [], []
+        if step and path.exists():
+            self.rows = [row for row in plots.read(path) if row["step"] <= step]
+            names = path.read_text().partition("\n")[0].strip().split(",")
         self._file = path.open("w", newline="")
         self._writer: csv.DictWriter | None = None
-
-    def write(self, row: dict[str, float]) -> None:
-        """Append one step; NaN, for what is not measured yet, leaves its cell empty."""
-        if self._writer is None:
-            self._writer = csv.DictWriter(self._file, row)
-            self._writer.writeheader()
+        if self.rows:
+            self._begin(names)
             self._writer.writerows({**row, "step": int(row["step"])} for row in self.rows)
-        self.rows.append({name: x for name, x in row.items() if x == x})
+            self._file.flush()
+
+    def _begin(self, names: Iterable[str]) -> None:
+        self._writer = csv.DictWriter(self._file, list(names))
+        self._writer.writeheader()
+
+    def write(self, row: dict[str, float | None]) -> None:
+        """Append one step; None, for what is not measured in it, leaves its cell empty."""
+        if self._writer is None:
+            self._begin(row)
+        self.rows.append({name: x for name, x in row.items() if x is not None})
         self._writer.writerow(self.rows[-1])
         self._file.flush()
 
@@ -265,7 +274,7 @@ def run(
         began = time.perf_counter()
         tokens = trainer.layout.batch(text.batch(args.seed, step, args.batch, args.context))
         params, opt_state, loss, logits = trainer.step(params, opt_state, tokens)
-        row = {"step": step + 1, "loss": float(loss), "held_out": math.nan}
+        row = {"step": step + 1, "loss": float(loss), "held_out": None}
         row |= {"learning_rate": float(schedule(step)), "seconds": time.perf_counter() - began}
         done = step + 1
         if done % args.eval_every == 0 or done == args.steps:
@@ -283,11 +292,11 @@ def run(
     return {"params": params, "opt_state": opt_state}, held_out
 
 
-def measured(step: int, opt_state: Any) -> dict[str, float]:
+def measured(step: int, opt_state: Any) -> dict[str, float | None]:
     """What the optimizer's state keeps; the monitor's numbers only in the steps in which it measures."""
     found = muonjax.metrics(opt_state)
     stale = "monitor/" if step % MONITOR_EVERY else None
-    return {name: math.nan if stale and name.startswith(stale) else x for name, x in found.items()}
+    return {name: None if stale and name.startswith(stale) else x for name, x in found.items()}
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -350,8 +359,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.width % args.heads:
         parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
-    if args.resume and not args.optimizer:
-        args.optimizer = "muonclip"
+    if (args.resume or args.coordinator) and not args.optimizer:
+        args.optimizer = "muonclip"  # only one run is resumed, or divided among processes
     if args.coordinator and not args.mesh:
         parser.error("--coordinator needs --mesh: several processes share one mesh")
     if args.mesh and (args.batch % args.mesh["fsdp"] or args.heads % args.mesh["tensor"]):

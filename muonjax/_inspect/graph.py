@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
@@ -94,7 +96,7 @@ class Graph:
         self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
         self.constants = [self._new(v) for v in jaxpr.constvars]
         pairs = zip(self.constants, constants(closed), strict=True)
-        self.known |= {x: c for x, c in pairs if _is_known(c)}
+        self.known |= {x: np.asarray(c) for x, c in pairs if _is_known(c)}
         # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
         self.elsewhere: dict[int, list[tuple[tuple[Step, ...], Any]]] = {}
         self.outputs = self._walk(jaxpr, self.constants, inputs, ())
@@ -265,8 +267,10 @@ def _is_float(dtype: Any) -> bool:
 
 def _is_known(constant: Any) -> bool:
     """Whether it is a number, as of a mask that the function closes over, or the indices of one axis."""
-    rank, is_value = getattr(constant, "ndim", 2), not isinstance(constant, Tracer)
-    return is_value and (rank == 0 or (rank == 1 and not jnp.issubdtype(constant.dtype, jnp.inexact)))
+    rank, dtype = getattr(constant, "ndim", 2), getattr(constant, "dtype", None)
+    if isinstance(constant, Tracer) or dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    return rank == 0 or (rank == 1 and not jnp.issubdtype(dtype, jnp.inexact))
 
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")

@@ -1,4 +1,4 @@
-"""Batch matrices of equal shape, so that each shape is compiled once.
+"""Batch matrices of equal or neighboring shape, so that each group is compiled once.
 
 A group is a list of arrays [batch_i, m, n_i] of one dtype whose matrices have the same m <= n_i (tall ones are
 transposed). Where the policy says that it costs less than one more program, those with fewer columns get columns of
@@ -62,7 +62,7 @@ def map_leaves(
 def map_groups(
     f: Function | TwoPasses, matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
 ) -> list[Inexact[Array, "_batch _m _n"]]:
-    """f on each matrix, compiled once per group; columns of zeros are added for `TwoPasses` alone.
+    """f on each matrix, compiled once for each group; only a `TwoPasses` shares one among neighboring shapes.
 
     Args:
       f: [*batch, m, n] -> [*batch, m, n], each matrix on its own; f(x.mT) = f(x).mT.
@@ -121,13 +121,20 @@ def _with_neighbors(
 
     Not for shapes on both sides of n = 1.5 m, where the Gram form begins: no matrix changes its form for its neighbors.
     """
+
+    def chunk(group: list[int]) -> int:
+        shape = max(tuple(sorted(matrices[i].shape[-2:])) for i in group)
+        return policy.chunk_size(sum(len(matrices[i]) for i in group), shape)
+
     merged: dict[tuple, list[list[int]]] = {}
     for group in sorted(groups, key=lambda group: max(matrices[group[0]].shape[-2:])):
         m, n = sorted(matrices[group[0]].shape[-2:])
         same_side = merged.setdefault((m, n > 1.5 * m, matrices[group[0]].dtype), [])
         smaller = same_side[-1] if same_side else []
         zeros = sum(len(matrices[i]) * (n - max(matrices[i].shape[-2:])) for i in smaller)
-        if smaller and policy.pads(m, zeros):
+        # 128 + 3 matrices are a prime number, which no batches of several divide.
+        divides = smaller and 2 * chunk(smaller + group) >= max(chunk(smaller), chunk(group))
+        if divides and policy.pads(m, zeros):
             same_side[-1] = sorted(smaller + group)
         else:
             same_side.append(group)

@@ -27,7 +27,7 @@ def orthogonalize(
 ) -> optax.GradientTransformation:
     r"""Replace every matrix of the updates by its polar factor: U S V^H -> U V^H, nearly.
 
-    This is steepest descent in the spectral norm. Leaves of equal matrix shape share one compiled loop.
+    This is steepest descent in the spectral norm. Leaves of equal or neighboring matrix shape share a loop.
 
     Args:
       dimension_numbers: Which axes of a leaf are rows and columns: a tree of `MuonDimensionNumbers`, or a

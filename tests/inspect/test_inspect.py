@@ -167,6 +167,25 @@ def test_a_model_without_attention():
         muonjax.muonclip(0.1, program).init(ones(PARAMS))
 
 
+def test_a_clip_of_an_nnx_model_with_dropout_is_checked():
+    """Numbers that the model holds, such as counts of random streams, are known while the check is traced."""
+    model = nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0))
+    dropout, x = nnx.Dropout(0.1, rngs=nnx.Rngs(1)), jnp.asarray(tokens())
+
+    class Twice(nnx.Module):
+        def __init__(self):
+            self.attention, self.dropout = model, dropout
+
+        def __call__(self, x):
+            return self.attention(self.dropout(self.dropout(x)))
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    program = muonjax.inspect(loss, Twice(), x)
+    assert max(program.check_clip(Twice(), x).values()) < 1e-5
+
+
 def test_a_mask_by_a_number_that_the_function_closes_over():
     """Penzai's models hold it as an array, which stands in the program as a constant."""
     one, x, least = jax.tree.map(jnp.asarray, unstacked(weights())[0]), tokens(), jnp.float32(-1e30)

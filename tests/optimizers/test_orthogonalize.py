@@ -169,6 +169,8 @@ def test_neighbors_share_a_program_with_columns_of_zeros():
     for name, x in tree.items():
         np.testing.assert_allclose(together[name], muonjax.newton_schulz(x), atol=1e-5)
     assert products({"a": normal(32, 64), "b": normal(32, 48)}) > products({"a": normal(32, 64)})
+    batched = products({"a": normal(96, 32, 128)})  # 97 matrices would run one by one
+    assert products({"a": normal(96, 32, 128), "b": normal(1, 32, 160)}) > batched
     for platform in ("cpu", "gpu"):
         assert Policy(platform).pads(128, 4096)
         assert not Policy(platform).pads(4096, 4096)
