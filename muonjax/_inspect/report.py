@@ -75,7 +75,9 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
     returned = {v for v in jaxpr.outvars if isinstance(v, Var)}  # a constant is a Literal, which has no hash
     kept = {*returned, *here, *(p.raw for found in here.values() for p in found)}
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
-    for index, eqns, outputs in stretches(jaxpr.eqns, kept, deeper, last):
+    # What reads logits that are replaced may not be in one call with what makes them.
+    apart = range(len(jaxpr.eqns)) if any(probe.shared for probe in probes) else deeper
+    for index, eqns, outputs in stretches(jaxpr.eqns, kept, apart, last):
         eqn = eqns[0] if index in deeper else as_call(eqns, outputs)
         operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
         scope = source_info_util.current_name_stack() + eqn.source_info.name_stack

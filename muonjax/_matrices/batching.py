@@ -123,8 +123,8 @@ def _with_neighbors(
     """
 
     def chunk(group: list[int]) -> int:
-        shape = max(tuple(sorted(matrices[i].shape[-2:])) for i in group)
-        return policy.chunk_size(sum(len(matrices[i]) for i in group), shape)
+        m, n = max(sorted(matrices[i].shape[-2:]) for i in group)
+        return policy.chunk_size(sum(len(matrices[i]) for i in group), (m, n))
 
     merged: dict[tuple, list[list[int]]] = {}
     for group in sorted(groups, key=lambda group: max(matrices[group[0]].shape[-2:])):
