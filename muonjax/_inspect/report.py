@@ -36,9 +36,8 @@ class Probe(NamedTuple):
     variable: Var  # the logits after scale, bias and mask, in the innermost body
     heads: tuple[int, ...] = ()  # the axes kept; all others are maximized over
     raw: Var | None = None  # the logits before mask and bias: measured where `variable` does not mask
-    entries: tuple[
-        int, ...
-    ] = ()  # the head of each entry of these axes, if they are more or in another order
+    # The head of each entry of these axes, if they are more or in another order.
+    entries: tuple[int, ...] = ()
     unit: float = 1.0  # of the logits, in those of exp
     shared: bool = False  # under `vmap`, softmax gets the logits of the first example in all of them
 
