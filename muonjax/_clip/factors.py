@@ -34,8 +34,7 @@ class Scale:
       start: First position on the flattened axes.
       size: How many positions; None: all from `start`.
       span: (first, end) within the run of each entry; an end of None is the run's own.
-      power: The exponent a in γ**a · g**b, where g is the smallest γ of the entries that share a key head.
-      group_power: The exponent b.
+      power: The exponent of γ.
       factor: Name of the linear factor that the parameter belongs to; a kernel and its bias share one.
       optional: Whether the parameter may be missing, as a bias may.
 
@@ -57,7 +56,6 @@ class Scale:
     size: int | None = None
     span: tuple[int, int | None] = (0, None)
     power: float = 1.0
-    group_power: float = 0.0
     factor: str = "output"
     optional: bool = False
 
@@ -155,30 +153,24 @@ def clip_factor(
 
 
 def parameter_factors(targets: Sequence[Target], gammas: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """What each parameter is multiplied by: γ**power · (the group's smallest γ)**group_power, head by head.
+    """What each parameter is multiplied by: γ**power, head by head.
 
     `gammas` are [*layers, entries], by the name of the target.
     """
     factors: dict[str, jax.Array] = {}
     for target in targets:
         gamma = gammas[target.name]
-        grouped = gamma.reshape(*gamma.shape[:-1], target.groups, -1)
-        smallest = grouped.min(-1, keepdims=True)
         for part in target.parts:
-            own, shared = part.scale.power, part.scale.group_power
-            if own == shared == 0:
+            if part.scale.power == 0:
                 continue
-            f = _power(smallest, shared)  # one per group: all that a shared key can take
-            if part.entries == gamma.shape[-1]:
-                f = f * _power(grouped, own)
-            f = _spread(f.reshape(*gamma.shape[:-1], -1), part)
+            f = _spread(_power(gamma, part.scale.power), part)
             factors[part.path] = factors[part.path] * f if part.path in factors else f
     return factors
 
 
 def _power(x: Float[Array, "*shape"], power: float) -> Float[Array, "*shape"]:
     # By name where it can be: exact, and faster than a general power.
-    return {0.0: jnp.ones_like, 0.5: jnp.sqrt, 1.0: lambda x: x}.get(power, lambda x: x**power)(x)
+    return {0.5: jnp.sqrt, 1.0: lambda x: x}.get(power, lambda x: x**power)(x)
 
 
 def _spread(factors: Float[Array, "*layers entries"], part: Part) -> Float[Array, "*#parameter"]:

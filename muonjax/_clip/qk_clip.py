@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +13,21 @@ from muonjax._clip.matching import Modules, as_sites, find_targets
 from muonjax._clip.sites import Site, Sites
 from muonjax._clip.statistics import match_statistics
 from muonjax._clip.transform import checked_settings, clip
-from muonjax._common.arguments import check_choice, check_range, errors_of
+from muonjax._common.arguments import check_range, errors_of
 from muonjax._common.trees import is_masked
 
 _USUAL = "; Kimi K2 used 100."
 
-SharedKeys = Literal["query", "balanced", "group"]
-
-# For each factor of the logit: (power of γ, power of the group's smallest γ). Along a product they sum to one.
-OWN_KEYS = {"query": (0.5, 0.0), "key": (0.5, 0.0), "rotary": (1.0, 0.0)}
-SHARED_KEYS = {
-    "query": {"query": (1.0, 0.0), "key": (0.0, 0.0), "rotary": (1.0, 0.0)},
-    "balanced": {"query": (1.0, -0.5), "key": (0.0, 0.5), "rotary": (1.0, 0.0)},
-    "group": {"query": (0.0, 0.5), "key": (0.0, 0.5), "rotary": (0.0, 1.0)},
-}
+# The power of γ for each factor of the logit; along a product they sum to one. A key that several query heads share
+# stays as it is: whatever scales it also moves the calm heads of its group.
+OWN_KEYS = {"query": 0.5, "key": 0.5, "rotary": 1.0}
+SHARED_KEYS = {"query": 1.0, "key": 0.0, "rotary": 1.0}
 
 
 def qk_clip(
     threshold: optax.ScalarOrSchedule,
     sites: Sites | None = None,
     *,
-    shared_keys: SharedKeys = "query",
     every_k: int = 1,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -60,9 +54,6 @@ def qk_clip(
       sites: Where attention is: what `muonjax.inspect` returns. By hand, where the softmax is inside of a kernel, sites
         from `mha_site`, `mla_site` or `fused_qkv_site`. An attention of the program whose parameters are frozen, masked
         or not given is skipped.
-      shared_keys: Where several query heads share a key head, "query" puts γ on the query and leaves the key alone;
-        "balanced" gives the key √ of the group's smallest γ and the queries the rest; "group" scales the whole group
-        as its hottest head. Only the first leaves the calm heads of a group alone (docs/qk_clip.md).
       every_k: Clip at every k-th update, on the largest logits since the last clip; for gradient accumulation.
       axis_name: Mesh axes to take the maximum over, inside `shard_map` or `pmap`. `jit` on a mesh needs none.
 
@@ -87,20 +78,18 @@ def qk_clip(
     Source: Kimi Team, "Kimi K2", 2025, section 2.1, Algorithm 1; J. Su, kexue.fm/archives/11126 (whose
     translation in circulation prints Q·γ and K·γ: that clips twice).
     """
-    return clip_logits("qk_clip", threshold, sites, shared_keys, every_k, axis_name)
+    return clip_logits("qk_clip", threshold, sites, every_k, axis_name)
 
 
 def clip_logits(
     call: str,
     threshold: optax.ScalarOrSchedule,
     sites: Sites | None,
-    shared_keys: SharedKeys,
     every_k: int,
     axis_name: str | tuple[str, ...] | None,
 ) -> optax.GradientTransformationExtraArgs:
     """`qk_clip`, of the public function `call`."""
     check_range(call, "threshold", threshold, "positive and finite", _USUAL, schedule=True)
-    check_choice(call, "shared_keys", shared_keys, tuple(SHARED_KEYS))
     every_k, axes = checked_settings(call, every_k, axis_name)
     if sites is None:
         raise ValueError(
@@ -108,9 +97,7 @@ def clip_logits(
             f"tx = muonjax.{call}({'100.0' if call == 'qk_clip' else '2e-3'}, program)"
         )
     given = as_sites(call, "sites" if call == "qk_clip" else "program", sites)
-    return clip(
-        call, "max_logits", lambda modules: _find(modules, given, shared_keys, threshold), every_k, axes
-    )
+    return clip(call, "max_logits", lambda modules: _find(modules, given, threshold), every_k, axes)
 
 
 def apply_qk_clip(
@@ -118,8 +105,6 @@ def apply_qk_clip(
     max_logits: Any,
     sites: Sites,
     threshold: jax.typing.ArrayLike = 100.0,
-    *,
-    shared_keys: SharedKeys = "query",
 ) -> optax.Params:
     """QK-Clip of parameters by statistics that were measured on these very parameters: exact, layer by layer.
 
@@ -128,7 +113,6 @@ def apply_qk_clip(
       max_logits: As `qk_clip` takes them.
       sites: As in `qk_clip`.
       threshold: The largest logit allowed; > 0.
-      shared_keys: As in `qk_clip`.
 
     Returns:
       The parameters; heads at or below the threshold are bit for bit what they were.
@@ -147,11 +131,10 @@ def apply_qk_clip(
     Source: as `qk_clip`.
     """
     check_range("apply_qk_clip", "threshold", threshold, "positive and finite", _USUAL)
-    check_choice("apply_qk_clip", "shared_keys", shared_keys, tuple(SHARED_KEYS))
     given = as_sites("apply_qk_clip", "sites", sites)
     with errors_of("apply_qk_clip"):
         modules = Modules(params)
-        targets, not_trained = _find(modules, given, shared_keys, threshold)
+        targets, not_trained = _find(modules, given, threshold)
         statistics = match_statistics("max_logits", max_logits, targets, not_trained)
     gammas = {name: clip_factor(s, threshold) for name, s in statistics.items()}
     factors = parameter_factors(targets, gammas)
@@ -162,12 +145,10 @@ def apply_qk_clip(
     )
 
 
-def _find(
-    modules: Modules, sites: Sequence[Site], shared_keys: SharedKeys, threshold: Any
-) -> tuple[list[Target], set[str]]:
+def _find(modules: Modules, sites: Sequence[Site], threshold: Any) -> tuple[list[Target], set[str]]:
     """The attention modules, with the powers that this clip gives to their queries and keys; those not trained."""
     found, not_trained = find_targets(modules, [(site, threshold) for site in sites])
-    targets = [_with_powers(target, shared_keys) for target in found]
+    targets = [_with_powers(target) for target in found]
     scaled: dict[str, list[tuple[int, Part]]] = {}
     for i, target in enumerate(targets):
         for part in target.parts:
@@ -181,10 +162,10 @@ def _find(
     return targets, not_trained
 
 
-def _with_powers(target: Target, shared_keys: SharedKeys) -> Target:
+def _with_powers(target: Target) -> Target:
     """The target with its powers; raises unless queries and keys can be multiplied, feature by feature."""
-    table = OWN_KEYS if target.groups == target.entries else SHARED_KEYS[shared_keys]
-    if unknown := {part.scale.factor for part in target.parts} - set(table):
+    powers = OWN_KEYS if target.groups == target.entries else SHARED_KEYS
+    if unknown := {part.scale.factor for part in target.parts} - set(powers):
         raise ValueError(
             f"the site of {target.path!r} has factors {sorted(unknown)}; it knows query, key and rotary. For other "
             f"signals use signal_clip."
@@ -200,9 +181,6 @@ def _with_powers(target: Target, shared_keys: SharedKeys) -> Target:
             f"{key_features}: they can't be multiplied; several query heads may share a key head, and not the reverse. "
             f"See the site's layout and head counts{count}."
         )
-
-    def with_powers(part: Part) -> Part:
-        own, shared = table[part.scale.factor]
-        return part._replace(scale=dataclasses.replace(part.scale, power=own, group_power=shared))
-
-    return target._replace(parts=tuple(map(with_powers, target.parts)))
+    scales = [dataclasses.replace(part.scale, power=powers[part.scale.factor]) for part in target.parts]
+    parts = (part._replace(scale=scale) for part, scale in zip(target.parts, scales, strict=True))
+    return target._replace(parts=tuple(parts))

@@ -23,8 +23,7 @@ class SignalRule:
     not checked.
 
     Attributes:
-      site: The weights, with the powers in its scales: `power` is that of an entry's own γ, `group_power` that of the
-        smallest γ of its group.
+      site: The weights, with the powers of γ in its scales.
       threshold: The largest value allowed for the signal, > 0, or a schedule of the number of clips.
       products: Names of the factors along each product; None: every factor is a product by itself. A factor that is not
         scaled at all, such as a shared key, is left out.
@@ -52,8 +51,8 @@ class SignalRule:
             self._check_powers()
 
     def _check_powers(self):
-        powers = {s.factor: (s.power, s.group_power) for s in self.site.scales}
-        uneven = [s.path for s in self.site.scales if powers[s.factor] != (s.power, s.group_power)]
+        powers = {s.factor: s.power for s in self.site.scales}
+        uneven = [s.path for s in self.site.scales if powers[s.factor] != s.power]
         if uneven:
             raise ValueError(
                 f"{uneven} have another power than the rest of their factor; a kernel and its bias take the same power."
@@ -65,11 +64,10 @@ class SignalRule:
                 f"products={self.products!r} have to be tuples of factors, each of {[*powers]} in one."
             )
         for product in products:
-            own, group = (sum(powers[f][i] for f in product) for i in (0, 1))
-            if abs(own + group - 1) > 1e-6 or group < 0:
+            if abs((total := sum(powers[f] for f in product)) - 1) > 1e-6:
                 raise ValueError(
-                    f"along the product {product} the powers sum to {own} and the group powers to {group}; together "
-                    "they must be 1, and the group's not negative, or the signal is not scaled by γ."
+                    f"along the product {product} the powers sum to {total}; they must sum to 1, or the signal is not "
+                    "scaled by γ."
                 )
 
 
@@ -124,7 +122,7 @@ def signal_clip(
             if shared := [p.path for p in target.parts if p.scale.power and p.entries != target.entries]:
                 raise ValueError(
                     f"several entries of {target.signal!r} share {shared}, which can't take the γ of one of them; give "
-                    f"it a group_power, or power=0."
+                    f"it power=0."
                 )
         return targets, not_trained
 

@@ -5,7 +5,7 @@ from typing import Any, TypedDict, Unpack
 import jax
 import optax
 
-from muonjax._clip.qk_clip import SharedKeys, clip_logits, qk_clip
+from muonjax._clip.qk_clip import clip_logits, qk_clip
 from muonjax._clip.sites import Sites
 from muonjax._common.arguments import (
     check_flag,
@@ -44,7 +44,6 @@ def muonclip(
     program: Sites | None = None,
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
-    shared_keys: SharedKeys = "query",
     every_k: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     dimension_numbers: DimensionNumbersTree | None = None,
@@ -89,7 +88,7 @@ def muonclip(
         dimension_numbers = program
     with errors_of("muonclip"):
         optimizer = muon(learning_rate, dimension_numbers, **settings)
-    clip = clip_logits("muonclip", threshold, program, shared_keys, every_k, axis_name)
+    clip = clip_logits("muonclip", threshold, program, every_k, axis_name)
     return _then_clip("muonclip", optimizer, clip, 1)
 
 
@@ -99,7 +98,6 @@ def adamclip(
     program: Sites | None = None,
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
-    shared_keys: SharedKeys = "query",
     every_k: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     **settings: Unpack[AdamWSettings],
@@ -128,7 +126,7 @@ def adamclip(
     """
     every_k = 1 if every_k is None else every_k
     _check_adamw(learning_rate=learning_rate, **settings)
-    clip = clip_logits("adamclip", threshold, program, shared_keys, every_k, axis_name)
+    clip = clip_logits("adamclip", threshold, program, every_k, axis_name)
     return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip, 3)
 
 

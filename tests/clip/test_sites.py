@@ -39,9 +39,6 @@ def weights(**shapes):
 
 
 ROOT = np.sqrt(GAMMA)
-WORST = np.sqrt(GAMMA.reshape(K, -1).min(1))  # of each group
-OTHERS = np.repeat(WORST, H // K)
-SHARED = {"query": (GAMMA, np.ones(K)), "balanced": (GAMMA / OTHERS, WORST), "group": (OTHERS, WORST)}
 
 
 def rows(*features):
@@ -62,12 +59,12 @@ def arranged(factors, letters, layout, *, bias=False):
 
 
 def layouts():
-    """Name, site, rule for shared keys; for each projection its layout and the factors of its heads, and their axes."""
+    """Name, site; for each projection its layout and the factors of its heads, and their axes."""
     for layout in ("i h d", "i (h d)", "(h d) i", "h d i", "h i d"):
-        for shared, (query, key) in {None: (ROOT, ROOT), **SHARED}.items():
+        for keys, query, key in (("own", ROOT, ROOT), ("shared", GAMMA, np.ones(K))):
             heads = {"num_heads": H, "num_kv_heads": len(key)} if "(" in layout else {}
             projections = {"query": (layout, rows((query, DH)), "hd"), "key": (layout, rows((key, DH)), "hd")}
-            yield f"mha {layout} {shared}", muonjax.mha_site(layout=layout, **heads), shared, projections
+            yield f"mha {layout} {keys}", muonjax.mha_site(layout=layout, **heads), projections
     nope, rotary, value = 2, 3, 4
     for layout in ("i h d", "i (h d)", "(h d) i"):
         for name in ("wq_b", "wq"):
@@ -78,33 +75,32 @@ def layouts():
                 "wkv_a": ("i h d", np.ones((1, 5 + rotary)), "hd"),
             }
             site = muonjax.mla_site(nope=nope, query=name, layout=layout, num_heads=heads)
-            yield f"mla {layout} {name}", site, None, projections
+            yield f"mla {layout} {name}", site, projections
     fused = np.stack([rows((f, DH)) for f in (ROOT, ROOT, np.ones(H))])
     for layout in (
         "i (3 h d)", "i 3 h d", "i 3 (h d)", "i (3 h) d", "3 h i d", "i (h 3 d)", "i h (3 d)", "i h 3 d"
     ):  # fmt: skip
         site = muonjax.fused_qkv_site(num_heads=H, head_dim=DH, layout=layout)
-        yield f"fused {layout}", site, None, {"qkv": (layout, fused, "3hd")}
+        yield f"fused {layout}", site, {"qkv": (layout, fused, "3hd")}
     for layout, flat in (("i (3 h d)", "i (h d)"), ("i (3 h) d", "i h d")):
         site = muonjax.fused_qkv_site(num_heads=H, num_kv_heads=K, head_dim=DH, layout=layout)
-        for shared, (query, key) in SHARED.items():
-            factors = rows((np.concatenate([query, key, np.ones(K)]), DH))
-            yield f"fused grouped {layout} {shared}", site, shared, {"qkv": (flat, factors, "hd")}
+        factors = rows((np.concatenate([GAMMA, np.ones(2 * K)]), DH))
+        yield f"fused grouped {layout}", site, {"qkv": (flat, factors, "hd")}
 
 
 LAYOUTS = {name: case for name, *case in layouts()}
 
 
 @quick(
-    "mha i h d None",
-    "mha (h d) i balanced",
+    "mha i h d own",
+    "mha (h d) i shared",
     "mla i (h d) wq_b",
     "fused i h (3 d)",
-    "fused grouped i (3 h) d query",
+    "fused grouped i (3 h) d",
 )
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name):
-    site, shared, projections = LAYOUTS[name]
+    site, projections = LAYOUTS[name]
     expected = {
         path: {
             "kernel": arranged(factors, letters, layout),
@@ -112,7 +108,7 @@ def test_layouts(name):
         }
         for path, (layout, factors, letters) in projections.items()
     }
-    scaled = clip(expected, site, shared_keys=shared or "query")
+    scaled = clip(expected, site)
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), scaled, expected)
 
 

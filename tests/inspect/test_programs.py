@@ -171,20 +171,6 @@ def test_a_clip_of_what_researchers_write_is_exact(program):
     check_clip(inspected(program), p, args)
 
 
-@pytest.mark.parametrize("shared_keys", ["balanced", "group"])
-def test_queries_that_share_a_key_head_share_its_factor(shared_keys):
-    program, read = by_name("keys_repeated_for_two_queries")
-    p, args = drawn(program)
-    (_, maxima), _ = muonjax.value_and_grad(program.fun)(p, *args)
-    before = program.logits(p, *args)
-    threshold = float(np.median(of_all_heads(maxima)))
-    after = program.logits(muonjax.apply_qk_clip(p, maxima, read, threshold, shared_keys=shared_keys), *args)
-    factors = np.minimum(1, threshold / before.max((0, 2, 3)))
-    if shared_keys == "group":  # the whole group as its hottest head
-        factors = factors.reshape(2, 2).min(1).repeat(2)
-    np.testing.assert_allclose(after, factors[:, None, None] * before, rtol=1e-4, atol=1e-5)
-
-
 def test_refused_attentions_on_one_line_are_counted_apart():
     _, read = by_name("attentions_of_one_line")
     assert [attention.name for attention in read.attentions] == ["layer0", "layer1"]

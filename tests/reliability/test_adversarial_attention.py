@@ -1,7 +1,6 @@
 """Any queries and keys through `max_logits`, any statistic and threshold through QK-Clip: exact, or left alone."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -91,15 +90,12 @@ def weights(rng, heads, key_heads):
     return {"attention": attention}
 
 
-CLIPS = list(itertools.product([(4, 4), (4, 2), (4, 1)], ["query", "balanced", "group"]))
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def clipped(params, signal, threshold, shared_keys):
+@jax.jit
+def clipped(params, signal, threshold):
     """By `apply_qk_clip`, and by `qk_clip` after updates of zero."""
     sites = muonjax.mha_site()
-    now = muonjax.apply_qk_clip(params, {"attention": signal}, sites, threshold, shared_keys=shared_keys)
-    tx = muonjax.qk_clip(threshold, sites, shared_keys=shared_keys)
+    now = muonjax.apply_qk_clip(params, {"attention": signal}, sites, threshold)
+    tx = muonjax.qk_clip(threshold, sites)
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, state = tx.update(zeros, tx.init(params), params, max_logits={"attention": signal})
     return now, optax.apply_updates(params, updates), state
@@ -108,7 +104,7 @@ def clipped(params, signal, threshold, shared_keys):
 @pytest.mark.nan
 @examples(10)
 @given(
-    clip=st.sampled_from(CLIPS),
+    key_heads=st.sampled_from([4, 2, 1]),
     signal=arrays(np.float32, 4, elements=st.one_of(numbers(), st.sampled_from([*BAD, 0.0, 1e30, 400.0]))),
     threshold=st.one_of(
         st.floats(width=32, min_value=FLOAT32.tiny, allow_infinity=False), st.sampled_from([1.0, 100.0])
@@ -116,11 +112,11 @@ def clipped(params, signal, threshold, shared_keys):
     exponent=st.integers(-20, 20),
     seed=st.integers(0, 2**32),
 )
-def test_any_statistic_and_threshold(clip, signal, threshold, exponent, seed):
-    (heads, key_heads), shared_keys = clip
+def test_any_statistic_and_threshold(key_heads, signal, threshold, exponent, seed):
+    heads = 4
     params = weights(np.random.default_rng(seed), heads, key_heads)
     params = jax.tree.map(lambda p: p * np.float32(2.0**exponent), params)
-    now, after, state = clipped(params, signal, np.float32(threshold), shared_keys)
+    now, after, state = clipped(params, signal, np.float32(threshold))
     signal = np.where(np.abs(signal) < TINY, 0, signal)
     with np.errstate(all="ignore"):
         gamma = np.where(
@@ -132,12 +128,9 @@ def test_any_statistic_and_threshold(clip, signal, threshold, exponent, seed):
         name: np.asarray(now[name]["kernel"], np.float64)[0, :, 0] / params[name]["kernel"][0, :, 0]
         for name in params
     }
-    # The product of both factors is the clip, of each head or of its group where "group" says so.
+    # The product of both factors is the clip of each head.
     product = factors["query"] * np.repeat(factors["key"], heads // key_heads)
-    asked = np.maximum(gamma, TINY)
-    if shared_keys == "group" and heads != key_heads:
-        asked = np.repeat(asked.reshape(key_heads, -1).min(-1), heads // key_heads)
-    np.testing.assert_allclose(product, asked, rtol=1e-5, atol=1e-30)
+    np.testing.assert_allclose(product, np.maximum(gamma, TINY), rtol=1e-5, atol=1e-30)
     for name, count in (("query", heads), ("key", key_heads)):
         for leaf in ("kernel", "bias"):
             p, a, b = (np.asarray(tree[name][leaf]) for tree in (params, now, after))
