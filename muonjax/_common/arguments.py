@@ -41,8 +41,11 @@ def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, sche
     if schedule and callable(value):
         return
     if not _is_real(value):
+        second = (
+            f"; the program is second: {call}(2e-3, program)" if hasattr(value, "dimension_numbers") else ""
+        )
         raise TypeError(
-            f"{call}({name}={shown(value)}) must be a number{' or a schedule' if schedule else ''}."
+            f"{call}({name}={shown(value)}) must be a number{' or a schedule' if schedule else ''}{second}."
         )
     # Python's number: inside of `jit`, a comparison of a known array is traced.
     if not isinstance(value, Tracer) and not _RANGES[wanted](float(value)):

@@ -21,7 +21,7 @@ from muonjax._clip.matching import module_of
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.sites import Site
 from muonjax._clip.statistics import larger
-from muonjax._common.nnx_models import as_function_of_parameters
+from muonjax._common.nnx_models import as_function_of_parameters, is_model
 from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, listed
 from muonjax._inspect.attention import Call, Span
 from muonjax._inspect.attention import calls as calls_of
@@ -263,11 +263,11 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
       >>> [name for name, numbers in program.dimension_numbers().items() if numbers]
       ['up']
     """
-    if not callable(fun):
+    if not callable(fun) or is_model(fun):
         raise TypeError(
             f"inspect(fun, params, ...): the first argument is a {type(fun).__name__}; it must be your loss function."
         )
-    call, whole = _name(fun), fun
+    call, whole, given = _name(fun), fun, ", ".join(type(x).__name__ for x in (params, *args))
     _check_arguments(fun, params, *args, **kwargs)
     fun, params, args = as_function_of_parameters(fun, params, args)
     leaves, structure = jax.tree.flatten(params)
@@ -293,6 +293,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
                 f"{call}: fun changes a module that is not one of its arguments. Give the model itself, "
                 "muonjax.inspect(loss_fn, model, ...), or merge it in fun from a state that is an argument."
             )
+        error.add_note(f"{call} called your function with ({given}): first the parameters, then the batch.")
         raise
     first = next(iter(jax.tree.leaves(outputs)), None)
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
@@ -324,7 +325,7 @@ def _check_arguments(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 
 def _name(fun: Callable[..., Any]) -> str:
-    return f"inspect({getattr(fun, '__name__', fun)})"
+    return f"inspect({getattr(fun, '__name__', type(fun).__name__)})"
 
 
 def _deviation(x: jax.Array, y: jax.Array, each: bool = False) -> float:

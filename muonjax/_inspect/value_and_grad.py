@@ -57,7 +57,7 @@ def value_and_grad(
     """
     check_flag("value_and_grad", "has_aux", has_aux)
     if not callable(fun):
-        raise TypeError(f"value_and_grad(fun={fun!r}) must be a function.")
+        raise TypeError(f"value_and_grad(fun={reprlib.repr(fun)}) must be a function.")
 
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def _with_max_logits(
             result = fun(*given, **kwargs)
             if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
                 raise TypeError(
-                    f"value_and_grad(fun, has_aux=True) needs a pair (loss, aux) from fun, got {result!r}."
+                    f"value_and_grad(fun, has_aux=True) needs a pair (loss, aux) from fun, got {reprlib.repr(result)}."
                 )
             loss, aux = result if has_aux else (result, None)
             if not jax.tree_util.all_leaves([loss]):
@@ -116,7 +116,7 @@ def _chosen(argnums: int | Sequence[int]) -> list[int]:
 
 
 def _call(fun: Callable[..., Any]) -> str:
-    return f"value_and_grad({getattr(fun, '__name__', fun)})"
+    return f"value_and_grad({getattr(fun, '__name__', type(fun).__name__)})"
 
 
 def _check_differentiable(call: str, params: Any) -> None:

@@ -100,9 +100,8 @@ def partition_spec(sharding: tuple[Axes, ...]) -> PartitionSpec:
 
 def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
     """One spec per leaf of `tree`, from a tree or a prefix of it. Masked nodes are not leaves."""
-    entries = broadcast_prefix(
-        specs, tree, is_leaf=_is_spec, call=call, what="the Distribution's param_specs"
-    )
+    what = "the Distribution's param_specs (of an NNX model, nnx.as_pure(specs))"
+    entries = broadcast_prefix(specs, tree, is_leaf=_is_spec, call=call, what=what)
     for spec, (path, leaf) in zip(entries, jax.tree_util.tree_leaves_with_path(tree), strict=True):
         if len(_mesh_axes(spec)) > leaf.ndim:
             raise ValueError(

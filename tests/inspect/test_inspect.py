@@ -120,6 +120,21 @@ def test_nothing_depends_on_the_parameters():
         muonjax.inspect(constant, PARAMS, X)
 
 
+def test_exchanged_arguments_are_named():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError) as refused:
+        muonjax.inspect(model, mlp, X)
+    assert str(refused.value).endswith("the first argument is a Linear; it must be your loss function.")
+    with pytest.raises(TypeError) as failed:
+        muonjax.inspect(mlp, X, PARAMS)
+    kinds = f"{type(X).__name__}, dict"
+    assert f"inspect(mlp) called your function with ({kinds}): first the parameters, then the batch." in (
+        failed.value.__notes__
+    )
+    with pytest.raises(TypeError, match=r"must be a number or a schedule; the program is second: muon\("):
+        muonjax.muon(muonjax.inspect(mlp, PARAMS, X), 1e-3)
+
+
 def test_unused_parameters_are_named_once():
     with pytest.warns(UserWarning, match=r"inspect\(mlp\): .* no data go to Adam: spare \(never used\)"):
         muonjax.inspect(mlp, {**PARAMS, "spare": leaf(3, 3)}, X)
