@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 History = Sequence[Mapping[str, float]]  # a row for each step
 
@@ -37,7 +38,7 @@ def plot(runs: Mapping[str, History], threshold: float | None = None) -> Figure:
       threshold: The threshold of the clip.
     """
     figure, ((loss, logits), (sizes, clips)) = plt.subplots(
-        2, 2, figsize=(11, 6), layout="constrained", height_ratios=(2, 1), sharex=True
+        2, 2, figsize=(10, 6), layout="constrained", height_ratios=(2, 1), sharex=True
     )
     for name, history in runs.items():
         color = COLORS.get(name)
@@ -50,7 +51,8 @@ def plot(runs: Mapping[str, History], threshold: float | None = None) -> Figure:
         for group, style in (("muon", "-"), ("adam", "--")):
             ratios = column(history, f"monitor/{group}/update_to_weight")
             what = "matrices" if group == "muon" else "other parameters"
-            sizes.plot(*ratios, style, color=color, linewidth=1, label=f"{name}, {what}")
+            label = what if name == next(iter(runs)) else None  # the colors are those of the other panels
+            sizes.plot(*ratios, style, color=color, linewidth=1, label=label)
         steps, heads = column(history, "qk_clip/num_clipped")
         if heads:
             label = f"{name}: {sum(heads):,.0f} in all"
@@ -60,13 +62,14 @@ def plot(runs: Mapping[str, History], threshold: float | None = None) -> Figure:
             threshold, color="black", linestyle="--", linewidth=1, label=f"threshold {threshold:g}"
         )
     loss.set(ylabel="loss (nats per byte)", title="Training loss, and held-out loss (dots)")
-    logits.set(ylabel="largest logit", title="Largest attention logit of each layer (darker: deeper)")
+    logits.set(ylabel="largest logit", title="Largest logit of each layer (darker: deeper)")
     sizes.set(ylabel="ratio", yscale="log", xlabel="step", title="RMS of updates ÷ RMS of weights")
+    clips.yaxis.set_major_locator(MaxNLocator(integer=True))
     clips.set(ylabel="heads", xlabel="step", title="Heads that the clip scaled in each step")
     for axes in (loss, logits, sizes, clips):
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, frameon=False)
+            axes.legend(fontsize=9, frameon=False)
     return figure
 
 

@@ -1,6 +1,6 @@
 """Train a byte-level transformer (Flax NNX) with MuonClip and with AdamW, on the text of Python's own documentation.
 
-    python examples/train_transformer.py                          # both, one picture; about three minutes on a CPU
+    python examples/train_transformer.py                          # both, one picture; under three minutes on two cores
     python examples/train_transformer.py --optimizer muonclip     # one of them
     python examples/train_transformer.py --resume runs/muonclip   # continues a killed run, bit for bit
     python examples/train_transformer.py --mesh fsdp=4,tensor=2   # on eight devices; a CPU simulates them
@@ -330,7 +330,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--learning-rate", type=float, help="peak rate; None: the tuned one of the optimizer")
     add("--threshold", type=float, default=15.0, help="largest attention logit that QK-Clip allows")
-    add("--steps", type=int, default=200, help="length of the run and of its schedule")
+    add("--steps", type=int, default=100, help="length of the run and of its schedule")
     add("--data", help="a file to train on; None: the text of Python's documentation")
     add("--layers", type=int, default=4, help="transformer blocks")
     add("--width", type=int, default=192, help="size of the residual stream")
@@ -340,8 +340,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of initialization, data and sample")
     add("--out", type=pathlib.Path, help="folder of the run; None: runs/<optimizer>")
     add("--resume", type=pathlib.Path, metavar="OUT", help="continue the run in this folder")
-    add("--checkpoint-every", type=int, default=100, help="steps between checkpoints")
-    add("--eval-every", type=int, default=50, help="steps between held-out losses")
+    add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
+    add("--eval-every", type=int, default=25, help="steps between held-out losses")
     add("--sample", type=int, default=300, help="bytes of text to write at the end; 0 for none")
     add("--table", action="store_true", help="print where each parameter goes, and why")
     add("--quiet", action="store_true", help="no progress bar")
