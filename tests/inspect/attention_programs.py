@@ -373,6 +373,38 @@ def heads_of_a_kernel_each_and_one_key(p, x):
     return of_a_kernel_each(p, x, True)
 
 
+def of_one_head_each(name, count, put_together, sites=None):
+    """Kernels of one head each: put together into heads, or into the features of one."""
+
+    def fun(p, x):
+        q, k, v = (put_together([x @ p[f"{n}{i}"] for i in range(count)]) for n in "qkv")
+        logits = logits_of(q, k)
+        return jnp.mean(mixed(jax.nn.softmax(logits), v) ** 2), logits
+
+    fun.__name__ = f"{name}_of_{count}"
+    attention(sites=sites, **{f"{n}{i}": (D, S) for n in "qkv" for i in range(count)})(fun)
+
+
+for count in range(2, 6):
+    of_one_head_each("concatenated_kernels", count, lambda y: jnp.concatenate(y, -1).reshape(B, T, len(y), S))
+for name, put_together in {
+    "concatenated_kernels_side_by_side": lambda y: jnp.stack(y, -1).reshape(B, T, -1).reshape(B, T, S, -1).mT,
+    "padded_kernels": lambda y: sum(
+        jnp.pad(z, [(0, 0), (0, 0), (S * i, S * (len(y) - 1 - i))]) for i, z in enumerate(y)
+    ).reshape(B, T, -1, S),
+    "stacked_kernels": lambda y: jnp.stack(y, 2),
+}.items():
+    of_one_head_each(name, 3, put_together)
+of_one_head_each("features_of_a_kernel_each", 3, lambda y: jnp.concatenate(y, -1)[:, :, None], sites=1)
+
+
+@attention(sites=None, q0=(D, S), q1=(D, S), k=(D, S), v=(D, S))
+def stacked_queries_of_one_key(p, x):
+    q, k, v = jnp.stack([x @ p["q0"], x @ p["q1"]], 1), x @ p["k"], x @ p["v"]
+    logits = jnp.einsum("bhqd,bkd->bhqk", q, k)
+    return jnp.mean(jnp.einsum("bhqk,bkd->bhqd", jax.nn.softmax(logits), v) ** 2), logits
+
+
 @attention(sites="heads of its queries are put together from several products",
            q1=(D, D // 2), q2=(D, D // 2), k=(D, D), v=(D, D), o=(D, D))  # fmt: skip
 def heads_of_two_products(p, x):
