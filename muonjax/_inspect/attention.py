@@ -84,7 +84,10 @@ def _proved(walk: Walk, group: Sequence[tuple[tuple[int, int], Call]]) -> dict[t
     for leaf in {s.leaf for s in first.spans}:
         certificate.touch(leaf, [(s, of_factor[s.factor]) for s in first.spans if s.leaf == leaf])
     i = certificate.failure()
-    why = "" if i is None else f"a clip would not scale its logits alone: {walk.graph.line(i)}"
+    derived = (
+        "" if i is None or not walk.nodes[i].passes else ", but a derivative that the function takes too"
+    )
+    why = "" if i is None else f"a clip would not scale its logits alone{derived}: {walk.graph.line(i)}"
     for place, x, (at, call) in zip(places, logits, group, strict=True):
         probe = call.probe and certificate.located(call.probe, place, x.value, logs[call.index])
         why = why or ("" if probe else "the heads of its logits are not those of its projections")
@@ -129,8 +132,17 @@ class _Finder:
                 layouts = [image.layout, *(bias.layout for bias in image.biases)]
                 if any(x.is_reordered or any(a.axis < 0 for a in x.loops) for x in layouts):
                     raise _Refused(f"its {name} are in another order than the parameter's")
-                batches = (a for d in operand.batch for a in image.layout.axes[d][:1])
-                if any(a.axis == PLACED for a in batches) or any(map(image.layout.is_placed, operand.given)):
+                # Nothing tells queries of one head, put together from several products, from several heads of one key.
+                several = operand is self.query and len(operand.value.images) > 1
+                one = several and not self.heads(operand, image.layout)
+                axes = (*operand.batch, *operand.given) if one else operand.batch
+                firsts = [a for d in axes for a in image.layout.axes[d][:1]]
+                lost = (
+                    a for x in layouts for a in x.taken
+                )  # concatenated features that are cut into heads, say
+                if any(a.axis == PLACED for a in (*firsts, *lost)) or any(
+                    map(image.layout.is_placed, operand.given)
+                ):
                     raise _Refused(f"heads of its {name} are put together from several products")
         own, shared = self._split_keys()
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
@@ -174,7 +186,7 @@ class _Finder:
     ) -> Iterator[Span]:
         for image in images:
             use = image.product.use
-            columns = {a.axis for a in use.columns}
+            columns, entries = {a.axis for a in use.columns}, 0
             for term in (None, *image.biases):
                 layout = image.layout if term is None else term.layout
                 leaf = use.term.leaf if term is None else term.leaf
@@ -185,6 +197,11 @@ class _Finder:
                 if any(n > 1 and axis not in seen for axis, n in enumerate(self.shapes[leaf])):
                     raise _Refused("devices of a shard_map have different layers or heads of its parameter")
                 span = self._span(leaf, layout, held, operand, factor)
+                entries = span.entries if term is None else entries
+                if span.entries != entries:
+                    raise _Refused(
+                        "a parameter that is not cut into their heads is added to its queries or keys"
+                    )
                 yield from self._apart(span, shared) if shared else [span]
 
     def _apart(self, span: Span, shared: dict[tuple[int, int], Image]) -> Iterator[Span]:

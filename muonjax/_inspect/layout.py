@@ -222,21 +222,21 @@ class Layout(NamedTuple):
         return self._replace(axes=tuple(axes))
 
     def _reshape_placed(self, shape: Sequence[int]) -> Layout:
-        """A placed axis stays if the reshape leaves it alone; where positions of a batch stood may be forgotten."""
+        """A placed axis stays if the reshape leaves it alone; of any other only the place stays."""
         old = [length(atoms) for atoms in self.axes]
         (axis, *more) = (i for i, atoms in enumerate(self.axes) if atoms and atoms[0].axis == PLACED)
         before = math.prod(old[:axis])
         where = [j for j, n in enumerate(shape) if n == old[axis] and math.prod(shape[:j]) == before]
-        if more or not where:
-            if not self.atoms([axis]):
-                return self._with(axis, other(old[axis])).reshape(shape)
+        if (more or not where) and self.atoms([axis]):
             return self._lost(shape)
         stood = self._with(axis, other(old[axis])).reshape(shape)
+        if more or not where:
+            return stood._replace(taken=(*stood.taken, *self.axes[axis][:1]))
         return stood._with(where[0], self.axes[axis])
 
     def _lost(self, shape: Sequence[int]) -> Layout:
-        """A reshape that divides no run evenly: all that stays known are the parts that were taken."""
-        taken = (*self.taken, *(a for atoms in self.axes for a in atoms if a.axis >= 0 or a.stride))
+        """A reshape that divides no run evenly: only the parts that were taken and the places stay known."""
+        taken = (*self.taken, *(a for atoms in self.axes for a in atoms if a.axis != OTHER))
         return self._replace(axes=tuple(other(n) for n in shape), taken=taken)
 
     def _with(self, axis: int, atoms: Sequence[Atom]) -> Layout:

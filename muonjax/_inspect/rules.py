@@ -137,13 +137,22 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         values = [v for v, x in zip(values, operands, strict=True) if not is_zero(walk, x)]
         if len(values) == 1:
             return values if name != "sub" else _negative(walk, i, node, values)
+    if name in _CHOICES and (parts := _parts(values)):
+        for term in parts:
+            walk.record(i, f"unknown: {name}", term)
+        return [whole]
     if whole.is_weight:
         return [whole._replace(terms=_of_weights(walk, i, name, values))]
     if not dependent(values).depends_on & PARAMETER:
         kept = ("input", "one hot") if name in _SCALES else ("input",) if name in _SUMS else ()
         return [whole._replace(marks=tuple(m for v in values for m in v.marks if m.what in kept))]
     if (name in _SCALES and any(v.images for v in values)) or (name in _SUMS and name not in _CHOICES):
-        values = [walk.as_input(v) if v.is_weight else v for v in values]
+        if any(v.is_activation for v in values):
+            values = [walk.as_input(v) if v.is_weight else v for v in values]
+        elif any(t.inner for v in values if v.is_weight for t in v.terms):
+            return unknown(
+                walk, i, node, values
+            )  # a learned input, or an adapter of a kernel that is no parameter
     weights = [v for v in values if v.is_weight]
     walk.record_terms(
         i, {**dict.fromkeys(_SUMS, "added"), **dict.fromkeys(_SCALES, "multiplied")}.get(name, name), weights
@@ -171,6 +180,15 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     kept = values if mixed or name in _SCALES else ()
     terms = tuple(t for v in kept for t in v.terms)
     return [whole._replace(terms=terms, images=images, logits=logits)]
+
+
+def _parts(values: Sequence[Value]) -> list[Term]:
+    """Parameters of which one of several parts is chosen, before or after a product with them."""
+    terms = {(t.leaf, t.layout.region): t for v in values for t in v.terms}
+    images = {(m.product, m.layout.region): m.product.use.term for v in values for m in v.images}
+    return [
+        t for found in (terms, images) for (x, _), t in found.items() if sum(x is y for y, _ in found) > 1
+    ]
 
 
 def is_zero(walk: Walk, value: int) -> bool:
@@ -288,6 +306,7 @@ def _logits(i: int, node: Node, values: Sequence[Value], operands: Sequence[int]
         why = "a second term is added to the logits"
     elif name in _SUMS and others[0].depends_on & PARAMETER:
         why = "a learned bias is added to the logits"
+        why = "what depends on parameters is subtracted from the logits" if name == "sub" else why
     elif name == "sub" and at == 1:
         why = "the logits are subtracted"
     elif name in _SUMS:  # as they are here, not where they were scaled

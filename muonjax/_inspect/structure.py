@@ -220,6 +220,9 @@ def _one_of_several(x: Value, axes: Sequence[int]) -> Value:
 def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     sources, new = _same_sizes(walk, node.inputs[0], node.outputs[0])
     picked = [axis for axis, source in enumerate(sources) if source is None]
+    runs = [axis for axis in picked if new[axis] > 1]  # which of them an index reaches is not followed
+    if any(x.layout.atoms(runs) for x in (*values[0].terms, *values[0].images)):
+        return unknown(walk, i, node, values)
     return [_looked_up(walk, i, values, picked, sources, new)]
 
 

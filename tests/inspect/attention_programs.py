@@ -29,6 +29,7 @@ OUT: Any = {"out": ((D, 1), "head")}
 CAUSAL = np.tri(T, dtype=bool)
 ELSE = "a clip would not scale its logits alone"
 SEVERAL = "its queries and keys are cut into heads or layers in several ways"
+UNCUT = "a parameter that is not cut into their heads is added to its queries or keys"
 ADDED = "its queries are added to something else: attention_programs.py:"
 
 
@@ -135,10 +136,12 @@ def turned(z):
 
 spelled("added_to_itself_in_another_order", "its queries are in another order",
         lambda q, k, p, x: (turned(q), turned(k)))  # fmt: skip
-spelled("a_function_of_the_bias", SEVERAL,
+spelled("a_function_of_the_bias", UNCUT,
         lambda q, k, p, x: (q + jnp.exp(p["e"]) * jnp.ones((H, S)), k), e=())  # fmt: skip
-spelled("a_bias_that_heads_share", SEVERAL,
+spelled("a_bias_that_heads_share", UNCUT,
         lambda q, k, p, x: (q, k + p["bias"]), bias=(S,))  # fmt: skip
+spelled("learned_positions_of_the_queries", UNCUT,
+        lambda q, k, p, x: (q + p["positions"], k), positions=(T, H, S))  # fmt: skip
 spelled("a_reversed_bias", "its queries are in another order than the parameter's",
         lambda q, k, p, x: (q + p["bias"][::-1], k), bias=(H, S))  # fmt: skip
 spelled("keys_in_part_of_data", "its keys are added to something else: attention_programs.py:",
@@ -192,6 +195,8 @@ spelled("the_square_of_the_logits", None, spell=lambda a, p: a * a)
 spelled("logits_cast_to_int", None, spell=lambda a, p: (9 * a).astype(jnp.int32).astype(jnp.float32))
 spelled("queries_cast_to_int8", None,
         lambda q, k, p, x: ((9 * q).astype(jnp.int8).astype(jnp.float32), k))  # fmt: skip
+spelled("queries_cast_to_float8", None,
+        lambda q, k, p, x: (q.astype(jnp.float8_e4m3fn).astype(jnp.float32), k))  # fmt: skip
 spelled("queries_times_their_sign", None, lambda q, k, p, x: (q * jnp.sign(q), k))
 spelled("queries_relative_to_the_first_head", None, lambda q, k, p, x: (q - q[:, :, :1], k))
 spelled("a_gate_by_the_sum_of_squares", ELSE,
@@ -371,6 +376,38 @@ def heads_of_a_kernel_each(p, x):
 @attention(sites=None, **KERNELS)
 def heads_of_a_kernel_each_and_one_key(p, x):
     return of_a_kernel_each(p, x, True)
+
+
+def of_one_head_each(name, count, put_together, sites=None):
+    """Kernels of one head each: put together into heads, or into the features of one."""
+
+    def fun(p, x):
+        q, k, v = (put_together([x @ p[f"{n}{i}"] for i in range(count)]) for n in "qkv")
+        logits = logits_of(q, k)
+        return jnp.mean(mixed(jax.nn.softmax(logits), v) ** 2), logits
+
+    fun.__name__ = f"{name}_of_{count}"
+    attention(sites=sites, **{f"{n}{i}": (D, S) for n in "qkv" for i in range(count)})(fun)
+
+
+for count in range(2, 6):
+    of_one_head_each("concatenated_kernels", count, lambda y: jnp.concatenate(y, -1).reshape(B, T, len(y), S))
+for name, put_together in {
+    "concatenated_kernels_side_by_side": lambda y: jnp.stack(y, -1).reshape(B, T, -1).reshape(B, T, S, -1).mT,
+    "padded_kernels": lambda y: sum(
+        jnp.pad(z, [(0, 0), (0, 0), (S * i, S * (len(y) - 1 - i))]) for i, z in enumerate(y)
+    ).reshape(B, T, -1, S),
+    "stacked_kernels": lambda y: jnp.stack(y, 2),
+}.items():
+    of_one_head_each(name, 3, put_together)
+of_one_head_each("features_of_a_kernel_each", 3, lambda y: jnp.concatenate(y, -1)[:, :, None], sites=1)
+
+
+@attention(sites=None, q0=(D, S), q1=(D, S), k=(D, S), v=(D, S))
+def stacked_queries_of_one_key(p, x):
+    q, k, v = jnp.stack([x @ p["q0"], x @ p["q1"]], 1), x @ p["k"], x @ p["v"]
+    logits = jnp.einsum("bhqd,bkd->bhqk", q, k)
+    return jnp.mean(jnp.einsum("bhqk,bkd->bhqd", jax.nn.softmax(logits), v) ** 2), logits
 
 
 @attention(sites="heads of its queries are put together from several products",
@@ -788,6 +825,24 @@ def a_bias_inside_of_another_function(p, x):
     q, k, v = projected(p, x)
     biased = jax.jit(lambda q, k: logits_of(q, k) + 5.0 * jnp.arange(T))
     return end(p, jnp.where(CAUSAL, biased(q, k), -1e9), v)
+
+
+@program(X, sites="what depends on parameters is subtracted from the logits: attention_programs.py:", **QKVO)
+def one_softmax_over_blocks_of_keys(p, x):
+    """GenCast: the largest logit is that of all blocks."""
+    q, k, v = projected(p, x)
+    blocks = [(logits_of(q, k[:, i : i + 4]), v[:, i : i + 4]) for i in range(0, T, 4)]
+    largest = jnp.max(jnp.stack([logits.max(-1, keepdims=True) for logits, _ in blocks]), 0)
+    shares = [(jnp.exp(logits - largest), v) for logits, v in blocks]
+    total = sum(weights.sum(-1, keepdims=True) for weights, _ in shares)
+    return loss_of(p, sum(mixed(weights / total, v) for weights, v in shares))
+
+
+@program(X, sites=f"{ELSE}, but a derivative that the function takes too: attention_programs.py:", **QKVO)
+def the_local_energy_of_an_attention(p, x):
+    """Psiformer: the loss is made of derivatives by the input."""
+    slope = jax.grad(lambda x: jnp.sum(layer(p, x)))
+    return jnp.sum(slope(x) ** 2) + jnp.sum(jax.jvp(slope, (x,), (jnp.ones_like(x),))[1])
 
 
 # No attention is left out: where its logits are lost, it is listed with the line that multiplies its values.

@@ -1066,16 +1066,37 @@ def zeros_between(p, x):
     return end(p, x @ lax.pad(p["w"], 0.0, [(0, 0, 0), (0, 0, 1)]))
 
 
-@program(X, w=((D, 5 * D), "looked up: hostile_programs.py:"), out=((D, 2), "an output head"))
+@program(X, w=((D, 5 * D), "by names: dynamic_slice: hostile_programs.py:"), out=((D, 2), "an output head"))
 def an_expert_cut_out_by_data(p, x):
     return end(p, x @ lax.dynamic_slice(p["w"], (0, D * jnp.argmax(x[0, 0])), (D, D)))
 
 
 @program(
     X,
-    a=((D, 2), "a learned input: hostile_programs.py:"),
-    b=((2, D), "0 | 1"),
+    a=((D, 2), "by names: add: hostile_programs.py:"),
+    b=((2, D), "by names: add: hostile_programs.py:"),
     out=((D, 2), "an output head"),
 )
 def an_adapter_of_a_closed_over_kernel(p, x):
     return end(p, x @ (np.eye(D, dtype=np.float32) + p["a"] @ p["b"]))
+
+
+@program(X, w=((D, 8), "by names: dynamic_slice: hostile_programs.py:"), out=((4, 2), "an output head"))
+def blocks_of_columns_by_the_index_of_a_loop(p, x):
+    def add(i, total):
+        return total + x @ lax.dynamic_slice_in_dim(p["w"], 4 * i, 4, 1)
+
+    return end(p, lax.fori_loop(0, 2, add, jnp.zeros((B, T, 4))))
+
+
+@program(X, w=((D, 2 * D), "by names: select_n is not followed: hostile_programs.py:"),
+         out=((D, 2), "an output head"))  # fmt: skip
+def one_half_of_the_columns_of_a_product(p, x):
+    first, second = jnp.split(x @ p["w"], 2, -1)
+    return end(p, jnp.where(x[..., :1] > 0, first, second))
+
+
+@program(X, w=((D, 2 * D), "by names: join: hostile_programs.py:"), out=((D, 2), "an output head"))
+def one_half_of_the_columns_of_a_kernel(p, x):
+    first, second = jnp.split(p["w"], 2, -1)
+    return end(p, x @ lax.cond(x[0, 0, 0] > 0, lambda: first, lambda: second))

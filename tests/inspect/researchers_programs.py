@@ -156,7 +156,9 @@ def perceiver_by_vmap(p, x):
     return sq(jax.vmap(one)(x))
 
 
-@program(X, pos=((T, D), ""), proj=((D, D), M), w=((D, D), M), out=((D, 1), "head"))
+@program(
+    X, pos=((T, D), "by names: add"), proj=((D, D), "by names: add"), w=((D, D), M), out=((D, 1), "head")
+)
 def a_projected_position_table(p, x):
     return sq(jnp.tanh((x + p["pos"] @ p["proj"]) @ p["w"]) @ p["out"])
 
