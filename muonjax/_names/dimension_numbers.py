@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._common.arguments import warn_user
-from muonjax._common.nnx_models import parameters_of
-from muonjax._common.trees import dtype_of, flatten_with_names, is_masked
+from muonjax._common.trees import dtype_of, flatten_with_names, is_masked, parameters_of
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,

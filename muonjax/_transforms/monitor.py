@@ -12,8 +12,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from muonjax._common.arguments import check_transformation, require_params, whole_number
-from muonjax._common.explicit_axes import is_explicit
 from muonjax._common.linalg import at_least_float32, dot, square_norm
+from muonjax._common.platform import is_explicit
 from muonjax._common.trees import is_masked, leaf_paths, names
 from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces
 from muonjax._names.dimension_numbers import dimension_numbers as route
