@@ -120,9 +120,8 @@ class Trainer:
         self.layout = meshes.Layout(args.mesh, params)
         self.params = self.layout.params(params)
         # Every tenth step it measures the sizes of updates and weights, and keeps them in its state.
-        self.optimizer = muonjax.monitor(
-            make_optimizer(args, self.program, self.layout.distribution), every_k=MONITOR_EVERY
-        )
+        optimizer = make_optimizer(args, self.program, self.layout.distribution)
+        self.optimizer = muonjax.monitor(optimizer, self.program, every_k=MONITOR_EVERY)
         self.opt_state = self.layout.init(self.optimizer, self.params)
         self.clips = args.optimizer.endswith("clip")
         out = None

@@ -18,11 +18,11 @@ from muonjax._inspect.value_and_grad import value_and_grad as value_and_grad
 from muonjax._matrices.matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrices.matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
 from muonjax._mesh.distribution import Distribution as Distribution
-from muonjax._mesh.offload import offload as offload
-from muonjax._mesh.state_shardings import state_shardings as state_shardings
+from muonjax._mesh.state import offload as offload
+from muonjax._mesh.state import state_shardings as state_shardings
 from muonjax._msign.mcsgn import mcsgn as mcsgn
+from muonjax._msign.mcsgn import sylvester as sylvester
 from muonjax._msign.msign import msign as msign
-from muonjax._msign.sylvester import sylvester as sylvester
 from muonjax._names.dimension_numbers import dimension_numbers as dimension_numbers
 from muonjax._names.tabulate import tabulate as tabulate
 from muonjax._newton_schulz.coefficients import JORDAN as JORDAN
@@ -35,19 +35,19 @@ from muonjax._optimizers.muon import muonh as muonh
 from muonjax._optimizers.muon import normuon as normuon
 from muonjax._optimizers.muonclip import adamclip as adamclip
 from muonjax._optimizers.muonclip import muonclip as muonclip
-from muonjax._transforms.cautious_weight_decay import cautious_weight_decay as cautious_weight_decay
 from muonjax._transforms.ema_nesterov import ema_nesterov as ema_nesterov
 from muonjax._transforms.ema_nesterov import ema_nesterov_params as ema_nesterov_params
-from muonjax._transforms.hyperball import hyperball as hyperball
-from muonjax._transforms.match_rms import match_rms as match_rms
 from muonjax._transforms.metrics import metrics as metrics
 from muonjax._transforms.momentum import cast_momentum as cast_momentum
 from muonjax._transforms.momentum import trace as trace
 from muonjax._transforms.monitor import monitor as monitor
-from muonjax._transforms.normalize_neurons import normalize_neurons as normalize_neurons
 from muonjax._transforms.orthogonalize import orthogonalize as orthogonalize
-from muonjax.loha.hadamard_linear import adapter_mask as adapter_mask
-from muonjax.loha.hadamard_linear import hadamard_linear as hadamard_linear
+from muonjax._transforms.update_size import match_rms as match_rms
+from muonjax._transforms.update_size import normalize_neurons as normalize_neurons
+from muonjax._transforms.weight_size import cautious_weight_decay as cautious_weight_decay
+from muonjax._transforms.weight_size import hyperball as hyperball
+from muonjax.loha import adapter_mask as adapter_mask
+from muonjax.loha import hadamard_linear as hadamard_linear
 
 __version__ = "0.1.0"
 

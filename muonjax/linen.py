@@ -17,8 +17,8 @@ from flax.training import train_state
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
+from muonjax import loha as shared
 from muonjax._common.trees import listed
-from muonjax.loha import hadamard_linear as shared
 
 __all__ = ["LoHaConv", "LoHaDense", "TrainState", "loha", "merge"]
 

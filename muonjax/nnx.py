@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from muonjax import loha as shared
 from muonjax._common.trees import joined, listed
-from muonjax.loha import hadamard_linear as shared
 
 __all__ = ["LoHaConv", "LoHaLinear", "LoHaParam", "add_loha", "merge"]
 

@@ -39,8 +39,8 @@ from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._newton_schulz.coefficients import JORDAN, YOU
 from muonjax._newton_schulz.normalization import power_of_two_scale
 from muonjax._optimizers.partition import partition_by_route
-from muonjax._transforms.match_rms import match_rms
 from muonjax._transforms.orthogonalize import map_matrices
+from muonjax._transforms.update_size import match_rms
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._kernel_batch import launch_batch, refusal
-from pallas_kernels._nvidia import Gpu, suitable_gpu
+from pallas_kernels._platform import Gpu, suitable_gpu
 from pallas_kernels._reference import Operands, epilogue, mirror
 
 # Rows and columns of a tile, by the major compute capability.

@@ -19,7 +19,7 @@ from muonjax._common.arguments import (
     warn_user,
     whole_number,
 )
-from muonjax._common.explicit_axes import sharded_like, zero_beside
+from muonjax._common.platform import sharded_like, zero_beside
 from muonjax._common.trees import flatten_paths, is_masked, unboxed
 
 

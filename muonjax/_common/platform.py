@@ -1,13 +1,23 @@
-"""Everything that depends on the platform: one frozen value, made once per call, and one rule for each choice."""
+"""Where arrays lie: one frozen value with a rule for each choice that depends on the platform, and explicit axis types.
+
+On a mesh with explicit axis types the type of an array says how it is sharded, and only `reshard` changes that.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels._platform import kind_of, platform_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int, Shaped
+
 
 # What a device sends in a second: an H100's 200 GB/s to the others of its node. Over slower links a byte is worth
 # more, and what is chosen by this sends too much.
@@ -148,3 +158,41 @@ class Policy:
 def policy_of(*arrays: Any, mesh: Any = None) -> Policy:
     """The policy for a call on these arrays; `platform_of` says how their device is found."""
     return Policy(platform_of(*arrays, mesh=mesh), kind_of(*arrays, mesh=mesh))
+
+
+def is_explicit(x: Any) -> bool:
+    """Whether x is on a mesh with explicit axis types."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def sharded_like(x: Shaped[Array, "*x"], other: Any) -> Shaped[Array, "*x"]:
+    """x, sharded as `other`, of equal rank; as it is where `other` is not on a mesh with explicit axis types."""
+    return jax.sharding.reshard(x, jax.typeof(other).sharding) if is_explicit(other) else x
+
+
+def whole_along(x: Shaped[Array, "*x"], axis: int, step: int | None = None) -> Shaped[Array, "*x"]:
+    """x, gathered along `axis`; with `step` not where cuts at its multiples can leave the parts sharded."""
+    if not is_explicit(x):
+        return x
+    mesh, spec = jax.typeof(x).sharding.mesh, [*jax.typeof(x).sharding.spec]
+    axes = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
+    if step and step % math.prod(mesh.shape[name] for name in axes if name is not None) == 0:
+        return x
+    spec[axis] = None
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def zero_beside(x: Any, axes: tuple[int, ...] | None = None) -> Int[Array, "*#x"]:
+    """A zero to add to a new array, which is then on x's mesh, where that has explicit axis types.
+
+    A state that `init` makes on no mesh, and `update` returns on one, can't be donated: JAX compiles again after the
+    first step, and may give XLA a buffer of another size.
+
+    Args:
+      x: An array.
+      axes: Zeros with these axes of size 1, sharded as x is along the others; None: a scalar.
+    """
+    # Not of zeros_like(x): jit would not see that x, and with it the mesh, is needed.
+    if isinstance(x, jax.Array) and is_explicit(x):
+        return 0 * jnp.sum(jnp.isnan(x), axes, keepdims=axes is not None)
+    return jnp.zeros([1 if i in axes else size for i, size in enumerate(x.shape)] if axes else [], int)

@@ -21,8 +21,14 @@ from muonjax._clip.matching import module_of
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.sites import Site
 from muonjax._clip.statistics import larger
-from muonjax._common.nnx_models import as_function_of_parameters, is_model
-from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, listed
+from muonjax._common.trees import (
+    as_function_of_parameters,
+    flatten_paths,
+    flatten_with_names,
+    is_masked,
+    is_model,
+    listed,
+)
 from muonjax._inspect.attention import Call, Span
 from muonjax._inspect.attention import calls as calls_of
 from muonjax._inspect.decisions import Decision, decide

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from muonjax._common.arguments import check_flag
-from muonjax._common.nnx_models import is_model, value_and_grad_of_model
-from muonjax._common.trees import flatten_paths
+from muonjax._common.trees import flatten_paths, is_model, value_and_grad_of_model
 from muonjax._inspect.program import find_maxima
 
 

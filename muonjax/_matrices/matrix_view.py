@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import jax
 import optax
 
-from muonjax._common.explicit_axes import sharded_like, whole_along
+from muonjax._common.platform import sharded_like, whole_along
 from muonjax._common.trees import broadcast_prefix, is_masked, tree_of
 
 if TYPE_CHECKING:

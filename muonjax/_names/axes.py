@@ -29,7 +29,7 @@ from muonjax._names.neighbors import (
 from muonjax._names.roles import Parameter, layer_of, words
 
 
-def matrices(p: Parameter, neighbors: Neighbors, attention: str) -> DimensionNumbers | None:
+def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """The matrices in one layer's parameter, on that layer's axes; None where nothing tells."""
     role, rank = p.role, len(p.shape)
     unknown = role in (roles.INTERLEAVED, roles.LONE_LETTER, roles.RECURRENT)
@@ -37,20 +37,13 @@ def matrices(p: Parameter, neighbors: Neighbors, attention: str) -> DimensionNum
         return None
     if role is roles.GATE_UP:
         return _gate_up(p, neighbors)
-    is_fused = role in (roles.FUSED_QKV, roles.FUSED_KV)
-    if is_fused:
-        numbers = _fused(p, neighbors)
-    elif rank == 2:
-        numbers = _dense(p, neighbors)
-    elif role.projection:
-        numbers = _attention(p, neighbors) if rank == 3 else None
-    else:
-        numbers = role.layouts.get(rank) or _kernel(p, neighbors)
-    has_heads = is_fused or role in (roles.QUERY, roles.KEY, roles.VALUE, roles.MLA_UP)
-    if attention == "heads" and numbers and has_heads:
-        *heads, last = axes_of(numbers.output_axis)
-        return MuonDimensionNumbers(numbers.reduction_axis, last) if heads else None
-    return numbers
+    if role in (roles.FUSED_QKV, roles.FUSED_KV):
+        return _fused(p, neighbors)
+    if rank == 2:
+        return _dense(p, neighbors)
+    if role.projection:
+        return _attention(p, neighbors) if rank == 3 else None
+    return role.layouts.get(rank) or _kernel(p, neighbors)
 
 
 def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers:
@@ -120,10 +113,9 @@ def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     if len(p.shape) != 2:
         return None
     m, n = p.shape
-    rows_first = bias != (m,) if bias and m != n else not (parts == 3 and m == 3 * n)
-    axis, total = (1, n) if rows_first else (0, m)
+    axis = 0 if (bias == (m,) if bias and m != n else m == 3 * n) else 1
     # Grouped keys: out of how many heads nothing here tells.
-    fits = total % 2 == 0 if parts == 2 else total == 3 * p.shape[1 - axis]
+    fits = parts == 3 and p.shape[axis] == 3 * p.shape[1 - axis]
     return FusedDimensionNumbers(1 - axis, axis, parts, axis) if fits else None
 
 

@@ -2,36 +2,33 @@
 
 The evidence, in this order; what comes first decides:
 
-  1. a rule of the caller's; its leaf is evidence only of where a model ends;
-  2. the names of the axes, where the array carries them;
-  3. the names in the path: what the parameter is (`roles`), if its shape fits;
-  4. which axes count layers: all parameters of a scanned module have one axis more (`neighbors`);
-  5. its bias, its attention's other projections, the order of axes in the rest of the tree, and last its own shape
+  1. the names of the axes, where the array carries them;
+  2. the names in the path: what the parameter is (`roles`), if its shape fits;
+  3. which axes count layers: all parameters of a scanned module have one axis more (`neighbors`);
+  4. its bias, its attention's other projections, the order of axes in the rest of the tree, and last its own shape
      (`axes`);
-  6. whether it is an end of the model: a patch embedding or an output head (`ends`).
+  5. whether it is an end of the model: a patch embedding or an output head (`ends`).
 
-What none of them tells is refused, with a rule that decides it. One warning lists the leaves that may be an end of the
-model, or are one by their name or their position alone.
+A rule of the caller's replaces the answer. What nothing tells is refused, with a rule that decides it. One warning
+lists the leaves that may be an end of the model, or are one by their name or their position alone.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import check_choice, warn_user
-from muonjax._common.nnx_models import parameters_of
-from muonjax._common.trees import dtype_of, flatten_with_names, is_masked
+from muonjax._common.arguments import warn_user
+from muonjax._common.trees import dtype_of, flatten_with_names, is_masked, parameters_of
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
     MuonDimensionNumbers,
     axes_of,
     explained,
-    matrix_pieces,
     one_or_several,
 )
 from muonjax._names import roles
@@ -62,28 +59,20 @@ class Route(NamedTuple):
     why: str
 
 
-def dimension_numbers(
-    params: Any,
-    *,
-    rules: Rules = (),
-    attention: Literal["whole", "heads"] = "whole",
-) -> Any:
+def dimension_numbers(params: Any, *, rules: Rules = ()) -> Any:
     """Says of every leaf whether Muon takes it, and which of its axes are the matrix's rows and columns.
 
     A weight that maps `reduction_axis` to `output_axis` is a matrix; every other axis is a batch of matrices:
 
       - a dense kernel [in, out], an adapter's factor: one matrix;
-      - an attention's query, key and value [d, heads, size]: one matrix d × (heads·size), or with
-        `attention="heads"` a matrix per head; its output [heads, size, d]: one matrix in either case;
+      - an attention's query, key and value [d, heads, size]: one matrix d × (heads·size), as in Moonlight; its output
+        [heads, size, d]: one matrix (a program also has a matrix for each head: `Program.dimension_numbers`);
       - a convolution [*window, in, out]: one matrix (window·in) × out;
       - query, key and value in one kernel: three matrices, also of unequal sizes; experts: a matrix each; a scanned
         stack: a matrix per layer.
 
     Biases, scales, embeddings of tokens, patches and positions, output heads, state-space parameters, depthwise
     convolutions, vectors and integers are None: they belong to Adam.
-
-    Whole matrices are the default, as in Moonlight, whose update RMS muonjax follows; a matrix per head is GLM-5's
-    "Muon Split".
 
     Args:
       params: A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
@@ -93,14 +82,13 @@ def dimension_numbers(
       rules: Pairs (regular expression, dimension numbers or None); the first match decides. The expression is
         searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the
         leaf's own axes.
-      attention: "whole" or "heads".
 
     Returns:
       The tree with `MuonDimensionNumbers`, `FusedDimensionNumbers` or None in place of the leaves; of an NNX module
       its `nnx.Param`s.
 
     Raises:
-      ValueError: A leaf that can't be decided, a rule that matches no leaf, another `attention`.
+      ValueError: A leaf that can't be decided, a rule that matches no leaf.
       TypeError: A rule that gives an integer leaf to Muon.
 
     Example:
@@ -110,12 +98,11 @@ def dimension_numbers(
       {'query': {'bias': None, 'kernel': MuonDimensionNumbers(reduction_axis=0, output_axis=(1, 2))}}
 
     Sources: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982), whose published example gives
-    Muon every matrix but the embedding and the head; GLM-5 team, "GLM-5" (arXiv 2602.15763), on Muon Split; Zhang et
-    al. (arXiv 2605.08933) compare whole matrices, groups of heads and single heads; Jordan, "Muon" (2024), on
-    convolutions, and on query, key and value separately.
+    Muon every matrix but the embedding and the head; Jordan, "Muon" (2024), on convolutions, and on query, key and
+    value separately.
     """
     arrays = parameters_of(params)
-    return numbers_tree(*routes(arrays, rules=rules, attention=attention, layers=params))
+    return numbers_tree(*routes(arrays, rules=rules, layers=params))
 
 
 def numbers_tree(found: Sequence[Any], treedef: Any) -> Any:
@@ -143,7 +130,6 @@ def routes(
     params: Any,
     *,
     rules: Rules = (),
-    attention: str = "whole",
     layers: Any = None,
     call: str = "dimension_numbers",
     warn: bool = True,
@@ -153,64 +139,55 @@ def routes(
     Args:
       params: As in `dimension_numbers`.
       rules: As in `dimension_numbers`.
-      attention: As in `dimension_numbers`.
       layers: The modules that `params` are of, where these are no tree of modules.
       call: Whom `params` were given to, for messages about them.
       warn: Whether to warn of what may be wrong.
     """
-    check_choice("dimension_numbers", "attention", attention, ("whole", "heads"))
     check_parameters(params, call, warn=warn)
     paths, leaves, treedef = flatten_with_names(params)
-    ruled = apply_rules(["/".join(path) for path in paths], rules)
+    ruled = {path: (numbers, "rule") for path, numbers in apply_rules(paths, leaves, rules).items()}
     in_tables = tables(params)
     axis_names = named_axes(params)
     found: dict[tuple[str, ...], tuple[DimensionNumbers | None, str]] = {}
-    undecided: list[Parameter] = []
-    told: list[Parameter] = []  # by a rule, and still what leads to another layer, or comes after it
+    whole: list[Parameter] = []
     for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
-        name = "/".join(path)
         if is_masked(leaf):
             continue
-        shape, dtype = jnp.shape(leaf), dtype_of(leaf)
-        if name in ruled:
-            leaf = jax.ShapeDtypeStruct(shape, "float32" if dtype == jax.dtypes.float0 else dtype)
-            matrix_pieces({name: ruled[name]}, {name: leaf}, call="dimension_numbers(rules=...)")
-            found[path] = ruled[name], "rule"
-            if role.muon and len(shape) == 2:
-                told.append(Parameter(path, role, shape, (0, 1), shape))
-        elif not jnp.issubdtype(dtype, jnp.inexact):
+        shape = jnp.shape(leaf)
+        if not jnp.issubdtype(dtype_of(leaf), jnp.inexact):
             found[path] = None, "not a floating-point leaf"
         elif path in axis_names:
-            found[path] = by_axis_names(path, role, axis_names[path], attention)
+            found[path] = by_axis_names(path, role, axis_names[path])
         else:
-            role = roles.EMBEDDING if name in in_tables else role
-            undecided.append(Parameter(path, role, shape, tuple(range(len(shape))), shape))
-    parameters = unstack(undecided)
+            role = roles.EMBEDDING if "/".join(path) in in_tables else role
+            whole.append(Parameter(path, role, shape, tuple(range(len(shape))), shape))
+    parameters = unstack(whole)
     neighbors = Neighbors(parameters)
-    decided = {p.path: _decide(p, neighbors, attention) for p in parameters}
-    refused = [p for p in parameters if decided[p.path] is None]
-    if refused:
-        raise ValueError(undecided_message(refused, parameters, attention))
-    answers = {path: answer for path, answer in decided.items() if answer}
-    every = {path: numbers for path, (numbers, _) in answers.items()}
-    every |= {p.path: found[p.path][0] or MuonDimensionNumbers(0, 1) for p in told}
-    ends, chances = for_adam([*parameters, *told], every)
-    answers |= {path: (None, why) for path, why in ends.items() if path not in found}
-    chances = {path: said for path, said in chances.items() if path not in found}
+    decided = {p.path: _decide(p, neighbors) for p in parameters}
+    if refused := [p for p in parameters if not (decided[p.path] or p.path in ruled)]:
+        raise ValueError(undecided_message(refused, parameters))
+    answers = {
+        p.path: decided[p.path] or (ruled[p.path] if len(p.leaf_shape) == 2 else (None, "rule"))
+        for p in parameters
+    }
+    ends, chances = for_adam(parameters, {path: numbers for path, (numbers, _) in answers.items()})
+    answers |= {path: (None, why) for path, why in ends.items()}
     special = unlike_their_names(params if layers is None else layers)
     for path, (numbers, _) in answers.items():
         if numbers and "/".join(path) in special:
             chances[path] = "Muon", "its layer has groups or an einsum of its own"
+    chances = {path: said for path, said in chances.items() if path not in ruled}
     if chances and warn:
         warn_user(chances_message(chances, parameters))
     found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}
+    found |= ruled
     return [
         leaf if is_masked(leaf) else Route("/".join(path), jnp.shape(leaf), dtype_of(leaf), *found[path])
         for path, leaf in zip(paths, leaves, strict=True)
     ], treedef
 
 
-def _decide(p: Parameter, neighbors: Neighbors, attention: str) -> tuple[DimensionNumbers | None, str] | None:
+def _decide(p: Parameter, neighbors: Neighbors) -> tuple[DimensionNumbers | None, str] | None:
     """One leaf, as one layer sees it; None where nothing tells."""
     role, rank, bias = p.role, len(p.shape), neighbors.bias(p)
     long_axes = sum(size > 1 for size in p.shape)
@@ -226,7 +203,7 @@ def _decide(p: Parameter, neighbors: Neighbors, attention: str) -> tuple[Dimensi
         return None, why
     if long_axes <= 1:
         return None, "vector"
-    numbers = None if p.stacked else matrices(p, neighbors, attention)
+    numbers = None if p.stacked else matrices(p, neighbors)
     if numbers is None:
         return None
     sides = [math.prod(p.shape[i] for i in axes_of(axes)) for axes in numbers[:2]]

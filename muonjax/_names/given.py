@@ -14,7 +14,12 @@ import jax
 
 from muonjax._common.arguments import warn_user
 from muonjax._common.trees import flatten_paths, is_masked, listed, names
-from muonjax._matrices.matrix_view import DimensionNumbers, MuonDimensionNumbers, one_or_several
+from muonjax._matrices.matrix_view import (
+    DimensionNumbers,
+    MuonDimensionNumbers,
+    matrix_pieces,
+    one_or_several,
+)
 from muonjax._names.roles import INTERLEAVED, RECURRENT, Parameter, Role, layer_of
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
@@ -23,7 +28,6 @@ Rules = Sequence[tuple[str, DimensionNumbers | None]]
 
 _BATCH = r"\w*(layers?|blocks?|stack\w*|scan\w*|experts?|qkv|kv|gate_up)"
 _HEAD = r"\w*(head|q_per|group|projection)\w*"
-_HEAD_SIZE = r"(\w*_)?(head_?(size|dim)|projection)"
 _DOWN = r"(\w+_)?(down|wo|o|out|output|c_proj|fc2|w2|linear2)(_\w+)?"
 _TABLE = r"\w*(vocab|position|pos)\w*"
 
@@ -61,7 +65,11 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
             )
 
 
-def apply_rules(paths: Sequence[str], rules: Rules) -> dict[str, DimensionNumbers | None]:
+def apply_rules(
+    paths: Sequence[tuple[str, ...]], leaves: Sequence[Any], rules: Rules
+) -> dict[tuple[str, ...], DimensionNumbers | None]:
+    """What the first rule that matches says of each leaf."""
+
     def is_rule(rule: Any) -> bool:
         is_pair = isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)
         return is_pair and (rule[1] is None or isinstance(rule[1], DimensionNumbers))
@@ -72,17 +80,21 @@ def apply_rules(paths: Sequence[str], rules: Rules) -> dict[str, DimensionNumber
             f"dimension_numbers(rules=...) has {others[0]!r}; give pairs of a regular expression and "
             "MuonDimensionNumbers, FusedDimensionNumbers or None."
         )
-    ruled: dict[str, DimensionNumbers | None] = {}
+    named = {"/".join(path): (path, leaf) for path, leaf in zip(paths, leaves, strict=True)}
+    ruled: dict[tuple[str, ...], DimensionNumbers | None] = {}
     for pattern, numbers in rules:
-        matched = [path for path in paths if re.search(pattern, path)]
+        matched = [name for name in named if re.search(pattern, name)]
         if not matched:
-            shown = ", ".join(paths[:3])
+            shown = ", ".join(list(named)[:3])
             raise ValueError(
                 f"dimension_numbers(rules=...): {pattern!r} matches no leaf; paths look like {shown}, … "
                 "Correct the expression or drop the rule."
             )
-        for path in matched:
-            ruled.setdefault(path, numbers)
+        for name in matched:
+            path, leaf = named[name]
+            if path not in ruled and not is_masked(leaf):
+                matrix_pieces({name: numbers}, {name: leaf}, call="dimension_numbers(rules=...)")
+                ruled[path] = numbers
     return ruled
 
 
@@ -130,7 +142,7 @@ def _names_of(node: Any) -> tuple[str, ...] | None:
 
 
 def by_axis_names(
-    path: tuple[str, ...], role: Role, axes: tuple[str, ...], attention: str
+    path: tuple[str, ...], role: Role, axes: tuple[str, ...]
 ) -> tuple[DimensionNumbers | None, str]:
     """The matrices of a leaf whose axes have names."""
     batch = [i for i, name in enumerate(axes) if re.fullmatch(_BATCH, name)]
@@ -148,8 +160,6 @@ def by_axis_names(
     if not model or not wide:
         model, wide = inner[:-1], inner[-1:]
     is_down = role.projection == "out" or bool(re.fullmatch(_DOWN, layer_of(path)[1]))
-    if heads and attention == "heads" and not is_down:
-        wide = [i for i in wide if re.fullmatch(_HEAD_SIZE, axes[i])] or wide
     rows, outputs = (wide, model) if is_down else (model, wide)
     numbers = MuonDimensionNumbers(one_or_several(rows), one_or_several(outputs))
     return numbers, f"{role.name}, by the names of its axes"
@@ -161,12 +171,10 @@ INSPECT = (
 )
 
 
-def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter], attention: str) -> str:
+def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
     """The message for leaves that can't be decided, with rules that decide all of them."""
     p = undecided[0]
-    folded = attention == "heads" and len(p.shape) < 4 and p.role.name.startswith("attention")
-    state = "interleaved" if p.role is INTERLEAVED else "folded into one axis" if folded else ""
-    why = f", because its heads are {state}" if state else ""
+    why = ", because its heads are interleaved" if p.role is INTERLEAVED else ""
     others = f", nor {len(undecided) - 1} other{'s' * (len(undecided) > 2)}" if len(undecided) > 1 else ""
     wholes = [p for p in undecided if p.role in (INTERLEAVED, RECURRENT) and len(p.shape) == 2]
     return (

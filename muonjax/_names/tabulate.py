@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.nnx_models import parameters_of
-from muonjax._common.trees import dtype_of, flatten_with_names, is_masked, tree_of
+from muonjax._common.trees import dtype_of, flatten_with_names, is_masked, parameters_of, tree_of
 from muonjax._matrices.matrix_view import matrix_pieces, resolve_dimension_numbers
 from muonjax._names.dimension_numbers import Route, routes
 from muonjax._names.given import check_parameters

@@ -11,15 +11,14 @@ from muonjax._common.arguments import check_flag, check_mask, check_range, check
 from muonjax._common.keywords import explains_keywords
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
-from muonjax._mesh.offload import offload
+from muonjax._mesh.state import offload
 from muonjax._names.dimension_numbers import decays
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._optimizers.partition import partition_by_route
-from muonjax._transforms.hyperball import hyperball
-from muonjax._transforms.match_rms import match_rms
 from muonjax._transforms.momentum import momentum_dtype, trace
-from muonjax._transforms.normalize_neurons import normalize_neurons
 from muonjax._transforms.orthogonalize import orthogonalize
+from muonjax._transforms.update_size import match_rms, normalize_neurons
+from muonjax._transforms.weight_size import hyperball
 
 _STEP = ": it is the length of a step."
 _USUAL_RMS = "; 0.2 is the usual RMS of AdamW's."

@@ -21,7 +21,7 @@ from muonjax._common.arguments import (
 from muonjax._common.keywords import explains_keywords
 from muonjax._inspect.program import Program
 from muonjax._matrices.matrix_view import DimensionNumbersTree
-from muonjax._mesh.offload import offload
+from muonjax._mesh.state import offload
 from muonjax._optimizers.muon import MuonSettings, muon
 
 

@@ -12,13 +12,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from muonjax._common.arguments import check_transformation, require_params, whole_number
-from muonjax._common.explicit_axes import is_explicit
 from muonjax._common.linalg import at_least_float32, dot, square_norm
+from muonjax._common.platform import is_explicit
 from muonjax._common.trees import is_masked, leaf_paths, names
 from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, Piece, matrix_pieces
-from muonjax._names.dimension_numbers import dimension_numbers as route
+from muonjax._names.dimension_numbers import dimension_numbers as by_names
 from muonjax._transforms.momentum import cast_momentum, has_int8
-from muonjax._transforms.orthogonalize import matrices_in
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float32
@@ -51,9 +50,9 @@ class MonitorState(NamedTuple):
 
 def monitor(
     inner: optax.GradientTransformation,
+    program: DimensionNumbersTree | None = None,
     *,
     groups: Groups | None = None,
-    dimension_numbers: DimensionNumbersTree | None = None,
     every_k: int = 10,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep statistics of each step of `inner` in its state; the updates are those of `inner`.
@@ -71,19 +70,19 @@ def monitor(
     `muonjax.metrics(state)` makes one flat mapping of them for a logger.
 
     Args:
-      inner: Any transformation, such as `muon(1e-3)`.
+      inner: Any transformation, such as `muon(1e-3, program)`.
+      program: Which leaves are matrices, and how: what `inner` was given. None reads it off paths and shapes, as `muon`
+        does.
       groups: From a leaf's path, "block_0/attention/query/kernel", to the name of its group, or None for no statistics.
         None: "muon" for the matrices and "adam" for all other leaves.
-      dimension_numbers: Which leaves are matrices, and how, as in `orthogonalize`. None: those that `inner`
-        orthogonalizes, as it does; if it orthogonalizes none, as `muon` reads them off paths and shapes.
       every_k: Measure at the first step and every `every_k` steps, >= 1; between, the last values stay.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a `MonitorState`; `update` needs `params`.
 
     Raises:
-      ValueError, TypeError: An argument of another type or out of its range; `update` gets no `params` or a state with
-        other groups, or nothing tells which leaves are matrices.
+      ValueError, TypeError: An argument of another type or out of its range; `inner` takes other leaves for matrices;
+        `update` gets no `params` or a state with other groups, or nothing tells which leaves are matrices.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -102,21 +101,24 @@ def monitor(
         )
     every_k = whole_number("monitor", "every_k", every_k, 1, " of steps, at least 1.")
     inner = optax.with_extra_args_support(inner)
+    matrices = functools.partial(matrix_pieces, by_names if program is None else program, call="monitor")
 
     def init(params: optax.Params) -> MonitorState:
-        members = _members(groups, params, _pieces(inner, dimension_numbers, params))
+        state, pieces = inner.init(params), matrices(params)
+        _check_matrices(state, params, {piece.leaf for piece in pieces})
+        members = _members(groups, params, pieces)
         # A new array for each: a buffer that is in two places can't be donated.
         statistics: Any = {g: {s: jnp.full((), jnp.nan, jnp.float32) for s in STATISTICS} for g in members}
         if not jax.tree.leaves(params, is_leaf=is_masked):
             # Optax's placeholder for the parameters has no groups; one array in the place of the dictionary tells it
             # that no part of it is like a parameter.
             statistics = jnp.zeros([])
-        return MonitorState(inner.init(params), jnp.zeros([], jnp.int32), statistics)
+        return MonitorState(state, jnp.zeros([], jnp.int32), statistics)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
         require_params("monitor", params)
         found, inner_state = inner.update(updates, state.inner, params, **extra_args)
-        pieces = _pieces(inner, dimension_numbers, params)
+        pieces = matrices(params)
         members = _members(groups, params, pieces)
         if set(members) != set(state.statistics):
             raise ValueError(
@@ -133,19 +135,14 @@ def monitor(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _pieces(
-    inner: optax.GradientTransformation, dimension_numbers: DimensionNumbersTree | None, params: Any
-) -> list[Piece]:
-    """The matrices among the parameters."""
-    if dimension_numbers is not None:
-        return matrix_pieces(dimension_numbers, params, call="monitor")
-    if found := matrices_in(inner, params):
-        paths = _paths(params)
-        return [piece._replace(leaf=paths[path]) for path, piece in found]
-    try:
-        return matrix_pieces(route, params, call="monitor")
-    except ValueError as error:
-        raise ValueError(f"{error} In monitor: dimension_numbers=, the same function.") from None
+def _check_matrices(state: Any, params: Any, matrices: set[int]) -> None:
+    """Raise where the optimizer inside gives other leaves to Muon than those that are measured as matrices."""
+    for node in jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, "inner_states")):
+        taken = _momentum(getattr(node, "inner_states", {}).get("muon"), _paths(params))
+        if taken and {*taken} != matrices:
+            raise ValueError(
+                "monitor needs the program of its optimizer: monitor(muon(rate, program), program)."
+            )
 
 
 def _paths(params: Any) -> dict[tuple[str, ...], int]:
@@ -172,7 +169,7 @@ def _measure(
     state: Any,
     params: Any,
 ) -> dict[str, dict[str, jax.Array]]:
-    momentum = _momentum(state, _paths(params))
+    momentum = _momentum(cast_momentum(state, jnp.float32) if has_int8(state) else state, _paths(params))
     gradients, updates, weights = (jax.tree.leaves(tree) for tree in (gradients, updates, params))
 
     def of_group(indices: list[int]) -> dict[str, Any]:
@@ -196,8 +193,6 @@ def _measure(
 def _momentum(state: Any, paths: dict[tuple[str, ...], int]) -> dict[int, list[jax.Array]]:
     """First moments in an optimizer's state by the index of their parameter: what is under `trace` or `mu`."""
     found: dict[int, list[jax.Array]] = {}
-    if has_int8(state):
-        state = cast_momentum(state, jnp.float32)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         for depth, key in enumerate(path):
             if isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("trace", "mu"):

@@ -1,6 +1,5 @@
 """The Optax transformation `orthogonalize`: every matrix of the updates becomes nearly orthogonal."""
 
-import contextvars
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +8,8 @@ import optax
 
 from muonjax._common.arguments import check_flag
 from muonjax._common.platform import Policy, policy_of
-from muonjax._common.trees import leaf_paths
 from muonjax._matrices.batching import Function, map_leaves
-from muonjax._matrices.matrix_view import DimensionNumbersTree, Piece, matrix_pieces, replace_pieces
+from muonjax._matrices.matrix_view import DimensionNumbersTree, matrix_pieces, replace_pieces
 from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
 from muonjax._mesh.exchange import map_on_mesh
 from muonjax._newton_schulz.polar_factor import polar_function
@@ -61,13 +59,6 @@ def orthogonalize(
     check_flag("orthogonalize", "adaptive", adaptive)
     check_distribution(distribution, call="orthogonalize")
 
-    def init(params: optax.Params) -> optax.OptState:
-        if (seen := _seen.get()) is not None:
-            paths = leaf_paths(params)
-            pieces = matrix_pieces(dimension_numbers, params, call="orthogonalize")
-            seen += [(paths[piece.leaf], piece) for piece in pieces]
-        return optax.EmptyState()
-
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
         updates = map_matrices(
@@ -80,7 +71,7 @@ def orthogonalize(
         )
         return updates, state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def map_matrices(
@@ -115,20 +106,3 @@ def map_matrices(
         dtypes = [exchanged(x, policy) for x in inputs]
         results = map_on_mesh(on_mesh, f, inputs, views, dtypes, policy, call=call)
     return jax.tree.unflatten(treedef, replace_pieces(leaves, pieces, results))
-
-
-# A context variable, for `orthogonalize` is inside of wrappers of Optax that pass nothing else on.
-_seen: contextvars.ContextVar[list[tuple[tuple[str, ...], Piece]] | None]
-_seen = contextvars.ContextVar("muonjax_matrices", default=None)
-
-
-def matrices_in(tx: optax.GradientTransformation, params: Any) -> list[tuple[tuple[str, ...], Piece]]:
-    """What `orthogonalize` takes, wherever it is in this transformation: the path of each leaf, and its matrices."""
-    found: list[tuple[tuple[str, ...], Piece]] = []
-
-    def run() -> None:
-        _seen.set(found)
-        jax.eval_shape(lambda params: tx.init(params), params)  # a new function: JAX would remember `init`
-
-    contextvars.copy_context().run(run)
-    return found

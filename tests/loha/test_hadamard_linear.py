@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from muonjax import hadamard_linear
-from muonjax.loha.hadamard_linear import multiply
+from muonjax.loha import multiply
 from tests.tools.oracles import on_device
 
 M, N, R, T = 301, 200, 5, 7

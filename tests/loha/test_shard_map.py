@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from muonjax import hadamard_linear
-from muonjax.loha.hadamard_linear import apply_adapter
+from muonjax.loha import apply_adapter
 from tests.tools.oracles import normal
 from tests.tools.sharded import DEVICES, check
 

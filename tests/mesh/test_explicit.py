@@ -65,7 +65,7 @@ PUBLIC = {
     "ema_nesterov": lambda: muonjax.ema_nesterov(muonjax.muon(1e-3, **MATRICES), 0.5),
     "hyperball": lambda: muonjax.hyperball(0.1, dimension_numbers=NUMBERS),
     "match_rms": lambda: muonjax.match_rms(dimension_numbers=NUMBERS),
-    "monitor": lambda: muonjax.monitor(muonjax.normuon(1e-3, **MATRICES), every_k=2),
+    "monitor": lambda: muonjax.monitor(muonjax.normuon(1e-3, **MATRICES), NUMBERS, every_k=2),
     "muon": lambda: muonjax.muon(1e-3, **MATRICES),
     "muonclip": lambda: muonjax.muonclip(1e-3, SITE, dimension_numbers=NUMBERS, newton_schulz=QUICK),
     "muonh": lambda: muonjax.muonh(1e-3, adam_learning_rate=1e-3, **MATRICES),

@@ -80,8 +80,6 @@ def test_linen_transformer(scan_axis, bias):
     attention = [f"layers/attention/{name}/kernel" for name in ("query", "key", "value", "out")]
     mlp = {"layers/Dense_0/kernel": (count, D, MLP), "layers/Dense_1/kernel": (count, MLP, D)}
     assert matrices(params) == dict.fromkeys(attention, (count, D, D)) | mlp
-    per_head = matrices(params, attention="heads")
-    assert per_head == dict.fromkeys(attention[:3], (count * H, D, S)) | {attention[3]: (count, D, D)} | mlp
 
 
 class NnxBlock(nnx.Module):
@@ -212,26 +210,18 @@ def test_bad_rules(rule, error, message):
 
 
 @pytest.mark.parametrize(
-    ("params", "attention", "message"),
+    ("params", "message"),
     [
         (
             {"thing": {"kernel": leaf(3, 16, 32)}},
-            "whole",
             r"'thing/kernel' \(matrix\) of shape \(3, 16, 32\)(?s:.*)rules=",
         ),
-        ({"attn": {"query_key_value": {"kernel": leaf(D, 3 * D)}}}, "whole", "interleaved"),
-        (
-            {"q_proj": {"kernel": leaf(D, D)}},
-            "heads",
-            "heads are folded.*muonjax.inspect",
-        ),
-        ({"attn": {"c_attn": {"kernel": leaf(D, 3 * D)}}}, "heads", "c_attn.*heads are folded"),
-        ({"dense": {"kernel": leaf(D, D)}}, "head", "'head'. is unknown; choose one of"),
+        ({"attn": {"query_key_value": {"kernel": leaf(D, 3 * D)}}}, "interleaved.*muonjax.inspect"),
     ],
 )
-def test_what_cannot_be_decided_raises(params, attention, message):
+def test_what_cannot_be_decided_raises(params, message):
     with pytest.raises(ValueError, match=message):
-        dimension_numbers(params, attention=attention)
+        dimension_numbers(params)
 
 
 class NnxZoo(nnx.Module):
@@ -349,7 +339,6 @@ def test_named_axes_tell_all():
         "token_table/0": None,
     }
     assert dimension_numbers(params)["layers"]["o_proj"]["weight"].array == MuonDimensionNumbers((2, 3, 4), 1)
-    assert numbers_of(params, attention="heads")["layers/q_proj/weight/0"] == MuonDimensionNumbers(4, 3)
 
 
 # Unequal parts

@@ -83,7 +83,7 @@ NUMBERS = {"dense": {"kernel": muonjax.MuonDimensionNumbers(), "bias": None}}
     ("tx", "like_parameters"),
     [
         (muonjax.monitor(muonjax.muon(1e-3)), 3),  # the momentum of the kernel, two moments of the bias
-        (muonjax.monitor(optax.sgd(1e-3, momentum=0.9), dimension_numbers=NUMBERS), 2),
+        (muonjax.monitor(optax.sgd(1e-3, momentum=0.9), NUMBERS), 2),
         (muonjax.normuon(1e-3, NUMBERS), 4),
         (muonjax.muonh(1e-3, adam_learning_rate=1e-3, program=NUMBERS), 4),
         (muonjax.hyperball(1e-3, dimension_numbers=NUMBERS), 1),

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import _mosaic_gpu, symmetric_product
-from pallas_kernels._batch_partitioning import by_batch
+from pallas_kernels._kernel_batch import by_batch
 
 DEVICES = "--xla_force_host_platform_device_count=4"
 HERE = DEVICES in os.environ.get("XLA_FLAGS", "")

@@ -1,16 +1,17 @@
-"""NorMuon's normalization: each neuron of an orthogonalized update gets the same running root mean square."""
+"""The size of orthogonalized updates: by the shape of a matrix, or neuron by neuron."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import check_range
-from muonjax._common.explicit_axes import zero_beside
+from muonjax._common.arguments import check_choice, check_range
 from muonjax._common.linalg import at_least_float32
+from muonjax._common.platform import zero_beside
 from muonjax._matrices.matrix_view import (
     DimensionNumbersTree,
     MatrixView,
@@ -22,6 +23,63 @@ from muonjax._matrices.matrix_view import (
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Inexact
+
+
+Rule = Literal["rms", "width", "spectral"]
+
+
+def match_rms(
+    rms: float = 0.2, *, dimension_numbers: DimensionNumbersTree | None = None, rule: Rule = "rms"
+) -> optax.GradientTransformation:
+    r"""Scale orthogonalized updates by their shape.
+
+    An orthogonal m x n matrix of full rank has root mean square 1 / sqrt(max(m, n)); one of rank r has sqrt(r /
+    min(m, n)) times that. With `rule`
+
+    - "rms": times `rms` sqrt(max(m, n)): every update of full rank has the root mean square `rms`. AdamW's is
+      usually 0.2 to 0.4, so 0.2 lets Muon take AdamW's weight decay, and two to four times its rate.
+    - "width": times sqrt(max(1, fan_out / fan_in)), Jordan's; `rms` is not used.
+    - "spectral": times sqrt(fan_out / fan_in), the spectral norm at the scale of the layer (Bernstein); `rms`
+      is not used.
+
+    Args:
+      rms: The root mean square of an update of full rank; > 0.
+      dimension_numbers: As in `orthogonalize`.
+      rule: Which of the three.
+
+    Returns:
+      A stateless `optax.GradientTransformation`.
+
+    Raises:
+      ValueError: If `rms` is not positive, the rule is unknown, or the dimension numbers do not fit the tree.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> tx = muonjax.match_rms(0.2)
+      >>> updates, _ = tx.update({"w": jnp.eye(4)}, tx.init(None))
+      >>> round(float(jnp.sqrt(jnp.mean(updates["w"] ** 2))), 6)
+      0.2
+
+    Source: Liu et al., "Muon is scalable for LLM training" (Moonlight), 2025, eq. (4); Jordan et al.,
+    "Muon", 2024; Bernstein & Newhouse, "Modular duality in deep learning", 2024.
+    """
+    check_range("match_rms", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
+    check_choice("match_rms", "rule", rule, get_args(Rule))
+
+    def scale(view: MatrixView) -> float:
+        if rule == "rms":
+            return rms * math.sqrt(max(view.fan_in, view.fan_out))
+        ratio = view.fan_out / view.fan_in
+        return math.sqrt(max(1.0, ratio) if rule == "width" else ratio)
+
+    def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
+        del params
+        leaves, treedef = jax.tree.flatten(updates)
+        pieces = matrix_pieces(dimension_numbers, updates, call="match_rms")
+        scaled = [piece.take(leaves) * scale(piece.view) for piece in pieces]
+        return jax.tree.unflatten(treedef, replace_pieces(leaves, pieces, scaled)), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 class NormalizeNeuronsState(NamedTuple):

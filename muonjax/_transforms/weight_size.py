@@ -1,4 +1,4 @@
-"""Hyperball optimization: each weight matrix keeps its Frobenius norm, and a step is an angle on that sphere."""
+"""The size of weights: decay that spares a weight which moves away from zero, and a norm that never changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muonjax._common.arguments import check_rate, require_params
+from muonjax._common.arguments import check_mask, check_rate, require_params
 from muonjax._common.linalg import at_least_float32
 from muonjax._matrices.matrix_view import (
     DimensionNumbersTree,
@@ -21,7 +21,63 @@ from muonjax._matrices.matrix_view import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Inexact
+    from jaxtyping import Array, Float, Inexact, Num
+
+
+def cautious_weight_decay(
+    weight_decay: optax.ScalarOrSchedule = 0.1, mask: Any = None
+) -> optax.GradientTransformation:
+    r"""Decay each weight only where update and weight have the same sign.
+
+        u <- u + weight_decay 1[u w >= 0] w
+
+    It takes the place of `optax.add_decayed_weights`, before `optax.scale_by_learning_rate`: u is still to be
+    subtracted, so equal signs mean that it moves the weight towards zero.
+
+    Args:
+      weight_decay: A number or a schedule, >= 0; the learning rate multiplies it.
+      mask: Leaves that decay, as in `optax.add_decayed_weights`: a tree of booleans, a prefix, or a function of the
+        parameters. None: all.
+
+    Returns:
+      An `optax.GradientTransformation` with the state of `optax.add_decayed_weights`; `update` needs `params`.
+
+    Raises:
+      ValueError: If `weight_decay` is negative or infinite, or `update` gets no `params`.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> tx = muonjax.cautious_weight_decay(0.5)
+      >>> params, updates = jnp.array([2.0, 2.0]), jnp.array([1.0, -1.0])
+      >>> tx.update(updates, tx.init(params), params)[0]
+      Array([ 2., -1.], dtype=float32)
+
+    Source: Chen et al., "Cautious weight decay", 2025 (arXiv:2510.12402), eq. (2).
+    """
+    check_rate("cautious_weight_decay", "weight_decay", weight_decay, "; 0 turns it off.")
+    check_mask("cautious_weight_decay", "mask", mask)
+    decay = optax.add_decayed_weights(weight_decay, mask)
+
+    def agreeing(
+        update: Num[Array, "*leaf"] | None, weight: Num[Array, "*leaf"]
+    ) -> Num[Array, "*leaf"] | None:
+        """The weight where its sign is the update's, else 0."""
+        if update is None:
+            return None
+        # Signs, because a product of two small numbers underflows.
+        agree = (jnp.sign(update).conj() * jnp.sign(weight)).real >= 0
+        return jnp.where(agree, weight, jnp.zeros_like(weight))
+
+    def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None):
+        require_params("cautious_weight_decay", params)
+        # add_decayed_weights reads the weights of unmasked leaves only, so all of them can be given.
+        weights = jax.tree.map(agreeing, updates, params, is_leaf=lambda x: x is None)
+        updates, _ = decay.update(updates, state, weights)
+        # All that its state can hold is a schedule's count, which Optax 0.2.6 does not advance.
+        return updates, jax.tree.map(optax.safe_increment, state)
+
+    return optax.GradientTransformation(decay.init, update)
+
 
 _SAME = 1e-5  # a norm that differs by less, or by less than a bit of the weight or update, is the one that was kept
 _SMALL = 2.0**-80  # smaller squares, and the inverse of larger ones, are summed at another scale
