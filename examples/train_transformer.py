@@ -32,7 +32,7 @@ import muonjax
 
 OPTIMIZERS = ("muonclip", "muon", "adamw", "adamclip")
 MONITOR_EVERY = 10  # steps between two measurements of muonjax.monitor
-# The best of five rates (benchmarks/training/sweep.py).
+# The best of five rates (benchmarks/training/steps_to_loss.py).
 LEARNING_RATES = {"muonclip": 8e-3, "muon": 8e-3, "adamw": 2e-3, "adamclip": 2e-3}
 
 
