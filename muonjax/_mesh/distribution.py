@@ -160,7 +160,6 @@ def find_mesh(
 @functools.cache
 def _warn_of(mesh: AbstractMesh, call: str) -> None:
     warn_user(
-        f"{call} runs on arrays of the mesh {dict(mesh.shape)} whose axis types are Auto, and can't see how they are "
-        "sharded: XLA will gather matrices and repeat work on every device. Pass "
-        "distribution=muonjax.Distribution(mesh, param_specs), or make the mesh with explicit axis types."
+        f"{call}: pass distribution=muonjax.Distribution(mesh, param_specs). The arrays' mesh {dict(mesh.shape)} has "
+        "no explicit axis types (its axis types are Auto), so XLA gathers matrices and repeats work on every device."
     )

@@ -173,8 +173,8 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
         )
         raise ValueError(
             f"{call}: this state was made for other parameters, another routing or another `adam`: it has {len(found)} "
-            f"arrays and not {len(paths)}, or of other shapes ({next(differing, 'the first ones agree')}). Restore it "
-            f"under the settings that it was made with, or start anew with init."
+            f"arrays and not {len(paths)}, or of other shapes ({next(differing, 'the first ones agree')}). Give the "
+            "settings that it was made with, or start anew with init."
         )
 
 
