@@ -44,7 +44,7 @@ def partition_by_route(
 
     def decide(tree: Any, params: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
         nonlocal last
-        # For the whole tree: routing looks at the neighbours of a leaf, which a partition hides.
+        # For the whole tree: routing looks at the neighbors of a leaf, which a partition hides.
         numbers, labels = _route(dimension_numbers, tree, params, call, warn=warn)
         inner: dict[Hashable, optax.GradientTransformation] = {"muon": matrices(numbers), "adam": adam}
         if "fixed" in jax.tree.leaves(labels):
