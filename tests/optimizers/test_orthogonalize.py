@@ -84,7 +84,7 @@ def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_stacks_that_share_small_operations_get_what_each_gets_alone(monkeypatch):
+def test_several_stacks_get_what_each_gets_alone(monkeypatch):
     """Stacks of several shapes and ranks, one in chunks, a matrix too small for a deflation, another dtype."""
     monkeypatch.setattr(Policy, "stack_elements", 4 * 24 * 40)
     monkeypatch.setattr(Policy, "chunk_size", lambda self, count, shape: 1 if shape == (32, 32) else count)
@@ -223,9 +223,8 @@ def test_bad_trees(tree, numbers, error, message):
         update(tree, dimension_numbers=numbers)
 
 
-@pytest.mark.parametrize(("shapes", "times"), [([(3, 32, 48)], 1), ([(3, 32, 48), (3, 32, 64)], 2)])
-def test_a_single_stack_is_rounded_once_on_a_gpu(shapes, times):
-    """Between the passes over several stacks, what is rounded would stay in memory."""
+@pytest.mark.parametrize("shapes", [[(3, 32, 48)], [(3, 32, 48), (3, 32, 64)]])
+def test_a_stack_is_rounded_once_on_a_gpu(shapes):
     f = polar_function(muonjax.NewtonSchulz(), Policy("gpu"))
     text = str(jax.make_jaxpr(lambda xs: map_groups(f, xs, Policy("gpu")))([jnp.ones(s) for s in shapes]))
-    assert len(re.findall(r":f16\[3,32,48\] = convert_element_type", text)) == times
+    assert len(re.findall(r":f16\[3,32,48\] = convert_element_type", text)) == 1
