@@ -32,8 +32,7 @@ not see: layers or heads that the devices of a `shard_map` have apart but one fa
 a parameter with such an axis.
 
 `report` runs the function with its largest logits as further results, and is otherwise the function to the bit;
-`value_and_grad` differentiates that. `stretches` keeps this quick to trace, and `versions` has what differs between
-versions of JAX.
+`value_and_grad` differentiates that, and `versions` has what differs between versions of JAX.
 
 To follow a new primitive, write a function (walk, i, node, values) -> values under `@rule("its name")`: `values`
 are the operands, `node.params` the equation's parameters. Return `unknown(...)` for settings that you do not

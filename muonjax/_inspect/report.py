@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec
 
 from muonjax._inspect import versions
 from muonjax._inspect.graph import Step
-from muonjax._inspect.stretches import as_call, stretches
 from muonjax._inspect.versions import Body, opened
 
 # What is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well. It is -1e4 in many
@@ -74,10 +73,8 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
     returned = {v for v in jaxpr.outvars if isinstance(v, Var)}  # a constant is a Literal, which has no hash
     kept = {*returned, *here, *(p.raw for found in here.values() for p in found)}
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
-    # What reads logits that are replaced may not be in one call with what makes them.
-    apart = range(len(jaxpr.eqns)) if any(probe.shared for probe in probes) else deeper
-    for index, eqns, outputs in stretches(jaxpr.eqns, kept, apart, last):
-        eqn = eqns[0] if index in deeper else as_call(eqns, outputs)
+    for index, eqn in enumerate(jaxpr.eqns):
+        eqn = eqn if index in deeper else as_call(eqn)
         operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
         scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
@@ -86,13 +83,39 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
                 maxima |= zip(deeper[index], found, strict=True)
             else:
                 outs = _bound(eqn, operands)
-            values |= zip(outputs, outs, strict=True)
-            measure(outputs)
-        for v in {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)} - kept:
-            if last[v] < index + len(eqns):  # outside of jit it would stay in memory
+            values |= zip(eqn.outvars, outs, strict=True)
+            measure(eqn.outvars)
+        for v in {v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var)} - kept:
+            if last.get(v, 0) <= index:  # outside of jit it would stay in memory
                 values.pop(v, None)
     results = [jnp.asarray(v.val) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
     return [*results, *(maxima[probe] for probe in probes)]
+
+
+def as_call(eqn: JaxprEqn) -> JaxprEqn:
+    """An operation as a call of a function, unless it has a body, an effect or a setting without a hash.
+
+    JAX linearizes and transposes one function for all equal operations. `jax.make_jaxpr` inlines the functions of
+    `jax.numpy` for which it would do so: without this, 80 unrolled layers take almost twice as long to differentiate.
+    Where a call is traced it is inlined: nothing is left of it in the program.
+    """
+    if eqn.effects or versions.bodies(eqn):
+        return eqn
+    try:
+        call = _call(eqn.primitive, tuple(eqn.params.items()), tuple(x.aval for x in eqn.invars), eqn.ctx)
+    except TypeError:
+        return eqn
+    return eqn.replace(primitive=call.primitive, params=call.params)
+
+
+@functools.lru_cache(4096)
+def _call(primitive: Any, params: tuple[tuple[str, Any], ...], avals: tuple[Any, ...], ctx: Any) -> JaxprEqn:
+    def call(*arrays: Any) -> Any:
+        return primitive.bind(*arrays, **primitive.get_bind_params(dict(params)))
+
+    with ctx.manager:
+        (eqn,) = jax.make_jaxpr(jax.jit(call))(*avals).eqns
+    return eqn.replace(params=eqn.params | {"inline": versions.inlined()})
 
 
 def _bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
