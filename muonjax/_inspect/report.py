@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
 from muonjax._inspect import versions
@@ -44,7 +44,7 @@ class Probe(NamedTuple):
 def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
     """What `body` returns, and for each probe the largest logits, float32 [*layers, *heads].
 
-    NaN stays NaN; a head whose logits are all masked, or whose branch is not taken, has -inf. No derivative passes.
+    NaN stays NaN; a head whose logits are all masked has -inf. No derivative passes.
 
     Raises:
         ValueError: for a probe inside of an equation that can't return more, such as a kernel.
@@ -135,13 +135,12 @@ def _enclosing(eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]) ->
         return again[:-count] if probes[0].shared else _bound(eqn, operands), again[-count:]
     if name == "shard_map":
         return _shard_map(eqn, bodies[0], deeper, operands)
-    if name not in versions.EXTENSIBLE - {"while"}:
+    if name not in versions.EXTENSIBLE - {"while", "cond"}:
         raise ValueError(
             f"run(body, probes) has a probe inside of {name!r}, whose outputs are fixed; "
             "take the variable that goes into it, or comes out, instead."
         )
-    new = _branches(bodies[0], bodies, deeper, tuple(step.body for step in steps))
-    outs = _bound(eqn, operands, **versions.with_bodies(eqn, new, count))
+    outs = _bound(eqn, operands, **versions.with_body(eqn, _traced(bodies[0], deeper), count))
     results, maxima = outs[:-count], outs[-count:]
     if name == "scan":
         maxima = [
@@ -172,45 +171,16 @@ def _shard_map(
     )(*operands)  # fmt: skip
 
 
-def _cached(f: Callable[..., Any]) -> Callable[..., Any]:
-    """One result for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step."""
-    results: weakref.WeakKeyDictionary[Body, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(f)
-    def cached(body: Body, *rest: Any) -> Any:
-        known = results.setdefault(body, {})
-        if rest not in known:
-            known[rest] = f(body, *rest)
-        return known[rest]
-
-    return cached
-
-
-@_cached
-def _branches(
-    _: Body, bodies: tuple[Body, ...], probes: tuple[Probe, ...], branches: tuple[int, ...]
-) -> list[Any]:
-    """Each body returns the maxima of its own probes, and -inf for those of the others."""
-    all_of_them = list(zip(branches, probes, strict=True))
-    own = [[key for key in all_of_them if key[0] == i] for i in range(len(bodies))]
-    traced = [_traced(body, tuple(p for _, p in mine)) for body, mine in zip(bodies, own, strict=True)]
-    if len(bodies) == 1:
-        return traced
-    count = len(opened(bodies[0]).outvars)
-    avals = {key: x for new, mine in zip(traced, own, strict=True)
-             for key, x in zip(mine, new.out_avals[count:], strict=True)}  # fmt: skip
-
-    def branch(i: int, *operands: Any) -> list[Any]:
-        outs = jaxpr_as_fun(traced[i])(*operands)
-        found = dict(zip(own[i], outs[count:], strict=True))
-        return [*outs[:count], *(found[k] if k in found else _nothing(avals[k]) for k in all_of_them)]
-
-    return [jax.make_jaxpr(functools.partial(branch, i))(*new.in_avals) for i, new in enumerate(traced)]
-
-
-@_cached
 def _traced(body: Body, probes: tuple[Probe, ...]) -> Any:
-    return jax.make_jaxpr(functools.partial(run, body, probes))(*(v.aval for v in opened(body).invars))
+    """One for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step."""
+    known = _TRACED.setdefault(body, {})
+    if probes not in known:
+        avals = (v.aval for v in opened(body).invars)
+        known[probes] = jax.make_jaxpr(functools.partial(run, body, probes))(*avals)
+    return known[probes]
+
+
+_TRACED: weakref.WeakKeyDictionary[Body, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 @jax.custom_batching.custom_vmap
@@ -235,10 +205,3 @@ def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Arra
         is_its = np.arange(1 + max(probe.entries))[:, None] == np.array(probe.entries)
         maxima = jax.lax.reduce_max(jnp.where(is_its, maxima.reshape(-1), -jnp.inf), (1,))
     return maxima if probe.unit == 1 else maxima * probe.unit
-
-
-def _nothing(aval: Any) -> jax.Array:
-    """-inf for a maximum that is not computed, of the same type."""
-    nothing = jax.lax.full(aval.shape, -jnp.inf, aval.dtype, sharding=aval.sharding)
-    varying = tuple(versions.varying(aval))
-    return jax.lax.pcast(nothing, varying, to="varying") if varying else nothing
