@@ -116,30 +116,31 @@ def train(args: argparse.Namespace, clip: bool) -> dict[str, np.ndarray]:
 
 
 def draw(runs: dict[str, dict[str, np.ndarray]], threshold: float, to: pathlib.Path) -> None:
-    """Loss on the left, each head's largest logit with Muon and with MuonClip; below, the heads that QK-Clip scaled."""
+    """Loss on the left, each head's largest logit on the right; below, the heads that QK-Clip scaled."""
     figure, axes = plt.subplot_mosaic(
-        [["loss", "Muon", "MuonClip"], ["loss", "Muon", "clipped"]],
-        figsize=(14, 4.8),
-        height_ratios=(3.2, 1),
+        [["loss", "logits"], ["loss", "clipped"]],
+        figsize=(9, 4.5),
+        height_ratios=(3, 1),
         layout="constrained",
     )
     for color, (name, run) in zip(("C3", "C0"), runs.items(), strict=True):
         window = min(20, len(run["loss"]))
         mean = np.convolve(run["loss"], np.full(window, 1 / window), "valid")
-        label = f"{name}: {mean[-1]:.2f} over the last {window} steps"
         axes["loss"].plot(run["loss"], color=color, linewidth=0.6, alpha=0.4)
         axes["loss"].plot(
-            np.arange(window - 1, len(run["loss"])), mean, color=color, linewidth=2, label=label
+            np.arange(window - 1, len(run["loss"])),
+            mean,
+            color=color,
+            linewidth=2,
+            label=f"{name}, mean of {window}",
         )
-        for layer, head in np.ndindex(run["maxima"].shape[1:]):
-            label = f"layer {layer}" if head == 0 else None
-            alpha = (layer + 1) / run["maxima"].shape[1]  # darker with depth
-            axes[name].plot(
-                run["maxima"][:, layer, head], color=color, alpha=alpha, linewidth=0.8, label=label
-            )
-        axes[name].axhline(threshold, color="black", linestyle="--", linewidth=1, label="threshold")
-        axes[name].set(yscale="log", ylim=(0.5, 1.5 * max(r["maxima"].max() for r in runs.values())))
-        axes[name].set(ylabel="largest logit", title=f"{name}: each head's largest logit")
+        for head in np.ndindex(run["maxima"].shape[1:]):
+            label = None if any(head) else name
+            axes["logits"].plot(run["maxima"][:, *head], color=color, alpha=0.6, linewidth=0.8, label=label)
+    axes["logits"].axhline(
+        threshold, color="black", linestyle="--", linewidth=1, label=f"threshold {threshold:g}"
+    )
+    axes["logits"].set(yscale="log", ylabel="largest logit", title="Largest logit of each head")
     maxima = runs["MuonClip"]["maxima"]
     steps, layers, heads = maxima.shape
     hot = (maxima > threshold).reshape(steps, layers * heads)
@@ -148,13 +149,12 @@ def draw(runs: dict[str, dict[str, np.ndarray]], threshold: float, to: pathlib.P
         axes["clipped"].axhline(layer * heads - 0.5, color="C1", linewidth=1)
     axes["clipped"].set_yticks((np.arange(layers) + 0.5) * heads - 0.5, [f"layer {i}" for i in range(layers)])
     axes["clipped"].set(
-        xlim=axes["MuonClip"].get_xlim(), xlabel="step", title="one row per head; black where it was clipped"
+        xlim=axes["logits"].get_xlim(), xlabel="step", title="Heads (rows) that MuonClip scaled: black"
     )
-    axes["Muon"].set(xlabel="step")
     axes["loss"].set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss")
-    for panel in ("loss", "Muon", "MuonClip"):
+    for panel in ("loss", "logits"):
         axes[panel].grid(alpha=0.3)
-        axes[panel].legend(fontsize=8, frameon=False)
+        axes[panel].legend(fontsize=9, frameon=False)
     to.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(to, dpi=120)
     plt.close(figure)

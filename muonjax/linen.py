@@ -50,7 +50,7 @@ class LoHa(nn.Module):
 
 
 def loha(rank: int, *, alpha: float | None = None, param_dtype: Any = jnp.float32) -> functools.partial[LoHa]:
-    """Makes LoHa adapters: `dot_general_cls` of `nn.Dense`, `nn.DenseGeneral`; `qkv_dot_general_cls` of an attention.
+    """Makes LoHa adapters, for `dot_general_cls` of a dense layer or `qkv_dot_general_cls` of an attention.
 
     Args:
       rank: The rank of each of the two products; ΔW has rank up to rank².
@@ -189,7 +189,7 @@ class TrainState(train_state.TrainState):
     """Flax's `TrainState` whose `apply_gradients` hands the largest logits on to the optimizer.
 
     Attributes:
-      step: As in Flax, as all others.
+      step: The number of updates; this field and the others are as in Flax.
       apply_fn: The model's `apply`.
       params: The parameters.
       tx: The optimizer, such as `muonclip(1e-2, program)`.

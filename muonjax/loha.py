@@ -37,7 +37,7 @@ def hadamard_linear(
 
         y = x · (W + ΔW),  ΔW = scale · (w1a · w1b) ∘ (w2a · w2b)
 
-    The derivative keeps the arguments alone: W + ΔW and the two products are computed again in the backward pass.
+    The derivative keeps only the arguments: W + ΔW and the two products are computed again in the backward pass.
     Forward mode, reverse mode, `vmap`, `shard_map` and higher orders work.
 
     Args:

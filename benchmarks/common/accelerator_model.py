@@ -1,6 +1,6 @@
 """Compile a whole update for an accelerator, count its operations, and model its time with a roofline.
 
-Times are modelled, not measured: no program runs on a device. The result of each program is written to the JSON file as
+Times are modeled, not measured: no program runs on a device. The result of each program is written to the JSON file as
 soon as it is known; a program whose result is already there is not compiled again, except with `--again`.
 """
 
@@ -212,7 +212,7 @@ def _place(row: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def _write(path: pathlib.Path, platform: str, rows: list[dict[str, Any]]) -> None:
-    device = "no device: compiled ahead of time, counted and modelled"
+    device = "no device: compiled ahead of time, counted and modeled"
     content = {
         "provenance": {**measure.provenance(), "device": device},
         "question": f"what one update launches, moves and takes on a {platform.upper()}, by compiling and counting",

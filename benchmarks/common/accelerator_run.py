@@ -1,4 +1,4 @@
-"""Check and time the kernels and whole updates on the accelerator that is here, beside the modelled figures."""
+"""Check and time the kernels and whole updates on the accelerator that is here, beside the modeled figures."""
 
 import argparse
 import functools
@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.common import accelerator_model, hlo_launches, measure, roofline
 from pallas_kernels import symmetric_product
 
-# The names of `jax.Device.device_kind`, and the chip whose figures are modelled.
+# The names of `jax.Device.device_kind`, and the chip whose figures are modeled.
 CHIPS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e"}
 CHIPS |= {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H100"}
 CHECKS = [(64, 64), (200, 136), (3, 320, 192), (1000, 1000), (4, 2048, 2048), (8192, 1024), (2, 37, 5)]
@@ -59,12 +59,12 @@ def timed(calls, chip, rounds):
     )
     baseline = next(iter(seconds.values()))
     return {
-        name: measure.summary(own, baseline) | {"modelled_ms": modelled(chip, *calls[name])}
+        name: measure.summary(own, baseline) | {"modelled_ms": modeled(chip, *calls[name])}
         for name, own in seconds.items()
     }
 
 
-def modelled(chip, f, *arguments):
+def modeled(chip, f, *arguments):
     if chip is None:
         return None
     text = f.lower(*arguments).compile().as_text()

@@ -93,7 +93,7 @@ class Tpu:
 
 
 class Ends(NamedTuple):
-    """The two ends of every modelled time."""
+    """The two ends of every modeled time."""
 
     optimistic: Gpu | Tpu
     pessimistic: Gpu | Tpu
@@ -150,7 +150,7 @@ _DATASHEETS = {
     "H100": (990e12, 495e12, 67e12, 3.35e12, 132),
 }
 
-# The least rms of log(measured / modelled), 0.05: the pessimistic end over 65 shapes of five compiled standard steps in
+# The least rms of log(measured / modeled), 0.05: the pessimistic end over 65 shapes of five compiled standard steps in
 # PyTorch (tyler-romero/greyhound, commit 5ae93d6), the optimistic one over products in JAX (marin-community/marin,
 # commit 00fd4b5). The fit and its data are in benchmarks/gpu/calibration.py at commit cd868b0.
 _FITTED = {

@@ -1,4 +1,4 @@
-"""What one update launches, moves and takes on an H100, modelled: compiled and counted without a GPU.
+"""What one update launches, moves and takes on an H100, modeled: compiled and counted without a GPU.
 
     python -m benchmarks.gpu.model [--trees GPT-2-small] [--methods "balanced;fast"] [--again]
 

@@ -1,4 +1,4 @@
-"""Check and time the GPU kernels and whole updates on an H100 or H200, beside the modelled figures.
+"""Check and time the GPU kernels and whole updates on an H100 or H200, beside the modeled figures.
 
     python -m benchmarks.gpu.run [--out benchmarks/results] [--dry-run]
 

@@ -118,7 +118,7 @@ def times(width: int, aspect: int, rounds: int) -> dict[str, dict[str, float]]:
 
 def draw(content: dict[str, Any]) -> None:
     """Error against time, one panel per shape; lower and further left is better."""
-    figure, panels = plt.subplots(1, len(ASPECTS), figsize=(13, 4.4), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, len(ASPECTS), figsize=(10, 4), sharey=True, layout="constrained")
     for axes, aspect in zip(panels, ASPECTS, strict=True):
         rows = content["shapes"][str(aspect)]
         # Labels of the presets below their marks, most others to the right: many are close together.
@@ -145,7 +145,7 @@ def draw(content: dict[str, Any]) -> None:
             yscale="log",
         )
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("polar error on recorded spectra, mean")
+    panels[0].set_ylabel("polar error, mean over recorded spectra")
     figure.savefig(IMAGE, dpi=120)
     plt.close(figure)
 

@@ -1,4 +1,4 @@
-"""What one update launches, moves and takes on a TPU v5e, v5p or v6e, modelled: compiled and counted without a TPU.
+"""What one update launches, moves and takes on a TPU v5e, v5p or v6e, modeled: compiled and counted without a TPU.
 
     python -m benchmarks.tpu.model [--chips v5e] [--trees GPT-2-small] [--methods "balanced;fast"] [--again]
 

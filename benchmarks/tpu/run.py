@@ -1,4 +1,4 @@
-"""Check and time the TPU kernel and whole updates on a TPU, beside the modelled figures; at most ten minutes.
+"""Check and time the TPU kernel and whole updates on a TPU, beside the modeled figures; at most ten minutes.
 
     python -m benchmarks.tpu.run [--out benchmarks/results] [--dry-run]
 

@@ -30,10 +30,11 @@ class Scale:
       path: The parameter's path below the site's module: "query/kernel".
       rank: Number of axes of one layer's parameter; the further ones of a stacked parameter count layers.
       axes: The axes of one layer's parameter, negative, that hold the entries.
-      entries: How many; None: as many as the first of the axes is long. 1 for a signal of one number per layer.
+      entries: How many there are; None: the length of the first of the axes. 1 for a signal of one number per
+        layer.
       start: First position on the flattened axes.
       size: How many positions; None: all from `start`.
-      span: (first, end) within the run of each entry; an end of None is the run's own.
+      span: (first, end) within the run of each entry; an end of None is the end of the run.
       power: The exponent of γ.
       factor: Name of the linear factor that the parameter belongs to; a kernel and its bias share one.
       optional: Whether the parameter may be missing, as a bias may.

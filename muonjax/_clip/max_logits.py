@@ -57,7 +57,7 @@ def max_logits(
 
     Raises:
       ValueError: Shapes that do not fit together; a block or window size that is traced or out of range.
-      TypeError: `is_causal` or `scale` of another type.
+      TypeError: `is_causal` or `scale` has another type.
 
     Example:
       >>> import jax.numpy as jnp, muonjax

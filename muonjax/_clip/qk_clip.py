@@ -107,7 +107,7 @@ def apply_qk_clip(
     sites: Sites,
     threshold: jax.typing.ArrayLike = 100.0,
 ) -> optax.Params:
-    """QK-Clip of parameters by statistics that were measured on these very parameters: exact, layer by layer.
+    """Clips parameters by the largest logits of these same parameters: exact, layer by layer.
 
     Args:
       params: Parameters, with arrays as leaves.

@@ -30,8 +30,8 @@ class Site:
       scan_axis: The axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
       norms: Regular expressions for the names of children that forbid the clip, because they normalize queries or keys
         and so undo it; by default the names in use. () allows all.
-      exact: Whether `scales` are known to be all that makes queries and keys, as a program shows it. What else stands
-        in the modules, such as norms and adapters, is not judged by its name then.
+      exact: Whether `scales` are known to be all that makes queries and keys, as a program shows it. What else is
+        in the modules, such as norms and adapters, is then not judged by its name.
 
     Raises:
       ValueError: No scales, or a path that is no regular expression.

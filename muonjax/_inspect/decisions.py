@@ -239,7 +239,7 @@ def _tile(runs: Sequence[Run]) -> bool:
 def _slices(walk: Walk, shape: tuple[int, ...], columns: frozenset[int], uses: Sequence[Use]) -> _Cut | None:
     """As `_parts`, of a parameter that is cut before its products.
 
-    Neighbouring slices are one matrix as long as their products do not meet: heads computed one by one do not, queries
+    Neighboring slices are one matrix as long as their products do not meet: heads computed one by one do not, queries
     and keys do, and so do gates of which one feeds the other.
     """
     products: dict[Run, list[Use]] = {}

@@ -269,7 +269,7 @@ def merged(
 
 
 def _rejoined(layouts: Sequence[Layout], axis: int) -> Layout | None:
-    """Neighbouring slices of one run put together again."""
+    """Neighboring slices of one run put together again."""
     outside = {(x.axes[:axis], tuple(joined(x.axes[axis])[1:]), x.axes[axis + 1 :], x.taken) for x in layouts}
     if len(outside) > 1 or not all(x.axes[axis] for x in layouts):
         return None
@@ -309,7 +309,7 @@ def _split(atom: Atom, inner: int) -> tuple[Atom, Atom] | None:
 
 
 def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
-    """Neighbouring runs that are one."""
+    """Neighboring runs that are one."""
     out: list[Atom] = []
     for atom in atoms:
         last = out[-1] if out else None

@@ -156,7 +156,7 @@ class Program:
           path: Its "/"-joined path.
 
         Returns:
-          Such as "multiplied along axis 0: model.py:41".
+          The reason, such as "multiplied along axis 0: model.py:41".
 
         Raises:
           KeyError: there is no such parameter.
@@ -175,10 +175,10 @@ class Program:
         """What `qk_clip`, `muonclip` and `adamclip` take as sites: every attention that can be clipped exactly.
 
         Raises:
-          ValueError: none can; with the reasons and their lines.
+          ValueError: No attention can be clipped; the message has the reasons and their lines.
 
         Warns:
-          UserWarning: some can't.
+          UserWarning: Some attentions can't be clipped.
         """
         refused = listed([f"{a.name!r} ({a.line}): {a.problem}" for a in self.attentions if a.site is None])
         found = tuple(a.site for a in self.attentions if a.site is not None)
@@ -241,12 +241,12 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     are looked up, and what comes after.
 
     Args:
-      fun: Your loss `fun(params, *args, **kwargs)`, or `fun(model, *args, **kwargs)` of an NNX model; of several
-        losses, as of a GAN, a function that adds them. A forward function works too, but its last product is then no
-        known output head.
+      fun: Your loss `fun(params, *args, **kwargs)`, or `fun(model, *args, **kwargs)` of an NNX model; for several
+        losses, as of a GAN, give a function that adds them. A forward function works too, but then nothing shows
+        that its last product is an output head.
       params: A tree of arrays or `jax.ShapeDtypeStruct`s, the one that the optimizer gets. Or an NNX model, which stays
         as it is; its `nnx.Param`s are the parameters.
-      *args: Further arguments, arrays or `jax.ShapeDtypeStruct`s; what is no array stays as it is.
+      *args: Further arguments, arrays or `jax.ShapeDtypeStruct`s; anything else is passed on as it is.
       **kwargs: Keyword arguments of `fun`, likewise.
 
     Returns:
@@ -257,7 +257,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
       ValueError: no product, look-up or sum uses `params`.
 
     Warns:
-      UserWarning: a parameter is never used, or without data alone, as in a penalty.
+      UserWarning: a parameter is never used, or only without the batch, as in a penalty.
 
     Example:
       >>> import jax, jax.numpy as jnp, muonjax

@@ -23,8 +23,9 @@ def value_and_grad(
 
     The logits are read from the program: a softmax computes their maximum anyway, which becomes one more output. Loss
     and gradients stay as they are, to the bit under `jax.jit`. Only the arguments `argnums` are traced; everything else
-    that `fun` is given or reads stays as it is: Python's flags and strings, arrays and tracers from around, mutable
-    `Ref`s. As under `jax.jit`, `fun` can't branch in Python on a value computed from the traced arguments.
+    that `fun` is given or reads stays as it is: Python's flags and strings, arrays and tracers of enclosing
+    transformations, mutable `Ref`s. As under `jax.jit`, `fun` can't branch in Python on a value computed from the
+    traced arguments.
 
     Args:
       fun: Returns a scalar, or with `has_aux` a scalar and a tree of anything. Its first argument may be an NNX model.

@@ -156,7 +156,7 @@ def _chunks(stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array
 def _transpose(x: Inexact[Array, "*batch m n"], policy: Policy) -> Inexact[Array, "*batch n m"]:
     if not policy.is_cpu:
         return x.mT
-    # Fused into its neighbours, a transpose runs element by element; alone, it has a kernel ten times faster.
+    # Fused into its neighbors, a transpose runs element by element; alone, it has a kernel ten times faster.
     return jax.lax.optimization_barrier(jax.lax.optimization_barrier(x).mT)
 
 

@@ -33,7 +33,7 @@ class FusedDimensionNumbers(NamedTuple):
     """Several matrices side by side along one axis of a leaf: query, key and value in one (d, 3·d) kernel.
 
     Optax's `MuonDimensionNumbers` can group axes but not cut one. Here `axis`, one of the reduction or output
-    axes, is cut into `parts` consecutive pieces, and each piece is a matrix of its own.
+    axes, is cut into `parts` consecutive pieces, and each piece is a separate matrix.
 
     Attributes:
       reduction_axis: As in `MuonDimensionNumbers`.

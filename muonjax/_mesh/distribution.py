@@ -16,18 +16,19 @@ from muonjax._mesh.layout import Axes, size_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Distribution:
-    """How parameters are sharded over a mesh: a value, hashable, never part of an optimizer's state.
+    """Says how parameters are sharded over a mesh; hashable, and never part of an optimizer's state.
 
-    How matrices are divided among the devices follows from it: each belongs to one device, or, where these are fewer
-    than the devices, to several that share its work.
+    muonjax divides the matrices among the devices by it: each belongs to one device, or, if there are fewer
+    matrices than devices, to several that share its work.
 
     Args:
       mesh: A `jax.sharding.Mesh`.
       param_specs: A tree of `PartitionSpec`s, or of `NamedSharding`s, like the parameters or a prefix of them;
-        None in it is a replicated leaf.
+        None marks a replicated leaf.
 
     Raises:
-      ValueError, TypeError: On construction: no mesh, an axis that the mesh lacks, or what is no spec.
+      ValueError, TypeError: On construction: `mesh` is no mesh, or `param_specs` holds something else than specs,
+        or an axis that the mesh lacks.
 
     Example:
       >>> import jax, muonjax
@@ -159,7 +160,6 @@ def find_mesh(
 @functools.cache
 def _warn_of(mesh: AbstractMesh, call: str) -> None:
     warn_user(
-        f"{call} runs on arrays of the mesh {dict(mesh.shape)} whose axis types are Auto, and can't see how they are "
-        "sharded: XLA will gather matrices and repeat work on every device. Pass "
-        "distribution=muonjax.Distribution(mesh, param_specs), or make the mesh with explicit axis types."
+        f"{call}: pass distribution=muonjax.Distribution(mesh, param_specs). The arrays' mesh {dict(mesh.shape)} has "
+        "no explicit axis types (its axis types are Auto), so XLA gathers matrices and repeats work on every device."
     )

@@ -19,13 +19,13 @@ from muonjax._mesh.distribution import (
 
 
 def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Any Optax transformation, whose state may lie in host memory.
+    """Wraps an Optax transformation, so that its state can be in host memory.
 
-    An array of the state that lies there is copied to the device where the update reads it, and its new value back.
-    The copies are asynchronous and one for each array: XLA's scheduler starts the next ones while the last are used; on
-    a TPU as many as there is free memory for. The optimizers of muonjax, `trace` and `ema_nesterov` do so by
-    themselves, with momentum leaf by leaf so that two leaves at most are on the device, and AdamW's moments at once;
-    others, and `optax.MultiSteps` around any, need this wrapper.
+    The update copies each array that is there to the device when it reads it, and copies the new value back. The
+    copies are asynchronous, one for each array: XLA's scheduler starts the next ones while the last are used, on a
+    TPU as many as fit into free memory. The optimizers of muonjax, `trace` and `ema_nesterov` do so without this
+    wrapper: momentum leaf by leaf, so that two leaves at most are on the device, and AdamW's moments at once. Other
+    transformations, and `optax.MultiSteps` around any, need it.
 
     Args:
       tx: Such as `optax.adamw(1e-3)`.
@@ -113,8 +113,9 @@ def state_shardings(
       tx: Any Optax transformation.
       params: Arrays or `jax.ShapeDtypeStruct`s.
       distribution: How the parameters are sharded. None: as the arrays are.
-      memory_kind: For the arrays like a parameter, and the scales of int8 momentum: "pinned_host" is the host's memory
-        (see `muonjax.offload`), None the device's. Counters and other small arrays stay on the device.
+      memory_kind: Where to keep the arrays that are like a parameter, and the scales of int8 momentum:
+        "pinned_host" is the host's memory (see `muonjax.offload`), None the device's. Counters and other small
+        arrays stay on the device.
 
     Returns:
       A tree of `NamedSharding`s like `tx.init(params)`. What `tx.init` makes with explicit axis types stays as it is.

@@ -75,7 +75,7 @@ def dimension_numbers(params: Any, *, rules: Rules = ()) -> Any:
     Args:
       params: A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
         metadata boxes, an NNX module or its `nnx.State`, an Equinox module's arrays.
-        `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked where you can: its neighbours tell what a
+        `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked where you can: its neighbors tell what a
         leaf is.
       rules: Pairs (regular expression, dimension numbers or None); the first match decides. The expression is
         searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the

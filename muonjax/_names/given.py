@@ -53,7 +53,7 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
         beside = [str(name) for name in params if name in _COLLECTIONS]
         if beside:
             warn_user(
-                f"{call}(params) got {', '.join(beside)} beside 'params': an optimizer would train these too. "
+                f"{call}(params) got {', '.join(beside)} next to 'params': an optimizer would train these too. "
                 "Give variables['params'] alone."
             )
 

@@ -22,7 +22,7 @@ _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
 
 
 def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None = None) -> str:
-    """Says of every leaf which optimizer takes it, as how many matrices of which size, and why.
+    """Lists for every leaf the optimizer that takes it, its matrices with their size, and the reason.
 
     Args:
       params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`; an NNX model's `nnx.Param`s.
@@ -30,8 +30,8 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
         prefix of it, or a function from `params` to it; None: the default routing, with its reasons.
 
     Returns:
-      The table as text, as wide as the terminal where the names allow it, with parameter counts at its end, and with
-      what a program has and `params` lack.
+      The table as text, as wide as the terminal if the names fit. It ends with parameter counts, and with
+      parameters of the program that `params` lacks.
 
     Raises:
       ValueError: a leaf can't be decided, or `dimension_numbers` does not fit `params`.

@@ -31,7 +31,7 @@ class _Presets(type):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewtonSchulz(metaclass=_Presets):
-    """How to orthogonalize: a value, hashable, never part of an optimizer's state.
+    """Says how to orthogonalize; hashable, and never part of an optimizer's state.
 
     Args:
       coefficients: Rows (a, b, c), one a step: `polar_express(...)`, `JORDAN`, `YOU`, or your own.
@@ -47,8 +47,8 @@ class NewtonSchulz(metaclass=_Presets):
         are widened to float32) and bfloat16 on accelerators, as the arrays' devices or mesh say. "bfloat16" on a CPU
         computes as a GPU does. float32 means true float32 everywhere, never TF32. float64 and complex inputs keep
         their own.
-      implementation: Which symmetric products to run; see `pallas_kernels.symmetric_product`. One that is named
-        makes whole products: devices that share a matrix don't share these.
+      implementation: Which symmetric products to run; see `pallas_kernels.symmetric_product`. A named one computes
+        whole products on each device, also where devices share a matrix.
 
     Raises:
       ValueError, TypeError: On construction, naming the setting.

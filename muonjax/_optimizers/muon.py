@@ -130,8 +130,8 @@ def muon(
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
 
     Raises:
-      ValueError, TypeError: A setting out of its range; while tracing, the leaf that can't be routed or viewed as
-        matrices, or a state of other parameters.
+      ValueError, TypeError: A setting is out of its range; while tracing, a leaf can't be routed or viewed as
+        matrices, or the state is that of other parameters.
 
     Example:
       >>> import jax.numpy as jnp, muonjax

@@ -60,7 +60,7 @@ def muonclip(
         attention inside of a kernel, sites by hand, such as `mha_site()`.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
       every_k: As in `qk_clip`; None is 1.
-      dimension_numbers: Beside sites by hand, which leaves are matrices: what `muon` takes as `program`.
+      dimension_numbers: With sites by hand, which leaves are matrices: what `muon` takes as `program`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`; the
@@ -100,7 +100,7 @@ def adamclip(
     axis_name: str | tuple[str, ...] | None = None,
     **settings: Unpack[AdamWSettings],
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW, then `qk_clip`, for Adam's attention logits can run away too.
+    """AdamW, then `qk_clip`: with AdamW too, attention logits can grow until training fails.
 
     Args:
       learning_rate: A number or an Optax schedule.

@@ -44,7 +44,7 @@ def partition_by_route(
 
     def decide(tree: Any, params: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
         nonlocal last
-        # For the whole tree: routing looks at the neighbours of a leaf, which a partition hides.
+        # For the whole tree: routing looks at the neighbors of a leaf, which a partition hides.
         numbers, labels = _route(dimension_numbers, tree, params, call, warn=warn)
         inner: dict[Hashable, optax.GradientTransformation] = {"muon": matrices(numbers), "adam": adam}
         if "fixed" in jax.tree.leaves(labels):
@@ -173,8 +173,8 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
         )
         raise ValueError(
             f"{call}: this state was made for other parameters, another routing or another `adam`: it has {len(found)} "
-            f"arrays and not {len(paths)}, or of other shapes ({next(differing, 'the first ones agree')}). Restore it "
-            f"under the settings that it was made with, or start anew with init."
+            f"arrays and not {len(paths)}, or of other shapes ({next(differing, 'the first ones agree')}). Give the "
+            "settings that it was made with, or start anew with init."
         )
 
 

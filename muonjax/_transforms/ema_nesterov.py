@@ -55,7 +55,7 @@ def ema_nesterov(
 
     Args:
       inner: Any transformation with learning rate and weight decay included, such as `muon(1e-3)`. In host memory,
-        others than muonjax's need `offload(inner)`.
+        one that is not muonjax's needs `offload(inner)`.
       beta: A number in [0, 1), or a schedule; at the step `t`, counted from 0, the gradient is taken at `beta(t)`. The
         authors' record has 0.3 to 0.6 times the learning rate over its maximum, and 0 in the first tenth or so of the
         steps and in the last quarter: with 3125 steps `jnp.where((500 <= t) & (t < 2400), 0.6 * rate(t) / top, 0.0)`.
@@ -133,7 +133,7 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
       params - beta m, with the dtypes of `params`.
 
     Raises:
-      ValueError: Not one `EmaNesterovState` in the state, or one of other parameters.
+      ValueError: The state does not have exactly one `EmaNesterovState`, or has one of other parameters.
 
     Example:
       >>> import jax.numpy as jnp, muonjax

@@ -28,7 +28,8 @@ def metrics(state: Any) -> dict[str, Any]:
     - `qk_clip/smallest_factor`: the smallest γ at the last clip, 1 if nothing was scaled;
     - `qk_clip/largest/<module>`: the largest signal of one module, over its heads and layers.
 
-    For each `MonitorState` its `monitor/<group>/<statistic>`. A second clip or monitor counts: `qk_clip_1/largest`.
+    For each `MonitorState` its `monitor/<group>/<statistic>`. Those of a second clip or monitor are numbered:
+    `qk_clip_1/largest`.
 
     Args:
       state: The state of any optimizer.

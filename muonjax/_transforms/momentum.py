@@ -47,7 +47,7 @@ def trace(
     *,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformation:
-    r"""`optax.trace` whose state keeps its dtype, whatever that of the gradients; and int8 is one of them.
+    r"""`optax.trace` whose momentum keeps its dtype, whatever that of the gradients; int8 is allowed.
 
         M <- decay M + G
 
@@ -182,10 +182,10 @@ def _is_trace(node: Any) -> bool:
 
 
 def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
-    """An optimizer's state with its momentum in another dtype: for a checkpoint that goes on under another `mu_dtype`.
+    """An optimizer's state with its momentum in another dtype: to continue a checkpoint with another `mu_dtype`.
 
     Args:
-      state: With the states of `trace` or `optax.trace` in it, at any depth; all else stays as it is.
+      state: One with the states of `trace` or `optax.trace` in it, at any depth; all else stays as it is.
       dtype: A float type, or `jnp.int8`.
 
     Returns:
@@ -193,7 +193,7 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
 
     Raises:
       ValueError: No momentum in the state.
-      TypeError: `dtype` is neither; or complex momentum for int8.
+      TypeError: `dtype` is neither, or it is int8 and the momentum is complex.
 
     Example:
       >>> import jax.numpy as jnp, muonjax

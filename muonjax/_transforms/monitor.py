@@ -64,7 +64,7 @@ def monitor(
     - `momentum_norm`: Frobenius norm of the momentum (`optax.trace`'s, Adam's first moment), all leaves together;
     - `orthogonality`: how far the updates are from multiples of orthogonal matrices, 0 at best and below 1: the least
       ||c U U^T - I||_F / sqrt(m) over all numbers c, for U [m, n] with m <= n, as root mean square over the matrices.
-      With weight decay in the update, its share is in there too. 0 for a group without matrices;
+      If the update contains weight decay, that counts too. 0 for a group without matrices;
     - `non_finite`: the share of leaves whose gradient has a NaN or an infinity.
 
     `muonjax.metrics(state)` makes one flat mapping of them for a logger.

@@ -32,11 +32,11 @@ def orthogonalize(
         prefix of one, or a function of the updates that returns one. All other axes are batch axes: each
         index is a matrix of its own. None in the tree leaves that leaf as it is; None for the whole tree
         says that every leaf is a plain [fan_in, fan_out] matrix.
-      newton_schulz: How; `NewtonSchulz()` if None.
+      newton_schulz: Settings of the iteration; None is `NewtonSchulz()`.
       adaptive: Multiply each matrix by its dual norm `<G, orthogonalize(G)>` (about the sum of its singular
         values): steepest descent with its length, as derived. Each matrix of a stacked leaf has its own norm.
       distribution: How the leaves are sharded over a mesh, so that each matrix is orthogonalized once and not on every
-        device. Needless on one device, and with explicit axis types, where the arrays themselves say it.
+        device. Not needed on one device, nor with explicit axis types, where the arrays themselves say it.
 
     Returns:
       A stateless `optax.GradientTransformation`.

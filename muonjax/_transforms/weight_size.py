@@ -32,7 +32,7 @@ def cautious_weight_decay(
         u <- u + weight_decay 1[u w >= 0] w
 
     It takes the place of `optax.add_decayed_weights`, before `optax.scale_by_learning_rate`: u is still to be
-    subtracted, so equal signs mean that it moves the weight towards zero.
+    subtracted, so equal signs mean that it moves the weight toward zero.
 
     Args:
       weight_decay: A number or a schedule, >= 0; the learning rate multiplies it.

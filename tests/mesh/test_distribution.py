@@ -127,7 +127,7 @@ def test_an_auto_mesh_without_a_distribution_warns_once_and_runs_locally():
     x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "tensor")))
     _warn_of.cache_clear()
     with pytest.warns(
-        UserWarning, match=r"can't see how they are sharded.*Pass distribution=muonjax.Distribution"
+        UserWarning, match=r"pass distribution=muonjax.Distribution.*its axis types are Auto"
     ) as warned:
         y = update({"a": x})["a"]
     assert warned[0].filename == __file__  # the user's line, not ours

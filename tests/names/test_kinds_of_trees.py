@@ -106,7 +106,7 @@ def test_what_is_no_tree_of_parameters(call, given, message):
 
 def test_statistics_beside_parameters_are_warned_about():
     variables = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mean": leaf(4)}}
-    with pytest.warns(UserWarning, match=re.escape("got batch_stats beside 'params'")):
+    with pytest.warns(UserWarning, match=re.escape("got batch_stats next to 'params'")):
         muonjax.dimension_numbers(variables)
 
 
@@ -120,7 +120,7 @@ def test_an_optimizer_warns_once(numbers):
         tx.update(variables, state, variables)
     found = [str(warning.message) for warning in caught if "batch_stats" in str(warning.message)]
     assert len(found) == 1
-    assert found[0].startswith("muon(params) got batch_stats beside 'params'")
+    assert found[0].startswith("muon(params) got batch_stats next to 'params'")
 
 
 COINCIDENCE = {f"Dense_{i}": {"kernel": leaf(n, 100)} for i, n in enumerate((784, 100, 100))}
