@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._common.arguments import mesh_axes
-from muonjax._common.linalg import at_least_float32, sum_over
 from muonjax._common.platform import Policy, policy_of
 from muonjax._matrices.batching import TwoPasses
 from muonjax._newton_schulz import half_precision, iteration
@@ -17,7 +16,7 @@ from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Inexact
+    from jaxtyping import Array, Inexact
 
 
 def newton_schulz(
@@ -85,7 +84,7 @@ def polar_factor(
     return (y.mT if tall else y).astype(x.dtype)
 
 
-def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False) -> TwoPasses:
+def polar_function(settings: NewtonSchulz, policy: Policy) -> TwoPasses:
     """x -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`.
 
     In half precision a wide x is looked at twice: for what the deflation's k x k matrices are made of, and to apply
@@ -95,8 +94,7 @@ def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = F
     def polar(
         x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = (), shrinking: Shrinking | None = None
     ) -> Inexact[Array, "*batch m n"]:
-        y = polar_factor(x, settings, policy, axis_name, shrinking)
-        return y * _dual_norm(x, y, axis_name) if adaptive else y
+        return polar_factor(x, settings, policy, axis_name, shrinking)
 
     def first(x: Inexact[Array, "*batch m n"]) -> Sketch | None:
         half = policy.compute_dtype(x.dtype, settings.compute_dtype) == jnp.bfloat16
@@ -108,11 +106,3 @@ def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = F
         return polar(x, shrinking=shrinking)
 
     return TwoPasses(polar, first, functools.partial(half_precision.between, policy=policy), second)
-
-
-def _dual_norm(
-    g: Inexact[Array, "*batch m n"], y: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...]
-) -> Float[Array, "*batch 1 1"]:
-    """<g, y> of each matrix: the dual of the spectral norm, where y is g's polar factor."""
-    product = jnp.sum(g.conj() * y, axis=(-2, -1), keepdims=True, dtype=at_least_float32(g.dtype))
-    return sum_over(axis_name, product).real.astype(y.real.dtype)

@@ -180,7 +180,7 @@ def test_large_products_on_a_lite_tpu_are_made_in_blocks(policy, m, share):
         return half_precision.iterate(x, settings, policy, jnp.dtype("bfloat16"), axes)
 
     flops = seconds_of(iterate, "float32", m, m, 1) * flops_a_second("bfloat16")
-    assert flops == pytest.approx(len(settings.steps) * (1 + 2 * share) * 2 * m**3)
+    assert flops == pytest.approx(len(settings.coefficients) * (1 + 2 * share) * 2 * m**3)
 
 
 @pytest.mark.parametrize("normalization", ["schatten", "frobenius", "spectral"])
