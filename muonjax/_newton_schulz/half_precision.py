@@ -119,7 +119,7 @@ def iterate(
     axis_name: tuple[str, ...] = (),
 ) -> jax.Array:
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in float32; by bfloat16."""
-    if any(a == 0 for a, _, _ in settings.steps):
+    if any(a == 0 for a, _, _ in settings.coefficients):
         raise ValueError(
             f"NewtonSchulz(coefficients={settings.coefficients}): in bfloat16 each step needs a linear term; give "
             "compute_dtype='float32'."
@@ -147,8 +147,10 @@ def fused_steps(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple
     """
     dtype = jnp.dtype(jnp.bfloat16) if settings.implementation else policy.finer_half
     most, before = (3, 1) if dtype == jnp.float16 else (2, 2)
-    number = min(most, len(settings.steps) - before)
-    while number > 1 and math.prod(a for a, _, _ in settings.steps[-number:-1]) > _LARGEST_FACTOR[number]:
+    number = min(most, len(settings.coefficients) - before)
+    while (
+        number > 1 and math.prod(a for a, _, _ in settings.coefficients[-number:-1]) > _LARGEST_FACTOR[number]
+    ):
         number -= 1
     return (number if number > 1 and takes_gram_form(settings, m, n) else 1), dtype
 
@@ -167,7 +169,7 @@ def _steps(
       fused: As `fused_steps` gives it.
     """
     number, dtype = fused
-    steps = settings.steps
+    steps = settings.coefficients
     apart = len(steps) - number if number > 1 else len(steps)
     r = products.gram(z)
     r2, inverse_bound, root = _bound(products, r, basis, settings.normalization)

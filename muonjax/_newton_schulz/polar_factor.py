@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._common.arguments import mesh_axes
-from muonjax._common.linalg import at_least_float32, sum_over
 from muonjax._common.platform import Policy, policy_of
-from muonjax._matrices.batching import Function
 from muonjax._newton_schulz import half_precision, iteration
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Inexact
+    from jaxtyping import Array, Inexact
 
 
 def newton_schulz(
@@ -59,14 +57,16 @@ def newton_schulz(
         raise ValueError(f"newton_schulz(x) got shape {x.shape}: an empty matrix has no polar factor.")
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}.")
-    return polar_factor(x, settings, policy_of(x), mesh_axes("newton_schulz", "axis_name", axis_name))
+    axes = mesh_axes("newton_schulz", "axis_name", axis_name)
+    return polar_factor(x, axes, settings=settings, policy=policy_of(x))
 
 
 def polar_factor(
     x: Inexact[Array, "*batch m n"],
+    axis_name: tuple[str, ...] = (),
+    *,
     settings: NewtonSchulz,
     policy: Policy,
-    axis_name: tuple[str, ...] = (),
 ) -> Inexact[Array, "*batch m n"]:
     """`newton_schulz` of checked arguments."""
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
@@ -80,23 +80,3 @@ def polar_factor(
         # XLA makes the transposition a part of the last product, and has none of bfloat16 with float32 sums.
         y = jax.lax.optimization_barrier(y)
     return (y.mT if tall else y).astype(x.dtype)
-
-
-def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False) -> Function:
-    """x -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`."""
-
-    def polar(
-        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
-    ) -> Inexact[Array, "*batch m n"]:
-        y = polar_factor(x, settings, policy, axis_name)
-        return y * _dual_norm(x, y, axis_name) if adaptive else y
-
-    return polar
-
-
-def _dual_norm(
-    g: Inexact[Array, "*batch m n"], y: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...]
-) -> Float[Array, "*batch 1 1"]:
-    """<g, y> of each matrix: the dual of the spectral norm, where y is g's polar factor."""
-    product = jnp.sum(g.conj() * y, axis=(-2, -1), keepdims=True, dtype=at_least_float32(g.dtype))
-    return sum_over(axis_name, product).real.astype(y.real.dtype)
