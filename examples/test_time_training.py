@@ -76,7 +76,9 @@ class Memory(nnx.Module):
         self.rate = nnx.Param(jnp.zeros(heads))  # a logarithm
         # Five steps, as in Muon. The polar derivative needs an orthogonal factor: three further steps, for it only.
         options = {"polish": 3} if gradient == "polar" else {}
-        self.orthogonalize = functools.partial(muonjax.msign, num_steps=5, gradient=gradient, **options)
+        self.orthogonalize = functools.partial(
+            muonjax.msign, coefficients=muonjax.polar_express(5), gradient=gradient, **options
+        )
         self.kind, self.chunk = kind, chunk
 
     def __call__(self, x: jax.Array) -> jax.Array:

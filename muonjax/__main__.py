@@ -127,7 +127,7 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[dict[str, Any]]:
     bits = jnp.finfo(policy_of(jnp.zeros(())).compute_dtype(jnp.float32, settings.compute_dtype)).bits
     at = np.geomspace(lower, 1.01, 10_000)
     rounding = ROUNDING[bits] if settings.deflation else float(np.finfo(np.float32).eps) / lower
-    stated = float(np.abs(evaluate(settings.steps, at) - 1).max()) + rounding
+    stated = float(np.abs(evaluate(settings.coefficients, at) - 1).max()) + rounding
     count = len(RECORDED)
     polar = [u @ vh for u, _, vh in map(_svd, x[:count])]
     mean = np.mean([np.linalg.norm(a - b) for a, b in zip(y[:count], polar, strict=True)]) / shape[0] ** 0.5

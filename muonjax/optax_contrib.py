@@ -9,6 +9,7 @@ the same up to rounding; for the rest see docs/coming_from.md.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
@@ -115,23 +116,15 @@ def muon(
         ns_coeffs = _PRESETS[ns_coeffs]
     numbers = _two_axes if muon_weight_dimension_numbers is None else muon_weight_dimension_numbers
 
+    settings: Any = {"nesterov": nesterov, "adaptive": adaptive, "preconditioning": preconditioning}
+    settings |= {"distribution": distribution}
+    scaled_by_muon = partial(scale_by_muon, ns_coeffs, ns_steps, beta, eps, mu_dtype, **settings)
+    sized = partial(match_rms, rule="width") if consistent_rms is None else partial(match_rms, consistent_rms)
+
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(
-            scale_by_muon(
-                ns_coeffs,
-                ns_steps,
-                beta,
-                eps,
-                mu_dtype,
-                nesterov=nesterov,
-                adaptive=adaptive,
-                preconditioning=preconditioning,
-                weight_dimension_numbers=numbers,
-                distribution=distribution,
-            ),
-            match_rms(rule="width", dimension_numbers=numbers)
-            if consistent_rms is None
-            else match_rms(consistent_rms, dimension_numbers=numbers),
+            scaled_by_muon(weight_dimension_numbers=numbers),
+            sized(dimension_numbers=numbers),
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
         )
@@ -139,14 +132,7 @@ def muon(
     with errors_of(call):
         matrices(None)  # for the checks of the momentum's settings
     adam = optax.adamw(
-        adam_rate,
-        b1=adam_b1,
-        b2=adam_b2,
-        eps=eps,
-        eps_root=adam_eps_root,
-        weight_decay=adam_weight_decay,
-        mu_dtype=mu_dtype,
-        nesterov=nesterov,
+        adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov
     )
     return partition_by_route(call, matrices, adam, numbers)
 

@@ -101,7 +101,7 @@ def half_precision():
             row = {"shape": f"{m}x{n}", "condition": condition}
             for name, settings, truth in (
                 ("polynomial", {}, CONVERGED),
-                ("polynomial, 5 steps", {"num_steps": 5}, polar_express(5)),
+                ("polynomial, 5 steps", {"coefficients": polar_express(5)}, polar_express(5)),
                 ("polar", {"gradient": "polar"}, None),
             ):
                 *low, g = gradient(x, c, "bfloat16", **settings)
@@ -123,7 +123,9 @@ def truncated():
             ("polar", {"gradient": "polar"}),
             ("polar, polish=3", {"gradient": "polar", "polish": 3}),
         ):
-            row[name] = msign_oracles.relative(gradient(x, c, "float64", num_steps=5, **settings)[2], exact)
+            row[name] = msign_oracles.relative(
+                gradient(x, c, "float64", coefficients=polar_express(5), **settings)[2], exact
+            )
         rows.append(row)
     return rows
 

@@ -31,7 +31,7 @@ ASPECTS = (1, 4, 16)
 plain = functools.partial(NewtonSchulz, deflation=0, normalization="frobenius")
 OURS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced(), "accurate": NewtonSchulz.accurate()}
 PEERS = {
-    "Jordan, 5 steps": plain(coefficients=muonjax.JORDAN, num_steps=5, form="standard"),
+    "Jordan, 5 steps": plain(coefficients=5 * muonjax.JORDAN, form="standard"),
     "You, 5 steps": plain(coefficients=muonjax.YOU, form="standard"),
     "Polar Express, 5 steps": plain(coefficients=polar_express(5, safety=1.02), form="standard"),
     "DeepSeek-V4, 10 steps": plain(

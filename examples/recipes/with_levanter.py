@@ -1,4 +1,4 @@
-"""Train a Llama of Levanter with Muon, by Levanter's own trainer: an OptimizerConfig of four lines.
+"""Train a Llama of Levanter with Muon, by Levanter's own trainer: an OptimizerConfig, and the program of its loss.
 
 pip install -e . marin-levanter --pre && python examples/recipes/with_levanter.py
 """
@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import tempfile
 
+import equinox as eqx
 import haliax as hax
 import jax
 from levanter.callbacks.watch import WatchConfig
@@ -26,19 +27,27 @@ TINY = LlamaConfig(
 )
 
 
-def optimizer(schedule):
-    return muonjax.muon(schedule)
-
-
 @OptimizerConfig.register_subclass("muonjax")
 @dataclasses.dataclass(frozen=True)
 class MuonConfig(OptimizerConfig):
     def build(self, num_train_steps):
-        return muonjax.muon(self.lr_scheduler(num_train_steps), weight_decay=self.weight_decay)
+        return muonjax.muon(self.lr_scheduler(num_train_steps), program(), weight_decay=self.weight_decay)
 
 
 def loss_fn(model, example, *, key=None):
     return model.compute_next_token_loss(example, key=key)
+
+
+def program():
+    """What the loss does with each parameter; nothing is computed."""
+    model = eqx.filter_eval_shape(lambda: TINY.build(hax.Axis("vocab", 256), key=jax.random.key(0)))
+    params, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    example = LmExample.causal(hax.zeros(TINY.max_Pos, int))
+    return muonjax.inspect(lambda params: loss_fn(eqx.combine(params, static), example).scalar(), params)
+
+
+def optimizer(schedule):
+    return muonjax.muon(schedule, program())
 
 
 def train(optimizer, rate, steps, batch=8):

@@ -1,6 +1,7 @@
 """QK-Clip: scale queries and keys so that the largest logit of each attention head stays below a threshold."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from muonjax._clip.factors import Part, Target, clip_factor, overlap, parameter_
 from muonjax._clip.matching import Modules, as_sites, find_targets
 from muonjax._clip.sites import Site, Sites
 from muonjax._clip.statistics import match_statistics
-from muonjax._clip.transform import checked_settings, clip
+from muonjax._clip.transform import clip
 from muonjax._common.arguments import check_range, errors_of
 from muonjax._common.trees import is_masked
 
@@ -85,19 +86,19 @@ def clip_logits(
     call: str,
     threshold: optax.ScalarOrSchedule,
     sites: Sites | None,
-    every_k: int,
+    every_k: int | None,
     axis_name: str | tuple[str, ...] | None,
 ) -> optax.GradientTransformationExtraArgs:
     """`qk_clip`, of the public function `call`."""
     check_range(call, "threshold", threshold, "positive and finite", _USUAL, schedule=True)
-    every_k, axes = checked_settings(call, every_k, axis_name)
     if sites is None:
         raise ValueError(
             f"{call} needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
             f"tx = muonjax.{call}({'100.0' if call == 'qk_clip' else '2e-3'}, program)"
         )
     given = as_sites(call, "sites" if call == "qk_clip" else "program", sites)
-    return clip(call, "max_logits", lambda modules: _find(modules, given, threshold), every_k, axes)
+    find = functools.partial(_find, sites=given, threshold=threshold)
+    return clip(call, "max_logits", find, every_k, axis_name)
 
 
 def apply_qk_clip(

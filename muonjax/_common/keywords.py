@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_STEPS = "newton_schulz=NewtonSchulz(num_steps=...)"
+_STEPS = "newton_schulz=NewtonSchulz(coefficients=...), a row for each step"
 _ADAM = "adam=optax.adamw(...) with this setting"
 # Arguments of optax.contrib.muon, torch.optim.Muon, Keller Jordan's Muon and MaxText.
 _OTHERS = {
@@ -23,10 +23,10 @@ _OTHERS = {
     "eps": "not needed: a zero matrix has a zero update",
     "ns_steps": _STEPS,
     "num_steps": _STEPS,
-    "ns_coeffs": "newton_schulz=NewtonSchulz(coefficients=...)",
-    "ns_coefficients": "newton_schulz=NewtonSchulz(coefficients=...)",
+    "ns_coeffs": _STEPS,
+    "ns_coefficients": _STEPS,
     "preconditioning": "newton_schulz=NewtonSchulz(normalization=...)",
-    "adaptive": "muonjax.orthogonalize(adaptive=True) in a chain",
+    "adaptive": "an argument of muonjax.optax_contrib.muon alone",
     "consistent_rms": "rms",
     "adjust_lr_fn": "rms",
     "mask": "weight_decay_mask",

@@ -192,10 +192,6 @@ class _Finder:
                 leaf = use.term.leaf if term is None else term.leaf
                 held = columns if term is None else set(range(len(self.shapes[leaf])))
                 held = held | {a.axis for a in layout.taken}
-                # Nothing is left of an axis that a shard_map divides down to one entry.
-                seen = held | {a.axis for a in (*layout.loops, *(() if term else (*use.rows, *use.batch)))}
-                if any(n > 1 and axis not in seen for axis, n in enumerate(self.shapes[leaf])):
-                    raise _Refused("devices of a shard_map have different layers or heads of its parameter")
                 span = self._span(leaf, layout, held, operand, factor)
                 entries = span.entries if term is None else entries
                 if span.entries != entries:
@@ -245,8 +241,8 @@ class _Finder:
         raw = {} if logits.raw is None else walk.graph.variables_of(logits.raw[0])
         custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
         place = min(places, key=lambda place: (custom[place], place not in raw, len(place)))
-        if any(step.kind == "while" for step in place):
-            raise _Refused("it is inside of a loop of unknown length, which has no gradient")
+        if any(step.kind in ("while", "cond") for step in place):
+            raise _Refused("it is inside of a branch, or of a loop of unknown length, which has no gradient")
         if logits.raw is not None:  # logits and mask, or a bias as ALiBi's
             if place not in raw:
                 raise _Refused(

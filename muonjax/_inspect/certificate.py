@@ -21,6 +21,7 @@ import numpy as np
 from muonjax._inspect.graph import Node
 from muonjax._inspect.report import MASKED, Probe
 from muonjax._inspect.rules import is_zero
+from muonjax._inspect.structure import inside
 from muonjax._inspect.values import PARAMETER
 from muonjax._inspect.walk import Walk
 
@@ -35,7 +36,7 @@ _UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]
 _SAME = """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
     mesh_cast pvary pcast to_varying device_put name real imag conj stop_gradient neg rev tile pad psum psum2 pmax
-    psum_invariant ppermute shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all
+    psum_invariant ppermute
 """
 _SAME_FACTORS = frozenset(_SAME.split())
 _OF_SEVERAL = "mul div add sub add_any max complex select_n join concatenate stack"
@@ -149,7 +150,7 @@ class Certificate:
                 if not (is_weight and shape == ()):
                     return found
             except _Unproved:
-                if not is_weight or node.name == "shard":
+                if not is_weight:
                     raise
         elif node.name in ("add", "sub") and shape == () and self.tables.keys().isdisjoint(others):
             return [None]
@@ -278,35 +279,28 @@ class Certificate:
             case "split":
                 ends = itertools.pairwise(itertools.accumulate(p["sizes"], initial=0))
                 return [cut(p["axis"], *part) for part in ends]
-            case "unstack":
-                every = range(len(node.outputs))
-                return [cut(p["axis"], k, k + 1).squeeze(axes[p["axis"]]) for k in every]
             case "reduce_sum" | "reduce_max" | "reduce_min":
                 table = _reduced(table, [axes[axis] for axis in p["axes"]])
-            case "dynamic_slice":
-                for axis, start in enumerate(node.inputs[1:]):
-                    table = self._picked(table, axes[axis], start, old[axis], new[axis])
             case "gather":
                 numbers, sizes = p["dimension_numbers"], p["slice_sizes"]
+                start = self.walk.known(node.inputs[1])
+                for axis in numbers.start_index_map if start is not None and np.size(start) == 1 else ():
+                    table = cut(axis, *inside(start, old[axis], sizes[axis]))
                 gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-                for axis in numbers.start_index_map if self.walk.shape(node.inputs[1]) == (1,) else ():
-                    table = self._picked(table, axes[axis], node.inputs[1], old[axis], sizes[axis])
-                gone_or_cut = (k for k in range(len(old)) if k in gone or sizes[k] != old[k])
-                if any(table.shape[axes[k]] > 1 for k in gone_or_cut):
+                if any(table.shape[axes[k]] > sizes[k] for k in range(len(old))):
                     raise _Unproved
                 table = placed(numbers.offset_dims, [k for k in range(len(old)) if k not in gone])
+            case "scan_slice" if table.shape[self.first] > 1:
+                if p["scan"] not in self.loops or table.shape[k := 1 + self.loops.index(p["scan"])] > 1:
+                    raise _Unproved
+                table = np.swapaxes(table, k, self.first).squeeze(self.first)
             case "scan_slice":
-                table = self._visited(table, p["scan"], self.first).squeeze(self.first)
+                table = table.squeeze(self.first)
             case "scan_stack":
                 table = np.expand_dims(table, self.first)
                 for k, place in enumerate(self.loops):
                     if place[:-1] == node.place:
                         table = np.swapaxes(table, 1 + k, self.first)
-            case "conv_general_dilated":
-                _, *others = (axes[axis] for axis in p["dimension_numbers"].rhs_spec)
-                table = _reduced(table, others)
-                shape = [-1 if k == p["dimension_numbers"].out_spec[1] else 1 for k in range(len(new))]
-                table = table.reshape(*table.shape[: self.first], *shape)
             case name if name in _SAME_FACTORS and self.walk.graph.is_float(node.outputs[0]):
                 if self.walk.graph.avals[node.outputs[0]].dtype.itemsize < 2:
                     raise _Unproved  # eight bits round away what a factor changes
@@ -321,24 +315,6 @@ class Certificate:
             case _:
                 raise _Unproved
         return [table]
-
-    def _visited(self, table: np.ndarray, scan: Any, axis: int) -> np.ndarray:
-        """One entry along an axis in each iteration of a scan."""
-        if table.shape[axis] == 1:
-            return table
-        k = 1 + self.loops.index(scan) if scan in self.loops else axis
-        if k == axis or table.shape[k] > 1:
-            raise _Unproved
-        return np.swapaxes(table, k, axis)
-
-    def _picked(self, table: np.ndarray, axis: int, start: int, old: int, new: int) -> np.ndarray:
-        """`new` of `old` entries along an axis, from an index on."""
-        if old == new or table.shape[axis] == 1:
-            return table
-        if (known := self.walk.known(start)) is not None:
-            first = min(max(int(np.squeeze(known)), 0), old - new)
-            return table.take(range(first, first + new), axis)
-        return self._visited(table, self.walk.counter(start, old) if new == 1 else None, axis)
 
     def located(self, probe: Probe, value: int, seen: int, expected: np.ndarray) -> Probe | None:
         """The probe with layers and heads where the logits have the logarithms [*layers, heads] `expected`, if they do.

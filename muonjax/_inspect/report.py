@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
 from muonjax._inspect import versions
 from muonjax._inspect.graph import Step
-from muonjax._inspect.stretches import as_call, stretches
 from muonjax._inspect.versions import Body, opened
 
 # What is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well. It is -1e4 in many
@@ -45,7 +44,7 @@ class Probe(NamedTuple):
 def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
     """What `body` returns, and for each probe the largest logits, float32 [*layers, *heads].
 
-    NaN stays NaN; a head whose logits are all masked, or whose branch is not taken, has -inf. No derivative passes.
+    NaN stays NaN; a head whose logits are all masked has -inf. No derivative passes.
 
     Raises:
         ValueError: for a probe inside of an equation that can't return more, such as a kernel.
@@ -74,10 +73,8 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
     returned = {v for v in jaxpr.outvars if isinstance(v, Var)}  # a constant is a Literal, which has no hash
     kept = {*returned, *here, *(p.raw for found in here.values() for p in found)}
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
-    # What reads logits that are replaced may not be in one call with what makes them.
-    apart = range(len(jaxpr.eqns)) if any(probe.shared for probe in probes) else deeper
-    for index, eqns, outputs in stretches(jaxpr.eqns, kept, apart, last):
-        eqn = eqns[0] if index in deeper else as_call(eqns, outputs)
+    for index, eqn in enumerate(jaxpr.eqns):
+        eqn = eqn if index in deeper else as_call(eqn)
         operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
         scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
@@ -86,13 +83,39 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
                 maxima |= zip(deeper[index], found, strict=True)
             else:
                 outs = _bound(eqn, operands)
-            values |= zip(outputs, outs, strict=True)
-            measure(outputs)
-        for v in {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)} - kept:
-            if last[v] < index + len(eqns):  # outside of jit it would stay in memory
+            values |= zip(eqn.outvars, outs, strict=True)
+            measure(eqn.outvars)
+        for v in {v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var)} - kept:
+            if last.get(v, 0) <= index:  # outside of jit it would stay in memory
                 values.pop(v, None)
     results = [jnp.asarray(v.val) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
     return [*results, *(maxima[probe] for probe in probes)]
+
+
+def as_call(eqn: JaxprEqn) -> JaxprEqn:
+    """An operation as a call of a function, unless it has a body, an effect or a setting without a hash.
+
+    JAX linearizes and transposes one function for all equal operations. `jax.make_jaxpr` inlines the functions of
+    `jax.numpy` for which it would do so: without this, 80 unrolled layers take almost twice as long to differentiate.
+    Where a call is traced it is inlined: nothing is left of it in the program.
+    """
+    if eqn.effects or versions.bodies(eqn):
+        return eqn
+    try:
+        call = _call(eqn.primitive, tuple(eqn.params.items()), tuple(x.aval for x in eqn.invars), eqn.ctx)
+    except TypeError:
+        return eqn
+    return eqn.replace(primitive=call.primitive, params=call.params)
+
+
+@functools.lru_cache(4096)
+def _call(primitive: Any, params: tuple[tuple[str, Any], ...], avals: tuple[Any, ...], ctx: Any) -> JaxprEqn:
+    def call(*arrays: Any) -> Any:
+        return primitive.bind(*arrays, **primitive.get_bind_params(dict(params)))
+
+    with ctx.manager:
+        (eqn,) = jax.make_jaxpr(jax.jit(call))(*avals).eqns
+    return eqn.replace(params=eqn.params | {"inline": versions.inlined()})
 
 
 def _bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
@@ -112,13 +135,12 @@ def _enclosing(eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]) ->
         return again[:-count] if probes[0].shared else _bound(eqn, operands), again[-count:]
     if name == "shard_map":
         return _shard_map(eqn, bodies[0], deeper, operands)
-    if name not in versions.EXTENSIBLE - {"while"}:
+    if name not in versions.EXTENSIBLE - {"while", "cond"}:
         raise ValueError(
             f"run(body, probes) has a probe inside of {name!r}, whose outputs are fixed; "
             "take the variable that goes into it, or comes out, instead."
         )
-    new = _branches(bodies[0], bodies, deeper, tuple(step.body for step in steps))
-    outs = _bound(eqn, operands, **versions.with_bodies(eqn, new, count))
+    outs = _bound(eqn, operands, **versions.with_body(eqn, _traced(bodies[0], deeper), count))
     results, maxima = outs[:-count], outs[-count:]
     if name == "scan":
         maxima = [
@@ -149,45 +171,16 @@ def _shard_map(
     )(*operands)  # fmt: skip
 
 
-def _cached(f: Callable[..., Any]) -> Callable[..., Any]:
-    """One result for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step."""
-    results: weakref.WeakKeyDictionary[Body, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(f)
-    def cached(body: Body, *rest: Any) -> Any:
-        known = results.setdefault(body, {})
-        if rest not in known:
-            known[rest] = f(body, *rest)
-        return known[rest]
-
-    return cached
-
-
-@_cached
-def _branches(
-    _: Body, bodies: tuple[Body, ...], probes: tuple[Probe, ...], branches: tuple[int, ...]
-) -> list[Any]:
-    """Each body returns the maxima of its own probes, and -inf for those of the others."""
-    all_of_them = list(zip(branches, probes, strict=True))
-    own = [[key for key in all_of_them if key[0] == i] for i in range(len(bodies))]
-    traced = [_traced(body, tuple(p for _, p in mine)) for body, mine in zip(bodies, own, strict=True)]
-    if len(bodies) == 1:
-        return traced
-    count = len(opened(bodies[0]).outvars)
-    avals = {key: x for new, mine in zip(traced, own, strict=True)
-             for key, x in zip(mine, new.out_avals[count:], strict=True)}  # fmt: skip
-
-    def branch(i: int, *operands: Any) -> list[Any]:
-        outs = jaxpr_as_fun(traced[i])(*operands)
-        found = dict(zip(own[i], outs[count:], strict=True))
-        return [*outs[:count], *(found[k] if k in found else _nothing(avals[k]) for k in all_of_them)]
-
-    return [jax.make_jaxpr(functools.partial(branch, i))(*new.in_avals) for i, new in enumerate(traced)]
-
-
-@_cached
 def _traced(body: Body, probes: tuple[Probe, ...]) -> Any:
-    return jax.make_jaxpr(functools.partial(run, body, probes))(*(v.aval for v in opened(body).invars))
+    """One for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step."""
+    known = _TRACED.setdefault(body, {})
+    if probes not in known:
+        avals = (v.aval for v in opened(body).invars)
+        known[probes] = jax.make_jaxpr(functools.partial(run, body, probes))(*avals)
+    return known[probes]
+
+
+_TRACED: weakref.WeakKeyDictionary[Body, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 @jax.custom_batching.custom_vmap
@@ -212,10 +205,3 @@ def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Arra
         is_its = np.arange(1 + max(probe.entries))[:, None] == np.array(probe.entries)
         maxima = jax.lax.reduce_max(jnp.where(is_its, maxima.reshape(-1), -jnp.inf), (1,))
     return maxima if probe.unit == 1 else maxima * probe.unit
-
-
-def _nothing(aval: Any) -> jax.Array:
-    """-inf for a maximum that is not computed, of the same type."""
-    nothing = jax.lax.full(aval.shape, -jnp.inf, aval.dtype, sharding=aval.sharding)
-    varying = tuple(versions.varying(aval))
-    return jax.lax.pcast(nothing, varying, to="varying") if varying else nothing

@@ -40,6 +40,16 @@ def rule(names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+# What takes the columns that it is given together, and says nothing about others.
+_MIXES = """
+    approx_top_k bitcast_convert_type cholesky cummin custom_linear_solve dynamic_update_slice eig eigh fft lu mulhi qr
+    ragged_all_to_all reduce reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor scatter
+    scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_gather_add select_and_scatter
+    select_and_scatter_add sort svd swap top_k triangular_solve tridiagonal_solve zeta
+"""
+_MIXING = frozenset(_MIXES.split())
+
+
 def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     """What takes parameters and has no rule; perhaps a kernel of attention."""
     if not values or not any(v.depends_on for v in values):
@@ -48,11 +58,14 @@ def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     walk.record_terms(
         i, f"{'alone' if alone else 'unknown'}: {node.name}", [v for v in values if v.is_weight]
     )
-    for v in values:
-        walk.record_parts(i, v.images)
-    parts = {(m.product, m.layout.region): m for v in values for m in v.images}
-    # A kernel, a callback.
-    if len(parts) > 2 and any(word in node.name for word in ("call", "attention")):
+    images = [m for v in values for m in v.images]
+    walk.record_parts(i, images)
+    is_call = any(word in node.name for word in ("call", "attention"))  # a kernel, a callback
+    for m in images if not is_call and node.name not in _MIXING else ():
+        if m.apart:  # which of its columns are used together is not known any more
+            walk.record(i, f"unknown: {node.name}", m.product.use.term)
+    parts = {(m.product, m.layout.region): m for m in images}
+    if len(parts) > 2 and is_call:
         walk.opaque[i] = tuple(parts.values())
         walk.consume(i, *node.inputs)
     return [dependent(values)] * len(node.outputs)

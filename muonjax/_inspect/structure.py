@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import PLACED, Layout, whole
+from muonjax._inspect.layout import PLACED, Layout
 from muonjax._inspect.rules import bent, is_zero, latest, rule, unknown
-from muonjax._inspect.values import DATA, Mark, Move, Value, concatenated, dependent, moved
+from muonjax._inspect.values import DATA, Move, Value, concatenated, dependent, moved
 from muonjax._inspect.walk import Walk
 
 
@@ -155,7 +155,7 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     if start is not None and walk.shape(node.inputs[1]) == (1,):  # `jnp.take(x, 2, axis)`
         (axis,) = numbers.start_index_map
         sources = [kept[numbers.offset_dims.index(at)] for at in range(len(new))]
-        return [x.map(_cut({axis: _inside(start, old[axis], sizes[axis])}, sources, new))]
+        return [x.map(_cut({axis: inside(start, old[axis], sizes[axis])}, sources, new))]
     sources: list[int | None] = [None] * len(new)
     for at, axis in zip(numbers.offset_dims, kept, strict=True):
         sources[at] = axis if sizes[axis] == old[axis] else None
@@ -171,7 +171,7 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     return [_looked_up(walk, i, values, picked, sources, new)]
 
 
-def _inside(start: int, size: int, part: int) -> tuple[int, int]:
+def inside(start: Any, size: int, part: int) -> tuple[int, int]:
     """Where `part` entries are read that begin at `start`, if there are so many."""
     first = min(max(int(np.squeeze(start)), 0), size - part)
     return first, first + part
@@ -228,16 +228,4 @@ def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> S
 
 @rule("scan_slice")
 def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (x,), scan = values, node.params["scan"]
-    counting = Mark("counts", whole(walk.shape(node.inputs[0])))
-    marks = tuple(m._replace(scan=scan) if m == counting else m for m in x.marks)
-    return [_one_of_several(x._replace(marks=marks), [0]).map(lambda layout: layout.loop(0))]
-
-
-@rule("shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all")
-def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    shapes = ((walk.shape(at), walk.shape(out)) for at, out in zip(node.inputs, node.outputs, strict=True))
-    return [
-        x.map(lambda layout, new=new: layout.resize(new)) if len(old) == len(new) else dependent([x])
-        for x, (old, new) in zip(values, shapes, strict=True)
-    ]
+    return [_one_of_several(values[0], [0]).map(lambda layout: layout.loop(0))]

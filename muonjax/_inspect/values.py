@@ -102,7 +102,6 @@ class Mark(NamedTuple):
 
     what: str
     layout: Layout
-    scan: Any = None  # whose iterations it counts: the place of its body
 
 
 class Value(NamedTuple):

@@ -69,14 +69,10 @@ def inlined() -> Any:
     return True if kinds is None else kinds.JAX_EARLY
 
 
-def with_bodies(eqn: JaxprEqn, new: Sequence[ClosedJaxpr], count: int) -> dict[str, Any]:
-    """An equation's parameters with `new` in place of its bodies, in their order; each returns `count` values more."""
-    params = dict(eqn.params)
-    for (name, old), body in zip(bodies(eqn), new, strict=True):
-        if isinstance(name, str):
-            params[name] = body if isinstance(old, ClosedJaxpr) else body.jaxpr
-    if eqn.primitive.name == "cond":
-        params["branches"] = tuple(new)
+def with_body(eqn: JaxprEqn, new: ClosedJaxpr, count: int) -> dict[str, Any]:
+    """An equation's parameters with `new` in place of its only body; it returns `count` values more."""
+    ((name, old),) = bodies(eqn)
+    params: dict[str, Any] = eqn.params | {str(name): new if isinstance(old, ClosedJaxpr) else new.jaxpr}
     if "ft_out" in params:
         carry, ys = params["ft_out"].unpack()
         tree = type(params["ft_out"])  # a tuple of trees

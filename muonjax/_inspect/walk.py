@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from muonjax._inspect.graph import Graph
-from muonjax._inspect.layout import Atom, length, whole
+from muonjax._inspect.layout import Atom, whole
 from muonjax._inspect.values import (
     DATA,
     NOISE,
@@ -71,11 +71,6 @@ class Walk:
     def known(self, value: int) -> Any:
         """The number that the program contains, if it does."""
         return self.graph.known.get(value)
-
-    def counter(self, value: int, size: int) -> Any:
-        """The scan whose iterations it counts, if these are `size`; None for another index."""
-        marks = (m for m in self.values[value].marks if m.scan is not None)
-        return next((m.scan for m in marks if length(m.layout.loops) == size), None)
 
     def product(self, i: int, k: int) -> Product:
         return self.products.setdefault((i, k), Product(1 << len(self.products)))

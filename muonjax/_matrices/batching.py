@@ -9,10 +9,9 @@ input: the extra memory is the stack and one chunk's iteration, never a second s
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -28,31 +27,8 @@ Function = Callable[..., jax.Array]
 """[*batch, m, n], and the mesh axes that shard the columns (default: none) -> the same shape and dtype."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TwoPasses:
-    """A function of a wide matrix that looks at it twice: f(x) = second(x, k) with [k] = between([first(x)]).
-
-    What lies between is small, and made for many matrices at once. Columns of zeros stay zero.
-
-    Attributes:
-      whole: f, with the mesh axes that shard the columns (default: none).
-      first: x -> a small tree of arrays.
-      between: Works on many of these, from matrices of any sizes.
-      second: x and its own -> f(x).
-    """
-
-    whole: Function
-    first: Callable[[jax.Array], Any]
-    between: Callable[[Sequence[Any]], list[Any]]
-    second: Callable[[jax.Array, Any], jax.Array]
-
-    def __call__(self, x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
-        """f(x), alone."""
-        return self.whole(x, axis_name)
-
-
 def map_leaves(
-    f: Function | TwoPasses, leaves: Sequence[jax.Array], views: Sequence[MatrixView], policy: Policy
+    f: Function, leaves: Sequence[jax.Array], views: Sequence[MatrixView], policy: Policy
 ) -> list[jax.Array]:
     """f on each matrix that `views` show in these leaves, as `map_groups`."""
     matrices = [view.to_matrices(x) for view, x in zip(views, leaves, strict=True)]
@@ -60,43 +36,27 @@ def map_leaves(
 
 
 def map_groups(
-    f: Function | TwoPasses, matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
+    f: Function, matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
 ) -> list[Inexact[Array, "_batch _m _n"]]:
-    """f on each matrix, compiled once for each group; only a `TwoPasses` shares one among neighboring shapes.
+    """f on each matrix, compiled once for each group.
 
     Args:
-      f: [*batch, m, n] -> [*batch, m, n], each matrix on its own; f(x.mT) = f(x).mT.
+      f: [*batch, m, n] -> [*batch, m, n], each matrix on its own; f(x.mT) = f(x).mT, and columns of zeros stay zero.
       matrices: Matrices of any sizes.
 
     Returns:
       One array for each input, of the same shape and dtype.
     """
     results: list[jax.Array | None] = [None] * len(matrices)
-    groups = group_by_shape(matrices)
-    if isinstance(f, TwoPasses):
-        groups = _with_neighbors(groups, matrices, policy)
-    stacks = [s for group in groups for s in _stacks(group, matrices, policy)]
+    groups = _with_neighbors(group_by_shape(matrices), matrices, policy)
     whole = f if policy.is_cpu else jax.jit(f)  # one trace for all stacks of a shape
-    # One stack shares nothing, and in one pass what it rounds is kept.
-    apart = f if isinstance(f, TwoPasses) and policy.shares_small_matrices and len(stacks) > 1 else None
-    kept = _first_passes(apart, stacks, matrices, policy) if apart else {}
-    second = jax.jit(apart.second) if apart else None
     last: int | None = None
-    for number, indices in enumerate(stacks):
-        parts, own = [matrices[i] for i in indices], kept.get(number)
-        # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it. The first
-        # one after what lies between the passes: XLA would keep what the second shares with the first.
-        if policy.one_stack_at_a_time:
-            if last is None:
-                parts, own = jax.lax.optimization_barrier((parts, own))
-            else:
-                parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
-        stack, last = _stacked(parts, policy), indices[-1]
-        if second and number in kept:
-            (chunk,) = _chunks(stack, policy)
-            stack = second(chunk, own).reshape(stack.shape)
-        else:
-            stack = _map_stack(whole, stack, policy)
+    for indices in (stack for group in groups for stack in _stacks(group, matrices, policy)):
+        parts = [matrices[i] for i in indices]
+        # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it.
+        if policy.one_stack_at_a_time and last is not None:
+            parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
+        stack, last = _map_stack(whole, _stacked(parts, policy), policy), indices[-1]
         counts, alone = [len(matrices[i]) for i in indices], len(indices) == 1
         starts = numbers_from_loop([0, *itertools.accumulate(counts[:-1])], policy.platform)
         for i, start in zip(indices, starts, strict=True):
@@ -157,26 +117,6 @@ def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> 
         even[(end - 1) * len(full) // sum(sizes.values())].append(i)
     fits = all(len(stack) == 1 or sum(sizes[i] for i in stack) <= bound for stack in even)
     return [stack for stack in even if stack] if fits else full
-
-
-def _first_passes(
-    f: TwoPasses, stacks: Sequence[list[int]], matrices: Sequence[jax.Array], policy: Policy
-) -> dict[int, Any]:
-    """What the second pass over each stack needs; one that would go in several chunks has none."""
-    first = jax.jit(f.first)
-    kept: dict[int, Any] = {}
-    last: int | None = None
-    for number, indices in enumerate(stacks):
-        parts = [matrices[i] for i in indices]
-        if policy.one_stack_at_a_time:
-            if last is None:
-                parts = jax.lax.optimization_barrier(parts)
-            else:
-                parts, kept[last] = jax.lax.optimization_barrier((parts, kept[last]))
-        chunks = _chunks(_stacked(parts, policy), policy)
-        if len(chunks) == 1:
-            kept[number], last = first(chunks[0]), number
-    return dict(zip(kept, f.between(list(kept.values())), strict=True))
 
 
 def _stacked(parts: Sequence[jax.Array], policy: Policy) -> Inexact[Array, "count m n"]:

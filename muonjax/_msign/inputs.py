@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muonjax._common.arguments import whole_number
 from muonjax._common.linalg import MatrixProduct, adjoint, at_least_float32, square_norm
-from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
+from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express
 from muonjax._newton_schulz.normalization import power_of_two_scale
 
 if TYPE_CHECKING:
@@ -35,14 +34,9 @@ def matrices(call: str, x: Any) -> Float[Array, "*batch m n"]:
     return x
 
 
-def schedule(call: str, coefficients: Any, num_steps: int | None) -> Coefficients:
-    """The rows that will run: all of the table or its first `num_steps`, by default the converged schedule."""
-    if num_steps is not None:
-        num_steps = whole_number(call, "num_steps", num_steps, 1, " of steps, at least 1.")
-    if coefficients is None:
-        return CONVERGED if num_steps is None else polar_express(num_steps)
-    rows = checked_rows(call, coefficients)
-    return take_steps(rows, num_steps or len(rows))
+def schedule(call: str, coefficients: Any) -> Coefficients:
+    """The rows that will run, by default the converged schedule."""
+    return CONVERGED if coefficients is None else checked_rows(call, coefficients)
 
 
 def product_of(x: Float[Array, "*batch m n"], precision: str | None) -> MatrixProduct:

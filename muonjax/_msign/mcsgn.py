@@ -23,7 +23,6 @@ def mcsgn(
     x: Float[Array, "*batch n n"],
     *,
     coefficients: Coefficients | None = None,
-    num_steps: int | None = None,
     precision: str | None = "highest",
 ) -> Float[Array, "*batch n n"]:
     r"""The sign of each square matrix with a real spectrum, as a function of its eigenvalues.
@@ -40,7 +39,6 @@ def mcsgn(
         $\sqrt{\operatorname{tr}(X^2)}$ in size for the default schedule. With complex ones the
         iteration diverges or converges to something else, which is noticed only if they make the trace negative.
       coefficients: Rows (a, b, c), one for each step. Default: converged, as in `msign`.
-      num_steps: How many rows to run, as in `msign`.
       precision: That of the products, as in `jax.numpy.matmul`.
 
     Returns:
@@ -63,7 +61,7 @@ def mcsgn(
     x = matrices("mcsgn", x)
     if x.shape[-2] != x.shape[-1]:
         raise ValueError(f"mcsgn(x) needs square matrices, got shape {x.shape}; msign takes others.")
-    rows = schedule("mcsgn", coefficients, num_steps)
+    rows = schedule("mcsgn", coefficients)
     if x.size == 0:
         return x
     return polynomial_mcsgn(x, rows_beside(x, rows), product_of(x, precision))

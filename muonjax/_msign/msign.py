@@ -20,7 +20,6 @@ def msign(
     x: Float[Array, "*batch m n"],
     *,
     coefficients: Coefficients | None = None,
-    num_steps: int | None = None,
     gradient: Gradient = "polynomial",
     polish: int = 0,
     precision: str | None = "highest",
@@ -44,10 +43,8 @@ def msign(
     Args:
       x: [*batch, m, n], real floating point, any shape and scale. Products of bfloat16 matrices round their
         factors to bfloat16 and are summed in float32; float16 is computed in float32.
-      coefficients: Rows (a, b, c), one for each step. Default: converged, for singular values down to 1e-5 of the
-        Frobenius norm.
-      num_steps: How many rows to run; a table that is too short repeats its last row. Without `coefficients`:
-        that many steps of `polar_express`. Default: all rows.
+      coefficients: Rows (a, b, c), one for each step, such as `polar_express(5)`. Default: converged, for singular
+        values down to 1e-5 of the Frobenius norm.
       gradient: Which derivative; see above.
       polish: The number of steps that the polar mode adds to a truncated value, for its derivative only; 0 or
         more. Three Polar Express steps need 3 for an error of 0.1 %, five need 2.
@@ -78,7 +75,7 @@ def msign(
     kexue.fm/archives/11025; docs/differentiating_msign.md derives what is used here.
     """
     x = matrices("msign", x)
-    rows = schedule("msign", coefficients, num_steps)
+    rows = schedule("msign", coefficients)
     check_choice("msign", "gradient", gradient, get_args(Gradient))
     polish = whole_number("msign", "polish", polish, 0, " of steps, at least 0.")
     if polish and gradient != "polar":

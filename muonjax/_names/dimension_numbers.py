@@ -2,12 +2,11 @@
 
 The evidence, in this order; what comes first decides:
 
-  1. the names of the axes, where the array carries them;
-  2. the names in the path: what the parameter is (`roles`), if its shape fits;
-  3. which axes count layers: all parameters of a scanned module have one axis more (`neighbors`);
-  4. its bias, its attention's other projections, the order of axes in the rest of the tree, and last its own shape
+  1. the names in the path: what the parameter is (`roles`), if its shape fits;
+  2. which axes count layers: all parameters of a scanned module have one axis more (`neighbors`);
+  3. its bias, its attention's other projections, the order of axes in the rest of the tree, and last its own shape
      (`axes`);
-  5. whether it is an end of the model: a patch embedding or an output head (`ends`).
+  4. whether it is an end of the model: a patch embedding or an output head (`ends`).
 
 A rule of the caller's replaces the answer. What nothing tells is refused, with a rule that decides it. One warning
 lists the leaves that may be an end of the model, or are one by their name or their position alone.
@@ -37,10 +36,9 @@ from muonjax._names.ends import for_adam, patch_embedding
 from muonjax._names.given import (
     Rules,
     apply_rules,
-    by_axis_names,
     chances_message,
     check_parameters,
-    named_axes,
+    refuse_named_axes,
     tables,
     undecided_message,
     unlike_their_names,
@@ -76,9 +74,9 @@ def dimension_numbers(params: Any, *, rules: Rules = ()) -> Any:
 
     Args:
       params: A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
-        metadata boxes, an NNX module or its `nnx.State`, an Equinox module's arrays, Haliax's named arrays.
-        `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked where you can: its neighbors tell what
-        a leaf is.
+        metadata boxes, an NNX module or its `nnx.State`, an Equinox module's arrays.
+        `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked where you can: its neighbors tell what a
+        leaf is.
       rules: Pairs (regular expression, dimension numbers or None); the first match decides. The expression is
         searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the
         leaf's own axes.
@@ -144,10 +142,10 @@ def routes(
       warn: Whether to warn of what may be wrong.
     """
     check_parameters(params, call, warn=warn)
+    refuse_named_axes(params)
     paths, leaves, treedef = flatten_with_names(params)
     ruled = {path: (numbers, "rule") for path, numbers in apply_rules(paths, leaves, rules).items()}
     in_tables = tables(params)
-    axis_names = named_axes(params)
     found: dict[tuple[str, ...], tuple[DimensionNumbers | None, str]] = {}
     whole: list[Parameter] = []
     for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
@@ -156,8 +154,6 @@ def routes(
         shape = jnp.shape(leaf)
         if not jnp.issubdtype(dtype_of(leaf), jnp.inexact):
             found[path] = None, "not a floating-point leaf"
-        elif path in axis_names:
-            found[path] = by_axis_names(path, role, axis_names[path])
         else:
             role = roles.EMBEDDING if "/".join(path) in in_tables else role
             whole.append(Parameter(path, role, shape, tuple(range(len(shape))), shape))

@@ -1,7 +1,6 @@
-"""What is said of a leaf and not inferred: by the caller's rules, by the names of axes.
+"""What is said of a leaf and not inferred, by the caller's rules or the type of its module; and what a caller is told.
 
-And what is said to the caller: that a tree holds no parameters, and which rule decides a leaf that nothing tells of.
-Haliax's and penzai's arrays have such names; neither library is imported.
+That is that a tree holds no parameters, and which rule decides a leaf that nothing tells of.
 """
 
 import re
@@ -16,20 +15,14 @@ from muonjax._common.arguments import warn_user
 from muonjax._common.trees import flatten_paths, is_masked, listed, names
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
-    MuonDimensionNumbers,
     matrix_pieces,
     one_or_several,
 )
-from muonjax._names.roles import INTERLEAVED, RECURRENT, Parameter, Role, layer_of
+from muonjax._names.roles import INTERLEAVED, RECURRENT, Parameter
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
 Rules = Sequence[tuple[str, DimensionNumbers | None]]
-
-_BATCH = r"\w*(layers?|blocks?|stack\w*|scan\w*|experts?|qkv|kv|gate_up)"
-_HEAD = r"\w*(head|q_per|group|projection)\w*"
-_DOWN = r"(\w+_)?(down|wo|o|out|output|c_proj|fc2|w2|linear2)(_\w+)?"
-_TABLE = r"\w*(vocab|position|pos)\w*"
 
 
 def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool = True) -> None:
@@ -104,6 +97,16 @@ def tables(params: Any) -> set[str]:
     return {"/".join(path) for path, _ in found}
 
 
+def refuse_named_axes(params: Any) -> None:
+    """Raise for arrays whose axes have names, as Haliax's and penzai's have: a program reads these better."""
+
+    def is_named(node: Any) -> bool:
+        return hasattr(node, "named_axes") or (hasattr(node, "array") and hasattr(node, "axes"))
+
+    if found := next(_inside(params, is_named), None):
+        raise TypeError(f"{'/'.join(found[0])!r} has axes with names, which nothing reads here. {INSPECT}")
+
+
 def unlike_their_names(params: Any) -> set[str]:
     """Paths of the parameters of layers whose settings say what names can't: groups, the letters of an einsum."""
 
@@ -114,55 +117,12 @@ def unlike_their_names(params: Any) -> set[str]:
     return {"/".join(path) for path, _ in _inside(params, has_settings)}
 
 
-def named_axes(params: Any) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Path of each leaf inside a named array to the names of its axes, in order, in lower case.
-
-    An array counts as named if it has `axes` with names and sizes, or `named_axes`.
-    """
-    found = _inside(params, lambda node: _names_of(node) is not None)
-    return {path: _names_of(node) or () for path, node in found}
-
-
 def _inside(params: Any, is_node: Callable[[Any], bool]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The path of each leaf inside of such nodes, and the node."""
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_node):
         if is_node(node):
             for below, _ in jax.tree_util.tree_leaves_with_path(node):
                 yield names((*path, *below)), node
-
-
-def _names_of(node: Any) -> tuple[str, ...] | None:
-    axes = getattr(node, "axes", None)
-    if hasattr(node, "array") and isinstance(axes, tuple) and all(hasattr(a, "name") for a in axes):
-        return tuple(a.name.lower() for a in axes)
-    named = getattr(node, "named_axes", None)
-    if isinstance(named, Mapping) and not getattr(node, "positional_shape", ()):
-        return tuple(str(name).lower() for name in named)
-    return None
-
-
-def by_axis_names(
-    path: tuple[str, ...], role: Role, axes: tuple[str, ...]
-) -> tuple[DimensionNumbers | None, str]:
-    """The matrices of a leaf whose axes have names."""
-    batch = [i for i, name in enumerate(axes) if re.fullmatch(_BATCH, name)]
-    inner = [i for i in range(len(axes)) if i not in batch]
-    if not role.muon:
-        return None, role.name
-    if any(re.fullmatch(_TABLE, name) for name in axes):
-        return None, "embedding or output head: an axis of the vocabulary or of positions"
-    if len(inner) < 2:
-        return None, "vector" if inner else "scalar"
-    # A layer goes from the model's axis to those of heads or of the hidden layer, or, as an output, back.
-    heads = [i for i in inner if re.fullmatch(_HEAD, axes[i])]
-    model = [i for i in inner if (i not in heads if heads else re.search(r"embed|hidden|model", axes[i]))]
-    wide = [i for i in inner if i not in model]
-    if not model or not wide:
-        model, wide = inner[:-1], inner[-1:]
-    is_down = role.projection == "out" or bool(re.fullmatch(_DOWN, layer_of(path)[1]))
-    rows, outputs = (wide, model) if is_down else (model, wide)
-    numbers = MuonDimensionNumbers(one_or_several(rows), one_or_several(outputs))
-    return numbers, f"{role.name}, by the names of its axes"
 
 
 INSPECT = (

@@ -212,7 +212,7 @@ def _weight_role(
     if projection and (is_attention or projection is not VALUE):
         return projection
     is_lstm = name == "linear" and _snake("".join(scope[-1:])) == "lstm"  # Haiku's
-    if is_lstm or re.fullmatch("weight_[ih]h|(dense|w)_[ih]|[ih]h", name):
+    if is_lstm or re.fullmatch(r"weight_[ih]h(_l\d+)?(_reverse)?|(dense|w)_[ih]|[ih]h", name):
         return RECURRENT
     for role, pattern in (*_IN_ATTENTION, *_ANYWHERE) if is_attention else _ANYWHERE:
         if re.fullmatch(pattern, name):

@@ -22,8 +22,8 @@ JORDAN: Coefficients = ((3.4445, -4.7750, 2.0315),)
 
 Example:
   >>> import muonjax
-  >>> muonjax.NewtonSchulz(coefficients=muonjax.JORDAN, num_steps=5).steps == 5 * muonjax.JORDAN
-  True
+  >>> len(muonjax.NewtonSchulz(coefficients=5 * muonjax.JORDAN).coefficients)
+  5
 
 Source: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024."""
 
@@ -38,7 +38,7 @@ YOU: Coefficients = (
 
 Example:
   >>> import muonjax
-  >>> len(muonjax.NewtonSchulz(coefficients=muonjax.YOU).steps)
+  >>> len(muonjax.NewtonSchulz(coefficients=muonjax.YOU).coefficients)
   5
 
 Source: modded-nanogpt and Dion's code, 2025."""
@@ -164,11 +164,6 @@ def checked_rows(call: str, coefficients: Any) -> Coefficients:
     if not rows or not all(math.isfinite(v) for row in rows for v in row):
         raise ValueError(f"{call}(coefficients={coefficients!r}) needs at least one row, all of it finite.")
     return rows
-
-
-def take_steps(coefficients: Coefficients, num_steps: int) -> Coefficients:
-    """The first `num_steps` rows, 1 or more; a table that is too short repeats its last row."""
-    return coefficients[:num_steps] + coefficients[-1:] * (num_steps - len(coefficients))
 
 
 def evaluate(coefficients: Coefficients, s):

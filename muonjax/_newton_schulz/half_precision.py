@@ -16,7 +16,6 @@ which are of moderate size.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +34,7 @@ from muonjax._common.platform import Policy
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.normalization import Normalization, or_one, power_of_two_scale, trace_or_one
 from muonjax._newton_schulz.settings import NewtonSchulz, takes_gram_form
-from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch, shrink, shrinkings, sketch
+from muonjax._newton_schulz.thin_deflation import shrink_dominant
 
 # R of fused steps is larger by this number in memory. Without the factors a^2 it gets smaller with each step, so that
 # its square would be below the least normal float16: an error that grows with m, and a large one where such numbers are
@@ -112,30 +111,15 @@ class _Products(NamedTuple):
         return in_blocks(product, a, y) if self.blocks else product.with_adjoint(a, y)
 
 
-def first_pass(
-    x: jax.Array, settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...] = ()
-) -> Sketch | None:
-    """What the deflation of x [*batch, m, n] begins with; None if it has no deflation."""
-    rank = min(settings.deflation, x.shape[-2] // 8)
-    return sketch(x.astype(jnp.float32), rank, policy.finer_half, axis_name) if rank else None
-
-
-def between(sketches: Sequence[Sketch | None], policy: Policy) -> list[Shrinking | None]:
-    """The second pass over what `first_pass` gave, for any number of arrays."""
-    found = iter(shrinkings([s for s in sketches if s is not None], policy.finer_half))
-    return [None if s is None else next(found) for s in sketches]
-
-
 def iterate(
     x: jax.Array,
     settings: NewtonSchulz,
     policy: Policy,
     dtype: jnp.dtype,
     axis_name: tuple[str, ...] = (),
-    shrinking: Shrinking | None = None,
 ) -> jax.Array:
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in float32; by bfloat16."""
-    if any(a == 0 for a, _, _ in settings.steps):
+    if any(a == 0 for a, _, _ in settings.coefficients):
         raise ValueError(
             f"NewtonSchulz(coefficients={settings.coefficients}): in bfloat16 each step needs a linear term; give "
             "compute_dtype='float32'."
@@ -145,12 +129,10 @@ def iterate(
     product = product.shared_by(axis_name if policy.shares_products(m, dtype) else ())
     products = _Products(product, axis_name, policy.symmetric_in_blocks(m))
     x = x.astype(jnp.float32)
-    if shrinking is None:
-        (shrinking,) = between([first_pass(x, settings, policy, axis_name)], policy)
-    if shrinking is None:
-        z, basis = (power_of_two_scale(x, axis_name) * x).astype(dtype), None
+    if rank := min(settings.deflation, m // 8):
+        z, basis = shrink_dominant(x, rank, policy.finer_half, dtype, axis_name)
     else:
-        z, basis = shrink(x, shrinking, dtype), shrinking.v
+        z, basis = (power_of_two_scale(x, axis_name) * x).astype(dtype), None
     q, z = _steps(products, z, settings, basis, fused_steps(settings, policy, m, n))
     # A stack's result is cut, and in half precision that moves half as much.
     return products.summed(q, z) if x.ndim == 2 else products.rounded(q, z).astype(jnp.float32)
@@ -165,8 +147,10 @@ def fused_steps(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple
     """
     dtype = jnp.dtype(jnp.bfloat16) if settings.implementation else policy.finer_half
     most, before = (3, 1) if dtype == jnp.float16 else (2, 2)
-    number = min(most, len(settings.steps) - before)
-    while number > 1 and math.prod(a for a, _, _ in settings.steps[-number:-1]) > _LARGEST_FACTOR[number]:
+    number = min(most, len(settings.coefficients) - before)
+    while (
+        number > 1 and math.prod(a for a, _, _ in settings.coefficients[-number:-1]) > _LARGEST_FACTOR[number]
+    ):
         number -= 1
     return (number if number > 1 and takes_gram_form(settings, m, n) else 1), dtype
 
@@ -185,7 +169,7 @@ def _steps(
       fused: As `fused_steps` gives it.
     """
     number, dtype = fused
-    steps = settings.steps
+    steps = settings.coefficients
     apart = len(steps) - number if number > 1 else len(steps)
     r = products.gram(z)
     r2, inverse_bound, root = _bound(products, r, basis, settings.normalization)

@@ -98,7 +98,7 @@ def _polynomial(
 
 def _segments(settings: NewtonSchulz, m: int, n: int, dtype: jnp.dtype) -> list[Coefficients]:
     """The steps, cut where the Gram matrix is made anew."""
-    steps = settings.steps
+    steps = settings.coefficients
     cuts = gram_restarts(steps, dtype) if takes_gram_form(settings, m, n) else range(1, len(steps))
     return [steps[i:j] for i, j in itertools.pairwise([0, *cuts, len(steps)])]
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from muonjax._common.arguments import mesh_axes
-from muonjax._common.linalg import at_least_float32, sum_over
 from muonjax._common.platform import Policy, policy_of
-from muonjax._matrices.batching import TwoPasses
 from muonjax._newton_schulz import half_precision, iteration
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
-from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Inexact
+    from jaxtyping import Array, Inexact
 
 
 def newton_schulz(
@@ -61,58 +57,26 @@ def newton_schulz(
         raise ValueError(f"newton_schulz(x) got shape {x.shape}: an empty matrix has no polar factor.")
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}.")
-    return polar_factor(x, settings, policy_of(x), mesh_axes("newton_schulz", "axis_name", axis_name))
+    axes = mesh_axes("newton_schulz", "axis_name", axis_name)
+    return polar_factor(x, axes, settings=settings, policy=policy_of(x))
 
 
 def polar_factor(
     x: Inexact[Array, "*batch m n"],
+    axis_name: tuple[str, ...] = (),
+    *,
     settings: NewtonSchulz,
     policy: Policy,
-    axis_name: tuple[str, ...] = (),
-    shrinking: Shrinking | None = None,
 ) -> Inexact[Array, "*batch m n"]:
-    """`newton_schulz` of checked arguments; `shrinking` is that of a wide x in half precision, where it is known."""
+    """`newton_schulz` of checked arguments."""
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
     tall = not axis_name and x.shape[-2] > x.shape[-1]
     wide = x.mT if tall else x
     if dtype == jnp.bfloat16:
-        y = half_precision.iterate(wide, settings, policy, dtype, axis_name, shrinking)
+        y = half_precision.iterate(wide, settings, policy, dtype, axis_name)
     else:
         y = iteration.iterate(wide, settings, policy, dtype, axis_name)
     if tall and policy.is_cpu and dtype == jnp.bfloat16:
         # XLA makes the transposition a part of the last product, and has none of bfloat16 with float32 sums.
         y = jax.lax.optimization_barrier(y)
     return (y.mT if tall else y).astype(x.dtype)
-
-
-def polar_function(settings: NewtonSchulz, policy: Policy, *, adaptive: bool = False) -> TwoPasses:
-    """x -> its polar factor, also where the columns are sharded over the mesh axes `axis_name`.
-
-    In half precision a wide x is looked at twice: for what the deflation's k x k matrices are made of, and to apply
-    them. Between the two, batching makes those of many stacks at once.
-    """
-
-    def polar(
-        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = (), shrinking: Shrinking | None = None
-    ) -> Inexact[Array, "*batch m n"]:
-        y = polar_factor(x, settings, policy, axis_name, shrinking)
-        return y * _dual_norm(x, y, axis_name) if adaptive else y
-
-    def first(x: Inexact[Array, "*batch m n"]) -> Sketch | None:
-        half = policy.compute_dtype(x.dtype, settings.compute_dtype) == jnp.bfloat16
-        sketch = half_precision.first_pass(x, settings, policy) if half else None
-        # It would stay in memory until the second pass.
-        return None if sketch is None else sketch._replace(rounded=None)
-
-    def second(x: Inexact[Array, "*batch m n"], shrinking: Shrinking | None) -> Inexact[Array, "*batch m n"]:
-        return polar(x, shrinking=shrinking)
-
-    return TwoPasses(polar, first, functools.partial(half_precision.between, policy=policy), second)
-
-
-def _dual_norm(
-    g: Inexact[Array, "*batch m n"], y: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...]
-) -> Float[Array, "*batch 1 1"]:
-    """<g, y> of each matrix: the dual of the spectral norm, where y is g's polar factor."""
-    product = jnp.sum(g.conj() * y, axis=(-2, -1), keepdims=True, dtype=at_least_float32(g.dtype))
-    return sum_over(axis_name, product).real.astype(y.real.dtype)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from muonjax._common.arguments import check_choice, given_dtype, whole_number
 from muonjax._common.keywords import explains_keywords
-from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, take_steps
+from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express
 from muonjax._newton_schulz.normalization import Normalization
 from pallas_kernels._api import IMPLEMENTATIONS
 
@@ -34,9 +34,7 @@ class NewtonSchulz(metaclass=_Presets):
     """Says how to orthogonalize; hashable, and never part of an optimizer's state.
 
     Args:
-      coefficients: Rows (a, b, c), one a step: `polar_express(...)`, `JORDAN`, `YOU`, or your own.
-      num_steps: Steps to run; None runs each row once. A shorter table repeats its last row, a longer one is
-        cut.
+      coefficients: Rows (a, b, c), one for each step: `polar_express(...)`, `5 * JORDAN`, `YOU`, or your own.
       deflation: How many dominant directions to shrink first, at most; never more than m / 8 (m: the matrix's
         shorter side); on accelerators half as many more. 0 turns it off.
       form: "standard", "gram", or "auto", which takes the Gram form for n > 1.5 m. In bfloat16 the Gram form has the
@@ -56,12 +54,11 @@ class NewtonSchulz(metaclass=_Presets):
     Example:
       >>> import muonjax
       >>> six = muonjax.NewtonSchulz(coefficients=muonjax.polar_express(6, lower=3e-3))
-      >>> len(six.steps), six.deflation, muonjax.NewtonSchulz() == muonjax.NewtonSchulz.balanced()
+      >>> len(six.coefficients), six.deflation, muonjax.NewtonSchulz() == muonjax.NewtonSchulz.balanced()
       (6, 64, True)
     """
 
     coefficients: Coefficients = _BALANCED
-    num_steps: int | None = None
     deflation: int = 64
     form: Form = "auto"
     normalization: Normalization = "schatten"
@@ -74,9 +71,6 @@ class NewtonSchulz(metaclass=_Presets):
 
         call = "NewtonSchulz"
         keep("coefficients", checked_rows(call, self.coefficients))
-        if self.num_steps is not None:
-            steps = whole_number(call, "num_steps", self.num_steps, 1, " of steps, at least 1.")
-            keep("num_steps", steps)
         directions = whole_number(call, "deflation", self.deflation, 0, " of directions; 0 turns it off.")
         keep("deflation", directions)
         for name, known in (
@@ -91,11 +85,6 @@ class NewtonSchulz(metaclass=_Presets):
                 "compute_dtype",
                 given_dtype(call, "compute_dtype", self.compute_dtype, _COMPUTE_DTYPES, wanted),
             )
-
-    @property
-    def steps(self) -> Coefficients:
-        """The rows that run, one a step."""
-        return take_steps(self.coefficients, self.num_steps or len(self.coefficients))
 
     @classmethod
     def fast(cls) -> "NewtonSchulz":

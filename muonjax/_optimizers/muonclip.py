@@ -82,14 +82,12 @@ def muonclip(
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
     """
-    # Its default is None, for optax.inject_hyperparams makes an array of a default that is a number.
-    every_k = 1 if every_k is None else every_k
     if dimension_numbers is None and isinstance(program, Program):
         dimension_numbers = program
     with errors_of("muonclip"):
         optimizer = muon(learning_rate, dimension_numbers, **settings)
     clip = clip_logits("muonclip", threshold, program, every_k, axis_name)
-    return _then_clip("muonclip", optimizer, clip, 1)
+    return _then_clip("muonclip", optimizer, clip)
 
 
 @explains_keywords("adamclip", optax.adamw, muonclip)
@@ -124,10 +122,9 @@ def adamclip(
 
     Source: J. Su, kexue.fm/archives/11126.
     """
-    every_k = 1 if every_k is None else every_k
     _check_adamw(learning_rate=learning_rate, **settings)
     clip = clip_logits("adamclip", threshold, program, every_k, axis_name)
-    return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip, 3)
+    return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip)
 
 
 def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, **numbers: Any) -> None:
@@ -139,17 +136,18 @@ def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, 
 
 
 def _then_clip(
-    call: str, optimizer: optax.GradientTransformation, clip: optax.GradientTransformation, parts: int
+    call: str, optimizer: optax.GradientTransformation, clip: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Their chain, which knows the state of another optimizer; this one's has so many `parts`."""
+    """Their chain, which knows the state of another optimizer."""
     chain = optax.chain(optimizer, clip)
+    own: Any = optimizer.init({})
 
     def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
         refuse_positional(unnamed)
         require_params(call, params)
         check_order(call, updates, state, params)
         pair = isinstance(state, (tuple, list)) and len(state) == 2 and hasattr(state[1], "factors")
-        if not (pair and len(state[0]) == parts):
+        if not (pair and len(state[0]) == len(own)):
             raise ValueError(other_state(call, state))
         return chain.update(updates, state, params, **extra_args)
 

@@ -1,18 +1,18 @@
 """The Optax transformation `orthogonalize`: every matrix of the updates becomes nearly orthogonal."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from muonjax._common.arguments import check_flag
 from muonjax._common.platform import Policy, policy_of
 from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import DimensionNumbersTree, matrix_pieces, replace_pieces
 from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
 from muonjax._mesh.exchange import map_on_mesh
-from muonjax._newton_schulz.polar_factor import polar_function
+from muonjax._newton_schulz.polar_factor import polar_factor
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 
 
@@ -20,7 +20,6 @@ def orthogonalize(
     *,
     dimension_numbers: DimensionNumbersTree | None = None,
     newton_schulz: NewtonSchulz | None = None,
-    adaptive: bool = False,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformation:
     r"""Replace every matrix of the updates by its polar factor: U S V^H -> U V^H, nearly.
@@ -33,8 +32,6 @@ def orthogonalize(
         index is a matrix of its own. None in the tree leaves that leaf as it is; None for the whole tree
         says that every leaf is a plain [fan_in, fan_out] matrix.
       newton_schulz: Settings of the iteration; None is `NewtonSchulz()`.
-      adaptive: Multiply each matrix by its dual norm `<G, orthogonalize(G)>` (about the sum of its singular
-        values): steepest descent with its length, as derived. Each matrix of a stacked leaf has its own norm.
       distribution: How the leaves are sharded over a mesh, so that each matrix is orthogonalized once and not on every
         device. Not needed on one device, nor with explicit axis types, where the arrays themselves say it.
 
@@ -52,17 +49,15 @@ def orthogonalize(
       >>> bool(jnp.allclose(updates["w"], jnp.eye(4), atol=1e-5))
       True
 
-    Source: Jordan et al., "Muon", 2024; Bernstein & Newhouse, "Old optimizer, new norm", 2024, for
-    `adaptive`.
+    Source: Jordan et al., "Muon", 2024; Bernstein & Newhouse, "Old optimizer, new norm", 2024.
     """
     settings = settings_of(newton_schulz, "orthogonalize")
-    check_flag("orthogonalize", "adaptive", adaptive)
     check_distribution(distribution, call="orthogonalize")
 
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
         updates = map_matrices(
-            lambda policy: polar_function(settings, policy, adaptive=adaptive),
+            lambda policy: functools.partial(polar_factor, settings=settings, policy=policy),
             updates,
             dimension_numbers,
             distribution,

@@ -705,7 +705,7 @@ def one_softmax_of_two_products(p, x):
     return end(p, logits, jnp.concatenate([v, v], 1))[0]
 
 
-@attention(sites=1, **QKVO)
+@attention(sites="it is inside of a branch", **QKVO)
 def two_softmaxes_of_one_product(p, x):
     q, k, v = projected(p, x)
     logits = logits_of(q, k)
@@ -1065,7 +1065,7 @@ def by_number(p, x, order=lambda i: i):
     return jnp.mean(x**2), jnp.moveaxis(logits, 0, 1).reshape(B, -1, T, T)
 
 
-@attention(sites=1, **STACK)
+@attention(sites=f"{ELSE}: attention_programs.py:", **STACK)
 def layers_taken_by_the_number_of_the_iteration(p, x):
     return by_number(p, x)
 
@@ -1120,7 +1120,7 @@ def divided(name, local, w_specs, x_spec=P(), **parameters):
         return jnp.mean(on_two_devices(attend, w_specs, x_spec, P(None, None, "m"))(p, x) ** 2)
 
     fun.__name__ = name
-    program(X, sites=f"{ELSE}: attention_programs.py:", **parameters)(fun)
+    program(X, sites=LOST, **parameters)(fun)
 
 
 def side_by_side(p, x):
@@ -1165,9 +1165,7 @@ def layers_as_a_pipeline(p, x):
     return jnp.mean(y), logits.reshape(2 * B, H, T, T)
 
 
-@attention(
-    sites="devices of a shard_map have different layers or heads of its parameter", wq=(2, D, D), wk=(2, D, D)
-)
+@attention(sites=LOST, wq=(2, D, D), wk=(2, D, D))
 def layers_that_are_divided(p, x):
     """Each device has a layer of its own from the start."""
 

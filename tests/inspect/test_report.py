@@ -82,33 +82,6 @@ def test_queries_in_chunks_are_one_maximum():
     check(functools.partial(scanned, layer=each), w, x, largest(w, x, 1))
 
 
-@pytest.mark.parametrize("branch", [0, 1, 2])
-def test_branches_not_taken_have_none(branch):
-    w, x = weights(), tokens()
-
-    def loss(w, x):
-        def double(x, w):
-            return layer(2 * x, w)
-
-        def each(x, w):
-            return jax.lax.switch(branch + jnp.int32(x[0, 0, 0] * 0), [layer, lambda x, w: x, double], x, w)
-
-        return unrolled(w, x, each)
-
-    expected = [largest(w, x), np.full(HEADS, -np.inf), largest(w, 2 * x)]
-    check(loss, w, x, expected[branch])
-
-
-def test_branches_with_one_body():
-    w, x = weights(), tokens()
-
-    def loss(w, x):
-        each = jax.jit(lambda x, w: layer(x, w))
-        return unrolled(w, x, lambda x, w: jax.lax.cond(x[0, 0, 0] > 9, each, each, x, w))
-
-    check(loss, w, x, largest(w, x))
-
-
 def test_nested_jit_with_static_arguments():
     w, x = weights(2), tokens()
 
@@ -121,18 +94,14 @@ def test_nested_jit_with_static_arguments():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("loop", ["scan", "cond"])
-def test_shard_map_over_batch(check_vma, loop):
+def test_shard_map_over_batch(check_vma):
     w, x = weights(), tokens()
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
     def of_one_device(x, w):
         q, k, v = (jnp.einsum("btd,dhs->bths", x, w[name]) for name in "qkv")
-        if loop == "scan":
-            values = jax.lax.map(lambda q: attend(q[:, None], k, v)[:, 0], jnp.moveaxis(q, 1, 0))
-            values = jnp.moveaxis(values, 0, 1)
-        else:
-            values = jax.lax.cond(x[0, 0, 0] < 9, attend, lambda q, k, v: v, q, k, v)
+        values = jax.lax.map(lambda q: attend(q[:, None], k, v)[:, 0], jnp.moveaxis(q, 1, 0))
+        values = jnp.moveaxis(values, 0, 1)
         return jnp.einsum("bths,hsd->btd", values, w["o"])
 
     specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": check_vma}
@@ -159,11 +128,7 @@ def test_explicit_axes():
             q, k, v = (
                 jnp.einsum("btd,dhs->bths", x, w[n], out_sharding=P("data", None, "head")) for n in "qkv"
             )
-
-            def cond(*args):
-                return jax.lax.cond(True, attend, lambda q, k, v: v, *args)
-
-            return x + jnp.einsum("bths,hsd->btd", cond(q, k, v), w["o"], out_sharding=P("data"))
+            return x + jnp.einsum("bths,hsd->btd", attend(q, k, v), w["o"], out_sharding=P("data"))
 
         check(functools.partial(scanned, layer=each), placed, on, largest(w, x, 1))
 

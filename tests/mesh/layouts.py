@@ -40,7 +40,9 @@ LAYOUTS = {
 SPECS = {name: spec for name, (_, _, spec) in LAYOUTS.items()}
 NUMBERS = {name: numbers for name, (_, numbers, _) in LAYOUTS.items()}
 
-QUICK = NewtonSchulz(num_steps=2, deflation=0)  # compiles faster; the exchange is the same
+QUICK = NewtonSchulz(
+    coefficients=NewtonSchulz().coefficients[:2], deflation=0
+)  # compiles faster; the exchange is the same
 
 
 def tree(names=tuple(LAYOUTS)):

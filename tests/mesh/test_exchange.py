@@ -1,5 +1,7 @@
 """What is exchanged: half the bytes where the iteration computes in half precision, and one maximum for the clip."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from benchmarks.common import hlo_counts
-from muonjax import NewtonSchulz
-from tests.mesh.layouts import make_mesh
+from tests.mesh.layouts import QUICK, make_mesh
 
-HALF = NewtonSchulz(num_steps=2, deflation=0, compute_dtype=jnp.bfloat16)
+HALF = dataclasses.replace(QUICK, compute_dtype=jnp.bfloat16)
 
 
 def test_half_precision_is_exchanged_in_half_the_bytes():
@@ -20,7 +21,7 @@ def test_half_precision_is_exchanged_in_half_the_bytes():
     x = jax.ShapeDtypeStruct((16, 16, 64), "float32", sharding=NamedSharding(mesh, P(None, "fsdp")))
     numbers = muonjax.MuonDimensionNumbers(1, 2)
     params = {"w": x}
-    for settings in (HALF, NewtonSchulz(num_steps=2, deflation=0, compute_dtype=jnp.float32)):
+    for settings in (HALF, dataclasses.replace(QUICK, compute_dtype=jnp.float32)):
         distribution = muonjax.Distribution(mesh, {"w": P(None, "fsdp")})
         tx = muonjax.orthogonalize(
             dimension_numbers=numbers, newton_schulz=settings, distribution=distribution

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from muonjax import mcsgn, msign, sylvester
+from muonjax import mcsgn, msign, polar_express, sylvester
 from tests.tools.sharded import DEVICES, check, mesh
 from tests.tools.tiers import quick
 
@@ -33,7 +33,7 @@ def definite(n):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [(3, 3), (2, 8)])
 def test_msign_of_a_replicated_weight_and_of_one_for_each_device(mode, shape):
-    f = functools.partial(msign, gradient=mode, num_steps=6)
+    f = functools.partial(msign, gradient=mode, coefficients=polar_express(6))
 
     def loss(replicated, own, x):
         return jnp.sum(jnp.tanh(x @ f(replicated)) + jnp.tanh(x @ f(own)))
@@ -48,7 +48,7 @@ def test_second_derivatives_of_msign(mode):
     """Reverse over reverse, as a model that takes Muon steps inside of its forward pass is trained."""
 
     def inner(w, x):
-        return jnp.sum(jnp.tanh(x @ msign(w, gradient=mode, num_steps=6)))
+        return jnp.sum(jnp.tanh(x @ msign(w, gradient=mode, coefficients=polar_express(6))))
 
     def outer(w, x):
         return jnp.sum(jnp.sin(w - jax.grad(inner)(w, x)))
@@ -60,7 +60,7 @@ def test_second_derivatives_of_msign(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_forward_mode_of_msign(mode):
     def forwards(w):
-        f = functools.partial(msign, gradient=mode, num_steps=6)
+        f = functools.partial(msign, gradient=mode, coefficients=polar_express(6))
         return jax.jvp(f, (w,), (jnp.cos(w),))[1]
 
     w = random(DEVICES, 3, 5)

@@ -317,28 +317,18 @@ class Axis:
     size: int
 
 
-def named(**sizes):
-    return Named(leaf(*sizes.values()), tuple(Axis(name, size) for name, size in sizes.items()))
+def test_axes_with_names_are_for_a_program():
+    weight = Named(leaf(96, D), (Axis("mlp", 96), Axis("embed", D)))
+    params = {name: {"weight": weight} for name in ("up_proj", "down_proj")}
+    with pytest.raises(TypeError, match=r"'down_proj/weight/0' has axes with names.*muonjax\.inspect"):
+        dimension_numbers(params)
 
+    def loss(params, x):
+        return (jnp.tanh(x @ params["up_proj"]["weight"].array.T) @ params["down_proj"]["weight"].array).sum()
 
-def test_named_axes_tell_all():
-    stack = {
-        "q_proj": {"weight": named(layers=3, kv_head=2, q_heads_per_group=2, head_size=S, embed=D)},
-        "o_proj": {"weight": named(layers=3, embed=D, kv_head=2, q_heads_per_group=2, head_size=S)},
-        "up_proj": {"weight": named(layers=3, mlp=96, embed=D)},
-        "down_proj": {"weight": named(layers=3, embed=D, mlp=96)},
-        "norm": {"weight": named(layers=3, embed=D)},
-    }
-    params = {"layers": stack, "token_table": named(vocab=100, embed=D)}
-    assert numbers_of(params) == {
-        "layers/down_proj/weight/0": MuonDimensionNumbers(2, 1),
-        "layers/norm/weight/0": None,
-        "layers/o_proj/weight/0": MuonDimensionNumbers((2, 3, 4), 1),
-        "layers/q_proj/weight/0": MuonDimensionNumbers(4, (1, 2, 3)),
-        "layers/up_proj/weight/0": MuonDimensionNumbers(2, 1),
-        "token_table/0": None,
-    }
-    assert dimension_numbers(params)["layers"]["o_proj"]["weight"].array == MuonDimensionNumbers((2, 3, 4), 1)
+    tx = muonjax.muon(1e-3, muonjax.inspect(loss, params, leaf(4, D)))
+    updates, _ = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
+    assert updates["up_proj"]["weight"].axes == weight.axes
 
 
 # Unequal parts

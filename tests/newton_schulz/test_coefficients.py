@@ -5,7 +5,7 @@ import optax.contrib
 import pytest
 
 import muonjax
-from muonjax._newton_schulz.coefficients import evaluate, take_steps
+from muonjax._newton_schulz.coefficients import evaluate
 from tests.tools.oracles import CLASSICAL
 
 # As J. Su published them (kexue.fm/archives/10996): lower = 1e-3, cushion 0.02407..., before the safety division. Row
@@ -114,17 +114,11 @@ def test_safety_lets_rounding_pass_above_one():
 
 
 def test_published_tables():
-    assert worst(take_steps(muonjax.JORDAN, 5)) == pytest.approx(0.529456, abs=2e-6)
-    assert worst(take_steps(muonjax.JORDAN, 30), lower=0.01) == pytest.approx(0.318185, abs=2e-4)
-    assert worst(take_steps(CLASSICAL, 30)) < 1e-14
+    assert worst(5 * muonjax.JORDAN) == pytest.approx(0.529456, abs=2e-6)
+    assert worst(30 * muonjax.JORDAN, lower=0.01) == pytest.approx(0.318185, abs=2e-4)
+    assert worst(30 * CLASSICAL) < 1e-14
     if hasattr(optax.contrib._muon, "_DION_NS_COEFFS"):  # not in Optax 0.2.6
         np.testing.assert_array_equal(muonjax.YOU, optax.contrib._muon._DION_NS_COEFFS)
-
-
-def test_a_short_table_repeats_its_last_row_and_a_long_one_is_cut():
-    rows = ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
-    assert take_steps(rows, 4) == (rows[0], rows[1], rows[1], rows[1])
-    assert take_steps(muonjax.YOU, 3) == muonjax.YOU[:3]
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ from flax.training.train_state import TrainState
 
 import muonjax
 from muonjax import MuonDimensionNumbers, NewtonSchulz
-from muonjax._newton_schulz.coefficients import take_steps
 from tests.tools import oracles
 from tests.tools.oracles import SHORT, normal
 from tests.tools.tiers import quick, thorough
 
-JORDAN5 = NewtonSchulz(coefficients=muonjax.JORDAN, num_steps=5, normalization="frobenius", deflation=0)
+JORDAN5 = NewtonSchulz(coefficients=5 * muonjax.JORDAN, normalization="frobenius", deflation=0)
 needs_consistent_rms = pytest.mark.skipif(
     "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters,
     reason=f"the Muon of Optax {optax.__version__} has no consistent_rms",
@@ -81,7 +80,7 @@ def test_ten_steps_equal_the_float64_oracle(nesterov):
         expected = oracles.muon_steps(
             weight,
             [matrices(step + 1)[name] for step in range(10)],
-            rows=take_steps(muonjax.JORDAN, 5),
+            rows=5 * muonjax.JORDAN,
             learning_rate=0.01,
             nesterov=nesterov,
         )[-1]
@@ -475,4 +474,4 @@ def test_adamclip_is_adamw_then_the_clip():
 
 
 def test_settings_are_plain_values():
-    assert dataclasses.replace(JORDAN5, num_steps=3).num_steps == 3
+    assert dataclasses.replace(JORDAN5, deflation=3).deflation == 3

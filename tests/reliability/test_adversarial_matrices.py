@@ -24,7 +24,7 @@ SETTINGS = {
     "accurate": NewtonSchulz.accurate(),
     "gram": NewtonSchulz(coefficients=muonjax.polar_express(5), form="gram", deflation=0),
     "standard": NewtonSchulz(coefficients=muonjax.YOU, form="standard", deflation=0),
-    "jordan": NewtonSchulz(coefficients=muonjax.JORDAN, num_steps=5, normalization="frobenius", deflation=0),
+    "jordan": NewtonSchulz(coefficients=5 * muonjax.JORDAN, normalization="frobenius", deflation=0),
     "bfloat16": NewtonSchulz(compute_dtype=jnp.bfloat16, deflation=0),
 }
 SHAPES = [(1, 1), (1, 7), (7, 1), (8, 8), (9, 33), (33, 9), (3, 8, 20), (2, 2, 20, 8), (24, 24), (40, 64)]
@@ -94,21 +94,21 @@ def expected(x, settings):
     x = x.T if tall else x
     u, s, vh = np.linalg.svd(x, full_matrices=False)
     bound = np.linalg.norm(s, {"schatten": 8, "frobenius": 2}[settings.normalization])
-    y = (u * evaluate(settings.steps, s / bound)) @ vh
+    y = (u * evaluate(settings.coefficients, s / bound)) @ vh
     return (y.T if tall else y), s / bound
 
 
 def noise(settings, s, dtype):
     """Root of the summed squares of what rounding to `dtype` may do to each direction: turn it by eps over its share
     `s`, or, where there is next to nothing of it, put noise in its place that all polynomials lift."""
-    slope = np.prod([a for a, _, _ in settings.steps])
+    slope = np.prod([a for a, _, _ in settings.coefficients])
     lifted = 2 * float(jnp.finfo(dtype).eps) * np.minimum(1 / np.maximum(s, TINY), slope)
     return np.linalg.norm(np.minimum(lifted, 2))
 
 
 def interval_error(settings, s):
     """The largest |f - 1| between the smallest normalized singular value of `s` and 1.01."""
-    return np.abs(evaluate(settings.steps, np.geomspace(s, 1.01, 2_000)) - 1).max()
+    return np.abs(evaluate(settings.coefficients, np.geomspace(s, 1.01, 2_000)) - 1).max()
 
 
 def is_right(y, x, name, dtype):

@@ -58,7 +58,7 @@ def check(factors, y, preset):
     assert np.linalg.norm(y @ y.T, 2) <= TOP**2
     inside = s / np.linalg.norm(s, 8) >= LOWER[preset]
     at = np.geomspace((s / np.linalg.norm(s, 8))[inside].min(), 1.01, 2_000)
-    error = np.abs(evaluate(PRESETS[preset].steps, at) - 1).max()
+    error = np.abs(evaluate(PRESETS[preset].coefficients, at) - 1).max()
     found = u[:, inside].T @ y @ vh[inside].T - np.eye(inside.sum())
     assert np.linalg.norm(found) <= (error + ROUNDING) * np.sqrt(inside.sum())
 

@@ -1,10 +1,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Var
 
-from muonjax._inspect.report import run
-from muonjax._inspect.stretches import as_call, stretches
+from muonjax._inspect.report import as_call, run
 from tests.inspect.attention import layer, tokens, unstacked, weights
 
 
@@ -17,8 +15,7 @@ def functions(layers):
         return jnp.mean(x)
 
     jaxpr = jax.make_jaxpr(loss)(unstacked(weights(layers)), tokens()).jaxpr
-    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
-    calls = [as_call(eqns, outputs) for _, eqns, outputs in stretches(jaxpr.eqns, jaxpr.outvars, (), last)]
+    calls = map(as_call, jaxpr.eqns)
     return {id(eqn.params["jaxpr"]) for eqn in calls if "inline" in eqn.params}
 
 
