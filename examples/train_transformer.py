@@ -77,7 +77,7 @@ def make_schedule(args: argparse.Namespace) -> optax.Schedule:
     """Linear warm-up over a tenth of the steps, then a cosine decay to a tenth of the peak rate."""
     rate, warmup = args.learning_rate, max(1, args.steps // 10)
     # From rate / warmup and not from 0, which would make the first step do nothing.
-    return optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, args.steps, 0.1 * rate)
+    return optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, max(args.steps, 2), 0.1 * rate)
 
 
 def make_optimizer(
