@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from muonjax._common.arguments import check_flag
 from muonjax._common.trees import flatten_paths, is_model, value_and_grad_of_model
 from muonjax._inspect.program import find_maxima
 
@@ -55,7 +54,11 @@ def value_and_grad(
       >>> {name: maxima.shape for name, maxima in max_logits.items()}
       {'max_logits': (2,)}
     """
-    check_flag("value_and_grad", "has_aux", has_aux)
+    if not isinstance(has_aux, bool):
+        raise TypeError(
+            f"value_and_grad(fun, has_aux={reprlib.repr(has_aux)}) must be True or False; the arguments of fun come "
+            "later: value_and_grad(fun)(params, batch)."
+        )
     if not callable(fun):
         raise TypeError(f"value_and_grad(fun={reprlib.repr(fun)}) must be a function.")
 

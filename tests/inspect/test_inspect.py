@@ -131,6 +131,8 @@ def test_exchanged_arguments_are_named():
     assert f"inspect(mlp) called your function with ({kinds}): first the parameters, then the batch." in (
         failed.value.__notes__
     )
+    with pytest.raises(TypeError, match=r"come later: value_and_grad\(fun\)\(params, batch\)"):
+        muonjax.value_and_grad(mlp, PARAMS, X)
     with pytest.raises(TypeError, match=r"must be a number or a schedule; the program is second: muon\("):
         muonjax.muon(muonjax.inspect(mlp, PARAMS, X), 1e-3)
 
