@@ -19,7 +19,7 @@ from muonjax._common.platform import Policy
 from muonjax._newton_schulz.coefficients import evaluate, take_steps
 from muonjax._newton_schulz.iteration import gram_restarts
 from tests.tools import oracles
-from tests.tools.tiers import every_pair, examples, quick, thorough
+from tests.tools.tiers import every_pair, examples, nightly, quick, thorough
 
 PRESETS = {
     "fast": NewtonSchulz.fast(),
@@ -57,7 +57,7 @@ def spectrum(name, m):
 
 SPECTRA = ["gaussian", "log to 1e-3", "log to 1e-6", "one dominant", "repeated", "two levels", "hilbert"]
 SPECTRA += ["rank deficient", "plateau below"]
-SHAPES = [(37, 101), *map(thorough, [(48, 48), (16, 256)])]
+SHAPES = [(37, 101), thorough((48, 48)), nightly((16, 256))]
 
 
 @pytest.mark.rounding
@@ -83,7 +83,7 @@ def test_polar_error_is_within_the_minimax_bound(preset, name, shape):
 
 @pytest.mark.rounding
 @every_pair
-@pytest.mark.parametrize("n", [96, thorough(256)])
+@pytest.mark.parametrize("n", [96, nightly(256)])
 @pytest.mark.parametrize("name", [*SPECTRA, "as many equal as are shrunk"])
 @pytest.mark.parametrize("preset", ["fast", "balanced"])
 def test_deflation_is_never_worse(preset, name, n):
@@ -109,7 +109,7 @@ def test_deflation_finds_a_long_tail():
 
 @pytest.mark.rounding
 @pytest.mark.parametrize("condition", [1e3, 1e5])
-@pytest.mark.parametrize(("n", "tall"), [thorough(64, False), thorough(256, False), (256, True)])
+@pytest.mark.parametrize(("n", "tall"), [thorough(64, False), nightly(256, False), (256, True)])
 def test_accurate_is_as_exact_as_the_condition_allows(condition, n, tall):
     x = oracles.with_spectrum(np.geomspace(1, 1 / condition, 64), n, tall=tall).astype(np.float32)
     y = orthogonalize(jnp.asarray(x), NewtonSchulz.accurate())
