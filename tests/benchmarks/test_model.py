@@ -7,10 +7,9 @@ import pytest
 
 from benchmarks.common import accelerator_model, ahead_of_time, measure
 from muonjax._common.platform import Policy
-from tests.tools.tiers import nightly
 
 # The TPU's compiler takes a minute for one program.
-CASES = [("H100", "balanced"), ("H100", "fast"), nightly("v5e", "balanced")]
+CASES = [("H100", "balanced"), ("H100", "fast"), ("v5e", "balanced")]
 
 
 def committed(platform):

@@ -331,8 +331,8 @@ def test_restarts_hold_rounding_down(name):
 
 
 def test_auto_form_is_gram_only_where_wide():
-    def products(shape, dtype, form="auto"):
-        value = NewtonSchulz(compute_dtype=dtype, deflation=0, form=form)
+    def products(shape, dtype, form="auto", deflation=0):
+        value = NewtonSchulz(compute_dtype=dtype, deflation=deflation, form=form)
         text = str(jax.make_jaxpr(lambda x: muonjax.newton_schulz(x, value))(jnp.zeros(shape, jnp.float32)))
         long = [
             line
@@ -345,6 +345,8 @@ def test_auto_form_is_gram_only_where_wide():
 
     assert products((64, 256), None) == 1
     assert products((64, 80), None) == 4
+    # Pre-deflation makes three, and the standard form goes without it.
+    assert products((64, 256), None, deflation=8) == products((64, 80), None, deflation=8) == 4
     # In bfloat16 the Gram form has the last three steps.
     assert products((64, 256), jnp.bfloat16) == products((64, 80), jnp.bfloat16, "gram") == 2
     assert products((64, 80), jnp.bfloat16) == products((64, 256), jnp.bfloat16, "standard") == 4
