@@ -85,9 +85,10 @@ def main() -> None:
             drawn = sample(arguments.seed, arguments.number)
             tried = [(name, b) for b in drawn if (name, *b[:4]) not in kept]  # go on where it was left
         case "survivors":
-            tried = [
+            left = [
                 (name, Break(*one)) for (name, *one), r in kept.items() if not (r["by"] or r["equivalent"])
             ]
+            tried = [(name, one) for name, one in left if one.is_there()]  # the others count as not found
         case "rows":
             tried = [("by hand", b) for b in read("rows.txt")]
         case "score":
