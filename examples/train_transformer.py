@@ -77,7 +77,7 @@ def make_schedule(args: argparse.Namespace) -> optax.Schedule:
     """Linear warm-up over a tenth of the steps, then a cosine decay to a tenth of the peak rate."""
     rate, warmup = args.learning_rate, max(1, args.steps // 10)
     # From rate / warmup and not from 0, which would make the first step do nothing.
-    return optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, args.steps, 0.1 * rate)
+    return optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, max(args.steps, 2), 0.1 * rate)
 
 
 def make_optimizer(
@@ -300,19 +300,24 @@ def measured(step: int, opt_state: Any) -> dict[str, float | None]:
 
 def compare(args: argparse.Namespace) -> None:
     """Train with MuonClip and with AdamW, each at its own learning rate, draw both, and say what each step costs."""
-    runs, seconds = {}, {}
+    runs, rates, seconds = {}, {}, {}
     for optimizer in ("muonclip", "adamw"):
-        rate = args.learning_rate or LEARNING_RATES[optimizer]
-        own = {"optimizer": optimizer, "out": args.out / optimizer, "learning_rate": rate, "sample": 0}
+        rates[optimizer] = args.learning_rate or LEARNING_RATES[optimizer]
+        own = {
+            "optimizer": optimizer,
+            "out": args.out / optimizer,
+            "learning_rate": rates[optimizer],
+            "sample": 0,
+        }
         train(argparse.Namespace(**{**vars(args), **own}))
         runs[optimizer] = plots.read(args.out / optimizer / "metrics.csv")
         seconds[optimizer] = statistics.median(row["seconds"] for row in runs[optimizer])
     plots.save(plots.plot(runs, args.threshold), args.out / "compare.png")
-    last = {name: rows[-1]["held_out"] for name, rows in runs.items()}
+    ends = [f"{runs[name][-1]['held_out']:.3f} with {name} (rate {rate:g})" for name, rate in rates.items()]
     print(
-        f"After {args.steps} steps: muonclip {last['muonclip']:.3f}, adamw {last['adamw']:.3f} nats per byte. "
-        f"A training step with muonclip takes {seconds['muonclip'] / seconds['adamw']:.2f} of adamw's time.\n"
-        f"Both runs are drawn in {args.out / 'compare.png'}"
+        f"Held-out loss after {args.steps} steps, in nats per byte: {', '.join(ends)}.\n"
+        f"A training step with muonclip takes {seconds['muonclip'] / seconds['adamw']:.2f} times as long.\n"
+        f"The picture is {args.out / 'compare.png'}"
     )
 
 

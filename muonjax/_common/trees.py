@@ -37,7 +37,7 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
     """Names of the path of each leaf, the leaves, and the structure. Masked leaves are kept, None has no leaf.
 
     Two leaves or modules never have the same "/"-joined names: {"a/b": x, "a": {"b": y}} is refused. An attribute
-    called `value` beside others, as an attention module of dataclasses has it, is a name and not a box.
+    called `value` among others, as an attention module of dataclasses has it, is a name and not a box.
 
     A key that is a tuple is a path, as in Flax's `flatten_dict`; so is the path of an array in an `nnx.FlatState`.
     """
@@ -144,7 +144,7 @@ def _difference(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None) -
 
 
 def _named(path: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
-    """The key path with the path that an `nnx.FlatState` keeps beside its arrays in place of an index."""
+    """The key path with the path that an `nnx.FlatState` keeps with its arrays in place of an index."""
     index = getattr(path[0], "key", getattr(path[0], "idx", None)) if path else None
     if isinstance(index, int) and hasattr(tree, "paths") and not hasattr(tree, "dtype"):
         return (jax.tree_util.DictKey(tuple(tree.paths[index])), *path[1:])

@@ -200,7 +200,7 @@ class Side:
         return t.layout.atoms(self.summed) or (t.inner[0] if t.inner else ())
 
     def columns(self, t: Term) -> tuple[Atom, ...]:
-        """Those that it gives; of one of several parameters multiplied by each other, the axis beside its neighbor."""
+        """Those that it gives; of one of several parameters multiplied by each other, the axis next to its neighbor."""
         between = t.inner[1:] if not t.layout.atoms(self.summed) else t.inner
         return t.layout.atoms(self.given) or (between[-1] if between else ())
 

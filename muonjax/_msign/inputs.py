@@ -48,7 +48,7 @@ def rows_beside(x: Float[Array, "*batch m n"], coefficients: Coefficients) -> Fl
     """Rows as an array, float32 or wider, to iterate on x.
 
     Inside `jax.shard_map` it varies over the same mesh axes as x. `lax.custom_linear_solve` needs that: it makes all
-    arrays that its functions close over vary alike, after tracing these functions with what each was before.
+    arrays that its functions close over vary in the same way, after tracing these functions with what each was before.
     """
     dtype = at_least_float32(x.dtype)
     return jnp.asarray(coefficients, dtype) + jnp.zeros_like(x, dtype, shape=())

@@ -1,4 +1,4 @@
-"""Pages, docstrings and comments are in whole sentences: the telegraphic kinds that a pattern can find."""
+"""Pages, docstrings and comments are in whole sentences and usual American words, as far as a pattern can find."""
 
 import ast
 import pathlib
@@ -11,6 +11,10 @@ SOURCES = [path for top in ("muonjax", "pallas_kernels", "examples") for path in
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 TELEGRAPHIC = re.compile(
     r"(?:^|[.:] |- )(?:Of|Who) .*|.*(?<!there )\b(?:is|are) none\b.*", flags=re.MULTILINE
+)
+# Usual words for these: "next to", "in the same way", and American spelling.
+UNUSUAL = re.compile(
+    r"\b(?:beside|alike|modell\w+|neighbour\w*|behaviour|colour\w*|grey)\b", flags=re.IGNORECASE
 )
 
 
@@ -25,5 +29,5 @@ def prose(path: pathlib.Path) -> str:
 
 @pytest.mark.parametrize("path", [*SOURCES, *PAGES], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_sentences_are_whole(path):
-    found = TELEGRAPHIC.findall(prose(path))
+    found = [*TELEGRAPHIC.findall(prose(path)), *UNUSUAL.findall(prose(path))]
     assert not found, found

@@ -86,6 +86,16 @@ def test_the_clip_is_counted_and_the_bar_shows_no_value_that_is_not_there(finish
     assert "nan" not in output
 
 
+@pytest.mark.nightly
+def test_the_comparison_ends_with_losses_rates_and_a_picture(tmp_path):
+    output = run(*TINY[: TINY.index("--optimizer")], "--out", tmp_path)
+    assert re.search(
+        r"12 steps.*: \d.\d+ with muonclip \(rate 0.008\), \d.\d+ with adamw \(rate 0.002\)", output
+    )
+    assert re.search(r"takes \d.\d\d times as long", output)
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.thorough
 def test_killed_twice_and_resumed_ends_in_the_same_bits(finished, tmp_path):
     """First in its first checkpoint: a temporary folder is none, --resume says so, and --out may start again."""
