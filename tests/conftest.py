@@ -93,7 +93,7 @@ def keep_compiled_programs(config):
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and hasattr(config, "cache"):
         settings = {
             "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
-            "jax_persistent_cache_min_compile_time_secs": 0.1,
+            "jax_persistent_cache_min_compile_time_secs": 0.02,
         }
         for name, value in settings.items():
             jax.config.update(name, value)

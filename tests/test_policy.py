@@ -153,3 +153,12 @@ def test_chunks_divide_the_count_and_are_as_large_as_they_may_be(platform):
 def test_small_matrices_run_in_larger_batches_on_a_gpu():
     assert Policy("gpu").chunk_size(128, (2048, 768)) == 128
     assert Policy("gpu").chunk_size(4, (4096, 14336)) == 1
+
+
+@pytest.mark.parametrize(("platform", "dtype", "asked", "sent"), [
+    ("gpu", "float32", None, "bfloat16"), ("gpu", "float32", "float32", "float32"), ("gpu", "float16", None, "float16"),
+    ("tpu", "float64", None, "float64"), ("tpu", "complex64", "bfloat16", "complex64"),
+    ("cpu", "float32", None, "float32"), ("cpu", "float32", "bfloat16", "bfloat16"),
+])  # fmt: skip
+def test_a_mesh_exchanges_half_precision_where_products_round_to_it_anyway(platform, dtype, asked, sent):
+    assert Policy(platform).exchange_dtype(dtype, asked) == sent

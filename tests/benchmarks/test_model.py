@@ -8,7 +8,6 @@ import pytest
 from benchmarks.common import accelerator_model, ahead_of_time, measure
 from muonjax._common.platform import Policy
 
-# The TPU's compiler takes a minute for one program.
 CASES = [("H100", "balanced"), ("H100", "fast"), ("v5e", "balanced")]
 
 

@@ -126,10 +126,13 @@ def test_signed_scaled_and_without_gradient(scale):
         np.testing.assert_array_equal(gradient, 0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision_is_summed_in_float32(dtype):
-    q, k = (x.astype(dtype) for x in inputs(size=64))
-    half = max_logits(q, k)
+@pytest.mark.parametrize(
+    "dtypes", [(jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float16), (jnp.bfloat16, jnp.float32)]
+)
+def test_half_precision_is_summed_in_float32(dtypes):
+    q, k = (x.astype(dtype) for x, dtype in zip(inputs(size=64), dtypes, strict=True))
+    with jax.numpy_dtype_promotion("strict"):
+        half = max_logits(q, k)
     assert half.dtype == jnp.float32
     np.testing.assert_allclose(half, dense(np.asarray(q, np.float32), np.asarray(k, np.float32)), rtol=1e-5)
 

@@ -190,30 +190,19 @@ def attention(**more):
     return weights(**({"query__kernel": (D, H, DH), "key__kernel": (D, H, DH)} | more))
 
 
-@pytest.mark.parametrize(
-    ("tree", "site", "message"),
-    [
-        (
-            {},
-            {"path": "decoder/.*"},
-            r"'decoder/.*' matches no module with 'query'.* whole path, one of \['attention'\]",
-        ),
-        ({}, {"query": "q"}, r"none has 'q' among the parameters of \['attention/key', 'attention/query'\]"),
-        ({"query_ln__scale": (DH,)}, {}, r"normalizes its queries and keys \(query_ln\)"),
-        ({"k_norm__scale": (DH,)}, {}, "k_norm"),
-        ({"query__lora_a": (D, 2)}, {}, r"attention/query/lora_a.* feed the queries or keys"),
-        ({"query__kernel": (D, H * DH)}, {}, "layout"),
-        ({"query__kernel": (2, D, H, DH)}, {}, "disagree on the stack"),
-        ({"query__kernel": (2, 2, D, H, DH)}, {"scan_axis": 0}, "scan_axis"),
-        (
-            {"query__kernel": (D, 3, DH)},
-            {},
-            r"head counts of .*query/kernel': 3, .*key/kernel': 4.* a multiple",
-        ),
-        ({"query__bias": (2 * H, DH)}, {}, "head counts"),
-        ({"query__kernel": (D, H * DH)}, {"layout": "i (h d)", "num_heads": 5}, "does not hold 5 heads"),
-    ],
-)
+@pytest.mark.parametrize(("tree", "site", "message"), [
+    ({}, {"path": "decoder/.*"}, r"'decoder/.*' matches no module with 'query'.* whole path, one of \['attention'\]"),
+    ({}, {"query": "q"}, r"none has 'q' among the parameters of \['attention/key', 'attention/query'\]"),
+    ({"query_ln__scale": (DH,)}, {}, r"normalizes its queries and keys \(query_ln\)"),
+    ({"k_norm__scale": (DH,)}, {}, "k_norm"),
+    ({"query__lora_a": (D, 2)}, {}, r"attention/query/lora_a.* feed the queries or keys"),
+    ({"query__kernel": (D, H * DH)}, {}, "layout"),
+    ({"query__kernel": (2, D, H, DH)}, {}, "disagree on the stack"),
+    ({"query__kernel": (2, 2, D, H, DH)}, {"scan_axis": 0}, "scan_axis"),
+    ({"query__kernel": (D, 3, DH)}, {}, r"head counts of .*query/kernel': 3, .*key/kernel': 4.* a multiple"),
+    ({"query__bias": (2 * H, DH)}, {}, "head counts"),
+    ({"query__kernel": (D, H * DH)}, {"layout": "i (h d)", "num_heads": 5}, "does not hold 5 heads"),
+])  # fmt: skip
 def test_refusals(tree, site, message):
     with pytest.raises(ValueError, match=message):
         muonjax.qk_clip(1.0, muonjax.mha_site(**site)).init({"attention": attention(**tree)})
@@ -318,35 +307,23 @@ def test_integer_kernels():
         muonjax.qk_clip(1.0, muonjax.mha_site()).init(params)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: muonjax.mha_site("("), "no regular expression"),
-        (lambda: muonjax.mha_site(layout="d h"), "can't be read"),
-        (lambda: muonjax.mha_site(layout="d i h"), "can't be read"),
-        (lambda: muonjax.mha_site(layout="i (h d)"), "give num_heads"),
-        (lambda: muonjax.mha_site(num_kv_heads=2), "num_heads=None, num_kv_heads=2.* a multiple"),
-        (lambda: muonjax.mha_site(num_heads=4, num_kv_heads=3), "must be a multiple"),
-        (lambda: muonjax.mha_site(layout="i (h d)", num_heads=0), "num_heads=0.* at least 1"),
-        (lambda: muonjax.mha_site(num_heads=4, num_kv_heads=0), "num_kv_heads=0.* at least 1"),
-        (lambda: muonjax.mla_site(nope=0), r"mla_site\(nope=0\).* at least 1"),
-        (
-            lambda: muonjax.fused_qkv_site(num_heads=4, head_dim=0),
-            r"fused_qkv_site\(head_dim=0\).* at least 1",
-        ),
-        (lambda: muonjax.mla_site(nope=2, layout="i (3 h d)", num_heads=2), "can't be read"),
-        (lambda: muonjax.fused_qkv_site(num_heads=4, head_dim=2, layout="i (h d)"), "can't be read"),
-        (
-            lambda: muonjax.fused_qkv_site(num_heads=4, head_dim=2, num_kv_heads=2, layout="i (h 3 d)"),
-            "grouped keys",
-        ),
-        (
-            lambda: muonjax.fused_qkv_site(num_heads=4, head_dim=2, num_kv_heads=2, layout="i 3 h d"),
-            "grouped keys",
-        ),
-        (lambda: muonjax.Site(path="a", scales=()), "scales nothing"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: muonjax.mha_site("("), "no regular expression"),
+    (lambda: muonjax.mha_site(layout="d h"), "can't be read"),
+    (lambda: muonjax.mha_site(layout="d i h"), "can't be read"),
+    (lambda: muonjax.mha_site(layout="i (h d)"), "give num_heads"),
+    (lambda: muonjax.mha_site(num_kv_heads=2), "num_heads=None, num_kv_heads=2.* a multiple"),
+    (lambda: muonjax.mha_site(num_heads=4, num_kv_heads=3), "must be a multiple"),
+    (lambda: muonjax.mha_site(layout="i (h d)", num_heads=0), "num_heads=0.* at least 1"),
+    (lambda: muonjax.mha_site(num_heads=4, num_kv_heads=0), "num_kv_heads=0.* at least 1"),
+    (lambda: muonjax.mla_site(nope=0), r"mla_site\(nope=0\).* at least 1"),
+    (lambda: muonjax.fused_qkv_site(num_heads=4, head_dim=0), r"fused_qkv_site\(head_dim=0\).* at least 1"),
+    (lambda: muonjax.mla_site(nope=2, layout="i (3 h d)", num_heads=2), "can't be read"),
+    (lambda: muonjax.fused_qkv_site(num_heads=4, head_dim=2, layout="i (h d)"), "can't be read"),
+    (lambda: muonjax.fused_qkv_site(num_heads=4, head_dim=2, num_kv_heads=2, layout="i (h 3 d)"), "grouped keys"),
+    (lambda: muonjax.fused_qkv_site(num_heads=4, head_dim=2, num_kv_heads=2, layout="i 3 h d"), "grouped keys"),
+    (lambda: muonjax.Site(path="a", scales=()), "scales nothing"),
+])  # fmt: skip
 def test_bad_settings(make, message):
     with pytest.raises(ValueError, match=message):
         make()

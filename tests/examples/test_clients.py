@@ -39,21 +39,11 @@ def test_its_trainer_learns(client):
 
 
 MLA = (
-    "attention_type=mla",
-    "decoder_block=deepseek",
-    "first_num_dense_layers=1",
-    "num_experts=4",
-    "num_experts_per_tok=2",
-    "base_moe_mlp_dim=64",
-    "shared_experts=1",
-    "sparse_matmul=false",
-    "base_num_kv_heads=4",
-    "q_lora_rank=32",
-    "kv_lora_rank=32",
-    "qk_nope_head_dim=16",
-    "qk_rope_head_dim=16",
+    "attention_type=mla", "decoder_block=deepseek", "first_num_dense_layers=1", "num_experts=4",
+    "num_experts_per_tok=2", "base_moe_mlp_dim=64", "shared_experts=1", "sparse_matmul=false",
+    "base_num_kv_heads=4", "q_lora_rank=32", "kv_lora_rank=32", "qk_nope_head_dim=16", "qk_rope_head_dim=16",
     "v_head_dim=16",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", [(), MLA, ("gradient_accumulation_steps=2", "per_device_batch_size=4")])

@@ -1,9 +1,8 @@
-"""Run the examples as programs, at a tiny size."""
+"""Run the examples at a tiny size."""
 
 import csv
 import functools
 import hashlib
-import pathlib
 import re
 import shutil
 import signal
@@ -14,23 +13,13 @@ import time
 import pytest
 from checkpoints import read_run
 
-from tests.examples.refusals import refusal
+from tests.examples.programs import EXAMPLES, refusal, run
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+TRAIN = "train_transformer.py"
 TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--sample", "0"]
 TINY += ["--steps", "12", "--checkpoint-every", "4", "--eval-every", "6", "--quiet"]
 # Below the first logits, so that QK-Clip acts.
 TINY += ["--optimizer", "muonclip", "--threshold", "0.001"]
-
-
-def command(*arguments, script="train_transformer.py"):
-    return [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-
-
-def run(*arguments, **settings):
-    done = subprocess.run(command(*arguments, **settings), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 refused = functools.partial(refusal, "train_transformer")
@@ -54,7 +43,7 @@ def contents(folder):
 def finished(tmp_path_factory):
     """A whole run with its progress bar: the folder, and what it printed."""
     out = tmp_path_factory.mktemp("runs") / "finished"
-    return out, run(*(flag for flag in TINY if flag != "--quiet"), "--out", out)
+    return out, run(TRAIN, *(flag for flag in TINY if flag != "--quiet"), "--out", out)
 
 
 @pytest.mark.thorough
@@ -114,16 +103,15 @@ def test_killed_twice_and_resumed_ends_in_the_same_bits(finished, tmp_path):
     out = tmp_path / "killed"
     (out / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
     assert "holds no complete checkpoint" in refused(*TINY, "--resume", out)
-    process = subprocess.Popen(
-        command(*TINY, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    command = [sys.executable, str(EXAMPLES / TRAIN), *TINY, "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while process.poll() is None and not any(p.name.isdigit() for p in (out / "checkpoints").glob("*")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    resumed = run(*TINY, "--resume", out)
+    resumed = run(TRAIN, *TINY, "--resume", out)
     assert "Resuming" in resumed
     assert state(out) == state(whole)
     with (out / "metrics.csv").open() as file:
@@ -179,7 +167,7 @@ def test_bad_flags():
 def test_linen_twin():
     tiny = ["--steps", "3", "--layers", "2", "--width", "16", "--heads", "2"]
     tiny += ["--context", "16", "--batch", "2"]
-    output = run(*tiny, script="train_transformer_linen.py")
+    output = run("train_transformer_linen.py", *tiny)
     assert "step 3: loss" in output
     assert "Muon" in output
 
@@ -188,7 +176,7 @@ def test_linen_twin():
 def test_latent_attention_with_and_without_the_clip(tmp_path):
     """At a threshold below the first logits the clip must act from the second step on."""
     tiny = ["--steps", 6, "--layers", 1, "--width", 16, "--heads", 2, "--context", 16, "--batch", 2]
-    output = run(*tiny, "--threshold", 0.5, "--out", tmp_path, script="mla_qk_clip.py")
+    output = run("mla_qk_clip.py", *tiny, "--threshold", 0.5, "--out", tmp_path)
     last = {name: float(at) for name, at in re.findall(r"(Muon|MuonClip) +step 6: .*logit ([\d.]+)", output)}
     assert last["MuonClip"] < last["Muon"]
     assert (tmp_path / "mla_qk_clip.png").read_bytes().startswith(b"\x89PNG")
@@ -197,7 +185,7 @@ def test_latent_attention_with_and_without_the_clip(tmp_path):
 @pytest.mark.nightly
 def test_latent_attention_diverges_without_the_clip_and_trains_with_it(tmp_path):
     """At the size that the page shows."""
-    output = run("--out", tmp_path, script="mla_qk_clip.py")
+    output = run("mla_qk_clip.py", "--out", tmp_path)
     lines = re.findall(r"(Muon|MuonClip): last loss ([\d.]+), largest logit ([\d.]+)", output)
     (_, loss, largest), (_, clipped_loss, clipped_largest) = lines
     assert float(largest) > 100 * 30
@@ -208,7 +196,7 @@ def test_latent_attention_diverges_without_the_clip_and_trains_with_it(tmp_path)
 @pytest.mark.thorough
 def test_loha_adapters_on_a_finished_run(finished, tmp_path):
     flags = ["--steps", "3", "--batch", "2", "--rank", "2", "--quiet", "--out", tmp_path / "loha"]
-    output = run("--start", finished[0], *flags, script="loha_finetune.py")
+    output = run("loha_finetune.py", "--start", finished[0], *flags)
     before, muon, adamw = re.findall(r"held-out loss ([\d.]+)", output)
     assert muon != before != adamw
     assert "trainable parameters" in output

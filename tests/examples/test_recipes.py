@@ -1,6 +1,5 @@
-"""Run the recipes as programs, at a tiny size."""
+"""Run the recipes at a tiny size."""
 
-import pathlib
 import re
 import subprocess
 import sys
@@ -12,32 +11,33 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import muonjax
+from tests.examples.programs import EXAMPLES, run
 
-RECIPES = pathlib.Path(__file__).parents[2] / "examples" / "recipes"
-PROGRAMS = ["lm1b_fsdp.py", "vit_digits.py", "with_equinox.py", "with_transformers.py"]
+RECIPES = EXAMPLES / "recipes"
+PROGRAMS = ["vit_digits.py", "with_equinox.py", "with_transformers.py"]
 NEEDED = {"with_transformers.py": "transformers", "with_equinox.py": "equinox", "vit_digits.py": "sklearn"}
 
 
-@pytest.fixture(autouse=True)
-def _path(monkeypatch):
-    monkeypatch.syspath_prepend(str(RECIPES))
+def check(output):
+    loss, logit, clips = re.search(r"loss ([\d.]+).*largest logit ([\d.]+), (\d+) clips", output).groups()
+    assert float(loss) < 6
+    assert float(logit) >= 0.02
+    assert int(clips) > 0
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_runs(program):
-    name, *flags = program.split()
-    if name in NEEDED:
-        pytest.importorskip(NEEDED[name])
-    command = [sys.executable, str(RECIPES / name), "--steps", "3", "--threshold", "0.02", *flags]
+    pytest.importorskip(NEEDED[program])
+    check(run(f"recipes/{program}", "--steps", 3, "--threshold", 0.02))
+
+
+@pytest.mark.thorough
+def test_lm1b_runs_on_four_devices_of_its_own():
+    command = [sys.executable, str(RECIPES / "lm1b_fsdp.py"), "--steps", "3", "--threshold", "0.02"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    loss, logit, clips = re.search(
-        r"loss ([\d.]+).*largest logit ([\d.]+), (\d+) clips", done.stdout
-    ).groups()
-    assert float(loss) < 6
-    assert float(logit) >= 0.02
-    assert int(clips) > 0
+    check(done.stdout)
 
 
 TOKENS = np.random.default_rng(0).integers(1, 64, (2, 16))
@@ -45,7 +45,8 @@ TOKENS[1, 10:] = 0  # padding
 
 
 @pytest.mark.thorough
-def test_lm1b_on_four_devices_is_lm1b_on_one():
+def test_lm1b_on_four_devices_is_lm1b_on_one(monkeypatch):
+    monkeypatch.syspath_prepend(str(RECIPES))
     import lm1b_fsdp as recipe
 
     results = []

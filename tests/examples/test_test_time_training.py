@@ -1,38 +1,23 @@
-"""Run the test-time-training example as a program, at a tiny size."""
+"""Run the test-time-training example at a tiny size."""
 
 import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
+import jax
 import pytest
 
-from tests.examples.refusals import refusal
+from tests.examples.programs import refusal, run
 from tests.tools.tiers import nightly
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "test_time_training.py"
 TINY = ["--steps", "3", "--pairs", "4", "--chunk", "2", "--batch", "2", "--width", "8", "--heads", "2"]
-# Nearly all of the time is compilation: XLA optimizes less here, and the compilations are counted.
-FLAGS = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-
-
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        env={**os.environ, "XLA_FLAGS": FLAGS, "JAX_LOG_COMPILES": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("gradient", ["polynomial", nightly("polar")])
-def test_it_trains_measures_and_draws(tmp_path, gradient):
-    done = run(*TINY, "--timing-rounds", "1", "--gradient", gradient, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_it_trains_measures_and_draws(tmp_path, gradient, caplog):
+    flags = ["--timing-rounds", "1", "--gradient", gradient, "--out", tmp_path]
+    with jax.log_compiles():
+        run("test_time_training.py", *TINY, *flags)
     results = json.loads((tmp_path / "results.json").read_text())
     assert [trained["memory"] for trained in results["runs"]] == ["msign", "linear"]
     assert len({trained["parameters"] for trained in results["runs"]}) == 1
@@ -42,7 +27,7 @@ def test_it_trains_measures_and_draws(tmp_path, gradient):
     assert {row["gradient"] for row in results["gradients"]} == {"polynomial", "polar", "autodiff"}
     assert (tmp_path / "test_time_training.png").read_bytes().startswith(b"\x89PNG")
     # Once for each memory, however many steps it trains, and once for each derivative's cost.
-    assert len(re.findall(r"Finished XLA compilation of jit\(_step\)", done.stderr)) == 2 + 3
+    assert len(re.findall(r"Finished XLA compilation of jit\(_step\)", caplog.text)) == 2 + 3
 
 
 @pytest.mark.parametrize(

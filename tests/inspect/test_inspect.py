@@ -65,6 +65,18 @@ def test_python_values_stay_as_they_are():
     assert program.dimension_numbers()["up"] == NUMBERS(0, 1)
 
 
+def test_nothing_is_computed_with_arrays():
+    traced = []
+
+    def loss(params, batch):
+        traced.append(isinstance(batch["x"], jax.core.Tracer) and isinstance(batch["y"], jax.core.Tracer))
+        return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
+
+    muonjax.inspect(loss, {"w": leaf(8, 3)}, {"x": np.ones((4, 8), "float32"), "y": jnp.ones((4, 3))})
+    assert traced
+    assert all(traced)
+
+
 def test_other_sizes_than_those_inspected():
     program = muonjax.inspect(mlp, PARAMS, X)
     other = {"up": leaf(32, 64), "bias": leaf(64), "out": leaf(64, 1)}

@@ -26,29 +26,13 @@ pytestmark = [
 
 # One of each library and of each kind of layer.
 QUICK = (
-    "transformers-gpt2",
-    "transformers-bert_masked",
-    "transformers-bloom",
-    "transformers-t5",
-    "transformers-vit",
-    "transformers-regnet",
-    "transformers-roformer",
-    "flax-linen_scan_on_axis_1",
-    "flax-linen_images",
-    "flax-linen_recurrent",
-    "flax-nnx_fused_in_a_jax_scan",
-    "flax-nnx_others",
-    "haiku-haiku_layer_stack",
-    "haiku-haiku_recurrent",
-    "equinox-equinox_scan",
-    "equinox-equinox_images",
-    "jax-byte_model",
-    "jax-grouped_queries_by_einsum",
-    "jax-latent_attention",
-    "jax-chosen_experts",
-    "jax-diffusion_transformer",
-    "jax-state_space",
-)
+    "transformers-gpt2", "transformers-bert_masked", "transformers-bloom", "transformers-t5",
+    "transformers-vit", "transformers-regnet", "transformers-roformer", "flax-linen_scan_on_axis_1",
+    "flax-linen_images", "flax-linen_recurrent", "flax-nnx_fused_in_a_jax_scan", "flax-nnx_others",
+    "haiku-haiku_layer_stack", "haiku-haiku_recurrent", "equinox-equinox_scan", "equinox-equinox_images",
+    "jax-byte_model", "jax-grouped_queries_by_einsum", "jax-latent_attention", "jax-chosen_experts",
+    "jax-diffusion_transformer", "jax-state_space",
+)  # fmt: skip
 
 
 def inspected(model):

@@ -17,7 +17,7 @@ from tests.inspect.attention import (
     unrolled,
     weights,
 )
-from tests.tools.tiers import thorough
+from tests.tools.tiers import nightly, thorough
 
 
 @pytest.fixture
@@ -214,8 +214,10 @@ def compiled(fun, *args):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("remat", [False, thorough(True)])
-@pytest.mark.parametrize("loss", [thorough(unrolled), scanned])
+@pytest.mark.parametrize(
+    ("loss", "remat"),
+    [(scanned, False), thorough(unrolled, True), nightly(scanned, True), nightly(unrolled, False)],
+)
 def test_costs_nothing(loss, remat):
     shapes = {"q": (3, 64, 4, 32), "k": (3, 64, 4, 32), "v": (3, 64, 4, 32), "o": (3, 4, 32, 64)}
     w = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
@@ -229,8 +231,9 @@ def test_costs_nothing(loss, remat):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("width", [thorough(256), 64])
-@pytest.mark.parametrize("loss", [thorough(unrolled), scanned])
+@pytest.mark.parametrize(
+    ("loss", "width"), [(scanned, 64), thorough(unrolled, 256), nightly(scanned, 256), nightly(unrolled, 64)]
+)
 def test_to_the_bit_with_the_optimizations_of_xla(loss, width):
     """A second reader of softmax's maximum would change how XLA fuses, from some 32 tokens on."""
     random = np.random.default_rng(0)

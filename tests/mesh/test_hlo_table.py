@@ -27,16 +27,13 @@ def even_share():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "axis_type"),
-    [
-        ("fsdp_tp", AxisType.Auto),
-        *(thorough(name, AxisType.Auto) for name in ("hsdp", "replicated")),
-        *(nightly(name, AxisType.Auto) for name in ("fsdp", "experts")),
-        thorough("fsdp_tp", AxisType.Explicit),
+@pytest.mark.parametrize(("name", "axis_type"), [
+    ("fsdp_tp", AxisType.Auto),
+    thorough("hsdp", AxisType.Auto),
+        *(nightly(name, AxisType.Auto) for name in ("fsdp", "experts", "replicated")),
+    thorough("fsdp_tp", AxisType.Explicit),
         *(nightly(name, AxisType.Explicit) for name in LIMITS if name != "fsdp_tp"),
-    ],
-)
+])  # fmt: skip
 def test_the_table(name, axis_type, capfd):
     case = sharding.CASES[name]
     assert case.matrices == 24
@@ -60,15 +57,12 @@ def test_four_matrices_are_divided_among_pairs_of_devices():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "case",
-    [
-        nightly(sharding.fsdp(12)),
-        sharding.fsdp(24),
-        sharding.CASES["hsdp"],
-        nightly(sharding.CASES["replicated"]),
-    ],
-)
+@pytest.mark.parametrize("case", [
+    nightly(sharding.fsdp(12)),
+    nightly(sharding.fsdp(24)),
+    sharding.CASES["hsdp"],
+    nightly(sharding.CASES["replicated"]),
+])  # fmt: skip
 def test_memory_is_the_buffers_and_one_iteration(case):
     row = sharding.memory("", case)
     assert row["temporary_mebibytes"] <= 1.25 * row["share_and_group_mebibytes"]

@@ -41,6 +41,10 @@ class Break(NamedTuple):
     which: int | None = None  # of the equal lines of the file; None: a snippet
     says: str = ""  # what a row by hand breaks, or why one is equivalent
 
+    def is_there(self) -> bool:
+        """Whether the sources still have what it breaks."""
+        return (path := ROOT / self.file).exists() and self.old in path.read_text()
+
     def apply(self, source: str) -> str:
         if self.which is None:
             if source.count(self.old) != 1:

@@ -4,84 +4,42 @@ import pathlib
 
 from tests.mutations.breaks import ROOT
 
-_STEPS = ["tests/newton_schulz/test_iteration.py", "tests/newton_schulz/test_half_precision.py"]
-_ROUTES = ["tests/names", "tests/zoo"]
-_MESH = ["tests/mesh/test_layouts.py", "tests/mesh/test_exchange.py", "tests/mesh/test_distribution.py"]
-
-# Beside the tests that are named as a file or its folder are. The longest path that fits counts.
+# Beside the tests that are named as a file, and the folder of its room. The longest path that fits counts.
 USED_BY = {
-    "muonjax/_newton_schulz/": ["tests/newton_schulz", "tests/reliability/test_adversarial_matrices.py"],
-    "muonjax/_common/platform": [
-        *_STEPS,
-        "tests/optimizers/test_orthogonalize.py",
-        "tests/mesh/test_explicit.py",
-    ],
-    "muonjax/_common/linalg": [*_STEPS, "tests/msign", "tests/optimizers/test_orthogonalize.py"],
-    "muonjax/_matrices/matrix_view": [
-        "tests/optimizers/test_orthogonalize.py",
-        "tests/names/test_dimension_numbers.py",
-    ],
-    "muonjax/_matrices/batching": ["tests/optimizers/test_orthogonalize.py"],
-    "muonjax/_optimizers/muon": [
-        "tests/optimizers/test_first_mistakes.py",
-        "tests/optimizers/test_optimizers.py",
-    ],
-    "muonjax/_optimizers/muonclip": ["tests/optimizers/test_optimizers.py", "tests/clip/test_qk_clip.py"],
-    "muonjax/_transforms/orthogonalize": [
-        "tests/optimizers/test_optimizers.py",
-        "tests/optimizers/test_monitor.py",
-    ],
-    "muonjax/_transforms/update_size": ["tests/optimizers/test_optimizers.py"],
-    "muonjax/_transforms/momentum": [
-        "tests/optimizers/test_optimizers.py",
-        "tests/optimizers/test_int8_momentum.py",
-        "tests/mesh/test_explicit.py",
-    ],
-    "muonjax/_common/arguments": [
-        "tests/optimizers/test_first_mistakes.py",
-        "tests/optimizers/test_optimizers.py",
-        "tests/clip/test_strict_modes.py",
-    ],
-    "muonjax/_optimizers/partition": [
-        "tests/optimizers/test_first_mistakes.py",
-        "tests/reliability/test_restored_elsewhere.py",
-        "tests/optimizers/test_optimizers.py",
-    ],
-    "muonjax/_transforms/": ["tests/optimizers/test_monitor.py", "tests/optimizers/test_metrics.py"],
-    "muonjax/_inspect/program": ["tests/inspect/test_inspect.py"],
-    "muonjax/_inspect/value_and_grad": ["tests/inspect/test_value_and_grad.py"],
-    "muonjax/_names/": _ROUTES,
-    "muonjax/_common/trees": ["tests/inspect/test_inspect.py", "tests/clip/test_watch.py"],
-    "muonjax/_inspect/": [
-        "tests/inspect/test_inspect.py",
-        "tests/inspect/test_report.py",
-        "tests/inspect/test_value_and_grad.py",
-        "tests/inspect/test_programs.py",
-    ],
-    "muonjax/_clip/": ["tests/clip", "tests/reliability/test_adversarial_attention.py"],
-    "muonjax/loha": ["tests/loha", "tests/linen", "tests/nnx"],
-    "muonjax/_mesh/": _MESH,
-    "muonjax/linen": ["tests/linen", "tests/clip/test_in_flax.py", "tests/names"],
-    "muonjax/nnx": [
-        "tests/nnx",
-        "tests/clip/test_in_flax.py",
-        "tests/names",
-        "tests/inspect/test_inspect.py",
-    ],
-    "pallas_kernels/": ["tests/pallas_kernels", *_STEPS],
+    "muonjax/__main__": "test_device_check.py",
+    "muonjax/_clip/": "reliability/test_adversarial_attention.py inspect/test_value_and_grad.py",
+    "muonjax/_clip/transform": "clip/test_qk_clip.py optimizers/test_first_mistakes.py",
+    "muonjax/_common/": "optimizers/test_optimizers.py optimizers/test_orthogonalize.py",
+    "muonjax/_common/arguments": "optimizers/test_first_mistakes.py optimizers/test_optimizers.py clip msign mesh",
+    "muonjax/_common/keywords": "optimizers test_strict_modes.py",
+    "muonjax/_common/linalg": "newton_schulz msign optimizers/test_orthogonalize.py",
+    "muonjax/_common/platform": "test_policy.py newton_schulz optimizers/test_orthogonalize.py mesh",
+    "muonjax/_common/trees": "test_trees.py inspect/test_inspect.py names optimizers clip nnx",
+    "muonjax/_inspect/": "inspect/test_inspect.py inspect/test_report.py inspect/test_programs.py",
+    "muonjax/_matrices/": "optimizers/test_orthogonalize.py names/test_dimension_numbers.py mesh",
+    "muonjax/_mesh/": "mesh/test_layouts.py reliability/test_restored_elsewhere.py clip/test_qk_clip_on_a_mesh.py",
+    "muonjax/_names/": "zoo",
+    "muonjax/_newton_schulz/": "reliability/test_adversarial_matrices.py test_policy.py",
+    "muonjax/_optimizers/": "optimizers/test_first_mistakes.py reliability/test_restored_elsewhere.py clip",
+    "muonjax/_transforms/": "optimizers/test_optimizers.py optimizers",
+    "muonjax/_transforms/momentum": "optimizers/test_int8_momentum.py mesh/test_explicit.py optimizers",
+    "muonjax/linen": "linen clip/test_in_flax.py",
+    "muonjax/loha": "loha linen nnx",
+    "muonjax/nnx": "nnx clip/test_in_flax.py inspect/test_inspect.py",
+    "muonjax/optax_contrib": "optimizers/test_optimizers.py",
+    "pallas_kernels/": "newton_schulz/test_iteration.py newton_schulz/test_half_precision.py",
 }
 
 
 def tests_of(file: str) -> list[str]:
-    """Paths for pytest: the file's doctests, the tests of its name, of its folder, and of what uses it."""
+    """Paths for pytest: the file's doctests, the tests of its name, of what uses it, and of its room."""
     path = pathlib.Path(file)
-    tests = (
-        pathlib.Path("tests")
-        if path.parent.name == "muonjax"
-        else pathlib.Path("tests", path.parent.name.strip("_"))
-    )
-    own, whole = f"{tests}/test_{path.stem.strip('_')}.py", [str(tests)] if tests.name != "tests" else []
-    users = USED_BY[fits] if (fits := max(filter(file.startswith, USED_BY), key=len, default="")) else []
+    own = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(f"tests/**/test_{path.stem.strip('_')}.py"))
+    users = USED_BY.get(max(filter(file.startswith, USED_BY), key=len, default=""), "").split()
     # Settings: what they are unless given, and what they refuse.
-    settings = "tests/test_public_api.py", "tests/reliability/test_nonsense.py"
-    return [file, *dict.fromkeys(name for name in (own, *settings, *users, *whole) if (ROOT / name).exists())]
+    named = [f"tests/{name}" for name in ("test_public_api.py", "reliability/test_nonsense.py", *users)]
+    missing = [name for name in named if not (ROOT / name).exists()]
+    if missing := missing + [key for key in USED_BY if not any(ROOT.glob(f"{key.rstrip('/')}*"))]:
+        raise SystemExit(f"tests/mutations/mapping.py names what is not there: {missing}")
+    room = f"tests/{path.parent.name.strip('_')}"
+    return [file, *dict.fromkeys([*own, *named, *([room] if (ROOT / room).exists() else [])])]

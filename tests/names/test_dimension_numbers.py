@@ -182,23 +182,16 @@ def test_rules():
     assert numbers_of(ambiguous, rules=[("odd", None)]) == {"odd/kernel": None, "norm/scale": None}
 
 
-@pytest.mark.parametrize(
-    ("rule", "error", "message"),
-    [
-        (
-            ("no_such", None),
-            ValueError,
-            "'no_such' matches no leaf; paths look like cube/kernel, dense/kernel",
-        ),
-        (("dense", "muon"), TypeError, "\\('dense', 'muon'\\); give pairs"),
-        (("dense", MuonDimensionNumbers(0, 2)), ValueError, "names axis 2, but the leaf 'dense/kernel'"),
-        (("dense", MuonDimensionNumbers(0, -2)), ValueError, "'dense/kernel'.* twice"),
-        (("vector", MuonDimensionNumbers(0, 1)), ValueError, "needs matrices, but the leaf 'vector'"),
-        (("dense", FusedDimensionNumbers(0, 1, 3, 1)), ValueError, "`parts` must divide"),
-        (("dense", FusedDimensionNumbers(0, 1, (16, 4), 1)), ValueError, r"leaf 'dense/kernel'.*sum to 80"),
-        (("cube", FusedDimensionNumbers(0, 1, 2, 2)), ValueError, "`axis` must be one of"),
-    ],
-)
+@pytest.mark.parametrize(("rule", "error", "message"), [
+    (("no_such", None), ValueError, "'no_such' matches no leaf; paths look like cube/kernel, dense/kernel"),
+    (("dense", "muon"), TypeError, "\\('dense', 'muon'\\); give pairs"),
+    (("dense", MuonDimensionNumbers(0, 2)), ValueError, "names axis 2, but the leaf 'dense/kernel'"),
+    (("dense", MuonDimensionNumbers(0, -2)), ValueError, "'dense/kernel'.* twice"),
+    (("vector", MuonDimensionNumbers(0, 1)), ValueError, "needs matrices, but the leaf 'vector'"),
+    (("dense", FusedDimensionNumbers(0, 1, 3, 1)), ValueError, "`parts` must divide"),
+    (("dense", FusedDimensionNumbers(0, 1, (16, 4), 1)), ValueError, r"leaf 'dense/kernel'.*sum to 80"),
+    (("cube", FusedDimensionNumbers(0, 1, 2, 2)), ValueError, "`axis` must be one of"),
+])  # fmt: skip
 def test_bad_rules(rule, error, message):
     params = {"dense": {"kernel": leaf(D, MLP)}, "vector": leaf(D), "cube": {"kernel": leaf(4, 4, 4)}}
     rules = [rule, *([("cube", None)] if rule[0] != "cube" else [])]
@@ -209,16 +202,10 @@ def test_bad_rules(rule, error, message):
 # What is refused, and what is warned about
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (
-            {"thing": {"kernel": leaf(3, 16, 32)}},
-            r"'thing/kernel' \(matrix\) of shape \(3, 16, 32\)(?s:.*)rules=",
-        ),
-        ({"attn": {"query_key_value": {"kernel": leaf(D, 3 * D)}}}, "interleaved.*muonjax.inspect"),
-    ],
-)
+@pytest.mark.parametrize(("params", "message"), [
+    ({"thing": {"kernel": leaf(3, 16, 32)}}, r"'thing/kernel' \(matrix\) of shape \(3, 16, 32\)(?s:.*)rules="),
+    ({"attn": {"query_key_value": {"kernel": leaf(D, 3 * D)}}}, "interleaved.*muonjax.inspect"),
+])  # fmt: skip
 def test_what_cannot_be_decided_raises(params, message):
     with pytest.raises(ValueError, match=message):
         dimension_numbers(params)

@@ -18,7 +18,7 @@ from muonjax._mesh.assignment import seconds_of
 from muonjax._newton_schulz import deflation, half_precision, thin_deflation
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.polar_factor import polar_factor
-from tests.tools.tiers import quick
+from tests.tools.tiers import nightly, quick, thorough
 
 PRESETS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced()}
 PLATFORMS = ("gpu", "tpu")
@@ -65,7 +65,7 @@ def test_a_tall_matrix_is_the_transpose_of_a_wide_one(platform):
 
 @pytest.mark.rounding
 @pytest.mark.thorough
-@pytest.mark.parametrize("shape", [(64, 64), (64, 160)], ids=str)
+@pytest.mark.parametrize("shape", [nightly((64, 64)), (64, 160)], ids=str)
 def test_a_cpu_computes_as_a_gpu_where_it_is_asked_to(shape):
     """Bit for bit; a TPU has bfloat16 only."""
     x = jnp.stack([momentum.matrix(s, *shape, np.random.default_rng(0))[0] for s in momentum.spectra()[::36]])
@@ -79,7 +79,7 @@ def test_a_cpu_computes_as_a_gpu_where_it_is_asked_to(shape):
 
 
 @pytest.mark.rounding
-@quick("balanced")
+@quick("balanced", others="nightly")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_named_implementation_is_as_accurate(preset):
     """It makes a step's polynomial in one product, with numbers of its own for each matrix of a stack."""
@@ -94,7 +94,7 @@ def test_a_named_implementation_is_as_accurate(preset):
 
 
 @pytest.mark.rounding
-@quick("1e-30-gpu", "1e+30-tpu")
+@quick("1e-30-gpu", "1e+30-tpu", others="nightly")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
 def test_the_scale_of_the_input_changes_rounding_only(scale, platform):
@@ -116,9 +116,10 @@ def test_a_bad_number_stays_in_its_matrix(bad, platform):
 
 
 @pytest.mark.rounding
-@quick("balanced-0.2-gpu")
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize(("preset", "most"), [("fast", 0.27), ("balanced", 0.20)])
+@pytest.mark.parametrize(
+    ("preset", "most", "platform"),
+    [("balanced", 0.20, "gpu"), thorough("fast", 0.27, "tpu"), nightly("fast", 0.27, "gpu")],
+)
 def test_polar_error_on_recorded_momentum(preset, most, platform):
     rng = np.random.default_rng(0)
     matrices = [momentum.matrix(s, 96, 192, rng) for s in momentum.spectra()[::6]]
@@ -147,16 +148,8 @@ def primitives(jaxpr):
 def test_nothing_is_factorized(platform):
     """A factorization of a library can fail, and takes the time of ten products."""
     names = set(primitives(jax.make_jaxpr(lambda x: traceable(x, platform))(jnp.ones((136, 160))).jaxpr))
-    assert not names & {
-        "cholesky",
-        "triangular_solve",
-        "eigh",
-        "svd",
-        "qr",
-        "householder_product",
-        "lu",
-        "schur",
-    }
+    factorizations = "cholesky triangular_solve eigh svd qr householder_product lu schur"
+    assert not names & set(factorizations.split())
 
 
 def test_full_products_are_not_mirrored():
@@ -164,16 +157,13 @@ def test_full_products_are_not_mirrored():
     assert "tril" not in text
 
 
-@pytest.mark.parametrize(
-    ("policy", "m", "share"),
-    [
-        (Policy("tpu", "TPU v5 lite"), 2048, 3 / 4),
-        (Policy("tpu", "TPU v6 lite"), 2048, 3 / 4),
-        (Policy("tpu", "TPU v5 lite"), 1024, 1),
-        (Policy("tpu", "TPU v5"), 2048, 1),
-        (Policy("gpu"), 2048, 1),
-    ],
-)
+@pytest.mark.parametrize(("policy", "m", "share"), [
+    (Policy("tpu", "TPU v5 lite"), 2048, 3 / 4),
+    (Policy("tpu", "TPU v6 lite"), 2048, 3 / 4),
+    (Policy("tpu", "TPU v5 lite"), 1024, 1),
+    (Policy("tpu", "TPU v5"), 2048, 1),
+    (Policy("gpu"), 2048, 1),
+])  # fmt: skip
 def test_large_products_on_a_lite_tpu_are_made_in_blocks(policy, m, share):
     """Three of four, of the two symmetric products of each step. Nothing is compiled for it."""
     settings = dataclasses.replace(NewtonSchulz.fast(), deflation=0)
@@ -269,9 +259,12 @@ def low_rank(m, n):
 
 
 @pytest.mark.rounding
-@quick("shape0-gpu", "shape1-tpu")
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("shape", [(24, 24), (64, 96), (128, 192)])
+@pytest.mark.parametrize(("shape", "platform"), [
+    ((24, 24), "gpu"),
+    ((64, 96), "tpu"),
+    thorough((128, 192), "tpu"),
+        *(nightly(*case) for case in [((24, 24), "tpu"), ((64, 96), "gpu"), ((128, 192), "gpu")]),
+])  # fmt: skip
 def test_an_update_stays_in_the_space_of_a_matrix_of_low_rank(shape, platform):
     """The steps lift what rounding leaves outside. Of 768 [24, 24] of rank one the worst has a cosine of 0.949."""
     names, xs, ranks = zip(*low_rank(*shape), strict=True)
@@ -329,11 +322,13 @@ def test_how_many_steps_are_fused(schedule, gpu, tpu):
 
 
 @pytest.mark.rounding
-@quick("gpu-fast-of the axes")
-@pytest.mark.parametrize("vectors", ["random", "of the axes"])
-@pytest.mark.parametrize(
-    ("platform", "preset"), [("tpu", "balanced"), *(("gpu", name) for name in SCHEDULES)]
-)
+@pytest.mark.parametrize(("platform", "preset", "vectors"), [
+    ("gpu", "fast", "of the axes"),
+        *(thorough(platform, "balanced", "random") for platform in PLATFORMS),
+    thorough("gpu", "Jordan", "random"),
+        *(nightly("gpu", name, "random") for name in SCHEDULES if name not in ("balanced", "Jordan")),
+        *(nightly("gpu", name, "of the axes") for name in SCHEDULES if name != "fast"),
+])  # fmt: skip
 def test_fused_steps_are_as_good_as_the_standard_form(platform, preset, vectors):
     """Never worse by more than 0.02, and no singular value above 1.2; diagonal matrices have no averaged rounding."""
     cases = dict(wide_spectra())

@@ -91,6 +91,7 @@ def test_help_describes_every_argument():
 @pytest.mark.parametrize(("name", "meant"), [
     ("MuonClip", ". Did you mean muonclip?"), ("muon_clip", ". Did you mean muonclip?"),
     ("Muon", ". Did you mean muon?"), ("value_and_gradient", ". Did you mean value_and_grad?"), ("clip_qk", ""),
+    ("__versoin__", ""),
 ])  # fmt: skip
 def test_names_that_are_nearly_right(name, meant):
     with pytest.raises(AttributeError, match=rf"no attribute '{name}'{re.escape(meant)}$"):
@@ -186,16 +187,10 @@ def loss_with_a_leaf(params, x):
     return jnp.mean(jax.nn.dot_product_attention(q, k, v) ** 2)
 
 
-@pytest.mark.parametrize(
-    ("leaf", "message"),
-    [
-        (
-            jnp.arange(3),
-            r"'other' is int32, which has no derivative.*not among the arguments to differentiate",
-        ),
-        (jax.nn.relu, r"'other' is no array but .*eqx\.partition\(model, eqx\.is_inexact_array\)"),
-    ],
-)
+@pytest.mark.parametrize(("leaf", "message"), [
+    (jnp.arange(3), r"'other' is int32, which has no derivative.*not among the arguments to differentiate"),
+    (jax.nn.relu, r"'other' is no array but .*eqx\.partition\(model, eqx\.is_inexact_array\)"),
+])  # fmt: skip
 def test_value_and_grad_by_what_has_no_derivative(leaf, message):
     params = {name: jnp.ones((8, 2, 4)) for name in "qkv"}
     with pytest.raises(TypeError, match=rf"value_and_grad\(loss_with_a_leaf\): {message}"):

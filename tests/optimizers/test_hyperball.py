@@ -88,7 +88,7 @@ DIRECTIONS = {
 
 
 @pytest.mark.rounding
-@quick("bfloat16-orthogonal", "bfloat16-constant", "float32-orthogonal")
+@quick("bfloat16-orthogonal", "bfloat16-constant", "float32-orthogonal", others="nightly")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_norm_holds_over_thousands_of_steps(dtype, direction):

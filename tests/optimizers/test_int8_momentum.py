@@ -322,19 +322,13 @@ def test_checkpoints_bring_it_back_also_on_another_mesh(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: muonjax.muon(0.1, mu_dtype=jnp.int16), TypeError, "must be a float type or jnp.int8"),
-        (
-            lambda: muonjax.muon(0.1, mu_dtype=jnp.int8).init({"w": jnp.ones((2, 2), jnp.complex64)}),
-            TypeError,
-            r"\['w'\] is complex64",
-        ),
-        (lambda: muonjax.cast_momentum({}, jnp.int8), ValueError, "finds no momentum"),
-        (lambda: muonjax.cast_momentum({}, jnp.int32), TypeError, "must be a float type or jnp.int8"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda: muonjax.muon(0.1, mu_dtype=jnp.int16), TypeError, "must be a float type or jnp.int8"),
+    (lambda: muonjax.muon(0.1, mu_dtype=jnp.int8).init({"w": jnp.ones((2, 2), jnp.complex64)}), TypeError,
+     r"\['w'\] is complex64"),
+    (lambda: muonjax.cast_momentum({}, jnp.int8), ValueError, "finds no momentum"),
+    (lambda: muonjax.cast_momentum({}, jnp.int32), TypeError, "must be a float type or jnp.int8"),
+])  # fmt: skip
 def test_mistakes_say_what_to_give(call, error, message):
     with pytest.raises(error, match=message):
         call()

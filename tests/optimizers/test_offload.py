@@ -89,17 +89,12 @@ def same_but_for_fused_products(a, b):
 SAME = dict.fromkeys(OPTIMIZERS, same) | {"int8": same_but_for_fused_products}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "muonclip",
-        "int8",
-        pytest.param(
-            "offload(MultiSteps)", marks=pytest.mark.promotes("Optax's MultiSteps divides by an int32")
-        ),
+@pytest.mark.parametrize("name", [
+    "muonclip",
+    "int8",
+    pytest.param("offload(MultiSteps)", marks=pytest.mark.promotes("Optax's MultiSteps divides by an int32")),
         *(thorough(n) for n in OPTIMIZERS if n not in ("muonclip", "int8", "offload(MultiSteps)")),
-    ],
-)
+])  # fmt: skip
 def test_the_place_of_the_state_changes_nothing(name):
     mesh = make_mesh(fsdp=1)
     tree, specs = params(mesh)

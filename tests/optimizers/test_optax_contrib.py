@@ -75,25 +75,12 @@ def mask(tree):
 
 
 ALL = {
-    "learning_rate": optax.linear_schedule(0.1, 0.01, 4),
-    "ns_coeffs": tuple(muonjax.YOU),
-    "ns_steps": 6,
-    "beta": 0.8,
-    "eps": 0.3,
-    "weight_decay": 0.2,
-    "weight_decay_mask": mask,
-    "mu_dtype": jnp.bfloat16,
-    "nesterov": False,
-    "adaptive": True,
-    "preconditioning": "aol",
-    "adam_b1": 0.7,
-    "adam_b2": 0.8,
-    "adam_eps_root": 1e-3,
-    "adam_weight_decay": 0.3,
-    "adam_learning_rate": 0.05,
-    "muon_weight_dimension_numbers": blocks,
-    "consistent_rms": 0.4,
-}
+    "learning_rate": optax.linear_schedule(0.1, 0.01, 4), "ns_coeffs": tuple(muonjax.YOU), "ns_steps": 6,
+    "beta": 0.8, "eps": 0.3, "weight_decay": 0.2, "weight_decay_mask": mask, "mu_dtype": jnp.bfloat16,
+    "nesterov": False, "adaptive": True, "preconditioning": "aol", "adam_b1": 0.7, "adam_b2": 0.8,
+    "adam_eps_root": 1e-3, "adam_weight_decay": 0.3, "adam_learning_rate": 0.05,
+    "muon_weight_dimension_numbers": blocks, "consistent_rms": 0.4,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["muon", "scale_by_muon"])

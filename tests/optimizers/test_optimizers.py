@@ -329,8 +329,8 @@ def test_a_tree_is_routed_once_and_its_chain_is_built_once(jit, monkeypatch):
         built.append(settings)
         return muonjax.orthogonalize(**settings)
 
-    monkeypatch.setattr("muonjax._optimizers.muon.orthogonalize", orthogonalize)
     tx = muonjax.muonclip(0.01, muonjax.mha_site(), dimension_numbers=numbers, newton_schulz=SHORT)
+    monkeypatch.setattr("muonjax._optimizers.muon.orthogonalize", orthogonalize)
     statistics = {"attention": jnp.asarray([400.0, 1.0])}
     expected, _ = run(tx, params(), steps=1, jit=jit, max_logits=statistics)
     assert (len(routed), len(built)) == (1, 1)

@@ -200,20 +200,12 @@ def test_nan_stays_in_its_matrix_of_the_group():
     assert np.isfinite(y["c"]).all()
 
 
-@pytest.mark.parametrize(
-    ("tree", "numbers", "error", "message"),
-    [
-        (
-            {"b": jnp.ones(3)},
-            None,
-            ValueError,
-            r"orthogonalize needs matrices, but the leaf 'b' has shape \(3,\)",
-        ),
-        ({"w": jnp.ones((3, 3), jnp.int32)}, None, TypeError, "int32"),
-        ({"w": jnp.ones((3, 3))}, {"v": None}, ValueError, "neither the tree"),
-        ({"w": jnp.ones((3, 3))}, {"w": MuonDimensionNumbers(0, 0)}, ValueError, "disjoint"),
-    ],
-)
+@pytest.mark.parametrize(("tree", "numbers", "error", "message"), [
+    ({"b": jnp.ones(3)}, None, ValueError, r"orthogonalize needs matrices, but the leaf 'b' has shape \(3,\)"),
+    ({"w": jnp.ones((3, 3), jnp.int32)}, None, TypeError, "int32"),
+    ({"w": jnp.ones((3, 3))}, {"v": None}, ValueError, "neither the tree"),
+    ({"w": jnp.ones((3, 3))}, {"w": MuonDimensionNumbers(0, 0)}, ValueError, "disjoint"),
+])  # fmt: skip
 def test_bad_trees(tree, numbers, error, message):
     with pytest.raises(error, match=message):
         update(tree, dimension_numbers=numbers)

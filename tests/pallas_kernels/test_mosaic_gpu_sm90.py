@@ -18,6 +18,7 @@ from tests.pallas_kernels.symmetric_product_suite import (
     assert_symmetric,
     draw,
 )
+from tests.tools.tiers import nightly
 
 if jax.__version_info__ < _mosaic_gpu.NEEDS_JAX:
     pytest.skip(
@@ -80,7 +81,7 @@ class TestHopper(SymmetricProductSuite):
     ("tiles", "addend"),
     [
         (Tiles(block=128, rows=1, stages=2, slots=1), True),
-        (Tiles(block=128, rows=1, stages=4, slots=2), False),
+        nightly(Tiles(block=128, rows=1, stages=4, slots=2), False),
         (Tiles(block=128, rows=2, stages=2, slots=2), False),
         (Tiles(block=64, rows=2, stages=3, slots=1), True),
     ],
@@ -136,9 +137,10 @@ def hopper(x, **settings):
     return symmetric_product(x, implementation="hopper", **settings)
 
 
-@pytest.mark.parametrize("tiles", list(candidates())[::3], ids=str)
-@pytest.mark.parametrize("addend", [False, True])
-def test_every_candidate_lowers(tiles, addend):
+@pytest.mark.parametrize(
+    ("tiles", "addend"), [(tiles, i % 2 == 0) for i, tiles in enumerate(list(candidates())[::3])], ids=str
+)
+def test_every_third_candidate_lowers(tiles, addend):
     """Catches too much shared memory, layouts that don't exist, and TMA boxes that aren't allowed."""
     c = [(1, 1024, 1024)] if addend else []
 
@@ -148,17 +150,14 @@ def test_every_candidate_lowers(tiles, addend):
     assert _cuda(f, (1, 1024, 512), *c) == ["1x1024x1024"]
 
 
-@pytest.mark.parametrize(
-    ("shape", "result"),
-    [
-        ((1, 1), "1x8x64"),
-        ((1000, 1000), "1x1000x1024"),
-        ((257, 63), "1x264x320"),
-        ((8, 2048, 2048), "8x2048x2048"),
-        ((2, 3, 136, 40), "6x136x192"),
-        ((4096, 16384), "1x4096x4096"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "result"), [
+    ((1, 1), "1x8x64"),
+    ((1000, 1000), "1x1000x1024"),
+    ((257, 63), "1x264x320"),
+    ((8, 2048, 2048), "8x2048x2048"),
+    ((2, 3, 136, 40), "6x136x192"),
+    ((4096, 16384), "1x4096x4096"),
+])  # fmt: skip
 def test_any_shape_lowers(shape, result):
     assert _cuda(hopper, shape) == [result]
 
@@ -186,15 +185,12 @@ def test_the_launch_fills_the_device():
         assert re.search(r"Mesh\(grid=\((\d+),\)", str(jaxpr)).group(1) == str(ctas)
 
 
-@pytest.mark.parametrize(
-    ("kind", "platform", "dtype", "message"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "gpu", jnp.bfloat16, "compute capability 9.0.*'NVIDIA A100"),
-        ("NVIDIA B200", "gpu", jnp.bfloat16, "compute capability 9.0.*'NVIDIA B200"),
-        ("TPU v5e", "tpu", jnp.bfloat16, "compute capability 9.0.*'TPU v5e"),
-        ("NVIDIA H100 80GB HBM3", "gpu", jnp.float32, "bfloat16 and float16, got float32"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "platform", "dtype", "message"), [
+    ("NVIDIA A100-SXM4-80GB", "gpu", jnp.bfloat16, "compute capability 9.0.*'NVIDIA A100"),
+    ("NVIDIA B200", "gpu", jnp.bfloat16, "compute capability 9.0.*'NVIDIA B200"),
+    ("TPU v5e", "tpu", jnp.bfloat16, "compute capability 9.0.*'TPU v5e"),
+    ("NVIDIA H100 80GB HBM3", "gpu", jnp.float32, "bfloat16 and float16, got float32"),
+])  # fmt: skip
 def test_unsuitable_devices_and_dtypes_are_named(kind, platform, dtype, message):
     device = jax.sharding.AbstractDevice(device_kind=kind, platform=platform, num_cores=8)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)

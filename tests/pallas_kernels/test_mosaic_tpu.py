@@ -20,7 +20,7 @@ from tests.pallas_kernels.symmetric_product_suite import (
     assert_symmetric,
     draw,
 )
-from tests.tools.tiers import quick
+from tests.tools.tiers import nightly, thorough
 
 ON_TPU = jax.default_backend() == "tpu"
 
@@ -74,12 +74,13 @@ def in_parts(x, y=None, c=None, scale=((1.0, 0.0),), *, cores, copies="on_wait")
         return out, interpret_pallas_call.races.races_found
 
 
-@quick("1-2-True-eager", "1-1-False-on_wait")
 @pytest.mark.skipif(ON_TPU, reason="only the interpreter detects races")
-@pytest.mark.parametrize("copies", ["eager", "on_wait"])
-@pytest.mark.parametrize(
-    ("batch", "cores", "addend"), [(1, 1, False), (2, 1, True), (3, 2, False), (1, 2, True)]
-)
+@pytest.mark.parametrize(("batch", "cores", "addend", "copies"), [
+    (1, 1, False, "on_wait"),
+    (1, 2, True, "eager"),
+    thorough(2, 1, True, "eager"),
+    thorough(3, 2, False, "on_wait"),
+])  # fmt: skip
 def test_no_races(batch, cores, addend, copies):
     """Tiles on and off the diagonal, two slices of k; each copy is made as early or as late as it may be."""
     x, y = draw((batch, 300, 200), jnp.bfloat16, 1), draw((batch, 300, 200), jnp.bfloat16, 2)
@@ -139,15 +140,12 @@ def test_the_depth_of_a_slice_cuts_k_without_a_remainder(k, depth):
     assert _mosaic_tpu.pick_depth(k) == depth
 
 
-@pytest.mark.parametrize(
-    ("kind", "platform", "dtype", "message"),
-    [
-        ("NVIDIA H100 80GB HBM3", "gpu", jnp.bfloat16, "needs a TPU, the device is 'NVIDIA H100"),
-        ("cpu", "cpu", jnp.bfloat16, "needs a TPU, the device is 'cpu'"),
-        ("TPU v5 lite", "tpu", jnp.float32, "takes bfloat16, got float32"),
-        ("TPU v5 lite", "tpu", jnp.float16, "takes bfloat16, got float16"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "platform", "dtype", "message"), [
+    ("NVIDIA H100 80GB HBM3", "gpu", jnp.bfloat16, "needs a TPU, the device is 'NVIDIA H100"),
+    ("cpu", "cpu", jnp.bfloat16, "needs a TPU, the device is 'cpu'"),
+    ("TPU v5 lite", "tpu", jnp.float32, "takes bfloat16, got float32"),
+    ("TPU v5 lite", "tpu", jnp.float16, "takes bfloat16, got float16"),
+])  # fmt: skip
 def test_unsuitable_devices_and_dtypes_are_named(kind, platform, dtype, message):
     with pretend(kind, platform), pytest.raises(NotImplementedError, match=message):
         symmetric_product(jnp.ones((4, 3), dtype), implementation="tpu")
@@ -158,9 +156,18 @@ def test_empty_shapes_are_named():
         symmetric_product(jnp.ones((0, 3), jnp.bfloat16), implementation="tpu")
 
 
+CHIPS = ("v5e", "v5p", "v6e")
+SHAPES = ((3, 768, 3072), (1, 4096, 4096), (2, 300, 100))
+
+
 @pytest.mark.skipif(ahead_of_time.missing("tpu") is not None, reason=ahead_of_time.missing("tpu") or "")
-@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
-@pytest.mark.parametrize("shape", [(3, 768, 3072), (1, 4096, 4096), (2, 300, 100)])
+@pytest.mark.parametrize(
+    ("chip", "shape"),
+    [
+        *zip(CHIPS, SHAPES, strict=True),
+        *(nightly(chip, shape) for i, chip in enumerate(CHIPS) for j, shape in enumerate(SHAPES) if i != j),
+    ],
+)
 def test_it_compiles_for_a_tpu(chip, shape):
     """VMEM that suffices, layouts that exist, and one launch; with C, which takes the most memory."""
 

@@ -35,20 +35,12 @@ class TestQuack(SymmetricProductSuite):
         """Its product is rounded before alpha multiplies it."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "platform", "dtype", "message"),
-    [
-        (
-            "NVIDIA A100-SXM4-80GB",
-            "gpu",
-            jnp.bfloat16,
-            "compute capability 9.0 or 10.x, the device is 'NVIDIA A100",
-        ),
-        ("TPU v5 lite", "tpu", jnp.bfloat16, "the device is 'TPU v5 lite'"),
-        ("H100", "cpu", jnp.bfloat16, "the device is 'H100'"),
-        ("NVIDIA H100 80GB HBM3", "gpu", jnp.float32, "bfloat16 and float16, got float32"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "platform", "dtype", "message"), [
+    ("NVIDIA A100-SXM4-80GB", "gpu", jnp.bfloat16, "compute capability 9.0 or 10.x, the device is 'NVIDIA A100"),
+    ("TPU v5 lite", "tpu", jnp.bfloat16, "the device is 'TPU v5 lite'"),
+    ("H100", "cpu", jnp.bfloat16, "the device is 'H100'"),
+    ("NVIDIA H100 80GB HBM3", "gpu", jnp.float32, "bfloat16 and float16, got float32"),
+])  # fmt: skip
 def test_unsuitable_devices_and_dtypes_are_named(kind, platform, dtype, message):
     with pretend(kind, platform), pytest.raises(NotImplementedError, match=message):
         symmetric_product(jnp.ones((4, 3), dtype), implementation="quack")

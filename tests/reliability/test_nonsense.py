@@ -58,15 +58,9 @@ ALLOWED = {
     "*.scan_axis": ({"-1"}, "it counts from the end"),
     "value_and_grad.argnums": ({"-1"}, "it counts from the end"),
     "max_logits.scale": ({"-1"}, "a factor of any sign"),
-    "symmetric_product.alpha": (
-        {"nan", "inf", "-1", "jnp.ones(2)"},
-        "a factor of any size, one for each matrix",
-    ),
-    "symmetric_product.beta": (
-        {"nan", "inf", "-1", "jnp.ones(2)"},
-        "a factor of any size, one for each matrix",
-    ),
-}
+    "symmetric_product.alpha": ({"nan", "inf", "-1", "jnp.ones(2)"}, "a factor of any size, one for each matrix",),
+    "symmetric_product.beta": ({"nan", "inf", "-1", "jnp.ones(2)"}, "a factor of any size, one for each matrix",),
+}  # fmt: skip
 
 
 def functions() -> Iterator[tuple[str, Any]]:
