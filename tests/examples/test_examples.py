@@ -88,7 +88,7 @@ def test_the_clip_is_counted_and_the_bar_shows_no_value_that_is_not_there(finish
 
 @pytest.mark.nightly
 def test_the_comparison_ends_with_losses_rates_and_a_picture(tmp_path):
-    output = run(*TINY[: TINY.index("--optimizer")], "--out", tmp_path)
+    output = run(TRAIN, *TINY[: TINY.index("--optimizer")], "--out", tmp_path)
     assert re.search(
         r"12 steps.*: \d.\d+ with muonclip \(rate 0.008\), \d.\d+ with adamw \(rate 0.002\)", output
     )
