@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from muonjax._inspect.layout import Atom, Region, Run, hull, overlap
+from muonjax._inspect.layout import Atom, Region, Run, overlap
 from muonjax._inspect.values import Product, Use
 from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import (
@@ -206,9 +206,7 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
 
 def _parts(product: Product, shape: tuple[int, ...], columns: frozenset[int]) -> _Cut | None:
     """Along which axis, and into which sizes, the result of a product is cut for different purposes."""
-    # Those that are put together again count as one.
-    together = {region: hull(found) for found in product.rejoined for region in found}
-    groups = {together.get(region, region) for region, _ in product.parts}
+    groups = {region for region, _ in product.parts}
     groups |= {region for region, _ in product.mixed if not any(overlap(region, g) for g in groups)}
     if len(groups) < 2:
         return None
