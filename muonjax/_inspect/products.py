@@ -8,6 +8,7 @@ from typing import Any
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import whole
 from muonjax._inspect.rules import bent, rule, scaled_logits
+from muonjax._inspect.structure import looked_up
 from muonjax._inspect.values import DATA, PARAMETER, Image, Logits, Side, Value, dependent
 from muonjax._inspect.walk import Walk
 
@@ -39,7 +40,7 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
     for side, rest in ((left, right), (right, left)):
         hot = rest.value.axes("one hot")
         if side.value.terms and hot and side.is_parameter and set(hot) & set(rest.summed):
-            return _lookup(walk, i, product, side)
+            return looked_up(walk, i, [side.value, rest.value], side.summed, side.sources, side.shape)
         if hot:
             chosen = [mine for mine, theirs in zip(side.summed, rest.summed, strict=True) if theirs in hot]
             walk.record_read(side.value, chosen, rest.value)
@@ -84,17 +85,6 @@ def _of_parameters(i: int, product: Value, left: Side, right: Side) -> Value:
             inner = (between, *t.inner) if before else (*t.inner, between)
             inner = inner if between else t.inner
             terms.append(t._replace(layout=side.along(t.layout), inner=inner, made=i))
-    return product._replace(terms=tuple(terms))
-
-
-def _lookup(walk: Walk, i: int, product: Value, side: Side) -> Value:
-    """One row of a table for each index: the other operand is one-hot."""
-    terms = []
-    for t in side.value.terms:
-        rows = t.layout.atoms(side.summed)
-        walk.record(i, "looked up", t, rows=rows)
-        layout = side.along(t.layout)._replace(loops=(*t.layout.loops, *rows))
-        terms.append(t._replace(layout=layout, looked=(*t.looked, i)))
     return product._replace(terms=tuple(terms))
 
 
