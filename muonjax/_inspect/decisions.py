@@ -1,8 +1,8 @@
 """Decide from its uses which optimizer takes a parameter, and as which matrices.
 
-The first that holds of these, each with its line: whole numbers; never used; looked up; in no product; an output head
-of a loss; in products with vectors alone; used by an operation that is not followed, or in a last product without a
-loss, both left to names; an embedding of patches. All others are matrices, if their products agree.
+The first that holds of these, each with its line: whole numbers; never used; looked up; in no product; used by an
+operation that is not followed, and left to names; an output head of a loss; in products with vectors alone; in a last
+product without a loss, and left to names; an embedding of patches. All others are matrices, if their products agree.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from muonjax._inspect.layout import Atom, Region, Run, hull, overlap
+from muonjax._inspect.layout import Atom, Region, Run, overlap
 from muonjax._inspect.values import Product, Use
 from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import (
@@ -104,15 +104,15 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         return Decision(None, f"looked up: {_line(walk, lookups[0])}{also}")
     if not products:
         return _no_matrix(walk, uses)
+    if unknown := [u for u in uses if u.kind.startswith("unknown: ")]:
+        name = unknown[0].kind.removeprefix("unknown: ")
+        return _adam(walk, f"{name} is not followed", unknown[0], by_names=True)
     if is_loss and all(_is_output_head(walk, ends, u) for u in products):
         return _adam(walk, "no product after it, an output head", products[0])
     matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
     if not matrices:
         why = "a depthwise convolution" if products[0].is_depthwise else "multiplied by vectors"
         return _adam(walk, why, products[0])
-    if unknown := [u for u in uses if u.kind.startswith("unknown: ")]:
-        name = unknown[0].kind.removeprefix("unknown: ")
-        return _adam(walk, f"{name} is not followed", unknown[0], by_names=True)
     if not is_loss and all(_is_output_head(walk, ends, u) for u in matrices):
         return _adam(walk, "last product", matrices[0], by_names=True)
     if all(u.is_patch and not walk.values[u.operand].before for u in matrices):
@@ -206,9 +206,7 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
 
 def _parts(product: Product, shape: tuple[int, ...], columns: frozenset[int]) -> _Cut | None:
     """Along which axis, and into which sizes, the result of a product is cut for different purposes."""
-    # Those that are put together again count as one.
-    together = {region: hull(found) for found in product.rejoined for region in found}
-    groups = {together.get(region, region) for region, _ in product.parts}
+    groups = {region for region, _ in product.parts}
     groups |= {region for region, _ in product.mixed if not any(overlap(region, g) for g in groups)}
     if len(groups) < 2:
         return None

@@ -23,7 +23,6 @@ def follow(graph: Graph) -> Walk:
     finally:
         if collects:
             gc.enable()
-    walk.unite_heads()
     return walk
 
 

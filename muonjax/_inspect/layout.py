@@ -327,16 +327,3 @@ def overlap(a: Region, b: Region) -> bool:
     """Whether two parts of a parameter may have entries in common."""
     pairs = ((x, y) for x in a for y in b if x[:2] == y[:2])
     return all(x.start < y.stop and y.start < x.stop for x, y in pairs)
-
-
-def hull(regions: Iterable[Region]) -> Region:
-    """For each run the smallest part that holds all of these."""
-    regions = list(regions)
-    keys = set.intersection(*({run[:2] for run in region} for region in regions))
-    found = set()
-    for axis, period in keys:
-        same = [run for region in regions for run in region if run[:2] == (axis, period)]
-        start, stop = min(run.start for run in same), max(run.stop for run in same)
-        if stop - start < period:
-            found.add(Run(axis, period, start, stop))
-    return frozenset(found)

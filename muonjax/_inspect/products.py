@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import whole
-from muonjax._inspect.rules import bent, rule, scaled_logits
+from muonjax._inspect.rules import RULES, bent, rule
+from muonjax._inspect.structure import looked_up
 from muonjax._inspect.values import DATA, PARAMETER, Image, Logits, Side, Value, dependent
 from muonjax._inspect.walk import Walk
 
@@ -28,10 +30,14 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
     product = dependent([a, b])
     if not product.depends_on & PARAMETER:
         return product
+    if not left.summed:  # entry by entry, written as an einsum
+        node = dataclasses.replace(walk.nodes[i], name="mul")
+        moved = [s.value.repeated(walk.shape(s.operand), s.sources, s.shape) for s in (left, right)]
+        return RULES["mul"](walk, i, node, moved)[0]
     for side, rest in ((left, right), (right, left)):
         # Repeated for each example.
         if side.value.is_weight and not (side.is_parameter or rest.value.is_weight):
-            side.value = walk.as_input(side.value, side.summed or (-1,))
+            side.value = walk.as_input(side.value, side.summed)
         if any(x.stage == "weights" and x.layout.atoms(rest.summed) for x in rest.value.logits):
             side.value = walk.as_input(side.value, side.given)  # learned values
     if left.is_parameter and right.is_parameter:
@@ -39,7 +45,7 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
     for side, rest in ((left, right), (right, left)):
         hot = rest.value.axes("one hot")
         if side.value.terms and hot and side.is_parameter and set(hot) & set(rest.summed):
-            return _lookup(walk, i, product, side)
+            return looked_up(walk, i, [side.value, rest.value], side.summed, side.sources, side.shape)
         if hot:
             chosen = [mine for mine, theirs in zip(side.summed, rest.summed, strict=True) if theirs in hot]
             walk.record_read(side.value, chosen, rest.value)
@@ -53,8 +59,7 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
     if sides:
         side = sides[0]
         rest = right if side is left else left
-        value = by_parameter(walk, i, product, side, rest)
-        value = value._replace(logits=_logits_after(walk, i, rest, side))
+        value = by_parameter(walk, i, product, side, rest)._replace(logits=_mixed(i, rest))
         return _or_logits(walk, i, value, left, right) if _may_be_learned(side, rest) else value
     for side, rest in ((left, right), (right, left)):
         walk.record_meeting(side.value.images, rest.value)
@@ -84,17 +89,6 @@ def _of_parameters(i: int, product: Value, left: Side, right: Side) -> Value:
             inner = (between, *t.inner) if before else (*t.inner, between)
             inner = inner if between else t.inner
             terms.append(t._replace(layout=side.along(t.layout), inner=inner, made=i))
-    return product._replace(terms=tuple(terms))
-
-
-def _lookup(walk: Walk, i: int, product: Value, side: Side) -> Value:
-    """One row of a table for each index: the other operand is one-hot."""
-    terms = []
-    for t in side.value.terms:
-        rows = t.layout.atoms(side.summed)
-        walk.record(i, "looked up", t, rows=rows)
-        layout = side.along(t.layout)._replace(loops=(*t.layout.loops, *rows))
-        terms.append(t._replace(layout=layout, looked=(*t.looked, i)))
     return product._replace(terms=tuple(terms))
 
 
@@ -158,15 +152,6 @@ def _cuts_input(side: Side) -> bool:
 
 def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side) -> Value:
     a, b = left.value, right.value
-    if not left.summed and a.depends_on & b.depends_on & PARAMETER:  # entry by entry, written as an einsum
-        for side, rest in ((left, right), (right, left)):
-            if not rest.given:
-                for image in side.value.images:
-                    walk.record_gate(image, side.given)
-        why = "multiplied by another activation"
-        images = [bent(walk, m, why, i) for s in (left, right) for m in s.moved.images]
-        logits = _logits_after(walk, i, left, right) or _logits_after(walk, i, right, left)
-        return product._replace(images=tuple(images), logits=logits)
     for side in (left, right) if a.depends_on & b.depends_on & PARAMETER else ():
         walk.record_parts(i, side.value.images)
         walk.record_heads(side.value.images, side.batch)
@@ -177,8 +162,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
         if found:
             walk.consume(i, left.operand, right.operand)
             return product._replace(images=values.moved.images, scores=-1, weights=-1)
-        if side.summed:
-            walk.record_weights(i, side.value, values.value)
+        walk.record_weights(i, side.value, values.value)
     if a.depends_on & b.depends_on & PARAMETER:
         product = product._replace(scores=i, weights=-1)
         features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
@@ -194,15 +178,12 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
         if not rest.value.depends_on & PARAMETER:
-            logits = _logits_after(walk, i, side, rest)
-            return product._replace(images=side.added_up.images, logits=logits)
+            return product._replace(images=side.added_up.images, logits=_mixed(i, side))
     return product
 
 
-def _logits_after(walk: Walk, i: int, side: Side, rest: Side) -> tuple[Logits, ...]:
-    """What a product makes of logits: a factor scales them, a matrix mixes those of several heads."""
-    if not side.summed:
-        return scaled_logits(i, walk.nodes[i], side.moved, rest.value)
+def _mixed(i: int, side: Side) -> tuple[Logits, ...]:
+    """Logits of several heads, or of several keys, are added up."""
     why = "a product mixes its logits", i
     return tuple(
         x._replace(problem=x.problem or why) if x.stage == "logits" else x for x in side.moved.logits

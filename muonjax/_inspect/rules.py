@@ -140,10 +140,6 @@ def _negative(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequen
 @rule(_ENTRYWISE)
 def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     name, whole, operands = node.name, dependent(values), node.inputs
-    if name == "lt" and is_zero(walk, operands[1]) and any(m.what == "counts" for m in values[0].marks):
-        walk.graph.known[node.outputs[0]] = False  # a count is no index from the end
-    if name == "select_n" and (which := walk.known(operands[0])) is not None and np.ndim(which) == 0:
-        return [values[1 + int(which)]]
     if name in _CHOICES:
         values, operands = values[1:], operands[1:]
     elif name in _SUMS:  # Python's sum begins with 0

@@ -168,7 +168,7 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
         if _atoms(x, picked):
             walk.record_parts(i, x.images)
             return [dependent(values)]
-    return [_looked_up(walk, i, values, picked, sources, new)]
+    return [looked_up(walk, i, values, picked, sources, new)]
 
 
 def inside(start: Any, size: int, part: int) -> tuple[int, int]:
@@ -182,7 +182,7 @@ def _is_order(indices: Any, size: int) -> bool:
     return np.size(indices) == size and np.array_equal(np.sort(indices, None), np.arange(size))
 
 
-def _looked_up(
+def looked_up(
     walk: Walk, i: int, values: Sequence[Value], picked: Sequence[int], sources: Sequence[int | None],
     shape: Sequence[int],
 ) -> Value:  # fmt: skip
@@ -223,7 +223,7 @@ def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> S
     runs = [axis for axis in picked if new[axis] > 1]  # which of them an index reaches is not followed
     if any(x.layout.atoms(runs) for x in (*values[0].terms, *values[0].images)):
         return unknown(walk, i, node, values)
-    return [_looked_up(walk, i, values, picked, sources, new)]
+    return [looked_up(walk, i, values, picked, sources, new)]
 
 
 @rule("scan_slice")

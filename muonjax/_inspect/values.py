@@ -57,9 +57,8 @@ class Product:
     batches: set[Atom] = dataclasses.field(default_factory=set)  # of a product with another parameter
     # Batches of a product of two activations, each with the part in which it counts heads.
     heads: set[tuple[Atom, Region]] = dataclasses.field(default_factory=set)
-    # The parts that are used apart, with the operations that use them; those that are put together again.
+    # The parts that are used apart, with the operations that use them.
     parts: set[tuple[Region, int]] = dataclasses.field(default_factory=set)
-    rejoined: set[frozenset[Region]] = dataclasses.field(default_factory=set)
     # Runs of columns that are mixed while others stay apart, as by a norm of each head; with the part that holds them.
     mixed: set[tuple[Region, tuple[Atom, ...]]] = dataclasses.field(default_factory=set)
     met: int = 0  # as bits, the products on which depends what it is multiplied by

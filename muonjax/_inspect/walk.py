@@ -53,6 +53,8 @@ class Walk:
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
         self.read: set[int] = set()  # products with columns of which labels choose one
         self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
+        # For the products that give queries, keys and values, the parts of the last one.
+        self.operands: dict[tuple[Product, ...], Any] = {}
         self.summed_slices: dict[int, set[int]] = defaultdict(set)  # axes whose products are added up
         # For each parameter, the products in its scale, as bits.
         self.scales: dict[int, int] = defaultdict(int)
@@ -187,6 +189,12 @@ class Walk:
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:
             self.record_heads(side.value.images, side.given)
+        operands = [m for side in (*self.pairs[logits.product], values) for m in side.value.images[:1]]
+        part = operands[-1].layout.region if operands else None
+        # Heads one by one, whose parts are no matrices; subtracted softmaxes share their values.
+        if self.operands.setdefault(tuple(m.product for m in operands), part) != part:
+            for m in operands:
+                self.record(logits.product, "unknown: attention head by head", m.product.use.term)
 
     def as_input(self, value: Value, features: Sequence[int] = (-1,)) -> Value:
         """A product of parameters that is used as an activation is: its first factor is a learned input.
@@ -214,20 +222,3 @@ class Walk:
     def consume(self, i: int, *operands: int) -> None:
         if self.nodes[i].passes != "backward":
             self.consumers[i] = operands
-
-    def unite_heads(self) -> None:
-        """Heads that are computed one by one, each from its part of the same three products, are no parts of these."""
-        groups: dict[Any, list[Any]] = {}
-        for attention in self.attentions.values():
-            sides = (*self.pairs[attention.logits.product], attention.values)
-            images = [side.value.images for side in sides]
-            if all(images):
-                first = [found[0] for found in images]
-                groups.setdefault(tuple(m.product for m in first), []).append(
-                    [m.layout.region for m in first]
-                )
-        for operands, regions in groups.items():
-            *_, values = by_operand = [frozenset(found) for found in zip(*regions, strict=True)]
-            if len(values) == len(regions) > 1:  # otherwise, subtracted softmaxes
-                for product, found in zip(operands, by_operand, strict=True):
-                    product.rejoined.add(found)

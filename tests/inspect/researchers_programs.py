@@ -382,7 +382,7 @@ def heads_by_vmap(p, x):
     return sq((x + jnp.einsum("hbts,hsd->btd", o, p["o"])) @ p["out"])
 
 
-@program(X, **A4, **OUT, sites=2)
+@program(X, **A4 | dict.fromkeys("qkv", ((D, D), "by names: attention head by head")), **OUT, sites=2)
 def heads_by_a_loop(p, x):
     q, k, v = (x @ p[n] for n in "qkv")
     o = [
