@@ -183,7 +183,7 @@ def _with_powers(target: Target, shared_keys: SharedKeys) -> Target:
     table = OWN_KEYS if target.groups == target.entries else SHARED_KEYS[shared_keys]
     if unknown := {part.scale.factor for part in target.parts} - set(table):
         raise ValueError(
-            f"the site of {target.path!r} has factors {sorted(unknown)}, and not query, key or rotary."
+            f"the site of {target.path!r} has factors {sorted(unknown)}, not query, key, rotary; see signal_clip."
         )
     first = {part.scale.factor: part for part in reversed(target.parts)}  # a kernel, before its bias
     heads = {factor: (part.entries, int(part.inside.sum())) for factor, part in first.items()}
