@@ -13,7 +13,7 @@ from muonjax._common.linalg import MatrixProduct, adjoint, at_least_float32
 from muonjax._msign.inputs import CONVERGED, inner, matrices, normalized, product_of, rows_beside, schedule
 from muonjax._msign.polynomial_gradient import iterate, tangent_by_normalization
 from muonjax._newton_schulz.coefficients import Coefficients
-from muonjax._newton_schulz.normalization import power_of_two_scale
+from muonjax._newton_schulz.iteration import power_of_two_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -143,8 +143,7 @@ def sylvester(
     m, n = c.shape[-2:]
     if a.shape[-2:] != (m, m) or b.shape[-2:] != (n, n):
         raise ValueError(
-            f"sylvester(a, b, c) needs [m, m], [n, n] and [m, n], got {a.shape}, {b.shape} and {c.shape}; "
-            "swap a and b, or transpose c."
+            f"sylvester(a, b, c) of {a.shape}, {b.shape}, {c.shape}: swap a and b, or transpose c [m, n]."
         )
     dtype = jnp.result_type(a, b, c)
     wide = at_least_float32(dtype)

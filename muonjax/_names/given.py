@@ -39,22 +39,19 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
     # An optimizer and Haiku's `Transformed` are tuples.
     if has_no_arrays or (makes_others and (is_leaf or isinstance(params, tuple))):
         raise TypeError(
-            f"{call}(params) got {kind}, which holds no parameters; give a tree of arrays, such as "
-            "model.init(key, x)['params'] or nnx.state(model, nnx.Param)."
+            f"{call}(params) got {kind}, which holds no parameters; give arrays: model.init(key, x)['params']."
         )
     for path, leaf in flatten_paths(params).items():
         is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
         if callable(leaf) or not (is_number or is_masked(leaf)):
             raise TypeError(
-                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}. Give the arrays alone; for Equinox that is "
-                "eqx.filter(model, eqx.is_inexact_array)."
+                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}: eqx.filter(model, eqx.is_inexact_array)."
             )
     if warn and isinstance(params, Mapping) and "params" in params:
         beside = [str(name) for name in params if name in _COLLECTIONS]
         if beside:
             warn_user(
-                f"{call}(params) got {', '.join(beside)} next to 'params': an optimizer would train these too. "
-                "Give variables['params'] alone."
+                f"{call}(params) got {', '.join(beside)} next to 'params': give variables['params'] alone."
             )
 
 
@@ -70,8 +67,7 @@ def apply_rules(
     others = [rule for rule in rules if not is_rule(rule)] if isinstance(rules, Sequence) else [rules]
     if others:
         raise TypeError(
-            f"dimension_numbers(rules=...) has {others[0]!r}; give pairs of a regular expression and "
-            "MuonDimensionNumbers, FusedDimensionNumbers or None."
+            f"dimension_numbers(rules=...) has {others[0]!r}; give pairs of an expression and numbers or None."
         )
     named = {"/".join(path): (path, leaf) for path, leaf in zip(paths, leaves, strict=True)}
     ruled: dict[tuple[str, ...], DimensionNumbers | None] = {}
@@ -80,8 +76,7 @@ def apply_rules(
         if not matched:
             shown = ", ".join(list(named)[:3])
             raise ValueError(
-                f"dimension_numbers(rules=...): {pattern!r} matches no leaf; paths look like {shown}, … "
-                "Correct the expression or drop the rule."
+                f"dimension_numbers(rules=...): {pattern!r} matches no leaf; paths look like {shown}, …"
             )
         for name in matched:
             path, leaf = named[name]
@@ -89,12 +84,6 @@ def apply_rules(
                 matrix_pieces({name: numbers}, {name: leaf}, call="dimension_numbers(rules=...)")
                 ruled[path] = numbers
     return ruled
-
-
-def tables(params: Any) -> set[str]:
-    """Paths of the parameters of modules whose type is called Embedding or Embed, as Equinox calls them."""
-    found = _inside(params, lambda node: type(node).__name__ in ("Embedding", "Embed"))
-    return {"/".join(path) for path, _ in found}
 
 
 def refuse_named_axes(params: Any) -> None:
@@ -107,14 +96,18 @@ def refuse_named_axes(params: Any) -> None:
         raise TypeError(f"{'/'.join(found[0])!r} has axes with names, which nothing reads here. {INSPECT}")
 
 
-def unlike_their_names(params: Any) -> set[str]:
-    """Paths of the parameters of layers whose settings say what names can't: groups, the letters of an einsum."""
+def types_of_modules(params: Any) -> dict[str, str]:
+    """What modules say that names can't, by the path of a parameter: "table" by their type, as Equinox calls it, and
+    "special" by their settings, groups or the letters of an einsum."""
 
-    def has_settings(node: Any) -> bool:
+    def kind(node: Any) -> str:
         groups = getattr(node, "feature_group_count", getattr(node, "groups", 1))  # Flax's and Equinox's
-        return (isinstance(groups, int) and groups > 1) or isinstance(getattr(node, "einsum_str", None), str)
+        special = (isinstance(groups, int) and groups > 1) or isinstance(
+            getattr(node, "einsum_str", None), str
+        )
+        return "table" if type(node).__name__ in ("Embedding", "Embed") else "special" * special
 
-    return {"/".join(path) for path, _ in _inside(params, has_settings)}
+    return {"/".join(path): kind(node) for path, node in _inside(params, lambda node: bool(kind(node)))}
 
 
 def _inside(params: Any, is_node: Callable[[Any], bool]) -> Iterator[tuple[tuple[str, ...], Any]]:

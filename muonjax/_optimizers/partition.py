@@ -117,10 +117,7 @@ def _route(
         # Here and not in the chain only: momentum would turn an integer leaf into a float one.
         matrix_pieces(numbers, tree, call=call)
     elif warn and flat:
-        warn_user(
-            f"{call}: none of the parameters is a matrix for Muon, so all of them train with the other optimizer; "
-            "muonjax.tabulate(params) says why."
-        )
+        warn_user(f"{call}: none of the parameters is a matrix for Muon; muonjax.tabulate(params) says why.")
     trained = map(_is_trainable, jax.tree.leaves(params))
     labels = treedef.unflatten(
         "muon" if n is not None else "adam" if floating else "fixed"
@@ -148,8 +145,7 @@ def _with_gradients(updates: Any, params: Any, call: str) -> Any:
             continue
         if jnp.shape(gradient) != jnp.shape(given[path]):
             raise ValueError(
-                f"{call}: the gradient of {path!r} has shape {jnp.shape(gradient)}, the parameter "
-                f"{jnp.shape(given[path])}."
+                f"{call}: the gradient of {path!r} has shape {gradient.shape}, the parameter {given[path].shape}."
             )
     return params
 
@@ -166,15 +162,11 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
     paths = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree.leaves_with_path(expected)]
     found = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
     if found != [shape for _, shape in paths]:
-        differing = (
-            f"{p} {list(want)} is {list(got)}"
-            for (p, want), got in zip(paths, found, strict=False)
-            if want != got
-        )
+        pairs = zip(paths, found, strict=False)
+        differing = [f"{p} {list(want)} is {list(got)}" for (p, want), got in pairs if want != got]
         raise ValueError(
-            f"{call}: this state was made for other parameters, another routing or another `adam`: it has {len(found)} "
-            f"arrays and not {len(paths)}, or of other shapes ({next(differing, 'the first ones agree')}). Give the "
-            "settings that it was made with, or start anew with init."
+            f"{call}: this state was made for other parameters, another routing or another `adam` "
+            f"({[*differing, f'{len(found)} arrays'][0]}); restore it under its settings, or start anew with init."
         )
 
 
