@@ -25,6 +25,7 @@ from muonjax._inspect.program import Program
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.state import offload
 from muonjax._optimizers.muon import MuonSettings, muon
+from muonjax._optimizers.partition import check_program
 
 
 class AdamWSettings(TypedDict, total=False):
@@ -86,6 +87,7 @@ def muonclip(
     """
     if dimension_numbers is None and isinstance(program, Program):
         dimension_numbers = program
+    check_program("muonclip", "dimension_numbers", dimension_numbers)
     with errors_of("muonclip"):
         optimizer = muon(learning_rate, dimension_numbers, **settings)
     clip = clip_logits("muonclip", threshold, program, every_k, axis_name)
