@@ -68,6 +68,7 @@ def hadamard_linear(
     """
     factors = (w1a, w1b, w2a, w2b)
     _check(x, w, factors)
+    check_range("hadamard_linear", "scale", scale, "finite", "; alpha / r is usual.")
     # The product has the precision of x and w: a layer in half precision may hold its factors in float32.
     dtype, result = common_dtype(x, w), common_dtype(x, w, *factors)
 

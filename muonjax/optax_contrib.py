@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
@@ -25,6 +26,7 @@ from muonjax._common.arguments import (
     check_rates,
     errors_of,
     given_dtype,
+    shown,
 )
 from muonjax._common.linalg import (
     MatrixProduct,
@@ -39,7 +41,7 @@ from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._newton_schulz.coefficients import JORDAN, YOU
 from muonjax._newton_schulz.iteration import power_of_two_scale
-from muonjax._optimizers.partition import partition_by_route
+from muonjax._optimizers.partition import check_program, partition_by_route
 from muonjax._transforms.orthogonalize import map_matrices
 from muonjax._transforms.update_size import match_rms
 
@@ -109,6 +111,7 @@ def muon(
     check_range(call, "adam_b1", adam_b1, "in [0, 1)", ".")
     check_range(call, "adam_b2", adam_b2, "in [0, 1)", ".")
     check_mask(call, "weight_decay_mask", weight_decay_mask)
+    check_program(call, "muon_weight_dimension_numbers", muon_weight_dimension_numbers)
     if consistent_rms is not None:
         check_range(call, "consistent_rms", consistent_rms, "positive and finite", "; 0.2 is usual.")
     if isinstance(ns_coeffs, str):
@@ -184,21 +187,21 @@ def scale_by_muon(
     check_choice(call, "preconditioning", preconditioning, get_args(_Preconditioning))
     check_distribution(distribution, call=call)
 
+    shape = np.shape(ns_coeffs)
+    if len(shape) not in (1, 2) or shape[-1] != 3:
+        raise ValueError(f"{call}(ns_coeffs={shown(ns_coeffs)}) must have shape (3,) or (n, 3), not {shape}.")
+    check_range(
+        call, "ns_steps", ns_steps, "positive and finite", "; without a step nothing is orthogonalized."
+    )
+
     def init(params: optax.Params) -> MuonState:
-        coefficients = jnp.asarray(ns_coeffs)
-        if coefficients.ndim not in (1, 2) or coefficients.shape[-1] != 3:
+        if len(shape) == 2 and shape[0] > ns_steps:
             raise ValueError(
-                f"{call}(ns_coeffs) of shape {coefficients.shape} must have shape (3,) or (n, 3)."
-            )
-        if coefficients.ndim == 1:
-            check_range(call, "ns_steps", ns_steps, "positive", "; without a step nothing is orthogonalized.")
-        elif len(coefficients) > ns_steps:
-            raise ValueError(
-                f"scale_by_muon(ns_steps={ns_steps}) is less than the {len(coefficients)} rows of ns_coeffs; give "
+                f"scale_by_muon(ns_steps={ns_steps}) is less than the {shape[0]} rows of ns_coeffs; give "
                 f"as many steps, and Optax takes each row once."
             )
         mu: Any = optax.tree.zeros_like(params, dtype=mu_dtype)
-        return MuonState(jnp.zeros([], jnp.int32), mu, coefficients)
+        return MuonState(jnp.zeros([], jnp.int32), mu, jnp.asarray(ns_coeffs))
 
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params

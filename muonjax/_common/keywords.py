@@ -34,7 +34,7 @@ _OTHERS = {
     "tau": "threshold",
     "dimension_numbers": "program, the second argument",
     "muon_weight_dimension_numbers": "program, the second argument; with sites by hand, dimension_numbers",
-    "rules": "the second argument, a function: lambda params: muonjax.dimension_numbers(params, rules=...)",
+    "rules": "program, or dimension_numbers of muonclip: lambda params: muonjax.dimension_numbers(params, rules=...)",
     "sites": "the second argument of muonclip and adamclip",
 }
 

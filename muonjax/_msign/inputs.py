@@ -21,16 +21,18 @@ CONVERGED: Coefficients = polar_express(11, lower=1e-5)
 value at 1e-3 / sqrt(m) of its Frobenius norm or above: inside for every m up to 10,000."""
 
 
-def matrices(call: str, x: Any) -> Float[Array, "*batch m n"]:
+def matrices(call: str, x: Any, name: str = "x") -> Float[Array, "*batch m n"]:
     """`x` as an array, if it is a stack of real floating-point matrices."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
-            f"{call}(x) needs a real floating-point matrix, got dtype {x.dtype}; cast it, or take the real form "
+            f"{call}({name}) needs a real floating-point matrix, got dtype {x.dtype}; cast it, or take the real form "
             "[[re, -im], [im, re]] of a complex one."
         )
     if x.ndim < 2:
-        raise ValueError(f"{call}(x) needs a matrix [*batch, m, n], got shape {x.shape}; reshape it first.")
+        raise ValueError(
+            f"{call}({name}) needs a matrix [*batch, m, n], got shape {x.shape}; reshape it first."
+        )
     return x
 
 

@@ -139,7 +139,7 @@ def sylvester(
     Source: J. Su, "The derivative of msign", 2025, kexue.fm/archives/11025; Y. Song, N. Sebe, W. Wang, "Fast
     Differentiable Matrix Square Root", 2022.
     """
-    a, b, c = (matrices("sylvester", v) for v in (a, b, c))
+    a, b, c = (matrices("sylvester", v, name) for v, name in zip((a, b, c), "abc", strict=True))
     m, n = c.shape[-2:]
     if a.shape[-2:] != (m, m) or b.shape[-2:] != (n, n):
         raise ValueError(

@@ -14,7 +14,7 @@ from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._mesh.state import offload
 from muonjax._names.dimension_numbers import decays
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
-from muonjax._optimizers.partition import partition_by_route
+from muonjax._optimizers.partition import check_program, partition_by_route
 from muonjax._transforms.momentum import momentum_dtype, trace
 from muonjax._transforms.orthogonalize import orthogonalize
 from muonjax._transforms.update_size import match_rms, normalize_neurons
@@ -88,6 +88,7 @@ def _orthogonalized(
     momentum_dtype(call, "mu_dtype", mu_dtype)
     check_distribution(distribution, call=call)
     settings_of(newton_schulz, call)
+    check_program(call, "program", program)
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(

@@ -3,6 +3,7 @@
 from typing import Any, TypedDict, Unpack
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from muonjax._clip.qk_clip import clip_logits, qk_clip
@@ -14,6 +15,7 @@ from muonjax._common.arguments import (
     check_range,
     check_rates,
     errors_of,
+    given_dtype,
     other_state,
     refuse_positional,
     require_params,
@@ -23,6 +25,7 @@ from muonjax._inspect.program import Program
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.state import offload
 from muonjax._optimizers.muon import MuonSettings, muon
+from muonjax._optimizers.partition import check_program
 
 
 class AdamWSettings(TypedDict, total=False):
@@ -84,6 +87,7 @@ def muonclip(
     """
     if dimension_numbers is None and isinstance(program, Program):
         dimension_numbers = program
+    check_program("muonclip", "dimension_numbers", dimension_numbers)
     with errors_of("muonclip"):
         optimizer = muon(learning_rate, dimension_numbers, **settings)
     clip = clip_logits("muonclip", threshold, program, every_k, axis_name)
@@ -130,6 +134,8 @@ def adamclip(
 def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, **numbers: Any) -> None:
     check_mask("adamclip", "mask", mask)
     check_flag("adamclip", "nesterov", nesterov)
+    if mu_dtype is not None:
+        given_dtype("adamclip", "mu_dtype", mu_dtype, (jnp.floating,), "a float type, such as jnp.bfloat16")
     for name in numbers.keys() & {"b1", "b2"}:
         check_range("adamclip", name, numbers.pop(name), "in [0, 1)", ".")
     check_rates("adamclip", **numbers)

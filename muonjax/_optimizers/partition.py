@@ -37,7 +37,6 @@ def partition_by_route(
       matrices: Makes the transformation of the matrices from their dimension numbers.
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
-    _check_program(call, dimension_numbers)
     check_transformation(f"{call}(adam", adam)
     adam = offload(adam)
     last: Any = None, None  # the last tree, as `_kinds` tells it, and its partition
@@ -80,16 +79,14 @@ def _kinds(*trees: Any) -> list[Any]:
     return [(jax.tree.structure(tree), [*map(kind, jax.tree.leaves(tree))]) for tree in trees]
 
 
-def _check_program(call: str, given: Any) -> None:
+def check_program(call: str, argument: str, given: Any) -> None:
     """Raise for a setting without its name, or parameters, in place of a program or a tree."""
     for leaf in jax.tree.leaves(given, is_leaf=lambda x: hasattr(x, "reduction_axis")):
         if not (hasattr(leaf, "reduction_axis") or hasattr(leaf, "dimension_numbers") or callable(leaf)):
-            injected = (
-                " optax.inject_hyperparams takes a function for a schedule: give it static_args='program'."
-            )
+            injected = f" optax.inject_hyperparams takes a function for a schedule: give it static_args={argument!r}."
             raise TypeError(
-                f"{call}(program={reprlib.repr(given)}) must be what muonjax.inspect(loss_fn, params, batch) returns, "
-                f"or dimension numbers. Settings go by name.{injected if isinstance(given, jax.Array) else ''}"
+                f"{call}({argument}={reprlib.repr(given)}) must be what muonjax.inspect(loss_fn, params, batch) "
+                f"returns, or dimension numbers. Settings go by name.{injected if isinstance(given, jax.Array) else ''}"
             )
 
 

@@ -475,6 +475,8 @@ def test_bad_settings_of_adamw():
         muonjax.adamclip(1e-3, SITE, b1=1.0)
     with pytest.raises(TypeError, match=r"^adamclip\(mask='yes'\) must be a tree of booleans"):
         muonjax.adamclip(1e-3, SITE, mask="yes")
+    with pytest.raises(TypeError, match=r"^adamclip\(mu_dtype=.*int8.*must be a float type"):
+        muonjax.adamclip(1e-3, SITE, mu_dtype=jnp.int8)  # Optax would round the momentum to whole numbers
 
 
 def test_bad_settings_of_muon_are_muonclip_s():

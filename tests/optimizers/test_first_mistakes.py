@@ -13,6 +13,7 @@ import pytest
 from flax.serialization import from_state_dict, to_state_dict
 
 import muonjax
+import muonjax.optax_contrib
 from tests.tools.oracles import SHORT
 
 PARAMS = {"dense": {"kernel": jnp.ones((8, 16)), "bias": jnp.zeros(16)}}
@@ -34,7 +35,7 @@ MUON = functools.partial(muonjax.muon, 1e-2)
     (lambda: MUON(consistent_rms=1), "it is rms"),
     (lambda: MUON(muon_weight_dimension_numbers=1), "it is program, the second argument"),
     (lambda: MUON(dimension_numbers=1), "it is program, the second argument"),
-    (lambda: MUON(rules=1), "it is the second argument, a function: lambda params: muonjax."),
+    (lambda: MUON(rules=1), "it is program, or dimension_numbers of muonclip: lambda params: muonjax."),
     (lambda: MUON(sites=1), "it is the second argument of muonclip"),
     (lambda: MUON(weight_decy=1), "Did you mean weight_decay"),
     (lambda: MUON(zzz=1), "Its arguments are learning_rate, program, weight_decay, "),
@@ -57,6 +58,9 @@ MUON = functools.partial(muonjax.muon, 1e-2)
       for first in (muonjax.muon(1e-3), lambda params: params, READ)),
     (lambda: muonjax.tabulate(READ, {"w": jnp.ones((4, 4))}), "what inspect returned...tabulate(params, program)"),
     (lambda: muonjax.muonclip(1e-3, {"a": jnp.ones((8, 8))}), "muonclip(program={'a': ... must be what muonjax."),
+    (lambda: muonjax.muonclip(1e-3, muonjax.mha_site(), dimension_numbers=1), "muonclip(dimension_numbers=1) must be"),
+    (lambda: muonjax.optax_contrib.muon(1.0, muon_weight_dimension_numbers=1), "muon_weight_dimension_numbers=1) must"),
+    (lambda: muonjax.sylvester(jnp.eye(2), jnp.eye(2, dtype=int), jnp.eye(2)), "sylvester(b) needs a real floating"),
     (lambda: muonjax.muonclip(1e-3, lambda params, x: x),
      "program=<function ... must be what muonjax.inspect(loss_fn, params, batch)"),
     (lambda: MUON().init({"dense": {"kernel": jnp.ones((8, 8))}, "path": pathlib.Path("x")}),
