@@ -45,8 +45,9 @@ NEEDED = {
     "params": {"attention": {name: {"kernel": WEIGHT} for name in ("query", "key")}},
     "query": jnp.ones((1, 3, 2, 4)), "key": jnp.ones((1, 3, 2, 4)), "lse": jnp.ones((1, 3, 2)),
     "w": jnp.eye(4), "w1a": jnp.eye(4), "w1b": jnp.eye(4), "w2a": jnp.eye(4), "w2b": jnp.eye(4),
-    "a": jnp.eye(4), "b": jnp.eye(4), "c": jnp.eye(4), "rules": (), "state": (),
+    "a": jnp.eye(4), "b": jnp.eye(4), "c": jnp.eye(4), "state": (),
     "max_logits": {"attention": jnp.ones(2)}, "sites": muonjax.mha_site(), "site": muonjax.mha_site(),
+    "rules": muonjax.SignalRule(muonjax.mha_site(), 10.0),
 }  # fmt: skip
 
 
@@ -55,6 +56,7 @@ ALLOWED = {
     "*.precision": ({*NONSENSE}, "JAX refuses it, in the words of jax.lax.Precision"),
     "*features": ({*NONSENSE}, "an argument of Flax's own layer"),
     "*mask": ({"True"}, "a prefix of the tree of parameters: all of them"),
+    "*clip.every_k": ({"None"}, "1, of which optax.inject_hyperparams makes no array"),
     "*.scan_axis": ({"-1"}, "it counts from the end"),
     "value_and_grad.argnums": ({"-1"}, "it counts from the end"),
     "max_logits.scale": ({"-1"}, "a factor of any sign"),
@@ -120,6 +122,8 @@ def failures(name: str, function: Any, parameter: inspect.Parameter) -> Iterator
         for p in parameters(function)
         if p.name == "adam_learning_rate" or (p.default is p.empty and p.name in NEEDED)
     }
+    if name.endswith("clip"):  # says first that it needs to know where attention is
+        given |= {p.name: NEEDED["sites"] for p in parameters(function) if p.name in ("program", "sites")}
     kinds = kinds_of(function, parameter)
     for label, value in NONSENSE.items() if kinds else ():
         if not is_meant(label, kinds):
