@@ -6,6 +6,7 @@ from tests.mutations.breaks import ROOT
 
 # Beside the tests that are named as a file, and the folder of its room. The longest path that fits counts.
 USED_BY = {
+    "muonjax/__init__": "optimizers/test_first_mistakes.py",
     "muonjax/__main__": "test_device_check.py",
     "muonjax/_clip/": "reliability/test_adversarial_attention.py inspect/test_value_and_grad.py",
     "muonjax/_clip/transform": "clip/test_qk_clip.py optimizers/test_first_mistakes.py",

@@ -95,7 +95,7 @@ def test_help_describes_every_argument():
 @pytest.mark.parametrize(("name", "meant"), [
     ("MuonClip", ". Did you mean muonclip?"), ("muon_clip", ". Did you mean muonclip?"),
     ("Muon", ". Did you mean muon?"), ("value_and_gradient", ". Did you mean value_and_grad?"), ("clip_qk", ""),
-    ("__versoin__", ""),
+    ("_optimisers", ""),
 ])  # fmt: skip
 def test_names_that_are_nearly_right(name, meant):
     with pytest.raises(AttributeError, match=rf"no attribute '{name}'{re.escape(meant)}$"):

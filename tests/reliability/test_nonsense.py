@@ -73,6 +73,7 @@ ALLOWED = {
     "*.precision": ({*NONSENSE}, "JAX refuses it, in the words of jax.lax.Precision"),
     "*features": ({*NONSENSE}, "an argument of Flax's own layer"),
     "*mask": ({"True"}, "a prefix of the tree of parameters: all of them"),
+    "*clip.every_k": ({"None"}, "1, of which optax.inject_hyperparams makes no array"),
     "*.scan_axis": ({"-1"}, "it counts from the end"),
     "value_and_grad.argnums": ({"-1"}, "it counts from the end"),
     "*kernel_size": ({*NONSENSE}, "an argument of Flax's own layer"),
