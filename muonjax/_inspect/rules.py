@@ -102,7 +102,7 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "lt": operator.lt,
     "add": operator.add,
     "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
-    **dict.fromkeys(["broadcast_in_dim", "convert_element_type", "reshape", "squeeze"], lambda x: x),
+    **dict.fromkeys(["broadcast_in_dim", "convert_element_type", "reshape"], lambda x: x),
 }
 
 
@@ -132,7 +132,6 @@ def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     return x.repeated(old, [k if n == shape[k] else None for k, n in enumerate(beside)], shape)
 
 
-@rule("neg")
 def _negative(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     return [v._replace(logits=scaled_logits(i, node, v, Value())) for v in values]
 

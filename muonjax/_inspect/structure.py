@@ -36,17 +36,12 @@ def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     return [values[0].repeated(old, sources, new)]
 
 
-@rule("transpose squeeze reshape rev tile slice split unstack pad scan_stack")
+@rule("transpose reshape rev slice scan_stack")
 def _moved(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    x, *padding = values
     if node.params.get("dimensions") and node.name == "reshape":  # in another order
         return unknown(walk, i, node, values)
-    if padding and any(inside for *_, inside in node.params["padding_config"]):
-        return unknown(walk, i, node, values)
-    if padding and not is_zero(walk, node.inputs[1]):
-        x = x._replace(images=tuple(bent(walk, m, "padded", i, apart=True) for m in x.images))
-    return [x.map(move) for move in _moves(node, old, new)]
+    return [values[0].map(move) for move in _moves(node, old, new)]
 
 
 def _moves(node: Node, old: Sequence[int], new: Sequence[int]) -> list[Move]:
@@ -55,26 +50,13 @@ def _moves(node: Node, old: Sequence[int], new: Sequence[int]) -> list[Move]:
     match node.name:
         case "transpose":
             return [lambda y: y.pick(p["permutation"], new)]
-        case "squeeze":
-            kept = [axis for axis in range(len(old)) if axis not in p["dimensions"]]
-            return [lambda y: y.pick(kept, new)]
         case "reshape":
             return [lambda y: y.reshape(new)]
         case "rev":
             return [lambda y: functools.reduce(Layout.reverse, p["dimensions"], y)]
-        case "tile":
-            return [lambda y: y.tile(p["reps"])]
         case "slice":
             every = zip(p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(old), strict=True)
             return [_cut(dict(enumerate(every)))]
-        case "split":
-            ends = itertools.accumulate(p["sizes"], initial=0)
-            return [_cut({p["axis"]: pair}) for pair in itertools.pairwise(ends)]
-        case "unstack":
-            kept = [axis for axis in range(len(old)) if axis != p["axis"]]
-            return [_cut({p["axis"]: (k, k + 1)}, kept, new) for k in range(old[p["axis"]])]
-        case "pad":
-            return [_pad(p["padding_config"], old, new)]
         case _:  # what a scan collects
             return [lambda y: y.pick([None, *range(len(old))], new)]
 
@@ -92,27 +74,10 @@ def _cut(
     return cut
 
 
-def _pad(config: Sequence[tuple[int, int, int]], old: Sequence[int], new: Sequence[int]) -> Move:
-    def pad(layout: Layout | None) -> Layout | None:
-        for axis, (low, high, _) in enumerate(config):
-            start, stop = max(-low, 0), old[axis] - max(-high, 0)  # less than none cuts
-            layout = None if layout is None or start >= stop else layout.cut(axis, start, stop)
-            if layout is not None and (low > 0 or high > 0):
-                layout = layout.place(axis, max(low, 0), new[axis])
-        return layout
-
-    return pad
-
-
-@rule("concatenate stack")
+@rule("concatenate")
 def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    axis = node.params["dimension" if node.name == "concatenate" else "axis"]
-    sizes = [walk.shape(x)[axis] for x in node.inputs] if node.name == "concatenate" else [1] * len(values)
-    if node.name == "stack":
-        shape = [n if k != axis else 1 for k, n in enumerate(walk.shape(node.outputs[0]))]
-        sources: list[int | None] = list(range(len(shape) - 1))
-        sources.insert(axis, None)
-        values = [v.map(lambda layout: layout.pick(sources, shape)) for v in values]
+    axis = node.params["dimension"]
+    sizes = [walk.shape(x)[axis] for x in node.inputs]
     if len(values) == 1:
         return values
     joined = dependent(values)
