@@ -185,7 +185,7 @@ class Certificate:
             return [self._dot(node)]
         if name in _SEVERAL:
             return [self._of_several(node)]
-        if len(touched) > 1 or node.inputs.index(touched[0]) != (name == "conv_general_dilated"):
+        if len(touched) > 1 or node.inputs[0] != touched[0]:
             raise _Unproved
         old, new = walk.shape(touched[0]), walk.shape(node.outputs[0])
         return self._moved(node, tables[0], old, new, [first + axis for axis in range(len(old))])

@@ -231,11 +231,9 @@ class Graph:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _call(self, eqn: JaxprEqn, body: Body, inner: tuple[Step, ...], inputs: list[int]) -> list[int]:
-        if eqn.primitive.name == "shard_map":
-            inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner)
+        inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner)
         outputs = self._enter(body, inputs, inner)
-        if eqn.primitive.name == "shard_map":
-            outputs = self._resized("unshard", outputs, eqn.outvars, eqn, inner[:-1])
+        outputs = self._resized("unshard", outputs, eqn.outvars, eqn, inner[:-1])
         for x, v in zip(outputs, eqn.outvars, strict=True):
             self.elsewhere.setdefault(x, []).append((inner[:-1], v))
         return outputs
