@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ import numpy as np
 
 from muonjax._inspect.graph import Node
 from muonjax._inspect.report import MASKED, Probe
-from muonjax._inspect.rules import is_zero
 from muonjax._inspect.structure import inside
 from muonjax._inspect.values import PARAMETER
 from muonjax._inspect.walk import Walk
@@ -39,7 +37,7 @@ _SAME = """
     psum_invariant ppermute
 """
 _SAME_FACTORS = frozenset(_SAME.split())
-_OF_SEVERAL = "mul div add sub add_any max complex select_n join concatenate stack"
+_OF_SEVERAL = "mul div add sub add_any max complex select_n join concatenate"
 _SEVERAL = frozenset(_OF_SEVERAL.split())
 
 
@@ -187,7 +185,7 @@ class Certificate:
             return [self._dot(node)]
         if name in _SEVERAL:
             return [self._of_several(node)]
-        if len(touched) > 1 or node.inputs.index(touched[0]) != (name == "conv_general_dilated"):
+        if len(touched) > 1 or node.inputs[0] != touched[0]:
             raise _Unproved
         old, new = walk.shape(touched[0]), walk.shape(node.outputs[0])
         return self._moved(node, tables[0], old, new, [first + axis for axis in range(len(old))])
@@ -203,13 +201,10 @@ class Certificate:
         tables = [self._table(x, rank, MASKED if masks else -np.inf) for x in inputs]
         if node.name in ("mul", "div"):
             return _product(*tables, sign=1 if node.name == "mul" else -1)
-        if node.name not in ("concatenate", "stack"):
+        if node.name != "concatenate":
             return _reduced(np.stack(np.broadcast_arrays(*tables), 1), [1])
-        axis = node.params["axis" if node.name == "stack" else "dimension"]
-        sizes = [1 if node.name == "stack" else walk.shape(x)[axis] for x in inputs]
-        axis += self.first
-        if node.name == "stack":
-            tables = [np.expand_dims(table, axis) for table in tables]
+        axis = node.params["dimension"] + self.first
+        sizes = [walk.shape(x)[node.params["dimension"]] for x in inputs]
         shape = np.broadcast_shapes(*(table.take([0], axis).shape for table in tables))
         shapes = ((*shape[:axis], n, *shape[axis + 1 :]) for n in sizes)
         return np.concatenate(list(map(np.broadcast_to, tables, shapes)), axis)
@@ -264,8 +259,6 @@ class Certificate:
         match node.name:
             case "transpose":
                 table = table.transpose(*lead, *(axes[axis] for axis in p["permutation"]))
-            case "squeeze":
-                table = table.squeeze(tuple(axes[axis] for axis in p["dimensions"]))
             case "reshape" if p["dimensions"] is None:
                 table = self._reshaped(table, old, new)
             case "broadcast_in_dim":
@@ -276,9 +269,6 @@ class Certificate:
                 )
                 for axis, part in enumerate(parts):
                     table = cut(axis, *part)
-            case "split":
-                ends = itertools.pairwise(itertools.accumulate(p["sizes"], initial=0))
-                return [cut(p["axis"], *part) for part in ends]
             case "reduce_sum" | "reduce_max" | "reduce_min":
                 table = _reduced(table, [axes[axis] for axis in p["axes"]])
             case "gather":
@@ -307,10 +297,7 @@ class Certificate:
                 changed = {k for k in range(len(old)) if old[k] != new[k]}
                 if name == "rev":
                     table = np.flip(table, tuple(axes[axis] for axis in p["dimensions"]))
-                if name == "pad":
-                    changed.update(k for k, config in enumerate(p["padding_config"]) if any(config))
-                is_other = name == "pad" and not is_zero(self.walk, node.inputs[1])
-                if is_other or any(table.shape[axes[k]] > 1 for k in changed):
+                if any(table.shape[axes[k]] > 1 for k in changed):
                     raise _Unproved
             case _:
                 raise _Unproved

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,9 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from muonjax._inspect.versions import (
     EXTENSIBLE,
@@ -39,6 +41,50 @@ _COLLECTIVES = {
     "pmin": "reduce_min",
 }
 _ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_lin"}
+
+
+def _without(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    return lax.reshape(x, [n for axis, n in enumerate(x.shape) if axis not in axes])
+
+
+def _split(x: jax.Array, sizes: Sequence[int], axis: int) -> list[jax.Array]:
+    ends = zip(sizes, itertools.accumulate(sizes), strict=True)
+    return [lax.slice_in_dim(x, end - size, end, axis=axis) for size, end in ends]
+
+
+def _tiled(x: jax.Array, reps: Sequence[int]) -> jax.Array:
+    shape = [n for pair in zip(reps, x.shape, strict=True) for n in pair]
+    repeated = lax.broadcast_in_dim(x, shape, range(1, 2 * x.ndim, 2))
+    return lax.reshape(repeated, [n * size for n, size in zip(reps, x.shape, strict=True)])
+
+
+def _padded(x: jax.Array, value: jax.Array, padding_config: Sequence[tuple[int, int, int]]) -> jax.Array:
+    every = zip(x.shape, padding_config, strict=True)
+    if any(inside or n + min(low, 0) + min(high, 0) < 0 for n, (low, high, inside) in every):
+        return lax.pad(x, value, padding_config)  # not followed
+    for axis, (low, high, _) in enumerate(padding_config):
+        x = lax.slice_in_dim(x, max(-low, 0), x.shape[axis] - max(-high, 0), axis=axis)
+        sizes = [[*x.shape[:axis], max(n, 0), *x.shape[axis + 1 :]] for n in (low, high)]
+        before, after = (lax.broadcast_in_dim(value, size, ()) for size in sizes)
+        x = lax.concatenate([y for y in (before, x, after) if y.shape[axis]], axis)
+    return x
+
+
+# Operations as others, so that these alone need rules.
+_REWRITTEN: dict[str, Callable[..., Any]] = {
+    "neg": lambda x: lax.mul(x, np.array(-1).astype(x.dtype)),
+    "pad": _padded,
+    "split": _split,
+    "squeeze": lambda x, dimensions: _without(x, dimensions),
+    "stack": lambda *xs, axis: lax.concatenate([lax.expand_dims(x, (axis,)) for x in xs], axis),
+    "tile": _tiled,
+    "unstack": lambda x, axis: [_without(y, (axis,)) for y in _split(x, [1] * x.shape[axis], axis)],
+}
+
+
+@functools.lru_cache(4096)
+def _rewritten(name: str, arrays: Sequence[Any], params: Sequence[tuple[str, Any]]) -> ClosedJaxpr:
+    return jax.make_jaxpr(functools.partial(_REWRITTEN[name], **dict(params)))(*arrays)
 
 
 class Step(NamedTuple):
@@ -141,8 +187,9 @@ class Graph:
         ]
 
     def _walk(
-        self, jaxpr: Any, consts: Sequence[int], args: Sequence[int], place: tuple[Step, ...]
-    ) -> list[int]:
+        self, jaxpr: Any, consts: Sequence[int], args: Sequence[int], place: tuple[Step, ...],
+        source: JaxprEqn | None = None,
+    ) -> list[int]:  # fmt: skip
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(atom: Any) -> int:
@@ -172,17 +219,21 @@ class Graph:
                 axes := tuple(a for a in eqn.params["axes"] if isinstance(a, int))
             ):
                 outputs = self._each(_COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=axes)
+            elif name in _REWRITTEN and source is None:
+                arrays = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+                other = _rewritten(name, arrays, tuple(eqn.params.items()))
+                outputs = self._walk(other.jaxpr, (), inputs, place, eqn)
+                for x, v in zip(outputs, eqn.outvars, strict=True):
+                    self.elsewhere.setdefault(x, []).append((place, v))
             else:
-                outputs = self._add(name, eqn.params, inputs, eqn.outvars, eqn, place)
+                outputs = self._add(name, eqn.params, inputs, eqn.outvars, source or eqn, place)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _call(self, eqn: JaxprEqn, body: Body, inner: tuple[Step, ...], inputs: list[int]) -> list[int]:
-        if eqn.primitive.name == "shard_map":
-            inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner)
+        inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner)
         outputs = self._enter(body, inputs, inner)
-        if eqn.primitive.name == "shard_map":
-            outputs = self._resized("unshard", outputs, eqn.outvars, eqn, inner[:-1])
+        outputs = self._resized("unshard", outputs, eqn.outvars, eqn, inner[:-1])
         for x, v in zip(outputs, eqn.outvars, strict=True):
             self.elsewhere.setdefault(x, []).append((inner[:-1], v))
         return outputs
@@ -229,10 +280,9 @@ class Graph:
 
     def variables_of(self, value: int) -> dict[tuple[Step, ...], Any]:
         """The variable that a value has in each body where it has one."""
-        found = dict(self.elsewhere.get(value, ()))
-        if value in self.producer:
-            found[self.nodes[self.producer[value]].place] = self.variables[value]
-        return found
+        made = self.producer.get(value)
+        found = {} if made is None else {self.nodes[made].place: self.variables[value]}
+        return found | dict(self.elsewhere.get(value, ()))
 
     def line(self, operation: int) -> str:
         """File and line of the user's code that an operation comes from, or a call of the library's that has it."""
@@ -242,7 +292,7 @@ class Graph:
 
     def is_stack_of_scalars(self, value: int) -> bool:
         made = [self.nodes[self.producer[value]]] if value in self.producer else []
-        inputs = [x for node in made if node.name in ("concatenate", "stack") for x in node.inputs]
+        inputs = [x for node in made if node.name == "concatenate" for x in node.inputs]
         singles = [self.nodes[self.producer[x]].inputs for x in inputs if x in self.producer]
         return 0 < len(inputs) == len(singles) and all(xs and self.shape(xs[0]) == () for xs in singles)
 

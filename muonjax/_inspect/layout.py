@@ -90,14 +90,6 @@ class Layout(NamedTuple):
         axes = (other(n) if s is None else self.axes[s] for s, n in zip(sources, shape, strict=True))
         return self._replace(axes=tuple(axes))
 
-    def tile(self, counts: Sequence[int]) -> Layout:
-        """All of it several times, one after the other, along each axis."""
-        axes = []
-        for n, atoms in zip(counts, self.axes, strict=True):
-            is_placed = n > 1 and atoms and atoms[0].axis == PLACED
-            axes.append(other(n * length(atoms)) if is_placed else joined((*other(n), *atoms)))
-        return self._replace(axes=tuple(axes))
-
     def place(self, axis: int, start: int, size: int) -> Layout:
         """From `start` on in a longer axis of `size`, whose other entries come from elsewhere."""
         return self._with(axis, (Atom(PLACED, 0, 1, start, size), *self.axes[axis]))

@@ -102,7 +102,7 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "lt": operator.lt,
     "add": operator.add,
     "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
-    **dict.fromkeys(["broadcast_in_dim", "convert_element_type", "reshape", "squeeze"], lambda x: x),
+    **dict.fromkeys(["broadcast_in_dim", "convert_element_type", "reshape"], lambda x: x),
 }
 
 
@@ -132,11 +132,6 @@ def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
     return x.repeated(old, [k if n == shape[k] else None for k, n in enumerate(beside)], shape)
 
 
-@rule("neg")
-def _negative(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    return [v._replace(logits=scaled_logits(i, node, v, Value())) for v in values]
-
-
 @rule(_ENTRYWISE)
 def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     name, whole, operands = node.name, dependent(values), node.inputs
@@ -145,7 +140,8 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     elif name in _SUMS:  # Python's sum begins with 0
         values = [v for v, x in zip(values, operands, strict=True) if not is_zero(walk, x)]
         if len(values) == 1:
-            return values if name != "sub" else _negative(walk, i, node, values)
+            (v,) = values
+            return [v._replace(logits=scaled_logits(i, node, v, Value())) if name == "sub" else v]
     if name in _CHOICES and (parts := _parts(values)):
         for term in parts:
             walk.record(i, f"unknown: {name}", term)

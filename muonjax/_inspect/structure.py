@@ -12,7 +12,7 @@ import numpy as np
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import PLACED, Layout
 from muonjax._inspect.rules import bent, is_zero, latest, rule, unknown
-from muonjax._inspect.values import DATA, Move, Value, concatenated, dependent, moved
+from muonjax._inspect.values import DATA, Value, concatenated, dependent, moved
 from muonjax._inspect.walk import Walk
 
 
@@ -36,83 +36,33 @@ def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     return [values[0].repeated(old, sources, new)]
 
 
-@rule("transpose squeeze reshape rev tile slice split unstack pad scan_stack")
+@rule("transpose reshape rev slice scan_stack")
 def _moved(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    x, *padding = values
-    if node.params.get("dimensions") and node.name == "reshape":  # in another order
+    p, old, new = node.params, walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    if node.name == "reshape" and p["dimensions"]:  # in another order
         return unknown(walk, i, node, values)
-    if padding and any(inside for *_, inside in node.params["padding_config"]):
-        return unknown(walk, i, node, values)
-    if padding and not is_zero(walk, node.inputs[1]):
-        x = x._replace(images=tuple(bent(walk, m, "padded", i, apart=True) for m in x.images))
-    return [x.map(move) for move in _moves(node, old, new)]
+
+    def move(y: Layout) -> Layout | None:
+        match node.name:
+            case "transpose":
+                return y.pick(p["permutation"], new)
+            case "reshape":
+                return y.reshape(new)
+            case "rev":
+                return functools.reduce(Layout.reverse, p["dimensions"], y)
+            case "slice":
+                strides = p["strides"] or [1] * len(old)
+                every = zip(p["start_indices"], p["limit_indices"], strides, strict=True)
+                return functools.reduce(lambda y, part: y and y.cut(part[0], *part[1]), enumerate(every), y)
+        return y.pick([None, *range(len(old))], new)  # what a scan collects
+
+    return [values[0].map(move)]
 
 
-def _moves(node: Node, old: Sequence[int], new: Sequence[int]) -> list[Move]:
-    """Where entries go, for each result; `old` and `new` are the shapes of the operand and of the first result."""
-    p = node.params
-    match node.name:
-        case "transpose":
-            return [lambda y: y.pick(p["permutation"], new)]
-        case "squeeze":
-            kept = [axis for axis in range(len(old)) if axis not in p["dimensions"]]
-            return [lambda y: y.pick(kept, new)]
-        case "reshape":
-            return [lambda y: y.reshape(new)]
-        case "rev":
-            return [lambda y: functools.reduce(Layout.reverse, p["dimensions"], y)]
-        case "tile":
-            return [lambda y: y.tile(p["reps"])]
-        case "slice":
-            every = zip(p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(old), strict=True)
-            return [_cut(dict(enumerate(every)))]
-        case "split":
-            ends = itertools.accumulate(p["sizes"], initial=0)
-            return [_cut({p["axis"]: pair}) for pair in itertools.pairwise(ends)]
-        case "unstack":
-            kept = [axis for axis in range(len(old)) if axis != p["axis"]]
-            return [_cut({p["axis"]: (k, k + 1)}, kept, new) for k in range(old[p["axis"]])]
-        case "pad":
-            return [_pad(p["padding_config"], old, new)]
-        case _:  # what a scan collects
-            return [lambda y: y.pick([None, *range(len(old))], new)]
-
-
-def _cut(
-    where: dict[int, Sequence[int]], sources: Sequence[int | None] = (), shape: Sequence[int] = ()
-) -> Move:
-    """Some entries along axes; then axis i is the axis `sources[i]`, if any are given."""
-
-    def cut(layout: Layout | None) -> Layout | None:
-        for axis, part in where.items():
-            layout = None if layout is None else layout.cut(axis, *map(int, part))
-        return layout.pick(sources, shape) if layout is not None and sources else layout
-
-    return cut
-
-
-def _pad(config: Sequence[tuple[int, int, int]], old: Sequence[int], new: Sequence[int]) -> Move:
-    def pad(layout: Layout | None) -> Layout | None:
-        for axis, (low, high, _) in enumerate(config):
-            start, stop = max(-low, 0), old[axis] - max(-high, 0)  # less than none cuts
-            layout = None if layout is None or start >= stop else layout.cut(axis, start, stop)
-            if layout is not None and (low > 0 or high > 0):
-                layout = layout.place(axis, max(low, 0), new[axis])
-        return layout
-
-    return pad
-
-
-@rule("concatenate stack")
+@rule("concatenate")
 def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    axis = node.params["dimension" if node.name == "concatenate" else "axis"]
-    sizes = [walk.shape(x)[axis] for x in node.inputs] if node.name == "concatenate" else [1] * len(values)
-    if node.name == "stack":
-        shape = [n if k != axis else 1 for k, n in enumerate(walk.shape(node.outputs[0]))]
-        sources: list[int | None] = list(range(len(shape) - 1))
-        sources.insert(axis, None)
-        values = [v.map(lambda layout: layout.pick(sources, shape)) for v in values]
+    axis = node.params["dimension"]
+    sizes = [walk.shape(x)[axis] for x in node.inputs]
     if len(values) == 1:
         return values
     joined = dependent(values)
@@ -134,16 +84,6 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
     return [joined._replace(terms=terms, images=images, logits=logits)]
 
 
-def _same_sizes(walk: Walk, old: int, new: int) -> tuple[list[int | None], tuple[int, ...]]:
-    """Axes that stay whole, as sources; and the new shape."""
-    shapes = zip(walk.shape(old), walk.shape(new), strict=True)
-    return [axis if n == m else None for axis, (n, m) in enumerate(shapes)], walk.shape(new)
-
-
-def _atoms(value: Value, axes: Sequence[int]) -> bool:
-    return any(m.layout.atoms(axes) for m in value.images)
-
-
 @rule("gather")
 def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     x, indices = values
@@ -155,7 +95,8 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     if start is not None and walk.shape(node.inputs[1]) == (1,):  # `jnp.take(x, 2, axis)`
         (axis,) = numbers.start_index_map
         sources = [kept[numbers.offset_dims.index(at)] for at in range(len(new))]
-        return [x.map(_cut({axis: inside(start, old[axis], sizes[axis])}, sources, new))]
+        part = x.map(lambda layout: layout.cut(axis, *inside(start, old[axis], sizes[axis])))
+        return [part.map(lambda layout: layout.pick(sources, new))]
     sources: list[int | None] = [None] * len(new)
     for at, axis in zip(numbers.offset_dims, kept, strict=True):
         sources[at] = axis if sizes[axis] == old[axis] else None
@@ -165,7 +106,7 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
         return [x.map(lambda layout: layout.reorder(picked[0], old[picked[0]]).pick(axes, new))]
     if not x.terms:
         walk.record_read(x, picked, indices)
-        if _atoms(x, picked):
+        if any(m.layout.atoms(picked) for m in x.images):
             walk.record_parts(i, x.images)
             return [dependent(values)]
     return [looked_up(walk, i, values, picked, sources, new)]
@@ -218,7 +159,8 @@ def _one_of_several(x: Value, axes: Sequence[int]) -> Value:
 
 @rule("dynamic_slice")
 def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    sources, new = _same_sizes(walk, node.inputs[0], node.outputs[0])
+    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    sources = [axis if n == m else None for axis, (n, m) in enumerate(zip(old, new, strict=True))]
     picked = [axis for axis, source in enumerate(sources) if source is None]
     runs = [axis for axis in picked if new[axis] > 1]  # which of them an index reaches is not followed
     if any(x.layout.atoms(runs) for x in (*values[0].terms, *values[0].images)):

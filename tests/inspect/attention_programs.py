@@ -146,7 +146,7 @@ spelled("a_reversed_bias", "its queries are in another order than the parameter'
         lambda q, k, p, x: (q + p["bias"][::-1], k), bias=(H, S))  # fmt: skip
 spelled("keys_in_part_of_data", "its keys are added to something else: attention_programs.py:",
         lambda q, k, p, x: (q, jnp.where((jnp.arange(T) < 2)[:, None, None], constant((T, H, S)), k)))  # fmt: skip
-spelled("keys_padded_with_ones", "its keys are padded", lambda q, k, p, x: (
+spelled("keys_padded_with_ones", "its keys are put together with something else", lambda q, k, p, x: (
     q, lax.pad(k[:, 1:], 1.0, [(0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)])))  # fmt: skip
 spelled("logits_in_part_learned", "its logits are one of two kinds: attention_programs.py:",
         spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
@@ -472,7 +472,7 @@ def keys_repeated_for_two_queries(p, x):
     return sharing(p, x, lambda y: jnp.repeat(y, 2, 2))
 
 
-@attention(sites=ELSE, **SHARED)
+@attention(sites=IN_TURNS, **SHARED)
 def tiled_keys(p, x):
     return sharing(p, x, lambda y: jnp.tile(y, (1, 1, 2, 1)))
 

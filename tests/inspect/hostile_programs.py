@@ -947,7 +947,7 @@ def a_matrix_shifted_by_padding(p, x):
     return end(p, jax.nn.relu(x @ lax.pad(p["w"], 0.0, ((0, 0, 0), (-2, 2, 0)))) @ p["o"])
 
 
-@program(X, n=((D, D), "in a penalty"), **ONE)
+@program(X, n=((D, D), "by names: pad"), **ONE)
 def padding_that_cuts_all_of_it(p, x):
     nothing = lax.pad(p["n"], 0.0, ((0, 0, 0), (-D - 1, D + 1, 0)))
     return end(p, jax.nn.relu(x @ (p["w"] + nothing)) @ p["o"])

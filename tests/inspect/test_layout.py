@@ -74,7 +74,7 @@ def step(rng, layout, positions, aligned):
     atoms = layout.axes[axis] if layout.axes else ()
     placed, here = any(a.axis == PLACED for a in sum(layout.axes, ())), any(a.axis == PLACED for a in atoms)
     kind = rng.choice(
-        ["transpose", "split", "join", "cut", "place", "pick", "flip"] + ["tile", "loop"] * (not aligned)
+        ["transpose", "split", "join", "cut", "place", "pick", "flip"] + ["loop"] * (not aligned)
     )
     if kind == "transpose":
         order = rng.sample(range(len(shape)), len(shape))
@@ -109,9 +109,6 @@ def step(rng, layout, positions, aligned):
         sources = [*range(axis), None, *range(axis, len(shape))]
         new = (*shape[:axis], n, *shape[axis:])
         return layout.pick(sources, new), np.broadcast_to(np.expand_dims(positions, axis), new)
-    if kind == "tile" and shape:
-        counts = [rng.randint(1, 2) if i == axis else 1 for i in range(len(shape))]
-        return layout.tile(counts), np.tile(positions, counts)
     if kind == "loop" and shape and not placed:
         return layout.loop(axis), positions.take(rng.randrange(shape[axis]), axis)
     return layout, positions
