@@ -38,7 +38,7 @@ from muonjax._common.platform import Policy
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._newton_schulz.coefficients import JORDAN, YOU
-from muonjax._newton_schulz.normalization import power_of_two_scale
+from muonjax._newton_schulz.iteration import power_of_two_scale
 from muonjax._optimizers.partition import partition_by_route
 from muonjax._transforms.orthogonalize import map_matrices
 from muonjax._transforms.update_size import match_rms

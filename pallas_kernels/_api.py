@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels import _blocked, _reference, _sharded
+from pallas_kernels import _blocked, _reference
 from pallas_kernels._platform import platform_of
 from pallas_kernels._reference import Operands
 
@@ -165,7 +165,7 @@ def _run(
     operands: Operands, implementation: str, axis_name: tuple[str, ...], platform: str
 ) -> Inexact[Array, "*batch m m"]:
     if axis_name:
-        return _sharded.symmetric_product(operands, axis_name=axis_name)
+        return _blocked.shared_product(operands, axis_name=axis_name)
     if implementation == "blocked":
         return _blocked.symmetric_product(operands, platform=platform)
     module = importlib.import_module(f"pallas_kernels.{IMPLEMENTATIONS[implementation]}")

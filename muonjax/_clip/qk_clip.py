@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._clip.factors import Part, Target, clip_factor, overlap, parameter_factors, scaled_update
-from muonjax._clip.matching import Modules, as_sites, find_targets
+from muonjax._clip.matching import Modules, as_sites, find_targets, match_statistics
 from muonjax._clip.sites import Site, Sites
-from muonjax._clip.statistics import match_statistics
 from muonjax._clip.transform import clip
 from muonjax._common.arguments import check_range, errors_of
 from muonjax._common.trees import is_masked

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._clip.factors import Target, clip_factor, parameter_factors, scaled_update
-from muonjax._clip.matching import Modules
-from muonjax._clip.statistics import larger, largest_of_devices, match_statistics
+from muonjax._clip.matching import Modules, larger, largest_of_devices, match_statistics
 from muonjax._common.arguments import (
     check_order,
     errors_of,

@@ -17,10 +17,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from muonjax._clip.factors import Scale
-from muonjax._clip.matching import module_of
+from muonjax._clip.matching import larger, module_of
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.sites import Site
-from muonjax._clip.statistics import larger
 from muonjax._common.trees import (
     as_function_of_parameters,
     flatten_paths,

@@ -11,7 +11,7 @@ from jax import lax
 
 from muonjax._common.linalg import MatrixProduct, adjoint, at_least_float32, square_norm
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express
-from muonjax._newton_schulz.normalization import power_of_two_scale
+from muonjax._newton_schulz.iteration import power_of_two_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

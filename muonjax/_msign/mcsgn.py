@@ -13,7 +13,7 @@ from muonjax._common.linalg import MatrixProduct, adjoint, at_least_float32
 from muonjax._msign.inputs import CONVERGED, inner, matrices, normalized, product_of, rows_beside, schedule
 from muonjax._msign.polynomial_gradient import iterate, tangent_by_normalization
 from muonjax._newton_schulz.coefficients import Coefficients
-from muonjax._newton_schulz.normalization import power_of_two_scale
+from muonjax._newton_schulz.iteration import power_of_two_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

@@ -7,26 +7,39 @@ With m <= n and R = X X^H [m, m], a step is a polynomial of all singular values 
 The standard form makes R anew for each step. The Gram form follows R through several steps and multiplies X once at
 their end: cheaper where n > 1.5 m, but rounding makes R slightly indefinite, and polynomials multiply that until R is
 made anew.
+
+Before the first step the singular values are brought into (0, 1], by products that are needed anyway. First X is scaled
+exactly, by a power of two, so that no product of it overflows or underflows; then it is divided by an upper bound of
+its largest singular value.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from muonjax._common.linalg import MatrixProduct, SymmetricProduct, on_diagonal, scaled, sizes, sum_over
+from muonjax._common.linalg import (
+    MatrixProduct,
+    SymmetricProduct,
+    on_diagonal,
+    scaled,
+    sizes,
+    square_norm,
+    sum_over,
+)
 from muonjax._common.platform import Policy
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.deflation import ROUNDING, pre_deflate, shrink_dominant
-from muonjax._newton_schulz.normalization import Normalized, below_one, normalize
-from muonjax._newton_schulz.settings import NewtonSchulz, takes_gram_form
+from muonjax._newton_schulz.settings import NewtonSchulz, Normalization, takes_gram_form
 from pallas_kernels._platform import materialize
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Inexact
+    from jaxtyping import Array, Bool, Float, Inexact
+
 
 # How large the rounding errors of R may grow.
 _TOLERATED = 1e-2
@@ -117,3 +130,111 @@ def gram_restarts(steps: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int
             cuts.append(t)
             grown = error
     return tuple(cuts)
+
+
+def below_one(
+    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
+) -> tuple[Inexact[Array, "*batch m n"], Bool[Array, "*batch 1 1"]]:
+    """x with entries below 1 (a zero matrix with ones), and whether it is not zero.
+
+    A zero matrix becomes the identity, as its result is to be multiplied by zero: derivatives at zero overflow. It is
+    added, because XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
+    """
+    largest = _largest_entry(x, axis_name)
+    nonzero = largest != 0
+    other = jnp.expand_dims(jnp.eye(*x.shape[-2:], dtype=x.dtype), tuple(range(x.ndim - 2)))
+    return jnp.where(nonzero, scaled(x, _scale_of_largest(largest)), x + other), nonzero
+
+
+def power_of_two_scale(
+    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
+) -> Float[Array, "*batch 1 1"]:
+    """The power of two that brings the largest entry of each matrix into [0.5, 1).
+
+    Multiplying by it is exact. Zero (and what counts as zero in every product: subnormal numbers), inf and NaN take
+    the scale of 1. The two largest binades of the dtype end below 4, as what would bring them lower is no normal
+    number. A constant for differentiation: what follows is invariant to positive scaling.
+
+    Args:
+      x: Matrices in float32, float64 or complex.
+      axis_name: Mesh axes over which each matrix is cut.
+    """
+    return _scale_of_largest(_largest_entry(x, axis_name))
+
+
+def _scale_of_largest(largest: Float[Array, "*batch 1 1"]) -> Float[Array, "*batch 1 1"]:
+    """The power of two that brings a matrix's largest entry into [0.5, 1); see `power_of_two_scale`."""
+    info = jnp.finfo(largest.dtype)
+    largest = jnp.where((largest >= info.tiny) & (largest < jnp.inf), largest, jnp.ones_like(largest))
+    bits = jax.lax.bitcast_convert_type(largest, jnp.int32 if info.bits == 32 else jnp.int64)
+    # By bits alone: `ldexp` and `frexp` are a page of code, compiled into everything that reads x.
+    bias = info.maxexp - 1
+    exponent = jnp.maximum(2 * bias - 1 - (bits >> info.nmant), 1)
+    return jax.lax.bitcast_convert_type(exponent << info.nmant, largest.dtype)
+
+
+def _largest_entry(
+    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
+) -> Float[Array, "*batch 1 1"]:
+    """The largest absolute value of each matrix (complex: of real and imaginary parts); a constant to derivatives."""
+    x = jax.lax.stop_gradient(x)
+    # The larger part of a complex entry, because its absolute value can overflow.
+    entries = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if jnp.iscomplexobj(x) else jnp.abs(x)
+    largest = jnp.max(entries, axis=(-2, -1), keepdims=True)
+    return jax.lax.pmax(largest, axis_name) if axis_name else largest
+
+
+class Normalized(NamedTuple):
+    """R = X X^H as `inverse_bound` r, where X is `scale` x.
+
+    Attributes:
+      r2: The square of r, where that is already made.
+    """
+
+    r: Inexact[Array, "*batch m m"]
+    r2: Inexact[Array, "*batch m m"] | None = None
+    inverse_bound: Float[Array, "*batch 1 1"] | float = 1.0
+    scale: Float[Array, "*batch 1 1"] | float = 1.0
+
+
+def normalize(
+    gram: Inexact[Array, "*batch m m"],
+    other_fourth_powers: Float[Array, "*batch 1 1"] | float,
+    normalization: Normalization,
+    product: Callable[[jax.Array], jax.Array],
+) -> Normalized:
+    """The Gram matrix A divided by an upper bound of its largest eigenvalue: its trace or its Schatten norm.
+
+    The Schatten-8 norm of X: with A = f B, f = ||A||_F, no eigenvalue of A is above f ||B^2||_F^(1/2). ||B^2||_F^2 is
+    the sum of the fourth powers of B's eigenvalues. A part of it, of all but the largest, is known and subtracted:
+    `other_fourth_powers` / f^4. What is left is that of the largest at least, and 1/m of the sum.
+
+    Args:
+      other_fourth_powers: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` except the
+        largest.
+    """
+    if normalization == "frobenius":
+        bound = trace_or_one(gram)
+        return Normalized(gram / bound.astype(gram.dtype), scale=jax.lax.rsqrt(bound))
+    # B, for the fourth power of A is no number where A is large or small.
+    frobenius = jnp.sqrt(or_one(square_norm(gram)))
+    gram = gram / frobenius.astype(gram.dtype)
+    gram2 = product(gram)
+    fourth = square_norm(gram2)
+    # After deflation, a matrix of rank one is so small that the fourth power of its norm would not be a number.
+    other_fourth_powers = jnp.where(
+        other_fourth_powers == 0, 0, (jnp.sqrt(jnp.sqrt(or_one(other_fourth_powers))) / frobenius) ** 4
+    )
+    fourth = jnp.maximum(fourth - other_fourth_powers, fourth / gram.shape[-1])
+    bound = jnp.sqrt(jnp.sqrt(or_one(fourth)))
+    return Normalized(gram, gram2, 1 / bound, jax.lax.rsqrt(frobenius * bound))
+
+
+def trace_or_one(gram: jax.Array) -> Float[Array, "*batch 1 1"]:
+    """The trace, which is no smaller than the largest eigenvalue; of a zero matrix 1."""
+    return or_one(jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None])
+
+
+def or_one(number: jax.Array | float) -> jax.Array:
+    """1 instead of 0: for the zero matrix, and before a root, which has no derivative at zero."""
+    return jnp.where(number == 0, 1, number)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from muonjax._common.arguments import check_choice, given_dtype, whole_number
 from muonjax._common.keywords import explains_keywords
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express
-from muonjax._newton_schulz.normalization import Normalization
 from pallas_kernels._api import IMPLEMENTATIONS
 
 Form = Literal["auto", "standard", "gram"]
+Normalization = Literal["schatten", "frobenius"]
 
 _COMPUTE_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
 
