@@ -66,7 +66,7 @@ def test_a_fused_leaf_is_its_parts(cut):
         ((4, 4), np.float32, MuonDimensionNumbers(0, 2), ValueError, "output_axis=2 names axis 2"),
         ((4, 4), np.float32, MuonDimensionNumbers(0, -2), ValueError, "twice"),
         ((4, 4, 4), np.float32, MuonDimensionNumbers((0, 1), (1, 2)), ValueError, "disjoint"),
-        ((4, 4), np.float32, MuonDimensionNumbers((), 1), ValueError, "without an axis"),
+        ((4, 4), np.float32, MuonDimensionNumbers((), 1), ValueError, "needs disjoint axes"),
         ((4, 0), np.float32, MuonDimensionNumbers(), ValueError, "empty dimension"),
         ((4, 4), np.float32, FusedDimensionNumbers(0, 1, parts=3), ValueError, "must divide"),
         ((4, 4, 9), np.float32, FusedDimensionNumbers(0, 1, 3, 2), ValueError, "one of the reduction"),

@@ -66,30 +66,28 @@ class FusedDimensionNumbers(NamedTuple):
 DimensionNumbers: TypeAlias = MuonDimensionNumbers | FusedDimensionNumbers
 
 
-class ExplainedNumbers(MuonDimensionNumbers):
+class _Explained:
+    why: str
+
+    def __repr__(self) -> str:
+        numbers: Any = self
+        return repr(type(numbers).__mro__[2](*numbers))
+
+
+class ExplainedNumbers(_Explained, MuonDimensionNumbers):
     """Dimension numbers with the reason for them, `why`, which `tabulate` prints."""
 
-    why: str
 
-    def __repr__(self) -> str:
-        return repr(MuonDimensionNumbers(*self))
-
-
-class ExplainedFusedNumbers(FusedDimensionNumbers):
+class ExplainedFusedNumbers(_Explained, FusedDimensionNumbers):
     """As `ExplainedNumbers`."""
-
-    why: str
-
-    def __repr__(self) -> str:
-        return repr(FusedDimensionNumbers(*self))
 
 
 def explained(numbers: DimensionNumbers | None, why: str) -> DimensionNumbers | None:
     """The same dimension numbers, and the reason with them; None has no room for it."""
     if numbers is None:
         return None
-    fused = isinstance(numbers, FusedDimensionNumbers)
-    found = ExplainedFusedNumbers(*numbers) if fused else ExplainedNumbers(*numbers)
+    kind: Any = ExplainedFusedNumbers if isinstance(numbers, FusedDimensionNumbers) else ExplainedNumbers
+    found = kind(*numbers)
     found.why = why
     return found
 
@@ -149,37 +147,22 @@ def matrix_pieces(
 
 def _pieces(i: int, leaf: Any, named: str, numbers: DimensionNumbers, call: str) -> list[Piece]:
     """The pieces of the i-th leaf, after all checks."""
-    shape = tuple(leaf.shape)
+    shape, dtype = tuple(leaf.shape), leaf.dtype
     if len(shape) < 2:
-        raise ValueError(
-            f"{call} needs matrices, but {named} has shape {shape}; give it to Adam instead: None in its place in the "
-            "dimension numbers."
-        )
-    if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+        raise ValueError(f"{call} needs matrices, but {named} has shape {shape}; give it to Adam, by None.")
+    if not jax.numpy.issubdtype(dtype, jax.numpy.inexact):
+        raise TypeError(f"{call} needs float or complex leaves, but {named} is {dtype}; see optax.masked.")
+    if jax.numpy.finfo(dtype).bits < 16:
         raise TypeError(
-            f"{call} needs float or complex leaves, but {named} of shape {shape} is {leaf.dtype}; keep integers out of "
-            "the optimizer (optax.masked) or cast them."
-        )
-    if jax.numpy.finfo(leaf.dtype).bits < 16:
-        raise TypeError(
-            f"{call}: {named} is {leaf.dtype}, whose few bits round momentum and most steps away; train master weights "
-            "in float32 and quantize those."
+            f"{call}: {named} is {dtype}, whose few bits round steps away; train float32 weights."
         )
     reduction = _checked_axes(call, named, "reduction_axis", numbers.reduction_axis, shape)
     output = _checked_axes(call, named, "output_axis", numbers.output_axis, shape)
-    if not reduction or not output:
-        raise ValueError(
-            f"{call}: {numbers} leaves one side of the matrix without an axis ({named} has shape {shape})."
+    if not reduction or not output or len({*reduction, *output}) != len(reduction + output) or 0 in shape:
+        why = (
+            "has an empty dimension" if 0 in shape else "needs disjoint axes for rows and columns, none twice"
         )
-    if len(set(reduction + output)) != len(reduction + output):
-        raise ValueError(
-            f"{call}: {numbers} uses an axis of {named} of shape {shape} twice; reduction and output axes must be "
-            "disjoint."
-        )
-    if 0 in shape:
-        raise ValueError(
-            f"{call}: {named} of shape {shape} has an empty dimension, so there is nothing to update."
-        )
+        raise ValueError(f"{call}: {named} of shape {shape} {why}, got {numbers}.")
     if not isinstance(numbers, FusedDimensionNumbers):
         return [Piece(i, view_of(shape, reduction, output))]
     (cut,), parts, repeats = (

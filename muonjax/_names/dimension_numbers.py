@@ -39,9 +39,8 @@ from muonjax._names.given import (
     chances_message,
     check_parameters,
     refuse_named_axes,
-    tables,
+    types_of_modules,
     undecided_message,
-    unlike_their_names,
 )
 from muonjax._names.neighbors import Neighbors, unstack
 from muonjax._names.roles import Parameter
@@ -145,7 +144,7 @@ def routes(
     refuse_named_axes(params)
     paths, leaves, treedef = flatten_with_names(params)
     ruled = {path: (numbers, "rule") for path, numbers in apply_rules(paths, leaves, rules).items()}
-    in_tables = tables(params)
+    types = types_of_modules(params if layers is None else layers)
     found: dict[tuple[str, ...], tuple[DimensionNumbers | None, str]] = {}
     whole: list[Parameter] = []
     for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
@@ -155,7 +154,7 @@ def routes(
         if not jnp.issubdtype(dtype_of(leaf), jnp.inexact):
             found[path] = None, "not a floating-point leaf"
         else:
-            role = roles.EMBEDDING if "/".join(path) in in_tables else role
+            role = roles.EMBEDDING if types.get("/".join(path)) == "table" else role
             whole.append(Parameter(path, role, shape, tuple(range(len(shape))), shape))
     parameters = unstack(whole)
     neighbors = Neighbors(parameters)
@@ -168,9 +167,8 @@ def routes(
     }
     ends, chances = for_adam(parameters, {path: numbers for path, (numbers, _) in answers.items()})
     answers |= {path: (None, why) for path, why in ends.items()}
-    special = unlike_their_names(params if layers is None else layers)
     for path, (numbers, _) in answers.items():
-        if numbers and "/".join(path) in special:
+        if numbers and types.get("/".join(path)) == "special":
             chances[path] = "Muon", "its layer has groups or an einsum of its own"
     chances = {path: said for path, said in chances.items() if path not in ruled}
     if chances and warn:

@@ -91,12 +91,6 @@ def apply_rules(
     return ruled
 
 
-def tables(params: Any) -> set[str]:
-    """Paths of the parameters of modules whose type is called Embedding or Embed, as Equinox calls them."""
-    found = _inside(params, lambda node: type(node).__name__ in ("Embedding", "Embed"))
-    return {"/".join(path) for path, _ in found}
-
-
 def refuse_named_axes(params: Any) -> None:
     """Raise for arrays whose axes have names, as Haliax's and penzai's have: a program reads these better."""
 
@@ -107,14 +101,18 @@ def refuse_named_axes(params: Any) -> None:
         raise TypeError(f"{'/'.join(found[0])!r} has axes with names, which nothing reads here. {INSPECT}")
 
 
-def unlike_their_names(params: Any) -> set[str]:
-    """Paths of the parameters of layers whose settings say what names can't: groups, the letters of an einsum."""
+def types_of_modules(params: Any) -> dict[str, str]:
+    """What modules say that names can't, by the path of a parameter: "table" by their type, as Equinox calls it, and
+    "special" by their settings, groups or the letters of an einsum."""
 
-    def has_settings(node: Any) -> bool:
+    def kind(node: Any) -> str:
         groups = getattr(node, "feature_group_count", getattr(node, "groups", 1))  # Flax's and Equinox's
-        return (isinstance(groups, int) and groups > 1) or isinstance(getattr(node, "einsum_str", None), str)
+        special = (isinstance(groups, int) and groups > 1) or isinstance(
+            getattr(node, "einsum_str", None), str
+        )
+        return "table" if type(node).__name__ in ("Embedding", "Embed") else "special" * special
 
-    return {"/".join(path) for path, _ in _inside(params, has_settings)}
+    return {"/".join(path): kind(node) for path, node in _inside(params, lambda node: bool(kind(node)))}
 
 
 def _inside(params: Any, is_node: Callable[[Any], bool]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.trees import dtype_of, flatten_with_names, is_masked, parameters_of, tree_of
+from muonjax._common.trees import dtype_of, flatten_with_names, is_masked, parameters_of
 from muonjax._matrices.matrix_view import matrix_pieces, resolve_dimension_numbers
 from muonjax._names.dimension_numbers import Route, routes
 from muonjax._names.given import check_parameters
@@ -88,10 +88,8 @@ def _fit(reason: str, room: float) -> str:
 def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.MaskedNode], Any]:
     """Routes by a tree of the caller's own."""
     paths, leaves, treedef = flatten_with_names(params)
-    # Masked leaves too get an entry here, which is then ignored.
-    indices = jax.tree.unflatten(treedef, range(len(leaves)))
-    numbers = resolve_dimension_numbers(
-        lambda _: tree_of(dimension_numbers, params), indices, call="tabulate(params, dimension_numbers)"
+    numbers = iter(
+        resolve_dimension_numbers(dimension_numbers, params, call="tabulate(params, dimension_numbers)")
     )
     reason = getattr(dimension_numbers, "why", None)  # a `Program` knows the line of the code
     by_names = {} if reason else _reasons_for_adam(params)
@@ -101,8 +99,8 @@ def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.Mask
         return Route(path, jnp.shape(leaf), dtype_of(leaf), number, reason(path) if reason else why)
 
     return [
-        leaf if is_masked(leaf) else route("/".join(path), leaf, number)
-        for path, leaf, number in zip(paths, leaves, numbers, strict=True)
+        leaf if is_masked(leaf) else route("/".join(path), leaf, next(numbers))
+        for path, leaf in zip(paths, leaves, strict=True)
     ], treedef
 
 
