@@ -33,10 +33,6 @@ from muonjax._mesh.layout import (
     unit_kind,
 )
 
-# Elements that one device sends to one owner in a round, at most: half of what an index of 32 bits reaches, for rounds
-# are cut between matrices.
-_LARGEST = 2**30
-
 Queues = Mapping[Kind, Sequence[tuple[int, int]]]  # all units of each kind, as (leaf, number)
 
 # (dtype, m, columns on this device, devices that share the columns) -> the seconds of that device for one matrix.
@@ -192,13 +188,11 @@ def _rounds(queues: Queues, counts: Mapping[Kind, np.ndarray], mesh_shape: Mappi
             units += [(layout, *one) for one in itertools.islice(queue, count)]
     rounds = []
     for group, lists in owned.items():
-        largest = max(sum(layout.size for layout, _, _ in units) for units in lists)
-        count = max(1, -(-largest // _LARGEST))
-        for i in range(count):
-            cut = [_runs(units[len(units) * i // count : len(units) * (i + 1) // count]) for units in lists]
-            devices = size_of(mesh_shape, group.exchange)
-            if any(cut):
-                rounds.append(Round(group, [cut[r : r + devices] for r in range(0, len(cut), devices)]))
+        runs, devices = [_runs(units) for units in lists], size_of(mesh_shape, group.exchange)
+        round_ = Round(group, [runs[r : r + devices] for r in range(0, len(runs), devices)])
+        rounds += [round_] if any(runs) else []
+        if round_.size >= 2**31:  # the reach of an index of 32 bits
+            raise ValueError(f"one device would get {round_.size} numbers from another; use more devices.")
     return rounds
 
 

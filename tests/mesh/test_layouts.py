@@ -196,16 +196,6 @@ def test_a_distribution_over_explicit_axes():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("divided", ["owner", thorough("tensor_parallel")])
-def test_an_exchange_in_several_rounds_changes_nothing(divided, monkeypatch):
-    _, whole = on_mesh(make_mesh(fsdp=4, tensor=2), MATRICES, divided=divided)
-    monkeypatch.setattr("muonjax._mesh.assignment._LARGEST", 300)
-    _, parts = on_mesh(make_mesh(fsdp=4, tensor=2), MATRICES, divided=divided)
-    for name in MATRICES:
-        np.testing.assert_array_equal(whole[name], parts[name], err_msg=name)
-
-
-@pytest.mark.thorough
 def test_accelerators_take_their_matrices_in_batches(monkeypatch):
     sizes = []
 
