@@ -85,8 +85,7 @@ def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> tuple[l
             target = _target(site, root, modules)
             if target.signal in targets:
                 raise ValueError(
-                    f"two sites match {root!r} by the signal {site.signal!r}, which would be clipped twice; narrow "
-                    "their paths, or merge their scales."
+                    f"two sites match {root!r} by the signal {site.signal!r}; narrow them, or merge their scales."
                 )
             targets[target.signal] = target._replace(threshold=threshold)
     if not targets:
@@ -163,8 +162,7 @@ def _refuse_adapters(root: str, paths: Sequence[str], modules: Modules) -> None:
     feeding = {leaf for module in projections for leaf in modules.inside.get(module, ())}
     if others := sorted(feeding.difference(paths)):
         raise ValueError(
-            f"{others} feed the queries or keys of {root!r} too, and its site can't scale them. Merge them into the "
-            f"kernels, or take the module out of the sites."
+            f"{others} feed the queries or keys of {root!r} too: merge them, or leave the module out of the sites."
         )
 
 
@@ -197,8 +195,7 @@ def _shape(root: str, path: str, modules: Modules) -> tuple[int, ...]:
     dtype = dtype_of(leaf)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
         raise TypeError(
-            f"{path!r} is {dtype}; only floating-point weights of 16 bits or more can be scaled. Keep and clip master "
-            "weights in float32, and quantize afterwards."
+            f"{path!r} is {dtype}; only master weights can be scaled: clip in float32, and quantize after it."
         )
     return jnp.shape(leaf)
 

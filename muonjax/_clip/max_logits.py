@@ -167,8 +167,7 @@ def max_logits_bound(
     """
     if lse.ndim < 2 or not jnp.issubdtype(lse.dtype, jnp.floating):
         raise ValueError(
-            f"max_logits_bound(lse) needs floating [*batch, T, heads], got {lse.dtype}{list(lse.shape)}; "
-            f"pass the residual of jax.nn.dot_product_attention(..., return_residual=True)."
+            f"max_logits_bound(lse) needs floating [*batch, T, heads], got {lse.dtype}{list(lse.shape)}."
         )
     if dtype is not None:
         dtype = given_dtype("max_logits_bound", "dtype", dtype, (jnp.floating,), "a floating-point dtype")
@@ -217,8 +216,7 @@ def _normal_mask(
     pairs = zip(reversed(mask.shape), reversed(logits), strict=False)
     if mask.ndim > len(logits) or any(m not in (1, n) for m, n in pairs):
         raise ValueError(
-            f"max_logits(mask=...) has shape {list(mask.shape)}, which does not broadcast to [*batch, heads, T, S] = "
-            f"{list(logits)}."
+            f"max_logits: mask {list(mask.shape)} does not broadcast to [*batch, heads, T, S] = {list(logits)}."
         )
     mask = jnp.asarray(lax.stop_gradient(mask)).astype(bool)
     mask = mask.reshape((1,) * (len(logits) - mask.ndim) + mask.shape)

@@ -155,8 +155,7 @@ def _find(modules: Modules, sites: Sequence[Site], threshold: Any) -> tuple[list
             others = scaled.setdefault(part.path, [])
             if any(i != j and overlap(part, other) for j, other in others):
                 raise ValueError(
-                    f"two sites of {target.path!r} scale {part.path!r}, which would be clipped twice; give one site "
-                    f"both, and the larger statistic."
+                    f"two sites of {target.path!r} scale {part.path!r}, which would be clipped twice."
                 )
             others.append((i, part))
     return targets, not_trained
@@ -167,8 +166,7 @@ def _with_powers(target: Target) -> Target:
     powers = OWN_KEYS if target.groups == target.entries else SHARED_KEYS
     if unknown := {part.scale.factor for part in target.parts} - set(powers):
         raise ValueError(
-            f"the site of {target.path!r} has factors {sorted(unknown)}; it knows query, key and rotary. For other "
-            f"signals use signal_clip."
+            f"the site of {target.path!r} has factors {sorted(unknown)}, and not query, key or rotary."
         )
     first = {part.scale.factor: part for part in reversed(target.parts)}  # a kernel, before its bias
     heads = {factor: (part.entries, int(part.inside.sum())) for factor, part in first.items()}

@@ -120,8 +120,7 @@ def signal_clip(
         for target in targets:
             if shared := [p.path for p in target.parts if p.scale.power and p.entries != target.entries]:
                 raise ValueError(
-                    f"several entries of {target.signal!r} share {shared}, which can't take the γ of one of them; give "
-                    f"it power=0."
+                    f"several entries of {target.signal!r} share {shared}, which can't take the γ of one: power=0."
                 )
         return targets, not_trained
 

@@ -126,8 +126,7 @@ def clip(
         paths = flatten_paths(updates)
         if lost := [path for path in scales if path not in paths or is_masked(paths[path])]:
             raise ValueError(
-                f"{call}: the updates have no leaf {lost[0]!r}, so the parameter can't be scaled; if it is frozen, "
-                "take its module out of the sites."
+                f"{call}: the updates have no leaf {lost[0]!r}; if it is frozen, take it out of the sites."
             )
         new = (
             scaled_update(u, modules.leaves[path], scales[path]) if path in scales else u

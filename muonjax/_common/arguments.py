@@ -166,8 +166,7 @@ def refuse_positional(unnamed: tuple[Any, ...]) -> None:
     """Raise on extra positional arguments, which would reach a member of the chain as something else."""
     if unnamed:
         raise TypeError(
-            "update(grads, state, params) takes no fourth positional argument; give what else the optimizer takes "
-            "by its name, as max_logits=."
+            "update(grads, state, params) takes no fourth positional argument; max_logits= goes by name."
         )
 
 

@@ -55,10 +55,7 @@ class Distribution:
                     "of arrays jax.tree.map(lambda x: x.sharding, params)."
                 )
             if unknown := [axis for entry in _mesh_axes(spec) for axis in entry if axis not in names]:
-                raise ValueError(
-                    f"{where} names the axis {unknown[0]!r}, but the mesh has only {names}; correct the spec or "
-                    "the mesh."
-                )
+                raise ValueError(f"{where} names the axis {unknown[0]!r}, but the mesh has only {names}.")
 
     @functools.cached_property
     def _value(self) -> tuple:
@@ -106,8 +103,7 @@ def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
     for spec, (path, leaf) in zip(entries, jax.tree_util.tree_leaves_with_path(tree), strict=True):
         if len(_mesh_axes(spec)) > leaf.ndim:
             raise ValueError(
-                f"{call}: the Distribution's {spec} at {jax.tree_util.keystr(path)} shards more axes than the leaf "
-                f"of shape {leaf.shape} has."
+                f"{call}: {spec} at {jax.tree_util.keystr(path)} shards more axes than the leaf of shape {leaf.shape}."
             )
     return entries
 

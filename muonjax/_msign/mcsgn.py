@@ -143,8 +143,7 @@ def sylvester(
     m, n = c.shape[-2:]
     if a.shape[-2:] != (m, m) or b.shape[-2:] != (n, n):
         raise ValueError(
-            f"sylvester(a, b, c) needs [m, m], [n, n] and [m, n], got {a.shape}, {b.shape} and {c.shape}; "
-            "swap a and b, or transpose c."
+            f"sylvester(a, b, c) of {a.shape}, {b.shape}, {c.shape}: swap a and b, or transpose c [m, n]."
         )
     dtype = jnp.result_type(a, b, c)
     wide = at_least_float32(dtype)

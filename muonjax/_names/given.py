@@ -53,8 +53,7 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
         beside = [str(name) for name in params if name in _COLLECTIONS]
         if beside:
             warn_user(
-                f"{call}(params) got {', '.join(beside)} next to 'params': an optimizer would train these too. "
-                "Give variables['params'] alone."
+                f"{call}(params) got {', '.join(beside)} next to 'params': give variables['params'] alone."
             )
 
 
@@ -70,8 +69,7 @@ def apply_rules(
     others = [rule for rule in rules if not is_rule(rule)] if isinstance(rules, Sequence) else [rules]
     if others:
         raise TypeError(
-            f"dimension_numbers(rules=...) has {others[0]!r}; give pairs of a regular expression and "
-            "MuonDimensionNumbers, FusedDimensionNumbers or None."
+            f"dimension_numbers(rules=...) has {others[0]!r}; give pairs of an expression and numbers or None."
         )
     named = {"/".join(path): (path, leaf) for path, leaf in zip(paths, leaves, strict=True)}
     ruled: dict[tuple[str, ...], DimensionNumbers | None] = {}

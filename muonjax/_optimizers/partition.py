@@ -117,10 +117,7 @@ def _route(
         # Here and not in the chain only: momentum would turn an integer leaf into a float one.
         matrix_pieces(numbers, tree, call=call)
     elif warn and flat:
-        warn_user(
-            f"{call}: none of the parameters is a matrix for Muon, so all of them train with the other optimizer; "
-            "muonjax.tabulate(params) says why."
-        )
+        warn_user(f"{call}: none of the parameters is a matrix for Muon; muonjax.tabulate(params) says why.")
     trained = map(_is_trainable, jax.tree.leaves(params))
     labels = treedef.unflatten(
         "muon" if n is not None else "adam" if floating else "fixed"
@@ -148,8 +145,7 @@ def _with_gradients(updates: Any, params: Any, call: str) -> Any:
             continue
         if jnp.shape(gradient) != jnp.shape(given[path]):
             raise ValueError(
-                f"{call}: the gradient of {path!r} has shape {jnp.shape(gradient)}, the parameter "
-                f"{jnp.shape(given[path])}."
+                f"{call}: the gradient of {path!r} has shape {gradient.shape}, the parameter {given[path].shape}."
             )
     return params
 

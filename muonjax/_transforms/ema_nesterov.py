@@ -96,8 +96,7 @@ def ema_nesterov(
             )
         if _members(state, lambda node: isinstance(node, optax.MultiStepsState)):
             raise ValueError(
-                "ema_nesterov(inner): optax.MultiSteps inside would move the parameters between its steps; put it "
-                "around: optax.MultiSteps(muonjax.ema_nesterov(...), k)."
+                "ema_nesterov(inner): optax.MultiSteps is inside; put it around: optax.MultiSteps(..., k)."
             )
         count = jnp.zeros([], jnp.int32)
         ema = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params)
@@ -147,15 +146,13 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
     found = _members(state, lambda node: isinstance(node, EmaNesterovState))
     if len(found) != 1:
         raise ValueError(
-            f"ema_nesterov_params(state, params) needs the state of an optimizer with one ema_nesterov, and finds "
-            f"{len(found)}."
+            f"ema_nesterov_params(state, params) needs a state with one ema_nesterov, and finds {len(found)}."
         )
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
     means = jax.tree.leaves(found[0].ema)
     if [p.shape for p in leaves] != [m.shape for m in means]:
         raise ValueError(
-            f"ema_nesterov_params(state, params): the state has {len(means)} arrays and params {len(leaves)}, or of "
-            "other shapes; give the parameters that the optimizer updates."
+            "ema_nesterov_params(state, params): give the parameters that the optimizer updates, all of them."
         )
     beta = unboxed(found[0].beta)
     weights = [

@@ -230,8 +230,7 @@ def _check_real(tree: Any, call: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise TypeError(
-                f"{call}: int8 momentum has no imaginary part, but the leaf {jax.tree_util.keystr(path)} is "
-                f"{leaf.dtype}; leave the momentum's dtype out."
+                f"{call}: int8 momentum has no imaginary part, and {jax.tree_util.keystr(path)} is {leaf.dtype}."
             )
 
 
