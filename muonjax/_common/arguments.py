@@ -115,8 +115,7 @@ def check_mask(call: str, name: str, mask: Any) -> None:
     """Raise unless it is a tree of booleans or a function; None is a tree without leaves."""
     if not callable(mask) and not all(np.asarray(x).dtype.kind == "b" for x in jax.tree.leaves(mask)):
         raise TypeError(
-            f"{call}({name}={shown(mask)}) must be a tree of booleans, a prefix of the parameters' tree, or a function "
-            "of the parameters that returns one."
+            f"{call}({name}={shown(mask)}) must be a tree of booleans, a prefix of one, or a function that makes one."
         )
 
 

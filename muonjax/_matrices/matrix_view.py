@@ -342,7 +342,6 @@ def arrays_of_pieces(treedef: Any, tree: Any, shapes: Sequence[tuple[int, ...]],
     found = [jax.numpy.shape(array) for array in arrays]
     if found != [*shapes]:
         raise ValueError(
-            f"{call}: the state holds arrays of shapes {found[:9]}, and these updates need {[*shapes][:9]}; start anew "
-            "with init, or restore the state of these parameters."
+            f"{call}: the state holds arrays of shapes {found[:9]}, and these updates need {[*shapes][:9]}."
         )
     return arrays

@@ -39,15 +39,13 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
     # An optimizer and Haiku's `Transformed` are tuples.
     if has_no_arrays or (makes_others and (is_leaf or isinstance(params, tuple))):
         raise TypeError(
-            f"{call}(params) got {kind}, which holds no parameters; give a tree of arrays, such as "
-            "model.init(key, x)['params'] or nnx.state(model, nnx.Param)."
+            f"{call}(params) got {kind}, which holds no parameters; give arrays: model.init(key, x)['params']."
         )
     for path, leaf in flatten_paths(params).items():
         is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
         if callable(leaf) or not (is_number or is_masked(leaf)):
             raise TypeError(
-                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}. Give the arrays alone; for Equinox that is "
-                "eqx.filter(model, eqx.is_inexact_array)."
+                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}: eqx.filter(model, eqx.is_inexact_array)."
             )
     if warn and isinstance(params, Mapping) and "params" in params:
         beside = [str(name) for name in params if name in _COLLECTIONS]
@@ -78,8 +76,7 @@ def apply_rules(
         if not matched:
             shown = ", ".join(list(named)[:3])
             raise ValueError(
-                f"dimension_numbers(rules=...): {pattern!r} matches no leaf; paths look like {shown}, … "
-                "Correct the expression or drop the rule."
+                f"dimension_numbers(rules=...): {pattern!r} matches no leaf; paths look like {shown}, …"
             )
         for name in matched:
             path, leaf = named[name]

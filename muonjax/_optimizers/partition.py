@@ -162,15 +162,11 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
     paths = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree.leaves_with_path(expected)]
     found = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
     if found != [shape for _, shape in paths]:
-        differing = (
-            f"{p} {list(want)} is {list(got)}"
-            for (p, want), got in zip(paths, found, strict=False)
-            if want != got
-        )
+        pairs = zip(paths, found, strict=False)
+        differing = [f"{p} {list(want)} is {list(got)}" for (p, want), got in pairs if want != got]
         raise ValueError(
-            f"{call}: this state was made for other parameters, another routing or another `adam`: it has {len(found)} "
-            f"arrays and not {len(paths)}, or of other shapes ({next(differing, 'the first ones agree')}). Give the "
-            "settings that it was made with, or start anew with init."
+            f"{call}: this state was made for other parameters, another routing or another `adam` "
+            f"({[*differing, f'{len(found)} arrays'][0]}); give the settings that it was made with, or call init."
         )
 
 

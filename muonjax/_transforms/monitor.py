@@ -122,8 +122,7 @@ def monitor(
         members = _members(groups, params, pieces)
         if set(members) != set(state.statistics):
             raise ValueError(
-                f"monitor: the state has the groups {sorted(state.statistics)}, these parameters {sorted(members)}; "
-                "start anew with init, or restore the state under the groups that it was made with."
+                f"monitor: the state has the groups {sorted(state.statistics)}, these parameters {sorted(members)}."
             )
         # A checkpoint may have been restored in another dtype.
         last = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), state.statistics)

@@ -155,11 +155,8 @@ def hyperball(
         kept = [_rms(_wide(piece.take(leaves), piece.view), piece.view) for piece in pieces]
         for piece, rms in zip(pieces, kept, strict=True):
             if not isinstance(rms, Tracer) and not bool((rms > 0).all()):
-                raise ValueError(
-                    f"hyperball: the leaf {jax.tree_util.keystr(paths[piece.leaf])} of shape "
-                    f"{leaves[piece.leaf].shape} has a matrix of zeros, which has no sphere to stay on; start it from "
-                    "random numbers, or give it to another optimizer."
-                )
+                where = jax.tree_util.keystr(paths[piece.leaf])
+                raise ValueError(f"hyperball: {where} has a matrix of zeros; start it from random numbers.")
         return HyperballState(rate.init(jnp.zeros(())), tree_of_pieces(treedef, pieces, kept))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
