@@ -1,6 +1,6 @@
 """Find the modules that sites match in a tree of parameters, check that the clip can scale them, and match statistics.
 
-Of several statistics of one attention the largest counts, where NaN never hides a finite one.
+The largest of several statistics of one attention counts, and NaN never hides a finite one.
 """
 
 from __future__ import annotations

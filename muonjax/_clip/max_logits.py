@@ -216,7 +216,7 @@ def _normal_mask(
     pairs = zip(reversed(mask.shape), reversed(logits), strict=False)
     if mask.ndim > len(logits) or any(m not in (1, n) for m, n in pairs):
         raise ValueError(
-            f"max_logits: mask {list(mask.shape)} does not broadcast to [*batch, heads, T, S] = {list(logits)}."
+            f"max_logits(mask={list(mask.shape)}) does not broadcast to [*batch, heads, T, S] = {list(logits)}."
         )
     mask = jnp.asarray(lax.stop_gradient(mask)).astype(bool)
     mask = mask.reshape((1,) * (len(logits) - mask.ndim) + mask.shape)

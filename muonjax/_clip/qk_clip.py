@@ -166,7 +166,7 @@ def _with_powers(target: Target) -> Target:
     powers = OWN_KEYS if target.groups == target.entries else SHARED_KEYS
     if unknown := {part.scale.factor for part in target.parts} - set(powers):
         raise ValueError(
-            f"the site of {target.path!r} has factors {sorted(unknown)}, and not query, key or rotary."
+            f"the site of {target.path!r} has factors {sorted(unknown)}, not query, key, rotary; see signal_clip."
         )
     first = {part.scale.factor: part for part in reversed(target.parts)}  # a kernel, before its bias
     heads = {factor: (part.entries, int(part.inside.sum())) for factor, part in first.items()}

@@ -39,16 +39,13 @@ _OTHERS = {
 }
 
 
-def explains_keywords(
-    name: str, *sources: Callable[..., Any], slip: str = ""
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def explains_keywords(name: str, *sources: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A decorator whose function shows its whole signature and help, and names what an unknown keyword means here.
 
     Args:
       name: The call's, in errors.
       sources: Functions that the keywords in `**settings: Unpack[TypedDict]` come from, with their defaults, and the
         descriptions of arguments that the function's own docstring leaves out. The first that has one gives it.
-      slip: What to say where it is called with more arguments than it places, if that has a common cause.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -60,10 +57,8 @@ def explains_keywords(
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             if len(args) > len(placed):
-                raise TypeError(
-                    slip
-                    or f"{name}({', '.join(placed).removeprefix('self')}) takes settings by name: {'=, '.join(named)}=."
-                )
+                first = ", ".join(placed).removeprefix("self")
+                raise TypeError(f"{name}({first}) takes settings by name: {'=, '.join(named)}=.")
             for keyword in kwargs:
                 if keyword not in known:
                     raise TypeError(f"{name} has no argument {keyword!r}{_meant(keyword, known)}.")

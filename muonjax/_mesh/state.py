@@ -135,10 +135,7 @@ def state_shardings(
       >>> shardings = muonjax.state_shardings(tx, params, distribution)
       >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
     """
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"state_shardings(tx, params): the first argument is a {type(tx).__name__}, no optimizer."
-        )
+    check_transformation("state_shardings(tx", tx)
     check_distribution(distribution, call="state_shardings")
     if memory_kind is not None:
         check_text("state_shardings", memory_kind=memory_kind)

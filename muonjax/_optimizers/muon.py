@@ -225,8 +225,7 @@ def muonh(
     check_rate("muonh", "learning_rate", learning_rate, _STEP)
     if adam_learning_rate is None and settings.get("adam") is None:
         raise ValueError(
-            "muonh(adam_learning_rate=None) needs a learning rate for embeddings, biases and norms, such as 1e-3, "
-            "or adam=: its own learning rate is in units of a weight's norm."
+            "muonh(adam_learning_rate=None) needs a learning rate for embeddings, biases and norms: 1e-3."
         )
     if adam_learning_rate is not None:
         check_rate("muonh", "adam_learning_rate", adam_learning_rate, "; 1e-3 is usual.")

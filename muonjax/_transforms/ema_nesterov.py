@@ -91,8 +91,7 @@ def ema_nesterov(
         state = inner.init(params)
         if _members(state, lambda node: hasattr(node, "maxima")):
             raise ValueError(
-                "ema_nesterov(inner): a clip inside would clip the weights, and not what the model sees ahead of them; "
-                "put it after: optax.chain(muonjax.ema_nesterov(muonjax.muon(...), beta), muonjax.qk_clip(...))."
+                "ema_nesterov(inner): a clip is inside; put it after: optax.chain(ema_nesterov(...), qk_clip(...))."
             )
         if _members(state, lambda node: isinstance(node, optax.MultiStepsState)):
             raise ValueError(
@@ -152,7 +151,7 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
     means = jax.tree.leaves(found[0].ema)
     if [p.shape for p in leaves] != [m.shape for m in means]:
         raise ValueError(
-            "ema_nesterov_params(state, params): give the parameters that the optimizer updates, all of them."
+            "ema_nesterov_params(state, params): params are of other shapes than what the optimizer updates."
         )
     beta = unboxed(found[0].beta)
     weights = [

@@ -49,7 +49,7 @@ MUON = functools.partial(muonjax.muon, 1e-2)
     # Arguments of another kind.
     (lambda: muonjax.newton_schulz([[1.0, 0.0], [0.0, 2.0]]), "newton_schulz(x) needs an array, got list"),
     (lambda: muonjax.state_shardings(PARAMS, muonjax.muon(1e-3)),
-     "state_shardings(tx, params): the first argument is a dict, no optimizer"),
+     "state_shardings(tx={... must be an Optax transformation, such as"),
     (lambda: muonjax.Distribution(jax.make_mesh((1,), ("data",)), {"w": jnp.ones((8, 8))}),
      "at ['w'] holds Array...; ...lambda x: x.sharding, params)"),
     (lambda: muonjax.tabulate(MODEL), "tabulate(params) got Transformed, which holds no parameters"),
