@@ -163,7 +163,7 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
         differing = [f"{p} {list(want)} is {list(got)}" for (p, want), got in pairs if want != got]
         raise ValueError(
             f"{call}: this state was made for other parameters, another routing or another `adam` "
-            f"({[*differing, f'{len(found)} arrays'][0]}); restore it under its settings, or start anew with init."
+            f"({[*differing, f'{len(found)} arrays'][0]}); give the settings that it was made with, or call init."
         )
 
 
