@@ -28,7 +28,7 @@ def qk_clip(
     threshold: optax.ScalarOrSchedule,
     sites: Sites | None = None,
     *,
-    every_k: int = 1,
+    every_k: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""QK-Clip: scale down the queries and keys of every head whose attention logits exceed a threshold.
@@ -54,7 +54,7 @@ def qk_clip(
       sites: Where attention is: what `muonjax.inspect` returns. By hand, where the softmax is inside of a kernel, sites
         from `mha_site`, `mla_site` or `fused_qkv_site`. An attention of the program whose parameters are frozen, masked
         or not given is skipped.
-      every_k: Clip at every k-th update, on the largest logits since the last clip; for gradient accumulation.
+      every_k: Clip at every k-th update, on the largest logits since the last; for gradient accumulation. None is 1.
       axis_name: Mesh axes to take the maximum over, inside `shard_map` or `pmap`. `jit` on a mesh needs none.
 
     Returns:

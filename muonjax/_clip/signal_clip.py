@@ -74,7 +74,7 @@ class SignalRule:
 def signal_clip(
     rules: SignalRule | Sequence[SignalRule],
     *,
-    every_k: int = 1,
+    every_k: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Scale down weights whose measured signal exceeds its threshold.

@@ -62,7 +62,7 @@ def muonclip(
       program: What `muonjax.inspect` returns: it says which leaves are matrices and where attention is. Or, for an
         attention inside of a kernel, sites by hand, such as `mha_site()`.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
-      every_k: As in `qk_clip`; None is 1.
+      every_k: As in `qk_clip`.
       dimension_numbers: With sites by hand, which leaves are matrices: what `muon` takes as `program`.
 
     Returns:
