@@ -132,6 +132,12 @@ def test_the_gates_of_a_recurrent_cell_are_for_a_program():
         ValueError, match=r"'cell/dense_h/kernel' \(gates of a recurrent cell\).*muonjax\.inspect"
     ):
         numbers_of(params)
+    for kernel in (
+        "weight_hh",
+        "weight_hh_l0",
+    ):  # Equinox's, which was taken for an output head, and PyTorch's
+        with pytest.raises(ValueError, match=rf"'cell/{kernel}' \(gates of a recurrent cell\)"):
+            numbers_of({"cell": {kernel: leaf(192, 64)}, "head": {"weight": leaf(10, 64)}})
     program = muonjax.inspect(loss, params, jnp.ones((2, 16)))
     assert program.decision("cell/dense_h/kernel").numbers == FusedDimensionNumbers(0, 1, 3, 1)
 
