@@ -287,6 +287,15 @@ def a_softmax_over_the_second_axis(p, x):
     return loss_of(p, y), logits.transpose(0, 3, 2, 1)
 
 
+@attention(sites=1, **QKVO)
+def a_softmax_over_two_axes_of_keys(p, x):
+    q, k, v = projected(p, x)
+    k, v = (y.reshape(B, 2, T // 2, H, S) for y in (k, v))
+    logits = jnp.einsum("bqhd,bmkhd->bhqmk", q, k)
+    y = jnp.einsum("bhqmk,bmkhd->bqhd", jax.nn.softmax(logits, (-2, -1)), v).reshape(x.shape)
+    return loss_of(p, y), logits.reshape(B, H, T, T)
+
+
 def over_logits(groups):
     def fun(p, x):
         q, k, v = projected(p, x)
@@ -400,6 +409,16 @@ for name, put_together in {
     "stacked_kernels": lambda y: jnp.stack(y, 2),
 }.items():
     of_one_head_each(name, 3, put_together)
+
+
+@attention(sites=H, **KERNELS)
+def heads_put_together_after_their_softmax(p, x):
+    q, k, v = ([x @ p[f"{n}{h}"] for h in range(H)] for n in "qkv")
+    logits = [a @ b.mT for a, b in zip(q, k, strict=True)]
+    y = jnp.concatenate([jax.nn.softmax(a) @ b for a, b in zip(logits, v, strict=True)], -1)
+    return loss_of(p, y), jnp.stack(logits, 1)
+
+
 of_one_head_each("features_of_a_kernel_each", 3, lambda y: jnp.concatenate(y, -1)[:, :, None], sites=1)
 
 
