@@ -264,6 +264,7 @@ def low_rank(m, n):
     ((64, 96), "tpu"),
     thorough((128, 192), "tpu"),
         *(nightly(*case) for case in [((24, 24), "tpu"), ((64, 96), "gpu"), ((128, 192), "gpu")]),
+        *(nightly((512, 512), platform) for platform in PLATFORMS),
 ])  # fmt: skip
 def test_an_update_stays_in_the_space_of_a_matrix_of_low_rank(shape, platform):
     """The steps lift what rounding leaves outside. Of 768 [24, 24] of rank one the worst has a cosine of 0.949."""
