@@ -82,6 +82,10 @@ def check_choice(call: str, name: str, value: Any, choices: Sequence[str | None]
         raise ValueError(f"{call}({name}={shown(value)}) is unknown; choose one of {tuple(choices)}.")
 
 
+# What momentum may be in: float8 keeps half of a constant gradient's momentum, and none of a small one's.
+WIDE_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+
+
 def given_dtype(call: str, name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.dtype:
     """`value` as a dtype, one of `kinds`, for which `wanted` has the words. An array, which has a dtype, is refused."""
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))

@@ -3,12 +3,12 @@
 from typing import Any, TypedDict, Unpack
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from muonjax._clip.qk_clip import clip_logits, qk_clip
 from muonjax._clip.sites import Sites
 from muonjax._common.arguments import (
+    WIDE_FLOATS,
     check_flag,
     check_mask,
     check_order,
@@ -135,7 +135,7 @@ def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, 
     check_mask("adamclip", "mask", mask)
     check_flag("adamclip", "nesterov", nesterov)
     if mu_dtype is not None:
-        given_dtype("adamclip", "mu_dtype", mu_dtype, (jnp.floating,), "a float type, such as jnp.bfloat16")
+        given_dtype("adamclip", "mu_dtype", mu_dtype, WIDE_FLOATS, "a float type of 16 bits or more")
     for name in numbers.keys() & {"b1", "b2"}:
         check_range("adamclip", name, numbers.pop(name), "in [0, 1)", ".")
     check_rates("adamclip", **numbers)

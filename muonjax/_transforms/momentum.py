@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import check_flag, check_range, given_dtype
+from muonjax._common.arguments import WIDE_FLOATS, check_flag, check_range, given_dtype
 from muonjax._common.linalg import at_least_float32
 from muonjax._mesh.distribution import Distribution, check_distribution, even_sharding, spread_specs
 from muonjax._mesh.layout import size_of
@@ -120,12 +120,14 @@ def trace(
     return optax.GradientTransformation(init, update)
 
 
+_MOMENTUM = (*WIDE_FLOATS, jnp.complexfloating, jnp.int8), "a float type of 16 bits or more, or jnp.int8"
+
+
 def momentum_dtype(call: str, name: str, given: Any) -> Any:
     """The dtype that an argument gives the momentum, None for the parameter's."""
     if given is None:
         return None
-    wanted = "a float type or jnp.int8, such as jnp.bfloat16"
-    return jax.dtypes.canonicalize_dtype(given_dtype(call, name, given, (jnp.inexact, jnp.int8), wanted))
+    return jax.dtypes.canonicalize_dtype(given_dtype(call, name, given, *_MOMENTUM))
 
 
 def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
@@ -202,7 +204,7 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
       >>> restored = muonjax.muon(1e-3).init(params)
       >>> updates, state = tx.update(params, muonjax.cast_momentum(restored, jnp.int8), params)
     """
-    dtype = given_dtype("cast_momentum", "dtype", dtype, (jnp.inexact, jnp.int8), "a float type or jnp.int8")
+    dtype = given_dtype("cast_momentum", "dtype", dtype, *_MOMENTUM)
     nodes, treedef = jax.tree.flatten(state, is_leaf=_is_trace)
     if not any(map(_is_trace, nodes)):
         raise ValueError(

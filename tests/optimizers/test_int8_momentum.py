@@ -1,5 +1,7 @@
 """Momentum in int8: its rounding, its bytes, and all that reads an optimizer's state."""
 
+import functools
+
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -323,11 +325,12 @@ def test_checkpoints_bring_it_back_also_on_another_mesh(tmp_path):
 
 
 @pytest.mark.parametrize(("call", "error", "message"), [
-    (lambda: muonjax.muon(0.1, mu_dtype=jnp.int16), TypeError, "must be a float type or jnp.int8"),
+    *((functools.partial(muonjax.muon, 0.1, mu_dtype=dtype), TypeError, "must be a float type of 16 bits or more")
+      for dtype in (jnp.int16, jnp.float8_e4m3fn)),
     (lambda: muonjax.muon(0.1, mu_dtype=jnp.int8).init({"w": jnp.ones((2, 2), jnp.complex64)}), TypeError,
      r"\['w'\] is complex64"),
     (lambda: muonjax.cast_momentum({}, jnp.int8), ValueError, "finds no momentum"),
-    (lambda: muonjax.cast_momentum({}, jnp.int32), TypeError, "must be a float type or jnp.int8"),
+    (lambda: muonjax.cast_momentum({}, jnp.int32), TypeError, "must be a float type of 16 bits or more, or jnp.int8"),
 ])  # fmt: skip
 def test_mistakes_say_what_to_give(call, error, message):
     with pytest.raises(error, match=message):
