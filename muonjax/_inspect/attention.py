@@ -218,6 +218,8 @@ class _Finder:
         looped = tuple(dict.fromkeys(a.axis for a in layout.loops if a.size > 1))
         stack = (*single, *looped)
         held = held - set(stack)
+        if not {a.axis for a in (*heads, *features)} <= held:
+            raise _Refused("a loop goes over a part of an axis of its parameter")
         own = [axis for axis in range(len(shape)) if axis not in stack]
         # What an index takes comes first, then the heads, then a head's features.
         wide = {a.axis for a in features if a.size > 1} - {a.axis for a in heads}

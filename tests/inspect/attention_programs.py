@@ -335,6 +335,17 @@ def heads_mapped_by_index(p, x):
     return of_each_head(p, *lax.map(head, jnp.arange(H)))
 
 
+@attention(sites="a loop goes over a part of an axis of its parameter", **QKVO)
+def heads_scanned_with_their_columns(p, x):
+    w = [p[n].reshape(D, H, S).swapaxes(0, 1) for n in "qkv"]
+
+    def head(_, w):
+        q, k, v = (x @ y for y in w)
+        return None, (jax.nn.softmax(q @ k.mT) @ v, q @ k.mT)
+
+    return of_each_head(p, *lax.scan(head, None, w)[1])
+
+
 @attention(sites=None, **QKVO)
 def heads_mapped_two_by_two(p, x):
     q, k, v = projected(p, x)
