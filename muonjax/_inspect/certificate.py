@@ -130,9 +130,6 @@ class Certificate:
                     self.tables |= {} if table is None else {x: table}
                     for reader in graph.readers[x]:
                         heapq.heappush(pending, reader)
-        for i in (i for loop in graph.loops.values() for i in loop.carries if i in graph.live):
-            if len({x in self.tables for x in graph.nodes[i].inputs}) > 1:
-                return i
         # Other arrays may be returned, as a model's parameters are; the loss may not change.
         changed = [x for x in graph.outputs if x in self.tables and self.walk.shape(x) == ()]
         return graph.producer.get(changed[0], 0) if changed else None
@@ -177,10 +174,6 @@ class Certificate:
         is_largest = any(x.stage == "largest" for x in walk.values[node.inputs[-1]].logits)
         if name == "sub" and node.inputs[0] in self.logits and is_largest:
             return [None]  # what softmax subtracts
-        if name == "carry":  # its end comes later
-            if touched[0] != node.inputs[0] or not np.array_equal(tables[0], tables[-1], True):
-                raise _Unproved
-            return tables[:1]
         if name == "dot_general":
             return [self._dot(node)]
         if name in _SEVERAL:
