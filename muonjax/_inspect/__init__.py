@@ -34,7 +34,8 @@ one factor clips together, which `attention` refuses where they are put together
 `report` runs the function with its largest logits as further results, and is otherwise the function to the bit;
 `value_and_grad` differentiates that, and `versions` has what differs between versions of JAX.
 
-To follow a new primitive, write a function (walk, i, node, values) -> values under `@rule("its name")`: `values`
-are the operands, `node.params` the equation's parameters. Return `unknown(...)` for settings that you do not
-handle. If a clip may pass it, the certificate needs its own line.
+If JAX can say a new primitive in others, a line of `_REWRITTEN` in `graph` is enough. Otherwise write a function
+(walk, i, node, values) -> values under `@rule("its name")`: `values` are the operands, `node.params` the equation's
+parameters. Return `unknown(...)` for settings that you do not handle. If a clip may pass it, the certificate needs its
+own line.
 """
