@@ -34,7 +34,7 @@ _UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]
 _SAME = """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
     mesh_cast pvary pcast to_varying device_put name real imag conj stop_gradient neg rev tile pad psum psum2 pmax
-    psum_invariant ppermute
+    psum_invariant ppermute shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all
 """
 _SAME_FACTORS = frozenset(_SAME.split())
 _OF_SEVERAL = "mul div add sub add_any max complex select_n join concatenate"
@@ -145,7 +145,7 @@ class Certificate:
                 if not (is_weight and shape == ()):
                     return found
             except _Unproved:
-                if not is_weight:
+                if not is_weight or node.name == "shard":
                     raise
         elif node.name in ("add", "sub") and shape == () and self.tables.keys().isdisjoint(others):
             return [None]
