@@ -28,13 +28,14 @@ From these records follow two answers:
 `certificate` then proves each clip, or refuses it. It draws a factor for each head and follows the logarithms of
 the factors through every operation that a clip changes: the logits of each head must get exactly their factor, and
 no other output may change. It trusts none of the rules above, so a mistake in them costs a refusal. Two things it does
-not see: parameters that the devices of a `shard_map` divide, which are not followed, and heads of one kernel each that
-one factor clips together, which `attention` refuses where they are put together.
+not see, and `attention` refuses: layers or heads that the devices of a `shard_map` have apart but one factor clips
+together, and heads of one kernel each that are put together.
 
 `report` runs the function with its largest logits as further results, and is otherwise the function to the bit;
 `value_and_grad` differentiates that, and `versions` has what differs between versions of JAX.
 
-To follow a new primitive, write a function (walk, i, node, values) -> values under `@rule("its name")`: `values`
-are the operands, `node.params` the equation's parameters. Return `unknown(...)` for settings that you do not
-handle. If a clip may pass it, the certificate needs its own line.
+If JAX can say a new primitive in others, a line of `_REWRITTEN` in `graph` is enough. Otherwise write a function
+(walk, i, node, values) -> values under `@rule("its name")`: `values` are the operands, `node.params` the equation's
+parameters. Return `unknown(...)` for settings that you do not handle. If a clip may pass it, the certificate needs its
+own line.
 """

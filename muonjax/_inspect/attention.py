@@ -192,6 +192,10 @@ class _Finder:
                 leaf = use.term.leaf if term is None else term.leaf
                 held = columns if term is None else set(range(len(self.shapes[leaf])))
                 held = held | {a.axis for a in layout.taken}
+                # Nothing is left of an axis that a shard_map divides down to one entry.
+                seen = held | {a.axis for a in (*layout.loops, *(() if term else (*use.rows, *use.batch)))}
+                if any(n > 1 and axis not in seen for axis, n in enumerate(self.shapes[leaf])):
+                    raise _Refused("devices of a shard_map have different layers or heads of its parameter")
                 span = self._span(leaf, layout, held, operand, factor)
                 entries = span.entries if term is None else entries
                 if span.entries != entries:

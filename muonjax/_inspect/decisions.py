@@ -63,10 +63,7 @@ def _ends(walk: Walk) -> _Ends:
         return [] if node.passes == "backward" or node.name == "stop_gradient" else numbers(node.inputs)
 
     def directly(i: int) -> list[int]:
-        node = graph.nodes[i]
-        return (
-            [] if node.passes == "backward" else numbers({*node.inputs}.difference(walk.consumers.get(i, ())))
-        )
+        return numbers({*graph.nodes[i].inputs}.difference(walk.consumers.get(i, ())))
 
     taken = numbers(x for i, operands in walk.consumers.items() if i in graph.live for x in operands)
     return _Ends(graph.upstream(taken, through), graph.upstream(numbers(graph.outputs), directly))
@@ -84,8 +81,6 @@ def decide(walk: Walk, is_loss: bool) -> list[Decision]:
 def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_loss: bool) -> Decision:
     if not walk.graph.is_float(walk.graph.parameters[leaf]):
         return Decision(None, "whole numbers")
-    forward = [u for u in uses if not u.kind.startswith("transposed ")]
-    uses = forward or [u._replace(kind=u.kind.removeprefix("transposed ")) for u in uses]
     scale = walk.scales[leaf]
     uses = [u for u in uses if u.kind != "product" or not u.product.bit & scale] or uses
     if not uses:

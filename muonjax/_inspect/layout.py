@@ -117,6 +117,20 @@ class Layout(NamedTuple):
         """Whether an axis has entries next to the runs of the origin that are not the origin's."""
         return self.axes[axis][:1] != () and self.axes[axis][0].axis == PLACED and bool(self.atoms([axis]))
 
+    def resize(self, shape: Sequence[int]) -> Layout:
+        """Another number of entries, on one device of several or on all of them."""
+        axes = []
+        for atoms, n in zip(self.axes, shape, strict=True):
+            first, old = (atoms[0] if atoms else None), length(atoms)
+            if n == old:
+                axes.append(atoms)
+            elif first is None or first.axis < 0 or not first.is_whole or (first.size * n) % old:
+                axes.append(other(n))
+            else:
+                size = first.size * n // old
+                axes.append((first._replace(size=size, of=size), *atoms[1:]))
+        return self._replace(axes=tuple(axes))
+
     def cut(self, axis: int, start: int, stop: int, step: int = 1) -> Layout | None:
         """Entries start:stop:step of one axis; None if none of them are of the origin."""
         atoms = self.axes[axis]

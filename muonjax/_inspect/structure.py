@@ -171,3 +171,12 @@ def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> S
 @rule("scan_slice")
 def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     return [_one_of_several(values[0], [0]).map(lambda layout: layout.loop(0))]
+
+
+@rule("shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all")
+def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    shapes = ((walk.shape(at), walk.shape(out)) for at, out in zip(node.inputs, node.outputs, strict=True))
+    return [
+        x.map(lambda layout, new=new: layout.resize(new)) if len(old) == len(new) else dependent([x])
+        for x, (old, new) in zip(values, shapes, strict=True)
+    ]

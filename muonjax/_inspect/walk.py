@@ -81,8 +81,6 @@ class Walk:
 
     def record(self, i: int, kind: str, term: Term, *, k: int = 0, **axes: Any) -> None:
         product = self.product(i, k) if kind == "product" else None
-        if self.nodes[i].passes == "backward":
-            kind = f"transposed {kind}"
         self.uses[i, term.leaf, k] = use = Use(kind, i, term, product=product, **axes)
         if product is not None:
             product.use = use

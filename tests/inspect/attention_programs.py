@@ -1150,7 +1150,7 @@ def divided(name, local, w_specs, x_spec=P(), **parameters):
         return jnp.mean(on_two_devices(attend, w_specs, x_spec, P(None, None, "m"))(p, x) ** 2)
 
     fun.__name__ = name
-    program(X, sites=LOST, **parameters)(fun)
+    program(X, sites=f"{ELSE}: attention_programs.py:", **parameters)(fun)
 
 
 def side_by_side(p, x):
@@ -1195,7 +1195,9 @@ def layers_as_a_pipeline(p, x):
     return jnp.mean(y), logits.reshape(2 * B, H, T, T)
 
 
-@attention(sites=LOST, wq=(2, D, D), wk=(2, D, D))
+@attention(
+    sites="devices of a shard_map have different layers or heads of its parameter", wq=(2, D, D), wk=(2, D, D)
+)
 def layers_that_are_divided(p, x):
     """Each device has a layer of its own from the start."""
 

@@ -150,3 +150,11 @@ def test_parts_that_are_put_together(origin):
             total = merged(layouts)
             for part in parts:
                 check(total, part, origin)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_one_devices_part(n):
+    """It is as long as the part, knows of how many it is one, and is whole again on all devices."""
+    part = whole((8, 6)).resize((8 // n, 6))
+    assert part.axes == whole((8 // n, 6)).axes
+    assert part.resize((8, 6)).axes == whole((8, 6)).axes
