@@ -161,7 +161,7 @@ def _refuse_adapters(root: str, paths: Sequence[str], modules: Modules) -> None:
     feeding = {leaf for module in projections for leaf in modules.inside.get(module, ())}
     if others := sorted(feeding.difference(paths)):
         raise ValueError(
-            f"{others} feed the queries or keys of {root!r} too: merge them, or leave the module out of the sites."
+            f"{others} feed the queries or keys of {root!r} too. Merge them into the kernels, or leave it out."
         )
 
 
