@@ -149,7 +149,7 @@ def _target(site: Site, root: str, modules: Modules) -> Target:
     if len(counts) > len({factor for factor, _ in counts}) or entries % groups or sizes - {entries, groups}:
         shown = {part.path: part.entries for part in parts}
         raise ValueError(
-            f"the head counts of {root!r} do not fit each other: {shown}; see the site's layout and num_heads."
+            f"the head counts of {root!r} do not fit: {shown}; query heads are a multiple of key heads (num_heads)."
         )
     signal = below(root, site.signal)
     return Target(root, signal, tuple(parts), parts[0].layers, entries, groups)
@@ -161,7 +161,7 @@ def _refuse_adapters(root: str, paths: Sequence[str], modules: Modules) -> None:
     feeding = {leaf for module in projections for leaf in modules.inside.get(module, ())}
     if others := sorted(feeding.difference(paths)):
         raise ValueError(
-            f"{others} feed the queries or keys of {root!r} too: merge them, or leave the module out of the sites."
+            f"{others} feed the queries or keys of {root!r} too. Merge them into the kernels, or leave it out."
         )
 
 

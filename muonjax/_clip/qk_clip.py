@@ -12,7 +12,7 @@ import optax
 from muonjax._clip.factors import Part, Target, clip_factor, overlap, parameter_factors, scaled_update
 from muonjax._clip.matching import Modules, as_sites, find_targets, match_statistics
 from muonjax._clip.sites import Site, Sites
-from muonjax._clip.transform import clip
+from muonjax._clip.transform import checked_settings, clip
 from muonjax._common.arguments import check_range, errors_of
 from muonjax._common.trees import is_masked
 
@@ -85,11 +85,12 @@ def clip_logits(
     call: str,
     threshold: optax.ScalarOrSchedule,
     sites: Sites | None,
-    every_k: int | None,
+    every_k: int,
     axis_name: str | tuple[str, ...] | None,
 ) -> optax.GradientTransformationExtraArgs:
     """`qk_clip`, of the public function `call`."""
     check_range(call, "threshold", threshold, "positive and finite", _USUAL, schedule=True)
+    every_k, axes = checked_settings(call, every_k, axis_name)
     if sites is None:
         raise ValueError(
             f"{call} needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
@@ -97,7 +98,7 @@ def clip_logits(
         )
     given = as_sites(call, "sites" if call == "qk_clip" else "program", sites)
     find = functools.partial(_find, sites=given, threshold=threshold)
-    return clip(call, "max_logits", find, every_k, axis_name)
+    return clip(call, "max_logits", find, every_k, axes)
 
 
 def apply_qk_clip(

@@ -9,7 +9,7 @@ import optax
 from muonjax._clip.factors import Target
 from muonjax._clip.matching import Modules, find_targets
 from muonjax._clip.sites import Site
-from muonjax._clip.transform import clip
+from muonjax._clip.transform import checked_settings, clip
 from muonjax._common.arguments import check_range, errors_of, shown
 
 
@@ -111,6 +111,7 @@ def signal_clip(
 
     Source: J. Su, kexue.fm/archives/11126, last part.
     """
+    every_k, axes = checked_settings("signal_clip", every_k, axis_name)
     several = (rules,) if isinstance(rules, SignalRule) else rules if isinstance(rules, Sequence) else ()
     if not several or not all(isinstance(rule, SignalRule) for rule in several):
         raise TypeError(f"signal_clip(rules={shown(rules)}) must be a SignalRule or several.")
@@ -124,4 +125,4 @@ def signal_clip(
                 )
         return targets, not_trained
 
-    return clip("signal_clip", "signals", find, every_k, axis_name)
+    return clip("signal_clip", "signals", find, every_k, axes)

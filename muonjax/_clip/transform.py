@@ -63,12 +63,18 @@ class QKClipState(NamedTuple):
         return sum((jnp.sum(unboxed(n)) for n in self.clips.values()), jnp.zeros([], jnp.int32))
 
 
+def checked_settings(call: str, every_k: Any, axis_name: Any) -> tuple[int, tuple[str, ...]]:
+    """`every_k` and the mesh axes, as `qk_clip` and `signal_clip` take them."""
+    why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
+    return whole_number(call, "every_k", every_k, 1, why), mesh_axes(call, "axis_name", axis_name)
+
+
 def clip(
     call: str,
     argument: str,
     find: Callable[[Modules], tuple[Sequence[Target], Collection[str]]],
-    every_k: int | None,
-    axis_name: str | tuple[str, ...] | None,
+    every_k: int,
+    axes: tuple[str, ...],
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation for the modules that `find` returns.
 
@@ -76,12 +82,9 @@ def clip(
       call: The public function, for errors.
       argument: The name of the argument with the statistics in `update`.
       find: The modules, with their thresholds, and the keys of statistics of modules that are not trained.
-      every_k: As in `qk_clip`; None is 1, for optax.inject_hyperparams makes an array of a default that is a number.
-      axis_name: As in `qk_clip`.
+      every_k: As in `qk_clip`.
+      axes: Mesh axes to take the maximum over.
     """
-    why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
-    every_k = 1 if every_k is None else whole_number(call, "every_k", every_k, 1, why)
-    axes = mesh_axes(call, "axis_name", axis_name)
 
     def init(params: optax.Params) -> QKClipState:
         # To find the parts of a state that are like parameters, Optax calls `init` with a placeholder without leaves.

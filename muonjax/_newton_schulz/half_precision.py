@@ -121,7 +121,7 @@ def iterate(
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in float32; by bfloat16."""
     if any(a == 0 for a, _, _ in settings.coefficients):
         raise ValueError(
-            "NewtonSchulz(coefficients=...): in bfloat16 each step needs a linear term, in float32 none."
+            "NewtonSchulz(coefficients=...): in bfloat16 each step needs a linear term; give compute_dtype='float32'."
         )
     m, n = sizes(x, axis_name)
     product = SymmetricProduct(policy.platform, dtype, settings.implementation)

@@ -90,8 +90,7 @@ def muonclip(
     check_program("muonclip", "dimension_numbers", dimension_numbers)
     with errors_of("muonclip"):
         optimizer = muon(learning_rate, dimension_numbers, **settings)
-    clip = clip_logits("muonclip", threshold, program, every_k, axis_name)
-    return _then_clip("muonclip", optimizer, clip)
+    return _then_clip("muonclip", optimizer, threshold, program, every_k, axis_name)
 
 
 @explains_keywords("adamclip", optax.adamw, muonclip)
@@ -127,8 +126,8 @@ def adamclip(
     Source: J. Su, kexue.fm/archives/11126.
     """
     _check_adamw(learning_rate=learning_rate, **settings)
-    clip = clip_logits("adamclip", threshold, program, every_k, axis_name)
-    return _then_clip("adamclip", offload(optax.adamw(learning_rate, **settings)), clip)
+    optimizer = offload(optax.adamw(learning_rate, **settings))
+    return _then_clip("adamclip", optimizer, threshold, program, every_k, axis_name)
 
 
 def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, **numbers: Any) -> None:
@@ -142,9 +141,16 @@ def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, 
 
 
 def _then_clip(
-    call: str, optimizer: optax.GradientTransformation, clip: optax.GradientTransformation
+    call: str,
+    optimizer: optax.GradientTransformation,
+    threshold: Any,
+    sites: Any,
+    every_k: Any,
+    axis_name: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Their chain, which knows the state of another optimizer."""
+    """The optimizer and its clip as a chain, which knows the state of another optimizer."""
+    # The default of `every_k` is None, for optax.inject_hyperparams makes an array of a default that is a number.
+    clip = clip_logits(call, threshold, sites, 1 if every_k is None else every_k, axis_name)
     chain = optax.chain(optimizer, clip)
     own: Any = optimizer.init({})
 

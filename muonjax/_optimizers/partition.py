@@ -140,10 +140,9 @@ def _with_gradients(updates: Any, params: Any, call: str) -> Any:
     for path, gradient in found.items():
         if is_masked(gradient) or is_masked(given[path]):
             continue
-        if jnp.shape(gradient) != jnp.shape(given[path]):
-            raise ValueError(
-                f"{call}: the gradient of {path!r} has shape {gradient.shape}, the parameter {given[path].shape}."
-            )
+        got, want = jnp.shape(gradient), jnp.shape(given[path])
+        if got != want:
+            raise ValueError(f"{call}: the gradient of {path!r} has shape {got}, the parameter {want}.")
     return params
 
 
