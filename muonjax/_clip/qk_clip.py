@@ -85,7 +85,7 @@ def clip_logits(
     call: str,
     threshold: optax.ScalarOrSchedule,
     sites: Sites | None,
-    every_k: int,
+    every_k: int | None,
     axis_name: str | tuple[str, ...] | None,
 ) -> optax.GradientTransformationExtraArgs:
     """`qk_clip`, of the public function `call`."""

@@ -149,8 +149,7 @@ def _then_clip(
     axis_name: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer and its clip as a chain, which knows the state of another optimizer."""
-    # The default of `every_k` is None, for optax.inject_hyperparams makes an array of a default that is a number.
-    clip = clip_logits(call, threshold, sites, 1 if every_k is None else every_k, axis_name)
+    clip = clip_logits(call, threshold, sites, every_k, axis_name)
     chain = optax.chain(optimizer, clip)
     own: Any = optimizer.init({})
 
