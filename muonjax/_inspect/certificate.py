@@ -178,7 +178,7 @@ class Certificate:
             return [self._dot(node)]
         if name in _SEVERAL:
             return [self._of_several(node)]
-        if len(touched) > 1 or node.inputs[0] != touched[0]:
+        if len(touched) > 1 or node.inputs.index(touched[0]) != (name == "conv_general_dilated"):
             raise _Unproved
         old, new = walk.shape(touched[0]), walk.shape(node.outputs[0])
         return self._moved(node, tables[0], old, new, [first + axis for axis in range(len(old))])
@@ -284,6 +284,13 @@ class Certificate:
                 for k, place in enumerate(self.loops):
                     if place[:-1] == node.place:
                         table = np.swapaxes(table, 1 + k, self.first)
+            case (
+                "conv_general_dilated"
+            ):  # of a kernel: queries by 1 x 1 convolutions, as in an autoencoder of images
+                _, *others = (axes[axis] for axis in p["dimension_numbers"].rhs_spec)
+                table = _reduced(table, others)
+                shape = [-1 if k == p["dimension_numbers"].out_spec[1] else 1 for k in range(len(new))]
+                table = table.reshape(*table.shape[: self.first], *shape)
             case name if name in _SAME_FACTORS and self.walk.graph.is_float(node.outputs[0]):
                 if self.walk.graph.avals[node.outputs[0]].dtype.itemsize < 2:
                     raise _Unproved  # eight bits round away what a factor changes

@@ -440,6 +440,20 @@ def stacked_queries_of_one_key(p, x):
     return jnp.mean(jnp.einsum("bhqk,bkd->bhqd", jax.nn.softmax(logits), v) ** 2), logits
 
 
+@attention(sites=1, q=(1, 1, D, D), k=(1, 1, D, D), v=(D, D), o=(D, D))
+def queries_by_convolutions(p, x):
+    """As in the autoencoder of Stable Diffusion."""
+
+    def convolved(kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(
+            x.reshape(B, 2, T // 2, D), kernel, (1, 1), "SAME", dimension_numbers=numbers
+        )
+        return heads(y.reshape(B, T, D))
+
+    return end(p, logits_of(convolved(p["q"]), convolved(p["k"])), heads(x @ p["v"]))
+
+
 @attention(sites="heads of its queries are put together from several products",
            q1=(D, D // 2), q2=(D, D // 2), k=(D, D), v=(D, D), o=(D, D))  # fmt: skip
 def heads_of_two_products(p, x):

@@ -166,7 +166,7 @@ def stable_diffusion_3():
 
     leaves = {
         "*/patch_embedding/kernel": PATCHES,
-        "position_embedding/embeddings": "looked up|added",
+        "position_embedding/embeddings": "by names: dynamic_slice",
         "joint_block_1/context_block/ada_layer_norm/dense/kernel": "0>1/2@1",
         "output_ada_layer_norm/dense/kernel": "0>1/2@1",
         "*/ada_layer_norm/dense/kernel": "0>1/6@1",

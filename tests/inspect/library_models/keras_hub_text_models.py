@@ -294,7 +294,8 @@ def albert():
 @model("keras_hub")
 def deberta():
     """Logits of contents and positions, with the same projections."""
-    leaves = {"rel_embedding/rel_embedding": "a learned input", **NORM, "*/{query,key,value}/kernel": "0>1,2"}
+    learned = dict.fromkeys(("rel_embedding/rel_embedding", "rel_embedding/*/gamma"), "a learned input")
+    leaves = {**learned, **NORM, "*/{query,key,value}/kernel": "0>1,2"}
     refused = ["refused: a learned bias is added to the logits"] * 2  # of the logits of positions
     return masked("DebertaV3", leaves, refused, PER_HEAD, **SIZES, max_sequence_length=8, bucket_size=6)
 
@@ -332,14 +333,14 @@ def xlnet():
     """Logits of contents, positions and segments, each with a bias of its own on the queries."""
     leaves = {
         "*/mask_emb": "never used",
-        "*/segment_encoding": "0>2|multiplied by vectors",
+        "*/segment_encoding": "by names: select_n is not followed",
         **NORM,
         "*/{query,key,value,encoding}/kernel": "0>1,2",
         "*/attention_output/kernel": "1,2>0",
     }
     return built(
         "XLNetBackbone", dict.fromkeys(("token_ids", "padding_mask", "segment_ids"), tokens(2, 8)), leaves,
-        ["refused: a second term is added to the logits"] * 2,
+        ["refused: a learned bias is added to the logits"] * 2,
         {"*/{query,key,value,encoding}/kernel": "0>2"},
         measure=tied("content_query_embedding/word_embedding/embeddings"), **SIZES,
     )  # fmt: skip
