@@ -130,6 +130,14 @@ class Policy:
         """
         return self.platform == "gpu"
 
+    @property
+    def shares_small_matrices(self) -> bool:
+        """Whether what is k x k in the deflation is made for all stacks at once, each of which is then rounded twice.
+
+        On a GPU launches take the time (docs/kernels.md).
+        """
+        return self.platform == "gpu"
+
     def chunk_size(self, count: int, shape: tuple[int, int]) -> int:
         """How many of `count` matrices of `shape` run as one batch: the largest divisor whose batch is small enough.
 

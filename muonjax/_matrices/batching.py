@@ -9,9 +9,10 @@ input: the extra memory is the stack and one chunk's iteration, never a second s
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,29 @@ Function = Callable[..., jax.Array]
 """[*batch, m, n], and the mesh axes that shard the columns (default: none) -> the same shape and dtype."""
 
 
+@dataclasses.dataclass(frozen=True)
+class TwoPasses:
+    """A function that looks twice at a wide matrix: f(x) = whole(x, (), small) with [small] = between([first(x)]).
+
+    What lies between is small, and made for many stacks at once.
+
+    Attributes:
+      whole: f, also with the mesh axes that shard the columns, and with what lies between, where that is known.
+      first: x -> a tree of small arrays.
+      between: A list of these, from matrices of any sizes -> a list.
+    """
+
+    whole: Function
+    first: Callable[[jax.Array], Any]
+    between: Callable[[list[Any]], list[Any]]
+
+    def __call__(self, x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
+        """f(x), alone."""
+        return self.whole(x, axis_name)
+
+
 def map_leaves(
-    f: Function, leaves: Sequence[jax.Array], views: Sequence[MatrixView], policy: Policy
+    f: Function | TwoPasses, leaves: Sequence[jax.Array], views: Sequence[MatrixView], policy: Policy
 ) -> list[jax.Array]:
     """f on each matrix that `views` show in these leaves, as `map_groups`."""
     matrices = [view.to_matrices(x) for view, x in zip(views, leaves, strict=True)]
@@ -36,7 +58,7 @@ def map_leaves(
 
 
 def map_groups(
-    f: Function, matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
+    f: Function | TwoPasses, matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
 ) -> list[Inexact[Array, "_batch _m _n"]]:
     """f on each matrix, compiled once for each group.
 
@@ -49,14 +71,25 @@ def map_groups(
     """
     results: list[jax.Array | None] = [None] * len(matrices)
     groups = _with_neighbors(group_by_shape(matrices), matrices, policy)
-    whole = f if policy.is_cpu else jax.jit(f)  # one trace for all stacks of a shape
+    stacks = [s for group in groups for s in _stacks(group, matrices, policy)]
+    whole: Any = f.whole if isinstance(f, TwoPasses) else f
+    whole = whole if policy.is_cpu else jax.jit(whole)  # one trace for all stacks of a shape
+    # One stack shares nothing, and in one pass what it rounds is kept.
+    between: dict[int, Any] = {}
+    if isinstance(f, TwoPasses) and policy.shares_small_matrices and len(stacks) > 1:
+        between = _between(f, stacks, matrices, policy)
     last: int | None = None
-    for indices in (stack for group in groups for stack in _stacks(group, matrices, policy)):
-        parts = [matrices[i] for i in indices]
-        # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it.
-        if policy.one_stack_at_a_time and last is not None:
-            parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
-        stack, last = _map_stack(whole, _stacked(parts, policy), policy), indices[-1]
+    for number, indices in enumerate(stacks):
+        parts, small = [matrices[i] for i in indices], between.get(number)
+        # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it. The first
+        # one after what lies between the passes: XLA would keep what the second shares with the first.
+        if policy.one_stack_at_a_time:
+            if last is None:
+                parts, small = jax.lax.optimization_barrier((parts, small))
+            else:
+                parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
+        known = () if small is None else ((), small)
+        stack, last = _map_stack(whole, _stacked(parts, policy), policy, *known), indices[-1]
         counts, alone = [len(matrices[i]) for i in indices], len(indices) == 1
         starts = numbers_from_loop([0, *itertools.accumulate(counts[:-1])], policy.platform)
         for i, start in zip(indices, starts, strict=True):
@@ -119,6 +152,24 @@ def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> 
     return [stack for stack in even if stack] if fits else full
 
 
+def _between(
+    f: TwoPasses, stacks: Sequence[list[int]], matrices: Sequence[jax.Array], policy: Policy
+) -> dict[int, Any]:
+    """What lies between the two passes over each stack; not for those that go in several chunks."""
+    first = jax.jit(f.first)
+    found: dict[int, Any] = {}
+    for number, indices in enumerate(stacks):
+        parts = [matrices[i] for i in indices]
+        if last := list(found)[-1:]:  # one stack at a time
+            parts, found[last[0]] = jax.lax.optimization_barrier((parts, found[last[0]]))
+        else:
+            parts = jax.lax.optimization_barrier(parts)
+        chunks = _chunks(_stacked(parts, policy), policy)
+        if len(chunks) == 1:
+            found[number] = first(chunks[0])
+    return dict(zip(found, f.between(list(found.values())), strict=True))
+
+
 def _stacked(parts: Sequence[jax.Array], policy: Policy) -> Inexact[Array, "count m n"]:
     """Some of the matrices, wide, as one array; columns of zeros where they have fewer than others."""
     longest = max(max(part.shape[-2:]) for part in parts)
@@ -134,10 +185,10 @@ def _stacked(parts: Sequence[jax.Array], policy: Policy) -> Inexact[Array, "coun
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "count m n"]:
+def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy, *known) -> Inexact[Array, "count m n"]:
     chunks = _chunks(stack, policy)
     if len(chunks) == 1:
-        return f(chunks[0]).reshape(stack.shape)
+        return f(chunks[0], *known).reshape(stack.shape)
 
     def body(step, chunks):
         chunk = jax.lax.dynamic_index_in_dim(chunks, step, keepdims=False)

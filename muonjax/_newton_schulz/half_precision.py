@@ -34,7 +34,7 @@ from muonjax._common.platform import Policy
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.iteration import or_one, power_of_two_scale, trace_or_one
 from muonjax._newton_schulz.settings import NewtonSchulz, Normalization, takes_gram_form
-from muonjax._newton_schulz.thin_deflation import shrink_dominant
+from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch, shrink, shrinkings, sketch
 
 # R of fused steps is larger by this number in memory. Without the factors a^2 it gets smaller with each step, so that
 # its square would be below the least normal float16: an error that grows with m, and a large one where such numbers are
@@ -111,12 +111,27 @@ class _Products(NamedTuple):
         return in_blocks(product, a, y) if self.blocks else product.with_adjoint(a, y)
 
 
+def first_pass(
+    x: jax.Array, settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...] = ()
+) -> Sketch | None:
+    """What the deflation of x [*batch, m, n] begins with; None if it has no deflation."""
+    rank = min(settings.deflation, x.shape[-2] // 8)
+    return sketch(x.astype(jnp.float32), rank, policy.finer_half, axis_name) if rank else None
+
+
+def between(sketches: list[Sketch | None], policy: Policy) -> list[Shrinking | None]:
+    """The second pass over what `first_pass` gave, for any number of arrays."""
+    found = iter(shrinkings([s for s in sketches if s is not None], policy.finer_half))
+    return [None if s is None else next(found) for s in sketches]
+
+
 def iterate(
     x: jax.Array,
     settings: NewtonSchulz,
     policy: Policy,
     dtype: jnp.dtype,
     axis_name: tuple[str, ...] = (),
+    shrinking: Shrinking | None = None,
 ) -> jax.Array:
     """x [*batch, m, n] with m <= n, n counted over `axis_name` -> its orthogonalization, in float32; by bfloat16."""
     if any(a == 0 for a, _, _ in settings.coefficients):
@@ -128,10 +143,12 @@ def iterate(
     product = product.shared_by(axis_name if policy.shares_products(m, dtype) else ())
     products = _Products(product, axis_name, policy.symmetric_in_blocks(m))
     x = x.astype(jnp.float32)
-    if rank := min(settings.deflation, m // 8):
-        z, basis = shrink_dominant(x, rank, policy.finer_half, dtype, axis_name)
-    else:
+    if shrinking is None:
+        (shrinking,) = between([first_pass(x, settings, policy, axis_name)], policy)
+    if shrinking is None:
         z, basis = (power_of_two_scale(x, axis_name) * x).astype(dtype), None
+    else:
+        z, basis = shrink(x, shrinking, dtype), shrinking.v
     q, z = _steps(products, z, settings, basis, fused_steps(settings, policy, m, n))
     # A stack's result is cut, and in half precision that moves half as much.
     return products.summed(q, z) if x.ndim == 2 else products.rounded(q, z).astype(jnp.float32)

@@ -9,14 +9,16 @@ C = V^H X,
 
 brings the k largest singular values, which are about those of Y, to the target t, close to the smallest of them. X
 itself is rounded only after that: before, the rounding error would be as large as the small singular values. Only the
-iteration works on m x m matrices. X B^H is made in the same pass as B, before the root is known.
+iteration works on m x m matrices. X B^H is made in the same pass as B, before the root is known: what lies between the
+two passes over X are thin matrices, and many stacks can share it.
 
 Inverse roots come from products, whatever the rank of X: a Cholesky factorization fails where rounding makes an
 eigenvalue negative, as in a matrix of rank one.
 """
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,53 +46,86 @@ _STAGES, _LOWER = 4, 2e-2
 _KEPT = 2**-9
 
 
-def shrink_dominant(
-    x: jax.Array, rank: int, thin: jnp.dtype, dtype: jnp.dtype, axis_name: tuple[str, ...] = ()
-) -> tuple[jax.Array, jax.Array]:
-    """W x in `dtype`, for x [*batch, m, n] in float32 times a power of two; and V, in half precision.
+class Sketch(NamedTuple):
+    """What the dominant directions follow from.
 
-    No combination of V's columns is longer than its coefficients.
+    Attributes:
+      scale: [*batch, 1, 1], a power of two.
+      h: B B^H [*batch, k, k], float32.
+      y: X B^H [*batch, m, k], float32.
+      rounded: X times `scale`, in half precision; None: to be made again.
+    """
+
+    scale: jax.Array
+    h: jax.Array
+    y: jax.Array
+    rounded: jax.Array | None
+
+
+class Shrinking(NamedTuple):
+    """W = 1 - P V^H, with P = V D.
+
+    Attributes:
+      scale: As in `Sketch`.
+      rounded: As in `Sketch`.
+      v: V [*batch, m, k] in half precision; no combination of its columns is longer than its coefficients.
+      p: P [*batch, m, k], float32: rounded before, V's errors would leave the space of X's columns.
+    """
+
+    scale: jax.Array
+    rounded: jax.Array | None
+    v: jax.Array
+    p: jax.Array
+
+
+def sketch(x: jax.Array, rank: int, dtype: jnp.dtype, axis_name: tuple[str, ...] = ()) -> Sketch:
+    """The first pass over x [*batch, m, n], float32.
 
     Args:
       x: The matrices.
       rank: How many directions; half as many more are shrunk, which makes up for a second step of subspace iteration.
-      thin: Half precision with the most digits, of thin products: of a matrix of rank one its rounding errors stay, and
-        for bfloat16 what they are is multiplied as well.
-      dtype: Half precision with the range of float32.
+      dtype: Half precision with the most digits: of a matrix of rank one its rounding errors stay, and for bfloat16
+        `shrink` multiplies what they are as well.
       axis_name: Mesh axes that shard the columns.
     """
     k = rank + rank // 2
     # In memory, for the second pass to read what the first one reads: one kernel less to compile.
     scale = jax.lax.optimization_barrier(power_of_two_scale(x, axis_name))
-    # Once for all thin products. A TPU takes two thirds of the time if rounding is part of a fusion and not an
-    # instruction of its own.
-    rounded = jax.lax.optimization_barrier((scale * x).astype(thin))
+    rounded = _rounded(x, scale, dtype)
     # Columns of moderate length: no entry of B is then out of float16's range.
-    start = (random_start(x.shape[-2], k) * x.shape[-2] ** -0.5).astype(thin)
+    start = (random_start(x.shape[-2], k) * x.shape[-2] ** -0.5).astype(dtype)
     start = jnp.broadcast_to(start, (*x.shape[:-2], *start.shape))
     # B's rows are not orthonormal yet, and what a root of B B^H takes them apart by multiplies their rounding.
-    b = _with_rest(_product(thin).of_adjoint(start, rounded), thin, (0, 1), -2)
-    y = sum_over(axis_name, _sums(thin).with_adjoint(rounded, b))
+    b = _with_rest(_product(dtype).of_adjoint(start, rounded), dtype, (0, 1), -2)
+    y = sum_over(axis_name, _sums(dtype).with_adjoint(rounded, b))
     if b.shape[-2] > k:
         y = y[..., :k] + y[..., k:]
-    root, number = bounded_inverse_root(dot.of_adjoint(start.astype(y.dtype), y))
-    y = dot(y, number * root)
-    root, number = bounded_inverse_root(dot.of_adjoint(y, y))
-    exact = dot(y, number * root)
-    v = exact.astype(thin)
-    # 2 - V^H V is the inverse of V^H V up to the square of what rounding and the root leave it off from 1.
-    d = (
-        2 * identity_like(root, small=True)
-        - dot.of_adjoint(v.astype(exact.dtype), exact)
-        - _target(root) * root
-    )
-    # P = V D, in float32: rounded before, V's errors would leave the space of X's columns.
-    p = dot(exact, (1 - _KEPT) * d)
-    c = _product(thin).of_adjoint(v, rounded)
+    return Sketch(scale, dot.of_adjoint(start.astype(y.dtype), y), y, rounded)
+
+
+def shrinkings(sketches: Sequence[Sketch], dtype: jnp.dtype) -> list[Shrinking]:
+    """W of each, with the small matrices of all in one batch, because each operation on them is a launch."""
+    ys = [dot(s.y, root) for s, (root, _) in zip(sketches, _roots([s.h for s in sketches]), strict=True)]
+    roots = _roots([dot.of_adjoint(y, y) for y in ys])
+    found = []
+    for s, y, (root, shrunk) in zip(sketches, ys, roots, strict=True):
+        exact = dot(y, root)
+        v = exact.astype(dtype)
+        # 2 - V^H V is the inverse of V^H V up to the square of what rounding and the root leave it off from 1.
+        d = 2 * identity_like(root, small=True) - dot.of_adjoint(v.astype(exact.dtype), exact) - shrunk
+        found.append(Shrinking(s.scale, s.rounded, v, dot(exact, (1 - _KEPT) * d)))
+    return found
+
+
+def shrink(x: jax.Array, w: Shrinking, dtype: jnp.dtype) -> jax.Array:
+    """The second pass over x: W x in `dtype`, half precision with the range of float32."""
+    thin = w.v.dtype
+    rounded = _rounded(x, w.scale, thin) if w.rounded is None else w.rounded
+    c = _product(thin).of_adjoint(w.v, rounded)
     if thin != jnp.float16:  # X's rounding to bfloat16 would be a third of what is left of exact low rank
-        c += _sums(thin).of_adjoint(v, (scale * x - rounded.astype(x.dtype)).astype(thin))
-    p, c = _with_rest(p, thin, (0, 1, 0), -1), _with_rest(c, thin, (0, 0, 1), -2)
-    return jax.lax.optimization_barrier((scale * x - _sums(thin)(p, c)).astype(dtype)), v
+        c += _sums(thin).of_adjoint(w.v, (w.scale * x - rounded.astype(x.dtype)).astype(thin))
+    p, c = _with_rest(w.p, thin, (0, 1, 0), -1), _with_rest(c, thin, (0, 0, 1), -2)
+    return jax.lax.optimization_barrier((w.scale * x - _sums(thin)(p, c)).astype(dtype))
 
 
 def _sums(dtype: jnp.dtype) -> MatrixProduct:
@@ -101,6 +136,30 @@ def _sums(dtype: jnp.dtype) -> MatrixProduct:
 def _product(dtype: jnp.dtype) -> MatrixProduct:
     """The product of rounded operands; in float16 rounded as well, which saves a pass over it."""
     return MatrixProduct(dtype.name, None, dtype.name if dtype == jnp.float16 else None)
+
+
+def _rounded(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Once for all thin products.
+
+    A TPU takes two thirds of the time if rounding is part of a fusion and not an instruction of its own.
+    """
+    return jax.lax.optimization_barrier((scale * x).astype(dtype))
+
+
+def _roots(matrices: Sequence[jax.Array]) -> list[list[jax.Array]]:
+    """G^(-1/2) and t G^(-1/2) of each G [*batch, k, k], those of equal size in one batch."""
+    found: list[list[jax.Array]] = [[] for _ in matrices]
+    for k in dict.fromkeys(g.shape[-1] for g in matrices):
+        same = [i for i, g in enumerate(matrices) if g.shape[-1] == k]
+        flat = [matrices[i].reshape(-1, k, k) for i in same]
+        root, number = bounded_inverse_root(jnp.concatenate(flat))
+        start = 0
+        for i, g in zip(same, flat, strict=True):
+            for y in (number * root, _target(root) * root):
+                part = jax.lax.slice_in_dim(y, start, start + len(g))
+                found[i].append(part.reshape(matrices[i].shape))
+            start += len(g)
+    return found
 
 
 def bounded_inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import DimensionNumbersTree, matrix_pieces, replace_pieces
 from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
 from muonjax._mesh.exchange import map_on_mesh
-from muonjax._newton_schulz.polar_factor import polar_factor
+from muonjax._newton_schulz.polar_factor import polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 
 
@@ -57,7 +57,7 @@ def orthogonalize(
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
         updates = map_matrices(
-            lambda policy: functools.partial(polar_factor, settings=settings, policy=policy),
+            functools.partial(polar_function, settings),
             updates,
             dimension_numbers,
             distribution,
