@@ -40,10 +40,18 @@ TINY = shlex.split("""
 
 
 def optimizer(learning_rate_schedule, config, model=None, mesh=None):
-    """MuonClip for MaxText's `get_optimizer`; it reads the parameters' paths and shapes, so no rule per model.
+    """MuonClip for MaxText's `get_optimizer`; which parameters are matrices is read from MaxText's own loss.
 
     The softmax is inside of a kernel, so a site says by hand where attention is.
     """
+
+    def loss(model, data):
+        return trainer.loss_fn(model, config, data, None, None)[0]
+
+    shape = jax.ShapeDtypeStruct((1, config.max_target_length), jnp.int32)
+    names = [f"{name}{end}" for name in ("inputs", "targets") for end in ("", "_position", "_segmentation")]
+    with mesh, nn.logical_axis_rules(config.logical_axis_rules):
+        program = muonjax.inspect(loss, model, dict.fromkeys(names, shape))
     params = nnx.state(model, nnx.Param)
     specs = nnx.get_partition_spec(params)
     shardings = nn.logical_to_mesh_sharding(specs, mesh, config.logical_axis_rules)
@@ -54,6 +62,7 @@ def optimizer(learning_rate_schedule, config, model=None, mesh=None):
     return muonjax.muonclip(
         learning_rate_schedule,
         site,
+        dimension_numbers=program,
         threshold=config.qk_clip_threshold,
         weight_decay=config.muon_weight_decay,
         mu_dtype=config.mu_dtype,
