@@ -49,6 +49,7 @@ class _Ends(NamedTuple):
 
     consumed: set[int]  # to another product
     direct: set[int]  # to what the function returns
+    unknown: dict[int, int]  # to an operation without a rule, which may be a product
 
 
 def _ends(walk: Walk) -> _Ends:
@@ -66,7 +67,10 @@ def _ends(walk: Walk) -> _Ends:
         return numbers({*graph.nodes[i].inputs}.difference(walk.consumers.get(i, ())))
 
     taken = numbers(x for i, operands in walk.consumers.items() if i in graph.live for x in operands)
-    return _Ends(graph.upstream(taken, through), graph.upstream(numbers(graph.outputs), directly))
+    unknown = {
+        x: i for i in sorted(walk.unknown) for x in graph.upstream(numbers(graph.nodes[i].inputs), through)
+    }
+    return _Ends(graph.upstream(taken, through), graph.upstream(numbers(graph.outputs), directly), unknown)
 
 
 def decide(walk: Walk, is_loss: bool) -> list[Decision]:
@@ -92,6 +96,9 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
             else "never used"
         )
         return Decision(None, why, meets_data=False)
+    if unknown := [u for u in uses if u.kind.startswith("unknown: ")]:
+        name = unknown[0].kind.removeprefix("unknown: ")
+        return _adam(walk, f"{name} is not followed", unknown[0], by_names=True)
     products = [u for u in uses if u.kind == "product"]
     within = {i for u in products for i in u.term.looked}  # lookups of a matrix: of an expert, an adapter
     if lookups := [u for u in uses if u.kind == "looked up" and u.node not in within]:
@@ -99,10 +106,11 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         return Decision(None, f"looked up: {_line(walk, lookups[0])}{also}")
     if not products:
         return _no_matrix(walk, uses)
-    if unknown := [u for u in uses if u.kind.startswith("unknown: ")]:
-        name = unknown[0].kind.removeprefix("unknown: ")
-        return _adam(walk, f"{name} is not followed", unknown[0], by_names=True)
     if is_loss and all(_is_output_head(walk, ends, u) for u in products):
+        ways = [ends.unknown[x] for u in products if (x := walk.nodes[u.node].outputs[0]) in ends.unknown]
+        if ways:
+            why = f"{walk.nodes[ways[0]].name} is not followed: {walk.graph.line(ways[0])}"
+            return Decision(None, why, by_names=True)
         return _adam(walk, "no product after it, an output head", products[0])
     matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
     if not matrices:

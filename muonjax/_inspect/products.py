@@ -8,7 +8,7 @@ from typing import Any
 
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import whole
-from muonjax._inspect.rules import RULES, bent, rule
+from muonjax._inspect.rules import RULES, bent, rule, unknown
 from muonjax._inspect.structure import looked_up
 from muonjax._inspect.values import DATA, PARAMETER, Image, Logits, Side, Value, dependent
 from muonjax._inspect.walk import Walk
@@ -33,8 +33,9 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
     if not left.summed:  # entry by entry, written as an einsum
         node = dataclasses.replace(walk.nodes[i], name="mul")
         moved = [s.value.repeated(walk.shape(s.operand), s.sources, s.shape) for s in (left, right)]
-        return RULES["mul"](walk, i, node, moved)[0]
+        return RULES.get("mul", unknown)(walk, i, node, moved)[0]
     for side, rest in ((left, right), (right, left)):
+        walk.record_unknown(side.value, rest.value)
         # Repeated for each example.
         if side.value.is_weight and not (side.is_parameter or rest.value.is_weight):
             side.value = walk.as_input(side.value, side.summed)
@@ -123,7 +124,7 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
     if extra.get("is_depthwise"):
         images += [bent(walk, m, "convolved", i, apart=True) for m in rest.moved.images]
     walk.consume(i, rest.operand, *([] if side.value.is_weight else [side.operand]))
-    before = product.before
+    product, before = product._replace(unknown=-1), product.before
     for image in images:
         before |= image.product.bit
     return product._replace(images=tuple(images), before=before, depends_on=product.depends_on | DATA)
@@ -159,10 +160,11 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
         found = [x for x in side.value.logits if x.stage == "weights" and x.layout.atoms(side.summed)]
         for x in found:  # several where softmaxes are subtracted
             walk.record_attention(i, x, x.layout.atoms(side.summed), values)
+        if not found or side.value.unknown >= 0:
+            walk.record_weights(i, side.value, values.value)
         if found:
             walk.consume(i, left.operand, right.operand)
             return product._replace(images=values.moved.images, scores=-1, weights=-1)
-        walk.record_weights(i, side.value, values.value)
     if a.depends_on & b.depends_on & PARAMETER:
         product = product._replace(scores=i, weights=-1)
         features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
@@ -235,6 +237,7 @@ def _by_kernel(
         Side(v, x, len(walk.shape(x)), *axes)
         for v, x, axes in zip(values[:2], node.inputs[:2], (((), ()), (summed, batch)), strict=True)
     )
+    walk.record_unknown(kernel.value, data.value)
     data.sources, kernel.sources = features or [None] * len(sources), sources
     data.shape = kernel.shape = walk.shape(node.outputs[0])
     return by_parameter(walk, i, product, kernel, data, **extra)

@@ -51,24 +51,33 @@ _MIXING = frozenset(_MIXES.split())
 
 
 def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    """What takes parameters and has no rule; perhaps a kernel of attention."""
-    if not values or not any(v.depends_on for v in values):
-        return [Value(dependent(values).depends_on)] * len(node.outputs)
-    alone = all(v.is_weight or not v.depends_on for v in values)  # a penalty perhaps, as a determinant
-    walk.record_terms(
-        i, f"{'alone' if alone else 'unknown'}: {node.name}", [v for v in values if v.is_weight]
-    )
-    images = [m for v in values for m in v.images]
-    walk.record_parts(i, images)
+    """What is not followed. Without a rule it may be an exponential, a product, one hot, or a kernel of attention."""
     is_call = any(word in node.name for word in ("call", "attention"))  # a kernel, a callback
+    result = dependent(values)
+    if no_rule := not (is_call or node.name in RULES):
+        result = result._replace(unknown=i, weights=max(result.weights, result.scores))
+        walk.normalized.add(result.weights)
+        walk.unknown.add(i)
+    alone = all(v.is_weight or not v.depends_on for v in values)  # a penalty perhaps, as a determinant
+    weights = [v for v in values if v.is_weight or no_rule]
+    walk.record_terms(i, f"{'alone' if alone else 'unknown'}: {node.name}", weights)
+    images = [m for v in values for m in v.images]
+    if no_rule:
+        images += [
+            m for v in values for x in v.logits for side in walk.pairs[x.product] for m in side.value.images
+        ]
+    walk.record_parts(i, images)
     for m in images if not is_call and node.name not in _MIXING else ():
-        if m.apart:  # which of its columns are used together is not known any more
+        if m.apart or no_rule:  # which of its columns are used together, or chosen, is not known any more
             walk.record(i, f"unknown: {node.name}", m.product.use.term)
     parts = {(m.product, m.layout.region): m for m in images}
     if len(parts) > 2 and is_call:
         walk.opaque[i] = tuple(parts.values())
         walk.consume(i, *node.inputs)
-    return [dependent(values)] * len(node.outputs)
+    return [result] * len(node.outputs)
+
+
+RULES |= dict.fromkeys([*_MIXING, "pad"], unknown)
 
 
 # Numbers that are no function of the parameters.
@@ -183,8 +192,9 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         and all(v.terms for v in values if v.depends_on & PARAMETER)
     )
     kept = values if mixed or name in _SCALES else ()
+    unknown_at = -1 if name in _SUMS and images else whole.unknown  # no residual stream is one hot
     terms = tuple(t for v in kept for t in v.terms)
-    return [whole._replace(terms=terms, images=images, logits=logits)]
+    return [whole._replace(terms=terms, images=images, logits=logits, unknown=unknown_at)]
 
 
 def _parts(values: Sequence[Value]) -> list[Term]:

@@ -116,6 +116,8 @@ class Value(NamedTuple):
     # which an exponential was taken.
     scores: int = -1
     weights: int = -1
+    # The last operation without a rule: what it gives may be indices, one hot, or windows of an argument.
+    unknown: int = -1
 
     @property
     def is_weight(self) -> bool:
@@ -217,12 +219,12 @@ def moved(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
 def dependent(values: Iterable[Value]) -> Value:
     """A value that depends on all of these, in a way that is not followed."""
     depends_on = before = 0
-    scores = weights = -1
+    scores = weights = unknown = -1
     for v in values:
         depends_on |= v.depends_on
         before |= v.before
-        scores, weights = max(scores, v.scores), max(weights, v.weights)
-    return Value(depends_on, before=before, scores=scores, weights=weights)
+        scores, weights, unknown = max(scores, v.scores), max(weights, v.weights), max(unknown, v.unknown)
+    return Value(depends_on, before=before, scores=scores, weights=weights, unknown=unknown)
 
 
 def alike(images: Sequence[Image]) -> bool:

@@ -51,6 +51,7 @@ class Walk:
         self.normalized: set[int] = set()
         self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
+        self.unknown: set[int] = set()  # operations without a rule
         self.read: set[int] = set()  # products with columns of which labels choose one
         self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
         # For the products that give queries, keys and values, the parts of the last one.
@@ -89,6 +90,12 @@ class Walk:
         for v in values:
             for t in v.terms:
                 self.record(i, kind, t)
+
+    def record_unknown(self, value: Value, other: Value) -> None:
+        """What is multiplied by the result of an operation without a rule: perhaps that is one hot, and looks it up."""
+        if other.unknown >= 0:
+            for t in (*value.terms, *(m.product.use.term for m in value.images)):
+                self.record(other.unknown, f"unknown: {self.nodes[other.unknown].name}", t)
 
     def record_read(self, value: Value, axes: Sequence[int], labels: Value) -> None:
         """Data that depend on no parameter choose one entry along these axes."""

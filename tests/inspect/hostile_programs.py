@@ -670,7 +670,7 @@ def a_first_convolution_of_one_pixel(p, x):
     return cross_entropy(x.mean((1, 2)) @ p["out"], jnp.zeros(B, int))
 
 
-@program(IMAGE, **{"conv/kernel": ((3, 5, 8), "conv_general_dilated: hostile_programs.py:")})
+@program(IMAGE, **{"conv/kernel": ((3, 5, 8), "conv_general_dilated is not followed: hostile_programs.py:")})
 def a_convolution_whose_second_operand_is_data(p, x):
     y = lax.conv_general_dilated(
         p["conv"]["kernel"], x[:, 0], (1,), [(2, 2)], dimension_numbers=("HNC", "OIH", "HNC")
@@ -1023,7 +1023,7 @@ def convolved(x, w, groups=1):
     )
 
 
-@program(IMAGES, ROWS, w=((3, 3, 4, 8), "by names: conv_general_dilated: hostile_programs.py:"),
+@program(IMAGES, ROWS, w=((3, 3, 4, 8), "by names: conv_general_dilated is not followed: hostile_programs.py:"),
          style=((D, 4), "0 | 1"), out=((8, 2), "an output head"))  # fmt: skip
 def a_kernel_for_each_example(p, x, z):
     """StyleGAN 2's fused convolution: its groups are the examples."""
@@ -1066,15 +1066,19 @@ def zeros_between(p, x):
     return end(p, x @ lax.pad(p["w"], 0.0, [(0, 0, 0), (0, 0, 1)]))
 
 
-@program(X, w=((D, 5 * D), "by names: dynamic_slice: hostile_programs.py:"), out=((D, 2), "an output head"))
+@program(
+    X,
+    w=((D, 5 * D), "by names: dynamic_slice is not followed: hostile_programs.py:"),
+    out=((D, 2), "an output head"),
+)
 def an_expert_cut_out_by_data(p, x):
     return end(p, x @ lax.dynamic_slice(p["w"], (0, D * jnp.argmax(x[0, 0])), (D, D)))
 
 
 @program(
     X,
-    a=((D, 2), "by names: add: hostile_programs.py:"),
-    b=((2, D), "by names: add: hostile_programs.py:"),
+    a=((D, 2), "by names: add is not followed: hostile_programs.py:"),
+    b=((2, D), "by names: add is not followed: hostile_programs.py:"),
     out=((D, 2), "an output head"),
 )
 def an_adapter_of_a_closed_over_kernel(p, x):
@@ -1096,7 +1100,9 @@ def one_half_of_the_columns_of_a_product(p, x):
     return end(p, jnp.where(x[..., :1] > 0, first, second))
 
 
-@program(X, w=((D, 2 * D), "by names: join: hostile_programs.py:"), out=((D, 2), "an output head"))
+@program(
+    X, w=((D, 2 * D), "by names: join is not followed: hostile_programs.py:"), out=((D, 2), "an output head")
+)
 def one_half_of_the_columns_of_a_kernel(p, x):
     first, second = jnp.split(p["w"], 2, -1)
     return end(p, x @ lax.cond(x[0, 0, 0] > 0, lambda: first, lambda: second))

@@ -1,0 +1,94 @@
+"""Taking any one rule away only refuses or warns: what has no rule is never taken for something that it may not be."""
+
+import functools
+from unittest import mock
+
+import jax
+import pytest
+
+from muonjax._inspect import follow  # noqa: F401  it fills RULES
+from muonjax._inspect.rules import RULES
+from tests.inspect.library_models import MODELS
+from tests.inspect.library_models.answers import found_attention
+from tests.inspect.test_library_models import inspected as inspected_model
+from tests.inspect.test_programs import PROGRAMS, inspected
+from tests.tools import tiers
+
+pytestmark = [
+    pytest.mark.promotes("the programs are written as people write them"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def once_traced(inspect):
+    """A call that traces its function the first time, and then reads the same jaxpr again."""
+    make, kept = jax.make_jaxpr, []
+
+    def tracing(fun, return_shape=False):
+        def traced(*arguments):
+            if not kept:
+                kept.append(make(fun, return_shape=True)(*arguments))
+            return kept[0]
+
+        return traced if return_shape else make(fun)
+
+    def read():
+        with mock.patch.object(jax, "make_jaxpr", tracing):
+            return inspect()
+
+    return read
+
+
+def said(read, params):
+    """What is decided of each leaf, None where it is left open; what each clip scales; how many can't be clipped."""
+    try:
+        program = read()
+    except ValueError:  # nothing is left that uses the parameters
+        return {}, [], 0
+    leaves = {
+        path: None if d.problem or d.by_names else (d.numbers, d.per_head if d.numbers else None)
+        for path, d in program._decisions.items()
+    }
+    clips = [found_attention(params, a) for a in program.attentions if a.site is not None]
+    heads = [{key: grid.tolist() for key, grid in clip.items()} for clip in clips]
+    return leaves, heads, len(program.attentions) - len(clips)
+
+
+@functools.cache
+def answers(names):
+    """By name, how to read a program or model again, its parameters, and what is said of it with all rules."""
+    made = {p.fun.__name__: (functools.partial(inspected, p), p.params) for p in PROGRAMS}
+    if names == "models":
+        models = {name: entry.make() for name, entry in MODELS.items() if entry.needs in ("jax", "flax")}
+        made = {name: (functools.partial(inspected_model, m), m.params) for name, m in models.items()}
+    found = {}
+    for name, (inspect, params) in made.items():
+        read = once_traced(inspect)
+        found[name] = read, params, said(read, params)
+    return found
+
+
+def other_answers(monkeypatch, rule, names):
+    """The programs of which something else is said, and not less, without a rule."""
+    whole = answers(names)
+    monkeypatch.delitem(RULES, rule)
+    wrong = []
+    for name, (read, params, (leaves, clips, _)) in whole.items():
+        now, left, refused = said(read, params)
+        others = [path for path in now if now[path] is not None and now[path] != leaves[path]]
+        silent = len(left) < len(clips) and left and not refused  # without any clip, muonclip raises
+        if others or silent or any(clip not in clips for clip in left):
+            wrong.append((name, others))
+    return wrong
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+@tiers.quick("exp", "reduce_sum")
+def test_less_is_known_without_a_rule(monkeypatch, rule):
+    assert other_answers(monkeypatch, rule, "programs") == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_less_is_known_of_models_without_a_rule(monkeypatch, rule):
+    assert other_answers(monkeypatch, rule, "models") == []
