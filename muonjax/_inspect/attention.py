@@ -284,8 +284,6 @@ def _runs(
     if (np.diff(first) != run).any() or (np.diff(inside) != 1).any() or run <= 0:
         return None
     base = int(first[0] + inside[0])
-    if count == 1:
-        return 1, base, width, (0, width)
     start = base - base % run if base % run + width <= run else base
     if start + count * run > total:
         return None

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from muonjax._inspect.layout import Atom, Region, Run, overlap
+from muonjax._inspect.layout import Atom, Region, Run
 from muonjax._inspect.values import Product, Use
 from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import (
@@ -210,7 +210,6 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
 def _parts(product: Product, shape: tuple[int, ...], columns: frozenset[int]) -> _Cut | None:
     """Along which axis, and into which sizes, the result of a product is cut for different purposes."""
     groups = {region for region, _ in product.parts}
-    groups |= {region for region, _ in product.mixed if not any(overlap(region, g) for g in groups)}
     if len(groups) < 2:
         return None
     keys = set.intersection(*({run[:2] for run in g} for g in groups))

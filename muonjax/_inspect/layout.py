@@ -97,8 +97,6 @@ class Layout(NamedTuple):
     def reverse(self, axis: int) -> Layout:
         """One axis in the opposite order."""
         atoms = self.axes[axis]
-        if _is_reversed(atoms):
-            return self._with(axis, atoms[1:])
         is_known = any(a.axis != OTHER for a in atoms)
         return self._with(axis, (Atom(PLACED, -1, 1, 0, length(atoms)), *atoms)) if is_known else self
 
@@ -140,8 +138,6 @@ class Layout(NamedTuple):
         each = len(atoms) == 1 and start < step and atoms[0].axis >= 0 and count * step == atoms[0].size
         if step > 1 and each and (split := _split(atoms[0], step)):  # x[..., 1::2]: one of each run of `step`
             return self._with(axis, split[:1])._take(split[1], start, 1)
-        if (start, stop, step) == (0, length(atoms), 1):
-            return self
         if atoms and atoms[0].axis == PLACED:  # one of every `step` entries: which ones is not followed
             return self._lost([count if k == axis else length(x) for k, x in enumerate(self.axes)])
         inner = math.prod(a.size for a in atoms[1:])
@@ -240,10 +236,6 @@ class Layout(NamedTuple):
         return self._replace(taken=(*self.taken, atom._replace(start=atom.start + start, size=size)))
 
 
-def _is_reversed(atoms: Sequence[Atom]) -> bool:
-    return bool(atoms) and atoms[0][:2] == (PLACED, -1)
-
-
 def whole(shape: Sequence[int], *, least: int = 2) -> Layout:
     """All of an array; axes shorter than `least` have no run."""
     return Layout(tuple((Atom(i, 1, n, 0, n),) if n >= least else () for i, n in enumerate(shape)))
@@ -306,8 +298,6 @@ def _hull(atoms: Sequence[Atom]) -> Atom:
 
 def _split(atom: Atom, inner: int) -> tuple[Atom, Atom] | None:
     """A run as runs of `inner` positions, counted by an outer one; None where it is cut elsewhere."""
-    if atom.axis == OTHER:
-        return other(atom.size // inner)[0], other(inner)[0]
     if atom.start % inner or atom.of % inner:
         return None
     outer = Atom(atom.axis, atom.stride * inner, atom.size // inner, atom.start // inner, atom.of // inner)
@@ -319,9 +309,7 @@ def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
     out: list[Atom] = []
     for atom in atoms:
         last = out[-1] if out else None
-        if last and last.axis == atom.axis == OTHER:
-            out[-1] = other(last.size * atom.size)[0]
-        elif last and atom.is_whole and last.axis == atom.axis and last.stride == atom.stride * atom.size:
+        if last and atom.is_whole and last.axis == atom.axis and last.stride == atom.stride * atom.size:
             n = atom.size
             out[-1] = Atom(atom.axis, atom.stride, last.size * n, last.start * n, last.of * n)
         else:

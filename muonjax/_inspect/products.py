@@ -36,9 +36,6 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
         return RULES.get("mul", unknown)(walk, i, node, moved)[0]
     for side, rest in ((left, right), (right, left)):
         walk.record_unknown(side.value, rest.value)
-        # Repeated for each example.
-        if side.value.is_weight and not (side.is_parameter or rest.value.is_weight):
-            side.value = walk.as_input(side.value, side.summed)
         if any(x.stage == "weights" and x.layout.atoms(rest.summed) for x in rest.value.logits):
             side.value = walk.as_input(side.value, side.given)  # learned values
     if left.is_parameter and right.is_parameter:
@@ -55,8 +52,6 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
     sides = [s for s in (left, right) if s.is_parameter and s.value.terms]
     if not sides:
         sides = [s for s in (left, right) if s.is_matrix]
-        if len(sides) > 1:  # both hold parameters and data: the matrix has fewer products before it
-            sides = sorted(sides, key=lambda s: (s.value.before.bit_count(), not s.value.terms))[:1]
     if sides:
         side = sides[0]
         rest = right if side is left else left

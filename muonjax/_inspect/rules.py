@@ -214,8 +214,6 @@ def is_zero(walk: Walk, value: int) -> bool:
 def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple[Term, ...]:
     """Parameters entry by entry are used as they are; one that repeats, as a bias or a gain does, is only that."""
     several = sum(bool(v.terms) for v in values) > 1
-    if name not in _SUMS + _SCALES:  # an exponential of a parameter, say
-        return () if several else tuple(t for v in values for t in v.terms)
     noisy = name in _SCALES and any(v.depends_on & NOISE and not v.is_weight for v in values)
     cover, terms = [_cover(v) for v in values], []
     if name in _SUMS:  # of a column and a row, as of any that repeat along an axis of the sum
@@ -361,8 +359,6 @@ def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
 def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,), axes = values, node.params["axes"]
     terms = _reduced_terms(i, x, axes)
-    if x.is_weight:
-        return [_without(dependent([x])._replace(terms=terms), node)]
     towers = walk.entrywise.get(node.inputs[0], ())
     if len({m.product for m in towers if m.layout.atoms(axes)}) > 1:  # a product over features, as by einsum
         walk.consume(i, *node.inputs)

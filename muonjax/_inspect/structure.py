@@ -63,13 +63,10 @@ def _moved(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[
 def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     axis = node.params["dimension"]
     sizes = [walk.shape(x)[axis] for x in node.inputs]
-    if len(values) == 1:
-        return values
     joined = dependent(values)
     if not joined.is_weight:
         values = [walk.as_input(v) if v.is_weight else v for v in values]
         walk.record_terms(i, "joined with data", values)
-    walk.record_meeting_parts(i, values)
     images = latest(walk, i, concatenated(values, axis, sizes))
     if not all(v.images or is_zero(walk, x) for v, x in zip(values, node.inputs, strict=True)):
         images = tuple(bent(walk, m, "put together with something else", i) for m in images)

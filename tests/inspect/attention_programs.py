@@ -1055,9 +1055,9 @@ def scanned(p, x, reverse=False):
     return jnp.mean(x**2), jnp.moveaxis(logits, 0, 1).reshape(B, -1, T, T)
 
 
-@attention(sites=1, **STACK)
+@program(X, sites=ANOTHER, **STACK)
 def layers_in_their_order(p, x):
-    return scanned({n: w[::-1][::-1] for n, w in p.items()}, x)
+    return scanned({n: w[::-1][::-1] for n, w in p.items()}, x)[0]
 
 
 @attention(sites=1, **STACK)
