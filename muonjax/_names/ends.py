@@ -11,7 +11,7 @@ and sizes confirm it:
   4. it gives what the model takes: it is [d, vocabulary] next to a table [vocabulary, d], or an autoencoder's last.
 
 A layer that only names or only sizes speak for stays with Muon. A warning lists it, and every leaf that only its
-position or an ambiguous name gives to Adam.
+position or an ambiguous name gives to Adam; where no head is found, also each layer whose output nothing takes.
 """
 
 import itertools
@@ -67,6 +67,7 @@ def for_adam(
             doubts[path] = f"{names[0]} an output head, but its sizes do not say so"
         elif sizes:
             doubts[path] = f"{sizes[0]}, as of an output head, but its name does not say so"
+    headless = not model.has_head and not any(why.startswith("output head") for why in found.values())
     modules = Counter(module(p.path) for p in parameters)
     for p in parameters:
         is_long = sum(size > 1 for size in p.shape) > 1
@@ -76,6 +77,8 @@ def for_adam(
             doubts[p.path] = "a bias by its name, a matrix by its axes"
         elif p.path not in doubts and model.may_be_a_table(p):
             doubts[p.path] = "no other parameter gives its input, so that it may be an embedding"
+        elif headless and p.path not in doubts and model.may_be_a_head(p):
+            doubts[p.path] = f"{_UNTAKEN}, and no output head is found"
     after = {**decided, **dict.fromkeys(found)}
     return found, {path: ("Muon" if after[path] else "Adam", why) for path, why in doubts.items()}
 
@@ -244,6 +247,15 @@ class _Model:
             return False
         return len(self.parameters) > 1 and not self.given[p.shape[axes_of(numbers.reduction_axis)[0]]]
 
+    def may_be_a_head(self, p: Parameter) -> bool:
+        """Whether no other parameter takes what a layer without a role gives."""
+        numbers = self.decided[p.path]
+        if not numbers or p.role not in (roles.DENSE, roles.CONVOLUTION, roles.UNKNOWN):
+            return False
+        others = self.taken - Counter(_widths(p, numbers)[0])
+        leads = any(self._leads(q) for q in self.parameters if q is not p)
+        return leads and not others[math.prod(_sides(p, numbers)[1])]
+
     def _is_end(self, path: Path) -> bool:
         """Whether a module is a part of the model that ends it."""
         names = path[len(self.root) :]
@@ -284,7 +296,8 @@ def _widths(p: Parameter, numbers: DimensionNumbers | None) -> tuple[set[int], s
     if numbers is None:
         return set(), set()
     rows, columns = _sides(p, numbers)
-    return {*rows, math.prod(rows)}, {math.prod(columns)}
+    channels = _input_channels(p, numbers)  # a window's sizes are no widths
+    return {*([channels] if channels else rows), math.prod(rows)}, {math.prod(columns)}
 
 
 def _is_hidden(path: Path) -> bool:
