@@ -13,11 +13,7 @@ import jax
 
 from muonjax._common.arguments import warn_user
 from muonjax._common.trees import flatten_paths, is_masked, listed, names
-from muonjax._matrices.matrix_view import (
-    DimensionNumbers,
-    matrix_pieces,
-    one_or_several,
-)
+from muonjax._matrices.matrix_view import DimensionNumbers, matrix_pieces, one_or_several
 from muonjax._names.roles import INTERLEAVED, RECURRENT, Parameter
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
