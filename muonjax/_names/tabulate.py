@@ -15,8 +15,7 @@ import optax
 
 from muonjax._common.trees import dtype_of, flatten_with_names, is_masked, parameters_of
 from muonjax._matrices.matrix_view import matrix_pieces, resolve_dimension_numbers
-from muonjax._names.dimension_numbers import Route, routes
-from muonjax._names.given import check_parameters
+from muonjax._names.dimension_numbers import Route, check_parameters, routes
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
 
