@@ -165,21 +165,27 @@ def _pieces(i: int, leaf: Any, named: str, numbers: DimensionNumbers, call: str)
         raise ValueError(f"{call}: {named} of shape {shape} {why}, got {numbers}.")
     if not isinstance(numbers, FusedDimensionNumbers):
         return [Piece(i, view_of(shape, reduction, output))]
-    (cut,), parts, repeats = (
-        _checked_axes(call, named, "axis", numbers.axis, shape),
-        numbers.parts,
-        numbers.repeats,
-    )
-    if problem := _check_parts(numbers, cut in reduction + output, shape[cut]):
-        raise ValueError(f"{call}: {numbers} can't cut {named} of shape {shape}: {problem}.")
-    if isinstance(parts, int):
-        if repeats == 1:
-            return [Piece(i, view_of(shape, reduction, output, cut, parts))]
-        parts = (shape[cut] // repeats // parts,) * parts
+    (cut,) = _checked_axes(call, named, "axis", numbers.axis, shape)
+    parts, repeats = numbers.parts, numbers.repeats
+    size, rest = divmod(shape[cut], max(1, repeats))
+    sizes = (size // max(1, parts),) * parts if isinstance(parts, int) else parts
+    if (
+        cut not in reduction + output
+        or rest
+        or repeats < 1
+        or min(sizes, default=0) < 1
+        or sum(sizes) != size
+    ):
+        raise ValueError(
+            f"{call}: {numbers} can't cut {named} of shape {shape}: `axis` must be one of the reduction or output "
+            f"axes, and the sizes in `parts`, or as many equal ones, fill its {shape[cut]} entries `repeats` times."
+        )
+    if isinstance(parts, int) and repeats == 1:
+        return [Piece(i, view_of(shape, reduction, output, cut, parts))]
     found = []
-    for part, start in zip(parts, itertools.accumulate(parts, initial=0), strict=False):
+    for part, start in zip(sizes, itertools.accumulate(sizes, initial=0), strict=False):
         view = view_of((*shape[:cut], repeats * part, *shape[cut + 1 :]), reduction, output)
-        found.append(Piece(i, view, cut, start, math.gcd(*parts), repeats))
+        found.append(Piece(i, view, cut, start, math.gcd(*sizes), repeats))
     return found
 
 
@@ -192,21 +198,6 @@ def _checked_axes(call: str, leaf: str, name: str, value: Any, shape: tuple[int,
         if not -len(shape) <= axis < len(shape):
             raise ValueError(f"{call}: {name}={value!r} names axis {axis}, but {leaf} has shape {shape}.")
     return tuple(axis % len(shape) for axis in axes)
-
-
-def _check_parts(numbers: FusedDimensionNumbers, is_side: bool, size: int) -> str:
-    """What is wrong with the parts of an axis of `size`; "" if nothing is."""
-    parts = numbers.parts
-    if not is_side:
-        return "`axis` must be one of the reduction or output axes"
-    if numbers.repeats < 1 or size % numbers.repeats:
-        return f"`repeats` must divide {size}, the size of its axis"
-    size //= numbers.repeats
-    each = "the size of its axis" + ("" if numbers.repeats == 1 else " divided by `repeats`")
-    if isinstance(parts, tuple):
-        fits = all(part >= 1 for part in parts) and sum(parts) == size
-        return "" if fits else f"the sizes in `parts` must be positive and sum to {size}, {each}"
-    return "" if parts >= 1 and size % parts == 0 else f"`parts` must divide {size}, {each}"
 
 
 def view_of(
