@@ -66,32 +66,6 @@ class FusedDimensionNumbers(NamedTuple):
 DimensionNumbers: TypeAlias = MuonDimensionNumbers | FusedDimensionNumbers
 
 
-class _Explained:
-    why: str
-
-    def __repr__(self) -> str:
-        numbers: Any = self
-        return repr(type(numbers).__mro__[2](*numbers))
-
-
-class ExplainedNumbers(_Explained, MuonDimensionNumbers):
-    """Dimension numbers with the reason for them, `why`, which `tabulate` prints."""
-
-
-class ExplainedFusedNumbers(_Explained, FusedDimensionNumbers):
-    """As `ExplainedNumbers`."""
-
-
-def explained(numbers: DimensionNumbers | None, why: str) -> DimensionNumbers | None:
-    """The same dimension numbers, and the reason with them; None has no room for it."""
-    if numbers is None:
-        return None
-    kind: Any = ExplainedFusedNumbers if isinstance(numbers, FusedDimensionNumbers) else ExplainedNumbers
-    found = kind(*numbers)
-    found.why = why
-    return found
-
-
 DimensionNumbersTree: TypeAlias = Any
 """A tree of `DimensionNumbers` or None, a prefix of the parameters' tree, or a function of the
 parameters that returns one. None marks a leaf that is no matrix."""

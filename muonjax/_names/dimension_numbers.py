@@ -38,7 +38,6 @@ from muonjax._matrices.matrix_view import (
     FusedDimensionNumbers,
     MuonDimensionNumbers,
     axes_of,
-    explained,
     matrix_pieces,
     one_or_several,
 )
@@ -108,8 +107,7 @@ def dimension_numbers(params: Any, *, rules: Rules = ()) -> Any:
 
 def numbers_tree(found: Sequence[Any], treedef: Any) -> Any:
     """The tree of dimension numbers of what `routes` returns."""
-    numbers = [explained(r.numbers, r.why) if isinstance(r, Route) else r for r in found]
-    return jax.tree.unflatten(treedef, numbers)
+    return jax.tree.unflatten(treedef, [r.numbers if isinstance(r, Route) else r for r in found])
 
 
 def decays(params: Any) -> Any:

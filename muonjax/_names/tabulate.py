@@ -75,11 +75,12 @@ def _given(params: Any, dimension_numbers: Any) -> list[Route | optax.MaskedNode
         resolve_dimension_numbers(dimension_numbers, params, call="tabulate(params, dimension_numbers)")
     )
     reason = getattr(dimension_numbers, "why", None)  # a `Program` knows the line of the code
-    by_names = {} if reason else _reasons_for_adam(params)
+    by_names = {} if reason else _by_names(params)
 
     def route(path: str, leaf: Any, number: Any) -> Route:
-        why = by_names.get(path, "given") if number is None else getattr(number, "why", "given")
-        return Route(path, jnp.shape(leaf), dtype_of(leaf), number, reason(path) if reason else why)
+        same = by_names.get(path)
+        why = reason(path) if reason else same.why if same and same.numbers == number else "given"
+        return Route(path, jnp.shape(leaf), dtype_of(leaf), number, why)
 
     return [
         leaf if is_masked(leaf) else route("/".join(path), leaf, next(numbers))
@@ -87,11 +88,11 @@ def _given(params: Any, dimension_numbers: Any) -> list[Route | optax.MaskedNode
     ]
 
 
-def _reasons_for_adam(params: Any) -> dict[str, str]:
-    """What names say about the leaves that are no matrices; nothing where they can't tell all of the tree."""
+def _by_names(params: Any) -> dict[str, Route]:
+    """What names say about the leaves; nothing where they can't tell all of the tree."""
     with contextlib.suppress(ValueError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {r.path: r.why for r in routes(params)[0] if isinstance(r, Route) and r.numbers is None}
+        return {r.path: r for r in routes(params)[0] if isinstance(r, Route)}
     return {}
 
 

@@ -52,11 +52,10 @@ def test_given_tree_function_and_prefix():
     assert "Muon: 992 parameters" in table
 
 
-def test_a_given_tree_keeps_the_reasons_of_whoever_gave_it():
-    """Those of a rule too; what nobody explained is "given"."""
+def test_what_names_do_not_say_is_given():
     by_rule = tabulate(PARAMS, dimension_numbers(PARAMS, rules=[("c_attn", MuonDimensionNumbers(0, 1))]))
     reasons = {line.split()[0]: line.split("  ")[-1].strip() for line in by_rule.splitlines()[2:7]}
-    assert reasons["c_attn/kernel"] == "rule"
+    assert reasons["c_attn/kernel"] == "given"
     assert reasons["block/query/kernel"] == "attention query, stacked"
     mine = {"unheard_of": {"kernel": leaf(6, 7)}}
     assert "given" in tabulate(mine, {"unheard_of": {"kernel": MuonDimensionNumbers(1, 0)}})
