@@ -224,31 +224,24 @@ def warn_user(message: str) -> None:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_STEPS = "newton_schulz=NewtonSchulz(coefficients=...), a row for each step"
-_ADAM = "adam=optax.adamw(...) with this setting"
-# Arguments of optax.contrib.muon, torch.optim.Muon, Keller Jordan's Muon and MaxText.
+# What arguments of optax.contrib.muon, torch.optim.Muon, Keller Jordan's Muon and MaxText are here.
 _OTHERS = {
-    "lr": "learning_rate",
-    "beta": "decay",
-    "momentum": "decay",
-    "b1": "decay, or adam=optax.adamw(...) for the other parameters",
-    "b2": _ADAM,
-    "eps": "not needed: a zero matrix has a zero update",
-    "ns_steps": _STEPS,
-    "num_steps": _STEPS,
-    "ns_coeffs": _STEPS,
-    "ns_coefficients": _STEPS,
-    "preconditioning": "newton_schulz=NewtonSchulz(normalization=...)",
-    "adaptive": "an argument of muonjax.optax_contrib.muon alone",
-    "consistent_rms": "rms",
-    "adjust_lr_fn": "rms",
-    "mask": "weight_decay_mask",
-    "wd": "weight_decay",
-    "tau": "threshold",
-    "dimension_numbers": "program, the second argument",
-    "muon_weight_dimension_numbers": "program, the second argument; with sites by hand, dimension_numbers",
-    "rules": "program, or dimension_numbers of muonclip: lambda params: muonjax.dimension_numbers(params, rules=...)",
-    "sites": "the second argument of muonclip and adamclip",
+    "learning_rate": "lr",
+    "decay": "beta momentum",
+    "decay, or adam=optax.adamw(...) for the other parameters": "b1",
+    "adam=optax.adamw(...) with this setting": "b2",
+    "not needed: a zero matrix has a zero update": "eps",
+    "newton_schulz=NewtonSchulz(coefficients=...), a row for each step": "ns_steps num_steps ns_coeffs ns_coefficients",
+    "newton_schulz=NewtonSchulz(normalization=...)": "preconditioning",
+    "an argument of muonjax.optax_contrib.muon alone": "adaptive",
+    "rms": "consistent_rms adjust_lr_fn",
+    "weight_decay_mask": "mask",
+    "weight_decay": "wd",
+    "threshold": "tau",
+    "program, the second argument": "dimension_numbers",
+    "program, the second argument; with sites by hand, dimension_numbers": "muon_weight_dimension_numbers",
+    "program, or dimension_numbers of muonclip: lambda params: muonjax.dimension_numbers(params, rules=...)": "rules",
+    "the second argument of muonclip and adamclip": "sites",
 }
 
 
@@ -322,9 +315,10 @@ def _arguments(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def _meant(keyword: str, known: Sequence[str]) -> str:
-    other = _ADAM if keyword.startswith("adam_") else _OTHERS.get(keyword)
+    theirs = "b2" if keyword.startswith("adam_") else keyword
+    other = [here for here, names in _OTHERS.items() if theirs in names.split()]
     if other and "learning_rate" in known:  # they are other names of an optimizer's settings
-        return f": in muonjax it is {other}"
+        return f": in muonjax it is {other[0]}"
     if near := difflib.get_close_matches(keyword, known, 1):
         return f". Did you mean {near[0]}"
     return f". Its arguments are {', '.join(known)}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from muonjax._common.arguments import warn_user
 from muonjax._common.trees import broadcast_prefix
-from muonjax._mesh.layout import Axes, size_of
+
+Axes = tuple[str, ...]  # mesh axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,6 +80,11 @@ def _mesh_axes(spec: PartitionSpec | NamedSharding | None, ndim: int = 0) -> tup
     spec = spec.spec if isinstance(spec, NamedSharding) else spec
     entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec or ()]
     return (*entries, *[()] * (ndim - len(entries)))
+
+
+def size_of(mesh_shape: Mapping[str, int], axes: Axes) -> int:
+    """Devices along `axes`."""
+    return math.prod(mesh_shape[axis] for axis in axes)
 
 
 def even_sharding(shape: tuple[int, ...], spec: Any, mesh_shape: Mapping[str, int]) -> tuple[Axes, ...]:
