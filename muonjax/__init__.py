@@ -18,8 +18,8 @@ from muonjax._inspect.value_and_grad import value_and_grad as value_and_grad
 from muonjax._matrices.matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrices.matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
 from muonjax._mesh.distribution import Distribution as Distribution
-from muonjax._mesh.state import offload as offload
-from muonjax._mesh.state import state_shardings as state_shardings
+from muonjax._mesh.distribution import offload as offload
+from muonjax._mesh.distribution import state_shardings as state_shardings
 from muonjax._msign.mcsgn import mcsgn as mcsgn
 from muonjax._msign.mcsgn import sylvester as sylvester
 from muonjax._msign.msign import msign as msign
@@ -41,9 +41,9 @@ from muonjax._transforms.momentum import cast_momentum as cast_momentum
 from muonjax._transforms.momentum import trace as trace
 from muonjax._transforms.monitor import metrics as metrics
 from muonjax._transforms.monitor import monitor as monitor
+from muonjax._transforms.orthogonalize import match_rms as match_rms
+from muonjax._transforms.orthogonalize import normalize_neurons as normalize_neurons
 from muonjax._transforms.orthogonalize import orthogonalize as orthogonalize
-from muonjax._transforms.update_size import match_rms as match_rms
-from muonjax._transforms.update_size import normalize_neurons as normalize_neurons
 from muonjax._transforms.weight_size import cautious_weight_decay as cautious_weight_decay
 from muonjax._transforms.weight_size import hyperball as hyperball
 from muonjax.loha import adapter_mask as adapter_mask

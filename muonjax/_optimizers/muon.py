@@ -26,14 +26,12 @@ from muonjax._common.arguments import (
 )
 from muonjax._inspect.program import Program
 from muonjax._matrices.matrix_view import DimensionNumbersTree
-from muonjax._mesh.distribution import Distribution, check_distribution
-from muonjax._mesh.state import offload
+from muonjax._mesh.distribution import Distribution, check_distribution, offload
 from muonjax._names.dimension_numbers import decays
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._optimizers.partition import check_program, partition_by_route
 from muonjax._transforms.momentum import momentum_dtype, trace
-from muonjax._transforms.orthogonalize import orthogonalize
-from muonjax._transforms.update_size import match_rms, normalize_neurons
+from muonjax._transforms.orthogonalize import match_rms, normalize_neurons, orthogonalize
 from muonjax._transforms.weight_size import hyperball
 
 _STEP = ": it is the length of a step."
