@@ -11,7 +11,6 @@ from muonjax._matrices.matrix_view import (
     FusedDimensionNumbers,
     MuonDimensionNumbers,
     matrix_pieces,
-    replace_pieces,
     resolve_dimension_numbers,
 )
 from tests.tools.tiers import quick
@@ -124,7 +123,7 @@ def test_parts_that_repeat_are_the_stretches_of_one_matrix_each(parts):
         columns = [head * period + start + i for head in range(heads) for i in range(size)]
         np.testing.assert_array_equal(piece, leaf[:, columns])
         start += size
-    (back,) = replace_pieces([leaf], pieces, taken)
+    back = pieces.replaced(tree, taken)["w"]
     np.testing.assert_array_equal(back, leaf)
     update, _ = jax.jit(muonjax.orthogonalize(dimension_numbers={"w": numbers}).update)(tree, None)
     for piece, out in zip(pieces, taken, strict=True):

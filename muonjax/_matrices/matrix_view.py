@@ -107,11 +107,11 @@ def _is_entry(x: Any) -> bool:
 
 def matrix_pieces(
     numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
-) -> list[Piece]:
+) -> Pieces:
     """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order."""
     entries = resolve_dimension_numbers(numbers, tree, call=call)
-    found: list[Piece] = []
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    found = Pieces(treedef)
     for i, ((path, leaf), entry) in enumerate(zip(leaves, entries, strict=True)):
         if entry is not None:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -275,38 +275,52 @@ class MatrixView(NamedTuple):
         return matrices.reshape(self._sizes(self._order)).transpose(inverse).reshape(self.leaf_shape)
 
 
-def replace_pieces(leaves: Sequence[Any], pieces: Sequence[Piece], results: Sequence[Any]) -> list[Any]:
-    """The leaves with the pieces' results in their places."""
-    parts: dict[int, list[Any]] = {}
-    for piece, result in zip(pieces, results, strict=True):
-        parts.setdefault(piece.leaf, []).append(_in_stretches(result, piece))
-    cuts = {piece.leaf: (piece.axis, piece.repeats) for piece in pieces}
+class Pieces(list[Piece]):
+    """The pieces of a tree's leaves, and how trees of this structure are taken apart and put together again."""
 
-    def joined(i: int, leaf: Any) -> Any:
-        axis, repeats = cuts[i]
-        if axis is None:
-            return parts[i][0]
-        whole = jax.numpy.concatenate(parts[i], axis=axis + (repeats > 1))
-        return sharded_like(whole.reshape(leaf.shape), leaf)
+    def __init__(self, treedef: Any):
+        super().__init__()
+        self.treedef = treedef
 
-    return [joined(i, leaf) if i in parts else leaf for i, leaf in enumerate(leaves)]
+    def of(self, tree: Any) -> list[Any]:
+        """The pieces of the leaves of another such tree."""
+        leaves = self.treedef.flatten_up_to(tree)
+        return [piece.take(leaves) for piece in self]
 
+    def replaced(self, tree: Any, results: Sequence[Any]) -> Any:
+        """The tree with the pieces' results in their places."""
+        parts: dict[int, list[Any]] = {}
+        for piece, result in zip(self, results, strict=True):
+            parts.setdefault(piece.leaf, []).append(_in_stretches(result, piece))
+        cuts = {piece.leaf: (piece.axis, piece.repeats) for piece in self}
 
-def tree_of_pieces(treedef: Any, pieces: Sequence[Piece], arrays: Sequence[jax.Array]) -> Any:
-    """A state with an array for each piece: a tuple where a leaf is cut, MaskedNode where it is no matrix."""
-    parts: dict[int, list[jax.Array]] = {}
-    for piece, array in zip(pieces, arrays, strict=True):
-        parts.setdefault(piece.leaf, []).append(array)
-    one_or_more = {i: own[0] if len(own) == 1 else tuple(own) for i, own in parts.items()}
-    return treedef.unflatten(one_or_more.get(i, optax.MaskedNode()) for i in range(treedef.num_leaves))
+        def joined(i: int, leaf: Any) -> Any:
+            axis, repeats = cuts[i]
+            if axis is None:
+                return parts[i][0]
+            whole = jax.numpy.concatenate(parts[i], axis=axis + (repeats > 1))
+            return sharded_like(whole.reshape(leaf.shape), leaf)
 
-
-def arrays_of_pieces(treedef: Any, tree: Any, shapes: Sequence[tuple[int, ...]], *, call: str) -> list[Any]:
-    """The inverse of `tree_of_pieces`; raises unless the arrays have these shapes."""
-    arrays = [array for own in treedef.flatten_up_to(tree) for array in jax.tree.leaves(own)]
-    found = [jax.numpy.shape(array) for array in arrays]
-    if found != [*shapes]:
-        raise ValueError(
-            f"{call}: the state holds arrays of shapes {found[:9]}, and these updates need {[*shapes][:9]}."
+        leaves = self.treedef.flatten_up_to(tree)
+        return self.treedef.unflatten(
+            joined(i, leaf) if i in parts else leaf for i, leaf in enumerate(leaves)
         )
-    return arrays
+
+    def as_state(self, arrays: Sequence[jax.Array]) -> Any:
+        """A state with an array for each piece: a tuple where a leaf is cut, MaskedNode where it is no matrix."""
+        parts: dict[int, list[jax.Array]] = {}
+        for piece, array in zip(self, arrays, strict=True):
+            parts.setdefault(piece.leaf, []).append(array)
+        one_or_more = {i: own[0] if len(own) == 1 else tuple(own) for i, own in parts.items()}
+        leaves = range(self.treedef.num_leaves)
+        return self.treedef.unflatten(one_or_more.get(i, optax.MaskedNode()) for i in leaves)
+
+    def of_state(self, state: Any, shapes: Sequence[tuple[int, ...]], *, call: str) -> list[Any]:
+        """The inverse of `as_state`; raises unless the arrays have these shapes."""
+        arrays = [array for own in self.treedef.flatten_up_to(state) for array in jax.tree.leaves(own)]
+        found = [jax.numpy.shape(array) for array in arrays]
+        if found != [*shapes]:
+            raise ValueError(
+                f"{call}: the state holds arrays of shapes {found[:9]}, and these updates need {[*shapes][:9]}."
+            )
+        return arrays

@@ -15,14 +15,7 @@ from muonjax._common.arguments import check_choice, check_range
 from muonjax._common.linalg import at_least_float32
 from muonjax._common.platform import Policy, policy_of, zero_beside
 from muonjax._matrices.batching import Function, map_leaves
-from muonjax._matrices.matrix_view import (
-    DimensionNumbersTree,
-    MatrixView,
-    arrays_of_pieces,
-    matrix_pieces,
-    replace_pieces,
-    tree_of_pieces,
-)
+from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces
 from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
 from muonjax._mesh.exchange import map_on_mesh
 from muonjax._newton_schulz.polar_factor import polar_function
@@ -104,9 +97,8 @@ def map_matrices(
       call: The public function, for errors.
       exchanged: Dtype in which a mesh exchanges a leaf.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    pieces = matrix_pieces(dimension_numbers, tree, call=call)
-    views, inputs = [p.view for p in pieces], [p.take(leaves) for p in pieces]
+    leaves, pieces = jax.tree.leaves(tree), matrix_pieces(dimension_numbers, tree, call=call)
+    views, inputs = [p.view for p in pieces], pieces.of(tree)
     on_mesh = find_mesh(distribution, tree, [p.leaf for p in pieces], call=call)
     mesh = None if distribution is None else distribution.mesh
     policy = policy_of(*(leaves[p.leaf] for p in pieces), mesh=mesh)
@@ -116,7 +108,7 @@ def map_matrices(
     else:
         dtypes = [exchanged(x, policy) for x in inputs]
         results = map_on_mesh(on_mesh, f, inputs, views, dtypes, policy, call=call)
-    return jax.tree.unflatten(treedef, replace_pieces(leaves, pieces, results))
+    return pieces.replaced(tree, results)
 
 
 Rule = Literal["rms", "width", "spectral"]
@@ -168,10 +160,9 @@ def match_rms(
 
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
-        leaves, treedef = jax.tree.flatten(updates)
         pieces = matrix_pieces(dimension_numbers, updates, call="match_rms")
-        scaled = [piece.take(leaves) * scale(piece.view) for piece in pieces]
-        return jax.tree.unflatten(treedef, replace_pieces(leaves, pieces, scaled)), state
+        scaled = [x * scale(piece.view) for x, piece in zip(pieces.of(updates), pieces, strict=True)]
+        return pieces.replaced(updates, scaled), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -238,27 +229,25 @@ def normalize_neurons(
     def init(params: optax.Params) -> NormalizeNeuronsState:
         pieces = matrix_pieces(dimension_numbers, params, call="normalize_neurons")
         # This works for a `jax.ShapeDtypeStruct` too.
-        leaves = [x if isinstance(x, jax.Array) else jnp.zeros_like(x) for x in jax.tree.leaves(params)]
+        arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.zeros_like(x), params)
         # By a sum like that of `update`, so that with explicit axis types they are sharded as it returns them.
         moments = [
-            zero_beside(p.view.split(p.take(leaves)), p.view.reduction_axes).astype(jnp.float32)
-            for p in pieces
+            zero_beside(piece.view.split(x), piece.view.reduction_axes).astype(jnp.float32)
+            for x, piece in zip(pieces.of(arrays), pieces, strict=True)
         ]
-        return NormalizeNeuronsState(tree_of_pieces(jax.tree.structure(params), pieces, moments))
+        return NormalizeNeuronsState(pieces.as_state(moments))
 
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
-        leaves, treedef = jax.tree.flatten(updates)
         pieces = matrix_pieces(dimension_numbers, updates, call="normalize_neurons")
         neurons = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]
-        kept = arrays_of_pieces(treedef, state.second_moment, neurons, call="normalize_neurons")
+        kept = pieces.of_state(state.second_moment, neurons, call="normalize_neurons")
         pairs = [
-            _normalize(piece.take(leaves), moment, piece.view, decay, eps)
-            for piece, moment in zip(pieces, kept, strict=True)
+            _normalize(x, moment, piece.view, decay, eps)
+            for x, moment, piece in zip(pieces.of(updates), kept, pieces, strict=True)
         ]
-        leaves = replace_pieces(leaves, pieces, [update for update, _ in pairs])
-        moments = tree_of_pieces(treedef, pieces, [moment for _, moment in pairs])
-        return treedef.unflatten(leaves), NormalizeNeuronsState(moments)
+        updates = pieces.replaced(updates, [update for update, _ in pairs])
+        return updates, NormalizeNeuronsState(pieces.as_state([moment for _, moment in pairs]))
 
     return optax.GradientTransformation(init, update)
 
