@@ -1,22 +1,22 @@
 """Check this device: accuracy, kernels and speed, with a verdict.
 
-    python -m muonjax [--quick] [--json]
+    python -m muonjax [--quick]
 
 About a minute on an accelerator, two on a small CPU. The exit status is 1 if any result is not finite, or off by more
-than is stated. Every result is compared with float64.
+than is stated. Every result is compared with float64: of polar factors the root mean square error, of symmetric
+products the relative error. The times are milliseconds, and in parentheses in units of Optax's.
 """
 
 import argparse
+import functools
 import itertools
-import json
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,6 @@ PRESETS = {
 # deflation, in float32, it is the machine's precision times the condition number.
 ROUNDING = {16: 0.15, 32: 0.05}
 LARGEST = 1.2
-WRONG = {True: "", False: "WRONG: "}
 
 # Singular values of seven momentum matrices of a small transformer, as -log10, and which of 192 they are, the largest
 # first: every eleventh spectrum of benchmarks/data/momentum_spectra.npz, from the sixth on.
@@ -56,30 +55,17 @@ RECORDED = (
 )
 
 
-def report(*, quick: bool = False) -> dict[str, Any]:
-    """Everything that is printed, as JSON takes it."""
-    device, policy = jax.devices()[0], policy_of(jnp.zeros(()))
-    shapes = [(128, 192)] if quick else [(256, 256), (256, 768)]
-    checks = [row for shape in shapes for preset in PRESETS for row in polar_errors(preset, shape)]
-    products = itertools.product(IMPLEMENTATIONS, ("float32", "bfloat16"))
-    checks += [product_error(*case, 64 if quick else 256) for case in products]
-    what, timed = times(quick, device.platform)
-    ok = [row["ok"] for row in (*checks, *timed)]
-    kind = device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores"
-    where = f"on {kind} ({policy.platform})"
-    failed = f"{ok.count(False)} of {len(ok)} checks FAILED {where}: please open an issue with --json."
-    return {
-        "device": kind,
-        "platform": policy.platform,
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": {"python": platform.python_version(), "muonjax": __version__}
-        | {name: metadata.version(name) for name in ("jax", "jaxlib", "optax", "flax")},
-        "checks": checks,
-        "timed": what,
-        "times": timed,
-        "ok": all(ok),
-        "verdict": f"Everything is right {where}." if all(ok) else failed,
-    }
+Check = tuple[str, bool]  # a line for the user, and whether the result is right
+
+
+def checks(quick: bool) -> Iterator[Check]:
+    """Everything that is checked, in the order in which it is printed."""
+    for shape in [(128, 192)] if quick else [(256, 256), (256, 768)]:
+        for preset in PRESETS:
+            yield from polar_errors(preset, shape)
+    for name, dtype in itertools.product(IMPLEMENTATIONS, ("float32", "bfloat16")):
+        yield product_error(name, dtype, 64 if quick else 256)
+    yield from times(quick)
 
 
 def hostile(m: int, n: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -107,7 +93,7 @@ def recorded(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
     return (u * s[:, None]) @ v.mT
 
 
-def polar_errors(preset: str, shape: tuple[int, int]) -> list[dict[str, Any]]:
+def polar_errors(preset: str, shape: tuple[int, int]) -> list[Check]:
     """How far results of a preset are from the polar factor, on recorded and on hostile matrices.
 
     In a hostile matrix only those directions count that lie within the interval of the polynomials. The error of the
@@ -136,9 +122,9 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[dict[str, Any]]:
     ]
 
 
-def _compared(what: str, error: Any, stated: float) -> dict[str, Any]:
-    """A row of the report; NaN is not right."""
-    return {"check": what, "error": float(error), "stated": stated, "ok": bool(error <= stated)}
+def _compared(what: str, error: float, stated: float) -> Check:
+    """NaN is not right."""
+    return f"{what}: {error:.2g} (at most {stated:.2g})", bool(error <= stated)
 
 
 def _svd(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -153,7 +139,7 @@ def _error(x: np.ndarray, y: np.ndarray, lower: float) -> float:
     return float(np.linalg.norm(found if inside.any() else y) / max(1, inside.sum()) ** 0.5)
 
 
-def product_error(name: str, dtype: str, m: int) -> dict[str, Any]:
+def product_error(name: str, dtype: str, m: int) -> Check:
     """alpha X X^T + beta C by one implementation: its error, or the reason why it can't run here."""
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((2, m, m + 64)), dtype)
@@ -161,9 +147,10 @@ def product_error(name: str, dtype: str, m: int) -> dict[str, Any]:
     what = f"{name!r}, {dtype}"
     try:
         s = symmetric_product(x, c=c, alpha=1.5, beta=-0.5, implementation=name)
+    except NotImplementedError as reason:
+        return f"{what}: {reason}", True
     except Exception as error:  # a kernel that does not compile is what this is to find
-        reason, known = f"{type(error).__name__}: {error}"[:300], isinstance(error, NotImplementedError)
-        return {"check": what, "reason": str(error) if known else reason, "ok": known}
+        return f"{what}: {type(error).__name__}: {error}"[:300], False
     s, x, c = (np.asarray(a, np.float64) for a in (s, x, c))
     want = 1.5 * x @ x.mT - 0.5 * c
     error = np.linalg.norm(s - want) / np.linalg.norm(want) if (s == s.mT).all() else np.nan
@@ -171,23 +158,28 @@ def product_error(name: str, dtype: str, m: int) -> dict[str, Any]:
     return _compared(what, error, max(float(jnp.finfo(dtype).eps), 16 * float(jnp.finfo(jnp.float32).eps)))
 
 
-def times(quick: bool, platform: str) -> tuple[str, list[dict[str, Any]]]:
-    """Milliseconds of an update of GPT-2-small's matrices, and of Optax's, in turn; medians."""
-    width, layers = (64, 1) if quick else (768, 1 if platform == "cpu" else 12)
+def times(quick: bool) -> Iterator[Check]:
+    """Times of an update of GPT-2-small's matrices, and of Optax's, in turn: medians."""
+    width, layers = (64, 1) if quick else (768, 1 if jax.default_backend() == "cpu" else 12)
     shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
     shapes |= dict.fromkeys(("query", "key", "value", "out"), (width, width))
     methods = {"Optax": optax.contrib.muon(1e-3)} | {
         name: muon(1e-3, newton_schulz=PRESETS[name][0], program=MuonDimensionNumbers())
         for name in ("fast", "balanced")
     }
-    rng, rows = np.random.default_rng(2), []
+    rng = np.random.default_rng(2)
     for dtype in ("float32", "bfloat16"):
         tree = {
             name: [jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(layers)]
             for name, shape in shapes.items()
         }
-        calls = {name: _update(tx, tree) for name, tx in methods.items()}
-        finite = all(bool(jnp.isfinite(x).all()) for call in calls.values() for x in jax.tree.leaves(call()))
+        calls = {
+            name: functools.partial(jax.jit(tx.update), tree, jax.jit(tx.init)(tree), tree)
+            for name, tx in methods.items()
+        }
+        finite = all(
+            bool(jnp.isfinite(x).all()) for call in calls.values() for x in jax.tree.leaves(call()[0])
+        )
         seconds: dict[str, list[float]] = {name: [] for name in methods}
         end = time.perf_counter() + (1 if quick else 8)
         while time.perf_counter() < end or len(seconds["balanced"]) < 2:
@@ -196,14 +188,8 @@ def times(quick: bool, platform: str) -> tuple[str, list[dict[str, Any]]]:
                 jax.block_until_ready(call())
                 seconds[name].append(time.perf_counter() - start)
         ms = {name: 1e3 * statistics.median(own) for name, own in seconds.items()}
-        rows.append({"dtype": dtype, "ms": ms, "rounds": len(seconds["Optax"]), "ok": finite})
-    return f"An update of {layers} of 12 layers of width {width}", rows
-
-
-def _update(tx: optax.GradientTransformation, tree: Any) -> Callable[[], Any]:
-    state = jax.jit(tx.init)(tree)
-    compiled = jax.jit(tx.update).lower(tree, state, tree).compile()
-    return lambda: compiled(tree, state, tree)[0]
+        cells = [f"{name} {own:.1f} ({own / ms['Optax']:.2f})" for name, own in ms.items()]
+        yield f"an update of {layers} of 12 layers of width {width}, {dtype}: {', '.join(cells)}", finite
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -212,25 +198,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m muonjax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="small matrices, whose times mean nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON alone, to attach to an issue")
-    given = parser.parse_args(arguments)
-    found = report(quick=given.quick)
-    print(json.dumps(found, indent=1) if given.json else "\n".join(_lines(found)))
-    return 0 if found["ok"] else 1
-
-
-def _lines(report: dict[str, Any]) -> Iterator[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    yield f"{report['device']} ({report['platform']}), {report['date']}; {versions}"
-    yield "\nErrors against float64: of polar factors the root mean square, of symmetric products relative"
-    for row in report["checks"]:
-        found = row.get("reason") or f"{row['error']:.2g} (at most {row['stated']:.2g})"
-        yield f"  {WRONG[row['ok']]}{row['check']}: {found}"
-    yield f"\n{report['timed']}, ms; in parentheses: in units of Optax's"
-    for row in report["times"]:
-        cells = [f"{name} {ms:.1f} ({ms / row['ms']['Optax']:.2f})" for name, ms in row["ms"].items()]
-        yield f"  {WRONG[row['ok']]}{row['dtype']}: {', '.join(cells)}"
-    yield "\n" + report["verdict"]
+    quick = parser.parse_args(arguments).quick
+    device, policy = jax.devices()[0], policy_of(jnp.zeros(()))
+    kind = device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores"
+    versions = [f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "optax", "flax")]
+    print(
+        f"{kind} ({policy.platform}); {', '.join(versions)}; muonjax {__version__}, Python {platform.python_version()}"
+    )
+    ok = []
+    for line, right in checks(quick):
+        print(line if right else f"WRONG: {line}", flush=True)
+        ok.append(right)
+    failed = f"{ok.count(False)} of {len(ok)} checks FAILED: please open an issue with these lines."
+    print("Everything is right." if all(ok) else failed)
+    return 0 if all(ok) else 1
 
 
 if __name__ == "__main__":

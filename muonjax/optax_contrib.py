@@ -42,8 +42,7 @@ from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._newton_schulz.coefficients import JORDAN, YOU
 from muonjax._newton_schulz.iteration import power_of_two_scale
 from muonjax._optimizers.partition import check_program, partition_by_route
-from muonjax._transforms.orthogonalize import map_matrices
-from muonjax._transforms.update_size import match_rms
+from muonjax._transforms.orthogonalize import map_matrices, match_rms
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact

@@ -11,7 +11,6 @@ from muonjax._matrices.matrix_view import (
     FusedDimensionNumbers,
     MuonDimensionNumbers,
     matrix_pieces,
-    replace_pieces,
     resolve_dimension_numbers,
 )
 from tests.tools.tiers import quick
@@ -68,7 +67,7 @@ def test_a_fused_leaf_is_its_parts(cut):
         ((4, 4, 4), np.float32, MuonDimensionNumbers((0, 1), (1, 2)), ValueError, "disjoint"),
         ((4, 4), np.float32, MuonDimensionNumbers((), 1), ValueError, "needs disjoint axes"),
         ((4, 0), np.float32, MuonDimensionNumbers(), ValueError, "empty dimension"),
-        ((4, 4), np.float32, FusedDimensionNumbers(0, 1, parts=3), ValueError, "must divide"),
+        ((4, 4), np.float32, FusedDimensionNumbers(0, 1, parts=3), ValueError, "fill its 4 entries"),
         ((4, 4, 9), np.float32, FusedDimensionNumbers(0, 1, 3, 2), ValueError, "one of the reduction"),
         ((4, 4), np.int32, MuonDimensionNumbers(), TypeError, "int32"),
         ((4, 4), jnp.float8_e4m3fn, MuonDimensionNumbers(), TypeError, "float8_e4m3fn, whose few bits"),
@@ -124,7 +123,7 @@ def test_parts_that_repeat_are_the_stretches_of_one_matrix_each(parts):
         columns = [head * period + start + i for head in range(heads) for i in range(size)]
         np.testing.assert_array_equal(piece, leaf[:, columns])
         start += size
-    (back,) = replace_pieces([leaf], pieces, taken)
+    back = pieces.replaced(tree, taken)["w"]
     np.testing.assert_array_equal(back, leaf)
     update, _ = jax.jit(muonjax.orthogonalize(dimension_numbers={"w": numbers}).update)(tree, None)
     for piece, out in zip(pieces, taken, strict=True):
@@ -133,7 +132,7 @@ def test_parts_that_repeat_are_the_stretches_of_one_matrix_each(parts):
 
 
 def test_repeats_that_do_not_divide_the_axis_are_refused():
-    with pytest.raises(ValueError, match="`repeats` must divide 24"):
+    with pytest.raises(ValueError, match="fill its 24 entries `repeats` times"):
         matrix_pieces(
             {"w": FusedDimensionNumbers(0, 1, parts=3, axis=1, repeats=5)},
             {"w": np.ones((4, 24))},

@@ -39,7 +39,6 @@ class Modules:
     def __init__(self, params: Any):
         self.leaves = flatten_paths(params)
         self.inside: dict[str, list[str]] = {}  # "" is the whole tree
-        self._with_child: dict[str, list[str]] = {}
         for leaf in self.leaves:
             names = leaf.split("/")
             for depth in range(len(names)):
@@ -48,12 +47,6 @@ class Modules:
     def has(self, path: str) -> bool:
         """Whether there is a module or leaf of this path."""
         return path in self.inside or path in self.leaves
-
-    def with_child(self, path: str) -> list[str]:
-        """All modules that have `path` below them."""
-        if path not in self._with_child:
-            self._with_child[path] = sorted(module for module in self.inside if self.has(below(module, path)))
-        return self._with_child[path]
 
 
 def as_sites(call: str, argument: str, sites: Any) -> tuple[Site, ...]:
@@ -107,12 +100,11 @@ def _plain(path: str) -> str | None:
 def _matched(site: Site, plain: str | None, modules: Modules) -> list[str]:
     # The child that tells a site's module from others: the submodule of the first parameter.
     anchor = site.scales[0].path.rpartition("/")[0] or site.scales[0].path
-    if plain is not None:  # no search, one look
-        matched = [plain] if modules.has(below(plain, anchor)) else []
-    else:
-        matched = [root for root in modules.with_child(anchor) if re.fullmatch(site.path, root)]
+    candidates = modules.inside if plain is None else [plain]  # no search, one look
+    roots = sorted(root for root in candidates if modules.has(below(root, anchor)))
+    matched = [root for root in roots if re.fullmatch(site.path, root)]
     if not matched:
-        roots = modules.with_child(anchor)
+        roots = sorted(root for root in modules.inside if modules.has(below(root, anchor)))
         known = roots or sorted({path.rpartition("/")[0] for path in modules.leaves})
         why = (
             "it has to match a whole path, one of"

@@ -11,8 +11,8 @@ import optax
 
 from muonjax._clip.factors import Part, Target, clip_factor, overlap, parameter_factors, scaled_update
 from muonjax._clip.matching import Modules, as_sites, find_targets, match_statistics
+from muonjax._clip.signal_clip import checked_settings, clip
 from muonjax._clip.sites import Site, Sites
-from muonjax._clip.transform import checked_settings, clip
 from muonjax._common.arguments import check_range, errors_of
 from muonjax._common.trees import is_masked
 

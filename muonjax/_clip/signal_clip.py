@@ -2,15 +2,28 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 
-from muonjax._clip.factors import Target
-from muonjax._clip.matching import Modules, find_targets
+from muonjax._clip.factors import Target, clip_factor, parameter_factors, scaled_update
+from muonjax._clip.matching import Modules, find_targets, larger, largest_of_devices, match_statistics
 from muonjax._clip.sites import Site
-from muonjax._clip.transform import checked_settings, clip
-from muonjax._common.arguments import check_range, errors_of, shown
+from muonjax._common.arguments import (
+    check_order,
+    check_range,
+    errors_of,
+    mesh_axes,
+    other_state,
+    shown,
+    warn_user,
+    whole_number,
+)
+from muonjax._common.platform import sharded_like, zero_beside
+from muonjax._common.trees import flatten_paths, is_masked, unboxed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,3 +139,190 @@ def signal_clip(
         return targets, not_trained
 
     return clip("signal_clip", "signals", find, every_k, axes)
+
+
+class QKClipState(NamedTuple):
+    """The state of `qk_clip` and `signal_clip`; `muonjax.metrics` flattens it for a log.
+
+    The keys of the dictionaries are the paths of the modules, or of the signals where a module has several; their
+    arrays are [*layers, heads].
+
+    Attributes:
+      count: Number of updates so far, int32 [].
+      running_max: Maxima since the last clip, float32; no entries if `every_k` is 1.
+      maxima: The maxima that the last clip used, float32; -inf before the first.
+      factors: γ at the last clip, float32 in (0, 1]; 1 where nothing was scaled.
+      clips: How often each head was scaled, int32.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> state = muonjax.qk_clip(100.0, muonjax.mha_site()).init(params)
+      >>> state.maxima["attention"], int(state.total_clipped)
+      (Array([-inf, -inf], dtype=float32), 0)
+    """
+
+    count: jax.Array
+    running_max: dict[str, jax.Array]
+    maxima: dict[str, jax.Array]
+    factors: dict[str, jax.Array]
+    clips: dict[str, jax.Array]
+
+    # Sums over heads are computed only when they are read: in the state, they would need an all-reduce per step.
+
+    @property
+    def num_clipped(self) -> jax.Array:
+        """Heads that the last clip scaled, int32 []."""
+        clipped = (jnp.sum(unboxed(f) < 1, dtype=jnp.int32) for f in self.factors.values())
+        return sum(clipped, jnp.zeros([], jnp.int32))
+
+    @property
+    def total_clipped(self) -> jax.Array:
+        """The sum of `num_clipped` over all clips, int32 []."""
+        return sum((jnp.sum(unboxed(n)) for n in self.clips.values()), jnp.zeros([], jnp.int32))
+
+
+def checked_settings(call: str, every_k: Any, axis_name: Any) -> tuple[int, tuple[str, ...]]:
+    """`every_k` and the mesh axes, as `qk_clip` and `signal_clip` take them."""
+    if (
+        every_k is None
+    ):  # the default, for optax.inject_hyperparams makes an array of a default that is a number
+        every_k = 1
+    why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
+    return whole_number(call, "every_k", every_k, 1, why), mesh_axes(call, "axis_name", axis_name)
+
+
+def clip(
+    call: str,
+    argument: str,
+    find: Callable[[Modules], tuple[Sequence[Target], Collection[str]]],
+    every_k: int,
+    axes: tuple[str, ...],
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation for the modules that `find` returns.
+
+    Args:
+      call: The public function, for errors.
+      argument: The name of the argument with the statistics in `update`.
+      find: The modules, with their thresholds, and the keys of statistics of modules that are not trained.
+      every_k: As in `qk_clip`.
+      axes: Mesh axes to take the maximum over.
+    """
+
+    def init(params: optax.Params) -> QKClipState:
+        # To find the parts of a state that are like parameters, Optax calls `init` with a placeholder without leaves.
+        # No part of this state is like a parameter; for Optax, one array in the place of each dictionary means that.
+        if not jax.tree.leaves(params, is_leaf=is_masked):
+            return QKClipState(jnp.zeros([], jnp.int32), *(jnp.zeros([]) for _ in range(4)))  # pyright: ignore
+        with errors_of(call):
+            modules = Modules(params)
+            targets, _ = find(modules)
+        _warn_of_low_precision(call, targets, modules)
+        zeros = {t.name: zero_beside(modules.leaves[t.parts[0].path]) for t in targets}
+
+        def full(value: float, dtype: jax.typing.DTypeLike = jnp.float32) -> dict[str, jax.Array]:
+            # A new array for each field: a buffer that is in two places can't be donated.
+            shapes = _shapes(targets).items()
+            return {name: jnp.full(shape, value, dtype) + zeros[name].astype(dtype) for name, shape in shapes}
+
+        return QKClipState(
+            count=jnp.zeros([], jnp.int32),
+            running_max=full(-jnp.inf) if every_k > 1 else {},
+            maxima=full(-jnp.inf),
+            factors=full(1.0),
+            clips=full(0, jnp.int32),
+        )
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
+        check_order(call, updates, state, params)
+        if not hasattr(state, "factors"):
+            raise ValueError(other_state(call, state))
+        with errors_of(call):
+            if params is None or extra_args.get(argument) is None:
+                raise ValueError(_missing(argument, "params" if params is None else argument))
+            modules = Modules(params)
+            targets, not_trained = find(modules)
+            _check_state(state, targets, every_k)
+            maxima = match_statistics(argument, extra_args[argument], targets, not_trained)
+        if axes:
+            # Replicas that clip by their own maxima would diverge.
+            maxima = {name: largest_of_devices(s, axes) for name, s in maxima.items()}
+        state, gammas = _advance(state, maxima, targets, every_k)
+        scales = parameter_factors(targets, gammas)
+        paths = flatten_paths(updates)
+        if lost := [path for path in scales if path not in paths or is_masked(paths[path])]:
+            raise ValueError(
+                f"{call}: the updates have no leaf {lost[0]!r}; if it is frozen, take it out of the sites."
+            )
+        new = (
+            scaled_update(u, modules.leaves[path], scales[path]) if path in scales else u
+            for path, u in paths.items()
+        )
+        return jax.tree.structure(updates, is_leaf=is_masked).unflatten(new), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _advance(
+    state: QKClipState, maxima: dict[str, jax.Array], targets: Sequence[Target], every_k: int
+) -> tuple[QKClipState, dict[str, jax.Array]]:
+    """The state after this update, and γ of each module: 1 at an update that does not clip."""
+    # As the state is sharded, also where the statistics are not: its buffers can be donated.
+    maxima = {name: sharded_like(s, state.maxima[name]) for name, s in maxima.items()}
+    if every_k > 1:
+        maxima = {name: larger(s, state.running_max[name]) for name, s in maxima.items()}
+    due = (state.count + 1) % every_k == 0
+    clips_so_far = state.count // every_k
+
+    def at_clip(new: jax.Array, otherwise: Any) -> jax.Array:
+        return new if every_k == 1 else jnp.where(due, new, otherwise)
+
+    gammas = {}
+    for target in targets:
+        limit: Any = target.threshold
+        limit = limit(clips_so_far) if callable(limit) else limit
+        gammas[target.name] = at_clip(clip_factor(maxima[target.name], limit), 1.0)
+    after = QKClipState(
+        count=jnp.asarray(optax.safe_increment(state.count)),
+        running_max={name: jnp.where(due, -jnp.inf, s) for name, s in maxima.items()} if every_k > 1 else {},
+        maxima={name: at_clip(s, state.maxima[name]) for name, s in maxima.items()},
+        factors={name: at_clip(g, state.factors[name]) for name, g in gammas.items()},
+        clips={name: state.clips[name] + (g < 1).astype(jnp.int32) for name, g in gammas.items()},
+    )
+    return after, gammas
+
+
+def _check_state(state: QKClipState, targets: Sequence[Target], every_k: int) -> None:
+    """Raise unless modules, heads and accumulation are those of the state; the threshold may have changed."""
+    here, there = _shapes(targets), {name: tuple(f.shape) for name, f in state.factors.items()}
+    if here != there or bool(state.running_max) != (every_k > 1):
+        made = "every_k > 1" if state.running_max else "every_k=1"
+        raise ValueError(
+            f"this state was made for {shown(there)}, [*layers, heads], and {made}; sites and parameters say "
+            f"{shown(here)}, and every_k={every_k}. Take those that it was made with, or start anew with init."
+        )
+
+
+def _warn_of_low_precision(call: str, targets: Sequence[Target], modules: Modules) -> None:
+    low = {part.path: modules.leaves[part.path].dtype for t in targets for part in t.parts}
+    low = {path: dtype for path, dtype in low.items() if jnp.finfo(dtype).bits < 32}
+    if low:
+        path, dtype = next(iter(low.items()))
+        warn_user(
+            f"{call}: {path!r} (and {len(low) - 1} more) is {dtype}, in which a factor near 1 rounds away: a logit "
+            "less than a percent above the threshold stays there. Keep float32 master weights."
+        )
+
+
+def _shapes(targets: Sequence[Target]) -> dict[str, tuple[int, ...]]:
+    return {t.name: (*t.layers, t.entries) for t in targets}
+
+
+def _missing(argument: str, missing: str) -> str:
+    usage = f"tx.update(grads, state, params, {argument}={argument})"
+    if missing != "max_logits":
+        return f"update needs {missing}: call {usage}."
+    return (
+        "update needs max_logits: (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(params, batch), then\n"
+        f"{usage}. Linen's TrainState that passes it on is muonjax.linen.TrainState."
+    )

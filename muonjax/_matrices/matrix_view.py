@@ -66,32 +66,6 @@ class FusedDimensionNumbers(NamedTuple):
 DimensionNumbers: TypeAlias = MuonDimensionNumbers | FusedDimensionNumbers
 
 
-class _Explained:
-    why: str
-
-    def __repr__(self) -> str:
-        numbers: Any = self
-        return repr(type(numbers).__mro__[2](*numbers))
-
-
-class ExplainedNumbers(_Explained, MuonDimensionNumbers):
-    """Dimension numbers with the reason for them, `why`, which `tabulate` prints."""
-
-
-class ExplainedFusedNumbers(_Explained, FusedDimensionNumbers):
-    """As `ExplainedNumbers`."""
-
-
-def explained(numbers: DimensionNumbers | None, why: str) -> DimensionNumbers | None:
-    """The same dimension numbers, and the reason with them; None has no room for it."""
-    if numbers is None:
-        return None
-    kind: Any = ExplainedFusedNumbers if isinstance(numbers, FusedDimensionNumbers) else ExplainedNumbers
-    found = kind(*numbers)
-    found.why = why
-    return found
-
-
 DimensionNumbersTree: TypeAlias = Any
 """A tree of `DimensionNumbers` or None, a prefix of the parameters' tree, or a function of the
 parameters that returns one. None marks a leaf that is no matrix."""
@@ -133,11 +107,11 @@ def _is_entry(x: Any) -> bool:
 
 def matrix_pieces(
     numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
-) -> list[Piece]:
+) -> Pieces:
     """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order."""
     entries = resolve_dimension_numbers(numbers, tree, call=call)
-    found: list[Piece] = []
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    found = Pieces(treedef)
     for i, ((path, leaf), entry) in enumerate(zip(leaves, entries, strict=True)):
         if entry is not None:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -165,21 +139,27 @@ def _pieces(i: int, leaf: Any, named: str, numbers: DimensionNumbers, call: str)
         raise ValueError(f"{call}: {named} of shape {shape} {why}, got {numbers}.")
     if not isinstance(numbers, FusedDimensionNumbers):
         return [Piece(i, view_of(shape, reduction, output))]
-    (cut,), parts, repeats = (
-        _checked_axes(call, named, "axis", numbers.axis, shape),
-        numbers.parts,
-        numbers.repeats,
-    )
-    if problem := _check_parts(numbers, cut in reduction + output, shape[cut]):
-        raise ValueError(f"{call}: {numbers} can't cut {named} of shape {shape}: {problem}.")
-    if isinstance(parts, int):
-        if repeats == 1:
-            return [Piece(i, view_of(shape, reduction, output, cut, parts))]
-        parts = (shape[cut] // repeats // parts,) * parts
+    (cut,) = _checked_axes(call, named, "axis", numbers.axis, shape)
+    parts, repeats = numbers.parts, numbers.repeats
+    size, rest = divmod(shape[cut], max(1, repeats))
+    sizes = (size // max(1, parts),) * parts if isinstance(parts, int) else parts
+    if (
+        cut not in reduction + output
+        or rest
+        or repeats < 1
+        or min(sizes, default=0) < 1
+        or sum(sizes) != size
+    ):
+        raise ValueError(
+            f"{call}: {numbers} can't cut {named} of shape {shape}: `axis` must be one of the reduction or output "
+            f"axes, and the sizes in `parts`, or as many equal ones, fill its {shape[cut]} entries `repeats` times."
+        )
+    if isinstance(parts, int) and repeats == 1:
+        return [Piece(i, view_of(shape, reduction, output, cut, parts))]
     found = []
-    for part, start in zip(parts, itertools.accumulate(parts, initial=0), strict=False):
+    for part, start in zip(sizes, itertools.accumulate(sizes, initial=0), strict=False):
         view = view_of((*shape[:cut], repeats * part, *shape[cut + 1 :]), reduction, output)
-        found.append(Piece(i, view, cut, start, math.gcd(*parts), repeats))
+        found.append(Piece(i, view, cut, start, math.gcd(*sizes), repeats))
     return found
 
 
@@ -192,21 +172,6 @@ def _checked_axes(call: str, leaf: str, name: str, value: Any, shape: tuple[int,
         if not -len(shape) <= axis < len(shape):
             raise ValueError(f"{call}: {name}={value!r} names axis {axis}, but {leaf} has shape {shape}.")
     return tuple(axis % len(shape) for axis in axes)
-
-
-def _check_parts(numbers: FusedDimensionNumbers, is_side: bool, size: int) -> str:
-    """What is wrong with the parts of an axis of `size`; "" if nothing is."""
-    parts = numbers.parts
-    if not is_side:
-        return "`axis` must be one of the reduction or output axes"
-    if numbers.repeats < 1 or size % numbers.repeats:
-        return f"`repeats` must divide {size}, the size of its axis"
-    size //= numbers.repeats
-    each = "the size of its axis" + ("" if numbers.repeats == 1 else " divided by `repeats`")
-    if isinstance(parts, tuple):
-        fits = all(part >= 1 for part in parts) and sum(parts) == size
-        return "" if fits else f"the sizes in `parts` must be positive and sum to {size}, {each}"
-    return "" if parts >= 1 and size % parts == 0 else f"`parts` must divide {size}, {each}"
 
 
 def view_of(
@@ -310,38 +275,52 @@ class MatrixView(NamedTuple):
         return matrices.reshape(self._sizes(self._order)).transpose(inverse).reshape(self.leaf_shape)
 
 
-def replace_pieces(leaves: Sequence[Any], pieces: Sequence[Piece], results: Sequence[Any]) -> list[Any]:
-    """The leaves with the pieces' results in their places."""
-    parts: dict[int, list[Any]] = {}
-    for piece, result in zip(pieces, results, strict=True):
-        parts.setdefault(piece.leaf, []).append(_in_stretches(result, piece))
-    cuts = {piece.leaf: (piece.axis, piece.repeats) for piece in pieces}
+class Pieces(list[Piece]):
+    """The pieces of a tree's leaves, and how trees of this structure are taken apart and put together again."""
 
-    def joined(i: int, leaf: Any) -> Any:
-        axis, repeats = cuts[i]
-        if axis is None:
-            return parts[i][0]
-        whole = jax.numpy.concatenate(parts[i], axis=axis + (repeats > 1))
-        return sharded_like(whole.reshape(leaf.shape), leaf)
+    def __init__(self, treedef: Any):
+        super().__init__()
+        self.treedef = treedef
 
-    return [joined(i, leaf) if i in parts else leaf for i, leaf in enumerate(leaves)]
+    def of(self, tree: Any) -> list[Any]:
+        """The pieces of the leaves of another such tree."""
+        leaves = self.treedef.flatten_up_to(tree)
+        return [piece.take(leaves) for piece in self]
 
+    def replaced(self, tree: Any, results: Sequence[Any]) -> Any:
+        """The tree with the pieces' results in their places."""
+        parts: dict[int, list[Any]] = {}
+        for piece, result in zip(self, results, strict=True):
+            parts.setdefault(piece.leaf, []).append(_in_stretches(result, piece))
+        cuts = {piece.leaf: (piece.axis, piece.repeats) for piece in self}
 
-def tree_of_pieces(treedef: Any, pieces: Sequence[Piece], arrays: Sequence[jax.Array]) -> Any:
-    """A state with an array for each piece: a tuple where a leaf is cut, MaskedNode where it is no matrix."""
-    parts: dict[int, list[jax.Array]] = {}
-    for piece, array in zip(pieces, arrays, strict=True):
-        parts.setdefault(piece.leaf, []).append(array)
-    one_or_more = {i: own[0] if len(own) == 1 else tuple(own) for i, own in parts.items()}
-    return treedef.unflatten(one_or_more.get(i, optax.MaskedNode()) for i in range(treedef.num_leaves))
+        def joined(i: int, leaf: Any) -> Any:
+            axis, repeats = cuts[i]
+            if axis is None:
+                return parts[i][0]
+            whole = jax.numpy.concatenate(parts[i], axis=axis + (repeats > 1))
+            return sharded_like(whole.reshape(leaf.shape), leaf)
 
-
-def arrays_of_pieces(treedef: Any, tree: Any, shapes: Sequence[tuple[int, ...]], *, call: str) -> list[Any]:
-    """The inverse of `tree_of_pieces`; raises unless the arrays have these shapes."""
-    arrays = [array for own in treedef.flatten_up_to(tree) for array in jax.tree.leaves(own)]
-    found = [jax.numpy.shape(array) for array in arrays]
-    if found != [*shapes]:
-        raise ValueError(
-            f"{call}: the state holds arrays of shapes {found[:9]}, and these updates need {[*shapes][:9]}."
+        leaves = self.treedef.flatten_up_to(tree)
+        return self.treedef.unflatten(
+            joined(i, leaf) if i in parts else leaf for i, leaf in enumerate(leaves)
         )
-    return arrays
+
+    def as_state(self, arrays: Sequence[jax.Array]) -> Any:
+        """A state with an array for each piece: a tuple where a leaf is cut, MaskedNode where it is no matrix."""
+        parts: dict[int, list[jax.Array]] = {}
+        for piece, array in zip(self, arrays, strict=True):
+            parts.setdefault(piece.leaf, []).append(array)
+        one_or_more = {i: own[0] if len(own) == 1 else tuple(own) for i, own in parts.items()}
+        leaves = range(self.treedef.num_leaves)
+        return self.treedef.unflatten(one_or_more.get(i, optax.MaskedNode()) for i in leaves)
+
+    def of_state(self, state: Any, shapes: Sequence[tuple[int, ...]], *, call: str) -> list[Any]:
+        """The inverse of `as_state`; raises unless the arrays have these shapes."""
+        arrays = [array for own in self.treedef.flatten_up_to(state) for array in jax.tree.leaves(own)]
+        found = [jax.numpy.shape(array) for array in arrays]
+        if found != [*shapes]:
+            raise ValueError(
+                f"{call}: the state holds arrays of shapes {found[:9]}, and these updates need {[*shapes][:9]}."
+            )
+        return arrays

@@ -11,7 +11,7 @@ What runs inside of `shard_map`, over all axes of the mesh, is a series of round
 
 Owners differ in the number and shapes of their matrices, but all devices run one program. So step 3 is one loop for
 each shape. It reads its length, and the offsets of the matrices in the exchanged buffer, from tables that are indexed
-by the owner's coordinates in the mesh. Each shape is thus compiled once, for all owners. `layout` explains the words.
+by the owner's coordinates in the mesh. Each shape is thus compiled once, for all owners. `assignment` has the words.
 """
 
 import collections
@@ -29,9 +29,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from muonjax._common.platform import Policy, sharded_like
 from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import MatrixView
-from muonjax._mesh.assignment import OwnedUnits, Round, assign_owners, seconds_of
+from muonjax._mesh.assignment import (
+    OwnedUnits,
+    Round,
+    ShardedLeaf,
+    UnitLayout,
+    assign_owners,
+    seconds_of,
+    unit_axes,
+)
 from muonjax._mesh.distribution import OnMesh, even_sharding, partition_spec
-from muonjax._mesh.layout import ShardedLeaf, UnitLayout, unit_axes
 
 Arrays = Sequence[jax.Array]
 

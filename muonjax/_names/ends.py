@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from muonjax._matrices.matrix_view import DimensionNumbers, axes_of
 from muonjax._names import roles
-from muonjax._names.neighbors import is_bare, is_trailing_window, is_weight, is_window
+from muonjax._names.axes import is_bare, is_trailing_window, is_weight, is_window
 from muonjax._names.roles import Parameter, head_module, module, stem, words
 
 Path = tuple[str, ...]

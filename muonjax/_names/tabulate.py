@@ -2,8 +2,6 @@
 
 import contextlib
 import math
-import shutil
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -15,8 +13,7 @@ import optax
 
 from muonjax._common.trees import dtype_of, flatten_with_names, is_masked, parameters_of
 from muonjax._matrices.matrix_view import matrix_pieces, resolve_dimension_numbers
-from muonjax._names.dimension_numbers import Route, routes
-from muonjax._names.given import check_parameters
+from muonjax._names.dimension_numbers import Route, check_parameters, routes
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
 
@@ -30,8 +27,7 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
         prefix of it, or a function from `params` to it; None: the default routing, with its reasons.
 
     Returns:
-      The table as text, as wide as the terminal if the names fit. It ends with parameter counts, and with
-      parameters of the program that `params` lacks.
+      The table as text. It ends with parameter counts, and with parameters of the program that `params` lacks.
 
     Raises:
       ValueError: a leaf can't be decided, or `dimension_numbers` does not fit `params`.
@@ -55,18 +51,13 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     layers, params = params, parameters_of(params)
     check_parameters(params, "tabulate", warn=False)
     by_names = dimension_numbers is None
-    found, _ = routes(params, layers=layers) if by_names else _given(params, dimension_numbers)
+    found = routes(params, layers=layers)[0] if by_names else _given(params, dimension_numbers)
     leaves = [route for route in found if isinstance(route, Route)]
     dtypes = sorted({str(route.dtype) for route in leaves})
     rows = [_HEADER, *map(_row, leaves)]
     if len(dtypes) == 1:  # a column that says the same in every line says it once, below
         rows = [row[:2] + row[3:] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-    room = max(20, columns - sum(widths[:-1]) - 2 * (len(widths) - 1))
-    rows = [(*row[:-1], _fit(row[-1], room)) for row in rows]
-    widths[-1] = max(len(row[-1]) for row in rows)
-
     rule = "  ".join("─" * width for width in widths)
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines = [lines[0], rule, *lines[1:], rule, *_totals(leaves)]
@@ -77,38 +68,31 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _fit(reason: str, room: float) -> str:
-    """Shortens a long reason in its middle, for a line of code is at its end."""
-    if len(reason) <= room:
-        return reason
-    head = (int(room) - 1) // 2
-    return f"{reason[:head]}…{reason[head + 1 - int(room) :]}"
-
-
-def _given(params: Any, dimension_numbers: Any) -> tuple[list[Route | optax.MaskedNode], Any]:
+def _given(params: Any, dimension_numbers: Any) -> list[Route | optax.MaskedNode]:
     """Routes by a tree of the caller's own."""
-    paths, leaves, treedef = flatten_with_names(params)
+    paths, leaves, _ = flatten_with_names(params)
     numbers = iter(
         resolve_dimension_numbers(dimension_numbers, params, call="tabulate(params, dimension_numbers)")
     )
     reason = getattr(dimension_numbers, "why", None)  # a `Program` knows the line of the code
-    by_names = {} if reason else _reasons_for_adam(params)
+    by_names = {} if reason else _by_names(params)
 
     def route(path: str, leaf: Any, number: Any) -> Route:
-        why = by_names.get(path, "given") if number is None else getattr(number, "why", "given")
-        return Route(path, jnp.shape(leaf), dtype_of(leaf), number, reason(path) if reason else why)
+        same = by_names.get(path)
+        why = reason(path) if reason else same.why if same and same.numbers == number else "given"
+        return Route(path, jnp.shape(leaf), dtype_of(leaf), number, why)
 
     return [
         leaf if is_masked(leaf) else route("/".join(path), leaf, next(numbers))
         for path, leaf in zip(paths, leaves, strict=True)
-    ], treedef
+    ]
 
 
-def _reasons_for_adam(params: Any) -> dict[str, str]:
-    """What names say about the leaves that are no matrices; nothing where they can't tell all of the tree."""
+def _by_names(params: Any) -> dict[str, Route]:
+    """What names say about the leaves; nothing where they can't tell all of the tree."""
     with contextlib.suppress(ValueError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {r.path: r.why for r in routes(params)[0] if isinstance(r, Route) and r.numbers is None}
+        return {r.path: r for r in routes(params)[0] if isinstance(r, Route)}
     return {}
 
 

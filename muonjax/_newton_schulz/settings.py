@@ -6,8 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from muonjax._common.arguments import check_choice, given_dtype, whole_number
-from muonjax._common.keywords import explains_keywords
+from muonjax._common.arguments import check_choice, explains_keywords, given_dtype, whole_number
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express
 from pallas_kernels._api import IMPLEMENTATIONS
 

@@ -1,1 +1,1 @@
-"""The optimizers: `muon` without a clip, `muonclip` with one; `partition` splits the matrices from all other leaves."""
+"""The optimizers; `partition` splits the matrices from all other leaves."""

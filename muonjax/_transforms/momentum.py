@@ -10,9 +10,14 @@ import optax
 
 from muonjax._common.arguments import WIDE_FLOATS, check_flag, check_range, given_dtype
 from muonjax._common.linalg import at_least_float32
-from muonjax._mesh.distribution import Distribution, check_distribution, even_sharding, spread_specs
-from muonjax._mesh.layout import size_of
-from muonjax._mesh.state import leaf_by_leaf
+from muonjax._mesh.distribution import (
+    Distribution,
+    check_distribution,
+    even_sharding,
+    leaf_by_leaf,
+    size_of,
+    spread_specs,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int8

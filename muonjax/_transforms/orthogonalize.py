@@ -1,19 +1,28 @@
-"""The Optax transformation `orthogonalize`: every matrix of the updates becomes nearly orthogonal."""
+"""The update of a matrix: `orthogonalize` makes it nearly orthogonal; its shape, or its neurons, give the size."""
+
+from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from muonjax._common.platform import Policy, policy_of
+from muonjax._common.arguments import check_choice, check_range
+from muonjax._common.linalg import at_least_float32
+from muonjax._common.platform import Policy, policy_of, zero_beside
 from muonjax._matrices.batching import Function, map_leaves
-from muonjax._matrices.matrix_view import DimensionNumbersTree, matrix_pieces, replace_pieces
+from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces
 from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
 from muonjax._mesh.exchange import map_on_mesh
 from muonjax._newton_schulz.polar_factor import polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Inexact
 
 
 def orthogonalize(
@@ -88,9 +97,8 @@ def map_matrices(
       call: The public function, for errors.
       exchanged: Dtype in which a mesh exchanges a leaf.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    pieces = matrix_pieces(dimension_numbers, tree, call=call)
-    views, inputs = [p.view for p in pieces], [p.take(leaves) for p in pieces]
+    leaves, pieces = jax.tree.leaves(tree), matrix_pieces(dimension_numbers, tree, call=call)
+    views, inputs = [p.view for p in pieces], pieces.of(tree)
     on_mesh = find_mesh(distribution, tree, [p.leaf for p in pieces], call=call)
     mesh = None if distribution is None else distribution.mesh
     policy = policy_of(*(leaves[p.leaf] for p in pieces), mesh=mesh)
@@ -100,4 +108,159 @@ def map_matrices(
     else:
         dtypes = [exchanged(x, policy) for x in inputs]
         results = map_on_mesh(on_mesh, f, inputs, views, dtypes, policy, call=call)
-    return jax.tree.unflatten(treedef, replace_pieces(leaves, pieces, results))
+    return pieces.replaced(tree, results)
+
+
+Rule = Literal["rms", "width", "spectral"]
+
+
+def match_rms(
+    rms: float = 0.2, *, dimension_numbers: DimensionNumbersTree | None = None, rule: Rule = "rms"
+) -> optax.GradientTransformation:
+    r"""Scale orthogonalized updates by their shape.
+
+    An orthogonal m x n matrix of full rank has root mean square 1 / sqrt(max(m, n)); one of rank r has sqrt(r /
+    min(m, n)) times that. With `rule`
+
+    - "rms": times `rms` sqrt(max(m, n)): every update of full rank has the root mean square `rms`. AdamW's is
+      usually 0.2 to 0.4, so 0.2 lets Muon take AdamW's weight decay, and two to four times its rate.
+    - "width": times sqrt(max(1, fan_out / fan_in)), Jordan's; `rms` is not used.
+    - "spectral": times sqrt(fan_out / fan_in), the spectral norm at the scale of the layer (Bernstein); `rms`
+      is not used.
+
+    Args:
+      rms: The root mean square of an update of full rank; > 0.
+      dimension_numbers: As in `orthogonalize`.
+      rule: Which of the three.
+
+    Returns:
+      A stateless `optax.GradientTransformation`.
+
+    Raises:
+      ValueError: If `rms` is not positive, the rule is unknown, or the dimension numbers do not fit the tree.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> tx = muonjax.match_rms(0.2)
+      >>> updates, _ = tx.update({"w": jnp.eye(4)}, tx.init(None))
+      >>> round(float(jnp.sqrt(jnp.mean(updates["w"] ** 2))), 6)
+      0.2
+
+    Source: Liu et al., "Muon is scalable for LLM training" (Moonlight), 2025, eq. (4); Jordan et al.,
+    "Muon", 2024; Bernstein & Newhouse, "Modular duality in deep learning", 2024.
+    """
+    check_range("match_rms", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
+    check_choice("match_rms", "rule", rule, get_args(Rule))
+
+    def scale(view: MatrixView) -> float:
+        if rule == "rms":
+            return rms * math.sqrt(max(view.fan_in, view.fan_out))
+        ratio = view.fan_out / view.fan_in
+        return math.sqrt(max(1.0, ratio) if rule == "width" else ratio)
+
+    def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
+        del params
+        pieces = matrix_pieces(dimension_numbers, updates, call="match_rms")
+        scaled = [x * scale(piece.view) for x, piece in zip(pieces.of(updates), pieces, strict=True)]
+        return pieces.replaced(updates, scaled), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+class NormalizeNeuronsState(NamedTuple):
+    """State of `normalize_neurons`.
+
+    Attributes:
+      second_moment: A tree like the parameters. For each matrix the running mean, for each of its neurons, of the mean
+        square of that neuron's entries; float32, in the leaf's shape with its reduction axes of size 1.
+        `optax.MaskedNode()` in place of a leaf that is no matrix, a tuple where a leaf has unequal parts.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> muonjax.normalize_neurons().init({"w": jnp.ones((3, 4))}).second_moment["w"].shape
+      (1, 4)
+    """
+
+    second_moment: Any
+
+
+def normalize_neurons(
+    decay: float = 0.95, *, eps: float = 1e-8, dimension_numbers: DimensionNumbersTree | None = None
+) -> optax.GradientTransformation:
+    r"""Divide each neuron of an orthogonalized update by the root of its running mean square, and keep the norm.
+
+    With O [fan_in, fan_out] an orthogonalized update, whose column j holds the weights of neuron j,
+
+        v_j <- decay v_j + (1 - decay) mean_i O_ij^2
+        P_ij = O_ij / (sqrt(v_j) + eps)
+        O   <- P ||O||_F / ||P||_F
+
+    It belongs directly after `orthogonalize`: other updates pass without an error, but their second moment then follows
+    the size of the gradient.
+
+    Args:
+      decay: The decay of the running mean, in [0, 1).
+      eps: Added to the root, > 0.
+      dimension_numbers: As in `orthogonalize`. The neurons are the output axes; each matrix of a stacked leaf has its
+        own.
+
+    Returns:
+      An `optax.GradientTransformation` whose state is a `NormalizeNeuronsState`.
+
+    Raises:
+      ValueError: If `decay` or `eps` is out of its range, the dimension numbers do not fit the tree, or the state is
+        that of other parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> tx = muonjax.normalize_neurons()
+      >>> updates = {"w": jnp.array([[3.0, 0.1], [4.0, 0.2]])}
+      >>> updates, state = tx.update(updates, tx.init(updates))
+      >>> [round(float(norm), 3) for norm in jnp.linalg.norm(updates["w"], axis=0)]  # both neurons have it
+      [3.539, 3.539]
+      >>> state.second_moment["w"].shape
+      (1, 2)
+
+    Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491), algorithm 1.
+    """
+    check_range("normalize_neurons", "decay", decay, "in [0, 1)", "; 0.95 is usual.")
+    check_range("normalize_neurons", "eps", eps, "positive and finite", "; 1e-8 is usual.")
+
+    def init(params: optax.Params) -> NormalizeNeuronsState:
+        pieces = matrix_pieces(dimension_numbers, params, call="normalize_neurons")
+        # This works for a `jax.ShapeDtypeStruct` too.
+        arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.zeros_like(x), params)
+        # By a sum like that of `update`, so that with explicit axis types they are sharded as it returns them.
+        moments = [
+            zero_beside(piece.view.split(x), piece.view.reduction_axes).astype(jnp.float32)
+            for x, piece in zip(pieces.of(arrays), pieces, strict=True)
+        ]
+        return NormalizeNeuronsState(pieces.as_state(moments))
+
+    def update(updates: optax.Updates, state: Any, params: Any = None):
+        del params
+        pieces = matrix_pieces(dimension_numbers, updates, call="normalize_neurons")
+        neurons = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]
+        kept = pieces.of_state(state.second_moment, neurons, call="normalize_neurons")
+        pairs = [
+            _normalize(x, moment, piece.view, decay, eps)
+            for x, moment, piece in zip(pieces.of(updates), kept, pieces, strict=True)
+        ]
+        updates = pieces.replaced(updates, [update for update, _ in pairs])
+        return updates, NormalizeNeuronsState(pieces.as_state([moment for _, moment in pairs]))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _normalize(
+    leaf: Inexact[Array, "*leaf"], moment: Float[Array, "*neurons"], view: MatrixView, decay: Any, eps: Any
+) -> tuple[Inexact[Array, "*leaf"], Float32[Array, "*neurons"]]:
+    """The leaf's normalized update and its new second moment."""
+    o = view.split(leaf).astype(at_least_float32(leaf.dtype))
+    squares = jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
+    moment = decay * moment + (1 - decay) * squares / view.fan_in
+    factor = 1 / (jnp.sqrt(moment) + eps)
+    # ||P||_F from the neurons' own norms: no second pass over the update.
+    norm2, scaled2 = (jnp.sum(s, view.output_axes, keepdims=True) for s in (squares, squares * factor**2))
+    factor *= jnp.sqrt(norm2 / jnp.where(scaled2 == 0, 1, scaled2))
+    return view.join((o * factor.astype(o.dtype)).astype(leaf.dtype), like=leaf), moment.astype(jnp.float32)

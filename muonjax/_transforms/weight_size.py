@@ -11,14 +11,7 @@ from jax.core import Tracer
 
 from muonjax._common.arguments import check_mask, check_rate, require_params
 from muonjax._common.linalg import at_least_float32
-from muonjax._matrices.matrix_view import (
-    DimensionNumbersTree,
-    MatrixView,
-    arrays_of_pieces,
-    matrix_pieces,
-    replace_pieces,
-    tree_of_pieces,
-)
+from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact, Num
@@ -149,32 +142,29 @@ def hyperball(
     rate = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
 
     def init(params: optax.Params) -> HyperballState:
-        found, treedef = jax.tree.flatten_with_path(params)
-        paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
         pieces = matrix_pieces(dimension_numbers, params, call="hyperball")
-        kept = [_rms(_wide(piece.take(leaves), piece.view), piece.view) for piece in pieces]
+        weights = pieces.of(params)
+        kept = [_rms(_wide(w, piece.view), piece.view) for w, piece in zip(weights, pieces, strict=True)]
         for piece, rms in zip(pieces, kept, strict=True):
             if not isinstance(rms, Tracer) and not bool((rms > 0).all()):
-                where = jax.tree_util.keystr(paths[piece.leaf])
+                where = jax.tree_util.keystr(jax.tree.leaves_with_path(params)[piece.leaf][0])
                 raise ValueError(f"hyperball: {where} has a matrix of zeros; start it from random numbers.")
-        return HyperballState(rate.init(jnp.zeros(())), tree_of_pieces(treedef, pieces, kept))
+        return HyperballState(rate.init(jnp.zeros(())), pieces.as_state(kept))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
         require_params("hyperball", params)
         eta: Any
         eta, of_rate = rate.update(jnp.ones(()), state.learning_rate)
-        leaves, treedef = jax.tree.flatten(updates)
-        weights = treedef.flatten_up_to(params)
         pieces = matrix_pieces(dimension_numbers, updates, call="hyperball")
         spheres = [p.view.summed_over(p.view.reduction_axes + p.view.output_axes) for p in pieces]
-        kept = arrays_of_pieces(treedef, state.rms, spheres, call="hyperball")
+        kept = pieces.of_state(state.rms, spheres, call="hyperball")
         steps = [
-            _step(piece.take(leaves), piece.take(weights), rms, piece.view, eta)
-            for piece, rms in zip(pieces, kept, strict=True)
+            _step(u, w, rms, piece.view, eta)
+            for u, w, rms, piece in zip(pieces.of(updates), pieces.of(params), kept, pieces, strict=True)
         ]
-        others = [-eta.astype(u.dtype) * u for u in leaves]  # of matrices, replaced
-        updates = treedef.unflatten(replace_pieces(others, pieces, [step for step, _ in steps]))
-        return updates, HyperballState(of_rate, tree_of_pieces(treedef, pieces, [rms for _, rms in steps]))
+        others = jax.tree.map(lambda u: -eta.astype(u.dtype) * u, updates)  # of matrices, replaced
+        updates = pieces.replaced(others, [step for step, _ in steps])
+        return updates, HyperballState(of_rate, pieces.as_state([rms for _, rms in steps]))
 
     return optax.GradientTransformation(init, update)
 

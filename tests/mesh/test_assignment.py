@@ -14,8 +14,7 @@ from benchmarks.common import hlo_counts
 from benchmarks.optimizer import sharding
 from muonjax._common.platform import BYTES_A_SECOND
 from muonjax._matrices.matrix_view import MatrixView, MuonDimensionNumbers
-from muonjax._mesh.assignment import Assignment, _owner_devices, assign_owners
-from muonjax._mesh.layout import ShardedLeaf, unit_axes
+from muonjax._mesh.assignment import Assignment, ShardedLeaf, _owner_devices, assign_owners, unit_axes
 from tests.mesh.layouts import assigned, dividing
 from tests.tools.tiers import quick
 from tests.tools.views import matrix_view
