@@ -12,7 +12,7 @@ from muonjax._common.arguments import mesh_axes
 from muonjax._common.platform import Policy, policy_of
 from muonjax._matrices.batching import TwoPasses
 from muonjax._newton_schulz import half_precision, iteration
-from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
+from muonjax._newton_schulz.settings import NewtonSchulz, for_side, settings_of
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def polar_factor(
     if dtype == jnp.bfloat16:
         y = half_precision.iterate(wide, settings, policy, dtype, axis_name, shrinking)
     else:
-        y = iteration.iterate(wide, settings, policy, dtype, axis_name)
+        y = iteration.iterate(wide, for_side(settings, wide.shape[-2]), policy, dtype, axis_name)
     if tall and policy.is_cpu and dtype == jnp.bfloat16:
         # XLA makes the transposition a part of the last product, and has none of bfloat16 with float32 sums.
         y = jax.lax.optimization_barrier(y)

@@ -121,7 +121,7 @@ def test_accurate_is_as_exact_as_the_condition_allows(condition, n, tall):
 def test_half_precision_loses_little(form):
     half = NewtonSchulz(compute_dtype=jnp.bfloat16, form=form)
     for name in ("log to 1e-3", "one dominant", "gaussian"):
-        x = oracles.with_spectrum(spectrum(name, 64), 160)
+        x = oracles.with_spectrum(spectrum(name, 72), 160)  # smaller ones take other steps in float32
         # Nothing is pre-deflated from x in half precision, and so neither here.
         plain = NewtonSchulz(form="standard")
         single = oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), plain), x)
@@ -379,7 +379,7 @@ def test_columns_cut_over_a_mesh_under_the_checks_of_shard_map(form):
 @pytest.mark.thorough
 @pytest.mark.parametrize("form", ["gram", "standard"])
 def test_reverse_mode_agrees_with_forward_mode(form):
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((32, 64)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((72, 160)), jnp.float32)
     dx, ct = x[::-1], x[:, ::-1]
     f = functools.partial(muonjax.newton_schulz, settings=NewtonSchulz(form=form))
     tangent = jax.jit(lambda x, dx: jax.jvp(f, (x,), (dx,))[1])(x, dx)

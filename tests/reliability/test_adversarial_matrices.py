@@ -15,6 +15,7 @@ from hypothesis.extra.numpy import arrays
 import muonjax
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz.coefficients import evaluate
+from muonjax._newton_schulz.settings import for_side
 from tests.reliability.adversarial import BAD
 from tests.tools.tiers import examples, tier
 
@@ -113,8 +114,8 @@ def interval_error(settings, s):
 
 def is_right(y, x, name, dtype):
     """Whether y is what `SETTINGS[name]` mean for x [m, n] of this dtype."""
-    settings = SETTINGS[name]
     m = min(x.shape)
+    settings = for_side(SETTINGS[name], m)
     compute = "float32" if settings.compute_dtype is None else settings.compute_dtype.name
     rounding = ROUNDING[compute] + float(jnp.finfo(dtype).eps)
     if not settings.deflation or m < 8:
