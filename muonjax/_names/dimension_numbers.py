@@ -16,7 +16,7 @@ import math
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -143,7 +143,6 @@ def routes(
       warn: Whether to warn of what may be wrong.
     """
     check_parameters(params, call, warn=warn)
-    refuse_named_axes(params)
     paths, leaves, treedef = flatten_with_names(params)
     ruled = {path: (numbers, "rule") for path, numbers in apply_rules(paths, leaves, rules).items()}
     types = types_of_modules(params if layers is None else layers)
@@ -282,36 +281,28 @@ def apply_rules(
     return ruled
 
 
-def refuse_named_axes(params: Any) -> None:
-    """Raise for arrays whose axes have names, as Haliax's and penzai's have: a program reads these better."""
-
-    def is_named(node: Any) -> bool:
-        return hasattr(node, "named_axes") or (hasattr(node, "array") and hasattr(node, "axes"))
-
-    if found := next(_inside(params, is_named), None):
-        raise TypeError(f"{'/'.join(found[0])!r} has axes with names, which nothing reads here. {INSPECT}")
-
-
 def types_of_modules(params: Any) -> dict[str, str]:
     """What modules say that names can't, by the path of a parameter: "table" by their type, as Equinox calls it, and
-    "special" by their settings, groups or the letters of an einsum."""
+    "special" by their settings, groups or the letters of an einsum. Raises for axes with names, as Haliax's and
+    penzai's arrays have them: a program reads these better."""
 
     def kind(node: Any) -> str:
+        if hasattr(node, "named_axes") or (hasattr(node, "array") and hasattr(node, "axes")):
+            return "named"
         groups = getattr(node, "feature_group_count", getattr(node, "groups", 1))  # Flax's and Equinox's
-        special = (isinstance(groups, int) and groups > 1) or isinstance(
-            getattr(node, "einsum_str", None), str
+        special = isinstance(getattr(node, "einsum_str", None), str) or (
+            isinstance(groups, int) and groups > 1
         )
         return "table" if type(node).__name__ in ("Embedding", "Embed") else "special" * special
 
-    return {"/".join(path): kind(node) for path, node in _inside(params, lambda node: bool(kind(node)))}
-
-
-def _inside(params: Any, is_node: Callable[[Any], bool]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The path of each leaf inside of such nodes, and the node."""
-    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_node):
-        if is_node(node):
-            for below, _ in jax.tree_util.tree_leaves_with_path(node):
-                yield names((*path, *below)), node
+    found: dict[str, str] = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: bool(kind(node))):
+        if what := kind(node):
+            below = jax.tree_util.tree_leaves_with_path(node)
+            found |= {"/".join(names((*path, *rest))): what for rest, _ in below}
+    if named := [path for path, what in found.items() if what == "named"]:
+        raise TypeError(f"{named[0]!r} has axes with names, which nothing reads here. {INSPECT}")
+    return found
 
 
 INSPECT = (
