@@ -60,15 +60,10 @@ def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, sche
         raise ValueError(f"{call}({name}={shown(value)}) must be {wanted}{why}")
 
 
-def check_rate(call: str, name: str, value: Any, why: str) -> None:
-    """`check_range` of a learning rate or a weight decay: a number or a schedule."""
-    check_range(call, name, value, "finite and not negative", why, schedule=True)
-
-
 def check_rates(call: str, **rates: Any) -> None:
-    """`check_rate` of several, by their names."""
+    """`check_range` of learning rates and weight decays, numbers or schedules, by their names."""
     for name, rate in rates.items():
-        check_rate(call, name, rate, ".")
+        check_range(call, name, rate, "finite and not negative", ".", schedule=True)
 
 
 def _is_real(value: Any) -> bool:

@@ -211,7 +211,7 @@ def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> Dimensi
     """Dimension numbers of one layer, written in the axes of the leaf."""
     if numbers is None or axes == tuple(range(len(axes))):
         return numbers
-    rows, columns = (one_or_several(tuple(axes[i] for i in axes_of(part))) for part in numbers[:2])
+    rows, columns = (one_or_several([axes[i] for i in axes_of(side)]) for side in numbers[:2])
     if isinstance(numbers, FusedDimensionNumbers):
         return FusedDimensionNumbers(rows, columns, numbers.parts, axes[numbers.axis])
     return MuonDimensionNumbers(rows, columns)

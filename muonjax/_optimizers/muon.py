@@ -15,7 +15,6 @@ from muonjax._common.arguments import (
     check_mask,
     check_order,
     check_range,
-    check_rate,
     check_rates,
     errors_of,
     explains_keywords,
@@ -34,7 +33,6 @@ from muonjax._transforms.momentum import momentum_dtype, trace
 from muonjax._transforms.orthogonalize import match_rms, normalize_neurons, orthogonalize
 from muonjax._transforms.weight_size import hyperball
 
-_STEP = ": it is the length of a step."
 _USUAL_RMS = "; 0.2 is the usual RMS of AdamW's."
 
 
@@ -237,13 +235,13 @@ def muonh(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899).
     """
-    check_rate("muonh", "learning_rate", learning_rate, _STEP)
+    check_rates("muonh", learning_rate=learning_rate)
     if adam_learning_rate is None and settings.get("adam") is None:
         raise ValueError(
             "muonh(adam_learning_rate=None) needs a learning rate for embeddings, biases and norms: 1e-3."
         )
     if adam_learning_rate is not None:
-        check_rate("muonh", "adam_learning_rate", adam_learning_rate, "; 1e-3 is usual.")
+        check_rates("muonh", adam_learning_rate=adam_learning_rate)
 
     adamw = _adamw(0.0 if adam_learning_rate is None else adam_learning_rate, 0.0, None)
     return _orthogonalized("muonh", [partial(hyperball, learning_rate)], (), adamw, program, **settings)
@@ -259,8 +257,7 @@ def _decayed(
     *members: Callable[..., optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
     """`_orthogonalized` with these members, then weight decay and the rate; AdamW with both for all other leaves."""
-    check_rate(call, "learning_rate", learning_rate, _STEP)
-    check_rate(call, "weight_decay", weight_decay, "; 0 turns it off.")
+    check_rates(call, learning_rate=learning_rate, weight_decay=weight_decay)
     check_mask(call, "weight_decay_mask", mask)
     end = optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
     return _orthogonalized(call, members, end, _adamw(learning_rate, weight_decay, mask), program, **settings)

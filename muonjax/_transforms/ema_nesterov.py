@@ -89,13 +89,10 @@ def ema_nesterov(
 
     def init(params: optax.Params) -> EmaNesterovState:
         state = inner.init(params)
-        if _members(state, lambda node: hasattr(node, "maxima")):
+        if _members(state, lambda node: hasattr(node, "maxima") or isinstance(node, optax.MultiStepsState)):
             raise ValueError(
-                "ema_nesterov(inner): a clip is inside; put it after: optax.chain(ema_nesterov(...), qk_clip(...))."
-            )
-        if _members(state, lambda node: isinstance(node, optax.MultiStepsState)):
-            raise ValueError(
-                "ema_nesterov(inner): optax.MultiSteps is inside; put it around: optax.MultiSteps(..., k)."
+                "ema_nesterov(inner): a clip or optax.MultiSteps is inside; put the clip after it, "
+                "optax.chain(ema_nesterov(...), qk_clip(...)), and optax.MultiSteps around it."
             )
         count = jnp.zeros([], jnp.int32)
         ema = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params)

@@ -133,9 +133,9 @@ def test_the_clip_scales_what_the_model_sees():
 @pytest.mark.parametrize(
     ("inner", "message"),
     [
-        (muonjax.muonclip(0.1, muonjax.mha_site()), "put it after: optax.chain"),
-        (muonjax.monitor(muonjax.adamclip(0.1, muonjax.mha_site())), "put it after: optax.chain"),
-        (optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), "put it around"),
+        (muonjax.muonclip(0.1, muonjax.mha_site()), "put the clip after it, optax.chain"),
+        (muonjax.monitor(muonjax.adamclip(0.1, muonjax.mha_site())), "put the clip after it, optax.chain"),
+        (optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), "MultiSteps around it"),
     ],
 )
 def test_a_clip_or_an_accumulation_inside_is_refused(inner, message):
