@@ -11,7 +11,6 @@ import argparse
 import functools
 import itertools
 import os
-import platform
 import statistics
 import sys
 import time
@@ -177,9 +176,7 @@ def times(quick: bool) -> Iterator[Check]:
             name: functools.partial(jax.jit(tx.update), tree, jax.jit(tx.init)(tree), tree)
             for name, tx in methods.items()
         }
-        finite = all(
-            bool(jnp.isfinite(x).all()) for call in calls.values() for x in jax.tree.leaves(call()[0])
-        )
+        finite = all(bool(jnp.isfinite(x).all()) for f in calls.values() for x in jax.tree.leaves(f()[0]))
         seconds: dict[str, list[float]] = {name: [] for name in methods}
         end = time.perf_counter() + (1 if quick else 8)
         while time.perf_counter() < end or len(seconds["balanced"]) < 2:
@@ -202,9 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device, policy = jax.devices()[0], policy_of(jnp.zeros(()))
     kind = device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores"
     versions = [f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "optax", "flax")]
-    print(
-        f"{kind} ({policy.platform}); {', '.join(versions)}; muonjax {__version__}, Python {platform.python_version()}"
-    )
+    print(f"{kind} ({policy.platform}); muonjax {__version__}, {', '.join(versions)}")
     ok = []
     for line, right in checks(quick):
         print(line if right else f"WRONG: {line}", flush=True)

@@ -155,9 +155,7 @@ def _find(modules: Modules, sites: Sequence[Site], threshold: Any) -> tuple[list
         for part in target.parts:
             others = scaled.setdefault(part.path, [])
             if any(i != j and overlap(part, other) for j, other in others):
-                raise ValueError(
-                    f"two sites of {target.path!r} scale {part.path!r}, which would be clipped twice."
-                )
+                raise ValueError(f"two sites scale {part.path!r}, which would be clipped twice.")
             others.append((i, part))
     return targets, not_trained
 

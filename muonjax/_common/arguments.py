@@ -49,12 +49,10 @@ def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, sche
     if schedule and callable(value):
         return
     if not _is_real(value):
-        second = (
-            f"; the program is second: {call}(2e-3, program)" if hasattr(value, "dimension_numbers") else ""
-        )
-        raise TypeError(
-            f"{call}({name}={shown(value)}) must be a number{' or a schedule' if schedule else ''}{second}."
-        )
+        is_program = hasattr(value, "dimension_numbers")
+        second = f"; the program is second: {call}(2e-3, program)" if is_program else ""
+        wanted = "a number or a schedule" if schedule else "a number"
+        raise TypeError(f"{call}({name}={shown(value)}) must be {wanted}{second}.")
     # Python's number: inside of `jit`, a comparison of a known array is traced.
     if not isinstance(value, Tracer) and not _RANGES[wanted](float(value)):
         raise ValueError(f"{call}({name}={shown(value)}) must be {wanted}{why}")
@@ -137,17 +135,13 @@ def whole_number(call: str, name: str, value: Any, least: int, why: str) -> int:
 def axis_numbers(call: str, name: str, value: Any) -> tuple[int, ...]:
     """An axis, or several, as a tuple of Python's numbers."""
     axes = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-    return tuple(
-        whole_number(call, name, axis, -sys.maxsize, " or several: they name axes.") for axis in axes
-    )
+    return tuple(whole_number(call, name, axis, -sys.maxsize, " or several, of axes.") for axis in axes)
 
 
 def check_transformation(argument: str, given: Any) -> None:
     """Raise unless it is an Optax transformation; `argument` begins the message, as "muon(adam"."""
     if not (hasattr(given, "init") and hasattr(given, "update")):
-        raise TypeError(
-            f"{argument}={shown(given)}) must be an Optax transformation, such as optax.adamw(1e-3)."
-        )
+        raise TypeError(f"{argument}={shown(given)}) must be an Optax transformation: optax.adamw(1e-3).")
 
 
 def require_params(call: str, params: Any) -> None:
@@ -171,9 +165,7 @@ def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
 def refuse_positional(unnamed: tuple[Any, ...]) -> None:
     """Raise on extra positional arguments, which would reach a member of the chain as something else."""
     if unnamed:
-        raise TypeError(
-            "update(grads, state, params) takes no fourth positional argument; max_logits= goes by name."
-        )
+        raise TypeError("update(grads, state, params) takes all further arguments by name, as max_logits=.")
 
 
 def other_state(call: str, state: Any) -> str:
@@ -283,9 +275,7 @@ def _whole_signature(
     if settings.kind is not inspect.Parameter.VAR_KEYWORD:
         return signature
     (group,) = settings.annotation.__args__
-    found = {
-        key: p for source in reversed(sources) for key, p in inspect.signature(source).parameters.items()
-    }
+    found = {key: p for f in reversed(sources) for key, p in inspect.signature(f).parameters.items()}
     taken = [found[key].replace(kind=inspect.Parameter.KEYWORD_ONLY) for key in group.__annotations__]
     return signature.replace(parameters=[*own, *taken])
 

@@ -50,9 +50,7 @@ class Distribution:
 
     def __post_init__(self):
         if not isinstance(self.mesh, Mesh):
-            raise TypeError(
-                f"Distribution(mesh={self.mesh!r}) needs a jax.sharding.Mesh, such as jax.make_mesh(...)."
-            )
+            raise TypeError(f"Distribution(mesh={self.mesh!r}) needs a jax.sharding.Mesh; see jax.make_mesh.")
         names = tuple(self.mesh.axis_names)
         for path, spec in jax.tree_util.tree_leaves_with_path(self.param_specs, is_leaf=_is_spec):
             where = f"Distribution(param_specs=...) at {jax.tree_util.keystr(path) or 'its root'}"

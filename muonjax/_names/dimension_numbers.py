@@ -233,9 +233,7 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
     has_no_arrays = is_leaf and hasattr(params, "__dict__") and not hasattr(params, "dtype")
     # An optimizer and Haiku's `Transformed` are tuples.
     if has_no_arrays or (makes_others and (is_leaf or isinstance(params, tuple))):
-        raise TypeError(
-            f"{call}(params) got {kind}, which holds no parameters; give arrays: model.init(key, x)['params']."
-        )
+        raise TypeError(f"{call}(params) got {kind} and no arrays, such as model.init(key, x)['params'].")
     for path, leaf in flatten_paths(params).items():
         is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
         if callable(leaf) or not (is_number or is_masked(leaf)):
@@ -245,9 +243,7 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
     if warn and isinstance(params, Mapping) and "params" in params:
         beside = [str(name) for name in params if name in _COLLECTIONS]
         if beside:
-            warn_user(
-                f"{call}(params) got {', '.join(beside)} next to 'params': give variables['params'] alone."
-            )
+            warn_user(f"{call}(params) got {', '.join(beside)} too: give variables['params'] alone.")
 
 
 def apply_rules(
@@ -261,18 +257,14 @@ def apply_rules(
 
     others = [rule for rule in rules if not is_rule(rule)] if isinstance(rules, Sequence) else [rules]
     if others:
-        raise TypeError(
-            f"dimension_numbers(rules=...) has {others[0]!r}; give pairs of an expression and numbers or None."
-        )
+        raise TypeError(f"dimension_numbers(rules=...) has {others[0]!r}; give pairs: pattern, numbers.")
     named = {"/".join(path): (path, leaf) for path, leaf in zip(paths, leaves, strict=True)}
     ruled: dict[tuple[str, ...], DimensionNumbers | None] = {}
     for pattern, numbers in rules:
         matched = [name for name in named if re.search(pattern, name)]
         if not matched:
             shown = ", ".join(list(named)[:3])
-            raise ValueError(
-                f"dimension_numbers(rules=...): {pattern!r} matches no leaf; paths look like {shown}, …"
-            )
+            raise ValueError(f"rules=...: {pattern!r} matches no leaf; paths look like {shown}.")
         for name in matched:
             path, leaf = named[name]
             if path not in ruled and not is_masked(leaf):
@@ -290,9 +282,7 @@ def types_of_modules(params: Any) -> dict[str, str]:
         if hasattr(node, "named_axes") or (hasattr(node, "array") and hasattr(node, "axes")):
             return "named"
         groups = getattr(node, "feature_group_count", getattr(node, "groups", 1))  # Flax's and Equinox's
-        special = isinstance(getattr(node, "einsum_str", None), str) or (
-            isinstance(groups, int) and groups > 1
-        )
+        special = hasattr(node, "einsum_str") or (isinstance(groups, int) and groups > 1)
         return "table" if type(node).__name__ in ("Embedding", "Embed") else "special" * special
 
     found: dict[str, str] = {}

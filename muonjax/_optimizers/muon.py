@@ -237,9 +237,7 @@ def muonh(
     """
     check_rates("muonh", learning_rate=learning_rate)
     if adam_learning_rate is None and settings.get("adam") is None:
-        raise ValueError(
-            "muonh(adam_learning_rate=None) needs a learning rate for embeddings, biases and norms: 1e-3."
-        )
+        raise ValueError("muonh(adam_learning_rate=None) needs a rate for all but matrices, such as 1e-3.")
     if adam_learning_rate is not None:
         check_rates("muonh", adam_learning_rate=adam_learning_rate)
 
@@ -267,9 +265,8 @@ def _adamw(
     learning_rate: optax.ScalarOrSchedule, weight_decay: float, mask: Any
 ) -> optax.GradientTransformation:
     """For the leaves that are no matrices; None as the mask means all but vectors."""
-    return optax.adamw(
-        learning_rate, b2=0.95, weight_decay=weight_decay, mask=decays if mask is None else mask
-    )
+    mask = decays if mask is None else mask
+    return optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay, mask=mask)
 
 
 class AdamWSettings(TypedDict, total=False):

@@ -133,9 +133,7 @@ def _with_gradients(updates: Any, params: Any, call: str) -> Any:
         params = jax.tree.structure(updates, is_leaf=is_masked).unflatten(given[path] for path in found)
     elif lone := [path for path in (*given, *found) if not (path in found and path in given)]:
         what = "gradient without a parameter" if lone[0] in found else "parameter without a gradient"
-        raise ValueError(
-            f"{call}: {lone[0]!r} is a {what}; update(grads, state, params) needs both as one tree."
-        )
+        raise ValueError(f"{call}: {lone[0]!r} is a {what}; update(grads, state, params) needs equal trees.")
     for path, gradient in found.items():
         if is_masked(gradient) or is_masked(given[path]):
             continue
@@ -167,6 +165,5 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
 
 def _is_trainable(leaf: Any) -> bool:
     """Whether it is an array, or its shape, of real or complex numbers."""
-    return (hasattr(leaf, "dtype") or isinstance(leaf, (float, complex))) and jnp.issubdtype(
-        dtype_of(leaf), jnp.inexact
-    )
+    is_number = hasattr(leaf, "dtype") or isinstance(leaf, (float, complex))
+    return is_number and jnp.issubdtype(dtype_of(leaf), jnp.inexact)

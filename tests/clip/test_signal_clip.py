@@ -92,7 +92,7 @@ def test_two_rules_at_once():
     [
         ({"query": 1.0, "key": 1.0}, (("query", "key"),), "powers sum to 2.0"),  # the seed's misprint
         ({"query": 0.5, "key": 0.5}, None, "powers sum to 0.5"),
-        ({"query": 0.5, "key": 0.5}, (("query",),), "tuples of factors, each of .*key"),
+        ({"query": 0.5, "key": 0.5}, (("query",),), "tuples of factors, of all .*key"),
         ({"query": 0.5, "key": 0.5}, (("query", "kye"),), "kye"),
     ],
 )
