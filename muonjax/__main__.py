@@ -191,9 +191,8 @@ def times(quick: bool) -> Iterator[Check]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m muonjax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m muonjax", description=__doc__, formatter_class=raw)
     parser.add_argument("--quick", action="store_true", help="small matrices, whose times mean nothing")
     quick = parser.parse_args(arguments).quick
     device, policy = jax.devices()[0], policy_of(jnp.zeros(()))

@@ -163,9 +163,7 @@ def merge(params: Any) -> Any:
     if not layers:
         raise ValueError("merge(params): no LoHa adapter in it; was it merged already?")
     if lost := ["/".join(layer) for layer in layers if (*layer, _HOLDER, shared.SCALE) not in flat]:
-        raise ValueError(
-            f"merge: the adapters of {listed(lost, ', ')} have no {shared.SCALE}; give all parameters, frozen ones too."
-        )
+        raise ValueError(f"merge: no {shared.SCALE} at {listed(lost, ', ')}; give frozen parameters too.")
     for layer in layers:
         *factors, scale = (flat.pop((*layer, _HOLDER, name)) for name in (*shared.FACTORS, shared.SCALE))
         kernel, stack = flat[(*layer, "kernel")], factors[0].ndim - 2

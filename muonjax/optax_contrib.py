@@ -279,11 +279,8 @@ def _row_factors(
 ) -> Float[Array, "*batch _m 1"]:
     """What Optax multiplies the rows by before its first step. `eps` counts at the scale of the unscaled matrix."""
     if preconditioning in ("aol", "schatten"):
-        bound = (
-            jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
-            if preconditioning == "aol"
-            else jnp.sqrt(square_norm(gram))
-        )
+        is_aol = preconditioning == "aol"
+        bound = jnp.sum(jnp.abs(gram), -1, keepdims=True) if is_aol else jnp.sqrt(square_norm(gram))
         # Optax 0.2.8 doesn't pass `eps` on to these two.
         return jax.lax.rsqrt(jnp.maximum(bound, jnp.asarray(1e-8, scale.dtype) * scale * scale))
     square = (

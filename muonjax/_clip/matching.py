@@ -77,9 +77,7 @@ def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> tuple[l
         for root in _matched(site, plain, modules):
             target = _target(site, root, modules)
             if target.signal in targets:
-                raise ValueError(
-                    f"two sites match {root!r} by the signal {site.signal!r}; narrow them, or merge their scales."
-                )
+                raise ValueError(f"two sites match {root!r} by {site.signal!r}; narrow or merge them.")
             targets[target.signal] = target._replace(threshold=threshold)
     if not targets:
         raise ValueError(
@@ -133,9 +131,7 @@ def _target(site: Site, root: str, modules: Modules) -> Target:
     entries, groups = max(sizes), min(sizes)
     if len(counts) > len({factor for factor, _ in counts}) or entries % groups or sizes - {entries, groups}:
         shown = {part.path: part.entries for part in parts}
-        raise ValueError(
-            f"the head counts of {root!r} do not fit: {shown}; query heads are a multiple of key heads (num_heads)."
-        )
+        raise ValueError(f"head counts of {root!r} {shown}: query heads must be a multiple of key heads.")
     signal = below(root, site.signal)
     return Target(root, signal, tuple(parts), parts[0].layers, entries, groups)
 
@@ -145,9 +141,7 @@ def _refuse_adapters(root: str, paths: Sequence[str], modules: Modules) -> None:
     projections = {path.rpartition("/")[0] for path in paths} - {root}
     feeding = {leaf for module in projections for leaf in modules.inside.get(module, ())}
     if others := sorted(feeding.difference(paths)):
-        raise ValueError(
-            f"{others} feed the queries or keys of {root!r} too. Merge them into the kernels, or leave it out."
-        )
+        raise ValueError(f"{others} feed the queries or keys too. Merge them into the kernels.")
 
 
 _ANY_NORM = r"_?(layer_?norm|rms_?norm|norm|ln)_?\d*"

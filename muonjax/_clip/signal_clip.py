@@ -67,9 +67,7 @@ class SignalRule:
         powers = {s.factor: s.power for s in self.site.scales}
         uneven = [s.path for s in self.site.scales if powers[s.factor] != s.power]
         if uneven:
-            raise ValueError(
-                f"{uneven} have another power than the rest of their factor; a kernel and its bias take the same power."
-            )
+            raise ValueError(f"{uneven} have another power than the rest of their factor; give one.")
         products = [(f,) for f in powers] if self.products is None else self.products
         is_tuples = isinstance(products, Sequence) and all(isinstance(p, Sequence) for p in products)
         if not is_tuples or set(itertools.chain(*products)) != set(powers):
@@ -131,9 +129,7 @@ def signal_clip(
         targets, not_trained = find_targets(modules, [(rule.site, rule.threshold) for rule in several])
         for target in targets:
             if shared := [p.path for p in target.parts if p.scale.power and p.entries != target.entries]:
-                raise ValueError(
-                    f"several entries of {target.signal!r} share {shared}, which takes no γ of one: give it power=0."
-                )
+                raise ValueError(f"several entries of {target.signal!r} share {shared}: give it power=0.")
         return targets, not_trained
 
     return clip("signal_clip", "signals", find, every_k, axes)

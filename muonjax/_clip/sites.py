@@ -57,9 +57,7 @@ class Site:
         try:
             re.compile(self.path)
         except re.error as e:
-            raise ValueError(
-                f"Site(path={self.path!r}) is no regular expression ({e}); give one that matches whole paths."
-            ) from None
+            raise ValueError(f"Site(path={self.path!r}) is no regular expression: {e}.") from None
 
 
 Sites: TypeAlias = Site | Sequence[Site] | Any  # a `Program` has `sites`
@@ -228,9 +226,8 @@ def fused_qkv_site(
 def _projection(name: str, rank: int, axes: tuple[int, ...], **part: Any) -> tuple[Scale, ...]:
     """Kernel and bias of one projection. The bias has the kernel's axes but the input's."""
     kernel = Scale(path=f"{name}/kernel", rank=rank, axes=axes, **part)
-    bias = dataclasses.replace(
-        kernel, path=f"{name}/bias", rank=len(axes), axes=tuple(range(-len(axes), 0)), optional=True
-    )
+    last = tuple(range(-len(axes), 0))
+    bias = dataclasses.replace(kernel, path=f"{name}/bias", rank=len(axes), axes=last, optional=True)
     return kernel, bias
 
 
@@ -262,9 +259,7 @@ def _head_counts(call: str, num_heads: Any, num_kv_heads: Any = None) -> tuple[i
         return num_heads, num_heads
     num_kv_heads = whole_number(call, "num_kv_heads", num_kv_heads, 1, _HEADS)
     if num_heads is None or num_heads % num_kv_heads:
-        raise ValueError(
-            f"{call}(num_heads={num_heads}, num_kv_heads={num_kv_heads}): the first must be a multiple of the second."
-        )
+        raise ValueError(f"{call}({num_heads=}, {num_kv_heads=}): heads must be a multiple of key heads.")
     return num_heads, num_kv_heads
 
 

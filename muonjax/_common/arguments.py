@@ -110,18 +110,14 @@ def mesh_axes(call: str, name: str, value: Any) -> tuple[str, ...]:
     """The name of a mesh axis, or several, as a tuple; None is no axis."""
     axes = () if value is None else value if isinstance(value, tuple) else (value,)
     if not all(isinstance(axis, str) and axis for axis in axes):
-        raise TypeError(
-            f"{call}({name}={shown(value)}) must be the name of a mesh axis, such as 'data', or a tuple of names."
-        )
+        raise TypeError(f"{call}({name}={shown(value)}) must be the name of a mesh axis or a tuple of names.")
     return axes
 
 
 def check_mask(call: str, name: str, mask: Any) -> None:
     """Raise unless it is a tree of booleans or a function; None is a tree without leaves."""
     if not callable(mask) and not all(np.asarray(x).dtype.kind == "b" for x in jax.tree.leaves(mask)):
-        raise TypeError(
-            f"{call}({name}={shown(mask)}) must be a tree of booleans, a prefix of one, or a function that makes one."
-        )
+        raise TypeError(f"{call}({name}={shown(mask)}) must be a tree or prefix of booleans, or a function.")
 
 
 def whole_number(call: str, name: str, value: Any, least: int, why: str) -> int:

@@ -117,9 +117,8 @@ def broadcast_prefix(
     except ValueError as error:
         containers = f"the containers differ. {' '.join(str(error).split())}"
         difference = _difference(prefix, tree, is_leaf) or containers
-        raise ValueError(
-            f"{call}: {what} are neither the tree of the parameters nor a prefix of it: {difference}."
-        ) from None
+        why = f"{call}: {what} are neither the tree of the parameters nor a prefix of it: {difference}."
+        raise ValueError(why) from None
 
 
 def listed(items: Sequence[str], separator: str = "; ", most: int = 8) -> str:

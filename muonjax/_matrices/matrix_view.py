@@ -291,9 +291,8 @@ class Pieces(list[Piece]):
             return sharded_like(whole.reshape(leaf.shape), leaf)
 
         leaves = self.treedef.flatten_up_to(tree)
-        return self.treedef.unflatten(
-            joined(i, leaf) if i in parts else leaf for i, leaf in enumerate(leaves)
-        )
+        every = (joined(i, leaf) if i in parts else leaf for i, leaf in enumerate(leaves))
+        return self.treedef.unflatten(every)
 
     def as_state(self, arrays: Sequence[jax.Array]) -> Any:
         """A state with an array for each piece: a tuple where a leaf is cut, MaskedNode where it is no matrix."""
@@ -309,7 +308,5 @@ class Pieces(list[Piece]):
         arrays = [array for own in self.treedef.flatten_up_to(state) for array in jax.tree.leaves(own)]
         found = [jax.numpy.shape(array) for array in arrays]
         if found != [*shapes]:
-            raise ValueError(
-                f"{call}: the state holds arrays of shapes {found[:9]}, and these updates need {[*shapes][:9]}."
-            )
+            raise ValueError(f"{call}: the state has shapes {found[:9]}, these updates need {[*shapes][:9]}.")
         return arrays

@@ -112,9 +112,8 @@ def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
     entries = broadcast_prefix(specs, tree, is_leaf=_is_spec, call=call, what=what)
     for spec, (path, leaf) in zip(entries, jax.tree_util.tree_leaves_with_path(tree), strict=True):
         if len(_mesh_axes(spec)) > leaf.ndim:
-            raise ValueError(
-                f"{call}: {spec} at {jax.tree_util.keystr(path)} shards more axes than the leaf of shape {leaf.shape}."
-            )
+            where = f"{spec} at {jax.tree_util.keystr(path)}"
+            raise ValueError(f"{call}: {where} shards more axes than the leaf of shape {leaf.shape}.")
     return entries
 
 
@@ -324,7 +323,5 @@ def _sharding_of(params: Any) -> tuple[Any, Any]:
     specs = jax.tree.map(lambda spec: spec if isinstance(spec, NamedSharding) else None, found)
     meshes = {spec.mesh for spec in jax.tree.leaves(specs)}
     if len(meshes) != 1:
-        raise ValueError(
-            f"state_shardings(params) finds {len(meshes)} meshes under the parameters; give it the distribution."
-        )
+        raise ValueError(f"state_shardings(params) finds {len(meshes)} meshes; give it the distribution.")
     return meshes.pop(), specs

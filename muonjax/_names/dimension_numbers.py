@@ -237,9 +237,8 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
     for path, leaf in flatten_paths(params).items():
         is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
         if callable(leaf) or not (is_number or is_masked(leaf)):
-            raise TypeError(
-                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}: eqx.filter(model, eqx.is_inexact_array)."
-            )
+            what = f"{path!r} is no array but {reprlib.repr(leaf)}"
+            raise TypeError(f"{call}: {what}: eqx.filter(model, eqx.is_inexact_array).")
     if warn and isinstance(params, Mapping) and "params" in params:
         beside = [str(name) for name in params if name in _COLLECTIONS]
         if beside:

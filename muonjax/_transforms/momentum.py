@@ -212,9 +212,7 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
     dtype = given_dtype("cast_momentum", "dtype", dtype, *_MOMENTUM)
     nodes, treedef = jax.tree.flatten(state, is_leaf=_is_trace)
     if not any(map(_is_trace, nodes)):
-        raise ValueError(
-            "cast_momentum(state) finds no momentum in this state; give that of muon or of a chain with trace."
-        )
+        raise ValueError("cast_momentum(state) finds no momentum; give the state of muon or of trace.")
 
     def cast(node: Any) -> Any:
         if not _is_trace(node):
@@ -236,9 +234,8 @@ def _check_real(tree: Any, call: str) -> None:
     """Raise for complex leaves."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise TypeError(
-                f"{call}: int8 momentum has no imaginary part, and {jax.tree_util.keystr(path)} is {leaf.dtype}."
-            )
+            name = jax.tree_util.keystr(path)
+            raise TypeError(f"{call}: int8 momentum has no imaginary part, and {name} is {leaf.dtype}.")
 
 
 def has_int8(state: Any) -> bool | None:
@@ -252,6 +249,4 @@ def check_kind(call: str, state: Any, wanted: bool | None) -> None:
     found = has_int8(state)
     if None not in (found, wanted) and found != wanted:
         held, name = ("a float type", "jnp.int8") if wanted else ("int8", "jnp.float32")
-        raise ValueError(
-            f"{call}: this state has its momentum in {held}; state = muonjax.cast_momentum(state, {name}) converts it."
-        )
+        raise ValueError(f"{call}: this momentum is in {held}; see muonjax.cast_momentum(state, {name}).")

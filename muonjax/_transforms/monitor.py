@@ -126,9 +126,7 @@ def monitor(
         pieces = matrices(params)
         members = _members(groups, params, pieces)
         if set(members) != set(state.statistics):
-            raise ValueError(
-                f"monitor: the state has the groups {sorted(state.statistics)}, these parameters {sorted(members)}."
-            )
+            raise ValueError(f"monitor: the state has groups {[*state.statistics]}, not {[*members]}.")
         # A checkpoint may have been restored in another dtype.
         last = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), state.statistics)
 
