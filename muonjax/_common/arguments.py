@@ -146,6 +146,13 @@ def require_params(call: str, params: Any) -> None:
         raise ValueError(f"{call} needs params: call tx.update(grads, state, params).")
 
 
+def check_update(call: str, updates: Any, state: Any, params: Any, unnamed: tuple[Any, ...]) -> None:
+    """Raise where `update` got no parameters, extra positional arguments, or trees in another order."""
+    refuse_positional(unnamed)
+    require_params(call, params)
+    check_order(call, updates, state, params)
+
+
 def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
     """Raise where the state is exchanged with the gradients or with the parameters."""
     if params is None:

@@ -117,6 +117,20 @@ def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
     return entries
 
 
+def shards_of_last_axis(tree: Any, distribution: Distribution | None, *, call: str) -> list[int]:
+    """Into how many shards the last axis of each leaf is cut, as far as that is known."""
+    leaves = jax.tree.leaves(tree)
+    if distribution is None:
+        shardings = [(own.mesh, own.spec) for own in (jax.typeof(leaf).sharding for leaf in leaves)]
+    else:
+        specs = spread_specs(distribution.param_specs, tree, call=call)
+        shardings = [(distribution.mesh, spec) for spec in specs]
+    return [
+        size_of(dict(mesh.shape), ((), *even_sharding(leaf.shape, spec, dict(mesh.shape)))[-1])
+        for leaf, (mesh, spec) in zip(leaves, shardings, strict=True)
+    ]
+
+
 def check_distribution(distribution: Any, *, call: str) -> None:
     """Raise unless it is a Distribution or None; a mesh alone does not say how the parameters are sharded."""
     if distribution is not None and not isinstance(distribution, Distribution):

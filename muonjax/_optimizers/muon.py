@@ -13,15 +13,13 @@ from muonjax._common.arguments import (
     WIDE_FLOATS,
     check_flag,
     check_mask,
-    check_order,
     check_range,
     check_rates,
+    check_update,
     errors_of,
     explains_keywords,
     given_dtype,
     other_state,
-    refuse_positional,
-    require_params,
 )
 from muonjax._inspect.program import Program
 from muonjax._matrices.matrix_view import DimensionNumbersTree
@@ -395,9 +393,7 @@ def _then_clip(
     own: Any = optimizer.init({})
 
     def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
-        refuse_positional(unnamed)
-        require_params(call, params)
-        check_order(call, updates, state, params)
+        check_update(call, updates, state, params, unnamed)
         pair = isinstance(state, (tuple, list)) and len(state) == 2 and hasattr(state[1], "factors")
         if not (pair and len(state[0]) == len(own)):
             raise ValueError(other_state(call, state))

@@ -8,14 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import (
-    check_order,
-    check_transformation,
-    other_state,
-    refuse_positional,
-    require_params,
-    warn_user,
-)
+from muonjax._common.arguments import check_transformation, check_update, other_state, warn_user
 from muonjax._common.trees import dtype_of, flatten_paths, is_masked
 from muonjax._matrices.matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
 from muonjax._mesh.distribution import offload
@@ -56,9 +49,7 @@ def partition_by_route(
         return decide(params, params, warn=True).init(params)
 
     def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
-        refuse_positional(unnamed)
-        require_params(call, params)
-        check_order(call, updates, state, params)
+        check_update(call, updates, state, params, unnamed)
         params = _with_gradients(updates, params, call)
         kinds, partition = last
         if kinds != _kinds(updates, params):

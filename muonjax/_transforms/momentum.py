@@ -10,14 +10,7 @@ import optax
 
 from muonjax._common.arguments import WIDE_FLOATS, check_flag, check_range, given_dtype
 from muonjax._common.linalg import at_least_float32
-from muonjax._mesh.distribution import (
-    Distribution,
-    check_distribution,
-    even_sharding,
-    leaf_by_leaf,
-    size_of,
-    spread_specs,
-)
+from muonjax._mesh.distribution import Distribution, check_distribution, leaf_by_leaf, shards_of_last_axis
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int8
@@ -138,18 +131,10 @@ def momentum_dtype(call: str, name: str, given: Any) -> Any:
 def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
     """Raise for complex leaves, and for blocks that would cross a shard, as far as that is known."""
     _check_real(tree, "trace(accumulator_dtype=jnp.int8)")
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if distribution is None:
-        shardings = [(own.mesh, own.spec) for own in (jax.typeof(leaf).sharding for _, leaf in leaves)]
-    else:
-        specs = spread_specs(distribution.param_specs, tree, call="trace")
-        shardings = [(distribution.mesh, spec) for spec in specs]
-    for (path, leaf), (mesh, spec) in zip(leaves, shardings, strict=True):
-        if leaf.ndim == 0:
-            continue
-        mesh_shape = dict(mesh.shape)
-        length, block = leaf.shape[-1], block_size(leaf.shape[-1])
-        shards = size_of(mesh_shape, even_sharding(leaf.shape, spec, mesh_shape)[-1])
+    for (path, leaf), shards in zip(
+        jax.tree.leaves_with_path(tree), shards_of_last_axis(tree, distribution, call="trace"), strict=True
+    ):
+        length, block = (leaf.shape or (1,))[-1], block_size((leaf.shape or (1,))[-1])
         if length // shards % block:
             raise ValueError(
                 f"trace(accumulator_dtype=jnp.int8): the last axis of {jax.tree_util.keystr(path)} {leaf.shape} has "
