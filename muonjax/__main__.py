@@ -11,7 +11,6 @@ import argparse
 import functools
 import itertools
 import os
-import platform
 import statistics
 import sys
 import time
@@ -177,9 +176,7 @@ def times(quick: bool) -> Iterator[Check]:
             name: functools.partial(jax.jit(tx.update), tree, jax.jit(tx.init)(tree), tree)
             for name, tx in methods.items()
         }
-        finite = all(
-            bool(jnp.isfinite(x).all()) for call in calls.values() for x in jax.tree.leaves(call()[0])
-        )
+        finite = all(bool(jnp.isfinite(x).all()) for f in calls.values() for x in jax.tree.leaves(f()[0]))
         seconds: dict[str, list[float]] = {name: [] for name in methods}
         end = time.perf_counter() + (1 if quick else 8)
         while time.perf_counter() < end or len(seconds["balanced"]) < 2:
@@ -194,17 +191,14 @@ def times(quick: bool) -> Iterator[Check]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m muonjax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m muonjax", description=__doc__, formatter_class=raw)
     parser.add_argument("--quick", action="store_true", help="small matrices, whose times mean nothing")
     quick = parser.parse_args(arguments).quick
     device, policy = jax.devices()[0], policy_of(jnp.zeros(()))
     kind = device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores"
     versions = [f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "optax", "flax")]
-    print(
-        f"{kind} ({policy.platform}); {', '.join(versions)}; muonjax {__version__}, Python {platform.python_version()}"
-    )
+    print(f"{kind} ({policy.platform}); muonjax {__version__}, {', '.join(versions)}")
     ok = []
     for line, right in checks(quick):
         print(line if right else f"WRONG: {line}", flush=True)

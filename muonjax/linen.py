@@ -71,9 +71,8 @@ def loha(rank: int, *, alpha: float | None = None, param_dtype: Any = jnp.float3
 
     Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
-    return functools.partial(
-        LoHa, rank, shared.scale_of("loha", rank, alpha), param_dtype=param_dtype, name=_HOLDER
-    )
+    scale = shared.scale_of("loha", rank, alpha)
+    return functools.partial(LoHa, rank, scale, param_dtype=param_dtype, name=_HOLDER)
 
 
 def LoHaDense(features: int, *, rank: int, alpha: float | None = None, **dense: Any) -> nn.Dense:
@@ -164,16 +163,13 @@ def merge(params: Any) -> Any:
     if not layers:
         raise ValueError("merge(params): no LoHa adapter in it; was it merged already?")
     if lost := ["/".join(layer) for layer in layers if (*layer, _HOLDER, shared.SCALE) not in flat]:
-        raise ValueError(
-            f"merge: the adapters of {listed(lost, ', ')} have no {shared.SCALE}; give all parameters, frozen ones too."
-        )
+        raise ValueError(f"merge: no {shared.SCALE} at {listed(lost, ', ')}; give frozen parameters too.")
     for layer in layers:
         *factors, scale = (flat.pop((*layer, _HOLDER, name)) for name in (*shared.FACTORS, shared.SCALE))
         kernel, stack = flat[(*layer, "kernel")], factors[0].ndim - 2
         shapes = [factor.shape for factor in factors]
-        if {leaf.shape[:stack] for leaf in (*factors, kernel)} != {scale.shape} or shapes[0][-1] != shapes[1][
-            -2
-        ]:
+        stacks = {leaf.shape[:stack] for leaf in (*factors, kernel)}
+        if stacks != {scale.shape} or shapes[0][-1] != shapes[1][-2]:
             raise ValueError(
                 f"merge: the adapter at {'/'.join(layer)!r} is stacked along another axis than its first, with "
                 f"factors of shapes {shapes}; scan with variable_axes={{'params': 0}}."

@@ -6,6 +6,7 @@ and the derivative of x · (W + ΔW) needs the sum; each is as large as W. `mult
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -109,10 +110,8 @@ def adapted_kernel(
     """kernel + ΔW in the kernel's shape and dtype, computed in float32 at least and rounded once."""
     w1a, w1b, w2a, w2b = factors
     dtype = at_least_float32(common_dtype(kernel, *factors))
-    first, second = (
-        jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
-        for a, b in ((w1a, w1b), (w2a, w2b))
-    )
+    product = functools.partial(jnp.matmul, precision=precision, preferred_element_type=dtype)
+    first, second = product(w1a, w1b), product(w2a, w2b)
     delta = jnp.asarray(scale).astype(dtype) * first * second
     return (kernel.astype(dtype) + delta.reshape(kernel.shape)).astype(kernel.dtype)
 

@@ -133,9 +133,8 @@ def muon(
 
     with errors_of(call):
         matrices(None)  # for the checks of the momentum's settings
-    adam = optax.adamw(
-        adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov
-    )
+    adams = adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay
+    adam = optax.adamw(adam_rate, *adams, nesterov=nesterov)
     return partition_by_route(call, matrices, adam, numbers)
 
 
@@ -189,9 +188,7 @@ def scale_by_muon(
     shape = np.shape(ns_coeffs)
     if len(shape) not in (1, 2) or shape[-1] != 3:
         raise ValueError(f"{call}(ns_coeffs={shown(ns_coeffs)}) must have shape (3,) or (n, 3), not {shape}.")
-    check_range(
-        call, "ns_steps", ns_steps, "positive and finite", "; without a step nothing is orthogonalized."
-    )
+    check_range(call, "ns_steps", ns_steps, "positive and finite", "; it counts steps.")
 
     def init(params: optax.Params) -> MuonState:
         if len(shape) == 2 and shape[0] > ns_steps:
@@ -282,11 +279,8 @@ def _row_factors(
 ) -> Float[Array, "*batch _m 1"]:
     """What Optax multiplies the rows by before its first step. `eps` counts at the scale of the unscaled matrix."""
     if preconditioning in ("aol", "schatten"):
-        bound = (
-            jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
-            if preconditioning == "aol"
-            else jnp.sqrt(square_norm(gram))
-        )
+        is_aol = preconditioning == "aol"
+        bound = jnp.sum(jnp.abs(gram), -1, keepdims=True) if is_aol else jnp.sqrt(square_norm(gram))
         # Optax 0.2.8 doesn't pass `eps` on to these two.
         return jax.lax.rsqrt(jnp.maximum(bound, jnp.asarray(1e-8, scale.dtype) * scale * scale))
     square = (

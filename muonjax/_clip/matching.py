@@ -77,9 +77,7 @@ def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> tuple[l
         for root in _matched(site, plain, modules):
             target = _target(site, root, modules)
             if target.signal in targets:
-                raise ValueError(
-                    f"two sites match {root!r} by the signal {site.signal!r}; narrow them, or merge their scales."
-                )
+                raise ValueError(f"two sites match {root!r} by {site.signal!r}; narrow or merge them.")
             targets[target.signal] = target._replace(threshold=threshold)
     if not targets:
         raise ValueError(
@@ -87,9 +85,8 @@ def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> tuple[l
             "Give the tree that was inspected, or take the optimizer without the clip, such as muonjax.muon."
         )
     count = Counter(t.path for t in targets.values())
-    return [
-        t._replace(name=t.path if count[t.path] == 1 else t.signal) for t in targets.values()
-    ], not_trained
+    found = [t._replace(name=t.path if count[t.path] == 1 else t.signal) for t in targets.values()]
+    return found, not_trained
 
 
 def _plain(path: str) -> str | None:
@@ -106,11 +103,7 @@ def _matched(site: Site, plain: str | None, modules: Modules) -> list[str]:
     if not matched:
         roots = sorted(root for root in modules.inside if modules.has(below(root, anchor)))
         known = roots or sorted({path.rpartition("/")[0] for path in modules.leaves})
-        why = (
-            "it has to match a whole path, one of"
-            if roots
-            else f"none has {anchor!r} among the parameters of"
-        )
+        why = "it has to match a whole path, one of" if roots else f"none has {anchor!r} among those of"
         raise ValueError(
             f"the site {site.path!r} matches no module with {anchor!r}: {why} "
             f"[{listed(list(map(repr, known)), ', ')}]. "
@@ -132,17 +125,13 @@ def _target(site: Site, root: str, modules: Modules) -> Target:
         _refuse_adapters(root, paths, modules)
     if len({part.layers for part in parts}) > 1:
         layers = {part.path: part.layers for part in parts}
-        raise ValueError(
-            f"the parameters of {root!r} disagree on the stack of layers: {layers}; see scan_axis."
-        )
+        raise ValueError(f"parameters of {root!r} disagree on the stack of layers: {layers}; see scan_axis.")
     counts = {(part.scale.factor, part.entries) for part in parts}  # a bias has as many heads as its kernel
     sizes = {n for _, n in counts}
     entries, groups = max(sizes), min(sizes)
     if len(counts) > len({factor for factor, _ in counts}) or entries % groups or sizes - {entries, groups}:
         shown = {part.path: part.entries for part in parts}
-        raise ValueError(
-            f"the head counts of {root!r} do not fit: {shown}; query heads are a multiple of key heads (num_heads)."
-        )
+        raise ValueError(f"head counts of {root!r} {shown}: query heads must be a multiple of key heads.")
     signal = below(root, site.signal)
     return Target(root, signal, tuple(parts), parts[0].layers, entries, groups)
 
@@ -152,9 +141,7 @@ def _refuse_adapters(root: str, paths: Sequence[str], modules: Modules) -> None:
     projections = {path.rpartition("/")[0] for path in paths} - {root}
     feeding = {leaf for module in projections for leaf in modules.inside.get(module, ())}
     if others := sorted(feeding.difference(paths)):
-        raise ValueError(
-            f"{others} feed the queries or keys of {root!r} too. Merge them into the kernels, or leave it out."
-        )
+        raise ValueError(f"{others} feed the queries or keys too. Merge them into the kernels.")
 
 
 _ANY_NORM = r"_?(layer_?norm|rms_?norm|norm|ln)_?\d*"
@@ -162,9 +149,8 @@ _ANY_NORM = r"_?(layer_?norm|rms_?norm|norm|ln)_?\d*"
 
 def _refuse_norms(root: str, norms: Sequence[str], modules: Modules) -> None:
     """Refuse a module that has a norm of queries and keys among its children, as their names tell."""
-    children = dict.fromkeys(
-        path.removeprefix(f"{root}/").partition("/")[0] for path in modules.inside.get(root, ())
-    )
+    inside = modules.inside.get(root, ())
+    children = dict.fromkeys(path.removeprefix(f"{root}/").partition("/")[0] for path in inside)
     patterns = (_ANY_NORM, *norms) if norms else ()
     found = [child for child in children if any(re.fullmatch(p, child, re.IGNORECASE) for p in patterns)]
     if found:
@@ -185,9 +171,7 @@ def _shape(root: str, path: str, modules: Modules) -> tuple[int, ...]:
         )
     dtype = dtype_of(leaf)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
-        raise TypeError(
-            f"{path!r} is {dtype}; only master weights can be scaled: clip in float32, and quantize after it."
-        )
+        raise TypeError(f"{path!r} is {dtype}; only floats can be scaled: clip in float32, then quantize.")
     return jnp.shape(leaf)
 
 
@@ -224,9 +208,8 @@ def _by_entry(argument: str, key: str, value: Any, target: Target) -> Float32[Ar
     As many layers as heads can't be told from each other by their sizes, so the order is always this one.
     """
     dtype = getattr(value, "dtype", type(value))
-    is_real = hasattr(value, "dtype") and any(
-        jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)
-    )
+    kinds = jnp.floating, jnp.integer
+    is_real = hasattr(value, "dtype") and any(jnp.issubdtype(dtype, kind) for kind in kinds)
     if not (is_real or dtype in (int, float)):
         what = getattr(dtype, "__name__", dtype)
         raise TypeError(f"{argument} of {key!r} is {what}; give an array of real numbers, [*layers, heads].")

@@ -166,9 +166,7 @@ def max_logits_bound(
     Source: the inequality between maximum and log-sum-exp; Dao et al., "FlashAttention", 2022, which keeps the latter.
     """
     if lse.ndim < 2 or not jnp.issubdtype(lse.dtype, jnp.floating):
-        raise ValueError(
-            f"max_logits_bound(lse) needs floating [*batch, T, heads], got {lse.dtype}{list(lse.shape)}."
-        )
+        raise ValueError(f"max_logits_bound needs floats [*batch, T, heads], got {lse.dtype}{[*lse.shape]}.")
     if dtype is not None:
         dtype = given_dtype("max_logits_bound", "dtype", dtype, (jnp.floating,), "a floating-point dtype")
     cast = float(jnp.finfo(lse.dtype if dtype is None else dtype).eps) / 2
@@ -181,12 +179,8 @@ def max_logits_bound(
 
 def _check(query: jax.Array, key: jax.Array) -> None:
     fits = query.ndim == key.ndim >= 3 and query.shape[:-3] == key.shape[:-3]
-    if (
-        not fits
-        or not 0 < query.shape[-1] == key.shape[-1]
-        or not key.shape[-2]
-        or query.shape[-2] % key.shape[-2]
-    ):
+    depth, key_heads = (key.shape[-1], key.shape[-2]) if fits else (0, 0)
+    if not (depth and key_heads and depth == query.shape[-1]) or query.shape[-2] % key_heads:
         raise ValueError(
             f"max_logits(query, key) got {list(query.shape)} and {list(key.shape)}; it needs [*batch, T, heads, D] and "
             "[*batch, S, key_heads, D] with D > 0, where key_heads divides heads; reshape the projections to heads."

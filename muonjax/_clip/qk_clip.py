@@ -155,9 +155,7 @@ def _find(modules: Modules, sites: Sequence[Site], threshold: Any) -> tuple[list
         for part in target.parts:
             others = scaled.setdefault(part.path, [])
             if any(i != j and overlap(part, other) for j, other in others):
-                raise ValueError(
-                    f"two sites of {target.path!r} scale {part.path!r}, which would be clipped twice."
-                )
+                raise ValueError(f"two sites scale {part.path!r}, which would be clipped twice.")
             others.append((i, part))
     return targets, not_trained
 
@@ -166,9 +164,7 @@ def _with_powers(target: Target) -> Target:
     """The target with its powers; raises unless queries and keys can be multiplied, feature by feature."""
     powers = OWN_KEYS if target.groups == target.entries else SHARED_KEYS
     if unknown := {part.scale.factor for part in target.parts} - set(powers):
-        raise ValueError(
-            f"the site of {target.path!r} has factors {sorted(unknown)}, not query, key, rotary; see signal_clip."
-        )
+        raise ValueError(f"{target.path!r} has factors {sorted(unknown)}, not query, key or rotary.")
     first = {part.scale.factor: part for part in reversed(target.parts)}  # a kernel, before its bias
     heads = {factor: (part.entries, int(part.inside.sum())) for factor, part in first.items()}
     (queries, features), (keys, key_features) = (heads.get(factor, (0, 0)) for factor in ("query", "key"))

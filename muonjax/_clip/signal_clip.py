@@ -67,15 +67,11 @@ class SignalRule:
         powers = {s.factor: s.power for s in self.site.scales}
         uneven = [s.path for s in self.site.scales if powers[s.factor] != s.power]
         if uneven:
-            raise ValueError(
-                f"{uneven} have another power than the rest of their factor; a kernel and its bias take the same power."
-            )
+            raise ValueError(f"{uneven} have another power than the rest of their factor; give one.")
         products = [(f,) for f in powers] if self.products is None else self.products
         is_tuples = isinstance(products, Sequence) and all(isinstance(p, Sequence) for p in products)
         if not is_tuples or set(itertools.chain(*products)) != set(powers):
-            raise ValueError(
-                f"products={self.products!r} have to be tuples of factors, each of {[*powers]} in one."
-            )
+            raise ValueError(f"products={self.products!r} must be tuples of factors, of all {[*powers]}.")
         for product in products:
             if abs((total := sum(powers[f] for f in product)) - 1) > 1e-6:
                 raise ValueError(
@@ -133,9 +129,7 @@ def signal_clip(
         targets, not_trained = find_targets(modules, [(rule.site, rule.threshold) for rule in several])
         for target in targets:
             if shared := [p.path for p in target.parts if p.scale.power and p.entries != target.entries]:
-                raise ValueError(
-                    f"several entries of {target.signal!r} share {shared}, which takes no γ of one: give it power=0."
-                )
+                raise ValueError(f"several entries of {target.signal!r} share {shared}: give it power=0.")
         return targets, not_trained
 
     return clip("signal_clip", "signals", find, every_k, axes)
@@ -251,13 +245,9 @@ def clip(
         scales = parameter_factors(targets, gammas)
         paths = flatten_paths(updates)
         if lost := [path for path in scales if path not in paths or is_masked(paths[path])]:
-            raise ValueError(
-                f"{call}: the updates have no leaf {lost[0]!r}; if it is frozen, take it out of the sites."
-            )
-        new = (
-            scaled_update(u, modules.leaves[path], scales[path]) if path in scales else u
-            for path, u in paths.items()
-        )
+            raise ValueError(f"{call}: the updates have no leaf {lost[0]!r}; if frozen, leave out its site.")
+        old = modules.leaves
+        new = (scaled_update(u, old[p], scales[p]) if p in scales else u for p, u in paths.items())
         return jax.tree.structure(updates, is_leaf=is_masked).unflatten(new), state
 
     return optax.GradientTransformationExtraArgs(init, update)

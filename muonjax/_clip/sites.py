@@ -57,9 +57,7 @@ class Site:
         try:
             re.compile(self.path)
         except re.error as e:
-            raise ValueError(
-                f"Site(path={self.path!r}) is no regular expression ({e}); give one that matches whole paths."
-            ) from None
+            raise ValueError(f"Site(path={self.path!r}) is no regular expression: {e}.") from None
 
 
 Sites: TypeAlias = Site | Sequence[Site] | Any  # a `Program` has `sites`
@@ -74,7 +72,6 @@ def mha_site(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     scan_axis: int | Sequence[int] | None = None,
-    signal: str = "max_logits",
 ) -> Site:
     """Multi-head, grouped-query and multi-query attention with one projection for queries and one for keys.
 
@@ -92,7 +89,6 @@ def mha_site(
       num_kv_heads: Number of key heads; None: as many. Refused if query and key heads then differ in size.
       scan_axis: The axis of layers in stacked parameters, `variable_axes={"params": scan_axis}` of `nn.scan`, one for
         each level of stacking; None: the leading axes.
-      signal: Name of the statistic below the module.
 
     Returns:
       A `Site` for `qk_clip`.
@@ -107,12 +103,12 @@ def mha_site(
       ['query/kernel', 'query/bias', 'key/kernel', 'key/bias']
     """
     call = "mha_site"
-    check_text(call, path=path, query=query, key=key, layout=layout, signal=signal)
+    check_text(call, path=path, query=query, key=key, layout=layout)
     num_heads, num_kv_heads = _head_counts(call, num_heads, num_kv_heads)
     kernel = _kernel(call, layout, ("hd",), num_heads)
     queries = _projection(query, *kernel, entries=num_heads, factor="query")
     keys = _projection(key, *kernel, entries=num_kv_heads, factor="key")
-    return Site(path=path, scales=queries + keys, signal=signal, scan_axis=_axes(call, scan_axis))
+    return Site(path=path, scales=queries + keys, scan_axis=_axes(call, scan_axis))
 
 
 def mla_site(
@@ -124,7 +120,6 @@ def mla_site(
     layout: str = "i h d",
     num_heads: int | None = None,
     scan_axis: int | Sequence[int] | None = None,
-    signal: str = "max_logits",
 ) -> Site:
     """Multi-head latent attention (DeepSeek, Kimi): each head has a part without position, and all share a rotary key.
 
@@ -141,7 +136,6 @@ def mla_site(
         and "(h d) i" where they are stored (out, in).
       num_heads: Number of heads; needed where h is in brackets.
       scan_axis: As in `mha_site`.
-      signal: As in `mha_site`.
 
     Returns:
       A `Site` for `qk_clip`.
@@ -158,7 +152,7 @@ def mla_site(
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
     call = "mla_site"
-    check_text(call, path=path, query=query, key_value=key_value, layout=layout, signal=signal)
+    check_text(call, path=path, query=query, key_value=key_value, layout=layout)
     num_heads, _ = _head_counts(call, num_heads)
     nope = whole_number(call, "nope", nope, 1, " of features, at least 1.")
     kernel = _kernel(call, layout, ("hd",), num_heads)
@@ -169,7 +163,7 @@ def mla_site(
     )
     # Norms of the latents (q_norm, q_layernorm, kv_norm) come before these projections: they undo nothing.
     scan_axes = _axes(call, scan_axis)
-    return Site(path=path, scales=scales, signal=signal, scan_axis=scan_axes, norms=_KEY_NORMS)
+    return Site(path=path, scales=scales, scan_axis=scan_axes, norms=_KEY_NORMS)
 
 
 def fused_qkv_site(
@@ -181,7 +175,6 @@ def fused_qkv_site(
     name: str = "qkv",
     layout: str = "i (3 h d)",
     scan_axis: int | Sequence[int] | None = None,
-    signal: str = "max_logits",
 ) -> Site:
     """Attention whose queries, keys and values come from one projection.
 
@@ -195,7 +188,6 @@ def fused_qkv_site(
         keys, then all values; "i 3 h d": the same from `DenseGeneral((3, heads, head_dim))`; "i (3 h) d" for grouped
         keys; "i (h 3 d)", "i h (3 d)" or "i h 3 d": head after head (GPT-NeoX).
       scan_axis: As in `mha_site`.
-      signal: Name of the statistic below the module.
 
     Returns:
       A `Site` for `qk_clip`.
@@ -210,7 +202,7 @@ def fused_qkv_site(
       [('qkv/kernel', 0, 512, 8), ('qkv/kernel', 512, 128, 2)]
     """
     call = "fused_qkv_site"
-    check_text(call, path=path, name=name, layout=layout, signal=signal)
+    check_text(call, path=path, name=name, layout=layout)
     num_heads = whole_number(call, "num_heads", num_heads, 1, _HEADS)
     num_kv_heads = _head_counts(call, num_heads, num_kv_heads)[1] or num_heads
     head_dim = whole_number(call, "head_dim", head_dim, 1, " of features, at least 1.")
@@ -228,15 +220,14 @@ def fused_qkv_site(
         query, key = {"size": width}, {"start": width, "size": num_kv_heads * head_dim}
     queries = _projection(name, *kernel, entries=num_heads, factor="query", **query)
     keys = _projection(name, *kernel, entries=num_kv_heads, factor="key", **key)
-    return Site(path=path, scales=queries + keys, signal=signal, scan_axis=_axes(call, scan_axis))
+    return Site(path=path, scales=queries + keys, scan_axis=_axes(call, scan_axis))
 
 
 def _projection(name: str, rank: int, axes: tuple[int, ...], **part: Any) -> tuple[Scale, ...]:
     """Kernel and bias of one projection. The bias has the kernel's axes but the input's."""
     kernel = Scale(path=f"{name}/kernel", rank=rank, axes=axes, **part)
-    bias = dataclasses.replace(
-        kernel, path=f"{name}/bias", rank=len(axes), axes=tuple(range(-len(axes), 0)), optional=True
-    )
+    last = tuple(range(-len(axes), 0))
+    bias = dataclasses.replace(kernel, path=f"{name}/bias", rank=len(axes), axes=last, optional=True)
     return kernel, bias
 
 
@@ -268,9 +259,7 @@ def _head_counts(call: str, num_heads: Any, num_kv_heads: Any = None) -> tuple[i
         return num_heads, num_heads
     num_kv_heads = whole_number(call, "num_kv_heads", num_kv_heads, 1, _HEADS)
     if num_heads is None or num_heads % num_kv_heads:
-        raise ValueError(
-            f"{call}(num_heads={num_heads}, num_kv_heads={num_kv_heads}): the first must be a multiple of the second."
-        )
+        raise ValueError(f"{call}({num_heads=}, {num_kv_heads=}): heads must be a multiple of key heads.")
     return num_heads, num_kv_heads
 
 

@@ -49,26 +49,19 @@ def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, sche
     if schedule and callable(value):
         return
     if not _is_real(value):
-        second = (
-            f"; the program is second: {call}(2e-3, program)" if hasattr(value, "dimension_numbers") else ""
-        )
-        raise TypeError(
-            f"{call}({name}={shown(value)}) must be a number{' or a schedule' if schedule else ''}{second}."
-        )
+        is_program = hasattr(value, "dimension_numbers")
+        second = f"; the program is second: {call}(2e-3, program)" if is_program else ""
+        wanted = "a number or a schedule" if schedule else "a number"
+        raise TypeError(f"{call}({name}={shown(value)}) must be {wanted}{second}.")
     # Python's number: inside of `jit`, a comparison of a known array is traced.
     if not isinstance(value, Tracer) and not _RANGES[wanted](float(value)):
         raise ValueError(f"{call}({name}={shown(value)}) must be {wanted}{why}")
 
 
-def check_rate(call: str, name: str, value: Any, why: str) -> None:
-    """`check_range` of a learning rate or a weight decay: a number or a schedule."""
-    check_range(call, name, value, "finite and not negative", why, schedule=True)
-
-
 def check_rates(call: str, **rates: Any) -> None:
-    """`check_rate` of several, by their names."""
+    """`check_range` of learning rates and weight decays, numbers or schedules, by their names."""
     for name, rate in rates.items():
-        check_rate(call, name, rate, ".")
+        check_range(call, name, rate, "finite and not negative", ".", schedule=True)
 
 
 def _is_real(value: Any) -> bool:
@@ -117,18 +110,14 @@ def mesh_axes(call: str, name: str, value: Any) -> tuple[str, ...]:
     """The name of a mesh axis, or several, as a tuple; None is no axis."""
     axes = () if value is None else value if isinstance(value, tuple) else (value,)
     if not all(isinstance(axis, str) and axis for axis in axes):
-        raise TypeError(
-            f"{call}({name}={shown(value)}) must be the name of a mesh axis, such as 'data', or a tuple of names."
-        )
+        raise TypeError(f"{call}({name}={shown(value)}) must be the name of a mesh axis or a tuple of names.")
     return axes
 
 
 def check_mask(call: str, name: str, mask: Any) -> None:
     """Raise unless it is a tree of booleans or a function; None is a tree without leaves."""
     if not callable(mask) and not all(np.asarray(x).dtype.kind == "b" for x in jax.tree.leaves(mask)):
-        raise TypeError(
-            f"{call}({name}={shown(mask)}) must be a tree of booleans, a prefix of one, or a function that makes one."
-        )
+        raise TypeError(f"{call}({name}={shown(mask)}) must be a tree or prefix of booleans, or a function.")
 
 
 def whole_number(call: str, name: str, value: Any, least: int, why: str) -> int:
@@ -142,23 +131,26 @@ def whole_number(call: str, name: str, value: Any, least: int, why: str) -> int:
 def axis_numbers(call: str, name: str, value: Any) -> tuple[int, ...]:
     """An axis, or several, as a tuple of Python's numbers."""
     axes = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-    return tuple(
-        whole_number(call, name, axis, -sys.maxsize, " or several: they name axes.") for axis in axes
-    )
+    return tuple(whole_number(call, name, axis, -sys.maxsize, " or several, of axes.") for axis in axes)
 
 
 def check_transformation(argument: str, given: Any) -> None:
     """Raise unless it is an Optax transformation; `argument` begins the message, as "muon(adam"."""
     if not (hasattr(given, "init") and hasattr(given, "update")):
-        raise TypeError(
-            f"{argument}={shown(given)}) must be an Optax transformation, such as optax.adamw(1e-3)."
-        )
+        raise TypeError(f"{argument}={shown(given)}) must be an Optax transformation: optax.adamw(1e-3).")
 
 
 def require_params(call: str, params: Any) -> None:
     """Raise where `update` was called without parameters."""
     if params is None:
         raise ValueError(f"{call} needs params: call tx.update(grads, state, params).")
+
+
+def check_update(call: str, updates: Any, state: Any, params: Any, unnamed: tuple[Any, ...]) -> None:
+    """Raise where `update` got no parameters, extra positional arguments, or trees in another order."""
+    refuse_positional(unnamed)
+    require_params(call, params)
+    check_order(call, updates, state, params)
 
 
 def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
@@ -176,9 +168,7 @@ def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
 def refuse_positional(unnamed: tuple[Any, ...]) -> None:
     """Raise on extra positional arguments, which would reach a member of the chain as something else."""
     if unnamed:
-        raise TypeError(
-            "update(grads, state, params) takes no fourth positional argument; max_logits= goes by name."
-        )
+        raise TypeError("update(grads, state, params) takes all further arguments by name, as max_logits=.")
 
 
 def other_state(call: str, state: Any) -> str:
@@ -288,9 +278,7 @@ def _whole_signature(
     if settings.kind is not inspect.Parameter.VAR_KEYWORD:
         return signature
     (group,) = settings.annotation.__args__
-    found = {
-        key: p for source in reversed(sources) for key, p in inspect.signature(source).parameters.items()
-    }
+    found = {key: p for f in reversed(sources) for key, p in inspect.signature(f).parameters.items()}
     taken = [found[key].replace(kind=inspect.Parameter.KEYWORD_ONLY) for key in group.__annotations__]
     return signature.replace(parameters=[*own, *taken])
 

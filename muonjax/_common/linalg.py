@@ -87,9 +87,7 @@ class SymmetricProduct(NamedTuple):
     ) -> jax.Array:
         """`alpha` and `beta` are numbers, or [*batch, 1, 1]."""
         y, c = (None if matrix is None else matrix.astype(self.dtype) for matrix in (y, c))
-        alpha, beta = (
-            number[..., 0, 0] if isinstance(number, jax.Array) else number for number in (alpha, beta)
-        )
+        alpha, beta = (x[..., 0, 0] if isinstance(x, jax.Array) else x for x in (alpha, beta))
         a = a.astype(self.dtype)
         return symmetric_product_on(self.platform, a, y, c, alpha, beta, self.implementation, self.together)
 

@@ -62,9 +62,7 @@ def _refuse_equal(paths: list[tuple[str, ...]]) -> None:
         for end in range(1, len(path) + 1):
             name = "/".join(path[:end])
             if spelled.setdefault(name, path[:end]) != path[:end]:
-                raise ValueError(
-                    f"two modules or leaves of the tree are both called {name!r}; rename one of them."
-                )
+                raise ValueError(f"two modules or leaves are both called {name!r}; rename one of them.")
 
 
 def flatten_paths(tree: Any) -> dict[str, Any]:
@@ -93,9 +91,8 @@ def tree_of(tree_or_function: Any, params: Any) -> Any:
     # No method __call__: optax.inject_hyperparams would take a program for a schedule.
     if is_leaf and hasattr(tree_or_function, "dimension_numbers"):
         return tree_or_function.dimension_numbers(params)
-    is_function = isinstance(tree_or_function, jax.tree_util.Partial) or (
-        callable(tree_or_function) and is_leaf
-    )
+    is_partial = isinstance(tree_or_function, jax.tree_util.Partial)
+    is_function = is_partial or (callable(tree_or_function) and is_leaf)
     return tree_or_function(params) if is_function else tree_or_function
 
 
@@ -118,12 +115,10 @@ def broadcast_prefix(
         # Up to the leaves of `tree`, for an entry may be a tree itself, as a named tuple or None is.
         return jax.tree.structure(tree).flatten_up_to(jax.tree.broadcast(prefix, tree, is_leaf=is_leaf))
     except ValueError as error:
-        difference = (
-            _difference(prefix, tree, is_leaf) or f"the containers differ. {' '.join(str(error).split())}"
-        )
-        raise ValueError(
-            f"{call}: {what} are neither the tree of the parameters nor a prefix of it: {difference}."
-        ) from None
+        containers = f"the containers differ. {' '.join(str(error).split())}"
+        difference = _difference(prefix, tree, is_leaf) or containers
+        why = f"{call}: {what} are neither the tree of the parameters nor a prefix of it: {difference}."
+        raise ValueError(why) from None
 
 
 def listed(items: Sequence[str], separator: str = "; ", most: int = 8) -> str:

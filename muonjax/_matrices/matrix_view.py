@@ -95,9 +95,7 @@ def resolve_dimension_numbers(
     entries = broadcast_prefix(given, tree, is_leaf=_is_entry, call=call, what="the dimension numbers")
     for entry in entries:
         if not _is_entry(entry):
-            raise TypeError(
-                f"{call}: dimension numbers hold {entry!r}; expected MuonDimensionNumbers or None."
-            )
+            raise TypeError(f"{call}: dimension numbers hold {entry!r}, not MuonDimensionNumbers or None.")
     return [None if is_masked(entry) else entry for entry in entries]
 
 
@@ -127,15 +125,11 @@ def _pieces(i: int, leaf: Any, named: str, numbers: DimensionNumbers, call: str)
     if not jax.numpy.issubdtype(dtype, jax.numpy.inexact):
         raise TypeError(f"{call} needs float or complex leaves, but {named} is {dtype}; see optax.masked.")
     if jax.numpy.finfo(dtype).bits < 16:
-        raise TypeError(
-            f"{call}: {named} is {dtype}, whose few bits round steps away; train float32 weights."
-        )
+        raise TypeError(f"{call}: {named} is {dtype}, whose few bits round steps away; train in float32.")
     reduction = _checked_axes(call, named, "reduction_axis", numbers.reduction_axis, shape)
     output = _checked_axes(call, named, "output_axis", numbers.output_axis, shape)
     if not reduction or not output or len({*reduction, *output}) != len(reduction + output) or 0 in shape:
-        why = (
-            "has an empty dimension" if 0 in shape else "needs disjoint axes for rows and columns, none twice"
-        )
+        why = "has an empty dimension" if 0 in shape else "needs disjoint axes for its sides, none twice"
         raise ValueError(f"{call}: {named} of shape {shape} {why}, got {numbers}.")
     if not isinstance(numbers, FusedDimensionNumbers):
         return [Piece(i, view_of(shape, reduction, output))]
@@ -143,13 +137,8 @@ def _pieces(i: int, leaf: Any, named: str, numbers: DimensionNumbers, call: str)
     parts, repeats = numbers.parts, numbers.repeats
     size, rest = divmod(shape[cut], max(1, repeats))
     sizes = (size // max(1, parts),) * parts if isinstance(parts, int) else parts
-    if (
-        cut not in reduction + output
-        or rest
-        or repeats < 1
-        or min(sizes, default=0) < 1
-        or sum(sizes) != size
-    ):
+    fill = not rest and repeats >= 1 and min(sizes, default=0) >= 1 and sum(sizes) == size
+    if cut not in reduction + output or not fill:
         raise ValueError(
             f"{call}: {numbers} can't cut {named} of shape {shape}: `axis` must be one of the reduction or output "
             f"axes, and the sizes in `parts`, or as many equal ones, fill its {shape[cut]} entries `repeats` times."
@@ -302,9 +291,8 @@ class Pieces(list[Piece]):
             return sharded_like(whole.reshape(leaf.shape), leaf)
 
         leaves = self.treedef.flatten_up_to(tree)
-        return self.treedef.unflatten(
-            joined(i, leaf) if i in parts else leaf for i, leaf in enumerate(leaves)
-        )
+        every = (joined(i, leaf) if i in parts else leaf for i, leaf in enumerate(leaves))
+        return self.treedef.unflatten(every)
 
     def as_state(self, arrays: Sequence[jax.Array]) -> Any:
         """A state with an array for each piece: a tuple where a leaf is cut, MaskedNode where it is no matrix."""
@@ -320,7 +308,5 @@ class Pieces(list[Piece]):
         arrays = [array for own in self.treedef.flatten_up_to(state) for array in jax.tree.leaves(own)]
         found = [jax.numpy.shape(array) for array in arrays]
         if found != [*shapes]:
-            raise ValueError(
-                f"{call}: the state holds arrays of shapes {found[:9]}, and these updates need {[*shapes][:9]}."
-            )
+            raise ValueError(f"{call}: the state has shapes {found[:9]}, these updates need {[*shapes][:9]}.")
         return arrays

@@ -187,9 +187,8 @@ class Round(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """For each replica, the elements that one device sends to the owner that gets most."""
-        return [
-            max(sum(run.count * run.layout.size for run in own) for own in owners) for owners in self.owned
-        ]
+        own = [[sum(run.count * run.layout.size for run in own) for own in owners] for owners in self.owned]
+        return [*map(max, own)]
 
     @property
     def size(self) -> int:
@@ -349,8 +348,7 @@ def _seconds(jaxpr: Jaxpr | ClosedJaxpr, devices: int) -> float:
             total += times * sum(x.size * x.dtype.itemsize for x in given) / BYTES_A_SECOND
         else:  # a branch that leaves x as it is takes no time, so that all branches are one
             length = parameters["length"] if name == "scan" else 1
-            inner = [
-                x for x in jax.tree.leaves([*parameters.values()]) if isinstance(x, (ClosedJaxpr, Jaxpr))
-            ]
+            found = jax.tree.leaves([*parameters.values()])
+            inner = [x for x in found if isinstance(x, (ClosedJaxpr, Jaxpr))]
             total += length * sum(_seconds(x, devices) for x in inner)
     return total

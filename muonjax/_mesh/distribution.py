@@ -50,9 +50,7 @@ class Distribution:
 
     def __post_init__(self):
         if not isinstance(self.mesh, Mesh):
-            raise TypeError(
-                f"Distribution(mesh={self.mesh!r}) needs a jax.sharding.Mesh, such as jax.make_mesh(...)."
-            )
+            raise TypeError(f"Distribution(mesh={self.mesh!r}) needs a jax.sharding.Mesh; see jax.make_mesh.")
         names = tuple(self.mesh.axis_names)
         for path, spec in jax.tree_util.tree_leaves_with_path(self.param_specs, is_leaf=_is_spec):
             where = f"Distribution(param_specs=...) at {jax.tree_util.keystr(path) or 'its root'}"
@@ -114,10 +112,23 @@ def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
     entries = broadcast_prefix(specs, tree, is_leaf=_is_spec, call=call, what=what)
     for spec, (path, leaf) in zip(entries, jax.tree_util.tree_leaves_with_path(tree), strict=True):
         if len(_mesh_axes(spec)) > leaf.ndim:
-            raise ValueError(
-                f"{call}: {spec} at {jax.tree_util.keystr(path)} shards more axes than the leaf of shape {leaf.shape}."
-            )
+            where = f"{spec} at {jax.tree_util.keystr(path)}"
+            raise ValueError(f"{call}: {where} shards more axes than the leaf of shape {leaf.shape}.")
     return entries
+
+
+def shards_of_last_axis(tree: Any, distribution: Distribution | None, *, call: str) -> list[int]:
+    """Into how many shards the last axis of each leaf is cut, as far as that is known."""
+    leaves = jax.tree.leaves(tree)
+    if distribution is None:
+        shardings = [(own.mesh, own.spec) for own in (jax.typeof(leaf).sharding for leaf in leaves)]
+    else:
+        specs = spread_specs(distribution.param_specs, tree, call=call)
+        shardings = [(distribution.mesh, spec) for spec in specs]
+    return [
+        size_of(dict(mesh.shape), ((), *even_sharding(leaf.shape, spec, dict(mesh.shape)))[-1])
+        for leaf, (mesh, spec) in zip(leaves, shardings, strict=True)
+    ]
 
 
 def check_distribution(distribution: Any, *, call: str) -> None:
@@ -326,7 +337,5 @@ def _sharding_of(params: Any) -> tuple[Any, Any]:
     specs = jax.tree.map(lambda spec: spec if isinstance(spec, NamedSharding) else None, found)
     meshes = {spec.mesh for spec in jax.tree.leaves(specs)}
     if len(meshes) != 1:
-        raise ValueError(
-            f"state_shardings(params) finds {len(meshes)} meshes under the parameters; give it the distribution."
-        )
+        raise ValueError(f"state_shardings(params) finds {len(meshes)} meshes; give it the distribution.")
     return meshes.pop(), specs

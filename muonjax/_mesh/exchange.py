@@ -82,18 +82,15 @@ def map_on_mesh(
     )
     if AxisType.Explicit not in mesh.axis_types:
         return list(run(*leaves))
-    results = run(
-        *(jax.sharding.reshard(x, NamedSharding(mesh, p)) for x, p in zip(leaves, specs, strict=True))
-    )
+    pairs = zip(leaves, specs, strict=True)
+    results = run(*(jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in pairs))
     return [sharded_like(y, x) for y, x in zip(results, leaves, strict=True)]
 
 
 def _check_mesh(mesh: Mesh | AbstractMesh, leaves: Arrays, call: str) -> None:
     for other in [jax.typeof(leaf).sharding.mesh for leaf in leaves]:
         if other.size > 1 and AxisType.Manual in other.axis_types:
-            raise ValueError(
-                f"{call}(distribution=...) runs its own shard_map, and can't run inside of another; call it outside."
-            )
+            raise ValueError(f"{call}(distribution=...) can't run inside of another shard_map.")
         if other.size > 1 and other.size != mesh.size:
             raise ValueError(
                 f"{call}: the Distribution's mesh {dict(mesh.shape)} has {mesh.size} devices, but the arrays are on "

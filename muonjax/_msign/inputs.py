@@ -30,9 +30,7 @@ def matrices(call: str, x: Any, name: str = "x") -> Float[Array, "*batch m n"]:
             "[[re, -im], [im, re]] of a complex one."
         )
     if x.ndim < 2:
-        raise ValueError(
-            f"{call}({name}) needs a matrix [*batch, m, n], got shape {x.shape}; reshape it first."
-        )
+        raise ValueError(f"{call}({name}) needs a matrix [*batch, m, n], got shape {x.shape}.")
     return x
 
 

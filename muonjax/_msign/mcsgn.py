@@ -142,9 +142,7 @@ def sylvester(
     a, b, c = (matrices("sylvester", v, name) for v, name in zip((a, b, c), "abc", strict=True))
     m, n = c.shape[-2:]
     if a.shape[-2:] != (m, m) or b.shape[-2:] != (n, n):
-        raise ValueError(
-            f"sylvester(a, b, c) of {a.shape}, {b.shape}, {c.shape}: swap a and b, or transpose c [m, n]."
-        )
+        raise ValueError(f"sylvester of {a.shape}, {b.shape}, {c.shape}: swap a and b, or transpose c.")
     dtype = jnp.result_type(a, b, c)
     wide = at_least_float32(dtype)
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])

@@ -48,9 +48,8 @@ class Neighbors:
                 self._attentions[attention_scope(scope)][p.role.projection] = p.shape
             elif fused and (axis := axis_of_parts(p)) is not None and len(p.shape) == 4:
                 name = "query" if p.role is FUSED_QKV else "key"
-                self._attentions[attention_scope(scope)].setdefault(
-                    name, p.shape[:axis] + p.shape[axis + 1 :]
-                )
+                shape = p.shape[:axis] + p.shape[axis + 1 :]
+                self._attentions[attention_scope(scope)].setdefault(name, shape)
         self.outputs_first = self._are_outputs_first(parameters)
 
     def bias(self, p: Parameter) -> Shape | None:
@@ -153,11 +152,8 @@ def _verdict(p: Parameter, neighbors: Neighbors) -> bool | None:
     rank, ranks, bias = len(p.shape), p.role.ranks, neighbors.bias(p)
     if bias and len(bias) == 1 and rank > 1 and bias[0] in p.shape:
         return False  # a stack's bias has an axis of layers too
-    if (
-        p.role.projection in ("query", "out")
-        and rank == 4
-        and len(neighbors.attention(p).get("key", ())) == 3
-    ):
+    keys = neighbors.attention(p).get("key", ())
+    if p.role.projection in ("query", "out") and rank == 4 and len(keys) == 3:
         return None  # queries grouped by key head
     if not p.role.muon and sum(size > 1 for size in p.shape) <= 1 < rank and 1 in ranks:
         return None  # a norm's scale stored as (1, 1, 1, 64), or a stack of one

@@ -16,7 +16,7 @@ import math
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -143,7 +143,6 @@ def routes(
       warn: Whether to warn of what may be wrong.
     """
     check_parameters(params, call, warn=warn)
-    refuse_named_axes(params)
     paths, leaves, treedef = flatten_with_names(params)
     ruled = {path: (numbers, "rule") for path, numbers in apply_rules(paths, leaves, rules).items()}
     types = types_of_modules(params if layers is None else layers)
@@ -212,7 +211,7 @@ def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> Dimensi
     """Dimension numbers of one layer, written in the axes of the leaf."""
     if numbers is None or axes == tuple(range(len(axes))):
         return numbers
-    rows, columns = (one_or_several(tuple(axes[i] for i in axes_of(part))) for part in numbers[:2])
+    rows, columns = (one_or_several([axes[i] for i in axes_of(side)]) for side in numbers[:2])
     if isinstance(numbers, FusedDimensionNumbers):
         return FusedDimensionNumbers(rows, columns, numbers.parts, axes[numbers.axis])
     return MuonDimensionNumbers(rows, columns)
@@ -234,21 +233,16 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
     has_no_arrays = is_leaf and hasattr(params, "__dict__") and not hasattr(params, "dtype")
     # An optimizer and Haiku's `Transformed` are tuples.
     if has_no_arrays or (makes_others and (is_leaf or isinstance(params, tuple))):
-        raise TypeError(
-            f"{call}(params) got {kind}, which holds no parameters; give arrays: model.init(key, x)['params']."
-        )
+        raise TypeError(f"{call}(params) got {kind} and no arrays, such as model.init(key, x)['params'].")
     for path, leaf in flatten_paths(params).items():
         is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
         if callable(leaf) or not (is_number or is_masked(leaf)):
-            raise TypeError(
-                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}: eqx.filter(model, eqx.is_inexact_array)."
-            )
+            what = f"{path!r} is no array but {reprlib.repr(leaf)}"
+            raise TypeError(f"{call}: {what}: eqx.filter(model, eqx.is_inexact_array).")
     if warn and isinstance(params, Mapping) and "params" in params:
         beside = [str(name) for name in params if name in _COLLECTIONS]
         if beside:
-            warn_user(
-                f"{call}(params) got {', '.join(beside)} next to 'params': give variables['params'] alone."
-            )
+            warn_user(f"{call}(params) got {', '.join(beside)} too: give variables['params'] alone.")
 
 
 def apply_rules(
@@ -262,18 +256,14 @@ def apply_rules(
 
     others = [rule for rule in rules if not is_rule(rule)] if isinstance(rules, Sequence) else [rules]
     if others:
-        raise TypeError(
-            f"dimension_numbers(rules=...) has {others[0]!r}; give pairs of an expression and numbers or None."
-        )
+        raise TypeError(f"dimension_numbers(rules=...) has {others[0]!r}; give pairs: pattern, numbers.")
     named = {"/".join(path): (path, leaf) for path, leaf in zip(paths, leaves, strict=True)}
     ruled: dict[tuple[str, ...], DimensionNumbers | None] = {}
     for pattern, numbers in rules:
         matched = [name for name in named if re.search(pattern, name)]
         if not matched:
             shown = ", ".join(list(named)[:3])
-            raise ValueError(
-                f"dimension_numbers(rules=...): {pattern!r} matches no leaf; paths look like {shown}, …"
-            )
+            raise ValueError(f"rules=...: {pattern!r} matches no leaf; paths look like {shown}.")
         for name in matched:
             path, leaf = named[name]
             if path not in ruled and not is_masked(leaf):
@@ -282,36 +272,26 @@ def apply_rules(
     return ruled
 
 
-def refuse_named_axes(params: Any) -> None:
-    """Raise for arrays whose axes have names, as Haliax's and penzai's have: a program reads these better."""
-
-    def is_named(node: Any) -> bool:
-        return hasattr(node, "named_axes") or (hasattr(node, "array") and hasattr(node, "axes"))
-
-    if found := next(_inside(params, is_named), None):
-        raise TypeError(f"{'/'.join(found[0])!r} has axes with names, which nothing reads here. {INSPECT}")
-
-
 def types_of_modules(params: Any) -> dict[str, str]:
     """What modules say that names can't, by the path of a parameter: "table" by their type, as Equinox calls it, and
-    "special" by their settings, groups or the letters of an einsum."""
+    "special" by their settings, groups or the letters of an einsum. Raises for axes with names, as Haliax's and
+    penzai's arrays have them: a program reads these better."""
 
     def kind(node: Any) -> str:
+        if hasattr(node, "named_axes") or (hasattr(node, "array") and hasattr(node, "axes")):
+            return "named"
         groups = getattr(node, "feature_group_count", getattr(node, "groups", 1))  # Flax's and Equinox's
-        special = (isinstance(groups, int) and groups > 1) or isinstance(
-            getattr(node, "einsum_str", None), str
-        )
+        special = hasattr(node, "einsum_str") or (isinstance(groups, int) and groups > 1)
         return "table" if type(node).__name__ in ("Embedding", "Embed") else "special" * special
 
-    return {"/".join(path): kind(node) for path, node in _inside(params, lambda node: bool(kind(node)))}
-
-
-def _inside(params: Any, is_node: Callable[[Any], bool]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The path of each leaf inside of such nodes, and the node."""
-    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_node):
-        if is_node(node):
-            for below, _ in jax.tree_util.tree_leaves_with_path(node):
-                yield names((*path, *below)), node
+    found: dict[str, str] = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: bool(kind(node))):
+        if what := kind(node):
+            below = jax.tree_util.tree_leaves_with_path(node)
+            found |= {"/".join(names((*path, *rest))): what for rest, _ in below}
+    if named := [path for path, what in found.items() if what == "named"]:
+        raise TypeError(f"{named[0]!r} has axes with names, which nothing reads here. {INSPECT}")
+    return found
 
 
 INSPECT = (

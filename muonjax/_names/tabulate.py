@@ -71,9 +71,8 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
 def _given(params: Any, dimension_numbers: Any) -> list[Route | optax.MaskedNode]:
     """Routes by a tree of the caller's own."""
     paths, leaves, _ = flatten_with_names(params)
-    numbers = iter(
-        resolve_dimension_numbers(dimension_numbers, params, call="tabulate(params, dimension_numbers)")
-    )
+    call = "tabulate(params, dimension_numbers)"
+    numbers = iter(resolve_dimension_numbers(dimension_numbers, params, call=call))
     reason = getattr(dimension_numbers, "why", None)  # a `Program` knows the line of the code
     by_names = {} if reason else _by_names(params)
 
@@ -99,10 +98,8 @@ def _by_names(params: Any) -> dict[str, Route]:
 def _row(route: Route) -> tuple[str, ...]:
     shape = "×".join(map(str, route.shape)) or "scalar"
     found = _matrices(route)
-    matrices = " + ".join(
-        f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}" for (m, n), count in found.items()
-    )
-    return route.path, shape, str(route.dtype), "Muon" if found else "Adam", matrices, route.why
+    sizes = (("" if count == 1 else f"{count} of ") + f"{m}×{n}" for (m, n), count in found.items())
+    return route.path, shape, str(route.dtype), "Muon" if found else "Adam", " + ".join(sizes), route.why
 
 
 def _matrices(route: Route) -> Counter[tuple[int, int]]:

@@ -13,16 +13,13 @@ from muonjax._common.arguments import (
     WIDE_FLOATS,
     check_flag,
     check_mask,
-    check_order,
     check_range,
-    check_rate,
     check_rates,
+    check_update,
     errors_of,
     explains_keywords,
     given_dtype,
     other_state,
-    refuse_positional,
-    require_params,
 )
 from muonjax._inspect.program import Program
 from muonjax._matrices.matrix_view import DimensionNumbersTree
@@ -34,7 +31,6 @@ from muonjax._transforms.momentum import momentum_dtype, trace
 from muonjax._transforms.orthogonalize import match_rms, normalize_neurons, orthogonalize
 from muonjax._transforms.weight_size import hyperball
 
-_STEP = ": it is the length of a step."
 _USUAL_RMS = "; 0.2 is the usual RMS of AdamW's."
 
 
@@ -237,13 +233,11 @@ def muonh(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899).
     """
-    check_rate("muonh", "learning_rate", learning_rate, _STEP)
+    check_rates("muonh", learning_rate=learning_rate)
     if adam_learning_rate is None and settings.get("adam") is None:
-        raise ValueError(
-            "muonh(adam_learning_rate=None) needs a learning rate for embeddings, biases and norms: 1e-3."
-        )
+        raise ValueError("muonh(adam_learning_rate=None) needs a rate for all but matrices, such as 1e-3.")
     if adam_learning_rate is not None:
-        check_rate("muonh", "adam_learning_rate", adam_learning_rate, "; 1e-3 is usual.")
+        check_rates("muonh", adam_learning_rate=adam_learning_rate)
 
     adamw = _adamw(0.0 if adam_learning_rate is None else adam_learning_rate, 0.0, None)
     return _orthogonalized("muonh", [partial(hyperball, learning_rate)], (), adamw, program, **settings)
@@ -259,8 +253,7 @@ def _decayed(
     *members: Callable[..., optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
     """`_orthogonalized` with these members, then weight decay and the rate; AdamW with both for all other leaves."""
-    check_rate(call, "learning_rate", learning_rate, _STEP)
-    check_rate(call, "weight_decay", weight_decay, "; 0 turns it off.")
+    check_rates(call, learning_rate=learning_rate, weight_decay=weight_decay)
     check_mask(call, "weight_decay_mask", mask)
     end = optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
     return _orthogonalized(call, members, end, _adamw(learning_rate, weight_decay, mask), program, **settings)
@@ -270,9 +263,8 @@ def _adamw(
     learning_rate: optax.ScalarOrSchedule, weight_decay: float, mask: Any
 ) -> optax.GradientTransformation:
     """For the leaves that are no matrices; None as the mask means all but vectors."""
-    return optax.adamw(
-        learning_rate, b2=0.95, weight_decay=weight_decay, mask=decays if mask is None else mask
-    )
+    mask = decays if mask is None else mask
+    return optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay, mask=mask)
 
 
 class AdamWSettings(TypedDict, total=False):
@@ -401,9 +393,7 @@ def _then_clip(
     own: Any = optimizer.init({})
 
     def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
-        refuse_positional(unnamed)
-        require_params(call, params)
-        check_order(call, updates, state, params)
+        check_update(call, updates, state, params, unnamed)
         pair = isinstance(state, (tuple, list)) and len(state) == 2 and hasattr(state[1], "factors")
         if not (pair and len(state[0]) == len(own)):
             raise ValueError(other_state(call, state))

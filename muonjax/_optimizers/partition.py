@@ -8,14 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import (
-    check_order,
-    check_transformation,
-    other_state,
-    refuse_positional,
-    require_params,
-    warn_user,
-)
+from muonjax._common.arguments import check_transformation, check_update, other_state, warn_user
 from muonjax._common.trees import dtype_of, flatten_paths, is_masked
 from muonjax._matrices.matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
 from muonjax._mesh.distribution import offload
@@ -56,9 +49,7 @@ def partition_by_route(
         return decide(params, params, warn=True).init(params)
 
     def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
-        refuse_positional(unnamed)
-        require_params(call, params)
-        check_order(call, updates, state, params)
+        check_update(call, updates, state, params, unnamed)
         params = _with_gradients(updates, params, call)
         kinds, partition = last
         if kinds != _kinds(updates, params):
@@ -133,9 +124,7 @@ def _with_gradients(updates: Any, params: Any, call: str) -> Any:
         params = jax.tree.structure(updates, is_leaf=is_masked).unflatten(given[path] for path in found)
     elif lone := [path for path in (*given, *found) if not (path in found and path in given)]:
         what = "gradient without a parameter" if lone[0] in found else "parameter without a gradient"
-        raise ValueError(
-            f"{call}: {lone[0]!r} is a {what}; update(grads, state, params) needs both as one tree."
-        )
+        raise ValueError(f"{call}: {lone[0]!r} is a {what}; update(grads, state, params) needs equal trees.")
     for path, gradient in found.items():
         if is_masked(gradient) or is_masked(given[path]):
             continue
@@ -167,6 +156,5 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
 
 def _is_trainable(leaf: Any) -> bool:
     """Whether it is an array, or its shape, of real or complex numbers."""
-    return (hasattr(leaf, "dtype") or isinstance(leaf, (float, complex))) and jnp.issubdtype(
-        dtype_of(leaf), jnp.inexact
-    )
+    is_number = hasattr(leaf, "dtype") or isinstance(leaf, (float, complex))
+    return is_number and jnp.issubdtype(dtype_of(leaf), jnp.inexact)

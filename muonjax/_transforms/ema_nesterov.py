@@ -89,13 +89,10 @@ def ema_nesterov(
 
     def init(params: optax.Params) -> EmaNesterovState:
         state = inner.init(params)
-        if _members(state, lambda node: hasattr(node, "maxima")):
+        if _members(state, lambda node: hasattr(node, "maxima") or isinstance(node, optax.MultiStepsState)):
             raise ValueError(
-                "ema_nesterov(inner): a clip is inside; put it after: optax.chain(ema_nesterov(...), qk_clip(...))."
-            )
-        if _members(state, lambda node: isinstance(node, optax.MultiStepsState)):
-            raise ValueError(
-                "ema_nesterov(inner): optax.MultiSteps is inside; put it around: optax.MultiSteps(..., k)."
+                "ema_nesterov(inner): a clip or optax.MultiSteps is inside; put the clip after it, "
+                "optax.chain(ema_nesterov(...), qk_clip(...)), and optax.MultiSteps around it."
             )
         count = jnp.zeros([], jnp.int32)
         ema = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params)
@@ -144,19 +141,14 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
     """
     found = _members(state, lambda node: isinstance(node, EmaNesterovState))
     if len(found) != 1:
-        raise ValueError(
-            f"ema_nesterov_params(state, params) needs a state with one ema_nesterov, and finds {len(found)}."
-        )
+        raise ValueError(f"ema_nesterov_params(state, params) needs one ema_nesterov, not {len(found)}.")
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
     means = jax.tree.leaves(found[0].ema)
     if [p.shape for p in leaves] != [m.shape for m in means]:
-        raise ValueError(
-            "ema_nesterov_params(state, params): params are of other shapes than what the optimizer updates."
-        )
+        raise ValueError("ema_nesterov_params(state, params): params have other shapes than the state.")
     beta = unboxed(found[0].beta)
-    weights = [
-        (p.astype(m.dtype) - scaled(m, beta)).astype(p.dtype) for p, m in zip(leaves, means, strict=True)
-    ]
+    pairs = zip(leaves, means, strict=True)
+    weights = [(p.astype(m.dtype) - scaled(m, beta)).astype(p.dtype) for p, m in pairs]
     return treedef.unflatten(weights)
 
 

@@ -10,14 +10,7 @@ import optax
 
 from muonjax._common.arguments import WIDE_FLOATS, check_flag, check_range, given_dtype
 from muonjax._common.linalg import at_least_float32
-from muonjax._mesh.distribution import (
-    Distribution,
-    check_distribution,
-    even_sharding,
-    leaf_by_leaf,
-    size_of,
-    spread_specs,
-)
+from muonjax._mesh.distribution import Distribution, check_distribution, leaf_by_leaf, shards_of_last_axis
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int8
@@ -138,18 +131,10 @@ def momentum_dtype(call: str, name: str, given: Any) -> Any:
 def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
     """Raise for complex leaves, and for blocks that would cross a shard, as far as that is known."""
     _check_real(tree, "trace(accumulator_dtype=jnp.int8)")
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if distribution is None:
-        shardings = [(own.mesh, own.spec) for own in (jax.typeof(leaf).sharding for _, leaf in leaves)]
-    else:
-        specs = spread_specs(distribution.param_specs, tree, call="trace")
-        shardings = [(distribution.mesh, spec) for spec in specs]
-    for (path, leaf), (mesh, spec) in zip(leaves, shardings, strict=True):
-        if leaf.ndim == 0:
-            continue
-        mesh_shape = dict(mesh.shape)
-        length, block = leaf.shape[-1], block_size(leaf.shape[-1])
-        shards = size_of(mesh_shape, even_sharding(leaf.shape, spec, mesh_shape)[-1])
+    for (path, leaf), shards in zip(
+        jax.tree.leaves_with_path(tree), shards_of_last_axis(tree, distribution, call="trace"), strict=True
+    ):
+        length, block = (leaf.shape or (1,))[-1], block_size((leaf.shape or (1,))[-1])
         if length // shards % block:
             raise ValueError(
                 f"trace(accumulator_dtype=jnp.int8): the last axis of {jax.tree_util.keystr(path)} {leaf.shape} has "
@@ -212,9 +197,7 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
     dtype = given_dtype("cast_momentum", "dtype", dtype, *_MOMENTUM)
     nodes, treedef = jax.tree.flatten(state, is_leaf=_is_trace)
     if not any(map(_is_trace, nodes)):
-        raise ValueError(
-            "cast_momentum(state) finds no momentum in this state; give that of muon or of a chain with trace."
-        )
+        raise ValueError("cast_momentum(state) finds no momentum; give the state of muon or of trace.")
 
     def cast(node: Any) -> Any:
         if not _is_trace(node):
@@ -236,9 +219,8 @@ def _check_real(tree: Any, call: str) -> None:
     """Raise for complex leaves."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise TypeError(
-                f"{call}: int8 momentum has no imaginary part, and {jax.tree_util.keystr(path)} is {leaf.dtype}."
-            )
+            name = jax.tree_util.keystr(path)
+            raise TypeError(f"{call}: int8 momentum has no imaginary part, and {name} is {leaf.dtype}.")
 
 
 def has_int8(state: Any) -> bool | None:
@@ -252,6 +234,4 @@ def check_kind(call: str, state: Any, wanted: bool | None) -> None:
     found = has_int8(state)
     if None not in (found, wanted) and found != wanted:
         held, name = ("a float type", "jnp.int8") if wanted else ("int8", "jnp.float32")
-        raise ValueError(
-            f"{call}: this state has its momentum in {held}; state = muonjax.cast_momentum(state, {name}) converts it."
-        )
+        raise ValueError(f"{call}: this momentum is in {held}; see muonjax.cast_momentum(state, {name}).")

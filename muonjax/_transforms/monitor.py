@@ -103,9 +103,7 @@ def monitor(
     """
     check_transformation("monitor(inner", inner)
     if not (groups is None or callable(groups)):
-        raise TypeError(
-            f"monitor(groups={groups!r}) must be a function from a leaf's path to its group's name."
-        )
+        raise TypeError(f"monitor(groups={groups!r}) must be a function from a leaf's path to its group.")
     every_k = whole_number("monitor", "every_k", every_k, 1, " of steps, at least 1.")
     inner = optax.with_extra_args_support(inner)
     matrices = functools.partial(matrix_pieces, by_names if program is None else program, call="monitor")
@@ -128,9 +126,7 @@ def monitor(
         pieces = matrices(params)
         members = _members(groups, params, pieces)
         if set(members) != set(state.statistics):
-            raise ValueError(
-                f"monitor: the state has the groups {sorted(state.statistics)}, these parameters {sorted(members)}."
-            )
+            raise ValueError(f"monitor: the state has groups {[*state.statistics]}, not {[*members]}.")
         # A checkpoint may have been restored in another dtype.
         last = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), state.statistics)
 
@@ -146,9 +142,7 @@ def _check_matrices(state: Any, params: Any, matrices: set[int]) -> None:
     for node in jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, "inner_states")):
         taken = _momentum(getattr(node, "inner_states", {}).get("muon"), _paths(params))
         if taken and {*taken} != matrices:
-            raise ValueError(
-                "monitor needs the program of its optimizer: monitor(muon(rate, program), program)."
-            )
+            raise ValueError("monitor needs its optimizer's program: monitor(muon(1e-3, program), program).")
 
 
 def _paths(params: Any) -> dict[tuple[str, ...], int]:

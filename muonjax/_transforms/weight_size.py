@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muonjax._common.arguments import check_mask, check_rate, require_params
+from muonjax._common.arguments import check_mask, check_rates, require_params
 from muonjax._common.linalg import at_least_float32
 from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces
 
@@ -47,7 +47,7 @@ def cautious_weight_decay(
 
     Source: Chen et al., "Cautious weight decay", 2025 (arXiv:2510.12402), eq. (2).
     """
-    check_rate("cautious_weight_decay", "weight_decay", weight_decay, "; 0 turns it off.")
+    check_rates("cautious_weight_decay", weight_decay=weight_decay)
     check_mask("cautious_weight_decay", "mask", mask)
     decay = optax.add_decayed_weights(weight_decay, mask)
 
@@ -138,7 +138,7 @@ def hyperball(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899); with R that follows `qk_clip`, so that what it has shrunk stays shrunk.
     """
-    check_rate("hyperball", "learning_rate", learning_rate, "; 0.02 is usual.")
+    check_rates("hyperball", learning_rate=learning_rate)
     rate = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
 
     def init(params: optax.Params) -> HyperballState:

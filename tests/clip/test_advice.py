@@ -70,7 +70,7 @@ def test_states(make):
     ):
         tx.update(state, ATTENTION, ATTENTION, **more)
     if make is not muonjax.qk_clip:
-        with pytest.raises(TypeError, match=r"takes no fourth positional argument.*max_logits="):
+        with pytest.raises(TypeError, match=r"takes all further arguments by name.*max_logits="):
             tx.update(ATTENTION, state, ATTENTION, statistics)
     others = (
         optax.adamw(1e-3), optax.sgd(0.1, 0.9), optax.chain(*[optax.scale(1.0)] * 3), muonjax.muonclip(1e-3, SITE),

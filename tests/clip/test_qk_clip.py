@@ -473,7 +473,7 @@ NAMES = {make: list(inspect.signature(make).parameters)[1] for make in OPTIMIZER
 def test_bad_settings_of_adamw():
     with pytest.raises(ValueError, match=r"^adamclip\(b1=1.0\) must be in \[0, 1\)"):
         muonjax.adamclip(1e-3, SITE, b1=1.0)
-    with pytest.raises(TypeError, match=r"^adamclip\(mask='yes'\) must be a tree of booleans"):
+    with pytest.raises(TypeError, match=r"^adamclip\(mask='yes'\) must be a tree or prefix of booleans"):
         muonjax.adamclip(1e-3, SITE, mask="yes")
     with pytest.raises(TypeError, match=r"^adamclip\(mu_dtype=.*int8.*must be a float type"):
         muonjax.adamclip(1e-3, SITE, mu_dtype=jnp.int8)  # Optax would round the momentum to whole numbers
@@ -506,7 +506,7 @@ def test_without_a_program(make):
 
 def test_a_site_for_another_signal_is_no_site_of_qk_clip():
     site = muonjax.Site(path="out", scales=(muonjax.Scale(path="kernel", rank=2),), signal="max_output")
-    with pytest.raises(ValueError, match=r"factors \['output'\].*signal_clip"):
+    with pytest.raises(ValueError, match=r"factors \['output'\]"):
         muonjax.qk_clip(1.0, site).init({"out": {"kernel": jnp.ones((4, 2))}})
 
 

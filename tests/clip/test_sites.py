@@ -192,7 +192,7 @@ def attention(**more):
 
 @pytest.mark.parametrize(("tree", "site", "message"), [
     ({}, {"path": "decoder/.*"}, r"'decoder/.*' matches no module with 'query'.* whole path, one of \['attention'\]"),
-    ({}, {"query": "q"}, r"none has 'q' among the parameters of \['attention/key', 'attention/query'\]"),
+    ({}, {"query": "q"}, r"none has 'q' among those of \['attention/key', 'attention/query'\]"),
     ({"query_ln__scale": (DH,)}, {}, r"normalizes its queries and keys \(query_ln\)"),
     ({"k_norm__scale": (DH,)}, {}, "k_norm"),
     ({"query__lora_a": (D, 2)}, {}, r"attention/query/lora_a.* feed the queries or keys"),

@@ -1,5 +1,7 @@
 """Statistics have one form, {module path: [*layers, *batch, heads]}; all others and those that fit no site raise."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,7 +174,9 @@ def test_two_attentions_in_one_module_have_a_statistic_each():
     params, _, _ = multi_head()
     params = {f"{which}_{name}": params[name] for which in ("self", "cross") for name in ("query", "key")}
     sites = [
-        muonjax.mha_site("a", query=f"{which}_query", key=f"{which}_key", signal=f"{which}_logits")
+        dataclasses.replace(
+            muonjax.mha_site("a", query=f"{which}_query", key=f"{which}_key"), signal=f"{which}_logits"
+        )
         for which in ("self", "cross")
     ]
     cold, hot = jnp.ones(4), jnp.full(4, 400.0)
@@ -184,7 +188,7 @@ def test_two_attentions_in_one_module_have_a_statistic_each():
     same(clipped["a"]["cross_key"], params["cross_key"])
     assert set(state.factors) == set(statistics)
     shared = [
-        muonjax.mha_site("a", query=f"{which}_query", key="self_key", signal=which)
+        dataclasses.replace(muonjax.mha_site("a", query=f"{which}_query", key="self_key"), signal=which)
         for which in ("self", "cross")
     ]
     with pytest.raises(ValueError, match=r"scale 'a/self_key/(kernel|bias)', which would be clipped twice"):

@@ -164,5 +164,5 @@ def test_linen_bad_settings_are_named(layer, message):
 
 def test_linen_merge_needs_the_scales():
     alone = {"up": {"kernel": jnp.ones((2, 2)), "loha": {"hada_w1_a": jnp.ones((2, 1))}}}
-    with pytest.raises(ValueError, match="adapters of up have no hada_scale"):
+    with pytest.raises(ValueError, match="no hada_scale at up"):
         linen_loha.merge(alone)

@@ -117,7 +117,7 @@ def test_inside_of_another_shard_map():
         in_specs=P("fsdp"),
         out_specs=P("fsdp"),
     )
-    with pytest.raises(ValueError, match="can't run inside of another; call it outside"):
+    with pytest.raises(ValueError, match="can't run inside of another shard_map"):
         inside(X)
 
 

@@ -61,7 +61,7 @@ def test_muonhs_own_adam_has_no_weight_decay():
 
 
 def test_muonh_needs_a_rate_for_the_other_leaves():
-    with pytest.raises(ValueError, match=r"muonh\(adam_learning_rate=None\) needs a learning rate"):
+    with pytest.raises(ValueError, match=r"muonh\(adam_learning_rate=None\) needs a rate for all"):
         muonjax.muonh(0.02)
 
 

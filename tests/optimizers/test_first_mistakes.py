@@ -50,10 +50,10 @@ MUON = functools.partial(muonjax.muon, 1e-2)
     # Arguments of another kind.
     (lambda: muonjax.newton_schulz([[1.0, 0.0], [0.0, 2.0]]), "newton_schulz(x) needs an array, got list"),
     (lambda: muonjax.state_shardings(PARAMS, muonjax.muon(1e-3)),
-     "state_shardings(tx={... must be an Optax transformation, such as"),
+     "state_shardings(tx={... must be an Optax transformation: "),
     (lambda: muonjax.Distribution(jax.make_mesh((1,), ("data",)), {"w": jnp.ones((8, 8))}),
      "at ['w'] holds Array...; ...lambda x: x.sharding, params)"),
-    (lambda: muonjax.tabulate(MODEL), "tabulate(params) got Transformed, which holds no parameters"),
+    (lambda: muonjax.tabulate(MODEL), "tabulate(params) got Transformed and no arrays"),
     *((functools.partial(muonjax.tabulate, first), "tabulate(params) got ")
       for first in (muonjax.muon(1e-3), lambda params: params, READ)),
     (lambda: muonjax.tabulate(READ, {"w": jnp.ones((4, 4))}), "what inspect returned...tabulate(params, program)"),

@@ -112,6 +112,6 @@ def test_a_state_of_other_parameters_is_refused():
     tx = muonjax.normalize_neurons()
     with pytest.raises(
         ValueError,
-        match=r"normalize_neurons: the state holds.* \[\(1, 4\)\], and these updates need \[\(1, 5\)\]",
+        match=r"normalize_neurons: the state has.* \[\(1, 4\)\], these updates need \[\(1, 5\)\]",
     ):
         tx.update({"w": jnp.ones((3, 5))}, tx.init({"w": jnp.ones((3, 4))}))
