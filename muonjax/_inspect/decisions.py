@@ -111,7 +111,7 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         if ways:
             why = f"{walk.nodes[ways[0]].name} is not followed: {walk.graph.line(ways[0])}"
             return Decision(None, why, by_names=True)
-        return _adam(walk, "no product after it, an output head", products[0])
+        return _adam(walk, "an output head, as no product follows it", products[0])
     matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
     if not matrices:
         why = "a depthwise convolution" if products[0].is_depthwise else "multiplied by vectors"

@@ -53,7 +53,7 @@ def test_the_table_says_why_with_the_line_of_the_code():
     table = muonjax.tabulate(PARAMS, muonjax.inspect(mlp, PARAMS, X))
     assert f"multiplied along axis 0: {line}" in table
     assert f"added: {line}" in table
-    assert f"no product after it, an output head: {line}" in table
+    assert f"an output head, as no product follows it: {line}" in table
 
 
 def test_python_values_stay_as_they_are():

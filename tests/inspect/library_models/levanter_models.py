@@ -4,7 +4,7 @@ import jax
 
 from tests.inspect.library_models.model import Model, model, tokens
 
-HEAD = "no product after it, an output head"
+HEAD = "an output head, as no product follows it"
 
 
 def language(config, leaves, attentions=(), per_head=None):

@@ -6,7 +6,7 @@ from flax import linen as nn
 
 from tests.inspect.library_models.model import Model, cross_entropy, mean_square, model, shape, tokens
 
-HEAD = "no product after it, an output head"
+HEAD = "an output head, as no product follows it"
 ATTENTION = {"*/{query,key,value}/kernel": "0>1,2", "*/out/kernel": "0,1>2"}
 ATTENTION_HEADS = {"*/{query,key,value}/kernel": "0>2"}
 

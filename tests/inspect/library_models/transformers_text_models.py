@@ -17,7 +17,7 @@ SIZES = {
 }
 TABLE = "looked up"
 POSITIONS = "looked up|added"  # a table of which the program takes constant rows
-HEAD = "no product after it, an output head"
+HEAD = "an output head, as no product follows it"
 
 
 def each_layer(line: str, layers: int = 2) -> list[str]:
