@@ -178,9 +178,8 @@ class QKClipState(NamedTuple):
 
 def checked_settings(call: str, every_k: Any, axis_name: Any) -> tuple[int, tuple[str, ...]]:
     """`every_k` and the mesh axes, as `qk_clip` and `signal_clip` take them."""
-    if (
-        every_k is None
-    ):  # the default, for optax.inject_hyperparams makes an array of a default that is a number
+    # None is the default, for optax.inject_hyperparams makes an array of a default that is a number.
+    if every_k is None:
         every_k = 1
     why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
     return whole_number(call, "every_k", every_k, 1, why), mesh_axes(call, "axis_name", axis_name)

@@ -231,9 +231,7 @@ def _projection(name: str, rank: int, axes: tuple[int, ...], **part: Any) -> tup
     return kernel, bias
 
 
-def _kernel(
-    call: str, layout: str, orders: Sequence[str], num_heads: int | None
-) -> tuple[int, tuple[int, ...]]:
+def _kernel(call: str, layout: str, orders: Sequence[str], heads: int | None) -> tuple[int, tuple[int, ...]]:
     """Rank of a kernel of this layout, and its axes that are not the input's."""
     groups = re.findall(r"\(([^()]*)\)|(\S+)", layout)
     parts = [(merged or single).split() for merged, single in groups]
@@ -243,7 +241,7 @@ def _kernel(
             f"{call}(layout={layout!r}) can't be read: write i for the input and "
             f"{' or '.join(' '.join(o) for o in orders)}, merged axes in brackets: 'i (h d)'."
         )
-    if num_heads is None and ["h"] not in parts:
+    if heads is None and ["h"] not in parts:
         raise ValueError(f"{call}(layout={layout!r}) has its heads in a merged axis: give num_heads.")
     return len(parts), tuple(i - len(parts) for i, p in enumerate(parts) if p != ["i"])
 

@@ -245,7 +245,7 @@ def explains_keywords(name: str, *sources: Callable[..., Any]) -> Callable[[Call
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        signature = _whole_signature(function, sources)
+        signature = _full_signature(function, sources)
         named = [key for key, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
         placed = [key for key in signature.parameters if key not in named]
         known = [key for key in signature.parameters if key != "self"]
@@ -263,15 +263,13 @@ def explains_keywords(name: str, *sources: Callable[..., Any]) -> Callable[[Call
         public: Any = checked
         public.__signature__ = signature
         if sources:
-            public.__doc__ = _whole_docstring(function, sources, known)
+            public.__doc__ = _full_docstring(function, sources, known)
         return checked
 
     return decorate
 
 
-def _whole_signature(
-    function: Callable[..., Any], sources: Sequence[Callable[..., Any]]
-) -> inspect.Signature:
+def _full_signature(function: Callable[..., Any], sources: Sequence[Callable[..., Any]]) -> inspect.Signature:
     """The signature with keywords of `sources` in place of `**settings`."""
     signature = inspect.signature(function)
     *own, settings = signature.parameters.values()
@@ -283,13 +281,11 @@ def _whole_signature(
     return signature.replace(parameters=[*own, *taken])
 
 
-def _whole_docstring(
-    function: Callable[..., Any], sources: Sequence[Callable[..., Any]], names: list[str]
-) -> str:
+def _full_docstring(fun: Callable[..., Any], sources: Sequence[Callable[..., Any]], names: list[str]) -> str:
     """The docstring with a description of each argument under Args, in the order of `names`."""
-    described = {key: text for f in (*reversed(sources), function) for key, text in _arguments(f).items()}
+    described = {key: text for f in (*reversed(sources), fun) for key, text in _arguments(f).items()}
     text = "".join(textwrap.indent(described[name], "  ") for name in names if name in described)
-    return _ARGS.sub(lambda _: "Args:\n" + text, inspect.cleandoc(function.__doc__ or ""), count=1)
+    return _ARGS.sub(lambda _: "Args:\n" + text, inspect.cleandoc(fun.__doc__ or ""), count=1)
 
 
 _ARGS = re.compile(r"^Args:\n((?: .*\n|\n(?= ))+)", re.MULTILINE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -82,7 +82,7 @@ def one_or_several(axes: Sequence[int]) -> int | tuple[int, ...]:
 
 
 def resolve_dimension_numbers(
-    numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
+    numbers: DimensionNumbersTree, tree: Any, *, call: str
 ) -> list[DimensionNumbers | None]:
     """One entry per leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree, a function, or None.
 
@@ -103,9 +103,7 @@ def _is_entry(x: Any) -> bool:
     return x is None or isinstance(x, (MuonDimensionNumbers, FusedDimensionNumbers, optax.MaskedNode))
 
 
-def matrix_pieces(
-    numbers: DimensionNumbersTree | Callable[[Any], Any] | None, tree: Any, *, call: str
-) -> Pieces:
+def matrix_pieces(numbers: DimensionNumbersTree, tree: Any, *, call: str) -> Pieces:
     """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order."""
     entries = resolve_dimension_numbers(numbers, tree, call=call)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -236,6 +234,16 @@ class MatrixView(NamedTuple):
     def fan_out(self) -> int:
         """Columns of each matrix."""
         return math.prod(self._sizes(self.output_axes))
+
+    def leaf_axes(self, axes: tuple[int, ...]) -> list[int]:
+        """Rows or columns of `shape` as axes of the leaf, where a fused axis is one and not two."""
+        return [axis if self.cut is None or axis <= self.cut else axis - 1 for axis in axes]
+
+    @property
+    def unit_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The leaf's axes that count units, and those of one unit: a matrix, or several that are fused."""
+        own = self.leaf_axes(self.reduction_axes + self.output_axes)
+        return tuple(i for i in range(len(self.leaf_shape)) if i not in own), tuple(sorted(own))
 
     def summed_over(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """`shape` after a sum over these axes that keeps them."""

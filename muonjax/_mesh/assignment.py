@@ -106,12 +106,6 @@ class Kind(NamedTuple):
     unit: UnitLayout
 
 
-def unit_axes(view: MatrixView) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leaf's axes that count units, and those of one unit."""
-    own = _leaf_axes(view, view.reduction_axes + view.output_axes)
-    return tuple(i for i in range(len(view.leaf_shape)) if i not in own), tuple(sorted(own))
-
-
 def unit_kind(leaf: ShardedLeaf, mesh_shape: Mapping[str, int], tensor: Axes = ()) -> tuple[Kind, int]:
     """The kind of a leaf's units, and how many of them one device stores.
 
@@ -121,14 +115,14 @@ def unit_kind(leaf: ShardedLeaf, mesh_shape: Mapping[str, int], tensor: Axes = (
       tensor: Mesh axes over which a matrix has several owners, if they shard its longer side; others are ignored.
     """
     view = leaf.view
-    batch, own = unit_axes(view)
+    batch, own = view.unit_axes
     sharding = [tuple(axis for axis in axes if mesh_shape[axis] > 1) for axes in leaf.sharding]
     local = [size // size_of(mesh_shape, axes) for size, axes in zip(view.leaf_shape, sharding, strict=True)]
     of_matrix = {axis for i in own for axis in sharding[i]}
     stored = {axis for axes in sharding for axis in axes}
     tall = view.fan_in > view.fan_out
     # A mesh axis along which matrices are fused would divide these among devices, and not each of them.
-    longer = set(_leaf_axes(view, view.reduction_axes if tall else view.output_axes)) - {view.cut}
+    longer = set(view.leaf_axes(view.reduction_axes if tall else view.output_axes)) - {view.cut}
     tensor = tuple(axis for axis in tensor if any(axis in sharding[i] for i in longer))
     exchange = tuple(axis for axis in mesh_shape if axis in of_matrix and axis not in tensor)
     gathered = tuple(tuple(axis for axis in sharding[i] if axis in exchange) for i in own)
@@ -139,16 +133,11 @@ def unit_kind(leaf: ShardedLeaf, mesh_shape: Mapping[str, int], tensor: Axes = (
     return kind, math.prod(local[i] for i in batch)
 
 
-def _leaf_axes(view: MatrixView, axes: tuple[int, ...]) -> list[int]:
-    """Rows or columns of `view.shape` as axes of the leaf, where a fused axis is one and not two."""
-    return [axis if view.cut is None or axis <= view.cut else axis - 1 for axis in axes]
-
-
 def _unit_view(view: MatrixView, sizes: dict[int, int]) -> MatrixView:
     """`view` of one unit; `sizes`: of its axes, by their number in the leaf."""
     own = sorted(sizes)
     rows, columns = (
-        tuple(own.index(axis) for axis in _leaf_axes(view, axes))
+        tuple(own.index(axis) for axis in view.leaf_axes(axes))
         for axes in (view.reduction_axes, view.output_axes)
     )
     shape = tuple(sizes[axis] for axis in own)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -154,9 +154,7 @@ class OnMesh(NamedTuple):
     explicit: bool
 
 
-def find_mesh(
-    distribution: Distribution | None, tree: Any, chosen: Sequence[int], *, call: str
-) -> OnMesh | None:
+def find_mesh(distribution: Distribution | None, tree: Any, chosen: list[int], *, call: str) -> OnMesh | None:
     """How the `chosen` leaves of `tree` are sharded; None: on one device, or nothing says it, or there are none.
 
     A `distribution` is trusted; without one, explicit axis types say it.

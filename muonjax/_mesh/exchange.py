@@ -29,15 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from muonjax._common.platform import Policy, sharded_like
 from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import MatrixView
-from muonjax._mesh.assignment import (
-    OwnedUnits,
-    Round,
-    ShardedLeaf,
-    UnitLayout,
-    assign_owners,
-    seconds_of,
-    unit_axes,
-)
+from muonjax._mesh.assignment import OwnedUnits, Round, ShardedLeaf, UnitLayout, assign_owners, seconds_of
 from muonjax._mesh.distribution import OnMesh, even_sharding, partition_spec
 
 Arrays = Sequence[jax.Array]
@@ -113,7 +105,7 @@ def exchange(
     Returns:
       This device's block of each result.
     """
-    axes = [unit_axes(view) for view in views]
+    axes = [view.unit_axes for view in views]
     units = [
         block.transpose(batch + own).reshape(-1, *(block.shape[i] for i in own))
         for block, (batch, own) in zip(blocks, axes, strict=True)
@@ -131,9 +123,7 @@ def exchange(
     return results
 
 
-def _run_round(
-    f: Function, round_: Round, units: Arrays, policy: Policy
-) -> list[tuple[OwnedUnits, jax.Array]]:
+def _run_round(f: Function, round_: Round, units: Arrays, policy: Policy) -> list[tuple[OwnedUnits, Any]]:
     """Results, [units, *axes of a unit], of all that the round exchanges."""
     group = round_.group
     replicas, devices = len(round_.owned), len(round_.owned[0])
@@ -158,9 +148,7 @@ def _pack(round_: Round, owned: Sequence[Sequence[OwnedUnits]], units: Arrays) -
     return jnp.concatenate(parts).reshape(-1, size)
 
 
-def _unpack(
-    buffer: jax.Array, owned: Sequence[Sequence[OwnedUnits]]
-) -> Iterator[tuple[OwnedUnits, jax.Array]]:
+def _unpack(buffer: jax.Array, owned: list[list[OwnedUnits]]) -> Iterator[tuple[OwnedUnits, jax.Array]]:
     """The inverse of `_pack`."""
     flat = buffer.reshape(-1)
     for owner, own in enumerate(owned):

@@ -67,7 +67,7 @@ def mcsgn(
     return polynomial_mcsgn(x, rows_beside(x, rows), product_of(x, precision))
 
 
-def _normalized(
+def _unit(
     x: Float[Array, "*batch n n"],
 ) -> tuple[Float[Array, "*batch n n"], Float[Array, "*batch 1 1"]]:
     """x / r with r = sqrt(tr(x^2)), and 1 / r, in float32 or wider: 0 for a zero matrix, NaN for no real r."""
@@ -87,7 +87,7 @@ def polynomial_mcsgn(
     x: Float[Array, "*batch n n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
 ) -> Float[Array, "*batch n n"]:
     """mcsgn by `rows`, which are constants; its derivative keeps x alone."""
-    return _iterate(_normalized(x)[0], rows, dot).astype(x.dtype)
+    return _iterate(_unit(x)[0], rows, dot).astype(x.dtype)
 
 
 @polynomial_mcsgn.defjvp
@@ -96,7 +96,7 @@ def _polynomial_mcsgn_jvp(dot, primals, tangents):
         # Nine products a step, in a rolled loop that keeps nothing.
         return jax.jvp(lambda x: _iterate(x, rows, dot), (x,), (direction,))[1]
 
-    tangent = tangent_by_normalization(_normalized, adjoint, derivative, primals, tangents)
+    tangent = tangent_by_normalization(_unit, adjoint, derivative, primals, tangents)
     return polynomial_mcsgn(*primals, dot), tangent
 
 

@@ -23,24 +23,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._common import trees
 from muonjax._common.arguments import warn_user
-from muonjax._common.trees import (
-    dtype_of,
-    flatten_paths,
-    flatten_with_names,
-    is_masked,
-    listed,
-    names,
-    parameters_of,
-)
-from muonjax._matrices.matrix_view import (
-    DimensionNumbers,
-    FusedDimensionNumbers,
-    MuonDimensionNumbers,
-    axes_of,
-    matrix_pieces,
-    one_or_several,
-)
+from muonjax._matrices.matrix_view import DimensionNumbers, axes_of, matrix_pieces, one_or_several
 from muonjax._names import roles
 from muonjax._names.axes import Neighbors, matrices, unstack
 from muonjax._names.ends import for_adam, patch_embedding
@@ -101,7 +86,7 @@ def dimension_numbers(params: Any, *, rules: Rules = ()) -> Any:
     Muon every matrix but the embedding and the head; Jordan, "Muon" (2024), on convolutions, and on query, key and
     value separately.
     """
-    arrays = parameters_of(params)
+    arrays = trees.parameters_of(params)
     return numbers_tree(*routes(arrays, rules=rules, layers=params))
 
 
@@ -117,10 +102,10 @@ def decays(params: Any) -> Any:
     >>> decays({"embedding": jnp.ones((9, 4)), "query": {"bias": jnp.ones((2, 4))}, "scale": jnp.ones(4)})
     {'embedding': True, 'query': {'bias': False}, 'scale': False}
     """
-    paths, leaves, treedef = flatten_with_names(params)
+    paths, leaves, treedef = trees.flatten_with_names(params)
     vectors = ("bias", "scale")
     return treedef.unflatten(
-        leaf if is_masked(leaf) else role.name not in vectors and jnp.ndim(leaf) > 1
+        leaf if trees.is_masked(leaf) else role.name not in vectors and jnp.ndim(leaf) > 1
         for role, leaf in zip(roles.read_roles(paths), leaves, strict=True)
     )
 
@@ -143,16 +128,16 @@ def routes(
       warn: Whether to warn of what may be wrong.
     """
     check_parameters(params, call, warn=warn)
-    paths, leaves, treedef = flatten_with_names(params)
+    paths, leaves, treedef = trees.flatten_with_names(params)
     ruled = {path: (numbers, "rule") for path, numbers in apply_rules(paths, leaves, rules).items()}
     types = types_of_modules(params if layers is None else layers)
     found: dict[tuple[str, ...], tuple[DimensionNumbers | None, str]] = {}
     whole: list[Parameter] = []
     for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
-        if is_masked(leaf):
+        if trees.is_masked(leaf):
             continue
         shape = jnp.shape(leaf)
-        if not jnp.issubdtype(dtype_of(leaf), jnp.inexact):
+        if not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
             found[path] = None, "not a floating-point leaf"
         else:
             role = roles.EMBEDDING if types.get("/".join(path)) == "table" else role
@@ -177,7 +162,9 @@ def routes(
     found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}
     found |= ruled
     return [
-        leaf if is_masked(leaf) else Route("/".join(path), jnp.shape(leaf), dtype_of(leaf), *found[path])
+        leaf
+        if trees.is_masked(leaf)
+        else Route("/".join(path), jnp.shape(leaf), trees.dtype_of(leaf), *found[path])
         for path, leaf in zip(paths, leaves, strict=True)
     ], treedef
 
@@ -212,9 +199,8 @@ def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> Dimensi
     if numbers is None or axes == tuple(range(len(axes))):
         return numbers
     rows, columns = (one_or_several([axes[i] for i in axes_of(side)]) for side in numbers[:2])
-    if isinstance(numbers, FusedDimensionNumbers):
-        return FusedDimensionNumbers(rows, columns, numbers.parts, axes[numbers.axis])
-    return MuonDimensionNumbers(rows, columns)
+    found: Any = numbers._replace(reduction_axis=rows, output_axis=columns)
+    return found._replace(axis=axes[found.axis]) if hasattr(found, "axis") else found
 
 
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
@@ -234,9 +220,9 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
     # An optimizer and Haiku's `Transformed` are tuples.
     if has_no_arrays or (makes_others and (is_leaf or isinstance(params, tuple))):
         raise TypeError(f"{call}(params) got {kind} and no arrays, such as model.init(key, x)['params'].")
-    for path, leaf in flatten_paths(params).items():
+    for path, leaf in trees.flatten_paths(params).items():
         is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
-        if callable(leaf) or not (is_number or is_masked(leaf)):
+        if callable(leaf) or not (is_number or trees.is_masked(leaf)):
             what = f"{path!r} is no array but {reprlib.repr(leaf)}"
             raise TypeError(f"{call}: {what}: eqx.filter(model, eqx.is_inexact_array).")
     if warn and isinstance(params, Mapping) and "params" in params:
@@ -266,7 +252,7 @@ def apply_rules(
             raise ValueError(f"rules=...: {pattern!r} matches no leaf; paths look like {shown}.")
         for name in matched:
             path, leaf = named[name]
-            if path not in ruled and not is_masked(leaf):
+            if path not in ruled and not trees.is_masked(leaf):
                 matrix_pieces({name: numbers}, {name: leaf}, call="dimension_numbers(rules=...)")
                 ruled[path] = numbers
     return ruled
@@ -288,7 +274,7 @@ def types_of_modules(params: Any) -> dict[str, str]:
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: bool(kind(node))):
         if what := kind(node):
             below = jax.tree_util.tree_leaves_with_path(node)
-            found |= {"/".join(names((*path, *rest))): what for rest, _ in below}
+            found |= {"/".join(trees.names((*path, *rest))): what for rest, _ in below}
     if named := [path for path, what in found.items() if what == "named"]:
         raise TypeError(f"{named[0]!r} has axes with names, which nothing reads here. {INSPECT}")
     return found
@@ -319,14 +305,12 @@ def chances_message(why: Mapping[tuple[str, ...], tuple[str, str]], parameters: 
     said = [f"{why[p.path][0]} takes {'/'.join(p.path)!r} {p.leaf_shape}: {why[p.path][1]}" for p in found]
     adams = [p for p in found if why[p.path][0] == "Adam"]
     return (
-        f"muonjax can't tell by names alone what these leaves are: {listed(said)}. To say otherwise: "
+        f"muonjax can't tell by names alone what these leaves are: {trees.listed(said)}. To say otherwise: "
         f"muonjax.dimension_numbers(params, rules=[{_suggested(found, parameters, adams)}]). {INSPECT}"
     )
 
 
-def _suggested(
-    found: Sequence[Parameter], parameters: Sequence[Parameter], matrices: Sequence[Parameter]
-) -> str:
+def _suggested(found: Sequence[Parameter], parameters: Sequence[Parameter], matrices: list[Parameter]) -> str:
     """Rules for these leaves and no others, numbered ones together, as a person pastes them; None is Adam."""
     paths = {p.path: re.escape("/".join(p.path)) for p in parameters}
     alike = {path: re.sub(r"\d+", r"\\d+", pattern) for path, pattern in paths.items()}

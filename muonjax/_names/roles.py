@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from muonjax._matrices.matrix_view import DimensionNumbers, MuonDimensionNumbers
 
+Path = tuple[str, ...]
+
 
 class Role(NamedTuple):
     """What a parameter is in its layer.
@@ -60,9 +62,8 @@ VALUE = Role("attention value", ranks=(2, 3), projection="value")
 OUT = Role("attention output", ranks=(2, 3), projection="out")
 FUSED_QKV = Role("attention q, k, v", ranks=(2, 3, 4), parts=3)
 FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2)
-MLA_UP = Role(
-    "attention key, value", ranks=(2, 3), layouts={3: MuonDimensionNumbers(0, (1, 2))}
-)  # of latents
+# It takes latents.
+MLA_UP = Role("attention key, value", ranks=(2, 3), layouts={3: MuonDimensionNumbers(0, (1, 2))})
 INTERLEAVED = Role("projections interleaved by head")
 GATE_UP = Role("gate and up", ranks=(2, 3, 4), parts=2)
 EXPERTS = Role("experts", ranks=(2, 3), layouts={3: MuonDimensionNumbers(1, 2)})
@@ -203,9 +204,7 @@ def _bias(path: tuple[str, ...], name: str, attentions: set[tuple[str, ...]]) ->
     return BIAS
 
 
-def _weight_role(
-    path: tuple[str, ...], name: str, scope: tuple[str, ...], attentions: set[tuple[str, ...]]
-) -> Role:
+def _weight_role(path: Path, name: str, scope: Path, attentions: set[Path]) -> Role:
     is_attention = scope in attentions or bool(scope and re.search(r"att(n|en)", _snake(scope[-1])))
     projection = _projection(name)
     # A gated layer's values belong to no attention.

@@ -259,12 +259,10 @@ def _decayed(
     return _orthogonalized(call, members, end, _adamw(learning_rate, weight_decay, mask), program, **settings)
 
 
-def _adamw(
-    learning_rate: optax.ScalarOrSchedule, weight_decay: float, mask: Any
-) -> optax.GradientTransformation:
+def _adamw(learning_rate: optax.ScalarOrSchedule, decay: float, mask: Any) -> optax.GradientTransformation:
     """For the leaves that are no matrices; None as the mask means all but vectors."""
     mask = decays if mask is None else mask
-    return optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay, mask=mask)
+    return optax.adamw(learning_rate, b2=0.95, weight_decay=decay, mask=mask)
 
 
 class AdamWSettings(TypedDict, total=False):

@@ -89,9 +89,7 @@ def _fixed() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _route(
-    given: DimensionNumbersTree | None, tree: Any, params: Any, call: str, *, warn: bool
-) -> tuple[Any, Any]:
+def _route(given: Any, tree: Any, params: Any, call: str, *, warn: bool) -> tuple[Any, Any]:
     """Dimension numbers and the label, "muon", "adam" or "fixed", for every leaf of parameters or their gradients."""
     treedef = jax.tree.structure(tree)
     if given is None:

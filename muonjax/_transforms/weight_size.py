@@ -51,15 +51,13 @@ def cautious_weight_decay(
     check_mask("cautious_weight_decay", "mask", mask)
     decay = optax.add_decayed_weights(weight_decay, mask)
 
-    def agreeing(
-        update: Num[Array, "*leaf"] | None, weight: Num[Array, "*leaf"]
-    ) -> Num[Array, "*leaf"] | None:
+    def agreeing(u: Num[Array, "*leaf"] | None, w: Num[Array, "*leaf"]) -> Num[Array, "*leaf"] | None:
         """The weight where its sign is the update's, else 0."""
-        if update is None:
+        if u is None:
             return None
         # Signs, because a product of two small numbers underflows.
-        agree = (jnp.sign(update).conj() * jnp.sign(weight)).real >= 0
-        return jnp.where(agree, weight, jnp.zeros_like(weight))
+        agree = (jnp.sign(u).conj() * jnp.sign(w)).real >= 0
+        return jnp.where(agree, w, jnp.zeros_like(w))
 
     def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None):
         require_params("cautious_weight_decay", params)

@@ -14,7 +14,7 @@ from benchmarks.common import hlo_counts
 from benchmarks.optimizer import sharding
 from muonjax._common.platform import BYTES_A_SECOND
 from muonjax._matrices.matrix_view import MatrixView, MuonDimensionNumbers
-from muonjax._mesh.assignment import Assignment, ShardedLeaf, _owner_devices, assign_owners, unit_axes
+from muonjax._mesh.assignment import Assignment, ShardedLeaf, _owner_devices, assign_owners
 from tests.mesh.layouts import assigned, dividing
 from tests.tools.tiers import quick
 from tests.tools.views import matrix_view
@@ -108,8 +108,8 @@ def test_units_count_experts_and_layers_but_not_fused_parts():
     fused = matrix_view(
         jax.ShapeDtypeStruct((5, 16, 48), "float32"), muonjax.FusedDimensionNumbers(1, 2, axis=2), call=""
     )
-    assert unit_axes(fused) == ((0,), (1, 2))
-    assert unit_axes(view(2, 3, 4, 5)) == ((0, 1), (2, 3))
+    assert fused.unit_axes == ((0,), (1, 2))
+    assert view(2, 3, 4, 5).unit_axes == ((0, 1), (2, 3))
 
 
 def test_replicas_divide_the_work():

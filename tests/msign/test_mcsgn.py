@@ -10,7 +10,7 @@ from jax.test_util import check_grads
 
 from muonjax import JORDAN, mcsgn, msign, polar_express, sylvester
 from muonjax._common.linalg import dot
-from muonjax._msign.mcsgn import _iterate, _normalized
+from muonjax._msign.mcsgn import _iterate, _unit
 from tests.msign import oracles as msign_oracles
 from tests.tools import oracles
 from tests.tools.tiers import thorough
@@ -60,7 +60,7 @@ def test_all_derivatives_are_those_of_the_steps(rows):
     f = functools.partial(mcsgn, coefficients=rows)
 
     def plain(x):
-        return _iterate(_normalized(x)[0], jnp.asarray(rows), dot)
+        return _iterate(_unit(x)[0], jnp.asarray(rows), dot)
 
     with jax.enable_x64(True):
         x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0])
@@ -89,7 +89,7 @@ def test_second_derivatives():
             return lambda x: jnp.sum(jnp.sin(g(x)) * x)
 
         def plain(x):
-            return _iterate(_normalized(x)[0], jnp.asarray(rows), dot)
+            return _iterate(_unit(x)[0], jnp.asarray(rows), dot)
 
         second = jax.jit(jax.hessian(loss(plain)))(x)
         for outer, inner in ((jax.jacfwd, jax.jacrev), (jax.jacrev, jax.jacrev)):
@@ -106,7 +106,7 @@ def test_third_derivatives():
         def third(g):
             return jax.jit(jax.jacfwd(jax.hessian(lambda x: jnp.sum(jnp.sin(g(x)) * x))))(x)
 
-        plain = third(lambda x: _iterate(_normalized(x)[0], jnp.asarray(rows), dot))
+        plain = third(lambda x: _iterate(_unit(x)[0], jnp.asarray(rows), dot))
         assert relative(third(functools.partial(mcsgn, coefficients=rows)), plain) < 1e-9
 
 

@@ -15,8 +15,8 @@ from flax.core import freeze
 from optax.contrib import MuonDimensionNumbers
 
 import muonjax
-from muonjax._matrices.matrix_view import matrix_pieces
-from muonjax._names.dimension_numbers import FusedDimensionNumbers, dimension_numbers, routes
+from muonjax._matrices.matrix_view import FusedDimensionNumbers, matrix_pieces
+from muonjax._names.dimension_numbers import dimension_numbers, routes
 
 D, H, S, MLP, VOCAB, LAYERS = 32, 4, 8, 80, 100, 3  # no two alike, and H·S = D
 

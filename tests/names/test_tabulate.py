@@ -6,7 +6,8 @@ import pytest
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
-from muonjax._names.dimension_numbers import FusedDimensionNumbers, dimension_numbers
+from muonjax import FusedDimensionNumbers
+from muonjax._names.dimension_numbers import dimension_numbers
 from muonjax._names.tabulate import tabulate
 
 

@@ -7,8 +7,8 @@ import jax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from muonjax._matrices.matrix_view import matrix_pieces
-from muonjax._names.dimension_numbers import FusedDimensionNumbers, Route, dimension_numbers, routes
+from muonjax._matrices.matrix_view import FusedDimensionNumbers, matrix_pieces
+from muonjax._names.dimension_numbers import Route, dimension_numbers, routes
 from tests.zoo.reader import matches, params, read_zoo
 
 ZOO = read_zoo()
