@@ -90,6 +90,11 @@ def _iota(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
     return [Value(marks=(Mark("counts", counting),))]
 
 
+@rule("axis_index platform_index")
+def _number_of_a_device(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    return [Value()]
+
+
 @rule("eq")
 def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     for counting, index in (values, values[::-1]):
@@ -99,8 +104,8 @@ def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Val
 
 
 @rule(
-    "random_bits random_wrap random_unwrap random_seed random_fold_in random_split random_gamma threefry2x32 "
-    "rng_bit_generator rng_uniform"
+    "random_bits random_clone random_wrap random_unwrap random_seed random_fold_in random_split random_gamma "
+    "threefry2x32 rng_bit_generator rng_uniform"
 )
 def _random(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     return [Value(NOISE)] * len(node.outputs)
@@ -126,9 +131,9 @@ _MOST = 6  # images of one value that are followed
 _ENTRYWISE = """
     abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     clz complex cos cosh cumlogsumexp cummax cumprod cumsum digamma div erf erf_inv erfc exp exp2 expm1 floor ge gt
-    igamma integer_pow is_finite join le lgamma log log1p logistic lt max min mul ne nextafter not and or xor polygamma
-    population_count pow random_gamma_grad rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square sub tan tanh
+    igamma igammac integer_pow is_finite join le lgamma log log1p log2 logistic lt max min mul ne nextafter not
+    and or xor polygamma population_count pow random_gamma_grad rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
 """
 SPREADING = frozenset(f"{_ENTRYWISE} eq".split()) - {"join"}
 
