@@ -132,8 +132,6 @@ class Layout(NamedTuple):
         each = len(atoms) == 1 and start < step and atoms[0].axis >= 0 and count * step == atoms[0].size
         if step > 1 and each and (split := _split(atoms[0], step)):  # x[..., 1::2]: one of each run of `step`
             return self._with(axis, split[:1])._take(split[1], start, 1)
-        if atoms and atoms[0].axis == PLACED:  # one of every `step` entries: which ones is not followed
-            return self._lost([count if k == axis else length(x) for k, x in enumerate(self.axes)])
         inner = math.prod(a.size for a in atoms[1:])
         if atoms and step == 1 and start % inner == 0 and stop % inner == 0:
             first = atoms[0]
@@ -141,7 +139,7 @@ class Layout(NamedTuple):
             if part.size == 1:
                 return self._with(axis, atoms[1:])._take(first, start // inner, 1)
             return self._with(axis, (part, *atoms[1:]))
-        hull = self.atoms([axis])
+        hull = tuple(a for a in atoms if a.axis != OTHER)
         return self._with(axis, other(count))._replace(taken=(*self.taken, *hull))
 
     def _cut_placed(self, axis: int, start: int, stop: int) -> Layout | None:
