@@ -186,7 +186,7 @@ class _Finder:
     ) -> Iterator[Span]:
         for image in images:
             use = image.product.use
-            columns, entries = {a.axis for a in use.columns}, 0
+            columns = {a.axis for a in use.columns}
             for term in (None, *image.biases):
                 layout = image.layout if term is None else term.layout
                 leaf = use.term.leaf if term is None else term.leaf
@@ -197,11 +197,6 @@ class _Finder:
                 if any(n > 1 and axis not in seen for axis, n in enumerate(self.shapes[leaf])):
                     raise _Refused("devices of a shard_map have different layers or heads of its parameter")
                 span = self._span(leaf, layout, held, operand, factor)
-                entries = span.entries if term is None else entries
-                if span.entries != entries:
-                    raise _Refused(
-                        "a parameter that is not cut into their heads is added to its queries or keys"
-                    )
                 yield from self._apart(span, shared) if shared else [span]
 
     def _apart(self, span: Span, shared: dict[tuple[int, int], Image]) -> Iterator[Span]:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 OTHER = -1  # the axis of a run that counts something else: a batch, positions
-# Says where in a longer axis the runs after it are, as in a concatenation: at `start` of `of`. With the stride -1
-# they are in the opposite order, with REORDERED in any other.
-PLACED, REORDERED = -2, -2
+# Says where in a longer axis the runs after it are, as in a concatenation: at `start` of `of`. With a stride they are
+# in another order.
+PLACED = -2
 
 
 class Atom(NamedTuple):
@@ -94,18 +94,12 @@ class Layout(NamedTuple):
         """From `start` on in a longer axis of `size`, whose other entries come from elsewhere."""
         return self._with(axis, (Atom(PLACED, 0, 1, start, size), *self.axes[axis]))
 
-    def reverse(self, axis: int) -> Layout:
-        """One axis in the opposite order."""
-        atoms = self.axes[axis]
-        is_known = any(a.axis != OTHER for a in atoms)
-        return self._with(axis, (Atom(PLACED, -1, 1, 0, length(atoms)), *atoms)) if is_known else self
-
     def reorder(self, axis: int, size: int) -> Layout:
         """As many entries of one axis, in an order that is not followed."""
         atoms = self.axes[axis]
         if size == 1 or all(a.axis == OTHER for a in atoms):
             return self.add_up([axis])._with(axis, other(size))
-        return self._with(axis, (Atom(PLACED, REORDERED, 1, 0, size), *atoms))
+        return self._with(axis, (Atom(PLACED, 1, 1, 0, size), *atoms))
 
     @property
     def is_reordered(self) -> bool:
@@ -138,8 +132,6 @@ class Layout(NamedTuple):
         each = len(atoms) == 1 and start < step and atoms[0].axis >= 0 and count * step == atoms[0].size
         if step > 1 and each and (split := _split(atoms[0], step)):  # x[..., 1::2]: one of each run of `step`
             return self._with(axis, split[:1])._take(split[1], start, 1)
-        if atoms and atoms[0].axis == PLACED:  # one of every `step` entries: which ones is not followed
-            return self._lost([count if k == axis else length(x) for k, x in enumerate(self.axes)])
         inner = math.prod(a.size for a in atoms[1:])
         if atoms and step == 1 and start % inner == 0 and stop % inner == 0:
             first = atoms[0]
@@ -147,17 +139,14 @@ class Layout(NamedTuple):
             if part.size == 1:
                 return self._with(axis, atoms[1:])._take(first, start // inner, 1)
             return self._with(axis, (part, *atoms[1:]))
-        hull = self.atoms([axis])
+        hull = tuple(a for a in atoms if a.axis != OTHER)
         return self._with(axis, other(count))._replace(taken=(*self.taken, *hull))
 
     def _cut_placed(self, axis: int, start: int, stop: int) -> Layout | None:
         place, *atoms = self.axes[axis]
         plain, size = self._with(axis, atoms), length(atoms)
-        if place.stride == REORDERED:
+        if place.stride:
             return plain.reorder(axis, stop - start)
-        if place.stride < 0:  # counted from the other end
-            part = plain.cut(axis, size - stop, size - start)
-            return part and part.reverse(axis)
         low, high = max(start - place.start, 0), min(stop - place.start, size)
         if low >= high:
             return None

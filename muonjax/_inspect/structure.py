@@ -39,8 +39,9 @@ def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
 @rule("transpose reshape rev slice scan_stack")
 def _moved(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     p, old, new = node.params, walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    if node.name == "reshape" and p["dimensions"]:  # in another order
-        return unknown(walk, i, node, values)
+    reordered = any(x.layout.is_reordered for x in (*values[0].terms, *values[0].images))
+    if (node.name == "reshape" and p["dimensions"]) or (node.name == "slice" and reordered):
+        return unknown(walk, i, node, values)  # in another order, of which a part is not followed
 
     def move(y: Layout) -> Layout | None:
         match node.name:
@@ -49,7 +50,7 @@ def _moved(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[
             case "reshape":
                 return y.reshape(new)
             case "rev":
-                return functools.reduce(Layout.reverse, p["dimensions"], y)
+                return functools.reduce(lambda y, axis: y.reorder(axis, old[axis]), p["dimensions"], y)
             case "slice":
                 strides = p["strides"] or [1] * len(old)
                 every = zip(p["start_indices"], p["limit_indices"], strides, strict=True)

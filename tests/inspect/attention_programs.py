@@ -29,7 +29,6 @@ OUT: Any = {"out": ((D, 1), "head")}
 CAUSAL = np.tri(T, dtype=bool)
 ELSE = "a clip would not scale its logits alone"
 SEVERAL = "its queries and keys are cut into heads or layers in several ways"
-UNCUT = "a parameter that is not cut into their heads is added to its queries or keys"
 ADDED = "its queries are added to something else: attention_programs.py:"
 
 
@@ -136,11 +135,11 @@ def turned(z):
 
 spelled("added_to_itself_in_another_order", "its queries are in another order",
         lambda q, k, p, x: (turned(q), turned(k)))  # fmt: skip
-spelled("a_function_of_the_bias", UNCUT,
+spelled("a_function_of_the_bias", SEVERAL,
         lambda q, k, p, x: (q + jnp.exp(p["e"]) * jnp.ones((H, S)), k), e=())  # fmt: skip
-spelled("a_bias_that_heads_share", UNCUT,
+spelled("a_bias_that_heads_share", SEVERAL,
         lambda q, k, p, x: (q, k + p["bias"]), bias=(S,))  # fmt: skip
-spelled("learned_positions_of_the_queries", UNCUT,
+spelled("learned_positions_of_the_queries", SEVERAL,
         lambda q, k, p, x: (q + p["positions"], k), positions=(T, H, S))  # fmt: skip
 spelled("a_reversed_bias", "its queries are in another order than the parameter's",
         lambda q, k, p, x: (q + p["bias"][::-1], k), bias=(H, S))  # fmt: skip

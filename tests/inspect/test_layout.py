@@ -15,11 +15,12 @@ def digits(layout, shape):
     inside = np.ones(shape, bool)
     found = [(a, np.array(a.start), a.size) for a in (*layout.taken, *layout.loops)]
     for axis, atoms in enumerate(layout.axes):
+        if any(a.axis == PLACED and a.stride for a in atoms):  # in another order
+            found += [(a, np.array(a.start), a.size) for a in atoms]
+            continue
         at = np.arange(shape[axis])
         while atoms and atoms[0].axis == PLACED:
-            place = atoms[0]
-            at = place.of - 1 - at if place.stride < 0 else at - place.start
-            atoms = atoms[1:]
+            at, atoms = at - atoms[0].start, atoms[1:]
             outside = (at < 0) | (at >= length(atoms))
             at = np.where(outside, 0, at)
             inside &= np.expand_dims(~outside, [i for i in range(len(shape)) if i != axis])
@@ -74,7 +75,7 @@ def step(rng, layout, positions, aligned):
     atoms = layout.axes[axis] if layout.axes else ()
     placed, here = any(a.axis == PLACED for a in sum(layout.axes, ())), any(a.axis == PLACED for a in atoms)
     kind = rng.choice(
-        ["transpose", "split", "join", "cut", "place", "pick", "flip"] + ["loop"] * (not aligned)
+        ["transpose", "split", "join", "cut", "place", "pick"] + ["loop", "reorder"] * (not aligned)
     )
     if kind == "transpose":
         order = rng.sample(range(len(shape)), len(shape))
@@ -102,8 +103,9 @@ def step(rng, layout, positions, aligned):
         return layout.place(axis, low, low + shape[axis] + high), np.pad(
             positions, around, constant_values=-1
         )
-    if kind == "flip" and shape:
-        return layout.reverse(axis), np.flip(positions, axis)
+    if kind == "reorder" and shape:
+        order = rng.sample(range(shape[axis]), shape[axis])
+        return layout.reorder(axis, shape[axis]), positions.take(order, axis)
     if kind == "pick":
         n = rng.randint(1, 3)
         sources = [*range(axis), None, *range(axis, len(shape))]
