@@ -8,13 +8,13 @@ products the relative error. The times are milliseconds, and in parentheses in u
 """
 
 import argparse
-import functools
 import itertools
 import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import metadata
 
 import jax
@@ -166,16 +166,10 @@ def times(quick: bool) -> Iterator[Check]:
         name: muon(1e-3, newton_schulz=PRESETS[name][0], program=MuonDimensionNumbers())
         for name in ("fast", "balanced")
     }
-    rng = np.random.default_rng(2)
+    draw = np.random.default_rng(2).standard_normal
     for dtype in ("float32", "bfloat16"):
-        tree = {
-            name: [jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(layers)]
-            for name, shape in shapes.items()
-        }
-        calls = {
-            name: functools.partial(jax.jit(tx.update), tree, jax.jit(tx.init)(tree), tree)
-            for name, tx in methods.items()
-        }
+        tree = {k: [jnp.asarray(draw(s), dtype) for _ in range(layers)] for k, s in shapes.items()}
+        calls = {k: partial(jax.jit(t.update), tree, jax.jit(t.init)(tree), tree) for k, t in methods.items()}
         finite = all(bool(jnp.isfinite(x).all()) for f in calls.values() for x in jax.tree.leaves(f()[0]))
         seconds: dict[str, list[float]] = {name: [] for name in methods}
         end = time.perf_counter() + (1 if quick else 8)

@@ -141,9 +141,7 @@ def scaled_update(
     return jnp.where(f == 1, u, f * u + (f - 1) * p).astype(dtype)
 
 
-def clip_factor(
-    signal: Float[Array, "*layers entries"], threshold: jax.typing.ArrayLike
-) -> Float[Array, "*layers entries"]:
+def clip_factor(signal: Float[Array, "*layers entries"], threshold: Any) -> Float[Array, "*layers entries"]:
     """γ = min(1, threshold / S); exactly 1 where S is not a finite number above the threshold, and the threshold not
     positive (a schedule's can't be checked)."""
     threshold = jnp.asarray(threshold, jnp.float32)

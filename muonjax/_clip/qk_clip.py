@@ -102,10 +102,7 @@ def clip_logits(
 
 
 def apply_qk_clip(
-    params: optax.Params,
-    max_logits: Any,
-    sites: Sites,
-    threshold: jax.typing.ArrayLike = 100.0,
+    params: optax.Params, max_logits: Any, sites: Sites, threshold: jax.typing.ArrayLike = 100.0
 ) -> optax.Params:
     """Clips parameters by the largest logits of these same parameters: exact, layer by layer.
 

@@ -74,10 +74,7 @@ class SignalRule:
             raise ValueError(f"products={self.products!r} must be tuples of factors, of all {[*powers]}.")
         for product in products:
             if abs((total := sum(powers[f] for f in product)) - 1) > 1e-6:
-                raise ValueError(
-                    f"along the product {product} the powers sum to {total}; they must sum to 1, or the signal is not "
-                    "scaled by γ."
-                )
+                raise ValueError(f"along the product {product} powers sum to {total}; they must sum to 1.")
 
 
 def signal_clip(

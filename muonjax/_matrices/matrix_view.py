@@ -66,6 +66,7 @@ class FusedDimensionNumbers(NamedTuple):
 DimensionNumbers: TypeAlias = MuonDimensionNumbers | FusedDimensionNumbers
 
 
+Ints: TypeAlias = tuple[int, ...]
 DimensionNumbersTree: TypeAlias = Any
 """A tree of `DimensionNumbers` or None, a prefix of the parameters' tree, or a function of the
 parameters that returns one. None marks a leaf that is no matrix."""
@@ -161,13 +162,7 @@ def _checked_axes(call: str, leaf: str, name: str, value: Any, shape: tuple[int,
     return tuple(axis % len(shape) for axis in axes)
 
 
-def view_of(
-    shape: tuple[int, ...],
-    reduction: tuple[int, ...],
-    output: tuple[int, ...],
-    cut: int | None = None,
-    parts: int = 1,
-) -> MatrixView:
+def view_of(shape: Ints, reduction: Ints, output: Ints, cut: int | None = None, parts: int = 1) -> MatrixView:
     """The view of a leaf of this shape by checked axes, one of which may be cut into equal parts."""
     cut_shape = shape
     if cut is not None:

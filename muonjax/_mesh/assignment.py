@@ -136,10 +136,8 @@ def unit_kind(leaf: ShardedLeaf, mesh_shape: Mapping[str, int], tensor: Axes = (
 def _unit_view(view: MatrixView, sizes: dict[int, int]) -> MatrixView:
     """`view` of one unit; `sizes`: of its axes, by their number in the leaf."""
     own = sorted(sizes)
-    rows, columns = (
-        tuple(own.index(axis) for axis in view.leaf_axes(axes))
-        for axes in (view.reduction_axes, view.output_axes)
-    )
+    sides = view.reduction_axes, view.output_axes
+    rows, columns = (tuple(map(own.index, view.leaf_axes(axes))) for axes in sides)
     shape = tuple(sizes[axis] for axis in own)
     if view.cut is None:
         return view_of(shape, rows, columns)

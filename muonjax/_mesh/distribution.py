@@ -95,10 +95,8 @@ def even_sharding(shape: tuple[int, ...], spec: Any, mesh_shape: Mapping[str, in
 
     An axis that they don't divide evenly counts as not sharded: such an array can't enter or leave `jit` sharded.
     """
-    return tuple(
-        axes if size % size_of(mesh_shape, axes) == 0 else ()
-        for size, axes in zip(shape, _mesh_axes(spec, len(shape)), strict=True)
-    )
+    pairs = zip(shape, _mesh_axes(spec, len(shape)), strict=True)
+    return tuple(axes if size % size_of(mesh_shape, axes) == 0 else () for size, axes in pairs)
 
 
 def partition_spec(sharding: tuple[Axes, ...]) -> PartitionSpec:
@@ -306,10 +304,8 @@ def state_shardings(
     mesh, found = (distribution.mesh, distribution.param_specs) if distribution else _sharding_of(params)
     specs, mesh_shape = spread_specs(found, params, call="state_shardings"), dict(mesh.shape)
 
-    of_params = {
-        path: (leaf.shape, spec)
-        for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True)
-    }
+    pairs = zip(jax.tree.leaves_with_path(params), specs, strict=True)
+    of_params = {path: (leaf.shape, spec) for (path, leaf), spec in pairs}
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         explicit = None if leaf.sharding is None else leaf.sharding.spec

@@ -106,10 +106,8 @@ def exchange(
       This device's block of each result.
     """
     axes = [view.unit_axes for view in views]
-    units = [
-        block.transpose(batch + own).reshape(-1, *(block.shape[i] for i in own))
-        for block, (batch, own) in zip(blocks, axes, strict=True)
-    ]
+    pairs = zip(blocks, axes, strict=True)
+    units = [x.transpose(batch + own).reshape(-1, *(x.shape[i] for i in own)) for x, (batch, own) in pairs]
     parts: list[list[tuple[int, jax.Array]]] = [[] for _ in blocks]  # of each result: (first unit, units)
     for round_ in rounds:
         for run, result in _run_round(f, round_, units, policy):

@@ -67,9 +67,7 @@ def mcsgn(
     return polynomial_mcsgn(x, rows_beside(x, rows), product_of(x, precision))
 
 
-def _unit(
-    x: Float[Array, "*batch n n"],
-) -> tuple[Float[Array, "*batch n n"], Float[Array, "*batch 1 1"]]:
+def _unit(x: Float[Array, "*batch n n"]) -> tuple[Float[Array, "*batch n n"], Float[Array, "*batch 1 1"]]:
     """x / r with r = sqrt(tr(x^2)), and 1 / r, in float32 or wider: 0 for a zero matrix, NaN for no real r."""
     # Infinite for a nilpotent matrix, whose zero entries become NaN by it.
     return normalized(x, lambda x: inner(x, adjoint(x)))

@@ -29,7 +29,7 @@ from muonjax._matrices.matrix_view import DimensionNumbers, axes_of, matrix_piec
 from muonjax._names import roles
 from muonjax._names.axes import Neighbors, matrices, unstack
 from muonjax._names.ends import for_adam, patch_embedding
-from muonjax._names.roles import INTERLEAVED, RECURRENT, Parameter
+from muonjax._names.roles import INTERLEAVED, RECURRENT, Parameter, Path
 
 Rules = Sequence[tuple[str, DimensionNumbers | None]]
 
@@ -231,9 +231,7 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
             warn_user(f"{call}(params) got {', '.join(beside)} too: give variables['params'] alone.")
 
 
-def apply_rules(
-    paths: Sequence[tuple[str, ...]], leaves: Sequence[Any], rules: Rules
-) -> dict[tuple[str, ...], DimensionNumbers | None]:
+def apply_rules(paths: Sequence[Path], leaves: Sequence[Any], rules: Rules) -> dict[Path, Any]:
     """What the first rule that matches says of each leaf."""
 
     def is_rule(rule: Any) -> bool:
@@ -280,10 +278,7 @@ def types_of_modules(params: Any) -> dict[str, str]:
     return found
 
 
-INSPECT = (
-    "Your function says it: program = muonjax.inspect(loss_fn, params, batch), then "
-    "muonjax.muon(learning_rate, program)."
-)
+INSPECT = "Better: program = muonjax.inspect(loss_fn, params, batch), then muonjax.muon(2e-3, program)."
 
 
 def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:

@@ -146,7 +146,7 @@ _IN_ATTENTION = (
     (ATTENTION_GATE, r"(gate|gating)(_proj)?"),
 )
 _ANYWHERE = (
-    (GATE_UP, r"(gate_up|up_gate|gate_and_up)(_proj)?|wi_fused|gating_einsum"),
+    (GATE_UP, r"(gate_(and_)?up|up_gate)(_proj)?|wi_fused|gating_einsum"),
     (CONVOLUTION, r"\w*conv\w*"),
 )
 

@@ -81,10 +81,8 @@ def _given(params: Any, dimension_numbers: Any) -> list[Route | optax.MaskedNode
         why = reason(path) if reason else same.why if same and same.numbers == number else "given"
         return Route(path, jnp.shape(leaf), dtype_of(leaf), number, why)
 
-    return [
-        leaf if is_masked(leaf) else route("/".join(path), leaf, next(numbers))
-        for path, leaf in zip(paths, leaves, strict=True)
-    ]
+    pairs = zip(paths, leaves, strict=True)
+    return [x if is_masked(x) else route("/".join(path), x, next(numbers)) for path, x in pairs]
 
 
 def _by_names(params: Any) -> dict[str, Route]:

@@ -131,9 +131,8 @@ def momentum_dtype(call: str, name: str, given: Any) -> Any:
 def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
     """Raise for complex leaves, and for blocks that would cross a shard, as far as that is known."""
     _check_real(tree, "trace(accumulator_dtype=jnp.int8)")
-    for (path, leaf), shards in zip(
-        jax.tree.leaves_with_path(tree), shards_of_last_axis(tree, distribution, call="trace"), strict=True
-    ):
+    cut = shards_of_last_axis(tree, distribution, call="trace")
+    for (path, leaf), shards in zip(jax.tree.leaves_with_path(tree), cut, strict=True):
         length, block = (leaf.shape or (1,))[-1], block_size((leaf.shape or (1,))[-1])
         if length // shards % block:
             raise ValueError(

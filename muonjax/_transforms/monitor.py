@@ -301,9 +301,8 @@ def _fields(node: Any) -> Mapping[str, Any]:
 
 
 def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
-    maxima, factors, clips = (
-        {path: unboxed(x) for path, x in state[name].items()} for name in ("maxima", "factors", "clips")
-    )
+    names = "maxima", "factors", "clips"
+    maxima, factors, clips = ({path: unboxed(x) for path, x in state[name].items()} for name in names)
     largest = {path: signal.max() for path, signal in maxima.items()}
     smallest = [factor.min() for factor in factors.values()]
     return {
@@ -316,8 +315,5 @@ def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_monitor(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        f"{group}/{name}": unboxed(value)
-        for group, statistics in state["statistics"].items()
-        for name, value in statistics.items()
-    }
+    groups = state["statistics"].items()
+    return {f"{group}/{name}": unboxed(x) for group, own in groups for name, x in own.items()}

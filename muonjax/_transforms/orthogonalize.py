@@ -242,10 +242,8 @@ def normalize_neurons(
         pieces = matrix_pieces(dimension_numbers, updates, call="normalize_neurons")
         neurons = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]
         kept = pieces.of_state(state.second_moment, neurons, call="normalize_neurons")
-        pairs = [
-            _normalize(x, moment, piece.view, decay, eps)
-            for x, moment, piece in zip(pieces.of(updates), kept, pieces, strict=True)
-        ]
+        every = zip(pieces.of(updates), kept, pieces, strict=True)
+        pairs = [_normalize(x, moment, piece.view, decay, eps) for x, moment, piece in every]
         updates = pieces.replaced(updates, [update for update, _ in pairs])
         return updates, NormalizeNeuronsState(pieces.as_state([moment for _, moment in pairs]))
 

@@ -156,10 +156,8 @@ def hyperball(
         pieces = matrix_pieces(dimension_numbers, updates, call="hyperball")
         spheres = [p.view.summed_over(p.view.reduction_axes + p.view.output_axes) for p in pieces]
         kept = pieces.of_state(state.rms, spheres, call="hyperball")
-        steps = [
-            _step(u, w, rms, piece.view, eta)
-            for u, w, rms, piece in zip(pieces.of(updates), pieces.of(params), kept, pieces, strict=True)
-        ]
+        every = zip(pieces.of(updates), pieces.of(params), kept, pieces, strict=True)
+        steps = [_step(u, w, rms, piece.view, eta) for u, w, rms, piece in every]
         others = jax.tree.map(lambda u: -eta.astype(u.dtype) * u, updates)  # of matrices, replaced
         updates = pieces.replaced(others, [step for step, _ in steps])
         return updates, HyperballState(of_rate, pieces.as_state([rms for _, rms in steps]))
