@@ -138,8 +138,7 @@ def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
     m, n = w1a[0], w1b[1]
     if w.shape != (m, n) or x.shape[-1:] != (m,):
         raise ValueError(
-            f"hadamard_linear(x, w, …) of factors that make {m, n} needs x [..., {m}] and w {m, n}, got {x.shape} and "
-            f"{w.shape}."
+            f"hadamard_linear's factors need x [..., {m}] and w {m, n}, got {x.shape} and {w.shape}."
         )
 
 
@@ -163,8 +162,7 @@ def factor_shapes(call: str, kernel: Sequence[int], inputs: int, rank: int) -> d
     m, n = math.prod(kernel[:inputs]), math.prod(kernel[inputs:])
     if rank > min(m, n):
         raise ValueError(
-            f"{call}: rank={rank} is not possible for a kernel of shape {tuple(kernel)}, a matrix {m} × {n}; "
-            f"choose 1 to {min(m, n)}."
+            f"{call}: rank={rank} is not possible for a matrix {m} × {n}; choose 1 to {min(m, n)}."
         )
     return dict(zip(FACTORS, ((m, rank), (rank, n)) * 2, strict=True))
 

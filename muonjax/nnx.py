@@ -243,10 +243,7 @@ def _check_layer(call: str, layer: Layer) -> None:
     elif function is not _plain_function(layer) or getattr(layer, "dot_general_cls", None) is not None:
         why = f"multiplies by its own {_function(layer)}, which an adapter would replace; leave it out."
     elif layer.kernel.ndim != _inputs(layer) + np.size(layer.out_features):
-        why = (
-            f"has a kernel of shape {layer.kernel.shape}, a batch of matrices or a stack of layers; leave it out, make "
-            "the stack of LoHaLinear, or adapt inside nnx.vmap."
-        )
+        why = "has a batch of matrices or a stack of layers; leave it out, or adapt inside nnx.vmap."
     else:
         return
     raise ValueError(f"{call}: the layer {why}")

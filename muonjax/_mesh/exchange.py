@@ -243,10 +243,8 @@ def _apply_to_owned(f: Function, buffer: jax.Array, round_: Round, policy: Polic
 
     def run(loop: _Loop, buffer: jax.Array) -> jax.Array:
         offsets, layout_index = jnp.asarray(own(loop.offsets)), jnp.asarray(own(loop.layout_index))
-        assemble, divide = (
-            [functools.partial(way, layout, exchanged, loop.batch) for layout in loop.layouts]
-            for way in (_assemble, _divide)
-        )
+        assemble = [functools.partial(_assemble, layout, exchanged, loop.batch) for layout in loop.layouts]
+        divide = [functools.partial(_divide, layout, exchanged, loop.batch) for layout in loop.layouts]
 
         def step(i: jax.Array, buffer: jax.Array) -> jax.Array:
             start, index = (0, offsets[i]), layout_index[i]

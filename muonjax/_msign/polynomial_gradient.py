@@ -245,7 +245,5 @@ def linear_map_with_known_transpose(
         return solve
 
     right_hand_side = jnp.stack([direction, jnp.zeros_like(direction)])
-    solution = lax.custom_linear_solve(
-        system, right_hand_side, solver(apply), transpose_solve=solver(apply_transpose)
-    )
-    return solution[0]
+    solve, transpose = solver(apply), solver(apply_transpose)
+    return lax.custom_linear_solve(system, right_hand_side, solve, transpose_solve=transpose)[0]

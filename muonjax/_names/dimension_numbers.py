@@ -111,12 +111,7 @@ def decays(params: Any) -> Any:
 
 
 def routes(
-    params: Any,
-    *,
-    rules: Rules = (),
-    layers: Any = None,
-    call: str = "dimension_numbers",
-    warn: bool = True,
+    params: Any, *, rules: Rules = (), layers: Any = None, call: str = "dimension_numbers", warn: bool = True
 ) -> tuple[list[Route | optax.MaskedNode], Any]:
     """The routes of all leaves in order, masked nodes among them, and the tree's structure.
 

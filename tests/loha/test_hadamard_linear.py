@@ -201,7 +201,7 @@ def test_unrolled_layers_keep_no_matrix(kind):
         (lambda a, b, x, w: hadamard_linear(x, w, a, b, a, b[:, :3]), "exchanged"),
         (lambda a, b, x, w: hadamard_linear(x, w, a[:, :0], b[:0], a[:, :0], b[:0]), "none of them empty"),
         (lambda a, b, x, w: hadamard_linear(x, w, *(f.astype(int) for f in (a, b, a, b))), "floating-point"),
-        (lambda a, b, x, w: hadamard_linear(x[:, :5], w, a, b, a, b), r"needs x \[..., 6\]"),
+        (lambda a, b, x, w: hadamard_linear(x[:, :5], w, a, b, a, b), r"need x \[..., 6\]"),
         (lambda a, b, x, w: hadamard_linear(x, w, a[None], b[None], a[None], b[None]), "jax.vmap"),
         (lambda a, b, x, w: hadamard_linear(x, x, a, b, a, b), r"w \(6, 4\), got \(3, 6\) and \(3, 6\)"),
     ],
