@@ -20,7 +20,6 @@ import numpy as np
 from muonjax._inspect.graph import Node
 from muonjax._inspect.report import MASKED, Probe
 from muonjax._inspect.structure import inside
-from muonjax._inspect.values import PARAMETER
 from muonjax._inspect.walk import Walk
 
 
@@ -81,8 +80,6 @@ class Certificate:
         self.first = 1 + len(self.loops)
         self.tables: dict[int, np.ndarray] = {}
         self.at: dict[int, np.ndarray] = {}  # those that arrive at the logits
-        # Numbers made of parameters alone, as those that are added to a loss.
-        self.penalties: set[int] = set()
 
     def touch(self, leaf: int, spans: Sequence[tuple[Any, np.ndarray]]) -> None:
         """A clip scales these spans of a parameter by logarithms [*layers, entries]."""
@@ -119,40 +116,20 @@ class Certificate:
                 continue
             done, node = i, graph.nodes[i]
             try:
-                found = self._after(node)
+                found = [_smallest(table) for table in self._followed(node)]
             except _Unproved:
                 return i
             for x, table in zip(node.outputs, found, strict=True):
                 if x in self.logits and table is not None:
                     self.at[x] = table
-                elif x not in seen and (table is not None or x in self.penalties):
+                elif x not in seen and table is not None:
                     seen.add(x)
-                    self.tables |= {} if table is None else {x: table}
+                    self.tables[x] = table
                     for reader in graph.readers[x]:
                         heapq.heappush(pending, reader)
         # Other arrays may be returned, as a model's parameters are; the loss may not change.
         changed = [x for x in graph.outputs if x in self.tables and self.walk.shape(x) == ()]
         return graph.producer.get(changed[0], 0) if changed else None
-
-    def _after(self, node: Node) -> Sequence[np.ndarray | None]:
-        """The tables of the results of an operation, None where nothing changes."""
-        values, shape = self.walk.values, self.walk.shape(node.outputs[0])
-        is_weight = all(values[x].is_weight for x in node.outputs)
-        others = [x for x in node.inputs if x not in self.penalties]
-        if len(others) == len(node.inputs):
-            try:
-                found = list(map(_smallest, self._followed(node)))
-                if not (is_weight and shape == ()):
-                    return found
-            except _Unproved:
-                if not is_weight or node.name == "shard":
-                    raise
-        elif node.name in ("add", "sub") and shape == () and self.tables.keys().isdisjoint(others):
-            return [None]
-        elif not is_weight and (node.name != "mul" or any(values[x].depends_on & PARAMETER for x in others)):
-            raise _Unproved
-        self.penalties.update(node.outputs)
-        return [None] * len(node.outputs)
 
     def _table(self, value: int, rank: int, least: float = -np.inf) -> np.ndarray:
         """That of a value, with as many axes as a result has; a known `least` or less is as good as zero."""
@@ -165,6 +142,7 @@ class Certificate:
         return np.reshape(_ZERO if fits else _UNTOUCHED, (3, *[1] * (len(self.loops) + rank)))
 
     def _followed(self, node: Node) -> Sequence[np.ndarray | None]:
+        """The tables of the results of an operation, None where nothing changes."""
         walk, name, first = self.walk, node.name, self.first
         touched = [x for x in node.inputs if x in self.tables]
         tables = [self.tables[x] for x in touched]

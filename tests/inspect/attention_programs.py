@@ -206,8 +206,10 @@ spelled("a_gate_by_each_heads_norm", None,
         more=lambda q, k, p, x: jnp.mean(jnp.sum(q**2, -1) * jnp.sum(x)))  # fmt: skip
 spelled("a_penalty_on_the_queries", ELSE, more=lambda q, k, p, x: 1e-2 * jnp.sum(q**2))
 spelled("a_sum_of_the_keys", ELSE, more=lambda q, k, p, x: jnp.sum(k))
-spelled("a_penalty_on_parameters", more=lambda q, k, p, x: 1e-2 * sum(jnp.sum(w**2) for w in p.values()))
-spelled("a_penalty_on_parameters_in_a_loop",
+spelled(
+    "a_penalty_on_parameters", ELSE, more=lambda q, k, p, x: 1e-2 * sum(jnp.sum(w**2) for w in p.values())
+)
+spelled("a_penalty_on_parameters_in_a_loop", ELSE,
         more=lambda q, k, p, x: lax.scan(lambda c, row: (c + jnp.sum(row**2), None), 0.0, p["q"])[0])  # fmt: skip
 spelled("heads_cut_and_put_together_again", change=lambda q, k, p, x: (jnp.concatenate(jnp.split(q, 2, 2), 2), k),
         q=((D, D), "0 | 1; 0 | 1 / 4 of 1"))  # fmt: skip
