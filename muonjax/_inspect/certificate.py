@@ -32,7 +32,7 @@ _UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]
 # Operations that move entries along axes on which nothing depends, or none at all, or change all of them equally.
 _SAME = """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
-    mesh_cast pvary pcast to_varying device_put name real imag conj stop_gradient neg rev tile pad psum psum2 pmax
+    mesh_cast pvary pcast to_varying device_put name real imag conj stop_gradient pad psum psum2 pmax
     psum_invariant ppermute shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all
 """
 _SAME_FACTORS = frozenset(_SAME.split())
@@ -147,7 +147,7 @@ class Certificate:
         touched = [x for x in node.inputs if x in self.tables]
         tables = [self.tables[x] for x in touched]
         left = [k for k, place in enumerate(self.loops) if place != node.place[: len(place)]]
-        if name != "scan_stack" and any(table.shape[1 + k] > 1 for table in tables for k in left):
+        if any(table.shape[1 + k] > 1 for table in tables for k in left):
             raise _Unproved  # a loop's last iteration, or an iteration of another loop
         is_largest = any(x.stage == "largest" for x in walk.values[node.inputs[-1]].logits)
         if name == "sub" and node.inputs[0] in self.logits and is_largest:
@@ -259,9 +259,6 @@ class Certificate:
                 table = table.squeeze(self.first)
             case "scan_stack":
                 table = np.expand_dims(table, self.first)
-                for k, place in enumerate(self.loops):
-                    if place[:-1] == node.place:
-                        table = np.swapaxes(table, 1 + k, self.first)
             case (
                 "conv_general_dilated"
             ):  # of a kernel: queries by 1 x 1 convolutions, as in an autoencoder of images
@@ -273,8 +270,6 @@ class Certificate:
                 if self.walk.graph.avals[node.outputs[0]].dtype.itemsize < 2:
                     raise _Unproved  # eight bits round away what a factor changes
                 changed = {k for k in range(len(old)) if old[k] != new[k]}
-                if name == "rev":
-                    table = np.flip(table, tuple(axes[axis] for axis in p["dimensions"]))
                 if any(table.shape[axes[k]] > 1 for k in changed):
                     raise _Unproved
             case _:
