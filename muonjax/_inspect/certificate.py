@@ -20,7 +20,6 @@ import numpy as np
 from muonjax._inspect.graph import Node
 from muonjax._inspect.report import MASKED, Probe
 from muonjax._inspect.structure import inside
-from muonjax._inspect.values import PARAMETER
 from muonjax._inspect.walk import Walk
 
 
@@ -33,7 +32,7 @@ _UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]
 # Operations that move entries along axes on which nothing depends, or none at all, or change all of them equally.
 _SAME = """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
-    mesh_cast pvary pcast to_varying device_put name real imag conj stop_gradient neg rev tile pad psum psum2 pmax
+    mesh_cast pvary pcast to_varying device_put name real imag conj stop_gradient pad psum psum2 pmax
     psum_invariant ppermute shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all
 """
 _SAME_FACTORS = frozenset(_SAME.split())
@@ -81,8 +80,6 @@ class Certificate:
         self.first = 1 + len(self.loops)
         self.tables: dict[int, np.ndarray] = {}
         self.at: dict[int, np.ndarray] = {}  # those that arrive at the logits
-        # Numbers made of parameters alone, as those that are added to a loss.
-        self.penalties: set[int] = set()
 
     def touch(self, leaf: int, spans: Sequence[tuple[Any, np.ndarray]]) -> None:
         """A clip scales these spans of a parameter by logarithms [*layers, entries]."""
@@ -119,40 +116,20 @@ class Certificate:
                 continue
             done, node = i, graph.nodes[i]
             try:
-                found = self._after(node)
+                found = [_smallest(table) for table in self._followed(node)]
             except _Unproved:
                 return i
             for x, table in zip(node.outputs, found, strict=True):
                 if x in self.logits and table is not None:
                     self.at[x] = table
-                elif x not in seen and (table is not None or x in self.penalties):
+                elif x not in seen and table is not None:
                     seen.add(x)
-                    self.tables |= {} if table is None else {x: table}
+                    self.tables[x] = table
                     for reader in graph.readers[x]:
                         heapq.heappush(pending, reader)
         # Other arrays may be returned, as a model's parameters are; the loss may not change.
         changed = [x for x in graph.outputs if x in self.tables and self.walk.shape(x) == ()]
         return graph.producer.get(changed[0], 0) if changed else None
-
-    def _after(self, node: Node) -> Sequence[np.ndarray | None]:
-        """The tables of the results of an operation, None where nothing changes."""
-        values, shape = self.walk.values, self.walk.shape(node.outputs[0])
-        is_weight = all(values[x].is_weight for x in node.outputs)
-        others = [x for x in node.inputs if x not in self.penalties]
-        if len(others) == len(node.inputs):
-            try:
-                found = list(map(_smallest, self._followed(node)))
-                if not (is_weight and shape == ()):
-                    return found
-            except _Unproved:
-                if not is_weight or node.name == "shard":
-                    raise
-        elif node.name in ("add", "sub") and shape == () and self.tables.keys().isdisjoint(others):
-            return [None]
-        elif not is_weight and (node.name != "mul" or any(values[x].depends_on & PARAMETER for x in others)):
-            raise _Unproved
-        self.penalties.update(node.outputs)
-        return [None] * len(node.outputs)
 
     def _table(self, value: int, rank: int, least: float = -np.inf) -> np.ndarray:
         """That of a value, with as many axes as a result has; a known `least` or less is as good as zero."""
@@ -165,11 +142,12 @@ class Certificate:
         return np.reshape(_ZERO if fits else _UNTOUCHED, (3, *[1] * (len(self.loops) + rank)))
 
     def _followed(self, node: Node) -> Sequence[np.ndarray | None]:
+        """The tables of the results of an operation, None where nothing changes."""
         walk, name, first = self.walk, node.name, self.first
         touched = [x for x in node.inputs if x in self.tables]
         tables = [self.tables[x] for x in touched]
         left = [k for k, place in enumerate(self.loops) if place != node.place[: len(place)]]
-        if name != "scan_stack" and any(table.shape[1 + k] > 1 for table in tables for k in left):
+        if any(table.shape[1 + k] > 1 for table in tables for k in left):
             raise _Unproved  # a loop's last iteration, or an iteration of another loop
         is_largest = any(x.stage == "largest" for x in walk.values[node.inputs[-1]].logits)
         if name == "sub" and node.inputs[0] in self.logits and is_largest:
@@ -281,9 +259,6 @@ class Certificate:
                 table = table.squeeze(self.first)
             case "scan_stack":
                 table = np.expand_dims(table, self.first)
-                for k, place in enumerate(self.loops):
-                    if place[:-1] == node.place:
-                        table = np.swapaxes(table, 1 + k, self.first)
             case (
                 "conv_general_dilated"
             ):  # of a kernel: queries by 1 x 1 convolutions, as in an autoencoder of images
@@ -295,8 +270,6 @@ class Certificate:
                 if self.walk.graph.avals[node.outputs[0]].dtype.itemsize < 2:
                     raise _Unproved  # eight bits round away what a factor changes
                 changed = {k for k in range(len(old)) if old[k] != new[k]}
-                if name == "rev":
-                    table = np.flip(table, tuple(axes[axis] for axis in p["dimensions"]))
                 if any(table.shape[axes[k]] > 1 for k in changed):
                     raise _Unproved
             case _:

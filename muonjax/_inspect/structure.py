@@ -99,9 +99,12 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     for at, axis in zip(numbers.offset_dims, kept, strict=True):
         sources[at] = axis if sizes[axis] == old[axis] else None
     picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
-    if start is not None and len(picked) == 1 and _is_order(start, old[picked[0]]):
-        axes = [picked[0] if at not in numbers.offset_dims else source for at, source in enumerate(sources)]
-        return [x.map(lambda layout: layout.reorder(picked[0], old[picked[0]]).pick(axes, new))]
+    if (
+        start is not None
+        and len(picked) == 1
+        and np.array_equal(np.sort(start, None), np.arange(old[picked[0]]))
+    ):
+        return unknown(walk, i, node, values)  # all positions of an axis in another order
     if not x.terms:
         walk.record_read(x, picked, indices)
         if any(m.layout.atoms(picked) for m in x.images):
@@ -114,11 +117,6 @@ def inside(start: Any, size: int, part: int) -> tuple[int, int]:
     """Where `part` entries are read that begin at `start`, if there are so many."""
     first = min(max(int(np.squeeze(start)), 0), size - part)
     return first, first + part
-
-
-def _is_order(indices: Any, size: int) -> bool:
-    """Whether these are all positions of an axis, each once."""
-    return np.size(indices) == size and np.array_equal(np.sort(indices, None), np.arange(size))
 
 
 def looked_up(

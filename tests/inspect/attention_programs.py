@@ -29,6 +29,7 @@ OUT: Any = {"out": ((D, 1), "head")}
 CAUSAL = np.tri(T, dtype=bool)
 ELSE = "a clip would not scale its logits alone"
 SEVERAL = "its queries and keys are cut into heads or layers in several ways"
+GATHER = "by names: gather is not followed: attention_programs.py:"
 ADDED = "its queries are added to something else: attention_programs.py:"
 
 
@@ -114,8 +115,8 @@ spelled("added_to_a_frozen_kernel", ELSE,
         weights=lambda p: p | {"q": p["q"] + R[0, 0] * jnp.ones((D, D))})  # fmt: skip
 spelled("keys_by_the_transposed_kernel", ELSE, weights=lambda p: p | {"k": p["q"].T})
 ORDER = np.random.default_rng(0).permutation(D)
-spelled("columns_in_a_constant_order", "its queries are in another order than the parameter's",
-        weights=lambda p: p | {"q": p["q"][:, ORDER]})  # fmt: skip
+spelled("columns_in_a_constant_order", "its queries, keys and values can't all be followed to parameters",
+        weights=lambda p: p | {"q": p["q"][:, ORDER]}, q=((D, D), GATHER))  # fmt: skip
 
 
 def quantized(w):
@@ -206,8 +207,10 @@ spelled("a_gate_by_each_heads_norm", None,
         more=lambda q, k, p, x: jnp.mean(jnp.sum(q**2, -1) * jnp.sum(x)))  # fmt: skip
 spelled("a_penalty_on_the_queries", ELSE, more=lambda q, k, p, x: 1e-2 * jnp.sum(q**2))
 spelled("a_sum_of_the_keys", ELSE, more=lambda q, k, p, x: jnp.sum(k))
-spelled("a_penalty_on_parameters", more=lambda q, k, p, x: 1e-2 * sum(jnp.sum(w**2) for w in p.values()))
-spelled("a_penalty_on_parameters_in_a_loop",
+spelled(
+    "a_penalty_on_parameters", ELSE, more=lambda q, k, p, x: 1e-2 * sum(jnp.sum(w**2) for w in p.values())
+)
+spelled("a_penalty_on_parameters_in_a_loop", ELSE,
         more=lambda q, k, p, x: lax.scan(lambda c, row: (c + jnp.sum(row**2), None), 0.0, p["q"])[0])  # fmt: skip
 spelled("heads_cut_and_put_together_again", change=lambda q, k, p, x: (jnp.concatenate(jnp.split(q, 2, 2), 2), k),
         q=((D, D), "0 | 1; 0 | 1 / 4 of 1"))  # fmt: skip
@@ -222,7 +225,9 @@ spelled("flipped_queries", None, lambda q, k, p, x: (jnp.flip(q, 2), k))
 spelled("flipped_heads", None, lambda q, k, p, x: (jnp.flip(q, 2), jnp.flip(k, 2)))
 spelled("flipped_features", None, lambda q, k, p, x: (jnp.flip(q, 3), jnp.flip(k, 3)))
 spelled("heads_added_up", None, lambda q, k, p, x: (q + jnp.flip(q, 2), k))
-spelled("keys_in_another_order_by_gather", None, lambda q, k, p, x: (q, k[:, :, GATHERED]))
+spelled(
+    "keys_in_another_order_by_gather", None, lambda q, k, p, x: (q, k[:, :, GATHERED]), k=((D, D), GATHER)
+)
 
 
 def across_heads(y):

@@ -969,7 +969,7 @@ def data_of_fewer_bits_in_larger_words(p, x, packed):
 ORDER = np.random.default_rng(0).permutation(D)
 
 
-@program(X, **ONE)
+@program(X, **(ONE | {"w": ((D, D), "by names: gather is not followed: hostile_programs.py:")}))
 def rows_in_a_constant_order(p, x):
     return end(p, jax.nn.relu(x @ p["w"][jnp.asarray(ORDER)]) @ p["o"])
 
