@@ -134,15 +134,11 @@ class _Finder:
                     raise _Refused(f"its {name} are in another order than the parameter's")
                 # Nothing tells queries of one head, put together from several products, from several heads of one key.
                 several = operand is self.query and len(operand.value.images) > 1
-                one = several and not self.heads(operand, image.layout)
-                axes = (*operand.batch, *operand.given) if one else operand.batch
-                firsts = [a for d in axes for a in image.layout.axes[d][:1]]
-                lost = (
-                    a for x in layouts for a in x.taken
-                )  # concatenated features that are cut into heads, say
-                if any(a.axis == PLACED for a in (*firsts, *lost)) or any(
-                    map(image.layout.is_placed, operand.given)
-                ):
+                # As where concatenated features are cut into heads.
+                firsts = [a for d in operand.batch for a in image.layout.axes[d][:1]]
+                placed = any(a.axis == PLACED for a in (*firsts, *(a for x in layouts for a in x.taken)))
+                placed = placed or any(map(image.layout.is_placed, operand.given))
+                if placed or (several and not self.heads(operand, image.layout)):
                     raise _Refused(f"heads of its {name} are put together from several products")
         own, shared = self._split_keys()
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))

@@ -402,7 +402,7 @@ def heads_of_a_kernel_each_and_one_key(p, x):
     return of_a_kernel_each(p, x, True)
 
 
-def of_one_head_each(name, count, put_together, sites=None):
+def of_one_head_each(name, count, put_together):
     """Kernels of one head each: put together into heads, or into the features of one."""
 
     def fun(p, x):
@@ -411,7 +411,7 @@ def of_one_head_each(name, count, put_together, sites=None):
         return jnp.mean(mixed(jax.nn.softmax(logits), v) ** 2), logits
 
     fun.__name__ = f"{name}_of_{count}"
-    attention(sites=sites, **{f"{n}{i}": (D, S) for n in "qkv" for i in range(count)})(fun)
+    attention(sites=None, **{f"{n}{i}": (D, S) for n in "qkv" for i in range(count)})(fun)
 
 
 for count in range(2, 6):
@@ -422,6 +422,8 @@ for name, put_together in {
         jnp.pad(z, [(0, 0), (0, 0), (S * i, S * (len(y) - 1 - i))]) for i, z in enumerate(y)
     ).reshape(B, T, -1, S),
     "stacked_kernels": lambda y: jnp.stack(y, 2),
+    "features_of_a_kernel_each": lambda y: jnp.concatenate(y, -1)[:, :, None],
+    "kernels_by_constants": lambda y: sum(z[:, :, None] * np.eye(3)[i][:, None] for i, z in enumerate(y)),
 }.items():
     of_one_head_each(name, 3, put_together)
 
@@ -432,9 +434,6 @@ def heads_put_together_after_their_softmax(p, x):
     logits = [a @ b.mT for a, b in zip(q, k, strict=True)]
     y = jnp.concatenate([jax.nn.softmax(a) @ b for a, b in zip(logits, v, strict=True)], -1)
     return loss_of(p, y), jnp.stack(logits, 1)
-
-
-of_one_head_each("features_of_a_kernel_each", 3, lambda y: jnp.concatenate(y, -1)[:, :, None], sites=1)
 
 
 @attention(sites=None, q0=(D, S), q1=(D, S), k=(D, S), v=(D, S))
