@@ -73,7 +73,7 @@ def test_another_preset_takes_over_at_once(saved, preset):
     assert digest(after) == digest(expected)
     before, _ = advance(muonclip(), tree, state, 3)
     same = digest(after["mlp"]["kernel"]) == digest(before["mlp"]["kernel"])
-    assert same is (preset == "balanced")
+    assert same is (preset != "accurate")  # small matrices take the same steps with fast and balanced
 
 
 @pytest.mark.promotes("gradients of another dtype than the momentum, which Optax adds")
