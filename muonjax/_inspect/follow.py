@@ -1,4 +1,4 @@
-"""Follow every parameter through a function, operation by operation: one rule for each primitive says what happens."""
+"""Follow every parameter through a function, operation by operation, as `rules`, `structure` and `products` say."""
 
 from __future__ import annotations
 

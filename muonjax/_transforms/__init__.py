@@ -1,1 +1,1 @@
-"""Statistics of an optimizer's step: measured into its state, and read from there for a log."""
+"""The members of an optimizer's chain: momentum, orthogonalization, sizes of updates and weights, statistics."""
