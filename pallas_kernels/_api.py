@@ -122,10 +122,10 @@ def symmetric_product_on(
 def _choose(platform: str, shape: tuple[int, ...]) -> str:
     """The rule for `implementation=None`: an implementation is chosen only where it was measured to be faster.
 
-    "blocked" on a CPU for m >= 640, "reference" everywhere else, where no gain has been measured. "hopper" is
+    "blocked" on a CPU for m >= 512, "reference" everywhere else, where no gain has been measured. "hopper" is
     never chosen: no GPU has run it yet. The figures are in `benchmarks/results/symmetric_product.json`.
     """
-    return "blocked" if platform == "cpu" and shape[-2] >= 640 else "reference"
+    return "blocked" if platform == "cpu" and shape[-2] >= 512 else "reference"
 
 
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:

@@ -72,10 +72,10 @@ def test_the_rule_never_takes_a_kernel_that_no_gpu_has_run():
 
 
 def test_the_rule_takes_blocked_only_on_a_cpu():
-    for shape in ((640, 64), (2048, 2048), (8, 1024, 1024)):
+    for shape in ((512, 64), (2048, 2048), (8, 1024, 1024)):
         assert _choose("cpu", shape) == "blocked"
         assert _choose("gpu", shape) == "reference"
-    assert _choose("cpu", (639, 2**20)) == "reference"
+    assert _choose("cpu", (511, 2**20)) == "reference"
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the device may be able to run it")
