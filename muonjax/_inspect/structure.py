@@ -99,15 +99,13 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     for at, axis in zip(numbers.offset_dims, kept, strict=True):
         sources[at] = axis if sizes[axis] == old[axis] else None
     picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
-    if (
-        start is not None
-        and len(picked) == 1
-        and np.array_equal(np.sort(start, None), np.arange(old[picked[0]]))
-    ):
-        return unknown(walk, i, node, values)  # all positions of an axis in another order
+    here = any(y.layout.atoms(picked) for y in (*x.terms, *x.images))
+    order = start if here and len(picked) == 1 else None
+    if order is not None and np.array_equal(np.sort(order, None), np.arange(old[picked[0]])):
+        return unknown(walk, i, node, values)  # all positions in another order
     if not x.terms:
         walk.record_read(x, picked, indices)
-        if any(m.layout.atoms(picked) for m in x.images):
+        if here:
             walk.record_parts(i, x.images)
             return [dependent(values)]
     return [looked_up(walk, i, values, picked, sources, new)]

@@ -428,6 +428,12 @@ for name, put_together in {
     of_one_head_each(name, 3, put_together)
 
 
+@attention(sites=1, **dict.fromkeys("qkvo", (D, D)))
+def tokens_in_a_constant_order(p, x):
+    q, k, v = (y[:, np.arange(T)[::-1] ^ 1] for y in projected(p, x))
+    return end(p, logits_of(q, k), v)
+
+
 @attention(sites=H, **KERNELS)
 def heads_put_together_after_their_softmax(p, x):
     q, k, v = ([x @ p[f"{n}{h}"] for h in range(H)] for n in "qkv")
