@@ -1,7 +1,7 @@
 """Orthogonalize the matrices of a convolutional network, which have many shapes: compile time, step and launches.
 
-python -m benchmarks.optimizer.many_shapes            # on this machine's CPU
-python -m benchmarks.optimizer.many_shapes launches   # of the update on an H100, which is compiled for, not run
+python -m benchmarks.optimizer.many_shapes                # on this machine's CPU
+python -m benchmarks.optimizer.many_shapes --launches 1   # on an H100, which is compiled for and not run
 """
 
 import time

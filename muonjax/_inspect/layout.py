@@ -304,9 +304,3 @@ def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
         else:
             out.append(atom)
     return tuple(out)
-
-
-def overlap(a: Region, b: Region) -> bool:
-    """Whether two parts of a parameter may have entries in common."""
-    pairs = ((x, y) for x in a for y in b if x[:2] == y[:2])
-    return all(x.start < y.stop and y.start < x.stop for x, y in pairs)

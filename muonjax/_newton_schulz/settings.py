@@ -119,7 +119,7 @@ def for_side(settings: NewtonSchulz, m: int) -> NewtonSchulz:
     A deflation is some four hundred small operations. Up to m = 64 they take as long as the steps that they save,
     and longer to compile for each shape. Your own rows are taken as they are.
     """
-    is_preset = settings.coefficients in (_FAST, _BALANCED) and settings.deflation == 64
+    is_preset = settings.coefficients in (_FAST, _BALANCED) and settings.deflation == NewtonSchulz.deflation
     small = is_preset and m <= _SMALL_SIDE
     return dataclasses.replace(settings, coefficients=_SMALL, deflation=0) if small else settings
 
