@@ -10,6 +10,7 @@ import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import optax.contrib._muon as optax_muon
 
 import muonjax
 from benchmarks.common import ahead_of_time, hlo_launches, measure, roofline
+from muonjax._newton_schulz import half_precision
 
 # The shapes [fan_in, fan_out] of a model's matrices and how many there are of each, by a name. The leaves are in the
 # order of the names. The order matters: with Optax on GPT-2-small's matrices, XLA keeps between 9 and 51 MB, depending
@@ -88,12 +90,29 @@ def methods() -> dict[str, Method]:
 
 
 def kernel_methods(implementation: str) -> dict[str, Method]:
-    """Our methods with the named implementation of symmetric products."""
-    fast = muonjax.NewtonSchulz.fast().coefficients
+    """Our methods with the named implementation of symmetric products; without a kernel for "no kernel"."""
+    named = {"fast": muonjax.NewtonSchulz.fast(), "balanced": muonjax.NewtonSchulz()}
+    if implementation == "no kernel":
+        return {f"{name}, no kernel": _without_kernels(ours(**_own(s))) for name, s in named.items()}
     return {
-        f'fast, "{implementation}"': ours(coefficients=fast, implementation=implementation),
-        f'balanced, "{implementation}"': ours(implementation=implementation),
+        f'{name}, "{implementation}"': ours(**_own(s) | {"implementation": implementation})
+        for name, s in named.items()
     }
+
+
+def _own(settings: muonjax.NewtonSchulz) -> dict[str, Any]:
+    return {"coefficients": settings.coefficients}
+
+
+def _without_kernels(method: Method) -> Method:
+    """The method as it is where no kernel was measured to be faster."""
+    update, dtype = method
+
+    def plain(tree: Tree) -> Tree:
+        with mock.patch.object(half_precision, "measured_kernel", return_value=None):
+            return update(tree)
+
+    return plain, dtype
 
 
 def parts(tree: str, method: str, platform: str) -> list[tuple[dict[str, tuple[int, int]], int]]:

@@ -3,22 +3,33 @@
 import argparse
 import functools
 import json
+import multiprocessing
+import os
 import pathlib
+import statistics
 import time
 import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import accelerator_model, hlo_launches, measure, roofline
+from benchmarks.common import accelerator_model, hlo_launches, measure, momentum, roofline
+from benchmarks.optimizer import many_shapes
 from pallas_kernels import symmetric_product
 
 # The names of `jax.Device.device_kind`, and the chip whose figures are modeled.
 CHIPS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e"}
 CHIPS |= {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H100"}
 CHECKS = [(64, 64), (200, 136), (3, 320, 192), (1000, 1000), (4, 2048, 2048), (8192, 1024), (2, 37, 5)]
-PRODUCTS = [(768, 768), (48, 768, 768), (2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192)]
+PRODUCTS = [(64, 256, 256), (64, 512, 512), (48, 768, 768), (24, 768, 3072), (8, 1024, 4096)]
+PRODUCTS += [(2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192)]
+QUEUED = 5  # calls that are waiting on the device, so that the host's share of a call does not count
+
+Call = tuple[Callable[..., Any], Any]  # a function and its only argument
 
 
 def draw(shape, dtype, seed):
@@ -52,55 +63,147 @@ def check(implementation, shape):
     }
 
 
-def timed(calls, chip, rounds):
-    """Milliseconds of each jitted call, in turn, beside what the model has for the compiled program."""
-    seconds = measure.interleave(
-        {name: functools.partial(f, *arguments) for name, (f, *arguments) in calls.items()}, rounds=rounds
-    )
-    baseline = next(iter(seconds.values()))
-    return {
-        name: measure.summary(own, baseline) | {"modelled_ms": modeled(chip, *calls[name])}
-        for name, own in seconds.items()
+def timed(calls: dict[str, list[tuple[Call, int]]], chip: str | None, rounds: int) -> dict[str, Any]:
+    """Milliseconds of methods in turn, each a sum of programs that count so often; the first is the baseline.
+
+    Beside them: what the model has for the compiled programs, and the processor time to trace and compile them.
+    """
+    programs, rows = {}, {}
+    for name, parts in calls.items():
+        try:
+            jax.clear_caches()  # of traces with other kernels
+            start = time.process_time()
+            compiled = [jax.jit(f).lower(argument).compile() for (f, argument), _ in parts]
+            rows[name] = {"compile_processor_seconds": time.process_time() - start}
+        except Exception as error:  # what the other methods take is still worth knowing
+            rows[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            continue
+        if chip:
+            found = [hlo_launches.launches(c.as_text()) for c in compiled]
+            ends = [roofline.total_seconds(chip, own) for own in found]
+            counts = [count for _, count in parts]
+            rows[name]["modelled_ms"] = [
+                sum(1e3 * n * s for n, s in zip(counts, end, strict=True)) for end in zip(*ends, strict=True)
+            ]
+            rows[name]["launches"] = sum(
+                n * x.count for n, own in zip(counts, found, strict=True) for x in own
+            )
+        for i, (program, ((_, argument), count)) in enumerate(zip(compiled, parts, strict=True)):
+            programs[name, i] = count, lambda p=program, a=argument: [p(a) for _ in range(QUEUED)]
+    seconds = measure.interleave({key: call for key, (_, call) in programs.items()}, rounds=rounds)
+    totals = {
+        name: [
+            sum(programs[key][0] * s / QUEUED for key, s in zip(own, each, strict=True))
+            for each in zip(*(seconds[key] for key in own), strict=True)
+        ]
+        for name in rows
+        if (own := [key for key in programs if key[0] == name])
     }
-
-
-def modeled(chip, f, *arguments):
-    if chip is None:
-        return None
-    text = f.lower(*arguments).compile().as_text()
-    found = hlo_launches.launches(text)
-    return [seconds * 1e3 for seconds in roofline.total_seconds(chip, found)]
+    baseline = next(iter(totals.values()))
+    for name, own in totals.items():
+        rows[name] = {"ms": 1e3 * statistics.median(own)} | measure.summary(own, baseline) | rows[name]
+    return rows
 
 
 def product(implementations, shape, chip, rounds):
+    """One symmetric product by each implementation, and by `einsum`."""
     x = draw(shape, "bfloat16", 0)
 
-    @jax.jit
     def plain(x):
         return jnp.einsum("...ik,...jk->...ij", x, x, preferred_element_type=x.dtype)
 
-    def by(name):
-        return jax.jit(functools.partial(symmetric_product, implementation=name))
+    by = {
+        name: functools.partial(symmetric_product, implementation=name)
+        for name in (*implementations, "reference")
+    }
+    return timed({name: [((f, x), 1)] for name, f in ({"plain": plain} | by).items()}, chip, rounds)
 
-    calls = {"plain": (plain, x)} | {name: (by(name), x) for name in (*implementations, "reference")}
-    return timed(calls, chip, rounds)
+
+def methods(implementations):
+    """What is compared; steps without deflation only in the model."""
+    chosen = accelerator_model.methods()
+    for name in implementations:
+        chosen |= accelerator_model.kernel_methods(name)
+    return {name: method for name, method in chosen.items() if "deflation" not in name}
 
 
 def step(implementations, tree, chip, rounds):
     """Whole updates of a tree, by each method: the sum of the programs that the model counts."""
-    totals: dict[str, dict[str, float]] = {}
-    chosen = accelerator_model.methods()
-    for name in implementations:
-        chosen |= accelerator_model.kernel_methods(name)
-    for name, (update, dtype) in chosen.items():
-        total = {"ms": 0.0, "modelled_ms": 0.0}
-        for shapes, count in accelerator_model.parts(tree, name, jax.default_backend()):
-            arrays = {key: draw(shape, dtype, i) for i, (key, shape) in enumerate(shapes.items())}
-            ((_, own),) = timed({name: (jax.jit(update), arrays)}, chip, rounds).items()
-            total["ms"] += count * own["seconds"] * 1e3
-            total["modelled_ms"] += count * (own["modelled_ms"] or [0.0])[-1]
-        totals[name] = total
-    return totals
+    drawn = functools.cache(draw)  # the methods share their gradients
+    calls = {
+        name: [
+            ((update, {key: drawn(shape, dtype, i) for i, (key, shape) in enumerate(shapes.items())}), count)
+            for shapes, count in accelerator_model.parts(tree, name, jax.default_backend())
+        ]
+        for name, (update, dtype) in methods(implementations).items()
+    }
+    return timed(calls, chip, rounds)
+
+
+def shapes(chip, rounds):
+    """The many shapes of a convolutional network."""
+    tree, functions = many_shapes.updates()
+    grads = {name: draw(x.shape, x.dtype, i) for i, (name, x) in enumerate(tree.items())}
+    return timed({name: [((f, grads), 1)] for name, f in functions.items()}, chip, rounds)
+
+
+def accuracy(implementations, shape, every):
+    """Polar errors of whole updates on recorded spectra, in the dtypes that are chosen for this device."""
+    rng = np.random.default_rng(0)
+    matrices = [momentum.matrix(s, *shape, rng) for s in momentum.spectra()[::every]]
+    rows = {}
+    for name, (update, dtype) in methods(implementations).items():
+        try:
+            found = [
+                np.asarray(y, np.float64)
+                for y in jax.jit(update)([jnp.asarray(x, dtype) for x, _ in matrices])
+            ]
+        except Exception as error:
+            rows[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            continue
+        pairs = [(y, polar) for y, (_, polar) in zip(found, matrices, strict=True)]
+        errors = [momentum.polar_error(*pair) for pair in pairs]
+        largest = max(float(np.linalg.norm(y, 2)) for y in found)
+        rows[name] = {"mean": float(np.mean(errors)), "worst": max(errors)}
+        rows[name] |= {"worst_cosine": min(momentum.cosine(*pair) for pair in pairs), "largest": largest}
+    return rows
+
+
+def seconds_to_compile(tree, name):
+    """Seconds on the clock until an update of the tree is traced and compiled; call it in a process of its own."""
+    update, dtype = methods(["no kernel"])[name]
+    ((shapes, _),) = accelerator_model.parts(tree, name, "gpu")
+    jax.jit(jnp.sin)(1.0)  # starts the device
+    start = time.perf_counter()
+    jax.jit(update).lower({k: jax.ShapeDtypeStruct(s, dtype) for k, s in shapes.items()}).compile()
+    return time.perf_counter() - start
+
+
+def compile_time(tree):
+    """With nothing cached, the timing of candidates for products included."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    rows = {}
+    for name in ("Optax, bfloat16", "balanced", "balanced, no kernel"):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            rows[name] = pool.submit(seconds_to_compile, tree, name).result()
+    return rows
+
+
+def tiles(shape, rounds):
+    """Milliseconds of the Hopper kernel by its tiles."""
+    from benchmarks.gpu.tiles import candidates
+    from pallas_kernels import _mosaic_gpu, _mosaic_gpu_sm90
+
+    *batch, m, k = shape
+    x = draw((*(batch or [1]), m, k), "bfloat16", 0)
+    scale = jnp.tile(jnp.asarray([[1.0, 0.0]]), (len(x), 1))
+    cores = _mosaic_gpu.require(x.dtype)
+
+    def launch(chosen):
+        return lambda x: _mosaic_gpu_sm90.launch(x, None, None, scale, tiles=chosen, cores=cores)
+
+    calls = {str(chosen): [((launch(chosen), x), 1)] for chosen in candidates()}
+    return {name: row.get("ms", row) for name, row in timed(calls, None, rounds).items()}
 
 
 def main(platform: str, kernels: list[str], document: str) -> None:
@@ -108,33 +211,48 @@ def main(platform: str, kernels: list[str], document: str) -> None:
     parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=measure.RESULTS)
     parser.add_argument("--budget", type=float, default=540, help="seconds, after which no case is begun")
+    parser.add_argument(
+        "--sections", help="of check, step, shapes, accuracy, compile, product, tiles, in order"
+    )
     parser.add_argument("--dry-run", action="store_true", help="small matrices, no accelerator needed")
     arguments = parser.parse_args()
     kind = jax.devices()[0].device_kind
     chip = CHIPS.get(kind)
     if arguments.dry_run:
         implementations, rounds, trees = ["blocked"], 2, ["small"]
+        variants, sizes = ["no kernel", "blocked"], [(192, 24)]
         checks, products = CHECKS[:3], [(128, 64), (2, 64, 64)]
     elif jax.default_backend() != platform:
         parser.error(f"the device is {kind!r}, which is no {platform.upper()}. --dry-run runs anywhere.")
     else:
         implementations, rounds, trees = kernels, 7, list(accelerator_model.DEFAULT_TREES[platform])
         checks, products = CHECKS, PRODUCTS
+        variants, sizes = ["no kernel", *kernels[1:]], [(384, 3), (768, 9)]
     cases = [
         ("check", [name, shape], functools.partial(check, name, shape))
         for shape in checks
         for name in implementations
     ]
+    cases += [("step", tree, functools.partial(step, variants, tree, chip, rounds)) for tree in trees]
+    cases += [("shapes", "U-Net", functools.partial(shapes, chip, rounds))]
     cases += [
-        (run.__name__, what, functools.partial(run, implementations, what, chip, rounds))
-        for run, whats in ((product, products), (step, trees))
-        for what in whats
+        ("accuracy", [m, m], functools.partial(accuracy, variants, (m, m), every)) for m, every in sizes
     ]
+    cases += [("compile", tree, functools.partial(compile_time, tree)) for tree in trees[:1]]
+    cases += [
+        ("product", shape, functools.partial(product, implementations, shape, chip, rounds))
+        for shape in products
+    ]
+    if platform == "gpu" and not arguments.dry_run:
+        cases += [("tiles", shape, functools.partial(tiles, shape, rounds)) for shape in products]
     name = "dry_run" if arguments.dry_run else kind.lower().replace(" ", "_")
     path = arguments.out / f"{platform}_{name}.json"
     head = {"provenance": measure.provenance(), "question": "are the kernels right, and how fast"}
     start, rows = time.monotonic(), []
-    for section, what, case in cases:
+    chosen = (
+        arguments.sections.split(",") if arguments.sections else list(dict.fromkeys(s for s, _, _ in cases))
+    )
+    for section, what, case in (case for section in chosen for case in cases if case[0] == section):
         try:
             late = time.monotonic() - start > arguments.budget
             result = {"skipped": "out of budget"} if late else case()
@@ -144,5 +262,5 @@ def main(platform: str, kernels: list[str], document: str) -> None:
                 "where": traceback.format_exc()[-1500:],
             }
         rows.append({"section": section, "what": what, "result": result})
-        print(section, what, json.dumps(result)[:400], flush=True)
+        print(section, what, f"{time.monotonic() - start:.0f} s", json.dumps(result)[:3000], flush=True)
         path.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")

@@ -60,7 +60,7 @@ def case(shape, dtype, budget):
         }
         for name, times in seconds.items()
     }
-    rule = _choose(platform_of(x), shape)
+    rule = _choose(platform_of(x), x)
     return {"shape": shape, "dtype": dtype, "rounds": rounds, "rule": rule, "variants": rows}
 
 
