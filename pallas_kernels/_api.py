@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels import _blocked, _reference
+from pallas_kernels import _blocked, _mosaic_gpu, _reference
 from pallas_kernels._platform import platform_of
 from pallas_kernels._reference import Operands
 
@@ -110,7 +110,7 @@ def symmetric_product_on(
             "share out are plain products; leave one of the two out."
         )
     if implementation is None:
-        implementation = _choose(platform, operands.x.shape)
+        implementation = _choose(platform, operands.x)
     elif not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"symmetric_product(implementation={implementation!r}): no such implementation; "
@@ -119,13 +119,23 @@ def symmetric_product_on(
     return _traced_once(operands, implementation, axis_name, platform)
 
 
-def _choose(platform: str, shape: tuple[int, ...]) -> str:
-    """The rule for `implementation=None`: an implementation is chosen only where it was measured to be faster.
+def _choose(platform: str, x: Any) -> str:
+    """The rule for `implementation=None`: "blocked" on a CPU for m >= 512, a measured kernel, else "reference".
 
-    "blocked" on a CPU for m >= 512, "reference" everywhere else, where no gain has been measured. "hopper" is
-    never chosen: no GPU has run it yet. The figures are in `benchmarks/results/symmetric_product.json`.
+    The CPU's figures are in `benchmarks/results/symmetric_product.json`.
     """
-    return "blocked" if platform == "cpu" and shape[-2] >= 512 else "reference"
+    m = x.shape[-2]
+    return (
+        "blocked" if platform == "cpu" and m >= 512 else measured_kernel(platform, m, x.dtype) or "reference"
+    )
+
+
+def measured_kernel(platform: str, m: int, dtype: jnp.dtype) -> str | None:
+    """The kernel that was measured to be faster than XLA's product [m, m] of half types; None where none was.
+
+    "hopper" on an H100 or H200 from m = 768 on (`benchmarks/results/gpu_nvidia_h100_80gb_hbm3.json`).
+    """
+    return "hopper" if platform == "gpu" and m >= 768 and _mosaic_gpu.is_chosen(dtype) else None
 
 
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:

@@ -144,3 +144,17 @@ def require(dtype: jnp.dtype) -> int:
         raise NotImplementedError(refusal("hopper", reason))
     # A kernel for Blackwell would be an implementation with its own name: only the schedule is shared.
     return suitable_gpu("hopper", dtype, (9,), "9.0 (H100, H200)").cores
+
+
+def is_chosen(dtype: jnp.dtype) -> bool:
+    """Whether the kernel can run, on matrices that are whole.
+
+    Under `jit` alone the sharding of its operands is unknown while they are traced, and the kernel takes no part of a
+    matrix: there has to be one device, or all of them are inside of `jax.shard_map`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = max(1, mesh.size) if mesh.abstract_device else jax.device_count()
+    try:
+        return (devices == 1 or mesh.are_all_axes_manual) and require(dtype) > 0
+    except NotImplementedError:
+        return False

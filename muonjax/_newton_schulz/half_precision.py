@@ -15,6 +15,7 @@ where all singular values are equal. Float16 has three more significant bits, an
 which are of moderate size.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.iteration import or_one, power_of_two_scale, trace_or_one
 from muonjax._newton_schulz.settings import NewtonSchulz, Normalization, takes_gram_form
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch, shrink, shrinkings, sketch
+from pallas_kernels._api import measured_kernel
 
 # R of fused steps is larger by this number in memory. Without the factors a^2 it gets smaller with each step, so that
 # its square would be below the least normal float16: an error that grows with m, and a large one where such numbers are
@@ -139,6 +141,8 @@ def iterate(
             "NewtonSchulz(coefficients=...): in bfloat16 each step needs a linear term; give compute_dtype='float32'."
         )
     m, n = sizes(x, axis_name)
+    if settings.implementation is None and not axis_name:
+        settings = dataclasses.replace(settings, implementation=measured_kernel(policy.platform, m, dtype))
     product = SymmetricProduct(policy.platform, dtype, settings.implementation)
     product = product.shared_by(axis_name if policy.shares_products(m, dtype) else ())
     products = _Products(product, axis_name, policy.symmetric_in_blocks(m))

@@ -4,14 +4,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import symmetric_product
+from pallas_kernels import _mosaic_gpu, symmetric_product
 from pallas_kernels._api import IMPLEMENTATIONS, _choose
 from tests.pallas_kernels.symmetric_product_suite import SymmetricProductSuite, draw, mirrored, oracle
 
 MATRIX = jnp.ones((4, 3))
+NEW = jax.__version_info__ >= _mosaic_gpu.NEEDS_JAX
+
+
+def described(kind, **axes):
+    """As if the devices were GPUs of this kind, on a mesh with these types of axes."""
+    device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=132)
+    mesh = AbstractMesh(
+        (4,) * len(axes), tuple(axes), axis_types=tuple(axes.values()), abstract_device=device
+    )
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 class TestReference(SymmetricProductSuite):
@@ -64,18 +74,38 @@ def test_bad_input_says_what_to_do(arguments, settings, message):
         symmetric_product(*arguments, **settings)
 
 
-def test_the_rule_never_takes_a_kernel_that_no_gpu_has_run():
-    for platform in ("cpu", "gpu", "cuda", "rocm", "tpu"):
-        for m in (64, 512, 4096, 8192):
-            for batch in ((), (8,)):
-                assert _choose(platform, (*batch, m, m)) in ("reference", "blocked")
+@pytest.mark.parametrize(("platform", "m", "dtype", "rule"), [
+    ("cpu", 511, "float32", "reference"),
+    ("cpu", 512, "float32", "blocked"),
+    ("cpu", 2048, "bfloat16", "blocked"),
+    ("gpu", 767, "bfloat16", "reference"),
+    ("gpu", 768, "bfloat16", "hopper"),
+    ("gpu", 4096, "float16", "hopper"),
+    ("gpu", 4096, "float32", "reference"),
+    ("tpu", 4096, "bfloat16", "reference"),
+])  # fmt: skip
+def test_the_rule_takes_what_was_measured_to_be_faster(platform, m, dtype, rule):
+    with described("NVIDIA H100 80GB HBM3"):
+        rule = "reference" if rule == "hopper" and not NEW else rule
+        assert _choose(platform, jax.ShapeDtypeStruct((2, m, 64), dtype)) == rule
 
 
-def test_the_rule_takes_blocked_only_on_a_cpu():
-    for shape in ((512, 64), (2048, 2048), (8, 1024, 1024)):
-        assert _choose("cpu", shape) == "blocked"
-        assert _choose("gpu", shape) == "reference"
-    assert _choose("cpu", (511, 2**20)) == "reference"
+def test_the_rule_takes_no_kernel_that_no_device_of_the_kind_has_run():
+    for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA B200", "Radeon"):
+        with described(kind):
+            assert _choose("gpu", jax.ShapeDtypeStruct((4096, 4096), "bfloat16")) == "reference"
+
+
+def test_the_rule_takes_the_kernel_where_matrices_are_whole():
+    x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
+    for types, whole in {
+        (AxisType.Manual, AxisType.Manual): True,
+        (AxisType.Manual, AxisType.Auto): False,
+        (AxisType.Auto,): False,
+        (AxisType.Explicit,): False,
+    }.items():
+        with described("NVIDIA H100 80GB HBM3", **dict(zip("ab", types, strict=False))):
+            assert _choose("gpu", x) == ("hopper" if whole and NEW else "reference")
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the device may be able to run it")
