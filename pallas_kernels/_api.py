@@ -23,7 +23,6 @@ IMPLEMENTATIONS = {
     "blocked": "_blocked",
     "hopper": "_mosaic_gpu",
     "tpu": "_mosaic_tpu",
-    "quack": "_quack",
 }
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
@@ -61,8 +60,8 @@ def symmetric_product(
       beta: as `alpha`; counts only where `c` is given.
       implementation: `None` for the rule in `_choose`; ``"reference"``: one full product of XLA's;
         ``"blocked"``: the lower triangle in blocks, in plain XLA, any platform; ``"hopper"``: a Pallas
-        kernel for NVIDIA's H100 and H200; ``"tpu"``: a Pallas kernel for TPUs; ``"quack"``: the kernel of the package
-        quack-kernels for NVIDIA's Hopper and Blackwell. If you name one, it runs or raises an error.
+        kernel for NVIDIA's H100 and H200; ``"tpu"``: a Pallas kernel for TPUs. If you name one, it runs or raises an
+        error.
       axis_name: mesh axes, inside of `jax.shard_map`, whose devices all hold these same arguments. Each then
         computes a part of the triangle, as plain products, and one all-gather completes it on all of them. Under
         ``check_vma=True`` the result counts as varying over these axes, though it is the same.
@@ -131,11 +130,12 @@ def _choose(platform: str, x: Any) -> str:
 
 
 def measured_kernel(platform: str, m: int, dtype: jnp.dtype) -> str | None:
-    """The kernel that was measured to be faster than XLA's product [m, m] of half types; None where none was.
+    """The kernel that takes at least a tenth off an update, measured; None where none does.
 
-    "hopper" on an H100 or H200 from m = 768 on (`benchmarks/results/gpu_nvidia_h100_80gb_hbm3.json`).
+    "hopper" on an H100 or H200 from m = 2048 on (`benchmarks/results/gpu_nvidia_h100_80gb_hbm3.json`). From 768 on it
+    saves a twentieth, but seconds to compile for each shape.
     """
-    return "hopper" if platform == "gpu" and m >= 768 and _mosaic_gpu.is_chosen(dtype) else None
+    return "hopper" if platform == "gpu" and m >= 2048 and _mosaic_gpu.is_chosen(dtype) else None
 
 
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:

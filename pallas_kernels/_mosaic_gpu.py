@@ -9,12 +9,13 @@ chip's multiprocessors ("waves"), and the rule below counts just that.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import backend
 
 from pallas_kernels._kernel_batch import launch_batch, refusal
-from pallas_kernels._platform import suitable_gpu
 from pallas_kernels._reference import Operands
 
 # Elements of k that one stage of the pipeline loads: 64 half-precision numbers fill the 128-byte swizzle.
@@ -24,7 +25,7 @@ SQUARE = 64
 # Shared memory that one CTA may use on compute capability 9.0, in bytes (CUDA programming guide, table of
 # technical specifications), less a little for barriers and alignment.
 SHARED_MEMORY = 227 * 1024 - 2048
-# Streaming multiprocessors of an H100 SXM; only used where no device can be asked.
+# Streaming multiprocessors of an H100 SXM, where the device does not say.
 CORES = 132
 
 
@@ -137,13 +138,16 @@ def _aligned(x: jax.Array) -> jax.Array:
     return jnp.pad(x, missing) if any(after for _, after in missing) else x
 
 
+# Parts of the names of devices of compute capability 9.0: the GH200 is one of them.
+_HOPPER = ("H100", "H200", "H800", "H20")
+
+
 def require(dtype: jnp.dtype) -> int:
     """The number of multiprocessors of a device that can run the kernel, or an error that says why not."""
-    if jax.__version_info__ < NEEDS_JAX:
-        reason = f"needs JAX {'.'.join(map(str, NEEDS_JAX))} or newer, this is {jax.__version__}"
+    if reason := _unsuitable(dtype):
         raise NotImplementedError(refusal("hopper", reason))
-    # A kernel for Blackwell would be an implementation with its own name: only the schedule is shared.
-    return suitable_gpu("hopper", dtype, (9,), "9.0 (H100, H200)").cores
+    device = _device()
+    return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or CORES
 
 
 def is_chosen(dtype: jnp.dtype) -> bool:
@@ -154,7 +158,21 @@ def is_chosen(dtype: jnp.dtype) -> bool:
     """
     mesh = jax.sharding.get_abstract_mesh()
     devices = max(1, mesh.size) if mesh.abstract_device else jax.device_count()
-    try:
-        return (devices == 1 or mesh.are_all_axes_manual) and require(dtype) > 0
-    except NotImplementedError:
-        return False
+    return (devices == 1 or mesh.are_all_axes_manual) and not _unsuitable(dtype)
+
+
+def _unsuitable(dtype: jnp.dtype) -> str | None:
+    """Why the kernel can't run; a kernel for Blackwell would be an implementation with its own name."""
+    if jax.__version_info__ < NEEDS_JAX:
+        return f"needs JAX {'.'.join(map(str, NEEDS_JAX))} or newer, this is {jax.__version__}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, got {jnp.dtype(dtype).name}"
+    device = _device()
+    if device.platform == "gpu" and any(name in device.device_kind for name in _HOPPER):
+        return None
+    return f"needs a GPU of compute capability 9.0 (H100, H200), the device is {device.device_kind!r}"
+
+
+def _device() -> Any:
+    """The device, or its description where a program is lowered for a machine that isn't here."""
+    return jax.sharding.get_abstract_mesh().abstract_device or backend.get_default_device()
