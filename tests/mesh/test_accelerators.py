@@ -4,13 +4,15 @@
 """
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import muonjax
 from benchmarks.common import ahead_of_time, hlo_counts
@@ -79,6 +81,22 @@ def test_the_compiler_sends_what_owners_are_assigned_by(platform, name, collecti
     sent = sum(one.sent for one in assigned(tx, case.params(None)).rounds)
     assert counts.total_collectives == collectives
     assert counts.mebibytes * 2**20 == pytest.approx(sent, rel=0.01)
+
+
+@pytest.mark.thorough
+def test_owners_on_a_mesh_of_gpus_run_the_kernel_and_xla_cuts_no_matrix_of_it():
+    mesh = Mesh(np.array(devices("gpu")), ("fsdp",))
+    specs = {name: P("fsdp", None) for name in "abcdefgh"}
+    params = {
+        name: jax.ShapeDtypeStruct((2048, 2048), jnp.float32, sharding=NamedSharding(mesh, spec))
+        for name, spec in specs.items()
+    }
+    for distribution in (muonjax.Distribution(mesh, specs), None):  # without: XLA cuts the products
+        tx = muonjax.orthogonalize(newton_schulz=QUICK(), distribution=distribution)
+        update = jax.jit(lambda x, tx=tx: tx.update(x, tx.init(x))[0])
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            text = update.lower(params).compile(compiler_options=OPTIONS).as_text()
+        assert ("mosaic_gpu" in text) == (distribution is not None)
 
 
 @pytest.mark.thorough
