@@ -135,7 +135,7 @@ def muon(
         matrices(None)  # for the checks of the momentum's settings
     adams = adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay
     adam = optax.adamw(adam_rate, *adams, nesterov=nesterov)
-    return partition_by_route(call, matrices, adam, numbers)
+    return partition_by_route(call, matrices, lambda _: adam, numbers)
 
 
 def scale_by_muon(

@@ -15,6 +15,7 @@ from muonjax._common.arguments import (
     check_mask,
     check_range,
     check_rates,
+    check_transformation,
     check_update,
     errors_of,
     explains_keywords,
@@ -66,7 +67,7 @@ def _orthogonalized(
     call: str,
     members: Sequence[Callable[..., optax.GradientTransformation]],
     end: Sequence[optax.GradientTransformation],
-    adamw: optax.GradientTransformation,
+    adamw: Callable[[Any], optax.GradientTransformation],
     program: DimensionNumbersTree | None,
     *,
     decay: float = 0.95,
@@ -82,7 +83,7 @@ def _orthogonalized(
       call: Names the optimizer in errors.
       members: Make what follows in the chain, from `dimension_numbers`, those of the matrices.
       end: What follows them.
-      adamw: The transformation of all other leaves where `adam` is None.
+      adamw: Makes the transformation of all other leaves from the whole tree, where `adam` is None.
       program: Which leaves are matrices, and how: what `muonjax.inspect` returns, a tree of `MuonDimensionNumbers` or
         None, a prefix, or a function of the parameters. None reads it off names and shapes (`muonjax.tabulate` shows
         how).
@@ -99,6 +100,8 @@ def _orthogonalized(
     check_distribution(distribution, call=call)
     settings_of(newton_schulz, call)
     check_program(call, "program", program)
+    if adam is not None:
+        check_transformation(f"{call}(adam", adam)
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(
@@ -109,7 +112,7 @@ def _orthogonalized(
             *map(offload, end),
         )
 
-    return partition_by_route(call, matrices, adamw if adam is None else adam, program)
+    return partition_by_route(call, matrices, adamw if adam is None else lambda _: adam, program)
 
 
 @explains_keywords("muon", _orthogonalized)
@@ -259,10 +262,16 @@ def _decayed(
     return _orthogonalized(call, members, end, _adamw(learning_rate, weight_decay, mask), program, **settings)
 
 
-def _adamw(learning_rate: optax.ScalarOrSchedule, decay: float, mask: Any) -> optax.GradientTransformation:
-    """For the leaves that are no matrices; None as the mask means all but vectors."""
-    mask = decays if mask is None else mask
-    return optax.adamw(learning_rate, b2=0.95, weight_decay=decay, mask=mask)
+def _adamw(
+    learning_rate: optax.ScalarOrSchedule, decay: float, mask: Any
+) -> Callable[[Any], optax.GradientTransformation]:
+    """For the leaves of a tree that are no matrices; None as the mask means all but vectors."""
+
+    def of_tree(tree: Any) -> optax.GradientTransformation:
+        own = partial(lambda found, _: found, decays(tree)) if mask is None else mask
+        return optax.adamw(learning_rate, b2=0.95, weight_decay=decay, mask=own)
+
+    return of_tree
 
 
 class AdamWSettings(TypedDict, total=False):

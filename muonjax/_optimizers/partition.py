@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import check_transformation, check_update, other_state, warn_user
+from muonjax._common.arguments import check_update, other_state, warn_user
 from muonjax._common.trees import dtype_of, flatten_paths, is_masked
 from muonjax._matrices.matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
 from muonjax._mesh.distribution import offload
@@ -19,25 +19,27 @@ from muonjax._transforms.momentum import check_kind, has_int8
 def partition_by_route(
     call: str,
     matrices: Callable[[Any], optax.GradientTransformation],
-    adam: optax.GradientTransformation,
+    others: Callable[[Any], optax.GradientTransformation],
     dimension_numbers: DimensionNumbersTree | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`matrices(dimension numbers)` for the leaves that are matrices, `adam` for all others.
+    """`matrices(dimension numbers)` for the leaves that are matrices, `others(tree)` for all others.
 
     Args:
       call: Names the optimizer in errors.
       matrices: Makes the transformation of the matrices from their dimension numbers.
+      others: Makes that of all other leaves from the whole tree.
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
-    check_transformation(f"{call}(adam", adam)
-    adam = offload(adam)
     last: Any = None, None  # the last tree, as `_kinds` tells it, and its partition
 
     def decide(tree: Any, params: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
         nonlocal last
         # For the whole tree: routing looks at the neighbors of a leaf, which a partition hides.
         numbers, labels = _route(dimension_numbers, tree, params, call, warn=warn)
-        inner: dict[Hashable, optax.GradientTransformation] = {"muon": matrices(numbers), "adam": adam}
+        inner: dict[Hashable, optax.GradientTransformation] = {
+            "muon": matrices(numbers),
+            "adam": offload(others(tree)),
+        }
         if "fixed" in jax.tree.leaves(labels):
             inner["fixed"] = _fixed()
         # A function, for Optax would call a tree that is callable, as an Equinox module is.
