@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels import _blocked, _mosaic_gpu, _reference
+from pallas_kernels import _mosaic_gpu, _xla
 from pallas_kernels._platform import platform_of
-from pallas_kernels._reference import Operands
+from pallas_kernels._xla import Operands
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact
 
 # Each name and the module, which is imported when the implementation first runs.
 IMPLEMENTATIONS = {
-    "reference": "_reference",
-    "blocked": "_blocked",
+    "reference": "_xla",
+    "blocked": "_xla",
     "hopper": "_mosaic_gpu",
     "tpu": "_mosaic_tpu",
 }
@@ -153,7 +153,7 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
                 f"symmetric_product({name}=...) needs shape {tuple(shape)} and dtype {x.dtype.name} "
                 f"to go with x of shape {x.shape}, got {value.shape} and {value.dtype.name}."
             )
-    real = jnp.finfo(_reference.accumulator(x.dtype)).dtype
+    real = jnp.finfo(_xla.accumulator(x.dtype)).dtype
     scalars = []
     for name, value in (("alpha", alpha), ("beta", beta)):
         dtype = np.dtype(getattr(value, "dtype", type(value)))
@@ -175,9 +175,9 @@ def _run(
     operands: Operands, implementation: str, axis_name: tuple[str, ...], platform: str
 ) -> Inexact[Array, "*batch m m"]:
     if axis_name:
-        return _blocked.shared_product(operands, axis_name=axis_name)
+        return _xla.shared_product(operands, axis_name=axis_name)
     if implementation == "blocked":
-        return _blocked.symmetric_product(operands, platform=platform)
+        return _xla.blocked_product(operands, platform=platform)
     module = importlib.import_module(f"pallas_kernels.{IMPLEMENTATIONS[implementation]}")
     return module.symmetric_product(operands)
 
@@ -193,18 +193,18 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
     """
     (operands,), ((dx, dy, dc, dalpha, dbeta),) = primals, tangents
     x, y, c, alpha, beta = operands
-    wide = _reference.accumulator(x.dtype)
+    wide = _xla.accumulator(x.dtype)
 
     def scale(number, matrix):
-        return _reference.scaled(number, matrix.astype(wide))
+        return _xla.scaled(number, matrix.astype(wide))
 
     def half(a, b):
         # In X's dtype: the transposed product then has two operands of X's dtype as well.
-        return jnp.einsum("...ik,...jk->...ij", a, b.conj(), precision=_reference.precision(x.dtype))
+        return jnp.einsum("...ik,...jk->...ij", a, b.conj(), precision=_xla.precision(x.dtype))
 
     def of_x():
         if y is not None:
-            return _reference.mirror(scale(alpha, half(dx, y)))
+            return _xla.mirror(scale(alpha, half(dx, y)))
         m = half(dx, x).astype(wide)
         return scale(alpha, m + m.mT.conj())
 
@@ -214,10 +214,10 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
 
     parts = (
         (dx, of_x),
-        (dy, lambda: _reference.mirror(scale(alpha, half(x, dy)))),
-        (dc, lambda: _reference.mirror(scale(beta, dc))),
+        (dy, lambda: _xla.mirror(scale(alpha, half(x, dy)))),
+        (dc, lambda: _xla.mirror(scale(beta, dc))),
         (dalpha, of_alpha),
-        (None if c is None else dbeta, lambda: _reference.mirror(scale(dbeta, c))),
+        (None if c is None else dbeta, lambda: _xla.mirror(scale(dbeta, c))),
     )
     terms = [part() for tangent, part in parts if not isinstance(tangent, SymbolicZero | None)]
     out = _product(operands, implementation, axis_name, platform)

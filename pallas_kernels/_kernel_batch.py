@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels._reference import Operands
+from pallas_kernels._xla import Operands
 
 
 def by_batch(function: Callable[..., jax.Array], implementation: str) -> Callable[..., jax.Array]:

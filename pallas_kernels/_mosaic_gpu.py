@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import backend
 
 from pallas_kernels._kernel_batch import launch_batch, refusal
-from pallas_kernels._reference import Operands
+from pallas_kernels._xla import Operands
 
 # Elements of k that one stage of the pipeline loads: 64 half-precision numbers fill the 128-byte swizzle.
 DEPTH = 64

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.extend import backend
 
 from pallas_kernels._kernel_batch import launch_batch, rectangle, refusal, unfold
-from pallas_kernels._reference import Operands
+from pallas_kernels._xla import Operands
 
 # Chips whose two cores run one program together and share its tiles ("megacore").
 TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")

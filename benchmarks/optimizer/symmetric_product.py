@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import measure
-from pallas_kernels import _reference, symmetric_product
+from pallas_kernels import _xla, symmetric_product
 from pallas_kernels._api import _choose
 from pallas_kernels._platform import platform_of
 
@@ -32,8 +32,8 @@ SHAPES += [(8, 512, 512), (8, 512, 2048), (8, 768, 768), (8, 1024, 1024)]
 
 
 def plain(x):
-    wide = _reference.accumulator(x.dtype)
-    precision = _reference.precision(x.dtype)
+    wide = _xla.accumulator(x.dtype)
+    precision = _xla.precision(x.dtype)
     out = jnp.einsum("...ik,...jk->...ij", x, x, precision=precision, preferred_element_type=wide)
     return out.astype(x.dtype)
 

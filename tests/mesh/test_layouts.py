@@ -12,7 +12,7 @@ import muonjax
 from muonjax import NewtonSchulz
 from muonjax._common.platform import Policy
 from muonjax._mesh.exchange import exchange
-from pallas_kernels import _blocked
+from pallas_kernels import _xla
 from tests.mesh.layouts import (
     LAYOUTS,
     NUMBERS,
@@ -81,8 +81,8 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_pr
         products.append(operands.x.shape)
         return shared_product(operands, **settings)
 
-    shared_product = _blocked.shared_product
-    monkeypatch.setattr(_blocked, "shared_product", counted)
+    shared_product = _xla.shared_product
+    monkeypatch.setattr(_xla, "shared_product", counted)
     for worth in (False, True):
         flops = 0.0 if worth else np.inf
         monkeypatch.setattr("muonjax._common.platform.flops_a_second", lambda _, flops=flops: flops)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.common import hlo_counts
-from pallas_kernels import _blocked, symmetric_product
+from pallas_kernels import _xla, symmetric_product
 from tests.pallas_kernels.symmetric_product_suite import SymmetricProductSuite
 
 
@@ -16,7 +16,7 @@ class TestBlocked(SymmetricProductSuite):
 
     @pytest.fixture(autouse=True)
     def _small_blocks(self, monkeypatch):
-        monkeypatch.setitem(inspect.unwrap(_blocked.symmetric_product).__kwdefaults__, "smallest", 4)
+        monkeypatch.setitem(inspect.unwrap(_xla.blocked_product).__kwdefaults__, "smallest", 4)
 
 
 def _flops(implementation, m=1024):
