@@ -268,7 +268,9 @@ def _adamw(
     """For the leaves of a tree that are no matrices; None as the mask means all but vectors."""
 
     def of_tree(tree: Any) -> optax.GradientTransformation:
-        own = partial(lambda found, _: found, decays(tree)) if mask is None else mask
+        own = decays(tree) if mask is None else mask
+        if mask is None and callable(own):  # a tree may be callable, as an Equinox module is
+            own = partial(lambda found, _: found, own)
         return optax.adamw(learning_rate, b2=0.95, weight_decay=decay, mask=own)
 
     return of_tree
