@@ -110,7 +110,7 @@ def symmetric_product_on(
         )
     if implementation is None:
         implementation = _choose(platform, operands.x)
-    elif not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
+    elif implementation not in (*IMPLEMENTATIONS, _HOPPER_ON_A_GPU):
         raise ValueError(
             f"symmetric_product(implementation={implementation!r}): no such implementation; "
             f"choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None for the rule."
@@ -118,24 +118,29 @@ def symmetric_product_on(
     return _traced_once(operands, implementation, axis_name, platform)
 
 
-def _choose(platform: str, x: Any) -> str:
+def _choose(platform: str, x: jax.Array) -> str:
     """The rule for `implementation=None`: "blocked" on a CPU for m >= 512, a measured kernel, else "reference".
 
     The CPU's figures are in `benchmarks/results/symmetric_product.json`.
     """
-    m = x.shape[-2]
-    return (
-        "blocked" if platform == "cpu" and m >= 512 else measured_kernel(platform, m, x.dtype) or "reference"
-    )
+    if platform == "cpu":
+        return "blocked" if x.shape[-2] >= 512 else "reference"
+    return measured_kernel(platform, x, x.dtype) or "reference"
 
 
-def measured_kernel(platform: str, m: int, dtype: jnp.dtype) -> str | None:
-    """The kernel that takes at least a tenth off an update, measured; None where none does.
+# Where a program runs is known only when it is compiled: arrays may be committed to a CPU of a machine that has a GPU.
+_HOPPER_ON_A_GPU = "hopper on a GPU"
 
-    "hopper" on an H100 or H200 from m = 2048 on (`benchmarks/results/gpu_nvidia_h100_80gb_hbm3.json`). From 768 on it
-    saves a twentieth, but seconds to compile for each shape.
+
+def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None:
+    """The kernel that takes a tenth or more off an update with products of x [*batch, m, k] in `dtype`.
+
+    That of "hopper" on an H100: for m = 2048 by the model at its pessimistic end, for m = 4096 measured
+    (`gpu_model.json` and `gpu_nvidia_h100_80gb_hbm3.json` in benchmarks/results). For m = 768 it saves 3 to 5 percent,
+    and takes longer to compile.
     """
-    return "hopper" if platform == "gpu" and m >= 2048 and _mosaic_gpu.is_chosen(dtype) else None
+    is_large = platform == "gpu" and x.shape[-2] >= 2048 and x.size > 0
+    return _HOPPER_ON_A_GPU if is_large and _mosaic_gpu.is_chosen(x, dtype) else None
 
 
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
@@ -178,6 +183,9 @@ def _run(
         return _xla.shared_product(operands, axis_name=axis_name)
     if implementation == "blocked":
         return _xla.blocked_product(operands, platform=platform)
+    if implementation == _HOPPER_ON_A_GPU:
+        on_a_gpu, elsewhere = _mosaic_gpu.symmetric_product, _xla.symmetric_product
+        return jax.lax.platform_dependent(operands, cuda=on_a_gpu, default=elsewhere)
     module = importlib.import_module(f"pallas_kernels.{IMPLEMENTATIONS[implementation]}")
     return module.symmetric_product(operands)
 

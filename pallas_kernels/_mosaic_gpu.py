@@ -95,8 +95,8 @@ class Tiles:
         return math.ceil(batch * self.count(m) / cores)
 
 
-# What one round costs for each shape of tile, in units of a 128×128 tile's. From the bytes that a tile loads
-# for each multiply-add: a guess until a GPU has timed it. Only the order of the candidates depends on it.
+# What one round costs for each shape of tile, in units of a 128×128 tile's. From the bytes that a tile loads for each
+# multiply-add: no tile was timed alone. Only the order of the candidates depends on it.
 _COST = {(128, 1): 1.0, (128, 2): 1.85, (64, 2): 0.6}
 
 SHAPES = (
@@ -139,7 +139,7 @@ def _aligned(x: jax.Array) -> jax.Array:
 
 
 # Parts of the names of devices of compute capability 9.0: the GH200 is one of them.
-_HOPPER = ("H100", "H200", "H800", "H20")
+_HOPPER = ("H100", "H800", "H20")  # H20 and H200
 
 
 def require(dtype: jnp.dtype) -> int:
@@ -150,15 +150,17 @@ def require(dtype: jnp.dtype) -> int:
     return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or CORES
 
 
-def is_chosen(dtype: jnp.dtype) -> bool:
-    """Whether the kernel can run, on matrices that are whole.
+def is_chosen(x: jax.Array, dtype: jnp.dtype) -> bool:
+    """Whether the kernel can run and was measured, and takes whole matrices there.
 
-    Under `jit` alone the sharding of its operands is unknown while they are traced, and the kernel takes no part of a
-    matrix: there has to be one device, or all of them are inside of `jax.shard_map`.
+    Under `jit` alone the sharding of x is unknown while it is traced: there has to be one device, or all of them are
+    inside of `jax.shard_map`.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    devices = max(1, mesh.size) if mesh.abstract_device else jax.device_count()
-    return (devices == 1 or mesh.are_all_axes_manual) and not _unsuitable(dtype)
+    context = jax.sharding.get_abstract_mesh()
+    mesh = jax.typeof(x).sharding.mesh if context.empty else context
+    alone = mesh.size == 1 if not mesh.empty else context.abstract_device or jax.device_count() == 1
+    measured = _device().device_kind == "NVIDIA H100 80GB HBM3"
+    return measured and bool(alone or mesh.are_all_axes_manual) and not _unsuitable(dtype)
 
 
 def _unsuitable(dtype: jnp.dtype) -> str | None:

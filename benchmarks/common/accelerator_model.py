@@ -34,6 +34,15 @@ TREES: dict[str, dict[str, tuple[tuple[int, int], int]]] = {
         "up": ((4096, 14336), 4),
         "value": ((4096, 1024), 4),
     },
+    "Llama-1B, 4 layers": {
+        "down": ((8192, 2048), 4),
+        "gate": ((2048, 8192), 4),
+        "key": ((2048, 512), 4),
+        "out": ((2048, 2048), 4),
+        "query": ((2048, 2048), 4),
+        "up": ((2048, 8192), 4),
+        "value": ((2048, 512), 4),
+    },
     "small": {"down": ((1024, 256), 2), "square": ((256, 256), 4), "up": ((256, 1024), 2)},
 }
 _LLAMA = TREES["Llama-8B, 4 layers"]
@@ -47,7 +56,7 @@ TREES |= {
     )
 }
 DEFAULT_TREES = {
-    "gpu": ("GPT-2-small", "Llama-8B, 4 layers"),
+    "gpu": ("GPT-2-small", "Llama-1B, 4 layers", "Llama-8B, 4 layers"),
     "tpu": ("GPT-2-small", "Llama-8B, 4096x4096", "Llama-8B, 1024x4096", "Llama-8B, 4096x14336"),
 }
 
@@ -91,17 +100,11 @@ def methods() -> dict[str, Method]:
 
 def kernel_methods(implementation: str) -> dict[str, Method]:
     """Our methods with the named implementation of symmetric products; without a kernel for "no kernel"."""
-    named = {"fast": muonjax.NewtonSchulz.fast(), "balanced": muonjax.NewtonSchulz()}
+    presets = {"fast": muonjax.NewtonSchulz.fast(), "balanced": muonjax.NewtonSchulz()}
+    rows = {name: {"coefficients": settings.coefficients} for name, settings in presets.items()}
     if implementation == "no kernel":
-        return {f"{name}, no kernel": _without_kernels(ours(**_own(s))) for name, s in named.items()}
-    return {
-        f'{name}, "{implementation}"': ours(**_own(s) | {"implementation": implementation})
-        for name, s in named.items()
-    }
-
-
-def _own(settings: muonjax.NewtonSchulz) -> dict[str, Any]:
-    return {"coefficients": settings.coefficients}
+        return {f"{name}, no kernel": _without_kernels(ours(**row)) for name, row in rows.items()}
+    return {f'{n}, "{implementation}"': ours(**row, implementation=implementation) for n, row in rows.items()}
 
 
 def _without_kernels(method: Method) -> Method:

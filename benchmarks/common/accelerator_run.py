@@ -1,4 +1,4 @@
-"""Check and time the kernels and whole updates on the accelerator that is here, beside the modeled figures."""
+"""Check and time the kernels and whole updates on the accelerator that is here, and model them."""
 
 import argparse
 import functools
@@ -66,15 +66,14 @@ def check(implementation, shape):
 def timed(calls: dict[str, list[tuple[Call, int]]], chip: str | None, rounds: int) -> dict[str, Any]:
     """Milliseconds of methods in turn, each a sum of programs that count so often; the first is the baseline.
 
-    Beside them: what the model has for the compiled programs, and the processor time to trace and compile them.
+    With the time that the model gives the compiled programs.
     """
     programs, rows = {}, {}
     for name, parts in calls.items():
         try:
             jax.clear_caches()  # of traces with other kernels
-            start = time.process_time()
             compiled = [jax.jit(f).lower(argument).compile() for (f, argument), _ in parts]
-            rows[name] = {"compile_processor_seconds": time.process_time() - start}
+            rows[name] = {}
         except Exception as error:  # what the other methods take is still worth knowing
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
             continue
@@ -99,35 +98,32 @@ def timed(calls: dict[str, list[tuple[Call, int]]], chip: str | None, rounds: in
         for name in rows
         if (own := [key for key in programs if key[0] == name])
     }
-    baseline = next(iter(totals.values()))
+    baseline = totals[next(iter(calls))]
     for name, own in totals.items():
-        rows[name] = {"ms": 1e3 * statistics.median(own)} | measure.summary(own, baseline) | rows[name]
+        rows[name] |= {"ms": 1e3 * statistics.median(own)} | measure.summary(own, baseline)
     return rows
 
 
-def product(implementations, shape, chip, rounds):
+def product(kernels, shape, chip, rounds):
     """One symmetric product by each implementation, and by `einsum`."""
     x = draw(shape, "bfloat16", 0)
 
     def plain(x):
         return jnp.einsum("...ik,...jk->...ij", x, x, preferred_element_type=x.dtype)
 
-    by = {
-        name: functools.partial(symmetric_product, implementation=name)
-        for name in (*implementations, "reference")
-    }
+    by = {name: functools.partial(symmetric_product, implementation=name) for name in (*kernels, "reference")}
     return timed({name: [((f, x), 1)] for name, f in ({"plain": plain} | by).items()}, chip, rounds)
 
 
-def methods(implementations):
-    """What is compared; steps without deflation only in the model."""
-    chosen = accelerator_model.methods()
-    for name in implementations:
+def methods(kernels):
+    """Optax's updates, and ours without a kernel and with each."""
+    chosen = {name: method for name, method in accelerator_model.methods().items() if "Optax" in name}
+    for name in ("no kernel", *kernels):
         chosen |= accelerator_model.kernel_methods(name)
-    return {name: method for name, method in chosen.items() if "deflation" not in name}
+    return chosen
 
 
-def step(implementations, tree, chip, rounds):
+def step(kernels, tree, chip, rounds):
     """Whole updates of a tree, by each method: the sum of the programs that the model counts."""
     drawn = functools.cache(draw)  # the methods share their gradients
     calls = {
@@ -135,24 +131,24 @@ def step(implementations, tree, chip, rounds):
             ((update, {key: drawn(shape, dtype, i) for i, (key, shape) in enumerate(shapes.items())}), count)
             for shapes, count in accelerator_model.parts(tree, name, jax.default_backend())
         ]
-        for name, (update, dtype) in methods(implementations).items()
+        for name, (update, dtype) in methods(kernels).items()
     }
     return timed(calls, chip, rounds)
 
 
-def shapes(chip, rounds):
-    """The many shapes of a convolutional network."""
-    tree, functions = many_shapes.updates()
+def shapes(most, chip, rounds):
+    """The many shapes of a convolutional network, or a few of them."""
+    tree, functions = many_shapes.updates(most)
     grads = {name: draw(x.shape, x.dtype, i) for i, (name, x) in enumerate(tree.items())}
     return timed({name: [((f, grads), 1)] for name, f in functions.items()}, chip, rounds)
 
 
-def accuracy(implementations, shape, every):
+def accuracy(kernels, shape, every):
     """Polar errors of whole updates on recorded spectra, in the dtypes that are chosen for this device."""
     rng = np.random.default_rng(0)
     matrices = [momentum.matrix(s, *shape, rng) for s in momentum.spectra()[::every]]
     rows = {}
-    for name, (update, dtype) in methods(implementations).items():
+    for name, (update, dtype) in methods(kernels).items():
         try:
             found = [
                 np.asarray(y, np.float64)
@@ -171,7 +167,7 @@ def accuracy(implementations, shape, every):
 
 def seconds_to_compile(tree, name):
     """Seconds on the clock until an update of the tree is traced and compiled; call it in a process of its own."""
-    update, dtype = methods(["no kernel"])[name]
+    update, dtype = (accelerator_model.methods() | methods([]))[name]
     ((shapes, _),) = accelerator_model.parts(tree, name, "gpu")
     jax.jit(jnp.sin)(1.0)  # starts the device
     start = time.perf_counter()
@@ -219,48 +215,38 @@ def main(platform: str, kernels: list[str], document: str) -> None:
     kind = jax.devices()[0].device_kind
     chip = CHIPS.get(kind)
     if arguments.dry_run:
-        implementations, rounds, trees = ["blocked"], 2, ["small"]
-        variants, sizes = ["no kernel", "blocked"], [(192, 24)]
-        checks, products = CHECKS[:3], [(128, 64), (2, 64, 64)]
+        kernels, rounds, trees = ["blocked"], 2, ["small"]
+        checks, products, sizes = CHECKS[:3], [(128, 64), (2, 64, 64)], [((192, 192), 24)]
     elif jax.default_backend() != platform:
         parser.error(f"the device is {kind!r}, which is no {platform.upper()}. --dry-run runs anywhere.")
     else:
-        implementations, rounds, trees = kernels, 7, list(accelerator_model.DEFAULT_TREES[platform])
-        checks, products = CHECKS, PRODUCTS
-        variants, sizes = ["no kernel", *kernels[1:]], [(384, 3), (768, 9)]
-    cases = [
-        ("check", [name, shape], functools.partial(check, name, shape))
-        for shape in checks
-        for name in implementations
-    ]
-    cases += [("step", tree, functools.partial(step, variants, tree, chip, rounds)) for tree in trees]
-    cases += [("shapes", "U-Net", functools.partial(shapes, chip, rounds))]
-    cases += [
-        ("accuracy", [m, m], functools.partial(accuracy, variants, (m, m), every)) for m, every in sizes
-    ]
-    cases += [("compile", tree, functools.partial(compile_time, tree)) for tree in trees[:1]]
-    cases += [
-        ("product", shape, functools.partial(product, implementations, shape, chip, rounds))
-        for shape in products
-    ]
-    if platform == "gpu" and not arguments.dry_run:
-        cases += [("tiles", shape, functools.partial(tiles, shape, rounds)) for shape in products]
+        rounds, trees = 7, accelerator_model.DEFAULT_TREES[platform]
+        checks, products, sizes = CHECKS, PRODUCTS, [((384, 384), 3), ((768, 768), 9), ((2048, 4096), 36)]
+    cases = [("check", [name, shape], check, (name, shape)) for shape in checks for name in kernels]
+    cases += [("step", tree, step, (kernels, tree, chip, rounds)) for tree in trees]
+    cases += [("shapes", "U-Net", shapes, (2 if arguments.dry_run else None, chip, rounds))]
+    cases += [("accuracy", shape, accuracy, (kernels, shape, every)) for shape, every in sizes]
+    cases += [("product", shape, product, (kernels, shape, chip, rounds)) for shape in products]
+    if platform == "gpu":
+        cases += [("compile", trees[0], compile_time, (trees[0],))]
+        cases += [("tiles", shape, tiles, (shape, rounds)) for shape in products if not arguments.dry_run]
     name = "dry_run" if arguments.dry_run else kind.lower().replace(" ", "_")
     path = arguments.out / f"{platform}_{name}.json"
     head = {"provenance": measure.provenance(), "question": "are the kernels right, and how fast"}
     start, rows = time.monotonic(), []
-    chosen = (
-        arguments.sections.split(",") if arguments.sections else list(dict.fromkeys(s for s, _, _ in cases))
-    )
-    for section, what, case in (case for section in chosen for case in cases if case[0] == section):
+    if arguments.sections:
+        chosen = arguments.sections.split(",")
+        cases = [case for section in chosen for case in cases if case[0] == section]
+    for section, what, run, given in cases:
         try:
             late = time.monotonic() - start > arguments.budget
-            result = {"skipped": "out of budget"} if late else case()
+            result = {"skipped": "out of budget"} if late else run(*given)
         except Exception as error:
             result = {
                 "error": f"{type(error).__name__}: {error}"[:2000],
                 "where": traceback.format_exc()[-1500:],
             }
-        rows.append({"section": section, "what": what, "result": result})
+        commit = head["provenance"]["commit"]
+        rows.append({"section": section, "what": what, "result": result, "commit": commit})
         print(section, what, f"{time.monotonic() - start:.0f} s", json.dumps(result)[:3000], flush=True)
         path.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")

@@ -36,9 +36,11 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return found | {"attention/out": (512, 512)}
 
 
-def updates() -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, Callable[[Any], Any]]]:
-    """The shapes of the gradients, and both orthogonalizations of them."""
-    tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes().items()}
+def updates(
+    most: int | None = None,
+) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, Callable[[Any], Any]]]:
+    """The shapes of the gradients, all or the first few, and both orthogonalizations of them."""
+    tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in [*shapes().items()][:most]}
     kernel, dense = muonjax.MuonDimensionNumbers((0, 1, 2), 3), muonjax.MuonDimensionNumbers()
     numbers = {name: kernel if len(x.shape) == 4 else dense for name, x in tree.items()}
 

@@ -15,7 +15,6 @@ where all singular values are equal. Float16 has three more significant bits, an
 which are of moderate size.
 """
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -141,9 +140,10 @@ def iterate(
             "NewtonSchulz(coefficients=...): in bfloat16 each step needs a linear term; give compute_dtype='float32'."
         )
     m, n = sizes(x, axis_name)
-    if settings.implementation is None and not axis_name:
-        settings = dataclasses.replace(settings, implementation=measured_kernel(policy.platform, m, dtype))
-    product = SymmetricProduct(policy.platform, dtype, settings.implementation)
+    implementation = settings.implementation
+    if implementation is None and not axis_name:
+        implementation = measured_kernel(policy.platform, x, dtype)
+    product = SymmetricProduct(policy.platform, dtype, implementation)
     product = product.shared_by(axis_name if policy.shares_products(m, dtype) else ())
     products = _Products(product, axis_name, policy.symmetric_in_blocks(m))
     x = x.astype(jnp.float32)
@@ -153,19 +153,23 @@ def iterate(
         z, basis = (power_of_two_scale(x, axis_name) * x).astype(dtype), None
     else:
         z, basis = shrink(x, shrinking, dtype), shrinking.v
-    q, z = _steps(products, z, settings, basis, fused_steps(settings, policy, m, n))
+    q, z = _steps(
+        products, z, settings, basis, fused_steps(settings, policy, m, n, implementation is not None)
+    )
     # A stack's result is cut, and in half precision that moves half as much.
     return products.summed(q, z) if x.ndim == 2 else products.rounded(q, z).astype(jnp.float32)
 
 
-def fused_steps(settings: NewtonSchulz, policy: Policy, m: int, n: int) -> tuple[int, jnp.dtype]:
+def fused_steps(
+    settings: NewtonSchulz, policy: Policy, m: int, n: int, by_kernel: bool = False
+) -> tuple[int, jnp.dtype]:
     """How many of the last steps are made as one map, and in which dtype.
 
     In bfloat16 two are accurate enough, unless one of them is the second of all steps; in float16 three, or all but the
     first (emulated for the presets: benchmarks/optimizer/half_precision.py). A kernel rounds its sums to bfloat16, so
     float16 afterwards would gain nothing.
     """
-    dtype = jnp.dtype(jnp.bfloat16) if settings.implementation else policy.finer_half
+    dtype = jnp.dtype(jnp.bfloat16) if by_kernel else policy.finer_half
     most, before = (3, 1) if dtype == jnp.float16 else (2, 2)
     number = min(most, len(settings.coefficients) - before)
     while (

@@ -1,17 +1,23 @@
+import functools
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from muonjax import NewtonSchulz
+from muonjax._common.platform import Policy
+from muonjax._newton_schulz.polar_factor import polar_factor
 from pallas_kernels import _mosaic_gpu, symmetric_product
-from pallas_kernels._api import IMPLEMENTATIONS, _choose
+from pallas_kernels._api import IMPLEMENTATIONS, _choose, symmetric_product_on
 from tests.pallas_kernels.symmetric_product_suite import SymmetricProductSuite, draw, mirrored, oracle
 
 MATRIX = jnp.ones((4, 3))
+H100 = "NVIDIA H100 80GB HBM3"
 NEW = jax.__version_info__ >= _mosaic_gpu.NEEDS_JAX
 
 
@@ -22,6 +28,11 @@ def described(kind, **axes):
         (4,) * len(axes), tuple(axes), axis_types=tuple(axes.values()), abstract_device=device
     )
     return jax.sharding.use_abstract_mesh(mesh)
+
+
+def one_h100():
+    """As if JAX's default device were an H100, and all arrays on a CPU."""
+    return mock.patch.object(_mosaic_gpu, "_device", return_value=AbstractDevice(H100, 132, "gpu"))
 
 
 class TestReference(SymmetricProductSuite):
@@ -74,38 +85,70 @@ def test_bad_input_says_what_to_do(arguments, settings, message):
         symmetric_product(*arguments, **settings)
 
 
-@pytest.mark.parametrize(("platform", "m", "dtype", "rule"), [
-    ("cpu", 511, "float32", "reference"),
-    ("cpu", 512, "float32", "blocked"),
-    ("cpu", 2048, "bfloat16", "blocked"),
-    ("gpu", 2047, "bfloat16", "reference"),
-    ("gpu", 2048, "bfloat16", "hopper"),
-    ("gpu", 4096, "float16", "hopper"),
-    ("gpu", 4096, "float32", "reference"),
-    ("tpu", 4096, "bfloat16", "reference"),
+CHOSEN = "hopper on a GPU" if NEW else "reference"
+
+
+@pytest.mark.parametrize(("platform", "shape", "dtype", "rule"), [
+    ("cpu", (511, 2048), "float32", "reference"),
+    ("cpu", (512, 64), "float32", "blocked"),
+    ("cpu", (2048, 64), "bfloat16", "blocked"),
+    ("gpu", (2047, 4096), "bfloat16", "reference"),
+    ("gpu", (2, 2048, 64), "bfloat16", CHOSEN),
+    ("gpu", (4096, 64), "float16", CHOSEN),
+    ("gpu", (4096, 64), "float32", "reference"),
+    ("gpu", (4096, 0), "bfloat16", "reference"),
+    ("tpu", (4096, 64), "bfloat16", "reference"),
 ])  # fmt: skip
-def test_the_rule_takes_what_was_measured_to_be_faster(platform, m, dtype, rule):
-    with described("NVIDIA H100 80GB HBM3"):
-        rule = "reference" if rule == "hopper" and not NEW else rule
-        assert _choose(platform, jax.ShapeDtypeStruct((2, m, 64), dtype)) == rule
+def test_the_rule_takes_what_was_measured_to_be_faster(platform, shape, dtype, rule):
+    with described(H100):
+        assert _choose(platform, jnp.zeros(shape, dtype)) == rule
 
 
-def test_the_rule_takes_no_kernel_that_no_device_of_the_kind_has_run():
-    for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA B200", "Radeon"):
-        with described(kind):
-            assert _choose("gpu", jax.ShapeDtypeStruct((4096, 4096), "bfloat16")) == "reference"
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA H20", f"{H100} MIG 1g.10gb", "NVIDIA B200"]
+)
+def test_the_rule_takes_no_kernel_that_no_device_of_the_kind_has_run(kind):
+    with described(kind):
+        assert _choose("gpu", jnp.zeros((4096, 64), "bfloat16")) == "reference"
 
 
-def test_the_rule_takes_the_kernel_where_matrices_are_whole():
-    x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
-    for types, whole in {
-        (AxisType.Manual, AxisType.Manual): True,
-        (AxisType.Manual, AxisType.Auto): False,
-        (AxisType.Auto,): False,
-        (AxisType.Explicit,): False,
-    }.items():
-        with described("NVIDIA H100 80GB HBM3", **dict(zip("ab", types, strict=False))):
-            assert _choose("gpu", x) == ("hopper" if whole and NEW else "reference")
+@pytest.mark.parametrize(("types", "rule"), [
+    ((AxisType.Manual, AxisType.Manual), CHOSEN),
+    ((AxisType.Manual, AxisType.Auto), "reference"),
+    ((AxisType.Auto,), "reference"),
+    ((AxisType.Explicit,), "reference"),
+])  # fmt: skip
+def test_the_rule_takes_the_kernel_where_matrices_are_whole(types, rule):
+    x = jnp.zeros((4096, 64), "bfloat16")
+    with described(H100, **dict(zip("ab", types, strict=False))):
+        assert _choose("gpu", x) == rule
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_the_rule_looks_at_the_mesh_of_an_array(devices):
+    mesh = jax.make_mesh((devices,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    x = jax.device_put(jnp.zeros((4096, 64), "bfloat16"), NamedSharding(mesh, P("a")))
+    with one_h100():
+        assert _choose("gpu", x) == (CHOSEN if devices == 1 else "reference")
+
+
+@pytest.mark.skipif(not NEW, reason="the kernel needs JAX 0.11")
+def test_half_precision_takes_the_kernel_from_2048_rows_on():
+    def kernels(m, **settings):
+        with described(H100):
+            x = jax.ShapeDtypeStruct((m, m), jnp.float32)
+            f = functools.partial(polar_factor, settings=NewtonSchulz(**settings), policy=Policy("gpu", H100))
+            return str(jax.jit(f).trace(x).jaxpr).count("custom_partitioning")
+
+    assert kernels(2047) == kernels(2048, implementation="reference") == 0 < kernels(2048)
+
+
+@pytest.mark.skipif(not NEW, reason="the kernel needs JAX 0.11")
+def test_a_chosen_kernel_is_left_out_where_the_arrays_are_on_a_cpu():
+    x = draw((2048, 16), jnp.bfloat16)
+    with one_h100(), mock.patch.object(jax, "device_count", return_value=1):
+        out = jax.jit(lambda x: symmetric_product_on("gpu", x))(x)
+    np.testing.assert_array_equal(out, symmetric_product(x, implementation="reference"))
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the device may be able to run it")
