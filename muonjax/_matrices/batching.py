@@ -1,10 +1,11 @@
 """Batch matrices of equal or neighboring shape, so that each group is compiled once.
 
 A group is a list of arrays [batch_i, m, n_i] of one dtype whose matrices have the same m <= n_i (tall ones are
-transposed). Where the policy says that it costs less than one more program, those with fewer columns get columns of
-zeros, which stay zero. Its arrays are stacked, on a CPU all of them, on an accelerator in parts that bound the memory:
-a large one stays alone and is never copied. A loop goes over a stack in chunks and writes each chunk's result over its
-input: the extra memory is the stack and one chunk's iteration, never a second stack.
+transposed). Where the policy says that it costs less than one more program, several n share one: on a CPU by blocks of
+columns (`columns`); on a GPU those with fewer columns get columns of zeros, which stay zero. Arrays of a group are
+stacked, on a CPU all of them, on an accelerator in parts that bound the memory: a large one stays alone and is never
+copied. A loop goes over a stack in chunks and writes each chunk's result over its input: the extra memory is the stack
+and one chunk's iteration, never a second stack.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._common.platform import Policy
+from muonjax._matrices.columns import Blocks, map_in_blocks
 from muonjax._matrices.matrix_view import MatrixView
 from pallas_kernels._platform import numbers_from_loop
 
@@ -29,20 +31,23 @@ Function = Callable[..., jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoPasses:
-    """A function that looks twice at a wide matrix: f(x) = whole(x, (), small) with [small] = between([first(x)]).
+class MatrixFunction:
+    """A function of matrices f, and two other ways to it, by which several stacks share operations.
 
-    What lies between is small, and made for many stacks at once.
+    In two passes over a wide matrix, f(x) = whole(x, (), small) with [small] = between([first(x)]): what lies between
+    is small, and made for many stacks at once. In blocks of columns, matrices of any numbers of columns are one stack.
 
     Attributes:
       whole: f, also with the mesh axes that shard the columns, and with what lies between, where that is known.
       first: x -> a tree of small arrays.
       between: A list of these, from matrices of any sizes -> a list.
+      in_blocks: f of a matrix by its transposed blocks; None: not so.
     """
 
     whole: Function
     first: Callable[[jax.Array], Any]
     between: Callable[[list[Any]], list[Any]]
+    in_blocks: Callable[[Blocks], Blocks] | None = None
 
     def __call__(self, x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
         """f(x), alone."""
@@ -50,7 +55,7 @@ class TwoPasses:
 
 
 def map_leaves(
-    f: Function | TwoPasses, leaves: Sequence[jax.Array], views: Sequence[MatrixView], policy: Policy
+    f: Function | MatrixFunction, leaves: Sequence[jax.Array], views: Sequence[MatrixView], policy: Policy
 ) -> list[jax.Array]:
     """f on each matrix that `views` show in these leaves, as `map_groups`."""
     matrices = [view.to_matrices(x) for view, x in zip(views, leaves, strict=True)]
@@ -58,7 +63,7 @@ def map_leaves(
 
 
 def map_groups(
-    f: Function | TwoPasses, matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
+    f: Function | MatrixFunction, matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
 ) -> list[Inexact[Array, "_batch _m _n"]]:
     """f on each matrix, compiled once for each group.
 
@@ -70,17 +75,23 @@ def map_groups(
       One array for each input, of the same shape and dtype.
     """
     results: list[jax.Array | None] = [None] * len(matrices)
-    groups = _with_neighbors(group_by_shape(matrices), matrices, policy)
+    in_blocks = f.in_blocks if isinstance(f, MatrixFunction) else None
+    groups = _with_neighbors(group_by_shape(matrices), matrices, policy, in_blocks is not None)
     stacks = [s for group in groups for s in _stacks(group, matrices, policy)]
-    whole: Any = f.whole if isinstance(f, TwoPasses) else f
+    whole: Any = f.whole if isinstance(f, MatrixFunction) else f
     whole = whole if policy.is_cpu else jax.jit(whole)  # one trace for all stacks of a shape
     # One stack shares nothing, and in one pass what it rounds is kept.
     between: dict[int, Any] = {}
-    if isinstance(f, TwoPasses) and policy.shares_small_matrices and len(stacks) > 1:
+    if isinstance(f, MatrixFunction) and policy.shares_small_matrices and len(stacks) > 1:
         between = _between(f, stacks, matrices, policy)
     last: int | None = None
     for number, indices in enumerate(stacks):
         parts, small = [matrices[i] for i in indices], between.get(number)
+        if in_blocks and len({max(x.shape[-2:]) for x in parts}) > 1:
+            tall = [x if _is_tall(x) else _transpose(x, policy) for x in parts]
+            for i, y in zip(indices, map_in_blocks(in_blocks, whole, tall, policy.platform), strict=True):
+                results[i] = y if _is_tall(matrices[i]) else _transpose(y, policy)
+            continue
         # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it. The first
         # one after what lies between the passes: XLA would keep what the second shares with the first.
         if policy.one_stack_at_a_time:
@@ -108,30 +119,29 @@ def group_by_shape(matrices: Sequence[Inexact[Array, "_batch _m _n"]]) -> list[l
 
 
 def _with_neighbors(
-    groups: list[list[int]], matrices: Sequence[jax.Array], policy: Policy
+    groups: list[list[int]], matrices: Sequence[jax.Array], policy: Policy, in_blocks: bool
 ) -> list[list[int]]:
-    """The groups, but one for several shapes of the same short side where the columns of zeros cost little.
+    """The groups, but one for several shapes of the same short side in blocks, or where columns of zeros cost little.
 
     Not for shapes on both sides of n = 1.5 m, where the Gram form begins: no matrix changes its form for its neighbors.
     """
-
-    def chunk(group: list[int]) -> int:
-        m, n = max(sorted(matrices[i].shape[-2:]) for i in group)
-        return policy.chunk_size(sum(len(matrices[i]) for i in group), (m, n))
-
-    merged: dict[tuple, list[list[int]]] = {}
-    for group in sorted(groups, key=lambda group: max(matrices[group[0]].shape[-2:])):
-        m, n = sorted(matrices[group[0]].shape[-2:])
-        same_side = merged.setdefault((m, n > 1.5 * m, matrices[group[0]].dtype), [])
-        smaller = same_side[-1] if same_side else []
-        zeros = sum(len(matrices[i]) * (n - max(matrices[i].shape[-2:])) for i in smaller)
-        # 128 + 3 matrices are a prime number, which no batches of several divide.
-        divides = smaller and 2 * chunk(smaller + group) >= max(chunk(smaller), chunk(group))
-        if divides and policy.pads(m, zeros):
-            same_side[-1] = sorted(smaller + group)
-        else:
-            same_side.append(group)
-    return sorted(group for same_side in merged.values() for group in same_side)
+    longer = [max(x.shape[-2:]) for x in matrices]
+    sides: dict[tuple, list[list[int]]] = {}
+    for group in sorted(groups, key=lambda group: longer[group[0]]):
+        m, dtype = min(matrices[group[0]].shape[-2:]), matrices[group[0]].dtype
+        sides.setdefault((m, longer[group[0]] > 1.5 * m, dtype), []).append(group)
+    merged: list[list[int]] = []
+    for (m, *_), side in sides.items():
+        small = [i for i in itertools.chain(*side) if policy.chunk_size(2, (m, longer[i])) > 1]
+        together = in_blocks and policy.goes_in_blocks(m, len(side), sum(len(matrices[i]) for i in small))
+        merged.append(side[0])
+        for group in side[1:]:
+            zeros = sum(len(matrices[i]) * (longer[group[0]] - longer[i]) for i in merged[-1])
+            if together or policy.pads(m, zeros):
+                merged[-1] = sorted(merged[-1] + group)
+            else:
+                merged.append(group)
+    return sorted(merged)
 
 
 def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> list[list[int]]:
@@ -153,7 +163,7 @@ def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> 
 
 
 def _between(
-    f: TwoPasses, stacks: Sequence[list[int]], matrices: Sequence[jax.Array], policy: Policy
+    f: MatrixFunction, stacks: Sequence[list[int]], matrices: Sequence[jax.Array], policy: Policy
 ) -> dict[int, Any]:
     """What lies between the two passes over each stack; not for those that go in several chunks."""
     first = jax.jit(f.first)

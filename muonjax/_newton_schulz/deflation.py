@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,8 @@ from muonjax._common.linalg import (
     on_diagonal,
     scaled,
     square_norm,
-    sum_over,
 )
+from muonjax._matrices.columns import Blocks, map_columns, sum_columns
 from muonjax._newton_schulz.coefficients import never_above_one, polar_express
 from pallas_kernels._api import symmetric_product_on
 
@@ -90,26 +90,21 @@ class Deflation(NamedTuple):
         return q - dot(dot(q, self.p), adjoint(self.v))
 
 
-def pre_deflate(
-    x: Inexact[Array, "*batch m n"], rank: int, axis_name: tuple[str, ...] = ()
-) -> Inexact[Array, "*batch m n"]:
+def pre_deflate(x: Any, rank: int, axis_name: tuple[str, ...] = ()) -> Any:
     """x with a few of its `rank` dominant directions shrunk, roughly, before its Gram matrix is made.
 
-    The mesh axes `axis_name` shard the columns.
+    x is an array or `Blocks`. The mesh axes `axis_name` shard the columns.
     """
 
-    def project(v):
-        return dot(adjoint(v), x)
+    def multiply(v):
+        """X X^H V. Not X (X^H V) as a whole: it would transpose X, which takes longer than the rest."""
+        return sum_columns(lambda x: dot.with_adjoint(x, dot(adjoint(v), x)), x, axis_name)
 
-    def lift(b):
-        """X B^H. Not X (X^H V) as a whole: it would transpose X, which takes longer than the rest."""
-        return sum_over(axis_name, dot.with_adjoint(x, b))
-
-    start = _like(x[..., :1], random_start(x.shape[-2], min(rank, _PRE_DEFLATED)))
-    v = _dominant_subspace(lambda v: lift(project(v)), start, num_steps=1)
-    b = project(v)
-    _, d = _map_to_one_target(v, lift(b))
-    return x - dot(dot(v, d), b)
+    column = (x.block(0) if isinstance(x, Blocks) else x)[..., :1]
+    start = _like(column, random_start(column.shape[-2], min(rank, _PRE_DEFLATED)))
+    v = _dominant_subspace(multiply, start, num_steps=1)
+    _, d = _map_to_one_target(v, multiply(v))
+    return map_columns(lambda x: x - dot(dot(v, d), dot(adjoint(v), x)), x)
 
 
 @functools.partial(jax.jit, static_argnames=("rank", "platform"))  # one trace, whatever the longer side of X

@@ -15,9 +15,10 @@ its largest singular value.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,9 @@ from muonjax._common.linalg import (
     scaled,
     sizes,
     square_norm,
-    sum_over,
 )
 from muonjax._common.platform import Policy
+from muonjax._matrices.columns import Blocks, map_columns, sum_columns
 from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.deflation import ROUNDING, pre_deflate, shrink_dominant
 from muonjax._newton_schulz.settings import NewtonSchulz, Normalization, takes_gram_form
@@ -46,34 +47,40 @@ _TOLERATED = 1e-2
 
 
 def iterate(
-    x: Inexact[Array, "*batch m n"],
-    settings: NewtonSchulz,
-    policy: Policy,
-    dtype: jnp.dtype,
-    axis_name: tuple[str, ...] = (),
-) -> Inexact[Array, "*batch m n"]:
-    """X with m <= n, n counted over `axis_name` -> its orthogonalization, in `dtype`: float32 or wider."""
-    m, n = sizes(x, axis_name)
+    x: Any, settings: NewtonSchulz, policy: Policy, dtype: jnp.dtype, axis_name: tuple[str, ...] = ()
+) -> Any:
+    """X with m <= n, n counted over `axis_name` -> its orthogonalization, in `dtype`: float32 or wider.
+
+    X is an array [*batch, m, n], or `Blocks` [size, m] in `dtype`, of columns of one device.
+    """
+    m, n = (x.shape[1], x.columns) if isinstance(x, Blocks) else sizes(x, axis_name)
     multiply = MatrixProduct(dtype.name, "highest")
     symmetric = SymmetricProduct(policy.platform, dtype, settings.implementation)
     small = symmetric.shared_by(axis_name if policy.shares_products(m, dtype) else ())
     first, *others = _segments(settings, m, n, dtype)
     rank = min(settings.deflation, m // 8)
 
-    x, nonzero = below_one(x.astype(dtype), axis_name)
+    if isinstance(x, Blocks):
+        largest = x.sum(_largest_entry, jnp.maximum)
+        x, nonzero = x.transposed(lambda x: scaled(x, _scale_of_largest(largest))), largest != 0
+    else:
+        x, nonzero = below_one(x.astype(dtype), axis_name)
     if rank and len(first) > 1:  # the Gram form won't look at X again before its end
-        x = materialize(lambda x: pre_deflate(x, rank, axis_name), x, policy.platform)
-    gram, other_fourth_powers, deflation = sum_over(axis_name, symmetric(x)), 0.0, None
+        shrunk = functools.partial(pre_deflate, rank=rank, axis_name=axis_name)
+        x = shrunk(x) if isinstance(x, Blocks) else materialize(shrunk, x, policy.platform)
+    gram, other_fourth_powers, deflation = sum_columns(symmetric, x, axis_name), 0.0, None
     if rank:  # W X has the same polar factor, and smaller dominant singular values
         deflation = shrink_dominant(gram, rank, policy.platform)
         gram, other_fourth_powers = deflation.gram, deflation.other_fourth_powers
     normalized = normalize(gram, other_fourth_powers, settings.normalization, small)
     normalized = normalized._replace(scale=jnp.where(nonzero, normalized.scale, 0))
     q = _composed(first, normalized, small)
-    x = multiply(q if deflation is None else deflation.apply_right(q), x)
+    q = q if deflation is None else deflation.apply_right(q)
+    x = map_columns(functools.partial(multiply, q), x)
     for rows in others:
-        x = multiply(_composed(rows, Normalized(sum_over(axis_name, symmetric(x))), small), x)
-    return x
+        q = _composed(rows, Normalized(sum_columns(symmetric, x, axis_name)), small)
+        x = map_columns(functools.partial(multiply, q), x)
+    return x.transposed() if isinstance(x, Blocks) else x
 
 
 def _composed(

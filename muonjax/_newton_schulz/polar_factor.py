@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from muonjax._common.arguments import mesh_axes
 from muonjax._common.platform import Policy, policy_of
-from muonjax._matrices.batching import TwoPasses
+from muonjax._matrices.batching import MatrixFunction
+from muonjax._matrices.columns import Blocks
 from muonjax._newton_schulz import half_precision, iteration
 from muonjax._newton_schulz.settings import NewtonSchulz, for_side, settings_of
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
@@ -86,7 +87,7 @@ def polar_factor(
     return (y.mT if tall else y).astype(x.dtype)
 
 
-def polar_function(settings: NewtonSchulz, policy: Policy) -> TwoPasses:
+def polar_function(settings: NewtonSchulz, policy: Policy) -> MatrixFunction:
     """x -> its polar factor, for batching.
 
     In half precision a wide x is looked at twice: for what the deflation's k x k matrices are made of, and to apply
@@ -99,5 +100,10 @@ def polar_function(settings: NewtonSchulz, policy: Policy) -> TwoPasses:
         # It would stay in memory until the second pass.
         return None if sketch is None else sketch._replace(rounded=None)
 
+    def in_blocks(x: Blocks) -> Blocks:
+        return iteration.iterate(x, for_side(settings, x.shape[1]), policy, x.blocks.dtype)
+
     whole = functools.partial(polar_factor, settings=settings, policy=policy)
-    return TwoPasses(whole, first, functools.partial(half_precision.between, policy=policy))
+    between = functools.partial(half_precision.between, policy=policy)
+    own = policy.is_cpu and settings.compute_dtype in (None, jnp.float32)
+    return MatrixFunction(whole, first, between, in_blocks if own else None)

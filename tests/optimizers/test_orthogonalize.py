@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import jax
@@ -11,6 +12,7 @@ from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import MuonDimensionNumbers, NewtonSchulz
 from muonjax._common.platform import Policy
 from muonjax._matrices.batching import group_by_shape, map_groups
+from muonjax._matrices.columns import block_size
 from muonjax._newton_schulz.polar_factor import polar_function
 from tests.tools import oracles
 from tests.tools.oracles import normal
@@ -153,22 +155,107 @@ def test_equal_leaves_share_one_compiled_loop():
 
 def test_neighbors_share_a_program_with_columns_of_zeros():
     """But no matrix changes its form for its neighbors, and none gets zeros that take longer than a program."""
-    tree = {"a": normal(32, 64), "b": normal(96, 32), "c": normal(2, 32, 128), "tiny": 1e-20 * normal(32, 60)}
+    gpu, tpu = Policy("gpu"), Policy("tpu")
+
+    def stacks(policy, *shapes):
+        """The results, and how many stacks there are."""
+        f, xs = polar_function(NewtonSchulz(deflation=0), policy), [normal(*shape) for shape in shapes]
+        seen: list = []
+        whole = dataclasses.replace(f, whole=lambda x, *rest: seen.append(x.shape) or f.whole(x, *rest))
+        return jax.jit(lambda xs: (map_groups(whole, xs, policy), len(seen)), compiler_options=EMULATED)(xs)
+
+    shapes = (1, 32, 64), (1, 96, 32), (2, 32, 128)
+    together, number = stacks(gpu, *shapes)
+    assert number == 1
+    for shape, y in zip(shapes, together, strict=True):
+        (alone,), _ = stacks(gpu, shape)
+        np.testing.assert_allclose(y, alone, atol=2e-2)
+    assert stacks(gpu, (1, 32, 64), (1, 32, 48))[1] == 2
+    assert stacks(tpu, *shapes)[1] == 3
+    assert gpu.pads(128, 4096)
+    assert not gpu.pads(4096, 4096)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matrices_of_one_short_side_share_a_program_in_blocks(dtype):
+    """Of any longer side, tall or wide, several in a leaf, zero, tiny, or not a number; but squares have their own."""
+    tree = {
+        "a": normal(72, 144),
+        "b": normal(3, 400, 72),
+        "zero": jnp.zeros((72, 200)),
+        "tiny": 1e-30 * normal(1000, 72, seed=1),
+        "bad": normal(72, 250, seed=2).at[3, 100].set(jnp.nan),
+    }
+    tree = jax.tree.map(lambda x: x.astype(dtype), tree)
     numbers = MuonDimensionNumbers(-2, -1)
-    assert products(tree, dimension_numbers=numbers) == products({"a": tree["c"]}, dimension_numbers=numbers)
+    two = {name: tree[name] for name in "ab"}
+    assert products(tree, dimension_numbers=numbers) == products(two, dimension_numbers=numbers)
+    squares = {"c": normal(72, 72), "d": normal(72, 100)}
+    assert products(tree | squares, dimension_numbers=numbers) > products(tree, dimension_numbers=numbers)
     together = update(tree, dimension_numbers=numbers)
     for name, x in tree.items():
-        np.testing.assert_allclose(together[name], muonjax.newton_schulz(x), atol=1e-5)
-    assert products({"a": normal(32, 64), "b": normal(32, 48)}) > products({"a": normal(32, 64)})
-    batched = products({"a": normal(96, 32, 128)})  # 97 matrices would run one by one
-    assert products({"a": normal(96, 32, 128), "b": normal(1, 32, 160)}) > batched
-    for platform in ("cpu", "gpu"):
-        assert Policy(platform).pads(128, 4096)
-        assert not Policy(platform).pads(4096, 4096)
-    tpu = Policy("tpu")
-    apart = [normal(1, 8, 16), normal(1, 24, 8)]
-    assert len(jax.eval_shape(lambda xs: map_groups(polar_function(EXACT, tpu), xs, tpu), apart)) == 2
-    assert not tpu.pads(128, 1)
+        assert together[name].dtype == x.dtype
+        alone = jax.jit(muonjax.newton_schulz)(x)
+        last_digit = jnp.finfo(dtype).eps if dtype == "bfloat16" else 0
+        np.testing.assert_allclose(np.float32(together[name]), np.float32(alone), rtol=last_digit, atol=1e-5)
+    assert np.isnan(together["bad"]).all()
+    assert not together["zero"].any()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "settings", [NewtonSchulz(form="standard"), EXACT, NewtonSchulz(compute_dtype="bfloat16")]
+)
+def test_blocks_take_any_settings_and_complex_matrices(settings):
+    a, b = (jax.lax.complex(normal(*s), normal(*s, seed=1)) for s in [(72, 80), (100, 72)])
+    for tree in {"a": a, "b": b}, {"a": a.real, "b": b.real, "c": normal(72, 300)}:
+        for name, y in update(tree, newton_schulz=settings).items():
+            alone = jax.jit(lambda x: muonjax.newton_schulz(x, settings))(tree[name])
+            # Where products are rounded to half precision, sums in another order round differently.
+            np.testing.assert_allclose(
+                y, alone, atol=2e-2 if settings.compute_dtype == jnp.bfloat16 else 2e-5
+            )
+
+
+@pytest.mark.thorough
+def test_an_update_in_blocks_has_derivatives_both_ways():
+    tree = {"a": normal(72, 144), "b": normal(200, 72)}
+
+    def total(function):
+        return lambda tree: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(function(tree)))
+
+    alone = total(lambda tree: jax.tree.map(muonjax.newton_schulz, tree))
+    want, got = jax.jit(jax.grad(alone))(tree), jax.jit(jax.grad(total(update)))(tree)
+    for name in tree:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-3, atol=1e-5)
+    _, tangent = jax.jit(lambda tree: jax.jvp(total(update), (tree,), (tree,)))(tree)
+    assert abs(tangent) < 1e-3  # a scale changes nothing
+
+
+def test_matrices_that_go_in_batches_are_not_taken_apart():
+    few, many = ({"a": normal(count, 96, 192), "b": normal(count, 96, 384)} for count in (8, 9))
+    numbers = MuonDimensionNumbers(-2, -1)
+    assert products(many, dimension_numbers=numbers) > products(few, dimension_numbers=numbers)
+
+
+def test_small_matrices_share_a_program_from_three_shapes_on():
+    tree = {str(n): normal(32, n) for n in (64, 96, 128)}
+    one, two, three = (products(dict(list(tree.items())[:number])) for number in (1, 2, 3))
+    assert two == 2 * one
+    assert three < 2 * one
+
+
+@pytest.mark.parametrize(
+    ("matrices", "m", "size"),
+    [
+        ([(1, 512)], 512, 512),
+        ([(2, 1536), (4, 4608), (1, 9216)], 512, 1536),  # a common divisor
+        ([(1, 1000), (1, 1001)], 100, 1001),  # a column of zeros, and not two blocks more
+        ([(9, 300), (1, 1000)], 100, 300),
+    ],
+)
+def test_the_size_of_a_block(matrices, m, size):
+    assert block_size(matrices, m) == size
 
 
 def test_no_retrace_over_steps():

@@ -1,0 +1,127 @@
+"""Wide matrices of equal m and any n by one program, block by block of their columns.
+
+X X^H is the sum of X_j X_j^H over blocks X_j of columns, and Q X has the blocks Q X_j. Blocks of one size, of all
+matrices, are one array; a loop goes over the matrices, and in it others over the blocks of each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muonjax._common.linalg import at_least_float32, sum_over
+from pallas_kernels._platform import numbers_from_loop
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Inexact, Int
+
+Function = Callable[[jax.Array], jax.Array]
+
+
+class Blocks(NamedTuple):
+    """X in blocks of columns.
+
+    Attributes:
+      blocks: X's, among those of other matrices [all, m * size].
+      shape: (m, size), in which each is kept.
+      columns: n, or the larger one of a matrix that has the same form.
+      start: The number of X's first block.
+      stop: The number of the block after its last one.
+    """
+
+    blocks: Inexact[Array, "all numbers"]
+    shape: tuple[int, int]
+    columns: int
+    start: Int[Array, ""]
+    stop: Int[Array, ""]
+
+    def block(self, j: jax.typing.ArrayLike) -> Inexact[Array, "m size"]:
+        """Block number j of all."""
+        block = jax.lax.dynamic_index_in_dim(self.blocks, j, keepdims=False, allow_negative_indices=False)
+        return block.reshape(self.shape)
+
+    def map(self, f: Function) -> Blocks:
+        """f of each block of X, in its place."""
+
+        def body(j, blocks):
+            block = f(self._replace(blocks=blocks).block(j)).reshape(-1)
+            return jax.lax.dynamic_update_index_in_dim(blocks, block, j, 0, allow_negative_indices=False)
+
+        return self._replace(blocks=jax.lax.fori_loop(self.start, self.stop, body, self.blocks))
+
+    def sum(self, f: Function, add: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add) -> jax.Array:
+        """f of each block of X, added to zero."""
+        zero = jax.eval_shape(lambda: f(self.block(0)))
+        # With the varying axes of X, inside of `jax.shard_map`.
+        zero = jnp.zeros(zero.shape, zero.dtype) + jnp.zeros_like(self.blocks[0, 0], zero.dtype)
+        return jax.lax.fori_loop(self.start, self.stop, lambda j, y: add(y, f(self.block(j))), zero)
+
+    def transposed(self, f: Function = lambda x: x) -> Blocks:
+        """f of each block, transposed: alone, as a part of its neighbors it would take ten times as long."""
+        barrier = jax.lax.optimization_barrier
+        return self.map(lambda x: barrier(barrier(f(x)).mT))._replace(shape=self.shape[::-1])
+
+
+def map_columns(f: Function, x: Any) -> Any:
+    """f(X), each column of which is that of a column of X: an array or `Blocks`."""
+    return x.map(f) if isinstance(x, Blocks) else f(x)
+
+
+def sum_columns(f: Function, x: Any, axis_name: tuple[str, ...] = ()) -> jax.Array:
+    """f(X), a sum over the columns of X: `Blocks`, or an array whose columns the mesh axes `axis_name` shard."""
+    return x.sum(f) if isinstance(x, Blocks) else sum_over(axis_name, f(x))
+
+
+def map_in_blocks(
+    f: Callable[[Blocks], Blocks],
+    alone: Function,
+    tall: Sequence[Inexact[Array, "_batch _n m"]],
+    platform: str,
+) -> list[Inexact[Array, "_batch _n m"]]:
+    """A function of each of these matrices, in float32 or wider.
+
+    Args:
+      f: The function, of blocks [n, m] as the matrices'.
+      alone: The function of an array of matrices, for derivatives: a loop of any length has none in reverse mode.
+      tall: Matrices [batch, n, m] of one dtype.
+      platform: The platform of the device.
+    """
+    m, lengths = tall[0].shape[-1], [x.shape[1] for x in tall]
+    size = block_size([(len(x), x.shape[1]) for x in tall], m)
+    numbers = [-(-n // size) for n in lengths]
+    each = np.repeat(numbers, [len(x) for x in tall]).astype(np.int32)
+    stops = np.cumsum(each, dtype=np.int32)
+
+    def together(*tall: jax.Array) -> list[jax.Array]:
+        zeros = [[(0, 0), (0, -n % size), (0, 0)] for n in lengths]
+        parts = [jnp.pad(x, z).reshape(-1, size * m) for x, z in zip(tall, zeros, strict=True)]
+        starts = numbers_from_loop([0, *itertools.accumulate(map(len, parts[:-1]))], platform)
+
+        def body(i, blocks):
+            stop = jnp.asarray(stops)[i]
+            return f(Blocks(blocks, (size, m), max(lengths), stop - jnp.asarray(each)[i], stop)).blocks
+
+        blocks = jnp.concatenate(parts).astype(at_least_float32(parts[0].dtype))
+        blocks, results = jax.lax.fori_loop(0, len(each), body, blocks), []
+        for x, part, start in zip(tall, parts, starts, strict=True):
+            y = jax.lax.dynamic_slice_in_dim(blocks, start, len(part), allow_negative_indices=False)
+            results.append(y.reshape(len(x), -1, m)[:, : x.shape[1]].astype(x.dtype))
+        return results
+
+    function = jax.custom_jvp(together)
+    function.defjvp(lambda x, dx: jax.jvp(lambda *tall: [alone(x) for x in tall], x, dx))
+    return function(*tall)
+
+
+def block_size(matrices: Sequence[tuple[int, int]], m: int) -> int:
+    """The columns of a block, for `matrices` as (how many, n).
+
+    Zeros fill the last block of each. The fewest columns in all, where a block takes as long as 32 of them more.
+    """
+    sizes = {-(-n // parts) for _, n in matrices for parts in range(1, -(-n // m) + 1)}
+    return min(sizes, key=lambda size: sum(count * -(-n // size) * (size + 32) for count, n in matrices))
