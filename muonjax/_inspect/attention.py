@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from muonjax._inspect.certificate import Certificate
-from muonjax._inspect.layout import PLACED, Atom, Layout, joined
+from muonjax._inspect.layout import HOLE, UNKNOWN, Layout, Run
 from muonjax._inspect.report import Probe
+from muonjax._inspect.structure import reshaped
 from muonjax._inspect.values import Image, Side
 from muonjax._inspect.walk import Attention, Walk
 
@@ -115,11 +116,10 @@ class _Finder:
         is_query = left.sources[max(self.normalized)] is None
         self.query, self.key = (left, right) if is_query else (right, left)
 
-    def heads(self, operand: Side, layout: Layout) -> dict[int, tuple[Atom, ...]]:
-        """The runs of a parameter along the axes of the product that softmax does not normalize."""
-        found = operand.along(layout)
-        kept = (d for d in range(len(found.axes)) if d not in self.normalized)
-        return {d: atoms for d in kept if (atoms := found.atoms([d]))}
+    def heads(self, operand: Side, layout: Layout) -> dict[int, int]:
+        """Axes of the product that softmax does not normalize, and the operand's, if parameters differ along them."""
+        axes = {d: k for d, k in enumerate(operand.sources) if k is not None and d not in self.normalized}
+        return {d: k for d, k in axes.items() if layout.atoms([k])}
 
     def call(self, line: str) -> Call:
         logits = self.attention.logits
@@ -130,14 +130,12 @@ class _Finder:
                 if image.after is not None:
                     raise _Refused(f"its {name} are {image.after[0]}: {self.walk.graph.line(image.after[1])}")
                 layouts = [image.layout, *(bias.layout for bias in image.biases)]
-                if any(x.is_reordered or any(a.axis < 0 for a in x.loops) for x in layouts):
-                    raise _Refused(f"its {name} are in another order than the parameter's")
                 # Nothing tells queries of one head, put together from several products, from several heads of one key.
                 several = operand is self.query and len(operand.value.images) > 1
-                # As where concatenated features are cut into heads.
-                firsts = [a for d in operand.batch for a in image.layout.axes[d][:1]]
-                placed = any(a.axis == PLACED for a in (*firsts, *(a for x in layouts for a in x.taken)))
-                placed = placed or any(map(image.layout.is_placed, operand.given))
+                batched, given = (image.layout.placed(axes) for axes in (operand.batch, operand.given))
+                if any(UNKNOWN in x.loops for x in layouts):
+                    raise _Refused(f"its {name} are in another order than the parameter's")
+                placed = batched or any(run.axis >= 0 for run in given)
                 if placed or (several and not self.heads(operand, image.layout)):
                     raise _Refused(f"heads of its {name} are put together from several products")
         own, shared = self._split_keys()
@@ -172,10 +170,11 @@ class _Finder:
     def _place(self, image: Image) -> tuple[int, int] | None:
         """Where in the sum over features an image is that was concatenated with others."""
         (axis, *more) = self.key.summed
-        atoms = image.layout.axes[axis]
-        if more or not atoms or atoms[0].axis != PLACED:
+        placed = image.layout.placed([axis])
+        if more or not placed:
             return None
-        return atoms[0].start, atoms[0].start + math.prod(a.size for a in atoms[1:])
+        there = np.argwhere(placed[0].positions < HOLE)[:, axis]
+        return int(there.min()), int(there.max()) + 1
 
     def _spans(
         self, operand: Side, images: Sequence[Image], factor: str, shared: dict[tuple[int, int], Image]
@@ -206,18 +205,19 @@ class _Finder:
 
     def _span(self, leaf: int, layout: Layout, held: set[int], operand: Side, factor: str) -> Span:
         shape = self.shapes[leaf]
-        heads = [a for atoms in self.heads(operand, layout).values() for a in atoms if a.axis in held]
-        heads.sort(key=lambda a: (a.axis, -a.stride))
-        features = [a for a in (*layout.atoms(operand.summed), *layout.taken) if a.axis in held]
-        single = {a.axis: a.start * a.stride for a in layout.loops if a.size == 1}
-        looped = tuple(dict.fromkeys(a.axis for a in layout.loops if a.size > 1))
+        rest, heads = layout.split(self.heads(operand, layout).values())
+        heads = sorted((a for a in heads if a.axis in held), key=lambda a: (a.axis, -a.stride))
+        rest, features = rest.split(operand.summed)
+        features = [a for a in (*features, *rest.taken, *rest.runs) if a.axis in held]
+        single = {a.axis: int(a.positions[0]) for a in layout.loops if a.shape == (1,)}
+        looped = tuple(dict.fromkeys(a.axis for a in layout.loops if a.shape > (1,)))
         stack = (*single, *looped)
         held = held - set(stack)
         if not {a.axis for a in (*heads, *features)} <= held:
             raise _Refused("a loop goes over a part of an axis of its parameter")
         own = [axis for axis in range(len(shape)) if axis not in stack]
         # What an index takes comes first, then the heads, then a head's features.
-        wide = {a.axis for a in features if a.size > 1} - {a.axis for a in heads}
+        wide = {a.axis for a in features if len(a.at) > 4} - {a.axis for a in heads}
         order = sorted(held & {a.axis for a in (*heads, *features)}, key=lambda axis: (axis in wide, axis))
         found = _runs(shape, order, heads, features)
         if found is None:
@@ -235,38 +235,33 @@ class _Finder:
     def _probe(self) -> Probe:
         walk, logits = self.walk, self.attention.logits
         places = walk.graph.variables_of(logits.value)
-        raw = {} if logits.raw is None else walk.graph.variables_of(logits.raw[0])
+        added = {} if logits.raw is None else walk.graph.variables_of(logits.raw[0])
         custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
-        place = min(places, key=lambda place: (custom[place], place not in raw, len(place)))
+        place = min(places, key=lambda place: (custom[place], place not in added, len(place)))
         if any(step.kind in ("while", "cond") for step in place):
             raise _Refused("it is inside of a branch, or of a loop of unknown length, which has no gradient")
         if logits.raw is not None:  # logits and mask, or a bias as ALiBi's
-            if place not in raw:
+            if place not in added:
                 raise _Refused(
                     "something is added to its logits in a function that does not return them without it"
                 )
-            if _row_major(logits.raw[1]) != _row_major(logits.seen):
+            raw, seen = logits.raw[1], logits.seen
+            if raw.moved(seen.shape, lambda x: reshaped(x, raw.shape, seen.shape)) != seen:
                 raise _Refused("something is added to its logits before their axes change order")
-        return Probe(place, places[place], raw=raw.get(place), unit=logits.unit)
-
-
-def _row_major(layout: Layout) -> tuple[Atom, ...]:
-    """The order of all entries, which a reshape leaves as it is."""
-    return joined([a for atoms in layout.axes for a in joined(atoms)])
+        return Probe(place, places[place], raw=added.get(place), unit=logits.unit)
 
 
 def _runs(
-    shape: Sequence[int], axes: Sequence[int], heads: Sequence[Atom], features: Sequence[Atom]
+    shape: Sequence[int], axes: Sequence[int], heads: Sequence[Run], features: Sequence[Run]
 ) -> tuple[int, int, int, tuple[int, int]] | None:
     """Entries, start, size and span of the heads on the flattened `axes`; None where they are no such runs."""
     weight = {axis: math.prod(shape[x] for x in axes[k + 1 :]) for k, axis in enumerate(axes)}
     total = math.prod(shape[axis] for axis in axes)
 
-    def positions(atoms: Sequence[Atom]) -> np.ndarray:
+    def positions(atoms: Sequence[Run]) -> np.ndarray:
         found = np.zeros(1, int)
         for a in atoms:
-            steps = (a.start + np.arange(a.size)) * a.stride * weight[a.axis]
-            found = (found[:, None] + steps).reshape(-1)
+            found = (found[:, None] + a.positions.reshape(-1) * weight[a.axis]).reshape(-1)
         return found
 
     first, inside = positions(heads), np.sort(positions(features))

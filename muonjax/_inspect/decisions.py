@@ -8,10 +8,13 @@ product without a loss, and left to names; an embedding of patches. All others a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from muonjax._inspect.layout import Atom, Region, Run
+import numpy as np
+
+from muonjax._inspect.layout import Layout, Region, Run, sums
 from muonjax._inspect.values import Product, Use
 from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import (
@@ -177,7 +180,7 @@ def _described(form: _Form) -> str:
     return text
 
 
-def _axes(atoms: Iterable[Atom]) -> frozenset[int]:
+def _axes(atoms: Iterable[Run]) -> frozenset[int]:
     return frozenset(a.axis for a in atoms)
 
 
@@ -210,30 +213,35 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
 def _parts(product: Product, shape: tuple[int, ...], columns: frozenset[int]) -> _Cut | None:
     """Along which axis, and into which sizes, the result of a product is cut for different purposes."""
     groups = {region for region, _ in product.parts}
-    if len(groups) < 2:
-        return None
-    keys = set.intersection(*({run[:2] for run in g} for g in groups))
-    for axis, period in sorted(keys):
-        runs = sorted({run for g in groups for run in g if run[:2] == (axis, period)})
-        mixed = [a for _, atoms in product.mixed for a in atoms if a.axis == axis]
-        if any(_divides(run.stop, a) for a in mixed for run in runs):  # what is normalized together
+    for axis in sorted(columns) if len(groups) > 1 else ():
+        masks = {mask for region in groups for a, mask in region if a == axis}
+        whole = not all(axis in dict(region) for region in groups)
+        if whole or len(masks) < 2 or (found := _periodic(masks)) is None:
             continue
-        if axis not in columns or len(runs) < 2 or any(a.stop > b.start for a, b in itertools.pairwise(runs)):
-            continue
-        edges = sorted({0, period, *(edge for run in runs for edge in run[2:])})  # with columns of no use
-        if _tile(runs) or all(run.axis != axis for run in product.use.term.layout.region):
+        period, runs = found
+        is_mixed = any(_divides(stop, axis, layout) for layout in product.mixed for _, stop in runs)
+        covers = sum(stop - start for start, stop in runs) == period
+        if not is_mixed and (covers or all(a != axis for a, _ in product.use.term.layout.region)):
+            edges = sorted({0, period, *itertools.chain(*runs)})  # with columns of no use
             return axis, tuple(b - a for a, b in itertools.pairwise(edges)), shape[axis] // period
     return None
 
 
-def _divides(position: int, a: Atom) -> bool:
-    """Whether a cut at this position has entries of the run on both sides."""
-    return a.start * a.stride < position % (a.stride * a.of) < (a.start + a.size) * a.stride
+def _periodic(masks: Collection[bytes]) -> tuple[int, list[tuple[int, int]]] | None:
+    """The period of parts of an axis, and where each begins and ends in it; None if one has gaps, or two overlap."""
+    period = math.lcm(*map(len, masks))
+    each = np.array([np.resize(np.frombuffer(mask, bool), period) for mask in masks])
+    runs = [(int(mask.argmax()), period - int(mask[::-1].argmax())) for mask in each]
+    if each.sum(0).max() > 1 or [stop - start for start, stop in runs] != each.sum(1).tolist():
+        return None
+    return period, runs
 
 
-def _tile(runs: Sequence[Run]) -> bool:
-    """Whether they follow each other, from the first position to the last."""
-    return [0, *(run.stop for run in runs)] == [*(run.start for run in runs), runs[0].period]
+def _divides(position: int, axis: int, layout: Layout) -> bool:
+    """Whether a cut at this position has entries on both sides that are mixed."""
+    starts = sums(run for run in layout.runs if run.axis == axis)
+    mixed = sums(run for run in layout.taken if run.axis == axis)
+    return bool(((starts + mixed.min() < position) & (position <= starts + mixed.max())).any())
 
 
 def _slices(walk: Walk, shape: tuple[int, ...], columns: frozenset[int], uses: Sequence[Use]) -> _Cut | None:
@@ -242,25 +250,26 @@ def _slices(walk: Walk, shape: tuple[int, ...], columns: frozenset[int], uses: S
     Neighboring slices are one matrix as long as their products do not meet: heads computed one by one do not, queries
     and keys do, and so do gates of which one feeds the other.
     """
-    products: dict[Run, list[Use]] = {}
+    products: dict[tuple[int, bytes], list[Use]] = {}
     for use in uses:
-        found = [run for run in use.term.layout.region if run.axis in columns]
+        found = [cut for cut in use.term.layout.region if cut[0] in columns]
         if len(found) != 1:
             return None
         products.setdefault(found[0], []).append(use)
-    runs = sorted(products)
-    axis, period = runs[0][:2]
-    if {run[:2] for run in runs} != {(axis, period)} or not _tile(runs):
+    axes, found = {axis for axis, _ in products}, _periodic([mask for _, mask in products])
+    if len(axes) > 1 or found is None or sum(stop - start for start, stop in found[1]) < found[0]:
         return None
-    groups = [runs[:1]]
-    for run in runs[1:]:
-        if any(_meet(walk, a, b) for other in groups[-1] for a in products[other] for b in products[run]):
-            groups.append([run])
-        else:
-            groups[-1].append(run)
-    if len(groups) < 2:
+    period, runs = found
+    edges, group = [0], []
+    for (start, _), others in sorted(zip(runs, products.values(), strict=True), key=lambda x: x[0]):
+        if any(_meet(walk, a, b) for a in group for b in others):
+            edges.append(start)
+            group = []
+        group += others
+    if len(edges) < 2:
         return None
-    return axis, tuple(group[-1].stop - group[0].start for group in groups), shape[axis] // period
+    axis, sizes = axes.pop(), tuple(b - a for a, b in itertools.pairwise([*edges, period]))
+    return axis, sizes, shape[axis] // period
 
 
 def _meet(walk: Walk, a: Use, b: Use) -> bool:
@@ -283,7 +292,7 @@ def _numbers(form: _Form) -> DimensionNumbers:
 
 
 def _numbers_per_head(
-    form: _Form, shape: tuple[int, ...], heads: set[tuple[Atom, Region]]
+    form: _Form, shape: tuple[int, ...], heads: set[tuple[Run, Region]]
 ) -> DimensionNumbers:
     columns = form.columns - {a.axis for a, _ in heads if a.stride == 1}
     if not columns:  # a number for each head: a vector has no orthogonal form
@@ -294,21 +303,15 @@ def _numbers_per_head(
     axis, parts, repeats = form.cut if form.cut and form.cut[0] in axes else (min(axes), 1, 1)
     sizes = parts if isinstance(parts, tuple) else (shape[axis] // repeats // parts,) * parts
     if repeats == 1:  # otherwise queries, keys and values of a head are side by side, which are parts already
-        whole = [
-            Run(axis, shape[axis], stop - size, stop)
-            for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)
-        ]
-        sizes = tuple(n for part in whole for n in _heads_in(part, heads))
+        whole = zip(itertools.accumulate(sizes), sizes, strict=True)
+        sizes = tuple(n for stop, size in whole for n in _heads_in(axis, stop - size, stop, heads))
     return _numbers(form._replace(cut=(axis, sizes * repeats, 1)))
 
 
-def _heads_in(part: Run, heads: set[tuple[Atom, Region]]) -> tuple[int, ...]:
+def _heads_in(axis: int, start: int, stop: int, heads: set[tuple[Run, Region]]) -> tuple[int, ...]:
     """The sizes of the heads in a part; all of it where there are none."""
-    size = part.stop - part.start
-    found = [a.stride for a, region in heads if a.axis == part.axis and _is_inside(part, region)]
-    head = min(found, default=size)
-    return (head,) * (size // head) if size % head == 0 else (size,)
-
-
-def _is_inside(part: Run, region: Region) -> bool:
-    return all(run.start <= part.start and part.stop <= run.stop for run in region if run[:2] == part[:2])
+    all_of_it = b"\1"
+    masks = ((a, dict(region).get(axis, all_of_it)) for a, region in heads if a.axis == axis)
+    found = [a.stride for a, mask in masks if np.resize(np.frombuffer(mask, bool), stop)[start:].all()]
+    head = min(found, default=stop - start)
+    return (head,) * ((stop - start) // head) if (stop - start) % head == 0 else (stop - start,)

@@ -72,7 +72,7 @@ def _may_be_learned(side: Side, rest: Side) -> bool:
 def _or_logits(walk: Walk, i: int, value: Value, left: Side, right: Side) -> Value:
     """What attention makes of a product, if it is one of queries and keys."""
     walk.pairs[i] = (left, right)
-    everything = whole(walk.shape(walk.nodes[i].outputs[0]), least=1)  # one device may have one head
+    everything = whole(walk.shape(walk.nodes[i].outputs[0]))
     return value._replace(logits=(Logits(i, everything, value=walk.nodes[i].outputs[0], seen=everything),))
 
 

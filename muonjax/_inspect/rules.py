@@ -86,7 +86,7 @@ RULES |= dict.fromkeys([*_MIXING, "pad"], unknown)
 @rule("iota")
 def _iota(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     shape, axis = walk.shape(node.outputs[0]), node.params["dimension"]
-    counting = all_of([n if k == axis else 1 for k, n in enumerate(shape)])
+    counting = all_of(tuple(n if k == axis else 1 for k, n in enumerate(shape)))
     return [Value(marks=(Mark("counts", counting),))]
 
 
@@ -236,7 +236,7 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
 
 def _cover(v: Value) -> frozenset[int]:
     """The axes along which a value made of parameters differs."""
-    return frozenset(a for t in v.terms for a, atoms in enumerate(t.layout.axes) if t.layout.atoms([a]))
+    return frozenset(k for t in v.terms for k in range(len(t.layout.shape)) if t.layout.atoms([k]))
 
 
 def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -> tuple[Image, ...]:
@@ -292,7 +292,7 @@ def bent(walk: Walk, image: Image, why: str, i: int, apart: bool = False) -> Ima
 def latest(walk: Walk, i: int, images: tuple[Image, ...]) -> tuple[Image, ...]:
     """Those that are followed on, of the many in a residual stream, which is the sum of all layers."""
     if len(images) > _MOST:  # a product with data has summed over the columns of some
-        gone = {m for m in images if not m.layout.atoms(range(len(m.layout.axes)))}
+        gone = {m for m in images if not m.layout.atoms(range(len(m.layout.shape)))}
         walk.record_parts(i, gone)
         images = tuple(m for m in images if m not in gone)
     if len(images) > _MOST:
@@ -389,22 +389,22 @@ def _reduced_terms(i: int, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
         if factors:
             t = t._replace(inner=(summed, *t.inner) if k else (*t.inner, summed), made=i)
         else:
-            t = t._replace(layout=t.layout._replace(loops=(*t.layout.loops, *summed)))
+            t = t._replace(layout=t.layout.visit(axes))
         found.append(t)
     return tuple(found)
 
 
 def _along(t: Term, axes: Sequence[int]) -> frozenset[int]:
     """The other axes along which it differs."""
-    return frozenset(k for k in range(len(t.layout.axes)) if k not in axes and t.layout.atoms([k]))
+    return frozenset(k for k in range(len(t.layout.shape)) if k not in axes and t.layout.atoms([k]))
 
 
 def _without(x: Value, node: Node) -> Value:
     """Without the axes that are reduced."""
+    axes = node.params["axes"]
 
     def kept(layout: Layout) -> Layout:
-        layout = layout.add_up(node.params["axes"])
-        left = [atoms for axis, atoms in enumerate(layout.axes) if axis not in node.params["axes"]]
-        return layout._replace(axes=tuple(left))
+        left = [k for k in range(len(layout.shape)) if k not in axes]
+        return layout.add_up(axes).pick(tuple(left), tuple(layout.shape[k] for k in left))
 
     return x.map(kept)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from muonjax._inspect.graph import Graph
-from muonjax._inspect.layout import Atom, whole
+from muonjax._inspect.layout import Run, whole
 from muonjax._inspect.values import (
     DATA,
     NOISE,
@@ -28,7 +28,7 @@ class Attention(NamedTuple):
     """softmax(Q K^T) V."""
 
     logits: Logits
-    keys: tuple[Atom, ...]  # the axes of the product along which softmax normalizes
+    keys: tuple[Run, ...]  # the axes of the product along which softmax normalizes
     values: Side
 
 
@@ -146,9 +146,8 @@ class Walk:
     def record_reduced(self, i: int, images: Iterable[Image], axes: Sequence[int]) -> None:
         """Columns along these axes are mixed: by itself that says nothing about those along others."""
         for m in images:
-            within = *m.layout.atoms(axes), *(a for a in m.layout.taken if a.is_whole)
-            if m.apart and within and m.layout.atoms_beside(axes):
-                m.product.mixed.add((m.layout.region, within))
+            if m.apart and (m.layout.atoms(axes) or m.layout.taken) and m.layout.atoms_beside(axes):
+                m.product.mixed.add(m.layout.add_up(axes))
             else:
                 self.record_parts(i, [m])
 
@@ -174,7 +173,7 @@ class Walk:
 
     def record_gate(self, m: Image, repeated: Iterable[int]) -> None:
         """A factor that differs along one axis of a product's columns and not along another: a gate of experts."""
-        axes = set(range(len(m.layout.axes)))
+        axes = set(range(len(m.layout.shape)))
         same = set(m.layout.atoms(axes & set(repeated)))
         different = set(m.layout.atoms(axes - set(repeated)))
         if same and different:
@@ -184,7 +183,7 @@ class Walk:
         for m in images:
             m.product.heads.update((a, m.layout.region) for a in m.layout.atoms(axes))
 
-    def record_attention(self, i: int, logits: Logits, keys: tuple[Atom, ...], values: Any) -> None:
+    def record_attention(self, i: int, logits: Logits, keys: tuple[Run, ...], values: Any) -> None:
         for side in self.pairs[logits.product]:
             if side.value.is_weight:  # learned queries, or keys: what looked like a factored matrix
                 for use in [use for use in self.uses if use[0] == logits.product]:
@@ -206,14 +205,14 @@ class Walk:
 
         The others are matrices; the features are the columns of the last one.
         """
-        if not value.terms or not all(t.inner and t.layout.axes for t in value.terms):
+        if not value.terms or not all(t.inner and t.layout.shape for t in value.terms):
             return value
-        features = [range(len(value.terms[0].layout.axes))[axis] for axis in features]
+        features = [range(len(value.terms[0].layout.shape))[axis] for axis in features]
         last = [t for t in value.terms if t.layout.atoms(features)] or value.terms[-1:]
         images, before = [], value.before
         for k, t in enumerate(value.terms):
             if t in last:
-                columns = t.layout.atoms(range(len(t.layout.axes)))
+                columns = t.layout.atoms(range(len(t.layout.shape)))
                 images.append(Image(self.product(t.made, k), t.layout.settled))
                 before |= images[-1].product.bit
             elif len(t.inner) == 1:

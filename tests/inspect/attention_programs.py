@@ -28,6 +28,7 @@ MATRICES: Any = dict.fromkeys("qkvo", ((D, D), "0 | 1"))
 OUT: Any = {"out": ((D, 1), "head")}
 CAUSAL = np.tri(T, dtype=bool)
 ELSE = "a clip would not scale its logits alone"
+IN_TURNS = "the heads of its logits are not those of its projections"
 SEVERAL = "its queries and keys are cut into heads or layers in several ways"
 GATHER = "by names: gather is not followed: attention_programs.py:"
 ADDED = "its queries are added to something else: attention_programs.py:"
@@ -134,7 +135,7 @@ def turned(z):
     return 0.6 * z + 0.8 * halves.reshape(z.shape)
 
 
-spelled("added_to_itself_in_another_order", "its queries are in another order",
+spelled("added_to_itself_in_another_order", IN_TURNS,
         lambda q, k, p, x: (turned(q), turned(k)))  # fmt: skip
 spelled("a_function_of_the_bias", SEVERAL,
         lambda q, k, p, x: (q + jnp.exp(p["e"]) * jnp.ones((H, S)), k), e=())  # fmt: skip
@@ -142,7 +143,7 @@ spelled("a_bias_that_heads_share", SEVERAL,
         lambda q, k, p, x: (q, k + p["bias"]), bias=(S,))  # fmt: skip
 spelled("learned_positions_of_the_queries", SEVERAL,
         lambda q, k, p, x: (q + p["positions"], k), positions=(T, H, S))  # fmt: skip
-spelled("a_reversed_bias", "its queries are in another order than the parameter's",
+spelled("a_reversed_bias", ELSE,
         lambda q, k, p, x: (q + p["bias"][::-1], k), bias=(H, S))  # fmt: skip
 spelled("keys_in_part_of_data", "its keys are added to something else: attention_programs.py:",
         lambda q, k, p, x: (q, jnp.where((jnp.arange(T) < 2)[:, None, None], constant((T, H, S)), k)))  # fmt: skip
@@ -512,7 +513,6 @@ def two_attentions_of_disjoint_features_of_every_head(p, x):
 # Queries that share a key head: side by side, or in turns.
 
 SHARED: Any = {"q": (D, D), "k": (D, D // 2), "v": (D, D // 2), "o": (D, D)}
-IN_TURNS = "the heads of its logits are not"
 
 
 def sharing(p, x, repeat):
@@ -612,7 +612,7 @@ def sinks_in_the_sum(p, x):
     return grouped(p, x, soften=soften)
 
 
-@attention(sites="the heads of its logits are not those of its projections", **SINKS)
+@attention(sites=IN_TURNS, **SINKS)
 def a_mask_after_a_sink(p, x):
     """The largest logit would be the sink's, or one that is masked."""
     keep = np.tri(T, T + 1, 1, bool)
@@ -771,7 +771,7 @@ def two_softmaxes_of_one_product(p, x):
     return loss_of(p, y), jnp.where(jnp.where(first, local, CAUSAL), logits, -jnp.inf)
 
 
-@program(X, sites=f"{ELSE}: attention_programs.py:", **QKVO)
+@program(X, sites="its queries, keys and values can't all be followed", **QKVO)
 def queries_carried_by_a_loop(p, x):
     """The queries of one position are read by the next."""
 
@@ -1064,9 +1064,9 @@ def scanned(p, x, reverse=False):
     return jnp.mean(x**2), jnp.moveaxis(logits, 0, 1).reshape(B, -1, T, T)
 
 
-@program(X, sites=ANOTHER, **STACK)
+@attention(sites=1, **STACK)
 def layers_in_their_order(p, x):
-    return scanned({n: w[::-1][::-1] for n, w in p.items()}, x)[0]
+    return scanned({n: w[::-1][::-1] for n, w in p.items()}, x)
 
 
 @attention(sites=1, **STACK)
@@ -1085,18 +1085,18 @@ def as_many_layers_of_two_attentions_as_heads(p, x):
 
 
 CHANGES = {
-    "reversed": lambda w: w[::-1],
-    "one_after_the_other": lambda w: jnp.concatenate([w, w]),
-    "repeated": lambda w: jnp.repeat(w, 2, 0),
-    "padded": lambda w: jnp.pad(w, [(0, 1), (0, 0), (0, 0)]),
+    "reversed": (lambda w: w[::-1], IN_TURNS),
+    "one_after_the_other": (lambda w: jnp.concatenate([w, w]), ANOTHER),
+    "repeated": (lambda w: jnp.repeat(w, 2, 0), IN_TURNS),
+    "padded": (lambda w: jnp.pad(w, [(0, 1), (0, 0), (0, 0)]), ANOTHER),
 }
-for name, change in CHANGES.items():
+for name, (change, sites) in CHANGES.items():
     fun = functools.partial(lambda p, x, change: scanned(jax.tree.map(change, p), x)[0], change=change)
     fun.__name__ = f"layers_{name}"
-    program(X, sites=ANOTHER, **STACK)(fun)
+    program(X, sites=sites, **STACK)(fun)
 
 
-@program(X, sites=ANOTHER, **STACK)
+@program(X, sites=IN_TURNS, **STACK)
 def layers_of_reversed_keys(p, x):
     return scanned(p | {"k": p["k"][::-1]}, x)[0]
 
