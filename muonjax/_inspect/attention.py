@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from muonjax._clip.factors import Scale
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.layout import HOLE, UNKNOWN, Layout, Run
 from muonjax._inspect.report import Probe
@@ -19,18 +21,16 @@ from muonjax._inspect.walk import Attention, Walk
 
 
 class Span(NamedTuple):
-    """The positions in one parameter that feed the heads: `Scale` in `muonjax.qk_clip` has the same words."""
+    """The positions in one parameter that feed the heads."""
 
     leaf: int
-    rank: int  # of one layer's parameter
-    axes: tuple[int, ...]  # of one layer's parameter, negative
-    entries: int
-    start: int
-    size: int
-    span: tuple[int, int]
-    factor: str  # "query", "key", or "rotary": a query whose key stays as it is
+    scale: Scale  # without its path
     stack: tuple[int, ...]  # axes of the parameter that count layers
     index: tuple[int, ...] = ()  # of those that a constant index chooses, the first of them: the layer
+
+    @property
+    def heads(self) -> int:
+        return self.scale.entries or 1
 
 
 class Call(NamedTuple):
@@ -75,7 +75,7 @@ def _proved(walk: Walk, group: Sequence[tuple[tuple[int, int], Call]]) -> dict[t
     """The calls of one attention, or why a clip would not scale the logits of each of its heads alone."""
     first, random, proved = group[0][1], np.random.default_rng(0), {}
     logs = 2.0 * random.integers(1, 1 << 40, (*first.layers, first.heads))
-    groups = next((s.entries for s in first.spans if s.factor == "key"), first.heads)
+    groups = next((s.heads for s in first.spans if s.scale.factor == "key"), first.heads)
     keys = logs.reshape(*first.layers, groups, -1).min(-1) / 2
     queries = logs - np.repeat(keys, first.heads // groups, -1)
     of_factor = {"rotary": logs, "key": keys, "query": queries}
@@ -83,7 +83,8 @@ def _proved(walk: Walk, group: Sequence[tuple[tuple[int, int], Call]]) -> dict[t
     places = [x.value if x.raw is None else x.raw[0] for x in logits]
     certificate = Certificate(walk, [call.probe for _, call in group if call.probe], places)
     for leaf in {s.leaf for s in first.spans}:
-        certificate.touch(leaf, [(s, of_factor[s.factor]) for s in first.spans if s.leaf == leaf])
+        spans = [s for s in first.spans if s.leaf == leaf]
+        certificate.touch(leaf, spans[0].stack, [(s.scale, of_factor[s.scale.factor]) for s in spans])
     i = certificate.failure()
     derived = (
         "" if i is None or not walk.nodes[i].passes else ", but a derivative that the function takes too"
@@ -143,14 +144,14 @@ class _Finder:
         keys = list(self._spans(self.key, own, "key", {}))
         spans = (*queries, *keys)
         layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
-        entries = [{s.entries for s in found} for found in (queries, keys)]
+        entries = [{s.heads for s in found} for found in (queries, keys)]
         several = max(map(len, (*entries, layers, {s.index for s in spans}))) > 1
-        if several or (keys and queries[0].entries % keys[0].entries):
+        if several or (keys and queries[0].heads % keys[0].heads):
             raise _Refused("its queries and keys are cut into heads or layers in several ways")
         first = queries[0]
         spans = tuple(s._replace(index=()) for s in spans)
         images = (*self.query.value.images, *own)
-        return Call(line, spans, self._probe(), layers.pop(), first.index, first.entries, images=images)
+        return Call(line, spans, self._probe(), layers.pop(), first.index, first.heads, images=images)
 
     def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
         """Keys that each head has for itself; and those that all heads share, by the features that they fill."""
@@ -181,56 +182,45 @@ class _Finder:
     ) -> Iterator[Span]:
         for image in images:
             use = image.product.use
-            columns = {a.axis for a in use.columns}
-            for term in (None, *image.biases):
-                layout = image.layout if term is None else term.layout
-                leaf = use.term.leaf if term is None else term.leaf
-                held = columns if term is None else set(range(len(self.shapes[leaf])))
-                held = held | {a.axis for a in layout.taken}
-                # Nothing is left of an axis that a shard_map divides down to one entry.
-                seen = held | {a.axis for a in (*layout.loops, *(() if term else (*use.rows, *use.batch)))}
-                if any(n > 1 and axis not in seen for axis, n in enumerate(self.shapes[leaf])):
+            for leaf, layout in [(use.term.leaf, image.layout), *((t.leaf, t.layout) for t in image.biases)]:
+                if any(n == 1 < m for n, m in zip(layout.origin, self.shapes[leaf], strict=True)):
                     raise _Refused("devices of a shard_map have different layers or heads of its parameter")
-                span = self._span(leaf, layout, held, operand, factor)
+                span = self._span(leaf, layout, operand, factor)
                 yield from self._apart(span, shared) if shared else [span]
 
     def _apart(self, span: Span, shared: dict[tuple[int, int], Image]) -> Iterator[Span]:
         """The features of a query that meet the heads' own keys, and those that meet shared ones."""
-        first, last = span.span
+        (first, last), factor = span.scale.span, span.scale.factor
         inside = [first, *sorted({edge + first for place in shared for edge in place}), last]
         for start, stop in itertools.pairwise(inside):
             if start < stop:
                 rotary = any(a + first <= start and stop <= b + first for a, b in shared)
-                yield span._replace(span=(start, stop), factor="rotary" if rotary else span.factor)
+                scale = dataclasses.replace(
+                    span.scale, span=(start, stop), factor="rotary" if rotary else factor
+                )
+                yield span._replace(scale=scale)
 
-    def _span(self, leaf: int, layout: Layout, held: set[int], operand: Side, factor: str) -> Span:
+    def _span(self, leaf: int, layout: Layout, operand: Side, factor: str) -> Span:
         shape = self.shapes[leaf]
         rest, heads = layout.split(self.heads(operand, layout).values())
-        heads = sorted((a for a in heads if a.axis in held), key=lambda a: (a.axis, -a.stride))
+        heads = sorted(heads, key=lambda a: (a.axis, -a.stride))
         rest, features = rest.split(operand.summed)
-        features = [a for a in (*features, *rest.taken, *rest.runs) if a.axis in held]
+        features = (*features, *rest.taken, *(run for run in rest.runs if run.axis >= 0))
         single = {a.axis: int(a.positions[0]) for a in layout.loops if a.shape == (1,)}
-        looped = tuple(dict.fromkeys(a.axis for a in layout.loops if a.shape > (1,)))
-        stack = (*single, *looped)
-        held = held - set(stack)
-        if not {a.axis for a in (*heads, *features)} <= held:
+        stack = tuple(dict.fromkeys([*single, *(a.axis for a in layout.loops if a.shape > (1,))]))
+        held = {a.axis for a in (*heads, *features)}
+        if not held.isdisjoint(stack):
             raise _Refused("a loop goes over a part of an axis of its parameter")
         own = [axis for axis in range(len(shape)) if axis not in stack]
         # What an index takes comes first, then the heads, then a head's features.
         wide = {a.axis for a in features if len(a.at) > 4} - {a.axis for a in heads}
-        order = sorted(held & {a.axis for a in (*heads, *features)}, key=lambda axis: (axis in wide, axis))
+        order = sorted(held, key=lambda axis: (axis in wide, axis))
         found = _runs(shape, order, heads, features)
         if found is None:
             raise _Refused("its heads do not lie one after the other in the parameter")
-        return Span(
-            leaf,
-            len(own),
-            tuple(own.index(a) - len(own) for a in order),
-            *found,
-            factor,
-            stack,
-            tuple(single.values()),
-        )
+        axes = tuple(own.index(a) - len(own) for a in order)
+        scale = Scale(path="", rank=len(own), axes=axes, factor=factor, **found)
+        return Span(leaf, scale, stack, tuple(single.values()))
 
     def _probe(self) -> Probe:
         walk, logits = self.walk, self.attention.logits
@@ -253,8 +243,8 @@ class _Finder:
 
 def _runs(
     shape: Sequence[int], axes: Sequence[int], heads: Sequence[Run], features: Sequence[Run]
-) -> tuple[int, int, int, tuple[int, int]] | None:
-    """Entries, start, size and span of the heads on the flattened `axes`; None where they are no such runs."""
+) -> dict[str, Any] | None:
+    """Where the heads are on the flattened `axes`, in the words of `Scale`; None where they are no such runs."""
     weight = {axis: math.prod(shape[x] for x in axes[k + 1 :]) for k, axis in enumerate(axes)}
     total = math.prod(shape[axis] for axis in axes)
 
@@ -273,4 +263,5 @@ def _runs(
     start = base - base % run if base % run + width <= run else base
     if start + count * run > total:
         return None
-    return count, start, count * run, (base - start, base - start + width)
+    span = (base - start, base - start + width)
+    return {"entries": count, "start": start, "size": count * run, "span": span}

@@ -76,9 +76,9 @@ class Certificate:
         self.tables: dict[int, np.ndarray] = {}
         self.at: dict[int, np.ndarray] = {}  # those that arrive at the logits
 
-    def touch(self, leaf: int, spans: Sequence[tuple[Any, np.ndarray]]) -> None:
-        """A clip scales these spans of a parameter by logarithms [*layers, entries]."""
-        shape, stack = self.walk.shapes[leaf], spans[0][0].stack
+    def touch(self, leaf: int, stack: tuple[int, ...], spans: Sequence[tuple[Any, np.ndarray]]) -> None:
+        """A clip scales these parts of a parameter by logarithms [*layers, entries]; axes of `stack` count layers."""
+        shape = self.walk.shapes[leaf]
         own = [axis for axis in range(len(shape)) if axis not in stack]
         tables = []
         for span, logs in spans:

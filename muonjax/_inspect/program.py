@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from muonjax._clip.factors import Scale
 from muonjax._clip.matching import larger, module_of
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.sites import Site
@@ -28,7 +28,7 @@ from muonjax._common.trees import (
     is_model,
     listed,
 )
-from muonjax._inspect.attention import Call, Span
+from muonjax._inspect.attention import Call
 from muonjax._inspect.attention import calls as calls_of
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.follow import follow
@@ -420,7 +420,8 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
         named[name] += 1
         if named[name] > 1:  # heads of one projection, written one by one
             name = f"{name}:{named[name]}"
-        scales = tuple(_scale(span, paths[span.leaf], root if is_alone else "") for span in first.spans)
+        below = [paths[s.leaf].removeprefix(f"{root}/" if root and is_alone else "") for s in first.spans]
+        scales = tuple(dataclasses.replace(s.scale, path=x) for s, x in zip(first.spans, below, strict=True))
         stack = first.spans[0].stack
         public = Site(
             path=re.escape(root) if is_alone else "",
@@ -436,20 +437,6 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
 def _terms(call: Call) -> tuple[Term, ...]:
     """The parameters of its queries and keys, as it multiplies by them."""
     return tuple(image.product.use.term for image in call.images)
-
-
-def _scale(span: Span, path: str, root: str) -> Scale:
-    run = span.size // span.entries
-    return Scale(
-        path=path.removeprefix(f"{root}/") if root else path,
-        rank=span.rank,
-        axes=span.axes,
-        entries=span.entries,
-        start=span.start,
-        size=span.size,
-        span=(span.span[0], None if span.span[1] == run else span.span[1]),
-        factor=span.factor,
-    )
 
 
 def _is_array(x: Any) -> bool:

@@ -151,8 +151,7 @@ spelled("keys_padded_with_ones", "its keys are put together with something else"
     q, lax.pad(k[:, 1:], 1.0, [(0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)])))  # fmt: skip
 spelled("logits_in_part_learned", "its logits are one of two kinds: attention_programs.py:",
         spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
-spelled("one_matrix_for_each_head",
-        "its queries and keys are cut into heads or layers in several ways",
+spelled("one_matrix_for_each_head", 1,
         lambda q, k, p, x: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k), w=(H, S, S))  # fmt: skip
 for number in (-1e4, -1e9):
     softmax = functools.partial(
@@ -979,11 +978,11 @@ def one_key_head_of_two_experts(p, x):
     return jnp.mean(jnp.einsum("bhqk,bkd->bqhd", shares, v) ** 2)
 
 
-@program(X, sites=SEVERAL, a=(H, D, 2), b=(H, 2, S), **QKVO)
+@attention(sites=1, a=(H, D, 2), b=(H, 2, S), **QKVO)
 def an_adapter_for_each_head(p, x):
     q, k, v = projected(p, x)
     q = q + jnp.einsum("bthr,hrs->bths", jnp.einsum("btd,hdr->bthr", x, p["a"]), p["b"])
-    return end(p, logits_of(q, k), v)[0]
+    return end(p, logits_of(q, k), v)
 
 
 # Without a softmax of keys it is none.
