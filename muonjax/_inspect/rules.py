@@ -313,30 +313,21 @@ def _logits(i: int, node: Node, values: Sequence[Value], operands: Sequence[int]
         return (first._replace(stage="weights", unit=math.log(2) if name == "exp2" else 1.0),)
     at = next(k for k, v in enumerate(values) if v is held[0])
     others = [v for k, v in enumerate(values) if k != at]
-    why, raw = "", first.raw
-    if name in _CHOICES:
-        several = any(x.product != first.product for v in held for x in v.logits)
-        learned = any(v.depends_on & PARAMETER and not v.logits for v in others)
-        why = "its logits are one of two kinds" if several or learned else ""
-    elif name in _SUMS and len(held) > 1:
-        if held[1].logits[0].stage == "largest":  # the largest logit is subtracted
-            return (first,)
-        why = "a second term is added to the logits"
-    elif name in _SUMS and others[0].depends_on & PARAMETER:
-        why = "a learned bias is added to the logits"
-        why = "what depends on parameters is subtracted from the logits" if name == "sub" else why
-    elif name == "sub" and at == 1:
-        why = "the logits are subtracted"
-    elif name in _SUMS:  # as they are here, not where they were scaled
-        raw = raw or (operands[at], first.layout)
-    elif name in _SCALES:
+    if name in _SCALES:
         return scaled_logits(i, node, held[0], *others)
-    else:
-        why = "the logits are capped" if name == "tanh" else f"the logits pass {name}"
-    return (_at(first, node, why, i)._replace(raw=raw),)
+    if name in _SUMS and any(x.stage == "largest" for v in others for x in v.logits):
+        return (first,)  # it is subtracted
+    if name in _CHOICES:  # the same logits, masked
+        others = [v for v in others if first.product not in {x.product for x in v.logits}]
+    if name not in _SUMS or any(v.depends_on & PARAMETER for v in others) or (name == "sub" and at == 1):
+        words = {"add": "a learned bias is added to the logits", "tanh": "the logits are capped"}
+        return (_at(first, node, words.get(name, f"the logits pass {name}"), i),)
+    # As they are here, not where they were scaled.
+    raw = first.raw if name in _CHOICES else first.raw or (operands[at], first.layout)
+    return (_at(first, node)._replace(raw=raw),)
 
 
-def _at(logits: Logits, node: Node, why: str, i: int) -> Logits:
+def _at(logits: Logits, node: Node, why: str = "", i: int = -1) -> Logits:
     """The same logits as the result of another operation."""
     problem = logits.problem or ((why, i) if why else None)
     return logits._replace(value=node.outputs[0], seen=logits.layout, problem=problem)

@@ -99,7 +99,7 @@ R = constant((S, S), 9)
 SPARSE = np.random.default_rng(5).random((B, H, T, T)) < 0.2
 spelled("negative", spell=lambda a, p: -a)
 spelled("zero_minus", spell=lambda a, p: 0 - a)
-spelled("subtracted", "the logits are subtracted", spell=lambda a, p: 1.0 - a)
+spelled("subtracted", "the logits pass sub", spell=lambda a, p: 1.0 - a)
 spelled("a_rotation_by_a_matrix", change=lambda q, k, p, x: (q @ R, k @ R))
 spelled("a_rotation_of_half_of_the_features", change=lambda q, k, p, x: (
     jnp.concatenate([q[..., :2] @ R[:2, :2], q[..., 2:]], -1), k))  # fmt: skip
@@ -149,7 +149,7 @@ spelled("keys_in_part_of_data", "its keys are added to something else: attention
         lambda q, k, p, x: (q, jnp.where((jnp.arange(T) < 2)[:, None, None], constant((T, H, S)), k)))  # fmt: skip
 spelled("keys_padded_with_ones", "its keys are put together with something else", lambda q, k, p, x: (
     q, lax.pad(k[:, 1:], 1.0, [(0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)])))  # fmt: skip
-spelled("logits_in_part_learned", "its logits are one of two kinds: attention_programs.py:",
+spelled("logits_in_part_learned", "the logits pass select_n: attention_programs.py:",
         spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
 spelled("one_matrix_for_each_head", 1,
         lambda q, k, p, x: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k), w=(H, S, S))  # fmt: skip
@@ -879,7 +879,7 @@ def a_bias_inside_of_another_function(p, x):
     return end(p, jnp.where(CAUSAL, biased(q, k), -1e9), v)
 
 
-@program(X, sites="what depends on parameters is subtracted from the logits: attention_programs.py:", **QKVO)
+@program(X, sites="the logits pass sub: attention_programs.py:", **QKVO)
 def one_softmax_over_blocks_of_keys(p, x):
     """GenCast: the largest logit is that of all blocks."""
     q, k, v = projected(p, x)
