@@ -16,8 +16,8 @@ from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.layout import HOLE, UNKNOWN, Layout, Run
 from muonjax._inspect.report import Probe
 from muonjax._inspect.structure import reshaped
-from muonjax._inspect.values import Image, Side
-from muonjax._inspect.walk import Attention, Walk
+from muonjax._inspect.values import Image, Logits, Side
+from muonjax._inspect.walk import Walk
 
 
 class Span(NamedTuple):
@@ -79,8 +79,8 @@ def _proved(walk: Walk, group: Sequence[tuple[tuple[int, int], Call]]) -> dict[t
     keys = logs.reshape(*first.layers, groups, -1).min(-1) / 2
     queries = logs - np.repeat(keys, first.heads // groups, -1)
     of_factor = {"rotary": logs, "key": keys, "query": queries}
-    logits = [walk.attentions[at].logits for at, _ in group]
-    places = [x.value if x.raw is None else x.raw[0] for x in logits]
+    logits = [walk.attentions[at][0] for at, _ in group]
+    places = [x.value if x.raw < 0 else x.raw for x in logits]
     certificate = Certificate(walk, [call.probe for _, call in group if call.probe], places)
     for leaf in {s.leaf for s in first.spans}:
         spans = [s for s in first.spans if s.leaf == leaf]
@@ -97,9 +97,9 @@ def _proved(walk: Walk, group: Sequence[tuple[tuple[int, int], Call]]) -> dict[t
     return {at: call._replace(spans=(), probe=None, problem=why) for at, call in group} if why else proved
 
 
-def _call(walk: Walk, attention: Attention) -> Call:
-    line = walk.graph.line(attention.logits.product)
+def _call(walk: Walk, attention: tuple[Logits, set[int]]) -> Call:
     finder = _Finder(walk, attention)
+    line = walk.graph.line(finder.logits.product)
     try:
         return finder.call(line)
     except _Refused as refused:
@@ -110,10 +110,10 @@ def _call(walk: Walk, attention: Attention) -> Call:
 class _Finder:
     """The two operands of one product of queries and keys."""
 
-    def __init__(self, walk: Walk, attention: Attention):
-        self.walk, self.shapes, self.attention = walk, walk.shapes, attention
-        left, right = walk.pairs[attention.logits.product]
-        self.normalized = {a.axis for a in attention.keys}
+    def __init__(self, walk: Walk, attention: tuple[Logits, set[int]]):
+        self.walk, self.shapes = walk, walk.shapes
+        self.logits, self.normalized = attention
+        left, right = walk.pairs[self.logits.product]
         is_query = left.sources[max(self.normalized)] is None
         self.query, self.key = (left, right) if is_query else (right, left)
 
@@ -123,9 +123,8 @@ class _Finder:
         return {d: k for d, k in axes.items() if layout.atoms([k])}
 
     def call(self, line: str) -> Call:
-        logits = self.attention.logits
-        if logits.problem:
-            raise _Refused(f"{logits.problem[0]}: {self.walk.graph.line(logits.problem[1])}")
+        if self.logits.problem:
+            raise _Refused(f"{self.logits.problem[0]}: {self.walk.graph.line(self.logits.problem[1])}")
         for operand, name in ((self.query, "queries"), (self.key, "keys")):
             for image in operand.value.images:
                 if image.after is not None:
@@ -223,19 +222,19 @@ class _Finder:
         return Span(leaf, scale, stack, tuple(single.values()))
 
     def _probe(self) -> Probe:
-        walk, logits = self.walk, self.attention.logits
+        walk, logits = self.walk, self.logits
         places = walk.graph.variables_of(logits.value)
-        added = {} if logits.raw is None else walk.graph.variables_of(logits.raw[0])
+        added = {} if logits.raw < 0 else walk.graph.variables_of(logits.raw)
         custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
         place = min(places, key=lambda place: (custom[place], place not in added, len(place)))
         if any(step.kind in ("while", "cond") for step in place):
             raise _Refused("it is inside of a branch, or of a loop of unknown length, which has no gradient")
-        if logits.raw is not None:  # logits and mask, or a bias as ALiBi's
+        if logits.raw >= 0:  # logits and mask, or a bias as ALiBi's
             if place not in added:
                 raise _Refused(
                     "something is added to its logits in a function that does not return them without it"
                 )
-            raw, seen = logits.raw[1], logits.seen
+            raw, seen = (walk.values[x].logits[0].layout for x in (logits.raw, logits.value))
             if raw.moved(seen.shape, lambda x: reshaped(x, raw.shape, seen.shape)) != seen:
                 raise _Refused("something is added to its logits before their axes change order")
         return Probe(place, places[place], raw=added.get(place), unit=logits.unit)

@@ -20,17 +20,12 @@ import numpy as np
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import Unmoved
 from muonjax._inspect.report import MASKED, Probe
-from muonjax._inspect.structure import MOST, after, reshaped
+from muonjax._inspect.structure import MOST, RESIZED, SAME, after, reshaped
 from muonjax._inspect.walk import Walk
 
 _UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]
 # Operations that move entries along axes on which nothing depends, or none at all, or change all of them equally.
-_SAME = """
-    convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
-    mesh_cast pvary pcast to_varying device_put name real imag conj stop_gradient pad psum psum2 pmax
-    psum_invariant ppermute shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all
-"""
-_SAME_FACTORS = frozenset(_SAME.split())
+_SAME = frozenset(f"{SAME} {RESIZED} pad".split())
 _OF_SEVERAL = "mul div add sub add_any max complex select_n join concatenate"
 _SEVERAL = frozenset(_OF_SEVERAL.split())
 
@@ -207,7 +202,7 @@ class Certificate:
             table = _reduced(table, others)
             shape = [-1 if k == p["dimension_numbers"].out_spec[1] else 1 for k in range(len(new))]
             return table.reshape((*table.shape[:first], *shape))
-        if name in _SAME_FACTORS and self.graph.is_float(node.outputs[0]):
+        if name in _SAME and self.graph.is_float(node.outputs[0]):
             rounds = self.graph.avals[node.outputs[0]].dtype.itemsize < 2  # eight bits, what a factor changes
             if rounds or any(table.shape[first + k] > 1 for k in range(len(old)) if old[k] != new[k]):
                 raise Unmoved

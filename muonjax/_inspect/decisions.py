@@ -212,11 +212,9 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
 
 def _parts(product: Product, shape: tuple[int, ...], columns: frozenset[int]) -> _Cut | None:
     """Along which axis, and into which sizes, the result of a product is cut for different purposes."""
-    groups = {region for region, _ in product.parts}
-    for axis in sorted(columns) if len(groups) > 1 else ():
-        masks = {mask for region in groups for a, mask in region if a == axis}
-        whole = not all(axis in dict(region) for region in groups)
-        if whole or len(masks) < 2 or (found := _periodic(masks)) is None:
+    for axis in sorted(columns):
+        masks = {dict(region).get(axis, b"") for region in product.parts}
+        if b"" in masks or len(masks) < 2 or (found := _periodic(masks)) is None:
             continue
         period, runs = found
         is_mixed = any(_divides(stop, axis, layout) for layout in product.mixed for _, stop in runs)

@@ -8,7 +8,7 @@ import itertools
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
 from typing import Any, Literal, NamedTuple
 
@@ -186,19 +186,11 @@ class Program:
         Warns:
           UserWarning: Some attentions can't be clipped.
         """
-        refused = listed([f"{a.name!r} ({a.line}): {a.problem}" for a in self.attentions if a.site is None])
         found = tuple(a.site for a in self.attentions if a.site is not None)
-        if not self.attentions:
-            raise ValueError(
-                f"{self._call} has no attention: no softmax of a product of two activations, multiplied by a third. "
-                "Use muon instead of muonclip."
-            )
         if not found:
-            raise ValueError(
-                f"{self._call}: no attention can be clipped. {refused}. Use muon instead of muonclip."
-            )
-        if refused:
-            warnings.warn(f"{self._call}: not clipped are {refused}.", stacklevel=2)
+            raise _no_site(self._call, self.attentions, "muon instead of muonclip")
+        if len(found) < len(self.attentions):
+            warnings.warn(f"{self._call}: not clipped are {_refused(self.attentions)}.", stacklevel=2)
         return found
 
     def check_clip(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -379,13 +371,18 @@ def _clippable(closed: ClosedJaxpr, arguments: Sequence[Any], call: str) -> list
             f"{call}: nothing that it returns depends on the arguments to differentiate by; give the parameters "
             "that fun uses as an argument, do not close over them."
         )
-    if not found:
-        raise ValueError(
-            f"{call} finds no attention: no softmax of a product of two activations, multiplied by a third; use "
-            "jax.value_and_grad."
-        )
-    refused = listed([f"{a.line}: {a.problem}" for a, _ in found])
-    raise ValueError(f"{call}: no attention can be clipped. {refused}. Use jax.value_and_grad and muon.")
+    raise _no_site(call, [a for a, _ in found], "jax.value_and_grad and muon")
+
+
+def _refused(attentions: Iterable[Attention]) -> str:
+    return listed([f"{a.name!r} ({a.line}): {a.problem}" for a in attentions if a.site is None])
+
+
+def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueError:
+    why = f": no attention can be clipped. {_refused(attentions)}"
+    if not attentions:
+        why = " has no attention: no softmax of a product of two activations, multiplied by a third"
+    return ValueError(f"{call}{why}. Use {instead}.")
 
 
 def _of_all_calls(calls: Sequence[Call], maxima: Sequence[jax.Array]) -> jax.Array:

@@ -66,7 +66,7 @@ def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
         images += [
             m for v in values for x in v.logits for side in walk.pairs[x.product] for m in side.value.images
         ]
-    walk.record_parts(i, images)
+    walk.record_parts(images)
     for m in images if not is_call and node.name not in _MIXING else ():
         if m.apart or no_rule:  # which of its columns are used together, or chosen, is not known any more
             walk.record(i, f"unknown: {node.name}", m.product.use.term)
@@ -179,7 +179,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     if name in _SCALES:
         walk.record_factors(i, *values)
     elif name in _SUMS:
-        walk.record_meeting_parts(i, values)
+        walk.record_meeting_parts(values)
     if name in (*_EXPONENTIALS, "pow"):
         whole = whole._replace(weights=whole.scores)
     images = summed(v._replace(images=_images(walk, i, node, v, values)) for v in values)
@@ -253,7 +253,7 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
     if node.name not in _SCALES:
         axes = [node.params["axis"]] if "axis" in node.params else []  # of running sums
         mixed = [m for m in v.images if m.layout.atoms(axes)]
-        walk.record_reduced(i, mixed, axes)
+        walk.record_reduced(mixed, axes)
         return tuple(
             bent(walk, m, f"changed by {node.name}", i, m not in mixed or bool(m.layout.atoms_beside(axes)))
             for m in v.images
@@ -285,7 +285,7 @@ def _keeps_apart(m: Image, u: Value) -> bool:
 def bent(walk: Walk, image: Image, why: str, i: int, apart: bool = False) -> Image:
     """After an operation that does not commute with scaling; `apart` where each entry is still one column's."""
     if not apart:
-        walk.record_parts(i, [image])
+        walk.record_parts([image])
     return image._replace(after=image.after or (why, i), apart=image.apart and apart)
 
 
@@ -293,7 +293,7 @@ def latest(walk: Walk, i: int, images: tuple[Image, ...]) -> tuple[Image, ...]:
     """Those that are followed on, of the many in a residual stream, which is the sum of all layers."""
     if len(images) > _MOST:  # a product with data has summed over the columns of some
         gone = {m for m in images if not m.layout.atoms(range(len(m.layout.shape)))}
-        walk.record_parts(i, gone)
+        walk.record_parts(gone)
         images = tuple(m for m in images if m not in gone)
     if len(images) > _MOST:
         images = tuple(bent(walk, m, "sums of too many projections", i) for m in images)[-_MOST:]
@@ -323,20 +323,20 @@ def _logits(i: int, node: Node, values: Sequence[Value], operands: Sequence[int]
         words = {"add": "a learned bias is added to the logits", "tanh": "the logits are capped"}
         return (_at(first, node, words.get(name, f"the logits pass {name}"), i),)
     # As they are here, not where they were scaled.
-    raw = first.raw if name in _CHOICES else first.raw or (operands[at], first.layout)
+    raw = first.raw if name in _CHOICES or first.raw >= 0 else operands[at]
     return (_at(first, node)._replace(raw=raw),)
 
 
 def _at(logits: Logits, node: Node, why: str = "", i: int = -1) -> Logits:
     """The same logits as the result of another operation."""
     problem = logits.problem or ((why, i) if why else None)
-    return logits._replace(value=node.outputs[0], seen=logits.layout, problem=problem)
+    return logits._replace(value=node.outputs[0], problem=problem)
 
 
 def scaled_logits(i: int, node: Node, v: Value, factor: Value) -> tuple[Logits, ...]:
     if not v.logits or v.logits[0].stage != "logits":
         return v.logits
-    why = "something is added to the logits before they are scaled" if v.logits[0].raw is not None else ""
+    why = "something is added to the logits before they are scaled" if v.logits[0].raw >= 0 else ""
     if factor.is_activation:
         why = "the logits are multiplied by another activation"
     return (_at(v.logits[0], node, why, i),)
@@ -345,7 +345,7 @@ def scaled_logits(i: int, node: Node, v: Value, factor: Value) -> tuple[Logits, 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
 def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,) = values
-    walk.record_reduced(i, x.images, node.params["axes"])
+    walk.record_reduced(x.images, node.params["axes"])
     is_softmax = node.name == "reduce_max" and x.logits and x.logits[0].stage == "logits"
     largest = (x.logits[0]._replace(stage="largest"),) if is_softmax else ()
     return [_without(dependent([x])._replace(logits=largest), node)]
@@ -363,7 +363,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     if (own or (x.weights, 0) not in walk.products) and not any(m.layout.atoms(axes) for m in own):
         walk.normalized.add(x.weights)
     linear = tuple(image for image in x.images if image.linear)
-    walk.record_reduced(i, [image for image in x.images if not image.linear], axes)
+    walk.record_reduced([image for image in x.images if not image.linear], axes)
     for image in linear:
         image.product.summed.update(image.layout.atoms(axes))
     totals = tuple(x._replace(stage="largest") for x in x.logits if x.stage == "weights")

@@ -19,13 +19,15 @@ from muonjax._inspect.walk import Walk
 MOST = 1 << 22  # entries of facts about an array
 
 
-@rule(
-    """
+SAME = """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
     mesh_cast pvary pcast to_varying psum psum2 pmax psum_invariant ppermute device_put name real imag conj
     stop_gradient
-    """
-)
+"""
+RESIZED = "shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all"
+
+
+@rule(SAME)
 def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     return values
 
@@ -155,7 +157,7 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     if not x.terms:
         walk.record_read(x, picked, indices)
         if here:
-            walk.record_parts(i, x.images)
+            walk.record_parts(x.images)
             return [dependent(values)]
     return [looked_up(walk, i, values, picked, sources, new)]
 
@@ -200,7 +202,7 @@ def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     return [values[0].map(lambda layout: layout.visit([0]).pick(rest, shape))]
 
 
-@rule("shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all")
+@rule(RESIZED)
 def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     shapes = ((walk.shape(at), walk.shape(out)) for at, out in zip(node.inputs, node.outputs, strict=True))
     return [

@@ -57,8 +57,8 @@ class Product:
     batches: set[Run] = dataclasses.field(default_factory=set)  # of a product with another parameter
     # Batches of a product of two activations, each with the part in which it counts heads.
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
-    # The parts that are used apart, with the operations that use them.
-    parts: set[tuple[Region, int]] = dataclasses.field(default_factory=set)
+    # The parts that are used apart.
+    parts: set[Region] = dataclasses.field(default_factory=set)
     # Columns that are mixed while others stay apart, as by a norm of each head: what is taken.
     mixed: set[Layout] = dataclasses.field(default_factory=set)
     met: int = 0  # as bits, the products on which depends what it is multiplied by
@@ -86,9 +86,8 @@ class Logits(NamedTuple):
     layout: Layout  # the axes as axes of the product's result
     stage: str = "logits"  # "largest": their maximum; "weights": after the exponential
     value: int = -1  # the logits that enter softmax, masked and scaled
-    seen: Layout = Layout((), (), ())  # their layout
     problem: tuple[str, int] | None = None  # why scaling query and key does not scale them: reason, operation
-    raw: tuple[int, Layout] | None = None  # the logits before data or constants were added, if any were
+    raw: int = -1  # the logits before data or constants were added, if any were
     unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from muonjax._inspect.graph import Graph
 from muonjax._inspect.layout import Run, whole
@@ -24,14 +24,6 @@ from muonjax._inspect.values import (
 )
 
 
-class Attention(NamedTuple):
-    """softmax(Q K^T) V."""
-
-    logits: Logits
-    keys: tuple[Run, ...]  # the axes of the product along which softmax normalizes
-    values: Side
-
-
 class Walk:
     """What one pass over the operations finds out."""
 
@@ -40,8 +32,8 @@ class Walk:
         self.shapes = [graph.shape(x) for x in graph.parameters]
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses: dict[tuple[int, int, int], Use] = {}
-        # By product and by the logits that enter softmax.
-        self.attentions: dict[tuple[int, int], Attention] = {}
+        # By product and by the logits that enter softmax: these, and the axes of the product that it normalizes.
+        self.attentions: dict[tuple[int, int], tuple[Logits, set[int]]] = {}
         self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
         # Products of two activations of which an exponential multiplies a third, where that is.
         self.softmaxes: dict[int, int] = {}
@@ -134,28 +126,28 @@ class Walk:
         if both and all(m.after is None or m.after[0] == "normalized" for m in both):
             self.entrywise[self.nodes[i].outputs[0]] = both
 
-    def record_parts(self, i: int, images: Iterable[Image]) -> None:
+    def record_parts(self, images: Iterable[Image]) -> None:
         """An operation that mixes columns takes these images: the region of each is used, by itself.
 
         What comes later says nothing about parts, so this is called before an image is `bent`.
         """
         for m in images:
             if m.apart:
-                m.product.parts.add((m.layout.region, i))
+                m.product.parts.add(m.layout.region)
 
-    def record_reduced(self, i: int, images: Iterable[Image], axes: Sequence[int]) -> None:
+    def record_reduced(self, images: Iterable[Image], axes: Sequence[int]) -> None:
         """Columns along these axes are mixed: by itself that says nothing about those along others."""
         for m in images:
             if m.apart and (m.layout.atoms(axes) or m.layout.taken) and m.layout.atoms_beside(axes):
                 m.product.mixed.add(m.layout.add_up(axes))
             else:
-                self.record_parts(i, [m])
+                self.record_parts([m])
 
-    def record_meeting_parts(self, i: int, values: Iterable[Value]) -> None:
+    def record_meeting_parts(self, values: Iterable[Value]) -> None:
         """Parts of one product come together after different functions of each."""
         found = [m for v in values for m in v.images]
         self.record_parts(
-            i, [m for m in found if any(m.product is n.product and not alike([m, n]) for n in found)]
+            [m for m in found if any(m.product is n.product and not alike([m, n]) for n in found)]
         )
 
     def record_sum(self, images: Sequence[Image]) -> None:
@@ -189,7 +181,7 @@ class Walk:
                 for use in [use for use in self.uses if use[0] == logits.product]:
                     del self.uses[use]
                 side.value = self.as_input(side.value, side.summed)
-        self.attentions[logits.product, logits.value] = Attention(logits, keys, values)
+        self.attentions[logits.product, logits.value] = logits, {a.axis for a in keys}
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:
             self.record_heads(side.value.images, side.given)
