@@ -75,9 +75,16 @@ class Layout(NamedTuple):
             _split(run, k)[0] for k in axes for run in self.runs if run.axis >= 0 and run.shape[k] > 1
         )
 
+    @property
+    def varying(self) -> frozenset[int]:
+        """The axes along which it is another part of the origin."""
+        return frozenset(
+            k for k in range(len(self.shape)) for r in self.runs if r.axis >= 0 and r.shape[k] > 1
+        )
+
     def atoms_beside(self, axes: Iterable[int]) -> tuple[Run, ...]:
         """Those along all others."""
-        return self.atoms(set(range(len(self.shape))).difference(axes))
+        return self.atoms(self.varying.difference(axes))
 
     def split(self, axes: Iterable[int]) -> tuple[Layout, tuple[Run, ...]]:
         """One entry along these axes, and the positions along them, which add to those that are left."""

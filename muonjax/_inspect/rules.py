@@ -169,13 +169,11 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         if any(v.is_activation for v in values):
             values = [walk.as_input(v) if v.is_weight else v for v in values]
         elif any(t.inner for v in values if v.is_weight for t in v.terms):
-            return unknown(
-                walk, i, node, values
-            )  # a learned input, or an adapter of a kernel that is no parameter
+            # A learned input, or an adapter of a kernel that is no parameter.
+            return unknown(walk, i, node, values)
     weights = [v for v in values if v.is_weight]
-    walk.record_terms(
-        i, {**dict.fromkeys(_SUMS, "added"), **dict.fromkeys(_SCALES, "multiplied")}.get(name, name), weights
-    )
+    kind = "added" if name in _SUMS else "multiplied" if name in _SCALES else name
+    walk.record_terms(i, kind, weights)
     if name in _SCALES:
         walk.record_factors(i, *values)
     elif name in _SUMS:
@@ -190,13 +188,8 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         images = tuple(m._replace(biases=m.biases + biases) for m in images)
     logits = _logits(i, node, values, operands)
     # A masked parameter, or one of several that data choose or mix.
-    mixed = (
-        name in _SUMS
-        and not images
-        and not logits
-        and all(v.terms for v in values if v.depends_on & PARAMETER)
-    )
-    kept = values if mixed or name in _SCALES else ()
+    is_mixed = not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)
+    kept = values if name in _SCALES or (name in _SUMS and is_mixed) else ()
     unknown_at = -1 if name in _SUMS and images else whole.unknown  # no residual stream is one hot
     terms = tuple(t for v in kept for t in v.terms)
     return [whole._replace(terms=terms, images=images, logits=logits, unknown=unknown_at)]
@@ -204,11 +197,9 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
 
 def _parts(values: Sequence[Value]) -> list[Term]:
     """Parameters of which one of several parts is chosen, before or after a product with them."""
-    terms = {(t.leaf, t.layout.region): t for v in values for t in v.terms}
-    images = {(m.product, m.layout.region): m.product.use.term for v in values for m in v.images}
-    return [
-        t for found in (terms, images) for (x, _), t in found.items() if sum(x is y for y, _ in found) > 1
-    ]
+    held: list[tuple[Any, Any, Term]] = [(t.leaf, t.layout.region, t) for v in values for t in v.terms]
+    held += [(m.product, m.layout.region, m.product.use.term) for v in values for m in v.images]
+    return [t for x, region, t in held if any(x == y and region != part for y, part, _ in held)]
 
 
 def is_zero(walk: Walk, value: int) -> bool:
@@ -236,42 +227,32 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
 
 def _cover(v: Value) -> frozenset[int]:
     """The axes along which a value made of parameters differs."""
-    return frozenset(k for t in v.terms for k in range(len(t.layout.shape)) if t.layout.atoms([k]))
+    return frozenset().union(*(t.layout.varying for t in v.terms))
 
 
 def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -> tuple[Image, ...]:
     """The images in one operand after the operation."""
-    if node.name in _SUMS:  # a mask puts zeros or the like in their place
-        is_mask = node.name in _CHOICES
-        strangers = [u for u in values if not u.is_weight and not u.images and (u.depends_on or not is_mask)]
-        if not strangers:
-            return v.images
-        return tuple(
-            bent(walk, m, "added to something else", i, all(_keeps_apart(m, u) for u in strangers))
-            for m in v.images
-        )
-    if node.name not in _SCALES:
-        axes = [node.params["axis"]] if "axis" in node.params else []  # of running sums
-        mixed = [m for m in v.images if m.layout.atoms(axes)]
-        walk.record_reduced(mixed, axes)
-        return tuple(
-            bent(walk, m, f"changed by {node.name}", i, m not in mixed or bool(m.layout.atoms_beside(axes)))
-            for m in v.images
-        )
-    factor = values[1] if v is values[0] else values[0]
-    if not factor.is_activation and not (node.name == "div" and v is values[1]):
-        return v.images
+    name, images = node.name, []
+    axes = [node.params["axis"]] if "axis" in node.params else []  # of running sums
+    factor = next((u for u in values if u is not v), v)
     own = {(m.product, m.layout) for m in factor.images}  # of a function of itself, as SiLU
-    return tuple(
-        bent(
-            walk,
-            m,
-            "normalized" if m.product.bit & factor.before else "multiplied by another activation",
-            i,
-            (m.product, m.layout) in own or (factor.is_activation and _keeps_apart(m, factor)),
-        )
-        for m in v.images
-    )
+    # A mask puts zeros or the like in their place.
+    may_add = [u for u in values if not u.is_weight and not u.images]
+    strangers = [u for u in may_add if u.depends_on or name not in _CHOICES]
+    is_divisor = name == "div" and v is values[1]
+    if strangers == [] if name in _SUMS else name in _SCALES and not (factor.is_activation or is_divisor):
+        return v.images
+    for m in v.images:
+        if name in _SUMS:
+            why, apart = "added to something else", all(_keeps_apart(m, u) for u in strangers)
+        elif name in _SCALES:
+            why = "normalized" if m.product.bit & factor.before else "multiplied by another activation"
+            apart = (m.product, m.layout) in own or (factor.is_activation and _keeps_apart(m, factor))
+        else:
+            why, apart = f"changed by {name}", not m.layout.atoms(axes) or bool(m.layout.atoms_beside(axes))
+            walk.record_reduced([m] if m.layout.atoms(axes) else [], axes)
+        images.append(bent(walk, m, why, i, apart))
+    return tuple(images)
 
 
 def _keeps_apart(m: Image, u: Value) -> bool:
@@ -372,8 +353,8 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
 
 def _reduced_terms(i: int, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
     """Parameters that are summed: a mixture of several, or a product of two; nothing of a norm or a penalty."""
-    terms = [t for t in x.terms if t.layout.atoms(axes) and _along(t, axes)]
-    factors = len({_along(t, axes) for t in terms}) > 1
+    terms = [t for t in x.terms if t.layout.atoms(axes) and t.layout.varying.difference(axes)]
+    factors = len({t.layout.varying.difference(axes) for t in terms}) > 1
     found = []
     for k, t in enumerate(terms):
         summed = t.layout.atoms(axes)
@@ -383,11 +364,6 @@ def _reduced_terms(i: int, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
             t = t._replace(layout=t.layout.visit(axes))
         found.append(t)
     return tuple(found)
-
-
-def _along(t: Term, axes: Sequence[int]) -> frozenset[int]:
-    """The other axes along which it differs."""
-    return frozenset(k for k in range(len(t.layout.shape)) if k not in axes and t.layout.atoms([k]))
 
 
 def _without(x: Value, node: Node) -> Value:

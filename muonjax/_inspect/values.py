@@ -154,7 +154,7 @@ class Value(NamedTuple):
             for mark in self.marks
             if mark.what == what
             for k, n in enumerate(mark.layout.shape)
-            if n > 1 and bool(mark.layout.atoms([k])) != repeats
+            if n > 1 and (k in mark.layout.varying) != repeats
         )
 
 
@@ -191,7 +191,7 @@ class Side:
         """
         terms = self.value.terms
         sizes = enumerate(terms[0].layout.shape if terms else ())
-        along = (n == 1 or any(t.layout.atoms([k]) for t in terms) for k, n in sizes)
+        along = (n == 1 or any(k in t.layout.varying for t in terms) for k, n in sizes)
         return self.value.is_weight and all(along)
 
     @property
