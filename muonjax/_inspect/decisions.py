@@ -86,65 +86,50 @@ def decide(walk: Walk, is_loss: bool) -> list[Decision]:
 
 
 def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_loss: bool) -> Decision:
-    if not walk.graph.is_float(walk.graph.parameters[leaf]):
+    graph = walk.graph
+
+    def adam(why: str, node: int, by_names: bool = False) -> Decision:
+        return Decision(None, f"{why}: {graph.line(node)}", by_names=by_names)
+
+    def is_output_head(use: Use) -> bool:
+        """No other product takes what it gives; or labels choose one of its columns, and that reaches the loss."""
+        value = graph.nodes[use.node].outputs[0]
+        return (use.node in walk.read and value in ends.direct) or value not in ends.consumed
+
+    if not graph.is_float(graph.parameters[leaf]):
         return Decision(None, "whole numbers")
-    scale = walk.scales[leaf]
-    uses = [u for u in uses if u.kind != "product" or not u.product.bit & scale] or uses
+    uses = [u for u in uses if u.kind != "product" or not u.product.bit & walk.scales[leaf]] or uses
     if not uses:
-        parameter = walk.graph.parameters[leaf]
-        reader = next((i for i in sorted(walk.graph.live) if parameter in walk.nodes[i].inputs), None)
-        why = (
-            f"used without data, as in a penalty: {walk.graph.line(reader)}"
-            if reader is not None
-            else "never used"
-        )
+        readers = [i for i in graph.readers[graph.parameters[leaf]] if i in graph.live]
+        why = f"used without data, as in a penalty: {graph.line(readers[0])}" if readers else "never used"
         return Decision(None, why, meets_data=False)
     if unknown := [u for u in uses if u.kind.startswith("unknown: ")]:
-        name = unknown[0].kind.removeprefix("unknown: ")
-        return _adam(walk, f"{name} is not followed", unknown[0], by_names=True)
+        return adam(
+            f"{unknown[0].kind.removeprefix('unknown: ')} is not followed", unknown[0].node, by_names=True
+        )
     products = [u for u in uses if u.kind == "product"]
     within = {i for u in products for i in u.term.looked}  # lookups of a matrix: of an expert, an adapter
     if lookups := [u for u in uses if u.kind == "looked up" and u.node not in within]:
-        also = f", and multiplied: {_line(walk, products[0])}" if products else ""
-        return Decision(None, f"looked up: {_line(walk, lookups[0])}{also}")
+        also = f", and multiplied: {graph.line(products[0].node)}" if products else ""
+        return Decision(None, f"looked up: {graph.line(lookups[0].node)}{also}")
     if not products:
-        return _no_matrix(walk, uses)
-    if is_loss and all(_is_output_head(walk, ends, u) for u in products):
-        ways = [ends.unknown[x] for u in products if (x := walk.nodes[u.node].outputs[0]) in ends.unknown]
-        if ways:
-            why = f"{walk.nodes[ways[0]].name} is not followed: {walk.graph.line(ways[0])}"
-            return Decision(None, why, by_names=True)
-        return _adam(walk, "an output head, as no product follows it", products[0])
+        *alone, kind = uses[0].kind.split(": ")
+        why = "multiplied entry by entry" if kind == "multiplied" else kind
+        return adam(why, uses[0].node, by_names=bool(alone))
+    if is_loss and all(map(is_output_head, products)):
+        for value in (graph.nodes[u.node].outputs[0] for u in products):
+            if (i := ends.unknown.get(value)) is not None:
+                return adam(f"{graph.nodes[i].name} is not followed", i, by_names=True)
+        return adam("an output head, as no product follows it", products[0].node)
     matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
     if not matrices:
         why = "a depthwise convolution" if products[0].is_depthwise else "multiplied by vectors"
-        return _adam(walk, why, products[0])
-    if not is_loss and all(_is_output_head(walk, ends, u) for u in matrices):
-        return _adam(walk, "last product", matrices[0], by_names=True)
+        return adam(why, products[0].node)
+    if not is_loss and all(map(is_output_head, matrices)):
+        return adam("last product", matrices[0].node, by_names=True)
     if all(u.is_patch and not walk.values[u.operand].before for u in matrices):
-        return _adam(walk, "an embedding of patches, windows that do not overlap", matrices[0])
+        return adam("an embedding of patches, windows that do not overlap", matrices[0].node)
     return _matrix(walk, leaf, shape, matrices)
-
-
-def _no_matrix(walk: Walk, uses: list[Use]) -> Decision:
-    first = max(uses, key=lambda u: u.kind.startswith("unknown: "))
-    *unknown, kind = first.kind.split(": ")
-    words = {"added": "added", "multiplied": "multiplied entry by entry", "product": "a vector in a product"}
-    return _adam(walk, words.get(kind, kind), first, by_names=bool(unknown))
-
-
-def _adam(walk: Walk, why: str, use: Use, by_names: bool = False) -> Decision:
-    return Decision(None, f"{why}: {_line(walk, use)}", by_names=by_names)
-
-
-def _is_output_head(walk: Walk, ends: _Ends, use: Use) -> bool:
-    """No other product takes what this one gives; or labels choose one of its columns, and that reaches the loss."""
-    value = walk.nodes[use.node].outputs[0]
-    return (use.node in walk.read and value in ends.direct) or value not in ends.consumed
-
-
-def _line(walk: Walk, use: Use) -> str:
-    return walk.graph.line(use.node)
 
 
 def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) -> Decision:
@@ -156,19 +141,17 @@ def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) 
         turned = form._replace(rows=form.columns, columns=form.rows)
         if turned not in forms:
             forms.setdefault(form, use)
-    (form, use), *others = forms.items()
-    if others:
-        second, elsewhere = others[0]
-        problem = (
-            f"{_described(form)} in {_line(walk, use)}, but {_described(second)} in {_line(walk, elsewhere)}"
-        )
+    if len(forms) > 1:
+        first, second, *_ = (f"{_described(x)} in {walk.graph.line(u.node)}" for x, u in forms.items())
+        problem = f"{first}, but {second}"
         return Decision(None, problem, problem=problem)
+    ((form, use),) = forms.items()
     if form.cut is None:
         form = form._replace(cut=_slices(walk, shape, form.columns, uses))
     numbers = _numbers(form)
     heads = {(a, region) for u in uses for a, region in u.product.heads if a.axis in form.columns}
     per_head = _numbers_per_head(form, shape, heads) if heads else numbers
-    return Decision(numbers, f"{_described(form)}: {_line(walk, use)}", per_head)
+    return Decision(numbers, f"{_described(form)}: {walk.graph.line(use.node)}", per_head)
 
 
 def _described(form: _Form) -> str:
@@ -196,10 +179,10 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     batch -= summed
     row_axes, column_axes = _axes(rows | summed), _axes(columns - counting)
     if row_axes & column_axes:
-        return f"one axis of it is both summed and given: {_line(walk, use)}"
+        return f"one axis of it is both summed and given: {walk.graph.line(use.node)}"
     form = _Form(row_axes, column_axes)
     if _axes(batch) & (row_axes | column_axes):
-        return f"matrices inside of an axis: {_line(walk, use)}"
+        return f"matrices inside of an axis: {walk.graph.line(use.node)}"
     if use.groups > 1:
         axis = next(iter(column_axes))
         return form._replace(cut=(axis, use.groups, 1))
