@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import reprlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -275,11 +276,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     _check_arguments(fun, params, *args, **kwargs)
     fun, params, args = as_function_of_parameters(fun, params, args)
     leaves, structure = jax.tree.flatten(params)
-    if functions := [path for path, leaf in flatten_paths(params).items() if callable(leaf)]:
-        raise TypeError(
-            f"{call}: {functions[0]!r} in the parameters is a function. Give arrays alone; in Equinox the first of "
-            "eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss puts both together."
-        )
+    check_arrays(call, params)
 
     def traced(leaves: list[Any], arrays: list[Any]) -> Any:
         given = iter(arrays)
@@ -313,6 +310,16 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         names = listed([f"{name} ({decisions[name].why})" for name in unused], ", ")
         warnings.warn(f"{call}: parameters that meet no data go to Adam: {names}.", stacklevel=2)
     return Program(decisions, [a for a, _ in _attentions(walk, paths)], params, whole)
+
+
+def check_arrays(call: str, params: Any) -> None:
+    """Raise for a parameter that is a function, by its path; JAX names its type alone."""
+    for path, leaf in flatten_paths(params).items():
+        if callable(leaf):
+            raise TypeError(
+                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}. Give arrays alone; in Equinox the first of "
+                "eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss puts both together."
+            )
 
 
 def _check_arguments(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
