@@ -86,9 +86,8 @@ def _proved(walk: Walk, group: Sequence[tuple[tuple[int, int], Call]]) -> dict[t
         spans = [s for s in first.spans if s.leaf == leaf]
         certificate.touch(leaf, spans[0].stack, [(s.scale, of_factor[s.scale.factor]) for s in spans])
     i = certificate.failure()
-    derived = (
-        "" if i is None or not walk.nodes[i].passes else ", but a derivative that the function takes too"
-    )
+    passes = i is not None and walk.nodes[i].passes
+    derived = ", but a derivative that the function takes too" if passes else ""
     why = "" if i is None else f"a clip would not scale its logits alone{derived}: {walk.graph.line(i)}"
     for place, x, (at, call) in zip(places, logits, group, strict=True):
         probe = call.probe and certificate.located(call.probe, place, x.value, logs[call.index])
@@ -193,11 +192,9 @@ class _Finder:
         inside = [first, *sorted({edge + first for place in shared for edge in place}), last]
         for start, stop in itertools.pairwise(inside):
             if start < stop:
-                rotary = any(a + first <= start and stop <= b + first for a, b in shared)
-                scale = dataclasses.replace(
-                    span.scale, span=(start, stop), factor="rotary" if rotary else factor
-                )
-                yield span._replace(scale=scale)
+                is_shared = any(a + first <= start and stop <= b + first for a, b in shared)
+                name = "rotary" if is_shared else factor
+                yield span._replace(scale=dataclasses.replace(span.scale, span=(start, stop), factor=name))
 
     def _span(self, leaf: int, layout: Layout, operand: Side, factor: str) -> Span:
         shape = self.shapes[leaf]

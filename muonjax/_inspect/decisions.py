@@ -104,9 +104,8 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         why = f"used without data, as in a penalty: {graph.line(readers[0])}" if readers else "never used"
         return Decision(None, why, meets_data=False)
     if unknown := [u for u in uses if u.kind.startswith("unknown: ")]:
-        return adam(
-            f"{unknown[0].kind.removeprefix('unknown: ')} is not followed", unknown[0].node, by_names=True
-        )
+        name = unknown[0].kind.removeprefix("unknown: ")
+        return adam(f"{name} is not followed", unknown[0].node, by_names=True)
     products = [u for u in uses if u.kind == "product"]
     within = {i for u in products for i in u.term.looked}  # lookups of a matrix: of an expert, an adapter
     if lookups := [u for u in uses if u.kind == "looked up" and u.node not in within]:
@@ -255,11 +254,8 @@ def _slices(walk: Walk, shape: tuple[int, ...], columns: frozenset[int], uses: S
 
 def _meet(walk: Walk, a: Use, b: Use) -> bool:
     """Whether one of two products is multiplied by what depends on the other, or by it."""
-    first, second = a.product, b.product
-    return bool(
-        (first.met | walk.values[a.operand].before) & second.bit
-        or (second.met | walk.values[b.operand].before) & first.bit
-    )
+    first, second = (use.product.met | walk.values[use.operand].before for use in (a, b))
+    return bool(first & b.product.bit or second & a.product.bit)
 
 
 def _numbers(form: _Form) -> DimensionNumbers:

@@ -34,12 +34,8 @@ from muonjax._inspect.versions import (
 )
 
 # Over an axis of a `vmap`, which is an axis of the array then.
-_COLLECTIVES = {
-    "psum": "reduce_sum",
-    "psum_invariant": "reduce_sum",
-    "pmax": "reduce_max",
-    "pmin": "reduce_min",
-}
+_SUMS = dict.fromkeys(["psum", "psum_invariant"], "reduce_sum")
+_COLLECTIVES = _SUMS | {"pmax": "reduce_max", "pmin": "reduce_min"}
 _ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_lin"}
 
 
@@ -112,9 +108,8 @@ class Node:
 
 @functools.lru_cache(1024)
 def _pass(name_stack: Any) -> str:
-    transforms = [
-        x.name for x in name_stack.stack if type(x).__name__ == "Transform"
-    ]  # and no scope of a user's
+    # And no scope of a user's.
+    transforms = [x.name for x in name_stack.stack if type(x).__name__ == "Transform"]
     return "backward" if "transpose" in transforms else "forward" if "jvp" in transforms else ""
 
 

@@ -71,16 +71,14 @@ class Layout(NamedTuple):
 
     def atoms(self, axes: Iterable[int]) -> tuple[Run, ...]:
         """The positions of the origin along each of these axes."""
-        return tuple(
-            _split(run, k)[0] for k in axes for run in self.runs if run.axis >= 0 and run.shape[k] > 1
-        )
+        known = [run for run in self.runs if run.axis >= 0]
+        return tuple(_split(run, k)[0] for k in axes for run in known if run.shape[k] > 1)
 
     @property
     def varying(self) -> frozenset[int]:
         """The axes along which it is another part of the origin."""
-        return frozenset(
-            k for k in range(len(self.shape)) for r in self.runs if r.axis >= 0 and r.shape[k] > 1
-        )
+        known = [run for run in self.runs if run.axis >= 0]
+        return frozenset(k for run in known for k, n in enumerate(run.shape) if n > 1)
 
     def atoms_beside(self, axes: Iterable[int]) -> tuple[Run, ...]:
         """Those along all others."""
@@ -162,12 +160,10 @@ class Layout(NamedTuple):
                 small, large = sorted((shape[k], self.shape[k]))
                 if shape[k] == small:
                     origin[run.axis] = origin[run.axis] * small // large
-                one = run.positions.take(range(small), k)
-                every = np.concatenate(
-                    [one + device * origin[run.axis] for device in range(large // small)], k
-                )
+                one, part = run.positions.take(range(small), k), origin[run.axis]
+                every = np.concatenate([one + device * part for device in range(large // small)], k)
                 if shape[k] == large:
-                    origin[run.axis] = origin[run.axis] * large // small
+                    origin[run.axis] = part * large // small
                 elif not np.array_equal(every, run.positions):
                     return lost
                 run = _run(run.axis, one if shape[k] == small else every)

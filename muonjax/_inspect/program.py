@@ -149,10 +149,8 @@ class Program:
         trained = {name for name, leaf in flatten_paths(params).items() if not is_masked(leaf)}
         if not (left := [name for name in self._decisions if name not in trained]):
             return ""
-        sites = [
-            (a.name, f"{a.name}/" if a.site.path else "", a.site.scales) for a in self.attentions if a.site
-        ]
-        calm = [name for name, root, scales in sites if any(root + scale.path in left for scale in scales)]
+        sites = [(a.name, a.site, f"{a.name}/" if a.site.path else "") for a in self.attentions if a.site]
+        calm = [name for name, site, root in sites if any(root + scale.path in left for scale in site.scales)]
         clips = f"; not clipped: {listed(calm, ', ')}" if calm else ""
         return f"Not among these parameters: {listed(left, ', ')}{clips}."
 
@@ -358,9 +356,8 @@ def find_maxima(
     results = run(closed, probes, *jax.tree.leaves(arguments))
     count = len(results) - len(probes)
     maxima = iter(results[count:])
-    return results[:count], {
-        name: _of_all_calls(calls, [next(maxima) for _ in calls]) for name, calls in sites
-    }
+    each = {name: _of_all_calls(calls, [next(maxima) for _ in calls]) for name, calls in sites}
+    return results[:count], each
 
 
 def _clippable(closed: ClosedJaxpr, arguments: Sequence[Any], call: str) -> list[tuple[str, list[Call]]]:
@@ -427,13 +424,8 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
         below = [paths[s.leaf].removeprefix(f"{root}/" if root and is_alone else "") for s in first.spans]
         scales = tuple(dataclasses.replace(s.scale, path=x) for s, x in zip(first.spans, below, strict=True))
         stack = first.spans[0].stack
-        public = Site(
-            path=re.escape(root) if is_alone else "",
-            scales=scales,
-            signal="max_logits" if is_alone else name,
-            scan_axis=stack or None,
-            exact=True,
-        )
+        path, signal = (re.escape(root), "max_logits") if is_alone else ("", name)
+        public = Site(path=path, scales=scales, signal=signal, scan_axis=stack or None, exact=True)
         found.append((Attention(name, first.line, public, ""), group))
     return found
 

@@ -63,9 +63,8 @@ def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     walk.record_terms(i, f"{'alone' if alone else 'unknown'}: {node.name}", weights)
     images = [m for v in values for m in v.images]
     if no_rule:
-        images += [
-            m for v in values for x in v.logits for side in walk.pairs[x.product] for m in side.value.images
-        ]
+        pairs = [walk.pairs[x.product] for v in values for x in v.logits]
+        images += [m for sides in pairs for side in sides for m in side.value.images]
     walk.record_parts(images)
     for m in images if not is_call and node.name not in _MIXING else ():
         if m.apart or no_rule:  # which of its columns are used together, or chosen, is not known any more

@@ -120,11 +120,9 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
     if not joined.is_weight:
         values = [walk.as_input(v) if v.is_weight else v for v in values]
         walk.record_terms(i, "joined with data", values)
-    stops = list(itertools.accumulate(sizes))
-    placed = [
-        v.map(functools.partial(Layout.place, axis=axis, start=stop - size, size=stops[-1]))
-        for v, size, stop in zip(values, sizes, stops, strict=True)
-    ]
+    starts = zip(values, itertools.accumulate(sizes, initial=0), strict=False)
+    place = functools.partial(Layout.place, axis=axis, size=sum(sizes))
+    placed = [v.map(functools.partial(place, start=start)) for v, start in starts]
     images = latest(walk, i, summed(placed))
     if not all(v.images or is_zero(walk, x) for v, x in zip(values, inputs, strict=True)):
         images = tuple(bent(walk, m, "put together with something else", i) for m in images)

@@ -149,13 +149,8 @@ class Value(NamedTuple):
     def axes(self, what: str) -> tuple[int, ...]:
         """The axes along which it is one hot, or counts, or repeats itself."""
         repeats = what == "repeats"
-        return tuple(
-            k
-            for mark in self.marks
-            if mark.what == what
-            for k, n in enumerate(mark.layout.shape)
-            if n > 1 and (k in mark.layout.varying) != repeats
-        )
+        found = [mark.layout for mark in self.marks if mark.what == what]
+        return tuple(k for x in found for k, n in enumerate(x.shape) if n > 1 and (k in x.varying) != repeats)
 
 
 class Side:
@@ -243,9 +238,8 @@ def summed(values: Iterable[Value]) -> tuple[Image, ...]:
         groups: dict[Any, list[Any]] = {}
         for key, x in found:
             groups.setdefault(key, []).append(x)
-        return [
-            (group, group[0]._replace(layout=merged([x.layout for x in group]))) for group in groups.values()
-        ]
+        layouts = [merged([x.layout for x in group]) for group in groups.values()]
+        return [(x, x[0]._replace(layout=y)) for x, y in zip(groups.values(), layouts, strict=True)]
 
     images = []
     for group, image in grouped((m.product, m) for v in values for m in v.images):

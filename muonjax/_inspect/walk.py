@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -146,9 +147,8 @@ class Walk:
     def record_meeting_parts(self, values: Iterable[Value]) -> None:
         """Parts of one product come together after different functions of each."""
         found = [m for v in values for m in v.images]
-        self.record_parts(
-            [m for m in found if any(m.product is n.product and not alike([m, n]) for n in found)]
-        )
+        pairs = itertools.permutations(found, 2)
+        self.record_parts(m for m, n in pairs if m.product is n.product and not alike([m, n]))
 
     def record_sum(self, images: Sequence[Image]) -> None:
         """Products with slices of one parameter, added up: a sum over heads, written as a loop."""
