@@ -80,11 +80,7 @@ class Program:
     """
 
     def __init__(
-        self,
-        decisions: dict[str, Decision],
-        attentions: Sequence[Attention],
-        params: Any,
-        fun: Callable[..., Any],
+        self, decisions: dict[str, Decision], attentions: Sequence[Attention], params: Any, fun: Any
     ):
         self.attentions = tuple(attentions)
         self._decisions, self._params, self._fun = decisions, params, fun

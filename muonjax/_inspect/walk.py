@@ -29,7 +29,8 @@ class Walk:
     """What one pass over the operations finds out."""
 
     def __init__(self, graph: Graph):
-        self.graph, self.nodes = graph, graph.nodes
+        self.graph, self.nodes, self.shape = graph, graph.nodes, graph.shape
+        self.known = graph.known.get  # the number that the program contains, if it does
         self.shapes = [graph.shape(x) for x in graph.parameters]
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses: dict[tuple[int, int, int], Use] = {}
@@ -60,13 +61,6 @@ class Walk:
             is_key = "key" in str(getattr(graph.avals[x], "dtype", ""))
             marks = (Mark("input", whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(NOISE if is_key else DATA, marks=marks)
-
-    def shape(self, value: int) -> tuple[int, ...]:
-        return self.graph.shape(value)
-
-    def known(self, value: int) -> Any:
-        """The number that the program contains, if it does."""
-        return self.graph.known.get(value)
 
     def product(self, i: int, k: int) -> Product:
         return self.products.setdefault((i, k), Product(1 << len(self.products)))
