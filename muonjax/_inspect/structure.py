@@ -202,8 +202,5 @@ def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
 
 @rule(RESIZED)
 def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    shapes = ((walk.shape(at), walk.shape(out)) for at, out in zip(node.inputs, node.outputs, strict=True))
-    return [
-        x.map(lambda layout, new=new: layout.resize(new)) if len(old) == len(new) else dependent([x])
-        for x, (old, new) in zip(values, shapes, strict=True)
-    ]
+    (x,), old, new = values, walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    return [x.map(lambda layout: layout.resize(new)) if len(old) == len(new) else dependent([x])]

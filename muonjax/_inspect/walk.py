@@ -157,13 +157,10 @@ class Walk:
                 moved = {a.axis for a in set(m.layout.loops) ^ set(found[0].layout.loops)}
                 self.summed_slices[leaf].update(moved)
 
-    def record_gate(self, m: Image, repeated: Iterable[int]) -> None:
+    def record_gate(self, m: Image, repeated: Sequence[int]) -> None:
         """A factor that differs along one axis of a product's columns and not along another: a gate of experts."""
-        axes = set(range(len(m.layout.shape)))
-        same = set(m.layout.atoms(axes & set(repeated)))
-        different = set(m.layout.atoms(axes - set(repeated)))
-        if same and different:
-            m.product.batches.update(different)
+        if m.layout.atoms(repeated):
+            m.product.batches.update(m.layout.atoms_beside(repeated))
 
     def record_heads(self, images: Iterable[Image], axes: Sequence[int]) -> None:
         for m in images:
