@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.layout import HOLE, UNKNOWN, Layout, Run
 from muonjax._inspect.report import Probe
 from muonjax._inspect.structure import reshaped
-from muonjax._inspect.values import Image, Logits, Side
+from muonjax._inspect.values import Image, Logits, Side, Term
 from muonjax._inspect.walk import Walk
 
 
@@ -43,45 +43,50 @@ class Call(NamedTuple):
     index: tuple[int, ...] = ()  # the layer on the first axes, where they are taken one by one
     heads: int = 1
     problem: str = ""
-    images: tuple[Image, ...] = ()  # what a clip scales; of a refused one, its queries and keys
+    terms: tuple[
+        Term, ...
+    ] = ()  # the parameters that a clip scales; of a refused one, of its queries and keys
 
 
 class _Refused(Exception):
     """Why this attention can't be clipped."""
 
 
-def calls(walk: Walk) -> list[Call]:
-    """One for each attention, in the order of the program."""
+def attentions(walk: Walk) -> list[list[Call]]:
+    """The calls of each attention, in the order of the program."""
     found = {i: _call(walk, attention) for i, attention in walk.attentions.items()}
     for i, images in walk.opaque.items():
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
         why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-        found[i, -1] = Call(walk.graph.line(i), problem=why, images=images)
+        found[i, -1] = Call(walk.graph.line(i), problem=why, terms=_terms(images))
     for i, at in walk.softmaxes.items():
         if i not in {product for product, _ in walk.attentions}:
             why = f"its queries, keys and values can't all be followed to parameters: {walk.graph.line(at)}"
             found[i, -1] = Call(walk.graph.line(i), problem=why)
-    one = defaultdict(list)
-    for at, call in found.items():
-        one[call.spans].append((at, call))
-    for spans, group in one.items():
-        if spans:
-            found |= _proved(walk, group)
-    return [call for _, call in sorted(found.items())]
+    groups = defaultdict(list)
+    for at, call in sorted(found.items()):
+        groups[call.spans or call.terms or call.line].append((at, call))
+    return [_proved(walk, *zip(*group, strict=True)) for group in groups.values()]
 
 
-def _proved(walk: Walk, group: Sequence[tuple[tuple[int, int], Call]]) -> dict[tuple[int, int], Call]:
+def _terms(images: Iterable[Image]) -> tuple[Term, ...]:
+    return tuple(image.product.use.term for image in images)
+
+
+def _proved(walk: Walk, places: Sequence[tuple[int, int]], group: Sequence[Call]) -> list[Call]:
     """The calls of one attention, or why a clip would not scale the logits of each of its heads alone."""
-    first, random, proved = group[0][1], np.random.default_rng(0), {}
+    first, random = group[0], np.random.default_rng(0)
+    if not first.spans:
+        return list(group)
     logs = 2.0 * random.integers(1, 1 << 40, (*first.layers, first.heads))
     groups = next((s.heads for s in first.spans if s.scale.factor == "key"), first.heads)
     keys = logs.reshape(*first.layers, groups, -1).min(-1) / 2
     queries = logs - np.repeat(keys, first.heads // groups, -1)
     of_factor = {"rotary": logs, "key": keys, "query": queries}
-    logits = [walk.attentions[at][0] for at, _ in group]
-    places = [x.value if x.raw < 0 else x.raw for x in logits]
-    certificate = Certificate(walk, [call.probe for _, call in group if call.probe], places)
+    logits = [walk.attentions[at][0] for at in places]
+    values = [x.value if x.raw < 0 else x.raw for x in logits]
+    certificate = Certificate(walk, [call.probe for call in group if call.probe], values)
     for leaf in {s.leaf for s in first.spans}:
         spans = [s for s in first.spans if s.leaf == leaf]
         certificate.touch(leaf, spans[0].stack, [(s.scale, of_factor[s.scale.factor]) for s in spans])
@@ -89,11 +94,14 @@ def _proved(walk: Walk, group: Sequence[tuple[tuple[int, int], Call]]) -> dict[t
     passes = i is not None and walk.nodes[i].passes
     derived = ", but a derivative that the function takes too" if passes else ""
     why = "" if i is None else f"a clip would not scale its logits alone{derived}: {walk.graph.line(i)}"
-    for place, x, (at, call) in zip(places, logits, group, strict=True):
-        probe = call.probe and certificate.located(call.probe, place, x.value, logs[call.index])
-        why = why or ("" if probe else "the heads of its logits are not those of its projections")
-        proved[at] = call._replace(probe=probe)
-    return {at: call._replace(spans=(), probe=None, problem=why) for at, call in group} if why else proved
+    probes = [
+        call.probe and certificate.located(call.probe, value, x.value, logs[call.index])
+        for value, x, call in zip(values, logits, group, strict=True)
+    ]
+    if not why and all(probes):
+        return [call._replace(probe=probe) for call, probe in zip(group, probes, strict=True)]
+    why = why or "the heads of its logits are not those of its projections"
+    return [call._replace(spans=(), probe=None, problem=why) for call in group]
 
 
 def _call(walk: Walk, attention: tuple[Logits, set[int]]) -> Call:
@@ -102,8 +110,8 @@ def _call(walk: Walk, attention: tuple[Logits, set[int]]) -> Call:
     try:
         return finder.call(line)
     except _Refused as refused:
-        images = (*finder.query.value.images, *finder.key.value.images)
-        return Call(line, problem=str(refused), images=images)
+        terms = _terms((*finder.query.value.images, *finder.key.value.images))
+        return Call(line, problem=str(refused), terms=terms)
 
 
 class _Finder:
@@ -148,8 +156,8 @@ class _Finder:
             raise _Refused("its queries and keys are cut into heads or layers in several ways")
         first = queries[0]
         spans = tuple(s._replace(index=()) for s in spans)
-        images = (*self.query.value.images, *own)
-        return Call(line, spans, self._probe(), layers.pop(), first.index, first.heads, images=images)
+        terms = _terms((*self.query.value.images, *own))
+        return Call(line, spans, self._probe(), layers.pop(), first.index, first.heads, terms=terms)
 
     def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
         """Keys that each head has for itself; and those that all heads share, by the features that they fill."""

@@ -29,13 +29,11 @@ from muonjax._common.trees import (
     is_model,
     listed,
 )
-from muonjax._inspect.attention import Call
-from muonjax._inspect.attention import calls as calls_of
+from muonjax._inspect.attention import Call, attentions
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.follow import follow
 from muonjax._inspect.graph import Graph
 from muonjax._inspect.report import run
-from muonjax._inspect.values import Term
 from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._names.dimension_numbers import numbers_tree, routes
@@ -401,11 +399,8 @@ def _of_all_calls(calls: Sequence[Call], maxima: Sequence[jax.Array]) -> jax.Arr
 
 def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[Call]]]:
     """Named attentions with their calls; one that is called several times is one."""
-    calls: dict[Any, list[Call]] = {}
-    for call in calls_of(walk):
-        calls.setdefault(call.spans or _terms(call) or call.line, []).append(call)
-    groups = list(calls.values())
-    roots = [module_of([paths[x.leaf] for x in group[0].spans or _terms(group[0])]) for group in groups]
+    groups = attentions(walk)
+    roots = [module_of([paths[x.leaf] for x in group[0].spans or group[0].terms]) for group in groups]
     found, named = [], Counter()
     for group, root in zip(groups, roots, strict=True):
         first = group[0]
@@ -424,11 +419,6 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
         public = Site(path=path, scales=scales, signal=signal, scan_axis=stack or None, exact=True)
         found.append((Attention(name, first.line, public, ""), group))
     return found
-
-
-def _terms(call: Call) -> tuple[Term, ...]:
-    """The parameters of its queries and keys, as it multiplies by them."""
-    return tuple(image.product.use.term for image in call.images)
 
 
 def _is_array(x: Any) -> bool:
