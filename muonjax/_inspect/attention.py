@@ -139,11 +139,14 @@ class _Finder:
                 layouts = [image.layout, *(bias.layout for bias in image.biases)]
                 # Nothing tells queries of one head, put together from several products, from several heads of one key.
                 several = operand is self.query and len(operand.value.images) > 1
-                batched, given = (image.layout.placed(axes) for axes in (operand.batch, operand.given))
                 if any(UNKNOWN in x.loops for x in layouts):
                     raise _Refused(f"its {name} are in another order than the parameter's")
-                placed = batched or any(run.axis >= 0 for run in given)
-                if placed or (several and not self.heads(operand, image.layout)):
+                given = [run for run in image.layout.placed(operand.given) if run.axis >= 0]
+                if (
+                    given
+                    or image.layout.placed(operand.batch)
+                    or (several and not self.heads(operand, image.layout))
+                ):
                     raise _Refused(f"heads of its {name} are put together from several products")
         own, shared = self._split_keys()
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
@@ -154,9 +157,8 @@ class _Finder:
         several = max(map(len, (*entries, layers, {s.index for s in spans}))) > 1
         if several or (keys and queries[0].heads % keys[0].heads):
             raise _Refused("its queries and keys are cut into heads or layers in several ways")
-        first = queries[0]
+        terms, first = _terms((*self.query.value.images, *own)), queries[0]
         spans = tuple(s._replace(index=()) for s in spans)
-        terms = _terms((*self.query.value.images, *own))
         return Call(line, spans, self._probe(), layers.pop(), first.index, first.heads, terms=terms)
 
     def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
@@ -207,8 +209,8 @@ class _Finder:
     def _span(self, leaf: int, layout: Layout, operand: Side, factor: str) -> Span:
         shape = self.shapes[leaf]
         rest, heads = layout.split(self.heads(operand, layout).values())
-        heads = sorted(heads, key=lambda a: (a.axis, -a.stride))
         rest, features = rest.split(operand.summed)
+        heads = sorted(heads, key=lambda a: (a.axis, -a.stride))
         features = (*features, *rest.taken, *(run for run in rest.runs if run.axis >= 0))
         single = {a.axis: int(a.positions[0]) for a in layout.loops if a.shape == (1,)}
         stack = tuple(dict.fromkeys([*single, *(a.axis for a in layout.loops if a.shape > (1,))]))

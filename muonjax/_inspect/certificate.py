@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import Unmoved
+from muonjax._inspect.layout import MOST, Unmoved
 from muonjax._inspect.report import MASKED, Probe
-from muonjax._inspect.structure import MOST, RESIZED, SAME, after, reshaped
+from muonjax._inspect.structure import RESIZED, SAME, after, reshaped
 from muonjax._inspect.walk import Walk
 
 _UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]

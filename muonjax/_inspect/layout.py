@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 HOLE = 1 << 30  # in place of a position: the entry is not of the origin
+MOST = 1 << 22  # entries of an array of positions
 OTHER = -1  # in place of an axis of the origin, where nothing but holes is known
 
 # For each axis of which only a part is left, whether each position is there, up to where that repeats.
@@ -144,9 +145,8 @@ class Layout(NamedTuple):
         runs = [run for run in self.runs if run not in along]
         for run in along or [Run(OTHER, tuple(line), bytes(4 * n))]:
             runs.append(_run(run.axis, np.pad(run.positions, pad, constant_values=HOLE)))
-        runs = [run for run in runs if run.is_known]
         shape = tuple(size if k == axis else n for k, n in enumerate(self.shape))
-        return self._replace(shape=shape, runs=tuple(sorted(runs)))
+        return self._replace(shape=shape, runs=tuple(sorted(run for run in runs if run.is_known)))
 
     def resize(self, shape: Sequence[int]) -> Layout:
         """Another number of entries, on one device of several or on all of them: each has as much of the origin."""
@@ -158,14 +158,12 @@ class Layout(NamedTuple):
         for run in self.runs:
             for k in [k for k in changed if run.shape[k] > 1]:
                 small, large = sorted((shape[k], self.shape[k]))
-                if shape[k] == small:
-                    origin[run.axis] = origin[run.axis] * small // large
-                one, part = run.positions.take(range(small), k), origin[run.axis]
+                part = origin[run.axis] if shape[k] == large else origin[run.axis] * small // large
+                one = run.positions.take(range(small), k)
                 every = np.concatenate([one + device * part for device in range(large // small)], k)
-                if shape[k] == large:
-                    origin[run.axis] = part * large // small
-                elif not np.array_equal(every, run.positions):
+                if shape[k] == small and not np.array_equal(every, run.positions):
                     return lost
+                origin[run.axis] = part if shape[k] == small else part * large // small
                 run = _run(run.axis, one if shape[k] == small else every)
             runs.append(run)
         return self._replace(shape=tuple(shape), origin=tuple(origin), runs=tuple(runs))
@@ -207,16 +205,16 @@ def merged(layouts: Sequence[Layout]) -> Layout:
             runs += found[0]
             continue
         if all(len(one) == 1 for one in found):
-            each = [run.positions for (run,) in found]
-            if alike and (functools.reduce(np.add, [np.less(x, HOLE).astype(int) for x in each]) <= 1).all():
-                runs.append(_run(axis, functools.reduce(np.minimum, each)))  # put together
+            each = np.stack(np.broadcast_arrays(*(run.positions for (run,) in found)))
+            if alike and ((each < HOLE).sum(0) <= 1).all():  # put together
+                runs.append(_run(axis, each.min(0)))
                 continue
-            for k in range(len(first.shape)):
-                rest = [x.min(k, keepdims=True) for x in each]
-                rest = [_less(x, x.min()) for x in rest]
-                if len({_run(axis, x) for x in rest}) == 1:  # alike but along this axis
+            for k in range(1, each.ndim):
+                rest = each.min(k, keepdims=True)
+                rest = _less(rest, rest.min(tuple(range(1, each.ndim)), keepdims=True))
+                if (rest == rest[0]).all():  # alike but along this axis
                     runs.append(_run(axis, rest[0]))
-                    found = [[_set(axis, _less(x, r))] for x, r in zip(each, rest, strict=True)]
+                    found = [[_set(axis, x)] for x in _less(each, rest)]
                     break
         if axis >= 0:
             mixed.append(_set(axis, *(sums([*f, *g]) for f, g in zip(found, gone, strict=True))))
@@ -238,21 +236,25 @@ def _region(layout: Layout) -> Region:
 
 
 @functools.lru_cache(4096)
-def _split(run: Run, axis: int) -> tuple[Run, list[Run]]:
+def _split(run: Run, axis: int) -> tuple[Run, tuple[Run, ...]]:
     """The positions along an axis, and those of its first entry, where that differs along others."""
     at, rest = run.positions, run.positions.min(axis, keepdims=True)
     others = tuple(k for k in range(at.ndim) if k != axis)
     along = _less(at, rest).min(others, keepdims=True)
     if rest.size > 1 and np.array_equal(np.where(at == HOLE, HOLE, rest + along), at):
-        return _set(run.axis, along), [_run(run.axis, rest)]
-    return _set(run.axis, at), []
+        return _set(run.axis, along), (_run(run.axis, rest),)
+    return _set(run.axis, at), ()
 
 
 def sums(sets: Iterable[Run]) -> np.ndarray:
-    """All sums of one position of each."""
+    """All sums of one position of each; where there are too many, all that lie between the first and the last."""
     total = np.zeros(1, int)
     for run in sets:
-        total = np.unique(total[:, None] + run.positions[run.positions < HOLE])
+        at = run.positions[run.positions < HOLE]
+        if total.size * at.size > MOST:
+            total = np.arange(total.min() + at.min(), total.max() + at.max() + 1)
+        else:
+            total = np.unique(total[:, None] + at)
     return total
 
 

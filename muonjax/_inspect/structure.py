@@ -11,13 +11,10 @@ from typing import Any
 import numpy as np
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import UNKNOWN, Layout, Unmoved
+from muonjax._inspect.layout import MOST, UNKNOWN, Layout, Unmoved
 from muonjax._inspect.rules import bent, is_zero, latest, rule, unknown
 from muonjax._inspect.values import DATA, Move, Value, dependent, moved, summed
 from muonjax._inspect.walk import Walk
-
-MOST = 1 << 22  # entries of facts about an array
-
 
 SAME = """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
