@@ -4,9 +4,9 @@ A weight is a matrix because the function multiplies by it. So nothing here asks
 the function, `graph` makes one flat list of its operations, and `follow` goes through the list once, with one rule
 for each primitive. It keeps for each array a `Value`:
 
-- **terms**: the parameters that the array is made of, as `layout` sees them: each axis of the array is a list of
-  runs of positions along the axes of the parameter. A reshape splits and joins runs, a slice shortens one, an index
-  removes one.
+- **terms**: the parameters that the array is made of, each with a `layout`: for each axis of the parameter the
+  position of every entry, an array of NumPy's that a reshape, a slice or a transpose moves as it moves the entries
+  (`structure.after`, which moves the tables of the certificate too).
 - **images**: the products with parameters that the array comes from, again with a layout: which columns are where.
   An image that no operation has bent yet is linear in its parameter.
 - **logits**: a product of two images, up to the maximum and the exponential of its softmax.
@@ -27,7 +27,7 @@ From these records follow two answers:
 
 `certificate` then proves each clip, or refuses it. It draws a factor for each head and follows the logarithms of
 the factors through every operation that a clip changes: the logits of each head must get exactly their factor, and
-no other output may change. It trusts none of the rules above, so a mistake in them costs a refusal. Two things it does
+no other output may change. It trusts no layout and no image, so a mistake in them costs a refusal. Two things it does
 not see, and `attention` refuses: layers or heads that the devices of a `shard_map` have apart but one factor clips
 together, and heads of one kernel each that are put together.
 

@@ -18,32 +18,22 @@ from typing import Any
 import numpy as np
 
 from muonjax._inspect.graph import Node
+from muonjax._inspect.layout import MOST, Unmoved
 from muonjax._inspect.report import MASKED, Probe
-from muonjax._inspect.structure import inside
+from muonjax._inspect.structure import RESIZED, SAME, after, reshaped
 from muonjax._inspect.walk import Walk
 
-
-class _Unproved(Exception):
-    """What an operation does to the factors is not followed."""
-
-
-_MOST = 1 << 22  # entries of a table
 _UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]
 # Operations that move entries along axes on which nothing depends, or none at all, or change all of them equally.
-_SAME = """
-    convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
-    mesh_cast pvary pcast to_varying device_put name real imag conj stop_gradient pad psum psum2 pmax
-    psum_invariant ppermute shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all
-"""
-_SAME_FACTORS = frozenset(_SAME.split())
+_SAME = frozenset(f"{SAME} {RESIZED} pad".split())
 _OF_SEVERAL = "mul div add sub add_any max complex select_n join concatenate"
 _SEVERAL = frozenset(_OF_SEVERAL.split())
 
 
 def _product(a: np.ndarray, b: np.ndarray, sign: int = 1) -> np.ndarray:
     """The product of two arrays entry by entry, or the quotient."""
-    if math.prod(np.broadcast_shapes(a.shape, b.shape)) > _MOST:
-        raise _Unproved
+    if math.prod(np.broadcast_shapes(a.shape, b.shape)) > MOST:
+        raise Unmoved
     return np.stack([a[0] + sign * b[0], np.minimum(a[1], b[1]), np.maximum(a[2], b[2])])
 
 
@@ -53,7 +43,7 @@ def _reduced(table: np.ndarray, axes: Iterable[int]) -> np.ndarray:
     several = zip((np.fmax, np.minimum, np.maximum), table, strict=True)
     total = np.stack([f.reduce(x, axes, keepdims=True) for f, x in several])
     if (table[0] < total[0]).any():
-        raise _Unproved
+        raise Unmoved
     return total.squeeze(tuple(axis + 1 for axis in axes))
 
 
@@ -81,9 +71,9 @@ class Certificate:
         self.tables: dict[int, np.ndarray] = {}
         self.at: dict[int, np.ndarray] = {}  # those that arrive at the logits
 
-    def touch(self, leaf: int, spans: Sequence[tuple[Any, np.ndarray]]) -> None:
-        """A clip scales these spans of a parameter by logarithms [*layers, entries]."""
-        shape, stack = self.walk.shapes[leaf], spans[0][0].stack
+    def touch(self, leaf: int, stack: tuple[int, ...], spans: Sequence[tuple[Any, np.ndarray]]) -> None:
+        """A clip scales these parts of a parameter by logarithms [*layers, entries]; axes of `stack` count layers."""
+        shape = self.walk.shapes[leaf]
         own = [axis for axis in range(len(shape)) if axis not in stack]
         tables = []
         for span, logs in spans:
@@ -117,7 +107,7 @@ class Certificate:
             done, node = i, graph.nodes[i]
             try:
                 found = [_smallest(table) for table in self._followed(node)]
-            except _Unproved:
+            except Unmoved:
                 return i
             for x, table in zip(node.outputs, found, strict=True):
                 if x in self.logits and table is not None:
@@ -143,12 +133,12 @@ class Certificate:
 
     def _followed(self, node: Node) -> Sequence[np.ndarray | None]:
         """The tables of the results of an operation, None where nothing changes."""
-        walk, name, first = self.walk, node.name, self.first
+        walk, name = self.walk, node.name
         touched = [x for x in node.inputs if x in self.tables]
         tables = [self.tables[x] for x in touched]
         left = [k for k, place in enumerate(self.loops) if place != node.place[: len(place)]]
         if any(table.shape[1 + k] > 1 for table in tables for k in left):
-            raise _Unproved  # a loop's last iteration, or an iteration of another loop
+            raise Unmoved  # a loop's last iteration, or an iteration of another loop
         is_largest = any(x.stage == "largest" for x in walk.values[node.inputs[-1]].logits)
         if name == "sub" and node.inputs[0] in self.logits and is_largest:
             return [None]  # what softmax subtracts
@@ -157,16 +147,16 @@ class Certificate:
         if name in _SEVERAL:
             return [self._of_several(node)]
         if len(touched) > 1 or node.inputs.index(touched[0]) != (name == "conv_general_dilated"):
-            raise _Unproved
+            raise Unmoved
         old, new = walk.shape(touched[0]), walk.shape(node.outputs[0])
-        return self._moved(node, tables[0], old, new, [first + axis for axis in range(len(old))])
+        return [self._moved(node, tables[0], old, new)]
 
     def _of_several(self, node: Node) -> np.ndarray:
         walk, inputs, out = self.walk, node.inputs, node.outputs[0]
         if node.name in ("select_n", "join"):
             which, *inputs = inputs
             if which in self.tables:
-                raise _Unproved
+                raise Unmoved
         masks = node.name == "select_n" and walk.values[out].logits
         rank = len(walk.shape(out))
         tables = [self._table(x, rank, MASKED if masks else -np.inf) for x in inputs]
@@ -196,85 +186,28 @@ class Certificate:
         both = _product(left, right)
         return _reduced(both, range(both.ndim - len(sums[0]), both.ndim))
 
-    def _reshaped(self, table: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarray:
-        lead, sizes = table.shape[: self.first], table.shape[self.first :]
-        full, result, i, j = [], [], 0, 0
-        while i < len(old) or j < len(new):
-            a, b, i, j = i, j, i + 1, j + 1
-            while (m := math.prod(old[a:i])) != (n := math.prod(new[b:j])):
-                i, j = (i + 1, j) if m < n else (i, j + 1)
-            varies = any(size > 1 for size in sizes[a:i])
-            full += old[a:i] if varies else [1] * len(old[a:i])
-            result += new[b:j] if varies else [1] * len(new[b:j])
-        if math.prod((*lead, *full)) > _MOST:
-            raise _Unproved
-        return np.broadcast_to(table, (*lead, *full)).reshape(*lead, *result)
-
-    def _moved(
-        self, node: Node, table: np.ndarray, old: Sequence[int], new: Sequence[int], axes: Sequence[int]
-    ) -> Sequence[np.ndarray]:
-        """Operations on one array; `axes` of the table are those of the array."""
-        p, lead = node.params, range(self.first)
-
-        def cut(axis: int, *part: int) -> np.ndarray:
-            k = axes[axis]
-            return table[(slice(None),) * k + (slice(*part),)] if table.shape[k] > 1 else table
-
-        def placed(where: Sequence[int], kept: Sequence[int]) -> np.ndarray:
-            """Axis `kept[i]` becomes axis `where[i]`, and nothing depends on the others."""
-            shape = dict(zip(where, (table.shape[axes[axis]] for axis in kept), strict=True))
-            return table.reshape(
-                *table.shape[: self.first], *(shape.get(axis, 1) for axis in range(len(new)))
-            )
-
-        match node.name:
-            case "transpose":
-                table = table.transpose(*lead, *(axes[axis] for axis in p["permutation"]))
-            case "reshape" if p["dimensions"] is None:
-                table = self._reshaped(table, old, new)
-            case "broadcast_in_dim":
-                table = placed(p["broadcast_dimensions"], range(len(old)))
-            case "slice":
-                parts = zip(
-                    p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(old), strict=True
-                )
-                for axis, part in enumerate(parts):
-                    table = cut(axis, *part)
-            case "reduce_sum" | "reduce_max" | "reduce_min":
-                table = _reduced(table, [axes[axis] for axis in p["axes"]])
-            case "gather":
-                numbers, sizes = p["dimension_numbers"], p["slice_sizes"]
-                start = self.walk.known(node.inputs[1])
-                for axis in numbers.start_index_map if start is not None and np.size(start) == 1 else ():
-                    table = cut(axis, *inside(start, old[axis], sizes[axis]))
-                gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-                if any(table.shape[axes[k]] > sizes[k] for k in range(len(old))):
-                    raise _Unproved
-                table = placed(numbers.offset_dims, [k for k in range(len(old)) if k not in gone])
-            case "scan_slice" if table.shape[self.first] > 1:
-                if p["scan"] not in self.loops or table.shape[k := 1 + self.loops.index(p["scan"])] > 1:
-                    raise _Unproved
-                table = np.swapaxes(table, k, self.first).squeeze(self.first)
-            case "scan_slice":
-                table = table.squeeze(self.first)
-            case "scan_stack":
-                table = np.expand_dims(table, self.first)
-            case (
-                "conv_general_dilated"
-            ):  # of a kernel: queries by 1 x 1 convolutions, as in an autoencoder of images
-                _, *others = (axes[axis] for axis in p["dimension_numbers"].rhs_spec)
-                table = _reduced(table, others)
-                shape = [-1 if k == p["dimension_numbers"].out_spec[1] else 1 for k in range(len(new))]
-                table = table.reshape(*table.shape[: self.first], *shape)
-            case name if name in _SAME_FACTORS and self.walk.graph.is_float(node.outputs[0]):
-                if self.walk.graph.avals[node.outputs[0]].dtype.itemsize < 2:
-                    raise _Unproved  # eight bits round away what a factor changes
-                changed = {k for k in range(len(old)) if old[k] != new[k]}
-                if any(table.shape[axes[k]] > 1 for k in changed):
-                    raise _Unproved
-            case _:
-                raise _Unproved
-        return [table]
+    def _moved(self, node: Node, table: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarray:
+        """Operations on one array."""
+        p, first, name = node.params, self.first, node.name
+        if name in ("reduce_sum", "reduce_max", "reduce_min"):
+            return _reduced(table, [first + axis for axis in p["axes"]])
+        if name == "scan_slice" and table.shape[first] > 1:
+            if p["scan"] not in self.loops or table.shape[k := 1 + self.loops.index(p["scan"])] > 1:
+                raise Unmoved
+            return np.swapaxes(table, k, first).squeeze(first)
+        if name == "scan_slice":
+            return table.squeeze(first)
+        if name == "conv_general_dilated":  # of a kernel: queries by 1 x 1 convolutions, as in an autoencoder
+            _, *others = (first + axis for axis in p["dimension_numbers"].rhs_spec)
+            table = _reduced(table, others)
+            shape = [-1 if k == p["dimension_numbers"].out_spec[1] else 1 for k in range(len(new))]
+            return table.reshape((*table.shape[:first], *shape))
+        if name in _SAME and self.graph.is_float(node.outputs[0]):
+            rounds = self.graph.avals[node.outputs[0]].dtype.itemsize < 2  # eight bits, what a factor changes
+            if rounds or any(table.shape[first + k] > 1 for k in range(len(old)) if old[k] != new[k]):
+                raise Unmoved
+            return table
+        return after(node, table, old, new, self.walk.known(node.inputs[-1]))
 
     def located(self, probe: Probe, value: int, seen: int, expected: np.ndarray) -> Probe | None:
         """The probe with layers and heads where the logits have the logarithms [*layers, heads] `expected`, if they do.
@@ -282,8 +215,8 @@ class Certificate:
         `value` are the logits, which it sees in the shape of `seen`.
         """
         try:
-            table = self._reshaped(self.at[value], self.walk.shape(value), self.walk.shape(seen))
-        except (KeyError, _Unproved):
+            table = reshaped(self.at[value], self.walk.shape(value), self.walk.shape(seen))
+        except (KeyError, Unmoved):
             return None
         layers = [k for k in range(1, self.first) if table.shape[k] > 1]
         path = tuple(

@@ -8,10 +8,13 @@ product without a loss, and left to names; an embedding of patches. All others a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from muonjax._inspect.layout import Atom, Region, Run
+import numpy as np
+
+from muonjax._inspect.layout import Layout, Region, Run, sums
 from muonjax._inspect.values import Product, Use
 from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import (
@@ -83,65 +86,49 @@ def decide(walk: Walk, is_loss: bool) -> list[Decision]:
 
 
 def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_loss: bool) -> Decision:
-    if not walk.graph.is_float(walk.graph.parameters[leaf]):
+    graph = walk.graph
+
+    def adam(why: str, node: int, by_names: bool = False) -> Decision:
+        return Decision(None, f"{why}: {graph.line(node)}", by_names=by_names)
+
+    def is_output_head(use: Use) -> bool:
+        """No other product takes what it gives; or labels choose one of its columns, and that reaches the loss."""
+        value = graph.nodes[use.node].outputs[0]
+        return (use.node in walk.read and value in ends.direct) or value not in ends.consumed
+
+    if not graph.is_float(graph.parameters[leaf]):
         return Decision(None, "whole numbers")
-    scale = walk.scales[leaf]
-    uses = [u for u in uses if u.kind != "product" or not u.product.bit & scale] or uses
+    uses = [u for u in uses if u.kind != "product" or not u.product.bit & walk.scales[leaf]] or uses
     if not uses:
-        parameter = walk.graph.parameters[leaf]
-        reader = next((i for i in sorted(walk.graph.live) if parameter in walk.nodes[i].inputs), None)
-        why = (
-            f"used without data, as in a penalty: {walk.graph.line(reader)}"
-            if reader is not None
-            else "never used"
-        )
+        readers = [i for i in graph.readers[graph.parameters[leaf]] if i in graph.live]
+        why = f"used without data, as in a penalty: {graph.line(readers[0])}" if readers else "never used"
         return Decision(None, why, meets_data=False)
     if unknown := [u for u in uses if u.kind.startswith("unknown: ")]:
         name = unknown[0].kind.removeprefix("unknown: ")
-        return _adam(walk, f"{name} is not followed", unknown[0], by_names=True)
+        return adam(f"{name} is not followed", unknown[0].node, by_names=True)
     products = [u for u in uses if u.kind == "product"]
     within = {i for u in products for i in u.term.looked}  # lookups of a matrix: of an expert, an adapter
     if lookups := [u for u in uses if u.kind == "looked up" and u.node not in within]:
-        also = f", and multiplied: {_line(walk, products[0])}" if products else ""
-        return Decision(None, f"looked up: {_line(walk, lookups[0])}{also}")
+        also = f", and multiplied: {graph.line(products[0].node)}" if products else ""
+        return Decision(None, f"looked up: {graph.line(lookups[0].node)}{also}")
     if not products:
-        return _no_matrix(walk, uses)
-    if is_loss and all(_is_output_head(walk, ends, u) for u in products):
-        ways = [ends.unknown[x] for u in products if (x := walk.nodes[u.node].outputs[0]) in ends.unknown]
-        if ways:
-            why = f"{walk.nodes[ways[0]].name} is not followed: {walk.graph.line(ways[0])}"
-            return Decision(None, why, by_names=True)
-        return _adam(walk, "an output head, as no product follows it", products[0])
+        *alone, kind = uses[0].kind.split(": ")
+        why = "multiplied entry by entry" if kind == "multiplied" else kind
+        return adam(why, uses[0].node, by_names=bool(alone))
+    if is_loss and all(map(is_output_head, products)):
+        for value in (graph.nodes[u.node].outputs[0] for u in products):
+            if (i := ends.unknown.get(value)) is not None:
+                return adam(f"{graph.nodes[i].name} is not followed", i, by_names=True)
+        return adam("an output head, as no product follows it", products[0].node)
     matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
     if not matrices:
         why = "a depthwise convolution" if products[0].is_depthwise else "multiplied by vectors"
-        return _adam(walk, why, products[0])
-    if not is_loss and all(_is_output_head(walk, ends, u) for u in matrices):
-        return _adam(walk, "last product", matrices[0], by_names=True)
+        return adam(why, products[0].node)
+    if not is_loss and all(map(is_output_head, matrices)):
+        return adam("last product", matrices[0].node, by_names=True)
     if all(u.is_patch and not walk.values[u.operand].before for u in matrices):
-        return _adam(walk, "an embedding of patches, windows that do not overlap", matrices[0])
+        return adam("an embedding of patches, windows that do not overlap", matrices[0].node)
     return _matrix(walk, leaf, shape, matrices)
-
-
-def _no_matrix(walk: Walk, uses: list[Use]) -> Decision:
-    first = max(uses, key=lambda u: u.kind.startswith("unknown: "))
-    *unknown, kind = first.kind.split(": ")
-    words = {"added": "added", "multiplied": "multiplied entry by entry", "product": "a vector in a product"}
-    return _adam(walk, words.get(kind, kind), first, by_names=bool(unknown))
-
-
-def _adam(walk: Walk, why: str, use: Use, by_names: bool = False) -> Decision:
-    return Decision(None, f"{why}: {_line(walk, use)}", by_names=by_names)
-
-
-def _is_output_head(walk: Walk, ends: _Ends, use: Use) -> bool:
-    """No other product takes what this one gives; or labels choose one of its columns, and that reaches the loss."""
-    value = walk.nodes[use.node].outputs[0]
-    return (use.node in walk.read and value in ends.direct) or value not in ends.consumed
-
-
-def _line(walk: Walk, use: Use) -> str:
-    return walk.graph.line(use.node)
 
 
 def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) -> Decision:
@@ -153,19 +140,17 @@ def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) 
         turned = form._replace(rows=form.columns, columns=form.rows)
         if turned not in forms:
             forms.setdefault(form, use)
-    (form, use), *others = forms.items()
-    if others:
-        second, elsewhere = others[0]
-        problem = (
-            f"{_described(form)} in {_line(walk, use)}, but {_described(second)} in {_line(walk, elsewhere)}"
-        )
+    if len(forms) > 1:
+        first, second, *_ = (f"{_described(x)} in {walk.graph.line(u.node)}" for x, u in forms.items())
+        problem = f"{first}, but {second}"
         return Decision(None, problem, problem=problem)
+    ((form, use),) = forms.items()
     if form.cut is None:
         form = form._replace(cut=_slices(walk, shape, form.columns, uses))
     numbers = _numbers(form)
     heads = {(a, region) for u in uses for a, region in u.product.heads if a.axis in form.columns}
     per_head = _numbers_per_head(form, shape, heads) if heads else numbers
-    return Decision(numbers, f"{_described(form)}: {_line(walk, use)}", per_head)
+    return Decision(numbers, f"{_described(form)}: {walk.graph.line(use.node)}", per_head)
 
 
 def _described(form: _Form) -> str:
@@ -177,7 +162,7 @@ def _described(form: _Form) -> str:
     return text
 
 
-def _axes(atoms: Iterable[Atom]) -> frozenset[int]:
+def _axes(atoms: Iterable[Run]) -> frozenset[int]:
     return frozenset(a.axis for a in atoms)
 
 
@@ -193,10 +178,10 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     batch -= summed
     row_axes, column_axes = _axes(rows | summed), _axes(columns - counting)
     if row_axes & column_axes:
-        return f"one axis of it is both summed and given: {_line(walk, use)}"
+        return f"one axis of it is both summed and given: {walk.graph.line(use.node)}"
     form = _Form(row_axes, column_axes)
     if _axes(batch) & (row_axes | column_axes):
-        return f"matrices inside of an axis: {_line(walk, use)}"
+        return f"matrices inside of an axis: {walk.graph.line(use.node)}"
     if use.groups > 1:
         axis = next(iter(column_axes))
         return form._replace(cut=(axis, use.groups, 1))
@@ -209,31 +194,34 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
 
 def _parts(product: Product, shape: tuple[int, ...], columns: frozenset[int]) -> _Cut | None:
     """Along which axis, and into which sizes, the result of a product is cut for different purposes."""
-    groups = {region for region, _ in product.parts}
-    if len(groups) < 2:
-        return None
-    keys = set.intersection(*({run[:2] for run in g} for g in groups))
-    for axis, period in sorted(keys):
-        runs = sorted({run for g in groups for run in g if run[:2] == (axis, period)})
-        mixed = [a for _, atoms in product.mixed for a in atoms if a.axis == axis]
-        if any(_divides(run.stop, a) for a in mixed for run in runs):  # what is normalized together
+    for axis in sorted(columns):
+        masks = {dict(region).get(axis, b"") for region in product.parts}
+        if b"" in masks or len(masks) < 2 or (found := _periodic(masks)) is None:
             continue
-        if axis not in columns or len(runs) < 2 or any(a.stop > b.start for a, b in itertools.pairwise(runs)):
-            continue
-        edges = sorted({0, period, *(edge for run in runs for edge in run[2:])})  # with columns of no use
-        if _tile(runs) or all(run.axis != axis for run in product.use.term.layout.region):
+        period, runs = found
+        is_mixed = any(_divides(stop, axis, layout) for layout in product.mixed for _, stop in runs)
+        covers = sum(stop - start for start, stop in runs) == period
+        if not is_mixed and (covers or all(a != axis for a, _ in product.use.term.layout.region)):
+            edges = sorted({0, period, *itertools.chain(*runs)})  # with columns of no use
             return axis, tuple(b - a for a, b in itertools.pairwise(edges)), shape[axis] // period
     return None
 
 
-def _divides(position: int, a: Atom) -> bool:
-    """Whether a cut at this position has entries of the run on both sides."""
-    return a.start * a.stride < position % (a.stride * a.of) < (a.start + a.size) * a.stride
+def _periodic(masks: Collection[bytes]) -> tuple[int, list[tuple[int, int]]] | None:
+    """The period of parts of an axis, and where each begins and ends in it; None if one has gaps, or two overlap."""
+    period = math.lcm(*map(len, masks))
+    each = np.array([np.resize(np.frombuffer(mask, bool), period) for mask in masks])
+    runs = [(int(mask.argmax()), period - int(mask[::-1].argmax())) for mask in each]
+    if each.sum(0).max() > 1 or [stop - start for start, stop in runs] != each.sum(1).tolist():
+        return None
+    return period, runs
 
 
-def _tile(runs: Sequence[Run]) -> bool:
-    """Whether they follow each other, from the first position to the last."""
-    return [0, *(run.stop for run in runs)] == [*(run.start for run in runs), runs[0].period]
+def _divides(position: int, axis: int, layout: Layout) -> bool:
+    """Whether a cut at this position has entries on both sides that are mixed."""
+    starts = sums(run for run in layout.runs if run.axis == axis)
+    mixed = sums(run for run in layout.taken if run.axis == axis)
+    return bool(((starts + mixed.min() < position) & (position <= starts + mixed.max())).any())
 
 
 def _slices(walk: Walk, shape: tuple[int, ...], columns: frozenset[int], uses: Sequence[Use]) -> _Cut | None:
@@ -242,34 +230,32 @@ def _slices(walk: Walk, shape: tuple[int, ...], columns: frozenset[int], uses: S
     Neighboring slices are one matrix as long as their products do not meet: heads computed one by one do not, queries
     and keys do, and so do gates of which one feeds the other.
     """
-    products: dict[Run, list[Use]] = {}
+    products: dict[tuple[int, bytes], list[Use]] = {}
     for use in uses:
-        found = [run for run in use.term.layout.region if run.axis in columns]
+        found = [cut for cut in use.term.layout.region if cut[0] in columns]
         if len(found) != 1:
             return None
         products.setdefault(found[0], []).append(use)
-    runs = sorted(products)
-    axis, period = runs[0][:2]
-    if {run[:2] for run in runs} != {(axis, period)} or not _tile(runs):
+    axes, found = {axis for axis, _ in products}, _periodic([mask for _, mask in products])
+    if len(axes) > 1 or found is None or sum(stop - start for start, stop in found[1]) < found[0]:
         return None
-    groups = [runs[:1]]
-    for run in runs[1:]:
-        if any(_meet(walk, a, b) for other in groups[-1] for a in products[other] for b in products[run]):
-            groups.append([run])
-        else:
-            groups[-1].append(run)
-    if len(groups) < 2:
+    period, runs = found
+    edges, group = [0], []
+    for (start, _), others in sorted(zip(runs, products.values(), strict=True), key=lambda x: x[0]):
+        if any(_meet(walk, a, b) for a in group for b in others):
+            edges.append(start)
+            group = []
+        group += others
+    if len(edges) < 2:
         return None
-    return axis, tuple(group[-1].stop - group[0].start for group in groups), shape[axis] // period
+    axis, sizes = axes.pop(), tuple(b - a for a, b in itertools.pairwise([*edges, period]))
+    return axis, sizes, shape[axis] // period
 
 
 def _meet(walk: Walk, a: Use, b: Use) -> bool:
     """Whether one of two products is multiplied by what depends on the other, or by it."""
-    first, second = a.product, b.product
-    return bool(
-        (first.met | walk.values[a.operand].before) & second.bit
-        or (second.met | walk.values[b.operand].before) & first.bit
-    )
+    first, second = (use.product.met | walk.values[use.operand].before for use in (a, b))
+    return bool(first & b.product.bit or second & a.product.bit)
 
 
 def _numbers(form: _Form) -> DimensionNumbers:
@@ -283,7 +269,7 @@ def _numbers(form: _Form) -> DimensionNumbers:
 
 
 def _numbers_per_head(
-    form: _Form, shape: tuple[int, ...], heads: set[tuple[Atom, Region]]
+    form: _Form, shape: tuple[int, ...], heads: set[tuple[Run, Region]]
 ) -> DimensionNumbers:
     columns = form.columns - {a.axis for a, _ in heads if a.stride == 1}
     if not columns:  # a number for each head: a vector has no orthogonal form
@@ -294,21 +280,15 @@ def _numbers_per_head(
     axis, parts, repeats = form.cut if form.cut and form.cut[0] in axes else (min(axes), 1, 1)
     sizes = parts if isinstance(parts, tuple) else (shape[axis] // repeats // parts,) * parts
     if repeats == 1:  # otherwise queries, keys and values of a head are side by side, which are parts already
-        whole = [
-            Run(axis, shape[axis], stop - size, stop)
-            for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)
-        ]
-        sizes = tuple(n for part in whole for n in _heads_in(part, heads))
+        whole = zip(itertools.accumulate(sizes), sizes, strict=True)
+        sizes = tuple(n for stop, size in whole for n in _heads_in(axis, stop - size, stop, heads))
     return _numbers(form._replace(cut=(axis, sizes * repeats, 1)))
 
 
-def _heads_in(part: Run, heads: set[tuple[Atom, Region]]) -> tuple[int, ...]:
+def _heads_in(axis: int, start: int, stop: int, heads: set[tuple[Run, Region]]) -> tuple[int, ...]:
     """The sizes of the heads in a part; all of it where there are none."""
-    size = part.stop - part.start
-    found = [a.stride for a, region in heads if a.axis == part.axis and _is_inside(part, region)]
-    head = min(found, default=size)
-    return (head,) * (size // head) if size % head == 0 else (size,)
-
-
-def _is_inside(part: Run, region: Region) -> bool:
-    return all(run.start <= part.start and part.stop <= run.stop for run in region if run[:2] == part[:2])
+    all_of_it = b"\1"
+    masks = ((a, dict(region).get(axis, all_of_it)) for a, region in heads if a.axis == axis)
+    found = [a.stride for a, mask in masks if np.resize(np.frombuffer(mask, bool), stop)[start:].all()]
+    head = min(found, default=stop - start)
+    return (head,) * ((stop - start) // head) if (stop - start) % head == 0 else (stop - start,)

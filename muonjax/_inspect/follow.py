@@ -58,7 +58,7 @@ def _first(value: Value) -> Value:
 def _next(walk: Walk, carry: int) -> Value:
     """What it carries after another iteration."""
     start, end = (walk.values[x] for x in walk.nodes[carry].inputs)
-    walk.record_parts(carry, (*start.images, *end.images))
+    walk.record_parts((*start.images, *end.images))
     now = walk.values[walk.nodes[carry].outputs[0]]
     same = start.is_weight and end.terms == start.terms and end.depends_on == start.depends_on
     return now if same else dependent([start, end, now])._replace(before=start.before)

@@ -13,7 +13,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,8 @@ from muonjax._inspect.versions import (
 )
 
 # Over an axis of a `vmap`, which is an axis of the array then.
-_COLLECTIVES = {
-    "psum": "reduce_sum",
-    "psum_invariant": "reduce_sum",
-    "pmax": "reduce_max",
-    "pmin": "reduce_min",
-}
+_SUMS = dict.fromkeys(["psum", "psum_invariant"], "reduce_sum")
+_COLLECTIVES = _SUMS | {"pmax": "reduce_max", "pmin": "reduce_min"}
 _ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_lin"}
 
 
@@ -97,6 +93,9 @@ class Step(NamedTuple):
     layer: bool = False  # of a scan: its iterations are layers, and a leading axis; otherwise maximized over
 
 
+Place: TypeAlias = tuple[Step, ...]
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
     """One operation."""
@@ -106,15 +105,14 @@ class Node:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     equation: JaxprEqn | None
-    place: tuple[Step, ...]
+    place: Place
     passes: str  # of a gradient that the function takes by itself: "forward" or "backward"
 
 
 @functools.lru_cache(1024)
 def _pass(name_stack: Any) -> str:
-    transforms = [
-        x.name for x in name_stack.stack if type(x).__name__ == "Transform"
-    ]  # and no scope of a user's
+    # And no scope of a user's.
+    transforms = [x.name for x in name_stack.stack if type(x).__name__ == "Transform"]
     return "backward" if "transpose" in transforms else "forward" if "jvp" in transforms else ""
 
 
@@ -136,7 +134,7 @@ class Graph:
         self.avals: list[Any] = []
         self.known: dict[int, Any] = {}  # values of literals, of constant numbers and of constant indices
         self.variables: list[Any] = []  # the variable of each value, in the body where it is first seen
-        self.callers: dict[tuple[Step, ...], JaxprEqn] = {}  # of each body, by its place
+        self.callers: dict[Place, JaxprEqn] = {}  # of each body, by its place
         inputs = [self._new(v) for v in jaxpr.invars]
         self.parameters = [inputs[i] for i in parameters]
         self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
@@ -144,7 +142,7 @@ class Graph:
         pairs = zip(self.constants, constants(closed), strict=True)
         self.known |= {x: np.asarray(c) for x, c in pairs if _is_known(c)}
         # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
-        self.elsewhere: dict[int, list[tuple[tuple[Step, ...], Any]]] = {}
+        self.elsewhere: dict[int, list[tuple[Place, Any]]] = {}
         self.outputs = self._walk(jaxpr, self.constants, inputs, ())
         self.producer = {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
         # Perhaps only the backward pass uses what the forward pass returns.
@@ -168,18 +166,22 @@ class Graph:
         return len(self.avals) - 1
 
     def _add(
-        self, name: str, params: Any, inputs: Sequence[int], outs: Sequence[Any],
-        equation: JaxprEqn | None, place: tuple[Step, ...],
-    ) -> list[int]:  # fmt: skip
+        self, name: str, params: Any, inputs: Sequence[int], outs: Sequence[Any], equation: Any, place: Place
+    ) -> list[int]:
         outputs = [self._new(v) for v in outs]
         passes = "" if equation is None else _pass(equation.source_info.name_stack)
         self.nodes.append(Node(name, params, tuple(inputs), tuple(outputs), equation, place, passes))
         return outputs
 
     def _each(
-        self, name: str, values: Sequence[Sequence[int]], variables: Sequence[Any], equation: JaxprEqn | None,
-        place: tuple[Step, ...], **params: Any,
-    ) -> list[int]:  # fmt: skip
+        self,
+        name: str,
+        values: Sequence[Any],
+        variables: Sequence[Any],
+        equation: Any,
+        place: Place,
+        **params: Any,
+    ) -> list[int]:
         """One operation for each variable, of one value out of each of these lists."""
         return [
             self._add(name, params, inputs, [v], equation, place)[0]
@@ -187,9 +189,8 @@ class Graph:
         ]
 
     def _walk(
-        self, jaxpr: Any, consts: Sequence[int], args: Sequence[int], place: tuple[Step, ...],
-        source: JaxprEqn | None = None,
-    ) -> list[int]:  # fmt: skip
+        self, jaxpr: Any, consts: Sequence[int], args: Sequence[int], place: Place, source: Any = None
+    ) -> list[int]:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(atom: Any) -> int:
@@ -215,10 +216,8 @@ class Graph:
                 outputs = self._each("join", [which, *branches], eqn.outvars, eqn, place)
             elif found:
                 outputs = self._call(eqn, *found[0], inputs)
-            elif name in _COLLECTIVES and (
-                axes := tuple(a for a in eqn.params["axes"] if isinstance(a, int))
-            ):
-                outputs = self._each(_COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=axes)
+            elif name in _COLLECTIVES and (axes := [a for a in eqn.params["axes"] if isinstance(a, int)]):
+                outputs = self._each(_COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=tuple(axes))
             elif name in _REWRITTEN and source is None:
                 arrays = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
                 other = _rewritten(name, arrays, tuple(eqn.params.items()))
@@ -230,7 +229,7 @@ class Graph:
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _call(self, eqn: JaxprEqn, body: Body, inner: tuple[Step, ...], inputs: list[int]) -> list[int]:
+    def _call(self, eqn: JaxprEqn, body: Body, inner: Place, inputs: list[int]) -> list[int]:
         inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner)
         outputs = self._enter(body, inputs, inner)
         outputs = self._resized("unshard", outputs, eqn.outvars, eqn, inner[:-1])
@@ -239,7 +238,7 @@ class Graph:
         return outputs
 
     def _resized(
-        self, name: str, values: list[int], variables: Sequence[Any], eqn: JaxprEqn, place: tuple[Step, ...]
+        self, name: str, values: list[int], variables: Sequence[Any], eqn: JaxprEqn, place: Place
     ) -> list[int]:
         """Into and out of a `shard_map`, where an array is one device's part of it."""
         return [
@@ -247,14 +246,14 @@ class Graph:
             for x, v in zip(values, variables, strict=True)
         ]
 
-    def _enter(self, body: Body, inputs: Sequence[int], place: tuple[Step, ...]) -> list[int]:
+    def _enter(self, body: Body, inputs: Sequence[int], place: Place) -> list[int]:
         jaxpr = opened(body)
         for x, v in zip(inputs, jaxpr.invars, strict=True):
             self.elsewhere.setdefault(x, []).append((place, v))
         return self._walk(jaxpr, [self._new(v) for v in jaxpr.constvars], inputs, place)
 
     def _loop(
-        self, eqn: JaxprEqn, body: Body, inner: tuple[Step, ...], inputs: list[int], consts: int, carried: int
+        self, eqn: JaxprEqn, body: Body, inner: Place, inputs: list[int], consts: int, carried: int
     ) -> list[int]:
         """A scan or a while: its inputs are constants, then what is carried, then what is sliced."""
         first, after = len(self.nodes), consts + carried
@@ -278,7 +277,7 @@ class Graph:
                 pending += inputs(self.producer[value]) if value in self.producer else ()
         return found
 
-    def variables_of(self, value: int) -> dict[tuple[Step, ...], Any]:
+    def variables_of(self, value: int) -> dict[Place, Any]:
         """The variable that a value has in each body where it has one."""
         made = self.producer.get(value)
         found = {} if made is None else {self.nodes[made].place: self.variables[value]}

@@ -1,306 +1,275 @@
-"""Where the entries along each axis of an array come from: runs of positions along the axes of one parameter.
+"""Where the entries of an array come from: their positions along each axis of one parameter or product, its origin.
 
-A reshape only splits and joins runs, a slice shortens one, an index removes one. So the axes of a parameter can be
-followed through any spelling of a layer.
+The positions along an axis of the origin are an array of NumPy's, with one entry along each axis on which they don't
+depend. So an operation that moves entries moves the positions as it moves the array. An axis that is added up, mixed or
+visited by a loop is gone; the positions along it stay known as a set.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-OTHER = -1  # the axis of a run that counts something else: a batch, positions
-# Says where in a longer axis the runs after it are, as in a concatenation: at `start` of `of`. With a stride they are
-# in another order.
-PLACED = -2
+import numpy as np
+
+HOLE = 1 << 30  # in place of a position: the entry is not of the origin
+MOST = 1 << 22  # entries of an array of positions
+OTHER = -1  # in place of an axis of the origin, where nothing but holes is known
+
+# For each axis of which only a part is left, whether each position is there, up to where that repeats.
+Region: TypeAlias = frozenset[tuple[int, bytes]]
 
 
-class Atom(NamedTuple):
-    """A run of positions along one axis of the origin: `(start + i) * stride` for i < size."""
-
-    axis: int
-    stride: int
-    size: int
-    start: int
-    of: int  # the size of the run that this one is cut from
-
-    @property
-    def is_whole(self) -> bool:
-        return self.size == self.of
+class Unmoved(Exception):
+    """Where an operation moves entries is not followed."""
 
 
 class Run(NamedTuple):
-    """Positions along one axis of the origin whose remainder by `period` is in [start, stop)."""
+    """Positions along one axis of the origin: of each entry of an array, or a set of them."""
 
     axis: int
-    period: int
-    start: int
-    stop: int
+    shape: tuple[int, ...]
+    at: bytes
 
+    @property
+    def positions(self) -> np.ndarray:
+        return np.frombuffer(self.at, np.int32).reshape(self.shape)
 
-Region: TypeAlias = frozenset[Run]
+    @property
+    def stride(self) -> int:
+        """The distance of the positions of a set; 1 if there are several."""
+        steps = np.diff(self.positions)
+        return int(steps[0]) if len(steps) and (steps == steps[0]).all() else 1
 
-
-def length(atoms: Sequence[Atom]) -> int:
-    """The size of an axis with these runs."""
-    if atoms and atoms[0].axis == PLACED:
-        return atoms[0].of
-    return math.prod(a.size for a in atoms)
-
-
-def other(size: int) -> tuple[Atom, ...]:
-    return (Atom(OTHER, 0, size, 0, size),) if size > 1 else ()
+    @property
+    def is_known(self) -> bool:
+        return self.axis >= 0 or self.positions.max() == HOLE
 
 
 class Layout(NamedTuple):
-    """The axes of an array as runs of its origin, in row-major order.
+    """Which entry of the origin each entry of an array is.
 
     Attributes:
-      axes: The runs along each axis; their sizes multiply to its size. An axis of one entry has none.
-      taken: Runs out of which a constant index or a slice took a part.
-      loops: Runs that a loop, a lookup or a batch axis enumerates: every position is visited. What else is there, no
-        run of the origin, tells that they are visited in another order, or with other entries between them.
+      shape: The shape of the array.
+      origin: The shape of the origin.
+      runs: Positions along axes of the origin, of each axis once.
+      taken: Positions that are added up or mixed: sets that add to the runs.
+      loops: Positions that a loop, a lookup or a batch axis visits: sets. `UNKNOWN` among them says that entries are in
+        an order that is not followed, or that the loop visits others too.
     """
 
-    axes: tuple[tuple[Atom, ...], ...]
-    taken: tuple[Atom, ...] = ()
-    loops: tuple[Atom, ...] = ()
+    shape: tuple[int, ...]
+    origin: tuple[int, ...]
+    runs: tuple[Run, ...]
+    taken: tuple[Run, ...] = ()
+    loops: tuple[Run, ...] = ()
 
     @property
     def region(self) -> Region:
         """Which part of the origin this is; nothing if it is all of it."""
-        parts = (a for a in (*(a for atoms in self.axes for a in atoms), *self.taken) if a.axis >= 0)
-        return frozenset(
-            Run(a.axis, a.stride * a.of, a.stride * a.start, a.stride * (a.start + a.size))
-            for a in parts
-            if not a.is_whole
-        )
+        return _region(self)
 
-    def atoms(self, axes: Iterable[int]) -> tuple[Atom, ...]:
-        """The runs of the origin along these axes."""
-        return tuple(a for i in axes for a in self.axes[i] if a.axis >= 0)
+    def atoms(self, axes: Iterable[int]) -> tuple[Run, ...]:
+        """The positions of the origin along each of these axes."""
+        known = [run for run in self.runs if run.axis >= 0]
+        return tuple(_split(run, k)[0] for k in axes for run in known if run.shape[k] > 1)
 
-    def atoms_beside(self, axes: Iterable[int]) -> tuple[Atom, ...]:
+    @property
+    def varying(self) -> frozenset[int]:
+        """The axes along which it is another part of the origin."""
+        known = [run for run in self.runs if run.axis >= 0]
+        return frozenset(k for run in known for k, n in enumerate(run.shape) if n > 1)
+
+    def atoms_beside(self, axes: Iterable[int]) -> tuple[Run, ...]:
         """Those along all others."""
-        return self.atoms(set(range(len(self.axes))).difference(axes))
+        return self.atoms(self.varying.difference(axes))
 
-    def pick(self, sources: Sequence[int | None], shape: Sequence[int]) -> Layout:
+    def split(self, axes: Iterable[int]) -> tuple[Layout, tuple[Run, ...]]:
+        """One entry along these axes, and the positions along them, which add to those that are left."""
+        runs, gone = list(self.runs), []
+        for k in axes:
+            for run in [run for run in runs if run.shape[k] > 1]:
+                along, rest = _split(run, k)
+                runs.remove(run)
+                runs += rest
+                gone += [along] if run.axis >= 0 else []
+        shape = tuple(1 if k in axes else n for k, n in enumerate(self.shape))
+        return self._replace(shape=shape, runs=tuple(sorted(runs))), tuple(gone)
+
+    def add_up(self, axes: Iterable[int]) -> Layout:
+        """The sum over these axes, of which one entry is left."""
+        left, gone = self.split(axes)
+        return left._replace(taken=left.taken + gone)
+
+    def visit(self, axes: Sequence[int]) -> Layout:
+        """One entry along axes that a loop, a lookup or a batch goes over."""
+        left, gone = self.split(axes)
+        return left._replace(loops=(*left.loops, *gone, *([UNKNOWN] if self.placed(axes) else [])))
+
+    @functools.lru_cache(4096)  # noqa: B019
+    def pick(self, sources: tuple[int | None, ...], shape: tuple[int, ...]) -> Layout:
         """Axis i is the axis `sources[i]` of this array, or a new one of `shape[i]` entries."""
-        axes = (other(n) if s is None else self.axes[s] for s, n in zip(sources, shape, strict=True))
-        return self._replace(axes=tuple(axes))
+        kept = [k for k in sources if k is not None]
+        gone = [k for k in range(len(self.shape)) if k not in kept]
+        new = [i for i, k in enumerate(sources) if k is None]
+
+        def move(x: np.ndarray) -> np.ndarray:
+            return np.expand_dims(x.transpose(*kept, *gone).reshape([x.shape[k] for k in kept]), new)
+
+        return self.split(gone)[0].moved(shape, move) or self
+
+    def moved(self, shape: Sequence[int], move: Callable[[np.ndarray], np.ndarray]) -> Layout | None:
+        """After an operation that moves entries; None if it leaves none of the origin."""
+        runs, taken, loops = [], self.taken, self.loops
+        for run in self.runs:
+            try:
+                runs.append(_run(run.axis, move(run.positions)))
+            except Unmoved:
+                taken, loops = (*taken, _set(run.axis, run.positions)), (*loops, UNKNOWN)
+        if any(run.positions.min(initial=HOLE) == HOLE for run in runs):
+            return None
+        return Layout(tuple(shape), self.origin, tuple(run for run in runs if run.is_known), taken, loops)
+
+    def placed(self, axes: Iterable[int]) -> list[Run]:
+        """Runs that have holes at other places for each entry of one of these axes."""
+        holes = ((run, k, run.positions == HOLE) for run in self.runs for k in axes)
+        return [run for run, k, there in holes if (there != there.take([0], k)).any()]
 
     def place(self, axis: int, start: int, size: int) -> Layout:
         """From `start` on in a longer axis of `size`, whose other entries come from elsewhere."""
-        return self._with(axis, (Atom(PLACED, 0, 1, start, size), *self.axes[axis]))
-
-    def reorder(self, axis: int, size: int) -> Layout:
-        """As many entries of one axis, in an order that is not followed."""
-        atoms = self.axes[axis]
-        if size == 1 or all(a.axis == OTHER for a in atoms):
-            return self.add_up([axis])._with(axis, other(size))
-        return self._with(axis, (Atom(PLACED, 1, 1, 0, size), *atoms))
-
-    @property
-    def is_reordered(self) -> bool:
-        return any(a.axis == PLACED and a.stride for atoms in (*self.axes, self.taken) for a in atoms)
-
-    def is_placed(self, axis: int) -> bool:
-        """Whether an axis has entries next to the runs of the origin that are not the origin's."""
-        return self.axes[axis][:1] != () and self.axes[axis][0].axis == PLACED and bool(self.atoms([axis]))
+        n = self.shape[axis]
+        line = [n if k == axis else 1 for k in range(len(self.shape))]
+        pad = [(start, size - start - n) if k == axis else (0, 0) for k in range(len(line))]
+        along = [run for run in self.runs if run.shape[axis] > 1]
+        runs = [run for run in self.runs if run not in along]
+        for run in along or [Run(OTHER, tuple(line), bytes(4 * n))]:
+            runs.append(_run(run.axis, np.pad(run.positions, pad, constant_values=HOLE)))
+        shape = tuple(size if k == axis else n for k, n in enumerate(self.shape))
+        return self._replace(shape=shape, runs=tuple(sorted(run for run in runs if run.is_known)))
 
     def resize(self, shape: Sequence[int]) -> Layout:
-        """Another number of entries, on one device of several or on all of them."""
-        axes = []
-        for atoms, n in zip(self.axes, shape, strict=True):
-            first, old = (atoms[0] if atoms else None), length(atoms)
-            if n == old:
-                axes.append(atoms)
-            elif first is None or first.axis < 0 or not first.is_whole or (first.size * n) % old:
-                axes.append(other(n))
-            else:
-                size = first.size * n // old
-                axes.append((first._replace(size=size, of=size), *atoms[1:]))
-        return self._replace(axes=tuple(axes))
-
-    def cut(self, axis: int, start: int, stop: int, step: int = 1) -> Layout | None:
-        """Entries start:stop:step of one axis; None if none of them are of the origin."""
-        atoms = self.axes[axis]
-        if atoms and atoms[0].axis == PLACED and step == 1:
-            return self._cut_placed(axis, start, stop)
-        count = -(-(stop - start) // step)
-        each = len(atoms) == 1 and start < step and atoms[0].axis >= 0 and count * step == atoms[0].size
-        if step > 1 and each and (split := _split(atoms[0], step)):  # x[..., 1::2]: one of each run of `step`
-            return self._with(axis, split[:1])._take(split[1], start, 1)
-        inner = math.prod(a.size for a in atoms[1:])
-        if atoms and step == 1 and start % inner == 0 and stop % inner == 0:
-            first = atoms[0]
-            part = first._replace(start=first.start + start // inner, size=(stop - start) // inner)
-            if part.size == 1:
-                return self._with(axis, atoms[1:])._take(first, start // inner, 1)
-            return self._with(axis, (part, *atoms[1:]))
-        hull = tuple(a for a in atoms if a.axis != OTHER)
-        return self._with(axis, other(count))._replace(taken=(*self.taken, *hull))
-
-    def _cut_placed(self, axis: int, start: int, stop: int) -> Layout | None:
-        place, *atoms = self.axes[axis]
-        plain, size = self._with(axis, atoms), length(atoms)
-        if place.stride:
-            return plain.reorder(axis, stop - start)
-        low, high = max(start - place.start, 0), min(stop - place.start, size)
-        if low >= high:
-            return None
-        part = plain.cut(axis, low, high)
-        if part is None or high - low == stop - start:
-            return part
-        return part.place(axis, place.start + low - start, stop - start)
-
-    def add_up(self, axes: Iterable[int]) -> Layout:
-        """Entries along these axes, which are then gone, are added up."""
-        return self._replace(taken=(*self.taken, *self.atoms(axes)))
-
-    def loop(self, axis: int) -> Layout:
-        """One entry of an axis that a loop, a lookup or a batch visits entry by entry."""
-        kept = (*self.axes[:axis], *self.axes[axis + 1 :])
-        return self._replace(axes=kept, loops=(*self.loops, *(self.axes[axis] if self.atoms([axis]) else ())))
+        """Another number of entries, on one device of several or on all of them: each has as much of the origin."""
+        runs, origin = [], list(self.origin)
+        changed = [k for k, n in enumerate(shape) if n != self.shape[k]]
+        lost = self.visit(changed)._replace(shape=tuple(shape), loops=(*self.loops, UNKNOWN))
+        if self.placed(changed):
+            return lost
+        for run in self.runs:
+            for k in [k for k in changed if run.shape[k] > 1]:
+                small, large = sorted((shape[k], self.shape[k]))
+                part = origin[run.axis] if shape[k] == large else origin[run.axis] * small // large
+                one = run.positions.take(range(small), k)
+                every = np.concatenate([one + device * part for device in range(large // small)], k)
+                if shape[k] == small and not np.array_equal(every, run.positions):
+                    return lost
+                origin[run.axis] = part if shape[k] == small else part * large // small
+                run = _run(run.axis, one if shape[k] == small else every)
+            runs.append(run)
+        return self._replace(shape=tuple(shape), origin=tuple(origin), runs=tuple(runs))
 
     @property
     def settled(self) -> Layout:
         """Constant indices count as a loop's, as in layers that are taken from a stack one by one."""
-        single = tuple(a for a in self.taken if a.size == 1 and a.axis >= 0)
-        return self._replace(
-            taken=tuple(a for a in self.taken if a not in single), loops=(*self.loops, *single)
-        )
-
-    def reshape(self, shape: Sequence[int]) -> Layout:
-        longer = [atoms for atoms in self.axes if length(atoms) > 1]
-        if list(map(length, longer)) == [n for n in shape if n > 1]:  # axes of one entry come and go
-            return self._replace(axes=tuple(longer.pop(0) if n > 1 else () for n in shape))
-        if any(atoms and atoms[0].axis == PLACED for atoms in self.axes):
-            return self._reshape_placed(shape)
-        queue, axes = [a for atoms in self.axes for a in joined(atoms)], []
-        queue.reverse()
-        for size in shape:
-            got: list[Atom] = []
-            while size > 1:
-                atom = queue.pop() if queue else None
-                if atom is None:
-                    return self._lost(shape)
-                if size % atom.size == 0:
-                    got.append(atom)
-                    size //= atom.size
-                elif atom.size % size == 0 and (split := _split(atom, atom.size // size)):
-                    got.append(split[0])
-                    queue.append(split[1])
-                    size = 1
-                else:
-                    return self._lost(shape)
-            axes.append(joined(got))
-        return self._replace(axes=tuple(axes))
-
-    def _reshape_placed(self, shape: Sequence[int]) -> Layout:
-        """A placed axis stays if the reshape leaves it alone; of any other only the place stays."""
-        old = [length(atoms) for atoms in self.axes]
-        (axis, *more) = (i for i, atoms in enumerate(self.axes) if atoms and atoms[0].axis == PLACED)
-        before = math.prod(old[:axis])
-        where = [j for j, n in enumerate(shape) if n == old[axis] and math.prod(shape[:j]) == before]
-        if (more or not where) and self.atoms([axis]):
-            return self._lost(shape)
-        stood = self._with(axis, other(old[axis])).reshape(shape)
-        if more or not where:
-            return stood._replace(taken=(*stood.taken, *self.axes[axis][:1]))
-        return stood._with(where[0], self.axes[axis])
-
-    def _lost(self, shape: Sequence[int]) -> Layout:
-        """A reshape that divides no run evenly: only the parts that were taken and the places stay known."""
-        taken = (*self.taken, *(a for atoms in self.axes for a in atoms if a.axis != OTHER))
-        return self._replace(axes=tuple(other(n) for n in shape), taken=taken)
-
-    def _with(self, axis: int, atoms: Sequence[Atom]) -> Layout:
-        return self._replace(axes=(*self.axes[:axis], tuple(atoms), *self.axes[axis + 1 :]))
-
-    def _take(self, atom: Atom, start: int, size: int) -> Layout:
-        if atom.axis < 0:
-            return self
-        return self._replace(taken=(*self.taken, atom._replace(start=atom.start + start, size=size)))
+        single = [r for r in (*self.runs, *self.taken) if len(r.at) == 4 and self.origin[r.axis] > 1]
+        runs, taken = (tuple(r for r in found if r not in single) for found in (self.runs, self.taken))
+        loops = (*self.loops, *(r._replace(shape=(1,)) for r in single))
+        return self._replace(runs=runs, taken=taken, loops=loops)
 
 
-def whole(shape: Sequence[int], *, least: int = 2) -> Layout:
-    """All of an array; axes shorter than `least` have no run."""
-    return Layout(tuple((Atom(i, 1, n, 0, n),) if n >= least else () for i, n in enumerate(shape)))
+UNKNOWN = Run(OTHER, (1,), np.int32(HOLE).tobytes())
 
 
-def merged(
-    layouts: Sequence[Layout], axis: int | None = None, sizes: Sequence[int] = (), rejoin: bool = True
-) -> Layout:
-    """The layout of a sum of parts of one origin, or of their concatenation along `axis`.
+@functools.lru_cache(4096)
+def whole(shape: tuple[int, ...]) -> Layout:
+    """All of an array."""
+    axes = [k for k, n in enumerate(shape) if n > 1]
+    lines = ([-1 if i == k else 1 for i in range(len(shape))] for k in axes)
+    runs = (_run(k, np.arange(shape[k]).reshape(line)) for k, line in zip(axes, lines, strict=True))
+    return Layout(shape, shape, tuple(runs))
 
-    Where the parts differ, the runs are mixed: the smallest run that holds all of them stays known as taken.
-    """
-    if axis is not None and rejoin and (rejoined := _rejoined(layouts, axis)):
-        return rejoined
-    first, axes, mixed = layouts[0], [], []
-    for i, alternatives in enumerate(zip(*(x.axes for x in layouts), strict=True)):
-        size = sum(sizes) if i == axis else length(alternatives[0])
-        if len(set(alternatives)) == 1 and i != axis:
-            axes.append(alternatives[0])
+
+def merged(layouts: Sequence[Layout]) -> Layout:
+    """The layout of a sum of parts of one origin. Where they differ, all of their positions are taken."""
+    first, *others = layouts
+    if all(x == first for x in others):
+        return first
+    taken = tuple(t for t in first.taken if all(t in x.taken for x in others))
+    loops = tuple(dict.fromkeys(run for x in layouts for run in x.loops))
+    alike = all((x.taken, x.loops) == (first.taken, first.loops) for x in others)
+    runs, mixed = [], []
+    for axis in dict.fromkeys(run.axis for x in layouts for run in (*x.runs, *x.taken) if run not in taken):
+        found = [[run for run in x.runs if run.axis == axis] for x in layouts]
+        gone = [[run for run in x.taken if run.axis == axis and run not in taken] for x in layouts]
+        if not any(gone) and all(x == found[0] for x in found):
+            runs += found[0]
+            continue
+        if all(len(one) == 1 for one in found):
+            each = np.stack(np.broadcast_arrays(*(run.positions for (run,) in found)))
+            if alike and ((each < HOLE).sum(0) <= 1).all():  # put together
+                runs.append(_run(axis, each.min(0)))
+                continue
+            for k in range(1, each.ndim):
+                rest = each.min(k, keepdims=True)
+                rest = _less(rest, rest.min(tuple(range(1, each.ndim)), keepdims=True))
+                if (rest == rest[0]).all():  # alike but along this axis
+                    runs.append(_run(axis, rest[0]))
+                    found = [[_set(axis, x)] for x in _less(each, rest)]
+                    break
+        if axis >= 0:
+            mixed.append(_set(axis, *(sums([*f, *g]) for f, g in zip(found, gone, strict=True))))
+    known = tuple(sorted(run for run in runs if run.is_known))
+    return Layout(first.shape, first.origin, known, (*taken, *mixed), loops)
+
+
+@functools.lru_cache(4096)
+def _region(layout: Layout) -> Region:
+    found = []
+    for axis, n in enumerate(layout.origin):
+        visited = [run for run in layout.loops if run.axis == axis and len(run.at) > 4]
+        mine = [run for run in (*layout.runs, *layout.taken) if run.axis == axis]
+        is_there = np.isin(np.arange(n), sums([*mine, *visited]))
+        if mine and not is_there.all():
+            periods = (p for p in range(1, n + 1) if n % p == 0 and (is_there[p:] == is_there[:-p]).all())
+            found.append((axis, is_there[: next(periods)].tobytes()))
+    return frozenset(found)
+
+
+@functools.lru_cache(4096)
+def _split(run: Run, axis: int) -> tuple[Run, tuple[Run, ...]]:
+    """The positions along an axis, and those of its first entry, where that differs along others."""
+    at, rest = run.positions, run.positions.min(axis, keepdims=True)
+    others = tuple(k for k in range(at.ndim) if k != axis)
+    along = _less(at, rest).min(others, keepdims=True)
+    if rest.size > 1 and np.array_equal(np.where(at == HOLE, HOLE, rest + along), at):
+        return _set(run.axis, along), (_run(run.axis, rest),)
+    return _set(run.axis, at), ()
+
+
+def sums(sets: Iterable[Run]) -> np.ndarray:
+    """All sums of one position of each; where there are too many, all that lie between the first and the last."""
+    total = np.zeros(1, int)
+    for run in sets:
+        at = run.positions[run.positions < HOLE]
+        if total.size * at.size > MOST:
+            total = np.arange(total.min() + at.min(), total.max() + at.max() + 1)
         else:
-            axes.append(other(size))
-            mixed += [a for atoms in alternatives for a in atoms]
-    taken = [x.taken for x in layouts]
-    common = tuple(a for a in first.taken if all(a in t for t in taken))
-    mixed += [a for t in taken for a in t if a not in common]
-    lost = tuple(dict.fromkeys(a for t in taken for a in t if a.axis == PLACED and a not in common))
-    loops = tuple(dict.fromkeys(a for x in layouts for a in x.loops))
-    return Layout(tuple(axes), common + lost + _hulls(mixed), loops)
+            total = np.unique(total[:, None] + at)
+    return total
 
 
-def _rejoined(layouts: Sequence[Layout], axis: int) -> Layout | None:
-    """Neighboring slices of one run put together again."""
-    outside = {(x.axes[:axis], tuple(joined(x.axes[axis])[1:]), x.axes[axis + 1 :], x.taken) for x in layouts}
-    if len(outside) > 1 or not all(x.axes[axis] for x in layouts):
-        return None
-    firsts = [joined(x.axes[axis])[0] for x in layouts]
-    ends = [a.start + a.size for a in firsts]
-    same = len({(a.axis, a.stride, a.of) for a in firsts}) == 1 and firsts[0].axis >= 0
-    if not same or [a.start for a in firsts[1:]] != ends[:-1]:
-        return None
-    run = firsts[0]._replace(size=ends[-1] - firsts[0].start)
-    return layouts[0]._with(axis, (run, *joined(layouts[0].axes[axis])[1:]))
+def _less(positions: np.ndarray, start: np.ndarray) -> np.ndarray:
+    return np.where(positions == HOLE, HOLE, positions - start)
 
 
-def _hulls(atoms: Iterable[Atom]) -> tuple[Atom, ...]:
-    """For each axis of the origin the smallest part that holds all of these."""
-    groups: dict[int, list[Atom]] = {}
-    for a in atoms:
-        groups.setdefault(a.axis, []).append(a)
-    return tuple(_hull(found) for axis, found in groups.items() if axis >= 0)
+def _run(axis: int, positions: np.ndarray) -> Run:
+    """With one entry along each axis on which the positions don't depend."""
+    for k, n in enumerate(positions.shape):
+        if n > 1 and (positions == (first := positions.take([0], k))).all():
+            positions = first
+    return Run(axis, positions.shape, positions.astype(np.int32).tobytes())
 
 
-def _hull(atoms: Sequence[Atom]) -> Atom:
-    stride, end = min(a.stride for a in atoms), max(a.stride * a.of for a in atoms)
-    outer = [a for a in atoms if a.stride * a.of == end]
-    start = min(a.stride * a.start for a in outer) // stride
-    stop = max(a.stride * (a.start + a.size) for a in outer) // stride
-    return Atom(outer[0].axis, stride, stop - start, start, end // stride)
-
-
-def _split(atom: Atom, inner: int) -> tuple[Atom, Atom] | None:
-    """A run as runs of `inner` positions, counted by an outer one; None where it is cut elsewhere."""
-    if atom.start % inner or atom.of % inner:
-        return None
-    outer = Atom(atom.axis, atom.stride * inner, atom.size // inner, atom.start // inner, atom.of // inner)
-    return outer, Atom(atom.axis, atom.stride, inner, 0, inner)
-
-
-def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
-    """Neighboring runs that are one."""
-    out: list[Atom] = []
-    for atom in atoms:
-        last = out[-1] if out else None
-        if last and atom.is_whole and last.axis == atom.axis and last.stride == atom.stride * atom.size:
-            n = atom.size
-            out[-1] = Atom(atom.axis, atom.stride, last.size * n, last.start * n, last.of * n)
-        else:
-            out.append(atom)
-    return tuple(out)
+def _set(axis: int, *positions: np.ndarray) -> Run:
+    found = np.unique(np.concatenate([x[x < HOLE] for x in positions]))
+    return Run(axis, found.shape, found.astype(np.int32).tobytes())

@@ -72,8 +72,8 @@ def _may_be_learned(side: Side, rest: Side) -> bool:
 def _or_logits(walk: Walk, i: int, value: Value, left: Side, right: Side) -> Value:
     """What attention makes of a product, if it is one of queries and keys."""
     walk.pairs[i] = (left, right)
-    everything = whole(walk.shape(walk.nodes[i].outputs[0]), least=1)  # one device may have one head
-    return value._replace(logits=(Logits(i, everything, value=walk.nodes[i].outputs[0], seen=everything),))
+    everything = whole(walk.shape(walk.nodes[i].outputs[0]))
+    return value._replace(logits=(Logits(i, everything, value=walk.nodes[i].outputs[0]),))
 
 
 def _of_parameters(i: int, product: Value, left: Side, right: Side) -> Value:
@@ -95,7 +95,7 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
         walk.one_sided.add(i)
         product = product._replace(scores=i if side.is_matrix else -1, weights=-1)
     if not extra.get("is_depthwise"):
-        walk.record_parts(i, rest.value.images)
+        walk.record_parts(rest.value.images)
     images = []
     experts = _experts(walk, side, rest)
     is_patch = extra.pop("is_patch", False) or _cuts_input(rest)
@@ -149,7 +149,7 @@ def _cuts_input(side: Side) -> bool:
 def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side) -> Value:
     a, b = left.value, right.value
     for side in (left, right) if a.depends_on & b.depends_on & PARAMETER else ():
-        walk.record_parts(i, side.value.images)
+        walk.record_parts(side.value.images)
         walk.record_heads(side.value.images, side.batch)
     for side, values in ((left, right), (right, left)):
         found = [x for x in side.value.logits if x.stage == "weights" and x.layout.atoms(side.summed)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
+import reprlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from muonjax._clip.factors import Scale
 from muonjax._clip.matching import larger, module_of
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.sites import Site
@@ -28,13 +29,11 @@ from muonjax._common.trees import (
     is_model,
     listed,
 )
-from muonjax._inspect.attention import Call, Span
-from muonjax._inspect.attention import calls as calls_of
+from muonjax._inspect.attention import Call, attentions
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.follow import follow
 from muonjax._inspect.graph import Graph
 from muonjax._inspect.report import run
-from muonjax._inspect.values import Term
 from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._names.dimension_numbers import numbers_tree, routes
@@ -79,11 +78,7 @@ class Program:
     """
 
     def __init__(
-        self,
-        decisions: dict[str, Decision],
-        attentions: Sequence[Attention],
-        params: Any,
-        fun: Callable[..., Any],
+        self, decisions: dict[str, Decision], attentions: Sequence[Attention], params: Any, fun: Any
     ):
         self.attentions = tuple(attentions)
         self._decisions, self._params, self._fun = decisions, params, fun
@@ -148,10 +143,8 @@ class Program:
         trained = {name for name, leaf in flatten_paths(params).items() if not is_masked(leaf)}
         if not (left := [name for name in self._decisions if name not in trained]):
             return ""
-        sites = [
-            (a.name, f"{a.name}/" if a.site.path else "", a.site.scales) for a in self.attentions if a.site
-        ]
-        calm = [name for name, root, scales in sites if any(root + scale.path in left for scale in scales)]
+        sites = [(a.name, a.site, f"{a.name}/" if a.site.path else "") for a in self.attentions if a.site]
+        calm = [name for name, site, root in sites if any(root + scale.path in left for scale in site.scales)]
         clips = f"; not clipped: {listed(calm, ', ')}" if calm else ""
         return f"Not among these parameters: {listed(left, ', ')}{clips}."
 
@@ -186,19 +179,11 @@ class Program:
         Warns:
           UserWarning: Some attentions can't be clipped.
         """
-        refused = listed([f"{a.name!r} ({a.line}): {a.problem}" for a in self.attentions if a.site is None])
         found = tuple(a.site for a in self.attentions if a.site is not None)
-        if not self.attentions:
-            raise ValueError(
-                f"{self._call} has no attention: no softmax of a product of two activations, multiplied by a third. "
-                "Use muon instead of muonclip."
-            )
         if not found:
-            raise ValueError(
-                f"{self._call}: no attention can be clipped. {refused}. Use muon instead of muonclip."
-            )
-        if refused:
-            warnings.warn(f"{self._call}: not clipped are {refused}.", stacklevel=2)
+            raise _no_site(self._call, self.attentions, "muon instead of muonclip")
+        if len(found) < len(self.attentions):
+            warnings.warn(f"{self._call}: not clipped are {_refused(self.attentions)}.", stacklevel=2)
         return found
 
     def check_clip(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -283,11 +268,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     _check_arguments(fun, params, *args, **kwargs)
     fun, params, args = as_function_of_parameters(fun, params, args)
     leaves, structure = jax.tree.flatten(params)
-    if functions := [path for path, leaf in flatten_paths(params).items() if callable(leaf)]:
-        raise TypeError(
-            f"{call}: {functions[0]!r} in the parameters is a function. Give arrays alone; in Equinox the first of "
-            "eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss puts both together."
-        )
+    check_arrays(call, params)
 
     def traced(leaves: list[Any], arrays: list[Any]) -> Any:
         given = iter(arrays)
@@ -321,6 +302,16 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         names = listed([f"{name} ({decisions[name].why})" for name in unused], ", ")
         warnings.warn(f"{call}: parameters that meet no data go to Adam: {names}.", stacklevel=2)
     return Program(decisions, [a for a, _ in _attentions(walk, paths)], params, whole)
+
+
+def check_arrays(call: str, params: Any) -> None:
+    """Raise for a parameter that is a function, by its path; JAX names its type alone."""
+    for path, leaf in flatten_paths(params).items():
+        if callable(leaf):
+            raise TypeError(
+                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}. Give arrays alone; in Equinox the first of "
+                "eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss puts both together."
+            )
 
 
 def _check_arguments(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -359,9 +350,8 @@ def find_maxima(
     results = run(closed, probes, *jax.tree.leaves(arguments))
     count = len(results) - len(probes)
     maxima = iter(results[count:])
-    return results[:count], {
-        name: _of_all_calls(calls, [next(maxima) for _ in calls]) for name, calls in sites
-    }
+    each = {name: _of_all_calls(calls, [next(maxima) for _ in calls]) for name, calls in sites}
+    return results[:count], each
 
 
 def _clippable(closed: ClosedJaxpr, arguments: Sequence[Any], call: str) -> list[tuple[str, list[Call]]]:
@@ -379,13 +369,18 @@ def _clippable(closed: ClosedJaxpr, arguments: Sequence[Any], call: str) -> list
             f"{call}: nothing that it returns depends on the arguments to differentiate by; give the parameters "
             "that fun uses as an argument, do not close over them."
         )
-    if not found:
-        raise ValueError(
-            f"{call} finds no attention: no softmax of a product of two activations, multiplied by a third; use "
-            "jax.value_and_grad."
-        )
-    refused = listed([f"{a.line}: {a.problem}" for a, _ in found])
-    raise ValueError(f"{call}: no attention can be clipped. {refused}. Use jax.value_and_grad and muon.")
+    raise _no_site(call, [a for a, _ in found], "jax.value_and_grad and muon")
+
+
+def _refused(attentions: Iterable[Attention]) -> str:
+    return listed([f"{a.name!r} ({a.line}): {a.problem}" for a in attentions if a.site is None])
+
+
+def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueError:
+    why = f": no attention can be clipped. {_refused(attentions)}"
+    if not attentions:
+        why = " has no attention: no softmax of a product of two activations, multiplied by a third"
+    return ValueError(f"{call}{why}. Use {instead}.")
 
 
 def _of_all_calls(calls: Sequence[Call], maxima: Sequence[jax.Array]) -> jax.Array:
@@ -404,11 +399,8 @@ def _of_all_calls(calls: Sequence[Call], maxima: Sequence[jax.Array]) -> jax.Arr
 
 def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[Call]]]:
     """Named attentions with their calls; one that is called several times is one."""
-    calls: dict[Any, list[Call]] = {}
-    for call in calls_of(walk):
-        calls.setdefault(call.spans or _terms(call) or call.line, []).append(call)
-    groups = list(calls.values())
-    roots = [module_of([paths[x.leaf] for x in group[0].spans or _terms(group[0])]) for group in groups]
+    groups = attentions(walk)
+    roots = [module_of([paths[x.leaf] for x in group[0].spans or group[0].terms]) for group in groups]
     found, named = [], Counter()
     for group, root in zip(groups, roots, strict=True):
         first = group[0]
@@ -420,36 +412,13 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
         named[name] += 1
         if named[name] > 1:  # heads of one projection, written one by one
             name = f"{name}:{named[name]}"
-        scales = tuple(_scale(span, paths[span.leaf], root if is_alone else "") for span in first.spans)
+        below = [paths[s.leaf].removeprefix(f"{root}/" if root and is_alone else "") for s in first.spans]
+        scales = tuple(dataclasses.replace(s.scale, path=x) for s, x in zip(first.spans, below, strict=True))
         stack = first.spans[0].stack
-        public = Site(
-            path=re.escape(root) if is_alone else "",
-            scales=scales,
-            signal="max_logits" if is_alone else name,
-            scan_axis=stack or None,
-            exact=True,
-        )
+        path, signal = (re.escape(root), "max_logits") if is_alone else ("", name)
+        public = Site(path=path, scales=scales, signal=signal, scan_axis=stack or None, exact=True)
         found.append((Attention(name, first.line, public, ""), group))
     return found
-
-
-def _terms(call: Call) -> tuple[Term, ...]:
-    """The parameters of its queries and keys, as it multiplies by them."""
-    return tuple(image.product.use.term for image in call.images)
-
-
-def _scale(span: Span, path: str, root: str) -> Scale:
-    run = span.size // span.entries
-    return Scale(
-        path=path.removeprefix(f"{root}/") if root else path,
-        rank=span.rank,
-        axes=span.axes,
-        entries=span.entries,
-        start=span.start,
-        size=span.size,
-        span=(span.span[0], None if span.span[1] == run else span.span[1]),
-        factor=span.factor,
-    )
 
 
 def _is_array(x: Any) -> bool:

@@ -50,9 +50,8 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
         ValueError: for a probe inside of an equation that can't return more, such as a kernel.
     """
     jaxpr = opened(body)
-    values: dict[Any, Any] = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*versions.constants(body), *arrays], strict=True)
-    )
+    given = [*versions.constants(body), *arrays]
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
     here: dict[Var, list[Probe]] = {}
     deeper: dict[int, list[Probe]] = {}
     for probe in dict.fromkeys(probes):
@@ -143,9 +142,8 @@ def _enclosing(eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]) ->
     outs = _bound(eqn, operands, **versions.with_body(eqn, _traced(bodies[0], deeper), count))
     results, maxima = outs[:-count], outs[-count:]
     if name == "scan":
-        maxima = [
-            x if step.layer else jax.lax.reduce_max(x, (0,)) for x, step in zip(maxima, steps, strict=True)
-        ]
+        each = zip(maxima, steps, strict=True)
+        maxima = [x if step.layer else jax.lax.reduce_max(x, (0,)) for x, step in each]
     return results, maxima
 
 

@@ -63,10 +63,9 @@ def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     walk.record_terms(i, f"{'alone' if alone else 'unknown'}: {node.name}", weights)
     images = [m for v in values for m in v.images]
     if no_rule:
-        images += [
-            m for v in values for x in v.logits for side in walk.pairs[x.product] for m in side.value.images
-        ]
-    walk.record_parts(i, images)
+        pairs = [walk.pairs[x.product] for v in values for x in v.logits]
+        images += [m for sides in pairs for side in sides for m in side.value.images]
+    walk.record_parts(images)
     for m in images if not is_call and node.name not in _MIXING else ():
         if m.apart or no_rule:  # which of its columns are used together, or chosen, is not known any more
             walk.record(i, f"unknown: {node.name}", m.product.use.term)
@@ -86,7 +85,7 @@ RULES |= dict.fromkeys([*_MIXING, "pad"], unknown)
 @rule("iota")
 def _iota(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     shape, axis = walk.shape(node.outputs[0]), node.params["dimension"]
-    counting = all_of([n if k == axis else 1 for k, n in enumerate(shape)])
+    counting = all_of(tuple(n if k == axis else 1 for k, n in enumerate(shape)))
     return [Value(marks=(Mark("counts", counting),))]
 
 
@@ -169,17 +168,15 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         if any(v.is_activation for v in values):
             values = [walk.as_input(v) if v.is_weight else v for v in values]
         elif any(t.inner for v in values if v.is_weight for t in v.terms):
-            return unknown(
-                walk, i, node, values
-            )  # a learned input, or an adapter of a kernel that is no parameter
+            # A learned input, or an adapter of a kernel that is no parameter.
+            return unknown(walk, i, node, values)
     weights = [v for v in values if v.is_weight]
-    walk.record_terms(
-        i, {**dict.fromkeys(_SUMS, "added"), **dict.fromkeys(_SCALES, "multiplied")}.get(name, name), weights
-    )
+    kind = "added" if name in _SUMS else "multiplied" if name in _SCALES else name
+    walk.record_terms(i, kind, weights)
     if name in _SCALES:
         walk.record_factors(i, *values)
     elif name in _SUMS:
-        walk.record_meeting_parts(i, values)
+        walk.record_meeting_parts(values)
     if name in (*_EXPONENTIALS, "pow"):
         whole = whole._replace(weights=whole.scores)
     images = summed(v._replace(images=_images(walk, i, node, v, values)) for v in values)
@@ -190,13 +187,8 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         images = tuple(m._replace(biases=m.biases + biases) for m in images)
     logits = _logits(i, node, values, operands)
     # A masked parameter, or one of several that data choose or mix.
-    mixed = (
-        name in _SUMS
-        and not images
-        and not logits
-        and all(v.terms for v in values if v.depends_on & PARAMETER)
-    )
-    kept = values if mixed or name in _SCALES else ()
+    is_mixed = not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)
+    kept = values if name in _SCALES or (name in _SUMS and is_mixed) else ()
     unknown_at = -1 if name in _SUMS and images else whole.unknown  # no residual stream is one hot
     terms = tuple(t for v in kept for t in v.terms)
     return [whole._replace(terms=terms, images=images, logits=logits, unknown=unknown_at)]
@@ -204,11 +196,9 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
 
 def _parts(values: Sequence[Value]) -> list[Term]:
     """Parameters of which one of several parts is chosen, before or after a product with them."""
-    terms = {(t.leaf, t.layout.region): t for v in values for t in v.terms}
-    images = {(m.product, m.layout.region): m.product.use.term for v in values for m in v.images}
-    return [
-        t for found in (terms, images) for (x, _), t in found.items() if sum(x is y for y, _ in found) > 1
-    ]
+    held: list[tuple[Any, Any, Term]] = [(t.leaf, t.layout.region, t) for v in values for t in v.terms]
+    held += [(m.product, m.layout.region, m.product.use.term) for v in values for m in v.images]
+    return [t for x, region, t in held if any(x == y and region != part for y, part, _ in held)]
 
 
 def is_zero(walk: Walk, value: int) -> bool:
@@ -236,42 +226,32 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
 
 def _cover(v: Value) -> frozenset[int]:
     """The axes along which a value made of parameters differs."""
-    return frozenset(a for t in v.terms for a, atoms in enumerate(t.layout.axes) if t.layout.atoms([a]))
+    return frozenset().union(*(t.layout.varying for t in v.terms))
 
 
 def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -> tuple[Image, ...]:
     """The images in one operand after the operation."""
-    if node.name in _SUMS:  # a mask puts zeros or the like in their place
-        is_mask = node.name in _CHOICES
-        strangers = [u for u in values if not u.is_weight and not u.images and (u.depends_on or not is_mask)]
-        if not strangers:
-            return v.images
-        return tuple(
-            bent(walk, m, "added to something else", i, all(_keeps_apart(m, u) for u in strangers))
-            for m in v.images
-        )
-    if node.name not in _SCALES:
-        axes = [node.params["axis"]] if "axis" in node.params else []  # of running sums
-        mixed = [m for m in v.images if m.layout.atoms(axes)]
-        walk.record_reduced(i, mixed, axes)
-        return tuple(
-            bent(walk, m, f"changed by {node.name}", i, m not in mixed or bool(m.layout.atoms_beside(axes)))
-            for m in v.images
-        )
-    factor = values[1] if v is values[0] else values[0]
-    if not factor.is_activation and not (node.name == "div" and v is values[1]):
-        return v.images
+    name, images = node.name, []
+    axes = [node.params["axis"]] if "axis" in node.params else []  # of running sums
+    factor = next((u for u in values if u is not v), v)
     own = {(m.product, m.layout) for m in factor.images}  # of a function of itself, as SiLU
-    return tuple(
-        bent(
-            walk,
-            m,
-            "normalized" if m.product.bit & factor.before else "multiplied by another activation",
-            i,
-            (m.product, m.layout) in own or (factor.is_activation and _keeps_apart(m, factor)),
-        )
-        for m in v.images
-    )
+    # A mask puts zeros or the like in their place.
+    may_add = [u for u in values if not u.is_weight and not u.images]
+    strangers = [u for u in may_add if u.depends_on or name not in _CHOICES]
+    is_divisor = name == "div" and v is values[1]
+    if strangers == [] if name in _SUMS else name in _SCALES and not (factor.is_activation or is_divisor):
+        return v.images
+    for m in v.images:
+        if name in _SUMS:
+            why, apart = "added to something else", all(_keeps_apart(m, u) for u in strangers)
+        elif name in _SCALES:
+            why = "normalized" if m.product.bit & factor.before else "multiplied by another activation"
+            apart = (m.product, m.layout) in own or (factor.is_activation and _keeps_apart(m, factor))
+        else:
+            why, apart = f"changed by {name}", not m.layout.atoms(axes) or bool(m.layout.atoms_beside(axes))
+            walk.record_reduced([m] if m.layout.atoms(axes) else [], axes)
+        images.append(bent(walk, m, why, i, apart))
+    return tuple(images)
 
 
 def _keeps_apart(m: Image, u: Value) -> bool:
@@ -285,15 +265,15 @@ def _keeps_apart(m: Image, u: Value) -> bool:
 def bent(walk: Walk, image: Image, why: str, i: int, apart: bool = False) -> Image:
     """After an operation that does not commute with scaling; `apart` where each entry is still one column's."""
     if not apart:
-        walk.record_parts(i, [image])
+        walk.record_parts([image])
     return image._replace(after=image.after or (why, i), apart=image.apart and apart)
 
 
 def latest(walk: Walk, i: int, images: tuple[Image, ...]) -> tuple[Image, ...]:
     """Those that are followed on, of the many in a residual stream, which is the sum of all layers."""
     if len(images) > _MOST:  # a product with data has summed over the columns of some
-        gone = {m for m in images if not m.layout.atoms(range(len(m.layout.axes)))}
-        walk.record_parts(i, gone)
+        gone = {m for m in images if not m.layout.atoms(range(len(m.layout.shape)))}
+        walk.record_parts(gone)
         images = tuple(m for m in images if m not in gone)
     if len(images) > _MOST:
         images = tuple(bent(walk, m, "sums of too many projections", i) for m in images)[-_MOST:]
@@ -313,39 +293,30 @@ def _logits(i: int, node: Node, values: Sequence[Value], operands: Sequence[int]
         return (first._replace(stage="weights", unit=math.log(2) if name == "exp2" else 1.0),)
     at = next(k for k, v in enumerate(values) if v is held[0])
     others = [v for k, v in enumerate(values) if k != at]
-    why, raw = "", first.raw
-    if name in _CHOICES:
-        several = any(x.product != first.product for v in held for x in v.logits)
-        learned = any(v.depends_on & PARAMETER and not v.logits for v in others)
-        why = "its logits are one of two kinds" if several or learned else ""
-    elif name in _SUMS and len(held) > 1:
-        if held[1].logits[0].stage == "largest":  # the largest logit is subtracted
-            return (first,)
-        why = "a second term is added to the logits"
-    elif name in _SUMS and others[0].depends_on & PARAMETER:
-        why = "a learned bias is added to the logits"
-        why = "what depends on parameters is subtracted from the logits" if name == "sub" else why
-    elif name == "sub" and at == 1:
-        why = "the logits are subtracted"
-    elif name in _SUMS:  # as they are here, not where they were scaled
-        raw = raw or (operands[at], first.layout)
-    elif name in _SCALES:
+    if name in _SCALES:
         return scaled_logits(i, node, held[0], *others)
-    else:
-        why = "the logits are capped" if name == "tanh" else f"the logits pass {name}"
-    return (_at(first, node, why, i)._replace(raw=raw),)
+    if name in _SUMS and any(x.stage == "largest" for v in others for x in v.logits):
+        return (first,)  # it is subtracted
+    if name in _CHOICES:  # the same logits, masked
+        others = [v for v in others if first.product not in {x.product for x in v.logits}]
+    if name not in _SUMS or any(v.depends_on & PARAMETER for v in others) or (name == "sub" and at == 1):
+        words = {"add": "a learned bias is added to the logits", "tanh": "the logits are capped"}
+        return (_at(first, node, words.get(name, f"the logits pass {name}"), i),)
+    # As they are here, not where they were scaled.
+    raw = first.raw if name in _CHOICES or first.raw >= 0 else operands[at]
+    return (_at(first, node)._replace(raw=raw),)
 
 
-def _at(logits: Logits, node: Node, why: str, i: int) -> Logits:
+def _at(logits: Logits, node: Node, why: str = "", i: int = -1) -> Logits:
     """The same logits as the result of another operation."""
     problem = logits.problem or ((why, i) if why else None)
-    return logits._replace(value=node.outputs[0], seen=logits.layout, problem=problem)
+    return logits._replace(value=node.outputs[0], problem=problem)
 
 
 def scaled_logits(i: int, node: Node, v: Value, factor: Value) -> tuple[Logits, ...]:
     if not v.logits or v.logits[0].stage != "logits":
         return v.logits
-    why = "something is added to the logits before they are scaled" if v.logits[0].raw is not None else ""
+    why = "something is added to the logits before they are scaled" if v.logits[0].raw >= 0 else ""
     if factor.is_activation:
         why = "the logits are multiplied by another activation"
     return (_at(v.logits[0], node, why, i),)
@@ -354,7 +325,7 @@ def scaled_logits(i: int, node: Node, v: Value, factor: Value) -> tuple[Logits, 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
 def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,) = values
-    walk.record_reduced(i, x.images, node.params["axes"])
+    walk.record_reduced(x.images, node.params["axes"])
     is_softmax = node.name == "reduce_max" and x.logits and x.logits[0].stage == "logits"
     largest = (x.logits[0]._replace(stage="largest"),) if is_softmax else ()
     return [_without(dependent([x])._replace(logits=largest), node)]
@@ -372,7 +343,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     if (own or (x.weights, 0) not in walk.products) and not any(m.layout.atoms(axes) for m in own):
         walk.normalized.add(x.weights)
     linear = tuple(image for image in x.images if image.linear)
-    walk.record_reduced(i, [image for image in x.images if not image.linear], axes)
+    walk.record_reduced([image for image in x.images if not image.linear], axes)
     for image in linear:
         image.product.summed.update(image.layout.atoms(axes))
     totals = tuple(x._replace(stage="largest") for x in x.logits if x.stage == "weights")
@@ -381,30 +352,25 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
 
 def _reduced_terms(i: int, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
     """Parameters that are summed: a mixture of several, or a product of two; nothing of a norm or a penalty."""
-    terms = [t for t in x.terms if t.layout.atoms(axes) and _along(t, axes)]
-    factors = len({_along(t, axes) for t in terms}) > 1
+    terms = [t for t in x.terms if t.layout.atoms(axes) and t.layout.varying.difference(axes)]
+    factors = len({t.layout.varying.difference(axes) for t in terms}) > 1
     found = []
     for k, t in enumerate(terms):
         summed = t.layout.atoms(axes)
         if factors:
             t = t._replace(inner=(summed, *t.inner) if k else (*t.inner, summed), made=i)
         else:
-            t = t._replace(layout=t.layout._replace(loops=(*t.layout.loops, *summed)))
+            t = t._replace(layout=t.layout.visit(axes))
         found.append(t)
     return tuple(found)
 
 
-def _along(t: Term, axes: Sequence[int]) -> frozenset[int]:
-    """The other axes along which it differs."""
-    return frozenset(k for k in range(len(t.layout.axes)) if k not in axes and t.layout.atoms([k]))
-
-
 def _without(x: Value, node: Node) -> Value:
     """Without the axes that are reduced."""
+    axes = node.params["axes"]
 
     def kept(layout: Layout) -> Layout:
-        layout = layout.add_up(node.params["axes"])
-        left = [atoms for axis, atoms in enumerate(layout.axes) if axis not in node.params["axes"]]
-        return layout._replace(axes=tuple(left))
+        left = [k for k in range(len(layout.shape)) if k not in axes]
+        return layout.add_up(axes).pick(tuple(left), tuple(layout.shape[k] for k in left))
 
     return x.map(kept)

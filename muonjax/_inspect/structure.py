@@ -4,77 +4,125 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import PLACED, Layout
+from muonjax._inspect.layout import MOST, UNKNOWN, Layout, Unmoved
 from muonjax._inspect.rules import bent, is_zero, latest, rule, unknown
-from muonjax._inspect.values import DATA, Value, concatenated, dependent, moved
+from muonjax._inspect.values import DATA, Move, Value, dependent, moved, summed
 from muonjax._inspect.walk import Walk
 
-
-@rule(
-    """
+SAME = """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
     mesh_cast pvary pcast to_varying psum psum2 pmax psum_invariant ppermute device_put name real imag conj
     stop_gradient
-    """
-)
+"""
+RESIZED = "shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all"
+
+
+@rule(SAME)
 def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     return values
 
 
-@rule("broadcast_in_dim")
-def _broadcast(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    sources: list[int | None] = [None] * len(new)
-    for axis, to in enumerate(node.params["broadcast_dimensions"]):
-        sources[to] = axis if old[axis] == new[to] else None
-    return [values[0].repeated(old, sources, new)]
+def after(node: Node, x: np.ndarray, old: Sequence[int], new: Sequence[int], at: Any = None) -> np.ndarray:
+    """Facts about the entries of an array, after an operation that moves the entries.
+
+    Like the array they have its axes as the last ones, each with one entry where nothing depends on it. `at` is a known
+    index of a `gather`.
+    """
+    p, first = node.params, x.ndim - len(old)
+
+    def cut(axis: int, *part: int) -> np.ndarray:
+        k = first + axis
+        return x[(slice(None),) * k + (slice(*part),)] if x.shape[k] > 1 else x
+
+    def placed(where: Sequence[int], kept: Sequence[int]) -> np.ndarray:
+        """Axis `kept[i]` becomes axis `where[i]`, and nothing depends on the others."""
+        sizes = dict(zip(where, (x.shape[first + axis] for axis in kept), strict=True))
+        return x.reshape([*x.shape[:first], *(sizes.get(axis, 1) for axis in range(len(new)))])
+
+    match node.name:
+        case "transpose":
+            return x.transpose(*range(first), *(first + axis for axis in p["permutation"]))
+        case "reshape" if p["dimensions"] is None:
+            return reshaped(x, old, new)
+        case "broadcast_in_dim":
+            return placed(p["broadcast_dimensions"], range(len(old)))
+        case "rev":
+            return np.flip(x, tuple(first + axis for axis in p["dimensions"]))
+        case "scan_stack":
+            return np.expand_dims(x, first)
+        case "slice":
+            strides = p["strides"] or [1] * len(old)
+            for axis, part in enumerate(zip(p["start_indices"], p["limit_indices"], strides, strict=True)):
+                x = cut(axis, *part)
+            return x
+        case "gather":
+            numbers, sizes = p["dimension_numbers"], p["slice_sizes"]
+            index = [] if at is None or np.size(at) > 1 else np.reshape(at, -1).tolist()
+            for axis, start in zip(numbers.start_index_map, index, strict=False):
+                start = min(max(start, 0), old[axis] - sizes[axis])
+                x = cut(axis, start, start + sizes[axis])
+            gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+            if all(x.shape[first + k] <= sizes[k] for k in range(len(old))):
+                return placed(numbers.offset_dims, [k for k in range(len(old)) if k not in gone])
+    raise Unmoved
 
 
-@rule("transpose reshape rev slice scan_stack")
+def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarray:
+    """After a reshape: all axes are there that become others with one on which something depends."""
+    lead, sizes = x.shape[: x.ndim - len(old)], x.shape[x.ndim - len(old) :]
+    full, result, i, j = [], [], 0, 0
+    while i < len(old) or j < len(new):
+        a, b, i, j = i, j, i + 1, j + 1
+        while (m := math.prod(old[a:i])) != (n := math.prod(new[b:j])):
+            i, j = (i + 1, j) if m < n else (i, j + 1)
+        varies = any(size > 1 for size in sizes[a:i])
+        full += old[a:i] if varies else [1] * len(old[a:i])
+        result += new[b:j] if varies else [1] * len(new[b:j])
+    if math.prod((*lead, *full)) > MOST:
+        raise Unmoved
+    return np.broadcast_to(x, (*lead, *full)).reshape((*lead, *result))
+
+
+@rule("transpose reshape rev slice scan_stack broadcast_in_dim")
 def _moved(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    p, old, new = node.params, walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    reordered = any(x.layout.is_reordered for x in (*values[0].terms, *values[0].images))
-    if (node.name == "reshape" and p["dimensions"]) or (node.name == "slice" and reordered):
-        return unknown(walk, i, node, values)  # in another order, of which a part is not followed
+    (x,), old, new = values, walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    if node.name == "reshape" and node.params["dimensions"]:
+        return unknown(walk, i, node, values)  # in another order
+    if node.name == "broadcast_in_dim":
+        x = x.repeating(old)
+    return _mapped(walk, i, node, x, lambda layout: layout.moved(new, lambda at: after(node, at, old, new)))
 
-    def move(y: Layout) -> Layout | None:
-        match node.name:
-            case "transpose":
-                return y.pick(p["permutation"], new)
-            case "reshape":
-                return y.reshape(new)
-            case "rev":
-                return functools.reduce(lambda y, axis: y.reorder(axis, old[axis]), p["dimensions"], y)
-            case "slice":
-                strides = p["strides"] or [1] * len(old)
-                every = zip(p["start_indices"], p["limit_indices"], strides, strict=True)
-                return functools.reduce(lambda y, part: y and y.cut(part[0], *part[1]), enumerate(every), y)
-        return y.pick([None, *range(len(old))], new)  # what a scan collects
 
-    return [values[0].map(move)]
+def _mapped(walk: Walk, i: int, node: Node, x: Value, move: Move) -> Sequence[Value]:
+    """The value with other layouts, unless it is not followed where entries of parameters go."""
+    result = x.map(move)
+    lost = [any(UNKNOWN in y.layout.loops for y in (*v.terms, *v.images)) for v in (x, result)]
+    return unknown(walk, i, node, [x]) if lost == [False, True] else [result]
 
 
 @rule("concatenate")
 def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     axis = node.params["dimension"]
-    sizes = [walk.shape(x)[axis] for x in node.inputs]
+    values = [v for v, x in zip(values, node.inputs, strict=True) if walk.shape(x)[axis]]
+    inputs = [x for x in node.inputs if walk.shape(x)[axis]]
+    sizes = [walk.shape(x)[axis] for x in inputs]
     joined = dependent(values)
     if not joined.is_weight:
         values = [walk.as_input(v) if v.is_weight else v for v in values]
         walk.record_terms(i, "joined with data", values)
-    images = latest(walk, i, concatenated(values, axis, sizes))
-    if not all(v.images or is_zero(walk, x) for v, x in zip(values, node.inputs, strict=True)):
+    starts = zip(values, itertools.accumulate(sizes, initial=0), strict=False)
+    place = functools.partial(Layout.place, axis=axis, size=sum(sizes))
+    placed = [v.map(functools.partial(place, start=start)) for v, start in starts]
+    images = latest(walk, i, summed(placed))
+    if not all(v.images or is_zero(walk, x) for v, x in zip(values, inputs, strict=True)):
         images = tuple(bent(walk, m, "put together with something else", i) for m in images)
-    placed = [
-        v.map(functools.partial(Layout.place, axis=axis, start=stop - size, size=sum(sizes)))
-        for v, size, stop in zip(values, sizes, itertools.accumulate(sizes), strict=True)
-    ]
     logits = tuple(x for v in placed for x in v.logits)
     if len(logits) > 1 and logits[0].stage == "logits":
         logits = (logits[0]._replace(problem=logits[0].problem or ("its logits are joined with others", i)),)
@@ -91,10 +139,8 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     kept = [axis for axis in range(len(old)) if axis not in gone]
     start = walk.known(node.inputs[1])
     if start is not None and walk.shape(node.inputs[1]) == (1,):  # `jnp.take(x, 2, axis)`
-        (axis,) = numbers.start_index_map
-        sources = [kept[numbers.offset_dims.index(at)] for at in range(len(new))]
-        part = x.map(lambda layout: layout.cut(axis, *inside(start, old[axis], sizes[axis])))
-        return [part.map(lambda layout: layout.pick(sources, new))]
+        move = lambda layout: layout.moved(new, lambda at: after(node, at, old, new, start))  # noqa: E731
+        return _mapped(walk, i, node, x, move)
     sources: list[int | None] = [None] * len(new)
     for at, axis in zip(numbers.offset_dims, kept, strict=True):
         sources[at] = axis if sizes[axis] == old[axis] else None
@@ -106,49 +152,32 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     if not x.terms:
         walk.record_read(x, picked, indices)
         if here:
-            walk.record_parts(i, x.images)
+            walk.record_parts(x.images)
             return [dependent(values)]
     return [looked_up(walk, i, values, picked, sources, new)]
 
 
-def inside(start: Any, size: int, part: int) -> tuple[int, int]:
-    """Where `part` entries are read that begin at `start`, if there are so many."""
-    first = min(max(int(np.squeeze(start)), 0), size - part)
-    return first, first + part
-
-
 def looked_up(
     walk: Walk, i: int, values: Sequence[Value], picked: Sequence[int], sources: Sequence[int | None],
-    shape: Sequence[int],
+    shape: tuple[int, ...],
 ) -> Value:  # fmt: skip
     """Entries of `picked` axes at indices that are known only when it runs."""
     x, *indices = values
     by_data = any(v.depends_on & DATA for v in indices)
-    x = _one_of_several(x, picked)
     terms = []
     for k, t in enumerate(x.terms):
         if by_data and t.inner and not t.layout.atoms(picked):  # a table times a matrix: rows of the product
-            every = t.layout.atoms(range(len(t.layout.axes)))
+            every = t.layout.atoms(range(len(t.layout.shape)))
             walk.record(i, "product", t, k=k, rows=t.inner[0], columns=every)
             continue
         rows = t.layout.atoms(picked)
-        layout = t.layout._replace(loops=(*t.layout.loops, *rows)).pick(sources, shape)
+        layout = t.layout.visit(picked).pick(tuple(sources), shape)
         if by_data and rows:
             walk.record(i, "looked up", t, rows=rows)
             t = t._replace(looked=(*t.looked, i))
         terms.append(t._replace(layout=layout))
-    images = moved(x.images, lambda layout: layout.pick(sources, shape)) if not x.terms else ()
+    images = moved(x.images, lambda layout: layout.pick(tuple(sources), shape)) if not x.terms else ()
     return dependent(values)._replace(terms=tuple(terms), images=images)
-
-
-def _one_of_several(x: Value, axes: Sequence[int]) -> Value:
-    """Parameters that were put together along `axes`, which a loop enumerates now: it visits each of them only once."""
-
-    def seen(layout: Layout) -> Layout:
-        places = [layout.axes[k][0] for k in axes if layout.axes[k] and layout.axes[k][0].axis == PLACED]
-        return layout._replace(loops=(*layout.loops, *places))
-
-    return x._replace(terms=moved(x.terms, seen))
 
 
 @rule("dynamic_slice")
@@ -164,13 +193,11 @@ def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> S
 
 @rule("scan_slice")
 def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    return [_one_of_several(values[0], [0]).map(lambda layout: layout.loop(0))]
+    rest, shape = (*range(1, len(walk.shape(node.inputs[0]))),), walk.shape(node.outputs[0])
+    return [values[0].map(lambda layout: layout.visit([0]).pick(rest, shape))]
 
 
-@rule("shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all")
+@rule(RESIZED)
 def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    shapes = ((walk.shape(at), walk.shape(out)) for at, out in zip(node.inputs, node.outputs, strict=True))
-    return [
-        x.map(lambda layout, new=new: layout.resize(new)) if len(old) == len(new) else dependent([x])
-        for x, (old, new) in zip(values, shapes, strict=True)
-    ]
+    (x,), old, new = values, walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    return [x.map(lambda layout: layout.resize(new)) if len(old) == len(new) else dependent([x])]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from muonjax._common.trees import flatten_paths, is_model, value_and_grad_of_model
-from muonjax._inspect.program import find_maxima
+from muonjax._inspect.program import check_arrays, find_maxima
 
 
 def value_and_grad(
@@ -126,12 +126,8 @@ def _check_differentiable(call: str, params: Any) -> None:
     """Raise for a leaf that has no derivative, by its path; JAX names its type alone."""
     if is_model(params):
         raise TypeError(f"{call}: an NNX model must be the first argument of fun.")
+    check_arrays(call, params)
     for path, leaf in flatten_paths(params).items():
-        if callable(leaf):
-            raise TypeError(
-                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}. Give arrays alone; in Equinox the first of "
-                "eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss puts both together."
-            )
         if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
                 f"{call}: {path!r} is {leaf.dtype}, which has no derivative; give it to the loss in another argument, "

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from muonjax._inspect.layout import OTHER, Atom, Layout, Region, merged, whole
+from muonjax._inspect.layout import UNKNOWN, Layout, Region, Run, merged, whole
 
 # What a value depends on. A number that is written in the program depends on nothing.
 DATA, NOISE, PARAMETER = 1, 2, 4
@@ -25,7 +25,7 @@ class Term(NamedTuple):
 
     leaf: int
     layout: Layout
-    inner: tuple[tuple[Atom, ...], ...] = ()  # axes of the leaf over which products with other parameters sum
+    inner: tuple[tuple[Run, ...], ...] = ()  # axes of the leaf over which products with other parameters sum
     made: int = -1  # the last of these products
     noisy: bool = False  # multiplied by random numbers
     looked: tuple[int, ...] = ()  # the operations that looked up a part of it by data
@@ -37,9 +37,9 @@ class Use(NamedTuple):
     kind: str  # "product", "looked up", or what else is done with it
     node: int
     term: Term
-    rows: tuple[Atom, ...] = ()
-    columns: tuple[Atom, ...] = ()
-    batch: tuple[Atom, ...] = ()
+    rows: tuple[Run, ...] = ()
+    columns: tuple[Run, ...] = ()
+    batch: tuple[Run, ...] = ()
     operand: int = -1  # the activation that it is multiplied with
     groups: int = 1  # of a convolution
     is_depthwise: bool = False  # each group of one feature
@@ -53,14 +53,14 @@ class Product:
 
     bit: int
     use: Any = None  # its `Use`
-    summed: set[Atom] = dataclasses.field(default_factory=set)  # afterwards
-    batches: set[Atom] = dataclasses.field(default_factory=set)  # of a product with another parameter
+    summed: set[Run] = dataclasses.field(default_factory=set)  # afterwards
+    batches: set[Run] = dataclasses.field(default_factory=set)  # of a product with another parameter
     # Batches of a product of two activations, each with the part in which it counts heads.
-    heads: set[tuple[Atom, Region]] = dataclasses.field(default_factory=set)
-    # The parts that are used apart, with the operations that use them.
-    parts: set[tuple[Region, int]] = dataclasses.field(default_factory=set)
-    # Runs of columns that are mixed while others stay apart, as by a norm of each head; with the part that holds them.
-    mixed: set[tuple[Region, tuple[Atom, ...]]] = dataclasses.field(default_factory=set)
+    heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
+    # The parts that are used apart.
+    parts: set[Region] = dataclasses.field(default_factory=set)
+    # Columns that are mixed while others stay apart, as by a norm of each head: what is taken.
+    mixed: set[Layout] = dataclasses.field(default_factory=set)
     met: int = 0  # as bits, the products on which depends what it is multiplied by
 
 
@@ -86,9 +86,8 @@ class Logits(NamedTuple):
     layout: Layout  # the axes as axes of the product's result
     stage: str = "logits"  # "largest": their maximum; "weights": after the exponential
     value: int = -1  # the logits that enter softmax, masked and scaled
-    seen: Layout = Layout(())  # their layout
     problem: tuple[str, int] | None = None  # why scaling query and key does not scale them: reason, operation
-    raw: tuple[int, Layout] | None = None  # the logits before data or constants were added, if any were
+    raw: int = -1  # the logits before data or constants were added, if any were
     unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
 
 
@@ -140,20 +139,18 @@ class Value(NamedTuple):
 
     def repeated(self, old: Sequence[int], sources: Sequence[int | None], shape: Sequence[int]) -> Value:
         """Axis i is the axis `sources[i]`, or a new one along which entries repeat."""
+        return self.repeating(old).map(lambda layout: layout.pick(tuple(sources), shape))
+
+    def repeating(self, shape: Sequence[int]) -> Value:
+        """Before axes are added along which entries repeat."""
         known = any(m.what == "repeats" for m in self.marks) or not self.depends_on
-        marked = self if known else self._replace(marks=(*self.marks, Mark("repeats", whole(old))))
-        return marked.map(lambda layout: layout.pick(sources, shape))
+        return self if known else self._replace(marks=(*self.marks, Mark("repeats", whole(tuple(shape)))))
 
     def axes(self, what: str) -> tuple[int, ...]:
         """The axes along which it is one hot, or counts, or repeats itself."""
         repeats = what == "repeats"
-        return tuple(
-            k
-            for mark in self.marks
-            if mark.what == what
-            for k, atoms in enumerate(mark.layout.axes)
-            if atoms and all((a.axis == OTHER) == repeats for a in atoms)
-        )
+        found = [mark.layout for mark in self.marks if mark.what == what]
+        return tuple(k for x in found for k, n in enumerate(x.shape) if n > 1 and (k in x.varying) != repeats)
 
 
 class Side:
@@ -169,7 +166,7 @@ class Side:
 
     def along(self, layout: Layout) -> Layout:
         """The axes of the product in place of those of this operand."""
-        return layout.pick(self.sources, self.shape)
+        return layout.pick(tuple(self.sources), self.shape)
 
     @property
     def moved(self) -> Value:
@@ -187,32 +184,33 @@ class Side:
 
         Each of two factors of a matrix repeats along the axis of the other.
         """
-        along = zip(*(t.layout.axes for t in self.value.terms), strict=True)
-        runs = ({a.axis for atoms in found for a in atoms} for found in along)
-        return self.value.is_weight and {OTHER} not in runs
+        terms = self.value.terms
+        sizes = enumerate(terms[0].layout.shape if terms else ())
+        along = (n == 1 or any(k in t.layout.varying for t in terms) for k, n in sizes)
+        return self.value.is_weight and all(along)
 
     @property
     def is_matrix(self) -> bool:
         """Whether a parameter in it has summed and given axes, so that this is a product by a matrix."""
         return any(self.rows(t) and self.columns(t) for t in self.value.terms)
 
-    def rows(self, t: Term) -> tuple[Atom, ...]:
+    def rows(self, t: Term) -> tuple[Run, ...]:
         """The axes of a parameter in it over which the product sums."""
         return t.layout.atoms(self.summed) or (t.inner[0] if t.inner else ())
 
-    def columns(self, t: Term) -> tuple[Atom, ...]:
+    def columns(self, t: Term) -> tuple[Run, ...]:
         """Those that it gives; of one of several parameters multiplied by each other, the axis next to its neighbor."""
         between = t.inner[1:] if not t.layout.atoms(self.summed) else t.inner
         return t.layout.atoms(self.given) or (between[-1] if between else ())
 
 
 def moved(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
-    """Each with another layout; those of which nothing is left are left out."""
+    """Each with another layout; those of which nothing is left, or known, are left out."""
     found = ((x, move(x.layout)) for x in items)
+    found = [(x, y) for x, y in found if y is not None and not (isinstance(x, Mark) and UNKNOWN in y.loops)]
     return tuple(
         x._replace(layout=y, biases=moved(x.biases, move)) if isinstance(x, Image) else x._replace(layout=y)
         for x, y in found
-        if y is not None
     )
 
 
@@ -233,35 +231,20 @@ def alike(images: Sequence[Image]) -> bool:
 
 
 def summed(values: Iterable[Value]) -> tuple[Image, ...]:
-    """The images in a sum: parts of one product count once."""
-    return _grouped(values, lambda layouts, _: layouts[0] if len(set(layouts)) == 1 else merged(layouts))
+    """The images in a sum or a concatenation: parts of one product count once."""
 
-
-def concatenated(values: Sequence[Value], axis: int, sizes: Sequence[int]) -> tuple[Image, ...]:
-    """The images in a concatenation along `axis`; slices of one product that are put together again are whole."""
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-
-    def join(layouts: list[Layout], where: list[int]) -> Layout:
-        if len(where) == 1 < len(sizes):
-            return layouts[0].place(axis, starts[where[0]], sum(sizes))
-        return merged(layouts, axis, sizes, rejoin=len(where) == len(sizes))
-
-    return _grouped(values, join)
-
-
-def _grouped(values: Iterable[Value], join: Callable[[list[Layout], list[int]], Layout]) -> tuple[Image, ...]:
-    def grouped(found: Iterable[tuple[int, Any, Any]]) -> list[Any]:
-        """Those with the same key as one; each comes with the number of its value and its key."""
-        groups: dict[Any, list[tuple[int, Any]]] = {}
-        for i, key, x in found:
-            groups.setdefault(key, []).append((i, x))
-        return [(pairs, pairs[0][1]._replace(layout=join([x.layout for _, x in pairs], [i for i, _ in pairs])))
-                for pairs in groups.values()]  # fmt: skip
+    def grouped(found: Iterable[tuple[Any, Any]]) -> list[Any]:
+        """Those with the same key as one."""
+        groups: dict[Any, list[Any]] = {}
+        for key, x in found:
+            groups.setdefault(key, []).append(x)
+        layouts = [merged([x.layout for x in group]) for group in groups.values()]
+        return [(x, x[0]._replace(layout=y)) for x, y in zip(groups.values(), layouts, strict=True)]
 
     images = []
-    for pairs, image in grouped((i, m.product, m) for i, v in enumerate(values) for m in v.images):
-        biases = grouped((i, t.leaf, t) for i, m in pairs for t in m.biases)
-        after = next((m.after for _, m in pairs if m.after), None)
-        apart = alike([m for _, m in pairs]) and all(m.apart for _, m in pairs)
-        images.append(image._replace(biases=tuple(t for _, t in biases), after=after, apart=apart))
+    for group, image in grouped((m.product, m) for v in values for m in v.images):
+        biases = tuple(t for _, t in grouped((t.leaf, t) for m in group for t in m.biases))
+        after = next((m.after for m in group if m.after), None)
+        apart = alike(group) and all(m.apart for m in group)
+        images.append(image._replace(biases=biases, after=after, apart=apart))
     return tuple(images)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from muonjax._inspect.graph import Graph
-from muonjax._inspect.layout import Atom, whole
+from muonjax._inspect.layout import Run, whole
 from muonjax._inspect.values import (
     DATA,
     NOISE,
@@ -24,24 +25,17 @@ from muonjax._inspect.values import (
 )
 
 
-class Attention(NamedTuple):
-    """softmax(Q K^T) V."""
-
-    logits: Logits
-    keys: tuple[Atom, ...]  # the axes of the product along which softmax normalizes
-    values: Side
-
-
 class Walk:
     """What one pass over the operations finds out."""
 
     def __init__(self, graph: Graph):
-        self.graph, self.nodes = graph, graph.nodes
+        self.graph, self.nodes, self.shape = graph, graph.nodes, graph.shape
+        self.known = graph.known.get  # the number that the program contains, if it does
         self.shapes = [graph.shape(x) for x in graph.parameters]
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses: dict[tuple[int, int, int], Use] = {}
-        # By product and by the logits that enter softmax.
-        self.attentions: dict[tuple[int, int], Attention] = {}
+        # By product and by the logits that enter softmax: these, and the axes of the product that it normalizes.
+        self.attentions: dict[tuple[int, int], tuple[Logits, set[int]]] = {}
         self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
         # Products of two activations of which an exponential multiplies a third, where that is.
         self.softmaxes: dict[int, int] = {}
@@ -67,13 +61,6 @@ class Walk:
             is_key = "key" in str(getattr(graph.avals[x], "dtype", ""))
             marks = (Mark("input", whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(NOISE if is_key else DATA, marks=marks)
-
-    def shape(self, value: int) -> tuple[int, ...]:
-        return self.graph.shape(value)
-
-    def known(self, value: int) -> Any:
-        """The number that the program contains, if it does."""
-        return self.graph.known.get(value)
 
     def product(self, i: int, k: int) -> Product:
         return self.products.setdefault((i, k), Product(1 << len(self.products)))
@@ -134,30 +121,28 @@ class Walk:
         if both and all(m.after is None or m.after[0] == "normalized" for m in both):
             self.entrywise[self.nodes[i].outputs[0]] = both
 
-    def record_parts(self, i: int, images: Iterable[Image]) -> None:
+    def record_parts(self, images: Iterable[Image]) -> None:
         """An operation that mixes columns takes these images: the region of each is used, by itself.
 
         What comes later says nothing about parts, so this is called before an image is `bent`.
         """
         for m in images:
             if m.apart:
-                m.product.parts.add((m.layout.region, i))
+                m.product.parts.add(m.layout.region)
 
-    def record_reduced(self, i: int, images: Iterable[Image], axes: Sequence[int]) -> None:
+    def record_reduced(self, images: Iterable[Image], axes: Sequence[int]) -> None:
         """Columns along these axes are mixed: by itself that says nothing about those along others."""
         for m in images:
-            within = *m.layout.atoms(axes), *(a for a in m.layout.taken if a.is_whole)
-            if m.apart and within and m.layout.atoms_beside(axes):
-                m.product.mixed.add((m.layout.region, within))
+            if m.apart and (m.layout.atoms(axes) or m.layout.taken) and m.layout.atoms_beside(axes):
+                m.product.mixed.add(m.layout.add_up(axes))
             else:
-                self.record_parts(i, [m])
+                self.record_parts([m])
 
-    def record_meeting_parts(self, i: int, values: Iterable[Value]) -> None:
+    def record_meeting_parts(self, values: Iterable[Value]) -> None:
         """Parts of one product come together after different functions of each."""
         found = [m for v in values for m in v.images]
-        self.record_parts(
-            i, [m for m in found if any(m.product is n.product and not alike([m, n]) for n in found)]
-        )
+        pairs = itertools.permutations(found, 2)
+        self.record_parts(m for m, n in pairs if m.product is n.product and not alike([m, n]))
 
     def record_sum(self, images: Sequence[Image]) -> None:
         """Products with slices of one parameter, added up: a sum over heads, written as a loop."""
@@ -172,25 +157,22 @@ class Walk:
                 moved = {a.axis for a in set(m.layout.loops) ^ set(found[0].layout.loops)}
                 self.summed_slices[leaf].update(moved)
 
-    def record_gate(self, m: Image, repeated: Iterable[int]) -> None:
+    def record_gate(self, m: Image, repeated: Sequence[int]) -> None:
         """A factor that differs along one axis of a product's columns and not along another: a gate of experts."""
-        axes = set(range(len(m.layout.axes)))
-        same = set(m.layout.atoms(axes & set(repeated)))
-        different = set(m.layout.atoms(axes - set(repeated)))
-        if same and different:
-            m.product.batches.update(different)
+        if m.layout.atoms(repeated):
+            m.product.batches.update(m.layout.atoms_beside(repeated))
 
     def record_heads(self, images: Iterable[Image], axes: Sequence[int]) -> None:
         for m in images:
             m.product.heads.update((a, m.layout.region) for a in m.layout.atoms(axes))
 
-    def record_attention(self, i: int, logits: Logits, keys: tuple[Atom, ...], values: Any) -> None:
+    def record_attention(self, i: int, logits: Logits, keys: tuple[Run, ...], values: Any) -> None:
         for side in self.pairs[logits.product]:
             if side.value.is_weight:  # learned queries, or keys: what looked like a factored matrix
                 for use in [use for use in self.uses if use[0] == logits.product]:
                     del self.uses[use]
                 side.value = self.as_input(side.value, side.summed)
-        self.attentions[logits.product, logits.value] = Attention(logits, keys, values)
+        self.attentions[logits.product, logits.value] = logits, {a.axis for a in keys}
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:
             self.record_heads(side.value.images, side.given)
@@ -206,14 +188,14 @@ class Walk:
 
         The others are matrices; the features are the columns of the last one.
         """
-        if not value.terms or not all(t.inner and t.layout.axes for t in value.terms):
+        if not value.terms or not all(t.inner and t.layout.shape for t in value.terms):
             return value
-        features = [range(len(value.terms[0].layout.axes))[axis] for axis in features]
+        features = [range(len(value.terms[0].layout.shape))[axis] for axis in features]
         last = [t for t in value.terms if t.layout.atoms(features)] or value.terms[-1:]
         images, before = [], value.before
         for k, t in enumerate(value.terms):
             if t in last:
-                columns = t.layout.atoms(range(len(t.layout.axes)))
+                columns = t.layout.atoms(range(len(t.layout.shape)))
                 images.append(Image(self.product(t.made, k), t.layout.settled))
                 before |= images[-1].product.bit
             elif len(t.inner) == 1:

@@ -28,6 +28,7 @@ MATRICES: Any = dict.fromkeys("qkvo", ((D, D), "0 | 1"))
 OUT: Any = {"out": ((D, 1), "head")}
 CAUSAL = np.tri(T, dtype=bool)
 ELSE = "a clip would not scale its logits alone"
+IN_TURNS = "the heads of its logits are not those of its projections"
 SEVERAL = "its queries and keys are cut into heads or layers in several ways"
 GATHER = "by names: gather is not followed: attention_programs.py:"
 ADDED = "its queries are added to something else: attention_programs.py:"
@@ -98,7 +99,7 @@ R = constant((S, S), 9)
 SPARSE = np.random.default_rng(5).random((B, H, T, T)) < 0.2
 spelled("negative", spell=lambda a, p: -a)
 spelled("zero_minus", spell=lambda a, p: 0 - a)
-spelled("subtracted", "the logits are subtracted", spell=lambda a, p: 1.0 - a)
+spelled("subtracted", "the logits pass sub", spell=lambda a, p: 1.0 - a)
 spelled("a_rotation_by_a_matrix", change=lambda q, k, p, x: (q @ R, k @ R))
 spelled("a_rotation_of_half_of_the_features", change=lambda q, k, p, x: (
     jnp.concatenate([q[..., :2] @ R[:2, :2], q[..., 2:]], -1), k))  # fmt: skip
@@ -134,7 +135,7 @@ def turned(z):
     return 0.6 * z + 0.8 * halves.reshape(z.shape)
 
 
-spelled("added_to_itself_in_another_order", "its queries are in another order",
+spelled("added_to_itself_in_another_order", IN_TURNS,
         lambda q, k, p, x: (turned(q), turned(k)))  # fmt: skip
 spelled("a_function_of_the_bias", SEVERAL,
         lambda q, k, p, x: (q + jnp.exp(p["e"]) * jnp.ones((H, S)), k), e=())  # fmt: skip
@@ -142,16 +143,15 @@ spelled("a_bias_that_heads_share", SEVERAL,
         lambda q, k, p, x: (q, k + p["bias"]), bias=(S,))  # fmt: skip
 spelled("learned_positions_of_the_queries", SEVERAL,
         lambda q, k, p, x: (q + p["positions"], k), positions=(T, H, S))  # fmt: skip
-spelled("a_reversed_bias", "its queries are in another order than the parameter's",
+spelled("a_reversed_bias", ELSE,
         lambda q, k, p, x: (q + p["bias"][::-1], k), bias=(H, S))  # fmt: skip
 spelled("keys_in_part_of_data", "its keys are added to something else: attention_programs.py:",
         lambda q, k, p, x: (q, jnp.where((jnp.arange(T) < 2)[:, None, None], constant((T, H, S)), k)))  # fmt: skip
 spelled("keys_padded_with_ones", "its keys are put together with something else", lambda q, k, p, x: (
     q, lax.pad(k[:, 1:], 1.0, [(0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)])))  # fmt: skip
-spelled("logits_in_part_learned", "its logits are one of two kinds: attention_programs.py:",
+spelled("logits_in_part_learned", "the logits pass select_n: attention_programs.py:",
         spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
-spelled("one_matrix_for_each_head",
-        "its queries and keys are cut into heads or layers in several ways",
+spelled("one_matrix_for_each_head", 1,
         lambda q, k, p, x: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k), w=(H, S, S))  # fmt: skip
 for number in (-1e4, -1e9):
     softmax = functools.partial(
@@ -512,7 +512,6 @@ def two_attentions_of_disjoint_features_of_every_head(p, x):
 # Queries that share a key head: side by side, or in turns.
 
 SHARED: Any = {"q": (D, D), "k": (D, D // 2), "v": (D, D // 2), "o": (D, D)}
-IN_TURNS = "the heads of its logits are not"
 
 
 def sharing(p, x, repeat):
@@ -612,7 +611,7 @@ def sinks_in_the_sum(p, x):
     return grouped(p, x, soften=soften)
 
 
-@attention(sites="the heads of its logits are not those of its projections", **SINKS)
+@attention(sites=IN_TURNS, **SINKS)
 def a_mask_after_a_sink(p, x):
     """The largest logit would be the sink's, or one that is masked."""
     keep = np.tri(T, T + 1, 1, bool)
@@ -771,7 +770,7 @@ def two_softmaxes_of_one_product(p, x):
     return loss_of(p, y), jnp.where(jnp.where(first, local, CAUSAL), logits, -jnp.inf)
 
 
-@program(X, sites=f"{ELSE}: attention_programs.py:", **QKVO)
+@program(X, sites="its queries, keys and values can't all be followed", **QKVO)
 def queries_carried_by_a_loop(p, x):
     """The queries of one position are read by the next."""
 
@@ -880,7 +879,7 @@ def a_bias_inside_of_another_function(p, x):
     return end(p, jnp.where(CAUSAL, biased(q, k), -1e9), v)
 
 
-@program(X, sites="what depends on parameters is subtracted from the logits: attention_programs.py:", **QKVO)
+@program(X, sites="the logits pass sub: attention_programs.py:", **QKVO)
 def one_softmax_over_blocks_of_keys(p, x):
     """GenCast: the largest logit is that of all blocks."""
     q, k, v = projected(p, x)
@@ -979,11 +978,11 @@ def one_key_head_of_two_experts(p, x):
     return jnp.mean(jnp.einsum("bhqk,bkd->bqhd", shares, v) ** 2)
 
 
-@program(X, sites=SEVERAL, a=(H, D, 2), b=(H, 2, S), **QKVO)
+@attention(sites=1, a=(H, D, 2), b=(H, 2, S), **QKVO)
 def an_adapter_for_each_head(p, x):
     q, k, v = projected(p, x)
     q = q + jnp.einsum("bthr,hrs->bths", jnp.einsum("btd,hdr->bthr", x, p["a"]), p["b"])
-    return end(p, logits_of(q, k), v)[0]
+    return end(p, logits_of(q, k), v)
 
 
 # Without a softmax of keys it is none.
@@ -1064,9 +1063,9 @@ def scanned(p, x, reverse=False):
     return jnp.mean(x**2), jnp.moveaxis(logits, 0, 1).reshape(B, -1, T, T)
 
 
-@program(X, sites=ANOTHER, **STACK)
+@attention(sites=1, **STACK)
 def layers_in_their_order(p, x):
-    return scanned({n: w[::-1][::-1] for n, w in p.items()}, x)[0]
+    return scanned({n: w[::-1][::-1] for n, w in p.items()}, x)
 
 
 @attention(sites=1, **STACK)
@@ -1085,18 +1084,18 @@ def as_many_layers_of_two_attentions_as_heads(p, x):
 
 
 CHANGES = {
-    "reversed": lambda w: w[::-1],
-    "one_after_the_other": lambda w: jnp.concatenate([w, w]),
-    "repeated": lambda w: jnp.repeat(w, 2, 0),
-    "padded": lambda w: jnp.pad(w, [(0, 1), (0, 0), (0, 0)]),
+    "reversed": (lambda w: w[::-1], IN_TURNS),
+    "one_after_the_other": (lambda w: jnp.concatenate([w, w]), ANOTHER),
+    "repeated": (lambda w: jnp.repeat(w, 2, 0), IN_TURNS),
+    "padded": (lambda w: jnp.pad(w, [(0, 1), (0, 0), (0, 0)]), ANOTHER),
 }
-for name, change in CHANGES.items():
+for name, (change, sites) in CHANGES.items():
     fun = functools.partial(lambda p, x, change: scanned(jax.tree.map(change, p), x)[0], change=change)
     fun.__name__ = f"layers_{name}"
-    program(X, sites=ANOTHER, **STACK)(fun)
+    program(X, sites=sites, **STACK)(fun)
 
 
-@program(X, sites=ANOTHER, **STACK)
+@program(X, sites=IN_TURNS, **STACK)
 def layers_of_reversed_keys(p, x):
     return scanned(p | {"k": p["k"][::-1]}, x)[0]
 

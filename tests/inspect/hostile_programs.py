@@ -842,7 +842,7 @@ def opposite_parts(p, y):
     return end(p, jnp.einsum("bqk,bkd->bqd", gate, v) @ p["o"])
 
 
-OPPOSITE: dict[str, Any] = ONE | {"w": ((D, 4 * D), "by names: slice is not followed: hostile_programs.py:")}
+OPPOSITE: dict[str, Any] = ONE | {"w": ((D, 4 * D), "0 | 1 / 8, 8, 16 of 1")}
 
 
 @program(X, **OPPOSITE)

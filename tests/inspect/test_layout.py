@@ -2,57 +2,38 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
+from jax import lax
 
-from muonjax._inspect.layout import PLACED, length, merged, whole
+from muonjax._inspect.layout import HOLE, UNKNOWN, merged, sums, whole
+from muonjax._inspect.structure import after
 
-
-def digits(layout, shape):
-    """(run, its digit at each entry of the array), a pair of bounds where the layout knows no more, and where the
-    entries are of the origin."""
-    inside = np.ones(shape, bool)
-    found = [(a, np.array(a.start), a.size) for a in (*layout.taken, *layout.loops)]
-    for axis, atoms in enumerate(layout.axes):
-        if any(a.axis == PLACED and a.stride for a in atoms):  # in another order
-            found += [(a, np.array(a.start), a.size) for a in atoms]
-            continue
-        at = np.arange(shape[axis])
-        while atoms and atoms[0].axis == PLACED:
-            at, atoms = at - atoms[0].start, atoms[1:]
-            outside = (at < 0) | (at >= length(atoms))
-            at = np.where(outside, 0, at)
-            inside &= np.expand_dims(~outside, [i for i in range(len(shape)) if i != axis])
-        for a in reversed(atoms):
-            at, digit = at // a.size, at % a.size
-            found.append((a, np.expand_dims(a.start + digit, [i for i in range(len(shape)) if i != axis]), 1))
-    return [(a, np.broadcast_to(first, shape), n) for a, first, n in found if a.axis >= 0], inside
+ORIGINS = [(12,), (4, 6), (2, 6, 4)]
 
 
 def check(layout, positions, origin):
     """No run contradicts where an entry came from."""
-    found, inside = digits(layout, positions.shape)
-    of_origin = positions >= 0
-    assert not (of_origin & ~inside).any()
-    coordinates = np.unravel_index(np.maximum(positions, 0), origin)
-    for a, first, size in found:
-        digit = coordinates[a.axis] // a.stride % a.of
-        assert ((first <= digit) & (digit < first + size))[of_origin].all(), (layout, a)
-    return found, inside, coordinates
+    there = positions >= 0
+    runs = [(run.axis, np.broadcast_to(run.positions, positions.shape)) for run in layout.runs]
+    assert not any((at[there] == HOLE).any() for _, at in runs)
+    for axis, at in enumerate(np.unravel_index(np.maximum(positions, 0), origin)):
+        start = sum((x for k, x in runs if k == axis), np.zeros(positions.shape, int))
+        sets = [run for run in (*layout.taken, *layout.loops) if run.axis == axis]
+        assert np.isin((at - start)[there], sums(sets)).all()
 
 
 def check_all_is_known(layout, positions, origin):
     """The runs together give the position, and say which entries came from elsewhere."""
-    found, inside, coordinates = check(layout, positions, origin)
-    np.testing.assert_array_equal(inside, positions >= 0)
-    for axis, at in enumerate(coordinates):
-        mine = {a: first for a, first, size in found if a.axis == axis and size == 1}
-        total = sum((first * a.stride for a, first in mine.items()), np.zeros(positions.shape, int))
-        np.testing.assert_array_equal(total[inside], at[inside], err_msg=str(layout))
-
-
-ORIGINS = [(12,), (4, 6), (2, 6, 4)]
+    check(layout, positions, origin)
+    holes = (np.broadcast_to(run.positions == HOLE, positions.shape) for run in layout.runs)
+    np.testing.assert_array_equal(sum(holes, np.zeros(positions.shape, bool)), positions < 0)
+    assert UNKNOWN not in layout.loops
+    assert not layout.taken
+    assert len({run.axis for run in layout.runs}) == len(layout.runs)
 
 
 def factors(rng, n):
@@ -64,99 +45,127 @@ def factors(rng, n):
     return out
 
 
-def is_one_run(atoms):
-    return len(atoms) == 1 and atoms[0].is_whole
+def moved(layout, positions, operation, result):
+    """What an operation of JAX's does to a layout; `result` are the positions after NumPy's."""
+    for eqn in jax.make_jaxpr(operation)(positions).eqns:  # none if it leaves all as it is
+        node, new = SimpleNamespace(name=eqn.primitive.name, params=eqn.params), eqn.outvars[0].aval.shape
+        layout = layout.moved(new, lambda x: after(node, x, positions.shape, new))  # noqa: B023
+    return layout, result
 
 
-def step(rng, layout, positions, aligned):
+def step(rng, layout, positions):
     """One random operation on both; None where nothing is left of the origin."""
     shape = positions.shape
     axis = rng.randrange(len(shape)) if shape else 0
-    atoms = layout.axes[axis] if layout.axes else ()
-    placed, here = any(a.axis == PLACED for a in sum(layout.axes, ())), any(a.axis == PLACED for a in atoms)
-    kind = rng.choice(
-        ["transpose", "split", "join", "cut", "place", "pick"] + ["loop", "reorder"] * (not aligned)
-    )
+    kind = rng.choice(["transpose", "split", "join", "cut", "place", "repeat", "flip", "visit"])
     if kind == "transpose":
         order = rng.sample(range(len(shape)), len(shape))
-        return layout.pick(order, shape), positions.transpose(order)
-    if kind == "split" and shape and not placed and not (aligned and not is_one_run(atoms)):
-        new = (*shape[:axis], *factors(rng, shape[axis]), *shape[axis + 1 :])
-        return layout.reshape(new), positions.reshape(new)
-    if kind == "join" and len(shape) > 1 and not (placed and aligned):
+        return moved(layout, positions, lambda x: lax.transpose(x, order), positions.transpose(order))
+    if kind == "split" and shape and shape[axis] > 1:
+        new = (*shape[:axis], *factors(rng, shape[axis]), 1, *shape[axis + 1 :])
+        return moved(layout, positions, lambda x: lax.reshape(x, new), positions.reshape(new))
+    if kind == "join" and len(shape) > 1:
         new = (*shape[:-2], shape[-2] * shape[-1])
-        return layout.reshape(new), positions.reshape(new)
-    if kind == "cut" and shape and shape[axis] > 1 and not (aligned and here and len(atoms) > 2):
-        if aligned and not here:
-            inner = int(np.prod([a.size for a in atoms[1:]], dtype=int))
-            start = inner * rng.randrange(shape[axis] // inner)
-            stop = start + inner * rng.randint(1, (shape[axis] - start) // inner)
-        else:
-            start = rng.randrange(shape[axis])
-            stop = rng.randint(start + 1, shape[axis])
-        every = 1 if aligned or placed else rng.randint(1, 3)
-        cut = layout.cut(axis, start, stop, every)
-        return cut, positions[(slice(None),) * axis + (slice(start, stop, every),)]
-    if kind == "place" and shape and not placed:
+        return moved(layout, positions, lambda x: lax.reshape(x, new), positions.reshape(new))
+    if kind == "cut" and shape:
+        start = rng.randrange(shape[axis])
+        part = (start, rng.randint(start + 1, shape[axis]), rng.randint(1, 3))
+        cut = positions[(slice(None),) * axis + (slice(*part),)]
+        return moved(layout, positions, lambda x: lax.slice_in_dim(x, *part, axis), cut)
+    if kind == "place" and shape:
         low, high = rng.randint(0, 3), rng.randint(0, 3)
         around = [(low, high) if i == axis else (0, 0) for i in range(len(shape))]
-        return layout.place(axis, low, low + shape[axis] + high), np.pad(
-            positions, around, constant_values=-1
-        )
-    if kind == "reorder" and shape:
-        order = rng.sample(range(shape[axis]), shape[axis])
-        return layout.reorder(axis, shape[axis]), positions.take(order, axis)
-    if kind == "pick":
-        n = rng.randint(1, 3)
-        sources = [*range(axis), None, *range(axis, len(shape))]
-        new = (*shape[:axis], n, *shape[axis:])
-        return layout.pick(sources, new), np.broadcast_to(np.expand_dims(positions, axis), new)
-    if kind == "loop" and shape and not placed:
-        return layout.loop(axis), positions.take(rng.randrange(shape[axis]), axis)
+        wider = np.pad(positions, around, constant_values=-1)
+        return layout.place(axis, low, wider.shape[axis]), wider
+    if kind == "repeat":
+        new, axes = (*shape[:axis], 3, *shape[axis:]), [*range(axis), *range(axis + 1, len(shape) + 1)]
+        every = np.broadcast_to(np.expand_dims(positions, axis), new)
+        return moved(layout, positions, lambda x: lax.broadcast_in_dim(x, new, axes), every)
+    if kind == "flip" and shape:
+        return moved(layout, positions, lambda x: lax.rev(x, [axis]), np.flip(positions, axis))
+    if kind == "visit" and shape:
+        kept = tuple(k for k in range(len(shape)) if k != axis)
+        one = layout.visit([axis]).pick(kept, tuple(shape[k] for k in kept))
+        return one, positions.take(rng.randrange(shape[axis]), axis)
     return layout, positions
 
 
-@pytest.mark.parametrize("aligned", [True, False], ids=["known", "partly known"])
 @pytest.mark.parametrize("origin", ORIGINS, ids=str)
-def test_random_operations(origin, aligned):
-    """Reshapes, slices and concatenations, also such that no run stays whole; nothing is lost that need not be."""
+def test_random_operations(origin):
+    """Reshapes, slices and concatenations, also such that no axis stays whole."""
     for seed in range(150):
-        rng = random.Random(seed)
+        rng, visited = random.Random(seed), False
         layout, positions = whole(origin), np.arange(np.prod(origin)).reshape(origin)
         for _ in range(5):
-            layout, positions = step(rng, layout, positions, aligned)
-            assert layout is not None or (positions < 0).all()
+            layout, positions = step(rng, layout, positions)
             if (positions < 0).all():
-                assert layout is None or not aligned
+                assert layout is None or layout.loops
                 break
-            (check_all_is_known if aligned else check)(layout, positions, origin)
+            visited = visited or bool(layout.loops)
+            (check if visited else check_all_is_known)(layout, positions, origin)
+
+
+def part_of(layout, axis, edge):
+    shape = tuple(edge[1] - edge[0] if k == axis else n for k, n in enumerate(layout.shape))
+    return layout.moved(shape, lambda x: x.take(range(*edge), axis) if x.shape[axis] > 1 else x)
+
+
+def together(layouts, axis):
+    sizes = [layout.shape[axis] for layout in layouts]
+    starts = itertools.accumulate(sizes, initial=0)
+    return merged([x.place(axis, start, sum(sizes)) for x, start in zip(layouts, starts, strict=False)])
 
 
 @pytest.mark.parametrize("origin", ORIGINS, ids=str)
 def test_parts_that_are_put_together(origin):
-    """In their order they are the whole again; in another order, or added up, nothing wrong is said of them."""
+    """In their order they are the whole again, in another one all is known; added up, nothing wrong is said of them."""
     for seed in range(50):
         rng, positions = random.Random(seed), np.arange(np.prod(origin)).reshape(origin)
         axis = rng.randrange(len(origin))
         n = origin[axis]
         edges = [0, *sorted(rng.sample(range(1, n), rng.randint(1, min(3, n - 1)))), n]
-        cuts = [(whole(origin).cut(axis, a, b), b - a) for a, b in itertools.pairwise(edges)]
-        layouts, sizes = zip(*cuts, strict=True)
-        parts = np.split(positions, edges[1:-1], axis)
-        if all(size > 1 for size in sizes):  # of one entry, no run is left
-            assert merged(layouts, axis, sizes) == whole(origin)
-        order = rng.sample(range(len(sizes)), len(sizes))
-        layouts, sizes, parts = ([x[i] for i in order] for x in (layouts, sizes, parts))
-        check(merged(layouts, axis, sizes), np.concatenate(parts, axis), origin)
-        if len(set(sizes)) == 1:
+        cuts = [(slice(None),) * axis + (slice(*edge),) for edge in itertools.pairwise(edges)]
+        parts = [positions[cut] for cut in cuts]
+        layouts = [part_of(whole(origin), axis, edge) for edge in itertools.pairwise(edges)]
+        if len({part.shape for part in parts}) == 1:
             total = merged(layouts)
             for part in parts:
                 check(total, part, origin)
+
+        several = all(part.shape[axis] > 1 for part in parts)  # a single entry counts as an index
+        assert together(layouts, axis) == whole(origin) or not several
+        order = rng.sample(range(len(parts)), len(parts))
+        every = np.concatenate([parts[i] for i in order], axis)
+        (check_all_is_known if several else check)(together([layouts[i] for i in order], axis), every, origin)
 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_one_devices_part(n):
     """It is as long as the part, knows of how many it is one, and is whole again on all devices."""
     part = whole((8, 6)).resize((8 // n, 6))
-    assert part.axes == whole((8 // n, 6)).axes
-    assert part.resize((8, 6)).axes == whole((8, 6)).axes
+    assert part == whole((8 // n, 6))
+    assert part.resize((8, 6)) == whole((8, 6))
+
+
+def test_a_part_of_each_device():
+    """[heads, 3, 2], of which a device has half of the heads: its keys are those of its heads, and all keys on all."""
+    layout, shapes = whole((12,)).resize((6,)), ((1, 3, 2), (1, 1, 2), (2,))
+    cut = layout.moved((2,), lambda x: x.reshape(shapes[0])[:, 1:2].reshape(2))
+    assert [run.positions.tolist() for run in cut.runs] == [[2, 3]]
+    assert [run.positions.tolist() for run in cut.resize((4,)).runs] == [[2, 3, 8, 9]]
+
+
+def test_what_is_added_up_is_a_part():
+    """Features of queries, of an axis that has heads, queries and keys, and features."""
+    layout = whole((12,)).moved((2, 2, 3), lambda x: x.reshape(2, 2, 3)).moved((2, 3), lambda x: x[:, 0])
+    assert [(axis, *map(bool, mask)) for axis, mask in layout.add_up([1]).region] == [(0, *[1] * 3, *[0] * 3)]
+    assert layout.add_up([1]).region == layout.region
+
+
+def test_what_is_not_followed_is_said():
+    def unmoved(x):
+        return after(SimpleNamespace(name="sort", params={}), x, (4, 6), (4, 6))
+
+    layout = whole((4, 6)).moved((4, 6), unmoved)
+    assert not layout.runs
+    assert UNKNOWN in layout.loops

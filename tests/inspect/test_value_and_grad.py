@@ -313,7 +313,7 @@ def test_no_attention():
     def mean(w, x):
         return jnp.mean(w * x)
 
-    with pytest.raises(ValueError, match=r"mean.*finds no attention"):
+    with pytest.raises(ValueError, match=r"mean.*has no attention"):
         value_and_grad(mean)(jnp.ones(3), jnp.ones(3))
 
 
