@@ -212,7 +212,7 @@ def merged(layouts: Sequence[Layout]) -> Layout:
             for k in range(1, each.ndim):
                 rest = each.min(k, keepdims=True)
                 rest = _less(rest, rest.min(tuple(range(1, each.ndim)), keepdims=True))
-                if (rest == rest[0]).all():  # alike but along this axis
+                if (rest == rest[0]).all():  # equal but for this axis
                     runs.append(_run(axis, rest[0]))
                     found = [[_set(axis, x)] for x in _less(each, rest)]
                     break
