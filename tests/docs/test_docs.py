@@ -156,7 +156,7 @@ def test_settings_of_torch():
 
 def test_gradient_picture_names_what_is_there():
     page = (DOCS / "way_of_a_gradient.md").read_text()
-    picture = re.search(r"```text\n(.*?)```", page, flags=re.DOTALL)
+    picture = re.search(r"```text\n( gradient tree.*?)```", page, flags=re.DOTALL)
     assert picture is not None
     parts = re.findall(r"\s(_\w+(?:/\w+)?)", picture[1])
     names = re.findall(r"muonjax\.(\w+)", picture[1])
