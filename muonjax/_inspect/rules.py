@@ -184,7 +184,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     if name in _SUMS:
         walk.record_sum(images if name not in _CHOICES else ())
         biases = tuple(t._replace(layout=t.layout.settled) for v in weights for t in v.terms)
-        images = tuple(m._replace(biases=m.biases + biases) for m in images)
+        images = tuple(m._replace(biases=tuple(dict.fromkeys(m.biases + biases))) for m in images)
     logits = _logits(i, node, values, operands)
     # A masked parameter, or one of several that data choose or mix.
     is_mixed = not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)
