@@ -36,7 +36,7 @@ class Decision(NamedTuple):
     meets_data: bool = True
 
 
-_Cut: TypeAlias = tuple[int, int | tuple[int, ...], int]  # axis, parts, how often they repeat
+_Cut: TypeAlias = tuple[int, tuple[int, ...], int]  # axis, sizes of the parts, how often they repeat
 
 
 class _Form(NamedTuple):
@@ -155,11 +155,8 @@ def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) 
 
 def _described(form: _Form) -> str:
     axes = sorted(form.rows)
-    text = f"multiplied along ax{'is' if len(axes) == 1 else 'es'} {', '.join(map(str, axes))}"
-    if form.cut is not None:
-        count = form.cut[1] if isinstance(form.cut[1], int) else len(form.cut[1])
-        text += f", in {count} parts"
-    return text
+    parts = f", in {len(form.cut[1])} parts" if form.cut else ""
+    return f"multiplied along ax{'is' if len(axes) == 1 else 'es'} {', '.join(map(str, axes))}{parts}"
 
 
 def _axes(atoms: Iterable[Run]) -> frozenset[int]:
@@ -184,7 +181,7 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
         return f"matrices inside of an axis: {walk.graph.line(use.node)}"
     if use.groups > 1:
         axis = next(iter(column_axes))
-        return form._replace(cut=(axis, use.groups, 1))
+        return form._replace(cut=(axis, (shape[axis] // use.groups,) * use.groups, 1))
     cut = _parts(product, shape, column_axes)
     if cut is None or cut[1] != (1,) * shape[cut[0]]:
         return form._replace(cut=cut)
@@ -262,9 +259,8 @@ def _numbers(form: _Form) -> DimensionNumbers:
     rows, columns = one_or_several(sorted(form.rows)), one_or_several(sorted(form.columns))
     if form.cut is None:
         return MuonDimensionNumbers(rows, columns)
-    axis, parts, repeats = form.cut
-    if isinstance(parts, tuple) and len(set(parts)) == 1:
-        parts = len(parts)
+    axis, sizes, repeats = form.cut
+    parts = len(sizes) if len(set(sizes)) == 1 else sizes
     return FusedDimensionNumbers(rows, columns, parts, axis, repeats)
 
 
@@ -277,11 +273,11 @@ def _numbers_per_head(
     if columns != form.columns:
         return _numbers(form._replace(columns=columns))
     axes = {a.axis for a, _ in heads}
-    axis, parts, repeats = form.cut if form.cut and form.cut[0] in axes else (min(axes), 1, 1)
-    sizes = parts if isinstance(parts, tuple) else (shape[axis] // repeats // parts,) * parts
+    whole = min(axes), (shape[min(axes)],), 1
+    axis, sizes, repeats = form.cut if form.cut and form.cut[0] in axes else whole
     if repeats == 1:  # otherwise queries, keys and values of a head are side by side, which are parts already
-        whole = zip(itertools.accumulate(sizes), sizes, strict=True)
-        sizes = tuple(n for stop, size in whole for n in _heads_in(axis, stop - size, stop, heads))
+        parts = zip(itertools.accumulate(sizes), sizes, strict=True)
+        sizes = tuple(n for stop, size in parts for n in _heads_in(axis, stop - size, stop, heads))
     return _numbers(form._replace(cut=(axis, sizes * repeats, 1)))
 
 

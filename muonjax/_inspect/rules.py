@@ -89,11 +89,6 @@ def _iota(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
     return [Value(marks=(Mark("counts", counting),))]
 
 
-@rule("axis_index platform_index")
-def _number_of_a_device(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    return [Value()]
-
-
 @rule("eq")
 def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     for counting, index in (values, values[::-1]):
@@ -103,11 +98,12 @@ def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Val
 
 
 @rule(
-    "random_bits random_clone random_wrap random_unwrap random_seed random_fold_in random_split random_gamma "
-    "threefry2x32 rng_bit_generator rng_uniform"
+    "axis_index platform_index random_bits random_clone random_wrap random_unwrap random_seed random_fold_in "
+    "random_split random_gamma threefry2x32 rng_bit_generator rng_uniform"
 )
-def _random(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    return [Value(NOISE)] * len(node.outputs)
+def _number(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    """The number of a device, or random ones."""
+    return [Value(0 if node.name.endswith("_index") else NOISE)] * len(node.outputs)
 
 
 # Operations on numbers that the program contains, such as an index that may be negative.
@@ -184,7 +180,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     if name in _SUMS:
         walk.record_sum(images if name not in _CHOICES else ())
         biases = tuple(t._replace(layout=t.layout.settled) for v in weights for t in v.terms)
-        images = tuple(m._replace(biases=m.biases + biases) for m in images)
+        images = tuple(m._replace(biases=tuple(dict.fromkeys(m.biases + biases))) for m in images)
     logits = _logits(i, node, values, operands)
     # A masked parameter, or one of several that data choose or mix.
     is_mixed = not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)

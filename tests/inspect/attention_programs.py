@@ -1078,6 +1078,16 @@ def as_many_layers_as_heads(p, x):
     return scanned(p, x)
 
 
+@attention(sites=1, **STACK)
+def layers_taken_one_by_one(p, x):
+    logits = []
+    for i in range(3):
+        w = {name: stack[i] for name, stack in p.items()}
+        logits.append(logits_of(*projected(w, x, "qk")) / np.sqrt(S))
+        x = layer(w, x)
+    return jnp.mean(x**2), jnp.concatenate(logits, 1)
+
+
 @program(X, sites=2, **AS_MANY, **dict.fromkeys("QKVO", (H, D, D)))
 def as_many_layers_of_two_attentions_as_heads(p, x):
     return jnp.mean(lax.scan(lambda x, w: (layer(w, layer(w, x), "QKVO"), None), x, p)[0] ** 2)
