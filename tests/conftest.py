@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from jax._src.interpreters import mlir
 
-from tests.tools import shapes, sources, strict, tiers
+from tests.tools import shapes, sources, tiers
 
 # Before anything asks for a device. Not XLA_FLAGS: the examples' processes would inherit them.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -21,11 +21,6 @@ tiers.register_profiles()
 def pytest_addoption(parser):
     parser.addoption("--optimized", action="store_true", help="compile with XLA's optimizations, as users do")
     parser.addoption(
-        "--jax-strict",
-        action="store_true",
-        help="run muonjax under JAX's strict promotion (tests/tools/strict.py)",
-    )
-    parser.addoption(
         "--jax-debug-nans",
         action="store_true",
         help="run tests without the marker `nan` under jax_debug_nans",
@@ -34,11 +29,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     use_one_core()
-    decorators = list(shapes.DECORATORS)
-    if config.getoption("jax_strict"):
-        decorators = strict.DECORATORS + decorators  # the last one is the innermost
-        strict.spare_other_libraries()
-    sources.install(*decorators)
+    sources.install(*shapes.DECORATORS)
     if not config.getoption("hypothesis_profile", None):
         settings.load_profile("quick" if "not thorough" in config.option.markexpr else "thorough")
     compile_quickly(config.getoption("optimized"))
@@ -71,7 +62,7 @@ def compile_quickly(optimized):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     nans = item.config.getoption("jax_debug_nans") and not item.get_closest_marker("nan")
-    with strict.switched(not item.get_closest_marker("promotes")), jax.debug_nans(nans):
+    with jax.debug_nans(nans):
         return (yield)
 
 

@@ -13,7 +13,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.promotes("Optax's Adam raises a float to the power of an int32")
 @quick("code0", "code1")
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
 def test_code_runs(code):

@@ -18,7 +18,6 @@ import muonjax
 from tests.inspect.attention import attend, layer, tokens, unstacked, weights
 from tests.tools.oracles import SHORT
 
-pytestmark = pytest.mark.promotes("the functions are written as people write them")
 NUMBERS = muonjax.MuonDimensionNumbers
 
 

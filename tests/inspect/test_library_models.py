@@ -20,7 +20,6 @@ from tests.inspect.library_models.model import flattened, scrambled
 from tests.tools import tiers
 
 pytestmark = [
-    pytest.mark.promotes("the libraries' models promote dtypes and ranks"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 

@@ -13,7 +13,6 @@ from tests.inspect.library_models import MODELS
 from tests.tools import tiers
 
 pytestmark = [
-    pytest.mark.promotes("the libraries' models promote dtypes and ranks"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 

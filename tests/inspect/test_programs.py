@@ -14,7 +14,6 @@ from tests.inspect import attention_programs, hostile_programs, researchers_prog
 from tests.inspect.library_models.model import flattened
 
 pytestmark = [
-    pytest.mark.promotes("the programs are written as people write them"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # parameters that are never used
 ]
 

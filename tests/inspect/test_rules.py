@@ -15,7 +15,6 @@ from tests.inspect.test_programs import PROGRAMS, inspected
 from tests.tools import tiers
 
 pytestmark = [
-    pytest.mark.promotes("the programs are written as people write them"),
     pytest.mark.filterwarnings("ignore"),
 ]
 

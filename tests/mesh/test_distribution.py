@@ -121,7 +121,6 @@ def test_inside_of_another_shard_map():
         inside(X)
 
 
-@pytest.mark.thorough  # which run without --jax-strict: its wrappers are of no library
 def test_an_auto_mesh_without_a_distribution_warns_once_and_runs_locally():
     mesh = make_mesh(fsdp=4, tensor=2)
     x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "tensor")))

@@ -129,7 +129,6 @@ def test_the_state_is_donated(name):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
-@pytest.mark.promotes("the exact update is computed in float64 from settings in float32")
 @pytest.mark.parametrize("set_mesh", [False, thorough(True)])
 @pytest.mark.parametrize(
     ("sizes", "spec", "parts"),

@@ -129,7 +129,6 @@ IN_KERAS: dict = {"__name__": "keras.src.trainers"}
 exec(compile("def build(call, params): return call(params)", "trainers.py", "exec"), IN_KERAS)
 
 
-@pytest.mark.thorough  # which run without --jax-strict: its wrappers are of no library
 @pytest.mark.parametrize("params", [COINCIDENCE, VARIABLES])
 @pytest.mark.parametrize(
     "call",

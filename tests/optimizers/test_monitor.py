@@ -107,7 +107,6 @@ SETTINGS = muonjax.NewtonSchulz.accurate()
 PLAIN_MUON = {"weight_decay": 0.0, "newton_schulz": SETTINGS}
 
 
-@pytest.mark.promotes("Optax's MultiSteps divides by an int32")
 @pytest.mark.parametrize(
     "around",
     [

@@ -113,7 +113,6 @@ def test_every_argument_has_a_case():
     ],
     ids=lambda s: "all" if s is ALL else "-".join(s) or "defaults",
 )
-@pytest.mark.promotes("gradients of another dtype than the momentum, which Optax adds")
 def test_three_steps_equal_those_of_optax(settings):
     settings = {"learning_rate": 0.1, **settings}
     tree = params()
@@ -215,7 +214,6 @@ def test_a_large_gradient_is_no_zero():
     np.testing.assert_allclose(run(x * 1e25), run(x), atol=1e-5)
 
 
-@pytest.mark.promotes("gradients of another dtype than the momentum, which Optax adds")
 def test_the_momentum_keeps_its_dtype():
     """bfloat16 parameters with float32 gradients: Optax's state becomes float32, which no scan accepts."""
     tree = {"w": jnp.ones((4, 8), jnp.bfloat16)}
@@ -266,7 +264,6 @@ def orthogonalize_via_newton_schulz(
 
 
 @pytest.mark.nightly
-@pytest.mark.promotes("Optax's own tests promote")
 def test_the_tests_of_optax_pass_unchanged(monkeypatch):
     """Those of the Optax that is installed, if it brings them along."""
     path = pathlib.Path(str(optax.contrib._muon.__file__)).with_name("_muon_test.py")

@@ -44,7 +44,6 @@ def first_updates(tx, params=PARAMS, calls=1, **logits):
     return updates
 
 
-@pytest.mark.promotes("Optax's MultiSteps divides by an int32")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_first_update_is_that_of_the_optimizer_alone(wrapper, optimizer):

@@ -276,7 +276,6 @@ def test_parameters_keep_their_dtype(dtype):
 
 
 @pytest.mark.thorough
-@pytest.mark.promotes("gradients of another dtype than the parameters, which Optax's momentum adds")
 def test_x64_changes_nothing_but_digits():
     single, _ = run(muonjax.muon(0.01), params())
     with jax.enable_x64(True):

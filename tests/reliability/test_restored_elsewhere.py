@@ -76,7 +76,6 @@ def test_another_preset_takes_over_at_once(saved, preset):
     assert same is (preset != "accurate")  # small matrices take the same steps with fast and balanced
 
 
-@pytest.mark.promotes("gradients of another dtype than the momentum, which Optax adds")
 def test_momentum_may_change_its_dtype(saved):
     tree, state, folder = saved
     tx = muonclip(mu_dtype=jnp.bfloat16)
