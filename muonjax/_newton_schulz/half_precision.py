@@ -32,8 +32,8 @@ from muonjax._common.linalg import (
 )
 from muonjax._common.platform import Policy
 from muonjax._newton_schulz.coefficients import Coefficients
-from muonjax._newton_schulz.iteration import or_one, power_of_two_scale, trace_or_one
-from muonjax._newton_schulz.settings import NewtonSchulz, Normalization, takes_gram_form
+from muonjax._newton_schulz.iteration import or_one, power_of_two_scale, takes_gram_form, trace_or_one
+from muonjax._newton_schulz.settings import NewtonSchulz, Normalization
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch, shrink, shrinkings, sketch
 from pallas_kernels._api import measured_kernel
 

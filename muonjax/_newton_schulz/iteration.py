@@ -15,6 +15,7 @@ its largest singular value.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -33,9 +34,9 @@ from muonjax._common.linalg import (
 )
 from muonjax._common.platform import Policy
 from muonjax._matrices.columns import Blocks, map_columns, sum_columns
-from muonjax._newton_schulz.coefficients import Coefficients
+from muonjax._newton_schulz.coefficients import Coefficients, polar_express
 from muonjax._newton_schulz.deflation import ROUNDING, pre_deflate, shrink_dominant
-from muonjax._newton_schulz.settings import NewtonSchulz, Normalization, takes_gram_form
+from muonjax._newton_schulz.settings import BALANCED, FAST, NewtonSchulz, Normalization
 from pallas_kernels._platform import materialize
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 # How large the rounding errors of R may grow.
 _TOLERATED = 1e-2
+# For matrices of few rows, in place of fast and balanced: no slower than with a deflation, and more accurate.
+_SMALL, _SMALL_SIDE = polar_express(8, lower=1e-4), 64
 
 
 def iterate(
@@ -54,6 +57,7 @@ def iterate(
     X is an array [*batch, m, n], or `Blocks` [size, m] in `dtype`, of columns of one device.
     """
     m, n = (x.shape[1], x.columns) if isinstance(x, Blocks) else sizes(x, axis_name)
+    settings = for_side(settings, m)
     multiply = MatrixProduct(dtype.name, "highest")
     symmetric = SymmetricProduct(policy.platform, dtype, settings.implementation)
     small = symmetric.shared_by(axis_name if policy.shares_products(m, dtype) else ())
@@ -81,6 +85,26 @@ def iterate(
         q = _composed(rows, Normalized(sum_columns(symmetric, x, axis_name)), small)
         x = map_columns(functools.partial(multiply, q), x)
     return x.transposed() if isinstance(x, Blocks) else x
+
+
+def for_side(settings: NewtonSchulz, m: int) -> NewtonSchulz:
+    """The settings, in float32, for matrices of the shorter side m: small ones take more steps and no deflation.
+
+    A deflation is some four hundred small operations. Up to m = 64 they take as long as the steps that they save,
+    and longer to compile for each shape. Your own rows are taken as they are.
+    """
+    is_preset = settings.coefficients in (FAST, BALANCED) and settings.deflation == NewtonSchulz.deflation
+    small = is_preset and m <= _SMALL_SIDE
+    return dataclasses.replace(settings, coefficients=_SMALL, deflation=0) if small else settings
+
+
+def takes_gram_form(settings: NewtonSchulz, m: int, n: int) -> bool:
+    """Whether m x n matrices take the Gram form, for as many steps as rounding allows.
+
+    For each step but the first, that takes three m x m products more and two m x n products less: 3 m against 2 n
+    multiply-adds.
+    """
+    return settings.form == "gram" or (settings.form == "auto" and n > 1.5 * m)
 
 
 def _composed(

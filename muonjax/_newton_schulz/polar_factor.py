@@ -13,7 +13,7 @@ from muonjax._common.platform import Policy, policy_of
 from muonjax._matrices.batching import MatrixFunction
 from muonjax._matrices.columns import Blocks
 from muonjax._newton_schulz import half_precision, iteration
-from muonjax._newton_schulz.settings import NewtonSchulz, for_side, settings_of
+from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def polar_factor(
     if dtype == jnp.bfloat16:
         y = half_precision.iterate(wide, settings, policy, dtype, axis_name, shrinking)
     else:
-        y = iteration.iterate(wide, for_side(settings, wide.shape[-2]), policy, dtype, axis_name)
+        y = iteration.iterate(wide, settings, policy, dtype, axis_name)
     if tall and policy.is_cpu and dtype == jnp.bfloat16:
         # XLA makes the transposition a part of the last product, and has none of bfloat16 with float32 sums.
         y = jax.lax.optimization_barrier(y)
@@ -101,7 +101,7 @@ def polar_function(settings: NewtonSchulz, policy: Policy) -> MatrixFunction:
         return None if sketch is None else sketch._replace(rounded=None)
 
     def in_blocks(x: Blocks) -> Blocks:
-        return iteration.iterate(x, for_side(settings, x.shape[1]), policy, x.blocks.dtype)
+        return iteration.iterate(x, settings, policy, x.blocks.dtype)
 
     whole = functools.partial(polar_factor, settings=settings, policy=policy)
     between = functools.partial(half_precision.between, policy=policy)

@@ -16,11 +16,9 @@ Normalization = Literal["schatten", "frobenius"]
 _COMPUTE_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
 
 # The lower ends measured best on recorded momentum whose dominant directions are shrunk.
-_FAST = polar_express(3, lower=2e-2)
-_BALANCED = polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3))
+FAST = polar_express(3, lower=2e-2)
+BALANCED = polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3))
 _ACCURATE = polar_express(12, lower=1e-5)
-# For small matrices, in place of fast and balanced: no slower than with a deflation, and more accurate.
-_SMALL, _SMALL_SIDE = polar_express(8, lower=1e-4), 64
 
 
 class _Presets(type):
@@ -60,7 +58,7 @@ class NewtonSchulz(metaclass=_Presets):
       (6, 64, True)
     """
 
-    coefficients: Coefficients = _BALANCED
+    coefficients: Coefficients = BALANCED
     deflation: int = 64
     form: Form = "auto"
     normalization: Normalization = "schatten"
@@ -92,7 +90,7 @@ class NewtonSchulz(metaclass=_Presets):
     def fast(cls) -> "NewtonSchulz":
         """Three steps: the cheapest. On recorded momentum its error is below that of Optax's five steps; on a matrix
         128 × 128 with singular values spread evenly in the logarithm down to 1e-3 it is above (0.41 against 0.36)."""
-        return cls(coefficients=_FAST)
+        return cls(coefficients=FAST)
 
     @classmethod
     def balanced(cls) -> "NewtonSchulz":
@@ -111,26 +109,6 @@ def settings_of(given: Any, call: str, name: str = "newton_schulz") -> NewtonSch
     if not isinstance(given, NewtonSchulz | None):
         raise TypeError(f"{call}({name}={given!r}) must be a NewtonSchulz, such as NewtonSchulz.fast().")
     return NewtonSchulz() if given is None else given
-
-
-def for_side(settings: NewtonSchulz, m: int) -> NewtonSchulz:
-    """The settings, in float32, for matrices of the shorter side m: small ones take more steps and no deflation.
-
-    A deflation is some four hundred small operations. Up to m = 64 they take as long as the steps that they save,
-    and longer to compile for each shape. Your own rows are taken as they are.
-    """
-    is_preset = settings.coefficients in (_FAST, _BALANCED) and settings.deflation == NewtonSchulz.deflation
-    small = is_preset and m <= _SMALL_SIDE
-    return dataclasses.replace(settings, coefficients=_SMALL, deflation=0) if small else settings
-
-
-def takes_gram_form(settings: NewtonSchulz, m: int, n: int) -> bool:
-    """Whether m x n matrices take the Gram form, for as many steps as rounding allows.
-
-    For each step but the first, that takes three m x m products more and two m x n products less: 3 m against 2 n
-    multiply-adds.
-    """
-    return settings.form == "gram" or (settings.form == "auto" and n > 1.5 * m)
 
 
 NewtonSchulz.__init__ = explains_keywords("NewtonSchulz")(NewtonSchulz.__init__)

@@ -16,7 +16,7 @@ import muonjax
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.half_precision import ABOVE_ROUNDING
-from muonjax._newton_schulz.settings import for_side
+from muonjax._newton_schulz.iteration import for_side
 from tests.reliability.adversarial import BAD
 from tests.tools.tiers import examples, tier
 
