@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._common.platform import Policy
-from muonjax._matrices.columns import Blocks, map_in_blocks
+from muonjax._matrices.columns import Blocks, map_in_blocks, unstacked
 from muonjax._matrices.matrix_view import MatrixView
 from pallas_kernels._platform import numbers_from_loop
 
@@ -88,9 +89,16 @@ def map_groups(
     for number, indices in enumerate(stacks):
         parts, small = [matrices[i] for i in indices], between.get(number)
         if in_blocks and len({max(x.shape[-2:]) for x in parts}) > 1:
-            tall = [x if _is_tall(x) else _transpose(x, policy) for x in parts]
+            tall = [x if _is_tall(x) else x.mT for x in parts]
             for i, y in zip(indices, map_in_blocks(in_blocks, whole, tall, policy.platform), strict=True):
-                results[i] = y if _is_tall(matrices[i]) else _transpose(y, policy)
+                results[i] = y if _is_tall(matrices[i]) else y.mT
+            continue
+        if policy.is_cpu and any(map(_is_tall, parts)):
+            indices = sorted(indices, key=lambda i: not _is_tall(matrices[i]))
+            for i, y in zip(
+                indices, _map_some_tall(whole, [matrices[i] for i in indices], policy), strict=True
+            ):
+                results[i] = y
             continue
         # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it. The first
         # one after what lies between the passes: XLA would keep what the second shares with the first.
@@ -101,12 +109,11 @@ def map_groups(
                 parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
         known = () if small is None else ((), small)
         stack, last = _map_stack(whole, _stacked(parts, policy), policy, *known), indices[-1]
-        counts, alone = [len(matrices[i]) for i in indices], len(indices) == 1
-        starts = numbers_from_loop([0, *itertools.accumulate(counts[:-1])], policy.platform)
-        for i, start in zip(indices, starts, strict=True):
-            result = stack if alone else jax.lax.dynamic_slice_in_dim(stack, start, len(matrices[i]))
+        for i, result in zip(
+            indices, unstacked(stack, [len(x) for x in parts], policy.platform), strict=True
+        ):
             result = result[..., : max(matrices[i].shape[-2:])]
-            results[i] = _transpose(result, policy) if _is_tall(matrices[i]) else result
+            results[i] = result.mT if _is_tall(matrices[i]) else result
     return results  # pyright: ignore[reportReturnType]  # every index is in one group
 
 
@@ -190,9 +197,34 @@ def _stacked(parts: Sequence[jax.Array], policy: Policy) -> Inexact[Array, "coun
 
     if policy.platform == "gpu" and all(map(_is_tall, parts)):
         # As one: XLA reads a stack either way, and writes each transposed part. 10 % of 2 leaves of 64 x 512 x 128.
-        return _transpose(jnp.concatenate([padded(part, 1) for part in parts]), policy)
-    parts = [padded(_transpose(part, policy) if _is_tall(part) else part, 2) for part in parts]
+        return jnp.concatenate([padded(part, 1) for part in parts]).mT
+    parts = [padded(part.mT if _is_tall(part) else part, 2) for part in parts]
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _map_some_tall(f: Function, parts: Sequence[jax.Array], policy: Policy) -> list[jax.Array]:
+    """f of each matrix of one shape or its transpose, tall ones first, transposed chunk by chunk.
+
+    A transpose alone has a fast kernel, and a branch leaves it alone. XLA would make it a part of what makes the stack,
+    entry by entry, if it knew the first number of a wide chunk.
+    """
+    (m, n), counts = sorted(parts[0].shape[1:]), [len(x) for x in parts]
+    tall = sum(len(x) for x in parts if _is_tall(x))
+    size = math.gcd(policy.chunk_size(sum(counts), (m, n)), tall)
+    shape = (m, n) if size == 1 else (size, m, n)
+    _, first_wide = numbers_from_loop((0, tall // size), policy.platform)
+
+    def body(step, chunks):
+        x = jax.lax.dynamic_index_in_dim(chunks, step, keepdims=False)
+        wide = [lambda x: x.reshape(size, n, m).mT.reshape(shape), lambda x: x.reshape(shape)]
+        back = [lambda y: y.mT.reshape(-1), lambda y: y.reshape(-1)]
+        y = jax.lax.cond(step < first_wide, *back, f(jax.lax.cond(step < first_wide, *wide, x)))
+        return jax.lax.dynamic_update_index_in_dim(chunks, y, step, 0)
+
+    chunks = jnp.concatenate([x.reshape(-1) for x in parts]).reshape(-1, size * m * n)
+    stack = jax.lax.fori_loop(0, len(chunks), body, chunks).reshape(-1, m * n)
+    results = zip(parts, unstacked(stack, counts, policy.platform), strict=True)
+    return [y.reshape(x.shape) for x, y in results]
 
 
 def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy, *known) -> Inexact[Array, "count m n"]:
@@ -212,13 +244,6 @@ def _chunks(stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array
     size = policy.chunk_size(count, (shape[0], shape[1]))
     # One matrix goes without a batch axis: products of batches of one take a slower way through XLA on a CPU.
     return stack if size == 1 else stack.reshape(-1, size, *shape)
-
-
-def _transpose(x: Inexact[Array, "*batch m n"], policy: Policy) -> Inexact[Array, "*batch n m"]:
-    if not policy.is_cpu:
-        return x.mT
-    # Fused into its neighbors, a transpose runs element by element; alone, it has a kernel ten times faster.
-    return jax.lax.optimization_barrier(jax.lax.optimization_barrier(x).mT)
 
 
 def _is_tall(x: Inexact[Array, "*batch m n"]) -> bool:

@@ -74,6 +74,12 @@ def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
     monkeypatch.setattr(Policy, "chunk_size", lambda self, count, shape: 2)
     parts = map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x], Policy("cpu"))[0]
     np.testing.assert_allclose(parts, once, atol=1e-6)
+    for tall in (6, 3):  # in three chunks of two, and in nine of one
+        wide, transposed = map_groups(
+            lambda x: muonjax.newton_schulz(x, EXACT), [x, x[:tall].mT], Policy("cpu")
+        )
+        np.testing.assert_allclose(wide, once, atol=1e-6)
+        np.testing.assert_allclose(transposed.mT, once[:tall], atol=1e-6)
 
 
 @pytest.mark.thorough
@@ -218,8 +224,8 @@ def test_blocks_take_any_settings_and_complex_matrices(settings):
 
 
 @pytest.mark.thorough
-def test_an_update_in_blocks_has_derivatives_both_ways():
-    tree = {"a": normal(72, 144), "b": normal(200, 72)}
+def test_an_update_in_blocks_or_transposed_has_derivatives_both_ways():
+    tree = {"a": normal(72, 144), "b": normal(200, 72), "c": normal(40, 16), "d": normal(16, 40)}
 
     def total(function):
         return lambda tree: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(function(tree)))
