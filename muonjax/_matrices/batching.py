@@ -90,30 +90,23 @@ def map_groups(
         parts, small = [matrices[i] for i in indices], between.get(number)
         if in_blocks and len({max(x.shape[-2:]) for x in parts}) > 1:
             tall = [x if _is_tall(x) else x.mT for x in parts]
-            for i, y in zip(indices, map_in_blocks(in_blocks, whole, tall, policy.platform), strict=True):
-                results[i] = y if _is_tall(matrices[i]) else y.mT
-            continue
-        if policy.is_cpu and any(map(_is_tall, parts)):
-            indices = sorted(indices, key=lambda i: not _is_tall(matrices[i]))
-            for i, y in zip(
-                indices, _map_some_tall(whole, [matrices[i] for i in indices], policy), strict=True
-            ):
-                results[i] = y
-            continue
-        # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it. The first
-        # one after what lies between the passes: XLA would keep what the second shares with the first.
-        if policy.one_stack_at_a_time:
-            if last is None:
-                parts, small = jax.lax.optimization_barrier((parts, small))
-            else:
-                parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
-        known = () if small is None else ((), small)
-        stack, last = _map_stack(whole, _stacked(parts, policy), policy, *known), indices[-1]
-        for i, result in zip(
-            indices, unstacked(stack, [len(x) for x in parts], policy.platform), strict=True
-        ):
-            result = result[..., : max(matrices[i].shape[-2:])]
-            results[i] = result.mT if _is_tall(matrices[i]) else result
+            found = map_in_blocks(in_blocks, whole, tall, policy.platform)
+        elif policy.is_cpu and any(map(_is_tall, parts)):
+            found = _map_some_tall(whole, parts, policy)
+        else:
+            # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it. The
+            # first one after what lies between the passes: XLA would keep what the second shares with the first.
+            if policy.one_stack_at_a_time:
+                if last is None:
+                    parts, small = jax.lax.optimization_barrier((parts, small))
+                else:
+                    parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
+            known = () if small is None else ((), small)
+            stack, last = _map_stack(whole, _stacked(parts, policy), policy, *known), indices[-1]
+            found = unstacked(stack, [len(x) for x in parts], policy.platform)
+        for i, y in zip(indices, found, strict=True):
+            wide = y if _is_tall(y) else y[..., : max(matrices[i].shape[-2:])]
+            results[i] = wide if _is_tall(wide) == _is_tall(matrices[i]) else wide.mT
     return results  # pyright: ignore[reportReturnType]  # every index is in one group
 
 
@@ -203,13 +196,14 @@ def _stacked(parts: Sequence[jax.Array], policy: Policy) -> Inexact[Array, "coun
 
 
 def _map_some_tall(f: Function, parts: Sequence[jax.Array], policy: Policy) -> list[jax.Array]:
-    """f of each matrix of one shape or its transpose, tall ones first, transposed chunk by chunk.
+    """f of each matrix of one shape or its transpose, transposed chunk by chunk; tall ones come first.
 
     A transpose alone has a fast kernel, and a branch leaves it alone. XLA would make it a part of what makes the stack,
     entry by entry, if it knew the first number of a wide chunk.
     """
-    (m, n), counts = sorted(parts[0].shape[1:]), [len(x) for x in parts]
-    tall = sum(len(x) for x in parts if _is_tall(x))
+    m, n = sorted(parts[0].shape[1:])
+    order = sorted(range(len(parts)), key=lambda i: not _is_tall(parts[i]))
+    counts, tall = [len(parts[i]) for i in order], sum(len(x) for x in parts if _is_tall(x))
     size = math.gcd(policy.chunk_size(sum(counts), (m, n)), tall)
     shape = (m, n) if size == 1 else (size, m, n)
     _, first_wide = numbers_from_loop((0, tall // size), policy.platform)
@@ -221,10 +215,10 @@ def _map_some_tall(f: Function, parts: Sequence[jax.Array], policy: Policy) -> l
         y = jax.lax.cond(step < first_wide, *back, f(jax.lax.cond(step < first_wide, *wide, x)))
         return jax.lax.dynamic_update_index_in_dim(chunks, y, step, 0)
 
-    chunks = jnp.concatenate([x.reshape(-1) for x in parts]).reshape(-1, size * m * n)
+    chunks = jnp.concatenate([parts[i].reshape(-1) for i in order]).reshape(-1, size * m * n)
     stack = jax.lax.fori_loop(0, len(chunks), body, chunks).reshape(-1, m * n)
-    results = zip(parts, unstacked(stack, counts, policy.platform), strict=True)
-    return [y.reshape(x.shape) for x, y in results]
+    found = dict(zip(order, unstacked(stack, counts, policy.platform), strict=True))
+    return [found[i].reshape(x.shape) for i, x in enumerate(parts)]
 
 
 def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy, *known) -> Inexact[Array, "count m n"]:
