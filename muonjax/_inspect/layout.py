@@ -105,7 +105,13 @@ class Layout(NamedTuple):
     def visit(self, axes: Sequence[int]) -> Layout:
         """One entry along axes that a loop, a lookup or a batch goes over."""
         left, gone = self.split(axes)
-        return left._replace(loops=(*left.loops, *gone, *([UNKNOWN] if self.placed(axes) else [])))
+        is_known = self.is_separable(axes) and not self.placed(axes)
+        return left._replace(loops=(*left.loops, *gone, *([] if is_known else [UNKNOWN])))
+
+    def is_separable(self, axes: Iterable[int]) -> bool:
+        """Whether an entry of one of these axes adds as much to all positions."""
+        runs = ((run, k) for run in self.runs for k in axes if run.shape[k] > 1)
+        return all(_split(run, k)[1] or len(run.at) == 4 * run.shape[k] for run, k in runs)
 
     @functools.lru_cache(4096)  # noqa: B019
     def pick(self, sources: tuple[int | None, ...], shape: tuple[int, ...]) -> Layout:
@@ -196,7 +202,11 @@ def merged(layouts: Sequence[Layout]) -> Layout:
         return first
     taken = tuple(t for t in first.taken if all(t in x.taken for x in others))
     loops = tuple(dict.fromkeys(run for x in layouts for run in x.loops))
-    alike = all((x.taken, x.loops) == (first.taken, first.loops) for x in others)
+    holes = [
+        np.any(np.broadcast_arrays(False, *(run.positions == HOLE for run in x.runs)), 0) for x in layouts
+    ]
+    apart = bool(np.all(sum(np.asarray(~x, int) for x in holes) <= 1))  # put together
+    apart = apart and all((x.taken, x.loops) == (first.taken, first.loops) for x in others)
     runs, mixed = [], []
     for axis in dict.fromkeys(run.axis for x in layouts for run in (*x.runs, *x.taken) if run not in taken):
         found = [[run for run in x.runs if run.axis == axis] for x in layouts]
@@ -205,10 +215,11 @@ def merged(layouts: Sequence[Layout]) -> Layout:
             runs += found[0]
             continue
         if all(len(one) == 1 for one in found):
-            each = np.stack(np.broadcast_arrays(*(run.positions for (run,) in found)))
-            if alike and ((each < HOLE).sum(0) <= 1).all():  # put together
-                runs.append(_run(axis, each.min(0)))
+            if apart:
+                each = [np.where(x, HOLE, run.positions) for x, (run,) in zip(holes, found, strict=True)]
+                runs.append(_run(axis, functools.reduce(np.minimum, each)))
                 continue
+            each = np.stack(np.broadcast_arrays(*(run.positions for (run,) in found)))
             for k in range(1, each.ndim):
                 rest = each.min(k, keepdims=True)
                 rest = _less(rest, rest.min(tuple(range(1, each.ndim)), keepdims=True))
@@ -229,10 +240,20 @@ def _region(layout: Layout) -> Region:
         visited = [run for run in layout.loops if run.axis == axis and len(run.at) > 4]
         mine = [run for run in (*layout.runs, *layout.taken) if run.axis == axis]
         is_there = np.isin(np.arange(n), sums([*mine, *visited]))
-        if mine and not is_there.all():
+        others = [run for run in layout.runs if run.axis not in (axis, OTHER)]
+        if mine and not is_there.all() and all(_is_product(a, b) for a in mine for b in others):
             periods = (p for p in range(1, n + 1) if n % p == 0 and (is_there[p:] == is_there[:-p]).all())
             found.append((axis, is_there[: next(periods)].tobytes()))
     return frozenset(found)
+
+
+def _is_product(a: Run, b: Run) -> bool:
+    """Whether all positions of one come with all of the other."""
+    if len(a.shape) != len(b.shape) or not any(m > 1 < n for m, n in zip(a.shape, b.shape, strict=True)):
+        return True
+    x, y = np.broadcast_arrays(a.positions.astype(np.int64), b.positions)
+    there = (x < HOLE) & (y < HOLE)
+    return len(np.unique((x * HOLE + y)[there])) == len(np.unique(x[there])) * len(np.unique(y[there]))
 
 
 @functools.lru_cache(4096)

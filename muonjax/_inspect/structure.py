@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import MOST, UNKNOWN, Layout, Unmoved
+from muonjax._inspect.layout import MOST, UNKNOWN, Layout, Unmoved, merged
 from muonjax._inspect.rules import bent, is_zero, latest, rule, unknown
-from muonjax._inspect.values import DATA, Move, Value, dependent, moved, summed
+from muonjax._inspect.values import DATA, Move, Value, dependent, grouped, moved, summed
 from muonjax._inspect.walk import Walk
 
 SAME = """
@@ -126,8 +126,12 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
     logits = tuple(x for v in placed for x in v.logits)
     if len(logits) > 1 and logits[0].stage == "logits":
         logits = (logits[0]._replace(problem=logits[0].problem or ("its logits are joined with others", i)),)
-    terms = tuple(t for v in placed for t in v.terms) if joined.is_weight else ()
-    return [joined._replace(terms=terms, images=images, logits=logits)]
+    terms = [t for v in placed for t in v.terms] if joined.is_weight else []
+    for group in grouped(((t.leaf, *t[2:]), t) for t in terms):  # parts of one parameter
+        layout = merged([t.layout for t in group])
+        if len(group) > 1 and layout.taken == group[0].layout.taken and layout.is_separable([axis]):
+            terms = [group[0]._replace(layout=layout), *(t for t in terms if t not in group)]
+    return [joined._replace(terms=tuple(terms), images=images, logits=logits)]
 
 
 @rule("gather")

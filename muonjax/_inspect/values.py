@@ -232,19 +232,19 @@ def alike(images: Sequence[Image]) -> bool:
 
 def summed(values: Iterable[Value]) -> tuple[Image, ...]:
     """The images in a sum or a concatenation: parts of one product count once."""
-    found = _grouped((m.product, m) for v in values for m in v.images)
+    found = grouped((m.product, m) for v in values for m in v.images)
     return tuple(group[0] if len(group) == 1 else _united(group) for group in found)
 
 
 def _united(images: Sequence[Image]) -> Image:
-    found = _grouped((t.leaf, t) for m in images for t in m.biases)
+    found = grouped((t.leaf, t) for m in images for t in m.biases)
     biases = tuple(group[0]._replace(layout=merged([t.layout for t in group])) for group in found)
     after = next((m.after for m in images if m.after), None)
     apart = alike(images) and all(m.apart for m in images)
     return Image(images[0].product, merged([m.layout for m in images]), biases, after, apart)
 
 
-def _grouped(found: Iterable[tuple[Any, Any]]) -> Iterable[list[Any]]:
+def grouped(found: Iterable[tuple[Any, Any]]) -> Iterable[list[Any]]:
     groups: dict[Any, list[Any]] = {}
     for key, x in found:
         groups.setdefault(key, []).append(x)

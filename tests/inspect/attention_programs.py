@@ -1095,7 +1095,7 @@ def as_many_layers_of_two_attentions_as_heads(p, x):
 
 CHANGES = {
     "reversed": (lambda w: w[::-1], IN_TURNS),
-    "one_after_the_other": (lambda w: jnp.concatenate([w, w]), ANOTHER),
+    "one_after_the_other": (lambda w: jnp.concatenate([w, w]), IN_TURNS),
     "repeated": (lambda w: jnp.repeat(w, 2, 0), IN_TURNS),
     "padded": (lambda w: jnp.pad(w, [(0, 1), (0, 0), (0, 0)]), ANOTHER),
 }
