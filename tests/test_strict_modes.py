@@ -36,6 +36,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.nan("what was not measured yet is NaN in the state of `monitor`")
 # Optax's Adam, and its correction of a bias, raise a float to the power of an int32.
 @pytest.mark.parametrize(("dtypes", "name"), [
     *(("standard", name) for name in OPTIMIZERS),

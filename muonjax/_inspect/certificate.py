@@ -25,7 +25,7 @@ from muonjax._inspect.walk import Walk
 
 _UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]
 # Operations that move entries along axes on which nothing depends, or none at all, or change all of them equally.
-_SAME = frozenset(f"{SAME} {RESIZED} pad".split())
+_SAME = frozenset(f"{SAME} {RESIZED}".split())
 _OF_SEVERAL = "mul div add sub add_any max complex select_n join concatenate"
 _SEVERAL = frozenset(_OF_SEVERAL.split())
 
