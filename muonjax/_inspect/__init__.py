@@ -34,8 +34,11 @@ together, and heads of one kernel each that are put together.
 `report` runs the function with its largest logits as further results, and is otherwise the function to the bit;
 `value_and_grad` differentiates that, and `versions` has what differs between versions of JAX.
 
-If JAX can say a new primitive in others, a line of `_REWRITTEN` in `graph` is enough. Otherwise write a function
-(walk, i, node, values) -> values under `@rule("its name")`: `values` are the operands, `node.params` the equation's
-parameters. Return `unknown(...)` for settings that you do not handle. If a clip may pass it, the certificate needs its
-own line.
+A new primitive often needs one word: in `_ENTRYWISE` (`rules`) if it works entry by entry, in `SAME` (`structure`) if
+it moves nothing, in `_MIXES` (`rules`) if it mixes columns, in `_ENTERED` (`graph`) if it calls a body. One that JAX
+can say in others has a line in `_REWRITTEN` (`graph`), one that moves the entries of one operand a case in
+`structure.after`, which the certificate uses too. Otherwise write a function (walk, i, node, values) -> values under
+`@rule("its name")`: `values` are the operands, `node.params` the equation's parameters. Return `unknown(...)` for
+settings that you do not handle. If it has several operands and a clip may pass it, the certificate needs its own
+line.
 """

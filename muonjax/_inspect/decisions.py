@@ -1,7 +1,7 @@
 """Decide from its uses which optimizer takes a parameter, and as which matrices.
 
-The first that holds of these, each with its line: whole numbers; never used; looked up; in no product; used by an
-operation that is not followed, and left to names; an output head of a loss; in products with vectors alone; in a last
+The first that holds of these, each with its line: whole numbers; never used; used by an operation that is not followed,
+and left to names; looked up; in no product; an output head of a loss; in products with vectors alone; in a last
 product without a loss, and left to names; an embedding of patches. All others are matrices, if their products agree.
 """
 

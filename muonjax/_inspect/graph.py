@@ -33,7 +33,7 @@ from muonjax._inspect.versions import (
     while_counts,
 )
 
-# Over an axis of a `vmap`, which is an axis of the array then.
+# A collective over an axis of a `vmap` is a reduction over an axis of the array.
 _SUMS = dict.fromkeys(["psum", "psum_invariant"], "reduce_sum")
 _COLLECTIVES = _SUMS | {"pmax": "reduce_max", "pmin": "reduce_min"}
 _ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_lin"}

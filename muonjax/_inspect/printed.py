@@ -16,8 +16,8 @@ def printed(fun: Callable[..., Any], params: Any, *args: Any, path: str) -> Iter
     """A line for each operation whose result is made of the parameter at `path`, or of its product with an activation.
 
     A line has the operation, the shape of its result, and for each axis of the parameter the position of entry
-    (i, j, ...) of the result: "axis 1 = 8 j + k" is entry 8 j + k of it. What follows "without" no longer has one
-    position: it was added up.
+    (i, j, ...) of the result: "axis 1 = 8 j + k" is entry 8 j + k of it. A set is added to that, as "+ {0, 4}": the
+    entries at all of these positions were added up or mixed.
     """
     leaves, structure = jax.tree.flatten(params)
     closed = jax.make_jaxpr(lambda leaves: fun(structure.unflatten(leaves), *args))(leaves)
@@ -34,9 +34,15 @@ def printed(fun: Callable[..., Any], params: Any, *args: Any, path: str) -> Iter
 
 
 def _described(layout: Layout) -> str:
-    said = [f"axis {run.axis} = {_formula(run.positions)}" for run in layout.runs if run.axis >= 0]
-    gone = dict.fromkeys(f"axis {run.axis}" for run in layout.taken if run.axis >= 0)
-    return ", ".join(said) + (f" without {', '.join(gone)}" if gone else "")
+    said: dict[int, list[str]] = {}
+    for run in layout.runs:
+        said.setdefault(run.axis, []).append(_formula(run.positions))
+    for run in layout.taken:
+        more = ", ..." if run.positions.size > 6 else ""
+        said.setdefault(run.axis, []).append(f"{{{', '.join(map(str, run.positions[:6]))}{more}}}")
+    return ", ".join(
+        f"axis {axis} = {' + '.join(parts)}" for axis, parts in sorted(said.items()) if axis >= 0
+    )
 
 
 def _formula(positions: np.ndarray) -> str:

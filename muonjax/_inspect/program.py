@@ -198,8 +198,8 @@ class Program:
           **kwargs: Its keyword arguments.
 
         Returns:
-          For each attention the largest relative deviation: of a head's logits from its factor times what they were,
-          and of what the function returns from what it returned. Some 1e-6 in float32.
+          For each attention the largest relative deviation: of a head's largest logit from its factor times what it
+          was, and of what the function returns from what it returned. Some 1e-6 in float32.
         """
         fun, params, args = as_function_of_parameters(self._fun, params, args)
         deviations, sites = {}, self.sites

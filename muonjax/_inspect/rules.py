@@ -40,7 +40,7 @@ def rule(names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-# What takes the columns that it is given together, and says nothing about others.
+# Operations that mix columns: what they are given is a part.
 _MIXES = """
     approx_top_k bitcast_convert_type cholesky cummin custom_linear_solve dynamic_update_slice eig eigh fft lu mulhi qr
     ragged_all_to_all reduce reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor scatter
