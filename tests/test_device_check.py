@@ -26,7 +26,7 @@ def test_a_device_where_all_is_right(capsys):
     assert verdict == "Everything is right."
     ran = {line.split(",")[0] for line in lines if "at most" in line}
     assert ran == {"fast", "balanced", "accurate", "'reference'", "'blocked'"}
-    assert "bfloat16: Optax " in lines[-1]
+    assert "float32: Optax " in lines[-1]
     assert "balanced " in lines[-1]
 
 
