@@ -354,3 +354,25 @@ def test_parameters_that_the_function_closes_over_are_asked_for():
     with pytest.raises(ValueError, match=r"loss\): nothing that it returns.*give the parameters"):
         value_and_grad(loss)(jnp.ones(3), x)
     assert list(value_and_grad(unrolled)(w, x)[0][1]) == ["max_logits"]
+
+
+def test_grouped_queries_under_checkpoint():
+    """Their heads are in another order in the logits than in the kernel: no constant may say so in the body."""
+    shapes = {"q": (16, 4, 8), "k": (16, 2, 8), "v": (16, 2, 8), "o": (4, 8, 16)}
+    w = {n: jax.random.normal(jax.random.key(i), shape) for i, (n, shape) in enumerate(shapes.items())}
+
+    def attention(w, x):
+        q, k, v = (jnp.einsum("btd,dhs->bths", x, w[n]) for n in "qkv")
+        return jnp.einsum("bths,hsd->btd", jax.nn.dot_product_attention(q, k, v), w["o"]), q, k
+
+    def loss(wrap, w, x):
+        return jnp.mean(wrap(lambda w, x: attention(w, x)[0])(w, x) ** 2)
+
+    x = jax.random.normal(jax.random.key(9), (2, 5, 16))
+    plain, kept = (
+        jax.jit(value_and_grad(functools.partial(loss, f)))(w, x) for f in (lambda f: f, jax.checkpoint)
+    )
+    _, q, k = attention(w, x)
+    want = jnp.einsum("bths,buhs->bhtu", q, jnp.repeat(k, 2, 2)).max((0, 2, 3)) / 8**0.5
+    for (_, maxima), _ in (plain, kept):
+        np.testing.assert_allclose(maxima["max_logits"], want, rtol=2e-5)
