@@ -51,11 +51,11 @@ def _smallest(table: np.ndarray | None) -> np.ndarray | None:
     """One entry along each axis where all are equal; None where nothing is touched."""
     if table is None or not table.size:
         return None
-    for axis in range(1, table.ndim):
+    for axis in [axis for axis in range(1, table.ndim) if table.shape[axis] > 1]:
         first = table.take([0], axis)
-        if table.shape[axis] > 1 and np.array_equal(np.broadcast_to(first, table.shape), table, True):
+        if ((table == first) | np.isnan(table) & np.isnan(first)).all():
             table = first
-    return None if table.ravel().tolist() == _UNTOUCHED else table
+    return None if table.size == 3 and table.ravel().tolist() == _UNTOUCHED else table
 
 
 class Certificate:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -11,18 +13,26 @@ from muonjax._inspect import products, structure  # noqa: F401  with `rules`, th
 from muonjax._inspect.graph import Graph, Node
 from muonjax._inspect.rules import FOLDED, RULES, SPREADING, spread, unknown
 from muonjax._inspect.values import Value, dependent
+from muonjax._inspect.versions import Body
 from muonjax._inspect.walk import Walk
 
 
-def follow(graph: Graph) -> Walk:
-    """What one pass over the operations finds out."""
-    walk, collects = Walk(graph), gc.isenabled()
-    gc.disable()  # it would go through all of JAX's objects for the many small ones that are made here
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection: it would go through all of JAX's objects for the many small ones of the reader."""
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        _follow(walk, 0, len(graph.nodes))
+        yield
     finally:
         if collects:
             gc.enable()
+
+
+def follow(body: Body, parameters: range) -> Walk:
+    """What one pass over the operations of a jaxpr finds out about these of its inputs."""
+    walk = Walk(Graph(body, parameters))
+    _follow(walk, 0, len(walk.nodes))
     return walk
 
 

@@ -195,7 +195,8 @@ def whole(shape: tuple[int, ...]) -> Layout:
     return Layout(shape, shape, tuple(runs))
 
 
-def merged(layouts: Sequence[Layout]) -> Layout:
+@functools.lru_cache(4096)
+def merged(layouts: tuple[Layout, ...]) -> Layout:
     """The layout of a sum of parts of one origin. Where they differ, all of their positions are taken."""
     first, *others = layouts
     if all(x == first for x in others):

@@ -8,7 +8,6 @@ import numpy as np
 
 from muonjax._common.trees import flatten_paths
 from muonjax._inspect.follow import follow
-from muonjax._inspect.graph import Graph
 from muonjax._inspect.layout import HOLE, Layout
 
 
@@ -21,7 +20,7 @@ def printed(fun: Callable[..., Any], params: Any, *args: Any, path: str) -> Iter
     """
     leaves, structure = jax.tree.flatten(params)
     closed = jax.make_jaxpr(lambda leaves: fun(structure.unflatten(leaves), *args))(leaves)
-    leaf, walk = list(flatten_paths(params)).index(path), follow(Graph(closed, range(len(leaves))))
+    leaf, walk = list(flatten_paths(params)).index(path), follow(closed, range(len(leaves)))
     for i, node in enumerate(walk.nodes):
         for x in node.outputs:
             value = walk.values[x]

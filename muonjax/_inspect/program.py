@@ -31,8 +31,7 @@ from muonjax._common.trees import (
 )
 from muonjax._inspect.attention import Call, attentions
 from muonjax._inspect.decisions import Decision, decide
-from muonjax._inspect.follow import follow
-from muonjax._inspect.graph import Graph
+from muonjax._inspect.follow import follow, no_collection
 from muonjax._inspect.report import run
 from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import DimensionNumbersTree
@@ -290,8 +289,11 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         raise
     first = next(iter(jax.tree.leaves(outputs)), None)
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
-    walk, paths = follow(Graph(closed, range(len(leaves)))), list(flatten_paths(params))
-    decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
+    paths = list(flatten_paths(params))
+    with no_collection():
+        walk = follow(closed, range(len(leaves)))
+        decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
+        attentions = [a for a, _ in _attentions(walk, paths)]
     unused = [name for name, decision in decisions.items() if not decision.meets_data]
     if leaves and len(unused) == len(paths):
         raise ValueError(
@@ -301,7 +303,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     if unused:
         names = listed([f"{name} ({decisions[name].why})" for name in unused], ", ")
         warnings.warn(f"{call}: parameters that meet no data go to Adam: {names}.", stacklevel=2)
-    return Program(decisions, [a for a, _ in _attentions(walk, paths)], params, whole)
+    return Program(decisions, attentions, params, whole)
 
 
 def check_arrays(call: str, params: Any) -> None:
@@ -345,7 +347,8 @@ def find_maxima(
     The leaves of `arguments` are the inputs of `closed`. All of these are parameters, or, as where a loss is
     differentiated by its input too, those of one argument are. `shared` as in `Probe`.
     """
-    sites = _clippable(closed, arguments, call)
+    with no_collection():
+        sites = _clippable(closed, arguments, call)
     probes = [each.probe._replace(shared=shared) for _, calls in sites for each in calls if each.probe]
     results = run(closed, probes, *jax.tree.leaves(arguments))
     count = len(results) - len(probes)
@@ -360,7 +363,7 @@ def _clippable(closed: ClosedJaxpr, arguments: Sequence[Any], call: str) -> list
     ends = itertools.accumulate((len(jax.tree.leaves(x)) for x in arguments), initial=0)
     found, used = [], False
     for tree, start in [(whole, 0), *(zip(arguments, ends, strict=False) if len(arguments) > 1 else ())]:
-        walk = follow(Graph(closed, range(start, start + len(jax.tree.leaves(tree)))))
+        walk = follow(closed, range(start, start + len(jax.tree.leaves(tree))))
         found, used = _attentions(walk, list(flatten_paths(tree))), used or bool(walk.uses)
         if clippable := [(a.name, calls) for a, calls in found if a.site is not None]:
             return clippable

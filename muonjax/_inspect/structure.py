@@ -128,7 +128,7 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
         logits = (logits[0]._replace(problem=logits[0].problem or ("its logits are joined with others", i)),)
     terms = [t for v in placed for t in v.terms] if joined.is_weight else []
     for group in grouped(((t.leaf, *t[2:]), t) for t in terms):  # parts of one parameter
-        layout = merged([t.layout for t in group])
+        layout = merged(tuple(t.layout for t in group))
         if len(group) > 1 and layout.taken == group[0].layout.taken and layout.is_separable([axis]):
             terms = [group[0]._replace(layout=layout), *(t for t in terms if t not in group)]
     return [joined._replace(terms=tuple(terms), images=images, logits=logits)]

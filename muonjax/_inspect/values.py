@@ -238,10 +238,10 @@ def summed(values: Iterable[Value]) -> tuple[Image, ...]:
 
 def _united(images: Sequence[Image]) -> Image:
     found = grouped((t.leaf, t) for m in images for t in m.biases)
-    biases = tuple(group[0]._replace(layout=merged([t.layout for t in group])) for group in found)
+    biases = tuple(group[0]._replace(layout=merged(tuple(t.layout for t in group))) for group in found)
     after = next((m.after for m in images if m.after), None)
     apart = alike(images) and all(m.apart for m in images)
-    return Image(images[0].product, merged([m.layout for m in images]), biases, after, apart)
+    return Image(images[0].product, merged(tuple(m.layout for m in images)), biases, after, apart)
 
 
 def grouped(found: Iterable[tuple[Any, Any]]) -> Iterable[list[Any]]:

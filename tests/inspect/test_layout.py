@@ -113,7 +113,7 @@ def part_of(layout, axis, edge):
 def together(layouts, axis):
     sizes = [layout.shape[axis] for layout in layouts]
     starts = itertools.accumulate(sizes, initial=0)
-    return merged([x.place(axis, start, sum(sizes)) for x, start in zip(layouts, starts, strict=False)])
+    return merged(tuple(x.place(axis, start, sum(sizes)) for x, start in zip(layouts, starts, strict=False)))
 
 
 @pytest.mark.parametrize("origin", ORIGINS, ids=str)
@@ -128,7 +128,7 @@ def test_parts_that_are_put_together(origin):
         parts = [positions[cut] for cut in cuts]
         layouts = [part_of(whole(origin), axis, edge) for edge in itertools.pairwise(edges)]
         if len({part.shape for part in parts}) == 1:
-            total = merged(layouts)
+            total = merged(tuple(layouts))
             for part in parts:
                 check(total, part, origin)
 
