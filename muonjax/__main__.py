@@ -2,9 +2,9 @@
 
     python -m muonjax [--quick]
 
-One to three minutes. The exit status is 1 if any result is not finite, or off by more
-than is stated. Every result is compared with float64: of polar factors the root mean square error, of symmetric
-products the relative error. The times are milliseconds, and in parentheses in units of Optax's.
+One to three minutes. The exit status is 1 if any result is not finite, or off by more than is stated. Every result is
+compared with float64: of polar factors the root mean square error, of symmetric products the relative error. The times
+are milliseconds, and in parentheses in units of Optax's.
 """
 
 import argparse

@@ -138,8 +138,8 @@ def _aligned(x: jax.Array) -> jax.Array:
     return jnp.pad(x, missing) if any(after for _, after in missing) else x
 
 
-# Parts of the names of devices of compute capability 9.0: the GH200 is one of them.
-_HOPPER = ("H100", "H800", "H20")  # H20 and H200
+# Parts of the names of all devices of compute capability 9.0: H20 stands in H200 and GH200 too.
+_HOPPER = ("H100", "H800", "H20")
 
 
 def require(dtype: jnp.dtype) -> int:

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -64,7 +63,7 @@ def check(implementation, shape):
 
 
 def timed(calls: dict[str, list[tuple[Call, int]]], chip: str | None, rounds: int) -> dict[str, Any]:
-    """Milliseconds of methods in turn, each a sum of programs that count so often; the first is the baseline.
+    """Seconds of methods in turn, each a sum of programs that count so often; the first is the baseline.
 
     With the time that the model gives the compiled programs.
     """
@@ -100,7 +99,7 @@ def timed(calls: dict[str, list[tuple[Call, int]]], chip: str | None, rounds: in
     }
     baseline = totals[next(iter(calls))]
     for name, own in totals.items():
-        rows[name] |= {"ms": 1e3 * statistics.median(own)} | measure.summary(own, baseline)
+        rows[name] |= measure.summary(own, baseline)
     return rows
 
 
@@ -186,7 +185,7 @@ def compile_time(tree):
 
 
 def tiles(shape, rounds):
-    """Milliseconds of the Hopper kernel by its tiles."""
+    """Seconds of the Hopper kernel by its tiles."""
     from benchmarks.gpu.tiles import candidates
     from pallas_kernels import _mosaic_gpu, _mosaic_gpu_sm90
 
@@ -199,7 +198,7 @@ def tiles(shape, rounds):
         return lambda x: _mosaic_gpu_sm90.launch(x, None, None, scale, tiles=chosen, cores=cores)
 
     calls = {str(chosen): [((launch(chosen), x), 1)] for chosen in candidates()}
-    return {name: row.get("ms", row) for name, row in timed(calls, None, rounds).items()}
+    return {name: row.get("seconds", row) for name, row in timed(calls, None, rounds).items()}
 
 
 def main(platform: str, kernels: list[str], document: str) -> None:

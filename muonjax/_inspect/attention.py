@@ -43,9 +43,7 @@ class Call(NamedTuple):
     index: tuple[int, ...] = ()  # the layer on the first axes, where they are taken one by one
     heads: int = 1
     problem: str = ""
-    terms: tuple[
-        Term, ...
-    ] = ()  # the parameters that a clip scales; of a refused one, of its queries and keys
+    terms: tuple[Term, ...] = ()  # of a refused one, the parameters of its queries and keys
 
 
 class _Refused(Exception):

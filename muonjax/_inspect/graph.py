@@ -34,8 +34,12 @@ from muonjax._inspect.versions import (
 )
 
 # A collective over an axis of a `vmap` is a reduction over an axis of the array.
-_SUMS = dict.fromkeys(["psum", "psum_invariant"], "reduce_sum")
-_COLLECTIVES = _SUMS | {"pmax": "reduce_max", "pmin": "reduce_min"}
+_COLLECTIVES = {
+    "psum": "reduce_sum",
+    "psum_invariant": "reduce_sum",
+    "pmax": "reduce_max",
+    "pmin": "reduce_min",
+}
 _ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_lin"}
 
 

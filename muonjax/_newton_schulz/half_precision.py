@@ -58,7 +58,7 @@ class _Products(NamedTuple):
     Attributes:
       on_small_side: Products of m x m matrices.
       axis_name: Mesh axes over which the columns of x are sharded.
-      blocks: Whether symmetric products are made in 2 x 2 blocks, where no implementation is named.
+      blocks: Whether symmetric products are made in 2 x 2 blocks, where no kernel makes them.
     """
 
     on_small_side: SymmetricProduct
@@ -80,7 +80,7 @@ class _Products(NamedTuple):
 
     @property
     def by_kernel(self) -> bool:
-        """Whether the kernel of a named implementation makes symmetric products; it multiplies by numbers as well."""
+        """Whether a kernel, named or chosen, makes symmetric products; it multiplies by numbers as well."""
         return self.on_small_side.implementation is not None
 
     def gram(self, z: jax.Array) -> jax.Array:
@@ -153,9 +153,7 @@ def iterate(
         z, basis = (power_of_two_scale(x, axis_name) * x).astype(dtype), None
     else:
         z, basis = shrink(x, shrinking, dtype), shrinking.v
-    q, z = _steps(
-        products, z, settings, basis, fused_steps(settings, policy, m, n, implementation is not None)
-    )
+    q, z = _steps(products, z, settings, basis, fused_steps(settings, policy, m, n, products.by_kernel))
     # A stack's result is cut, and in half precision that moves half as much.
     return products.summed(q, z) if x.ndim == 2 else products.rounded(q, z).astype(jnp.float32)
 
