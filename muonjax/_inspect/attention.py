@@ -26,7 +26,6 @@ class Span(NamedTuple):
     leaf: int
     scale: Scale  # without its path
     stack: tuple[int, ...]  # axes of the parameter that count layers
-    index: tuple[int, ...] = ()  # of those that a constant index chooses, the first of them: the layer
 
     @property
     def heads(self) -> int:
@@ -40,7 +39,6 @@ class Call(NamedTuple):
     spans: tuple[Span, ...] = ()
     probe: Probe | None = None
     layers: tuple[int, ...] = ()
-    index: tuple[int, ...] = ()  # the layer on the first axes, where they are taken one by one
     heads: int = 1
     problem: str = ""
     terms: tuple[Term, ...] = ()  # of a refused one, the parameters of its queries and keys
@@ -93,7 +91,7 @@ def _proved(walk: Walk, places: Sequence[tuple[int, int]], group: Sequence[Call]
     derived = ", but a derivative that the function takes too" if passes else ""
     why = "" if i is None else f"a clip would not scale its logits alone{derived}: {walk.graph.line(i)}"
     probes = [
-        call.probe and certificate.located(call.probe, value, x.value, logs[call.index])
+        call.probe and certificate.located(call.probe, value, x.value, logs)
         for value, x, call in zip(values, logits, group, strict=True)
     ]
     if not why and all(probes):
@@ -152,12 +150,11 @@ class _Finder:
         spans = (*queries, *keys)
         layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
         entries = [{s.heads for s in found} for found in (queries, keys)]
-        several = max(map(len, (*entries, layers, {s.index for s in spans}))) > 1
+        several = max(map(len, (*entries, layers))) > 1
         if several or (keys and queries[0].heads % keys[0].heads):
             raise _Refused("its queries and keys are cut into heads or layers in several ways")
-        terms, first = _terms((*self.query.value.images, *own)), queries[0]
-        spans = tuple(s._replace(index=()) for s in spans)
-        return Call(line, spans, self._probe(), layers.pop(), first.index, first.heads, terms=terms)
+        terms = _terms((*self.query.value.images, *own))
+        return Call(line, spans, self._probe(), layers.pop(), queries[0].heads, terms=terms)
 
     def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
         """Keys that each head has for itself; and those that all heads share, by the features that they fill."""
@@ -189,8 +186,6 @@ class _Finder:
         for image in images:
             use = image.product.use
             for leaf, layout in [(use.term.leaf, image.layout), *((t.leaf, t.layout) for t in image.biases)]:
-                if any(n == 1 < m for n, m in zip(layout.origin, self.shapes[leaf], strict=True)):
-                    raise _Refused("devices of a shard_map have different layers or heads of its parameter")
                 span = self._span(leaf, layout, operand, factor)
                 yield from self._apart(span, shared) if shared else [span]
 
@@ -210,8 +205,7 @@ class _Finder:
         rest, features = rest.split(operand.summed)
         heads = sorted(heads, key=lambda a: (a.axis, -a.stride))
         features = (*features, *rest.taken, *(run for run in rest.runs if run.axis >= 0))
-        single = {a.axis: int(a.positions[0]) for a in layout.loops if a.shape == (1,)}
-        stack = tuple(dict.fromkeys([*single, *(a.axis for a in layout.loops if a.shape > (1,))]))
+        stack = tuple(dict.fromkeys(a.axis for a in layout.loops))
         held = {a.axis for a in (*heads, *features)}
         if not held.isdisjoint(stack):
             raise _Refused("a loop goes over a part of an axis of its parameter")
@@ -224,7 +218,7 @@ class _Finder:
             raise _Refused("its heads do not lie one after the other in the parameter")
         axes = tuple(own.index(a) - len(own) for a in order)
         scale = Scale(path="", rank=len(own), axes=axes, factor=factor, **found)
-        return Span(leaf, scale, stack, tuple(single.values()))
+        return Span(leaf, scale, stack)
 
     def _probe(self) -> Probe:
         walk, logits = self.walk, self.logits

@@ -170,10 +170,9 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     heads, experts = {a for a, _ in product.heads}, product.batches
     summed, counting = batch & product.summed, columns & (experts - heads)
     counting = counting if counting != columns else set()
-    batch = (batch - summed) | counting
-    summed |= {a for a in batch if a.axis in walk.summed_slices[leaf]}
-    batch -= summed
-    row_axes, column_axes = _axes(rows | summed), _axes(columns - counting)
+    slices = walk.summed_slices[leaf]
+    batch = {a for a in (batch - summed) | counting if a.axis not in slices}
+    row_axes, column_axes = _axes(rows | summed) | slices, _axes(columns - counting)
     if row_axes & column_axes:
         return f"one axis of it is both summed and given: {walk.graph.line(use.node)}"
     form = _Form(row_axes, column_axes)

@@ -155,32 +155,10 @@ class Layout(NamedTuple):
         return self._replace(shape=shape, runs=tuple(sorted(run for run in runs if run.is_known)))
 
     def resize(self, shape: Sequence[int]) -> Layout:
-        """Another number of entries, on one device of several or on all of them: each has as much of the origin."""
-        runs, origin = [], list(self.origin)
+        """Another number of entries, on one device of several or on all of them."""
         changed = [k for k, n in enumerate(shape) if n != self.shape[k]]
-        lost = self.visit(changed)._replace(shape=tuple(shape), loops=(*self.loops, UNKNOWN))
-        if self.placed(changed):
-            return lost
-        for run in self.runs:
-            for k in [k for k in changed if run.shape[k] > 1]:
-                small, large = sorted((shape[k], self.shape[k]))
-                part = origin[run.axis] if shape[k] == large else origin[run.axis] * small // large
-                one = run.positions.take(range(small), k)
-                every = np.concatenate([one + device * part for device in range(large // small)], k)
-                if shape[k] == small and not np.array_equal(every, run.positions):
-                    return lost
-                origin[run.axis] = part if shape[k] == small else part * large // small
-                run = _run(run.axis, one if shape[k] == small else every)
-            runs.append(run)
-        return self._replace(shape=tuple(shape), origin=tuple(origin), runs=tuple(runs))
-
-    @property
-    def settled(self) -> Layout:
-        """Constant indices count as a loop's, as in layers that are taken from a stack one by one."""
-        single = [r for r in (*self.runs, *self.taken) if len(r.at) == 4 and self.origin[r.axis] > 1]
-        runs, taken = (tuple(r for r in found if r not in single) for found in (self.runs, self.taken))
-        loops = (*self.loops, *(r._replace(shape=(1,)) for r in single))
-        return self._replace(runs=runs, taken=taken, loops=loops)
+        rest = self.visit(changed)._replace(shape=tuple(shape))
+        return rest if rest.loops == self.loops else rest._replace(loops=(*rest.loops, UNKNOWN))
 
 
 UNKNOWN = Run(OTHER, (1,), np.int32(HOLE).tobytes())

@@ -36,8 +36,6 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
         return RULES.get("mul", unknown)(walk, i, node, moved)[0]
     for side, rest in ((left, right), (right, left)):
         walk.record_unknown(side.value, rest.value)
-        if any(x.stage == "weights" and x.layout.atoms(rest.summed) for x in rest.value.logits):
-            side.value = walk.as_input(side.value, side.given)  # learned values
     if left.is_parameter and right.is_parameter:
         return _of_parameters(i, product, left, right)
     for side, rest in ((left, right), (right, left)):
@@ -55,25 +53,22 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
     if sides:
         side = sides[0]
         rest = right if side is left else left
-        value = by_parameter(walk, i, product, side, rest)._replace(logits=_mixed(i, rest))
-        return _or_logits(walk, i, value, left, right) if _may_be_learned(side, rest) else value
+        if _may_be_learned(side, rest):
+            walk.record_terms(i, "learned", [side.value])
+            walk.softmaxes |= {rest.value.weights: i} if rest.value.weights >= 0 else {}
+            walk.one_sided.add(i)
+            return product._replace(scores=i)
+        return by_parameter(walk, i, product, side, rest)._replace(logits=_mixed(i, rest))
     for side, rest in ((left, right), (right, left)):
         walk.record_meeting(side.value.images, rest.value)
     return _of_activations(walk, i, product, left, right)
 
 
 def _may_be_learned(side: Side, rest: Side) -> bool:
-    """Whether a product of parameters may be learned queries or keys: its last factor has the features."""
-    first, *_, last = (bool(t.layout.atoms(side.summed)) for t in (*side.value.terms[:1], *side.value.terms))
-    is_chain = all(t.inner for t in side.value.terms) and side.value.is_weight
-    return is_chain and last and not first and any(m.linear for m in rest.value.images)
-
-
-def _or_logits(walk: Walk, i: int, value: Value, left: Side, right: Side) -> Value:
-    """What attention makes of a product, if it is one of queries and keys."""
-    walk.pairs[i] = (left, right)
-    everything = whole(walk.shape(walk.nodes[i].outputs[0]))
-    return value._replace(logits=(Logits(i, everything, value=walk.nodes[i].outputs[0]),))
+    """Whether a product of parameters may be learned queries, keys or values, and no matrix of several factors."""
+    first, *_ = side.value.terms
+    across = not first.layout.atoms(side.summed) and any(m.linear for m in rest.value.images)
+    return all(t.inner for t in side.value.terms) and (across or rest.value.weights >= 0)
 
 
 def _of_parameters(i: int, product: Value, left: Side, right: Side) -> Value:
@@ -102,14 +97,13 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
     for k, t in enumerate(side.value.terms):
         rows, columns = side.rows(t), side.columns(t)
         kind = "product" if t.layout.atoms(side.summed) or t.inner else "multiplied"
-        layout = t.layout.settled
-        batch = (*layout.atoms(side.batch), *layout.loops)
+        batch = (*t.layout.atoms(side.batch), *t.layout.loops)
         each = t.layout.atoms(experts)
         rows, batch = tuple(a for a in rows if a not in each), (*batch, *each)
         axes = {"rows": rows, "columns": columns, "batch": batch}
         walk.record(i, kind, t, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra)
         if kind == "product":
-            images.append(Image(walk.product(i, k), side.along(layout)))
+            images.append(Image(walk.product(i, k), side.along(t.layout)))
     if not images:  # a scale, written as a product
         return product._replace(images=rest.moved.images)
     for image in rest.value.images:  # an axis that one product gives and the next has as a batch: experts
@@ -168,7 +162,8 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
         if (left.given and right.given) or matched:
             walk.consume(i, left.operand, right.operand)
         if a.images and b.images and (left.given or right.given):
-            return _or_logits(walk, i, product, left, right)
+            walk.pairs[i], result = (left, right), walk.nodes[i].outputs[0]
+            return product._replace(logits=(Logits(i, whole(walk.shape(result)), value=result),))
     elif left.given and right.given and product.scores < 0:
         walk.one_sided.add(i)
         product = product._replace(scores=i, weights=-1)

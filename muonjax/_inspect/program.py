@@ -10,7 +10,6 @@ import reprlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from inspect import signature
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -264,7 +263,6 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
             f"inspect(fun, params, ...): the first argument is a {type(fun).__name__}; it must be your loss function."
         )
     call, whole, given = _name(fun), fun, ", ".join(type(x).__name__ for x in (params, *args))
-    _check_arguments(fun, params, *args, **kwargs)
     fun, params, args = as_function_of_parameters(fun, params, args)
     leaves, structure = jax.tree.flatten(params)
     check_arrays(call, params)
@@ -316,19 +314,6 @@ def check_arrays(call: str, params: Any) -> None:
             )
 
 
-def _check_arguments(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Raise TypeError where a function that is to be inspected does not take these arguments."""
-    try:
-        signature(fun).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(
-            f"{_name(fun)}: {error}. Give what {getattr(fun, '__name__', 'fun')} takes after its first argument too, "
-            "as a batch: arrays or jax.ShapeDtypeStructs."
-        ) from None
-    except ValueError:  # a builtin without a signature
-        return
-
-
 def _name(fun: Callable[..., Any]) -> str:
     return f"inspect({getattr(fun, '__name__', type(fun).__name__)})"
 
@@ -353,7 +338,10 @@ def find_maxima(
     results = run(closed, probes, *jax.tree.leaves(arguments))
     count = len(results) - len(probes)
     maxima = iter(results[count:])
-    each = {name: _of_all_calls(calls, [next(maxima) for _ in calls]) for name, calls in sites}
+    each = {
+        name: functools.reduce(larger, [next(maxima).reshape(*call.layers, call.heads) for call in calls])
+        for name, calls in sites
+    }
     return results[:count], each
 
 
@@ -384,20 +372,6 @@ def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueE
     if not attentions:
         why = " has no attention: no softmax of a product of two activations, multiplied by a third"
     return ValueError(f"{call}{why}. Use {instead}.")
-
-
-def _of_all_calls(calls: Sequence[Call], maxima: Sequence[jax.Array]) -> jax.Array:
-    """The largest of a site's calls, each in the layer where it is."""
-    shape = (*calls[0].layers, calls[0].heads)
-    indices: dict[tuple[int, ...], list[jax.Array]] = {call.index: [] for call in calls}
-    for call, maximum in zip(calls, maxima, strict=True):
-        indices[call.index].append(maximum.reshape(shape[len(call.index) :]))
-    each = {index: functools.reduce(larger, found) for index, found in indices.items()}
-    if () in each:
-        return each[()]
-    nothing = jnp.full_like(next(iter(each.values())), -jnp.inf)  # a layer of the stack that is not used
-    layers = itertools.product(*(range(n) for n in shape[: len(calls[0].index)]))
-    return jnp.stack([each.get(index, nothing) for index in layers]).reshape(shape)
 
 
 def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[Call]]]:

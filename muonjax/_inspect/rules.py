@@ -160,12 +160,6 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     if not dependent(values).depends_on & PARAMETER:
         kept = ("input", "one hot") if name in _SCALES else ("input",) if name in _SUMS else ()
         return [whole._replace(marks=tuple(m for v in values for m in v.marks if m.what in kept))]
-    if (name in _SCALES and any(v.images for v in values)) or (name in _SUMS and name not in _CHOICES):
-        if any(v.is_activation for v in values):
-            values = [walk.as_input(v) if v.is_weight else v for v in values]
-        elif any(t.inner for v in values if v.is_weight for t in v.terms):
-            # A learned input, or an adapter of a kernel that is no parameter.
-            return unknown(walk, i, node, values)
     weights = [v for v in values if v.is_weight]
     kind = "added" if name in _SUMS else "multiplied" if name in _SCALES else name
     walk.record_terms(i, kind, weights)
@@ -179,7 +173,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     images = latest(walk, i, images)
     if name in _SUMS:
         walk.record_sum(images if name not in _CHOICES else ())
-        biases = tuple(t._replace(layout=t.layout.settled) for v in weights for t in v.terms)
+        biases = tuple(t for v in weights for t in v.terms)
         images = tuple(m._replace(biases=tuple(dict.fromkeys(m.biases + biases))) for m in images)
     logits = _logits(i, node, values, operands)
     # A masked parameter, or one of several that data choose or mix.

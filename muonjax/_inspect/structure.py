@@ -115,8 +115,7 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
     sizes = [walk.shape(x)[axis] for x in inputs]
     joined = dependent(values)
     if not joined.is_weight:
-        values = [walk.as_input(v) if v.is_weight else v for v in values]
-        walk.record_terms(i, "joined with data", values)
+        walk.record_terms(i, "joined with data", [v for v in values if v.is_weight])
     starts = zip(values, itertools.accumulate(sizes, initial=0), strict=False)
     place = functools.partial(Layout.place, axis=axis, size=sum(sizes))
     placed = [v.map(functools.partial(place, start=start)) for v, start in starts]
@@ -204,4 +203,6 @@ def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
 @rule(RESIZED)
 def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,), old, new = values, walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    return [x.map(lambda layout: layout.resize(new)) if len(old) == len(new) else dependent([x])]
+    if len(old) != len(new):
+        return unknown(walk, i, node, values)
+    return _mapped(walk, i, node, x, lambda layout: layout.resize(new))

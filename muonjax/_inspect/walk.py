@@ -75,8 +75,9 @@ class Walk:
 
     def record_terms(self, i: int, kind: str, values: Iterable[Value]) -> None:
         for v in values:
-            for t in v.terms:
-                self.record(i, kind, t)
+            for t in v.terms:  # which factor of a product of parameters is a learned input is not followed
+                is_chain = t.inner and t.layout.shape
+                self.record(i, "unknown: a product of parameters" if is_chain else kind, t)
 
     def record_unknown(self, value: Value, other: Value) -> None:
         """What is multiplied by the result of an operation without a rule: perhaps that is one hot, and looks it up."""
@@ -154,8 +155,8 @@ class Walk:
             for m in found[1:]:
                 if found[0].product.bit & self.values[m.product.use.operand].before:
                     continue  # layers, one after the other
-                moved = {a.axis for a in set(m.layout.loops) ^ set(found[0].layout.loops)}
-                self.summed_slices[leaf].update(moved)
+                one, other = ({*x.layout.loops, *x.layout.runs} for x in (m, found[0]))
+                self.summed_slices[leaf].update(a.axis for a in one ^ other)
 
     def record_gate(self, m: Image, repeated: Sequence[int]) -> None:
         """A factor that differs along one axis of a product's columns and not along another: a gate of experts."""
@@ -167,11 +168,6 @@ class Walk:
             m.product.heads.update((a, m.layout.region) for a in m.layout.atoms(axes))
 
     def record_attention(self, i: int, logits: Logits, keys: tuple[Run, ...], values: Any) -> None:
-        for side in self.pairs[logits.product]:
-            if side.value.is_weight:  # learned queries, or keys: what looked like a factored matrix
-                for use in [use for use in self.uses if use[0] == logits.product]:
-                    del self.uses[use]
-                side.value = self.as_input(side.value, side.summed)
         self.attentions[logits.product, logits.value] = logits, {a.axis for a in keys}
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:
@@ -182,29 +178,6 @@ class Walk:
         if self.operands.setdefault(tuple(m.product for m in operands), part) != part:
             for m in operands:
                 self.record(logits.product, "unknown: attention head by head", m.product.use.term)
-
-    def as_input(self, value: Value, features: Sequence[int] = (-1,)) -> Value:
-        """A product of parameters that is used as an activation is: its first factor is a learned input.
-
-        The others are matrices; the features are the columns of the last one.
-        """
-        if not value.terms or not all(t.inner and t.layout.shape for t in value.terms):
-            return value
-        features = [range(len(value.terms[0].layout.shape))[axis] for axis in features]
-        last = [t for t in value.terms if t.layout.atoms(features)] or value.terms[-1:]
-        images, before = [], value.before
-        for k, t in enumerate(value.terms):
-            if t in last:
-                columns = t.layout.atoms(range(len(t.layout.shape)))
-                images.append(Image(self.product(t.made, k), t.layout.settled))
-                before |= images[-1].product.bit
-            elif len(t.inner) == 1:
-                self.record(t.made, "a learned input", t)
-                continue
-            else:
-                columns = t.inner[-1]
-            self.record(t.made, "product", t, k=k, rows=t.inner[0], columns=columns)
-        return Value(value.depends_on | DATA, images=tuple(images), before=before)
 
     def consume(self, i: int, *operands: int) -> None:
         if self.nodes[i].passes != "backward":

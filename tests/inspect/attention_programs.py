@@ -29,6 +29,8 @@ OUT: Any = {"out": ((D, 1), "head")}
 CAUSAL = np.tri(T, dtype=bool)
 ELSE = "a clip would not scale its logits alone"
 IN_TURNS = "the heads of its logits are not those of its projections"
+NOT_ALL = "its queries, keys and values can't all be followed to parameters: attention_programs.py:"
+CHAIN = "by names: a product of parameters is not followed: attention_programs.py:"
 SEVERAL = "its queries and keys are cut into heads or layers in several ways"
 GATHER = "by names: gather is not followed: attention_programs.py:"
 ADDED = "its queries are added to something else: attention_programs.py:"
@@ -219,8 +221,9 @@ spelled("heads_cut_and_put_together_again", change=lambda q, k, p, x: (jnp.conca
 # Heads and features in another order.
 
 GATHERED = jnp.array([1, 0, 3, 2])
-spelled("rolled", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), jnp.roll(k, 1, 2)))
-spelled("rolled_queries", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), k))
+CUT: Any = dict.fromkeys("qkv", ((D, D), "0 | 1; 0 | 1 / 4 of 1"))
+spelled("rolled", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), jnp.roll(k, 1, 2)), **CUT)
+spelled("rolled_queries", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), k), **CUT)
 spelled("flipped_queries", None, lambda q, k, p, x: (jnp.flip(q, 2), k))
 spelled("flipped_heads", None, lambda q, k, p, x: (jnp.flip(q, 2), jnp.flip(k, 2)))
 spelled("flipped_features", None, lambda q, k, p, x: (jnp.flip(q, 3), jnp.flip(k, 3)))
@@ -471,7 +474,7 @@ def heads_of_two_products(p, x):
     return end(p, logits_of(q, k), v)
 
 
-@attention(sites=None, **QKVO)
+@attention(sites=None, **CUT, o=(D, D))
 def heads_cut_into_the_batch(p, x):
     """SASRec: heads are parts put together along the batch."""
     q, k, v = (jnp.concatenate(jnp.split(x @ p[n], H, -1), 0) for n in "qkv")
@@ -649,7 +652,7 @@ def heads_before_the_width(p, x):
 # One kernel of queries, keys and values.
 
 
-@attention(sites=SEVERAL, qkv=((D, 3, H, S), "0 | 2, 3; 0 | 3"))
+@attention(sites=1, qkv=((D, 3, H, S), "0 | 2, 3; 0 | 3"))
 def parts_of_a_kernel_unpacked(p, x):
     q, k, v = (jnp.einsum("btd,dhs->bths", x, w) for w in jnp.moveaxis(p["qkv"], 1, 0))
     return jnp.mean(mixed(jax.nn.softmax(logits_of(q, k)), v) ** 2), logits_of(q, k)
@@ -845,14 +848,14 @@ def a_gate_beside_the_kernel_of_the_queries(p, x):
     return jnp.mean((layer(flat, x) * jax.nn.silu(x @ p["q"]["gate"])) ** 2)
 
 
-@program(X, sites=1, query=((D,), "a learned input"), **MATRICES, **OUT)
+@program(X, sites=NOT_ALL, query=((D,), CHAIN), **MATRICES | {"q": ((D, D), CHAIN)}, **OUT)
 def one_learned_query_of_all_examples(p, x):
     """Pooling by attention: queries made of parameters alone, with no axis that counts them."""
     shares = jax.nn.softmax(jnp.einsum("d,bkd->bk", p["query"] @ p["q"], x @ p["k"]) / np.sqrt(D))
     return jnp.mean((jnp.einsum("bk,bkd->bd", shares, x @ p["v"]) @ p["o"] @ p["out"]) ** 2)
 
 
-@program(X, sites=1, table=((5, D), "a learned input"), **MATRICES, **OUT)
+@program(X, sites=NOT_ALL, table=((5, D), CHAIN), **MATRICES | dict.fromkeys("kv", ((D, D), CHAIN)), **OUT)
 def a_table_without_its_mean(p, x):
     """DeBERTa's relative positions: the mean that is subtracted is no parameter of its own."""
     table = p["table"] - jnp.mean(p["table"], -1, keepdims=True)
@@ -1078,14 +1081,11 @@ def as_many_layers_as_heads(p, x):
     return scanned(p, x)
 
 
-@attention(sites=1, **STACK)
+@program(X, sites=3, **STACK)
 def layers_taken_one_by_one(p, x):
-    logits = []
     for i in range(3):
-        w = {name: stack[i] for name, stack in p.items()}
-        logits.append(logits_of(*projected(w, x, "qk")) / np.sqrt(S))
-        x = layer(w, x)
-    return jnp.mean(x**2), jnp.concatenate(logits, 1)
+        x = layer({name: stack[i] for name, stack in p.items()}, x)
+    return jnp.mean(x**2)
 
 
 @program(X, sites=2, **AS_MANY, **dict.fromkeys("QKVO", (H, D, D)))
@@ -1182,7 +1182,7 @@ def divided(name, local, w_specs, x_spec=P(), **parameters):
         return jnp.mean(on_two_devices(attend, w_specs, x_spec, P(None, None, "m"))(p, x) ** 2)
 
     fun.__name__ = name
-    program(X, sites=f"{ELSE}: attention_programs.py:", **parameters)(fun)
+    program(X, sites=NOT_ALL, **parameters)(fun)
 
 
 def side_by_side(p, x):
@@ -1227,9 +1227,7 @@ def layers_as_a_pipeline(p, x):
     return jnp.mean(y), logits.reshape(2 * B, H, T, T)
 
 
-@attention(
-    sites="devices of a shard_map have different layers or heads of its parameter", wq=(2, D, D), wk=(2, D, D)
-)
+@attention(sites=NOT_ALL, wq=(2, D, D), wk=(2, D, D))
 def layers_that_are_divided(p, x):
     """Each device has a layer of its own from the start."""
 

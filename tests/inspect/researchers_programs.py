@@ -37,6 +37,8 @@ PROGRAMS: list[HostileProgram] = []
 program = functools.partial(add_program, to=PROGRAMS)
 A4 = ATTENTION
 M = "0 | 1"
+CHAIN = "by names: a product of parameters is not followed: researchers_programs.py:"
+NOT_ALL = "its queries, keys and values can't all be followed to parameters: researchers_programs.py:"
 LABEL = jax.ShapeDtypeStruct((B,), "int32")
 
 
@@ -138,7 +140,7 @@ def rwkv(p, x):
 
 
 # --- unbatched learned inputs: products of parameters alone
-@program(X, latents=((3, D), "learned input"), **A4, out=((D, 1), "head"), sites=1)
+@program(X, latents=((3, D), CHAIN), **A4 | {"q": ((D, D), CHAIN)}, out=((D, 1), "head"), sites=NOT_ALL)
 def perceiver_with_unbatched_latents(p, x):
     q, k, v = heads(p["latents"] @ p["q"]), heads(x @ p["k"]), heads(x @ p["v"])
     w = jax.nn.softmax(jnp.einsum("qhd,bkhd->bhqk", q, k))
@@ -146,7 +148,7 @@ def perceiver_with_unbatched_latents(p, x):
     return sq(jnp.tanh(o @ p["o"]) @ p["out"])
 
 
-@program(X, latents=((3, D), "learned input"), **A4, out=((D, 1), "head"), sites=1)
+@program(X, latents=((3, D), CHAIN), **A4 | {"q": ((D, D), CHAIN)}, out=((D, 1), "head"), sites=NOT_ALL)
 def perceiver_by_vmap(p, x):
     def one(x):
         q, k, v = heads(p["latents"] @ p["q"]), heads(x @ p["k"]), heads(x @ p["v"])
@@ -156,15 +158,13 @@ def perceiver_by_vmap(p, x):
     return sq(jax.vmap(one)(x))
 
 
-@program(
-    X, pos=((T, D), "by names: add"), proj=((D, D), "by names: add"), w=((D, D), M), out=((D, 1), "head")
-)
+@program(X, pos=((T, D), CHAIN), proj=((D, D), CHAIN), w=((D, D), M), out=((D, 1), "head"))
 def a_projected_position_table(p, x):
     return sq(jnp.tanh((x + p["pos"] @ p["proj"]) @ p["w"]) @ p["out"])
 
 
 @program(
-    X, prefix=((3, 5), "learned input"), w1=((5, D), M), w2=((D, D), M), **A4, out=((D, 1), "head"), sites=1
+    X, prefix=((3, 5), CHAIN), w1=((5, D), CHAIN), w2=((D, D), CHAIN), **A4, out=((D, 1), "head"), sites=1
 )
 def prefix_tuning_by_an_mlp(p, x):
     prefix = jnp.broadcast_to(jnp.tanh(p["prefix"] @ p["w1"]) @ p["w2"], (B, 3, D))

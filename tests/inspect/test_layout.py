@@ -139,20 +139,9 @@ def test_parts_that_are_put_together(origin):
         (check_all_is_known if several else check)(together([layouts[i] for i in order], axis), every, origin)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_one_devices_part(n):
-    """It is as long as the part, knows of how many it is one, and is whole again on all devices."""
-    part = whole((8, 6)).resize((8 // n, 6))
-    assert part == whole((8 // n, 6))
-    assert part.resize((8, 6)) == whole((8, 6))
-
-
-def test_a_part_of_each_device():
-    """[heads, 3, 2], of which a device has half of the heads: its keys are those of its heads, and all keys on all."""
-    layout, shapes = whole((12,)).resize((6,)), ((1, 3, 2), (1, 1, 2), (2,))
-    cut = layout.moved((2,), lambda x: x.reshape(shapes[0])[:, 1:2].reshape(2))
-    assert [run.positions.tolist() for run in cut.runs] == [[2, 3]]
-    assert [run.positions.tolist() for run in cut.resize((4,)).runs] == [[2, 3, 8, 9]]
+def test_what_differs_between_devices_is_not_followed():
+    assert UNKNOWN in whole((8, 6)).resize((4, 6)).loops
+    assert whole((1, 6)).pick((0, 1), (8, 6)).resize((4, 6)).loops == ()
 
 
 def test_what_is_added_up_is_a_part():
