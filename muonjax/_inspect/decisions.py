@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from muonjax._inspect.layout import Layout, Region, Run, sums
-from muonjax._inspect.values import Product, Use
+from muonjax._inspect.values import OF_PRODUCTS, Use
 from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
@@ -107,8 +107,8 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         name = unknown[0].kind.removeprefix("unknown: ")
         return adam(f"{name} is not followed", unknown[0].node, by_names=True)
     products = [u for u in uses if u.kind == "product"]
-    within = {i for u in products for i in u.term.looked}  # lookups of a matrix: of an expert, an adapter
-    if lookups := [u for u in uses if u.kind == "looked up" and u.node not in within]:
+    visited = {run for u in products for run in u.term.layout.loops}  # of a matrix: an expert's, an adapter's
+    if lookups := [u for u in uses if u.kind == "looked up" and not visited.issuperset(u.rows)]:
         also = f", and multiplied: {graph.line(products[0].node)}" if products else ""
         return Decision(None, f"looked up: {graph.line(lookups[0].node)}{also}")
     if not products:
@@ -126,7 +126,7 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         return adam(why, products[0].node)
     if not is_loss and all(map(is_output_head, matrices)):
         return adam("last product", matrices[0].node, by_names=True)
-    if all(u.is_patch and not walk.values[u.operand].before for u in matrices):
+    if all(u.is_patch and walk.values[u.operand].depends_on < OF_PRODUCTS for u in matrices):
         return adam("an embedding of patches, windows that do not overlap", matrices[0].node)
     return _matrix(walk, leaf, shape, matrices)
 
@@ -146,7 +146,8 @@ def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) 
         return Decision(None, problem, problem=problem)
     ((form, use),) = forms.items()
     if form.cut is None:
-        form = form._replace(cut=_slices(walk, shape, form.columns, uses))
+        slices = {u.term.layout.region for u in uses}
+        form = form._replace(cut=_parts(slices, shape, form.columns, form.columns))
     numbers = _numbers(form)
     heads = {(a, region) for u in uses for a, region in u.product.heads if a.axis in form.columns}
     per_head = _numbers_per_head(form, shape, heads) if heads else numbers
@@ -181,23 +182,30 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     if use.groups > 1:
         axis = next(iter(column_axes))
         return form._replace(cut=(axis, (shape[axis] // use.groups,) * use.groups, 1))
-    cut = _parts(product, shape, column_axes)
+    sliced = {axis for axis, _ in use.term.layout.region}
+    cut = _parts(product.parts, shape, column_axes, sliced, product.mixed)
     if cut is None or cut[1] != (1,) * shape[cut[0]]:
         return form._replace(cut=cut)
     others = column_axes - {cut[0]}  # an axis that counts query, key and value; vectors stay one matrix
     return form._replace(columns=others or column_axes)
 
 
-def _parts(product: Product, shape: tuple[int, ...], columns: frozenset[int]) -> _Cut | None:
-    """Along which axis, and into which sizes, the result of a product is cut for different purposes."""
+def _parts(
+    regions: Collection[Region], shape: tuple[int, ...], columns: frozenset[int], sliced: Collection[int],
+    mixed: Iterable[Layout] = (),
+) -> _Cut | None:  # fmt: skip
+    """Along which axis, and into which sizes, columns are cut for different purposes.
+
+    Along an axis that is `sliced` before, the regions must be all of it.
+    """
     for axis in sorted(columns):
-        masks = {dict(region).get(axis, b"") for region in product.parts}
+        masks = {dict(region).get(axis, b"") for region in regions}
         if b"" in masks or len(masks) < 2 or (found := _periodic(masks)) is None:
             continue
         period, runs = found
-        is_mixed = any(_divides(stop, axis, layout) for layout in product.mixed for _, stop in runs)
+        is_mixed = any(_divides(stop, axis, layout) for layout in mixed for _, stop in runs)
         covers = sum(stop - start for start, stop in runs) == period
-        if not is_mixed and (covers or all(a != axis for a, _ in product.use.term.layout.region)):
+        if not is_mixed and (covers or axis not in sliced):
             edges = sorted({0, period, *itertools.chain(*runs)})  # with columns of no use
             return axis, tuple(b - a for a, b in itertools.pairwise(edges)), shape[axis] // period
     return None
@@ -220,40 +228,6 @@ def _divides(position: int, axis: int, layout: Layout) -> bool:
     return bool(((starts + mixed.min() < position) & (position <= starts + mixed.max())).any())
 
 
-def _slices(walk: Walk, shape: tuple[int, ...], columns: frozenset[int], uses: Sequence[Use]) -> _Cut | None:
-    """As `_parts`, of a parameter that is cut before its products.
-
-    Neighboring slices are one matrix as long as their products do not meet: heads computed one by one do not, queries
-    and keys do, and so do gates of which one feeds the other.
-    """
-    products: dict[tuple[int, bytes], list[Use]] = {}
-    for use in uses:
-        found = [cut for cut in use.term.layout.region if cut[0] in columns]
-        if len(found) != 1:
-            return None
-        products.setdefault(found[0], []).append(use)
-    axes, found = {axis for axis, _ in products}, _periodic([mask for _, mask in products])
-    if len(axes) > 1 or found is None or sum(stop - start for start, stop in found[1]) < found[0]:
-        return None
-    period, runs = found
-    edges, group = [0], []
-    for (start, _), others in sorted(zip(runs, products.values(), strict=True), key=lambda x: x[0]):
-        if any(_meet(walk, a, b) for a in group for b in others):
-            edges.append(start)
-            group = []
-        group += others
-    if len(edges) < 2:
-        return None
-    axis, sizes = axes.pop(), tuple(b - a for a, b in itertools.pairwise([*edges, period]))
-    return axis, sizes, shape[axis] // period
-
-
-def _meet(walk: Walk, a: Use, b: Use) -> bool:
-    """Whether one of two products is multiplied by what depends on the other, or by it."""
-    first, second = (use.product.met | walk.values[use.operand].before for use in (a, b))
-    return bool(first & b.product.bit or second & a.product.bit)
-
-
 def _numbers(form: _Form) -> DimensionNumbers:
     rows, columns = one_or_several(sorted(form.rows)), one_or_several(sorted(form.columns))
     if form.cut is None:
@@ -274,16 +248,11 @@ def _numbers_per_head(
     axes = {a.axis for a, _ in heads}
     whole = min(axes), (shape[min(axes)],), 1
     axis, sizes, repeats = form.cut if form.cut and form.cut[0] in axes else whole
-    if repeats == 1:  # otherwise queries, keys and values of a head are side by side, which are parts already
-        parts = zip(itertools.accumulate(sizes), sizes, strict=True)
-        sizes = tuple(n for stop, size in parts for n in _heads_in(axis, stop - size, stop, heads))
-    return _numbers(form._replace(cut=(axis, sizes * repeats, 1)))
-
-
-def _heads_in(axis: int, start: int, stop: int, heads: set[tuple[Run, Region]]) -> tuple[int, ...]:
-    """The sizes of the heads in a part; all of it where there are none."""
-    all_of_it = b"\1"
-    masks = ((a, dict(region).get(axis, all_of_it)) for a, region in heads if a.axis == axis)
-    found = [a.stride for a, mask in masks if np.resize(np.frombuffer(mask, bool), stop)[start:].all()]
-    head = min(found, default=stop - start)
-    return (head,) * ((stop - start) // head) if (stop - start) % head == 0 else (stop - start,)
+    if repeats > 1:  # queries, keys and values of a head are side by side, and parts already
+        return _numbers(form._replace(cut=(axis, sizes * repeats, 1)))
+    edges = {0, *itertools.accumulate(sizes)}
+    for a, mask in ((a, dict(region).get(axis, b"\1")) for a, region in heads if a.axis == axis):
+        inside = np.flatnonzero(np.resize(np.frombuffer(mask, bool), shape[axis]))
+        edges.update(range(inside[0], inside[-1] + 1, a.stride))
+    sizes = tuple(stop - start for start, stop in itertools.pairwise(sorted(edges)))
+    return _numbers(form._replace(cut=(axis, sizes, 1)))

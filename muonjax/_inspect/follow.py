@@ -12,7 +12,7 @@ import numpy as np
 from muonjax._inspect import products, structure  # noqa: F401  with `rules`, they fill RULES
 from muonjax._inspect.graph import Graph, Node
 from muonjax._inspect.rules import FOLDED, RULES, SPREADING, spread, unknown
-from muonjax._inspect.values import Value, dependent
+from muonjax._inspect.values import OF_PRODUCTS, Value, dependent
 from muonjax._inspect.versions import Body
 from muonjax._inspect.walk import Walk
 
@@ -71,7 +71,10 @@ def _next(walk: Walk, carry: int) -> Value:
     walk.record_parts((*start.images, *end.images))
     now = walk.values[walk.nodes[carry].outputs[0]]
     same = start.is_weight and end.terms == start.terms and end.depends_on == start.depends_on
-    return now if same else dependent([start, end, now])._replace(before=start.before)
+    if same:
+        return now
+    after = dependent([start, end, now])  # but for the products in the loop
+    return after._replace(depends_on=after.depends_on % OF_PRODUCTS | start.depends_on)
 
 
 def _apply(walk: Walk, i: int, node: Node) -> None:

@@ -59,8 +59,6 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
             walk.one_sided.add(i)
             return product._replace(scores=i)
         return by_parameter(walk, i, product, side, rest)._replace(logits=_mixed(i, rest))
-    for side, rest in ((left, right), (right, left)):
-        walk.record_meeting(side.value.images, rest.value)
     return _of_activations(walk, i, product, left, right)
 
 
@@ -91,7 +89,7 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
         product = product._replace(scores=i if side.is_matrix else -1, weights=-1)
     if not extra.get("is_depthwise"):
         walk.record_parts(rest.value.images)
-    images = []
+    images, depends_on = [], product.depends_on | DATA
     experts = _experts(walk, side, rest)
     is_patch = extra.pop("is_patch", False) or _cuts_input(rest)
     for k, t in enumerate(side.value.terms):
@@ -104,6 +102,7 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
         walk.record(i, kind, t, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra)
         if kind == "product":
             images.append(Image(walk.product(i, k), side.along(t.layout)))
+            depends_on |= images[-1].product.bit
     if not images:  # a scale, written as a product
         return product._replace(images=rest.moved.images)
     for image in rest.value.images:  # an axis that one product gives and the next has as a batch: experts
@@ -113,10 +112,7 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
     if extra.get("is_depthwise"):
         images += [bent(walk, m, "convolved", i, apart=True) for m in rest.moved.images]
     walk.consume(i, rest.operand, *([] if side.value.is_weight else [side.operand]))
-    product, before = product._replace(unknown=-1), product.before
-    for image in images:
-        before |= image.product.bit
-    return product._replace(images=tuple(images), before=before, depends_on=product.depends_on | DATA)
+    return product._replace(images=tuple(images), depends_on=depends_on, unknown=-1)
 
 
 def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
@@ -158,7 +154,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
         product = product._replace(scores=i, weights=-1)
         features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
         # Entry by entry, as of two towers.
-        matched = a.images and b.images and features and a.before != b.before
+        matched = a.images and b.images and features and a.depends_on != b.depends_on
         if (left.given and right.given) or matched:
             walk.consume(i, left.operand, right.operand)
         if a.images and b.images and (left.given or right.given):

@@ -235,7 +235,7 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
         if name in _SUMS:
             why, apart = "added to something else", all(_keeps_apart(m, u) for u in strangers)
         elif name in _SCALES:
-            why = "normalized" if m.product.bit & factor.before else "multiplied by another activation"
+            why = "normalized" if m.product.bit & factor.depends_on else "multiplied by another activation"
             apart = (m.product, m.layout) in own or (factor.is_activation and _keeps_apart(m, factor))
         else:
             why, apart = f"changed by {name}", not m.layout.atoms(axes) or bool(m.layout.atoms_beside(axes))
@@ -246,7 +246,7 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
 
 def _keeps_apart(m: Image, u: Value) -> bool:
     """Whether it comes from elsewhere, or is a statistic of some columns, as in a norm of each head."""
-    if not m.product.bit & u.before:
+    if not m.product.bit & u.depends_on:
         return True
     repeats = u.axes("repeats")
     return bool(repeats and not u.images and m.layout.atoms_beside(repeats))

@@ -177,7 +177,6 @@ def looked_up(
         layout = t.layout.visit(picked).pick(tuple(sources), shape)
         if by_data and rows:
             walk.record(i, "looked up", t, rows=rows)
-            t = t._replace(looked=(*t.looked, i))
         terms.append(t._replace(layout=layout))
     images = moved(x.images, lambda layout: layout.pick(tuple(sources), shape)) if not x.terms else ()
     return dependent(values)._replace(terms=tuple(terms), images=images)

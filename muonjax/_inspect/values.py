@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from muonjax._inspect.layout import UNKNOWN, Layout, Region, Run, merged, whole
 
-# What a value depends on. A number that is written in the program depends on nothing.
-DATA, NOISE, PARAMETER = 1, 2, 4
+# What a value depends on, as bits; those of products are higher. A number in the program depends on nothing.
+DATA, NOISE, PARAMETER, OF_PRODUCTS = 1, 2, 4, 8
 
 Move: TypeAlias = Callable[[Layout], Layout | None]  # where entries go; None if nothing of the origin is left
 
@@ -28,7 +28,6 @@ class Term(NamedTuple):
     inner: tuple[tuple[Run, ...], ...] = ()  # axes of the leaf over which products with other parameters sum
     made: int = -1  # the last of these products
     noisy: bool = False  # multiplied by random numbers
-    looked: tuple[int, ...] = ()  # the operations that looked up a part of it by data
 
 
 class Use(NamedTuple):
@@ -61,7 +60,6 @@ class Product:
     parts: set[Region] = dataclasses.field(default_factory=set)
     # Columns that are mixed while others stay apart, as by a norm of each head: what is taken.
     mixed: set[Layout] = dataclasses.field(default_factory=set)
-    met: int = 0  # as bits, the products on which depends what it is multiplied by
 
 
 class Image(NamedTuple):
@@ -109,7 +107,6 @@ class Value(NamedTuple):
     terms: tuple[Term, ...] = ()
     images: tuple[Image, ...] = ()
     logits: tuple[Logits, ...] = ()
-    before: int = 0  # the products that it depends on, as bits
     marks: tuple[Mark, ...] = ()
     # The last product of two activations that it is made of, with no product by a parameter since; and the last one of
     # which an exponential was taken.
@@ -216,13 +213,11 @@ def moved(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
 
 def dependent(values: Iterable[Value]) -> Value:
     """A value that depends on all of these, in a way that is not followed."""
-    depends_on = before = 0
-    scores = weights = unknown = -1
+    depends_on, scores, weights, unknown = 0, -1, -1, -1
     for v in values:
         depends_on |= v.depends_on
-        before |= v.before
         scores, weights, unknown = max(scores, v.scores), max(weights, v.weights), max(unknown, v.unknown)
-    return Value(depends_on, before=before, scores=scores, weights=weights, unknown=unknown)
+    return Value(depends_on, scores=scores, weights=weights, unknown=unknown)
 
 
 def alike(images: Sequence[Image]) -> bool:

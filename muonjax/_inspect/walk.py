@@ -12,6 +12,7 @@ from muonjax._inspect.layout import Run, whole
 from muonjax._inspect.values import (
     DATA,
     NOISE,
+    OF_PRODUCTS,
     PARAMETER,
     Image,
     Logits,
@@ -63,7 +64,7 @@ class Walk:
             self.values[x] = Value(NOISE if is_key else DATA, marks=marks)
 
     def product(self, i: int, k: int) -> Product:
-        return self.products.setdefault((i, k), Product(1 << len(self.products)))
+        return self.products.setdefault((i, k), Product(OF_PRODUCTS << len(self.products)))
 
     # What the rules record.
 
@@ -99,11 +100,6 @@ class Walk:
         if is_softmax and values.depends_on & DATA and values.weights != at:
             self.softmaxes.setdefault(at, i)
 
-    def record_meeting(self, images: Iterable[Image], other: Value) -> None:
-        """Two activations are multiplied by each other, entry by entry or not."""
-        for m in images:
-            m.product.met |= other.before
-
     def record_factors(self, i: int, x: Value, y: Value) -> None:
         """A product entry by entry."""
         for v, factor in ((x, y), (y, x)):
@@ -112,13 +108,12 @@ class Walk:
                 self.record_weights(i, factor, v)
             if v.is_weight and len(repeats) == sum(n > 1 for n in self.shape(self.nodes[i].outputs[0])):
                 for t in v.terms:  # one factor for all of it, as a spectral norm
-                    self.scales[t.leaf] |= factor.before
+                    self.scales[t.leaf] |= factor.depends_on
             self.record_read(v, hot, factor)
-            self.record_meeting(v.images, factor)
             for m in v.images if factor.is_activation else ():
-                if not m.product.bit & factor.before:
+                if not m.product.bit & factor.depends_on:
                     self.record_gate(m, repeats)
-        both = x.images + y.images if x.images and y.images and x.before != y.before else ()
+        both = x.images + y.images if x.images and y.images and x.depends_on != y.depends_on else ()
         if both and all(m.after is None or m.after[0] == "normalized" for m in both):
             self.entrywise[self.nodes[i].outputs[0]] = both
 
@@ -153,7 +148,7 @@ class Walk:
                 by_leaf[m.product.use.term.leaf].append(m)
         for leaf, found in by_leaf.items():
             for m in found[1:]:
-                if found[0].product.bit & self.values[m.product.use.operand].before:
+                if found[0].product.bit & self.values[m.product.use.operand].depends_on:
                     continue  # layers, one after the other
                 one, other = ({*x.layout.loops, *x.layout.runs} for x in (m, found[0]))
                 self.summed_slices[leaf].update(a.axis for a in one ^ other)

@@ -674,7 +674,7 @@ def parts_taken_by_an_index(p, x):
 
 
 def cut_before_products(p, x, count):
-    """PyTorch's `in_proj_weight`; heads that are computed one by one are no matrices of their own."""
+    """PyTorch's `in_proj_weight`: a slice that has a product of its own is a matrix."""
     width = D // count
     q, k, v = (
         jnp.concatenate([x @ p["qkv"][i * D + h * width :][:width].T for h in range(count)], -1)
@@ -688,7 +688,7 @@ def parts_cut_before_their_products(p, x):
     return cut_before_products(p, x, 1)
 
 
-@attention(sites=None, qkv=((3 * D, D), "1 | 0 / 3 of 0"), o=(D, D))
+@attention(sites=None, qkv=((3 * D, D), "1 | 0 / 12 of 0"), o=(D, D))
 def heads_cut_before_their_products(p, x):
     return cut_before_products(p, x, H)
 
