@@ -137,12 +137,7 @@ class _Finder:
                 several = operand is self.query and len(operand.value.images) > 1
                 if any(UNKNOWN in x.loops for x in layouts):
                     raise _Refused(f"its {name} are in another order than the parameter's")
-                given = [run for run in image.layout.placed(operand.given) if run.axis >= 0]
-                if (
-                    given
-                    or image.layout.placed(operand.batch)
-                    or (several and not self.heads(operand, image.layout))
-                ):
+                if image.layout.placed(operand.batch) or (several and not self.heads(operand, image.layout)):
                     raise _Refused(f"heads of its {name} are put together from several products")
         own, shared = self._split_keys()
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))

@@ -103,18 +103,15 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         readers = [i for i in graph.readers[graph.parameters[leaf]] if i in graph.live]
         why = f"used without data, as in a penalty: {graph.line(readers[0])}" if readers else "never used"
         return Decision(None, why, meets_data=False)
-    if unknown := [u for u in uses if u.kind.startswith("unknown: ")]:
-        name = unknown[0].kind.removeprefix("unknown: ")
-        return adam(f"{name} is not followed", unknown[0].node, by_names=True)
+    if unknown := [u for u in uses if u.kind == "unknown"]:
+        return adam(f"{unknown[0].what} is not followed", unknown[0].node, by_names=True)
     products = [u for u in uses if u.kind == "product"]
     visited = {run for u in products for run in u.term.layout.loops}  # of a matrix: an expert's, an adapter's
     if lookups := [u for u in uses if u.kind == "looked up" and not visited.issuperset(u.rows)]:
         also = f", and multiplied: {graph.line(products[0].node)}" if products else ""
         return Decision(None, f"looked up: {graph.line(lookups[0].node)}{also}")
     if not products:
-        *alone, kind = uses[0].kind.split(": ")
-        why = "multiplied entry by entry" if kind == "multiplied" else kind
-        return adam(why, uses[0].node, by_names=bool(alone))
+        return adam(uses[0].what, uses[0].node, by_names=uses[0].kind == "alone")
     if is_loss and all(map(is_output_head, products)):
         for value in (graph.nodes[u.node].outputs[0] for u in products):
             if (i := ends.unknown.get(value)) is not None:

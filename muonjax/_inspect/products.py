@@ -10,7 +10,7 @@ from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import whole
 from muonjax._inspect.rules import RULES, bent, rule, unknown
 from muonjax._inspect.structure import looked_up
-from muonjax._inspect.values import DATA, PARAMETER, Image, Logits, Side, Value, dependent
+from muonjax._inspect.values import DATA, MULTIPLIED, PARAMETER, Image, Logits, Side, Value, dependent
 from muonjax._inspect.walk import Walk
 
 
@@ -54,7 +54,7 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
         side = sides[0]
         rest = right if side is left else left
         if _may_be_learned(side, rest):
-            walk.record_terms(i, "learned", [side.value])
+            walk.record_terms(i, "", [side.value])
             walk.softmaxes |= {rest.value.weights: i} if rest.value.weights >= 0 else {}
             walk.one_sided.add(i)
             return product._replace(scores=i)
@@ -94,12 +94,12 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
     is_patch = extra.pop("is_patch", False) or _cuts_input(rest)
     for k, t in enumerate(side.value.terms):
         rows, columns = side.rows(t), side.columns(t)
-        kind = "product" if t.layout.atoms(side.summed) or t.inner else "multiplied"
+        kind = "product" if t.layout.atoms(side.summed) or t.inner else "other"
         batch = (*t.layout.atoms(side.batch), *t.layout.loops)
         each = t.layout.atoms(experts)
         rows, batch = tuple(a for a in rows if a not in each), (*batch, *each)
         axes = {"rows": rows, "columns": columns, "batch": batch}
-        walk.record(i, kind, t, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra)
+        walk.record(i, kind, t, MULTIPLIED, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra)
         if kind == "product":
             images.append(Image(walk.product(i, k), side.along(t.layout)))
             depends_on |= images[-1].product.bit
@@ -215,7 +215,7 @@ def _by_kernel(
     """A product whose second operand has the parameters; of the first one, only features that stay are followed."""
     product = dependent(values)
     if not values[1].terms or (extra.get("groups", 1) > 1 and not values[1].is_weight):  # groups of examples
-        walk.record_terms(i, f"unknown: {node.name}", values)
+        walk.record_terms(i, node.name, values, "unknown")
         if product.depends_on & PARAMETER:
             walk.consume(i, *node.inputs[:2])
         return product

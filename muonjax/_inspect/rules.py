@@ -14,6 +14,7 @@ from muonjax._inspect.layout import Layout
 from muonjax._inspect.layout import whole as all_of
 from muonjax._inspect.values import (
     DATA,
+    MULTIPLIED,
     NOISE,
     PARAMETER,
     Image,
@@ -60,7 +61,7 @@ def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
         walk.unknown.add(i)
     alone = all(v.is_weight or not v.depends_on for v in values)  # a penalty perhaps, as a determinant
     weights = [v for v in values if v.is_weight or no_rule]
-    walk.record_terms(i, f"{'alone' if alone else 'unknown'}: {node.name}", weights)
+    walk.record_terms(i, node.name, weights, "alone" if alone else "unknown")
     images = [m for v in values for m in v.images]
     if no_rule:
         pairs = [walk.pairs[x.product] for v in values for x in v.logits]
@@ -68,7 +69,7 @@ def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     walk.record_parts(images)
     for m in images if not is_call and node.name not in _MIXING else ():
         if m.apart or no_rule:  # which of its columns are used together, or chosen, is not known any more
-            walk.record(i, f"unknown: {node.name}", m.product.use.term)
+            walk.record(i, "unknown", m.product.use.term, node.name)
     parts = {(m.product, m.layout.region): m for m in images}
     if len(parts) > 2 and is_call:
         walk.opaque[i] = tuple(parts.values())
@@ -153,7 +154,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
             return [v._replace(logits=scaled_logits(i, node, v, Value())) if name == "sub" else v]
     if name in _CHOICES and (parts := _parts(values)):
         for term in parts:
-            walk.record(i, f"unknown: {name}", term)
+            walk.record(i, "unknown", term, name)
         return [whole]
     if whole.is_weight:
         return [whole._replace(terms=_of_weights(walk, i, name, values))]
@@ -161,8 +162,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         kept = ("input", "one hot") if name in _SCALES else ("input",) if name in _SUMS else ()
         return [whole._replace(marks=tuple(m for v in values for m in v.marks if m.what in kept))]
     weights = [v for v in values if v.is_weight]
-    kind = "added" if name in _SUMS else "multiplied" if name in _SCALES else name
-    walk.record_terms(i, kind, weights)
+    walk.record_terms(i, "added" if name in _SUMS else MULTIPLIED if name in _SCALES else name, weights)
     if name in _SCALES:
         walk.record_factors(i, *values)
     elif name in _SUMS:
@@ -208,7 +208,7 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
             if any(t.leaf == u.leaf and mine < _cover(w) for w in values for u in w.terms):
                 continue  # its own mean, say
             if any(mine < other for other in cover) or (several and t.noisy):
-                walk.record(i, "added" if name in _SUMS else "multiplied", t)
+                walk.record(i, "other", t, "added" if name in _SUMS else MULTIPLIED)
             else:
                 terms.append(t._replace(noisy=t.noisy or noisy))
     return tuple(dict.fromkeys(terms))

@@ -13,7 +13,7 @@ import numpy as np
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, UNKNOWN, Layout, Unmoved, merged
 from muonjax._inspect.rules import bent, is_zero, latest, rule, unknown
-from muonjax._inspect.values import DATA, Move, Value, dependent, grouped, moved, summed
+from muonjax._inspect.values import DATA, MULTIPLIED, Move, Value, dependent, grouped, moved, summed
 from muonjax._inspect.walk import Walk
 
 SAME = """
@@ -171,12 +171,12 @@ def looked_up(
     for k, t in enumerate(x.terms):
         if by_data and t.inner and not t.layout.atoms(picked):  # a table times a matrix: rows of the product
             every = t.layout.atoms(range(len(t.layout.shape)))
-            walk.record(i, "product", t, k=k, rows=t.inner[0], columns=every)
+            walk.record(i, "product", t, MULTIPLIED, k=k, rows=t.inner[0], columns=every)
             continue
         rows = t.layout.atoms(picked)
         layout = t.layout.visit(picked).pick(tuple(sources), shape)
         if by_data and rows:
-            walk.record(i, "looked up", t, rows=rows)
+            walk.record(i, "looked up", t, "looked up", rows=rows)
         terms.append(t._replace(layout=layout))
     images = moved(x.images, lambda layout: layout.pick(tuple(sources), shape)) if not x.terms else ()
     return dependent(values)._replace(terms=tuple(terms), images=images)

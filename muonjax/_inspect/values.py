@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from muonjax._inspect.layout import UNKNOWN, Layout, Region, Run, merged, whole
 
+# What is done with a parameter; "alone": without data, as in a penalty.
+Kind: TypeAlias = Literal["product", "looked up", "unknown", "alone", "other"]
+MULTIPLIED = "multiplied entry by entry"
 # What a value depends on, as bits; those of products are higher. A number in the program depends on nothing.
 DATA, NOISE, PARAMETER, OF_PRODUCTS = 1, 2, 4, 8
 
@@ -33,7 +36,8 @@ class Term(NamedTuple):
 class Use(NamedTuple):
     """One thing that is done with a parameter; axes are those of the parameter."""
 
-    kind: str  # "product", "looked up", or what else is done with it
+    kind: Kind
+    what: str  # in words
     node: int
     term: Term
     rows: tuple[Run, ...] = ()

@@ -15,6 +15,7 @@ from muonjax._inspect.values import (
     OF_PRODUCTS,
     PARAMETER,
     Image,
+    Kind,
     Logits,
     Mark,
     Product,
@@ -68,23 +69,24 @@ class Walk:
 
     # What the rules record.
 
-    def record(self, i: int, kind: str, term: Term, *, k: int = 0, **axes: Any) -> None:
+    def record(self, i: int, kind: Kind, term: Term, what: str, *, k: int = 0, **axes: Any) -> None:
         product = self.product(i, k) if kind == "product" else None
-        self.uses[i, term.leaf, k] = use = Use(kind, i, term, product=product, **axes)
+        self.uses[i, term.leaf, k] = use = Use(kind, what, i, term, product=product, **axes)
         if product is not None:
             product.use = use
 
-    def record_terms(self, i: int, kind: str, values: Iterable[Value]) -> None:
-        for v in values:
-            for t in v.terms:  # which factor of a product of parameters is a learned input is not followed
-                is_chain = t.inner and t.layout.shape
-                self.record(i, "unknown: a product of parameters" if is_chain else kind, t)
+    def record_terms(self, i: int, what: str, values: Iterable[Value], kind: Kind = "other") -> None:
+        for t in [t for v in values for t in v.terms]:
+            if t.inner and t.layout.shape:  # which factor is a learned input is not followed
+                self.record(i, "unknown", t, "a product of parameters")
+            else:
+                self.record(i, kind, t, what)
 
     def record_unknown(self, value: Value, other: Value) -> None:
         """What is multiplied by the result of an operation without a rule: perhaps that is one hot, and looks it up."""
         if other.unknown >= 0:
             for t in (*value.terms, *(m.product.use.term for m in value.images)):
-                self.record(other.unknown, f"unknown: {self.nodes[other.unknown].name}", t)
+                self.record(other.unknown, "unknown", t, self.nodes[other.unknown].name)
 
     def record_read(self, value: Value, axes: Sequence[int], labels: Value) -> None:
         """Data that depend on no parameter choose one entry along these axes."""
@@ -172,7 +174,7 @@ class Walk:
         # Heads one by one, whose parts are no matrices; subtracted softmaxes share their values.
         if self.operands.setdefault(tuple(m.product for m in operands), part) != part:
             for m in operands:
-                self.record(logits.product, "unknown: attention head by head", m.product.use.term)
+                self.record(logits.product, "unknown", m.product.use.term, "attention head by head")
 
     def consume(self, i: int, *operands: int) -> None:
         if self.nodes[i].passes != "backward":
