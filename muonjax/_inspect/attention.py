@@ -13,7 +13,7 @@ import numpy as np
 
 from muonjax._clip.factors import Scale
 from muonjax._inspect.certificate import Certificate
-from muonjax._inspect.layout import HOLE, UNKNOWN, Layout, Run
+from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
 from muonjax._inspect.report import Probe
 from muonjax._inspect.structure import reshaped
 from muonjax._inspect.values import Image, Logits, Side, Term
@@ -130,12 +130,14 @@ class _Finder:
             raise _Refused(f"{self.logits.problem[0]}: {self.walk.graph.line(self.logits.problem[1])}")
         for operand, name in ((self.query, "queries"), (self.key, "keys")):
             for image in operand.value.images:
-                if image.after is not None:
-                    raise _Refused(f"its {name} are {image.after[0]}: {self.walk.graph.line(image.after[1])}")
+                if image.bent_by is not None:
+                    raise _Refused(
+                        f"its {name} are {image.bent_by[0]}: {self.walk.graph.line(image.bent_by[1])}"
+                    )
                 layouts = [image.layout, *(bias.layout for bias in image.biases)]
                 # Nothing tells queries of one head, put together from several products, from several heads of one key.
                 several = operand is self.query and len(operand.value.images) > 1
-                if any(UNKNOWN in x.loops for x in layouts):
+                if any(UNORDERED in x.loops for x in layouts):
                     raise _Refused(f"its {name} are in another order than the parameter's")
                 if image.layout.placed(operand.batch) or (several and not self.heads(operand, image.layout)):
                     raise _Refused(f"heads of its {name} are put together from several products")

@@ -20,7 +20,7 @@ import numpy as np
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, Unmoved
 from muonjax._inspect.report import MASKED, Probe
-from muonjax._inspect.structure import RESIZED, SAME, after, reshaped
+from muonjax._inspect.structure import RESIZED, SAME, moved_by, reshaped
 from muonjax._inspect.walk import Walk
 
 _UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]
@@ -207,7 +207,7 @@ class Certificate:
             if rounds or any(table.shape[first + k] > 1 for k in range(len(old)) if old[k] != new[k]):
                 raise Unmoved
             return table
-        return after(node, table, old, new, self.walk.known(node.inputs[-1]))
+        return moved_by(node, table, old, new, self.walk.known(node.inputs[-1]))
 
     def located(self, probe: Probe, value: int, seen: int, expected: np.ndarray) -> Probe | None:
         """The probe with layers and heads where the logits have the logarithms [*layers, heads] `expected`, if they do.

@@ -52,7 +52,7 @@ class _Ends(NamedTuple):
 
     consumed: set[int]  # to another product
     direct: set[int]  # to what the function returns
-    unknown: dict[int, int]  # to an operation without a rule, which may be a product
+    no_rule: dict[int, int]  # to an operation without a rule, which may be a product
 
 
 def _ends(walk: Walk) -> _Ends:
@@ -71,7 +71,7 @@ def _ends(walk: Walk) -> _Ends:
 
     taken = numbers(x for i, operands in walk.consumers.items() if i in graph.live for x in operands)
     unknown = {
-        x: i for i in sorted(walk.unknown) for x in graph.upstream(numbers(graph.nodes[i].inputs), through)
+        x: i for i in sorted(walk.no_rule) for x in graph.upstream(numbers(graph.nodes[i].inputs), through)
     }
     return _Ends(graph.upstream(taken, through), graph.upstream(numbers(graph.outputs), directly), unknown)
 
@@ -114,7 +114,7 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         return adam(uses[0].what, uses[0].node, by_names=uses[0].kind == "alone")
     if is_loss and all(map(is_output_head, products)):
         for value in (graph.nodes[u.node].outputs[0] for u in products):
-            if (i := ends.unknown.get(value)) is not None:
+            if (i := ends.no_rule.get(value)) is not None:
                 return adam(f"{graph.nodes[i].name} is not followed", i, by_names=True)
         return adam("an output head, as no product follows it", products[0].node)
     matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
@@ -166,7 +166,7 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     product = use.product
     rows, columns, batch = set(use.rows), set(use.columns), {a for a in use.batch if a.axis >= 0}
     heads, experts = {a for a, _ in product.heads}, product.batches
-    summed, counting = batch & product.summed, columns & (experts - heads)
+    summed, counting = batch & product.added_up, columns & (experts - heads)
     counting = counting if counting != columns else set()
     slices = walk.summed_slices[leaf]
     batch = {a for a in (batch - summed) | counting if a.axis not in slices}

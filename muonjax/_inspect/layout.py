@@ -55,8 +55,8 @@ class Layout(NamedTuple):
       origin: The shape of the origin.
       runs: Positions along axes of the origin, of each axis once.
       taken: Positions that are added up or mixed: sets that add to the runs.
-      loops: Positions that a loop, a lookup or a batch axis visits: sets. `UNKNOWN` among them says that entries are in
-        an order that is not followed, or that the loop visits others too.
+      loops: Positions that a loop, a lookup or a batch axis visits: sets. `UNORDERED` among them says that entries are
+        in an order that is not followed, or that the loop visits others too.
     """
 
     shape: tuple[int, ...]
@@ -106,7 +106,7 @@ class Layout(NamedTuple):
         """One entry along axes that a loop, a lookup or a batch goes over."""
         left, gone = self.split(axes)
         is_known = self.is_separable(axes) and not self.placed(axes)
-        return left._replace(loops=(*left.loops, *gone, *([] if is_known else [UNKNOWN])))
+        return left._replace(loops=(*left.loops, *gone, *([] if is_known else [UNORDERED])))
 
     def is_separable(self, axes: Iterable[int]) -> bool:
         """Whether an entry of one of these axes adds as much to all positions."""
@@ -132,7 +132,7 @@ class Layout(NamedTuple):
             try:
                 runs.append(_run(run.axis, move(run.positions)))
             except Unmoved:
-                taken, loops = (*taken, _set(run.axis, run.positions)), (*loops, UNKNOWN)
+                taken, loops = (*taken, _set(run.axis, run.positions)), (*loops, UNORDERED)
         if any(run.positions.min(initial=HOLE) == HOLE for run in runs):
             return None
         return Layout(tuple(shape), self.origin, tuple(run for run in runs if run.is_known), taken, loops)
@@ -158,10 +158,10 @@ class Layout(NamedTuple):
         """Another number of entries, on one device of several or on all of them."""
         changed = [k for k, n in enumerate(shape) if n != self.shape[k]]
         rest = self.visit(changed)._replace(shape=tuple(shape))
-        return rest if rest.loops == self.loops else rest._replace(loops=(*rest.loops, UNKNOWN))
+        return rest if rest.loops == self.loops else rest._replace(loops=(*rest.loops, UNORDERED))
 
 
-UNKNOWN = Run(OTHER, (1,), np.int32(HOLE).tobytes())
+UNORDERED = Run(OTHER, (1,), np.int32(HOLE).tobytes())
 
 
 @functools.lru_cache(4096)

@@ -104,15 +104,15 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
             images.append(Image(walk.product(i, k), side.along(t.layout)))
             depends_on |= images[-1].product.bit
     if not images:  # a scale, written as a product
-        return product._replace(images=rest.moved.images)
+        return product._replace(images=rest.aligned.images)
     for image in rest.value.images:  # an axis that one product gives and the next has as a batch: experts
         image.product.batches.update(image.layout.atoms(rest.batch))
     if walk.graph.is_stack_of_scalars(rest.operand):  # losses and their weights
         return product
     if extra.get("is_depthwise"):
-        images += [bent(walk, m, "convolved", i, apart=True) for m in rest.moved.images]
+        images += [bent(walk, m, "convolved", i, apart=True) for m in rest.aligned.images]
     walk.consume(i, rest.operand, *([] if side.value.is_weight else [side.operand]))
-    return product._replace(images=tuple(images), depends_on=depends_on, unknown=-1)
+    return product._replace(images=tuple(images), depends_on=depends_on, no_rule=-1)
 
 
 def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
@@ -145,11 +145,11 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
         found = [x for x in side.value.logits if x.stage == "weights" and x.layout.atoms(side.summed)]
         for x in found:  # several where softmaxes are subtracted
             walk.record_attention(i, x, x.layout.atoms(side.summed), values)
-        if not found or side.value.unknown >= 0:
+        if not found or side.value.no_rule >= 0:
             walk.record_weights(i, side.value, values.value)
         if found:
             walk.consume(i, left.operand, right.operand)
-            return product._replace(images=values.moved.images, scores=-1, weights=-1)
+            return product._replace(images=values.aligned.images, scores=-1, weights=-1)
     if a.depends_on & b.depends_on & PARAMETER:
         product = product._replace(scores=i, weights=-1)
         features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
@@ -174,7 +174,7 @@ def _mixed(i: int, side: Side) -> tuple[Logits, ...]:
     """Logits of several heads, or of several keys, are added up."""
     why = "a product mixes its logits", i
     return tuple(
-        x._replace(problem=x.problem or why) if x.stage == "logits" else x for x in side.moved.logits
+        x._replace(problem=x.problem or why) if x.stage == "logits" else x for x in side.aligned.logits
     )
 
 

@@ -22,8 +22,8 @@ from muonjax._inspect.values import (
     Mark,
     Term,
     Value,
+    all_images,
     dependent,
-    summed,
 )
 from muonjax._inspect.walk import Walk
 
@@ -55,20 +55,20 @@ def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     """What is not followed. Without a rule it may be an exponential, a product, one hot, or a kernel of attention."""
     is_call = any(word in node.name for word in ("call", "attention"))  # a kernel, a callback
     result = dependent(values)
-    if no_rule := not (is_call or node.name in RULES):
-        result = result._replace(unknown=i, weights=max(result.weights, result.scores))
+    if has_no_rule := not (is_call or node.name in RULES):
+        result = result._replace(no_rule=i, weights=max(result.weights, result.scores))
         walk.normalized.add(result.weights)
-        walk.unknown.add(i)
+        walk.no_rule.add(i)
     alone = all(v.is_weight or not v.depends_on for v in values)  # a penalty perhaps, as a determinant
-    weights = [v for v in values if v.is_weight or no_rule]
+    weights = [v for v in values if v.is_weight or has_no_rule]
     walk.record_terms(i, node.name, weights, "alone" if alone else "unknown")
     images = [m for v in values for m in v.images]
-    if no_rule:
+    if has_no_rule:
         pairs = [walk.pairs[x.product] for v in values for x in v.logits]
         images += [m for sides in pairs for side in sides for m in side.value.images]
     walk.record_parts(images)
     for m in images if not is_call and node.name not in _MIXING else ():
-        if m.apart or no_rule:  # which of its columns are used together, or chosen, is not known any more
+        if m.apart or has_no_rule:  # which of its columns are used together, or chosen, is not known any more
             walk.record(i, "unknown", m.product.use.term, node.name)
     parts = {(m.product, m.layout.region): m for m in images}
     if len(parts) > 2 and is_call:
@@ -169,7 +169,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         walk.record_meeting_parts(values)
     if name in (*_EXPONENTIALS, "pow"):
         whole = whole._replace(weights=whole.scores)
-    images = summed(v._replace(images=_images(walk, i, node, v, values)) for v in values)
+    images = all_images(v._replace(images=_images(walk, i, node, v, values)) for v in values)
     images = latest(walk, i, images)
     if name in _SUMS:
         walk.record_sum(images if name not in _CHOICES else ())
@@ -179,9 +179,9 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     # A masked parameter, or one of several that data choose or mix.
     is_mixed = not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)
     kept = values if name in _SCALES or (name in _SUMS and is_mixed) else ()
-    unknown_at = -1 if name in _SUMS and images else whole.unknown  # no residual stream is one hot
+    no_rule = -1 if name in _SUMS and images else whole.no_rule  # no residual stream is one hot
     terms = tuple(t for v in kept for t in v.terms)
-    return [whole._replace(terms=terms, images=images, logits=logits, unknown=unknown_at)]
+    return [whole._replace(terms=terms, images=images, logits=logits, no_rule=no_rule)]
 
 
 def _parts(values: Sequence[Value]) -> list[Term]:
@@ -256,7 +256,7 @@ def bent(walk: Walk, image: Image, why: str, i: int, apart: bool = False) -> Ima
     """After an operation that does not commute with scaling; `apart` where each entry is still one column's."""
     if not apart:
         walk.record_parts([image])
-    return image._replace(after=image.after or (why, i), apart=image.apart and apart)
+    return image._replace(bent_by=image.bent_by or (why, i), apart=image.apart and apart)
 
 
 def latest(walk: Walk, i: int, images: tuple[Image, ...]) -> tuple[Image, ...]:
@@ -335,7 +335,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     linear = tuple(image for image in x.images if image.linear)
     walk.record_reduced([image for image in x.images if not image.linear], axes)
     for image in linear:
-        image.product.summed.update(image.layout.atoms(axes))
+        image.product.added_up.update(image.layout.atoms(axes))
     totals = tuple(x._replace(stage="largest") for x in x.logits if x.stage == "weights")
     return [_without(x._replace(terms=terms, images=linear, logits=totals), node)]
 

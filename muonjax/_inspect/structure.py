@@ -6,14 +6,14 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import MOST, UNKNOWN, Layout, Unmoved, merged
+from muonjax._inspect.layout import MOST, UNORDERED, Layout, Unmoved, merged
 from muonjax._inspect.rules import bent, is_zero, latest, rule, unknown
-from muonjax._inspect.values import DATA, MULTIPLIED, Move, Value, dependent, grouped, moved, summed
+from muonjax._inspect.values import DATA, MULTIPLIED, Move, Value, all_images, dependent, grouped, move_each
 from muonjax._inspect.walk import Walk
 
 SAME = """
@@ -21,6 +21,7 @@ SAME = """
     mesh_cast pvary pcast to_varying psum psum2 pmax psum_invariant ppermute device_put name real imag conj
     stop_gradient
 """
+Shape: TypeAlias = Sequence[int]
 RESIZED = "shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all"
 
 
@@ -29,11 +30,11 @@ def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
     return values
 
 
-def after(node: Node, x: np.ndarray, old: Sequence[int], new: Sequence[int], at: Any = None) -> np.ndarray:
+def moved_by(node: Node, x: np.ndarray, old: Shape, new: Shape, start: Any = None) -> np.ndarray:
     """Facts about the entries of an array, after an operation that moves the entries.
 
-    Like the array they have its axes as the last ones, each with one entry where nothing depends on it. `at` is a known
-    index of a `gather`.
+    Like the array they have its axes as the last ones, each with one entry where nothing depends on it. `start` is a
+    known index of a `gather`.
     """
     p, first = node.params, x.ndim - len(old)
 
@@ -64,17 +65,17 @@ def after(node: Node, x: np.ndarray, old: Sequence[int], new: Sequence[int], at:
             return x
         case "gather":
             numbers, sizes = p["dimension_numbers"], p["slice_sizes"]
-            index = [] if at is None or np.size(at) > 1 else np.reshape(at, -1).tolist()
-            for axis, start in zip(numbers.start_index_map, index, strict=False):
-                start = min(max(start, 0), old[axis] - sizes[axis])
-                x = cut(axis, start, start + sizes[axis])
+            index = [] if start is None or np.size(start) > 1 else np.reshape(start, -1).tolist()
+            for axis, position in zip(numbers.start_index_map, index, strict=False):
+                position = min(max(position, 0), old[axis] - sizes[axis])
+                x = cut(axis, position, position + sizes[axis])
             gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
             if all(x.shape[first + k] <= sizes[k] for k in range(len(old))):
                 return placed(numbers.offset_dims, [k for k in range(len(old)) if k not in gone])
     raise Unmoved
 
 
-def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarray:
+def reshaped(x: np.ndarray, old: Shape, new: Shape) -> np.ndarray:
     """After a reshape: all axes are there that become others with one on which something depends."""
     lead, sizes = x.shape[: x.ndim - len(old)], x.shape[x.ndim - len(old) :]
     full, result, i, j = [], [], 0, 0
@@ -91,19 +92,25 @@ def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarra
 
 
 @rule("transpose reshape rev slice scan_stack broadcast_in_dim")
-def _moved(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (x,), old, new = values, walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+def _one_operand(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    (x,) = values
     if node.name == "reshape" and node.params["dimensions"]:
         return unknown(walk, i, node, values)  # in another order
     if node.name == "broadcast_in_dim":
-        x = x.repeating(old)
-    return _mapped(walk, i, node, x, lambda layout: layout.moved(new, lambda at: after(node, at, old, new)))
+        x = x.repeating(walk.shape(node.inputs[0]))
+    return _rearranged(walk, i, node, x)
+
+
+def _rearranged(walk: Walk, i: int, node: Node, x: Value, start: Any = None) -> Sequence[Value]:
+    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    move = functools.partial(moved_by, node, old=old, new=new, start=start)
+    return _mapped(walk, i, node, x, lambda layout: layout.moved(new, move))
 
 
 def _mapped(walk: Walk, i: int, node: Node, x: Value, move: Move) -> Sequence[Value]:
     """The value with other layouts, unless it is not followed where entries of parameters go."""
     result = x.map(move)
-    lost = [any(UNKNOWN in y.layout.loops for y in (*v.terms, *v.images)) for v in (x, result)]
+    lost = [any(UNORDERED in y.layout.loops for y in (*v.terms, *v.images)) for v in (x, result)]
     return unknown(walk, i, node, [x]) if lost == [False, True] else [result]
 
 
@@ -119,7 +126,7 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
     starts = zip(values, itertools.accumulate(sizes, initial=0), strict=False)
     place = functools.partial(Layout.place, axis=axis, size=sum(sizes))
     placed = [v.map(functools.partial(place, start=start)) for v, start in starts]
-    images = latest(walk, i, summed(placed))
+    images = latest(walk, i, all_images(placed))
     if not all(v.images or is_zero(walk, x) for v, x in zip(values, inputs, strict=True)):
         images = tuple(bent(walk, m, "put together with something else", i) for m in images)
     logits = tuple(x for v in placed for x in v.logits)
@@ -142,8 +149,7 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     kept = [axis for axis in range(len(old)) if axis not in gone]
     start = walk.known(node.inputs[1])
     if start is not None and walk.shape(node.inputs[1]) == (1,):  # `jnp.take(x, 2, axis)`
-        move = lambda layout: layout.moved(new, lambda at: after(node, at, old, new, start))  # noqa: E731
-        return _mapped(walk, i, node, x, move)
+        return _rearranged(walk, i, node, x, start)
     sources: list[int | None] = [None] * len(new)
     for at, axis in zip(numbers.offset_dims, kept, strict=True):
         sources[at] = axis if sizes[axis] == old[axis] else None
@@ -178,7 +184,7 @@ def looked_up(
         if by_data and rows:
             walk.record(i, "looked up", t, "looked up", rows=rows)
         terms.append(t._replace(layout=layout))
-    images = moved(x.images, lambda layout: layout.pick(tuple(sources), shape)) if not x.terms else ()
+    images = move_each(x.images, lambda layout: layout.pick(tuple(sources), shape)) if not x.terms else ()
     return dependent(values)._replace(terms=tuple(terms), images=images)
 
 

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from muonjax._inspect.layout import UNKNOWN, Layout, Region, Run, merged, whole
+from muonjax._inspect.layout import UNORDERED, Layout, Region, Run, merged, whole
 
 # What is done with a parameter; "alone": without data, as in a penalty.
 Kind: TypeAlias = Literal["product", "looked up", "unknown", "alone", "other"]
@@ -56,7 +56,7 @@ class Product:
 
     bit: int
     use: Any = None  # its `Use`
-    summed: set[Run] = dataclasses.field(default_factory=set)  # afterwards
+    added_up: set[Run] = dataclasses.field(default_factory=set)  # afterwards
     batches: set[Run] = dataclasses.field(default_factory=set)  # of a product with another parameter
     # Batches of a product of two activations, each with the part in which it counts heads.
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
@@ -73,12 +73,12 @@ class Image(NamedTuple):
     layout: Layout
     biases: tuple[Term, ...] = ()  # parameters that were added since then
     # The first operation that does not commute with scaling the parameter: what, and its number.
-    after: tuple[str, int] | None = None
+    bent_by: tuple[str, int] | None = None
     apart: bool = True  # no operation yet that mixes its columns: it may still be cut into parts
 
     @property
     def linear(self) -> bool:
-        return self.after is None
+        return self.bent_by is None
 
 
 class Logits(NamedTuple):
@@ -117,7 +117,7 @@ class Value(NamedTuple):
     scores: int = -1
     weights: int = -1
     # The last operation without a rule: what it gives may be indices, one hot, or windows of an argument.
-    unknown: int = -1
+    no_rule: int = -1
 
     @property
     def is_weight(self) -> bool:
@@ -134,7 +134,7 @@ class Value(NamedTuple):
         if not (self.images or self.terms or self.logits or self.marks):
             return self
         terms, images, logits, marks = (
-            moved(x, move) for x in (self.terms, self.images, self.logits, self.marks)
+            move_each(x, move) for x in (self.terms, self.images, self.logits, self.marks)
         )
         return self._replace(terms=terms, images=images, logits=logits, marks=marks)
 
@@ -170,7 +170,7 @@ class Side:
         return layout.pick(tuple(self.sources), self.shape)
 
     @property
-    def moved(self) -> Value:
+    def aligned(self) -> Value:
         """Its value along the axes of the product."""
         return self.value.map(self.along)
 
@@ -205,31 +205,33 @@ class Side:
         return t.layout.atoms(self.given) or (between[-1] if between else ())
 
 
-def moved(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
+def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
     """Each with another layout; those of which nothing is left, or known, are left out."""
     found = ((x, move(x.layout)) for x in items)
-    found = [(x, y) for x, y in found if y is not None and not (isinstance(x, Mark) and UNKNOWN in y.loops)]
+    found = [(x, y) for x, y in found if y is not None and not (isinstance(x, Mark) and UNORDERED in y.loops)]
     return tuple(
-        x._replace(layout=y, biases=moved(x.biases, move)) if isinstance(x, Image) else x._replace(layout=y)
+        x._replace(layout=y, biases=move_each(x.biases, move))
+        if isinstance(x, Image)
+        else x._replace(layout=y)
         for x, y in found
     )
 
 
 def dependent(values: Iterable[Value]) -> Value:
     """A value that depends on all of these, in a way that is not followed."""
-    depends_on, scores, weights, unknown = 0, -1, -1, -1
+    depends_on, scores, weights, no_rule = 0, -1, -1, -1
     for v in values:
         depends_on |= v.depends_on
-        scores, weights, unknown = max(scores, v.scores), max(weights, v.weights), max(unknown, v.unknown)
-    return Value(depends_on, scores=scores, weights=weights, unknown=unknown)
+        scores, weights, no_rule = max(scores, v.scores), max(weights, v.weights), max(no_rule, v.no_rule)
+    return Value(depends_on, scores=scores, weights=weights, no_rule=no_rule)
 
 
 def alike(images: Sequence[Image]) -> bool:
     """Whether these are the same part of one product, or parts after the same function."""
-    return len({m.layout for m in images}) == 1 or len({(m.after, m.apart) for m in images}) == 1
+    return len({m.layout for m in images}) == 1 or len({(m.bent_by, m.apart) for m in images}) == 1
 
 
-def summed(values: Iterable[Value]) -> tuple[Image, ...]:
+def all_images(values: Iterable[Value]) -> tuple[Image, ...]:
     """The images in a sum or a concatenation: parts of one product count once."""
     found = grouped((m.product, m) for v in values for m in v.images)
     return tuple(group[0] if len(group) == 1 else _united(group) for group in found)
@@ -238,9 +240,9 @@ def summed(values: Iterable[Value]) -> tuple[Image, ...]:
 def _united(images: Sequence[Image]) -> Image:
     found = grouped((t.leaf, t) for m in images for t in m.biases)
     biases = tuple(group[0]._replace(layout=merged(tuple(t.layout for t in group))) for group in found)
-    after = next((m.after for m in images if m.after), None)
+    bent_by = next((m.bent_by for m in images if m.bent_by), None)
     apart = alike(images) and all(m.apart for m in images)
-    return Image(images[0].product, merged(tuple(m.layout for m in images)), biases, after, apart)
+    return Image(images[0].product, merged(tuple(m.layout for m in images)), biases, bent_by, apart)
 
 
 def grouped(found: Iterable[tuple[Any, Any]]) -> Iterable[list[Any]]:

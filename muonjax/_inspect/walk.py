@@ -47,7 +47,7 @@ class Walk:
         self.normalized: set[int] = set()
         self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
         self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
-        self.unknown: set[int] = set()  # operations without a rule
+        self.no_rule: set[int] = set()  # operations without a rule
         self.read: set[int] = set()  # products with columns of which labels choose one
         self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
         # For the products that give queries, keys and values, the parts of the last one.
@@ -84,9 +84,9 @@ class Walk:
 
     def record_unknown(self, value: Value, other: Value) -> None:
         """What is multiplied by the result of an operation without a rule: perhaps that is one hot, and looks it up."""
-        if other.unknown >= 0:
+        if other.no_rule >= 0:
             for t in (*value.terms, *(m.product.use.term for m in value.images)):
-                self.record(other.unknown, "unknown", t, self.nodes[other.unknown].name)
+                self.record(other.no_rule, "unknown", t, self.nodes[other.no_rule].name)
 
     def record_read(self, value: Value, axes: Sequence[int], labels: Value) -> None:
         """Data that depend on no parameter choose one entry along these axes."""
@@ -116,7 +116,7 @@ class Walk:
                 if not m.product.bit & factor.depends_on:
                     self.record_gate(m, repeats)
         both = x.images + y.images if x.images and y.images and x.depends_on != y.depends_on else ()
-        if both and all(m.after is None or m.after[0] == "normalized" for m in both):
+        if both and all(m.bent_by is None or m.bent_by[0] == "normalized" for m in both):
             self.entrywise[self.nodes[i].outputs[0]] = both
 
     def record_parts(self, images: Iterable[Image]) -> None:

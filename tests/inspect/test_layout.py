@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from muonjax._inspect.layout import HOLE, UNKNOWN, merged, sums, whole
-from muonjax._inspect.structure import after
+from muonjax._inspect.layout import HOLE, UNORDERED, merged, sums, whole
+from muonjax._inspect.structure import moved_by
 
 ORIGINS = [(12,), (4, 6), (2, 6, 4)]
 
@@ -31,7 +31,7 @@ def check_all_is_known(layout, positions, origin):
     check(layout, positions, origin)
     holes = (np.broadcast_to(run.positions == HOLE, positions.shape) for run in layout.runs)
     np.testing.assert_array_equal(sum(holes, np.zeros(positions.shape, bool)), positions < 0)
-    assert UNKNOWN not in layout.loops
+    assert UNORDERED not in layout.loops
     assert not layout.taken
     assert len({run.axis for run in layout.runs}) == len(layout.runs)
 
@@ -49,7 +49,7 @@ def moved(layout, positions, operation, result):
     """What an operation of JAX's does to a layout; `result` are the positions after NumPy's."""
     for eqn in jax.make_jaxpr(operation)(positions).eqns:  # none if it leaves all as it is
         node, new = SimpleNamespace(name=eqn.primitive.name, params=eqn.params), eqn.outvars[0].aval.shape
-        layout = layout.moved(new, lambda x: after(node, x, positions.shape, new))  # noqa: B023
+        layout = layout.moved(new, lambda x: moved_by(node, x, positions.shape, new))  # noqa: B023
     return layout, result
 
 
@@ -140,7 +140,7 @@ def test_parts_that_are_put_together(origin):
 
 
 def test_what_differs_between_devices_is_not_followed():
-    assert UNKNOWN in whole((8, 6)).resize((4, 6)).loops
+    assert UNORDERED in whole((8, 6)).resize((4, 6)).loops
     assert whole((1, 6)).pick((0, 1), (8, 6)).resize((4, 6)).loops == ()
 
 
@@ -153,8 +153,8 @@ def test_what_is_added_up_is_a_part():
 
 def test_what_is_not_followed_is_said():
     def unmoved(x):
-        return after(SimpleNamespace(name="sort", params={}), x, (4, 6), (4, 6))
+        return moved_by(SimpleNamespace(name="sort", params={}), x, (4, 6), (4, 6))
 
     layout = whole((4, 6)).moved((4, 6), unmoved)
     assert not layout.runs
-    assert UNKNOWN in layout.loops
+    assert UNORDERED in layout.loops
