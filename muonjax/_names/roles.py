@@ -287,15 +287,6 @@ def attention_scope(scope: tuple[str, ...]) -> tuple[str, ...]:
     return scope
 
 
-@functools.cache
-def head_module(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The outermost module around the leaf that is named for a head, () if none is; `decoder`, BERT's head too, is
-    none."""
-    names = r"(?!pre_)((\w+_)?heads?|cls|predictions|\w*classifier)|(class|bbox|box)_embed\d*"
-    modules = words(path)[:-1]
-    return next((modules[: i + 1] for i, n in enumerate(modules) if re.fullmatch(names, _snake(n))), ())
-
-
 def stem(name: str) -> str:
     """A name in snake case without any number at its end: `fc` of fc2."""
     return re.sub(r"\d+$", "", _snake(name))
