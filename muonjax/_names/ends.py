@@ -61,9 +61,9 @@ def for_adam(
     model = _Model(parameters, {**decided, **dict.fromkeys(ends)})
     for p in model.matrices:
         names, sizes = model.witnesses(p)
-        if (names and sizes) or ((names or sizes) and not p.role.projection):
+        if names or sizes:
             ends[p.path] = "output head: " + ", ".join(names + sizes)
-            if names != [_NAME] or not sizes or p.role.projection:
+            if names != [_NAME] or not sizes:
                 doubts.add(p.path)
     has_head = model.has_head or any(why.startswith("output head") for why in ends.values())
     modules = Counter(module(p.path) for p in parameters)
@@ -97,10 +97,9 @@ def patch_embedding(p: Parameter) -> str:
         *window, inputs, outputs = p.shape
     else:
         return ""
-    if window[-1] % 2 or inputs > 16 or not p.role.muon:
+    if window[-1] % 2 or inputs > 16:
         return ""
-    names = r"embed|patch|stem" if inputs <= 4 else r"embed|patch"
-    if any(re.search(names, name.lower()) for name in words(p.path)[-4:-1]):
+    if any(re.search("embed|patch|stem", name.lower()) for name in words(p.path)[-4:-1]):
         return roles.PATCHES.name
     is_large = window[-1] >= 8 and outputs >= 128
     return "a large window that sees few channels, as of a patch embedding" if is_large else ""
@@ -186,9 +185,8 @@ def _numbered(p: Parameter) -> tuple[Path, str, tuple[int, ...]]:
 
 def _is_dense(p: Parameter, numbers: DimensionNumbers | None) -> bool:
     """Whether this is one layer's dense kernel, of one column too."""
-    plain = p.role in (roles.DENSE, roles.EXPERTS, roles.UNKNOWN)
-    plain = plain or bool(p.role.projection and _END.fullmatch(stem((module(p.path) or ("",))[-1])))
-    return plain and len(p.leaf_shape) == 2 and (bool(numbers) or 1 in p.shape)
+    is_plain = p.role in (roles.DENSE, roles.EXPERTS, roles.UNKNOWN)
+    return is_plain and len(p.leaf_shape) == 2 and (bool(numbers) or 1 in p.shape)
 
 
 def _sides(p: Parameter, numbers: DimensionNumbers) -> list[list[int]]:

@@ -165,7 +165,9 @@ def read_roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
     >>> [role.name for role in read_roles([("Dense_0", "kernel"), ("Dense_0", "bias"), ("ln_f", "scale")])]
     ['dense', 'bias', 'scale']
     """
-    attentions = {scope for scope, name in map(layer_of, paths) if (_projection(name) or VALUE) is not VALUE}
+    # A lone `q` is a Q network, and a gated layer's values belong to no attention.
+    layers = [layer for layer in map(layer_of, paths) if not re.match("q(_|$)", layer[1])]
+    attentions = {scope for scope, name in layers if _projection(name) not in (None, VALUE)}
     folders: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for *folder, name in filter(None, map(words, paths)):
         folders[tuple(folder)].add(name)
@@ -206,9 +208,7 @@ def _bias(path: tuple[str, ...], name: str, attentions: set[tuple[str, ...]]) ->
 
 def _weight_role(path: Path, name: str, scope: Path, attentions: set[Path]) -> Role:
     is_attention = scope in attentions or bool(scope and re.search(r"att(n|en)", _snake(scope[-1])))
-    projection = _projection(name)
-    # A gated layer's values belong to no attention.
-    if projection and (is_attention or projection is not VALUE):
+    if is_attention and (projection := _projection(name)):
         return projection
     is_lstm = name == "linear" and _snake("".join(scope[-1:])) == "lstm"  # Haiku's
     if is_lstm or re.fullmatch(r"weight_[ih]h(_l\d+)?(_reverse)?|(dense|w)_[ih]|[ih]h", name):
