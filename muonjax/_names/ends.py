@@ -73,6 +73,8 @@ def for_adam(
             pass
         elif words(p.path)[-1:] == ("b",) and is_long and modules[module(p.path)] == 1:
             why = "a bias by its name, a matrix by its axes"
+        elif p.role is roles.LONE_LETTER and is_long:
+            why = "a letter"
         elif not model.decided[p.path] or p.path in ends:
             continue
         elif model.may_be_a_table(p):

@@ -74,7 +74,6 @@ ATTENTION_GATE = Role("attention gate", ranks=(2, 3))
 ROUTER = Role("router", ranks=(2,))
 RECURRENT = Role("gates of a recurrent cell", ranks=(2,))
 UNKNOWN = Role("matrix")
-LONE_LETTER = Role("a letter")  # such as W, of which nothing tells the axes
 
 BIAS = Role("bias", muon=False, ranks=(1,))
 SCALE = Role("scale", muon=False, ranks=(1,))
@@ -84,6 +83,7 @@ TABLE = Role("embedding", muon=False, ranks=(2,))
 PATCHES = Role("patch embedding", muon=False)
 HEAD = Role("output head", muon=False, ranks=(2,))
 STATE_SPACE = Role("state-space parameter", muon=False)
+LONE_LETTER = Role("a letter", muon=False)  # S4's B or an adapter's
 DEPTHWISE = Role("depthwise convolution", muon=False)
 POSITION = Role("position", muon=False)
 TOKENS = Role("learned tokens", muon=False)
@@ -150,8 +150,6 @@ _ANYWHERE = (
     (CONVOLUTION, r"\w*conv\w*"),
 )
 
-_OF_STATE_SPACE = ("A_log", "Lambda", "Lambda_re", "log_step", "log_dt")  # next to them, a letter is one too
-
 _ADAPTER = r"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
 _DENSE = (
     r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin\d?|fc\d?|proj|projection|mlp|ffn?|ffw|up|down|gate|router"
@@ -180,11 +178,7 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], beside: set[s
     last_two = "/".join(names[-2:] if len(names) > 1 else ["", names[0]])
     if re.fullmatch(_ADAPTER, name) or re.fullmatch(rf".*/({_ADAPTER})|(\w+_)?lora(_\w+)?/[ab]", last_two):
         return ADAPTER
-    letter = re.fullmatch("[A-Z]", path[-1])  # S4's P, DSS' W; A and B without a C are an adapter's factors
-    of_state_space = letter and beside & {*_OF_STATE_SPACE, *("CD" if path[-1] in "AB" else "")}
-    if of_state_space or re.fullmatch(r"[A-D](_(re|im|real|imag))|[CD]", path[-1]):
-        return STATE_SPACE
-    if re.fullmatch("[A-JL-NPRSTX-Z]", path[-1]):
+    if re.fullmatch("[A-JL-NPRSTX-Z]|[A-D]_(re|im|real|imag)", path[-1]):
         return LONE_LETTER
     if path[-1].endswith("_b") and path[-1][:-1] + "w" in beside:
         return _bias(path, layer_of((*path[:-1], path[-1][:-1] + "w"))[1], attentions)
