@@ -123,11 +123,6 @@ def is_outputs_first_convolution(p: Parameter, neighbors: Neighbors) -> bool:
     return is_weight(p) and len(p.shape) > 2 and likely and not is_window(p.shape)
 
 
-def is_einsum(p: Parameter) -> bool:
-    """Whether a name says that the leaf is the weight of an einsum."""
-    return any("einsum" in name for name in words(p.path))
-
-
 def unstack(parameters: Sequence[Parameter]) -> list[Parameter]:
     """Remove the axes that count layers, again and again where scans are nested.
 
@@ -155,8 +150,6 @@ def _verdict(p: Parameter, neighbors: Neighbors) -> bool | None:
     keys = neighbors.attention(p).get("key", ())
     if p.role.projection in ("query", "out") and rank == 4 and len(keys) == 3:
         return None  # queries grouped by key head
-    if not p.role.muon and sum(size > 1 for size in p.shape) <= 1 < rank and 1 in ranks:
-        return None  # a norm's scale stored as (1, 1, 1, 64), or a stack of one
     is_convolution = is_window(p.shape) or is_outputs_first_convolution(p, neighbors)
     if p.role.muon and not p.role.projection and rank > 3 and is_convolution:
         return None
@@ -208,8 +201,7 @@ def _without(p: Parameter, i: int) -> Parameter:
 def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """The matrices in one layer's parameter, on that layer's axes; None where nothing tells."""
     role, rank = p.role, len(p.shape)
-    unknown = role in (roles.INTERLEAVED, roles.LONE_LETTER, roles.RECURRENT)
-    if unknown or (role is roles.ADAPTER and rank != 2):
+    if role in (roles.INTERLEAVED, roles.RECURRENT) or (role is roles.ADAPTER and rank != 2):
         return None
     if role is roles.GATE_UP:
         return _gate_up(p, neighbors)
@@ -259,9 +251,9 @@ _ORDERS = (("dhs", "hsd"), ("dhs", "dhs"), ("hds", "hsd"))
 def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     """Query, key, value and output in the first order that no shape in the attention contradicts."""
     shapes = {name: shape for name, shape in neighbors.attention(p).items() if len(shape) == 3}
-    if [*shapes] == ["out"] and words(p.path)[-1] != "kernel" and not is_einsum(p):
+    if [*shapes] == ["out"] and words(p.path)[-1] != "kernel":
         return None  # in two orders
-    for order in reversed(_ORDERS) if is_einsum(p) else _ORDERS:
+    for order in _ORDERS:
         orders = {name: order[name == "out"] for name in shapes}
         read = {name: dict(zip(orders[name], shape, strict=True)) for name, shape in shapes.items()}
         if read and not _contradict(read):

@@ -8,8 +8,8 @@ The evidence, in this order; what comes first decides:
      (`axes`);
   4. whether it is an end of the model: a patch embedding or an output head (`ends`).
 
-A rule of the caller's replaces the answer. What nothing tells is refused, with a rule that decides it. One warning
-lists the leaves that may be an end of the model, or are one by their name or their position alone.
+A rule of the caller's replaces the answer. What nothing tells is refused, with a rule that decides it. What may be an
+end of the model goes to Adam, and one warning lists the leaves that only a name or only a position gives to it.
 """
 
 import math
@@ -146,14 +146,15 @@ def routes(
         p.path: decided[p.path] or (ruled[p.path] if len(p.leaf_shape) == 2 else (None, "rule"))
         for p in parameters
     }
-    ends, chances = for_adam(parameters, {path: numbers for path, (numbers, _) in answers.items()})
-    answers |= {path: (None, why) for path, why in ends.items()}
+    ends, doubts = for_adam(parameters, {path: numbers for path, (numbers, _) in answers.items()})
     for path, (numbers, _) in answers.items():
         if numbers and types.get("/".join(path)) == "special":
-            chances[path] = "Muon", "its layer has groups or an einsum of its own"
-    chances = {path: said for path, said in chances.items() if path not in ruled}
-    if chances and warn:
-        warn_user(chances_message(chances, parameters))
+            ends[path] = "its layer has groups or an einsum of its own"
+            doubts.add(path)
+    answers |= {path: (None, why) for path, why in ends.items()}
+    doubtful = {p.path: ends[p.path] for p in parameters if p.path in doubts and p.path not in ruled}
+    if doubtful and warn:
+        warn_user(doubts_message(doubtful, parameters))
     found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}
     found |= ruled
     return [
@@ -289,14 +290,13 @@ def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Param
     )
 
 
-def chances_message(why: Mapping[tuple[str, ...], tuple[str, str]], parameters: Sequence[Parameter]) -> str:
-    """The warning for leaves that only a name or a position gives to an optimizer: which one, and the reason."""
+def doubts_message(why: Mapping[Path, str], parameters: Sequence[Parameter]) -> str:
+    """The warning for leaves that only a name or only a position gives to Adam."""
     found = [p for p in parameters if p.path in why]
-    said = [f"{why[p.path][0]} takes {'/'.join(p.path)!r} {p.leaf_shape}: {why[p.path][1]}" for p in found]
-    adams = [p for p in found if why[p.path][0] == "Adam"]
+    said = [f"{'/'.join(p.path)!r} {p.leaf_shape}: {why[p.path]}" for p in found]
     return (
-        f"muonjax can't tell by names alone what these leaves are: {trees.listed(said)}. To say otherwise: "
-        f"muonjax.dimension_numbers(params, rules=[{_suggested(found, parameters, adams)}]). {INSPECT}"
+        f"muonjax can't tell by names alone what these leaves are, and gives them to Adam: {trees.listed(said)}. For "
+        f"Muon: muonjax.dimension_numbers(params, rules=[{_suggested(found, parameters, found)}]). {INSPECT}"
     )
 
 

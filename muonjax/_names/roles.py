@@ -74,7 +74,6 @@ ATTENTION_GATE = Role("attention gate", ranks=(2, 3))
 ROUTER = Role("router", ranks=(2,))
 RECURRENT = Role("gates of a recurrent cell", ranks=(2,))
 UNKNOWN = Role("matrix")
-LONE_LETTER = Role("a letter")  # such as W, of which nothing tells the axes
 
 BIAS = Role("bias", muon=False, ranks=(1,))
 SCALE = Role("scale", muon=False, ranks=(1,))
@@ -84,6 +83,7 @@ TABLE = Role("embedding", muon=False, ranks=(2,))
 PATCHES = Role("patch embedding", muon=False)
 HEAD = Role("output head", muon=False, ranks=(2,))
 STATE_SPACE = Role("state-space parameter", muon=False)
+LONE_LETTER = Role("a letter", muon=False)  # S4's B or an adapter's
 DEPTHWISE = Role("depthwise convolution", muon=False)
 POSITION = Role("position", muon=False)
 TOKENS = Role("learned tokens", muon=False)
@@ -150,8 +150,6 @@ _ANYWHERE = (
     (CONVOLUTION, r"\w*conv\w*"),
 )
 
-_OF_STATE_SPACE = ("A_log", "Lambda", "Lambda_re", "log_step", "log_dt")  # next to them, a letter is one too
-
 _ADAPTER = r"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
 _DENSE = (
     r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin\d?|fc\d?|proj|projection|mlp|ffn?|ffw|up|down|gate|router"
@@ -165,7 +163,9 @@ def read_roles(paths: Sequence[tuple[str, ...]]) -> list[Role]:
     >>> [role.name for role in read_roles([("Dense_0", "kernel"), ("Dense_0", "bias"), ("ln_f", "scale")])]
     ['dense', 'bias', 'scale']
     """
-    attentions = {scope for scope, name in map(layer_of, paths) if (_projection(name) or VALUE) is not VALUE}
+    # A lone `q` is a Q network, and a gated layer's values belong to no attention.
+    layers = [layer for layer in map(layer_of, paths) if not re.match("q(_|$)", layer[1])]
+    attentions = {scope for scope, name in layers if _projection(name) not in (None, VALUE)}
     folders: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for *folder, name in filter(None, map(words, paths)):
         folders[tuple(folder)].add(name)
@@ -178,11 +178,7 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], beside: set[s
     last_two = "/".join(names[-2:] if len(names) > 1 else ["", names[0]])
     if re.fullmatch(_ADAPTER, name) or re.fullmatch(rf".*/({_ADAPTER})|(\w+_)?lora(_\w+)?/[ab]", last_two):
         return ADAPTER
-    letter = re.fullmatch("[A-Z]", path[-1])  # S4's P, DSS' W; A and B without a C are an adapter's factors
-    of_state_space = letter and beside & {*_OF_STATE_SPACE, *("CD" if path[-1] in "AB" else "")}
-    if of_state_space or re.fullmatch(r"[A-D](_(re|im|real|imag))|[CD]", path[-1]):
-        return STATE_SPACE
-    if re.fullmatch("[A-JL-NPRSTX-Z]", path[-1]):
+    if re.fullmatch("[A-JL-NPRSTX-Z]|[A-D]_(re|im|real|imag)", path[-1]):
         return LONE_LETTER
     if path[-1].endswith("_b") and path[-1][:-1] + "w" in beside:
         return _bias(path, layer_of((*path[:-1], path[-1][:-1] + "w"))[1], attentions)
@@ -206,9 +202,7 @@ def _bias(path: tuple[str, ...], name: str, attentions: set[tuple[str, ...]]) ->
 
 def _weight_role(path: Path, name: str, scope: Path, attentions: set[Path]) -> Role:
     is_attention = scope in attentions or bool(scope and re.search(r"att(n|en)", _snake(scope[-1])))
-    projection = _projection(name)
-    # A gated layer's values belong to no attention.
-    if projection and (is_attention or projection is not VALUE):
+    if is_attention and (projection := _projection(name)):
         return projection
     is_lstm = name == "linear" and _snake("".join(scope[-1:])) == "lstm"  # Haiku's
     if is_lstm or re.fullmatch(r"weight_[ih]h(_l\d+)?(_reverse)?|(dense|w)_[ih]|[ih]h", name):
@@ -285,15 +279,6 @@ def attention_scope(scope: tuple[str, ...]) -> tuple[str, ...]:
         if re.search(r"att(n|en)", _snake(scope[end - 1])):
             return scope[:end]
     return scope
-
-
-@functools.cache
-def head_module(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The outermost module around the leaf that is named for a head, () if none is; `decoder`, BERT's head too, is
-    none."""
-    names = r"(?!pre_)((\w+_)?heads?|cls|predictions|\w*classifier)|(class|bbox|box)_embed\d*"
-    modules = words(path)[:-1]
-    return next((modules[: i + 1] for i, n in enumerate(modules) if re.fullmatch(names, _snake(n))), ())
 
 
 def stem(name: str) -> str:

@@ -153,7 +153,7 @@ def test_leaves_on_an_explicit_mesh_beside_leaves_on_none():
 def test_muon_on_explicit_axes_of_size_one(fsdp, tensor, jit):
     """Dense, attention and convolution kernels, as a script for eight devices shards them."""
     specs = {
-        "dense": {"kernel": P("fsdp", "tensor"), "bias": P("tensor")},
+        "up": {"kernel": P("fsdp", "tensor"), "bias": P("tensor")},
         "attention": {
             "query": {"kernel": P("fsdp", "tensor", None)},
             "out": {"kernel": P("tensor", None, "fsdp")},
@@ -161,7 +161,7 @@ def test_muon_on_explicit_axes_of_size_one(fsdp, tensor, jit):
         "conv": {"kernel": P(None, None, "fsdp", "tensor")},
     }
     shapes = {
-        "dense": {"kernel": (16, 64), "bias": (64,)},
+        "up": {"kernel": (16, 64), "bias": (64,)},
         "attention": {"query": {"kernel": (16, 8, 8)}, "out": {"kernel": (8, 8, 16)}},
         "conv": {"kernel": (3, 3, 16, 32)},
     }

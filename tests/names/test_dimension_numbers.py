@@ -236,15 +236,15 @@ def test_settings_that_names_do_not_show_are_warned_about():
     for name in ("mixer", "doubler", "gate"):
         model = nnx.Dict(**{name: getattr(zoo, name)}, **plain)
         with pytest.warns(
-            UserWarning, match=rf"Muon takes '{name}/kernel'.*groups or an einsum.*muonjax\.inspect"
+            UserWarning, match=rf"to Adam: '{name}/kernel'.*groups or an einsum.*muonjax\.inspect"
         ):
-            dimension_numbers(model)
+            assert dimension_numbers(model)[name].kernel is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             dimension_numbers(model, rules=[(name, None)])
     eqx = pytest.importorskip("equinox")
     model = eqx.filter_eval_shape(lambda: eqx.nn.Conv2d(16, 32, 3, groups=4, key=jax.random.key(0)))
-    with pytest.warns(UserWarning, match=r"Muon takes '0/weight'.*groups or an einsum"):
+    with pytest.warns(UserWarning, match=r"to Adam: '0/weight'.*groups or an einsum"):
         dimension_numbers([eqx.filter(model, lambda x: hasattr(x, "dtype"))])
 
 
@@ -260,24 +260,23 @@ def test_one_paste_decides_a_tree():
 
 
 def test_ends_of_a_model_are_warned_about_once_in_one_line():
-    """The warning says what names and positions decided, and its rules decide the other way."""
-    params = {
-        f"Dense_{i}": {"kernel": leaf(n, m)} for i, (n, m) in enumerate([(784, 64), (64, 64), (64, 10)])
-    }
+    """The warning says what names and positions give to Adam, and its rules give it to Muon."""
+    sizes = [(784, 64), (64, 64), (64, 10)]
+    params = {f"Dense_{i}": {"kernel": leaf(*shape)} for i, shape in enumerate(sizes)}
     params |= {"nodes": leaf(40, 16), "mix": {"kernel": leaf(16, 784)}}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         before = numbers_of(params)
     (text,) = (str(warning.message) for warning in caught)
     assert text.startswith(
-        "muonjax can't tell by names alone what these leaves are: Adam takes 'Dense_2/kernel' (64, 10): the "
-        "last of its kind, no other parameter takes its output; Muon takes 'nodes' (40, 16): no other parameter gives"
+        "muonjax can't tell by names alone what these leaves are, and gives them to Adam: 'Dense_2/kernel' (64, 10): "
+        "output head: the last of its kind, no other parameter takes its output; 'nodes' (40, 16): no other parameter "
     )
     assert "program = muonjax.inspect(loss_fn, params, batch)" in text
     assert "\n" not in text
     found = numbers_of(params, rules=eval(re.search(r"rules=(\[.*?\)\])\)\. ", text)[1]))
-    changed = {path for path, numbers in found.items() if numbers != before[path]}
-    assert changed == {"Dense_2/kernel", "nodes"}
+    given = {path: found[path] for path in before if before[path] is None}
+    assert given == dict.fromkeys(("Dense_2/kernel", "nodes"), MuonDimensionNumbers(0, 1))
 
 
 def test_muon_without_matrices_says_so():

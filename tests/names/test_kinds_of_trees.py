@@ -65,12 +65,14 @@ def test_a_flat_tree_trains_as_the_nested_one():
 
 def test_an_equinox_embedding_is_a_table():
     """Whatever its field is called."""
-    model = eqx.filter_eval_shape(
-        lambda key: (eqx.nn.Embedding(30, 8, key=key), eqx.nn.Linear(8, 8, key=key)), jax.random.key(0)
-    )
+
+    def make(key):
+        return {"items": eqx.nn.Embedding(30, 8, key=key), "up": eqx.nn.Linear(8, 8, key=key)}
+
+    model = eqx.filter_eval_shape(make, jax.random.key(0))
     found = {r.path: r.numbers for r in routes(eqx.filter(model, lambda x: hasattr(x, "dtype")))[0]}
-    assert found["0/weight"] is None
-    assert found["1/weight"] is not None
+    assert found["items/weight"] is None
+    assert found["up/weight"] is not None
 
 
 @pytest.mark.parametrize("by", ["names", "program"])

@@ -24,7 +24,7 @@ SITES = muonjax.mha_site()
 
 def params():
     shapes = {"attention": {name: {"kernel": (128, 2, 64)} for name in ("query", "key")}}
-    shapes |= {"up": {"kernel": (8, 256), "bias": (256,)}, "down": {"kernel": (64, 130)}}
+    shapes |= {"up": {"kernel": (130, 256), "bias": (256,)}, "down": {"kernel": (256, 130)}}
     return jax.tree.map(lambda s: normal(*s, seed=len(s)), shapes, is_leaf=lambda s: isinstance(s, tuple))
 
 
@@ -140,7 +140,7 @@ def test_an_update_keeps_no_copy_in_float32():
     tree = {f"layer_{i}": jnp.ones((256, 512)) for i in range(12)}
 
     def temporary(dtype):
-        tx = muonjax.muon(0.1, mu_dtype=dtype, newton_schulz=SHORT)
+        tx = muonjax.muon(0.1, muonjax.MuonDimensionNumbers(), mu_dtype=dtype, newton_schulz=SHORT)
 
         def step(grads, state, tree):
             updates, state = tx.update(grads, state, tree)

@@ -37,7 +37,7 @@ def params(dtype=jnp.float32):
             },
             "out": {"kernel": normal(2, 4, 8, seed=5, dtype=dtype)},
         },
-        "mlp": {"kernel": normal(8, 32, seed=6, dtype=dtype), "bias": normal(32, seed=7, dtype=dtype)},
+        "mlp": {"kernel": normal(32, 8, seed=6, dtype=dtype), "bias": normal(8, seed=7, dtype=dtype)},
     }
 
 
@@ -58,7 +58,7 @@ def run(tx, tree, steps=3, jit=True, **extra):
 def matrices(rng=0):
     gen = np.random.default_rng(rng)
     return {
-        k: gen.standard_normal(s) for k, s in {"wide": (12, 40), "tall": (40, 12), "square": (16, 16)}.items()
+        k: gen.standard_normal(s) for k, s in {"wide": (12, 40), "tall": (40, 12), "square": (12, 12)}.items()
     }
 
 

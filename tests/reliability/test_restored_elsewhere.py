@@ -17,7 +17,7 @@ STATISTICS = {"attention": jnp.asarray([400.0, 50.0])}
 def params(width=8, dtype=jnp.float32):
     rng = np.random.default_rng(0)
     shapes = {name: {"kernel": (width, 2, 4)} for name in ("query", "key", "value")}
-    shapes = {"attention": shapes, "mlp": {"kernel": (width, 24), "bias": (24,)}}
+    shapes = {"attention": shapes, "mlp": {"kernel": (24, width), "bias": (width,)}}
     return jax.tree.map(
         lambda s: jnp.asarray(rng.standard_normal(s), dtype), shapes, is_leaf=lambda s: isinstance(s, tuple)
     )
