@@ -130,18 +130,11 @@ def test_a_part_without_attention():
         )
 
 
-@pytest.mark.thorough
 def test_aux_of_the_loss():
-    model = Block(nnx.Rngs(0))
-
-    def with_aux(model, x):
-        return loss_fn(model, x), {"accuracy": 1.0}
-
-    (loss, (aux, stats)), grads = muonjax.value_and_grad(with_aux, has_aux=True)(model, X)
-    (alone, _), alone_grads = muonjax.value_and_grad(loss_fn)(model, X)
-    assert (float(loss), aux) == (float(alone), {"accuracy": 1.0})
-    assert stats["attention"].shape == (4,)
-    jax.tree.map(np.testing.assert_array_equal, grads, alone_grads)
+    fun = muonjax.value_and_grad(lambda model, x: (loss_fn(model, x), {"accuracy": 1.0}), has_aux=True)
+    (_, (aux, max_logits)), _ = fun(Block(nnx.Rngs(0)), X)
+    assert aux == {"accuracy": 1.0}
+    assert max_logits["attention"].shape == (4,)
 
 
 class Noisy(nnx.Module):

@@ -55,18 +55,6 @@ def test_one_call_or_example(bad, dtype):
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_signals(bad):
-    scale = muonjax.Scale(path="kernel", rank=2)
-    site = muonjax.Site(path="head", scales=(scale,), signal="max_output")
-    tx = muonjax.signal_clip(muonjax.SignalRule(site, threshold=10.0), every_k=2)
-    params = {"head": {"kernel": jnp.ones((4, 2))}}
-    state = tx.init(params)
-    for signal in ([20.0, bad], [bad, 40.0]):
-        _, state = jax.jit(tx.update)(params, state, params, signals={"head": jnp.array(signal)})
-    np.testing.assert_array_equal(state.factors["head"], [0.5, 0.25])
-
-
-@pytest.mark.parametrize("bad", BAD)
 def test_one_device(bad):
     """Under `shard_map` and `pmap`; the other devices' statistics count."""
     tx = muonjax.qk_clip(100.0, muonjax.mha_site(), axis_name="data")

@@ -129,12 +129,3 @@ def test_rules_are_needed():
     params = {"out": {"kernel": jnp.ones((4, 2))}}
     with pytest.raises(ValueError, match=r"signal_clip: update needs signals: .*signals=signals"):
         tx.update(params, tx.init(params), params)
-
-
-def test_two_rules_of_one_signal():
-    kernel, bias = muonjax.Scale(path="kernel", rank=2), muonjax.Scale(path="bias", rank=1)
-    rules = [
-        muonjax.SignalRule(muonjax.Site(path="out", scales=(s,), signal="s"), 5.0) for s in (kernel, bias)
-    ]
-    with pytest.raises(ValueError, match=r"signal_clip: two sites match 'out' by 's'.*merge them"):
-        muonjax.signal_clip(rules).init({"out": {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)}})

@@ -4,7 +4,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import muonjax
@@ -263,20 +262,6 @@ def test_small_matrices_share_a_program_from_three_shapes_on():
 )
 def test_the_size_of_a_block(matrices, m, size):
     assert block_size(matrices, m) == size
-
-
-def test_no_retrace_over_steps():
-    traces = []
-    tx = muonjax.orthogonalize()
-
-    @jax.jit
-    def step(x):
-        traces.append(1)
-        return tx.update(x, optax.EmptyState())[0]
-
-    for seed in range(4):
-        step({"w": normal(8, 12, seed=seed)})
-    assert len(traces) == 1
 
 
 @pytest.mark.thorough
