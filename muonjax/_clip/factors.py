@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._common.linalg import at_least_float32
-
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
@@ -136,7 +134,7 @@ def scaled_update(
     # A half-precision update of a float32 weight would miss the bound.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(u.dtype, p.dtype)
-    wide = at_least_float32(dtype)
+        wide = jnp.promote_types(dtype, jnp.float32)
     u, p, f = u.astype(wide), p.astype(wide), f.astype(wide)
     return jnp.where(f == 1, u, f * u + (f - 1) * p).astype(dtype)
 
