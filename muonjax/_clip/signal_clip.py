@@ -23,7 +23,7 @@ from muonjax._common.arguments import (
     whole_number,
 )
 from muonjax._common.platform import sharded_like, zero_beside
-from muonjax._common.trees import flatten_paths, is_masked, unboxed
+from muonjax._common.trees import flatten_paths, is_masked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +149,8 @@ class QKClipState(NamedTuple):
       >>> import jax.numpy as jnp, muonjax
       >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
       >>> state = muonjax.qk_clip(100.0, muonjax.mha_site()).init(params)
-      >>> state.maxima["attention"], int(state.total_clipped)
-      (Array([-inf, -inf], dtype=float32), 0)
+      >>> state.maxima["attention"], state.clips["attention"]
+      (Array([-inf, -inf], dtype=float32), Array([0, 0], dtype=int32))
     """
 
     count: jax.Array
@@ -158,19 +158,6 @@ class QKClipState(NamedTuple):
     maxima: dict[str, jax.Array]
     factors: dict[str, jax.Array]
     clips: dict[str, jax.Array]
-
-    # Sums over heads are computed only when they are read: in the state, they would need an all-reduce per step.
-
-    @property
-    def num_clipped(self) -> jax.Array:
-        """Heads that the last clip scaled, int32 []."""
-        clipped = (jnp.sum(unboxed(f) < 1, dtype=jnp.int32) for f in self.factors.values())
-        return sum(clipped, jnp.zeros([], jnp.int32))
-
-    @property
-    def total_clipped(self) -> jax.Array:
-        """The sum of `num_clipped` over all clips, int32 []."""
-        return sum((jnp.sum(unboxed(n)) for n in self.clips.values()), jnp.zeros([], jnp.int32))
 
 
 def checked_settings(call: str, every_k: Any, axis_name: Any) -> tuple[int, tuple[str, ...]]:

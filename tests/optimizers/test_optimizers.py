@@ -359,7 +359,7 @@ def test_inject_hyperparams_into_the_clipped(optimizer):
     chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
     state.hyperparams["threshold"] = jnp.asarray(1e3)
     _, state = tx.update(tree, state, tree, max_logits=logits)
-    assert state.inner_state[-1].num_clipped == 0
+    assert muonjax.metrics(state)["qk_clip/num_clipped"] == 0
 
 
 def test_every_setting_of_the_parts_reaches_the_clipped():
