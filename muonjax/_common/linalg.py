@@ -13,7 +13,7 @@ import numpy as np
 from pallas_kernels._api import symmetric_product_on
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Inexact
+    from jaxtyping import Array, Bool, Float, Inexact, Shaped
 
 
 class MatrixProduct(NamedTuple):
@@ -150,7 +150,7 @@ def hermitian_part(a: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m 
     return (a + adjoint(a)) / 2
 
 
-def identity_like(a: Inexact[Array, "*batch k k"], small: bool = False) -> Inexact[Array, "*#batch k k"]:
+def identity_like(a: Shaped[Array, "*batch k k"], small: bool = False) -> Shaped[Array, "*#batch k k"]:
     """I in the dtype of A; of A's rank, for JAX's strict mode of promotion.
 
     A `small` one is a constant: XLA's CPU compiler unrolls the comparison of rows and columns, which takes longer than
@@ -163,7 +163,8 @@ def identity_like(a: Inexact[Array, "*batch k k"], small: bool = False) -> Inexa
 
 def on_diagonal(a: Inexact[Array, "*batch k k"]) -> Bool[Array, "*batch k k"]:
     """The mask of the diagonal of A, with A's sharding."""
-    return jnp.zeros_like(a, bool) | (identity_like(a) != 0)
+    mask = jnp.zeros_like(a, bool)
+    return mask | identity_like(mask)
 
 
 def square_norm(a: Inexact[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +90,8 @@ def map_groups(
         if in_blocks and len({max(x.shape[-2:]) for x in parts}) > 1:
             tall = [x if _is_tall(x) else x.mT for x in parts]
             found = map_in_blocks(in_blocks, whole, tall, policy.platform)
-        elif policy.is_cpu and any(map(_is_tall, parts)):
-            found = _map_some_tall(whole, parts, policy)
+        elif policy.is_cpu and any(map(_is_tall, parts)) and _chunk_size(parts, policy) == 1:
+            found = _map_some_tall(whole, parts, policy.platform)
         else:
             # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it. The
             # first one after what lies between the passes: XLA would keep what the second shares with the first.
@@ -195,49 +194,53 @@ def _stacked(parts: Sequence[jax.Array], policy: Policy) -> Inexact[Array, "coun
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _map_some_tall(f: Function, parts: Sequence[jax.Array], policy: Policy) -> list[jax.Array]:
-    """f of each matrix of one shape or its transpose, transposed chunk by chunk; tall ones come first.
+def _map_some_tall(f: Function, parts: Sequence[jax.Array], platform: str) -> list[jax.Array]:
+    """f of each matrix of one shape or its transpose, transposed one after the other; tall ones come first.
 
     A transpose alone has a fast kernel, and a branch leaves it alone. XLA would make it a part of what makes the stack,
-    entry by entry, if it knew the first number of a wide chunk.
+    entry by entry, if it knew the first wide number; and that of a plain matrix, without an axis before it, a layout.
     """
     m, n = sorted(parts[0].shape[1:])
     order = sorted(range(len(parts)), key=lambda i: not _is_tall(parts[i]))
     counts, tall = [len(parts[i]) for i in order], sum(len(x) for x in parts if _is_tall(x))
-    size = math.gcd(policy.chunk_size(sum(counts), (m, n)), tall)
-    shape = (m, n) if size == 1 else (size, m, n)
-    _, first_wide = numbers_from_loop((0, tall // size), policy.platform)
+    _, first_wide = numbers_from_loop((0, tall), platform)
 
-    def body(step, chunks):
-        x = jax.lax.dynamic_index_in_dim(chunks, step, keepdims=False)
-        wide = [lambda x: x.reshape(size, n, m).mT.reshape(shape), lambda x: x.reshape(shape)]
+    def one(x, step):
+        wide = [lambda x: x.reshape(1, n, m).mT.reshape(m, n), lambda x: x.reshape(m, n)]
         back = [lambda y: y.mT.reshape(-1), lambda y: y.reshape(-1)]
-        y = jax.lax.cond(step < first_wide, *back, f(jax.lax.cond(step < first_wide, *wide, x)))
-        return jax.lax.dynamic_update_index_in_dim(chunks, y, step, 0)
+        return jax.lax.cond(step < first_wide, *back, f(jax.lax.cond(step < first_wide, *wide, x)))
 
-    chunks = jnp.concatenate([parts[i].reshape(-1) for i in order]).reshape(-1, size * m * n)
-    stack = jax.lax.fori_loop(0, len(chunks), body, chunks).reshape(-1, m * n)
-    found = dict(zip(order, unstacked(stack, counts, policy.platform), strict=True))
+    stack = _map_chunks(one, jnp.concatenate([parts[i].reshape(-1, m * n) for i in order]))
+    found = dict(zip(order, unstacked(stack, counts, platform), strict=True))
     return [found[i].reshape(x.shape) for i, x in enumerate(parts)]
 
 
 def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy, *known) -> Inexact[Array, "count m n"]:
     chunks = _chunks(stack, policy)
-    if len(chunks) == 1:
-        return f(chunks[0], *known).reshape(stack.shape)
+    one = len(chunks) == 1
+    return (f(chunks[0], *known) if one else _map_chunks(lambda x, _: f(x), chunks)).reshape(stack.shape)
+
+
+def _map_chunks(f: Callable[[jax.Array, Any], jax.Array], chunks: jax.Array) -> jax.Array:
+    """f of each chunk and its number, in the chunk's place."""
 
     def body(step, chunks):
-        chunk = jax.lax.dynamic_index_in_dim(chunks, step, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(chunks, f(chunk), step, 0)
+        chunk = jax.lax.dynamic_index_in_dim(chunks, step, keepdims=False, allow_negative_indices=False)
+        y = f(chunk, step)
+        return jax.lax.dynamic_update_index_in_dim(chunks, y, step, 0, allow_negative_indices=False)
 
-    return jax.lax.fori_loop(0, len(chunks), body, chunks).reshape(stack.shape)
+    return jax.lax.fori_loop(0, len(chunks), body, chunks)
 
 
 def _chunks(stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "number *chunk m n"]:
-    count, *shape = stack.shape
-    size = policy.chunk_size(count, (shape[0], shape[1]))
+    size = _chunk_size([stack], policy)
     # One matrix goes without a batch axis: products of batches of one take a slower way through XLA on a CPU.
-    return stack if size == 1 else stack.reshape(-1, size, *shape)
+    return stack if size == 1 else stack.reshape(-1, size, *stack.shape[1:])
+
+
+def _chunk_size(parts: Sequence[jax.Array], policy: Policy) -> int:
+    m, n = sorted(parts[0].shape[1:])
+    return policy.chunk_size(sum(map(len, parts)), (m, n))
 
 
 def _is_tall(x: Inexact[Array, "*batch m n"]) -> bool:

@@ -136,8 +136,7 @@ def _map_to_one_target(
 ) -> tuple[Inexact[Array, "*batch k k"], Inexact[Array, "*batch k k"]]:
     """H = V^H A V and D, from V and A V."""
     h = dot(adjoint(v), av)
-    inverse_bound = inverse_norm(h)
-    inverse_sqrt = inverse_root(scaled(h, inverse_bound))
+    inverse_sqrt = inverse_root(h)
     inverse = dot(inverse_sqrt, inverse_sqrt)
     # The common target of the k directions: close to the smallest of their singular values, so that none of them is
     # then much larger than the rest.
@@ -146,7 +145,7 @@ def _map_to_one_target(
 
     # Where U spans the other directions, A is small: U^H (A V - V H) is about -(U^H V) H. So the sines U^H V times D,
     # the error of W, are about -U^H (A V - V H) D H^-1 (D commutes with H). W has them twice, off its diagonal.
-    residual = dot(scaled(av - dot(v, h), inverse_bound), dot(d, inverse))
+    residual = dot(av - dot(v, h), dot(d, inverse))
     return h, scaled(d, jnp.minimum(1, _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual)))
 
 
@@ -189,7 +188,7 @@ def inverse_root(h: jax.Array) -> jax.Array:
 
     def step(t, carry):
         r, q = carry
-        a, b, c = rows[t]
+        a, b, c = jax.lax.dynamic_index_in_dim(rows, t, keepdims=False, allow_negative_indices=False)
         p = a * eye + b * r + c * dot(r, r)
         return hermitian_part(dot(dot(p, r), p)), hermitian_part(dot(q, p))
 
@@ -219,9 +218,10 @@ def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batc
     """
     tiny = jnp.finfo(gram.dtype).tiny  # a square root has no derivative at zero
     # A masked sum: a strided slice of the flattened matrix does not compile for a TPU.
-    diagonal = jnp.sum(jnp.where(on_diagonal(gram), gram.real, 0), -1)
+    mask = on_diagonal(gram)
+    diagonal = jnp.sum(jnp.where(mask, gram.real, 0), -1)
     delta = ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1) + tiny)
-    return gram + scaled(identity_like(gram, small=True), delta[..., None, None])
+    return jnp.where(mask, gram + delta[..., None, None].astype(gram.dtype), gram)
 
 
 def _other_fourth_powers(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:

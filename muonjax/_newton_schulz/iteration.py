@@ -248,17 +248,19 @@ def normalize(
         bound = trace_or_one(gram)
         return Normalized(gram / bound.astype(gram.dtype), scale=jax.lax.rsqrt(bound))
     # B, for the fourth power of A is no number where A is large or small.
-    frobenius = jnp.sqrt(or_one(square_norm(gram)))
-    gram = gram / frobenius.astype(gram.dtype)
+    inverse_frobenius = jax.lax.rsqrt(or_one(square_norm(gram)))
+    gram = scaled(gram, inverse_frobenius)
     gram2 = product(gram)
     fourth = square_norm(gram2)
     # After deflation, a matrix of rank one is so small that the fourth power of its norm would not be a number.
     other_fourth_powers = jnp.where(
-        other_fourth_powers == 0, 0, (jnp.sqrt(jnp.sqrt(or_one(other_fourth_powers))) / frobenius) ** 4
+        other_fourth_powers == 0,
+        0,
+        (jnp.sqrt(jnp.sqrt(or_one(other_fourth_powers))) * inverse_frobenius) ** 4,
     )
     fourth = jnp.maximum(fourth - other_fourth_powers, fourth / gram.shape[-1])
-    bound = jnp.sqrt(jnp.sqrt(or_one(fourth)))
-    return Normalized(gram, gram2, 1 / bound, jax.lax.rsqrt(frobenius * bound))
+    inverse_bound = jax.lax.rsqrt(jnp.sqrt(or_one(fourth)))
+    return Normalized(gram, gram2, inverse_bound, jnp.sqrt(inverse_frobenius * inverse_bound))
 
 
 def trace_or_one(gram: jax.Array) -> Float[Array, "*batch 1 1"]:

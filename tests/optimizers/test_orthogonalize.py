@@ -70,10 +70,10 @@ def test_map_groups_gives_every_array_its_own_result():
 def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
     x = normal(6, 4, 8)
     once = map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x], Policy("cpu"))[0]
-    monkeypatch.setattr(Policy, "chunk_size", lambda self, count, shape: 2)
-    parts = map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x], Policy("cpu"))[0]
-    np.testing.assert_allclose(parts, once, atol=1e-6)
-    for tall in (6, 3):  # in three chunks of two, and in nine of one
+    for size, tall in ((2, 4), (1, 3)):  # tall ones are transposed in the stack, and one after the other
+        monkeypatch.setattr(Policy, "chunk_size", lambda *_, size=size: size)
+        parts = map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x], Policy("cpu"))[0]
+        np.testing.assert_allclose(parts, once, atol=1e-6)
         wide, transposed = map_groups(
             lambda x: muonjax.newton_schulz(x, EXACT), [x, x[:tall].mT], Policy("cpu")
         )
