@@ -8,14 +8,12 @@ jaxpr: scopes, contexts, custom derivatives, random numbers and the order of ope
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
@@ -200,17 +198,8 @@ def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Arra
     # Softmax's own maximum is not used: one more reader of it changes how XLA rounds.
     others = tuple(axis for axis in range(logits.ndim) if axis not in probe.heads)
     maxima = jax.lax.reduce_max(jax.lax.stop_gradient(logits), others).astype(jnp.float32)
-    if probe.entries:
-        maxima = _by_head(maxima, np.reshape(probe.entries, maxima.shape))
+    if probe.entries:  # by no constant arrays: the body of a `jax.checkpoint` can't have any
+        flat, heads = maxima.reshape(-1), range(max(probe.entries) + 1)
+        own = ([flat[i] for i, head in enumerate(probe.entries) if head == h] for h in heads)
+        maxima = jnp.stack([functools.reduce(jnp.maximum, one) for one in own])
     return maxima if probe.unit == 1 else maxima * probe.unit
-
-
-def _by_head(maxima: jax.Array, head_of: np.ndarray) -> jax.Array:
-    """The largest of each head's entries, by no constant arrays: the body of a `jax.checkpoint` can't have any."""
-    heads = np.arange(head_of.max() + 1)
-    for axes in itertools.permutations(range(head_of.ndim)):
-        if np.array_equal(head_of.transpose(axes).ravel(), heads):  # as grouped queries
-            return maxima.transpose(axes).reshape(-1)
-    flat = maxima.reshape(-1)
-    own = ([flat[i] for i in np.flatnonzero(head_of == head).tolist()] for head in heads)
-    return jnp.stack([functools.reduce(jnp.maximum, one) for one in own])

@@ -11,9 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from muonjax import value_and_grad
-from muonjax._inspect import report
 from muonjax._inspect.program import find_maxima
-from muonjax._inspect.report import run
+from muonjax._inspect.report import Probe, run
 from tests.inspect import attention
 from tests.inspect.attention import (
     HEADS,
@@ -246,6 +245,8 @@ def test_outside_of_jit_arrays_stay_to_their_last_use_alone():
 
 @pytest.mark.parametrize("heads", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[1, 0], [1, 2]], [[2, 2], [0, 1]]])
 def test_the_largest_of_each_heads_entries(heads):
-    found = report._by_head(jnp.asarray([[3.0, 1.0], [4.0, 2.0]]), np.array(heads))
+    x = jnp.asarray([[3.0, 1.0], [4.0, 2.0]])
+    closed = jax.make_jaxpr(jnp.sin)(x)
+    _, found = run(closed, [Probe((), closed.jaxpr.invars[0], (0, 1), entries=tuple(np.ravel(heads)))], x)
     pairs = list(zip(np.ravel(heads), [3.0, 1.0, 4.0, 2.0], strict=True))
     assert found.tolist() == [max(x for own, x in pairs if own == head) for head in range(np.max(heads) + 1)]
