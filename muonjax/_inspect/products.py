@@ -64,9 +64,8 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
 
 def _may_be_learned(side: Side, rest: Side) -> bool:
     """Whether a product of parameters may be learned queries, keys or values, and no matrix of several factors."""
-    first, *_ = side.value.terms
-    across = not first.layout.atoms(side.summed) and any(m.linear for m in rest.value.images)
-    return all(t.inner for t in side.value.terms) and (across or rest.value.weights >= 0)
+    sums_over_last = not side.value.terms[0].layout.atoms(side.summed)
+    return all(t.inner for t in side.value.terms) and (sums_over_last or rest.value.weights >= 0)
 
 
 def _of_parameters(i: int, product: Value, left: Side, right: Side) -> Value:
@@ -147,9 +146,6 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
             walk.record_attention(i, x, x.layout.atoms(side.summed), values)
         if not found or side.value.no_rule >= 0:
             walk.record_weights(i, side.value, values.value)
-        if found:
-            walk.consume(i, left.operand, right.operand)
-            return product._replace(images=values.aligned.images, scores=-1, weights=-1)
     if a.depends_on & b.depends_on & PARAMETER:
         product = product._replace(scores=i, weights=-1)
         features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
