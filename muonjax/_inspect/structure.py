@@ -94,8 +94,6 @@ def reshaped(x: np.ndarray, old: Shape, new: Shape) -> np.ndarray:
 @rule("transpose reshape rev slice scan_stack broadcast_in_dim")
 def _one_operand(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     (x,) = values
-    if node.name == "reshape" and node.params["dimensions"]:
-        return unknown(walk, i, node, values)  # in another order
     if node.name == "broadcast_in_dim":
         x = x.repeating(walk.shape(node.inputs[0]))
     return _rearranged(walk, i, node, x)
@@ -130,8 +128,6 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
     if not all(v.images or is_zero(walk, x) for v, x in zip(values, inputs, strict=True)):
         images = tuple(bent(walk, m, "put together with something else", i) for m in images)
     logits = tuple(x for v in placed for x in v.logits)
-    if len(logits) > 1 and logits[0].stage == "logits":
-        logits = (logits[0]._replace(problem=logits[0].problem or ("its logits are joined with others", i)),)
     terms = [t for v in placed for t in v.terms] if joined.is_weight else []
     for group in grouped(((t.leaf, *t[2:]), t) for t in terms):  # parts of one parameter
         layout = merged(tuple(t.layout for t in group))

@@ -752,7 +752,7 @@ def queries_that_read_keys_and_their_means(p, x):
     return loss_of(p, y), jnp.concatenate([a for a, _ in pairs], -1)
 
 
-@program(X, sites="its logits are joined with others: attention_programs.py:", c=(D, D), **QKVO)
+@program(X, sites=f"{ELSE}: attention_programs.py:", c=(D, D), **QKVO)
 def one_softmax_of_two_products(p, x):
     """Keys of two kinds, such as local and compressed ones."""
     q, k, v, c = projected(p, x, "qkvc")

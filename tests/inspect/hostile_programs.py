@@ -1106,3 +1106,8 @@ def one_half_of_the_columns_of_a_product(p, x):
 def one_half_of_the_columns_of_a_kernel(p, x):
     first, second = jnp.split(p["w"], 2, -1)
     return end(p, x @ lax.cond(x[0, 0, 0] > 0, lambda: first, lambda: second))
+
+
+@program(X, w=((D, 3 * D), "0 | 1"), out=((3 * D, 1), "head"))
+def a_kernel_that_is_rolled_before_its_product(p, x):
+    return end(p, jnp.tanh(x @ jnp.roll(p["w"], D, 1)))
