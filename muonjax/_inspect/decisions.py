@@ -34,6 +34,7 @@ class Decision(NamedTuple):
     problem: str = ""  # why it can't be decided: two uses with their lines
     by_names: bool = False  # nothing is decided; routing by names may
     meets_data: bool = True
+    is_vector: bool = False  # a bias, a gain, but for axes that count layers: weight decay is not for it
 
 
 _Cut: TypeAlias = tuple[int, tuple[int, ...], int]  # axis, sizes of the parts, how often they repeat
@@ -111,7 +112,9 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         also = f", and multiplied: {graph.line(products[0].node)}" if products else ""
         return Decision(None, f"looked up: {graph.line(lookups[0].node)}{also}")
     if not products:
-        return adam(uses[0].what, uses[0].node, by_names=uses[0].kind == "alone")
+        axes = {run.axis for u in uses for run in u.term.layout.runs if len(run.at) > 4}
+        found = adam(uses[0].what, uses[0].node, by_names=uses[0].kind == "alone")
+        return found._replace(is_vector=len(axes) < 2)
     if is_loss and all(map(is_output_head, products)):
         for value in (graph.nodes[u.node].outputs[0] for u in products):
             if (i := ends.no_rule.get(value)) is not None:

@@ -136,6 +136,11 @@ class Program:
 
         return structure.unflatten(map(numbers, named))
 
+    @property
+    def vectors(self) -> set[str]:
+        """Paths of biases, gains and the like, in stacks of layers too: weight decay is not for them by default."""
+        return {path for path, decision in self._decisions.items() if decision.is_vector}
+
     def skipped(self, params: Any) -> str:
         """A sentence about parameters that are masked in `params` or left out, and their attentions; "" for none."""
         trained = {name for name, leaf in flatten_paths(params).items() if not is_masked(leaf)}

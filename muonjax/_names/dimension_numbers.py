@@ -16,7 +16,7 @@ import math
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -95,18 +95,20 @@ def numbers_tree(found: Sequence[Any], treedef: Any) -> Any:
     return jax.tree.unflatten(treedef, [r.numbers if isinstance(r, Route) else r for r in found])
 
 
-def decays(params: Any) -> Any:
-    """Which leaves weight decay is for: a tree of booleans, False for biases, scales and other vectors.
+def decays(params: Any, vectors: Collection[str] = ()) -> Any:
+    """Which leaves weight decay is for: a tree of booleans, False for biases, scales and other `vectors`.
 
     >>> import jax.numpy as jnp
     >>> decays({"embedding": jnp.ones((9, 4)), "query": {"bias": jnp.ones((2, 4))}, "scale": jnp.ones(4)})
     {'embedding': True, 'query': {'bias': False}, 'scale': False}
     """
     paths, leaves, treedef = trees.flatten_with_names(params)
-    vectors = ("bias", "scale")
+    found = zip(paths, roles.read_roles(paths), leaves, strict=True)
     return treedef.unflatten(
-        leaf if trees.is_masked(leaf) else role.name not in vectors and jnp.ndim(leaf) > 1
-        for role, leaf in zip(roles.read_roles(paths), leaves, strict=True)
+        leaf
+        if trees.is_masked(leaf)
+        else role.name not in ("bias", "scale") and jnp.ndim(leaf) > 1 and "/".join(path) not in vectors
+        for path, role, leaf in found
     )
 
 

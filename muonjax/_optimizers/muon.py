@@ -259,16 +259,18 @@ def _decayed(
     check_rates(call, learning_rate=learning_rate, weight_decay=weight_decay)
     check_mask(call, "weight_decay_mask", mask)
     end = optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
-    return _orthogonalized(call, members, end, _adamw(learning_rate, weight_decay, mask), program, **settings)
+    return _orthogonalized(
+        call, members, end, _adamw(learning_rate, weight_decay, mask, program), program, **settings
+    )
 
 
 def _adamw(
-    learning_rate: optax.ScalarOrSchedule, decay: float, mask: Any
+    learning_rate: optax.ScalarOrSchedule, decay: float, mask: Any, program: Any = None
 ) -> Callable[[Any], optax.GradientTransformation]:
-    """For the leaves of a tree that are no matrices; None as the mask means all but vectors."""
+    """For the leaves of a tree that are no matrices; None as the mask means all but vectors, as the program says."""
 
     def of_tree(tree: Any) -> optax.GradientTransformation:
-        own = decays(tree) if mask is None else mask
+        own = decays(tree, getattr(program, "vectors", ())) if mask is None else mask
         if mask is None and callable(own):  # a tree may be callable, as an Equinox module is
             own = partial(lambda found, _: found, own)
         return optax.adamw(learning_rate, b2=0.95, weight_decay=decay, mask=own)

@@ -423,3 +423,20 @@ def test_adamclip_is_adamw_then_the_clip():
 
 def test_settings_are_plain_values():
     assert dataclasses.replace(JORDAN5, deflation=3).deflation == 3
+
+
+def test_a_program_says_which_stacked_leaves_are_vectors_and_do_not_decay():
+    """Gains and shifts of a scan's layers, under names that say nothing."""
+
+    def loss(p, x):
+        def layer(x, w):
+            return x + jnp.tanh(x * w["g"] @ w["u"] + w["c"]) @ w["d"], None
+
+        return jnp.mean((jax.lax.scan(layer, x, p["layers"])[0] @ p["out"]) ** 2)
+
+    shapes = {"g": (3, 16), "u": (3, 16, 32), "c": (3, 32), "d": (3, 32, 16)}
+    params = {"layers": {n: jnp.ones(s) for n, s in shapes.items()}, "out": jnp.ones((16, 4))}
+    tx = muonjax.muon(1.0, muonjax.inspect(loss, params, jnp.ones((5, 16))), weight_decay=0.5)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    decay = jax.tree.map(lambda u: float(jnp.mean(-u)), updates)
+    assert decay == {"layers": {"g": 0.0, "u": 0.5, "c": 0.0, "d": 0.5}, "out": 0.5}
