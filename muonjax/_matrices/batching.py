@@ -89,7 +89,8 @@ def map_groups(
         parts, small = [matrices[i] for i in indices], between.get(number)
         if in_blocks and len({max(x.shape[-2:]) for x in parts}) > 1:
             tall = [x if _is_tall(x) else x.mT for x in parts]
-            found = map_in_blocks(in_blocks, whole, tall, policy.platform)
+            blocked = map_in_blocks(in_blocks, whole, tall, policy.platform)
+            found = [y if _is_tall(x) else y.mT for x, y in zip(parts, blocked, strict=True)]
         elif policy.is_cpu and any(map(_is_tall, parts)) and _chunk_size(parts, policy) == 1:
             found = _map_some_tall(whole, parts, policy.platform)
         else:

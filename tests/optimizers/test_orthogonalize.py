@@ -208,6 +208,17 @@ def test_matrices_of_one_short_side_share_a_program_in_blocks(dtype):
     assert not together["zero"].any()
 
 
+def test_a_square_in_blocks_with_its_neighbors_is_not_transposed():
+    tree = {
+        "square": normal(80, 80),
+        "wide": normal(80, 96),
+        "squares": normal(3, 80, 80),
+        "tall": normal(100, 80),
+    }
+    for name, y in update(tree, dimension_numbers=MuonDimensionNumbers(-2, -1)).items():
+        np.testing.assert_allclose(y, jax.jit(muonjax.newton_schulz)(tree[name]), atol=1e-5)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings", [NewtonSchulz(form="standard"), EXACT, NewtonSchulz(compute_dtype="bfloat16")]
