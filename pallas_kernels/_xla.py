@@ -128,14 +128,15 @@ def mirror(p: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
     # Sums with zeros rather than one `where`: XLA's CPU compiler takes a minute over
     # `where(row >= column, p, p.mT)` at 1024 (jaxlib 0.10.2), and none over this.
     if jnp.iscomplexobj(p):
-        strict = jnp.tril(p, -1)
-        return strict + strict.mT.conj() + (jnp.tril(p) - strict).real.astype(p.dtype)
-    return jnp.tril(p) + jnp.tril(p, -1).mT
+        p = jnp.where(jnp.eye(p.shape[-1], dtype=bool), p.real.astype(p.dtype), p)
+    lower = jnp.tri(p.shape[-1], dtype=bool)
+    return jnp.where(lower, p, 0) + jnp.where(lower, 0, p.mT.conj())
 
 
 def symmetric_product(o: Operands) -> Inexact[Array, "*batch m m"]:
     """The product with one full product of XLA's."""
-    return mirror(epilogue(product(o.x, o.second), o.c, o.alpha, o.beta).astype(o.x.dtype))
+    c = None if o.c is None else mirror(o.c)
+    return epilogue(mirror(product(o.x, o.second)), c, o.alpha, o.beta).astype(o.x.dtype)
 
 
 # Rows of blocks, at most, and of the smallest block: benchmarks/optimizer/symmetric_product.py compares others.
@@ -175,9 +176,11 @@ def _in_blocks(o: Operands, *, rows: int, platform: str) -> Inexact[Array, "*bat
         c_i = None if c is None else cut(c, i)
         for j in range(i + 1):
             block = product(x_i, cut(o.second, j))
+            block = mirror(block) if i == j else block
             if c_i is not None:
-                block = epilogue(block, cut(c_i, j, axis=-1), alpha, beta)
-            blocks[i, j], blocks[j, i] = (block, block.mT.conj()) if i > j else (mirror(block),) * 2
+                c_ij = cut(c_i, j, axis=-1)
+                block = epilogue(block, mirror(c_ij) if i == j else c_ij, alpha, beta)
+            blocks[i, j], blocks[j, i] = block, block.mT.conj() if i > j else block
     columns = [jnp.concatenate([blocks[i, j] for i in range(rows)], axis=-2) for j in range(rows)]
     s = jnp.concatenate(columns, axis=-1)
     return (epilogue(s, None, alpha, beta) if c is None else s).astype(x.dtype)
