@@ -17,7 +17,7 @@ from typing import Any
 
 import muonjax
 from benchmarks.common import measure
-from muonjax._names.dimension_numbers import Route, routes
+from benchmarks.reliability.zoo import by_names
 from tests.inspect.library_models import MODELS, Model
 from tests.inspect.library_models.answers import (
     expected_attention,
@@ -31,7 +31,7 @@ from tests.inspect.library_models.model import Entry, flattened, scrambled
 CLIENTS = ("maxtext", "levanter", "tunix", "penzai", "keras_hub", "gemma")
 PACKAGES = {"levanter": "marin-levanter", "tunix": "google-tunix", "keras_hub": "keras-hub"}
 
-Answers = Mapping[str, Any]  # dimension numbers, None or "refused" by path
+Answers = Mapping[str, Any]  # dimension numbers, None, `WARNED` or "refused" by path
 
 
 def of_program(program: muonjax.Program) -> Answers:
@@ -43,13 +43,8 @@ def of_program(program: muonjax.Program) -> Answers:
 
 def of_names(params: Any) -> Answers:
     """What `muonjax.muon` does without a program; one parameter that is refused refuses the model."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # what can't be told for sure
-            found = [r for r in routes(params)[0] if isinstance(r, Route)]
-    except ValueError:
-        return dict.fromkeys(flattened(params)[0], "refused")
-    return {route.path: route.numbers for route in found}
+    found = by_names(params)
+    return dict.fromkeys(flattened(params)[0], "refused") if found is None else found
 
 
 def count(model: Model, answers: Answers, right: Mapping[str, str]) -> Counter[str]:
@@ -58,10 +53,12 @@ def count(model: Model, answers: Answers, right: Mapping[str, str]) -> Counter[s
     shapes = {path: leaf.shape for path, leaf in zip(*flattened(model.params)[:2], strict=True)}
     for path, answer in right.items():
         found = answers[path]
-        if isinstance(found, str):
-            totals["leaves_refused"] += 1
+        is_open = isinstance(found, str)
+        shown = None if is_open else found
+        if found != "refused" and is_right(shown, None, answer, shapes[path]):
+            totals["leaves_right"] += 1
         else:
-            totals[f"leaves_{'right' if is_right(found, None, answer, shapes[path]) else 'wrong'}"] += 1
+            totals[f"leaves_{'refused' if is_open else 'wrong'}"] += 1
     worst = next((how for how in ("wrong", "refused") if totals[f"leaves_{how}"]), "right")
     totals[f"models_{worst}"] += 1
     return totals

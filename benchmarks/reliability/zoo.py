@@ -1,4 +1,7 @@
-"""Count the leaves and parameters of the public models in tests/zoo that routing decides rightly, wrongly or refuses.
+"""Count the leaves and parameters of the public models in tests/zoo that routing decides, rightly or wrongly, or not.
+
+A tree may be refused; a leaf for which nothing but a name or a position tells goes to Adam with a warning, which counts
+as right if it is Adam's, and otherwise as refused.
 
 python -m benchmarks.reliability.zoo
 
@@ -7,27 +10,46 @@ Beside muonjax: the rule of `optax.contrib.muon` (two axes are a matrix, all els
 """
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 from optax.contrib import MuonDimensionNumbers
 
 from benchmarks.common import measure
-from muonjax._names.dimension_numbers import Route, routes
+from muonjax._names import dimension_numbers
 from tests.zoo.reader import Leaf, params, read_zoo, same_matrices
 
 Answers = Sequence[Any] | None  # dimension numbers, leaf by leaf; None: the tree is refused
 
 
+WARNED = "Adam, with a warning"
+
+
+def by_names(tree: Any) -> dict[str, Any] | None:
+    """What `muonjax.muon` does without a program: dimension numbers, None or `WARNED` by path; None if it refuses."""
+    warned: set[str] = set()
+
+    def message(why: Any, _: Any) -> str:
+        warned.update("/".join(path) for path in why)
+        return WARNED
+
+    with mock.patch.object(dimension_numbers, "doubts_message", message), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            found = dimension_numbers.routes(tree)[0]
+        except ValueError:
+            return None
+    routed = [route for route in found if isinstance(route, dimension_numbers.Route)]
+    return {route.path: WARNED if route.path in warned else route.numbers for route in routed}
+
+
 def muonjax_rule(leaves: Sequence[Leaf]) -> Answers:
-    """What `muonjax.muon` does; ValueError is a refusal."""
-    try:
-        found = [route for route in routes(params(list(leaves)))[0] if isinstance(route, Route)]
-    except ValueError:
-        return None
-    numbers = {route.path: route.numbers for route in found}
-    return [numbers[leaf.path] for leaf in leaves]
+    """What `muonjax.muon` does; None is a refusal."""
+    numbers = by_names(params(list(leaves)))
+    return None if numbers is None else [numbers[leaf.path] for leaf in leaves]
 
 
 def optax_rule(leaves: Sequence[Leaf]) -> Answers:
@@ -80,15 +102,14 @@ def count(rule: Callable[[Sequence[Leaf]], Answers], trees: Sequence[Sequence[Le
     totals: Counter[str] = Counter()
     for leaves in trees:
         answers = rule(leaves)
-        worst = "right" if answers else "refused"
-        for i, leaf in enumerate(leaves):
-            verdict = "refused"
-            if answers is not None:
-                verdict = "right" if same_matrices(answers[i], leaf.right) else "wrong"
-                worst = "wrong" if verdict == "wrong" else worst
-            totals[f"leaves_{verdict}"] += 1
-            totals[f"parameters_{verdict}"] += math.prod(leaf.shape)
-        totals[f"trees_{worst}"] += 1
+        verdicts = []
+        for leaf, answer in zip(leaves, [None] * len(leaves) if answers is None else answers, strict=True):
+            is_open = answers is None or answer == WARNED
+            is_right = answers is not None and same_matrices(None if is_open else answer, leaf.right)
+            verdicts.append("right" if is_right else "refused" if is_open else "wrong")
+            totals[f"leaves_{verdicts[-1]}"] += 1
+            totals[f"parameters_{verdicts[-1]}"] += math.prod(leaf.shape)
+        totals[f"trees_{min(verdicts, key=('wrong', 'refused', 'right').index)}"] += 1
     kinds = [
         f"{what}_{how}" for what in ("trees", "leaves", "parameters") for how in ("right", "wrong", "refused")
     ]
