@@ -220,15 +220,19 @@ def _region(layout: Layout) -> Region:
         mine = [run for run in (*layout.runs, *layout.taken) if run.axis == axis]
         is_there = np.isin(np.arange(n), sums([*mine, *visited]))
         others = [run for run in layout.runs if run.axis not in (axis, OTHER)]
-        if mine and not is_there.all() and not any(_share_an_axis(a, b) for a in mine for b in others):
+        if mine and not is_there.all() and all(_is_product(a, b) for a in mine for b in others):
             periods = (p for p in range(1, n + 1) if n % p == 0 and (is_there[p:] == is_there[:-p]).all())
             found.append((axis, is_there[: next(periods)].tobytes()))
     return frozenset(found)
 
 
-def _share_an_axis(a: Run, b: Run) -> bool:
-    """Whether the positions of both depend on one axis of the array: not all of one may come with all of the other."""
-    return len(a.shape) == len(b.shape) and any(m > 1 < n for m, n in zip(a.shape, b.shape, strict=True))
+def _is_product(a: Run, b: Run) -> bool:
+    """Whether all positions of one come with all of the other."""
+    if len(a.shape) != len(b.shape) or not any(m > 1 < n for m, n in zip(a.shape, b.shape, strict=True)):
+        return True
+    x, y = np.broadcast_arrays(a.positions.astype(np.int64), b.positions)
+    there = (x < HOLE) & (y < HOLE)
+    return len(np.unique((x * HOLE + y)[there])) == len(np.unique(x[there])) * len(np.unique(y[there]))
 
 
 @functools.lru_cache(4096)
