@@ -34,8 +34,8 @@ class Case(NamedTuple):
 
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "muon": lambda: muonjax.muon(1e-3),
-    "muon, int8": lambda: muonjax.muon(1e-3, mu_dtype=jnp.int8),
+    "muon": lambda: muonjax.muon(1e-3, muonjax.MuonDimensionNumbers(0, 1)),
+    "muon, int8": lambda: muonjax.muon(1e-3, muonjax.MuonDimensionNumbers(0, 1), mu_dtype=jnp.int8),
     "trace": lambda: muonjax.trace(0.95, nesterov=True),
     "trace, int8": lambda: muonjax.trace(0.95, True, jnp.int8),
 }
