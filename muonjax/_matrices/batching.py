@@ -103,10 +103,11 @@ def map_groups(
                     parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
             known = () if small is None else ((), small)
             stack, last = _map_stack(whole, _stacked(parts, policy), policy, *known), indices[-1]
-            found = unstacked(stack, [len(x) for x in parts], policy.platform)
+            wide = unstacked(stack, [len(x) for x in parts], policy.platform)
+            cut = [(x, y[..., : max(x.shape[-2:])]) for x, y in zip(parts, wide, strict=True)]
+            found = [y.mT if _is_tall(x) else y for x, y in cut]
         for i, y in zip(indices, found, strict=True):
-            wide = y if _is_tall(y) else y[..., : max(matrices[i].shape[-2:])]
-            results[i] = wide if _is_tall(wide) == _is_tall(matrices[i]) else wide.mT
+            results[i] = y
     return results  # pyright: ignore[reportReturnType]  # every index is in one group
 
 
