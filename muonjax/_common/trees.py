@@ -92,8 +92,15 @@ def tree_of(tree_or_function: Any, params: Any) -> Any:
     if is_leaf and hasattr(tree_or_function, "dimension_numbers"):
         return tree_or_function.dimension_numbers(params)
     is_partial = isinstance(tree_or_function, jax.tree_util.Partial)
-    is_function = is_partial or (callable(tree_or_function) and is_leaf)
-    return tree_or_function(params) if is_function else tree_or_function
+    if not (is_partial or (callable(tree_or_function) and is_leaf)):
+        return tree_or_function
+    try:
+        return tree_or_function(params)
+    except TypeError as error:
+        error.add_note(
+            "It got the parameters alone. Of a loss, give muonjax.inspect(loss_fn, params, batch)."
+        )
+        raise
 
 
 def broadcast_prefix(

@@ -7,7 +7,6 @@ import functools
 import itertools
 import re
 import reprlib
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -20,6 +19,7 @@ from jax.extend.core import ClosedJaxpr
 from muonjax._clip.matching import larger, module_of
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.sites import Site
+from muonjax._common.arguments import warn_user
 from muonjax._common.trees import (
     as_function_of_parameters,
     flatten_paths,
@@ -186,7 +186,7 @@ class Program:
         if not found:
             raise _no_site(self._call, self.attentions, "muon instead of muonclip")
         if len(found) < len(self.attentions):
-            warnings.warn(f"{self._call}: not clipped are {_refused(self.attentions)}.", stacklevel=2)
+            warn_user(f"{self._call}: not clipped are {_refused(self.attentions)}.")
         return found
 
     def check_clip(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -305,8 +305,8 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         )
     if unused:
         names = listed([f"{name} ({decisions[name].why})" for name in unused], ", ")
-        warnings.warn(f"{call}: parameters that meet no data go to Adam: {names}.", stacklevel=2)
-    return Program(decisions, attentions, params, whole)
+        warn_user(f"{call}: parameters that meet no data go to Adam: {names}.")
+    return Program(decisions, attentions, structure.unflatten(shapes), whole)
 
 
 def check_arrays(call: str, params: Any) -> None:

@@ -54,10 +54,10 @@ class Distribution:
         names = tuple(self.mesh.axis_names)
         for path, spec in jax.tree_util.tree_leaves_with_path(self.param_specs, is_leaf=_is_spec):
             where = f"Distribution(param_specs=...) at {jax.tree_util.keystr(path) or 'its root'}"
-            if not _is_spec(spec):
+            if not _is_spec(spec) or PartitionSpec.UNCONSTRAINED in (getattr(spec, "spec", spec) or ()):
                 raise TypeError(
-                    f"{where} holds {reprlib.repr(spec)}; expected a PartitionSpec, a NamedSharding or None, "
-                    "of arrays jax.tree.map(lambda x: x.sharding, params)."
+                    f"{where} holds {reprlib.repr(spec)}; expected a PartitionSpec of the mesh's axes, a NamedSharding "
+                    "or None, of arrays jax.tree.map(lambda x: x.sharding, params)."
                 )
             if unknown := [axis for entry in _mesh_axes(spec) for axis in entry if axis not in names]:
                 raise ValueError(f"{where} names the axis {unknown[0]!r}, but the mesh has only {names}.")

@@ -104,7 +104,8 @@ def _route(given: Any, tree: Any, params: Any, call: str, *, warn: bool) -> tupl
         # Here and not in the chain only: momentum would turn an integer leaf into a float one.
         matrix_pieces(numbers, tree, call=call)
     elif warn and flat:
-        warn_user(f"{call}: none of the parameters is a matrix for Muon; muonjax.tabulate(params) says why.")
+        what = "params" if given is None else "params, program"
+        warn_user(f"{call}: none of the parameters is a matrix for Muon; muonjax.tabulate({what}) says why.")
     trained = map(_is_trainable, jax.tree.leaves(params))
     labels = treedef.unflatten(
         "muon" if n is not None else "adam" if floating else "fixed"

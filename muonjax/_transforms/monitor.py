@@ -173,7 +173,7 @@ def _measure(
     gradients, updates, weights = (jax.tree.leaves(tree) for tree in (gradients, updates, params))
 
     def of_group(indices: list[int]) -> dict[str, Any]:
-        size = sum(weights[i].size for i in indices)
+        size = sum(jnp.size(weights[i]) for i in indices)
         update, weight = (_root([leaves[i] for i in indices], size) for leaves in (updates, weights))
         deviations = [_deviation(p.take(updates), p.view) for p in pieces if p.leaf in indices]
         non_finite = sum(jnp.any(~jnp.isfinite(gradients[i])).astype(jnp.float32) for i in indices)

@@ -4,6 +4,7 @@ import functools
 import re
 import sys
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import jax
@@ -74,6 +75,14 @@ def test_nothing_is_computed_with_arrays():
     muonjax.inspect(loss, {"w": leaf(8, 3)}, {"x": np.ones((4, 8), "float32"), "y": jnp.ones((4, 3))})
     assert traced
     assert all(traced)
+
+
+def test_a_program_does_not_keep_the_parameters():
+    params = ones(PARAMS)
+    program, up = muonjax.inspect(mlp, params, X), weakref.ref(params["up"])
+    del params
+    assert up() is None
+    assert program.dimension_numbers()["up"] == NUMBERS(0, 1)
 
 
 def test_other_sizes_than_those_inspected():

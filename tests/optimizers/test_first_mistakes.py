@@ -53,6 +53,9 @@ MUON = functools.partial(muonjax.muon, 1e-2)
      "state_shardings(tx={... must be an Optax transformation: "),
     (lambda: muonjax.Distribution(jax.make_mesh((1,), ("data",)), {"w": jnp.ones((8, 8))}),
      "at ['w'] holds Array...; ...lambda x: x.sharding, params)"),
+    (lambda: muonjax.Distribution(jax.make_mesh((1,), ("data",)), {"w": jax.P(jax.P.UNCONSTRAINED)}),
+     "at ['w'] holds ...; expected a PartitionSpec of the mesh's axes"),
+    (lambda: muonjax.qk_clip(READ, 100.0), "the program is second: qk_clip(threshold, program)"),
     (lambda: muonjax.tabulate(MODEL), "tabulate(params) got Transformed and no arrays"),
     *((functools.partial(muonjax.tabulate, first), "tabulate(params) got ")
       for first in (muonjax.muon(1e-3), lambda params: params, READ)),
@@ -71,6 +74,12 @@ def test_the_message_says_what_to_do(call, message):
     with pytest.raises(TypeError, match=re.escape(message).replace(r"\.\.\.", ".*")) as error:
         call()
     assert str(error.value).count("\n") <= 1
+
+
+def test_a_loss_in_place_of_its_program():
+    with pytest.raises(TypeError) as error:
+        MUON(lambda params, batch: jnp.sum(batch @ params["dense"]["kernel"])).init(PARAMS)
+    assert "muonjax.inspect(loss_fn, params, batch)" in error.value.__notes__[0]
 
 
 def test_what_is_no_mistake():

@@ -53,6 +53,12 @@ def test_sizes_are_numpys():
     assert set(state.statistics) == {"layer", "head"}
 
 
+def test_a_python_number_is_a_parameter():
+    tx, params = muonjax.monitor(optax.sgd(0.5)), {"w": jnp.ones((4, 4)), "scale": 3.0}
+    _, state = tx.update(params, tx.init(params), params)
+    assert float(state.statistics["adam"]["update_rms"]) == 1.5
+
+
 def test_orthogonality_is_the_least_distance_to_a_multiple_of_an_orthogonal_matrix():
     tx = muonjax.monitor(optax.identity())
     u = np.random.default_rng(1).standard_normal((8, 16))
