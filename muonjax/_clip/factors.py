@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
+# The power of γ for each factor of the logit; along a product they sum to one. A key that several query heads share
+# stays as it is: whatever scales it also moves the calm heads of its group.
+_OWN_KEYS = {"query": 0.5, "key": 0.5, "rotary": 1.0}
+_SHARED_KEYS = {"query": 1.0, "key": 0.0, "rotary": 1.0}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scale:
     """Multiply by γ**power, entry by entry, the part of one parameter that feeds a signal.
@@ -114,6 +120,27 @@ def part_of(scale: Scale, path: str, shape: tuple[int, ...], scan_axis: tuple[in
         )
     layers = tuple(shape[axis] for axis in stack)
     return Part(scale, path, shape, stack, layers, held, total, size, entries, inside)
+
+
+def with_powers(target: Target) -> Target:
+    """An attention with QK-Clip's powers; raises unless queries and keys can be multiplied, feature by feature."""
+    powers = _OWN_KEYS if target.groups == target.entries else _SHARED_KEYS
+    if unknown := {part.scale.factor for part in target.parts} - set(powers):
+        raise ValueError(f"{target.path!r} has factors {sorted(unknown)}, not query, key or rotary.")
+    first = {part.scale.factor: part for part in reversed(target.parts)}  # a kernel, before its bias
+    heads = {factor: (part.entries, int(part.inside.sum())) for factor, part in first.items()}
+    (queries, features), (keys, key_features) = (heads.get(factor, (0, 0)) for factor in ("query", "key"))
+    if queries and keys and (queries < keys or features != key_features):
+        width = first["key"].size
+        count = "" if width % features else f": give num_kv_heads={width // features}"
+        raise ValueError(
+            f"{first['query'].path!r} has {queries} heads of {features} features and {first['key'].path!r} {keys} of "
+            f"{key_features}: they can't be multiplied; several query heads may share a key head, and not the reverse. "
+            f"See the site's layout and head counts{count}."
+        )
+    scales = [dataclasses.replace(part.scale, power=powers[part.scale.factor]) for part in target.parts]
+    parts = (part._replace(scale=scale) for part, scale in zip(target.parts, scales, strict=True))
+    return target._replace(parts=tuple(parts))
 
 
 def overlap(a: Part, b: Part) -> bool:

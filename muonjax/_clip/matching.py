@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from muonjax._clip.factors import Target, part_of
+from muonjax._clip.factors import Part, Target, overlap, part_of, with_powers
 from muonjax._clip.sites import Site
 from muonjax._common.arguments import shown
 from muonjax._common.trees import dtype_of, flatten_paths, is_masked, listed
@@ -87,6 +87,20 @@ def find_targets(modules: Modules, sites: Iterable[tuple[Site, Any]]) -> tuple[l
     count = Counter(t.path for t in targets.values())
     found = [t._replace(name=t.path if count[t.path] == 1 else t.signal) for t in targets.values()]
     return found, not_trained
+
+
+def find_attentions(modules: Modules, sites: Sequence[Site], threshold: Any) -> tuple[list[Target], set[str]]:
+    """As `find_targets`, for QK-Clip: with its powers of γ; no part of a parameter is clipped twice."""
+    found, not_trained = find_targets(modules, [(site, threshold) for site in sites])
+    targets = [with_powers(target) for target in found]
+    scaled: dict[str, list[tuple[int, Part]]] = {}
+    for i, target in enumerate(targets):
+        for part in target.parts:
+            others = scaled.setdefault(part.path, [])
+            if any(i != j and overlap(part, other) for j, other in others):
+                raise ValueError(f"two sites scale {part.path!r}, which would be clipped twice.")
+            others.append((i, part))
+    return targets, not_trained
 
 
 def _plain(path: str) -> str | None:

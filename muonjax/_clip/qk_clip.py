@@ -1,27 +1,20 @@
 """QK-Clip: scale queries and keys so that the largest logit of each attention head stays below a threshold."""
 
-import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._clip.factors import Part, Target, clip_factor, overlap, parameter_factors, scaled_update
-from muonjax._clip.matching import Modules, as_sites, find_targets, match_statistics
+from muonjax._clip.factors import clip_factor, parameter_factors, scaled_update
+from muonjax._clip.matching import Modules, as_sites, find_attentions, match_statistics
 from muonjax._clip.signal_clip import checked_settings, clip
-from muonjax._clip.sites import Site, Sites
+from muonjax._clip.sites import Sites
 from muonjax._common.arguments import check_range, errors_of
 from muonjax._common.trees import is_masked
 
 _USUAL = "; Kimi K2 used 100."
-
-# The power of γ for each factor of the logit; along a product they sum to one. A key that several query heads share
-# stays as it is: whatever scales it also moves the calm heads of its group.
-OWN_KEYS = {"query": 0.5, "key": 0.5, "rotary": 1.0}
-SHARED_KEYS = {"query": 1.0, "key": 0.0, "rotary": 1.0}
 
 
 def qk_clip(
@@ -97,7 +90,7 @@ def clip_logits(
             f"tx = muonjax.{call}({'100.0' if call == 'qk_clip' else '2e-3'}, program)"
         )
     given = as_sites(call, "sites" if call == "qk_clip" else "program", sites)
-    find = functools.partial(_find, sites=given, threshold=threshold)
+    find = functools.partial(find_attentions, sites=given, threshold=threshold)
     return clip(call, "max_logits", find, every_k, axes)
 
 
@@ -132,7 +125,7 @@ def apply_qk_clip(
     given = as_sites("apply_qk_clip", "sites", sites)
     with errors_of("apply_qk_clip"):
         modules = Modules(params)
-        targets, not_trained = _find(modules, given, threshold)
+        targets, not_trained = find_attentions(modules, given, threshold)
         statistics = match_statistics("max_logits", max_logits, targets, not_trained)
     gammas = {name: clip_factor(s, threshold) for name, s in statistics.items()}
     factors = parameter_factors(targets, gammas)
@@ -141,38 +134,3 @@ def apply_qk_clip(
         scaled_update(p, jnp.zeros_like(p), factors[path]) if path in factors else p
         for path, p in modules.leaves.items()
     )
-
-
-def _find(modules: Modules, sites: Sequence[Site], threshold: Any) -> tuple[list[Target], set[str]]:
-    """The attention modules, with the powers that this clip gives to their queries and keys; those not trained."""
-    found, not_trained = find_targets(modules, [(site, threshold) for site in sites])
-    targets = [_with_powers(target) for target in found]
-    scaled: dict[str, list[tuple[int, Part]]] = {}
-    for i, target in enumerate(targets):
-        for part in target.parts:
-            others = scaled.setdefault(part.path, [])
-            if any(i != j and overlap(part, other) for j, other in others):
-                raise ValueError(f"two sites scale {part.path!r}, which would be clipped twice.")
-            others.append((i, part))
-    return targets, not_trained
-
-
-def _with_powers(target: Target) -> Target:
-    """The target with its powers; raises unless queries and keys can be multiplied, feature by feature."""
-    powers = OWN_KEYS if target.groups == target.entries else SHARED_KEYS
-    if unknown := {part.scale.factor for part in target.parts} - set(powers):
-        raise ValueError(f"{target.path!r} has factors {sorted(unknown)}, not query, key or rotary.")
-    first = {part.scale.factor: part for part in reversed(target.parts)}  # a kernel, before its bias
-    heads = {factor: (part.entries, int(part.inside.sum())) for factor, part in first.items()}
-    (queries, features), (keys, key_features) = (heads.get(factor, (0, 0)) for factor in ("query", "key"))
-    if queries and keys and (queries < keys or features != key_features):
-        width = first["key"].size
-        count = "" if width % features else f": give num_kv_heads={width // features}"
-        raise ValueError(
-            f"{first['query'].path!r} has {queries} heads of {features} features and {first['key'].path!r} {keys} of "
-            f"{key_features}: they can't be multiplied; several query heads may share a key head, and not the reverse. "
-            f"See the site's layout and head counts{count}."
-        )
-    scales = [dataclasses.replace(part.scale, power=powers[part.scale.factor]) for part in target.parts]
-    parts = (part._replace(scale=scale) for part, scale in zip(target.parts, scales, strict=True))
-    return target._replace(parts=tuple(parts))

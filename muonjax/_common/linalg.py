@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -135,6 +136,16 @@ def sizes(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[int, int]:
 def sum_over(axis_name: tuple[str, ...], x: jax.Array) -> jax.Array:
     """x, summed over the mesh axes of a `jax.shard_map`; as it is where there are none."""
     return jax.lax.psum(x, axis_name) if axis_name else x
+
+
+def map_columns(f: Callable[[jax.Array], jax.Array], x: Any) -> Any:
+    """f(X), each column of which is that of a column of X: an array, or `Blocks` of columns."""
+    return f(x) if isinstance(x, jax.Array) else x.map(f)
+
+
+def sum_columns(f: Callable[[jax.Array], jax.Array], x: Any, axis_name: tuple[str, ...] = ()) -> jax.Array:
+    """f(X), a sum over X's columns: an array's, over which mesh axes may shard it, or those of `Blocks`."""
+    return sum_over(axis_name, f(x)) if isinstance(x, jax.Array) else x.sum(f)
 
 
 dot = MatrixProduct()  # in the arrays' own dtype, where float32 means true float32

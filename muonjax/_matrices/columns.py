@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._common.linalg import at_least_float32, sum_over
+from muonjax._common.linalg import at_least_float32
 from pallas_kernels._platform import numbers_from_loop
 
 if TYPE_CHECKING:
@@ -65,16 +65,6 @@ class Blocks(NamedTuple):
         """f of each block's transpose, which has a fast kernel where nothing entry by entry comes before it."""
         barrier = jax.lax.optimization_barrier
         return self.map(lambda x: f(barrier(barrier(x).mT)))._replace(shape=self.shape[::-1])
-
-
-def map_columns(f: Function, x: Any) -> Any:
-    """f(X), each column of which is that of a column of X: an array or `Blocks`."""
-    return x.map(f) if isinstance(x, Blocks) else f(x)
-
-
-def sum_columns(f: Function, x: Any, axis_name: tuple[str, ...] = ()) -> jax.Array:
-    """f(X), a sum over the columns of X: `Blocks`, or an array whose columns the mesh axes `axis_name` shard."""
-    return x.sum(f) if isinstance(x, Blocks) else sum_over(axis_name, f(x))
 
 
 def map_in_blocks(

@@ -36,11 +36,13 @@ from muonjax._common.linalg import (
     hermitian_part,
     identity_like,
     inverse_norm,
+    map_columns,
     on_diagonal,
     scaled,
     square_norm,
+    sum_columns,
 )
-from muonjax._matrices.columns import Blocks, map_columns, sum_columns
+from muonjax._matrices.columns import Blocks
 from muonjax._newton_schulz.coefficients import never_above_one, polar_express
 from pallas_kernels._api import symmetric_product_on
 

@@ -27,13 +27,15 @@ import jax.numpy as jnp
 from muonjax._common.linalg import (
     MatrixProduct,
     SymmetricProduct,
+    map_columns,
     on_diagonal,
     scaled,
     sizes,
     square_norm,
+    sum_columns,
 )
 from muonjax._common.platform import Policy
-from muonjax._matrices.columns import Blocks, map_columns, sum_columns
+from muonjax._matrices.columns import Blocks
 from muonjax._newton_schulz.coefficients import Coefficients, polar_express
 from muonjax._newton_schulz.deflation import ROUNDING, pre_deflate, shrink_dominant
 from muonjax._newton_schulz.settings import BALANCED, FAST, NewtonSchulz, Normalization
