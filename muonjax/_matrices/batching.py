@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from muonjax._common.linalg import at_least_float32
 from muonjax._common.platform import Policy
-from muonjax._matrices.columns import Blocks, map_in_blocks, unstacked
+from muonjax._matrices.columns import Blocks, block_size
 from muonjax._matrices.matrix_view import MatrixView
 from pallas_kernels._platform import numbers_from_loop
 
@@ -89,7 +91,7 @@ def map_groups(
         parts, small = [matrices[i] for i in indices], between.get(number)
         if in_blocks and len({max(x.shape[-2:]) for x in parts}) > 1:
             tall = [x if _is_tall(x) else x.mT for x in parts]
-            blocked = map_in_blocks(in_blocks, whole, tall, policy.platform)
+            blocked = _map_in_blocks(in_blocks, whole, tall, policy.platform)
             found = [y if _is_tall(x) else y.mT for x, y in zip(parts, blocked, strict=True)]
         elif policy.is_cpu and any(map(_is_tall, parts)) and _chunk_size(parts, policy) == 1:
             found = _map_some_tall(whole, parts, policy.platform)
@@ -103,7 +105,7 @@ def map_groups(
                     parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
             known = () if small is None else ((), small)
             stack, last = _map_stack(whole, _stacked(parts, policy), policy, *known), indices[-1]
-            wide = unstacked(stack, [len(x) for x in parts], policy.platform)
+            wide = _unstacked(stack, [len(x) for x in parts], policy.platform)
             cut = [(x, y[..., : max(x.shape[-2:])]) for x, y in zip(parts, wide, strict=True)]
             found = [y.mT if _is_tall(x) else y for x, y in cut]
         for i, y in zip(indices, found, strict=True):
@@ -213,8 +215,46 @@ def _map_some_tall(f: Function, parts: Sequence[jax.Array], platform: str) -> li
         return jax.lax.cond(step < first_wide, *back, f(jax.lax.cond(step < first_wide, *wide, x)))
 
     stack = _map_chunks(one, jnp.concatenate([parts[i].reshape(-1, m * n) for i in order]))
-    found = dict(zip(order, unstacked(stack, counts, platform), strict=True))
+    found = dict(zip(order, _unstacked(stack, counts, platform), strict=True))
     return [found[i].reshape(x.shape) for i, x in enumerate(parts)]
+
+
+def _map_in_blocks(
+    f: Callable[[Blocks], Blocks],
+    alone: Function,
+    tall: Sequence[Inexact[Array, "_batch _n m"]],
+    platform: str,
+) -> list[Inexact[Array, "_batch _n m"]]:
+    """A function of each of these matrices, in float32 or wider.
+
+    Args:
+      f: The function, of blocks [n, m] as the matrices'.
+      alone: The function of an array of matrices, for derivatives: a loop of any length has none in reverse mode.
+      tall: Matrices [batch, n, m] of one dtype.
+      platform: The platform of the device.
+    """
+    m, lengths = tall[0].shape[-1], [x.shape[1] for x in tall]
+    size = block_size([(len(x), x.shape[1]) for x in tall], m)
+    numbers = [-(-n // size) for n in lengths]
+    each = np.repeat(numbers, [len(x) for x in tall]).astype(np.int32)
+    stops = np.cumsum(each, dtype=np.int32)
+
+    def together(*tall: jax.Array) -> list[jax.Array]:
+        zeros = [[(0, 0), (0, -n % size), (0, 0)] for n in lengths]
+        parts = [jnp.pad(x, z).reshape(-1, size * m) for x, z in zip(tall, zeros, strict=True)]
+
+        def body(i, blocks):
+            stop = jnp.asarray(stops)[i]
+            return f(Blocks(blocks, (size, m), max(lengths), stop - jnp.asarray(each)[i], stop)).blocks
+
+        blocks = jnp.concatenate(parts).astype(at_least_float32(parts[0].dtype))
+        blocks = jax.lax.fori_loop(0, len(each), body, blocks)
+        results = zip(tall, _unstacked(blocks, [len(part) for part in parts], platform), strict=True)
+        return [y.reshape(len(x), -1, m)[:, : x.shape[1]].astype(x.dtype) for x, y in results]
+
+    function = jax.custom_jvp(together)
+    function.defjvp(lambda x, dx: jax.jvp(lambda *tall: [alone(x) for x in tall], x, dx))
+    return function(*tall)
 
 
 def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy, *known) -> Inexact[Array, "count m n"]:
@@ -243,6 +283,13 @@ def _chunks(stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array
 def _chunk_size(parts: Sequence[jax.Array], policy: Policy) -> int:
     m, n = sorted(parts[0].shape[1:])
     return policy.chunk_size(sum(map(len, parts)), (m, n))
+
+
+def _unstacked(stack: jax.Array, counts: Sequence[int], platform: str) -> list[jax.Array]:
+    """A stack in parts, so many entries each."""
+    starts = numbers_from_loop([0, *itertools.accumulate(counts[:-1])], platform)
+    parts = zip(starts, counts, strict=True)
+    return [jax.lax.dynamic_slice_in_dim(stack, *p) for p in parts] if len(counts) > 1 else [stack]
 
 
 def _is_tall(x: Inexact[Array, "*batch m n"]) -> bool:

@@ -1,21 +1,16 @@
-"""Wide matrices of equal m and any n by one program, block by block of their columns.
+"""Blocks of columns, by which one program serves wide matrices of equal m and any n.
 
 X X^H is the sum of X_j X_j^H over blocks X_j of columns, and Q X has the blocks Q X_j. Blocks of one size, of all
-matrices, are one array; a loop goes over the matrices, and in it others over the blocks of each.
+matrices, are one array; `batching` loops over the matrices, and what is here over the blocks of each.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-from muonjax._common.linalg import at_least_float32
-from pallas_kernels._platform import numbers_from_loop
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact, Int
@@ -65,51 +60,6 @@ class Blocks(NamedTuple):
         """f of each block's transpose, which has a fast kernel where nothing entry by entry comes before it."""
         barrier = jax.lax.optimization_barrier
         return self.map(lambda x: f(barrier(barrier(x).mT)))._replace(shape=self.shape[::-1])
-
-
-def map_in_blocks(
-    f: Callable[[Blocks], Blocks],
-    alone: Function,
-    tall: Sequence[Inexact[Array, "_batch _n m"]],
-    platform: str,
-) -> list[Inexact[Array, "_batch _n m"]]:
-    """A function of each of these matrices, in float32 or wider.
-
-    Args:
-      f: The function, of blocks [n, m] as the matrices'.
-      alone: The function of an array of matrices, for derivatives: a loop of any length has none in reverse mode.
-      tall: Matrices [batch, n, m] of one dtype.
-      platform: The platform of the device.
-    """
-    m, lengths = tall[0].shape[-1], [x.shape[1] for x in tall]
-    size = block_size([(len(x), x.shape[1]) for x in tall], m)
-    numbers = [-(-n // size) for n in lengths]
-    each = np.repeat(numbers, [len(x) for x in tall]).astype(np.int32)
-    stops = np.cumsum(each, dtype=np.int32)
-
-    def together(*tall: jax.Array) -> list[jax.Array]:
-        zeros = [[(0, 0), (0, -n % size), (0, 0)] for n in lengths]
-        parts = [jnp.pad(x, z).reshape(-1, size * m) for x, z in zip(tall, zeros, strict=True)]
-
-        def body(i, blocks):
-            stop = jnp.asarray(stops)[i]
-            return f(Blocks(blocks, (size, m), max(lengths), stop - jnp.asarray(each)[i], stop)).blocks
-
-        blocks = jnp.concatenate(parts).astype(at_least_float32(parts[0].dtype))
-        blocks = jax.lax.fori_loop(0, len(each), body, blocks)
-        results = zip(tall, unstacked(blocks, [len(part) for part in parts], platform), strict=True)
-        return [y.reshape(len(x), -1, m)[:, : x.shape[1]].astype(x.dtype) for x, y in results]
-
-    function = jax.custom_jvp(together)
-    function.defjvp(lambda x, dx: jax.jvp(lambda *tall: [alone(x) for x in tall], x, dx))
-    return function(*tall)
-
-
-def unstacked(stack: jax.Array, counts: Sequence[int], platform: str) -> list[jax.Array]:
-    """A stack in parts, so many entries each."""
-    starts = numbers_from_loop([0, *itertools.accumulate(counts[:-1])], platform)
-    parts = zip(starts, counts, strict=True)
-    return [jax.lax.dynamic_slice_in_dim(stack, *p) for p in parts] if len(counts) > 1 else [stack]
 
 
 def block_size(matrices: Sequence[tuple[int, int]], m: int) -> int:
