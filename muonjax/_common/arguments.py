@@ -9,10 +9,8 @@ import functools
 import inspect
 import math
 import numbers
-import re
 import reprlib
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -236,12 +234,12 @@ _OTHERS = {
 
 
 def explains_keywords(name: str, *sources: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator whose function shows its whole signature and help, and names what an unknown keyword means here.
+    """A decorator whose function shows its whole signature, and names what an unknown keyword means here.
 
     Args:
       name: The call's, in errors.
-      sources: Functions that the keywords in `**settings: Unpack[TypedDict]` come from, with their defaults, and the
-        descriptions of arguments that the function's own docstring leaves out. The first that has one gives it.
+      sources: Functions that the keywords in `**settings: Unpack[TypedDict]` come from, with their defaults; the first
+        that has one counts.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -262,8 +260,6 @@ def explains_keywords(name: str, *sources: Callable[..., Any]) -> Callable[[Call
 
         public: Any = checked
         public.__signature__ = signature
-        if sources:
-            public.__doc__ = _full_docstring(function, sources, known)
         return checked
 
     return decorate
@@ -279,23 +275,6 @@ def _full_signature(function: Callable[..., Any], sources: Sequence[Callable[...
     found = {key: p for f in reversed(sources) for key, p in inspect.signature(f).parameters.items()}
     taken = [found[key].replace(kind=inspect.Parameter.KEYWORD_ONLY) for key in group.__annotations__]
     return signature.replace(parameters=[*own, *taken])
-
-
-def _full_docstring(fun: Callable[..., Any], sources: Sequence[Callable[..., Any]], names: list[str]) -> str:
-    """The docstring with a description of each argument under Args, in the order of `names`."""
-    described = {key: text for f in (*reversed(sources), fun) for key, text in _arguments(f).items()}
-    text = "".join(textwrap.indent(described[name], "  ") for name in names if name in described)
-    return _ARGS.sub(lambda _: "Args:\n" + text, inspect.cleandoc(fun.__doc__ or ""), count=1)
-
-
-_ARGS = re.compile(r"^Args:\n((?: .*\n|\n(?= ))+)", re.MULTILINE)
-
-
-def _arguments(function: Callable[..., Any]) -> dict[str, str]:
-    """What a docstring says of each argument, "name: description", on lines of its own."""
-    section = _ARGS.search(inspect.cleandoc(function.__doc__ or "") + "\n")
-    entries = re.split(r"^(?=\w)", textwrap.dedent(section[1]) if section else "", flags=re.MULTILINE)
-    return {entry.partition(":")[0]: entry for entry in entries if entry}
 
 
 def _meant(keyword: str, known: Sequence[str]) -> str:

@@ -36,7 +36,7 @@ _USUAL_RMS = "; 0.2 is the usual RMS of AdamW's."
 
 
 class MatrixSettings(TypedDict, total=False):
-    """Keywords that `muon`, `normuon` and `muonh` have in common; described in `_orthogonalized`."""
+    """Keywords that `muon`, `normuon` and `muonh` have in common; described in `muon`."""
 
     decay: float
     nesterov: bool
@@ -84,15 +84,7 @@ def _orthogonalized(
       members: Make what follows in the chain, from `dimension_numbers`, those of the matrices.
       end: What follows them.
       adamw: Makes the transformation of all other leaves from the whole tree, where `adam` is None.
-      program: Which leaves are matrices, and how: what `muonjax.inspect` returns, a tree of `MuonDimensionNumbers` or
-        None, a prefix, or a function of the parameters. None reads it off names and shapes (`muonjax.tabulate` shows
-        how).
-      decay: Coefficient of the momentum, in [0, 1).
-      nesterov: Look one step ahead, G + decay M; False takes M itself.
-      mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is the parameter's.
-      newton_schulz: Settings of the orthogonalization; None is `NewtonSchulz.balanced()`.
-      adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` with b2 = 0.95.
-      distribution: How the parameters are sharded (see `orthogonalize`).
+      program: As in `muon`, and so are the settings.
     """
     check_range(call, "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
     check_flag(call, "nesterov", nesterov)
@@ -134,11 +126,20 @@ def muon(
 
     Args:
       learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` begin at two to four times AdamW's.
+      program: Which leaves are matrices, and how: what `muonjax.inspect` returns, a tree of `MuonDimensionNumbers` or
+        None, a prefix, or a function of the parameters. None reads it off names and shapes (`muonjax.tabulate` shows
+        how).
       weight_decay: Decoupled, times the learning rate, >= 0; for the matrices, and for AdamW's leaves too.
       weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the parameters.
         None: all matrices, embeddings and heads; no biases, no norms.
       rms: Root mean square of an update before the learning rate (see `match_rms`). None scales by
         sqrt(max(1, fan_out / fan_in)) instead, as optax.contrib.muon does by default.
+      decay: Coefficient of the momentum, in [0, 1).
+      nesterov: Look one step ahead, G + decay M; False takes M itself.
+      mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is the parameter's.
+      newton_schulz: Settings of the orthogonalization; None is `NewtonSchulz.balanced()`.
+      adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` with b2 = 0.95.
+      distribution: How the parameters are sharded (see `orthogonalize`).
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
@@ -180,6 +181,8 @@ def normuon(
       neuron_decay: Decay of the running mean square of each neuron, in [0, 1).
       rms: Root mean square of an update before the learning rate (see `match_rms`), > 0.
 
+    All other arguments are as in `muon`.
+
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
 
@@ -218,6 +221,8 @@ def muonh(
         0.01 to 0.02 is usual.
       adam_learning_rate: For all other leaves, by `optax.adamw` with b2 = 0.95 and no weight decay. Needed if `adam`
         is not given, because `learning_rate` has another unit.
+
+    All other arguments are as in `muon`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
@@ -315,6 +320,8 @@ def muonclip(
       every_k: As in `qk_clip`.
       dimension_numbers: With sites by hand, which leaves are matrices: what `muon` takes as `program`.
 
+    All other arguments are as in `muon` and `qk_clip`.
+
     Returns:
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`; the
       statistics, [*layers, heads] for each module, are those of `qk_clip`. The last entry of its state is a
@@ -357,6 +364,8 @@ def adamclip(
 
     Args:
       learning_rate: A number or an Optax schedule.
+
+    All other arguments are as in `qk_clip`, `muonclip` and `optax.adamw`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`.

@@ -88,12 +88,8 @@ def test_what_is_no_mistake():
     assert "learning_rate" in tx.init(PARAMS).hyperparams
 
 
-def test_help_describes_every_argument():
+def test_signatures_show_every_argument_with_its_default():
     for optimizer in (muonjax.muon, muonjax.normuon, muonjax.muonh, muonjax.muonclip, muonjax.adamclip):
-        arguments = re.search(r"Args:\n(.*?)\n\n", optimizer.__doc__, re.DOTALL)[1]
-        assert re.findall(r"^  (\w+):", arguments, re.MULTILINE) == list(
-            inspect.signature(optimizer).parameters
-        )
         optax.inject_hyperparams(optimizer)  # reads the signature
     defaults = inspect.signature(muonjax.muon).parameters
     for name, parameter in inspect.signature(muonjax.muonclip).parameters.items():
