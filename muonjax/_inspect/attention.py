@@ -86,10 +86,10 @@ def _proved(walk: Walk, places: Sequence[tuple[int, int]], group: Sequence[Call]
     for leaf in {s.leaf for s in first.spans}:
         spans = [s for s in first.spans if s.leaf == leaf]
         certificate.touch(leaf, spans[0].stack, [(s.scale, of_factor[s.scale.factor]) for s in spans])
-    i = certificate.failure()
-    passes = i is not None and walk.nodes[i].passes
-    derived = ", but a derivative that the function takes too" if passes else ""
-    why = "" if i is None else f"a clip would not scale its logits alone{derived}: {walk.graph.line(i)}"
+    i, why = certificate.failure(), ""
+    if i is not None:
+        derived = ", but a derivative that the function takes too" if walk.nodes[i].passes else ""
+        why = f"a clip would not scale its logits alone{derived}: {walk.graph.line(i)} ({walk.nodes[i].name})"
     probes = [
         call.probe and certificate.located(call.probe, value, x.value, logs)
         for value, x, call in zip(values, logits, group, strict=True)
@@ -126,14 +126,10 @@ class _Finder:
         return {d: k for d, k in axes.items() if layout.atoms([k])}
 
     def call(self, line: str) -> Call:
-        if self.logits.problem:
-            raise _Refused(f"{self.logits.problem[0]}: {self.walk.graph.line(self.logits.problem[1])}")
+        if self.logits.value < 0:
+            raise _Refused("its logits are not its queries times its keys, scaled and then masked")
         for operand, name in ((self.query, "queries"), (self.key, "keys")):
             for image in operand.value.images:
-                if image.bent_by is not None:
-                    raise _Refused(
-                        f"its {name} are {image.bent_by[0]}: {self.walk.graph.line(image.bent_by[1])}"
-                    )
                 layouts = [image.layout, *(bias.layout for bias in image.biases)]
                 # Nothing tells queries of one head, put together from several products, from several heads of one key.
                 several = operand is self.query and len(operand.value.images) > 1

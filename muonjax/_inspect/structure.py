@@ -126,7 +126,7 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
     placed = [v.map(functools.partial(place, start=start)) for v, start in starts]
     images = latest(walk, i, all_images(placed))
     if not all(v.images or is_zero(walk, x) for v, x in zip(values, inputs, strict=True)):
-        images = tuple(bent(walk, m, "put together with something else", i) for m in images)
+        images = tuple(bent(walk, m, i) for m in images)
     logits = tuple(x for v in placed for x in v.logits)
     terms = [t for v in placed for t in v.terms] if joined.is_weight else []
     for group in grouped(((t.leaf, *t[2:]), t) for t in terms):  # parts of one parameter

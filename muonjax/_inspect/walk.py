@@ -116,7 +116,7 @@ class Walk:
                 if not m.product.bit & factor.depends_on:
                     self.record_gate(m, repeats)
         both = x.images + y.images if x.images and y.images and x.depends_on != y.depends_on else ()
-        if both and all(m.bent_by is None or m.bent_by[0] == "normalized" for m in both):
+        if all(m.linear or self.nodes[m.bent_by].name in ("mul", "div") for m in both):
             self.entrywise[self.nodes[i].outputs[0]] = both
 
     def record_parts(self, images: Iterable[Image]) -> None:

@@ -33,7 +33,7 @@ NOT_ALL = "its queries, keys and values can't all be followed to parameters: att
 CHAIN = "by names: a product of parameters is not followed: attention_programs.py:"
 SEVERAL = "its queries and keys are cut into heads or layers in several ways"
 GATHER = "by names: gather is not followed: attention_programs.py:"
-ADDED = "its queries are added to something else: attention_programs.py:"
+ADDED = f"{ELSE}: attention_programs.py:"
 
 
 def heads(x: Any, count: int = H) -> Any:
@@ -101,13 +101,13 @@ R = constant((S, S), 9)
 SPARSE = np.random.default_rng(5).random((B, H, T, T)) < 0.2
 spelled("negative", spell=lambda a, p: -a)
 spelled("zero_minus", spell=lambda a, p: 0 - a)
-spelled("subtracted", "the logits pass sub", spell=lambda a, p: 1.0 - a)
+spelled("subtracted", ELSE, spell=lambda a, p: 1.0 - a)
 spelled("a_rotation_by_a_matrix", change=lambda q, k, p, x: (q @ R, k @ R))
 spelled("a_rotation_of_half_of_the_features", change=lambda q, k, p, x: (
     jnp.concatenate([q[..., :2] @ R[:2, :2], q[..., 2:]], -1), k))  # fmt: skip
 spelled("zeros_beside_the_features", change=lambda q, k, p, x: tuple(
     jnp.concatenate([z, jnp.zeros_like(z)], -1) for z in (q, k)))  # fmt: skip
-spelled("ones_beside_the_features", "its queries are put together with something else",
+spelled("ones_beside_the_features", ELSE,
         lambda q, k, p, x: tuple(jnp.concatenate([z, jnp.ones_like(z)], -1) for z in (q, k)))  # fmt: skip
 spelled("a_masked_kernel", weights=lambda p: p | {"q": jnp.tril(p["q"])})
 spelled("a_normalized_kernel", ELSE,
@@ -147,11 +147,11 @@ spelled("learned_positions_of_the_queries", SEVERAL,
         lambda q, k, p, x: (q + p["positions"], k), positions=(T, H, S))  # fmt: skip
 spelled("a_reversed_bias", ELSE,
         lambda q, k, p, x: (q + p["bias"][::-1], k), bias=(H, S))  # fmt: skip
-spelled("keys_in_part_of_data", "its keys are added to something else: attention_programs.py:",
+spelled("keys_in_part_of_data", f"{ELSE}: attention_programs.py:",
         lambda q, k, p, x: (q, jnp.where((jnp.arange(T) < 2)[:, None, None], constant((T, H, S)), k)))  # fmt: skip
-spelled("keys_padded_with_ones", "its keys are put together with something else", lambda q, k, p, x: (
+spelled("keys_padded_with_ones", IN_TURNS, lambda q, k, p, x: (
     q, lax.pad(k[:, 1:], 1.0, [(0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)])))  # fmt: skip
-spelled("logits_in_part_learned", "the logits pass select_n: attention_programs.py:",
+spelled("logits_in_part_learned", f"{ELSE}: attention_programs.py:",
         spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
 spelled("one_matrix_for_each_head", 1,
         lambda q, k, p, x: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k), w=(H, S, S))  # fmt: skip
@@ -179,7 +179,7 @@ spelled("powers_of_two_of_a_ninth", None, spell=lambda a, p: a / 9, softmax=lamb
     2**a / (2**a).sum(-1, keepdims=True)))  # fmt: skip
 spelled("a_matrix_that_mixes_the_shares_of_heads", mix=(H, H),
         softmax=lambda a, p: jnp.einsum("bhtu,hg->bgtu", jax.nn.softmax(a), p["mix"]))  # fmt: skip
-spelled("a_matrix_that_mixes_the_logits_of_heads", "a product mixes its logits: attention_programs.py:", mix=(H, H),
+spelled("a_matrix_that_mixes_the_logits_of_heads", f"{ELSE}: attention_programs.py:", mix=(H, H),
         softmax=lambda a, p: jax.nn.softmax(jnp.einsum("bhtu,hg->bgtu", a, p["mix"])))  # fmt: skip
 
 
@@ -623,7 +623,7 @@ def a_mask_after_a_sink(p, x):
     )
 
 
-@attention(sites="its queries are normalized", **GROUPED)
+@attention(sites="integer_pow", **GROUPED)
 def normalized_queries_of_shared_keys(p, x):
     """Qwen3: a norm of each head's queries differs along heads and not along features, as an expert's gate does."""
     return grouped(p, x, turn=norm)
@@ -831,7 +831,7 @@ def a_kernel_of_the_keys_of_two_attentions(p, x):
     return jnp.mean((layer({"q": p["q2"], "k": p["k"], "v": p["v2"], "o": p["o"]}, x)) ** 2)
 
 
-@program(X, sites=("a learned bias", "a learned bias"), bias=(H, T, T),
+@program(X, sites=("(add)", "(add)"), bias=(H, T, T),
          **{f"layer{i}/{n}": (D, D) for i in range(2) for n in "qkvo"})  # fmt: skip
 def attentions_of_one_line(p, x):
     """T5's layers: one line of code for all of them."""
@@ -882,7 +882,7 @@ def a_bias_inside_of_another_function(p, x):
     return end(p, jnp.where(CAUSAL, biased(q, k), -1e9), v)
 
 
-@program(X, sites="the logits pass sub: attention_programs.py:", **QKVO)
+@program(X, sites="its logits are not its queries times its keys", **QKVO)
 def one_softmax_over_blocks_of_keys(p, x):
     """GenCast: the largest logit is that of all blocks."""
     q, k, v = projected(p, x)
