@@ -158,8 +158,6 @@ class _Finder:
             place = self._place(image)
             if alone and place is not None:
                 shared[place] = image
-            elif alone and len(self.key.value.images) > 1:
-                raise _Refused("its keys come from several products, of which heads share some")
             else:
                 own.append(image)
         return own, shared

@@ -68,9 +68,9 @@ def _ends(walk: Walk) -> _Ends:
         return [] if node.passes == "backward" or node.name == "stop_gradient" else numbers(node.inputs)
 
     def directly(i: int) -> list[int]:
-        return numbers({*graph.nodes[i].inputs}.difference(walk.consumers.get(i, ())))
+        return [] if i in walk.consumers else numbers(graph.nodes[i].inputs)
 
-    taken = numbers(x for i, operands in walk.consumers.items() if i in graph.live for x in operands)
+    taken = numbers(x for i in walk.consumers & graph.live for x in through(i))
     unknown = {
         x: i for i in sorted(walk.no_rule) for x in graph.upstream(numbers(graph.nodes[i].inputs), through)
     }
@@ -248,9 +248,7 @@ def _numbers_per_head(
     axes = {a.axis for a, _ in heads}
     whole = min(axes), (shape[min(axes)],), 1
     axis, sizes, repeats = form.cut if form.cut and form.cut[0] in axes else whole
-    if repeats > 1:  # queries, keys and values of a head are side by side, and parts already
-        return _numbers(form._replace(cut=(axis, sizes * repeats, 1)))
-    edges = {0, *itertools.accumulate(sizes)}
+    edges = {0, *itertools.accumulate(sizes * repeats)}
     for a, mask in ((a, dict(region).get(axis, b"\1")) for a, region in heads if a.axis == axis):
         inside = np.flatnonzero(np.resize(np.frombuffer(mask, bool), shape[axis]))
         edges.update(range(inside[0], inside[-1] + 1, a.stride))

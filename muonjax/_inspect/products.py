@@ -77,7 +77,7 @@ def _of_parameters(i: int, product: Value, left: Side, right: Side) -> Value:
             between = t.layout.atoms(side.summed)
             inner = (between, *t.inner) if before else (*t.inner, between)
             inner = inner if between else t.inner
-            terms.append(t._replace(layout=side.along(t.layout), inner=inner, made=i))
+            terms.append(t._replace(layout=side.along(t.layout), inner=inner))
     return product._replace(terms=tuple(terms))
 
 
@@ -111,7 +111,7 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
         return product
     if extra.get("is_depthwise"):
         images += [bent(walk, m, i, apart=True) for m in rest.aligned.images]
-    walk.consume(i, rest.operand, *([] if side.value.is_weight else [side.operand]))
+    walk.consumers.add(i)
     return product._replace(images=tuple(images), depends_on=depends_on, no_rule=-1)
 
 
@@ -153,7 +153,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
         # Entry by entry, as of two towers.
         matched = a.images and b.images and features and a.depends_on != b.depends_on
         if (left.given and right.given) or matched:
-            walk.consume(i, left.operand, right.operand)
+            walk.consumers.add(i)
         if a.images and b.images and (left.given or right.given):
             walk.pairs[i], result = (left, right), walk.nodes[i].outputs[0]
             return product._replace(logits=(Logits(i, whole(walk.shape(result)), value=result),))
@@ -207,7 +207,7 @@ def _by_kernel(
     if not values[1].terms or (extra.get("groups", 1) > 1 and not values[1].is_weight):  # groups of examples
         walk.record_terms(i, node.name, values, "unknown")
         if product.depends_on & PARAMETER:
-            walk.consume(i, *node.inputs[:2])
+            walk.consumers.add(i)
         return product
     data, kernel = (
         Side(v, x, len(walk.shape(x)), *axes)

@@ -73,7 +73,7 @@ def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     parts = {(m.product, m.layout.region): m for m in images}
     if len(parts) > 2 and is_call:
         walk.opaque[i] = tuple(parts.values())
-        walk.consume(i, *node.inputs)
+        walk.consumers.add(i)
     return [result] * len(node.outputs)
 
 
@@ -205,8 +205,6 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
         cover = [*cover, frozenset().union(*cover)]
     for v, mine in zip(values, cover, strict=False):
         for t in v.terms:
-            if any(t.leaf == u.leaf and mine < _cover(w) for w in values for u in w.terms):
-                continue  # its own mean, say
             if any(mine < other for other in cover) or (several and t.noisy):
                 walk.record(i, "other", t, "added" if name in _SUMS else MULTIPLIED)
             else:
@@ -317,7 +315,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     terms = _reduced_terms(i, x, axes)
     towers = walk.entrywise.get(node.inputs[0], ())
     if len({m.product for m in towers if m.layout.atoms(axes)}) > 1:  # a product over features, as by einsum
-        walk.consume(i, *node.inputs)
+        walk.consumers.add(i)
         x = x._replace(scores=i)
     own = [m for m in x.images if m.product.use.node == x.weights]
     if (own or (x.weights, 0) not in walk.products) and not any(m.layout.atoms(axes) for m in own):
@@ -338,7 +336,7 @@ def _reduced_terms(i: int, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
     for k, t in enumerate(terms):
         summed = t.layout.atoms(axes)
         if factors:
-            t = t._replace(inner=(summed, *t.inner) if k else (*t.inner, summed), made=i)
+            t = t._replace(inner=(summed, *t.inner) if k else (*t.inner, summed))
         else:
             t = t._replace(layout=t.layout.visit(axes))
         found.append(t)

@@ -29,7 +29,6 @@ class Term(NamedTuple):
     leaf: int
     layout: Layout
     inner: tuple[tuple[Run, ...], ...] = ()  # axes of the leaf over which products with other parameters sum
-    made: int = -1  # the last of these products
     noisy: bool = False  # multiplied by random numbers
 
 

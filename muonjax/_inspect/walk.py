@@ -46,7 +46,7 @@ class Walk:
         self.one_sided: set[int] = set()
         self.normalized: set[int] = set()
         self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
-        self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
+        self.consumers: set[int] = set()  # products that take activations
         self.no_rule: set[int] = set()  # operations without a rule
         self.read: set[int] = set()  # products with columns of which labels choose one
         self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
@@ -175,7 +175,3 @@ class Walk:
         if self.operands.setdefault(tuple(m.product for m in operands), part) != part:
             for m in operands:
                 self.record(logits.product, "unknown", m.product.use.term, "attention head by head")
-
-    def consume(self, i: int, *operands: int) -> None:
-        if self.nodes[i].passes != "backward":
-            self.consumers[i] = operands

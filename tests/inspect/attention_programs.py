@@ -971,7 +971,7 @@ def adapted_queries_by_a_product_each(p, x):
     return jnp.mean(mixed(jax.nn.softmax(logits_of(q + heads((x @ p["a"]) @ p["b"]), k)), v) ** 2)
 
 
-@program(X, sites="its keys come from several products, of which heads share some",
+@program(X, sites=1,
          q1=(D, D), q2=(D, D), **dict.fromkeys(("k1", "k2", "v1", "v2"), (D, S)))  # fmt: skip
 def one_key_head_of_two_experts(p, x):
     """As pi-0 has it."""
