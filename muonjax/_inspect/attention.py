@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
 from muonjax._inspect.report import Probe
 from muonjax._inspect.structure import reshaped
-from muonjax._inspect.values import Image, Logits, Side, Term
+from muonjax._inspect.values import Image, Logits, Side, Term, grouped
 from muonjax._inspect.walk import Walk
 
 
@@ -60,9 +59,8 @@ def attentions(walk: Walk) -> list[list[Call]]:
         if i not in {product for product, _ in walk.attentions}:
             why = f"its queries, keys and values can't all be followed to parameters: {walk.graph.line(at)}"
             found[i, -1] = Call(walk.graph.line(i), problem=why)
-    groups = defaultdict(list)
-    for at, call in sorted(found.items()):
-        groups[call.spans or call.terms or call.line].append((at, call))
+    each = sorted(found.items())
+    groups = grouped((call.spans or call.terms or call.line, (at, call)) for at, call in each)
     return [_proved(walk, *zip(*group, strict=True)) for group in groups.values()]
 
 
@@ -83,20 +81,18 @@ def _proved(walk: Walk, places: Sequence[tuple[int, int]], group: Sequence[Call]
     logits = [walk.attentions[at][0] for at in places]
     values = [x.value if x.raw < 0 else x.raw for x in logits]
     certificate = Certificate(walk, [call.probe for call in group if call.probe], values)
-    for leaf in {s.leaf for s in first.spans}:
-        spans = [s for s in first.spans if s.leaf == leaf]
+    for leaf, spans in grouped((s.leaf, s) for s in first.spans).items():
         certificate.touch(leaf, spans[0].stack, [(s.scale, of_factor[s.scale.factor]) for s in spans])
-    i, why = certificate.failure(), ""
-    if i is not None:
-        derived = ", but a derivative that the function takes too" if walk.nodes[i].passes else ""
-        why = f"a clip would not scale its logits alone{derived}: {walk.graph.line(i)} ({walk.nodes[i].name})"
+    i = certificate.failure()
     probes = [
         call.probe and certificate.located(call.probe, value, x.value, logs)
         for value, x, call in zip(values, logits, group, strict=True)
     ]
-    if not why and all(probes):
+    if i is None and all(probes):
         return [call._replace(probe=probe) for call, probe in zip(group, probes, strict=True)]
-    why = why or "the heads of its logits are not those of its projections"
+    why = "the heads of its logits are not those of its projections"
+    if i is not None:
+        why = f"a clip would not scale its logits alone: {walk.graph.line(i)} ({walk.nodes[i].name})"
     return [call._replace(spans=(), probe=None, problem=why) for call in group]
 
 

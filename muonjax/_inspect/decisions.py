@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from muonjax._inspect.layout import Layout, Region, Run, sums
-from muonjax._inspect.values import OF_PRODUCTS, Use
+from muonjax._inspect.values import OF_PRODUCTS, Use, grouped
 from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
@@ -80,9 +80,7 @@ def _ends(walk: Walk) -> _Ends:
 def decide(walk: Walk, is_loss: bool) -> list[Decision]:
     """One decision per parameter."""
     ends = _ends(walk)
-    by_leaf: dict[int, list[Use]] = {}
-    for use in walk.uses.values():
-        by_leaf.setdefault(use.term.leaf, []).append(use)
+    by_leaf = grouped((use.term.leaf, use) for use in walk.uses.values())
     return [_decide(walk, ends, k, shape, by_leaf.get(k, []), is_loss) for k, shape in enumerate(walk.shapes)]
 
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from muonjax._inspect import versions
 from muonjax._inspect.graph import Step
+from muonjax._inspect.values import grouped
 from muonjax._inspect.versions import Body, opened
 
 # What is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well. It is -1e4 in many
@@ -49,13 +50,9 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
     jaxpr = opened(body)
     given = [*versions.constants(body), *arrays]
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
-    here: dict[Var, list[Probe]] = {}
-    deeper: dict[int, list[Probe]] = {}
-    for probe in dict.fromkeys(probes):
-        if probe.path:
-            deeper.setdefault(probe.path[0].equation, []).append(probe)
-        else:
-            here.setdefault(probe.variable, []).append(probe)
+    each = dict.fromkeys(probes)
+    here = grouped((p.variable, p) for p in each if not p.path)
+    deeper = grouped((p.path[0].equation, p) for p in each if p.path)
     maxima: dict[Probe, Any] = {}
 
     def measure(variables: Sequence[Any]) -> None:

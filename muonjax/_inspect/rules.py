@@ -205,6 +205,8 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
         cover = [*cover, frozenset().union(*cover)]
     for v, mine in zip(values, cover, strict=False):
         for t in v.terms:
+            if any(t.leaf == u.leaf and mine < _cover(w) for w in values for u in w.terms):
+                continue  # its own mean, say
             if any(mine < other for other in cover) or (several and t.noisy):
                 walk.record(i, "other", t, "added" if name in _SUMS else MULTIPLIED)
             else:

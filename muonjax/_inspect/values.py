@@ -232,19 +232,22 @@ def alike(images: Sequence[Image]) -> bool:
 def all_images(values: Iterable[Value]) -> tuple[Image, ...]:
     """The images in a sum or a concatenation: parts of one product count once."""
     found = grouped((m.product, m) for v in values for m in v.images)
-    return tuple(group[0] if len(group) == 1 else _united(group) for group in found)
+    return tuple(group[0] if len(group) == 1 else _united(group) for group in found.values())
 
 
 def _united(images: Sequence[Image]) -> Image:
     found = grouped((t.leaf, t) for m in images for t in m.biases)
-    biases = tuple(group[0]._replace(layout=merged(tuple(t.layout for t in group))) for group in found)
+    biases = tuple(
+        group[0]._replace(layout=merged(tuple(t.layout for t in group))) for group in found.values()
+    )
     bent_by = next((m.bent_by for m in images if not m.linear), -1)
     apart = alike(images) and all(m.apart for m in images)
     return Image(images[0].product, merged(tuple(m.layout for m in images)), biases, bent_by, apart)
 
 
-def grouped(found: Iterable[tuple[Any, Any]]) -> Iterable[list[Any]]:
+def grouped(found: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """The second of each pair, by the first."""
     groups: dict[Any, list[Any]] = {}
     for key, x in found:
         groups.setdefault(key, []).append(x)
-    return groups.values()
+    return groups

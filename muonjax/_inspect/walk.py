@@ -24,6 +24,7 @@ from muonjax._inspect.values import (
     Use,
     Value,
     alike,
+    grouped,
 )
 
 
@@ -144,10 +145,7 @@ class Walk:
 
     def record_sum(self, images: Sequence[Image]) -> None:
         """Products with slices of one parameter, added up: a sum over heads, written as a loop."""
-        by_leaf: dict[int, list[Image]] = defaultdict(list)
-        for m in images:
-            if m.linear and m.product.use.kind == "product":
-                by_leaf[m.product.use.term.leaf].append(m)
+        by_leaf = grouped((m.product.use.term.leaf, m) for m in images if m.linear)
         for leaf, found in by_leaf.items():
             for m in found[1:]:
                 if found[0].product.bit & self.values[m.product.use.operand].depends_on:

@@ -893,7 +893,7 @@ def one_softmax_over_blocks_of_keys(p, x):
     return loss_of(p, sum(mixed(weights / total, v) for weights, v in shares))
 
 
-@program(X, sites=f"{ELSE}, but a derivative that the function takes too: attention_programs.py:", **QKVO)
+@program(X, sites=f"{ELSE}: attention_programs.py:", **QKVO)
 def the_local_energy_of_an_attention(p, x):
     """Psiformer: the loss is made of derivatives by the input."""
     slope = jax.grad(lambda x: jnp.sum(layer(p, x)))
