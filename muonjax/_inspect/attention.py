@@ -135,7 +135,7 @@ class _Finder:
                     raise _Refused(f"heads of its {name} are put together from several products")
         own, shared = self._split_keys()
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
-        keys = list(self._spans(self.key, own, "key", {}))
+        keys = list(self._spans(self.key, own, "key"))
         spans = (*queries, *keys)
         layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
         entries = [{s.heads for s in found} for found in (queries, keys)]
@@ -145,15 +145,15 @@ class _Finder:
         terms = _terms((*self.query.value.images, *own))
         return Call(line, spans, self._probe(), layers.pop(), queries[0].heads, terms=terms)
 
-    def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
-        """Keys that each head has for itself; and those that all heads share, by the features that they fill."""
+    def _split_keys(self) -> tuple[list[Image], list[tuple[int, int]]]:
+        """Keys that each head has for itself; and which features those fill that all heads share."""
         heads = {d for image in self.query.value.images for d in self.heads(self.query, image.layout)}
-        own, shared = [], {}
+        own, shared = [], []
         for image in self.key.value.images:
             alone = heads and heads.isdisjoint(self.heads(self.key, image.layout))
             place = self._place(image)
             if alone and place is not None:
-                shared[place] = image
+                shared.append(place)
             else:
                 own.append(image)
         return own, shared
@@ -168,15 +168,14 @@ class _Finder:
         return int(there.min()), int(there.max()) + 1
 
     def _spans(
-        self, operand: Side, images: Sequence[Image], factor: str, shared: dict[tuple[int, int], Image]
+        self, operand: Side, images: Sequence[Image], factor: str, shared: Sequence[tuple[int, int]] = ()
     ) -> Iterator[Span]:
         for image in images:
             use = image.product.use
             for leaf, layout in [(use.term.leaf, image.layout), *((t.leaf, t.layout) for t in image.biases)]:
-                span = self._span(leaf, layout, operand, factor)
-                yield from self._apart(span, shared) if shared else [span]
+                yield from self._apart(self._span(leaf, layout, operand, factor), shared)
 
-    def _apart(self, span: Span, shared: dict[tuple[int, int], Image]) -> Iterator[Span]:
+    def _apart(self, span: Span, shared: Sequence[tuple[int, int]]) -> Iterator[Span]:
         """The features of a query that meet the heads' own keys, and those that meet shared ones."""
         (first, last), factor = span.scale.span, span.scale.factor
         inside = [first, *sorted({edge + first for place in shared for edge in place}), last]

@@ -193,6 +193,9 @@ spelled("the_reciprocal_of_the_logits", None, spell=lambda a, p: 1 / a)
 spelled("a_quotient_by_the_logits", None, spell=lambda a, p: 3.0 / (a + 0.0))
 spelled("keys_divided_by_the_norm_of_the_kernel", None, lambda q, k, p, x: (q, k / jnp.linalg.norm(p["k"])))
 spelled("a_temperature_made_of_the_kernel", None, spell=lambda a, p: a * jnp.mean(jnp.abs(p["q"])))
+spelled("rectified_logits", spell=lambda a, p: jax.nn.relu(a))
+spelled("queries_beside_zeros", 1, lambda q, k, p, x: (
+    jnp.concatenate([q, jnp.zeros(q.shape)], -1), jnp.concatenate([k, jnp.ones(k.shape)], -1)))  # fmt: skip
 spelled("the_square_of_the_logits", None, spell=lambda a, p: a * a)
 spelled("logits_cast_to_int", None, spell=lambda a, p: (9 * a).astype(jnp.int32).astype(jnp.float32))
 spelled("queries_cast_to_int8", None,
