@@ -239,10 +239,8 @@ def _numbers_per_head(
     form: _Form, shape: tuple[int, ...], heads: set[tuple[Run, Region]]
 ) -> DimensionNumbers:
     columns = form.columns - {a.axis for a, _ in heads if a.stride == 1}
-    if not columns:  # a number for each head: a vector has no orthogonal form
-        return _numbers(form)
-    if columns != form.columns:
-        return _numbers(form._replace(columns=columns))
+    if columns != form.columns:  # but with a number for each head: a vector has no orthogonal form
+        return _numbers(form._replace(columns=columns or form.columns))
     axes = {a.axis for a, _ in heads}
     whole = min(axes), (shape[min(axes)],), 1
     axis, sizes, repeats = form.cut if form.cut and form.cut[0] in axes else whole
