@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
 from muonjax._inspect.report import Probe
 from muonjax._inspect.structure import reshaped
-from muonjax._inspect.values import Image, Logits, Side, Term
+from muonjax._inspect.values import Image, Logits, Side, Term, grouped
 from muonjax._inspect.walk import Walk
 
 
@@ -60,9 +59,8 @@ def attentions(walk: Walk) -> list[list[Call]]:
         if i not in {product for product, _ in walk.attentions}:
             why = f"its queries, keys and values can't all be followed to parameters: {walk.graph.line(at)}"
             found[i, -1] = Call(walk.graph.line(i), problem=why)
-    groups = defaultdict(list)
-    for at, call in sorted(found.items()):
-        groups[call.spans or call.terms or call.line].append((at, call))
+    each = sorted(found.items())
+    groups = grouped((call.spans or call.terms or call.line, (at, call)) for at, call in each)
     return [_proved(walk, *zip(*group, strict=True)) for group in groups.values()]
 
 
@@ -83,20 +81,18 @@ def _proved(walk: Walk, places: Sequence[tuple[int, int]], group: Sequence[Call]
     logits = [walk.attentions[at][0] for at in places]
     values = [x.value if x.raw < 0 else x.raw for x in logits]
     certificate = Certificate(walk, [call.probe for call in group if call.probe], values)
-    for leaf in {s.leaf for s in first.spans}:
-        spans = [s for s in first.spans if s.leaf == leaf]
+    for leaf, spans in grouped((s.leaf, s) for s in first.spans).items():
         certificate.touch(leaf, spans[0].stack, [(s.scale, of_factor[s.scale.factor]) for s in spans])
     i = certificate.failure()
-    passes = i is not None and walk.nodes[i].passes
-    derived = ", but a derivative that the function takes too" if passes else ""
-    why = "" if i is None else f"a clip would not scale its logits alone{derived}: {walk.graph.line(i)}"
     probes = [
         call.probe and certificate.located(call.probe, value, x.value, logs)
         for value, x, call in zip(values, logits, group, strict=True)
     ]
-    if not why and all(probes):
+    if i is None and all(probes):
         return [call._replace(probe=probe) for call, probe in zip(group, probes, strict=True)]
-    why = why or "the heads of its logits are not those of its projections"
+    why = "the heads of its logits are not those of its projections"
+    if i is not None:
+        why = f"a clip would not scale its logits alone: {walk.graph.line(i)} ({walk.nodes[i].name})"
     return [call._replace(spans=(), probe=None, problem=why) for call in group]
 
 
@@ -126,14 +122,10 @@ class _Finder:
         return {d: k for d, k in axes.items() if layout.atoms([k])}
 
     def call(self, line: str) -> Call:
-        if self.logits.problem:
-            raise _Refused(f"{self.logits.problem[0]}: {self.walk.graph.line(self.logits.problem[1])}")
+        if self.logits.value < 0:
+            raise _Refused("its logits are not its queries times its keys, scaled and then masked")
         for operand, name in ((self.query, "queries"), (self.key, "keys")):
             for image in operand.value.images:
-                if image.bent_by is not None:
-                    raise _Refused(
-                        f"its {name} are {image.bent_by[0]}: {self.walk.graph.line(image.bent_by[1])}"
-                    )
                 layouts = [image.layout, *(bias.layout for bias in image.biases)]
                 # Nothing tells queries of one head, put together from several products, from several heads of one key.
                 several = operand is self.query and len(operand.value.images) > 1
@@ -143,7 +135,7 @@ class _Finder:
                     raise _Refused(f"heads of its {name} are put together from several products")
         own, shared = self._split_keys()
         queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
-        keys = list(self._spans(self.key, own, "key", {}))
+        keys = list(self._spans(self.key, own, "key"))
         spans = (*queries, *keys)
         layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
         entries = [{s.heads for s in found} for found in (queries, keys)]
@@ -153,17 +145,15 @@ class _Finder:
         terms = _terms((*self.query.value.images, *own))
         return Call(line, spans, self._probe(), layers.pop(), queries[0].heads, terms=terms)
 
-    def _split_keys(self) -> tuple[list[Image], dict[tuple[int, int], Image]]:
-        """Keys that each head has for itself; and those that all heads share, by the features that they fill."""
+    def _split_keys(self) -> tuple[list[Image], list[tuple[int, int]]]:
+        """Keys that each head has for itself; and which features those fill that all heads share."""
         heads = {d for image in self.query.value.images for d in self.heads(self.query, image.layout)}
-        own, shared = [], {}
+        own, shared = [], []
         for image in self.key.value.images:
             alone = heads and heads.isdisjoint(self.heads(self.key, image.layout))
             place = self._place(image)
             if alone and place is not None:
-                shared[place] = image
-            elif alone and len(self.key.value.images) > 1:
-                raise _Refused("its keys come from several products, of which heads share some")
+                shared.append(place)
             else:
                 own.append(image)
         return own, shared
@@ -178,15 +168,14 @@ class _Finder:
         return int(there.min()), int(there.max()) + 1
 
     def _spans(
-        self, operand: Side, images: Sequence[Image], factor: str, shared: dict[tuple[int, int], Image]
+        self, operand: Side, images: Sequence[Image], factor: str, shared: Sequence[tuple[int, int]] = ()
     ) -> Iterator[Span]:
         for image in images:
             use = image.product.use
             for leaf, layout in [(use.term.leaf, image.layout), *((t.leaf, t.layout) for t in image.biases)]:
-                span = self._span(leaf, layout, operand, factor)
-                yield from self._apart(span, shared) if shared else [span]
+                yield from self._apart(self._span(leaf, layout, operand, factor), shared)
 
-    def _apart(self, span: Span, shared: dict[tuple[int, int], Image]) -> Iterator[Span]:
+    def _apart(self, span: Span, shared: Sequence[tuple[int, int]]) -> Iterator[Span]:
         """The features of a query that meet the heads' own keys, and those that meet shared ones."""
         (first, last), factor = span.scale.span, span.scale.factor
         inside = [first, *sorted({edge + first for place in shared for edge in place}), last]

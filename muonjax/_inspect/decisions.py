@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from muonjax._inspect.layout import Layout, Region, Run, sums
-from muonjax._inspect.values import OF_PRODUCTS, Use
+from muonjax._inspect.values import OF_PRODUCTS, Use, grouped
 from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
@@ -68,9 +68,9 @@ def _ends(walk: Walk) -> _Ends:
         return [] if node.passes == "backward" or node.name == "stop_gradient" else numbers(node.inputs)
 
     def directly(i: int) -> list[int]:
-        return numbers({*graph.nodes[i].inputs}.difference(walk.consumers.get(i, ())))
+        return [] if i in walk.consumers else numbers(graph.nodes[i].inputs)
 
-    taken = numbers(x for i, operands in walk.consumers.items() if i in graph.live for x in operands)
+    taken = numbers(x for i in walk.consumers & graph.live for x in through(i))
     unknown = {
         x: i for i in sorted(walk.no_rule) for x in graph.upstream(numbers(graph.nodes[i].inputs), through)
     }
@@ -80,9 +80,7 @@ def _ends(walk: Walk) -> _Ends:
 def decide(walk: Walk, is_loss: bool) -> list[Decision]:
     """One decision per parameter."""
     ends = _ends(walk)
-    by_leaf: dict[int, list[Use]] = {}
-    for use in walk.uses.values():
-        by_leaf.setdefault(use.term.leaf, []).append(use)
+    by_leaf = grouped((use.term.leaf, use) for use in walk.uses.values())
     return [_decide(walk, ends, k, shape, by_leaf.get(k, []), is_loss) for k, shape in enumerate(walk.shapes)]
 
 
@@ -241,16 +239,12 @@ def _numbers_per_head(
     form: _Form, shape: tuple[int, ...], heads: set[tuple[Run, Region]]
 ) -> DimensionNumbers:
     columns = form.columns - {a.axis for a, _ in heads if a.stride == 1}
-    if not columns:  # a number for each head: a vector has no orthogonal form
-        return _numbers(form)
-    if columns != form.columns:
-        return _numbers(form._replace(columns=columns))
+    if columns != form.columns:  # but with a number for each head: a vector has no orthogonal form
+        return _numbers(form._replace(columns=columns or form.columns))
     axes = {a.axis for a, _ in heads}
     whole = min(axes), (shape[min(axes)],), 1
     axis, sizes, repeats = form.cut if form.cut and form.cut[0] in axes else whole
-    if repeats > 1:  # queries, keys and values of a head are side by side, and parts already
-        return _numbers(form._replace(cut=(axis, sizes * repeats, 1)))
-    edges = {0, *itertools.accumulate(sizes)}
+    edges = {0, *itertools.accumulate(sizes * repeats)}
     for a, mask in ((a, dict(region).get(axis, b"\1")) for a, region in heads if a.axis == axis):
         inside = np.flatnonzero(np.resize(np.frombuffer(mask, bool), shape[axis]))
         edges.update(range(inside[0], inside[-1] + 1, a.stride))

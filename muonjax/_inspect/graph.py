@@ -234,21 +234,15 @@ class Graph:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _call(self, eqn: JaxprEqn, body: Body, inner: Place, inputs: list[int]) -> list[int]:
-        inputs = self._resized("shard", inputs, opened(body).invars, eqn, inner)
+        is_divided = eqn.primitive.name == "shard_map"
+        if is_divided:
+            inputs = self._each("shard", [inputs], opened(body).invars, eqn, inner)
         outputs = self._enter(body, inputs, inner)
-        outputs = self._resized("unshard", outputs, eqn.outvars, eqn, inner[:-1])
+        if is_divided:
+            outputs = self._each("unshard", [outputs], eqn.outvars, eqn, inner[:-1])
         for x, v in zip(outputs, eqn.outvars, strict=True):
             self.elsewhere.setdefault(x, []).append((inner[:-1], v))
         return outputs
-
-    def _resized(
-        self, name: str, values: list[int], variables: Sequence[Any], eqn: JaxprEqn, place: Place
-    ) -> list[int]:
-        """Into and out of a `shard_map`, where an array is one device's part of it."""
-        return [
-            x if self.shape(x) == v.aval.shape else self._add(name, {}, [x], [v], eqn, place)[0]
-            for x, v in zip(values, variables, strict=True)
-        ]
 
     def _enter(self, body: Body, inputs: Sequence[int], place: Place) -> list[int]:
         jaxpr = opened(body)

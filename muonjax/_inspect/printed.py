@@ -9,6 +9,7 @@ import numpy as np
 from muonjax._common.trees import flatten_paths
 from muonjax._inspect.follow import follow
 from muonjax._inspect.layout import HOLE, Layout
+from muonjax._inspect.values import grouped
 
 
 def printed(fun: Callable[..., Any], params: Any, *args: Any, path: str) -> Iterator[str]:
@@ -33,15 +34,12 @@ def printed(fun: Callable[..., Any], params: Any, *args: Any, path: str) -> Iter
 
 
 def _described(layout: Layout) -> str:
-    said: dict[int, list[str]] = {}
-    for run in layout.runs:
-        said.setdefault(run.axis, []).append(_formula(run.positions))
+    said = [(run.axis, _formula(run.positions)) for run in layout.runs]
     for run in layout.taken:
         more = ", ..." if run.positions.size > 6 else ""
-        said.setdefault(run.axis, []).append(f"{{{', '.join(map(str, run.positions[:6]))}{more}}}")
-    return ", ".join(
-        f"axis {axis} = {' + '.join(parts)}" for axis, parts in sorted(said.items()) if axis >= 0
-    )
+        said.append((run.axis, f"{{{', '.join(map(str, run.positions[:6]))}{more}}}"))
+    axes = sorted(grouped(said).items())
+    return ", ".join(f"axis {axis} = {' + '.join(parts)}" for axis, parts in axes if axis >= 0)
 
 
 def _formula(positions: np.ndarray) -> str:

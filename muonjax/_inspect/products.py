@@ -8,7 +8,7 @@ from typing import Any
 
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import whole
-from muonjax._inspect.rules import RULES, bent, rule, unknown
+from muonjax._inspect.rules import RULES, bent, rule, scaled_logits, unknown
 from muonjax._inspect.structure import looked_up
 from muonjax._inspect.values import DATA, MULTIPLIED, PARAMETER, Image, Logits, Side, Value, dependent
 from muonjax._inspect.walk import Walk
@@ -58,7 +58,8 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
             walk.softmaxes |= {rest.value.weights: i} if rest.value.weights >= 0 else {}
             walk.one_sided.add(i)
             return product._replace(scores=i)
-        return by_parameter(walk, i, product, side, rest)._replace(logits=_mixed(i, rest))
+        result = by_parameter(walk, i, product, side, rest)
+        return result._replace(logits=scaled_logits(walk.nodes[i], rest.aligned))
     return _of_activations(walk, i, product, left, right)
 
 
@@ -76,7 +77,7 @@ def _of_parameters(i: int, product: Value, left: Side, right: Side) -> Value:
             between = t.layout.atoms(side.summed)
             inner = (between, *t.inner) if before else (*t.inner, between)
             inner = inner if between else t.inner
-            terms.append(t._replace(layout=side.along(t.layout), inner=inner, made=i))
+            terms.append(t._replace(layout=side.along(t.layout), inner=inner))
     return product._replace(terms=tuple(terms))
 
 
@@ -109,8 +110,8 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
     if walk.graph.is_stack_of_scalars(rest.operand):  # losses and their weights
         return product
     if extra.get("is_depthwise"):
-        images += [bent(walk, m, "convolved", i, apart=True) for m in rest.aligned.images]
-    walk.consume(i, rest.operand, *([] if side.value.is_weight else [side.operand]))
+        images += [bent(walk, m, i, apart=True) for m in rest.aligned.images]
+    walk.consumers.add(i)
     return product._replace(images=tuple(images), depends_on=depends_on, no_rule=-1)
 
 
@@ -152,7 +153,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
         # Entry by entry, as of two towers.
         matched = a.images and b.images and features and a.depends_on != b.depends_on
         if (left.given and right.given) or matched:
-            walk.consume(i, left.operand, right.operand)
+            walk.consumers.add(i)
         if a.images and b.images and (left.given or right.given):
             walk.pairs[i], result = (left, right), walk.nodes[i].outputs[0]
             return product._replace(logits=(Logits(i, whole(walk.shape(result)), value=result),))
@@ -162,16 +163,9 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
         if not rest.value.depends_on & PARAMETER:
-            return product._replace(images=side.added_up.images, logits=_mixed(i, side))
+            logits = scaled_logits(walk.nodes[i], side.aligned)
+            return product._replace(images=side.added_up.images, logits=logits)
     return product
-
-
-def _mixed(i: int, side: Side) -> tuple[Logits, ...]:
-    """Logits of several heads, or of several keys, are added up."""
-    why = "a product mixes its logits", i
-    return tuple(
-        x._replace(problem=x.problem or why) if x.stage == "logits" else x for x in side.aligned.logits
-    )
 
 
 @rule("conv_general_dilated")
@@ -213,7 +207,7 @@ def _by_kernel(
     if not values[1].terms or (extra.get("groups", 1) > 1 and not values[1].is_weight):  # groups of examples
         walk.record_terms(i, node.name, values, "unknown")
         if product.depends_on & PARAMETER:
-            walk.consume(i, *node.inputs[:2])
+            walk.consumers.add(i)
         return product
     data, kernel = (
         Side(v, x, len(walk.shape(x)), *axes)

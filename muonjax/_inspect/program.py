@@ -352,10 +352,10 @@ def find_maxima(
 
 def _clippable(closed: ClosedJaxpr, arguments: Sequence[Any], call: str) -> list[tuple[str, list[Call]]]:
     """Name and calls of each attention that can be clipped."""
-    whole = arguments[0] if len(arguments) == 1 else arguments
+    trees = [arguments, *arguments] if len(arguments) > 1 else arguments
     ends = itertools.accumulate((len(jax.tree.leaves(x)) for x in arguments), initial=0)
     found, used = [], False
-    for tree, start in [(whole, 0), *(zip(arguments, ends, strict=False) if len(arguments) > 1 else ())]:
+    for tree, start in zip(trees, [0, *ends], strict=False):
         walk = follow(closed, range(start, start + len(jax.tree.leaves(tree))))
         found, used = _attentions(walk, list(flatten_paths(tree))), used or bool(walk.uses)
         if clippable := [(a.name, calls) for a, calls in found if a.site is not None]:

@@ -7,9 +7,10 @@ jaxpr: scopes, contexts, custom derivatives, random numbers and the order of ope
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from muonjax._inspect import versions
 from muonjax._inspect.graph import Step
+from muonjax._inspect.values import grouped
 from muonjax._inspect.versions import Body, opened
 
 # What is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well. It is -1e4 in many
@@ -44,20 +46,13 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
     """What `body` returns, and for each probe the largest logits, float32 [*layers, *heads].
 
     NaN stays NaN; a head whose logits are all masked has -inf. No derivative passes.
-
-    Raises:
-        ValueError: for a probe inside of an equation that can't return more, such as a kernel.
     """
     jaxpr = opened(body)
     given = [*versions.constants(body), *arrays]
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
-    here: dict[Var, list[Probe]] = {}
-    deeper: dict[int, list[Probe]] = {}
-    for probe in dict.fromkeys(probes):
-        if probe.path:
-            deeper.setdefault(probe.path[0].equation, []).append(probe)
-        else:
-            here.setdefault(probe.variable, []).append(probe)
+    each = dict.fromkeys(probes)
+    here = grouped((p.variable, p) for p in each if not p.path)
+    deeper = grouped((p.path[0].equation, p) for p in each if p.path)
     maxima: dict[Probe, Any] = {}
 
     def measure(variables: Sequence[Any]) -> None:
@@ -72,7 +67,6 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
     kept = {*returned, *here, *(p.raw for found in here.values() for p in found)}
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
     for index, eqn in enumerate(jaxpr.eqns):
-        eqn = eqn if index in deeper else as_call(eqn)
         operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
         scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
@@ -80,7 +74,7 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
                 outs, found = _enclosing(eqn, tuple(deeper[index]), operands)
                 maxima |= zip(deeper[index], found, strict=True)
             else:
-                outs = _bound(eqn, operands)
+                outs = bound(eqn, operands)
             values |= zip(eqn.outvars, outs, strict=True)
             measure(eqn.outvars)
         for v in {v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var)} - kept:
@@ -90,35 +84,29 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
     return [*results, *(maxima[probe] for probe in probes)]
 
 
-def as_call(eqn: JaxprEqn) -> JaxprEqn:
-    """An operation as a call of a function, unless it has a body, an effect or a setting without a hash.
+def bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    """What an operation gives: by a call of a function, but for one with a body, an effect or a setting without a hash.
 
     JAX linearizes and transposes one function for all equal operations. `jax.make_jaxpr` inlines the functions of
     `jax.numpy` for which it would do so: without this, 80 unrolled layers take almost twice as long to differentiate.
     Where a call is traced it is inlined: nothing is left of it in the program.
     """
-    if eqn.effects or versions.bodies(eqn):
-        return eqn
-    try:
-        call = _call(eqn.primitive, tuple(eqn.params.items()), tuple(x.aval for x in eqn.invars), eqn.ctx)
-    except TypeError:
-        return eqn
-    return eqn.replace(primitive=call.primitive, params=call.params)
+    params = eqn.params | changed
+    call = _bind(eqn.primitive, params)
+    if not eqn.effects and not versions.bodies(eqn):
+        with contextlib.suppress(TypeError):
+            call = _inlined(eqn.primitive, tuple(params.items()))
+    out = call(*operands)
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def _bind(primitive: Any, params: dict[str, Any]) -> Callable[..., Any]:
+    return functools.partial(primitive.bind, **primitive.get_bind_params(params))
 
 
 @functools.lru_cache(4096)
-def _call(primitive: Any, params: tuple[tuple[str, Any], ...], avals: tuple[Any, ...], ctx: Any) -> JaxprEqn:
-    def call(*arrays: Any) -> Any:
-        return primitive.bind(*arrays, **primitive.get_bind_params(dict(params)))
-
-    with ctx.manager:
-        (eqn,) = jax.make_jaxpr(jax.jit(call))(*avals).eqns
-    return eqn.replace(params=eqn.params | {"inline": versions.inlined()})
-
-
-def _bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
-    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
-    return out if eqn.primitive.multiple_results else [out]
+def _inlined(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return jax.jit(_bind(primitive, dict(params)), inline=versions.inlined())
 
 
 def _enclosing(eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -130,15 +118,10 @@ def _enclosing(eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]) ->
     if name.startswith("custom_"):
         # Its outputs are fixed: the logits are computed from its operands once more.
         again = run(bodies[0], deeper, *jax.lax.stop_gradient(operands))
-        return again[:-count] if probes[0].shared else _bound(eqn, operands), again[-count:]
+        return again[:-count] if probes[0].shared else bound(eqn, operands), again[-count:]
     if name == "shard_map":
         return _shard_map(eqn, bodies[0], deeper, operands)
-    if name not in versions.EXTENSIBLE - {"while", "cond"}:
-        raise ValueError(
-            f"run(body, probes) has a probe inside of {name!r}, whose outputs are fixed; "
-            "take the variable that goes into it, or comes out, instead."
-        )
-    outs = _bound(eqn, operands, **versions.with_body(eqn, _traced(bodies[0], deeper), count))
+    outs = bound(eqn, operands, **versions.with_body(eqn, _traced(bodies[0], deeper), count))
     results, maxima = outs[:-count], outs[-count:]
     if name == "scan":
         each = zip(maxima, steps, strict=True)

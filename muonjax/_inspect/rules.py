@@ -73,7 +73,7 @@ def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     parts = {(m.product, m.layout.region): m for m in images}
     if len(parts) > 2 and is_call:
         walk.opaque[i] = tuple(parts.values())
-        walk.consume(i, *node.inputs)
+        walk.consumers.add(i)
     return [result] * len(node.outputs)
 
 
@@ -151,7 +151,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         values = [v for v, x in zip(values, operands, strict=True) if not is_zero(walk, x)]
         if len(values) == 1:
             (v,) = values
-            return [v._replace(logits=scaled_logits(i, node, v, Value())) if name == "sub" else v]
+            return [v._replace(logits=scaled_logits(node, v)) if name == "sub" else v]
     if name in _CHOICES and (parts := _parts(values)):
         for term in parts:
             walk.record(i, "unknown", term, name)
@@ -175,7 +175,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         walk.record_sum(images if name not in _CHOICES else ())
         biases = tuple(t for v in weights for t in v.terms)
         images = tuple(m._replace(biases=tuple(dict.fromkeys(m.biases + biases))) for m in images)
-    logits = _logits(i, node, values, operands)
+    logits = _logits(node, values, operands)
     # A masked parameter, or one of several that data choose or mix.
     is_mixed = not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)
     kept = values if name in _SCALES or (name in _SUMS and is_mixed) else ()
@@ -233,14 +233,13 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
         return v.images
     for m in v.images:
         if name in _SUMS:
-            why, apart = "added to something else", all(_keeps_apart(m, u) for u in strangers)
+            apart = all(_keeps_apart(m, u) for u in strangers)
         elif name in _SCALES:
-            why = "normalized" if m.product.bit & factor.depends_on else "multiplied by another activation"
             apart = (m.product, m.layout) in own or (factor.is_activation and _keeps_apart(m, factor))
         else:
-            why, apart = f"changed by {name}", not m.layout.atoms(axes) or bool(m.layout.atoms_beside(axes))
+            apart = not m.layout.atoms(axes) or bool(m.layout.atoms_beside(axes))
             walk.record_reduced([m] if m.layout.atoms(axes) else [], axes)
-        images.append(bent(walk, m, why, i, apart))
+        images.append(bent(walk, m, i, apart))
     return tuple(images)
 
 
@@ -252,11 +251,11 @@ def _keeps_apart(m: Image, u: Value) -> bool:
     return bool(repeats and not u.images and m.layout.atoms_beside(repeats))
 
 
-def bent(walk: Walk, image: Image, why: str, i: int, apart: bool = False) -> Image:
+def bent(walk: Walk, image: Image, i: int, apart: bool = False) -> Image:
     """After an operation that does not commute with scaling; `apart` where each entry is still one column's."""
     if not apart:
         walk.record_parts([image])
-    return image._replace(bent_by=image.bent_by or (why, i), apart=image.apart and apart)
+    return image._replace(bent_by=i if image.linear else image.bent_by, apart=image.apart and apart)
 
 
 def latest(walk: Walk, i: int, images: tuple[Image, ...]) -> tuple[Image, ...]:
@@ -266,12 +265,12 @@ def latest(walk: Walk, i: int, images: tuple[Image, ...]) -> tuple[Image, ...]:
         walk.record_parts(gone)
         images = tuple(m for m in images if m not in gone)
     if len(images) > _MOST:
-        images = tuple(bent(walk, m, "sums of too many projections", i) for m in images)[-_MOST:]
+        images = tuple(bent(walk, m, i) for m in images)[-_MOST:]
     return images
 
 
-def _logits(i: int, node: Node, values: Sequence[Value], operands: Sequence[int]) -> tuple[Logits, ...]:
-    """What it makes of logits, of their maximum, or of softmax's weights."""
+def _logits(node: Node, values: Sequence[Value], operands: Sequence[int]) -> tuple[Logits, ...]:
+    """What it makes of logits, of their maximum, or of softmax's weights; the certificate says what a clip changes."""
     stages = ("logits", "weights", "largest")
     held = sorted((v for v in values if v.logits), key=lambda v: stages.index(v.logits[0].stage))
     if not held:
@@ -282,34 +281,25 @@ def _logits(i: int, node: Node, values: Sequence[Value], operands: Sequence[int]
     if name in _EXPONENTIALS:
         return (first._replace(stage="weights", unit=math.log(2) if name == "exp2" else 1.0),)
     at = next(k for k, v in enumerate(values) if v is held[0])
-    others = [v for k, v in enumerate(values) if k != at]
-    if name in _SCALES:
-        return scaled_logits(i, node, held[0], *others)
-    if name in _SUMS and any(x.stage == "largest" for v in others for x in v.logits):
+    if name not in _SUMS or (name == "sub" and at == 1):
+        return scaled_logits(node, held[0])
+    if any(x.stage == "largest" for v in values for x in v.logits):
         return (first,)  # it is subtracted
-    if name in _CHOICES:  # the same logits, masked
-        others = [v for v in others if first.product not in {x.product for x in v.logits}]
-    if name not in _SUMS or any(v.depends_on & PARAMETER for v in others) or (name == "sub" and at == 1):
-        words = {"add": "a learned bias is added to the logits", "tanh": "the logits are capped"}
-        return (_at(first, node, words.get(name, f"the logits pass {name}"), i),)
+    learned = [v for v in values if v.depends_on & PARAMETER]
+    if others := [v for v in learned if first.product not in {x.product for x in v.logits}]:
+        is_product = any(v.scores >= 0 for v in others)  # perhaps logits too, or their maximum
+        return (first._replace(value=-1),) if is_product else scaled_logits(node, held[0])
     # As they are here, not where they were scaled.
     raw = first.raw if name in _CHOICES or first.raw >= 0 else operands[at]
-    return (_at(first, node)._replace(raw=raw),)
+    return (first._replace(value=-1 if first.value < 0 else node.outputs[0], raw=raw),)
 
 
-def _at(logits: Logits, node: Node, why: str = "", i: int = -1) -> Logits:
-    """The same logits as the result of another operation."""
-    problem = logits.problem or ((why, i) if why else None)
-    return logits._replace(value=node.outputs[0], problem=problem)
-
-
-def scaled_logits(i: int, node: Node, v: Value, factor: Value) -> tuple[Logits, ...]:
+def scaled_logits(node: Node, v: Value) -> tuple[Logits, ...]:
+    """Logits as the result of another operation."""
     if not v.logits or v.logits[0].stage != "logits":
         return v.logits
-    why = "something is added to the logits before they are scaled" if v.logits[0].raw >= 0 else ""
-    if factor.is_activation:
-        why = "the logits are multiplied by another activation"
-    return (_at(v.logits[0], node, why, i),)
+    is_lost = v.logits[0].value < 0 or v.logits[0].raw >= 0
+    return (v.logits[0]._replace(value=-1 if is_lost else node.outputs[0]),)
 
 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
@@ -327,7 +317,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     terms = _reduced_terms(i, x, axes)
     towers = walk.entrywise.get(node.inputs[0], ())
     if len({m.product for m in towers if m.layout.atoms(axes)}) > 1:  # a product over features, as by einsum
-        walk.consume(i, *node.inputs)
+        walk.consumers.add(i)
         x = x._replace(scores=i)
     own = [m for m in x.images if m.product.use.node == x.weights]
     if (own or (x.weights, 0) not in walk.products) and not any(m.layout.atoms(axes) for m in own):
@@ -348,7 +338,7 @@ def _reduced_terms(i: int, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
     for k, t in enumerate(terms):
         summed = t.layout.atoms(axes)
         if factors:
-            t = t._replace(inner=(summed, *t.inner) if k else (*t.inner, summed), made=i)
+            t = t._replace(inner=(summed, *t.inner) if k else (*t.inner, summed))
         else:
             t = t._replace(layout=t.layout.visit(axes))
         found.append(t)

@@ -12,7 +12,7 @@ import numpy as np
 
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, UNORDERED, Layout, Unmoved, merged
-from muonjax._inspect.rules import bent, is_zero, latest, rule, unknown
+from muonjax._inspect.rules import latest, rule, unknown
 from muonjax._inspect.values import DATA, MULTIPLIED, Move, Value, all_images, dependent, grouped, move_each
 from muonjax._inspect.walk import Walk
 
@@ -116,8 +116,7 @@ def _mapped(walk: Walk, i: int, node: Node, x: Value, move: Move) -> Sequence[Va
 def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     axis = node.params["dimension"]
     values = [v for v, x in zip(values, node.inputs, strict=True) if walk.shape(x)[axis]]
-    inputs = [x for x in node.inputs if walk.shape(x)[axis]]
-    sizes = [walk.shape(x)[axis] for x in inputs]
+    sizes = [walk.shape(x)[axis] for x in node.inputs if walk.shape(x)[axis]]
     joined = dependent(values)
     if not joined.is_weight:
         walk.record_terms(i, "joined with data", [v for v in values if v.is_weight])
@@ -125,11 +124,9 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
     place = functools.partial(Layout.place, axis=axis, size=sum(sizes))
     placed = [v.map(functools.partial(place, start=start)) for v, start in starts]
     images = latest(walk, i, all_images(placed))
-    if not all(v.images or is_zero(walk, x) for v, x in zip(values, inputs, strict=True)):
-        images = tuple(bent(walk, m, "put together with something else", i) for m in images)
     logits = tuple(x for v in placed for x in v.logits)
     terms = [t for v in placed for t in v.terms] if joined.is_weight else []
-    for group in grouped(((t.leaf, *t[2:]), t) for t in terms):  # parts of one parameter
+    for group in grouped(((t.leaf, *t[2:]), t) for t in terms).values():  # parts of one parameter
         layout = merged(tuple(t.layout for t in group))
         if len(group) > 1 and layout.taken == group[0].layout.taken and layout.is_separable([axis]):
             terms = [group[0]._replace(layout=layout), *(t for t in terms if t not in group)]

@@ -29,7 +29,6 @@ class Term(NamedTuple):
     leaf: int
     layout: Layout
     inner: tuple[tuple[Run, ...], ...] = ()  # axes of the leaf over which products with other parameters sum
-    made: int = -1  # the last of these products
     noisy: bool = False  # multiplied by random numbers
 
 
@@ -72,13 +71,12 @@ class Image(NamedTuple):
     product: Product
     layout: Layout
     biases: tuple[Term, ...] = ()  # parameters that were added since then
-    # The first operation that does not commute with scaling the parameter: what, and its number.
-    bent_by: tuple[str, int] | None = None
+    bent_by: int = -1  # the first operation that does not commute with scaling the parameter
     apart: bool = True  # no operation yet that mixes its columns: it may still be cut into parts
 
     @property
     def linear(self) -> bool:
-        return self.bent_by is None
+        return self.bent_by < 0
 
 
 class Logits(NamedTuple):
@@ -87,8 +85,8 @@ class Logits(NamedTuple):
     product: int  # the operation
     layout: Layout  # the axes as axes of the product's result
     stage: str = "logits"  # "largest": their maximum; "weights": after the exponential
-    value: int = -1  # the logits that enter softmax, masked and scaled
-    problem: tuple[str, int] | None = None  # why scaling query and key does not scale them: reason, operation
+    # The logits that enter softmax, masked and scaled; -1 where another product is added, or a bias before the scale.
+    value: int = -1
     raw: int = -1  # the logits before data or constants were added, if any were
     unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
 
@@ -234,19 +232,22 @@ def alike(images: Sequence[Image]) -> bool:
 def all_images(values: Iterable[Value]) -> tuple[Image, ...]:
     """The images in a sum or a concatenation: parts of one product count once."""
     found = grouped((m.product, m) for v in values for m in v.images)
-    return tuple(group[0] if len(group) == 1 else _united(group) for group in found)
+    return tuple(group[0] if len(group) == 1 else _united(group) for group in found.values())
 
 
 def _united(images: Sequence[Image]) -> Image:
     found = grouped((t.leaf, t) for m in images for t in m.biases)
-    biases = tuple(group[0]._replace(layout=merged(tuple(t.layout for t in group))) for group in found)
-    bent_by = next((m.bent_by for m in images if m.bent_by), None)
+    biases = tuple(
+        group[0]._replace(layout=merged(tuple(t.layout for t in group))) for group in found.values()
+    )
+    bent_by = next((m.bent_by for m in images if not m.linear), -1)
     apart = alike(images) and all(m.apart for m in images)
     return Image(images[0].product, merged(tuple(m.layout for m in images)), biases, bent_by, apart)
 
 
-def grouped(found: Iterable[tuple[Any, Any]]) -> Iterable[list[Any]]:
+def grouped(found: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """The second of each pair, by the first."""
     groups: dict[Any, list[Any]] = {}
     for key, x in found:
         groups.setdefault(key, []).append(x)
-    return groups.values()
+    return groups

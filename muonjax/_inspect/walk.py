@@ -24,6 +24,7 @@ from muonjax._inspect.values import (
     Use,
     Value,
     alike,
+    grouped,
 )
 
 
@@ -46,7 +47,7 @@ class Walk:
         self.one_sided: set[int] = set()
         self.normalized: set[int] = set()
         self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
-        self.consumers: dict[int, tuple[int, ...]] = {}  # products, with the activations that they take
+        self.consumers: set[int] = set()  # products that take activations
         self.no_rule: set[int] = set()  # operations without a rule
         self.read: set[int] = set()  # products with columns of which labels choose one
         self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
@@ -116,7 +117,7 @@ class Walk:
                 if not m.product.bit & factor.depends_on:
                     self.record_gate(m, repeats)
         both = x.images + y.images if x.images and y.images and x.depends_on != y.depends_on else ()
-        if both and all(m.bent_by is None or m.bent_by[0] == "normalized" for m in both):
+        if all(m.linear or self.nodes[m.bent_by].name in ("mul", "div") for m in both):
             self.entrywise[self.nodes[i].outputs[0]] = both
 
     def record_parts(self, images: Iterable[Image]) -> None:
@@ -144,10 +145,7 @@ class Walk:
 
     def record_sum(self, images: Sequence[Image]) -> None:
         """Products with slices of one parameter, added up: a sum over heads, written as a loop."""
-        by_leaf: dict[int, list[Image]] = defaultdict(list)
-        for m in images:
-            if m.linear and m.product.use.kind == "product":
-                by_leaf[m.product.use.term.leaf].append(m)
+        by_leaf = grouped((m.product.use.term.leaf, m) for m in images if m.linear)
         for leaf, found in by_leaf.items():
             for m in found[1:]:
                 if found[0].product.bit & self.values[m.product.use.operand].depends_on:
@@ -175,7 +173,3 @@ class Walk:
         if self.operands.setdefault(tuple(m.product for m in operands), part) != part:
             for m in operands:
                 self.record(logits.product, "unknown", m.product.use.term, "attention head by head")
-
-    def consume(self, i: int, *operands: int) -> None:
-        if self.nodes[i].passes != "backward":
-            self.consumers[i] = operands

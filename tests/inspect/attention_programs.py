@@ -33,7 +33,7 @@ NOT_ALL = "its queries, keys and values can't all be followed to parameters: att
 CHAIN = "by names: a product of parameters is not followed: attention_programs.py:"
 SEVERAL = "its queries and keys are cut into heads or layers in several ways"
 GATHER = "by names: gather is not followed: attention_programs.py:"
-ADDED = "its queries are added to something else: attention_programs.py:"
+ADDED = f"{ELSE}: attention_programs.py:"
 
 
 def heads(x: Any, count: int = H) -> Any:
@@ -101,13 +101,13 @@ R = constant((S, S), 9)
 SPARSE = np.random.default_rng(5).random((B, H, T, T)) < 0.2
 spelled("negative", spell=lambda a, p: -a)
 spelled("zero_minus", spell=lambda a, p: 0 - a)
-spelled("subtracted", "the logits pass sub", spell=lambda a, p: 1.0 - a)
+spelled("subtracted", ELSE, spell=lambda a, p: 1.0 - a)
 spelled("a_rotation_by_a_matrix", change=lambda q, k, p, x: (q @ R, k @ R))
 spelled("a_rotation_of_half_of_the_features", change=lambda q, k, p, x: (
     jnp.concatenate([q[..., :2] @ R[:2, :2], q[..., 2:]], -1), k))  # fmt: skip
 spelled("zeros_beside_the_features", change=lambda q, k, p, x: tuple(
     jnp.concatenate([z, jnp.zeros_like(z)], -1) for z in (q, k)))  # fmt: skip
-spelled("ones_beside_the_features", "its queries are put together with something else",
+spelled("ones_beside_the_features", ELSE,
         lambda q, k, p, x: tuple(jnp.concatenate([z, jnp.ones_like(z)], -1) for z in (q, k)))  # fmt: skip
 spelled("a_masked_kernel", weights=lambda p: p | {"q": jnp.tril(p["q"])})
 spelled("a_normalized_kernel", ELSE,
@@ -147,11 +147,11 @@ spelled("learned_positions_of_the_queries", SEVERAL,
         lambda q, k, p, x: (q + p["positions"], k), positions=(T, H, S))  # fmt: skip
 spelled("a_reversed_bias", ELSE,
         lambda q, k, p, x: (q + p["bias"][::-1], k), bias=(H, S))  # fmt: skip
-spelled("keys_in_part_of_data", "its keys are added to something else: attention_programs.py:",
+spelled("keys_in_part_of_data", f"{ELSE}: attention_programs.py:",
         lambda q, k, p, x: (q, jnp.where((jnp.arange(T) < 2)[:, None, None], constant((T, H, S)), k)))  # fmt: skip
-spelled("keys_padded_with_ones", "its keys are put together with something else", lambda q, k, p, x: (
+spelled("keys_padded_with_ones", IN_TURNS, lambda q, k, p, x: (
     q, lax.pad(k[:, 1:], 1.0, [(0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)])))  # fmt: skip
-spelled("logits_in_part_learned", "the logits pass select_n: attention_programs.py:",
+spelled("logits_in_part_learned", f"{ELSE}: attention_programs.py:",
         spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
 spelled("one_matrix_for_each_head", 1,
         lambda q, k, p, x: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k), w=(H, S, S))  # fmt: skip
@@ -179,7 +179,7 @@ spelled("powers_of_two_of_a_ninth", None, spell=lambda a, p: a / 9, softmax=lamb
     2**a / (2**a).sum(-1, keepdims=True)))  # fmt: skip
 spelled("a_matrix_that_mixes_the_shares_of_heads", mix=(H, H),
         softmax=lambda a, p: jnp.einsum("bhtu,hg->bgtu", jax.nn.softmax(a), p["mix"]))  # fmt: skip
-spelled("a_matrix_that_mixes_the_logits_of_heads", "a product mixes its logits: attention_programs.py:", mix=(H, H),
+spelled("a_matrix_that_mixes_the_logits_of_heads", f"{ELSE}: attention_programs.py:", mix=(H, H),
         softmax=lambda a, p: jax.nn.softmax(jnp.einsum("bhtu,hg->bgtu", a, p["mix"])))  # fmt: skip
 
 
@@ -193,6 +193,9 @@ spelled("the_reciprocal_of_the_logits", None, spell=lambda a, p: 1 / a)
 spelled("a_quotient_by_the_logits", None, spell=lambda a, p: 3.0 / (a + 0.0))
 spelled("keys_divided_by_the_norm_of_the_kernel", None, lambda q, k, p, x: (q, k / jnp.linalg.norm(p["k"])))
 spelled("a_temperature_made_of_the_kernel", None, spell=lambda a, p: a * jnp.mean(jnp.abs(p["q"])))
+spelled("rectified_logits", spell=lambda a, p: jax.nn.relu(a))
+spelled("queries_beside_zeros", 1, lambda q, k, p, x: (
+    jnp.concatenate([q, jnp.zeros(q.shape)], -1), jnp.concatenate([k, jnp.ones(k.shape)], -1)))  # fmt: skip
 spelled("the_square_of_the_logits", None, spell=lambda a, p: a * a)
 spelled("logits_cast_to_int", None, spell=lambda a, p: (9 * a).astype(jnp.int32).astype(jnp.float32))
 spelled("queries_cast_to_int8", None,
@@ -623,7 +626,7 @@ def a_mask_after_a_sink(p, x):
     )
 
 
-@attention(sites="its queries are normalized", **GROUPED)
+@attention(sites="integer_pow", **GROUPED)
 def normalized_queries_of_shared_keys(p, x):
     """Qwen3: a norm of each head's queries differs along heads and not along features, as an expert's gate does."""
     return grouped(p, x, turn=norm)
@@ -831,7 +834,7 @@ def a_kernel_of_the_keys_of_two_attentions(p, x):
     return jnp.mean((layer({"q": p["q2"], "k": p["k"], "v": p["v2"], "o": p["o"]}, x)) ** 2)
 
 
-@program(X, sites=("a learned bias", "a learned bias"), bias=(H, T, T),
+@program(X, sites=("(add)", "(add)"), bias=(H, T, T),
          **{f"layer{i}/{n}": (D, D) for i in range(2) for n in "qkvo"})  # fmt: skip
 def attentions_of_one_line(p, x):
     """T5's layers: one line of code for all of them."""
@@ -882,7 +885,7 @@ def a_bias_inside_of_another_function(p, x):
     return end(p, jnp.where(CAUSAL, biased(q, k), -1e9), v)
 
 
-@program(X, sites="the logits pass sub: attention_programs.py:", **QKVO)
+@program(X, sites="its logits are not its queries times its keys", **QKVO)
 def one_softmax_over_blocks_of_keys(p, x):
     """GenCast: the largest logit is that of all blocks."""
     q, k, v = projected(p, x)
@@ -893,7 +896,7 @@ def one_softmax_over_blocks_of_keys(p, x):
     return loss_of(p, sum(mixed(weights / total, v) for weights, v in shares))
 
 
-@program(X, sites=f"{ELSE}, but a derivative that the function takes too: attention_programs.py:", **QKVO)
+@program(X, sites=f"{ELSE}: attention_programs.py:", **QKVO)
 def the_local_energy_of_an_attention(p, x):
     """Psiformer: the loss is made of derivatives by the input."""
     slope = jax.grad(lambda x: jnp.sum(layer(p, x)))
@@ -971,7 +974,7 @@ def adapted_queries_by_a_product_each(p, x):
     return jnp.mean(mixed(jax.nn.softmax(logits_of(q + heads((x @ p["a"]) @ p["b"]), k)), v) ** 2)
 
 
-@program(X, sites="its keys come from several products, of which heads share some",
+@program(X, sites=1,
          q1=(D, D), q2=(D, D), **dict.fromkeys(("k1", "k2", "v1", "v2"), (D, S)))  # fmt: skip
 def one_key_head_of_two_experts(p, x):
     """As pi-0 has it."""

@@ -309,13 +309,13 @@ def repeated_keys(p, x):
     return jnp.mean(((x + attend(q, k, v) @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(X, sites="normalized", **ATTENTION, out=((D, 1), "head"))
+@program(X, sites="integer_pow", **ATTENTION, out=((D, 1), "head"))
 def normalized_queries(p, x):
     q, k = norm(heads(x @ p["q"])), norm(heads(x @ p["k"]))
     return jnp.mean(((x + attend(q, k, heads(x @ p["v"])) @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(X, sites="capped", **ATTENTION, out=((D, 1), "head"))
+@program(X, sites="tanh", **ATTENTION, out=((D, 1), "head"))
 def capped_logits(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     logits = 50 * jnp.tanh(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 50)
@@ -323,7 +323,7 @@ def capped_logits(p, x):
     return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(X, sites="learned bias", bias=((H, T, T), "added"), **ATTENTION, out=((D, 1), "head"))
+@program(X, sites="(add)", bias=((H, T, T), "added"), **ATTENTION, out=((D, 1), "head"))
 def a_learned_bias(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) + p["bias"]
@@ -690,14 +690,14 @@ def end(p, y):
     return jnp.mean(jnp.tanh(y @ p["out"]) ** 2)
 
 
-@program(X, sites="normalized", **HEADS)
+@program(X, sites="integer_pow", **HEADS)
 def queries_and_keys_normalized_together(p, x):
     z = (x @ p["w"]).reshape(B, T, 3, H, S)
     qk = norm(z[:, :, :2])
     return end(p, attend(qk[:, :, 0], qk[:, :, 1], z[:, :, 2]))
 
 
-@program(X, sites="normalized", **HEADS)
+@program(X, sites="integer_pow", **HEADS)
 def queries_and_keys_concatenated_to_be_normalized(p, x):
     q, k, v = map(heads, jnp.split(x @ p["w"], 3, -1))
     q, k = jnp.split(norm(jnp.concatenate([q, k], 2)), 2, 2)

@@ -309,7 +309,7 @@ def alibi(p, x):
     return done(p, x, jax.nn.softmax(l / 2 + bias * jnp.array([0.5, 0.25])[:, None, None]), v)
 
 
-@program(X, table=((2 * T, H), "added"), **A4, **OUT, sites="learned bias")
+@program(X, table=((2 * T, H), "added"), **A4, **OUT, sites="(add)")
 def t5_bias(p, x):
     q, k, v, l = mha(p, x)
     at = jnp.arange(T)[:, None] - jnp.arange(T) + T
@@ -322,7 +322,7 @@ def a_learned_temperature_by_head(p, x):
     return done(p, x, jax.nn.softmax(l * jnp.exp(p["temp"])[:, None, None]), v)
 
 
-@program(X, prefix=((3, H, S), "joined"), pv=((3, H, S), "joined"), **A4, **OUT, sites="keys")
+@program(X, prefix=((3, H, S), "joined"), pv=((3, H, S), "joined"), **A4, **OUT, sites="logits")
 def prefix_keys(p, x):
     q, k, v, _ = mha(p, x)
     k, v = (
@@ -335,7 +335,7 @@ def prefix_keys(p, x):
 CACHE = jax.ShapeDtypeStruct((B, 3, H, S), "float32")
 
 
-@program(X, CACHE, CACHE, **A4, **OUT, sites="keys")
+@program(X, CACHE, CACHE, **A4, **OUT, sites="logits")
 def cached_keys(p, x, ck, cv):
     q, k, v, _ = mha(p, x)
     k, v = jnp.concatenate([ck, k], 1), jnp.concatenate([cv, v], 1)
@@ -413,7 +413,7 @@ def slot_attention(p, x):
     qkv=((D, 3 * D), "0 | 1 / 3 of 1"),
     o=((D, D), M),
     **OUT,
-    sites="learned bias",
+    sites="(add)",
 )
 def swin_windows(p, x):
     w = x.reshape(B, 2, 2, 2, 2, D).transpose(0, 1, 3, 2, 4, 5).reshape(-1, 4, D)
@@ -752,7 +752,7 @@ def joint_attention_of_mmdit(p, x, y):
     return sq((jnp.concatenate([x, y], 1) + o @ p["o"]) @ p["out"])
 
 
-@program(X, g=((D, H), M), **A4, **OUT, sites="bias")
+@program(X, g=((D, H), M), **A4, **OUT, sites="times its keys, scaled and then masked")
 def forgetting_attention_bias(p, x):
     q, k, v, l = mha(p, x)
     c = jnp.cumsum(jax.nn.log_sigmoid(x @ p["g"]), 1).swapaxes(1, 2)

@@ -10,7 +10,7 @@ A parameter:
 An attention, `*` for the part of its parameters' paths that differs between layers:
 
     query q/kernel@1 4x16; key qkv/kernel@1 4x16+64
-    refused: its queries are normalized
+    refused: a clip would not scale
 
 of each parameter the axis that holds the heads (1,2 for two of them), how many there are, how many entries each has,
 at which position the first begins (+64), how far apart they are if not side by side (/48), and the only positions of

@@ -84,13 +84,13 @@ def gemma_one_kernel():
 @model("gemma")
 def gemma2():
     made = transformer(attn_logits_soft_cap=50.0, final_logit_softcap=30.0)
-    return text(made, LEAVES, ["refused: the logits are capped"] * 2, PER_HEAD)
+    return text(made, LEAVES, ["refused: a clip would not scale"] * 2, PER_HEAD)
 
 
 @model("gemma")
 def gemma3():
     made = transformer(use_qk_norm=True, global_base_frequency=1_000_000)
-    return text(made, LEAVES, ["refused: its queries are normalized"] * 2, PER_HEAD)
+    return text(made, LEAVES, ["refused: a clip would not scale"] * 2, PER_HEAD)
 
 
 @model("gemma")
@@ -122,7 +122,7 @@ def gemma3_adapters():
         "*": "0>1",
     }
     heads = {"*/q_einsum/*/b": "0>2", "*/kv_einsum/*/b": "0>3"}
-    refused = ["refused: its queries are added to something else"] * 2
+    refused = ["refused: a clip would not scale"] * 2
     return Model(loss, trained, [frozen, tokens(2, 8)], leaves, refused, heads)
 
 
@@ -152,7 +152,7 @@ def gemma3_images():
     }
     at = "vision_encoder/siglip_encoder/Transformer/encoderblock_0/MultiHeadDotProductAttention_0"
     pooled = "; ".join(f"{n} {at}/{n}/kernel@1 3x1; {n} {at}/{n}/bias@0 3x1" for n in ("query", "key"))
-    sites = [pooled, *["refused: its queries are normalized"] * 2]
+    sites = [pooled, *["refused: a clip would not scale"] * 2]
     heads = PER_HEAD | {"*/{query,key,value}/kernel": "0>2"}
     made = transformer(jnp.float32, use_qk_norm=True, vision_encoder=tower)
     return text(made, leaves, sites, heads, [tokens(2, 8), shape(2, 16, 16, 3, dtype=jnp.uint8)])
@@ -181,7 +181,7 @@ def gemma3n():
         "*": "0>1",
     }
     made = _transformer.Gemma3nTransformer(config=config, tokens="tokens")
-    return text(made, leaves, ["refused: its queries are normalized"] * 4, PER_HEAD)
+    return text(made, leaves, ["refused: a clip would not scale"] * 4, PER_HEAD)
 
 
 @model("gemma")

@@ -53,7 +53,7 @@ def swin():
         "*/attention_qkv/kernel": "0>1/3@1",
         "predictions/kernel": HEAD,
     } | NORM  # fmt: skip
-    refused = ["refused: a learned bias is added to the logits"] * 4
+    refused = ["refused: a clip would not scale"] * 4
     heads = {"stage_0/*/attention_qkv/kernel": "0>1/6@1", "stage_1/*/attention_qkv/kernel": "0>1/12@1"}
     return classifying(
         "SwinTransformer", leaves, refused, heads, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4,
@@ -212,7 +212,7 @@ def flux():
         "y": shape(2, 24), "timesteps": shape(2), "guidance": shape(2), "noise": shape(2, 16, 5),
     }  # fmt: skip
     return built(
-        "FluxBackbone", inputs, leaves, ["refused: its queries are normalized"] * 2, heads, measure=denoising,
+        "FluxBackbone", inputs, leaves, ["refused: a clip would not scale"] * 2, heads, measure=denoising,
         input_channels=5, hidden_size=64, mlp_ratio=2.0, num_heads=4, depth=1, depth_single_blocks=1,
         axes_dim=[4, 6, 6], theta=1e4, use_bias=True, image_shape=(16, 5), text_shape=(7, 20), image_ids_shape=(16, 3),
         text_ids_shape=(7, 3), y_shape=(24,),

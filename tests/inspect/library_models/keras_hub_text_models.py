@@ -157,7 +157,7 @@ def bloom():
 def falcon():
     """ALiBi that is added before the logits are scaled."""
     leaves = TABLE | NORM | QUERIES
-    refused = ["refused: something is added to the logits before they are scaled"] * 2
+    refused = ["refused: its logits are not its queries times"] * 2
     sizes = {k: v for k, v in SIZES.items() if k != "num_heads"}
     return causal("Falcon", leaves, refused, PER_HEAD, **sizes, num_attention_heads=4)
 
@@ -202,14 +202,14 @@ def gemma2():
         "use_sliding_window_attention": True,
     }
     options |= {"attention_logit_soft_cap": 50.0, "final_logit_soft_cap": 30.0, "sliding_window_size": 4}
-    refused = ["refused: the logits are capped"] * 2
+    refused = ["refused: a clip would not scale"] * 2
     return causal("Gemma", GEMMA, refused, GEMMA_PER_HEAD, **GROUPED, head_dim=8, **options)
 
 
 @model("keras_hub")
 def gemma3():
     options = {"use_sliding_window_attention": True, "sliding_window_size": 4, "image_size": 16}
-    refused = ["refused: its queries are normalized"] * 2
+    refused = ["refused: a clip would not scale"] * 2
     return causal("Gemma3", GEMMA, refused, GEMMA_PER_HEAD, **GROUPED, head_dim=8, **options)
 
 
@@ -226,7 +226,7 @@ def gemma3n():
     heads = {"*_block_{0,1}/attention/{k_proj,v_proj}/kernel": "0>1/2@1", "*/q_proj/kernel": "0>1/4@1"}
     return built(
         "Gemma3nBackbone", {"token_ids": tokens(2, 8), "padding_mask": shape(2, 8, dtype=jnp.bool)}, leaves,
-        ["refused: its queries are normalized"] * 4, heads,
+        ["refused: a clip would not scale"] * 4, heads,
         measure=tied("text_model/embed_tokens/embedding/embeddings"), text_vocab_size=99, text_hidden_size=64,
         num_hidden_layers=4, pad_token_id=0, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, intermediate_size=[128] * 4, hidden_activation="gelu_approximate", sliding_window=4,
@@ -263,7 +263,7 @@ def qwen3_5_experts():
         "*/experts/expert_feedforward_output_dense": "1>2"
     }  # fmt: skip
     return causal(
-        "Qwen3_5Moe", leaves, ["refused: its queries are normalized"],
+        "Qwen3_5Moe", leaves, ["refused: a clip would not scale"],
         {
             "*/query/kernel": "0>2/2@2",
             "*/{key,value}/kernel": "0>2",
@@ -296,7 +296,7 @@ def deberta():
     """Logits of contents and positions, with the same projections."""
     learned = dict.fromkeys(("rel_embedding/rel_embedding", "rel_embedding/*/gamma"), "a learned input")
     leaves = {**learned, **NORM, "*/{query,key,value}/kernel": "0>1,2"}
-    refused = ["refused: a learned bias is added to the logits"] * 2  # of the logits of positions
+    refused = ["refused: its logits are not its queries times"] * 2  # but added to those of positions
     return masked("DebertaV3", leaves, refused, PER_HEAD, **SIZES, max_sequence_length=8, bucket_size=6)
 
 
@@ -340,7 +340,7 @@ def xlnet():
     }
     return built(
         "XLNetBackbone", dict.fromkeys(("token_ids", "padding_mask", "segment_ids"), tokens(2, 8)), leaves,
-        ["refused: a learned bias is added to the logits"] * 2,
+        ["refused: its logits are not its queries times"] * 2,
         {"*/{query,key,value,encoding}/kernel": "0>2"},
         measure=tied("content_query_embedding/word_embedding/embeddings"), **SIZES,
     )  # fmt: skip
@@ -350,7 +350,7 @@ def xlnet():
 def t5():
     """A learned relative bias that the first layer makes for all; none in cross attention."""
     leaves = {"*self_attention/embeddings": "looked up|added", "*/weight": "multiplied entry by entry"}
-    bias = "refused: a learned bias is added to the logits"
+    bias = "refused: a clip would not scale"
     at = "transformer_decoder_layer_*/cross_attention"
     cross = each_layer(site(at, "4x8", "4x8", biases=(), query="query_projector", key="key_projector"))
     heads = {"*/{query_projector,key_projector,value_projector}/kernel": "0>1/4@1"}

@@ -110,7 +110,7 @@ def linen_normalized_queries():
     leaves = EMBEDDED | ATTENTION | {
 
     }  # fmt: skip
-    refused = ["refused: its queries are normalized"] * 2
+    refused = ["refused: a clip would not scale"] * 2
     return language(Language(options=(("normalize_qk", True),)), leaves, refused, ATTENTION_HEADS)
 
 

@@ -112,7 +112,7 @@ def mixtral_dropping():
 def gemma2():
     """Logits that are capped, in pairs of a local and a global layer."""
     leaves = EMBEDDED | ATTENTION | DENSE
-    return decoder("gemma2-2b", leaves, ["refused: the logits are capped"] * 2, PER_HEAD)
+    return decoder("gemma2-2b", leaves, ["refused: a clip would not scale"] * 2, PER_HEAD)
 
 
 @model("maxtext")
@@ -125,21 +125,21 @@ def gemma3():
     } | ATTENTION | DENSE  # fmt: skip
     heads = {"*/layers_remainder/*/{query,key,value}/kernel": "0>2"} | PER_HEAD
     return decoder(
-        "gemma3-4b", leaves, ["refused: its queries are normalized"] * 8, heads, "base_num_decoder_layers=14"
+        "gemma3-4b", leaves, ["refused: a clip would not scale"] * 8, heads, "base_num_decoder_layers=14"
     )
 
 
 @model("maxtext")
 def qwen3():
     leaves = EMBEDDED | ATTENTION | DENSE
-    return decoder("qwen3-0.6b", leaves, ["refused: its queries are normalized"], PER_HEAD)
+    return decoder("qwen3-0.6b", leaves, ["refused: a clip would not scale"], PER_HEAD)
 
 
 @model("maxtext")
 def qwen3_experts():
     leaves = UNTIED | ATTENTION | EXPERTS
     settings = "base_moe_mlp_dim=48 num_experts=4 num_experts_per_tok=2 megablox=false"
-    return decoder("qwen3-30b-a3b", leaves, ["refused: its queries are normalized"], PER_HEAD, settings)
+    return decoder("qwen3-30b-a3b", leaves, ["refused: a clip would not scale"], PER_HEAD, settings)
 
 
 @model("maxtext")

@@ -61,7 +61,7 @@ def nnx_normalized_queries():
     leaves = ATTENTION | {
 
     }  # fmt: skip
-    refused = ["refused: its queries are normalized"] * 2
+    refused = ["refused: a clip would not scale"] * 2
     return language(lambda rngs: Language(rngs, normalize_qk=True), leaves, refused, ATTENTION_HEADS)
 
 

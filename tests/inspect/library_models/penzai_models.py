@@ -54,5 +54,5 @@ def gemma():
 @model("penzai")
 def gemma2():
     settings = {"attn_logits_soft_cap": 50.0, "use_post_attn_norm": True, "use_post_ffw_norm": True}
-    refused = ["refused: the logits are capped"] * 2
+    refused = ["refused: a clip would not scale"] * 2
     return language({}, refused, mlp_variant="geglu_approx", tie_embedder_and_logits=True, **settings)

@@ -79,7 +79,7 @@ def beit():
         "*/projection/kernel": PATCHES,
         "classifier/kernel": HEAD,
     }
-    refused = ["refused: a learned bias is added to the logits"] * 2
+    refused = ["refused: a clip would not scale"] * 2
     return Model(classifying(made), params, [shape(2, 3, 32, 32), tokens(2)], leaves, refused, SELF_HEADS)
 
 

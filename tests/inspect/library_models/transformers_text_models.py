@@ -368,7 +368,7 @@ def t5():
         "FlaxT5ForConditionalGeneration", "T5Config", d_model=64, d_kv=16, d_ff=256, num_layers=2, num_heads=4,
         vocab_size=99,
     )  # fmt: skip
-    refused = ["refused: a learned bias is added to the logits"]
+    refused = ["refused: a clip would not scale"]
     cross = [
         f"query {at}/q/kernel@1 4x16; key {at}/k/kernel@1 4x16"
         for at in (f"decoder/block/{i}/layer/1/EncDecAttention" for i in range(2))

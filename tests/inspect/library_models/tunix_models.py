@@ -71,7 +71,7 @@ def qwen2():
 @model("tunix")
 def qwen3():
     config = SIZES | {"vocab_size": 99, "rope_theta": 10_000, "norm_eps": 1e-5}
-    refused = ["refused: its queries are normalized"] * 2
+    refused = ["refused: a clip would not scale"] * 2
     return language("qwen3", "Qwen3", config, LLAMA | DENSE, refused, PER_HEAD)
 
 
@@ -85,7 +85,7 @@ def qwen3_experts():
         "num_experts_per_tok": 2,
     }
     leaves = LLAMA | {"*/router/kernel": "0>1", "*/{gate_proj,up_proj,down_proj}": "1>2"}
-    refused = ["refused: its queries are normalized"] * 2
+    refused = ["refused: a clip would not scale"] * 2
     return language("qwen3", "Qwen3", config, leaves, refused, PER_HEAD)
 
 
@@ -101,12 +101,12 @@ def gemma2():
         "use_post_attn_norm": True,
         "use_post_ffw_norm": True,
     }
-    return language("gemma", "Gemma", config, GEMMA, ["refused: the logits are capped"] * 2, GEMMA_PER_HEAD)
+    return language("gemma", "Gemma", config, GEMMA, ["refused: a clip would not scale"] * 2, GEMMA_PER_HEAD)
 
 
 @model("tunix")
 def gemma3():
     config = SIZES | {"num_embed": 99, "sliding_window_size": 4}
     return language(
-        "gemma3", "Gemma3", config, GEMMA, ["refused: its queries are normalized"] * 2, GEMMA_PER_HEAD
+        "gemma3", "Gemma3", config, GEMMA, ["refused: a clip would not scale"] * 2, GEMMA_PER_HEAD
     )
