@@ -56,6 +56,20 @@ class Parameter(NamedTuple):
     stacked: bool | None = None
 
 
+class Answer(NamedTuple):
+    """What is decided about a parameter: its matrices, or None for Adam, and why.
+
+    Attributes:
+      numbers: In the axes of one layer, and at last in those of the leaf.
+      why: In a few words.
+      is_open: Whether it goes to Adam with a warning, because nothing tells what it is.
+    """
+
+    numbers: DimensionNumbers | None
+    why: str
+    is_open: bool = False
+
+
 QUERY = Role("attention query", ranks=(2, 3), projection="query")
 KEY = Role("attention key", ranks=(2, 3), projection="key")
 VALUE = Role("attention value", ranks=(2, 3), projection="value")
@@ -74,6 +88,10 @@ ATTENTION_GATE = Role("attention gate", ranks=(2, 3))
 ROUTER = Role("router", ranks=(2,))
 RECURRENT = Role("gates of a recurrent cell", ranks=(2,))
 UNKNOWN = Role("matrix")
+LONE_LETTER = Role("a letter")  # S4's B or an adapter's
+SPECIAL = Role("kernel with groups or an einsum of its own")
+# What names never read further.
+OPEN = (INTERLEAVED, RECURRENT, LONE_LETTER, SPECIAL)
 
 BIAS = Role("bias", muon=False, ranks=(1,))
 SCALE = Role("scale", muon=False, ranks=(1,))
@@ -83,7 +101,6 @@ TABLE = Role("embedding", muon=False, ranks=(2,))
 PATCHES = Role("patch embedding", muon=False)
 HEAD = Role("output head", muon=False, ranks=(2,))
 STATE_SPACE = Role("state-space parameter", muon=False)
-LONE_LETTER = Role("a letter", muon=False)  # S4's B or an adapter's
 DEPTHWISE = Role("depthwise convolution", muon=False)
 POSITION = Role("position", muon=False)
 TOKENS = Role("learned tokens", muon=False)
@@ -103,7 +120,6 @@ _NOT_MUON = (
         EMBEDDING,
         rf".*/({_EMBED}|emb_var|(\w+_)?tables?|\w+_embedding_\w+|code_?(vectors|book)\w*|centroids|prototypes)",
     ),
-    (TABLE, r".*/((\w+_)?(factors|vectors|lookup|lut|vocab|entit(y|ies)|relations?)|w_e)"),
     (TABLE, rf"({_EMBED})/(w|weights?|value|table)|(wte|wpe)/{_WEIGHT}"),
     (POSITION, r".*/(pos|pos_?emb\w*|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?"),
     (
@@ -123,9 +139,6 @@ _NOT_MUON = (
     ),
     (DEPTHWISE, rf"(\w+_)?(depthwise|dw_?conv|conv_?dw|pos_conv)\w*/{_WEIGHT}|.*/depthwise_kernel"),
 )
-# What makes the weights of a norm from a condition, and embeds what is no token, by a matrix.
-_CONDITION = r"(ada|cond|modulat|film|scale_shift|time|t_|context|ctx|guidance)\w*"
-
 _SIDE = r"(?:_b|_up|_proj|_projection|_dense|_linear|_lin|_einsum|_layer|_net|_heads?|_attn|_fused)*"
 _BEFORE = r"(?:w_?|to_|linear_|fc_|proj_|c_)?"
 _PROJECTIONS = (
@@ -147,13 +160,13 @@ _IN_ATTENTION = (
 )
 _ANYWHERE = (
     (GATE_UP, r"(gate_(and_)?up|up_gate)(_proj)?|wi_fused|gating_einsum"),
-    (CONVOLUTION, r"\w*conv\w*"),
+    (CONVOLUTION, r"(?!pw)\w*conv\w*"),
 )
 
 _ADAPTER = r"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
 _DENSE = (
     r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin\d?|fc\d?|proj|projection|mlp|ffn?|ffw|up|down|gate|router"
-    r"|intermediate|hidden|out|output|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?"
+    r"|intermediate|hidden|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?"
 )
 
 
@@ -185,9 +198,8 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], beside: set[s
     role = next((role for role, pattern in _NOT_MUON if re.fullmatch(pattern, last_two)), None)
     if role is BIAS:
         return _bias(path, re.sub("^b_", "", name), attentions)
-    is_condition = role in (NORM, TABLE) and any(re.fullmatch(_CONDITION, n) for n in names[-3:-1])
     is_query = role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}
-    if is_condition or is_query or (role is HEAD and "router" in names):
+    if is_query or (role is HEAD and "router" in names):
         role = None
     return role or _weight_role(path, name, scope, attentions)
 
