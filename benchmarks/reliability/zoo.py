@@ -1,4 +1,4 @@
-"""Count the leaves and parameters of the public models in tests/zoo that routing decides, right or wrong, or leaves open.
+"""Count the leaves and parameters of the public models in tests/zoo that routing has right, wrong and leaves open.
 
 A leaf that names leave open goes to Adam with a warning; it counts as right if it is Adam's, and otherwise as open.
 
@@ -90,7 +90,7 @@ def count(rule: Callable[[Sequence[Leaf]], Answers], trees: Sequence[Sequence[Le
             verdicts.append("right" if is_right else "open" if answer == OPEN else "wrong")
             totals[f"leaves_{verdicts[-1]}"] += 1
             totals[f"parameters_{verdicts[-1]}"] += math.prod(leaf.shape)
-        totals[f"trees_{min(verdicts, key=('wrong', 'refused', 'right').index)}"] += 1
+        totals[f"trees_{min(verdicts, key=('wrong', 'open', 'right').index)}"] += 1
     kinds = [
         f"{what}_{how}" for what in ("trees", "leaves", "parameters") for how in ("right", "wrong", "open")
     ]

@@ -69,7 +69,7 @@ class Neighbors:
         return self._beside[layer_of(p.path)[0]]
 
     def contradict(self, p: Parameter) -> bool:
-        """Whether a leaf of several axes is none of the vectors or tables for which its name is usual."""
+        """Whether a leaf of several axes can't be the vector or the table that its name says."""
         bias = self.bias(p)
         if p.role in (roles.NORM, roles.TABLE) and bias:
             return len(bias) < len(p.shape)  # a matrix, or the table of a head that is tied
@@ -159,9 +159,6 @@ def _verdict(p: Parameter, neighbors: Neighbors) -> bool | None:
     keys = neighbors.attention(p).get("key", ())
     if p.role.projection in ("query", "out") and rank == 4 and len(keys) == 3:
         return None  # queries grouped by key head
-    is_convolution = is_window(p.shape) or is_outputs_first_convolution(p, neighbors)
-    if p.role.muon and not p.role.projection and rank > 3 and is_convolution:
-        return None
     return True if rank > max(ranks, default=rank) else False if rank == min(ranks, default=0) else None
 
 
@@ -282,27 +279,22 @@ def _contradict(read: Mapping[str, Mapping[str, int]]) -> bool:
 
 def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """Query, key and value, or key and value: on an axis of their own, or side by side in one of two axes."""
-    bias, parts, batch = neighbors.bias(p), p.role.parts, axis_of_parts(p)
+    parts, batch = p.role.parts, axis_of_parts(p)
     if len(p.shape) == 4 and batch is not None and (inner := _attention(p, neighbors)):
         rows, columns = ([i + (i >= batch) for i in axes_of(axes)] for axes in inner)
         return MuonDimensionNumbers(one_or_several(rows), one_or_several(columns))
     if len(p.shape) != 2:
         return None
-    m, n = p.shape
-    axis = 0 if (bias == (m,) if bias and m != n else m == 3 * n) else 1
+    axis = 0 if p.shape[0] == 3 * p.shape[1] else 1
     # Grouped keys: out of how many heads nothing here tells.
     fits = parts == 3 and p.shape[axis] == 3 * p.shape[1 - axis]
     return FusedDimensionNumbers(1 - axis, axis, parts, axis) if fits else None
 
 
 def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
-    """Gate and up side by side in the last axis, or on an axis of two."""
+    """Gate and up on an axis of two, below experts or not."""
     shape, rank, batch = p.shape, len(p.shape), axis_of_parts(p)
-    if rank == 2:
-        numbers = _dense(p, neighbors)
-        (axis,) = axes_of(numbers.output_axis)
-        return FusedDimensionNumbers(*numbers, 2, axis) if shape[axis] % 2 == 0 else None
-    if batch is None or batch + 4 <= rank:  # on an axis of two, below experts or not
+    if rank == 2 or batch is None or batch + 4 <= rank:
         return None
     inner = tuple(i for i in range(rank - 3, rank) if i != batch)
     sides = tuple(shape[i] for i in inner)

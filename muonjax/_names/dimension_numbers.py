@@ -27,7 +27,7 @@ from muonjax._common.arguments import warn_user
 from muonjax._matrices.matrix_view import DimensionNumbers, axes_of, matrix_pieces, one_or_several
 from muonjax._names import roles
 from muonjax._names.axes import Neighbors, matrices, unstack
-from muonjax._names.ends import ends, patch_embedding
+from muonjax._names.ends import cuts_patches, ends
 from muonjax._names.roles import Answer, Parameter, Path, Role
 
 Rules = Sequence[tuple[str, DimensionNumbers | None]]
@@ -57,7 +57,8 @@ def dimension_numbers(params: Any, *, rules: Rules = ()) -> Any:
         stack: a matrix per layer.
 
     Biases, scales, embeddings of tokens, patches and positions, output heads, state-space parameters, depthwise
-    convolutions, vectors and integers are None: they belong to Adam.
+    convolutions, vectors and integers are None: they belong to Adam. What names leave open is None too, and one warning
+    lists these leaves with rules for them.
 
     Args:
       params: A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
@@ -168,8 +169,8 @@ def _decide(p: Parameter, neighbors: Neighbors) -> Answer:
     is_odd = is_matrix and neighbors.contradict(p)
     if not p.role.muon and not is_odd:
         return Answer(None, p.role.name)
-    if patch := patch_embedding(p):
-        return patch
+    if cuts_patches(p):
+        return Answer(None, roles.PATCHES.name)
     if not is_matrix:
         return Answer(None, "vector")
     numbers = None if p.stacked or is_odd else matrices(p, neighbors)
@@ -222,14 +223,10 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
 
 def apply_rules(paths: Sequence[Path], leaves: Sequence[Any], rules: Rules) -> dict[Path, Any]:
     """What the first rule that matches says of each leaf."""
-
-    def is_rule(rule: Any) -> bool:
+    for rule in rules if isinstance(rules, Sequence) else [rules]:
         is_pair = isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)
-        return is_pair and (rule[1] is None or isinstance(rule[1], DimensionNumbers))
-
-    others = [rule for rule in rules if not is_rule(rule)] if isinstance(rules, Sequence) else [rules]
-    if others:
-        raise TypeError(f"dimension_numbers(rules=...) has {others[0]!r}; give pairs: pattern, numbers.")
+        if not (is_pair and isinstance(rule[1], (DimensionNumbers, type(None)))):
+            raise TypeError(f"dimension_numbers(rules=...) has {rule!r}; give pairs: pattern, numbers.")
     named = {"/".join(path): (path, leaf) for path, leaf in zip(paths, leaves, strict=True)}
     ruled: dict[tuple[str, ...], DimensionNumbers | None] = {}
     for pattern, numbers in rules:

@@ -84,7 +84,6 @@ EXPERTS = Role("experts", ranks=(2, 3), layouts={3: MuonDimensionNumbers(1, 2)})
 CONVOLUTION = Role("convolution", ranks=(2, 3, 4, 5))
 ADAPTER = Role("adapter factor", ranks=(2, 3))
 DENSE = Role("dense", ranks=(2,))
-ATTENTION_GATE = Role("attention gate", ranks=(2, 3))
 ROUTER = Role("router", ranks=(2,))
 RECURRENT = Role("gates of a recurrent cell", ranks=(2,))
 UNKNOWN = Role("matrix")
@@ -102,7 +101,6 @@ PATCHES = Role("patch embedding", muon=False)
 HEAD = Role("output head", muon=False, ranks=(2,))
 STATE_SPACE = Role("state-space parameter", muon=False)
 DEPTHWISE = Role("depthwise convolution", muon=False)
-POSITION = Role("position", muon=False)
 TOKENS = Role("learned tokens", muon=False)
 
 _WEIGHT = r"(?:kernel|w|weights?|weight_v)"
@@ -112,16 +110,19 @@ _EMBED = r"(?:\w+_)?(?:embed\w*|emb|wte|wpe|embedder|lookup|lut|relative_attenti
 # The first name that fits decides: "module/leaf" as a whole, in snake case and without numbers.
 _NOT_MUON = (
     (BIAS, rf".*/({_VECTOR}|\w+_bias|bias_\w+|b_\w+)"),
-    (SCALE, r".*/((\w+_)?(scale|gamma|gain|magnitude|ln\d*(_\w+)?)|\w*norm\w*|rms\w*|weight_g)"),
+    (SCALE, r".*/((\w+_)?(scale|gamma|gain|magnitude|ln\d*(_\w+)?|beta)|\w*norm\w*|rms\w*|weight_g)"),
+    (SCALE, r".*/(alpha|temperature|tau|layer_?scale\w*|ls\d?|slopes?)"),
     (NORM, r"((\w+_)?(ln|bn|gn|rms)|\w*norm)\d*(_\w+)?/(weight|w|g|kernel)"),
-    (Role("gain", False), r".*/(alpha|\w+_beta|temperature|tau|layer_?scale\w*|ls\d?|slopes?)"),
     (PATCHES, rf"\w*patch_?(embed\w*|emb|proj\w*|ify|conv\w*|stem)\w*/{_WEIGHT}"),
     (
         EMBEDDING,
         rf".*/({_EMBED}|emb_var|(\w+_)?tables?|\w+_embedding_\w+|code_?(vectors|book)\w*|centroids|prototypes)",
     ),
     (TABLE, rf"({_EMBED})/(w|weights?|value|table)|(wte|wpe)/{_WEIGHT}"),
-    (POSITION, r".*/(pos|pos_?emb\w*|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?"),
+    (
+        Role("position", False),
+        r".*/(pos|pos_?emb\w*|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?",
+    ),
     (
         TOKENS,
         r".*/(cls(_\w+)?|probe|const\w*|(\w+_)?(tokens?|masks?)(\W.*)?|latents?|registers?|queries|prompts?)",
@@ -156,7 +157,6 @@ _IN_ATTENTION = (
         rf"(w_?|to_|attn_|attention_|c_|linear_|fc_)?(o|out|output|proj){_SIDE}|post|attn_vec_einsum|dense|linear",
     ),
     (FUSED_QKV, "in_proj"),
-    (ATTENTION_GATE, r"(gate|gating)(_proj)?"),
 )
 _ANYWHERE = (
     (GATE_UP, r"(gate_(and_)?up|up_gate)(_proj)?|wi_fused|gating_einsum"),
@@ -199,15 +199,15 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], beside: set[s
     if role is BIAS:
         return _bias(path, re.sub("^b_", "", name), attentions)
     is_query = role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}
-    if is_query or (role is HEAD and "router" in names):
-        role = None
-    return role or _weight_role(path, name, scope, attentions)
+    if role is None or is_query or (role is HEAD and "router" in names):
+        return _weight_role(path, name, scope, attentions)
+    return role
 
 
 def _bias(path: tuple[str, ...], name: str, attentions: set[tuple[str, ...]]) -> Role:
     if projection := _projection(name):
         return BIAS._replace(ranks=(1, 2) if projection.parts == 1 else (1, 2, 3))
-    if _weight_role(path, name, layer_of(path)[0], attentions) in (UNKNOWN, ATTENTION_GATE):
+    if _weight_role(path, name, layer_of(path)[0], attentions) is UNKNOWN:
         return BIAS._replace(ranks=(1, 2, 3, 4))  # DenseGeneral's may have the rank of its output
     return BIAS
 
@@ -222,11 +222,15 @@ def _weight_role(path: Path, name: str, scope: Path, attentions: set[Path]) -> R
     for role, pattern in (*_IN_ATTENTION, *_ANYWHERE) if is_attention else _ANYWHERE:
         if re.fullmatch(pattern, name):
             return role
-    if name != _snake(path[-1]) and re.fullmatch(r"(\w+_)?(router|gate|gating)(_logits)?", name):
+    if (
+        not is_attention
+        and name != _snake(path[-1])
+        and re.fullmatch(r"(\w+_)?(router|gate|gating)(_logits)?", name)
+    ):
         return ROUTER
     if any(re.search(r"(^|_)(experts?|moe)(_|$)", _snake(n)) for n in path):
         return EXPERTS
-    return DENSE if re.fullmatch(_DENSE, name) else UNKNOWN
+    return DENSE if not is_attention and re.fullmatch(_DENSE, name) else UNKNOWN
 
 
 def _projection(name: str) -> Role | None:
