@@ -31,7 +31,7 @@ from tests.inspect.library_models.model import Entry, flattened, scrambled
 CLIENTS = ("maxtext", "levanter", "tunix", "penzai", "keras_hub", "gemma")
 PACKAGES = {"levanter": "marin-levanter", "tunix": "google-tunix", "keras_hub": "keras-hub"}
 
-Answers = Mapping[str, Any]  # dimension numbers, None, `WARNED` or "refused" by path
+Answers = Mapping[str, Any]  # dimension numbers, None, `OPEN` or "refused" by path
 
 
 def of_program(program: muonjax.Program) -> Answers:
@@ -41,14 +41,8 @@ def of_program(program: muonjax.Program) -> Answers:
     }
 
 
-def of_names(params: Any) -> Answers:
-    """What `muonjax.muon` does without a program; one parameter that is refused refuses the model."""
-    found = by_names(params)
-    return dict.fromkeys(flattened(params)[0], "refused") if found is None else found
-
-
 def count(model: Model, answers: Answers, right: Mapping[str, str]) -> Counter[str]:
-    """Parameters that are right, wrong and refused, and what the model is."""
+    """Parameters that are right, wrong and refused or open, and what the model is."""
     totals: Counter[str] = Counter()
     shapes = {path: leaf.shape for path, leaf in zip(*flattened(model.params)[:2], strict=True)}
     for path, answer in right.items():
@@ -97,8 +91,8 @@ def rows_of(models: Mapping[str, Entry]) -> list[dict[str, Any]]:
         other_right = {back[path]: answer for path, answer in right.items()}
         totals[kinds[0]] += count(model, of_program(program), right) + count_attentions(model, program)
         totals[kinds[1]] += count(other, of_program(there), other_right) + count_attentions(renamed, there)
-        totals[kinds[2]] += count(model, of_names(model.params), right)
-        totals[kinds[3]] += count(other, of_names(other.params), other_right)
+        totals[kinds[2]] += count(model, by_names(model.params), right)
+        totals[kinds[3]] += count(other, by_names(other.params), other_right)
     columns = [f"{what}_{how}" for what in ("models", "leaves") for how in ("right", "wrong", "refused")]
     attention_columns = [f"attentions_{how}" for how in ("found", "refused", "wrong")]
     return [

@@ -1,7 +1,6 @@
-"""Count the leaves and parameters of the public models in tests/zoo that routing decides, rightly or wrongly, or not.
+"""Count the leaves and parameters of the public models in tests/zoo that routing has right, wrong and leaves open.
 
-A tree may be refused; a leaf for which nothing but a name or a position tells goes to Adam with a warning, which counts
-as right if it is Adam's, and otherwise as refused.
+A leaf that names leave open goes to Adam with a warning; it counts as right if it is Adam's, and otherwise as open.
 
 python -m benchmarks.reliability.zoo
 
@@ -10,46 +9,30 @@ Beside muonjax: the rule of `optax.contrib.muon` (two axes are a matrix, all els
 """
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 from optax.contrib import MuonDimensionNumbers
 
 from benchmarks.common import measure
-from muonjax._names import dimension_numbers
+from muonjax._names.dimension_numbers import Route, routes
 from tests.zoo.reader import Leaf, params, read_zoo, same_matrices
 
-Answers = Sequence[Any] | None  # dimension numbers, leaf by leaf; None: the tree is refused
+OPEN = "Adam, with a warning"
+Answers = Sequence[Any]  # dimension numbers, None or `OPEN`, leaf by leaf
 
 
-WARNED = "Adam, with a warning"
-
-
-def by_names(tree: Any) -> dict[str, Any] | None:
-    """What `muonjax.muon` does without a program: dimension numbers, None or `WARNED` by path; None if it refuses."""
-    warned: set[str] = set()
-
-    def message(why: Any, _: Any) -> str:
-        warned.update("/".join(path) for path in why)
-        return WARNED
-
-    with mock.patch.object(dimension_numbers, "doubts_message", message), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        try:
-            found = dimension_numbers.routes(tree)[0]
-        except ValueError:
-            return None
-    routed = [route for route in found if isinstance(route, dimension_numbers.Route)]
-    return {route.path: WARNED if route.path in warned else route.numbers for route in routed}
+def by_names(tree: Any) -> dict[str, Any]:
+    """What `muonjax.muon` does without a program: dimension numbers, None or `OPEN` by path."""
+    found = [route for route in routes(tree, warn=False)[0] if isinstance(route, Route)]
+    return {route.path: OPEN if route.is_open else route.numbers for route in found}
 
 
 def muonjax_rule(leaves: Sequence[Leaf]) -> Answers:
-    """What `muonjax.muon` does; None is a refusal."""
+    """What `muonjax.muon` does."""
     numbers = by_names(params(list(leaves)))
-    return None if numbers is None else [numbers[leaf.path] for leaf in leaves]
+    return [numbers[leaf.path] for leaf in leaves]
 
 
 def optax_rule(leaves: Sequence[Leaf]) -> Answers:
@@ -98,20 +81,18 @@ RULES: dict[str, Callable[[Sequence[Leaf]], Answers]] = {
 
 
 def count(rule: Callable[[Sequence[Leaf]], Answers], trees: Sequence[Sequence[Leaf]]) -> dict[str, int]:
-    """Trees, leaves and parameters that are right, wrong and refused."""
+    """Trees, leaves and parameters that are right, wrong and open."""
     totals: Counter[str] = Counter()
     for leaves in trees:
-        answers = rule(leaves)
         verdicts = []
-        for leaf, answer in zip(leaves, [None] * len(leaves) if answers is None else answers, strict=True):
-            is_open = answers is None or answer == WARNED
-            is_right = answers is not None and same_matrices(None if is_open else answer, leaf.right)
-            verdicts.append("right" if is_right else "refused" if is_open else "wrong")
+        for leaf, answer in zip(leaves, rule(leaves), strict=True):
+            is_right = same_matrices(None if answer == OPEN else answer, leaf.right)
+            verdicts.append("right" if is_right else "open" if answer == OPEN else "wrong")
             totals[f"leaves_{verdicts[-1]}"] += 1
             totals[f"parameters_{verdicts[-1]}"] += math.prod(leaf.shape)
-        totals[f"trees_{min(verdicts, key=('wrong', 'refused', 'right').index)}"] += 1
+        totals[f"trees_{min(verdicts, key=('wrong', 'open', 'right').index)}"] += 1
     kinds = [
-        f"{what}_{how}" for what in ("trees", "leaves", "parameters") for how in ("right", "wrong", "refused")
+        f"{what}_{how}" for what in ("trees", "leaves", "parameters") for how in ("right", "wrong", "open")
     ]
     return {kind: totals[kind] for kind in kinds}
 

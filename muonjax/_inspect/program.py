@@ -116,16 +116,9 @@ class Program:
             )
         by_name = dict.fromkeys(named)
         if any(d.by_names for d in found.values()):
-            # Names are asked about these alone, and warn of nothing: the program knows the ends.
+            # Names are asked about these alone, and warn of what they leave open.
             rules = [(f"^{re.escape(name)}$", d.numbers) for name, d in found.items() if not d.by_names]
-            try:
-                tree = numbers_tree(*routes(structure.unflatten(leaves), rules=rules, warn=False))
-            except ValueError as error:
-                left = listed([f"{name!r} ({d.why})" for name, d in found.items() if d.by_names], ", ")
-                raise ValueError(
-                    f"{self._call} and the names leave it open what are {left}. Say it with a tree in place of the "
-                    "program: program.dimension_numbers(others) | {name: MuonDimensionNumbers(...), other: None}."
-                ) from error
+            tree = numbers_tree(*routes(structure.unflatten(leaves), rules=rules))
             by_name = dict(zip(named, structure.flatten_up_to(tree), strict=True))
 
         def numbers(name: str) -> Any:

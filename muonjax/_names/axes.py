@@ -11,9 +11,8 @@ rest of the tree stores first (`weight` as (out, in)), and last the shape alone 
 axes before larger ones are a window). Where none of them tells, there is no answer.
 """
 
-import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from muonjax._matrices.matrix_view import (
@@ -38,6 +37,7 @@ class Neighbors:
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
+        self._modules = Counter(module(p.path) for p in parameters)
         self._biases = {module(p.path): p.shape for p in parameters if p.role.name == "bias"}
         self._beside: dict[tuple[str, ...], list[Parameter]] = defaultdict(list)
         self._attentions: dict[tuple[str, ...], dict[str, Shape]] = defaultdict(dict)
@@ -67,6 +67,15 @@ class Neighbors:
     def beside(self, p: Parameter) -> Sequence[Parameter]:
         """The parameters whose layer is in the same scope."""
         return self._beside[layer_of(p.path)[0]]
+
+    def contradict(self, p: Parameter) -> bool:
+        """Whether a leaf of several axes can't be the vector or the table that its name says."""
+        bias = self.bias(p)
+        if p.role in (roles.NORM, roles.TABLE) and bias:
+            return len(bias) < len(p.shape)  # a matrix, or the table of a head that is tied
+        if p.role is roles.NORM:
+            return p.path[-1] == "kernel"
+        return words(p.path)[-1:] == ("b",) and self._modules[module(p.path)] == 1
 
     def _are_outputs_first(self, parameters: Sequence[Parameter]) -> bool:
         votes = 0
@@ -150,9 +159,6 @@ def _verdict(p: Parameter, neighbors: Neighbors) -> bool | None:
     keys = neighbors.attention(p).get("key", ())
     if p.role.projection in ("query", "out") and rank == 4 and len(keys) == 3:
         return None  # queries grouped by key head
-    is_convolution = is_window(p.shape) or is_outputs_first_convolution(p, neighbors)
-    if p.role.muon and not p.role.projection and rank > 3 and is_convolution:
-        return None
     return True if rank > max(ranks, default=rank) else False if rank == min(ranks, default=0) else None
 
 
@@ -189,9 +195,7 @@ def _peel_together(parameters: Sequence[Parameter]) -> list[Parameter] | None:
         return None
     if len(best) > 1 and any(p.role.muon for p in parameters):
         return list(parameters)
-    layer = [_without(p, i) for p, i in zip(parameters, best[0], strict=True)]
-    # Not 32 layers of width 3 but 3 of width 32.
-    return layer if all(count <= math.prod(p.shape) for p in layer if math.prod(p.shape) > 1) else None
+    return [_without(p, i) for p, i in zip(parameters, best[0], strict=True)]
 
 
 def _without(p: Parameter, i: int) -> Parameter:
@@ -201,7 +205,7 @@ def _without(p: Parameter, i: int) -> Parameter:
 def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """The matrices in one layer's parameter, on that layer's axes; None where nothing tells."""
     role, rank = p.role, len(p.shape)
-    if role in (roles.INTERLEAVED, roles.RECURRENT) or (role is roles.ADAPTER and rank != 2):
+    if role in roles.OPEN or (role, rank == 2) in ((roles.ADAPTER, False), (roles.CONVOLUTION, True)):
         return None
     if role is roles.GATE_UP:
         return _gate_up(p, neighbors)
@@ -250,9 +254,12 @@ _ORDERS = (("dhs", "hsd"), ("dhs", "dhs"), ("hds", "hsd"))
 
 def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     """Query, key, value and output in the first order that no shape in the attention contradicts."""
-    shapes = {name: shape for name, shape in neighbors.attention(p).items() if len(shape) == 3}
-    if [*shapes] == ["out"] and words(p.path)[-1] != "kernel":
-        return None  # in two orders
+    projections = neighbors.attention(p)
+    shapes = {name: shape for name, shape in projections.items() if len(shape) == 3}
+    if any(len(shape) > 3 for shape in projections.values()) or (
+        [*shapes] == ["out"] and words(p.path)[-1] != "kernel"
+    ):
+        return None  # queries grouped by key head, or an output alone, in two orders
     for order in _ORDERS:
         orders = {name: order[name == "out"] for name in shapes}
         read = {name: dict(zip(orders[name], shape, strict=True)) for name, shape in shapes.items()}
@@ -267,34 +274,27 @@ def _contradict(read: Mapping[str, Mapping[str, int]]) -> bool:
     """Whether heads are as large as the model, or the numbers of heads do not fit together."""
     if any((k["s"] >= k["d"] and k["h"] > 1) or k["h"] * k["s"] > 64 * k["d"] for k in read.values()):
         return True
-    query, key, value, out = (read.get(name, {}).get("h") for name in ("query", "key", "value", "out"))
-    multiples = ((query, value), (key, value), (query, key), (out, key))
-    return bool(query and out and query != out) or any(a and b and a % b for a, b in multiples)
+    return "query" in read and "out" in read and read["query"]["h"] != read["out"]["h"]
 
 
 def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """Query, key and value, or key and value: on an axis of their own, or side by side in one of two axes."""
-    bias, parts, batch = neighbors.bias(p), p.role.parts, axis_of_parts(p)
+    parts, batch = p.role.parts, axis_of_parts(p)
     if len(p.shape) == 4 and batch is not None and (inner := _attention(p, neighbors)):
         rows, columns = ([i + (i >= batch) for i in axes_of(axes)] for axes in inner)
         return MuonDimensionNumbers(one_or_several(rows), one_or_several(columns))
     if len(p.shape) != 2:
         return None
-    m, n = p.shape
-    axis = 0 if (bias == (m,) if bias and m != n else m == 3 * n) else 1
+    axis = 0 if p.shape[0] == 3 * p.shape[1] else 1
     # Grouped keys: out of how many heads nothing here tells.
     fits = parts == 3 and p.shape[axis] == 3 * p.shape[1 - axis]
     return FusedDimensionNumbers(1 - axis, axis, parts, axis) if fits else None
 
 
 def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
-    """Gate and up side by side in the last axis, or on an axis of two."""
+    """Gate and up on an axis of two, below experts or not."""
     shape, rank, batch = p.shape, len(p.shape), axis_of_parts(p)
-    if rank == 2:
-        numbers = _dense(p, neighbors)
-        (axis,) = axes_of(numbers.output_axis)
-        return FusedDimensionNumbers(*numbers, 2, axis) if shape[axis] % 2 == 0 else None
-    if batch is None or batch + 4 <= rank:  # on an axis of two, below experts or not
+    if rank == 2 or batch is None or batch + 4 <= rank:
         return None
     inner = tuple(i for i in range(rank - 3, rank) if i != batch)
     sides = tuple(shape[i] for i in inner)

@@ -8,14 +8,13 @@ The evidence, in this order; what comes first decides:
      (`axes`);
   4. whether it is an end of the model: a patch embedding or an output head (`ends`).
 
-A rule of the caller's replaces the answer. What nothing tells is refused, with a rule that decides it. What may be an
-end of the model goes to Adam, and one warning lists the leaves that only a name or only a position gives to it.
+A rule of the caller's replaces the answer. What nothing tells, and what may be an end of the model, is open: it goes to
+Adam, and one warning lists all such leaves, with rules that decide them.
 """
 
 import math
 import re
 import reprlib
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,8 +27,8 @@ from muonjax._common.arguments import warn_user
 from muonjax._matrices.matrix_view import DimensionNumbers, axes_of, matrix_pieces, one_or_several
 from muonjax._names import roles
 from muonjax._names.axes import Neighbors, matrices, unstack
-from muonjax._names.ends import for_adam, patch_embedding
-from muonjax._names.roles import INTERLEAVED, RECURRENT, Parameter, Path
+from muonjax._names.ends import cuts_patches, ends
+from muonjax._names.roles import Answer, Parameter, Path, Role
 
 Rules = Sequence[tuple[str, DimensionNumbers | None]]
 
@@ -42,6 +41,7 @@ class Route(NamedTuple):
     dtype: Any
     numbers: DimensionNumbers | None
     why: str
+    is_open: bool  # nothing tells what it is, so that it goes to Adam with a warning
 
 
 def dimension_numbers(params: Any, *, rules: Rules = ()) -> Any:
@@ -57,7 +57,8 @@ def dimension_numbers(params: Any, *, rules: Rules = ()) -> Any:
         stack: a matrix per layer.
 
     Biases, scales, embeddings of tokens, patches and positions, output heads, state-space parameters, depthwise
-    convolutions, vectors and integers are None: they belong to Adam.
+    convolutions, vectors and integers are None: they belong to Adam. What names leave open is None too, and one warning
+    lists these leaves with rules for them.
 
     Args:
       params: A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
@@ -73,7 +74,7 @@ def dimension_numbers(params: Any, *, rules: Rules = ()) -> Any:
       its `nnx.Param`s.
 
     Raises:
-      ValueError: A leaf that can't be decided, a rule that matches no leaf.
+      ValueError: A rule that matches no leaf.
       TypeError: A rule that gives an integer leaf to Muon.
 
     Example:
@@ -126,70 +127,61 @@ def routes(
     """
     check_parameters(params, call, warn=warn)
     paths, leaves, treedef = trees.flatten_with_names(params)
-    ruled = {path: (numbers, "rule") for path, numbers in apply_rules(paths, leaves, rules).items()}
+    ruled = {path: Answer(numbers, "rule") for path, numbers in apply_rules(paths, leaves, rules).items()}
     types = types_of_modules(params if layers is None else layers)
-    found: dict[tuple[str, ...], tuple[DimensionNumbers | None, str]] = {}
+    answers: dict[Path, Answer] = {}
     whole: list[Parameter] = []
     for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
         if trees.is_masked(leaf):
             continue
-        shape = jnp.shape(leaf)
+        shape, kind = jnp.shape(leaf), types.get("/".join(path))
         if not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
-            found[path] = None, "not a floating-point leaf"
+            answers[path] = Answer(None, "not a floating-point leaf")
         else:
-            role = roles.EMBEDDING if types.get("/".join(path)) == "table" else role
+            role = kind if kind and role.muon else role
             whole.append(Parameter(path, role, shape, tuple(range(len(shape))), shape))
     parameters = unstack(whole)
     neighbors = Neighbors(parameters)
-    decided = {p.path: _decide(p, neighbors) for p in parameters}
-    if refused := [p for p in parameters if not (decided[p.path] or p.path in ruled)]:
-        raise ValueError(undecided_message(refused, parameters))
-    answers = {
-        p.path: decided[p.path] or (ruled[p.path] if len(p.leaf_shape) == 2 else (None, "rule"))
-        for p in parameters
+    found = {p.path: _decide(p, neighbors) for p in parameters}
+    found |= ends(parameters, found)
+    answers |= {
+        p.path: found[p.path]._replace(numbers=_on_leaf(found[p.path].numbers, p.axes)) for p in parameters
     }
-    ends, doubts = for_adam(parameters, {path: numbers for path, (numbers, _) in answers.items()})
-    for path, (numbers, _) in answers.items():
-        if numbers and types.get("/".join(path)) == "special":
-            ends[path] = "its layer has groups or an einsum of its own"
-            doubts.add(path)
-    answers |= {path: (None, why) for path, why in ends.items()}
-    doubtful = {p.path: ends[p.path] for p in parameters if p.path in doubts and p.path not in ruled}
-    if doubtful and warn:
-        warn_user(doubts_message(doubtful, parameters))
-    found |= {p.path: (_on_leaf(answers[p.path][0], p.axes), answers[p.path][1]) for p in parameters}
-    found |= ruled
+    answers |= ruled
+    if warn and (is_open := [p for p in parameters if answers[p.path].is_open]):
+        said = [f"{'/'.join(p.path)!r} {p.leaf_shape}: {answers[p.path].why}" for p in is_open]
+        warn_user(
+            "muonjax can't tell by names alone what these leaves are, and gives them to Adam: "
+            f"{trees.listed(said)}. {INSPECT} By hand: muonjax.dimension_numbers(params, rules="
+            f"[{_suggested([p.path for p in is_open], paths)}]), where MuonDimensionNumbers(rows, columns) is for Muon."
+        )
     return [
         leaf
         if trees.is_masked(leaf)
-        else Route("/".join(path), jnp.shape(leaf), trees.dtype_of(leaf), *found[path])
+        else Route("/".join(path), jnp.shape(leaf), trees.dtype_of(leaf), *answers[path])
         for path, leaf in zip(paths, leaves, strict=True)
     ], treedef
 
 
-def _decide(p: Parameter, neighbors: Neighbors) -> tuple[DimensionNumbers | None, str] | None:
-    """One leaf, as one layer sees it; None where nothing tells."""
-    role, rank, bias = p.role, len(p.shape), neighbors.bias(p)
-    long_axes = sum(size > 1 for size in p.shape)
-    if role in (roles.NORM, roles.TABLE) and bias and len(bias) < rank:
-        return None  # a matrix, or the table of a head that is tied
-    if role is roles.NORM and not bias and p.path[-1] == "kernel" and long_axes > 1:
-        return None
-    if not role.muon:
-        return None, role.name
-    if rank < 2:
-        return None, "vector" if rank else "scalar"
-    if why := patch_embedding(p):
-        return None, why
-    if long_axes <= 1:
-        return None, "vector"
-    numbers = None if p.stacked else matrices(p, neighbors)
+def _decide(p: Parameter, neighbors: Neighbors) -> Answer:
+    """One leaf, as one layer sees it."""
+    is_matrix = sum(size > 1 for size in p.shape) > 1
+    is_odd = is_matrix and neighbors.contradict(p)
+    if not p.role.muon and not is_odd:
+        return Answer(None, p.role.name)
+    if cuts_patches(p):
+        return Answer(None, roles.PATCHES.name)
+    if not is_matrix:
+        return Answer(None, "vector")
+    numbers = None if p.stacked or is_odd else matrices(p, neighbors)
     if numbers is None:
-        return None
+        return Answer(None, f"{p.role.name}, and nothing tells which", is_open=True)
     sides = [math.prod(p.shape[i] for i in axes_of(axes)) for axes in numbers[:2]]
     if 1 in sides:
-        return None, f"{role.name} with one {'row' if sides[0] == 1 else 'column'}"
-    return numbers, role.name + (", stacked" if math.prod(p.shape) < math.prod(p.leaf_shape) else "")
+        return Answer(None, f"{p.role.name} with one {'row' if sides[0] == 1 else 'column'}")
+    return Answer(
+        numbers, p.role.name + (", stacked" if math.prod(p.shape) < math.prod(p.leaf_shape) else "")
+    )
 
 
 def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> DimensionNumbers | None:
@@ -231,14 +223,10 @@ def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool
 
 def apply_rules(paths: Sequence[Path], leaves: Sequence[Any], rules: Rules) -> dict[Path, Any]:
     """What the first rule that matches says of each leaf."""
-
-    def is_rule(rule: Any) -> bool:
+    for rule in rules if isinstance(rules, Sequence) else [rules]:
         is_pair = isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)
-        return is_pair and (rule[1] is None or isinstance(rule[1], DimensionNumbers))
-
-    others = [rule for rule in rules if not is_rule(rule)] if isinstance(rules, Sequence) else [rules]
-    if others:
-        raise TypeError(f"dimension_numbers(rules=...) has {others[0]!r}; give pairs: pattern, numbers.")
+        if not (is_pair and isinstance(rule[1], (DimensionNumbers, type(None)))):
+            raise TypeError(f"dimension_numbers(rules=...) has {rule!r}; give pairs: pattern, numbers.")
     named = {"/".join(path): (path, leaf) for path, leaf in zip(paths, leaves, strict=True)}
     ruled: dict[tuple[str, ...], DimensionNumbers | None] = {}
     for pattern, numbers in rules:
@@ -254,63 +242,42 @@ def apply_rules(paths: Sequence[Path], leaves: Sequence[Any], rules: Rules) -> d
     return ruled
 
 
-def types_of_modules(params: Any) -> dict[str, str]:
-    """What modules say that names can't, by the path of a parameter: "table" by their type, as Equinox calls it, and
-    "special" by their settings, groups or the letters of an einsum. Raises for axes with names, as Haliax's and
+def types_of_modules(params: Any) -> dict[str, Role]:
+    """What modules say that names can't, by the path of a parameter: an embedding by their type, as Equinox calls it,
+    and another use by their settings, groups or the letters of an einsum. Raises for axes with names, as Haliax's and
     penzai's arrays have them: a program reads these better."""
 
-    def kind(node: Any) -> str:
-        if hasattr(node, "named_axes") or (hasattr(node, "array") and hasattr(node, "axes")):
-            return "named"
+    def kind(node: Any) -> Role | None:
         groups = getattr(node, "feature_group_count", getattr(node, "groups", 1))  # Flax's and Equinox's
-        special = hasattr(node, "einsum_str") or (isinstance(groups, int) and groups > 1)
-        return "table" if type(node).__name__ in ("Embedding", "Embed") else "special" * special
+        if hasattr(node, "einsum_str") or (isinstance(groups, int) and groups > 1):
+            return roles.SPECIAL
+        return roles.EMBEDDING if type(node).__name__ in ("Embedding", "Embed") else None
 
-    found: dict[str, str] = {}
-    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: bool(kind(node))):
-        if what := kind(node):
+    def has_names(node: Any) -> bool:
+        return hasattr(node, "named_axes") or (hasattr(node, "array") and hasattr(node, "axes"))
+
+    found: dict[str, Role] = {}
+    nodes = jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=lambda node: has_names(node) or kind(node) is not None
+    )
+    for path, node in nodes:
+        if has_names(node):
+            raise TypeError(
+                f"{'/'.join(trees.names(path))!r} has axes with names, which nothing reads here. {INSPECT}"
+            )
+        if role := kind(node):
             below = jax.tree_util.tree_leaves_with_path(node)
-            found |= {"/".join(trees.names((*path, *rest))): what for rest, _ in below}
-    if named := [path for path, what in found.items() if what == "named"]:
-        raise TypeError(f"{named[0]!r} has axes with names, which nothing reads here. {INSPECT}")
+            found |= {"/".join(trees.names((*path, *rest))): role for rest, _ in below}
     return found
 
 
 INSPECT = "Better: program = muonjax.inspect(loss_fn, params, batch), then muonjax.muon(2e-3, program)."
 
 
-def undecided_message(undecided: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
-    """The message for leaves that can't be decided, with rules that decide all of them."""
-    p = undecided[0]
-    why = ", because its heads are interleaved" if p.role is INTERLEAVED else ""
-    others = f", nor {len(undecided) - 1} other{'s' * (len(undecided) > 2)}" if len(undecided) > 1 else ""
-    wholes = [p for p in undecided if p.role in (INTERLEAVED, RECURRENT) and len(p.shape) == 2]
-    return (
-        f"dimension_numbers(params) can't tell which matrices the leaf {'/'.join(p.path)!r} ({p.role.name}) of shape "
-        f"{p.leaf_shape} holds{why}{others}. {INSPECT}\nBy hand: rules=[{_suggested(undecided, parameters, wholes)}] "
-        "or FusedDimensionNumbers; in muon, program=lambda params: muonjax.dimension_numbers(params, rules=...)."
-    )
-
-
-def doubts_message(why: Mapping[Path, str], parameters: Sequence[Parameter]) -> str:
-    """The warning for leaves that only a name or only a position gives to Adam."""
-    found = [p for p in parameters if p.path in why]
-    said = [f"{'/'.join(p.path)!r} {p.leaf_shape}: {why[p.path]}" for p in found]
-    return (
-        f"muonjax can't tell by names alone what these leaves are, and gives them to Adam: {trees.listed(said)}. For "
-        f"Muon: muonjax.dimension_numbers(params, rules=[{_suggested(found, parameters, found)}]). {INSPECT}"
-    )
-
-
-def _suggested(found: Sequence[Parameter], parameters: Sequence[Parameter], matrices: list[Parameter]) -> str:
+def _suggested(chosen: Sequence[Path], paths: Sequence[Path]) -> str:
     """Rules for these leaves and no others, numbered ones together, as a person pastes them; None is Adam."""
-    paths = {p.path: re.escape("/".join(p.path)) for p in parameters}
-    alike = {path: re.sub(r"\d+", r"\\d+", pattern) for path, pattern in paths.items()}
-    every, own = Counter(alike.values()), Counter(alike[p.path] for p in found)
-    rules: dict[str, None] = {}
-    for p in found:
-        pattern = alike[p.path] if own[alike[p.path]] == every[alike[p.path]] else paths[p.path]
-        *rows, columns = range(len(p.leaf_shape))
-        numbers = f"MuonDimensionNumbers({one_or_several(rows)}, {columns})" if p in matrices else None
-        rules[f"(r'^{pattern}$', {numbers})"] = None
-    return ", ".join(rules)
+    exact = {path: re.escape("/".join(path)) for path in paths}
+    alike = {path: re.sub(r"\d+", r"\\d+", pattern) for path, pattern in exact.items()}
+    others = {alike[path] for path in paths if path not in chosen}
+    patterns = dict.fromkeys(exact[path] if alike[path] in others else alike[path] for path in chosen)
+    return ", ".join(f"(r'^{pattern}$', None)" for pattern in patterns)

@@ -56,6 +56,20 @@ class Parameter(NamedTuple):
     stacked: bool | None = None
 
 
+class Answer(NamedTuple):
+    """What is decided about a parameter: its matrices, or None for Adam, and why.
+
+    Attributes:
+      numbers: In the axes of one layer, and at last in those of the leaf.
+      why: In a few words.
+      is_open: Whether it goes to Adam with a warning, because nothing tells what it is.
+    """
+
+    numbers: DimensionNumbers | None
+    why: str
+    is_open: bool = False
+
+
 QUERY = Role("attention query", ranks=(2, 3), projection="query")
 KEY = Role("attention key", ranks=(2, 3), projection="key")
 VALUE = Role("attention value", ranks=(2, 3), projection="value")
@@ -70,10 +84,13 @@ EXPERTS = Role("experts", ranks=(2, 3), layouts={3: MuonDimensionNumbers(1, 2)})
 CONVOLUTION = Role("convolution", ranks=(2, 3, 4, 5))
 ADAPTER = Role("adapter factor", ranks=(2, 3))
 DENSE = Role("dense", ranks=(2,))
-ATTENTION_GATE = Role("attention gate", ranks=(2, 3))
 ROUTER = Role("router", ranks=(2,))
 RECURRENT = Role("gates of a recurrent cell", ranks=(2,))
 UNKNOWN = Role("matrix")
+LONE_LETTER = Role("a letter")  # S4's B or an adapter's
+SPECIAL = Role("kernel with groups or an einsum of its own")
+# What names never read further.
+OPEN = (INTERLEAVED, RECURRENT, LONE_LETTER, SPECIAL)
 
 BIAS = Role("bias", muon=False, ranks=(1,))
 SCALE = Role("scale", muon=False, ranks=(1,))
@@ -83,9 +100,7 @@ TABLE = Role("embedding", muon=False, ranks=(2,))
 PATCHES = Role("patch embedding", muon=False)
 HEAD = Role("output head", muon=False, ranks=(2,))
 STATE_SPACE = Role("state-space parameter", muon=False)
-LONE_LETTER = Role("a letter", muon=False)  # S4's B or an adapter's
 DEPTHWISE = Role("depthwise convolution", muon=False)
-POSITION = Role("position", muon=False)
 TOKENS = Role("learned tokens", muon=False)
 
 _WEIGHT = r"(?:kernel|w|weights?|weight_v)"
@@ -95,17 +110,19 @@ _EMBED = r"(?:\w+_)?(?:embed\w*|emb|wte|wpe|embedder|lookup|lut|relative_attenti
 # The first name that fits decides: "module/leaf" as a whole, in snake case and without numbers.
 _NOT_MUON = (
     (BIAS, rf".*/({_VECTOR}|\w+_bias|bias_\w+|b_\w+)"),
-    (SCALE, r".*/((\w+_)?(scale|gamma|gain|magnitude|ln\d*(_\w+)?)|\w*norm\w*|rms\w*|weight_g)"),
+    (SCALE, r".*/((\w+_)?(scale|gamma|gain|magnitude|ln\d*(_\w+)?|beta)|\w*norm\w*|rms\w*|weight_g)"),
+    (SCALE, r".*/(alpha|temperature|tau|layer_?scale\w*|ls\d?|slopes?)"),
     (NORM, r"((\w+_)?(ln|bn|gn|rms)|\w*norm)\d*(_\w+)?/(weight|w|g|kernel)"),
-    (Role("gain", False), r".*/(alpha|\w+_beta|temperature|tau|layer_?scale\w*|ls\d?|slopes?)"),
     (PATCHES, rf"\w*patch_?(embed\w*|emb|proj\w*|ify|conv\w*|stem)\w*/{_WEIGHT}"),
     (
         EMBEDDING,
         rf".*/({_EMBED}|emb_var|(\w+_)?tables?|\w+_embedding_\w+|code_?(vectors|book)\w*|centroids|prototypes)",
     ),
-    (TABLE, r".*/((\w+_)?(factors|vectors|lookup|lut|vocab|entit(y|ies)|relations?)|w_e)"),
     (TABLE, rf"({_EMBED})/(w|weights?|value|table)|(wte|wpe)/{_WEIGHT}"),
-    (POSITION, r".*/(pos|pos_?emb\w*|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?"),
+    (
+        Role("position", False),
+        r".*/(pos|pos_?emb\w*|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?",
+    ),
     (
         TOKENS,
         r".*/(cls(_\w+)?|probe|const\w*|(\w+_)?(tokens?|masks?)(\W.*)?|latents?|registers?|queries|prompts?)",
@@ -123,9 +140,6 @@ _NOT_MUON = (
     ),
     (DEPTHWISE, rf"(\w+_)?(depthwise|dw_?conv|conv_?dw|pos_conv)\w*/{_WEIGHT}|.*/depthwise_kernel"),
 )
-# What makes the weights of a norm from a condition, and embeds what is no token, by a matrix.
-_CONDITION = r"(ada|cond|modulat|film|scale_shift|time|t_|context|ctx|guidance)\w*"
-
 _SIDE = r"(?:_b|_up|_proj|_projection|_dense|_linear|_lin|_einsum|_layer|_net|_heads?|_attn|_fused)*"
 _BEFORE = r"(?:w_?|to_|linear_|fc_|proj_|c_)?"
 _PROJECTIONS = (
@@ -143,17 +157,16 @@ _IN_ATTENTION = (
         rf"(w_?|to_|attn_|attention_|c_|linear_|fc_)?(o|out|output|proj){_SIDE}|post|attn_vec_einsum|dense|linear",
     ),
     (FUSED_QKV, "in_proj"),
-    (ATTENTION_GATE, r"(gate|gating)(_proj)?"),
 )
 _ANYWHERE = (
     (GATE_UP, r"(gate_(and_)?up|up_gate)(_proj)?|wi_fused|gating_einsum"),
-    (CONVOLUTION, r"\w*conv\w*"),
+    (CONVOLUTION, r"(?!pw)\w*conv\w*"),
 )
 
 _ADAPTER = r"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
 _DENSE = (
     r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin\d?|fc\d?|proj|projection|mlp|ffn?|ffw|up|down|gate|router"
-    r"|intermediate|hidden|out|output|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?"
+    r"|intermediate|hidden|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?"
 )
 
 
@@ -185,17 +198,16 @@ def _role(path: tuple[str, ...], attentions: set[tuple[str, ...]], beside: set[s
     role = next((role for role, pattern in _NOT_MUON if re.fullmatch(pattern, last_two)), None)
     if role is BIAS:
         return _bias(path, re.sub("^b_", "", name), attentions)
-    is_condition = role in (NORM, TABLE) and any(re.fullmatch(_CONDITION, n) for n in names[-3:-1])
     is_query = role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}
-    if is_condition or is_query or (role is HEAD and "router" in names):
-        role = None
-    return role or _weight_role(path, name, scope, attentions)
+    if role is None or is_query or (role is HEAD and "router" in names):
+        return _weight_role(path, name, scope, attentions)
+    return role
 
 
 def _bias(path: tuple[str, ...], name: str, attentions: set[tuple[str, ...]]) -> Role:
     if projection := _projection(name):
         return BIAS._replace(ranks=(1, 2) if projection.parts == 1 else (1, 2, 3))
-    if _weight_role(path, name, layer_of(path)[0], attentions) in (UNKNOWN, ATTENTION_GATE):
+    if _weight_role(path, name, layer_of(path)[0], attentions) is UNKNOWN:
         return BIAS._replace(ranks=(1, 2, 3, 4))  # DenseGeneral's may have the rank of its output
     return BIAS
 
@@ -210,11 +222,15 @@ def _weight_role(path: Path, name: str, scope: Path, attentions: set[Path]) -> R
     for role, pattern in (*_IN_ATTENTION, *_ANYWHERE) if is_attention else _ANYWHERE:
         if re.fullmatch(pattern, name):
             return role
-    if name != _snake(path[-1]) and re.fullmatch(r"(\w+_)?(router|gate|gating)(_logits)?", name):
+    if (
+        not is_attention
+        and name != _snake(path[-1])
+        and re.fullmatch(r"(\w+_)?(router|gate|gating)(_logits)?", name)
+    ):
         return ROUTER
     if any(re.search(r"(^|_)(experts?|moe)(_|$)", _snake(n)) for n in path):
         return EXPERTS
-    return DENSE if re.fullmatch(_DENSE, name) else UNKNOWN
+    return DENSE if not is_attention and re.fullmatch(_DENSE, name) else UNKNOWN
 
 
 def _projection(name: str) -> Role | None:

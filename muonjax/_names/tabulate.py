@@ -1,8 +1,6 @@
 """Print which optimizer takes each leaf, as which matrices and why: one line per leaf."""
 
-import contextlib
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +28,7 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
       The table as text. It ends with parameter counts, and with parameters of the program that `params` lacks.
 
     Raises:
-      ValueError: a leaf can't be decided, or `dimension_numbers` does not fit `params`.
+      ValueError: `dimension_numbers` does not fit `params`.
 
     Example:
       >>> import jax
@@ -74,23 +72,16 @@ def _given(params: Any, dimension_numbers: Any) -> list[Route | optax.MaskedNode
     call = "tabulate(params, dimension_numbers)"
     numbers = iter(resolve_dimension_numbers(dimension_numbers, params, call=call))
     reason = getattr(dimension_numbers, "why", None)  # a `Program` knows the line of the code
-    by_names = {} if reason else _by_names(params)
+    found = [] if reason else routes(params, warn=False)[0]
+    by_names = {r.path: r for r in found if isinstance(r, Route)}
 
     def route(path: str, leaf: Any, number: Any) -> Route:
         same = by_names.get(path)
         why = reason(path) if reason else same.why if same and same.numbers == number else "given"
-        return Route(path, jnp.shape(leaf), dtype_of(leaf), number, why)
+        return Route(path, jnp.shape(leaf), dtype_of(leaf), number, why, is_open=False)
 
     pairs = zip(paths, leaves, strict=True)
     return [x if is_masked(x) else route("/".join(path), x, next(numbers)) for path, x in pairs]
-
-
-def _by_names(params: Any) -> dict[str, Route]:
-    """What names say about the leaves; nothing where they can't tell all of the tree."""
-    with contextlib.suppress(ValueError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return {r.path: r for r in routes(params)[0] if isinstance(r, Route)}
-    return {}
 
 
 def _row(route: Route) -> tuple[str, ...]:

@@ -404,7 +404,6 @@ def test_flax_train_state_and_donation():
         ({"b": jnp.ones(3)}, {"program": MuonDimensionNumbers()}, ValueError, "shape \\(3,\\)"),
         ({"w": jnp.ones((3, 3))}, {"program": {"v": None}}, ValueError, "muon: the dimension numbers"),
         ({"w": jnp.ones((3, 3), jnp.int32)}, {"program": MuonDimensionNumbers()}, TypeError, "int32"),
-        ({"strange": {"kernel": jnp.ones((3, 4, 5))}}, {}, ValueError, "strange/kernel"),
     ],
 )
 def test_bad_trees(tree, settings, error, message):

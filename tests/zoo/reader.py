@@ -9,9 +9,8 @@ float32, and what is right, unless it is Adam alone:
 
     0>1,2        axis 0 are a matrix's rows, axes 1 and 2 its columns; all others count matrices
     0>1/3@1      three equal parts on axis 1; 0>1/16,4,4@1 parts of these sizes
-    refuse       can't be told from names and shapes: dimension_numbers has to raise
     Adam|0>1     either is right
-    Adam|warn    a warning has to name the leaf, whatever it gets
+    Adam|warn    the leaf goes to Adam with a warning that names it, whatever it is
 """
 
 import itertools
@@ -34,7 +33,7 @@ class Leaf(NamedTuple):
       path: "/"-joined.
       shape: Of its array.
       dtype: Of its array.
-      right: Alternatives: dimension numbers, None for Adam, "refuse" or "warn".
+      right: Alternatives: dimension numbers, None for Adam, or "warn".
     """
 
     path: str
@@ -102,7 +101,7 @@ def _leaves(line: str) -> list[Leaf]:
 
 
 def _answer(text: str) -> Any:
-    if text in ("Adam", "refuse", "warn"):
+    if text in ("Adam", "warn"):
         return None if text == "Adam" else text
     sides, _, fused = text.partition("/")
     rows, columns = (_axes(side) for side in sides.split(">"))
