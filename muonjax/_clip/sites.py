@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from muonjax._clip.factors import Scale
-from muonjax._common.arguments import axis_numbers, check_text, whole_number
+from muonjax._common.arguments import axis_numbers, check_pattern, check_text, whole_number
 
 # Names of the children of an attention module that normalize its queries and keys after their projections: "query_ln"
 # in Flax, "query_norm" in MaxText, "_query_norm" in Gemma's library, "q_norm" and "q_layernorm" in Transformers,
@@ -51,13 +51,10 @@ class Site:
     exact: bool = False
 
     def __post_init__(self):
-        check_text("Site", path=self.path, signal=self.signal)
+        check_pattern("Site", "path", self.path)
+        check_text("Site", signal=self.signal)
         if not self.scales:
             raise ValueError(f"Site(path={self.path!r}, scales=()) scales nothing; name a parameter.")
-        try:
-            re.compile(self.path)
-        except re.error as e:
-            raise ValueError(f"Site(path={self.path!r}) is no regular expression: {e}.") from None
 
 
 Sites: TypeAlias = Site | Sequence[Site] | Any  # a `Program` has `sites`

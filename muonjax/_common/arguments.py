@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 import numbers
+import re
 import reprlib
 import sys
 import warnings
@@ -102,6 +103,15 @@ def check_text(call: str, **texts: Any) -> None:
     for name, value in texts.items():
         if not isinstance(value, str):
             raise TypeError(f"{call}({name}={shown(value)}) must be a string.")
+
+
+def check_pattern(call: str, name: str, value: Any) -> None:
+    """Raise unless it is a regular expression."""
+    check_text(call, **{name: value})
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{call}({name}={value!r}) is no regular expression: {error}.") from None
 
 
 def mesh_axes(call: str, name: str, value: Any) -> tuple[str, ...]:

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._common import trees
-from muonjax._common.arguments import warn_user
+from muonjax._common.arguments import check_pattern, warn_user
 from muonjax._matrices.matrix_view import DimensionNumbers, axes_of, matrix_pieces, one_or_several
 from muonjax._names import roles
 from muonjax._names.axes import Neighbors, matrices, unstack
-from muonjax._names.ends import cuts_patches, ends
+from muonjax._names.ends import ends, patch_embedding
 from muonjax._names.roles import Answer, Parameter, Path, Role
 
 Rules = Sequence[tuple[str, DimensionNumbers | None]]
@@ -169,8 +169,8 @@ def _decide(p: Parameter, neighbors: Neighbors) -> Answer:
     is_odd = is_matrix and neighbors.contradict(p)
     if not p.role.muon and not is_odd:
         return Answer(None, p.role.name)
-    if cuts_patches(p):
-        return Answer(None, roles.PATCHES.name)
+    if patch := patch_embedding(p):
+        return patch
     if not is_matrix:
         return Answer(None, "vector")
     numbers = None if p.stacked or is_odd else matrices(p, neighbors)
@@ -227,6 +227,7 @@ def apply_rules(paths: Sequence[Path], leaves: Sequence[Any], rules: Rules) -> d
         is_pair = isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)
         if not (is_pair and isinstance(rule[1], (DimensionNumbers, type(None)))):
             raise TypeError(f"dimension_numbers(rules=...) has {rule!r}; give pairs: pattern, numbers.")
+        check_pattern("dimension_numbers", "rules", rule[0])
     named = {"/".join(path): (path, leaf) for path, leaf in zip(paths, leaves, strict=True)}
     ruled: dict[tuple[str, ...], DimensionNumbers | None] = {}
     for pattern, numbers in rules:

@@ -64,17 +64,19 @@ def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dic
     return found
 
 
-def cuts_patches(p: Parameter) -> bool:
-    """Whether a convolution's kernel cuts an image or a video into patches.
+def patch_embedding(p: Parameter) -> Answer | None:
+    """The answer for a convolution's kernel that cuts an image or a video into patches; None for other leaves.
 
-    Its window is even, and it is named for an embedding, or it is large and sees few channels.
+    Its window is even, and it is named for an embedding, or, which stays open, it is large and sees few channels.
     """
     is_outputs_first = is_weight(p) and is_trailing_window(p.shape)
     if not (is_outputs_first or is_window(p.shape)):
-        return False
+        return None
     outputs, inputs, side = p.shape[:3] if is_outputs_first else p.shape[:-4:-1]
     is_named = any(re.search("embed|patch|stem", name.lower()) for name in words(p.path)[-4:-1])
-    return side % 2 == 0 and inputs <= 16 and (is_named or (side >= 8 and outputs >= 128))
+    if side % 2 or inputs > 16 or not (is_named or (side >= 8 and outputs >= 128)):
+        return None
+    return Answer(None, roles.PATCHES.name, is_open=not is_named)
 
 
 def _sees_one_channel(p: Parameter, numbers: DimensionNumbers | None) -> bool:

@@ -187,6 +187,7 @@ def test_rules():
 
 @pytest.mark.parametrize(("rule", "error", "message"), [
     (("no_such", None), ValueError, "'no_such' matches no leaf; paths look like cube/kernel, dense/kernel"),
+    (("(", None), ValueError, r"dimension_numbers\(rules='\('\) is no regular expression"),
     (("dense", "muon"), TypeError, "\\('dense', 'muon'\\); give pairs"),
     (("dense", MuonDimensionNumbers(0, 2)), ValueError, "names axis 2, but the leaf 'dense/kernel'"),
     (("dense", MuonDimensionNumbers(0, -2)), ValueError, "'dense/kernel'.* twice"),
