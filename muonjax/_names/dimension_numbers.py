@@ -179,9 +179,8 @@ def _decide(p: Parameter, neighbors: Neighbors) -> Answer:
     sides = [math.prod(p.shape[i] for i in axes_of(axes)) for axes in numbers[:2]]
     if 1 in sides:
         return Answer(None, f"{p.role.name} with one {'row' if sides[0] == 1 else 'column'}")
-    return Answer(
-        numbers, p.role.name + (", stacked" if math.prod(p.shape) < math.prod(p.leaf_shape) else "")
-    )
+    stacked = ", stacked" if math.prod(p.shape) < math.prod(p.leaf_shape) else ""
+    return Answer(numbers, p.role.name + stacked)
 
 
 def _on_leaf(numbers: DimensionNumbers | None, axes: tuple[int, ...]) -> DimensionNumbers | None:

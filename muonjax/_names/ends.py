@@ -52,14 +52,13 @@ def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dic
     found |= {p.path: head for p in model.matrices if (head := model.output_head(p))}
     has_head = len(found) > len(depthwise) or any(p.role is roles.HEAD for p in parameters)
     for p in model.matrices:
+        is_layer = p.role in (roles.DENSE, roles.CONVOLUTION, roles.UNKNOWN)
         if p.path in found:
             continue
         if model.may_be_a_table(p):
             why = "no other parameter gives its input, so that it may be an embedding"
             found[p.path] = Answer(None, why, is_open=True)
-        elif (
-            not has_head and p.role in (roles.DENSE, roles.CONVOLUTION, roles.UNKNOWN) and model.is_untaken(p)
-        ):
+        elif is_layer and not has_head and model.is_untaken(p):
             found[p.path] = Answer(None, f"{_UNTAKEN}, and no output head is found", is_open=True)
     return found
 
@@ -110,22 +109,17 @@ class _Model:
         """The answer for an output head by one of the signs in the module's docstring; None for other matrices."""
         scope, name, count = _numbered(p)
         series, inside = self.series[scope, name], [stem(x) for x in scope[self.root :]]
-        if (
-            not _is_dense(p)
-            or any(map(_HIDDEN.fullmatch, inside))
-            or not (not inside or _END.fullmatch(inside[-1]))
-        ):
+        is_hidden = any(map(_HIDDEN.fullmatch, inside))
+        is_end = not inside or _END.fullmatch(inside[-1])
+        if is_hidden or not is_end or not _is_dense(p):
             return None
         is_named, is_untaken = bool(_END.fullmatch(name)), self.is_untaken(p)
         has_other_end = any(map(_END.fullmatch, self.beside[scope] - {name}))
-        is_last = count == max(series) and (len(series) > 1 or bool(_PLAIN.fullmatch(name or "layers")))
-        signs = ["by its name"] * is_named + ["the last of its kind"] * (
-            is_last and not is_named and not has_other_end
-        )
-        signs += [_UNTAKEN] * is_untaken
-        return (
-            Answer(None, "output head: " + ", ".join(signs), not (is_named and is_untaken)) if signs else None
-        )
+        is_plain = len(series) > 1 or bool(_PLAIN.fullmatch(name or "layers"))
+        is_last = is_plain and count == max(series) and not (is_named or has_other_end)
+        signs = ["by its name"] * is_named + ["the last of its kind"] * is_last + [_UNTAKEN] * is_untaken
+        is_open = not (is_named and is_untaken)
+        return Answer(None, f"output head: {', '.join(signs)}", is_open) if signs else None
 
     def is_untaken(self, p: Parameter) -> bool:
         """Whether no other parameter takes what a matrix gives."""
