@@ -71,14 +71,10 @@ def _given(params: Any, dimension_numbers: Any) -> list[Route | optax.MaskedNode
     paths, leaves, _ = flatten_with_names(params)
     call = "tabulate(params, dimension_numbers)"
     numbers = iter(resolve_dimension_numbers(dimension_numbers, params, call=call))
-    reason = getattr(dimension_numbers, "why", None)  # a `Program` knows the line of the code
-    found = [] if reason else routes(params, warn=False)[0]
-    by_names = {r.path: r for r in found if isinstance(r, Route)}
+    why = getattr(dimension_numbers, "why", lambda path: "given")  # a `Program` knows the line of the code
 
     def route(path: str, leaf: Any, number: Any) -> Route:
-        same = by_names.get(path)
-        why = reason(path) if reason else same.why if same and same.numbers == number else "given"
-        return Route(path, jnp.shape(leaf), dtype_of(leaf), number, why, is_open=False)
+        return Route(path, jnp.shape(leaf), dtype_of(leaf), number, why(path), is_open=False)
 
     pairs = zip(paths, leaves, strict=True)
     return [x if is_masked(x) else route("/".join(path), x, next(numbers)) for path, x in pairs]

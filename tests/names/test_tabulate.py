@@ -41,7 +41,9 @@ def test_default_routing():
 def test_given_tree_function_and_prefix():
     by_tree = tabulate(PARAMS, dimension_numbers(PARAMS))
     assert by_tree == tabulate(PARAMS, dimension_numbers)
-    assert by_tree == tabulate(PARAMS)
+    given, by_names = (table.splitlines()[2:-4] for table in (by_tree, tabulate(PARAMS)))
+    assert [line.split()[:3] for line in given] == [line.split()[:3] for line in by_names]
+    assert {line.split()[-1] for line in given} == {"given"}
     prefix = {
         "Embed_0": MuonDimensionNumbers(0, 1),
         "block": None,
@@ -51,15 +53,6 @@ def test_given_tree_function_and_prefix():
     assert "100×8" in table
     assert "2 of 8×12" in table
     assert "Muon: 992 parameters" in table
-
-
-def test_what_names_do_not_say_is_given():
-    by_rule = tabulate(PARAMS, dimension_numbers(PARAMS, rules=[("c_attn", MuonDimensionNumbers(0, 1))]))
-    reasons = {line.split()[0]: line.split("  ")[-1].strip() for line in by_rule.splitlines()[2:7]}
-    assert reasons["c_attn/kernel"] == "given"
-    assert reasons["block/query/kernel"] == "attention query, stacked"
-    mine = {"unheard_of": {"kernel": leaf(6, 7)}}
-    assert "given" in tabulate(mine, {"unheard_of": {"kernel": MuonDimensionNumbers(1, 0)}})
 
 
 def test_given_tree_must_fit():
@@ -92,4 +85,4 @@ def test_an_nnx_model_has_its_parameters_alone():
     )
     leaves = [line.split()[0] for line in tabulate(model).splitlines()[2:6]]
     assert leaves == ["bn/bias", "bn/scale", "up/bias", "up/kernel"]
-    assert tabulate(model, dimension_numbers(model)) == tabulate(model)
+    assert "3 leaves" in tabulate(model, dimension_numbers(model))
