@@ -285,9 +285,14 @@ def _logits(node: Node, values: Sequence[Value], operands: Sequence[int]) -> tup
         return scaled_logits(node, held[0])
     if any(x.stage == "largest" for v in values for x in v.logits):
         return (first,)  # it is subtracted
-    learned = [v for v in values if v.depends_on & PARAMETER]
-    if others := [v for v in learned if first.product not in {x.product for x in v.logits}]:
-        is_product = any(v.scores >= 0 for v in others)  # perhaps logits too, or their maximum
+    others = [v for k, v in enumerate(values) if k != at and v.depends_on & PARAMETER]
+    if name in _CHOICES and first.raw < 0:  # the same logits, masked; to a sum they are something else
+        others = [
+            v for v in others if (first.product, first.raw) not in {(x.product, x.raw) for x in v.logits}
+        ]
+    if others:
+        # Perhaps logits too, or their maximum.
+        is_product = any(v.scores >= 0 and first.product not in {x.product for x in v.logits} for v in others)
         return (first._replace(value=-1),) if is_product else scaled_logits(node, held[0])
     # As they are here, not where they were scaled.
     raw = first.raw if name in _CHOICES or first.raw >= 0 else operands[at]
