@@ -118,6 +118,7 @@ _NOT_MUON = (
         EMBEDDING,
         rf".*/({_EMBED}|emb_var|(\w+_)?tables?|\w+_embedding_\w+|code_?(vectors|book)\w*|centroids|prototypes)",
     ),
+    (TABLE, r".*/((\w+_)?(factors|vectors|lookup|lut|vocab|entit(y|ies)|relations?)|w_e)"),
     (TABLE, rf"({_EMBED})/(w|weights?|value|table)|(wte|wpe)/{_WEIGHT}"),
     (
         Role("position", False),
