@@ -153,6 +153,11 @@ spelled("keys_padded_with_ones", IN_TURNS, lambda q, k, p, x: (
     q, lax.pad(k[:, 1:], 1.0, [(0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)])))  # fmt: skip
 spelled("logits_in_part_learned", f"{ELSE}: attention_programs.py:",
         spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
+for number, other in enumerate(
+    (jnp.tanh, lambda a: a[:, ::-1], lambda a: lax.stop_gradient(jnp.tanh(a) - a))
+):
+    spelled(f"logits_and_a_function_of_them_{number}", ELSE, spell=lambda a, p, f=other: a + f(a))
+    spelled(f"a_function_of_logits_and_them_{number}", ELSE, spell=lambda a, p, f=other: f(a) + a)
 spelled("one_matrix_for_each_head", 1,
         lambda q, k, p, x: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k), w=(H, S, S))  # fmt: skip
 for number in (-1e4, -1e9):
