@@ -92,8 +92,12 @@ def _proved(walk: Walk, places: Sequence[tuple[int, int]], group: Sequence[Call]
         return [call._replace(probe=probe) for call, probe in zip(group, probes, strict=True)]
     why = "the heads of its logits are not those of its projections"
     if i is not None:
-        why = f"a clip would not scale its logits alone: {walk.graph.line(i)} ({walk.nodes[i].name})"
+        why = _not_alone(walk, i)
     return [call._replace(spans=(), probe=None, problem=why) for call in group]
+
+
+def _not_alone(walk: Walk, i: int) -> str:
+    return f"a clip would not scale its logits alone: {walk.graph.line(i)} ({walk.nodes[i].name})"
 
 
 def _call(walk: Walk, attention: tuple[Logits, set[int]]) -> Call:
@@ -122,8 +126,12 @@ class _Finder:
         return {d: k for d, k in axes.items() if layout.atoms([k])}
 
     def call(self, line: str) -> Call:
-        if self.logits.value < 0:
-            raise _Refused("its logits are not its queries times its keys, scaled and then masked")
+        if (lost := self.logits.lost) >= 0:
+            raise _Refused(_not_alone(self.walk, self.walk.graph.producer[lost]))
+        if self.logits.shifted & self.normalized:
+            raise _Refused("the maximum subtracted from its logits is not taken over its keys")
+        if sum(product == self.logits.product for product, _ in self.walk.attentions) > 1:
+            raise _Refused("several softmaxes take its logits")
         for operand, name in ((self.query, "queries"), (self.key, "keys")):
             for image in operand.value.images:
                 layouts = [image.layout, *(bias.layout for bias in image.biases)]
@@ -209,12 +217,13 @@ class _Finder:
     def _probe(self) -> Probe:
         walk, logits = self.walk, self.logits
         places = walk.graph.variables_of(logits.value)
-        added = {} if logits.raw < 0 else walk.graph.variables_of(logits.raw)
+        is_added = logits.raw not in (-1, logits.value)  # a mask, or a bias as ALiBi's
+        added = walk.graph.variables_of(logits.raw) if is_added else {}
         custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
         place = min(places, key=lambda place: (custom[place], place not in added, len(place)))
         if any(step.kind in ("while", "cond") for step in place):
             raise _Refused("it is inside of a branch, or of a loop of unknown length, which has no gradient")
-        if logits.raw >= 0:  # logits and mask, or a bias as ALiBi's
+        if is_added:
             if place not in added:
                 raise _Refused(
                     "something is added to its logits in a function that does not return them without it"

@@ -283,28 +283,34 @@ def _logits(node: Node, values: Sequence[Value], operands: Sequence[int]) -> tup
     at = next(k for k, v in enumerate(values) if v is held[0])
     if name not in _SUMS or (name == "sub" and at == 1):
         return scaled_logits(node, held[0])
-    if any(x.stage == "largest" for v in values for x in v.logits):
-        return (first,)  # it is subtracted
+    maxima = [x for v in values for x in v.logits if x.stage == "largest" and x.product == first.product]
+    if maxima:  # they are subtracted
+        axes = {run.axis for x in maxima for run in x.layout.runs}
+        raw = first.value if first.raw < 0 else first.raw
+        return (first._replace(raw=raw, shifted=first.shifted | axes),)
     others = [v for k, v in enumerate(values) if k != at and v.depends_on & PARAMETER]
     if name in _CHOICES and first.raw < 0:  # the same logits, masked; to a sum they are something else
         others = [
             v for v in others if (first.product, first.raw) not in {(x.product, x.raw) for x in v.logits}
         ]
     if others:
-        # Perhaps logits too, or their maximum.
-        is_product = any(v.scores >= 0 and first.product not in {x.product for x in v.logits} for v in others)
-        return (first._replace(value=-1),) if is_product else scaled_logits(node, held[0])
+        return (_lost(node, first),)
     # As they are here, not where they were scaled.
     raw = first.raw if name in _CHOICES or first.raw >= 0 else operands[at]
-    return (first._replace(value=-1 if first.value < 0 else node.outputs[0], raw=raw),)
+    return (first._replace(value=node.outputs[0], raw=raw),)
 
 
 def scaled_logits(node: Node, v: Value) -> tuple[Logits, ...]:
     """Logits as the result of another operation."""
     if not v.logits or v.logits[0].stage != "logits":
         return v.logits
-    is_lost = v.logits[0].value < 0 or v.logits[0].raw >= 0
-    return (v.logits[0]._replace(value=-1 if is_lost else node.outputs[0]),)
+    (x, *_) = v.logits
+    return (_lost(node, x) if x.raw >= 0 else x._replace(value=node.outputs[0]),)
+
+
+def _lost(node: Node, x: Logits) -> Logits:
+    """Logits that are something else after this operation."""
+    return x._replace(value=node.outputs[0], lost=node.outputs[0] if x.lost < 0 else x.lost)
 
 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")

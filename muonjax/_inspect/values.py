@@ -85,9 +85,10 @@ class Logits(NamedTuple):
     product: int  # the operation
     layout: Layout  # the axes as axes of the product's result
     stage: str = "logits"  # "largest": their maximum; "weights": after the exponential
-    # The logits that enter softmax, masked and scaled; -1 where another product is added, or a bias before the scale.
-    value: int = -1
-    raw: int = -1  # the logits before data or constants were added, if any were
+    value: int = -1  # the logits that enter softmax, scaled and masked
+    raw: int = -1  # the logits before anything was added, or their maximum subtracted, if that was done
+    shifted: frozenset[int] = frozenset()  # axes of the product along which a subtracted maximum differs
+    lost: int = -1  # the first result that is something else: more is added, or scaled after it was
     unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
 
 

@@ -151,13 +151,19 @@ spelled("keys_in_part_of_data", f"{ELSE}: attention_programs.py:",
         lambda q, k, p, x: (q, jnp.where((jnp.arange(T) < 2)[:, None, None], constant((T, H, S)), k)))  # fmt: skip
 spelled("keys_padded_with_ones", IN_TURNS, lambda q, k, p, x: (
     q, lax.pad(k[:, 1:], 1.0, [(0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)])))  # fmt: skip
-spelled("logits_in_part_learned", f"{ELSE}: attention_programs.py:",
+spelled("logits_in_part_learned", ADDED,
         spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
 for number, other in enumerate(
     (jnp.tanh, lambda a: a[:, ::-1], lambda a: lax.stop_gradient(jnp.tanh(a) - a))
 ):
-    spelled(f"logits_and_a_function_of_them_{number}", ELSE, spell=lambda a, p, f=other: a + f(a))
-    spelled(f"a_function_of_logits_and_them_{number}", ELSE, spell=lambda a, p, f=other: f(a) + a)
+    spelled(f"logits_and_a_function_of_them_{number}", ADDED, spell=lambda a, p, f=other: a + f(a))
+    spelled(f"a_function_of_logits_and_them_{number}", ADDED, spell=lambda a, p, f=other: f(a) + a)
+spelled("without_the_maximum_of_other_heads", "the maximum subtracted from its logits is not taken over its keys",
+        spell=lambda a, p: a - a.max(1, keepdims=True))  # fmt: skip
+spelled("scaled_after_the_maximum", ADDED,
+        spell=lambda a, p: (a - a.max(-1, keepdims=True)) / 2)  # fmt: skip
+spelled("a_difference_of_two_softmaxes", "several softmaxes take its logits",
+        softmax=lambda a, p: jax.nn.softmax(a) - 0.5 * jax.nn.softmax((a + 1.0) * 2))  # fmt: skip
 spelled("one_matrix_for_each_head", 1,
         lambda q, k, p, x: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k), w=(H, S, S))  # fmt: skip
 for number in (-1e4, -1e9):
@@ -768,7 +774,7 @@ def one_softmax_of_two_products(p, x):
     return end(p, logits, jnp.concatenate([v, v], 1))[0]
 
 
-@attention(sites="it is inside of a branch", **QKVO)
+@attention(sites="several softmaxes take its logits", **QKVO)
 def two_softmaxes_of_one_product(p, x):
     q, k, v = projected(p, x)
     logits = logits_of(q, k)
@@ -890,7 +896,7 @@ def a_bias_inside_of_another_function(p, x):
     return end(p, jnp.where(CAUSAL, biased(q, k), -1e9), v)
 
 
-@program(X, sites="its logits are not its queries times its keys", **QKVO)
+@program(X, sites="scale its logits alone", **QKVO)
 def one_softmax_over_blocks_of_keys(p, x):
     """GenCast: the largest logit is that of all blocks."""
     q, k, v = projected(p, x)
@@ -901,7 +907,7 @@ def one_softmax_over_blocks_of_keys(p, x):
     return loss_of(p, sum(mixed(weights / total, v) for weights, v in shares))
 
 
-@program(X, sites=f"{ELSE}: attention_programs.py:", **QKVO)
+@program(X, sites="the maximum subtracted from its logits is not taken over its keys", **QKVO)
 def the_local_energy_of_an_attention(p, x):
     """Psiformer: the loss is made of derivatives by the input."""
     slope = jax.grad(lambda x: jnp.sum(layer(p, x)))

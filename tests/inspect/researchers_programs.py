@@ -399,7 +399,7 @@ def primer_convolved_queries(p, x):
     return sq((x + attend(heads(q), heads(x @ p["k"]), heads(x @ p["v"])) @ p["o"]) @ p["out"])
 
 
-@program(X, slots=((3, D), "learned input"), **A4, **OUT, sites=1)
+@program(X, slots=((3, D), "learned input"), **A4, **OUT, sites="the maximum subtracted from its logits")
 def slot_attention(p, x):
     q, k, v = jnp.broadcast_to(p["slots"], (B, 3, D)) @ p["q"], x @ p["k"], x @ p["v"]
     w = jax.nn.softmax(jnp.einsum("bsd,btd->bst", q, k), 1)
@@ -752,7 +752,7 @@ def joint_attention_of_mmdit(p, x, y):
     return sq((jnp.concatenate([x, y], 1) + o @ p["o"]) @ p["out"])
 
 
-@program(X, g=((D, H), M), **A4, **OUT, sites="times its keys, scaled and then masked")
+@program(X, g=((D, H), M), **A4, **OUT, sites="scale its logits alone")
 def forgetting_attention_bias(p, x):
     q, k, v, l = mha(p, x)
     c = jnp.cumsum(jax.nn.log_sigmoid(x @ p["g"]), 1).swapaxes(1, 2)

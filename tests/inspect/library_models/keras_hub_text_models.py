@@ -157,7 +157,7 @@ def bloom():
 def falcon():
     """ALiBi that is added before the logits are scaled."""
     leaves = TABLE | NORM | QUERIES
-    refused = ["refused: its logits are not its queries times"] * 2
+    refused = ["refused: a clip would not scale"] * 2
     sizes = {k: v for k, v in SIZES.items() if k != "num_heads"}
     return causal("Falcon", leaves, refused, PER_HEAD, **sizes, num_attention_heads=4)
 
@@ -296,7 +296,7 @@ def deberta():
     """Logits of contents and positions, with the same projections."""
     learned = dict.fromkeys(("rel_embedding/rel_embedding", "rel_embedding/*/gamma"), "a learned input")
     leaves = {**learned, **NORM, "*/{query,key,value}/kernel": "0>1,2"}
-    refused = ["refused: its logits are not its queries times"] * 2  # but added to those of positions
+    refused = ["refused: a clip would not scale"] * 2  # but added to those of positions
     return masked("DebertaV3", leaves, refused, PER_HEAD, **SIZES, max_sequence_length=8, bucket_size=6)
 
 
@@ -340,7 +340,7 @@ def xlnet():
     }
     return built(
         "XLNetBackbone", dict.fromkeys(("token_ids", "padding_mask", "segment_ids"), tokens(2, 8)), leaves,
-        ["refused: its logits are not its queries times"] * 2,
+        ["refused: a clip would not scale"] * 2,
         {"*/{query,key,value,encoding}/kernel": "0>2"},
         measure=tied("content_query_embedding/word_embedding/embeddings"), **SIZES,
     )  # fmt: skip
