@@ -49,7 +49,7 @@ def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, sche
         return
     if not _is_real(value):
         is_program = hasattr(value, "dimension_numbers")
-        second = f"; the program is second: {call}({name}, program)" if is_program else ""
+        second = f"; the program is the second argument of {call}" if is_program else ""
         wanted = "a number or a schedule" if schedule else "a number"
         raise TypeError(f"{call}({name}={shown(value)}) must be {wanted}{second}.")
     # Python's number: inside of `jit`, a comparison of a known array is traced.

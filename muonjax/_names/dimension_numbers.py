@@ -175,7 +175,7 @@ def _decide(p: Parameter, neighbors: Neighbors) -> Answer:
         return Answer(None, "vector")
     numbers = None if p.stacked or is_odd else matrices(p, neighbors)
     if numbers is None:
-        return Answer(None, f"{p.role.name}, and nothing tells which", is_open=True)
+        return Answer(None, f"{p.role.name}, axes unknown", is_open=True)
     sides = [math.prod(p.shape[i] for i in axes_of(axes)) for axes in numbers[:2]]
     if 1 in sides:
         return Answer(None, f"{p.role.name} with one {'row' if sides[0] == 1 else 'column'}")

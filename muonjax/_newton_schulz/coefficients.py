@@ -2,7 +2,7 @@
 
 A schedule is a tuple of rows ``(a, b, c)``. Row t maps every singular value by the odd quintic
 ``p_t(s) = a s + b s^3 + c s^5``, or by a cubic where c = 0; the composition ``p_T(... p_2(p_1(s)))`` should be
-close to 1 on all of ``(0, 1]``.
+close to 1 on all of ``(0, 1]``. In float32 a row may have five numbers, those of a polynomial of degree 9.
 """
 
 import functools
@@ -14,7 +14,7 @@ import numpy as np
 
 from muonjax._common.arguments import check_range, whole_number
 
-Coefficients: TypeAlias = tuple[tuple[float, float, float], ...]
+Coefficients: TypeAlias = tuple[tuple[float, ...], ...]
 
 JORDAN: Coefficients = ((3.4445, -4.7750, 2.0315),)
 """Keller Jordan's one quintic, repeated: the original Muon's, and Optax's default. It never converges
@@ -43,46 +43,40 @@ Example:
 
 Source: modded-nanogpt and Dion's code, 2025."""
 
-# From here on the interval is so short that the minimax system loses all of its digits (condition number
-# 4.5e11), while its solution agrees with the classical quintic to double precision.
+# From here on the interval is so short that the minimax system loses all of its digits, while its solution agrees
+# with the classical polynomial to double precision.
 _CONVERGED = 1 - 5e-6
 
 
-def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float, float]:
-    """The odd quintic closest to 1 on [lower, upper], and its error, by a Remez exchange
-    (Amsel et al., 2025, Algorithm 1; J. Su, kexue.fm/archives/10996)."""
+_CUSHION = 0.02407327424182761  # that of Amsel et al.
+
+
+def _minimax(degree: int, lower: float, upper: float) -> tuple[np.ndarray, float]:
+    """The coefficients of s, s^3, ... of the odd polynomial closest to 1 on [lower, upper], and its error.
+
+    By a Remez exchange (Amsel et al., 2025, Algorithm 1; J. Su, kexue.fm/archives/10996).
+    """
+    powers = np.arange(1, degree + 1, 2)
     if lower / upper > _CONVERGED:
-        return 15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5, 0.0
-    q, r = (3 * lower + upper) / 4, (lower + 3 * upper) / 4  # exact in the limit lower -> upper
-    a = b = c = error = math.inf
-    previous = math.nan
+        classical = {3: (3 / 2, -1 / 2), 5: (15 / 8, -10 / 8, 3 / 8)}[degree]
+        return np.array(classical) / upper**powers, 0.0
+    signs = (-1.0) ** np.arange(len(powers) + 1)
+    # Extrema of Chebyshev's polynomial: exact in the limit lower -> upper.
+    nodes = (lower + upper) / 2 - (upper - lower) / 2 * np.cos(np.pi * np.arange(len(signs)) / len(powers))
+    row, error, previous = [], math.inf, math.nan
     while not abs(error - previous) <= 1e-15:
         previous = error
-        nodes = np.array([lower, q, r, upper])
-        system = np.stack([nodes, nodes**3, nodes**5, np.array([1.0, -1.0, 1.0, -1.0])], axis=1)
-        a, b, c, error = np.linalg.solve(system, np.ones(4)).tolist()
-        root = math.sqrt(9 * b * b - 20 * a * c)
-        q, r = math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))
-    return a, b, c, error
-
-
-def _minimax_cubic(lower: float, upper: float) -> tuple[float, float, float, float]:
-    """The odd cubic closest to 1 on [lower, upper], and its error: a multiple of a s - s^3, whose values at both
-    ends are equal, and as far below 1 as its largest is above."""
-    a = lower * lower + lower * upper + upper * upper
-    ends, top = lower * upper * (lower + upper), 2 * (a / 3) ** 1.5
-    scale = 2 / (ends + top)
-    return scale * a, -scale, 0.0, (top - ends) / (top + ends)
-
-
-_MINIMAX = {3: _minimax_cubic, 5: _minimax_quintic}
+        *row, error = np.linalg.solve(np.column_stack([nodes[:, None] ** powers, signs]), np.ones(len(signs)))
+        squares = np.polynomial.polynomial.polyroots(powers * row)  # where the derivative is zero
+        nodes = np.array([lower, *np.sqrt(np.sort(squares.real)), upper])
+    return np.array(row), error
 
 
 def polar_express(
     num_steps: int,
     *,
     lower: float = 1e-3,
-    cushion: float = 0.02407327424182761,
+    cushion: float = _CUSHION,
     safety: float = 1.01,
     degrees: tuple[int, ...] | None = None,
 ) -> Coefficients:
@@ -124,27 +118,29 @@ def polar_express(
     check_range("polar_express", "cushion", cushion, "in [0, 1)", "; 0 turns it off.")
     check_range("polar_express", "safety", safety, "in [1, 2]", "; 1 turns it off.")
     given = (5,) * num_steps if degrees is None else tuple(degrees) if isinstance(degrees, Sequence) else ()
-    if len(given) != num_steps or any(degree not in _MINIMAX for degree in given):
+    if len(given) != num_steps or any(degree not in (3, 5) for degree in given):
         raise ValueError(
             f"polar_express(degrees={degrees!r}) needs a 3 or a 5 for each of {num_steps} steps."
         )
-    return _polar_express(float(lower), float(cushion), float(safety), given)
+    return polar_express_rows(given, float(lower), float(cushion), float(safety))
 
 
 @functools.lru_cache
-def _polar_express(lower: float, cushion: float, safety: float, degrees: tuple[int, ...]) -> Coefficients:
-    """`polar_express` of checked arguments."""
+def polar_express_rows(
+    degrees: tuple[int, ...], lower: float, cushion: float = _CUSHION, safety: float = 1.01
+) -> Coefficients:
+    """`polar_express` of checked arguments; a degree may be 9 too."""
     rows = []
     upper = 1.0
     for step, degree in enumerate(degrees):
-        a, b, c, error = _MINIMAX[degree](max(lower, cushion * upper), upper)
-        at_lower = a * lower + b * lower**3 + c * lower**5
+        row, error = _minimax(degree, max(lower, cushion * upper), upper)
+        powers = np.arange(1, degree + 1, 2)
+        at_lower = float(row @ lower**powers)
         recenter = 2 / (at_lower + 1 + error)
-        a, b, c = a * recenter, b * recenter, c * recenter
         lower = recenter * at_lower
         upper = 2 - lower
-        s = safety if step < len(degrees) - 1 else 1.0
-        rows.append((a / s, b / s**3, c / s**5))
+        scaled = recenter * row / (safety if step < len(degrees) - 1 else 1.0) ** powers
+        rows.append((*scaled.tolist(), *[0.0] * (3 - len(row))))
     return tuple(rows)
 
 
@@ -167,12 +163,12 @@ def checked_rows(call: str, coefficients: Any) -> Coefficients:
 
 def evaluate(coefficients: Coefficients, s):
     """The composition at the singular values `s` (NumPy or JAX; any shape)."""
-    for a, b, c in coefficients:
-        s = s * (a + s * s * (b + s * s * c))
+    for row in coefficients:
+        s = s * functools.reduce(lambda p, c: p * (s * s) + c, reversed(row))
     return s
 
 
 def never_above_one(rows: Coefficients) -> Coefficients:
     """The rows, the last one smaller, so that their composition is at most 1 on [0, 1]."""
     top = float(evaluate(rows, np.linspace(0, 1.001, 10_001)).max())
-    return (*rows[:-1], tuple(c / top for c in rows[-1]))  # pyright: ignore[reportReturnType]
+    return (*rows[:-1], tuple(c / top for c in rows[-1]))

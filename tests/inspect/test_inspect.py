@@ -153,7 +153,9 @@ def test_exchanged_arguments_are_named():
     )
     with pytest.raises(TypeError, match=r"come later: value_and_grad\(fun\)\(params, batch\)"):
         muonjax.value_and_grad(mlp, PARAMS, X)
-    with pytest.raises(TypeError, match=r"must be a number or a schedule; the program is second: muon\("):
+    with pytest.raises(
+        TypeError, match=r"must be a number or a schedule; the program is the second argument of muon"
+    ):
         muonjax.muon(muonjax.inspect(mlp, PARAMS, X), 1e-3)
 
 

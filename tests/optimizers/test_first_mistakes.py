@@ -55,7 +55,7 @@ MUON = functools.partial(muonjax.muon, 1e-2)
      "at ['w'] holds Array...; ...lambda x: x.sharding, params)"),
     (lambda: muonjax.Distribution(jax.make_mesh((1,), ("data",)), {"w": jax.P(jax.P.UNCONSTRAINED)}),
      "at ['w'] holds ...; expected a PartitionSpec of the mesh's axes"),
-    (lambda: muonjax.qk_clip(READ, 100.0), "the program is second: qk_clip(threshold, program)"),
+    (lambda: muonjax.qk_clip(READ, 100.0), "the program is the second argument of qk_clip"),
     (lambda: muonjax.tabulate(MODEL), "tabulate(params) got Transformed and no arrays"),
     *((functools.partial(muonjax.tabulate, first), "tabulate(params) got ")
       for first in (muonjax.muon(1e-3), lambda params: params, READ)),
