@@ -178,6 +178,12 @@ def two_towers(p, x, y):
     return cross_entropy(a @ b.T, jnp.arange(B))
 
 
+@program(ROWS, **dict.fromkeys(("subject", "relation", "object"), ((D, 4), "0 | 1")))
+def three_towers(p, x):
+    a, b, c = (jnp.tanh(x) @ p[name] for name in ("subject", "relation", "object"))
+    return jnp.mean((jnp.sum(a * b * c, -1) - 1) ** 2)
+
+
 @program(X, w=((D, D), "0 | 1"), query=((D, D), "0 | 1"), key=((D, D), "0 | 1"))
 def a_pointer_network(p, x):
     x = jnp.tanh(x @ p["w"])
