@@ -54,11 +54,11 @@ def attentions(walk: Walk) -> list[list[Call]]:
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
         why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-        found[i, -1] = Call(walk.graph.line(i), problem=why, terms=_terms(images))
+        found[i] = Call(walk.graph.line(i), problem=why, terms=_terms(images))
     for i, at in walk.softmaxes.items():
-        if i not in {product for product, _ in walk.attentions}:
+        if i not in walk.attentions:
             why = f"its queries, keys and values can't all be followed to parameters: {walk.graph.line(at)}"
-            found[i, -1] = Call(walk.graph.line(i), problem=why)
+            found[i] = Call(walk.graph.line(i), problem=why)
     each = sorted(found.items())
     groups = grouped((call.spans or call.terms or call.line, (at, call)) for at, call in each)
     return [_proved(walk, *zip(*group, strict=True)) for group in groups.values()]
@@ -68,7 +68,7 @@ def _terms(images: Iterable[Image]) -> tuple[Term, ...]:
     return tuple(image.product.use.term for image in images)
 
 
-def _proved(walk: Walk, places: Sequence[tuple[int, int]], group: Sequence[Call]) -> list[Call]:
+def _proved(walk: Walk, places: Sequence[int], group: Sequence[Call]) -> list[Call]:
     """The calls of one attention, or why a clip would not scale the logits of each of its heads alone."""
     first, random = group[0], np.random.default_rng(0)
     if not first.spans:
@@ -130,8 +130,6 @@ class _Finder:
             raise _Refused(_not_alone(self.walk, self.walk.graph.producer[lost]))
         if self.logits.shifted & self.normalized:
             raise _Refused("the maximum subtracted from its logits is not taken over its keys")
-        if sum(product == self.logits.product for product, _ in self.walk.attentions) > 1:
-            raise _Refused("several softmaxes take its logits")
         for operand, name in ((self.query, "queries"), (self.key, "keys")):
             for image in operand.value.images:
                 layouts = [image.layout, *(bias.layout for bias in image.biases)]

@@ -162,7 +162,7 @@ spelled("without_the_maximum_of_other_heads", "the maximum subtracted from its l
         spell=lambda a, p: a - a.max(1, keepdims=True))  # fmt: skip
 spelled("scaled_after_the_maximum", ADDED,
         spell=lambda a, p: (a - a.max(-1, keepdims=True)) / 2)  # fmt: skip
-spelled("a_difference_of_two_softmaxes", "several softmaxes take its logits",
+spelled("a_difference_of_two_softmaxes", ADDED,
         softmax=lambda a, p: jax.nn.softmax(a) - 0.5 * jax.nn.softmax((a + 1.0) * 2))  # fmt: skip
 spelled("one_matrix_for_each_head", 1,
         lambda q, k, p, x: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k), w=(H, S, S))  # fmt: skip
@@ -774,7 +774,7 @@ def one_softmax_of_two_products(p, x):
     return end(p, logits, jnp.concatenate([v, v], 1))[0]
 
 
-@attention(sites="several softmaxes take its logits", **QKVO)
+@attention(sites=ADDED, **QKVO)
 def two_softmaxes_of_one_product(p, x):
     q, k, v = projected(p, x)
     logits = logits_of(q, k)
@@ -907,7 +907,7 @@ def one_softmax_over_blocks_of_keys(p, x):
     return loss_of(p, sum(mixed(weights / total, v) for weights, v in shares))
 
 
-@program(X, sites="the maximum subtracted from its logits is not taken over its keys", **QKVO)
+@program(X, sites=ADDED, **QKVO)
 def the_local_energy_of_an_attention(p, x):
     """Psiformer: the loss is made of derivatives by the input."""
     slope = jax.grad(lambda x: jnp.sum(layer(p, x)))
