@@ -15,7 +15,7 @@ from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
 from muonjax._inspect.report import Probe
 from muonjax._inspect.structure import reshaped
-from muonjax._inspect.values import Image, Logits, Side, Term, grouped
+from muonjax._inspect.values import Image, Side, Term, grouped
 from muonjax._inspect.walk import Walk
 
 
@@ -29,6 +29,10 @@ class Span(NamedTuple):
     @property
     def heads(self) -> int:
         return self.scale.entries or 1
+
+    @property
+    def features(self) -> int:
+        return (self.scale.span[1] or 0) - self.scale.span[0]
 
 
 class Call(NamedTuple):
@@ -49,7 +53,7 @@ class _Refused(Exception):
 
 def attentions(walk: Walk) -> list[list[Call]]:
     """The calls of each attention, in the order of the program."""
-    found = {i: _call(walk, attention) for i, attention in walk.attentions.items()}
+    found = {i: _call(walk, i) for i in walk.attentions}
     for i, images in walk.opaque.items():
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
@@ -78,7 +82,7 @@ def _proved(walk: Walk, places: Sequence[int], group: Sequence[Call]) -> list[Ca
     keys = logs.reshape(*first.layers, groups, -1).min(-1) / 2
     queries = logs - np.repeat(keys, first.heads // groups, -1)
     of_factor = {"rotary": logs, "key": keys, "query": queries}
-    logits = [walk.attentions[at][0] for at in places]
+    logits = [walk.attentions[at][0][0] for at in places]
     values = [x.value if x.raw < 0 else x.raw for x in logits]
     certificate = Certificate(walk, [call.probe for call in group if call.probe], values)
     for leaf, spans in grouped((s.leaf, s) for s in first.spans).items():
@@ -100,9 +104,8 @@ def _not_alone(walk: Walk, i: int) -> str:
     return f"a clip would not scale its logits alone: {walk.graph.line(i)} ({walk.nodes[i].name})"
 
 
-def _call(walk: Walk, attention: tuple[Logits, set[int]]) -> Call:
-    finder = _Finder(walk, attention)
-    line = walk.graph.line(finder.logits.product)
+def _call(walk: Walk, product: int) -> Call:
+    finder, line = _Finder(walk, product), walk.graph.line(product)
     try:
         return finder.call(line)
     except _Refused as refused:
@@ -113,10 +116,10 @@ def _call(walk: Walk, attention: tuple[Logits, set[int]]) -> Call:
 class _Finder:
     """The two operands of one product of queries and keys."""
 
-    def __init__(self, walk: Walk, attention: tuple[Logits, set[int]]):
+    def __init__(self, walk: Walk, product: int):
         self.walk, self.shapes = walk, walk.shapes
-        self.logits, self.normalized = attention
-        left, right = walk.pairs[self.logits.product]
+        self.logits, self.normalized = walk.attentions[product][0]
+        left, right = walk.pairs[product]
         is_query = left.sources[max(self.normalized)] is None
         self.query, self.key = (left, right) if is_query else (right, left)
 
@@ -126,10 +129,18 @@ class _Finder:
         return {d: k for d, k in axes.items() if layout.atoms([k])}
 
     def call(self, line: str) -> Call:
-        if (lost := self.logits.lost) >= 0:
-            raise _Refused(_not_alone(self.walk, self.walk.graph.producer[lost]))
-        if self.logits.shifted & self.normalized:
+        walk, logits, product = self.walk, self.logits, self.logits.product
+        for i in sorted(walk.no_rule):
+            if any(x.product == product for value in walk.nodes[i].inputs for x in walk.values[value].logits):
+                raise _Refused(_not_alone(walk, i))
+        if len(set(walk.attentions[product])) > 1:
+            raise _Refused("several softmaxes take its logits")
+        if logits.lost >= 0:
+            raise _Refused(_not_alone(walk, walk.graph.producer[logits.lost]))
+        if logits.shifted and logits.shifted & self.normalized:
             raise _Refused("the maximum subtracted from its logits is not taken over its keys")
+        if logits.layout.region:
+            raise _Refused("only a part of its logits enters softmax")
         for operand, name in ((self.query, "queries"), (self.key, "keys")):
             for image in operand.value.images:
                 layouts = [image.layout, *(bias.layout for bias in image.biases)]
@@ -145,9 +156,10 @@ class _Finder:
         spans = (*queries, *keys)
         layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
         entries = [{s.heads for s in found} for found in (queries, keys)]
-        several = max(map(len, (*entries, layers))) > 1
+        features = {s.features for s in spans if s.scale.factor != "rotary"}
+        several = max(map(len, (*entries, layers, features))) > 1
         if several or (keys and queries[0].heads % keys[0].heads):
-            raise _Refused("its queries and keys are cut into heads or layers in several ways")
+            raise _Refused("its queries and keys are cut into heads, features or layers in several ways")
         terms = _terms((*self.query.value.images, *own))
         return Call(line, spans, self._probe(), layers.pop(), queries[0].heads, terms=terms)
 
@@ -157,16 +169,16 @@ class _Finder:
         own, shared = [], []
         for image in self.key.value.images:
             alone = heads and heads.isdisjoint(self.heads(self.key, image.layout))
-            place = self._place(image)
+            place = self._place(self.key, image)
             if alone and place is not None:
                 shared.append(place)
             else:
                 own.append(image)
         return own, shared
 
-    def _place(self, image: Image) -> tuple[int, int] | None:
+    def _place(self, operand: Side, image: Image) -> tuple[int, int] | None:
         """Where in the sum over features an image is that was concatenated with others."""
-        (axis, *more) = self.key.summed
+        (axis, *more) = operand.summed
         placed = image.layout.placed([axis])
         if more or not placed:
             return None
@@ -177,9 +189,11 @@ class _Finder:
         self, operand: Side, images: Sequence[Image], factor: str, shared: Sequence[tuple[int, int]] = ()
     ) -> Iterator[Span]:
         for image in images:
-            use = image.product.use
+            use, (start, stop) = image.product.use, self._place(operand, image) or (0, HOLE)
+            parts = ((max(first, start), min(last, stop)) for first, last in shared)
+            here = [(first - start, last - start) for first, last in parts if first < last]
             for leaf, layout in [(use.term.leaf, image.layout), *((t.leaf, t.layout) for t in image.biases)]:
-                yield from self._apart(self._span(leaf, layout, operand, factor), shared)
+                yield from self._apart(self._span(leaf, layout, operand, factor), here)
 
     def _apart(self, span: Span, shared: Sequence[tuple[int, int]]) -> Iterator[Span]:
         """The features of a query that meet the heads' own keys, and those that meet shared ones."""
@@ -215,13 +229,12 @@ class _Finder:
     def _probe(self) -> Probe:
         walk, logits = self.walk, self.logits
         places = walk.graph.variables_of(logits.value)
-        is_added = logits.raw not in (-1, logits.value)  # a mask, or a bias as ALiBi's
-        added = walk.graph.variables_of(logits.raw) if is_added else {}
+        added = {} if logits.raw < 0 else walk.graph.variables_of(logits.raw)
         custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
         place = min(places, key=lambda place: (custom[place], place not in added, len(place)))
         if any(step.kind in ("while", "cond") for step in place):
             raise _Refused("it is inside of a branch, or of a loop of unknown length, which has no gradient")
-        if is_added:
+        if logits.raw >= 0:  # logits and mask, or a bias as ALiBi's
             if place not in added:
                 raise _Refused(
                     "something is added to its logits in a function that does not return them without it"

@@ -81,6 +81,11 @@ class Layout(NamedTuple):
         known = [run for run in self.runs if run.axis >= 0]
         return frozenset(k for run in known for k, n in enumerate(run.shape) if n > 1)
 
+    @property
+    def is_along_all(self) -> bool:
+        """Whether no entry repeats along an axis."""
+        return all(n == 1 or k in self.varying for k, n in enumerate(self.shape))
+
     def atoms_beside(self, axes: Iterable[int]) -> tuple[Run, ...]:
         """Those along all others."""
         return self.atoms(self.varying.difference(axes))

@@ -145,6 +145,7 @@ def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
 @rule(_ENTRYWISE)
 def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     name, whole, operands = node.name, dependent(values), node.inputs
+    which = values[0] if name in _CHOICES else Value()
     if name in _CHOICES:
         values, operands = values[1:], operands[1:]
     elif name in _SUMS:  # Python's sum begins with 0
@@ -175,7 +176,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         walk.record_sum(images if name not in _CHOICES else ())
         biases = tuple(t for v in weights for t in v.terms)
         images = tuple(m._replace(biases=tuple(dict.fromkeys(m.biases + biases))) for m in images)
-    logits = _logits(node, values, operands)
+    logits = _logits(node, which, values, operands)
     # A masked parameter, or one of several that data choose or mix.
     is_mixed = not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)
     kept = values if name in _SCALES or (name in _SUMS and is_mixed) else ()
@@ -269,32 +270,36 @@ def latest(walk: Walk, i: int, images: tuple[Image, ...]) -> tuple[Image, ...]:
     return images
 
 
-def _logits(node: Node, values: Sequence[Value], operands: Sequence[int]) -> tuple[Logits, ...]:
+def _logits(node: Node, which: Value, values: Sequence[Value], operands: Sequence[int]) -> tuple[Logits, ...]:
     """What it makes of logits, of their maximum, or of softmax's weights; the certificate says what a clip changes."""
     stages = ("logits", "weights", "largest")
     held = sorted((v for v in values if v.logits), key=lambda v: stages.index(v.logits[0].stage))
     if not held:
         return ()
-    (first, *_), name = held[0].logits, node.name
+    logits, name = held[0].logits, node.name
+    first = logits[0]
     if first.stage != "logits":  # of several softmaxes, if they are subtracted
-        return tuple(dict.fromkeys(x for v in held for x in v.logits if x.stage == first.stage))
+        found = dict.fromkeys(x for v in held for x in v.logits if x.stage == first.stage)
+        if first.stage == "largest" and len(values) > 1:  # what else is in it may differ along other axes
+            found = [x for x in found if x.layout.is_along_all]
+        return tuple(found)
     if name in _EXPONENTIALS:
-        return (first._replace(stage="weights", unit=math.log(2) if name == "exp2" else 1.0),)
+        unit = math.log(2) if name == "exp2" else 1.0
+        return tuple(x._replace(stage="weights", unit=unit) for x in logits)
     at = next(k for k, v in enumerate(values) if v is held[0])
-    if name not in _SUMS or (name == "sub" and at == 1):
-        return scaled_logits(node, held[0])
     maxima = [x for v in values for x in v.logits if x.stage == "largest" and x.product == first.product]
-    if maxima:  # they are subtracted
+    if first.lost >= 0 or name not in _SUMS or (name == "sub" and at == 1 and not maxima):
+        return scaled_logits(node, held[0])
+    if maxima and at == 0:  # they are subtracted
         axes = {run.axis for x in maxima for run in x.layout.runs}
-        raw = first.value if first.raw < 0 else first.raw
-        return (first._replace(raw=raw, shifted=first.shifted | axes),)
+        return (first._replace(shifted=(first.shifted or frozenset()) | axes),)
     others = [v for k, v in enumerate(values) if k != at and v.depends_on & PARAMETER]
     if name in _CHOICES and first.raw < 0:  # the same logits, masked; to a sum they are something else
         others = [
             v for v in others if (first.product, first.raw) not in {(x.product, x.raw) for x in v.logits}
         ]
-    if others:
-        return (_lost(node, first),)
+    if others or first.shifted is not None or which.depends_on & PARAMETER:
+        return (lost_logits(node, first),)
     # As they are here, not where they were scaled.
     raw = first.raw if name in _CHOICES or first.raw >= 0 else operands[at]
     return (first._replace(value=node.outputs[0], raw=raw),)
@@ -304,11 +309,13 @@ def scaled_logits(node: Node, v: Value) -> tuple[Logits, ...]:
     """Logits as the result of another operation."""
     if not v.logits or v.logits[0].stage != "logits":
         return v.logits
-    (x, *_) = v.logits
-    return (_lost(node, x) if x.raw >= 0 else x._replace(value=node.outputs[0]),)
+    return tuple(
+        x._replace(value=node.outputs[0]) if x.raw < 0 and x.shifted is None else lost_logits(node, x)
+        for x in v.logits
+    )
 
 
-def _lost(node: Node, x: Logits) -> Logits:
+def lost_logits(node: Node, x: Logits) -> Logits:
     """Logits that are something else after this operation."""
     return x._replace(value=node.outputs[0], lost=node.outputs[0] if x.lost < 0 else x.lost)
 

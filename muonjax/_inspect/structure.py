@@ -12,7 +12,7 @@ import numpy as np
 
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, UNORDERED, Layout, Unmoved, merged
-from muonjax._inspect.rules import latest, rule, unknown
+from muonjax._inspect.rules import latest, lost_logits, rule, unknown
 from muonjax._inspect.values import DATA, MULTIPLIED, Move, Value, all_images, dependent, grouped, move_each
 from muonjax._inspect.walk import Walk
 
@@ -27,7 +27,8 @@ RESIZED = "shard unshard all_gather all_gather_invariant reduce_scatter psum_sca
 
 @rule(SAME)
 def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    return values
+    is_same = node.params.get("mantissa_bits", 7) >= 7  # else a factor changes what is rounded off
+    return values if is_same else unknown(walk, i, node, values)
 
 
 def moved_by(node: Node, x: np.ndarray, old: Shape, new: Shape, start: Any = None) -> np.ndarray:
@@ -77,6 +78,8 @@ def moved_by(node: Node, x: np.ndarray, old: Shape, new: Shape, start: Any = Non
 
 def reshaped(x: np.ndarray, old: Shape, new: Shape) -> np.ndarray:
     """After a reshape: all axes are there that become others with one on which something depends."""
+    if math.prod(old) != math.prod(new):
+        raise Unmoved
     lead, sizes = x.shape[: x.ndim - len(old)], x.shape[x.ndim - len(old) :]
     full, result, i, j = [], [], 0, 0
     while i < len(old) or j < len(new):
@@ -125,6 +128,8 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
     placed = [v.map(functools.partial(place, start=start)) for v, start in starts]
     images = latest(walk, i, all_images(placed))
     logits = tuple(x for v in placed for x in v.logits)
+    if len(logits) > 1:
+        logits = tuple(lost_logits(node, x) for x in logits)
     terms = [t for v in placed for t in v.terms] if joined.is_weight else []
     for group in grouped(((t.leaf, *t[2:]), t) for t in terms).values():  # parts of one parameter
         layout = merged(tuple(t.layout for t in group))

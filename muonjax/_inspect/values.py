@@ -86,8 +86,8 @@ class Logits(NamedTuple):
     layout: Layout  # the axes as axes of the product's result
     stage: str = "logits"  # "largest": their maximum; "weights": after the exponential
     value: int = -1  # the logits that enter softmax, scaled and masked
-    raw: int = -1  # the logits before anything was added, or their maximum subtracted, if that was done
-    shifted: frozenset[int] = frozenset()  # axes of the product along which a subtracted maximum differs
+    raw: int = -1  # the logits before data or constants were added, if any were
+    shifted: frozenset[int] | None = None  # axes of the product along which a subtracted maximum differs
     lost: int = -1  # the first result that is something else: more is added, or scaled after it was
     unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
 

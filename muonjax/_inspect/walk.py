@@ -37,8 +37,8 @@ class Walk:
         self.shapes = [graph.shape(x) for x in graph.parameters]
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses: dict[tuple[int, int, int], Use] = {}
-        # By product: the logits that enter softmax, and the axes of the product that it normalizes.
-        self.attentions: dict[int, tuple[Logits, set[int]]] = {}
+        # By product: the logits that enter each softmax, and the axes of the product that it normalizes.
+        self.attentions: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(list)
         self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
         # Products of two activations of which an exponential multiplies a third, where that is.
         self.softmaxes: dict[int, int] = {}
@@ -163,9 +163,7 @@ class Walk:
             m.product.heads.update((a, m.layout.region) for a in m.layout.atoms(axes))
 
     def record_attention(self, i: int, logits: Logits, keys: tuple[Run, ...], values: Any) -> None:
-        first, axes = self.attentions.setdefault(logits.product, (logits, {a.axis for a in keys}))
-        if first.value != logits.value and first.lost < 0:  # another softmax takes them too
-            self.attentions[logits.product] = first._replace(lost=logits.value), axes
+        self.attentions[logits.product].append((logits, frozenset(a.axis for a in keys)))
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:
             self.record_heads(side.value.images, side.given)

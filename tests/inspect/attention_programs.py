@@ -31,7 +31,7 @@ ELSE = "a clip would not scale its logits alone"
 IN_TURNS = "the heads of its logits are not those of its projections"
 NOT_ALL = "its queries, keys and values can't all be followed to parameters: attention_programs.py:"
 CHAIN = "by names: a product of parameters is not followed: attention_programs.py:"
-SEVERAL = "its queries and keys are cut into heads or layers in several ways"
+SEVERAL = "its queries and keys are cut into heads, features or layers in several ways"
 GATHER = "by names: gather is not followed: attention_programs.py:"
 ADDED = f"{ELSE}: attention_programs.py:"
 
@@ -162,8 +162,20 @@ spelled("without_the_maximum_of_other_heads", "the maximum subtracted from its l
         spell=lambda a, p: a - a.max(1, keepdims=True))  # fmt: skip
 spelled("scaled_after_the_maximum", ADDED,
         spell=lambda a, p: (a - a.max(-1, keepdims=True)) / 2)  # fmt: skip
-spelled("a_difference_of_two_softmaxes", ADDED,
+BIAS = constant((T, T), 3)
+for name, change in {
+    "less_a_multiple_of_the_maximum": lambda a: a - 3 * a.max(-1, keepdims=True) * BIAS,
+    "the_maximum_less_them": lambda a: a.max(-1, keepdims=True) - a,
+    "bounded_after_a_bias": lambda a: jnp.where(a + BIAS > 1, 1.0, a + BIAS),
+}.items():
+    spelled(name, ADDED, softmax=lambda a, p, f=change: jax.nn.softmax(f(a)))
+spelled("few_bits", NOT_ALL, spell=lambda a, p: lax.reduce_precision(a, 8, 3))
+spelled("cut_after_a_bias", "only a part of its logits enters softmax", softmax=lambda a, p: jnp.concatenate([
+    jax.nn.softmax(jnp.where(CAUSAL[:, :4], (a + BIAS)[..., :4], -1e9)), jnp.zeros((B, H, T, T - 4))], -1))  # fmt: skip
+spelled("a_difference_of_two_softmaxes", "several softmaxes take its logits",
         softmax=lambda a, p: jax.nn.softmax(a) - 0.5 * jax.nn.softmax((a + 1.0) * 2))  # fmt: skip
+spelled("a_sum_of_powers", "several softmaxes take its logits",
+        softmax=lambda a, p: jax.nn.softmax(a) + jnp.exp2(a))  # fmt: skip
 spelled("one_matrix_for_each_head", 1,
         lambda q, k, p, x: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k), w=(H, S, S))  # fmt: skip
 for number in (-1e4, -1e9):
@@ -488,6 +500,20 @@ def heads_of_two_products(p, x):
     return end(p, logits_of(q, k), v)
 
 
+@attention(sites=SEVERAL, a=(D, H * 4), b=(D, H * 2), **QKVO)
+def keys_of_two_products(p, x):
+    k = jnp.concatenate([heads(x @ p["a"]), heads(x @ p["b"])], -1)
+    return end(p, logits_of(heads(x @ p["q"]), k), heads(x @ p["v"]))
+
+
+@attention(sites=1, qa=(D, H * 4), qb=(D, H * 2), a=(D, H * 4), b=(D, 2), v=(D, D), o=(D, D))
+def features_of_a_kernel_each(p, x):
+    """Some of the keys' features belong to a head, and all heads share the others."""
+    q = jnp.concatenate([heads(x @ p["qa"]), heads(x @ p["qb"])], -1)
+    k = jnp.concatenate([heads(x @ p["a"]), jnp.repeat(heads(x @ p["b"], 1), H, 2)], -1)
+    return end(p, logits_of(q, k), heads(x @ p["v"]))
+
+
 @attention(sites=None, **CUT, o=(D, D))
 def heads_cut_into_the_batch(p, x):
     """SASRec: heads are parts put together along the batch."""
@@ -766,7 +792,7 @@ def queries_that_read_keys_and_their_means(p, x):
     return loss_of(p, y), jnp.concatenate([a for a, _ in pairs], -1)
 
 
-@program(X, sites=f"{ELSE}: attention_programs.py:", c=(D, D), **QKVO)
+@program(X, sites=(ADDED, ADDED), c=(D, D), **QKVO)
 def one_softmax_of_two_products(p, x):
     """Keys of two kinds, such as local and compressed ones."""
     q, k, v, c = projected(p, x, "qkvc")
@@ -774,7 +800,7 @@ def one_softmax_of_two_products(p, x):
     return end(p, logits, jnp.concatenate([v, v], 1))[0]
 
 
-@attention(sites=ADDED, **QKVO)
+@attention(sites="several softmaxes take its logits", **QKVO)
 def two_softmaxes_of_one_product(p, x):
     q, k, v = projected(p, x)
     logits = logits_of(q, k)
@@ -907,7 +933,7 @@ def one_softmax_over_blocks_of_keys(p, x):
     return loss_of(p, sum(mixed(weights / total, v) for weights, v in shares))
 
 
-@program(X, sites=ADDED, **QKVO)
+@program(X, sites="several softmaxes take its logits", **QKVO)
 def the_local_energy_of_an_attention(p, x):
     """Psiformer: the loss is made of derivatives by the input."""
     slope = jax.grad(lambda x: jnp.sum(layer(p, x)))
