@@ -25,6 +25,7 @@ import optax
 from muonjax import MuonDimensionNumbers, NewtonSchulz, __version__, muon, newton_schulz
 from muonjax._common.platform import policy_of
 from muonjax._newton_schulz.coefficients import evaluate
+from muonjax._newton_schulz.iteration import float32_steps
 from pallas_kernels import symmetric_product
 from pallas_kernels._api import IMPLEMENTATIONS
 
@@ -106,7 +107,8 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[Check]:
     bits = jnp.finfo(policy_of(jnp.zeros(())).compute_dtype(jnp.float32, settings.compute_dtype)).bits
     at = np.geomspace(lower, 1.01, 10_000)
     rounding = ROUNDING[bits] if settings.deflation else float(np.finfo(np.float32).eps) / lower
-    stated = float(np.abs(evaluate(settings.coefficients, at) - 1).max()) + rounding
+    rows = float32_steps(settings, shape[0])[0] if bits == 32 else settings.coefficients
+    stated = float(np.abs(evaluate(rows, at) - 1).max()) + rounding
     count = len(RECORDED)
     polar = [u @ vh for u, _, vh in map(_svd, x[:count])]
     mean = np.mean([np.linalg.norm(a - b) for a, b in zip(y[:count], polar, strict=True)]) / shape[0] ** 0.5

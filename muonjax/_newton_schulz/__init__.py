@@ -1,4 +1,4 @@
-"""Newton-Schulz orthogonalization: `polar_factor` chooses between two iterations of the same polynomials.
+"""Newton-Schulz orthogonalization: `polar_factor` chooses between two iterations.
 
 `iteration` multiplies in float32 or wider, follows the whole Gram form, and deflates the Gram matrix, which it has
 anyway (`deflation`). `half_precision` rounds the operands and sums in float32: it never adds the identity to a matrix

@@ -44,7 +44,7 @@ Example:
 Source: modded-nanogpt and Dion's code, 2025."""
 
 # From here on the interval is so short that the minimax system loses all of its digits, while its solution agrees
-# with the classical polynomial to double precision.
+# with the classical polynomial, of degree five to double precision and of degree three to 2e-11.
 _CONVERGED = 1 - 5e-6
 
 
@@ -129,7 +129,7 @@ def polar_express(
 def polar_express_rows(
     degrees: tuple[int, ...], lower: float, cushion: float = _CUSHION, safety: float = 1.01
 ) -> Coefficients:
-    """`polar_express` of checked arguments; a degree may be 9 too."""
+    """`polar_express` of checked arguments; the first degrees may be 9, while the interval is long."""
     rows = []
     upper = 1.0
     for step, degree in enumerate(degrees):

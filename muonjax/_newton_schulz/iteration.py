@@ -2,11 +2,11 @@ r"""Polar Express in float32: a matrix becomes nearly orthogonal, by matrix prod
 
 With m <= n and R = X X^H [m, m], a step is a polynomial of all singular values of X at once,
 
-    X <- (a I + b R + c R^2) X,    each s <- a s + b s^3 + c s^5.
+    X <- (a I + b R + c R^2) X,    each s <- a s + b s^3 + c s^5,
 
-The standard form makes R anew for each step. The Gram form follows R through several steps and multiplies X once at
-their end: cheaper where n > 1.5 m, but rounding makes R slightly indefinite, and polynomials multiply that until R is
-made anew.
+or one with R^3 and R^4 too. The standard form makes R anew for each step. The Gram form follows R through several steps
+and multiplies X once at their end: cheaper where n > 1.5 m, but rounding makes R slightly indefinite, and polynomials
+multiply that until R is made anew.
 
 Before the first step the singular values are brought into (0, 1], by products that are needed anyway. First X is scaled
 exactly, by a power of two, so that no product of it overflows or underflows; then it is divided by an upper bound of
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 # How large the rounding errors of R may grow.
 _TOLERATED = 1e-2
-# In place of `balanced`: less time and less error than three quintics and a cubic. Its numbers up to 480 are for
-# float32 alone, for rounding multiplies by them.
+# In place of `balanced`: less error than three quintics and a cubic, and from 512 rows on less time. Its numbers up to
+# 480 are for float32 alone, for rounding multiplies by them.
 _BALANCED = polar_express_rows((9, 9, 5), lower=1e-2)
 # In place of `fast` and `balanced` for matrices of few rows: no slower than with a deflation, and more accurate.
 _SMALL, _SMALL_SIDE = polar_express(8, lower=1e-4), 64
@@ -95,7 +95,7 @@ def float32_steps(settings: NewtonSchulz, m: int) -> tuple[Coefficients, int]:
 
     The presets have others there than in half precision. Small matrices take more steps and no deflation, which is some
     four hundred small operations: up to m = 64 they take as long as the steps that they save, and longer to compile for
-    each shape. Your own rows are taken as they are.
+    each shape.
     """
     rows, rank = settings.coefficients, min(settings.deflation, m // 8)
     if rows not in (FAST, BALANCED) or settings.deflation != NewtonSchulz.deflation:
@@ -117,7 +117,7 @@ def takes_gram_form(settings: NewtonSchulz, m: int, n: int) -> bool:
 def _composed(
     rows: Coefficients, normalized: Normalized, product: SymmetricProduct
 ) -> Inexact[Array, "*batch m m"]:
-    """Q with p_k(..p_1(X)) = Q X: after P = a I + b R + c R^2 comes Q <- Q P, R <- P R P."""
+    """Q with p_k(..p_1(X)) = Q X: after a step's P = a I + b R + ... comes Q <- Q P, R <- P R P."""
     diagonal = on_diagonal(normalized.r)
     if len(rows) == 1:
         return _polynomial(rows[0], normalized, product, diagonal)
@@ -142,7 +142,7 @@ def _polynomial(
         r2 = product(r) if r2 is None else r2
         d, e = more
         factor = scaled(r, d * inverse_bound) + scaled(r2, e * inverse_bound**2)
-        r2, c = product(r2, _plus(c, factor, diagonal)), 1.0
+        r2, c = product(r2, _plus(c, factor, diagonal)), 1.0  # of it and of R^2
     p = _plus(scale * a, scaled(r, scale * b * inverse_bound), diagonal)
     if c == 0:
         return p

@@ -33,7 +33,8 @@ class NewtonSchulz(metaclass=_Presets):
     """Says how to orthogonalize; hashable, and never part of an optimizer's state.
 
     Args:
-      coefficients: Rows (a, b, c), one for each step: `polar_express(...)`, `5 * JORDAN`, `YOU`, or your own.
+      coefficients: Rows (a, b, c), one for each step: `polar_express(...)`, `5 * JORDAN`, `YOU`, or your own. Those of
+        `fast` and `balanced` stand for these presets, which take other steps in float32.
       deflation: How many dominant directions to shrink first, at most; never more than m / 8 (m: the matrix's
         shorter side); on accelerators half as many more. 0 turns it off. Up to m = 64, `fast` and `balanced` in float32
         take eight steps and no deflation, which takes no longer and is more accurate.
@@ -94,8 +95,8 @@ class NewtonSchulz(metaclass=_Presets):
 
     @classmethod
     def balanced(cls) -> "NewtonSchulz":
-        """The default: three quintics and a cubic. In float32, two polynomials of degree nine and a quintic, which take
-        less time and are more accurate; in half precision they would lose their digits."""
+        """The default: three quintics and a cubic. In float32, two polynomials of degree nine and a quintic, which are
+        more accurate and, from 512 rows on, take less time; in half precision they would lose their digits."""
         return cls()
 
     @classmethod

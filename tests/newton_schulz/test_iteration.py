@@ -16,7 +16,8 @@ import muonjax
 from muonjax import NewtonSchulz
 from muonjax._common.linalg import SymmetricProduct
 from muonjax._common.platform import Policy
-from muonjax._newton_schulz.coefficients import evaluate
+from muonjax._newton_schulz import iteration
+from muonjax._newton_schulz.coefficients import evaluate, polar_express_rows
 from muonjax._newton_schulz.iteration import float32_steps, gram_restarts
 from tests.tools import oracles
 from tests.tools.tiers import every_pair, examples, nightly, quick, thorough
@@ -87,7 +88,7 @@ def test_polar_error_is_within_the_minimax_bound(preset, name, shape):
 @pytest.mark.parametrize("name", [*SPECTRA, "as many equal as are shrunk"])
 @pytest.mark.parametrize("preset", ["fast", "balanced"])
 def test_deflation_is_never_worse(preset, name, n):
-    s = np.r_[np.ones(8), np.full(56, 0.3)] if name not in SPECTRA else spectrum(name, 64)
+    s = np.r_[np.ones(9), np.full(63, 0.3)] if name not in SPECTRA else spectrum(name, 72)
     x = oracles.with_spectrum(s, n)
     with_it = PRESETS[preset]
     without = NewtonSchulz(coefficients=with_it.coefficients, deflation=0)
@@ -100,7 +101,7 @@ def test_deflation_is_never_worse(preset, name, n):
 def test_deflation_finds_a_long_tail():
     """One direction a thousand times the rest: three steps alone leave the tail at a tenth, deflation lifts
     it."""
-    x = oracles.with_spectrum(np.r_[1.0, np.full(63, 1e-3)], 96)
+    x = oracles.with_spectrum(np.r_[1.0, np.full(71, 1e-3)], 96)
     fast = NewtonSchulz.fast()
     plain = NewtonSchulz(coefficients=fast.coefficients, deflation=0)
     assert oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), plain), x) > 0.6
@@ -330,6 +331,21 @@ def test_restarts_hold_rounding_down(name):
     assert largest_error(rows, restarts, rng) < 0.05
     if len(restarts) > 0 and len(rows) > 6:
         assert not largest_error(rows, (), rng) < 0.5
+
+
+@every_pair
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+@pytest.mark.parametrize("normalization", ["schatten", "frobenius"])
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_polynomials_of_degree_nine(monkeypatch, form, normalization, dtype):
+    rows = polar_express_rows((9, 9, 5), 1e-2)
+    monkeypatch.setattr(iteration, "float32_steps", lambda settings, m: (rows, 0))
+    s = spectrum("hilbert", 24)
+    x = oracles.with_spectrum(s, 60) * (1 if dtype == "float32" else np.exp(1j * np.arange(24))[:, None])
+    u, _, vh = np.linalg.svd(x, full_matrices=False)
+    wanted = u * evaluate(rows, s / np.linalg.norm(s, 8 if normalization == "schatten" else 2)) @ vh
+    y = muonjax.newton_schulz(x.astype(dtype), NewtonSchulz(form=form, normalization=normalization))
+    np.testing.assert_allclose(y, wanted, atol=1e-4)
 
 
 def test_auto_form_is_gram_only_where_wide():
