@@ -1,4 +1,4 @@
-"""Muon and MuonClip for JAX: Optax gradient transformations for people who train Flax models."""
+"""Muon and MuonClip for JAX: Optax gradient transformations that train the matrices of any model."""
 
 from muonjax import optax_contrib as optax_contrib
 from muonjax._clip.factors import Scale as Scale

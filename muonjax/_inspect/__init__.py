@@ -28,8 +28,9 @@ From these records follow two answers:
 
 `certificate` then proves each clip, or refuses it. It draws a factor for each head and follows the logarithms of
 the factors through every operation that a clip changes: the logits of each head must get exactly their factor, and
-no other output may change. It trusts no layout and no image, so a mistake in them costs a refusal. One thing it does
-not see, and `attention` refuses: heads of one kernel each that are put together.
+no scalar that the function returns may change (an array may, such as a returned parameter). It trusts no layout and
+no image, so a mistake in them costs a refusal. One thing it does not see, and `attention` refuses: heads of one kernel
+each that are put together.
 
 `report` runs the function with its largest logits as further results, and is otherwise the function to the bit;
 `value_and_grad` differentiates that, and `versions` has what differs between versions of JAX.

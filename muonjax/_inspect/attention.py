@@ -217,7 +217,7 @@ class _Finder:
             raise _Refused("a loop goes over a part of an axis of its parameter")
         own = [axis for axis in range(len(shape)) if axis not in stack]
         # What an index takes comes first, then the heads, then a head's features.
-        wide = {a.axis for a in features if len(a.at) > 4} - {a.axis for a in heads}
+        wide = {a.axis for a in features if a.positions.size > 1} - {a.axis for a in heads}
         order = sorted(held, key=lambda axis: (axis in wide, axis))
         found = _runs(shape, order, heads, features)
         if found is None:

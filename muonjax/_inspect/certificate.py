@@ -1,4 +1,4 @@
-"""The proof that a clip is exact: the logits of each head get its factor, and nothing else changes.
+"""The proof that a clip is exact: the logits of each head get its factor, and no loss changes otherwise.
 
 Each array is followed with a table of what the clip does to its entries: the logarithm of the factor, and the first and
 the last position of the parameters that the entry is made of. Along an axis on which nothing depends a table has one

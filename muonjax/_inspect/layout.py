@@ -116,7 +116,7 @@ class Layout(NamedTuple):
     def is_separable(self, axes: Iterable[int]) -> bool:
         """Whether an entry of one of these axes adds as much to all positions."""
         runs = ((run, k) for run in self.runs for k in axes if run.shape[k] > 1)
-        return all(_split(run, k)[1] or len(run.at) == 4 * run.shape[k] for run, k in runs)
+        return all(_split(run, k)[1] or run.positions.size == run.shape[k] for run, k in runs)
 
     @functools.lru_cache(4096)  # noqa: B019
     def pick(self, sources: tuple[int | None, ...], shape: tuple[int, ...]) -> Layout:
@@ -221,7 +221,7 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
 def _region(layout: Layout) -> Region:
     found = []
     for axis, n in enumerate(layout.origin):
-        visited = [run for run in layout.loops if run.axis == axis and len(run.at) > 4]
+        visited = [run for run in layout.loops if run.axis == axis and run.positions.size > 1]
         mine = [run for run in (*layout.runs, *layout.taken) if run.axis == axis]
         is_there = np.isin(np.arange(n), sums([*mine, *visited]))
         others = [run for run in layout.runs if run.axis not in (axis, OTHER)]

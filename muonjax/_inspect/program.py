@@ -332,15 +332,15 @@ def find_maxima(
     """
     with no_collection():
         sites = _clippable(closed, arguments, call)
-    probes = [each.probe._replace(shared=shared) for _, calls in sites for each in calls if each.probe]
+    probes = [one.probe._replace(shared=shared) for _, calls in sites for one in calls if one.probe]
     results = run(closed, probes, *jax.tree.leaves(arguments))
     count = len(results) - len(probes)
     maxima = iter(results[count:])
-    each = {
-        name: functools.reduce(larger, [next(maxima).reshape(*call.layers, call.heads) for call in calls])
+    found = {
+        name: functools.reduce(larger, [next(maxima).reshape(*one.layers, one.heads) for one in calls])
         for name, calls in sites
     }
-    return results[:count], each
+    return results[:count], found
 
 
 def _clippable(closed: ClosedJaxpr, arguments: Sequence[Any], call: str) -> list[tuple[str, list[Call]]]:

@@ -43,7 +43,7 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 
 # Operations that mix columns: what they are given is a part.
 _MIXES = """
-    approx_top_k bitcast_convert_type cholesky cummin custom_linear_solve dynamic_update_slice eig eigh fft lu mulhi qr
+    approx_top_k bitcast_convert_type cholesky custom_linear_solve dynamic_update_slice eig eigh fft lu mulhi qr
     ragged_all_to_all reduce reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor scatter
     scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_gather_add select_and_scatter
     select_and_scatter_add sort svd swap top_k triangular_solve tridiagonal_solve zeta
@@ -126,8 +126,8 @@ _EXPONENTIALS = ("exp", "exp2", "logistic")
 _MOST = 6  # images of one value that are followed
 _ENTRYWISE = """
     abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    clz complex cos cosh cumlogsumexp cummax cumprod cumsum digamma div erf erf_inv erfc exp exp2 expm1 floor ge gt
-    igamma igammac integer_pow is_finite join le lgamma log log1p log2 logistic lt max min mul ne nextafter not
+    clz complex cos cosh cumlogsumexp cummax cummin cumprod cumsum digamma div erf erf_inv erfc exp exp2 expm1 floor
+    ge gt igamma igammac integer_pow is_finite join le lgamma log log1p log2 logistic lt max min mul ne nextafter not
     and or xor polygamma population_count pow random_gamma_grad rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
 """

@@ -7,6 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from muonjax._inspect.graph import Graph
 from muonjax._inspect.layout import Run, whole
 from muonjax._inspect.values import (
@@ -61,7 +64,8 @@ class Walk:
             terms = (Term(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(PARAMETER, terms)
         for x in (*graph.arguments, *graph.constants):
-            is_key = "key" in str(getattr(graph.avals[x], "dtype", ""))
+            dtype = getattr(graph.avals[x], "dtype", None)  # None: of a token
+            is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
             marks = (Mark("input", whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(NOISE if is_key else DATA, marks=marks)
 
