@@ -130,17 +130,14 @@ class _Finder:
 
     def call(self, line: str) -> Call:
         walk, logits, product = self.walk, self.logits, self.logits.product
-        for i in sorted(walk.no_rule):
-            if any(x.product == product for value in walk.nodes[i].inputs for x in walk.values[value].logits):
-                raise _Refused(_not_alone(walk, i))
-        if len(set(walk.attentions[product])) > 1:
+        if product in walk.unseen:
+            raise _Refused(_not_alone(walk, walk.unseen[product]))
+        if len({(x._replace(layout=logits.layout), keys) for x, keys in walk.attentions[product]}) > 1:
             raise _Refused("several softmaxes take its logits")
         if logits.lost >= 0:
             raise _Refused(_not_alone(walk, walk.graph.producer[logits.lost]))
         if logits.shifted and logits.shifted & self.normalized:
             raise _Refused("the maximum subtracted from its logits is not taken over its keys")
-        if logits.layout.region:
-            raise _Refused("only a part of its logits enters softmax")
         for operand, name in ((self.query, "queries"), (self.key, "keys")):
             for image in operand.value.images:
                 layouts = [image.layout, *(bias.layout for bias in image.biases)]
@@ -230,8 +227,9 @@ class _Finder:
         walk, logits = self.walk, self.logits
         places = walk.graph.variables_of(logits.value)
         added = {} if logits.raw < 0 else walk.graph.variables_of(logits.raw)
+        own = walk.nodes[walk.graph.producer[logits.value]].place
         custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
-        place = min(places, key=lambda place: (custom[place], place not in added, len(place)))
+        place = min(places, key=lambda place: (custom[place], place not in added, place != own))
         if any(step.kind in ("while", "cond") for step in place):
             raise _Refused("it is inside of a branch, or of a loop of unknown length, which has no gradient")
         if logits.raw >= 0:  # logits and mask, or a bias as ALiBi's

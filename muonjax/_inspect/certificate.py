@@ -20,7 +20,7 @@ import numpy as np
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, Unmoved
 from muonjax._inspect.report import MASKED, Probe
-from muonjax._inspect.structure import RESIZED, SAME, moved_by, reshaped
+from muonjax._inspect.structure import RESIZED, SAME, is_coarse, moved_by, reshaped
 from muonjax._inspect.walk import Walk
 
 _UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]
@@ -203,8 +203,8 @@ class Certificate:
             shape = [-1 if k == p["dimension_numbers"].out_spec[1] else 1 for k in range(len(new))]
             return table.reshape((*table.shape[:first], *shape))
         if name in _SAME and self.graph.is_float(node.outputs[0]):
-            rounds = self.graph.avals[node.outputs[0]].dtype.itemsize < 2  # eight bits, what a factor changes
-            if rounds or any(table.shape[first + k] > 1 for k in range(len(old)) if old[k] != new[k]):
+            resized = [k for k in range(len(old)) if old[k] != new[k]]
+            if is_coarse(self.walk, node) or any(table.shape[first + k] > 1 for k in resized):
                 raise Unmoved
             return table
         return moved_by(node, table, old, new, self.walk.known(node.inputs[-1]))

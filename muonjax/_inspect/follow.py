@@ -51,6 +51,9 @@ def _follow(walk: Walk, first: int, last: int) -> None:
         for _ in range(len(carries) + 3):
             for use in [use for use in walk.uses if loop.carries.stop <= use[0] < loop.last]:
                 del walk.uses[use]  # of a round that knew less
+            for found in (walk.attentions, walk.softmaxes, walk.unseen):
+                for k in range(loop.carries.stop, loop.last):
+                    found.pop(k, None)
             for carry, value in zip(carries, now, strict=True):
                 walk.values[walk.nodes[carry].outputs[0]] = value
             _follow(walk, loop.carries.stop, loop.last)

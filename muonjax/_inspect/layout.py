@@ -8,6 +8,7 @@ visited by a loop is gone; the positions along it stay known as a set.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -82,9 +83,10 @@ class Layout(NamedTuple):
         return frozenset(k for run in known for k, n in enumerate(run.shape) if n > 1)
 
     @property
-    def is_along_all(self) -> bool:
-        """Whether no entry repeats along an axis."""
-        return all(n == 1 or k in self.varying for k, n in enumerate(self.shape))
+    def is_all(self) -> bool:
+        """Whether all positions of the origin are there, those along one axis with all along another."""
+        pairs = itertools.combinations(self.runs, 2)
+        return not self.region and all(_is_product(a, b) for a, b in pairs if a.axis != b.axis)
 
     def atoms_beside(self, axes: Iterable[int]) -> tuple[Run, ...]:
         """Those along all others."""

@@ -64,14 +64,15 @@ def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     walk.record_terms(i, node.name, weights, "alone" if alone else "unknown")
     images = [m for v in values for m in v.images]
     if has_no_rule:
-        pairs = [walk.pairs[x.product] for v in values for x in v.logits]
-        images += [m for sides in pairs for side in sides for m in side.value.images]
+        taken = [x.product for v in values for x in v.logits]
+        walk.unseen |= dict.fromkeys(taken, i)
+        images += [m for product in taken for side in walk.pairs[product] for m in side.value.images]
     walk.record_parts(images)
     for m in images if not is_call and node.name not in _MIXING else ():
         if m.apart or has_no_rule:  # which of its columns are used together, or chosen, is not known any more
             walk.record(i, "unknown", m.product.use.term, node.name)
     parts = {(m.product, m.layout.region): m for m in images}
-    if len(parts) > 2 and is_call:
+    if is_call and sum(v.is_activation for v in values) > 2:
         walk.opaque[i] = tuple(parts.values())
         walk.consumers.add(i)
     return [result] * len(node.outputs)
@@ -177,6 +178,8 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         biases = tuple(t for v in weights for t in v.terms)
         images = tuple(m._replace(biases=tuple(dict.fromkeys(m.biases + biases))) for m in images)
     logits = _logits(node, which, values, operands)
+    if name in (*_EXPONENTIALS, "pow") and all(x.lost >= 0 and x.product != whole.scores for x in logits):
+        walk.unseen[whole.scores] = i
     # A masked parameter, or one of several that data choose or mix.
     is_mixed = not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)
     kept = values if name in _SCALES or (name in _SUMS and is_mixed) else ()
@@ -280,25 +283,25 @@ def _logits(node: Node, which: Value, values: Sequence[Value], operands: Sequenc
     first = logits[0]
     if first.stage != "logits":  # of several softmaxes, if they are subtracted
         found = dict.fromkeys(x for v in held for x in v.logits if x.stage == first.stage)
-        if first.stage == "largest" and len(values) > 1:  # what else is in it may differ along other axes
-            found = [x for x in found if x.layout.is_along_all]
-        return tuple(found)
+        is_power = first.stage == "weights" and name in (*_EXPONENTIALS, "pow", "integer_pow", "square")
+        return tuple(lost_logits(node, x) if is_power else x for x in found)
     if name in _EXPONENTIALS:
         unit = math.log(2) if name == "exp2" else 1.0
+        is_bare = name != "logistic" or first.shifted is None
+        logits = [x if x.layout.is_all and is_bare else lost_logits(node, x) for x in logits]
         return tuple(x._replace(stage="weights", unit=unit) for x in logits)
     at = next(k for k, v in enumerate(values) if v is held[0])
     maxima = [x for v in values for x in v.logits if x.stage == "largest" and x.product == first.product]
     if first.lost >= 0 or name not in _SUMS or (name == "sub" and at == 1 and not maxima):
         return scaled_logits(node, held[0])
-    if maxima and at == 0:  # they are subtracted
-        axes = {run.axis for x in maxima for run in x.layout.runs}
+    if maxima and name == "sub" and at == 0:  # they are subtracted
+        axes = {run.axis for run in first.layout.atoms_beside(values[1].axes("repeats"))}
         return (first._replace(shifted=(first.shifted or frozenset()) | axes),)
     others = [v for k, v in enumerate(values) if k != at and v.depends_on & PARAMETER]
     if name in _CHOICES and first.raw < 0:  # the same logits, masked; to a sum they are something else
-        others = [
-            v for v in others if (first.product, first.raw) not in {(x.product, x.raw) for x in v.logits}
-        ]
-    if others or first.shifted is not None or which.depends_on & PARAMETER:
+        same = first.product, first.raw, first.stage
+        others = [v for v in others if same not in [(x.product, x.raw, x.stage) for x in v.logits]]
+    if others or first.shifted is not None or (first.raw >= 0 and which.depends_on & PARAMETER):
         return (lost_logits(node, first),)
     # As they are here, not where they were scaled.
     raw = first.raw if name in _CHOICES or first.raw >= 0 else operands[at]

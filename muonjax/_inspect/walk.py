@@ -51,6 +51,8 @@ class Walk:
         self.normalized: set[int] = set()
         self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
         self.consumers: set[int] = set()  # products that take activations
+        # Products that an operation without a rule takes, or an exponential of what is not followed; and which.
+        self.unseen: dict[int, int] = {}
         self.no_rule: set[int] = set()  # operations without a rule
         self.read: set[int] = set()  # products with columns of which labels choose one
         self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term

@@ -97,7 +97,7 @@ def spelled(
     attention(sites=sites, **QKVO | parameters)(fun)
 
 
-R = constant((S, S), 9)
+R, BIAS = constant((S, S), 9), constant((T, T), 3)
 SPARSE = np.random.default_rng(5).random((B, H, T, T)) < 0.2
 spelled("negative", spell=lambda a, p: -a)
 spelled("zero_minus", spell=lambda a, p: 0 - a)
@@ -158,22 +158,30 @@ for number, other in enumerate(
 ):
     spelled(f"logits_and_a_function_of_them_{number}", ADDED, spell=lambda a, p, f=other: a + f(a))
     spelled(f"a_function_of_logits_and_them_{number}", ADDED, spell=lambda a, p, f=other: f(a) + a)
-spelled("without_the_maximum_of_other_heads", "the maximum subtracted from its logits is not taken over its keys",
-        spell=lambda a, p: a - a.max(1, keepdims=True))  # fmt: skip
+SHIFTED = "the maximum subtracted from its logits is not taken over its keys"
+spelled("without_the_maximum_of_other_heads", SHIFTED, spell=lambda a, p: a - a.max(1, keepdims=True))
+spelled("without_a_multiple_of_the_maximum", SHIFTED,
+        softmax=lambda a, p: jax.nn.softmax(a - 3 * a.max(-1, keepdims=True) * BIAS))  # fmt: skip
+spelled("a_maximum_under_a_mask", ADDED,
+        softmax=lambda a, p: jax.nn.softmax(jnp.where(~CAUSAL, a.max(-1, keepdims=True), a)))  # fmt: skip
 spelled("scaled_after_the_maximum", ADDED,
         spell=lambda a, p: (a - a.max(-1, keepdims=True)) / 2)  # fmt: skip
-BIAS = constant((T, T), 3)
 for name, change in {
-    "less_a_multiple_of_the_maximum": lambda a: a - 3 * a.max(-1, keepdims=True) * BIAS,
-    "the_maximum_less_them": lambda a: a.max(-1, keepdims=True) - a,
+    "the_maximum_less_them": lambda a: -(a.max(-1, keepdims=True) - a),
     "bounded_after_a_bias": lambda a: jnp.where(a + BIAS > 1, 1.0, a + BIAS),
 }.items():
     spelled(name, ADDED, softmax=lambda a, p, f=change: jax.nn.softmax(f(a)))
-spelled("few_bits", NOT_ALL, spell=lambda a, p: lax.reduce_precision(a, 8, 3))
-spelled("cut_after_a_bias", "only a part of its logits enters softmax", softmax=lambda a, p: jnp.concatenate([
+spelled("few_bits", ADDED, spell=lambda a, p: lax.reduce_precision(a, 8, 3))
+spelled("cut_after_a_bias", ADDED, softmax=lambda a, p: jnp.concatenate([
     jax.nn.softmax(jnp.where(CAUSAL[:, :4], (a + BIAS)[..., :4], -1e9)), jnp.zeros((B, H, T, T - 4))], -1))  # fmt: skip
 spelled("a_difference_of_two_softmaxes", "several softmaxes take its logits",
         softmax=lambda a, p: jax.nn.softmax(a) - 0.5 * jax.nn.softmax((a + 1.0) * 2))  # fmt: skip
+spelled("powers_of_the_weights", ADDED, softmax=lambda a, p: jnp.exp(a - a.max(-1, keepdims=True)) ** 2)
+spelled("another_softmax_after_a_change_in_place", ADDED,
+        softmax=lambda a, p: jax.nn.softmax(a) + jax.nn.softmax(a.at[..., 0].add(-3.0)))  # fmt: skip
+spelled("a_learned_mask", spell=lambda a, p: jnp.where(p["mix"] > 0, a, -jnp.inf), mix=(T, T))
+spelled("weights_put_together_of_their_halves", softmax=lambda a, p: jnp.concatenate(
+    jnp.split(jax.nn.softmax(a), 2, 2), 2))  # fmt: skip
 spelled("a_sum_of_powers", "several softmaxes take its logits",
         softmax=lambda a, p: jax.nn.softmax(a) + jnp.exp2(a))  # fmt: skip
 spelled("one_matrix_for_each_head", 1,

@@ -58,12 +58,14 @@ def test_attention_with_a_derivative_of_its_own_is_measured_from_its_operands(in
     jax.tree.map(close, maxima, jax.jit(value_and_grad(plain))(w, x)[0][1])
 
 
-def test_a_kernel_that_hides_its_logits_is_refused_by_its_name():
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_a_kernel_that_hides_its_logits_is_refused_by_its_name(has_keys):
     def kernel(q, k, v, o):
         o[...] = q[...] + k[...] + v[...]
 
     def flash(q, k, v):
         out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+        k = k if has_keys else q
         return pl.pallas_call(kernel, out_shape=out, interpret=True, name="flash")(q, k, v)
 
     w, x = weights(), tokens()
