@@ -1,4 +1,4 @@
-"""The kernel: a symmetric product on Hopper, in Pallas on Mosaic GPU. Not yet run on a GPU.
+"""The kernel: a symmetric product on Hopper, in Pallas on Mosaic GPU.
 
 One persistent CTA on each multiprocessor walks over the tiles of the lower triangle. In it one warpgroup
 loads (TMA), two multiply (wgmma) and store each 64-square twice: as it is, and transposed to where its mirror
