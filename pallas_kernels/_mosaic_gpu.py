@@ -48,16 +48,6 @@ class Tiles:
     group: int = 8
 
     def __post_init__(self):
-        if self.block not in (64, 128) or self.rows not in (1, 2) or self.block * self.rows < 128:
-            raise ValueError(
-                f"Tiles(block={self.block}, rows={self.rows}): block must be 64 or 128, rows 1 or 2, and "
-                "block·rows at least 128, 64 rows for each of the two warpgroups."
-            )
-        if self.stages < 2 or self.slots not in (1, 2) or self.group < 1:
-            raise ValueError(
-                f"Tiles(stages={self.stages}, slots={self.slots}, group={self.group}): needs stages >= 2, "
-                "slots 1 or 2, group >= 1."
-            )
         if self.shared_memory(addend=False) > SHARED_MEMORY:
             raise ValueError(
                 f"{self} needs {self.shared_memory(addend=False)} bytes of shared memory; a CTA on Hopper "

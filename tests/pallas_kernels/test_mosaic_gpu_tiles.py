@@ -4,23 +4,6 @@ from benchmarks.gpu.tiles import candidates
 from pallas_kernels._mosaic_gpu import SHARED_MEMORY, Tiles, pick
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"block": 96}, "block must be 64 or 128"),
-        ({"block": 64, "rows": 1}, "at least 128"),
-        ({"rows": 3}, "rows 1 or 2"),
-        ({"stages": 1}, "stages >= 2"),
-        ({"slots": 3}, "slots 1 or 2"),
-        ({"group": 0}, "group >= 1"),
-        ({"rows": 2, "stages": 5}, "bytes of shared memory.*Take fewer"),
-    ],
-)
-def test_invalid_tiles(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        Tiles(**sizes)
-
-
 @pytest.mark.parametrize("tiles", list(candidates()), ids=str)
 def test_every_candidate_leaves_room_for_c(tiles):
     assert tiles.with_addend().shared_memory(addend=True) <= SHARED_MEMORY
