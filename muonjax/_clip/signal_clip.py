@@ -60,21 +60,18 @@ class SignalRule:
         if not isinstance(self.site, Site):
             raise TypeError(f"SignalRule(site={shown(self.site)}) must be a Site.")
         check_range("SignalRule", "threshold", self.threshold, "positive and finite", ".", schedule=True)
-        with errors_of("SignalRule"):
-            self._check_powers()
-
-    def _check_powers(self):
         powers = {s.factor: s.power for s in self.site.scales}
         uneven = [s.path for s in self.site.scales if powers[s.factor] != s.power]
         if uneven:
-            raise ValueError(f"{uneven} have another power than the rest of their factor; give one.")
+            raise ValueError(f"SignalRule: {uneven} have another power than others of a factor; give one.")
         products = [(f,) for f in powers] if self.products is None else self.products
         is_tuples = isinstance(products, Sequence) and all(isinstance(p, Sequence) for p in products)
         if not is_tuples or set(itertools.chain(*products)) != set(powers):
-            raise ValueError(f"products={self.products!r} must be tuples of factors, of all {[*powers]}.")
+            given = f"SignalRule(products={self.products!r})"
+            raise ValueError(f"{given} must be tuples of factors, of all {[*powers]}.")
         for product in products:
             if abs((total := sum(powers[f] for f in product)) - 1) > 1e-6:
-                raise ValueError(f"along the product {product} powers sum to {total}; they must sum to 1.")
+                raise ValueError(f"SignalRule: along {product} powers sum to {total}; they must sum to 1.")
 
 
 def signal_clip(
