@@ -68,6 +68,7 @@ def test_a_fused_leaf_is_its_parts(cut):
         ((4, 4), np.float32, MuonDimensionNumbers((), 1), ValueError, "needs disjoint axes"),
         ((4, 0), np.float32, MuonDimensionNumbers(), ValueError, "empty dimension"),
         ((4, 4), np.float32, FusedDimensionNumbers(0, 1, parts=3), ValueError, "fill its 4 entries"),
+        ((4, 24), np.float32, FusedDimensionNumbers(0, 1, 3, 1, 5), ValueError, "24 entries `repeats` times"),
         ((4, 4, 9), np.float32, FusedDimensionNumbers(0, 1, 3, 2), ValueError, "one of the reduction"),
         ((4, 4), np.int32, MuonDimensionNumbers(), TypeError, "int32"),
         ((4, 4), jnp.float8_e4m3fn, MuonDimensionNumbers(), TypeError, "float8_e4m3fn, whose few bits"),
@@ -129,12 +130,3 @@ def test_parts_that_repeat_are_the_stretches_of_one_matrix_each(parts):
     for piece, out in zip(pieces, taken, strict=True):
         u, _, vh = np.linalg.svd(out.astype(np.float64), full_matrices=False)
         np.testing.assert_allclose(piece.take([update["w"]]), u @ vh, atol=0.35)
-
-
-def test_repeats_that_do_not_divide_the_axis_are_refused():
-    with pytest.raises(ValueError, match="fill its 24 entries `repeats` times"):
-        matrix_pieces(
-            {"w": FusedDimensionNumbers(0, 1, parts=3, axis=1, repeats=5)},
-            {"w": np.ones((4, 24))},
-            call="test",
-        )

@@ -172,8 +172,6 @@ def test_memory_is_blocks_and_no_square():
     ({"key": jnp.ones((2, 13, 3, 8))}, "it needs .* key_heads divides heads"),
     ({"query": jnp.ones((13, 4, 8)), "key": jnp.ones((13, 0, 8))}, "it needs"),
     ({"query": jnp.ones((4, 8)), "key": jnp.ones((4, 8))}, r"needs \[\*batch, T, heads, D\]"),
-    ({"block_q": 0}, "block_q=0"),
-    ({"block_k": -1}, "block_k=-1"),
     ({"mask": jnp.ones((2, 4, 13, 12))}, r"mask=.*\[2, 4, 13, 12\]"),
     ({"mask": jnp.ones((5, 2, 4, 13, 13))}, "does not broadcast"),
     ({"local_window_size": (-1, 2)}, "none negative"),

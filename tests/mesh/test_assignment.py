@@ -179,9 +179,3 @@ def test_the_predicted_time_is_that_of_the_compiled_program(divided):
     assert found.seconds == pytest.approx(counts.flops / 5e13 + exchange, rel=0.05)
     if divided == "owner":
         assert sent(found) == counts.mebibytes * 2**20
-
-
-@pytest.mark.parametrize("divided", ["owner", "tensor_parallel", "hybrid", "auto"])
-def test_without_matrices_nothing_is_sent(divided):
-    found = make([], {"fsdp": 4, "tensor": 2}, divided)
-    assert (found.rounds, found.seconds) == ([], 0)

@@ -65,17 +65,6 @@ def test_muonh_needs_a_rate_for_the_other_leaves():
         muonjax.muonh(0.02)
 
 
-@pytest.mark.parametrize("name", ["normuon", "muonh"])
-def test_errors_name_the_optimizer(name):
-    make = {"normuon": muonjax.normuon, "muonh": lambda rate: muonjax.muonh(rate, adam_learning_rate=rate)}[
-        name
-    ]
-    state = make(1e-3).init(PARAMS)
-    other = {"dense": {"kernel": jnp.ones((4, 16)), "bias": jnp.ones(16)}}
-    with pytest.raises(ValueError, match=f"{name}: this state was made for other parameters"):
-        make(1e-3).update(other, state, other)
-
-
 NUMBERS = {"dense": {"kernel": muonjax.MuonDimensionNumbers(), "bias": None}}
 
 
