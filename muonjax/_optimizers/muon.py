@@ -145,7 +145,7 @@ def muon(
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
 
     Raises:
-      ValueError, TypeError: A setting is out of its range; while tracing, a leaf can't be routed or viewed as
+      ValueError, TypeError: A setting is out of its range; while tracing, a leaf can't be viewed as
         matrices, or the state is that of other parameters.
 
     Example:
