@@ -110,7 +110,7 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         also = f", and multiplied: {graph.line(products[0].node)}" if products else ""
         return Decision(None, f"looked up: {graph.line(lookups[0].node)}{also}")
     if not products:
-        axes = {run.axis for u in uses for run in u.term.layout.runs if run.positions.size > 1}
+        axes = {run.axis for u in uses for run in u.term.layout.runs if len(run.at) > 4}
         found = adam(uses[0].what, uses[0].node, by_names=uses[0].kind == "alone")
         return found._replace(is_vector=len(axes) < 2)
     if is_loss and all(map(is_output_head, products)):
@@ -143,12 +143,8 @@ def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) 
         problem = f"{first}, but {second}"
         return Decision(None, problem, problem=problem)
     ((form, use),) = forms.items()
-    slices = {u.term.layout.region for u in uses}
-    apart = form.rows - walk.summed_slices[leaf]
-    if len({frozenset(part for part in region if part[0] in apart) for region in slices}) > 1:
-        problem = f"parts of its rows are used apart: {walk.graph.line(use.node)}"
-        return Decision(None, problem, problem=problem)
     if form.cut is None:
+        slices = {u.term.layout.region for u in uses}
         form = form._replace(cut=_parts(slices, shape, form.columns, form.columns))
     numbers = _numbers(form)
     heads = {(a, region) for u in uses for a, region in u.product.heads if a.axis in form.columns}

@@ -622,11 +622,6 @@ def weights_stored_the_other_way(p, x):
     return jnp.mean((jnp.tanh(x @ p["w"].T) @ p["out"].T) ** 2)
 
 
-@program(X, w=((2 * D, D), "refused"), out=((D, 1), "head"))
-def two_matrices_one_upon_the_other(p, x):
-    return jnp.mean(jnp.tanh(jnp.tanh(x @ p["w"][:D]) @ p["w"][D:]) @ p["out"])
-
-
 @program(X, w=((D, H, S), "refused"), out=((D, 1), "head"))
 def one_weight_as_two_matrices(p, x):
     y = jnp.tanh(jnp.einsum("btd,dhs->bths", x, p["w"]))
