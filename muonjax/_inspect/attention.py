@@ -153,7 +153,8 @@ class _Finder:
         spans = (*queries, *keys)
         layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
         entries = [{s.heads for s in found} for found in (queries, keys)]
-        features = {s.features for s in spans if s.scale.factor != "rotary"}
+        first = {s.scale.factor: s for s in reversed(spans)}  # of several parts, which others may follow
+        features = {first[factor].features for factor in ("query", "key") if factor in first}
         several = max(map(len, (*entries, layers, features))) > 1
         if several or (keys and queries[0].heads % keys[0].heads):
             raise _Refused("its queries and keys are cut into heads, features or layers in several ways")

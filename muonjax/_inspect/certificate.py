@@ -96,7 +96,7 @@ class Certificate:
         self.tables |= {} if found is None else {self.graph.parameters[leaf]: found}
 
     def failure(self) -> int | None:
-        """The first operation that is not followed; None if nothing but the logits changes."""
+        """The first operation that is not followed; None if a clip changes the logits and no loss besides."""
         graph, done, seen = self.graph, -1, set()
         pending = [i for x in self.tables for i in graph.readers[x]]
         heapq.heapify(pending)

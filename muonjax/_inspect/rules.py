@@ -72,7 +72,8 @@ def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
         if m.apart or has_no_rule:  # which of its columns are used together, or chosen, is not known any more
             walk.record(i, "unknown", m.product.use.term, node.name)
     parts = {(m.product, m.layout.region): m for m in images}
-    if is_call and sum(v.is_activation for v in values) > 2:
+    arrays = [v for v, x in zip(values, node.inputs, strict=True) if v.is_activation and walk.shape(x)]
+    if is_call and len(arrays) > 2:
         walk.opaque[i] = tuple(parts.values())
         walk.consumers.add(i)
     return [result] * len(node.outputs)
@@ -124,6 +125,7 @@ _CHOICES = ("select_n", "join")
 _SUMS = ("add", "sub", "add_any", "complex", *_CHOICES)
 _SCALES = ("mul", "div")
 _EXPONENTIALS = ("exp", "exp2", "logistic")
+_POWERS = (*_EXPONENTIALS, "pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt")
 _MOST = 6  # images of one value that are followed
 _ENTRYWISE = """
     abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
@@ -146,9 +148,9 @@ def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
 @rule(_ENTRYWISE)
 def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     name, whole, operands = node.name, dependent(values), node.inputs
-    which = values[0] if name in _CHOICES else Value()
+    which = Value()
     if name in _CHOICES:
-        values, operands = values[1:], operands[1:]
+        which, values, operands = values[0], values[1:], operands[1:]
     elif name in _SUMS:  # Python's sum begins with 0
         values = [v for v, x in zip(values, operands, strict=True) if not is_zero(walk, x)]
         if len(values) == 1:
@@ -178,7 +180,8 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         biases = tuple(t for v in weights for t in v.terms)
         images = tuple(m._replace(biases=tuple(dict.fromkeys(m.biases + biases))) for m in images)
     logits = _logits(node, which, values, operands)
-    if name in (*_EXPONENTIALS, "pow") and all(x.lost >= 0 and x.product != whole.scores for x in logits):
+    is_seen = name != "pow" and any(x.lost < 0 or x.product == whole.scores for x in logits)
+    if name in (*_EXPONENTIALS, "pow") and not is_seen:
         walk.unseen[whole.scores] = i
     # A masked parameter, or one of several that data choose or mix.
     is_mixed = not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)
@@ -275,16 +278,18 @@ def latest(walk: Walk, i: int, images: tuple[Image, ...]) -> tuple[Image, ...]:
 
 def _logits(node: Node, which: Value, values: Sequence[Value], operands: Sequence[int]) -> tuple[Logits, ...]:
     """What it makes of logits, of their maximum, or of softmax's weights; the certificate says what a clip changes."""
-    stages = ("logits", "weights", "largest")
-    held = sorted((v for v in values if v.logits), key=lambda v: stages.index(v.logits[0].stage))
+    order = ("logits", "weights", "largest").index
+    held = [v for v in values if v.logits]
+    held.sort(key=lambda v: (order(v.logits[0].stage), -v.logits[0].product))
     if not held:
         return ()
     logits, name = held[0].logits, node.name
     first = logits[0]
     if first.stage != "logits":  # of several softmaxes, if they are subtracted
         found = dict.fromkeys(x for v in held for x in v.logits if x.stage == first.stage)
-        is_power = first.stage == "weights" and name in (*_EXPONENTIALS, "pow", "integer_pow", "square")
-        return tuple(lost_logits(node, x) if is_power else x for x in found)
+        same = [{x.product for x in v.logits if x.stage == "weights"} for v in values]
+        is_power = name in _POWERS or (name == "mul" and set.intersection(*same))
+        return tuple(lost_logits(node, x) if first.stage == "weights" and is_power else x for x in found)
     if name in _EXPONENTIALS:
         unit = math.log(2) if name == "exp2" else 1.0
         is_bare = name != "logistic" or first.shifted is None
@@ -294,8 +299,8 @@ def _logits(node: Node, which: Value, values: Sequence[Value], operands: Sequenc
     maxima = [x for v in values for x in v.logits if x.stage == "largest" and x.product == first.product]
     if first.lost >= 0 or name not in _SUMS or (name == "sub" and at == 1 and not maxima):
         return scaled_logits(node, held[0])
-    if maxima and name == "sub" and at == 0:  # they are subtracted
-        axes = {run.axis for run in first.layout.atoms_beside(values[1].axes("repeats"))}
+    if maxima and name not in _CHOICES and (name, at) != ("sub", 1):  # they are subtracted
+        axes = {run.axis for run in first.layout.atoms_beside(values[1 - at].axes("repeats"))}
         return (first._replace(shifted=(first.shifted or frozenset()) | axes),)
     others = [v for k, v in enumerate(values) if k != at and v.depends_on & PARAMETER]
     if name in _CHOICES and first.raw < 0:  # the same logits, masked; to a sum they are something else

@@ -34,6 +34,8 @@ def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
 
 def is_coarse(walk: Walk, node: Node) -> bool:
     """Whether it keeps fewer than eight significant bits: a factor changes what is rounded off."""
+    if node.name not in ("convert_element_type", "reduce_precision"):
+        return False
     size = walk.graph.avals[node.outputs[0]].dtype.itemsize
     return size < 2 or node.params.get("mantissa_bits", 7) < 7
 

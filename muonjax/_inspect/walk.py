@@ -66,8 +66,7 @@ class Walk:
             terms = (Term(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(PARAMETER, terms)
         for x in (*graph.arguments, *graph.constants):
-            dtype = getattr(graph.avals[x], "dtype", None)  # None: of a token
-            is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+            is_key = jnp.issubdtype(getattr(graph.avals[x], "dtype", float), jax.dtypes.prng_key)
             marks = (Mark("input", whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(NOISE if is_key else DATA, marks=marks)
 

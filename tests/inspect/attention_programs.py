@@ -176,7 +176,10 @@ spelled("cut_after_a_bias", ADDED, softmax=lambda a, p: jnp.concatenate([
     jax.nn.softmax(jnp.where(CAUSAL[:, :4], (a + BIAS)[..., :4], -1e9)), jnp.zeros((B, H, T, T - 4))], -1))  # fmt: skip
 spelled("a_difference_of_two_softmaxes", "several softmaxes take its logits",
         softmax=lambda a, p: jax.nn.softmax(a) - 0.5 * jax.nn.softmax((a + 1.0) * 2))  # fmt: skip
-spelled("powers_of_the_weights", ADDED, softmax=lambda a, p: jnp.exp(a - a.max(-1, keepdims=True)) ** 2)
+for number, power in enumerate((lambda w: w**2, lambda w: w * w, jnp.sqrt)):
+    spelled(f"powers_of_the_weights_{number}", ADDED, softmax=lambda a, p, f=power: f(jax.nn.softmax(a)))
+spelled("a_power_beside", NOT_ALL,
+        softmax=lambda a, p: jax.nn.softmax(a) + lax.pow(jnp.full_like(a, 2.0), 5 * a))  # fmt: skip
 spelled("another_softmax_after_a_change_in_place", ADDED,
         softmax=lambda a, p: jax.nn.softmax(a) + jax.nn.softmax(a.at[..., 0].add(-3.0)))  # fmt: skip
 spelled("a_learned_mask", spell=lambda a, p: jnp.where(p["mix"] > 0, a, -jnp.inf), mix=(T, T))
@@ -512,6 +515,18 @@ def heads_of_two_products(p, x):
 def keys_of_two_products(p, x):
     k = jnp.concatenate([heads(x @ p["a"]), heads(x @ p["b"])], -1)
     return end(p, logits_of(heads(x @ p["q"]), k), heads(x @ p["v"]))
+
+
+@attention(
+    sites=1,
+    **dict.fromkeys(("qa", "a"), (D, H * 4)),
+    **dict.fromkeys(("qb", "b"), (D, H * 2)),
+    v=(D, D),
+    o=(D, D),
+)
+def features_of_two_kernels(p, x):
+    q, k = (jnp.concatenate([heads(x @ p[n]) for n in names], -1) for names in (("qa", "qb"), ("a", "b")))
+    return end(p, logits_of(q, k), heads(x @ p["v"]))
 
 
 @attention(sites=1, qa=(D, H * 4), qb=(D, H * 2), a=(D, H * 4), b=(D, 2), v=(D, D), o=(D, D))

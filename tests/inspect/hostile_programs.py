@@ -622,6 +622,12 @@ def weights_stored_the_other_way(p, x):
     return jnp.mean((jnp.tanh(x @ p["w"].T) @ p["out"].T) ** 2)
 
 
+@program(X, w=((2 * D, D), "0 | 1"), out=((D, 1), "head"))
+def rows_of_the_input_and_of_the_state(p, x):
+    """A recurrent cell's kernel, cut."""
+    return jnp.mean(jnp.tanh(x @ p["w"][:D] + jnp.tanh(x) @ p["w"][D:]) @ p["out"])
+
+
 @program(X, w=((D, H, S), "refused"), out=((D, 1), "head"))
 def one_weight_as_two_matrices(p, x):
     y = jnp.tanh(jnp.einsum("btd,dhs->bths", x, p["w"]))
