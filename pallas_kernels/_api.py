@@ -135,11 +135,10 @@ _HOPPER_ON_A_GPU = "hopper on a GPU"
 def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None:
     """The kernel that takes a tenth or more off an update with products of x [*batch, m, k] in `dtype`.
 
-    That of "hopper" on an H100: for m = 2048 by the model at its pessimistic end, for m = 4096 measured
-    (`gpu_model.json` and `gpu_nvidia_h100_80gb_hbm3.json` in benchmarks/results). For m = 768 it saves 3 to 5 percent,
-    and takes longer to compile.
+    On an H100 "hopper" takes 12 to 15 percent off for m = 4096, measured (benchmarks/results/gpu_nvidia_*.json). For
+    m = 2048 it is 4 at most, for m = 768 3 to 5, and it has to be compiled.
     """
-    is_large = platform == "gpu" and x.shape[-2] >= 2048 and x.size > 0
+    is_large = platform == "gpu" and x.shape[-2] >= 4096 and x.size > 0
     return _HOPPER_ON_A_GPU if is_large and _mosaic_gpu.is_chosen(x, dtype) else None
 
 

@@ -17,7 +17,8 @@ eigenvalue negative, as in a matrix of rank one.
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,13 +52,11 @@ class Sketch(NamedTuple):
 
     Attributes:
       scale: [*batch, 1, 1], a power of two.
-      h: B B^H [*batch, k, k], float32.
       y: X B^H [*batch, m, k], float32.
       rounded: X times `scale`, in half precision; None: to be made again.
     """
 
     scale: jax.Array
-    h: jax.Array
     y: jax.Array
     rounded: jax.Array | None
 
@@ -92,29 +91,29 @@ def sketch(x: jax.Array, rank: int, dtype: jnp.dtype, axis_name: tuple[str, ...]
     # In memory, for the second pass to read what the first one reads: one kernel less to compile.
     scale = jax.lax.optimization_barrier(power_of_two_scale(x, axis_name))
     rounded = _rounded(x, scale, dtype)
-    # Columns of moderate length: no entry of B is then out of float16's range.
-    start = (random_start(x.shape[-2], k) * x.shape[-2] ** -0.5).astype(dtype)
-    start = jnp.broadcast_to(start, (*x.shape[:-2], *start.shape))
+    start = _start(x, k, dtype)
     # B's rows are not orthonormal yet, and what a root of B B^H takes them apart by multiplies their rounding.
     b = _with_rest(_product(dtype).of_adjoint(start, rounded), dtype, (0, 1), -2)
     y = sum_over(axis_name, _sums(dtype).with_adjoint(rounded, b))
     if b.shape[-2] > k:
         y = y[..., :k] + y[..., k:]
-    return Sketch(scale, dot.of_adjoint(start.astype(y.dtype), y), y, rounded)
+    return Sketch(scale, y, rounded)
 
 
 def shrinkings(sketches: Sequence[Sketch], dtype: jnp.dtype) -> list[Shrinking]:
-    """W of each, with the small matrices of all in one batch, because each operation on them is a launch."""
-    ys = [dot(s.y, root) for s, (root, _) in zip(sketches, _roots([s.h for s in sketches]), strict=True)]
-    roots = _roots([dot.of_adjoint(y, y) for y in ys])
+    """W of each, with thin matrices of one size in one batch: an operation is a launch, and a product to compile."""
+    ys, apart = _in_batches([s.y for s in sketches])
+    # B B^H is R^H X B^H.
+    h = [dot.of_adjoint(_start(y, y.shape[-1], dtype).astype(y.dtype), y) for y in ys]
+    ys = [dot(y, root) for y, (root, _) in zip(ys, _roots(h), strict=True)]
     found = []
-    for s, y, (root, shrunk) in zip(sketches, ys, roots, strict=True):
+    for y, (root, shrunk) in zip(ys, _roots([dot.of_adjoint(y, y) for y in ys]), strict=True):
         exact = dot(y, root)
         v = exact.astype(dtype)
         # 2 - V^H V is the inverse of V^H V up to the square of what rounding and the root leave it off from 1.
         d = 2 * identity_like(root, small=True) - dot.of_adjoint(v.astype(exact.dtype), exact) - shrunk
-        found.append(Shrinking(s.scale, s.rounded, v, dot(exact, (1 - _KEPT) * d)))
-    return found
+        found.append((v, dot(exact, jax.lax.optimization_barrier((1 - _KEPT) * d))))
+    return [Shrinking(s.scale, s.rounded, *vp) for s, vp in zip(sketches, apart(found), strict=True)]
 
 
 def shrink(x: jax.Array, w: Shrinking, dtype: jnp.dtype) -> jax.Array:
@@ -146,20 +145,45 @@ def _rounded(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.optimization_barrier((scale * x).astype(dtype))
 
 
-def _roots(matrices: Sequence[jax.Array]) -> list[list[jax.Array]]:
-    """G^(-1/2) and t G^(-1/2) of each G [*batch, k, k], those of equal size in one batch."""
-    found: list[list[jax.Array]] = [[] for _ in matrices]
-    for k in dict.fromkeys(g.shape[-1] for g in matrices):
-        same = [i for i, g in enumerate(matrices) if g.shape[-1] == k]
-        flat = [matrices[i].reshape(-1, k, k) for i in same]
-        root, number = bounded_inverse_root(jnp.concatenate(flat))
-        start = 0
-        for i, g in zip(same, flat, strict=True):
-            for y in (number * root, _target(root) * root):
-                part = jax.lax.slice_in_dim(y, start, start + len(g))
-                found[i].append(part.reshape(matrices[i].shape))
-            start += len(g)
-    return found
+def _start(like: jax.Array, k: int, dtype: jnp.dtype) -> jax.Array:
+    """R [*batch, m, k] for `like` [*batch, m, _], of moderate length: no entry of B is out of float16's range."""
+    m = like.shape[-2]
+    start = jnp.broadcast_to((random_start(m, k) * m**-0.5).astype(dtype), (*like.shape[:-2], m, k))
+    # In memory on a GPU: its products are then those of V, and XLA compiles each of them in many ways.
+    return jax.lax.optimization_barrier(start) if dtype == jnp.float16 else start
+
+
+def _roots(matrices: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
+    """G^(-1/2) and t G^(-1/2) of each G [*batch, k, k]."""
+    batches, apart = _in_batches(matrices)
+    roots = map(bounded_inverse_root, batches)
+    return apart([(number * root, _target(root) * root) for root, number in roots])
+
+
+def _in_batches(
+    arrays: Sequence[jax.Array],
+) -> tuple[list[jax.Array], Callable[..., list[tuple[jax.Array, ...]]]]:
+    """[*batch, m, k] of equal m and k as one array [count, m, k]; and what takes such results apart again."""
+    sizes = dict.fromkeys(a.shape[-2:] for a in arrays)
+    together = [[i for i, a in enumerate(arrays) if a.shape[-2:] == size] for size in sizes]
+    batches = [
+        jnp.concatenate([arrays[i].reshape(-1, *size) for i in same])
+        for size, same in zip(sizes, together, strict=True)
+    ]
+
+    def apart(results: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
+        found = {}
+        for same, result in zip(together, results, strict=True):
+            leading = [arrays[i].shape[:-2] for i in same]
+            stops = np.cumsum([math.prod(axes) for axes in leading[:-1]])
+            parts = [jnp.split(x, stops) for x in result]
+            if len(same) > 1:  # in memory: with a cut in it each product would be another one to compile
+                parts = jax.lax.optimization_barrier(parts)
+            for i, axes, *part in zip(same, leading, *parts, strict=True):
+                found[i] = tuple(x.reshape(*axes, *x.shape[1:]) for x in part)
+        return [found[i] for i in range(len(arrays))]
+
+    return batches, apart
 
 
 def bounded_inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -88,7 +88,7 @@ def test_owners_on_a_mesh_of_gpus_run_the_kernel_and_xla_cuts_no_matrix_of_it():
     mesh = Mesh(np.array(devices("gpu")), ("fsdp",))
     specs = {name: P("fsdp", None) for name in "abcdefgh"}
     params = {
-        name: jax.ShapeDtypeStruct((2048, 2048), jnp.float32, sharding=NamedSharding(mesh, spec))
+        name: jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=NamedSharding(mesh, spec))
         for name, spec in specs.items()
     }
     for distribution in (muonjax.Distribution(mesh, specs), None):  # without: XLA cuts the products

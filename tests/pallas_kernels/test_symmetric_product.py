@@ -92,8 +92,8 @@ CHOSEN = "hopper on a GPU" if NEW else "reference"
     ("cpu", (511, 2048), "float32", "reference"),
     ("cpu", (512, 64), "float32", "blocked"),
     ("cpu", (2048, 64), "bfloat16", "blocked"),
-    ("gpu", (2047, 4096), "bfloat16", "reference"),
-    ("gpu", (2, 2048, 64), "bfloat16", CHOSEN),
+    ("gpu", (4095, 4096), "bfloat16", "reference"),
+    ("gpu", (2, 4096, 64), "bfloat16", CHOSEN),
     ("gpu", (4096, 64), "float16", CHOSEN),
     ("gpu", (4096, 64), "float32", "reference"),
     ("gpu", (4096, 0), "bfloat16", "reference"),
@@ -133,19 +133,19 @@ def test_the_rule_looks_at_the_mesh_of_an_array(devices):
 
 
 @pytest.mark.skipif(not NEW, reason="the kernel needs JAX 0.11")
-def test_half_precision_takes_the_kernel_from_2048_rows_on():
+def test_half_precision_takes_the_kernel_from_4096_rows_on():
     def kernels(m, **settings):
         with described(H100):
             x = jax.ShapeDtypeStruct((m, m), jnp.float32)
             f = functools.partial(polar_factor, settings=NewtonSchulz(**settings), policy=Policy("gpu", H100))
             return str(jax.jit(f).trace(x).jaxpr).count("custom_partitioning")
 
-    assert kernels(2047) == kernels(2048, implementation="reference") == 0 < kernels(2048)
+    assert kernels(4095) == kernels(4096, implementation="reference") == 0 < kernels(4096)
 
 
 @pytest.mark.skipif(not NEW, reason="the kernel needs JAX 0.11")
 def test_a_chosen_kernel_is_left_out_where_the_arrays_are_on_a_cpu():
-    x = draw((2048, 16), jnp.bfloat16)
+    x = draw((4096, 16), jnp.bfloat16)
     with one_h100(), mock.patch.object(jax, "device_count", return_value=1):
         out = jax.jit(lambda x: symmetric_product_on("gpu", x))(x)
     np.testing.assert_array_equal(out, symmetric_product(x, implementation="reference"))
