@@ -9,7 +9,7 @@ for each primitive. It keeps for each array a `Value`:
   (`structure.moved_by`, which moves the tables of the certificate too).
 - **images**: the products with parameters that the array comes from, again with a layout: which columns are where.
   An image that no operation has bent yet is linear in its parameter.
-- **logits**: a product of two images, up to the maximum and the exponential of its softmax.
+- **logits**: a product of two images, up to the maximum and the exponential of its softmax (`softmax`).
 - what it depends on at all: data, random numbers, parameters, products.
 
 The rules (`structure` moves entries, `rules` works entry by entry or reduces, `products` multiplies) record in

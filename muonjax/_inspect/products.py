@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from muonjax._inspect import softmax
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import whole
-from muonjax._inspect.rules import RULES, bent, rule, scaled_logits, unknown
+from muonjax._inspect.rules import RULES, bent, rule, unknown
 from muonjax._inspect.structure import looked_up
 from muonjax._inspect.values import DATA, MULTIPLIED, PARAMETER, Image, Logits, Side, Value, dependent
 from muonjax._inspect.walk import Walk
@@ -59,7 +60,7 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
             walk.one_sided.add(i)
             return product._replace(scores=i)
         result = by_parameter(walk, i, product, side, rest)
-        return result._replace(logits=scaled_logits(walk.nodes[i], rest.aligned))
+        return result._replace(logits=softmax.scaled(walk.nodes[i], rest.aligned))
     return _of_activations(walk, i, product, left, right)
 
 
@@ -163,7 +164,7 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
         if not rest.value.depends_on & PARAMETER:
-            logits = scaled_logits(walk.nodes[i], side.aligned)
+            logits = softmax.scaled(walk.nodes[i], side.aligned)
             return product._replace(images=side.added_up.images, logits=logits)
     return product
 

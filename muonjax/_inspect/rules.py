@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from muonjax._inspect import softmax
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import Layout
 from muonjax._inspect.layout import whole as all_of
 from muonjax._inspect.values import (
+    CHOICES,
     DATA,
     MULTIPLIED,
     NOISE,
     PARAMETER,
+    SUMS,
     Image,
-    Logits,
     Mark,
     Term,
     Value,
@@ -121,11 +122,7 @@ FOLDED: dict[str, Callable[..., Any]] = {
 # Entry by entry. What is linear in an operand leaves its images linear: sums and choices in all together, a product in
 # each, a quotient in the first. All other functions bend them.
 
-_CHOICES = ("select_n", "join")
-_SUMS = ("add", "sub", "add_any", "complex", *_CHOICES)
 _SCALES = ("mul", "div")
-_EXPONENTIALS = ("exp", "exp2", "logistic")
-_POWERS = (*_EXPONENTIALS, "pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt")
 _MOST = 6  # images of one value that are followed
 _ENTRYWISE = """
     abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
@@ -149,44 +146,44 @@ def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
 def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     name, whole, operands = node.name, dependent(values), node.inputs
     which = Value()
-    if name in _CHOICES:
+    if name in CHOICES:
         which, values, operands = values[0], values[1:], operands[1:]
-    elif name in _SUMS:  # Python's sum begins with 0
+    elif name in SUMS:  # Python's sum begins with 0
         values = [v for v, x in zip(values, operands, strict=True) if not is_zero(walk, x)]
         if len(values) == 1:
             (v,) = values
-            return [v._replace(logits=scaled_logits(node, v)) if name == "sub" else v]
-    if name in _CHOICES and (parts := _parts(values)):
+            return [v._replace(logits=softmax.scaled(node, v)) if name == "sub" else v]
+    if name in CHOICES and (parts := _parts(values)):
         for term in parts:
             walk.record(i, "unknown", term, name)
         return [whole]
     if whole.is_weight:
         return [whole._replace(terms=_of_weights(walk, i, name, values))]
     if not dependent(values).depends_on & PARAMETER:
-        kept = ("input", "one hot") if name in _SCALES else ("input",) if name in _SUMS else ()
+        kept = ("input", "one hot") if name in _SCALES else ("input",) if name in SUMS else ()
         return [whole._replace(marks=tuple(m for v in values for m in v.marks if m.what in kept))]
     weights = [v for v in values if v.is_weight]
-    walk.record_terms(i, "added" if name in _SUMS else MULTIPLIED if name in _SCALES else name, weights)
+    walk.record_terms(i, "added" if name in SUMS else MULTIPLIED if name in _SCALES else name, weights)
     if name in _SCALES:
         walk.record_factors(i, *values)
-    elif name in _SUMS:
+    elif name in SUMS:
         walk.record_meeting_parts(values)
-    if name in (*_EXPONENTIALS, "pow"):
+    if name in (*softmax.EXPONENTIALS, "pow"):
         whole = whole._replace(weights=whole.scores)
     images = all_images(v._replace(images=_images(walk, i, node, v, values)) for v in values)
     images = latest(walk, i, images)
-    if name in _SUMS:
-        walk.record_sum(images if name not in _CHOICES else ())
+    if name in SUMS:
+        walk.record_sum(images if name not in CHOICES else ())
         biases = tuple(t for v in weights for t in v.terms)
         images = tuple(m._replace(biases=tuple(dict.fromkeys(m.biases + biases))) for m in images)
-    logits = _logits(node, which, values, operands)
+    logits = softmax.after(node, which, values, operands)
     is_seen = name != "pow" and any(x.lost < 0 or x.product == whole.scores for x in logits)
-    if name in (*_EXPONENTIALS, "pow") and not is_seen:
+    if name in (*softmax.EXPONENTIALS, "pow") and not is_seen:
         walk.unseen[whole.scores] = i
     # A masked parameter, or one of several that data choose or mix.
     is_mixed = not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)
-    kept = values if name in _SCALES or (name in _SUMS and is_mixed) else ()
-    no_rule = -1 if name in _SUMS and images else whole.no_rule  # no residual stream is one hot
+    kept = values if name in _SCALES or (name in SUMS and is_mixed) else ()
+    no_rule = -1 if name in SUMS and images else whole.no_rule  # no residual stream is one hot
     terms = tuple(t for v in kept for t in v.terms)
     return [whole._replace(terms=terms, images=images, logits=logits, no_rule=no_rule)]
 
@@ -208,14 +205,14 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
     several = sum(bool(v.terms) for v in values) > 1
     noisy = name in _SCALES and any(v.depends_on & NOISE and not v.is_weight for v in values)
     cover, terms = [_cover(v) for v in values], []
-    if name in _SUMS:  # of a column and a row, as of any that repeat along an axis of the sum
+    if name in SUMS:  # of a column and a row, as of any that repeat along an axis of the sum
         cover = [*cover, frozenset().union(*cover)]
     for v, mine in zip(values, cover, strict=False):
         for t in v.terms:
             if any(t.leaf == u.leaf and mine < _cover(w) for w in values for u in w.terms):
                 continue  # its own mean, say
             if any(mine < other for other in cover) or (several and t.noisy):
-                walk.record(i, "other", t, "added" if name in _SUMS else MULTIPLIED)
+                walk.record(i, "other", t, "added" if name in SUMS else MULTIPLIED)
             else:
                 terms.append(t._replace(noisy=t.noisy or noisy))
     return tuple(dict.fromkeys(terms))
@@ -234,12 +231,12 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
     own = {(m.product, m.layout) for m in factor.images}  # of a function of itself, as SiLU
     # A mask puts zeros or the like in their place.
     may_add = [u for u in values if not u.is_weight and not u.images]
-    strangers = [u for u in may_add if u.depends_on or name not in _CHOICES]
+    strangers = [u for u in may_add if u.depends_on or name not in CHOICES]
     is_divisor = name == "div" and v is values[1]
-    if strangers == [] if name in _SUMS else name in _SCALES and not (factor.is_activation or is_divisor):
+    if strangers == [] if name in SUMS else name in _SCALES and not (factor.is_activation or is_divisor):
         return v.images
     for m in v.images:
-        if name in _SUMS:
+        if name in SUMS:
             apart = all(_keeps_apart(m, u) for u in strangers)
         elif name in _SCALES:
             apart = (m.product, m.layout) in own or (factor.is_activation and _keeps_apart(m, factor))
@@ -274,58 +271,6 @@ def latest(walk: Walk, i: int, images: tuple[Image, ...]) -> tuple[Image, ...]:
     if len(images) > _MOST:
         images = tuple(bent(walk, m, i) for m in images)[-_MOST:]
     return images
-
-
-def _logits(node: Node, which: Value, values: Sequence[Value], operands: Sequence[int]) -> tuple[Logits, ...]:
-    """What it makes of logits, of their maximum, or of softmax's weights; the certificate says what a clip changes."""
-    order = ("logits", "weights", "largest").index
-    held = [v for v in values if v.logits]
-    held.sort(key=lambda v: (order(v.logits[0].stage), -v.logits[0].product))
-    if not held:
-        return ()
-    logits, name = held[0].logits, node.name
-    first = logits[0]
-    if first.stage != "logits":  # of several softmaxes, if they are subtracted
-        found = dict.fromkeys(x for v in held for x in v.logits if x.stage == first.stage)
-        same = [{x.product for x in v.logits if x.stage == "weights"} for v in values]
-        is_power = name in _POWERS or (name == "mul" and set.intersection(*same))
-        return tuple(lost_logits(node, x) if first.stage == "weights" and is_power else x for x in found)
-    if name in _EXPONENTIALS:
-        unit = math.log(2) if name == "exp2" else 1.0
-        is_bare = name != "logistic" or first.shifted is None
-        logits = [x if x.layout.is_all and is_bare else lost_logits(node, x) for x in logits]
-        return tuple(x._replace(stage="weights", unit=unit) for x in logits)
-    at = next(k for k, v in enumerate(values) if v is held[0])
-    maxima = [x for v in values for x in v.logits if x.stage == "largest" and x.product == first.product]
-    if first.lost >= 0 or name not in _SUMS or (name == "sub" and at == 1 and not maxima):
-        return scaled_logits(node, held[0])
-    if maxima and name not in _CHOICES and (name, at) != ("sub", 1):  # they are subtracted
-        axes = {run.axis for run in first.layout.atoms_beside(values[1 - at].axes("repeats"))}
-        return (first._replace(shifted=(first.shifted or frozenset()) | axes),)
-    others = [v for k, v in enumerate(values) if k != at and v.depends_on & PARAMETER]
-    if name in _CHOICES and first.raw < 0:  # the same logits, masked; to a sum they are something else
-        same = first.product, first.raw, first.stage
-        others = [v for v in others if same not in [(x.product, x.raw, x.stage) for x in v.logits]]
-    if others or first.shifted is not None or (first.raw >= 0 and which.depends_on & PARAMETER):
-        return (lost_logits(node, first),)
-    # As they are here, not where they were scaled.
-    raw = first.raw if name in _CHOICES or first.raw >= 0 else operands[at]
-    return (first._replace(value=node.outputs[0], raw=raw),)
-
-
-def scaled_logits(node: Node, v: Value) -> tuple[Logits, ...]:
-    """Logits as the result of another operation."""
-    if not v.logits or v.logits[0].stage != "logits":
-        return v.logits
-    return tuple(
-        x._replace(value=node.outputs[0]) if x.raw < 0 and x.shifted is None else lost_logits(node, x)
-        for x in v.logits
-    )
-
-
-def lost_logits(node: Node, x: Logits) -> Logits:
-    """Logits that are something else after this operation."""
-    return x._replace(value=node.outputs[0], lost=node.outputs[0] if x.lost < 0 else x.lost)
 
 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")

@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from muonjax._inspect import softmax
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, UNORDERED, Layout, Unmoved, merged
-from muonjax._inspect.rules import latest, lost_logits, rule, scaled_logits, unknown
+from muonjax._inspect.rules import latest, rule, unknown
 from muonjax._inspect.values import DATA, MULTIPLIED, Move, Value, all_images, dependent, grouped, move_each
 from muonjax._inspect.walk import Walk
 
@@ -28,7 +29,7 @@ RESIZED = "shard unshard all_gather all_gather_invariant reduce_scatter psum_sca
 @rule(SAME)
 def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     if node.name in ("psum", "psum2", "psum_invariant", "imag") or is_coarse(walk, node):
-        return [v._replace(logits=scaled_logits(node, v)) for v in values]
+        return [v._replace(logits=softmax.scaled(node, v)) for v in values]
     return values
 
 
@@ -138,7 +139,7 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
     images = latest(walk, i, all_images(placed))
     logits = tuple(x for v in placed for x in v.logits)
     if len(logits) > 1:
-        logits = tuple(lost_logits(node, x) if x.stage == "logits" else x for x in logits)
+        logits = tuple(softmax.lost(node, x) if x.stage == "logits" else x for x in logits)
     terms = [t for v in placed for t in v.terms] if joined.is_weight else []
     for group in grouped(((t.leaf, *t[2:]), t) for t in terms).values():  # parts of one parameter
         layout = merged(tuple(t.layout for t in group))

@@ -1,0 +1,92 @@
+"""Follow the logits of an attention through what softmax is made of: masks, their maximum, an exponential, its sum.
+
+This finds where the logits are, and what is reported of them; the certificate says what a clip changes. Logits are lost
+where they become something else, and an attention with lost logits is refused with that operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from muonjax._inspect.graph import Node
+from muonjax._inspect.values import CHOICES, PARAMETER, SUMS, Logits, Value
+
+EXPONENTIALS = ("exp", "exp2", "logistic")
+_POWERS = (*EXPONENTIALS, "pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt")
+_STAGES = ("logits", "weights", "largest")
+
+
+def after(node: Node, which: Value, values: Sequence[Value], operands: Sequence[int]) -> tuple[Logits, ...]:
+    """What an operation entry by entry makes of logits, of their maximum, or of softmax's weights.
+
+    Args:
+      node: The operation.
+      which: What a choice chooses by.
+      values: The operands, without that.
+      operands: Their numbers.
+    """
+    held = [v for v in values if v.logits]
+    held.sort(key=lambda v: (_STAGES.index(v.logits[0].stage), -v.logits[0].product))
+    if not held:
+        return ()
+    if held[0].logits[0].stage != "logits":
+        return _of_weights(node, held, values)
+    if node.name in EXPONENTIALS:
+        return tuple(_exponential(node, x) for x in held[0].logits)
+    at = next(k for k, v in enumerate(values) if v is held[0])
+    return _of_sum(node, which, values, operands, at)
+
+
+def scaled(node: Node, v: Value) -> tuple[Logits, ...]:
+    """Logits times a number, or moved."""
+    if not v.logits or v.logits[0].stage != "logits":
+        return v.logits
+    return tuple(
+        x._replace(value=node.outputs[0]) if x.raw < 0 and x.shifted is None else lost(node, x)
+        for x in v.logits
+    )
+
+
+def lost(node: Node, x: Logits) -> Logits:
+    """Logits that are something else after this operation."""
+    return x._replace(value=node.outputs[0], lost=node.outputs[0] if x.lost < 0 else x.lost)
+
+
+def _of_weights(node: Node, held: Sequence[Value], values: Sequence[Value]) -> tuple[Logits, ...]:
+    """Several softmaxes may be subtracted. A power of weights, or a product of two, belongs to other logits."""
+    stage = held[0].logits[0].stage
+    found = dict.fromkeys(x for v in held for x in v.logits if x.stage == stage)
+    same = [{x.product for x in v.logits if x.stage == "weights"} for v in values]
+    is_power = node.name in _POWERS or (node.name == "mul" and set.intersection(*same))
+    return tuple(lost(node, x) if stage == "weights" and is_power else x for x in found)
+
+
+def _exponential(node: Node, x: Logits) -> Logits:
+    """An exponential takes all logits, and a sigmoid takes them without their maximum subtracted."""
+    if not x.layout.is_all or (node.name == "logistic" and x.shifted is not None):
+        x = lost(node, x)
+    return x._replace(stage="weights", unit=math.log(2) if node.name == "exp2" else 1.0)
+
+
+def _of_sum(
+    node: Node, which: Value, values: Sequence[Value], operands: Sequence[int], at: int
+) -> tuple[Logits, ...]:
+    """Logits, operand number `at`, less their maximum, or with a mask; anything else that is added loses them."""
+    name, first = node.name, values[at].logits[0]
+    maxima = [x for v in values for x in v.logits if x.stage == "largest" and x.product == first.product]
+    is_second = (name, at) == ("sub", 1)
+    if first.lost >= 0 or name not in SUMS or (is_second and not maxima):
+        return scaled(node, values[at])
+    if maxima and name not in CHOICES and not is_second:
+        axes = {run.axis for run in first.layout.atoms_beside(values[1 - at].axes("repeats"))}
+        return (first._replace(shifted=(first.shifted or frozenset()) | axes),)
+    others = [v for k, v in enumerate(values) if k != at and v.depends_on & PARAMETER]
+    if name in CHOICES and first.raw < 0:  # the same logits, masked; to a sum they are something else
+        same = first.product, first.raw, first.stage
+        others = [v for v in others if same not in [(x.product, x.raw, x.stage) for x in v.logits]]
+    if others or first.shifted is not None or (first.raw >= 0 and which.depends_on & PARAMETER):
+        return (lost(node, first),)
+    # As they are here, not where they were scaled.
+    raw = first.raw if name in CHOICES or first.raw >= 0 else operands[at]
+    return (first._replace(value=node.outputs[0], raw=raw),)
