@@ -141,9 +141,9 @@ class Policy:
 
     @property
     def shares_small_matrices(self) -> bool:
-        """Whether what is k x k in the deflation is made for all stacks at once, each of which is then rounded twice.
+        """Whether the deflation's thin and k x k matrices are made for all stacks at once; each is then rounded twice.
 
-        On a GPU launches take the time (docs/kernels.md).
+        On a GPU launches take the time, and XLA long to compile each kind of product (docs/performance.md).
         """
         return self.platform == "gpu"
 

@@ -121,7 +121,7 @@ def first_pass(
 
 
 def between(sketches: list[Sketch | None], policy: Policy) -> list[Shrinking | None]:
-    """The second pass over what `first_pass` gave, for any number of arrays."""
+    """What lies between the two passes, from what `first_pass` gave, for any number of arrays."""
     found = iter(shrinkings([s for s in sketches if s is not None], policy.finer_half))
     return [None if s is None else next(found) for s in sketches]
 

@@ -34,6 +34,7 @@ from muonjax._common.linalg import (
     scaled,
     sum_over,
 )
+from muonjax._common.platform import zero_beside
 from muonjax._newton_schulz.coefficients import never_above_one, polar_express
 from muonjax._newton_schulz.deflation import random_start
 from muonjax._newton_schulz.iteration import power_of_two_scale
@@ -102,17 +103,17 @@ def sketch(x: jax.Array, rank: int, dtype: jnp.dtype, axis_name: tuple[str, ...]
 
 def shrinkings(sketches: Sequence[Sketch], dtype: jnp.dtype) -> list[Shrinking]:
     """W of each, with thin matrices of one size in one batch: an operation is a launch, and a product to compile."""
-    ys, apart = _in_batches([s.y for s in sketches])
-    # B B^H is R^H X B^H.
-    h = [dot.of_adjoint(_start(y, y.shape[-1], dtype).astype(y.dtype), y) for y in ys]
-    ys = [dot(y, root) for y, (root, _) in zip(ys, _roots(h), strict=True)]
+    products, apart = _in_batches([s.y for s in sketches])
+    # B B^H is R^H X B^H. R is made again, for it would take as much memory as all X B^H.
+    h = [dot.of_adjoint(_start(xb, xb.shape[-1], dtype).astype(xb.dtype), xb) for xb in products]
+    ys = [dot(xb, root) for xb, (root, _) in zip(products, _roots(h), strict=True)]
     found = []
     for y, (root, shrunk) in zip(ys, _roots([dot.of_adjoint(y, y) for y in ys]), strict=True):
         exact = dot(y, root)
         v = exact.astype(dtype)
         # 2 - V^H V is the inverse of V^H V up to the square of what rounding and the root leave it off from 1.
         d = 2 * identity_like(root, small=True) - dot.of_adjoint(v.astype(exact.dtype), exact) - shrunk
-        found.append((v, dot(exact, jax.lax.optimization_barrier((1 - _KEPT) * d))))
+        found.append((v, dot(exact, _in_memory((1 - _KEPT) * d, dtype))))
     return [Shrinking(s.scale, s.rounded, *vp) for s, vp in zip(sketches, apart(found), strict=True)]
 
 
@@ -148,9 +149,17 @@ def _rounded(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def _start(like: jax.Array, k: int, dtype: jnp.dtype) -> jax.Array:
     """R [*batch, m, k] for `like` [*batch, m, _], of moderate length: no entry of B is out of float16's range."""
     m = like.shape[-2]
-    start = jnp.broadcast_to((random_start(m, k) * m**-0.5).astype(dtype), (*like.shape[:-2], m, k))
-    # In memory on a GPU: its products are then those of V, and XLA compiles each of them in many ways.
-    return jax.lax.optimization_barrier(start) if dtype == jnp.float16 else start
+    # The zeros [*batch, 1, 1] have the sharding of the batch.
+    zeros = zero_beside(like, (like.ndim - 2, like.ndim - 1)).astype(dtype)
+    return _in_memory((random_start(m, k) * m**-0.5).astype(dtype) + zeros, dtype)
+
+
+def _in_memory(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """X, made before its products on a GPU (where `dtype` is float16): its compiler tries out each kind of product.
+
+    One with a scaled or repeated factor would be a kind of its own.
+    """
+    return jax.lax.optimization_barrier(x) if dtype == jnp.float16 else x
 
 
 def _roots(matrices: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
@@ -163,24 +172,25 @@ def _roots(matrices: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
 def _in_batches(
     arrays: Sequence[jax.Array],
 ) -> tuple[list[jax.Array], Callable[..., list[tuple[jax.Array, ...]]]]:
-    """[*batch, m, k] of equal m and k as one array [count, m, k]; and what takes such results apart again."""
-    sizes = dict.fromkeys(a.shape[-2:] for a in arrays)
-    together = [[i for i, a in enumerate(arrays) if a.shape[-2:] == size] for size in sizes]
+    """Arrays [*batch, m, k] of equal m and k as one, [count, m, k]; and what takes such results apart again."""
+    together: dict[tuple[int, ...], list[int]] = {}
+    for i, a in enumerate(arrays):
+        together.setdefault(a.shape[-2:], []).append(i)
     batches = [
-        jnp.concatenate([arrays[i].reshape(-1, *size) for i in same])
-        for size, same in zip(sizes, together, strict=True)
+        jnp.concatenate([arrays[i].reshape(-1, *size) for i in same]) if len(same) > 1 else arrays[same[0]]
+        for size, same in together.items()
     ]
 
     def apart(results: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
-        found = {}
-        for same, result in zip(together, results, strict=True):
-            leading = [arrays[i].shape[:-2] for i in same]
-            stops = np.cumsum([math.prod(axes) for axes in leading[:-1]])
-            parts = [jnp.split(x, stops) for x in result]
-            if len(same) > 1:  # in memory: with a cut in it each product would be another one to compile
-                parts = jax.lax.optimization_barrier(parts)
-            for i, axes, *part in zip(same, leading, *parts, strict=True):
-                found[i] = tuple(x.reshape(*axes, *x.shape[1:]) for x in part)
+        found = dict(zip((same[0] for same in together.values()), results, strict=True))
+        for same, result in zip(together.values(), results, strict=True):
+            counts = [math.prod(arrays[i].shape[:-2]) for i in same]
+            if len(same) > 1:
+                # In memory, which takes less of it: a product with a cut in it would keep the whole, and be one kind
+                # more to compile.
+                parts = jax.lax.optimization_barrier([jax.lax.split(x, counts) for x in result])
+                for i, *part in zip(same, *parts, strict=True):
+                    found[i] = tuple(x.reshape(*arrays[i].shape[:-2], *x.shape[1:]) for x in part)
         return [found[i] for i in range(len(arrays))]
 
     return batches, apart

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import muonjax
 from benchmarks.common import momentum
@@ -18,6 +20,7 @@ from muonjax._mesh.assignment import seconds_of
 from muonjax._newton_schulz import deflation, half_precision, thin_deflation
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.polar_factor import polar_factor
+from tests.tools.oracles import normal
 from tests.tools.tiers import nightly, quick, thorough
 
 PRESETS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced()}
@@ -275,6 +278,25 @@ def test_an_update_stays_in_the_space_of_a_matrix_of_low_rank(shape, platform):
         u, vh, norm = u[:, :r], vh[:r], np.linalg.norm(y)
         assert momentum.cosine(y, u @ vh) >= 0.94, name
         assert np.linalg.norm(y - u @ (u.T @ y @ vh.T) @ vh) <= 0.34 * norm, name
+
+
+def test_what_lies_between_the_passes_does_not_depend_on_other_stacks():
+    gpu, shapes = Policy("gpu"), [(3, 32, 48), (2, 16, 64), (64, 96), (3, 32, 64), (1, 2, 64, 64)]
+    arrays = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    sketches = [half_precision.first_pass(x, NewtonSchulz(), gpu) for x in arrays]
+    for found, alone in zip(half_precision.between(sketches, gpu), sketches, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, found, *half_precision.between([alone], gpu))
+
+
+def test_a_stack_on_an_explicit_mesh_keeps_its_sharding():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    x, f = (
+        normal(4, 32, 48),
+        jax.jit(functools.partial(polar_factor, settings=NewtonSchulz(), policy=Policy("gpu"))),
+    )
+    y = f(jax.device_put(x, NamedSharding(mesh, P("a"))))
+    assert y.sharding.spec == P("a", None, None)
+    np.testing.assert_allclose(y, f(x), atol=0.02)
 
 
 @pytest.mark.rounding
