@@ -26,6 +26,7 @@ CHIPS |= {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H100"}
 CHECKS = [(64, 64), (200, 136), (3, 320, 192), (1000, 1000), (4, 2048, 2048), (8192, 1024), (2, 37, 5)]
 PRODUCTS = [(64, 256, 256), (64, 512, 512), (48, 768, 768), (24, 768, 3072), (8, 1024, 4096)]
 PRODUCTS += [(2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192)]
+NO_TRITON = "--xla_gpu_enable_triton_gemm=false"  # in XLA_FLAGS: sections of their own
 QUEUED = 5  # calls that are waiting on the device, so that the host's share of a call does not count
 
 Call = tuple[Callable[..., Any], Any]  # a function and its only argument
@@ -225,7 +226,7 @@ def main(platform: str, kernels: list[str], document: str) -> None:
     named = [] if platform == "gpu" else kernels  # the default takes a GPU's own
     cases += [("step", tree, step, (named, tree, chip, rounds)) for tree in trees]
     cases += [("shapes", "U-Net", shapes, (2 if arguments.dry_run else None, chip, rounds))]
-    cases += [("accuracy", shape, accuracy, (named, shape, every)) for shape, every in sizes]
+    cases += [("accuracy", shape, accuracy, (kernels, shape, every)) for shape, every in sizes]
     cases += [("product", shape, product, (kernels, shape, chip, rounds)) for shape in products]
     if platform == "gpu":
         cases += [("compile", tree, compile_time, (tree,)) for tree in trees]
@@ -233,10 +234,11 @@ def main(platform: str, kernels: list[str], document: str) -> None:
     name = "dry_run" if arguments.dry_run else kind.lower().replace(" ", "_")
     path = arguments.out / f"{platform}_{name}.json"
     head = {"provenance": measure.provenance(), "question": "are the kernels right, and how fast"}
-    start, rows = time.monotonic(), []
+    start, rows = time.monotonic(), json.loads(path.read_text())["rows"] if path.exists() else []
     if arguments.sections:
         chosen = arguments.sections.split(",")
         cases = [case for section in chosen for case in cases if case[0] == section]
+    without = ", no Triton" if NO_TRITON in os.environ.get("XLA_FLAGS", "") else ""
     for section, what, run, given in cases:
         try:
             late = time.monotonic() - start > arguments.budget
@@ -246,7 +248,8 @@ def main(platform: str, kernels: list[str], document: str) -> None:
                 "error": f"{type(error).__name__}: {error}"[:2000],
                 "where": traceback.format_exc()[-1500:],
             }
-        commit = head["provenance"]["commit"]
-        rows.append({"section": section, "what": what, "result": result, "commit": commit})
+        row = {"section": section + without, "what": json.loads(json.dumps(what))}
+        rows = [other for other in rows if not row.items() <= other.items()]
+        rows.append(row | {"result": result, "commit": head["provenance"]["commit"]})
         print(section, what, f"{time.monotonic() - start:.0f} s", json.dumps(result)[:3000], flush=True)
         path.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")

@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.run [--out benchmarks/results] [--dry-run]
 
-Writes `gpu_<device>.json` after each result, in at most ten minutes. `--dry-run` runs the same code anywhere, on small
-matrices and with "blocked" in the kernels' place. The kernels' tests take the GPU where there is one:
+Writes `gpu_<device>.json` after each result, in at most ten minutes, and keeps what it does not measure again.
+`XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` makes rows of their own. `--dry-run` runs the same code anywhere, on
+small matrices and with "blocked" in the kernels' place. The kernels' tests take the GPU where there is one:
 `pytest tests/pallas_kernels`.
 """
 
