@@ -149,9 +149,9 @@ def _rounded(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def _start(like: jax.Array, k: int, dtype: jnp.dtype) -> jax.Array:
     """R [*batch, m, k] for `like` [*batch, m, _], of moderate length: no entry of B is out of float16's range."""
     m = like.shape[-2]
-    # The zeros [*batch, 1, 1] have the sharding of the batch.
-    zeros = zero_beside(like, (like.ndim - 2, like.ndim - 1)).astype(dtype)
-    return _in_memory((random_start(m, k) * m**-0.5).astype(dtype) + zeros, dtype)
+    zeros = zero_beside(like, (like.ndim - 2, like.ndim - 1))  # with the sharding of the batch
+    start = jnp.expand_dims((random_start(m, k) * m**-0.5).astype(dtype), range(like.ndim - 2))
+    return _in_memory(start + zeros.astype(dtype), dtype)
 
 
 def _in_memory(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
