@@ -128,8 +128,8 @@ _ENTRYWISE = """
     abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     clz complex cos cosh cumlogsumexp cummax cummin cumprod cumsum digamma div erf erf_inv erfc exp exp2 expm1 floor
     ge gt igamma igammac integer_pow is_finite join le lgamma log log1p log2 logistic lt max min mul ne nextafter not
-    and or xor polygamma population_count pow random_gamma_grad rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
+    and one_minus_square or xor polygamma polynomial population_count pow random_gamma_grad rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
 """
 SPREADING = frozenset(f"{_ENTRYWISE} eq".split()) - {"join"}
 

@@ -13,7 +13,8 @@ from muonjax._inspect.graph import Node
 from muonjax._inspect.values import CHOICES, PARAMETER, SUMS, Logits, Value
 
 EXPONENTIALS = ("exp", "exp2", "logistic")
-_POWERS = (*EXPONENTIALS, "pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt")
+_ROOTS = ("sqrt", "rsqrt", "cbrt")
+_POWERS = (*EXPONENTIALS, *_ROOTS, "pow", "integer_pow", "square", "one_minus_square", "polynomial")
 _STAGES = ("logits", "weights", "largest")
 
 
