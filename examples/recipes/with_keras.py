@@ -6,6 +6,7 @@ pip install -e . keras && python examples/recipes/with_keras.py
 import argparse
 import functools
 import os
+from collections import OrderedDict
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -44,11 +45,14 @@ class Optimizer(keras.optimizers.Optimizer):
         self.transformation = transformation
 
     def params(self, variables, values=None):
-        """The tree that the transformation gets: `values`, by default those of `variables`, by Keras's paths."""
-        tree = {}
+        """The tree that the transformation gets: `values`, by default those of `variables`, by Keras's paths.
+
+        In the order of the variables, for Keras numbers names, and `dense_10` comes before `dense_9`.
+        """
+        tree = OrderedDict()
         for variable, value in zip(variables, values or [v.value for v in variables], strict=True):
             *layers, name = variable.path.split("/")
-            node = functools.reduce(lambda node, layer: node.setdefault(layer, {}), layers, tree)
+            node = functools.reduce(lambda node, layer: node.setdefault(layer, OrderedDict()), layers, tree)
             if name in node:
                 raise ValueError(
                     f"Optimizer: two variables are called {variable.path!r}; give their layers a name=."
