@@ -145,6 +145,8 @@ class _Finder:
                 several = operand is self.query and len(operand.value.images) > 1
                 if any(UNORDERED in x.loops for x in layouts):
                     raise _Refused(f"its {name} are in another order than the parameter's")
+                if operand is self.query and not image.layout.varying:  # made of all columns, by constants
+                    raise _Refused("the heads of its queries can't be told apart")
                 if image.layout.placed(operand.batch) or (several and not self.heads(operand, image.layout)):
                     raise _Refused(f"heads of its {name} are put together from several products")
         own, shared = self._split_keys()
