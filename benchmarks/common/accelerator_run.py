@@ -240,9 +240,11 @@ def main(platform: str, kernels: list[str], document: str) -> None:
         cases = [case for section in chosen for case in cases if case[0] == section]
     without = ", no Triton" if NO_TRITON in os.environ.get("XLA_FLAGS", "") else ""
     for section, what, run, given in cases:
+        if time.monotonic() - start > arguments.budget:
+            print(section, what, "skipped: out of budget", flush=True)
+            continue
         try:
-            late = time.monotonic() - start > arguments.budget
-            result = {"skipped": "out of budget"} if late else run(*given)
+            result = run(*given)
         except Exception as error:
             result = {
                 "error": f"{type(error).__name__}: {error}"[:2000],
