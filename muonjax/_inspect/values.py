@@ -17,10 +17,10 @@ from muonjax._inspect.layout import UNORDERED, Layout, Region, Run, merged, whol
 # What is done with a parameter; "alone": without data, as in a penalty.
 Kind: TypeAlias = Literal["product", "looked up", "unknown", "alone", "other"]
 MULTIPLIED = "multiplied entry by entry"
-
 # Operations entry by entry that are linear in all their operands together.
 CHOICES = ("select_n", "join")
 SUMS = ("add", "sub", "add_any", "complex", *CHOICES)
+
 # What a value depends on, as bits; those of products are higher. A number in the program depends on nothing.
 DATA, NOISE, PARAMETER, OF_PRODUCTS = 1, 2, 4, 8
 

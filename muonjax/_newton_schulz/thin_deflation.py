@@ -182,13 +182,15 @@ def _in_batches(
     ]
 
     def apart(results: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
-        found = dict(zip((same[0] for same in together.values()), results, strict=True))
+        found = {}
         for same, result in zip(together.values(), results, strict=True):
+            if len(same) == 1:
+                found[same[0]] = result
+                continue
             counts = [math.prod(arrays[i].shape[:-2]) for i in same]
-            if len(same) > 1:
-                parts = [_cut(x, counts) for x in result]
-                for i, *part in zip(same, *parts, strict=True):
-                    found[i] = tuple(x.reshape(*arrays[i].shape[:-2], *x.shape[1:]) for x in part)
+            parts = [_cut(x, counts) for x in result]
+            for i, *part in zip(same, *parts, strict=True):
+                found[i] = tuple(x.reshape(*arrays[i].shape[:-2], *x.shape[1:]) for x in part)
         return [found[i] for i in range(len(arrays))]
 
     return batches, apart
