@@ -1,17 +1,17 @@
 """Find the two ends of a model, which belong to Adam: output heads, and embeddings of patches and tokens.
 
-The name of `lm_head` is enough (`roles`). Another dense layer may be a head where its name or its place says so,
+The name of `lm_head` is enough (`roles`). Another layer may be an output head for one of three reasons:
 
-  1. its name is that of an end, such as `out` or `q_net`;
-  2. it is the last of its kind, as Dense_4 of Dense_0 to Dense_4, at the root or in a module with the name of an end,
-     such as `decoder`;
+  1. no other parameter takes its output, wherever it is;
+  2. its name is that of an end, such as `out` or `q_net`;
+  3. it is the last of its kind, as Dense_4 of Dense_0 to Dense_4, at the root or in a module with the name of an end,
+     such as `decoder`.
 
-or where sizes do:
+Blocks that repeat, as layers_0 and layers_1 do, continue each other. Inside of them a name is no reason, and a kernel
+whose output is split, such as a fused gate, is no end.
 
-  3. no other parameter takes what it gives.
-
-Where 1 and sizes agree, it is a head. All else that may be one goes to Adam with a warning, as do matrices that may be
-embeddings; where no head is found, also each layer whose output nothing takes.
+Where 1 and 2 agree, the layer is a head. All else that may be one goes to Adam with a warning, as do matrices that may
+be embeddings, and convolutions that may have groups because no parameter gives as many channels as they take.
 """
 
 import itertools
@@ -27,39 +27,34 @@ from muonjax._names.roles import Answer, Parameter, Path, module, stem, words
 
 # The end of a model, or a part of it that is a model of its own.
 _END = re.compile(
-    r"(?!pre_|norm_|.*att)(\w+_)?(outs?|outputs?|logits?|heads?|final|last|predict\w*|classif\w*)(_\w+)?|top|readout|softmax|to_\w+"
-    r"|(\w+_)?dec(oder?s?)?(_\w*mlp)?|gen(erator)?|disc(riminator)?|(\w+_)?(critics?|actors?|policy|pol|pi|value|reward)(_\w+)?"
-    r"|v|vs|vf|q|qs|qf|q_?(net|nets|network|values?|function|fn)|adv(antage)?|(text|image|visual|vision)_proj(ection)?|w_?h[yo]|mu|mean|(log_?)?std|stddev|sigma|action\w*|eps|noise|score"
-    r"|cls|(class|bbox|box)_embed|(\w+_)?unembed(ding)?"
+    r"(?!pre_|norm_|.*att|.*_in(_|$))((\w+_)?(\w*outs?|outputs?|logits?|heads?|final|last|pred\w*|classif\w*)(_\w+)?|top|readout|softmax|to_\w+"
+    r"|(\w+_)?(dec(oder?s?)?(_\w*mlp)?|gen(erator)?|disc(riminator)?|(\w+_)?(critics?|actors?|policy|pol|pi|value|reward)(_\w+)?)"
+    r"|v|vs|vf|q|qs|qf|q_?(net|nets|network|values?|function|fn)|adv(antage)?|w_?h[yo]|mu|mean|(log_?)?std|stddev|sigma|action\w*|eps|noise|score"
+    r"|cls|(class|bbox|box)_embed|(\w+_)?unembed(ding)?)"
 )
 # Parts of a model that others continue.
-_HIDDEN = re.compile(r"(\w+_)?(block|enc(oder)?s?|att(n|en)\w*|tower|trunk|torso|backbone)(_\w+)?")
+_HIDDEN = re.compile(
+    r"(\w+_)?(block|enc(oder)?s?|att(n|en)\w*|embedder|embeddings?|tower|trunk|torso|backbone)(_\w+)?"
+)
 _PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions|proj|projection")
 
 _UNTAKEN = "no other parameter takes its output"
+_IMAGE_CHANNELS = 3
 
 
 def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dict[Path, Answer]:
-    """New answers for what is, or may be, a depthwise convolution, an output head or an embedding by no name in
-    `roles`."""
+    """New answers for what is, or may be, a depthwise or grouped convolution, an output head or an embedding by no
+    name in `roles`."""
     numbers = {path: answer.numbers for path, answer in answers.items()}
-    depthwise = [p.path for p in parameters if _sees_one_channel(p, numbers[p.path])]
+    depthwise = [p.path for p in parameters if _channels(p, numbers[p.path]) == 1]
     # A single one may be a model's first convolution.
     found = dict.fromkeys(depthwise, Answer(None, "one input channel: depthwise", len(depthwise) == 1))
     if sum(len(p.shape) > 1 for p in parameters) == 1:
         return found  # a layer by itself may be any
     model = _Model(parameters, {**numbers, **dict.fromkeys(depthwise)})
-    found |= {p.path: head for p in model.matrices if (head := model.output_head(p))}
-    has_head = len(found) > len(depthwise) or any(p.role is roles.HEAD for p in parameters)
     for p in model.matrices:
-        is_layer = p.role in (roles.DENSE, roles.CONVOLUTION, roles.UNKNOWN)
-        if p.path in found:
-            continue
-        if model.may_be_a_table(p):
-            why = "no other parameter gives its input, so that it may be an embedding"
-            found[p.path] = Answer(None, why, is_open=True)
-        elif is_layer and not has_head and model.is_untaken(p):
-            found[p.path] = Answer(None, f"{_UNTAKEN}, and no output head is found", is_open=True)
+        if answer := model.output_head(p) or model.table(p) or model.grouped_convolution(p):
+            found[p.path] = answer
     return found
 
 
@@ -78,47 +73,63 @@ def patch_embedding(p: Parameter) -> Answer | None:
     return Answer(None, roles.PATCHES.name, is_open=not is_named)
 
 
-def _sees_one_channel(p: Parameter, numbers: DimensionNumbers | None) -> bool:
-    """Whether this is a convolution whose window sees one channel."""
+def _channels(p: Parameter, numbers: DimensionNumbers | None) -> int | None:
+    """How many channels the window of a convolution sees; None for other leaves."""
     if numbers is None or p.role not in (roles.CONVOLUTION, roles.UNKNOWN):
-        return False
+        return None
     rows = axes_of(numbers.reduction_axis)
-    return len(rows) > 1 and p.shape[rows[0] if axes_of(numbers.output_axis) == (0,) else rows[-1]] == 1
+    if len(rows) == 1:
+        return None
+    return p.shape[rows[0] if axes_of(numbers.output_axis) == (0,) else rows[-1]]
 
 
 class _Model:
     """What the parameters of a tree take and give, the names next to each other, and where the model may end."""
 
     def __init__(self, parameters: Sequence[Parameter], numbers: Mapping[Path, DimensionNumbers | None]):
+        self.numbers = numbers
         self.matrices = [p for p in parameters if numbers[p.path]]
         self.widths = {p.path: _widths(p, numbers[p.path]) for p in parameters}
         self.taken = Counter(width for takes, _ in self.widths.values() for width in takes)
         self.given = Counter(width for _, gives in self.widths.values() for width in gives)
+        self.channels = Counter(_channels(p, numbers[p.path]) for p in parameters)
         scopes = [module(p.path)[:-1] for p in parameters]
         shared = itertools.takewhile(lambda names: len({*names}) == 1, zip(*scopes, strict=False))
         self.root = len([*shared])
         self.beside: dict[Path, set[str]] = defaultdict(set)
         self.series: dict[tuple[Path, str], list[tuple[int, ...]]] = defaultdict(list)
+        self.places: dict[tuple[Path, str], set[Path]] = defaultdict(set)
         for p in parameters:
             scope, name, count = _numbered(p)
             self.beside[scope].add(name)
-            if _is_dense(p) and (numbers[p.path] or 1 in p.shape):
+            self.places[_without_numbers(scope), name].add(scope)
+            if _is_layer(p) and (numbers[p.path] or 1 in p.shape):
                 self.series[scope, name].append(count)
 
     def output_head(self, p: Parameter) -> Answer | None:
-        """The answer for an output head by one of the signs in the module's docstring; None for other matrices."""
+        """The answer for what is or may be an output head, by the reasons in the module's docstring."""
         scope, name, count = _numbered(p)
-        series, inside = self.series[scope, name], [stem(x) for x in scope[self.root :]]
-        is_hidden = any(map(_HIDDEN.fullmatch, inside))
-        is_end = not inside or _END.fullmatch(inside[-1])
-        if is_hidden or not is_end or not _is_dense(p):
+        inside = [stem(x) for x in scope[self.root :]]
+        if not _is_layer(p) or re.search("att(n|en)", "/".join(inside)):
             return None
-        is_named, is_untaken = bool(_END.fullmatch(name)), self.is_untaken(p)
-        has_other_end = any(map(_END.fullmatch, self.beside[scope] - {name}))
+        is_repeated = len(self.places[_without_numbers(scope), name]) > 1
+        is_dense = len(p.shape) == 2
+        is_stacked = len(p.shape) < len(p.leaf_shape)
+        in_end = not inside or bool(_END.fullmatch(inside[-1]))
+        has_name = bool(_END.fullmatch(name))
+        series = self.series[scope, name]
         is_plain = len(series) > 1 or bool(_PLAIN.fullmatch(name or "layers"))
-        is_last = is_plain and count == max(series) and not (is_named or has_other_end)
-        signs = ["by its name"] * is_named + ["the last of its kind"] * is_last + [_UNTAKEN] * is_untaken
-        is_open = not (is_named and is_untaken)
+        is_last = is_plain and count == max(series)
+        is_hidden = is_stacked or any(map(_HIDDEN.fullmatch, inside))
+        has_other_end = any(map(_END.fullmatch, self.beside[scope] - {name}))
+
+        ends_a_series = is_dense and len(series) > 1 and is_last
+        by_size = self.is_untaken(p) and (not is_repeated or ends_a_series or has_name)
+        by_name = has_name and not is_hidden and (in_end or not is_repeated)
+        by_place = is_last and in_end and not is_hidden and not (has_name or has_other_end)
+        by_place &= is_dense
+        signs = ["by its name"] * by_name + ["the last of its kind"] * by_place + [_UNTAKEN] * by_size
+        is_open = not (by_name and by_size and in_end and is_dense)
         return Answer(None, f"output head: {', '.join(signs)}", is_open) if signs else None
 
     def is_untaken(self, p: Parameter) -> bool:
@@ -126,10 +137,37 @@ class _Model:
         takes, (gives,) = self.widths[p.path]
         return not (self.taken - Counter(takes))[gives]
 
-    def may_be_a_table(self, p: Parameter) -> bool:
-        """Whether a matrix without a name that says what it is takes what no other parameter gives."""
+    def table(self, p: Parameter) -> Answer | None:
+        """The answer for a matrix without a name that says what it is, which takes what no other parameter gives."""
         is_unnamed = p.role is roles.UNKNOWN and is_bare(p) and len(p.leaf_shape) == 2
-        return is_unnamed and not any(self.given[width] for width in self.widths[p.path][0])
+        if not is_unnamed or any(self.given[width] for width in self.widths[p.path][0]):
+            return None
+        return Answer(
+            None, "no other parameter gives its input, so that it may be an embedding", is_open=True
+        )
+
+    def grouped_convolution(self, p: Parameter) -> Answer | None:
+        """The answer for a convolution of as many channels as nothing gives, where these may be one of several groups.
+
+        Three channels are an image's, if one convolution alone takes them.
+        """
+        channels = _channels(p, self.numbers[p.path])
+        if channels is None or self.given[channels]:
+            return None
+        if channels == _IMAGE_CHANNELS and self.channels[channels] == 1:
+            return None
+        (outputs,) = self.widths[p.path][1]
+        groups = [width // channels for width in self.given if width % channels == 0]
+        if all(outputs % count for count in groups):
+            return None
+        return Answer(
+            None, "no other parameter gives as many channels, so that it may have groups", is_open=True
+        )
+
+
+def _without_numbers(scope: Path) -> Path:
+    """The same name for all blocks of a series."""
+    return tuple(re.sub(r"\d+", "", name) for name in scope)
 
 
 def _numbered(p: Parameter) -> tuple[Path, str, tuple[int, ...]]:
@@ -140,9 +178,9 @@ def _numbered(p: Parameter) -> tuple[Path, str, tuple[int, ...]]:
     return tuple(scope), stem(name), tuple(map(int, re.findall(r"\d+", path[len(named) :])))
 
 
-def _is_dense(p: Parameter) -> bool:
-    """Whether the leaf may be one dense layer's kernel."""
-    return p.role in (roles.DENSE, roles.EXPERTS, roles.UNKNOWN) and len(p.leaf_shape) == 2
+def _is_layer(p: Parameter) -> bool:
+    """Whether the leaf may be the kernel of a dense layer or of a convolution."""
+    return p.role in (roles.DENSE, roles.CONVOLUTION, roles.UNKNOWN)
 
 
 def _widths(p: Parameter, numbers: DimensionNumbers | None) -> tuple[set[int], set[int]]:

@@ -223,11 +223,9 @@ def _weight_role(path: Path, name: str, scope: Path, attentions: set[Path]) -> R
     for role, pattern in (*_IN_ATTENTION, *_ANYWHERE) if is_attention else _ANYWHERE:
         if re.fullmatch(pattern, name):
             return role
-    if (
-        not is_attention
-        and name != _snake(path[-1])
-        and re.fullmatch(r"(\w+_)?(router|gate|gating)(_logits)?", name)
-    ):
+    # A gate that is no module may be another's parameter.
+    routers = r"(\w+_)?(router|gate|gating)(_logits)?" if name != _snake(path[-1]) else r"(\w+_)?router"
+    if not is_attention and re.fullmatch(routers, name):
         return ROUTER
     if any(re.search(r"(^|_)(experts?|moe)(_|$)", _snake(n)) for n in path):
         return EXPERTS

@@ -86,7 +86,7 @@ class NnxBlock(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.RMSNorm(D, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(H, D, num_kv_heads=2, decode=False, rngs=rngs)
-        self.up = nnx.Linear(D, MLP, rngs=rngs)
+        self.mlp = nnx.Linear(D, D, rngs=rngs)
 
 
 class NnxModel(nnx.Module):
@@ -112,7 +112,7 @@ def test_nnx_transformer(stack_axis):
         "attention/key": 2 * S,
         "attention/value": 2 * S,
         "attention/out": D,
-        "up": MLP,
+        "mlp": D,
     }
     expected = {f"{scope}/{path}/kernel": (count, D, n) for scope in scopes for path, n in columns.items()}
     assert matrices(state) == expected
