@@ -6,7 +6,7 @@ The evidence, in this order; what comes first decides:
   2. which axes count layers: all parameters of a scanned module have one axis more (`axes`);
   3. its bias, its attention's other projections, the order of axes in the rest of the tree, and last its own shape
      (`axes`);
-  4. whether it is an end of the model: a patch embedding or an output head (`ends`).
+  4. whether it is an end of the model: a patch embedding or an output head (`ends_of_model`).
 
 A rule of the caller's replaces the answer. What nothing tells, and what may be an end of the model, is open: it goes to
 Adam, and one warning lists all such leaves, with rules that decide them.
@@ -27,7 +27,7 @@ from muonjax._common.arguments import check_pattern, warn_user
 from muonjax._matrices.matrix_view import DimensionNumbers, axes_of, matrix_pieces, one_or_several
 from muonjax._names import roles
 from muonjax._names.axes import Neighbors, matrices, unstack
-from muonjax._names.ends import ends, patch_embedding
+from muonjax._names.ends_of_model import ends, patch_embedding
 from muonjax._names.roles import Answer, Parameter, Path, Role
 
 Rules = Sequence[tuple[str, DimensionNumbers | None]]

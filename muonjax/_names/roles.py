@@ -1,6 +1,6 @@
 """Read what a parameter is from its path: a bias, an attention kernel, a convolution, an embedding.
 
-Names only; shapes are read in `axes` and `ends`. The conventions known here are those of
+Names only; shapes are read in `axes` and `ends_of_model`. The conventions known here are those of
 Flax's own layers, MaxText, T5X, axlearn, Hugging Face, Gemma, Haiku, Equinox, Levanter, penzai, nanoGPT and the common
 adapters. A path is read in snake case, without numbers, and split at slashes and dots.
 """
