@@ -114,13 +114,21 @@ def decays(params: Any, vectors: Collection[str] = ()) -> Any:
 
 
 def routes(
-    params: Any, *, rules: Rules = (), layers: Any = None, call: str = "dimension_numbers", warn: bool = True
+    params: Any,
+    *,
+    rules: Rules = (),
+    reasons: Mapping[str, str] = {},
+    layers: Any = None,
+    call: str = "dimension_numbers",
+    warn: bool = True,
 ) -> tuple[list[Route | optax.MaskedNode], Any]:
     """The routes of all leaves in order, masked nodes among them, and the tree's structure.
 
     Args:
       params: As in `dimension_numbers`.
       rules: As in `dimension_numbers`.
+      reasons: Why a program could not decide a leaf, by its "/"-joined path. What names say of such a leaf counts,
+        and a warning gives the reason, also where names have an answer that is Muon's.
       layers: The modules that `params` are of, where these are no tree of modules.
       call: Whom `params` were given to, for messages about them.
       warn: Whether to warn of what may be wrong.
@@ -148,19 +156,54 @@ def routes(
         p.path: found[p.path]._replace(numbers=_on_leaf(found[p.path].numbers, p.axes)) for p in parameters
     }
     answers |= ruled
-    if warn and (is_open := [p for p in parameters if answers[p.path].is_open]):
-        said = [f"{'/'.join(p.path)!r} {p.leaf_shape}: {answers[p.path].why}" for p in is_open]
-        warn_user(
-            "muonjax can't tell by names alone what these leaves are, and gives them to Adam: "
-            f"{trees.listed(said)}. {INSPECT} By hand: muonjax.dimension_numbers(params, rules="
-            f"[{_suggested([p.path for p in is_open], paths)}]), where MuonDimensionNumbers(rows, columns) is for Muon."
-        )
+    if warn:
+        _warn_of_open(parameters, answers, paths, reasons)
+        _warn_of_unfollowed(parameters, answers, reasons)
     return [
         leaf
         if trees.is_masked(leaf)
         else Route("/".join(path), jnp.shape(leaf), trees.dtype_of(leaf), *answers[path])
         for path, leaf in zip(paths, leaves, strict=True)
     ], treedef
+
+
+def _warn_of_open(
+    parameters: Sequence[Parameter],
+    answers: Mapping[Path, Answer],
+    paths: Sequence[Path],
+    reasons: Mapping[str, str],
+) -> None:
+    """Warn once of all leaves that nothing tells, with rules that decide them."""
+    open_parameters = [p for p in parameters if answers[p.path].is_open]
+    if not open_parameters:
+        return
+    lines = []
+    for p in open_parameters:
+        path = "/".join(p.path)
+        reason = f" ({reasons[path]})" if path in reasons else ""
+        lines.append(f"{path!r} {p.leaf_shape}: {answers[p.path].why}{reason}")
+    rules = _suggested([p.path for p in open_parameters], paths)
+    warn_user(
+        "muonjax can't tell by names alone what these leaves are, and gives them to Adam: "
+        f"{trees.listed(lines)}. {INSPECT} By hand: muonjax.dimension_numbers(params, rules=[{rules}]), "
+        "where MuonDimensionNumbers(rows, columns) is for Muon."
+    )
+
+
+def _warn_of_unfollowed(
+    parameters: Sequence[Parameter], answers: Mapping[Path, Answer], reasons: Mapping[str, str]
+) -> None:
+    """Warn once of all leaves that a program could not follow and that names give to Muon."""
+    lines = []
+    for p in parameters:
+        path = "/".join(p.path)
+        if path in reasons and answers[p.path].numbers is not None:
+            lines.append(f"{path!r} {p.leaf_shape}: {reasons[path]}; by its name {answers[p.path].why}")
+    if lines:
+        warn_user(
+            f"The program does not decide these leaves, and their names give them to Muon: {trees.listed(lines)}. "
+            "Check their matrices with muonjax.tabulate(params, program); a tree in place of the program corrects them."
+        )
 
 
 def _decide(p: Parameter, neighbors: Neighbors) -> Answer:

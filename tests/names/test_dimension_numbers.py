@@ -281,6 +281,24 @@ def test_ends_of_a_model_are_warned_about_once_in_one_line():
     assert given == dict.fromkeys(("Dense_2/kernel", "nodes"), MuonDimensionNumbers(0, 1))
 
 
+def test_what_a_program_does_not_follow_is_never_given_to_muon_without_its_reason():
+    """The answers are those of names; a leaf that the program decided, by a rule, is not warned about."""
+    reason = "custom_vmap_call is not followed: model.py:12"
+    params = {
+        "up": {"kernel": leaf(32, 80)},
+        "down": {"kernel": leaf(80, 32)},
+        "odd": {"kernel": leaf(3, 4, 5)},
+    }
+    decided = [("^down", MuonDimensionNumbers(0, 1))]
+    with pytest.warns(UserWarning, match="names") as caught:
+        found = numbers_of(params, rules=decided, reasons=dict.fromkeys(["up/kernel", "odd/kernel"], reason))
+    to_adam, to_muon = (str(warning.message) for warning in caught)
+    assert f"gives them to Adam: 'odd/kernel' (3, 4, 5): matrix, axes unknown ({reason})." in to_adam
+    assert f"give them to Muon: 'up/kernel' (32, 80): {reason}; by its name dense." in to_muon
+    assert "muonjax.tabulate(params, program)" in to_muon
+    assert found == numbers_of(params, rules=[*decided, ("odd", None)])
+
+
 def test_muon_without_matrices_says_so():
     with pytest.warns(UserWarning, match="none of the parameters is a matrix"):
         muonjax.muon(1e-3).init({"scale": jnp.ones(4)})
