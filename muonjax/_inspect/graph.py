@@ -40,7 +40,7 @@ _COLLECTIVES = {
     "pmax": "reduce_max",
     "pmin": "reduce_min",
 }
-_ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_lin"}
+_ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "custom_lin"}
 
 
 def _without(x: jax.Array, axes: Sequence[int]) -> jax.Array:

@@ -118,7 +118,8 @@ class Program:
         if any(d.by_names for d in found.values()):
             # Names are asked about these alone, and warn of what they leave open.
             rules = [(f"^{re.escape(name)}$", d.numbers) for name, d in found.items() if not d.by_names]
-            tree = numbers_tree(*routes(structure.unflatten(leaves), rules=rules))
+            reasons = {name: d.why for name, d in found.items() if d.by_names}
+            tree = numbers_tree(*routes(structure.unflatten(leaves), rules=rules, reasons=reasons))
             by_name = dict(zip(named, structure.flatten_up_to(tree), strict=True))
 
         def numbers(name: str) -> Any:
