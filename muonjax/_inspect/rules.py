@@ -14,7 +14,6 @@ from muonjax._inspect.layout import Layout
 from muonjax._inspect.layout import whole as all_of
 from muonjax._inspect.values import (
     CHOICES,
-    DATA,
     MULTIPLIED,
     NOISE,
     PARAMETER,
@@ -95,10 +94,10 @@ def _iota(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
 
 @rule("eq")
 def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    for counting, index in (values, values[::-1]):
-        if index.depends_on & DATA and (found := [m for m in counting.marks if m.what == "counts"]):
-            return [dependent(values)._replace(marks=(Mark("one hot", found[0].layout),))]
-    return [dependent(values)]
+    """An index equals one of the numbers that count along an axis, so the result is one hot along it."""
+    counting, index = (v.axes("counts") for v in values)
+    marks = [m for v in values for m in v.marks if m.what == "counts" and set(counting).isdisjoint(index)]
+    return [dependent(values)._replace(marks=tuple(m._replace(what="one hot") for m in marks))]
 
 
 @rule(
