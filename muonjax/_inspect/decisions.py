@@ -215,6 +215,8 @@ def _periodic(masks: Collection[bytes]) -> tuple[int, list[tuple[int, int]]] | N
     each = np.array([np.resize(np.frombuffer(mask, bool), period) for mask in masks])
     runs = [(int(mask.argmax()), period - int(mask[::-1].argmax())) for mask in each]
     if each.sum(0).max() > 1 or [stop - start for start, stop in runs] != each.sum(1).tolist():
+    if product.contracted < columns:
+        rows, columns = rows | product.contracted, columns - product.contracted
         return None
     return period, runs
 

@@ -304,6 +304,12 @@ class Graph:
         if self.is_float(value):
             return True
         made = self.nodes[self.producer[value]].name if value in self.producer else ""
+    def einsum(self, operation: int) -> str:
+        """The subscripts of the `jnp.einsum` of three or more operands that an operation is a part of, if it is one."""
+        equation = self.nodes[operation].equation
+        scopes = str(equation.source_info.name_stack).split("/") if equation else [""]
+        return scopes[-1] if "->" in scopes[-1] and scopes[-1].count(",") > 1 else ""
+
         return made in _PRODUCTS or getattr(self.avals[value], "dtype", None) in _QUANTIZED
 
 

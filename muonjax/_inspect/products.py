@@ -139,6 +139,8 @@ def _cuts_input(side: Side) -> bool:
 
 def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side) -> Value:
     a, b = left.value, right.value
+    for side in (left, right):
+        walk.record_contracted(i, side)
     for side in (left, right) if a.depends_on & b.depends_on & PARAMETER else ():
         walk.record_parts(side.value.images)
         walk.record_heads(side.value.images, side.batch)

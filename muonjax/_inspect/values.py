@@ -61,6 +61,8 @@ class Product:
     use: Any = None  # its `Use`
     added_up: set[Run] = dataclasses.field(default_factory=set)  # afterwards
     batches: set[Run] = dataclasses.field(default_factory=set)  # of a product with another parameter
+    # Columns that the same einsum of several operands sums over later. In which order it multiplies depends on sizes.
+    contracted: set[Run] = dataclasses.field(default_factory=set)
     # Batches of a product of two activations, each with the part in which it counts heads.
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
     # The parts that are used apart.

@@ -168,6 +168,13 @@ class Walk:
             m.product.heads.update((a, m.layout.region) for a in m.layout.atoms(axes))
 
     def record_attention(self, i: int, logits: Logits, keys: tuple[Run, ...], values: Any) -> None:
+    def record_contracted(self, i: int, side: Side) -> None:
+        """Columns of a product that another product of the same einsum sums over: rows, whatever the order is."""
+        subscripts = self.graph.einsum(i)
+        for image in side.value.images if subscripts else ():
+            if self.graph.einsum(image.product.use.node) == subscripts:
+                image.product.contracted.update(image.layout.atoms(side.summed))
+
         self.attentions[logits.product].append((logits, frozenset(a.axis for a in keys)))
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:
