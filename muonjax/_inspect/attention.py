@@ -65,7 +65,8 @@ def attentions(walk: Walk) -> list[list[Call]]:
             found[i] = Call(walk.graph.line(i), problem=why)
     each = sorted(found.items())
     groups = grouped((call.spans or call.terms or call.line, (at, call)) for at, call in each)
-    return [_proved(walk, *zip(*group, strict=True)) for group in groups.values()]
+    trained = [group for group in groups.values() if any(at in walk.graph.trained for at, _ in group)]
+    return [_proved(walk, *zip(*group, strict=True)) for group in trained]
 
 
 def _terms(images: Iterable[Image]) -> tuple[Term, ...]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from muonjax._inspect.graph import PRODUCTS
 from muonjax._inspect.layout import Layout, Region, Run, sums
+from muonjax._inspect.softmax import EXPONENTIALS
 from muonjax._inspect.values import OF_PRODUCTS, Use, grouped
 from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import (
@@ -33,10 +35,12 @@ class Decision(NamedTuple):
     per_head: DimensionNumbers | None = None  # with a matrix for each attention head
     problem: str = ""  # why it can't be decided: two uses with their lines
     by_names: bool = False  # nothing is decided; routing by names may
-    meets_data: bool = True
+    trains: bool = True  # it has a gradient, and meets data
     is_vector: bool = False  # a bias, a gain, but for axes that count layers: weight decay is not for it
+    doubt: str = ""  # what can't be told, for a warning
 
 
+_Place: TypeAlias = Literal["head", "layer", "frozen layer", "inner"]
 _Cut: TypeAlias = tuple[int, tuple[int, ...], int]  # axis, sizes of the parts, how often they repeat
 
 
@@ -52,6 +56,10 @@ class _Ends(NamedTuple):
     """Which values go on from where they are, over operations that are no products."""
 
     consumed: set[int]  # to another product
+    frozen: set[int]  # to a product by a matrix that does not train
+    # To such a product before another one, or before an exponential: no transform of the outputs.
+    layers: set[int]
+    backward: set[int]  # to the backward pass of a gradient that the function takes
     direct: set[int]  # to what the function returns
     no_rule: dict[int, int]  # to an operation without a rule, which may be a product
 
@@ -67,20 +75,33 @@ def _ends(walk: Walk) -> _Ends:
         node = graph.nodes[i]
         return [] if node.passes == "backward" or node.name == "stop_gradient" else numbers(node.inputs)
 
-    def directly(i: int) -> list[int]:
-        return [] if i in walk.consumers else numbers(graph.nodes[i].inputs)
+    def before(operations: Iterable[int]) -> set[int]:
+        """The values that these operations take, and all before them."""
+        return graph.upstream([x for i in operations for x in numbers(graph.nodes[i].inputs)], through)
 
-    taken = numbers(x for i in walk.consumers & graph.live for x in through(i))
-    unknown = {
-        x: i for i in sorted(walk.no_rule) for x in graph.upstream(numbers(graph.nodes[i].inputs), through)
-    }
-    return _Ends(graph.upstream(taken, through), graph.upstream(numbers(graph.outputs), directly), unknown)
+    def directly(i: int) -> list[int]:
+        return [] if i in products else through(i)
+
+    backward = {i for i in graph.trained if graph.nodes[i].passes == "backward"}
+    products = (walk.consumers | walk.frozen_layers) & graph.trained - backward
+    frozen = walk.frozen_layers & products
+    inside = before(i for i in graph.trained - backward if graph.nodes[i].name in (*PRODUCTS, *EXPONENTIALS))
+    layers = [i for i in frozen if graph.nodes[i].outputs[0] in inside]
+    return _Ends(
+        consumed=before(products - frozen),
+        frozen=before(frozen),
+        layers=before(layers),
+        backward=before(backward),
+        direct=graph.upstream(numbers(graph.outputs), directly),
+        no_rule={x: i for i in sorted(walk.no_rule) for x in before([i])},
+    )
 
 
 def decide(walk: Walk, is_loss: bool) -> list[Decision]:
     """One decision per parameter."""
     ends = _ends(walk)
-    by_leaf = grouped((use.term.leaf, use) for use in walk.uses.values())
+    uses = [use for use in walk.uses.values() if use.node in walk.graph.trained]
+    by_leaf = grouped((use.term.leaf, use) for use in uses)
     return [_decide(walk, ends, k, shape, by_leaf.get(k, []), is_loss) for k, shape in enumerate(walk.shapes)]
 
 
@@ -90,18 +111,14 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
     def adam(why: str, node: int, by_names: bool = False) -> Decision:
         return Decision(None, f"{why}: {graph.line(node)}", by_names=by_names)
 
-    def is_output_head(use: Use) -> bool:
-        """No other product takes what it gives; or labels choose one of its columns, and that reaches the loss."""
-        value = graph.nodes[use.node].outputs[0]
-        return (use.node in walk.read and value in ends.direct) or value not in ends.consumed
+    def place(use: Use) -> _Place:
+        return _place(ends, graph.nodes[use.node].outputs[0], use.node in walk.read)
 
     if not graph.is_float(graph.parameters[leaf]):
         return Decision(None, "whole numbers")
     uses = [u for u in uses if u.kind != "product" or not u.product.bit & walk.scales[leaf]] or uses
     if not uses:
-        readers = [i for i in graph.readers[graph.parameters[leaf]] if i in graph.live]
-        why = f"used without data, as in a penalty: {graph.line(readers[0])}" if readers else "never used"
-        return Decision(None, why, meets_data=False)
+        return _without_uses(walk, leaf)
     if unknown := [u for u in uses if u.kind == "unknown"]:
         return adam(f"{unknown[0].what} is not followed", unknown[0].node, by_names=True)
     products = [u for u in uses if u.kind == "product"]
@@ -113,20 +130,52 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         axes = {run.axis for u in uses for run in u.term.layout.runs if len(run.at) > 4}
         found = adam(uses[0].what, uses[0].node, by_names=uses[0].kind == "alone")
         return found._replace(is_vector=len(axes) < 2)
-    if is_loss and all(map(is_output_head, products)):
+    places = {place(u) for u in products}
+    if is_loss and places <= {"head", "inner"}:
         for value in (graph.nodes[u.node].outputs[0] for u in products):
             if (i := ends.no_rule.get(value)) is not None:
                 return adam(f"{graph.nodes[i].name} is not followed", i, by_names=True)
-        return adam("an output head, as no product follows it", products[0].node)
+        if "head" in places:
+            return adam("an output head, as no product follows it", products[0].node)
+        inner = adam("used for a gradient inside of the function alone", products[0].node)
+        return inner._replace(doubt=inner.why)
     matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
     if not matrices:
         why = "a depthwise convolution" if products[0].is_depthwise else "multiplied by vectors"
         return adam(why, products[0].node)
-    if not is_loss and all(map(is_output_head, matrices)):
+    if not is_loss and all(place(u) == "head" for u in matrices):
         return adam("last product", matrices[0].node, by_names=True)
     if all(u.is_patch and walk.values[u.operand].depends_on < OF_PRODUCTS for u in matrices):
         return adam("an embedding of patches, windows that do not overlap", matrices[0].node)
-    return _matrix(walk, leaf, shape, matrices)
+    decision = _matrix(walk, leaf, shape, matrices)
+    if is_loss and "layer" not in places:
+        doubt = "what follows it does not train: a frozen layer, or a transform of the outputs"
+        decision = decision._replace(doubt=f"{doubt}: {graph.line(matrices[0].node)}")
+    return decision
+
+
+def _place(ends: _Ends, value: int, is_read: bool) -> _Place:
+    """Where in the model the result of a product by a parameter is; labels choose one of its columns if `is_read`."""
+    if value in ends.direct and is_read:
+        return "head"
+    if value in ends.consumed or (value in ends.layers and value not in ends.direct):
+        return "layer"
+    if value in ends.frozen:
+        return "frozen layer"
+    return "inner" if value in ends.backward and value not in ends.direct else "head"
+
+
+def _without_uses(walk: Walk, leaf: int) -> Decision:
+    """Why nothing that trains uses a parameter."""
+    graph = walk.graph
+    readers = [i for i in graph.readers[graph.parameters[leaf]] if i in graph.live]
+    if not readers:
+        why = "never used"
+    elif graph.trained.isdisjoint(readers):
+        why = f"no gradient, by stop_gradient: {graph.line(readers[0])}"
+    else:
+        why = f"used without data, as in a penalty: {graph.line(readers[0])}"
+    return Decision(None, why, trains=False)
 
 
 def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) -> Decision:
@@ -166,6 +215,8 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     """Rows, columns and parts of a parameter in one product; a text says what can't be expressed."""
     product = use.product
     rows, columns, batch = set(use.rows), set(use.columns), {a for a in use.batch if a.axis >= 0}
+    if product.contracted < columns:
+        rows, columns = rows | product.contracted, columns - product.contracted
     heads, experts = {a for a, _ in product.heads}, product.batches
     summed, counting = batch & product.added_up, columns & (experts - heads)
     counting = counting if counting != columns else set()
@@ -215,8 +266,6 @@ def _periodic(masks: Collection[bytes]) -> tuple[int, list[tuple[int, int]]] | N
     each = np.array([np.resize(np.frombuffer(mask, bool), period) for mask in masks])
     runs = [(int(mask.argmax()), period - int(mask[::-1].argmax())) for mask in each]
     if each.sum(0).max() > 1 or [stop - start for start, stop in runs] != each.sum(1).tolist():
-    if product.contracted < columns:
-        rows, columns = rows | product.contracted, columns - product.contracted
         return None
     return period, runs
 

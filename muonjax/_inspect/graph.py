@@ -149,11 +149,28 @@ class Graph:
         self.elsewhere: dict[int, list[tuple[Place, Any]]] = {}
         self.outputs = self._walk(jaxpr, self.constants, inputs, ())
         self.producer = {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
-        # Perhaps only the backward pass uses what the forward pass returns.
-        ends = [x for node in self.nodes if node.passes == "forward" for x in node.outputs]
-        used = self.upstream([*self.outputs, *ends], lambda i: self.nodes[i].inputs)
         # Operations that an output of the function depends on, or a gradient that the function takes.
-        self.live = {self.producer[x] for x in used if x in self.producer}
+        self.live = self._before_outputs(lambda i: self.nodes[i].inputs)
+        # Those that a gradient of the outputs comes back to.
+        self.trained = {
+            i for i in self._before_outputs(self._inputs_with_gradient) if not self._stops_gradient(i)
+        }
+
+    def _stops_gradient(self, operation: int) -> bool:
+        return self.nodes[operation].name == "stop_gradient"
+
+    def _inputs_with_gradient(self, operation: int) -> tuple[int, ...]:
+        return () if self._stops_gradient(operation) else self.nodes[operation].inputs
+
+    def _before_outputs(self, inputs: Callable[[int], Iterable[int]]) -> set[int]:
+        """The operations before the outputs; `inputs` says which inputs of an operation are followed."""
+        values = self.upstream(self.outputs, inputs)
+        operations = {self.producer[x] for x in values if x in self.producer}
+        if any(self.nodes[i].passes == "backward" for i in operations):
+            # The backward pass need not use what the forward pass returns.
+            ends = [x for node in self.nodes if node.passes == "forward" for x in node.outputs]
+            values |= self.upstream(ends, inputs)
+        return {self.producer[x] for x in values if x in self.producer}
 
     @functools.cached_property
     def readers(self) -> dict[int, list[int]]:
@@ -287,6 +304,12 @@ class Graph:
         around = [self.callers[node.place[:depth]] for depth in range(len(node.place), 0, -1)]
         return next(filter(None, map(_line_of, [node.equation, *around])), "")
 
+    def einsum(self, operation: int) -> str:
+        """The subscripts of the `jnp.einsum` of three or more operands that an operation is a part of, if it is one."""
+        equation = self.nodes[operation].equation
+        scopes = str(equation.source_info.name_stack).split("/") if equation else [""]
+        return scopes[-1] if "->" in scopes[-1] and scopes[-1].count(",") > 1 else ""
+
     def is_stack_of_scalars(self, value: int) -> bool:
         made = [self.nodes[self.producer[value]]] if value in self.producer else []
         inputs = [x for node in made if node.name == "concatenate" for x in node.inputs]
@@ -304,13 +327,7 @@ class Graph:
         if self.is_float(value):
             return True
         made = self.nodes[self.producer[value]].name if value in self.producer else ""
-    def einsum(self, operation: int) -> str:
-        """The subscripts of the `jnp.einsum` of three or more operands that an operation is a part of, if it is one."""
-        equation = self.nodes[operation].equation
-        scopes = str(equation.source_info.name_stack).split("/") if equation else [""]
-        return scopes[-1] if "->" in scopes[-1] and scopes[-1].count(",") > 1 else ""
-
-        return made in _PRODUCTS or getattr(self.avals[value], "dtype", None) in _QUANTIZED
+        return made in PRODUCTS or getattr(self.avals[value], "dtype", None) in _QUANTIZED
 
 
 @functools.cache
@@ -326,7 +343,7 @@ def _is_known(constant: Any) -> bool:
     return rank == 0 or (rank == 1 and not jnp.issubdtype(dtype, jnp.inexact))
 
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _QUANTIZED = tuple(map(jnp.dtype, (jnp.int4, jnp.int8, jnp.uint4, jnp.uint8)))
 _LIBRARIES = ("site-packages", "dist-packages", "/muonjax/_inspect/", "<frozen", "/lib/python3")
 

@@ -11,7 +11,7 @@ from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import whole
 from muonjax._inspect.rules import RULES, bent, rule, unknown
 from muonjax._inspect.structure import looked_up
-from muonjax._inspect.values import DATA, MULTIPLIED, PARAMETER, Image, Logits, Side, Value, dependent
+from muonjax._inspect.values import DATA, FROZEN, MULTIPLIED, PARAMETER, Image, Logits, Side, Value, dependent
 from muonjax._inspect.walk import Walk
 
 
@@ -166,9 +166,24 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
         if not rest.value.depends_on & PARAMETER:
+            if _is_frozen_layer(side, rest):
+                walk.frozen_layers.add(i)
             logits = softmax.scaled(walk.nodes[i], side.aligned)
             return product._replace(images=side.added_up.images, logits=logits)
     return product
+
+
+def _is_frozen_layer(activation: Side, other: Side) -> bool:
+    """Whether this is a product of features by a matrix that does not train: an argument, or one without gradient.
+
+    Numbers that the function makes itself are no layer, nor is a matrix for each example, nor a label.
+    """
+    if not other.value.depends_on & (DATA | FROZEN):
+        return False
+    if other.batch or not other.given or other.value.axes("one hot"):
+        return False
+    images = activation.value.images  # an adjacency matrix sums over nodes, and over no columns of a product
+    return not images or any(image.layout.atoms(activation.summed) for image in images)
 
 
 @rule("conv_general_dilated")
@@ -209,8 +224,10 @@ def _by_kernel(
     product = dependent(values)
     if not values[1].terms or (extra.get("groups", 1) > 1 and not values[1].is_weight):  # groups of examples
         walk.record_terms(i, node.name, values, "unknown")
-        if product.depends_on & PARAMETER:
+        if values[1].depends_on & PARAMETER:
             walk.consumers.add(i)
+        elif product.depends_on & PARAMETER and not extra.get("is_depthwise"):
+            walk.frozen_layers.add(i)
         return product
     data, kernel = (
         Side(v, x, len(walk.shape(x)), *axes)

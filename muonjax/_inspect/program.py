@@ -116,7 +116,7 @@ class Program:
             )
         by_name = dict.fromkeys(named)
         if any(d.by_names for d in found.values()):
-            # Names are asked about these alone, and warn of what they leave open.
+            # Names are asked about these alone, and warn of what they decide or leave open.
             rules = [(f"^{re.escape(name)}$", d.numbers) for name, d in found.items() if not d.by_names]
             reasons = {name: d.why for name, d in found.items() if d.by_names}
             tree = numbers_tree(*routes(structure.unflatten(leaves), rules=rules, reasons=reasons))
@@ -132,8 +132,11 @@ class Program:
 
     @property
     def vectors(self) -> set[str]:
-        """Paths of biases, gains and the like, in stacks of layers too: weight decay is not for them by default."""
-        return {path for path, decision in self._decisions.items() if decision.is_vector}
+        """Paths of biases, gains and the like, in stacks of layers too, and of parameters without a gradient.
+
+        Weight decay is not for them by default.
+        """
+        return {path for path, d in self._decisions.items() if d.is_vector or not d.trains}
 
     def skipped(self, params: Any) -> str:
         """A sentence about parameters that are masked in `params` or left out, and their attentions; "" for none."""
@@ -291,7 +294,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         walk = follow(closed, range(len(leaves)))
         decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
         attentions = [a for a, _ in _attentions(walk, paths)]
-    unused = [name for name, decision in decisions.items() if not decision.meets_data]
+    unused = [name for name, decision in decisions.items() if not decision.trains]
     if leaves and len(unused) == len(paths):
         raise ValueError(
             f"{call}: nothing that it returns comes from these parameters by a product, a look-up or a sum; give your "
@@ -299,7 +302,13 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         )
     if unused:
         names = listed([f"{name} ({decisions[name].why})" for name in unused], ", ")
-        warn_user(f"{call}: parameters that meet no data go to Adam: {names}.")
+        warn_user(f"{call}: parameters that meet no data, or have no gradient, go to Adam: {names}.")
+    doubts = [f"{name} ({d.doubt})" for name, d in decisions.items() if d.doubt]
+    if doubts:
+        warn_user(
+            f"{call} can't tell whether these are hidden layers or output heads: {listed(doubts, ', ')}. "
+            "See program.why(name); to decide otherwise, change the tree program.dimension_numbers()."
+        )
     return Program(decisions, attentions, structure.unflatten(shapes), whole)
 
 
@@ -369,7 +378,9 @@ def _refused(attentions: Iterable[Attention]) -> str:
 def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueError:
     why = f": no attention can be clipped. {_refused(attentions)}"
     if not attentions:
-        why = " has no attention: no softmax of a product of two activations, multiplied by a third"
+        why = (
+            " has no attention that trains: no softmax of a product of two activations, multiplied by a third"
+        )
     return ValueError(f"{call}{why}. Use {instead}.")
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.values import CHOICES, PARAMETER, SUMS, Logits, Value
+from muonjax._inspect.values import CHOICES, FROZEN, PARAMETER, SUMS, Logits, Value
 
 EXPONENTIALS = ("exp", "exp2", "logistic")
 _ROOTS = ("sqrt", "rsqrt", "cbrt")
@@ -82,11 +82,12 @@ def _of_sum(
     if maxima and name not in CHOICES and not is_second:
         axes = {run.axis for run in first.layout.atoms_beside(values[1 - at].axes("repeats"))}
         return (first._replace(shifted=(first.shifted or frozenset()) | axes),)
-    others = [v for k, v in enumerate(values) if k != at and v.depends_on & PARAMETER]
+    changes = PARAMETER | FROZEN  # what a clip may change as well
+    others = [v for k, v in enumerate(values) if k != at and v.depends_on & changes]
     if name in CHOICES and first.raw < 0:  # the same logits, masked; to a sum they are something else
         same = first.product, first.raw, first.stage
         others = [v for v in others if same not in [(x.product, x.raw, x.stage) for x in v.logits]]
-    if others or first.shifted is not None or (first.raw >= 0 and which.depends_on & PARAMETER):
+    if others or first.shifted is not None or (first.raw >= 0 and which.depends_on & changes):
         return (lost(node, first),)
     # As they are here, not where they were scaled.
     raw = first.raw if name in CHOICES or first.raw >= 0 else operands[at]

@@ -28,6 +28,8 @@ RESIZED = "shard unshard all_gather all_gather_invariant reduce_scatter psum_sca
 
 @rule(SAME)
 def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+    if node.name == "stop_gradient":
+        return [v.without_gradient for v in values]
     if node.name in ("psum", "psum2", "psum_invariant", "imag") or is_coarse(walk, node):
         return [v._replace(logits=softmax.scaled(node, v)) for v in values]
     return values

@@ -21,8 +21,9 @@ MULTIPLIED = "multiplied entry by entry"
 CHOICES = ("select_n", "join")
 SUMS = ("add", "sub", "add_any", "complex", *CHOICES)
 
-# What a value depends on, as bits; those of products are higher. A number in the program depends on nothing.
-DATA, NOISE, PARAMETER, OF_PRODUCTS = 1, 2, 4, 8
+# What a value depends on, as bits; those of products are higher. A number in the program depends on nothing. What is
+# made of parameters and went through a `stop_gradient` is frozen.
+DATA, NOISE, PARAMETER, FROZEN, OF_PRODUCTS = 1, 2, 4, 8, 16
 
 Move: TypeAlias = Callable[[Layout], Layout | None]  # where entries go; None if nothing of the origin is left
 
@@ -60,9 +61,9 @@ class Product:
     bit: int
     use: Any = None  # its `Use`
     added_up: set[Run] = dataclasses.field(default_factory=set)  # afterwards
-    batches: set[Run] = dataclasses.field(default_factory=set)  # of a product with another parameter
     # Columns that the same einsum of several operands sums over later. In which order it multiplies depends on sizes.
     contracted: set[Run] = dataclasses.field(default_factory=set)
+    batches: set[Run] = dataclasses.field(default_factory=set)  # of a product with another parameter
     # Batches of a product of two activations, each with the part in which it counts heads.
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
     # The parts that are used apart.
@@ -133,6 +134,14 @@ class Value(NamedTuple):
     def is_activation(self) -> bool:
         """Made of parameters and data."""
         return bool(self.depends_on & PARAMETER and self.depends_on & DATA)
+
+    @property
+    def without_gradient(self) -> Value:
+        """After a `stop_gradient`. It keeps its logits: softmax subtracts a maximum without gradient."""
+        depends_on = self.depends_on
+        if depends_on & PARAMETER:
+            depends_on = depends_on - PARAMETER | FROZEN
+        return self._replace(depends_on=depends_on, terms=(), images=(), scores=-1, weights=-1)
 
     def map(self, move: Move) -> Value:
         """After an operation that only moves entries."""

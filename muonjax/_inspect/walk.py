@@ -51,6 +51,7 @@ class Walk:
         self.normalized: set[int] = set()
         self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
         self.consumers: set[int] = set()  # products that take activations
+        self.frozen_layers: set[int] = set()  # products of activations by matrices that do not train
         # Products that an operation without a rule takes, or an exponential of what is not followed; and which.
         self.unseen: dict[int, int] = {}
         self.no_rule: set[int] = set()  # operations without a rule
@@ -167,7 +168,6 @@ class Walk:
         for m in images:
             m.product.heads.update((a, m.layout.region) for a in m.layout.atoms(axes))
 
-    def record_attention(self, i: int, logits: Logits, keys: tuple[Run, ...], values: Any) -> None:
     def record_contracted(self, i: int, side: Side) -> None:
         """Columns of a product that another product of the same einsum sums over: rows, whatever the order is."""
         subscripts = self.graph.einsum(i)
@@ -175,6 +175,7 @@ class Walk:
             if self.graph.einsum(image.product.use.node) == subscripts:
                 image.product.contracted.update(image.layout.atoms(side.summed))
 
+    def record_attention(self, i: int, logits: Logits, keys: tuple[Run, ...], values: Any) -> None:
         self.attentions[logits.product].append((logits, frozenset(a.axis for a in keys)))
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:

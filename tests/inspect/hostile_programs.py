@@ -1123,3 +1123,149 @@ def one_half_of_the_columns_of_a_kernel(p, x):
 @program(X, w=((D, 3 * D), "0 | 1"), out=((3 * D, 1), "head"))
 def a_kernel_that_is_rolled_before_its_product(p, x):
     return end(p, jnp.tanh(x @ jnp.roll(p["w"], D, 1)))
+
+
+# What does not train, and what stands outside of the parameters.
+
+FROZEN = {"head": (D, V), "up": (D, D), "down": (D, V)}
+
+
+def sq(y: Any) -> Any:
+    return jnp.mean(y**2)
+
+
+def frozen(name: str) -> Any:
+    """A matrix that the function closes over."""
+    return np.random.default_rng(len(name)).standard_normal(FROZEN[name]).astype(np.float32)
+
+
+@program(TOKENS, X, up=((D, D), "0 | 1"), down=((D, D), "0 | 1"))
+def a_block_before_a_frozen_head(p, t, x):
+    x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+    return cross_entropy(x @ frozen("head"), t)
+
+
+@program(TOKENS, X, jax.ShapeDtypeStruct((D, V), "float32"), up=((D, D), "0 | 1"), down=((D, D), "0 | 1"))
+def a_block_before_a_head_that_is_an_argument(p, t, x, head):
+    x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+    return cross_entropy(x @ head, t)
+
+
+@program(TOKENS, X, up=((D, D), "0 | 1"), down=((D, D), "0 | 1"), head=((D, V), "stop_gradient"))
+def a_block_before_a_head_under_stop_gradient(p, t, x):
+    x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+    return cross_entropy(x @ lax.stop_gradient(p["head"]), t)
+
+
+@program(TOKENS, X, a=((D, 2), "0 | 1"), b=((2, D), "0 | 1"), c=((D, 2), "0 | 1"), d=((2, V), "head"))
+def adapters_of_a_frozen_network_and_of_its_head(p, t, x):
+    x = jnp.tanh(x @ frozen("up") + x @ p["a"] @ p["b"])
+    return cross_entropy(x @ frozen("head") + x @ p["c"] @ p["d"], t)
+
+
+@program(X, projector=((D, D), "0 | 1"))
+def a_projector_into_a_frozen_tower(p, x):
+    return sq(jnp.tanh(jnp.tanh(x @ p["projector"]) @ frozen("up")) @ frozen("down"))
+
+
+@program(X, jax.ShapeDtypeStruct((T, T), "float32"), up=((D, D), "0 | 1"), out=((D, 3), "head"))
+def a_head_before_an_adjacency_matrix(p, x, neighbors):
+    x = jax.nn.relu(jnp.einsum("st,btd->bsd", neighbors, x @ p["up"]))
+    return sq(jnp.einsum("st,btd->bsd", neighbors, x @ p["out"]))
+
+
+@program(X, up=((D, D), "0 | 1"), out=((D, 4), "head"))
+def a_head_before_the_values_of_its_classes(p, x):
+    shares = jax.nn.softmax(jax.nn.relu(x @ p["up"]) @ p["out"])
+    return sq(shares @ np.linspace(-1, 1, 4).astype(np.float32))
+
+
+@program(X, up=((D, D), "0 | 1"), out=((D, 4), "head"))
+def a_head_before_a_sum_that_the_function_writes_as_a_product(p, x):
+    return sq(jax.nn.relu(x @ p["up"]) @ p["out"] @ jnp.tril(jnp.ones((4, 4))))
+
+
+@program(ROWS, student=((D, D), "0 | 1"), out=((D, 4), "head"), teacher=((D, 4), "stop_gradient"))
+def a_teacher_in_the_tree(p, x):
+    target = x @ lax.stop_gradient(p["teacher"])
+    return sq(jax.nn.relu(x @ p["student"]) @ p["out"] - target)
+
+
+@program(ROWS, up=((D, D), "0 | 1"), out=((D, D), "head"))
+def a_target_by_the_network_itself(p, x):
+    def network(x):
+        return jax.nn.relu(x @ p["up"]) @ p["out"]
+
+    return sq(network(x) - lax.stop_gradient(network(network(x))))
+
+
+@program(
+    ROWS, fast=((D, D), "gradient"), value=((D, D), "gradient"), up=((D, D), "0 | 1"), out=((D, 3), "head")
+)
+def a_layer_trained_inside_of_the_function(p, x):
+    inner = jax.grad(lambda w: sq(x @ w - x @ p["value"]))
+    w = p["fast"] - 0.1 * inner(p["fast"])
+    return sq(jax.nn.relu(x @ w) @ p["up"] @ p["out"])
+
+
+@program(
+    X, q=((D, H, S), "stop_gradient"), k=((D, H, S), "stop_gradient"), v=((D, H, S), "0 | 1, 2"),
+    out=((D, 3), "head"),
+)  # fmt: skip
+def an_attention_of_frozen_queries_and_keys(p, x):
+    q, k = (jnp.einsum("btd,dhs->bths", x, lax.stop_gradient(p[name])) for name in "qk")
+    return sq(attend(q, k, jnp.einsum("btd,dhs->bths", x, p["v"])) @ p["out"])
+
+
+# Products in other words.
+
+
+@jax.custom_batching.custom_vmap
+def with_a_rule_for_vmap(x, w):
+    a, b = jnp.split(x @ w, 2, -1)
+    return jax.nn.swish(a) * b
+
+
+@with_a_rule_for_vmap.def_vmap
+def _(size, batched, x, w):
+    return jax.vmap(lambda x, w: with_a_rule_for_vmap(x, w), in_axes=[0 if b else None for b in batched])(
+        x, w
+    ), True
+
+
+@program(X, w=((2, 3, D, 2 * D), "2 | 3 / 2 of 3"), out=((D, 3), "head"))
+def a_gate_with_a_rule_for_vmap_in_two_scans(p, x):
+    def inner(x, w):
+        return x + with_a_rule_for_vmap(x, w), None
+
+    return sq(lax.scan(lambda x, w: (lax.scan(inner, x, w)[0], None), x, p["w"])[0] @ p["out"])
+
+
+@program(X, pos=((T, D), "added"), up=((D, D), "0 | 1"), out=((D, 3), "head"))
+def positions_by_one_hot(p, x):
+    x = x + jnp.einsum("...y,yz->...z", jax.nn.one_hot(jnp.arange(T)[None], T), p["pos"])
+    return sq(jax.nn.relu(x @ p["up"]) @ p["out"])
+
+
+@program(X, pos=((T, D), "added"), up=((D, D), "0 | 1"), out=((D, 3), "head"))
+def positions_by_an_identity_matrix(p, x):
+    return sq(jax.nn.relu((x + jnp.eye(T) @ p["pos"]) @ p["up"]) @ p["out"])
+
+
+def outer_product_mean(sequences: int) -> None:
+    @program(
+        *[jax.ShapeDtypeStruct((sequences, 4, D), "float32")] * 2,
+        left=((D, D), "0 | 1"), right=((D, D), "0 | 1"), w=((D, D, 16), "0, 1 | 2"), out=((16, 3), "head"),
+    )  # fmt: skip
+    def an_outer_product_mean(p, x, y):
+        x = jnp.einsum("abc,ade,cef->bdf", x @ p["left"], y @ p["right"], p["w"])
+        return sq(x @ p["out"])
+
+
+for sequences in (2, 200):  # in which order einsum multiplies depends on that
+    outer_product_mean(sequences)
+
+
+@program(X, X, w=((D, D, 16), "0, 1 | 2"), out=((16, 3), "head"))
+def a_bilinear_layer(p, x, y):
+    return sq(jnp.einsum("btd,bte,def->btf", x, y, p["w"]) @ p["out"])

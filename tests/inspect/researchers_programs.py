@@ -539,7 +539,7 @@ def nested_scans(p, x):
 
 
 # --- losses
-@program(ROWS, w=((D, D), M), out=((D, 4), "head"))
+@program(ROWS, w=((D, D), M), out=((D, 4), "gradient inside of the function"))
 def maml(p, x):
     loss = lambda p: cross_entropy(jnp.tanh(x @ p["w"]) @ p["out"], jnp.zeros(B, int))
     return loss(jax.tree.map(lambda a, g: a - 0.1 * g, p, jax.grad(loss)(p)))

@@ -32,6 +32,7 @@ def mlp(params, x):
 
 PARAMS = {"up": leaf(8, 16), "bias": leaf(16), "out": leaf(16, 1)}
 X = leaf(4, 8)
+FIXED = np.eye(4, 3, dtype=np.float32)  # a matrix that does not train
 
 
 def ones(tree):
@@ -160,7 +161,7 @@ def test_exchanged_arguments_are_named():
 
 
 def test_unused_parameters_are_named_once():
-    with pytest.warns(UserWarning, match=r"inspect\(mlp\): .* no data go to Adam: spare \(never used\)"):
+    with pytest.warns(UserWarning, match=r"inspect\(mlp\): .* no gradient, go to Adam: spare \(never used\)"):
         muonjax.inspect(mlp, {**PARAMS, "spare": leaf(3, 3)}, X)
 
 
@@ -170,10 +171,58 @@ def test_parameters_in_a_penalty_alone_are_told_from_those_that_are_never_used()
 
     with pytest.warns(
         UserWarning,
-        match=r"no data go to Adam: spare \(used without data, as in a penalty: .*test_inspect.py:\d+\)",
+        match=r"no gradient, go to Adam: spare \(used without data, as in a penalty: .*test_inspect.py:\d+\)",
     ):
         program = muonjax.inspect(loss, {**PARAMS, "spare": leaf(3, 3)}, X)
     assert program.dimension_numbers()["spare"] is None
+
+
+def test_a_parameter_under_stop_gradient_is_named_and_keeps_its_value():
+    def loss(params, x):
+        return mlp(jax.lax.stop_gradient(params) | {"out": params["out"]}, x)
+
+    with pytest.warns(
+        UserWarning, match=r"no gradient, go to Adam: .*\(no gradient, by stop_gradient: .*\d\)"
+    ):
+        program = muonjax.inspect(loss, PARAMS, X)
+    params, optimizer = ones(PARAMS), muonjax.muon(1.0, program, weight_decay=0.5)
+    grads = jax.grad(loss)(params, ones(X))
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert {name for name, update in updates.items() if (update == 0).all()} == {"up", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("after", "is_doubtful"),
+    [
+        (lambda y: jnp.mean((y @ FIXED) ** 2), True),  # a frozen layer, or a transform of the outputs
+        (lambda y: jnp.mean((y @ FIXED) ** 2) + jnp.mean(y), True),
+        (lambda y: -jnp.mean(jax.nn.log_softmax(y @ FIXED)), False),
+        (lambda y: jnp.mean((jnp.tanh(y @ FIXED) @ FIXED.T) ** 2), False),
+        (lambda y: jnp.mean(y**2), False),
+    ],
+)
+def test_a_matrix_before_an_array_that_may_be_a_transform_of_the_outputs_is_named(after, is_doubtful):
+    def loss(params, x):
+        return after(jnp.tanh(x @ params["up"]) @ params["out"])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        muonjax.inspect(loss, {"up": leaf(8, 16), "out": leaf(16, 4)}, X)
+    messages = [str(warning.message) for warning in caught]
+    named = ["can't tell whether these are hidden layers or output heads: out (" in text for text in messages]
+    assert named == [True] * is_doubtful
+
+
+def test_a_matrix_that_names_decide_is_named_with_the_reason_of_the_program():
+    def loss(params, x):
+        y = jax.pure_callback(lambda x, w: x @ w, jax.ShapeDtypeStruct((4, 8), "float32"), x, params["up"])
+        return jnp.mean((y @ params["head"]) ** 2)
+
+    program = muonjax.inspect(loss, {"up": leaf(8, 8), "head": leaf(8, 2)}, leaf(4, 8))
+    with pytest.warns(
+        UserWarning, match=r"names give them to Muon: 'up' .* pure_callback is not followed: .*:\d+"
+    ):
+        assert program.dimension_numbers()["up"] == muonjax.MuonDimensionNumbers(0, 1)
 
 
 def test_two_uses_that_contradict_each_other_are_named_with_their_lines():

@@ -167,7 +167,11 @@ def whisper():
         logits = made(sound, params=params, decoder_input_ids=text[:, :-1]).logits
         return cross_entropy(logits, text[:, 1:])
 
-    leaves = {"*/embed_positions/embedding": POSITIONS, "*/{conv1,conv2}/kernel": "0,1>2"}
+    leaves = {
+        "*/encoder/embed_positions/embedding": "no gradient",
+        "*/decoder/embed_positions/embedding": POSITIONS,
+        "*/{conv1,conv2}/kernel": "0,1>2",
+    }
     return Model(loss, params, [shape(2, 8, 32), tokens(2, 7)], leaves, encoder_decoder("q", 1), SEPARATE)
 
 

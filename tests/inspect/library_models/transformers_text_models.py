@@ -335,7 +335,7 @@ def encoder_decoder(biases: str = "qk", layers: int = 2) -> list[str]:
 @model("transformers")
 def bart():
     made, params = of("FlaxBartForConditionalGeneration", "BartConfig", **BART_SIZES)
-    leaves = {"*/embed_positions/embedding": POSITIONS}
+    leaves = {"*/embed_positions/embedding": POSITIONS, "final_logits_bias": "no gradient"}
     return Model(translating(made)[0], params, translating(made)[1], leaves, encoder_decoder(), SEPARATE)
 
 
@@ -343,7 +343,7 @@ def bart():
 def pegasus():
     """Sinusoidal positions, norms before the layers."""
     made, params = of("FlaxPegasusForConditionalGeneration", "PegasusConfig", **BART_SIZES)
-    leaves = {}
+    leaves = {"final_logits_bias": "no gradient"}
     return Model(translating(made)[0], params, translating(made)[1], leaves, encoder_decoder(), SEPARATE)
 
 
