@@ -14,6 +14,7 @@ from muonjax._clip.factors import Scale
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
 from muonjax._inspect.report import Probe
+from muonjax._inspect.softmax import MASKED
 from muonjax._inspect.structure import reshaped
 from muonjax._inspect.values import Image, Side, Term, grouped
 from muonjax._inspect.walk import Walk
@@ -244,7 +245,8 @@ class _Finder:
             raw, seen = (walk.values[x].logits[0].layout for x in (logits.raw, logits.value))
             if raw.moved(seen.shape, lambda x: reshaped(x, raw.shape, seen.shape)) != seen:
                 raise _Refused("something is added to its logits before their axes change order")
-        return Probe(place, places[place], raw=added.get(place), unit=logits.unit)
+        hidden = MASKED if logits.mask is None else max(logits.mask / 2, MASKED)
+        return Probe(place, places[place], raw=added.get(place), hidden=hidden, unit=logits.unit)
 
 
 def _runs(

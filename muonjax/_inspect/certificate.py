@@ -19,7 +19,8 @@ import numpy as np
 
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, Unmoved
-from muonjax._inspect.report import MASKED, Probe
+from muonjax._inspect.report import Probe
+from muonjax._inspect.softmax import MASKED
 from muonjax._inspect.structure import RESIZED, SAME, is_coarse, moved_by, reshaped
 from muonjax._inspect.walk import Walk
 

@@ -143,8 +143,8 @@ class Graph:
         self.parameters = [inputs[i] for i in parameters]
         self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
         self.constants = [self._new(v) for v in jaxpr.constvars]
-        pairs = zip(self.constants, constants(closed), strict=True)
-        self.known |= {x: np.asarray(c) for x, c in pairs if _is_known(c)}
+        self.closed_over = dict(zip(self.constants, constants(closed), strict=True))
+        self.known |= {x: np.asarray(c) for x, c in self.closed_over.items() if _is_known(c)}
         # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
         self.elsewhere: dict[int, list[tuple[Place, Any]]] = {}
         self.outputs = self._walk(jaxpr, self.constants, inputs, ())

@@ -24,10 +24,6 @@ from muonjax._inspect.graph import Step
 from muonjax._inspect.values import grouped
 from muonjax._inspect.versions import Body, opened
 
-# What is added to a logit to mask it is this or less; an ALiBi bias of this size masks as well. It is -1e4 in many
-# models, which is -9984 in bfloat16, and less exact where it is added to a logit of this precision.
-MASKED = -9e3
-
 
 class Probe(NamedTuple):
     """Where logits are, and which of their axes are kept."""
@@ -36,6 +32,7 @@ class Probe(NamedTuple):
     variable: Var  # the logits after scale, bias and mask, in the innermost body
     heads: tuple[int, ...] = ()  # the axes kept; all others are maximized over
     raw: Var | None = None  # the logits before mask and bias: measured where `variable` does not mask
+    hidden: float = 0.0  # where `variable` is less than `raw` by this number below zero, it is masked
     # The head of each entry of these axes, if they are more or in another order.
     entries: tuple[int, ...] = ()
     unit: float = 1.0  # of the logits, in those of exp
@@ -177,7 +174,7 @@ def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Arra
     """The maximum over all axes but the heads."""
     if raw is not None:  # NaN stays: it is no comparison's
         raw = raw.reshape(logits.shape)
-        logits = jnp.where(logits - raw <= MASKED, -jnp.inf, raw)
+        logits = jnp.where(logits - raw <= probe.hidden, -jnp.inf, raw)
     # Softmax's own maximum is not used: one more reader of it changes how XLA rounds.
     others = tuple(axis for axis in range(logits.ndim) if axis not in probe.heads)
     maxima = jax.lax.reduce_max(jax.lax.stop_gradient(logits), others).astype(jnp.float32)

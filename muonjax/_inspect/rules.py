@@ -175,7 +175,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         walk.record_sum(images if name not in CHOICES else ())
         biases = tuple(t for v in weights for t in v.terms)
         images = tuple(m._replace(biases=tuple(dict.fromkeys(m.biases + biases))) for m in images)
-    logits = softmax.after(node, which, values, operands)
+    logits = softmax.after(walk.graph, node, which, values, operands)
     is_seen = name != "pow" and any(x.lost < 0 or x.product == whole.scores for x in logits)
     if name in (*softmax.EXPONENTIALS, "pow") and not is_seen:
         walk.unseen[whole.scores] = i

@@ -9,19 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from muonjax._inspect.graph import Node
+from muonjax._inspect.constants import numbers_in
+from muonjax._inspect.graph import Graph, Node
 from muonjax._inspect.values import CHOICES, FROZEN, PARAMETER, SUMS, Logits, Value
 
+# What is added to a logit to mask it is this or less, where it may be any number; an ALiBi bias of this size masks as
+# well. It is -1e4 in many models, which is -9984 in bfloat16, and less exact where a logit of this precision takes it.
+MASKED = -9e3
 EXPONENTIALS = ("exp", "exp2", "logistic")
 _ROOTS = ("sqrt", "rsqrt", "cbrt")
 _POWERS = (*EXPONENTIALS, *_ROOTS, "pow", "integer_pow", "square", "one_minus_square", "polynomial")
 _STAGES = ("logits", "weights", "largest")
 
 
-def after(node: Node, which: Value, values: Sequence[Value], operands: Sequence[int]) -> tuple[Logits, ...]:
+def after(
+    graph: Graph, node: Node, which: Value, values: Sequence[Value], operands: Sequence[int]
+) -> tuple[Logits, ...]:
     """What an operation entry by entry makes of logits, of their maximum, or of softmax's weights.
 
     Args:
+      graph: The operations of the function.
       node: The operation.
       which: What a choice chooses by.
       values: The operands, without that.
@@ -36,7 +43,7 @@ def after(node: Node, which: Value, values: Sequence[Value], operands: Sequence[
     if node.name in EXPONENTIALS:
         return tuple(_exponential(node, x) for x in held[0].logits)
     at = next(k for k, v in enumerate(values) if v is held[0])
-    return _of_sum(node, which, values, operands, at)
+    return _of_sum(graph, node, which, values, operands, at)
 
 
 def scaled(node: Node, v: Value) -> tuple[Logits, ...]:
@@ -71,7 +78,7 @@ def _exponential(node: Node, x: Logits) -> Logits:
 
 
 def _of_sum(
-    node: Node, which: Value, values: Sequence[Value], operands: Sequence[int], at: int
+    graph: Graph, node: Node, which: Value, values: Sequence[Value], operands: Sequence[int], at: int
 ) -> tuple[Logits, ...]:
     """Logits, operand number `at`, less their maximum, or with a mask; anything else that is added loses them."""
     name, first = node.name, values[at].logits[0]
@@ -91,4 +98,25 @@ def _of_sum(
         return (lost(node, first),)
     # As they are here, not where they were scaled.
     raw = first.raw if name in CHOICES or first.raw >= 0 else operands[at]
-    return (first._replace(value=node.outputs[0], raw=raw),)
+    masked = first._replace(value=node.outputs[0], raw=raw)
+    if name in CHOICES:
+        return (masked,)
+    return (_with_added(graph, node, masked, operands[1 - at]),)
+
+
+def _with_added(graph: Graph, node: Node, logits: Logits, added: int) -> Logits:
+    """Logits to which a mask or a bias was added. A mask of small numbers can't be told from a bias beside one."""
+    mask = _number_of_mask(graph, node, added)
+    seen = [x for x in (logits.mask, mask) if x is not None]
+    is_bias = len(seen) < 2
+    if is_bias and max(seen, default=-math.inf) > 2 * MASKED:
+        return lost(node, logits)
+    return logits._replace(mask=None if is_bias else max(seen))
+
+
+def _number_of_mask(graph: Graph, node: Node, added: int) -> float | None:
+    """The number below zero that a mask adds to what it hides, beside zeros; None for a bias."""
+    numbers = numbers_in(graph, added) or {math.nan}
+    if node.name == "sub":
+        numbers = {-x for x in numbers}
+    return min(numbers) if min(numbers) < 0 == max(numbers) else None

@@ -9,6 +9,7 @@ of its columns; a region that is used apart from the others is a part, a matrix 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -96,6 +97,8 @@ class Logits(NamedTuple):
     raw: int = -1  # the logits before data or constants were added, if any were
     shifted: frozenset[int] | None = None  # axes of the product along which a subtracted maximum differs
     lost: int = -1  # the first result that is something else: more is added, or scaled after it was
+    # The largest number below zero that masks have added so far; None after a bias, whose numbers may be any.
+    mask: float | None = -math.inf
     unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
 
 

@@ -1303,3 +1303,33 @@ def layers_that_are_divided(p, x):
 
     y, logits = on_two_devices(local, dict.fromkeys(p, P("m")), P(), (P("m"), P("m")))(p, x)
     return jnp.mean(y), logits.reshape(2 * B, H, T, T)
+
+
+# Masks that add any one number below zero, as the windows of a Swin transformer do; beside a bias none can be told.
+
+ADD_MASK = {
+    "a_table": lambda c: np.where(CAUSAL, 0, c).astype(np.float32),
+    "a_choice": lambda c: jnp.where(CAUSAL, 0.0, c),
+    "a_multiple_of_a_comparison": lambda c: (
+        c * (1 - (jnp.arange(T)[:, None] >= jnp.arange(T)).astype("float32"))
+    ),
+}
+SLOPES = -np.abs(np.arange(T)[:, None] - np.arange(T)).astype(np.float32)
+for kind, table in ADD_MASK.items():
+    for size in (-1e1, -1e2, -1e3, -1e4):
+        spelled(f"a_mask_that_adds_{-size:.0f}_by_{kind}", kept=CAUSAL,
+                softmax=lambda a, p, table=table, size=size: jax.nn.softmax(a + table(size)))  # fmt: skip
+    spelled(f"a_mask_that_subtracts_{kind}", kept=CAUSAL,
+            softmax=lambda a, p, table=table: jax.nn.softmax(a - -1.0 * table(-50.0)))  # fmt: skip
+    spelled(f"two_masks_by_{kind}", kept=CAUSAL,
+            softmax=lambda a, p, table=table: jax.nn.softmax(a + table(-30.0) + table(-50.0)))  # fmt: skip
+    spelled(f"a_bias_and_a_wide_mask_by_{kind}", kept=CAUSAL,
+            softmax=lambda a, p, table=table: jax.nn.softmax(a + SLOPES + table(-1e9)))  # fmt: skip
+    spelled(f"a_bias_and_a_narrow_mask_by_{kind}", ADDED,
+            softmax=lambda a, p, table=table: jax.nn.softmax(a + SLOPES + table(-1e2)))  # fmt: skip
+    spelled(f"a_narrow_mask_by_{kind}_and_a_bias", ADDED,
+            softmax=lambda a, p, table=table: jax.nn.softmax(a + table(-1e2) + SLOPES))  # fmt: skip
+spelled("a_bias_of_several_numbers", softmax=lambda a, p: jax.nn.softmax(a + SLOPES))
+spelled(
+    "a_bias_above_zero", softmax=lambda a, p: jax.nn.softmax(a + np.where(CAUSAL, 0, 2.0).astype("float32"))
+)
