@@ -2,16 +2,16 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from muonjax._common.trees import dtype_of, flatten_with_names, is_masked, parameters_of
 from muonjax._matrices.matrix_view import matrix_pieces, resolve_dimension_numbers
-from muonjax._names.dimension_numbers import Route, check_parameters, routes
+from muonjax._names.dimension_numbers import Route, routes
+from muonjax._names.parameters import check_parameters
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
 
@@ -48,66 +48,94 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     """
     layers, params = params, parameters_of(params)
     check_parameters(params, "tabulate", warn=False)
-    by_names = dimension_numbers is None
-    found = routes(params, layers=layers)[0] if by_names else _given(params, dimension_numbers)
-    leaves = [route for route in found if isinstance(route, Route)]
-    dtypes = sorted({str(route.dtype) for route in leaves})
-    rows = [_HEADER, *map(_row, leaves)]
-    if len(dtypes) == 1:  # a column that says the same in every line says it once, below
-        rows = [row[:2] + row[3:] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rule = "  ".join("─" * width for width in widths)
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines = [lines[0], rule, *lines[1:], rule, *_totals(leaves)]
+    if dimension_numbers is None:
+        leaves = [leaf for leaf in routes(params, layers=layers)[0] if isinstance(leaf, Route)]
+    else:
+        leaves = _given(params, dimension_numbers)
+    rows = [_Row(route, _matrices(route)) for route in leaves]
+    dtypes = {str(route.dtype) for route in leaves}
+    table = [_HEADER, *map(_cells, rows)]
     if len(dtypes) == 1:
-        lines.append(f"Every leaf is {dtypes[0]}.")
-    if skipped := getattr(dimension_numbers, "skipped", lambda params: "")(params):
-        lines.append(skipped)
-    return "\n".join(line.rstrip() for line in lines)
+        # One line below the table says what every line of a column would.
+        dtype = _HEADER.index("dtype")
+        table = [cells[:dtype] + cells[dtype + 1 :] for cells in table]
+    lines = [*_aligned(table), _total("Muon", rows), _total("Adam", rows)]
+    if len(dtypes) == 1:
+        lines.append(f"Every leaf is {dtypes.pop()}.")
+    skipped = getattr(dimension_numbers, "skipped", None)  # a `Program` knows what it lacks
+    if skipped is not None:
+        lines.append(skipped(params))
+    return "\n".join(line.rstrip() for line in lines if line)
 
 
-def _given(params: Any, dimension_numbers: Any) -> list[Route | optax.MaskedNode]:
+def _given(params: Any, dimension_numbers: Any) -> list[Route]:
     """Routes by a tree of the caller's own."""
     paths, leaves, _ = flatten_with_names(params)
     call = "tabulate(params, dimension_numbers)"
     numbers = iter(resolve_dimension_numbers(dimension_numbers, params, call=call))
-    why = getattr(dimension_numbers, "why", lambda path: "given")  # a `Program` knows the line of the code
+    why = getattr(dimension_numbers, "why", lambda path: "given")  # a `Program` knows the line
+    given = []
+    for names, leaf in zip(paths, leaves, strict=True):
+        if is_masked(leaf):
+            continue
+        path = "/".join(names)
+        shape, dtype = jnp.shape(leaf), dtype_of(leaf)
+        given.append(Route(path, shape, dtype, next(numbers), why(path), is_open=False))
+    return given
 
-    def route(path: str, leaf: Any, number: Any) -> Route:
-        return Route(path, jnp.shape(leaf), dtype_of(leaf), number, why(path), is_open=False)
 
-    pairs = zip(paths, leaves, strict=True)
-    return [x if is_masked(x) else route("/".join(path), x, next(numbers)) for path, x in pairs]
+class _Row(NamedTuple):
+    """A leaf, and how many matrices of each size it holds: none where it is Adam's."""
 
+    route: Route
+    matrices: Counter[tuple[int, int]]
 
-def _row(route: Route) -> tuple[str, ...]:
-    shape = "×".join(map(str, route.shape)) or "scalar"
-    found = _matrices(route)
-    sizes = (("" if count == 1 else f"{count} of ") + f"{m}×{n}" for (m, n), count in found.items())
-    return route.path, shape, str(route.dtype), "Muon" if found else "Adam", " + ".join(sizes), route.why
+    @property
+    def optimizer(self) -> str:
+        return "Muon" if self.matrices else "Adam"
 
 
 def _matrices(route: Route) -> Counter[tuple[int, int]]:
-    """How many matrices of each size a leaf holds."""
-    found: Counter[tuple[int, int]] = Counter()
-    if route.numbers is not None:
-        leaf = {route.path: jax.ShapeDtypeStruct(route.shape, route.dtype)}
-        for piece in matrix_pieces({route.path: route.numbers}, leaf, call="tabulate"):
-            found[piece.view.fan_in, piece.view.fan_out] += piece.view.batch
-    return found
+    sizes: Counter[tuple[int, int]] = Counter()
+    if route.numbers is None:
+        return sizes
+    leaf = {route.path: jax.ShapeDtypeStruct(route.shape, route.dtype)}
+    for piece in matrix_pieces({route.path: route.numbers}, leaf, call="tabulate"):
+        sizes[piece.view.fan_in, piece.view.fan_out] += piece.view.batch
+    return sizes
 
 
-def _totals(found: list[Route]) -> list[str]:
-    total, lines = max(1, sum(math.prod(route.shape) for route in found)), []
-    for optimizer in ("Muon", "Adam"):
-        mine = [route for route in found if (route.numbers is not None) == (optimizer == "Muon")]
-        size = sum(math.prod(route.shape) for route in mine)
-        matrices = sum(_matrices(route).total() for route in mine)
-        held = counted(len(mine), "leaf", "leaves")
-        held = f"{counted(matrices, 'matrix', 'matrices')} in {held}" if matrices else held
-        parameters = counted(size, "parameter", "parameters")
-        lines.append(f"{optimizer}: {parameters} ({100 * size / total:.1f} %), {held}")
-    return lines
+def _cells(row: _Row) -> tuple[str, ...]:
+    route, sizes = row.route, []
+    for (m, n), count in row.matrices.items():
+        sizes.append(f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}")
+    shape = "×".join(map(str, route.shape)) or "scalar"
+    return route.path, shape, str(route.dtype), row.optimizer, " + ".join(sizes), route.why
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, with rules below its head and at its end."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    rule = "  ".join("─" * width for width in widths)
+    lines = []
+    for cells in table:
+        lines.append("  ".join(map(str.ljust, cells, widths)))
+    return [lines[0], rule, *lines[1:], rule]
+
+
+def _total(optimizer: str, rows: Sequence[_Row]) -> str:
+    """What an optimizer takes: "Muon: 384 parameters (31.2 %), 6 matrices in 2 leaves"."""
+    sizes: Counter[str] = Counter()
+    for row in rows:
+        sizes[row.optimizer] += math.prod(row.route.shape)
+    taken = [row for row in rows if row.optimizer == optimizer]
+    parameters = counted(sizes[optimizer], "parameter", "parameters")
+    share = 100 * sizes[optimizer] / max(1, sizes.total())
+    held = counted(len(taken), "leaf", "leaves")
+    count = sum(row.matrices.total() for row in taken)
+    if count:
+        held = f"{counted(count, 'matrix', 'matrices')} in {held}"
+    return f"{optimizer}: {parameters} ({share:.1f} %), {held}"
 
 
 def counted(count: int, one: str, several: str) -> str:

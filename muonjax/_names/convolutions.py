@@ -1,0 +1,91 @@
+"""Tell a convolution's window from its channels, and which convolutions are no matrix or one for each group."""
+
+import re
+from collections.abc import Sequence
+
+from muonjax._names import roles
+from muonjax._names.neighbors import Neighbors, Shape
+from muonjax._names.paths import Path, is_weight, words
+from muonjax._names.roles import Answer, Parameter
+from muonjax._names.widths import Matrices, Widths, channels
+
+_LARGEST_WINDOW = 32
+# An image has three; what nothing else gives may be the model's input.
+_IMAGE_CHANNELS = 3
+
+
+def patch_embedding(p: Parameter) -> Answer | None:
+    """The answer for a convolution's kernel that cuts an image or a video into patches; None for other leaves.
+
+    Its window is even, and it is named for an embedding, or, which stays open, it is large and sees few channels.
+    """
+    if is_weight(p.path) and is_trailing_window(p.shape):
+        outputs, inputs, side = p.shape[:3]
+    elif is_window(p.shape):
+        side, inputs, outputs = p.shape[-3:]
+    else:
+        return None
+    # A kernel's own name is the last; its module's are before it.
+    modules = "/".join(words(p.path)[-4:-1]).lower()
+    is_named = bool(re.search("embed|patch|stem", modules))
+    is_large = side >= 8 and outputs >= 128
+    if side % 2 or inputs > 16 or not (is_named or is_large):
+        return None
+    return Answer(None, roles.PATCHES.name, is_open=not is_named)
+
+
+def depthwise(parameters: Sequence[Parameter], numbers: Matrices) -> dict[Path, Answer]:
+    """The answers for convolutions whose window sees one channel.
+
+    A single one may be a model's first convolution, so that it is open.
+    """
+    paths = [p.path for p in parameters if channels(p, numbers[p.path]) == 1]
+    return dict.fromkeys(paths, Answer(None, "one input channel: depthwise", len(paths) == 1))
+
+
+def grouped(p: Parameter, widths: Widths) -> Answer | None:
+    """The answer for a convolution that may have groups; None for other leaves.
+
+    No parameter gives as many channels as its kernel takes, and one gives a multiple that divides the outputs into
+    groups. Three channels are an image's, if one convolution alone takes them.
+    """
+    inputs = channels(p, widths.numbers[p.path])
+    if inputs is None or widths.given[inputs]:
+        return None
+    if inputs == _IMAGE_CHANNELS and widths.readers_of_channels[inputs] == 1:
+        return None
+    (outputs,) = widths.gives[p.path]
+    for width in widths.given:
+        if width % inputs == 0 and outputs % (width // inputs) == 0:
+            why = "no other parameter gives as many channels, so that it may have groups"
+            return Answer(None, why, is_open=True)
+    return None
+
+
+def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
+    """Whether a leaf called `weight` of three axes or more is a convolution's [out, in, *window]."""
+    if not is_weight(p.path) or len(p.shape) < 3 or is_window(p.shape):
+        return False
+    # A window of one axis is the shortest of three.
+    is_one_axis = p.role.name == roles.CONVOLUTION.name and len(p.shape) == 3
+    has_short_end = is_one_axis and p.shape[2] < min(p.shape[:2])
+    return neighbors.outputs_first or is_trailing_window(p.shape) or has_short_end
+
+
+def is_window(shape: Shape) -> bool:
+    """Whether the leading axes of [*window, in, out] look like a window.
+
+    The last two are equal and small, and none is as large as the outputs; one more may count frames.
+    """
+    window = shape[:-2]
+    if len(shape) not in (4, 5) or window[-1] != window[-2]:
+        return False
+    return window[-1] <= _LARGEST_WINDOW and max(window) < shape[-1]
+
+
+def is_trailing_window(shape: Shape) -> bool:
+    """Whether the trailing axes of [out, in, *window] look like a window."""
+    window = shape[2:]
+    if len(shape) not in (4, 5) or len(set(window)) != 1:
+        return False
+    return window[0] <= _LARGEST_WINDOW and window[0] < shape[0]

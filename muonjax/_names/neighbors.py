@@ -1,0 +1,103 @@
+"""Read what the parameters of a tree say about each other: biases, attentions, the order of stored axes."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from muonjax._names import roles
+from muonjax._names.paths import Path, attention_scope, is_weight, layer_of, module, words
+from muonjax._names.roles import Parameter
+
+Shape = tuple[int, ...]
+
+# Layers whose output is wider than their input: SwiGLU's gate and up, GPT-2's c_fc, T5's wi.
+_WIDENING = r"(^|_)(up|gate|fc1|w1|c_fc|wi|intermediate|linear1)(_|$)"
+
+
+class Neighbors:
+    """What the parameters of a tree show together.
+
+    Attributes:
+      outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox store them; else
+        (*window, in, out).
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]):
+        self._leaves_of: Counter[Path] = Counter()
+        self._biases: dict[Path, Shape] = {}
+        self._beside: dict[Path, list[Parameter]] = defaultdict(list)
+        self._attentions: dict[Path, dict[str, Shape]] = defaultdict(dict)
+        for p in parameters:
+            self._leaves_of[module(p.path)] += 1
+            if p.role.name == "bias":
+                self._biases[module(p.path)] = p.shape
+            self._beside[layer_of(p.path)[0]].append(p)
+            self._add_projection(p)
+        self.outputs_first = self._are_outputs_first(parameters)
+
+    def bias(self, p: Parameter) -> Shape | None:
+        """The shape of the bias of a weight, on one layer's axes."""
+        shape = self._biases.get(module(p.path))
+        if shape is None:
+            return None
+        # A convolution's in PyTorch's order is (16, 1, 1).
+        if len(shape) > 2 or (shape[1:] == (1,) and is_weight(p.path)):
+            return tuple(size for size in shape if size > 1) or (1,)
+        return shape
+
+    def attention(self, p: Parameter) -> dict[str, Shape]:
+        """The shapes of all projections of the attention that one belongs to, "query" to "out"."""
+        return self._attentions.get(attention_scope(layer_of(p.path)[0]), {})
+
+    def beside(self, p: Parameter) -> Sequence[Parameter]:
+        """The parameters whose layer is in the same scope."""
+        return self._beside[layer_of(p.path)[0]]
+
+    def contradict(self, p: Parameter) -> bool:
+        """Whether a leaf of several axes can't be the vector or the table that its name says."""
+        bias = self.bias(p)
+        if bias and p.role in (roles.NORM, roles.TABLE):
+            # It is a matrix, or the table of a head that is tied.
+            return len(bias) < len(p.shape)
+        if p.role is roles.NORM:
+            return p.path[-1] == "kernel"
+        is_alone = self._leaves_of[module(p.path)] == 1
+        return is_alone and words(p.path)[-1:] == ("b",)
+
+    def _add_projection(self, p: Parameter) -> None:
+        shapes = self._attentions[attention_scope(layer_of(p.path)[0])]
+        if p.role.projection:
+            shapes[p.role.projection] = p.shape
+        elif p.role in (roles.FUSED_QKV, roles.FUSED_KV) and len(p.shape) == 4:
+            axis = axis_of_parts(p)
+            if axis is not None:
+                name = "query" if p.role is roles.FUSED_QKV else "key"
+                shapes.setdefault(name, p.shape[:axis] + p.shape[axis + 1 :])
+
+    def _are_outputs_first(self, parameters: Sequence[Parameter]) -> bool:
+        votes = sum(map(self._vote, parameters))
+        if votes:
+            return votes > 0
+        # A head called `weight` may be stored as the table of tokens is, (tokens, features).
+        tables = {p.shape for p in parameters if p.role.name == "embedding"}
+        heads = {p.shape for p in parameters if p.role is roles.HEAD and is_weight(p.path)}
+        return not tables.isdisjoint(heads)
+
+    def _vote(self, p: Parameter) -> int:
+        """1 for outputs first, -1 for outputs last, 0 where a leaf does not tell."""
+        if not p.role.muon or not is_weight(p.path) or len(p.shape) < 2:
+            return 0
+        first, last = p.shape[0], p.shape[-1]
+        bias = self.bias(p)
+        if bias and len(bias) == 1:
+            return (first == bias[0]) - (last == bias[0])
+        if len(p.shape) == 2 and re.search(_WIDENING, layer_of(p.path)[1]):
+            return (first > last) - (first < last)
+        return 0
+
+
+def axis_of_parts(p: Parameter) -> int | None:
+    """The axis, before the last, that counts the parts of a fused kernel."""
+    if p.role.parts in p.shape[:-1]:
+        return p.shape.index(p.role.parts)
+    return None

@@ -1,0 +1,99 @@
+"""Split a parameter's path into its words, and find its layer, its module and the attention around it."""
+
+import functools
+import re
+
+Path = tuple[str, ...]
+
+# How libraries call a layer's matrix: Flax `kernel`, Haiku `w`, PyTorch `weight` (`weight_v` with
+# weight normalization); and its vectors.
+WEIGHT = r"(?:kernel|w|weights?|weight_v)"
+VECTOR = r"(?:bias|biases|b|offset|beta)"
+# Words that NNX and lists of arrays put behind the name of a parameter.
+_CONTAINER = r"\d+|array|value|raw_value"
+
+
+@functools.cache
+def words(path: Path) -> Path:
+    """The names of a path, split at slashes and dots, without the index of an array container.
+
+    >>> words(("mlp/~/linear_0", "w")), words(("key.weights",)), words(("ffn", "w", "0"))
+    (('mlp', '~', 'linear_0', 'w'), ('key', 'weights'), ('ffn', 'w'))
+    """
+    names = re.findall(r"[^/.]+", "/".join(path))
+    while len(names) > 1 and re.fullmatch(_CONTAINER, names[-1]):
+        if not re.fullmatch(rf"{WEIGHT}|{VECTOR}|scale", snake(names[-2])):
+            break
+        names.pop()
+    return tuple(names)
+
+
+@functools.cache
+def layer_of(path: Path) -> tuple[Path, str]:
+    """The layer that a leaf belongs to: its scope, and its name in snake case without a number.
+
+    >>> layer_of(("block", "MultiHeadDotProductAttention_0", "query", "kernel"))
+    (('block', 'MultiHeadDotProductAttention_0'), 'query')
+    >>> layer_of(("mlp", "experts", "wi_0"))
+    (('mlp', 'experts'), 'wi')
+    """
+    path = words(path)
+    names = [snake(name) for name in path]
+    # A bare number, such as the index of a list, is no name of a layer.
+    named = [i for i, name in enumerate(names) if name]
+    if not named:
+        return (), ""
+    while len(named) > 1 and re.fullmatch(f"{WEIGHT}|{VECTOR}", names[named[-1]]):
+        named.pop()
+    layer = named[-1]
+    return path[:layer], re.sub(r"(?<=\w)_(w|weights?|kernel)$", "", names[layer])
+
+
+@functools.cache
+def module(path: Path) -> Path:
+    """The path of the module whose kernel or bias this is; a bare array is a module by itself.
+
+    >>> module(("Dense_0", "bias")) == module(("Dense_0", "kernel")) != module(("Dense_1", "kernel"))
+    True
+    >>> module(("attention", "output_w")) == module(("attention", "output_b"))
+    True
+    """
+    path = words(path)
+    if not path:
+        return path
+    if re.fullmatch(f"{WEIGHT}|{VECTOR}|scale", snake(path[-1])):
+        return path[:-1]
+    return (*path[:-1], re.sub(rf"_({WEIGHT}|bias|b)$", "", path[-1]))
+
+
+@functools.cache
+def attention_scope(scope: Path) -> Path:
+    """The scope up to the last module whose name has "attn" or "attention" in it, or all of it."""
+    for end in range(len(scope), 0, -1):
+        if re.search(r"att(n|en)", snake(scope[end - 1])):
+            return scope[:end]
+    return scope
+
+
+def is_weight(path: Path) -> bool:
+    """Whether the leaf is called `weight`, as PyTorch, Equinox and axlearn call Flax's `kernel`."""
+    path = words(path)
+    return bool(path) and bool(re.fullmatch("weights?(_v)?", path[-1]))
+
+
+def is_bare(path: Path) -> bool:
+    """Whether the leaf is no kernel or bias of a module, so that its name is also the layer's."""
+    return module(path) == words(path)
+
+
+def stem(name: str) -> str:
+    """A name in snake case without any number at its end: `fc` of fc2."""
+    return re.sub(r"\d+$", "", snake(name))
+
+
+@functools.cache
+def snake(name: str) -> str:
+    """A name in snake case without its number: `layer_norm` of LayerNorm_0, "" of a number."""
+    start_of_word = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+    underscored = re.sub(start_of_word, "_", name).lower()
+    return re.sub(r"(_\d+)+$|^\d+$", "", underscored).strip("_")

@@ -1,0 +1,59 @@
+"""Apply the caller's rules, pairs of a pattern and dimension numbers, and suggest rules for leaves that are open."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from muonjax._common import trees
+from muonjax._common.arguments import check_pattern
+from muonjax._matrices.matrix_view import DimensionNumbers, matrix_pieces
+from muonjax._names.paths import Path
+
+PathRules = Sequence[tuple[str, DimensionNumbers | None]]
+
+
+def apply_rules(
+    paths: Sequence[Path], leaves: Sequence[Any], rules: PathRules
+) -> dict[Path, DimensionNumbers | None]:
+    """What the first rule that matches says of each leaf."""
+    _check(rules)
+    named = {"/".join(path): (path, leaf) for path, leaf in zip(paths, leaves, strict=True)}
+    ruled: dict[Path, DimensionNumbers | None] = {}
+    for pattern, numbers in rules:
+        matched = [name for name in named if re.search(pattern, name)]
+        if not matched:
+            shown = ", ".join(list(named)[:3])
+            raise ValueError(f"rules=...: {pattern!r} matches no leaf; paths look like {shown}.")
+        for name in matched:
+            path, leaf = named[name]
+            if path in ruled or trees.is_masked(leaf):
+                continue
+            matrix_pieces({name: numbers}, {name: leaf}, call="dimension_numbers(rules=...)")
+            ruled[path] = numbers
+    return ruled
+
+
+def _check(rules: Any) -> None:
+    for rule in rules if isinstance(rules, Sequence) else [rules]:
+        is_pair = isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)
+        if not (is_pair and isinstance(rule[1], (DimensionNumbers, type(None)))):
+            fix = "give pairs: pattern, numbers"
+            raise TypeError(f"dimension_numbers(rules=...) has {rule!r}; {fix}.")
+        check_pattern("dimension_numbers", "rules", rule[0])
+
+
+def rules_for(chosen: Sequence[Path], paths: Sequence[Path]) -> str:
+    """Rules for these leaves and no others, as a person pastes them; None is Adam.
+
+    Paths that differ by their numbers share a rule, unless it would match a leaf that is not chosen.
+    """
+    others = {_pattern(path) for path in paths if path not in chosen}
+    patterns = []
+    for path in chosen:
+        exact, pattern = re.escape("/".join(path)), _pattern(path)
+        patterns.append(exact if pattern in others else pattern)
+    return ", ".join(f"(r'^{pattern}$', None)" for pattern in dict.fromkeys(patterns))
+
+
+def _pattern(path: Path) -> str:
+    return re.sub(r"\d+", r"\\d+", re.escape("/".join(path)))

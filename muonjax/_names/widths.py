@@ -1,0 +1,70 @@
+"""Count the widths that parameters take and give, which tells where a model may begin and end."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from muonjax._matrices.matrix_view import DimensionNumbers, axes_of
+from muonjax._names import roles
+from muonjax._names.paths import Path
+from muonjax._names.roles import Parameter
+
+Matrices = Mapping[Path, DimensionNumbers | None]
+
+
+class Widths:
+    """What the parameters of a tree take and give.
+
+    Attributes:
+      numbers: The matrices of each parameter in one layer's axes, None where it has none.
+      takes: The widths that a parameter multiplies, by its path.
+      gives: The widths of what comes out.
+      taken: How many parameters take a width.
+      given: How many parameters give a width.
+      readers_of_channels: How many convolutions have a number of channels in their window.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], numbers: Matrices):
+        self.numbers = numbers
+        self.takes: dict[Path, set[int]] = {}
+        self.gives: dict[Path, set[int]] = {}
+        for p in parameters:
+            self.takes[p.path], self.gives[p.path] = _widths(p, numbers[p.path])
+        self.taken = Counter(chain.from_iterable(self.takes.values()))
+        self.given = Counter(chain.from_iterable(self.gives.values()))
+        self.readers_of_channels = Counter(channels(p, numbers[p.path]) for p in parameters)
+
+    def is_untaken(self, p: Parameter) -> bool:
+        """Whether no other parameter takes what a matrix gives."""
+        (width,) = self.gives[p.path]
+        return self.taken[width] == (width in self.takes[p.path])
+
+    def is_ungiven(self, p: Parameter) -> bool:
+        """Whether no parameter gives what a matrix takes."""
+        return not any(self.given[width] for width in self.takes[p.path])
+
+
+def channels(p: Parameter, numbers: DimensionNumbers | None) -> int | None:
+    """How many channels the window of a convolution sees; None for other leaves."""
+    if numbers is None or p.role not in (roles.CONVOLUTION, roles.UNKNOWN):
+        return None
+    window_and_inputs = axes_of(numbers.reduction_axis)
+    if len(window_and_inputs) == 1:
+        return None
+    is_outputs_first = axes_of(numbers.output_axis) == (0,)
+    return p.shape[window_and_inputs[0 if is_outputs_first else -1]]
+
+
+def _widths(p: Parameter, numbers: DimensionNumbers | None) -> tuple[set[int], set[int]]:
+    # What is entry by entry, and what is looked up, has the width of what it meets.
+    if p.role.name in ("scale", "embedding") and p.shape:
+        return {p.shape[-1]}, {p.shape[-1]}
+    is_head = p.role is roles.HEAD or (p.role.muon and 1 in p.shape)
+    if len(p.shape) == 2 and is_head:
+        return {p.shape[0]}, set()
+    if numbers is None:
+        return set(), set()
+    rows = [p.shape[axis] for axis in axes_of(numbers.reduction_axis)]
+    columns = [p.shape[axis] for axis in axes_of(numbers.output_axis)]
+    return {*rows, math.prod(rows)}, {math.prod(columns)}
