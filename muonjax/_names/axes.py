@@ -19,13 +19,13 @@ from muonjax._matrices.matrix_view import (
 from muonjax._names import roles
 from muonjax._names.convolutions import is_outputs_first, is_window
 from muonjax._names.neighbors import Neighbors, Shape, axis_of_parts
-from muonjax._names.paths import is_bare, is_weight, layer_of, words
+from muonjax._names.paths import words
 from muonjax._names.roles import Parameter
 
 
 def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """The matrices in one layer's parameter, on that layer's axes; None where nothing tells."""
-    role, rank = p.role, len(p.shape)
+    role, rank = p.role, p.rank
     if role in roles.OPEN:
         return None
     if role is roles.ADAPTER and rank != 2:
@@ -48,10 +48,10 @@ def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers:
     """(in, out), or (out, in) where the bias or the rest of the tree says so."""
     first, last = p.shape
     bias = neighbors.bias(p)
-    outputs_first = is_weight(p.path) and neighbors.outputs_first
+    outputs_first = p.is_weight and neighbors.outputs_first
     if bias and first != last:
         outputs_first = bias == (first,)
-    elif p.role is roles.ROUTER and is_weight(p.path) and 8 * first <= last:
+    elif p.role is roles.ROUTER and p.is_weight and 8 * first <= last:
         outputs_first = True  # there are fewer experts than features
     elif first != last and _is_stored_as_up(p, neighbors):
         outputs_first = not outputs_first
@@ -60,10 +60,10 @@ def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers:
 
 def _is_stored_as_up(p: Parameter, neighbors: Neighbors) -> bool:
     """Whether this is a down kernel of the shape of the up kernel next to it: [d, hidden], as in seqax."""
-    if not re.fullmatch(r"(\w+_)?(down|wo)(_proj)?", layer_of(p.path)[1]):
+    if not re.fullmatch(r"(\w+_)?(down|wo)(_proj)?", p.layer):
         return False
     for other in neighbors.beside(p):
-        is_up = re.fullmatch(r"(\w+_)?(up|wi)(_proj)?", layer_of(other.path)[1])
+        is_up = re.fullmatch(r"(\w+_)?(up|wi)(_proj)?", other.layer)
         if is_up and other.shape == p.shape:
             return True
     return False
@@ -75,16 +75,16 @@ def _kernel(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     outputs = evidence(p, neighbors)
     if not outputs:
         return None
-    inputs = [axis for axis in range(len(p.shape)) if axis not in outputs]
+    inputs = [axis for axis in range(p.rank) if axis not in outputs]
     return MuonDimensionNumbers(one_or_several(inputs), one_or_several(outputs))
 
 
 def _outputs_by_bias(p: Parameter, neighbors: Neighbors) -> list[int]:
     """The axes that the bias has; none where it does not tell."""
-    shape, rank = p.shape, len(p.shape)
+    shape, rank = p.shape, p.rank
     bias = neighbors.bias(p) or ()
     if len(bias) == 1:
-        is_transposed = "transpose" in "/".join(p.path).lower()
+        is_transposed = "transpose" in p.name.lower()
         if is_outputs_first(p, neighbors):
             order = (0, rank - 1, rank - 2)
         elif is_transposed:
@@ -105,8 +105,8 @@ def _outputs_by_window(p: Parameter, neighbors: Neighbors) -> list[int]:
     """The axis of outputs of a convolution; none for other kernels."""
     if is_outputs_first(p, neighbors):
         return [0]
-    is_convolution = p.role is roles.CONVOLUTION or (is_window(p.shape) and not is_bare(p.path))
-    return [len(p.shape) - 1] if is_convolution else []
+    is_convolution = p.role is roles.CONVOLUTION or (is_window(p.shape) and not p.is_bare)
+    return [p.rank - 1] if is_convolution else []
 
 
 # The axes of projections and of the output, for d features and h heads of size s.
@@ -155,13 +155,13 @@ def _contradict(sizes: Mapping[str, Mapping[str, int]]) -> bool:
 def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """Query, key and value, or key and value: on an axis of their own, or side by side in one of two axes."""
     parts, axis_of_part = p.role.parts, axis_of_parts(p)
-    if len(p.shape) == 4 and axis_of_part is not None:
+    if p.rank == 4 and axis_of_part is not None:
         one_part = _attention(p, neighbors)
         if one_part is not None:
             rows, columns = (_behind(axis_of_part, axes_of(side)) for side in one_part)
             return MuonDimensionNumbers(one_or_several(rows), one_or_several(columns))
     # Grouped keys: out of how many heads nothing here tells.
-    if len(p.shape) != 2 or parts != 3:
+    if p.rank != 2 or parts != 3:
         return None
     first, last = p.shape
     if first == 3 * last:
@@ -176,13 +176,13 @@ def _behind(removed: int, axes: tuple[int, ...]) -> list[int]:
 
 def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """Gate and up on an axis of two, below experts or not."""
-    rank, axis_of_part = len(p.shape), axis_of_parts(p)
+    rank, axis_of_part = p.rank, axis_of_parts(p)
     if rank == 2 or axis_of_part is None or axis_of_part < rank - 3:
         return None
     rows, columns = (axis for axis in range(rank - 3, rank) if axis != axis_of_part)
     sides = (p.shape[rows], p.shape[columns])
     for other in neighbors.beside(p):
-        is_down = other.role.muon and len(other.shape) == rank - 1
+        is_down = other.role.muon and other.rank == rank - 1
         if is_down and sides == other.shape[-2:] and sides[0] != sides[1]:
             return MuonDimensionNumbers(columns, rows)  # stored as the down kernel is
     return MuonDimensionNumbers(rows, columns)

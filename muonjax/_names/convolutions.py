@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from muonjax._names import roles
 from muonjax._names.neighbors import Neighbors, Shape
-from muonjax._names.paths import Path, is_weight, words
+from muonjax._names.paths import Path, words
 from muonjax._names.roles import Answer, Parameter
 from muonjax._names.widths import Matrices, Widths, channels
 
@@ -19,7 +19,7 @@ def patch_embedding(p: Parameter) -> Answer | None:
 
     Its window is even, and it is named for an embedding, or, which stays open, it is large and sees few channels.
     """
-    if is_weight(p.path) and is_trailing_window(p.shape):
+    if p.is_weight and is_trailing_window(p.shape):
         outputs, inputs, side = p.shape[:3]
     elif is_window(p.shape):
         side, inputs, outputs = p.shape[-3:]
@@ -40,7 +40,8 @@ def depthwise(parameters: Sequence[Parameter], numbers: Matrices) -> dict[Path, 
     A single one may be a model's first convolution, so that it is open.
     """
     paths = [p.path for p in parameters if channels(p, numbers[p.path]) == 1]
-    return dict.fromkeys(paths, Answer(None, "one input channel: depthwise", len(paths) == 1))
+    answer = Answer(None, "one input channel: depthwise", is_open=len(paths) == 1)
+    return dict.fromkeys(paths, answer)
 
 
 def grouped(p: Parameter, widths: Widths) -> Answer | None:
@@ -64,10 +65,10 @@ def grouped(p: Parameter, widths: Widths) -> Answer | None:
 
 def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
     """Whether a leaf called `weight` of three axes or more is a convolution's [out, in, *window]."""
-    if not is_weight(p.path) or len(p.shape) < 3 or is_window(p.shape):
+    if not p.is_weight or p.rank < 3 or is_window(p.shape):
         return False
     # A window of one axis is the shortest of three.
-    is_one_axis = p.role.name == roles.CONVOLUTION.name and len(p.shape) == 3
+    is_one_axis = p.role.name == roles.CONVOLUTION.name and p.rank == 3
     has_short_end = is_one_axis and p.shape[2] < min(p.shape[:2])
     return neighbors.outputs_first or is_trailing_window(p.shape) or has_short_end
 

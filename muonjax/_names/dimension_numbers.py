@@ -208,8 +208,9 @@ def _warn(
     """Warn of what is open, and of what a program could not follow and names give to Muon."""
     open_paths, open_leaves, unfollowed = [], [], []
     for p in parameters:
-        path, answer = "/".join(p.path), answers[p.path]
-        leaf, reason = f"{path!r} {p.leaf_shape}", reasons.get(path)
+        answer = answers[p.path]
+        leaf = f"{p.name!r} {p.leaf_shape}"
+        reason = reasons.get(p.name)
         if answer.is_open:
             open_paths.append(p.path)
             open_leaves.append(f"{leaf}: {answer.why}" + (f" ({reason})" if reason else ""))

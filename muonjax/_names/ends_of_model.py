@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from muonjax._names import roles
 from muonjax._names.convolutions import depthwise, grouped
-from muonjax._names.paths import Path, is_bare, module, stem
+from muonjax._names.paths import Path, stem
 from muonjax._names.roles import Answer, Parameter
 from muonjax._names.widths import Widths
 
@@ -58,7 +58,7 @@ def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dic
     """
     numbers = {path: answer.numbers for path, answer in answers.items()}
     found = depthwise(parameters, numbers)
-    if sum(len(p.shape) > 1 for p in parameters) == 1:
+    if sum(p.rank > 1 for p in parameters) == 1:
         return found  # a layer by itself may be any
     matrices = {**numbers, **dict.fromkeys(found)}
     widths = Widths(parameters, matrices)
@@ -79,8 +79,8 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
     stems = [stem(name) for name in inside]
     if not _is_layer(p) or re.search("att(n|en)", "/".join(stems)):
         return None
-    is_dense = len(p.shape) == 2
-    is_stacked = len(p.shape) < len(p.leaf_shape)
+    is_dense = p.rank == 2
+    is_stacked = p.rank < len(p.leaf_shape)
     is_hidden = is_stacked or any(map(_HIDDEN.fullmatch, stems))
     is_repeated = places.is_repeated(place)
     is_in_end = not inside or bool(_END.fullmatch(stems[-1]))
@@ -105,7 +105,7 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
 
 def _table(p: Parameter, widths: Widths) -> Answer | None:
     """The answer for a matrix without a name that says what it is, which may be an embedding."""
-    is_unnamed = p.role is roles.UNKNOWN and is_bare(p.path) and len(p.leaf_shape) == 2
+    is_unnamed = p.role is roles.UNKNOWN and p.is_bare and len(p.leaf_shape) == 2
     if is_unnamed and widths.is_ungiven(p):
         why = "no other parameter gives its input, so that it may be an embedding"
         return Answer(None, why, is_open=True)
@@ -130,6 +130,16 @@ class _Place(NamedTuple):
     name: str
     count: tuple[int, ...]
 
+    @property
+    def series(self) -> Path:
+        """The same for all layers of this name in a module."""
+        return (*self.scope, self.name)
+
+    @property
+    def kind(self) -> Path:
+        """The same for the layers of this name in all blocks that differ by number."""
+        return tuple(re.sub(r"\d+", "", name) for name in self.series)
+
 
 class _Places:
     """The places of all layers of a model.
@@ -140,21 +150,21 @@ class _Places:
 
     def __init__(self, parameters: Sequence[Parameter], widths: Widths):
         self._names: dict[Path, set[str]] = defaultdict(set)
-        self._series: dict[tuple[Path, str], list[tuple[int, ...]]] = defaultdict(list)
-        self._scopes: dict[tuple[Path, str], set[Path]] = defaultdict(set)
+        self._series: dict[Path, list[tuple[int, ...]]] = defaultdict(list)
+        self._scopes: dict[Path, set[Path]] = defaultdict(set)
         for p in parameters:
             place = self.of(p)
             self._names[place.scope].add(place.name)
-            self._scopes[_without_numbers(place.scope), place.name].add(place.scope)
+            self._scopes[place.kind].add(place.scope)
             if _is_layer(p) and (widths.numbers[p.path] or 1 in p.shape):
-                self._series[place.scope, place.name].append(place.count)
-        scopes = [module(p.path)[:-1] for p in parameters]
+                self._series[place.series].append(place.count)
+        scopes = [p.module[:-1] for p in parameters]
         around = itertools.takewhile(lambda names: len({*names}) == 1, zip(*scopes, strict=False))
         self.root = len([*around])
 
     def of(self, p: Parameter) -> _Place:
         """The place of a layer, by its names."""
-        path = "/".join(module(p.path))
+        path = "/".join(p.module)
         unnumbered = path.rstrip("0123456789/")
         *scope, name = unnumbered.split("/")
         count = tuple(map(int, re.findall(r"\d+", path[len(unnumbered) :])))
@@ -162,24 +172,19 @@ class _Places:
 
     def is_repeated(self, place: _Place) -> bool:
         """Whether the layer is in one of several blocks that differ by number."""
-        return len(self._scopes[_without_numbers(place.scope), place.name]) > 1
+        return len(self._scopes[place.kind]) > 1
 
     def is_last(self, place: _Place) -> bool:
         """Whether the layer is the last of a series, or the only one of a plain name."""
         is_plain = bool(_PLAIN.fullmatch(place.name or "layers"))
         if self.length_of_series(place) == 1 and not is_plain:
             return False
-        return place.count == max(self._series[place.scope, place.name])
+        return place.count == max(self._series[place.series])
 
     def length_of_series(self, place: _Place) -> int:
         """How many layers in the same module have this name."""
-        return len(self._series[place.scope, place.name])
+        return len(self._series[place.series])
 
     def has_other_end(self, place: _Place) -> bool:
         """Whether another layer next to this one has the name of an end."""
         return any(map(_END.fullmatch, self._names[place.scope] - {place.name}))
-
-
-def _without_numbers(scope: Path) -> Path:
-    """The same names for all blocks of a series."""
-    return tuple(re.sub(r"\d+", "", name) for name in scope)

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from muonjax._names import roles
-from muonjax._names.paths import Path, attention_scope, is_weight, layer_of, module, words
+from muonjax._names.paths import Path, attention_scope, words
 from muonjax._names.roles import Parameter
 
 Shape = tuple[int, ...]
@@ -28,47 +28,47 @@ class Neighbors:
         self._beside: dict[Path, list[Parameter]] = defaultdict(list)
         self._attentions: dict[Path, dict[str, Shape]] = defaultdict(dict)
         for p in parameters:
-            self._leaves_of[module(p.path)] += 1
+            self._leaves_of[p.module] += 1
             if p.role.name == "bias":
-                self._biases[module(p.path)] = p.shape
-            self._beside[layer_of(p.path)[0]].append(p)
+                self._biases[p.module] = p.shape
+            self._beside[p.scope].append(p)
             self._add_projection(p)
         self.outputs_first = self._are_outputs_first(parameters)
 
     def bias(self, p: Parameter) -> Shape | None:
         """The shape of the bias of a weight, on one layer's axes."""
-        shape = self._biases.get(module(p.path))
+        shape = self._biases.get(p.module)
         if shape is None:
             return None
         # A convolution's in PyTorch's order is (16, 1, 1).
-        if len(shape) > 2 or (shape[1:] == (1,) and is_weight(p.path)):
+        if len(shape) > 2 or (shape[1:] == (1,) and p.is_weight):
             return tuple(size for size in shape if size > 1) or (1,)
         return shape
 
     def attention(self, p: Parameter) -> dict[str, Shape]:
         """The shapes of all projections of the attention that one belongs to, "query" to "out"."""
-        return self._attentions.get(attention_scope(layer_of(p.path)[0]), {})
+        return self._attentions.get(attention_scope(p.scope), {})
 
     def beside(self, p: Parameter) -> Sequence[Parameter]:
         """The parameters whose layer is in the same scope."""
-        return self._beside[layer_of(p.path)[0]]
+        return self._beside[p.scope]
 
     def contradict(self, p: Parameter) -> bool:
         """Whether a leaf of several axes can't be the vector or the table that its name says."""
         bias = self.bias(p)
         if bias and p.role in (roles.NORM, roles.TABLE):
             # It is a matrix, or the table of a head that is tied.
-            return len(bias) < len(p.shape)
+            return len(bias) < p.rank
         if p.role is roles.NORM:
             return p.path[-1] == "kernel"
-        is_alone = self._leaves_of[module(p.path)] == 1
+        is_alone = self._leaves_of[p.module] == 1
         return is_alone and words(p.path)[-1:] == ("b",)
 
     def _add_projection(self, p: Parameter) -> None:
-        shapes = self._attentions[attention_scope(layer_of(p.path)[0])]
+        shapes = self._attentions[attention_scope(p.scope)]
         if p.role.projection:
             shapes[p.role.projection] = p.shape
-        elif p.role in (roles.FUSED_QKV, roles.FUSED_KV) and len(p.shape) == 4:
+        elif p.role in (roles.FUSED_QKV, roles.FUSED_KV) and p.rank == 4:
             axis = axis_of_parts(p)
             if axis is not None:
                 name = "query" if p.role is roles.FUSED_QKV else "key"
@@ -80,18 +80,18 @@ class Neighbors:
             return votes > 0
         # A head called `weight` may be stored as the table of tokens is, (tokens, features).
         tables = {p.shape for p in parameters if p.role.name == "embedding"}
-        heads = {p.shape for p in parameters if p.role is roles.HEAD and is_weight(p.path)}
+        heads = {p.shape for p in parameters if p.role is roles.HEAD and p.is_weight}
         return not tables.isdisjoint(heads)
 
     def _vote(self, p: Parameter) -> int:
         """1 for outputs first, -1 for outputs last, 0 where a leaf does not tell."""
-        if not p.role.muon or not is_weight(p.path) or len(p.shape) < 2:
+        if not p.role.muon or not p.is_weight or p.rank < 2:
             return 0
         first, last = p.shape[0], p.shape[-1]
         bias = self.bias(p)
         if bias and len(bias) == 1:
             return (first == bias[0]) - (last == bias[0])
-        if len(p.shape) == 2 and re.search(_WIDENING, layer_of(p.path)[1]):
+        if p.rank == 2 and re.search(_WIDENING, p.layer):
             return (first > last) - (first < last)
         return 0
 

@@ -75,17 +75,6 @@ def attention_scope(scope: Path) -> Path:
     return scope
 
 
-def is_weight(path: Path) -> bool:
-    """Whether the leaf is called `weight`, as PyTorch, Equinox and axlearn call Flax's `kernel`."""
-    path = words(path)
-    return bool(path) and bool(re.fullmatch("weights?(_v)?", path[-1]))
-
-
-def is_bare(path: Path) -> bool:
-    """Whether the leaf is no kernel or bias of a module, so that its name is also the layer's."""
-    return module(path) == words(path)
-
-
 def stem(name: str) -> str:
     """A name in snake case without any number at its end: `fc` of fc2."""
     return re.sub(r"\d+$", "", snake(name))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from muonjax._matrices.matrix_view import DimensionNumbers, MuonDimensionNumbers
-from muonjax._names.paths import VECTOR, WEIGHT, Path, layer_of, snake, words
+from muonjax._names.paths import VECTOR, WEIGHT, Path, layer_of, module, snake, words
 
 
 class Role(NamedTuple):
@@ -51,6 +51,36 @@ class Parameter(NamedTuple):
     axes: tuple[int, ...]
     leaf_shape: tuple[int, ...]
     stacked: bool | None = None
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path)
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def module(self) -> Path:
+        return module(self.path)
+
+    @property
+    def scope(self) -> Path:
+        return layer_of(self.path)[0]
+
+    @property
+    def layer(self) -> str:
+        return layer_of(self.path)[1]
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is called `weight`, as PyTorch, Equinox and axlearn call Flax's `kernel`."""
+        return bool(re.fullmatch("weights?(_v)?", "".join(words(self.path)[-1:])))
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is no kernel or bias of a module, so that its name is also the layer's."""
+        return self.module == words(self.path)
 
 
 class Answer(NamedTuple):

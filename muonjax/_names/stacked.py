@@ -34,7 +34,7 @@ def unstack(parameters: Sequence[Parameter]) -> list[Parameter]:
 
 def _is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
     """True for a stack, False for one layer, None where it can't be told from this leaf alone."""
-    rank, ranks = len(p.shape), p.role.ranks
+    rank, ranks = p.rank, p.role.ranks
     bias = neighbors.bias(p)
     # A stack's bias has an axis of layers too.
     if bias and len(bias) == 1 and rank > 1 and bias[0] in p.shape:
@@ -86,7 +86,7 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
 
 def _common_axes(parameters: Sequence[Parameter]) -> dict[tuple[int, ...], int]:
     """An axis of each parameter, at one position from the front or the back, to their common size."""
-    ranks = [len(p.shape) for p in parameters]
+    ranks = [p.rank for p in parameters]
     shortest = min(ranks)
     sizes: dict[tuple[int, ...], int] = {}
     for position in [*range(shortest), *range(-shortest, 0)]:

@@ -61,7 +61,7 @@ def _widths(p: Parameter, numbers: DimensionNumbers | None) -> tuple[set[int], s
     if p.role.name in ("scale", "embedding") and p.shape:
         return {p.shape[-1]}, {p.shape[-1]}
     is_head = p.role is roles.HEAD or (p.role.muon and 1 in p.shape)
-    if len(p.shape) == 2 and is_head:
+    if p.rank == 2 and is_head:
         return {p.shape[0]}, set()
     if numbers is None:
         return set(), set()
