@@ -60,7 +60,9 @@ class Neighbors:
             # It is a matrix, or the table of a head that is tied.
             return len(bias) < p.rank
         if p.role is roles.NORM:
+            # Norms keep a vector under this name, adaptive ones a dense layer.
             return p.path[-1] == "kernel"
+        # A bias has a weight next to it; S4's and an adapter's B have not.
         is_alone = self._leaves_of[p.module] == 1
         return is_alone and words(p.path)[-1:] == ("b",)
 
@@ -68,11 +70,13 @@ class Neighbors:
         shapes = self._attentions[attention_scope(p.scope)]
         if p.role.projection:
             shapes[p.role.projection] = p.shape
-        elif p.role in (roles.FUSED_QKV, roles.FUSED_KV) and p.rank == 4:
-            axis = axis_of_parts(p)
-            if axis is not None:
-                name = "query" if p.role is roles.FUSED_QKV else "key"
-                shapes.setdefault(name, p.shape[:axis] + p.shape[axis + 1 :])
+        # Kernels with an axis for query, key and value, as Gemma's: each has the other axes.
+        is_fused = p.role in (roles.FUSED_QKV, roles.FUSED_KV)
+        axis = axis_of_parts(p)
+        if is_fused and p.rank == 4 and axis is not None:
+            name = "query" if p.role is roles.FUSED_QKV else "key"
+            one_part = p.shape[:axis] + p.shape[axis + 1 :]
+            shapes.setdefault(name, one_part)
 
     def _are_outputs_first(self, parameters: Sequence[Parameter]) -> bool:
         votes = sum(map(self._vote, parameters))
@@ -87,7 +91,8 @@ class Neighbors:
         """1 for outputs first, -1 for outputs last, 0 where a leaf does not tell."""
         if not p.role.muon or not p.is_weight or p.rank < 2:
             return 0
-        first, last = p.shape[0], p.shape[-1]
+        first = p.shape[0]
+        last = p.shape[-1]
         bias = self.bias(p)
         if bias and len(bias) == 1:
             return (first == bias[0]) - (last == bias[0])

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,17 +49,19 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     layers, params = params, parameters_of(params)
     check_parameters(params, "tabulate", warn=False)
     if dimension_numbers is None:
-        leaves = [leaf for leaf in routes(params, layers=layers)[0] if isinstance(leaf, Route)]
+        found, _ = routes(params, layers=layers)
     else:
-        leaves = _given(params, dimension_numbers)
-    rows = [_Row(route, _matrices(route)) for route in leaves]
+        found = _given(params, dimension_numbers)
+    leaves = [route for route in found if isinstance(route, Route)]  # others are masked
     dtypes = {str(route.dtype) for route in leaves}
-    table = [_HEADER, *map(_cells, rows)]
+    table = [_HEADER, *map(_cells, leaves)]
     if len(dtypes) == 1:
         # One line below the table says what every line of a column would.
         dtype = _HEADER.index("dtype")
         table = [cells[:dtype] + cells[dtype + 1 :] for cells in table]
-    lines = [*_aligned(table), _total("Muon", rows), _total("Adam", rows)]
+    lines = _aligned(table)
+    lines.append(_total("Muon", leaves))
+    lines.append(_total("Adam", leaves))
     if len(dtypes) == 1:
         lines.append(f"Every leaf is {dtypes.pop()}.")
     skipped = getattr(dimension_numbers, "skipped", None)  # a `Program` knows what it lacks
@@ -68,7 +70,7 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     return "\n".join(line.rstrip() for line in lines if line)
 
 
-def _given(params: Any, dimension_numbers: Any) -> list[Route]:
+def _given(params: Any, dimension_numbers: Any) -> Sequence[Any]:
     """Routes by a tree of the caller's own."""
     paths, leaves, _ = flatten_with_names(params)
     call = "tabulate(params, dimension_numbers)"
@@ -84,33 +86,30 @@ def _given(params: Any, dimension_numbers: Any) -> list[Route]:
     return given
 
 
-class _Row(NamedTuple):
-    """A leaf, and how many matrices of each size it holds: none where it is Adam's."""
-
-    route: Route
-    matrices: Counter[tuple[int, int]]
-
-    @property
-    def optimizer(self) -> str:
-        return "Muon" if self.matrices else "Adam"
-
-
 def _matrices(route: Route) -> Counter[tuple[int, int]]:
+    """How many matrices of each size a leaf holds: none where it is Adam's."""
     sizes: Counter[tuple[int, int]] = Counter()
     if route.numbers is None:
         return sizes
     leaf = {route.path: jax.ShapeDtypeStruct(route.shape, route.dtype)}
     for piece in matrix_pieces({route.path: route.numbers}, leaf, call="tabulate"):
-        sizes[piece.view.fan_in, piece.view.fan_out] += piece.view.batch
+        view = piece.view
+        sizes[view.fan_in, view.fan_out] += view.batch
     return sizes
 
 
-def _cells(row: _Row) -> tuple[str, ...]:
-    route, sizes = row.route, []
-    for (m, n), count in row.matrices.items():
+def _cells(route: Route) -> tuple[str, ...]:
+    """The line of a leaf, as in the header."""
+    sizes = []
+    for (m, n), count in _matrices(route).items():
         sizes.append(f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}")
     shape = "×".join(map(str, route.shape)) or "scalar"
-    return route.path, shape, str(route.dtype), row.optimizer, " + ".join(sizes), route.why
+    dtype = str(route.dtype)
+    return route.path, shape, dtype, _optimizer(route), " + ".join(sizes), route.why
+
+
+def _optimizer(route: Route) -> str:
+    return "Adam" if route.numbers is None else "Muon"
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
@@ -123,18 +122,20 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], rule, *lines[1:], rule]
 
 
-def _total(optimizer: str, rows: Sequence[_Row]) -> str:
+def _total(optimizer: str, leaves: Sequence[Route]) -> str:
     """What an optimizer takes: "Muon: 384 parameters (31.2 %), 6 matrices in 2 leaves"."""
     sizes: Counter[str] = Counter()
-    for row in rows:
-        sizes[row.optimizer] += math.prod(row.route.shape)
-    taken = [row for row in rows if row.optimizer == optimizer]
+    count = matrices = 0
+    for route in leaves:
+        sizes[_optimizer(route)] += math.prod(route.shape)
+        if _optimizer(route) == optimizer:
+            count += 1
+            matrices += _matrices(route).total()
     parameters = counted(sizes[optimizer], "parameter", "parameters")
     share = 100 * sizes[optimizer] / max(1, sizes.total())
-    held = counted(len(taken), "leaf", "leaves")
-    count = sum(row.matrices.total() for row in taken)
-    if count:
-        held = f"{counted(count, 'matrix', 'matrices')} in {held}"
+    held = counted(count, "leaf", "leaves")
+    if matrices:
+        held = f"{counted(matrices, 'matrix', 'matrices')} in {held}"
     return f"{optimizer}: {parameters} ({share:.1f} %), {held}"
 
 

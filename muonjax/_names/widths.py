@@ -30,7 +30,9 @@ class Widths:
         self.takes: dict[Path, set[int]] = {}
         self.gives: dict[Path, set[int]] = {}
         for p in parameters:
-            self.takes[p.path], self.gives[p.path] = _widths(p, numbers[p.path])
+            takes, gives = _widths(p, numbers[p.path])
+            self.takes[p.path] = takes
+            self.gives[p.path] = gives
         self.taken = Counter(chain.from_iterable(self.takes.values()))
         self.given = Counter(chain.from_iterable(self.gives.values()))
         self.readers_of_channels = Counter(channels(p, numbers[p.path]) for p in parameters)
@@ -38,7 +40,8 @@ class Widths:
     def is_untaken(self, p: Parameter) -> bool:
         """Whether no other parameter takes what a matrix gives."""
         (width,) = self.gives[p.path]
-        return self.taken[width] == (width in self.takes[p.path])
+        by_itself = width in self.takes[p.path]  # as a square matrix does
+        return self.taken[width] == by_itself
 
     def is_ungiven(self, p: Parameter) -> bool:
         """Whether no parameter gives what a matrix takes."""
@@ -57,9 +60,12 @@ def channels(p: Parameter, numbers: DimensionNumbers | None) -> int | None:
 
 
 def _widths(p: Parameter, numbers: DimensionNumbers | None) -> tuple[set[int], set[int]]:
-    # What is entry by entry, and what is looked up, has the width of what it meets.
+    """What a parameter takes and what it gives."""
+    # A scale and a table have the width of the layers before and after them.
     if p.role.name in ("scale", "embedding") and p.shape:
-        return {p.shape[-1]}, {p.shape[-1]}
+        width = {p.shape[-1]}
+        return width, width
+    # What a head gives is the model's output, and a single number ends a model too.
     is_head = p.role is roles.HEAD or (p.role.muon and 1 in p.shape)
     if p.rank == 2 and is_head:
         return {p.shape[0]}, set()
@@ -67,4 +73,5 @@ def _widths(p: Parameter, numbers: DimensionNumbers | None) -> tuple[set[int], s
         return set(), set()
     rows = [p.shape[axis] for axis in axes_of(numbers.reduction_axis)]
     columns = [p.shape[axis] for axis in axes_of(numbers.output_axis)]
+    # A window's rows count also channel by channel, an attention's output also head by head.
     return {*rows, math.prod(rows)}, {math.prod(columns)}
