@@ -25,7 +25,7 @@ def patch_embedding(p: Parameter) -> Answer | None:
         side, inputs, outputs = p.shape[-3:]
     else:
         return None
-    # A kernel's own name is the last; its module's are before it.
+    # The last is the kernel's own name.
     modules = "/".join(words(p.path)[-4:-1]).lower()
     is_named = bool(re.search("embed|patch|stem", modules))
     is_large = side >= 8 and outputs >= 128
@@ -39,7 +39,10 @@ def depthwise(parameters: Sequence[Parameter], numbers: Matrices) -> dict[Path, 
 
     A single one may be a model's first convolution, so that it is open.
     """
-    paths = [p.path for p in parameters if channels(p, numbers[p.path]) == 1]
+    paths = []
+    for p in parameters:
+        if channels(p, numbers[p.path]) == 1:
+            paths.append(p.path)
     answer = Answer(None, "one input channel: depthwise", is_open=len(paths) == 1)
     return dict.fromkeys(paths, answer)
 
@@ -65,12 +68,16 @@ def grouped(p: Parameter, widths: Widths) -> Answer | None:
 
 def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
     """Whether a leaf called `weight` of three axes or more is a convolution's [out, in, *window]."""
-    if not p.is_weight or p.rank < 3 or is_window(p.shape):
+    if not p.is_weight or p.rank < 3:
         return False
+    if is_window(p.shape):
+        return False
+    if neighbors.outputs_first or is_trailing_window(p.shape):
+        return True
     # A window of one axis is the shortest of three.
-    is_one_axis = p.role.name == roles.CONVOLUTION.name and p.rank == 3
-    has_short_end = is_one_axis and p.shape[2] < min(p.shape[:2])
-    return neighbors.outputs_first or is_trailing_window(p.shape) or has_short_end
+    if p.role is not roles.CONVOLUTION or p.rank > 3:
+        return False
+    return p.shape[2] < min(p.shape[:2])
 
 
 def is_window(shape: Shape) -> bool:
@@ -78,15 +85,17 @@ def is_window(shape: Shape) -> bool:
 
     The last two are equal and small, and none is as large as the outputs; one more may count frames.
     """
-    window = shape[:-2]
-    if len(shape) not in (4, 5) or window[-1] != window[-2]:
+    if len(shape) not in (4, 5):
         return False
-    return window[-1] <= _LARGEST_WINDOW and max(window) < shape[-1]
+    *window, _, outputs = shape
+    is_square = window[-1] == window[-2] <= _LARGEST_WINDOW
+    return is_square and max(window) < outputs
 
 
 def is_trailing_window(shape: Shape) -> bool:
     """Whether the trailing axes of [out, in, *window] look like a window."""
-    window = shape[2:]
-    if len(shape) not in (4, 5) or len(set(window)) != 1:
+    if len(shape) not in (4, 5):
         return False
-    return window[0] <= _LARGEST_WINDOW and window[0] < shape[0]
+    outputs, _, *window = shape
+    is_cube = len(set(window)) == 1
+    return is_cube and window[0] <= _LARGEST_WINDOW and window[0] < outputs

@@ -17,19 +17,21 @@ def apply_rules(
 ) -> dict[Path, DimensionNumbers | None]:
     """What the first rule that matches says of each leaf."""
     _check(rules)
-    named = {"/".join(path): (path, leaf) for path, leaf in zip(paths, leaves, strict=True)}
+    names = ["/".join(path) for path in paths]
     ruled: dict[Path, DimensionNumbers | None] = {}
     for pattern, numbers in rules:
-        matched = [name for name in named if re.search(pattern, name)]
-        if not matched:
-            shown = ", ".join(list(named)[:3])
-            raise ValueError(f"rules=...: {pattern!r} matches no leaf; paths look like {shown}.")
-        for name in matched:
-            path, leaf = named[name]
-            if path in ruled or trees.is_masked(leaf):
+        is_used = False
+        for path, name, leaf in zip(paths, names, leaves, strict=True):
+            if not re.search(pattern, name):
                 continue
-            matrix_pieces({name: numbers}, {name: leaf}, call="dimension_numbers(rules=...)")
-            ruled[path] = numbers
+            is_used = True
+            if path not in ruled and not trees.is_masked(leaf):
+                # Raises where they don't fit the leaf.
+                matrix_pieces({name: numbers}, {name: leaf}, call="dimension_numbers(rules=...)")
+                ruled[path] = numbers
+        if not is_used:
+            shown = ", ".join(names[:3])
+            raise ValueError(f"rules=...: {pattern!r} matches no leaf; paths look like {shown}.")
     return ruled
 
 

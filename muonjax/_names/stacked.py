@@ -25,7 +25,10 @@ def unstack(parameters: Sequence[Parameter]) -> list[Parameter]:
     current = list(parameters)
     while True:
         neighbors = Neighbors(current)
-        previous = [p._replace(stacked=_is_stacked(p, neighbors)) for p in current]
+        previous = []
+        for p in current:
+            previous.append(p._replace(stacked=_is_stacked(p, neighbors)))
+        # They come module by module, and go back in the order of the tree.
         layers = {p.path: p for p in _layers(previous, 0)}
         current = [layers[p.path] for p in previous]
         if current == previous:
@@ -34,18 +37,19 @@ def unstack(parameters: Sequence[Parameter]) -> list[Parameter]:
 
 def _is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
     """True for a stack, False for one layer, None where it can't be told from this leaf alone."""
-    rank, ranks = p.rank, p.role.ranks
-    bias = neighbors.bias(p)
+    bias = neighbors.bias(p) or ()
     # A stack's bias has an axis of layers too.
-    if bias and len(bias) == 1 and rank > 1 and bias[0] in p.shape:
+    if len(bias) == 1 and p.rank > 1 and bias[0] in p.shape:
         return False
     # Queries that are grouped by key head have an axis more than their keys.
     keys = neighbors.attention(p).get("key", ())
-    if p.role.projection in ("query", "out") and rank == 4 and len(keys) == 3:
+    has_groups = p.role.projection in ("query", "out") and p.rank == 4
+    if has_groups and len(keys) == 3:
         return None
-    if ranks and rank > max(ranks):
+    ranks = p.role.ranks
+    if ranks and p.rank > max(ranks):
         return True
-    return False if rank == min(ranks, default=0) else None
+    return False if p.rank == min(ranks, default=0) else None
 
 
 def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
@@ -57,9 +61,11 @@ def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
             return layers
     if len(parameters) == 1:
         return list(parameters)
+    # No module agrees on an axis as a whole: one of those in it may.
     modules: dict[str, list[Parameter]] = defaultdict(list)
     for p in parameters:
-        modules["".join(p.path[depth : depth + 1])].append(p)
+        name = "".join(p.path[depth : depth + 1])
+        modules[name].append(p)
     layers = []
     for inside in modules.values():
         layers += _layers(inside, depth + 1)
@@ -76,30 +82,33 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     fits = [axes for axes, size in common_axes.items() if size == count]
     # A kernel alone is a stack on its first axis only; one of an attention may be
     # (d, groups, heads, size).
+    is_alone = len(parameters) == 1
     has_other_reading = parameters[0].role.projection or any(axes[0] for axes in fits)
-    if len(parameters) == 1 and has_other_reading:
+    if is_alone and has_other_reading:
         return None
-    if len(fits) > 1 and any(p.role.muon for p in parameters):
+    # Vectors stay vectors whichever axis goes; matrices would be others.
+    has_matrix = any(p.role.muon for p in parameters)
+    if len(fits) > 1 and has_matrix:
         return list(parameters)
-    return [_without(p, axis) for p, axis in zip(parameters, fits[0], strict=True)]
+    layers = []
+    for p, axis in zip(parameters, fits[0], strict=True):
+        layers.append(_without(p, axis))
+    return layers
 
 
 def _common_axes(parameters: Sequence[Parameter]) -> dict[tuple[int, ...], int]:
     """An axis of each parameter, at one position from the front or the back, to their common size."""
-    ranks = [p.rank for p in parameters]
-    shortest = min(ranks)
+    shortest = min(p.rank for p in parameters)
     sizes: dict[tuple[int, ...], int] = {}
     for position in [*range(shortest), *range(-shortest, 0)]:
-        axes = tuple(position % rank for rank in ranks)
-        counts = {p.shape[axis] for p, axis in zip(parameters, axes, strict=True)}
+        counts = {p.shape[position] for p in parameters}
         if len(counts) == 1:
+            axes = tuple(position % p.rank for p in parameters)
             sizes[axes] = counts.pop()
     return sizes
 
 
 def _without(p: Parameter, axis: int) -> Parameter:
-    return p._replace(
-        shape=p.shape[:axis] + p.shape[axis + 1 :],
-        axes=p.axes[:axis] + p.axes[axis + 1 :],
-        stacked=None,
-    )
+    shape = p.shape[:axis] + p.shape[axis + 1 :]
+    axes = p.axes[:axis] + p.axes[axis + 1 :]
+    return p._replace(shape=shape, axes=axes, stacked=None)
