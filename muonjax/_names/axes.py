@@ -1,9 +1,10 @@
 """Decide which axes of one layer's parameter are the rows and columns of its matrices.
 
-Where the name leaves several readings of a shape, the evidence is taken in this order: the bias (what has a bias is an
-output axis), the attention's other projections (they agree on d, heads and size), what the rest of the tree stores
-first (`weight` as (out, in)), and last the shape alone (two axes are (in, out); equal small axes before larger ones are
-a window). Where none of them tells, there is no answer.
+Where the name leaves several readings of a shape, the evidence is taken in this order: the bias
+(what has a bias is an output axis), the attention's other projections (they agree on d, heads and
+size), what the rest of the tree stores first (`weight` as (out, in)), and last the shape alone (two
+axes are (in, out); equal small axes before larger ones are a window). Where none of them tells,
+there is no answer.
 """
 
 import re
@@ -51,15 +52,16 @@ def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers:
     outputs_first = p.is_weight and neighbors.outputs_first
     if bias and first != last:
         outputs_first = bias == (first,)
-    elif p.role is roles.ROUTER and p.is_weight and 8 * first <= last:
-        outputs_first = True  # there are fewer experts than features
+    elif p.role is roles.ROUTER and p.is_weight:
+        # There are fewer experts than features.
+        outputs_first |= 8 * first <= last
     elif first != last and _is_stored_as_up(p, neighbors):
         outputs_first = not outputs_first
     return MuonDimensionNumbers(1, 0) if outputs_first else MuonDimensionNumbers(0, 1)
 
 
 def _is_stored_as_up(p: Parameter, neighbors: Neighbors) -> bool:
-    """Whether this is a down kernel of the shape of the up kernel next to it: [d, hidden], as in seqax."""
+    """Whether a down kernel is [d, hidden], as the up kernel next to it: seqax' are."""
     if not re.fullmatch(r"(\w+_)?(down|wo)(_proj)?", p.layer):
         return False
     for other in neighbors.beside(p):
@@ -95,18 +97,23 @@ def _outputs_by_bias(p: Parameter, neighbors: Neighbors) -> list[int]:
             if shape[axis] == bias[0]:
                 return [axis]
         return []
-    is_end = len(bias) < rank and shape[-len(bias) :] == bias
+    inputs = rank - len(bias)
     # A matrix for each block has such a bias too, and [in, heads, size] of as many heads as inputs.
     is_block = bias == (*shape[:-2], shape[-1])
-    return list(range(rank - len(bias), rank)) if is_end and not is_block else []
+    if inputs > 0 and shape[inputs:] == bias and not is_block:
+        return list(range(inputs, rank))
+    return []
 
 
 def _outputs_by_window(p: Parameter, neighbors: Neighbors) -> list[int]:
     """The axis of outputs of a convolution; none for other kernels."""
     if is_outputs_first(p, neighbors):
         return [0]
-    is_convolution = p.role is roles.CONVOLUTION or (is_window(p.shape) and not p.is_bare)
-    return [p.rank - 1] if is_convolution else []
+    # A bare array of such a shape may be a stack of matrices.
+    has_window = is_window(p.shape) and not p.is_bare
+    if p.role is roles.CONVOLUTION or has_window:
+        return [p.rank - 1]
+    return []
 
 
 # The axes of projections and of the output, for d features and h heads of size s.
@@ -118,15 +125,16 @@ _ORDERS = (
 
 
 def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
-    """Query, key, value and output in the first order that no shape in the attention contradicts."""
+    """A projection's matrix, in the first order that no shape in its attention contradicts."""
     shapes: dict[str, Shape] = {}
     for name, shape in neighbors.attention(p).items():
         if len(shape) > 3:
             return None  # queries grouped by key head
         if len(shape) == 3:
             shapes[name] = shape
+    # Flax' kernel has one order; an einsum's output alone could have either.
     if [*shapes] == ["out"] and words(p.path)[-1] != "kernel":
-        return None  # an einsum's output alone, in two orders
+        return None
     is_output = p.role.projection == "out"
     for order in _ORDERS:
         sizes = {}
@@ -153,8 +161,9 @@ def _contradict(sizes: Mapping[str, Mapping[str, int]]) -> bool:
 
 
 def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
-    """Query, key and value, or key and value: on an axis of their own, or side by side in one of two axes."""
-    parts, axis_of_part = p.role.parts, axis_of_parts(p)
+    """Query, key and value in one kernel: on an axis of their own, or side by side in one of two."""
+    parts = p.role.parts
+    axis_of_part = axis_of_parts(p)
     if p.rank == 4 and axis_of_part is not None:
         one_part = _attention(p, neighbors)
         if one_part is not None:
@@ -176,13 +185,18 @@ def _behind(removed: int, axes: tuple[int, ...]) -> list[int]:
 
 def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """Gate and up on an axis of two, below experts or not."""
-    rank, axis_of_part = p.rank, axis_of_parts(p)
-    if rank == 2 or axis_of_part is None or axis_of_part < rank - 3:
+    axis_of_part = axis_of_parts(p)
+    if p.rank == 2 or axis_of_part is None:
         return None
-    rows, columns = (axis for axis in range(rank - 3, rank) if axis != axis_of_part)
+    axes = [axis for axis in range(p.rank - 3, p.rank) if axis != axis_of_part]
+    if len(axes) != 2:
+        return None
+    rows, columns = axes
     sides = (p.shape[rows], p.shape[columns])
+    is_square = sides[0] == sides[1]
     for other in neighbors.beside(p):
-        is_down = other.role.muon and other.rank == rank - 1
-        if is_down and sides == other.shape[-2:] and sides[0] != sides[1]:
-            return MuonDimensionNumbers(columns, rows)  # stored as the down kernel is
+        is_down = other.role.muon and other.rank == p.rank - 1
+        # It is stored as the down kernel is.
+        if is_down and other.shape[-2:] == sides and not is_square:
+            return MuonDimensionNumbers(columns, rows)
     return MuonDimensionNumbers(rows, columns)

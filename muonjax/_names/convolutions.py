@@ -1,4 +1,4 @@
-"""Tell a convolution's window from its channels, and which convolutions are no matrix or one for each group."""
+"""Tell a convolution's window from its channels, and find patches, depthwise ones and groups."""
 
 import re
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ _IMAGE_CHANNELS = 3
 
 
 def patch_embedding(p: Parameter) -> Answer | None:
-    """The answer for a convolution's kernel that cuts an image or a video into patches; None for other leaves.
+    """The answer for a kernel that cuts an image or a video into patches; None for other leaves.
 
-    Its window is even, and it is named for an embedding, or, which stays open, it is large and sees few channels.
+    Its window is even, and it is named for an embedding, or, which stays open, it is large and sees
+    few channels.
     """
     if p.is_weight and is_trailing_window(p.shape):
         outputs, inputs, side = p.shape[:3]
@@ -50,8 +51,8 @@ def depthwise(parameters: Sequence[Parameter], numbers: Matrices) -> dict[Path, 
 def grouped(p: Parameter, widths: Widths) -> Answer | None:
     """The answer for a convolution that may have groups; None for other leaves.
 
-    No parameter gives as many channels as its kernel takes, and one gives a multiple that divides the outputs into
-    groups. Three channels are an image's, if one convolution alone takes them.
+    No parameter gives as many channels as its kernel takes, and one gives a multiple that divides
+    the outputs into groups. Three channels are an image's, if one convolution alone takes them.
     """
     inputs = channels(p, widths.numbers[p.path])
     if inputs is None or widths.given[inputs]:
@@ -67,7 +68,7 @@ def grouped(p: Parameter, widths: Widths) -> Answer | None:
 
 
 def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
-    """Whether a leaf called `weight` of three axes or more is a convolution's [out, in, *window]."""
+    """Whether a leaf called `weight` is a convolution's [out, in, *window]."""
     if not p.is_weight or p.rank < 3:
         return False
     if is_window(p.shape):
@@ -83,7 +84,8 @@ def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
 def is_window(shape: Shape) -> bool:
     """Whether the leading axes of [*window, in, out] look like a window.
 
-    The last two are equal and small, and none is as large as the outputs; one more may count frames.
+    The last two are equal and small, and none is as large as the outputs; one more may count
+    frames.
     """
     if len(shape) not in (4, 5):
         return False

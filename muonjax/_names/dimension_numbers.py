@@ -1,15 +1,16 @@
-"""Decide by names which parameters go to Muon and as which matrices: from paths, shapes and the leaves next to a leaf.
+"""Decide by paths, shapes and neighbors which parameters go to Muon, and as which matrices.
 
 The evidence, in this order; what comes first decides:
 
   1. the names in the path: what the parameter is (`roles`), if its shape fits;
   2. which axes count layers: all parameters of a scanned module have one axis more (`stacked`);
-  3. its bias, its attention's other projections, the order of axes in the rest of the tree, and last its own shape
-     (`neighbors`, `axes`);
-  4. whether it is an end of the model: a patch embedding (`convolutions`) or an output head (`ends_of_model`).
+  3. its bias, its attention's other projections, the order of axes in the rest of the tree, and
+     last its own shape (`neighbors`, `axes`);
+  4. whether it is an end of the model: a patch embedding (`convolutions`) or an output head
+     (`ends_of_model`).
 
-A rule of the caller's replaces the answer. What nothing tells, and what may be an end of the model, is open: it goes to
-Adam, and one warning lists all such leaves, with rules that decide them.
+A rule of the caller's replaces the answer. What nothing tells, and what may be an end of the model,
+is open: it goes to Adam, and one warning lists all such leaves, with rules that decide them.
 """
 
 import math
@@ -52,33 +53,35 @@ class Route(NamedTuple):
 
 
 def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
-    """Says of every leaf whether Muon takes it, and which of its axes are the matrix's rows and columns.
+    """Says of every leaf whether Muon takes it, and which of its axes are rows and columns.
 
-    A weight that maps `reduction_axis` to `output_axis` is a matrix; every other axis is a batch of matrices:
+    A weight that maps `reduction_axis` to `output_axis` is a matrix; every other axis is a batch of
+    matrices:
 
       - a dense kernel [in, out], an adapter's factor: one matrix;
-      - an attention's query, key and value [d, heads, size]: one matrix d × (heads·size), as in Moonlight; its output
-        [heads, size, d]: one matrix (a program also has a matrix for each head: `Program.dimension_numbers`);
+      - an attention's query, key and value [d, heads, size]: one matrix d × (heads·size), as in
+        Moonlight; its output [heads, size, d]: one matrix (a program also has a matrix for each
+        head: `Program.dimension_numbers`);
       - a convolution [*window, in, out]: one matrix (window·in) × out;
-      - query, key and value in one kernel: three matrices, also of unequal sizes; experts: a matrix each; a scanned
-        stack: a matrix per layer.
+      - query, key and value in one kernel: three matrices, also of unequal sizes; experts: a matrix
+        each; a scanned stack: a matrix per layer.
 
-    Biases, scales, embeddings of tokens, patches and positions, output heads, state-space parameters, depthwise
-    convolutions, vectors and integers are None: they belong to Adam. What names leave open is None too, and one warning
-    lists these leaves with rules for them.
+    Biases, scales, embeddings of tokens, patches and positions, output heads, state-space
+    parameters, depthwise convolutions, vectors and integers are None: they belong to Adam. What
+    names leave open is None too, and one warning lists these leaves with rules for them.
 
     Args:
-      params: A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`, Linen's
-        metadata boxes, an NNX module or its `nnx.State`, an Equinox module's arrays.
-        `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked where you can: its neighbors tell what a
-        leaf is.
-      rules: Pairs (regular expression, dimension numbers or None); the first match decides. The expression is
-        searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel"; the numbers count the
-        leaf's own axes.
+      params: A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`,
+        Linen's metadata boxes, an NNX module or its `nnx.State`, an Equinox module's arrays.
+        `optax.MaskedNode`s stay what they are. Pass the whole tree, unmasked where you can: its
+        neighbors tell what a leaf is.
+      rules: Pairs (regular expression, dimension numbers or None); the first match decides. The
+        expression is searched (`re.search`) in the "/"-joined path, "decoder/attn/query/kernel";
+        the numbers count the leaf's own axes.
 
     Returns:
-      The tree with `MuonDimensionNumbers`, `FusedDimensionNumbers` or None in place of the leaves; of an NNX module
-      its `nnx.Param`s.
+      The tree with `MuonDimensionNumbers`, `FusedDimensionNumbers` or None in place of the leaves;
+      of an NNX module its `nnx.Param`s.
 
     Raises:
       ValueError: A rule that matches no leaf.
@@ -90,9 +93,9 @@ def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
       >>> dimension_numbers({"query": {"bias": leaf(12, 64), "kernel": leaf(768, 12, 64)}})
       {'query': {'bias': None, 'kernel': MuonDimensionNumbers(reduction_axis=0, output_axis=(1, 2))}}
 
-    Sources: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982), whose published example gives
-    Muon every matrix but the embedding and the head; Jordan, "Muon" (2024), on convolutions, and on query, key and
-    value separately.
+    Sources: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982), whose published
+    example gives Muon every matrix but the embedding and the head; Jordan, "Muon" (2024), on
+    convolutions, and on query, key and value separately.
     """
     arrays = trees.parameters_of(params)
     return numbers_tree(*routes(arrays, rules=rules, layers=params))
@@ -118,8 +121,9 @@ def routes(
     Args:
       params: As in `dimension_numbers`.
       rules: As in `dimension_numbers`.
-      reasons: Why a program could not decide a leaf, by its "/"-joined path. What names say of such a leaf counts,
-        and a warning gives the reason, also where names have an answer that is Muon's.
+      reasons: Why a program could not decide a leaf, by its "/"-joined path. What names say of such
+        a leaf counts, and a warning gives the reason, also where names have an answer that is
+        Muon's.
       layers: The modules that `params` are of, where these are no tree of modules.
       call: Whom `params` were given to, for messages about them.
       warn: Whether to warn of what may be wrong.
@@ -139,7 +143,8 @@ def routes(
             found.append(leaf)
             continue
         answer = answers.get(path, Answer(None, "not a floating-point leaf"))
-        found.append(Route("/".join(path), jnp.shape(leaf), trees.dtype_of(leaf), *answer))
+        shape, dtype = jnp.shape(leaf), trees.dtype_of(leaf)
+        found.append(Route("/".join(path), shape, dtype, *answer))
     return found, treedef
 
 
@@ -150,10 +155,12 @@ def _parameters(paths: Sequence[Path], leaves: Sequence[Any], modules: Any) -> l
     for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
         if trees.is_masked(leaf) or not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
             continue
+        # The type of a module says more than the name of its kernel, and nothing about its bias.
         if role.muon:
             role = types.get("/".join(path), role)
         shape = jnp.shape(leaf)
-        parameters.append(Parameter(path, role, shape, tuple(range(len(shape))), shape))
+        axes = tuple(range(len(shape)))
+        parameters.append(Parameter(path, role, shape, axes, shape))
     return unstack(parameters)
 
 
@@ -171,6 +178,7 @@ def _answers(parameters: Sequence[Parameter]) -> dict[Path, Answer]:
 def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
     """What names say of one layer's parameter, wherever in the model it is."""
     is_matrix = sum(size > 1 for size in p.shape) > 1
+    # Its shape is a matrix, though its name is that of a vector or a table.
     is_odd = is_matrix and neighbors.contradict(p)
     if not p.role.muon and not is_odd:
         return Answer(None, p.role.name)
@@ -226,13 +234,13 @@ def _warn(
     if unfollowed:
         warn_user(
             "The program does not decide these leaves, and their names give them to Muon: "
-            f"{trees.listed(unfollowed)}. Check their matrices with muonjax.tabulate(params, program); "
-            "a tree in place of the program corrects them."
+            f"{trees.listed(unfollowed)}. Check their matrices with "
+            "muonjax.tabulate(params, program); a tree in place of the program corrects them."
         )
 
 
 def decays(params: Any, vectors: Collection[str] = ()) -> Any:
-    """Which leaves weight decay is for: a tree of booleans, False for biases, scales and other `vectors`.
+    """Which leaves weight decay is for: False for biases, scales and other `vectors`.
 
     >>> import jax.numpy as jnp
     >>> decays({"embedding": jnp.ones((9, 4)), "query": {"bias": jnp.ones((2, 4))}, "scale": jnp.ones(4)})
@@ -241,6 +249,9 @@ def decays(params: Any, vectors: Collection[str] = ()) -> Any:
     paths, leaves, treedef = trees.flatten_with_names(params)
     decayed = []
     for path, role, leaf in zip(paths, roles.read_roles(paths), leaves, strict=True):
+        if trees.is_masked(leaf):
+            decayed.append(leaf)
+            continue
         is_vector = role.name in ("bias", "scale") or "/".join(path) in vectors
-        decayed.append(leaf if trees.is_masked(leaf) else not is_vector and jnp.ndim(leaf) > 1)
+        decayed.append(jnp.ndim(leaf) > 1 and not is_vector)
     return treedef.unflatten(decayed)

@@ -1,17 +1,18 @@
 """Find the two ends of a model, which belong to Adam: output heads, and embeddings of tokens.
 
-The name of `lm_head` is enough (`roles`). Another layer may be an output head for one of three reasons:
+The name of `lm_head` is enough (`roles`). Another layer may be an output head for one of three
+reasons:
 
   1. no other parameter takes its output, wherever it is;
   2. its name is that of an end, such as `out` or `q_net`;
-  3. it is the last of its kind, as Dense_4 of Dense_0 to Dense_4, at the root or in a module with the name of an end,
-     such as `decoder`.
+  3. it is the last of its kind, as Dense_4 of Dense_0 to Dense_4, at the root or in a module with
+     the name of an end, such as `decoder`.
 
-Blocks that repeat, as layers_0 and layers_1 do, continue each other. Inside of them a name is no reason, and a kernel
-whose output is split, such as a fused gate, is no end.
+Blocks that repeat, as layers_0 and layers_1 do, continue each other. Inside of them a name is no
+reason, and a kernel whose output is split, such as a fused gate, is no end.
 
-Where 1 and 2 agree, the layer is a head. All else that may be one goes to Adam with a warning, as do matrices that may
-be embeddings.
+Where 1 and 2 agree, the layer is a head. All else that may be one goes to Adam with a warning, as
+do matrices that may be embeddings.
 """
 
 import itertools
@@ -54,7 +55,8 @@ _PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions|proj|projectio
 def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dict[Path, Answer]:
     """New answers for matrices of one layer that are, or may be, none for Muon.
 
-    These are depthwise and grouped convolutions, output heads, and embeddings without a name in `roles`.
+    These are depthwise and grouped convolutions, output heads, and embeddings without a name in
+    `roles`.
     """
     numbers = {path: answer.numbers for path, answer in answers.items()}
     found = depthwise(parameters, numbers)
@@ -75,15 +77,16 @@ def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dic
 def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | None:
     """The answer for what is or may be an output head, by the reasons in the module's docstring."""
     place = places.of(p)
-    inside = place.scope[places.root :]
-    stems = [stem(name) for name in inside]
-    if not _is_layer(p) or re.search("att(n|en)", "/".join(stems)):
+    modules = [stem(name) for name in place.scope[places.root :]]
+    # An attention's layers are hidden, also those whose output is a bias or a gate of its logits.
+    in_attention = re.search("att(n|en)", "/".join(modules))
+    if in_attention or not _is_layer(p):
         return None
     is_dense = p.rank == 2
     is_stacked = p.rank < len(p.leaf_shape)
-    is_hidden = is_stacked or any(map(_HIDDEN.fullmatch, stems))
+    is_hidden = is_stacked or any(map(_HIDDEN.fullmatch, modules))
     is_repeated = places.is_repeated(place)
-    is_in_end = not inside or bool(_END.fullmatch(stems[-1]))
+    is_in_end = not modules or bool(_END.fullmatch(modules[-1]))
     is_end = bool(_END.fullmatch(place.name))
     is_last = places.is_last(place)
     ends_series = is_dense and is_last and places.length_of_series(place) > 1
@@ -99,8 +102,10 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
     by_width = widths.is_untaken(p) and (not is_repeated or ends_series or is_end)
     if by_width:
         signs.append("no other parameter takes its output")
+    if not signs:
+        return None
     is_sure = by_name and by_width and is_in_end and is_dense
-    return Answer(None, f"output head: {', '.join(signs)}", not is_sure) if signs else None
+    return Answer(None, f"output head: {', '.join(signs)}", is_open=not is_sure)
 
 
 def _table(p: Parameter, widths: Widths) -> Answer | None:
@@ -156,7 +161,9 @@ class _Places:
             place = self.of(p)
             self._names[place.scope].add(place.name)
             self._scopes[place.kind].add(place.scope)
-            if _is_layer(p) and (widths.numbers[p.path] or 1 in p.shape):
+            # A last layer with one output is no matrix, and ends the series all the same.
+            is_matrix = widths.numbers[p.path] or 1 in p.shape
+            if is_matrix and _is_layer(p):
                 self._series[place.series].append(place.count)
         scopes = [p.module[:-1] for p in parameters]
         around = itertools.takewhile(lambda names: len({*names}) == 1, zip(*scopes, strict=False))
@@ -165,9 +172,11 @@ class _Places:
     def of(self, p: Parameter) -> _Place:
         """The place of a layer, by its names."""
         path = "/".join(p.module)
+        # Numbers of a list of lists go together: layers/3/0 is (3, 0) of layers.
         unnumbered = path.rstrip("0123456789/")
+        numbers = path.removeprefix(unnumbered)
+        count = tuple(map(int, re.findall(r"\d+", numbers)))
         *scope, name = unnumbered.split("/")
-        count = tuple(map(int, re.findall(r"\d+", path[len(unnumbered) :])))
         return _Place(tuple(scope), stem(name), count)
 
     def is_repeated(self, place: _Place) -> bool:

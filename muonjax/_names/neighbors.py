@@ -1,4 +1,4 @@
-"""Read what the parameters of a tree say about each other: biases, attentions, the order of stored axes."""
+"""Read what the parameters of a tree say about each other: biases, attentions, orders of axes."""
 
 import re
 from collections import Counter, defaultdict
@@ -18,8 +18,8 @@ class Neighbors:
     """What the parameters of a tree show together.
 
     Attributes:
-      outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox store them; else
-        (*window, in, out).
+      outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox
+        store them; else (*window, in, out).
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
@@ -41,7 +41,8 @@ class Neighbors:
         if shape is None:
             return None
         # A convolution's in PyTorch's order is (16, 1, 1).
-        if len(shape) > 2 or (shape[1:] == (1,) and p.is_weight):
+        is_column = shape[1:] == (1,) and p.is_weight
+        if len(shape) > 2 or is_column:
             return tuple(size for size in shape if size > 1) or (1,)
         return shape
 
@@ -89,16 +90,17 @@ class Neighbors:
 
     def _vote(self, p: Parameter) -> int:
         """1 for outputs first, -1 for outputs last, 0 where a leaf does not tell."""
-        if not p.role.muon or not p.is_weight or p.rank < 2:
+        is_matrix = p.role.muon and p.rank > 1
+        if not is_matrix or not p.is_weight:
             return 0
         first = p.shape[0]
         last = p.shape[-1]
         bias = self.bias(p)
         if bias and len(bias) == 1:
             return (first == bias[0]) - (last == bias[0])
-        if p.rank == 2 and re.search(_WIDENING, p.layer):
-            return (first > last) - (first < last)
-        return 0
+        if p.rank > 2 or not re.search(_WIDENING, p.layer):
+            return 0
+        return (first > last) - (first < last)
 
 
 def axis_of_parts(p: Parameter) -> int | None:

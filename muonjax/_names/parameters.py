@@ -18,7 +18,7 @@ _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "s
 
 
 def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool = True) -> None:
-    """Raise TypeError for a module or an optimizer in place of parameters, and for what is no array.
+    """Raise TypeError for a module or an optimizer in place of parameters, and for no arrays.
 
     Warns of other collections next to them.
     """
@@ -55,10 +55,12 @@ def _has_no_arrays(params: Any) -> bool:
 def types_of_modules(params: Any) -> dict[str, Role]:
     """What modules say that names can't, by the path of a parameter.
 
-    Their type says that they are an embedding, their settings that a kernel has groups or the letters of an einsum.
+    Their type says that they are an embedding, their settings that a kernel has groups or the
+    letters of an einsum.
 
     Raises:
-      TypeError: Axes with names, as Haliax's and penzai's arrays have them: a program reads these better.
+      TypeError: Axes with names, as Haliax's and penzai's arrays have them: a program reads these
+      better.
     """
     types: dict[str, Role] = {}
     nodes = jax.tree_util.tree_leaves_with_path(

@@ -1,4 +1,4 @@
-"""Split a parameter's path into its words, and find its layer, its module and the attention around it."""
+"""Split a parameter's path into words, and find its layer, its module and its attention."""
 
 import functools
 import re

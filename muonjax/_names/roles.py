@@ -1,7 +1,7 @@
 """Read what a parameter is from its path: a bias, an attention's kernel, a convolution, a table.
 
-Names only; `axes` and `ends_of_model` read shapes. A path is read in snake case, without numbers, and split at
-slashes and dots (`paths`). Each row of the tables below says which library needs it.
+Names only; `axes` and `ends_of_model` read shapes. A path is read in snake case, without numbers,
+and split at slashes and dots (`paths`). Each row of the tables below says which library needs it.
 """
 
 import re
@@ -19,10 +19,13 @@ class Role(NamedTuple):
     Attributes:
       name: In words, as `tabulate` prints it.
       muon: False for what is never a matrix for Muon: biases, scales, embeddings, output heads.
-      ranks: The ranks that the parameter of one layer, not a stack of layers, may have; empty: unknown.
-      layouts: Rank of one layer's parameter to its matrices, where nothing but the rank has to be known.
+      ranks: The ranks that the parameter of one layer, not a stack of layers, may have; empty:
+        unknown.
+      layouts: Rank of one layer's parameter to its matrices, where nothing but the rank has to be
+        known.
       parts: Number of matrices fused along one axis, for query, key and value in one kernel.
-      projection: "query", "key", "value" or "out" of an attention; "norm" of what is called a norm; else "".
+      projection: "query", "key", "value" or "out" of an attention; "norm" of what is called a norm;
+        else "".
     """
 
     name: str

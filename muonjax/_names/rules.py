@@ -1,4 +1,4 @@
-"""Apply the caller's rules, pairs of a pattern and dimension numbers, and suggest rules for leaves that are open."""
+"""Apply the caller's rules, pairs of a pattern and dimension numbers, and suggest some."""
 
 import re
 from collections.abc import Sequence
@@ -47,7 +47,8 @@ def _check(rules: Any) -> None:
 def rules_for(chosen: Sequence[Path], paths: Sequence[Path]) -> str:
     """Rules for these leaves and no others, as a person pastes them; None is Adam.
 
-    Paths that differ by their numbers share a rule, unless it would match a leaf that is not chosen.
+    Paths that differ by their numbers share a rule, unless it would match a leaf that is not
+    chosen.
     """
     others = {_pattern(path) for path in paths if path not in chosen}
     patterns = []

@@ -1,9 +1,9 @@
 """Remove the axes that count layers: they belong to a whole module, and not to one leaf.
 
-In a stack of layers, as `nn.scan` or `nnx.vmap` make it, every parameter below the scanned module has one axis more
-than a layer's, at the same position and of the same size. A norm's scale (L, d), a bias whose shape is not the end of
-its kernel's, or a Dense kernel of three axes shows that there is a stack; its axis is the only position at which all
-parameters of the module agree.
+In a stack of layers, as `nn.scan` or `nnx.vmap` make it, every parameter below the scanned module
+has one axis more than a layer's, at the same position and of the same size. A norm's scale (L, d),
+a bias whose shape is not the end of its kernel's, or a Dense kernel of three axes shows that there
+is a stack; its axis is the only position at which all parameters of the module agree.
 """
 
 from collections import defaultdict
@@ -20,7 +20,8 @@ def unstack(parameters: Sequence[Parameter]) -> list[Parameter]:
       parameters: Every leaf of the tree.
 
     Returns:
-      The same leaves with the shapes and axes of one layer; `stacked` stays True where the axis can't be told.
+      The same leaves with the shapes and axes of one layer; `stacked` stays True where the axis
+      can't be told.
     """
     current = list(parameters)
     while True:
@@ -53,7 +54,7 @@ def _is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
 
 
 def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
-    """Remove one axis from the outermost modules where some leaf shows a stack and none a single layer."""
+    """Remove an axis from the outermost modules where a leaf shows a stack and none one layer."""
     verdicts = {p.stacked for p in parameters}
     if True in verdicts and False not in verdicts:
         layers = _without_common_axis(parameters)
@@ -73,7 +74,7 @@ def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
 
 
 def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | None:
-    """Remove the axis of layers; nothing is removed if two axes fit equally well, None if none fits."""
+    """Remove the axis of layers, or nothing if two axes fit equally well; None if none fits."""
     common_axes = _common_axes(parameters)
     if not common_axes:
         return None
@@ -97,7 +98,7 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
 
 
 def _common_axes(parameters: Sequence[Parameter]) -> dict[tuple[int, ...], int]:
-    """An axis of each parameter, at one position from the front or the back, to their common size."""
+    """Axes at one position from the front or the back where all parameters have one size, and it."""
     shortest = min(p.rank for p in parameters)
     sizes: dict[tuple[int, ...], int] = {}
     for position in [*range(shortest), *range(-shortest, 0)]:

@@ -17,15 +17,18 @@ _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
 
 
 def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None = None) -> str:
-    """Lists for every leaf the optimizer that takes it, its matrices with their size, and the reason.
+    """Lists for every leaf the optimizer that takes it, its matrices with their size, and why.
 
     Args:
-      params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`; an NNX model's `nnx.Param`s.
-      dimension_numbers: what `muonjax.inspect` returned, whose reasons name lines of your code; the tree to show, a
-        prefix of it, or a function from `params` to it; None: the default routing, with its reasons.
+      params: a tree of arrays or `jax.ShapeDtypeStruct`s, as for `dimension_numbers`; an NNX
+        model's `nnx.Param`s.
+      dimension_numbers: what `muonjax.inspect` returned, whose reasons name lines of your code; the
+        tree to show, a prefix of it, or a function from `params` to it; None: the default routing,
+        with its reasons.
 
     Returns:
-      The table as text. It ends with parameter counts, and with parameters of the program that `params` lacks.
+      The table as text. It ends with parameter counts, and with parameters of the program that
+      `params` lacks.
 
     Raises:
       ValueError: `dimension_numbers` does not fit `params`.
