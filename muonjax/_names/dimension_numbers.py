@@ -26,6 +26,7 @@ from muonjax._common.arguments import warn_user
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
+    MuonDimensionNumbers,
     axes_of,
     one_or_several,
 )
@@ -189,9 +190,10 @@ def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
     numbers = None if p.stacked or is_odd else matrices(p, neighbors)
     if numbers is None:
         return Answer(None, f"{p.role.name}, axes unknown", is_open=True)
-    rows, columns = (math.prod(p.shape[i] for i in axes_of(side)) for side in numbers[:2])
-    if rows == 1 or columns == 1:
-        return Answer(None, f"{p.role.name} with one {'row' if rows == 1 else 'column'}")
+    # A matrix of one row or column is a vector in another shape.
+    for side, name in ((numbers.reduction_axis, "row"), (numbers.output_axis, "column")):
+        if math.prod(p.shape[axis] for axis in axes_of(side)) == 1:
+            return Answer(None, f"{p.role.name} with one {name}")
     is_stacked = math.prod(p.shape) < math.prod(p.leaf_shape)
     return Answer(numbers, f"{p.role.name}, stacked" if is_stacked else p.role.name)
 
@@ -200,11 +202,11 @@ def _on_leaf(numbers: DimensionNumbers | None, axes: Sequence[int]) -> Dimension
     """Dimension numbers of one layer, written in the axes of the leaf."""
     if numbers is None:
         return None
-    rows, columns = ([axes[i] for i in axes_of(side)] for side in numbers[:2])
-    sides = one_or_several(rows), one_or_several(columns)
+    rows = one_or_several([axes[i] for i in axes_of(numbers.reduction_axis)])
+    columns = one_or_several([axes[i] for i in axes_of(numbers.output_axis)])
     if isinstance(numbers, FusedDimensionNumbers):
-        return FusedDimensionNumbers(*sides, numbers.parts, axes[numbers.axis])
-    return numbers._replace(reduction_axis=sides[0], output_axis=sides[1])
+        return FusedDimensionNumbers(rows, columns, numbers.parts, axes[numbers.axis])
+    return MuonDimensionNumbers(rows, columns)
 
 
 def _warn(

@@ -192,7 +192,8 @@ _NOT_MUON = (
 
 # What libraries put before and behind "q" or "query".
 _BEFORE = r"(?:w_?|to_|linear_|fc_|proj_|c_)?"
-_BEHIND = r"(?:_b|_up|_proj(?:ection)?|_dense|_lin(?:ear)?|_einsum|_layer|_net|_heads?|_attn|_fused)*"
+_LAYER = r"_proj(?:ection)?|_dense|_lin(?:ear)?|_einsum|_layer|_net"
+_BEHIND = rf"(?:{_LAYER}|_b|_up|_heads?|_attn|_fused)*"
 # The names of a layer that make an attention of its scope.
 _PROJECTIONS = (
     # Flax' query, Llama's q_proj, Gemma's q_einsum, DistilBERT's q_lin, diffusers' to_q.

@@ -94,8 +94,9 @@ def _matrices(route: Route) -> Counter[tuple[int, int]]:
     sizes: Counter[tuple[int, int]] = Counter()
     if route.numbers is None:
         return sizes
+    numbers = {route.path: route.numbers}
     leaf = {route.path: jax.ShapeDtypeStruct(route.shape, route.dtype)}
-    for piece in matrix_pieces({route.path: route.numbers}, leaf, call="tabulate"):
+    for piece in matrix_pieces(numbers, leaf, call="tabulate"):
         view = piece.view
         sizes[view.fan_in, view.fan_out] += view.batch
     return sizes
@@ -131,7 +132,7 @@ def _total(optimizer: str, leaves: Sequence[Route]) -> str:
     count = matrices = 0
     for route in leaves:
         sizes[_optimizer(route)] += math.prod(route.shape)
-        if _optimizer(route) == optimizer:
+        if optimizer == _optimizer(route):
             count += 1
             matrices += _matrices(route).total()
     parameters = counted(sizes[optimizer], "parameter", "parameters")

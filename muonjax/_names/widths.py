@@ -52,11 +52,14 @@ def channels(p: Parameter, numbers: DimensionNumbers | None) -> int | None:
     """How many channels the window of a convolution sees; None for other leaves."""
     if numbers is None or p.role not in (roles.CONVOLUTION, roles.UNKNOWN):
         return None
-    window_and_inputs = axes_of(numbers.reduction_axis)
-    if len(window_and_inputs) == 1:
+    # The window's axes and the one of the channels.
+    rows = axes_of(numbers.reduction_axis)
+    if len(rows) == 1:
         return None
+    # PyTorch's [out, in, *window], or [*window, in, out].
     is_outputs_first = axes_of(numbers.output_axis) == (0,)
-    return p.shape[window_and_inputs[0 if is_outputs_first else -1]]
+    axis = rows[0] if is_outputs_first else rows[-1]
+    return p.shape[axis]
 
 
 def _widths(p: Parameter, numbers: DimensionNumbers | None) -> tuple[set[int], set[int]]:
