@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muonjax._common.arguments import check_range, whole_number
+from muonjax._common.arguments import check_precision, check_range, shown, whole_number
 from muonjax._common.linalg import at_least_float32
 from muonjax._common.trees import names
 
@@ -55,7 +55,8 @@ def hadamard_linear(
       [..., n].
 
     Raises:
-      ValueError: If a shape does not fit, or the factors are not floating point.
+      TypeError: If an argument is no array.
+      ValueError: If a shape does not fit, the factors are not floating point, or a setting is out of its range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -69,6 +70,7 @@ def hadamard_linear(
     """
     factors = (w1a, w1b, w2a, w2b)
     _check(x, w, factors)
+    check_precision("hadamard_linear", precision)
     check_range("hadamard_linear", "scale", scale, "finite", "; alpha / r is usual.")
     # The product has the precision of x and w: a layer in half precision may hold its factors in float32.
     dtype, result = common_dtype(x, w), common_dtype(x, w, *factors)
@@ -126,7 +128,10 @@ def common_dtype(*arrays: jax.Array) -> jnp.dtype:
 
 
 def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
-    """Raises ValueError unless x, w and the factors fit each other."""
+    """Raises unless x, w and the factors are arrays that fit each other."""
+    for name, array in zip(("x", "w", "w1a", "w1b", "w2a", "w2b"), (x, w, *factors), strict=True):
+        if not hasattr(array, "shape"):
+            raise TypeError(f"hadamard_linear({name}={shown(array)}) must be an array.")
     w1a, w1b, w2a, w2b = (factor.shape for factor in factors)
     if not len(w1a) == len(w1b) == 2 or (w2a, w2b) != (w1a, w1b) or w1a[1] != w1b[0] or 0 in w1a + w1b:
         raise ValueError(

@@ -105,6 +105,18 @@ def check_text(call: str, **texts: Any) -> None:
             raise TypeError(f"{call}({name}={shown(value)}) must be a string.")
 
 
+def check_precision(call: str, precision: Any) -> None:
+    """Raise unless JAX's matrix products take it as their precision."""
+    matrix = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        jax.eval_shape(functools.partial(jnp.matmul, precision=precision), matrix, matrix)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{call}(precision={shown(precision)}) is unknown; choose 'highest', 'high', 'default', None "
+            "or another one of jax.lax.dot_general."
+        ) from error
+
+
 def check_pattern(call: str, name: str, value: Any) -> None:
     """Raise unless it is a regular expression."""
     check_text(call, **{name: value})

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from muonjax._common.arguments import check_precision, shown
 from muonjax._common.linalg import MatrixProduct, adjoint, at_least_float32, square_norm
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express
 from muonjax._newton_schulz.iteration import power_of_two_scale
@@ -23,7 +24,10 @@ value at 1e-3 / sqrt(m) of its Frobenius norm or above: inside for every m up to
 
 def matrices(call: str, x: Any, name: str = "x") -> Float[Array, "*batch m n"]:
     """`x` as an array, if it is a stack of real floating-point matrices."""
-    x = jnp.asarray(x)
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{call}({name}={shown(x)}) must be an array [*batch, m, n].") from error
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
             f"{call}({name}) needs a real floating-point matrix, got dtype {x.dtype}; cast it, or take the real form "
@@ -39,8 +43,9 @@ def schedule(call: str, coefficients: Any) -> Coefficients:
     return CONVERGED if coefficients is None else checked_rows(call, coefficients)
 
 
-def product_of(x: Float[Array, "*batch m n"], precision: str | None) -> MatrixProduct:
+def product_of(call: str, x: Float[Array, "*batch m n"], precision: str | None) -> MatrixProduct:
     """Products in the dtype of x; for float16, whose range can't hold the derivative's 1 / s, in float32."""
+    check_precision(call, precision)
     return MatrixProduct("float32" if x.dtype == jnp.float16 else x.dtype.name, precision)
 
 

@@ -46,7 +46,7 @@ def mcsgn(
       which no real spectrum but a nilpotent matrix's gives, and where x has a NaN or an infinity.
 
     Raises:
-      TypeError: If x is complex or not floating point.
+      TypeError: If x is no array, or is complex or not floating point.
       ValueError: If x is not square, or a setting is outside of its range.
 
     Example:
@@ -62,9 +62,10 @@ def mcsgn(
     if x.shape[-2] != x.shape[-1]:
         raise ValueError(f"mcsgn(x) needs square matrices, got shape {x.shape}; msign takes others.")
     rows = schedule("mcsgn", coefficients)
+    dot = product_of("mcsgn", x, precision)
     if x.size == 0:
         return x
-    return polynomial_mcsgn(x, rows_beside(x, rows), product_of(x, precision))
+    return polynomial_mcsgn(x, rows_beside(x, rows), dot)
 
 
 def _unit(x: Float[Array, "*batch n n"]) -> tuple[Float[Array, "*batch n n"], Float[Array, "*batch 1 1"]]:
@@ -124,8 +125,8 @@ def sylvester(
       X, [*batch, m, n]. Wrong, without notice, where a or b has an eigenvalue that is not positive.
 
     Raises:
-      TypeError: If an array is complex or not floating point.
-      ValueError: If the shapes do not fit.
+      TypeError: If an argument is no array, or is complex or not floating point.
+      ValueError: If the shapes do not fit, or the precision is unknown.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -143,11 +144,16 @@ def sylvester(
         raise ValueError(f"sylvester of {a.shape}, {b.shape}, {c.shape}: swap a and b, or transpose c.")
     dtype = jnp.result_type(a, b, c)
     wide = at_least_float32(dtype)
-    batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])
+    try:
+        batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])
+    except ValueError as error:
+        raise ValueError(
+            f"sylvester of {a.shape}, {b.shape}, {c.shape}: give them equal batch axes, or none."
+        ) from error
     # Inside `jax.shard_map` all three vary over the mesh axes of any: `lax.custom_linear_solve` needs that.
     zero = sum(jnp.zeros_like(v, wide, shape=()) for v in (a, b, c))
     a, b, c = (jnp.broadcast_to(v.astype(wide) + zero, batch + v.shape[-2:]) for v in (a, b, c))
-    dot, rows = product_of(c, precision), rows_beside(c, CONVERGED)
+    dot, rows = product_of("sylvester", c, precision), rows_beside(c, CONVERGED)
 
     def by_blocks(a, b, c):
         # The solution is linear in c: bring c to the size of a, or a large c would set the scale of the block.

@@ -56,7 +56,7 @@ def msign(
       NaN or an infinity.
 
     Raises:
-      TypeError: If x is complex or not floating point.
+      TypeError: If x is no array, or is complex or not floating point.
       ValueError: If x is no matrix, a setting is outside of its range, or the steps and the polish of the polar
         mode do not converge.
 
@@ -83,7 +83,7 @@ def msign(
             f"msign(polish={polish}) belongs to gradient='polar', got {gradient!r}: the others differentiate "
             "the steps that ran; append rows (15/8, -5/4, 3/8) to `coefficients` to run more."
         )
-    dot = product_of(x, precision)
+    dot = product_of("msign", x, precision)
     if gradient == "polar":
         steps = polishing("msign", rows, polish)
         return x if x.size == 0 else polar_msign(x, rows, steps, dot)

@@ -204,8 +204,16 @@ def test_unrolled_layers_keep_no_matrix(kind):
         (lambda a, b, x, w: hadamard_linear(x[:, :5], w, a, b, a, b), r"need x \[..., 6\]"),
         (lambda a, b, x, w: hadamard_linear(x, w, a[None], b[None], a[None], b[None]), "jax.vmap"),
         (lambda a, b, x, w: hadamard_linear(x, x, a, b, a, b), r"w \(6, 4\), got \(3, 6\) and \(3, 6\)"),
+        (
+            lambda a, b, x, w: hadamard_linear(x, w, a, b, a, b, precision="x"),
+            r"linear\(precision='x'\) is unk",
+        ),
+        (
+            lambda a, b, x, w: hadamard_linear(x, "w", a, b, a, b),
+            r"hadamard_linear\(w='w'\) must be an array",
+        ),
     ],
 )
 def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call(jnp.ones((6, 2)), jnp.ones((2, 4)), jnp.ones((3, 6)), jnp.ones((6, 4)))

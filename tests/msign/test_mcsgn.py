@@ -181,6 +181,23 @@ def test_derivatives_of_sylvester(order, modes):
         (lambda: mcsgn(jnp.ones((2, 2), jnp.complex64)), TypeError, r"mcsgn\(x\) needs a real"),
         (lambda: mcsgn(jnp.ones((2, 3))), ValueError, r"square matrices, got shape \(2, 3\)"),
         (lambda: sylvester(jnp.eye(2), jnp.eye(3), jnp.ones((3, 2))), ValueError, r"swap a and b"),
+        (
+            lambda: mcsgn(jnp.eye(2), precision=["high"]),
+            ValueError,
+            r"mcsgn\(precision=\['high'\]\) is unknown",
+        ),
+        (
+            lambda: sylvester(*3 * [jnp.eye(2)], precision="x"),
+            ValueError,
+            r"sylvester\(precision='x'\) is unk",
+        ),
+        (lambda: mcsgn(None), TypeError, r"mcsgn\(x=None\) must be an array"),
+        (lambda: sylvester(jnp.eye(2), "b", jnp.eye(2)), TypeError, r"sylvester\(b='b'\) must be an array"),
+        (
+            lambda: sylvester(jnp.ones((2, 1, 1)), jnp.ones((3, 1, 1)), jnp.ones((1, 1))),
+            ValueError,
+            r"equal batch",
+        ),
     ],
 )
 def test_mistakes(call, error, message):

@@ -465,6 +465,10 @@ def test_wide_matrices_take_two_steps_a_turn(shape, dtype, turns):
      r"polish=2\) needs steps that converge.*give polish=4\."),
     (lambda: msign(jnp.ones((2, 2)), coefficients=((-1.0, 0, 0),), gradient="polar", polish=3), ValueError,
      r"take other coefficients"),
+    (lambda: msign(jnp.ones((2, 2)), precision="x"), ValueError, r"msign\(precision='x'\) is unknown; choose"),
+    (lambda: msign(jnp.ones((0, 2)), precision=3), ValueError, r"msign\(precision=3\) is unknown"),
+    (lambda: msign({"w": jnp.ones((2, 2))}), TypeError, r"msign\(x=\{'w': .* must be an array \[\*b"),
+    (lambda: msign([[1.0, 2.0], [3.0]]), TypeError, r"msign\(x=\[\[1\.0, 2\.0\], \[3\.0\]\]\) must be an array"),
 ])  # fmt: skip
 def test_mistakes(call, error, message):
     with pytest.raises(error, match=message):

@@ -70,7 +70,7 @@ NEEDED = {
 
 # Pattern of function.argument: which nonsense has a meaning there or is another's to refuse, and why.
 ALLOWED = {
-    "*.precision": ({*NONSENSE}, "JAX refuses it, in the words of jax.lax.Precision"),
+    "max_logits.precision": ({*NONSENSE}, "JAX refuses it, in the words of jax.lax.Precision"),
     "*features": ({*NONSENSE}, "an argument of Flax's own layer"),
     "*mask": ({"True"}, "a prefix of the tree of parameters: all of them"),
     "*clip.every_k": ({"None"}, "1, of which optax.inject_hyperparams makes no array"),
