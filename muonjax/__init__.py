@@ -12,6 +12,7 @@ from muonjax._clip.sites import Site as Site
 from muonjax._clip.sites import fused_qkv_site as fused_qkv_site
 from muonjax._clip.sites import mha_site as mha_site
 from muonjax._clip.sites import mla_site as mla_site
+from muonjax._common import models as _models
 from muonjax._inspect.program import Program as Program
 from muonjax._inspect.program import inspect as inspect
 from muonjax._inspect.value_and_grad import value_and_grad as value_and_grad
@@ -50,6 +51,9 @@ from muonjax.loha import adapter_mask as adapter_mask
 from muonjax.loha import hadamard_linear as hadamard_linear
 
 __version__ = "0.1.0"
+
+# muonjax.nnx imports Flax, so it is loaded only with the first NNX model.
+_models.register("flax.nnx", module="muonjax.nnx")
 
 
 def __getattr__(name: str):

@@ -1,4 +1,4 @@
-"""NNX layers with LoHa adapters: dense layers and convolutions, new ones and those of an existing model.
+"""muonjax for Flax NNX: layers with LoHa adapters, and NNX models as functions of their parameters.
 
 Flax's layers take the function that multiplies, `dot_general` or `conv_general_dilated`. An adapter is a module
 that replaces this function: the layer, its kernel and the kernel's path stay what they were.
@@ -247,3 +247,74 @@ def _check_layer(call: str, layer: Layer) -> None:
     else:
         return
     raise ValueError(f"{call}: the layer {why}")
+
+
+# How the rest of muonjax reads an NNX model; see `muonjax._common.models`.
+
+
+def is_model(tree: Any) -> bool:
+    """Whether it is an NNX model."""
+    return isinstance(tree, nnx.Module)
+
+
+def parameters_of(model: nnx.Module) -> Any:
+    """The arrays of the model's `nnx.Param`s by path."""
+    return nnx.as_pure(nnx.state(model, nnx.Param))
+
+
+def as_function_of_parameters(
+    fun: Callable[..., Any], model: nnx.Module, args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
+    """`fun(model, *args)` as a function of (parameters, other state, *args), and these arguments."""
+    structure, params, state = nnx.split(model, nnx.Param, ...)
+
+    def of_parameters(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return fun(nnx.merge(structure, params, state, copy=True), *args, **kwargs)
+
+    of_parameters.__name__ = getattr(fun, "__name__", "loss")
+    return of_parameters, params, (state, *args)
+
+
+def value_and_grad_of_model(
+    with_max_logits: Callable[..., Any], fun: Callable[..., Any], argnums: Any, has_aux: bool
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` of `fun(model, ...)` that also returns the largest logits.
+
+    Args:
+      with_max_logits: Makes a function of parameters return (loss, (aux, max_logits)).
+      fun: The loss.
+      argnums: As in `nnx.value_and_grad`.
+      has_aux: Whether `fun` returns (loss, aux).
+
+    Returns:
+      A function of the arguments of `fun`.
+    """
+
+    def measured(*given: Any) -> tuple[Any, Any]:
+        # All arguments are split together, because they may share random numbers.
+        structure, params, others = nnx.split(given, _is_parameter_of_the_first, ...)
+
+        def of_parameters(params: Any) -> tuple[Any, Any]:
+            # New variables, which belong to the trace of this function.
+            others_here = jax.tree.map(lambda array: array, others)
+            merged = nnx.merge(structure, nnx.State({0: params}), others_here)
+            *args, kwargs = merged
+            result = fun(*args, **kwargs)
+            loss, aux = result if has_aux else (result, None)
+            return loss, (aux, nnx.state(merged, nnx.Variable))
+
+        of_parameters.__name__ = getattr(fun, "__name__", "loss")
+        with_maxima = with_max_logits(of_parameters, 0, True)
+        loss, ((aux, variables), max_logits) = with_maxima(params.get(0, {}))
+        # The function may have changed running means or counts of random numbers.
+        nnx.update(given, variables)
+        return loss, (aux, max_logits) if has_aux else max_logits
+
+    differentiated = nnx.value_and_grad(measured, argnums=argnums, has_aux=True)
+    # Flax takes no keyword arguments, so they are one more positional argument.
+    return lambda *args, **kwargs: differentiated(*args, kwargs)
+
+
+def _is_parameter_of_the_first(path: tuple[Any, ...], value: Any) -> bool:
+    """Whether it is a parameter of the first argument, which is the model."""
+    return path[0] == 0 and isinstance(value, nnx.Param)

@@ -20,14 +20,8 @@ from muonjax._clip.matching import larger, module_of
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.sites import Site
 from muonjax._common.arguments import warn_user
-from muonjax._common.trees import (
-    as_function_of_parameters,
-    flatten_paths,
-    flatten_with_names,
-    is_masked,
-    is_model,
-    listed,
-)
+from muonjax._common.models import as_function_of_parameters, is_model
+from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, listed
 from muonjax._inspect.attention import Call, attentions
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.follow import follow, no_collection

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from muonjax._common.trees import flatten_paths, is_model, value_and_grad_of_model
+from muonjax._common.models import functions_for, is_model
+from muonjax._common.trees import flatten_paths
 from muonjax._inspect.program import check_arrays, find_maxima
 
 
@@ -64,8 +65,10 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
-        if args and is_model(args[0]):
-            return value_and_grad_of_model(_with_max_logits, fun, argnums, has_aux)(*args, **kwargs)
+        library = functions_for(args[0]) if args else None
+        if library is not None:
+            differentiated = library.value_and_grad_of_model(_with_max_logits, fun, argnums, has_aux)
+            return differentiated(*args, **kwargs)
         for argument in (args[i] for i in _chosen(argnums) if i < len(args)):
             _check_differentiable(_call(fun), argument)
         measured = _with_max_logits(fun, argnums, has_aux)

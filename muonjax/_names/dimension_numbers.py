@@ -23,6 +23,7 @@ import optax
 
 from muonjax._common import trees
 from muonjax._common.arguments import warn_user
+from muonjax._common.models import parameters_of
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
@@ -98,7 +99,7 @@ def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
     example gives Muon every matrix but the embedding and the head; Jordan, "Muon" (2024), on
     convolutions, and on query, key and value separately.
     """
-    arrays = trees.parameters_of(params)
+    arrays = parameters_of(params)
     return numbers_tree(*routes(arrays, rules=rules, layers=params))
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muonjax._common.trees import dtype_of, flatten_with_names, is_masked, parameters_of
+from muonjax._common.models import parameters_of
+from muonjax._common.trees import dtype_of, flatten_with_names, is_masked
 from muonjax._matrices.matrix_view import matrix_pieces, resolve_dimension_numbers
 from muonjax._names.dimension_numbers import Route, routes
 from muonjax._names.parameters import check_parameters

@@ -13,6 +13,7 @@ USED_BY = {
     "muonjax/_common/": "optimizers/test_optimizers.py optimizers/test_orthogonalize.py",
     "muonjax/_common/arguments": "optimizers test_strict_modes.py clip msign mesh",
     "muonjax/_common/linalg": "newton_schulz msign optimizers/test_orthogonalize.py",
+    "muonjax/_common/models": "nnx inspect/test_inspect.py inspect/test_value_and_grad.py names",
     "muonjax/_common/platform": "test_policy.py newton_schulz optimizers/test_orthogonalize.py mesh",
     "muonjax/_common/trees": "test_trees.py inspect/test_inspect.py names optimizers clip nnx",
     "muonjax/_inspect/": "inspect/test_inspect.py inspect/test_report.py inspect/test_programs.py",
