@@ -6,7 +6,7 @@ parameters of a trained model fit next to the adapters.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
 from muonjax import loha as shared
+from muonjax._common.arguments import errors_of
 from muonjax._common.trees import listed
 
 __all__ = ["LoHaConv", "LoHaDense", "TrainState", "loha", "merge"]
@@ -40,11 +41,17 @@ class LoHa(nn.Module):
     @nn.compact
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
-        inputs = len(args[0][0][1]) if self.function is lax.dot_general else rhs.ndim - 1
-        factors = [
-            self.param(name, functools.partial(shared.initial, name), shape, self.param_dtype)
-            for name, shape in shared.factor_shapes("loha", rhs.shape, inputs, self.rank).items()
-        ]
+        # A dense layer says which axes it sums over; a convolution, all but the last.
+        inputs = rhs.ndim - 1
+        if self.function is lax.dot_general:
+            (_, summed), _ = args[0]
+            inputs = len(summed)
+        with errors_of("loha"):
+            shapes = shared.factor_shapes(rhs.shape, inputs, self.rank)
+        factors = []
+        for name, shape in shapes.items():
+            initializer = functools.partial(shared.initial, name)
+            factors.append(self.param(name, initializer, shape, self.param_dtype))
         scale = lax.stop_gradient(self.param(shared.SCALE, lambda _: jnp.float32(self.scale)))
         return shared.apply_adapter(self.function, factors, scale, lhs, rhs, *args, **settings)
 
@@ -158,27 +165,38 @@ def merge(params: Any) -> Any:
       >>> sorted(muonjax.linen.merge(params))
       ['bias', 'kernel']
     """
-    flat: dict[tuple[str, ...], Any] = dict(flatten_dict(nn.unbox(params)))
-    layers = sorted(path[:-2] for path in flat if path[-2:] == (_HOLDER, shared.FACTORS[0]))
+    flat: dict[tuple[str, ...], Any] = flatten_dict(nn.unbox(params))
+    first_factor = (_HOLDER, shared.FACTORS[0])
+    layers = sorted(path[:-2] for path in flat if path[-2:] == first_factor)
     if not layers:
         raise ValueError("merge(params): no LoHa adapter in it; was it merged already?")
-    if lost := ["/".join(layer) for layer in layers if (*layer, _HOLDER, shared.SCALE) not in flat]:
-        raise ValueError(f"merge: no {shared.SCALE} at {listed(lost, ', ')}; give frozen parameters too.")
+    without_scale = [layer for layer in layers if (*layer, _HOLDER, shared.SCALE) not in flat]
+    if without_scale:
+        paths = listed(["/".join(layer) for layer in without_scale], ", ")
+        raise ValueError(f"merge: no {shared.SCALE} at {paths}; give frozen parameters too.")
     for layer in layers:
-        *factors, scale = (flat.pop((*layer, _HOLDER, name)) for name in (*shared.FACTORS, shared.SCALE))
-        kernel, stack = flat[(*layer, "kernel")], factors[0].ndim - 2
-        shapes = [factor.shape for factor in factors]
-        stacks = {leaf.shape[:stack] for leaf in (*factors, kernel)}
-        if stacks != {scale.shape} or shapes[0][-1] != shapes[1][-2]:
-            raise ValueError(
-                f"merge: the adapter at {'/'.join(layer)!r} is stacked along another axis than its first, with "
-                f"factors of shapes {shapes}; scan with variable_axes={{'params': 0}}."
-            )
-        merged = shared.adapted_kernel
-        for _ in range(stack):  # `nn.scan` stacks kernels and adapters along leading axes
-            merged = jax.vmap(merged)
-        flat[(*layer, "kernel")] = merged(kernel, factors, scale)
+        factors = [flat.pop((*layer, _HOLDER, name)) for name in shared.FACTORS]
+        scale = flat.pop((*layer, _HOLDER, shared.SCALE))
+        kernel = flat[(*layer, "kernel")]
+        with errors_of(f"merge: the adapter at {'/'.join(layer)!r}"):
+            flat[(*layer, "kernel")] = _merged(kernel, factors, scale)
     return unflatten_dict(flat)
+
+
+def _merged(kernel: jax.Array, factors: Sequence[jax.Array], scale: jax.Array) -> jax.Array:
+    """kernel + ΔW, of one layer or of a stack of layers along leading axes, as `nn.scan` makes it."""
+    shapes = [factor.shape for factor in factors]
+    num_stacked = len(shapes[0]) - 2
+    stacks = {leaf.shape[:num_stacked] for leaf in (*factors, kernel)}
+    if stacks != {scale.shape} or shapes[0][-1] != shapes[1][-2]:
+        raise ValueError(
+            f"its factors of shapes {shapes} are stacked along another axis than the first; "
+            "scan with variable_axes={'params': 0}."
+        )
+    adapted_kernel = shared.adapted_kernel
+    for _ in range(num_stacked):
+        adapted_kernel = jax.vmap(adapted_kernel)
+    return adapted_kernel(kernel, factors, scale)
 
 
 class TrainState(train_state.TrainState):
@@ -212,6 +230,9 @@ class TrainState(train_state.TrainState):
         """Flax's `apply_gradients`, with `max_logits` for `tx.update` if they are given."""
         if max_logits is None:
             return super().apply_gradients(grads=grads, **kwargs)
-        update = functools.partial(optax.with_extra_args_support(self.tx).update, max_logits=max_logits)
-        bound = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
-        return train_state.TrainState.apply_gradients(bound, grads=grads, **kwargs).replace(tx=self.tx)
+        # Flax calls `tx.update` without further arguments, so these logits are bound to it for this one step.
+        tx = optax.with_extra_args_support(self.tx)
+        update = functools.partial(tx.update, max_logits=max_logits)
+        bound = self.replace(tx=optax.GradientTransformation(tx.init, update))
+        updated = train_state.TrainState.apply_gradients(bound, grads=grads, **kwargs)
+        return updated.replace(tx=self.tx)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muonjax._common.arguments import check_precision, check_range, shown, whole_number
+from muonjax._common.arguments import check_precision, check_range, errors_of, shown, whole_number
 from muonjax._common.linalg import at_least_float32
 from muonjax._common.trees import names
 
@@ -69,11 +69,13 @@ def hadamard_linear(
     to Model Evaluation" (2024), as LoHa.
     """
     factors = (w1a, w1b, w2a, w2b)
-    _check(x, w, factors)
+    with errors_of("hadamard_linear"):
+        _check(x, w, factors)
     check_precision("hadamard_linear", precision)
     check_range("hadamard_linear", "scale", scale, "finite", "; alpha / r is usual.")
     # The product has the precision of x and w: a layer in half precision may hold its factors in float32.
-    dtype, result = common_dtype(x, w), common_dtype(x, w, *factors)
+    dtype = common_dtype(x, w)
+    result = common_dtype(x, w, *factors)
 
     def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.matmul(x, w, precision=precision, preferred_element_type=result)
@@ -113,9 +115,12 @@ def adapted_kernel(
     w1a, w1b, w2a, w2b = factors
     dtype = at_least_float32(common_dtype(kernel, *factors))
     product = functools.partial(jnp.matmul, precision=precision, preferred_element_type=dtype)
-    first, second = product(w1a, w1b), product(w2a, w2b)
+    # ΔW = scale · (w1a · w1b) ∘ (w2a · w2b)
+    first = product(w1a, w1b)
+    second = product(w2a, w2b)
     delta = jnp.asarray(scale).astype(dtype) * first * second
-    return (kernel.astype(dtype) + delta.reshape(kernel.shape)).astype(kernel.dtype)
+    adapted = kernel.astype(dtype) + delta.reshape(kernel.shape)
+    return adapted.astype(kernel.dtype)
 
 
 def common_dtype(*arrays: jax.Array) -> jnp.dtype:
@@ -129,22 +134,25 @@ def common_dtype(*arrays: jax.Array) -> jnp.dtype:
 
 def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
     """Raises unless x, w and the factors are arrays that fit each other."""
-    for name, array in zip(("x", "w", "w1a", "w1b", "w2a", "w2b"), (x, w, *factors), strict=True):
+    arguments = ("x", "w", "w1a", "w1b", "w2a", "w2b")
+    for name, array in zip(arguments, (x, w, *factors), strict=True):
         if not hasattr(array, "shape"):
-            raise TypeError(f"hadamard_linear({name}={shown(array)}) must be an array.")
+            raise TypeError(f"{name}={shown(array)} must be an array.")
+
     w1a, w1b, w2a, w2b = (factor.shape for factor in factors)
-    if not len(w1a) == len(w1b) == 2 or (w2a, w2b) != (w1a, w1b) or w1a[1] != w1b[0] or 0 in w1a + w1b:
+    are_matrices = len(w1a) == len(w1b) == 2 and 0 not in w1a + w1b
+    are_pairs = (w2a, w2b) == (w1a, w1b)
+    if not (are_matrices and are_pairs and w1a[1] == w1b[0]):
         raise ValueError(
-            f"hadamard_linear needs w1a and w2a [m, r], w1b and w2b [r, n], none of them empty, got {w1a}, {w1b}, "
-            f"{w2a}, {w2b}; are w1a and w1b exchanged? Use jax.vmap for a stack."
+            "the factors must be w1a and w2a [m, r], w1b and w2b [r, n], none of them empty, "
+            f"got {w1a}, {w1b}, {w2a}, {w2b}; are w1a and w1b exchanged? Use jax.vmap for a stack."
         )
-    if not jnp.issubdtype(common_dtype(*factors), jnp.floating):
-        raise ValueError(f"hadamard_linear needs floating-point factors, got {common_dtype(*factors)}.")
+    dtype = common_dtype(*factors)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"the factors must be floating-point, got {dtype}.")
     m, n = w1a[0], w1b[1]
     if w.shape != (m, n) or x.shape[-1:] != (m,):
-        raise ValueError(
-            f"hadamard_linear's factors need x [..., {m}] and w {m, n}, got {x.shape} and {w.shape}."
-        )
+        raise ValueError(f"the factors need x [..., {m}] and w {m, n}, got {x.shape} and {w.shape}.")
 
 
 # What the layers of Linen and NNX share.
@@ -162,20 +170,20 @@ def scale_of(call: str, rank: int, alpha: float | None) -> float:
     return alpha / rank
 
 
-def factor_shapes(call: str, kernel: Sequence[int], inputs: int, rank: int) -> dict[str, tuple[int, int]]:
+def factor_shapes(kernel: Sequence[int], inputs: int, rank: int) -> dict[str, tuple[int, int]]:
     """The shapes of a kernel's factors by name; the first `inputs` axes of the kernel are summed over."""
-    m, n = math.prod(kernel[:inputs]), math.prod(kernel[inputs:])
+    m = math.prod(kernel[:inputs])
+    n = math.prod(kernel[inputs:])
     if rank > min(m, n):
-        raise ValueError(
-            f"{call}: rank={rank} is not possible for a matrix {m} × {n}; choose 1 to {min(m, n)}."
-        )
-    return dict(zip(FACTORS, ((m, rank), (rank, n)) * 2, strict=True))
+        raise ValueError(f"rank={rank} is not possible for a matrix {m} × {n}; choose 1 to {min(m, n)}.")
+    pair = ((m, rank), (rank, n))
+    return dict(zip(FACTORS, pair * 2, strict=True))
 
 
 def initial(name: str, key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
     """LyCORIS's initialization: normal, with standard deviation 1 on the inputs' side and 0.1 on the outputs'; but
     the second factor on the outputs' side is zero, so that ΔW = 0 at the start."""
-    deviation = {"hada_w1_a": 1.0, "hada_w1_b": 0.1, "hada_w2_a": 1.0, "hada_w2_b": 0.0}[name]
+    deviation = dict(zip(FACTORS, (1.0, 0.1, 1.0, 0.0), strict=True))[name]
     return deviation * jax.random.normal(key, tuple(shape), dtype)
 
 
@@ -190,15 +198,19 @@ def apply_adapter(
 ) -> jax.Array:
     """`function(lhs, rhs + ΔW, …)` for `lax.dot_general` or `lax.conv_general_dilated`, as Flax's layers call them."""
     if function is lax.dot_general:
-        (_, summed), (_, batch) = dimension_numbers = args[0] if args else settings["dimension_numbers"]
-        if batch or tuple(summed) != tuple(range(len(summed))):
+        dimension_numbers = args[0] if args else settings["dimension_numbers"]
+        (_, summed), (_, batch) = dimension_numbers
+        first_axes = tuple(range(len(summed)))
+        if batch or tuple(summed) != first_axes:
             raise ValueError(
-                f"A LoHa adapter needs a kernel [*in, *out] without a batch of matrices, got dimension_numbers="
-                f"{dimension_numbers} and a kernel of shape {rhs.shape}."
+                "A LoHa adapter needs a kernel [*in, *out] without a batch of matrices, got "
+                f"dimension_numbers={dimension_numbers} and a kernel of shape {rhs.shape}."
             )
 
-    precision = settings.get("precision")
-    return multiply(lambda x, w: function(x, w, *args, **settings), lhs, rhs, factors, scale, precision)
+    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return function(x, kernel, *args, **settings)
+
+    return multiply(product, lhs, rhs, factors, scale, settings.get("precision"))
 
 
 def adapter_mask(params: Any) -> Any:
@@ -219,4 +231,7 @@ def adapter_mask(params: Any) -> Any:
       >>> tx = optax.partition({"train": optax.adam(1e-3), "freeze": optax.set_to_zero()}, labels)
     """
 
-    return jax.tree_util.tree_map_with_path(lambda path, _: bool(path) and names(path)[-1] in FACTORS, params)
+    def trains(path: tuple[Any, ...], _: Any) -> bool:
+        return bool(path) and names(path)[-1] in FACTORS
+
+    return jax.tree_util.tree_map_with_path(trains, params)

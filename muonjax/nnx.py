@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 
 from muonjax import loha as shared
+from muonjax._common.arguments import errors_of
 from muonjax._common.trees import joined, listed
 
 __all__ = ["LoHaConv", "LoHaLinear", "LoHaParam", "add_loha", "merge"]
@@ -37,14 +38,16 @@ class LoHaParam(nnx.Param):
 class LoHa(nnx.Module):
     """The adapter of one layer, which replaces its `dot_general` or `conv_general_dilated`; at the start ΔW = 0."""
 
-    def __init__(self, call: str, layer: Layer, rank: int, scale: float, rngs: nnx.Rngs):
+    def __init__(self, layer: Layer, rank: int, scale: float, rngs: nnx.Rngs):
         self.scale = scale
         self.is_convolution = isinstance(layer, nnx.Conv)
-        _check_layer(call, layer)
-        shapes = shared.factor_shapes(call, layer.kernel.shape, _inputs(layer), rank)
+        _check_layer(layer)
+        kernel = layer.kernel
+        shapes = shared.factor_shapes(kernel.shape, _inputs(layer), rank)
         keys = jax.random.split(rngs.params(), len(shapes))
         for (name, shape), key in zip(shapes.items(), keys, strict=True):
-            setattr(self, name, LoHaParam(shared.initial(name, key, shape, layer.kernel.dtype)))
+            factor = shared.initial(name, key, shape, kernel.dtype)
+            setattr(self, name, LoHaParam(factor))
 
     def factors(self) -> list[jax.Array]:
         """w1a [in, rank], w1b [rank, out], w2a [in, rank], w2b [rank, out]."""
@@ -90,7 +93,8 @@ class LoHaLinear(nnx.Linear):
     ):
         scale = shared.scale_of("LoHaLinear", rank, alpha)
         super().__init__(in_features, out_features, rngs=rngs, **linear)
-        self.dot_general = nnx.data(LoHa("LoHaLinear", self, rank, scale, rngs))
+        with errors_of("LoHaLinear"):
+            self.dot_general = nnx.data(LoHa(self, rank, scale, rngs))
 
 
 class LoHaConv(nnx.Conv):
@@ -128,7 +132,8 @@ class LoHaConv(nnx.Conv):
     ):
         scale = shared.scale_of("LoHaConv", rank, alpha)
         super().__init__(in_features, out_features, kernel_size, rngs=rngs, **conv)
-        self.conv_general_dilated = nnx.data(LoHa("LoHaConv", self, rank, scale, rngs))
+        with errors_of("LoHaConv"):
+            self.conv_general_dilated = nnx.data(LoHa(self, rank, scale, rngs))
 
 
 def add_loha(
@@ -167,17 +172,24 @@ def add_loha(
     Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
     scale = shared.scale_of("add_loha", rank, alpha)
-    takes = re.compile(path_rule).search if isinstance(path_rule, str) else path_rule
-    if not callable(takes):
+    matches = re.compile(path_rule).search if isinstance(path_rule, str) else path_rule
+    if not callable(matches):
         raise TypeError(f"add_loha(path_rule={path_rule!r}) must be a regular expression or a function.")
-    matched = [(path, layer) for path, layer in _layers(model) if takes(path)]
-    if not matched:
-        found = listed([path for path, _ in _layers(model)], ", ")
-        raise ValueError(f"add_loha(path_rule={path_rule!r}) matches none of the layers {found}.")
-    new = [(layer, LoHa(f"add_loha: {path!r}", layer, rank, scale, rngs)) for path, layer in matched]
-    for layer, adapter in new:
+    layers = dict(_layers(model))
+    paths = [path for path in layers if matches(path)]
+    if not paths:
+        raise ValueError(
+            f"add_loha(path_rule={path_rule!r}) matches none of the layers {listed([*layers], ', ')}."
+        )
+    # All adapters are made before the first layer changes, for an error must leave the model unchanged.
+    adapters = []
+    for path in paths:
+        with errors_of(f"add_loha: {path!r}"):
+            adapters.append(LoHa(layers[path], rank, scale, rngs))
+    for path, adapter in zip(paths, adapters, strict=True):
+        layer = layers[path]
         setattr(layer, _function(layer), nnx.data(adapter))
-    return [path for path, _ in matched]
+    return paths
 
 
 def merge(model: nnx.Module) -> None:
@@ -201,13 +213,18 @@ def merge(model: nnx.Module) -> None:
       >>> nnx.state(model, muonjax.nnx.LoHaParam)
       State({})
     """
-    adapted = [layer for _, layer in _layers(model) if isinstance(getattr(layer, _function(layer)), LoHa)]
-    if not adapted:
+    has_adapter = False
+    for _, layer in _layers(model):
+        function = _function(layer)
+        adapter = getattr(layer, function)
+        if not isinstance(adapter, LoHa):
+            continue
+        has_adapter = True
+        kernel = layer.kernel
+        kernel[...] = shared.adapted_kernel(kernel[...], adapter.factors(), adapter.scale)
+        setattr(layer, function, nnx.static(_plain_function(layer)))
+    if not has_adapter:
         raise ValueError("merge(model): no LoHa adapter in it; was it merged already?")
-    for layer in adapted:
-        adapter = getattr(layer, _function(layer))
-        layer.kernel[...] = shared.adapted_kernel(layer.kernel[...], adapter.factors(), adapter.scale)
-        setattr(layer, _function(layer), nnx.static(_plain_function(layer)))
 
 
 def _layers(model: nnx.Module) -> Iterator[tuple[str, Layer]]:
@@ -232,21 +249,24 @@ def _plain_function(layer: Layer) -> Any:
     return None if isinstance(layer, nnx.LinearGeneral) else getattr(lax, _function(layer))
 
 
-def _check_layer(call: str, layer: Layer) -> None:
+def _check_layer(layer: Layer) -> None:
     """Raises ValueError for a layer that can't have a new adapter."""
     function = getattr(layer, _function(layer))
     if isinstance(function, LoHa):
-        why = "has an adapter already; muonjax.nnx.merge(model) adds it to the kernel."
-    elif isinstance(layer, nnx.Conv) and layer.mask is not None:
-        why = "has a mask, and ΔW is not masked; remove the mask."
+        raise ValueError("the layer has an adapter already; muonjax.nnx.merge(model) adds it to the kernel.")
+    if isinstance(layer, nnx.Conv) and layer.mask is not None:
+        raise ValueError("the layer has a mask, and ΔW is not masked; remove the mask.")
     # LinearGeneral prefers its dot_general_cls to its dot_general.
-    elif function is not _plain_function(layer) or getattr(layer, "dot_general_cls", None) is not None:
-        why = f"multiplies by its own {_function(layer)}, which an adapter would replace; leave it out."
-    elif layer.kernel.ndim != _inputs(layer) + np.size(layer.out_features):
-        why = "has a batch of matrices or a stack of layers; leave it out, or adapt inside nnx.vmap."
-    else:
-        return
-    raise ValueError(f"{call}: the layer {why}")
+    has_class = getattr(layer, "dot_general_cls", None) is not None
+    if has_class or function is not _plain_function(layer):
+        raise ValueError(
+            f"the layer multiplies by its own {_function(layer)}, which an adapter would replace; "
+            "leave it out."
+        )
+    if layer.kernel.ndim != _inputs(layer) + np.size(layer.out_features):
+        raise ValueError(
+            "the layer has a batch of matrices or a stack of layers; leave it out, or adapt inside nnx.vmap."
+        )
 
 
 # How the rest of muonjax reads an NNX model; see `muonjax._common.models`.

@@ -11,7 +11,7 @@ from jax import lax
 
 from muonjax._common.arguments import check_precision, shown
 from muonjax._common.linalg import MatrixProduct, adjoint, at_least_float32, square_norm
-from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express
+from muonjax._newton_schulz.coefficients import Coefficients, polar_express
 from muonjax._newton_schulz.iteration import power_of_two_scale
 
 if TYPE_CHECKING:
@@ -30,23 +30,19 @@ def matrices(call: str, x: Any, name: str = "x") -> Float[Array, "*batch m n"]:
         raise TypeError(f"{call}({name}={shown(x)}) must be an array [*batch, m, n].") from error
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
-            f"{call}({name}) needs a real floating-point matrix, got dtype {x.dtype}; cast it, or take the real form "
-            "[[re, -im], [im, re]] of a complex one."
+            f"{call}({name}) needs a real floating-point matrix, got dtype {x.dtype}; "
+            "cast it, or take the real form [[re, -im], [im, re]] of a complex one."
         )
     if x.ndim < 2:
         raise ValueError(f"{call}({name}) needs a matrix [*batch, m, n], got shape {x.shape}.")
     return x
 
 
-def schedule(call: str, coefficients: Any) -> Coefficients:
-    """The rows that will run, by default the converged schedule."""
-    return CONVERGED if coefficients is None else checked_rows(call, coefficients)
-
-
 def product_of(call: str, x: Float[Array, "*batch m n"], precision: str | None) -> MatrixProduct:
     """Products in the dtype of x; for float16, whose range can't hold the derivative's 1 / s, in float32."""
     check_precision(call, precision)
-    return MatrixProduct("float32" if x.dtype == jnp.float16 else x.dtype.name, precision)
+    operands = "float32" if x.dtype == jnp.float16 else x.dtype.name
+    return MatrixProduct(operands, precision)
 
 
 def rows_beside(x: Float[Array, "*batch m n"], coefficients: Coefficients) -> Float[Array, "steps 3"]:
@@ -56,12 +52,14 @@ def rows_beside(x: Float[Array, "*batch m n"], coefficients: Coefficients) -> Fl
     arrays that its functions close over vary in the same way, after tracing these functions with what each was before.
     """
     dtype = at_least_float32(x.dtype)
-    return jnp.asarray(coefficients, dtype) + jnp.zeros_like(x, dtype, shape=())
+    varying_zero = jnp.zeros_like(x, dtype, shape=())
+    return jnp.asarray(coefficients, dtype) + varying_zero
 
 
 def widened(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch short long"]:
     """x as wide matrices, in float32 or wider."""
-    wide = adjoint(x) if x.shape[-2] > x.shape[-1] else x
+    m, n = x.shape[-2:]
+    wide = adjoint(x) if m > n else x
     return wide.astype(at_least_float32(x.dtype))
 
 
@@ -70,6 +68,7 @@ def normalized(
 ) -> tuple[Float[Array, "*batch short long"], Float[Array, "*batch 1 1"]]:
     """`widened(x)` over its norm, and the inverse of that norm, as `unit_norm`."""
     wide = widened(x)
+    # The square of an entry beyond 1e19 would overflow, so x becomes about 1 first, without rounding.
     scale = power_of_two_scale(wide)
     unit, inverse = unit_norm(wide * scale, square)
     return unit, scale * inverse
@@ -79,7 +78,8 @@ def oriented_like(
     wide: Float[Array, "*batch short long"], x: Float[Array, "*batch m n"]
 ) -> Float[Array, "*batch m n"]:
     """Undoes `widened`: `wide` in the orientation and dtype of x."""
-    return (wide if wide.shape == x.shape else adjoint(wide)).astype(x.dtype)
+    oriented = wide if wide.shape == x.shape else adjoint(wide)
+    return oriented.astype(x.dtype)
 
 
 def inner(x: Float[Array, "*batch m n"], y: Float[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
@@ -91,7 +91,9 @@ def unit_norm(
     x: Float[Array, "*batch m n"], square: Callable[[jax.Array], jax.Array] = square_norm
 ) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch 1 1"]]:
     """x / r and 1 / r with r^2 = `square(x)`, |x|_F^2 by default; both 0 for a zero matrix, as are their gradients."""
+    # `square > 0` would also hide a NaN, which has to stay in the result.
     is_zero = jnp.all(x == 0, axis=(-2, -1), keepdims=True)
-    # Not `square > 0`: a NaN must take the branch that keeps it, and the square of a zero matrix becomes 1.
-    inverse = jnp.where(is_zero, 0.0, lax.rsqrt(jnp.where(is_zero, 1.0, square(x))))
+    # The square of a zero matrix is replaced before the root, whose gradient at 0 is a NaN even where it is not chosen.
+    nonzero_square = jnp.where(is_zero, 1.0, square(x))
+    inverse = jnp.where(is_zero, 0.0, lax.rsqrt(nonzero_square))
     return x * inverse, inverse

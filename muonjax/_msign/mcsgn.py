@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from muonjax._common.linalg import MatrixProduct, adjoint, at_least_float32
-from muonjax._msign.inputs import CONVERGED, inner, matrices, normalized, product_of, rows_beside, schedule
+from muonjax._msign.inputs import CONVERGED, inner, matrices, normalized, product_of, rows_beside
 from muonjax._msign.polynomial_gradient import iterate, tangent_by_normalization
-from muonjax._newton_schulz.coefficients import Coefficients
+from muonjax._newton_schulz.coefficients import Coefficients, checked_rows
 from muonjax._newton_schulz.iteration import power_of_two_scale
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def mcsgn(
     x = matrices("mcsgn", x)
     if x.shape[-2] != x.shape[-1]:
         raise ValueError(f"mcsgn(x) needs square matrices, got shape {x.shape}; msign takes others.")
-    rows = schedule("mcsgn", coefficients)
+    rows = CONVERGED if coefficients is None else checked_rows("mcsgn", coefficients)
     dot = product_of("mcsgn", x, precision)
     if x.size == 0:
         return x
@@ -70,8 +70,8 @@ def mcsgn(
 
 def _unit(x: Float[Array, "*batch n n"]) -> tuple[Float[Array, "*batch n n"], Float[Array, "*batch 1 1"]]:
     """x / r with r = sqrt(tr(x^2)), and 1 / r, in float32 or wider: 0 for a zero matrix, NaN for no real r."""
-    # Infinite for a nilpotent matrix, whose zero entries become NaN by it.
-    return normalized(x, lambda x: inner(x, adjoint(x)))
+    # 1 / r is infinite for a nilpotent matrix, so the zero entries of x / r are NaN.
+    return normalized(x, lambda x: inner(x, adjoint(x)))  # tr(X^2) = <X, X^T>
 
 
 def _iterate(
@@ -86,7 +86,8 @@ def polynomial_mcsgn(
     x: Float[Array, "*batch n n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
 ) -> Float[Array, "*batch n n"]:
     """mcsgn by `rows`, which are constants; its derivative keeps x alone."""
-    return _iterate(_unit(x)[0], rows, dot).astype(x.dtype)
+    unit, _ = _unit(x)
+    return _iterate(unit, rows, dot).astype(x.dtype)
 
 
 @polynomial_mcsgn.defjvp
@@ -138,34 +139,44 @@ def sylvester(
     Source: J. Su, "The derivative of msign", 2025, kexue.fm/archives/11025; Y. Song, N. Sebe, W. Wang, "Fast
     Differentiable Matrix Square Root", 2022.
     """
-    a, b, c = (matrices("sylvester", v, name) for v, name in zip((a, b, c), "abc", strict=True))
+    a = matrices("sylvester", a, "a")
+    b = matrices("sylvester", b, "b")
+    c = matrices("sylvester", c, "c")
     m, n = c.shape[-2:]
     if a.shape[-2:] != (m, m) or b.shape[-2:] != (n, n):
         raise ValueError(f"sylvester of {a.shape}, {b.shape}, {c.shape}: swap a and b, or transpose c.")
-    dtype = jnp.result_type(a, b, c)
-    wide = at_least_float32(dtype)
     try:
         batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])
     except ValueError as error:
         raise ValueError(
             f"sylvester of {a.shape}, {b.shape}, {c.shape}: give them equal batch axes, or none."
         ) from error
+    dtype = jnp.result_type(a, b, c)
+    wide = at_least_float32(dtype)
     # Inside `jax.shard_map` all three vary over the mesh axes of any: `lax.custom_linear_solve` needs that.
-    zero = sum(jnp.zeros_like(v, wide, shape=()) for v in (a, b, c))
-    a, b, c = (jnp.broadcast_to(v.astype(wide) + zero, batch + v.shape[-2:]) for v in (a, b, c))
-    dot, rows = product_of("sylvester", c, precision), rows_beside(c, CONVERGED)
+    varying_zero = sum(jnp.zeros_like(x, wide, shape=()) for x in (a, b, c))
+
+    def like_the_others(x):
+        return jnp.broadcast_to(x.astype(wide) + varying_zero, batch + x.shape[-2:])
+
+    a, b, c = like_the_others(a), like_the_others(b), like_the_others(c)
+    dot = product_of("sylvester", c, precision)
+    rows = rows_beside(c, CONVERGED)
 
     def by_blocks(a, b, c):
         # The solution is linear in c: bring c to the size of a, or a large c would set the scale of the block.
         size = power_of_two_scale(c) / power_of_two_scale(a)
-        block = jnp.concatenate(
-            [jnp.concatenate([a, -size * c], -1), jnp.concatenate([jnp.zeros_like(adjoint(c)), -b], -1)], -2
-        )
-        return -0.5 * polynomial_mcsgn(block, rows, dot)[..., :m, m:] / size
+        # mcsgn [[A, -C], [0, -B]] = [[I, -2 X], [0, -I]]
+        upper = jnp.concatenate([a, -size * c], axis=-1)
+        lower = jnp.concatenate([jnp.zeros_like(adjoint(c)), -b], axis=-1)
+        sign = polynomial_mcsgn(jnp.concatenate([upper, lower], axis=-2), rows, dot)
+        return -0.5 * sign[..., :m, m:] / size
 
-    return lax.custom_linear_solve(
+    x = lax.custom_linear_solve(
         lambda x: dot(a, x) + dot(x, b),
         c,
         lambda _, c: by_blocks(a, b, c),
+        # The transpose of X -> A X + X B is X -> A^T X + X B^T.
         transpose_solve=lambda _, c: by_blocks(adjoint(a), adjoint(b), c),
-    ).astype(dtype)
+    )
+    return x.astype(dtype)

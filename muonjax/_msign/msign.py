@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from muonjax._common.arguments import check_choice, whole_number
-from muonjax._msign.inputs import matrices, normalized, oriented_like, product_of, rows_beside, schedule
+from muonjax._msign.inputs import (
+    CONVERGED,
+    matrices,
+    normalized,
+    oriented_like,
+    product_of,
+    rows_beside,
+)
 from muonjax._msign.polar_gradient import polar_msign, polishing
 from muonjax._msign.polynomial_gradient import iterate, polynomial_msign
-from muonjax._newton_schulz.coefficients import Coefficients
+from muonjax._newton_schulz.coefficients import Coefficients, checked_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -75,7 +82,7 @@ def msign(
     kexue.fm/archives/11025; docs/differentiating_msign.md derives what is used here.
     """
     x = matrices("msign", x)
-    rows = schedule("msign", coefficients)
+    rows = CONVERGED if coefficients is None else checked_rows("msign", coefficients)
     check_choice("msign", "gradient", gradient, get_args(Gradient))
     polish = whole_number("msign", "polish", polish, 0, " of steps, at least 0.")
     if polish and gradient != "polar":
@@ -83,12 +90,14 @@ def msign(
             f"msign(polish={polish}) belongs to gradient='polar', got {gradient!r}: the others differentiate "
             "the steps that ran; append rows (15/8, -5/4, 3/8) to `coefficients` to run more."
         )
+    polishing_rows = polishing(rows, polish) if gradient == "polar" else ()
     dot = product_of("msign", x, precision)
-    if gradient == "polar":
-        steps = polishing("msign", rows, polish)
-        return x if x.size == 0 else polar_msign(x, rows, steps, dot)
     if x.size == 0:
         return x
+
+    if gradient == "polar":
+        return polar_msign(x, rows, polishing_rows, dot)
     if gradient == "polynomial":
         return polynomial_msign(x, rows_beside(x, rows), dot)
-    return oriented_like(iterate(normalized(x)[0], rows_beside(x, rows), dot), x)
+    unit, _ = normalized(x)
+    return oriented_like(iterate(unit, rows_beside(x, rows), dot), x)

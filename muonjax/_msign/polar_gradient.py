@@ -31,26 +31,31 @@ if TYPE_CHECKING:
 _MOST_ERROR = 0.2
 
 
-def polishing(call: str, rows: Coefficients, polish: int) -> Coefficients:
+def polishing(rows: Coefficients, polish: int) -> Coefficients:
     """The `polish` steps that take what `rows` leave of singular values on to 1, for the derivative alone.
 
     Raises:
       ValueError: If singular values between 1e-3 and 1 do not end near 1, as the derivative assumes.
     """
-
-    def error(polish: int) -> float:
-        low, high = _range(rows + _polishing(rows, polish))
-        return max(1 - low, high - 1)
-
-    if error(polish) <= _MOST_ERROR:
+    if _largest_error(rows, polish) <= _MOST_ERROR:
         return _polishing(rows, polish)
-    enough = next((k for k in range(polish + 1, 20) if error(k) < 0.01), None)
     low, high = _range(rows + _polishing(rows, polish))
+    advice = "take other coefficients."
+    for enough in range(polish + 1, 20):
+        if _largest_error(rows, enough) < 0.01:
+            advice = f"give polish={enough}."
+            break
     raise ValueError(
-        f"{call}(gradient='polar', polish={polish}) needs steps that converge to the polar factor, but {len(rows)} "
-        f"steps and {polish} of polish take singular values between 1e-3 and 1 to between {low:.2g} and {high:.2g}; "
-        + ("take other coefficients." if enough is None else f"give polish={enough}.")
+        f"msign(gradient='polar', polish={polish}) needs steps that converge to the polar factor, "
+        f"but {len(rows)} steps and {polish} of polish take singular values between 1e-3 and 1 "
+        f"to between {low:.2g} and {high:.2g}; {advice}"
     )
+
+
+def _largest_error(rows: Coefficients, polish: int) -> float:
+    """The largest distance from 1 of singular values in [1e-3, 1] after `rows` and `polish` steps more."""
+    low, high = _range(rows + _polishing(rows, polish))
+    return max(1 - low, high - 1)
 
 
 @functools.lru_cache
@@ -67,7 +72,9 @@ def _polishing(rows: Coefficients, num_steps: int) -> Coefficients:
     low, high = _range(rows)
     if num_steps == 0 or not 0 < low <= high < np.inf:
         return ()
-    (a, b, c), *others = polar_express(num_steps, lower=min(low / high, 1 - 1e-6), safety=1.0)
+    first, *others = polar_express(num_steps, lower=min(low / high, 1 - 1e-6), safety=1.0)
+    # These steps are for [low / high, 1], so the first one divides s by `high` before.
+    a, b, c = first
     return ((a / high, b / high**3, c / high**5), *others)
 
 
@@ -111,12 +118,18 @@ def lyapunov(
 
     def step(carry, row):
         p, e, q = carry
+        # aI + bS + cS^2 = alpha I + R with R = beta D + c D^2
         square = dot(p, p)
-        share, rest, slope, distance = about_mean(square, row, dot)
-        w = 2 * _skew(dot(p, plus_transpose(dot(p, e))))
-        e = share * e + 0.5 * slope * w + _skew(dot(e, rest) + row[2] * dot(distance, w))
-        q = share * q + dot(q, rest) if with_inverse else None
-        p = share * p + hermitian_part(dot(p, rest))
+        alpha, rest, beta, distance = about_mean(square, row, dot)
+        # F = P E - E P = P E + (P E)^T, as E is skew;  W = P F - F P = P F - (P F)^T, as F is symmetric
+        f = plus_transpose(dot(p, e))
+        w = 2 * _skew(dot(p, f))
+        # b/2 W + c S W has the same skew part as beta/2 W + c D W.
+        c = row[2]
+        e = alpha * e + 0.5 * beta * w + _skew(dot(e, rest) + c * dot(distance, w))
+        # P <- P (alpha I + R), and Q <- Q (alpha I + R) is P^-1 in the end, where P is I.
+        q = alpha * q + dot(q, rest) if with_inverse else None
+        p = alpha * p + hermitian_part(dot(p, rest))
         return (p, e, q), None
 
     start = jnp.zeros_like(p) + identity_like(p) if with_inverse else None
@@ -132,15 +145,18 @@ def _tangent(
     dot: MatrixProduct,
 ) -> Float[Array, "*batch m n"]:
     """The polar factor's tangent, by symmetric linear solves, which JAX can transpose and differentiate."""
+    # P = M O^T
     p = hermitian_part(dot.with_adjoint(x, factor))
+    # K = dM O^T - O dM^T
     along = dot.with_adjoint(dx, factor)
     k = along - adjoint(along)
+    # dM (I - O^T O), which is zero for a square matrix
+    is_square = x.shape[-2] == x.shape[-1]
+    outside = None if is_square else dx - dot(along, factor)
 
-    # Nothing is outside of the rows of a square matrix.
-    outside = None if x.shape[-2] == x.shape[-1] else dx - dot(along, factor)
-
-    def systems(unknown):
-        z, y = unknown
+    def systems(unknowns):
+        # P Z + Z P and P Y
+        z, y = unknowns
         return dot(p, z) + dot(z, p), None if y is None else dot(p, y)
 
     def solve(_, right_hand_side):
@@ -149,6 +165,7 @@ def _tangent(
         return z, None if inverse is None else dot(inverse, outside)
 
     z, y = lax.custom_linear_solve(systems, (k, outside), solve, symmetric=True)
+    # dO = Z O + Y
     rotation = dot(_skew(z), factor)
     return rotation if y is None else rotation + y
 
@@ -173,15 +190,17 @@ def _iterate_implicitly(
       The value, and the polished factor (the value itself where there is no polish).
     """
     value = iterate(x, rows, dot)
-    return value, (iterate(value, polish, dot) if len(polish) else value)
+    factor = iterate(value, polish, dot) if len(polish) else value
+    return value, factor
 
 
 @_iterate_implicitly.defjvp
 def _iterate_implicitly_jvp(dot, primals, tangents):
     x, rows, polish = primals
     value, factor = _iterate_implicitly(x, rows, polish, dot)
+    dx, _, _ = tangents
     # Both outputs take the factor's tangent: so derivatives of this rule are those of the exact factor too.
-    tangent = _tangent(x, factor, tangents[0], jnp.concatenate([rows, polish]), dot)
+    tangent = _tangent(x, factor, dx, jnp.concatenate([rows, polish]), dot)
     return (value, factor), (tangent, tangent)
 
 
@@ -193,6 +212,7 @@ def polar_msign(
     wide = wide * power_of_two_scale(wide)
     # The polar factor has no scale, so the norm may be a constant, which saves its derivative.
     _, inverse = unit_norm(lax.stop_gradient(wide))
-    both = rows_beside(x, rows + polish)
-    value, _ = _iterate_implicitly(wide * inverse, both[: len(rows)], both[len(rows) :], dot)
+    steps = rows_beside(x, rows + polish)
+    num_rows = len(rows)
+    value, _ = _iterate_implicitly(wide * inverse, steps[:num_rows], steps[num_rows:], dot)
     return oriented_like(value, x)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,30 +28,40 @@ def plus_transpose(x: Float[Array, "*batch m m"]) -> Float[Array, "*batch m m"]:
     return x + adjoint(x)
 
 
-def about_mean(
-    gram: Float[Array, "*batch m m"], row: Float[Array, " 3"], dot: MatrixProduct
-) -> tuple[
-    Float[Array, "*batch 1 1"],
-    Float[Array, "*batch m m"],
-    Float[Array, "*batch 1 1"],
-    Float[Array, "*batch m m"],
-]:
+class AboutMean(NamedTuple):
+    """A quintic step's polynomial of A = X X^T, in powers of D, A's distance from its mean eigenvalue tau.
+
+    Attributes:
+      share: alpha, [*batch, 1, 1], the share of the identity.
+      rest: beta D + c D^2, [*batch, m, m].
+      slope: beta, [*batch, 1, 1].
+      distance: D = A - tau I, [*batch, m, m].
+    """
+
+    share: jax.Array
+    rest: jax.Array
+    slope: jax.Array
+    distance: jax.Array
+
+
+def about_mean(gram: Float[Array, "*batch m m"], row: Float[Array, " 3"], dot: MatrixProduct) -> AboutMean:
     r"""One polynomial of A = X X^T, in powers of A's distance D from its mean eigenvalue:
 
     $$aI + bA + cA^2 = \alpha I + \beta D + cD^2, \qquad D = A - \tau I, \quad \tau = \operatorname{tr} A / m.$$
 
     The closer the singular values are to each other, the smaller D is, and with it the rounding of the products;
     the identity's share needs no product.
-
-    Returns:
-      The share alpha of the identity; the rest, beta D + c D^2; the slope beta; D.
     """
     a, b, c = row
+    m = gram.shape[-1]
     # The sum is the same about any number, so the mean may be a constant.
-    mean = lax.stop_gradient(jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None] / gram.shape[-1])
-    distance = gram - mean * identity_like(gram)
-    slope = b + 2 * c * mean
-    return a + mean * (b + c * mean), slope * distance + c * dot(distance, distance), slope, distance
+    tau = lax.stop_gradient(jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None] / m)
+    # D = A - tau I
+    distance = gram - tau * identity_like(gram)
+    # alpha = a + b tau + c tau^2,  beta = b + 2 c tau
+    slope = b + 2 * c * tau
+    share = a + tau * (b + c * tau)
+    return AboutMean(share, slope * distance + c * dot(distance, distance), slope, distance)
 
 
 def iterate(
@@ -73,9 +83,10 @@ def iterate(
     """
 
     def step(x, row):
+        # X <- alpha X + (beta D + c D^2) X
         a = dot.with_adjoint(x, x) if gram is None else gram(x)
-        share, rest, _, _ = about_mean(a, row, dot)
-        return share * x + dot(rest, x), None
+        polynomial = about_mean(a, row, dot)
+        return polynomial.share * x + dot(polynomial.rest, x), None
 
     return lax.scan(step, x, rows)[0]
 
@@ -93,31 +104,40 @@ def directional_derivative(
     """
 
     def segment(x, dx, rows):
+        # A = X X^T,  dA = dX X^T + X dX^T
         gram = dot.with_adjoint(x, x)
         dgram = plus_transpose(dot.with_adjoint(dx, x))
+        # The segment is X -> share X + R X, so dX -> share dX + dR X + R dX: the share is a constant.
         share, rest, drest = _composition(gram, dgram, rows, dot)
         return share, rest, share * dx + dot(drest, x) + dot(rest, dx)
 
-    def step(carry, rows):
+    def advance(carry, rows):
         x, dx = carry
         share, rest, dx = segment(x, dx, rows)
         return (share * x + dot(rest, x), dx), None
 
-    length = min(_segment_length(x, dot), len(rows))
-    carry, odd = (x, direction), len(rows) % length
+    num_steps = len(rows)
+    length = min(_segment_length(x, dot), num_steps)
+    carry = (x, direction)
+    odd = num_steps % length
     if odd:
-        carry, _ = step(carry, rows[:odd])
-    (x, dx), _ = lax.scan(step, carry, rows[odd:-length].reshape(-1, length, 3))
-    return segment(x, dx, rows[-length:])[2]  # the last x is not needed
+        carry, _ = advance(carry, rows[:odd])
+    segments = rows[odd:-length].reshape(-1, length, 3)
+    (x, dx), _ = lax.scan(advance, carry, segments)
+    # The last segment needs no new X.
+    _, _, dx = segment(x, dx, rows[-length:])
+    return dx
 
 
 def _segment_length(x: Float[Array, "*batch m n"], dot: MatrixProduct) -> int:
     """Two steps where that is less work; but one in half precision, where the rounding of a Gram matrix that is
     carried over a step can be far larger than its small eigenvalues."""
     m, n = x.shape[-2:]
-    less_work = 5 * n + 12 * m < 2 * (5 * n + 2 * m)  # in units of m^2
+    # Products of m^2 n and m^3 for two steps, in units of m^2.
+    work_together = 5 * n + 12 * m
+    work_singly = 2 * (5 * n + 2 * m)
     exact_enough = jnp.finfo(dot.operands).eps <= jnp.finfo(jnp.float32).eps
-    return 2 if less_work and exact_enough else 1
+    return 2 if work_together < work_singly and exact_enough else 1
 
 
 def _composition(
@@ -126,27 +146,32 @@ def _composition(
     rows: Float[Array, "steps 3"],
     dot: MatrixProduct,
 ) -> tuple[Float[Array, "*batch 1 1"], Float[Array, "*batch m m"], Float[Array, "*batch m m"]]:
-    """The composition of `rows` as a map of X, X -> share X + rest X, made of A = X X^T alone; and the tangent
-    of `rest`.
+    """The composition of `rows` as a map of X, X -> share X + R X, made of A = X X^T alone; and dR, the tangent.
 
-    A step P = share I + rest takes A to P A P, whose tangent is T + T^T with T = (P dA / 2 + dP A) P.
+    Returns:
+      The share, R, and dR.
     """
 
     def polynomial(gram, dgram, row):
+        # d(beta D + c D^2) = beta dA + c (dA D + D dA), as D differs from A by a constant.
+        c = row[2]
         share, rest, slope, distance = about_mean(gram, row, dot)
-        return share, rest, slope * dgram + row[2] * plus_transpose(dot(dgram, distance))
+        return share, rest, slope * dgram + c * plus_transpose(dot(dgram, distance))
 
-    a, p, dp = polynomial(gram, dgram, rows[0])
-    share, rest, drest = a, p, dp
+    # A step maps X to (alpha I + P) X.
+    alpha, p, dp = polynomial(gram, dgram, rows[0])
+    share, rest, drest = alpha, p, dp
     for row in rows[1:]:
-        left = 0.5 * (a * dgram + dot(p, dgram)) + dot(dp, gram)
-        dgram = plus_transpose(a * left + dot(left, p))
-        left = a * gram + dot(p, gram)
-        gram = a * left + dot(left, p)
-        a, p, dp = polynomial(gram, dgram, row)
-        drest = a * drest + share * dp + dot(dp, rest) + dot(p, drest)
-        rest = a * rest + share * p + dot(p, rest)
-        share = a * share
+        # With B = alpha I + P: A <- B A B and dA <- T + T^T, where T = (B dA / 2 + dP A) B.
+        half = 0.5 * (alpha * dgram + dot(p, dgram)) + dot(dp, gram)
+        dgram = plus_transpose(alpha * half + dot(half, p))
+        product = alpha * gram + dot(p, gram)
+        gram = alpha * product + dot(product, p)
+        alpha, p, dp = polynomial(gram, dgram, row)
+        # (alpha I + P) (share I + R) = alpha share I + (alpha R + share P + P R)
+        drest = alpha * drest + share * dp + dot(dp, rest) + dot(p, drest)
+        rest = alpha * rest + share * p + dot(p, rest)
+        share = alpha * share
     return share, rest, drest
 
 
@@ -159,7 +184,8 @@ def polynomial_msign(
     With u = x / |x|_F and J the symmetric Jacobian of the iteration at u, the derivative is J (I - u u^T) /
     |x|_F and its transpose (I - u u^T) J / |x|_F, u as a vector.
     """
-    return oriented_like(iterate(normalized(x)[0], rows, dot), x)
+    unit, _ = normalized(x)
+    return oriented_like(iterate(unit, rows, dot), x)
 
 
 @polynomial_msign.defjvp
@@ -189,19 +215,21 @@ def tangent_by_normalization(
       tangents: dx and none of the rows, which are constants.
     """
 
-    def jacobian(at, v):
+    def jacobian(at, dx):
         x, rows = at
-        unit, inverse = normalized(x)
-        v = widened(v)
-        v = inverse * (v - unit * inner(dual(unit), v))
-        return oriented_like(derivative(unit, v, rows), x)
+        u, inverse = normalized(x)
+        dx = widened(dx)
+        # J(u) (dx - u <u*, dx>) / r
+        du = inverse * (dx - u * inner(dual(u), dx))
+        return oriented_like(derivative(u, du, rows), x)
 
-    def jacobian_transpose(at, v):
+    def jacobian_transpose(at, w):
         x, rows = at
-        unit, inverse = normalized(x)
-        other = dual(unit)
-        v = derivative(other, widened(v), rows)
-        return oriented_like(inverse * (v - other * inner(unit, v)), x)
+        u, inverse = normalized(x)
+        u_dual = dual(u)
+        # (v - u* <u, v>) / r with v = J(u*) w
+        v = derivative(u_dual, widened(w), rows)
+        return oriented_like(inverse * (v - u_dual * inner(u, v)), x)
 
     return linear_map_with_known_transpose(jacobian, jacobian_transpose, primals, tangents[0])
 
@@ -230,20 +258,28 @@ def linear_map_with_known_transpose(
       direction: v.
     """
 
-    # Packed in one array: transposing the solve asserts that every leaf of its right-hand side is linear, and
-    # the zero block of a pair is not.
+    # The two blocks are packed in one array: transposing the solve asserts that every leaf of its right-hand side is
+    # linear, and the zero block of a pair is not.
     def system(packed):
-        return jnp.stack([packed[1], packed[0] - apply(at, packed[1])])
+        # [[0, I], [I, -J]] (p, v) = (v, p - J v)
+        p, v = packed
+        return jnp.stack([v, p - apply(at, v)])
 
     def solver(f):
         def solve(_, packed):
             # Where layers are unrolled, XLA would merge this recomputation with the forward pass and keep the
             # intermediates alive. The barrier prevents it on accelerators, rolled loops do on every backend.
             point, v = lax.optimization_barrier((at, packed[0]))
+            # The inverse maps (v, w) to (J v + w, v).
             return jnp.stack([f(point, v) + packed[1], v])
 
         return solve
 
     right_hand_side = jnp.stack([direction, jnp.zeros_like(direction)])
-    solve, transpose = solver(apply), solver(apply_transpose)
-    return lax.custom_linear_solve(system, right_hand_side, solve, transpose_solve=transpose)[0]
+    solution = lax.custom_linear_solve(
+        system,
+        right_hand_side,
+        solver(apply),
+        transpose_solve=solver(apply_transpose),
+    )
+    return solution[0]

@@ -210,7 +210,7 @@ def test_unrolled_layers_keep_no_matrix(kind):
         ),
         (
             lambda a, b, x, w: hadamard_linear(x, "w", a, b, a, b),
-            r"hadamard_linear\(w='w'\) must be an array",
+            "hadamard_linear: w='w' must be an array",
         ),
     ],
 )
