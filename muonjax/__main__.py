@@ -8,7 +8,6 @@ are milliseconds, and in parentheses in units of Optax's.
 """
 
 import argparse
-import itertools
 import os
 import statistics
 import sys
@@ -60,18 +59,20 @@ Check = tuple[str, bool]  # a line for the user, and whether the result is right
 
 def checks(quick: bool) -> Iterator[Check]:
     """Everything that is checked, in the order in which it is printed."""
-    for shape in [(128, 192)] if quick else [(256, 256), (256, 768)]:
+    shapes = [(128, 192)] if quick else [(256, 256), (256, 768)]
+    for shape in shapes:
         for preset in PRESETS:
             yield from polar_errors(preset, shape)
-    for name, dtype in itertools.product(IMPLEMENTATIONS, ("float32", "bfloat16")):
-        yield product_error(name, dtype, 64 if quick else 256)
+    for implementation in IMPLEMENTATIONS:
+        for dtype in ("float32", "bfloat16"):
+            yield product_error(implementation, dtype, 64 if quick else 256)
     yield from times(quick)
 
 
 def hostile(m: int, n: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Matrices that break factorizations and bounds, by name."""
     normal = rng.standard_normal((m, n))
-    return {
+    matrices = {
         "zero": np.zeros((m, n)),
         "rank 1": np.outer(normal[:, 0], normal[0]),
         "rank 3": normal[:, :3] @ normal[:3],
@@ -83,13 +84,20 @@ def hostile(m: int, n: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
         "one entry": np.eye(m)[:, :1] * np.eye(n)[:1],
         "identity": np.eye(m, n),
         "signs": rng.choice([-1.0, 1.0], (m, n)),
-    } | {f"normal, times {scale:g}": scale * normal for scale in (1, 1e-30, 1e-20, 1e20, 1e30, 1e37)}
+    }
+    for scale in (1, 1e-30, 1e-20, 1e20, 1e30, 1e37):
+        matrices[f"normal, times {scale:g}"] = scale * normal
+    return matrices
 
 
 def recorded(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
     """Matrices [count, m, n] with the singular values of recorded momentum, and random singular vectors."""
-    u, v = (np.linalg.qr(rng.standard_normal((len(RECORDED), k, m)))[0] for k in (m, n))
-    s = np.stack([10 ** -np.interp(np.linspace(0, PLACES[-1], m), PLACES, row) for row in RECORDED])
+    count = len(RECORDED)
+    u, _ = np.linalg.qr(rng.standard_normal((count, m, m)))
+    v, _ = np.linalg.qr(rng.standard_normal((count, n, m)))
+    places = np.linspace(0, PLACES[-1], m)
+    s = np.stack([10 ** -np.interp(places, PLACES, spectrum) for spectrum in RECORDED])
+    # U diag(s) V^T
     return (u * s[:, None]) @ v.mT
 
 
@@ -99,28 +107,55 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[Check]:
     In a hostile matrix only those directions count that lie within the interval of the polynomials. The error of the
     polynomials there is stated, and what rounding may add.
     """
-    settings, lower, recorded_stated = PRESETS[preset]
+    settings, lower, recorded_bound = PRESETS[preset]
     rng = np.random.default_rng(0)
-    named = hostile(*shape, rng)
-    x = np.concatenate([recorded(*shape, rng), np.stack(list(named.values()))]).astype(np.float32)
-    y = np.asarray(jax.jit(lambda x: newton_schulz(x, settings))(x), np.float64)
-    bits = jnp.finfo(policy_of(jnp.zeros(())).compute_dtype(jnp.float32, settings.compute_dtype)).bits
-    at = np.geomspace(lower, 1.01, 10_000)
-    rounding = ROUNDING[bits] if settings.deflation else float(np.finfo(np.float32).eps) / lower
-    rows = float32_steps(settings, shape[0])[0] if bits == 32 else settings.coefficients
-    stated = float(np.abs(evaluate(rows, at) - 1).max()) + rounding
-    count = len(RECORDED)
-    polar = [u @ vh for u, _, vh in map(_svd, x[:count])]
-    mean = np.mean([np.linalg.norm(a - b) for a, b in zip(y[:count], polar, strict=True)]) / shape[0] ** 0.5
-    errors = {name: _error(a, b, lower) for name, a, b in zip(named, x[count:], y[count:], strict=True)}
-    worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
-    largest = np.linalg.norm(y, 2, axis=(-2, -1)).max() if np.isfinite(y).all() else np.nan
-    what = f"{preset}, {shape[0]} x {shape[1]}"
+    m, n = shape
+    adversaries = hostile(m, n, rng)
+    momenta = recorded(m, n, rng)
+    x = np.concatenate([momenta, np.stack(list(adversaries.values()))]).astype(np.float32)
+    y = jax.jit(lambda x: newton_schulz(x, settings))(x)
+    y = np.asarray(y, np.float64)
+
+    # |Y - U V^T|_F / sqrt(m), its mean over recorded momentum
+    count = len(momenta)
+    distances = []
+    for matrix, result in zip(x[:count], y[:count], strict=True):
+        u, _, vh = _svd(matrix)
+        distances.append(np.linalg.norm(result - u @ vh))
+    mean = np.mean(distances) / m**0.5
+
+    errors = {}
+    for name, matrix, result in zip(adversaries, x[count:], y[count:], strict=True):
+        errors[name] = _error(matrix, result, lower)
+    # A NaN is the worst error, and `max` would skip it.
+    worst = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
+
+    largest = np.nan
+    if np.isfinite(y).all():
+        largest = np.linalg.norm(y, ord=2, axis=(-2, -1)).max()
+
+    what = f"{preset}, {m} x {n}"
     return [
-        _compared(f"{what}, recorded", mean, recorded_stated),
-        _compared(f"{what}, worst hostile, {worst!r}", errors[worst], stated),
+        _compared(f"{what}, recorded", mean, recorded_bound),
+        _compared(f"{what}, worst hostile, {worst!r}", errors[worst], _stated(settings, lower, m)),
         _compared(f"{what}, largest singular value", largest, LARGEST),
     ]
+
+
+def _stated(settings: NewtonSchulz, lower: float, m: int) -> float:
+    """The error of the polynomials on their interval, and what rounding may add."""
+    policy = policy_of(jnp.zeros(()))
+    dtype = policy.compute_dtype(jnp.float32, settings.compute_dtype)
+    bits = jnp.finfo(dtype).bits
+    rounding = float(np.finfo(np.float32).eps) / lower
+    if settings.deflation:
+        rounding = ROUNDING[bits]
+    rows = settings.coefficients
+    if bits == 32:
+        rows, _ = float32_steps(settings, m)
+    singular_values = np.geomspace(lower, 1.01, 10_000)
+    distances = np.abs(evaluate(rows, singular_values) - 1)
+    return float(distances.max()) + rounding
 
 
 def _compared(what: str, error: float, stated: float) -> Check:
@@ -129,15 +164,24 @@ def _compared(what: str, error: float, stated: float) -> Check:
 
 
 def _svd(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """U, s and V^T of x over its largest entry, in float64."""
     x = x.astype(np.float64)
-    return np.linalg.svd(x / (np.abs(x).max() or 1), full_matrices=False)
+    largest = np.abs(x).max() or 1
+    return np.linalg.svd(x / largest, full_matrices=False)
 
 
 def _error(x: np.ndarray, y: np.ndarray, lower: float) -> float:
+    """The root mean square of U^T Y V - I over the directions whose singular values are in the interval."""
     u, s, vh = _svd(x)
-    inside = s >= max(lower * np.linalg.norm(s, 8), np.finfo(np.float64).tiny)
-    found = u[:, inside].T @ y @ vh[inside].T - np.eye(inside.sum())
-    return float(np.linalg.norm(found if inside.any() else y) / max(1, inside.sum()) ** 0.5)
+    tiny = np.finfo(np.float64).tiny
+    # An upper bound of s_1, which the iteration divides by.
+    bound = np.linalg.norm(s, 8)
+    inside = s >= max(lower * bound, tiny)
+    count = inside.sum()
+    if count == 0:
+        return float(np.linalg.norm(y))
+    difference = u[:, inside].T @ y @ vh[inside].T - np.eye(count)
+    return float(np.linalg.norm(difference) / count**0.5)
 
 
 def product_error(name: str, dtype: str, m: int) -> Check:
@@ -152,55 +196,93 @@ def product_error(name: str, dtype: str, m: int) -> Check:
         return f"{what}: {reason}", True
     except Exception as error:  # a kernel that does not compile is what this is to find
         return f"{what}: {type(error).__name__}: {error}"[:300], False
-    s, x, c = (np.asarray(a, np.float64) for a in (s, x, c))
-    want = 1.5 * x @ x.mT - 0.5 * c
-    error = np.linalg.norm(s - want) / np.linalg.norm(want) if (s == s.mT).all() else np.nan
+    s, x, c = (np.asarray(matrix, np.float64) for matrix in (s, x, c))
+    exact = 1.5 * x @ x.mT - 0.5 * c
+    error = np.linalg.norm(s - exact) / np.linalg.norm(exact)
+    if not (s == s.mT).all():
+        error = np.nan
     # Never TF32.
-    return _compared(what, error, max(float(jnp.finfo(dtype).eps), 16 * float(jnp.finfo(jnp.float32).eps)))
+    stated = max(float(jnp.finfo(dtype).eps), 16 * float(jnp.finfo(jnp.float32).eps))
+    return _compared(what, error, stated)
 
 
 def times(quick: bool) -> Iterator[Check]:
     """Times of an update of GPT-2-small's matrices, and of Optax's, in turn: medians."""
-    width, layers = (64, 1) if quick else (768, 1 if jax.default_backend() == "cpu" else 12)
+    width = 64 if quick else 768
+    on_cpu = jax.default_backend() == "cpu"
+    layers = 1 if quick or on_cpu else 12
+    methods = {"Optax": optax.contrib.muon(1e-3)}
+    for name in ("fast", "balanced"):
+        settings, _, _ = PRESETS[name]
+        methods[name] = muon(1e-3, newton_schulz=settings, program=MuonDimensionNumbers())
+
     shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
     shapes |= dict.fromkeys(("query", "key", "value", "out"), (width, width))
-    methods = {"Optax": optax.contrib.muon(1e-3)} | {
-        name: muon(1e-3, newton_schulz=PRESETS[name][0], program=MuonDimensionNumbers())
-        for name in ("fast", "balanced")
-    }
     draw = np.random.default_rng(2).standard_normal
-    tree = {k: [jnp.asarray(draw(s), "float32") for _ in range(layers)] for k, s in shapes.items()}
-    calls = {k: partial(jax.jit(t.update), tree, jax.jit(t.init)(tree), tree) for k, t in methods.items()}
-    finite = all(bool(jnp.isfinite(x).all()) for f in calls.values() for x in jax.tree.leaves(f()[0]))
+    params = {}
+    for name, shape in shapes.items():
+        params[name] = [jnp.asarray(draw(shape), "float32") for _ in range(layers)]
+
+    steps = {}
+    finite = True
+    for name, method in methods.items():
+        state = jax.jit(method.init)(params)
+        # The gradients are the parameters: only times are measured.
+        step = partial(jax.jit(method.update), params, state, params)
+        updates, _ = step()
+        finite = finite and all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(updates))
+        steps[name] = step
+
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     end = time.perf_counter() + (1 if quick else 8)
     while time.perf_counter() < end or len(seconds["balanced"]) < 2:
-        for name, call in calls.items():
+        for name, step in steps.items():
             start = time.perf_counter()
-            jax.block_until_ready(call())
+            jax.block_until_ready(step())
             seconds[name].append(time.perf_counter() - start)
-    ms = {name: 1e3 * statistics.median(own) for name, own in seconds.items()}
-    cells = [f"{name} {own:.1f} ({own / ms['Optax']:.2f})" for name, own in ms.items()]
-    yield f"an update of {layers} of 12 layers of width {width}, float32: {', '.join(cells)}", finite
+
+    medians = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+    cells = []
+    for name, milliseconds in medians.items():
+        cells.append(f"{name} {milliseconds:.1f} ({milliseconds / medians['Optax']:.2f})")
+    what = f"an update of {layers} of 12 layers of width {width}, float32"
+    yield f"{what}: {', '.join(cells)}", finite
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m muonjax", description=__doc__, formatter_class=raw)
-    parser.add_argument("--quick", action="store_true", help="small matrices, whose times mean nothing")
+    parser = argparse.ArgumentParser(
+        "python -m muonjax",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small matrices, whose times mean nothing",
+    )
     quick = parser.parse_args(arguments).quick
-    device, policy = jax.devices()[0], policy_of(jnp.zeros(()))
-    kind = device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores"
-    versions = [f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "optax", "flax")]
-    print(f"{kind} ({policy.platform}); muonjax {__version__}, {', '.join(versions)}")
-    ok = []
-    for line, right in checks(quick):
-        print(line if right else f"WRONG: {line}", flush=True)
-        ok.append(right)
-    failed = f"{ok.count(False)} of {len(ok)} checks FAILED: please open an issue with these lines."
-    print("Everything is right." if all(ok) else failed)
-    return 0 if all(ok) else 1
+
+    device = jax.devices()[0]
+    policy = policy_of(jnp.zeros(()))
+    kind = device.device_kind
+    if device.platform == "cpu":
+        kind = f"CPU, {os.cpu_count()} cores"
+    packages = ("jax", "jaxlib", "optax", "flax")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
+    print(f"{kind} ({policy.platform}); muonjax {__version__}, {versions}")
+
+    num_checks = 0
+    num_wrong = 0
+    for line, is_right in checks(quick):
+        print(line if is_right else f"WRONG: {line}", flush=True)
+        num_checks += 1
+        num_wrong += not is_right
+    if num_wrong:
+        print(f"{num_wrong} of {num_checks} checks FAILED: please open an issue with these lines.")
+        return 1
+    print("Everything is right.")
+    return 0
 
 
 if __name__ == "__main__":

@@ -48,12 +48,14 @@ def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, sche
     if schedule and callable(value):
         return
     if not _is_real(value):
+        kind = "a number or a schedule" if schedule else "a number"
         is_program = hasattr(value, "dimension_numbers")
-        second = f"; the program is the second argument of {call}" if is_program else ""
-        wanted = "a number or a schedule" if schedule else "a number"
-        raise TypeError(f"{call}({name}={shown(value)}) must be {wanted}{second}.")
-    # Python's number: inside of `jit`, a comparison of a known array is traced.
-    if not isinstance(value, Tracer) and not _RANGES[wanted](float(value)):
+        advice = f"; the program is the second argument of {call}" if is_program else ""
+        raise TypeError(f"{call}({name}={shown(value)}) must be {kind}{advice}.")
+    if isinstance(value, Tracer):
+        return
+    # Inside of `jit` a comparison of a known array would be traced, a comparison of Python's number is not.
+    if not _RANGES[wanted](float(value)):
         raise ValueError(f"{call}({name}={shown(value)}) must be {wanted}{why}")
 
 
@@ -65,9 +67,11 @@ def check_rates(call: str, **rates: Any) -> None:
 
 def _is_real(value: Any) -> bool:
     """Whether `value` is one real number, Python's, NumPy's or JAX's, which may be traced. A boolean is not."""
+    is_number = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
+    if not is_number or np.ndim(value) > 0:
+        return False
     dtype = getattr(value, "dtype", type(value))
-    is_number = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) and not np.ndim(value)
-    return is_number and (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating))
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 
 
 def check_flag(call: str, name: str, value: Any) -> None:
@@ -78,7 +82,8 @@ def check_flag(call: str, name: str, value: Any) -> None:
 
 def check_choice(call: str, name: str, value: Any, choices: Sequence[str | None]) -> None:
     """Raise unless it is one of these words, or None where that is one of them."""
-    if not isinstance(value, str | None) or value not in choices:
+    is_word = isinstance(value, str | None)
+    if not is_word or value not in choices:
         raise ValueError(f"{call}({name}={shown(value)}) is unknown; choose one of {tuple(choices)}.")
 
 
@@ -89,13 +94,15 @@ WIDE_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 def given_dtype(call: str, name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.dtype:
     """`value` as a dtype, one of `kinds`, for which `wanted` has the words. An array, which has a dtype, is refused."""
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
-    with contextlib.suppress(TypeError):
-        # NumPy takes None for float64.
-        dtype = jnp.dtype("V" if is_array or value is None else value)
-        if any(jnp.issubdtype(dtype, kind) for kind in kinds):
-            return dtype
-    injected = f" optax.inject_hyperparams takes a dtype for a schedule: give it static_args={name!r}."
-    raise TypeError(f"{call}({name}={shown(value)}) must be {wanted}.{injected if is_array else ''}")
+    if not is_array and value is not None:  # NumPy takes None for float64.
+        with contextlib.suppress(TypeError):
+            dtype = jnp.dtype(value)
+            if any(jnp.issubdtype(dtype, kind) for kind in kinds):
+                return dtype
+    advice = ""
+    if is_array:
+        advice = f" optax.inject_hyperparams takes a dtype for a schedule: give it static_args={name!r}."
+    raise TypeError(f"{call}({name}={shown(value)}) must be {wanted}.{advice}")
 
 
 def check_text(call: str, **texts: Any) -> None:
@@ -128,16 +135,26 @@ def check_pattern(call: str, name: str, value: Any) -> None:
 
 def mesh_axes(call: str, name: str, value: Any) -> tuple[str, ...]:
     """The name of a mesh axis, or several, as a tuple; None is no axis."""
-    axes = () if value is None else value if isinstance(value, tuple) else (value,)
-    if not all(isinstance(axis, str) and axis for axis in axes):
-        raise TypeError(f"{call}({name}={shown(value)}) must be the name of a mesh axis or a tuple of names.")
+    if value is None:
+        return ()
+    axes = value if isinstance(value, tuple) else (value,)
+    for axis in axes:
+        if not isinstance(axis, str) or not axis:
+            raise TypeError(
+                f"{call}({name}={shown(value)}) must be the name of a mesh axis or a tuple of names."
+            )
     return axes
 
 
 def check_mask(call: str, name: str, mask: Any) -> None:
     """Raise unless it is a tree of booleans or a function; None is a tree without leaves."""
-    if not callable(mask) and not all(np.asarray(x).dtype.kind == "b" for x in jax.tree.leaves(mask)):
-        raise TypeError(f"{call}({name}={shown(mask)}) must be a tree or prefix of booleans, or a function.")
+    if callable(mask):
+        return
+    for leaf in jax.tree.leaves(mask):
+        if np.asarray(leaf).dtype.kind != "b":
+            raise TypeError(
+                f"{call}({name}={shown(mask)}) must be a tree or prefix of booleans, or a function."
+            )
 
 
 def whole_number(call: str, name: str, value: Any, least: int, why: str) -> int:
@@ -150,13 +167,16 @@ def whole_number(call: str, name: str, value: Any, least: int, why: str) -> int:
 
 def axis_numbers(call: str, name: str, value: Any) -> tuple[int, ...]:
     """An axis, or several, as a tuple of Python's numbers."""
-    axes = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-    return tuple(whole_number(call, name, axis, -sys.maxsize, " or several, of axes.") for axis in axes)
+    is_several = isinstance(value, Sequence) and not isinstance(value, str)
+    axes = value if is_several else (value,)
+    why = " or several, of axes."
+    return tuple(whole_number(call, name, axis, -sys.maxsize, why) for axis in axes)
 
 
 def check_transformation(argument: str, given: Any) -> None:
     """Raise unless it is an Optax transformation; `argument` begins the message, as "muon(adam"."""
-    if not (hasattr(given, "init") and hasattr(given, "update")):
+    is_transformation = hasattr(given, "init") and hasattr(given, "update")
+    if not is_transformation:
         raise TypeError(f"{argument}={shown(given)}) must be an Optax transformation: optax.adamw(1e-3).")
 
 
@@ -177,12 +197,12 @@ def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
     """Raise where the state is exchanged with the gradients or with the parameters."""
     if params is None:
         return
-    first, second, third = (jax.tree.structure(tree) for tree in (updates, state, params))
-    order = "are exchanged; call tx.update(grads, state, params)"
-    if first == second != third:
-        raise ValueError(f"{call}: state and parameters {order}.")
-    if first != second == third:
-        raise ValueError(f"{call}: gradients and state {order}.")
+    updates, state, params = map(jax.tree.structure, (updates, state, params))
+    advice = "are exchanged; call tx.update(grads, state, params)"
+    if updates == state != params:
+        raise ValueError(f"{call}: state and parameters {advice}.")
+    if updates != state == params:
+        raise ValueError(f"{call}: gradients and state {advice}.")
 
 
 def refuse_positional(unnamed: tuple[Any, ...]) -> None:
@@ -195,16 +215,20 @@ def other_state(call: str, state: Any) -> str:
     """The message for a state that another optimizer made, or whose tuples a checkpoint has lost."""
     if isinstance(state, Mapping):
         return (
-            f"{call}: this state is a {type(state).__name__}, no tuple: a checkpoint that was restored without its "
-            "structure. Restore it as jax.eval_shape(tx.init, params)."
+            f"{call}: this state is a {type(state).__name__}, no tuple: a checkpoint that was restored "
+            "without its structure. Restore it as jax.eval_shape(tx.init, params)."
         )
-    kinds = {type(node).__name__ for node in jax.tree.leaves(state, is_leaf=_is_named) if _is_named(node)}
+    nodes = jax.tree.leaves(state, is_leaf=_is_named_tuple)
+    kinds = {type(node).__name__ for node in nodes if _is_named_tuple(node)}
     kinds -= {"EmptyState", "MaskedState"}
-    what = f", with {', '.join(sorted(kinds))}" if kinds else ""
-    return f"{call}: this is the state of another optimizer{what}. Start anew with {call}(...).init(params)."
+    kinds_shown = f", with {', '.join(sorted(kinds))}" if kinds else ""
+    return (
+        f"{call}: this is the state of another optimizer{kinds_shown}. "
+        f"Start anew with {call}(...).init(params)."
+    )
 
 
-def _is_named(node: Any) -> bool:
+def _is_named_tuple(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
@@ -214,20 +238,25 @@ def errors_of(call: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        # Not of subclasses, whose arguments are their own affair.
+        # A subclass may have other arguments than a message.
         if type(error) in (TypeError, ValueError):
             error.args = (f"{call}: {error}",)
         raise
 
 
-_BETWEEN = ("muonjax", "optax", "jax", "jaxlib", "flax", "equinox", "keras", "contextlib", "functools")
+_LIBRARIES = ("muonjax", "optax", "jax", "jaxlib", "flax", "equinox", "keras", "contextlib", "functools")
 
 
 def warn_user(message: str) -> None:
     """Warn, with the file and line of the innermost frame of none of these libraries."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
-        frame, level = frame.f_back, level + 1
+    frame = sys._getframe(1)
+    level = 2
+    while frame.f_back is not None:
+        library = frame.f_globals.get("__name__", "").partition(".")[0]
+        if library not in _LIBRARIES:
+            break
+        frame = frame.f_back
+        level += 1
     warnings.warn(message, stacklevel=level)
 
 
@@ -266,15 +295,18 @@ def explains_keywords(name: str, *sources: Callable[..., Any]) -> Callable[[Call
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         signature = _full_signature(function, sources)
-        named = [key for key, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
-        placed = [key for key in signature.parameters if key not in named]
+        by_name = []
+        by_position = []
+        for key, parameter in signature.parameters.items():
+            (by_name if parameter.kind is parameter.KEYWORD_ONLY else by_position).append(key)
         known = [key for key in signature.parameters if key != "self"]
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            if len(args) > len(placed):
-                first = ", ".join(placed).removeprefix("self")
-                raise TypeError(f"{name}({first}) takes settings by name: {'=, '.join(named)}=.")
+            if len(args) > len(by_position):
+                positions = ", ".join(by_position).removeprefix("self")
+                settings = "=, ".join(by_name)
+                raise TypeError(f"{name}({positions}) takes settings by name: {settings}=.")
             for keyword in kwargs:
                 if keyword not in known:
                     raise TypeError(f"{name} has no argument {keyword!r}{_meant(keyword, known)}.")
@@ -290,20 +322,26 @@ def explains_keywords(name: str, *sources: Callable[..., Any]) -> Callable[[Call
 def _full_signature(function: Callable[..., Any], sources: Sequence[Callable[..., Any]]) -> inspect.Signature:
     """The signature with keywords of `sources` in place of `**settings`."""
     signature = inspect.signature(function)
-    *own, settings = signature.parameters.values()
+    *parameters, settings = signature.parameters.values()
     if settings.kind is not inspect.Parameter.VAR_KEYWORD:
         return signature
-    (group,) = settings.annotation.__args__
-    found = {key: p for f in reversed(sources) for key, p in inspect.signature(f).parameters.items()}
-    taken = [found[key].replace(kind=inspect.Parameter.KEYWORD_ONLY) for key in group.__annotations__]
-    return signature.replace(parameters=[*own, *taken])
+    keywords: dict[str, inspect.Parameter] = {}
+    for source in reversed(sources):  # The first source counts, so it comes last.
+        keywords.update(inspect.signature(source).parameters)
+    (group,) = settings.annotation.__args__  # Unpack[group]
+    for key in group.__annotations__:
+        parameters.append(keywords[key].replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    return signature.replace(parameters=parameters)
 
 
 def _meant(keyword: str, known: Sequence[str]) -> str:
-    theirs = "b2" if keyword.startswith("adam_") else keyword
-    other = [here for here, names in _OTHERS.items() if theirs in names.split()]
-    if other and "learning_rate" in known:  # they are other names of an optimizer's settings
-        return f": in muonjax it is {other[0]}"
-    if near := difflib.get_close_matches(keyword, known, 1):
-        return f". Did you mean {near[0]}"
+    """Ends the message on an unknown keyword: what it is called here, or which arguments there are."""
+    is_optimizer = "learning_rate" in known
+    synonym = "b2" if keyword.startswith("adam_") else keyword
+    for here, elsewhere in _OTHERS.items():
+        if is_optimizer and synonym in elsewhere.split():
+            return f": in muonjax it is {here}"
+    similar = difflib.get_close_matches(keyword, known, 1)
+    if similar:
+        return f". Did you mean {similar[0]}"
     return f". Its arguments are {', '.join(known)}"

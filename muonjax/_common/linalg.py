@@ -35,7 +35,13 @@ class MatrixProduct(NamedTuple):
         self, a: Inexact[Array, "*batch m k"], b: Inexact[Array, "*batch k n"]
     ) -> Inexact[Array, "*batch m n"]:
         """A B."""
-        return jnp.matmul(*self._rounded(a, b), precision=self.precision, preferred_element_type=self._sums)
+        a, b = self._rounded(a, b)
+        return jnp.matmul(
+            a,
+            b,
+            precision=self.precision,
+            preferred_element_type=self._sums,
+        )
 
     def with_adjoint(
         self, a: Inexact[Array, "*batch m k"], b: Inexact[Array, "*batch n k"]
@@ -50,17 +56,29 @@ class MatrixProduct(NamedTuple):
         return self._contract("...ki,...kj->...ij", a.conj(), b)
 
     def _contract(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        rounded = self._rounded(a, b)
-        return jnp.einsum(subscripts, *rounded, precision=self.precision, preferred_element_type=self._sums)
+        a, b = self._rounded(a, b)
+        return jnp.einsum(
+            subscripts,
+            a,
+            b,
+            precision=self.precision,
+            preferred_element_type=self._sums,
+        )
 
     @property
     def _sums(self) -> jnp.dtype | None:
+        """The dtype of sums; None is the factors' own."""
         if self.result is not None:
             return jnp.dtype(self.result)
-        return None if self.operands is None else at_least_float32(self.operands)
+        if self.operands is not None:
+            return at_least_float32(self.operands)
+        return None
 
     def _rounded(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return (a, b) if self.operands is None else (a.astype(self.operands), b.astype(self.operands))
+        """The factors as they are multiplied."""
+        if self.operands is None:
+            return a, b
+        return a.astype(self.operands), b.astype(self.operands)
 
 
 class SymmetricProduct(NamedTuple):
@@ -87,14 +105,29 @@ class SymmetricProduct(NamedTuple):
         beta: Any = 0.0,
     ) -> jax.Array:
         """`alpha` and `beta` are numbers, or [*batch, 1, 1]."""
-        y, c = (None if matrix is None else matrix.astype(self.dtype) for matrix in (y, c))
-        alpha, beta = (x[..., 0, 0] if isinstance(x, jax.Array) else x for x in (alpha, beta))
-        a = a.astype(self.dtype)
-        return symmetric_product_on(self.platform, a, y, c, alpha, beta, self.implementation, self.together)
+
+        def rounded(matrix):
+            return None if matrix is None else matrix.astype(self.dtype)
+
+        def one_each(factor):
+            # The product takes a factor of each matrix as [*batch].
+            return factor[..., 0, 0] if isinstance(factor, jax.Array) else factor
+
+        return symmetric_product_on(
+            self.platform,
+            rounded(a),
+            rounded(y),
+            rounded(c),
+            one_each(alpha),
+            one_each(beta),
+            self.implementation,
+            self.together,
+        )
 
     def shared_by(self, axis_name: tuple[str, ...]) -> SymmetricProduct:
         """Each device along these mesh axes makes a part of the product; a named implementation makes whole ones."""
-        return self._replace(together=axis_name if self.implementation is None else ())
+        together = axis_name if self.implementation is None else ()
+        return self._replace(together=together)
 
 
 def in_blocks(product: MatrixProduct, a: jax.Array, y: jax.Array) -> jax.Array:
@@ -103,12 +136,16 @@ def in_blocks(product: MatrixProduct, a: jax.Array, y: jax.Array) -> jax.Array:
     The diagonal blocks are not mirrored: their deviation from symmetry is smaller than the rounding of their entries.
     """
     half = a.shape[-2] // 2
-    (a1, a2), (y1, y2) = ((x[..., :half, :], x[..., half:, :]) for x in (a, y))
-    left = product.with_adjoint(a2, y1)
-    # Without barriers XLA makes the transpose a part of the products, which take three times as long then.
-    right = jax.lax.optimization_barrier(adjoint(jax.lax.optimization_barrier(left)))
-    rows = [product.with_adjoint(a1, y1), right], [left, product.with_adjoint(a2, y2)]
-    return jnp.concatenate([jnp.concatenate(row, -1) for row in rows], -2)
+    # [A1; A2] [Y1; Y2]^H = [[A1 Y1^H, (A2 Y1^H)^H], [A2 Y1^H, A2 Y2^H]]
+    a1, a2 = a[..., :half, :], a[..., half:, :]
+    y1, y2 = y[..., :half, :], y[..., half:, :]
+    lower_left = product.with_adjoint(a2, y1)
+    # Without barriers XLA fuses the transpose into the products, which then take three times as long.
+    mirrored = adjoint(jax.lax.optimization_barrier(lower_left))
+    upper_right = jax.lax.optimization_barrier(mirrored)
+    upper = jnp.concatenate([product.with_adjoint(a1, y1), upper_right], axis=-1)
+    lower = jnp.concatenate([lower_left, product.with_adjoint(a2, y2)], axis=-1)
+    return jnp.concatenate([upper, lower], axis=-2)
 
 
 def at_least_float32(*dtypes: Any) -> jnp.dtype:
@@ -130,7 +167,8 @@ def scaled(a: jax.Array, number: jax.Array | float) -> jax.Array:
 
 def sizes(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[int, int]:
     """m and n of x [*batch, m, n], n counted over `axis_name`."""
-    return x.shape[-2], x.shape[-1] * math.prod(map(jax.lax.axis_size, axis_name))
+    m, n = x.shape[-2:]
+    return m, n * math.prod(map(jax.lax.axis_size, axis_name))
 
 
 def sum_over(axis_name: tuple[str, ...], x: jax.Array) -> jax.Array:
@@ -145,7 +183,9 @@ def map_columns(f: Callable[[jax.Array], jax.Array], x: Any) -> Any:
 
 def sum_columns(f: Callable[[jax.Array], jax.Array], x: Any, axis_name: tuple[str, ...] = ()) -> jax.Array:
     """f(X), a sum over X's columns: an array's, over which mesh axes may shard it, or those of `Blocks`."""
-    return sum_over(axis_name, f(x)) if isinstance(x, jax.Array) else x.sum(f)
+    if isinstance(x, jax.Array):
+        return sum_over(axis_name, f(x))
+    return x.sum(f)
 
 
 dot = MatrixProduct()  # in the arrays' own dtype, where float32 means true float32
@@ -168,8 +208,10 @@ def identity_like(a: Shaped[Array, "*batch k k"], small: bool = False) -> Shaped
     all the rest of a small kernel. Forward derivatives inside of `shard_map` don't take such a constant.
     """
     k = a.shape[-1]
-    eye = np.eye(k, dtype=a.dtype) if small and k <= 64 else jnp.eye(k, dtype=a.dtype)
-    return jnp.expand_dims(eye, tuple(range(a.ndim - 2)))
+    library = np if small and k <= 64 else jnp
+    identity = library.eye(k, dtype=a.dtype)
+    batch_axes = tuple(range(a.ndim - 2))
+    return jnp.expand_dims(identity, batch_axes)
 
 
 def on_diagonal(a: Inexact[Array, "*batch k k"]) -> Bool[Array, "*batch k k"]:

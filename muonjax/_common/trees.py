@@ -24,9 +24,9 @@ def names(path: tuple[Any, ...]) -> tuple[str, ...]:
 
     NNX initializes an optimizer with `kernel.value` and updates it with `kernel`: both must read the same.
     """
-    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in ("value", "raw_value"):
-        path = path[:-1]
-    return _all_names(path)
+    last = path[-1] if path else None
+    is_box = isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value")
+    return _all_names(path[:-1] if is_box else path)
 
 
 def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
@@ -37,13 +37,16 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
 
     A key that is a tuple is a path, as in Flax's `flatten_dict`; so is the path of an array in an `nnx.FlatState`.
     """
-    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
-    found = [(_named(path, tree), leaf) for path, leaf in found]
-    below = Counter(path[:-1] for path, _ in found)  # a box holds one leaf
-    plain = [names(path) if below[path[:-1]] == 1 else _all_names(path) for path, _ in found]
-    if any("/" in name for path in plain for name in path):
-        _refuse_equal(plain)
-    return plain, [leaf for _, leaf in found], treedef
+    entries, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
+    keys = [_with_flat_state_path(path, tree) for path, _ in entries]
+    # A box holds one leaf, so `value` is a name where its module has other leaves.
+    leaves_of_module = Counter(path[:-1] for path in keys)
+    paths = []
+    for path in keys:
+        is_only_leaf = leaves_of_module[path[:-1]] == 1
+        paths.append(names(path) if is_only_leaf else _all_names(path))
+    _refuse_equal_names(paths)
+    return paths, [leaf for _, leaf in entries], treedef
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, ...]]:
@@ -52,12 +55,16 @@ def leaf_paths(tree: Any) -> list[tuple[str, ...]]:
     return [path for path, leaf in zip(paths, leaves, strict=True) if not is_masked(leaf)]
 
 
-def _refuse_equal(paths: list[tuple[str, ...]]) -> None:
-    spelled: dict[str, tuple[str, ...]] = {}
+def _refuse_equal_names(paths: list[tuple[str, ...]]) -> None:
+    """Raises where two leaves or modules have the same "/"-joined names."""
+    if not any("/" in name for path in paths for name in path):
+        return
+    path_of: dict[str, tuple[str, ...]] = {}
     for path in paths:
-        for end in range(1, len(path) + 1):
-            name = "/".join(path[:end])
-            if spelled.setdefault(name, path[:end]) != path[:end]:
+        for length in range(1, len(path) + 1):
+            module = path[:length]
+            name = "/".join(module)
+            if path_of.setdefault(name, module) != module:
                 raise ValueError(f"two modules or leaves are both called {name!r}; rename one of them.")
 
 
@@ -69,7 +76,10 @@ def flatten_paths(tree: Any) -> dict[str, Any]:
 
 def joined(path: Iterable[Any]) -> str:
     """Names joined by "/"; a name that contains a slash is quoted, so that no two paths read the same."""
-    return "/".join(repr(str(name)) if "/" in str(name) else str(name) for name in path)
+    texts = []
+    for name in map(str, path):
+        texts.append(repr(name) if "/" in name else name)
+    return "/".join(texts)
 
 
 def dtype_of(leaf: Any) -> Any:
@@ -84,17 +94,18 @@ def tree_of(tree_or_function: Any, params: Any) -> Any:
     A tree may be callable too (an Equinox module, an `nnx.Module`): only what has no structure is a function.
     """
     is_leaf = jax.tree_util.all_leaves([tree_or_function])
-    # No method __call__: optax.inject_hyperparams would take a program for a schedule.
+    # A program has no method __call__: optax.inject_hyperparams would take it for a schedule.
     if is_leaf and hasattr(tree_or_function, "dimension_numbers"):
         return tree_or_function.dimension_numbers(params)
     is_partial = isinstance(tree_or_function, jax.tree_util.Partial)
-    if not (is_partial or (callable(tree_or_function) and is_leaf)):
+    is_function = is_partial or (is_leaf and callable(tree_or_function))
+    if not is_function:
         return tree_or_function
     try:
         return tree_or_function(params)
     except TypeError as error:
         error.add_note(
-            "It got the parameters alone. Of a loss, give muonjax.inspect(loss_fn, params, batch)."
+            "It got the parameters alone. For a loss, give muonjax.inspect(loss_fn, params, batch)."
         )
         raise
 
@@ -115,46 +126,60 @@ def broadcast_prefix(
       ValueError: `prefix` is no prefix of `tree`; names the first leaf without an entry, or entry without a leaf.
     """
     try:
-        # Up to the leaves of `tree`, for an entry may be a tree itself, as a named tuple or None is.
-        return jax.tree.structure(tree).flatten_up_to(jax.tree.broadcast(prefix, tree, is_leaf=is_leaf))
+        entries = jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
+        # Only down to the leaves of `tree`: an entry may be a tree itself, such as a named tuple or None.
+        return jax.tree.structure(tree).flatten_up_to(entries)
     except ValueError as error:
-        containers = f"the containers differ. {' '.join(str(error).split())}"
-        difference = _difference(prefix, tree, is_leaf) or containers
-        why = f"{call}: {what} are neither the tree of the parameters nor a prefix of it: {difference}."
-        raise ValueError(why) from None
+        difference = _difference(prefix, tree, is_leaf)
+        if not difference:
+            difference = f"the containers differ. {' '.join(str(error).split())}"
+        raise ValueError(
+            f"{call}: {what} are neither the tree of the parameters nor a prefix of it: {difference}."
+        ) from None
 
 
 def listed(items: Sequence[str], separator: str = "; ", most: int = 8) -> str:
     """The first items for an error message, each at most 200 characters long, and how many more there are."""
-    shown = separator.join(item if len(item) <= 200 else f"{item[:200]}…" for item in items[:most])
-    return shown + (f" and {len(items) - most:,} more" if len(items) > most else "")
+    shown = [item if len(item) <= 200 else f"{item[:200]}…" for item in items[:most]]
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return separator.join(shown) + more
 
 
 def _difference(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None) -> str:
     """The first leaf without an entry, or entry without a leaf; nothing where the paths agree."""
     entries = [names(path) for path, _ in jax.tree_util.tree_leaves_with_path(prefix, is_leaf=is_leaf)]
     leaves = [names(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    lone = [path for path in leaves if not any(path[: len(entry)] == entry for entry in entries)]
-    if lone:
-        return f"the leaf {'/'.join(lone[0])!r} has no entry"
-    lone = [entry for entry in entries if not any(path[: len(entry)] == entry for path in leaves)]
-    return f"the entry {'/'.join(lone[0])!r} has no leaf" if lone else ""
+    for leaf in leaves:
+        if not any(leaf[: len(entry)] == entry for entry in entries):
+            return f"the leaf {'/'.join(leaf)!r} has no entry"
+    for entry in entries:
+        if not any(leaf[: len(entry)] == entry for leaf in leaves):
+            return f"the entry {'/'.join(entry)!r} has no leaf"
+    return ""
 
 
-def _named(path: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
-    """The key path with the path that an `nnx.FlatState` keeps with its arrays in place of an index."""
-    index = getattr(path[0], "key", getattr(path[0], "idx", None)) if path else None
-    if isinstance(index, int) and hasattr(tree, "paths") and not hasattr(tree, "dtype"):
-        return (jax.tree_util.DictKey(tuple(tree.paths[index])), *path[1:])
-    return path
+def _with_flat_state_path(path: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
+    """The key path, with the path that an `nnx.FlatState` keeps for its arrays in place of their index."""
+    is_flat_state = hasattr(tree, "paths") and not hasattr(tree, "dtype")
+    if not path or not is_flat_state:
+        return path
+    key = path[0]
+    index = getattr(key, "key", getattr(key, "idx", None))
+    if not isinstance(index, int):
+        return path
+    return (jax.tree_util.DictKey(tuple(tree.paths[index])), *path[1:])
 
 
 def _all_names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(name for key in path for name in _names_of(key))
-
-
-def _names_of(key: Any) -> tuple[str, ...]:
-    inner = getattr(key, "key", None)
-    if isinstance(inner, tuple):
-        return tuple(name for part in inner for name in _names_of(part))
-    return (str(key) if isinstance(key, str | int) else jax.tree_util.keystr((key,), simple=True),)
+    """The names of every key of a path."""
+    every_name = []
+    for key in path:
+        # A dictionary's key may itself be a path.
+        inner = getattr(key, "key", None)
+        if isinstance(inner, tuple):
+            every_name.extend(_all_names(inner))
+        elif isinstance(key, str | int):
+            every_name.append(str(key))
+        else:
+            every_name.append(jax.tree_util.keystr((key,), simple=True))
+    return tuple(every_name)

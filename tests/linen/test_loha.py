@@ -136,7 +136,7 @@ def test_linen_scanned_layers_merge_as_a_stack():
 
 def test_linen_stacks_along_another_axis_are_refused():
     params = jax.eval_shape(Stack(True, axis=-1).init, jax.random.key(0), X)["params"]
-    with pytest.raises(ValueError, match="merge: the adapter at 'up': .* are stacked along another axis"):
+    with pytest.raises(ValueError, match=r"merge: the adapter at 'up': .* are stacked along another axis"):
         linen_loha.merge(params)
 
 
