@@ -112,7 +112,8 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[Check]:
     m, n = shape
     adversaries = hostile(m, n, rng)
     momenta = recorded(m, n, rng)
-    x = np.concatenate([momenta, np.stack(list(adversaries.values()))]).astype(np.float32)
+    x = np.concatenate([momenta, [*adversaries.values()]])
+    x = x.astype(np.float32)
     y = jax.jit(lambda x: newton_schulz(x, settings))(x)
     y = np.asarray(y, np.float64)
 
@@ -230,7 +231,8 @@ def times(quick: bool) -> Iterator[Check]:
         # The gradients are the parameters: only times are measured.
         step = partial(jax.jit(method.update), params, state, params)
         updates, _ = step()
-        finite = finite and all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(updates))
+        for update in jax.tree.leaves(updates):
+            finite &= bool(jnp.isfinite(update).all())
         steps[name] = step
 
     seconds: dict[str, list[float]] = {name: [] for name in methods}

@@ -39,7 +39,13 @@ class LoHa(nn.Module):
     param_dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any) -> jax.Array:
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        *args: Any,
+        **settings: Any,
+    ) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
         # A dense layer says which axes it sums over; a convolution, all but the last.
         inputs = rhs.ndim - 1
@@ -52,11 +58,17 @@ class LoHa(nn.Module):
         for name, shape in shapes.items():
             initializer = functools.partial(shared.initial, name)
             factors.append(self.param(name, initializer, shape, self.param_dtype))
-        scale = lax.stop_gradient(self.param(shared.SCALE, lambda _: jnp.float32(self.scale)))
+        scale = self.param(shared.SCALE, lambda _: jnp.float32(self.scale))
+        scale = lax.stop_gradient(scale)
         return shared.apply_adapter(self.function, factors, scale, lhs, rhs, *args, **settings)
 
 
-def loha(rank: int, *, alpha: float | None = None, param_dtype: Any = jnp.float32) -> functools.partial[LoHa]:
+def loha(
+    rank: int,
+    *,
+    alpha: float | None = None,
+    param_dtype: Any = jnp.float32,
+) -> functools.partial[LoHa]:
     """Makes LoHa adapters, for `dot_general_cls` of a dense layer or `qkv_dot_general_cls` of an attention.
 
     Args:
@@ -82,7 +94,13 @@ def loha(rank: int, *, alpha: float | None = None, param_dtype: Any = jnp.float3
     return functools.partial(LoHa, rank, scale, param_dtype=param_dtype, name=_HOLDER)
 
 
-def LoHaDense(features: int, *, rank: int, alpha: float | None = None, **dense: Any) -> nn.Dense:
+def LoHaDense(
+    features: int,
+    *,
+    rank: int,
+    alpha: float | None = None,
+    **dense: Any,
+) -> nn.Dense:
     """`nn.Dense` with a LoHa adapter: y = x · (W + ΔW) + b, and ΔW = 0 at the start.
 
     It is an `nn.Dense`, with the name that an `nn.Dense` would get.
@@ -112,7 +130,12 @@ def LoHaDense(features: int, *, rank: int, alpha: float | None = None, **dense: 
 
 
 def LoHaConv(
-    features: int, kernel_size: Any, *, rank: int, alpha: float | None = None, **conv: Any
+    features: int,
+    kernel_size: Any,
+    *,
+    rank: int,
+    alpha: float | None = None,
+    **conv: Any,
 ) -> nn.Conv:
     """`nn.Conv` with a LoHa adapter of its kernel as a matrix (window · in) × out.
 
@@ -183,12 +206,17 @@ def merge(params: Any) -> Any:
     return unflatten_dict(flat)
 
 
-def _merged(kernel: jax.Array, factors: Sequence[jax.Array], scale: jax.Array) -> jax.Array:
+def _merged(
+    kernel: jax.Array,
+    factors: Sequence[jax.Array],
+    scale: jax.Array,
+) -> jax.Array:
     """kernel + ΔW, of one layer or of a stack of layers along leading axes, as `nn.scan` makes it."""
     shapes = [factor.shape for factor in factors]
     num_stacked = len(shapes[0]) - 2
     stacks = {leaf.shape[:num_stacked] for leaf in (*factors, kernel)}
-    if stacks != {scale.shape} or shapes[0][-1] != shapes[1][-2]:
+    ranks_agree = shapes[0][-1] == shapes[1][-2]
+    if stacks != {scale.shape} or not ranks_agree:
         raise ValueError(
             f"its factors of shapes {shapes} are stacked along another axis than the first; "
             "scan with variable_axes={'params': 0}."
@@ -226,7 +254,13 @@ class TrainState(train_state.TrainState):
       (1, 0.0)
     """
 
-    def apply_gradients(self, *, grads: Any, max_logits: Any = None, **kwargs: Any) -> Any:
+    def apply_gradients(
+        self,
+        *,
+        grads: Any,
+        max_logits: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         """Flax's `apply_gradients`, with `max_logits` for `tx.update` if they are given."""
         if max_logits is None:
             return super().apply_gradients(grads=grads, **kwargs)

@@ -15,7 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muonjax._common.arguments import check_precision, check_range, errors_of, shown, whole_number
+from muonjax._common.arguments import (
+    check_precision,
+    check_range,
+    errors_of,
+    shown,
+    whole_number,
+)
 from muonjax._common.linalg import at_least_float32
 from muonjax._common.trees import names
 
@@ -98,7 +104,12 @@ def multiply(
     """
 
     @jax.checkpoint
-    def call(x: jax.Array, kernel: jax.Array, factors: Any, scale: Any) -> jax.Array:
+    def call(
+        x: jax.Array,
+        kernel: jax.Array,
+        factors: Any,
+        scale: Any,
+    ) -> jax.Array:
         x, factors = lax.optimization_barrier((x, factors))
         return product(x, adapted_kernel(kernel, factors, scale, precision))
 
@@ -157,7 +168,12 @@ def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
 
 # What the layers of Linen and NNX share.
 
-FACTORS: tuple[str, str, str, str] = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+FACTORS: tuple[str, str, str, str] = (
+    "hada_w1_a",
+    "hada_w1_b",
+    "hada_w2_a",
+    "hada_w2_b",
+)
 SCALE: str = "hada_scale"
 
 
@@ -170,7 +186,11 @@ def scale_of(call: str, rank: int, alpha: float | None) -> float:
     return alpha / rank
 
 
-def factor_shapes(kernel: Sequence[int], inputs: int, rank: int) -> dict[str, tuple[int, int]]:
+def factor_shapes(
+    kernel: Sequence[int],
+    inputs: int,
+    rank: int,
+) -> dict[str, tuple[int, int]]:
     """The shapes of a kernel's factors by name; the first `inputs` axes of the kernel are summed over."""
     m = math.prod(kernel[:inputs])
     n = math.prod(kernel[inputs:])
@@ -180,7 +200,12 @@ def factor_shapes(kernel: Sequence[int], inputs: int, rank: int) -> dict[str, tu
     return dict(zip(FACTORS, pair * 2, strict=True))
 
 
-def initial(name: str, key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+def initial(
+    name: str,
+    key: jax.Array,
+    shape: Sequence[int],
+    dtype: Any,
+) -> jax.Array:
     """LyCORIS's initialization: normal, with standard deviation 1 on the inputs' side and 0.1 on the outputs'; but
     the second factor on the outputs' side is zero, so that ΔW = 0 at the start."""
     deviation = dict(zip(FACTORS, (1.0, 0.1, 1.0, 0.0), strict=True))[name]

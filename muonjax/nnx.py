@@ -53,10 +53,17 @@ class LoHa(nnx.Module):
         """w1a [in, rank], w1b [rank, out], w2a [in, rank], w2b [rank, out]."""
         return [getattr(self, name)[...] for name in shared.FACTORS]
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any) -> jax.Array:
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        *args: Any,
+        **settings: Any,
+    ) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
         function = lax.conv_general_dilated if self.is_convolution else lax.dot_general
-        return shared.apply_adapter(function, self.factors(), self.scale, lhs, rhs, *args, **settings)
+        factors = self.factors()
+        return shared.apply_adapter(function, factors, self.scale, lhs, rhs, *args, **settings)
 
 
 class LoHaLinear(nnx.Linear):
@@ -178,9 +185,8 @@ def add_loha(
     layers = dict(_layers(model))
     paths = [path for path in layers if matches(path)]
     if not paths:
-        raise ValueError(
-            f"add_loha(path_rule={path_rule!r}) matches none of the layers {listed([*layers], ', ')}."
-        )
+        available = listed([*layers], ", ")
+        raise ValueError(f"add_loha(path_rule={path_rule!r}) matches none of the layers {available}.")
     # All adapters are made before the first layer changes, for an error must leave the model unchanged.
     adapters = []
     for path in paths:
@@ -236,7 +242,9 @@ def _layers(model: nnx.Module) -> Iterator[tuple[str, Layer]]:
 
 def _inputs(layer: Layer) -> int:
     """The number of the kernel's first axes that are summed over."""
-    return len(layer.kernel_size) + 1 if isinstance(layer, nnx.Conv) else np.size(layer.in_features)
+    if isinstance(layer, nnx.Conv):
+        return len(layer.kernel_size) + 1
+    return np.size(layer.in_features)
 
 
 def _function(layer: Layer) -> str:
@@ -283,7 +291,9 @@ def parameters_of(model: nnx.Module) -> Any:
 
 
 def as_function_of_parameters(
-    fun: Callable[..., Any], model: nnx.Module, args: tuple[Any, ...]
+    fun: Callable[..., Any],
+    model: nnx.Module,
+    args: tuple[Any, ...],
 ) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
     """`fun(model, *args)` as a function of (parameters, other state, *args), and these arguments."""
     structure, params, state = nnx.split(model, nnx.Param, ...)
@@ -296,7 +306,10 @@ def as_function_of_parameters(
 
 
 def value_and_grad_of_model(
-    with_max_logits: Callable[..., Any], fun: Callable[..., Any], argnums: Any, has_aux: bool
+    with_max_logits: Callable[..., Any],
+    fun: Callable[..., Any],
+    argnums: Any,
+    has_aux: bool,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` of `fun(model, ...)` that also returns the largest logits.
 

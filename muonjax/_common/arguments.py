@@ -34,7 +34,15 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 }
 
 
-def check_range(call: str, name: str, value: Any, wanted: str, why: str, *, schedule: bool = False) -> None:
+def check_range(
+    call: str,
+    name: str,
+    value: Any,
+    wanted: str,
+    why: str,
+    *,
+    schedule: bool = False,
+) -> None:
     """Raise unless it is one real number, known or traced, or an allowed schedule; and, if known, in its range.
 
     Args:
@@ -80,7 +88,12 @@ def check_flag(call: str, name: str, value: Any) -> None:
         raise TypeError(f"{call}({name}={shown(value)}) must be True or False.")
 
 
-def check_choice(call: str, name: str, value: Any, choices: Sequence[str | None]) -> None:
+def check_choice(
+    call: str,
+    name: str,
+    value: Any,
+    choices: Sequence[str | None],
+) -> None:
     """Raise unless it is one of these words, or None where that is one of them."""
     is_word = isinstance(value, str | None)
     if not is_word or value not in choices:
@@ -91,7 +104,13 @@ def check_choice(call: str, name: str, value: Any, choices: Sequence[str | None]
 WIDE_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
-def given_dtype(call: str, name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.dtype:
+def given_dtype(
+    call: str,
+    name: str,
+    value: Any,
+    kinds: Sequence[Any],
+    wanted: str,
+) -> np.dtype:
     """`value` as a dtype, one of `kinds`, for which `wanted` has the words. An array, which has a dtype, is refused."""
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
     if not is_array and value is not None:  # NumPy takes None for float64.
@@ -119,8 +138,8 @@ def check_precision(call: str, precision: Any) -> None:
         jax.eval_shape(functools.partial(jnp.matmul, precision=precision), matrix, matrix)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{call}(precision={shown(precision)}) is unknown; choose 'highest', 'high', 'default', None "
-            "or another one of jax.lax.dot_general."
+            f"{call}(precision={shown(precision)}) is unknown; choose 'highest', 'high', "
+            "'default', None or another one of jax.lax.dot_general."
         ) from error
 
 
@@ -186,7 +205,13 @@ def require_params(call: str, params: Any) -> None:
         raise ValueError(f"{call} needs params: call tx.update(grads, state, params).")
 
 
-def check_update(call: str, updates: Any, state: Any, params: Any, unnamed: tuple[Any, ...]) -> None:
+def check_update(
+    call: str,
+    updates: Any,
+    state: Any,
+    params: Any,
+    unnamed: tuple[Any, ...],
+) -> None:
     """Raise where `update` got no parameters, extra positional arguments, or trees in another order."""
     refuse_positional(unnamed)
     require_params(call, params)
@@ -215,8 +240,9 @@ def other_state(call: str, state: Any) -> str:
     """The message for a state that another optimizer made, or whose tuples a checkpoint has lost."""
     if isinstance(state, Mapping):
         return (
-            f"{call}: this state is a {type(state).__name__}, no tuple: a checkpoint that was restored "
-            "without its structure. Restore it as jax.eval_shape(tx.init, params)."
+            f"{call}: this state is a {type(state).__name__}, no tuple: "
+            "a checkpoint that was restored without its structure. "
+            "Restore it as jax.eval_shape(tx.init, params)."
         )
     nodes = jax.tree.leaves(state, is_leaf=_is_named_tuple)
     kinds = {type(node).__name__ for node in nodes if _is_named_tuple(node)}
@@ -244,7 +270,9 @@ def errors_of(call: str) -> Iterator[None]:
         raise
 
 
-_LIBRARIES = ("muonjax", "optax", "jax", "jaxlib", "flax", "equinox", "keras", "contextlib", "functools")
+_LIBRARIES = {
+    "muonjax", "optax", "jax", "jaxlib", "flax", "equinox", "keras", "contextlib", "functools"
+}  # fmt: skip
 
 
 def warn_user(message: str) -> None:
@@ -284,7 +312,10 @@ _OTHERS = {
 }
 
 
-def explains_keywords(name: str, *sources: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def explains_keywords(
+    name: str,
+    *sources: Callable[..., Any],
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A decorator whose function shows its whole signature, and names what an unknown keyword means here.
 
     Args:
@@ -319,7 +350,10 @@ def explains_keywords(name: str, *sources: Callable[..., Any]) -> Callable[[Call
     return decorate
 
 
-def _full_signature(function: Callable[..., Any], sources: Sequence[Callable[..., Any]]) -> inspect.Signature:
+def _full_signature(
+    function: Callable[..., Any],
+    sources: Sequence[Callable[..., Any]],
+) -> inspect.Signature:
     """The signature with keywords of `sources` in place of `**settings`."""
     signature = inspect.signature(function)
     *parameters, settings = signature.parameters.values()

@@ -32,7 +32,9 @@ class MatrixProduct(NamedTuple):
     result: str | None = None
 
     def __call__(
-        self, a: Inexact[Array, "*batch m k"], b: Inexact[Array, "*batch k n"]
+        self,
+        a: Inexact[Array, "*batch m k"],
+        b: Inexact[Array, "*batch k n"],
     ) -> Inexact[Array, "*batch m n"]:
         """A B."""
         a, b = self._rounded(a, b)
@@ -44,13 +46,17 @@ class MatrixProduct(NamedTuple):
         )
 
     def with_adjoint(
-        self, a: Inexact[Array, "*batch m k"], b: Inexact[Array, "*batch n k"]
+        self,
+        a: Inexact[Array, "*batch m k"],
+        b: Inexact[Array, "*batch n k"],
     ) -> Inexact[Array, "*batch m n"]:
         """A B^H by contracting the last axes: a product with an adjoint would first copy a batch transposed."""
         return self._contract("...ik,...jk->...ij", a, b.conj())
 
     def of_adjoint(
-        self, a: Inexact[Array, "*batch k m"], b: Inexact[Array, "*batch k n"]
+        self,
+        a: Inexact[Array, "*batch k m"],
+        b: Inexact[Array, "*batch k n"],
     ) -> Inexact[Array, "*batch m n"]:
         """A^H B by contracting the first axes."""
         return self._contract("...ki,...kj->...ij", a.conj(), b)
@@ -181,7 +187,11 @@ def map_columns(f: Callable[[jax.Array], jax.Array], x: Any) -> Any:
     return f(x) if isinstance(x, jax.Array) else x.map(f)
 
 
-def sum_columns(f: Callable[[jax.Array], jax.Array], x: Any, axis_name: tuple[str, ...] = ()) -> jax.Array:
+def sum_columns(
+    f: Callable[[jax.Array], jax.Array],
+    x: Any,
+    axis_name: tuple[str, ...] = (),
+) -> jax.Array:
     """f(X), a sum over X's columns: an array's, over which mesh axes may shard it, or those of `Blocks`."""
     if isinstance(x, jax.Array):
         return sum_over(axis_name, f(x))
@@ -201,7 +211,10 @@ def hermitian_part(a: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m 
     return (a + adjoint(a)) / 2
 
 
-def identity_like(a: Shaped[Array, "*batch k k"], small: bool = False) -> Shaped[Array, "*#batch k k"]:
+def identity_like(
+    a: Shaped[Array, "*batch k k"],
+    small: bool = False,
+) -> Shaped[Array, "*#batch k k"]:
     """I in the dtype of A; of A's rank, for JAX's strict mode of promotion.
 
     A `small` one is a constant: XLA's CPU compiler unrolls the comparison of rows and columns, which takes longer than

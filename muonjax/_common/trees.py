@@ -25,7 +25,8 @@ def names(path: tuple[Any, ...]) -> tuple[str, ...]:
     NNX initializes an optimizer with `kernel.value` and updates it with `kernel`: both must read the same.
     """
     last = path[-1] if path else None
-    is_box = isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value")
+    is_attribute = isinstance(last, jax.tree_util.GetAttrKey)
+    is_box = is_attribute and last.name in ("value", "raw_value")
     return _all_names(path[:-1] if is_box else path)
 
 
@@ -111,7 +112,12 @@ def tree_of(tree_or_function: Any, params: Any) -> Any:
 
 
 def broadcast_prefix(
-    prefix: Any, tree: Any, *, is_leaf: Callable[[Any], bool] | None = None, call: str, what: str
+    prefix: Any,
+    tree: Any,
+    *,
+    is_leaf: Callable[[Any], bool] | None = None,
+    call: str,
+    what: str,
 ) -> list[Any]:
     """One entry of `prefix`, the tree or a prefix of it, for each leaf of `tree` (a masked leaf does not count).
 
@@ -145,10 +151,15 @@ def listed(items: Sequence[str], separator: str = "; ", most: int = 8) -> str:
     return separator.join(shown) + more
 
 
-def _difference(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None) -> str:
+def _difference(
+    prefix: Any,
+    tree: Any,
+    is_leaf: Callable[[Any], bool] | None,
+) -> str:
     """The first leaf without an entry, or entry without a leaf; nothing where the paths agree."""
-    entries = [names(path) for path, _ in jax.tree_util.tree_leaves_with_path(prefix, is_leaf=is_leaf)]
-    leaves = [names(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    with_paths = jax.tree_util.tree_leaves_with_path
+    entries = [names(path) for path, _ in with_paths(prefix, is_leaf=is_leaf)]
+    leaves = [names(path) for path, _ in with_paths(tree)]
     for leaf in leaves:
         if not any(leaf[: len(entry)] == entry for entry in entries):
             return f"the leaf {'/'.join(leaf)!r} has no entry"

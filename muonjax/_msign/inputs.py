@@ -38,14 +38,21 @@ def matrices(call: str, x: Any, name: str = "x") -> Float[Array, "*batch m n"]:
     return x
 
 
-def product_of(call: str, x: Float[Array, "*batch m n"], precision: str | None) -> MatrixProduct:
+def product_of(
+    call: str,
+    x: Float[Array, "*batch m n"],
+    precision: str | None,
+) -> MatrixProduct:
     """Products in the dtype of x; for float16, whose range can't hold the derivative's 1 / s, in float32."""
     check_precision(call, precision)
     operands = "float32" if x.dtype == jnp.float16 else x.dtype.name
     return MatrixProduct(operands, precision)
 
 
-def rows_beside(x: Float[Array, "*batch m n"], coefficients: Coefficients) -> Float[Array, "steps 3"]:
+def rows_beside(
+    x: Float[Array, "*batch m n"],
+    coefficients: Coefficients,
+) -> Float[Array, "steps 3"]:
     """Rows as an array, float32 or wider, to iterate on x.
 
     Inside `jax.shard_map` it varies over the same mesh axes as x. `lax.custom_linear_solve` needs that: it makes all
@@ -64,7 +71,8 @@ def widened(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch short long"]:
 
 
 def normalized(
-    x: Float[Array, "*batch m n"], square: Callable[[jax.Array], jax.Array] = square_norm
+    x: Float[Array, "*batch m n"],
+    square: Callable[[jax.Array], jax.Array] = square_norm,
 ) -> tuple[Float[Array, "*batch short long"], Float[Array, "*batch 1 1"]]:
     """`widened(x)` over its norm, and the inverse of that norm, as `unit_norm`."""
     wide = widened(x)
@@ -75,20 +83,25 @@ def normalized(
 
 
 def oriented_like(
-    wide: Float[Array, "*batch short long"], x: Float[Array, "*batch m n"]
+    wide: Float[Array, "*batch short long"],
+    x: Float[Array, "*batch m n"],
 ) -> Float[Array, "*batch m n"]:
     """Undoes `widened`: `wide` in the orientation and dtype of x."""
     oriented = wide if wide.shape == x.shape else adjoint(wide)
     return oriented.astype(x.dtype)
 
 
-def inner(x: Float[Array, "*batch m n"], y: Float[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
+def inner(
+    x: Float[Array, "*batch m n"],
+    y: Float[Array, "*batch m n"],
+) -> Float[Array, "*batch 1 1"]:
     """Frobenius inner product of each matrix."""
     return jnp.sum(x * y, axis=(-2, -1), keepdims=True)
 
 
 def unit_norm(
-    x: Float[Array, "*batch m n"], square: Callable[[jax.Array], jax.Array] = square_norm
+    x: Float[Array, "*batch m n"],
+    square: Callable[[jax.Array], jax.Array] = square_norm,
 ) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch 1 1"]]:
     """x / r and 1 / r with r^2 = `square(x)`, |x|_F^2 by default; both 0 for a zero matrix, as are their gradients."""
     # `square > 0` would also hide a NaN, which has to stay in the result.

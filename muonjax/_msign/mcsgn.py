@@ -10,7 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from muonjax._common.linalg import MatrixProduct, adjoint, at_least_float32
-from muonjax._msign.inputs import CONVERGED, inner, matrices, normalized, product_of, rows_beside
+from muonjax._msign.inputs import (
+    CONVERGED,
+    inner,
+    matrices,
+    normalized,
+    product_of,
+    rows_beside,
+)
 from muonjax._msign.polynomial_gradient import iterate, tangent_by_normalization
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows
 from muonjax._newton_schulz.iteration import power_of_two_scale
@@ -68,14 +75,18 @@ def mcsgn(
     return polynomial_mcsgn(x, rows_beside(x, rows), dot)
 
 
-def _unit(x: Float[Array, "*batch n n"]) -> tuple[Float[Array, "*batch n n"], Float[Array, "*batch 1 1"]]:
+def _unit(
+    x: Float[Array, "*batch n n"],
+) -> tuple[Float[Array, "*batch n n"], Float[Array, "*batch 1 1"]]:
     """x / r with r = sqrt(tr(x^2)), and 1 / r, in float32 or wider: 0 for a zero matrix, NaN for no real r."""
     # 1 / r is infinite for a nilpotent matrix, so the zero entries of x / r are NaN.
     return normalized(x, lambda x: inner(x, adjoint(x)))  # tr(X^2) = <X, X^T>
 
 
 def _iterate(
-    x: Float[Array, "*batch n n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
+    x: Float[Array, "*batch n n"],
+    rows: Float[Array, "steps 3"],
+    dot: MatrixProduct,
 ) -> Float[Array, "*batch n n"]:
     """X <- (a I + b X^2 + c X^4) X, once for each row."""
     return iterate(x, rows, dot, lambda x: dot(x, x))
@@ -83,7 +94,9 @@ def _iterate(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def polynomial_mcsgn(
-    x: Float[Array, "*batch n n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
+    x: Float[Array, "*batch n n"],
+    rows: Float[Array, "steps 3"],
+    dot: MatrixProduct,
 ) -> Float[Array, "*batch n n"]:
     """mcsgn by `rows`, which are constants; its derivative keeps x alone."""
     unit, _ = _unit(x)
@@ -143,14 +156,13 @@ def sylvester(
     b = matrices("sylvester", b, "b")
     c = matrices("sylvester", c, "c")
     m, n = c.shape[-2:]
+    shapes = f"{a.shape}, {b.shape}, {c.shape}"
     if a.shape[-2:] != (m, m) or b.shape[-2:] != (n, n):
-        raise ValueError(f"sylvester of {a.shape}, {b.shape}, {c.shape}: swap a and b, or transpose c.")
+        raise ValueError(f"sylvester of {shapes}: swap a and b, or transpose c.")
     try:
         batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])
     except ValueError as error:
-        raise ValueError(
-            f"sylvester of {a.shape}, {b.shape}, {c.shape}: give them equal batch axes, or none."
-        ) from error
+        raise ValueError(f"sylvester of {shapes}: give them equal batch axes, or none.") from error
     dtype = jnp.result_type(a, b, c)
     wide = at_least_float32(dtype)
     # Inside `jax.shard_map` all three vary over the mesh axes of any: `lax.custom_linear_solve` needs that.

@@ -87,8 +87,9 @@ def msign(
     polish = whole_number("msign", "polish", polish, 0, " of steps, at least 0.")
     if polish and gradient != "polar":
         raise ValueError(
-            f"msign(polish={polish}) belongs to gradient='polar', got {gradient!r}: the others differentiate "
-            "the steps that ran; append rows (15/8, -5/4, 3/8) to `coefficients` to run more."
+            f"msign(polish={polish}) belongs to gradient='polar', got {gradient!r}: "
+            "the others differentiate the steps that ran; "
+            "append rows (15/8, -5/4, 3/8) to `coefficients` to run more."
         )
     polishing_rows = polishing(rows, polish) if gradient == "polar" else ()
     dot = product_of("msign", x, precision)

@@ -205,7 +205,10 @@ def _iterate_implicitly_jvp(dot, primals, tangents):
 
 
 def polar_msign(
-    x: Float[Array, "*batch m n"], rows: Coefficients, polish: Coefficients, dot: MatrixProduct
+    x: Float[Array, "*batch m n"],
+    rows: Coefficients,
+    polish: Coefficients,
+    dot: MatrixProduct,
 ) -> Float[Array, "*batch m n"]:
     """msign by `rows`, with the polar factor's derivative after the steps of `polish` too."""
     wide = widened(x)

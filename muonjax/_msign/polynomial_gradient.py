@@ -44,7 +44,11 @@ class AboutMean(NamedTuple):
     distance: jax.Array
 
 
-def about_mean(gram: Float[Array, "*batch m m"], row: Float[Array, " 3"], dot: MatrixProduct) -> AboutMean:
+def about_mean(
+    gram: Float[Array, "*batch m m"],
+    row: Float[Array, " 3"],
+    dot: MatrixProduct,
+) -> AboutMean:
     r"""One polynomial of A = X X^T, in powers of A's distance D from its mean eigenvalue:
 
     $$aI + bA + cA^2 = \alpha I + \beta D + cD^2, \qquad D = A - \tau I, \quad \tau = \operatorname{tr} A / m.$$
@@ -55,7 +59,8 @@ def about_mean(gram: Float[Array, "*batch m m"], row: Float[Array, " 3"], dot: M
     a, b, c = row
     m = gram.shape[-1]
     # The sum is the same about any number, so the mean may be a constant.
-    tau = lax.stop_gradient(jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None] / m)
+    trace = jnp.trace(gram, axis1=-2, axis2=-1)
+    tau = lax.stop_gradient(trace[..., None, None] / m)
     # D = A - tau I
     distance = gram - tau * identity_like(gram)
     # alpha = a + b tau + c tau^2,  beta = b + 2 c tau
@@ -177,7 +182,9 @@ def _composition(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def polynomial_msign(
-    x: Float[Array, "*batch m n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
+    x: Float[Array, "*batch m n"],
+    rows: Float[Array, "steps 3"],
+    dot: MatrixProduct,
 ) -> Float[Array, "*batch m n"]:
     """msign whose derivative is that of the polynomial on x / |x|_F; it keeps x alone. `rows` are constants.
 
