@@ -73,7 +73,7 @@ def _polishing(rows: Coefficients, num_steps: int) -> Coefficients:
     if num_steps == 0 or not 0 < low <= high < np.inf:
         return ()
     first, *others = polar_express(num_steps, lower=min(low / high, 1 - 1e-6), safety=1.0)
-    # These steps are for [low / high, 1], so the first one divides s by `high` before.
+    # These steps are for singular values in [low / high, 1], so the first one divides them by `high`.
     a, b, c = first
     return ((a / high, b / high**3, c / high**5), *others)
 
@@ -124,7 +124,7 @@ def lyapunov(
         # F = P E - E P = P E + (P E)^T, as E is skew;  W = P F - F P = P F - (P F)^T, as F is symmetric
         f = plus_transpose(dot(p, e))
         w = 2 * _skew(dot(p, f))
-        # b/2 W + c S W has the same skew part as beta/2 W + c D W.
+        # E <- skew(E (alpha I + R) + b/2 W + c S W), and b/2 W + c S W = beta/2 W + c D W; E and W are skew already.
         c = row[2]
         e = alpha * e + 0.5 * beta * w + _skew(dot(e, rest) + c * dot(distance, w))
         # P <- P (alpha I + R), and Q <- Q (alpha I + R) is P^-1 in the end, where P is I.
