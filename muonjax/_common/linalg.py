@@ -121,7 +121,7 @@ class SymmetricProduct(NamedTuple):
 
         return symmetric_product_on(
             self.platform,
-            rounded(a),
+            a.astype(self.dtype),
             rounded(y),
             rounded(c),
             one_each(alpha),

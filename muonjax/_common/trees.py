@@ -24,7 +24,7 @@ def names(path: tuple[Any, ...]) -> tuple[str, ...]:
 
     NNX initializes an optimizer with `kernel.value` and updates it with `kernel`: both must read the same.
     """
-    last = path[-1] if path else None
+    last: Any = path[-1] if path else None
     is_attribute = isinstance(last, jax.tree_util.GetAttrKey)
     is_box = is_attribute and last.name in ("value", "raw_value")
     return _all_names(path[:-1] if is_box else path)
