@@ -329,7 +329,10 @@ def explains_keywords(
         by_name = []
         by_position = []
         for key, parameter in signature.parameters.items():
-            (by_name if parameter.kind is parameter.KEYWORD_ONLY else by_position).append(key)
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                by_name.append(key)
+            else:
+                by_position.append(key)
         known = [key for key in signature.parameters if key != "self"]
 
         @functools.wraps(function)
