@@ -19,8 +19,8 @@ from muonjax._inspect.value_and_grad import value_and_grad as value_and_grad
 from muonjax._matrices.matrix_view import FusedDimensionNumbers as FusedDimensionNumbers
 from muonjax._matrices.matrix_view import MuonDimensionNumbers as MuonDimensionNumbers
 from muonjax._mesh.distribution import Distribution as Distribution
-from muonjax._mesh.distribution import offload as offload
-from muonjax._mesh.distribution import state_shardings as state_shardings
+from muonjax._mesh.host_memory import offload as offload
+from muonjax._mesh.state_shardings import state_shardings as state_shardings
 from muonjax._msign.mcsgn import mcsgn as mcsgn
 from muonjax._msign.mcsgn import sylvester as sylvester
 from muonjax._msign.msign import msign as msign

@@ -24,7 +24,8 @@ from muonjax._common.arguments import (
 )
 from muonjax._inspect.program import Program
 from muonjax._matrices.matrix_view import DimensionNumbersTree
-from muonjax._mesh.distribution import Distribution, check_distribution, offload
+from muonjax._mesh.distribution import Distribution, check_distribution
+from muonjax._mesh.host_memory import offload
 from muonjax._names.dimension_numbers import decays
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._optimizers.partition import check_program, partition_by_route

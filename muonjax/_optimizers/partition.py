@@ -11,7 +11,7 @@ import optax
 from muonjax._common.arguments import check_update, other_state, warn_user
 from muonjax._common.trees import dtype_of, flatten_paths, is_masked
 from muonjax._matrices.matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
-from muonjax._mesh.distribution import offload
+from muonjax._mesh.host_memory import offload
 from muonjax._names.dimension_numbers import numbers_tree, routes
 from muonjax._names.parameters import check_parameters
 from muonjax._transforms.momentum import check_kind, has_int8

@@ -1,0 +1,113 @@
+"""Place an optimizer's state: each array that is like a parameter is sharded as the parameter is.
+
+An array of the state is like a parameter if its path ends in the parameter's path and it has the parameter's shape.
+The scales of int8 momentum count too: their last axis is one of blocks. All other arrays are replicated.
+"""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import GetAttrKey
+
+from muonjax._common.arguments import check_text, check_transformation
+from muonjax._mesh.distribution import (
+    Distribution,
+    check_distribution,
+    even_sharding,
+    partition_spec,
+    spread_specs,
+)
+
+Path = tuple[Any, ...]
+
+
+def state_shardings(
+    tx: optax.GradientTransformation,
+    params: Any,
+    distribution: Distribution | None = None,
+    *,
+    memory_kind: str | None = None,
+) -> Any:
+    """Shardings for the optimizer's state, so that momentum is sharded as its parameter is.
+
+    Without them `jax.jit(tx.init)` returns a whole copy of the momentum on every device of an Auto mesh, and with
+    explicit axis types it asks for `jax.set_mesh`.
+
+    Args:
+      tx: Any Optax transformation.
+      params: Arrays or `jax.ShapeDtypeStruct`s.
+      distribution: How the parameters are sharded. None: as the arrays are.
+      memory_kind: Where to keep the arrays that are like a parameter, and the scales of int8 momentum:
+        "pinned_host" is the host's memory (see `muonjax.offload`), None the device's. Counters and other small
+        arrays stay on the device.
+
+    Returns:
+      A tree of `NamedSharding`s like `tx.init(params)`. What `tx.init` makes with explicit axis types stays as it is.
+      Otherwise a leaf whose path ends in a parameter's path, and which has its shape, is sharded as the parameter;
+      so are the scales of int8 momentum; all else is replicated.
+
+    Raises:
+      ValueError: If the specs do not fit the parameters, nothing says how these are sharded, or the devices have no
+        such memory.
+
+    Example:
+      >>> import jax, muonjax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> params = {"kernel": jax.numpy.ones((4, 8))}
+      >>> distribution = muonjax.Distribution(jax.make_mesh((1,), ("fsdp",)), {"kernel": P("fsdp")})
+      >>> tx = muonjax.muon(1e-3, distribution=distribution)
+      >>> shardings = muonjax.state_shardings(tx, params, distribution)
+      >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
+    """
+    check_transformation("state_shardings(tx", tx)
+    check_distribution(distribution, call="state_shardings")
+    if memory_kind is not None:
+        check_text("state_shardings", memory_kind=memory_kind)
+    if distribution is None:
+        mesh, specs = _sharding_of_arrays(params)
+    else:
+        mesh, specs = distribution.mesh, distribution.param_specs
+    leaves = dict(jax.tree.leaves_with_path(params))
+    spread = spread_specs(specs, params, call="state_shardings")
+    spec_of = dict(zip(leaves, spread, strict=True))
+
+    def sharding(path: Path, leaf: Any) -> NamedSharding:
+        parameter = _parameter_like(path, leaf.shape, leaves)
+        memory = memory_kind if parameter is not None else None
+        if leaf.sharding is not None:  # explicit axis types
+            return NamedSharding(mesh, leaf.sharding.spec, memory_kind=memory)
+        spec = PartitionSpec()
+        if parameter is not None:
+            axes = even_sharding(leaf.shape, spec_of[parameter], dict(mesh.shape))
+            spec = partition_spec(axes)
+        return NamedSharding(mesh, spec, memory_kind=memory)
+
+    return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(tx.init, params))
+
+
+def _parameter_like(path: Path, shape: tuple[int, ...], params: dict[Path, Any]) -> Path | None:
+    """The path of the parameter that an array of the state is like.
+
+    `optax.tree.map_params` can't say it: it fails where a tree of labels or a mask is fixed.
+    """
+    for start in range(len(path) + 1):
+        end = path[start:]
+        if end not in params:
+            continue
+        is_scale = start > 0 and path[start - 1] == GetAttrKey("scale")
+        param_shape = params[end].shape
+        if shape == param_shape or (is_scale and shape[:-1] == param_shape[:-1]):
+            return end
+    return None
+
+
+def _sharding_of_arrays(params: Any) -> tuple[Any, Any]:
+    """The mesh and the shardings of arrays, or of `jax.ShapeDtypeStruct`s with a sharding."""
+    shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), params)
+    shardings = jax.tree.map(lambda x: x if isinstance(x, NamedSharding) else None, shardings)
+    meshes = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
+    if len(meshes) != 1:
+        raise ValueError(f"state_shardings(params) finds {len(meshes)} meshes; give it the distribution.")
+    return meshes.pop(), shardings
