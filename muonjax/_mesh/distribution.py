@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from muonjax._common.arguments import warn_user
 from muonjax._common.trees import broadcast_prefix
-from muonjax._mesh.host_memory import leaf_by_leaf as leaf_by_leaf
+from muonjax._mesh.host_memory import leaf_by_leaf as leaf_by_leaf  # for `_transforms`
 
 Axes = tuple[str, ...]
 """Names of mesh axes."""
@@ -57,7 +57,8 @@ class Distribution:
 
     def __post_init__(self):
         if not isinstance(self.mesh, Mesh):
-            raise TypeError(f"Distribution(mesh={self.mesh!r}) needs a jax.sharding.Mesh; see jax.make_mesh.")
+            call = f"Distribution(mesh={self.mesh!r})"
+            raise TypeError(f"{call} needs a jax.sharding.Mesh; see jax.make_mesh.")
         specs = jax.tree.leaves_with_path(self.param_specs, is_leaf=_is_spec)
         for path, spec in specs:
             where = jax.tree_util.keystr(path) or "its root"
@@ -65,6 +66,7 @@ class Distribution:
 
     @functools.cached_property
     def _value(self) -> tuple:
+        # As mesh axes a NamedSharding equals its spec, and None equals P().
         specs, treedef = jax.tree.flatten(self.param_specs, is_leaf=_is_spec)
         return self.mesh, tuple(map(_mesh_axes, specs)), treedef
 
@@ -76,6 +78,7 @@ class Distribution:
 
 
 def _is_spec(x: Any) -> bool:
+    """Whether x is a leaf of a tree of specs."""
     return x is None or isinstance(x, (PartitionSpec, NamedSharding))
 
 
@@ -89,11 +92,13 @@ def _check_spec(spec: Any, where: str, axis_names: Axes) -> None:
         )
     for name in itertools.chain(*_mesh_axes(spec)):
         if name not in axis_names:
-            raise ValueError(f"{where} names the axis {name!r}, but the mesh has only {tuple(axis_names)}.")
+            named = f"{where} names the axis {name!r}"
+            raise ValueError(f"{named}, but the mesh has only {tuple(axis_names)}.")
 
 
 def _mesh_axes(spec: PartitionSpec | NamedSharding | None, ndim: int = 0) -> tuple[Axes, ...]:
     """For each axis of an array, the mesh axes that `spec` names for it."""
+    # P("fsdp", None, ("data", "tensor")) -> (("fsdp",), (), ("data", "tensor"))
     if isinstance(spec, NamedSharding):
         spec = spec.spec
     sharding: list[Axes] = []
@@ -104,23 +109,28 @@ def _mesh_axes(spec: PartitionSpec | NamedSharding | None, ndim: int = 0) -> tup
             sharding.append((entry,))
         else:
             sharding.append(tuple(entry))
+    # A spec may be shorter than the array has axes.
     unnamed = ndim - len(sharding)
     return (*sharding, *[()] * unnamed)
 
 
-def size_of(mesh_shape: MeshShape, axes: Axes) -> int:
-    """Devices along `axes`."""
+def devices_along(mesh_shape: MeshShape, axes: Axes) -> int:
+    """How many devices there are along these mesh axes together."""
     return math.prod(mesh_shape[axis] for axis in axes)
 
 
-def even_sharding(shape: tuple[int, ...], spec: Any, mesh_shape: MeshShape) -> tuple[Axes, ...]:
+def even_sharding(
+    shape: tuple[int, ...],
+    spec: Any,
+    mesh_shape: MeshShape,
+) -> tuple[Axes, ...]:
     """For each axis of an array of `shape`, the mesh axes that shard it.
 
     An axis that they don't divide evenly counts as not sharded: such an array can't enter or leave `jit` sharded.
     """
     sharding = list(_mesh_axes(spec, len(shape)))
     for axis, size in enumerate(shape):
-        if size % size_of(mesh_shape, sharding[axis]) != 0:
+        if size % devices_along(mesh_shape, sharding[axis]) != 0:
             sharding[axis] = ()
     return tuple(sharding)
 
@@ -138,13 +148,20 @@ def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
     for spec, (path, leaf) in zip(entries, leaves, strict=True):
         if len(_mesh_axes(spec)) > leaf.ndim:
             where = f"{spec} at {jax.tree_util.keystr(path)}"
-            raise ValueError(f"{call}: {where} shards more axes than the leaf of shape {leaf.shape}.")
+            shape = leaf.shape
+            raise ValueError(f"{call}: {where} shards more axes than the leaf of shape {shape}.")
     return entries
 
 
-def shards_of_last_axis(tree: Any, distribution: Distribution | None, *, call: str) -> list[int]:
+def shards_of_last_axis(
+    tree: Any,
+    distribution: Distribution | None,
+    *,
+    call: str,
+) -> list[int]:
     """Into how many shards the last axis of each leaf is cut, as far as that is known."""
     leaves = jax.tree.leaves(tree)
+    # On an Auto mesh an array inside of `jit` does not show its sharding, and counts as one shard.
     shardings: list[Any] = [jax.typeof(leaf).sharding for leaf in leaves]
     if distribution is not None:
         shardings = []
@@ -154,8 +171,9 @@ def shards_of_last_axis(tree: Any, distribution: Distribution | None, *, call: s
     shards = []
     for leaf, sharding in zip(leaves, shardings, strict=True):
         mesh_shape = dict(sharding.mesh.shape)
+        # A scalar has no axes, and is in one piece.
         *_, last = ((), *even_sharding(leaf.shape, sharding.spec, mesh_shape))
-        shards.append(size_of(mesh_shape, last))
+        shards.append(devices_along(mesh_shape, last))
     return shards
 
 
@@ -164,8 +182,9 @@ def check_distribution(distribution: Any, *, call: str) -> None:
     if distribution is not None and not isinstance(distribution, Distribution):
         kind = type(distribution).__name__
         raise TypeError(
-            f"{call}(distribution={kind}(...)) must be a muonjax.Distribution(mesh, specs), which says "
-            "how each parameter is sharded too. Leave it out where the mesh has explicit axis types."
+            f"{call}(distribution={kind}(...)) must be a muonjax.Distribution(mesh, specs), which "
+            "says how each parameter is sharded too. Leave it out where the mesh has explicit axis "
+            "types."
         )
 
 
@@ -175,7 +194,7 @@ class OnMesh(NamedTuple):
     Attributes:
       mesh: With devices, or that of the leaves' own types.
       specs: The spec of each chosen leaf.
-      explicit: Whether the leaves' own types say it, and not the user.
+      explicit: Whether the types of the leaves say it, and not a `Distribution`.
     """
 
     mesh: Mesh | AbstractMesh
@@ -183,22 +202,29 @@ class OnMesh(NamedTuple):
     explicit: bool
 
 
-def find_mesh(distribution: Distribution | None, tree: Any, chosen: list[int], *, call: str) -> OnMesh | None:
+def find_mesh(
+    distribution: Distribution | None,
+    tree: Any,
+    chosen: list[int],
+    *,
+    call: str,
+) -> OnMesh | None:
     """How the `chosen` leaves of `tree` are sharded: as `distribution` says, or else explicit axis types.
 
     None if no leaf is chosen, all are on one device, or nothing says it.
     """
     if distribution is not None:
-        specs = spread_specs(distribution.param_specs, tree, call=call)
-        on_mesh = OnMesh(distribution.mesh, tuple(specs[i] for i in chosen), explicit=False)
-        return on_mesh if chosen else None
+        all_specs = spread_specs(distribution.param_specs, tree, call=call)
+        specs = tuple(all_specs[i] for i in chosen)
+        return OnMesh(distribution.mesh, specs, explicit=False) if chosen else None
     leaves = jax.tree.leaves(tree)
     shardings = [jax.typeof(leaves[i]).sharding for i in chosen]
-    # An array that was made under no mesh at all has a mesh without axes.
+    # Leaves can be on different meshes: an array that was made under none has one without axes.
     for mesh in dict.fromkeys(sharding.mesh for sharding in shardings):
         if AxisType.Explicit in mesh.axis_types:
             specs = tuple(sharding.spec for sharding in shardings)
             return OnMesh(mesh, specs, explicit=True)
+        # Inside of a user's shard_map (manual axes) an array is what one device has.
         if mesh.size > 1 and AxisType.Manual not in mesh.axis_types:
             _warn_of(mesh, call)
     return None

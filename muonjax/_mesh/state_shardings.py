@@ -69,33 +69,40 @@ def state_shardings(
         mesh, specs = _sharding_of_arrays(params)
     else:
         mesh, specs = distribution.mesh, distribution.param_specs
+    # By path: the parameters, and how they are sharded.
     leaves = dict(jax.tree.leaves_with_path(params))
     spread = spread_specs(specs, params, call="state_shardings")
     spec_of = dict(zip(leaves, spread, strict=True))
 
     def sharding(path: Path, leaf: Any) -> NamedSharding:
         parameter = _parameter_like(path, leaf.shape, leaves)
-        memory = memory_kind if parameter is not None else None
-        if leaf.sharding is not None:  # explicit axis types
-            return NamedSharding(mesh, leaf.sharding.spec, memory_kind=memory)
-        spec = PartitionSpec()
-        if parameter is not None:
+        # With explicit axis types `tx.init` has sharded it already.
+        spec = PartitionSpec() if leaf.sharding is None else leaf.sharding.spec
+        if parameter is None:
+            return NamedSharding(mesh, spec)
+        if leaf.sharding is None:
             axes = even_sharding(leaf.shape, spec_of[parameter], dict(mesh.shape))
             spec = partition_spec(axes)
-        return NamedSharding(mesh, spec, memory_kind=memory)
+        return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
     return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(tx.init, params))
 
 
-def _parameter_like(path: Path, shape: tuple[int, ...], params: dict[Path, Any]) -> Path | None:
+def _parameter_like(
+    path: Path,
+    shape: tuple[int, ...],
+    params: dict[Path, Any],
+) -> Path | None:
     """The path of the parameter that an array of the state is like.
 
     `optax.tree.map_params` can't say it: it fails where a tree of labels or a mask is fixed.
     """
+    # state[0].momentum["dense"]["kernel"] ends in the path of params["dense"]["kernel"]; the longest such end counts.
     for start in range(len(path) + 1):
         end = path[start:]
         if end not in params:
             continue
+        # int8 momentum has a scale for each block of the parameter's last axis.
         is_scale = start > 0 and path[start - 1] == GetAttrKey("scale")
         param_shape = params[end].shape
         if shape == param_shape or (is_scale and shape[:-1] == param_shape[:-1]):
@@ -109,5 +116,6 @@ def _sharding_of_arrays(params: Any) -> tuple[Any, Any]:
     shardings = jax.tree.map(lambda x: x if isinstance(x, NamedSharding) else None, shardings)
     meshes = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
     if len(meshes) != 1:
-        raise ValueError(f"state_shardings(params) finds {len(meshes)} meshes; give it the distribution.")
+        call = f"state_shardings(params) finds {len(meshes)} meshes"
+        raise ValueError(f"{call}; give it the distribution.")
     return meshes.pop(), shardings

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from muonjax import FusedDimensionNumbers, MuonDimensionNumbers, NewtonSchulz
-from muonjax._mesh.assignment import _tensor_axes as TENSOR_AXES
+from muonjax._mesh.assignment import _column_choices as CHEAPEST
 from muonjax._mesh.assignment import assign_owners
 
 PLAIN = MuonDimensionNumbers(-2, -1)
@@ -83,13 +83,13 @@ def dividing(how):
         "owner": lambda sharding, *_: [()],
         "tensor_parallel": lambda sharding, *_: [sharding],
         "hybrid": lambda sharding, *_: [(axis,) for axis in sharding] or [()],
-        "auto": TENSOR_AXES,
+        "auto": CHEAPEST,
     }
-    return mock.patch("muonjax._mesh.assignment._tensor_axes", choices[how])
+    return mock.patch("muonjax._mesh.assignment._column_choices", choices[how])
 
 
 def assigned(tx, params):
-    """The assignment of owners that `tx.update` makes for these shapes; nothing runs."""
+    """The rounds that `tx.update` makes for these shapes; nothing runs."""
     found = []
 
     def kept(*arguments):

@@ -78,7 +78,7 @@ def test_the_compiler_sends_what_owners_are_assigned_by(platform, name, collecti
         newton_schulz=QUICK(),
         distribution=muonjax.Distribution(mesh, case.specs),
     )
-    sent = sum(one.sent for one in assigned(tx, case.params(None)).rounds)
+    sent = sum(one.bytes_sent for one in assigned(tx, case.params(None)))
     assert counts.total_collectives == collectives
     assert counts.mebibytes * 2**20 == pytest.approx(sent, rel=0.01)
 

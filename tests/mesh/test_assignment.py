@@ -1,6 +1,7 @@
 """Every matrix has one owner, and the devices have equal work."""
 
 import itertools
+from unittest import mock
 
 import jax
 import numpy as np
@@ -12,45 +13,50 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from benchmarks.common import hlo_counts
 from benchmarks.optimizer import sharding
-from muonjax._common.platform import BYTES_A_SECOND
-from muonjax._matrices.matrix_view import MatrixView, MuonDimensionNumbers
-from muonjax._mesh.assignment import Assignment, ShardedLeaf, _owner_devices, assign_owners
+from muonjax._common.platform import BYTES_A_SECOND, Policy, flops_a_second
+from muonjax._matrices.matrix_view import MuonDimensionNumbers
+from muonjax._mesh.assignment import _owner_devices, assign_owners, seconds_of_unit
+from muonjax._mesh.layout import ShardedLeaf, unit_kind
+from muonjax._newton_schulz.polar_factor import polar_function
 from tests.mesh.layouts import assigned, dividing
-from tests.tools.tiers import quick
+from tests.tools.products import flops_of
 from tests.tools.views import matrix_view
 
 SPECS = [((), ()), (("fsdp",), ()), ((), ("fsdp",)), (("fsdp",), ("tensor",)), (("tensor", "fsdp"), ())]
 
 
-def view(*shape) -> MatrixView:
-    return matrix_view(jax.ShapeDtypeStruct(shape, "float32"), MuonDimensionNumbers(-2, -1), call="")
+def leaf(shape, *sharding, dtype="float32") -> ShardedLeaf:
+    """Matrices along the last two axes of a leaf of this shape; `sharding` is that of these two."""
+    struct = jax.ShapeDtypeStruct(shape, "float32")
+    view = matrix_view(struct, MuonDimensionNumbers(-2, -1), call="")
+    return ShardedLeaf(view, (*[()] * (len(shape) - 2), *sharding), np.dtype(dtype))
 
 
-def cubes(dtype, m, columns, devices) -> float:
+def cubes(kind, mesh_shape=None) -> float:
     """A cost that any reader can check."""
-    return float(m * m * columns)
+    matrices, m, columns = kind.layout.stack_shape
+    return float(matrices * m * m * columns)
 
 
-def make(leaves, mesh_shape, divided="owner") -> Assignment:
-    with dividing(divided):
-        return assign_owners(leaves, mesh_shape, cubes)
+def make(leaves, **mesh_shape):
+    """One owner for each matrix, by the cost `cubes`."""
+    with dividing("owner"), mock.patch("muonjax._mesh.assignment.seconds_of_unit", cubes):
+        return assign_owners(leaves, mesh_shape)
 
 
-def loads(found, mesh_shape) -> np.ndarray:
+def loads(rounds, **mesh_shape) -> np.ndarray:
     """The work of every device."""
     work = np.zeros(int(np.prod(list(mesh_shape.values()))))
-    for one in found.rounds:
-        for devices, owned in zip(
-            _owner_devices(one.group, mesh_shape), itertools.chain(*one.owned), strict=True
-        ):
-            for run in owned:
-                matrices, m, columns = run.layout.matrices
-                work[devices] += run.count * matrices * cubes(None, m, columns, 1)
+    for one in rounds:
+        owners = itertools.chain(*one.replicas)
+        for devices, owned in zip(_owner_devices(one.group, mesh_shape), owners, strict=True):
+            for units in owned:
+                work[devices] += units.count * cubes(units)
     return work
 
 
-def sent(found) -> float:
-    return sum(one.sent for one in found.rounds)
+def sent(rounds) -> float:
+    return sum(one.bytes_sent for one in rounds)
 
 
 @pytest.mark.thorough
@@ -69,113 +75,110 @@ def sent(found) -> float:
     )
 )
 def test_every_matrix_has_one_owner_and_no_load_is_far_above_the_rest(drawn):
-    leaves = [ShardedLeaf(view(b, m, n), ((), *spec), np.dtype(dtype)) for b, m, n, spec, dtype in drawn]
-    mesh_shape = {"fsdp": 4, "tensor": 2}
-    found = make(leaves, mesh_shape)
+    leaves = [leaf((b, m, n), *spec, dtype=dtype) for b, m, n, spec, dtype in drawn]
+    rounds = make(leaves, fsdp=4, tensor=2)
     seen = []
-    for one in found.rounds:
-        seen += [
-            (run.leaf, run.start + i)
-            for owned in itertools.chain(*one.owned)
-            for run in owned
-            for i in range(run.count)
-        ]
-    assert sorted(seen) == [(i, j) for i, leaf in enumerate(leaves) for j in range(leaf.view.batch)]
-    # Graham: where every matrix can go to every owner, none is more than one matrix above the mean.
-    costs = [leaf.view.batch * cubes(None, *sorted(leaf.view.shape[1:]), 1) for leaf in leaves]
-    assert loads(found, mesh_shape).max() >= max(sum(costs) / 8, 0) * (1 - 1e-9)
-    any_owner = all(set(sum(leaf.sharding, ())) in ({"fsdp", "tensor"}, set()) for leaf in leaves)
-    if any_owner:
-        largest = max(c / leaf.view.batch for c, leaf in zip(costs, leaves, strict=True))
-        assert loads(found, mesh_shape).max() <= sum(costs) / 8 + largest + 1e-6
+    for one in rounds:
+        for units in itertools.chain(*itertools.chain(*one.replicas)):
+            seen += [(units.leaf, units.start + i) for i in range(units.count)]
+    assert sorted(seen) == [(i, j) for i, (b, *_) in enumerate(drawn) for j in range(b)]
+    costs = [m * n * min(m, n) for _, m, n, _, _ in drawn]
+    mean = sum(b * cost for (b, *_), cost in zip(drawn, costs, strict=True)) / 8
+    busiest = loads(rounds, fsdp=4, tensor=2).max()
+    assert busiest >= mean * (1 - 1e-9)
+    # Graham: if every matrix can go to every owner, no owner has more than the mean and one matrix.
+    if all(set(sum(one.sharding, ())) in ({"fsdp", "tensor"}, set()) for one in leaves):
+        assert busiest <= mean + max(costs) + 1e-6
 
 
 def test_loads_are_summed_over_shapes_shardings_and_dtypes():
-    rows, both = ((), ("fsdp", "tensor"), ()), ((), ("fsdp",), ("tensor",))
-    leaves = [
-        ShardedLeaf(view(4, 64, 64), rows, np.dtype("float32")),
-        ShardedLeaf(view(4, 64, 64), both, np.dtype("float32")),
-    ]
-    leaves += [
-        ShardedLeaf(view(8, 32, 64), rows, np.dtype("bfloat16")),
-        ShardedLeaf(view(8, 8, 64), ((), (), ()), np.dtype("float32")),
-    ]
-    work = loads(make(leaves, {"fsdp": 4, "tensor": 2}), {"fsdp": 4, "tensor": 2})
+    rows = ("fsdp", "tensor"), ()
+    leaves = [leaf((4, 64, 64), *rows), leaf((4, 64, 64), ("fsdp",), ("tensor",))]
+    leaves += [leaf((8, 32, 64), *rows, dtype="bfloat16"), leaf((8, 8, 64), (), ())]
+    work = loads(make(leaves, fsdp=4, tensor=2), fsdp=4, tensor=2)
     assert (work == work[0]).all()
 
 
 def test_units_count_experts_and_layers_but_not_fused_parts():
-    fused = matrix_view(
-        jax.ShapeDtypeStruct((5, 16, 48), "float32"), muonjax.FusedDimensionNumbers(1, 2, axis=2), call=""
-    )
+    struct = jax.ShapeDtypeStruct((5, 16, 48), "float32")
+    fused = matrix_view(struct, muonjax.FusedDimensionNumbers(1, 2, axis=2), call="")
     assert fused.unit_axes == ((0,), (1, 2))
-    assert view(2, 3, 4, 5).unit_axes == ((0, 1), (2, 3))
+    assert leaf((2, 3, 4, 5), (), ()).view.unit_axes == ((0, 1), (2, 3))
 
 
 def test_replicas_divide_the_work():
-    leaves = [ShardedLeaf(view(8, 32, 64), ((), ("fsdp",), ()), np.dtype("float32"))]
-    found = make(leaves, {"replica": 2, "fsdp": 4})
-    assert (loads(found, {"replica": 2, "fsdp": 4}) == cubes(None, 32, 64, 1)).all()
+    rounds = make([leaf((8, 32, 64), ("fsdp",), ())], replica=2, fsdp=4)
+    assert (loads(rounds, replica=2, fsdp=4) == 32 * 32 * 64).all()
     # To the owners and back, 4 of 8 matrices, of which a quarter stays; then the other replica's shards.
-    assert sent(found) == (2 * 3 / 4 + 1) * 4 * 32 * 64 * 4 / 4
+    assert sent(rounds) == (2 * 3 / 4 + 1) * 4 * 32 * 64 * 4 / 4
 
 
 def test_no_round_is_larger_than_an_index_reaches():
-    leaves = [ShardedLeaf(view(384, 8192, 32768), ((), ("fsdp",), ()), np.dtype("bfloat16"))]
+    leaves = [leaf((384, 8192, 32768), ("fsdp",), (), dtype="bfloat16")]
     with pytest.raises(ValueError, match=r"would get \d+ numbers from another; use more devices"):
-        make(leaves, {"fsdp": 4})
-    assert len(make(leaves, {"fsdp": 16}).rounds) == 1
+        make(leaves, fsdp=4)
+    assert len(make(leaves, fsdp=16)) == 1
 
 
 def test_few_matrices_reach_many_replicas_without_padding():
     """An all-gather would pad three matrices to eight."""
-    leaves = [ShardedLeaf(view(3, 32, 64), ((), (), ()), np.dtype("float32"))]
-    few, many = make(leaves, {"data": 8}), make([*leaves, *leaves, *leaves], {"data": 8})
-    assert sent(few) == 2 * 3 * 32 * 64 * 4 * 7 / 8
-    assert sent(many) == 2 * 32 * 64 * 4 * 7  # nine on eight, each padded to two
+    three = leaf((3, 32, 64), (), ())
+    assert sent(make([three], data=8)) == 2 * 3 * 32 * 64 * 4 * 7 / 8
+    assert sent(make([three] * 3, data=8)) == 2 * 32 * 64 * 4 * 7  # nine on eight, each padded to two
 
 
 def test_llama_8b_on_64_devices():
-    sizes = {"query": (4096, 4096), "key": (4096, 1024), "value": (4096, 1024), "out": (4096, 4096)}
-    sizes |= {"gate": (4096, 14336), "up": (4096, 14336), "down": (14336, 4096)}
-    leaves = [
-        ShardedLeaf(view(*shape), (("fsdp",), ()), np.dtype("float32")) for shape in 32 * list(sizes.values())
-    ]
-    found = make(leaves, {"fsdp": 64})
-    assert len(found.rounds) == 1
+    attention = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)]
+    layer = [*attention, (4096, 14336), (4096, 14336), (14336, 4096)]
+    rounds = make([leaf(shape, ("fsdp",), ()) for shape in 32 * layer], fsdp=64)
+    assert len(rounds) == 1
     # 96 of the largest for 64 devices: no assignment has less work on the busiest one.
-    assert loads(found, {"fsdp": 64}).max() == 2 * cubes(None, 4096, 14336, 1)
+    assert loads(rounds, fsdp=64).max() == 2 * 4096 * 4096 * 14336
 
 
 def test_few_matrices_are_shared_by_some_devices_and_many_are_not():
-    def leaves(count):
-        return [ShardedLeaf(view(count, 1024, 4096), ((), ("fsdp",), ("tensor",)), np.dtype("float32"))]
-
-    def cost(dtype, m, columns, devices):
-        return 2.0 * m * m * columns / 5e13 + 8.0 * m * m * (devices > 1) / BYTES_A_SECOND
-
-    four, many = (assign_owners(leaves(n), {"fsdp": 4, "tensor": 2}, cost) for n in (4, 64))
-    assert [one.group.tensor for one in four.rounds] == [("tensor",)]
-    assert [one.group.tensor for one in many.rounds] == [()]
+    four, many = (leaf((count, 1024, 4096), ("fsdp",), ("tensor",)) for count in (4, 64))
     # "tensor" shards the shorter side of this one, and "fsdp" that of the others.
-    turned = ShardedLeaf(view(1, 128, 32), ((), ("fsdp",), ("tensor",)), np.dtype("float32"))
-    mixed = assign_owners([*leaves(4), turned], {"fsdp": 4, "tensor": 2}, cost)
-    assert [one.group.tensor for one in mixed.rounds] == [()]
+    turned = leaf((128, 32), ("fsdp",), ("tensor",))
+    for leaves, shared_over in [([four], ("tensor",)), ([many], ()), ([four, turned], ())]:
+        rounds = assign_owners(leaves, {"fsdp": 4, "tensor": 2})
+        assert [one.group.column_axes for one in rounds] == [shared_over]
 
 
-@quick("owner", "tensor_parallel")
-@pytest.mark.parametrize("divided", ["owner", "hybrid", "tensor_parallel", "auto"])
-def test_the_predicted_time_is_that_of_the_compiled_program(divided):
-    case = sharding.CASES["four"]._replace(
-        leaves={f"x_{i}": ((32, 128), P("fsdp", "tensor")) for i in range(4)}
-    )
+@pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
+@pytest.mark.parametrize("n", [1024, 2048, 4096])
+def test_the_predicted_products_are_those_of_the_default_settings(platform, dtype, n):
+    kind = unit_kind(leaf((1024, n), (), (), dtype=dtype), {"fsdp": 8})
+    f = polar_function(muonjax.NewtonSchulz(), Policy(platform))
+    flops = flops_of(f, jax.ShapeDtypeStruct((1024, n), "float32"))
+    assert seconds_of_unit(kind, {"fsdp": 8}) == pytest.approx(flops / flops_a_second(dtype), rel=0.2)
+
+
+def test_devices_that_share_a_matrix_send_its_gram_matrix():
+    mesh_shape = {"fsdp": 2, "tensor": 4}
+    shared = unit_kind(leaf((32, 128), (), ("tensor",)), mesh_shape, ("tensor",))
+    alone = unit_kind(leaf((32, 32), (), ()), mesh_shape)
+    seconds = seconds_of_unit(shared, mesh_shape) - seconds_of_unit(alone, mesh_shape)
+    assert seconds == pytest.approx(2 * 3 / 4 * 32 * 32 * 4 / BYTES_A_SECOND)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("count", [4, 16])
+def test_what_is_chosen_takes_least_time_in_the_compiled_program(count):
+    leaves = {f"x_{i}": ((32, 128), P("fsdp", "tensor")) for i in range(count)}
+    case = sharding.CASES["four"]._replace(leaves=leaves)
     tx = muonjax.orthogonalize(distribution=muonjax.Distribution(case.mesh(), case.specs))
-    with dividing(divided):
-        found = assigned(tx, case.params(None))
-        compiled = jax.jit(lambda x: tx.update(x, tx.init(x))[0]).lower(case.params(case.mesh())).compile()
-    counts = hlo_counts.count(compiled, devices=8, unknown_trips=1)
-    exchange = counts.mebibytes * 2**20 / BYTES_A_SECOND
-    # XLA finds a few common subexpressions.
-    assert found.seconds == pytest.approx(counts.flops / 5e13 + exchange, rel=0.05)
-    if divided == "owner":
-        assert sent(found) == counts.mebibytes * 2**20
+    seconds = {}
+    for divided in ("owner", "tensor_parallel", "hybrid"):
+        with dividing(divided):
+            rounds = assigned(tx, case.params(None))
+            update = jax.jit(lambda x, tx=tx: tx.update(x, tx.init(x))[0])
+            compiled = update.lower(case.params(case.mesh())).compile()
+        counts = hlo_counts.count(compiled, devices=8, unknown_trips=1)
+        exchange = counts.mebibytes * 2**20 / BYTES_A_SECOND
+        (column_axes,) = {one.group.column_axes for one in rounds}
+        seconds[column_axes] = counts.flops / flops_a_second("float32") + exchange
+        if divided == "owner":
+            assert sent(rounds) == counts.mebibytes * 2**20
+    chosen = {one.group.column_axes for one in assigned(tx, case.params(None))}
+    assert chosen == {min(seconds, key=seconds.get)}

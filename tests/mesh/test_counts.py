@@ -7,29 +7,28 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import hlo_counts
-from muonjax._common.platform import BYTES_A_SECOND, flops_a_second
-from muonjax._mesh.assignment import seconds_of
 from tests.mesh.layouts import make_mesh
+from tests.tools.products import flops_of
 
 X = jax.ShapeDtypeStruct((8, 16), "float32")
 PRODUCT = 2 * 8 * 8 * 16  # x @ x.T
 
 
-def product(x, axes=()):
+def product(x):
     return x @ x.T
 
 
-def looped(x, axes=()):
+def looped(x):
     return jax.lax.fori_loop(0, 5, lambda _, y: y + product(x), jnp.zeros((8, 8)))
 
 
-def branched(x, axes=()):
+def branched(x):
     return jax.lax.cond(x[0, 0] > 0, product, lambda x: x[:, :8], x)
 
 
 @pytest.mark.parametrize(("f", "flops"), [(product, PRODUCT), (looped, 5 * PRODUCT), (branched, PRODUCT)])
 def test_flops_of_loops_and_branches(f, flops):
-    assert seconds_of(f, "float32", 8, 16, 1) == flops / flops_a_second("float32")
+    assert flops_of(f, X) == flops
     compiled = jax.jit(f).lower(X).compile()
     # XLA may take an invariant product out of its loop.
     assert hlo_counts.count(compiled, devices=1).flops in (flops, PRODUCT)
@@ -62,9 +61,3 @@ def test_a_loop_of_unknown_length_is_not_guessed():
     with pytest.raises(ValueError, match=r"length of the loop .* is not known; give unknown_trips"):
         hlo_counts.count(compiled, devices=1)
     assert hlo_counts.count(compiled, devices=1, unknown_trips=3).flops == 3 * 2 * PRODUCT
-
-
-@pytest.mark.parametrize(("collective", "sent"), [(jax.lax.psum, 2 * 3 / 4), (jax.lax.all_gather, 3)])
-def test_what_devices_send_takes_time(collective, sent):
-    seconds = seconds_of(collective, "float32", 8, 16, 4)
-    assert seconds == 8 * 16 * 4 * sent / BYTES_A_SECOND

@@ -15,12 +15,12 @@ from benchmarks.common import momentum
 from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import NewtonSchulz
 from muonjax._common.linalg import SymmetricProduct, square_norm
-from muonjax._common.platform import Policy, flops_a_second
-from muonjax._mesh.assignment import seconds_of
+from muonjax._common.platform import Policy
 from muonjax._newton_schulz import deflation, half_precision, thin_deflation
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.polar_factor import polar_factor
 from tests.tools.oracles import normal
+from tests.tools.products import flops_of
 from tests.tools.tiers import nightly, quick, thorough
 
 PRESETS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced()}
@@ -171,10 +171,10 @@ def test_large_products_on_a_lite_tpu_are_made_in_blocks(policy, m, share):
     """Three of four, of the two symmetric products of each step. Nothing is compiled for it."""
     settings = dataclasses.replace(NewtonSchulz.fast(), deflation=0)
 
-    def iterate(x, axes):
-        return half_precision.iterate(x, settings, policy, jnp.dtype("bfloat16"), axes)
+    def iterate(x):
+        return half_precision.iterate(x, settings, policy, jnp.dtype("bfloat16"))
 
-    flops = seconds_of(iterate, "float32", m, m, 1) * flops_a_second("bfloat16")
+    flops = flops_of(iterate, jax.ShapeDtypeStruct((m, m), "float32"))
     assert flops == pytest.approx(len(settings.coefficients) * (1 + 2 * share) * 2 * m**3)
 
 

@@ -1,0 +1,187 @@
+"""Say how the matrices of a leaf lie on a mesh: which block of a matrix a device stores, and which devices can own it.
+
+`unit_kind` decides it from shapes and shardings; no array is needed. What it does with a mesh axis depends on what the
+axis cuts:
+
+- an axis of the leaf that counts matrices, such as layers or experts: each device keeps its own matrices;
+- a side of a matrix: the owner of the matrix gathers its blocks from the devices along the mesh axis;
+- the longer side of a matrix whose work several devices share: each device gathers some of the columns;
+- nothing: devices along the mesh axis are replicas, and each works on some of the matrices.
+
+In this file an `axis` is a number, an axis of an array, and a `name` is that of a mesh axis.
+
+The words of this folder:
+
+  unit      What one owner orthogonalizes: a matrix, or several that are fused along one axis of a leaf.
+  block     The part of a unit that one device stores, and sends to the owner.
+  owner     The device that orthogonalizes a unit, or the devices along `column_axes` that share it.
+  replicas  Devices that store the same blocks. They divide the units among them.
+  group     Leaves that are exchanged over the same mesh axes and in the same dtype.
+  kind      Units of one group with equal layouts. They are interchangeable.
+  round     The all-to-all of one group to the owners, and the one back.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from muonjax._matrices.matrix_view import MatrixView, view_of
+from muonjax._mesh.distribution import Axes, MeshShape, devices_along
+
+
+class ShardedLeaf(NamedTuple):
+    """A leaf of one or more matrices, sharded over a mesh.
+
+    Attributes:
+      view: Which axes are rows and columns.
+      sharding: For each axis of the leaf, the mesh axes that shard it; the product of their sizes divides it.
+      dtype: The dtype in which the leaf is exchanged.
+    """
+
+    view: MatrixView
+    sharding: tuple[Axes, ...]
+    dtype: Any
+
+
+class UnitLayout(NamedTuple):
+    """Shape and sharding of a unit.
+
+    Attributes:
+      view: The unit at its owner, seen as matrices with m <= n: if the leaf's are tall, these are their transposes.
+      block_shape: The shape of the block that one device stores, with the axes in the leaf's order.
+      gathered: For each of these axes, the mesh axes along which the owner gathers blocks.
+    """
+
+    view: MatrixView
+    block_shape: tuple[int, ...]
+    gathered: tuple[Axes, ...]
+
+    @property
+    def block_size(self) -> int:
+        """Elements of a block."""
+        return math.prod(self.block_shape)
+
+    @property
+    def stack_shape(self) -> tuple[int, int, int]:
+        """[matrices, m, n] of the unit, with the part of n that is on one device of its owner."""
+        return self.view.batch, self.view.fan_in, self.view.fan_out
+
+
+class ExchangeGroup(NamedTuple):
+    """The mesh axes over which some leaves are exchanged together.
+
+    Attributes:
+      exchange_axes: Mesh axes of the all-to-all.
+      replica_axes: Mesh axes over which the leaves are replicated, and the work on them is divided.
+      column_axes: Mesh axes that cut the longer side of a matrix also while its owners work on it.
+      dtype: The dtype of what is exchanged.
+    """
+
+    exchange_axes: Axes
+    replica_axes: Axes
+    column_axes: Axes
+    dtype: Any
+
+    @property
+    def owner_axes(self) -> Axes:
+        """The mesh axes whose coordinates identify an owner."""
+        return self.replica_axes + self.exchange_axes
+
+
+class UnitKind(NamedTuple):
+    """Units of one group and one layout, which are interchangeable."""
+
+    group: ExchangeGroup
+    layout: UnitLayout
+
+
+def unit_kind(leaf: ShardedLeaf, mesh_shape: MeshShape, column_axes: Axes = ()) -> UnitKind:
+    """The kind of a leaf's units.
+
+    Args:
+      leaf: Its view and its sharding.
+      mesh_shape: Sizes of the mesh's axes.
+      column_axes: Mesh axes along which matrices stay cut at their owners. Those that don't cut the longer side are
+        ignored.
+    """
+    # Mesh axes of size one cut nothing.
+    mesh_axes = [name for name, size in mesh_shape.items() if size > 1]
+    sharding = [_among(names, mesh_axes) for names in leaf.sharding]
+    _, longer_side = _sides(leaf.view)
+    # Shards of the axis along which matrices are fused are whole matrices, not columns of each.
+    columns = [sharding[axis] for axis in longer_side if axis != leaf.view.cut]
+    column_axes = _among(column_axes, set().union(*columns))
+    layout = _unit_layout(leaf.view, sharding, column_axes, mesh_shape)
+
+    # Blocks of a matrix are exchanged along the axes that cut it. Devices along the axes that cut nothing of the leaf,
+    # neither a matrix nor the number of matrices, are its replicas.
+    gathered = set().union(*layout.gathered)
+    stored = set().union(*sharding)
+    group = ExchangeGroup(
+        exchange_axes=_among(mesh_axes, gathered),
+        replica_axes=tuple(name for name in mesh_axes if name not in stored),
+        column_axes=column_axes,
+        dtype=leaf.dtype,
+    )
+    return UnitKind(group, layout)
+
+
+def _among(names: Sequence[str], others: Collection[str]) -> Axes:
+    """Those of the names that are among the others, in the order of `names`."""
+    return tuple(name for name in names if name in others)
+
+
+def units_on_device(leaf: ShardedLeaf, mesh_shape: MeshShape) -> int:
+    """Of how many of the leaf's units one device stores a block."""
+    batch_axes, _ = leaf.view.unit_axes
+    units = 1
+    for axis in batch_axes:
+        devices = devices_along(mesh_shape, leaf.sharding[axis])
+        units *= leaf.view.leaf_shape[axis] // devices
+    return units
+
+
+def _sides(view: MatrixView) -> tuple[list[int], list[int]]:
+    """The leaf's axes along the shorter and along the longer side of its matrices."""
+    rows, columns = view.leaf_axes(view.reduction_axes), view.leaf_axes(view.output_axes)
+    return (columns, rows) if view.fan_in > view.fan_out else (rows, columns)
+
+
+def _unit_layout(
+    view: MatrixView,
+    sharding: Sequence[Axes],
+    column_axes: Axes,
+    mesh_shape: MeshShape,
+) -> UnitLayout:
+    """Shape and sharding of the leaf's units, which stay cut along `column_axes`."""
+    # A kernel [16, 64] with P("fsdp", "tensor") on 4 x 2 devices has blocks [4, 32]. Its owner gathers [16, 64], or
+    # [16, 32] if `column_axes` is ("tensor",).
+    _, unit_axes = view.unit_axes
+    block_shape = []
+    shape_at_owner = []
+    gathered = []
+    for axis in unit_axes:
+        size = view.leaf_shape[axis] // devices_along(mesh_shape, sharding[axis])
+        names = tuple(name for name in sharding[axis] if name not in column_axes)
+        block_shape.append(size)
+        shape_at_owner.append(size * devices_along(mesh_shape, names))
+        gathered.append(names)
+    view = _view_at_owner(view, tuple(shape_at_owner))
+    return UnitLayout(view, tuple(block_shape), tuple(gathered))
+
+
+def _view_at_owner(view: MatrixView, shape: tuple[int, ...]) -> MatrixView:
+    """How the owner sees a unit, an array of this shape, as matrices with m <= n.
+
+    The unit's axes are those of the leaf that belong to a matrix, in the same order.
+    """
+    _, unit_axes = view.unit_axes
+    # The shorter side becomes the rows, so `to_matrices` transposes the matrices of a tall leaf.
+    shorter_side, longer_side = _sides(view)
+    rows = tuple(map(unit_axes.index, shorter_side))
+    columns = tuple(map(unit_axes.index, longer_side))
+    if view.cut is None:
+        return view_of(shape, rows, columns)
+    # Fused matrices are one unit, which the owner cuts into matrices.
+    parts = view.shape[view.cut]
+    return view_of(shape, rows, columns, unit_axes.index(view.cut), parts)

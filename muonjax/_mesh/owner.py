@@ -1,0 +1,208 @@
+"""Apply a function to the matrices of one owner, whose blocks the other devices have sent.
+
+The blocks are in a buffer with a row from each device. The owner assembles a matrix from the blocks in some columns,
+applies the function, divides the result into blocks again and writes these over the old ones.
+
+Owners differ in the number and shapes of their matrices, but all devices run one program. So there is one loop for each
+shape, which reads the places of the owner's matrices in the buffer, and how many there are, from tables with a row for
+each owner. Each shape is compiled once.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muonjax._common.platform import Policy
+from muonjax._matrices.batching import Function
+from muonjax._mesh.assignment import Round
+from muonjax._mesh.layout import UnitLayout
+
+
+def apply_to_owned(
+    f: Function,
+    buffer: jax.Array,
+    round_: Round,
+    policy: Policy,
+) -> jax.Array:
+    """Apply f to each matrix whose blocks are in the columns of the buffer; the results take their place."""
+    group = round_.group
+
+    def apply(x: jax.Array) -> jax.Array:
+        """f of the matrices [count, m, n]."""
+        if not policy.is_cpu or len(x) == 1:
+            return f(x, group.column_axes)
+        # On a CPU one after the other is no slower. Each goes as a batch of one: without a batch axis, the order of
+        # XLA's sums depends on the number of devices, and results would not have the same bits on every mesh.
+        return jax.lax.map(lambda matrix: f(matrix[None], group.column_axes)[0], x)
+
+    owner = jax.lax.axis_index(group.owner_axes) if group.owner_axes else 0
+    loops = _loops(round_, policy)
+    if group.column_axes:
+        # Zeros past the end, for owners that have finished.
+        widest = max(loop.batches[0].width for loop in loops)
+        buffer = jnp.pad(buffer, ((0, 0), (0, widest)))
+    for loop in loops:
+        buffer = _run_loop(apply, loop, owner, buffer)
+    return buffer[:, : round_.row_size]
+
+
+class Batch(NamedTuple):
+    """Units of one layout that an owner works on at once.
+
+    Attributes:
+      layout: Their layout.
+      units: How many there are.
+      exchanged: Size of each mesh axis of the all-to-all. Their coordinates number the rows of the buffer.
+    """
+
+    layout: UnitLayout
+    units: int
+    exchanged: dict[str, int]
+
+    @property
+    def width(self) -> int:
+        """How many columns of the buffer they take."""
+        return self.units * self.layout.block_size
+
+    @property
+    def _order(self) -> list[int]:
+        """The axes (*exchanged, units, *block), with those next to each other that make up one axis of a unit."""
+        # A unit [64, 16] whose rows "fsdp" shards arrives as (fsdp, units, block rows, columns). Its rows are
+        # (fsdp, block rows), so the order is (units, fsdp, block rows, columns).
+        names = list(self.exchanged)
+        units_axis = len(names)
+        order = [units_axis]
+        for axis, gathered in enumerate(self.layout.gathered):
+            order += [names.index(name) for name in gathered]
+            order.append(units_axis + 1 + axis)
+        return order
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """(*exchanged, units, *block)."""
+        return (*self.exchanged.values(), self.units, *self.layout.block_shape)
+
+    def assemble(self, rows: jax.Array) -> jax.Array:
+        """Blocks [devices, units * elements of a block] -> [matrices, m, n]."""
+        # Axes: rows -> (*exchanged, units, *block) -> (units, *unit) -> (units, parts, m, n) -> (matrices, m, n).
+        view = self.layout.view
+        units = rows.reshape(self._shape).transpose(self._order)
+        units = units.reshape(self.units, *view.leaf_shape)
+        matrices = jax.vmap(view.to_matrices)(units)
+        return matrices.reshape(-1, *matrices.shape[2:])
+
+    def divide(self, matrices: jax.Array) -> jax.Array:
+        """The inverse of `assemble`."""
+        matrices = matrices.reshape(self.units, -1, *matrices.shape[1:])
+        units = jax.vmap(self.layout.view.to_leaf)(matrices)
+        blocks = units.reshape([self._shape[axis] for axis in self._order])
+        rows = math.prod(self.exchanged.values())
+        blocks = blocks.transpose(np.argsort(self._order))
+        return blocks.reshape(rows, -1)
+
+
+class Loop(NamedTuple):
+    """The units of one shape, a batch in each step.
+
+    Attributes:
+      batches: A batch of each layout that units of this shape have.
+      places: [owners, steps, 2]: the first column in the buffer of each step's batch, and its number in `batches`.
+      steps: [owners], how many steps there are.
+    """
+
+    batches: list[Batch]
+    places: np.ndarray
+    steps: np.ndarray
+
+
+Columns = list[dict[UnitLayout, list[int]]]
+"""For each owner and each layout of its units, the first column of each unit in the buffer."""
+
+
+def _loops(round_: Round, policy: Policy) -> list[Loop]:
+    """One loop for each shape of matrices."""
+    owners = list(itertools.chain(*round_.replicas))
+    # The row for an owner has its units one after the other: a block of each takes `block_size` columns.
+    columns_of: dict[tuple[int, ...], Columns] = {}
+    for i, owner in enumerate(owners):
+        column = 0
+        for units in owner:
+            layout = units.layout
+            columns = columns_of.setdefault(layout.stack_shape, [{} for _ in owners])
+            firsts = range(column, column + units.size, layout.block_size)
+            columns[i].setdefault(layout, []).extend(firsts)
+            column += units.size
+    return [_loop(columns, round_, policy) for columns in columns_of.values()]
+
+
+def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
+    """The loop over units of one shape."""
+    # One shape can have several layouts: leaves that are sharded along other axes, or transposed.
+    layouts = list(dict.fromkeys(itertools.chain(*columns)))
+    units = 1
+    if not policy.is_cpu:
+        # Batches have one size for all layouts and owners, because all devices run one program.
+        counts = map(len, itertools.chain(*map(dict.values, columns)))
+        _, m, n = layouts[0].stack_shape
+        units = policy.chunk_size(math.gcd(*counts), (m, n))
+    exchanged = {name: jax.lax.axis_size(name) for name in round_.group.exchange_axes}
+    batches = [Batch(layout, units, exchanged) for layout in layouts]
+
+    rows: list[list[tuple[int, int]]] = []
+    for owner in columns:
+        row = []
+        for layout, firsts in owner.items():
+            # Units of a layout follow each other in the buffer, and so do those of a batch.
+            for column in firsts[::units]:
+                row.append((column, layouts.index(layout)))
+        rows.append(row)
+    steps = np.array(list(map(len, rows)))
+    # Owners with fewer units than others have places past the end of the buffer.
+    past_end = (round_.row_size, 0)
+    for row in rows:
+        row += [past_end] * (steps.max() - len(row))
+    if round_.group.column_axes:
+        # Devices that share matrices sum over mesh axes, so all of them must take equally many steps. An owner that has
+        # finished works on the zeros there.
+        steps[:] = steps.max()
+    return Loop(batches, np.array(rows, np.int32), steps)
+
+
+def _run_loop(
+    apply: Callable[[jax.Array], jax.Array],
+    loop: Loop,
+    owner: Any,
+    buffer: jax.Array,
+) -> jax.Array:
+    """Apply a function to this owner's matrices of one shape, whose results replace their blocks in the buffer."""
+    places = jnp.asarray(_row_of(owner, loop.places))
+    # A branch for each layout: only how blocks become matrices differs, and f is compiled once.
+    assemble = [batch.assemble for batch in loop.batches]
+    divide = [batch.divide for batch in loop.batches]
+    width = loop.batches[0].width
+
+    def step(i: jax.Array, buffer: jax.Array) -> jax.Array:
+        column, batch = places[i]
+        rows = jax.lax.dynamic_slice(buffer, (0, column), (len(buffer), width))
+        x = jax.lax.switch(batch, assemble, rows)
+        # XLA would fuse f's first and last operations with the exchange, and f would round differently on each mesh.
+        # The barriers prevent that.
+        x = jax.lax.optimization_barrier(x)
+        y = jax.lax.optimization_barrier(apply(x))
+        rows = jax.lax.switch(batch, divide, y)
+        return jax.lax.dynamic_update_slice(buffer, rows, (0, column))
+
+    steps = _row_of(owner, loop.steps)
+    return jax.lax.fori_loop(0, steps, step, buffer)
+
+
+def _row_of(owner: Any, table: np.ndarray) -> Any:
+    """This owner's row of a table: a constant if all rows are equal."""
+    if (table == table[0]).all():
+        return table[0]
+    return jnp.asarray(table)[owner]
