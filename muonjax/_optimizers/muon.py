@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from muonjax._clip.qk_clip import clip_logits, qk_clip
@@ -22,6 +23,7 @@ from muonjax._common.arguments import (
     given_dtype,
     other_state,
 )
+from muonjax._common.trees import dtype_of
 from muonjax._inspect.program import Program
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
@@ -137,7 +139,8 @@ def muon(
         sqrt(max(1, fan_out / fan_in)) instead, as optax.contrib.muon does by default.
       decay: Coefficient of the momentum, in [0, 1).
       nesterov: Look one step ahead, G + decay M; False takes M itself.
-      mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is the parameter's.
+      mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is the parameter's. A
+        float type is that of AdamW's first moment too.
       newton_schulz: Settings of the orthogonalization; None is `NewtonSchulz.balanced()`.
       adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` with b2 = 0.95.
       distribution: How the parameters are sharded (see `orthogonalize`).
@@ -248,7 +251,8 @@ def muonh(
     if adam_learning_rate is not None:
         check_rates("muonh", adam_learning_rate=adam_learning_rate)
 
-    adamw = _adamw(0.0 if adam_learning_rate is None else adam_learning_rate, 0.0, None)
+    adam_rate = 0.0 if adam_learning_rate is None else adam_learning_rate
+    adamw = _adamw(adam_rate, 0.0, None, mu_dtype=settings.get("mu_dtype"))
     return _orthogonalized("muonh", [partial(hyperball, learning_rate)], (), adamw, program, **settings)
 
 
@@ -265,23 +269,37 @@ def _decayed(
     check_rates(call, learning_rate=learning_rate, weight_decay=weight_decay)
     check_mask(call, "weight_decay_mask", mask)
     end = optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
-    return _orthogonalized(
-        call, members, end, _adamw(learning_rate, weight_decay, mask, program), program, **settings
-    )
+    adamw = _adamw(learning_rate, weight_decay, mask, program, settings.get("mu_dtype"))
+    return _orthogonalized(call, members, end, adamw, program, **settings)
 
 
 def _adamw(
-    learning_rate: optax.ScalarOrSchedule, decay: float, mask: Any, program: Any = None
+    learning_rate: optax.ScalarOrSchedule,
+    decay: float,
+    mask: Any,
+    program: Any = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
 ) -> Callable[[Any], optax.GradientTransformation]:
     """For the leaves of a tree that are no matrices; None as the mask means all but vectors, as the program says."""
+    # Adam's first moment has no 8-bit form.
+    adam_dtype = None if mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8 else mu_dtype
 
     def of_tree(tree: Any) -> optax.GradientTransformation:
         own = decays(tree, getattr(program, "vectors", ())) if mask is None else mask
         if mask is None and callable(own):  # a tree may be callable, as an Equinox module is
             own = partial(lambda found, _: found, own)
-        return optax.adamw(learning_rate, b2=0.95, weight_decay=decay, mask=own)
+        return optax.adamw(
+            learning_rate, b2=0.95, eps=_adam_eps(tree), weight_decay=decay, mask=own, mu_dtype=adam_dtype
+        )
 
     return of_tree
+
+
+def _adam_eps(tree: Any) -> float:
+    """Adam's usual eps, or the smallest normal number of the narrowest float: 1e-8 is 0 in float16."""
+    dtypes = {dtype_of(leaf) for leaf in jax.tree.leaves(tree)}
+    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    return max([1e-8, *(float(jnp.finfo(dtype).tiny) for dtype in floats)])
 
 
 class AdamWSettings(TypedDict, total=False):
