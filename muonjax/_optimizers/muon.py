@@ -30,7 +30,7 @@ from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._mesh.host_memory import offload
 from muonjax._names.dimension_numbers import decays
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
-from muonjax._optimizers.partition import check_program, partition_by_route
+from muonjax._optimizers.partition import check_program, partition_by_route, sharded_as
 from muonjax._transforms.momentum import momentum_dtype, trace
 from muonjax._transforms.orthogonalize import match_rms, normalize_neurons, orthogonalize
 from muonjax._transforms.weight_size import hyperball
@@ -436,7 +436,8 @@ def _then_clip(
         pair = isinstance(state, (tuple, list)) and len(state) == 2 and hasattr(state[1], "factors")
         if not (pair and len(state[0]) == len(own)):
             raise ValueError(other_state(call, state))
-        return chain.update(updates, state, params, **extra_args)
+        updates, state = chain.update(updates, state, params, **extra_args)
+        return sharded_as(params, updates), state
 
     return optax.GradientTransformationExtraArgs(chain.init, update)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._common.arguments import check_update, other_state, warn_user
+from muonjax._common.platform import sharded_like
 from muonjax._common.trees import dtype_of, flatten_paths, is_masked
 from muonjax._matrices.matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
 from muonjax._mesh.host_memory import offload
@@ -58,9 +59,15 @@ def partition_by_route(
         if kinds != _kinds(updates, params):
             partition = decide(updates, params)
         _check_state(state, jax.eval_shape(partition.init, updates), call)
-        return partition.update(updates, state, params, **extra_args)
+        updates, state = partition.update(updates, state, params, **extra_args)
+        return sharded_as(params, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def sharded_as(params: Any, updates: Any) -> Any:
+    """Updates on the shards of their parameters: with explicit axis types they come on those of the state."""
+    return jax.tree.map(sharded_like, updates, params)
 
 
 def _kinds(*trees: Any) -> list[Any]:
