@@ -19,6 +19,19 @@ def unboxed(leaf: Any) -> jax.Array:
     return jax.tree.leaves(leaf)[0]
 
 
+def is_boxed(node: Any) -> bool:
+    """Whether a node is a box of Flax around one array, with metadata such as its sharding."""
+    return hasattr(node, "unbox") or hasattr(node, "get_metadata")
+
+
+def without_box(node: Any) -> Any:
+    """What is in a box of Flax; any other node as it is."""
+    if not is_boxed(node):
+        return node
+    (content,), _ = jax.tree_util.default_registry.flatten_one_level(node)
+    return content
+
+
 def names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """A key path as names, without the box of Flax at its end: `.value` of a metadata box or of an NNX variable.
 

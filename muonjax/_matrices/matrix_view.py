@@ -12,7 +12,7 @@ import jax
 import optax
 
 from muonjax._common.platform import sharded_like, whole_along
-from muonjax._common.trees import broadcast_prefix, is_masked, tree_of
+from muonjax._common.trees import broadcast_prefix, is_boxed, is_masked, tree_of, without_box
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact
@@ -304,11 +304,13 @@ class Pieces(list[Piece]):
             parts.setdefault(piece.leaf, []).append(array)
         one_or_more = {i: own[0] if len(own) == 1 else tuple(own) for i, own in parts.items()}
         leaves = range(self.treedef.num_leaves)
-        return self.treedef.unflatten(one_or_more.get(i, optax.MaskedNode()) for i in leaves)
+        state = self.treedef.unflatten(one_or_more.get(i, optax.MaskedNode()) for i in leaves)
+        # A box of Flax has the sharding of the parameter, which is of another shape.
+        return jax.tree.map(without_box, state, is_leaf=is_boxed)
 
     def of_state(self, state: Any, shapes: Sequence[tuple[int, ...]], *, call: str) -> list[Any]:
         """The inverse of `as_state`; raises unless the arrays have these shapes."""
-        arrays = [array for own in self.treedef.flatten_up_to(state) for array in jax.tree.leaves(own)]
+        arrays = jax.tree.leaves(state)
         found = [jax.numpy.shape(array) for array in arrays]
         if found != [*shapes]:
             raise ValueError(f"{call}: the state has shapes {found[:9]}, these updates need {[*shapes][:9]}.")
