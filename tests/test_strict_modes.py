@@ -26,6 +26,7 @@ PROGRAM = {"attention": muonjax.MuonDimensionNumbers(0, (1, 2))} | STACKED
 SITES = muonjax.mha_site()
 OPTIMIZERS = {
     "muon": lambda **own: muonjax.muon(optax.linear_schedule(1e-3, 0, 9), PROGRAM, **own),
+    "muon, bfloat16": lambda **own: muonjax.muon(1e-3, PROGRAM, mu_dtype=jnp.bfloat16, **own),
     "muon, int8": lambda **own: muonjax.muon(1e-3, PROGRAM, mu_dtype=jnp.int8, **own),
     "normuon": lambda **own: muonjax.normuon(1e-3, PROGRAM, **own),
     "muonh": lambda **own: muonjax.muonh(1e-3, PROGRAM, **(own or {"adam_learning_rate": 1e-3})),
@@ -42,12 +43,14 @@ OPTIMIZERS = {
     *(("standard", name) for name in OPTIMIZERS),
     *(("strict", name) for name in OPTIMIZERS if name != "optax_contrib"),
 ])  # fmt: skip
-def test_optimizers_without_promotion(dtypes, name):
+@pytest.mark.parametrize(("x64", "dtype"), [(False, "float32"), (True, "float32"), (True, "float64")])
+def test_optimizers_without_promotion(dtypes, name, x64, dtype):
     tx = OPTIMIZERS[name](**({"adam": optax.sgd(1e-3)} if dtypes == "strict" else {}))
-    given = {"max_logits": {"attention": jnp.ones(2)}} if name == "muonclip" else {}
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion(dtypes):
-        state = tx.init(PARAMS)
-        jax.eval_shape(lambda p, s: tx.update(p, s, p, **given), PARAMS, state)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion(dtypes), jax.enable_x64(x64):
+        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
+        given = {"max_logits": {"attention": jnp.ones(2, "float32")}} if name == "muonclip" else {}
+        state = tx.init(params)
+        jax.eval_shape(lambda p, s: tx.update(p, s, p, **given), params, state)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])

@@ -92,7 +92,9 @@ def trace(
 
     def step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
         ahead, new = wide_step(g, m)
-        return ahead.astype(jnp.promote_types(g.dtype, m.dtype)), new.astype(dtype or m.dtype)
+        with jax.numpy_dtype_promotion("standard"):
+            update_dtype = jnp.promote_types(g.dtype, m.dtype)
+        return ahead.astype(update_dtype), new.astype(dtype or m.dtype)
 
     def int8_step(g: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
         ahead, new = wide_step(g, dequantize(values, scale))

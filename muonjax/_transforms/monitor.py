@@ -225,7 +225,8 @@ def _local_deviation(update: jax.Array, *, view: MatrixView) -> Float32[Array, "
     u = view.to_matrices(update)
     u = u.mT if u.shape[-2] > u.shape[-1] else u
     u = u.astype(at_least_float32(u.dtype))
-    u = u / jnp.maximum(jnp.max(jnp.abs(u), (-2, -1), keepdims=True), jnp.finfo(jnp.float32).tiny)
+    smallest = float(jnp.finfo(jnp.float32).tiny)
+    u = u / jnp.maximum(jnp.max(jnp.abs(u), (-2, -1), keepdims=True), smallest)
     gram = dot.with_adjoint(u, u)
     trace = jnp.sum(jnp.abs(u) ** 2, (-2, -1))
     fourth = square_norm(gram)[..., 0, 0] * gram.shape[-1]

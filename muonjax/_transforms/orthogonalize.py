@@ -256,7 +256,7 @@ def _normalize(
     """The leaf's normalized update and its new second moment."""
     o = view.split(leaf).astype(at_least_float32(leaf.dtype))
     squares = jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
-    moment = decay * moment + (1 - decay) * squares / view.fan_in
+    moment = decay * moment.astype(squares.dtype) + (1 - decay) * squares / view.fan_in
     factor = 1 / (jnp.sqrt(moment) + eps)
     # ||P||_F from the neurons' own norms: no second pass over the update.
     norm2, scaled2 = (jnp.sum(s, view.output_axes, keepdims=True) for s in (squares, squares * factor**2))

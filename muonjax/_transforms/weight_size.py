@@ -201,7 +201,7 @@ def _step(
     bit = max(_SAME, *(float(jnp.finfo(x.dtype).eps) for x in (leaf, weight)))
     radius = jnp.where(jnp.abs(size - kept / unit) <= bit, kept / unit, size)
     per_length = 1 / jnp.where(length == 0, 1, length)
-    toward = -eta * radius * per_length
+    toward = -eta.astype(w.dtype) * radius * per_length
     # The size of W + toward U from three sums: no second reduction.
     moved2 = size**2 + 2 * toward * _mean((w * u.conj()).real, view) + (toward * length) ** 2
     # A step to the middle of the ball has no direction from there.
