@@ -1,0 +1,252 @@
+"""Pre-train a decoder with AdamW, Optax's Muon and ours, on the Python sources that are installed here.
+
+    python -m benchmarks.training.pretrain --minutes 9                  # on a GPU; what is most wanted first
+    python -m benchmarks.training.pretrain --size tiny --minutes 1      # anywhere: shows that all of it runs
+    python -m benchmarks.training.pretrain --draw                       # the picture, from the JSON
+
+Each call does what comes next in `ORDER` and is not in the JSON yet, writes after each evaluation and stops in time. A
+run that is cut goes on from its checkpoint in the working folder, or starts again where that folder is lost.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".92")
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.common import measure
+from benchmarks.training import source_text, trainer
+from benchmarks.training.decoder import SIZES, attention
+from benchmarks.training.methods import METHODS
+from benchmarks.training.pretrain_results import Piece, Results, Row, draw, losses
+
+ROOT = measure.RESULTS.parents[1]
+# What is most wanted comes first. "step" times a step; "rates" is a run at each of three rates, and at more until the
+# best has worse ones on both sides; "best" is a run at the best rate of the smaller model; "half" has half the steps.
+ORDER = (
+    ("step", "124M", ("adamw", "muon", "optax.contrib.muon", "muonclip")),
+    ("step", "30M", ("adamw",)),
+    ("rates", "30M", ("muon", "adamw")),
+    ("best", "124M", ("adamw", "muon")),
+    ("half", "124M", ("muon",)),
+    ("best", "124M", ("muonclip",)),
+    ("step", "124M", ("muonclip, exact", "muon, fast", "muonh")),
+    ("rates", "30M", ("optax.contrib.muon", "muonclip", "muonh", "muon, fast")),
+    ("best", "124M", ("optax.contrib.muon", "muonh", "muon, fast")),
+    ("second seed", "124M", ("adamw", "muon")),
+    ("step, visible softmax", "124M", ("muon", "muonclip")),
+    ("step", "tiny", ("adamw",)),
+    ("rates", "tiny", ("muon", "adamw")),
+    ("half", "tiny", ("muon",)),
+)
+RATES = dict.fromkeys(METHODS, (4e-3, 2e-3, 8e-3))
+RATES |= {"adamw": (2e-3, 1e-3, 4e-3), "muonh": (2e-2, 1e-2, 4e-2)}
+MOST_RATES = 5
+TO_IMPORT = 8  # seconds before `main` begins, at most
+
+
+class Budget(NamedTuple):
+    """Seconds for a size.
+
+    Attributes:
+      to_begin: Until a step is compiled and the first loss is there, at a guess.
+      step: To time a step, at a guess.
+      run: Of AdamW's runs, which gives all runs their number of steps.
+      tuned_at: The size at which its rates are compared.
+    """
+
+    to_begin: float
+    step: float
+    run: float
+    tuned_at: str
+
+
+BUDGETS = {
+    "tiny": Budget(10, 3, 0.3, tuned_at="tiny"),
+    "30M": Budget(45, 10, 60, tuned_at="30M"),
+    "124M": Budget(60, 30, 150, tuned_at="30M"),
+}
+
+
+def rates(rows: list[Row], size: str, method: str) -> tuple[float, ...]:
+    """The rates to run: the usual three, then the next one beyond the best where that is at an end."""
+    by_rate, usual = losses(rows, size, method), RATES[method]
+    if not by_rate.keys() >= set(usual) or len(by_rate) >= MOST_RATES:
+        return usual
+    beyond = {min(by_rate): min(by_rate) / 2, max(by_rate): max(by_rate) * 2}
+    best = min(by_rate, key=by_rate.__getitem__)
+    return (*by_rate, beyond[best]) if best in beyond else tuple(by_rate)
+
+
+def pieces(rows: list[Row], sizes: tuple[str, ...], fastest: str) -> Iterator[Piece]:
+    """All of `ORDER` for these sizes, as far as the rows tell the best rates."""
+    for what, size, methods in ORDER:
+        for method in methods if size in sizes else ():
+            piece = Piece("run", size, method, fastest)
+            if what.startswith("step"):
+                yield piece._replace(kind="step", attention="xla" if "visible" in what else fastest)
+            elif what == "rates":
+                for rate in rates(rows, size, method):
+                    yield piece._replace(rate=rate)
+            elif by_rate := losses(rows, BUDGETS[size].tuned_at, method):
+                best = piece._replace(rate=min(by_rate, key=by_rate.__getitem__))
+                yield best._replace(seed=int("seed" in what), fraction=0.5 if what == "half" else 1.0)
+
+
+def expected(piece: Piece) -> float:
+    """Seconds, at a guess."""
+    budget = BUDGETS[piece.size]
+    return budget.to_begin + (budget.step if piece.kind == "step" else 1.2 * piece.fraction * budget.run)
+
+
+class Session:
+    """One call: the time that it has, the data, and the programs that are compiled."""
+
+    def __init__(self, args: argparse.Namespace, left: Callable[[], float]):
+        self.args, self.left = args, left
+        self.fastest = "cudnn" if cudnn_runs() else "xla"
+        self.results = Results(args.out, measure.provenance()["device"])
+        self.failed: set[Piece] = set()
+        self.texts = args.work / ("library" if args.size == "tiny" else "packages")
+        # The tokens are made in a process of their own, while steps are timed on random ones.
+        command = [sys.executable, "-m", "benchmarks.training.source_text", self.texts, self.texts.name]
+        threads = str(max(1, (os.cpu_count() or 2) // 2))
+        environment = os.environ | {"RAYON_NUM_THREADS": threads}
+        self.preparing = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment)
+
+    def next(self) -> Piece | None:
+        """The first piece that fits into the time; if none does, the first run that can at least begin."""
+        rows = self.results.rows
+        keys = [{key: row[key] for key in Piece._fields} for row in rows]
+        wanted = [
+            piece
+            for piece in pieces(rows, self.args.sizes, self.fastest)
+            if piece._asdict() not in keys and piece not in self.failed
+        ]
+        if self.preparing.poll() is None:  # steps are timed while the tokens are made
+            wanted.sort(key=lambda piece: piece.kind == "run")
+        for piece in wanted:
+            if expected(piece) < self.left():
+                return piece
+        runs = [piece for piece in wanted if piece.kind == "run"]
+        return runs[0] if runs and BUDGETS[runs[0].size].to_begin < self.left() else None
+
+    def steps(self, size: str) -> int:
+        """Of a whole run: the same for all methods, so that all see the same tokens."""
+        if self.args.steps:
+            return self.args.steps
+        rows = [row for row in self.results.content["rows"] if row["device"] == self.results.device]
+        for row in rows:
+            if row["size"] == size and "whole_steps" in row:
+                return row["whole_steps"]
+        key = {"kind": "step", "size": size, "method": "adamw"}
+        timed = next(row for row in self.results.rows if key.items() <= row.items())
+        unit = 2 * trainer.EVALUATIONS
+        return max(1, int(BUDGETS[size].run / timed["seconds"]) // unit) * unit
+
+    def do(self, piece: Piece) -> bool:
+        """Measure a piece; False if the time is up."""
+        print(f"{self.left():.0f} s left:", *piece, flush=True)
+        path = self.args.work / f"{'_'.join(map(str, piece))}.npz"
+        size = SIZES[piece.size]
+        if self.args.batch:
+            size = dataclasses.replace(size, batch=self.args.batch)
+        chosen = trainer.fitting(size, piece.attention, piece.method)
+        common = {"parts": chosen.task.parts, "statistic": chosen.statistic}
+        if piece.kind == "step":
+            timed = trainer.time_step(chosen, calls=1 if self.args.steps else trainer.EVERY)
+            self.results.add(piece, common | timed | {"complete": True})
+            return True
+        self.preparing.wait(max(1.0, self.left()))
+        text = source_text.Text(self.texts)
+        self.results.content["data"][text.record["hash"]] = text.record
+        common["whole_steps"] = self.steps(piece.size)
+        run = trainer.Run(piece.rate, piece.seed, int(piece.fraction * common["whole_steps"]))
+        for row in trainer.train(chosen, text, run, path, self.left):
+            self.results.add(piece, common | row)
+        return row["complete"]
+
+    def run(self) -> None:
+        while piece := self.next():
+            try:
+                if not self.do(piece):
+                    return
+            except Exception as error:  # the others are still worth knowing
+                traceback.print_exc()
+                self.failed.add(piece)
+                message = f"{type(error).__name__}: {error}"[:1000]
+                self.results.add(piece, {"complete": False, "error": message})
+
+
+def cudnn_runs() -> bool:
+    """Whether cuDNN's attention, its log-sum-exp and its derivative run here."""
+    if jax.default_backend() != "gpu":
+        return False
+    attend = attention("cudnn", "bound")
+
+    def total(x: jax.Array) -> jax.Array:
+        grouped = x[:, :, :2]
+        y, _ = attend(x, grouped, grouped)
+        return y.astype(jnp.float32).sum()
+
+    try:
+        jax.block_until_ready(jax.grad(total)(jnp.ones((1, 128, 4, 64), jnp.bfloat16)))
+    except Exception as error:
+        print(f"no cuDNN attention: {type(error).__name__}: {error}"[:1000])
+        return False
+    return True
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("--minutes", type=float, default=9, help="this process takes no longer")
+    add("--size", choices=SIZES, help="None: 124M and 30M")
+    add("--out", type=pathlib.Path, help="folder of pretrain.json; benchmarks/results on a GPU")
+    add("--work", type=pathlib.Path, default=ROOT / "runs" / "pretrain", help="tokens and checkpoints")
+    add("--draw", action="store_true", help="draw docs/images/pretrain.png, and measure nothing")
+    add("--steps", type=int, help="of a whole run, for a dry run")
+    add("--batch", type=int, help="for a dry run")
+    args = parser.parse_args(argv)
+    args.sizes = (args.size,) if args.size else ("124M", "30M")
+    dry = args.steps or args.batch or args.size == "tiny"
+    if not (dry or args.draw) and jax.default_backend() != "gpu":
+        parser.error("there is no GPU. --size tiny runs anywhere, and so does --steps 10 --batch 1.")
+    args.out = args.out or (args.work if dry else measure.RESULTS)
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    if args.draw:
+        device = measure.read("pretrain")["provenance"]["device"]
+        draw(Results(measure.RESULTS, device).rows, ROOT / "docs" / "images" / "pretrain.png")
+        return
+    end = time.monotonic() + 60 * args.minutes - TO_IMPORT
+    if args.size == "tiny":  # nobody wants its times
+        jax.config.update("jax_disable_most_optimizations", True)
+    watch = threading.Timer(end - time.monotonic(), os._exit, [3])  # nothing else stops a compiler
+    watch.daemon = True
+    watch.start()
+    session = Session(args, lambda: end - 3 - time.monotonic())
+    try:
+        session.run()
+    finally:
+        watch.cancel()
+        session.preparing.terminate()
+        session.preparing.wait()
+
+
+if __name__ == "__main__":
+    main()
