@@ -158,7 +158,7 @@ def _place(ends: _Ends, value: int, is_read: bool) -> _Place:
     """Where in the model the result of a product by a parameter is; labels choose one of its columns if `is_read`."""
     if value in ends.direct and is_read:
         return "head"
-    if value in ends.consumed or (value in ends.layers and value not in ends.direct):
+    if value in ends.consumed or value in ends.layers:
         return "layer"
     if value in ends.frozen:
         return "frozen layer"

@@ -60,6 +60,12 @@ def _follow(walk: Walk, first: int, last: int) -> None:
             before, now = now, [_next(walk, c) for c in carries]
             if now == before:
                 break
+        trains_inside = any(walk.nodes[k].passes == "backward" for k in range(loop.carries.stop, loop.last))
+        for carry, value in zip(carries, now, strict=True):
+            start = walk.values[walk.nodes[carry].inputs[0]]
+            if start.is_weight and not value.is_weight:  # an initial state, or weights that the loop trains
+                kind = "unknown" if trains_inside else "other"
+                walk.record_terms(carry, "the start of a loop that changes it", [start], kind)
         i = loop.last
 
 

@@ -1269,3 +1269,34 @@ for sequences in (2, 200):  # in which order einsum multiplies depends on that
 @program(X, X, w=((D, D, 16), "0, 1 | 2"), out=((16, 3), "head"))
 def a_bilinear_layer(p, x, y):
     return sq(jnp.einsum("btd,bte,def->btf", x, y, p["w"]) @ p["out"])
+
+
+@program(X, projector=((D, D), "0 | 1"))
+def a_projector_into_a_frozen_tower_with_a_residual_stream(p, x):
+    layers = np.stack([frozen("up"), frozen("up").T])
+    return sq(lax.scan(lambda x, w: (x + jax.nn.relu(x @ w) @ w.T, None), x @ p["projector"], layers)[0])
+
+
+@program(
+    X, fast=((D, D), "loop that changes it"), key=((D, D), "0 | 1"), value=((D, D), "gradient"),
+    query=((D, D), "0 | 1"), out=((D, 3), "head"),
+)  # fmt: skip
+def a_layer_trained_in_a_loop(p, x):
+    def step(w, x):
+        gradient = jax.grad(lambda w: sq(x @ p["key"] @ w - x @ p["value"]))(w)
+        w = w - 0.1 * gradient
+        return w, x @ p["query"] @ w
+
+    return sq(jax.nn.relu(lax.scan(step, p["fast"], jnp.moveaxis(x, 1, 0))[1]) @ p["out"])
+
+
+@program(
+    X, start=((D,), "loop that changes it"), w=((D, D), "0 | 1"), u=((D, D), "0 | 1"), out=((D, 3), "head")
+)
+def a_state_that_begins_with_a_parameter(p, x):
+    def step(h, x):
+        h = jnp.tanh(h @ p["w"] + x @ p["u"])
+        return h, h
+
+    start = jnp.broadcast_to(p["start"], (B, D))
+    return sq(lax.scan(step, start, jnp.moveaxis(x, 1, 0))[1] @ p["out"])
