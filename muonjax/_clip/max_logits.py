@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from muonjax._common.arguments import check_flag, check_range, given_dtype, whole_number
+from muonjax._common.arguments import check_flag, check_range, given_dtype, shown, whole_number
 from muonjax._common.linalg import at_least_float32
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def max_logits(
 
     Raises:
       ValueError: Shapes that do not fit together; a block or window size that is traced or out of range.
-      TypeError: `is_causal` or `scale` has another type.
+      TypeError: An argument has another type, as a mask that is a list or a boolean.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -70,7 +70,9 @@ def max_logits(
 
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
-    _check(query, key)
+    _check_array("max_logits", "query", query, _REAL, "of real numbers, [*batch, T, heads, D]")
+    _check_array("max_logits", "key", key, _REAL, "of real numbers, [*batch, S, key_heads, D]")
+    _check_shapes(query, key)
     block_q, block_k = (
         whole_number("max_logits", name, size, 1, " of positions, at least 1.")
         for name, size in (("block_q", block_q), ("block_k", block_k))
@@ -79,6 +81,8 @@ def max_logits(
     if scale is not None:
         check_range("max_logits", "scale", scale, "finite", "; 1/√D is usual.")
     if mask is not None:
+        wanted = "of booleans or numbers that broadcasts to [*batch, heads, T, S]"
+        _check_array("max_logits", "mask", mask, (*_REAL, jnp.bool_), wanted)
         mask = _normal_mask(mask, query.shape, key.shape)
     query, key = lax.stop_gradient((query, key))
     *batch, T, heads, depth = query.shape
@@ -155,6 +159,7 @@ def max_logits_bound(
 
     Raises:
       ValueError: `lse` has fewer than two axes, or is not floating point.
+      TypeError: `lse` is no array of real numbers.
 
     Example:
       >>> import jax, jax.numpy as jnp, muonjax
@@ -165,6 +170,7 @@ def max_logits_bound(
 
     Source: the inequality between maximum and log-sum-exp; Dao et al., "FlashAttention", 2022, which keeps the latter.
     """
+    _check_array("max_logits_bound", "lse", lse, _REAL, "of floats, [*batch, T, heads]")
     if lse.ndim < 2 or not jnp.issubdtype(lse.dtype, jnp.floating):
         raise ValueError(f"max_logits_bound needs floats [*batch, T, heads], got {lse.dtype}{[*lse.shape]}.")
     if dtype is not None:
@@ -177,7 +183,18 @@ def max_logits_bound(
     return top + cast * size + inside * (1 + size)
 
 
-def _check(query: jax.Array, key: jax.Array) -> None:
+_REAL = (jnp.floating, jnp.integer)
+
+
+def _check_array(call: str, name: str, value: Any, kinds: Sequence[Any], wanted: str) -> None:
+    """Raise unless it is an array, of NumPy or JAX, with a dtype of one of these kinds."""
+    dtype = getattr(value, "dtype", None)
+    is_array = hasattr(value, "ndim") and dtype is not None
+    if not is_array or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+        raise TypeError(f"{call}({name}={shown(value)}) must be an array {wanted}.")
+
+
+def _check_shapes(query: jax.Array, key: jax.Array) -> None:
     fits = query.ndim == key.ndim >= 3 and query.shape[:-3] == key.shape[:-3]
     depth, key_heads = (key.shape[-1], key.shape[-2]) if fits else (0, 0)
     if not (depth and key_heads and depth == query.shape[-1]) or query.shape[-2] % key_heads:

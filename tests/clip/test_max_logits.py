@@ -184,6 +184,21 @@ def test_bad_input(arguments, message):
         max_logits(arguments.pop("query"), arguments.pop("key"), **arguments)
 
 
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"query": None}, r"max_logits\(query=None\) must be an array of real numbers"),
+    ({"key": [[1.0]]}, r"max_logits\(key=\[\[1.0\]\]\) must be"),
+    ({"query": jnp.ones((2, 13, 4, 8), bool)}, r"max_logits\(query="),
+    ({"key": jnp.ones((2, 13, 4, 8), complex)}, r"max_logits\(key="),
+    ({"mask": True}, r"max_logits\(mask=True\) must be an array of booleans or numbers that broadcasts to"),
+    ({"mask": [True, False]}, r"max_logits\(mask=\[True, False\]\)"),
+    ({"mask": np.array(["a"])}, r"max_logits\(mask="),
+])  # fmt: skip
+def test_what_is_no_array(arguments, message):
+    q, k = inputs()
+    with pytest.raises(TypeError, match=message):
+        muonjax.max_logits(**{"query": q, "key": k} | arguments)
+
+
 # The bound from the log-sum-exp.
 
 
@@ -228,3 +243,5 @@ def test_the_bound_of_one_key_near_zero():
 def test_bad_bounds(lse):
     with pytest.raises(ValueError, match="max_logits_bound"):
         muonjax.max_logits_bound(lse)
+    with pytest.raises(TypeError, match=r"max_logits_bound\(lse=\[1.0\]\) must be an array"):
+        muonjax.max_logits_bound([1.0])
