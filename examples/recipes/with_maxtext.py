@@ -71,10 +71,11 @@ def optimizer(learning_rate_schedule, config, model=None, mesh=None):
 
 
 def largest_logits(sown):
-    """{module path: [layers, batch, heads]} from what MaxText's attentions have sown."""
+    """{module path: [layers, heads]} from what MaxText's attentions have sown: of all calls and examples."""
     leaves = traverse_util.flatten_dict(sown, sep="/")
     found = {path.removesuffix("/max_logits"): x for path, x in leaves.items() if path.endswith("max_logits")}
-    return {p.removesuffix("/attention_op"): jnp.stack(jax.tree.leaves(x)).max(0) for p, x in found.items()}
+    largest = {path: jnp.stack(jax.tree.leaves(calls)).max((0, -2)) for path, calls in found.items()}
+    return {path.removesuffix("/attention_op"): x for path, x in largest.items()}
 
 
 def record_max_logits(attention_op):

@@ -217,9 +217,10 @@ def match_statistics(
 
 
 def _by_entry(argument: str, key: str, value: Any, target: Target) -> Float32[Array, "*layers entries"]:
-    """The largest over all axes between those of layers and of entries.
+    """The largest over the axes of a batch, which lie between those of layers and of entries.
 
-    As many layers as heads can't be told from each other by their sizes, so the order is always this one.
+    A batch axis as long as an axis of layers is refused: `scan` and `vmap` stack micro-batches in front of the layers,
+    and the shape can't tell that order from the documented one.
     """
     dtype = getattr(value, "dtype", type(value))
     kinds = jnp.floating, jnp.integer
@@ -238,6 +239,12 @@ def _by_entry(argument: str, key: str, value: Any, target: Target) -> Float32[Ar
         raise ValueError(
             f"{argument} of {key!r} has shape {jnp.shape(value)}; the parameters say {sizes}, layers before heads, and "
             "a batch between them. What value_and_grad returns fits the sites of muonjax.inspect."
+        )
+    batch = {size for size in array.shape[layers:-1] if size > 1}
+    if batch.intersection(target.layers):
+        raise ValueError(
+            f"{argument} of {key!r} has shape {array.shape}, in which an axis of a batch is as long as that of layers: "
+            f"they can't be told apart. Take the maximum over the batch; the parameters say {sizes}."
         )
     return largest(array, tuple(range(layers, array.ndim - 1)))
 

@@ -36,6 +36,18 @@ def test_axes_of_batch_between_layers_and_heads():
     np.testing.assert_array_equal(stacked[1:], layers["query"]["kernel"][1:])
 
 
+def test_micro_batches_are_not_taken_for_layers():
+    """`lax.map` stacks micro-batches in front of the layers: the first of two equal axes may be either."""
+    params = {"a": {name: {"kernel": jnp.ones((4, 8, 2, 4))} for name in ("query", "key")}}
+    by_layer = jnp.ones((4, 2)).at[0].set(400.0)
+    for micro_batches, message in ((4, "as long as that of layers"), (3, r"parameters say \(4, 2\)")):
+        stacked = jnp.stack([by_layer] * micro_batches)
+        with pytest.raises(ValueError, match=rf"'a' has shape \({micro_batches}, 4, 2\).*{message}"):
+            muonjax.apply_qk_clip(params, {"a": stacked}, muonjax.mha_site(), 100.0)
+    clipped = muonjax.apply_qk_clip(params, {"a": stacked.max(0)}, muonjax.mha_site(), 100.0)
+    np.testing.assert_array_equal(clipped["a"]["key"]["kernel"][:, 0, 0, 0], [0.5, 1, 1, 1])
+
+
 def test_two_levels_of_layers():
     params = {"a": {name: {"kernel": jnp.ones((2, 2, 12, 2, 4))} for name in ("query", "key")}}
     statistic = jnp.ones((2, 2, 2)).at[1, 0, 1].set(400.0)
