@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from muonjax._common.arguments import axis_numbers, check_flag, check_range, check_text, shown, whole_number
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
@@ -44,7 +46,8 @@ class Scale:
       optional: Whether the parameter may be missing, as a bias may.
 
     Raises:
-      ValueError: While tracing, if the parameter's shape does not fit; naming both.
+      ValueError: A number out of its range; while tracing, if the parameter's shape does not fit.
+      TypeError: A field of another type.
 
     Example:
       >>> import muonjax
@@ -63,6 +66,38 @@ class Scale:
     power: float = 1.0
     factor: str = "output"
     optional: bool = False
+
+    def __post_init__(self):
+        check_text("Scale", path=self.path, factor=self.factor)
+        rank = whole_number("Scale", "rank", self.rank, 0, " of axes.")
+        axes = axis_numbers("Scale", "axes", self.axes)
+        if not all(-rank <= axis < rank for axis in axes) or len({axis % rank for axis in axes}) < len(axes):
+            raise ValueError(
+                f"Scale(axes={axes}) must be different axes of the {rank} of one layer's parameter."
+            )
+        if not axes and self.entries is None:
+            raise ValueError(
+                "Scale(axes=()) has no axis whose length says how many entries there are: give entries=1."
+            )
+        object.__setattr__(self, "axes", axes)
+        if self.entries is not None:
+            whole_number("Scale", "entries", self.entries, 1, " of heads or outputs, at least 1, or None.")
+        whole_number("Scale", "start", self.start, 0, ", the first position, at least 0.")
+        if self.size is not None:
+            whole_number("Scale", "size", self.size, 1, " of positions, at least 1, or None for the rest.")
+        self._check_span()
+        check_range("Scale", "power", self.power, "finite", ".")
+        check_flag("Scale", "optional", self.optional)
+
+    def _check_span(self) -> None:
+        if not isinstance(self.span, tuple) or len(self.span) != 2:
+            raise TypeError(
+                f"Scale(span={shown(self.span)}) must be a pair (first, end); an end of None is the last."
+            )
+        first, end = self.span
+        first = whole_number("Scale", "span", first, 0, " as its first position, at least 0.")
+        if end is not None:
+            whole_number("Scale", "span", end, first + 1, f" or None as its end, above {first}.")
 
 
 class Part(NamedTuple):

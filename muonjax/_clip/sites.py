@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from muonjax._clip.factors import Scale
-from muonjax._common.arguments import axis_numbers, check_pattern, check_text, whole_number
+from muonjax._common.arguments import axis_numbers, check_flag, check_pattern, check_text, shown, whole_number
 
 # Names of the children of an attention module that normalize its queries and keys after their projections: "query_ln"
 # in Flax, "query_norm" in MaxText, "_query_norm" in Gemma's library, "q_norm" and "q_layernorm" in Transformers,
@@ -34,7 +34,8 @@ class Site:
         in the modules, such as norms and adapters, is then not judged by its name.
 
     Raises:
-      ValueError: No scales, or a path that is no regular expression.
+      ValueError: No scales, an axis that is no whole number, a path or norm that is no regular expression.
+      TypeError: A field of another type.
 
     Example:
       >>> import muonjax
@@ -53,8 +54,19 @@ class Site:
     def __post_init__(self):
         check_pattern("Site", "path", self.path)
         check_text("Site", signal=self.signal)
+        if not isinstance(self.scales, (tuple, list)) or not all(isinstance(x, Scale) for x in self.scales):
+            raise TypeError(f"Site(scales={shown(self.scales)}) must be a tuple of muonjax.Scale.")
         if not self.scales:
             raise ValueError(f"Site(path={self.path!r}, scales=()) scales nothing; name a parameter.")
+        if self.scan_axis is not None:
+            object.__setattr__(self, "scan_axis", axis_numbers("Site", "scan_axis", self.scan_axis))
+        if not isinstance(self.norms, (tuple, list)):
+            raise TypeError(
+                f"Site(norms={shown(self.norms)}) must be a tuple of regular expressions; () allows all."
+            )
+        for pattern in self.norms:
+            check_pattern("Site", "norms", pattern)
+        check_flag("Site", "exact", self.exact)
 
 
 Sites: TypeAlias = Site | Sequence[Site] | Any  # a `Program` has `sites`

@@ -293,6 +293,49 @@ def test_bad_settings(make, message):
         make()
 
 
+SCALES = muonjax.mha_site().scales
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"path": None}, "must be a string"),
+    ({"factor": None}, "must be a string"),
+    ({"rank": -1}, "a whole number of axes"),
+    ({"axes": (-3,)}, "must be different axes of the 2"),
+    ({"axes": (0, -2)}, "different axes"),
+    ({"axes": ()}, "give entries=1"),
+    ({"axes": "x"}, "a whole number"),
+    ({"entries": 0}, "at least 1, or None"),
+    ({"start": -1}, "at least 0"),
+    ({"size": 2.0}, "or None for the rest"),
+    ({"span": (2, 1)}, "above 2"),
+    ({"span": (-1, None)}, "at least 0"),
+    ({"span": 2}, r"must be a pair \(first, end\)"),
+    ({"power": np.nan}, "must be finite"),
+    ({"optional": None}, "True or False"),
+])  # fmt: skip
+def test_a_scale_by_hand_is_checked(fields, message):
+    with pytest.raises((TypeError, ValueError), match=rf"^Scale\({next(iter(fields))}=.*{message}"):
+        muonjax.Scale(**{"path": "key/kernel", "rank": 2} | fields)
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"path": None}, "must be a string"),
+    ({"signal": None}, "must be a string"),
+    ({"scales": "query"}, "a tuple of muonjax.Scale"),
+    ({"scales": SCALES[0]}, "a tuple of muonjax.Scale"),
+    ({"scales": ("query",)}, "a tuple of muonjax.Scale"),
+    ({"scan_axis": "x"}, "a whole number or several"),
+    ({"scan_axis": np.nan}, "a whole number or several"),
+    ({"norms": "qnorm"}, "a tuple of regular expressions"),
+    ({"norms": ("(",)}, "no regular expression"),
+    ({"norms": (None,)}, "must be a string"),
+    ({"exact": []}, "True or False"),
+])  # fmt: skip
+def test_a_site_by_hand_is_checked(fields, message):
+    with pytest.raises((TypeError, ValueError), match=rf"^Site\({next(iter(fields))}=.*{message}"):
+        muonjax.Site(**{"path": "a", "scales": SCALES} | fields)
+
+
 def test_exact_sites_skip_what_is_not_trained_by_one_path_alone():
     """A regular expression that matches nothing is a mistake of a hand, and a module without its query is one too."""
     scales = tuple(scale for scale in muonjax.mha_site().scales if not scale.optional)

@@ -62,7 +62,7 @@ NEEDED = {
     "max_logits": {"attention": jnp.ones(2)}, "sites": SITE, "site": SITE,
     # Which a signature leaves out, or for one function alone.
     "muonclip.program": SITE, "adamclip.program": SITE, "qk_clip.sites": SITE, "signal_clip.rules": RULE,
-    "muonh.adam_learning_rate": 1e-3,
+    "muonh.adam_learning_rate": 1e-3, "Site.path": "attention", "Site.scales": (QUERY,), "Scale.path": "kernel",
     "ema_nesterov_params.state": muonjax.ema_nesterov(optax.sgd(0.1), 0.5).init(PARAMS),
     "merge.params": muonjax.linen.LoHaDense(4, rank=2).init(jax.random.key(0), jnp.ones((1, 4)))["params"],
 }  # fmt: skip
@@ -75,6 +75,8 @@ ALLOWED = {
     "*mask": ({"True"}, "a prefix of the tree of parameters: all of them"),
     "*clip.every_k": ({"None"}, "1, of which optax.inject_hyperparams makes no array"),
     "*.scan_axis": ({"-1"}, "it counts from the end"),
+    "Scale.axes": ({"-1"}, "it counts from the end"),
+    "Scale.power": ({"-1", "1.5"}, "a power of any size"),
     "value_and_grad.argnums": ({"-1"}, "it counts from the end"),
     "*kernel_size": ({*NONSENSE}, "an argument of Flax's own layer"),
     "loha.param_dtype": ({*NONSENSE}, "an argument of Flax's own layer"),
@@ -95,7 +97,13 @@ def functions() -> Iterator[tuple[str, Any]]:
         module = importlib.import_module(package)
         for name in sorted(public_names(module)):
             value = getattr(module, name)
-            checks = value in (muonjax.NewtonSchulz, muonjax.Distribution, muonjax.SignalRule)
+            checks = value in (
+                muonjax.NewtonSchulz,
+                muonjax.Distribution,
+                muonjax.SignalRule,
+                muonjax.Site,
+                muonjax.Scale,
+            )
             if checks or (callable(value) and (not inspect.isclass(value) or issubclass(value, nnx.Module))):
                 yield f"optax_contrib.{name}" if package.endswith("contrib") else name, value
 
