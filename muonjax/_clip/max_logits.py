@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -70,72 +68,70 @@ def max_logits(
 
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
-    _check_array("max_logits", "query", query, _REAL, "of real numbers, [*batch, T, heads, D]")
-    _check_array("max_logits", "key", key, _REAL, "of real numbers, [*batch, S, key_heads, D]")
-    _check_shapes(query, key)
-    block_q, block_k = (
-        whole_number("max_logits", name, size, 1, " of positions, at least 1.")
-        for name, size in (("block_q", block_q), ("block_k", block_k))
-    )
-    left, right = _window(is_causal, local_window_size)
+    _check_array("max_logits", "query", query, "of real numbers, [*batch, T, heads, D]")
+    _check_array("max_logits", "key", key, "of real numbers, [*batch, S, key_heads, D]")
+    _check_heads(query.shape, key.shape)
+    *batch, T, heads, depth = query.shape
+    S, key_heads = key.shape[-3:-1]
+    groups = heads // key_heads
+    left, right = _window(local_window_size, T, S)
+    check_flag("max_logits", "is_causal", is_causal)
+    if is_causal:
+        right = 0
+    block_q = min(T, whole_number("max_logits", "block_q", block_q, 1, _POSITIONS))
+    block_k = min(S, whole_number("max_logits", "block_k", block_k, 1, _POSITIONS))
     if scale is not None:
         check_range("max_logits", "scale", scale, "finite", "; 1/√D is usual.")
     if mask is not None:
-        wanted = "of booleans or numbers that broadcasts to [*batch, heads, T, S]"
-        _check_array("max_logits", "mask", mask, (*_REAL, jnp.bool_), wanted)
-        mask = _normal_mask(mask, query.shape, key.shape)
-    query, key = lax.stop_gradient((query, key))
-    *batch, T, heads, depth = query.shape
-    S, key_heads = key.shape[-3:-1]
+        _check_array(
+            "max_logits", "mask", mask, "of booleans or numbers that broadcasts to [*batch, heads, T, S]"
+        )
+        mask = _by_key_head(mask, (*batch, heads, T, S), key_heads)
     dtype = at_least_float32(query.dtype, key.dtype)
-    if not (math.prod(batch) and T and S):
+    if 0 in (*batch, T, S):
         return jnp.full((heads,), -jnp.inf, dtype)
+    query, key = lax.stop_gradient((query, key))
     if query.dtype != key.dtype:
         query, key = query.astype(dtype), key.astype(dtype)
-    query = query.reshape(math.prod(batch), T, key_heads, heads // key_heads, depth)
-    key = key.reshape(math.prod(batch), S, key_heads, depth)
+    query = query.reshape(*batch, T, key_heads, groups, depth)
     factor = jnp.asarray(depth**-0.5 if scale is None else scale, dtype)
-    block_q, block_k = min(block_q, T), min(block_k, S)
 
-    def visible_pairs(start: jax.Array | np.ndarray) -> Iterator[jax.Array]:
-        """Which pairs of the block at `start` are visible, broadcastable to its logits."""
-        if left is not None or right is not None:
-            i, j = start[0] + jnp.arange(block_q), start[1] + jnp.arange(block_k)
-            ahead = (j[None, :] - i[:, None])[None, None, None]
-            if right is not None:
-                yield ahead <= right
-            if left is not None:
-                yield -ahead <= left
-        if mask is not None:
-            m = mask if mask.shape[-2] == 1 else lax.dynamic_slice_in_dim(mask, start[0], block_q, -2)
-            yield m if mask.shape[-1] == 1 else lax.dynamic_slice_in_dim(m, start[1], block_k, -1)
-
-    def block(start: jax.Array | np.ndarray) -> Float[Array, "batch key_heads group"]:
-        """Maximum over one block."""
-        q = lax.dynamic_slice_in_dim(query, start[0], block_q, 1)
-        k = lax.dynamic_slice_in_dim(key, start[1], block_k, 1)
-        logits = jnp.einsum("btkgd,bskd->bkgts", q, k, precision=precision, preferred_element_type=dtype)
+    def largest_of_block(start: jax.Array | np.ndarray) -> Float[Array, "*batch key_heads group"]:
+        """The largest logit of each head among the queries and keys of one block."""
+        i, j = start
+        q = lax.dynamic_slice_in_dim(query, i, block_q, -4)
+        k = lax.dynamic_slice_in_dim(key, j, block_k, -3)
+        logits = jnp.einsum(
+            "...tkgd,...skd->...kgts", q, k, precision=precision, preferred_element_type=dtype
+        )
         logits = logits * factor
-        for visible in visible_pairs(start):
+        if left < T or right < S:
+            ahead = (j + jnp.arange(block_k)) - (i + jnp.arange(block_q))[:, None]
+            logits = jnp.where((ahead <= right) & (-ahead <= left), logits, -jnp.inf)
+        if mask is not None:
+            rows = mask if mask.shape[-2] == 1 else lax.dynamic_slice_in_dim(mask, i, block_q, -2)
+            visible = rows if mask.shape[-1] == 1 else lax.dynamic_slice_in_dim(rows, j, block_k, -1)
             logits = jnp.where(visible, logits, -jnp.inf)
         return logits.max((-2, -1))
 
-    # Static, so that a block that is hidden whole costs nothing; the first one never is. A last block that would stick
-    # out starts earlier: a maximum doesn't mind an overlap.
-    queries = [min(i, T - block_q) for i in range(0, T, block_q)]
-    keys = [min(j, S - block_k) for j in range(0, S, block_k)]
-    in_sight = [
-        (i, j)
-        for i, j in itertools.product(queries, keys)
-        if (right is None or j <= i + block_q - 1 + right) and (left is None or j + block_k - 1 >= i - left)
-    ]
-    starts = np.asarray(in_sight, np.int32)
+    # Known while tracing, so that a block that is hidden whole costs nothing. The first block never is hidden. A last
+    # block that would stick out starts earlier: a maximum doesn't mind an overlap.
+    starts = []
+    for i in range(0, T, block_q):
+        i = min(i, T - block_q)
+        for j in range(0, S, block_k):
+            j = min(j, S - block_k)
+            if j - (i + block_q - 1) <= right and i - (j + block_k - 1) <= left:
+                starts.append((i, j))
+    starts = np.asarray(starts, np.int32)
     # The first block starts the running maximum: in shard_map a constant has another type than the data.
-    best = block(starts[0])
+    largest = largest_of_block(starts[0])
     if len(starts) > 1:
-        best, _ = lax.scan(lambda best, start: (jnp.maximum(best, block(start)), None), best, starts[1:])
+        largest, _ = lax.scan(
+            lambda x, start: (jnp.maximum(x, largest_of_block(start)), None), largest, starts[1:]
+        )
     # Over the batch last, so that a sharded batch costs one all-reduce and not one per block.
-    return best.max(0).reshape(heads)
+    return largest.reshape(-1, heads).max(0)
 
 
 def max_logits_bound(
@@ -170,7 +166,7 @@ def max_logits_bound(
 
     Source: the inequality between maximum and log-sum-exp; Dao et al., "FlashAttention", 2022, which keeps the latter.
     """
-    _check_array("max_logits_bound", "lse", lse, _REAL, "of floats, [*batch, T, heads]")
+    _check_array("max_logits_bound", "lse", lse, "of floats, [*batch, T, heads]")
     if lse.ndim < 2 or not jnp.issubdtype(lse.dtype, jnp.floating):
         raise ValueError(f"max_logits_bound needs floats [*batch, T, heads], got {lse.dtype}{[*lse.shape]}.")
     if dtype is not None:
@@ -183,56 +179,51 @@ def max_logits_bound(
     return top + cast * size + inside * (1 + size)
 
 
-_REAL = (jnp.floating, jnp.integer)
+_POSITIONS = " of positions, at least 1."
 
 
-def _check_array(call: str, name: str, value: Any, kinds: Sequence[Any], wanted: str) -> None:
-    """Raise unless it is an array, of NumPy or JAX, with a dtype of one of these kinds."""
+def _check_array(call: str, name: str, value: Any, wanted: str) -> None:
+    """Raise unless it is an array of NumPy or JAX, of real numbers; booleans are for a mask."""
     dtype = getattr(value, "dtype", None)
-    is_array = hasattr(value, "ndim") and dtype is not None
-    if not is_array or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+    kinds = [jnp.floating, jnp.integer]
+    if name == "mask":
+        kinds.append(jnp.bool_)
+    if dtype is None or not hasattr(value, "ndim") or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         raise TypeError(f"{call}({name}={shown(value)}) must be an array {wanted}.")
 
 
-def _check_shapes(query: jax.Array, key: jax.Array) -> None:
-    fits = query.ndim == key.ndim >= 3 and query.shape[:-3] == key.shape[:-3]
-    depth, key_heads = (key.shape[-1], key.shape[-2]) if fits else (0, 0)
-    if not (depth and key_heads and depth == query.shape[-1]) or query.shape[-2] % key_heads:
+def _check_heads(query: tuple[int, ...], key: tuple[int, ...]) -> None:
+    fits = len(query) == len(key) >= 3 and query[:-3] == key[:-3] and query[-1] == key[-1] > 0
+    if not fits or key[-2] == 0 or query[-2] % key[-2]:
         raise ValueError(
-            f"max_logits(query, key) got {list(query.shape)} and {list(key.shape)}; it needs [*batch, T, heads, D] and "
+            f"max_logits(query, key) got {list(query)} and {list(key)}; it needs [*batch, T, heads, D] and "
             "[*batch, S, key_heads, D] with D > 0, where key_heads divides heads; reshape the projections to heads."
         )
 
 
-def _window(is_causal: bool, local_window_size: Any) -> tuple[int | None, int | None]:
-    """How far a query sees to the left and to the right; None is without end."""
-    check_flag("max_logits", "is_causal", is_causal)
-    left = right = None
-    if local_window_size is not None:
-        is_pair = isinstance(local_window_size, Sequence) and len(local_window_size) == 2
-        left, right = (
-            whole_number("max_logits", "local_window_size", size, 0, " or two, (left, right), none negative.")
-            for size in (local_window_size if is_pair else (local_window_size,) * 2)
-        )
-    return left, 0 if is_causal else right
+def _window(local_window_size: Any, T: int, S: int) -> tuple[int, int]:
+    """How many positions a query sees to the left and to the right: T and S are all."""
+    if local_window_size is None:
+        return T, S
+    is_pair = isinstance(local_window_size, Sequence) and len(local_window_size) == 2
+    left, right = local_window_size if is_pair else (local_window_size, local_window_size)
+    why = " or two, (left, right), none negative."
+    return (
+        whole_number("max_logits", "local_window_size", left, 0, why),
+        whole_number("max_logits", "local_window_size", right, 0, why),
+    )
 
 
-def _normal_mask(
-    mask: jax.Array, query: tuple[int, ...], key: tuple[int, ...]
-) -> Bool[Array, "#batch #key_heads #group #T #S"]:
-    """Mask as bool; only batch axes are ever enlarged."""
-    *batch, T, heads, _ = query
-    S, key_heads = key[-3:-1]
-    logits = (*batch, heads, T, S)
-    pairs = zip(reversed(mask.shape), reversed(logits), strict=False)
-    if mask.ndim > len(logits) or any(m not in (1, n) for m, n in pairs):
+def _by_key_head(
+    mask: jax.Array, logits: tuple[int, ...], key_heads: int
+) -> Bool[Array, "*#batch #key_heads #group #T #S"]:
+    """The mask of logits [*batch, heads, T, S], with heads as key heads and groups; no axis is enlarged."""
+    shape = (1,) * (len(logits) - mask.ndim) + mask.shape
+    if len(shape) > len(logits) or any(m not in (1, n) for m, n in zip(shape, logits, strict=True)):
         raise ValueError(
             f"max_logits(mask={list(mask.shape)}) does not broadcast to [*batch, heads, T, S] = {list(logits)}."
         )
-    mask = jnp.asarray(lax.stop_gradient(mask)).astype(bool)
-    mask = mask.reshape((1,) * (len(logits) - mask.ndim) + mask.shape)
-    *lead, mask_heads, mask_T, mask_S = mask.shape
-    if any(n != 1 for n in lead):
-        mask = jnp.broadcast_to(mask, (*batch, mask_heads, mask_T, mask_S))
-    split = (1, 1) if mask_heads == 1 else (key_heads, heads // key_heads)
-    return mask.reshape(-1, *split, mask_T, mask_S)
+    *batch, heads, T, S = shape
+    split = (1, 1) if heads == 1 else (key_heads, heads // key_heads)
+    visible = jnp.asarray(lax.stop_gradient(mask)).astype(bool)
+    return visible.reshape(*batch, *split, T, S)
