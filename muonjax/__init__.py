@@ -1,17 +1,16 @@
 """Muon and MuonClip for JAX: Optax gradient transformations that train the matrices of any model."""
 
 from muonjax import optax_contrib as optax_contrib
-from muonjax._clip.factors import Scale as Scale
+from muonjax._clip.attention_sites import fused_qkv_site as fused_qkv_site
+from muonjax._clip.attention_sites import mha_site as mha_site
+from muonjax._clip.attention_sites import mla_site as mla_site
 from muonjax._clip.max_logits import max_logits as max_logits
 from muonjax._clip.max_logits import max_logits_bound as max_logits_bound
 from muonjax._clip.qk_clip import apply_qk_clip as apply_qk_clip
 from muonjax._clip.qk_clip import qk_clip as qk_clip
-from muonjax._clip.signal_clip import SignalRule as SignalRule
+from muonjax._clip.scale import Scale as Scale
 from muonjax._clip.signal_clip import signal_clip as signal_clip
-from muonjax._clip.sites import Site as Site
-from muonjax._clip.sites import fused_qkv_site as fused_qkv_site
-from muonjax._clip.sites import mha_site as mha_site
-from muonjax._clip.sites import mla_site as mla_site
+from muonjax._clip.site import Site as Site
 from muonjax._common import models as _models
 from muonjax._inspect.program import Program as Program
 from muonjax._inspect.program import inspect as inspect

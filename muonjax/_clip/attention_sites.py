@@ -1,75 +1,15 @@
-"""Sites: which attention modules to clip, and which of their parameters hold queries and keys."""
+"""The sites of usual attentions: which parts of their projections hold queries and keys."""
 
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Self
 
-from muonjax._clip.factors import Scale
-from muonjax._common.arguments import axis_numbers, check_flag, check_pattern, check_text, shown, whole_number
+from muonjax._clip.scale import Scale
+from muonjax._clip.site import KEY_NORMS, Site
+from muonjax._common.arguments import check_text, errors_of, whole_number
 
-# Names of the children of an attention module that normalize its queries and keys after their projections: "query_ln"
-# in Flax, "query_norm" in MaxText, "_query_norm" in Gemma's library, "q_norm" and "q_layernorm" in Transformers,
-# "norm_q" in Diffusers. As regular expressions, for there are many spellings.
-_NORM = "(norm|ln|layer_?norm|rms_?norm|l2_?norm|scale)"
-_KEY_NORMS = (rf"_?(k|key|qk)_?{_NORM}", rf"_?{_NORM}_?(k|key|qk)")
-QK_NORMS = (*_KEY_NORMS, rf"_?(q|query)_?{_NORM}", rf"_?{_NORM}_?(q|query)")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Site:
-    """Modules whose weights a clip scales, the parameters that it scales there, and the signal that it goes by.
-
-    Make one with `mha_site`, `mla_site` or `fused_qkv_site`; by hand for an attention of another kind.
-
-    Attributes:
-      path: Regular expression that matches the whole "/"-joined path of the modules.
-      scales: The parameters. For `qk_clip` each `factor` is "query", "key", or "rotary" (a part of the query whose
-        counterpart is shared by all heads), and the powers are set by `qk_clip`.
-      signal: Name of the statistic below the module.
-      scan_axis: The axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
-      norms: Regular expressions for the names of children that forbid the clip, because they normalize queries or keys
-        and so undo it; by default the names in use. () allows all.
-      exact: Whether `scales` are known to be all that makes queries and keys, as a program shows it. What else is
-        in the modules, such as norms and adapters, is then not judged by its name.
-
-    Raises:
-      ValueError: No scales, an axis that is no whole number, a path or norm that is no regular expression.
-      TypeError: A field of another type.
-
-    Example:
-      >>> import muonjax
-      >>> query = muonjax.Scale(path="q", rank=3, axes=(-2, -1), factor="query")  # a bare array (d, heads, size)
-      >>> key = muonjax.Scale(path="k", rank=3, axes=(-2, -1), factor="key")
-      >>> site = muonjax.Site(path="blocks/.*/attention", scales=(query, key))
-    """
-
-    path: str
-    scales: tuple[Scale, ...]
-    signal: str = "max_logits"
-    scan_axis: tuple[int, ...] | None = None
-    norms: tuple[str, ...] = QK_NORMS
-    exact: bool = False
-
-    def __post_init__(self):
-        check_pattern("Site", "path", self.path)
-        check_text("Site", signal=self.signal)
-        if not isinstance(self.scales, (tuple, list)) or not all(isinstance(x, Scale) for x in self.scales):
-            raise TypeError(f"Site(scales={shown(self.scales)}) must be a tuple of muonjax.Scale.")
-        if not self.scales:
-            raise ValueError(f"Site(path={self.path!r}, scales=()) scales nothing; name a parameter.")
-        if self.scan_axis is not None:
-            object.__setattr__(self, "scan_axis", axis_numbers("Site", "scan_axis", self.scan_axis))
-        if not isinstance(self.norms, (tuple, list)):
-            raise TypeError(
-                f"Site(norms={shown(self.norms)}) must be a tuple of regular expressions; () allows all."
-            )
-        for pattern in self.norms:
-            check_pattern("Site", "norms", pattern)
-        check_flag("Site", "exact", self.exact)
-
-
-Sites: TypeAlias = Site | Sequence[Site] | Any  # a `Program` has `sites`
+_AT_LEAST_ONE = ", at least 1."
 
 
 def mha_site(
@@ -111,13 +51,14 @@ def mha_site(
       >>> [scale.path for scale in site.scales]
       ['query/kernel', 'query/bias', 'key/kernel', 'key/bias']
     """
-    call = "mha_site"
-    check_text(call, path=path, query=query, key=key, layout=layout)
-    num_heads, num_kv_heads = _head_counts(call, num_heads, num_kv_heads)
-    kernel = _kernel(call, layout, ("hd",), num_heads)
-    queries = _projection(query, *kernel, entries=num_heads, factor="query")
-    keys = _projection(key, *kernel, entries=num_kv_heads, factor="key")
-    return Site(path=path, scales=queries + keys, scan_axis=_axes(call, scan_axis))
+    check_text("mha_site", query=query, key=key, layout=layout)
+    _check_counts("mha_site", num_heads=num_heads, num_kv_heads=num_kv_heads)
+    with errors_of("mha_site"):
+        _check_groups(num_heads, num_kv_heads)
+        kernel = _Kernel.of_layout(layout, ("hd",), num_heads)
+        queries = kernel.part(query, "query", entries=num_heads)
+        keys = kernel.part(key, "key", entries=num_heads if num_kv_heads is None else num_kv_heads)
+        return Site(path=path, scales=queries + keys, scan_axis=scan_axis)
 
 
 def mla_site(
@@ -160,19 +101,16 @@ def mla_site(
 
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
-    call = "mla_site"
-    check_text(call, path=path, query=query, key_value=key_value, layout=layout)
-    num_heads, _ = _head_counts(call, num_heads)
-    nope = whole_number(call, "nope", nope, 1, " of features, at least 1.")
-    kernel = _kernel(call, layout, ("hd",), num_heads)
-    scales = (
-        *_projection(query, *kernel, entries=num_heads, span=(0, nope), factor="query"),
-        *_projection(query, *kernel, entries=num_heads, span=(nope, None), factor="rotary"),
-        *_projection(key_value, *kernel, entries=num_heads, span=(0, nope), factor="key"),
-    )
-    # Norms of the latents (q_norm, q_layernorm, kv_norm) come before these projections: they undo nothing.
-    scan_axes = _axes(call, scan_axis)
-    return Site(path=path, scales=scales, scan_axis=scan_axes, norms=_KEY_NORMS)
+    check_text("mla_site", query=query, key_value=key_value, layout=layout)
+    whole_number("mla_site", "nope", nope, 1, _AT_LEAST_ONE)
+    _check_counts("mla_site", num_heads=num_heads)
+    with errors_of("mla_site"):
+        kernel = _Kernel.of_layout(layout, ("hd",), num_heads)
+        queries = kernel.part(query, "query", entries=num_heads, span=(0, nope))
+        rotary = kernel.part(query, "rotary", entries=num_heads, span=(nope, None))
+        keys = kernel.part(key_value, "key", entries=num_heads, span=(0, nope))
+        # Norms of the latents (q_norm, q_layernorm, kv_norm) come before these projections: they undo nothing.
+        return Site(path=path, scales=queries + rotary + keys, scan_axis=scan_axis, norms=KEY_NORMS)
 
 
 def fused_qkv_site(
@@ -210,65 +148,67 @@ def fused_qkv_site(
       >>> [(s.path, s.start, s.size, s.entries) for s in site.scales if not s.optional]
       [('qkv/kernel', 0, 512, 8), ('qkv/kernel', 512, 128, 2)]
     """
-    call = "fused_qkv_site"
-    check_text(call, path=path, name=name, layout=layout)
-    num_heads = whole_number(call, "num_heads", num_heads, 1, _HEADS)
-    num_kv_heads = _head_counts(call, num_heads, num_kv_heads)[1] or num_heads
-    head_dim = whole_number(call, "head_dim", head_dim, 1, " of features, at least 1.")
-    kernel = _kernel(call, layout, ("3hd", "h3d"), num_heads)
-    by_head = layout.index("h") < layout.index("3")
-    if num_kv_heads != num_heads and (by_head or "(3 h" not in layout):
-        raise ValueError(
-            f"{call}(layout={layout!r}, num_heads={num_heads}, num_kv_heads={num_kv_heads}): grouped keys need all "
-            "queries first, '(3 h d)' or '(3 h) d'; for another order write a Site by hand."
-        )
-    width = num_heads * head_dim
-    if by_head:
-        query, key = {"span": (0, head_dim)}, {"span": (head_dim, 2 * head_dim)}
-    else:
-        query, key = {"size": width}, {"start": width, "size": num_kv_heads * head_dim}
-    queries = _projection(name, *kernel, entries=num_heads, factor="query", **query)
-    keys = _projection(name, *kernel, entries=num_kv_heads, factor="key", **key)
-    return Site(path=path, scales=queries + keys, scan_axis=_axes(call, scan_axis))
+    check_text("fused_qkv_site", name=name, layout=layout)
+    key_heads = num_heads if num_kv_heads is None else num_kv_heads
+    for argument, value in {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": key_heads}.items():
+        whole_number("fused_qkv_site", argument, value, 1, _AT_LEAST_ONE)
+    with errors_of("fused_qkv_site"):
+        _check_groups(num_heads, key_heads)
+        kernel = _Kernel.of_layout(layout, ("3hd", "h3d"), num_heads)
+        by_head = layout.index("h") < layout.index("3")
+        if key_heads != num_heads and (by_head or "(3 h" not in layout):
+            raise ValueError(
+                f"{layout=} can't have {num_heads=} and {num_kv_heads=}: grouped keys need all queries first, "
+                "'(3 h d)' or '(3 h) d'; for another order write a Site by hand."
+            )
+        if by_head:
+            queries = kernel.part(name, "query", entries=num_heads, span=(0, head_dim))
+            keys = kernel.part(name, "key", entries=num_heads, span=(head_dim, 2 * head_dim))
+        else:
+            width = num_heads * head_dim
+            queries = kernel.part(name, "query", entries=num_heads, size=width)
+            keys = kernel.part(name, "key", entries=key_heads, start=width, size=key_heads * head_dim)
+        return Site(path=path, scales=queries + keys, scan_axis=scan_axis)
 
 
-def _projection(name: str, rank: int, axes: tuple[int, ...], **part: Any) -> tuple[Scale, ...]:
-    """Kernel and bias of one projection. The bias has the kernel's axes but the input's."""
-    kernel = Scale(path=f"{name}/kernel", rank=rank, axes=axes, **part)
-    last = tuple(range(-len(axes), 0))
-    bias = dataclasses.replace(kernel, path=f"{name}/bias", rank=len(axes), axes=last, optional=True)
-    return kernel, bias
+class _Kernel(NamedTuple):
+    """How the axes of a projection's kernel are arranged."""
+
+    rank: int
+    axes: tuple[int, ...]  # all but the input's
+
+    @classmethod
+    def of_layout(cls, layout: str, orders: Sequence[str], num_heads: int | None) -> Self:
+        """The kernel of a layout such as "i (h d)", in which all but the input is in one of these orders."""
+        axes = [merged or single for merged, single in re.findall(r"\(([^()]*)\)|(\S+)", layout)]
+        outputs = [i for i in range(len(axes)) if axes[i].strip() != "i"]
+        order = "".join(axes[i].replace(" ", "") for i in outputs)
+        if order not in orders or len(axes) != len(outputs) + 1:
+            wanted = " or ".join(" ".join(letters) for letters in orders)
+            raise ValueError(
+                f"{layout=} can't be read: write i for the input and {wanted}, merged axes in brackets: 'i (h d)'."
+            )
+        if num_heads is None and "h" not in axes:
+            raise ValueError(f"{layout=} has its heads in a merged axis: give num_heads.")
+        rank = len(axes)
+        return cls(rank, tuple(i - rank for i in outputs))
+
+    def part(self, projection: str, factor: str, **fields: Any) -> tuple[Scale, Scale]:
+        """The part of a projection's kernel and bias that is this factor of the logits."""
+        kernel = Scale(path=f"{projection}/kernel", rank=self.rank, axes=self.axes, factor=factor, **fields)
+        # A bias has the kernel's axes but the input's.
+        rank = len(self.axes)
+        axes = tuple(range(-rank, 0))
+        bias = dataclasses.replace(kernel, path=f"{projection}/bias", rank=rank, axes=axes, optional=True)
+        return kernel, bias
 
 
-def _kernel(call: str, layout: str, orders: Sequence[str], heads: int | None) -> tuple[int, tuple[int, ...]]:
-    """Rank of a kernel of this layout, and its axes that are not the input's."""
-    groups = re.findall(r"\(([^()]*)\)|(\S+)", layout)
-    parts = [(merged or single).split() for merged, single in groups]
-    order = "".join("".join(p) for p in parts if p != ["i"])
-    if order not in orders or parts.count(["i"]) != 1:
-        raise ValueError(
-            f"{call}(layout={layout!r}) can't be read: write i for the input and "
-            f"{' or '.join(' '.join(o) for o in orders)}, merged axes in brackets: 'i (h d)'."
-        )
-    if heads is None and ["h"] not in parts:
-        raise ValueError(f"{call}(layout={layout!r}) has its heads in a merged axis: give num_heads.")
-    return len(parts), tuple(i - len(parts) for i, p in enumerate(parts) if p != ["i"])
+def _check_counts(call: str, **counts: Any) -> None:
+    for argument, count in counts.items():
+        if count is not None:
+            whole_number(call, argument, count, 1, _AT_LEAST_ONE)
 
 
-_HEADS = " of heads, at least 1."
-
-
-def _head_counts(call: str, num_heads: Any, num_kv_heads: Any = None) -> tuple[int | None, int | None]:
-    """The numbers of query and of key heads; None where a kernel's own axis says them."""
-    if num_heads is not None:
-        num_heads = whole_number(call, "num_heads", num_heads, 1, _HEADS)
-    if num_kv_heads is None:
-        return num_heads, num_heads
-    num_kv_heads = whole_number(call, "num_kv_heads", num_kv_heads, 1, _HEADS)
-    if num_heads is None or num_heads % num_kv_heads:
-        raise ValueError(f"{call}({num_heads=}, {num_kv_heads=}): heads must be a multiple of key heads.")
-    return num_heads, num_kv_heads
-
-
-def _axes(call: str, scan_axis: Any) -> tuple[int, ...] | None:
-    return None if scan_axis is None else axis_numbers(call, "scan_axis", scan_axis)
+def _check_groups(num_heads: int | None, num_kv_heads: int | None) -> None:
+    if num_kv_heads is not None and (num_heads is None or num_heads % num_kv_heads):
+        raise ValueError(f"{num_heads=}, {num_kv_heads=}: heads must be a multiple of key heads.")

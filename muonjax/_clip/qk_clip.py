@@ -1,20 +1,25 @@
 """QK-Clip: scale queries and keys so that the largest logit of each attention head stays below a threshold."""
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._clip.factors import clip_factor, parameter_factors, scaled_update
-from muonjax._clip.matching import Modules, as_sites, find_attentions, match_statistics
-from muonjax._clip.signal_clip import checked_settings, clip
-from muonjax._clip.sites import Sites
+from muonjax._clip.clip_by_statistic import ClipByStatistic, clip_factor, parameter_factors, scaled_leaves
+from muonjax._clip.find_sites import Modules
+from muonjax._clip.scale import PlacedScale
+from muonjax._clip.site import PlacedSite, Sites, as_sites
+from muonjax._clip.statistics import match_statistics
 from muonjax._common.arguments import check_range, errors_of
-from muonjax._common.trees import is_masked
 
 _USUAL = "; Kimi K2 used 100."
+
+# The power of γ for each factor of the logit; along a product they sum to one. A key that several query heads share
+# stays as it is: whatever scales it also moves the calm heads of its group.
+_POWERS_OF_OWN_KEYS = {"query": 0.5, "key": 0.5, "rotary": 1.0}
+_POWERS_OF_SHARED_KEYS = {"query": 1.0, "key": 0.0, "rotary": 1.0}
 
 
 def qk_clip(
@@ -71,27 +76,26 @@ def qk_clip(
     Source: Kimi Team, "Kimi K2", 2025, section 2.1, Algorithm 1; J. Su, kexue.fm/archives/11126 (whose
     translation in circulation prints Q·γ and K·γ: that clips twice).
     """
-    return clip_logits("qk_clip", threshold, sites, every_k, axis_name)
+    return clip_of_logits("qk_clip", threshold, sites, every_k, axis_name).transformation()
 
 
-def clip_logits(
-    call: str,
-    threshold: optax.ScalarOrSchedule,
-    sites: Sites | None,
-    every_k: int | None,
-    axis_name: str | tuple[str, ...] | None,
-) -> optax.GradientTransformationExtraArgs:
-    """`qk_clip`, of the public function `call`."""
+def clip_of_logits(call: str, threshold: Any, sites: Any, every_k: Any, axis_name: Any) -> ClipByStatistic:
+    """The clip of the public function `call`, with its settings checked."""
     check_range(call, "threshold", threshold, "positive and finite", _USUAL, schedule=True)
-    every_k, axes = checked_settings(call, every_k, axis_name)
     if sites is None:
         raise ValueError(
             f"{call} needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
             f"tx = muonjax.{call}({'100.0' if call == 'qk_clip' else '2e-3'}, program)"
         )
-    given = as_sites(call, "sites" if call == "qk_clip" else "program", sites)
-    find = functools.partial(find_attentions, sites=given, threshold=threshold)
-    return clip(call, "max_logits", find, every_k, axes)
+    return ClipByStatistic(
+        call=call,
+        argument="max_logits",
+        sites=as_sites(call, "sites" if call.endswith("qk_clip") else "program", sites),
+        prepare=_attentions,
+        threshold=threshold,
+        every_k=every_k,
+        axis_name=axis_name,
+    )
 
 
 def apply_qk_clip(
@@ -122,15 +126,60 @@ def apply_qk_clip(
     Source: as `qk_clip`.
     """
     check_range("apply_qk_clip", "threshold", threshold, "positive and finite", _USUAL)
-    given = as_sites("apply_qk_clip", "sites", sites)
+    clip = clip_of_logits("apply_qk_clip", threshold, sites, None, None)
     with errors_of("apply_qk_clip"):
         modules = Modules(params)
-        targets, not_trained = find_attentions(modules, given, threshold)
-        statistics = match_statistics("max_logits", max_logits, targets, not_trained)
-    gammas = {name: clip_factor(s, threshold) for name, s in statistics.items()}
-    factors = parameter_factors(targets, gammas)
-    treedef = jax.tree.structure(params, is_leaf=is_masked)
-    return treedef.unflatten(
-        scaled_update(p, jnp.zeros_like(p), factors[path]) if path in factors else p
-        for path, p in modules.leaves.items()
+        attentions, not_trained = clip.find(modules)
+        statistics = match_statistics("max_logits", max_logits, attentions, not_trained)
+    gammas = {}
+    for site in attentions:
+        limit = threshold if site.threshold is None else site.threshold
+        gammas[site.name] = clip_factor(statistics[site.name], limit)
+    factors = parameter_factors(attentions, gammas)
+    nothing = {path: jnp.zeros_like(modules.leaves[path]) for path in factors}
+    # With parameters of zero, an update of p becomes f·p.
+    return scaled_leaves("apply_qk_clip", params, nothing, factors)
+
+
+def _attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
+    """The sites with QK-Clip's powers of γ; raises where one number would be scaled twice."""
+    attentions = [_with_powers(site) for site in sites]
+    scales_of: dict[str, list[tuple[str, PlacedScale]]] = {}
+    for site in attentions:
+        for scale in site.scales:
+            others = scales_of.setdefault(scale.leaf, [])
+            if any(site.signal != signal and scale.overlaps(other) for signal, other in others):
+                raise ValueError(f"two sites scale {scale.leaf!r}, which would be clipped twice.")
+            others.append((site.signal, scale))
+    return attentions
+
+
+def _with_powers(site: PlacedSite) -> PlacedSite:
+    """An attention with QK-Clip's powers; raises unless queries and keys can be multiplied, feature by feature."""
+    has_own_keys = site.groups == site.entries
+    powers = _POWERS_OF_OWN_KEYS if has_own_keys else _POWERS_OF_SHARED_KEYS
+    kernels: dict[str, PlacedScale] = {}
+    scales = []
+    for placed_scale in site.scales:
+        factor = placed_scale.scale.factor
+        if factor not in powers:
+            raise ValueError(f"{site.path!r} has a factor {factor!r}, not query, key or rotary.")
+        kernels.setdefault(factor, placed_scale)  # a kernel comes before its bias
+        scale = dataclasses.replace(placed_scale.scale, power=powers[factor])
+        scales.append(placed_scale._replace(scale=scale))
+    if "query" in kernels and "key" in kernels:
+        _check_product(kernels["query"], kernels["key"])
+    return site._replace(scales=tuple(scales))
+
+
+def _check_product(query: PlacedScale, key: PlacedScale) -> None:
+    """Raise unless heads of a query can be multiplied with those of a key."""
+    heads, features = query.entries, query.features
+    if heads >= key.entries and features == key.features:
+        return
+    fix = "" if key.size % features else f": give num_kv_heads={key.size // features}"
+    raise ValueError(
+        f"{query.leaf!r} has {heads} heads of {features} features and {key.leaf!r} {key.entries} of {key.features}: "
+        "they can't be multiplied; several query heads may share a key head, and not the reverse. See the site's "
+        f"layout and head counts{fix}."
     )

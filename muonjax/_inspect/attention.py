@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from muonjax._clip.factors import Scale
+from muonjax._clip.scale import Scale
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
 from muonjax._inspect.report import Probe

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._clip.qk_clip import clip_logits, qk_clip
-from muonjax._clip.sites import Sites
+from muonjax._clip.clip_by_statistic import ClipByStatistic
+from muonjax._clip.qk_clip import clip_of_logits, qk_clip
+from muonjax._clip.site import Sites
 from muonjax._common.arguments import (
     WIDE_FLOATS,
     check_flag,
@@ -366,7 +367,7 @@ def muonclip(
     check_program("muonclip", "dimension_numbers", dimension_numbers)
     with errors_of("muonclip"):
         optimizer = muon(learning_rate, dimension_numbers, **settings)
-    return _then_clip("muonclip", optimizer, threshold, program, every_k, axis_name)
+    return _clipped(optimizer, clip_of_logits("muonclip", threshold, program, every_k, axis_name))
 
 
 @explains_keywords("adamclip", optax.adamw, muonclip)
@@ -405,7 +406,7 @@ def adamclip(
     """
     _check_adamw(learning_rate=learning_rate, **settings)
     optimizer = offload(optax.adamw(learning_rate, **settings))
-    return _then_clip("adamclip", optimizer, threshold, program, every_k, axis_name)
+    return _clipped(optimizer, clip_of_logits("adamclip", threshold, program, every_k, axis_name))
 
 
 def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, **numbers: Any) -> None:
@@ -418,24 +419,18 @@ def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, 
     check_rates("adamclip", **numbers)
 
 
-def _then_clip(
-    call: str,
-    optimizer: optax.GradientTransformation,
-    threshold: Any,
-    sites: Any,
-    every_k: Any,
-    axis_name: Any,
+def _clipped(
+    optimizer: optax.GradientTransformation, clip: ClipByStatistic
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer and its clip as a chain, which knows the state of another optimizer."""
-    clip = clip_logits(call, threshold, sites, every_k, axis_name)
-    chain = optax.chain(optimizer, clip)
+    chain = optax.chain(optimizer, clip.transformation())
     own: Any = optimizer.init({})
 
     def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
-        check_update(call, updates, state, params, unnamed)
+        check_update(clip.call, updates, state, params, unnamed)
         pair = isinstance(state, (tuple, list)) and len(state) == 2 and hasattr(state[1], "factors")
         if not (pair and len(state[0]) == len(own)):
-            raise ValueError(other_state(call, state))
+            raise ValueError(other_state(clip.call, state))
         updates, state = chain.update(updates, state, params, **extra_args)
         return sharded_as(params, updates), state
 

@@ -9,7 +9,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import muonjax
-from muonjax._clip.matching import larger, largest
+from muonjax._clip.statistics import larger, largest
 
 pytestmark = pytest.mark.nan
 PARAMS = {"a": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}

@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn
 
 import muonjax
-from muonjax._clip.factors import clip_factor
+from muonjax._clip.clip_by_statistic import clip_factor
 from tests.clip.attentions import ATTENTIONS, EXACT, X, latent, multi_head, normal, projected, zero_update
 from tests.tools.oracles import SHORT
 from tests.tools.tiers import quick, thorough
@@ -182,8 +182,8 @@ def test_the_square_root_on_a_rotary_query_misses_the_bound():
     whole = [
         dataclasses.replace(s, power=0.5, span=(0, None) if s.factor == "query" else s.span) for s in kernels
     ]
-    rule = muonjax.SignalRule(muonjax.Site(path="", scales=tuple(whole)), 5.0, products=(("query", "key"),))
-    tx = muonjax.signal_clip(rule)
+    site = muonjax.Site(path="", scales=tuple(whole), threshold=5.0, products=(("query", "key"),))
+    tx = muonjax.signal_clip(site)
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params, signals=before)
     assert maxima(optax.apply_updates(params, updates)).max() > 5.5
 
@@ -454,7 +454,7 @@ def test_without_a_program(make):
 
 def test_a_site_for_another_signal_is_no_site_of_qk_clip():
     site = muonjax.Site(path="out", scales=(muonjax.Scale(path="kernel", rank=2),), signal="max_output")
-    with pytest.raises(ValueError, match=r"factors \['output'\]"):
+    with pytest.raises(ValueError, match="a factor 'output', not query, key or rotary"):
         muonjax.qk_clip(1.0, site).init({"out": {"kernel": jnp.ones((4, 2))}})
 
 

@@ -18,7 +18,7 @@ def max_output(params, group=1, whole=False):
     return y.max() if whole else y.reshape(-1, group).max(1)
 
 
-def output_site(entries=None):
+def output_site(entries=None, threshold=5.0):
     return muonjax.Site(
         path="out",
         scales=(
@@ -26,6 +26,7 @@ def output_site(entries=None):
             muonjax.Scale(path="bias", rank=1, entries=entries, optional=True),
         ),
         signal="max_output",
+        threshold=threshold,
     )
 
 
@@ -39,7 +40,7 @@ def test_max_output(entries, signal):
     params = {"out": {"kernel": normal(16, 24), "bias": normal(24, seed=1, scale=2.0)}}
     before = signal(params)
     threshold = float(jnp.median(before)) if before.ndim else 7.0
-    tx = muonjax.signal_clip(muonjax.SignalRule(output_site(entries), threshold))
+    tx = muonjax.signal_clip(output_site(entries, threshold))
     zeros = jax.tree.map(jnp.zeros_like, params)
     statistics = {"out": before}
     updates, state = jax.jit(tx.update)(zeros, tx.init(params), params, signals=statistics)
@@ -55,9 +56,8 @@ def test_qk_clip_is_an_instance_of_signal_clip():
     params, maxima, site = latent(True, "i h d")
     powers = {"query": 0.5, "key": 0.5, "rotary": 1.0}
     scales = tuple(dataclasses.replace(s, power=powers[s.factor]) for s in site.scales)
-    site_with_powers = dataclasses.replace(site, scales=scales)
-    rule = muonjax.SignalRule(site_with_powers, 5.0, products=(("query", "key"), ("rotary",)))
-    tx = muonjax.signal_clip([rule])
+    products = (("query", "key"), ("rotary",))
+    tx = muonjax.signal_clip([dataclasses.replace(site, scales=scales, threshold=5.0, products=products)])
     zeros = jax.tree.map(jnp.zeros_like, params)
     statistics = {"max_logits": maxima(params)}
     updates, _ = tx.update(zeros, tx.init(params), params, signals=statistics)
@@ -70,15 +70,12 @@ def test_qk_clip_is_an_instance_of_signal_clip():
 
 
 @pytest.mark.thorough
-def test_two_rules_at_once():
+def test_two_sites_at_once():
     params, maxima, site = multi_head()
     params = {"attention": params, "out": {"kernel": normal(16, 24), "bias": normal(24, seed=1)}}
     qk = tuple(dataclasses.replace(s, power=0.5) for s in site.scales)
-    rules = [
-        muonjax.SignalRule(muonjax.Site(path="attention", scales=qk), 5.0, products=(("query", "key"),)),
-        muonjax.SignalRule(output_site(), optax.constant_schedule(6.0)),
-    ]
-    tx = muonjax.signal_clip(rules)
+    attention = muonjax.Site(path="attention", scales=qk, threshold=5.0, products=(("query", "key"),))
+    tx = muonjax.signal_clip([attention, output_site(threshold=optax.constant_schedule(6.0))])
     statistics = {"attention": maxima(params["attention"]), "out": max_output(params)}
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = tx.update(zeros, tx.init(params), params, signals=statistics)
@@ -101,31 +98,30 @@ def test_powers_must_sum_to_one(powers, products, message):
         muonjax.Scale(path=f"{n}/kernel", rank=3, axes=(-2, -1), factor=n, power=p) for n, p in powers.items()
     )
     with pytest.raises(ValueError, match=message):
-        muonjax.SignalRule(muonjax.Site(path="a", scales=scales), 5.0, products)
+        muonjax.signal_clip(muonjax.Site(path="a", scales=scales, threshold=5.0, products=products))
 
 
 def test_a_bias_must_scale_with_its_kernel():
     scales = (muonjax.Scale(path="kernel", rank=2), muonjax.Scale(path="bias", rank=1, power=0.5))
-    with pytest.raises(ValueError, match=r"\['kernel'\] have another power"):
-        muonjax.SignalRule(muonjax.Site(path="a", scales=scales), 5.0)
+    with pytest.raises(ValueError, match="'bias' has another power"):
+        muonjax.signal_clip(muonjax.Site(path="a", scales=scales, threshold=5.0))
 
 
 def test_entries_that_share_a_parameter_cannot_each_scale_it():
     _, _, site = multi_head()
     scales = tuple(dataclasses.replace(s, power=0.5) for s in site.scales)
-    rule = muonjax.SignalRule(dataclasses.replace(site, scales=scales), 5.0, products=(("query", "key"),))
-    muonjax.signal_clip(rule).init(multi_head(4, 4)[0])
+    site = dataclasses.replace(site, scales=scales, threshold=5.0, products=(("query", "key"),))
+    muonjax.signal_clip(site).init(multi_head(4, 4)[0])
     with pytest.raises(ValueError, match=r"several entries of 'max_logits' share \['key/kernel', .*power=0"):
-        muonjax.signal_clip(rule).init(multi_head(4, 2)[0])
+        muonjax.signal_clip(site).init(multi_head(4, 2)[0])
 
 
-def test_rules_are_needed():
-    for rules in ([], [multi_head()[2]]):
-        with pytest.raises(TypeError, match=r"signal_clip\(rules=.* must be a SignalRule"):
-            muonjax.signal_clip(rules)
-    with pytest.raises(ValueError, match=r"SignalRule\(threshold=inf\)"):
-        muonjax.SignalRule(output_site(), threshold=np.inf)
-    tx = muonjax.signal_clip(muonjax.SignalRule(output_site(), 5.0))
+def test_sites_with_a_threshold_are_needed():
+    with pytest.raises(TypeError, match=r"signal_clip\(sites=\[\]\) must be"):
+        muonjax.signal_clip([])
+    with pytest.raises(ValueError, match=r"signal_clip\(sites=Site\('out'\)\) has no threshold: give it"):
+        muonjax.signal_clip(output_site(threshold=None))
+    tx = muonjax.signal_clip(output_site())
     params = {"out": {"kernel": jnp.ones((4, 2))}}
     with pytest.raises(ValueError, match=r"signal_clip: update needs signals: .*signals=signals"):
         tx.update(params, tx.init(params), params)

@@ -25,7 +25,7 @@ DOCUMENTED = re.findall(
 # New in muonjax: without an external source.
 OURS = {
     "muonjax.inspect", "muonjax.value_and_grad", "muonjax.Program", "muonjax.Distribution",
-    "muonjax.state_shardings", "muonjax.NewtonSchulz", "muonjax.Scale", "muonjax.SignalRule", "muonjax.Site",
+    "muonjax.state_shardings", "muonjax.NewtonSchulz", "muonjax.Scale", "muonjax.Site",
     "muonjax.adapter_mask", "muonjax.cast_momentum", "muonjax.fused_qkv_site", "muonjax.linen.TrainState",
     "muonjax.linen.merge", "muonjax.metrics", "muonjax.mha_site", "muonjax.nnx.LoHaParam",
     "muonjax.nnx.merge", "muonjax.tabulate", "pallas_kernels.symmetric_product",

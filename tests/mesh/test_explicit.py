@@ -32,12 +32,8 @@ SPECS = {
     "bias": P("a"),
 }
 SITE = muonjax.mha_site()
-RULE = muonjax.SignalRule(
-    muonjax.Site(
-        path="attention/query", scales=(muonjax.Scale(path="kernel", rank=3, axes=(1,)),), signal="size"
-    ),
-    threshold=3.0,
-)
+HEADS = muonjax.Scale(path="kernel", rank=3, axes=(1,))
+SIZE = muonjax.Site(path="attention/query", scales=(HEADS,), signal="size", threshold=3.0)
 
 
 def params():
@@ -73,7 +69,7 @@ PUBLIC = {
     "normuon": lambda: muonjax.normuon(1e-3, **MATRICES),
     "orthogonalize": lambda: muonjax.orthogonalize(dimension_numbers=NUMBERS, newton_schulz=QUICK),
     "qk_clip": lambda: muonjax.qk_clip(100.0, SITE, every_k=2),
-    "signal_clip": lambda: muonjax.signal_clip(RULE),
+    "signal_clip": lambda: muonjax.signal_clip(SIZE),
     "trace": lambda: muonjax.trace(0.9),
 }
 # Their states are inside of those of ema_nesterov, monitor, hyperball and qk_clip.

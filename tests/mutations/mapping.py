@@ -9,7 +9,7 @@ USED_BY = {
     "muonjax/__init__": "optimizers/test_first_mistakes.py",
     "muonjax/__main__": "test_device_check.py",
     "muonjax/_clip/": "reliability/test_adversarial_attention.py inspect/test_value_and_grad.py",
-    "muonjax/_clip/signal_clip": "clip/test_qk_clip.py optimizers/test_first_mistakes.py",
+    "muonjax/_clip/clip_by_statistic": "clip/test_qk_clip.py optimizers/test_first_mistakes.py",
     "muonjax/_common/": "optimizers/test_optimizers.py optimizers/test_orthogonalize.py",
     "muonjax/_common/arguments": "optimizers test_strict_modes.py clip msign mesh",
     "muonjax/_common/linalg": "newton_schulz msign optimizers/test_orthogonalize.py",

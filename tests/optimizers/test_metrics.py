@@ -72,9 +72,9 @@ def test_the_count_and_the_rate_of_any_optimizer(tx):
 @pytest.mark.nan
 def test_several_clips_and_monitors():
     scale = muonjax.Scale(path="kernel", rank=2)
-    rule = muonjax.SignalRule(muonjax.Site(path="out", scales=(scale,), signal="max_output"), 3.0)
+    output = muonjax.Site(path="out", scales=(scale,), signal="max_output", threshold=3.0)
     tx = muonjax.monitor(
-        optax.chain(muonjax.muonclip(1e-3, SITE, newton_schulz=SHORT), muonjax.signal_clip(rule))
+        optax.chain(muonjax.muonclip(1e-3, SITE, newton_schulz=SHORT), muonjax.signal_clip(output))
     )
     params = PARAMS | {"out": {"kernel": jnp.ones((4, 2))}}
     signals = {"out": jnp.array([6.0, 1.0])}

@@ -8,7 +8,7 @@ import pytest
 
 import muonjax
 from muonjax import MuonDimensionNumbers
-from muonjax._clip.factors import clip_factor
+from muonjax._clip.clip_by_statistic import clip_factor
 from tests.tools.tiers import quick
 from tests.tools.views import matrix_view
 

@@ -39,7 +39,7 @@ WEIGHT = jax.device_put(jnp.ones((8, 2, 4)), NamedSharding(MESH, PartitionSpec()
 PARAMS = {"attention": {name: {"kernel": WEIGHT} for name in ("query", "key")}}
 SITE = muonjax.mha_site()
 QUERY = muonjax.Scale(path="query/kernel", rank=3, axes=(-2, -1))
-RULE = muonjax.SignalRule(muonjax.Site(path="attention", scales=(QUERY,)), 3.0)
+SIGNAL = muonjax.Site(path="attention", scales=(QUERY,), threshold=3.0)
 
 
 def attention(params: Any) -> jax.Array:
@@ -61,7 +61,7 @@ NEEDED = {
     "a": jnp.eye(4), "b": jnp.eye(4), "c": jnp.eye(4), "state": muonjax.trace(0.9).init(PARAMS),
     "max_logits": {"attention": jnp.ones(2)}, "sites": SITE, "site": SITE,
     # Which a signature leaves out, or for one function alone.
-    "muonclip.program": SITE, "adamclip.program": SITE, "qk_clip.sites": SITE, "signal_clip.rules": RULE,
+    "muonclip.program": SITE, "adamclip.program": SITE, "qk_clip.sites": SITE, "signal_clip.sites": SIGNAL,
     "muonh.adam_learning_rate": 1e-3, "Site.path": "attention", "Site.scales": (QUERY,), "Scale.path": "kernel",
     "ema_nesterov_params.state": muonjax.ema_nesterov(optax.sgd(0.1), 0.5).init(PARAMS),
     "merge.params": muonjax.linen.LoHaDense(4, rank=2).init(jax.random.key(0), jnp.ones((1, 4)))["params"],
@@ -100,7 +100,6 @@ def functions() -> Iterator[tuple[str, Any]]:
             checks = value in (
                 muonjax.NewtonSchulz,
                 muonjax.Distribution,
-                muonjax.SignalRule,
                 muonjax.Site,
                 muonjax.Scale,
             )

@@ -1,0 +1,144 @@
+"""A clip with its statistic: described by hand for all modules that a pattern matches, and placed on one module."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import optax
+
+from muonjax._clip.scale import PlacedScale, Scale
+from muonjax._common.arguments import axis_numbers, check_flag, check_pattern, check_range, check_text, shown
+
+# Names of the children of an attention module that normalize its queries and keys after their projections: "query_ln"
+# in Flax, "query_norm" in MaxText, "_query_norm" in Gemma's library, "q_norm" and "q_layernorm" in Transformers,
+# "norm_q" in Diffusers. These are regular expressions because there are many spellings.
+_NORM = "(norm|ln|layer_?norm|rms_?norm|l2_?norm|scale)"
+KEY_NORMS = (rf"_?(k|key|qk)_?{_NORM}", rf"_?{_NORM}_?(k|key|qk)")
+QK_NORMS = (*KEY_NORMS, rf"_?(q|query)_?{_NORM}", rf"_?{_NORM}_?(q|query)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Site:
+    """Modules whose weights a clip scales, the parameters that it scales there, and the signal that it goes by.
+
+    Make one with `mha_site`, `mla_site` or `fused_qkv_site`; by hand for an attention of another kind, or for another
+    signal (`signal_clip`).
+
+    Attributes:
+      path: Regular expression that matches the whole "/"-joined path of the modules.
+      scales: The parameters. For `qk_clip` each `factor` is "query", "key", or "rotary" (a part of the query whose
+        counterpart is shared by all heads), and the powers are set by `qk_clip`.
+      signal: Name of the statistic below the module.
+      scan_axis: The axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
+      norms: Regular expressions for the names of children that forbid the clip, because they normalize queries or keys
+        and so undo it; by default the names in use. () allows all.
+      exact: Whether `scales` are known to be all that makes queries and keys, as a program shows it. What else is
+        in the modules, such as norms and adapters, is then not judged by its name.
+      threshold: The largest value allowed for the signal, > 0, or a schedule of the number of clips. None: the
+        threshold of `qk_clip`. `signal_clip` needs it.
+      products: For `signal_clip`, the names of the factors along each product; None: every factor is a product by
+        itself.
+
+    Raises:
+      ValueError: No scales, a number out of its range, a path or norm that is no regular expression.
+      TypeError: A field of another type.
+
+    Example:
+      >>> import muonjax
+      >>> query = muonjax.Scale(path="q", rank=3, axes=(-2, -1), factor="query")  # a bare array (d, heads, size)
+      >>> key = muonjax.Scale(path="k", rank=3, axes=(-2, -1), factor="key")
+      >>> site = muonjax.Site(path="blocks/.*/attention", scales=(query, key))
+    """
+
+    path: str
+    scales: tuple[Scale, ...]
+    signal: str = "max_logits"
+    scan_axis: int | Sequence[int] | None = None
+    norms: tuple[str, ...] = QK_NORMS
+    exact: bool = False
+    threshold: optax.ScalarOrSchedule | None = None
+    products: tuple[tuple[str, ...], ...] | None = None
+
+    def __post_init__(self):
+        check_pattern("Site", "path", self.path)
+        check_text("Site", signal=self.signal)
+        self._check_scales()
+        if self.scan_axis is not None:
+            axes = axis_numbers("Site", "scan_axis", self.scan_axis)
+            object.__setattr__(self, "scan_axis", axes)
+        if not isinstance(self.norms, (tuple, list)):
+            raise TypeError(
+                f"Site(norms={shown(self.norms)}) must be a tuple of regular expressions; () allows all."
+            )
+        for pattern in self.norms:
+            check_pattern("Site", "norms", pattern)
+        check_flag("Site", "exact", self.exact)
+        if self.threshold is not None:
+            check_range("Site", "threshold", self.threshold, "positive and finite", ".", schedule=True)
+        if self.products is not None:
+            self._check_products(self.products)
+
+    def _check_scales(self) -> None:
+        is_several = isinstance(self.scales, (tuple, list))
+        if not is_several or not all(isinstance(scale, Scale) for scale in self.scales):
+            raise TypeError(f"Site(scales={shown(self.scales)}) must be a tuple of muonjax.Scale.")
+        if not self.scales:
+            raise ValueError(f"Site(path={self.path!r}, scales=()) scales nothing; name a parameter.")
+
+    def _check_products(self, products: Any) -> None:
+        factors = {scale.factor for scale in self.scales}
+        is_nested = isinstance(products, Sequence) and all(
+            isinstance(product, Sequence) for product in products
+        )
+        if not is_nested or set(itertools.chain(*products)) != factors:
+            raise ValueError(
+                f"Site(products={products!r}) must be tuples of factors, of all {sorted(factors)}."
+            )
+
+
+Sites: TypeAlias = Site | Sequence[Site] | Any  # a `Program` has `sites`
+
+
+def as_sites(call: str, argument: str, sites: Any) -> tuple[Site, ...]:
+    """One site or several, as a tuple; a `Program` has them."""
+    sites_of_program = getattr(sites, "sites", sites)
+    if isinstance(sites_of_program, Site):
+        return (sites_of_program,)
+    is_several = isinstance(sites_of_program, Sequence) and len(sites_of_program) > 0
+    if not is_several or not all(isinstance(site, Site) for site in sites_of_program):
+        raise TypeError(
+            f"{call}({argument}={shown(sites)}) must be what muonjax.inspect(loss_fn, params, batch) returns, "
+            "or sites such as muonjax.mha_site(). Give all other settings by their names."
+        )
+    return tuple(sites_of_program)
+
+
+class PlacedSite(NamedTuple):
+    """A `Site` on one module. All static, so that every mistake raises while tracing."""
+
+    path: str  # of the module
+    signal: str  # full path of the statistic
+    scales: tuple[PlacedScale, ...]  # only of parameters that exist
+    threshold: Any
+    name: str = ""  # in a clip's state: the path of the module; the signal's where a module has several
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Sizes of the axes of stacked layers."""
+        return self.scales[0].layers
+
+    @property
+    def entries(self) -> int:
+        """Entries of the signal in one layer."""
+        return max(scale.entries for scale in self.scales)
+
+    @property
+    def groups(self) -> int:
+        """How many groups of entries share a key head; `entries` where none do."""
+        return min(scale.entries for scale in self.scales)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the statistic: [*layers, entries]."""
+        return (*self.layers, self.entries)

@@ -1,0 +1,109 @@
+"""Match the statistics that `update` gets to the sites, and take the largest of several.
+
+The largest of several statistics of one attention counts, and NaN never hides a finite one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from muonjax._clip.site import PlacedSite
+from muonjax._common.trees import listed
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32
+
+
+def match_statistics(
+    argument: str, given: Any, sites: Sequence[PlacedSite], ignored: Collection[str]
+) -> dict[str, Float32[Array, "*layers entries"]]:
+    """The statistic of each site by its name.
+
+    Args:
+      argument: What `update` calls the statistics, for errors.
+      given: The dict.
+      sites: The modules that are clipped.
+      ignored: Keys that may be in the dict without a site.
+    """
+    returned = ", as muonjax.value_and_grad returns it" if argument == "max_logits" else ""
+    form = f"{argument} is a dict {{module path: array [*layers, heads]}}{returned}."
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{argument}={type(given).__name__}: {form}")
+    statistics = {str(path): value for path, value in given.items()}
+    by_key = {site.name or site.signal: site for site in sites}
+    missing = [key for key in by_key if key not in statistics]
+    unclaimed = [key for key in statistics if key not in by_key and key not in ignored]
+    if missing or unclaimed:
+        raise ValueError(
+            f"{argument} and the sites do not fit: sites without statistics [{listed(missing, ', ')}], statistics "
+            f"without a site [{listed(unclaimed, ', ')}]. {form}"
+        )
+    matched = {}
+    for key, site in by_key.items():
+        what = f"{argument} of {key!r}"
+        _check_real(what, statistics[key])
+        matched[site.name] = _largest_of_batch(what, statistics[key], site)
+    return matched
+
+
+def _check_real(what: str, value: Any) -> None:
+    dtype = getattr(value, "dtype", type(value))
+    is_real = hasattr(value, "dtype") and any(
+        jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)
+    )
+    if not is_real and dtype not in (int, float):
+        kind = getattr(dtype, "__name__", dtype)
+        raise TypeError(f"{what} is {kind}; give an array of real numbers, [*layers, heads].")
+
+
+def _largest_of_batch(what: str, value: Any, site: PlacedSite) -> Float32[Array, "*layers entries"]:
+    """The largest over the axes of a batch, which lie between those of layers and of entries.
+
+    A batch axis as long as an axis of layers is refused: `scan` and `vmap` stack micro-batches in front of the layers,
+    and the shape can't tell that order from the documented one.
+    """
+    statistic = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)
+    if site.entries == 1 and statistic.shape == site.layers:
+        # A signal of one number for each layer needs no axis for it.
+        statistic = statistic[..., None]
+    elif statistic.ndim == 1 and set(site.layers) == {1}:
+        # For a program a scan of length one is no loop.
+        statistic = statistic.reshape(*site.layers, -1)
+    count = len(site.layers)
+    shape = statistic.shape
+    if len(shape) <= count or 0 in shape or (*shape[:count], shape[-1]) != site.shape:
+        raise ValueError(
+            f"{what} has shape {jnp.shape(value)}; the parameters say {site.shape}, layers before heads, and a batch "
+            "between them. What value_and_grad returns fits the sites of muonjax.inspect."
+        )
+    batch = {size for size in shape[count:-1] if size > 1}
+    if batch.intersection(site.layers):
+        raise ValueError(
+            f"{what} has shape {shape}, in which an axis of a batch is as long as that of layers: they can't be told "
+            f"apart. Take the maximum over the batch; the parameters say {site.shape}."
+        )
+    return largest(statistic, tuple(range(count, len(shape) - 1)))
+
+
+def larger(a: Float[Array, "*shape"], b: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The larger of two, entry by entry; one that is not finite counts only where neither is, and NaN shows there."""
+    is_finite = jnp.isfinite(a)
+    are_alike = is_finite == jnp.isfinite(b)
+    return jnp.where(are_alike, jnp.maximum(a, b), jnp.where(is_finite, a, b))
+
+
+def largest(x: Float[Array, " ..."], axes: tuple[int, ...]) -> Float[Array, " ..."]:
+    """The largest along some axes, as `larger`."""
+    finite = jnp.where(jnp.isfinite(x), x, -jnp.inf)
+    return larger(finite.max(axes, initial=-jnp.inf), x.max(axes, initial=-jnp.inf))
+
+
+def largest_of_devices(x: Float[Array, "*shape"], axis_name: str | tuple[str, ...]) -> Float[Array, "*shape"]:
+    """The largest along mesh axes, as `larger`, by one all-reduce."""
+    finite = jnp.where(jnp.isfinite(x), x, -jnp.inf)
+    of_finite, of_all = lax.pmax(jnp.stack([finite, x]), axis_name)
+    return larger(of_finite, of_all)
