@@ -106,6 +106,7 @@ def mla_site(
     _check_counts("mla_site", num_heads=num_heads)
     with errors_of("mla_site"):
         kernel = _Kernel.of_layout(layout, ("hd",), num_heads)
+        # √γ·√γ for the features without position, γ·1 for the rotary ones, whose key all heads share.
         queries = kernel.part(query, "query", entries=num_heads, span=(0, nope))
         rotary = kernel.part(query, "rotary", entries=num_heads, span=(nope, None))
         keys = kernel.part(key_value, "key", entries=num_heads, span=(0, nope))
@@ -155,6 +156,7 @@ def fused_qkv_site(
     with errors_of("fused_qkv_site"):
         _check_groups(num_heads, key_heads)
         kernel = _Kernel.of_layout(layout, ("3hd", "h3d"), num_heads)
+        # Head after head as in GPT-NeoX, or all queries before all keys.
         by_head = layout.index("h") < layout.index("3")
         if key_heads != num_heads and (by_head or "(3 h" not in layout):
             raise ValueError(
@@ -180,6 +182,7 @@ class _Kernel(NamedTuple):
     @classmethod
     def of_layout(cls, layout: str, orders: Sequence[str], num_heads: int | None) -> Self:
         """The kernel of a layout such as "i (h d)", in which all but the input is in one of these orders."""
+        # "i (h d)" is ["i", "h d"]: one entry for each axis of the kernel.
         axes = [merged or single for merged, single in re.findall(r"\(([^()]*)\)|(\S+)", layout)]
         outputs = [i for i in range(len(axes)) if axes[i].strip() != "i"]
         order = "".join(axes[i].replace(" ", "") for i in outputs)

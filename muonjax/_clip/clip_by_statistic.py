@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._clip.find_sites import Modules, SitesInTree, find_sites
+from muonjax._clip.find_sites import Modules, find_sites
 from muonjax._clip.site import PlacedSite, Site
 from muonjax._clip.statistics import larger, largest_of_devices, match_statistics
 from muonjax._common.arguments import (
@@ -90,10 +90,10 @@ class ClipByStatistic:
         """The member of a chain."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
-    def find(self, modules: Modules) -> SitesInTree:
-        """What is clipped in a tree of parameters."""
-        in_tree = find_sites(modules, self.sites)
-        return in_tree._replace(sites=self.prepare(in_tree.sites))
+    def find(self, modules: Modules) -> tuple[list[PlacedSite], set[str]]:
+        """What is clipped in a tree of parameters, and the keys of statistics that are skipped."""
+        sites, not_trained = find_sites(modules, self.sites)
+        return self.prepare(sites), not_trained
 
     def init(self, params: optax.Params) -> QKClipState:
         """The state before the first update."""
@@ -103,11 +103,13 @@ class ClipByStatistic:
             return QKClipState(jnp.zeros([], jnp.int32), *(jnp.zeros([]) for _ in range(4)))  # pyright: ignore
         with errors_of(self.call):
             modules = Modules(params)
-            sites = self.find(modules).sites
+            sites, _ = self.find(modules)
         self._warn_of_low_precision(sites, modules)
         state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
         for site in sites:
-            zeros = jnp.zeros(site.shape, jnp.float32) + zero_beside(modules.leaves[site.scales[0].leaf])
+            # On the mesh of the parameters, where that has explicit axis types.
+            zero = zero_beside(modules.leaves[site.scales[0].leaf])
+            zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
             # A new array for each field: a buffer that is in two places can't be donated.
             if self.every_k > 1:
                 state.running_max[site.name] = zeros - jnp.inf
@@ -117,7 +119,11 @@ class ClipByStatistic:
         return state
 
     def update(
-        self, updates: Any, state: Any, params: Any = None, **extra_args: Any
+        self,
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        **extra_args: Any,
     ) -> tuple[Any, QKClipState]:
         """The updates with which clipped weights arrive at what the clip makes of them."""
         check_order(self.call, updates, state, params)
@@ -130,17 +136,21 @@ class ClipByStatistic:
             sites, not_trained = self.find(modules)
             self._check_state(state, sites)
             maxima = match_statistics(self.argument, statistics, sites, not_trained)
-        if self.axis_name:
-            # Replicas that clip by their own maxima would diverge.
-            maxima = {name: largest_of_devices(x, self.axis_name) for name, x in maxima.items()}
-        state, gammas = self._advance(state, maxima, sites)
-        factors = parameter_factors(sites, gammas)
-        return scaled_leaves(self.call, updates, modules.leaves, factors), state
+            if self.axis_name:
+                # Replicas that clip by their own maxima would diverge.
+                maxima = {name: largest_of_devices(x, self.axis_name) for name, x in maxima.items()}
+            state, gammas = self._advance(state, maxima, sites)
+            factors = parameter_factors(sites, gammas)
+            return scaled_leaves(updates, modules.leaves, factors), state
 
     def _advance(
-        self, state: QKClipState, maxima: dict[str, jax.Array], sites: Sequence[PlacedSite]
+        self,
+        state: QKClipState,
+        maxima: dict[str, jax.Array],
+        sites: Sequence[PlacedSite],
     ) -> tuple[QKClipState, dict[str, jax.Array]]:
         """The state after this update, and γ of each module: 1 at an update that does not clip."""
+        # The k-th, 2k-th, ... update clips.
         is_due = (state.count + 1) % self.every_k == 0
         clips_so_far = state.count // self.every_k
 
@@ -148,23 +158,36 @@ class ClipByStatistic:
             return new if self.every_k == 1 else jnp.where(is_due, new, otherwise)
 
         gammas: dict[str, jax.Array] = {}
-        after = QKClipState(jnp.asarray(optax.safe_increment(state.count)), {}, {}, {}, {})
+        count = jnp.asarray(optax.safe_increment(state.count))
+        after = QKClipState(count, {}, {}, {}, {})
         for site in sites:
             name = site.name
             # As the state is sharded, also where the statistics are not: its buffers can be donated.
             maximum = sharded_like(maxima[name], state.maxima[name])
+            # Between two clips the largest of all micro-batches is kept.
             if self.every_k > 1:
                 maximum = larger(maximum, state.running_max[name])
                 after.running_max[name] = jnp.where(is_due, -jnp.inf, maximum)
-            threshold = self.threshold if site.threshold is None else site.threshold
-            if callable(threshold):
-                threshold = threshold(clips_so_far)
-            gamma = at_clip(clip_factor(maximum, threshold), 1.0)
+            # The state keeps what the last clip did, for a log; γ is 1 at an update without a clip.
+            gamma = at_clip(self.gamma(site, maximum, clips_so_far), 1.0)
             after.maxima[name] = at_clip(maximum, state.maxima[name])
             after.factors[name] = at_clip(gamma, state.factors[name])
-            after.clips[name] = state.clips[name] + (gamma < 1).astype(jnp.int32)
+            is_clipped = gamma < 1
+            after.clips[name] = state.clips[name] + is_clipped.astype(jnp.int32)
             gammas[name] = gamma
         return after, gammas
+
+    def gamma(
+        self,
+        site: PlacedSite,
+        maximum: jax.Array,
+        clips_so_far: Any = 0,
+    ) -> jax.Array:
+        """The factors of one site by its threshold, or by that of all."""
+        threshold = self.threshold if site.threshold is None else site.threshold
+        if callable(threshold):
+            threshold = threshold(clips_so_far)
+        return clip_factor(maximum, threshold)
 
     def _check_state(self, state: QKClipState, sites: Sequence[PlacedSite]) -> None:
         """Raise unless modules, heads and accumulation are those of the state; the threshold may have changed."""
@@ -177,19 +200,20 @@ class ClipByStatistic:
                 f"{shown(here)}, and every_k={self.every_k}. Take those that it was made with, or start anew with init."
             )
 
-    def _warn_of_low_precision(self, sites: Sequence[PlacedSite], modules: Modules) -> None:
-        dtypes = {}
+    def _warn_of_low_precision(
+        self,
+        sites: Sequence[PlacedSite],
+        modules: Modules,
+    ) -> None:
         for site in sites:
             for scale in site.scales:
                 dtype = modules.leaves[scale.leaf].dtype
                 if jnp.finfo(dtype).bits < 32:
-                    dtypes[scale.leaf] = dtype
-        if dtypes:
-            path, dtype = next(iter(dtypes.items()))
-            warn_user(
-                f"{self.call}: {path!r} (and {len(dtypes) - 1} more) is {dtype}, in which a factor near 1 rounds away: "
-                "a logit less than a percent above the threshold stays there. Keep float32 master weights."
-            )
+                    warn_user(
+                        f"{self.call}: {scale.leaf!r} is {dtype}, in which a factor near 1 rounds away: a logit less "
+                        "than a percent above the threshold stays there. Keep float32 master weights."
+                    )
+                    return
 
     def _require(self, params: Any, statistics: Any) -> None:
         """Raise where `update` was called without parameters or statistics."""
@@ -205,17 +229,26 @@ class ClipByStatistic:
         )
 
 
-def clip_factor(signal: Float[Array, "*layers entries"], threshold: Any) -> Float[Array, "*layers entries"]:
+def clip_factor(
+    signal: Float[Array, "*layers entries"],
+    threshold: Any,
+) -> Float[Array, "*layers entries"]:
     """γ = min(1, threshold / S); exactly 1 where S is not a finite number above the threshold, and the threshold not
     positive (a schedule's can't be checked)."""
     threshold = jnp.asarray(threshold, jnp.float32)
+    # NaN compares as False, so that it is not hot either.
     is_hot = (signal > threshold) & jnp.isfinite(signal) & (threshold > 0)
-    gamma = jnp.where(is_hot, threshold / jnp.where(is_hot, signal, 1.0), 1.0)
+    # JAX's check for NaN sees both branches, so the one that is not used divides by 1.
+    positive = jnp.where(is_hot, signal, 1.0)
+    gamma = jnp.where(is_hot, threshold / positive, 1.0)
     # Never zero: the head could not recover, and γ·γ^(-1/2) would be NaN.
     return jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny)
 
 
-def parameter_factors(sites: Sequence[PlacedSite], gammas: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def parameter_factors(
+    sites: Sequence[PlacedSite],
+    gammas: dict[str, jax.Array],
+) -> dict[str, jax.Array]:
     """What each parameter is multiplied by: γ**power, head by head.
 
     `gammas` are [*layers, entries], by the name of the site.
@@ -226,6 +259,7 @@ def parameter_factors(sites: Sequence[PlacedSite], gammas: dict[str, jax.Array])
             power, path = placed_scale.scale.power, placed_scale.leaf
             if power == 0:
                 continue
+            # Features of one kernel may belong to two factors, as query and rotary do: outside of each it is 1.
             factor = placed_scale.spread(_power(gammas[site.name], power))
             factors[path] = factors[path] * factor if path in factors else factor
     return factors
@@ -241,25 +275,32 @@ def _power(x: Float[Array, "*shape"], power: float) -> Float[Array, "*shape"]:
 
 
 def scaled_leaves(
-    call: str, updates: Any, params: Mapping[str, jax.Array], factors: dict[str, jax.Array]
+    updates: Any,
+    params: Mapping[str, jax.Array],
+    factors: Mapping[str, jax.Array],
 ) -> Any:
     """The updates with which each parameter arrives at its factor times what it would be."""
     leaves = flatten_paths(updates)
     for path, factor in factors.items():
         if path not in leaves or is_masked(leaves[path]):
-            raise ValueError(f"{call}: the updates have no leaf {path!r}; if frozen, leave out its site.")
+            raise ValueError(f"the updates have no leaf {path!r}; if frozen, leave out its site.")
         leaves[path] = scaled_update(leaves[path], params[path], factor)
     return jax.tree.structure(updates, is_leaf=is_masked).unflatten(leaves.values())
 
 
 def scaled_update(
-    u: Float[Array, "*parameter"], p: Float[Array, "*parameter"], f: Float[Array, "*#parameter"]
+    u: Float[Array, "*parameter"],
+    p: Float[Array, "*parameter"],
+    f: Float[Array, "*#parameter"],
 ) -> Float[Array, "*parameter"]:
     """u' with p + u' = f·(p + u), and u bit for bit where f = 1 (where 0·p would turn −0 into 0, and inf into NaN)."""
     # A half-precision update of a float32 weight would miss the bound.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(u.dtype, p.dtype)
         wide = jnp.promote_types(dtype, jnp.float32)
-    u, p, f = u.astype(wide), p.astype(wide), f.astype(wide)
+    u = u.astype(wide)
+    p = p.astype(wide)
+    f = f.astype(wide)
     # u' = f·u + (f − 1)·p
-    return jnp.where(f == 1, u, f * u + (f - 1) * p).astype(dtype)
+    scaled = f * u + (f - 1) * p
+    return jnp.where(f == 1, u, scaled).astype(dtype)

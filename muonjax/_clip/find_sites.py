@@ -4,7 +4,7 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -49,22 +49,19 @@ class Modules:
         return leaf is not None and not is_masked(leaf)
 
 
-class SitesInTree(NamedTuple):
-    """The modules that are clipped, and the keys of statistics of attentions that are skipped."""
-
-    sites: list[PlacedSite]
-    not_trained: set[str]
-
-
-def find_sites(modules: Modules, sites: Iterable[Site]) -> SitesInTree:
+def find_sites(
+    modules: Modules,
+    sites: Iterable[Site],
+) -> tuple[list[PlacedSite], set[str]]:
     """Every module that the sites match, checked against the parameters.
 
-    A program's attentions whose parameters are not all trained are skipped.
+    Also the keys of the statistics of a program's attentions whose parameters are not all trained: they are skipped.
     """
     by_signal: dict[str, PlacedSite] = {}
     not_trained: set[str] = set()
     for site in sites:
         only = _only_path(site.path)
+        # A site by hand raises below, because a pattern without parameters is a mistake there.
         if site.exact and only is not None:
             paths = [below(only, scale.path) for scale in site.scales]
             if not all(modules.is_trained(path) for path in paths):
@@ -80,12 +77,13 @@ def find_sites(modules: Modules, sites: Iterable[Site]) -> SitesInTree:
             f"no attention of the program is trained here: the parameters lack {listed(sorted(not_trained), ', ')}. "
             "Give the tree that was inspected, or take the optimizer without the clip, such as muonjax.muon."
         )
+    # A module has the name of its path in the state, unless several attentions share it.
     signals_of_module = Counter(module.path for module in by_signal.values())
     named = []
     for module in by_signal.values():
         is_alone = signals_of_module[module.path] == 1
         named.append(module._replace(name=module.path if is_alone else module.signal))
-    return SitesInTree(named, not_trained)
+    return named, not_trained
 
 
 def _only_path(pattern: str) -> str | None:
@@ -99,7 +97,8 @@ def _matched(site: Site, only: str | None, modules: Modules) -> list[str]:
     # The child that tells a site's module from others: the submodule of the first parameter.
     first = site.scales[0].path
     child = _parent(first) or first
-    candidates = sorted(modules.inside) if only is None else [only]  # one look in place of a search
+    # One look in place of a search: a program has a site for each of perhaps a thousand modules.
+    candidates = sorted(modules.inside) if only is None else [only]
     matched = [
         root for root in candidates if modules.has(below(root, child)) and re.fullmatch(site.path, root)
     ]
@@ -123,6 +122,7 @@ def _placed(site: Site, root: str, modules: Modules) -> PlacedSite:
         path = below(root, scale.path)
         if not scale.optional or modules.leaves.get(path) is not None:
             scales.append(placed(scale, path, _shape(root, path, modules), scan_axis))
+    # What the program has proved needs no judgement by names.
     if not site.exact:
         if any(scale.factor in ("query", "key") for scale in site.scales):
             _refuse_norms(root, site.norms, modules)
@@ -172,7 +172,10 @@ def _refuse_norms(root: str, norms: Sequence[str], modules: Modules) -> None:
     """Refuse a module that has a norm of queries and keys among its children, as their names tell."""
     if not norms:
         return
-    children = {path.removeprefix(f"{root}/").partition("/")[0] for path in modules.inside.get(root, ())}
+    children = set()
+    for path in modules.inside.get(root, ()):
+        child, _, _ = path.removeprefix(f"{root}/").partition("/")
+        children.add(child)
     normalizing = [child for child in sorted(children) if _is_norm(child, (_ANY_NORM, *norms))]
     if normalizing:
         raise ValueError(

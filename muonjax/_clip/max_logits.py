@@ -83,9 +83,8 @@ def max_logits(
     if scale is not None:
         check_range("max_logits", "scale", scale, "finite", "; 1/√D is usual.")
     if mask is not None:
-        _check_array(
-            "max_logits", "mask", mask, "of booleans or numbers that broadcasts to [*batch, heads, T, S]"
-        )
+        wanted = "of booleans or numbers that broadcasts to [*batch, heads, T, S]"
+        _check_array("max_logits", "mask", mask, wanted)
         mask = _by_key_head(mask, (*batch, heads, T, S), key_heads)
     dtype = at_least_float32(query.dtype, key.dtype)
     if 0 in (*batch, T, S):
@@ -101,18 +100,33 @@ def max_logits(
         i, j = start
         q = lax.dynamic_slice_in_dim(query, i, block_q, -4)
         k = lax.dynamic_slice_in_dim(key, j, block_k, -3)
-        logits = jnp.einsum(
-            "...tkgd,...skd->...kgts", q, k, precision=precision, preferred_element_type=dtype
+        products = jnp.einsum(
+            "...tkgd,...skd->...kgts",
+            q,
+            k,
+            precision=precision,
+            preferred_element_type=dtype,
         )
-        logits = logits * factor
+        logits = products * factor
+        # Keys ahead of their query have positive distances; T and S hide nothing.
         if left < T or right < S:
-            ahead = (j + jnp.arange(block_k)) - (i + jnp.arange(block_q))[:, None]
-            logits = jnp.where((ahead <= right) & (-ahead <= left), logits, -jnp.inf)
+            query_positions = i + jnp.arange(block_q)
+            key_positions = j + jnp.arange(block_k)
+            ahead = key_positions - query_positions[:, None]
+            visible = (ahead <= right) & (-ahead <= left)
+            logits = jnp.where(visible, logits, -jnp.inf)
         if mask is not None:
-            rows = mask if mask.shape[-2] == 1 else lax.dynamic_slice_in_dim(mask, i, block_q, -2)
-            visible = rows if mask.shape[-1] == 1 else lax.dynamic_slice_in_dim(rows, j, block_k, -1)
+            # An axis of size one broadcasts, and has no blocks.
+            visible = mask
+            if mask.shape[-2] > 1:
+                visible = lax.dynamic_slice_in_dim(visible, i, block_q, -2)
+            if mask.shape[-1] > 1:
+                visible = lax.dynamic_slice_in_dim(visible, j, block_k, -1)
             logits = jnp.where(visible, logits, -jnp.inf)
         return logits.max((-2, -1))
+
+    def with_block(largest: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.maximum(largest, largest_of_block(start)), None
 
     # Known while tracing, so that a block that is hidden whole costs nothing. The first block never is hidden. A last
     # block that would stick out starts earlier: a maximum doesn't mind an overlap.
@@ -121,17 +135,18 @@ def max_logits(
         i = min(i, T - block_q)
         for j in range(0, S, block_k):
             j = min(j, S - block_k)
-            if j - (i + block_q - 1) <= right and i - (j + block_k - 1) <= left:
+            # The smallest distance ahead is j - last_i, and the smallest one behind is i - last_j.
+            last_i = i + block_q - 1
+            last_j = j + block_k - 1
+            if j - last_i <= right and i - last_j <= left:
                 starts.append((i, j))
     starts = np.asarray(starts, np.int32)
     # The first block starts the running maximum: in shard_map a constant has another type than the data.
     largest = largest_of_block(starts[0])
     if len(starts) > 1:
-        largest, _ = lax.scan(
-            lambda x, start: (jnp.maximum(x, largest_of_block(start)), None), largest, starts[1:]
-        )
+        largest, _ = lax.scan(with_block, largest, starts[1:])
     # Over the batch last, so that a sharded batch costs one all-reduce and not one per block.
-    return largest.reshape(-1, heads).max(0)
+    return largest.max(tuple(range(len(batch)))).reshape(heads)
 
 
 def max_logits_bound(
@@ -174,7 +189,8 @@ def max_logits_bound(
     cast = float(jnp.finfo(lse.dtype if dtype is None else dtype).eps) / 2
     # The error of the float32 sum and logarithm; absolute too, because a relative margin vanishes near 0.
     inside = 4 * float(jnp.finfo(jnp.float32).eps)
-    top = lax.stop_gradient(lse).astype(jnp.float32).max(tuple(range(lse.ndim - 1)))
+    lse = lax.stop_gradient(lse).astype(jnp.float32)
+    top = lse.max(tuple(range(lse.ndim - 1)))
     size = jnp.where(jnp.isfinite(top), jnp.abs(top), 0)  # infinities stay as they are
     return top + cast * size + inside * (1 + size)
 
@@ -188,13 +204,16 @@ def _check_array(call: str, name: str, value: Any, wanted: str) -> None:
     kinds = [jnp.floating, jnp.integer]
     if name == "mask":
         kinds.append(jnp.bool_)
-    if dtype is None or not hasattr(value, "ndim") or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+    is_array = dtype is not None and hasattr(value, "ndim")
+    if not is_array or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         raise TypeError(f"{call}({name}={shown(value)}) must be an array {wanted}.")
 
 
 def _check_heads(query: tuple[int, ...], key: tuple[int, ...]) -> None:
-    fits = len(query) == len(key) >= 3 and query[:-3] == key[:-3] and query[-1] == key[-1] > 0
-    if not fits or key[-2] == 0 or query[-2] % key[-2]:
+    fits = len(query) == len(key) >= 3 and query[:-3] == key[:-3]
+    fits = fits and query[-1] == key[-1] > 0
+    fits = fits and key[-2] > 0 and query[-2] % key[-2] == 0
+    if not fits:
         raise ValueError(
             f"max_logits(query, key) got {list(query)} and {list(key)}; it needs [*batch, T, heads, D] and "
             "[*batch, S, key_heads, D] with D > 0, where key_heads divides heads; reshape the projections to heads."
@@ -206,12 +225,10 @@ def _window(local_window_size: Any, T: int, S: int) -> tuple[int, int]:
     if local_window_size is None:
         return T, S
     is_pair = isinstance(local_window_size, Sequence) and len(local_window_size) == 2
-    left, right = local_window_size if is_pair else (local_window_size, local_window_size)
-    why = " or two, (left, right), none negative."
-    return (
-        whole_number("max_logits", "local_window_size", left, 0, why),
-        whole_number("max_logits", "local_window_size", right, 0, why),
-    )
+    sides = local_window_size if is_pair else (local_window_size, local_window_size)
+    for side in sides:
+        whole_number("max_logits", "local_window_size", side, 0, " or two, (left, right), none negative.")
+    return tuple(sides)
 
 
 def _by_key_head(
@@ -219,11 +236,13 @@ def _by_key_head(
 ) -> Bool[Array, "*#batch #key_heads #group #T #S"]:
     """The mask of logits [*batch, heads, T, S], with heads as key heads and groups; no axis is enlarged."""
     shape = (1,) * (len(logits) - mask.ndim) + mask.shape
-    if len(shape) > len(logits) or any(m not in (1, n) for m, n in zip(shape, logits, strict=True)):
+    fits = len(shape) == len(logits) and all(m in (1, n) for m, n in zip(shape, logits, strict=True))
+    if not fits:
         raise ValueError(
             f"max_logits(mask={list(mask.shape)}) does not broadcast to [*batch, heads, T, S] = {list(logits)}."
         )
     *batch, heads, T, S = shape
+    # A mask for all heads at once broadcasts over both axes.
     split = (1, 1) if heads == 1 else (key_heads, heads // key_heads)
     visible = jnp.asarray(lax.stop_gradient(mask)).astype(bool)
     return visible.reshape(*batch, *split, T, S)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._clip.clip_by_statistic import ClipByStatistic, clip_factor, parameter_factors, scaled_leaves
+from muonjax._clip.clip_by_statistic import ClipByStatistic, parameter_factors, scaled_leaves
 from muonjax._clip.find_sites import Modules
 from muonjax._clip.scale import PlacedScale
 from muonjax._clip.site import PlacedSite, Sites, as_sites
@@ -79,7 +79,13 @@ def qk_clip(
     return clip_of_logits("qk_clip", threshold, sites, every_k, axis_name).transformation()
 
 
-def clip_of_logits(call: str, threshold: Any, sites: Any, every_k: Any, axis_name: Any) -> ClipByStatistic:
+def clip_of_logits(
+    call: str,
+    threshold: Any,
+    sites: Any,
+    every_k: Any,
+    axis_name: Any,
+) -> ClipByStatistic:
     """The clip of the public function `call`, with its settings checked."""
     check_range(call, "threshold", threshold, "positive and finite", _USUAL, schedule=True)
     if sites is None:
@@ -90,7 +96,7 @@ def clip_of_logits(call: str, threshold: Any, sites: Any, every_k: Any, axis_nam
     return ClipByStatistic(
         call=call,
         argument="max_logits",
-        sites=as_sites(call, "sites" if call.endswith("qk_clip") else "program", sites),
+        sites=as_sites(call, "sites" if call == "qk_clip" else "program", sites),
         prepare=_attentions,
         threshold=threshold,
         every_k=every_k,
@@ -126,19 +132,17 @@ def apply_qk_clip(
     Source: as `qk_clip`.
     """
     check_range("apply_qk_clip", "threshold", threshold, "positive and finite", _USUAL)
+    sites = as_sites("apply_qk_clip", "sites", sites)
     clip = clip_of_logits("apply_qk_clip", threshold, sites, None, None)
     with errors_of("apply_qk_clip"):
         modules = Modules(params)
         attentions, not_trained = clip.find(modules)
         statistics = match_statistics("max_logits", max_logits, attentions, not_trained)
-    gammas = {}
-    for site in attentions:
-        limit = threshold if site.threshold is None else site.threshold
-        gammas[site.name] = clip_factor(statistics[site.name], limit)
+    gammas = {site.name: clip.gamma(site, statistics[site.name]) for site in attentions}
     factors = parameter_factors(attentions, gammas)
-    nothing = {path: jnp.zeros_like(modules.leaves[path]) for path in factors}
-    # With parameters of zero, an update of p becomes f·p.
-    return scaled_leaves("apply_qk_clip", params, nothing, factors)
+    # With a parameter of zero, an update of p becomes f·p.
+    zeros = {path: jnp.zeros_like(modules.leaves[path]) for path in factors}
+    return scaled_leaves(params, zeros, factors)
 
 
 def _attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
@@ -147,6 +151,7 @@ def _attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
     scales_of: dict[str, list[tuple[str, PlacedScale]]] = {}
     for site in attentions:
         for scale in site.scales:
+            # A kernel's features with and without position are two scales of one site, and may lie in one leaf.
             others = scales_of.setdefault(scale.leaf, [])
             if any(site.signal != signal and scale.overlaps(other) for signal, other in others):
                 raise ValueError(f"two sites scale {scale.leaf!r}, which would be clipped twice.")
@@ -177,6 +182,7 @@ def _check_product(query: PlacedScale, key: PlacedScale) -> None:
     heads, features = query.entries, query.features
     if heads >= key.entries and features == key.features:
         return
+    # Key heads as wide as the query's are the likeliest mistake in a merged axis.
     fix = "" if key.size % features else f": give num_kv_heads={key.size // features}"
     raise ValueError(
         f"{query.leaf!r} has {heads} heads of {features} features and {key.leaf!r} {key.entries} of {key.features}: "

@@ -68,6 +68,7 @@ class Scale:
                 whole_number("Scale", name, getattr(self, name), 1, ", at least 1, or None.")
         axes = axis_numbers("Scale", "axes", self.axes)
         object.__setattr__(self, "axes", axes)
+        # As counted from the front, so that 1 and -1 of two axes are one.
         different = {axis % self.rank for axis in axes if -self.rank <= axis < self.rank}
         if len(different) < len(axes):
             raise ValueError(f"Scale({axes=}) must be different axes of the {self.rank} of one layer.")
@@ -93,6 +94,9 @@ class PlacedScale(NamedTuple):
     scale: Scale
     shape: tuple[int, ...]
     stack: tuple[int, ...]  # axes that count layers
+    entry_axes: tuple[int, ...]  # axes that hold the entries
+    entries: int
+    size: int  # how many positions of the flattened `entry_axes` hold entries
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -100,90 +104,76 @@ class PlacedScale(NamedTuple):
         return tuple(self.shape[axis] for axis in self.stack)
 
     @property
-    def entry_axes(self) -> tuple[int, ...]:
-        """The axes that hold the entries."""
-        # A scale names axes of one layer: `nn.scan` on axis 1 makes a kernel (d, L, heads, head_dim) but a bias
-        # (heads, L, head_dim), and no count from either end fits both.
-        layer_axes = [axis for axis in range(len(self.shape)) if axis not in self.stack]
-        return tuple(layer_axes[axis] for axis in self.scale.axes)
-
-    @property
-    def length(self) -> int:
-        """How many positions the flattened `entry_axes` have."""
-        return math.prod(self.shape[axis] for axis in self.entry_axes)
-
-    @property
-    def size(self) -> int:
-        """How many of these positions hold entries."""
-        if self.scale.size is None:
-            return self.length - self.scale.start
-        return self.scale.size
-
-    @property
-    def entries(self) -> int:
-        """How many entries there are."""
-        if self.scale.entries is None:
-            return self.shape[self.entry_axes[0]]
-        return self.scale.entries
-
-    @property
     def features(self) -> int:
         """How many positions of each entry are scaled."""
-        return int(self.scaled_in_run().sum())
+        return self.positions().shape[1]
 
-    def scaled_in_run(self) -> np.ndarray:
-        """Whether each position of the run of an entry is scaled."""
-        scaled = np.zeros(self.size // self.entries, bool)
-        scaled[slice(*self.scale.span)] = True
-        return scaled
+    def positions(self) -> np.ndarray:
+        """[entries, features]: the positions on the flattened axes that are scaled."""
+        run = self.size // self.entries
+        first = self.scale.start + run * np.arange(self.entries)
+        span = np.arange(run)[slice(*self.scale.span)]
+        return first[:, None] + span
 
     def overlaps(self, other: PlacedScale) -> bool:
         """Whether both may scale one number of the same parameter."""
         if self.entry_axes != other.entry_axes:
             return True
-        return bool((self._scaled() & other._scaled()).any())
-
-    def _scaled(self) -> np.ndarray:
-        """Whether each position of the flattened axes is scaled."""
-        start = self.scale.start
-        scaled = np.zeros(self.length, bool)
-        scaled[start : start + self.size] = np.tile(self.scaled_in_run(), self.entries)
-        return scaled
+        return np.intersect1d(self.positions(), other.positions()).size > 0
 
     def spread(self, factors: Float[Array, "*layers entries"]) -> Float[Array, "*#parameter"]:
         """The factors where the parameter holds their entries, broadcastable to it; 1 elsewhere."""
-        layers = factors.shape[:-1]
+        *layers, entries = factors.shape
+        # The run of each entry, of which the span is scaled: [*layers, entries, run].
+        is_scaled = np.zeros(self.size // entries, bool)
+        is_scaled[slice(*self.scale.span)] = True
         # A broadcast and no gather: with the heads sharded it needs no exchange.
-        is_scaled = self.scaled_in_run().reshape((1,) * factors.ndim + (-1,))
+        is_scaled = is_scaled.reshape((1,) * factors.ndim + (-1,))
         table = jnp.where(is_scaled, factors[..., None], 1.0)
         table = table.reshape(*layers, self.size)
-        if self.size != self.length:
-            before = self.scale.start
-            after = self.length - before - self.size
+        sizes = [self.shape[axis] for axis in self.entry_axes]
+        # Outside of start:start + size the axes hold something else, as the values of a fused kernel.
+        before = self.scale.start
+        after = math.prod(sizes) - before - self.size
+        if before or after:
             widths = [(0, 0)] * len(layers) + [(before, after)]
             table = jnp.pad(table, widths, constant_values=1.0)
-        table = table.reshape(*layers, *(self.shape[axis] for axis in self.entry_axes))
-        # Axis i of the table belongs at axis order[i] of the parameter.
+        table = table.reshape(*layers, *sizes)
+        # Axis i of the table, [*layers, *entry_axes], belongs at axis order[i] of the parameter.
         order = (*self.stack, *self.entry_axes)
         table = jnp.transpose(table, np.argsort(order).tolist())
-        return jnp.expand_dims(table, [axis for axis in range(len(self.shape)) if axis not in order])
+        other_axes = [axis for axis in range(len(self.shape)) if axis not in order]
+        return jnp.expand_dims(table, other_axes)
 
 
-def placed(scale: Scale, leaf: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None) -> PlacedScale:
+def placed(
+    scale: Scale,
+    leaf: str,
+    shape: tuple[int, ...],
+    scan_axis: tuple[int, ...] | None,
+) -> PlacedScale:
     """The scale on the parameter `leaf` of this shape; raises ValueError where it does not fit."""
     count = len(shape) - scale.rank
     stack = scan_axis
     if stack is None or count == 0:
         stack = tuple(range(count))
-    if len(stack) != count or not all(-len(shape) <= axis < len(shape) for axis in stack):
+    exist = all(-len(shape) <= axis < len(shape) for axis in stack)
+    if len(stack) != count or not exist:
         where = "leading axes" if scan_axis is None else f"axes {scan_axis}"
         raise ValueError(
             f"{leaf!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and layers on {where}. "
             "See the site's layout and scan_axis."
         )
-    on_leaf = PlacedScale(leaf, scale, shape, tuple(axis % len(shape) for axis in stack))
-    entries, size, length = on_leaf.entries, on_leaf.size, on_leaf.length
+    stack = tuple(axis % len(shape) for axis in stack)
+    # A scale names axes of one layer: `nn.scan` on axis 1 makes a kernel (d, L, heads, head_dim) but a bias
+    # (heads, L, head_dim), and no count from either end fits both.
+    layer_axes = [axis for axis in range(len(shape)) if axis not in stack]
+    entry_axes = tuple(layer_axes[axis] for axis in scale.axes)
+    length = math.prod(shape[axis] for axis in entry_axes)
+    entries = shape[entry_axes[0]] if scale.entries is None else scale.entries
+    size = length - scale.start if scale.size is None else scale.size
     end = scale.start + size
+    on_leaf = PlacedScale(leaf, scale, shape, stack, entry_axes, entries, size)
     fits = size > 0 and size % entries == 0 and end <= length
     if not fits or on_leaf.features == 0:
         raise ValueError(

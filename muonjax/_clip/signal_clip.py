@@ -88,7 +88,7 @@ def _check_powers(site: Site) -> None:
 def _each_scales_its_own(sites: list[PlacedSite]) -> list[PlacedSite]:
     """The same sites; raises where several entries would scale one number."""
     for site in sites:
-        shared = [x.leaf for x in site.scales if x.scale.power != 0 and x.entries != site.entries]
-        if shared:
-            raise ValueError(f"several entries of {site.signal!r} share {shared}: give it power=0.")
+        for scale in site.scales:
+            if scale.scale.power != 0 and scale.entries != site.entries:
+                raise ValueError(f"several entries of {site.signal!r} share {scale.leaf!r}: give it power=0.")
     return sites

@@ -102,16 +102,19 @@ Sites: TypeAlias = Site | Sequence[Site] | Any  # a `Program` has `sites`
 
 def as_sites(call: str, argument: str, sites: Any) -> tuple[Site, ...]:
     """One site or several, as a tuple; a `Program` has them."""
-    sites_of_program = getattr(sites, "sites", sites)
-    if isinstance(sites_of_program, Site):
-        return (sites_of_program,)
-    is_several = isinstance(sites_of_program, Sequence) and len(sites_of_program) > 0
-    if not is_several or not all(isinstance(site, Site) for site in sites_of_program):
+    several = getattr(sites, "sites", sites)
+    if isinstance(several, Site):
+        several = (several,)
+    if (
+        not isinstance(several, Sequence)
+        or not several
+        or not all(isinstance(site, Site) for site in several)
+    ):
         raise TypeError(
             f"{call}({argument}={shown(sites)}) must be what muonjax.inspect(loss_fn, params, batch) returns, "
             "or sites such as muonjax.mha_site(). Give all other settings by their names."
         )
-    return tuple(sites_of_program)
+    return tuple(several)
 
 
 class PlacedSite(NamedTuple):

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def match_statistics(
-    argument: str, given: Any, sites: Sequence[PlacedSite], ignored: Collection[str]
+    argument: str,
+    given: Any,
+    sites: Sequence[PlacedSite],
+    ignored: Collection[str],
 ) -> dict[str, Float32[Array, "*layers entries"]]:
     """The statistic of each site by its name.
 
@@ -29,11 +32,13 @@ def match_statistics(
       sites: The modules that are clipped.
       ignored: Keys that may be in the dict without a site.
     """
+    # Only of logits, because value_and_grad measures no other signal.
     returned = ", as muonjax.value_and_grad returns it" if argument == "max_logits" else ""
     form = f"{argument} is a dict {{module path: array [*layers, heads]}}{returned}."
     if not isinstance(given, Mapping):
         raise TypeError(f"{argument}={type(given).__name__}: {form}")
     statistics = {str(path): value for path, value in given.items()}
+    # The module at the root has no name; its statistic has the signal's.
     by_key = {site.name or site.signal: site for site in sites}
     missing = [key for key in by_key if key not in statistics]
     unclaimed = [key for key in statistics if key not in by_key and key not in ignored]
@@ -60,7 +65,11 @@ def _check_real(what: str, value: Any) -> None:
         raise TypeError(f"{what} is {kind}; give an array of real numbers, [*layers, heads].")
 
 
-def _largest_of_batch(what: str, value: Any, site: PlacedSite) -> Float32[Array, "*layers entries"]:
+def _largest_of_batch(
+    what: str,
+    value: Any,
+    site: PlacedSite,
+) -> Float32[Array, "*layers entries"]:
     """The largest over the axes of a batch, which lie between those of layers and of entries.
 
     A batch axis as long as an axis of layers is refused: `scan` and `vmap` stack micro-batches in front of the layers,
@@ -75,7 +84,8 @@ def _largest_of_batch(what: str, value: Any, site: PlacedSite) -> Float32[Array,
         statistic = statistic.reshape(*site.layers, -1)
     count = len(site.layers)
     shape = statistic.shape
-    if len(shape) <= count or 0 in shape or (*shape[:count], shape[-1]) != site.shape:
+    has_all = len(shape) > count and 0 not in shape
+    if not has_all or (*shape[:count], shape[-1]) != site.shape:
         raise ValueError(
             f"{what} has shape {jnp.shape(value)}; the parameters say {site.shape}, layers before heads, and a batch "
             "between them. What value_and_grad returns fits the sites of muonjax.inspect."
@@ -89,21 +99,32 @@ def _largest_of_batch(what: str, value: Any, site: PlacedSite) -> Float32[Array,
     return largest(statistic, tuple(range(count, len(shape) - 1)))
 
 
-def larger(a: Float[Array, "*shape"], b: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def larger(
+    a: Float[Array, "*shape"],
+    b: Float[Array, "*shape"],
+) -> Float[Array, "*shape"]:
     """The larger of two, entry by entry; one that is not finite counts only where neither is, and NaN shows there."""
     is_finite = jnp.isfinite(a)
+    # Where both are finite or neither is, the maximum counts; it passes NaN on.
     are_alike = is_finite == jnp.isfinite(b)
-    return jnp.where(are_alike, jnp.maximum(a, b), jnp.where(is_finite, a, b))
+    finite_one = jnp.where(is_finite, a, b)
+    return jnp.where(are_alike, jnp.maximum(a, b), finite_one)
 
 
 def largest(x: Float[Array, " ..."], axes: tuple[int, ...]) -> Float[Array, " ..."]:
     """The largest along some axes, as `larger`."""
     finite = jnp.where(jnp.isfinite(x), x, -jnp.inf)
-    return larger(finite.max(axes, initial=-jnp.inf), x.max(axes, initial=-jnp.inf))
+    of_finite = finite.max(axes, initial=-jnp.inf)
+    of_all = x.max(axes, initial=-jnp.inf)
+    return larger(of_finite, of_all)
 
 
-def largest_of_devices(x: Float[Array, "*shape"], axis_name: str | tuple[str, ...]) -> Float[Array, "*shape"]:
+def largest_of_devices(
+    x: Float[Array, "*shape"],
+    axis_name: str | tuple[str, ...],
+) -> Float[Array, "*shape"]:
     """The largest along mesh axes, as `larger`, by one all-reduce."""
     finite = jnp.where(jnp.isfinite(x), x, -jnp.inf)
+    # Stacked, because two calls would be two all-reduces.
     of_finite, of_all = lax.pmax(jnp.stack([finite, x]), axis_name)
     return larger(of_finite, of_all)

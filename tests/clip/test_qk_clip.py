@@ -188,6 +188,16 @@ def test_the_square_root_on_a_rotary_query_misses_the_bound():
     assert maxima(optax.apply_updates(params, updates)).max() > 5.5
 
 
+def test_the_threshold_of_a_site_comes_before_that_of_all():
+    params, _, site = multi_head()
+    site = dataclasses.replace(site, threshold=200.0)
+    hot = {"max_logits": jnp.full(4, 400.0)}
+    _, state = zero_update(muonjax.qk_clip(100.0, site), params, hot)
+    np.testing.assert_array_equal(state.factors[""], 0.5)
+    clipped = muonjax.apply_qk_clip(params, hot, site, 100.0)
+    np.testing.assert_allclose(clipped["key"]["kernel"], np.sqrt(0.5) * params["key"]["kernel"], rtol=1e-6)
+
+
 def test_every_head_has_a_count_of_its_own():
     params, _, site = multi_head()
     tx = muonjax.qk_clip(100.0, site)
