@@ -10,6 +10,7 @@ from muonjax._clip.site import KEY_NORMS, Site
 from muonjax._common.arguments import check_text, errors_of, whole_number
 
 _AT_LEAST_ONE = ", at least 1."
+_AXIS = r"\(([^()]*)\)|(\S+)"  # in brackets, or a letter
 
 
 def mha_site(
@@ -182,10 +183,10 @@ class _Kernel(NamedTuple):
     @classmethod
     def of_layout(cls, layout: str, orders: Sequence[str], num_heads: int | None) -> Self:
         """The kernel of a layout such as "i (h d)", in which all but the input is in one of these orders."""
-        # "i (h d)" is ["i", "h d"]: one entry for each axis of the kernel.
-        axes = [merged or single for merged, single in re.findall(r"\(([^()]*)\)|(\S+)", layout)]
-        outputs = [i for i in range(len(axes)) if axes[i].strip() != "i"]
-        order = "".join(axes[i].replace(" ", "") for i in outputs)
+        # "i (h d)" is ["i", "hd"]: one entry for each axis of the kernel.
+        axes = [(merged or single).replace(" ", "") for merged, single in re.findall(_AXIS, layout)]
+        outputs = [i for i in range(len(axes)) if axes[i] != "i"]
+        order = "".join(axes[i] for i in outputs)
         if order not in orders or len(axes) != len(outputs) + 1:
             wanted = " or ".join(" ".join(letters) for letters in orders)
             raise ValueError(

@@ -157,8 +157,8 @@ def placed(
     stack = scan_axis
     if stack is None or count == 0:
         stack = tuple(range(count))
-    exist = all(-len(shape) <= axis < len(shape) for axis in stack)
-    if len(stack) != count or not exist:
+    different = {axis % len(shape) for axis in stack if -len(shape) <= axis < len(shape)}
+    if not len(different) == len(stack) == count:
         where = "leading axes" if scan_axis is None else f"axes {scan_axis}"
         raise ValueError(
             f"{leaf!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and layers on {where}. "

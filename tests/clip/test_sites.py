@@ -180,6 +180,7 @@ def attention(**more):
     ({"query__kernel": (D, H * DH)}, {}, "layout"),
     ({"query__kernel": (2, D, H, DH)}, {}, "disagree on the stack"),
     ({"query__kernel": (2, 2, D, H, DH)}, {"scan_axis": 0}, "scan_axis"),
+    ({"query__kernel": (2, 2, D, H, DH)}, {"scan_axis": (0, -5)}, r"layers on axes \(0, -5\)"),
     ({"query__kernel": (2, D, H, DH)}, {"scan_axis": 5}, r"layers on axes \(5,\).*scan_axis"),
     ({"query__kernel": (D, 3, DH)}, {}, r"head counts of .*query/kernel': 3, .*key/kernel': 4.* a multiple"),
     ({"query__bias": (2 * H, DH)}, {}, "head counts"),
