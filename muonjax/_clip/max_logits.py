@@ -125,7 +125,7 @@ def max_logits(
             logits = jnp.where(visible, logits, -jnp.inf)
         return logits.max((-2, -1))
 
-    def with_block(largest: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+    def with_block(largest: jax.Array, start: Any) -> tuple[jax.Array, None]:
         return jnp.maximum(largest, largest_of_block(start)), None
 
     # Known while tracing, so that a block that is hidden whole costs nothing. The first block never is hidden. A last
@@ -200,7 +200,7 @@ _POSITIONS = " of positions, at least 1."
 
 def _check_array(call: str, name: str, value: Any, wanted: str) -> None:
     """Raise unless it is an array of NumPy or JAX, of real numbers; booleans are for a mask."""
-    dtype = getattr(value, "dtype", None)
+    dtype: Any = getattr(value, "dtype", None)
     kinds = [jnp.floating, jnp.integer]
     if name == "mask":
         kinds.append(jnp.bool_)
