@@ -200,12 +200,11 @@ _POSITIONS = " of positions, at least 1."
 
 def _check_array(call: str, name: str, value: Any, wanted: str) -> None:
     """Raise unless it is an array of NumPy or JAX, of real numbers; booleans are for a mask."""
-    dtype: Any = getattr(value, "dtype", None)
     kinds = [jnp.floating, jnp.integer]
     if name == "mask":
         kinds.append(jnp.bool_)
-    is_array = dtype is not None and hasattr(value, "ndim")
-    if not is_array or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+    is_array = hasattr(value, "ndim") and hasattr(value, "dtype")
+    if not is_array or not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
         raise TypeError(f"{call}({name}={shown(value)}) must be an array {wanted}.")
 
 
